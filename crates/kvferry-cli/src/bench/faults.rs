@@ -1,0 +1,126 @@
+//! Peers that die or stop in the middle of a batch: how long until the caller is told, and how long
+//! until work goes on. Each round has a target of its own.
+
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use kvferry::{Access, Agent, Batch, Options, Peer, Region};
+use rustix::process::Signal;
+
+use crate::blocks::scattered;
+use crate::cli::Op;
+use crate::failure::Failure;
+use crate::stats::Spread;
+
+use super::link::Link;
+use super::report::{Bound, Row};
+use super::{Bench, start_agent, transfer};
+
+const BLOCK: usize = 32 << 10;
+const COUNT: usize = 2048;
+const ARENA: usize = BLOCK * COUNT;
+
+/// A stopped peer costs seconds each time; the spread is small.
+const STOPS: usize = 3;
+
+/// Long after any bound: a call that has not failed by then is reported, not waited for.
+const GIVE_UP: Duration = Duration::from_secs(20);
+
+pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
+    let kills = bench.settings.rounds.max(7);
+    let stops = bench.settings.rounds.min(STOPS);
+    bench.bar.inc_length((kills + stops) as u64);
+    let agent = start_agent(bench.settings)?;
+    let ours = agent.allocate(ARENA, Access::NONE)?;
+    let (mut killed, mut met_again) = (Vec::new(), Vec::new());
+    for round in 0..kills {
+        bench.step(&format!("round {}/{kills}: killing a peer", round + 1));
+        let mut fault = Fault::begin(&agent, &ours)?;
+        killed.push(fault.time_to_error(Signal::KILL)?.as_secs_f64() * 1e3);
+        fault = Fault::start_target(&agent, &ours)?;
+        met_again.push(fault.time_to_success()?.as_secs_f64() * 1e3);
+    }
+    let (mut stopped, mut resumed) = (Vec::new(), Vec::new());
+    for round in 0..stops {
+        bench.step(&format!("round {}/{stops}: stopping a peer", round + 1));
+        let fault = Fault::begin(&agent, &ours)?;
+        stopped.push(fault.time_to_error(Signal::STOP)?.as_secs_f64() * 1e3);
+        fault.link.signal(Signal::CONT)?;
+        resumed.push(fault.time_to_success()?.as_secs_f64() * 1e3);
+    }
+    let row = |work, rounds| Row::new("faults", work, "ms", Spread::of(rounds));
+    Ok(vec![
+        row("peer killed in a batch: time to the error", killed)
+            .judged_itself(Bound::AtMost(100.0)),
+        row("its successor: time to the first batch there", met_again),
+        row("peer stopped in a batch: time to the error", stopped)
+            .judged_itself(Bound::AtMost(3000.0)),
+        row("it resumes: time to the first batch there", resumed),
+    ])
+}
+
+struct Fault {
+    peer: Peer,
+    batch: Batch,
+    link: Link,
+}
+
+impl Fault {
+    fn start_target(agent: &Agent, ours: &Region) -> Result<Fault, Failure> {
+        let link = Link::spawn(agent, ARENA, 1)?;
+        let peer = link.peer.clone();
+        let mut batch = Batch::with_capacity(COUNT);
+        for index in 0..COUNT {
+            let (from, to) = (index * BLOCK, scattered(index, COUNT) * BLOCK);
+            batch.push(ours, from as u64, link.region(), to as u64, BLOCK as u64)?;
+        }
+        Ok(Fault { peer, batch, link })
+    }
+
+    /// A target that has taken a batch already.
+    fn begin(agent: &Agent, ours: &Region) -> Result<Fault, Failure> {
+        let fault = Fault::start_target(agent, ours)?;
+        transfer(&fault.peer, Op::Write, &fault.batch, &Options::default())?;
+        Ok(fault)
+    }
+
+    /// From the signal, sent while batch follows batch, to the error of the one it hit.
+    fn time_to_error(&self, signal: Signal) -> Result<Duration, Failure> {
+        const UNDER_WAY: Duration = Duration::from_millis(100);
+        std::thread::scope(|scope| {
+            let (failed, failure) = mpsc::channel();
+            scope.spawn(move || {
+                let options = Options { timeout: Some(GIVE_UP), ..Options::default() };
+                let error = loop {
+                    if let Err(error) = transfer(&self.peer, Op::Write, &self.batch, &options) {
+                        break error;
+                    }
+                };
+                // The receiver may have given up, and then nobody asks any more.
+                let _ = failed.send((Instant::now(), error));
+            });
+            std::thread::sleep(UNDER_WAY);
+            let signalled = Instant::now();
+            self.link.signal(signal)?;
+            let (at, error) = failure
+                .recv_timeout(2 * GIVE_UP)
+                .map_err(|_| Failure::Check(format!("no error {signal:?} + {GIVE_UP:?}")))?;
+            at.checked_duration_since(signalled)
+                .ok_or_else(|| error.while_doing("the batch failed before the peer did"))
+        })
+    }
+
+    /// Until a batch goes through, trying again and again.
+    fn time_to_success(&self) -> Result<Duration, Failure> {
+        let started = Instant::now();
+        loop {
+            match transfer(&self.peer, Op::Write, &self.batch, &Options::default()) {
+                Ok(()) => return Ok(started.elapsed()),
+                Err(error) if started.elapsed() > GIVE_UP => {
+                    return Err(error.while_doing("the peer is back, and still"));
+                }
+                Err(_) => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
+    }
+}

@@ -1,0 +1,340 @@
+//! What can be typed, and the help that teaches it.
+
+use std::net::SocketAddr;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use serde::{Deserialize, Serialize};
+
+use crate::model::{Dtype, Model};
+use crate::units::parse_bytes;
+
+const EXAMPLES_AND_EXIT_CODES: &str = "\
+Start with:
+  kvferry demo                  see it move KV cache between two processes, in half a minute
+  kvferry bench --quick         how fast, beside plain TCP
+  kvferry bench --help          every subcommand has examples
+
+Exit codes:
+  0  all is well
+  1  a byte was wrong, or a figure fell short under --check
+  2  the command line cannot be understood
+  3  the peer cannot be reached, or refuses us
+  4  a transfer or a helper process failed
+
+Agents take their settings from the environment too: KVFERRY_SECRET, KVFERRY_TRANSPORTS,
+KVFERRY_IO_THREADS, KVFERRY_STREAMS, KVFERRY_SILENCE_MS.";
+
+/// kvferry moves KV cache for LLM serving. This is its workbench: see it move, measure how fast.
+#[derive(Debug, Parser)]
+#[command(name = "kvferry", version, after_help = EXAMPLES_AND_EXIT_CODES, max_term_width = 100)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Hand KV cache from a prefill to a decode process and check every byte
+    Demo(DemoArgs),
+    /// Measure transfers beside what plain TCP reaches in the same rounds
+    Bench(BenchArgs),
+    /// Print the version
+    Version {
+        /// For programs
+        #[arg(long)]
+        json: bool,
+    },
+    /// The decode process of a demo, commanded over its standard input
+    #[command(hide = true)]
+    DemoDecode,
+    /// The target process of a bench on one host
+    #[command(hide = true)]
+    BenchTarget {
+        /// The only core to run on
+        #[arg(long)]
+        core: Option<usize>,
+    },
+}
+
+const DEMO_EXAMPLES: &str = "\
+Examples:
+  kvferry demo                                     eight prompts of Llama 3.1 8B in flight
+  kvferry demo --tokens 8192 --memory 16GiB        long prompts
+  kvferry demo --model deepseek-v3 --dtype fp8     the latent cache of an MLA model
+  kvferry demo --json --quiet | jq .throughput     for a program
+  kvferry demo --list-models                       what can be named
+
+A decode process is started beside this one, which plays prefill. Each has a paged KV pool of the
+model's shape: one region per layer, requests scattered over its blocks in random order. Before a
+round the decode process poisons its whole pool with bytes of its own choice; prefill then writes
+all requests; decode digests what it holds against what prefill should have held, and checks that
+the blocks of no request still hold the poison. A wrong byte ends the demo with exit code 1 and the
+layer and block it is in.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = DEMO_EXAMPLES)]
+pub(crate) struct DemoArgs {
+    /// Whose KV cache
+    #[arg(long, default_value = "llama-3.1-8b", value_parser = Model::find)]
+    pub(crate) model: Model,
+    /// Length of each prompt
+    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) tokens: u32,
+    /// Prompts in a round
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) requests: u32,
+    /// Handoffs in flight at once
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) concurrency: u32,
+    /// How often, each time with new contents and block tables
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub(crate) rounds: u32,
+    /// Tokens in a block of the paged pool
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) block_tokens: u32,
+    /// What the cache is stored as
+    #[arg(long, value_enum, default_value = "bf16")]
+    pub(crate) dtype: Dtype,
+    /// Most memory both pools may take; never more than 60 % of what the machine has free
+    #[arg(long, default_value = "4GiB", value_parser = parse_bytes, value_name = "SIZE")]
+    pub(crate) memory: u64,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// No progress bar and no remarks
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
+    /// List the models that can be named, and leave
+    #[arg(long)]
+    pub(crate) list_models: bool,
+    /// Flip one byte of the source after it was filled: the demo must notice
+    #[arg(long, hide = true)]
+    pub(crate) inject_fault: bool,
+}
+
+const BENCH_EXAMPLES: &str = "\
+Examples:
+  kvferry bench                                two processes on this host, a few minutes
+  kvferry bench --quick                        the same in some seconds, too short to judge by
+  kvferry bench --op write --sizes 32KiB:1024 --streams auto,1,4
+  kvferry bench --only latency --rounds 15
+  kvferry bench --faults --check               with dying peers; exit code 1 if a figure falls short
+  kvferry bench --serve --listen 10.0.0.5:7400         on one host, and on the other
+  kvferry bench --target 10.0.0.5:7400 --json
+
+Every figure stands beside two others taken in the same rounds, in turn: one raw TCP stream sending
+256 MiB, and `floor`, the plainest program that does the same work: one message per batch over one
+socket with vectored I/O, its call size and socket buffers chosen by trial. Ratios are taken round
+by round; their median and quartiles are shown. Nothing is verified while the clock runs; each
+configuration is verified before and after, with a poisoned destination.
+
+With KVFERRY_SECRET set, --serve takes orders only from those who hold the secret; without it, from
+whoever connects. What it listens on is where its agent listens too.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = BENCH_EXAMPLES)]
+pub(crate) struct BenchArgs {
+    /// Be the target of a bench on another host, until interrupted
+    #[arg(long, conflicts_with = "target")]
+    pub(crate) serve: bool,
+    /// Where --serve listens
+    #[arg(long, default_value = "127.0.0.1:7400", requires = "serve", value_name = "ADDRESS:PORT")]
+    pub(crate) listen: SocketAddr,
+    /// A `kvferry bench --serve` on another host, instead of a second process here
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) target: Option<String>,
+    /// What to move
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "write,read")]
+    pub(crate) op: Vec<Op>,
+    /// Block size and blocks per batch [default: 4KiB:1024,32KiB:1024,256KiB:256,1MiB:256,16MiB:16]
+    #[arg(long, value_delimiter = ',', value_name = "BLOCK:COUNT")]
+    pub(crate) sizes: Vec<Size>,
+    /// Streams a batch is striped over; `auto` leaves it to the agent
+    #[arg(long, value_delimiter = ',', default_value = "auto")]
+    pub(crate) streams: Vec<Streams>,
+    /// Concurrent callers; the total of each number is compared with one caller's
+    #[arg(long, value_delimiter = ',', default_value = "1,10")]
+    pub(crate) callers: Vec<Callers>,
+    /// Cores for the two processes of a latency measurement on one host [default: apart,together]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub(crate) placement: Vec<Placement>,
+    /// Rounds; seven or more to judge by [default: 11, or 3 with --quick]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) rounds: Option<u32>,
+    /// Parts to run [default: all but faults]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub(crate) only: Vec<Part>,
+    /// Add what happens when a peer is killed or stopped
+    #[arg(long)]
+    pub(crate) faults: bool,
+    /// Small and short
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Exit with 1 if a figure falls short of what it must reach
+    #[arg(long)]
+    pub(crate) check: bool,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// No progress bar and no remarks
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Op {
+    Write,
+    Read,
+}
+
+impl Op {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Op::Write => "write",
+            Op::Read => "read",
+        }
+    }
+}
+
+/// Which cores two processes run on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Placement {
+    /// One core each
+    Apart,
+    /// One core for both
+    Together,
+    /// As the kernel likes, which is how two hosts are measured
+    Free,
+}
+
+/// Parts of a bench.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Part {
+    Throughput,
+    Callers,
+    Latency,
+    Setup,
+    Idle,
+    Faults,
+}
+
+/// `32KiB:1024`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct Size {
+    pub(crate) block: usize,
+    pub(crate) count: usize,
+}
+
+impl Size {
+    pub(crate) fn bytes(self) -> usize {
+        self.block * self.count
+    }
+}
+
+impl std::str::FromStr for Size {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Size, String> {
+        const LARGEST_BATCH: u64 = 64 << 30;
+        let (block, count) = text
+            .split_once(':')
+            .ok_or_else(|| format!("`{text}` is not BLOCK:COUNT, such as 32KiB:1024"))?;
+        let block = parse_bytes(block)?;
+        let count: u64 = count.trim().parse().map_err(|_| format!("`{count}` is not a number"))?;
+        match block.checked_mul(count) {
+            Some(1..=LARGEST_BATCH) if block < 1 << 32 => {
+                Ok(Size { block: block as usize, count: count as usize })
+            }
+            _ => Err(format!("`{text}` is not between one byte and 64 GiB in blocks below 4 GiB")),
+        }
+    }
+}
+
+/// How many streams a batch may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub(crate) struct Streams(pub(crate) Option<usize>);
+
+impl std::str::FromStr for Streams {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Streams, String> {
+        if text == "auto" {
+            return Ok(Streams(None));
+        }
+        match text.parse() {
+            Ok(streams @ 1..=64) => Ok(Streams(Some(streams))),
+            _ => Err(format!("`{text}` is neither `auto` nor a number from 1 to 64")),
+        }
+    }
+}
+
+/// How many threads call at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub(crate) struct Callers(pub(crate) usize);
+
+impl std::str::FromStr for Callers {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Callers, String> {
+        match text.parse() {
+            Ok(callers @ 1..=64) => Ok(Callers(callers)),
+            _ => Err(format!("`{text}` is not a number from 1 to 64")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn sizes_streams_and_callers_are_read() {
+        let cli = Cli::try_parse_from([
+            "kvferry",
+            "bench",
+            "--sizes",
+            "4KiB:1024,1MiB:256",
+            "--streams",
+            "auto,4",
+            "--callers",
+            "1,10",
+            "--op",
+            "read",
+        ])
+        .expect("well formed");
+        let Command::Bench(args) = cli.command else { panic!("bench was asked for") };
+        assert_eq!(args.sizes[1], Size { block: 1 << 20, count: 256 });
+        assert_eq!(args.streams, [Streams(None), Streams(Some(4))]);
+        assert_eq!(args.callers, [Callers(1), Callers(10)]);
+        assert_eq!(args.op, [Op::Read]);
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        for size in ["4KiB", "4KiB:0", "x:1", "4KiB:y", "4GiB:1", "1GiB:65"] {
+            assert!(size.parse::<Size>().is_err(), "{size}");
+        }
+        assert!("0".parse::<Streams>().is_err() && "many".parse::<Streams>().is_err());
+        assert!("0".parse::<Callers>().is_err());
+        for line in [&["bench", "--serve", "--target", "a:1"][..], &["demo", "--tokens", "0"]] {
+            let line = ["kvferry"].iter().chain(line);
+            assert!(Cli::try_parse_from(line).is_err());
+        }
+    }
+
+    #[test]
+    fn the_defaults_are_the_ones_in_the_help() {
+        let cli = Cli::try_parse_from(["kvferry", "demo"]).expect("all have defaults");
+        let Command::Demo(args) = cli.command else { panic!("demo was asked for") };
+        assert_eq!((args.model.name, args.tokens, args.memory), ("llama-3.1-8b", 2048, 4 << 30));
+    }
+}

@@ -1,0 +1,52 @@
+//! The `kvferry` command: it shows KV cache moving between two processes, and measures how fast.
+//!
+//! `cli.rs` is what can be typed, `demo/` and `bench/` are what then happens, and the rest are their
+//! tools: block tables (`blocks.rs`), bytes that say where they belong (`content.rs`), model shapes
+//! (`model.rs`), statistics (`stats.rs`), helper processes (`child.rs`, `lines.rs`).
+
+#![forbid(unsafe_code)]
+
+mod bench;
+mod blocks;
+mod child;
+mod cli;
+mod content;
+mod demo;
+mod failure;
+mod lines;
+mod machine;
+mod model;
+mod output;
+mod stats;
+mod table;
+mod units;
+mod version;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use cli::{Cli, Command};
+use failure::Failure;
+
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().command {
+        Command::Demo(args) => interruptible(|| demo::run(&args)),
+        Command::Bench(args) => interruptible(|| bench::run(&args)),
+        Command::Version { json } => version::run(json),
+        Command::DemoDecode => demo::decode::run(),
+        Command::BenchTarget { core } => bench::target::run_child(core),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            output::note(&format!("kvferry: {failure}"));
+            ExitCode::from(failure.code())
+        }
+    }
+}
+
+fn interruptible(run: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
+    output::clear_when_interrupted()?;
+    run()
+}

@@ -1,0 +1,69 @@
+//! What goes to the terminal: results to standard output, everything else to standard error.
+
+use std::io::{self, Write};
+use std::sync::{Mutex, PoisonError};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use signal_hook::low_level::emulate_default_handler;
+
+/// Prints a result. A reader that has gone away (`| head`) ends the output, not the command: the
+/// exit code still says what was found.
+pub(crate) fn print(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => other,
+    }
+}
+
+/// Prints a result for programs.
+pub(crate) fn print_json<T: Serialize>(value: &T) -> io::Result<()> {
+    let mut text = serde_json::to_string_pretty(value)?;
+    text.push('\n');
+    print(&text)
+}
+
+/// A line for the person who waits. Nobody to read it is no reason to fail.
+pub(crate) fn note(text: &str) {
+    let _ = writeln!(io::stderr().lock(), "{text}");
+}
+
+/// A bar that counts bytes; invisible when `quiet` or when standard error is no terminal.
+pub(crate) fn byte_bar(quiet: bool, total_bytes: u64) -> ProgressBar {
+    bar(quiet, total_bytes, "{bar:32.cyan/blue} {bytes:>10}/{total_bytes:10} {elapsed:>4}  {msg}")
+}
+
+/// A bar that counts steps.
+pub(crate) fn step_bar(quiet: bool, steps: u64) -> ProgressBar {
+    bar(quiet, steps, "{bar:32.cyan/blue} {pos:>4}/{len:4} {elapsed:>4}  {msg}")
+}
+
+fn bar(quiet: bool, total: u64, template: &str) -> ProgressBar {
+    let target = if quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
+    let style = ProgressStyle::with_template(template).expect("the templates here are well formed");
+    let bar = ProgressBar::with_draw_target(Some(total), target);
+    let bar = bar.with_style(style.progress_chars("━╸─"));
+    *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(bar.clone());
+    bar
+}
+
+/// The bar on the terminal, if there is one.
+static SHOWN: Mutex<Option<ProgressBar>> = Mutex::new(None);
+
+/// An interrupted command takes its bar off the terminal and then dies of the signal, as whoever
+/// sent it expects. Helper processes follow by themselves.
+pub(crate) fn clear_when_interrupted() -> io::Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM])?;
+    std::thread::spawn(move || {
+        for signal in &mut signals {
+            let shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner);
+            shown.iter().for_each(ProgressBar::finish_and_clear);
+            // The lock is held: nobody draws a bar any more.
+            let _ = emulate_default_handler(signal);
+        }
+    });
+    Ok(())
+}

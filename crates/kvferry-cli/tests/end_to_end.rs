@@ -1,0 +1,197 @@
+//! The command as its users run it: real processes, real sockets, real exit codes.
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+fn kvferry(line: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    command.args(line).env_remove("KVFERRY_SECRET").env_remove("KVFERRY_SECRET_FILE");
+    command
+}
+
+fn run(line: &[&str]) -> Output {
+    kvferry(line).output().expect("the command starts")
+}
+
+fn code(output: &Output) -> Option<i32> {
+    output.status.code()
+}
+
+fn errors(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn json(output: &Output) -> Value {
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"))
+}
+
+#[test]
+fn a_demo_moves_and_verifies_every_request() {
+    let output = run(&["demo", "--tokens", "256", "--requests", "8", "--rounds", "2", "--json"]);
+    assert_eq!(code(&output), Some(0), "{}", errors(&output));
+    let report = json(&output);
+    assert_eq!(report["schema"], "kvferry.demo/1");
+    assert_eq!(report["requests"], 16);
+    assert_eq!(report["bytes"], 16 * (32 << 20));
+    assert_eq!(report["pages"], 16 * 32 * 16);
+    assert_eq!(report["wrong_pages"], 0);
+    assert!(report["untouched_pages"].as_u64() > Some(0));
+    for figure in ["p50_ms", "p90_ms", "p99_ms"] {
+        assert!(report["handoff"][figure].as_f64() > Some(0.0), "{report}");
+    }
+    assert!(report["throughput"]["raw_stream_gb_per_s"].as_f64() > Some(0.0));
+}
+
+#[test]
+fn a_demo_of_a_latent_cache_goes_in_waves_when_memory_is_short() {
+    let line = ["demo", "--model", "deepseek-v3", "--dtype", "fp8", "--tokens", "100"];
+    let output = kvferry(&line)
+        .args(["--requests", "5", "--rounds", "1", "--memory", "16MiB", "--json"])
+        .output()
+        .expect("the command starts");
+    assert_eq!(code(&output), Some(0), "{}", errors(&output));
+    let report = json(&output);
+    assert_eq!(report["page_bytes"], 576 * 16);
+    assert_eq!((&report["requests"], &report["in_flight"]), (&5.into(), &2.into()));
+    assert!(errors(&output).contains("2 at a time"), "{}", errors(&output));
+}
+
+#[test]
+fn one_flipped_byte_fails_the_demo_and_is_named() {
+    let output =
+        run(&["demo", "--tokens", "64", "--requests", "3", "--rounds", "1", "--inject-fault"]);
+    assert_eq!(code(&output), Some(1), "{}", errors(&output));
+    let errors = errors(&output);
+    assert!(errors.contains("request 2: layer 16, block "), "{errors}");
+    assert!(errors.contains("first at byte 32768 of the page; 1 wrong pages"), "{errors}");
+    assert!(output.stdout.is_empty(), "no report of a demo that failed");
+}
+
+#[test]
+fn a_quick_bench_measures_every_part() {
+    let output = run(&["bench", "--quick", "--rounds", "1", "--json"]);
+    assert_eq!(code(&output), Some(0), "{}", errors(&output));
+    let report = json(&output);
+    assert_eq!(report["schema"], "kvferry.bench/1");
+    assert_eq!(report["session"]["transport"], "tcp");
+    let rows = report["rows"].as_array().expect("rows");
+    for part in ["throughput", "callers", "latency", "setup", "idle"] {
+        assert!(rows.iter().any(|row| row["part"] == part), "{part} is missing");
+    }
+    for row in rows.iter().filter(|row| row["part"] == "throughput") {
+        assert!(row["judged"]["reached"]["median"].as_f64() > Some(0.0), "{row}");
+        assert_eq!(row["judged"]["required"]["at_least"], 0.95);
+        assert!(row["floor_settings"]["chunk"].as_u64() > Some(0));
+    }
+}
+
+#[test]
+fn a_bench_across_hosts_needs_the_secret_of_the_target() {
+    let (mut server, address) = serve("right");
+    let bench = |secret: &str| {
+        let line = ["bench", "--quick", "--only", "latency", "--rounds", "1", "--json"];
+        kvferry(&line).args(["--target", &address]).env("KVFERRY_SECRET", secret).output()
+    };
+    let welcome = bench("right").expect("the command starts");
+    assert_eq!(code(&welcome), Some(0), "{}", errors(&welcome));
+    assert_eq!(json(&welcome)["session"]["authenticated"], true);
+    assert_eq!(json(&welcome)["hosts"], 2);
+    let refused = bench("wrong").expect("the command starts");
+    assert_eq!(code(&refused), Some(3), "{}", errors(&refused));
+    // One bench has ended and one was refused: the target serves on.
+    let again = bench("right").expect("the command starts");
+    assert_eq!(code(&again), Some(0), "{}", errors(&again));
+    server.kill().expect("still there");
+    server.wait().expect("killed");
+}
+
+/// A target on a free port, and where it listens.
+fn serve(secret: &str) -> (Child, String) {
+    let mut server = kvferry(&["bench", "--serve", "--listen", "127.0.0.1:0"])
+        .env("KVFERRY_SECRET", secret)
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command starts");
+    let mut said = BufReader::new(server.stderr.take().expect("piped"));
+    let mut line = String::new();
+    said.read_line(&mut line).expect("it says where it listens");
+    // Whatever else it says must not fill the pipe.
+    std::thread::spawn(move || std::io::copy(&mut said, &mut std::io::sink()));
+    let address = line.split_whitespace().nth(3).expect("serving benches on ADDRESS,");
+    (server, address.trim_end_matches(',').to_string())
+}
+
+#[test]
+fn nobody_at_the_address_is_told_apart_from_a_bad_command_line() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port is free");
+    let nobody = listener.local_addr().expect("bound").to_string();
+    drop(listener);
+    assert_eq!(code(&run(&["bench", "--target", &nobody])), Some(3));
+    assert_eq!(code(&run(&["bench", "--target", "nobody.invalid:1"])), Some(3));
+    assert_eq!(code(&run(&["demo", "--model", "gpt-5"])), Some(2));
+    assert_eq!(code(&run(&["bench", "--sizes", "4KiB"])), Some(2));
+    assert_eq!(code(&run(&[])), Some(2));
+}
+
+#[test]
+fn the_version_is_readable_by_programs() {
+    let version = json(&run(&["version", "--json"]));
+    assert_eq!(version["schema"], "kvferry.version/1");
+    assert_eq!(version["version"], env!("CARGO_PKG_VERSION"));
+}
+
+#[test]
+fn a_reader_that_leaves_early_causes_no_panic() {
+    let mut list = kvferry(&["demo", "--list-models"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command starts");
+    drop(list.stdout.take());
+    let mut said = String::new();
+    list.stderr.take().expect("piped").read_to_string(&mut said).expect("text");
+    assert!(list.wait().expect("it ends").success());
+    assert_eq!(said, "");
+}
+
+#[test]
+fn no_process_outlives_an_interrupted_or_killed_demo() {
+    use rustix::process::{Pid, Signal, kill_process};
+    for signal in [Signal::INT, Signal::KILL] {
+        let mut demo = kvferry(&["demo", "--quiet", "--rounds", "1000", "--tokens", "256"])
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("the command starts");
+        let decode = until("a decode process", || child_of(demo.id()));
+        std::thread::sleep(Duration::from_millis(300));
+        let pid = Pid::from_raw(demo.id().cast_signed()).expect("not zero");
+        kill_process(pid, signal).expect("still there");
+        demo.wait().expect("it ends");
+        until("the decode process's end", || has_ended(decode).then_some(()));
+    }
+}
+
+fn child_of(pid: u32) -> Option<u32> {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
+    children.split_whitespace().next()?.parse().ok()
+}
+
+/// Gone, or dead and waiting to be reaped by whoever inherited it.
+fn has_ended(pid: u32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    status.is_empty() || status.contains("State:\tZ") || status.contains("State:\tX")
+}
+
+fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_secs(20) {
+        if let Some(found) = look() {
+            return found;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    panic!("{what} did not come");
+}

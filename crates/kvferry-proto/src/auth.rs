@@ -1,0 +1,155 @@
+//! Who proves what to whom, and the key of a session.
+//!
+//! Both sides hold a shared secret, or neither does. The transcript is the exact bytes of the
+//! initiator's `Hello` and the acceptor's `Challenge`, each with a fresh nonce, so a MAC over it is
+//! worth nothing in any other connection (no replay), covers versions, capabilities and names (no
+//! downgrade), and cannot be sent back to whoever made it, since each direction has a label of its
+//! own (no reflection). The initiator proves first: whoever merely connects never gets a MAC to
+//! try guesses against.
+//!
+//! The session key is derived from the secret and the transcript, and every data stream proves it.
+//! Without a secret it is derived from the transcript alone: that protects against mistakes (a
+//! stream of another session, a restarted peer), not against an observer.
+//!
+//! What this is not: encryption. Whoever can change packets in flight can change control messages
+//! and payload after the handshake.
+
+use crate::id::{SessionId, StreamId};
+use std::fmt;
+
+/// Length of a nonce, in bytes.
+pub const NONCE_LEN: usize = 32;
+
+/// Length of a MAC, in bytes.
+pub const MAC_LEN: usize = 32;
+
+/// A secret shared by the agents that may talk to each other.
+///
+/// Overwritten when dropped, as well as that can be done without `unsafe`; never displayed.
+#[derive(Clone)]
+pub struct Secret(Box<[u8]>);
+
+impl Secret {
+    /// A secret of these bytes, or `None` for no bytes at all: an empty secret looks like
+    /// protection and is none.
+    pub fn new(bytes: impl Into<Vec<u8>>) -> Option<Self> {
+        let bytes: Vec<u8> = bytes.into();
+        (!bytes.is_empty()).then(|| Self(bytes.into_boxed_slice()))
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
+
+impl Drop for Secret {
+    fn drop(&mut self) {
+        wipe(&mut self.0);
+    }
+}
+
+/// The key of one session; every stream of the session proves that it knows it.
+#[derive(Clone)]
+pub struct SessionKey([u8; 32]);
+
+impl SessionKey {
+    /// A key of these bytes.
+    pub const fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+}
+
+impl fmt::Debug for SessionKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("SessionKey(..)")
+    }
+}
+
+impl Drop for SessionKey {
+    fn drop(&mut self) {
+        wipe(&mut self.0);
+    }
+}
+
+/// The MAC with which stream `stream` of session `session` proves the session's key.
+pub fn stream_mac(key: &SessionKey, session: SessionId, stream: StreamId) -> [u8; MAC_LEN] {
+    let mut mac = blake3::Hasher::new_keyed(&key.0);
+    mac.update(b"kvferry stream\0");
+    mac.update(&session.0.to_le_bytes());
+    mac.update(&stream.0.to_le_bytes());
+    *mac.finalize().as_bytes()
+}
+
+/// Whether two MACs are equal, in a time that does not depend on where they differ.
+pub fn macs_equal(ours: &[u8; MAC_LEN], theirs: &[u8; MAC_LEN]) -> bool {
+    blake3::Hash::from_bytes(*ours) == blake3::Hash::from_bytes(*theirs)
+}
+
+/// The keys of one handshake: what both sides know once `Hello` and `Challenge` have crossed.
+pub(crate) struct HandshakeKeys {
+    key: SessionKey,
+    transcript: [u8; 32],
+}
+
+impl HandshakeKeys {
+    /// From the secret, if there is one, and the frames exactly as they crossed the wire.
+    pub(crate) fn new(secret: Option<&Secret>, hello: &[u8], challenge: &[u8]) -> Self {
+        let mut transcript = blake3::Hasher::new_derive_key("kvferry v1 handshake transcript");
+        for part in [hello, challenge] {
+            transcript.update(&(part.len() as u64).to_le_bytes());
+            transcript.update(part);
+        }
+        let key = match secret {
+            Some(secret) => blake3::derive_key("kvferry v1 shared secret", &secret.0),
+            // Known to everybody. One path for both cases keeps the state machine small.
+            None => blake3::derive_key("kvferry v1 no secret", &[]),
+        };
+        Self { key: SessionKey(key), transcript: *transcript.finalize().as_bytes() }
+    }
+
+    /// What the initiator shows.
+    pub(crate) fn initiator_mac(&self) -> [u8; MAC_LEN] {
+        self.mac(b"kvferry initiator\0", &[])
+    }
+
+    /// What the acceptor shows; it vouches for what `Ready` says, too.
+    pub(crate) fn acceptor_mac(
+        &self,
+        session: SessionId,
+        checksum: bool,
+        advertised: &str,
+    ) -> [u8; MAC_LEN] {
+        let mut said = Vec::with_capacity(9 + advertised.len());
+        said.extend_from_slice(&session.0.to_le_bytes());
+        said.push(checksum.into());
+        said.extend_from_slice(advertised.as_bytes());
+        self.mac(b"kvferry acceptor\0", &said)
+    }
+
+    /// The key of the session.
+    pub(crate) fn session_key(&self, session: SessionId) -> SessionKey {
+        SessionKey(self.mac(b"kvferry session key\0", &session.0.to_le_bytes()))
+    }
+
+    fn mac(&self, label: &[u8], said: &[u8]) -> [u8; MAC_LEN] {
+        let mut mac = blake3::Hasher::new_keyed(&self.key.0);
+        mac.update(label);
+        mac.update(&self.transcript);
+        mac.update(said);
+        *mac.finalize().as_bytes()
+    }
+}
+
+impl fmt::Debug for HandshakeKeys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("HandshakeKeys(..)")
+    }
+}
+
+/// Overwrites `bytes`, and keeps the compiler from seeing that nobody reads them afterwards.
+fn wipe(bytes: &mut [u8]) {
+    bytes.fill(0);
+    std::hint::black_box(bytes);
+}

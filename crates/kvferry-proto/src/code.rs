@@ -1,0 +1,159 @@
+//! The answer codes both ends agree on.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// What a request, a stream or a session ended with, as it crosses the wire.
+///
+/// The mapping to `u16` is total: a code of a later version is kept as [`WireCode::Other`] and
+/// survives a round trip. It is a bijection over what [`WireCode::from_u16`] returns, which never
+/// wraps a known number in `Other`; do not build such a value by hand.
+///
+/// Exhaustive on purpose: a new code must be looked at wherever codes are translated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(from = "u16", into = "u16")]
+pub enum WireCode {
+    /// Done.
+    Ok,
+    /// A descriptor reaches beyond its region.
+    OutOfBounds,
+    /// A descriptor names a region that is not registered (any more).
+    UnknownRegion,
+    /// An absolute descriptor covers more than one region.
+    Straddles,
+    /// The region does not allow this access, or was not granted to this peer.
+    AccessDenied,
+    /// The grant or registration was withdrawn.
+    Revoked,
+    /// Offset plus length, or a sum of lengths, does not fit its integer.
+    Overflow,
+    /// A descriptor of no bytes.
+    ZeroLength,
+    /// What was received is not this protocol.
+    Malformed,
+    /// Beyond a limit of the receiver.
+    TooLarge,
+    /// Bytes differ from their checksum.
+    Checksum,
+    /// Withdrawn by whoever asked.
+    Cancelled,
+    /// The budget ran out.
+    Deadline,
+    /// No room now; later may succeed.
+    Busy,
+    /// No protocol version in common.
+    VersionMismatch,
+    /// The acceptor wants a secret and the initiator has none.
+    AuthRequired,
+    /// The initiator has a secret and the acceptor has none.
+    AuthUnsupported,
+    /// The proof does not fit: the secrets differ.
+    AuthFailed,
+    /// The peer is not the incarnation that was meant: it was restarted.
+    StaleIncarnation,
+    /// No such session (any more).
+    UnknownSession,
+    /// The stream id was used before.
+    StreamReplayed,
+    /// Nothing was heard for the silence window.
+    Silent,
+    /// The side that reports it was suspended and voided its own sessions.
+    Slept,
+    /// The session or connection ended.
+    Closed,
+    /// The agent is being shut down.
+    Shutdown,
+    /// A fault of the side that reports it.
+    Internal,
+    /// The two sides' layouts cannot be mapped to each other.
+    LayoutMismatch,
+    /// Understood, but not offered here.
+    Unsupported,
+    /// A code of a later version.
+    Other(u16),
+}
+
+/// One line per code: the number, which never changes, and the sentence fragment.
+macro_rules! codes {
+    ($($number:literal => $code:ident, $text:literal;)*) => {
+        impl WireCode {
+            /// Every code this version knows, in the order of their numbers.
+            pub const KNOWN: &[Self] = &[$(Self::$code),*];
+
+            /// The code with this number. Never fails: unknown numbers are [`WireCode::Other`].
+            pub const fn from_u16(number: u16) -> Self {
+                match number {
+                    $($number => Self::$code,)*
+                    other => Self::Other(other),
+                }
+            }
+
+            /// The number that crosses the wire.
+            pub const fn to_u16(self) -> u16 {
+                match self {
+                    $(Self::$code => $number,)*
+                    Self::Other(number) => number,
+                }
+            }
+        }
+
+        impl fmt::Display for WireCode {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match self {
+                    $(Self::$code => f.write_str($text),)*
+                    Self::Other(number) => write!(f, "code {number} of a later version"),
+                }
+            }
+        }
+    };
+}
+
+codes! {
+    0 => Ok, "done";
+    1 => OutOfBounds, "out of the region's bounds";
+    2 => UnknownRegion, "unknown region";
+    3 => Straddles, "straddles several regions";
+    4 => AccessDenied, "access denied";
+    5 => Revoked, "revoked";
+    6 => Overflow, "integer overflow in a descriptor";
+    7 => ZeroLength, "descriptor of zero length";
+    8 => Malformed, "malformed";
+    9 => TooLarge, "too large";
+    10 => Checksum, "checksum mismatch";
+    11 => Cancelled, "cancelled";
+    12 => Deadline, "deadline passed";
+    13 => Busy, "busy";
+    14 => VersionMismatch, "no protocol version in common";
+    15 => AuthRequired, "a secret is required and none was offered";
+    16 => AuthUnsupported, "a secret was offered and none is configured";
+    17 => AuthFailed, "the secrets differ";
+    18 => StaleIncarnation, "the peer was restarted";
+    19 => UnknownSession, "unknown session";
+    20 => StreamReplayed, "stream id used before";
+    21 => Silent, "peer is silent";
+    22 => Slept, "machine was suspended";
+    23 => Closed, "closed";
+    24 => Shutdown, "shutting down";
+    25 => Internal, "internal fault";
+    26 => LayoutMismatch, "layouts do not match";
+    27 => Unsupported, "unsupported";
+}
+
+impl WireCode {
+    /// Whether the code says that everything went as asked.
+    pub const fn is_ok(self) -> bool {
+        matches!(self, Self::Ok)
+    }
+}
+
+impl From<u16> for WireCode {
+    fn from(number: u16) -> Self {
+        Self::from_u16(number)
+    }
+}
+
+impl From<WireCode> for u16 {
+    fn from(code: WireCode) -> Self {
+        code.to_u16()
+    }
+}

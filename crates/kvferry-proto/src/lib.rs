@@ -1,0 +1,54 @@
+//! kvferry's protocols as values.
+//!
+//! Nothing here reads a clock, opens a socket, starts a thread or draws a random number: bytes,
+//! nonces and an explicit [`Timestamp`] go in; bytes, events and the next timer come out. Every
+//! path of the protocol therefore runs in virtual time, both ends in one thread.
+//!
+//! # What is where
+//!
+//! * [`code`]: the answer codes both ends agree on.
+//! * [`frame`]: data frames, the fixed little-endian headers of a stream, and their checksums.
+//! * [`message`]: control messages, MessagePack maps behind a length.
+//! * [`auth`]: who proves what to whom, and the key of a session.
+//! * [`session`]: the state machine of one control connection.
+//! * [`admission`]: what a listener does before it knows who is calling.
+//!
+//! # A connection's life
+//!
+//! ```text
+//! initiator                                acceptor
+//!   MAGIC, Hello          ------------->   sniffed, admitted
+//!                         <-------------   Challenge
+//!   Proof                 ------------->   verified first: a stranger never gets a MAC to attack
+//!                         <-------------   Ready          Established on both sides
+//!   Ping/Pong while active, Revoke/Revoked, Request/Response, both ways
+//!   Close                 <------------>   Close          exactly one Closed on each side
+//!
+//!   MAGIC, StreamHello    ------------->   a further connection: proves the session's key
+//!                         <-------------   StreamReady    from here on only data frames
+//! ```
+#![forbid(unsafe_code)]
+
+pub mod admission;
+pub mod auth;
+pub mod code;
+pub mod frame;
+mod id;
+pub mod message;
+pub mod session;
+mod text;
+mod time;
+
+pub use admission::{Handshakes, Opener, Opening, Sniff, Sniffer};
+pub use auth::{Secret, SessionKey};
+pub use code::WireCode;
+pub use frame::{
+    CHECKSUM_PIECE, Flags, FrameError, Limits, MAGIC, Notification, Op, PieceDigest, RequestHeader,
+    ResponseHeader, WireDescriptor, crc32c, crc32c_append,
+};
+pub use id::{Incarnation, RegionId, SessionId, StreamId, TransferId};
+pub use message::{CONTROL_MAX, Decoder, Message, MessageError, PREAUTH_MAX, StreamHello};
+pub use session::{
+    ChecksumPolicy, CloseReason, PeerInfo, Session, SessionConfig, SessionEvent, Side,
+};
+pub use time::Timestamp;

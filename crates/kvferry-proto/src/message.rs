@@ -1,0 +1,512 @@
+//! Control messages: MessagePack maps behind a length.
+//!
+//! A frame is a `u32` length (little-endian) and that many bytes of one MessagePack map with named
+//! fields; the field `t` says which message it is. Unknown fields are ignored. Unknown messages
+//! are kept as [`Message::Unknown`]: an established session skips them, a handshake refuses them.
+
+use crate::auth::{MAC_LEN, NONCE_LEN};
+use crate::code::WireCode;
+use crate::id::{Incarnation, SessionId, StreamId};
+use crate::text::truncated;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use std::io::Cursor;
+use thiserror::Error;
+
+/// The longest control message of an established session, in bytes.
+pub const CONTROL_MAX: usize = 1024 * 1024;
+
+/// The longest control message before the peer has proved anything, in bytes.
+pub const PREAUTH_MAX: usize = 4 * 1024;
+
+/// The longest name of an agent, in bytes.
+pub const NAME_MAX: usize = 256;
+
+/// The longest explanation that goes with a code, in bytes.
+pub const DETAIL_MAX: usize = 512;
+
+/// The longest advertised address, in bytes.
+pub const ADVERTISED_MAX: usize = 1024;
+
+/// The longest layout fingerprint, in bytes.
+pub const FINGERPRINT_MAX: usize = 256;
+
+/// The longest body of a [`Request`] or [`Response`], in bytes.
+pub const BODY_MAX: usize = CONTROL_MAX - 1024;
+
+/// The most streams one [`Revoke`] names.
+pub const REVOKE_STREAMS_MAX: usize = 4096;
+
+/// The longest kind of an unknown message that is kept, in bytes.
+const KIND_MAX: usize = 32;
+
+/// How deep the values of unknown fields may be nested; ours are not nested at all.
+const DEPTH_MAX: usize = 16;
+
+/// Initiator to acceptor, first.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Lowest and highest protocol version the initiator speaks.
+    pub versions: (u16, u16),
+    /// Capability bits of the initiator.
+    #[serde(default)]
+    pub capabilities: u64,
+    /// Who calls.
+    pub incarnation: Incarnation,
+    /// The initiator's name, for people; at most [`NAME_MAX`] bytes.
+    #[serde(default)]
+    pub name: String,
+    /// Fresh.
+    #[serde(with = "serde_bytes")]
+    pub nonce: [u8; NONCE_LEN],
+    /// Whether the initiator has a secret, and so insists on both sides proving it.
+    pub authenticate: bool,
+    /// Whether the initiator wants payload checksums.
+    #[serde(default)]
+    pub checksum: bool,
+    /// Where the initiator itself can be called, or empty; at most [`ADVERTISED_MAX`] bytes.
+    #[serde(default)]
+    pub advertised: String,
+    /// What matters for the bytes of the initiator's layout; at most [`FINGERPRINT_MAX`] bytes.
+    #[serde(default, with = "serde_bytes")]
+    pub fingerprint: Option<Vec<u8>>,
+}
+
+/// Acceptor to initiator, in answer to [`Hello`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Challenge {
+    /// The version both will speak.
+    pub version: u16,
+    /// Capability bits of the acceptor.
+    #[serde(default)]
+    pub capabilities: u64,
+    /// Who answers.
+    pub incarnation: Incarnation,
+    /// The acceptor's name, for people; at most [`NAME_MAX`] bytes.
+    #[serde(default)]
+    pub name: String,
+    /// Fresh.
+    #[serde(with = "serde_bytes")]
+    pub nonce: [u8; NONCE_LEN],
+    /// Whether the acceptor has a secret.
+    pub authenticate: bool,
+}
+
+/// Initiator to acceptor, in answer to [`Challenge`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Proof {
+    /// The initiator's MAC over the transcript.
+    #[serde(with = "serde_bytes")]
+    pub mac: [u8; MAC_LEN],
+}
+
+/// Acceptor to initiator, in answer to [`Proof`]: the session is established.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ready {
+    /// The session's id at the acceptor.
+    pub session: SessionId,
+    /// The acceptor's MAC over the transcript and the other fields.
+    #[serde(with = "serde_bytes")]
+    pub mac: [u8; MAC_LEN],
+    /// Whether payload carries checksums in this session.
+    pub checksum: bool,
+    /// Where the acceptor can be called, or empty; at most [`ADVERTISED_MAX`] bytes.
+    #[serde(default)]
+    pub advertised: String,
+}
+
+/// The acceptor will not have this session or stream. The connection ends after it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refused {
+    /// Why.
+    pub code: WireCode,
+    /// Why, in words; at most [`DETAIL_MAX`] bytes.
+    #[serde(default)]
+    pub detail: String,
+    /// A number that goes with the code.
+    #[serde(default)]
+    pub aux: u64,
+}
+
+/// Are you there?
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ping {
+    /// Counts up.
+    pub seq: u64,
+    /// Whether something is in flight or granted at the sender.
+    #[serde(default)]
+    pub active: bool,
+}
+
+/// The answer to a [`Ping`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pong {
+    /// The latest ping's.
+    pub seq: u64,
+}
+
+/// Stop touching my memory through these streams, and say when that is certain.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Revoke {
+    /// The sender's name for this demand.
+    pub id: u64,
+    /// At most [`REVOKE_STREAMS_MAX`].
+    pub streams: Vec<StreamId>,
+}
+
+/// Nothing at the sender touches memory through the streams of that [`Revoke`] any more.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Revoked {
+    /// The demand's.
+    pub id: u64,
+}
+
+/// A question of the layers above.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Request {
+    /// The sender's name for it.
+    pub id: u64,
+    /// What is asked; the layers above know.
+    pub kind: u16,
+    /// Milliseconds the sender will wait; 0 for unknown.
+    #[serde(default)]
+    pub budget_ms: u32,
+    /// Not interpreted here; at most [`BODY_MAX`] bytes.
+    #[serde(with = "serde_bytes")]
+    pub body: Vec<u8>,
+}
+
+/// The answer to a [`Request`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Response {
+    /// The request's.
+    pub id: u64,
+    /// How it went.
+    pub code: WireCode,
+    /// Not interpreted here; at most [`BODY_MAX`] bytes.
+    #[serde(default, with = "serde_bytes")]
+    pub body: Vec<u8>,
+}
+
+/// The session ends; answered in kind.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Close {
+    /// Why.
+    pub code: WireCode,
+    /// Why, in words; at most [`DETAIL_MAX`] bytes.
+    #[serde(default)]
+    pub detail: String,
+}
+
+/// The first message of a data stream, from the session's initiator.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamHello {
+    /// The session it belongs to.
+    pub session: SessionId,
+    /// The stream's id, never used before in this session.
+    pub stream: StreamId,
+    /// The acceptor the initiator believes to talk to.
+    pub incarnation: Incarnation,
+    /// [`crate::auth::stream_mac`].
+    #[serde(with = "serde_bytes")]
+    pub mac: [u8; MAC_LEN],
+}
+
+/// The stream is accepted; data frames follow.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamReady {}
+
+/// Why bytes are not a control message.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum MessageError {
+    /// The length says more than is allowed in this state.
+    #[error("message of {len} bytes is beyond the limit of {limit}")]
+    TooLong {
+        /// What it says.
+        len: usize,
+        /// What is allowed.
+        limit: usize,
+    },
+    /// Not a MessagePack map with a kind, or not the fields of its kind.
+    #[error("malformed {kind} message: {detail}")]
+    Malformed {
+        /// Which kind, or `control`.
+        kind: &'static str,
+        /// What is wrong.
+        detail: String,
+    },
+    /// A field is longer than it may be.
+    #[error("{field} is longer than {limit}")]
+    FieldTooLong {
+        /// Which field.
+        field: &'static str,
+        /// What is allowed.
+        limit: usize,
+    },
+}
+
+impl MessageError {
+    /// What to answer to whoever sent it.
+    pub const fn code(&self) -> WireCode {
+        match self {
+            Self::TooLong { .. } | Self::FieldTooLong { .. } => WireCode::TooLarge,
+            Self::Malformed { .. } => WireCode::Malformed,
+        }
+    }
+}
+
+/// Bounds of a message's fields, checked when it is parsed.
+trait Check {
+    fn check(&self) -> Result<(), MessageError> {
+        Ok(())
+    }
+}
+
+/// One line per message: the variant and its kind on the wire, which never changes.
+macro_rules! messages {
+    ($($kind:literal => $(#[$doc:meta])* $name:ident;)*) => {
+        /// A control message.
+        ///
+        /// Exhaustive on purpose: the session must decide about each in each state.
+        #[derive(Clone, Debug, PartialEq, Eq)]
+        pub enum Message {
+            $($(#[$doc])* $name($name),)*
+            /// A message of a later version.
+            Unknown {
+                /// Its kind, cut to 32 bytes.
+                kind: String,
+            },
+        }
+
+        impl Message {
+            /// The message's kind as it stands on the wire.
+            pub fn kind(&self) -> &str {
+                match self {
+                    $(Self::$name(_) => $kind,)*
+                    Self::Unknown { kind } => kind,
+                }
+            }
+
+            /// Parses one message from the bytes after the length.
+            fn parse(bytes: &[u8]) -> Result<Self, MessageError> {
+                // Walks over everything, and so bounds the depth for the second pass, too.
+                let mut tag = rmp_serde::Deserializer::from_read_ref(bytes);
+                tag.set_max_depth(DEPTH_MAX);
+                let tag = Tag::deserialize(&mut tag).map_err(|e| malformed("control", &e))?;
+                match tag.t.as_str() {
+                    $($kind => {
+                        let body: $name = whole(bytes).map_err(|e| malformed($kind, &e))?;
+                        body.check()?;
+                        Ok(Self::$name(body))
+                    })*
+                    kind => Ok(Self::Unknown { kind: truncated(kind, KIND_MAX).to_owned() }),
+                }
+            }
+
+            fn write_to(&self, out: &mut Vec<u8>) -> Result<(), rmp_serde::encode::Error> {
+                match self {
+                    $(Self::$name(body) => {
+                        rmp_serde::encode::write_named(out, &Tagged { t: $kind, body })
+                    })*
+                    Self::Unknown { kind } => {
+                        rmp_serde::encode::write_named(out, &Tag { t: kind.clone() })
+                    }
+                }
+            }
+        }
+
+        $(impl From<$name> for Message {
+            fn from(message: $name) -> Self {
+                Self::$name(message)
+            }
+        })*
+    };
+}
+
+messages! {
+    "hello" => /** See [`Hello`]. */ Hello;
+    "challenge" => /** See [`Challenge`]. */ Challenge;
+    "proof" => /** See [`Proof`]. */ Proof;
+    "ready" => /** See [`Ready`]. */ Ready;
+    "refused" => /** See [`Refused`]. */ Refused;
+    "ping" => /** See [`Ping`]. */ Ping;
+    "pong" => /** See [`Pong`]. */ Pong;
+    "revoke" => /** See [`Revoke`]. */ Revoke;
+    "revoked" => /** See [`Revoked`]. */ Revoked;
+    "request" => /** See [`Request`]. */ Request;
+    "response" => /** See [`Response`]. */ Response;
+    "close" => /** See [`Close`]. */ Close;
+    "stream_hello" => /** See [`StreamHello`]. */ StreamHello;
+    "stream_ready" => /** See [`StreamReady`]. */ StreamReady;
+}
+
+#[derive(Serialize, Deserialize)]
+struct Tag {
+    t: String,
+}
+
+#[derive(Serialize)]
+struct Tagged<'a, T> {
+    t: &'static str,
+    #[serde(flatten)]
+    body: &'a T,
+}
+
+impl Check for Hello {
+    fn check(&self) -> Result<(), MessageError> {
+        at_most("name", self.name.len(), NAME_MAX)?;
+        at_most("advertised", self.advertised.len(), ADVERTISED_MAX)?;
+        at_most("fingerprint", self.fingerprint.as_ref().map_or(0, Vec::len), FINGERPRINT_MAX)?;
+        if self.versions.0 > self.versions.1 {
+            return Err(MessageError::Malformed {
+                kind: "hello",
+                detail: "version range is empty".to_owned(),
+            });
+        }
+        Ok(())
+    }
+}
+
+impl Check for Challenge {
+    fn check(&self) -> Result<(), MessageError> {
+        at_most("name", self.name.len(), NAME_MAX)
+    }
+}
+
+impl Check for Ready {
+    fn check(&self) -> Result<(), MessageError> {
+        at_most("advertised", self.advertised.len(), ADVERTISED_MAX)
+    }
+}
+
+impl Check for Refused {
+    fn check(&self) -> Result<(), MessageError> {
+        at_most("detail", self.detail.len(), DETAIL_MAX)
+    }
+}
+
+impl Check for Revoke {
+    fn check(&self) -> Result<(), MessageError> {
+        at_most("streams", self.streams.len(), REVOKE_STREAMS_MAX)
+    }
+}
+
+impl Check for Request {
+    fn check(&self) -> Result<(), MessageError> {
+        at_most("body", self.body.len(), BODY_MAX)
+    }
+}
+
+impl Check for Response {
+    fn check(&self) -> Result<(), MessageError> {
+        at_most("body", self.body.len(), BODY_MAX)
+    }
+}
+
+impl Check for Close {
+    fn check(&self) -> Result<(), MessageError> {
+        at_most("detail", self.detail.len(), DETAIL_MAX)
+    }
+}
+
+impl Check for Proof {}
+impl Check for Ping {}
+impl Check for Pong {}
+impl Check for Revoked {}
+impl Check for StreamHello {}
+impl Check for StreamReady {}
+
+/// The frame of `message`: length and map.
+pub fn encode(message: &Message) -> Vec<u8> {
+    let mut frame = vec![0; 4];
+    message.write_to(&mut frame).expect("a Vec takes any bytes, and messages are plain maps");
+    let len = u32::try_from(frame.len() - 4).expect("bodies are bounded far below 4 GiB");
+    frame[..4].copy_from_slice(&len.to_le_bytes());
+    frame
+}
+
+/// Cuts a byte stream into messages, however it was chopped.
+///
+/// Holds at most one frame, and of that no more than has arrived: a length alone allocates nothing.
+#[derive(Debug)]
+pub struct Decoder {
+    limit: usize,
+    frame: Vec<u8>,
+}
+
+impl Decoder {
+    /// A decoder that refuses messages longer than `limit` bytes.
+    pub const fn new(limit: usize) -> Self {
+        Self { limit, frame: Vec::new() }
+    }
+
+    /// Changes the limit for frames whose length has not been looked at yet.
+    pub const fn set_limit(&mut self, limit: usize) {
+        self.limit = limit;
+    }
+
+    /// Takes bytes from the front of `input` until a message is complete or the input is empty.
+    ///
+    /// `Ok(None)` means that all input was taken and more is needed. What follows a complete
+    /// message is left in `input`.
+    ///
+    /// # Errors
+    /// The bytes are no message; the stream is out of step and of no further use.
+    pub fn read(&mut self, input: &mut &[u8]) -> Result<Option<Message>, MessageError> {
+        Ok(self.read_frame(input)?.map(|(message, _)| message))
+    }
+
+    /// Like [`Decoder::read`], with the whole frame as it crossed the wire.
+    ///
+    /// # Errors
+    /// As [`Decoder::read`].
+    pub fn read_frame(
+        &mut self,
+        input: &mut &[u8],
+    ) -> Result<Option<(Message, Vec<u8>)>, MessageError> {
+        self.take(input, 4);
+        let Some(len) = self.frame.first_chunk::<4>() else { return Ok(None) };
+        let len = usize::try_from(u32::from_le_bytes(*len)).unwrap_or(usize::MAX);
+        if len > self.limit {
+            return Err(MessageError::TooLong { len, limit: self.limit });
+        }
+        self.take(input, 4 + len);
+        if self.frame.len() < 4 + len {
+            return Ok(None);
+        }
+        let frame = std::mem::take(&mut self.frame);
+        Ok(Some((Message::parse(&frame[4..])?, frame)))
+    }
+
+    /// Bytes held of a message that is not complete yet.
+    pub const fn buffered(&self) -> usize {
+        self.frame.len()
+    }
+
+    fn take(&mut self, input: &mut &[u8], up_to: usize) {
+        let missing = up_to.saturating_sub(self.frame.len());
+        let (taken, rest) = input.split_at(missing.min(input.len()));
+        self.frame.extend_from_slice(taken);
+        *input = rest;
+    }
+}
+
+/// The one value that `bytes` are, with nothing after it.
+fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, rmp_serde::decode::Error> {
+    let mut deserializer = rmp_serde::Deserializer::new(Cursor::new(bytes));
+    let value = T::deserialize(&mut deserializer)?;
+    if deserializer.position() == bytes.len() as u64 {
+        Ok(value)
+    } else {
+        Err(serde::de::Error::custom("bytes after the message"))
+    }
+}
+
+fn malformed(kind: &'static str, error: &rmp_serde::decode::Error) -> MessageError {
+    MessageError::Malformed { kind, detail: error.to_string() }
+}
+
+fn at_most(field: &'static str, len: usize, limit: usize) -> Result<(), MessageError> {
+    if len > limit { Err(MessageError::FieldTooLong { field, limit }) } else { Ok(()) }
+}

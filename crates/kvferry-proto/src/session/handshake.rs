@@ -1,0 +1,291 @@
+//! The way to an established session: four messages, each in exactly one state.
+
+use super::{ChecksumPolicy, PeerInfo, Session, Side, State};
+use crate::auth::{HandshakeKeys, macs_equal};
+use crate::code::WireCode;
+use crate::frame::MAGIC;
+use crate::id::{Incarnation, SessionId};
+use crate::message::{
+    ADVERTISED_MAX, CONTROL_MAX, Challenge, FINGERPRINT_MAX, Hello, Message, NAME_MAX, Proof,
+    Ready, encode,
+};
+use crate::text::{sanitized, truncated};
+use crate::time::Timestamp;
+
+/// What has to arrive next, and what is known so far.
+#[derive(Debug)]
+pub(super) enum Awaiting {
+    /// Initiator, after `Hello`.
+    Challenge { hello: Vec<u8>, expected: Option<Incarnation> },
+    /// Initiator, after `Proof`.
+    Ready { keys: HandshakeKeys, challenge: Challenge },
+    /// Acceptor, from the start.
+    Hello { session: SessionId },
+    /// Acceptor, after `Challenge`.
+    Proof { session: SessionId, keys: HandshakeKeys, hello: Hello, version: u16 },
+}
+
+/// Why a handshake goes no further.
+pub(super) struct Refusal {
+    code: WireCode,
+    detail: String,
+    aux: u64,
+}
+
+impl Refusal {
+    fn new(code: WireCode, detail: impl Into<String>) -> Self {
+        Self { code, detail: detail.into(), aux: 0 }
+    }
+}
+
+impl Session {
+    /// Queues the initiator's first bytes, magic included.
+    pub(super) fn say_hello(&mut self, nonce: [u8; 32]) -> Vec<u8> {
+        let hello = encode(&Message::Hello(Hello {
+            versions: self.cfg.versions,
+            capabilities: self.cfg.capabilities,
+            incarnation: self.cfg.incarnation,
+            name: truncated(&self.cfg.name, NAME_MAX).to_owned(),
+            nonce,
+            authenticate: self.cfg.secret.is_some(),
+            checksum: self.cfg.checksum == ChecksumPolicy::On,
+            advertised: self.advertised(),
+            fingerprint: self.fingerprint(),
+        }));
+        self.outbox.push_pinned([&MAGIC[..], &hello].concat());
+        hello
+    }
+
+    /// Takes a message while `handshake` says what is awaited, and awaits the next or ends.
+    pub(super) fn shake(
+        &mut self,
+        handshake: Awaiting,
+        message: Message,
+        frame: &[u8],
+        now: Timestamp,
+    ) {
+        let next = match (handshake, message) {
+            (Awaiting::Hello { session }, Message::Hello(hello)) => {
+                self.on_hello(session, hello, frame)
+            }
+            (Awaiting::Challenge { hello, expected }, Message::Challenge(challenge)) => {
+                self.on_challenge(&hello, expected, challenge, frame)
+            }
+            (Awaiting::Proof { session, keys, hello, version }, Message::Proof(proof)) => {
+                self.on_proof(session, &keys, hello, version, &proof, now)
+            }
+            (Awaiting::Ready { keys, challenge }, Message::Ready(ready)) => {
+                self.on_ready(&keys, challenge, &ready, now)
+            }
+            (Awaiting::Challenge { .. } | Awaiting::Ready { .. }, Message::Refused(refused)) => {
+                // A refusal that says "done" is nonsense; it is a refusal all the same.
+                let code = if refused.code.is_ok() { WireCode::Malformed } else { refused.code };
+                self.finish(code, true, &refused.detail);
+                return;
+            }
+            (_, message) => Err(Refusal::new(
+                WireCode::Malformed,
+                format!("unexpected {} message in the handshake", message.kind()),
+            )),
+        };
+        match next {
+            Ok(state) => self.state = state,
+            Err(Refusal { code, detail, aux }) => self.refuse(code, &detail, aux),
+        }
+    }
+
+    fn on_hello(
+        &mut self,
+        session: SessionId,
+        hello: Hello,
+        frame: &[u8],
+    ) -> Result<State, Refusal> {
+        let ours = self.cfg.versions;
+        let version = ours.1.min(hello.versions.1);
+        if version < ours.0.max(hello.versions.0) {
+            return Err(Refusal {
+                code: WireCode::VersionMismatch,
+                detail: format!(
+                    "initiator speaks versions {} to {}, acceptor {} to {}",
+                    hello.versions.0, hello.versions.1, ours.0, ours.1
+                ),
+                aux: u64::from(ours.0) | u64::from(ours.1) << 16,
+            });
+        }
+        match (&self.cfg.secret, hello.authenticate) {
+            (Some(_), false) => {
+                return Err(Refusal::new(
+                    WireCode::AuthRequired,
+                    "the acceptor requires a secret, the initiator has none",
+                ));
+            }
+            (None, true) => {
+                return Err(Refusal::new(
+                    WireCode::AuthUnsupported,
+                    "the initiator requires a secret, the acceptor has none",
+                ));
+            }
+            (Some(_), true) | (None, false) => {}
+        }
+        let challenge = encode(&Message::Challenge(Challenge {
+            version,
+            capabilities: self.cfg.capabilities,
+            incarnation: self.cfg.incarnation,
+            name: truncated(&self.cfg.name, NAME_MAX).to_owned(),
+            nonce: self.nonce,
+            authenticate: self.cfg.secret.is_some(),
+        }));
+        let keys = HandshakeKeys::new(self.cfg.secret.as_ref(), frame, &challenge);
+        self.outbox.push_pinned(challenge);
+        Ok(State::Handshake(Awaiting::Proof { session, keys, hello, version }))
+    }
+
+    fn on_challenge(
+        &mut self,
+        hello: &[u8],
+        expected: Option<Incarnation>,
+        challenge: Challenge,
+        frame: &[u8],
+    ) -> Result<State, Refusal> {
+        let (lowest, highest) = self.cfg.versions;
+        if !(lowest..=highest).contains(&challenge.version) {
+            return Err(Refusal::new(
+                WireCode::VersionMismatch,
+                format!(
+                    "initiator speaks versions {lowest} to {highest}, acceptor chose {}",
+                    challenge.version
+                ),
+            ));
+        }
+        // Nothing is proved to somebody who was not meant.
+        if let Some(expected) = expected.filter(|&expected| expected != challenge.incarnation) {
+            return Err(Refusal::new(
+                WireCode::StaleIncarnation,
+                format!("meant incarnation {expected}, met {}", challenge.incarnation),
+            ));
+        }
+        match (&self.cfg.secret, challenge.authenticate) {
+            (Some(_), false) => {
+                return Err(Refusal::new(
+                    WireCode::AuthUnsupported,
+                    "the initiator requires a secret, the acceptor has none",
+                ));
+            }
+            (None, true) => {
+                return Err(Refusal::new(
+                    WireCode::AuthRequired,
+                    "the acceptor requires a secret, the initiator has none",
+                ));
+            }
+            (Some(_), true) | (None, false) => {}
+        }
+        let keys = HandshakeKeys::new(self.cfg.secret.as_ref(), hello, frame);
+        self.outbox.push_pinned(encode(&Message::Proof(Proof { mac: keys.initiator_mac() })));
+        Ok(State::Handshake(Awaiting::Ready { keys, challenge }))
+    }
+
+    fn on_proof(
+        &mut self,
+        session: SessionId,
+        keys: &HandshakeKeys,
+        hello: Hello,
+        version: u16,
+        proof: &Proof,
+        now: Timestamp,
+    ) -> Result<State, Refusal> {
+        if !macs_equal(&keys.initiator_mac(), &proof.mac) {
+            return Err(Refusal::new(WireCode::AuthFailed, "the two sides' secrets differ"));
+        }
+        // Only now: a stranger learns nothing about our layout.
+        if let (Some(ours), Some(theirs)) = (self.fingerprint(), &hello.fingerprint)
+            && ours != *theirs
+        {
+            return Err(Refusal::new(
+                WireCode::LayoutMismatch,
+                "the two sides' layout fingerprints differ",
+            ));
+        }
+        let checksum = hello.checksum || self.cfg.checksum == ChecksumPolicy::On;
+        let advertised = self.advertised();
+        let mac = keys.acceptor_mac(session, checksum, &advertised);
+        self.outbox.push_pinned(encode(&Message::Ready(Ready {
+            session,
+            mac,
+            checksum,
+            advertised,
+        })));
+        self.key = Some(keys.session_key(session));
+        let peer = PeerInfo {
+            incarnation: hello.incarnation,
+            name: sanitized(&hello.name, NAME_MAX),
+            version,
+            capabilities: self.cfg.capabilities & hello.capabilities,
+            session,
+            checksum,
+            advertised: sanitized(&hello.advertised, ADVERTISED_MAX),
+            authenticated: self.cfg.secret.is_some(),
+        };
+        Ok(self.establish(peer, now))
+    }
+
+    fn on_ready(
+        &mut self,
+        keys: &HandshakeKeys,
+        challenge: Challenge,
+        ready: &Ready,
+        now: Timestamp,
+    ) -> Result<State, Refusal> {
+        let mac = keys.acceptor_mac(ready.session, ready.checksum, &ready.advertised);
+        if !macs_equal(&mac, &ready.mac) {
+            return Err(Refusal::new(WireCode::AuthFailed, "the two sides' secrets differ"));
+        }
+        self.key = Some(keys.session_key(ready.session));
+        let peer = PeerInfo {
+            incarnation: challenge.incarnation,
+            name: sanitized(&challenge.name, NAME_MAX),
+            version: challenge.version,
+            capabilities: self.cfg.capabilities & challenge.capabilities,
+            session: ready.session,
+            checksum: ready.checksum,
+            advertised: sanitized(&ready.advertised, ADVERTISED_MAX),
+            authenticated: self.cfg.secret.is_some(),
+        };
+        Ok(self.establish(peer, now))
+    }
+
+    fn establish(&mut self, peer: PeerInfo, now: Timestamp) -> State {
+        self.decoder.set_limit(CONTROL_MAX);
+        self.heartbeat.received(now);
+        self.announce(peer);
+        State::Established
+    }
+
+    /// Half an address is worse than none.
+    fn advertised(&self) -> String {
+        if self.cfg.advertised.len() > ADVERTISED_MAX {
+            String::new()
+        } else {
+            self.cfg.advertised.clone()
+        }
+    }
+
+    /// Only ever compared, so a long one may as well be hashed.
+    fn fingerprint(&self) -> Option<Vec<u8>> {
+        self.cfg.fingerprint.as_ref().map(|fingerprint| {
+            if fingerprint.len() > FINGERPRINT_MAX {
+                blake3::hash(fingerprint).as_bytes().to_vec()
+            } else {
+                fingerprint.clone()
+            }
+        })
+    }
+
+    /// Ends the handshake in the way the peer understands from this side.
+    fn refuse(&mut self, code: WireCode, detail: &str, aux: u64) {
+        match self.side {
+            Side::Acceptor => self.send_refused(code, detail, aux),
+            Side::Initiator => self.send_close(code, detail),
+        }
+        self.finish(code, false, detail);
+    }
+}

@@ -1,0 +1,62 @@
+//! When to ping, and when silence means that the peer is gone.
+
+use crate::time::Timestamp;
+use std::time::Duration;
+
+/// The heartbeat of one side. Runs only while watched: an idle session costs nothing.
+#[derive(Clone, Debug)]
+pub(super) struct Heartbeat {
+    interval: Duration,
+    silence: Duration,
+    last_receive: Timestamp,
+    watch: Option<Watch>,
+    pings: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Watch {
+    since: Timestamp,
+    next_ping: Timestamp,
+}
+
+impl Heartbeat {
+    pub(super) const fn new(interval: Duration, silence: Duration, now: Timestamp) -> Self {
+        Self { interval, silence, last_receive: now, watch: None, pings: 0 }
+    }
+
+    /// Starts or stops watching the peer. Starting gives it a whole window, whatever was before.
+    pub(super) fn watch(&mut self, watch: bool, now: Timestamp) {
+        self.watch = match (watch, self.watch) {
+            (false, _) => None,
+            (true, Some(watch)) => Some(watch),
+            (true, None) => Some(Watch { since: now, next_ping: now + self.interval }),
+        };
+    }
+
+    /// Something arrived, whatever it was.
+    pub(super) fn received(&mut self, now: Timestamp) {
+        self.last_receive = self.last_receive.max(now);
+    }
+
+    pub(super) fn next_timeout(&self) -> Option<Timestamp> {
+        Some(self.watch?.next_ping.min(self.silent_at()?))
+    }
+
+    /// Whether the peer's window is over.
+    pub(super) fn is_silent(&self, now: Timestamp) -> bool {
+        self.silent_at().is_some_and(|at| at <= now)
+    }
+
+    /// The number of the ping to send now, if one is due.
+    pub(super) fn next_ping(&mut self, now: Timestamp) -> Option<u64> {
+        let watch = self.watch.as_mut().filter(|watch| watch.next_ping <= now)?;
+        // From now, not from when it was due: after a delay, one ping rather than a burst.
+        watch.next_ping = now + self.interval;
+        self.pings += 1;
+        Some(self.pings)
+    }
+
+    fn silent_at(&self) -> Option<Timestamp> {
+        Some(self.last_receive.max(self.watch?.since) + self.silence)
+    }
+}

@@ -1,0 +1,751 @@
+//! The state machine of one control connection.
+//!
+//! ```text
+//! Handshake ------> Established ------> Closing ------> Closed
+//!     \________________ \_________________________________^
+//! ```
+//!
+//! The driver owns socket and clock. It passes what the socket gives to [`Session::receive`],
+//! writes what [`Session::poll_transmit`] gives, acts on [`Session::poll_event`], and calls
+//! [`Session::handle_timeout`] at [`Session::next_timeout`]; after each call of any method it
+//! looks at all three again. Events end with exactly one [`SessionEvent::Closed`]; what
+//! `poll_transmit` still gives after it should be written if that needs no waiting.
+//!
+//! **Deadlines.** The handshake has one. A request has its budget. A close waits for its answer
+//! for at most a second. A revoke has none of its own, for memory whose copier has not stopped
+//! cannot be handed out after *any* time: it ends with the peer's answer or with the session, and
+//! while it is out the peer is watched as if something were in flight.
+//!
+//! **Silence and sleep.** While something is in flight, nothing heard for the silence window ends
+//! the session as `Silent`. If it is us who did not run, because the machine was suspended, timers
+//! fire late; a timer late by more than half a window ends the session as `Slept`, before anything
+//! that arrived meanwhile is looked at: the peer has declared us dead by then.
+
+mod handshake;
+mod heartbeat;
+mod queues;
+mod streams;
+
+use crate::auth::{Secret, SessionKey, macs_equal, stream_mac};
+use crate::code::WireCode;
+use crate::frame::MAGIC;
+use crate::id::{Incarnation, SessionId, StreamId};
+use crate::message::{
+    BODY_MAX, Close, DETAIL_MAX, Decoder, Message, PREAUTH_MAX, Ping, Pong, REVOKE_STREAMS_MAX,
+    Refused, Request, Response, Revoke, Revoked, StreamHello, encode,
+};
+use crate::text::{sanitized, truncated};
+use crate::time::Timestamp;
+use handshake::Awaiting;
+use heartbeat::Heartbeat;
+pub use queues::{EVENT_BYTES_MAX, EVENTS_MAX, OUTBOX_BYTES_MAX, OUTBOX_MAX};
+use queues::{Full, Inbox, Outbox};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+use streams::StreamWindow;
+
+/// The protocol versions this build speaks.
+pub const VERSIONS: (u16, u16) = (1, 1);
+
+/// Requests outstanding in one direction of a session.
+pub const REQUESTS_MAX: usize = 1024;
+
+/// Revokes outstanding in one direction of a session.
+pub const REVOKES_MAX: usize = 1024;
+
+/// How long a close waits for the peer's answer, at most.
+pub const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The shortest heartbeat interval; a configured zero would spin.
+const INTERVAL_MIN: Duration = Duration::from_millis(1);
+
+/// The shortest silence window: three of the shortest intervals.
+const SILENCE_MIN: Duration = Duration::from_millis(3);
+
+/// What one side brings into a session.
+#[derive(Clone, Debug)]
+pub struct SessionConfig {
+    /// Who we are.
+    pub incarnation: Incarnation,
+    /// Our name, for people. Cut to 256 bytes.
+    pub name: String,
+    /// The secret shared with the peers, or none on a trusted network.
+    pub secret: Option<Secret>,
+    /// Lowest and highest protocol version we speak.
+    pub versions: (u16, u16),
+    /// Capability bits; the session has those of both sides.
+    pub capabilities: u64,
+    /// Whether we want payload checksums; one side wanting them is enough.
+    pub checksum: ChecksumPolicy,
+    /// What matters for the bytes of our layout. Compared if both sides have one.
+    pub fingerprint: Option<Vec<u8>>,
+    /// Where we can be called, or empty. Left out if longer than 1024 bytes.
+    pub advertised: String,
+    /// Until when the session must be established, from its creation.
+    pub handshake_timeout: Duration,
+    /// How long nothing may be heard of a peer with something in flight.
+    pub silence: Duration,
+    /// Time between pings while something is in flight; a sixth of the silence window is a good
+    /// value. Held between a millisecond and a third of the window.
+    pub ping_interval: Duration,
+}
+
+impl SessionConfig {
+    /// No secret, no checksums, silence after 3 s, a handshake of at most 5 s.
+    pub fn new(incarnation: Incarnation, name: impl Into<String>) -> Self {
+        Self {
+            incarnation,
+            name: name.into(),
+            secret: None,
+            versions: VERSIONS,
+            capabilities: 0,
+            checksum: ChecksumPolicy::Off,
+            fingerprint: None,
+            advertised: String::new(),
+            handshake_timeout: Duration::from_secs(5),
+            silence: Duration::from_secs(3),
+            ping_interval: Duration::from_millis(500),
+        }
+    }
+}
+
+/// Whether a side asks for payload checksums. Exhaustive on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum ChecksumPolicy {
+    /// Does not ask; there are none unless the peer asks.
+    #[default]
+    Off,
+    /// Asks.
+    On,
+}
+
+/// Who called whom. Exhaustive on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// Opened the connection, and opens the data streams.
+    Initiator,
+    /// Accepted it.
+    Acceptor,
+}
+
+/// What a session has to say to its driver. Exhaustive on purpose: each must be acted on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SessionEvent {
+    /// The handshake is done; at most once, before everything but `Closed`.
+    Established(PeerInfo),
+    /// The peer wants its memory left alone: stop these streams, then
+    /// [`Session::confirm_revoked`].
+    RevokeRequested {
+        /// For the confirmation.
+        id: u64,
+        /// Which streams.
+        streams: Vec<StreamId>,
+    },
+    /// The peer has confirmed our revoke: nothing of it touches memory through those streams.
+    Revoked {
+        /// As returned by [`Session::revoke`].
+        id: u64,
+    },
+    /// The peer asks; answer with [`Session::respond`].
+    Request {
+        /// For the answer.
+        id: u64,
+        /// As in [`Session::request`].
+        kind: u16,
+        /// As in [`Session::request`].
+        body: Vec<u8>,
+    },
+    /// The answer to our request; exactly one for each.
+    Response {
+        /// As returned by [`Session::request`].
+        id: u64,
+        /// The peer's, or `Deadline`, `Busy`, `TooLarge` or `Closed` of our own.
+        code: WireCode,
+        /// The peer's; empty with a code of our own.
+        body: Vec<u8>,
+    },
+    /// The end; exactly once, after everything else.
+    Closed(CloseReason),
+}
+
+/// What is known of the peer of an established session.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerInfo {
+    /// Who it is.
+    pub incarnation: Incarnation,
+    /// Its name, fit to be shown.
+    pub name: String,
+    /// The protocol version both speak.
+    pub version: u16,
+    /// The capability bits both have.
+    pub capabilities: u64,
+    /// The session's id at the acceptor.
+    pub session: SessionId,
+    /// Whether payload carries checksums.
+    pub checksum: bool,
+    /// Where it can be called, as it says; possibly empty.
+    pub advertised: String,
+    /// Whether both sides proved a shared secret.
+    pub authenticated: bool,
+}
+
+/// How a session ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CloseReason {
+    /// Why.
+    pub code: WireCode,
+    /// Whether the peer, or the connection to it, ended the session rather than we.
+    pub by_peer: bool,
+    /// Why, in words; fit to be shown.
+    pub detail: String,
+    /// Whether the session had been established.
+    pub established: bool,
+}
+
+/// One control connection, seen from one side.
+#[derive(Debug)]
+pub struct Session {
+    cfg: SessionConfig,
+    side: Side,
+    state: State,
+    nonce: [u8; 32],
+    handshake_deadline: Timestamp,
+    /// The latest time heard of; time does not go back.
+    now: Timestamp,
+    decoder: Decoder,
+    outbox: Outbox,
+    inbox: Inbox,
+    heartbeat: Heartbeat,
+    active: bool,
+    peer: Option<PeerInfo>,
+    key: Option<SessionKey>,
+    last_id: u64,
+    /// Our requests without an answer, and when we stop waiting.
+    requests: BTreeMap<u64, Timestamp>,
+    /// Our revokes without a confirmation.
+    revokes: BTreeSet<u64>,
+    /// Requests of the peer we have not answered, and when it stops waiting.
+    owed_responses: BTreeMap<u64, Timestamp>,
+    /// Revokes of the peer we have not confirmed.
+    owed_revokes: BTreeSet<u64>,
+    last_stream: u32,
+    streams: StreamWindow,
+}
+
+#[derive(Debug)]
+enum State {
+    Handshake(Awaiting),
+    Established,
+    Closing { code: WireCode, detail: String, until: Timestamp },
+    Closed,
+}
+
+impl Session {
+    /// The side that opened the connection. Queues the magic and the first message.
+    ///
+    /// With `expected`, only that incarnation will do. `nonce` must be fresh random bytes.
+    pub fn initiator(
+        cfg: SessionConfig,
+        expected: Option<Incarnation>,
+        nonce: [u8; 32],
+        now: Timestamp,
+    ) -> Self {
+        let placeholder = Awaiting::Challenge { hello: Vec::new(), expected };
+        let mut session = Self::new(cfg, Side::Initiator, placeholder, nonce, now);
+        let hello = session.say_hello(nonce);
+        session.state = State::Handshake(Awaiting::Challenge { hello, expected });
+        session
+    }
+
+    /// The side that accepted the connection and has consumed the magic.
+    ///
+    /// `session` must be unique within our incarnation, `nonce` fresh random bytes.
+    pub fn acceptor(
+        cfg: SessionConfig,
+        session: SessionId,
+        nonce: [u8; 32],
+        now: Timestamp,
+    ) -> Self {
+        Self::new(cfg, Side::Acceptor, Awaiting::Hello { session }, nonce, now)
+    }
+
+    /// Takes bytes as they come from the socket, in order, however they were chopped.
+    pub fn receive(&mut self, mut bytes: &[u8], now: Timestamp) {
+        if !self.wake(now) {
+            return;
+        }
+        if !bytes.is_empty() {
+            self.heartbeat.received(self.now);
+        }
+        while !bytes.is_empty() && !self.is_closed() {
+            match self.decoder.read_frame(&mut bytes) {
+                Ok(Some((message, frame))) => self.on_message(message, &frame),
+                Ok(None) => break,
+                Err(error) => self.abort(error.code(), &error.to_string()),
+            }
+        }
+        self.rewatch();
+    }
+
+    /// The connection ended, in order or not.
+    pub fn transport_closed(&mut self, now: Timestamp) {
+        if !self.wake(now) {
+            return;
+        }
+        self.outbox.clear();
+        match std::mem::replace(&mut self.state, State::Closed) {
+            State::Closing { code, detail, .. } => self.finish(code, false, &detail),
+            _ => self.finish(WireCode::Closed, true, "the connection was lost"),
+        }
+    }
+
+    /// To be called at [`Session::next_timeout`]; harmless at any other time.
+    pub fn handle_timeout(&mut self, now: Timestamp) {
+        if !self.wake(now) {
+            return;
+        }
+        let now = self.now;
+        if self.heartbeat.is_silent(now) {
+            self.outbox.clear();
+            self.abort(WireCode::Silent, "nothing was heard of the peer");
+            return;
+        }
+        let expired: Vec<u64> =
+            self.requests.iter().filter(|(_, at)| **at <= now).map(|(id, _)| *id).collect();
+        for id in expired {
+            self.requests.remove(&id);
+            self.answer_ourselves(id, WireCode::Deadline);
+        }
+        if let Some(seq) = self.heartbeat.next_ping(now) {
+            self.outbox.set_ping(Ping { seq, active: self.active });
+        }
+        self.rewatch();
+    }
+
+    /// When [`Session::handle_timeout`] wants to be called, if at all: never for an idle session.
+    pub fn next_timeout(&self) -> Option<Timestamp> {
+        let own = match &self.state {
+            State::Handshake(_) => Some(self.handshake_deadline),
+            State::Established => self.heartbeat.next_timeout(),
+            State::Closing { until, .. } => Some(*until),
+            State::Closed => return None,
+        };
+        // At most REQUESTS_MAX entries, on a connection that is not in the data path.
+        own.into_iter().chain(self.requests.values().copied()).min()
+    }
+
+    /// The next bytes for the socket: whole frames, to be written in this order.
+    pub fn poll_transmit(&mut self) -> Option<Vec<u8>> {
+        self.outbox.pop()
+    }
+
+    /// The next event.
+    pub fn poll_event(&mut self) -> Option<SessionEvent> {
+        self.inbox.pop()
+    }
+
+    /// Whether the driver should read the socket at all. `false` while events or answers pile up:
+    /// a driver that then leaves bytes in the socket pushes back on the peer, one that goes on
+    /// feeding them sees the session end as `Busy`.
+    pub fn wants_read(&self) -> bool {
+        !self.inbox.is_long() && !self.outbox.is_long()
+    }
+
+    /// Says whether anything is in flight or granted: the heartbeat runs only then.
+    pub fn set_active(&mut self, active: bool, now: Timestamp) {
+        if self.wake(now) {
+            self.active = active;
+            self.rewatch();
+        }
+    }
+
+    /// Asks the peer to stop touching memory through these streams, and returns the demand's id.
+    ///
+    /// The answer is [`SessionEvent::Revoked`], or the end of the session. Returns 0, which is no
+    /// id, if nothing was asked: the session is not established, more than 1024 revokes are out,
+    /// or more than 4096 streams are named. The memory then stays in quarantine.
+    pub fn revoke(&mut self, streams: Vec<StreamId>, now: Timestamp) -> u64 {
+        if !self.wake(now)
+            || !self.is_established()
+            || self.revokes.len() >= REVOKES_MAX
+            || streams.len() > REVOKE_STREAMS_MAX
+        {
+            return 0;
+        }
+        let id = self.fresh_id();
+        self.revokes.insert(id);
+        self.send(&Message::Revoke(Revoke { id, streams }));
+        self.rewatch();
+        id
+    }
+
+    /// Tells the peer that nothing of ours touches memory through the streams of its revoke.
+    pub fn confirm_revoked(&mut self, id: u64) {
+        if self.owed_revokes.remove(&id) {
+            self.send(&Message::Revoked(Revoked { id }));
+        }
+    }
+
+    /// Asks the layers above at the peer, and returns the request's id.
+    ///
+    /// Each is answered by exactly one [`SessionEvent::Response`]: the peer's, or one of our own
+    /// with `Deadline` after `budget`, `Closed` when the session is not established or ends,
+    /// `TooLarge` for a body over 1 MiB less 1 KiB, `Busy` if 1024 are out or the peer does not
+    /// read. Returns 0, which is no id and has no answer, once the session is closed, and to a
+    /// driver that has left thousands of events unpolled.
+    pub fn request(&mut self, kind: u16, body: Vec<u8>, budget: Duration, now: Timestamp) -> u64 {
+        if !self.wake(now) || self.inbox.is_full() {
+            return 0;
+        }
+        let id = self.fresh_id();
+        let refusal = if !self.is_established() {
+            Some(WireCode::Closed)
+        } else if body.len() > BODY_MAX {
+            Some(WireCode::TooLarge)
+        } else if self.requests.len() >= REQUESTS_MAX || !self.outbox.has_room_for(body.len()) {
+            Some(WireCode::Busy)
+        } else {
+            None
+        };
+        if let Some(code) = refusal {
+            self.answer_ourselves(id, code);
+            return id;
+        }
+        self.requests.insert(id, self.now + budget);
+        let budget_ms = u32::try_from(budget.as_millis()).unwrap_or(u32::MAX).max(1);
+        self.send(&Message::Request(Request { id, kind, budget_ms, body }));
+        self.rewatch();
+        id
+    }
+
+    /// Answers a request of the peer. Without effect if it was answered or its session ended.
+    ///
+    /// A body that is too long, or for which there is no room, turns into `TooLarge` or `Busy`.
+    pub fn respond(&mut self, id: u64, code: WireCode, body: Vec<u8>) {
+        if self.owed_responses.remove(&id).is_none() {
+            return;
+        }
+        let (code, body) = if body.len() > BODY_MAX {
+            (WireCode::TooLarge, Vec::new())
+        } else if !body.is_empty() && !self.outbox.has_room_for(body.len()) {
+            (WireCode::Busy, Vec::new())
+        } else {
+            (code, body)
+        };
+        self.send(&Message::Response(Response { id, code, body }));
+    }
+
+    /// When the peer stops waiting for our answer to request `id`, if it is still unanswered.
+    pub fn request_deadline(&self, id: u64) -> Option<Timestamp> {
+        self.owed_responses.get(&id).copied()
+    }
+
+    /// Acceptor: whether a connection may become a stream of this session. Uses up the stream id.
+    ///
+    /// # Errors
+    /// The code to refuse the connection with: `UnknownSession` (also while not established),
+    /// `StaleIncarnation`, `AuthFailed`, or `StreamReplayed`.
+    pub fn verify_stream(&mut self, hello: &StreamHello) -> Result<(), WireCode> {
+        if hello.incarnation != self.cfg.incarnation {
+            return Err(WireCode::StaleIncarnation);
+        }
+        let (State::Established, Side::Acceptor, Some(key), Some(peer)) =
+            (&self.state, self.side, &self.key, &self.peer)
+        else {
+            return Err(WireCode::UnknownSession);
+        };
+        if hello.session != peer.session {
+            return Err(WireCode::UnknownSession);
+        }
+        // Before the id is looked at: a stranger can neither use up ids nor ask for used ones.
+        if !macs_equal(&stream_mac(key, hello.session, hello.stream), &hello.mac) {
+            return Err(WireCode::AuthFailed);
+        }
+        if self.streams.use_up(hello.stream) { Ok(()) } else { Err(WireCode::StreamReplayed) }
+    }
+
+    /// Initiator: the first bytes of a new connection that is to become a stream of this session,
+    /// magic included. `None` unless established.
+    pub fn stream_hello(&mut self) -> Option<(StreamId, Vec<u8>)> {
+        let (State::Established, Side::Initiator, Some(key), Some(peer)) =
+            (&self.state, self.side, &self.key, &self.peer)
+        else {
+            return None;
+        };
+        self.last_stream = self.last_stream.checked_add(1)?;
+        let stream = StreamId(self.last_stream);
+        let hello = encode(&Message::StreamHello(StreamHello {
+            session: peer.session,
+            stream,
+            incarnation: peer.incarnation,
+            mac: stream_mac(key, peer.session, stream),
+        }));
+        Some((stream, [&MAGIC[..], &hello].concat()))
+    }
+
+    /// Ends the session in order: says so, waits shortly for the peer to say so too, then `Closed`
+    /// with this code. Without effect on a session that is ending.
+    pub fn close(&mut self, code: WireCode, detail: &str, now: Timestamp) {
+        if !self.wake(now) || matches!(self.state, State::Closing { .. }) {
+            return;
+        }
+        self.send_close(code, detail);
+        let until = self.now + CLOSE_TIMEOUT.min(self.cfg.silence);
+        self.state = State::Closing { code, detail: detail.to_owned(), until };
+        self.rewatch();
+    }
+
+    /// Which side this is.
+    pub const fn side(&self) -> Side {
+        self.side
+    }
+
+    /// Whether requests, revokes and streams are possible now.
+    pub const fn is_established(&self) -> bool {
+        matches!(self.state, State::Established)
+    }
+
+    /// Whether the session has ended; its last events may still be waiting.
+    pub const fn is_closed(&self) -> bool {
+        matches!(self.state, State::Closed)
+    }
+
+    /// The peer, once the session was established.
+    pub const fn peer(&self) -> Option<&PeerInfo> {
+        self.peer.as_ref()
+    }
+
+    fn new(
+        cfg: SessionConfig,
+        side: Side,
+        handshake: Awaiting,
+        nonce: [u8; 32],
+        now: Timestamp,
+    ) -> Self {
+        let silence = cfg.silence.max(SILENCE_MIN);
+        // Two pings must fit into the window even if one of them is late.
+        let interval = cfg.ping_interval.clamp(INTERVAL_MIN, silence / 3);
+        Self {
+            handshake_deadline: now + cfg.handshake_timeout,
+            heartbeat: Heartbeat::new(interval, silence, now),
+            cfg: SessionConfig { silence, ..cfg },
+            side,
+            state: State::Handshake(handshake),
+            nonce,
+            now,
+            decoder: Decoder::new(PREAUTH_MAX),
+            outbox: Outbox::default(),
+            inbox: Inbox::default(),
+            active: false,
+            peer: None,
+            key: None,
+            last_id: 0,
+            requests: BTreeMap::new(),
+            revokes: BTreeSet::new(),
+            owed_responses: BTreeMap::new(),
+            owed_revokes: BTreeSet::new(),
+            last_stream: 0,
+            streams: StreamWindow::new(),
+        }
+    }
+
+    /// Takes note of the time, and ends what that ends; whether the session goes on.
+    fn wake(&mut self, now: Timestamp) -> bool {
+        let due = self.next_timeout();
+        self.now = self.now.max(now);
+        match &self.state {
+            State::Closing { until, .. } => {
+                if *until <= self.now {
+                    self.abort(WireCode::Deadline, "the peer did not answer the close");
+                }
+            }
+            _ if due.is_some_and(|due| self.now > due + self.cfg.silence / 2) => {
+                self.outbox.clear();
+                self.abort(WireCode::Slept, "this side was suspended");
+            }
+            State::Handshake(_) if self.handshake_deadline <= self.now => {
+                self.abort(WireCode::Deadline, "the handshake took too long");
+            }
+            State::Handshake(_) | State::Established | State::Closed => {}
+        }
+        !self.is_closed()
+    }
+
+    fn on_message(&mut self, message: Message, frame: &[u8]) {
+        if let Message::Close(close) = message {
+            return self.on_close(&close);
+        }
+        match &self.state {
+            State::Established => self.on_control(message),
+            State::Closing { .. } => self.on_message_closing(message),
+            State::Handshake(_) | State::Closed => self.on_handshake(message, frame),
+        }
+    }
+
+    fn on_handshake(&mut self, message: Message, frame: &[u8]) {
+        // Each step consumes what was awaited; `shake` puts the next state in, or ends it.
+        if let State::Handshake(awaiting) = std::mem::replace(&mut self.state, State::Closed) {
+            self.shake(awaiting, message, frame, self.now);
+        }
+    }
+
+    fn on_control(&mut self, message: Message) {
+        match message {
+            Message::Ping(ping) => self.outbox.set_pong(Pong { seq: ping.seq }),
+            Message::Pong(_) | Message::Unknown { .. } => {}
+            Message::Revoke(revoke) => self.on_revoke(revoke),
+            Message::Revoked(revoked) => self.on_revoked(&revoked),
+            Message::Request(request) => self.on_request(request),
+            Message::Response(response) => self.on_response(response),
+            Message::Hello(_)
+            | Message::Challenge(_)
+            | Message::Proof(_)
+            | Message::Ready(_)
+            | Message::Refused(_)
+            | Message::StreamHello(_)
+            | Message::StreamReady(_)
+            | Message::Close(_) => {
+                let detail = format!("unexpected {} message", message.kind());
+                self.abort(WireCode::Malformed, &detail);
+            }
+        }
+    }
+
+    /// We said the last word; only answers to what was said before it still count.
+    fn on_message_closing(&mut self, message: Message) {
+        match message {
+            Message::Response(response) => self.on_response(response),
+            Message::Revoked(revoked) => self.on_revoked(&revoked),
+            _ => {}
+        }
+    }
+
+    fn on_close(&mut self, close: &Close) {
+        match std::mem::replace(&mut self.state, State::Closed) {
+            // Its answer, or its own close that crossed ours: either way both sides know.
+            State::Closing { code, detail, .. } => self.finish(code, false, &detail),
+            _ => {
+                self.send_close(close.code, "");
+                self.finish(close.code, true, &close.detail);
+            }
+        }
+    }
+
+    fn on_revoke(&mut self, revoke: Revoke) {
+        let Revoke { id, streams } = revoke;
+        if self.owed_revokes.len() >= REVOKES_MAX {
+            return self.abort(WireCode::Busy, "too many revokes outstanding");
+        }
+        if !self.owed_revokes.insert(id) {
+            return self.abort(WireCode::Malformed, "a revoke's id is in use");
+        }
+        self.tell(SessionEvent::RevokeRequested { id, streams });
+    }
+
+    fn on_revoked(&mut self, revoked: &Revoked) {
+        if self.revokes.remove(&revoked.id) {
+            self.tell(SessionEvent::Revoked { id: revoked.id });
+        }
+    }
+
+    fn on_request(&mut self, request: Request) {
+        let Request { id, kind, budget_ms, body } = request;
+        if self.owed_responses.len() >= REQUESTS_MAX {
+            // Those whose asker has given up are no longer owed an answer.
+            self.owed_responses.retain(|_, until| *until > self.now);
+        }
+        if self.owed_responses.contains_key(&id) {
+            return self.abort(WireCode::Malformed, "a request's id is in use");
+        }
+        if self.owed_responses.len() >= REQUESTS_MAX {
+            let busy = Response { id, code: WireCode::Busy, body: Vec::new() };
+            return self.send(&Message::Response(busy));
+        }
+        let budget = match budget_ms {
+            0 => Duration::MAX,
+            ms => Duration::from_millis(ms.into()),
+        };
+        self.owed_responses.insert(id, self.now + budget);
+        self.tell(SessionEvent::Request { id, kind, body });
+    }
+
+    fn on_response(&mut self, response: Response) {
+        let Response { id, code, body } = response;
+        // One whose request has been answered with `Deadline` is late, not wrong.
+        if self.requests.remove(&id).is_some() {
+            self.tell(SessionEvent::Response { id, code, body });
+        }
+    }
+
+    fn fresh_id(&mut self) -> u64 {
+        self.last_id += 1;
+        self.last_id
+    }
+
+    fn rewatch(&mut self) {
+        let waiting = self.active || !self.requests.is_empty() || !self.revokes.is_empty();
+        self.heartbeat.watch(waiting && self.is_established(), self.now);
+    }
+
+    fn announce(&mut self, peer: PeerInfo) {
+        self.peer = Some(peer.clone());
+        self.inbox.push_unbounded(SessionEvent::Established(peer));
+    }
+
+    fn answer_ourselves(&mut self, id: u64, code: WireCode) {
+        self.inbox.push_unbounded(SessionEvent::Response { id, code, body: Vec::new() });
+    }
+
+    fn tell(&mut self, event: SessionEvent) {
+        if let Err(Full) = self.inbox.push(event) {
+            self.abort(WireCode::Busy, "too many events wait to be handled");
+        }
+    }
+
+    fn send(&mut self, message: &Message) {
+        if let Err(Full) = self.outbox.push(encode(message)) {
+            self.outbox.clear();
+            self.abort(WireCode::Busy, "the peer does not read");
+        }
+    }
+
+    fn send_refused(&mut self, code: WireCode, detail: &str, aux: u64) {
+        let detail = truncated(detail, DETAIL_MAX).to_owned();
+        self.outbox.push_unbounded(encode(&Message::Refused(Refused { code, detail, aux })));
+    }
+
+    fn send_close(&mut self, code: WireCode, detail: &str) {
+        self.outbox.clear_heartbeat();
+        let detail = truncated(detail, DETAIL_MAX).to_owned();
+        self.outbox.push_unbounded(encode(&Message::Close(Close { code, detail })));
+    }
+
+    /// Ends the session now, for a reason on our side. One that was ending keeps its first reason.
+    fn abort(&mut self, code: WireCode, detail: &str) {
+        match (std::mem::replace(&mut self.state, State::Closed), self.side) {
+            (State::Closing { code, detail, .. }, _) => return self.finish(code, false, &detail),
+            (State::Handshake(_), Side::Acceptor) => self.send_refused(code, detail, 0),
+            _ => self.send_close(code, detail),
+        }
+        self.finish(code, false, detail);
+    }
+
+    /// The one way into `Closed`: every request still out is answered, then the end is told.
+    fn finish(&mut self, code: WireCode, by_peer: bool, detail: &str) {
+        self.state = State::Closed;
+        self.outbox.clear_heartbeat();
+        for id in std::mem::take(&mut self.requests).into_keys() {
+            self.answer_ourselves(id, WireCode::Closed);
+        }
+        self.revokes.clear();
+        self.owed_responses.clear();
+        self.owed_revokes.clear();
+        self.key = None;
+        self.inbox.push_unbounded(SessionEvent::Closed(CloseReason {
+            code,
+            by_peer,
+            detail: sanitized(detail, DETAIL_MAX),
+            established: self.peer.is_some(),
+        }));
+    }
+}

@@ -1,0 +1,101 @@
+//! Which stream ids of a session were used: each may open one stream, ever.
+
+use crate::id::StreamId;
+
+/// Ids this far below the highest one seen are still told apart; older ones count as used.
+const WINDOW: usize = 1024;
+const WORD: usize = u64::BITS as usize;
+
+/// A sliding window over the ids of a session, as against replay in packet protocols: the
+/// initiator counts up, connections may arrive out of order, memory stays fixed.
+#[derive(Clone, Debug)]
+pub(super) struct StreamWindow {
+    /// One above the highest id seen.
+    end: u64,
+    /// Bit `id % WINDOW` of each id in `end - WINDOW..end`: used.
+    used: [u64; WINDOW / WORD],
+}
+
+impl StreamWindow {
+    pub(super) const fn new() -> Self {
+        Self { end: 0, used: [0; WINDOW / WORD] }
+    }
+
+    /// Marks `stream` used; `false` if it was used before, or is too old to tell.
+    pub(super) fn use_up(&mut self, stream: StreamId) -> bool {
+        let id = u64::from(stream.0);
+        if id >= self.end {
+            // The ids skipped, and this one, take the places of ids that fall out of the window.
+            for fresh in self.end.max((id + 1).saturating_sub(WINDOW as u64))..=id {
+                self.set(fresh, false);
+            }
+            self.end = id + 1;
+        } else if id + (WINDOW as u64) < self.end || self.is_set(id) {
+            return false;
+        }
+        self.set(id, true);
+        true
+    }
+
+    fn is_set(&self, id: u64) -> bool {
+        let (word, bit) = Self::place(id);
+        self.used[word] & bit != 0
+    }
+
+    fn set(&mut self, id: u64, used: bool) {
+        let (word, bit) = Self::place(id);
+        if used {
+            self.used[word] |= bit;
+        } else {
+            self.used[word] &= !bit;
+        }
+    }
+
+    const fn place(id: u64) -> (usize, u64) {
+        let slot = (id % WINDOW as u64) as usize;
+        (slot / WORD, 1 << (slot % WORD))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn ids_arrive_in_any_order_within_the_window() {
+        let mut window = StreamWindow::new();
+        for id in [5, 3, 4, 1, 0, 1023] {
+            assert!(window.use_up(StreamId(id)), "{id} is new");
+        }
+        for id in [5, 3, 4, 1, 0, 1023] {
+            assert!(!window.use_up(StreamId(id)), "{id} was used");
+        }
+        assert!(window.use_up(StreamId(u32::MAX)));
+        assert!(!window.use_up(StreamId(2)), "too old to tell counts as used");
+        assert!(!window.use_up(StreamId(u32::MAX)));
+        assert!(window.use_up(StreamId(u32::MAX - 1023)));
+    }
+
+    proptest! {
+        #[test]
+        fn no_id_is_ever_accepted_twice_and_recent_new_ones_always_are(
+            ids in proptest::collection::vec(
+                prop_oneof![0u32..3000, 1_000_000u32..1_000_100], 0..3000),
+        ) {
+            let mut window = StreamWindow::new();
+            let mut seen = HashSet::new();
+            let mut highest = 0;
+            for id in ids {
+                let fresh = seen.insert(id);
+                let recent = id.saturating_add(WINDOW as u32) > highest;
+                highest = highest.max(id);
+                prop_assert_eq!(window.use_up(StreamId(id)), fresh && recent);
+                if !recent {
+                    seen.insert(id);
+                }
+            }
+        }
+    }
+}

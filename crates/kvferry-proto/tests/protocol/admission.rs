@@ -1,0 +1,156 @@
+//! What a listener does before it knows who is calling.
+
+use crate::pair::{A, B, Pair, config, ms};
+use kvferry_proto::message::{Message, Ping, encode};
+use kvferry_proto::{
+    Handshakes, MAGIC, Opener, Opening, Session, SessionId, Sniff, Sniffer, Timestamp, WireCode,
+};
+use proptest::prelude::*;
+use std::time::Duration;
+
+const NOW: Timestamp = Timestamp::from_nanos(5_000_000_000);
+
+#[test]
+fn the_native_magic_is_no_length_that_mooncake_would_send() {
+    assert!(u64::from_le_bytes(MAGIC) > 128 << 20);
+}
+
+#[test]
+fn eight_bytes_tell_native_from_mooncake_from_neither() {
+    for (bytes, sniff) in [
+        (MAGIC, Sniff::Native),
+        (1u64.to_le_bytes(), Sniff::Mooncake),
+        ((128u64 << 20).to_le_bytes(), Sniff::Mooncake),
+        (((128u64 << 20) + 1).to_le_bytes(), Sniff::Unknown),
+        (0u64.to_le_bytes(), Sniff::Unknown),
+        (*b"GET / HT", Sniff::Unknown),
+        (*b"KVFERRY\x02", Sniff::Unknown),
+        (*b"\x16\x03\x01\x02\x00\x01\x00\x01", Sniff::Unknown),
+    ] {
+        let mut whole = Sniffer::new();
+        assert_eq!(whole.feed(&bytes), sniff, "{bytes:?}");
+        assert_eq!(whole.mooncake_len(), u64::from_le_bytes(bytes));
+        let mut chopped = Sniffer::new();
+        for (n, byte) in bytes[..7].iter().enumerate() {
+            assert_eq!(chopped.wanted(), 8 - n);
+            assert_eq!(chopped.feed(&[*byte]), Sniff::NeedMore);
+        }
+        assert_eq!(chopped.feed(&[]), Sniff::NeedMore);
+        // What is beyond the eighth byte is not the sniffer's.
+        assert_eq!(chopped.feed(&[bytes[7], 1, 2, 3]), sniff);
+        assert_eq!(chopped.wanted(), 0);
+    }
+}
+
+#[test]
+fn an_opener_hands_a_session_everything_and_a_stream_the_rest() {
+    let mut initiator = Session::initiator(config(A), None, [1; 32], NOW);
+    let hello = initiator.poll_transmit().unwrap()[8..].to_vec();
+    let mut opener = Opener::new();
+    assert_eq!(opener.feed(&hello[..10]), Ok(None));
+    let Ok(Some(Opening::Session { bytes })) = opener.feed(&hello[10..]) else { panic!("session") };
+    let mut acceptor = Session::acceptor(config(B), SessionId(1), [2; 32], NOW);
+    acceptor.receive(&bytes, NOW);
+    initiator.receive(&acceptor.poll_transmit().unwrap(), NOW);
+    acceptor.receive(&initiator.poll_transmit().unwrap(), NOW);
+    assert!(acceptor.is_established());
+
+    let mut pair = Pair::established();
+    let (id, bytes) = pair.session(A).stream_hello().unwrap();
+    let mut frames = bytes[8..].to_vec();
+    frames.extend_from_slice(b"first frame");
+    let Ok(Some(Opening::Stream { hello, rest })) = Opener::new().feed(&frames) else {
+        panic!("stream")
+    };
+    assert_eq!((hello.stream, rest.as_slice()), (id, &b"first frame"[..]));
+    assert_eq!(pair.session(B).verify_stream(&hello), Ok(()));
+}
+
+#[test]
+fn an_opener_takes_nothing_but_a_hello() {
+    let ping = encode(&Message::Ping(Ping { seq: 1, active: false }));
+    assert_eq!(Opener::new().feed(&ping), Err(WireCode::Malformed));
+    let unknown = encode(&Message::Unknown { kind: "future".into() });
+    assert_eq!(Opener::new().feed(&unknown), Err(WireCode::Malformed));
+    assert_eq!(Opener::new().feed(&[0xff; 4]), Err(WireCode::TooLarge));
+    assert_eq!(Opener::new().feed(&[1, 0, 0, 0, 0xc1]), Err(WireCode::Malformed));
+    assert_eq!(Opener::new().feed(&4097u32.to_le_bytes()), Err(WireCode::TooLarge));
+}
+
+#[test]
+fn a_full_listener_drops_whoever_has_been_silent_longest() {
+    let mut pending = Handshakes::new(3, ms(5000));
+    for key in 1..=3 {
+        assert_eq!(pending.admit(key, NOW), None);
+    }
+    assert_eq!(pending.admit(4, NOW), Some(1));
+    assert!(pending.done(&3));
+    assert!(!pending.done(&3) && !pending.done(&1));
+    assert_eq!(pending.admit(5, NOW), None);
+    assert_eq!(pending.admit(6, NOW), Some(2));
+    assert_eq!(pending.len(), 3);
+}
+
+#[test]
+fn every_pending_connection_has_a_deadline() {
+    let mut pending = Handshakes::default();
+    assert_eq!(pending.next_timeout(), None);
+    pending.admit('a', NOW);
+    pending.admit('b', NOW + ms(10));
+    assert_eq!(pending.next_timeout(), Some(NOW + Duration::from_secs(5)));
+    assert_eq!(pending.pop_expired(NOW + ms(4999)), None);
+    assert_eq!(pending.pop_expired(NOW + ms(5000)), Some('a'));
+    assert_eq!(pending.pop_expired(NOW + ms(5000)), None);
+    assert!(pending.done(&'b'));
+    assert!(pending.is_empty());
+    assert_eq!(pending.next_timeout(), None);
+}
+
+#[test]
+fn a_flood_of_connections_costs_a_fixed_number_of_places() {
+    let mut pending = Handshakes::default();
+    let evicted = (0..10_000).filter_map(|key| pending.admit(key, NOW)).count();
+    assert_eq!((pending.len(), evicted), (256, 10_000 - 256));
+    // A capacity of none would admit nobody: it is one.
+    let mut one = Handshakes::new(0, ms(1));
+    assert_eq!(one.admit(1, NOW), None);
+    assert_eq!(one.admit(2, NOW), Some(1));
+}
+
+proptest! {
+    #[test]
+    fn every_connection_leaves_exactly_once(
+        ops in proptest::collection::vec((0u8..4, 0u64..3000), 1..200),
+    ) {
+        let mut pending = Handshakes::new(8, ms(5000));
+        let mut inside = std::collections::BTreeMap::new();
+        let mut now = NOW;
+        for (key, (op, wait)) in ops.into_iter().enumerate() {
+            now = now + ms(wait);
+            match op {
+                0 | 1 => {
+                    if let Some(evicted) = pending.admit(key, now) {
+                        prop_assert_eq!(inside.pop_first().map(|(key, _)| key), Some(evicted));
+                    }
+                    inside.insert(key, now + ms(5000));
+                }
+                2 => {
+                    let known = inside.keys().copied().nth(wait as usize % 8);
+                    let key = known.unwrap_or(usize::MAX);
+                    prop_assert_eq!(pending.done(&key), inside.remove(&key).is_some());
+                }
+                _ => while let Some(expired) = pending.pop_expired(now) {
+                    prop_assert!(inside.remove(&expired).is_some_and(|at| at <= now));
+                },
+            }
+            prop_assert_eq!(pending.len(), inside.len());
+            prop_assert!(pending.len() <= 8);
+            prop_assert_eq!(pending.next_timeout(), inside.values().copied().min());
+        }
+    }
+
+    #[test]
+    fn an_opener_survives_anything(bytes in proptest::collection::vec(any::<u8>(), 0..6000)) {
+        let _ = Opener::new().feed(&bytes);
+    }
+}

@@ -1,0 +1,317 @@
+//! Requests, revokes and closing. Names I1 and I2 of the design.
+
+use crate::pair::{A, B, Pair, ms};
+use kvferry_proto::message::BODY_MAX;
+use kvferry_proto::{SessionEvent, StreamId, WireCode};
+use std::time::Duration;
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+fn response(id: u64, code: WireCode, body: &[u8]) -> SessionEvent {
+    SessionEvent::Response { id, code, body: body.to_vec() }
+}
+
+/// Asks from `side`, lets it arrive, and gives the ids of both sides.
+fn ask(pair: &mut Pair, side: usize, budget: Duration) -> u64 {
+    let now = pair.now;
+    let id = pair.session(side).request(7, b"who".to_vec(), budget, now);
+    pair.run_for(ms(5));
+    let asked = SessionEvent::Request { id, kind: 7, body: b"who".to_vec() };
+    assert_eq!(pair.take_events(1 - side), [asked]);
+    id
+}
+
+#[test]
+fn a_request_is_answered_in_both_directions() {
+    for side in [A, B] {
+        let mut pair = Pair::established();
+        let id = ask(&mut pair, side, MINUTE);
+        pair.session(1 - side).respond(id, WireCode::LayoutMismatch, b"me".to_vec());
+        pair.run_for(ms(5));
+        assert_eq!(pair.take_events(side), [response(id, WireCode::LayoutMismatch, b"me")]);
+        pair.run_for(MINUTE * 2);
+        assert_eq!(pair.take_events(side), [], "exactly once");
+    }
+}
+
+#[test]
+fn answers_may_come_in_any_order() {
+    let mut pair = Pair::established();
+    let ids: Vec<_> = (0..3).map(|_| ask(&mut pair, A, MINUTE)).collect();
+    for id in ids.iter().rev() {
+        pair.session(B).respond(*id, WireCode::Ok, vec![*id as u8]);
+    }
+    pair.run_for(ms(5));
+    let expected: Vec<_> =
+        ids.iter().rev().map(|id| response(*id, WireCode::Ok, &[*id as u8])).collect();
+    assert_eq!(pair.take_events(A), expected);
+}
+
+#[test]
+fn a_request_without_an_answer_ends_exactly_when_its_budget_does() {
+    let mut pair = Pair::established();
+    let now = pair.now;
+    let id = ask(&mut pair, A, ms(750));
+    assert_eq!(pair.session(B).request_deadline(id), Some(now + ms(751)), "with the latency");
+    pair.run_for(ms(750) - ms(5) - Duration::from_nanos(1));
+    assert_eq!(pair.take_events(A), []);
+    pair.run_for(Duration::from_nanos(1));
+    assert_eq!(pair.take_events(A), [response(id, WireCode::Deadline, b"")]);
+    // The answer that comes too late is dropped, and harms nobody.
+    pair.session(B).respond(id, WireCode::Ok, vec![1]);
+    pair.run_for(ms(5));
+    assert_eq!(pair.take_events(A), []);
+    assert!(pair.session(A).is_established());
+    assert_eq!(pair.session(A).next_timeout(), None, "and nothing is watched any more");
+}
+
+#[test]
+fn a_request_is_answered_once_even_if_the_answerer_repeats_itself() {
+    let mut pair = Pair::established();
+    let id = ask(&mut pair, A, MINUTE);
+    pair.session(B).respond(id, WireCode::Ok, vec![]);
+    pair.session(B).respond(id, WireCode::Internal, vec![]);
+    pair.session(B).respond(id + 100, WireCode::Internal, vec![]);
+    pair.run_for(ms(5));
+    assert_eq!(pair.take_events(A), [response(id, WireCode::Ok, b"")]);
+}
+
+#[test]
+fn i1_requests_end_with_the_session_and_before_it() {
+    for fault in [
+        Pair::cut,
+        |pair: &mut Pair| pair.kill(B),
+        |pair: &mut Pair| {
+            pair.partition(true);
+            pair.run_for(ms(3100));
+        },
+    ] {
+        let mut pair = Pair::established();
+        let ids = [ask(&mut pair, A, MINUTE), ask(&mut pair, A, MINUTE)];
+        fault(&mut pair);
+        pair.run_for(ms(10));
+        let events = &pair.ends[A].events;
+        assert_eq!(events[0], response(ids[0], WireCode::Closed, b""));
+        assert_eq!(events[1], response(ids[1], WireCode::Closed, b""));
+        assert!(matches!(events[2..], [SessionEvent::Closed(_)]));
+    }
+}
+
+#[test]
+fn a_dead_peer_is_noticed_by_silence_and_not_by_the_budget_of_a_request() {
+    let mut pair = Pair::established();
+    ask(&mut pair, A, MINUTE);
+    pair.partition(true);
+    pair.run_for(ms(3000));
+    assert_eq!(pair.ended(A), (WireCode::Silent, false));
+}
+
+#[test]
+fn requests_beyond_the_limits_are_answered_by_ourselves() {
+    let mut pair = Pair::established();
+    let now = pair.now;
+    let large = pair.session(A).request(1, vec![0; BODY_MAX + 1], MINUTE, now);
+    pair.pump();
+    assert_eq!(pair.take_events(A), [response(large, WireCode::TooLarge, b"")]);
+    let fits = pair.session(A).request(1, vec![0; BODY_MAX], MINUTE, now);
+    pair.run_for(ms(5));
+    pair.session(B).respond(fits, WireCode::Ok, vec![1; BODY_MAX]);
+    let [SessionEvent::Request { body, .. }] = &pair.take_events(B)[..] else { panic!("one") };
+    assert_eq!(body.len(), BODY_MAX);
+    pair.run_for(ms(5));
+    assert_eq!(pair.take_events(A), [response(fits, WireCode::Ok, &vec![1; BODY_MAX])]);
+
+    let huge = ask(&mut pair, A, MINUTE);
+    pair.session(B).respond(huge, WireCode::Ok, vec![1; BODY_MAX + 1]);
+    pair.run_for(ms(5));
+    assert_eq!(pair.take_events(A), [response(huge, WireCode::TooLarge, b"")]);
+
+    let now = pair.now;
+    let ids: Vec<_> = (0..1030).map(|_| pair.session(A).request(1, vec![], MINUTE, now)).collect();
+    pair.run_for(ms(5));
+    let refused: Vec<_> = pair.take_events(A);
+    let expected: Vec<_> =
+        ids[1024..].iter().map(|id| response(*id, WireCode::Busy, b"")).collect();
+    assert_eq!(refused, expected);
+    assert_eq!(pair.take_events(B).len(), 1024);
+}
+
+#[test]
+fn a_peer_that_does_not_read_makes_us_busy_before_it_makes_us_large() {
+    let mut pair = Pair::established();
+    let now = pair.now;
+    // Nobody takes what the session wants to send.
+    let session = pair.session(A);
+    let ids: Vec<_> =
+        (0..64).map(|_| session.request(1, vec![0; 256 << 10], MINUTE, now)).collect();
+    let busy = std::iter::from_fn(|| session.poll_event()).count();
+    assert!((40..64).contains(&busy), "{busy} of {} refused", ids.len());
+    assert!(session.is_established());
+    let held: usize = std::iter::from_fn(|| session.poll_transmit()).map(|b| b.len()).sum();
+    assert!(held <= 8 << 20);
+}
+
+#[test]
+fn bounds_are_on_what_waits_and_not_on_what_has_ever_passed() {
+    let mut pair = Pair::established();
+    for n in 0..60 {
+        let now = pair.now;
+        let id = pair.session(A).request(1, vec![n; 300_000], MINUTE, now);
+        pair.run_for(ms(2));
+        assert_eq!(pair.take_events(B).len(), 1);
+        assert!(pair.session(B).wants_read());
+        pair.session(B).respond(id, WireCode::Ok, vec![n; 300_000]);
+        pair.run_for(ms(2));
+        assert_eq!(pair.take_events(A), [response(id, WireCode::Ok, &[n; 300_000])]);
+    }
+}
+
+#[test]
+fn i2_a_revoke_is_over_only_when_the_peer_says_so() {
+    for side in [A, B] {
+        let mut pair = Pair::established();
+        let streams = vec![StreamId(3), StreamId(4)];
+        let now = pair.now;
+        let id = pair.session(side).revoke(streams.clone(), now);
+        pair.run_for(MINUTE);
+        assert_eq!(pair.take_events(side), [], "however long it takes");
+        assert_eq!(pair.take_events(1 - side), [SessionEvent::RevokeRequested { id, streams }]);
+        pair.session(1 - side).confirm_revoked(id);
+        pair.session(1 - side).confirm_revoked(id);
+        pair.session(1 - side).confirm_revoked(id + 9);
+        pair.run_for(ms(5));
+        assert_eq!(pair.take_events(side), [SessionEvent::Revoked { id }]);
+        assert_eq!(pair.session(side).next_timeout(), None);
+    }
+}
+
+#[test]
+fn i2_a_revoke_the_peer_never_confirms_ends_with_the_session_and_is_never_confirmed() {
+    for fault in [
+        Pair::cut,
+        |pair: &mut Pair| pair.kill(B),
+        |pair: &mut Pair| {
+            pair.partition(true);
+            pair.run_for(ms(3100));
+        },
+    ] {
+        let mut pair = Pair::established();
+        let now = pair.now;
+        assert_ne!(pair.session(A).revoke(vec![StreamId(3)], now), 0);
+        fault(&mut pair);
+        pair.run_for(ms(10));
+        assert!(matches!(pair.ends[A].events[..], [SessionEvent::Closed(_)]));
+    }
+}
+
+#[test]
+fn a_confirmation_lost_with_the_peer_is_not_made_up() {
+    let mut pair = Pair::established();
+    let now = pair.now;
+    let id = pair.session(A).revoke(vec![StreamId(3)], now);
+    pair.run_for(ms(5));
+    pair.session(B).confirm_revoked(id);
+    pair.kill(B);
+    pair.run_for(ms(5));
+    assert!(matches!(pair.ends[A].events[..], [SessionEvent::Closed(_)]));
+}
+
+#[test]
+fn revokes_have_limits() {
+    let mut pair = Pair::established();
+    let now = pair.now;
+    assert_eq!(pair.session(A).revoke(vec![StreamId(0); 4097], now), 0);
+    for _ in 0..1024 {
+        assert_ne!(pair.session(A).revoke(vec![StreamId(1)], now), 0);
+    }
+    assert_eq!(pair.session(A).revoke(vec![StreamId(1)], now), 0);
+    pair.run_for(ms(5));
+    assert_eq!(pair.take_events(B).len(), 1024);
+    assert!(pair.session(A).is_established());
+}
+
+#[test]
+fn closing_is_answered_and_both_sides_know_why() {
+    for side in [A, B] {
+        let mut pair = Pair::established();
+        let now = pair.now;
+        pair.session(side).close(WireCode::Shutdown, "maintenance", now);
+        pair.session(side).close(WireCode::Internal, "a second thought", now);
+        pair.run_for(ms(5));
+        assert_eq!(pair.ended(side), (WireCode::Shutdown, false));
+        assert_eq!(pair.ended(1 - side), (WireCode::Shutdown, true));
+        assert_eq!(pair.closed(1 - side).unwrap().detail, "maintenance");
+        // Nobody relies on the transport to tell the end.
+        for side in [A, B] {
+            assert_eq!(pair.sent(side).last().unwrap().1.kind(), "close");
+        }
+    }
+}
+
+#[test]
+fn both_sides_may_close_at_once() {
+    let mut pair = Pair::established();
+    let now = pair.now;
+    pair.session(A).close(WireCode::Ok, "a", now);
+    pair.session(B).close(WireCode::Shutdown, "b", now);
+    pair.run_for(ms(5));
+    assert_eq!(pair.ended(A), (WireCode::Ok, false));
+    assert_eq!(pair.ended(B), (WireCode::Shutdown, false));
+}
+
+#[test]
+fn a_close_nobody_answers_is_over_after_a_second() {
+    let mut pair = Pair::established();
+    pair.partition(true);
+    let now = pair.now;
+    pair.session(A).close(WireCode::Ok, "", now);
+    pair.run_for(Duration::from_secs(1) - Duration::from_nanos(1));
+    assert!(pair.closed(A).is_none());
+    pair.run_for(Duration::from_nanos(1));
+    assert_eq!(pair.ended(A), (WireCode::Ok, false), "with its own reason");
+}
+
+#[test]
+fn answers_that_were_under_way_still_count_while_closing() {
+    let mut pair = Pair::established();
+    let id = ask(&mut pair, A, MINUTE);
+    let now = pair.now;
+    let revoke = pair.session(A).revoke(vec![StreamId(1)], now);
+    pair.run_for(ms(5));
+    pair.session(B).respond(id, WireCode::Ok, vec![]);
+    pair.session(B).confirm_revoked(revoke);
+    let now = pair.now;
+    pair.session(A).close(WireCode::Ok, "", now);
+    let late = pair.session(A).request(1, vec![], MINUTE, now);
+    pair.run_for(ms(5));
+    let events = &pair.ends[A].events;
+    assert_eq!(events[0], response(late, WireCode::Closed, b""), "no new ones");
+    assert_eq!(events[1], response(id, WireCode::Ok, b""));
+    assert_eq!(events[2], SessionEvent::Revoked { id: revoke });
+    assert_eq!(pair.ended(A), (WireCode::Ok, false));
+}
+
+#[test]
+fn after_the_end_nothing_happens_any_more() {
+    let mut pair = Pair::established();
+    let now = pair.now;
+    pair.session(A).close(WireCode::Ok, "", now);
+    pair.run_until_idle();
+    let now = pair.now;
+    for side in [A, B] {
+        let session = pair.session(side);
+        assert_eq!(session.request(1, vec![], MINUTE, now), 0);
+        assert_eq!(session.revoke(vec![], now), 0);
+        session.set_active(true, now);
+        session.respond(1, WireCode::Ok, vec![]);
+        session.confirm_revoked(1);
+        session.receive(b"anything", now);
+        session.close(WireCode::Internal, "", now);
+        session.transport_closed(now);
+        session.handle_timeout(now + MINUTE);
+        assert_eq!(session.poll_event(), None);
+        assert_eq!(session.poll_transmit(), None);
+        assert_eq!(session.next_timeout(), None);
+        assert!(session.is_closed() && !session.is_established());
+    }
+}

@@ -1,0 +1,260 @@
+//! Heartbeat, silence, cuts and sleep. Names I6, I10 and I12 of the design.
+
+use crate::pair::{A, B, INCARNATION, Pair, config, ms};
+use kvferry_proto::message::{Decoder, Message};
+use kvferry_proto::{CONTROL_MAX, Incarnation, SessionConfig, SessionEvent, StreamId, WireCode};
+use std::time::Duration;
+
+const HOUR: Duration = Duration::from_secs(3600);
+
+fn active(sides: &[usize]) -> Pair {
+    let mut pair = Pair::established();
+    let now = pair.now;
+    for &side in sides {
+        pair.session(side).set_active(true, now);
+    }
+    pair
+}
+
+#[test]
+fn i10_an_idle_session_sends_nothing_and_wants_no_timer() {
+    let mut pair = Pair::established();
+    let sent = pair.sent(A).len() + pair.sent(B).len();
+    pair.run_for(HOUR);
+    for side in [A, B] {
+        assert_eq!(pair.session(side).next_timeout(), None);
+        assert!(pair.session(side).is_established());
+    }
+    assert_eq!(pair.sent(A).len() + pair.sent(B).len(), sent);
+}
+
+#[test]
+fn an_active_side_pings_at_its_interval_and_the_other_just_answers() {
+    let mut pair = active(&[A]);
+    let start = pair.now;
+    pair.run_for(Duration::from_secs(60));
+    let pings = pair.pings_sent(A);
+    assert_eq!(pings.len(), 120);
+    for (n, at) in (1..).zip(&pings) {
+        assert_eq!(*at, start + ms(500) * n);
+    }
+    assert!(pair.pings_sent(B).is_empty());
+    let pongs = pair.sent(B).iter().filter(|(_, m)| matches!(m, Message::Pong(_))).count();
+    assert_eq!(pongs, 119, "the last one is still to come");
+    assert_eq!(pair.session(B).next_timeout(), None, "the pinged side watches nothing");
+
+    let now = pair.now;
+    pair.session(A).set_active(false, now);
+    pair.run_for(HOUR);
+    assert_eq!(pair.pings_sent(A).len(), 120, "and stops with the activity");
+    assert!(pair.session(A).is_established() && pair.session(B).is_established());
+}
+
+#[test]
+fn two_active_sides_live_for_hours() {
+    let mut pair = active(&[A, B]);
+    pair.run_for(HOUR);
+    assert!(pair.session(A).is_established() && pair.session(B).is_established());
+}
+
+#[test]
+fn i6_silence_is_noticed_after_exactly_three_seconds() {
+    let mut pair = active(&[A]);
+    // The peer answers for a while, then no more.
+    pair.run_for(ms(2600));
+    let last_heard = *pair.pings_sent(A).last().unwrap() + ms(2);
+    pair.partition(true);
+    let silent_at = last_heard + Duration::from_secs(3);
+    pair.run_until(silent_at - Duration::from_nanos(1));
+    assert!(pair.closed(A).is_none(), "not a nanosecond early");
+    pair.run_for(Duration::from_nanos(1));
+    assert_eq!(pair.ended(A), (WireCode::Silent, false));
+    assert!(pair.closed(B).is_none(), "the idle side does not watch");
+}
+
+#[test]
+fn becoming_active_gives_a_peer_a_whole_window_however_long_it_was_quiet() {
+    let mut pair = Pair::established();
+    pair.run_for(HOUR);
+    pair.partition(true);
+    let now = pair.now;
+    pair.session(B).set_active(true, now);
+    pair.run_for(Duration::from_secs(3) - Duration::from_nanos(1));
+    assert!(pair.closed(B).is_none());
+    pair.run_for(Duration::from_nanos(1));
+    assert_eq!(pair.ended(B), (WireCode::Silent, false));
+}
+
+#[test]
+fn any_byte_is_a_sign_of_life() {
+    let mut pair = active(&[A]);
+    pair.latency(A, ms(0));
+    pair.stall(A, true);
+    // Its pings do not get through, but a long message of the peer trickles in.
+    let mut message = kvferry_proto::message::encode(&Message::Unknown { kind: "x".repeat(20) });
+    message.pop();
+    for byte in message {
+        pair.run_for(ms(2900));
+        pair.inject(B, &[byte]);
+    }
+    assert!(pair.closed(A).is_none());
+    pair.run_for(Duration::from_secs(4));
+    assert_eq!(pair.ended(A), (WireCode::Silent, false));
+}
+
+#[test]
+fn latency_below_the_window_is_not_silence() {
+    let mut pair = active(&[A, B]);
+    pair.latency(A, ms(1400));
+    pair.latency(B, ms(1400));
+    pair.run_for(HOUR);
+    assert!(pair.session(A).is_established() && pair.session(B).is_established());
+}
+
+#[test]
+fn after_a_partition_heals_both_sides_agree_that_it_is_over() {
+    let mut pair = active(&[A]);
+    pair.partition(true);
+    pair.run_for(Duration::from_secs(10));
+    assert_eq!(pair.ended(A), (WireCode::Silent, false));
+    pair.partition(false);
+    pair.run_for(ms(10));
+    assert_eq!(pair.ended(B), (WireCode::Silent, true), "told why");
+}
+
+#[test]
+fn the_word_that_it_is_over_does_not_queue_behind_what_the_peer_never_read() {
+    let mut pair = active(&[A]);
+    let now = pair.now;
+    let session = pair.session(A);
+    session.request(1, vec![0; 1000], HOUR, now);
+    while session.poll_event().is_none() {
+        session.handle_timeout(session.next_timeout().unwrap());
+    }
+    let last = session.poll_transmit().unwrap();
+    let close = Decoder::new(CONTROL_MAX).read(&mut &last[..]).unwrap().unwrap();
+    assert!(matches!(close, Message::Close(close) if close.code == WireCode::Silent));
+    assert_eq!(session.poll_transmit(), None);
+}
+
+#[test]
+fn i6_a_cut_is_noticed_at_once() {
+    let mut pair = active(&[A]);
+    pair.cut();
+    pair.run_for(ms(0));
+    for side in [A, B] {
+        assert_eq!(pair.ended(side), (WireCode::Closed, true));
+        assert!(pair.closed(side).unwrap().established);
+    }
+}
+
+#[test]
+fn i12_a_killed_peer_is_noticed_at_once_and_its_successor_is_met_afresh() {
+    let mut pair = active(&[A]);
+    pair.kill(B);
+    pair.run_for(ms(1));
+    assert_eq!(pair.ended(A), (WireCode::Closed, true));
+
+    let reborn = SessionConfig { incarnation: Incarnation(0xb2), ..config(B) };
+    let mut stale = Pair::expecting(Some(INCARNATION[B]), config(A), reborn.clone());
+    stale.run_until_idle();
+    assert_eq!(stale.ended(A), (WireCode::StaleIncarnation, false));
+    let mut afresh = Pair::new(config(A), reborn);
+    afresh.establish();
+    assert_eq!(afresh.session(A).peer().unwrap().incarnation, Incarnation(0xb2));
+}
+
+#[test]
+fn i6_a_side_that_slept_voids_itself_before_it_looks_at_what_came_in() {
+    let mut pair = active(&[A, B]);
+    pair.run_for(ms(600));
+    pair.sleep(B, Duration::from_secs(60));
+    // What arrives meanwhile waits in its socket, and must not be acted on.
+    let now = pair.now;
+    pair.session(A).revoke(vec![StreamId(1)], now);
+    pair.session(A).request(1, vec![1], HOUR, now);
+    pair.run_until_idle();
+    assert_eq!(pair.ended(A).0, WireCode::Silent, "awake, it saw silence");
+    assert_eq!(pair.ended(B), (WireCode::Slept, false));
+    assert_eq!(pair.ends[B].events.len(), 1, "neither revoke nor request was passed on");
+}
+
+#[test]
+fn a_sleep_shorter_than_half_the_window_harms_nobody() {
+    let mut pair = active(&[A, B]);
+    for _ in 0..20 {
+        pair.run_for(ms(1700));
+        pair.sleep(B, ms(1400));
+    }
+    pair.run_for(ms(5000));
+    assert!(pair.session(A).is_established() && pair.session(B).is_established());
+}
+
+#[test]
+fn a_late_timer_is_sleep_beyond_half_the_window_and_not_before() {
+    for (late, slept) in [(ms(1500), false), (ms(1500) + Duration::from_nanos(1), true)] {
+        for by_receiving in [false, true] {
+            let mut pair = active(&[A]);
+            let due = pair.session(A).next_timeout().unwrap();
+            if by_receiving {
+                pair.session(A).receive(&[0], due + late);
+            } else {
+                pair.session(A).handle_timeout(due + late);
+            }
+            assert_eq!(pair.session(A).is_closed(), slept);
+            if slept {
+                pair.pump();
+                assert_eq!(pair.ended(A), (WireCode::Slept, false));
+            }
+        }
+    }
+}
+
+#[test]
+fn an_idle_session_survives_a_suspended_machine() {
+    let mut pair = Pair::established();
+    for side in [A, B] {
+        pair.sleep(side, HOUR);
+    }
+    pair.run_for(HOUR * 2);
+    assert!(pair.session(A).is_established() && pair.session(B).is_established());
+    let now = pair.now;
+    pair.session(A).request(1, vec![], ms(100), now);
+    pair.run_for(ms(10));
+    assert!(matches!(pair.ends[B].events.as_slice(), [SessionEvent::Request { .. }]));
+}
+
+#[test]
+fn a_peer_that_slept_tells_so_and_the_other_side_hears_it() {
+    let mut pair = active(&[B]);
+    pair.sleep(B, Duration::from_secs(10));
+    pair.run_until_idle();
+    assert_eq!(pair.ended(B), (WireCode::Slept, false));
+    assert_eq!(pair.ended(A), (WireCode::Slept, true));
+}
+
+#[test]
+fn a_clock_that_goes_back_does_no_harm() {
+    let mut pair = active(&[A]);
+    pair.run_for(ms(1000));
+    let earlier = pair.now - Duration::from_secs(100);
+    pair.session(A).handle_timeout(earlier);
+    pair.session(A).receive(&[], earlier);
+    pair.run_for(Duration::from_secs(10));
+    assert!(pair.session(A).is_established());
+}
+
+#[test]
+fn senseless_intervals_are_put_right() {
+    for (interval, silence) in [(ms(0), ms(0)), (HOUR, ms(3000)), (ms(0), ms(3000))] {
+        let strange = |side| SessionConfig { ping_interval: interval, silence, ..config(side) };
+        let mut pair = Pair::new(strange(A), strange(B));
+        pair.latency(A, ms(0));
+        pair.latency(B, ms(0));
+        pair.establish();
+        let now = pair.now;
+        pair.session(A).set_active(true, now);
+        pair.run_for(ms(9000));
+        assert!(pair.session(A).is_established());
+    }
+}

@@ -1,0 +1,14 @@
+//! The protocol, both ends in one thread and in virtual time. No test sleeps.
+#![allow(clippy::unwrap_used, reason = "helpers of tests, in which a panic is a finding")]
+
+mod admission;
+mod authentication;
+mod codecs;
+mod control;
+mod frames;
+mod handshake;
+mod hostile;
+mod liveness;
+mod pair;
+mod random;
+mod stream_proofs;

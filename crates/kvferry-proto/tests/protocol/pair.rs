@@ -1,0 +1,374 @@
+//! Both ends of a session and the network between them, in virtual time.
+
+use kvferry_proto::message::{Decoder, Message};
+use kvferry_proto::session::{EVENTS_MAX, OUTBOX_MAX, REQUESTS_MAX};
+use kvferry_proto::{
+    CONTROL_MAX, CloseReason, Incarnation, PeerInfo, Secret, Session, SessionConfig, SessionEvent,
+    SessionId, Sniff, Sniffer, Timestamp, WireCode,
+};
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// The initiator.
+pub(crate) const A: usize = 0;
+/// The acceptor.
+pub(crate) const B: usize = 1;
+
+pub(crate) const SESSION: SessionId = SessionId(77);
+pub(crate) const INCARNATION: [Incarnation; 2] = [Incarnation(0xa), Incarnation(0xb)];
+
+pub(crate) const fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+pub(crate) fn config(side: usize) -> SessionConfig {
+    SessionConfig::new(INCARNATION[side], ["alice", "bob"][side])
+}
+
+pub(crate) fn with_secret(side: usize, secret: &str) -> SessionConfig {
+    SessionConfig { secret: Secret::new(secret), ..config(side) }
+}
+
+/// What is on its way.
+#[derive(Debug)]
+enum Item {
+    Bytes(Vec<u8>),
+    End,
+}
+
+/// One direction of the network.
+#[derive(Debug)]
+struct Link {
+    latency: Duration,
+    /// Holds everything, in order, as a full socket buffer or a lost route does.
+    stalled: bool,
+    /// Takes nothing more: its sender hung up, or the connection was cut.
+    ended: bool,
+    items: VecDeque<(Timestamp, Item)>,
+    /// Everything ever sent, with the time it was sent at.
+    log: Vec<(Timestamp, Vec<u8>)>,
+}
+
+impl Link {
+    fn new() -> Self {
+        Self {
+            latency: ms(1),
+            stalled: false,
+            ended: false,
+            items: VecDeque::new(),
+            log: Vec::new(),
+        }
+    }
+
+    fn push(&mut self, item: Item, now: Timestamp) {
+        if self.ended {
+            return;
+        }
+        self.ended = matches!(item, Item::End);
+        // In order, even if the latency was just lowered.
+        let at = self.items.back().map_or(now, |(at, _)| *at).max(now + self.latency);
+        self.items.push_back((at, item));
+    }
+}
+
+/// One end and what it has told so far.
+#[derive(Debug)]
+pub(crate) struct End {
+    pub(crate) session: Session,
+    pub(crate) events: Vec<SessionEvent>,
+    sniffer: Option<Sniffer>,
+    asleep_until: Option<Timestamp>,
+    dead: bool,
+}
+
+impl End {
+    fn runs(&self) -> bool {
+        !self.dead && self.asleep_until.is_none()
+    }
+
+    fn is_told_closed(&self) -> bool {
+        matches!(self.events.last(), Some(SessionEvent::Closed(_)))
+    }
+}
+
+/// Two sessions, two links, one clock.
+#[derive(Debug)]
+pub(crate) struct Pair {
+    pub(crate) now: Timestamp,
+    pub(crate) ends: [End; 2],
+    links: [Link; 2],
+    /// Bytes come out of the socket in pieces of at most this.
+    pub(crate) chunk: usize,
+}
+
+impl Pair {
+    pub(crate) fn new(a: SessionConfig, b: SessionConfig) -> Self {
+        Self::expecting(None, a, b)
+    }
+
+    pub(crate) fn expecting(
+        expected: Option<Incarnation>,
+        a: SessionConfig,
+        b: SessionConfig,
+    ) -> Self {
+        let now = Timestamp::from_nanos(0) + Duration::from_secs(1000);
+        let end = |session, sniffer| End {
+            session,
+            events: Vec::new(),
+            sniffer,
+            asleep_until: None,
+            dead: false,
+        };
+        Self {
+            now,
+            ends: [
+                end(Session::initiator(a, expected, [1; 32], now), None),
+                end(Session::acceptor(b, SESSION, [2; 32], now), Some(Sniffer::new())),
+            ],
+            links: [Link::new(), Link::new()],
+            chunk: usize::MAX,
+        }
+    }
+
+    /// Established, with nothing under way and the events of that taken.
+    pub(crate) fn established() -> Self {
+        let mut pair = Self::new(config(A), config(B));
+        pair.establish();
+        pair
+    }
+
+    pub(crate) fn establish(&mut self) {
+        self.run_for(ms(100));
+        for side in [A, B] {
+            let events = self.take_events(side);
+            assert!(
+                matches!(events.as_slice(), [SessionEvent::Established(_)]),
+                "not established: {events:?}"
+            );
+        }
+    }
+
+    pub(crate) fn session(&mut self, side: usize) -> &mut Session {
+        &mut self.ends[side].session
+    }
+
+    pub(crate) fn take_events(&mut self, side: usize) -> Vec<SessionEvent> {
+        assert!(!self.ends[side].is_told_closed(), "would lose sight of the end");
+        std::mem::take(&mut self.ends[side].events)
+    }
+
+    pub(crate) fn established_peer(&self, side: usize) -> Option<&PeerInfo> {
+        self.ends[side].events.iter().find_map(|event| match event {
+            SessionEvent::Established(peer) => Some(peer),
+            _ => None,
+        })
+    }
+
+    pub(crate) fn closed(&self, side: usize) -> Option<&CloseReason> {
+        match self.ends[side].events.last() {
+            Some(SessionEvent::Closed(reason)) => Some(reason),
+            _ => None,
+        }
+    }
+
+    /// Code and `by_peer` of the end's `Closed`.
+    #[track_caller]
+    pub(crate) fn ended(&self, side: usize) -> (WireCode, bool) {
+        let reason = self.closed(side).unwrap_or_else(|| panic!("side {side} has not ended"));
+        (reason.code, reason.by_peer)
+    }
+
+    // Faults.
+
+    pub(crate) fn latency(&mut self, from: usize, latency: Duration) {
+        self.links[from].latency = latency;
+    }
+
+    /// Bytes from that side are held, not lost.
+    pub(crate) fn stall(&mut self, from: usize, stalled: bool) {
+        self.links[from].stalled = stalled;
+    }
+
+    /// Nothing passes in either direction. As on any TCP connection it is there again on healing.
+    pub(crate) fn partition(&mut self, partitioned: bool) {
+        self.stall(A, partitioned);
+        self.stall(B, partitioned);
+    }
+
+    /// The connection is reset: what is under way is lost, both ends notice at once.
+    pub(crate) fn cut(&mut self) {
+        for link in &mut self.links {
+            link.items.clear();
+            if !link.ended {
+                link.items.push_back((self.now, Item::End));
+                link.ended = true;
+            }
+        }
+    }
+
+    /// The process of that side is killed: its kernel hangs up for it.
+    pub(crate) fn kill(&mut self, side: usize) {
+        self.ends[side].dead = true;
+        let now = self.now;
+        self.links[side].push(Item::End, now);
+    }
+
+    /// The machine of that side is suspended: it neither runs nor notices.
+    pub(crate) fn sleep(&mut self, side: usize, duration: Duration) {
+        self.ends[side].asleep_until = Some(self.now + duration);
+    }
+
+    /// Whether that side can do anything at all now.
+    pub(crate) fn runs(&self, side: usize) -> bool {
+        self.ends[side].runs()
+    }
+
+    /// Puts bytes on the wire as if that side had sent them.
+    pub(crate) fn inject(&mut self, from: usize, bytes: &[u8]) {
+        let now = self.now;
+        self.links[from].push(Item::Bytes(bytes.to_vec()), now);
+    }
+
+    // Time.
+
+    pub(crate) fn run_for(&mut self, duration: Duration) {
+        self.run_until(self.now + duration);
+    }
+
+    pub(crate) fn run_until(&mut self, until: Timestamp) {
+        while self.step(until) {}
+        self.now = until;
+    }
+
+    /// Runs until nothing will ever happen again, or for an hour.
+    pub(crate) fn run_until_idle(&mut self) {
+        let until = self.now + Duration::from_secs(3600);
+        while self.step(until) {}
+    }
+
+    /// Advances to the next thing that happens before `until`; whether there was one.
+    pub(crate) fn step(&mut self, until: Timestamp) -> bool {
+        self.pump();
+        let Some(next) = self.next_wakeup().filter(|next| *next <= until) else {
+            return false;
+        };
+        self.now = self.now.max(next);
+        for side in [A, B] {
+            let end = &mut self.ends[side];
+            end.asleep_until = end.asleep_until.filter(|until| *until > self.now);
+            self.deliver(side);
+            self.fire(side);
+        }
+        self.pump();
+        true
+    }
+
+    /// Takes what the running sessions want to send and to tell.
+    pub(crate) fn pump(&mut self) {
+        for (end, link) in self.ends.iter_mut().zip(&mut self.links) {
+            if !end.runs() {
+                continue;
+            }
+            let (mut frames, mut events) = (0, 0);
+            while let Some(bytes) = end.session.poll_transmit() {
+                frames += 1;
+                link.log.push((self.now, bytes.clone()));
+                link.push(Item::Bytes(bytes), self.now);
+            }
+            while let Some(event) = end.session.poll_event() {
+                events += 1;
+                assert!(!end.is_told_closed(), "{event:?} after the end");
+                end.events.push(event);
+            }
+            assert!(frames <= OUTBOX_MAX + 4 && events <= EVENTS_MAX + REQUESTS_MAX + 1);
+            if end.is_told_closed() {
+                assert!(end.session.is_closed());
+                assert_eq!(end.session.next_timeout(), None, "the end wants nothing more");
+                link.push(Item::End, self.now);
+            }
+        }
+    }
+
+    fn next_wakeup(&self) -> Option<Timestamp> {
+        let mut wakeups = Vec::new();
+        for side in [A, B] {
+            let (end, inbound) = (&self.ends[side], &self.links[1 - side]);
+            if end.dead {
+                continue;
+            }
+            if let Some(until) = end.asleep_until {
+                wakeups.push(until);
+                continue;
+            }
+            wakeups.extend(end.session.next_timeout());
+            if !inbound.stalled {
+                wakeups.extend(inbound.items.front().map(|(at, _)| *at));
+            }
+        }
+        wakeups.into_iter().min()
+    }
+
+    fn deliver(&mut self, side: usize) {
+        let (end, inbound) = (&mut self.ends[side], &mut self.links[1 - side]);
+        while end.runs() && !inbound.stalled {
+            if inbound.items.front().is_none_or(|(at, _)| *at > self.now) {
+                return;
+            }
+            let Some((_, item)) = inbound.items.pop_front() else { return };
+            match item {
+                Item::Bytes(bytes) => {
+                    for piece in bytes.chunks(self.chunk) {
+                        let mut piece = piece;
+                        if let Some(sniffer) = &mut end.sniffer {
+                            let (magic, rest) = piece.split_at(piece.len().min(sniffer.wanted()));
+                            match sniffer.feed(magic) {
+                                Sniff::NeedMore => continue,
+                                Sniff::Native => {}
+                                // Not for us: a listener drops it.
+                                _ => end.session.transport_closed(self.now),
+                            }
+                            end.sniffer = None;
+                            piece = rest;
+                        }
+                        end.session.receive(piece, self.now);
+                    }
+                }
+                Item::End => end.session.transport_closed(self.now),
+            }
+        }
+    }
+
+    fn fire(&mut self, side: usize) {
+        let end = &mut self.ends[side];
+        if end.runs() && end.session.next_timeout().is_some_and(|at| at <= self.now) {
+            end.session.handle_timeout(self.now);
+            assert!(
+                end.session.next_timeout().is_none_or(|at| at > self.now),
+                "a timer that was handled does not stay due"
+            );
+        }
+    }
+
+    // What crossed the wire.
+
+    /// Every message that side has sent, and when.
+    pub(crate) fn sent(&self, side: usize) -> Vec<(Timestamp, Message)> {
+        let mut decoder = Decoder::new(CONTROL_MAX);
+        let mut messages = Vec::new();
+        for (index, (at, bytes)) in self.links[side].log.iter().enumerate() {
+            let magic = if side == A && index == 0 { 8 } else { 0 };
+            let mut bytes = &bytes[magic..];
+            while let Some(message) = decoder.read(&mut bytes).expect("sessions speak properly") {
+                messages.push((*at, message));
+            }
+        }
+        messages
+    }
+
+    pub(crate) fn pings_sent(&self, side: usize) -> Vec<Timestamp> {
+        self.sent(side)
+            .into_iter()
+            .filter_map(|(at, message)| matches!(message, Message::Ping(_)).then_some(at))
+            .collect()
+    }
+}

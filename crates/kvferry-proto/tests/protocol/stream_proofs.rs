@@ -1,0 +1,112 @@
+//! Every stream proves that it belongs to the session, once.
+
+use crate::pair::{A, B, INCARNATION, Pair, config, ms, with_secret};
+use kvferry_proto::{
+    Incarnation, Opener, Opening, SessionId, Sniff, Sniffer, StreamHello, StreamId, WireCode,
+};
+
+fn parse(bytes: &[u8]) -> StreamHello {
+    let mut sniffer = Sniffer::new();
+    assert_eq!(sniffer.feed(&bytes[..8]), Sniff::Native);
+    match Opener::new().feed(&bytes[8..]) {
+        Ok(Some(Opening::Stream { hello, rest })) => {
+            assert!(rest.is_empty());
+            hello
+        }
+        other => panic!("not a stream: {other:?}"),
+    }
+}
+
+fn authenticated() -> Pair {
+    let mut pair = Pair::new(with_secret(A, "hush"), with_secret(B, "hush"));
+    pair.establish();
+    pair
+}
+
+fn hello(pair: &mut Pair) -> StreamHello {
+    parse(&pair.session(A).stream_hello().unwrap().1)
+}
+
+#[test]
+fn streams_of_the_session_are_accepted_in_any_order() {
+    for mut pair in [authenticated(), Pair::established()] {
+        let hellos: Vec<_> = (0..5).map(|_| hello(&mut pair)).collect();
+        for hello in hellos.iter().rev() {
+            assert_eq!(pair.session(B).verify_stream(hello), Ok(()));
+        }
+    }
+}
+
+#[test]
+fn a_stream_id_opens_one_stream_ever() {
+    let mut pair = authenticated();
+    let hello = hello(&mut pair);
+    assert_eq!(pair.session(B).verify_stream(&hello), Ok(()));
+    assert_eq!(pair.session(B).verify_stream(&hello), Err(WireCode::StreamReplayed));
+}
+
+#[test]
+fn a_stream_without_the_key_is_refused_and_uses_up_no_id() {
+    let mut pair = authenticated();
+    let good = hello(&mut pair);
+    let forged = StreamHello { mac: [0; 32], ..good.clone() };
+    assert_eq!(pair.session(B).verify_stream(&forged), Err(WireCode::AuthFailed));
+    let moved = StreamHello { stream: StreamId(good.stream.0 + 1), ..good.clone() };
+    assert_eq!(pair.session(B).verify_stream(&moved), Err(WireCode::AuthFailed));
+    assert_eq!(pair.session(B).verify_stream(&good), Ok(()));
+}
+
+#[test]
+fn a_stream_of_another_session_with_the_same_secret_is_refused() {
+    let mut other = Pair::new(
+        kvferry_proto::SessionConfig { incarnation: Incarnation(0xa2), ..with_secret(A, "hush") },
+        with_secret(B, "hush"),
+    );
+    other.establish();
+    let mut pair = authenticated();
+    let foreign = hello(&mut other);
+    assert_eq!(pair.session(B).verify_stream(&foreign), Err(WireCode::AuthFailed));
+    let unknown = StreamHello { session: SessionId(1), ..hello(&mut pair) };
+    assert_eq!(pair.session(B).verify_stream(&unknown), Err(WireCode::UnknownSession));
+}
+
+#[test]
+fn a_stream_that_means_an_earlier_incarnation_is_stale() {
+    let mut pair = authenticated();
+    let stale = StreamHello { incarnation: Incarnation(1), ..hello(&mut pair) };
+    assert_eq!(pair.session(B).verify_stream(&stale), Err(WireCode::StaleIncarnation));
+    assert_eq!(hello(&mut pair).incarnation, INCARNATION[B]);
+}
+
+#[test]
+fn streams_need_an_established_session_and_the_right_side_of_it() {
+    let mut pair = authenticated();
+    let hello = hello(&mut pair);
+    assert!(pair.session(B).stream_hello().is_none(), "the acceptor opens none");
+    let confused = StreamHello { incarnation: INCARNATION[A], ..hello.clone() };
+    assert_eq!(
+        pair.session(A).verify_stream(&confused),
+        Err(WireCode::UnknownSession),
+        "the initiator accepts none"
+    );
+    let now = pair.now;
+    pair.session(A).close(WireCode::Ok, "", now);
+    assert!(pair.session(A).stream_hello().is_none());
+    pair.run_for(ms(10));
+    assert_eq!(pair.session(B).verify_stream(&hello), Err(WireCode::UnknownSession));
+
+    let mut early = Pair::new(config(A), config(B));
+    assert_eq!(early.session(B).verify_stream(&hello), Err(WireCode::UnknownSession));
+}
+
+#[test]
+fn thousands_of_streams_later_the_first_is_still_refused() {
+    let mut pair = authenticated();
+    let first = hello(&mut pair);
+    assert_eq!(pair.session(B).verify_stream(&first), Ok(()));
+    for _ in 0..5000 {
+        let next = hello(&mut pair);
+        assert_eq!(pair.session(B).verify_stream(&next), Ok(()));
+    }
+    assert_eq!(pair.session(B).verify_stream(&first), Err(WireCode::StreamReplayed));
+}

@@ -1,0 +1,82 @@
+//! From the core's errors to Python's exceptions, which `kvferry._errors` defines: one class per
+//! kind.
+
+use kvferry::ErrorKind;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyType};
+
+/// Why a call into the core has no result.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The core says why.
+    Core(kvferry::Error),
+    /// A signal handler raised; its exception is the one that is shown.
+    Interrupted,
+    /// No thread could be started for the call.
+    Thread(std::io::Error),
+}
+
+impl From<kvferry::Error> for Failure {
+    fn from(error: kvferry::Error) -> Self {
+        Self::Core(error)
+    }
+}
+
+impl Failure {
+    pub(crate) fn into_exception(self, py: Python<'_>) -> PyErr {
+        match self {
+            Self::Core(error) => exception(py, &error),
+            Self::Interrupted => new(py, ErrorKind::Interrupted, "the call was interrupted"),
+            Self::Thread(error) => {
+                new(py, ErrorKind::Io, &format!("no thread can be started for the call: {error}"))
+            }
+        }
+    }
+}
+
+/// The exception for an error of the core.
+pub(crate) fn exception(py: Python<'_>, error: &kvferry::Error) -> PyErr {
+    let facts = || -> PyResult<_> {
+        let context = PyDict::new(py);
+        for (key, value) in error.facts() {
+            context.set_item(key, value)?;
+        }
+        let attributes = PyDict::new(py);
+        attributes.set_item(intern!(py, "quiesced"), error.quiesced())?;
+        attributes.set_item(intern!(py, "context"), context)?;
+        Ok(attributes)
+    };
+    facts()
+        .and_then(|facts| class(py, error.kind())?.call((error.to_string(),), Some(&facts)))
+        .map_or_else(|unable| unable, PyErr::from_value)
+}
+
+/// An exception that the bindings themselves raise.
+pub(crate) fn new(py: Python<'_>, kind: ErrorKind, what: &str) -> PyErr {
+    class(py, kind)
+        .and_then(|class| class.call1((what,)))
+        .map_or_else(|unable| unable, PyErr::from_value)
+}
+
+/// An argument that can't mean anything.
+pub(crate) fn invalid(py: Python<'_>, what: &str) -> PyErr {
+    new(py, ErrorKind::InvalidArgument, what)
+}
+
+fn class(py: Python<'_>, kind: ErrorKind) -> PyResult<Bound<'_, PyType>> {
+    static BY_KIND: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
+    let by_kind = BY_KIND
+        .get_or_try_init(py, || {
+            let errors = py.import(intern!(py, "kvferry._errors"))?;
+            Ok::<_, PyErr>(errors.getattr(intern!(py, "BY_KIND"))?.cast_into::<PyDict>()?.unbind())
+        })?
+        .bind(py);
+    // A kind that is newer than the Python package is still an error of kvferry.
+    let found = match by_kind.get_item(kind.as_str())? {
+        Some(class) => class,
+        None => py.import(intern!(py, "kvferry._errors"))?.getattr(intern!(py, "Error"))?,
+    };
+    Ok(found.cast_into::<PyType>()?)
+}

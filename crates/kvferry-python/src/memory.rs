@@ -1,0 +1,266 @@
+//! Registered memory, ours and the peers'.
+
+use crate::agent::Shared;
+use crate::error;
+use kvferry::Access;
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyTuple};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+
+/// Memory that an agent may move, and that peers may reach as far as its access says.
+#[pyclass(frozen, module = "kvferry")]
+pub(crate) struct Region {
+    pub(crate) region: kvferry::Region,
+    /// The agent lives as long as its regions do.
+    shared: Arc<Shared>,
+}
+
+impl Region {
+    pub(crate) fn new(region: kvferry::Region, shared: &Arc<Shared>) -> Self {
+        Self { region, shared: Arc::clone(shared) }
+    }
+
+    /// Whether kvferry allocated the memory, which then lives as long as this object.
+    fn is_owned(&self) -> bool {
+        self.region.read_at(0, &mut []).is_ok()
+    }
+
+    fn must_be_owned(&self, py: Python<'_>) -> PyResult<()> {
+        if self.is_owned() {
+            return Ok(());
+        }
+        Err(error::new(
+            py,
+            kvferry::ErrorKind::Unsupported,
+            "only memory that kvferry allocated is shown; this region is somebody else's buffer",
+        ))
+    }
+}
+
+#[pymethods]
+impl Region {
+    /// The region's id, never used again in this agent's life.
+    #[getter]
+    fn id(&self) -> u32 {
+        self.region.id().0
+    }
+
+    /// Where it starts in this process.
+    #[getter]
+    fn addr(&self) -> usize {
+        self.region.addr()
+    }
+
+    /// Bytes in it.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.region.len()
+    }
+
+    /// What peers may do with it: "rw", "r", "w" or "none".
+    #[getter]
+    fn access(&self) -> String {
+        self.region.access().to_string()
+    }
+
+    /// Whether it is still registered.
+    #[getter]
+    fn is_registered(&self) -> bool {
+        self.region.is_registered()
+    }
+
+    /// What a peer needs to name this region in its transfers.
+    fn remote(&self) -> RemoteRegion {
+        RemoteRegion(self.region.remote())
+    }
+
+    /// The memory as a writable memoryview, which keeps it alive. Only for memory that kvferry
+    /// allocated.
+    fn memory(slf: &Bound<'_, Self>) -> PyResult<Py<PyAny>> {
+        let py = slf.py();
+        let this = slf.get();
+        this.must_be_owned(py)?;
+        let view = py.import(intern!(py, "kvferry._buffers"))?.getattr(intern!(py, "view"))?;
+        Ok(view.call1((this.region.addr(), this.region.len(), slf))?.unbind())
+    }
+
+    /// Lets `numpy.asarray(region)` see the memory without a copy. Only for memory that kvferry
+    /// allocated.
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.must_be_owned(py)?;
+        let interface = PyDict::new(py);
+        interface.set_item("shape", (self.region.len(),))?;
+        interface.set_item("typestr", "|u1")?;
+        interface.set_item("data", (self.region.addr(), false))?;
+        interface.set_item("version", 3)?;
+        Ok(interface)
+    }
+
+    /// Copies `data` into the memory at `offset`. Only for memory that kvferry allocated.
+    fn write_at(&self, py: Python<'_>, offset: usize, data: &[u8]) -> PyResult<()> {
+        self.region.write_at(offset, data).map_err(|e| error::exception(py, &e))
+    }
+
+    /// Copies `nbytes` bytes at `offset` out of the memory. Only for memory that kvferry allocated.
+    fn read_at<'py>(
+        &self,
+        py: Python<'py>,
+        offset: usize,
+        nbytes: usize,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        if nbytes > self.region.len() {
+            // Also keeps a mistaken length from being allocated first.
+            return Err(error::new(
+                py,
+                kvferry::ErrorKind::OutOfBounds,
+                "a range reaches beyond its region",
+            ));
+        }
+        PyBytes::new_with(py, nbytes, |bytes| {
+            self.region.read_at(offset, bytes).map_err(|e| error::exception(py, &e))
+        })
+    }
+
+    fn __len__(&self) -> usize {
+        self.region.len()
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<Self>().is_ok_and(|other| {
+            Arc::ptr_eq(&self.shared, &other.get().shared)
+                && self.region.id() == other.get().region.id()
+        })
+    }
+
+    fn __hash__(&self) -> u64 {
+        hash(&(Arc::as_ptr(&self.shared) as usize, self.region.id().0))
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "<kvferry.Region {} {:#x}+{} {}{}>",
+            self.region.id(),
+            self.region.addr(),
+            self.region.len(),
+            self.region.access(),
+            if self.region.is_registered() { "" } else { " unregistered" }
+        )
+    }
+}
+
+/// A peer's region, as its owner described it.
+#[pyclass(frozen, module = "kvferry")]
+#[derive(Clone)]
+pub(crate) struct RemoteRegion(pub(crate) kvferry::RemoteRegion);
+
+#[pymethods]
+impl RemoteRegion {
+    /// Reads what `to_bytes` wrote.
+    #[staticmethod]
+    fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
+        kvferry::RemoteRegion::from_bytes(data).map(Self).map_err(|e| error::exception(py, &e))
+    }
+
+    /// The description as bytes, to be carried to a peer by any means.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.to_bytes())
+    }
+
+    /// The life of the peer that the region belongs to, 32 hexadecimal digits.
+    #[getter]
+    fn incarnation(&self) -> String {
+        self.0.incarnation.to_string()
+    }
+
+    /// The region's id at the peer.
+    #[getter]
+    fn id(&self) -> u32 {
+        self.0.id.0
+    }
+
+    /// Where it starts in the peer's process.
+    #[getter]
+    fn addr(&self) -> u64 {
+        self.0.addr
+    }
+
+    /// Bytes in it.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.0.len
+    }
+
+    /// What we may do with it: "rw", "r", "w" or "none".
+    #[getter]
+    fn access(&self) -> String {
+        self.0.access.to_string()
+    }
+
+    fn __reduce__<'py>(
+        slf: &Bound<'py, Self>,
+    ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
+        let py = slf.py();
+        let from_bytes = py.get_type::<Self>().getattr(intern!(py, "from_bytes"))?;
+        Ok((from_bytes, PyTuple::new(py, [slf.get().to_bytes(py)])?))
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<Self>().is_ok_and(|other| self.0 == other.get().0)
+    }
+
+    fn __hash__(&self) -> u64 {
+        hash(&(self.0.incarnation, self.0.id))
+    }
+
+    fn __repr__(&self) -> String {
+        format!(
+            "<kvferry.RemoteRegion {} {:#x}+{} {} of {}>",
+            self.0.id, self.0.addr, self.0.len, self.0.access, self.0.incarnation
+        )
+    }
+}
+
+fn hash(value: &impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    value.hash(&mut hasher);
+    hasher.finish()
+}
+
+/// Memory that Python offers for registration.
+pub(crate) struct Offer {
+    pub(crate) addr: usize,
+    pub(crate) len: usize,
+    /// Keeps the memory where it is until it is unregistered; nothing does for a bare address.
+    pub(crate) hold: Option<Py<PyAny>>,
+}
+
+impl Offer {
+    /// A pair `(address, length)`, or an object that exports its memory.
+    pub(crate) fn of(obj: &Bound<'_, PyAny>) -> PyResult<Self> {
+        if obj.cast::<PyTuple>().is_ok() {
+            let (addr, len) = obj.extract()?;
+            return Ok(Self { addr, len, hold: None });
+        }
+        let py = obj.py();
+        let span = py.import(intern!(py, "kvferry._buffers"))?.getattr(intern!(py, "span"))?;
+        let (addr, len, hold) = span.call1((obj,))?.extract()?;
+        Ok(Self { addr, len, hold: Some(hold) })
+    }
+}
+
+/// Reads an access: what of `r` and `w` peers may do, or nothing.
+pub(crate) fn parse_access(text: &str) -> PyResult<Access> {
+    match text {
+        "rw" | "wr" => Ok(Access::READ_WRITE),
+        "r" => Ok(Access::READ),
+        "w" => Ok(Access::WRITE),
+        "none" | "" => Ok(Access::NONE),
+        _ => Err(PyValueError::new_err(format!(
+            "access is what peers may do: \"rw\", \"r\", \"w\" or \"none\", not {text:?}"
+        ))),
+    }
+}

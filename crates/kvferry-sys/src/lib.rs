@@ -1,0 +1,45 @@
+//! kvferry's system layer: every foreign call in one place, behind safe functions.
+//!
+//! Nothing here knows what KV cache is. The crate is published only because `kvferry` needs it;
+//! its interface changes without notice.
+//!
+//! | module | what it wraps |
+//! |---|---|
+//! | [`span`] | a piece of host memory that is promised to stay mapped while it is lent |
+//! | [`fd`] | descriptors that a forked child gives up |
+//! | [`socket`] | TCP sockets, gather and scatter over spans |
+//! | [`vectors`] | gather and scatter of bytes and spans, alternating |
+//! | [`poll`] | epoll, event descriptors, waiting for one descriptor |
+//! | [`clock`] | `CLOCK_BOOTTIME` |
+//! | [`map`] | anonymous memory |
+//! | [`thread`] | native threads that take no signals |
+//! | [`net`] | addresses of this host |
+
+pub mod clock;
+pub mod fd;
+pub mod map;
+pub mod net;
+pub mod poll;
+pub mod random;
+pub mod socket;
+pub mod span;
+pub mod thread;
+pub mod vectors;
+
+pub use fd::forked_since;
+pub use span::HostSpan;
+
+/// Calls `f` again for as long as a signal interrupts it.
+pub(crate) fn retry_on_intr<T>(mut f: impl FnMut() -> std::io::Result<T>) -> std::io::Result<T> {
+    loop {
+        match f() {
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            other => return other,
+        }
+    }
+}
+
+/// Turns the `-1` of a C call into the error it left behind.
+pub(crate) fn check(n: libc::ssize_t) -> std::io::Result<usize> {
+    usize::try_from(n).map_err(|_| std::io::Error::last_os_error())
+}

@@ -1,0 +1,114 @@
+//! A piece of host memory that is promised to stay mapped while it is lent.
+
+use std::fmt;
+
+/// `len` bytes of host memory at `ptr`, in the shape the kernel's vectored calls take.
+///
+/// The memory may be written by other threads, other processes and devices at any time, so it is
+/// never turned into a slice; it is only passed to the kernel or copied by raw copies.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub struct HostSpan(libc::iovec);
+
+// SAFETY: a span is an address and a length. Whoever makes one promises that it may be used from
+// any thread for as long as it is lent (see `HostSpan::new`).
+unsafe impl Send for HostSpan {}
+// SAFETY: as above; no method changes a span through a shared reference.
+unsafe impl Sync for HostSpan {}
+
+impl HostSpan {
+    /// Promises `len` bytes at `ptr`.
+    ///
+    /// # Safety
+    /// For as long as the span or a copy of it is used, the range must be mapped, readable, and,
+    /// if the span is received into, writable. Nobody may hold a reference to it that the writes
+    /// would alias.
+    pub unsafe fn new(ptr: *mut u8, len: usize) -> Self {
+        Self(libc::iovec { iov_base: ptr.cast(), iov_len: len })
+    }
+
+    /// Where the span starts.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.0.iov_base.cast()
+    }
+
+    /// Bytes in the span.
+    pub fn len(&self) -> usize {
+        self.0.iov_len
+    }
+
+    /// Whether the span has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.0.iov_len == 0
+    }
+
+    /// The first `len` bytes of the span.
+    ///
+    /// # Panics
+    /// If the span is shorter.
+    pub fn truncated(&self, len: usize) -> Self {
+        assert!(len <= self.len(), "a span can't be truncated to more than it has");
+        Self(libc::iovec { iov_base: self.0.iov_base, iov_len: len })
+    }
+
+    /// The first `len` bytes of the span, and the rest.
+    ///
+    /// # Panics
+    /// If the span is shorter.
+    pub fn split_at(&self, len: usize) -> (Self, Self) {
+        assert!(len <= self.len(), "a span can't be split behind its end");
+        // SAFETY: at most one past the end of the range that the span's maker promised.
+        let rest = unsafe { self.as_ptr().add(len) };
+        let rest = libc::iovec { iov_base: rest.cast(), iov_len: self.len() - len };
+        (self.truncated(len), Self(rest))
+    }
+
+    /// Calls `f` with the bytes of the span, a bounded piece at a time, copied to a buffer of
+    /// this call. For digests: the memory may change under us, a reference to it may not exist.
+    pub fn for_each_copy(&self, mut f: impl FnMut(&[u8])) {
+        let mut buffer = [0u8; 4096];
+        let mut at = 0;
+        while at < self.len() {
+            let n = buffer.len().min(self.len() - at);
+            // SAFETY: `at + n <= len`, and the span's maker promises the range is mapped; the
+            // buffer is ours and cannot overlap it.
+            unsafe {
+                std::ptr::copy_nonoverlapping(self.as_ptr().add(at), buffer.as_mut_ptr(), n);
+            }
+            f(&buffer[..n]);
+            at += n;
+        }
+    }
+
+    /// Copies `from` to the start of the span.
+    ///
+    /// # Panics
+    /// If the span is shorter.
+    pub fn copy_from(&self, from: &[u8]) {
+        assert!(from.len() <= self.len(), "the span is too short for the copy");
+        // SAFETY: the span's maker promises the range is mapped and writable; `copy` allows
+        // overlap.
+        unsafe { std::ptr::copy(from.as_ptr(), self.as_ptr(), from.len()) }
+    }
+
+    /// Copies the start of the span to `to`.
+    ///
+    /// # Panics
+    /// If the span is shorter.
+    pub fn copy_to(&self, to: &mut [u8]) {
+        assert!(to.len() <= self.len(), "the span is too short for the copy");
+        // SAFETY: the span's maker promises the range is mapped; `copy` allows overlap.
+        unsafe { std::ptr::copy(self.as_ptr(), to.as_mut_ptr(), to.len()) }
+    }
+
+    pub(crate) fn as_iovecs(spans: &[Self]) -> &[libc::iovec] {
+        // SAFETY: `HostSpan` is a transparent wrapper of `iovec`.
+        unsafe { std::slice::from_raw_parts(spans.as_ptr().cast(), spans.len()) }
+    }
+}
+
+impl fmt::Debug for HostSpan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:p}+{:#x}", self.as_ptr(), self.len())
+    }
+}

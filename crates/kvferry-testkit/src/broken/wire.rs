@@ -1,0 +1,822 @@
+//! How the transport in memory works, and where each fault sits.
+//!
+//! Jobs wait in one queue. A worker takes the first, moves a slice of it and puts it at the end,
+//! so that small ones are not starved. A piece is moved inside the gates of both regions;
+//! `unregister` closes a gate and waits until everybody has left it. A timer ends what is past its
+//! deadline while its worker is stuck in a device.
+
+use super::Fault;
+use crate::fabric::{
+    Access, Aim, Endpoint, Failure, Handle, Move, Moved, Note, Options, Outcome, Pair, Region,
+};
+use crate::memory::{Memory, MemoryKind};
+use crate::pattern::MARKER;
+use crate::slow::Direction;
+use kvferry_sys::map::Mapping;
+use kvferry_sys::poll::EventFd;
+use std::collections::{HashMap, VecDeque};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const PIECE_BYTES: usize = 64 * 1024;
+const SLICE_BYTES: usize = 1024 * 1024;
+const SLICE_MOVES: usize = 512;
+const WORKERS: usize = 4;
+
+/// How long after a deadline a worker may take to notice it before the timer does.
+const GRACE: Duration = Duration::from_millis(30);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub(super) fn pair(fault: Option<Fault>) -> Pair {
+    let wire = Arc::new(Wire {
+        fault,
+        queue: Mutex::default(),
+        wake: Condvar::new(),
+        ends: Default::default(),
+        next_id: AtomicU64::new(1),
+        timed: Mutex::default(),
+        stopped: AtomicBool::new(false),
+        whole_jobs: Mutex::new(()),
+        shared_buffer: Mutex::new(Arc::new(buffer())),
+        cache: Mutex::default(),
+        penalty: Mutex::new(None),
+        refusals: AtomicU64::new(0),
+    });
+    for _ in 0..WORKERS {
+        spawn(&wire, Wire::work);
+    }
+    spawn(&wire, Wire::watch_deadlines);
+    let life = Arc::new(Life(wire));
+    let end = |side| -> Arc<dyn Endpoint> { Arc::new(Side { side, life: Arc::clone(&life) }) };
+    Pair { near: end(0), far: end(1) }
+}
+
+fn spawn(wire: &Arc<Wire>, work: fn(&Arc<Wire>)) {
+    let wire = Arc::clone(wire);
+    thread::spawn(move || work(&wire));
+}
+
+fn buffer() -> Mapping {
+    Mapping::anonymous(PIECE_BYTES).expect("the machine has memory")
+}
+
+struct Life(Arc<Wire>);
+
+impl Drop for Life {
+    fn drop(&mut self) {
+        self.0.stopped.store(true, SeqCst);
+        self.0.wake.notify_all();
+    }
+}
+
+struct Wire {
+    fault: Option<Fault>,
+    queue: Mutex<VecDeque<Arc<Job>>>,
+    wake: Condvar,
+    ends: [End; 2],
+    next_id: AtomicU64,
+    timed: Mutex<Vec<Arc<Job>>>,
+    stopped: AtomicBool,
+    // What only faults need.
+    whole_jobs: Mutex<()>,
+    shared_buffer: Mutex<Arc<Mapping>>,
+    cache: Mutex<HashMap<(u64, u64, usize), Vec<u8>>>,
+    penalty: Mutex<Option<Instant>>,
+    refusals: AtomicU64,
+}
+
+#[derive(Default)]
+struct End {
+    regions: Mutex<HashMap<u64, Arc<Registered>>>,
+    notes: Mutex<Notes>,
+    noted: Condvar,
+    in_flight: AtomicUsize,
+    closed: AtomicBool,
+}
+
+#[derive(Default)]
+struct Notes {
+    queue: VecDeque<Note>,
+    delivered: usize,
+    overtaken: Option<Note>,
+}
+
+struct Registered {
+    id: u64,
+    memory: Memory,
+    offset: usize,
+    len: u64,
+    access: Access,
+    alive: AtomicBool,
+    gate: RwLock<()>,
+}
+
+impl Registered {
+    fn address(&self) -> u64 {
+        self.memory.as_ptr() as u64 + self.offset as u64
+    }
+}
+
+/// A move whose two ends were found and checked.
+struct Resolved {
+    local: Arc<Registered>,
+    local_at: u64,
+    remote: Arc<Registered>,
+    remote_at: u64,
+    len: u64,
+}
+
+impl Resolved {
+    fn source(&self, write: bool) -> (&Arc<Registered>, u64) {
+        if write { (&self.local, self.local_at) } else { (&self.remote, self.remote_at) }
+    }
+
+    fn target(&self, write: bool) -> (&Arc<Registered>, u64) {
+        if write { (&self.remote, self.remote_at) } else { (&self.local, self.local_at) }
+    }
+}
+
+struct Job {
+    side: usize,
+    write: bool,
+    moves: Vec<Move>,
+    note: Option<Note>,
+    deadline: Option<Instant>,
+    cancelled: AtomicBool,
+    refusals_before: u64,
+    progress: Mutex<Progress>,
+    outcome: Mutex<Option<Outcome>>,
+    ended: Condvar,
+    event: EventFd,
+}
+
+#[derive(Default)]
+struct Progress {
+    resolved: Option<Vec<Resolved>>,
+    index: usize,
+    offset: u64,
+}
+
+enum Step {
+    Again,
+    End(Outcome),
+    /// Only faults forget a job.
+    Forget,
+}
+
+impl Job {
+    fn moved(&self) -> Moved {
+        Moved { bytes: self.moves.iter().map(|m| m.len).sum(), descriptors: self.moves.len() }
+    }
+
+    fn has_ended(&self) -> bool {
+        lock(&self.outcome).is_some()
+    }
+}
+
+fn early(kind: &str, quiesced: bool) -> Outcome {
+    Err(Failure { quiesced: Some(quiesced), ..Failure::new(kind) })
+}
+
+impl Wire {
+    fn has(&self, fault: Fault) -> bool {
+        self.fault == Some(fault)
+    }
+
+    fn submit(self: &Arc<Self>, job: Job) -> Arc<Job> {
+        let job = Arc::new(job);
+        self.ends[job.side].in_flight.fetch_add(1, SeqCst);
+        if job.moves.is_empty() && self.has(Fault::EmptyBatchHangs) {
+            return job;
+        }
+        if job.deadline.is_some() && !self.has(Fault::DeadlinesIgnored) && !self.has(Fault::Hang) {
+            lock(&self.timed).push(Arc::clone(&job));
+        }
+        let mut queue = lock(&self.queue);
+        if !(self.has(Fault::FullQueue) && queue.len() >= 48) {
+            queue.push_back(Arc::clone(&job));
+        }
+        drop(queue);
+        self.wake.notify_one();
+        job
+    }
+
+    fn work(self: &Arc<Self>) {
+        let own = Arc::new(buffer());
+        while !self.stopped.load(SeqCst) {
+            let one_by_one = self.has(Fault::Starvation) || self.has(Fault::PrefersBig);
+            let turn = one_by_one.then(|| lock(&self.whole_jobs));
+            let mut queue = lock(&self.queue);
+            let Some(job) = self.next_job(&mut queue) else {
+                drop(turn);
+                drop(self.wake.wait_timeout(queue, Duration::from_millis(50)));
+                continue;
+            };
+            drop(queue);
+            let penalty = *lock(&self.penalty);
+            if let Some(until) = penalty {
+                thread::sleep(until.saturating_duration_since(Instant::now()));
+            }
+            let mut step = self.step(&job, &own);
+            while turn.is_some() && matches!(step, Step::Again) {
+                step = self.step(&job, &own);
+            }
+            match step {
+                Step::Again => lock(&self.queue).push_back(job),
+                Step::End(outcome) => self.complete(&job, outcome),
+                Step::Forget => {}
+            }
+        }
+    }
+
+    fn next_job(&self, queue: &mut VecDeque<Arc<Job>>) -> Option<Arc<Job>> {
+        let big = |job: &Arc<Job>| job.moved().bytes > PIECE_BYTES as u64;
+        let preferred = self.has(Fault::PrefersBig).then(|| queue.iter().position(big)).flatten();
+        match preferred {
+            Some(at) => queue.remove(at),
+            None => queue.pop_front(),
+        }
+    }
+
+    fn watch_deadlines(self: &Arc<Self>) {
+        while !self.stopped.load(SeqCst) {
+            thread::sleep(Duration::from_millis(4));
+            let late: Vec<_> = {
+                let mut timed = lock(&self.timed);
+                timed.retain(|job| !job.has_ended());
+                let now = Instant::now();
+                timed
+                    .iter()
+                    .filter(|j| j.deadline.is_some_and(|d| now > d + GRACE))
+                    .cloned()
+                    .collect()
+            };
+            for job in late {
+                job.cancelled.store(true, SeqCst);
+                self.complete(&job, early("deadline", false));
+            }
+        }
+    }
+
+    fn complete(self: &Arc<Self>, job: &Arc<Job>, outcome: Outcome) {
+        let mut slot = lock(&job.outcome);
+        if slot.is_some() {
+            return;
+        }
+        let failed = outcome.is_err();
+        if let Some(note) = &job.note
+            && (!failed
+                || self.has(Fault::NotificationOfFailure)
+                || self.has(Fault::NotificationOfCancel))
+            && !self.has(Fault::NotificationBeforeData)
+        {
+            self.deliver(1 - job.side, note.clone());
+        }
+        if !(failed && self.has(Fault::LeakedCounter)) {
+            self.ends[job.side].in_flight.fetch_sub(1, SeqCst);
+        }
+        *slot = Some(outcome.clone());
+        if self.has(Fault::DoubleOutcome) && !failed {
+            *slot = Some(Err(Failure::new("peer_reset")));
+            let job = Arc::clone(job);
+            thread::spawn(move || {
+                thread::sleep(Duration::from_millis(6));
+                *lock(&job.outcome) = Some(outcome);
+            });
+        }
+        drop(slot);
+        if !self.has(Fault::SilentEventFd) {
+            job.event.signal();
+        }
+        if !self.has(Fault::SleepyWait) {
+            job.ended.notify_all();
+        }
+        if self.has(Fault::LateByte) && !failed {
+            self.write_last_byte_again(job);
+        }
+    }
+
+    fn write_last_byte_again(&self, job: &Arc<Job>) {
+        let job = Arc::clone(job);
+        thread::spawn(move || {
+            let Some((memory, at)) = lock(&job.progress).resolved.as_ref().and_then(|moves| {
+                let last = moves.last().filter(|m| m.len > 0)?;
+                let (target, at) = last.target(job.write);
+                Some((target.memory.clone(), target.offset as u64 + at + last.len - 1))
+            }) else {
+                return;
+            };
+            let byte = Memory::new(MemoryKind::Host, 1);
+            drop(memory.transport_copy(Direction::Out, at as isize, byte.span(0, 1)));
+            thread::sleep(Duration::from_millis(10));
+            drop(memory.transport_copy(Direction::In, at as isize, byte.span(0, 1)));
+        });
+    }
+
+    fn deliver(&self, side: usize, note: Note) {
+        let end = &self.ends[side];
+        let mut notes = lock(&end.notes);
+        notes.delivered += 1;
+        let fifth = notes.delivered.is_multiple_of(5);
+        match self.fault {
+            Some(Fault::NotificationLost) if fifth => {}
+            Some(Fault::NotificationTwice) if fifth => {
+                notes.queue.push_back(note.clone());
+                notes.queue.push_back(note);
+            }
+            Some(Fault::NotificationsReordered) if fifth && notes.overtaken.is_none() => {
+                notes.overtaken = Some(note);
+            }
+            _ => {
+                notes.queue.push_back(note);
+                let overtaken = notes.overtaken.take();
+                notes.queue.extend(overtaken);
+            }
+        }
+        drop(notes);
+        end.noted.notify_all();
+    }
+
+    fn step(self: &Arc<Self>, job: &Arc<Job>, own: &Arc<Mapping>) -> Step {
+        let _device = (self.has(Fault::OneDeviceBlocksAll)
+            && job.moves.iter().any(|m| m.remote.memory.kind() == MemoryKind::Slow))
+        .then(|| lock(&self.whole_jobs));
+        if let Some(step) = self.early_end(job) {
+            return step;
+        }
+        let mut progress = lock(&job.progress);
+        if progress.resolved.is_none() {
+            if let (true, Some(note)) = (self.has(Fault::NotificationBeforeData), &job.note) {
+                self.deliver(1 - job.side, note.clone());
+                thread::sleep(Duration::from_millis(2));
+            }
+            match self.resolve_all(job) {
+                Ok(resolved) => progress.resolved = Some(resolved),
+                Err(failure) => return self.refuse(job, failure),
+            }
+        }
+        let Progress { resolved, index, offset } = &mut *progress;
+        let moves = resolved.as_deref().unwrap_or_default();
+        let (mut bytes, mut count) = (0, 0);
+        while let Some(m) = moves.get(*index) {
+            if bytes >= SLICE_BYTES || count >= SLICE_MOVES {
+                return Step::Again;
+            }
+            let len = (m.len - *offset).min(PIECE_BYTES as u64) as usize;
+            let last_of_move = *offset + len as u64 == m.len;
+            let last = last_of_move && *index + 1 == moves.len();
+            if last && self.has(Fault::EarlyCompletion) {
+                self.complete(job, Ok(job.moved()));
+                thread::sleep(Duration::from_millis(2));
+            }
+            let skipped = self.skips(job, moves, *index);
+            if len > 0 && !skipped {
+                if let Err(failure) = self.move_piece(job, m, *offset, len, last, own) {
+                    return Step::End(Err(failure));
+                }
+                if let Some(step) = self.early_end(job) {
+                    return step;
+                }
+            }
+            bytes += len;
+            *offset += len as u64;
+            if last_of_move {
+                count += 1;
+                *index += 1;
+                *offset = 0;
+            }
+        }
+        if self.has(Fault::Hang) {
+            return Step::Forget;
+        }
+        let mut moved = job.moved();
+        if self.has(Fault::WrongCount) && moved.descriptors > 1 {
+            moved.bytes -= 1;
+        }
+        Step::End(Ok(moved))
+    }
+
+    fn early_end(self: &Arc<Self>, job: &Arc<Job>) -> Option<Step> {
+        if job.cancelled.load(SeqCst) {
+            let step = match self.fault {
+                Some(Fault::EndlessCancel) => Step::Forget,
+                _ => Step::End(early("cancelled", true)),
+            };
+            return Some(step);
+        }
+        if self.has(Fault::RefusalFailsAll) && self.refusals.load(SeqCst) != job.refusals_before {
+            return Some(Step::End(Err(Failure::new("peer_reset"))));
+        }
+        if job.deadline.is_some_and(|deadline| Instant::now() > deadline) {
+            match self.fault {
+                Some(Fault::DeadlinesIgnored) => return None,
+                Some(Fault::SourceReadAfterReturn) => {
+                    self.complete(job, early("deadline", true));
+                    return None;
+                }
+                _ => return Some(Step::End(early("deadline", true))),
+            }
+        }
+        None
+    }
+
+    fn refuse(&self, job: &Job, failure: Failure) -> Step {
+        self.refusals.fetch_add(1, SeqCst);
+        if self.has(Fault::PenaltyAfterRefusal) {
+            *lock(&self.penalty) = Some(Instant::now() + Duration::from_secs(1));
+        }
+        Step::End(if self.has(Fault::SwallowedError) { Ok(job.moved()) } else { Err(failure) })
+    }
+
+    fn skips(&self, job: &Job, moves: &[Resolved], index: usize) -> bool {
+        match self.fault {
+            Some(Fault::PartialBatch) => moves.len() >= 8 && index >= moves.len() / 4 * 3,
+            Some(Fault::DescriptorsDropped) => index >= 4096,
+            Some(Fault::SourceTakenOnce) => {
+                index > 0 && {
+                    let (before, m) = (&moves[index - 1], &moves[index]);
+                    let ((_, a), (_, b)) = (before.source(job.write), m.source(job.write));
+                    a < b && b < a + before.len
+                }
+            }
+            _ => false,
+        }
+    }
+
+    fn move_piece(
+        &self,
+        job: &Job,
+        m: &Resolved,
+        offset: u64,
+        len: usize,
+        last: bool,
+        own: &Arc<Mapping>,
+    ) -> Result<(), Failure> {
+        let ((source, from), (target, to)) = (m.source(job.write), m.target(job.write));
+        let mut len = len;
+        let end_of_move = offset + len as u64 == m.len;
+        match self.fault {
+            Some(Fault::LostTail) if last => len -= 1,
+            Some(Fault::TornBigDescriptor) if m.len > PIECE_BYTES as u64 && offset == 0 => len -= 1,
+            Some(Fault::AlignedOnly) if end_of_move && len > 8 => len &= !7,
+            Some(Fault::TruncatedLength) if m.len > 4 << 20 && offset >= m.len % (4 << 20) => {
+                return Ok(());
+            }
+            _ => {}
+        }
+        let ignores_gates = |region: &Arc<Registered>| match self.fault {
+            Some(Fault::WriteAfterUnregister) => job.write && Arc::ptr_eq(region, &m.remote),
+            Some(Fault::ReadAfterUnregister) => !job.write && Arc::ptr_eq(region, &m.remote),
+            Some(Fault::LocalAfterUnregister) => Arc::ptr_eq(region, &m.local),
+            _ => false,
+        };
+        let enter = |region: &Arc<Registered>| -> Result<(), Failure> {
+            if region.alive.load(SeqCst) || ignores_gates(region) {
+                return Ok(());
+            }
+            Err(Failure { quiesced: Some(true), ..Failure::new("revoked") })
+        };
+        // Whoever waits for one of the gates waits for this piece.
+        let passes = [source, target].map(|region| {
+            let gate = (!ignores_gates(region)).then_some(&region.gate);
+            gate.map(|gate| gate.read().unwrap_or_else(PoisonError::into_inner))
+        });
+        enter(source)?;
+        enter(target)?;
+        let shared = self.has(Fault::SharedBuffer).then(|| Arc::clone(&lock(&self.shared_buffer)));
+        let span = shared.as_ref().unwrap_or(own).span(0, len);
+        let at = |region: &Registered, at: u64| (region.offset as u64).wrapping_add(at) as isize;
+        let copied = source
+            .memory
+            .transport_copy(Direction::Out, at(source, from.wrapping_add(offset)), span)
+            .and_then(|()| {
+                if self.has(Fault::StaleRead) && !job.write {
+                    self.remember(source.id, from + offset, span);
+                }
+                if self.has(Fault::SharedBuffer) {
+                    thread::yield_now();
+                }
+                if self.has(Fault::HastyUnregister) {
+                    thread::sleep(Duration::from_micros(300));
+                }
+                let place = at(target, to.wrapping_add(offset));
+                target.memory.transport_copy(Direction::In, place, span)
+            });
+        if self.has(Fault::NeighbourWritten) && end_of_move {
+            let byte = Memory::new(MemoryKind::Host, 1);
+            byte.store(0, &[!MARKER]);
+            let place = at(target, to + m.len);
+            drop(target.memory.transport_copy(Direction::In, place, byte.span(0, 1)));
+        }
+        drop(passes);
+        match copied {
+            Err(e) if !self.has(Fault::DeviceErrorSwallowed) => {
+                Err(Failure { text: e.to_string(), ..Failure::new("io") })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn remember(&self, region: u64, at: u64, span: kvferry_sys::HostSpan) {
+        let mut cache = lock(&self.cache);
+        let mut now = vec![0; span.len()];
+        span.copy_to(&mut now);
+        if cache.len() < 200 {
+            span.copy_from(cache.entry((region, at, span.len())).or_insert(now));
+        }
+    }
+
+    fn resolve_all(&self, job: &Job) -> Result<Vec<Resolved>, Failure> {
+        let mut resolved = Vec::with_capacity(job.moves.len());
+        for m in &job.moves {
+            resolved.push(self.resolve(job, m)?);
+        }
+        if self.has(Fault::SwappedDescriptors)
+            && let Some(i) = (1..resolved.len()).find(|&i| resolved[i].len == resolved[i - 1].len)
+        {
+            let at = resolved[i].remote_at;
+            resolved[i].remote_at = std::mem::replace(&mut resolved[i - 1].remote_at, at);
+        }
+        Ok(resolved)
+    }
+
+    fn resolve(&self, job: &Job, m: &Move) -> Result<Resolved, Failure> {
+        let need = Access { read: !job.write, write: job.write };
+        let local = m.local.inner.clone().downcast::<Registered>().expect("a region of this wire");
+        let named = m.remote.inner.clone().downcast::<Registered>().expect("a region of this wire");
+        let unchecked =
+            self.has(Fault::UncheckedBounds) || (self.has(Fault::UncheckedReads) && !job.write);
+        let fits = |region: &Registered, at: u64, len: u64| {
+            let end = if self.has(Fault::WrappingBounds) {
+                Some(at.wrapping_add(len))
+            } else {
+                at.checked_add(len)
+            };
+            end.is_some_and(|end| end <= region.len)
+        };
+        let allowed = |access: Access| {
+            (access.read >= need.read && access.write >= need.write)
+                || self.has(Fault::UncheckedAccess)
+        };
+        if !local.alive.load(SeqCst) {
+            return Err(Failure::new("not_registered"));
+        }
+        if !fits(&local, m.local_offset, m.len) {
+            return Err(Failure::new("out_of_bounds"));
+        }
+        if m.aim == Aim::Honest && !unchecked {
+            if !fits(&named, m.remote_offset, m.len) {
+                return Err(Failure::new("out_of_bounds"));
+            }
+            if !allowed(m.remote.access) {
+                return Err(Failure::new("access_denied"));
+            }
+        }
+        let (remote, remote_at) = self.find(1 - job.side, m, &named, unchecked)?;
+        let merged = self.has(Fault::MergedNeighbours) && remote.memory.kind() == MemoryKind::Host;
+        if !unchecked && !merged && !fits(&remote, remote_at, m.len) {
+            return Err(Failure::new("out_of_bounds"));
+        }
+        if merged && !self.covered(1 - job.side, &remote, remote_at, m.len) {
+            return Err(Failure::new("out_of_bounds"));
+        }
+        if !allowed(remote.access) {
+            return Err(Failure::new("access_denied"));
+        }
+        let len = if self.has(Fault::ZeroMeansOne) { m.len.max(1) } else { m.len };
+        Ok(Resolved { local, local_at: m.local_offset, remote, remote_at, len })
+    }
+
+    /// The registered region that a move names, and where in it.
+    fn find(
+        &self,
+        side: usize,
+        m: &Move,
+        named: &Arc<Registered>,
+        unchecked: bool,
+    ) -> Result<(Arc<Registered>, u64), Failure> {
+        let regions = lock(&self.ends[side].regions);
+        if m.aim == Aim::Address {
+            let address = named.address().wrapping_add(m.remote_offset);
+            return regions
+                .values()
+                .find(|r| r.address() <= address && address - r.address() < r.len)
+                .map(|r| (Arc::clone(r), address - r.address()))
+                .or_else(|| unchecked.then(|| (Arc::clone(named), m.remote_offset)))
+                .ok_or_else(|| Failure::new("not_registered"));
+        }
+        let stale = || {
+            let same = regions.values().find(|r| r.address() == named.address());
+            same.filter(|_| self.has(Fault::StaleNames)).cloned()
+        };
+        let found = regions.get(&named.id).cloned().or_else(stale);
+        found.map(|r| (r, m.remote_offset)).ok_or_else(|| Failure::new("not_registered"))
+    }
+
+    /// Whether regions side by side cover a range that starts in the first of them.
+    fn covered(&self, side: usize, region: &Registered, at: u64, len: u64) -> bool {
+        let regions = lock(&self.ends[side].regions);
+        let Some(end) = region.address().checked_add(at).and_then(|a| a.checked_add(len)) else {
+            return false;
+        };
+        let mut reached = region.address() + region.len;
+        while reached < end {
+            match regions.values().find(|r| r.address() == reached) {
+                Some(next) => reached += next.len,
+                None => return false,
+            }
+        }
+        true
+    }
+}
+
+struct Side {
+    side: usize,
+    life: Arc<Life>,
+}
+
+impl Side {
+    fn wire(&self) -> &Arc<Wire> {
+        &self.life.0
+    }
+
+    fn end(&self) -> &End {
+        &self.wire().ends[self.side]
+    }
+
+    fn start(&self, moves: &[Move], options: &Options, write: bool) -> Box<dyn Handle> {
+        let wire = Arc::clone(self.wire());
+        let job = wire.submit(Job {
+            side: self.side,
+            write,
+            moves: moves.to_vec(),
+            note: options.note.clone(),
+            deadline: options.timeout.map(|t| Instant::now() + t),
+            cancelled: AtomicBool::new(false),
+            refusals_before: wire.refusals.load(SeqCst),
+            progress: Mutex::default(),
+            outcome: Mutex::default(),
+            ended: Condvar::new(),
+            event: EventFd::new().expect("the process has descriptors left"),
+        });
+        Box::new(Running { job, wire })
+    }
+
+    fn finish(&self, moves: &[Move], options: &Options, write: bool) -> Outcome {
+        let running = self.start(moves, options, write);
+        loop {
+            if let Some(outcome) = running.wait(Duration::from_secs(3600)) {
+                return outcome;
+            }
+        }
+    }
+}
+
+impl Endpoint for Side {
+    fn register(
+        &self,
+        memory: &Memory,
+        offset: usize,
+        len: usize,
+        access: Access,
+    ) -> Result<Region, Failure> {
+        let inner = Arc::new(Registered {
+            id: self.wire().next_id.fetch_add(1, SeqCst),
+            memory: memory.clone(),
+            offset,
+            len: len as u64,
+            access,
+            alive: AtomicBool::new(true),
+            gate: RwLock::new(()),
+        });
+        lock(&self.end().regions).insert(inner.id, Arc::clone(&inner));
+        Ok(Region { memory: memory.clone(), offset, len, access, inner })
+    }
+
+    fn unregister(&self, region: &Region) -> Result<(), Failure> {
+        let region = region.inner.clone().downcast::<Registered>().expect("a region of this wire");
+        let known = lock(&self.end().regions).remove(&region.id);
+        known.ok_or_else(|| Failure::new("not_registered"))?;
+        region.alive.store(false, SeqCst);
+        let forgets = match self.wire().fault {
+            Some(Fault::UnregisterForgetsDevice) => region.memory.kind() == MemoryKind::Slow,
+            Some(Fault::HastyUnregister) => true,
+            _ => false,
+        };
+        if !forgets {
+            drop(region.gate.write().unwrap_or_else(PoisonError::into_inner));
+        }
+        Ok(())
+    }
+
+    fn write(&self, moves: &[Move], options: &Options) -> Outcome {
+        self.finish(moves, options, true)
+    }
+
+    fn read(&self, moves: &[Move], options: &Options) -> Outcome {
+        self.finish(moves, options, false)
+    }
+
+    fn write_async(&self, moves: &[Move], options: &Options) -> Box<dyn Handle> {
+        self.start(moves, options, true)
+    }
+
+    fn read_async(&self, moves: &[Move], options: &Options) -> Box<dyn Handle> {
+        self.start(moves, options, false)
+    }
+
+    fn notify(&self, note: Note, _: &Options) -> Result<(), Failure> {
+        self.wire().deliver(1 - self.side, note);
+        Ok(())
+    }
+
+    fn take_notes(&self) -> Vec<Note> {
+        lock(&self.end().notes).queue.drain(..).collect()
+    }
+
+    fn wait_note(&self, timeout: Duration) -> Option<Note> {
+        let give_up = Instant::now() + timeout;
+        let mut notes = lock(&self.end().notes);
+        loop {
+            if let Some(note) = notes.queue.pop_front() {
+                return Some(note);
+            }
+            let left = give_up.checked_duration_since(Instant::now())?;
+            let waited = self.end().noted.wait_timeout(notes, left);
+            notes = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn gauges(&self) -> Vec<(String, u64)> {
+        let end = self.end();
+        let leaked = end.closed.load(SeqCst) && self.wire().has(Fault::LeakedSession);
+        let gauge = |name: &str, value: usize| (name.to_owned(), value as u64);
+        vec![
+            gauge("transfers in flight", end.in_flight.load(SeqCst)),
+            gauge("regions", lock(&end.regions).len()),
+            gauge("notifications", lock(&end.notes).queue.len()),
+            gauge("sessions", usize::from(leaked)),
+        ]
+    }
+
+    fn close(&self) {
+        self.end().closed.store(true, SeqCst);
+        let regions = std::mem::take(&mut *lock(&self.end().regions));
+        for region in regions.values() {
+            region.alive.store(false, SeqCst);
+            drop(region.gate.write().unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+}
+
+struct Running {
+    job: Arc<Job>,
+    wire: Arc<Wire>,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if self.wire.has(Fault::DropCancels) {
+            self.cancel();
+        }
+    }
+}
+
+impl Handle for Running {
+    fn poll(&self) -> Option<Outcome> {
+        lock(&self.job.outcome).clone()
+    }
+
+    fn wait(&self, timeout: Duration) -> Option<Outcome> {
+        let outcome = lock(&self.job.outcome);
+        let waited = self.job.ended.wait_timeout_while(outcome, timeout, |o| o.is_none());
+        let (outcome, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if outcome.is_none() && self.wire.has(Fault::WaitCancels) {
+            drop(outcome);
+            self.cancel();
+            return None;
+        }
+        outcome.clone()
+    }
+
+    fn cancel(&self) {
+        match self.wire.fault {
+            Some(Fault::IgnoredCancel) => self.wire.complete(&self.job, early("cancelled", true)),
+            Some(Fault::HastyCancel) => {
+                self.job.cancelled.store(true, SeqCst);
+                self.wire.complete(&self.job, early("cancelled", true));
+            }
+            _ => self.job.cancelled.store(true, SeqCst),
+        }
+    }
+
+    fn event_fd(&self) -> BorrowedFd<'_> {
+        self.job.event.as_fd()
+    }
+}

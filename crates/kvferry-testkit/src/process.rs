@@ -1,0 +1,341 @@
+//! Peers in processes of their own, that can be killed, stopped and looked into.
+//!
+//! A child is the test binary itself, started again. A test file that wants children has one line
+//!
+//! ```ignore
+//! kvferry_testkit::child_processes!();
+//! ```
+//!
+//! which makes a test that does nothing, except in a child: there it serves the commands of its
+//! parent until the parent is gone. Commands and replies are lines of JSON on stdin and stdout;
+//! replies start with [`REPLY`], because the test harness writes to stdout as well.
+
+mod serve;
+
+pub use serve::serve_if_child;
+
+use serde_json::{Value, json};
+use std::fmt;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::FileExt;
+use std::process::{ChildStdin, Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// What a reply starts with.
+const REPLY: &str = "@kvferry ";
+
+/// Set in children only.
+const CHILD: &str = "KVFERRY_TESTKIT_CHILD";
+
+/// The longest that a child may take to answer.
+const ANSWER_WITHIN: Duration = Duration::from_secs(40);
+
+/// Makes the hidden test through which the test binary becomes a child process.
+#[macro_export]
+macro_rules! child_processes {
+    () => {
+        /// Does nothing, except in processes that other tests of this file started.
+        #[test]
+        fn becomes_a_child_process() {
+            $crate::process::serve_if_child();
+        }
+    };
+}
+
+/// A process that serves commands with an agent of its own. Killed on drop.
+pub struct Child {
+    process: std::process::Child,
+    input: ChildStdin,
+    replies: Receiver<Value>,
+    said: Arc<Mutex<String>>,
+}
+
+impl fmt::Debug for Child {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Child({})", self.pid())
+    }
+}
+
+/// An error that a command ended with.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Refusal {
+    /// The kind in snake case.
+    pub kind: String,
+    /// For people.
+    pub text: String,
+    /// Whether it is certain that nothing lands any more.
+    pub quiesced: Option<bool>,
+    /// What the command took, in the child.
+    pub took: Duration,
+}
+
+/// What a child uses of the machine.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Resources {
+    /// Resident memory in bytes.
+    pub memory_bytes: u64,
+    /// Threads.
+    pub threads: usize,
+    /// Open descriptors.
+    pub descriptors: usize,
+    /// Time on a CPU since the process started.
+    pub cpu: Duration,
+}
+
+impl Resources {
+    /// What a process uses now.
+    ///
+    /// # Panics
+    /// If there is no such process.
+    pub fn of(pid: u32) -> Self {
+        let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}"));
+        let status = read("status").expect("the process exists");
+        let field = |name: &str| {
+            let line = status.lines().find(|line| line.starts_with(name));
+            line.and_then(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok()).unwrap_or(0)
+        };
+        let count =
+            |dir: &str| fs::read_dir(format!("/proc/{pid}/{dir}")).map_or(0, Iterator::count);
+        let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+        let nanos = tasks
+            .filter_map(|task| fs::read_to_string(task.path().join("schedstat")).ok())
+            .filter_map(|stat| stat.split_whitespace().next()?.parse::<u64>().ok())
+            .sum();
+        Self {
+            memory_bytes: field("VmRSS:") * 1024,
+            threads: count("task"),
+            descriptors: count("fd"),
+            cpu: Duration::from_nanos(nanos),
+        }
+    }
+}
+
+impl Child {
+    /// Starts a child without an agent.
+    ///
+    /// # Panics
+    /// If it can't be started; also if the test binary has no line `child_processes!()`.
+    pub fn spawn() -> Self {
+        Self::spawn_by(Command::new(std::env::current_exe().expect("we run")))
+    }
+
+    /// Starts a child in a network namespace.
+    ///
+    /// # Panics
+    /// As [`Child::spawn`].
+    pub fn spawn_in(namespace: &str) -> Self {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", namespace]);
+        command.arg(std::env::current_exe().expect("we run"));
+        Self::spawn_by(command)
+    }
+
+    fn spawn_by(mut command: Command) -> Self {
+        let mut process = command
+            .args(["becomes_a_child_process", "--exact", "--nocapture", "--test-threads=1"])
+            .env(CHILD, "1")
+            .env("RUST_BACKTRACE", "0")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the test binary can be started again");
+        let input = process.stdin.take().expect("piped");
+        let output = process.stdout.take().expect("piped");
+        let (tell, replies) = mpsc::channel();
+        thread::spawn(move || {
+            for line in BufReader::new(output).lines().map_while(Result::ok) {
+                if let Some(reply) = line.strip_prefix(REPLY) {
+                    let reply = serde_json::from_str(reply).expect("replies are JSON");
+                    if tell.send(reply).is_err() {
+                        break;
+                    }
+                }
+            }
+        });
+        let said = Arc::new(Mutex::new(String::new()));
+        let (errors, saying) = (process.stderr.take().expect("piped"), Arc::clone(&said));
+        thread::spawn(move || {
+            for line in BufReader::new(errors).lines().map_while(Result::ok) {
+                drop(writeln!(std::io::stderr(), "{line}"));
+                *saying.lock().unwrap_or_else(PoisonError::into_inner) += &(line + "\n");
+            }
+        });
+        let mut child = Self { process, input, replies, said };
+        child.call(json!({"op": "hello"}));
+        child
+    }
+
+    /// Starts a child with an agent. `config` may have `name`, `listen`, `secret`, `silence_ms`,
+    /// `timeout_ms`, `checksum` (a boolean), `streams`, `io_threads`.
+    ///
+    /// # Panics
+    /// If the child or its agent can't be started.
+    pub fn with_agent(config: Value) -> (Self, String) {
+        let mut child = Self::spawn();
+        let address = child.start(config);
+        (child, address)
+    }
+
+    /// Starts the child's agent, and returns its address.
+    ///
+    /// # Panics
+    /// If the agent can't be started.
+    pub fn start(&mut self, config: Value) -> String {
+        let reply = self.call(json!({"op": "start", "config": config}));
+        reply["address"].as_str().expect("an address").to_owned()
+    }
+
+    /// The child's process id.
+    pub fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// Sends a command without waiting for its reply.
+    pub fn send(&mut self, command: Value) {
+        // A child that was killed is noticed by its missing reply.
+        drop(writeln!(self.input, "{command}"));
+    }
+
+    /// The next reply, if it comes in time.
+    pub fn reply_within(&mut self, time: Duration) -> Option<Result<Value, Refusal>> {
+        let reply = self.replies.recv_timeout(time).ok()?;
+        let Some(error) = reply.get("error") else { return Some(Ok(reply)) };
+        Some(Err(Refusal {
+            kind: error["kind"].as_str().unwrap_or_default().to_owned(),
+            text: error["text"].as_str().unwrap_or_default().to_owned(),
+            quiesced: error["quiesced"].as_bool(),
+            took: Duration::from_micros(reply["took_us"].as_u64().unwrap_or(0)),
+        }))
+    }
+
+    /// Sends a command and waits for its reply.
+    ///
+    /// # Errors
+    /// What the command failed with.
+    ///
+    /// # Panics
+    /// If there is no reply.
+    pub fn try_call(&mut self, command: Value) -> Result<Value, Refusal> {
+        let what = command.to_string();
+        self.send(command);
+        self.reply_within(ANSWER_WITHIN)
+            .unwrap_or_else(|| panic!("child {} did not answer: {what}", self.pid()))
+    }
+
+    /// Sends a command that must not fail.
+    ///
+    /// # Panics
+    /// If it fails.
+    pub fn call(&mut self, command: Value) -> Value {
+        let what = command.to_string();
+        match self.try_call(command) {
+            Ok(reply) => reply,
+            Err(refusal) => panic!("child {}: {what}: {refusal:?}", self.pid()),
+        }
+    }
+
+    /// Allocates memory in the child, filled with a pattern of that seed.
+    ///
+    /// # Panics
+    /// If the child can't.
+    pub fn allocate(&mut self, len: usize, access: &str, seed: u64) -> ChildRegion {
+        let reply =
+            self.call(json!({"op": "allocate", "len": len, "access": access, "seed": seed}));
+        let bytes = reply["remote"].as_array().expect("bytes");
+        let bytes: Vec<u8> = bytes.iter().map(|b| b.as_u64().unwrap_or(0) as u8).collect();
+        ChildRegion {
+            id: reply["id"].as_u64().expect("an id"),
+            addr: reply["addr"].as_u64().expect("an address"),
+            len,
+            remote: kvferry::RemoteRegion::from_bytes(&bytes).expect("a region"),
+        }
+    }
+
+    /// What the child's memory holds, seen from outside: works on a stopped child too.
+    ///
+    /// # Panics
+    /// If the child is gone or the range is not mapped.
+    pub fn memory(&self, region: &ChildRegion) -> Vec<u8> {
+        let file = fs::File::open(format!("/proc/{}/mem", self.pid())).expect("the child lives");
+        let mut bytes = vec![0; region.len];
+        file.read_exact_at(&mut bytes, region.addr).expect("the region is mapped");
+        bytes
+    }
+
+    /// What the child uses of the machine.
+    pub fn resources(&self) -> Resources {
+        Resources::of(self.pid())
+    }
+
+    /// What the child wrote to stderr so far.
+    pub fn said(&self) -> String {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Sends a signal that the child is ready for (command `catch_signals`).
+    pub fn disturb(&self) {
+        self.signal(libc::SIGUSR1);
+    }
+
+    fn signal(&self, signal: libc::c_int) {
+        let pid = libc::pid_t::try_from(self.pid()).expect("pids are small");
+        // SAFETY: `kill` touches no memory; the child was not waited for, so the pid is its own.
+        let result = unsafe { libc::kill(pid, signal) };
+        assert_eq!(result, 0, "the child can be signalled");
+    }
+
+    fn wait_for_state(&self, wanted: &[char]) {
+        let give_up = Instant::now() + Duration::from_secs(5);
+        loop {
+            let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap_or_default();
+            let state = stat.rsplit(')').next().and_then(|rest| rest.trim().chars().next());
+            if state.is_none_or(|state| wanted.contains(&state)) {
+                return;
+            }
+            assert!(Instant::now() < give_up, "child {} is {state:?}", self.pid());
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Stops the child; returns when it is stopped.
+    pub fn stop(&self) {
+        self.signal(libc::SIGSTOP);
+        self.wait_for_state(&['T']);
+    }
+
+    /// Lets a stopped child go on.
+    pub fn resume(&self) {
+        self.signal(libc::SIGCONT);
+        self.wait_for_state(&['R', 'S', 'D']);
+    }
+
+    /// Kills the child; returns when its descriptors are closed.
+    pub fn kill(&mut self) {
+        drop(self.process.kill());
+        drop(self.process.wait());
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Memory of a child.
+#[derive(Clone, Debug)]
+pub struct ChildRegion {
+    /// The child's name for it.
+    pub id: u64,
+    /// Where it is in the child.
+    pub addr: u64,
+    /// Its length in bytes.
+    pub len: usize,
+    /// What transfers name it by.
+    pub remote: kvferry::RemoteRegion,
+}

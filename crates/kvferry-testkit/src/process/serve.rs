@@ -1,0 +1,389 @@
+//! What a child does for its parent.
+
+use super::{CHILD, REPLY, Resources};
+use crate::pattern::Pattern;
+use kvferry::{
+    Access, Agent, Batch, Checksum, Moved, Notification, Options, Peer, Region, RemoteRegion,
+    Transfer,
+};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::io::{BufRead, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// In a child: serves commands until the parent is gone. Elsewhere: nothing.
+pub fn serve_if_child() {
+    if std::env::var_os(CHILD).is_none() {
+        return;
+    }
+    // SAFETY: `prctl` with these arguments touches no memory. A child never outlives its parent,
+    // not even a stopped one.
+    unsafe {
+        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+    }
+    let mut server = Server::default();
+    for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+        let command: Value = serde_json::from_str(&line).expect("commands are JSON");
+        let began = Instant::now();
+        let mut reply = match server.serve(&command) {
+            Ok(reply) => reply,
+            Err(error) => json!({"error": {
+                "kind": error.kind().as_str(),
+                "text": error.to_string(),
+                "quiesced": error.quiesced(),
+            }}),
+        };
+        reply["took_us"] = json!(began.elapsed().as_micros() as u64);
+        // The harness may have left its own line unfinished.
+        let mut out = std::io::stdout().lock();
+        drop(write!(out, "\n{REPLY}{reply}\n"));
+        drop(out.flush());
+    }
+    std::process::exit(0);
+}
+
+extern "C" fn nothing(_: libc::c_int) {}
+
+/// Has a signal interrupt the system calls of whoever takes it.
+fn catch_signals() {
+    // SAFETY: a zeroed action is a valid one; the handler does nothing, so it is safe at any
+    // point of any thread. Without `SA_RESTART`, system calls are interrupted.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = nothing as *const () as libc::sighandler_t;
+        libc::sigaction(libc::SIGUSR1, &raw const action, std::ptr::null_mut());
+    }
+}
+
+type Outcome = Result<Value, kvferry::Error>;
+
+#[derive(Default)]
+struct Server {
+    agent: Option<Agent>,
+    regions: HashMap<u64, Region>,
+    transfers: HashMap<u64, Transfer>,
+    writers: HashMap<u64, Writer>,
+    idle: Vec<Agent>,
+    peers: Vec<Peer>,
+    next: u64,
+}
+
+/// Writes again and again, in the background.
+struct Writer {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<Value>,
+}
+
+fn number(value: &Value, name: &str) -> u64 {
+    value[name].as_u64().unwrap_or_else(|| panic!("{name} in {value}"))
+}
+
+fn text<'a>(value: &'a Value, name: &str) -> &'a str {
+    value[name].as_str().unwrap_or_else(|| panic!("{name} in {value}"))
+}
+
+fn millis(value: &Value, name: &str) -> Duration {
+    Duration::from_millis(number(value, name))
+}
+
+fn moved(moved: &Moved) -> Value {
+    json!({"bytes": moved.bytes, "descriptors": moved.descriptors, "streams": moved.streams})
+}
+
+/// FNV-1a over words: enough to tell whether memory changed.
+fn digest(bytes: &[u8]) -> u64 {
+    bytes.chunks(8).fold(0xcbf2_9ce4_8422_2325, |hash, word| {
+        let mut padded = [0; 8];
+        padded[..word.len()].copy_from_slice(word);
+        (hash ^ u64::from_le_bytes(padded)).wrapping_mul(0x0000_0100_0000_01b3)
+    })
+}
+
+fn start(config: &Value) -> Result<Agent, kvferry::Error> {
+    let mut builder = Agent::builder();
+    if let Some(name) = config["name"].as_str() {
+        builder = builder.name(name);
+    }
+    if let Some(listen) = config["listen"].as_str() {
+        builder = builder.listen(listen.parse::<std::net::SocketAddr>().expect("an address"));
+    }
+    if let Some(secret) = config["secret"].as_str() {
+        builder = builder.secret(secret.as_bytes());
+    }
+    if let Some(ms) = config["silence_ms"].as_u64() {
+        builder = builder.silence(Duration::from_millis(ms));
+    }
+    if let Some(ms) = config["timeout_ms"].as_u64() {
+        builder = builder.timeout(Duration::from_millis(ms));
+    }
+    if let Some(on) = config["checksum"].as_bool() {
+        builder = builder.checksum(if on { Checksum::On } else { Checksum::Off });
+    }
+    if let Some(n) = config["streams"].as_u64() {
+        builder = builder.streams_per_peer(n as usize);
+    }
+    if let Some(n) = config["io_threads"].as_u64() {
+        builder = builder.io_threads(n as usize);
+    }
+    builder.start()
+}
+
+impl Server {
+    fn agent(&self) -> &Agent {
+        self.agent.as_ref().expect("the parent started the agent")
+    }
+
+    fn region(&self, command: &Value) -> &Region {
+        &self.regions[&number(command, "region")]
+    }
+
+    fn bytes(&self, command: &Value) -> Vec<u8> {
+        let region = self.region(command);
+        let mut bytes = vec![0; region.len()];
+        region.read_at(0, &mut bytes).expect("the region is kvferry's own");
+        bytes
+    }
+
+    fn name(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    fn batch(&self, command: &Value) -> Result<Batch, kvferry::Error> {
+        let remote: Vec<u8> = serde_json::from_value(command["remote"].clone()).expect("bytes");
+        let remote = RemoteRegion::from_bytes(&remote)?;
+        let (block, count) = (number(command, "block"), number(command, "count"));
+        let mut batch = Batch::with_capacity(count as usize);
+        for i in 0..count {
+            batch.push(self.region(command), i * block, &remote, i * block, block)?;
+        }
+        Ok(batch)
+    }
+
+    fn options(command: &Value) -> Options<'static> {
+        Options {
+            timeout: command["timeout_ms"].as_u64().map(Duration::from_millis),
+            notify: command["notify"].as_str().map(|name| Notification::new(name, name)),
+            ..Options::default()
+        }
+    }
+
+    fn serve(&mut self, command: &Value) -> Outcome {
+        match text(command, "op") {
+            "hello" => Ok(json!({})),
+            "start" => {
+                let agent = self.agent.insert(start(&command["config"])?);
+                let incarnation = agent.incarnation().to_string();
+                Ok(json!({"address": agent.advertised(), "incarnation": incarnation}))
+            }
+            "start_and_stop" => self.start_and_stop(number(command, "times")),
+            "shutdown" => {
+                self.agent().shutdown();
+                Ok(json!({}))
+            }
+            "sessions" => self.sessions(number(command, "count")),
+            "stats" => Ok(serde_json::to_value(self.agent().stats()).expect("plain numbers")),
+            "allocate" => self.allocate(command),
+            "fill" => {
+                let content = match command["byte"].as_u64() {
+                    Some(byte) => vec![byte as u8; self.region(command).len()],
+                    None => Pattern::new(number(command, "seed")).bytes(self.region(command).len()),
+                };
+                self.region(command).write_at(0, &content)?;
+                Ok(json!({}))
+            }
+            "digest" => Ok(json!({"digest": digest(&self.bytes(command))})),
+            "watch" => self.watch(command),
+            "holds" => {
+                let byte = number(command, "byte") as u8;
+                Ok(json!({"count": self.bytes(command).iter().filter(|b| **b == byte).count()}))
+            }
+            "matches" => {
+                let bytes = self.bytes(command);
+                Ok(
+                    json!({"matches": bytes == Pattern::new(number(command, "seed")).bytes(bytes.len())}),
+                )
+            }
+            "unregister" => {
+                self.agent().unregister(self.region(command))?;
+                Ok(json!({"digest": digest(&self.bytes(command))}))
+            }
+            "connect" => {
+                let peer = self.agent().peer(text(command, "peer"))?;
+                let summary = peer.connect(millis(command, "timeout_ms"))?;
+                Ok(json!({"name": summary.name, "authenticated": summary.authenticated}))
+            }
+            "write" => {
+                let peer = self.agent().peer(text(command, "peer"))?;
+                peer.write(&self.batch(command)?, &Self::options(command)).map(|m| moved(&m))
+            }
+            "read" => {
+                let peer = self.agent().peer(text(command, "peer"))?;
+                peer.read(&self.batch(command)?, &Self::options(command)).map(|m| moved(&m))
+            }
+            "write_async" => {
+                let peer = self.agent().peer(text(command, "peer"))?;
+                let transfer = peer.write_async(self.batch(command)?, Self::options(command));
+                let name = self.name();
+                self.transfers.insert(name, transfer);
+                Ok(json!({"transfer": name}))
+            }
+            "cancel" => {
+                self.transfers[&number(command, "transfer")].cancel();
+                Ok(json!({}))
+            }
+            "wait" => {
+                let transfer = &self.transfers[&number(command, "transfer")];
+                match transfer.wait(millis(command, "timeout_ms")) {
+                    Some(outcome) => outcome.map(|m| moved(&m)),
+                    None => Ok(json!({"running": true})),
+                }
+            }
+            "keep_writing" => self.keep_writing(command),
+            "stop_writing" => {
+                let writer = self.writers.remove(&number(command, "writer")).expect("a writer");
+                writer.stop.store(true, Ordering::SeqCst);
+                Ok(writer.thread.join().expect("writers don't panic"))
+            }
+            "notifications" => {
+                let names: Vec<_> =
+                    self.agent().notifications().into_iter().map(|n| n.name).collect();
+                Ok(json!({"names": names}))
+            }
+            "fork" => self.fork(command),
+            "catch_signals" => {
+                catch_signals();
+                Ok(json!({}))
+            }
+            other => panic!("unknown command {other}"),
+        }
+    }
+
+    fn allocate(&mut self, command: &Value) -> Outcome {
+        let access = match text(command, "access") {
+            "r" => Access::READ,
+            "w" => Access::WRITE,
+            "rw" => Access::READ_WRITE,
+            _ => Access::NONE,
+        };
+        let len = number(command, "len") as usize;
+        let region = self.agent().allocate(len, access)?;
+        region.write_at(0, &Pattern::new(number(command, "seed")).bytes(len))?;
+        let reply = json!({
+            "id": self.name(),
+            "addr": region.addr(),
+            "remote": region.remote().to_bytes(),
+        });
+        self.regions.insert(self.next, region);
+        Ok(reply)
+    }
+
+    /// Looks at memory again and again, and says whether it ever differed from a digest.
+    fn watch(&self, command: &Value) -> Outcome {
+        let end = Instant::now() + millis(command, "for_ms");
+        let wanted = number(command, "digest");
+        let mut looks = 0;
+        loop {
+            looks += 1;
+            if digest(&self.bytes(command)) != wanted {
+                return Ok(json!({"changed": true, "looks": looks}));
+            }
+            if Instant::now() >= end {
+                return Ok(json!({"changed": false, "looks": looks}));
+            }
+        }
+    }
+
+    fn keep_writing(&mut self, command: &Value) -> Outcome {
+        let peer = self.agent().peer(text(command, "peer"))?;
+        let (batch, options) = (self.batch(command)?, Self::options(command));
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let thread = thread::spawn(move || {
+            let (mut done, mut longest, mut errors) = (0u64, Duration::ZERO, Vec::new());
+            while !stopped.load(Ordering::SeqCst) {
+                let began = Instant::now();
+                match peer.write(&batch, &options) {
+                    Ok(_) => done += 1,
+                    Err(e) => errors.push(format!("{}: {e}", e.kind())),
+                }
+                longest = longest.max(began.elapsed());
+            }
+            json!({"done": done, "longest_us": longest.as_micros() as u64, "errors": errors})
+        });
+        let name = self.name();
+        self.writers.insert(name, Writer { stop, thread });
+        Ok(json!({"writer": name}))
+    }
+
+    /// Starts two agents, moves something between them, and stops them; again and again.
+    fn start_and_stop(&self, times: u64) -> Outcome {
+        for _ in 0..times {
+            let (a, b) = (Agent::builder().start()?, Agent::builder().start()?);
+            let (from, to) = (a.allocate(8192, Access::NONE)?, b.allocate(8192, Access::WRITE)?);
+            let mut batch = Batch::new();
+            batch.push(&from, 0, &to.remote(), 0, 8192)?;
+            a.peer(b.advertised())?.write(&batch, &Options::default())?;
+            // One of them says goodbye, the other one is just dropped.
+            b.shutdown();
+        }
+        // Threads that end are counted until the kernel has reaped them.
+        thread::sleep(Duration::from_millis(100));
+        let now = Resources::of(std::process::id());
+        Ok(json!({"threads": now.threads, "descriptors": now.descriptors}))
+    }
+
+    /// Connects so many other agents with this one, and keeps them.
+    fn sessions(&mut self, count: u64) -> Outcome {
+        for _ in 0..count {
+            let other = Agent::builder().start()?;
+            let peer = self.agent().peer(other.advertised())?;
+            peer.connect(Duration::from_secs(5))?;
+            self.idle.push(other);
+            self.peers.push(peer);
+        }
+        Ok(json!({}))
+    }
+
+    /// Forks, asks the agent for things in the forked process, and tells what it answered.
+    fn fork(&self, command: &Value) -> Outcome {
+        let peer = self.agent().peer(text(command, "peer"))?;
+        let batch = self.batch(command)?;
+        // SAFETY: the forked process uses no lock that another thread of ours may hold: it only
+        // calls the agent, which promises to notice, and leaves by `_exit`.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            let answers = [
+                peer.write(&batch, &Options::default()).err(),
+                self.agent().allocate(4096, Access::NONE).err(),
+                peer.write_async(batch, Options::default())
+                    .wait(Duration::from_secs(5))
+                    .and_then(Result::err),
+            ];
+            let forked = answers
+                .iter()
+                .filter(|e| e.as_ref().is_some_and(|e| e.kind() == kvferry::ErrorKind::Forked))
+                .count();
+            // SAFETY: leaves the forked process at once, as it must.
+            unsafe { libc::_exit(i32::try_from(forked).unwrap_or(-1)) }
+        }
+        let mut status = 0;
+        let give_up = Instant::now() + Duration::from_secs(10);
+        loop {
+            // SAFETY: `status` outlives the call, and the pid is our child's.
+            let waited = unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) };
+            if waited == pid {
+                return Ok(json!({"forked": libc::WEXITSTATUS(status)}));
+            }
+            if Instant::now() > give_up {
+                // SAFETY: touches no memory; the child was not waited for.
+                unsafe { libc::kill(pid, libc::SIGKILL) };
+                return Ok(json!({"forked": "hangs"}));
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}

@@ -1,0 +1,217 @@
+//! The conformance suite: what every transport promises, one scenario per sentence.
+//!
+//! ```ignore
+//! kvferry_testkit::conformance!(tcp, AgentFabric::tcp());
+//! ```
+//!
+//! makes a module `tcp` with one `#[test]` per scenario and kind of memory, such as
+//! `tcp::slow::nothing_lands_after_a_confirmed_cancel`. A scenario makes its own pair of
+//! endpoints, runs in a thread of its own, and has a limit of time; at its end every byte of its
+//! memory is compared with a model, devices tell what was done to them that must not be done, and
+//! every gauge is back at zero.
+//!
+//! A scenario that has nothing to say about a kind of memory says so on a line of output.
+
+mod bounds;
+mod bytes;
+mod cancel;
+mod load;
+mod notify;
+mod outcome;
+mod revoke;
+mod rig;
+
+pub use rig::{Rig, Side};
+
+use crate::fabric::Fabric;
+use crate::memory::MemoryKind;
+use crate::violation::Violation;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
+
+/// One promise, and how it is put to the test.
+#[derive(Clone, Copy)]
+pub struct Scenario {
+    /// The promise.
+    pub name: &'static str,
+    /// The test.
+    pub run: fn(&dyn Fabric, MemoryKind) -> Result<(), Violation>,
+}
+
+impl fmt::Debug for Scenario {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+impl Scenario {
+    /// The scenario of that name.
+    pub fn named(name: &str) -> Option<&'static Self> {
+        SCENARIOS.iter().find(|scenario| scenario.name == name)
+    }
+
+    /// Runs the scenario, and gives up on it after `limit`: its thread is left behind then.
+    ///
+    /// # Errors
+    /// The broken promise; a scenario that panics or does not end counts as one.
+    pub fn run_within(
+        &'static self,
+        fabric: &Arc<dyn Fabric>,
+        kind: MemoryKind,
+        limit: Duration,
+    ) -> Result<(), Violation> {
+        let (tell, told) = mpsc::channel();
+        let fabric = Arc::clone(fabric);
+        thread::Builder::new()
+            .name(self.name.into())
+            .spawn(move || {
+                let result = catch_unwind(AssertUnwindSafe(|| (self.run)(&*fabric, kind)));
+                drop(tell.send(result));
+            })
+            .map_err(|e| Violation::new(format!("no thread for the scenario: {e}")))?;
+        match told.recv_timeout(limit) {
+            Ok(Ok(result)) => result,
+            Ok(Err(panic)) => {
+                let text = panic
+                    .downcast_ref::<String>()
+                    .cloned()
+                    .or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()))
+                    .unwrap_or_default();
+                Err(Violation::new(format!("the scenario panicked: {text}")))
+            }
+            Err(_) => Err(Violation::new(format!("the scenario did not end within {limit:?}"))),
+        }
+    }
+}
+
+/// Runs one scenario as a test. What [`conformance!`](crate::conformance) expands to.
+///
+/// # Panics
+/// If the transport breaks the promise.
+pub fn check(fabric: impl Fabric + 'static, name: &str, kind: MemoryKind) {
+    let fabric: Arc<dyn Fabric> = Arc::new(fabric);
+    let scenario = Scenario::named(name).expect("the macro and the table have one source");
+    let limit = fabric.patience() * 3;
+    if let Err(violation) = scenario.run_within(&fabric, kind, limit) {
+        panic!("{} on {kind} memory breaks \"{name}\": {violation}", fabric.name());
+    }
+}
+
+macro_rules! scenarios {
+    ($d:tt $($module:ident { $($name:ident),+ $(,)? })+) => {
+        /// Every scenario.
+        pub const SCENARIOS: &[Scenario] = &[
+            $($(Scenario { name: stringify!($name), run: $module::$name },)+)+
+        ];
+
+        /// One `#[test]` per scenario and kind of memory for a [`Fabric`](crate::Fabric).
+        #[macro_export]
+        macro_rules! conformance {
+            ($d transport:ident, $d fabric:expr $d(,)?) => {
+                mod $d transport {
+                    #[allow(unused_imports, reason = "the expression may name anything")]
+                    use super::*;
+
+                    mod host {
+                        #[allow(unused_imports, reason = "the expression may name anything")]
+                        use super::*;
+                        $($(
+                            #[test]
+                            fn $name() {
+                                $d crate::suite::check(
+                                    $d fabric,
+                                    stringify!($name),
+                                    $d crate::MemoryKind::Host,
+                                );
+                            }
+                        )+)+
+                    }
+
+                    mod slow {
+                        #[allow(unused_imports, reason = "the expression may name anything")]
+                        use super::*;
+                        $($(
+                            #[test]
+                            fn $name() {
+                                $d crate::suite::check(
+                                    $d fabric,
+                                    stringify!($name),
+                                    $d crate::MemoryKind::Slow,
+                                );
+                            }
+                        )+)+
+                    }
+                }
+            };
+        }
+    };
+}
+
+scenarios! { $
+    bytes {
+        every_byte_lands_and_nothing_else,
+        done_means_all_bytes_are_there,
+        more_than_64_mib_land_whole,
+        seventy_thousand_descriptors_land_whole,
+        scattered_blocks_land_where_they_were_aimed,
+        overlapping_sources_are_read_as_often_as_asked,
+        misaligned_ends_land_whole,
+        zero_length_descriptors_move_nothing,
+        an_empty_batch_ends_at_once,
+        reads_fetch_the_bytes_of_now,
+        reads_take_every_byte_and_touch_nothing_else,
+        both_directions_at_once,
+    }
+    outcome {
+        an_outcome_never_changes,
+        the_event_fd_is_readable_once_it_ended,
+        waiting_does_not_end_a_transfer,
+        a_wait_ends_with_its_transfer,
+        dropped_handles_neither_cancel_nor_leak,
+        a_deadline_is_honoured,
+        a_failing_device_fails_its_transfer,
+        a_stuck_device_does_not_stop_other_regions,
+    }
+    cancel {
+        a_cancelled_transfer_ends_as_cancelled_or_done,
+        nothing_lands_after_a_confirmed_cancel,
+        a_cancel_is_not_confirmed_while_the_device_copies,
+        a_source_is_never_read_after_its_call_returned,
+        a_source_is_never_read_after_a_confirmed_cancel,
+        nothing_lands_after_done,
+    }
+    bounds {
+        out_of_bounds_is_refused_and_nothing_lands,
+        out_of_bounds_reads_are_refused,
+        unregistered_ranges_are_refused,
+        neighbouring_regions_are_not_one,
+        a_region_allows_only_what_its_owner_said,
+        one_bad_descriptor_fails_the_batch_and_lands_nothing_beyond,
+        refusals_do_not_disturb_healthy_traffic,
+    }
+    revoke {
+        nothing_lands_after_unregister_returned,
+        nothing_is_read_after_unregister_returned,
+        a_local_region_is_left_alone_after_unregister_returned,
+        unregister_waits_for_the_device,
+        unregister_leaves_no_copier_inside,
+        regions_come_and_go,
+    }
+    notify {
+        a_notification_comes_after_its_data_exactly_once,
+        notifications_keep_the_order_of_their_caller,
+        a_failed_batch_notifies_nobody,
+        a_cancelled_batch_notifies_only_with_all_of_its_data,
+    }
+    load {
+        ten_callers_at_once_all_land,
+        hundreds_of_transfers_in_flight_all_end,
+        a_small_batch_is_not_starved_by_big_ones,
+        callers_take_turns,
+        gauges_return_to_zero,
+        nothing_is_left_of_endpoints_that_were_closed,
+    }
+}

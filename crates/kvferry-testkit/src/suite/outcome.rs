@@ -1,0 +1,344 @@
+//! Every transfer has one outcome, and has it in time.
+
+use super::rig::{Rig, Side, done, ended, failed, needs_device};
+use crate::fabric::{Access, Aim, Fabric, Handle, Move, Note, Options, Outcome};
+use crate::memory::MemoryKind;
+use crate::violation::{Violation, ensure};
+use crate::watchdog::stretched;
+use kvferry_sys::poll::{Interest, wait_one};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+type Result<T = ()> = std::result::Result<T, Violation>;
+
+const KIB: usize = 1024;
+const MIB: usize = 1024 * KIB;
+
+/// What a deadline may be late by: a peer that is there but does not answer is given up on after
+/// its silence window, and the machine may be busy.
+fn slack(rig: &Rig) -> Duration {
+    stretched(rig.patience().mul_f32(0.6).min(Duration::from_millis(4500))).min(rig.patience())
+}
+
+/// Watches a handle for as long as `time` after its end, and expects one answer only.
+fn only_outcome(handle: &dyn Handle, patience: Duration, time: Duration) -> Result<Outcome> {
+    let give_up = Instant::now() + patience;
+    let first = loop {
+        if let Some(outcome) = handle.poll() {
+            break outcome;
+        }
+        ensure!(Instant::now() < give_up, "a transfer did not end within {patience:?}");
+        thread::sleep(Duration::from_micros(200));
+    };
+    let end = Instant::now() + time;
+    while Instant::now() < end {
+        for (how, again) in [("poll", handle.poll()), ("wait", handle.wait(Duration::ZERO))] {
+            ensure!(
+                again.as_ref() == Some(&first),
+                "{how} changed its mind: {again:?} after {first:?}"
+            );
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    Ok(first)
+}
+
+pub(super) fn an_outcome_never_changes(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
+    let rig = Rig::new(fabric, kind)?;
+    let (near, far) = rig.both(MIB)?;
+    let (whole, outside) = (
+        [Move::new(&near, 0, &far, 0, MIB)],
+        [Move::new(&near, 0, &far, MIB, 64).aimed(Aim::Forged)],
+    );
+    for round in 0..rig.amount(12, 6) {
+        let (moves, cancelled) = match round % 3 {
+            0 => (&whole, false),
+            1 => (&outside, false),
+            _ => (&whole, true),
+        };
+        let handle = rig.near.write_async(moves, &rig.options());
+        if cancelled {
+            handle.cancel();
+        }
+        let seen: Vec<_> = thread::scope(|scope| {
+            let watchers: Vec<_> = (0..3)
+                .map(|_| {
+                    scope
+                        .spawn(|| only_outcome(&*handle, rig.patience(), Duration::from_millis(25)))
+                })
+                .collect();
+            watchers.into_iter().map(|w| w.join().expect("watchers don't panic")).collect()
+        });
+        let seen = seen.into_iter().collect::<Result<Vec<_>>>()?;
+        ensure!(seen.iter().all(|o| *o == seen[0]), "watchers saw different outcomes: {seen:?}");
+        ensure!(!(round % 3 == 0 && seen[0].is_err()), "a healthy write failed: {:?}", seen[0]);
+        ensure!(!(round % 3 == 1 && seen[0].is_ok()), "a write out of bounds was done");
+        far.memory.accept();
+    }
+    rig.finish()
+}
+
+pub(super) fn the_event_fd_is_readable_once_it_ended(
+    fabric: &dyn Fabric,
+    kind: MemoryKind,
+) -> Result {
+    let rig = Rig::new(fabric, kind)?;
+    let (near, far) = rig.both(2 * MIB)?;
+    let healthy = [Move::new(&near, 0, &far, 0, 2 * MIB)];
+    let outside = [Move::new(&near, 0, &far, 2 * MIB, 1).aimed(Aim::Forged)];
+    for (moves, cancel, after_end) in [
+        (&healthy, false, false),
+        (&healthy, false, true),
+        (&outside, false, false),
+        (&healthy, true, false),
+    ] {
+        let handle = rig.near.write_async(moves, &rig.options());
+        if cancel {
+            handle.cancel();
+        }
+        if after_end {
+            ended(&rig, &*handle, "a write")?.map_err(|e| Violation::new(e.to_string()))?;
+        }
+        let give_up = Instant::now() + rig.patience();
+        loop {
+            let ready = wait_one(
+                handle.event_fd(),
+                Interest::Read,
+                Some(give_up.saturating_duration_since(Instant::now())),
+            );
+            let ready = ready.map_err(|e| Violation::new(format!("the event fd: {e}")))?;
+            if ready.read {
+                break;
+            }
+            ensure!(
+                Instant::now() < give_up,
+                "the event fd never became readable; the outcome is {:?}",
+                handle.poll()
+            );
+        }
+        ensure!(handle.poll().is_some(), "the event fd is readable before there is an outcome");
+        far.memory.accept();
+    }
+    // Not readable while it runs: only a held device keeps a transfer running for certain.
+    if let Some(device) = far.memory.device() {
+        device.hold();
+        let handle = rig.near.write_async(&healthy, &rig.options());
+        let ready = wait_one(handle.event_fd(), Interest::Read, Some(Duration::from_millis(40)));
+        let early = ready.is_ok_and(|r| r.read);
+        device.release();
+        ensure!(!early, "the event fd was readable while the device was held");
+        done(ended(&rig, &*handle, "the held write")?, &healthy, "the held write")?;
+        healthy[0].expect_written();
+    }
+    rig.finish()
+}
+
+pub(super) fn waiting_does_not_end_a_transfer(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
+    let rig = Rig::new(fabric, kind)?;
+    let len = rig.amount(16 * MIB, 4 * MIB);
+    let (near, far) = rig.both(len)?;
+    let moves = [Move::new(&near, 0, &far, 0, len)];
+    if let Some(device) = far.memory.device() {
+        device.hold();
+    }
+    let handle = rig.near.write_async(&moves, &rig.options());
+    let waited = Instant::now();
+    let early = handle.wait(Duration::from_millis(30));
+    if let Some(device) = far.memory.device() {
+        ensure!(early.is_none(), "a write ended while its device was held: {early:?}");
+        ensure!(waited.elapsed() >= Duration::from_millis(29), "wait did not wait");
+        device.release();
+    }
+    for _ in 0..5 {
+        drop(handle.wait(Duration::ZERO));
+        drop(handle.wait(Duration::from_micros(50)));
+    }
+    done(ended(&rig, &*handle, "a write that was waited for")?, &moves, "a write")?;
+    moves[0].expect_written();
+    rig.finish()
+}
+
+pub(super) fn a_wait_ends_with_its_transfer(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
+    let rig = Rig::new(fabric, kind)?;
+    let len = rig.amount(8 * MIB, 2 * MIB);
+    let (near, far) = rig.both(len)?;
+    let healthy = [Move::new(&near, 0, &far, 0, len)];
+    let outside = [Move::new(&near, 0, &far, len, 1).aimed(Aim::Forged)];
+    let allowed = stretched(Duration::from_millis(500));
+    // Longer than anything that may be waited for here.
+    let timeout = rig.patience() + Duration::from_secs(3600);
+    for (moves, cancel) in [(&healthy, false), (&outside, false), (&healthy, true)] {
+        let handle = rig.near.write_async(moves, &rig.options());
+        let late = thread::scope(|scope| {
+            let (rig, (tell, told)) = (&rig, mpsc::channel());
+            for _ in 0..3 {
+                let (tell, handle) = (tell.clone(), &handle);
+                scope.spawn(move || {
+                    // In pieces, so that a transport that oversleeps lets the suite go on.
+                    let mut left = timeout;
+                    while left > Duration::ZERO && handle.poll().is_none() {
+                        let piece = left.min(rig.patience());
+                        drop(handle.wait(piece));
+                        left -= piece;
+                    }
+                    drop(tell.send(()));
+                });
+            }
+            if cancel {
+                thread::sleep(Duration::from_millis(1));
+                handle.cancel();
+            }
+            let give_up = Instant::now() + rig.patience();
+            while handle.poll().is_none() && Instant::now() < give_up {
+                thread::sleep(Duration::from_millis(1));
+            }
+            (0..3).any(|_| told.recv_timeout(allowed).is_err())
+        });
+        ensure!(!late, "a transfer has an outcome and whoever waits for it does not notice");
+        far.memory.accept();
+    }
+    rig.finish()
+}
+
+pub(super) fn dropped_handles_neither_cancel_nor_leak(
+    fabric: &dyn Fabric,
+    kind: MemoryKind,
+) -> Result {
+    let rig = Rig::new(fabric, kind)?;
+    let (count, slot) = (rig.amount(40, 12), 128 * KIB);
+    let (near, far) = rig.both(count * slot)?;
+    for i in 0..count {
+        let moves = [Move::new(&near, i * slot, &far, i * slot, slot)];
+        let options = rig.options().noting(Note::new("dropped", i.to_string()));
+        drop(rig.near.write_async(&moves, &options));
+        moves[0].expect_written();
+    }
+    for i in 0..count {
+        let note = rig.far.wait_note(rig.patience());
+        ensure!(note.is_some(), "only {i} of {count} dropped transfers were done");
+    }
+    rig.finish()
+}
+
+pub(super) fn a_deadline_is_honoured(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
+    let rig = Rig::new(fabric, kind)?;
+    let len = rig.amount(24 * MIB, 8 * MIB);
+    let (near, far) = rig.both(len)?;
+    let moves = [Move::new(&near, 0, &far, 0, len)];
+    // Too short on purpose; what was fast enough may be done.
+    for (i, timeout) in [0, 1, 1, 3, 6, 12].into_iter().map(Duration::from_millis).enumerate() {
+        let began = Instant::now();
+        let options = Options::within(timeout);
+        let outcome = match i % 3 {
+            0 => rig.near.write(&moves, &options),
+            1 => rig.near.read(&moves, &options),
+            _ => {
+                let handle = rig.near.write_async(&moves, &options);
+                ended(&rig, &*handle, "a write with a deadline")?
+            }
+        };
+        let took = began.elapsed();
+        ensure!(
+            took < timeout + slack(&rig),
+            "a deadline of {timeout:?} was answered after {took:?}"
+        );
+        if outcome.is_err() {
+            failed(outcome, &["deadline"], &format!("a transfer with {timeout:?}"))?;
+        }
+        rig.settle()?;
+    }
+    thread::sleep(Duration::from_millis(50));
+    near.memory.accept();
+    far.memory.accept();
+    if let Some(device) = far.memory.device() {
+        for asynchronous in [false, true] {
+            device.hold();
+            let timeout = Duration::from_millis(120);
+            let options = Options::within(timeout);
+            let began = Instant::now();
+            let (tell, told) = mpsc::channel();
+            let (outcome, took) = thread::scope(|scope| {
+                scope.spawn(|| {
+                    let outcome = if asynchronous {
+                        rig.near.write_async(&moves, &options).wait(rig.patience())
+                    } else {
+                        Some(rig.near.write(&moves, &options))
+                    };
+                    drop(tell.send(outcome));
+                });
+                let outcome = told.recv_timeout(timeout + slack(&rig)).ok().flatten();
+                let took = began.elapsed();
+                // Not later: a transport that forgets the deadline waits for the device.
+                device.release();
+                (outcome, took)
+            });
+            let outcome = outcome.ok_or_else(|| {
+                Violation::new(format!("a deadline of {timeout:?} was not honoured"))
+            })?;
+            failed(outcome, &["deadline"], "a write to a held device")?;
+            ensure!(
+                took >= timeout.mul_f32(0.9) && took < timeout + slack(&rig),
+                "a deadline of {timeout:?} was answered after {took:?}"
+            );
+            rig.settle()?;
+            thread::sleep(Duration::from_millis(20));
+            far.memory.accept();
+        }
+    }
+    rig.written(&moves, "a write after all those deadlines")?;
+    rig.finish()
+}
+
+pub(super) fn a_failing_device_fails_its_transfer(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
+    if !needs_device(kind, "a failing device") {
+        return Ok(());
+    }
+    let rig = Rig::new(fabric, kind)?;
+    let (near, far) = rig.both(MIB)?;
+    let moves = [Move::new(&near, 0, &far, 0, MIB)];
+    for (side, write) in [(&near, true), (&near, false), (&far, true), (&far, false)] {
+        let device = side.memory.device().expect("the kind is slow");
+        device.fail_next(1);
+        let outcome = if write {
+            rig.near.write(&moves, &rig.options())
+        } else {
+            rig.near.read(&moves, &rig.options())
+        };
+        ensure!(outcome.is_err(), "a copy failed on the device and the transfer says done");
+        rig.settle()?;
+        thread::sleep(Duration::from_millis(20));
+        near.memory.accept();
+        far.memory.accept();
+        rig.written(&moves, "a write after the device failed one")?;
+        rig.check("after the device failed one copy")?;
+    }
+    rig.finish()
+}
+
+pub(super) fn a_stuck_device_does_not_stop_other_regions(
+    fabric: &dyn Fabric,
+    kind: MemoryKind,
+) -> Result {
+    if !needs_device(kind, "a stuck device") {
+        return Ok(());
+    }
+    let rig = Rig::new(fabric, kind)?;
+    let (near, far) = rig.both(MIB)?;
+    let stuck = rig.area(Side::Far, MIB, Access::BOTH)?;
+    let other = [Move::new(&near, 0, &far, 0, MIB)];
+    rig.written(&other, "a first write")?;
+    let device = stuck.memory.device().expect("the kind is slow");
+    device.hold();
+    let moves = [Move::new(&near, 0, &stuck, 0, MIB)];
+    let held = rig.near.write_async(&moves, &rig.options());
+    let result = (0..5).try_for_each(|_| {
+        near.memory.accept();
+        rig.written(&other, "a write to a healthy region while a device is stuck")
+    });
+    device.release();
+    result?;
+    done(ended(&rig, &*held, "the held write")?, &moves, "the held write")?;
+    moves[0].expect_written();
+    rig.finish()
+}

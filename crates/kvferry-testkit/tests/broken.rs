@@ -1,0 +1,102 @@
+//! The suite fails every transport that breaks a promise, and says which.
+
+use kvferry_testkit::broken::{Fault, InMemory};
+use kvferry_testkit::suite::{SCENARIOS, Scenario};
+use kvferry_testkit::{Fabric, MemoryKind};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+/// Longer than any scenario takes on a transport that is merely wrong, not stuck.
+const LIMIT: Duration = Duration::from_secs(8);
+
+/// The scenarios that notice a fault, and what they say.
+fn caught_by(fault: Fault, scenarios: &[&'static Scenario]) -> BTreeMap<&'static str, String> {
+    let fabric: Arc<dyn Fabric> = Arc::new(InMemory::broken(fault));
+    let runs: Vec<_> =
+        scenarios.iter().flat_map(|s| MemoryKind::ALL.map(|kind| (*s, kind))).collect();
+    let next = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..6)
+            .map(|_| {
+                scope.spawn(|| {
+                    let mut caught = Vec::new();
+                    while let Some((scenario, kind)) =
+                        runs.get(next.fetch_add(1, Ordering::Relaxed))
+                    {
+                        if let Err(violation) = scenario.run_within(&fabric, *kind, LIMIT) {
+                            caught.push((scenario.name, violation.to_string()));
+                        }
+                    }
+                    caught
+                })
+            })
+            .collect();
+        workers.into_iter().flat_map(|w| w.join().expect("no panic escapes a scenario")).collect()
+    })
+}
+
+#[test]
+fn every_fault_is_caught_by_the_promise_it_breaks() {
+    let next = AtomicUsize::new(0);
+    let missed: Vec<_> = thread::scope(|scope| {
+        let workers: Vec<_> = (0..6)
+            .map(|_| {
+                scope.spawn(|| {
+                    let mut missed = Vec::new();
+                    while let Some(&fault) = Fault::ALL.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        missed.extend((!is_caught(fault)).then_some(fault));
+                    }
+                    missed
+                })
+            })
+            .collect();
+        workers.into_iter().flat_map(|w| w.join().expect("no panic escapes a scenario")).collect()
+    });
+    assert!(missed.is_empty(), "the suite does not notice, or not for the reason: {missed:?}");
+}
+
+fn is_caught(fault: Fault) -> bool {
+    let scenario = Scenario::named(fault.breaks()).expect("a fault names a scenario");
+    let caught = caught_by(fault, &[scenario]);
+    let mut line = format!("{fault:?}");
+    for (name, violation) in &caught {
+        line += &format!("\n    {name}: {violation}");
+    }
+    println!("{line}");
+    // A wrong transport should be told what is wrong; only a stuck one may be given up on.
+    let given_up = caught.values().all(|v| v.contains("did not end"));
+    !caught.is_empty() && (!given_up || fault.hangs())
+}
+
+/// Takes minutes; the table it prints shows how wide each fault is noticed.
+#[test]
+#[ignore = "runs every scenario on every fault"]
+fn table_of_all_faults_and_scenarios() {
+    let all: Vec<_> = SCENARIOS.iter().collect();
+    for &fault in Fault::ALL {
+        println!("{fault:?}: {:?}", caught_by(fault, &all).keys());
+    }
+}
+
+#[test]
+fn the_same_transport_without_a_fault_passes() {
+    let fabric: Arc<dyn Fabric> = Arc::new(InMemory::brief());
+    for scenario in SCENARIOS {
+        for kind in MemoryKind::ALL {
+            if let Err(violation) = scenario.run_within(&fabric, kind, LIMIT) {
+                panic!("{scenario:?} on {kind} memory: {violation}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_scenario_has_a_fault_that_only_it_is_for() {
+    let guarded: BTreeSet<_> = Fault::ALL.iter().map(|f| f.breaks()).collect();
+    let unguarded: Vec<_> = SCENARIOS.iter().filter(|s| !guarded.contains(s.name)).collect();
+    println!("without a fault of their own: {unguarded:?}");
+    assert!(unguarded.len() <= 6, "{unguarded:?}");
+}

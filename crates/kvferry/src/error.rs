@@ -1,0 +1,276 @@
+//! The one error of this crate: a kind, what it is about, and what caused it.
+
+use kvferry_proto::WireCode;
+use std::fmt;
+use std::sync::Arc;
+
+/// What went wrong, for programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// An argument can't mean anything: a zero length, lists of different lengths, a bad address.
+    InvalidArgument,
+    /// A range to be registered overlaps a registered one.
+    Overlap,
+    /// A range or region is not registered (any more).
+    NotRegistered,
+    /// A descriptor reaches beyond its region.
+    OutOfBounds,
+    /// The region does not allow what was asked.
+    AccessDenied,
+    /// The region was unregistered while it was in use.
+    Revoked,
+    /// The peer can't be connected to.
+    Unreachable,
+    /// The connection to the peer broke.
+    PeerReset,
+    /// The peer is connected but says nothing.
+    PeerSilent,
+    /// The peer ended the session.
+    PeerClosed,
+    /// The peer demands a secret and this agent has none.
+    AuthRequired,
+    /// This agent has a secret and the peer has none.
+    AuthUnsupported,
+    /// The secrets of the two agents differ.
+    AuthFailed,
+    /// The two agents share no protocol version.
+    VersionMismatch,
+    /// A handle belongs to an earlier life of the peer.
+    StaleIncarnation,
+    /// The time given was not enough.
+    Deadline,
+    /// Somebody cancelled it.
+    Cancelled,
+    /// The caller's interrupt check said stop.
+    Interrupted,
+    /// The bytes that arrived are not the bytes that were sent.
+    Checksum,
+    /// Something exceeds a limit of the protocol.
+    TooLarge,
+    /// A bounded queue is full.
+    Busy,
+    /// This agent is shut down.
+    Shutdown,
+    /// This process was forked from the one that started the agent.
+    Forked,
+    /// No allowed transport or protocol can do it.
+    Unsupported,
+    /// The peer said something it must not say.
+    Protocol,
+    /// The operating system refused.
+    Io,
+    /// A defect in kvferry.
+    Internal,
+}
+
+impl ErrorKind {
+    /// Every kind, for tables and for tests that must not forget one.
+    pub const ALL: &'static [Self] = &[
+        Self::InvalidArgument,
+        Self::Overlap,
+        Self::NotRegistered,
+        Self::OutOfBounds,
+        Self::AccessDenied,
+        Self::Revoked,
+        Self::Unreachable,
+        Self::PeerReset,
+        Self::PeerSilent,
+        Self::PeerClosed,
+        Self::AuthRequired,
+        Self::AuthUnsupported,
+        Self::AuthFailed,
+        Self::VersionMismatch,
+        Self::StaleIncarnation,
+        Self::Deadline,
+        Self::Cancelled,
+        Self::Interrupted,
+        Self::Checksum,
+        Self::TooLarge,
+        Self::Busy,
+        Self::Shutdown,
+        Self::Forked,
+        Self::Unsupported,
+        Self::Protocol,
+        Self::Io,
+        Self::Internal,
+    ];
+
+    /// The kind's name in snake case, as metrics and JSON show it.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::InvalidArgument => "invalid_argument",
+            Self::Overlap => "overlap",
+            Self::NotRegistered => "not_registered",
+            Self::OutOfBounds => "out_of_bounds",
+            Self::AccessDenied => "access_denied",
+            Self::Revoked => "revoked",
+            Self::Unreachable => "unreachable",
+            Self::PeerReset => "peer_reset",
+            Self::PeerSilent => "peer_silent",
+            Self::PeerClosed => "peer_closed",
+            Self::AuthRequired => "auth_required",
+            Self::AuthUnsupported => "auth_unsupported",
+            Self::AuthFailed => "auth_failed",
+            Self::VersionMismatch => "version_mismatch",
+            Self::StaleIncarnation => "stale_incarnation",
+            Self::Deadline => "deadline",
+            Self::Cancelled => "cancelled",
+            Self::Interrupted => "interrupted",
+            Self::Checksum => "checksum",
+            Self::TooLarge => "too_large",
+            Self::Busy => "busy",
+            Self::Shutdown => "shutdown",
+            Self::Forked => "forked",
+            Self::Unsupported => "unsupported",
+            Self::Protocol => "protocol",
+            Self::Io => "io",
+            Self::Internal => "internal",
+        }
+    }
+
+    /// The kind that a peer's wire code stands for.
+    pub(crate) fn from_wire(code: WireCode) -> Self {
+        match code {
+            WireCode::OutOfBounds | WireCode::Straddles | WireCode::Overflow => Self::OutOfBounds,
+            WireCode::UnknownRegion => Self::NotRegistered,
+            WireCode::AccessDenied => Self::AccessDenied,
+            WireCode::Revoked => Self::Revoked,
+            WireCode::ZeroLength => Self::InvalidArgument,
+            WireCode::Malformed | WireCode::Ok | WireCode::Other(_) | WireCode::StreamReplayed => {
+                Self::Protocol
+            }
+            WireCode::TooLarge => Self::TooLarge,
+            WireCode::Checksum => Self::Checksum,
+            WireCode::Cancelled => Self::Cancelled,
+            WireCode::Deadline => Self::Deadline,
+            WireCode::Busy => Self::Busy,
+            WireCode::VersionMismatch => Self::VersionMismatch,
+            WireCode::AuthRequired => Self::AuthRequired,
+            WireCode::AuthUnsupported => Self::AuthUnsupported,
+            WireCode::AuthFailed => Self::AuthFailed,
+            WireCode::StaleIncarnation => Self::StaleIncarnation,
+            WireCode::Silent | WireCode::Slept => Self::PeerSilent,
+            WireCode::UnknownSession | WireCode::Closed | WireCode::Shutdown => Self::PeerClosed,
+            WireCode::Internal => Self::Internal,
+            WireCode::LayoutMismatch | WireCode::Unsupported => Self::Unsupported,
+        }
+    }
+}
+
+impl fmt::Display for ErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// An error of kvferry: one line when displayed.
+///
+/// Cheap to clone, because every holder of a handle gets the same outcome.
+#[derive(Clone)]
+pub struct Error(Arc<Inner>);
+
+#[derive(Clone)]
+struct Inner {
+    kind: ErrorKind,
+    what: String,
+    context: Vec<(&'static str, String)>,
+    quiesced: Option<bool>,
+    source: Option<Arc<dyn std::error::Error + Send + Sync>>,
+}
+
+impl Error {
+    pub(crate) fn new(kind: ErrorKind, what: impl Into<String>) -> Self {
+        Self(Arc::new(Inner {
+            kind,
+            what: what.into(),
+            context: Vec::new(),
+            quiesced: None,
+            source: None,
+        }))
+    }
+
+    pub(crate) fn io(what: impl Into<String>, source: std::io::Error) -> Self {
+        Self::new(ErrorKind::Io, what).caused_by(source)
+    }
+
+    fn edit(mut self, f: impl FnOnce(&mut Inner)) -> Self {
+        f(Arc::make_mut(&mut self.0));
+        self
+    }
+
+    /// Adds a fact; the first fact under a key wins, it was said nearest to the cause.
+    pub(crate) fn with(self, key: &'static str, value: impl fmt::Display) -> Self {
+        if self.context(key).is_some() {
+            return self;
+        }
+        let value = value.to_string();
+        self.edit(|e| e.context.push((key, value)))
+    }
+
+    pub(crate) fn caused_by(self, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        self.edit(|e| e.source = Some(Arc::new(source)))
+    }
+
+    pub(crate) fn with_quiesced(self, quiesced: bool) -> Self {
+        self.edit(|e| e.quiesced = Some(quiesced))
+    }
+
+    /// What went wrong, for programs.
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// A fact the error carries, such as `"peer"`, `"descriptor"` or `"region"`.
+    pub fn context(&self, key: &str) -> Option<&str> {
+        self.0.context.iter().find(|(k, _)| *k == key).map(|(_, v)| v.as_str())
+    }
+
+    /// All facts the error carries.
+    pub fn facts(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        self.0.context.iter().map(|(k, v)| (*k, v.as_str()))
+    }
+
+    /// For a transfer that ended early: whether it is certain that nothing of it lands any more.
+    ///
+    /// `None` if nothing was under way, `Some(true)` if the peer confirmed (or refused the
+    /// request as a whole), `Some(false)` if the peer could not be asked: bytes that its kernel
+    /// had received may still be applied.
+    pub fn quiesced(&self) -> Option<bool> {
+        self.0.quiesced
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.what)?;
+        for (i, (key, value)) in self.0.context.iter().enumerate() {
+            write!(f, "{}{key}={value}", if i == 0 { " (" } else { ", " })?;
+        }
+        if !self.0.context.is_empty() {
+            f.write_str(")")?;
+        }
+        if let Some(source) = &self.0.source {
+            write!(f, ": {source}")?;
+        }
+        if self.0.quiesced == Some(false) {
+            f.write_str("; the peer could not confirm that nothing lands any more")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Error[{}]({self})", self.kind())
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source.as_ref().map(|s| s.as_ref() as &(dyn std::error::Error + 'static))
+    }
+}
+
+/// A result with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;

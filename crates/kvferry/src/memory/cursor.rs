@@ -1,0 +1,589 @@
+//! Walking over the bytes of a batch: what a transport sends from and receives into.
+//!
+//! A transport sees ready host spans and nothing else. A span is lent inside the copier's gate,
+//! after its region was seen alive, for the duration of one call; so a transport can't hold one
+//! for longer than a revoker waits (see [`gate`](super::gate)).
+
+use crate::memory::device::{Copy, CopyDone, Wake};
+use crate::memory::gate::Gate;
+use crate::memory::region::{Backing, RegionInner};
+use kvferry_proto::WireCode;
+use kvferry_sys::map::Mapping;
+use kvferry_sys::socket::SPANS_MAX;
+use kvferry_sys::span::HostSpan;
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+
+/// Bytes of one staging buffer for device memory.
+const STAGE_BYTES: u64 = 512 * 1024;
+/// How far back a batch is searched for a region that it names already: as many as a model has
+/// layers, about.
+const LOOK_BACK: usize = 128;
+/// Staging buffers one cursor has in use at most.
+const STAGES: usize = 4;
+
+thread_local! {
+    static SPANS: RefCell<Vec<HostSpan>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A contiguous piece of a batch.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Piece {
+    /// Index into [`Pieces::regions`], or [`Piece::RAW`].
+    pub(crate) region: u32,
+    /// Offset in the region; for raw memory an address of this process.
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+impl Piece {
+    /// Memory that is promised but not registered.
+    pub(crate) const RAW: u32 = u32::MAX;
+}
+
+/// The local memory of a batch, in order.
+#[derive(Debug, Default)]
+pub(crate) struct Pieces {
+    pub(crate) regions: Vec<Arc<RegionInner>>,
+    pub(crate) pieces: Vec<Piece>,
+    pub(crate) bytes: u64,
+}
+
+impl Pieces {
+    /// Appends a piece of a region.
+    pub(crate) fn push(&mut self, region: &Arc<RegionInner>, offset: u64, len: u64) {
+        // Looking far back would cost more than a second entry does.
+        let known = self.regions.iter().enumerate().rev().take(LOOK_BACK);
+        let known = known.into_iter().find(|(_, r)| Arc::ptr_eq(r, region)).map(|(i, _)| i);
+        let index = known.unwrap_or_else(|| {
+            self.regions.push(Arc::clone(region));
+            self.regions.len() - 1
+        });
+        let region = u32::try_from(index).expect("fewer regions than descriptors");
+        self.push_piece(Piece { region, offset, len });
+    }
+
+    /// Appends unregistered memory.
+    ///
+    /// # Safety
+    /// The range stays valid for as long as a cursor over these pieces is used: until the
+    /// transfer they belong to has its outcome.
+    pub(crate) unsafe fn push_raw(&mut self, addr: *mut u8, len: u64) {
+        self.push_piece(Piece { region: Piece::RAW, offset: addr as u64, len });
+    }
+
+    fn push_piece(&mut self, piece: Piece) {
+        self.bytes += piece.len;
+        self.pieces.push(piece);
+    }
+
+    fn is_host(&self, piece: &Piece) -> bool {
+        piece.region == Piece::RAW
+            || !matches!(self.regions[piece.region as usize].backing, Backing::Device(_))
+    }
+
+    pub(crate) fn all_host(&self) -> bool {
+        self.regions.iter().all(|r| !matches!(r.backing, Backing::Device(_)))
+    }
+}
+
+/// Where in the pieces a byte is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Position {
+    pub(crate) piece: usize,
+    pub(crate) within: u64,
+}
+
+/// What came of asking for spans.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lent {
+    /// So many bytes were moved.
+    Moved(usize),
+    /// The socket (or whatever the spans were lent to) has to be waited for.
+    WouldBlock,
+    /// The memory has to be waited for; the waker will be called.
+    NotReady,
+}
+
+/// Why memory can't be used any more.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    /// The memory of a descriptor is gone.
+    Memory {
+        /// `Revoked` or `Internal`.
+        code: WireCode,
+        /// The descriptor, counted from the start of the batch.
+        index: u32,
+    },
+    /// The copier was stopped.
+    Shut,
+    /// What the spans were lent to failed.
+    Io(io::Error),
+}
+
+/// Bytes to be sent, as ready host spans.
+pub(crate) trait Source: Send {
+    /// Bytes not yet taken.
+    fn remaining(&self) -> u64;
+
+    /// Lends at most `limit` bytes that are ready to `take`, which returns how many it took.
+    ///
+    /// # Errors
+    /// The memory is gone, the copier was stopped, or `take` failed with anything but
+    /// `WouldBlock`.
+    fn lend(
+        &mut self,
+        limit: usize,
+        take: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
+    ) -> Result<Lent, Fault>;
+}
+
+/// Room for bytes that arrive, as ready host spans.
+pub(crate) trait Sink: Send {
+    /// Bytes not yet filled.
+    fn remaining(&self) -> u64;
+
+    /// Lends room for at most `limit` bytes to `fill`, which returns how many it filled.
+    ///
+    /// # Errors
+    /// As [`Source::lend`].
+    fn lend(
+        &mut self,
+        limit: usize,
+        fill: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
+    ) -> Result<Lent, Fault>;
+
+    /// Whether all bytes that were filled are where they belong. Asked when nothing remains.
+    ///
+    /// # Errors
+    /// A copy to the device failed, or the memory is gone.
+    fn flush(&mut self) -> Result<Lent, Fault>;
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Direction {
+    Out,
+    In,
+}
+
+/// A range of a batch's pieces, walked once.
+struct Cursor {
+    pieces: Arc<Pieces>,
+    gate: Arc<Gate>,
+    at: Position,
+    remaining: u64,
+    direction: Direction,
+    staging: Option<Staging>,
+}
+
+/// A source over a range of a batch's pieces.
+#[derive(Debug)]
+pub(crate) struct Gather(Cursor);
+
+impl Gather {
+    /// `len` bytes from `at` on, read inside `gate`. `wake` is called when memory that was not
+    /// ready may be.
+    pub(crate) fn new(
+        pieces: Arc<Pieces>,
+        at: Position,
+        len: u64,
+        gate: Arc<Gate>,
+        wake: Wake,
+    ) -> Self {
+        Self(Cursor::new(pieces, at, len, gate, wake, Direction::Out))
+    }
+}
+
+/// A sink over a range of a batch's pieces.
+#[derive(Debug)]
+pub(crate) struct Scatter(Cursor);
+
+impl Scatter {
+    /// `len` bytes from `at` on, written inside `gate`. `wake` is called when memory that was not
+    /// ready may be.
+    pub(crate) fn new(
+        pieces: Arc<Pieces>,
+        at: Position,
+        len: u64,
+        gate: Arc<Gate>,
+        wake: Wake,
+    ) -> Self {
+        Self(Cursor::new(pieces, at, len, gate, wake, Direction::In))
+    }
+}
+
+impl Cursor {
+    fn new(
+        pieces: Arc<Pieces>,
+        at: Position,
+        len: u64,
+        gate: Arc<Gate>,
+        wake: Wake,
+        direction: Direction,
+    ) -> Self {
+        let staging = (!pieces.all_host()).then(|| Staging::new(wake, at, len));
+        Self { pieces, gate, at, remaining: len, direction, staging }
+    }
+
+    fn walk(
+        &mut self,
+        limit: usize,
+        use_spans: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
+    ) -> Result<Lent, Fault> {
+        if self.remaining == 0 {
+            return Ok(Lent::Moved(0));
+        }
+        while self.pieces.pieces[self.at.piece].len == self.at.within {
+            self.at.piece += 1;
+            self.at.within = 0;
+        }
+        if self.pieces.is_host(&self.pieces.pieces[self.at.piece]) {
+            self.walk_host(limit, use_spans)
+        } else {
+            self.walk_device(limit, use_spans)
+        }
+    }
+
+    fn walk_host(
+        &mut self,
+        limit: usize,
+        use_spans: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
+    ) -> Result<Lent, Fault> {
+        let gate = Arc::clone(&self.gate);
+        let _inside = gate.enter().map_err(|_| Fault::Shut)?;
+        SPANS.with_borrow_mut(|spans| {
+            spans.clear();
+            self.gather(limit, spans)?;
+            let moved = match use_spans(spans) {
+                Ok(moved) => moved,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(Lent::WouldBlock),
+                Err(e) => return Err(Fault::Io(e)),
+            };
+            self.advance(moved);
+            Ok(Lent::Moved(moved))
+        })
+    }
+
+    /// Collects host spans from the position on; stops before device memory.
+    fn gather(&self, limit: usize, spans: &mut Vec<HostSpan>) -> Result<(), Fault> {
+        let mut budget = self.remaining.min(limit as u64);
+        let mut within = self.at.within;
+        let mut alive = Piece::RAW;
+        for (i, piece) in self.pieces.pieces[self.at.piece..].iter().enumerate() {
+            if budget == 0 || spans.len() == SPANS_MAX || !self.pieces.is_host(piece) {
+                break;
+            }
+            let len = (piece.len - within).min(budget);
+            if len > 0 {
+                spans.push(
+                    self.host_span(piece, within, len, &mut alive).map_err(|code| {
+                        Fault::Memory { code, index: index_of(self.at.piece + i) }
+                    })?,
+                );
+            }
+            budget -= len;
+            within = 0;
+        }
+        Ok(())
+    }
+
+    /// `alive` is the region that was seen alive last inside this gate.
+    fn host_span(
+        &self,
+        piece: &Piece,
+        within: u64,
+        len: u64,
+        alive: &mut u32,
+    ) -> Result<HostSpan, WireCode> {
+        let len = usize::try_from(len).expect("bounded by the limit of the call");
+        if piece.region == Piece::RAW {
+            let at = usize::try_from(piece.offset + within).expect("an address of this process");
+            // SAFETY: `Pieces::push_raw`'s caller promised the range until the transfer's
+            // outcome, and a cursor is used only before it.
+            return Ok(unsafe { HostSpan::new(at as *mut u8, len) });
+        }
+        let region = &self.pieces.regions[piece.region as usize];
+        if *alive != piece.region {
+            if !region.is_alive() {
+                return Err(WireCode::Revoked);
+            }
+            *alive = piece.region;
+        }
+        Ok(region.span(piece.offset + within, len))
+    }
+
+    fn advance(&mut self, moved: usize) {
+        let mut moved = moved as u64;
+        assert!(moved <= self.remaining, "nobody moves more than was lent");
+        self.remaining -= moved;
+        while moved > 0 {
+            let left = self.pieces.pieces[self.at.piece].len - self.at.within;
+            if moved < left {
+                self.at.within += moved;
+                return;
+            }
+            moved -= left;
+            self.at.piece += 1;
+            self.at.within = 0;
+        }
+    }
+
+    fn walk_device(
+        &mut self,
+        limit: usize,
+        use_spans: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
+    ) -> Result<Lent, Fault> {
+        let staging = self.staging.as_mut().expect("made for pieces that are not all host");
+        let ready = match self.direction {
+            Direction::Out => staging.fetch(&self.pieces, &self.gate)?,
+            Direction::In => staging.room(&self.pieces, self.at, self.remaining)?,
+        };
+        let Some(span) = ready else { return Ok(Lent::NotReady) };
+        if self.gate.is_shut() {
+            return Err(Fault::Shut);
+        }
+        let span = span.truncated(span.len().min(limit));
+        let moved = match use_spans(&[span]) {
+            Ok(moved) => moved,
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(Lent::WouldBlock),
+            Err(e) => return Err(Fault::Io(e)),
+        };
+        match self.direction {
+            Direction::Out => staging.taken(moved),
+            Direction::In => staging.filled(moved, &self.pieces, &self.gate)?,
+        }
+        self.advance(moved);
+        Ok(Lent::Moved(moved))
+    }
+}
+
+fn index_of(piece: usize) -> u32 {
+    u32::try_from(piece).unwrap_or(u32::MAX)
+}
+
+impl Source for Gather {
+    fn remaining(&self) -> u64 {
+        self.0.remaining
+    }
+
+    fn lend(
+        &mut self,
+        limit: usize,
+        take: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
+    ) -> Result<Lent, Fault> {
+        self.0.walk(limit, take)
+    }
+}
+
+impl Sink for Scatter {
+    fn remaining(&self) -> u64 {
+        self.0.remaining
+    }
+
+    fn lend(
+        &mut self,
+        limit: usize,
+        fill: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
+    ) -> Result<Lent, Fault> {
+        self.0.walk(limit, fill)
+    }
+
+    fn flush(&mut self) -> Result<Lent, Fault> {
+        match &mut self.0.staging {
+            Some(staging) => staging.flush(),
+            None => Ok(Lent::Moved(0)),
+        }
+    }
+}
+
+impl std::fmt::Debug for Cursor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Cursor[{:?} at {:?}, {} left]", self.direction, self.at, self.remaining)
+    }
+}
+
+/// Staging buffers between device memory and a socket.
+struct Staging {
+    wake: Wake,
+    free: Vec<Mapping>,
+    made: usize,
+    /// Copies from the device, in the order of the bytes (out), or to it, in no order (in).
+    copies: VecDeque<Staged>,
+    /// Out: where the next copy starts, and how many bytes are not yet asked for.
+    ahead: Position,
+    ahead_left: u64,
+    /// In: the buffer being filled.
+    filling: Option<Filling>,
+}
+
+struct Staged {
+    copy: Arc<Copy>,
+    piece: usize,
+    len: usize,
+    /// Out: bytes already sent.
+    taken: usize,
+}
+
+struct Filling {
+    buffer: Mapping,
+    start: Position,
+    len: usize,
+    filled: usize,
+}
+
+impl Staging {
+    fn new(wake: Wake, at: Position, len: u64) -> Self {
+        Self {
+            wake,
+            free: Vec::new(),
+            made: 0,
+            copies: VecDeque::new(),
+            ahead: at,
+            ahead_left: len,
+            filling: None,
+        }
+    }
+
+    fn buffer(&mut self) -> Result<Option<Mapping>, Fault> {
+        if let Some(buffer) = self.free.pop() {
+            return Ok(Some(buffer));
+        }
+        if self.made == STAGES {
+            return Ok(None);
+        }
+        let bytes = usize::try_from(STAGE_BYTES).expect("a small constant");
+        let buffer = Mapping::anonymous(bytes).map_err(Fault::Io)?;
+        self.made += 1;
+        Ok(Some(buffer))
+    }
+
+    fn failed(piece: usize, e: &io::Error) -> Fault {
+        tracing::warn!(piece, error = %e, "a copy between device and staging memory failed");
+        Fault::Memory { code: WireCode::Internal, index: index_of(piece) }
+    }
+
+    /// Starts a copy of the part of `piece` at `within`, inside the gate.
+    fn start(
+        &self,
+        pieces: &Pieces,
+        gate: &Arc<Gate>,
+        at: Position,
+        len: usize,
+        buffer: Mapping,
+        direction: Direction,
+    ) -> Result<Staged, Fault> {
+        let piece = pieces.pieces[at.piece];
+        let region = &pieces.regions[piece.region as usize];
+        let Backing::Device(device) = &region.backing else {
+            unreachable!("only device pieces are staged");
+        };
+        let _inside = gate.enter().map_err(|_| Fault::Shut)?;
+        if !region.is_alive() {
+            return Err(Fault::Memory { code: WireCode::Revoked, index: index_of(at.piece) });
+        }
+        let copy = Copy::start(buffer, region, gate, &self.wake);
+        let (offset, span) = (piece.offset + at.within, copy.span(0, len));
+        match direction {
+            Direction::Out => device.copy_out(offset, span, CopyDone::new(&copy)),
+            Direction::In => device.copy_in(offset, span, CopyDone::new(&copy)),
+        }
+        Ok(Staged { copy, piece: at.piece, len, taken: 0 })
+    }
+
+    /// Out: keeps copies going ahead of the position and returns what is ready to be sent.
+    fn fetch(&mut self, pieces: &Pieces, gate: &Arc<Gate>) -> Result<Option<HostSpan>, Fault> {
+        while self.ahead_left > 0 && self.copies.len() < STAGES {
+            let piece = pieces.pieces[self.ahead.piece];
+            let left = piece.len - self.ahead.within;
+            if left == 0 || pieces.is_host(&piece) {
+                let skip = left.min(self.ahead_left);
+                self.ahead_left -= skip;
+                self.ahead = Position { piece: self.ahead.piece + 1, within: 0 };
+                continue;
+            }
+            let Some(buffer) = self.buffer()? else { break };
+            let len = left.min(self.ahead_left).min(STAGE_BYTES);
+            let at = self.ahead;
+            let size = usize::try_from(len).expect("at most one staging buffer");
+            self.copies.push_back(self.start(pieces, gate, at, size, buffer, Direction::Out)?);
+            self.ahead_left -= len;
+            self.ahead.within += len;
+        }
+        let front =
+            self.copies.front().expect("device bytes remain, so a copy of them was started");
+        match front.copy.outcome() {
+            None => Ok(None),
+            Some(Ok(())) => Ok(Some(front.copy.span(front.taken, front.len - front.taken))),
+            Some(Err(e)) => Err(Self::failed(front.piece, &e)),
+        }
+    }
+
+    fn taken(&mut self, bytes: usize) {
+        let front = self.copies.front_mut().expect("bytes were taken from it");
+        front.taken += bytes;
+        if front.taken == front.len {
+            let done = self.copies.pop_front().expect("looked at above");
+            self.recycle(done);
+        }
+    }
+
+    fn recycle(&mut self, staged: Staged) {
+        match staged.copy.into_buffer() {
+            Some(buffer) => self.free.push(buffer),
+            // The device still holds the completion for a moment: let it go, make another.
+            None => self.made -= 1,
+        }
+    }
+
+    /// In: the room left in the buffer being filled, or a new one.
+    fn room(
+        &mut self,
+        pieces: &Pieces,
+        at: Position,
+        remaining: u64,
+    ) -> Result<Option<HostSpan>, Fault> {
+        if self.filling.is_none() {
+            self.reap()?;
+            let Some(buffer) = self.buffer()? else { return Ok(None) };
+            let left = pieces.pieces[at.piece].len - at.within;
+            let len = left.min(remaining).min(STAGE_BYTES);
+            let len = usize::try_from(len).expect("at most one staging buffer");
+            self.filling = Some(Filling { buffer, start: at, len, filled: 0 });
+        }
+        let filling = self.filling.as_ref().expect("set above");
+        Ok(Some(filling.buffer.span(filling.filled, filling.len - filling.filled)))
+    }
+
+    fn filled(&mut self, bytes: usize, pieces: &Pieces, gate: &Arc<Gate>) -> Result<(), Fault> {
+        let filling = self.filling.as_mut().expect("bytes were received into it");
+        filling.filled += bytes;
+        if filling.filled < filling.len {
+            return Ok(());
+        }
+        let full = self.filling.take().expect("looked at above");
+        let (start, len) = (full.start, full.len);
+        let staged = self.start(pieces, gate, start, len, full.buffer, Direction::In)?;
+        self.copies.push_back(staged);
+        Ok(())
+    }
+
+    /// In: takes back the buffers of copies that have ended.
+    fn reap(&mut self) -> Result<(), Fault> {
+        for _ in 0..self.copies.len() {
+            let staged = self.copies.pop_front().expect("counted");
+            match staged.copy.outcome() {
+                None => self.copies.push_back(staged),
+                Some(Ok(())) => self.recycle(staged),
+                Some(Err(e)) => return Err(Self::failed(staged.piece, &e)),
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<Lent, Fault> {
+        self.reap()?;
+        Ok(if self.copies.is_empty() { Lent::Moved(0) } else { Lent::NotReady })
+    }
+}

@@ -1,0 +1,143 @@
+//! Memory the CPU can't address, copied through bounded staging buffers.
+//!
+//! Ownership: a staging buffer is owned by the copy that uses it. A copy is under way from its
+//! start until its [`CopyDone`] is completed or dropped; the cursor that started it only observes.
+//! So a cursor may be dropped at any point, and the device still writes into live memory.
+//!
+//! Wake-up: a cursor that found nothing ready returns `NotReady`; the completion of any of its
+//! copies calls the waker afterwards. A completion that came before the cursor looked is seen by
+//! the look, because the state is set before the waker is called.
+
+use crate::memory::gate::Gate;
+use crate::memory::region::RegionInner;
+use kvferry_sys::map::Mapping;
+use kvferry_sys::span::HostSpan;
+use std::io;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Memory that is read and written by asynchronous copies: a GPU's, or anything that behaves so.
+///
+/// Offsets count from the start of the memory. Copies may complete in any order, on any thread,
+/// or before the call returns.
+pub trait DeviceMemory: Send + Sync + 'static {
+    /// Bytes of the memory; constant.
+    fn len(&self) -> u64;
+
+    /// Whether the memory has no bytes.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Starts to copy `to.len()` bytes at `offset` of the device to `to`, which stays valid until
+    /// `done` is completed or dropped.
+    fn copy_out(&self, offset: u64, to: HostSpan, done: CopyDone);
+
+    /// Starts to copy `from` to `offset` of the device; `from` stays valid until `done` is
+    /// completed or dropped.
+    fn copy_in(&self, offset: u64, from: HostSpan, done: CopyDone);
+}
+
+/// Called when something that was waited for may be ready.
+pub(crate) type Wake = Arc<dyn Fn() + Send + Sync>;
+
+const RUNNING: u8 = 0;
+const DONE: u8 = 1;
+const FAILED: u8 = 2;
+
+pub(crate) struct Copy {
+    buffer: Mapping,
+    state: AtomicU8,
+    error: Mutex<Option<io::Error>>,
+    region: Arc<RegionInner>,
+    gate: Arc<Gate>,
+    wake: Wake,
+}
+
+impl Copy {
+    /// Marks a copy as started. The caller is inside `gate` and has seen `region` alive.
+    pub(crate) fn start(
+        buffer: Mapping,
+        region: &Arc<RegionInner>,
+        gate: &Arc<Gate>,
+        wake: &Wake,
+    ) -> Arc<Self> {
+        region.copies.fetch_add(1, Ordering::SeqCst);
+        gate.copy_started();
+        Arc::new(Self {
+            buffer,
+            state: AtomicU8::new(RUNNING),
+            error: Mutex::new(None),
+            region: Arc::clone(region),
+            gate: Arc::clone(gate),
+            wake: Arc::clone(wake),
+        })
+    }
+
+    pub(crate) fn span(&self, offset: usize, len: usize) -> HostSpan {
+        self.buffer.span(offset, len)
+    }
+
+    /// The outcome of the copy, or `None` while it runs.
+    pub(crate) fn outcome(&self) -> Option<io::Result<()>> {
+        match self.state.load(Ordering::Acquire) {
+            RUNNING => None,
+            DONE => Some(Ok(())),
+            _ => {
+                let error = self.error.lock().unwrap_or_else(PoisonError::into_inner).take();
+                Some(Err(error.unwrap_or_else(|| io::Error::other("a device copy failed"))))
+            }
+        }
+    }
+
+    /// The buffer back, if the copy has ended and nobody else looks at it.
+    pub(crate) fn into_buffer(self: Arc<Self>) -> Option<Mapping> {
+        Arc::try_unwrap(self).ok().map(|copy| copy.buffer)
+    }
+
+    fn end(&self, state: u8) {
+        self.state.store(state, Ordering::Release);
+        self.region.copies.fetch_sub(1, Ordering::SeqCst);
+        self.gate.copy_ended();
+        (self.wake)();
+    }
+}
+
+/// Says that a device's copy has ended. Keeps the staging buffer alive until then.
+///
+/// Dropping it without [`CopyDone::complete`] says that the copy failed.
+#[derive(Debug)]
+pub struct CopyDone(Option<Arc<Copy>>);
+
+impl CopyDone {
+    pub(crate) fn new(copy: &Arc<Copy>) -> Self {
+        Self(Some(Arc::clone(copy)))
+    }
+
+    /// Ends the copy. Nothing may touch the span any more.
+    pub fn complete(mut self, result: io::Result<()>) {
+        if let Some(copy) = self.0.take() {
+            match result {
+                Ok(()) => copy.end(DONE),
+                Err(e) => {
+                    *copy.error.lock().unwrap_or_else(PoisonError::into_inner) = Some(e);
+                    copy.end(FAILED);
+                }
+            }
+        }
+    }
+}
+
+impl Drop for CopyDone {
+    fn drop(&mut self) {
+        if let Some(copy) = self.0.take() {
+            copy.end(FAILED);
+        }
+    }
+}
+
+impl std::fmt::Debug for Copy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Copy[{:?} state {}]", self.region, self.state.load(Ordering::Relaxed))
+    }
+}

@@ -1,0 +1,165 @@
+//! Registering memory with an agent.
+
+use crate::agent::{Agent, Core};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::device::DeviceMemory;
+use crate::memory::region::{Access, Backing, Region, RegionTable};
+use crate::transfer::batch::{Batch, check_address};
+use kvferry_sys::map::Mapping;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+impl Agent {
+    /// Registers `len` bytes of host memory at `addr`.
+    ///
+    /// Any alignment and any length but zero will do. A range that overlaps a registered one is
+    /// refused, even the very same.
+    ///
+    /// # Safety
+    /// The range must stay mapped, readable and, if peers may write or this agent reads into it,
+    /// writable, until [`Agent::unregister`] of it returned or the agent is shut down. Peers write
+    /// to it at any time, so nobody may hold references to it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for no bytes, null, or a range that wraps around; `Overlap`.
+    pub unsafe fn register(&self, addr: *mut u8, len: usize, access: Access) -> Result<Region> {
+        let core = self.core();
+        core.check()?;
+        core.regions.insert(core.incarnation, addr as usize, len, access, Backing::Borrowed)
+    }
+
+    /// Registers several ranges, all or none.
+    ///
+    /// # Safety
+    /// As [`Agent::register`], for each range.
+    ///
+    /// # Errors
+    /// As [`Agent::register`], with the number of the range.
+    pub unsafe fn register_batch(
+        &self,
+        ranges: &[(*mut u8, usize)],
+        access: Access,
+    ) -> Result<Vec<Region>> {
+        let core = self.core();
+        core.check()?;
+        core.regions.insert_all(core.incarnation, ranges, access)
+    }
+
+    /// Allocates `len` zeroed bytes, page-aligned, and registers them. The memory lives as long
+    /// as a handle of the region.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for no bytes, `Io` if there is no memory.
+    pub fn allocate(&self, len: usize, access: Access) -> Result<Region> {
+        let core = self.core();
+        core.check()?;
+        if len == 0 {
+            return Err(Error::new(ErrorKind::InvalidArgument, "a region needs bytes"));
+        }
+        let map = Mapping::anonymous(len)
+            .map_err(|e| Error::io("memory can't be allocated", e).with("len", len))?;
+        let base = map.as_ptr() as usize;
+        core.regions.insert(core.incarnation, base, len, access, Backing::Owned(map))
+    }
+
+    /// Registers memory that is reached by asynchronous copies.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if it has no bytes.
+    pub fn register_device(&self, memory: Arc<dyn DeviceMemory>, access: Access) -> Result<Region> {
+        let core = self.core();
+        core.check()?;
+        let len = usize::try_from(memory.len()).map_err(|_| {
+            Error::new(ErrorKind::TooLarge, "the memory has more bytes than this process addresses")
+        })?;
+        core.regions.insert(core.incarnation, 0, len, access, Backing::Device(memory))
+    }
+
+    /// The registered region that starts at `addr`, if there is one.
+    pub fn region_at(&self, addr: usize) -> Option<Region> {
+        self.core().regions.starting_at(addr)
+    }
+
+    /// All registered regions, in the order of their registration.
+    pub fn regions(&self) -> Vec<Region> {
+        self.core().regions.all()
+    }
+
+    /// Unregisters a region. When it returns, no copier of this agent touches the memory any
+    /// more, neither for peers nor for this agent's own transfers, which end with `Revoked`.
+    ///
+    /// # Errors
+    /// `NotRegistered` if it is not, or not of this agent.
+    pub fn unregister(&self, region: &Region) -> Result<()> {
+        self.core().check()?;
+        unregister(self.core(), std::slice::from_ref(region))
+    }
+
+    /// Unregisters several regions with one quiesce. Goes through all; the first error is
+    /// returned.
+    ///
+    /// # Errors
+    /// As [`Agent::unregister`].
+    pub fn unregister_batch(&self, regions: &[Region]) -> Result<()> {
+        self.core().check()?;
+        unregister(self.core(), regions)
+    }
+}
+
+fn unregister(core: &Core, regions: &[Region]) -> Result<()> {
+    let mut first = Ok(());
+    let mut removed = Vec::with_capacity(regions.len());
+    for region in regions {
+        match core.regions.remove(region) {
+            Ok(()) => removed.push(region),
+            Err(e) => first = first.and(Err(e)),
+        }
+    }
+    if removed.is_empty() {
+        return first;
+    }
+    core.gates.quiesce();
+    for region in removed {
+        // Device copies that were started before end on their own time.
+        while region.0.copies.load(Ordering::SeqCst) > 0 {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+    first
+}
+
+impl RegionTable {
+    /// Unregisters everything; the caller quiesces.
+    pub(crate) fn clear(&self) {
+        for region in self.all() {
+            // Somebody else may be unregistering the same.
+            let _ = self.remove(&region);
+        }
+    }
+}
+
+impl Batch {
+    /// Adds `len` bytes at `local`, which need not be registered, and at the virtual address
+    /// `remote` in the peer's process.
+    ///
+    /// # Safety
+    /// The local range must be valid (for a read: writable, and not referenced) until the outcome
+    /// of every transfer that the batch is given to.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for no bytes, null, or an address that wraps around. The batch is
+    /// unchanged.
+    pub unsafe fn push_raw(&mut self, local: *mut u8, remote: u64, len: u64) -> Result<()> {
+        if local.is_null() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "local memory can't be at null"));
+        }
+        check_address(local as u64, len)?;
+        check_address(remote, len)?;
+        self.push_raw_parts(remote, |pieces| {
+            // SAFETY: the caller promises the range until the transfer's outcome.
+            unsafe { pieces.push_raw(local, len) }
+        });
+        Ok(())
+    }
+}

@@ -1,0 +1,530 @@
+//! What lives between this agent and one incarnation of a peer: the session's shared state, and
+//! the pool of lanes that data moves on.
+//!
+//! Lanes are handed out first come, first served, to callers and asynchronous transfers alike, so
+//! that no caller starves another (invariant I5 of fairness is a queue, not a lottery). When the
+//! link ends, every lane's socket is shut down, which wakes whoever waits on one; they find the
+//! reason in [`Link::end`].
+
+use crate::agent::Core;
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::gate::Gate;
+use crate::reactor::{Remote, now};
+use crate::transport::Transport;
+use kvferry_proto::{PeerInfo, Session, StreamId, Timestamp, WireCode};
+use kvferry_sys::socket::Socket;
+use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
+use std::net::{Shutdown, SocketAddr};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// Callers that may wait for a lane of one link.
+const WAITERS_MAX: usize = 65_536;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One connection that data moves on, used by one transfer at a time.
+#[derive(Debug)]
+pub(crate) struct Lane {
+    pub(crate) id: StreamId,
+    pub(crate) socket: Socket,
+    pub(crate) gate: Arc<Gate>,
+}
+
+/// Called with a lane, or with why there is none; exactly once.
+pub(crate) type LaneGiven = Box<dyn FnOnce(Result<Arc<Lane>>) + Send>;
+
+struct Waiter {
+    id: u64,
+    deadline: Timestamp,
+    give: LaneGiven,
+}
+
+/// Why the peer ended a lane in the middle of an answer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StreamFault {
+    pub(crate) code: WireCode,
+    /// Of the descriptor in its request.
+    pub(crate) index: u32,
+}
+
+#[derive(Default)]
+struct Pool {
+    idle: Vec<Arc<Lane>>,
+    open: FxHashMap<StreamId, Arc<Lane>>,
+    /// Of open lanes only.
+    faults: FxHashMap<StreamId, StreamFault>,
+    opening: usize,
+    waiters: VecDeque<Waiter>,
+    last_waiter: u64,
+}
+
+/// A data stream that the peer opened.
+#[derive(Debug)]
+pub(crate) struct InboundLane {
+    pub(crate) socket: Arc<Socket>,
+    pub(crate) gate: Arc<Gate>,
+}
+
+/// Called when the peer confirmed a revoke (true) or can't any more (false).
+pub(crate) type RevokeDone = Box<dyn FnOnce(bool) + Send>;
+/// Called with the answer to a request.
+pub(crate) type Answered = Box<dyn FnOnce(WireCode, Vec<u8>) + Send>;
+
+/// The native session of a link.
+pub(crate) struct Native {
+    pub(crate) session: Mutex<Session>,
+    /// The handler of the control connection, on the control thread.
+    pub(crate) token: u64,
+    pub(crate) info: OnceLock<PeerInfo>,
+    pub(crate) inbound: Mutex<FxHashMap<StreamId, InboundLane>>,
+    pub(crate) revokes: Mutex<FxHashMap<u64, RevokeDone>>,
+    pub(crate) requests: Mutex<FxHashMap<u64, Answered>>,
+}
+
+/// How further lanes of a link are opened; answers through [`Link::lane_opened`] or
+/// [`Link::lane_failed`].
+pub(crate) trait OpenLane: Send + Sync {
+    fn open_lane(&self, link: &Arc<Link>);
+}
+
+/// Everything between this agent and one life of a peer.
+pub(crate) struct Link {
+    pub(crate) core: Arc<Core>,
+    /// As the user wrote it; for errors.
+    pub(crate) address: String,
+    pub(crate) peer_addr: SocketAddr,
+    pub(crate) transport: Arc<dyn Transport>,
+    pub(crate) native: Option<Native>,
+    pub(crate) mooncake: Option<crate::transport::mooncake::MooncakePeer>,
+    opener: Arc<dyn OpenLane>,
+    pool: Mutex<Pool>,
+    end: OnceLock<Error>,
+    /// Transfers (our side) and requests (peer's) that have something under way.
+    in_flight: AtomicUsize,
+    /// The control thread knows that something was in flight lately.
+    watched: AtomicBool,
+}
+
+impl std::fmt::Debug for Link {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Link[{} {}]", self.address, self.transport.kind())
+    }
+}
+
+impl Link {
+    pub(crate) fn new(
+        core: Arc<Core>,
+        address: String,
+        peer_addr: SocketAddr,
+        transport: Arc<dyn Transport>,
+        native: Option<Native>,
+        mooncake: Option<crate::transport::mooncake::MooncakePeer>,
+        opener: Arc<dyn OpenLane>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            core,
+            address,
+            peer_addr,
+            transport,
+            native,
+            mooncake,
+            opener,
+            pool: Mutex::new(Pool::default()),
+            end: OnceLock::new(),
+            in_flight: AtomicUsize::new(0),
+            watched: AtomicBool::new(false),
+        })
+    }
+
+    /// Why the link ended, if it did.
+    pub(crate) fn end(&self) -> Option<&Error> {
+        self.end.get()
+    }
+
+    pub(crate) fn info(&self) -> Option<&PeerInfo> {
+        self.native.as_ref().and_then(|n| n.info.get())
+    }
+
+    /// The life of the peer this link leads to; none with stock Mooncake peers.
+    pub(crate) fn incarnation(&self) -> Option<kvferry_proto::Incarnation> {
+        self.info().map(|info| info.incarnation)
+    }
+
+    pub(crate) fn checksum(&self) -> bool {
+        self.info().is_some_and(|info| info.checksum)
+    }
+
+    fn control(&self) -> &Remote {
+        &self.core.control
+    }
+
+    /// Has the control thread look at the session.
+    pub(crate) fn wake_control(&self) {
+        if let Some(native) = &self.native {
+            self.control().wake(native.token);
+        }
+        if let Some(mooncake) = &self.mooncake {
+            self.control().wake(mooncake.keeper());
+        }
+    }
+
+    // ---- activity: the heartbeat runs only while something is in flight ----
+
+    /// Something is under way. Costs an atomic increment; the control thread is woken only when
+    /// nothing was under way for a heartbeat's interval.
+    pub(crate) fn begin(&self) {
+        self.in_flight.fetch_add(1, Ordering::SeqCst);
+        if !self.watched.swap(true, Ordering::SeqCst) {
+            self.wake_control();
+        }
+    }
+
+    /// The counterpart of [`Link::begin`].
+    pub(crate) fn finish(&self) {
+        self.in_flight.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Control thread: whether the heartbeat has to run. Called about once per interval; when
+    /// nothing is in flight, the next [`Link::begin`] wakes the control thread again.
+    pub(crate) fn is_active(&self) -> bool {
+        if self.in_flight.load(Ordering::SeqCst) > 0 {
+            return true;
+        }
+        self.watched.store(false, Ordering::SeqCst);
+        // A begin between the two: it saw `watched` set and woke nobody, or it will wake us.
+        if self.in_flight.load(Ordering::SeqCst) > 0 {
+            self.watched.store(true, Ordering::SeqCst);
+            return true;
+        }
+        false
+    }
+
+    // ---- lanes ----
+
+    /// A lane that is idle now, if nobody waits for one.
+    pub(crate) fn idle_lane(&self) -> Option<Arc<Lane>> {
+        let mut pool = lock(&self.pool);
+        if !pool.waiters.is_empty() || self.end.get().is_some() {
+            return None;
+        }
+        pool.idle.pop()
+    }
+
+    /// Asks for a lane. `give` may be called at once, on this thread. Returns a number to withdraw
+    /// the wish with.
+    pub(crate) fn acquire(self: &Arc<Self>, deadline: Timestamp, give: LaneGiven) -> u64 {
+        let mut pool = lock(&self.pool);
+        if let Some(end) = self.end.get() {
+            let end = end.clone();
+            drop(pool);
+            give(Err(end));
+            return 0;
+        }
+        if pool.waiters.is_empty()
+            && let Some(lane) = pool.idle.pop()
+        {
+            drop(pool);
+            give(Ok(lane));
+            return 0;
+        }
+        if pool.waiters.len() >= WAITERS_MAX {
+            drop(pool);
+            give(Err(Error::new(ErrorKind::Busy, "too many transfers wait for this peer")
+                .with("peer", &self.address)
+                .with("waiting", WAITERS_MAX)));
+            return 0;
+        }
+        pool.last_waiter += 1;
+        let id = pool.last_waiter;
+        pool.waiters.push_back(Waiter { id, deadline, give });
+        let open = self.wants_lane(&mut pool, 0);
+        drop(pool);
+        if open {
+            self.opener.open_lane(self);
+        }
+        id
+    }
+
+    /// Withdraws a wish. False if it was granted (or failed) already.
+    pub(crate) fn withdraw(&self, id: u64) -> bool {
+        let mut pool = lock(&self.pool);
+        let at = pool.waiters.iter().position(|w| w.id == id);
+        let withdrawn = at.and_then(|at| pool.waiters.remove(at));
+        drop(pool);
+        withdrawn.is_some()
+    }
+
+    /// At most `more` lanes that are idle now. Opens further ones for the next time.
+    pub(crate) fn acquire_idle(self: &Arc<Self>, more: usize) -> Vec<Arc<Lane>> {
+        let mut pool = lock(&self.pool);
+        if !pool.waiters.is_empty() || self.end.get().is_some() {
+            return Vec::new();
+        }
+        let n = more.min(pool.idle.len());
+        let at = pool.idle.len() - n;
+        let lanes = pool.idle.split_off(at);
+        let missing = more - n;
+        let mut opens = 0;
+        while opens < missing && self.wants_lane(&mut pool, missing) {
+            opens += 1;
+        }
+        drop(pool);
+        for _ in 0..opens {
+            self.opener.open_lane(self);
+        }
+        lanes
+    }
+
+    /// Whether one more lane should be opened; counts it as being opened.
+    fn wants_lane(&self, pool: &mut Pool, extra: usize) -> bool {
+        let room = pool.open.len() + pool.opening < self.core.streams_per_peer;
+        let needed = pool.opening < pool.waiters.len().max(extra);
+        if room && needed {
+            pool.opening += 1;
+        }
+        room && needed
+    }
+
+    /// Opens one lane ahead of need.
+    pub(crate) fn open_ahead(self: &Arc<Self>) {
+        let open = {
+            let mut pool = lock(&self.pool);
+            let none = pool.open.is_empty() && pool.opening == 0;
+            if none {
+                pool.opening = 1;
+            }
+            none
+        };
+        if open {
+            self.opener.open_lane(self);
+        }
+    }
+
+    /// A lane that was asked for is there.
+    pub(crate) fn lane_opened(&self, lane: Arc<Lane>) {
+        let mut pool = lock(&self.pool);
+        pool.opening = pool.opening.saturating_sub(1);
+        if self.end.get().is_some() {
+            lane.socket.shutdown(Shutdown::Both);
+            return;
+        }
+        pool.open.insert(lane.id, Arc::clone(&lane));
+        drop(pool);
+        self.core.counters.streams.one();
+        self.put(lane);
+    }
+
+    /// A lane that was asked for can't be had.
+    pub(crate) fn lane_failed(self: &Arc<Self>, error: &Error) {
+        let mut pool = lock(&self.pool);
+        pool.opening = pool.opening.saturating_sub(1);
+        if !pool.open.is_empty() || pool.opening > 0 {
+            // Those who wait get one of the others.
+            return;
+        }
+        let waiters = std::mem::take(&mut pool.waiters);
+        drop(pool);
+        for waiter in waiters {
+            (waiter.give)(Err(error.clone()));
+        }
+    }
+
+    /// Gives back a lane whose last request was answered.
+    pub(crate) fn put(&self, lane: Arc<Lane>) {
+        let mut pool = lock(&self.pool);
+        if !pool.open.contains_key(&lane.id) {
+            return;
+        }
+        match pool.waiters.pop_front() {
+            Some(waiter) => {
+                drop(pool);
+                (waiter.give)(Ok(lane));
+            }
+            None => pool.idle.push(lane),
+        }
+    }
+
+    /// The peer said why it is about to end a lane.
+    pub(crate) fn note_fault(&self, stream: StreamId, fault: StreamFault) {
+        let mut pool = lock(&self.pool);
+        if pool.open.contains_key(&stream) {
+            pool.faults.insert(stream, fault);
+        }
+    }
+
+    /// Why the peer ended a lane, if it said so.
+    pub(crate) fn fault_of(&self, stream: StreamId) -> Option<StreamFault> {
+        lock(&self.pool).faults.get(&stream).copied()
+    }
+
+    /// Takes a lane out of the pool because its peer closed it; whoever uses it finds out, and
+    /// does not give it back. True if nobody used it.
+    pub(crate) fn retire(&self, lane: &Lane) -> bool {
+        let mut pool = lock(&self.pool);
+        if pool.open.remove(&lane.id).is_none() {
+            return false;
+        }
+        let idle = pool.idle.iter().position(|idle| idle.id == lane.id);
+        if let Some(at) = idle {
+            pool.idle.remove(at);
+        }
+        drop(pool);
+        self.core.counters.streams.less_one();
+        idle.is_some()
+    }
+
+    /// Whether there is a lane, or will be one soon, besides so many that are being opened.
+    pub(crate) fn has_lanes(&self, besides: usize) -> bool {
+        let pool = lock(&self.pool);
+        !pool.open.is_empty() || pool.opening > besides
+    }
+
+    /// Whether somebody waits for a lane.
+    pub(crate) fn has_waiters(&self) -> bool {
+        !lock(&self.pool).waiters.is_empty()
+    }
+
+    /// Ends a lane: its copier is stopped, its socket reset, and another may take its place.
+    pub(crate) fn kill(self: &Arc<Self>, lane: &Lane) {
+        lane.gate.shut_and_wait();
+        // Closed with a reset when its last user lets go: what is still in the send buffer is
+        // dropped, and the peer is told to drop what it has received.
+        lane.socket.reset_on_close();
+        let mut pool = lock(&self.pool);
+        pool.faults.remove(&lane.id);
+        if pool.open.remove(&lane.id).is_some() {
+            self.core.counters.streams.less_one();
+        }
+        let open = self.end.get().is_none() && self.wants_lane(&mut pool, 0);
+        drop(pool);
+        if open {
+            self.opener.open_lane(self);
+        }
+    }
+
+    /// When the first of those who wait for a lane gives up.
+    pub(crate) fn next_deadline(&self) -> Option<Timestamp> {
+        lock(&self.pool).waiters.iter().map(|w| w.deadline).min()
+    }
+
+    /// Lets those whose time is up give up.
+    pub(crate) fn expire(&self, now: Timestamp) {
+        let mut late = Vec::new();
+        {
+            let mut pool = lock(&self.pool);
+            if !pool.waiters.iter().any(|w| w.deadline <= now) {
+                return;
+            }
+            let (gone, kept) =
+                std::mem::take(&mut pool.waiters).into_iter().partition(|w| w.deadline <= now);
+            pool.waiters = kept;
+            late.extend(Vec::from(gone));
+        }
+        for waiter in late {
+            (waiter.give)(Err(Error::new(
+                ErrorKind::Deadline,
+                "no stream to the peer became free in time",
+            )
+            .with("peer", &self.address)));
+        }
+    }
+
+    // ---- the session ----
+
+    /// Asks the peer to stop touching memory through these streams; `done` is called exactly
+    /// once, with whether it confirmed.
+    pub(crate) fn revoke(&self, streams: Vec<StreamId>, done: RevokeDone) {
+        let Some(native) = &self.native else { return done(false) };
+        let id = {
+            let mut session = lock(&native.session);
+            let mut revokes = lock(&native.revokes);
+            let id = if self.end.get().is_some() { 0 } else { session.revoke(streams, now()) };
+            if id != 0 {
+                revokes.insert(id, done);
+                drop(revokes);
+                drop(session);
+                self.wake_control();
+                return;
+            }
+            id
+        };
+        debug_assert_eq!(id, 0);
+        done(false);
+    }
+
+    /// Asks the peer something; `answered` is called exactly once.
+    pub(crate) fn request(
+        &self,
+        kind: u16,
+        body: Vec<u8>,
+        budget: std::time::Duration,
+        answered: Answered,
+    ) {
+        let Some(native) = &self.native else { return answered(WireCode::Unsupported, Vec::new()) };
+        {
+            let mut session = lock(&native.session);
+            let mut requests = lock(&native.requests);
+            let id = if self.end.get().is_some() {
+                0
+            } else {
+                session.request(kind, body, budget, now())
+            };
+            if id != 0 {
+                requests.insert(id, answered);
+                drop(requests);
+                drop(session);
+                self.wake_control();
+                return;
+            }
+        }
+        answered(WireCode::Closed, Vec::new());
+    }
+
+    /// Ends the link, once: lanes are shut down, everybody who waits is told.
+    pub(crate) fn terminate(&self, error: Error) {
+        let mut pool = lock(&self.pool);
+        if self.end.set(error.clone()).is_err() {
+            return;
+        }
+        let waiters = std::mem::take(&mut pool.waiters);
+        pool.idle.clear();
+        let lanes: Vec<_> = pool.open.drain().map(|(_, lane)| lane).collect();
+        drop(pool);
+        for lane in lanes {
+            lane.socket.reset_on_close();
+            lane.socket.shutdown(Shutdown::Both);
+            self.core.counters.streams.less_one();
+        }
+        if let Some(native) = &self.native {
+            let inbound: Vec<_> = lock(&native.inbound).drain().collect();
+            for (_, lane) in inbound {
+                lane.gate.shut();
+                lane.socket.shutdown(Shutdown::Both);
+            }
+            let revokes: Vec<_> = lock(&native.revokes).drain().collect();
+            for (_, done) in revokes {
+                done(false);
+            }
+            let requests: Vec<_> = lock(&native.requests).drain().collect();
+            for (_, answered) in requests {
+                answered(WireCode::Closed, Vec::new());
+            }
+        }
+        for waiter in waiters {
+            (waiter.give)(Err(error.clone()));
+        }
+    }
+}
+
+impl Link {
+    /// An inbound stream ended.
+    pub(crate) fn forget_inbound(&self, id: StreamId) {
+        if let Some(native) = &self.native {
+            lock(&native.inbound).remove(&id);
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! What a peer may ask over the control connection.
+
+use crate::memory::region::{Region, RemoteRegion};
+use crate::session::link::{Link, StreamFault};
+use kvferry_proto::{StreamId, WireCode};
+use serde::{Deserialize, Serialize};
+
+/// The regions this agent lets peers reach, a page at a time.
+pub(crate) const REGIONS: u16 = 1;
+/// Nothing; measures the round trip.
+pub(crate) const PROBE: u16 = 2;
+
+/// A stream of yours ends in the middle of an answer, and why. The stream is closed when this was
+/// answered, so that the reason is there before the end.
+pub(crate) const STREAM_FAULT: u16 = 3;
+
+/// Regions in one answer: about 100 bytes each, well below the size of a control message.
+const PAGE: usize = 4096;
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(crate) struct RegionsQuery {
+    /// Regions with higher ids only.
+    pub(crate) after: u32,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(crate) struct RegionsPage {
+    pub(crate) regions: Vec<RemoteRegion>,
+    /// There may be further ones.
+    pub(crate) more: bool,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct StreamFaultNote {
+    pub(crate) stream: u32,
+    pub(crate) code: u16,
+    pub(crate) index: u32,
+}
+
+pub(crate) fn encode<T: Serialize>(value: &T) -> Vec<u8> {
+    rmp_serde::to_vec_named(value).expect("plain values always encode")
+}
+
+/// Answers one request.
+pub(crate) fn answer(link: &Link, kind: u16, body: &[u8]) -> (WireCode, Vec<u8>) {
+    let core = &link.core;
+    match kind {
+        PROBE => (WireCode::Ok, Vec::new()),
+        STREAM_FAULT => match rmp_serde::from_slice::<StreamFaultNote>(body) {
+            Ok(note) => {
+                let fault = StreamFault { code: WireCode::from_u16(note.code), index: note.index };
+                link.note_fault(StreamId(note.stream), fault);
+                (WireCode::Ok, Vec::new())
+            }
+            Err(_) => (WireCode::Malformed, Vec::new()),
+        },
+        REGIONS => {
+            let Ok(query) = rmp_serde::from_slice::<RegionsQuery>(body) else {
+                return (WireCode::Malformed, Vec::new());
+            };
+            let mut regions: Vec<_> = core
+                .regions
+                .all()
+                .iter()
+                .filter(|r| r.id().0 > query.after && (r.access().read || r.access().write))
+                .map(Region::remote)
+                .take(PAGE + 1)
+                .collect();
+            let more = regions.len() > PAGE;
+            regions.truncate(PAGE);
+            (WireCode::Ok, encode(&RegionsPage { regions, more }))
+        }
+        _ => (WireCode::Unsupported, Vec::new()),
+    }
+}

@@ -1,0 +1,363 @@
+//! What a transfer moves: pairs of local and remote ranges, and their division into frames.
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::cursor::{Piece, Pieces, Position};
+use crate::memory::region::{Region, RemoteRegion};
+use kvferry_proto::{Incarnation, RegionId, WireDescriptor};
+use std::sync::Arc;
+
+/// Bytes one wire descriptor names at most; longer ranges are split.
+const DESCRIPTOR_BYTES_MAX: u64 = 1 << 30;
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RemotePart {
+    pub(crate) region: RegionId,
+    pub(crate) offset: u64,
+}
+
+/// Pairs of a local and a remote range, of equal length each, moved in one transfer.
+///
+/// Order means nothing: the ranges of one batch are moved in any order, and where destinations
+/// overlap, either may win. Any number of pairs is fine.
+///
+/// ```
+/// # use kvferry::{Access, Agent, Batch};
+/// # let agent = Agent::builder().name("doc").start()?;
+/// let pool = agent.allocate(1 << 20, Access::READ_WRITE)?;
+/// let theirs = pool.remote(); // as received from the peer
+/// let mut batch = Batch::with_capacity(2);
+/// batch.push(&pool, 0, &theirs, 65_536, 4_096)?;
+/// batch.push(&pool, 8_192, &theirs, 4_096, 4_096)?;
+/// assert_eq!((batch.len(), batch.bytes()), (2, 8_192));
+/// # Ok::<(), kvferry::Error>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Batch {
+    pub(crate) local: Arc<Pieces>,
+    pub(crate) remote: Arc<Vec<RemotePart>>,
+    /// The life of the peer that the remote regions belong to, if any was named.
+    pub(crate) incarnation: Option<Incarnation>,
+}
+
+impl Clone for Pieces {
+    fn clone(&self) -> Self {
+        Self { regions: self.regions.clone(), pieces: self.pieces.clone(), bytes: self.bytes }
+    }
+}
+
+impl Batch {
+    /// An empty batch.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// An empty batch with room for `n` pairs.
+    pub fn with_capacity(n: usize) -> Self {
+        let pieces = Pieces { pieces: Vec::with_capacity(n), ..Pieces::default() };
+        Self { local: Arc::new(pieces), remote: Arc::new(Vec::with_capacity(n)), incarnation: None }
+    }
+
+    /// Pairs in the batch.
+    pub fn len(&self) -> usize {
+        self.remote.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.remote.is_empty()
+    }
+
+    /// Sum of the lengths, in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.local.bytes
+    }
+
+    /// Removes all pairs; keeps the memory where nobody else uses it.
+    pub fn clear(&mut self) {
+        let local = Arc::make_mut(&mut self.local);
+        local.pieces.clear();
+        local.regions.clear();
+        local.bytes = 0;
+        Arc::make_mut(&mut self.remote).clear();
+        self.incarnation = None;
+    }
+
+    /// Adds `len` bytes at `local_offset` of `local` and at `remote_offset` of `remote`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for no bytes, `OutOfBounds`, `NotRegistered`, `StaleIncarnation` if the
+    /// batch names another life of the peer already. The batch is unchanged.
+    pub fn push(
+        &mut self,
+        local: &Region,
+        local_offset: u64,
+        remote: &RemoteRegion,
+        remote_offset: u64,
+        len: u64,
+    ) -> Result<()> {
+        check_local(local, local_offset, len)?;
+        if remote_offset.checked_add(len).is_none_or(|end| end > remote.len) {
+            return Err(Error::new(
+                ErrorKind::OutOfBounds,
+                "a range reaches beyond the peer's region",
+            )
+            .with("region", remote.id)
+            .with("offset", remote_offset)
+            .with("len", len)
+            .with("region_len", remote.len));
+        }
+        if remote.id == RegionId::ABSOLUTE {
+            // A stock Mooncake peer's: it has an address, and no life that could be named.
+            check_address(remote.addr.saturating_add(remote_offset), len)?;
+            let address = remote.addr + remote_offset;
+            self.push_parts(local, local_offset, len, RegionId::ABSOLUTE, address);
+            return Ok(());
+        }
+        if self.incarnation.is_some_and(|known| known != remote.incarnation) {
+            return Err(Error::new(
+                ErrorKind::StaleIncarnation,
+                "one batch can't name regions of two lives of a peer",
+            )
+            .with("region", remote.id));
+        }
+        self.incarnation = Some(remote.incarnation);
+        self.push_parts(local, local_offset, len, remote.id, remote_offset);
+        Ok(())
+    }
+
+    /// Adds `len` bytes at `local_offset` of `local` and at the virtual address `remote` in the
+    /// peer's process, which must lie in one region there.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for no bytes or an address that wraps around, `OutOfBounds`,
+    /// `NotRegistered`. The batch is unchanged.
+    pub fn push_to_address(
+        &mut self,
+        local: &Region,
+        local_offset: u64,
+        remote: u64,
+        len: u64,
+    ) -> Result<()> {
+        check_local(local, local_offset, len)?;
+        check_address(remote, len)?;
+        self.push_parts(local, local_offset, len, RegionId::ABSOLUTE, remote);
+        Ok(())
+    }
+
+    fn push_parts(
+        &mut self,
+        local: &Region,
+        local_offset: u64,
+        len: u64,
+        region: RegionId,
+        offset: u64,
+    ) {
+        Arc::make_mut(&mut self.local).push(&local.0, local_offset, len);
+        Arc::make_mut(&mut self.remote).push(RemotePart { region, offset });
+    }
+
+    pub(crate) fn push_raw_parts(&mut self, remote: u64, push: impl FnOnce(&mut Pieces)) {
+        push(Arc::make_mut(&mut self.local));
+        Arc::make_mut(&mut self.remote)
+            .push(RemotePart { region: RegionId::ABSOLUTE, offset: remote });
+    }
+}
+
+fn check_local(local: &Region, offset: u64, len: u64) -> Result<()> {
+    if len == 0 {
+        return Err(Error::new(ErrorKind::InvalidArgument, "a range needs bytes"));
+    }
+    if offset.checked_add(len).is_none_or(|end| end > local.len() as u64) {
+        return Err(local.out_of_bounds(offset, len));
+    }
+    if !local.is_registered() {
+        return Err(Error::new(ErrorKind::NotRegistered, "the local region was unregistered")
+            .with("region", local.id()));
+    }
+    Ok(())
+}
+
+pub(crate) fn check_address(remote: u64, len: u64) -> Result<()> {
+    if len == 0 {
+        return Err(Error::new(ErrorKind::InvalidArgument, "a range needs bytes"));
+    }
+    if remote.checked_add(len).is_none() {
+        return Err(Error::new(ErrorKind::InvalidArgument, "an address can't wrap around memory")
+            .with("address", format_args!("{remote:#x}"))
+            .with("len", len));
+    }
+    Ok(())
+}
+
+/// A part of a batch that crosses a lane in one message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Frame {
+    /// Where it starts.
+    pub(crate) at: Position,
+    pub(crate) bytes: u64,
+    /// Wire descriptors it takes.
+    pub(crate) descriptors: u32,
+    /// It is the whole batch.
+    pub(crate) whole: bool,
+}
+
+/// Cuts a batch into frames, in order.
+#[derive(Debug)]
+pub(crate) struct Cutter {
+    at: Position,
+    left: u64,
+    total: u64,
+}
+
+impl Cutter {
+    pub(crate) fn new(batch: &Batch) -> Self {
+        Self { at: Position::default(), left: batch.bytes(), total: batch.bytes() }
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.left == 0
+    }
+
+    /// The next frame, of at most so many bytes and descriptors.
+    pub(crate) fn next(
+        &mut self,
+        batch: &Batch,
+        bytes_max: u64,
+        descriptors_max: u32,
+    ) -> Option<Frame> {
+        if self.left == 0 {
+            return None;
+        }
+        let start = self.at;
+        let (mut bytes, mut descriptors) = (0, 0);
+        let mut at = start;
+        while bytes < bytes_max.min(self.left) && descriptors < descriptors_max {
+            let piece: &Piece = &batch.local.pieces[at.piece];
+            let take = (piece.len - at.within)
+                .min(DESCRIPTOR_BYTES_MAX)
+                .min(bytes_max - bytes)
+                .min(self.left - bytes);
+            bytes += take;
+            descriptors += 1;
+            at.within += take;
+            if at.within == piece.len {
+                at = Position { piece: at.piece + 1, within: 0 };
+            }
+        }
+        self.at = at;
+        self.left -= bytes;
+        Some(Frame { at: start, bytes, descriptors, whole: bytes == self.total })
+    }
+}
+
+impl Frame {
+    /// Appends the frame's descriptor table.
+    pub(crate) fn write_table(&self, batch: &Batch, out: &mut Vec<u8>) {
+        out.reserve(self.descriptors as usize * WireDescriptor::LEN);
+        self.for_each_part(batch, |_, region, offset, len| {
+            WireDescriptor { offset, len, region }.write_to(out);
+        });
+    }
+
+    /// Calls `f` with (pair, region, remote offset, length) for every wire descriptor.
+    pub(crate) fn for_each_part(
+        &self,
+        batch: &Batch,
+        mut f: impl FnMut(usize, RegionId, u64, u32),
+    ) {
+        let mut left = self.bytes;
+        let mut at = self.at;
+        while left > 0 {
+            let piece = &batch.local.pieces[at.piece];
+            let remote = &batch.remote[at.piece];
+            let take = (piece.len - at.within).min(DESCRIPTOR_BYTES_MAX).min(left);
+            let len = u32::try_from(take).expect("at most DESCRIPTOR_BYTES_MAX");
+            f(at.piece, remote.region, remote.offset + at.within, len);
+            left -= take;
+            at.within += take;
+            if at.within == piece.len {
+                at = Position { piece: at.piece + 1, within: 0 };
+            }
+        }
+    }
+
+    /// The pair that wire descriptor `index` of this frame belongs to.
+    pub(crate) fn pair_of(&self, batch: &Batch, index: u32) -> usize {
+        let mut n = 0;
+        let mut found = self.at.piece;
+        self.for_each_part(batch, |pair, _, _, _| {
+            if n == index {
+                found = pair;
+            }
+            n += 1;
+        });
+        found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn batch_of(lens: &[u64]) -> Batch {
+        let mut batch = Batch::new();
+        let mut remote = 0x1000;
+        for &len in lens {
+            batch.push_raw_parts(remote, |pieces| {
+                // SAFETY: the memory is never touched; only the arithmetic is looked at.
+                unsafe { pieces.push_raw(std::ptr::dangling_mut(), len) }
+            });
+            remote += len + 7;
+        }
+        batch
+    }
+
+    proptest! {
+        #[test]
+        fn frames_cover_a_batch_exactly_once_in_order(
+            lens in prop::collection::vec(1u64..5_000, 1..40),
+            bytes_max in 1u64..9_000,
+            descriptors_max in 1u32..9,
+        ) {
+            let batch = batch_of(&lens);
+            let mut cutter = Cutter::new(&batch);
+            let mut covered: Vec<(u64, u64)> = Vec::new();
+            while let Some(frame) = cutter.next(&batch, bytes_max, descriptors_max) {
+                prop_assert!(frame.bytes <= bytes_max && frame.descriptors <= descriptors_max);
+                let (mut n, mut sum) = (0, 0);
+                frame.for_each_part(&batch, |_, _, offset, len| {
+                    n += 1;
+                    sum += u64::from(len);
+                    covered.push((offset, offset + u64::from(len)));
+                });
+                prop_assert_eq!((n, sum), (frame.descriptors, frame.bytes));
+                prop_assert_eq!(frame.whole, frame.bytes == batch.bytes());
+            }
+            prop_assert!(cutter.is_done());
+            let mut merged: Vec<(u64, u64)> = Vec::new();
+            for (from, to) in covered {
+                match merged.last_mut() {
+                    Some(last) if last.1 == from => last.1 = to,
+                    _ => merged.push((from, to)),
+                }
+            }
+            let mut at = 0x1000;
+            let expected: Vec<_> = lens.iter().map(|len| {
+                let range = (at, at + len);
+                at += len + 7;
+                range
+            }).collect();
+            prop_assert_eq!(merged, expected);
+        }
+    }
+
+    #[test]
+    fn a_range_beyond_4_gib_is_split_into_descriptors_that_fit() {
+        let batch = batch_of(&[9 << 30]);
+        let mut cutter = Cutter::new(&batch);
+        let frame = cutter.next(&batch, u64::MAX, 1 << 16).expect("one frame");
+        assert!(frame.whole);
+        assert_eq!((frame.bytes, frame.descriptors), (9 << 30, 9));
+    }
+}

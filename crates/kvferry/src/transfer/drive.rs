@@ -1,0 +1,363 @@
+//! The two ways a transfer is moved on: by the caller's own thread, or by the I/O threads.
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::device::Wake;
+use crate::reactor::{Cause, Cx, Handler, LINGER, Next, now};
+use crate::session::link::{Lane, Link};
+use crate::transfer::job::{Job, Moved, STRIPE_BYTES_MIN};
+use crate::transport::{Drive, Progress};
+use kvferry_proto::Timestamp;
+use kvferry_sys::poll::{self, EventFd, Interest};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+/// How often a blocked caller is asked whether it was interrupted.
+pub(crate) const INTERRUPT_EVERY: Duration = Duration::from_millis(100);
+
+/// Whether the caller wants to stop.
+pub(crate) type Interrupt<'a> = Option<&'a (dyn Fn() -> bool + Sync)>;
+
+fn interrupted() -> Error {
+    Error::new(ErrorKind::Interrupted, "the caller was interrupted")
+}
+
+fn deadline_passed() -> Error {
+    Error::new(ErrorKind::Deadline, "the transfer did not end in time")
+}
+
+/// A value that another thread puts in.
+pub(crate) struct Slot<T> {
+    value: Mutex<Option<T>>,
+    filled: Condvar,
+}
+
+impl<T> Slot<T> {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self { value: Mutex::new(None), filled: Condvar::new() })
+    }
+
+    pub(crate) fn fill(&self, value: T) {
+        *self.value.lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
+        self.filled.notify_one();
+    }
+
+    pub(crate) fn take(&self) -> Option<T> {
+        self.value.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Waits for the value; an error if time is up or the caller was interrupted.
+    pub(crate) fn wait(&self, deadline: Timestamp, interrupt: Interrupt<'_>) -> Result<T> {
+        let mut value = self.value.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(value) = value.take() {
+                return Ok(value);
+            }
+            let left = deadline.saturating_since(now());
+            if left.is_zero() {
+                return Err(deadline_passed());
+            }
+            let step = if interrupt.is_some() { left.min(INTERRUPT_EVERY) } else { left };
+            value = self.filled.wait_timeout(value, step).unwrap_or_else(PoisonError::into_inner).0;
+            if value.is_none() && interrupt.is_some_and(|asked| asked()) {
+                return Err(interrupted());
+            }
+        }
+    }
+}
+
+/// How many lanes a job should be divided among.
+pub(crate) fn lanes_wanted(job: &Job) -> usize {
+    let by_size = (job.batch.bytes() / STRIPE_BYTES_MIN).max(1);
+    let by_default = by_size.min(job.core.stripe_default as u64);
+    let wanted = job.streams.map_or(by_default, |n| n as u64);
+    usize::try_from(wanted).unwrap_or(usize::MAX).clamp(1, job.core.streams_per_peer)
+}
+
+/// Moves a job on the caller's thread until it has its outcome.
+pub(crate) fn run(job: &Arc<Job>, link: &Arc<Link>, interrupt: Interrupt<'_>) -> Result<Moved> {
+    loop {
+        let first = match acquire(job, link, interrupt) {
+            Ok(lane) => lane,
+            Err(e) => {
+                // Between two shares of a job nothing of it is under way.
+                job.finish(Err(e.with("peer", &link.address).with_quiesced(true)));
+                return outcome(job, interrupt);
+            }
+        };
+        let mut lanes = vec![first];
+        let wanted = lanes_wanted(job);
+        if wanted > 1 {
+            lanes.extend(link.acquire_idle(wanted - 1));
+        }
+        link.begin();
+        let yielded = drive(job, link, lanes, interrupt);
+        let outcome = (!yielded).then(|| outcome(job, interrupt));
+        link.finish();
+        if let Some(outcome) = outcome {
+            return outcome;
+        }
+    }
+}
+
+fn acquire(job: &Job, link: &Arc<Link>, interrupt: Interrupt<'_>) -> Result<Arc<Lane>> {
+    if let Some(lane) = link.idle_lane() {
+        return Ok(lane);
+    }
+    let slot = Slot::new();
+    let give = Arc::clone(&slot);
+    let wish = link.acquire(job.deadline, Box::new(move |lane| give.fill(lane)));
+    match slot.wait(job.deadline, interrupt) {
+        Ok(lane) => lane,
+        Err(e) => {
+            // Granted in this very moment: the lane goes back.
+            if !link.withdraw(wish)
+                && let Some(Ok(lane)) = slot.take()
+            {
+                link.put(lane);
+            }
+            Err(e)
+        }
+    }
+}
+
+/// Moves the shares of a job on until they have ended; true if the last of them yielded.
+fn drive(
+    job: &Arc<Job>,
+    link: &Arc<Link>,
+    lanes: Vec<Arc<Lane>>,
+    interrupt: Interrupt<'_>,
+) -> bool {
+    job.start_shares(lanes.len());
+    let bell = (!job.batch.local.all_host()).then(EventFd::new).transpose();
+    let bell = match bell {
+        Ok(bell) => bell.map(Arc::new),
+        Err(e) => {
+            job.fail(Error::io("no descriptor for the transfer can be made", e));
+            None
+        }
+    };
+    let wake: Wake = match &bell {
+        Some(bell) => {
+            let bell = Arc::clone(bell);
+            Arc::new(move || bell.signal())
+        }
+        None => nobody(),
+    };
+    let mut shares: Vec<Share> = lanes
+        .into_iter()
+        .map(|lane| Share {
+            drive: link.transport.drive(link, lane, Arc::clone(job), Arc::clone(&wake)),
+            last: Progress::Memory,
+        })
+        .collect();
+    let mut asked = now();
+    let mut yielded = false;
+    let mut lingering: Option<Timestamp> = None;
+    loop {
+        let at = now();
+        if at >= job.deadline && !job.is_stopped() {
+            job.stop(deadline_passed());
+        }
+        if interrupt.is_some() && at.saturating_since(asked) >= INTERRUPT_EVERY {
+            asked = at;
+            if interrupt.is_some_and(|asked| asked()) {
+                job.stop(interrupted());
+            }
+        }
+        shares.retain_mut(|share| {
+            share.last = share.drive.progress(at);
+            yielded |= share.last == Progress::Yielded;
+            !matches!(share.last, Progress::Done | Progress::Yielded)
+        });
+        if shares.is_empty() {
+            return yielded;
+        }
+        if shares.iter().any(|share| share.last == Progress::Again) {
+            lingering = None;
+            continue;
+        }
+        if let [Share { last: Progress::Wait(Interest::Read), .. }] = &shares[..]
+            && at.saturating_since(*lingering.get_or_insert(at)) < LINGER
+        {
+            // An answer is due: looking is cheaper than waking up.
+            std::thread::yield_now();
+            continue;
+        }
+        lingering = None;
+        wait(job, &shares, bell.as_deref(), interrupt.is_some());
+    }
+}
+
+struct Share {
+    drive: Box<dyn Drive>,
+    last: Progress,
+}
+
+fn nobody() -> Wake {
+    static NOBODY: std::sync::OnceLock<Wake> = std::sync::OnceLock::new();
+    Arc::clone(NOBODY.get_or_init(|| Arc::new(|| {})))
+}
+
+/// Waits until a share can go on.
+fn wait(job: &Job, shares: &[Share], bell: Option<&EventFd>, ask: bool) {
+    let at = now();
+    let mut timeout = job.deadline.saturating_since(at);
+    if job.is_stopped() {
+        // A share that could not stop at once looks again soon.
+        timeout = Duration::from_millis(1);
+    }
+    if ask {
+        timeout = timeout.min(INTERRUPT_EVERY);
+    }
+    for share in shares {
+        if let Some(check) = share.drive.check_at() {
+            timeout = timeout.min(check.saturating_since(at));
+        }
+    }
+    let result = match (shares, bell) {
+        ([share], None) => {
+            let Progress::Wait(interest) = share.last else { return };
+            poll::wait_one(share.drive.socket().as_fd(), interest, Some(timeout)).map(drop)
+        }
+        _ => {
+            let mut fds: Vec<(BorrowedFd<'_>, Interest)> = Vec::with_capacity(shares.len() + 1);
+            for share in shares {
+                if let Progress::Wait(interest) = share.last {
+                    fds.push((share.drive.socket().as_fd(), interest));
+                }
+            }
+            if let Some(bell) = bell {
+                fds.push((bell.as_fd(), Interest::Read));
+            }
+            let result = poll::wait_any(&fds, Some(timeout)).map(drop);
+            if let Some(bell) = bell {
+                bell.clear();
+            }
+            result
+        }
+    };
+    if let Err(e) = result {
+        job.fail(Error::io("waiting for the network failed", e));
+    }
+}
+
+/// Waits for the outcome of a job whose shares have ended: a quiesce may be under way, which the
+/// session bounds.
+fn outcome(job: &Job, interrupt: Interrupt<'_>) -> Result<Moved> {
+    loop {
+        if let Some(outcome) = job.wait(INTERRUPT_EVERY) {
+            return outcome;
+        }
+        // An impatient user presses Ctrl-C twice: the check runs, the quiesce goes on.
+        if let Some(asked) = interrupt {
+            asked();
+        }
+    }
+}
+
+/// Has I/O threads move a job on. The link's answer may have come on any thread.
+pub(crate) fn submit(job: &Arc<Job>, link: &Arc<Link>) {
+    if job.is_stopped() {
+        job.finish_unstarted();
+        return;
+    }
+    let (job2, link2) = (Arc::clone(job), Arc::clone(link));
+    let wish = link.acquire(
+        job.deadline,
+        Box::new(move |lane| match lane {
+            Ok(lane) => start(&job2, &link2, lane),
+            Err(e) => job2.finish(Err(e.with("peer", &link2.address))),
+        }),
+    );
+    job.waits(link, wish);
+}
+
+fn start(job: &Arc<Job>, link: &Arc<Link>, first: Arc<Lane>) {
+    if job.is_stopped() {
+        link.put(first);
+        job.finish_unstarted();
+        return;
+    }
+    let mut lanes = vec![first];
+    let wanted = lanes_wanted(job);
+    if wanted > 1 {
+        lanes.extend(link.acquire_idle(wanted - 1));
+    }
+    job.start_shares(lanes.len());
+    for lane in lanes {
+        link.begin();
+        let remote = link.core.io_thread();
+        let token = remote.token();
+        let wake: Wake = {
+            let remote = remote.clone();
+            Arc::new(move || remote.wake(token))
+        };
+        job.add_handler(&remote, token);
+        let drive = link.transport.drive(link, lane, Arc::clone(job), wake);
+        remote.add(
+            token,
+            Box::new(Background {
+                drive,
+                job: Arc::clone(job),
+                link: Arc::clone(link),
+                done: false,
+            }),
+        );
+    }
+}
+
+/// A share on an I/O thread.
+struct Background {
+    drive: Box<dyn Drive>,
+    job: Arc<Job>,
+    link: Arc<Link>,
+    done: bool,
+}
+
+impl Handler for Background {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.drive.socket().as_fd())
+    }
+
+    fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
+        if cx.now >= self.job.deadline && !self.job.is_stopped() {
+            self.job.stop(deadline_passed());
+        }
+        let deadline = |drive: &dyn Drive, job: &Job| {
+            let at =
+                if job.is_stopped() { cx.now + Duration::from_millis(1) } else { job.deadline };
+            drive.check_at().map_or(at, |check| check.min(at))
+        };
+        match self.drive.progress(cx.now) {
+            Progress::Wait(interest) => {
+                Next::Wait { interest, deadline: Some(deadline(&*self.drive, &self.job)) }
+            }
+            Progress::Again => Next::Again,
+            Progress::Memory => Next::Wait {
+                interest: Interest::None,
+                deadline: Some(deadline(&*self.drive, &self.job)),
+            },
+            Progress::Done => {
+                self.done = true;
+                Next::Close
+            }
+            Progress::Yielded => {
+                self.done = true;
+                submit(&self.job, &self.link);
+                Next::Close
+            }
+        }
+    }
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        self.link.finish();
+        if !self.done {
+            // The I/O thread was stopped under the transfer.
+            let error = Error::new(ErrorKind::Shutdown, "the agent was shut down");
+            self.job.finish(Err(error.with_quiesced(false)));
+        }
+    }
+}

@@ -1,0 +1,381 @@
+//! What crosses the wire: handshake frames, the segment descriptor, data requests.
+//!
+//! All integers are little-endian. Everything here is pure; whatever the bytes are, decoding ends
+//! with a value or an error.
+
+use kvferry_proto::Incarnation;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Bytes of a handshake request we read from a peer: what stock peers read themselves.
+pub(super) const REQUEST_MAX: u64 = 1 << 20;
+/// Bytes of a handshake answer we read from a peer: some 200 000 registered buffers.
+pub(super) const ANSWER_MAX: u64 = 16 << 20;
+/// Bytes of a handshake answer we send: stock peers read no longer one.
+const ANSWER_SENT_MAX: usize = 1 << 20;
+/// Bytes of the length before a handshake frame.
+pub(super) const LENGTH: usize = 8;
+
+/// What a handshake connection is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Bringing up RDMA queue pairs, which kvferry does not.
+    Connection,
+    /// Exchange of segment descriptors.
+    Metadata,
+    /// A notification.
+    Notify,
+    /// A sign of life.
+    Probe,
+}
+
+impl Kind {
+    pub(super) const fn to_byte(self) -> u8 {
+        match self {
+            Self::Connection => 0,
+            Self::Metadata => 1,
+            Self::Notify => 2,
+            Self::Probe => 3,
+        }
+    }
+
+    /// `None` for a byte that names nothing: releases before the type byte existed sent the
+    /// JSON's brace there.
+    pub(super) const fn from_byte(byte: u8) -> Option<Self> {
+        match byte {
+            0 => Some(Self::Connection),
+            1 => Some(Self::Metadata),
+            2 => Some(Self::Notify),
+            3 => Some(Self::Probe),
+            _ => None,
+        }
+    }
+}
+
+/// A handshake frame: length, type, JSON.
+pub(super) fn frame(kind: Kind, json: &impl Serialize) -> Vec<u8> {
+    let mut bytes = vec![0; LENGTH];
+    bytes.push(kind.to_byte());
+    serde_json::to_writer(&mut bytes, json).expect("plain values always encode");
+    let len = (bytes.len() - LENGTH) as u64;
+    bytes[..LENGTH].copy_from_slice(&len.to_le_bytes());
+    bytes
+}
+
+/// The type and the JSON of a frame whose length was read before.
+pub(super) fn split(body: &[u8]) -> Option<(Kind, &[u8])> {
+    let (first, json) = body.split_first()?;
+    Some((Kind::from_byte(*first)?, json))
+}
+
+/// One registered buffer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Buffer {
+    pub(super) name: String,
+    pub(super) addr: u64,
+    pub(super) length: u64,
+}
+
+/// The extra field by which kvferry agents know each other.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub(super) struct Mark {
+    pub(super) version: u32,
+    /// Hexadecimal.
+    pub(super) incarnation: String,
+}
+
+impl Mark {
+    pub(super) fn new(incarnation: Incarnation) -> Self {
+        Self { version: 1, incarnation: format!("{:032x}", incarnation.0) }
+    }
+}
+
+/// How a peer's memory is reached over TCP. Fields we do not know are ignored, as stock peers
+/// ignore ours.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Descriptor {
+    pub(super) name: String,
+    pub(super) protocol: String,
+    /// Releases that do not say it mean the host of the handshake.
+    #[serde(default)]
+    pub(super) tcp_data_host: String,
+    #[serde(default)]
+    pub(super) tcp_data_port: u16,
+    /// Releases that do not say it speak version 1.
+    #[serde(default)]
+    pub(super) tcp_proto_version: u32,
+    #[serde(default)]
+    pub(super) rdma_server_name: String,
+    #[serde(default)]
+    pub(super) timestamp: String,
+    #[serde(default)]
+    pub(super) buffers: Vec<Buffer>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) kvferry: Option<Mark>,
+}
+
+/// The part of a request's descriptor that matters to us: who else calls is served alike.
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct Caller {
+    #[serde(default)]
+    pub(super) kvferry: Option<Mark>,
+}
+
+impl Descriptor {
+    /// The frame that answers a metadata request. The list of buffers is cut where stock peers
+    /// would stop reading; they do not look at it before they write or read over TCP.
+    pub(super) fn into_answer(mut self) -> Vec<u8> {
+        loop {
+            let bytes = frame(Kind::Metadata, &self);
+            if bytes.len() <= ANSWER_SENT_MAX || self.buffers.is_empty() {
+                return bytes;
+            }
+            let fitting = self.buffers.len() * ANSWER_SENT_MAX / bytes.len();
+            tracing::debug!(
+                buffers = self.buffers.len(),
+                told = fitting,
+                "a segment descriptor is too long"
+            );
+            self.buffers.truncate(fitting.min(self.buffers.len() - 1));
+        }
+    }
+}
+
+/// A notification on the wire. Stock peers send text.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Notify {
+    #[serde(default)]
+    pub(super) name: String,
+    #[serde(default)]
+    pub(super) notify_msg: String,
+}
+
+/// The answer to a probe.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Alive {
+    #[serde(default)]
+    pub(super) status: String,
+}
+
+/// The word for "done" in answers to notifications and probes.
+pub(super) const SUCCESS: &str = "success";
+
+/// What an RDMA peer is told.
+#[derive(Debug, Serialize)]
+pub(super) struct NoEndpoint {
+    pub(super) local_nic_path: &'static str,
+    pub(super) peer_nic_path: &'static str,
+    pub(super) qp_num: [u32; 0],
+    pub(super) reply_msg: &'static str,
+}
+
+/// What a data request does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Opcode {
+    Read,
+    Write,
+}
+
+/// Set in the opcode by peers that expect a status.
+const WITH_STATUS: u8 = 0x80;
+
+/// The head of a data request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Request {
+    pub(super) size: u64,
+    pub(super) addr: u64,
+    pub(super) opcode: Opcode,
+    /// A status is expected (version 2).
+    pub(super) status: bool,
+}
+
+impl Request {
+    /// Bytes on the wire.
+    pub(super) const LEN: usize = 24;
+
+    pub(super) fn encode(&self) -> [u8; Self::LEN] {
+        let mut bytes = [0; Self::LEN];
+        bytes[..8].copy_from_slice(&self.size.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.addr.to_le_bytes());
+        bytes[16] = match self.opcode {
+            Opcode::Read => 0,
+            Opcode::Write => 1,
+        } | if self.status { WITH_STATUS } else { 0 };
+        bytes
+    }
+
+    /// Total: an opcode that names nothing is a read, as stock targets have it.
+    pub(super) fn decode(bytes: &[u8; Self::LEN]) -> Self {
+        let word = |at: usize| {
+            u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes are a word"))
+        };
+        Self {
+            size: word(0),
+            addr: word(8),
+            opcode: if bytes[16] & !WITH_STATUS == 1 { Opcode::Write } else { Opcode::Read },
+            status: bytes[16] & WITH_STATUS != 0,
+        }
+    }
+}
+
+/// The answer to a request of version 2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Status {
+    /// Done; for a read, the payload follows.
+    Done,
+    /// The address was refused; the connection is closed next.
+    Refused,
+    /// A code of a later release.
+    Other(u32),
+}
+
+/// "MCTV", in the upper half of a status.
+const STATUS_MAGIC: u32 = 0x4d43_5456;
+
+/// Eight bytes that are no status.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct NoStatus(u64);
+
+impl fmt::Display for NoStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#018x} where a status belongs", self.0)
+    }
+}
+
+impl Status {
+    /// Bytes on the wire.
+    pub(super) const LEN: usize = 8;
+
+    pub(super) fn encode(self) -> [u8; Self::LEN] {
+        let code = match self {
+            Self::Done => 0,
+            Self::Refused => 1,
+            Self::Other(code) => code,
+        };
+        (u64::from(STATUS_MAGIC) << 32 | u64::from(code)).to_le_bytes()
+    }
+
+    pub(super) fn decode(bytes: [u8; Self::LEN]) -> Result<Self, NoStatus> {
+        let word = u64::from_le_bytes(bytes);
+        let code = u32::try_from(word & 0xffff_ffff).expect("masked to 32 bits");
+        match (word >> 32 == u64::from(STATUS_MAGIC), code) {
+            (false, _) => Err(NoStatus(word)),
+            (true, 0) => Ok(Self::Done),
+            (true, 1) => Ok(Self::Refused),
+            (true, code) => Ok(Self::Other(code)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn descriptor(buffers: usize) -> Descriptor {
+        let buffer = |i: usize| Buffer {
+            name: "10.0.0.1:15000".into(),
+            addr: 0x7f00_0000_0000 + 4096 * i as u64,
+            length: 4096,
+        };
+        Descriptor {
+            name: "10.0.0.1:15000".into(),
+            protocol: "tcp".into(),
+            tcp_data_host: "10.0.0.1".into(),
+            tcp_data_port: 15001,
+            tcp_proto_version: 2,
+            buffers: (0..buffers).map(buffer).collect(),
+            kvferry: Some(Mark::new(Incarnation(0xabc))),
+            ..Descriptor::default()
+        }
+    }
+
+    #[test]
+    fn the_status_words_are_those_of_the_report() {
+        assert_eq!(Status::Done.encode(), 0x4d43_5456_0000_0000u64.to_le_bytes());
+        assert_eq!(Status::Refused.encode(), 0x4d43_5456_0000_0001u64.to_le_bytes());
+    }
+
+    #[test]
+    fn a_stock_descriptor_of_either_version_is_understood() {
+        let v2 = r#"{"name":"127.0.0.1:15986","protocol":"tcp","tcp_data_host":"127.0.0.1",
+            "tcp_data_port":16086,"tcp_proto_version":2,"rdma_server_name":"","timestamp":"x",
+            "devices":[{"gid":"x"}],"buffers":[{"name":"a:1","addr":1,"length":2,"rkey":[1]}]}"#;
+        let read: Descriptor = serde_json::from_str(v2).expect("as on the wire");
+        assert_eq!((read.tcp_data_port, read.tcp_proto_version), (16086, 2));
+        assert_eq!(read.buffers[0].length, 2);
+        assert_eq!(read.kvferry, None);
+        let v1 = r#"{"name":"h:1","protocol":"tcp","tcp_data_port":7,"buffers":[]}"#;
+        let read: Descriptor = serde_json::from_str(v1).expect("as on the wire");
+        assert_eq!((read.tcp_proto_version, read.tcp_data_host.as_str()), (0, ""));
+    }
+
+    #[test]
+    fn wrong_types_and_missing_names_are_errors() {
+        for json in [
+            r#"{"name":7,"protocol":"tcp","tcp_data_port":7}"#,
+            r#"{"name":"a","protocol":"tcp","tcp_data_port":"7"}"#,
+            r#"{"name":"a","protocol":"tcp","tcp_data_port":70000}"#,
+            r#"{"name":"a","protocol":"tcp","buffers":{"a":1}}"#,
+            r#"{"protocol":"tcp"}"#,
+            r#"{"name":"a","protocol":"tcp""#,
+            "[]",
+            "",
+        ] {
+            assert!(serde_json::from_str::<Descriptor>(json).is_err(), "{json}");
+        }
+    }
+
+    #[test]
+    fn an_answer_is_never_longer_than_stock_peers_read() {
+        for buffers in [0, 1, 10_000, 100_000] {
+            let bytes = descriptor(buffers).into_answer();
+            assert!(bytes.len() <= ANSWER_SENT_MAX, "{buffers} buffers: {}", bytes.len());
+            let (kind, json) = split(&bytes[LENGTH..]).expect("a frame");
+            assert_eq!(kind, Kind::Metadata);
+            let read: Descriptor = serde_json::from_slice(json).expect("own output");
+            assert_eq!(read.buffers.len() == buffers, buffers <= 10_000, "{buffers} buffers");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+            if let Some((_, json)) = split(&bytes) {
+                let _ = serde_json::from_slice::<Descriptor>(json);
+                let _ = serde_json::from_slice::<Caller>(json);
+                let _ = serde_json::from_slice::<Notify>(json);
+                let _ = serde_json::from_slice::<Alive>(json);
+            }
+            if let Some(head) = bytes.first_chunk::<{ Request::LEN }>() {
+                let request = Request::decode(head);
+                prop_assert_eq!(Request::decode(&request.encode()), request);
+            }
+            if let Some(word) = bytes.first_chunk::<{ Status::LEN }>()
+                && let Ok(status) = Status::decode(*word)
+            {
+                prop_assert_eq!(&status.encode(), word);
+            }
+        }
+
+        #[test]
+        fn a_cut_descriptor_is_an_error(cut in 0.0f64..1.0) {
+            let json = serde_json::to_vec(&descriptor(3)).expect("encodes");
+            let at = ((json.len() - 1) as f64 * cut) as usize;
+            prop_assert!(serde_json::from_slice::<Descriptor>(&json[..at]).is_err());
+        }
+
+        #[test]
+        fn requests_and_statuses_survive_a_round_trip(
+            size in any::<u64>(), addr in any::<u64>(), write in any::<bool>(),
+            status in any::<bool>(), code in any::<u32>(),
+        ) {
+            let opcode = if write { Opcode::Write } else { Opcode::Read };
+            let request = Request { size, addr, opcode, status };
+            prop_assert_eq!(Request::decode(&request.encode()), request);
+            let status = Status::decode(Status::Other(code).encode()).expect("has the magic");
+            prop_assert_eq!(status.encode(), Status::Other(code).encode());
+        }
+    }
+}

@@ -1,0 +1,14 @@
+//! Every transport keeps every promise: one line per transport and setting.
+
+use kvferry::Checksum;
+use kvferry_testkit::AgentFabric;
+
+kvferry_testkit::conformance!(tcp, AgentFabric::new("tcp"));
+kvferry_testkit::conformance!(
+    tcp_checksummed,
+    AgentFabric::new("tcp").brief().checksum(Checksum::On)
+);
+kvferry_testkit::conformance!(
+    tcp_with_a_secret_and_one_thread,
+    AgentFabric::new("tcp").brief().streams(3).io_threads(1).secret("one")
+);

@@ -1,0 +1,270 @@
+//! A stock Mooncake peer, written from the protocol's description: blocking, a thread per
+//! connection, one request at a time. It can be told to misbehave.
+
+use serde_json::{Value, json};
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+/// Where the fake's memory begins, as its peers see it.
+pub(crate) const BASE: u64 = 0x10_0000;
+
+const STATUS_OK: u64 = 0x4d43_5456_0000_0000;
+const STATUS_REJECTED: u64 = STATUS_OK | 1;
+
+/// How a fake behaves.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Habits {
+    /// The protocol version it tells of and serves.
+    pub(crate) version: u32,
+    /// Requests it takes in before it answers the first.
+    pub(crate) answers_after: usize,
+    /// It moves a few bytes at a time.
+    pub(crate) dribbles: bool,
+    /// It sends this instead of its first status.
+    pub(crate) lies: Option<u64>,
+    /// It stops serving data after so many requests.
+    pub(crate) stalls_after: usize,
+    /// It ends its connections after so many requests.
+    pub(crate) dies_after: usize,
+    /// The data host it tells.
+    pub(crate) data_host: &'static str,
+}
+
+impl Default for Habits {
+    fn default() -> Self {
+        Self {
+            version: 2,
+            answers_after: 1,
+            dribbles: false,
+            lies: None,
+            stalls_after: usize::MAX,
+            dies_after: usize::MAX,
+            data_host: "127.0.0.1",
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Shared {
+    habits: Habits,
+    memory: Mutex<Vec<u8>>,
+    notified: Mutex<Vec<(String, String)>>,
+    connections: AtomicUsize,
+    requests: AtomicUsize,
+    gone: AtomicBool,
+    streams: Mutex<Vec<TcpStream>>,
+    data_port: u16,
+}
+
+/// A fake stock peer; it is gone when dropped.
+#[derive(Debug)]
+pub(crate) struct Fake {
+    shared: Arc<Shared>,
+    address: SocketAddr,
+}
+
+impl Fake {
+    pub(crate) fn start(memory: usize, habits: Habits) -> Self {
+        Self::start_at("127.0.0.1:0", memory, habits)
+    }
+
+    pub(crate) fn start_at(at: &str, memory: usize, habits: Habits) -> Self {
+        let handshake = TcpListener::bind(at).expect("the port is free");
+        let data = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = handshake.local_addr().expect("bound");
+        let shared = Arc::new(Shared {
+            habits,
+            memory: Mutex::new(vec![0; memory]),
+            notified: Mutex::default(),
+            connections: AtomicUsize::new(0),
+            requests: AtomicUsize::new(0),
+            gone: AtomicBool::new(false),
+            streams: Mutex::default(),
+            data_port: data.local_addr().expect("bound").port(),
+        });
+        serve(handshake, Arc::clone(&shared), |shared, stream| shared.greet(stream));
+        serve(data, Arc::clone(&shared), |shared, stream| {
+            shared.connections.fetch_add(1, Ordering::SeqCst);
+            let (clone, id) =
+                (stream.try_clone().expect("descriptors are there"), stream.peer_addr());
+            let streams = || shared.streams.lock().expect("no panic");
+            streams().push(clone);
+            // A client that is gone is none of ours.
+            let _ = shared.serve(stream);
+            streams().retain(|s| s.peer_addr().ok() != id.as_ref().ok().copied());
+        });
+        Self { shared, address }
+    }
+
+    pub(crate) fn address(&self) -> String {
+        self.address.to_string()
+    }
+
+    pub(crate) fn memory(&self) -> Vec<u8> {
+        self.shared.memory.lock().expect("no panic").clone()
+    }
+
+    pub(crate) fn fill(&self, bytes: &[u8]) {
+        self.shared.memory.lock().expect("no panic")[..bytes.len()].copy_from_slice(bytes);
+    }
+
+    pub(crate) fn notified(&self) -> Vec<(String, String)> {
+        self.shared.notified.lock().expect("no panic").clone()
+    }
+
+    /// Data connections so far.
+    pub(crate) fn connections(&self) -> usize {
+        self.shared.connections.load(Ordering::SeqCst)
+    }
+
+    /// Ends every data connection, as a process that is killed does.
+    pub(crate) fn cut(&self) {
+        for stream in self.shared.streams.lock().expect("no panic").drain(..) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl Drop for Fake {
+    fn drop(&mut self) {
+        self.shared.gone.store(true, Ordering::SeqCst);
+        self.cut();
+        // The acceptors wait in accept: let them look around, and go.
+        for port in [self.address.port(), self.shared.data_port] {
+            let _ = TcpStream::connect(("127.0.0.1", port));
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn serve(listener: TcpListener, shared: Arc<Shared>, each: fn(&Shared, TcpStream)) {
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            if shared.gone.load(Ordering::SeqCst) {
+                return;
+            }
+            let shared = Arc::clone(&shared);
+            let stream = stream.expect("a connection");
+            thread::spawn(move || each(&shared, stream));
+        }
+    });
+}
+
+fn word(bytes: &[u8]) -> u64 {
+    u64::from_le_bytes(bytes.try_into().expect("eight bytes"))
+}
+
+impl Shared {
+    fn greet(&self, mut stream: TcpStream) {
+        let mut len = [0; 8];
+        if stream.read_exact(&mut len).is_err() {
+            return;
+        }
+        let mut body = vec![0; usize::try_from(word(&len)).expect("a length")];
+        stream.read_exact(&mut body).expect("a whole frame");
+        let json: Value = serde_json::from_slice(&body[1..]).expect("JSON");
+        let answer = match body[0] {
+            1 => self.descriptor(),
+            2 => {
+                let text = |key: &str| json[key].as_str().expect("text").to_owned();
+                let said = (text("name"), text("notify_msg"));
+                self.notified.lock().expect("no panic").push(said);
+                json!({"name": "", "notify_msg": "success"})
+            }
+            3 => json!({"status": "success"}),
+            other => panic!("a handshake of type {other}"),
+        };
+        let json = answer.to_string();
+        let mut frame = (json.len() as u64 + 1).to_le_bytes().to_vec();
+        frame.push(body[0]);
+        frame.extend_from_slice(json.as_bytes());
+        stream.write_all(&frame).expect("room");
+        let _ = stream.shutdown(Shutdown::Write);
+        let _ = stream.read(&mut [0; 1]);
+    }
+
+    fn descriptor(&self) -> Value {
+        let len = self.memory.lock().expect("no panic").len();
+        let mut json = json!({
+            "name": "fake:1", "protocol": "tcp", "tcp_data_host": self.habits.data_host,
+            "tcp_data_port": self.data_port, "rdma_server_name": "", "timestamp": "now",
+            "buffers": [{"name": "fake:1", "addr": BASE, "length": len}],
+        });
+        if self.habits.version >= 2 {
+            json["tcp_proto_version"] = self.habits.version.into();
+        }
+        json
+    }
+
+    fn serve(&self, mut stream: TcpStream) -> io::Result<()> {
+        let _ = stream.set_nodelay(true);
+        let mut held = Vec::new();
+        let mut taken = 0;
+        let mut lies = self.habits.lies;
+        loop {
+            let mut head = [0; 24];
+            self.take(&mut stream, &mut head)?;
+            taken += 1;
+            let requests = self.requests.fetch_add(1, Ordering::SeqCst) + 1;
+            if requests > self.habits.stalls_after {
+                thread::sleep(Duration::from_secs(60));
+            }
+            if requests > self.habits.dies_after {
+                return Ok(());
+            }
+            let (size, addr, opcode) = (word(&head[..8]), word(&head[8..16]), head[16]);
+            let status = self.habits.version >= 2 && opcode & 0x80 != 0;
+            let range = self.range(addr, size);
+            let ok = if range.is_some() { STATUS_OK } else { STATUS_REJECTED };
+            if status {
+                held.extend_from_slice(&lies.take().unwrap_or(ok).to_le_bytes());
+            }
+            let Some(range) = range else {
+                stream.write_all(&held)?;
+                return Ok(());
+            };
+            if opcode & 1 == 1 {
+                // As the real one does: the status comes when the payload is in place.
+                let mut payload = vec![0; range.len()];
+                let early = if status { held.split_off(held.len() - 8) } else { Vec::new() };
+                self.take(&mut stream, &mut payload)?;
+                held.extend_from_slice(&early);
+                self.memory.lock().expect("no panic")[range].copy_from_slice(&payload);
+            } else {
+                held.extend_from_slice(&self.memory.lock().expect("no panic")[range]);
+            }
+            if taken >= self.habits.answers_after {
+                self.give(&mut stream, &held)?;
+                held.clear();
+            }
+        }
+    }
+
+    fn range(&self, addr: u64, size: u64) -> Option<std::ops::Range<usize>> {
+        let start = usize::try_from(addr.checked_sub(BASE)?).ok()?;
+        let end = start.checked_add(usize::try_from(size).ok()?)?;
+        (end <= self.memory.lock().expect("no panic").len()).then_some(start..end)
+    }
+
+    fn take(&self, stream: &mut TcpStream, into: &mut [u8]) -> io::Result<()> {
+        if !self.habits.dribbles {
+            return stream.read_exact(into);
+        }
+        into.chunks_mut(1000).try_for_each(|part| stream.read_exact(part))
+    }
+
+    fn give(&self, stream: &mut TcpStream, from: &[u8]) -> io::Result<()> {
+        if !self.habits.dribbles {
+            return stream.write_all(from);
+        }
+        from.chunks(5).try_for_each(|part| {
+            stream.write_all(part)?;
+            thread::sleep(Duration::from_micros(20));
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,364 @@
+//! This side writes to and reads from another implementation's memory.
+
+use crate::fake::{BASE, Fake, Habits};
+use crate::{LONG, PAGE, agent, builder, bytes_of, filled, pattern, scattered, turned};
+use kvferry::{Batch, ErrorKind, Notification, Options, Peer, RegionId, TransportKind};
+use proptest::prelude::*;
+use std::thread;
+use std::time::{Duration, Instant};
+
+fn options() -> Options<'static> {
+    Options { timeout: Some(LONG), ..Options::default() }
+}
+
+fn peer(agent: &kvferry::Agent, fake: &Fake) -> Peer {
+    agent.peer(&fake.address()).expect("an address")
+}
+
+fn round_trip(habits: Habits, block: usize, blocks: usize, streams: usize) {
+    let fake = Fake::start(block * blocks, habits);
+    let agent = agent();
+    let source = filled(&agent, 3, block * blocks);
+    let peer = peer(&agent, &fake);
+    let options = Options { streams: Some(streams), ..options() };
+    let moved = peer.write(&scattered(&source, BASE, block, blocks), &options).expect("written");
+    assert_eq!(moved.transport, Some(TransportKind::Mooncake));
+    assert_eq!((moved.bytes, moved.descriptors), ((block * blocks) as u64, blocks));
+    assert!(fake.memory() == turned(&bytes_of(&source), block), "{habits:?} {block}x{blocks}");
+    let sink = filled(&agent, 0, block * blocks);
+    peer.read(&scattered(&sink, BASE, block, blocks), &options).expect("read");
+    assert!(bytes_of(&sink) == bytes_of(&source), "{habits:?} {block}x{blocks}");
+}
+
+#[test]
+fn every_byte_arrives_in_both_directions_whatever_the_shape() {
+    for version in [1, 2] {
+        let habits = Habits { version, ..Habits::default() };
+        for (block, blocks, streams) in [
+            (1, 1, 1),
+            (PAGE, 1, 1),
+            (1, 700, 1),
+            (PAGE, 3000, 1),
+            (PAGE, 3000, 4),
+            (20 << 20, 3, 2),
+        ] {
+            round_trip(habits, block, blocks, streams);
+        }
+    }
+}
+
+#[test]
+fn bytes_that_dribble_are_as_good() {
+    for version in [1, 2] {
+        round_trip(Habits { version, dribbles: true, ..Habits::default() }, 3001, 9, 1);
+    }
+}
+
+#[test]
+fn requests_are_sent_ahead_of_their_answers() {
+    // This peer says nothing until it has all of them.
+    let habits = Habits { answers_after: 200, ..Habits::default() };
+    round_trip(Habits { answers_after: 200, ..habits }, 64, 200, 1);
+}
+
+#[test]
+fn the_data_host_may_be_missing_or_be_no_address() {
+    for data_host in ["", "0.0.0.0", "somewhere.invalid"] {
+        round_trip(Habits { data_host, ..Habits::default() }, PAGE, 2, 1);
+    }
+}
+
+#[test]
+fn asynchronous_transfers_and_many_callers_share_the_lanes() {
+    const CALLERS: usize = 10;
+    const LEN: usize = 100 * PAGE;
+    let fake = Fake::start(CALLERS * LEN, Habits::default());
+    let agent = agent();
+    let peer = peer(&agent, &fake);
+    thread::scope(|scope| {
+        for i in 0..CALLERS {
+            let (agent, peer) = (&agent, &peer);
+            scope.spawn(move || {
+                let source = filled(agent, u8::try_from(i).expect("few"), LEN);
+                let batch = scattered(&source, BASE + (i * LEN) as u64, PAGE, 100);
+                for _ in 0..5 {
+                    peer.write(&batch, &options()).expect("written");
+                    let transfer = peer.write_async(batch.clone(), options());
+                    transfer.wait(LONG).expect("in time").expect("written");
+                }
+            });
+        }
+    });
+    let memory = fake.memory();
+    for i in 0..CALLERS {
+        let expected = turned(&pattern(u8::try_from(i).expect("few"), LEN), PAGE);
+        assert!(memory[i * LEN..(i + 1) * LEN] == expected, "caller {i}");
+    }
+    let stats = agent.stats();
+    assert_eq!((stats.transfers_failed, stats.transfers_in_flight), (0, 0));
+    assert!(fake.connections() <= agent.config().streams_per_peer.unwrap_or(64));
+}
+
+#[test]
+fn a_refused_range_is_named_and_the_next_transfer_is_not_delayed() {
+    let fake = Fake::start(100 * PAGE, Habits::default());
+    let agent = agent();
+    let peer = peer(&agent, &fake);
+    let source = filled(&agent, 1, 100 * PAGE);
+    let good = scattered(&source, BASE, PAGE, 100);
+    peer.write(&good, &options()).expect("written");
+    for (addr, kind) in [
+        (BASE + 99 * PAGE as u64 + 1, ErrorKind::OutOfBounds),
+        (BASE - 1, ErrorKind::NotRegistered),
+        (u64::MAX - PAGE as u64, ErrorKind::NotRegistered),
+    ] {
+        for read in [false, true] {
+            let mut batch = scattered(&source, BASE, PAGE, 50);
+            batch.push_to_address(&source, 0, addr, PAGE as u64).expect("no wrapping");
+            let result =
+                if read { peer.read(&batch, &options()) } else { peer.write(&batch, &options()) };
+            let e = result.expect_err("refused");
+            assert_eq!((e.kind(), e.context("descriptor")), (kind, Some("50")), "{e}");
+            assert_eq!(e.quiesced(), Some(true));
+            let start = Instant::now();
+            peer.write(&good, &options()).expect("healthy");
+            assert!(start.elapsed() < Duration::from_millis(500), "took {:?}", start.elapsed());
+        }
+    }
+    assert_eq!(agent.stats().sessions_opened, 1, "a refusal is no reason to meet anew");
+}
+
+#[test]
+fn a_range_that_a_version_1_peer_refused_is_named_too() {
+    let fake = Fake::start(2 * PAGE, Habits { version: 1, ..Habits::default() });
+    let agent = agent();
+    let peer = peer(&agent, &fake);
+    let source = filled(&agent, 1, PAGE);
+    for (addr, kind) in
+        [(BASE - 1, ErrorKind::NotRegistered), (BASE + PAGE as u64 + 1, ErrorKind::OutOfBounds)]
+    {
+        let mut batch = scattered(&source, BASE, 1024, 4);
+        batch.push_to_address(&source, 0, addr, PAGE as u64).expect("no wrapping");
+        let e = peer.write(&batch, &options()).expect_err("refused");
+        assert_eq!((e.kind(), e.context("descriptor")), (kind, Some("4")), "{e}");
+        peer.write(&scattered(&source, BASE, PAGE, 1), &options()).expect("healthy");
+    }
+}
+
+#[test]
+fn a_peer_that_stalls_is_silent_after_the_silence_window() {
+    for version in [1, 2] {
+        for (stalls_after, block) in [(0, PAGE), (3, 4 << 20)] {
+            let habits = Habits { version, stalls_after, ..Habits::default() };
+            let fake = Fake::start(block * 8, habits);
+            let agent = builder().silence(Duration::from_millis(500)).start().expect("a port");
+            let peer = peer(&agent, &fake);
+            let source = filled(&agent, 1, block * 8);
+            let start = Instant::now();
+            let batch = scattered(&source, BASE, block, 8);
+            let e = peer.write(&batch, &options()).expect_err("nobody answers");
+            assert_eq!((e.kind(), e.quiesced()), (ErrorKind::PeerSilent, Some(false)), "{e}");
+            let took = start.elapsed();
+            assert!((0.4..1.5).contains(&took.as_secs_f64()), "{habits:?}: took {took:?}");
+            // The next call meets the peer again, at once.
+            let start = Instant::now();
+            peer.connect(LONG).expect("its handshake works");
+            assert!(start.elapsed() < Duration::from_millis(300));
+        }
+    }
+}
+
+#[test]
+fn a_slow_peer_is_not_silent() {
+    let habits = Habits { dribbles: true, ..Habits::default() };
+    let fake = Fake::start(1 << 20, habits);
+    let agent = builder().silence(Duration::from_millis(200)).start().expect("a port");
+    fake.fill(&pattern(5, 1 << 20));
+    let sink = filled(&agent, 0, 60_000);
+    // At five bytes per 20 µs and more, this takes longer than the window.
+    let start = Instant::now();
+    peer(&agent, &fake).read(&scattered(&sink, BASE, 60_000, 1), &options()).expect("read");
+    assert!(start.elapsed() > Duration::from_millis(240));
+    assert!(bytes_of(&sink) == pattern(5, 60_000));
+}
+
+#[test]
+fn a_peer_that_dies_is_noticed_at_once_and_its_successor_met() {
+    let fake = Fake::start(64 << 20, Habits { dies_after: 3, ..Habits::default() });
+    let address = fake.address();
+    let agent = agent();
+    let peer = peer(&agent, &fake);
+    let source = filled(&agent, 1, 64 << 20);
+    let batch = scattered(&source, BASE, 8 << 20, 8);
+    let start = Instant::now();
+    let e = peer.write(&batch, &options()).expect_err("it died");
+    assert_eq!((e.kind(), e.quiesced()), (ErrorKind::PeerReset, Some(false)), "{e}");
+    assert!(start.elapsed() < Duration::from_secs(1));
+    drop(fake);
+    let e = peer.write(&batch, &options()).expect_err("nobody is there");
+    assert_eq!(e.kind(), ErrorKind::Unreachable, "{e}");
+    let successor = Fake::start_at(&address, 64 << 20, Habits::default());
+    peer.write(&batch, &options()).expect("the successor takes it");
+    assert!(successor.memory() == turned(&bytes_of(&source), 8 << 20));
+}
+
+#[test]
+fn a_peer_that_dies_while_nothing_is_under_way_costs_no_call() {
+    let first = Fake::start(PAGE, Habits::default());
+    let address = first.address();
+    let agent = agent();
+    let peer = peer(&agent, &first);
+    let source = filled(&agent, 1, PAGE);
+    let batch = scattered(&source, BASE, PAGE, 1);
+    peer.write(&batch, &options()).expect("written");
+    drop(first);
+    let until = Instant::now() + LONG;
+    while peer.transport().is_some() {
+        assert!(Instant::now() < until, "the end of the peer goes unnoticed");
+        thread::sleep(Duration::from_millis(1));
+    }
+    let _second = Fake::start_at(&address, PAGE, Habits::default());
+    peer.write(&batch, &options()).expect("the first call after the restart");
+    assert_eq!(agent.stats().transfers_failed, 0);
+}
+
+#[test]
+fn lanes_that_the_peer_closed_are_not_used_again() {
+    let fake = Fake::start(PAGE, Habits::default());
+    let agent = agent();
+    let peer = peer(&agent, &fake);
+    let source = filled(&agent, 1, PAGE);
+    let batch = scattered(&source, BASE, PAGE, 1);
+    for _ in 0..20 {
+        peer.write(&batch, &options()).expect("written");
+        fake.cut();
+        thread::sleep(Duration::from_millis(5));
+    }
+    let until = Instant::now() + LONG;
+    while agent.stats().streams > 0 {
+        assert!(Instant::now() < until, "streams are left over");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn what_is_no_status_is_a_protocol_error() {
+    for lie in [0, u64::MAX, 0x4d43_5456_0000_0007] {
+        for read in [false, true] {
+            let fake = Fake::start(PAGE, Habits { lies: Some(lie), ..Habits::default() });
+            let agent = agent();
+            let peer = peer(&agent, &fake);
+            let local = filled(&agent, 1, PAGE);
+            let batch = scattered(&local, BASE, PAGE, 1);
+            let result =
+                if read { peer.read(&batch, &options()) } else { peer.write(&batch, &options()) };
+            assert_eq!(result.expect_err("a lie").kind(), ErrorKind::Protocol);
+        }
+    }
+}
+
+#[test]
+fn a_cancelled_write_is_unconfirmed_and_its_source_is_not_read_again() {
+    let habits = Habits { stalls_after: 1, ..Habits::default() };
+    let fake = Fake::start(64 << 20, habits);
+    let agent = agent();
+    let peer = peer(&agent, &fake);
+    let source = filled(&agent, 1, 64 << 20);
+    let transfer = peer.write_async(scattered(&source, BASE, 8 << 20, 8), options());
+    thread::sleep(Duration::from_millis(100));
+    transfer.cancel();
+    let e = transfer.wait(LONG).expect("in time").expect_err("cancelled");
+    assert_eq!((e.kind(), e.quiesced()), (ErrorKind::Cancelled, Some(false)), "{e}");
+    assert_eq!(agent.stats().transfers_unconfirmed, 1);
+    agent.unregister(&source).expect("nobody uses it");
+}
+
+#[test]
+fn notifications_follow_the_data_and_probes_and_regions_are_answered() {
+    let fake = Fake::start(8 * PAGE, Habits::default());
+    let agent = agent();
+    let peer = peer(&agent, &fake);
+    let source = filled(&agent, 1, 8 * PAGE);
+    let batch = scattered(&source, BASE, PAGE, 8);
+    let with = |name: &str| Options { notify: Some(Notification::new(name, "m")), ..options() };
+    peer.write(&batch, &with("sync")).expect("written");
+    let transfer = peer.write_async(batch.clone(), with("async"));
+    transfer.wait(LONG).expect("in time").expect("written");
+    peer.read(&batch, &with("read")).expect("read");
+    peer.write(&Batch::new(), &with("empty")).expect("notified");
+    peer.notify(Notification::new("bare", "m"), &options()).expect("notified");
+    let names: Vec<_> = fake.notified().into_iter().map(|(name, _)| name).collect();
+    assert_eq!(names, ["sync", "async", "read", "empty", "bare"]);
+
+    let binary = Options { notify: Some(Notification::new("b", [0xff])), ..options() };
+    let e = peer.write(&batch, &binary).expect_err("text only");
+    assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+
+    assert!(peer.probe(LONG).expect("alive") < LONG);
+    let regions = peer.regions(LONG).expect("told");
+    assert_eq!((regions[0].addr, regions[0].len), (BASE, 8 * PAGE as u64));
+    assert_eq!(regions[0].id, RegionId::ABSOLUTE);
+    let mut by_region = Batch::new();
+    by_region.push(&source, 0, &regions[0], PAGE as u64, PAGE as u64).expect("in bounds");
+    assert!(by_region.push(&source, 0, &regions[0], 8 * PAGE as u64, 1).is_err());
+    peer.write(&by_region, &options()).expect("written");
+    assert!(fake.memory()[PAGE..2 * PAGE] == pattern(1, PAGE));
+}
+
+#[test]
+fn an_idle_agent_with_a_stock_peer_shuts_down_clean() {
+    let fake = Fake::start(PAGE, Habits::default());
+    let agent = agent();
+    let peer = peer(&agent, &fake);
+    peer.connect(LONG).expect("met");
+    assert_eq!(agent.stats().sessions, 1);
+    peer.disconnect();
+    peer.connect(LONG).expect("met again");
+    agent.shutdown();
+    let stats = agent.stats();
+    assert_eq!((stats.sessions, stats.streams, stats.gates), (0, 0, 0));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_batch_arrives_at_a_peer_of_any_habit(
+        lens in prop::collection::vec(1usize..9_000, 1..300),
+        gap in 0usize..50,
+        version in 1u32..3,
+        dribbles in any::<bool>(),
+        streams in 1usize..4,
+        asynchronous in any::<bool>(),
+    ) {
+        // Dribbling is slow by its nature.
+        let lens = if dribbles { &lens[..lens.len().min(3)] } else { &lens[..] };
+        let len: usize = lens.iter().map(|l| l + gap).sum();
+        let fake = Fake::start(len, Habits { version, dribbles, ..Habits::default() });
+        let agent = agent();
+        let peer = peer(&agent, &fake);
+        let (source, sink) = (filled(&agent, 3, len), filled(&agent, 77, len));
+        let (mut out, mut back, mut at) = (Batch::new(), Batch::new(), 0);
+        let mut expected = (vec![0; len], pattern(77, len));
+        for l in lens {
+            // Where the memory of one side is filled from its start, the other's is from its end.
+            let (near, l64) = ((len - at - l) as u64, *l as u64);
+            out.push_to_address(&source, near, BASE + at as u64, l64).expect("in bounds");
+            back.push_to_address(&sink, near, BASE + at as u64, l64).expect("in bounds");
+            let near = len - at - l;
+            expected.0[at..at + l].copy_from_slice(&pattern(3, len)[near..near + l]);
+            expected.1[near..near + l].copy_from_slice(&pattern(3, len)[near..near + l]);
+            at += l + gap;
+        }
+        let options = Options { streams: Some(streams), ..options() };
+        if asynchronous {
+            peer.write_async(out, options.clone()).wait(LONG).expect("in time").expect("written");
+            peer.read_async(back, options).wait(LONG).expect("in time").expect("read");
+        } else {
+            peer.write(&out, &options).expect("written");
+            peer.read(&back, &options).expect("read");
+        }
+        prop_assert!(fake.memory() == expected.0);
+        prop_assert!(bytes_of(&sink) == expected.1);
+    }
+}

@@ -1,0 +1,526 @@
+//! Against the real thing: the stock Python wheel, in a process of its own.
+//!
+//! The wheel lives in a virtual environment in the cache folder, made on first use. Where it
+//! can't be had, each of these tests says so and why, and passes.
+
+use crate::{LONG, PAGE, agent, builder, bytes_of, filled, handshake, pattern, scattered, turned};
+use crate::{signal, stop};
+use kvferry::{Access, Agent, Batch, ErrorKind, Notification, Options, Peer, TransportKind};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const VERSION: &str = "0.3.13.post1";
+
+fn options() -> Options<'static> {
+    Options { timeout: Some(3 * LONG), ..Options::default() }
+}
+
+// ---- the environment ----
+
+fn cache() -> Option<PathBuf> {
+    let set = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    set("KVFERRY_CACHE").or_else(|| Some(set("HOME")?.join(".cache/kvferry")))
+}
+
+fn run(command: &mut Command) -> Result<(), String> {
+    let output = command.output().map_err(|e| format!("{command:?}: {e}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let text = String::from_utf8_lossy(&output.stderr);
+    Err(format!("{command:?}: {}", text.lines().last().unwrap_or("failed")))
+}
+
+fn imports(python: &Path) -> Result<(), String> {
+    run(Command::new(python).args(["-c", "import mooncake.engine"]))
+}
+
+/// Makes the environment beside its place and moves it there, so that it is whole or absent.
+fn make(at: &Path) -> Result<(), String> {
+    let folder = at.parent().expect("it has a name in a folder");
+    std::fs::create_dir_all(folder).map_err(|e| e.to_string())?;
+    let draft = folder.join(format!("mooncake-draft-{}", std::process::id()));
+    run(Command::new("python3").args(["-m", "venv"]).arg(&draft))?;
+    let wheel = format!("mooncake-transfer-engine-non-cuda=={VERSION}");
+    let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"];
+    let made = run(Command::new(draft.join("bin/python")).args(pip).arg(wheel)).and_then(|()| {
+        std::fs::rename(&draft, at)
+            .or_else(|e| if at.exists() { Ok(()) } else { Err(e.to_string()) })
+    });
+    let _ = std::fs::remove_dir_all(&draft);
+    made
+}
+
+/// The interpreter that has the stock wheel.
+fn python() -> Option<&'static Path> {
+    static PYTHON: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let found = PYTHON.get_or_init(|| {
+        let found = prepare();
+        if let Err(why) = &found {
+            // Not through the harness, which shows only what tests that fail have to say.
+            let _ = writeln!(std::io::stderr(), "SKIPPED: tests against stock Mooncake: {why}");
+        }
+        found.ok()
+    });
+    found.as_deref()
+}
+
+fn prepare() -> Result<PathBuf, String> {
+    let at = cache().ok_or("no folder for it")?.join(format!("mooncake-{VERSION}"));
+    let python = at.join("bin/python");
+    if !python.exists() {
+        make(&at)?;
+    }
+    if imports(&python).is_err() {
+        // The wheel links libraries that it does not bring, and only root can install them.
+        let libraries = ["libibverbs1", "libnuma1", "libcurl4"];
+        let _ = run(Command::new("apt-get").args(["install", "-qq", "-y"]).args(libraries));
+    }
+    imports(&python)?;
+    Ok(python)
+}
+
+// ---- a stock peer ----
+
+pub(crate) struct Stock {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+    pub(crate) session: String,
+}
+
+impl Stock {
+    /// A stock engine in a process of its own; `None` where there is no stock Mooncake.
+    pub(crate) fn start_with(environment: &[(&str, &str)]) -> Option<Self> {
+        let mut child = Command::new(python()?)
+            .args(["-c", include_str!("stock_peer.py")])
+            .env("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535")
+            .envs(environment.iter().copied())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("it was tried");
+        let stdin = child.stdin.take().expect("piped");
+        let stdout = BufReader::new(child.stdout.take().expect("piped"));
+        let mut stock = Self { child, stdin, stdout, session: String::new() };
+        stock.session = stock.call("start", json!({})).as_str().expect("text").to_owned();
+        Some(stock)
+    }
+
+    fn tell(&mut self, name: &str, arguments: Value) {
+        writeln!(self.stdin, "{}", json!([name, arguments])).expect("it lives");
+    }
+
+    fn hear(&mut self) -> Value {
+        let mut line = String::new();
+        self.stdout.read_line(&mut line).expect("it lives");
+        serde_json::from_str(&line).expect("an answer")
+    }
+
+    pub(crate) fn call(&mut self, name: &str, arguments: Value) -> Value {
+        self.tell(name, arguments);
+        self.hear()
+    }
+
+    pub(crate) fn allocate(&mut self, len: usize, seed: u8) -> u64 {
+        self.call("allocate", json!({"length": len, "seed": seed})).as_u64().expect("an address")
+    }
+
+    fn holds(&mut self, address: u64, seed: u8, len: usize) -> bool {
+        self.call("holds", json!({"address": address, "seed": seed, "length": len})) == true
+    }
+
+    fn holds_turned(&mut self, address: u64, seed: u8, block: usize, blocks: usize) -> bool {
+        let arguments = json!({"address": address, "seed": seed, "block": block, "blocks": blocks});
+        self.call("holds_turned", arguments) == true
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().expect("it lives");
+        self.child.wait().expect("it ends");
+    }
+
+    pub(crate) fn peer(&self, agent: &Agent) -> Peer {
+        agent.peer(&self.session).expect("an address")
+    }
+}
+
+impl Drop for Stock {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+macro_rules! stock {
+    ($($environment:tt)*) => {
+        match Stock::start_with(&[$($environment)*]) {
+            Some(stock) => stock,
+            None => return,
+        }
+    };
+}
+
+// ---- stock to us ----
+
+#[test]
+fn a_stock_initiator_writes_and_reads_and_is_refused() {
+    for environment in [("MC_UNUSED", ""), ("MC_TCP_PROTO", "1")] {
+        let mut stock = stock!(environment);
+        let agent = agent();
+        let region = filled(&agent, 1, 1 << 20);
+        let local = stock.allocate(1 << 20, 2);
+        let mut moves = |opcode: &str, remote: usize, length: usize| {
+            let (target, remote) = (agent.advertised(), remote as u64);
+            let arguments = json!({"target": target, "opcode": opcode, "local": local,
+                "remote": remote, "length": length});
+            stock.call("move", arguments)[0].as_i64().expect("a code")
+        };
+        let at = region.addr();
+        for (len, offset) in [(1, 0), (PAGE, 77), (1 << 20, 0)] {
+            assert_eq!(moves("write", at + offset, len), 0);
+            // Version 1 has no answer: the bytes may be on their way.
+            let until = Instant::now() + LONG;
+            while bytes_of(&region)[offset..offset + len] != pattern(2, len) {
+                assert!(environment.1 == "1" && Instant::now() < until, "{environment:?} {len}");
+            }
+        }
+        region.write_at(0, &pattern(9, 1 << 20)).expect("in bounds");
+        assert_eq!(moves("read", at, 1 << 20), 0);
+        for (opcode, remote, len) in
+            [("read", at + 1, 1 << 20), ("read", 4096, 4096), ("read", at - 1, 2)]
+        {
+            assert_ne!(moves(opcode, remote, len), 0, "{environment:?}");
+        }
+        if environment.1.is_empty() {
+            assert_ne!(moves("write", at + 1, 1 << 20), 0);
+        }
+        assert!(stock.holds(local, 9, 1 << 20));
+        assert!(bytes_of(&region) == pattern(9, 1 << 20), "nothing refused was written");
+    }
+}
+
+#[test]
+fn a_stock_initiator_moves_batches_of_many_callers() {
+    let mut stock = stock!();
+    let agent = agent();
+    for (block, blocks, threads) in [(PAGE, 1024, 1), (64, 60_000, 1), (32 << 10, 100, 10)] {
+        let region = agent.allocate(block * blocks, Access::READ_WRITE).expect("memory");
+        let local = stock.allocate(block * blocks, 5);
+        for opcode in ["write", "read"] {
+            let arguments = json!({"target": agent.advertised(), "opcode": opcode, "local": local,
+                "remote": region.addr() as u64, "block": block, "blocks": blocks,
+                "threads": threads});
+            let codes = stock.call("batch", arguments)[0].clone();
+            assert_eq!(codes, json!(vec![0; threads]), "{opcode} {block}x{blocks}");
+        }
+        assert!(bytes_of(&region) == turned(&pattern(5, block * blocks), block));
+        assert!(stock.holds(local, 5, block * blocks));
+        agent.unregister(&region).expect("registered");
+    }
+}
+
+#[test]
+fn a_stock_initiator_notifies_probes_and_asks_for_the_first_address() {
+    let mut stock = stock!();
+    let agent = agent();
+    let region = filled(&agent, 1, PAGE);
+    let target = agent.advertised();
+    assert_eq!(stock.call("probe", json!({"target": target})), 0);
+    let first = stock.call("first_address", json!({"target": target}));
+    assert_eq!(first, region.addr() as u64);
+    let local = stock.allocate(PAGE, 7);
+    let arguments = json!({"target": target, "opcode": "write", "local": local,
+        "remote": region.addr() as u64, "block": 1024, "blocks": 4, "notify": ["layer 3", "done"]});
+    assert_eq!(stock.call("batch", arguments)[0], json!([0]));
+    let heard = agent.wait_notification(LONG).expect("delivered");
+    assert_eq!((heard.name.as_str(), heard.message.as_slice()), ("layer 3", &b"done"[..]));
+    assert!(bytes_of(&region) == turned(&pattern(7, PAGE), 1024), "after its data");
+}
+
+#[test]
+fn memory_registered_after_the_handshake_is_reached_and_unregistered_memory_is_not() {
+    let mut stock = stock!();
+    let agent = agent();
+    let _first = filled(&agent, 1, PAGE);
+    let local = stock.allocate(PAGE, 7);
+    let mut write = |remote: usize| {
+        let arguments = json!({"target": agent.advertised(), "opcode": "write", "local": local,
+            "remote": remote as u64, "length": PAGE});
+        stock.call("move", arguments)[0].as_i64().expect("a code")
+    };
+    let late = filled(&agent, 1, PAGE);
+    assert_eq!(write(late.addr()), 0);
+    let later = filled(&agent, 1, PAGE);
+    assert_eq!(write(later.addr()), 0);
+    agent.unregister(&late).expect("registered");
+    assert_ne!(write(late.addr()), 0);
+}
+
+// ---- us to stock ----
+
+#[test]
+fn a_stock_target_is_written_and_read_whatever_the_shape() {
+    let mut stock = stock!();
+    let agent = agent();
+    let peer = stock.peer(&agent);
+    for (block, blocks) in [(1, 1), (PAGE, 1024), (32 << 10, 1024), (512, 70_000), (16 << 20, 4)] {
+        let source = filled(&agent, 4, block * blocks);
+        let remote = stock.allocate(block * blocks, 0);
+        let batch = scattered(&source, remote, block, blocks);
+        let moved = peer.write(&batch, &options()).expect("written");
+        assert_eq!(moved.transport, Some(TransportKind::Mooncake));
+        assert!(stock.holds_turned(remote, 4, block, blocks), "{block}x{blocks}");
+        let sink = filled(&agent, 0, block * blocks);
+        peer.read(&scattered(&sink, remote, block, blocks), &options()).expect("read");
+        assert!(bytes_of(&sink) == bytes_of(&source), "{block}x{blocks}");
+        let transfer = peer.write_async(batch, options());
+        transfer.wait(3 * LONG).expect("in time").expect("written");
+    }
+}
+
+#[test]
+fn ten_callers_write_to_one_stock_target() {
+    const LEN: usize = 300 * (32 << 10);
+    let mut stock = stock!();
+    let agent = agent();
+    let peer = stock.peer(&agent);
+    let remote = stock.allocate(10 * LEN, 0);
+    thread::scope(|scope| {
+        for i in 0..10u8 {
+            let (agent, peer) = (&agent, &peer);
+            scope.spawn(move || {
+                let source = filled(agent, i, LEN);
+                let at = remote + u64::from(i) * LEN as u64;
+                for _ in 0..5 {
+                    peer.write(&scattered(&source, at, 32 << 10, 300), &options())
+                        .expect("written");
+                }
+            });
+        }
+    });
+    for i in 0..10u8 {
+        let at = remote + u64::from(i) * LEN as u64;
+        assert!(stock.holds_turned(at, i, 32 << 10, 300), "caller {i}");
+    }
+    assert_eq!(agent.stats().transfers_failed, 0);
+}
+
+#[test]
+fn a_stock_target_refuses_and_goes_on_at_once() {
+    let mut stock = stock!();
+    let agent = agent();
+    let peer = stock.peer(&agent);
+    let source = filled(&agent, 3, 100 * PAGE);
+    let remote = stock.allocate(100 * PAGE, 0);
+    let hidden = stock.call("allocate", json!({"length": PAGE, "seed": 1, "register": false}));
+    let hidden = hidden.as_u64().expect("an address");
+    let good = scattered(&source, remote, PAGE, 100);
+    let scratch = filled(&agent, 0, 100 * PAGE);
+    peer.write(&good, &options()).expect("written");
+    for round in 0..8 {
+        let (addr, kind) = if round % 2 == 0 {
+            (hidden, ErrorKind::NotRegistered)
+        } else {
+            (remote + 99 * PAGE as u64 + 1, ErrorKind::OutOfBounds)
+        };
+        let mut batch = scattered(&scratch, remote, PAGE, 60);
+        batch.push_to_address(&scratch, 0, addr, PAGE as u64).expect("no wrapping");
+        peer.regions(LONG).expect("told");
+        let result =
+            if round < 4 { peer.write(&batch, &options()) } else { peer.read(&batch, &options()) };
+        let e = result.expect_err("refused");
+        assert_eq!((e.kind(), e.context("descriptor")), (kind, Some("60")), "{e}");
+        let start = Instant::now();
+        peer.write(&good, &options()).expect("healthy");
+        assert!(start.elapsed() < Duration::from_millis(300), "took {:?}", start.elapsed());
+    }
+    assert!(stock.holds(hidden, 1, PAGE));
+    assert!(stock.holds_turned(remote, 3, PAGE, 100));
+}
+
+#[test]
+fn a_stock_target_is_notified_probed_and_asked_for_its_regions() {
+    let mut stock = stock!();
+    let agent = agent();
+    let peer = stock.peer(&agent);
+    let source = filled(&agent, 3, PAGE);
+    let remote = stock.allocate(PAGE, 0);
+    let with = Options { notify: Some(Notification::new("kv", "there")), ..options() };
+    peer.write(&scattered(&source, remote, PAGE, 1), &with).expect("written");
+    peer.notify(Notification::new("bare", "word"), &options()).expect("notified");
+    assert_eq!(stock.call("notifies", json!({})), json!([["kv", "there"], ["bare", "word"]]));
+    assert!(peer.probe(LONG).expect("alive") < Duration::from_secs(1));
+    let later = stock.allocate(2 * PAGE, 0);
+    let regions = peer.regions(LONG).expect("told");
+    let found = regions.iter().find(|r| r.addr == later).expect("registered after the handshake");
+    let mut batch = Batch::new();
+    batch.push(&source, 0, found, PAGE as u64, PAGE as u64).expect("in bounds");
+    peer.write(&batch, &options()).expect("written");
+    assert!(stock.holds(later + PAGE as u64, 3, PAGE));
+}
+
+#[test]
+fn a_stock_target_that_is_killed_is_noticed_at_once_and_its_successor_met() {
+    let mut stock = stock!();
+    let agent = agent();
+    let len = 64 << 20;
+    let source = filled(&agent, 3, len);
+    let remote = stock.allocate(len, 0);
+    let peer = stock.peer(&agent);
+    let batch = scattered(&source, remote, 1 << 20, 64);
+    peer.write(&batch, &options()).expect("written");
+    let (e, took) = thread::scope(|scope| {
+        let caller = scope.spawn(|| {
+            loop {
+                if let Err(e) = peer.write(&batch, &options()) {
+                    return (e, Instant::now());
+                }
+            }
+        });
+        thread::sleep(Duration::from_millis(100));
+        stock.kill();
+        let killed = Instant::now();
+        let (e, at) = caller.join().expect("no panic");
+        (e, at.saturating_duration_since(killed))
+    });
+    assert!(matches!(e.kind(), ErrorKind::PeerReset | ErrorKind::Unreachable), "{e}");
+    assert!(took < Duration::from_millis(300), "took {took:?}");
+    let start = Instant::now();
+    let e = peer.write(&batch, &options()).expect_err("nobody is there");
+    assert_eq!(e.kind(), ErrorKind::Unreachable, "{e}");
+    assert!(start.elapsed() < Duration::from_millis(300));
+    let mut successor = stock!();
+    let remote = successor.allocate(len, 0);
+    let peer = successor.peer(&agent);
+    peer.write(&scattered(&source, remote, 1 << 20, 64), &options()).expect("another port");
+    assert!(successor.holds_turned(remote, 3, 1 << 20, 64));
+}
+
+#[test]
+fn a_stock_target_that_restarts_at_its_address_is_met_anew() {
+    let mut first = stock!();
+    // Stock engines draw their ports; relays stand in for ones that keep their own.
+    let relay = Relay::start("127.0.0.1:0", &first.session, |_| {});
+    let agent = agent();
+    let source = filled(&agent, 3, PAGE);
+    let remote = first.allocate(PAGE, 0);
+    let peer = agent.peer(&relay.address).expect("an address");
+    peer.write(&scattered(&source, remote, PAGE, 1), &options()).expect("written");
+    first.kill();
+    let mut second = stock!();
+    let remote = second.allocate(PAGE, 0);
+    relay.leads_to(&second.session);
+    peer.write(&scattered(&source, remote, PAGE, 1), &options()).expect("the first call");
+    assert!(second.holds(remote, 3, PAGE));
+    assert_eq!(agent.stats().transfers_failed, 0);
+}
+
+#[test]
+fn a_stopped_stock_target_is_silent_and_no_burden_when_it_goes_on() {
+    let mut stock = stock!();
+    let agent = builder().silence(Duration::from_secs(1)).start().expect("a port");
+    let other = self::agent();
+    let sink = other.allocate(PAGE, Access::READ_WRITE).expect("memory");
+    let source = filled(&agent, 3, 32 << 20);
+    let remote = stock.allocate(32 << 20, 0);
+    let peer = stock.peer(&agent);
+    let healthy = agent.peer(other.advertised()).expect("an address");
+    let small = scattered(&source, sink.addr() as u64, PAGE, 1);
+    for len in [PAGE, 32 << 20] {
+        let batch = scattered(&source, remote, len, 1);
+        peer.write(&batch, &options()).expect("written");
+        stop(&stock.child);
+        let start = Instant::now();
+        let e = peer.write(&batch, &options()).expect_err("nobody answers");
+        let took = start.elapsed().as_secs_f64();
+        assert_eq!((e.kind(), e.quiesced()), (ErrorKind::PeerSilent, Some(false)), "{e}");
+        assert!((0.9..3.0).contains(&took), "took {took} s");
+        let start = Instant::now();
+        healthy.write(&small, &options()).expect("another peer");
+        assert!(start.elapsed() < Duration::from_millis(500));
+        signal(&stock.child, "-CONT");
+        let start = Instant::now();
+        peer.write(&batch, &options()).expect("it goes on");
+        assert!(start.elapsed() < Duration::from_secs(1), "took {:?}", start.elapsed());
+        assert!(stock.holds(remote, 3, len));
+    }
+}
+
+#[test]
+fn done_means_in_place_with_a_target_of_version_1_too() {
+    let mut stock = stock!();
+    let session = stock.session.clone();
+    // The real server, but told of as its predecessors told of themselves.
+    let relay = Relay::start("127.0.0.1:0", &session, |json| {
+        json.as_object_mut().expect("an object").remove("tcp_proto_version");
+    });
+    let agent = agent();
+    let peer = agent.peer(&relay.address).expect("an address");
+    for (block, blocks) in [(PAGE, 1), (PAGE, 3000), (1 << 20, 64)] {
+        let remote = stock.allocate(block * blocks, 0);
+        for round in 0..10u8 {
+            let source = filled(&agent, 10 + round, block * blocks);
+            peer.write(&scattered(&source, remote, block, blocks), &options()).expect("written");
+            assert!(stock.holds_turned(remote, 10 + round, block, blocks), "{block}x{blocks}");
+            agent.unregister(&source).expect("registered");
+        }
+        let sink = filled(&agent, 0, block * blocks);
+        peer.read(&scattered(&sink, remote, block, blocks), &options()).expect("read");
+        assert!(bytes_of(&sink) == pattern(19, block * blocks));
+        let e = peer.write(&scattered(&sink, remote - 1, block, blocks), &options());
+        assert_eq!(e.expect_err("refused").kind(), ErrorKind::NotRegistered);
+    }
+}
+
+/// Answers handshakes for somebody else, with changes.
+struct Relay {
+    address: String,
+    target: Arc<Mutex<String>>,
+}
+
+impl Relay {
+    fn start(at: &str, target: &str, change: fn(&mut Value)) -> Self {
+        let listener = TcpListener::bind(at).expect("the port is free");
+        let address = listener.local_addr().expect("bound").to_string();
+        let target = Arc::new(Mutex::new(target.to_owned()));
+        let shared = Arc::clone(&target);
+        thread::spawn(move || {
+            for stream in listener.incoming() {
+                let target = shared.lock().expect("no panic").clone();
+                relay(stream.expect("a connection"), &target, change);
+            }
+        });
+        Self { address, target }
+    }
+
+    fn leads_to(&self, target: &str) {
+        target.clone_into(&mut self.target.lock().expect("no panic"));
+    }
+}
+
+fn relay(mut stream: TcpStream, target: &str, change: fn(&mut Value)) {
+    let mut len = [0; 8];
+    if stream.read_exact(&mut len).is_err() {
+        return;
+    }
+    let mut body = vec![0; usize::try_from(u64::from_le_bytes(len)).expect("a length")];
+    stream.read_exact(&mut body).expect("a whole frame");
+    let json = std::str::from_utf8(&body[1..]).expect("text");
+    let (kind, mut answer) = handshake::handshake(target, body[0], json).expect("an answer");
+    change(&mut answer);
+    let json = answer.to_string();
+    let mut frame = (json.len() as u64 + 1).to_le_bytes().to_vec();
+    frame.push(kind);
+    frame.extend_from_slice(json.as_bytes());
+    stream.write_all(&frame).expect("room");
+    let _ = stream.shutdown(Shutdown::Write);
+    let _ = stream.read(&mut [0; 1]);
+}

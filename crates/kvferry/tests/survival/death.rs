@@ -1,0 +1,154 @@
+//! Peers that are killed, and come back.
+
+use super::*;
+use kvferry::ErrorKind;
+use kvferry_testkit::process::Child;
+use std::thread;
+
+/// The kinds that mean: the connection to the peer is gone.
+const GONE: [ErrorKind; 2] = [ErrorKind::PeerReset, ErrorKind::PeerClosed];
+
+fn port(address: &str) -> &str {
+    address.rsplit(':').next().expect("host:port")
+}
+
+#[test]
+fn a_peer_killed_in_the_middle_of_a_batch_is_an_error_at_once() {
+    let _bound = bounded();
+    let agent = agent();
+    let from = source(&agent, 48 * MIB, 1);
+    for (block, synchronous) in
+        [(48 * MIB, true), (32 * KIB, true), (48 * MIB, false), (4 * KIB, false)]
+    {
+        let (mut child, address) = Child::with_agent(peer_config());
+        let region = child.allocate(48 * MIB, "w", 2);
+        let peer = agent.peer(&address).expect("an address");
+        peer.connect(Duration::from_secs(5)).expect("the peer is there");
+        // Stopped, so that the batch is certainly in the middle when it dies.
+        child.stop();
+        let batch = batch(&from, &region.remote, block);
+        let (outcome, killed) = thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                if synchronous {
+                    peer.write(&batch, &within(Duration::from_secs(20)))
+                } else {
+                    let transfer = peer.write_async(batch.clone(), within(Duration::from_secs(20)));
+                    transfer.wait(Duration::from_secs(20)).expect("bounded by its deadline")
+                }
+            });
+            thread::sleep(Duration::from_millis(120));
+            assert!(!writer.is_finished(), "a stopped peer can't have taken 48 MiB");
+            let killed = Instant::now();
+            child.kill();
+            (writer.join().expect("writers don't panic"), killed)
+        });
+        assert_within(killed, NOTICED, "noticing that the peer was killed");
+        let error = outcome.expect_err("the peer is dead");
+        assert!(GONE.contains(&error.kind()), "{error:?}");
+        // Nothing waits for a dead peer afterwards.
+        let began = Instant::now();
+        let error = peer.write(&batch, &Options::default()).expect_err("the peer is dead");
+        assert!(
+            error.kind() == ErrorKind::Unreachable || GONE.contains(&error.kind()),
+            "{error:?}"
+        );
+        assert_within(began, NOTICED, "a call to a dead peer");
+    }
+    assert_eq!(agent.stats().transfers_in_flight, 0);
+}
+
+#[test]
+fn a_peer_that_comes_back_is_met_afresh_and_old_handles_are_refused() {
+    let _bound = bounded();
+    let agent = agent();
+    let from = source(&agent, MIB, 1);
+    let (mut child, address) = Child::with_agent(peer_config());
+    let old = child.allocate(MIB, "rw", 2);
+    let peer = agent.peer(&address).expect("an address");
+    peer.write(&batch(&from, &old.remote, 4096), &Options::default()).expect("a healthy write");
+    child.kill();
+
+    // At the same address.
+    let mut config = peer_config();
+    config["listen"] = json!(format!("127.0.0.1:{}", port(&address)));
+    let (mut second, again) = Child::with_agent(config);
+    assert_eq!(address, again);
+    let new = second.allocate(MIB, "rw", 3);
+    let began = Instant::now();
+    peer.write(&batch(&from, &new.remote, 4096), &Options::default())
+        .expect("the first call to the restarted peer");
+    assert_within(began, UNDELAYED, "the first call to a restarted peer");
+    assert!(second.call(json!({"op": "matches", "region": new.id, "seed": 1}))["matches"] == true);
+    let before = second.memory(&new);
+    for _ in 0..3 {
+        let began = Instant::now();
+        for outcome in [
+            peer.write(&batch(&from, &old.remote, 4096), &Options::default()),
+            peer.read(&batch(&from, &old.remote, 4096), &Options::default()),
+            peer.write_async(batch(&from, &old.remote, MIB), Options::default())
+                .wait(Duration::from_secs(5))
+                .expect("refused at once"),
+        ] {
+            let error = outcome.expect_err("the handle is of an earlier life");
+            assert_eq!(error.kind(), ErrorKind::StaleIncarnation, "{error:?}");
+        }
+        assert_within(began, UNDELAYED, "refusing a stale handle");
+    }
+    assert!(second.memory(&new) == before, "a stale handle reached the new life");
+
+    // At another address, the first one dead for good.
+    let (mut third, elsewhere) = Child::with_agent(peer_config());
+    second.kill();
+    let region = third.allocate(MIB, "w", 4);
+    let began = Instant::now();
+    let peer = agent.peer(&elsewhere).expect("an address");
+    peer.write(&batch(&from, &region.remote, MIB), &Options::default()).expect("a healthy write");
+    assert_within(began, UNDELAYED, "the first call to a peer at another address");
+}
+
+#[test]
+fn a_peer_killed_while_idle_costs_the_next_call_nothing() {
+    let _bound = bounded();
+    let agent = agent();
+    let from = source(&agent, 64 * KIB, 1);
+    let (mut child, address) = Child::with_agent(peer_config());
+    let region = child.allocate(64 * KIB, "w", 2);
+    let peer = agent.peer(&address).expect("an address");
+    let moves = batch(&from, &region.remote, 4096);
+    peer.write(&moves, &Options::default()).expect("a healthy write");
+    child.kill();
+    for _ in 0..5 {
+        let began = Instant::now();
+        let error = peer.write(&moves, &Options::default()).expect_err("nobody is there");
+        assert_within(began, NOTICED, "a call to a peer that died while idle");
+        assert!(
+            error.kind() == ErrorKind::Unreachable || GONE.contains(&error.kind()),
+            "{error:?}"
+        );
+    }
+}
+
+#[test]
+fn a_writer_killed_in_the_middle_leaves_nothing_behind() {
+    let _bound = bounded();
+    let agent = agent();
+    let to = agent.allocate(32 * MIB, Access::WRITE).expect("memory");
+    for block in [32 * MIB, 16 * KIB] {
+        let mut child = Child::spawn();
+        child.start(peer_config());
+        let from = child.allocate(32 * MIB, "", 7);
+        let writing = command("keep_writing", agent.advertised(), &from, &to.remote(), block);
+        child.call(writing);
+        eventually(Duration::from_secs(10), "something arrives", || {
+            agent.stats().bytes_received > MIB as u64
+        });
+        child.kill();
+        eventually(NOTICED, "the requests of the dead writer end", || {
+            let stats = agent.stats();
+            (stats.requests_in_flight, stats.sessions, stats.streams) == (0, 0, 0)
+        });
+        refill(&to, 8);
+        thread::sleep(Duration::from_millis(100));
+        assert!(content(&to) == Pattern::new(8).bytes(to.len()), "late bytes of a dead writer");
+    }
+}

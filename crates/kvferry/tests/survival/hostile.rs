@@ -1,0 +1,142 @@
+//! What else connects to a listening port.
+
+use super::*;
+use kvferry_proto::MAGIC;
+use kvferry_testkit::process::Child;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+
+/// What an agent says first.
+fn recorded_hello() -> Vec<u8> {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("bound").to_string();
+    let agent = agent();
+    let calling = thread::spawn(move || {
+        let peer = agent.peer(&address).expect("an address");
+        drop(peer.connect(Duration::from_millis(300)));
+    });
+    let (mut socket, _) = listener.accept().expect("the agent calls");
+    socket.set_read_timeout(Some(Duration::from_millis(150))).expect("a socket");
+    let mut hello = Vec::new();
+    drop(socket.read_to_end(&mut hello));
+    drop(calling.join());
+    assert!(hello.starts_with(&MAGIC), "{hello:x?}");
+    hello
+}
+
+/// What other programs say to an open port, and what breaks naive ones.
+fn noises(hello: &[u8]) -> Vec<Vec<u8>> {
+    let mut tls = vec![0x16, 0x03, 0x01, 0x02, 0x00, 0x01, 0x00, 0x01, 0xFC, 0x03, 0x03];
+    tls.extend(Pattern::new(1).bytes(507));
+    let mut flipped = hello.to_vec();
+    flipped[MAGIC.len() + 3] ^= 0xFF;
+    vec![
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: probe\r\n\r\n".to_vec(),
+        b"\x00".to_vec(),
+        b"SSH-2.0-OpenSSH_9.2\r\n".to_vec(),
+        tls,
+        Pattern::new(2).bytes(7),
+        Pattern::new(3).bytes(100_000),
+        vec![0xFF; 4096],
+        vec![0x00; 4096],
+        // A length of 100 MiB and of 2^63 as Mooncake would read it, and some of it.
+        [&(100u64 << 20).to_le_bytes()[..], &vec![b'{'; 2 * MIB]].concat(),
+        [&(1u64 << 63).to_le_bytes()[..], &vec![b'{'; 64 * KIB]].concat(),
+        [&MAGIC[..], &[0xFF; 64]].concat(),
+        [&MAGIC[..], &vec![0xFF; MIB]].concat(),
+        [&MAGIC[..], &Pattern::new(4).bytes(100)].concat(),
+        hello[..hello.len() / 2].to_vec(),
+        hello[..hello.len() - 1].to_vec(),
+        flipped,
+        [hello, &vec![0xEE; MIB]].concat(),
+        [hello, hello].concat(),
+    ]
+}
+
+#[test]
+fn strangers_on_the_port_delay_nobody_and_cost_little_memory() {
+    let _bound = bounded();
+    let hello = recorded_hello();
+    let (mut child, address) = Child::with_agent(peer_config());
+    let region = child.allocate(MIB, "w", 2);
+    let before = child.resources();
+    let connect = || TcpStream::connect(&address).expect("the agent listens");
+
+    // Held open, saying nothing, or one byte every now and then.
+    let idle: Vec<_> = (0..100).map(|_| connect()).collect();
+    let mut dripping: Vec<_> = (0..40).map(|_| connect()).collect();
+    let ended = AtomicBool::new(false);
+    let connections = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for byte in hello.iter().cycle() {
+                for socket in &mut dripping {
+                    drop(socket.write_all(&[*byte]));
+                }
+                thread::sleep(Duration::from_millis(200));
+                if ended.load(Ordering::SeqCst) {
+                    break;
+                }
+            }
+        });
+        scope.spawn(|| {
+            while !ended.load(Ordering::SeqCst) {
+                for noise in noises(&hello) {
+                    if let Ok(mut socket) = TcpStream::connect(&address) {
+                        drop(socket.set_write_timeout(Some(Duration::from_millis(200))));
+                        drop(socket.write_all(&noise));
+                        connections.fetch_add(1, Ordering::SeqCst);
+                    }
+                }
+                thread::sleep(Duration::from_millis(20));
+            }
+        });
+        for round in 0..8 {
+            thread::sleep(Duration::from_millis(100));
+            let agent = agent();
+            let from = source(&agent, MIB, round);
+            let peer = agent.peer(&address).expect("an address");
+            let began = Instant::now();
+            peer.write(&batch(&from, &region.remote, 4096), &Options::default())
+                .expect("the first write of a real peer among strangers");
+            assert_within(began, UNDELAYED, "the first write of a real peer among strangers");
+            let matches = child.call(json!({"op": "matches", "region": region.id, "seed": round}));
+            assert!(matches["matches"] == true);
+        }
+        ended.store(true, Ordering::SeqCst);
+    });
+    let noisy = connections.into_inner();
+    assert!(noisy > 30, "only {noisy} noisy connections were made");
+    let grown = child.resources().memory_bytes.saturating_sub(before.memory_bytes);
+    assert!(grown < 48 * MIB as u64, "strangers cost {grown} bytes of memory");
+    // Who says nothing is let go of in time; five seconds, with the factor of three.
+    eventually(Duration::from_secs(15), "strangers are let go of", || {
+        child.call(json!({"op": "stats"}))["handshakes_pending"] == 0
+    });
+    drop((idle, dripping));
+    eventually(Duration::from_secs(5), "their descriptors are closed", || {
+        child.resources().descriptors <= before.descriptors + 8
+    });
+}
+
+#[test]
+fn more_strangers_than_places_do_not_keep_a_peer_out() {
+    let _bound = bounded();
+    let (mut child, address) = Child::with_agent(peer_config());
+    let region = child.allocate(64 * KIB, "w", 2);
+    let mut crowd = Vec::new();
+    for round in 0..4 {
+        crowd.extend((0..200).map(|_| TcpStream::connect(&address).expect("the agent listens")));
+        let agent = agent();
+        let from = source(&agent, 64 * KIB, round);
+        let peer = agent.peer(&address).expect("an address");
+        let began = Instant::now();
+        peer.write(&batch(&from, &region.remote, 4096), &Options::default())
+            .unwrap_or_else(|e| panic!("a real peer among {} strangers: {e:?}", crowd.len()));
+        assert_within(began, UNDELAYED, "the first write of a real peer in a crowd");
+    }
+    let pending = child.call(json!({"op": "stats"}))["handshakes_pending"].clone();
+    assert!(pending.as_u64() <= Some(300), "{pending} strangers are kept");
+}

@@ -1,0 +1,112 @@
+//! What an agent survives: peers in processes of their own that are killed, stopped, cut off,
+//! strangers, or forgeries.
+//!
+//! A bound of time that the design states is asserted with a factor of three here; it is asserted
+//! exactly where time is virtual, in `kvferry-proto`.
+
+mod death;
+mod hostile;
+mod partition;
+mod relay;
+mod resources;
+mod secrets;
+mod silence;
+mod stranger;
+mod targets;
+
+use kvferry::{Access, Agent, Batch, Options, Region, RemoteRegion};
+use kvferry_testkit::pattern::Pattern;
+use kvferry_testkit::process::ChildRegion;
+use kvferry_testkit::{Watchdog, stretched};
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+kvferry_testkit::child_processes!();
+
+const KIB: usize = 1024;
+const MIB: usize = 1024 * KIB;
+
+/// The silence window that these tests set: the default would make them slow.
+const SILENCE: Duration = Duration::from_secs(1);
+
+/// A reset is noticed in 0.1 s; with the factor of three.
+const NOTICED: Duration = Duration::from_millis(300);
+
+/// What "no penalty" and "undelayed" mean for one call; a fixed pause would be a second or more.
+const UNDELAYED: Duration = Duration::from_millis(400);
+
+/// No test of this file takes longer.
+fn bounded() -> Watchdog {
+    Watchdog::new(Duration::from_secs(60))
+}
+
+fn agent() -> Agent {
+    Agent::builder().name("survivor").silence(SILENCE).start().expect("an agent starts")
+}
+
+/// The settings of a peer in a process of its own.
+fn peer_config() -> Value {
+    json!({"name": "peer", "silence_ms": SILENCE.as_millis() as u64})
+}
+
+/// Memory of this process, with a pattern of that seed in it.
+fn source(agent: &Agent, len: usize, seed: u64) -> Region {
+    let region = agent.allocate(len, Access::NONE).expect("memory");
+    refill(&region, seed);
+    region
+}
+
+fn refill(region: &Region, seed: u64) {
+    region.write_at(0, &Pattern::new(seed).bytes(region.len())).expect("owned memory");
+}
+
+fn content(region: &Region) -> Vec<u8> {
+    let mut bytes = vec![0; region.len()];
+    region.read_at(0, &mut bytes).expect("owned memory");
+    bytes
+}
+
+/// Blocks of one size from the start of both.
+fn batch(local: &Region, remote: &RemoteRegion, block: usize) -> Batch {
+    let len = local.len().min(remote.len as usize);
+    let mut batch = Batch::with_capacity(len / block);
+    for at in (0..len / block).map(|i| (i * block) as u64) {
+        batch.push(local, at, remote, at, block as u64).expect("inside both");
+    }
+    batch
+}
+
+fn within(timeout: Duration) -> Options<'static> {
+    Options { timeout: Some(timeout), ..Options::default() }
+}
+
+/// A command for a child: blocks of one size between its region and a remote one.
+fn command(
+    op: &str,
+    peer: &str,
+    local: &ChildRegion,
+    remote: &RemoteRegion,
+    block: usize,
+) -> Value {
+    let count = local.len.min(remote.len as usize) / block;
+    json!({
+        "op": op, "peer": peer, "region": local.id, "remote": remote.to_bytes(),
+        "block": block, "count": count,
+    })
+}
+
+/// Asserts that something did not take too long.
+fn assert_within(began: Instant, limit: Duration, what: &str) {
+    let (took, limit) = (began.elapsed(), stretched(limit));
+    assert!(took <= limit, "{what} took {took:?}, at most {limit:?} is allowed");
+}
+
+/// Waits for a condition of the machine, and fails with its name.
+fn eventually(limit: Duration, what: &str, mut condition: impl FnMut() -> bool) {
+    let limit = stretched(limit);
+    let give_up = Instant::now() + limit;
+    while !condition() {
+        assert!(Instant::now() < give_up, "not within {limit:?}: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}

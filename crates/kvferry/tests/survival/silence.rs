@@ -1,0 +1,332 @@
+//! Peers that are stopped: they are connected and say nothing.
+
+use super::*;
+use kvferry::ErrorKind;
+use kvferry_testkit::pattern::MARKER;
+use kvferry_testkit::process::Child;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+/// Silence is noticed after one window; with the factor of three.
+const HEARD: Duration = Duration::from_secs(3);
+
+/// Ends a loop beside the test, also when the test fails.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+fn mark(region: &Region) {
+    region.write_at(0, &vec![MARKER; region.len()]).expect("owned memory");
+}
+
+#[test]
+fn a_stopped_peer_is_noticed_by_heartbeat_and_costs_nobody_else_anything() {
+    let _bound = bounded();
+    let agent = agent();
+    let from = source(&agent, 32 * MIB, 1);
+    let (mut stopped, address) = Child::with_agent(peer_config());
+    let (mut healthy, other) = Child::with_agent(peer_config());
+    let region = stopped.allocate(32 * MIB, "rw", 2);
+    let healthy_region = healthy.allocate(MIB, "w", 3);
+    let peer = agent.peer(&address).expect("an address");
+    peer.write(&batch(&from, &region.remote, MIB), &Options::default()).expect("a healthy write");
+
+    let ended = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let (agent, other, ended) = (&agent, &other, &ended);
+        let ends = Ends(ended);
+        let beside = scope.spawn(move || {
+            let (from, peer) = (source(agent, MIB, 5), agent.peer(other).expect("an address"));
+            let moves = batch(&from, &healthy_region.remote, 4096);
+            let (mut longest, mut calls) = (Duration::ZERO, 0);
+            while !ended.load(Ordering::Relaxed) {
+                let began = Instant::now();
+                peer.write(&moves, &Options::default()).expect("a healthy peer");
+                longest = longest.max(began.elapsed());
+                calls += 1;
+                thread::sleep(Duration::from_millis(5));
+            }
+            (longest, calls)
+        });
+
+        stopped.stop();
+        let began = Instant::now();
+        let error = peer
+            .write(&batch(&from, &region.remote, 32 * MIB), &Options::default())
+            .expect_err("the peer is stopped");
+        assert_within(began, HEARD, "a write to a stopped peer");
+        assert_eq!(error.kind(), ErrorKind::PeerSilent, "{error:?}");
+        assert_eq!(error.quiesced(), Some(false), "nobody confirmed: {error:?}");
+        stopped.resume();
+        let began = Instant::now();
+        peer.write(&batch(&from, &region.remote, MIB), &Options::default())
+            .expect("the first call to a resumed peer");
+        assert_within(began, UNDELAYED, "the first call to a resumed peer");
+
+        drop(ends);
+        let (longest, calls) = beside.join().expect("writers don't panic");
+        assert!(longest < stretched(UNDELAYED), "another peer's call took {longest:?} meanwhile");
+        assert!(calls > 20, "another peer was served {calls} times only");
+    });
+    assert!(
+        stopped.call(json!({"op": "matches", "region": region.id, "seed": 1}))["matches"] == true
+    );
+}
+
+#[test]
+fn a_peer_stopped_before_it_is_met_is_noticed_as_soon() {
+    let _bound = bounded();
+    let agent = agent();
+    let from = source(&agent, MIB, 1);
+    let (mut child, address) = Child::with_agent(peer_config());
+    let region = child.allocate(MIB, "rw", 2);
+    let moves = batch(&from, &region.remote, 4096);
+    let mut late = Vec::new();
+    // Its kernel answers for it: with a connection for the session, or for the first stream.
+    for met in [false, true] {
+        let peer = agent.peer(&address).expect("an address");
+        if met {
+            peer.connect(Duration::from_secs(5)).expect("the peer is there");
+        } else {
+            peer.disconnect();
+        }
+        child.stop();
+        for write in [true, false] {
+            let began = Instant::now();
+            let outcome = if write {
+                peer.write(&moves, &Options::default())
+            } else {
+                peer.read(&moves, &Options::default())
+            };
+            let error = outcome.expect_err("the peer is stopped");
+            // Not stretched: there is room for a machine that is busy four times over.
+            late.extend((began.elapsed() > HEARD + SILENCE).then(|| {
+                format!("met: {met}, write: {write}, after {:?}: {error:?}", began.elapsed())
+            }));
+            let kinds = [ErrorKind::PeerSilent, ErrorKind::Deadline, ErrorKind::Unreachable];
+            assert!(kinds.contains(&error.kind()), "{error:?}");
+        }
+        child.resume();
+        let began = Instant::now();
+        peer.write(&moves, &Options::default()).expect("the first call to a resumed peer");
+        assert_within(began, UNDELAYED, "the first call to a resumed peer");
+        peer.disconnect();
+    }
+    assert!(late.is_empty(), "later than {:?}: {late:#?}", HEARD + SILENCE);
+}
+
+#[test]
+fn a_target_that_was_stopped_applies_nothing_of_what_its_kernel_held() {
+    let _bound = bounded();
+    let agent = agent();
+    let cases: [(&str, usize, usize, Option<u64>, bool); 8] = [
+        // Whether the write begins before the stop, and when the stop follows.
+        ("one block in the kernel", 4 * KIB, 4 * KIB, None, false),
+        ("small blocks in the kernel", 64 * KIB, 512, None, true),
+        ("a megabyte in the kernel", MIB, 4 * KIB, None, false),
+        ("more than the kernel takes", 48 * MIB, 48 * MIB, None, false),
+        ("blocks, stopped at once", 48 * MIB, 32 * KIB, Some(0), false),
+        ("blocks, stopped in the middle", 48 * MIB, 32 * KIB, Some(3), true),
+        ("one range, stopped in the middle", 48 * MIB, 48 * MIB, Some(6), false),
+        ("one range, stopped later", 48 * MIB, 48 * MIB, Some(12), false),
+    ];
+    let mut children: Vec<_> = cases
+        .iter()
+        .map(|(_, len, _, _, checksum)| {
+            let mut config = peer_config();
+            config["checksum"] = json!(checksum);
+            let (mut child, address) = Child::with_agent(config);
+            let region = child.allocate(*len, "w", 2);
+            let peer = agent.peer(&address).expect("an address");
+            let from = source(&agent, *len, 1);
+            // Not only a session: streams that the first round uses.
+            peer.write(&batch(&from, &region.remote, *len), &Options::default()).expect("healthy");
+            (child, region, peer, from)
+        })
+        .collect();
+    for round in 0..2 {
+        for (child, region, _, from) in &mut children {
+            child.send(json!({"op": "fill", "region": region.id, "seed": 2}));
+            refill(from, 1);
+        }
+        for (child, ..) in &mut children {
+            let filled = child.reply_within(Duration::from_secs(20)).expect("it answers");
+            filled.expect("owned memory");
+        }
+        let mut running = Vec::new();
+        for ((_, len, block, delay, _), (child, region, peer, from)) in
+            cases.iter().zip(&mut children)
+        {
+            let moves = batch(from, &region.remote, *block);
+            assert_eq!(moves.bytes(), *len as u64);
+            if delay.is_none() {
+                child.stop();
+            }
+            let transfer = peer.write_async(moves, within(Duration::from_secs(20)));
+            if let Some(ms) = delay {
+                thread::sleep(Duration::from_millis(*ms));
+                child.stop();
+            }
+            running.push(transfer);
+        }
+        let began = Instant::now();
+        let mut unconfirmed = 0;
+        let mut done = Vec::new();
+        for ((what, ..), (transfer, (_, _, _, from))) in
+            cases.iter().zip(running.iter().zip(&children))
+        {
+            let outcome = transfer.wait(Duration::from_secs(20)).expect("heartbeats end it");
+            done.push(outcome.is_ok());
+            if let Err(error) = outcome {
+                assert_within(began, HEARD, what);
+                assert_eq!(error.kind(), ErrorKind::PeerSilent, "{what}: {error:?}");
+                unconfirmed += usize::from(error.quiesced() == Some(false));
+                mark(from);
+            }
+        }
+        assert!(unconfirmed >= 5, "only {unconfirmed} transfers were caught by the stop");
+        // Past the window for all of them, and for their own timers.
+        thread::sleep(2 * SILENCE);
+        let held: Vec<_> =
+            children.iter().map(|(child, region, ..)| child.memory(region)).collect();
+        for (child, ..) in &children {
+            child.resume();
+        }
+        for ((what, ..), (((child, region, ..), held), done)) in
+            cases.iter().zip(children.iter_mut().zip(&held).zip(&done))
+        {
+            if *done {
+                continue;
+            }
+            let digest = child.call(json!({"op": "digest", "region": region.id}))["digest"].clone();
+            let watch = json!({
+                "op": "watch", "region": region.id, "for_ms": 250, "digest": digest,
+            });
+            let watched = child.call(watch);
+            assert!(watched["changed"] == false, "{what}, round {round}: {watched}");
+            assert!(
+                child.memory(region) == *held,
+                "{what}, round {round}: the target applied bytes that its kernel had held"
+            );
+            assert!(!held.contains(&MARKER), "{what}: the source was read after the outcome");
+        }
+        for ((what, _, block, ..), (child, region, peer, from)) in cases.iter().zip(&mut children) {
+            refill(from, 9);
+            let began = Instant::now();
+            peer.write(&batch(from, &region.remote, *block), &Options::default())
+                .unwrap_or_else(|e| panic!("{what}, after it was resumed: {e:?}"));
+            assert_within(began, 2 * UNDELAYED, "the first call to a resumed peer");
+            let matches = child.call(json!({"op": "matches", "region": region.id, "seed": 9}));
+            assert!(matches["matches"] == true, "{what}");
+        }
+    }
+}
+
+#[test]
+fn a_short_stop_is_no_death() {
+    let _bound = bounded();
+    let agent = agent();
+    let from = source(&agent, 32 * MIB, 1);
+    let (mut child, address) = Child::with_agent(peer_config());
+    let region = child.allocate(32 * MIB, "w", 2);
+    let peer = agent.peer(&address).expect("an address");
+    peer.connect(Duration::from_secs(5)).expect("the peer is there");
+    child.stop();
+    let transfer = peer.write_async(batch(&from, &region.remote, 64 * KIB), Options::default());
+    thread::sleep(SILENCE / 4);
+    child.resume();
+    transfer
+        .wait(Duration::from_secs(10))
+        .expect("it ends")
+        .expect("a stop of a quarter of the silence window is nothing");
+    assert!(
+        child.call(json!({"op": "matches", "region": region.id, "seed": 1}))["matches"] == true
+    );
+}
+
+#[test]
+fn a_stopped_writer_loses_its_claim_on_the_memory() {
+    let _bound = bounded();
+    let agent = agent();
+    let to = agent.allocate(32 * MIB, Access::WRITE).expect("memory");
+    let mut child = Child::spawn();
+    child.start(peer_config());
+    let from = child.allocate(32 * MIB, "", 7);
+    let writing = command("keep_writing", agent.advertised(), &from, &to.remote(), 256 * KIB);
+    let writer = child.call(writing)["writer"].clone();
+    eventually(Duration::from_secs(10), "something arrives", || {
+        agent.stats().bytes_received > MIB as u64
+    });
+    // Until it is stopped in the middle of a request.
+    eventually(Duration::from_secs(10), "a stop in the middle of a request", || {
+        child.stop();
+        thread::sleep(Duration::from_millis(20));
+        let caught = agent.stats().requests_in_flight > 0;
+        if !caught {
+            child.resume();
+        }
+        caught
+    });
+    eventually(HEARD, "the requests of the stopped writer end", || {
+        agent.stats().requests_in_flight == 0
+    });
+    refill(&to, 8);
+    thread::sleep(SILENCE);
+    child.send(json!({"op": "stop_writing", "writer": writer}));
+    child.resume();
+    // It may write again, in a new session and under new rules; what must not happen is that the
+    // old request goes on. The command that stops it was there before it was resumed.
+    let report = child
+        .reply_within(Duration::from_secs(20))
+        .expect("the writer stops")
+        .expect("stopping can't fail");
+    let errors = report["errors"].as_array().expect("a list").clone();
+    assert!(!errors.is_empty(), "the write that was stopped can't have been done: {report}");
+}
+
+#[test]
+fn a_blocked_call_can_be_interrupted() {
+    let _bound = bounded();
+    let agent = agent();
+    let from = source(&agent, 32 * MIB, 1);
+    let (mut child, address) = Child::with_agent(peer_config());
+    let region = child.allocate(32 * MIB, "rw", 2);
+    let peer = agent.peer(&address).expect("an address");
+    let moves = batch(&from, &region.remote, MIB);
+    for write in [true, false] {
+        // Not only a session: streams that the next call uses.
+        peer.write(&moves, &Options::default()).expect("a healthy write");
+        child.stop();
+        let began = Instant::now();
+        let interrupt = || began.elapsed() > Duration::from_millis(150);
+        let options = Options { interrupt: Some(&interrupt), ..Options::default() };
+        let outcome =
+            if write { peer.write(&moves, &options) } else { peer.read(&moves, &options) };
+        let error = outcome.expect_err("the peer is stopped");
+        // Asked every 100 ms; then the peer has its silence window to confirm, and can't.
+        assert_within(began, Duration::from_millis(250) + 2 * SILENCE, "an interrupted call");
+        assert_eq!(error.kind(), ErrorKind::Interrupted, "{error:?}");
+        if write {
+            assert_eq!(error.quiesced(), Some(false), "{error:?}");
+        }
+        child.resume();
+        peer.write(&moves, &Options::default()).expect("a healthy write");
+    }
+    // Where the peer answers, nothing is waited for; and there is nothing to interrupt before.
+    for write in [true, false] {
+        let began = Instant::now();
+        let interrupt = || true;
+        let options = Options { interrupt: Some(&interrupt), ..Options::default() };
+        let outcome =
+            if write { peer.write(&moves, &options) } else { peer.read(&moves, &options) };
+        assert_within(began, UNDELAYED, "an interrupted call to a healthy peer");
+        if let Err(error) = outcome {
+            assert_eq!(error.kind(), ErrorKind::Interrupted, "{error:?}");
+            assert_ne!(error.quiesced(), Some(false), "{error:?}");
+        }
+    }
+}

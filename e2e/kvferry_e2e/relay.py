@@ -1,0 +1,162 @@
+"""A TCP relay between prefill and decode that can slow a stream down or damage it.
+
+It forwards bytes to the decode's engine, whatever protocol they speak. The one thing it must
+understand is Mooncake's handshake: a stock peer's answer names a second port for the data, which
+has to lead through the relay too. A connection begins such a handshake when its first eight bytes,
+read as a little-endian length, are small; kvferry's own protocol starts with a larger value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from dataclasses import dataclass
+
+_MAX_HANDSHAKE_BYTES = 128 << 20
+_METADATA_FRAME = 1
+_CHUNK_BYTES = 32 << 10
+
+
+@dataclass
+class Damage:
+    """Flip `length` bytes of the first stream that has carried `skip` bytes towards the decode
+    since this was ordered.
+    """
+
+    skip: int
+    length: int
+    flipped: int = 0
+    stream: object | None = None
+
+
+@dataclass
+class _Stream:
+    """One connection's bytes towards the decode, since the order that `damage` counts from."""
+
+    damage: Damage | None = None
+    carried: int = 0
+
+
+class Relay:
+    """Runs its own event loop in a thread; the attributes below are read by it and written by the
+    test.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self.target = (host, port)
+        self.bytes_per_s: float | None = None
+        self.damage: Damage | None = None
+        self.carried = 0
+        self.port = 0
+        self._data_ports: dict[int, int] = {}
+        self._servers: list[asyncio.Server] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
+        self._thread.start()
+        self.port = asyncio.run_coroutine_threadsafe(self._listen(host, port, handshakes=True), self._loop).result(10)
+
+    def close(self) -> None:
+        """Breaks every connection and stops listening."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+        self._loop.close()
+
+    async def _end(self) -> None:
+        for server in self._servers:
+            server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _listen(self, host: str, port: int, *, handshakes: bool) -> int:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            # Cancelled means that the relay is closed; asyncio would print it as an accident.
+            ends = (OSError, asyncio.IncompleteReadError, asyncio.CancelledError)
+            try:
+                with contextlib.suppress(*ends):
+                    await self._serve(reader, writer, host, port, handshakes)
+            finally:
+                writer.transport.abort()
+
+        server = await asyncio.start_server(serve, host, 0, limit=_CHUNK_BYTES)
+        self._servers.append(server)
+        return int(server.sockets[0].getsockname()[1])
+
+    async def _serve(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        host: str,
+        port: int,
+        handshakes: bool,
+    ) -> None:
+        up_reader, up_writer = await asyncio.open_connection(host, port, limit=_CHUNK_BYTES)
+        for side in (writer, up_writer):
+            side.transport.set_write_buffer_limits(high=_CHUNK_BYTES)
+        try:
+            if handshakes:
+                first = await reader.readexactly(8)
+                up_writer.write(first)
+                if int.from_bytes(first, "little") <= _MAX_HANDSHAKE_BYTES:
+                    forward = asyncio.create_task(self._pump(reader, up_writer, towards_decode=False))
+                    await self._answer_handshake(up_reader, writer, host)
+                    await self._pump(up_reader, writer, towards_decode=False)
+                    await forward
+                    return
+            await asyncio.gather(
+                self._pump(reader, up_writer, towards_decode=True),
+                self._pump(up_reader, writer, towards_decode=False),
+            )
+        finally:
+            up_writer.transport.abort()
+
+    async def _answer_handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
+        """Passes one framed answer on, with the data port in it replaced by a port of the relay."""
+        length = int.from_bytes(await reader.readexactly(8), "little")
+        frame = await reader.readexactly(length)
+        if frame[:1] == bytes([_METADATA_FRAME]):
+            descriptor = json.loads(frame[1:])
+            data_port = descriptor.get("tcp_data_port")
+            if data_port:
+                if data_port not in self._data_ports:
+                    self._data_ports[data_port] = await self._listen(host, data_port, handshakes=False)
+                descriptor["tcp_data_port"] = self._data_ports[data_port]
+                frame = frame[:1] + json.dumps(descriptor).encode()
+        writer.write(len(frame).to_bytes(8, "little") + frame)
+        await writer.drain()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, towards_decode: bool) -> None:
+        """Forwards until the end of the stream; an error on either side breaks both (the caller
+        aborts them).
+        """
+        stream = _Stream()
+        while chunk := await reader.read(_CHUNK_BYTES):
+            if towards_decode:
+                self.carried += len(chunk)
+                chunk = self._damaged(stream, chunk)
+                if self.bytes_per_s:
+                    await asyncio.sleep(len(chunk) / self.bytes_per_s)
+            writer.write(chunk)
+            await writer.drain()
+        writer.write_eof()
+
+    def _damaged(self, stream: _Stream, chunk: bytes) -> bytes:
+        damage = self.damage
+        if stream.damage is not damage:
+            stream.damage, stream.carried = damage, 0
+        start = stream.carried
+        stream.carried += len(chunk)
+        if damage is None or damage.flipped >= damage.length or stream.carried <= damage.skip:
+            return chunk
+        if damage.stream is None:
+            damage.stream = stream
+        if damage.stream is not stream:
+            return chunk
+        first = max(damage.skip + damage.flipped - start, 0)
+        last = min(first + damage.length - damage.flipped, len(chunk))
+        damage.flipped += last - first
+        return chunk[:first] + bytes(byte ^ 0xFF for byte in chunk[first:last]) + chunk[last:]

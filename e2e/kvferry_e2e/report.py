@@ -1,0 +1,84 @@
+"""Collects checks as they happen, and prints the table at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+class CheckError(AssertionError):
+    """A check whose statement turned out not to hold."""
+
+
+def ensure(condition: object, message: str) -> None:
+    if not condition:
+        raise CheckError(message)
+
+
+@dataclass
+class Note:
+    """What a running check wants to have said beside its result."""
+
+    text: str = ""
+
+
+@dataclass
+class _Line:
+    name: str
+    outcome: str
+    seconds: float
+    note: str
+
+
+@dataclass
+class Report:
+    lines: list[_Line] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    @contextlib.contextmanager
+    def check(self, name: str) -> Iterator[Note]:
+        """One line of the table. A failure is recorded and swallowed: the checks after it say more
+        than a stop would.
+        """
+        note = Note()
+        start = time.monotonic()
+        try:
+            yield note
+        except Exception as error:
+            if not isinstance(error, CheckError):
+                traceback.print_exc()
+            text = f"{type(error).__name__}: {error}" if not isinstance(error, CheckError) else str(error)
+            self._add(_Line(name, "FAILED", time.monotonic() - start, text))
+        else:
+            self._add(_Line(name, "ok", time.monotonic() - start, note.text))
+
+    def skip(self, name: str, why: str) -> None:
+        self._add(_Line(name, "SKIPPED", 0.0, why))
+
+    def say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self.began:6.1f} s] {text}", flush=True)
+
+    def _add(self, line: _Line) -> None:
+        self.lines.append(line)
+        self.say(_row(line, 0))
+
+    def finish(self) -> int:
+        """Prints the table; the exit status."""
+        count = {o: sum(line.outcome == o for line in self.lines) for o in ("ok", "FAILED", "SKIPPED")}
+        width = max((len(line.name) for line in self.lines), default=0)
+        print()
+        for line in self.lines:
+            print(_row(line, width))
+        print(f"\nin {time.monotonic() - self.began:.0f} s")
+        if count["SKIPPED"]:
+            print(f"!!! {count['SKIPPED']} SKIPPED: this run says nothing about them !!!")
+        print(f"{count['ok']} passed, {count['FAILED']} failed", flush=True)
+        return 1 if count["FAILED"] or not count["ok"] else 0
+
+
+def _row(line: _Line, width: int) -> str:
+    row = f"{line.outcome:7} {line.name:{width}} {line.seconds:6.1f} s"
+    return f"{row}  {line.note}" if line.note else row

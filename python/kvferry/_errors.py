@@ -1,0 +1,192 @@
+"""Exceptions: one base, and one class for each kind of error that the core knows."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Final
+
+
+class Error(Exception):
+    """An error of kvferry.
+
+    ``kind`` is the kind's name in snake case, the same in every language. ``quiesced`` says, for a transfer that ended
+    early, whether it is certain that nothing of it lands any more: None if nothing was under way, False if the peer
+    could not be asked. ``context`` holds the facts that the message is made of, such as ``peer`` or ``region``.
+    """
+
+    kind: str = "error"
+    quiesced: bool | None = None
+    context: dict[str, str] = {}  # noqa: RUF012 - an instance with facts has its own
+
+    def __init__(
+        self, message: str = "", *, quiesced: bool | None = None, context: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.quiesced = quiesced
+        self.context = {} if context is None else context
+
+
+class InvalidArgumentError(Error, ValueError):
+    """An argument can't mean anything: a zero length, lists of different lengths, a bad address."""
+
+    kind = "invalid_argument"
+
+
+class OverlapError(Error):
+    """A range to be registered overlaps a registered one."""
+
+    kind = "overlap"
+
+
+class NotRegisteredError(Error):
+    """A range or region is not registered (any more)."""
+
+    kind = "not_registered"
+
+
+class OutOfBoundsError(Error, IndexError):
+    """A descriptor reaches beyond its region."""
+
+    kind = "out_of_bounds"
+
+
+class AccessDeniedError(Error, PermissionError):
+    """The region does not allow what was asked."""
+
+    kind = "access_denied"
+
+
+class RevokedError(Error):
+    """The region was unregistered while it was in use."""
+
+    kind = "revoked"
+
+
+class UnreachableError(Error, ConnectionError):
+    """The peer can't be connected to."""
+
+    kind = "unreachable"
+
+
+class PeerResetError(Error, ConnectionError):
+    """The connection to the peer broke."""
+
+    kind = "peer_reset"
+
+
+class PeerSilentError(Error, ConnectionError):
+    """The peer is connected but says nothing."""
+
+    kind = "peer_silent"
+
+
+class PeerClosedError(Error, ConnectionError):
+    """The peer ended the session."""
+
+    kind = "peer_closed"
+
+
+class AuthRequiredError(Error, PermissionError):
+    """The peer demands a secret and this agent has none."""
+
+    kind = "auth_required"
+
+
+class AuthUnsupportedError(Error, PermissionError):
+    """This agent has a secret and the peer has none."""
+
+    kind = "auth_unsupported"
+
+
+class AuthFailedError(Error, PermissionError):
+    """The secrets of the two agents differ."""
+
+    kind = "auth_failed"
+
+
+class VersionMismatchError(Error):
+    """The two agents share no protocol version."""
+
+    kind = "version_mismatch"
+
+
+class StaleIncarnationError(Error):
+    """A handle belongs to an earlier life of the peer."""
+
+    kind = "stale_incarnation"
+
+
+class DeadlineError(Error, TimeoutError):
+    """The time given was not enough."""
+
+    kind = "deadline"
+
+
+class CancelledError(Error):
+    """Somebody cancelled it."""
+
+    kind = "cancelled"
+
+
+class InterruptedError(Error, builtins.InterruptedError):
+    """A signal ended the call. Seldom seen: what the signal's handler raises (KeyboardInterrupt) goes first."""
+
+    kind = "interrupted"
+
+
+class ChecksumError(Error):
+    """The bytes that arrived are not the bytes that were sent."""
+
+    kind = "checksum"
+
+
+class TooLargeError(Error, ValueError):
+    """Something exceeds a limit of the protocol."""
+
+    kind = "too_large"
+
+
+class BusyError(Error):
+    """A bounded queue is full."""
+
+    kind = "busy"
+
+
+class ShutdownError(Error):
+    """This agent is shut down."""
+
+    kind = "shutdown"
+
+
+class ForkedError(Error):
+    """This process was forked from the one that started the agent."""
+
+    kind = "forked"
+
+
+class UnsupportedError(Error):
+    """No allowed transport or protocol can do it."""
+
+    kind = "unsupported"
+
+
+class ProtocolError(Error):
+    """The peer said something it must not say."""
+
+    kind = "protocol"
+
+
+class IoError(Error, OSError):
+    """The operating system refused."""
+
+    kind = "io"
+
+
+class InternalError(Error):
+    """A defect in kvferry."""
+
+    kind = "internal"
+
+
+BY_KIND: Final[dict[str, type[Error]]] = {cls.kind: cls for cls in Error.__subclasses__()}
+"""Every exception class by its kind; where the native module looks them up."""

@@ -1,0 +1,76 @@
+"""Fixtures: agents here, agents in other processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import kvferry
+import pytest
+from kit import Child
+
+LOOPBACK = "127.0.0.1:0"
+
+# A shell that starts a command in the background has it ignore Ctrl-C, and so would every process under it: the tests of
+# Ctrl-C would wait for ever. What has a handler here is back to the ordinary in the processes we start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _settings_come_from_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if (name.startswith(("KVFERRY_", "MC_")) and name != "KVFERRY_CACHE") or name in ("HOST_IP", "POD_IP"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def agent() -> Iterator[kvferry.Agent]:
+    with kvferry.Agent("here", listen=LOOPBACK) as agent:
+        yield agent
+
+
+@pytest.fixture
+def children() -> Iterator[Callable[..., Child]]:
+    """Starts other processes, which end with the test."""
+    with ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(Child(*args, **kwargs))
+
+
+TARGET = """
+import kvferry
+agent = kvferry.Agent("there", listen="127.0.0.1:0", **{options})
+memory = Memory({nbytes})
+region = agent.register((memory.addr, memory.nbytes))
+"""
+
+
+class Target:
+    """An agent in another process, with registered memory: by address, and as a region."""
+
+    def __init__(self, child: Child, nbytes: int) -> None:
+        self.child = child
+        self.nbytes = nbytes
+        self.address: str = child.run("agent.address")
+        self.base: int = child.run("memory.addr")
+        self.region = kvferry.RemoteRegion.from_bytes(child.run("region.remote().to_bytes()"))
+
+    def bytes(self, at: int, nbytes: int) -> bytes:
+        data: bytes = self.child.run(f"memory[{at}:{at + nbytes}]")
+        return data
+
+
+@pytest.fixture
+def targets(children: Callable[..., Child]) -> Callable[..., Target]:
+    """Starts agents in other processes."""
+
+    def start(nbytes: int = 1 << 20, *, env: dict[str, str] | None = None, **options: object) -> Target:
+        return Target(children(TARGET.format(options=options, nbytes=nbytes), env=env), nbytes)
+
+    return start
+
+
+@pytest.fixture
+def target(targets: Callable[..., Target]) -> Target:
+    return targets()

@@ -1,0 +1,167 @@
+"""What the tests share: other processes, memory, waiting."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from child import Memory
+
+__all__ = ["Child", "ChildError", "Memory", "eventually", "run_python"]
+
+HERE = Path(__file__).parent
+PATIENCE = 60.0
+
+
+class ChildError(Exception):
+    """The statements raised in the child."""
+
+    def __init__(self, kind: str, message: str, seconds: float) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+        self.seconds = seconds
+
+
+def clean_environment(**extra: str) -> dict[str, str]:
+    """The environment without any setting of kvferry, Mooncake or the host's address."""
+    mine = {
+        k: v for k, v in os.environ.items() if not k.startswith(("KVFERRY_", "MC_")) and k not in ("HOST_IP", "POD_IP")
+    }
+    return mine | extra
+
+
+class Child:
+    """Another Python process. `run` executes statements there and returns the value of the last one."""
+
+    def __init__(
+        self, setup: str = "", *, python: str = sys.executable, env: dict[str, str] | None = None, quiet: bool = False
+    ) -> None:
+        self.process = subprocess.Popen(
+            [python, str(HERE / "child.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if quiet else subprocess.PIPE,
+            env=clean_environment(**(env or {})),
+            # Ctrl-C in the terminal is for pytest; its children get theirs from the tests.
+            start_new_session=True,
+        )
+        self._buffer = bytearray()
+        self._errors = b""
+        self.pid = self.result()
+        if setup:
+            self.run(setup)
+
+    def start(self, code: str) -> None:
+        """Has statements run without waiting for them."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(textwrap.dedent(code)).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def result(self, patience: float = PATIENCE) -> Any:
+        """What the statements started last came to."""
+        answer = self._answer(patience)
+        self.seconds = answer.get("seconds", 0.0)
+        if "error" in answer:
+            raise ChildError(answer["error"], answer["message"], self.seconds)
+        if "bytes" in answer:
+            return base64.b64decode(answer["bytes"])
+        try:
+            return ast.literal_eval(answer["value"])
+        except (SyntaxError, ValueError):
+            return answer["value"]
+
+    def run(self, code: str, patience: float = PATIENCE) -> Any:
+        self.start(code)
+        return self.result(patience)
+
+    def _answer(self, patience: float) -> dict[str, Any]:
+        out, err = self.process.stdout, self.process.stderr
+        assert out is not None
+        until = time.monotonic() + patience
+        open_ends = [end for end in (out, err) if end is not None]
+        while not self._buffer.endswith(b"\n"):
+            left = until - time.monotonic()
+            ready = select.select(open_ends, [], [], max(left, 0))[0]
+            if not ready:
+                raise TimeoutError(f"the child has not answered within {patience} s; stderr: {self._errors.decode()}")
+            for end in ready:
+                data = os.read(end.fileno(), 1 << 16)
+                if end is out:
+                    self._buffer += data
+                    if not data:
+                        raise EOFError(f"the child is gone ({self.process.wait()}); stderr: {self._errors.decode()}")
+                elif data:
+                    self._errors += data
+                else:
+                    open_ends.remove(end)
+        line, rest = bytes(self._buffer).split(b"\n", 1)
+        self._buffer = bytearray(rest)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+        if number is signal.SIGSTOP:
+            # Only a process that is seen stopped is.
+            eventually(lambda: Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def finish(self, patience: float = PATIENCE) -> tuple[int, str]:
+        """Ends the child in the ordinary way; its exit status and what it wrote to stderr in its life."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(patience)
+        rest = self.process.stderr.read() if self.process.stderr is not None else b""
+        return self.process.returncode, (self._errors + rest).decode()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for end in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if end is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    end.close()
+
+
+def eventually(condition: Callable[[], Any], patience: float = 10.0, what: str = "it") -> Any:
+    """Waits until something is true, and returns it."""
+    until = time.monotonic() + patience
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < until, f"{what} did not happen within {patience} s"
+        time.sleep(0.005)
+
+
+def run_python(
+    code: str, *, env: dict[str, str] | None = None, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program in an interpreter of its own, to its end."""
+    return subprocess.run(
+        [python, "-c", textwrap.dedent(code)],
+        env=clean_environment(**(env or {})),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )

@@ -1,0 +1,153 @@
+"""Ctrl-C in every call that can block: KeyboardInterrupt soon, and the process goes on."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from conftest import Target
+from kit import Child, ChildError, eventually
+
+BIG = 64 << 20
+# A call that waits for a silent peer's confirmation may do so for the silence limit; others end at the next check.
+SILENCE = 1.0
+SOON = 0.1
+
+SETUP = f"""
+import kvferry, kvferry.mooncake, asyncio
+agent = kvferry.Agent("here", listen="127.0.0.1:0", silence={SILENCE}, timeout=60)
+mine = Memory({BIG})
+peer = agent.peer(%r)
+engine = kvferry.mooncake.TransferEngine()
+assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+session = peer.address
+"""
+
+CALLS = {
+    "write": ("peer.write(mine.addr, %d, len(mine.map))", SILENCE),
+    "read": ("peer.read(mine.addr, %d, len(mine.map))", SILENCE),
+    "notify": ("peer.notify(('name', b''))", SILENCE),
+    "connect": ("agent.peer(peer.address).connect()", SOON),
+    "regions": ("peer.regions()", SOON),
+    "probe": ("peer.probe()", SOON),
+    "wait": ("transfer = peer.write_async(mine.addr, %d, len(mine.map)); transfer.wait()", SOON),
+    "wait_notification": ("agent.wait_notification()", SOON),
+    "wait_notification with a limit": ("agent.wait_notification(50)", SOON),
+    "transfer_sync_write": ("engine.transfer_sync_write(session, mine.addr, %d, len(mine.map))", SILENCE),
+    "batch_transfer_sync_read": ("engine.batch_transfer_sync_read(session, [mine.addr], [%d], [4096])", SILENCE),
+    "get_batch_transfer_status": ("engine.get_batch_transfer_status([identity])", SOON),
+    "send_probe": ("engine.send_probe(session)", SOON),
+    "get_first_buffer_address": ("engine.get_first_buffer_address(session)", SOON),
+    "await": (
+        "async def go(): await peer.write_async(mine.addr, %d, len(mine.map))\nasyncio.run(go())",
+        SOON,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_ctrl_c_ends(name: str, targets: Callable[..., Target], children: Callable[..., Child]) -> None:
+    code, slack = CALLS[name]
+    target = targets(BIG)
+    caller = children(SETUP % target.address, env={"KVFERRY_SILENCE_MS": str(int(SILENCE * 1000))})
+    if name != "connect":
+        # With a stream open, so that bytes can be under way.
+        caller.run(f"peer.write(mine.addr, {target.base}, 64)")
+        assert caller.run(f"engine.transfer_sync_write(session, mine.addr, {target.base}, 64)") == 0
+    # Stopped for less than the silence limit when Ctrl-C comes: it is Ctrl-C that ends the call.
+    target.child.send(signal.SIGSTOP)
+    if "identity" in code:
+        # More than the kernels' buffers hold: it runs until the peer goes on.
+        big = f"identity = engine.batch_transfer_async_write(session, [mine.addr], [{target.base}], [{BIG}]); identity"
+        assert caller.run(big) > 0
+    caller.start(code % target.base if "%d" in code else code)
+    time.sleep(0.4)
+    began = time.monotonic()
+    caller.send(signal.SIGINT)
+    with pytest.raises(ChildError) as caught:
+        caller.result()
+    took = time.monotonic() - began
+    assert caught.value.kind == "KeyboardInterrupt", caught.value
+    assert took < 3 * (slack + 0.1), f"{took:.2f} s"
+    target.child.send(signal.SIGCONT)
+
+    # The process lives on, and so does what it has.
+    assert caller.run("1 + 1") == 2
+
+    def works() -> bool:
+        try:
+            return bool(
+                caller.run(f"agent.peer({target.address!r}).write(mine.addr, {target.base}, 4096).nbytes == 4096")
+            )
+        except ChildError:
+            return False  # until the stopped peer has noticed that its old session is void
+
+    eventually(works)
+    assert caller.finish() == (0, "")
+
+
+def test_another_signal_whose_handler_returns_does_not_end_a_call(
+    targets: Callable[..., Target], children: Callable[..., Child]
+) -> None:
+    target = targets(BIG)
+    caller = children(SETUP % target.address)
+    caller.run("import signal; seen = []; signal.signal(signal.SIGUSR1, lambda *_: seen.append(1)); peer.connect()")
+    target.child.send(signal.SIGSTOP)
+    caller.start(f"peer.write(mine.addr, {target.base}, {BIG}).nbytes")
+    time.sleep(0.2)
+    caller.send(signal.SIGUSR1)
+    time.sleep(0.2)
+    target.child.send(signal.SIGCONT)
+    assert caller.result() == BIG
+    assert caller.run("seen") == [1]
+
+
+def test_a_signal_is_answered_while_the_call_still_runs(
+    targets: Callable[..., Target], children: Callable[..., Child]
+) -> None:
+    target = targets(BIG)
+    caller = children(SETUP % target.address)
+    caller.run(
+        "import signal, time; seen = []; signal.signal(signal.SIGALRM, lambda *_: seen.append(time.monotonic()))"
+    )
+    caller.run("peer.connect()")
+    target.child.send(signal.SIGSTOP)
+    caller.start(
+        f"""
+        began = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try: peer.write(mine.addr, {target.base}, {BIG})
+        except kvferry.PeerSilentError: pass
+        len(seen), seen[0] - began < 0.5, time.monotonic() - began > 0.5
+        """
+    )
+    assert caller.result() == (1, True, True)
+
+
+def test_threads_other_than_the_main_one_are_not_disturbed_by_ctrl_c(
+    targets: Callable[..., Target], children: Callable[..., Child]
+) -> None:
+    target = targets(BIG)
+    caller = children(SETUP % target.address)
+    caller.run("peer.connect()")
+    target.child.send(signal.SIGSTOP)
+    caller.start(
+        f"""
+        import threading, time
+        outcome = []
+        def work():
+            try: outcome.append(peer.write(mine.addr, {target.base}, {BIG}).nbytes)
+            except BaseException as e: outcome.append(type(e).__name__)
+        thread = threading.Thread(target=work)
+        thread.start()
+        try: time.sleep(10)
+        except KeyboardInterrupt: pass
+        """
+    )
+    time.sleep(0.3)
+    caller.send(signal.SIGINT)
+    caller.result()
+    target.child.send(signal.SIGCONT)
+    assert caller.run("thread.join(); outcome") == [BIG]

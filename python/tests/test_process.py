@@ -1,0 +1,290 @@
+"""The host process is not ours: its end, its forks, its threads, its stderr."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+from conftest import Target
+from kit import Child, clean_environment, run_python
+
+START = """
+import kvferry, os, sys, threading, time
+agent = kvferry.Agent("here", listen="127.0.0.1:0")
+other = kvferry.Agent("there", listen="127.0.0.1:0")
+source, place = bytearray(1 << 20), bytearray(1 << 20)
+local, remote = agent.register(source), other.register(place)
+peer = agent.peer(other.address)
+batch = kvferry.Batch()
+batch.push(local, 0, remote.remote(), 0, 1 << 20)
+peer.write(batch)
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        "sys.exit(0)",
+        "transfer = peer.write_async(batch); other.wait_notification(0)",
+        "for _ in range(200): peer.write_async(batch)",
+        "threading.Thread(target=agent.wait_notification, daemon=True).start(); time.sleep(0.2)",
+        "threading.Thread(target=lambda: [peer.write(batch) for _ in range(10**9)], daemon=True).start(); time.sleep(0.2)",
+        "sys.keep = (agent, other, local, remote, peer, batch, peer.write_async(batch))",
+        "import kvferry.mooncake as m; e = m.TransferEngine(); e.initialize('127.0.0.1', 'P2PHANDSHAKE', 'tcp', '')",
+        "cycle = [agent, peer]; cycle.append(cycle)",
+        "del agent, other",
+        "agent.shutdown(); other.shutdown()",
+        "other.shutdown()",
+    ],
+)
+def test_the_interpreter_ends_cleanly_with_everything_still_open(end: str) -> None:
+    began = time.monotonic()
+    ended = run_python(START + end)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert time.monotonic() - began < 10
+
+
+def test_the_interpreter_ends_cleanly_while_a_peer_is_silent(target: Target) -> None:
+    target.child.send(signal.SIGSTOP)
+    ended = run_python(
+        f"""
+        import kvferry, mmap, threading, time
+        agent = kvferry.Agent(listen="127.0.0.1:0")
+        peer = agent.peer({target.address!r})
+        transfer = peer.write_async(4096, {target.base}, 10)
+        threading.Thread(target=peer.probe, daemon=True).start()
+        threading.Thread(target=lambda: peer.write(4096, {target.base}, 10), daemon=True).start()
+        time.sleep(0.3)
+        """
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_ctrl_c_ends_a_program_the_ordinary_way(target: Target) -> None:
+    target.child.send(signal.SIGSTOP)
+    program = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import kvferry; print('ready', flush=True);"
+            f"kvferry.Agent(listen='127.0.0.1:0', timeout=60).peer({target.address!r}).connect()",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    program.send_signal(signal.SIGINT)
+    _, stderr = program.communicate(timeout=10)
+    assert program.returncode == -signal.SIGINT
+    assert stderr.rstrip().endswith("KeyboardInterrupt")
+    assert "panicked" not in stderr
+
+
+def test_after_a_fork_every_call_says_so_and_the_parent_goes_on(agent: object, children: Callable[..., Child]) -> None:
+    child = children(START + "import kvferry.mooncake; engine = kvferry.mooncake.TransferEngine()")
+    child.run(
+        "engine.initialize('127.0.0.1', 'P2PHANDSHAKE', 'tcp', ''); transfer = peer.write_async(batch); transfer.wait()"
+    )
+    calls = [
+        "agent.register(bytearray(8))",
+        "agent.register_batch([])",
+        "agent.allocate(8)",
+        "agent.unregister(local)",
+        "agent.unregister_batch([local])",
+        "agent.regions()",
+        "agent.peer('127.0.0.1:1')",
+        "agent.notifications()",
+        "agent.wait_notification(1)",
+        "agent.notification_fd()",
+        "agent.stats()",
+        "agent.shutdown()",
+        "peer.write(batch)",
+        "peer.read(batch)",
+        "peer.write_async(batch)",
+        "peer.read_async(batch)",
+        "peer.notify(('a', b''))",
+        "peer.connect()",
+        "peer.regions()",
+        "peer.probe()",
+        "peer.transport",
+        "peer.disconnect()",
+        "transfer.poll()",
+        "transfer.wait(1)",
+        "transfer.cancel()",
+        "transfer.done()",
+        "transfer.fileno()",
+    ]
+    said = child.run(
+        f"""
+        import json
+        r, w = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            said = {{}}
+            for call in {calls!r}:
+                try: said[call] = repr(eval(call))
+                except BaseException as e: said[call] = type(e).__name__
+            said["mooncake"] = [engine.register_memory(4096, 10), engine.transfer_sync_write("127.0.0.1:1", 1, 1, 1),
+                                engine.get_rpc_port(), engine.get_notifies(), engine.get_batch_transfer_status([1]),
+                                engine.allocate_managed_buffer(10), engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""),
+                                "forked" in engine.last_error()]
+            fresh = kvferry.Agent(listen="127.0.0.1:0")
+            said["fresh"] = fresh.peer(other.address).write([local.addr], [remote.addr], [10]).nbytes
+            fresh.shutdown()
+            with agent: pass
+            del agent, peer, transfer
+            os.write(w, json.dumps(said).encode())
+            os._exit(0)
+        os.close(w)
+        text = b""
+        while piece := os.read(r, 65536): text += piece
+        os.close(r)
+        json.loads(text), os.waitpid(pid, 0)[1]
+        """
+    )
+    answers, status = said
+    assert status == 0
+    assert answers.pop("mooncake") == [-1, -1, 0, [], -1, 0, -1, True]
+    assert answers.pop("fresh") == 10
+    assert answers == dict.fromkeys(calls, "ForkedError")
+    assert child.run("peer.write(batch).nbytes") == 1 << 20
+    assert child.finish() == (0, "")
+
+
+def test_a_forked_child_ends_the_ordinary_way(children: Callable[..., Child]) -> None:
+    ended = run_python(
+        START
+        + """
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(7)
+        status = os.waitpid(pid, 0)[1]
+        print(os.waitstatus_to_exitcode(status), peer.write(batch).nbytes)
+        """.replace("\n        ", "\n")
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "7 1048576\n", "")
+
+
+def test_multiprocessing_by_fork_works_beside_an_agent() -> None:
+    ended = run_python(
+        START
+        + """
+import multiprocessing
+def work(n):
+    with kvferry.Agent(listen="127.0.0.1:0") as mine:
+        region = mine.allocate(64)
+        return mine.peer(other_address).write(region.addr, there, 64).nbytes + n
+other_address, there = other.address, remote.addr
+if __name__ == "__main__":
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        print(pool.map(work, range(4)))
+"""
+    )
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("[64, 65, 66, 67]\n", "", 0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "peer.write(mine.addr, {base}, len(mine.map))",
+        "peer.read(mine.addr, {base}, len(mine.map))",
+        "peer.probe(1)",
+        "kvferry.Agent(listen='127.0.0.1:0').peer({address!r}).connect(1)",
+        "agent.wait_notification(1)",
+        "peer.write_async(mine.addr, {base}, len(mine.map)).wait(1)",
+        "engine.transfer_sync_write({address!r}, mine.addr, {base}, len(mine.map))",
+    ],
+)
+def test_other_threads_run_while_a_call_blocks(
+    call: str, targets: Callable[..., Target], children: Callable[..., Child]
+) -> None:
+    target = targets(64 << 20)
+    caller = children(
+        f"""
+        import kvferry, kvferry.mooncake, threading, time
+        agent = kvferry.Agent(listen="127.0.0.1:0", silence=1.0)
+        engine = kvferry.mooncake.TransferEngine()
+        engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
+        mine = Memory(64 << 20)
+        peer = agent.peer({target.address!r})
+        peer.connect()
+        counted, stop = 0, False
+        def count():
+            global counted
+            while not stop:
+                counted += 1
+                time.sleep(0.001)
+        """,
+        env={"KVFERRY_SILENCE_MS": "1000"},
+    )
+    target.child.send(signal.SIGSTOP)
+    counted, took = caller.run(
+        f"""
+        thread = threading.Thread(target=count)
+        thread.start()
+        began = time.monotonic()
+        try: {call.format(base=target.base, address=target.address)}
+        except kvferry.Error: pass
+        took = time.monotonic() - began
+        stop = True
+        thread.join()
+        counted, took
+        """
+    )
+    assert took > 0.3
+    assert counted > took * 100
+
+
+def test_nothing_is_printed_unless_asked() -> None:
+    program = START + "agent.peer('127.0.0.1:1')\ntry: agent.peer('127.0.0.1:1').connect()\nexcept kvferry.Error: pass"
+    assert run_python(program).stderr == ""
+    assert run_python(program, env={"KVFERRY_LOG": ""}).stderr == ""
+    assert run_python(program, env={"KVFERRY_LOG": "kvferry=oops,,=,"}).returncode == 0
+    told = run_python(program, env={"KVFERRY_LOG": "info"})
+    assert told.returncode == 0
+    assert "agent started" in told.stderr
+    assert run_python(program, env={"KVFERRY_LOG": "info", "KVFERRY_SECRET": "hunter2"}).stderr.count("hunter2") == 0
+
+
+def test_an_idle_agent_with_live_sessions_costs_no_processor_time(target: Target) -> None:
+    child = Child(START)
+    with child:
+        child.run(f"for _ in range(8): agent.peer({target.address!r}).connect()")
+        before = child.run("time.process_time()")
+        time.sleep(2)
+        used = child.run("time.process_time()") - before
+    assert used < 2 * 0.005 * 3
+
+
+def test_agents_come_and_go_without_a_trace(children: Callable[..., Child]) -> None:
+    child = children("import kvferry, os, threading")
+    code = """
+    for _ in range(50):
+        with kvferry.Agent(listen="127.0.0.1:0") as a, kvferry.Agent(listen="127.0.0.1:0") as b:
+            region, place = a.register(bytearray(4096)), b.register(bytearray(4096))
+            a.peer(b.address).write(region.addr, place.addr, 4096)
+    len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    """
+    first = child.run(code)
+    assert child.run(code) == first
+    assert first[1] == 1
+    assert child.finish() == (0, "")
+
+
+def test_importing_kvferry_is_quick_and_starts_no_thread() -> None:
+    ended = run_python(
+        "import time; t = time.perf_counter(); import kvferry; took = time.perf_counter() - t;"
+        "import os; print(len(os.listdir('/proc/self/task')), took < 0.5)"
+    )
+    assert (ended.stdout, ended.stderr) == ("1 True\n", "")
+    assert os.environ.get("KVFERRY_LOG") is None
