@@ -60,13 +60,9 @@ demo: command ## Move the KV cache of a model between two processes, and say how
 
 test: test-rust test-docs test-python ## Run all tests: Rust, documentation, Python
 
-# Open: these end late on device-like memory. Named here and in .config/nextest.toml; to be removed with their cause.
-OPEN := slow::a_deadline_is_honoured slow::nothing_lands_after_unregister_returned slow::unregister_leaves_no_copier_inside
-
 test-rust:
-	@for t in $(OPEN); do echo "SKIPPED: conformance $$t: FAILS, known and open (a transfer on device-like memory ends late)"; done
 	$(call part,Rust tests,if $(CARGO) nextest --version >/dev/null 2>&1; \
-	then $(CARGO) nextest run --workspace --no-fail-fast; else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests -- $(addprefix --skip ,$(OPEN)); fi)
+	then $(CARGO) nextest run --workspace --no-fail-fast; else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests; fi)
 
 test-docs:
 	$(call part,Rust documentation tests,$(CARGO) test --workspace --no-fail-fast --doc --exclude kvferry-python --exclude kvferry-python-module)

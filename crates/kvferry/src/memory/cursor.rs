@@ -350,12 +350,16 @@ impl Cursor {
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(Lent::WouldBlock),
             Err(e) => return Err(Fault::Io(e)),
         };
-        match self.direction {
-            Direction::Out => staging.taken(moved),
-            Direction::In => staging.filled(moved, &self.pieces, &self.gate)?,
-        }
+        // The bytes have left the socket, whatever becomes of them: they count in any case.
+        let staged = match self.direction {
+            Direction::Out => {
+                staging.taken(moved);
+                Ok(())
+            }
+            Direction::In => staging.filled(moved, &self.pieces, &self.gate),
+        };
         self.advance(moved);
-        Ok(Lent::Moved(moved))
+        staged.map(|()| Lent::Moved(moved))
     }
 }
 

@@ -141,7 +141,9 @@ impl Control {
                         };
                         if let Some(lane) = lane {
                             lane.gate.shut();
-                            lane.socket.shutdown(std::net::Shutdown::Both);
+                            if let Some(socket) = lane.socket {
+                                socket.shutdown(std::net::Shutdown::Both);
+                            }
                             gates.push(lane.gate);
                         }
                     }

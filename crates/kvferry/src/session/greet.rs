@@ -340,10 +340,11 @@ fn accept_stream(core: &Arc<Core>, socket: Socket, hello: &StreamHello, rest: Ve
         if link.end().is_some() {
             return;
         }
-        let lane = InboundLane { socket: Arc::clone(&socket), gate: Arc::clone(&gate) };
+        let lane = InboundLane { socket: Some(Arc::clone(&socket)), gate: Arc::clone(&gate) };
         inbound.insert(hello.stream, lane);
     }
     if socket.send(&encode(&Message::StreamReady(StreamReady {}))).is_err() {
+        gate.shut();
         link.forget_inbound(hello.stream);
         return;
     }

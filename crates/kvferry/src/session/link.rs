@@ -65,7 +65,8 @@ struct Pool {
 /// A data stream that the peer opened.
 #[derive(Debug)]
 pub(crate) struct InboundLane {
-    pub(crate) socket: Arc<Socket>,
+    /// Gone once the stream has ended.
+    pub(crate) socket: Option<Arc<Socket>>,
     pub(crate) gate: Arc<Gate>,
 }
 
@@ -503,7 +504,9 @@ impl Link {
             let inbound: Vec<_> = lock(&native.inbound).drain().collect();
             for (_, lane) in inbound {
                 lane.gate.shut();
-                lane.socket.shutdown(Shutdown::Both);
+                if let Some(socket) = lane.socket {
+                    socket.shutdown(Shutdown::Both);
+                }
             }
             let revokes: Vec<_> = lock(&native.revokes).drain().collect();
             for (_, done) in revokes {
@@ -521,10 +524,15 @@ impl Link {
 }
 
 impl Link {
-    /// An inbound stream ended.
+    /// An inbound stream ended; its gate is shut. While a device still copies for it, the gate
+    /// stays known, so that a revoke that comes after the reset is confirmed only afterwards.
     pub(crate) fn forget_inbound(&self, id: StreamId) {
         if let Some(native) = &self.native {
-            lock(&native.inbound).remove(&id);
+            let mut inbound = lock(&native.inbound);
+            if let Some(lane) = inbound.get_mut(&id) {
+                lane.socket = None;
+            }
+            inbound.retain(|_, lane| lane.socket.is_some() || !lane.gate.is_quiet());
         }
     }
 }
