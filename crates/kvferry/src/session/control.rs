@@ -155,7 +155,7 @@ impl Control {
                             self.native().revokes.lock().unwrap_or_else(PoisonError::into_inner);
                         revokes.remove(&id)
                     };
-                    if let Some(done) = done {
+                    if let Some((_, done)) = done {
                         done(true);
                     }
                 }

@@ -82,7 +82,8 @@ pub(crate) struct Native {
     pub(crate) token: u64,
     pub(crate) info: OnceLock<PeerInfo>,
     pub(crate) inbound: Mutex<FxHashMap<StreamId, InboundLane>>,
-    pub(crate) revokes: Mutex<FxHashMap<u64, RevokeDone>>,
+    /// Revokes the peer has not confirmed, and until when it may.
+    pub(crate) revokes: Mutex<FxHashMap<u64, (Timestamp, RevokeDone)>>,
     pub(crate) requests: Mutex<FxHashMap<u64, Answered>>,
 }
 
@@ -407,13 +408,31 @@ impl Link {
         }
     }
 
-    /// When the first of those who wait for a lane gives up.
+    /// When the first of those who wait for a lane, or for the peer to confirm a revoke, gives up.
     pub(crate) fn next_deadline(&self) -> Option<Timestamp> {
-        lock(&self.pool).waiters.iter().map(|w| w.deadline).min()
+        let lane = lock(&self.pool).waiters.iter().map(|w| w.deadline).min();
+        let revokes = self.native.as_ref().map(|native| lock(&native.revokes));
+        let revoke = revokes.and_then(|revokes| revokes.values().map(|(until, _)| *until).min());
+        lane.into_iter().chain(revoke).min()
     }
 
     /// Lets those whose time is up give up.
     pub(crate) fn expire(&self, now: Timestamp) {
+        self.expire_revokes(now);
+        self.expire_waiters(now);
+    }
+
+    fn expire_revokes(&self, now: Timestamp) {
+        let Some(native) = &self.native else { return };
+        let late: Vec<_> = lock(&native.revokes).extract_if(|_, (until, _)| *until <= now).collect();
+        for (id, (_, done)) in late {
+            // Alive, but a copy on its side does not end: a device is stuck.
+            tracing::warn!(peer = %self.address, revoke = id, "the peer does not confirm a revoke");
+            done(false);
+        }
+    }
+
+    fn expire_waiters(&self, now: Timestamp) {
         let mut late = Vec::new();
         {
             let mut pool = lock(&self.pool);
@@ -437,7 +456,8 @@ impl Link {
     // ---- the session ----
 
     /// Asks the peer to stop touching memory through these streams; `done` is called exactly
-    /// once, with whether it confirmed.
+    /// once, with whether it confirmed. A peer whose copier does not stop within the silence
+    /// limit has not confirmed.
     pub(crate) fn revoke(&self, streams: Vec<StreamId>, done: RevokeDone) {
         let Some(native) = &self.native else { return done(false) };
         let id = {
@@ -445,7 +465,7 @@ impl Link {
             let mut revokes = lock(&native.revokes);
             let id = if self.end.get().is_some() { 0 } else { session.revoke(streams, now()) };
             if id != 0 {
-                revokes.insert(id, done);
+                revokes.insert(id, (now() + self.core.config.silence(), done));
                 drop(revokes);
                 drop(session);
                 self.wake_control();
@@ -509,7 +529,7 @@ impl Link {
                 }
             }
             let revokes: Vec<_> = lock(&native.revokes).drain().collect();
-            for (_, done) in revokes {
+            for (_, (_, done)) in revokes {
                 done(false);
             }
             let requests: Vec<_> = lock(&native.requests).drain().collect();
