@@ -12,7 +12,7 @@ from collections.abc import Callable
 import kvferry
 import pytest
 from conftest import LOOPBACK, Target
-from kit import Memory
+from kit import Memory, eventually
 
 BIG = 64 << 20
 Targets = Callable[..., Target]
@@ -149,7 +149,8 @@ def test_many_transfers_are_awaited_at_once_and_no_descriptor_is_left(agent: kvf
     peer.connect()
 
     def open_descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
+        # Streams are kept for the next transfer, and how many there are depends on who came first.
+        return len(os.listdir("/proc/self/fd")) - agent.stats()["streams"]
 
     async def many() -> int:
         transfers = [peer.write_async(mine.addr, target.base, 4096) for _ in range(200)]
@@ -158,7 +159,8 @@ def test_many_transfers_are_awaited_at_once_and_no_descriptor_is_left(agent: kvf
     assert asyncio.run(many()) == 200 * 4096
     before = open_descriptors()
     assert asyncio.run(many()) == 200 * 4096
-    assert open_descriptors() <= before
+    # One more may be opening.
+    eventually(lambda: open_descriptors() <= before)
 
 
 def test_a_cancelled_task_cancels_its_transfer_and_the_loop_stays_free(targets: Targets) -> None:

@@ -30,9 +30,13 @@ impl Child {
     /// Starts `kvferry` with these arguments, its standard input and output on pipes.
     pub(crate) fn spawn(arguments: &[&str]) -> Result<Child, Failure> {
         // The running image itself: its file may have been replaced since by a new build.
-        let mut process = Command::new("/proc/self/exe")
-            .arg0("kvferry")
-            .args(arguments)
+        Child::start(Command::new("/proc/self/exe").arg0("kvferry").args(arguments))
+    }
+
+    /// Starts another program that answers like this one. It has to end by itself when its parent
+    /// dies.
+    pub(crate) fn start(command: &mut Command) -> Result<Child, Failure> {
+        let mut process = command
             // Ctrl-C is for the parent alone: it must not find its helper gone first.
             .process_group(0)
             .stdin(Stdio::piped())

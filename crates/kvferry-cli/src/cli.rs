@@ -1,6 +1,7 @@
 //! What can be typed, and the help that teaches it.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -167,6 +168,10 @@ pub(crate) struct BenchArgs {
     /// Add what happens when a peer is killed or stopped
     #[arg(long)]
     pub(crate) faults: bool,
+    /// The Python interpreter whose calls are measured [default: the virtual environment's, else
+    /// .venv/bin/python or python3, if it has kvferry]
+    #[arg(long, value_name = "PATH")]
+    pub(crate) python: Option<PathBuf>,
     /// Small and short
     #[arg(long)]
     pub(crate) quick: bool,
@@ -212,6 +217,7 @@ pub(crate) enum Placement {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Part {
     Throughput,
+    Python,
     Callers,
     Latency,
     Setup,

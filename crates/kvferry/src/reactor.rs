@@ -202,15 +202,14 @@ struct Run {
 impl Run {
     fn run(&mut self) {
         let mut events: Vec<Event> = Vec::new();
-        loop {
+        // Looked at right before every wait: whoever clears the bell after `stop` rang it comes by
+        // here before it sleeps.
+        while !self.remote.0.stopping.load(Ordering::SeqCst) {
             events.clear();
             let timeout = self.timeout();
             if let Err(e) = self.epoll.wait(&mut events, timeout) {
                 tracing::error!(error = %e, "waiting for events failed");
                 std::thread::sleep(Duration::from_millis(10));
-            }
-            if self.remote.0.stopping.load(Ordering::SeqCst) {
-                return self.finish();
             }
             if !self.linger.is_zero() {
                 if !events.is_empty() {
@@ -232,6 +231,7 @@ impl Run {
                 self.call(token, Cause::default());
             }
         }
+        self.finish();
     }
 
     fn timeout(&self) -> Option<Duration> {

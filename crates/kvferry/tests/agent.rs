@@ -480,7 +480,7 @@ fn a_shutdown_in_the_middle_of_work_ends() {
             let stopping = near.clone();
             thread::spawn(move || {
                 stopping.shutdown();
-                drop(tell.send(()));
+                let _ = tell.send(());
             });
             let stopped = told.recv_timeout(Duration::from_secs(10));
             ended.store(true, Ordering::Relaxed);

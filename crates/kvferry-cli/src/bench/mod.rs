@@ -15,6 +15,7 @@ mod link;
 mod messages;
 pub(crate) mod pages;
 mod placement;
+mod python;
 pub(crate) mod raw;
 mod report;
 mod rounds;
@@ -49,8 +50,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let bar = output::step_bar(args.quiet, 0);
     let measured = measure(&settings, &bar);
     bar.finish_and_clear();
-    let (session, rows) = measured?;
-    let report = Report::new(&settings, session, rows);
+    let (session, rows, skipped) = measured?;
+    let report = Report::new(&settings, session, rows, skipped);
     if args.json {
         output::print_json(&report)?;
     } else {
@@ -62,10 +63,13 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     }
 }
 
-fn measure(settings: &Settings, bar: &ProgressBar) -> Result<(Session, Vec<Row>), Failure> {
+/// The rows, and what could not be measured here.
+type Measured = (Session, Vec<Row>, Vec<String>);
+
+fn measure(settings: &Settings, bar: &ProgressBar) -> Result<Measured, Failure> {
     bar.set_message("starting the target");
     let mut bench = Bench::open(settings, bar.clone())?;
-    let mut rows = Vec::new();
+    let (mut rows, mut skipped) = (Vec::new(), Vec::new());
     for &part in &settings.parts {
         rows.extend(match part {
             Part::Throughput => rounds::run(&mut bench)?,
@@ -74,9 +78,17 @@ fn measure(settings: &Settings, bar: &ProgressBar) -> Result<(Session, Vec<Row>)
             Part::Setup => setup::run(&mut bench)?,
             Part::Idle => idle::run(&mut bench)?,
             Part::Faults => faults::run(&mut bench)?,
+            Part::Python => match python::find(settings.args.python.as_deref()) {
+                Ok(python) => python::run(&mut bench, &python)?,
+                Err(why) if settings.args.python.is_some() => return Err(Failure::Usage(why)),
+                Err(why) => {
+                    skipped.push(format!("calls from Python: {why}"));
+                    Vec::new()
+                }
+            },
         });
     }
-    Ok((bench.link.session.clone(), rows))
+    Ok((bench.link.session.clone(), rows, skipped))
 }
 
 /// The command line with its defaults filled in.
@@ -151,7 +163,14 @@ fn sizes(kib: &[(usize, usize)]) -> Vec<Size> {
 fn parts(args: &BenchArgs) -> Vec<Part> {
     let mut parts = args.only.clone();
     if parts.is_empty() {
-        parts = vec![Part::Throughput, Part::Callers, Part::Latency, Part::Setup, Part::Idle];
+        parts = vec![
+            Part::Throughput,
+            Part::Python,
+            Part::Callers,
+            Part::Latency,
+            Part::Setup,
+            Part::Idle,
+        ];
     }
     if args.faults && !parts.contains(&Part::Faults) {
         parts.push(Part::Faults);

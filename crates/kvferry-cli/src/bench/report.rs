@@ -171,12 +171,16 @@ pub(super) struct Report {
     /// Every configuration was verified before and after its rounds, or there would be no report.
     verified: bool,
     ok: bool,
+    /// Parts that could not be measured here, and why.
+    skipped: Vec<String>,
     rows: Vec<Row>,
 }
 
 /// Parts in the order they are shown, with the name of their table.
-const TITLES: [(&str, &str); 6] = [
+const TITLES: [(&str, &str); 8] = [
     ("throughput", "Batches of scattered blocks"),
+    ("python", "The same from Python, lists of addresses"),
+    ("python-call", "The cost of a call from Python"),
     ("callers", "Concurrent callers, 100 to 500 blocks of 32 KiB each"),
     ("latency", "One block at a time"),
     ("setup", "Before the first byte"),
@@ -185,7 +189,12 @@ const TITLES: [(&str, &str); 6] = [
 ];
 
 impl Report {
-    pub(super) fn new(settings: &Settings, session: Session, rows: Vec<Row>) -> Report {
+    pub(super) fn new(
+        settings: &Settings,
+        session: Session,
+        rows: Vec<Row>,
+        skipped: Vec<String>,
+    ) -> Report {
         Report {
             schema: "kvferry.bench/1",
             version: env!("CARGO_PKG_VERSION"),
@@ -196,6 +205,7 @@ impl Report {
             quick: settings.args.quick,
             verified: true,
             ok: !rows.iter().any(Row::falls_short),
+            skipped,
             rows,
         }
     }
@@ -230,6 +240,9 @@ impl Report {
                 text.push_str(&format!("\n{title}\n"));
                 text.push_str(&table::aligned(&header(first), &cells(&rows)));
             }
+        }
+        for skipped in &self.skipped {
+            text.push_str(&format!("\nSKIPPED {skipped}\n"));
         }
         let verdict = match self.shortfall() {
             None => format!("all {} figures reach what they must", self.judged()),

@@ -24,7 +24,7 @@ const REQUIRED: Bound = Bound::AtLeast(0.95);
 const TRIALS: usize = 3;
 
 /// One configuration and what was measured of it, in bytes per second.
-struct Work {
+pub(super) struct Work {
     op: Op,
     size: Size,
     streams: Streams,
@@ -63,22 +63,31 @@ fn plan(bench: &Bench<'_>) -> Result<Vec<Work>, Failure> {
     for &op in &settings.args.op {
         for &size in &settings.sizes {
             for &streams in &settings.args.streams {
-                let batch = bench.batch(op, blocks(size))?;
-                let choice = Choice { chunk: CHUNKS[0], buffer: BUFFERS[0] };
-                let (raw, floor, kvferry) = Default::default();
-                works.push(Work { op, size, streams, batch, choice, raw, floor, kvferry });
+                works.push(Work::new(bench, op, size, streams)?);
             }
         }
     }
     Ok(works)
 }
 
-fn blocks(size: Size) -> Blocks {
+pub(super) fn blocks(size: Size) -> Blocks {
     Blocks { at: 0, block: size.block, count: size.count }
 }
 
 impl Work {
-    fn name(&self) -> String {
+    pub(super) fn new(
+        bench: &Bench<'_>,
+        op: Op,
+        size: Size,
+        streams: Streams,
+    ) -> Result<Work, Failure> {
+        let batch = bench.batch(op, blocks(size))?;
+        let choice = Choice { chunk: CHUNKS[0], buffer: BUFFERS[0] };
+        let (raw, floor, kvferry) = Default::default();
+        Ok(Work { op, size, streams, batch, choice, raw, floor, kvferry })
+    }
+
+    pub(super) fn name(&self) -> String {
         let streams = match self.streams {
             Streams(None) => String::new(),
             Streams(Some(1)) => ", 1 stream".to_string(),
@@ -104,7 +113,7 @@ impl Work {
     }
 
     /// Bytes per second of the middle one of as many calls as move `bytes`, two at least.
-    fn turn(
+    pub(super) fn turn(
         &self,
         bytes: usize,
         mut call: impl FnMut() -> Result<Duration, Failure>,
@@ -115,14 +124,14 @@ impl Work {
         Ok(self.size.bytes() as f64 / median(&took?))
     }
 
-    fn call(&self, bench: &Bench<'_>) -> Result<Duration, Failure> {
+    pub(super) fn call(&self, bench: &Bench<'_>) -> Result<Duration, Failure> {
         let options = Options { streams: self.streams.0, ..Options::default() };
         let started = Instant::now();
         transfer(&bench.peer, self.op, &self.batch, &options)?;
         Ok(started.elapsed())
     }
 
-    fn floor_call(&self, bench: &mut Bench<'_>) -> Result<Duration, Failure> {
+    pub(super) fn floor_call(&self, bench: &mut Bench<'_>) -> Result<Duration, Failure> {
         let which = BUFFERS.iter().position(|&buffer| buffer == self.choice.buffer);
         let floor = &mut bench.floors[which.expect("a choice is one of those tried")];
         let started = Instant::now();
@@ -134,7 +143,7 @@ impl Work {
     }
 
     /// The call size and socket buffer with which the floor is fastest here.
-    fn choose(&mut self, bench: &mut Bench<'_>) -> Result<(), Failure> {
+    pub(super) fn choose(&mut self, bench: &mut Bench<'_>) -> Result<(), Failure> {
         let choices =
             CHUNKS.iter().flat_map(|&chunk| BUFFERS.map(|buffer| Choice { chunk, buffer }));
         let mut tried: Vec<(Choice, Vec<f64>)> =

@@ -182,7 +182,7 @@ pub(super) fn a_wait_ends_with_its_transfer(fabric: &dyn Fabric, kind: MemoryKin
                         drop(handle.wait(piece));
                         left -= piece;
                     }
-                    drop(tell.send(()));
+                    let _ = tell.send(());
                 });
             }
             if cancel {

@@ -424,7 +424,8 @@ impl Link {
 
     fn expire_revokes(&self, now: Timestamp) {
         let Some(native) = &self.native else { return };
-        let late: Vec<_> = lock(&native.revokes).extract_if(|_, (until, _)| *until <= now).collect();
+        let late: Vec<_> =
+            lock(&native.revokes).extract_if(|_, (until, _)| *until <= now).collect();
         for (id, (_, done)) in late {
             // Alive, but a copy on its side does not end: a device is stuck.
             tracing::warn!(peer = %self.address, revoke = id, "the peer does not confirm a revoke");
