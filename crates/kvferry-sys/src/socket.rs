@@ -110,6 +110,15 @@ impl Socket {
         Ok(sockopt::set_tcp_nodelay(self, true)?)
     }
 
+    /// Has the kernel use another congestion control than the system's, by name.
+    ///
+    /// # Errors
+    /// What the kernel says; `NotFound` where it does not have it, `PermissionDenied` where only
+    /// root may choose it.
+    pub fn set_congestion_control(&self, name: &str) -> io::Result<()> {
+        Ok(sockopt::set_tcp_congestion(self, name)?)
+    }
+
     /// Has the kernel probe a connection that was idle for `idle`, and break it when some probes
     /// in a row went unanswered: after about twice that time.
     ///

@@ -119,6 +119,17 @@ impl Core {
         self.secret.is_some()
     }
 
+    /// Transfers of many bytes to one peer that are moved at the same time. On one host both ends
+    /// share the processors, and two of them carry one stream: the sender's and the receiver's.
+    pub(crate) fn turns_max(&self, peer: SocketAddr) -> usize {
+        let source = kvferry_sys::net::source_towards(peer);
+        if peer.ip().is_loopback() || source.is_ok_and(|source| source == peer.ip()) {
+            (kvferry_sys::thread::cores() / 2).max(1)
+        } else {
+            self.streams_per_peer
+        }
+    }
+
     fn session_config(&self, same_host: bool, advertised: String) -> SessionConfig {
         let mut config = SessionConfig::new(self.incarnation, self.config.name.clone());
         config.secret = self.secret.clone();

@@ -71,8 +71,8 @@ impl fmt::Debug for SecretString {
 /// | `advertise` | `KVFERRY_ADVERTISE`, `HOST_IP`, `POD_IP` | see [`address`] |
 /// | `transports` | `KVFERRY_TRANSPORTS` | all this build has |
 /// | `secret` | `KVFERRY_SECRET_FILE`, `KVFERRY_SECRET` | none |
-/// | `io_threads` | `KVFERRY_IO_THREADS` | min(4, cores) |
-/// | `streams_per_peer` | `KVFERRY_STREAMS` | 2 × I/O threads |
+/// | `io_threads` | `KVFERRY_IO_THREADS` | half of the cores, 1 to 4 |
+/// | `streams_per_peer` | `KVFERRY_STREAMS` | 2 × I/O threads, at least 4 |
 /// | `checksum` | `KVFERRY_CHECKSUM` | auto |
 /// | `silence_ms` | `KVFERRY_SILENCE_MS` | 3000 |
 /// | `timeout_ms` | `KVFERRY_TIMEOUT_MS` | 30000 |
@@ -222,11 +222,11 @@ impl Config {
     }
 
     pub(crate) fn io_threads(&self) -> usize {
-        self.io_threads.unwrap_or_else(|| kvferry_sys::thread::cores().min(4))
+        self.io_threads.unwrap_or_else(|| (kvferry_sys::thread::cores() / 2).clamp(1, 4))
     }
 
     pub(crate) fn streams_per_peer(&self) -> usize {
-        self.streams_per_peer.unwrap_or_else(|| (2 * self.io_threads()).min(64))
+        self.streams_per_peer.unwrap_or_else(|| (2 * self.io_threads()).clamp(4, 64))
     }
 
     pub(crate) fn silence(&self) -> Duration {

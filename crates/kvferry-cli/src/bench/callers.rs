@@ -19,6 +19,9 @@ const BLOCK: usize = 32 << 10;
 const FEWEST_BLOCKS: usize = 100;
 const MOST_BLOCKS: usize = 500;
 
+/// So much longer than other turns: starting ten threads on two cores takes a millisecond or two.
+const CALLS_TURN: usize = 4;
+
 const REQUIRED: Bound = Bound::AtLeast(0.95);
 
 /// The blocks of each caller, side by side.
@@ -57,7 +60,7 @@ fn measure(bench: &mut Bench<'_>, op: Op, callers: usize) -> Result<Row, Failure
     bench.bar.inc_length(rounds as u64);
     let batches: Vec<Batch> =
         shares.iter().map(|&share| bench.batch(op, share)).collect::<Result<_, _>>()?;
-    let calls = (bench.settings.turn_bytes / bytes(callers)).max(1);
+    let calls = (CALLS_TURN * bench.settings.turn_bytes / bytes(callers)).max(1);
     verify(bench, op, &shares, &batches, "before")?;
     let (mut one, mut all) = (Vec::new(), Vec::new());
     for round in 0..rounds {

@@ -295,7 +295,7 @@ impl Handler for Dial {
                 return self.lost(e);
             }
             self.connected = true;
-            let _ = socket.set_nodelay();
+            crate::session::prepare(&socket);
         }
         while self.sent < self.hello.len() {
             match socket.send(&self.hello[self.sent..]) {
@@ -338,7 +338,7 @@ impl Handler for Dial {
     fn detached(mut self: Box<Self>, _cx: &Cx<'_>) {
         let socket = self.socket.take().expect("taken only here");
         let gate = self.link.core.gates.gate();
-        self.link.lane_opened(Arc::new(Lane { id: self.id, socket, gate }));
+        self.link.lane_opened(Lane::new(self.id, socket, gate));
     }
 }
 

@@ -206,7 +206,7 @@ impl Handler for Greeter {
             return;
         }
         let socket = self.socket.take().expect("taken only here");
-        let _ = socket.set_nodelay();
+        crate::session::prepare(&socket);
         match std::mem::replace(&mut self.state, Greeting::Gone) {
             Greeting::Known(Known::Native(Opening::Session { bytes })) => {
                 // Stays pending, under the same token, until the handshake has ended.

@@ -2,7 +2,10 @@
 //! the pool of lanes that data moves on.
 //!
 //! Lanes are handed out first come, first served, to callers and asynchronous transfers alike, so
-//! that no caller starves another (invariant I5 of fairness is a queue, not a lottery). When the
+//! that no caller starves another (invariant I5 of fairness is a queue, not a lottery). Transfers
+//! of more than [`SMALL_BYTES`] also need a *turn*, of which there are as many as processors can
+//! move bytes at the same time: more would only take the processor from one another and the bytes
+//! from its cache. When the
 //! link ends, every lane's socket is shut down, which wakes whoever waits on one; they find the
 //! reason in [`Link::end`].
 
@@ -22,6 +25,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 /// Callers that may wait for a lane of one link.
 const WAITERS_MAX: usize = 65_536;
 
+/// Transfers of so many bytes need a lane and nothing else.
+pub(crate) const SMALL_BYTES: u64 = 256 * 1024;
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -32,6 +38,14 @@ pub(crate) struct Lane {
     pub(crate) id: StreamId,
     pub(crate) socket: Socket,
     pub(crate) gate: Arc<Gate>,
+    /// Whoever has the lane has a turn.
+    has_turn: AtomicBool,
+}
+
+impl Lane {
+    pub(crate) fn new(id: StreamId, socket: Socket, gate: Arc<Gate>) -> Arc<Self> {
+        Arc::new(Self { id, socket, gate, has_turn: AtomicBool::new(false) })
+    }
 }
 
 /// Called with a lane, or with why there is none; exactly once.
@@ -40,6 +54,7 @@ pub(crate) type LaneGiven = Box<dyn FnOnce(Result<Arc<Lane>>) + Send>;
 struct Waiter {
     id: u64,
     deadline: Timestamp,
+    needs_turn: bool,
     give: LaneGiven,
 }
 
@@ -60,6 +75,8 @@ struct Pool {
     opening: usize,
     waiters: VecDeque<Waiter>,
     last_waiter: u64,
+    /// Turns that are taken.
+    turns: usize,
 }
 
 /// A data stream that the peer opened.
@@ -104,6 +121,8 @@ pub(crate) struct Link {
     pub(crate) mooncake: Option<crate::transport::mooncake::MooncakePeer>,
     opener: Arc<dyn OpenLane>,
     pool: Mutex<Pool>,
+    /// Transfers that may move many bytes at the same time.
+    turns_max: usize,
     end: OnceLock<Error>,
     /// Transfers (our side) and requests (peer's) that have something under way.
     in_flight: AtomicUsize,
@@ -127,6 +146,8 @@ impl Link {
         mooncake: Option<crate::transport::mooncake::MooncakePeer>,
         opener: Arc<dyn OpenLane>,
     ) -> Arc<Self> {
+        // What a stock Mooncake peer does at its end is not known well enough to ration it.
+        let turns_max = native.as_ref().map_or(usize::MAX, |_| core.turns_max(peer_addr));
         Arc::new(Self {
             core,
             address,
@@ -136,6 +157,7 @@ impl Link {
             mooncake,
             opener,
             pool: Mutex::new(Pool::default()),
+            turns_max,
             end: OnceLock::new(),
             in_flight: AtomicUsize::new(0),
             watched: AtomicBool::new(false),
@@ -207,18 +229,36 @@ impl Link {
 
     // ---- lanes ----
 
-    /// A lane that is idle now, if nobody waits for one.
-    pub(crate) fn idle_lane(&self) -> Option<Arc<Lane>> {
+    /// A lane that is idle now, if nobody waits for one; with a turn if so many bytes need one.
+    pub(crate) fn idle_lane(&self, bytes: u64) -> Option<Arc<Lane>> {
         let mut pool = lock(&self.pool);
         if !pool.waiters.is_empty() || self.end.get().is_some() {
             return None;
         }
-        pool.idle.pop()
+        self.take_idle(&mut pool, bytes > SMALL_BYTES)
     }
 
-    /// Asks for a lane. `give` may be called at once, on this thread. Returns a number to withdraw
-    /// the wish with.
-    pub(crate) fn acquire(self: &Arc<Self>, deadline: Timestamp, give: LaneGiven) -> u64 {
+    fn take_idle(&self, pool: &mut Pool, needs_turn: bool) -> Option<Arc<Lane>> {
+        if needs_turn && pool.turns >= self.turns_max {
+            return None;
+        }
+        let lane = pool.idle.pop()?;
+        if needs_turn {
+            pool.turns += 1;
+            lane.has_turn.store(true, Ordering::Relaxed);
+        }
+        Some(lane)
+    }
+
+    /// Asks for a lane to move so many bytes on. `give` may be called at once, on this thread.
+    /// Returns a number to withdraw the wish with.
+    pub(crate) fn acquire(
+        self: &Arc<Self>,
+        bytes: u64,
+        deadline: Timestamp,
+        give: LaneGiven,
+    ) -> u64 {
+        let needs_turn = bytes > SMALL_BYTES;
         let mut pool = lock(&self.pool);
         if let Some(end) = self.end.get() {
             let end = end.clone();
@@ -227,7 +267,7 @@ impl Link {
             return 0;
         }
         if pool.waiters.is_empty()
-            && let Some(lane) = pool.idle.pop()
+            && let Some(lane) = self.take_idle(&mut pool, needs_turn)
         {
             drop(pool);
             give(Ok(lane));
@@ -242,13 +282,41 @@ impl Link {
         }
         pool.last_waiter += 1;
         let id = pool.last_waiter;
-        pool.waiters.push_back(Waiter { id, deadline, give });
-        let open = self.wants_lane(&mut pool, 0);
+        pool.waiters.push_back(Waiter { id, deadline, needs_turn, give });
+        self.serve(pool);
+        id
+    }
+
+    /// Gives idle lanes to those who wait, in their order; who needs a turn is passed over while
+    /// there is none. Opens lanes for those who could go on if there were more.
+    fn serve(self: &Arc<Self>, mut pool: MutexGuard<'_, Pool>) {
+        let mut granted = Vec::new();
+        while let Some(at) = self.next_waiter(&pool) {
+            let needs_turn = pool.waiters[at].needs_turn;
+            let Some(lane) = self.take_idle(&mut pool, needs_turn) else { break };
+            let waiter = pool.waiters.remove(at).expect("found above");
+            granted.push((waiter, lane));
+        }
+        let open = self.next_waiter(&pool).is_some() && self.wants_lane(&mut pool, 1);
         drop(pool);
+        for (waiter, lane) in granted {
+            (waiter.give)(Ok(lane));
+        }
         if open {
             self.opener.open_lane(self);
         }
-        id
+    }
+
+    /// The first who lacks nothing but a lane.
+    fn next_waiter(&self, pool: &Pool) -> Option<usize> {
+        let is_turn = pool.turns < self.turns_max;
+        pool.waiters.iter().position(|waiter| is_turn || !waiter.needs_turn)
+    }
+
+    fn end_turn(pool: &mut Pool, lane: &Lane) {
+        if lane.has_turn.swap(false, Ordering::Relaxed) {
+            pool.turns -= 1;
+        }
     }
 
     /// Withdraws a wish. False if it was granted (or failed) already.
@@ -266,9 +334,12 @@ impl Link {
         if !pool.waiters.is_empty() || self.end.get().is_some() {
             return Vec::new();
         }
+        // They belong to a transfer that has its turn, and count as much as others' do.
         let n = more.min(pool.idle.len());
         let at = pool.idle.len() - n;
         let lanes = pool.idle.split_off(at);
+        pool.turns += n;
+        lanes.iter().for_each(|lane| lane.has_turn.store(true, Ordering::Relaxed));
         let missing = more - n;
         let mut opens = 0;
         while opens < missing && self.wants_lane(&mut pool, missing) {
@@ -281,10 +352,11 @@ impl Link {
         lanes
     }
 
-    /// Whether one more lane should be opened; counts it as being opened.
-    fn wants_lane(&self, pool: &mut Pool, extra: usize) -> bool {
+    /// Whether one more lane should be opened for so many who need one; counts it as being
+    /// opened.
+    fn wants_lane(&self, pool: &mut Pool, needed: usize) -> bool {
         let room = pool.open.len() + pool.opening < self.core.streams_per_peer;
-        let needed = pool.opening < pool.waiters.len().max(extra);
+        let needed = pool.opening < needed;
         if room && needed {
             pool.opening += 1;
         }
@@ -307,7 +379,7 @@ impl Link {
     }
 
     /// A lane that was asked for is there.
-    pub(crate) fn lane_opened(&self, lane: Arc<Lane>) {
+    pub(crate) fn lane_opened(self: &Arc<Self>, lane: Arc<Lane>) {
         let mut pool = lock(&self.pool);
         pool.opening = pool.opening.saturating_sub(1);
         if self.end.get().is_some() {
@@ -336,18 +408,13 @@ impl Link {
     }
 
     /// Gives back a lane whose last request was answered.
-    pub(crate) fn put(&self, lane: Arc<Lane>) {
+    pub(crate) fn put(self: &Arc<Self>, lane: Arc<Lane>) {
         let mut pool = lock(&self.pool);
-        if !pool.open.contains_key(&lane.id) {
-            return;
+        Self::end_turn(&mut pool, &lane);
+        if pool.open.contains_key(&lane.id) {
+            pool.idle.push(lane);
         }
-        match pool.waiters.pop_front() {
-            Some(waiter) => {
-                drop(pool);
-                (waiter.give)(Ok(lane));
-            }
-            None => pool.idle.push(lane),
-        }
+        self.serve(pool);
     }
 
     /// The peer said why it is about to end a lane.
@@ -401,11 +468,8 @@ impl Link {
         if pool.open.remove(&lane.id).is_some() {
             self.core.counters.streams.less_one();
         }
-        let open = self.end.get().is_none() && self.wants_lane(&mut pool, 0);
-        drop(pool);
-        if open {
-            self.opener.open_lane(self);
-        }
+        Self::end_turn(&mut pool, lane);
+        self.serve(pool);
     }
 
     /// When the first of those who wait for a lane, or for the peer to confirm a revoke, gives up.

@@ -42,10 +42,6 @@ impl<T> Slot<T> {
         self.filled.notify_one();
     }
 
-    pub(crate) fn take(&self) -> Option<T> {
-        self.value.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-
     /// Waits for the value; an error if time is up or the caller was interrupted.
     pub(crate) fn wait(&self, deadline: Timestamp, interrupt: Interrupt<'_>) -> Result<T> {
         let mut value = self.value.lock().unwrap_or_else(PoisonError::into_inner);
@@ -74,51 +70,27 @@ pub(crate) fn lanes_wanted(job: &Job) -> usize {
     usize::try_from(wanted).unwrap_or(usize::MAX).clamp(1, job.core.streams_per_peer)
 }
 
-/// Moves a job on the caller's thread until it has its outcome.
+/// Moves a job on the caller's thread until it has its outcome, or on an I/O thread where others
+/// are before it: a thread that has just moved something goes on at once, where one that waits
+/// would have to be woken, and would push another off its processor.
 pub(crate) fn run(job: &Arc<Job>, link: &Arc<Link>, interrupt: Interrupt<'_>) -> Result<Moved> {
-    loop {
-        let first = match acquire(job, link, interrupt) {
-            Ok(lane) => lane,
-            Err(e) => {
-                // Between two shares of a job nothing of it is under way.
-                job.finish(Err(e.with("peer", &link.address).with_quiesced(true)));
-                return outcome(job, interrupt);
-            }
-        };
-        let mut lanes = vec![first];
-        let wanted = lanes_wanted(job);
-        if wanted > 1 {
-            lanes.extend(link.acquire_idle(wanted - 1));
-        }
-        link.begin();
-        let yielded = drive(job, link, lanes, interrupt);
-        let outcome = (!yielded).then(|| outcome(job, interrupt));
-        link.finish();
-        if let Some(outcome) = outcome {
-            return outcome;
-        }
+    let Some(first) = link.idle_lane(job.batch.bytes()) else {
+        submit(job, link);
+        return outcome(job, interrupt);
+    };
+    let mut lanes = vec![first];
+    let wanted = lanes_wanted(job);
+    if wanted > 1 {
+        lanes.extend(link.acquire_idle(wanted - 1));
     }
-}
-
-fn acquire(job: &Job, link: &Arc<Link>, interrupt: Interrupt<'_>) -> Result<Arc<Lane>> {
-    if let Some(lane) = link.idle_lane() {
-        return Ok(lane);
+    link.begin();
+    let yielded = drive(job, link, lanes, interrupt);
+    if yielded {
+        submit(job, link);
     }
-    let slot = Slot::new();
-    let give = Arc::clone(&slot);
-    let wish = link.acquire(job.deadline, Box::new(move |lane| give.fill(lane)));
-    match slot.wait(job.deadline, interrupt) {
-        Ok(lane) => lane,
-        Err(e) => {
-            // Granted in this very moment: the lane goes back.
-            if !link.withdraw(wish)
-                && let Some(Ok(lane)) = slot.take()
-            {
-                link.put(lane);
-            }
-            Err(e)
-        }
-    }
+    let outcome = outcome(job, interrupt);
+    link.finish();
+    outcome
 }
 
 /// Moves the shares of a job on until they have ended; true if the last of them yielded.
@@ -250,8 +222,8 @@ fn outcome(job: &Job, interrupt: Interrupt<'_>) -> Result<Moved> {
             return outcome;
         }
         // An impatient user presses Ctrl-C twice: the check runs, the quiesce goes on.
-        if let Some(asked) = interrupt {
-            asked();
+        if interrupt.is_some_and(|asked| asked()) {
+            job.stop(interrupted());
         }
     }
 }
@@ -264,10 +236,12 @@ pub(crate) fn submit(job: &Arc<Job>, link: &Arc<Link>) {
     }
     let (job2, link2) = (Arc::clone(job), Arc::clone(link));
     let wish = link.acquire(
+        job.batch.bytes(),
         job.deadline,
         Box::new(move |lane| match lane {
             Ok(lane) => start(&job2, &link2, lane),
-            Err(e) => job2.finish(Err(e.with("peer", &link2.address))),
+            // Between two shares of a job nothing of it is under way.
+            Err(e) => job2.finish(Err(e.with("peer", &link2.address).with_quiesced(true))),
         }),
     );
     job.waits(link, wish);

@@ -380,7 +380,7 @@ impl Job {
         if state.shares == 0
             && let Some(error) = state.error.take()
         {
-            self.set_outcome(state, Err(error));
+            self.set_outcome(state, Err(error.with_quiesced(true)));
         }
     }
 

@@ -11,7 +11,7 @@
 //! when it has slept, they end before anything of theirs is applied (invariant I2).
 
 use super::wire::{Opcode, Request, Status};
-use super::{CHUNK, KEEPALIVE, Mooncake, TURN};
+use super::{KEEPALIVE, Mooncake};
 use crate::agent::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::cursor::{Fault, Gather, Lent, Pieces, Position, Scatter, Sink, Source};
@@ -21,6 +21,7 @@ use crate::memory::region::Access;
 use crate::reactor::{Cause, Cx, Handler, Next, Remote, now};
 use crate::session::connect::NoLanes;
 use crate::session::link::Link;
+use crate::transport::{RECEIVE_CHUNK, SEND_CHUNK, TURN};
 use kvferry_proto::{RegionId, Timestamp, WireCode};
 use kvferry_sys::HostSpan;
 use kvferry_sys::poll::Interest;
@@ -159,7 +160,7 @@ fn admit(core: &Arc<Core>, socket: Socket, from: SocketAddr) {
         tracing::warn!(%from, "a Mooncake connection was refused: too many are open");
         return;
     };
-    let _ = socket.set_nodelay();
+    crate::session::prepare(&socket);
     let _ = socket.set_keepalive(KEEPALIVE);
     core.add_session(&link);
     core.counters.streams.one();
@@ -427,7 +428,7 @@ impl Connection {
             return Step::Over;
         }
         let (socket, left) = (&self.socket, sink.remaining());
-        let result = sink.lend(CHUNK, &mut |spans| {
+        let result = sink.lend(RECEIVE_CHUNK, &mut |spans| {
             let n = recv_ahead(socket, spans, left, &mut next)?;
             let payload = n.min(usize::try_from(left).unwrap_or(usize::MAX));
             at += n - payload;
@@ -468,7 +469,7 @@ impl Connection {
         }
         let (socket, due) = (&self.socket, &self.statuses[self.sent..]);
         let mut of_due = 0;
-        let result = source.lend(CHUNK, &mut |spans| {
+        let result = source.lend(SEND_CHUNK, &mut |spans| {
             let n = socket.send_spans(due, spans)?;
             of_due = n.min(due.len());
             Ok(n - of_due)
@@ -513,7 +514,7 @@ impl Connection {
             self.socket.shutdown(Shutdown::Write);
             self.state = State::Parting { until, half_closed: true };
         }
-        match self.socket.discard(CHUNK) {
+        match self.socket.discard(RECEIVE_CHUNK) {
             Ok(0) => Step::Over,
             Ok(_) => Step::On,
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => Step::Read,

@@ -132,10 +132,10 @@ impl LaneKeeper {
         let Stage::Connecting(socket) = std::mem::replace(&mut self.stage, Stage::Gone) else {
             unreachable!("looked at above")
         };
-        let _ = socket.set_nodelay();
+        crate::session::prepare(&socket);
         let _ = socket.set_keepalive(KEEPALIVE);
         let gate = self.link.core.gates.gate();
-        let lane = Arc::new(Lane { id: self.id, socket, gate });
+        let lane = Lane::new(self.id, socket, gate);
         self.stage = Stage::Open(Arc::clone(&lane));
         self.link.lane_opened(lane);
         Next::Wait { interest: Interest::Hangup, deadline: None }

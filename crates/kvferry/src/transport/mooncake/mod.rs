@@ -50,11 +50,6 @@ use crate::transport::{Capabilities, Drive, Fence, Transport, TransportKind};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Payload bytes of one system call, as in the native protocol.
-const CHUNK: usize = 256 * 1024;
-/// Payload bytes one connection moves before others of the same thread have their turn.
-const TURN: usize = 4 * 1024 * 1024;
-
 /// How long a data connection may be idle before the kernel looks whether the peer's host is
 /// still there: nothing in the protocol would tell.
 const KEEPALIVE: Duration = Duration::from_secs(30);

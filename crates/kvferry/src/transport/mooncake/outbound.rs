@@ -23,7 +23,6 @@ use super::layout::{self, Answer, Awaited, Layout, Outgoing, STATUSES};
 use super::peer::{end, notified, notify_frame};
 use super::vigil::Vigil;
 use super::wire::{Kind, Opcode, Request, Status};
-use super::{CHUNK, TURN};
 use crate::error::{Error, ErrorKind};
 use crate::memory::cursor::{Fault, Gather, Lent, Position, Scatter, Sink, Source};
 use crate::memory::device::Wake;
@@ -31,7 +30,7 @@ use crate::notify::Notification;
 use crate::session::link::{Lane, Link};
 use crate::transfer::batch::Frame;
 use crate::transfer::job::{Job, Op};
-use crate::transport::{Drive, Progress};
+use crate::transport::{Drive, Progress, RECEIVE_CHUNK, SEND_CHUNK, TURN};
 use kvferry_proto::{Limits, Timestamp};
 use kvferry_sys::HostSpan;
 use kvferry_sys::poll::Interest;
@@ -263,7 +262,7 @@ impl Share {
         };
         let result = match &mut self.source {
             Some(source) if self.out_bytes > 0 => {
-                let limit = usize::try_from(self.out_bytes).unwrap_or(usize::MAX).min(CHUNK);
+                let limit = usize::try_from(self.out_bytes).unwrap_or(usize::MAX).min(SEND_CHUNK);
                 source.lend(limit, &mut send)
             }
             _ => match send(&[]) {
@@ -362,7 +361,7 @@ impl Share {
     fn receive_payload(&mut self, turn: &mut usize) -> Step {
         let frame_bytes = self.issued_of_frame();
         let sink = self.sinks.front_mut().expect("reads have a sink");
-        let limit = usize::try_from(frame_bytes).unwrap_or(usize::MAX).min(CHUNK);
+        let limit = usize::try_from(frame_bytes).unwrap_or(usize::MAX).min(RECEIVE_CHUNK);
         let mut slots = [[0; Status::LEN]; STATUSES];
         slots[0] = self.status;
         let places = Layout {

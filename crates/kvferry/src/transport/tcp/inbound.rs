@@ -5,7 +5,6 @@
 //! stays in step and others on it go on.
 
 use super::outbound::digest_spans;
-use super::{CHUNK, TURN};
 use crate::agent::Core;
 use crate::memory::cursor::{Fault, Gather, Lent, Pieces, Position, Scatter, Sink, Source};
 use crate::memory::device::Wake;
@@ -15,6 +14,7 @@ use crate::notify::Notification;
 use crate::reactor::{Cause, Cx, Handler, Next, now};
 use crate::session::link::Link;
 use crate::session::service::{self, StreamFaultNote};
+use crate::transport::{RECEIVE_CHUNK, SEND_CHUNK, TURN};
 use kvferry_proto::{
     Flags, Limits, Op, PieceDigest, RequestHeader, ResponseHeader, StreamId, TransferId, WireCode,
     WireDescriptor, frame,
@@ -361,7 +361,7 @@ impl InboundStream {
             return Step::Over;
         }
         let (socket, early) = (&self.socket, &mut self.early);
-        let result = sink.lend(CHUNK, &mut |spans| {
+        let result = sink.lend(RECEIVE_CHUNK, &mut |spans| {
             let n =
                 if early.is_empty() { socket.recv_spans(spans)? } else { take_early(early, spans) };
             if n == 0 {
@@ -443,7 +443,7 @@ impl InboundStream {
             self.state = State::Answer { bytes: answer.encode().to_vec(), at: 0 };
             return Step::On;
         }
-        let want = usize::try_from(left).unwrap_or(usize::MAX).min(CHUNK);
+        let want = usize::try_from(left).unwrap_or(usize::MAX).min(RECEIVE_CHUNK);
         let result = if self.early.is_empty() {
             self.socket.discard(want)
         } else {
@@ -488,7 +488,7 @@ impl InboundStream {
             return Step::Over;
         }
         let socket = &self.socket;
-        let result = source.lend(CHUNK, &mut |spans| {
+        let result = source.lend(SEND_CHUNK, &mut |spans| {
             let sent = socket.send_spans(&head, spans)?;
             let of_head = sent.min(head.len());
             head.drain(..of_head);

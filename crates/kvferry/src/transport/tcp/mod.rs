@@ -24,13 +24,6 @@ use crate::transfer::job::Job;
 use crate::transport::{Capabilities, Drive, Fence, Transport, TransportKind};
 use std::sync::Arc;
 
-/// Payload bytes of one system call. Larger calls let the other side idle for longer, smaller
-/// ones cost more calls: 128 to 512 KiB are equal within noise on the machines measured.
-const CHUNK: usize = 256 * 1024;
-
-/// Payload bytes one stream moves before others of the same thread have their turn.
-const TURN: usize = 4 * 1024 * 1024;
-
 #[derive(Debug)]
 pub(crate) struct Tcp;
 

@@ -1,6 +1,5 @@
 //! The initiator's side of a stream: one lane's share of a transfer.
 
-use super::{CHUNK, TURN};
 use crate::error::{Error, ErrorKind};
 use crate::memory::cursor::{Fault, Gather, Lent, Scatter, Sink, Source};
 use crate::memory::device::Wake;
@@ -8,7 +7,7 @@ use crate::notify::Notification;
 use crate::session::link::{Lane, Link};
 use crate::transfer::batch::Frame;
 use crate::transfer::job::{Job, Op};
-use crate::transport::{Drive, Progress};
+use crate::transport::{Drive, Progress, RECEIVE_CHUNK, SEND_CHUNK, TURN};
 use kvferry_proto::{
     Flags, Limits, PieceDigest, RequestHeader, ResponseHeader, Timestamp, WireCode, frame,
 };
@@ -206,7 +205,7 @@ impl Share {
         let result = match &mut tx.source {
             Some(source) if source.remaining() > 0 => {
                 let (head, head_at, digest) = (&tx.head, &mut tx.head_at, &mut tx.digest);
-                source.lend(CHUNK, &mut |spans| {
+                source.lend(SEND_CHUNK, &mut |spans| {
                     let rest = &head[*head_at..];
                     let sent = socket.send_spans(rest, spans)?;
                     let of_head = sent.min(rest.len());
@@ -263,7 +262,7 @@ impl Share {
                 Err(e) => self.lost(e),
             },
             Rx::Payload { sink, digest } => {
-                let result = sink.lend(CHUNK, &mut |spans| {
+                let result = sink.lend(RECEIVE_CHUNK, &mut |spans| {
                     let n = socket.recv_spans(spans)?;
                     if n == 0 {
                         return Err(io::ErrorKind::UnexpectedEof.into());
