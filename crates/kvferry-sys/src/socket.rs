@@ -229,16 +229,8 @@ impl Socket {
             let n = spans.len().min(SPANS_MAX);
             return self.sendmsg(&HostSpan::as_iovecs(spans)[..n]);
         }
-        let mut joined = [MaybeUninit::<libc::iovec>::uninit(); SPANS_MAX];
-        joined[0]
-            .write(libc::iovec { iov_base: head.as_ptr().cast_mut().cast(), iov_len: head.len() });
-        let n = spans.len().min(SPANS_MAX - 1);
-        for (to, from) in joined[1..].iter_mut().zip(HostSpan::as_iovecs(&spans[..n])) {
-            to.write(*from);
-        }
-        // SAFETY: the first `n + 1` entries were written above.
-        let iovecs = unsafe { std::slice::from_raw_parts(joined.as_ptr().cast(), n + 1) };
-        self.sendmsg(iovecs)
+        let head = libc::iovec { iov_base: head.as_ptr().cast_mut().cast(), iov_len: head.len() };
+        self.sendmsg(joined(&mut [MaybeUninit::uninit(); SPANS_MAX], head, spans))
     }
 
     pub(crate) fn sendmsg(&self, iovecs: &[libc::iovec]) -> io::Result<usize> {
@@ -267,6 +259,16 @@ impl Socket {
         self.recvmsg(&HostSpan::as_iovecs(spans)[..spans.len().min(SPANS_MAX)])
     }
 
+    /// Receives into `head` and then into the spans, at most [`SPANS_MAX`] pieces, in one call; 0
+    /// is the end of the stream.
+    ///
+    /// # Errors
+    /// `WouldBlock`, or what the kernel says.
+    pub fn recv_head_and_spans(&self, head: &mut [u8], spans: &[HostSpan]) -> io::Result<usize> {
+        let head = libc::iovec { iov_base: head.as_mut_ptr().cast(), iov_len: head.len() };
+        self.recvmsg(joined(&mut [MaybeUninit::uninit(); SPANS_MAX], head, spans))
+    }
+
     pub(crate) fn recvmsg(&self, iovecs: &[libc::iovec]) -> io::Result<usize> {
         // SAFETY: an all-zero header is a valid one without address and control data.
         let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
@@ -279,6 +281,21 @@ impl Socket {
             check(unsafe { libc::recvmsg(self.as_raw_fd(), &raw mut header, libc::MSG_DONTWAIT) })
         })
     }
+}
+
+/// `head` and the first of the spans, as many as fit.
+fn joined<'a>(
+    room: &'a mut [MaybeUninit<libc::iovec>; SPANS_MAX],
+    head: libc::iovec,
+    spans: &[HostSpan],
+) -> &'a [libc::iovec] {
+    room[0].write(head);
+    let n = spans.len().min(SPANS_MAX - 1);
+    for (to, from) in room[1..].iter_mut().zip(HostSpan::as_iovecs(&spans[..n])) {
+        to.write(*from);
+    }
+    // SAFETY: the first `n + 1` entries were written above.
+    unsafe { std::slice::from_raw_parts(room.as_ptr().cast(), n + 1) }
 }
 
 impl AsFd for Socket {

@@ -211,9 +211,10 @@ impl Run {
                 tracing::error!(error = %e, "waiting for events failed");
                 std::thread::sleep(Duration::from_millis(10));
             }
+            let at = now();
             if !self.linger.is_zero() {
                 if !events.is_empty() {
-                    self.linger_until = now() + self.linger;
+                    self.linger_until = at + self.linger;
                 } else if timeout == Some(Duration::ZERO) {
                     // Whoever else wants this processor is to have it.
                     std::thread::yield_now();
@@ -221,14 +222,14 @@ impl Run {
             }
             for event in &events {
                 if event.token == BELL {
-                    self.commands();
+                    self.commands(at);
                 } else {
-                    self.call(event.token, Cause { ready: event.ready });
+                    self.call(event.token, Cause { ready: event.ready }, at);
                 }
             }
-            self.fire();
+            self.fire(at);
             for token in std::mem::take(&mut self.again) {
-                self.call(token, Cause::default());
+                self.call(token, Cause::default(), at);
             }
         }
         self.finish();
@@ -241,7 +242,7 @@ impl Run {
         self.timers.first().map(|(at, _)| at.saturating_since(now()))
     }
 
-    fn commands(&mut self) {
+    fn commands(&mut self, at: Timestamp) {
         self.remote.0.bell.clear();
         let commands = {
             let mut queue = self.remote.0.commands.lock().unwrap_or_else(PoisonError::into_inner);
@@ -249,13 +250,13 @@ impl Run {
         };
         for command in commands {
             match command {
-                Command::Add(token, handler) => self.add(token, handler),
-                Command::Wake(token) => self.call(token, Cause::default()),
+                Command::Add(token, handler) => self.add(token, handler, at),
+                Command::Wake(token) => self.call(token, Cause::default(), at),
             }
         }
     }
 
-    fn add(&mut self, token: u64, handler: Box<dyn Handler>) {
+    fn add(&mut self, token: u64, handler: Box<dyn Handler>, at: Timestamp) {
         if let Some(fd) = handler.fd()
             && let Err(e) = self.epoll.add(fd, token, Interest::None)
         {
@@ -263,11 +264,10 @@ impl Run {
             return;
         }
         self.entries.insert(token, Entry { handler, interest: Interest::None, deadline: None });
-        self.call(token, Cause::default());
+        self.call(token, Cause::default(), at);
     }
 
-    fn fire(&mut self) {
-        let now = now();
+    fn fire(&mut self, now: Timestamp) {
         while let Some(&(at, token)) = self.timers.first() {
             if at > now {
                 return;
@@ -276,13 +276,14 @@ impl Run {
             if let Some(entry) = self.entries.get_mut(&token) {
                 entry.deadline = None;
             }
-            self.call(token, Cause::default());
+            self.call(token, Cause::default(), now);
         }
     }
 
-    fn call(&mut self, token: u64, cause: Cause) {
+    /// Calls a handler; `at` is when the wait for what it is called for ended.
+    fn call(&mut self, token: u64, cause: Cause, at: Timestamp) {
         let Some(entry) = self.entries.get_mut(&token) else { return };
-        let cx = Cx { now: now(), token, remote: &self.remote };
+        let cx = Cx { now: at, token, remote: &self.remote };
         match entry.handler.handle(cause, &cx) {
             Next::Wait { interest, deadline } => {
                 if deadline != entry.deadline {

@@ -173,6 +173,7 @@ struct Cursor {
     pieces: Arc<Pieces>,
     gate: Arc<Gate>,
     at: Position,
+    len: u64,
     remaining: u64,
     direction: Direction,
     staging: Option<Staging>,
@@ -212,6 +213,11 @@ impl Scatter {
     ) -> Self {
         Self(Cursor::new(pieces, at, len, gate, wake, Direction::In))
     }
+
+    /// Bytes there is room for, filled or not.
+    pub(crate) fn len(&self) -> u64 {
+        self.0.len
+    }
 }
 
 impl Cursor {
@@ -224,7 +230,7 @@ impl Cursor {
         direction: Direction,
     ) -> Self {
         let staging = (!pieces.all_host()).then(|| Staging::new(wake, at, len));
-        Self { pieces, gate, at, remaining: len, direction, staging }
+        Self { pieces, gate, at, len, remaining: len, direction, staging }
     }
 
     fn walk(

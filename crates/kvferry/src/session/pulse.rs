@@ -10,7 +10,7 @@
 //! nanoseconds; a process stopped exactly there applies at most one chunk.
 
 use crate::agent::Core;
-use crate::reactor::{Cause, Cx, Handler, Next};
+use crate::reactor::{Cause, Cx, Handler, Next, now};
 use kvferry_proto::Timestamp;
 use kvferry_sys::poll::Interest;
 use std::os::fd::BorrowedFd;
@@ -60,17 +60,19 @@ impl Handler for PulseTimer {
         None
     }
 
-    fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
+    fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+        // Not when the wait ended: it is the time since then that counts.
+        let at = now();
         let Some(core) = self.core.upgrade() else { return Next::Close };
-        if self.beating && !core.pulse.is_fresh(cx.now) {
+        if self.beating && !core.pulse.is_fresh(at) {
             core.counters.slept.one();
             tracing::warn!("this process was away; all sessions are void");
             core.void_sessions();
         }
         // Only now: whoever saw the old time until here touches nothing.
-        core.pulse.beat(cx.now);
+        core.pulse.beat(at);
         self.beating = core.has_sessions();
-        let deadline = self.beating.then(|| cx.now + core.pulse.every);
+        let deadline = self.beating.then(|| at + core.pulse.every);
         Next::Wait { interest: Interest::None, deadline }
     }
 }

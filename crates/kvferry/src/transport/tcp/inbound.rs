@@ -299,7 +299,7 @@ impl InboundStream {
                 Err(e) => return self.malformed(header.transfer, &e),
             }
         };
-        if self.gate.is_shut() || !self.is_fresh() {
+        if self.gate.is_shut() || (header.op == Op::Notify && !self.is_fresh()) {
             return Step::Over;
         }
         let follows = header.payload_follows() + header.trailer_follows();

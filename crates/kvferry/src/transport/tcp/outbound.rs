@@ -9,7 +9,8 @@ use crate::transfer::batch::Frame;
 use crate::transfer::job::{Job, Op};
 use crate::transport::{Drive, Progress, RECEIVE_CHUNK, SEND_CHUNK, TURN};
 use kvferry_proto::{
-    Flags, Limits, PieceDigest, RequestHeader, ResponseHeader, Timestamp, WireCode, frame,
+    Flags, Limits, PieceDigest, RequestHeader, ResponseHeader, Timestamp, WireCode, WireDescriptor,
+    frame,
 };
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
@@ -31,6 +32,8 @@ pub(super) struct Share {
     /// Sent, not answered. `None` is a notification.
     sent: VecDeque<Option<Frame>>,
     rx: Rx,
+    /// Where the payload of the answer at hand goes, if it may come with its head in one call.
+    ahead: Option<Scatter>,
     /// A notification to be sent when everything before it was answered.
     notification: Option<Notification>,
     /// A frame was sent on this lane.
@@ -91,6 +94,7 @@ impl Share {
             tx: None,
             sent: VecDeque::with_capacity(PIPELINE),
             rx: Rx::start(),
+            ahead: None,
             notification,
             began: false,
             yields: false,
@@ -174,7 +178,9 @@ impl Share {
         now: Timestamp,
     ) -> Vec<u8> {
         const LEN: usize = RequestHeader::LEN;
-        let mut head = vec![0; LEN];
+        let table = part.map_or(0, |p| p.descriptors as usize * WireDescriptor::LEN);
+        let mut head = Vec::with_capacity(LEN + table);
+        head.resize(LEN, 0);
         if let Some(part) = part {
             part.write_table(&self.job.batch, &mut head);
         }
@@ -243,24 +249,72 @@ impl Share {
 
     // ---- incoming ----
 
+    /// Where payload goes that is received in the same call as its answer's head. Only if nothing
+    /// else can follow should the answer turn out to be a refusal: a stream carries nothing after
+    /// the answer to its last request.
+    fn place_ahead(&self) -> Option<Scatter> {
+        let frame = self.sent.front()?.as_ref()?;
+        let alone = self.tx.is_none() && self.sent.len() == 1 && self.job.op == Op::Read;
+        (alone && !self.flags.contains(Flags::CHECKSUM) && self.job.batch.local.all_host())
+            .then(|| self.place(frame))
+    }
+
+    fn place(&self, frame: &Frame) -> Scatter {
+        Scatter::new(
+            Arc::clone(&self.job.batch.local),
+            frame.at,
+            frame.bytes,
+            Arc::clone(&self.lane.gate),
+            Arc::clone(&self.wake),
+        )
+    }
+
+    /// Takes in the head of an answer, and the first of its payload if that may come along.
+    fn receive_head(&mut self, turn: &mut usize) -> Step {
+        if self.ahead.is_none() {
+            self.ahead = self.place_ahead();
+        }
+        let socket = &self.lane.socket;
+        let Rx::Head { bytes, at } = &mut self.rx else { unreachable!("checked by the caller") };
+        let mut of_head = 0;
+        let result = match &mut self.ahead {
+            Some(sink) => sink.lend(RECEIVE_CHUNK, &mut |spans| {
+                let n = socket.recv_head_and_spans(&mut bytes[*at..], spans)?;
+                of_head = n.min(bytes.len() - *at);
+                if n == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(n - of_head) }
+            }),
+            None => match socket.recv(&mut bytes[*at..]) {
+                Ok(0) => Err(Fault::Io(io::ErrorKind::UnexpectedEof.into())),
+                Ok(n) => {
+                    of_head = n;
+                    Ok(Lent::Moved(0))
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(Lent::WouldBlock),
+                Err(e) => Err(Fault::Io(e)),
+            },
+        };
+        match result {
+            Ok(Lent::Moved(n)) => {
+                *at += of_head;
+                *turn = turn.saturating_sub(n);
+                if *at < ResponseHeader::LEN {
+                    return Step::On;
+                }
+                let bytes = *bytes;
+                self.rx = Rx::start();
+                self.answer(&bytes)
+            }
+            Ok(Lent::WouldBlock) => Step::Blocked,
+            Ok(Lent::NotReady) => Step::Memory,
+            Err(fault) => self.fault(fault),
+        }
+    }
+
     /// Takes in one piece of the answer at hand.
     fn receive(&mut self, turn: &mut usize) -> Step {
         let socket = &self.lane.socket;
         match &mut self.rx {
-            Rx::Head { bytes, at } => match socket.recv(&mut bytes[*at..]) {
-                Ok(0) => self.lost(io::ErrorKind::UnexpectedEof.into()),
-                Ok(n) => {
-                    *at += n;
-                    if *at < ResponseHeader::LEN {
-                        return Step::On;
-                    }
-                    let bytes = *bytes;
-                    self.rx = Rx::start();
-                    self.answer(&bytes)
-                }
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => Step::Blocked,
-                Err(e) => self.lost(e),
-            },
+            Rx::Head { .. } => self.receive_head(turn),
             Rx::Payload { sink, digest } => {
                 let result = sink.lend(RECEIVE_CHUNK, &mut |spans| {
                     let n = socket.recv_spans(spans)?;
@@ -316,7 +370,12 @@ impl Share {
         let Some(frame) = self.sent.front().copied() else {
             return self.protocol("an answer that nothing asked for".into());
         };
+        let ahead = self.ahead.take();
+        let came_along = ahead.as_ref().is_some_and(|sink| sink.remaining() < sink.len());
         if !header.code.is_ok() {
+            if came_along {
+                return self.protocol("bytes after a refusal".into());
+            }
             self.sent.pop_front();
             self.job.fail(self.refusal(header.code, header.index, frame.as_ref()));
             return Step::On;
@@ -333,15 +392,16 @@ impl Share {
         }
         match frame {
             Some(frame) if expected > 0 => {
-                let sink = Scatter::new(
-                    Arc::clone(&self.job.batch.local),
-                    frame.at,
-                    frame.bytes,
-                    Arc::clone(&self.lane.gate),
-                    Arc::clone(&self.wake),
-                );
-                let digest = header.flags.contains(Flags::CHECKSUM).then(PieceDigest::new);
-                self.rx = Rx::Payload { sink, digest };
+                let checksum = header.flags.contains(Flags::CHECKSUM);
+                if checksum && came_along {
+                    return self.protocol("checksums that were not asked for".into());
+                }
+                let sink = ahead.unwrap_or_else(|| self.place(&frame));
+                let done = sink.remaining() == 0;
+                self.rx = Rx::Payload { sink, digest: checksum.then(PieceDigest::new) };
+                if done {
+                    self.payload_complete();
+                }
                 Step::On
             }
             _ => self.frame_done(),
