@@ -295,7 +295,7 @@ impl Handler for Dial {
                 return self.lost(e);
             }
             self.connected = true;
-            crate::session::prepare(&socket);
+            crate::session::prepare(socket);
         }
         while self.sent < self.hello.len() {
             match socket.send(&self.hello[self.sent..]) {

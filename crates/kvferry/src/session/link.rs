@@ -5,7 +5,8 @@
 //! that no caller starves another (invariant I5 of fairness is a queue, not a lottery). Transfers
 //! of more than [`SMALL_BYTES`] also need a *turn*, of which there are as many as processors can
 //! move bytes at the same time: more would only take the processor from one another and the bytes
-//! from its cache. When the
+//! from its cache. A turn lasts [`TURN_TIME`] at most, so one that waits for something else than
+//! the processor, a device or a slow peer, does not hold up the others for long. When the
 //! link ends, every lane's socket is shut down, which wakes whoever waits on one; they find the
 //! reason in [`Link::end`].
 
@@ -21,9 +22,13 @@ use std::collections::VecDeque;
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 /// Callers that may wait for a lane of one link.
 const WAITERS_MAX: usize = 65_536;
+
+/// How long a turn lasts.
+pub(crate) const TURN_TIME: Duration = Duration::from_millis(20);
 
 /// Transfers of so many bytes need a lane and nothing else.
 pub(crate) const SMALL_BYTES: u64 = 256 * 1024;
@@ -313,6 +318,15 @@ impl Link {
         pool.waiters.iter().position(|waiter| is_turn || !waiter.needs_turn)
     }
 
+    /// The user of a lane has had its turn for as long as one lasts; it goes on without.
+    pub(crate) fn pass_turn(self: &Arc<Self>, lane: &Lane) {
+        if lane.has_turn.load(Ordering::Relaxed) {
+            let mut pool = lock(&self.pool);
+            Self::end_turn(&mut pool, lane);
+            self.serve(pool);
+        }
+    }
+
     fn end_turn(pool: &mut Pool, lane: &Lane) {
         if lane.has_turn.swap(false, Ordering::Relaxed) {
             pool.turns -= 1;
@@ -543,13 +557,7 @@ impl Link {
     }
 
     /// Asks the peer something; `answered` is called exactly once.
-    pub(crate) fn request(
-        &self,
-        kind: u16,
-        body: Vec<u8>,
-        budget: std::time::Duration,
-        answered: Answered,
-    ) {
+    pub(crate) fn request(&self, kind: u16, body: Vec<u8>, budget: Duration, answered: Answered) {
         let Some(native) = &self.native else { return answered(WireCode::Unsupported, Vec::new()) };
         {
             let mut session = lock(&native.session);

@@ -3,7 +3,7 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::device::Wake;
 use crate::reactor::{Cause, Cx, Handler, LINGER, Next, now};
-use crate::session::link::{Lane, Link};
+use crate::session::link::{Lane, Link, TURN_TIME};
 use crate::transfer::job::{Job, Moved, STRIPE_BYTES_MIN};
 use crate::transport::{Drive, Progress};
 use kvferry_proto::Timestamp;
@@ -117,19 +117,25 @@ fn drive(
         None => nobody(),
     };
     let mut shares: Vec<Share> = lanes
-        .into_iter()
+        .iter()
+        .map(Arc::clone)
         .map(|lane| Share {
             drive: link.transport.drive(link, lane, Arc::clone(job), Arc::clone(&wake)),
             last: Progress::Memory,
         })
         .collect();
     let mut asked = now();
+    let mut turn_until = Some(asked + TURN_TIME);
     let mut yielded = false;
     let mut lingering: Option<Timestamp> = None;
     loop {
         let at = now();
         if at >= job.deadline && !job.is_stopped() {
             job.stop(deadline_passed());
+        }
+        if turn_until.is_some_and(|until| at >= until) {
+            turn_until = None;
+            lanes.iter().for_each(|lane| link.pass_turn(lane));
         }
         if interrupt.is_some() && at.saturating_since(asked) >= INTERRUPT_EVERY {
             asked = at;
@@ -157,7 +163,7 @@ fn drive(
             continue;
         }
         lingering = None;
-        wait(job, &shares, bell.as_deref(), interrupt.is_some());
+        wait(job, &shares, bell.as_deref(), turn_until, interrupt.is_some());
     }
 }
 
@@ -172,9 +178,10 @@ fn nobody() -> Wake {
 }
 
 /// Waits until a share can go on.
-fn wait(job: &Job, shares: &[Share], bell: Option<&EventFd>, ask: bool) {
+fn wait(job: &Job, shares: &[Share], bell: Option<&EventFd>, until: Option<Timestamp>, ask: bool) {
     let at = now();
-    let mut timeout = job.deadline.saturating_since(at);
+    let until = until.map_or(job.deadline, |until| until.min(job.deadline));
+    let mut timeout = until.saturating_since(at);
     if job.is_stopped() {
         // A share that could not stop at once looks again soon.
         timeout = Duration::from_millis(1);
@@ -268,11 +275,13 @@ fn start(job: &Arc<Job>, link: &Arc<Link>, first: Arc<Lane>) {
             Arc::new(move || remote.wake(token))
         };
         job.add_handler(&remote, token);
-        let drive = link.transport.drive(link, lane, Arc::clone(job), wake);
+        let drive = link.transport.drive(link, Arc::clone(&lane), Arc::clone(job), wake);
+        let turn = Some((lane, now() + TURN_TIME));
         remote.add(
             token,
             Box::new(Background {
                 drive,
+                turn,
                 job: Arc::clone(job),
                 link: Arc::clone(link),
                 done: false,
@@ -284,6 +293,8 @@ fn start(job: &Arc<Job>, link: &Arc<Link>, first: Arc<Lane>) {
 /// A share on an I/O thread.
 struct Background {
     drive: Box<dyn Drive>,
+    /// The lane, and until when it has its turn.
+    turn: Option<(Arc<Lane>, Timestamp)>,
     job: Arc<Job>,
     link: Arc<Link>,
     done: bool,
@@ -298,9 +309,16 @@ impl Handler for Background {
         if cx.now >= self.job.deadline && !self.job.is_stopped() {
             self.job.stop(deadline_passed());
         }
+        if let Some((lane, _)) = self.turn.take_if(|(_, until)| cx.now >= *until) {
+            self.link.pass_turn(&lane);
+        }
+        let until = self.turn.as_ref().map_or(self.job.deadline, |(_, until)| *until);
         let deadline = |drive: &dyn Drive, job: &Job| {
-            let at =
-                if job.is_stopped() { cx.now + Duration::from_millis(1) } else { job.deadline };
+            let at = if job.is_stopped() {
+                cx.now + Duration::from_millis(1)
+            } else {
+                job.deadline.min(until)
+            };
             drive.check_at().map_or(at, |check| check.min(at))
         };
         match self.drive.progress(cx.now) {
