@@ -1,11 +1,38 @@
 //! Identities that cross the wire.
 
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
 /// Random 128-bit id drawn when an agent starts. A restarted agent is a different peer.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+///
+/// In formats for people, such as JSON, it is the 32 hexadecimal digits it is shown as: their
+/// numbers hold 64 bits at most.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Incarnation(pub u128);
+
+impl Serialize for Incarnation {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if serializer.is_human_readable() {
+            serializer.collect_str(self)
+        } else {
+            serializer.serialize_u128(self.0)
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Incarnation {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        if !deserializer.is_human_readable() {
+            return u128::deserialize(deserializer).map(Self);
+        }
+        let digits = String::deserialize(deserializer)?;
+        match u128::from_str_radix(&digits, 16) {
+            Ok(id) if digits.len() == 32 && !digits.starts_with('+') => Ok(Self(id)),
+            _ => Err(D::Error::custom("an incarnation has 32 hexadecimal digits")),
+        }
+    }
+}
 
 impl fmt::Debug for Incarnation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -14,6 +14,7 @@ pub mod agent;
 pub mod broken;
 pub mod fabric;
 pub mod memory;
+pub mod network;
 pub mod pattern;
 pub mod process;
 pub mod slow;

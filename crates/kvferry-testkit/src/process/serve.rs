@@ -128,6 +128,9 @@ fn start(config: &Value) -> Result<Agent, kvferry::Error> {
     if let Some(n) = config["io_threads"].as_u64() {
         builder = builder.io_threads(n as usize);
     }
+    if let Some(on) = config["mooncake"].as_bool() {
+        builder = builder.mooncake(on);
+    }
     builder.start()
 }
 

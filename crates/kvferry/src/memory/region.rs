@@ -489,6 +489,21 @@ mod tests {
     }
 
     #[test]
+    fn a_description_survives_bytes_and_json() {
+        let table = RegionTable::default();
+        let life = Incarnation(u128::MAX - 7);
+        let region = table.insert(life, 0x1000, 16, Access::READ, Backing::Borrowed).expect("free");
+        let described = region.remote();
+        assert_eq!(RemoteRegion::from_bytes(&described.to_bytes()).expect("ours"), described);
+        let json = serde_json::to_string(&described).expect("plain fields");
+        assert!(json.contains("\"fffffffffffffffffffffffffffffff8\""), "{json}");
+        let back: RemoteRegion = serde_json::from_str(&json).expect("ours");
+        assert_eq!(back, described);
+        let cut = json.replace("fffffff8", "");
+        assert!(serde_json::from_str::<RemoteRegion>(&cut).is_err(), "{cut}");
+    }
+
+    #[test]
     fn an_id_is_never_used_again() {
         let table = RegionTable::default();
         let first = host(&table, 0x1000, 16).expect("free");

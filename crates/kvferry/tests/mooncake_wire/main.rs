@@ -10,6 +10,8 @@ mod initiator;
 mod stock;
 mod target;
 
+kvferry_testkit::child_processes!();
+
 use kvferry::{Access, Agent, AgentBuilder, Batch, Region, TransportKind, Transports};
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};

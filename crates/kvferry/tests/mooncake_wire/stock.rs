@@ -5,10 +5,17 @@
 
 use crate::{LONG, PAGE, agent, builder, bytes_of, filled, handshake, pattern, scattered, turned};
 use crate::{signal, stop};
-use kvferry::{Access, Agent, Batch, ErrorKind, Notification, Options, Peer, TransportKind};
+use kvferry::{
+    Access, Agent, Batch, ErrorKind, Incarnation, Notification, Options, Peer, RegionId,
+    RemoteRegion, TransportKind,
+};
+use kvferry_testkit::network::Network;
+use kvferry_testkit::stretched;
 use serde_json::{Value, json};
+use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -98,7 +105,18 @@ pub(crate) struct Stock {
 impl Stock {
     /// A stock engine in a process of its own; `None` where there is no stock Mooncake.
     pub(crate) fn start_with(environment: &[(&str, &str)]) -> Option<Self> {
-        let mut child = Command::new(python()?)
+        Some(Self::start(Command::new(python()?), "127.0.0.1", environment))
+    }
+
+    /// The same, in a namespace where it has an address.
+    fn start_in(namespace: &str, host: &str) -> Option<Self> {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", namespace]).arg(python()?);
+        Some(Self::start(command, host, &[]))
+    }
+
+    fn start(mut python: Command, host: &str, environment: &[(&str, &str)]) -> Self {
+        let mut child = python
             .args(["-c", include_str!("stock_peer.py")])
             .env("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535")
             .envs(environment.iter().copied())
@@ -110,8 +128,9 @@ impl Stock {
         let stdin = child.stdin.take().expect("piped");
         let stdout = BufReader::new(child.stdout.take().expect("piped"));
         let mut stock = Self { child, stdin, stdout, session: String::new() };
-        stock.session = stock.call("start", json!({})).as_str().expect("text").to_owned();
-        Some(stock)
+        let session = stock.call("start", json!({"host": host}));
+        stock.session = session.as_str().expect("text").to_owned();
+        stock
     }
 
     fn tell(&mut self, name: &str, arguments: Value) {
@@ -131,6 +150,14 @@ impl Stock {
 
     pub(crate) fn allocate(&mut self, len: usize, seed: u8) -> u64 {
         self.call("allocate", json!({"length": len, "seed": seed})).as_u64().expect("an address")
+    }
+
+    /// What its process has there.
+    fn memory(&self, address: u64, len: usize) -> Vec<u8> {
+        let file = File::open(format!("/proc/{}/mem", self.child.id())).expect("it lives");
+        let mut bytes = vec![0; len];
+        file.read_exact_at(&mut bytes, address).expect("mapped");
+        bytes
     }
 
     fn holds(&mut self, address: u64, seed: u8, len: usize) -> bool {
@@ -451,6 +478,49 @@ fn a_stopped_stock_target_is_silent_and_no_burden_when_it_goes_on() {
         peer.write(&batch, &options()).expect("it goes on");
         assert!(start.elapsed() < Duration::from_secs(1), "took {:?}", start.elapsed());
         assert!(stock.holds(remote, 3, len));
+    }
+}
+
+#[test]
+fn a_stock_target_behind_a_network_that_loses_everything_is_silent_until_it_heals() {
+    const LEN: usize = 32 << 20;
+    let what = "partition between us and a stock Mooncake";
+    let Some(network) = Network::or_skip(what) else { return };
+    let Some(mut stock) = Stock::start_in(&network.far, Network::FAR) else { return };
+    let mut writer = kvferry_testkit::process::Child::spawn_in(&network.near);
+    writer.start(json!({
+        "name": "writer", "mooncake": true, "silence_ms": 1000, "listen": format!("{}:0", Network::NEAR),
+    }));
+    let (from, address) = (writer.allocate(LEN, "", 1), stock.allocate(LEN, 0));
+    let (id, access) = (RegionId::ABSOLUTE, Access::READ_WRITE);
+    let whole =
+        RemoteRegion { incarnation: Incarnation(0), id, addr: address, len: LEN as u64, access };
+    let writing = |op, block: usize| {
+        json!({
+            "op": op, "peer": stock.session, "region": from.id, "remote": whole.to_bytes(),
+            "block": block, "count": LEN / block,
+        })
+    };
+    let commands =
+        [LEN, PAGE].map(|block| (writing("write", block), writing("keep_writing", block)));
+    for (write, keep_writing) in commands {
+        writer.call(write.clone());
+        let running = writer.call(keep_writing)["writer"].clone();
+        thread::sleep(Duration::from_millis(100));
+        network.cut();
+        let start = Instant::now();
+        thread::sleep(Duration::from_millis(100));
+        let report = writer.call(json!({"op": "stop_writing", "writer": running}));
+        // A second of silence, with the factor of three.
+        assert!(start.elapsed() < stretched(Duration::from_secs(3)), "took {:?}", start.elapsed());
+        let errors = report["errors"].as_array().expect("a list");
+        let silent = |e: &Value| e.as_str().is_some_and(|e| e.starts_with("peer_silent"));
+        assert!(!errors.is_empty() && errors.iter().all(silent), "{report}");
+        network.heal();
+        let start = Instant::now();
+        writer.call(write);
+        assert!(start.elapsed() < stretched(Duration::from_secs(2)), "took {:?}", start.elapsed());
+        assert!(stock.memory(address, LEN) == writer.memory(&from), "not what was written");
     }
 }
 

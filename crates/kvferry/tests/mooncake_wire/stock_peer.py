@@ -21,9 +21,9 @@ class Peer:
         self.engine = TransferEngine()
         self.memory = {}
 
-    def start(self):
-        assert self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
-        return f"127.0.0.1:{self.engine.get_rpc_port()}"
+    def start(self, host):
+        assert self.engine.initialize(host, "P2PHANDSHAKE", "tcp", "") == 0
+        return f"{host}:{self.engine.get_rpc_port()}"
 
     def allocate(self, length, seed, register=True):
         buffer = ctypes.create_string_buffer(pattern(seed, length), length)

@@ -1,93 +1,25 @@
-//! A network that loses everything, without a reset: two namespaces with a bridge between them,
-//! whose far port is pulled out.
+//! A network that loses everything, without a reset.
 
 use super::*;
+use kvferry_testkit::network::Network;
 use kvferry_testkit::process::Child;
-use std::io::Write;
-use std::process::{Command, Stdio};
 use std::thread;
 
 /// Silence is noticed after one window; with the factor of three.
 const HEARD: Duration = Duration::from_secs(3);
 
-fn ip(arguments: &str) -> Result<(), String> {
-    let output = Command::new("ip")
-        .args(arguments.split_whitespace())
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|e| format!("ip can't be run: {e}"))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let text = String::from_utf8_lossy(&output.stderr);
-    Err(format!("ip {arguments}: {}", text.trim()))
-}
-
-/// Three namespaces: two hosts and the network between them. Removed on drop.
-struct Network {
-    near: String,
-    far: String,
-    between: String,
-}
-
-impl Network {
-    fn new() -> Result<Self, String> {
-        let name = |end: &str| format!("kvferry-{}-{end}", std::process::id());
-        let network = Self { near: name("near"), far: name("far"), between: name("between") };
-        let Self { near, far, between } = &network;
-        for namespace in [near, far, between] {
-            ip(&format!("netns add {namespace}"))?;
-            ip(&format!("-n {namespace} link set lo up"))?;
-        }
-        ip(&format!("-n {between} link add bridge type bridge"))?;
-        ip(&format!("-n {between} link set bridge up"))?;
-        for (host, port, address) in [(near, "to-near", "10.77.0.1"), (far, "to-far", "10.77.0.2")]
-        {
-            ip(&format!("-n {between} link add {port} type veth peer name eth0 netns {host}"))?;
-            ip(&format!("-n {between} link set {port} master bridge up"))?;
-            ip(&format!("-n {host} addr add {address}/24 dev eth0"))?;
-            ip(&format!("-n {host} link set eth0 up"))?;
-        }
-        Ok(network)
-    }
-
-    fn cut(&self) {
-        ip(&format!("-n {} link set to-far nomaster", self.between)).expect("it was a port");
-    }
-
-    fn heal(&self) {
-        ip(&format!("-n {} link set to-far master bridge", self.between)).expect("it was a port");
-    }
-}
-
-impl Drop for Network {
-    fn drop(&mut self) {
-        for namespace in [&self.near, &self.far, &self.between] {
-            drop(ip(&format!("netns del {namespace}")));
-        }
-    }
-}
-
 #[test]
 fn a_network_that_loses_everything_is_silence_and_heals_without_penalty() {
     let _bound = bounded();
-    let network = match Network::new() {
-        Ok(network) => network,
-        Err(why) => {
-            // Not through `println!`: the harness would keep it to itself.
-            let line = format!("SKIPPED: partition between two namespaces: {why}\n");
-            drop(std::io::stderr().write_all(line.as_bytes()));
-            return;
-        }
-    };
+    let Some(network) = Network::or_skip("partition between two namespaces") else { return };
     let mut writer = Child::spawn_in(&network.near);
     let mut config = peer_config();
-    config["listen"] = json!("10.77.0.1:0");
+    config["listen"] = json!(format!("{}:0", Network::NEAR));
     writer.start(config.clone());
     let mut target = Child::spawn_in(&network.far);
-    config["listen"] = json!("10.77.0.2:0");
+    config["listen"] = json!(format!("{}:0", Network::FAR));
     let address = target.start(config);
-    assert!(address.starts_with("10.77.0.2:"), "{address}");
+    assert!(address.starts_with(Network::FAR), "{address}");
     let (from, to) = (writer.allocate(16 * MIB, "", 1), target.allocate(16 * MIB, "w", 2));
     let writing = |op, block| command(op, &address, &from, &to.remote, block);
     writer.call(writing("write", 64 * KIB));
