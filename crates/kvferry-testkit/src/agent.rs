@@ -7,8 +7,8 @@ use crate::fabric::{
 use crate::memory::{Memory, MemoryKind};
 use crate::slow::{Direction, SlowMemory};
 use kvferry::{
-    Agent, AgentBuilder, Batch, Checksum, CopyDone, DeviceMemory, HostSpan, Notification, Peer,
-    RemoteRegion, Transfer, Transports,
+    Agent, AgentBuilder, Batch, Checksum, CopyDone, DeviceMemory, HostSpan, Incarnation,
+    Notification, Peer, RegionId, RemoteRegion, Transfer, Transports,
 };
 use kvferry_sys::poll::EventFd;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -81,6 +81,7 @@ impl AgentFabric {
             .name(name)
             .listen(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
             .transports(Transports::parse(self.transports)?)
+            .mooncake(self.transports.contains("mooncake"))
             .checksum(self.checksum);
         if let Some(streams) = self.streams {
             builder = builder.streams_per_peer(streams);
@@ -104,6 +105,10 @@ impl Fabric for AgentFabric {
         self.effort
     }
 
+    fn names_regions(&self) -> bool {
+        self.transports != "mooncake"
+    }
+
     fn pair(&self, _: MemoryKind) -> Result<Pair, Failure> {
         let near = self.builder("near").and_then(AgentBuilder::start).map_err(failure)?;
         let far = self.builder("far").and_then(AgentBuilder::start).map_err(failure)?;
@@ -114,6 +119,7 @@ impl Fabric for AgentFabric {
                 peer,
                 memories: Mutex::default(),
                 closed: AtomicBool::new(false),
+                by_address: !self.names_regions(),
             }))
         };
         Ok(Pair { near: end(&near, &far)?, far: end(&far, &near)? })
@@ -154,6 +160,7 @@ struct AgentEnd {
     // suite and not by the kernel.
     memories: Mutex<Vec<Memory>>,
     closed: AtomicBool,
+    by_address: bool,
 }
 
 fn region_of(region: &Region) -> kvferry::Region {
@@ -161,17 +168,20 @@ fn region_of(region: &Region) -> kvferry::Region {
     (*region.expect("regions of this fabric are agents' regions")).clone()
 }
 
-fn batch(moves: &[Move]) -> Result<Batch, Failure> {
+fn batch(moves: &[Move], by_address: bool) -> Result<Batch, Failure> {
     let mut batch = Batch::with_capacity(moves.len());
     for m in moves {
         let (local, remote) = (region_of(&m.local), region_of(&m.remote));
+        let mut named = remote.remote();
+        if by_address {
+            // As a stock peer's regions are named: by their address, in no particular life.
+            (named.id, named.incarnation) = (RegionId::ABSOLUTE, Incarnation(0));
+        }
         let pushed = match m.aim {
-            Aim::Honest => {
-                batch.push(&local, m.local_offset, &remote.remote(), m.remote_offset, m.len)
-            }
+            Aim::Honest => batch.push(&local, m.local_offset, &named, m.remote_offset, m.len),
             Aim::Forged => {
                 let access = kvferry::Access::READ_WRITE;
-                let forged = RemoteRegion { len: u64::MAX, access, ..remote.remote() };
+                let forged = RemoteRegion { len: u64::MAX, access, ..named };
                 batch.push(&local, m.local_offset, &forged, m.remote_offset, m.len)
             }
             Aim::Address => {
@@ -224,22 +234,22 @@ impl Endpoint for AgentEnd {
     }
 
     fn write(&self, moves: &[Move], how: &Options) -> Outcome {
-        outcome(self.peer.write(&batch(moves)?, &options(how)))
+        outcome(self.peer.write(&batch(moves, self.by_address)?, &options(how)))
     }
 
     fn read(&self, moves: &[Move], how: &Options) -> Outcome {
-        outcome(self.peer.read(&batch(moves)?, &options(how)))
+        outcome(self.peer.read(&batch(moves, self.by_address)?, &options(how)))
     }
 
     fn write_async(&self, moves: &[Move], how: &Options) -> Box<dyn Handle> {
-        match batch(moves) {
+        match batch(moves, self.by_address) {
             Ok(batch) => Box::new(Running(self.peer.write_async(batch, options(how)))),
             Err(failure) => Box::new(Refused::new(failure)),
         }
     }
 
     fn read_async(&self, moves: &[Move], how: &Options) -> Box<dyn Handle> {
-        match batch(moves) {
+        match batch(moves, self.by_address) {
             Ok(batch) => Box::new(Running(self.peer.read_async(batch, options(how)))),
             Err(failure) => Box::new(Refused::new(failure)),
         }

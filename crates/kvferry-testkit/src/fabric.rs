@@ -23,6 +23,12 @@ pub trait Fabric: Send + Sync {
         Effort::Full
     }
 
+    /// Whether a transfer names regions, each of one life; otherwise it names addresses, and
+    /// whoever is refused is told no more than that there is nothing to reach there.
+    fn names_regions(&self) -> bool {
+        true
+    }
+
     /// The longest that one healthy operation may take on a loaded machine.
     fn patience(&self) -> Duration {
         Duration::from_secs(20)

@@ -12,3 +12,5 @@ kvferry_testkit::conformance!(
     tcp_with_a_secret_and_one_thread,
     AgentFabric::new("tcp").brief().streams(3).io_threads(1).secret("one")
 );
+// Its protocol reaches addresses, and device memory has none.
+kvferry_testkit::conformance!(mooncake, AgentFabric::new("mooncake").brief(), host);

@@ -132,9 +132,11 @@ pub(super) fn unregistered_ranges_are_refused(fabric: &dyn Fabric, kind: MemoryK
     }
     // Registered again it is another region: the old description stays dead.
     let back = rig.register(Side::Far, &gone.memory, 0, gone.len, Access::BOTH)?;
-    let stale = [Move::new(&near, 0, &gone, 0, 4096)];
-    let outcome = rig.near.write(&stale, &rig.options());
-    failed(outcome, &["not_registered", "revoked"], "a write by a stale description")?;
+    if fabric.names_regions() {
+        let stale = [Move::new(&near, 0, &gone, 0, 4096)];
+        let outcome = rig.near.write(&stale, &rig.options());
+        failed(outcome, &["not_registered", "revoked"], "a write by a stale description")?;
+    }
     rig.written(&[Move::new(&near, 0, &back, 0, 4096)], "a write by the new description")?;
     rig.finish()
 }
@@ -184,7 +186,7 @@ pub(super) fn a_region_allows_only_what_its_owner_said(
             } else {
                 let outcome = rig.near.write(&moves, &rig.options());
                 // Memory that peers may do nothing with may be unknown to them.
-                let kinds: &[_] = if access.read {
+                let kinds: &[_] = if access.read && fabric.names_regions() {
                     &["access_denied"]
                 } else {
                     &["access_denied", "not_registered"]
@@ -195,7 +197,7 @@ pub(super) fn a_region_allows_only_what_its_owner_said(
                 rig.fetched(&moves, "an allowed read")?;
             } else {
                 let outcome = rig.near.read(&moves, &rig.options());
-                let kinds: &[_] = if access.write {
+                let kinds: &[_] = if access.write && fabric.names_regions() {
                     &["access_denied"]
                 } else {
                     &["access_denied", "not_registered"]
@@ -230,7 +232,12 @@ pub(super) fn one_bad_descriptor_fails_the_batch_and_lands_nothing_beyond(
             moves.insert(place, bad.clone());
             let outcome = rig.near.write(&moves, &rig.options());
             let what = format!("a batch with a descriptor that is {what} at place {place}");
-            failed(outcome, &["out_of_bounds", "access_denied"], &what)?;
+            let kinds: &[_] = if fabric.names_regions() {
+                &["out_of_bounds", "access_denied"]
+            } else {
+                &["out_of_bounds", "not_registered"]
+            };
+            failed(outcome, kinds, &what)?;
             for m in &good {
                 far.memory.accept_range(m.remote_offset as usize, m.len as usize);
             }
