@@ -168,6 +168,9 @@ pub(crate) struct BenchArgs {
     /// Add what happens when a peer is killed or stopped
     #[arg(long)]
     pub(crate) faults: bool,
+    /// A Python interpreter with a stock Mooncake, to have faulty peers of that kind, too
+    #[arg(long, value_name = "PATH", requires = "faults")]
+    pub(crate) stock: Option<PathBuf>,
     /// The Python interpreter whose calls are measured [default: the virtual environment's, else
     /// .venv/bin/python or python3, if it has kvferry]
     #[arg(long, value_name = "PATH")]

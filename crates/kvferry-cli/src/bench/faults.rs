@@ -1,13 +1,18 @@
 //! Peers that die or stop in the middle of a batch: how long until the caller is told, and how long
 //! until work goes on. Each round has a target of its own.
 
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use kvferry::{Access, Agent, Batch, Options, Peer, Region};
 use rustix::process::Signal;
+use serde::Deserialize;
 
 use crate::blocks::scattered;
+use crate::child::Child;
 use crate::cli::Op;
 use crate::failure::Failure;
 use crate::stats::Spread;
@@ -29,44 +34,118 @@ const GIVE_UP: Duration = Duration::from_secs(20);
 pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
     let kills = bench.settings.rounds.max(7);
     let stops = bench.settings.rounds.min(STOPS);
-    bench.bar.inc_length((kills + stops) as u64);
     let agent = start_agent(bench.settings)?;
+    let mut rows = measure(bench, &agent, Kind::Kvferry, kills, stops)?;
+    if let Some(python) = &bench.settings.args.stock {
+        let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let agent = Agent::builder().name("bench").listen(here).mooncake(true).start()?;
+        rows.extend(measure(bench, &agent, Kind::Stock(python), kills, stops)?);
+    }
+    Ok(rows)
+}
+
+/// Who is at the other end.
+#[derive(Debug, Clone, Copy)]
+enum Kind<'a> {
+    Kvferry,
+    /// A stock Mooncake engine, in this interpreter.
+    Stock(&'a Path),
+}
+
+fn measure(
+    bench: &Bench<'_>,
+    agent: &Agent,
+    kind: Kind<'_>,
+    kills: usize,
+    stops: usize,
+) -> Result<Vec<Row>, Failure> {
+    bench.bar.inc_length((kills + stops) as u64);
     let ours = agent.allocate(ARENA, Access::NONE)?;
     let (mut killed, mut met_again) = (Vec::new(), Vec::new());
     for round in 0..kills {
         bench.step(&format!("round {}/{kills}: killing a peer", round + 1));
-        let mut fault = Fault::begin(&agent, &ours)?;
+        let mut fault = Fault::begin(agent, &ours, kind)?;
         killed.push(fault.time_to_error(Signal::KILL)?.as_secs_f64() * 1e3);
-        fault = Fault::start_target(&agent, &ours)?;
+        fault = Fault::start(agent, &ours, kind)?;
         met_again.push(fault.time_to_success()?.as_secs_f64() * 1e3);
     }
     let (mut stopped, mut resumed) = (Vec::new(), Vec::new());
     for round in 0..stops {
         bench.step(&format!("round {}/{stops}: stopping a peer", round + 1));
-        let fault = Fault::begin(&agent, &ours)?;
+        let fault = Fault::begin(agent, &ours, kind)?;
         stopped.push(fault.time_to_error(Signal::STOP)?.as_secs_f64() * 1e3);
-        fault.link.signal(Signal::CONT)?;
+        fault.target.signal(Signal::CONT)?;
         resumed.push(fault.time_to_success()?.as_secs_f64() * 1e3);
     }
+    let peer = match kind {
+        Kind::Kvferry => "peer",
+        Kind::Stock(_) => "stock Mooncake peer",
+    };
     let row = |work, rounds| Row::new("faults", work, "ms", Spread::of(rounds));
     Ok(vec![
-        row("peer killed in a batch: time to the error", killed)
+        row(format!("{peer} killed in a batch: time to the error"), killed)
             .judged_itself(Bound::AtMost(100.0)),
-        row("its successor: time to the first batch there", met_again),
-        row("peer stopped in a batch: time to the error", stopped)
+        row("  its successor: time to the first batch there".into(), met_again),
+        row(format!("{peer} stopped in a batch: time to the error"), stopped)
             .judged_itself(Bound::AtMost(3000.0)),
-        row("it resumes: time to the first batch there", resumed),
+        row("  it resumes: time to the first batch there".into(), resumed),
     ])
+}
+
+/// The other end's process.
+enum Target {
+    Kvferry(Link),
+    Stock(Child),
+}
+
+impl Target {
+    fn signal(&self, signal: Signal) -> Result<(), Failure> {
+        match self {
+            Target::Kvferry(link) => link.signal(signal),
+            Target::Stock(child) => child.signal(signal),
+        }
+    }
 }
 
 struct Fault {
     peer: Peer,
     batch: Batch,
-    link: Link,
+    target: Target,
+}
+
+/// What `stock.py` says of itself.
+#[derive(Debug, Deserialize)]
+struct Stock {
+    session: String,
+    address: u64,
 }
 
 impl Fault {
-    fn start_target(agent: &Agent, ours: &Region) -> Result<Fault, Failure> {
+    fn start(agent: &Agent, ours: &Region, kind: Kind<'_>) -> Result<Fault, Failure> {
+        match kind {
+            Kind::Kvferry => Fault::start_kvferry(agent, ours),
+            Kind::Stock(python) => Fault::start_stock(agent, ours, python),
+        }
+    }
+
+    fn start_stock(agent: &Agent, ours: &Region, python: &Path) -> Result<Fault, Failure> {
+        let mut command = Command::new(python);
+        // It writes a log there, whatever one sets.
+        command.args(["-c", include_str!("stock.py"), &ARENA.to_string()]).stderr(Stdio::null());
+        let mut child = Child::start(&mut command)?;
+        let stock: Stock = child.hello().map_err(|why| {
+            why.while_doing(&format!("--stock {}: no stock Mooncake starts", python.display()))
+        })?;
+        let peer = agent.peer(&stock.session)?;
+        let mut batch = Batch::with_capacity(COUNT);
+        for index in 0..COUNT {
+            let (from, to) = (index * BLOCK, scattered(index, COUNT) * BLOCK);
+            batch.push_to_address(ours, from as u64, stock.address + to as u64, BLOCK as u64)?;
+        }
+        Ok(Fault { peer, batch, target: Target::Stock(child) })
+    }
+
+    fn start_kvferry(agent: &Agent, ours: &Region) -> Result<Fault, Failure> {
         let link = Link::spawn(agent, ARENA, 1)?;
         let peer = link.peer.clone();
         let mut batch = Batch::with_capacity(COUNT);
@@ -74,12 +153,12 @@ impl Fault {
             let (from, to) = (index * BLOCK, scattered(index, COUNT) * BLOCK);
             batch.push(ours, from as u64, link.region(), to as u64, BLOCK as u64)?;
         }
-        Ok(Fault { peer, batch, link })
+        Ok(Fault { peer, batch, target: Target::Kvferry(link) })
     }
 
     /// A target that has taken a batch already.
-    fn begin(agent: &Agent, ours: &Region) -> Result<Fault, Failure> {
-        let fault = Fault::start_target(agent, ours)?;
+    fn begin(agent: &Agent, ours: &Region, kind: Kind<'_>) -> Result<Fault, Failure> {
+        let fault = Fault::start(agent, ours, kind)?;
         transfer(&fault.peer, Op::Write, &fault.batch, &Options::default())?;
         Ok(fault)
     }
@@ -101,7 +180,7 @@ impl Fault {
             });
             std::thread::sleep(UNDER_WAY);
             let signalled = Instant::now();
-            self.link.signal(signal)?;
+            self.target.signal(signal)?;
             let (at, error) = failure
                 .recv_timeout(2 * GIVE_UP)
                 .map_err(|_| Failure::Check(format!("no error {signal:?} + {GIVE_UP:?}")))?;

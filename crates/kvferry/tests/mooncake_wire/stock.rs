@@ -511,6 +511,7 @@ fn a_stock_target_behind_a_network_that_loses_everything_is_silent_until_it_heal
         let start = Instant::now();
         thread::sleep(Duration::from_millis(100));
         let report = writer.call(json!({"op": "stop_writing", "writer": running}));
+        println!("error {:.0?} after the cut", start.elapsed());
         // A second of silence, with the factor of three.
         assert!(start.elapsed() < stretched(Duration::from_secs(3)), "took {:?}", start.elapsed());
         let errors = report["errors"].as_array().expect("a list");

@@ -34,6 +34,7 @@ fn a_network_that_loses_everything_is_silence_and_heals_without_penalty() {
         // The writer's own end, then the target's.
         let stopping = json!({"op": "stop_writing", "writer": running});
         let report = writer.call(stopping);
+        println!("{block} bytes a block: error {:.0?} after the cut", cut.elapsed());
         assert_within(cut, HEARD, "a call into a network that loses everything");
         let errors = report["errors"].as_array().expect("a list").clone();
         assert!(
