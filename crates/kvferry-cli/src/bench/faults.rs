@@ -94,7 +94,7 @@ fn measure(
 
 /// The other end's process.
 enum Target {
-    Kvferry(Link),
+    Kvferry(Box<Link>),
     Stock(Child),
 }
 
@@ -153,7 +153,7 @@ impl Fault {
             let (from, to) = (index * BLOCK, scattered(index, COUNT) * BLOCK);
             batch.push(ours, from as u64, link.region(), to as u64, BLOCK as u64)?;
         }
-        Ok(Fault { peer, batch, target: Target::Kvferry(link) })
+        Ok(Fault { peer, batch, target: Target::Kvferry(Box::new(link)) })
     }
 
     /// A target that has taken a batch already.
