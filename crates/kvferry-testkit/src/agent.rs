@@ -105,6 +105,10 @@ impl Fabric for AgentFabric {
         self.effort
     }
 
+    fn confirms_cancel(&self) -> bool {
+        self.transports != "mooncake"
+    }
+
     fn names_regions(&self) -> bool {
         self.transports != "mooncake"
     }

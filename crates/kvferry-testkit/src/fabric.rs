@@ -29,6 +29,12 @@ pub trait Fabric: Send + Sync {
         true
     }
 
+    /// Whether a peer that is there confirms that nothing lands any more; otherwise what its kernel
+    /// had received may still land, soon.
+    fn confirms_cancel(&self) -> bool {
+        true
+    }
+
     /// The longest that one healthy operation may take on a loaded machine.
     fn patience(&self) -> Duration {
         Duration::from_secs(20)

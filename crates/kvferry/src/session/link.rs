@@ -2,7 +2,8 @@
 //! the pool of lanes that data moves on.
 //!
 //! Lanes are handed out first come, first served, to callers and asynchronous transfers alike, so
-//! that no caller starves another (invariant I5 of fairness is a queue, not a lottery). Transfers
+//! that no caller starves another (invariant I5 of fairness is a queue, not a lottery); a small
+//! transfer may pass large ones every other time. Transfers
 //! of more than [`SMALL_BYTES`] also need a *turn*, of which there are as many as processors can
 //! move bytes at the same time: more would only take the processor from one another and the bytes
 //! from its cache. A turn lasts [`TURN_TIME`] at most, so one that waits for something else than
@@ -59,8 +60,85 @@ pub(crate) type LaneGiven = Box<dyn FnOnce(Result<Arc<Lane>>) + Send>;
 struct Waiter {
     id: u64,
     deadline: Timestamp,
-    needs_turn: bool,
     give: LaneGiven,
+}
+
+/// Those who wait for a lane, in their order.
+#[derive(Default)]
+struct Waiters {
+    /// They need a lane and nothing else.
+    small: VecDeque<Waiter>,
+    /// They need a turn, too.
+    large: VecDeque<Waiter>,
+    last: u64,
+    /// The last who got a lane had not waited the longest.
+    jumped: bool,
+}
+
+impl Waiters {
+    fn len(&self) -> usize {
+        self.small.len() + self.large.len()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn push(&mut self, needs_turn: bool, deadline: Timestamp, give: LaneGiven) -> u64 {
+        self.last += 1;
+        let queue = if needs_turn { &mut self.large } else { &mut self.small };
+        queue.push_back(Waiter { id: self.last, deadline, give });
+        self.last
+    }
+
+    /// Whether who gets the next lane needs a turn; `None` if nobody could go on with a lane. It is
+    /// the first who lacks nothing else, but every other time a small transfer may go before large
+    /// ones, which it delays by next to nothing.
+    fn next_needs_turn(&self, is_turn: bool) -> Option<bool> {
+        match (self.small.front(), self.large.front().filter(|_| is_turn)) {
+            (None, None) => None,
+            (Some(_), None) => Some(false),
+            (None, Some(_)) => Some(true),
+            (Some(small), Some(large)) => Some(self.jumped && large.id < small.id),
+        }
+    }
+
+    fn pop(&mut self, needs_turn: bool) -> Option<Waiter> {
+        let waited_longer = |other: &VecDeque<Waiter>, id| other.front().is_some_and(|w| w.id < id);
+        let waiter = if needs_turn { self.large.pop_front() } else { self.small.pop_front() }?;
+        self.jumped = !needs_turn && waited_longer(&self.large, waiter.id);
+        Some(waiter)
+    }
+
+    fn withdraw(&mut self, id: u64) -> Option<Waiter> {
+        [&mut self.small, &mut self.large].into_iter().find_map(|queue| {
+            // In the order of their ids.
+            let at = queue.binary_search_by_key(&id, |w| w.id).ok()?;
+            queue.remove(at)
+        })
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &Waiter> {
+        self.small.iter().chain(&self.large)
+    }
+
+    fn take(&mut self) -> impl Iterator<Item = Waiter> + use<> {
+        std::mem::take(&mut self.small).into_iter().chain(std::mem::take(&mut self.large))
+    }
+
+    /// Those whose time is up.
+    fn take_late(&mut self, now: Timestamp) -> Vec<Waiter> {
+        let mut late = Vec::new();
+        for queue in [&mut self.small, &mut self.large] {
+            if queue.iter().any(|w| w.deadline <= now) {
+                let (gone, kept): (VecDeque<_>, VecDeque<_>) =
+                    std::mem::take(queue).into_iter().partition(|w| w.deadline <= now);
+                *queue = kept;
+                late.extend(gone);
+            }
+        }
+        late
+    }
 }
 
 /// Why the peer ended a lane in the middle of an answer.
@@ -78,8 +156,7 @@ struct Pool {
     /// Of open lanes only.
     faults: FxHashMap<StreamId, StreamFault>,
     opening: usize,
-    waiters: VecDeque<Waiter>,
-    last_waiter: u64,
+    waiters: Waiters,
     /// Turns that are taken.
     turns: usize,
 }
@@ -285,9 +362,7 @@ impl Link {
                 .with("waiting", WAITERS_MAX)));
             return 0;
         }
-        pool.last_waiter += 1;
-        let id = pool.last_waiter;
-        pool.waiters.push_back(Waiter { id, deadline, needs_turn, give });
+        let id = pool.waiters.push(needs_turn, deadline, give);
         self.serve(pool);
         id
     }
@@ -296,13 +371,12 @@ impl Link {
     /// there is none. Opens lanes for those who could go on if there were more.
     fn serve(self: &Arc<Self>, mut pool: MutexGuard<'_, Pool>) {
         let mut granted = Vec::new();
-        while let Some(at) = self.next_waiter(&pool) {
-            let needs_turn = pool.waiters[at].needs_turn;
+        while let Some(needs_turn) = self.next_needs_turn(&pool) {
             let Some(lane) = self.take_idle(&mut pool, needs_turn) else { break };
-            let waiter = pool.waiters.remove(at).expect("found above");
+            let waiter = pool.waiters.pop(needs_turn).expect("there is a next one");
             granted.push((waiter, lane));
         }
-        let open = self.next_waiter(&pool).is_some() && self.wants_lane(&mut pool, 1);
+        let open = self.next_needs_turn(&pool).is_some() && self.wants_lane(&mut pool, 1);
         drop(pool);
         for (waiter, lane) in granted {
             (waiter.give)(Ok(lane));
@@ -312,10 +386,8 @@ impl Link {
         }
     }
 
-    /// The first who lacks nothing but a lane.
-    fn next_waiter(&self, pool: &Pool) -> Option<usize> {
-        let is_turn = pool.turns < self.turns_max;
-        pool.waiters.iter().position(|waiter| is_turn || !waiter.needs_turn)
+    fn next_needs_turn(&self, pool: &Pool) -> Option<bool> {
+        pool.waiters.next_needs_turn(pool.turns < self.turns_max)
     }
 
     /// The user of a lane has had its turn for as long as one lasts; it goes on without.
@@ -336,8 +408,7 @@ impl Link {
     /// Withdraws a wish. False if it was granted (or failed) already.
     pub(crate) fn withdraw(&self, id: u64) -> bool {
         let mut pool = lock(&self.pool);
-        let at = pool.waiters.iter().position(|w| w.id == id);
-        let withdrawn = at.and_then(|at| pool.waiters.remove(at));
+        let withdrawn = pool.waiters.withdraw(id);
         drop(pool);
         withdrawn.is_some()
     }
@@ -414,7 +485,7 @@ impl Link {
             // Those who wait get one of the others.
             return;
         }
-        let waiters = std::mem::take(&mut pool.waiters);
+        let waiters = pool.waiters.take();
         drop(pool);
         for waiter in waiters {
             (waiter.give)(Err(error.clone()));
@@ -512,17 +583,7 @@ impl Link {
     }
 
     fn expire_waiters(&self, now: Timestamp) {
-        let mut late = Vec::new();
-        {
-            let mut pool = lock(&self.pool);
-            if !pool.waiters.iter().any(|w| w.deadline <= now) {
-                return;
-            }
-            let (gone, kept) =
-                std::mem::take(&mut pool.waiters).into_iter().partition(|w| w.deadline <= now);
-            pool.waiters = kept;
-            late.extend(Vec::from(gone));
-        }
+        let late = lock(&self.pool).waiters.take_late(now);
         for waiter in late {
             (waiter.give)(Err(Error::new(
                 ErrorKind::Deadline,
@@ -584,7 +645,7 @@ impl Link {
         if self.end.set(error.clone()).is_err() {
             return;
         }
-        let waiters = std::mem::take(&mut pool.waiters);
+        let waiters = pool.waiters.take();
         pool.idle.clear();
         let lanes: Vec<_> = pool.open.drain().map(|(_, lane)| lane).collect();
         drop(pool);
@@ -627,5 +688,56 @@ impl Link {
             }
             inbound.retain(|_, lane| lane.socket.is_some() || !lane.gate.is_quiet());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn push(waiters: &mut Waiters, needs_turn: bool, seconds: u64) -> u64 {
+        let deadline = Timestamp::default() + Duration::from_secs(seconds);
+        waiters.push(needs_turn, deadline, Box::new(|_| {}))
+    }
+
+    /// The ids in the order in which they get a lane, while there is a turn for everybody.
+    fn served(waiters: &mut Waiters) -> Vec<u64> {
+        let mut ids = Vec::new();
+        while let Some(needs_turn) = waiters.next_needs_turn(true) {
+            ids.push(waiters.pop(needs_turn).expect("there is a next one").id);
+        }
+        ids
+    }
+
+    #[test]
+    fn a_small_one_passes_large_ones_every_other_time_and_nobody_else_passes_anybody() {
+        let mut waiters = Waiters::default();
+        for needs_turn in [true, true, true, false, false, true, false] {
+            push(&mut waiters, needs_turn, 1);
+        }
+        assert_eq!(served(&mut waiters), [4, 1, 5, 2, 7, 3, 6]);
+        assert!(waiters.is_empty());
+    }
+
+    #[test]
+    fn without_a_turn_only_small_ones_go_on() {
+        let mut waiters = Waiters::default();
+        push(&mut waiters, true, 1);
+        assert_eq!(waiters.next_needs_turn(false), None);
+        push(&mut waiters, false, 1);
+        assert_eq!(waiters.next_needs_turn(false), Some(false));
+    }
+
+    #[test]
+    fn who_withdraws_or_is_late_is_gone() {
+        let mut waiters = Waiters::default();
+        for (needs_turn, seconds) in [(true, 9), (false, 3), (true, 3), (false, 9), (true, 9)] {
+            push(&mut waiters, needs_turn, seconds);
+        }
+        let late = waiters.take_late(Timestamp::default() + Duration::from_secs(3));
+        assert_eq!(late.iter().map(|w| w.id).collect::<Vec<_>>(), [2, 3]);
+        assert!(waiters.withdraw(4).is_some() && waiters.withdraw(4).is_none());
+        assert!(waiters.withdraw(3).is_none());
+        assert_eq!((served(&mut waiters), waiters.len()), (vec![1, 5], 0));
     }
 }
