@@ -11,7 +11,7 @@ use crate::memory::gate::Gates;
 use crate::memory::region::RegionTable;
 use crate::notify::{Inbox, Notification};
 use crate::peer::Peer;
-use crate::reactor::{Cause, Cx, Handler, LINGER, Next, Reactor, Remote, now};
+use crate::reactor::{self, Cause, Cx, Handler, LINGER, Next, Reactor, Remote, now};
 use crate::session::connect::PeerState;
 use crate::session::greet::Listener;
 use crate::session::link::Link;
@@ -61,7 +61,6 @@ pub(crate) struct Core {
     pub(crate) mooncake_port: Option<u16>,
     pub(crate) mooncake: mooncake::Doors,
     secret: Option<Secret>,
-    pulse_token: u64,
     forks: u32,
     closed: AtomicBool,
     next_io: AtomicUsize,
@@ -185,7 +184,7 @@ impl Core {
             sessions.len() == 1
         };
         if first {
-            self.control.wake(self.pulse_token);
+            self.control.wake(reactor::FIRST);
         }
     }
 
@@ -390,7 +389,6 @@ impl Agent {
             inbox: Inbox::default(),
             counters: Counters::default(),
             pulse: Pulse::new(config.silence(), now()),
-            pulse_token: remote.token(),
             control: remote,
             io: io.iter().map(|r| r.remote().clone()).collect(),
             approach,
@@ -412,7 +410,7 @@ impl Agent {
             config,
         });
         let remote = &core.control;
-        remote.add(core.pulse_token, Box::new(PulseTimer::new(Arc::downgrade(&core))));
+        remote.add(reactor::FIRST, Box::new(PulseTimer::new(Arc::downgrade(&core))));
         remote.add(remote.token(), Box::new(Listener::new(Arc::downgrade(&core), socket)));
         if let Some((socket, _)) = data {
             mooncake::serve(&core, socket);

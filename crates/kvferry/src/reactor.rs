@@ -133,7 +133,7 @@ impl Reactor {
             commands: Mutex::new(Vec::new()),
             bell: EventFd::new()?,
             stopping: AtomicBool::new(false),
-            next_token: AtomicU64::new(BELL + 1),
+            next_token: AtomicU64::new(FIRST + 1),
         });
         epoll.add(&shared.bell, BELL, Interest::Read)?;
         let remote = Remote(shared);
@@ -182,6 +182,10 @@ impl Reactor {
 
 const BELL: u64 = 0;
 
+/// The token of the handler whose deadline goes before everything else that is due: before
+/// descriptors that became ready at the same time. At most one per reactor.
+pub(crate) const FIRST: u64 = 1;
+
 struct Entry {
     handler: Box<dyn Handler>,
     interest: Interest,
@@ -220,6 +224,7 @@ impl Run {
                     std::thread::yield_now();
                 }
             }
+            self.fire_first(at);
             for event in &events {
                 if event.token == BELL {
                     self.commands(at);
@@ -265,6 +270,15 @@ impl Run {
         }
         self.entries.insert(token, Entry { handler, interest: Interest::None, deadline: None });
         self.call(token, Cause::default(), at);
+    }
+
+    fn fire_first(&mut self, now: Timestamp) {
+        if let Some(entry) = self.entries.get_mut(&FIRST)
+            && let Some(due) = entry.deadline.take_if(|due| *due <= now)
+        {
+            self.timers.remove(&(due, FIRST));
+            self.call(FIRST, Cause::default(), now);
+        }
     }
 
     fn fire(&mut self, now: Timestamp) {

@@ -284,9 +284,18 @@ impl Link {
     /// nothing was under way for a heartbeat's interval.
     pub(crate) fn begin(&self) {
         self.in_flight.fetch_add(1, Ordering::SeqCst);
+        self.watch();
+    }
+
+    fn watch(&self) {
         if !self.watched.swap(true, Ordering::SeqCst) {
             self.wake_control();
         }
+    }
+
+    /// Something is under way, or waits for a lane, which the peer may have to let us open.
+    fn is_busy(&self) -> bool {
+        self.in_flight.load(Ordering::SeqCst) > 0 || self.has_waiters()
     }
 
     /// The counterpart of [`Link::begin`].
@@ -297,12 +306,12 @@ impl Link {
     /// Control thread: whether the heartbeat has to run. Called about once per interval; when
     /// nothing is in flight, the next [`Link::begin`] wakes the control thread again.
     pub(crate) fn is_active(&self) -> bool {
-        if self.in_flight.load(Ordering::SeqCst) > 0 {
+        if self.is_busy() {
             return true;
         }
         self.watched.store(false, Ordering::SeqCst);
         // A begin between the two: it saw `watched` set and woke nobody, or it will wake us.
-        if self.in_flight.load(Ordering::SeqCst) > 0 {
+        if self.is_busy() {
             self.watched.store(true, Ordering::SeqCst);
             return true;
         }
@@ -364,6 +373,7 @@ impl Link {
         }
         let id = pool.waiters.push(needs_turn, deadline, give);
         self.serve(pool);
+        self.watch();
         id
     }
 
