@@ -77,7 +77,7 @@ test-python: build $(VENV)/.test-tools
 e2e: build ## Run real vLLM, prefill and decode, on kvferry (builds its environment in the cache first)
 	$(call part,end to end,e2e/run $(E2E_ARGS))
 
-bench: command ## Measure beside the machine's own limits
+bench: build ## Measure beside the machine's own limits
 	target/release/kvferry bench $(BENCH_ARGS)
 
 lint: lint-rust lint-python ## Check formatting and style of everything
