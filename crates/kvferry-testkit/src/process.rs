@@ -8,7 +8,7 @@
 //!
 //! which makes a test that does nothing, except in a child: there it serves the commands of its
 //! parent until the parent is gone. Commands and replies are lines of JSON on stdin and stdout;
-//! replies start with [`REPLY`], because the test harness writes to stdout as well.
+//! replies start with `REPLY`, because the test harness writes to stdout as well.
 
 mod serve;
 

@@ -567,6 +567,11 @@ impl AgentBuilder {
     }
 
     /// `host` or `host:port` that peers are told.
+    ///
+    /// Without it: `KVFERRY_ADVERTISE`, `HOST_IP`, `POD_IP`, the first that is set, unless the agent
+    /// listens on loopback only; else the address listened on, if it is one interface's; else the
+    /// address that the default route leaves by. Loopback is never told to a peer on another host:
+    /// it is told the address it came to.
     #[must_use]
     pub fn advertise(self, address: impl Into<String>) -> Self {
         self.edit(Edit::Advertise(address.into()))

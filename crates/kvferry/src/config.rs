@@ -68,7 +68,7 @@ impl fmt::Debug for SecretString {
 /// |---|---|---|
 /// | `name` | `KVFERRY_NAME` | `kvferry-<pid>` |
 /// | `listen` | `KVFERRY_LISTEN` | `127.0.0.1:0` |
-/// | `advertise` | `KVFERRY_ADVERTISE`, `HOST_IP`, `POD_IP` | see [`address`] |
+/// | `advertise` | `KVFERRY_ADVERTISE`, `HOST_IP`, `POD_IP` | see [`AgentBuilder::advertise`](crate::AgentBuilder::advertise) |
 /// | `transports` | `KVFERRY_TRANSPORTS` | all this build has |
 /// | `secret` | `KVFERRY_SECRET_FILE`, `KVFERRY_SECRET` | none |
 /// | `io_threads` | `KVFERRY_IO_THREADS` | half of the cores, 1 to 4 |
