@@ -2,6 +2,7 @@
 //! its own, in turn with the floor and with the calls from Rust.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -14,6 +15,7 @@ use crate::cli::{Op, Size, Streams};
 use crate::content::random;
 use crate::failure::Failure;
 use crate::stats::{Spread, median};
+use crate::units;
 
 use super::messages::Program;
 use super::pages::Pages;
@@ -104,15 +106,22 @@ impl Python {
     }
 
     fn load(&mut self) -> Result<(), Failure> {
-        fs::write(&self.file, &self.memory[..])?;
+        fs::write(&self.file, &self.memory[..]).map_err(|error| self.not_passed(&error))?;
         self.ask("load", json!([self.file]))
     }
 
     fn store(&mut self) -> Result<(), Failure> {
         let nbytes = self.memory.len();
         self.ask::<()>("store", json!([self.file, nbytes]))?;
-        self.memory.copy_from_slice(&fs::read(&self.file)?);
+        let held = fs::read(&self.file).map_err(|error| self.not_passed(&error))?;
+        self.memory.copy_from_slice(&held);
         Ok(())
+    }
+
+    fn not_passed(&self, error: &io::Error) -> Failure {
+        let (file, nbytes) = (self.file.display(), self.memory.len() as u64);
+        let nbytes = units::bytes(nbytes);
+        Failure::Failed(format!("{file}: {error}; TMPDIR names a folder with {nbytes} free"))
     }
 
     /// Moves fresh contents to a poisoned destination, whose owner then looks.
