@@ -86,6 +86,17 @@ pub struct Resources {
     pub cpu: Duration,
 }
 
+/// What a process of ours holds at an address.
+///
+/// # Panics
+/// If the process is gone or the range is not mapped.
+pub fn memory_of(pid: u32, addr: u64, len: usize) -> Vec<u8> {
+    let file = fs::File::open(format!("/proc/{pid}/mem")).expect("the process lives");
+    let mut bytes = vec![0; len];
+    file.read_exact_at(&mut bytes, addr).expect("the range is mapped");
+    bytes
+}
+
 impl Resources {
     /// What a process uses now.
     ///
@@ -261,10 +272,7 @@ impl Child {
     /// # Panics
     /// If the child is gone or the range is not mapped.
     pub fn memory(&self, region: &ChildRegion) -> Vec<u8> {
-        let file = fs::File::open(format!("/proc/{}/mem", self.pid())).expect("the child lives");
-        let mut bytes = vec![0; region.len];
-        file.read_exact_at(&mut bytes, region.addr).expect("the region is mapped");
-        bytes
+        memory_of(self.pid(), region.addr, region.len)
     }
 
     /// What the child uses of the machine.

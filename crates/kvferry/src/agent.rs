@@ -26,7 +26,7 @@ use kvferry_sys::socket::Socket;
 use kvferry_sys::{fd, random};
 use rustc_hash::FxHashMap;
 use std::collections::HashMap;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -122,7 +122,7 @@ impl Core {
     /// share the processors, and two of them carry one stream: the sender's and the receiver's.
     pub(crate) fn turns_max(&self, peer: SocketAddr) -> usize {
         let source = kvferry_sys::net::source_towards(peer);
-        if peer.ip().is_loopback() || source.is_ok_and(|source| source == peer.ip()) {
+        if source.is_ok_and(|source| is_same_host(source, peer)) {
             (kvferry_sys::thread::cores() / 2).max(1)
         } else {
             self.streams_per_peer
@@ -146,7 +146,7 @@ impl Core {
     pub(crate) fn new_session_initiator(&self, peer: SocketAddr) -> Result<Session> {
         let source = kvferry_sys::net::source_towards(peer)
             .map_err(|e| Error::io("no route to the peer can be looked up", e))?;
-        let same_host = peer.ip().is_loopback() || source == peer.ip();
+        let same_host = is_same_host(source, peer);
         let advertised = self.advertised_to(same_host, SocketAddr::new(source, 0));
         let nonce = random::bytes().map_err(no_random)?;
         Ok(Session::initiator(self.session_config(same_host, advertised), None, nonce, now()))
@@ -157,7 +157,7 @@ impl Core {
         peer: SocketAddr,
         here: Option<SocketAddr>,
     ) -> Result<Session> {
-        let same_host = peer.ip().is_loopback() || here.is_some_and(|here| here.ip() == peer.ip());
+        let same_host = is_same_host(here.unwrap_or(self.local_addr).ip(), peer);
         let advertised = self.advertised_to(same_host, here.unwrap_or(self.local_addr));
         let id = SessionId(self.next_session.fetch_add(1, Ordering::Relaxed));
         let nonce = random::bytes().map_err(no_random)?;
@@ -500,6 +500,11 @@ impl Agent {
             self.0.shutdown();
         }
     }
+}
+
+/// Whether a peer that is reached from `here` is on this host.
+pub(crate) fn is_same_host(here: IpAddr, peer: SocketAddr) -> bool {
+    peer.ip().is_loopback() || here == peer.ip()
 }
 
 /// Said once per process: anybody who reaches the port may read and write registered memory.

@@ -13,4 +13,4 @@ kvferry_testkit::conformance!(
     AgentFabric::new("tcp").brief().streams(3).io_threads(1).secret("one")
 );
 // Its protocol reaches addresses, and device memory has none.
-kvferry_testkit::conformance!(mooncake, AgentFabric::new("mooncake").brief(), host);
+kvferry_testkit::conformance!(mooncake, AgentFabric::new("mooncake").brief(), host: Host);

@@ -1,7 +1,6 @@
 //! Peers that die or stop in the middle of a batch: how long until the caller is told, and how long
 //! until work goes on. Each round has a target of its own.
 
-use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
@@ -19,7 +18,7 @@ use crate::stats::Spread;
 
 use super::link::Link;
 use super::report::{Bound, Row};
-use super::{Bench, start_agent, transfer};
+use super::{Bench, agent_builder, start_agent, transfer};
 
 const BLOCK: usize = 32 << 10;
 const COUNT: usize = 2048;
@@ -37,8 +36,7 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
     let agent = start_agent(bench.settings)?;
     let mut rows = measure(bench, &agent, Kind::Kvferry, kills, stops)?;
     if let Some(python) = &bench.settings.args.stock {
-        let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-        let agent = Agent::builder().name("bench").listen(here).mooncake(true).start()?;
+        let agent = agent_builder(bench.settings).mooncake(true).start()?;
         rows.extend(measure(bench, &agent, Kind::Stock(python), kills, stops)?);
     }
     Ok(rows)

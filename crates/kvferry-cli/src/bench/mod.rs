@@ -27,7 +27,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::time::Duration;
 
 use indicatif::ProgressBar;
-use kvferry::{Access, Agent, Batch, Options, Peer, Region};
+use kvferry::{Access, Agent, AgentBuilder, Batch, Options, Peer, Region};
 
 use crate::cli::{BenchArgs, Op, Part, Placement, Size};
 use crate::failure::Failure;
@@ -284,12 +284,15 @@ impl<'a> Bench<'a> {
 
 /// The agent that measures. On one host it stays on the loopback interface.
 fn start_agent(settings: &Settings) -> Result<Agent, Failure> {
+    Ok(agent_builder(settings).start()?)
+}
+
+fn agent_builder(settings: &Settings) -> AgentBuilder {
     let builder = Agent::builder().name("bench");
-    let builder = match settings.args.target {
+    match settings.args.target {
         None => builder.listen(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))),
         Some(_) => builder,
-    };
-    Ok(builder.start()?)
+    }
 }
 
 /// Moves a batch and insists that all of it moved.

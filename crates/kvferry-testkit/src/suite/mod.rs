@@ -107,65 +107,34 @@ macro_rules! scenarios {
             $($(Scenario { name: stringify!($name), run: $module::$name },)+)+
         ];
 
-        /// One `#[test]` per scenario and kind of memory for a [`Fabric`](crate::Fabric); with
-        /// `host` as the last word, for host memory only.
+        /// One `#[test]` per scenario and kind of memory for a [`Fabric`](crate::Fabric);
+        /// with `host: Host` after it, for host memory only.
         #[macro_export]
         macro_rules! conformance {
-            ($d transport:ident, $d fabric:expr, host) => {
-                mod $d transport {
-                    #[allow(unused_imports, reason = "the expression may name anything")]
-                    use super::*;
-
-                    mod host {
-                        #[allow(unused_imports, reason = "the expression may name anything")]
-                        use super::*;
-                        $($(
-                            #[test]
-                            fn $name() {
-                                $d crate::suite::check(
-                                    $d fabric,
-                                    stringify!($name),
-                                    $d crate::MemoryKind::Host,
-                                );
-                            }
-                        )+)+
-                    }
-                }
-            };
             ($d transport:ident, $d fabric:expr $d(,)?) => {
+                $d crate::conformance!($d transport, $d fabric, host: Host, slow: Slow);
+            };
+            ($d transport:ident, $d fabric:expr, $d($d kind:ident: $d variant:ident),+ $d(,)?) => {
                 mod $d transport {
                     #[allow(unused_imports, reason = "the expression may name anything")]
                     use super::*;
 
-                    mod host {
-                        #[allow(unused_imports, reason = "the expression may name anything")]
-                        use super::*;
-                        $($(
-                            #[test]
-                            fn $name() {
-                                $d crate::suite::check(
-                                    $d fabric,
-                                    stringify!($name),
-                                    $d crate::MemoryKind::Host,
-                                );
-                            }
-                        )+)+
-                    }
-
-                    mod slow {
-                        #[allow(unused_imports, reason = "the expression may name anything")]
-                        use super::*;
-                        $($(
-                            #[test]
-                            fn $name() {
-                                $d crate::suite::check(
-                                    $d fabric,
-                                    stringify!($name),
-                                    $d crate::MemoryKind::Slow,
-                                );
-                            }
-                        )+)+
-                    }
+                    $d(
+                        mod $d kind {
+                            #[allow(unused_imports, reason = "the expression may name anything")]
+                            use super::*;
+                            $($(
+                                #[test]
+                                fn $name() {
+                                    $d crate::suite::check(
+                                        $d fabric,
+                                        stringify!($name),
+                                        $d crate::MemoryKind::$d variant,
+                                    );
+                                }
+                            )+)+
+                        }
+                    )+
                 }
             };
         }

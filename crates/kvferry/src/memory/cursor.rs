@@ -173,7 +173,6 @@ struct Cursor {
     pieces: Arc<Pieces>,
     gate: Arc<Gate>,
     at: Position,
-    len: u64,
     remaining: u64,
     direction: Direction,
     staging: Option<Staging>,
@@ -213,11 +212,6 @@ impl Scatter {
     ) -> Self {
         Self(Cursor::new(pieces, at, len, gate, wake, Direction::In))
     }
-
-    /// Bytes there is room for, filled or not.
-    pub(crate) fn len(&self) -> u64 {
-        self.0.len
-    }
 }
 
 impl Cursor {
@@ -230,7 +224,7 @@ impl Cursor {
         direction: Direction,
     ) -> Self {
         let staging = (!pieces.all_host()).then(|| Staging::new(wake, at, len));
-        Self { pieces, gate, at, len, remaining: len, direction, staging }
+        Self { pieces, gate, at, remaining: len, direction, staging }
     }
 
     fn walk(

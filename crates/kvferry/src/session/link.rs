@@ -3,13 +3,15 @@
 //!
 //! Lanes are handed out first come, first served, to callers and asynchronous transfers alike, so
 //! that no caller starves another (invariant I5 of fairness is a queue, not a lottery); a small
-//! transfer may pass large ones every other time. Transfers
-//! of more than [`SMALL_BYTES`] also need a *turn*, of which there are as many as processors can
-//! move bytes at the same time: more would only take the processor from one another and the bytes
-//! from its cache. A turn lasts [`TURN_TIME`] at most, so one that waits for something else than
-//! the processor, a device or a slow peer, does not hold up the others for long. When the
-//! link ends, every lane's socket is shut down, which wakes whoever waits on one; they find the
-//! reason in [`Link::end`].
+//! transfer may pass large ones every other time.
+//!
+//! Transfers of more than [`SMALL_BYTES`] also need a *turn*, of which there are as many as
+//! processors can move bytes at the same time: more would only take the processor from one another
+//! and the bytes from its cache. A turn lasts [`TURN_TIME`] at most, so one that waits for something
+//! else than the processor, a device or a slow peer, does not hold up the others for long.
+//!
+//! When the link ends, every lane's socket is shut down, which wakes whoever waits on one; they
+//! find the reason in [`Link::end`].
 
 use crate::agent::Core;
 use crate::error::{Error, ErrorKind, Result};

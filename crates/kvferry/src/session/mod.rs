@@ -10,6 +10,7 @@ pub(crate) mod link;
 pub(crate) mod pulse;
 pub(crate) mod service;
 
+use crate::agent::is_same_host;
 use kvferry_sys::socket::Socket;
 
 /// Settings of a socket that data moves on, once it is connected.
@@ -21,7 +22,7 @@ use kvferry_sys::socket::Socket;
 pub(crate) fn prepare(socket: &Socket) {
     let _ = socket.set_nodelay();
     if let (Ok(here), Ok(there)) = (socket.local_addr(), socket.peer_addr())
-        && here.ip() == there.ip()
+        && is_same_host(here.ip(), there)
         && let Err(e) = socket.set_congestion_control("reno")
     {
         tracing::debug!(error = %e, "the system's congestion control stays");

@@ -70,6 +70,16 @@ pub(crate) fn lanes_wanted(job: &Job) -> usize {
     usize::try_from(wanted).unwrap_or(usize::MAX).clamp(1, job.core.streams_per_peer)
 }
 
+/// The lanes a job is divided among: the one it has, and idle ones.
+fn lanes_for(job: &Job, link: &Arc<Link>, first: Arc<Lane>) -> Vec<Arc<Lane>> {
+    let mut lanes = vec![first];
+    let wanted = lanes_wanted(job);
+    if wanted > 1 {
+        lanes.extend(link.acquire_idle(wanted - 1));
+    }
+    lanes
+}
+
 /// Moves a job on the caller's thread until it has its outcome, or on an I/O thread where others
 /// are before it: a thread that has just moved something goes on at once, where one that waits
 /// would have to be woken, and would push another off its processor.
@@ -78,11 +88,7 @@ pub(crate) fn run(job: &Arc<Job>, link: &Arc<Link>, interrupt: Interrupt<'_>) ->
         submit(job, link);
         return outcome(job, interrupt);
     };
-    let mut lanes = vec![first];
-    let wanted = lanes_wanted(job);
-    if wanted > 1 {
-        lanes.extend(link.acquire_idle(wanted - 1));
-    }
+    let lanes = lanes_for(job, link, first);
     link.begin();
     let yielded = drive(job, link, lanes, interrupt);
     if yielded {
@@ -260,11 +266,7 @@ fn start(job: &Arc<Job>, link: &Arc<Link>, first: Arc<Lane>) {
         job.finish_unstarted();
         return;
     }
-    let mut lanes = vec![first];
-    let wanted = lanes_wanted(job);
-    if wanted > 1 {
-        lanes.extend(link.acquire_idle(wanted - 1));
-    }
+    let lanes = lanes_for(job, link, first);
     job.start_shares(lanes.len());
     for lane in lanes {
         link.begin();

@@ -10,12 +10,11 @@ use kvferry::{
     RemoteRegion, TransportKind,
 };
 use kvferry_testkit::network::Network;
+use kvferry_testkit::process::memory_of;
 use kvferry_testkit::stretched;
 use serde_json::{Value, json};
-use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -150,14 +149,6 @@ impl Stock {
 
     pub(crate) fn allocate(&mut self, len: usize, seed: u8) -> u64 {
         self.call("allocate", json!({"length": len, "seed": seed})).as_u64().expect("an address")
-    }
-
-    /// What its process has there.
-    fn memory(&self, address: u64, len: usize) -> Vec<u8> {
-        let file = File::open(format!("/proc/{}/mem", self.child.id())).expect("it lives");
-        let mut bytes = vec![0; len];
-        file.read_exact_at(&mut bytes, address).expect("mapped");
-        bytes
     }
 
     fn holds(&mut self, address: u64, seed: u8, len: usize) -> bool {
@@ -521,7 +512,8 @@ fn a_stock_target_behind_a_network_that_loses_everything_is_silent_until_it_heal
         let start = Instant::now();
         writer.call(write);
         assert!(start.elapsed() < stretched(Duration::from_secs(2)), "took {:?}", start.elapsed());
-        assert!(stock.memory(address, LEN) == writer.memory(&from), "not what was written");
+        let held = memory_of(stock.child.id(), address, LEN);
+        assert!(held == writer.memory(&from), "not what was written");
     }
 }
 

@@ -371,7 +371,8 @@ impl Share {
             return self.protocol("an answer that nothing asked for".into());
         };
         let ahead = self.ahead.take();
-        let came_along = ahead.as_ref().is_some_and(|sink| sink.remaining() < sink.len());
+        let came_along =
+            ahead.as_ref().zip(frame).is_some_and(|(sink, frame)| sink.remaining() < frame.bytes);
         if !header.code.is_ok() {
             if came_along {
                 return self.protocol("bytes after a refusal".into());
@@ -397,11 +398,7 @@ impl Share {
                     return self.protocol("checksums that were not asked for".into());
                 }
                 let sink = ahead.unwrap_or_else(|| self.place(&frame));
-                let done = sink.remaining() == 0;
                 self.rx = Rx::Payload { sink, digest: checksum.then(PieceDigest::new) };
-                if done {
-                    self.payload_complete();
-                }
                 Step::On
             }
             _ => self.frame_done(),
