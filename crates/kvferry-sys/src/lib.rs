@@ -12,6 +12,9 @@
 //! | [`poll`] | epoll, event descriptors, waiting for one descriptor |
 //! | [`clock`] | `CLOCK_BOOTTIME` |
 //! | [`map`] | anonymous memory |
+//! | [`shared`] | memory shared between processes by descriptor |
+//! | [`unix`] | packets and descriptors between processes of one host |
+//! | [`process_vm`] | copying between this process's memory and another's |
 //! | [`thread`] | native threads that take no signals |
 //! | [`net`] | addresses of this host |
 
@@ -20,10 +23,13 @@ pub mod fd;
 pub mod map;
 pub mod net;
 pub mod poll;
+pub mod process_vm;
 pub mod random;
+pub mod shared;
 pub mod socket;
 pub mod span;
 pub mod thread;
+pub mod unix;
 pub mod vectors;
 
 pub use fd::forked_since;

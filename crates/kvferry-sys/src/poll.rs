@@ -42,7 +42,7 @@ impl Ready {
     }
 }
 
-fn timespec(timeout: Duration) -> Timespec {
+pub(crate) fn timespec(timeout: Duration) -> Timespec {
     Timespec {
         tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: i64::from(timeout.subsec_nanos()),

@@ -101,6 +101,17 @@ impl HostSpan {
         unsafe { std::ptr::copy(self.as_ptr(), to.as_mut_ptr(), to.len()) }
     }
 
+    /// Copies `from` to the start of the span; they may be the same memory mapped twice.
+    ///
+    /// # Panics
+    /// If the span is shorter.
+    pub fn copy_from_span(&self, from: &Self) {
+        assert!(from.len() <= self.len(), "the span is too short for the copy");
+        // SAFETY: the makers of both spans promise that they are mapped, and this one's that it
+        // is writable; `copy` allows overlap.
+        unsafe { std::ptr::copy(from.as_ptr(), self.as_ptr(), from.len()) }
+    }
+
     pub(crate) fn as_iovecs(spans: &[Self]) -> &[libc::iovec] {
         // SAFETY: `HostSpan` is a transparent wrapper of `iovec`.
         unsafe { std::slice::from_raw_parts(spans.as_ptr().cast(), spans.len()) }

@@ -1,0 +1,291 @@
+//! Packets and descriptors between processes of one host, over abstract unix sockets.
+//!
+//! An abstract name is visible in one network namespace and vanishes with its listener. Whoever
+//! connects is known by its credentials, which the kernel vouches for.
+
+use crate::fd::Fd;
+use crate::retry_on_intr;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    sockopt,
+};
+use rustix::process::PidfdFlags;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+/// Descriptors that one packet carries at most.
+pub const FDS_MAX: usize = 4;
+
+/// `SO_PEERPIDFD` of Linux 6.5, which `libc` does not name everywhere.
+const SO_PEERPIDFD: libc::c_int = 77;
+
+/// A listening or connected socket that keeps packets apart. Non-blocking, close-on-exec.
+#[derive(Debug)]
+pub struct Channel(Fd);
+
+/// Who is at the other end, as the kernel says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Credentials {
+    /// The process, as this process's namespace numbers it; none if it is not visible from here.
+    pub pid: Option<i32>,
+    /// Its effective user.
+    pub uid: u32,
+}
+
+/// A packet that arrived.
+#[derive(Debug)]
+pub struct Packet {
+    /// Its length in the caller's buffer; 0 is the end of the connection.
+    pub len: usize,
+    /// What came with it.
+    pub fds: Vec<OwnedFd>,
+}
+
+fn create() -> io::Result<Channel> {
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let kind = SocketType::SEQPACKET;
+    Ok(Channel(Fd::new(rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)?)))
+}
+
+impl Channel {
+    /// Listens on an abstract name.
+    ///
+    /// # Errors
+    /// What the kernel says; `AddrInUse` if somebody else does.
+    pub fn listen(name: &[u8]) -> io::Result<Self> {
+        let channel = create()?;
+        rustix::net::bind(&channel, &SocketAddrUnix::new_abstract_name(name)?)?;
+        rustix::net::listen(&channel, 1024)?;
+        Ok(channel)
+    }
+
+    /// Connects to an abstract name; done when it returns.
+    ///
+    /// # Errors
+    /// What the kernel says; `ConnectionRefused` if nobody listens in this network namespace,
+    /// `WouldBlock` if the listener's queue is full.
+    pub fn connect(name: &[u8]) -> io::Result<Self> {
+        let channel = create()?;
+        let addr = SocketAddrUnix::new_abstract_name(name)?;
+        retry_on_intr(|| Ok(rustix::net::connect(&channel, &addr)?))?;
+        Ok(channel)
+    }
+
+    /// The next connection, or `WouldBlock`.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn accept(&self) -> io::Result<Self> {
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let fd = retry_on_intr(|| Ok(rustix::net::accept_with(self, flags)?))?;
+        Ok(Self(Fd::new(fd)))
+    }
+
+    /// Who connected, or who listened.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn credentials(&self) -> io::Result<Credentials> {
+        let mut raw = libc::ucred { pid: 0, uid: 0, gid: 0 };
+        let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+        // Not through a wrapper: a process that is not visible from here has the number 0.
+        // SAFETY: the option writes one `ucred`, whose address and size are passed.
+        let rc = unsafe {
+            libc::getsockopt(
+                self.as_fd().as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_PEERCRED,
+                (&raw mut raw).cast(),
+                &raw mut len,
+            )
+        };
+        crate::check(rc as libc::ssize_t)?;
+        Ok(Credentials { pid: (raw.pid > 0).then_some(raw.pid), uid: raw.uid })
+    }
+
+    /// A descriptor that becomes readable when the process at the other end has exited: all of
+    /// its threads.
+    ///
+    /// # Errors
+    /// What the kernel says; `Unsupported` if the process is not visible from here.
+    pub fn peer_pidfd(&self) -> io::Result<Fd> {
+        let mut raw: libc::c_int = -1;
+        let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+        // SAFETY: the option writes one descriptor number, whose address and size are passed.
+        let rc = unsafe {
+            libc::getsockopt(
+                self.as_fd().as_raw_fd(),
+                libc::SOL_SOCKET,
+                SO_PEERPIDFD,
+                (&raw mut raw).cast(),
+                &raw mut len,
+            )
+        };
+        if rc == 0 && raw >= 0 {
+            // SAFETY: a descriptor that the kernel made for us a moment ago.
+            return Ok(Fd::new(unsafe { OwnedFd::from_raw_fd(raw) }));
+        }
+        // Before Linux 6.5. The number is still its: the connection is open, which the caller
+        // finds out again by its next packet.
+        let pid = self.credentials()?.pid.and_then(rustix::process::Pid::from_raw);
+        let pid = pid.ok_or(io::ErrorKind::Unsupported)?;
+        Ok(Fd::new(rustix::process::pidfd_open(pid, PidfdFlags::empty())?))
+    }
+
+    /// Sends one packet with descriptors.
+    ///
+    /// # Errors
+    /// `WouldBlock`, or what the kernel says.
+    pub fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        assert!(fds.len() <= FDS_MAX, "a packet carries a few descriptors");
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() {
+            assert!(control.push(SendAncillaryMessage::ScmRights(fds)), "there is room for them");
+        }
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        let parts = [IoSlice::new(bytes)];
+        let n = retry_on_intr(|| Ok(rustix::net::sendmsg(self, &parts, &mut control, flags)?))?;
+        if n == bytes.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
+    }
+
+    /// Receives one packet with its descriptors.
+    ///
+    /// # Errors
+    /// `WouldBlock`; `InvalidData` for a packet longer than the buffer or with more descriptors
+    /// than [`FDS_MAX`]; or what the kernel says.
+    pub fn recv(&self, buffer: &mut [u8]) -> io::Result<Packet> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let got = retry_on_intr(|| {
+            let mut parts = [IoSliceMut::new(buffer)];
+            Ok(rustix::net::recvmsg(self, &mut parts, &mut control, flags)?)
+        })?;
+        let mut fds = Vec::new();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(rights) = message {
+                fds.extend(rights);
+            }
+        }
+        if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        Ok(Packet { len: got.bytes, fds })
+    }
+
+    /// Whether the other end is gone for certain: its process has exited, or has closed every
+    /// descriptor of the connection, by itself or by running another program.
+    pub fn is_gone(&self, pidfd: &Fd) -> bool {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let mut fds = [PollFd::new(self, PollFlags::empty()), PollFd::new(pidfd, PollFlags::IN)];
+        let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+        match poll(&mut fds, Some(&at_once)) {
+            Ok(_) => {
+                fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL)
+                    || !fds[1].revents().is_empty()
+            }
+            // Interrupted or out of memory: not known to be gone.
+            Err(_) => false,
+        }
+    }
+
+    /// Waits until [`Channel::is_gone`] may be true, for at most `timeout`.
+    pub fn wait_gone(&self, pidfd: &Fd, timeout: std::time::Duration) {
+        use rustix::event::{PollFd, PollFlags, poll};
+        let mut fds = [PollFd::new(self, PollFlags::empty()), PollFd::new(pidfd, PollFlags::IN)];
+        let _ = poll(&mut fds, Some(&crate::poll::timespec(timeout)));
+    }
+
+    /// Ends the connection in both directions.
+    pub fn shutdown(&self) {
+        let _ = rustix::net::shutdown(self, rustix::net::Shutdown::Both);
+    }
+
+    /// Sizes of the kernel's buffer for packets under way, in bytes.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn set_buffer(&self, bytes: usize) -> io::Result<()> {
+        Ok(sockopt::set_socket_send_buffer_size(self, bytes)?)
+    }
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// The effective user of this process.
+pub fn user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+/// Lets any process of this user attach to this one, where Yama would allow only its parents.
+///
+/// # Errors
+/// `InvalidInput` where the kernel has no Yama, which is as good.
+pub fn let_any_process_attach() -> io::Result<()> {
+    // SAFETY: sets a property of this process; takes no pointer.
+    let rc = unsafe { libc::prctl(libc::PR_SET_PTRACER, libc::PR_SET_PTRACER_ANY, 0, 0, 0) };
+    crate::check(rc as libc::ssize_t).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::ErrorKind;
+
+    fn pair(name: &str) -> (Channel, Channel) {
+        let name = format!("kvferry-test-{name}-{}", std::process::id());
+        let listener = Channel::listen(name.as_bytes()).expect("a free name");
+        let one = Channel::connect(name.as_bytes()).expect("somebody listens");
+        (one, listener.accept().expect("somebody calls"))
+    }
+
+    #[test]
+    fn packets_stay_apart_and_descriptors_come_along() {
+        let (one, other) = pair("packets");
+        let (reader, writer) = std::io::pipe().expect("two descriptors");
+        one.send(b"first", &[writer.as_fd()]).expect("room");
+        one.send(b"second", &[]).expect("room");
+        let mut buffer = [0; 16];
+        let first = other.recv(&mut buffer).expect("a packet");
+        assert_eq!((&buffer[..first.len], first.fds.len()), (&b"first"[..], 1));
+        rustix::io::write(&first.fds[0], b"x").expect("the same pipe");
+        assert_eq!(rustix::io::read(&reader, &mut [0; 4]).expect("a byte"), 1);
+        let second = other.recv(&mut buffer).expect("a packet");
+        assert_eq!((&buffer[..second.len], second.fds.len()), (&b"second"[..], 0));
+        let e = other.recv(&mut buffer).expect_err("nothing more");
+        assert_eq!(e.kind(), ErrorKind::WouldBlock);
+    }
+
+    #[test]
+    fn a_packet_that_does_not_fit_is_an_error_not_a_shorter_one() {
+        let (one, other) = pair("long");
+        one.send(&[7; 64], &[]).expect("room");
+        let e = other.recv(&mut [0; 8]).expect_err("too long");
+        assert_eq!(e.kind(), ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn the_kernel_says_who_is_there_and_when_it_is_gone() {
+        let (one, other) = pair("gone");
+        let who = other.credentials().expect("connected");
+        assert_eq!(who.pid, i32::try_from(std::process::id()).ok());
+        assert_eq!(who.uid, user());
+        let pidfd = other.peer_pidfd().expect("this process");
+        assert!(!other.is_gone(&pidfd));
+        drop(one);
+        assert!(other.is_gone(&pidfd));
+    }
+
+    #[test]
+    fn nobody_answers_at_a_name_nobody_listens_at() {
+        let e = Channel::connect(b"kvferry-test-nobody").expect_err("nobody");
+        assert_eq!(e.kind(), ErrorKind::ConnectionRefused);
+    }
+}
