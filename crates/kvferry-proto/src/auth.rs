@@ -75,8 +75,18 @@ impl Drop for SessionKey {
 
 /// The MAC with which stream `stream` of session `session` proves the session's key.
 pub fn stream_mac(key: &SessionKey, session: SessionId, stream: StreamId) -> [u8; MAC_LEN] {
+    keyed(key, b"kvferry stream\0", session, stream)
+}
+
+/// The MAC with which the acceptor answers the stream by which an initiator of the same host
+/// introduces itself.
+pub fn local_mac(key: &SessionKey, session: SessionId, stream: StreamId) -> [u8; MAC_LEN] {
+    keyed(key, b"kvferry local\0", session, stream)
+}
+
+fn keyed(key: &SessionKey, label: &[u8], session: SessionId, stream: StreamId) -> [u8; MAC_LEN] {
     let mut mac = blake3::Hasher::new_keyed(&key.0);
-    mac.update(b"kvferry stream\0");
+    mac.update(label);
     mac.update(&session.0.to_le_bytes());
     mac.update(&stream.0.to_le_bytes());
     *mac.finalize().as_bytes()

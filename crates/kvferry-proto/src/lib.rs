@@ -11,6 +11,7 @@
 //! * [`message`]: control messages, MessagePack maps behind a length.
 //! * [`auth`]: who proves what to whom, and the key of a session.
 //! * [`session`]: the state machine of one control connection.
+//! * [`local`]: what two agents of one host say to each other besides.
 //! * [`admission`]: what a listener does before it knows who is calling.
 //!
 //! # A connection's life
@@ -34,6 +35,7 @@ pub mod auth;
 pub mod code;
 pub mod frame;
 mod id;
+pub mod local;
 pub mod message;
 pub mod session;
 mod text;
@@ -47,8 +49,10 @@ pub use frame::{
     ResponseHeader, WireDescriptor, crc32c, crc32c_append,
 };
 pub use id::{Incarnation, RegionId, SessionId, StreamId, TransferId};
+pub use local::LocalPacket;
 pub use message::{CONTROL_MAX, Decoder, Message, MessageError, PREAUTH_MAX, StreamHello};
 pub use session::{
-    ChecksumPolicy, CloseReason, PeerInfo, Session, SessionConfig, SessionEvent, Side,
+    CAPABILITY_LOCAL, ChecksumPolicy, CloseReason, PeerInfo, Session, SessionConfig, SessionEvent,
+    Side,
 };
 pub use time::Timestamp;

@@ -26,7 +26,7 @@ mod heartbeat;
 mod queues;
 mod streams;
 
-use crate::auth::{Secret, SessionKey, macs_equal, stream_mac};
+use crate::auth::{MAC_LEN, Secret, SessionKey, local_mac, macs_equal, stream_mac};
 use crate::code::WireCode;
 use crate::frame::MAGIC;
 use crate::id::{Incarnation, SessionId, StreamId};
@@ -46,6 +46,9 @@ use streams::StreamWindow;
 
 /// The protocol versions this build speaks.
 pub const VERSIONS: (u16, u16) = (1, 1);
+
+/// Capability bit: takes part in transfers within one host.
+pub const CAPABILITY_LOCAL: u64 = 1;
 
 /// Requests outstanding in one direction of a session.
 pub const REQUESTS_MAX: usize = 1024;
@@ -481,6 +484,13 @@ impl Session {
             mac: stream_mac(key, peer.session, stream),
         }));
         Some((stream, [&MAGIC[..], &hello].concat()))
+    }
+
+    /// What the acceptor shows, and the initiator expects, in answer to a stream that introduces
+    /// the initiator as being on the same host. `None` unless established.
+    pub fn local_mac(&self, stream: StreamId) -> Option<[u8; MAC_LEN]> {
+        let (key, peer) = (self.key.as_ref()?, self.peer.as_ref()?);
+        Some(local_mac(key, peer.session, stream))
     }
 
     /// Ends the session in order: says so, waits shortly for the peer to say so too, then `Closed`
