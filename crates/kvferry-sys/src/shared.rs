@@ -132,19 +132,32 @@ impl Shared {
         self.huge
     }
 
-    /// The 64-bit word at byte `offset`.
-    ///
-    /// # Panics
-    /// If the offset is not a multiple of 8 inside the mapping.
-    pub fn word(&self, offset: usize) -> &AtomicU64 {
+    fn raw_word(&self, offset: usize) -> &AtomicU64 {
         assert!(
             offset.is_multiple_of(8) && offset.checked_add(8).is_some_and(|end| end <= self.len),
             "words are aligned and inside the mapping"
         );
         // SAFETY: inside a mapping that lives as long as `self`, aligned (mappings start at a
-        // page). Everybody accesses words atomically; in a mapping that can't be written only
-        // loads are made, by `registry` and `writers` of `kvferry::memory`.
+        // page). Every access to words is atomic, and nothing is stored through a mapping that
+        // can't be written: `load` only loads, `word` checks.
         unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(offset).cast()) }
+    }
+
+    /// The value of the 64-bit word at byte `offset`, sequentially consistent.
+    ///
+    /// # Panics
+    /// If the offset is not a multiple of 8 inside the mapping.
+    pub fn load(&self, offset: usize) -> u64 {
+        self.raw_word(offset).load(std::sync::atomic::Ordering::SeqCst)
+    }
+
+    /// The 64-bit word at byte `offset`.
+    ///
+    /// # Panics
+    /// If the offset is not a multiple of 8 inside the mapping, or the mapping can't be written.
+    pub fn word(&self, offset: usize) -> &AtomicU64 {
+        assert!(self.writable, "words of a mapping that is only read are loaded");
+        self.raw_word(offset)
     }
 
     /// The bytes `offset..offset + len` as a span.
@@ -187,7 +200,7 @@ mod tests {
         let fd = ours.as_fd().try_clone_to_owned().expect("a descriptor");
         let theirs = Shared::open(fd, 4096, true).expect("sealed and long enough");
         ours.word(64).store(7, Ordering::SeqCst);
-        assert_eq!(theirs.word(64).load(Ordering::SeqCst), 7);
+        assert_eq!(theirs.load(64), 7);
         theirs.span(100, 3).copy_from(b"abc");
         let mut back = [0; 3];
         ours.span(100, 3).copy_to(&mut back);
@@ -202,7 +215,7 @@ mod tests {
         let fd = || ours.as_fd().try_clone_to_owned().expect("a descriptor");
         assert!(Shared::open(fd(), 4096, true).is_err());
         let theirs = Shared::open(fd(), 4096, false).expect("to be read");
-        assert_eq!(theirs.word(0).load(Ordering::SeqCst), 1);
+        assert_eq!(theirs.load(0), 1);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use crate::config::{Checksum, Config, SecretString};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gates;
 use crate::memory::region::RegionTable;
+use crate::memory::writers::Writers;
 use crate::notify::{Inbox, Notification};
 use crate::peer::Peer;
 use crate::reactor::{self, Cause, Cx, Handler, LINGER, Next, Reactor, Remote, now};
@@ -18,11 +19,14 @@ use crate::session::link::Link;
 use crate::session::pulse::{Pulse, PulseTimer};
 use crate::stats::{Counters, Stats};
 use crate::transfer::drive::Slot;
-use crate::transport::{Approach, Transports, choose, mooncake};
+use crate::transport::local::{self, LocalListener};
+use crate::transport::{Approach, TransportKind, Transports, choose, mooncake};
 use kvferry_proto::{
-    ChecksumPolicy, Incarnation, Secret, Session, SessionConfig, SessionId, TransferId, WireCode,
+    CAPABILITY_LOCAL, ChecksumPolicy, Incarnation, Secret, Session, SessionConfig, SessionId,
+    TransferId, WireCode,
 };
 use kvferry_sys::socket::Socket;
+use kvferry_sys::unix::Channel;
 use kvferry_sys::{fd, random};
 use rustc_hash::FxHashMap;
 use std::collections::HashMap;
@@ -46,12 +50,17 @@ pub(crate) struct Core {
     pub(crate) incarnation: Incarnation,
     pub(crate) regions: RegionTable,
     pub(crate) gates: Gates,
+    /// Processes of this host that copy to and from our memory by themselves.
+    pub(crate) writers: Writers,
+    /// Whether transfers within the host are possible, or why not.
+    local: std::result::Result<(), String>,
     pub(crate) inbox: Inbox,
     pub(crate) counters: Counters,
     pub(crate) pulse: Pulse,
     pub(crate) control: Remote,
     io: Vec<Remote>,
     pub(crate) approach: Approach,
+    transports: Transports,
     pub(crate) streams_per_peer: usize,
     /// Lanes a large batch is divided among if its caller does not say.
     pub(crate) stripe_default: usize,
@@ -114,6 +123,20 @@ impl Core {
         HANDSHAKE_TIMEOUT.min(self.config.silence().max(Duration::from_secs(1)))
     }
 
+    /// Whether this agent takes part in transfers within the host.
+    pub(crate) fn is_local(&self) -> bool {
+        self.local.is_ok()
+    }
+
+    /// Why it does not.
+    pub(crate) fn local_obstacle(&self) -> String {
+        self.local.clone().err().unwrap_or_default()
+    }
+
+    pub(crate) fn allows(&self, kind: TransportKind) -> bool {
+        self.transports.contains(kind)
+    }
+
     pub(crate) fn has_secret(&self) -> bool {
         self.secret.is_some()
     }
@@ -136,6 +159,7 @@ impl Core {
             (Checksum::On, _) | (Checksum::Auto, false) => ChecksumPolicy::On,
             (Checksum::Off, _) | (Checksum::Auto, true) => ChecksumPolicy::Off,
         };
+        config.capabilities = if self.is_local() { CAPABILITY_LOCAL } else { 0 };
         config.advertised = advertised;
         config.handshake_timeout = self.handshake_timeout();
         config.silence = self.config.silence();
@@ -274,8 +298,16 @@ impl Inner {
         }
         lock(&self.core.peers).clear();
         lock(&self.core.accepted).clear();
+        self.core.regions.close();
         self.core.regions.clear();
         self.core.gates.quiesce();
+        for gate in self.core.writers.quiesce(now() + self.core.config.silence()) {
+            tracing::error!(
+                peer = %gate.writer.name,
+                "a process of this host that may be writing to memory of this agent does not \
+                 answer; the agent is shut down without it"
+            );
+        }
     }
 }
 
@@ -373,6 +405,13 @@ impl Agent {
             && config.transports()?.contains(crate::TransportKind::Mooncake);
         let data = serves_mooncake.then(|| mooncake::listen(local_addr)).transpose()?;
 
+        let transports = config.transports()?;
+        if config.ptracer_any
+            && let Err(e) = kvferry_sys::unix::let_any_process_attach()
+        {
+            tracing::debug!(error = %e, "there is no Yama to be told");
+        }
+
         let start = |name: String, linger: Duration| {
             Reactor::start(name, linger).map_err(|e| Error::io("a thread can't be started", e))
         };
@@ -382,10 +421,19 @@ impl Agent {
             .collect::<Result<Vec<_>>>()?;
         let incarnation = Incarnation(u128::from_le_bytes(random::bytes().map_err(no_random)?));
         let remote = control.remote().clone();
+        let regions = RegionTable::default();
+        let local = begin_local(&config, transports, incarnation, &regions);
+        let (local, doorbell) = match local {
+            Ok(channel) => (Ok(()), Some(channel)),
+            Err(why) => (Err(why), None),
+        };
         let core = Arc::new(Core {
             incarnation,
-            regions: RegionTable::default(),
+            regions,
             gates: Gates::default(),
+            writers: Writers::default(),
+            local,
+            transports,
             inbox: Inbox::default(),
             counters: Counters::default(),
             pulse: Pulse::new(config.silence(), now()),
@@ -412,6 +460,10 @@ impl Agent {
         let remote = &core.control;
         remote.add(reactor::FIRST, Box::new(PulseTimer::new(Arc::downgrade(&core))));
         remote.add(remote.token(), Box::new(Listener::new(Arc::downgrade(&core), socket)));
+        if let Some(channel) = doorbell {
+            let listener = LocalListener::new(Arc::downgrade(&core), channel);
+            remote.add(remote.token(), Box::new(listener));
+        }
         if let Some((socket, _)) = data {
             mooncake::serve(&core, socket);
         }
@@ -490,6 +542,14 @@ impl Agent {
         let mut stats = self.core().counters.snapshot();
         stats.regions = self.core().regions.count() as u64;
         stats.gates = self.core().gates.live() as u64;
+        self.core().writers.forget_gone();
+        stats.writers = self.core().writers.count() as u64;
+        stats.regions_quarantined = self.core().regions.quarantined() as u64;
+        // What processes of this host did by themselves they count themselves.
+        let theirs = self.core().writers.totals();
+        stats.bytes_received = stats.bytes_received.wrapping_add(theirs.written);
+        stats.bytes_served = stats.bytes_served.wrapping_add(theirs.read);
+        stats.requests_served = stats.requests_served.wrapping_add(theirs.batches);
         stats
     }
 
@@ -498,6 +558,31 @@ impl Agent {
     pub fn shutdown(&self) {
         if !fd::forked_since(self.core().forks) {
             self.0.shutdown();
+        }
+    }
+}
+
+/// Opens the door for processes of this host, or says why there is none.
+fn begin_local(
+    config: &Config,
+    transports: Transports,
+    incarnation: Incarnation,
+    regions: &RegionTable,
+) -> std::result::Result<Channel, String> {
+    if !transports.contains(TransportKind::Local) {
+        return Err("this agent does not allow local".into());
+    }
+    if config.checksum == Checksum::On {
+        return Err("checksums are on, which copies within a host don't have".into());
+    }
+    match local::listen(incarnation) {
+        Ok((channel, registry)) => {
+            regions.publish_to(registry);
+            Ok(channel)
+        }
+        Err(e) => {
+            tracing::warn!(error = %e, "transfers within the host go over tcp");
+            Err(e.to_string())
         }
     }
 }
@@ -538,6 +623,7 @@ enum Edit {
     SilenceMs(u64),
     TimeoutMs(u64),
     Mooncake(bool),
+    PtracerAny(bool),
 }
 
 impl std::fmt::Debug for Edit {
@@ -630,6 +716,13 @@ impl AgentBuilder {
         self.edit(Edit::Mooncake(on))
     }
 
+    /// Whether any process of the same user may attach to this one, as `local` needs under Yama's
+    /// `ptrace_scope` 1. It holds for the process, debuggers included, and is not taken back.
+    #[must_use]
+    pub fn ptracer_any(self, on: bool) -> Self {
+        self.edit(Edit::PtracerAny(on))
+    }
+
     /// The configuration as it would be used.
     ///
     /// # Errors
@@ -652,6 +745,7 @@ impl AgentBuilder {
                 Edit::SilenceMs(v) => config.silence_ms = v,
                 Edit::TimeoutMs(v) => config.timeout_ms = v,
                 Edit::Mooncake(v) => config.mooncake = v,
+                Edit::PtracerAny(v) => config.ptracer_any = v,
             }
         }
         Ok(config)

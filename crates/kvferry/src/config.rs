@@ -77,6 +77,7 @@ impl fmt::Debug for SecretString {
 /// | `silence_ms` | `KVFERRY_SILENCE_MS` | 3000 |
 /// | `timeout_ms` | `KVFERRY_TIMEOUT_MS` | 30000 |
 /// | `mooncake` | – | false |
+/// | `ptracer_any` | `KVFERRY_PTRACER_ANY` | false |
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
@@ -106,6 +107,9 @@ pub struct Config {
     pub timeout_ms: u64,
     /// Whether stock Mooncake peers are served: opens a second port.
     pub mooncake: bool,
+    /// Whether any process of the same user may attach to this one; see
+    /// [`AgentBuilder::ptracer_any`](crate::AgentBuilder::ptracer_any).
+    pub ptracer_any: bool,
 }
 
 impl Default for Config {
@@ -123,6 +127,7 @@ impl Default for Config {
             silence_ms: 3_000,
             timeout_ms: 30_000,
             mooncake: false,
+            ptracer_any: false,
         }
     }
 }
@@ -168,6 +173,7 @@ impl Config {
         if let Some(text) = env("KVFERRY_CHECKSUM") {
             config.checksum = Checksum::parse(&text)?;
         }
+        config.ptracer_any = env_number::<u8>("KVFERRY_PTRACER_ANY")?.is_some_and(|on| on != 0);
         if let Some(ms) = env_number("KVFERRY_SILENCE_MS")? {
             config.silence_ms = ms;
         }

@@ -20,6 +20,8 @@ pub enum ErrorKind {
     AccessDenied,
     /// The region was unregistered while it was in use.
     Revoked,
+    /// Memory that was unregistered may still be written by a process that does not answer.
+    Quarantined,
     /// The peer can't be connected to.
     Unreachable,
     /// The connection to the peer broke.
@@ -73,6 +75,7 @@ impl ErrorKind {
         Self::OutOfBounds,
         Self::AccessDenied,
         Self::Revoked,
+        Self::Quarantined,
         Self::Unreachable,
         Self::PeerReset,
         Self::PeerSilent,
@@ -105,6 +108,7 @@ impl ErrorKind {
             Self::OutOfBounds => "out_of_bounds",
             Self::AccessDenied => "access_denied",
             Self::Revoked => "revoked",
+            Self::Quarantined => "quarantined",
             Self::Unreachable => "unreachable",
             Self::PeerReset => "peer_reset",
             Self::PeerSilent => "peer_silent",

@@ -34,6 +34,8 @@ pub struct PeerSummary {
     pub authenticated: bool,
     /// Whether payload carries checksums.
     pub checksum: bool,
+    /// Why bytes do not go the fastest way within one host (`local`), for people; none if they do.
+    pub fallback: Option<String>,
 }
 
 /// A peer of an agent, by address. Clones are the same peer.
@@ -72,10 +74,11 @@ impl Peer {
             Some(info) => PeerSummary {
                 name: info.name.clone(),
                 incarnation: Some(info.incarnation),
-                transport: link.transport.kind(),
+                transport: link.kind(),
                 version: info.version,
                 authenticated: info.authenticated,
                 checksum: info.checksum,
+                fallback: link.obstacle().map(str::to_owned),
             },
             None => PeerSummary {
                 name: link.address.clone(),
@@ -84,6 +87,7 @@ impl Peer {
                 version: 0,
                 authenticated: false,
                 checksum: false,
+                fallback: Some("the peer is not a kvferry agent".to_owned()),
             },
         };
         Ok(summary)
@@ -91,25 +95,14 @@ impl Peer {
 
     /// The transport of the live session, if there is one.
     pub fn transport(&self) -> Option<TransportKind> {
-        self.state.live().map(|link| link.transport.kind())
+        self.state.live().map(|link| link.kind())
     }
 
     /// Ends the live session; the next call meets the peer afresh. Transfers under way fail.
     pub fn disconnect(&self) {
         if let Some(link) = self.state.take_live() {
-            if let Some(native) = &link.native {
-                native.session.lock().unwrap_or_else(std::sync::PoisonError::into_inner).close(
-                    WireCode::Closed,
-                    "",
-                    now(),
-                );
-            }
-            link.core.remove_session(&link);
-            link.terminate(
-                Error::new(ErrorKind::PeerClosed, "this agent disconnected from the peer")
-                    .with("peer", &link.address),
-            );
-            link.wake_control();
+            let what = "this agent disconnected from the peer";
+            link.close(Error::new(ErrorKind::PeerClosed, what).with("peer", &link.address));
         }
     }
 

@@ -72,6 +72,10 @@ counters! {
     regions,
     /// Gauge: gates of copiers.
     gates,
+    /// Gauge: processes of this host that copy to and from this agent's memory by themselves.
+    writers,
+    /// Gauge: unregistered regions that a process which does not answer may still write to.
+    regions_quarantined,
     /// Times this process was found to have slept past half a silence window.
     slept,
 }

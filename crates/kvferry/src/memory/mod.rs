@@ -9,12 +9,17 @@
 //!    ([`gate`]); device copies that were started are waited for too ([`device`]).
 //!
 //! So no span outlives the promise.
+//!
+//! Processes of this host that copy by themselves keep to the same rules with gates and a table in
+//! shared memory ([`registry`], [`writers`]).
 
 pub(crate) mod cursor;
 pub(crate) mod device;
 pub(crate) mod gate;
 pub(crate) mod region;
 mod register;
+pub(crate) mod registry;
+pub(crate) mod writers;
 
 pub use device::{CopyDone, DeviceMemory};
 pub use region::{Access, Region, RemoteRegion};

@@ -2,14 +2,18 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::device::DeviceMemory;
+use crate::memory::registry::Registry;
+use crate::memory::writers::Occupied;
 use kvferry_proto::{Incarnation, RegionId, WireCode};
 use kvferry_sys::map::Mapping;
+use kvferry_sys::shared::Shared;
 use kvferry_sys::span::HostSpan;
 use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// What peers may do with a region. The agent's own transfers need no permission.
@@ -52,6 +56,8 @@ pub(crate) enum Backing {
     Borrowed,
     /// Host memory of ours.
     Owned(Mapping),
+    /// Host memory of ours that other processes of this host may map.
+    Shared(Arc<Shared>),
     /// Memory that is copied through staging buffers.
     Device(Arc<dyn DeviceMemory>),
 }
@@ -66,9 +72,26 @@ pub(crate) struct RegionInner {
     alive: AtomicBool,
     /// Device copies under way.
     pub(crate) copies: AtomicUsize,
+    quarantine: AtomicU8,
 }
 
+/// The region was never in quarantine; it is; it was.
+const NEVER: u8 = 0;
+const INSIDE: u8 = 1;
+const LIFTED: u8 = 2;
+
 impl RegionInner {
+    pub(crate) fn is_device(&self) -> bool {
+        matches!(self.backing, Backing::Device(_))
+    }
+
+    pub(crate) fn shared(&self) -> Option<&Arc<Shared>> {
+        match &self.backing {
+            Backing::Shared(shared) => Some(shared),
+            _ => None,
+        }
+    }
+
     pub(crate) fn is_alive(&self) -> bool {
         self.alive.load(Ordering::SeqCst)
     }
@@ -95,6 +118,7 @@ impl fmt::Debug for RegionInner {
         let kind = match self.backing {
             Backing::Borrowed => "borrowed",
             Backing::Owned(_) => "owned",
+            Backing::Shared(_) => "shared",
             Backing::Device(_) => "device",
         };
         write!(
@@ -146,6 +170,12 @@ impl Region {
         self.0.is_alive()
     }
 
+    /// Whether it was unregistered while a process of this host that may still write to it did
+    /// not answer. Its memory must not be used for anything else until this is false.
+    pub fn is_quarantined(&self) -> bool {
+        self.0.quarantine.load(Ordering::SeqCst) == INSIDE
+    }
+
     /// What a peer needs to name this region in its transfers.
     pub fn remote(&self) -> RemoteRegion {
         RemoteRegion {
@@ -158,16 +188,17 @@ impl Region {
     }
 
     fn owned(&self, offset: usize, len: usize) -> Result<HostSpan> {
-        let Backing::Owned(map) = &self.0.backing else {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "only memory that kvferry allocated is accessed through its region",
-            ));
-        };
         if offset.checked_add(len).is_none_or(|end| end > self.0.len) {
             return Err(self.out_of_bounds(offset as u64, len as u64));
         }
-        Ok(map.span(offset, len))
+        match &self.0.backing {
+            Backing::Owned(map) => Ok(map.span(offset, len)),
+            Backing::Shared(shared) => Ok(shared.span(offset, len)),
+            Backing::Borrowed | Backing::Device(_) => Err(Error::new(
+                ErrorKind::Unsupported,
+                "only memory that kvferry allocated is accessed through its region",
+            )),
+        }
     }
 
     /// Copies `bytes` into memory that [`Agent::allocate`](crate::Agent::allocate) made.
@@ -244,6 +275,10 @@ pub(crate) struct Tables {
     /// Host regions only: device memory has no address in this process.
     by_addr: BTreeMap<usize, Arc<RegionInner>>,
     next_id: u32,
+    /// What writers in other processes see of this.
+    registry: Option<Registry>,
+    /// Unregistered, and who may still be writing to it.
+    quarantined: Vec<(Arc<RegionInner>, Vec<Occupied>)>,
 }
 
 impl Tables {
@@ -291,6 +326,17 @@ impl Tables {
             .filter(|region| region.base + region.len > base)
     }
 
+    /// Ends the quarantine of regions whose writers have been seen outside.
+    fn lift(&mut self) {
+        self.quarantined.retain_mut(|(region, occupied)| {
+            occupied.retain(|gate| !gate.is_left());
+            if occupied.is_empty() {
+                region.quarantine.store(LIFTED, Ordering::SeqCst);
+            }
+            !occupied.is_empty()
+        });
+    }
+
     fn insert(
         &mut self,
         incarnation: Incarnation,
@@ -312,6 +358,19 @@ impl Tables {
                     .with("addr", format_args!("{base:#x}"))
                     .with("len", len)
             })?;
+            self.lift();
+            let quarantined = self.quarantined.iter().map(|(region, _)| region);
+            if let Some(other) =
+                quarantined.into_iter().find(|r| r.base < end && base < r.base + r.len)
+            {
+                return Err(Error::new(
+                    ErrorKind::Quarantined,
+                    "a process that does not answer may still write to the range",
+                )
+                .with("addr", format_args!("{base:#x}"))
+                .with("len", len)
+                .with("region", other.id));
+            }
             if let Some(other) = self.overlapping(base, end) {
                 return Err(Error::new(
                     ErrorKind::Overlap,
@@ -337,10 +396,14 @@ impl Tables {
             backing,
             alive: AtomicBool::new(true),
             copies: AtomicUsize::new(0),
+            quarantine: AtomicU8::new(NEVER),
         });
         self.by_id.insert(id, Arc::clone(&region));
         if !device {
             self.by_addr.insert(base, Arc::clone(&region));
+        }
+        if let Some(registry) = &mut self.registry {
+            registry.publish(&region);
         }
         Ok(Region(region))
     }
@@ -355,8 +418,11 @@ impl Tables {
                 .with("addr", format_args!("{:#x}", region.base)));
         }
         region.alive.store(false, Ordering::SeqCst);
+        if let Some(registry) = &mut self.registry {
+            registry.retract(region.id);
+        }
         self.by_id.remove(&region.id.0);
-        if !matches!(region.backing, Backing::Device(_)) {
+        if !region.is_device() {
             self.by_addr.remove(&region.base);
         }
         Ok(())
@@ -422,6 +488,54 @@ impl RegionTable {
 
     pub(crate) fn count(&self) -> usize {
         self.read().by_id.len()
+    }
+
+    pub(crate) fn by_id(&self, id: RegionId) -> Option<Region> {
+        self.read().by_id.get(&id.0).map(|r| Region(Arc::clone(r)))
+    }
+
+    // ---- writers in other processes ----
+
+    /// From now on, writers in other processes can find the regions. Before there are any.
+    pub(crate) fn publish_to(&self, registry: Registry) {
+        self.write().registry = Some(registry);
+    }
+
+    /// The table that writers read, if there is one.
+    pub(crate) fn registry_fd(&self) -> Option<OwnedFd> {
+        self.read().registry.as_ref().and_then(|r| r.fd().try_clone_to_owned().ok())
+    }
+
+    /// Says to writers that there will be no regions any more.
+    pub(crate) fn close(&self) {
+        if let Some(registry) = &self.read().registry {
+            registry.close();
+        }
+    }
+
+    /// Keeps the ranges of unregistered regions out of use until the gates are left.
+    pub(crate) fn quarantine(&self, regions: &[&Region], occupied: &[Occupied]) {
+        let mut tables = self.write();
+        for region in regions {
+            region.0.quarantine.store(INSIDE, Ordering::SeqCst);
+            tables.quarantined.push((Arc::clone(&region.0), occupied.to_vec()));
+        }
+    }
+
+    /// Whether an unregistered region was in quarantine and is not any more.
+    pub(crate) fn was_lifted(&self, region: &Region) -> bool {
+        self.write().lift();
+        region.0.quarantine.load(Ordering::SeqCst) == LIFTED
+    }
+
+    /// Regions in quarantine.
+    pub(crate) fn quarantined(&self) -> usize {
+        if self.read().quarantined.is_empty() {
+            return 0;
+        }
+        let mut tables = self.write();
+        tables.lift();
+        tables.quarantined.len()
     }
 }
 

@@ -4,8 +4,10 @@ use crate::agent::{Agent, Core};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::device::DeviceMemory;
 use crate::memory::region::{Access, Backing, Region, RegionTable};
+use crate::reactor::now;
 use crate::transfer::batch::{Batch, check_address};
 use kvferry_sys::map::Mapping;
+use kvferry_sys::shared::Shared;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -49,6 +51,10 @@ impl Agent {
     /// Allocates `len` zeroed bytes, page-aligned, and registers them. The memory lives as long
     /// as a handle of the region.
     ///
+    /// Agents of the same user on this host may map it, which makes copying to and from it as fast
+    /// as within one process; it is made of huge pages if the system has free ones and `len` is
+    /// at least one of them (2 MiB). With `local` not among the agent's transports it is private.
+    ///
     /// # Errors
     /// `InvalidArgument` for no bytes, `Io` if there is no memory.
     pub fn allocate(&self, len: usize, access: Access) -> Result<Region> {
@@ -57,10 +63,15 @@ impl Agent {
         if len == 0 {
             return Err(Error::new(ErrorKind::InvalidArgument, "a region needs bytes"));
         }
-        let map = Mapping::anonymous(len)
-            .map_err(|e| Error::io("memory can't be allocated", e).with("len", len))?;
-        let base = map.as_ptr() as usize;
-        core.regions.insert(core.incarnation, base, len, access, Backing::Owned(map))
+        let no_memory = |e| Error::io("memory can't be allocated", e).with("len", len);
+        let (base, backing) = if core.is_local() {
+            let shared = Shared::create("kvferry-region", len, true).map_err(no_memory)?;
+            (shared.as_ptr() as usize, Backing::Shared(Arc::new(shared)))
+        } else {
+            let map = Mapping::anonymous(len).map_err(no_memory)?;
+            (map.as_ptr() as usize, Backing::Owned(map))
+        };
+        core.regions.insert(core.incarnation, base, len, access, backing)
     }
 
     /// Registers memory that is reached by asynchronous copies.
@@ -86,11 +97,15 @@ impl Agent {
         self.core().regions.all()
     }
 
-    /// Unregisters a region. When it returns, no copier of this agent touches the memory any
-    /// more, neither for peers nor for this agent's own transfers, which end with `Revoked`.
+    /// Unregisters a region. When it returns, nobody touches the memory any more: no copier of
+    /// this agent, neither for peers nor for its own transfers, which end with `Revoked`, and no
+    /// process of this host that copies by itself.
     ///
     /// # Errors
-    /// `NotRegistered` if it is not, or not of this agent.
+    /// `NotRegistered` if it is not, or not of this agent. `Quarantined` if a process of this host
+    /// that may be writing to it did not answer for the agent's silence limit: the region is not
+    /// registered any more, but its memory must not be used for anything else before
+    /// [`Region::is_quarantined`] is false or another call returns `Ok`.
     pub fn unregister(&self, region: &Region) -> Result<()> {
         self.core().check()?;
         unregister(self.core(), std::slice::from_ref(region))
@@ -113,6 +128,10 @@ fn unregister(core: &Core, regions: &[Region]) -> Result<()> {
     for region in regions {
         match core.regions.remove(region) {
             Ok(()) => removed.push(region),
+            Err(_) if region.is_quarantined() => {
+                first = first.and(wait_for_quarantine(core, region));
+            }
+            Err(_) if core.regions.was_lifted(region) => {}
             Err(e) => first = first.and(Err(e)),
         }
     }
@@ -120,13 +139,42 @@ fn unregister(core: &Core, regions: &[Region]) -> Result<()> {
         return first;
     }
     core.gates.quiesce();
-    for region in removed {
+    for region in &removed {
         // Device copies that were started before end on their own time.
         while region.0.copies.load(Ordering::SeqCst) > 0 {
             std::thread::sleep(Duration::from_micros(50));
         }
     }
+    let occupied = core.writers.quiesce(now() + core.config.silence());
+    for region in &removed {
+        crate::transport::local::unmap(core, &region.0);
+    }
+    if let Some(gate) = occupied.first() {
+        core.regions.quarantine(&removed, &occupied);
+        let error = quarantined(&gate.writer.name);
+        return first.and(Err(removed.iter().fold(error, |e, r| e.with("region", r.id()))));
+    }
     first
+}
+
+fn quarantined(writer: &str) -> Error {
+    Error::new(
+        ErrorKind::Quarantined,
+        "a process of this host that may be writing to the memory does not answer; do not reuse \
+         the memory, and unregister it again later",
+    )
+    .with("peer", writer)
+}
+
+fn wait_for_quarantine(core: &Core, region: &Region) -> Result<()> {
+    let until = now() + core.config.silence();
+    while !core.regions.was_lifted(region) {
+        if now() >= until {
+            return Err(quarantined("").with("region", region.id()));
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
 }
 
 impl RegionTable {

@@ -6,6 +6,7 @@ use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::session::greet::Admission;
 use crate::session::link::{Link, Native};
 use crate::session::service;
+use crate::transport::local;
 use kvferry_proto::{CloseReason, PeerInfo, SessionEvent, Side, Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
@@ -199,7 +200,7 @@ impl Control {
                 core.add_session(&self.link);
                 self.link.open_ahead();
                 if let Some(met) = self.met.take() {
-                    met(&self.link, Ok(()));
+                    local::attach(&self.link, met);
                 }
             }
             Side::Acceptor => {

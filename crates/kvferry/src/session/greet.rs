@@ -313,24 +313,25 @@ fn accept_session(
     core.control.add(token, Box::new(Control::acceptor(link, socket, admission)));
 }
 
+/// The session that a new connection proves to belong to.
+pub(crate) fn verify_stream(core: &Core, hello: &StreamHello) -> Result<Arc<Link>, WireCode> {
+    let verdict = core.accepted(hello.session).ok_or(WireCode::UnknownSession).and_then(|link| {
+        let native = link.native.as_ref().expect("accepted sessions are native");
+        let mut session = native.session.lock().unwrap_or_else(PoisonError::into_inner);
+        let verdict = session.verify_stream(hello);
+        drop(session);
+        verdict.map(|()| link)
+    });
+    verdict.inspect_err(|code| {
+        core.counters.handshakes_failed.one();
+        tracing::warn!(session = %hello.session, %code, "a stream was refused");
+    })
+}
+
 fn accept_stream(core: &Arc<Core>, socket: Socket, hello: &StreamHello, rest: Vec<u8>) {
-    let verdict = match core.accepted(hello.session) {
-        None => Err(WireCode::UnknownSession),
-        Some(link) => {
-            let native = link.native.as_ref().expect("accepted sessions are native");
-            let mut session = native.session.lock().unwrap_or_else(PoisonError::into_inner);
-            let verdict = session.verify_stream(hello);
-            drop(session);
-            verdict.map(|()| link)
-        }
-    };
-    let link = match verdict {
+    let link = match verify_stream(core, hello) {
         Ok(link) => link,
-        Err(code) => {
-            core.counters.handshakes_failed.one();
-            tracing::warn!(session = %hello.session, %code, "a stream was refused");
-            return refuse(&socket, code, "");
-        }
+        Err(code) => return refuse(&socket, code, ""),
     };
     let native = link.native.as_ref().expect("accepted sessions are native");
     let gate = core.gates.gate();

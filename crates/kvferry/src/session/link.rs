@@ -13,18 +13,21 @@
 //! When the link ends, every lane's socket is shut down, which wakes whoever waits on one; they
 //! find the reason in [`Link::end`].
 
-use crate::agent::Core;
+use crate::agent::{Core, is_same_host};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gate;
 use crate::reactor::{Remote, now};
-use crate::transport::Transport;
+use crate::transfer::batch::Batch;
+use crate::transfer::job::Op;
+use crate::transport::local::{LocalPeer, Targets, Unreached};
+use crate::transport::{Transport, TransportKind, refusal};
 use kvferry_proto::{PeerInfo, Session, StreamId, Timestamp, WireCode};
 use kvferry_sys::socket::Socket;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 /// Callers that may wait for a lane of one link.
@@ -188,6 +191,14 @@ pub(crate) struct Native {
     pub(crate) requests: Mutex<FxHashMap<u64, Answered>>,
 }
 
+/// How a batch moves.
+pub(crate) enum Route {
+    /// Over lanes.
+    Lanes,
+    /// By copying within the host.
+    Local(Arc<LocalPeer>, Arc<Targets>),
+}
+
 /// How further lanes of a link are opened; answers through [`Link::lane_opened`] or
 /// [`Link::lane_failed`].
 pub(crate) trait OpenLane: Send + Sync {
@@ -203,6 +214,10 @@ pub(crate) struct Link {
     pub(crate) transport: Arc<dyn Transport>,
     pub(crate) native: Option<Native>,
     pub(crate) mooncake: Option<crate::transport::mooncake::MooncakePeer>,
+    /// The peer's memory within reach, if it is on this host.
+    local: RwLock<Option<Arc<LocalPeer>>>,
+    /// Why it is not, or not all of it.
+    obstacle: OnceLock<String>,
     opener: Arc<dyn OpenLane>,
     pool: Mutex<Pool>,
     /// Transfers that may move many bytes at the same time.
@@ -239,6 +254,8 @@ impl Link {
             transport,
             native,
             mooncake,
+            local: RwLock::default(),
+            obstacle: OnceLock::new(),
             opener,
             pool: Mutex::new(Pool::default()),
             turns_max,
@@ -264,6 +281,81 @@ impl Link {
 
     pub(crate) fn checksum(&self) -> bool {
         self.info().is_some_and(|info| info.checksum)
+    }
+
+    // ---- the same host ----
+
+    /// Whether the peer's address is this host's.
+    pub(crate) fn is_same_host(&self) -> bool {
+        kvferry_sys::net::source_towards(self.peer_addr)
+            .is_ok_and(|here| is_same_host(here, self.peer_addr))
+    }
+
+    pub(crate) fn set_local(&self, peer: &Arc<LocalPeer>) {
+        *self.local.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(peer));
+        if self.end.get().is_some() {
+            self.detach();
+        }
+    }
+
+    pub(crate) fn set_obstacle(&self, obstacle: String) {
+        let _ = self.obstacle.set(obstacle);
+    }
+
+    /// Why not everything goes by the fastest way within a host, if the session had the choice.
+    pub(crate) fn obstacle(&self) -> Option<&str> {
+        self.obstacle.get().map(String::as_str)
+    }
+
+    /// The peer's memory, as long as it is within reach.
+    pub(crate) fn local(&self) -> Option<Arc<LocalPeer>> {
+        let local = self.local.read().unwrap_or_else(PoisonError::into_inner);
+        local.as_ref().filter(|peer| peer.is_attached()).map(Arc::clone)
+    }
+
+    fn detach(&self) {
+        let local = self.local.write().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(peer) = local {
+            peer.detach();
+            self.control().wake(peer.handler);
+        }
+    }
+
+    /// How most bytes move.
+    pub(crate) fn kind(&self) -> TransportKind {
+        let by_number = |peer: &Arc<LocalPeer>| peer.obstacle().is_none();
+        if self.local().as_ref().is_some_and(by_number) {
+            TransportKind::Local
+        } else {
+            self.transport.kind()
+        }
+    }
+
+    /// How a batch moves.
+    ///
+    /// # Errors
+    /// No transport that is allowed reaches it, or the peer would refuse it.
+    pub(crate) fn route(&self, batch: &Batch, op: Op) -> Result<Route> {
+        if batch.is_empty() || self.native.is_none() {
+            return Ok(Route::Lanes);
+        }
+        let obstacle = match self.local().map(|peer| (peer.targets(batch, op), peer)) {
+            Some((Ok(targets), peer)) => return Ok(Route::Local(peer, Arc::new(targets))),
+            Some((Err(Unreached::Refused { code, pair }), _)) => {
+                return Err(refusal(self, batch, code, Some(pair)));
+            }
+            Some((Err(Unreached::Elsewhere), _)) => "a region is not host memory within reach",
+            None => "the peer's memory is not within reach",
+        };
+        if self.core.allows(TransportKind::Tcp) {
+            return Ok(Route::Lanes);
+        }
+        if let Some(end) = self.end() {
+            return Err(end.clone());
+        }
+        let error =
+            Error::new(ErrorKind::Unsupported, format!("only local is allowed, and {obstacle}"));
+        Err(error.with("peer", &self.address))
     }
 
     fn control(&self) -> &Remote {
@@ -651,6 +743,16 @@ impl Link {
         answered(WireCode::Closed, Vec::new());
     }
 
+    /// Ends the session in order, from our side.
+    pub(crate) fn close(self: &Arc<Self>, error: Error) {
+        if let Some(native) = &self.native {
+            lock(&native.session).close(WireCode::Closed, "", now());
+        }
+        self.core.remove_session(self);
+        self.terminate(error);
+        self.wake_control();
+    }
+
     /// Ends the link, once: lanes are shut down, everybody who waits is told.
     pub(crate) fn terminate(&self, error: Error) {
         let mut pool = lock(&self.pool);
@@ -661,6 +763,7 @@ impl Link {
         pool.idle.clear();
         let lanes: Vec<_> = pool.open.drain().map(|(_, lane)| lane).collect();
         drop(pool);
+        self.detach();
         for lane in lanes {
             lane.socket.reset_on_close();
             lane.socket.shutdown(Shutdown::Both);

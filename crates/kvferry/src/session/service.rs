@@ -1,6 +1,7 @@
 //! What a peer may ask over the control connection.
 
 use crate::memory::region::{Region, RemoteRegion};
+use crate::notify::Notification;
 use crate::session::link::{Link, StreamFault};
 use kvferry_proto::{StreamId, WireCode};
 use serde::{Deserialize, Serialize};
@@ -13,6 +14,9 @@ pub(crate) const PROBE: u16 = 2;
 /// A stream of yours ends in the middle of an answer, and why. The stream is closed when this was
 /// answered, so that the reason is there before the end.
 pub(crate) const STREAM_FAULT: u16 = 3;
+
+/// A notification for this agent, of data that is in place.
+pub(crate) const NOTIFY: u16 = 4;
 
 /// Regions in one answer: about 100 bytes each, well below the size of a control message.
 const PAGE: usize = 4096;
@@ -35,6 +39,13 @@ pub(crate) struct StreamFaultNote {
     pub(crate) stream: u32,
     pub(crate) code: u16,
     pub(crate) index: u32,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Note {
+    pub(crate) name: String,
+    #[serde(with = "serde_bytes")]
+    pub(crate) message: Vec<u8>,
 }
 
 pub(crate) fn encode<T: Serialize>(value: &T) -> Vec<u8> {
@@ -70,6 +81,18 @@ pub(crate) fn answer(link: &Link, kind: u16, body: &[u8]) -> (WireCode, Vec<u8>)
             regions.truncate(PAGE);
             (WireCode::Ok, encode(&RegionsPage { regions, more }))
         }
+        NOTIFY => match rmp_serde::from_slice::<Note>(body) {
+            Ok(Note { name, message }) => {
+                let from = link.info().map_or_else(String::new, |info| info.name.clone());
+                if core.inbox.push(Notification { from, name, message }) {
+                    core.counters.notifications_received.one();
+                    (WireCode::Ok, Vec::new())
+                } else {
+                    (WireCode::Busy, Vec::new())
+                }
+            }
+            Err(_) => (WireCode::Malformed, Vec::new()),
+        },
         _ => (WireCode::Unsupported, Vec::new()),
     }
 }

@@ -3,9 +3,10 @@
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::device::Wake;
 use crate::reactor::{Cause, Cx, Handler, LINGER, Next, now};
-use crate::session::link::{Lane, Link, TURN_TIME};
+use crate::session::link::{Lane, Link, Route, TURN_TIME};
 use crate::transfer::job::{Job, Moved, STRIPE_BYTES_MIN};
-use crate::transport::{Drive, Progress};
+use crate::transport::local::LocalShare;
+use crate::transport::{Drive, Progress, TransportKind};
 use kvferry_proto::Timestamp;
 use kvferry_sys::poll::{self, EventFd, Interest};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -80,19 +81,48 @@ fn lanes_for(job: &Job, link: &Arc<Link>, first: Arc<Lane>) -> Vec<Arc<Lane>> {
     lanes
 }
 
+/// Copies of many bytes within the host are divided among so many threads.
+fn copiers_wanted(job: &Job) -> usize {
+    lanes_wanted(job)
+}
+
 /// Moves a job on the caller's thread until it has its outcome, or on an I/O thread where others
 /// are before it: a thread that has just moved something goes on at once, where one that waits
 /// would have to be woken, and would push another off its processor.
 pub(crate) fn run(job: &Arc<Job>, link: &Arc<Link>, interrupt: Interrupt<'_>) -> Result<Moved> {
+    match link.route(&job.batch, job.op) {
+        Ok(Route::Lanes) => {}
+        Ok(Route::Local(peer, targets)) => {
+            let copiers = copiers_wanted(job);
+            job.start_shares(copiers, TransportKind::Local);
+            for _ in 1..copiers {
+                background(job, link, None, |wake| {
+                    Box::new(LocalShare::new(link, &peer, job, &targets, wake))
+                });
+            }
+            drive(job, link, &[], interrupt, |wake| {
+                vec![Box::new(LocalShare::new(link, &peer, job, &targets, Arc::clone(wake)))]
+            });
+            return outcome(job, interrupt);
+        }
+        Err(e) => {
+            job.finish(Err(e.with_quiesced(true)));
+            return outcome(job, interrupt);
+        }
+    }
     let Some(first) = link.idle_lane(job.batch.bytes()) else {
-        submit(job, link);
+        submit_to_lanes(job, link);
         return outcome(job, interrupt);
     };
     let lanes = lanes_for(job, link, first);
     link.begin();
-    let yielded = drive(job, link, lanes, interrupt);
+    job.start_shares(lanes.len(), link.transport.kind());
+    let yielded = drive(job, link, &lanes, interrupt, |wake| {
+        let share = |lane| link.transport.drive(link, lane, Arc::clone(job), Arc::clone(wake));
+        lanes.iter().map(Arc::clone).map(share).collect()
+    });
     if yielded {
-        submit(job, link);
+        submit_to_lanes(job, link);
     }
     let outcome = outcome(job, interrupt);
     link.finish();
@@ -103,11 +133,12 @@ pub(crate) fn run(job: &Arc<Job>, link: &Arc<Link>, interrupt: Interrupt<'_>) ->
 fn drive(
     job: &Arc<Job>,
     link: &Arc<Link>,
-    lanes: Vec<Arc<Lane>>,
+    lanes: &[Arc<Lane>],
     interrupt: Interrupt<'_>,
+    shares: impl FnOnce(&Wake) -> Vec<Box<dyn Drive>>,
 ) -> bool {
-    job.start_shares(lanes.len());
-    let bell = (!job.batch.local.all_host()).then(EventFd::new).transpose();
+    let may_be_woken = !job.batch.local.all_host() || (lanes.is_empty() && job.notify.is_some());
+    let bell = may_be_woken.then(EventFd::new).transpose();
     let bell = match bell {
         Ok(bell) => bell.map(Arc::new),
         Err(e) => {
@@ -122,16 +153,10 @@ fn drive(
         }
         None => nobody(),
     };
-    let mut shares: Vec<Share> = lanes
-        .iter()
-        .map(Arc::clone)
-        .map(|lane| Share {
-            drive: link.transport.drive(link, lane, Arc::clone(job), Arc::clone(&wake)),
-            last: Progress::Memory,
-        })
-        .collect();
+    let begin = |drive| Share { drive, last: Progress::Memory };
+    let mut shares: Vec<Share> = shares(&wake).into_iter().map(begin).collect();
     let mut asked = now();
-    let mut turn_until = Some(asked + TURN_TIME);
+    let mut turn_until = (!lanes.is_empty()).then(|| asked + TURN_TIME);
     let mut yielded = false;
     let mut lingering: Option<Timestamp> = None;
     loop {
@@ -202,14 +227,16 @@ fn wait(job: &Job, shares: &[Share], bell: Option<&EventFd>, until: Option<Times
     }
     let result = match (shares, bell) {
         ([share], None) => {
-            let Progress::Wait(interest) = share.last else { return };
-            poll::wait_one(share.drive.socket().as_fd(), interest, Some(timeout)).map(drop)
+            let (Progress::Wait(interest), Some(fd)) = (share.last, share.drive.fd()) else {
+                return;
+            };
+            poll::wait_one(fd, interest, Some(timeout)).map(drop)
         }
         _ => {
             let mut fds: Vec<(BorrowedFd<'_>, Interest)> = Vec::with_capacity(shares.len() + 1);
             for share in shares {
-                if let Progress::Wait(interest) = share.last {
-                    fds.push((share.drive.socket().as_fd(), interest));
+                if let (Progress::Wait(interest), Some(fd)) = (share.last, share.drive.fd()) {
+                    fds.push((fd, interest));
                 }
             }
             if let Some(bell) = bell {
@@ -241,12 +268,29 @@ fn outcome(job: &Job, interrupt: Interrupt<'_>) -> Result<Moved> {
     }
 }
 
-/// Has I/O threads move a job on. The link's answer may have come on any thread.
+/// Has I/O threads move a job on.
 pub(crate) fn submit(job: &Arc<Job>, link: &Arc<Link>) {
     if job.is_stopped() {
         job.finish_unstarted();
         return;
     }
+    match link.route(&job.batch, job.op) {
+        Ok(Route::Lanes) => submit_to_lanes(job, link),
+        Ok(Route::Local(peer, targets)) => {
+            let copiers = copiers_wanted(job);
+            job.start_shares(copiers, TransportKind::Local);
+            for _ in 0..copiers {
+                background(job, link, None, |wake| {
+                    Box::new(LocalShare::new(link, &peer, job, &targets, wake))
+                });
+            }
+        }
+        Err(e) => job.finish(Err(e.with_quiesced(true))),
+    }
+}
+
+/// As soon as there is a lane. The link's answer may come on any thread.
+fn submit_to_lanes(job: &Arc<Job>, link: &Arc<Link>) {
     let (job2, link2) = (Arc::clone(job), Arc::clone(link));
     let wish = link.acquire(
         job.batch.bytes(),
@@ -267,29 +311,37 @@ fn start(job: &Arc<Job>, link: &Arc<Link>, first: Arc<Lane>) {
         return;
     }
     let lanes = lanes_for(job, link, first);
-    job.start_shares(lanes.len());
+    job.start_shares(lanes.len(), link.transport.kind());
     for lane in lanes {
-        link.begin();
-        let remote = link.core.io_thread();
-        let token = remote.token();
-        let wake: Wake = {
-            let remote = remote.clone();
-            Arc::new(move || remote.wake(token))
-        };
-        job.add_handler(&remote, token);
-        let drive = link.transport.drive(link, Arc::clone(&lane), Arc::clone(job), wake);
-        let turn = Some((lane, now() + TURN_TIME));
-        remote.add(
-            token,
-            Box::new(Background {
-                drive,
-                turn,
-                job: Arc::clone(job),
-                link: Arc::clone(link),
-                done: false,
-            }),
-        );
+        background(job, link, Some(Arc::clone(&lane)), |wake| {
+            link.transport.drive(link, lane, Arc::clone(job), wake)
+        });
     }
+}
+
+/// Has an I/O thread move one share on.
+fn background(
+    job: &Arc<Job>,
+    link: &Arc<Link>,
+    lane: Option<Arc<Lane>>,
+    share: impl FnOnce(Wake) -> Box<dyn Drive>,
+) {
+    link.begin();
+    let remote = link.core.io_thread();
+    let token = remote.token();
+    let wake: Wake = {
+        let remote = remote.clone();
+        Arc::new(move || remote.wake(token))
+    };
+    job.add_handler(&remote, token);
+    let background = Background {
+        drive: share(wake),
+        turn: lane.map(|lane| (lane, now() + TURN_TIME)),
+        job: Arc::clone(job),
+        link: Arc::clone(link),
+        done: false,
+    };
+    remote.add(token, Box::new(background));
 }
 
 /// A share on an I/O thread.
@@ -304,7 +356,7 @@ struct Background {
 
 impl Handler for Background {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.drive.socket().as_fd())
+        self.drive.fd()
     }
 
     fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
@@ -338,7 +390,7 @@ impl Handler for Background {
             }
             Progress::Yielded => {
                 self.done = true;
-                submit(&self.job, &self.link);
+                submit_to_lanes(&self.job, &self.link);
                 Next::Close
             }
         }

@@ -61,6 +61,8 @@ struct State {
     dirty: Vec<StreamId>,
     error: Option<Error>,
     notified: bool,
+    /// The peer has not confirmed the notification that follows the data.
+    owes_note: bool,
     wakers: Vec<Waker>,
     /// Threads in [`Job::wait`]: without any there is nobody to notify, which costs a call.
     waiting_threads: usize,
@@ -81,6 +83,8 @@ pub(crate) struct Job {
     pub(crate) notify: Option<Notification>,
     /// Lanes wished for, if the caller said so.
     pub(crate) streams: Option<usize>,
+    /// What moves it, once that is known.
+    transport: OnceLock<TransportKind>,
     cutter: Mutex<(Cutter, u64)>,
     state: Mutex<State>,
     changed: Condvar,
@@ -113,6 +117,7 @@ impl Job {
             deadline: now() + timeout,
             notify,
             streams,
+            transport: OnceLock::new(),
             cutter: Mutex::new((cutter, FRAME_BYTES_MAX)),
             state: Mutex::new(State::default()),
             changed: Condvar::new(),
@@ -124,7 +129,8 @@ impl Job {
     // ---- for shares ----
 
     /// Announces `n` shares and sets the size of frames so that they end at about the same time.
-    pub(crate) fn start_shares(&self, n: usize) {
+    pub(crate) fn start_shares(&self, n: usize, transport: TransportKind) {
+        let _ = self.transport.set(transport);
         let mut state = lock(&self.state);
         state.shares += n;
         state.streams += n;
@@ -157,15 +163,22 @@ impl Job {
         let last = state.acknowledged == self.batch.bytes() && state.error.is_none();
         if last && !self.carries_notification(frame) && !state.notified {
             state.notified = true;
+            state.owes_note = self.notify.is_some();
             return self.notify.clone();
         }
         None
     }
 
+    /// The notification that followed the data has arrived.
+    pub(crate) fn noted(&self) {
+        lock(&self.state).owes_note = false;
+    }
+
     /// Whether the notification travels in the same message as a frame. Only with a write that
     /// is one frame: then the peer delivers it when the bytes are in place.
     pub(crate) fn carries_notification(&self, frame: &Frame) -> bool {
-        self.op == Op::Write && frame.whole
+        let has_messages = self.transport.get() != Some(&TransportKind::Local);
+        self.op == Op::Write && frame.whole && has_messages
     }
 
     /// The notification of a job that moves nothing; once.
@@ -216,24 +229,15 @@ impl Job {
         if state.shares > 0 || state.outcome.is_some() {
             return;
         }
-        let done = state.acknowledged == self.batch.bytes();
+        let done = state.acknowledged == self.batch.bytes() && !state.owes_note;
         match (done && state.dirty.is_empty(), state.error.take()) {
-            (true, None) => {
+            // A stop that comes after everything was acknowledged is too late.
+            (true, error) if error.as_ref().is_none_or(|e| is_stop(e.kind())) => {
                 let moved = Moved {
                     bytes: self.batch.bytes(),
                     descriptors: self.batch.len(),
                     streams: state.streams,
-                    transport: Some(link.transport.kind()),
-                };
-                self.set_outcome(state, Ok(moved));
-            }
-            (true, Some(e)) if is_stop(e.kind()) => {
-                // Too late to stop: everything had been acknowledged.
-                let moved = Moved {
-                    bytes: self.batch.bytes(),
-                    descriptors: self.batch.len(),
-                    streams: state.streams,
-                    transport: Some(link.transport.kind()),
+                    transport: self.transport.get().copied(),
                 };
                 self.set_outcome(state, Ok(moved));
             }

@@ -1,16 +1,18 @@
 //! How bytes move. One folder per transport, one trait, one place that chooses.
 
+pub(crate) mod local;
 pub(crate) mod mooncake;
 pub(crate) mod tcp;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::session::link::{Lane, Link};
+use crate::transfer::batch::Batch;
 use crate::transfer::job::Job;
-use kvferry_proto::Timestamp;
+use kvferry_proto::{Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
-use kvferry_sys::socket::Socket;
 use serde::Serialize;
 use std::fmt;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 /// Payload bytes sent in one system call.
@@ -35,6 +37,8 @@ pub(crate) const TURN: usize = 4 * 1024 * 1024;
 pub enum TransportKind {
     /// kvferry's own protocol over TCP.
     Tcp,
+    /// Copies between the memories of two processes of one host and one user.
+    Local,
     /// Mooncake's protocol over TCP, for stock Mooncake peers.
     Mooncake,
 }
@@ -44,6 +48,7 @@ impl TransportKind {
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Tcp => "tcp",
+            Self::Local => "local",
             Self::Mooncake => "mooncake",
         }
     }
@@ -52,6 +57,7 @@ impl TransportKind {
         match self {
             Self::Tcp => 1,
             Self::Mooncake => 2,
+            Self::Local => 4,
         }
     }
 }
@@ -68,7 +74,8 @@ pub struct Transports(u8);
 
 impl Transports {
     /// Every transport this build has.
-    pub const ALL: Self = Self(TransportKind::Tcp.bit() | TransportKind::Mooncake.bit());
+    pub const ALL: Self =
+        Self(TransportKind::Tcp.bit() | TransportKind::Mooncake.bit() | TransportKind::Local.bit());
 
     /// The set with one transport.
     pub const fn only(kind: TransportKind) -> Self {
@@ -86,8 +93,8 @@ impl Transports {
         self.0 & kind.bit() != 0
     }
 
-    /// Parses names separated by commas: `tcp` (also `native`, `kvferry`), `mooncake` (also
-    /// `mooncake-tcp`), `all`. Case does not matter.
+    /// Parses names separated by commas: `tcp`, `local`, `native` (also `kvferry`; both of them),
+    /// `mooncake` (also `mooncake-tcp`), `all`. Case does not matter.
     ///
     /// # Errors
     /// `InvalidArgument` for a name that is unknown, or none at all.
@@ -95,13 +102,15 @@ impl Transports {
         let mut set = Self(0);
         for name in text.split(',').map(str::trim).filter(|n| !n.is_empty()) {
             set = match name.to_ascii_lowercase().as_str() {
-                "tcp" | "native" | "kvferry" => set.with(TransportKind::Tcp),
+                "tcp" => set.with(TransportKind::Tcp),
+                "local" => set.with(TransportKind::Local),
+                "native" | "kvferry" => set.with(TransportKind::Tcp).with(TransportKind::Local),
                 "mooncake" | "mooncake-tcp" => set.with(TransportKind::Mooncake),
                 "all" => Self::ALL,
                 _ => {
                     return Err(Error::new(
                         ErrorKind::InvalidArgument,
-                        "unknown transport; there are tcp, mooncake and all",
+                        "unknown transport; there are tcp, local, mooncake and all",
                     )
                     .with("transport", name));
                 }
@@ -116,7 +125,7 @@ impl Transports {
 
 impl fmt::Display for Transports {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let names: Vec<_> = [TransportKind::Tcp, TransportKind::Mooncake]
+        let names: Vec<_> = [TransportKind::Tcp, TransportKind::Local, TransportKind::Mooncake]
             .into_iter()
             .filter(|kind| self.contains(*kind))
             .map(TransportKind::as_str)
@@ -139,7 +148,7 @@ pub(crate) enum Approach {
 /// The one place that chooses: from what is allowed, whether Mooncake peers are talked to at all,
 /// and whether a secret is set (which Mooncake's protocol can't prove).
 pub(crate) fn choose(allowed: Transports, compatibility: bool, secret: bool) -> Result<Approach> {
-    let native = allowed.contains(TransportKind::Tcp);
+    let native = allowed.contains(TransportKind::Tcp) || allowed.contains(TransportKind::Local);
     let mooncake = allowed.contains(TransportKind::Mooncake);
     match (native, mooncake, secret, compatibility) {
         (true, true, false, true) => Ok(Approach::Either),
@@ -197,7 +206,8 @@ pub(crate) enum Progress {
 
 /// One lane's share of a transfer, moved on by whoever has time: the caller or an I/O thread.
 pub(crate) trait Drive: Send {
-    fn socket(&self) -> &Socket;
+    /// What [`Progress::Wait`] waits for; the same all the time.
+    fn fd(&self) -> Option<BorrowedFd<'_>>;
 
     /// Does what can be done without waiting, in bounded time.
     fn progress(&mut self, now: Timestamp) -> Progress;
@@ -225,6 +235,27 @@ pub(crate) trait Transport: Send + Sync + fmt::Debug {
     ) -> Box<dyn Drive>;
 }
 
+/// What a peer's refusal, or a look at its regions that foresees it, means for a batch.
+pub(crate) fn refusal(link: &Link, batch: &Batch, code: WireCode, pair: Option<usize>) -> Error {
+    let kind = ErrorKind::from_wire(code);
+    let error = Error::new(kind, format!("the peer refused: {code}")).with("peer", &link.address);
+    let Some(pair) = pair else { return error };
+    let error = error.with("descriptor", pair);
+    match (batch.local.pieces.get(pair), batch.remote.get(pair)) {
+        (Some(piece), Some(remote)) => error
+            .with("region", remote.region)
+            .with("offset", format_args!("{:#x}", remote.offset))
+            .with("len", piece.len),
+        _ => error,
+    }
+}
+
+/// Memory of ours went away under a transfer.
+pub(crate) fn local_fault(code: WireCode, index: u32) -> Error {
+    let what = "local memory of the transfer can't be used any more";
+    Error::new(ErrorKind::from_wire(code), what).with("descriptor", index)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -232,7 +263,7 @@ mod tests {
     #[test]
     fn the_choice_is_the_same_for_every_way_to_say_it() {
         let both = Transports::ALL;
-        let tcp = Transports::parse("native").expect("alias");
+        let tcp = Transports::parse("TCP").expect("a name");
         let mooncake = Transports::parse("Mooncake-TCP").expect("alias");
         assert_eq!(choose(both, true, false).expect("ok"), Approach::Either);
         assert_eq!(choose(both, false, false).expect("ok"), Approach::Native);

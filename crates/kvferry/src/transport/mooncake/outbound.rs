@@ -34,11 +34,11 @@ use crate::transport::{Drive, Progress, RECEIVE_CHUNK, SEND_CHUNK, TURN};
 use kvferry_proto::{Limits, Timestamp};
 use kvferry_sys::HostSpan;
 use kvferry_sys::poll::Interest;
-use kvferry_sys::socket::Socket;
 use kvferry_sys::vectors::{RecvVector, SendVector};
 use std::collections::VecDeque;
 use std::io;
 use std::ops::RangeInclusive;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 /// Requests sent ahead of their answers.
@@ -654,8 +654,8 @@ impl Share {
 }
 
 impl Drive for Share {
-    fn socket(&self) -> &Socket {
-        &self.lane.socket
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.lane.socket.as_fd())
     }
 
     fn check_at(&self) -> Option<Timestamp> {

@@ -7,7 +7,7 @@ use crate::notify::Notification;
 use crate::session::link::{Lane, Link};
 use crate::transfer::batch::Frame;
 use crate::transfer::job::{Job, Op};
-use crate::transport::{Drive, Progress, RECEIVE_CHUNK, SEND_CHUNK, TURN};
+use crate::transport::{Drive, Progress, RECEIVE_CHUNK, SEND_CHUNK, TURN, local_fault, refusal};
 use kvferry_proto::{
     Flags, Limits, PieceDigest, RequestHeader, ResponseHeader, Timestamp, WireCode, WireDescriptor,
     frame,
@@ -16,6 +16,7 @@ use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
 use std::collections::VecDeque;
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 /// Requests sent ahead of their answers on one lane.
@@ -442,10 +443,10 @@ impl Share {
     }
 
     fn frame_done(&mut self) -> Step {
-        if let Some(Some(frame)) = self.sent.pop_front()
-            && let Some(notification) = self.job.acknowledged(&frame)
-        {
-            self.notification = Some(notification);
+        match self.sent.pop_front() {
+            Some(Some(frame)) => self.notification = self.job.acknowledged(&frame),
+            Some(None) => self.job.noted(),
+            None => {}
         }
         Step::On
     }
@@ -453,22 +454,8 @@ impl Share {
     // ---- what can go wrong ----
 
     fn refusal(&self, code: WireCode, index: u32, frame: Option<&Frame>) -> Error {
-        let kind = ErrorKind::from_wire(code);
-        let mut error =
-            Error::new(kind, format!("the peer refused: {code}")).with("peer", &self.link.address);
-        if let Some(frame) = frame {
-            let pair = frame.pair_of(&self.job.batch, index);
-            error = error.with("descriptor", pair);
-            if let (Some(piece), Some(remote)) =
-                (self.job.batch.local.pieces.get(pair), self.job.batch.remote.get(pair))
-            {
-                error = error
-                    .with("region", remote.region)
-                    .with("offset", format_args!("{:#x}", remote.offset))
-                    .with("len", piece.len);
-            }
-        }
-        error
+        let pair = frame.map(|frame| frame.pair_of(&self.job.batch, index));
+        refusal(&self.link, &self.job.batch, code, pair)
     }
 
     fn lost(&self, e: io::Error) -> Step {
@@ -500,13 +487,7 @@ impl Share {
             Fault::Io(e) => self.lost(e),
             Fault::Shut => self.lost(io::ErrorKind::ConnectionAborted.into()),
             Fault::Memory { code, index } => {
-                self.job.fail(
-                    Error::new(
-                        ErrorKind::from_wire(code),
-                        "local memory of the transfer can't be used any more",
-                    )
-                    .with("descriptor", index),
-                );
+                self.job.fail(local_fault(code, index));
                 Step::Broken
             }
         }
@@ -591,8 +572,8 @@ impl Tx {
 }
 
 impl Drive for Share {
-    fn socket(&self) -> &Socket {
-        &self.lane.socket
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.lane.socket.as_fd())
     }
 
     fn progress(&mut self, now: Timestamp) -> Progress {

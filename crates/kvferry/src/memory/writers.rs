@@ -1,0 +1,380 @@
+//! Stopping writers in other processes of this host for certain.
+//!
+//! A process that copies into our memory by itself does so inside gates, as ours do
+//! ([`gate`](super::gate)), but in a page that it shares with us. The argument is the same: it
+//! stores "inside", then loads whether the region is registered, from our table
+//! ([`registry`](super::registry)); we clear the region's entry, then load its gates. All four are
+//! sequentially consistent, so it finds the region gone or we find it inside.
+//!
+//! What differs is that we can't make it come out: its process may be stopped. Then the range is
+//! *quarantined* until the writer was seen outside or is gone. It is gone when the connection that
+//! introduced it hangs up, which the kernel does when the last thread that could be inside has
+//! given up its descriptors, or when its process has exited.
+
+use crate::reactor::now;
+use kvferry_proto::Timestamp;
+use kvferry_sys::fd::Fd;
+use kvferry_sys::shared::Shared;
+use kvferry_sys::unix::Channel;
+use rustc_hash::FxHashSet;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// "kvfgate" and the version of the page.
+const MAGIC: u64 = u64::from_le_bytes(*b"kvfgate\x01");
+const AT_MAGIC: usize = 0;
+/// Gates that were ever used.
+const AT_HIGH: usize = 8;
+const GATE: usize = 64;
+/// Threads of one process that copy to one other at the same time; more take turns.
+const GATES: u32 = 255;
+const LEN: usize = GATE * (GATES as usize + 1);
+
+// Words of a gate: odd while inside; bytes written, bytes read, batches.
+const STATE: usize = 0;
+const WRITTEN: usize = 8;
+const READ: usize = 16;
+const BATCHES: usize = 24;
+
+const fn at(gate: u32) -> usize {
+    GATE * (gate as usize + 1)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The writer's side: the gates it copies inside of.
+#[derive(Debug)]
+pub(crate) struct WriterPage {
+    shared: Shared,
+    /// Gates that nobody uses, the lowest last, and how many were ever used.
+    free: Mutex<(Vec<u32>, u32)>,
+}
+
+/// One gate of a [`WriterPage`], until dropped.
+#[derive(Debug)]
+pub(crate) struct WriterGate<'a> {
+    page: &'a WriterPage,
+    gate: u32,
+}
+
+/// Inside a gate, until dropped.
+#[derive(Debug)]
+pub(crate) struct WriterInside<'a>(&'a WriterGate<'a>);
+
+impl WriterPage {
+    pub(crate) fn create() -> io::Result<Self> {
+        let shared = Shared::create("kvferry-writers", LEN, false)?;
+        shared.word(AT_MAGIC).store(MAGIC, Ordering::SeqCst);
+        shared.seal_against_writes()?;
+        Ok(Self { shared, free: Mutex::new(((0..GATES).rev().collect(), 0)) })
+    }
+
+    /// For the owner of the memory: can't be written through.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        std::os::fd::AsFd::as_fd(&self.shared)
+    }
+
+    /// A gate of one's own; `None` while all are in use.
+    pub(crate) fn gate(&self) -> Option<WriterGate<'_>> {
+        let mut free = lock(&self.free);
+        let gate = free.0.pop()?;
+        if gate >= free.1 {
+            free.1 = gate + 1;
+            // Before anybody is inside: whoever waits for gates looks at no higher ones.
+            self.shared.word(AT_HIGH).store(free.1.into(), Ordering::SeqCst);
+        }
+        Some(WriterGate { page: self, gate })
+    }
+}
+
+impl Drop for WriterGate<'_> {
+    fn drop(&mut self) {
+        lock(&self.page.free).0.push(self.gate);
+    }
+}
+
+impl WriterGate<'_> {
+    pub(crate) fn enter(&self) -> WriterInside<'_> {
+        self.page.shared.word(at(self.gate) + STATE).fetch_add(1, Ordering::SeqCst);
+        WriterInside(self)
+    }
+
+    /// For the owner's counters.
+    pub(crate) fn count(&self, written: u64, read: u64, batches: u64) {
+        for (word, more) in [(WRITTEN, written), (READ, read), (BATCHES, batches)] {
+            if more > 0 {
+                self.page.shared.word(at(self.gate) + word).fetch_add(more, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+impl Drop for WriterInside<'_> {
+    fn drop(&mut self) {
+        let gate = self.0;
+        gate.page.shared.word(at(gate.gate) + STATE).fetch_add(1, Ordering::Release);
+    }
+}
+
+/// What writers did, as they say.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Totals {
+    pub(crate) written: u64,
+    pub(crate) read: u64,
+    pub(crate) batches: u64,
+}
+
+impl Totals {
+    fn add(&mut self, more: Self) {
+        self.written = self.written.wrapping_add(more.written);
+        self.read = self.read.wrapping_add(more.read);
+        self.batches = self.batches.wrapping_add(more.batches);
+    }
+}
+
+/// The owner's side: a process that may copy into our memory.
+#[derive(Debug)]
+pub(crate) struct Writer {
+    shared: Shared,
+    pub(crate) channel: Arc<Channel>,
+    pidfd: Fd,
+    /// For people.
+    pub(crate) name: String,
+    /// Regions whose memory it has mapped.
+    pub(crate) mapped: Mutex<FxHashSet<u32>>,
+    gone: AtomicBool,
+}
+
+impl Writer {
+    pub(crate) fn open(fd: OwnedFd, channel: Arc<Channel>, name: String) -> io::Result<Self> {
+        let shared = Shared::open(fd, LEN, false)?;
+        if shared.load(AT_MAGIC) != MAGIC {
+            let what = "not a page of gates, or one of another version";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        }
+        let pidfd = channel.peer_pidfd()?;
+        let (mapped, gone) = (Mutex::default(), AtomicBool::new(false));
+        Ok(Self { shared, channel, pidfd, name, mapped, gone })
+    }
+
+    /// Whether it can't be inside any more, ever.
+    pub(crate) fn is_gone(&self) -> bool {
+        if !self.gone.load(Ordering::Acquire) && self.channel.is_gone(&self.pidfd) {
+            self.gone.store(true, Ordering::Release);
+        }
+        self.gone.load(Ordering::Acquire)
+    }
+
+    fn gates(&self) -> u32 {
+        u32::try_from(self.shared.load(AT_HIGH)).unwrap_or(GATES).min(GATES)
+    }
+
+    fn state(&self, gate: u32) -> u64 {
+        self.shared.load(at(gate) + STATE)
+    }
+
+    fn totals(&self) -> Totals {
+        let mut totals = Totals::default();
+        for at in (0..self.gates()).map(at) {
+            totals.add(Totals {
+                written: self.shared.load(at + WRITTEN),
+                read: self.shared.load(at + READ),
+                batches: self.shared.load(at + BATCHES),
+            });
+        }
+        totals
+    }
+}
+
+/// A gate somebody was seen inside of.
+#[derive(Clone, Debug)]
+pub(crate) struct Occupied {
+    pub(crate) writer: Arc<Writer>,
+    gate: u32,
+    state: u64,
+}
+
+impl Occupied {
+    /// Whether it was left since.
+    pub(crate) fn is_left(&self) -> bool {
+        self.writer.state(self.gate) != self.state || self.writer.is_gone()
+    }
+
+    fn wait(&self, until: Timestamp) -> bool {
+        for attempt in 0u32.. {
+            if self.is_left() {
+                return true;
+            }
+            let left = until.saturating_since(now());
+            if left.is_zero() {
+                return false;
+            }
+            match attempt {
+                0..50 => std::hint::spin_loop(),
+                50..100 => std::thread::yield_now(),
+                _ => {
+                    let step = Duration::from_micros(200).min(left);
+                    self.writer.channel.wait_gone(&self.writer.pidfd, step);
+                    if self.writer.state(self.gate) == self.state {
+                        // Not gone, and the wait may have ended at once for another reason.
+                        std::thread::sleep(step);
+                    }
+                }
+            }
+        }
+        unreachable!("attempts are counted without end")
+    }
+}
+
+/// All processes that may copy into an agent's memory.
+#[derive(Debug, Default)]
+pub(crate) struct Writers {
+    live: Mutex<Vec<Arc<Writer>>>,
+    /// Of those that are gone.
+    before: Mutex<Totals>,
+}
+
+impl Writers {
+    pub(crate) fn add(&self, writer: Arc<Writer>) {
+        self.forget_gone();
+        lock(&self.live).push(writer);
+    }
+
+    /// Lets go of those that are gone. One that is not stays, though nobody listens to it any
+    /// more: it may be inside.
+    pub(crate) fn forget_gone(&self) {
+        let mut sum = lock(&self.before);
+        lock(&self.live).retain(|writer| {
+            let gone = writer.is_gone();
+            if gone {
+                sum.add(writer.totals());
+            }
+            !gone
+        });
+    }
+
+    pub(crate) fn all(&self) -> Vec<Arc<Writer>> {
+        lock(&self.live).clone()
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        lock(&self.live).len()
+    }
+
+    pub(crate) fn totals(&self) -> Totals {
+        let mut sum = *lock(&self.before);
+        lock(&self.live).iter().for_each(|writer| sum.add(writer.totals()));
+        sum
+    }
+
+    /// Waits until every writer that may have been inside when this was called has come out once,
+    /// for at most until `until`. Stores to the table made before the call are seen by every later
+    /// entry. Returns the gates that were not left.
+    pub(crate) fn quiesce(&self, until: Timestamp) -> Vec<Occupied> {
+        fence(Ordering::SeqCst);
+        let mut occupied = Vec::new();
+        for writer in lock(&self.live).iter() {
+            for gate in 0..writer.gates() {
+                let state = writer.state(gate);
+                if state & 1 == 1 {
+                    occupied.push(Occupied { writer: Arc::clone(writer), gate, state });
+                }
+            }
+        }
+        occupied.retain(|gate| !gate.wait(until));
+        occupied
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn writer() -> (WriterPage, Channel, Arc<Writer>, Writers) {
+        static NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("kvferry-writers-{}-{number}", std::process::id());
+        let listener = Channel::listen(name.as_bytes()).expect("a free name");
+        let there = Channel::connect(name.as_bytes()).expect("somebody listens");
+        let here = Arc::new(listener.accept().expect("somebody calls"));
+        let page = WriterPage::create().expect("memory");
+        let fd = page.fd().try_clone_to_owned().expect("a descriptor");
+        let writer = Arc::new(Writer::open(fd, here, "test".into()).expect("a page of gates"));
+        let writers = Writers::default();
+        writers.add(Arc::clone(&writer));
+        (page, there, writer, writers)
+    }
+
+    fn soon(ms: u64) -> Timestamp {
+        now() + Duration::from_millis(ms)
+    }
+
+    #[test]
+    fn whoever_is_inside_is_waited_for_and_then_reported() {
+        let (page, _there, _writer, writers) = writer();
+        let gate = page.gate().expect("a free one");
+        assert!(writers.quiesce(soon(1)).is_empty());
+        let inside = gate.enter();
+        let occupied = writers.quiesce(soon(20));
+        assert_eq!(occupied.len(), 1);
+        assert!(!occupied[0].is_left());
+        drop(inside);
+        assert!(occupied[0].is_left());
+        assert!(writers.quiesce(soon(1)).is_empty());
+    }
+
+    #[test]
+    fn a_later_entry_is_not_waited_for() {
+        let (page, _there, _writer, writers) = writer();
+        let gate = page.gate().expect("a free one");
+        drop(gate.enter());
+        std::thread::scope(|scope| {
+            let inside = gate.enter();
+            let waiting = scope.spawn(|| writers.quiesce(soon(5_000)));
+            std::thread::sleep(Duration::from_millis(5));
+            drop(inside);
+            let _again = gate.enter();
+            assert!(waiting.join().expect("no panic").is_empty());
+        });
+    }
+
+    #[test]
+    fn a_writer_whose_connection_hung_up_is_gone_and_inside_nothing() {
+        let (page, there, writer, writers) = writer();
+        let gate = page.gate().expect("a free one");
+        let _inside = gate.enter();
+        assert!(!writer.is_gone());
+        drop(there);
+        assert!(writers.quiesce(soon(5_000)).is_empty());
+        assert!(writer.is_gone());
+    }
+
+    #[test]
+    fn what_writers_did_is_counted_beyond_their_end() {
+        let (page, there, writer, writers) = writer();
+        page.gate().expect("a free one").count(10, 0, 1);
+        page.gate().expect("the same one").count(5, 7, 2);
+        let sum = Totals { written: 15, read: 7, batches: 3 };
+        assert_eq!(writers.totals(), sum);
+        writers.forget_gone();
+        assert_eq!(writers.count(), 1, "{} may still write", writer.name);
+        drop(there);
+        writers.forget_gone();
+        assert_eq!((writers.totals(), writers.count()), (sum, 0));
+    }
+
+    #[test]
+    fn gates_are_given_back_and_the_lowest_are_used_first() {
+        let (page, _there, writer, _writers) = writer();
+        let all: Vec<_> = (0..GATES).map(|_| page.gate().expect("a free one")).collect();
+        assert!(page.gate().is_none());
+        assert_eq!(writer.gates(), GATES);
+        drop(all);
+        assert!(page.gate().is_some());
+    }
+}

@@ -1,0 +1,279 @@
+//! Looking ranges of the peer up, and copying to and from them.
+
+use super::LocalPeer;
+use crate::agent::Core;
+use crate::error::{Error, ErrorKind};
+use crate::memory::cursor::{Pieces, Position};
+use crate::memory::region::{Access, Misfit};
+use crate::memory::registry::{Missed, Seen};
+use crate::memory::writers::WriterGate;
+use crate::transfer::batch::Batch;
+use crate::transfer::job::Op;
+use kvferry_proto::{RegionId, Timestamp, WireCode};
+use kvferry_sys::process_vm::{self, RemoteSpan};
+use kvferry_sys::shared::Shared;
+use kvferry_sys::span::HostSpan;
+use std::cell::RefCell;
+use std::io;
+use std::sync::Arc;
+
+thread_local! {
+    static REMOTE: RefCell<Vec<RemoteSpan>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Where the remote ranges of a batch are.
+#[derive(Debug, Default)]
+pub(crate) struct Targets {
+    /// One for each pair of the batch.
+    ranges: Vec<Range>,
+    regions: Vec<TargetRegion>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Range {
+    /// Index into [`Targets::regions`].
+    region: u32,
+    /// Offset in the region.
+    offset: u64,
+}
+
+#[derive(Debug)]
+struct TargetRegion {
+    seen: Seen,
+    /// Its memory, if it is mapped here.
+    map: Option<Arc<Shared>>,
+}
+
+/// Why a batch can't be copied directly.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unreached {
+    /// The peer would refuse the pair with this number.
+    Refused { code: WireCode, pair: usize },
+    /// It may go by another transport.
+    Elsewhere,
+}
+
+/// Why a copy came to nothing.
+#[derive(Debug)]
+pub(crate) enum Broken {
+    /// The peer, or this session with it, is gone.
+    Gone(Error),
+    /// The memory of the pair with this number is gone.
+    Pair { code: WireCode, pair: usize },
+}
+
+impl LocalPeer {
+    /// Looks every remote range of a batch up.
+    pub(crate) fn targets(&self, batch: &Batch, op: Op) -> Result<Targets, Unreached> {
+        let need = match op {
+            Op::Write => Access::WRITE,
+            Op::Read => Access::READ,
+        };
+        let mut found = self.look_up(batch, need);
+        if matches!(found, Err((Missed::Misfit(_), _))) && self.registry.catch_up() {
+            found = self.look_up(batch, need);
+        }
+        match found {
+            Ok(targets) => Ok(targets),
+            Err((Missed::Misfit(Misfit(code)), pair)) => Err(Unreached::Refused { code, pair }),
+            Err((Missed::Elsewhere, _)) => Err(Unreached::Elsewhere),
+        }
+    }
+
+    fn look_up(&self, batch: &Batch, need: Access) -> Result<Targets, (Missed, usize)> {
+        let mut targets = Targets::default();
+        targets.ranges.reserve_exact(batch.len());
+        let index = self.registry.index();
+        for (pair, (part, piece)) in batch.remote.iter().zip(&batch.local.pieces).enumerate() {
+            if let Some(range) = targets.near(part.region, part.offset, piece.len) {
+                targets.ranges.push(range);
+                continue;
+            }
+            let (seen, offset) = index
+                .resolve(&self.registry, part.region, part.offset, piece.len, need)
+                .map_err(|missed| (missed, pair))?;
+            let region = match targets.regions.iter().position(|known| known.seen == seen) {
+                Some(known) => known,
+                None => {
+                    let map = seen.is_shared().then(|| self.map_of(seen.id())).flatten();
+                    if map.is_none() && self.vm.is_err() {
+                        return Err((Missed::Elsewhere, pair));
+                    }
+                    targets.regions.push(TargetRegion { seen, map });
+                    targets.regions.len() - 1
+                }
+            };
+            let region = u32::try_from(region).expect("fewer regions than pairs");
+            targets.ranges.push(Range { region, offset });
+        }
+        Ok(targets)
+    }
+
+    /// Copies between `spans` and the remote ranges of a batch from `at` on, as much as one piece
+    /// of work should. The spans are the local memory there, lent inside a gate of ours.
+    pub(super) fn copy(
+        &self,
+        core: &Core,
+        gate: &WriterGate<'_>,
+        op: Op,
+        (targets, pieces, at): (&Targets, &Pieces, Position),
+        spans: &[HostSpan],
+        now: Timestamp,
+    ) -> Result<usize, Broken> {
+        self.check_alive(now).map_err(Broken::Gone)?;
+        let inside = gate.enter();
+        if !self.is_attached() || !core.pulse.is_fresh(now) {
+            drop(inside);
+            let what = "the session with the peer ended";
+            return Err(Broken::Gone(Error::new(ErrorKind::PeerReset, what)));
+        }
+        let walk = Walk { targets, pieces, at };
+        let copied = match &targets.regions[walk.target(at).region as usize].map {
+            Some(_) => self.copy_mapped(&walk, op, spans)?,
+            None => self.copy_by_number(&walk, op, spans)?,
+        };
+        if op == Op::Read {
+            // What was read counts only if it was the region's until after the copy.
+            walk.check(self, copied)?;
+        }
+        drop(inside);
+        let bytes = copied as u64;
+        match op {
+            Op::Write => gate.count(bytes, 0, 0),
+            Op::Read => gate.count(0, bytes, 0),
+        }
+        Ok(copied)
+    }
+
+    fn copy_mapped(&self, walk: &Walk<'_>, op: Op, spans: &[HostSpan]) -> Result<usize, Broken> {
+        let mut copied = 0;
+        let mut alive = None;
+        for (span, range) in spans.iter().zip(walk.ranges()) {
+            let region = &walk.targets.regions[range.region as usize];
+            let Some(map) = &region.map else { break };
+            if alive != Some(range.region) {
+                if !self.registry.is_current(&region.seen) {
+                    return Err(Broken::Pair { code: WireCode::Revoked, pair: range.pair });
+                }
+                alive = Some(range.region);
+            }
+            let offset = usize::try_from(range.offset).expect("inside a mapping");
+            let there = map.span(offset, span.len());
+            match op {
+                Op::Write => there.copy_from_span(span),
+                Op::Read => span.copy_from_span(&there),
+            }
+            copied += span.len();
+        }
+        Ok(copied)
+    }
+
+    fn copy_by_number(&self, walk: &Walk<'_>, op: Op, spans: &[HostSpan]) -> Result<usize, Broken> {
+        REMOTE.with_borrow_mut(|remote| {
+            remote.clear();
+            let mut alive = None;
+            for (span, range) in spans.iter().zip(walk.ranges()) {
+                let region = &walk.targets.regions[range.region as usize];
+                if region.map.is_some() {
+                    break;
+                }
+                if alive != Some(range.region) {
+                    if !self.registry.is_current(&region.seen) {
+                        return Err(Broken::Pair { code: WireCode::Revoked, pair: range.pair });
+                    }
+                    alive = Some(range.region);
+                }
+                let addr = region.seen.base.wrapping_add(range.offset);
+                let addr = usize::try_from(addr).expect("an address of this machine");
+                remote.push(RemoteSpan::new(addr, span.len()));
+            }
+            let spans = &spans[..remote.len()];
+            let copied = match op {
+                Op::Write => process_vm::write(self.pid, spans, remote),
+                Op::Read => process_vm::read(self.pid, spans, remote),
+            };
+            copied.map_err(|e| walk.failed(e))
+        })
+    }
+}
+
+impl Targets {
+    /// The range in the region that was looked up last, if it is there.
+    fn near(&self, id: RegionId, offset: u64, len: u64) -> Option<Range> {
+        let last = self.ranges.last()?;
+        let seen = &self.regions[last.region as usize].seen;
+        let offset = match id {
+            RegionId::ABSOLUTE => offset.checked_sub(seen.base)?,
+            id if id == seen.id() => offset,
+            _ => return None,
+        };
+        let fits = len > 0 && offset.checked_add(len).is_some_and(|end| end <= seen.len);
+        fits.then_some(Range { region: last.region, offset })
+    }
+}
+
+/// The remote ranges that belong to the local spans from a position on.
+struct Walk<'a> {
+    targets: &'a Targets,
+    pieces: &'a Pieces,
+    at: Position,
+}
+
+#[derive(Clone, Copy)]
+struct At {
+    pair: usize,
+    region: u32,
+    offset: u64,
+}
+
+impl Walk<'_> {
+    fn target(&self, at: Position) -> Range {
+        self.targets.ranges[at.piece]
+    }
+
+    /// One for each span: spans end where pairs do, and only the first begins within one.
+    fn ranges(&self) -> impl Iterator<Item = At> {
+        let first = self.at;
+        self.targets.ranges[first.piece..].iter().enumerate().map(move |(i, range)| {
+            let within = if i == 0 { first.within } else { 0 };
+            At { pair: first.piece + i, region: range.region, offset: range.offset + within }
+        })
+    }
+
+    /// Whether the regions that so many bytes were read from are still registered.
+    fn check(&self, peer: &LocalPeer, copied: usize) -> Result<(), Broken> {
+        let mut left = copied as u64;
+        let mut alive = None;
+        for range in self.ranges() {
+            if left == 0 {
+                return Ok(());
+            }
+            if alive != Some(range.region) {
+                let region = &self.targets.regions[range.region as usize];
+                if !peer.registry.is_current(&region.seen) {
+                    return Err(Broken::Pair { code: WireCode::Revoked, pair: range.pair });
+                }
+                alive = Some(range.region);
+            }
+            let within = if range.pair == self.at.piece { self.at.within } else { 0 };
+            left = left.saturating_sub(self.pieces.pieces[range.pair].len - within);
+        }
+        Ok(())
+    }
+
+    fn failed(&self, e: io::Error) -> Broken {
+        // Linux numbers, which the kernel's interface fixes.
+        const ESRCH: i32 = 3;
+        const EFAULT: i32 = 14;
+        match e.raw_os_error() {
+            Some(ESRCH) => {
+                Broken::Gone(Error::new(ErrorKind::PeerReset, "the peer's process is gone"))
+            }
+            Some(EFAULT) => Broken::Pair { code: WireCode::AccessDenied, pair: self.at.piece },
+            _ => Broken::Gone(
+                Error::new(ErrorKind::PeerReset, "the kernel does not let us copy any more")
+                    .caused_by(e),
+            ),
+        }
+    }
+}
