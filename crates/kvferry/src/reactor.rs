@@ -143,6 +143,7 @@ impl Reactor {
             entries: FxHashMap::default(),
             timers: BTreeSet::new(),
             again: Vec::new(),
+            due: Vec::new(),
             linger,
             linger_until: Timestamp::default(),
         };
@@ -198,6 +199,7 @@ struct Run {
     entries: FxHashMap<u64, Entry>,
     timers: BTreeSet<(Timestamp, u64)>,
     again: Vec<u64>,
+    due: Vec<u64>,
     linger: Duration,
     /// Until when to look for more work before sleeping.
     linger_until: Timestamp,
@@ -282,16 +284,22 @@ impl Run {
     }
 
     fn fire(&mut self, now: Timestamp) {
-        while let Some(&(at, token)) = self.timers.first() {
-            if at > now {
-                return;
-            }
+        // Each that is due once: one that asks to be called at a time that has passed must not
+        // keep the others, and the descriptors, from having their turn.
+        let mut due = std::mem::take(&mut self.due);
+        while let Some(&(at, token)) = self.timers.first()
+            && at <= now
+        {
             self.timers.pop_first();
+            due.push(token);
             if let Some(entry) = self.entries.get_mut(&token) {
                 entry.deadline = None;
             }
+        }
+        for token in due.drain(..) {
             self.call(token, Cause::default(), now);
         }
+        self.due = due;
     }
 
     /// Calls a handler; `at` is when the wait for what it is called for ended.
@@ -377,6 +385,30 @@ mod tests {
             self.due = self.deadline.map(|after| cx.now + after);
             Next::Wait { interest: Interest::None, deadline: self.due }
         }
+    }
+
+    /// Asks to be called at a time that has passed.
+    struct Late;
+
+    impl Handler for Late {
+        fn fd(&self) -> Option<BorrowedFd<'_>> {
+            None
+        }
+
+        fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
+            Next::Wait { interest: Interest::None, deadline: Some(cx.now) }
+        }
+    }
+
+    #[test]
+    fn a_deadline_that_has_passed_keeps_nobody_from_having_a_turn() {
+        let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
+        reactor.remote().add(reactor.remote().token(), Box::new(Late));
+        let (calls, called) = mpsc::channel();
+        let other = Probe { calls, deadline: None, due: None };
+        reactor.remote().add(reactor.remote().token(), Box::new(other));
+        assert_eq!(called.recv_timeout(Duration::from_secs(5)), Ok(false));
+        reactor.stop();
     }
 
     #[test]

@@ -130,21 +130,25 @@ fn ten_callers_with_five_hundred_blocks_each_all_succeed() {
 #[test]
 fn seventy_thousand_descriptors_are_a_normal_batch() {
     let _bound = bounded();
-    let (near, far) = (agent(), agent());
-    let len = 70_000 * 512;
-    let from = filled(&near, len, Access::NONE, 1);
-    let to = far.allocate(len, Access::READ_WRITE).expect("memory");
-    let peer = near.peer(far.advertised()).expect("an address");
-    let note = Notification::new("all of them", "");
-    let options = Options { notify: Some(note), ..Options::default() };
-    let moved = peer.write(&batch(&from, &to.remote(), 512), &options).expect("done");
-    assert_eq!(moved.descriptors, 70_000);
-    assert_eq!(moved.transport, Some(TransportKind::Tcp));
-    assert!(content(&to) == Pattern::new(1).bytes(len));
-    // More than one message for it, still one notification, and after all of the data.
-    let note = far.wait_notification(Duration::from_secs(5)).expect("it was sent");
-    assert_eq!((note.name.as_str(), note.from.as_str()), ("all of them", near.name()));
-    assert!(far.notifications().is_empty());
+    for (names, kind) in [("tcp", TransportKind::Tcp), ("tcp,local", TransportKind::Local)] {
+        let transports = Transports::parse(names).expect("names");
+        let start = || Agent::builder().transports(transports).start().expect("an agent starts");
+        let (near, far) = (start(), start());
+        let len = 70_000 * 512;
+        let from = filled(&near, len, Access::NONE, 1);
+        let to = far.allocate(len, Access::READ_WRITE).expect("memory");
+        let peer = near.peer(far.advertised()).expect("an address");
+        let note = Notification::new("all of them", "");
+        let options = Options { notify: Some(note), ..Options::default() };
+        let moved = peer.write(&batch(&from, &to.remote(), 512), &options).expect("done");
+        assert_eq!(moved.descriptors, 70_000);
+        assert_eq!(moved.transport, Some(kind));
+        assert!(content(&to) == Pattern::new(1).bytes(len));
+        // More than one message for it, still one notification, and after all of the data.
+        let note = far.wait_notification(Duration::from_secs(5)).expect("it was sent");
+        assert_eq!((note.name.as_str(), note.from.as_str()), ("all of them", near.name()));
+        assert!(far.notifications().is_empty());
+    }
 }
 
 #[test]
@@ -355,9 +359,9 @@ fn a_peer_tells_who_it_is_and_what_it_lets_us_reach() {
     let summary = peer.connect(Duration::from_secs(5)).expect("it is there");
     assert_eq!(summary.name, "far away");
     assert_eq!(summary.incarnation, Some(far.incarnation()));
-    assert_eq!(summary.transport, TransportKind::Tcp);
+    assert_eq!((summary.transport, summary.fallback), (TransportKind::Local, None));
     assert!(!summary.authenticated);
-    assert_eq!(peer.transport(), Some(TransportKind::Tcp));
+    assert_eq!(peer.transport(), Some(TransportKind::Local));
     assert!(peer.probe(Duration::from_secs(5)).expect("it answers") < Duration::from_secs(1));
     let wanted: Vec<_> =
         (0..3000).map(|_| far.allocate(64, Access::READ).expect("memory").remote()).collect();
@@ -511,9 +515,14 @@ fn transports_are_what_was_asked_for() {
     for text in ["", "carrier-pigeon", "tcp,pigeon"] {
         assert_eq!(kind(Transports::parse(text)), ErrorKind::InvalidArgument, "{text:?}");
     }
-    for text in ["tcp", "TCP", " tcp ", "native", "kvferry"] {
-        let set = Transports::parse(text).expect("an alias");
+    for text in ["tcp", "TCP", " tcp "] {
+        let set = Transports::parse(text).expect("a name");
         assert_eq!(set, Transports::only(TransportKind::Tcp), "{text:?}");
+    }
+    for text in ["native", "kvferry", "tcp,local"] {
+        let set = Transports::parse(text).expect("an alias");
+        let both = Transports::only(TransportKind::Tcp).with(TransportKind::Local);
+        assert_eq!(set, both, "{text:?}");
     }
     let agent = Agent::builder().transports(Transports::only(TransportKind::Tcp)).start();
     assert_eq!(agent.expect("an agent").transports().to_string(), "tcp");

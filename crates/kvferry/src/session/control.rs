@@ -251,6 +251,8 @@ impl Control {
     /// Keeps the session informed of whether anything is in flight.
     fn watch(&mut self, now: Timestamp) {
         if !self.session().is_established() {
+            // One that is ending has nothing to be watched for.
+            self.look_again = None;
             return;
         }
         let due = self.look_again.is_none_or(|at| at <= now);

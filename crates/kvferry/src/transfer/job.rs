@@ -163,7 +163,8 @@ impl Job {
         let last = state.acknowledged == self.batch.bytes() && state.error.is_none();
         if last && !self.carries_notification(frame) && !state.notified {
             state.notified = true;
-            state.owes_note = self.notify.is_some();
+            // Where it is a frame of its own, its lane tells whether it arrived.
+            state.owes_note = self.notify.is_some() && self.is_local();
             return self.notify.clone();
         }
         None
@@ -177,8 +178,11 @@ impl Job {
     /// Whether the notification travels in the same message as a frame. Only with a write that
     /// is one frame: then the peer delivers it when the bytes are in place.
     pub(crate) fn carries_notification(&self, frame: &Frame) -> bool {
-        let has_messages = self.transport.get() != Some(&TransportKind::Local);
-        self.op == Op::Write && frame.whole && has_messages
+        self.op == Op::Write && frame.whole && !self.is_local()
+    }
+
+    fn is_local(&self) -> bool {
+        self.transport.get() == Some(&TransportKind::Local)
     }
 
     /// The notification of a job that moves nothing; once.

@@ -50,12 +50,12 @@ fn move_one(from: &Agent, to: &Agent) -> Option<TransportKind> {
 
 #[test]
 fn two_agents_recognise_each_other_by_the_handshake_and_speak_the_native_protocol() {
-    assert_eq!(move_one(&agent(true), &agent(true)), Some(TransportKind::Tcp));
+    assert_eq!(move_one(&agent(true), &agent(true)), Some(TransportKind::Local));
 }
 
 #[test]
 fn an_agent_that_does_not_serve_mooncake_is_met_natively_after_it_hung_up() {
-    assert_eq!(move_one(&agent(true), &agent(false)), Some(TransportKind::Tcp));
+    assert_eq!(move_one(&agent(true), &agent(false)), Some(TransportKind::Local));
 }
 
 #[test]

@@ -14,7 +14,7 @@ mod silence;
 mod stranger;
 mod targets;
 
-use kvferry::{Access, Agent, Batch, Options, Region, RemoteRegion};
+use kvferry::{Access, Agent, Batch, Options, Region, RemoteRegion, Transports};
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::process::ChildRegion;
 use kvferry_testkit::{Watchdog, stretched};
@@ -40,13 +40,25 @@ fn bounded() -> Watchdog {
     Watchdog::new(Duration::from_secs(60))
 }
 
+/// Over tcp, unless a test says otherwise: within one host there is nothing to cut off.
 fn agent() -> Agent {
-    Agent::builder().name("survivor").silence(SILENCE).start().expect("an agent starts")
+    agent_over("tcp")
+}
+
+fn agent_over(transports: &str) -> Agent {
+    let transports = Transports::parse(transports).expect("names");
+    let builder = Agent::builder().name("survivor").silence(SILENCE).transports(transports);
+    builder.start().expect("an agent starts")
 }
 
 /// The settings of a peer in a process of its own.
 fn peer_config() -> Value {
-    json!({"name": "peer", "silence_ms": SILENCE.as_millis() as u64})
+    peer_config_over("tcp")
+}
+
+fn peer_config_over(transports: &str) -> Value {
+    let silence = SILENCE.as_millis() as u64;
+    json!({"name": "peer", "silence_ms": silence, "transports": transports})
 }
 
 /// Memory of this process, with a pattern of that seed in it.

@@ -443,10 +443,10 @@ impl Share {
     }
 
     fn frame_done(&mut self) -> Step {
-        match self.sent.pop_front() {
-            Some(Some(frame)) => self.notification = self.job.acknowledged(&frame),
-            Some(None) => self.job.noted(),
-            None => {}
+        if let Some(Some(frame)) = self.sent.pop_front()
+            && let Some(notification) = self.job.acknowledged(&frame)
+        {
+            self.notification = Some(notification);
         }
         Step::On
     }
