@@ -182,7 +182,7 @@ impl Child {
     }
 
     /// Starts a child with an agent. `config` may have `name`, `listen`, `secret`, `silence_ms`,
-    /// `timeout_ms`, `checksum` (a boolean), `streams`, `io_threads`.
+    /// `timeout_ms`, `checksum` (a boolean), `streams`, `io_threads`, `transports`, `ptracer_any`.
     ///
     /// # Panics
     /// If the child or its agent can't be started.
@@ -255,8 +255,22 @@ impl Child {
     /// # Panics
     /// If the child can't.
     pub fn allocate(&mut self, len: usize, access: &str, seed: u64) -> ChildRegion {
-        let reply =
-            self.call(json!({"op": "allocate", "len": len, "access": access, "seed": seed}));
+        self.allocate_as(json!({"len": len, "access": access, "seed": seed}))
+    }
+
+    /// As [`Child::allocate`], but the memory is the child's own and only registered: other
+    /// processes can't map it.
+    ///
+    /// # Panics
+    /// If the child can't.
+    pub fn allocate_private(&mut self, len: usize, access: &str, seed: u64) -> ChildRegion {
+        self.allocate_as(json!({"len": len, "access": access, "seed": seed, "private": true}))
+    }
+
+    fn allocate_as(&mut self, mut command: Value) -> ChildRegion {
+        command["op"] = json!("allocate");
+        let len = command["len"].as_u64().expect("a number") as usize;
+        let reply = self.call(command);
         let bytes = reply["remote"].as_array().expect("bytes");
         let bytes: Vec<u8> = bytes.iter().map(|b| b.as_u64().unwrap_or(0) as u8).collect();
         ChildRegion {

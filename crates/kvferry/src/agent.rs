@@ -208,6 +208,8 @@ impl Core {
             sessions.len() == 1
         };
         if first {
+            // Nobody looked at the time while there was no session.
+            self.pulse.beat(now());
             self.control.wake(reactor::FIRST);
         }
     }

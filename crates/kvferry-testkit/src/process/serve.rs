@@ -4,8 +4,9 @@ use super::{CHILD, REPLY, Resources};
 use crate::pattern::Pattern;
 use kvferry::{
     Access, Agent, Batch, Checksum, Moved, Notification, Options, Peer, Region, RemoteRegion,
-    Transfer,
+    Transfer, Transports,
 };
+use kvferry_sys::map::Mapping;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::io::{BufRead, Write};
@@ -58,12 +59,48 @@ fn catch_signals() {
     }
 }
 
+/// Has the kernel refuse this process to copy to and from the memory of others.
+fn deny_process_vm() {
+    // A classic filter: the number of the call, then two comparisons.
+    let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
+    let (equal, end) = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, libc::BPF_RET | libc::BPF_K);
+    let step = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
+    let refuse = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+    let mut steps = [
+        step(load, 0, 0, 0),
+        step(equal, 2, 0, libc::SYS_process_vm_readv as u32),
+        step(equal, 1, 0, libc::SYS_process_vm_writev as u32),
+        step(end, 0, 0, libc::SECCOMP_RET_ALLOW),
+        step(end, 0, 0, refuse),
+    ];
+    let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+    // SAFETY: the program and its steps live until the calls return; the kernel copies them.
+    let installed = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+        libc::syscall(
+            libc::SYS_seccomp,
+            libc::SECCOMP_SET_MODE_FILTER,
+            libc::SECCOMP_FILTER_FLAG_TSYNC,
+            &raw const program,
+        )
+    };
+    assert_eq!(installed, 0, "{}", std::io::Error::last_os_error());
+}
+
+/// Gives up being root. False if the process is not.
+fn become_user(uid: u32) -> bool {
+    // SAFETY: takes no pointer.
+    unsafe { libc::setuid(uid) == 0 }
+}
+
 type Outcome = Result<Value, kvferry::Error>;
 
 #[derive(Default)]
 struct Server {
     agent: Option<Agent>,
     regions: HashMap<u64, Region>,
+    /// The memory of those that are registered rather than allocated by the agent.
+    private: HashMap<u64, Mapping>,
     transfers: HashMap<u64, Transfer>,
     writers: HashMap<u64, Writer>,
     idle: Vec<Agent>,
@@ -128,6 +165,12 @@ fn start(config: &Value) -> Result<Agent, kvferry::Error> {
     if let Some(n) = config["io_threads"].as_u64() {
         builder = builder.io_threads(n as usize);
     }
+    if let Some(names) = config["transports"].as_str() {
+        builder = builder.transports(Transports::parse(names)?);
+    }
+    if let Some(on) = config["ptracer_any"].as_bool() {
+        builder = builder.ptracer_any(on);
+    }
     if let Some(on) = config["mooncake"].as_bool() {
         builder = builder.mooncake(on);
     }
@@ -146,7 +189,10 @@ impl Server {
     fn bytes(&self, command: &Value) -> Vec<u8> {
         let region = self.region(command);
         let mut bytes = vec![0; region.len()];
-        region.read_at(0, &mut bytes).expect("the region is kvferry's own");
+        match self.private.get(&number(command, "region")) {
+            Some(map) => map.span(0, region.len()).copy_to(&mut bytes),
+            None => region.read_at(0, &mut bytes).expect("the region is kvferry's own"),
+        }
         bytes
     }
 
@@ -195,7 +241,10 @@ impl Server {
                     Some(byte) => vec![byte as u8; self.region(command).len()],
                     None => Pattern::new(number(command, "seed")).bytes(self.region(command).len()),
                 };
-                self.region(command).write_at(0, &content)?;
+                match self.private.get(&number(command, "region")) {
+                    Some(map) => map.span(0, content.len()).copy_from(&content),
+                    None => self.region(command).write_at(0, &content)?,
+                }
                 Ok(json!({}))
             }
             "digest" => Ok(json!({"digest": digest(&self.bytes(command))})),
@@ -210,6 +259,10 @@ impl Server {
                     json!({"matches": bytes == Pattern::new(number(command, "seed")).bytes(bytes.len())}),
                 )
             }
+            "forget" => {
+                self.regions.remove(&number(command, "region"));
+                Ok(json!({}))
+            }
             "unregister" => {
                 self.agent().unregister(self.region(command))?;
                 Ok(json!({"digest": digest(&self.bytes(command))}))
@@ -217,7 +270,7 @@ impl Server {
             "connect" => {
                 let peer = self.agent().peer(text(command, "peer"))?;
                 let summary = peer.connect(millis(command, "timeout_ms"))?;
-                Ok(json!({"name": summary.name, "authenticated": summary.authenticated}))
+                Ok(serde_json::to_value(summary).expect("plain values"))
             }
             "write" => {
                 let peer = self.agent().peer(text(command, "peer"))?;
@@ -257,6 +310,11 @@ impl Server {
                 Ok(json!({"names": names}))
             }
             "fork" => self.fork(command),
+            "deny_process_vm" => {
+                deny_process_vm();
+                Ok(json!({}))
+            }
+            "become_user" => Ok(json!({"done": become_user(number(command, "uid") as u32)})),
             "catch_signals" => {
                 catch_signals();
                 Ok(json!({}))
@@ -273,14 +331,26 @@ impl Server {
             _ => Access::NONE,
         };
         let len = number(command, "len") as usize;
-        let region = self.agent().allocate(len, access)?;
-        region.write_at(0, &Pattern::new(number(command, "seed")).bytes(len))?;
+        let content = Pattern::new(number(command, "seed")).bytes(len);
+        let name = self.name();
+        let region = if command["private"] == true {
+            let map = Mapping::anonymous(len).expect("memory");
+            map.span(0, len).copy_from(&content);
+            // SAFETY: the mapping is kept until the process ends, and only copied to and from.
+            let region = unsafe { self.agent().register(map.as_ptr(), len, access)? };
+            self.private.insert(name, map);
+            region
+        } else {
+            let region = self.agent().allocate(len, access)?;
+            region.write_at(0, &content)?;
+            region
+        };
         let reply = json!({
-            "id": self.name(),
+            "id": name,
             "addr": region.addr(),
             "remote": region.remote().to_bytes(),
         });
-        self.regions.insert(self.next, region);
+        self.regions.insert(name, region);
         Ok(reply)
     }
 

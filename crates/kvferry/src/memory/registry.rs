@@ -221,12 +221,12 @@ impl RegistryView {
         self.index.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Brings the index up to date. False if it was.
-    pub(crate) fn catch_up(&self) -> bool {
+    /// Brings the index up to date.
+    pub(crate) fn catch_up(&self) {
         let mut index = self.index.write().unwrap_or_else(PoisonError::into_inner);
         let now = self.shared.load(AT_CHANGES);
         if now == index.changes {
-            return false;
+            return;
         }
         if now.wrapping_sub(index.changes) <= RING {
             for change in index.changes..now {
@@ -247,7 +247,6 @@ impl RegistryView {
             }
         }
         index.changes = now;
-        true
     }
 
     fn look(&self, index: &mut Index, slot: u32) {

@@ -4,7 +4,7 @@ use crate::error::{Error, ErrorKind};
 use crate::memory::gate::Gate;
 use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::session::greet::Admission;
-use crate::session::link::{Link, Native};
+use crate::session::link::{Answered, Link, Native};
 use crate::session::service;
 use crate::transport::local;
 use kvferry_proto::{CloseReason, PeerInfo, SessionEvent, Side, Timestamp, WireCode};
@@ -32,6 +32,8 @@ pub(crate) struct Control {
     met: Option<Met>,
     /// Revokes of the peer whose streams are not quiet yet.
     unquiet: Vec<(u64, Vec<Arc<Gate>>)>,
+    /// Answers that came with the session's end.
+    unanswered: Vec<(Answered, WireCode, Vec<u8>)>,
     /// Whether the heartbeat was on at the last look.
     active: bool,
     look_again: Option<Timestamp>,
@@ -62,6 +64,7 @@ impl Control {
             out_at: 0,
             met,
             unquiet: Vec::new(),
+            unanswered: Vec::new(),
             active: false,
             look_again: None,
             counted: false,
@@ -170,8 +173,13 @@ impl Control {
                             self.native().requests.lock().unwrap_or_else(PoisonError::into_inner);
                         requests.remove(&id)
                     };
-                    if let Some(answered) = answered {
-                        answered(code, body);
+                    match answered {
+                        // The session's end, which comes next, is to be known by then.
+                        Some(answered) if self.session().is_closed() => {
+                            self.unanswered.push((answered, code, body));
+                        }
+                        Some(answered) => answered(code, body),
+                        None => {}
                     }
                 }
                 Some(SessionEvent::Closed(reason)) => {
@@ -231,6 +239,9 @@ impl Control {
         }
         self.link.core.remove_session(&self.link);
         self.link.terminate(error.clone());
+        for (answered, code, body) in self.unanswered.drain(..) {
+            answered(code, body);
+        }
         if let Some(met) = self.met.take() {
             met(&self.link, Err(error));
         }

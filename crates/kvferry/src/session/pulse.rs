@@ -38,7 +38,7 @@ impl Pulse {
         now.saturating_since(last) <= self.limit
     }
 
-    fn beat(&self, now: Timestamp) {
+    pub(crate) fn beat(&self, now: Timestamp) {
         self.last.store(now.as_nanos(), Ordering::Release);
     }
 }

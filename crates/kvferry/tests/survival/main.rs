@@ -13,6 +13,7 @@ mod secrets;
 mod silence;
 mod stranger;
 mod targets;
+mod within;
 
 use kvferry::{Access, Agent, Batch, Options, Region, RemoteRegion, Transports};
 use kvferry_testkit::pattern::Pattern;

@@ -34,6 +34,7 @@ pub(crate) fn attach(link: &Arc<Link>, met: Met) {
                 stage: Stage::Offer { page, stream },
                 met: Some(met),
                 deadline: now() + link.core.handshake_timeout(),
+                was_reset: false,
             };
             control.add(token, Box::new(handler));
         }
@@ -93,9 +94,13 @@ fn begin(link: &Arc<Link>) -> Result<Begun, String> {
     let native = link.native.as_ref().expect("established sessions are native");
     let hello = native.session.lock().unwrap_or_else(PoisonError::into_inner).stream_hello();
     let (stream, hello) = hello.ok_or("the session ended")?;
-    channel
-        .send(&hello, &[page.fd()])
-        .map_err(|e| format!("the peer's local socket can't be written to: {e}"))?;
+    match channel.send(&hello, &[page.fd()]) {
+        Ok(()) => {}
+        // It hung up at once; it has said why.
+        Err(e)
+            if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
+        Err(e) => return Err(format!("the peer's local socket can't be written to: {e}")),
+    }
     Ok(Begun { channel, page, stream })
 }
 
@@ -121,6 +126,7 @@ struct Attach {
     stage: Stage,
     met: Option<Met>,
     deadline: Timestamp,
+    was_reset: bool,
 }
 
 impl Attach {
@@ -303,6 +309,10 @@ impl Handler for Attach {
                     }
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                // Said once, before what the peer sent when it hung up.
+                Err(e) if e.kind() == io::ErrorKind::ConnectionReset && !self.was_reset => {
+                    self.was_reset = true;
+                }
                 Err(e) => return self.fail(format!("the peer's local socket failed: {e}")),
             }
         }

@@ -70,7 +70,9 @@ impl LocalPeer {
             Op::Read => Access::READ,
         };
         let mut found = self.look_up(batch, need);
-        if matches!(found, Err((Missed::Misfit(_), _))) && self.registry.catch_up() {
+        if matches!(found, Err((Missed::Misfit(_), _))) {
+            // Once more in any case: somebody else may have brought it up to date meanwhile.
+            self.registry.catch_up();
             found = self.look_up(batch, need);
         }
         match found {

@@ -1,0 +1,477 @@
+//! Peers of the same host, whose memory is copied to and from directly.
+
+use super::*;
+use kvferry::{ErrorKind, TransportKind};
+use kvferry_sys::map::Mapping;
+use kvferry_testkit::network::Network;
+use kvferry_testkit::process::{Child, ChildRegion};
+use std::thread;
+
+const LOCAL: &str = "local,tcp";
+
+fn near() -> Agent {
+    agent_over(LOCAL)
+}
+
+fn far() -> (Child, String) {
+    Child::with_agent(peer_config_over(LOCAL))
+}
+
+fn matches(child: &mut Child, region: &ChildRegion, seed: u64) -> bool {
+    child.call(json!({"op": "matches", "region": region.id, "seed": seed}))["matches"] == true
+}
+
+/// Memory of this process that is registered: nobody else can map it.
+struct Private {
+    map: Mapping,
+    region: Region,
+}
+
+fn private(agent: &Agent, len: usize, access: Access, seed: u64) -> Private {
+    let map = Mapping::anonymous(len).expect("memory");
+    map.span(0, len).copy_from(&Pattern::new(seed).bytes(len));
+    // SAFETY: the mapping lives until the end of the test, which shuts the agent down or
+    // unregisters the region first, and is only copied to and from.
+    let region = unsafe { agent.register(map.as_ptr(), len, access) }.expect("no overlap");
+    Private { map, region }
+}
+
+fn content_of(memory: &Private) -> Vec<u8> {
+    let mut bytes = vec![0; memory.map.len()];
+    memory.map.span(0, bytes.len()).copy_to(&mut bytes);
+    bytes
+}
+
+#[test]
+fn private_and_shared_memory_are_written_and_read_in_blocks_of_every_size() {
+    let _bound = bounded();
+    let agent = near();
+    let (mut child, address) = far();
+    let peer = agent.peer(&address).expect("an address");
+    let len = 9 * MIB;
+    for (is_private, seed) in [(true, 1), (false, 2)] {
+        let region = if is_private {
+            child.allocate_private(len, "rw", 9)
+        } else {
+            child.allocate(len, "rw", 9)
+        };
+        let mut seed = seed * 10;
+        for block in [512, 4 * KIB, 96 * KIB, len] {
+            // Before and after the child's memory may have been mapped here.
+            for _ in 0..2 {
+                seed += 1;
+                let from = source(&agent, len, seed);
+                let moved = peer
+                    .write(&batch(&from, &region.remote, block), &Options::default())
+                    .expect("done");
+                assert_eq!(moved.transport, Some(TransportKind::Local));
+                let to = private(&agent, len, Access::NONE, 0);
+                peer.read(&batch(&to.region, &region.remote, block), &Options::default())
+                    .expect("done");
+                let whole = len / block * block;
+                assert!(content_of(&to)[..whole] == Pattern::new(seed).bytes(len)[..whole]);
+                agent.unregister(&to.region).expect("registered");
+                thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
+}
+
+#[test]
+fn i2_memory_that_a_stopped_process_may_write_is_quarantined_until_it_is_seen_to_be_out() {
+    let _bound = bounded();
+    for by_death in [false, true] {
+        let agent = near();
+        let mut to = private(&agent, 32 * MIB, Access::WRITE, 0);
+        let mut child = Child::spawn();
+        child.start(peer_config_over(LOCAL));
+        let from = child.allocate(32 * MIB, "", 7);
+        let writing = |to: &Private| {
+            command("keep_writing", agent.advertised(), &from, &to.region.remote(), 256 * KIB)
+        };
+        let writer = child.call(writing(&to))["writer"].clone();
+        // Stopped in the middle of a copy: most of the time, it is in one.
+        let mut tries = 0;
+        let error = loop {
+            tries += 1;
+            assert!(tries < 50, "never caught inside");
+            eventually(Duration::from_secs(10), "something arrives", || {
+                agent.stats().bytes_received > 0
+            });
+            child.stop();
+            let began = Instant::now();
+            match agent.unregister(&to.region) {
+                Ok(()) => {
+                    child.resume();
+                    to = private(&agent, 32 * MIB, Access::WRITE, 0);
+                    child.call(writing(&to));
+                }
+                Err(error) => {
+                    assert_within(began, 3 * SILENCE, "giving a stopped writer up");
+                    break error;
+                }
+            }
+        };
+        println!("caught inside at try {tries}");
+        assert_eq!(error.kind(), ErrorKind::Quarantined, "{error}");
+        assert!(error.to_string().contains("peer=peer"), "{error}");
+        assert!(to.region.is_quarantined() && !to.region.is_registered());
+        assert_eq!(agent.stats().regions_quarantined, 1);
+        // SAFETY: refused; and if it were not, the memory is there.
+        let again = unsafe { agent.register(to.map.as_ptr(), MIB, Access::READ) };
+        assert_eq!(again.expect_err("in quarantine").kind(), ErrorKind::Quarantined);
+        if by_death {
+            child.kill();
+        } else {
+            child.resume();
+        }
+        eventually(HEARD, "the quarantine ends", || agent.stats().regions_quarantined == 0);
+        assert!(!to.region.is_quarantined());
+        agent.unregister(&to.region).expect("it was, and is not any more");
+        // Nothing lands afterwards.
+        to.map.span(0, 32 * MIB).copy_from(&vec![0x5a; 32 * MIB]);
+        thread::sleep(Duration::from_millis(50));
+        assert!(content_of(&to).iter().all(|b| *b == 0x5a), "something landed after the fence");
+        // SAFETY: as in `private`.
+        unsafe { agent.register(to.map.as_ptr(), MIB, Access::READ) }.expect("free again");
+        if !by_death {
+            let report = child.call(json!({"op": "stop_writing", "writer": writer}));
+            assert!(!report["errors"].as_array().expect("a list").is_empty(), "{report}");
+        }
+        agent.shutdown();
+    }
+}
+
+/// Silence is noticed after one window; with the factor of three.
+const HEARD: Duration = Duration::from_secs(3);
+
+#[test]
+fn i2_nothing_lands_after_unregister_returned_while_two_processes_write_and_read() {
+    let _bound = bounded();
+    let agent = near();
+    let mut children: Vec<_> = (0..2)
+        .map(|_| {
+            let mut child = Child::spawn();
+            child.start(peer_config_over(LOCAL));
+            let from = child.allocate(4 * MIB, "", 7);
+            (child, from)
+        })
+        .collect();
+    for round in 0..40 {
+        let to = private(&agent, 4 * MIB, Access::READ_WRITE, 0);
+        let before = agent.stats().bytes_received;
+        let writers: Vec<_> = children
+            .iter_mut()
+            .map(|(child, from)| {
+                let remote = to.region.remote();
+                let block = [512, 4 * KIB, 4 * MIB][round % 3];
+                child.call(command("keep_writing", agent.advertised(), from, &remote, block))
+                    ["writer"]
+                    .clone()
+            })
+            .collect();
+        eventually(Duration::from_secs(10), "something arrives", || {
+            agent.stats().bytes_received > before
+        });
+        agent.unregister(&to.region).expect("nobody is stopped");
+        to.map.span(0, 4 * MIB).copy_from(&vec![0x5a; 4 * MIB]);
+        thread::sleep(Duration::from_millis(3));
+        assert!(content_of(&to).iter().all(|b| *b == 0x5a), "round {round}: something landed");
+        for ((child, _), writer) in children.iter_mut().zip(writers) {
+            child.call(json!({"op": "stop_writing", "writer": writer}));
+        }
+    }
+}
+
+#[test]
+fn a_peer_killed_under_a_stream_of_writes_is_an_error_at_once_and_a_new_life_is_met_afresh() {
+    let _bound = bounded();
+    let agent = near();
+    let from = source(&agent, 16 * MIB, 1);
+    let (mut child, address) = far();
+    for is_private in [true, false] {
+        let region = if is_private {
+            child.allocate_private(16 * MIB, "rw", 2)
+        } else {
+            child.allocate(16 * MIB, "rw", 2)
+        };
+        let peer = agent.peer(&address).expect("an address");
+        let moves = batch(&from, &region.remote, 64 * KIB);
+        peer.write(&moves, &Options::default()).expect("a healthy write");
+        let killed = std::sync::Mutex::new(None);
+        let (error, at) = thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                loop {
+                    if let Err(error) = peer.write(&moves, &Options::default()) {
+                        return (error, Instant::now());
+                    }
+                }
+            });
+            thread::sleep(Duration::from_millis(30));
+            *killed.lock().expect("no panic") = Some(Instant::now());
+            child.kill();
+            writer.join().expect("writers don't panic")
+        });
+        let killed = killed.into_inner().expect("no panic").expect("set");
+        let took = at.saturating_duration_since(killed);
+        assert!(took <= stretched(NOTICED), "noticed after {took:?}");
+        let gone = [ErrorKind::PeerReset, ErrorKind::PeerClosed, ErrorKind::Unreachable];
+        assert!(gone.contains(&error.kind()), "{error:?}");
+        assert_ne!(error.quiesced(), Some(false), "the copier is ours: {error:?}");
+        // Another life at the same address.
+        let mut config = peer_config_over(LOCAL);
+        config["listen"] = json!(address);
+        let (second, again) = Child::with_agent(config);
+        assert_eq!(again, address);
+        child = second;
+        let stale = peer.write(&moves, &Options::default()).expect_err("an earlier life's");
+        assert_eq!(stale.kind(), ErrorKind::StaleIncarnation, "{stale:?}");
+        let fresh = child.allocate_private(16 * MIB, "rw", 2);
+        peer.write(&batch(&from, &fresh.remote, 64 * KIB), &Options::default()).expect("afresh");
+        assert!(matches(&mut child, &fresh, 1));
+    }
+}
+
+#[test]
+fn a_stopped_peer_is_written_to_all_the_same_and_finds_the_bytes_when_it_goes_on() {
+    let _bound = bounded();
+    let agent = near();
+    let from = source(&agent, MIB, 1);
+    let (mut child, address) = far();
+    let region = child.allocate_private(MIB, "rw", 2);
+    let peer = agent.peer(&address).expect("an address");
+    peer.connect(Duration::from_secs(5)).expect("it is there");
+    child.stop();
+    let moves = batch(&from, &region.remote, 4096);
+    peer.write(&moves, &Options::default()).expect("its memory is there");
+    // A word to it has to wait for it.
+    let note = kvferry::Notification::new("n", "m");
+    let options = Options { notify: Some(note), ..within(Duration::from_secs(20)) };
+    let began = Instant::now();
+    let error = peer.write(&moves, &options).expect_err("it does not answer");
+    assert_within(began, HEARD, "a notification to a stopped peer");
+    assert_eq!(error.kind(), ErrorKind::PeerSilent, "{error:?}");
+    thread::sleep(SILENCE);
+    child.resume();
+    assert!(matches(&mut child, &region, 1));
+    refill(&from, 3);
+    peer.write(&moves, &Options::default()).expect("the first call to a resumed peer");
+    assert!(matches(&mut child, &region, 3));
+    let names = child.call(json!({"op": "notifications"}));
+    assert_eq!(names["names"], json!([]), "what was reported as failed was not delivered later");
+}
+
+#[test]
+fn a_cancelled_write_is_quiesced_at_once() {
+    let _bound = bounded();
+    let agent = near();
+    let from = source(&agent, 64 * MIB, 1);
+    let (mut child, address) = far();
+    let region = child.allocate_private(64 * MIB, "rw", 2);
+    let peer = agent.peer(&address).expect("an address");
+    peer.connect(Duration::from_secs(5)).expect("it is there");
+    let mut cancelled = 0;
+    for delay_us in [0, 200, 1_000, 4_000, 8_000] {
+        refill(&from, 1);
+        let transfer = peer.write_async(batch(&from, &region.remote, 16 * KIB), Options::default());
+        thread::sleep(Duration::from_micros(delay_us));
+        transfer.cancel();
+        let outcome = transfer.wait(Duration::from_secs(5)).expect("it ends");
+        from.write_at(0, &vec![kvferry_testkit::pattern::MARKER; from.len()]).expect("owned");
+        if let Err(error) = outcome {
+            assert_eq!(error.kind(), ErrorKind::Cancelled, "{error:?}");
+            assert_eq!(error.quiesced(), Some(true), "{error:?}");
+            cancelled += 1;
+        }
+        let digest = child.call(json!({"op": "digest", "region": region.id}))["digest"].clone();
+        let watch = json!({"op": "watch", "region": region.id, "for_ms": 50, "digest": digest});
+        assert!(child.call(watch)["changed"] == false, "bytes landed after the outcome");
+        assert!(
+            !child.memory(&region).contains(&kvferry_testkit::pattern::MARKER),
+            "the source was read after the outcome"
+        );
+        child.call(json!({"op": "fill", "region": region.id, "seed": 2})).as_object();
+    }
+    assert!(cancelled >= 2, "only {cancelled} were caught in the middle");
+}
+
+#[test]
+fn mapped_memory_is_let_go_when_its_owner_lets_go() {
+    let _bound = bounded();
+    let agent = near();
+    let from = source(&agent, 2 * MIB, 1);
+    let (mut child, address) = far();
+    let peer = agent.peer(&address).expect("an address");
+    let mapped = || {
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("a list");
+        maps.lines().filter(|line| line.contains("memfd:kvferry-region")).count()
+    };
+    let before = mapped();
+    let region = child.allocate(2 * MIB, "rw", 2);
+    eventually(Duration::from_secs(5), "the child's memory is mapped here", || {
+        peer.write(&batch(&from, &region.remote, MIB), &Options::default()).expect("done");
+        mapped() > before
+    });
+    child.call(json!({"op": "unregister", "region": region.id}));
+    child.call(json!({"op": "forget", "region": region.id}));
+    eventually(Duration::from_secs(5), "the mapping is gone", || mapped() == before);
+    let error = peer
+        .write(&batch(&from, &region.remote, MIB), &Options::default())
+        .expect_err("unregistered");
+    assert_eq!(error.kind(), ErrorKind::NotRegistered, "{error:?}");
+}
+
+#[test]
+fn sessions_within_the_host_leave_nothing_behind() {
+    let _bound = bounded();
+    let agent = near();
+    let (child, address) = far();
+    let peer = agent.peer(&address).expect("an address");
+    for _ in 0..3 {
+        assert_eq!(
+            peer.connect(Duration::from_secs(5)).expect("there").transport,
+            TransportKind::Local
+        );
+        peer.disconnect();
+    }
+    let mine = std::process::id();
+    let fds = |pid| kvferry_testkit::process::Resources::of(pid).descriptors;
+    let settle = || thread::sleep(Duration::from_millis(50));
+    settle();
+    let before = (fds(mine), fds(child.pid()));
+    for _ in 0..50 {
+        peer.connect(Duration::from_secs(5)).expect("there");
+        peer.disconnect();
+    }
+    settle();
+    eventually(Duration::from_secs(5), "descriptors are closed", || {
+        (fds(mine), fds(child.pid())) == before
+    });
+}
+
+/// What a child is told, and the words that the fallback has to have in it.
+fn falls_back(what: &str, prepare: impl Fn(&mut Child), words: &[&str]) {
+    let agent = near();
+    let mut child = Child::spawn();
+    prepare(&mut child);
+    let address = child.start(peer_config_over(LOCAL));
+    let region = child.allocate_private(MIB, "rw", 2);
+    let from = child.allocate_private(MIB, "", 3);
+    let peer = agent.peer(&address).expect("an address");
+    // This process to the child, and the child to this process: one of them is refused.
+    let summary = peer.connect(Duration::from_secs(5)).expect("there is tcp");
+    let back = child.call(json!({
+        "op": "connect", "peer": agent.advertised(), "timeout_ms": 5_000,
+    }));
+    println!("{what}: {:?}; the other way {}", summary.fallback, back["fallback"]);
+    let ours = private(&agent, MIB, Access::READ_WRITE, 1);
+    let moved = peer
+        .write(&batch(&ours.region, &region.remote, 4096), &Options::default())
+        .expect("by one way or the other");
+    assert!(matches(&mut child, &region, 1), "{what}");
+    child.call(command("write", agent.advertised(), &from, &ours.region.remote(), 4096));
+    assert!(content_of(&ours) == Pattern::new(3).bytes(MIB), "{what}");
+    let mut said = Vec::new();
+    if summary.transport == TransportKind::Tcp {
+        assert_eq!(moved.transport, Some(TransportKind::Tcp), "{what}");
+        said.push(summary.fallback.expect("a reason"));
+    }
+    if back["transport"] == "tcp" {
+        said.push(back["fallback"].as_str().expect("a reason").to_owned());
+    }
+    assert!(!said.is_empty(), "{what}: nothing fell back");
+    for word in words {
+        assert!(said.iter().any(|text| text.contains(word)), "{what}: {word:?} in {said:?}");
+    }
+    agent.shutdown();
+}
+
+#[test]
+fn a_seccomp_filter_means_tcp_and_is_named() {
+    let _bound = bounded();
+    let deny = |child: &mut Child| drop(child.call(json!({"op": "deny_process_vm"})));
+    falls_back("a seccomp filter", deny, &["seccomp", "process_vm_readv"]);
+}
+
+#[test]
+fn another_user_means_tcp_and_is_named() {
+    let _bound = bounded();
+    if kvferry_sys::unix::user() != 0 {
+        println!("SKIPPED: another user: only root can start a process as somebody else");
+        return;
+    }
+    let become_nobody = |child: &mut Child| {
+        assert_eq!(child.call(json!({"op": "become_user", "uid": 65_534}))["done"], true);
+    };
+    falls_back("another user", become_nobody, &["another user"]);
+}
+
+#[test]
+fn shared_memory_is_reached_even_where_copying_by_number_is_refused() {
+    let _bound = bounded();
+    let agent = near();
+    let to = agent.allocate(MIB, Access::READ_WRITE).expect("memory");
+    let mut child = Child::spawn();
+    child.call(json!({"op": "deny_process_vm"}));
+    child.start(peer_config_over("local"));
+    let from = child.allocate(MIB, "", 5);
+    let write = command("write", agent.advertised(), &from, &to.remote(), 4096);
+    eventually(Duration::from_secs(5), "the memory is mapped in the child", || {
+        child.try_call(write.clone()).is_ok()
+    });
+    assert!(content(&to) == Pattern::new(5).bytes(MIB));
+    // What is not shared can't be reached by local alone, and that is said.
+    let own = private(&agent, MIB, Access::READ_WRITE, 1);
+    let write = command("write", agent.advertised(), &from, &own.region.remote(), 4096);
+    let refusal = child.try_call(write).expect_err("local is the only transport");
+    assert_eq!(refusal.kind, "unsupported", "{refusal:?}");
+    agent.shutdown();
+}
+
+#[test]
+fn another_network_namespace_means_tcp_and_is_named() {
+    let _bound = bounded();
+    let Some(network) = Network::or_skip("local between two network namespaces") else { return };
+    let mut config = peer_config_over(LOCAL);
+    // They would be reason enough.
+    config["checksum"] = json!(false);
+    let mut writer = Child::spawn_in(&network.near);
+    config["listen"] = json!(format!("{}:0", Network::NEAR));
+    writer.start(config.clone());
+    let mut target = Child::spawn_in(&network.far);
+    config["listen"] = json!(format!("{}:0", Network::FAR));
+    let address = target.start(config);
+    let met = writer.call(json!({"op": "connect", "peer": address, "timeout_ms": 5_000}));
+    assert_eq!(met["transport"], "tcp");
+    let fallback = met["fallback"].as_str().expect("a reason");
+    assert!(fallback.contains("another network namespace"), "{fallback}");
+}
+
+#[test]
+fn a_storm_of_signals_is_nothing_within_the_host() {
+    let _bound = bounded();
+    let agent = near();
+    let len = 16 * MIB;
+    let to = private(&agent, len, Access::READ_WRITE, 1);
+    let mut child = Child::spawn();
+    child.start(peer_config_over(LOCAL));
+    child.call(json!({"op": "catch_signals"}));
+    let from = child.allocate(len, "", 1);
+    let mut signals = 0;
+    for (op, block) in [("write", len), ("read", 64 * KIB), ("write", 512)] {
+        for _ in 0..20 {
+            child.send(command(op, agent.advertised(), &from, &to.region.remote(), block));
+            let done = loop {
+                child.disturb();
+                signals += 1;
+                if let Some(done) = child.reply_within(Duration::from_micros(300)) {
+                    break done;
+                }
+            };
+            done.unwrap_or_else(|e| panic!("{op} in blocks of {block}: {e:?}"));
+        }
+        assert!(content_of(&to) == Pattern::new(1).bytes(len), "{op} in blocks of {block}");
+    }
+    assert!(signals > 100, "only {signals} signals were sent");
+    agent.shutdown();
+}
