@@ -62,6 +62,12 @@ class RevokedError(Error):
     kind = "revoked"
 
 
+class QuarantinedError(Error):
+    """Memory that was unregistered may still be written by a process that does not answer."""
+
+    kind = "quarantined"
+
+
 class UnreachableError(Error, ConnectionError):
     """The peer can't be connected to."""
 

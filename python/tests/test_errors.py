@@ -17,6 +17,7 @@ KINDS = [
     "out_of_bounds",
     "access_denied",
     "revoked",
+    "quarantined",
     "unreachable",
     "peer_reset",
     "peer_silent",

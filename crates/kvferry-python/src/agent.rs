@@ -53,6 +53,19 @@ impl Stop for Shared {
     }
 }
 
+impl Shared {
+    /// Lets go of all buffers, after the agent was shut down.
+    fn let_go(&self) {
+        let released = std::mem::take(&mut *lock(&self.holds));
+        if self.agent.stats().regions_quarantined == 0 {
+            drop(released);
+        } else {
+            // A process that does not answer may still write to them: they stay, for good.
+            std::mem::forget(released);
+        }
+    }
+}
+
 impl Drop for Shared {
     fn drop(&mut self) {
         // The holds go only after no copier can touch their memory any more. Whoever drops the last
@@ -61,6 +74,7 @@ impl Drop for Shared {
         if Python::try_attach(|py| py.detach(stop)).is_none() {
             self.stop();
         }
+        self.let_go();
     }
 }
 
@@ -118,7 +132,8 @@ impl Agent {
     #[new]
     #[pyo3(signature = (
         name = None, *, listen = None, advertise = None, secret = None, transports = None, checksum = None,
-        silence = None, timeout = None, streams_per_peer = None, io_threads = None, mooncake = None
+        silence = None, timeout = None, streams_per_peer = None, io_threads = None, mooncake = None,
+        ptracer_any = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
     fn new(
@@ -134,6 +149,7 @@ impl Agent {
         streams_per_peer: Option<usize>,
         io_threads: Option<usize>,
         mooncake: Option<bool>,
+        ptracer_any: Option<bool>,
     ) -> PyResult<Self> {
         let mut config = Config::from_env().map_err(|e| error::exception(py, &e))?;
         if let Some(name) = name {
@@ -159,6 +175,7 @@ impl Agent {
         config.streams_per_peer = streams_per_peer.or(config.streams_per_peer);
         config.io_threads = io_threads.or(config.io_threads);
         config.mooncake = mooncake.unwrap_or(config.mooncake);
+        config.ptracer_any = ptracer_any.unwrap_or(config.ptracer_any);
 
         let agent = blocking::run(py, |_| kvferry::Agent::start(config))?;
         let shared = Arc::new(Shared { agent, holds: Mutex::default(), pid: std::process::id() });
@@ -337,8 +354,7 @@ impl Agent {
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
         let agent = self.0.agent(py)?;
         py.detach(|| agent.shutdown());
-        let released = std::mem::take(&mut *lock(&self.0.holds));
-        drop(released);
+        self.0.let_go();
         Ok(())
     }
 
@@ -366,7 +382,8 @@ impl Agent {
         let mut released = Vec::new();
         let mut holds = lock(&self.0.holds);
         let ours = |region: &&kvferry::Region| {
-            region.remote().incarnation == self.0.agent.incarnation() && !region.is_registered()
+            let ended = !region.is_registered() && !region.is_quarantined();
+            region.remote().incarnation == self.0.agent.incarnation() && ended
         };
         for region in regions.iter().filter(ours) {
             released.extend(holds.remove(&region.id().0));

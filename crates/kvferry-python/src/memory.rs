@@ -72,6 +72,13 @@ impl Region {
         self.region.is_registered()
     }
 
+    /// Whether it was unregistered while a process of this host that may still write to it did not
+    /// answer: its memory must not be used for anything else.
+    #[getter]
+    fn is_quarantined(&self) -> bool {
+        self.region.is_quarantined()
+    }
+
     /// What a peer needs to name this region in its transfers.
     fn remote(&self) -> RemoteRegion {
         RemoteRegion(self.region.remote())

@@ -279,7 +279,7 @@ impl Moved {
         self.0.streams
     }
 
-    /// How: "tcp", "mooncake"; None if there was nothing to move.
+    /// How: "tcp", "local", "mooncake"; None if there was nothing to move.
     #[getter]
     fn transport(&self) -> Option<&'static str> {
         self.0.transport.map(kvferry::TransportKind::as_str)
@@ -313,10 +313,16 @@ impl PeerSummary {
         self.0.incarnation.map(|incarnation| incarnation.to_string())
     }
 
-    /// How bytes move: "tcp", "mooncake".
+    /// How bytes move: "tcp", "local", "mooncake".
     #[getter]
     fn transport(&self) -> &'static str {
         self.0.transport.as_str()
+    }
+
+    /// Why bytes do not go the fastest way within one host, in words; None if they do.
+    #[getter]
+    fn fallback(&self) -> Option<&str> {
+        self.0.fallback.as_deref()
     }
 
     /// The protocol's version; 0 for stock Mooncake peers.

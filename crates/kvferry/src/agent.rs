@@ -301,14 +301,16 @@ impl Inner {
         lock(&self.core.peers).clear();
         lock(&self.core.accepted).clear();
         self.core.regions.close();
-        self.core.regions.clear();
+        let regions = self.core.regions.clear();
         self.core.gates.quiesce();
-        for gate in self.core.writers.quiesce(now() + self.core.config.silence()) {
+        let occupied = self.core.writers.quiesce(now() + self.core.config.silence());
+        if let Some(gate) = occupied.first() {
             tracing::error!(
                 peer = %gate.writer.name,
-                "a process of this host that may be writing to memory of this agent does not \
-                 answer; the agent is shut down without it"
+                "a process of this host that may be writing to this agent's memory does not \
+                 answer; the agent is shut down, and its memory must not be reused"
             );
+            self.core.regions.quarantine(&regions, &occupied);
         }
     }
 }

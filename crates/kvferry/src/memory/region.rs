@@ -514,7 +514,11 @@ impl RegionTable {
     }
 
     /// Keeps the ranges of unregistered regions out of use until the gates are left.
-    pub(crate) fn quarantine(&self, regions: &[&Region], occupied: &[Occupied]) {
+    pub(crate) fn quarantine<'a>(
+        &self,
+        regions: impl IntoIterator<Item = &'a Region>,
+        occupied: &[Occupied],
+    ) {
         let mut tables = self.write();
         for region in regions {
             region.0.quarantine.store(INSIDE, Ordering::SeqCst);

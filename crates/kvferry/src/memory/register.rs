@@ -150,9 +150,9 @@ fn unregister(core: &Core, regions: &[Region]) -> Result<()> {
         crate::transport::local::unmap(core, &region.0);
     }
     if let Some(gate) = occupied.first() {
-        core.regions.quarantine(&removed, &occupied);
-        let error = quarantined(&gate.writer.name);
-        return first.and(Err(removed.iter().fold(error, |e, r| e.with("region", r.id()))));
+        core.regions.quarantine(removed.iter().copied(), &occupied);
+        let error = quarantined(&gate.writer.name).with("region", removed[0].id());
+        return first.and(Err(error));
     }
     first
 }
@@ -178,12 +178,12 @@ fn wait_for_quarantine(core: &Core, region: &Region) -> Result<()> {
 }
 
 impl RegionTable {
-    /// Unregisters everything; the caller quiesces.
-    pub(crate) fn clear(&self) {
-        for region in self.all() {
-            // Somebody else may be unregistering the same.
-            let _ = self.remove(&region);
-        }
+    /// Unregisters everything; the caller quiesces. Returns what was.
+    pub(crate) fn clear(&self) -> Vec<Region> {
+        let mut regions = self.all();
+        // Somebody else may be unregistering the same.
+        regions.retain(|region| self.remove(region).is_ok());
+        regions
     }
 }
 
