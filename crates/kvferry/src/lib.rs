@@ -21,6 +21,7 @@ mod config;
 mod error;
 mod memory;
 mod notify;
+mod pack;
 mod peer;
 mod reactor;
 mod session;

@@ -18,6 +18,9 @@ use serde::Serialize;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Regions that are listed of one peer: what it says must not fill our memory.
+const REGIONS_MAX: usize = 1 << 20;
+
 /// What is known of a peer after meeting it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
@@ -152,7 +155,7 @@ impl Peer {
             let left = until.saturating_since(now());
             let body = service::encode(&RegionsQuery { after });
             let answer = self.ask(&link, service::REGIONS, body, left)?;
-            let page: RegionsPage = rmp_serde::from_slice(&answer).map_err(|e| {
+            let page = RegionsPage::parse(&answer, after).map_err(|e| {
                 Error::new(ErrorKind::Protocol, "the peer's list of regions is malformed")
                     .with("peer", &link.address)
                     .caused_by(e)
@@ -161,6 +164,14 @@ impl Peer {
             all.extend(page.regions);
             if !more {
                 return Ok(all);
+            }
+            if all.len() > REGIONS_MAX {
+                return Err(Error::new(
+                    ErrorKind::TooLarge,
+                    "the peer has too many regions to list",
+                )
+                .with("peer", &link.address)
+                .with("listed", all.len()));
             }
         }
     }

@@ -4,6 +4,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::device::DeviceMemory;
 use crate::memory::registry::Registry;
 use crate::memory::writers::Occupied;
+use crate::pack;
 use kvferry_proto::{Incarnation, RegionId, WireCode};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::shared::Shared;
@@ -247,7 +248,7 @@ pub struct RemoteRegion {
 impl RemoteRegion {
     /// The region as bytes, to be carried to a peer by any means.
     pub fn to_bytes(&self) -> Vec<u8> {
-        rmp_serde::to_vec_named(self).expect("plain integers always encode")
+        pack::encode(self)
     }
 
     /// Reads what [`RemoteRegion::to_bytes`] wrote.
@@ -255,7 +256,7 @@ impl RemoteRegion {
     /// # Errors
     /// `InvalidArgument` if the bytes are something else.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        rmp_serde::from_slice(bytes).map_err(|e| {
+        pack::decode(bytes).map_err(|e| {
             Error::new(ErrorKind::InvalidArgument, "not a region's description").caused_by(e)
         })
     }
@@ -613,6 +614,8 @@ mod tests {
         let region = table.insert(life, 0x1000, 16, Access::READ, Backing::Borrowed).expect("free");
         let described = region.remote();
         assert_eq!(RemoteRegion::from_bytes(&described.to_bytes()).expect("ours"), described);
+        let longer = [described.to_bytes(), vec![0]].concat();
+        assert!(RemoteRegion::from_bytes(&longer).is_err(), "bytes behind it");
         let json = serde_json::to_string(&described).expect("plain fields");
         assert!(json.contains("\"fffffffffffffffffffffffffffffff8\""), "{json}");
         let back: RemoteRegion = serde_json::from_str(&json).expect("ours");

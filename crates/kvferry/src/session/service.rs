@@ -2,8 +2,12 @@
 
 use crate::memory::region::{Region, RemoteRegion};
 use crate::notify::Notification;
+use crate::pack;
+pub(crate) use crate::pack::encode;
 use crate::session::link::{Link, StreamFault};
 use kvferry_proto::{StreamId, WireCode};
+use rmp_serde::decode::Error as Malformed;
+use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 
 /// The regions this agent lets peers reach, a page at a time.
@@ -48,8 +52,22 @@ pub(crate) struct Note {
     pub(crate) message: Vec<u8>,
 }
 
-pub(crate) fn encode<T: Serialize>(value: &T) -> Vec<u8> {
-    rmp_serde::to_vec_named(value).expect("plain values always encode")
+impl RegionsPage {
+    /// The page that answers a query for regions after an id. They come in the order of their
+    /// ids, so that a list of pages has an end.
+    pub(crate) fn parse(body: &[u8], mut after: u32) -> Result<Self, Malformed> {
+        let page: Self = pack::decode(body)?;
+        if page.regions.len() > PAGE {
+            return Err(Malformed::custom("more regions than a page has"));
+        }
+        for region in &page.regions {
+            if region.id.0 <= after {
+                return Err(Malformed::custom("regions out of order"));
+            }
+            after = region.id.0;
+        }
+        Ok(page)
+    }
 }
 
 /// Answers one request.
@@ -57,7 +75,7 @@ pub(crate) fn answer(link: &Link, kind: u16, body: &[u8]) -> (WireCode, Vec<u8>)
     let core = &link.core;
     match kind {
         PROBE => (WireCode::Ok, Vec::new()),
-        STREAM_FAULT => match rmp_serde::from_slice::<StreamFaultNote>(body) {
+        STREAM_FAULT => match pack::decode::<StreamFaultNote>(body) {
             Ok(note) => {
                 let fault = StreamFault { code: WireCode::from_u16(note.code), index: note.index };
                 link.note_fault(StreamId(note.stream), fault);
@@ -66,7 +84,7 @@ pub(crate) fn answer(link: &Link, kind: u16, body: &[u8]) -> (WireCode, Vec<u8>)
             Err(_) => (WireCode::Malformed, Vec::new()),
         },
         REGIONS => {
-            let Ok(query) = rmp_serde::from_slice::<RegionsQuery>(body) else {
+            let Ok(query) = pack::decode::<RegionsQuery>(body) else {
                 return (WireCode::Malformed, Vec::new());
             };
             let mut regions: Vec<_> = core
@@ -81,7 +99,7 @@ pub(crate) fn answer(link: &Link, kind: u16, body: &[u8]) -> (WireCode, Vec<u8>)
             regions.truncate(PAGE);
             (WireCode::Ok, encode(&RegionsPage { regions, more }))
         }
-        NOTIFY => match rmp_serde::from_slice::<Note>(body) {
+        NOTIFY => match pack::decode::<Note>(body) {
             Ok(Note { name, message }) => {
                 let from = link.info().map_or_else(String::new, |info| info.name.clone());
                 if core.inbox.push(Notification { from, name, message }) {
@@ -94,5 +112,33 @@ pub(crate) fn answer(link: &Link, kind: u16, body: &[u8]) -> (WireCode, Vec<u8>)
             Err(_) => (WireCode::Malformed, Vec::new()),
         },
         _ => (WireCode::Unsupported, Vec::new()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::region::Access;
+    use kvferry_proto::{Incarnation, RegionId};
+
+    #[test]
+    fn a_list_of_regions_goes_on_where_the_last_page_ended_or_is_malformed() {
+        let region = |id| RemoteRegion {
+            incarnation: Incarnation(1),
+            id: RegionId(id),
+            addr: 1,
+            len: 1,
+            access: Access::READ,
+        };
+        let page = |ids: &[u32]| {
+            let regions = ids.iter().map(|&id| region(id)).collect();
+            encode(&RegionsPage { regions, more: true })
+        };
+        assert_eq!(RegionsPage::parse(&page(&[6, 9]), 5).expect("in order").regions.len(), 2);
+        for ids in [&[5][..], &[7, 6], &[7, 7], &[0]] {
+            assert!(RegionsPage::parse(&page(ids), 5).is_err(), "{ids:?} after 5");
+        }
+        let long: Vec<u32> = (6..).take(PAGE + 1).collect();
+        assert!(RegionsPage::parse(&page(&long), 5).is_err(), "longer than a page");
     }
 }

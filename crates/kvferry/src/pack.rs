@@ -1,0 +1,36 @@
+//! Small bodies in MessagePack: maps with named fields.
+
+use serde::Serialize;
+use serde::de::{DeserializeOwned, Error};
+
+/// How deep the values of unknown fields may be nested.
+const DEPTH_MAX: usize = 16;
+
+pub(crate) fn encode<T: Serialize>(value: &T) -> Vec<u8> {
+    rmp_serde::to_vec_named(value).expect("plain values always encode")
+}
+
+/// The one value that `bytes` are, with nothing after it.
+pub(crate) fn decode<T: DeserializeOwned>(mut bytes: &[u8]) -> Result<T, rmp_serde::decode::Error> {
+    let mut deserializer = rmp_serde::Deserializer::new(&mut bytes);
+    deserializer.set_max_depth(DEPTH_MAX);
+    let value = T::deserialize(&mut deserializer)?;
+    if bytes.is_empty() { Ok(value) } else { Err(Error::custom("bytes after the value")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_behind_a_value_and_deep_nesting_are_refused() {
+        let bytes = encode(&(1, "x"));
+        assert_eq!(decode::<(u8, String)>(&bytes).expect("own output"), (1, "x".to_owned()));
+        assert!(decode::<(u8, String)>(&[&bytes[..], &[0xc0]].concat()).is_err());
+        // An array in an array in an array ...
+        let mut deep = vec![0x91; 5000];
+        deep.push(0xc0);
+        assert!(decode::<serde::de::IgnoredAny>(&deep[4995..]).is_ok());
+        assert!(decode::<serde::de::IgnoredAny>(&deep).is_err());
+    }
+}
