@@ -34,6 +34,9 @@ pub mod admission;
 pub mod auth;
 pub mod code;
 pub mod frame;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod id;
 pub mod local;
 pub mod message;

@@ -19,6 +19,9 @@ mod address;
 mod agent;
 mod config;
 mod error;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod memory;
 mod notify;
 mod pack;

@@ -23,6 +23,8 @@
 
 mod handshake;
 mod heartbeat;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod models;
 mod queues;
 mod streams;
 

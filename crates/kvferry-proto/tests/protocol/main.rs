@@ -9,6 +9,6 @@ mod frames;
 mod handshake;
 mod hostile;
 mod liveness;
-mod pair;
-mod random;
 mod stream_proofs;
+
+use kvferry_proofs::pair;

@@ -15,6 +15,8 @@
 
 pub(crate) mod cursor;
 pub(crate) mod device;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 pub(crate) mod gate;
 pub(crate) mod region;
 mod register;

@@ -2,6 +2,8 @@
 
 pub(crate) mod batch;
 pub(crate) mod drive;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 pub(crate) mod job;
 
 pub use batch::Batch;

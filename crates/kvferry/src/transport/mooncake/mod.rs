@@ -27,6 +27,8 @@
 //! received ([`Fence::PeerExit`]); the error says so (`quiesced` is false).
 
 mod exchange;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod greet;
 mod inbound;
 mod inquest;

@@ -10,22 +10,27 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 /// The initiator.
-pub(crate) const A: usize = 0;
+pub const A: usize = 0;
 /// The acceptor.
-pub(crate) const B: usize = 1;
+pub const B: usize = 1;
 
-pub(crate) const SESSION: SessionId = SessionId(77);
-pub(crate) const INCARNATION: [Incarnation; 2] = [Incarnation(0xa), Incarnation(0xb)];
+/// The session's id at the acceptor.
+pub const SESSION: SessionId = SessionId(77);
+/// Who the two sides are.
+pub const INCARNATION: [Incarnation; 2] = [Incarnation(0xa), Incarnation(0xb)];
 
-pub(crate) const fn ms(ms: u64) -> Duration {
+/// Milliseconds.
+pub const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-pub(crate) fn config(side: usize) -> SessionConfig {
+/// The configuration of a side, without a secret.
+pub fn config(side: usize) -> SessionConfig {
     SessionConfig::new(INCARNATION[side], ["alice", "bob"][side])
 }
 
-pub(crate) fn with_secret(side: usize, secret: &str) -> SessionConfig {
+/// The configuration of a side that has a secret.
+pub fn with_secret(side: usize, secret: &str) -> SessionConfig {
     SessionConfig { secret: Secret::new(secret), ..config(side) }
 }
 
@@ -73,9 +78,11 @@ impl Link {
 
 /// One end and what it has told so far.
 #[derive(Debug)]
-pub(crate) struct End {
-    pub(crate) session: Session,
-    pub(crate) events: Vec<SessionEvent>,
+pub struct End {
+    /// The session.
+    pub session: Session,
+    /// Everything it has told.
+    pub events: Vec<SessionEvent>,
     sniffer: Option<Sniffer>,
     asleep_until: Option<Timestamp>,
     dead: bool,
@@ -93,24 +100,24 @@ impl End {
 
 /// Two sessions, two links, one clock.
 #[derive(Debug)]
-pub(crate) struct Pair {
-    pub(crate) now: Timestamp,
-    pub(crate) ends: [End; 2],
+pub struct Pair {
+    /// The time.
+    pub now: Timestamp,
+    /// Initiator and acceptor.
+    pub ends: [End; 2],
     links: [Link; 2],
     /// Bytes come out of the socket in pieces of at most this.
-    pub(crate) chunk: usize,
+    pub chunk: usize,
 }
 
 impl Pair {
-    pub(crate) fn new(a: SessionConfig, b: SessionConfig) -> Self {
+    /// Two sides that are about to meet.
+    pub fn new(a: SessionConfig, b: SessionConfig) -> Self {
         Self::expecting(None, a, b)
     }
 
-    pub(crate) fn expecting(
-        expected: Option<Incarnation>,
-        a: SessionConfig,
-        b: SessionConfig,
-    ) -> Self {
+    /// The same, with an initiator that means one life of the acceptor.
+    pub fn expecting(expected: Option<Incarnation>, a: SessionConfig, b: SessionConfig) -> Self {
         let now = Timestamp::from_nanos(0) + Duration::from_secs(1000);
         let end = |session, sniffer| End {
             session,
@@ -131,13 +138,14 @@ impl Pair {
     }
 
     /// Established, with nothing under way and the events of that taken.
-    pub(crate) fn established() -> Self {
+    pub fn established() -> Self {
         let mut pair = Self::new(config(A), config(B));
         pair.establish();
         pair
     }
 
-    pub(crate) fn establish(&mut self) {
+    /// Lets the handshake happen.
+    pub fn establish(&mut self) {
         self.run_for(ms(100));
         for side in [A, B] {
             let events = self.take_events(side);
@@ -148,23 +156,27 @@ impl Pair {
         }
     }
 
-    pub(crate) fn session(&mut self, side: usize) -> &mut Session {
+    /// The session of a side.
+    pub fn session(&mut self, side: usize) -> &mut Session {
         &mut self.ends[side].session
     }
 
-    pub(crate) fn take_events(&mut self, side: usize) -> Vec<SessionEvent> {
+    /// What that side has told since it was asked last.
+    pub fn take_events(&mut self, side: usize) -> Vec<SessionEvent> {
         assert!(!self.ends[side].is_told_closed(), "would lose sight of the end");
         std::mem::take(&mut self.ends[side].events)
     }
 
-    pub(crate) fn established_peer(&self, side: usize) -> Option<&PeerInfo> {
+    /// What that side knows of its peer.
+    pub fn established_peer(&self, side: usize) -> Option<&PeerInfo> {
         self.ends[side].events.iter().find_map(|event| match event {
             SessionEvent::Established(peer) => Some(peer),
             _ => None,
         })
     }
 
-    pub(crate) fn closed(&self, side: usize) -> Option<&CloseReason> {
+    /// How that side's session ended, if it did.
+    pub fn closed(&self, side: usize) -> Option<&CloseReason> {
         match self.ends[side].events.last() {
             Some(SessionEvent::Closed(reason)) => Some(reason),
             _ => None,
@@ -173,30 +185,31 @@ impl Pair {
 
     /// Code and `by_peer` of the end's `Closed`.
     #[track_caller]
-    pub(crate) fn ended(&self, side: usize) -> (WireCode, bool) {
+    pub fn ended(&self, side: usize) -> (WireCode, bool) {
         let reason = self.closed(side).unwrap_or_else(|| panic!("side {side} has not ended"));
         (reason.code, reason.by_peer)
     }
 
     // Faults.
 
-    pub(crate) fn latency(&mut self, from: usize, latency: Duration) {
+    /// How long bytes from that side take.
+    pub fn latency(&mut self, from: usize, latency: Duration) {
         self.links[from].latency = latency;
     }
 
     /// Bytes from that side are held, not lost.
-    pub(crate) fn stall(&mut self, from: usize, stalled: bool) {
+    pub fn stall(&mut self, from: usize, stalled: bool) {
         self.links[from].stalled = stalled;
     }
 
     /// Nothing passes in either direction. As on any TCP connection it is there again on healing.
-    pub(crate) fn partition(&mut self, partitioned: bool) {
+    pub fn partition(&mut self, partitioned: bool) {
         self.stall(A, partitioned);
         self.stall(B, partitioned);
     }
 
     /// The connection is reset: what is under way is lost, both ends notice at once.
-    pub(crate) fn cut(&mut self) {
+    pub fn cut(&mut self) {
         for link in &mut self.links {
             link.items.clear();
             if !link.ended {
@@ -207,47 +220,75 @@ impl Pair {
     }
 
     /// The process of that side is killed: its kernel hangs up for it.
-    pub(crate) fn kill(&mut self, side: usize) {
+    pub fn kill(&mut self, side: usize) {
         self.ends[side].dead = true;
         let now = self.now;
         self.links[side].push(Item::End, now);
     }
 
     /// The machine of that side is suspended: it neither runs nor notices.
-    pub(crate) fn sleep(&mut self, side: usize, duration: Duration) {
+    pub fn sleep(&mut self, side: usize, duration: Duration) {
         self.ends[side].asleep_until = Some(self.now + duration);
     }
 
     /// Whether that side can do anything at all now.
-    pub(crate) fn runs(&self, side: usize) -> bool {
+    pub fn runs(&self, side: usize) -> bool {
         self.ends[side].runs()
     }
 
     /// Puts bytes on the wire as if that side had sent them.
-    pub(crate) fn inject(&mut self, from: usize, bytes: &[u8]) {
+    pub fn inject(&mut self, from: usize, bytes: &[u8]) {
         let now = self.now;
         self.links[from].push(Item::Bytes(bytes.to_vec()), now);
     }
 
+    /// Changes what that side has sent and the other has not received: whole frames, in order. The
+    /// times at which they arrive stay; of frames that are added, the last one's.
+    pub fn in_flight<T>(&mut self, from: usize, change: impl FnOnce(&mut Vec<Vec<u8>>) -> T) -> T {
+        let link = &mut self.links[from];
+        let mut times = Vec::new();
+        let mut frames = Vec::new();
+        let mut end = None;
+        for (at, item) in link.items.drain(..) {
+            match item {
+                Item::Bytes(bytes) => {
+                    times.push(at);
+                    frames.push(bytes);
+                }
+                Item::End => end = Some((at, Item::End)),
+            }
+        }
+        let result = change(&mut frames);
+        let last = times.last().copied().unwrap_or_default();
+        for (index, frame) in frames.into_iter().enumerate() {
+            let at = times.get(index).copied().unwrap_or(last);
+            link.items.push_back((at, Item::Bytes(frame)));
+        }
+        link.items.extend(end);
+        result
+    }
+
     // Time.
 
-    pub(crate) fn run_for(&mut self, duration: Duration) {
+    /// Lets so much time pass.
+    pub fn run_for(&mut self, duration: Duration) {
         self.run_until(self.now + duration);
     }
 
-    pub(crate) fn run_until(&mut self, until: Timestamp) {
+    /// Lets time pass until then.
+    pub fn run_until(&mut self, until: Timestamp) {
         while self.step(until) {}
         self.now = until;
     }
 
     /// Runs until nothing will ever happen again, or for an hour.
-    pub(crate) fn run_until_idle(&mut self) {
+    pub fn run_until_idle(&mut self) {
         let until = self.now + Duration::from_secs(3600);
         while self.step(until) {}
     }
 
     /// Advances to the next thing that happens before `until`; whether there was one.
-    pub(crate) fn step(&mut self, until: Timestamp) -> bool {
+    pub fn step(&mut self, until: Timestamp) -> bool {
         self.pump();
         let Some(next) = self.next_wakeup().filter(|next| *next <= until) else {
             return false;
@@ -264,7 +305,7 @@ impl Pair {
     }
 
     /// Takes what the running sessions want to send and to tell.
-    pub(crate) fn pump(&mut self) {
+    pub fn pump(&mut self) {
         for (end, link) in self.ends.iter_mut().zip(&mut self.links) {
             if !end.runs() {
                 continue;
@@ -352,7 +393,7 @@ impl Pair {
     // What crossed the wire.
 
     /// Every message that side has sent, and when.
-    pub(crate) fn sent(&self, side: usize) -> Vec<(Timestamp, Message)> {
+    pub fn sent(&self, side: usize) -> Vec<(Timestamp, Message)> {
         let mut decoder = Decoder::new(CONTROL_MAX);
         let mut messages = Vec::new();
         for (index, (at, bytes)) in self.links[side].log.iter().enumerate() {
@@ -365,7 +406,13 @@ impl Pair {
         messages
     }
 
-    pub(crate) fn pings_sent(&self, side: usize) -> Vec<Timestamp> {
+    /// How many frames that side has sent.
+    pub fn frames_sent(&self, side: usize) -> usize {
+        self.links[side].log.len()
+    }
+
+    /// When that side has sent pings.
+    pub fn pings_sent(&self, side: usize) -> Vec<Timestamp> {
         self.sent(side)
             .into_iter()
             .filter_map(|(at, message)| matches!(message, Message::Ping(_)).then_some(at))

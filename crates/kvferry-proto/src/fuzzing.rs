@@ -1,0 +1,90 @@
+//! For fuzzers and model tests only, behind the feature `fuzzing`; not part of the API.
+//!
+//! The session's queues, heartbeat and stream window are nobody's business outside of it, so the
+//! models that hold them against a simple oracle are here. `kvferry-proofs` runs them.
+
+use crate::session::models;
+
+/// Called with an operation and the state it met, for tables of what a run has tried.
+pub type Met<'a> = &'a mut dyn FnMut(&'static str, &'static str);
+
+/// Decisions read from bytes: the same model is thereby a property test, where the bytes are
+/// random, and a fuzz target, where they are searched. Behind the end everything is zero.
+#[derive(Clone, Debug)]
+pub struct Script<'a>(&'a [u8]);
+
+impl<'a> Script<'a> {
+    /// A script of these bytes.
+    pub const fn new(bytes: &'a [u8]) -> Self {
+        Self(bytes)
+    }
+
+    /// Whether all bytes were read.
+    pub const fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The next byte.
+    pub fn byte(&mut self) -> u8 {
+        let Some((&first, rest)) = self.0.split_first() else { return 0 };
+        self.0 = rest;
+        first
+    }
+
+    /// Whether the next byte is odd.
+    pub fn flip(&mut self) -> bool {
+        self.byte() & 1 == 1
+    }
+
+    /// A number of two bytes.
+    pub fn short(&mut self) -> u16 {
+        u16::from_le_bytes([self.byte(), self.byte()])
+    }
+
+    /// A number of eight bytes.
+    pub fn word(&mut self) -> u64 {
+        u64::from_le_bytes(std::array::from_fn(|_| self.byte()))
+    }
+
+    /// A number below `n`, which is at most 256 and not zero.
+    pub fn below(&mut self, n: usize) -> usize {
+        usize::from(self.byte()) % n
+    }
+
+    /// One of `choices`, of which there are at most 256.
+    pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len())]
+    }
+
+    /// The next `len` bytes, or as many as there are.
+    pub fn bytes(&mut self, len: usize) -> &'a [u8] {
+        let (taken, rest) = self.0.split_at(len.min(self.0.len()));
+        self.0 = rest;
+        taken
+    }
+
+    /// All bytes that were not read.
+    pub fn rest(&mut self) -> &'a [u8] {
+        std::mem::take(&mut self.0)
+    }
+}
+
+/// The queue of frames to the peer.
+pub fn outbox(script: &mut Script<'_>, met: Met<'_>) {
+    models::outbox(script, met);
+}
+
+/// The queue of events to the driver.
+pub fn inbox(script: &mut Script<'_>, met: Met<'_>) {
+    models::inbox(script, met);
+}
+
+/// The heartbeat.
+pub fn heartbeat(script: &mut Script<'_>, met: Met<'_>) {
+    models::heartbeat(script, met);
+}
+
+/// The window of used stream ids.
+pub fn stream_window(script: &mut Script<'_>, met: Met<'_>) {
+    models::stream_window(script, met);
+}
