@@ -367,14 +367,10 @@ impl Job {
 
     /// Stops the job: shares end as soon as they can, a wish for a lane is withdrawn.
     pub(crate) fn stop(&self, error: Error) {
-        let waiting = {
-            let mut state = lock(&self.state);
-            if state.outcome.is_some() {
-                return;
-            }
-            state.waiting.take()
-        };
         self.fail(error);
+        // Looked at after that: whoever notes a wish from now on sees the job stopped, and
+        // withdraws it by itself.
+        let waiting = lock(&self.state).waiting.take();
         if let Some((link, wish)) = waiting
             && link.withdraw(wish)
         {
