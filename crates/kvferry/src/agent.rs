@@ -18,6 +18,8 @@ use crate::session::greet::Listener;
 use crate::session::link::Link;
 use crate::session::pulse::{Pulse, PulseTimer};
 use crate::stats::{Counters, Stats};
+use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::transfer::drive::Slot;
 use crate::transport::local::{self, LocalListener};
 use crate::transport::{Approach, TransportKind, Transports, choose, mooncake};
@@ -32,8 +34,6 @@ use rustc_hash::FxHashMap;
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// How long meeting a peer may take, connecting included.
@@ -598,7 +598,7 @@ pub(crate) fn is_same_host(here: IpAddr, peer: SocketAddr) -> bool {
 
 /// Said once per process: anybody who reaches the port may read and write registered memory.
 fn say_if_open(addr: SocketAddr, secret: bool) {
-    static SAID: AtomicBool = AtomicBool::new(false);
+    static SAID: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
     if !secret && !addr.ip().is_loopback() && !SAID.swap(true, Ordering::Relaxed) {
         tracing::warn!(
             listening = %addr,
@@ -761,5 +761,44 @@ impl AgentBuilder {
     /// As [`Agent::start`] and [`Config::from_env`].
     pub fn start(self) -> Result<Agent> {
         Agent::start(self.build()?)
+    }
+}
+
+#[cfg(all(loom, test))]
+mod bare {
+    use super::*;
+
+    impl Core {
+        /// An agent without threads and sockets, for models of what its parts do to each other.
+        pub(crate) fn bare() -> Arc<Self> {
+            let config = Config::default();
+            Arc::new(Self {
+                incarnation: Incarnation(7),
+                regions: RegionTable::default(),
+                gates: Gates::default(),
+                inbox: Inbox::default(),
+                counters: Counters::default(),
+                pulse: Pulse::new(config.silence(), now()),
+                control: Remote::without_thread(),
+                io: vec![Remote::without_thread()],
+                approach: Approach::Native,
+                streams_per_peer: 1,
+                stripe_default: 1,
+                advertised: String::new(),
+                local_addr: SocketAddr::from(([127, 0, 0, 1], 1)),
+                mooncake_port: None,
+                mooncake: mooncake::Doors::default(),
+                secret: None,
+                forks: fd::forks(),
+                closed: AtomicBool::new(false),
+                next_io: AtomicUsize::new(0),
+                next_transfer: AtomicU64::new(1),
+                next_session: AtomicU64::new(1),
+                sessions: Mutex::default(),
+                accepted: Mutex::default(),
+                peers: Mutex::default(),
+                config,
+            })
+        }
     }
 }

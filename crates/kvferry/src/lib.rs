@@ -22,6 +22,8 @@ mod error;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
+#[cfg(all(loom, test))]
+mod interleavings;
 mod memory;
 mod notify;
 mod pack;
@@ -29,6 +31,7 @@ mod peer;
 mod reactor;
 mod session;
 mod stats;
+mod sync;
 mod transfer;
 mod transport;
 

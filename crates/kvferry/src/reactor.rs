@@ -4,16 +4,17 @@
 //! amount of work, says what it waits for, and is called again. Wake-ups are not lost: a command
 //! is queued before the bell rings, and the bell is cleared before the queue is read.
 
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::poll::{Epoll, EventFd};
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{Arc, Mutex, PoisonError};
 use kvferry_proto::Timestamp;
-use kvferry_sys::poll::{Epoll, Event, EventFd, Interest, Ready};
-use kvferry_sys::{clock, thread};
+use kvferry_sys::clock;
+use kvferry_sys::poll::{Event, Interest, Ready};
 use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// The agent's clock: `CLOCK_BOOTTIME`.
@@ -118,6 +119,47 @@ impl Remote {
     }
 }
 
+#[cfg(all(loom, test))]
+impl Remote {
+    /// A reactor that never runs: models call what it is told to, with [`Remote::play`].
+    pub(crate) fn without_thread() -> Self {
+        Self(Arc::new(Shared {
+            commands: Mutex::new(Vec::new()),
+            bell: EventFd::new().expect("the bell of a model"),
+            stopping: AtomicBool::new(false),
+            next_token: AtomicU64::new(FIRST + 1),
+        }))
+    }
+
+    /// Which handlers are to be called, in order.
+    pub(crate) fn wakes(&self) -> Vec<u64> {
+        let commands = self.0.commands.lock().unwrap_or_else(PoisonError::into_inner);
+        let token = |command: &Command| match command {
+            Command::Add(token, _) | Command::Wake(token) => *token,
+        };
+        commands.iter().map(token).collect()
+    }
+
+    /// Calls every new handler until it is done.
+    pub(crate) fn play(&self) {
+        loop {
+            let commands = std::mem::take(
+                &mut *self.0.commands.lock().unwrap_or_else(PoisonError::into_inner),
+            );
+            if commands.is_empty() {
+                return;
+            }
+            for command in commands {
+                let Command::Add(token, mut handler) = command else { continue };
+                let cx = Cx { now: now(), token, remote: self };
+                while !matches!(handler.handle(Cause::default(), &cx), Next::Close) {
+                    thread::yield_now();
+                }
+            }
+        }
+    }
+}
+
 /// A running reactor.
 #[derive(Debug)]
 pub(crate) struct Reactor {
@@ -164,7 +206,7 @@ impl Reactor {
         self.remote.0.bell.signal();
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread {
-            if thread.thread().id() == std::thread::current().id() {
+            if thread.thread().id() == thread::current().id() {
                 // The last handle of an agent was dropped by a handler of this very thread: it
                 // ends by itself when that handler returns.
                 return;
@@ -215,7 +257,7 @@ impl Run {
             let timeout = self.timeout();
             if let Err(e) = self.epoll.wait(&mut events, timeout) {
                 tracing::error!(error = %e, "waiting for events failed");
-                std::thread::sleep(Duration::from_millis(10));
+                thread::sleep(Duration::from_millis(10));
             }
             let at = now();
             if !self.linger.is_zero() {
@@ -223,7 +265,7 @@ impl Run {
                     self.linger_until = at + self.linger;
                 } else if timeout == Some(Duration::ZERO) {
                     // Whoever else wants this processor is to have it.
-                    std::thread::yield_now();
+                    thread::yield_now();
                 }
             }
             self.fire_first(at);

@@ -10,11 +10,11 @@
 
 use crate::memory::gate::Gate;
 use crate::memory::region::RegionInner;
+use crate::sync::atomic::{AtomicU8, Ordering};
+use crate::sync::{Arc, Mutex, PoisonError};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::span::HostSpan;
 use std::io;
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 /// Memory that is read and written by asynchronous copies: a GPU's, or anything that behaves so.
 ///

@@ -10,8 +10,8 @@
 //! region dead and touches nothing, or the revoker finds the copier inside and waits for it to
 //! come out. The next entry finds the region dead.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+use crate::sync::{Arc, Mutex, PoisonError, Weak, hint, thread};
 
 const SHUT: u64 = 1 << 63;
 
@@ -89,9 +89,9 @@ impl Gate {
 fn back_off(waits: &mut u32) {
     *waits += 1;
     match *waits {
-        0..50 => std::hint::spin_loop(),
-        50..100 => std::thread::yield_now(),
-        _ => std::thread::sleep(std::time::Duration::from_micros(50)),
+        0..50 => hint::spin_loop(),
+        50..100 => thread::yield_now(),
+        _ => thread::sleep(std::time::Duration::from_micros(50)),
     }
 }
 
@@ -120,6 +120,8 @@ impl Gates {
             let gates = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             gates.iter().filter_map(Weak::upgrade).collect()
         };
+        // A gate that is gone was left before, and what was done inside of it happened before.
+        fence(Ordering::Acquire);
         for gate in live {
             let seen = gate.state.load(Ordering::SeqCst);
             if seen & 1 == 0 {

@@ -5,6 +5,8 @@ use crate::memory::device::DeviceMemory;
 use crate::memory::registry::Registry;
 use crate::memory::writers::Occupied;
 use crate::pack;
+use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
+use crate::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use kvferry_proto::{Incarnation, RegionId, WireCode};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::shared::Shared;
@@ -14,8 +16,6 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
-use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// What peers may do with a region. The agent's own transfers need no permission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

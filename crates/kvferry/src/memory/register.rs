@@ -5,11 +5,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::device::DeviceMemory;
 use crate::memory::region::{Access, Backing, Region, RegionTable};
 use crate::reactor::now;
+use crate::sync::Arc;
+use crate::sync::atomic::Ordering;
 use crate::transfer::batch::{Batch, check_address};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::shared::Shared;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 impl Agent {
@@ -142,7 +142,7 @@ fn unregister(core: &Core, regions: &[Region]) -> Result<()> {
     for region in &removed {
         // Device copies that were started before end on their own time.
         while region.0.copies.load(Ordering::SeqCst) > 0 {
-            std::thread::sleep(Duration::from_micros(50));
+            crate::sync::thread::sleep(Duration::from_micros(50));
         }
     }
     let occupied = core.writers.quiesce(now() + core.config.silence());

@@ -11,6 +11,8 @@
 //! table, and learns what changed since from a ring of entry numbers beside it.
 
 use crate::memory::region::{Access, Misfit, RegionInner};
+use crate::sync::atomic::{Ordering, fence};
+use crate::sync::{PoisonError, RwLock, RwLockReadGuard};
 use kvferry_proto::{RegionId, WireCode};
 use kvferry_sys::shared::Shared;
 use rustc_hash::FxHashMap;
@@ -18,8 +20,6 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{Ordering, fence};
-use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
 /// "kvfregi" and the version of the table.
 const MAGIC: u64 = u64::from_le_bytes(*b"kvfregi\x01");

@@ -12,6 +12,8 @@
 //! given up its descriptors, or when its process has exited.
 
 use crate::reactor::now;
+use crate::sync::atomic::{AtomicBool, Ordering, fence};
+use crate::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use kvferry_proto::Timestamp;
 use kvferry_sys::fd::Fd;
 use kvferry_sys::shared::Shared;
@@ -19,8 +21,6 @@ use kvferry_sys::unix::Channel;
 use rustc_hash::FxHashSet;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// "kvfgate" and the version of the page.
@@ -216,13 +216,13 @@ impl Occupied {
             }
             match attempt {
                 0..50 => std::hint::spin_loop(),
-                50..100 => std::thread::yield_now(),
+                50..100 => crate::sync::thread::yield_now(),
                 _ => {
                     let step = Duration::from_micros(200).min(left);
                     self.writer.channel.wait_gone(&self.writer.pidfd, step);
                     if self.writer.state(self.gate) == self.state {
                         // Not gone, and the wait may have ended at once for another reason.
-                        std::thread::sleep(step);
+                        crate::sync::thread::sleep(step);
                     }
                 }
             }
@@ -336,7 +336,7 @@ mod tests {
         std::thread::scope(|scope| {
             let inside = gate.enter();
             let waiting = scope.spawn(|| writers.quiesce(soon(5_000)));
-            std::thread::sleep(Duration::from_millis(5));
+            crate::sync::thread::sleep(Duration::from_millis(5));
             drop(inside);
             let _again = gate.enter();
             assert!(waiting.join().expect("no panic").is_empty());

@@ -5,6 +5,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::session::control::Control;
 use crate::session::link::{Lane, Link, Native, OpenLane};
+use crate::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use crate::transfer::drive::{Interrupt, Slot};
 use crate::transport::tcp::Tcp;
 use crate::transport::{Approach, mooncake};
@@ -15,7 +16,6 @@ use kvferry_sys::socket::Socket;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 /// Called with a link, or with why there is none; exactly once.
 pub(crate) type LinkGiven = Box<dyn FnOnce(Result<Arc<Link>>) + Send>;

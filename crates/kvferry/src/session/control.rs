@@ -6,13 +6,13 @@ use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::session::greet::Admission;
 use crate::session::link::{Answered, Link, Native};
 use crate::session::service;
+use crate::sync::{Arc, MutexGuard, PoisonError};
 use crate::transport::local;
 use kvferry_proto::{CloseReason, PeerInfo, SessionEvent, Side, Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Bytes read from a control connection at a time.

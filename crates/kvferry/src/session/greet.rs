@@ -9,6 +9,7 @@ use crate::reactor::{Cause, Cx, Handler, Next, now};
 use crate::session::connect::NoLanes;
 use crate::session::control::Control;
 use crate::session::link::{InboundLane, Link, Native};
+use crate::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use crate::transport::mooncake;
 use crate::transport::tcp::{InboundStream, Tcp};
 use kvferry_proto::message::{Refused, StreamReady, encode};
@@ -18,7 +19,6 @@ use kvferry_sys::socket::Socket;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 /// Connections accepted before others have their turn.
 const ACCEPTS: usize = 64;

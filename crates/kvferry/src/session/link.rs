@@ -17,6 +17,8 @@ use crate::agent::{Core, is_same_host};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gate;
 use crate::reactor::{Remote, now};
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use crate::transfer::batch::Batch;
 use crate::transfer::job::Op;
 use crate::transport::local::{LocalPeer, Targets, Unreached};
@@ -26,8 +28,6 @@ use kvferry_sys::socket::Socket;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::net::{Shutdown, SocketAddr};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 /// Callers that may wait for a lane of one link.

@@ -4,13 +4,13 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::device::Wake;
 use crate::reactor::{Cause, Cx, Handler, LINGER, Next, now};
 use crate::session::link::{Lane, Link, Route, TURN_TIME};
+use crate::sync::{Arc, Condvar, Mutex, PoisonError};
 use crate::transfer::job::{Job, Moved, STRIPE_BYTES_MIN};
 use crate::transport::local::LocalShare;
 use crate::transport::{Drive, Progress, TransportKind};
 use kvferry_proto::Timestamp;
 use kvferry_sys::poll::{self, EventFd, Interest};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 /// How often a blocked caller is asked whether it was interrupted.

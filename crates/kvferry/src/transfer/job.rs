@@ -13,13 +13,13 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::notify::Notification;
 use crate::reactor::{Remote, now};
 use crate::session::link::Link;
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use crate::transfer::batch::{Batch, Cutter, Frame};
 use crate::transport::TransportKind;
 use kvferry_proto::{Limits, StreamId, Timestamp, TransferId};
 use kvferry_sys::poll::EventFd;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
 

@@ -7,6 +7,8 @@ use crate::memory::writers::WriterPage;
 use crate::reactor::{Cause, Cx, Handler, Next, now};
 use crate::session::control::Met;
 use crate::session::link::Link;
+use crate::sync::atomic::{AtomicBool, AtomicU64};
+use crate::sync::{Arc, Mutex, PoisonError, RwLock};
 use crate::transport::TransportKind;
 use kvferry_proto::auth::macs_equal;
 use kvferry_proto::local::{PACKET_LEN, PROBE_LEN};
@@ -17,8 +19,6 @@ use kvferry_sys::unix::{self, Channel, Packet};
 use kvferry_sys::{fd::Fd, process_vm};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 /// Attaches to the peer of a session that was established a moment ago, if it is on this host;
 /// then tells `met`, either way.

@@ -7,6 +7,7 @@ use crate::memory::cursor::{Pieces, Position};
 use crate::memory::region::{Access, Misfit};
 use crate::memory::registry::{Missed, Seen};
 use crate::memory::writers::WriterGate;
+use crate::sync::Arc;
 use crate::transfer::batch::Batch;
 use crate::transfer::job::Op;
 use kvferry_proto::{RegionId, Timestamp, WireCode};
@@ -15,7 +16,6 @@ use kvferry_sys::shared::Shared;
 use kvferry_sys::span::HostSpan;
 use std::cell::RefCell;
 use std::io;
-use std::sync::Arc;
 
 thread_local! {
     static REMOTE: RefCell<Vec<RemoteSpan>> = const { RefCell::new(Vec::new()) };

@@ -36,13 +36,13 @@ use crate::error::{Error, ErrorKind};
 use crate::memory::gate::Gate;
 use crate::memory::registry::RegistryView;
 use crate::memory::writers::WriterPage;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use kvferry_proto::{Incarnation, LocalPacket, RegionId, Timestamp};
 use kvferry_sys::fd::Fd;
 use kvferry_sys::shared::Shared;
 use kvferry_sys::unix::Channel;
 use rustc_hash::{FxHashMap, FxHashSet};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 /// Bytes copied inside a gate at a time: what a peer that unregisters waits for, well below a

@@ -8,6 +8,8 @@ use crate::memory::registry::Registry;
 use crate::memory::writers::Writer;
 use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::session::greet::verify_stream;
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{Arc, Weak};
 use kvferry_proto::auth::MAC_LEN;
 use kvferry_proto::local::PROBE_LEN;
 use kvferry_proto::{
@@ -20,8 +22,6 @@ use kvferry_sys::random;
 use kvferry_sys::unix::{self, Channel, Packet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
 
 /// Connections accepted before others have their turn.
 const ACCEPTS: usize = 64;
@@ -172,7 +172,7 @@ impl Guest {
         let page = fds.into_iter().next().ok_or(WireCode::Malformed)?;
         let link = verify_stream(core, &hello)?;
         let native = link.native.as_ref().expect("accepted sessions are native");
-        let session = native.session.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let session = native.session.lock().unwrap_or_else(crate::sync::PoisonError::into_inner);
         let mac = session.local_mac(hello.stream).ok_or(WireCode::Closed)?;
         drop(session);
         let internal = |e: io::Error| {

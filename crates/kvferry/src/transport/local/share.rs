@@ -9,13 +9,13 @@ use crate::memory::gate::Gate;
 use crate::notify::Notification;
 use crate::session::link::Link;
 use crate::session::service::{self, Note};
+use crate::sync::{Arc, OnceLock};
 use crate::transfer::batch::Frame;
 use crate::transfer::job::{Job, Op};
 use crate::transport::{Drive, Progress, TURN, local_fault, refusal};
 use kvferry_proto::{Limits, Timestamp, WireCode};
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::sync::{Arc, OnceLock};
 
 pub(crate) struct LocalShare {
     link: Arc<Link>,
@@ -87,7 +87,7 @@ impl LocalShare {
         }
         let Some(gate) = self.peer.page.gate() else {
             // As many threads as there are gates copy to this peer: they will be done soon.
-            std::thread::yield_now();
+            crate::sync::thread::yield_now();
             return Ok(Lent::Moved(0));
         };
         let mut broken = None;

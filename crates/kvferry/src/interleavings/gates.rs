@@ -1,0 +1,193 @@
+//! Memory is given back only when no copier can touch it any more (invariant I2).
+//!
+//! Gates outlive their threads here: loom does not know the counts of an `Arc`, by which
+//! `Gates::quiesce` passes over a gate that is gone.
+
+use super::explore;
+use crate::agent::Core;
+use crate::memory::Access;
+use crate::memory::gate::{Gate, Gates};
+use crate::memory::region::Backing;
+use crate::sync::Mutant;
+use crate::sync::atomic::{AtomicBool, Ordering};
+use kvferry_proto::Incarnation;
+use loom::cell::UnsafeCell;
+use loom::thread;
+use std::sync::Arc;
+
+/// Somebody's memory: loom panics if it is touched at the same time as it is taken away.
+#[derive(Debug)]
+struct Memory(UnsafeCell<u32>);
+
+impl Memory {
+    fn new() -> Arc<Self> {
+        Arc::new(Self(UnsafeCell::new(0)))
+    }
+
+    fn touch(&self) {
+        self.0.with(|memory| {
+            // SAFETY: the cell is alive; that nobody writes it now is what is being proved.
+            assert_eq!(unsafe { *memory }, 0, "touched after it was given back");
+        });
+    }
+
+    fn give_back(&self) {
+        self.0.with_mut(|memory| {
+            // SAFETY: the cell is alive; that nobody reads it now is what is being proved.
+            unsafe { *memory = 1 };
+        });
+    }
+}
+
+// SAFETY: whether threads touch it at the same time is what loom looks at.
+unsafe impl Sync for Memory {}
+// SAFETY: as above.
+unsafe impl Send for Memory {}
+
+fn unregister_against_two_copies() {
+    let gates = Arc::new(Gates::default());
+    let (memory, alive) = (Memory::new(), Arc::new(AtomicBool::new(true)));
+    let copier = {
+        let (gate, memory, alive) = (gates.gate(), Arc::clone(&memory), Arc::clone(&alive));
+        thread::spawn(move || {
+            for _ in 0..2 {
+                let inside = gate.enter().expect("never shut here");
+                if alive.load(Ordering::SeqCst) {
+                    memory.touch();
+                }
+                drop(inside);
+            }
+            gate
+        })
+    };
+    alive.store(false, Ordering::SeqCst);
+    gates.quiesce();
+    memory.give_back();
+    drop(copier.join().expect("the copier ends"));
+}
+
+#[test]
+fn loom_i2_unregister_returns_when_no_copier_touches_the_memory() {
+    explore(unregister_against_two_copies);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn loom_noticed_unregister_with_a_weaker_order() {
+    Mutant::WeakOrder.breed();
+    explore(unregister_against_two_copies);
+}
+
+#[test]
+fn loom_i2_the_real_table_of_regions_quiesces_its_copiers() {
+    explore(|| {
+        let core = Core::bare();
+        let memory = Memory::new();
+        let region = core
+            .regions
+            .insert(Incarnation(7), 0x1000, 16, Access::READ_WRITE, Backing::Borrowed)
+            .expect("the first region overlaps none");
+        let copier = {
+            let (gate, memory, region) = (core.gates.gate(), Arc::clone(&memory), region.clone());
+            thread::spawn(move || {
+                let inside = gate.enter().expect("never shut here");
+                if region.0.is_alive() {
+                    memory.touch();
+                }
+                drop(inside);
+                gate
+            })
+        };
+        core.regions.remove(&region).expect("registered");
+        core.gates.quiesce();
+        memory.give_back();
+        drop(copier.join().expect("the copier ends"));
+    });
+}
+
+#[test]
+fn loom_i2_a_copier_that_comes_while_others_are_waited_for_finds_the_memory_gone() {
+    explore(|| {
+        let gates = Arc::new(Gates::default());
+        let (memory, alive) = (Memory::new(), Arc::new(AtomicBool::new(true)));
+        let copier = {
+            let (gates, memory, alive) =
+                (Arc::clone(&gates), Arc::clone(&memory), Arc::clone(&alive));
+            thread::spawn(move || {
+                let gate = gates.gate();
+                let inside = gate.enter().expect("never shut here");
+                if alive.load(Ordering::SeqCst) {
+                    memory.touch();
+                }
+                drop(inside);
+                gate
+            })
+        };
+        alive.store(false, Ordering::SeqCst);
+        gates.quiesce();
+        memory.give_back();
+        drop(copier.join().expect("the copier ends"));
+    });
+}
+
+fn revoke_against_two_copies() {
+    let gate = Gate::new();
+    let memory = Memory::new();
+    let copier = {
+        let (gate, memory) = (Arc::clone(&gate), Arc::clone(&memory));
+        thread::spawn(move || {
+            for _ in 0..2 {
+                let Ok(inside) = gate.enter() else { return };
+                memory.touch();
+                drop(inside);
+            }
+        })
+    };
+    gate.shut_and_wait();
+    memory.give_back();
+    copier.join().expect("the copier ends");
+    assert!(gate.is_quiet() && gate.is_shut());
+}
+
+#[test]
+fn loom_i2_a_shut_gate_is_quiet_and_stays_so() {
+    explore(revoke_against_two_copies);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn loom_noticed_a_gate_that_orders_nothing() {
+    Mutant::NoOrder.breed();
+    explore(revoke_against_two_copies);
+}
+
+fn revoke_against_a_device() {
+    let gate = Gate::new();
+    let memory = Memory::new();
+    let copier = {
+        let (gate, memory) = (Arc::clone(&gate), Arc::clone(&memory));
+        thread::spawn(move || {
+            let Ok(inside) = gate.enter() else { return };
+            gate.copy_started();
+            drop(inside);
+            // The device, on its own time.
+            memory.touch();
+            gate.copy_ended();
+        })
+    };
+    gate.shut_and_wait();
+    memory.give_back();
+    copier.join().expect("the copier ends");
+}
+
+#[test]
+fn loom_i2_a_revoke_waits_for_copies_that_a_device_was_told_to_make() {
+    explore(revoke_against_a_device);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn loom_noticed_a_count_of_copies_that_orders_nothing() {
+    Mutant::NoOrder.breed();
+    explore(revoke_against_a_device);
+}

@@ -1,0 +1,135 @@
+//! A reactor neither loses a wake-up nor forgets a handler.
+
+use super::explore;
+use crate::reactor::now;
+use crate::reactor::{Cause, Cx, Handler, Next, Reactor};
+use crate::sync::{Condvar, Mutant, Mutex};
+use crate::transfer::drive::Slot;
+use kvferry_sys::poll::Interest;
+use loom::thread;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// Counts its calls, and drops of it.
+struct Counted {
+    wanted: Arc<(Mutex<bool>, Condvar)>,
+    seen: Arc<(Mutex<bool>, Condvar)>,
+    drops: Arc<AtomicUsize>,
+}
+
+impl Handler for Counted {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn handle(&mut self, _: Cause, _: &Cx<'_>) -> Next {
+        if *self.wanted.0.lock().expect("nobody panics with it") {
+            *self.seen.0.lock().expect("nobody panics with it") = true;
+            self.seen.1.notify_one();
+        }
+        Next::Wait { interest: Interest::None, deadline: None }
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.drops.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+fn flag() -> Arc<(Mutex<bool>, Condvar)> {
+    Arc::new((Mutex::new(false), Condvar::new()))
+}
+
+fn wait_for(flag: &(Mutex<bool>, Condvar)) {
+    let mut set = flag.0.lock().expect("nobody panics with it");
+    while !*set {
+        set = flag.1.wait_timeout(set, Duration::from_secs(3600)).expect("nobody panics").0;
+    }
+}
+
+fn wake_from_another_thread() {
+    let reactor = Reactor::start("model".into(), Duration::ZERO).expect("no descriptors needed");
+    let (wanted, seen, drops) = (flag(), flag(), Arc::new(AtomicUsize::new(0)));
+    let counted =
+        Counted { wanted: Arc::clone(&wanted), seen: Arc::clone(&seen), drops: Arc::clone(&drops) };
+    let token = reactor.remote().token();
+    reactor.remote().add(token, Box::new(counted));
+    let waker = {
+        let remote = reactor.remote().clone();
+        thread::spawn(move || {
+            *wanted.0.lock().expect("nobody panics with it") = true;
+            remote.wake(token);
+        })
+    };
+    wait_for(&seen);
+    waker.join().expect("the waker ends");
+    reactor.stop();
+    assert_eq!(drops.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn loom_a_wake_up_is_never_lost() {
+    explore(wake_from_another_thread);
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn loom_noticed_a_bell_that_is_cleared_after_the_queue_was_read() {
+    Mutant::LateClear.breed();
+    explore(wake_from_another_thread);
+}
+
+fn stop_against_add() {
+    let reactor = Reactor::start("model".into(), Duration::ZERO).expect("no descriptors needed");
+    let drops = Arc::new(AtomicUsize::new(0));
+    let teller = {
+        let (remote, drops) = (reactor.remote().clone(), Arc::clone(&drops));
+        thread::spawn(move || {
+            for _ in 0..2 {
+                let counted = Counted { wanted: flag(), seen: flag(), drops: Arc::clone(&drops) };
+                remote.add(remote.token(), Box::new(counted));
+            }
+        })
+    };
+    reactor.stop();
+    teller.join().expect("the teller ends");
+    assert_eq!(drops.load(Ordering::Relaxed), 2, "neither kept nor forgotten");
+}
+
+#[test]
+fn loom_a_reactor_that_is_stopped_while_it_is_told_something_stops_and_drops_all_it_was_given() {
+    explore(stop_against_add);
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn loom_noticed_a_stop_that_does_not_ring() {
+    Mutant::LostNotify.breed();
+    explore(stop_against_add);
+}
+
+fn fill_against_wait() {
+    let slot = Slot::new();
+    let filler = {
+        let slot = Arc::clone(&slot);
+        thread::spawn(move || slot.fill(5))
+    };
+    let value = slot.wait(now() + Duration::from_secs(3600), None).expect("filled");
+    assert_eq!(value, 5);
+    filler.join().expect("the filler ends");
+}
+
+#[test]
+fn loom_who_waits_for_a_value_gets_it() {
+    explore(fill_against_wait);
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn loom_noticed_a_value_that_nobody_is_told_of() {
+    Mutant::LostNotify.breed();
+    explore(fill_against_wait);
+}

@@ -1,0 +1,276 @@
+//! The primitives on loom, and ways to break them: a model that can't fail proves nothing.
+//!
+//! Loom treats sequentially consistent *accesses* as acquire and release only, and knows sequential
+//! consistency of *fences*. So each such access is put between two such fences here, which orders
+//! it with every other one as the language does; relaxed accesses beside it are ordered more
+//! strongly than they would be, so nothing here may rely on those.
+
+pub(crate) use loom::hint;
+pub(crate) use loom::sync::{
+    Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult,
+};
+use std::cell::Cell;
+use std::sync::LockResult;
+use std::time::Duration;
+
+/// What is broken in the models of the current test.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mutant {
+    /// Nothing.
+    None,
+    /// Sequentially consistent accesses are acquire and release only.
+    WeakOrder,
+    /// Atomic accesses order nothing.
+    NoOrder,
+    /// Everything that is to be told to waiting threads is not.
+    LostNotify,
+    /// An event descriptor is cleared after what follows, rather than before it.
+    LateClear,
+}
+
+thread_local! {
+    // Loom runs all threads of a model on the thread of its test.
+    static MUTANT: Cell<Mutant> = const { Cell::new(Mutant::None) };
+}
+
+impl Mutant {
+    /// Breaks what this says, for the rest of the test.
+    pub(crate) fn breed(self) {
+        MUTANT.set(self);
+    }
+
+    fn is_bred(self) -> bool {
+        MUTANT.get() == self
+    }
+}
+
+pub(crate) mod atomic {
+    use super::Mutant;
+    pub(crate) use std::sync::atomic::Ordering;
+
+    pub(crate) fn fence(order: Ordering) {
+        let lost = match order {
+            Ordering::SeqCst => Mutant::WeakOrder.is_bred() || Mutant::NoOrder.is_bred(),
+            _ => Mutant::NoOrder.is_bred(),
+        };
+        if !lost {
+            loom::sync::atomic::fence(order);
+        }
+    }
+
+    /// Does `access` in its order, or in `weak` where that is the same on this machine.
+    fn ordered<T>(order: Ordering, weak: Ordering, access: impl FnOnce(Ordering) -> T) -> T {
+        if Mutant::NoOrder.is_bred() {
+            return access(Ordering::Relaxed);
+        }
+        if order != Ordering::SeqCst {
+            return access(order);
+        }
+        fence(order);
+        let result = access(weak);
+        fence(order);
+        result
+    }
+
+    macro_rules! atomics {
+        ($($name:ident: $inner:ty, [$($arithmetic:ident),*];)*) => {$(
+            #[derive(Debug, Default)]
+            pub(crate) struct $name(loom::sync::atomic::$name);
+
+            #[allow(dead_code, reason = "one list of methods for all of them")]
+            impl $name {
+                pub(crate) fn new(value: $inner) -> Self {
+                    Self(loom::sync::atomic::$name::new(value))
+                }
+
+                pub(crate) fn load(&self, order: Ordering) -> $inner {
+                    ordered(order, Ordering::Acquire, |order| self.0.load(order))
+                }
+
+                pub(crate) fn store(&self, value: $inner, order: Ordering) {
+                    ordered(order, Ordering::Release, |order| self.0.store(value, order));
+                }
+
+                pub(crate) fn swap(&self, value: $inner, order: Ordering) -> $inner {
+                    ordered(order, Ordering::AcqRel, |order| self.0.swap(value, order))
+                }
+
+                pub(crate) fn fetch_or(&self, value: $inner, order: Ordering) -> $inner {
+                    ordered(order, Ordering::AcqRel, |order| self.0.fetch_or(value, order))
+                }
+
+                $(pub(crate) fn $arithmetic(&self, value: $inner, order: Ordering) -> $inner {
+                    ordered(order, Ordering::AcqRel, |order| self.0.$arithmetic(value, order))
+                })*
+            }
+        )*};
+    }
+
+    atomics! {
+        AtomicBool: bool, [];
+        AtomicU8: u8, [fetch_add, fetch_sub];
+        AtomicU32: u32, [fetch_add, fetch_sub];
+        AtomicU64: u64, [fetch_add, fetch_sub];
+        AtomicUsize: usize, [fetch_add, fetch_sub];
+    }
+}
+
+/// Waits without a clock: a time that is up is no event of a model.
+#[derive(Debug, Default)]
+pub(crate) struct Condvar(loom::sync::Condvar);
+
+impl Condvar {
+    pub(crate) fn new() -> Self {
+        Self(loom::sync::Condvar::new())
+    }
+
+    pub(crate) fn wait_timeout<'a, T>(
+        &self,
+        guard: MutexGuard<'a, T>,
+        timeout: Duration,
+    ) -> LockResult<(MutexGuard<'a, T>, WaitTimeoutResult)> {
+        self.0.wait_timeout(guard, timeout)
+    }
+
+    pub(crate) fn notify_one(&self) {
+        if !Mutant::LostNotify.is_bred() {
+            self.0.notify_one();
+        }
+    }
+
+    pub(crate) fn notify_all(&self) {
+        if !Mutant::LostNotify.is_bred() {
+            self.0.notify_all();
+        }
+    }
+}
+
+pub(crate) mod thread {
+    pub(crate) use loom::thread::{JoinHandle, current, yield_now};
+    use std::io;
+    use std::time::Duration;
+
+    pub(crate) fn spawn<T: Send + 'static>(
+        name: String,
+        body: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<JoinHandle<T>> {
+        loom::thread::Builder::new().name(name).spawn(body)
+    }
+
+    /// There is no time: others run.
+    pub(crate) fn sleep(_: Duration) {
+        yield_now();
+    }
+}
+
+/// Descriptors of a reactor, of which only its bell ever becomes ready.
+pub(crate) mod poll {
+    use super::{Mutant, Mutex};
+    use kvferry_sys::poll::{Event, Interest, Ready};
+    use loom::sync::Condvar;
+    use std::io;
+    use std::os::fd::BorrowedFd;
+    use std::sync::{Arc, OnceLock};
+    use std::time::Duration;
+
+    #[derive(Debug)]
+    struct Bell {
+        state: Mutex<State>,
+        rang: Condvar,
+    }
+
+    #[derive(Debug, Default)]
+    struct State {
+        is_rung: bool,
+        clear_later: bool,
+    }
+
+    #[derive(Clone, Debug)]
+    pub(crate) struct EventFd(Arc<Bell>);
+
+    impl EventFd {
+        #[allow(clippy::unnecessary_wraps, reason = "as the one it stands for")]
+        pub(crate) fn new() -> io::Result<Self> {
+            let state = Mutex::new(State::default());
+            Ok(Self(Arc::new(Bell { state, rang: Condvar::new() })))
+        }
+
+        pub(crate) fn signal(&self) {
+            self.0.state.lock().expect("nobody panics with it").is_rung = true;
+            if !Mutant::LostNotify.is_bred() {
+                self.0.rang.notify_all();
+            }
+        }
+
+        pub(crate) fn clear(&self) {
+            let mut state = self.0.state.lock().expect("nobody panics with it");
+            if Mutant::LateClear.is_bred() {
+                state.clear_later = true;
+            } else {
+                state.is_rung = false;
+            }
+        }
+    }
+
+    /// A descriptor, or the bell.
+    pub(crate) trait Watched {
+        fn bell(&self) -> Option<EventFd>;
+    }
+
+    impl Watched for &EventFd {
+        fn bell(&self) -> Option<EventFd> {
+            Some((*self).clone())
+        }
+    }
+
+    impl Watched for BorrowedFd<'_> {
+        fn bell(&self) -> Option<EventFd> {
+            None
+        }
+    }
+
+    #[derive(Debug)]
+    pub(crate) struct Epoll(OnceLock<(EventFd, u64)>);
+
+    #[allow(clippy::unnecessary_wraps, reason = "as the one it stands for")]
+    impl Epoll {
+        pub(crate) fn new() -> io::Result<Self> {
+            Ok(Self(OnceLock::new()))
+        }
+
+        pub(crate) fn add(&self, what: impl Watched, token: u64, _: Interest) -> io::Result<()> {
+            if let Some(bell) = what.bell() {
+                self.0.set((bell, token)).expect("one bell");
+            }
+            Ok(())
+        }
+
+        pub(crate) fn modify(&self, _: impl Watched, _: u64, _: Interest) -> io::Result<()> {
+            Ok(())
+        }
+
+        pub(crate) fn delete(&self, _: impl Watched) -> io::Result<()> {
+            Ok(())
+        }
+
+        pub(crate) fn wait(
+            &self,
+            events: &mut Vec<Event>,
+            timeout: Option<Duration>,
+        ) -> io::Result<()> {
+            let (bell, token) = self.0.get().expect("the bell is added first");
+            let mut state = bell.0.state.lock().expect("nobody panics with it");
+            if std::mem::take(&mut state.clear_later) {
+                state.is_rung = false;
+            }
+            while !state.is_rung && timeout != Some(Duration::ZERO) {
+                state = bell.0.rang.wait(state).expect("nobody panics with it");
+            }
+            if state.is_rung {
+                events
+                    .push(Event { token: *token, ready: Ready { read: true, ..Ready::default() } });
+            }
+            Ok(())
+        }
+    }
+}
