@@ -17,6 +17,8 @@
 //! | [`process_vm`] | copying between this process's memory and another's |
 //! | [`thread`] | native threads that take no signals |
 //! | [`net`] | addresses of this host |
+//! | [`probe`] | what the kernel lets this process do, found out by doing it |
+//! | [`vendor`] | libibverbs, libcuda and libcufile, loaded at run time |
 
 pub mod clock;
 pub mod fd;
@@ -24,6 +26,7 @@ pub mod map;
 pub mod net;
 pub mod poll;
 pub mod process_vm;
+pub mod probe;
 pub mod random;
 pub mod shared;
 pub mod socket;
@@ -31,6 +34,7 @@ pub mod span;
 pub mod thread;
 pub mod unix;
 pub mod vectors;
+pub mod vendor;
 
 pub use fd::forked_since;
 pub use span::HostSpan;

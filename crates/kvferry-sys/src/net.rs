@@ -31,3 +31,65 @@ pub fn source_towards(peer: SocketAddr) -> io::Result<IpAddr> {
         Err(_) => Ok(Ipv4Addr::LOCALHOST.into()),
     }
 }
+
+/// An address of one of this host's interfaces.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct InterfaceAddress {
+    /// The interface's name.
+    pub interface: String,
+    /// The address.
+    pub address: IpAddr,
+}
+
+/// The addresses of all interfaces, in the kernel's order.
+///
+/// # Errors
+/// What the kernel says.
+pub fn interface_addresses() -> io::Result<Vec<InterfaceAddress>> {
+    let mut first = std::ptr::null_mut();
+    // SAFETY: the call writes one pointer, to a list that is ours until it is given back below.
+    crate::check(unsafe { libc::getifaddrs(&raw mut first) } as libc::ssize_t)?;
+    let mut found = Vec::new();
+    let mut at = first;
+    while !at.is_null() {
+        // SAFETY: a member of the list, which is not given back yet.
+        let entry = unsafe { &*at };
+        at = entry.ifa_next;
+        if entry.ifa_addr.is_null() {
+            continue;
+        }
+        // SAFETY: every address starts with its family, and one of these two families has the type
+        // that is read; the list is only guaranteed to be aligned for bytes.
+        let address = unsafe {
+            match i32::from(entry.ifa_addr.cast::<libc::sa_family_t>().read_unaligned()) {
+                libc::AF_INET => {
+                    let v4 = entry.ifa_addr.cast::<libc::sockaddr_in>().read_unaligned();
+                    IpAddr::from(u32::from_be(v4.sin_addr.s_addr).to_be_bytes())
+                }
+                libc::AF_INET6 => {
+                    let v6 = entry.ifa_addr.cast::<libc::sockaddr_in6>().read_unaligned();
+                    IpAddr::from(v6.sin6_addr.s6_addr)
+                }
+                _ => continue,
+            }
+        };
+        // SAFETY: a string of C that lives as long as the list.
+        let name = unsafe { std::ffi::CStr::from_ptr(entry.ifa_name) };
+        found.push(InterfaceAddress { interface: name.to_string_lossy().into_owned(), address });
+    }
+    // SAFETY: the list of the call above, given back once; nothing refers to it any more.
+    unsafe { libc::freeifaddrs(first) };
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_knows_its_own_addresses() {
+        let found = interface_addresses().expect("the kernel tells");
+        let source = default_route_source().expect("a socket");
+        assert!(found.is_empty() || found.iter().any(|f| f.address == source), "{found:?}");
+    }
+}

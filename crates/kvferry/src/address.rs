@@ -58,26 +58,49 @@ pub(crate) fn resolve_peer(text: &str) -> Result<Vec<SocketAddr>> {
     Ok(found)
 }
 
+/// Which rule gave the address that peers are told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum AdvertisedBy {
+    /// The configuration.
+    Option,
+    /// This environment variable.
+    Variable(&'static str),
+    /// The address listened on.
+    Listening,
+    /// The default route, because every interface is listened on.
+    DefaultRoute,
+}
+
 /// What peers are told, as `host:port`.
 pub(crate) fn advertised(option: Option<&str>, listening: SocketAddr) -> Result<String> {
+    advertised_by(option, listening).map(|(address, _)| address)
+}
+
+/// What peers are told, and by which rule.
+pub(crate) fn advertised_by(
+    option: Option<&str>,
+    listening: SocketAddr,
+) -> Result<(String, AdvertisedBy)> {
     let port = listening.port();
     if let Some(text) = option {
-        return with_port(text, port);
+        return Ok((with_port(text, port)?, AdvertisedBy::Option));
     }
     if !listening.ip().is_loopback() {
         for name in ["KVFERRY_ADVERTISE", "HOST_IP", "POD_IP"] {
             if let Some(text) = std::env::var(name).ok().filter(|v| !v.is_empty()) {
-                return with_port(&text, port);
+                return Ok((with_port(&text, port)?, AdvertisedBy::Variable(name)));
             }
         }
     }
-    let ip = if listening.ip().is_unspecified() {
-        kvferry_sys::net::default_route_source()
-            .map_err(|e| Error::io("no interface address can be found", e))?
+    let (ip, by) = if listening.ip().is_unspecified() {
+        let ip = kvferry_sys::net::default_route_source()
+            .map_err(|e| Error::io("no interface address can be found", e))?;
+        (ip, AdvertisedBy::DefaultRoute)
     } else {
-        listening.ip()
+        (listening.ip(), AdvertisedBy::Listening)
     };
-    Ok(SocketAddr::new(ip, port).to_string())
+    Ok((SocketAddr::new(ip, port).to_string(), by))
 }
 
 fn with_port(text: &str, port: u16) -> Result<String> {

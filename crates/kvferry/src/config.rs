@@ -3,7 +3,7 @@
 //!
 //! A value given to the builder wins over the environment, which wins over the default.
 
-use crate::address;
+use crate::address::{self, AdvertisedBy};
 use crate::error::{Error, ErrorKind, Result};
 use crate::transport::Transports;
 use kvferry_proto::Secret;
@@ -200,7 +200,11 @@ impl Config {
         serde_json::to_string_pretty(self).expect("plain values always encode")
     }
 
-    pub(crate) fn check(&self) -> Result<()> {
+    /// Whether an agent would take this configuration.
+    ///
+    /// # Errors
+    /// `InvalidArgument` and `VersionMismatch`, with what is wrong.
+    pub fn check(&self) -> Result<()> {
         let range = |what: &'static str, value: u64, min: u64, max: u64| {
             if (min..=max).contains(&value) {
                 return Ok(());
@@ -245,6 +249,17 @@ impl Config {
 
     pub(crate) fn transports(&self) -> Result<Transports> {
         self.transports.as_deref().map_or_else(|| Ok(Transports::ALL), Transports::parse)
+    }
+
+    /// Where an agent with this configuration listens, what its peers are told, and by which rule;
+    /// found without starting one. A port of 0 is the kernel's to choose.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for nonsense, `Io` if no address can be found.
+    pub fn addresses(&self) -> Result<(std::net::SocketAddr, String, AdvertisedBy)> {
+        let listening = self.listen_addr()?;
+        let (told, by) = address::advertised_by(self.advertise.as_deref(), listening)?;
+        Ok((listening, told, by))
     }
 
     pub(crate) fn listen_addr(&self) -> Result<std::net::SocketAddr> {

@@ -35,6 +35,7 @@ mod sync;
 mod transfer;
 mod transport;
 
+pub use address::AdvertisedBy;
 pub use agent::{Agent, AgentBuilder};
 pub use config::{CONFIG_VERSION, Checksum, Config, SecretString};
 pub use error::{Error, ErrorKind, Result};

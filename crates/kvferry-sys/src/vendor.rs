@@ -1,0 +1,227 @@
+//! Vendors' libraries, found at run time or not at all: libibverbs, libcuda, libcufile.
+//!
+//! A library that is loaded here stays loaded: unloading a driver's library while its threads run
+//! is not safe. And a driver that does not fit its library may hang or crash the process, so
+//! callers that must not do this from a process of their own.
+
+use libloading::{Library, Symbol};
+use std::error::Error;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::mem::ManuallyDrop;
+
+/// Why a library can't be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Unavailable {
+    /// There is no file of that name.
+    NotInstalled,
+    /// There is one, and it can't be loaded or does not work; why.
+    Broken(String),
+}
+
+struct Vendor(ManuallyDrop<Library>);
+
+impl Vendor {
+    fn load(file: &str) -> Result<Self, Unavailable> {
+        // SAFETY: loading runs the initialisers of a library that the host's owner installed under
+        // this name for programs to load.
+        match unsafe { Library::new(file) } {
+            Ok(library) => Ok(Self(ManuallyDrop::new(library))),
+            Err(e) => {
+                let why = e.source().map_or_else(|| e.to_string(), ToString::to_string);
+                // A library that it needs itself is named first if that one is missing.
+                let absent = why.starts_with(file) && why.contains("No such file");
+                Err(if absent { Unavailable::NotInstalled } else { Unavailable::Broken(why) })
+            }
+        }
+    }
+
+    /// # Safety
+    /// `F` is the type that the library documents for the function `name`.
+    unsafe fn function<F>(&self, name: &str) -> Result<Symbol<'_, F>, Unavailable> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.0.get(name.as_bytes()) }
+            .map_err(|_| Unavailable::Broken(format!("the library has no function {name}")))
+    }
+}
+
+/// A device of libibverbs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VerbsDevice {
+    /// Its name, as under `/sys/class/infiniband`.
+    pub name: String,
+    /// Whether this process can open it.
+    pub opens: bool,
+}
+
+/// The RDMA devices that libibverbs finds.
+///
+/// # Errors
+/// Why there is no libibverbs to ask.
+pub fn verbs() -> Result<Vec<VerbsDevice>, Unavailable> {
+    type List = unsafe extern "C" fn(*mut c_int) -> *mut *mut c_void;
+    type Free = unsafe extern "C" fn(*mut *mut c_void);
+    type Name = unsafe extern "C" fn(*mut c_void) -> *const c_char;
+    type Open = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
+    type Close = unsafe extern "C" fn(*mut c_void) -> c_int;
+    let library = Vendor::load("libibverbs.so.1")?;
+    // SAFETY: the types are those of `infiniband/verbs.h`; devices are used before their list is
+    // freed, and a context is closed once, after it was opened.
+    unsafe {
+        let list: Symbol<'_, List> = library.function("ibv_get_device_list")?;
+        let free: Symbol<'_, Free> = library.function("ibv_free_device_list")?;
+        let name: Symbol<'_, Name> = library.function("ibv_get_device_name")?;
+        let open: Symbol<'_, Open> = library.function("ibv_open_device")?;
+        let close: Symbol<'_, Close> = library.function("ibv_close_device")?;
+        let mut count = 0;
+        let all = list(&raw mut count);
+        if all.is_null() {
+            let why = std::io::Error::last_os_error();
+            return Err(Unavailable::Broken(format!("it can't list devices: {why}")));
+        }
+        let devices = (0..usize::try_from(count).unwrap_or(0))
+            .map(|i| {
+                let device = *all.add(i);
+                let context = open(device);
+                let opens = !context.is_null();
+                if opens {
+                    close(context);
+                }
+                VerbsDevice { name: text(name(device)), opens }
+            })
+            .collect();
+        free(all);
+        Ok(devices)
+    }
+}
+
+/// What libcuda says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Cuda {
+    /// The newest CUDA version that the driver serves, such as 12080 for 12.8.
+    pub version: u32,
+    /// The devices this process may use.
+    pub devices: Vec<CudaDevice>,
+}
+
+/// A device of libcuda.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CudaDevice {
+    /// What its maker calls it.
+    pub name: String,
+    /// Its memory.
+    pub memory_bytes: u64,
+    /// Its place on the PCI bus, such as `0000:1b:00.0`.
+    pub bus: String,
+}
+
+/// The driver and the devices that libcuda finds.
+///
+/// # Errors
+/// Why there is no libcuda to ask, or what it says.
+pub fn cuda() -> Result<Cuda, Unavailable> {
+    type Init = unsafe extern "C" fn(c_uint) -> c_int;
+    type Number = unsafe extern "C" fn(*mut c_int) -> c_int;
+    type Device = unsafe extern "C" fn(*mut c_int, c_int) -> c_int;
+    type Text = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int;
+    type Size = unsafe extern "C" fn(*mut usize, c_int) -> c_int;
+    type Why = unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int;
+    const TEXT_MAX: usize = 256;
+    let library = Vendor::load("libcuda.so.1")?;
+    // SAFETY: the types are those of `cuda.h`; every pointer is to a local of that type, and a text
+    // is given with its size.
+    unsafe {
+        let why: Symbol<'_, Why> = library.function("cuGetErrorString")?;
+        let ok = |call: &str, code: c_int| {
+            if code == 0 {
+                return Ok(());
+            }
+            let mut words = std::ptr::null();
+            why(code, &raw mut words);
+            let words = if words.is_null() { String::new() } else { format!(", {}", text(words)) };
+            Err(Unavailable::Broken(format!("{call}: error {code}{words}")))
+        };
+        let init: Symbol<'_, Init> = library.function("cuInit")?;
+        let version: Symbol<'_, Number> = library.function("cuDriverGetVersion")?;
+        let count: Symbol<'_, Number> = library.function("cuDeviceGetCount")?;
+        let device: Symbol<'_, Device> = library.function("cuDeviceGet")?;
+        let name: Symbol<'_, Text> = library.function("cuDeviceGetName")?;
+        let bus: Symbol<'_, Text> = library.function("cuDeviceGetPCIBusId")?;
+        let size: Symbol<'_, Size> = library.function("cuDeviceTotalMem_v2")?;
+        ok("cuInit", init(0))?;
+        let (mut served, mut devices) = (0, 0);
+        ok("cuDriverGetVersion", version(&raw mut served))?;
+        ok("cuDeviceGetCount", count(&raw mut devices))?;
+        let mut found = Cuda { version: u32::try_from(served).unwrap_or(0), devices: Vec::new() };
+        for i in 0..devices {
+            let (mut id, mut bytes) = (0, 0);
+            ok("cuDeviceGet", device(&raw mut id, i))?;
+            ok("cuDeviceTotalMem", size(&raw mut bytes, id))?;
+            let said = |call: &str, ask: &Symbol<'_, Text>| {
+                let mut buffer = [0 as c_char; TEXT_MAX];
+                // The last byte stays zero, whatever is written before it.
+                ok(call, ask(buffer.as_mut_ptr(), TEXT_MAX as c_int - 1, id))?;
+                Ok(text(buffer.as_ptr()))
+            };
+            found.devices.push(CudaDevice {
+                name: said("cuDeviceGetName", &name)?,
+                memory_bytes: bytes as u64,
+                bus: said("cuDeviceGetPCIBusId", &bus)?.to_ascii_lowercase(),
+            });
+        }
+        Ok(found)
+    }
+}
+
+/// The version of libcufile, such as 1130 for 1.13; none where it does not tell.
+///
+/// # Errors
+/// Why there is no libcufile to ask.
+pub fn cufile() -> Result<Option<u32>, Unavailable> {
+    /// `CUfileError_t`.
+    #[repr(C)]
+    struct Status {
+        error: c_int,
+        cuda: c_int,
+    }
+    type Version = unsafe extern "C" fn(*mut c_int) -> Status;
+    let library = Vendor::load("libcufile.so.0")?;
+    // SAFETY: the type is that of `cufile.h`, and the pointer is to a local of that type.
+    unsafe {
+        let Ok(version) = library.function::<Version>("cuFileGetVersion") else { return Ok(None) };
+        let mut number = 0;
+        let status = version(&raw mut number);
+        if (status.error, status.cuda) != (0, 0) {
+            let why = format!("cuFileGetVersion: error {}", status.error);
+            return Err(Unavailable::Broken(why));
+        }
+        Ok(u32::try_from(number).ok())
+    }
+}
+
+/// # Safety
+/// `from` is a string of C that nobody changes meanwhile.
+unsafe fn text(from: *const c_char) -> String {
+    // SAFETY: passed on to the caller.
+    unsafe { CStr::from_ptr(from) }.to_string_lossy().into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_is_not_there_is_told_from_one_that_is_broken() {
+        assert_eq!(
+            Vendor::load("libkvferry-no-such-thing.so.1").err(),
+            Some(Unavailable::NotInstalled)
+        );
+        let broken = Vendor::load("/proc/self/cmdline").err();
+        assert!(matches!(broken, Some(Unavailable::Broken(_))), "{broken:?}");
+        let library = Vendor::load("libc.so.6");
+        if let Ok(library) = library {
+            // SAFETY: never called.
+            let none = unsafe { library.function::<unsafe extern "C" fn()>("no_such_function") };
+            assert!(none.is_err());
+        }
+    }
+}
