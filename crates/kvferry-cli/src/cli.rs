@@ -6,18 +6,20 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::{Deserialize, Serialize};
 
+use crate::doctor::helper::Probe;
 use crate::model::{Dtype, Model};
 use crate::units::parse_bytes;
 
 const EXAMPLES_AND_EXIT_CODES: &str = "\
 Start with:
   kvferry demo                  see it move KV cache between two processes, in half a minute
+  kvferry doctor                what this host can do, and what it lacks
   kvferry bench --quick         how fast, beside plain TCP
   kvferry bench --help          every subcommand has examples
 
 Exit codes:
   0  all is well
-  1  a byte was wrong, or a figure fell short under --check
+  1  a byte was wrong, a figure fell short under --check, or the doctor found something bad
   2  the command line cannot be understood
   3  the peer cannot be reached, or refuses us
   4  a transfer or a helper process failed
@@ -39,6 +41,8 @@ pub(crate) enum Command {
     Demo(DemoArgs),
     /// Measure transfers beside what plain TCP reaches in the same rounds
     Bench(BenchArgs),
+    /// Say what this host can do and why not; or what an agent elsewhere is like from here
+    Doctor(DoctorArgs),
     /// Print the version
     Version {
         /// For programs
@@ -55,6 +59,56 @@ pub(crate) enum Command {
         #[arg(long)]
         core: Option<usize>,
     },
+    /// A helper of the doctor
+    #[command(hide = true)]
+    DoctorProbe {
+        /// What to try
+        #[arg(value_enum)]
+        probe: Probe,
+    },
+}
+
+const DOCTOR_EXAMPLES: &str = "\
+Examples:
+  kvferry doctor                       this host: kernel, memory, network, RDMA, CUDA
+  kvferry doctor 10.0.0.7:18515        an agent there: reachable, secret, transports, how fast
+  kvferry doctor --json | jq '.groups[].findings[] | select(.mark != \"ok\")'
+
+Run it where the engine runs: in the same container, as the same user, with the same KVFERRY_
+variables. Each line has a mark: ok; note, it works but could be better or is worth knowing;
+missing, something optional is not there; bad, something that kvferry was told to use does not
+work. What can be done about a line is on the next one, after an arrow.
+
+An agent elsewhere is asked for what it tells every peer. Its memory is never written; reads are
+measured on memory that it lets its peers read, 64 MiB at a time for a second (--no-bandwidth
+leaves that out). Writes are measured at a `kvferry bench --serve`, which has memory for that.
+
+Secrets and configurations are never shown. --json prints one object, schema kvferry.doctor/1:
+version, target, worst, counts, and groups of findings: id, subject, mark, finding, fix, facts.
+
+Exit codes:
+  0  nothing is bad
+  1  something is bad, or the agent cannot be reached or refuses us
+  2  the command line cannot be understood";
+
+/// What this host can do and why not. With HOST:PORT: whether an agent there can be reached from
+/// here, over which transports, and how fast.
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = DOCTOR_EXAMPLES)]
+pub(crate) struct DoctorArgs {
+    /// An agent, or a `kvferry bench --serve`
+    #[arg(value_name = "HOST:PORT")]
+    pub(crate) target: Option<String>,
+    /// Seconds that each step with HOST:PORT may take
+    #[arg(long, default_value_t = 5, value_name = "SECONDS", requires = "target",
+          value_parser = clap::value_parser!(u16).range(1..=600))]
+    pub(crate) timeout: u16,
+    /// Do not measure bandwidth
+    #[arg(long, requires = "target")]
+    pub(crate) no_bandwidth: bool,
+    /// Print the findings as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 const DEMO_EXAMPLES: &str = "\

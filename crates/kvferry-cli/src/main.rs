@@ -1,6 +1,6 @@
 //! The `kvferry` command: it shows KV cache moving between two processes, and measures how fast.
 //!
-//! `cli.rs` is what can be typed, `demo/` and `bench/` are what then happens, and the rest are their
+//! `cli.rs` is what can be typed, `demo/`, `bench/` and `doctor/` are what then happens, and the rest are their
 //! tools: block tables (`blocks.rs`), bytes that say where they belong (`content.rs`), model shapes
 //! (`model.rs`), statistics (`stats.rs`), helper processes (`child.rs`, `lines.rs`).
 
@@ -12,6 +12,7 @@ mod child;
 mod cli;
 mod content;
 mod demo;
+mod doctor;
 mod failure;
 mod lines;
 mod machine;
@@ -33,9 +34,11 @@ fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Demo(args) => interruptible(|| demo::run(&args)),
         Command::Bench(args) => interruptible(|| bench::run(&args)),
+        Command::Doctor(args) => interruptible(|| doctor::run(&args)),
         Command::Version { json } => version::run(json),
         Command::DemoDecode => demo::decode::run(),
         Command::BenchTarget { core } => bench::target::run_child(core),
+        Command::DoctorProbe { probe } => doctor::helper::run(probe),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

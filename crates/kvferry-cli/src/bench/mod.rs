@@ -17,6 +17,7 @@ pub(crate) mod pages;
 mod placement;
 mod python;
 pub(crate) mod raw;
+pub(crate) mod reach;
 mod report;
 mod rounds;
 mod setup;

@@ -1,0 +1,252 @@
+//! RDMA, CUDA, GPUDirect Storage: devices and the libraries that reach them.
+
+use serde_json::json;
+
+use super::finding::{Finding, Group};
+use super::helper::Library;
+use super::host::{Host, Tries};
+use crate::units;
+
+pub(super) fn check(host: &Host, tries: &Tries) -> Group {
+    let mut findings = rdma(host, tries);
+    findings.extend(cuda(host, tries));
+    findings.push(gds(host, tries));
+    Group { name: "devices", title: "RDMA, CUDA, storage".into(), findings }
+}
+
+const RDMA: &str = "sys/class/infiniband";
+
+fn rdma(host: &Host, tries: &Tries) -> Vec<Finding> {
+    let names = host.names(RDMA);
+    let library = match &tries.verbs {
+        Library::Works { file, .. } => format!("; libibverbs is there ({file})"),
+        Library::NotInstalled => "; no libibverbs either".to_owned(),
+        Library::Broken(why) => format!("; libibverbs: {why}"),
+    };
+    if names.is_empty() {
+        return vec![
+            Finding::missing("rdma", format!("no device{library}"))
+                .fix("none needed for tcp; else a card, its driver, and /dev/infiniband in a container")
+                .fact("devices", 0),
+        ];
+    }
+    let mut findings = vec![match &tries.verbs {
+        Library::Works { file, .. } => Finding::ok("rdma", format!("libibverbs ({file})")),
+        Library::NotInstalled => Finding::missing("rdma", "devices, but no libibverbs")
+            .fix("apt install libibverbs1 ibverbs-providers"),
+        Library::Broken(why) => Finding::bad("rdma", format!("libibverbs: {why}"))
+            .fix("libibverbs1 and ibverbs-providers of the same release"),
+    }];
+    findings[0].facts.insert("devices", json!(names.len()));
+    for name in &names {
+        for port in host.names(&format!("{RDMA}/{name}/ports")) {
+            findings.push(rdma_port(host, tries, name, &port));
+        }
+    }
+    findings
+}
+
+fn rdma_port(host: &Host, tries: &Tries, name: &str, port: &str) -> Finding {
+    let read = |file: &str| host.text(&format!("{RDMA}/{name}/ports/{port}/{file}"));
+    // "4: ACTIVE"
+    let state = read("state").unwrap_or_default();
+    let state = state.split(": ").last().unwrap_or_default().to_lowercase();
+    let gid = read("gids/0").filter(|gid| gid.chars().any(|c| c.is_ascii_hexdigit() && c != '0'));
+    let mut words = vec![state.clone()];
+    words.extend(read("rate").map(|rate| rate.replace("Gb/sec", "Gbit/s")));
+    words.extend(read("link_layer"));
+    words.extend(gid.as_ref().map(|gid| format!("GID {gid}")));
+    words.extend(host.text(&format!("{RDMA}/{name}/fw_ver")).map(|fw| format!("firmware {fw}")));
+    let words = words.join(", ");
+    let opens = match &tries.verbs {
+        Library::Works { found, .. } => {
+            found.devices.iter().find(|(device, _)| device == name).map(|(_, opens)| *opens)
+        }
+        _ => None,
+    };
+    let finding = match (state.as_str(), opens) {
+        ("active", Some(false)) => {
+            Finding::missing("rdma_port", format!("{words}; this process may not open it"))
+                .fix("pass /dev/infiniband into the container, and lift its memlock limit")
+        }
+        ("active", _) => Finding::ok("rdma_port", words),
+        _ => Finding::note("rdma_port", words)
+            .fix("check cable and switch; on InfiniBand, the subnet manager"),
+    };
+    finding
+        .of(format!("rdma {name}:{port}"))
+        .fact("device", name)
+        .fact("port", port)
+        .fact("state", state)
+        .fact("gid", gid)
+        .fact("opens", opens)
+}
+
+/// The kernel's part of the driver, by its own account.
+fn driver(host: &Host) -> Option<String> {
+    let text = host.text("proc/driver/nvidia/version")?;
+    let words = text.lines().next()?.split_whitespace();
+    words.map(str::to_owned).find(|word| {
+        word.split('.').count() >= 2 && word.split('.').all(|n| n.parse::<u32>().is_ok())
+    })
+}
+
+fn cuda(host: &Host, tries: &Tries) -> Vec<Finding> {
+    let driver = driver(host);
+    let version = driver.as_deref().unwrap_or("unknown");
+    let first = match &tries.cuda {
+        Library::Works { found, .. } if found.devices.is_empty() => {
+            Finding::missing("cuda", format!("driver {version}, and no device for this process"))
+                .fix("CUDA_VISIBLE_DEVICES; in a container, start it with --gpus all")
+        }
+        Library::Works { found, file } => {
+            let (major, minor) = (found.version / 1000, found.version % 1000 / 10);
+            let words = format!("driver {version}, CUDA {major}.{minor} ({file})");
+            Finding::ok("cuda", words).fact("cuda_version", found.version)
+        }
+        Library::NotInstalled if driver.is_some() => {
+            Finding::missing("cuda", format!("driver {version} in the kernel, but no libcuda.so.1"))
+                .fix(
+                    "in a container, start it with --gpus all; else install the driver's libraries",
+                )
+        }
+        Library::NotInstalled => Finding::missing("cuda", "no NVIDIA driver: host memory only")
+            .fix("none needed without a GPU; in a container, start it with --gpus all"),
+        Library::Broken(why) if driver.is_none() => {
+            Finding::missing("cuda", format!("libcuda without a driver in the kernel: {why}"))
+                .fix("none needed without a GPU; in a container, start it with --gpus all")
+        }
+        Library::Broken(why) => {
+            Finding::bad("cuda", format!("driver {version} is there, but libcuda fails: {why}"))
+                .fix("libcuda and the kernel's driver must be of one version; see nvidia-smi")
+        }
+    };
+    let mut findings = vec![first.fact("driver", driver)];
+    if let Library::Works { found, .. } = &tries.cuda {
+        for (index, device) in found.devices.iter().enumerate() {
+            let node = host.number(&format!("sys/bus/pci/devices/{}/numa_node", device.bus));
+            let mut words = vec![device.name.clone(), units::bytes(device.memory_bytes)];
+            words.push(format!("PCI {}", device.bus));
+            words.extend(node.map(|node| format!("NUMA node {node}")));
+            let finding = Finding::ok("cuda_device", words.join(", ")).of(format!("cuda {index}"));
+            findings.push(
+                finding
+                    .fact("name", device.name.as_str())
+                    .fact("memory_bytes", device.memory_bytes)
+                    .fact("bus", device.bus.as_str())
+                    .fact("numa_node", node),
+            );
+        }
+    }
+    findings
+}
+
+fn gds(host: &Host, tries: &Tries) -> Finding {
+    let module = host.exists("sys/module/nvidia_fs") || host.exists("proc/driver/nvidia-fs");
+    let finding = match (&tries.cufile, module) {
+        (Library::Works { file, found }, true) => {
+            let version =
+                found.map_or_else(String::new, |v| format!(" {}.{}", v / 1000, v % 1000 / 10));
+            Finding::ok("gds", format!("nvidia-fs and libcufile{version} ({file})"))
+        }
+        (Library::Works { .. }, false) => Finding::missing("gds", "libcufile, but no nvidia-fs")
+            .fix("modprobe nvidia-fs; without it libcufile copies through host memory"),
+        (Library::NotInstalled, true) => {
+            Finding::missing("gds", "nvidia-fs, but no libcufile.so.0")
+                .fix("install libcufile of the CUDA toolkit")
+        }
+        (Library::NotInstalled, false) => {
+            Finding::missing("gds", "neither nvidia-fs nor libcufile")
+                .fix("none needed unless storage is to reach GPU memory without a copy")
+        }
+        (Library::Broken(why), _) => Finding::missing("gds", format!("libcufile: {why}"))
+            .fix("libcufile of the CUDA toolkit that fits the driver"),
+    };
+    finding.of("gds").fact("nvidia_fs", module)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::finding::Mark;
+    use crate::doctor::helper::{CudaDevice, CudaFound, VerbsFound};
+    use crate::doctor::tests::{Tree, tries};
+
+    #[test]
+    fn a_port_is_shown_with_state_rate_and_gid() {
+        let base = "sys/class/infiniband/mlx5_0";
+        let files = [
+            (format!("{base}/fw_ver"), "20.38.1002"),
+            (format!("{base}/ports/1/state"), "4: ACTIVE"),
+            (format!("{base}/ports/1/rate"), "200 Gb/sec (4X HDR)"),
+            (format!("{base}/ports/1/link_layer"), "Ethernet"),
+            (format!("{base}/ports/1/gids/0"), "fe80:0000:0000:0000:0a00:27ff:fe00:0001"),
+            (format!("{base}/ports/2/state"), "1: DOWN"),
+            (format!("{base}/ports/2/gids/0"), "0000:0000:0000:0000:0000:0000:0000:0000"),
+        ];
+        let files: Vec<(&str, &str)> = files.iter().map(|(p, c)| (p.as_str(), *c)).collect();
+        let tree = Tree::of(&files);
+        let works = |opens| Tries {
+            verbs: Library::Works {
+                file: "libibverbs.so.1.14".into(),
+                found: VerbsFound { devices: vec![("mlx5_0".into(), opens)] },
+            },
+            ..tries()
+        };
+        let findings = rdma(&tree.host(), &works(true));
+        assert_eq!(findings.len(), 3, "{findings:?}");
+        assert_eq!(
+            findings[1].finding,
+            "active, 200 Gbit/s (4X HDR), Ethernet, GID fe80:0000:0000:0000:0a00:27ff:fe00:0001, \
+             firmware 20.38.1002"
+        );
+        assert_eq!((findings[1].mark, findings[2].mark), (Mark::Ok, Mark::Note));
+        let findings = rdma(&tree.host(), &works(false));
+        assert!(findings[1].fix.as_deref().is_some_and(|fix| fix.contains("/dev/infiniband")));
+        let findings = rdma(&tree.host(), &tries());
+        assert!(findings[0].fix.as_deref().is_some_and(|fix| fix.contains("apt install")));
+    }
+
+    #[test]
+    fn a_gpu_without_its_library_and_a_library_without_its_gpu_are_different_things() {
+        let driven = Tree::of(&[(
+            "proc/driver/nvidia/version",
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 2025\nGCC 13",
+        )]);
+        let plain = Tree::of(&[]);
+        assert_eq!(driver(&driven.host()).as_deref(), Some("570.86.15"));
+        let broken = Tries { cuda: Library::Broken("cuInit: error 803".into()), ..tries() };
+        assert_eq!(cuda(&driven.host(), &broken)[0].mark, Mark::Bad);
+        assert_eq!(cuda(&plain.host(), &broken)[0].mark, Mark::Missing);
+        assert_eq!(cuda(&driven.host(), &tries())[0].mark, Mark::Missing);
+        assert!(cuda(&plain.host(), &tries())[0].finding.contains("host memory only"));
+        let device = CudaDevice {
+            name: "NVIDIA H200".into(),
+            memory_bytes: 141 << 30,
+            bus: "0000:1b:00.0".into(),
+        };
+        let found = CudaFound { version: 12080, devices: vec![device] };
+        let works = Tries {
+            cuda: Library::Works { file: "libcuda.so.570.86.15".into(), found },
+            ..tries()
+        };
+        let findings = cuda(&driven.host(), &works);
+        assert_eq!(findings[0].finding, "driver 570.86.15, CUDA 12.8 (libcuda.so.570.86.15)");
+        assert_eq!(findings[1].finding, "NVIDIA H200, 141 GiB, PCI 0000:1b:00.0");
+    }
+
+    #[test]
+    fn gds_needs_both_halves() {
+        let module = Tree::of(&[("proc/driver/nvidia-fs/version", "2.19")]);
+        let works = Tries {
+            cufile: Library::Works { file: "libcufile.so.1.13".into(), found: Some(1130) },
+            ..tries()
+        };
+        assert_eq!(gds(&module.host(), &works).mark, Mark::Ok);
+        assert!(gds(&module.host(), &works).finding.contains("libcufile 1.13"));
+        for (tree, tries) in [(&Tree::of(&[]), &works), (&module, &tries())] {
+            let found = gds(&tree.host(), tries);
+            assert!(found.mark == Mark::Missing && found.fix.is_some(), "{found:?}");
+        }
+    }
+}

@@ -1,0 +1,253 @@
+//! Helper processes: one whose memory is read and that reads ours, and one per vendor's library,
+//! because a broken driver may hang or crash whoever asks it.
+
+use std::io::Read;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child as Process, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use kvferry_sys::vendor::{self, Unavailable};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::child::{Child, answer_parent, die_with_parent};
+use crate::content::random;
+use crate::failure::Failure;
+use crate::output;
+
+/// How long a vendor's library may think. A first call to a GPU's driver takes seconds.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What the line with an answer starts with: a library may write to standard output as well.
+const ANSWER: &str = "@kvferry ";
+
+/// What a helper process is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Probe {
+    Memory,
+    Verbs,
+    Cuda,
+    Cufile,
+}
+
+/// What became of a vendor's library.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Library<T> {
+    Works {
+        /// The file's own name, which tells its version.
+        file: String,
+        found: T,
+    },
+    NotInstalled,
+    Broken(String),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct VerbsFound {
+    /// Names, and whether this process can open them.
+    pub(super) devices: Vec<(String, bool)>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct CudaFound {
+    pub(super) version: u32,
+    pub(super) devices: Vec<CudaDevice>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct CudaDevice {
+    pub(super) name: String,
+    pub(super) memory_bytes: u64,
+    pub(super) bus: String,
+}
+
+/// The helper's side.
+pub(crate) fn run(probe: Probe) -> Result<(), Failure> {
+    match probe {
+        Probe::Memory => serve_memory(),
+        Probe::Verbs => {
+            die_with_parent()?;
+            let found = vendor::verbs().map(|devices| VerbsFound {
+                devices: devices.into_iter().map(|d| (d.name, d.opens)).collect(),
+            });
+            tell("libibverbs.so", found)
+        }
+        Probe::Cuda => {
+            die_with_parent()?;
+            let found = vendor::cuda().map(|cuda| CudaFound {
+                version: cuda.version,
+                devices: cuda
+                    .devices
+                    .into_iter()
+                    .map(|d| CudaDevice { name: d.name, memory_bytes: d.memory_bytes, bus: d.bus })
+                    .collect(),
+            });
+            tell("libcuda.so", found)
+        }
+        Probe::Cufile => {
+            die_with_parent()?;
+            tell("libcufile.so", vendor::cufile())
+        }
+    }
+}
+
+fn tell<T: Serialize>(file: &str, found: Result<T, Unavailable>) -> Result<(), Failure> {
+    let answer = serde_json::to_string(&match found {
+        Ok(found) => Library::Works { file: loaded(file), found },
+        Err(Unavailable::NotInstalled) => Library::NotInstalled,
+        Err(Unavailable::Broken(why)) => Library::Broken(why),
+    });
+    Ok(output::print(&format!("\n{ANSWER}{}\n", answer.map_err(std::io::Error::from)?))?)
+}
+
+/// The name of the file that was loaded: links to it are resolved.
+fn loaded(starts_with: &str) -> String {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let mut names = maps.lines().filter_map(|line| line.rsplit_once('/').map(|(_, name)| name));
+    names.find(|name| name.starts_with(starts_with)).unwrap_or(starts_with).to_owned()
+}
+
+/// Helpers that were started and have not been asked for their answers.
+#[derive(Debug)]
+pub(super) struct Libraries {
+    began: Instant,
+    verbs: Option<Process>,
+    cuda: Option<Process>,
+    cufile: Option<Process>,
+}
+
+/// All at once: the slowest is a GPU's driver.
+pub(super) fn start_libraries() -> Libraries {
+    let start = |name: &str| {
+        Command::new("/proc/self/exe")
+            .arg0("kvferry")
+            .args(["doctor-probe", name])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            // Vendors' libraries have much to say about what they miss.
+            .stderr(Stdio::null())
+            .spawn()
+            .ok()
+    };
+    Libraries {
+        began: Instant::now(),
+        verbs: start("verbs"),
+        cuda: start("cuda"),
+        cufile: start("cufile"),
+    }
+}
+
+impl Libraries {
+    pub(super) fn answers(self) -> (Library<VerbsFound>, Library<CudaFound>, Library<Option<u32>>) {
+        let until = self.began + PATIENCE;
+        (answer(self.verbs, until), answer(self.cuda, until), answer(self.cufile, until))
+    }
+}
+
+/// The answer of a helper, or what became of it.
+fn answer<T: DeserializeOwned>(process: Option<Process>, until: Instant) -> Library<T> {
+    let broken = |why: &str| Library::Broken(why.to_owned());
+    let Some(mut process) = process else { return broken("no helper process can be started") };
+    // The answer fits the pipe, so the helper can end before it is read.
+    while let Ok(None) = process.try_wait() {
+        if Instant::now() >= until {
+            // Not waited for: one that hangs inside a driver can't even be killed.
+            let _ = process.kill();
+            return broken(&format!("no answer within {} s", PATIENCE.as_secs()));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let mut said = String::new();
+    if let Some(mut out) = process.stdout.take() {
+        let _ = out.read_to_string(&mut said);
+    }
+    let ended = match process.wait().map(|status| status.signal()) {
+        Ok(Some(signal)) => format!("the process that asked it died of signal {signal}"),
+        _ => "the process that asked it gave no answer".to_owned(),
+    };
+    let answer = said.lines().rev().find_map(|line| line.strip_prefix(ANSWER));
+    answer.and_then(|answer| serde_json::from_str(answer).ok()).unwrap_or_else(|| broken(&ended))
+}
+
+/// Where known bytes are.
+#[derive(Debug, Serialize, Deserialize)]
+struct Known {
+    pid: u32,
+    address: u64,
+    bytes: u64,
+}
+
+impl Known {
+    fn new(bytes: &u64) -> Known {
+        let address = std::ptr::from_ref(bytes) as u64;
+        Known { pid: std::process::id(), address, bytes: *bytes }
+    }
+
+    fn read(&self) -> Result<(), String> {
+        let mut found = [0; 8];
+        match kvferry_sys::probe::read_process(self.pid, self.address, &mut found) {
+            Ok(8) if u64::from_ne_bytes(found) == self.bytes => Ok(()),
+            Ok(_) => Err("other bytes were read than were there".to_owned()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+}
+
+/// Told where the parent's bytes are: reads them, and says how that went and where its own are.
+fn serve_memory() -> Result<(), Failure> {
+    let bytes = Box::new(random());
+    answer_parent(|parent: Known| {
+        let told = (parent.read(), Known::new(&bytes));
+        serde_json::to_value(told).map_err(|error| Failure::Failed(error.to_string()))
+    })
+}
+
+/// Whether a process may read the one that started it, and the other way round.
+///
+/// The first is the answer for two processes that have nothing to do with each other: Yama lets a
+/// process read its descendants when it may read nobody else.
+pub(super) fn read_each_other() -> (Result<(), String>, Result<(), String>) {
+    let bytes = Box::new(random());
+    let asked = Child::spawn(&["doctor-probe", "memory"]).and_then(|mut child| {
+        let answer: Value = child.ask(&Known::new(&bytes))?;
+        let (up, there): (Result<(), String>, Known) = serde_json::from_value(answer)
+            .map_err(|error| Failure::Failed(format!("the helper process: {error}")))?;
+        Ok((up, there.read()))
+    });
+    asked.unwrap_or_else(|why| (Err(why.to_string()), Err(why.to_string())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Option<Process> {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::piped());
+        command.spawn().ok()
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(10)
+    }
+
+    #[test]
+    fn a_library_that_crashes_hangs_or_babbles_is_a_finding() {
+        let crashed: Library<u32> = answer(shell("kill -SEGV $$"), soon());
+        assert_eq!(crashed, Library::Broken("the process that asked it died of signal 11".into()));
+        let hung: Library<u32> = answer(shell("sleep 60"), Instant::now());
+        assert!(matches!(&hung, Library::Broken(why) if why.starts_with("no answer")), "{hung:?}");
+        let babbling: Library<u32> = answer(
+            shell(r#"echo hello; echo '@kvferry {"Works":{"file":"x","found":7}}'; echo bye"#),
+            soon(),
+        );
+        assert_eq!(babbling, Library::Works { file: "x".into(), found: 7 });
+        let silent: Library<u32> = answer(shell("exit 3"), soon());
+        assert!(matches!(silent, Library::Broken(_)));
+        assert_eq!(
+            answer::<u32>(shell("echo '@kvferry \"NotInstalled\"'"), soon()),
+            Library::NotInstalled
+        );
+    }
+}

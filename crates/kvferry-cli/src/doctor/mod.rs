@@ -1,0 +1,232 @@
+//! `kvferry doctor`: what this host can do and why not, and what another agent is like from here.
+//!
+//! `host.rs` is all that is looked at: files of the kernel, under a root that tests replace, and
+//! the answers to what was tried. The checks (`system.rs`, `same_host.rs`, `network.rs`,
+//! `devices.rs`) make findings of that and touch nothing. `helper.rs` tries in processes of their
+//! own what may crash or hang. `peer.rs` is `doctor HOST:PORT`. `finding.rs` documents the JSON.
+
+mod devices;
+mod finding;
+pub(crate) mod helper;
+mod host;
+mod network;
+mod peer;
+mod same_host;
+mod show;
+mod system;
+
+use kvferry::{Config, Transports};
+
+use crate::cli::DoctorArgs;
+use crate::failure::Failure;
+use crate::output;
+
+use finding::{Mark, Report};
+use host::{Host, Tries};
+use network::Settings;
+
+pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
+    let report = match &args.target {
+        None => this_host(&Host::at("/"), &Tries::here(), &settings()),
+        Some(target) => peer::look(target, args)?,
+    };
+    if args.json {
+        output::print_json(&report)?;
+    } else {
+        output::print(&show::text(&report, show::Style::here()))?;
+    }
+    match report.counts[&Mark::Bad] {
+        0 => Ok(()),
+        1 => Err(Failure::Check("one finding is bad".into())),
+        bad => Err(Failure::Check(format!("{bad} findings are bad"))),
+    }
+}
+
+fn settings() -> Settings {
+    Settings::of(Config::from_env().map_err(|error| error.to_string()))
+}
+
+/// Whether this build can move bytes that way.
+fn has_transport(name: &str) -> bool {
+    Transports::parse(name).is_ok()
+}
+
+fn this_host(host: &Host, tries: &Tries, settings: &Settings) -> Report {
+    let groups = vec![
+        system::check(host, tries),
+        same_host::check(host, tries, has_transport("local")),
+        network::check(host, tries, settings),
+        devices::check(host, tries),
+    ];
+    Report::new(None, groups)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::PathBuf;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use kvferry_sys::net::InterfaceAddress;
+
+    use super::helper::{CudaDevice, CudaFound, Library, VerbsFound};
+    use super::*;
+
+    /// Files of a kernel that is not there. Removed on drop.
+    pub(super) struct Tree(PathBuf);
+
+    impl Tree {
+        pub(super) fn of(files: &[(&str, &str)]) -> Tree {
+            static NEXT: AtomicU64 = AtomicU64::new(0);
+            let number = NEXT.fetch_add(1, Ordering::Relaxed);
+            let name = format!("kvferry-doctor-{}-{number}", std::process::id());
+            let tree = Tree(std::env::temp_dir().join(name));
+            for (path, content) in files {
+                let path = tree.made(path);
+                fs::write(path, content).expect("a file");
+            }
+            tree
+        }
+
+        fn made(&self, path: &str) -> PathBuf {
+            let path = self.0.join(path);
+            fs::create_dir_all(path.parent().expect("not the root")).expect("a directory");
+            path
+        }
+
+        pub(super) fn linked(self, path: &str, target: &str) -> Tree {
+            std::os::unix::fs::symlink(target, self.made(path)).expect("a link");
+            self
+        }
+
+        pub(super) fn host(&self) -> Host {
+            Host::at(&self.0)
+        }
+    }
+
+    impl Drop for Tree {
+        fn drop(&mut self) {
+            drop(fs::remove_dir_all(&self.0));
+        }
+    }
+
+    /// A host where everything works and nothing special is installed.
+    pub(super) fn tries() -> Tries {
+        Tries {
+            kernel: "6.12.1-generic".into(),
+            c_library: "glibc 2.36".into(),
+            cores: 8,
+            pidfd: Ok(()),
+            memfd: Ok(()),
+            io_uring: Ok(()),
+            read_unrelated: Ok(()),
+            read_child: Ok(()),
+            memlock: None,
+            open_files: Some(1 << 20),
+            addresses: Vec::new(),
+            verbs: Library::NotInstalled,
+            cuda: Library::NotInstalled,
+            cufile: Library::NotInstalled,
+        }
+    }
+
+    /// A machine with everything, for the golden report.
+    fn machine() -> (Tree, Tries, Settings) {
+        let tree = Tree::of(&[
+            ("proc/self/cgroup", "0::/"),
+            ("proc/self/status", "Uid:\t1000\t1000\nSeccomp:\t2\nCapEff:\t0000000000000000\n"),
+            ("proc/meminfo", "MemTotal:       65536000 kB\nMemAvailable:   32768000 kB\n"),
+            ("proc/sys/kernel/io_uring_disabled", "0"),
+            ("proc/sys/kernel/numa_balancing", "0"),
+            ("proc/sys/kernel/yama/ptrace_scope", "1"),
+            ("proc/sys/net/core/somaxconn", "4096"),
+            ("proc/sys/net/core/rmem_max", "212992"),
+            ("proc/sys/net/core/wmem_max", "212992"),
+            ("proc/sys/net/ipv4/tcp_abort_on_overflow", "0"),
+            ("proc/sys/net/ipv4/tcp_available_congestion_control", "reno cubic"),
+            ("proc/sys/net/ipv4/tcp_congestion_control", "cubic"),
+            ("proc/sys/net/ipv4/tcp_rmem", "4096\t131072\t6291456"),
+            ("proc/sys/net/ipv4/tcp_wmem", "4096\t16384\t67108864"),
+            ("proc/sys/net/ipv4/tcp_slow_start_after_idle", "0"),
+            ("proc/sys/net/ipv4/ip_local_port_range", "32768\t60999"),
+            ("proc/driver/nvidia/version", "NVRM version: NVIDIA Kernel Module  570.86.15  x"),
+            ("sys/devices/system/cpu/online", "0-15"),
+            ("sys/devices/system/node/online", "0-1"),
+            ("sys/devices/system/clocksource/clocksource0/current_clocksource", "tsc"),
+            ("sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", "1024"),
+            ("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "512"),
+            ("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never"),
+            ("sys/kernel/mm/transparent_hugepage/shmem_enabled", "always advise [never]"),
+            ("sys/class/net/eth0/operstate", "up"),
+            ("sys/class/net/eth0/speed", "100000"),
+            ("sys/class/net/eth0/mtu", "9000"),
+            ("sys/class/net/lo/operstate", "unknown"),
+            ("sys/class/infiniband/mlx5_0/fw_ver", "20.38.1002"),
+            ("sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE"),
+            ("sys/class/infiniband/mlx5_0/ports/1/rate", "100 Gb/sec (4X EDR)"),
+            ("sys/class/infiniband/mlx5_0/ports/1/link_layer", "Ethernet"),
+            ("sys/class/infiniband/mlx5_0/ports/1/gids/0", "fe80::a00:27ff:fe00:1"),
+        ]);
+        let tries = Tries {
+            memlock: Some(8 << 20),
+            read_unrelated: Err("Operation not permitted (os error 1)".into()),
+            addresses: vec![InterfaceAddress {
+                interface: "eth0".into(),
+                address: "10.0.0.7".parse().expect("an address"),
+            }],
+            verbs: Library::Works {
+                file: "libibverbs.so.1.14.44.0".into(),
+                found: VerbsFound { devices: vec![("mlx5_0".into(), true)] },
+            },
+            cuda: Library::Works {
+                file: "libcuda.so.570.86.15".into(),
+                found: CudaFound {
+                    version: 12080,
+                    devices: vec![CudaDevice {
+                        name: "NVIDIA H200".into(),
+                        memory_bytes: 141 << 30,
+                        bus: "0000:1b:00.0".into(),
+                    }],
+                },
+            },
+            cufile: Library::Broken("libmount.so.1: cannot open shared object file".into()),
+            ..tries()
+        };
+        let config = Config {
+            listen: Some("10.0.0.7:18515".into()),
+            advertise: Some("node-3:18515".into()),
+            transports: Some("tcp".into()),
+            secret: Some(kvferry::SecretString::new("hush-hush")),
+            ..Config::default()
+        };
+        (tree, tries, Settings::of(Ok(config)))
+    }
+
+    #[test]
+    fn the_report_for_programs_stays_as_it_is() {
+        let (tree, tries, mut settings) = machine();
+        // What this host's routes say is no part of the golden report.
+        settings.everywhere = Err("not looked at".into());
+        let mut report = this_host(&tree.host(), &tries, &settings);
+        report.version = "0.0.0";
+        let json = serde_json::to_string_pretty(&report).expect("plain values") + "\n";
+        let golden = include_str!("golden.json");
+        assert!(!json.contains("hush"), "the secret is in the report");
+        if json != golden {
+            let path = std::env::temp_dir().join("kvferry-doctor-golden.json");
+            fs::write(&path, &json).expect("a file");
+            panic!("the report differs from golden.json; what it is now: {}", path.display());
+        }
+    }
+
+    #[test]
+    fn every_finding_that_is_not_ok_has_its_fix() {
+        let (tree, tries, settings) = machine();
+        let bare = this_host(&Tree::of(&[]).host(), &super::tests::tries(), &settings);
+        for report in [this_host(&tree.host(), &tries, &settings), bare] {
+            for finding in report.groups.iter().flat_map(|group| &group.findings) {
+                assert_eq!(finding.mark == Mark::Ok, finding.fix.is_none(), "{finding:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,304 @@
+//! The doctor as its users run it: on this host, and against agents, benches and strangers.
+
+use std::collections::HashSet;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpListener;
+use std::process::{Command, Output, Stdio};
+use std::thread;
+
+use kvferry::{Access, Agent};
+use serde_json::Value;
+
+fn doctor(line: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    command.arg("doctor").args(line);
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("KVFERRY_") {
+            command.env_remove(name);
+        }
+    }
+    command
+}
+
+fn run(command: &mut Command) -> (i32, Value) {
+    let output = command.arg("--json").output().expect("the command starts");
+    let code = output.status.code().expect("it was not killed");
+    let report = serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|error| panic!("{error}: {}", said(&output)));
+    (code, report)
+}
+
+fn said(output: &Output) -> String {
+    [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat()
+}
+
+fn findings(report: &Value) -> Vec<&Value> {
+    let groups = report["groups"].as_array().expect("groups");
+    groups.iter().flat_map(|group| group["findings"].as_array().expect("findings")).collect()
+}
+
+#[track_caller]
+fn finding<'a>(report: &'a Value, id: &str) -> &'a Value {
+    let found = findings(report).into_iter().find(|finding| finding["id"] == id);
+    found.unwrap_or_else(|| panic!("{id} is not in {report}"))
+}
+
+#[test]
+fn this_host_is_described_and_every_shortcoming_has_its_fix() {
+    let (code, report) = run(&mut doctor(&[]));
+    assert_eq!(report["schema"], "kvferry.doctor/1");
+    let bad = findings(&report).iter().filter(|f| f["mark"] == "bad").count();
+    assert_eq!(report["counts"]["bad"], bad);
+    assert_eq!(code, i32::from(bad > 0), "{report}");
+    for finding in findings(&report) {
+        assert_eq!(finding["mark"] == "ok", finding["fix"].is_null(), "{finding}");
+    }
+    let known: HashSet<&str> =
+        findings(&report).iter().filter_map(|finding| finding["id"].as_str()).collect();
+    for id in [
+        "kernel",
+        "cores",
+        "pidfd",
+        "process_vm",
+        "same_host",
+        "memfd",
+        "huge_pages",
+        "memlock",
+        "open_files",
+        "io_uring",
+        "listen",
+        "advertise",
+        "transports",
+        "nic",
+        "rdma",
+        "cuda",
+        "gds",
+    ] {
+        assert!(known.contains(id), "{id} is missing");
+    }
+}
+
+#[test]
+fn the_advertised_address_is_the_one_an_agent_gives() {
+    for (listen, host_ip) in
+        [("0.0.0.0:0", None), ("0.0.0.0:0", Some("10.1.2.3")), ("127.0.0.1:0", None)]
+    {
+        let mut command = doctor(&[]);
+        command.env("KVFERRY_LISTEN", listen).env_remove("HOST_IP").env_remove("POD_IP");
+        let mut builder =
+            Agent::builder().listen(listen.parse::<std::net::SocketAddr>().expect("one"));
+        if let Some(ip) = host_ip {
+            command.env("HOST_IP", ip);
+            builder = builder.advertise(ip);
+        }
+        let (_, report) = run(&mut command);
+        let agent = builder.start().expect("an agent");
+        let (told, _) = agent.advertised().rsplit_once(':').expect("a port");
+        let shown = finding(&report, "advertise")["facts"]["address"].as_str().expect("one");
+        assert_eq!(shown, format!("{told}:0"));
+    }
+}
+
+#[test]
+fn settings_that_no_agent_takes_are_bad() {
+    for (name, value, id) in [
+        ("KVFERRY_IO_THREADS", "many", "agent"),
+        ("KVFERRY_LISTEN", "198.51.100.7:0", "listen"),
+        ("KVFERRY_TRANSPORTS", "pigeon", "agent"),
+        ("KVFERRY_SECRET_FILE", "/nonexistent/file", "agent"),
+    ] {
+        let (code, report) = run(doctor(&[]).env(name, value));
+        assert_eq!(finding(&report, id)["mark"], "bad", "{name}: {report}");
+        assert_eq!(code, 1);
+    }
+}
+
+#[test]
+fn secrets_never_appear() {
+    let agent = Agent::builder().secret(b"hush-hush").start().expect("an agent");
+    for target in [None, Some(agent.advertised())] {
+        for json in [None, Some("--json")] {
+            let line: Vec<&str> = target.into_iter().chain(json).collect();
+            for secret in ["hush-hush", "hush-wrong"] {
+                let output =
+                    doctor(&line).env("KVFERRY_SECRET", secret).output().expect("it starts");
+                assert!(!said(&output).contains("hush"), "{}", said(&output));
+            }
+        }
+    }
+}
+
+#[test]
+fn an_agent_is_met_measured_and_left_as_it_was() {
+    let agent = Agent::builder().name("decode-0").start().expect("an agent");
+    let region = agent.allocate(1 << 20, Access::READ_WRITE).expect("memory");
+    let before: Vec<u8> = (0..region.len()).map(|i| (i / 7) as u8).collect();
+    region.write_at(0, &before).expect("owned memory");
+    let (code, report) = run(&mut doctor(&[agent.advertised()]));
+    assert_eq!(code, 0, "{report}");
+    assert_eq!(report["target"], agent.advertised());
+    assert_eq!(finding(&report, "handshake")["facts"]["name"], "decode-0");
+    assert_eq!(finding(&report, "route")["facts"]["same_host"], true);
+    assert_eq!(finding(&report, "regions")["facts"]["readable"], 1 << 20);
+    assert!(finding(&report, "round_trip")["facts"]["p50_us"].as_f64() > Some(0.0));
+    let facts = &finding(&report, "bandwidth")["facts"];
+    assert!(facts["read_gb_per_s"].as_f64() > Some(0.0) && facts["write_gb_per_s"].is_null());
+    let mut after = vec![0; region.len()];
+    region.read_at(0, &mut after).expect("owned memory");
+    assert!(before == after, "the doctor wrote into somebody's memory");
+    assert_eq!(agent.stats().bytes_received, 0);
+    let (_, report) = run(&mut doctor(&[agent.advertised(), "--no-bandwidth"]));
+    assert!(!findings(&report).iter().any(|f| f["id"] == "bandwidth"), "{report}");
+}
+
+#[test]
+fn an_agent_whose_memory_nobody_may_read_says_how_to_measure() {
+    let agent = Agent::builder().mooncake(true).start().expect("an agent");
+    let (code, report) = run(&mut doctor(&[agent.advertised()]));
+    assert_eq!(code, 0, "{report}");
+    let bandwidth = finding(&report, "bandwidth");
+    assert_eq!(bandwidth["mark"], "note");
+    assert!(bandwidth["fix"].as_str().is_some_and(|fix| fix.contains("bench --serve")));
+    let both = finding(&report, "transports")["facts"]["both"].as_array().expect("a list");
+    assert!(both.contains(&"tcp".into()) && both.contains(&"mooncake".into()), "{report}");
+}
+
+#[test]
+fn a_bench_that_serves_has_both_directions_measured() {
+    let mut server = Command::new(env!("CARGO_BIN_EXE_kvferry"))
+        .args(["bench", "--serve", "--listen", "127.0.0.1:0"])
+        .env_remove("KVFERRY_SECRET")
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command starts");
+    let mut line = String::new();
+    let mut errors = BufReader::new(server.stderr.take().expect("piped"));
+    errors.read_line(&mut line).expect("it says where it listens");
+    thread::spawn(move || std::io::copy(&mut errors, &mut std::io::sink()));
+    let address = line.split_whitespace().nth(3).expect("serving benches on ADDRESS,");
+    let (code, report) = run(&mut doctor(&[address.trim_end_matches(',')]));
+    server.kill().expect("still there");
+    server.wait().expect("killed");
+    assert_eq!(code, 0, "{report}");
+    assert_eq!(finding(&report, "handshake")["facts"]["kind"], "bench");
+    let facts = &finding(&report, "bandwidth")["facts"];
+    assert!(facts["write_gb_per_s"].as_f64() > Some(0.0), "{report}");
+    assert!(facts["read_gb_per_s"].as_f64() > Some(0.0), "{report}");
+}
+
+#[test]
+fn every_reason_for_no_session_is_told_apart() {
+    let secret = Agent::builder().secret(b"right").start().expect("an agent");
+    let open = Agent::builder().start().expect("an agent");
+    for (agent, ours, error) in [
+        (&secret, None, "auth_required"),
+        (&secret, Some("wrong"), "auth_failed"),
+        (&open, Some("any"), "auth_unsupported"),
+    ] {
+        let mut command = doctor(&[agent.advertised()]);
+        if let Some(ours) = ours {
+            command.env("KVFERRY_SECRET", ours);
+        }
+        let (code, report) = run(&mut command);
+        assert_eq!(finding(&report, "handshake")["facts"]["error"], error, "{report}");
+        assert_eq!(code, 1);
+    }
+    let (code, report) = run(doctor(&[secret.advertised()]).env("KVFERRY_SECRET", "right"));
+    assert_eq!(finding(&report, "handshake")["facts"]["authenticated"], true, "{report}");
+    assert_eq!(code, 0);
+}
+
+/// Somebody else on a port: answers every connection with these bytes, or only takes it.
+fn stranger(answer: Option<&'static [u8]>) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("bound").to_string();
+    thread::spawn(move || {
+        let mut kept = Vec::new();
+        for mut stream in listener.incoming().flatten() {
+            if let Some(answer) = answer {
+                drop(stream.read(&mut [0; 64]));
+                drop(stream.write_all(answer));
+            } else {
+                kept.push(stream);
+            }
+        }
+    });
+    address
+}
+
+#[test]
+fn strangers_are_named() {
+    for (answer, word) in [
+        (Some(&b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"[..]), "web server"),
+        (Some(b"SSH-2.0-OpenSSH_9.2\r\n"), "SSH"),
+        (Some(b""), "hangs up"),
+        (None, "says nothing"),
+    ] {
+        let (code, report) = run(&mut doctor(&[&stranger(answer)]));
+        let found = finding(&report, "handshake");
+        assert!(found["finding"].as_str().is_some_and(|f| f.contains(word)), "{word}: {found}");
+        assert_eq!((code, &found["mark"]), (1, &"bad".into()));
+    }
+}
+
+#[test]
+fn nobody_there_is_bad_and_a_wrong_command_line_is_something_else() {
+    let free = TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("bound");
+    let (code, report) = run(&mut doctor(&[&free.to_string()]));
+    assert_eq!((code, &finding(&report, "connect")["mark"]), (1, &"bad".into()), "{report}");
+    let (code, report) = run(&mut doctor(&["no-such-host.invalid:1"]));
+    assert_eq!((code, &finding(&report, "name")["mark"]), (1, &"bad".into()), "{report}");
+    for line in [&["no-port"][..], &["--timeout", "3"], &["--no-bandwidth"], &["--what"]] {
+        let output = doctor(line).output().expect("the command starts");
+        assert_eq!(output.status.code(), Some(2), "{line:?}: {}", said(&output));
+    }
+}
+
+/// A libcuda of our own making, and the directory it is in.
+fn made_cuda(name: &str, init: &str) -> Option<std::path::PathBuf> {
+    let dir = std::env::temp_dir().join(format!("kvferry-{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).expect("a directory");
+    let source = format!(
+        "#include <string.h>\n#include <stdlib.h>\n
+         int cuInit(unsigned f) {{ {init} }}
+         int cuGetErrorString(int e, const char **s) {{ *s = \"made up\"; return 0; }}
+         int cuDriverGetVersion(int *v) {{ *v = 12080; return 0; }}
+         int cuDeviceGetCount(int *n) {{ *n = 1; return 0; }}
+         int cuDeviceGet(int *d, int i) {{ *d = i; return 0; }}
+         int cuDeviceGetName(char *s, int n, int d) {{ strncpy(s, \"Made Up GPU\", n); return 0; }}
+         int cuDeviceGetPCIBusId(char *s, int n, int d) {{ strncpy(s, \"0000:1B:00.0\", n); return 0; }}
+         int cuDeviceTotalMem_v2(size_t *n, int d) {{ *n = 1ul << 37; return 0; }}"
+    );
+    std::fs::write(dir.join("cuda.c"), source).expect("a file");
+    let built = Command::new("cc")
+        .args(["-shared", "-fPIC", "-w", "-o", "libcuda.so.1", "cuda.c"])
+        .current_dir(&dir)
+        .status();
+    match built {
+        Ok(status) if status.success() => Some(dir),
+        _ => {
+            drop(writeln!(std::io::stderr(), "SKIPPED: a libcuda that misbehaves: no C compiler"));
+            None
+        }
+    }
+}
+
+#[test]
+fn a_gpu_library_that_works_fails_or_crashes_is_a_line_of_the_report() {
+    let cases = [
+        ("works", "return 0;", "CUDA 12.8"),
+        ("fails", "return 803;", "error 803, made up"),
+        ("crashes", "abort();", "died of signal 6"),
+        ("leaves", "_exit(0);", "gave no answer"),
+    ];
+    for (name, init, wanted) in cases {
+        let Some(dir) = made_cuda(name, init) else { return };
+        let (_, report) = run(doctor(&[]).env("LD_LIBRARY_PATH", &dir));
+        let found = finding(&report, "cuda");
+        assert!(found["finding"].as_str().is_some_and(|f| f.contains(wanted)), "{name}: {found}");
+        if name == "works" {
+            assert_eq!(finding(&report, "cuda_device")["facts"]["memory_bytes"], 1u64 << 37);
+        }
+        std::fs::remove_dir_all(dir).expect("ours");
+    }
+}
