@@ -10,7 +10,7 @@
 //! | [`socket`] | TCP sockets, gather and scatter over spans |
 //! | [`vectors`] | gather and scatter of bytes and spans, alternating |
 //! | [`poll`] | epoll, event descriptors, waiting for one descriptor |
-//! | [`clock`] | `CLOCK_BOOTTIME` |
+//! | [`clock`] | `CLOCK_BOOTTIME`; other processes' processor time |
 //! | [`map`] | anonymous memory |
 //! | [`shared`] | memory shared between processes by descriptor |
 //! | [`unix`] | packets and descriptors between processes of one host |
@@ -19,6 +19,7 @@
 //! | [`net`] | addresses of this host |
 //! | [`probe`] | what the kernel lets this process do, found out by doing it |
 //! | [`vendor`] | libibverbs, libcuda and libcufile, loaded at run time |
+//! | [`vm`] | copies to and from another process's memory |
 
 pub mod clock;
 pub mod fd;
@@ -35,6 +36,7 @@ pub mod thread;
 pub mod unix;
 pub mod vectors;
 pub mod vendor;
+pub mod vm;
 
 pub use fd::forked_since;
 pub use span::HostSpan;

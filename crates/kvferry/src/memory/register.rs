@@ -74,6 +74,21 @@ impl Agent {
         core.regions.insert(core.incarnation, base, len, access, backing)
     }
 
+    /// As [`Agent::allocate`], but in ordinary private memory, as the pool of an engine is that
+    /// allocates for itself: for measuring what such a pool gets.
+    ///
+    /// # Errors
+    /// As [`Agent::allocate`].
+    #[doc(hidden)]
+    pub fn allocate_private(&self, len: usize, access: Access) -> Result<Region> {
+        let core = self.core();
+        core.check()?;
+        let map = Mapping::anonymous(len)
+            .map_err(|e| Error::io("memory can't be allocated", e).with("len", len))?;
+        let base = map.as_ptr() as usize;
+        core.regions.insert(core.incarnation, base, len, access, Backing::Owned(map))
+    }
+
     /// Registers memory that is reached by asynchronous copies.
     ///
     /// # Errors

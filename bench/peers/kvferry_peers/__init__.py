@@ -1,0 +1,1 @@
+"""Other transfer engines, driven by `kvferry bench --peers`: one process per engine and role."""
