@@ -54,6 +54,39 @@ impl Child {
         pipe.ask(ask).map_err(|error| Failure::Failed(format!("the helper process: {error}")))?
     }
 
+    /// Asks the child for something, and does not wait for ever: a child that does not answer in time
+    /// is of no use any more.
+    pub(crate) fn ask_within<Q: Serialize, A: DeserializeOwned>(
+        &mut self,
+        ask: &Q,
+        patience: Duration,
+    ) -> Result<A, Failure> {
+        let pipe = self.pipe.as_mut().expect("the pipe is open until the child is dropped");
+        pipe.send(ask).map_err(|error| Failure::Failed(format!("the process: {error}")))?;
+        self.hear_within(patience)
+    }
+
+    /// What the child says next, if it does so in time.
+    pub(crate) fn hear_within<A: DeserializeOwned>(
+        &mut self,
+        patience: Duration,
+    ) -> Result<A, Failure> {
+        let pipe = self.pipe.as_mut().expect("the pipe is open until the child is dropped");
+        let heard: io::Result<Option<Answer<A>>> = pipe.receive_within(patience);
+        match heard {
+            Ok(Some(answer)) => answer,
+            Ok(None) => Err(Failure::Failed(match self.process.wait()? {
+                status if status.success() => "the process ended".to_string(),
+                status => format!("the process ended: {status}"),
+            })),
+            Err(error) => Err(Failure::Failed(error.to_string())),
+        }
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.process.id()
+    }
+
     /// What the child says first, unasked.
     pub(crate) fn hello<A: DeserializeOwned>(&mut self) -> Result<A, Failure> {
         let pipe = self.pipe.as_mut().expect("the pipe is open until the child is dropped");
@@ -63,7 +96,7 @@ impl Child {
 
     /// SIGKILL, SIGSTOP, SIGCONT: what the fault figures are about.
     pub(crate) fn signal(&self, signal: Signal) -> Result<(), Failure> {
-        let pid = i32::try_from(self.process.id()).ok().and_then(Pid::from_raw);
+        let pid = i32::try_from(self.id()).ok().and_then(Pid::from_raw);
         let pid = pid.expect("a process id is a positive i32");
         kill_process(pid, signal).map_err(|error| Failure::Failed(error.to_string()))
     }
@@ -73,6 +106,10 @@ impl Drop for Child {
     fn drop(&mut self) {
         const GRACE: Duration = Duration::from_millis(500);
         self.pipe = None;
+        if matches!(self.process.try_wait(), Ok(None)) {
+            // One that was stopped can't leave.
+            let _ = self.signal(Signal::CONT);
+        }
         let asked = Instant::now();
         while asked.elapsed() < GRACE {
             match self.process.try_wait() {

@@ -169,19 +169,31 @@ pub(crate) struct DemoArgs {
 
 const BENCH_EXAMPLES: &str = "\
 Examples:
-  kvferry bench                                two processes on this host, a few minutes
-  kvferry bench --quick                        the same in some seconds, too short to judge by
-  kvferry bench --op write --sizes 32KiB:1024 --streams auto,1,4
+  kvferry bench                                two processes on this host, some minutes
+  kvferry bench --quick                        the same in less than one, too short to judge by
+  kvferry bench --transport tcp --op write --sizes 32KiB:1024 --streams auto,1,4
+  kvferry bench --only throughput --model llama-3.1-8b --tokens 4096 --requests 2
+  kvferry bench --only throughput --trace blocks.jsonl --plot report
   kvferry bench --only latency --rounds 15
   kvferry bench --faults --check               with dying peers; exit code 1 if a figure falls short
   kvferry bench --serve --listen 10.0.0.5:7400         on one host, and on the other
   kvferry bench --target 10.0.0.5:7400 --json
 
-Every figure stands beside two others taken in the same rounds, in turn: one raw TCP stream sending
-256 MiB, and `floor`, the plainest program that does the same work: one message per batch over one
-socket with vectored I/O, its call size and socket buffers chosen by trial. Ratios are taken round
-by round; their median and quartiles are shown. Nothing is verified while the clock runs; each
-configuration is verified before and after, with a poisoned destination.
+Every figure stands beside others taken in the same rounds, in turn: what plain programs reach that
+do the same work with nothing around it. Over TCP they are `raw`, one stream sending 256 MiB in calls
+of 1 MiB, `raw x 4`, the same over four streams at once, and `floor`: one message per batch over one
+socket with vectored I/O, its call size and socket buffers chosen by trial. Within a host they are
+`process_vm`, which is process_vm_writev or readv with the same table, and `memcpy` within one process.
+Ratios are taken round by round; their median and quartiles are shown. Nothing is verified while the
+clock runs; each configuration is verified before and after, with a poisoned destination.
+
+A trace has one batch per line, in either form; offsets are into the two processes' memory:
+  [[LOCAL_OFFSET, REMOTE_OFFSET, LENGTH], ...]
+  {\"block_bytes\": 65536, \"local\": [7, 3], \"remote\": [12, 40]}
+
+--peers measures Mooncake and NIXL in the same rounds, from Python processes; `make bench-peers` makes
+the environment they need. Processes of whom it is not the turn are stopped (SIGSTOP), for some spin
+as long as they live.
 
 With KVFERRY_SECRET set, --serve takes orders only from those who hold the secret; without it, from
 whoever connects. What it listens on is where its agent listens too.";
@@ -198,22 +210,48 @@ pub(crate) struct BenchArgs {
     /// A `kvferry bench --serve` on another host, instead of a second process here
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) target: Option<String>,
+    /// Transports, each measured by itself; `auto` is what the two agents choose
+    /// [default: tcp,local; with --target: auto]
+    #[arg(long, value_delimiter = ',', value_name = "NAME")]
+    pub(crate) transport: Vec<String>,
     /// What to move
     #[arg(long, value_enum, value_delimiter = ',', default_value = "write,read")]
     pub(crate) op: Vec<Op>,
-    /// Block size and blocks per batch [default: 4KiB:1024,32KiB:1024,256KiB:256,1MiB:256,16MiB:16]
+    /// Block size and blocks per batch [default: 4KiB:1024,32KiB:1024,256KiB:256,1MiB:256,16MiB:16,
+    /// unless --model or --trace is given]
     #[arg(long, value_delimiter = ',', value_name = "BLOCK:COUNT")]
     pub(crate) sizes: Vec<Size>,
+    /// Move requests of this model: one batch has every block of every layer of a request
+    #[arg(long, value_parser = Model::find)]
+    pub(crate) model: Option<Model>,
+    /// Length of each request of --model
+    #[arg(long, default_value_t = 2048, requires = "model", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) tokens: u32,
+    /// Requests of --model
+    #[arg(long, default_value_t = 1, requires = "model", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub(crate) requests: u32,
+    /// Tokens in a block of --model
+    #[arg(long, default_value_t = 16, requires = "model", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) block_tokens: u32,
+    /// What the cache of --model is stored as
+    #[arg(long, value_enum, default_value = "bf16", requires = "model")]
+    pub(crate) dtype: Dtype,
+    /// Move the batches of this file, one per line (see below)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
     /// Streams a batch is striped over; `auto` leaves it to the agent
     #[arg(long, value_delimiter = ',', default_value = "auto")]
     pub(crate) streams: Vec<Streams>,
+    /// Checksums of the payload over TCP
+    #[arg(long, value_enum, default_value = "both")]
+    pub(crate) checksums: Checksums,
     /// Concurrent callers; the total of each number is compared with one caller's
     #[arg(long, value_delimiter = ',', default_value = "1,10")]
     pub(crate) callers: Vec<Callers>,
     /// Cores for the two processes of a latency measurement on one host [default: apart,together]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub(crate) placement: Vec<Placement>,
-    /// Rounds; seven or more to judge by [default: 11, or 3 with --quick]
+    /// Rounds; seven or more to judge by [default: 11, with --peers 7, with --quick 3]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) rounds: Option<u32>,
     /// Parts to run [default: all but faults]
@@ -229,6 +267,9 @@ pub(crate) struct BenchArgs {
     /// .venv/bin/python or python3, if it has kvferry]
     #[arg(long, value_name = "PATH")]
     pub(crate) python: Option<PathBuf>,
+    /// A Python interpreter with Mooncake, NIXL and `kvferry_peers`, to measure them beside kvferry
+    #[arg(long, value_name = "PATH", conflicts_with = "target")]
+    pub(crate) peers: Option<PathBuf>,
     /// Small and short
     #[arg(long)]
     pub(crate) quick: bool,
@@ -238,9 +279,42 @@ pub(crate) struct BenchArgs {
     /// Print the result as JSON
     #[arg(long)]
     pub(crate) json: bool,
+    /// Write the result as JSON to this file, too
+    #[arg(long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+    /// Write one SVG per figure and `report.html`, which needs nothing else, to this folder
+    #[arg(long, value_name = "DIR")]
+    pub(crate) plot: Option<PathBuf>,
     /// No progress bar and no remarks
     #[arg(long, short)]
     pub(crate) quiet: bool,
+}
+
+impl BenchArgs {
+    /// The requests of --model, if it is given.
+    pub(crate) fn shape(&self) -> Option<Shape> {
+        let BenchArgs { tokens, requests, block_tokens, dtype, .. } = *self;
+        self.model.map(|model| Shape { model, tokens, requests, block_tokens, dtype })
+    }
+}
+
+/// Requests of a model.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shape {
+    pub(crate) model: Model,
+    pub(crate) tokens: u32,
+    pub(crate) requests: u32,
+    pub(crate) block_tokens: u32,
+    pub(crate) dtype: Dtype,
+}
+
+/// Which ways of sending payload are measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Checksums {
+    On,
+    Off,
+    /// Off, and on beside it
+    Both,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -273,12 +347,21 @@ pub(crate) enum Placement {
 /// Parts of a bench.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Part {
+    /// Batches of scattered blocks
     Throughput,
+    /// Calls from Python
     Python,
+    /// Several callers at once
     Callers,
+    /// Memory registered and given back beside callers
+    Churn,
+    /// One block at a time
     Latency,
+    /// What comes before the first byte
     Setup,
+    /// Nothing to do
     Idle,
+    /// Peers that are killed or stopped
     Faults,
 }
 

@@ -1,8 +1,12 @@
 //! Questions and answers between the tool's own processes: one JSON value per line.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
 
 use kvferry::RemoteRegion;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -65,6 +69,57 @@ impl<R: Read, W: Write> Lines<R, W> {
         Ok(Some(serde_json::from_slice(&line)?))
     }
 
+    /// As [`Lines::receive`], with an end to the waiting.
+    pub(crate) fn receive_within<T: DeserializeOwned>(
+        &mut self,
+        patience: Duration,
+    ) -> io::Result<Option<T>>
+    where
+        R: AsFd,
+    {
+        let asked = Instant::now();
+        let mut line = Vec::new();
+        while line.last() != Some(&b'\n') {
+            if self.reader.buffer().is_empty() && !self.is_readable(patience, asked)? {
+                let why = format!("no answer within {} s", patience.as_secs());
+                return Err(io::Error::new(io::ErrorKind::TimedOut, why));
+            }
+            let buffer = self.reader.fill_buf()?;
+            let end = buffer.iter().position(|&byte| byte == b'\n').map(|at| at + 1);
+            let taken = end.unwrap_or(buffer.len());
+            if taken == 0 {
+                return Ok(None);
+            }
+            line.extend_from_slice(&buffer[..taken]);
+            self.reader.consume(taken);
+            if line.len() as u64 > LINE_LIMIT {
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    "a control line is too long",
+                ));
+            }
+        }
+        Ok(Some(serde_json::from_slice(&line)?))
+    }
+
+    /// Waits for something to read, or the end of the other side's output.
+    fn is_readable(&self, patience: Duration, since: Instant) -> io::Result<bool>
+    where
+        R: AsFd,
+    {
+        loop {
+            let left = patience.saturating_sub(since.elapsed());
+            let left =
+                Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+            let reader = self.reader.get_ref();
+            match poll(&mut [PollFd::new(reader, PollFlags::IN)], Some(&left)) {
+                Ok(ready) => return Ok(ready > 0),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
     /// Asks and waits for the answer. The outer error is the connection's, the inner the other's.
     pub(crate) fn ask<Q: Serialize, A: DeserializeOwned>(
         &mut self,
@@ -106,6 +161,21 @@ mod tests {
     fn a_line_that_is_cut_off_is_an_error_and_not_a_value() {
         let mut cut = Lines::new(&b"12"[..], io::sink());
         assert!(cut.receive::<u8>().is_err());
+    }
+
+    #[test]
+    fn an_answer_that_does_not_come_is_not_waited_for() {
+        let (mut one, other) = std::os::unix::net::UnixStream::pair().expect("two ends");
+        let mut lines = Lines::new(other, io::sink());
+        let wait = Duration::from_millis(20);
+        one.write_all(b"1\n2").expect("room");
+        assert_eq!(lines.receive_within(wait).expect("a whole line"), Some(1));
+        let late = lines.receive_within::<u8>(wait).expect_err("half a line");
+        assert_eq!(late.kind(), io::ErrorKind::TimedOut);
+        one.write_all(b"3\n").expect("room");
+        assert_eq!(lines.receive_within(wait).expect("a whole line"), Some(3));
+        drop(one);
+        assert_eq!(lines.receive_within::<u8>(wait).expect("clean end"), None);
     }
 
     #[test]

@@ -21,9 +21,13 @@ pub(crate) fn print(text: &str) -> io::Result<()> {
 
 /// Prints a result for programs.
 pub(crate) fn print_json<T: Serialize>(value: &T) -> io::Result<()> {
+    print(&json(value)?)
+}
+
+pub(crate) fn json<T: Serialize>(value: &T) -> io::Result<String> {
     let mut text = serde_json::to_string_pretty(value)?;
     text.push('\n');
-    print(&text)
+    Ok(text)
 }
 
 /// A line for the person who waits. Nobody to read it is no reason to fail.

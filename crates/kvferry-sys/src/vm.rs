@@ -2,7 +2,6 @@
 //! there is its own business: nothing here knows whether it is still what it was.
 
 use std::io::{self, IoSlice, IoSliceMut};
-use std::marker::PhantomData;
 
 use crate::check;
 
@@ -12,12 +11,12 @@ pub const RANGES_MAX: usize = 1024;
 /// A range of another process's memory.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
-pub struct RemoteSlice<'a>(libc::iovec, PhantomData<&'a ()>);
+pub struct RemoteSlice(libc::iovec);
 
-impl RemoteSlice<'_> {
+impl RemoteSlice {
     /// `len` bytes at `addr` there.
     pub fn new(addr: u64, len: usize) -> Self {
-        Self(libc::iovec { iov_base: addr as usize as *mut _, iov_len: len }, PhantomData)
+        Self(libc::iovec { iov_base: addr as usize as *mut _, iov_len: len })
     }
 }
 
@@ -26,7 +25,7 @@ impl RemoteSlice<'_> {
 ///
 /// # Errors
 /// `InvalidInput` for this process itself, whose memory has references; else what the kernel says.
-pub fn write(pid: u32, local: &[IoSlice<'_>], remote: &[RemoteSlice<'_>]) -> io::Result<usize> {
+pub fn write(pid: u32, local: &[IoSlice<'_>], remote: &[RemoteSlice]) -> io::Result<usize> {
     let pid = other(pid)?;
     // SAFETY: an `IoSlice` has the layout of an `iovec` and its bytes are borrowed for the call,
     // which only reads them. A `RemoteSlice` is an `iovec`; what it names is not in this process.
@@ -46,11 +45,7 @@ pub fn write(pid: u32, local: &[IoSlice<'_>], remote: &[RemoteSlice<'_>]) -> io:
 ///
 /// # Errors
 /// As [`write`].
-pub fn read(
-    pid: u32,
-    local: &mut [IoSliceMut<'_>],
-    remote: &[RemoteSlice<'_>],
-) -> io::Result<usize> {
+pub fn read(pid: u32, local: &mut [IoSliceMut<'_>], remote: &[RemoteSlice]) -> io::Result<usize> {
     let pid = other(pid)?;
     // SAFETY: an `IoSliceMut` has the layout of an `iovec` and its bytes are borrowed mutably for
     // the call, which writes them and nothing else. A `RemoteSlice` is an `iovec`.

@@ -1,19 +1,20 @@
 //! Many threads calling at once: each with its own batch of 100 to 500 blocks of 32 KiB, together
-//! against one caller who makes the same calls one after another.
+//! against one caller who makes the same calls one after another. Within a host also two callers
+//! with large blocks, against two threads that call `process_vm_writev` with the same tables.
 
 use std::sync::Barrier;
 use std::time::Instant;
 
 use kvferry::{Batch, Options};
 
-use crate::cli::Op;
+use crate::cli::{Op, Size, Streams};
 use crate::failure::Failure;
 use crate::stats::Spread;
 
-use super::messages::Program;
-use super::report::{Bound, Row};
-use super::verify::Blocks;
-use super::{Bench, rounds, transfer};
+use super::contender::{Cell, Contender, look, prepare_memory};
+use super::report::{Bound, Figure, Row};
+use super::tables::{Load, Table};
+use super::{Bench, Contenders, transfer};
 
 const BLOCK: usize = 32 << 10;
 const FEWEST_BLOCKS: usize = 100;
@@ -24,13 +25,18 @@ const CALLS_TURN: usize = 4;
 
 const REQUIRED: Bound = Bound::AtLeast(0.95);
 
+/// What two callers within a host move, one half each.
+const PAIRS: [Size; 2] = [Size { block: 1 << 20, count: 256 }, Size { block: 16 << 20, count: 16 }];
+pub(super) const PAIR_BYTES: usize = 256 << 20;
+const PAIR_REQUIRED: Bound = Bound::AtLeast(0.9);
+
 /// The blocks of each caller, side by side.
-fn shares(callers: usize) -> Vec<Blocks> {
+fn shares(callers: usize) -> Vec<Table> {
     let span = MOST_BLOCKS - FEWEST_BLOCKS;
     let mut at = 0;
     let share = |caller: usize| {
         let count = FEWEST_BLOCKS + span * caller / callers.saturating_sub(1).max(1);
-        let share = Blocks { at, block: BLOCK, count };
+        let share = Table::scatter(at, Size { block: BLOCK, count });
         at += count * BLOCK;
         share
     };
@@ -39,46 +45,102 @@ fn shares(callers: usize) -> Vec<Blocks> {
 
 /// What so many callers need of the arena.
 pub(super) fn bytes(callers: usize) -> usize {
-    shares(callers).iter().map(|share| share.count * share.block).sum()
+    shares(callers).iter().map(Table::bytes).sum()
 }
 
-pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
+pub(super) fn run(bench: &mut Bench<'_>, all: &mut Contenders) -> Result<Vec<Row>, Failure> {
     let settings = bench.settings;
     let many = settings.args.callers.iter().map(|callers| callers.0).filter(|&callers| callers > 1);
     let mut rows = Vec::new();
     for callers in many {
         for &op in &settings.args.op {
-            rows.push(measure(bench, op, callers)?);
+            rows.push(measure(bench, all, op, callers)?);
+        }
+    }
+    if all.process_vm.is_some() && settings.args.op.contains(&Op::Write) {
+        for size in PAIRS {
+            rows.push(two_callers(bench, size)?);
         }
     }
     Ok(rows)
 }
 
-fn measure(bench: &mut Bench<'_>, op: Op, callers: usize) -> Result<Row, Failure> {
+fn measure(
+    bench: &mut Bench<'_>,
+    all: &mut Contenders,
+    op: Op,
+    callers: usize,
+) -> Result<Row, Failure> {
     let (rounds, shares) = (bench.settings.rounds, shares(callers));
-    let work = format!("{}, {callers} callers", op.name());
+    let name = format!("{callers} callers");
+    let work = format!("{}, {name}", op.name());
     bench.bar.inc_length(rounds as u64);
     let batches: Vec<Batch> =
-        shares.iter().map(|&share| bench.batch(op, share)).collect::<Result<_, _>>()?;
+        shares.iter().map(|share| bench.batch(op, share)).collect::<Result<_, _>>()?;
     let calls = (CALLS_TURN * bench.settings.turn_bytes / bytes(callers)).max(1);
-    verify(bench, op, &shares, &batches, "before")?;
-    let (mut one, mut all) = (Vec::new(), Vec::new());
+    let load = Load { name, batches: shares, size: None };
+    let cell = Cell { op, load: load.into(), streams: Streams(None) };
+    verify(bench, all, &cell, &batches, "before")?;
+    let mut guests: Vec<Guest> = all.guests.iter().map(|_| Guest::default()).collect();
+    let (mut one, mut many) = (Vec::new(), Vec::new());
     for round in 0..rounds {
         bench.step(&format!("round {}/{rounds}: {work}", round + 1));
         for turn in 0..2 {
             match (round + turn) % 2 {
                 0 => one.push(rate(bench, op, &batches, calls, 1)?),
-                _ => all.push(rate(bench, op, &batches, calls, callers)?),
+                _ => many.push(rate(bench, op, &batches, calls, callers)?),
             }
         }
+        for (guest, outcome) in all.guests.iter_mut().zip(&mut guests) {
+            outcome.take_turn(bench, guest, &cell, callers);
+        }
     }
-    verify(bench, op, &shares, &batches, "after")?;
+    verify(bench, all, &cell, &batches, "after")?;
     let gb = |rates: &[f64]| Spread::of(rates.iter().map(|rate| rate / 1e9).collect());
-    Ok(Row::new("callers", work, "GB/s", gb(&all)).beside("one caller", gb(&one)).judged(
-        "one caller",
-        Spread::ratio(&all, &one),
-        REQUIRED,
-    ))
+    let mut row = Row::new("callers", work, "GB/s", gb(&many)).beside("one caller", gb(&one));
+    row.figures.extend(all.guests.iter().zip(guests).map(|(guest, outcome)| {
+        let who = guest.who();
+        match outcome.why {
+            Some(why) => Figure::failed(who, why),
+            None => Figure::of(who, gb(&outcome.rates)),
+        }
+    }));
+    Ok(row.judged("one caller", Spread::ratio(&many, &one), REQUIRED))
+}
+
+/// What came out of another engine with as many callers.
+#[derive(Debug, Default)]
+struct Guest {
+    rates: Vec<f64>,
+    why: Option<String>,
+}
+
+impl Guest {
+    fn take_turn(
+        &mut self,
+        bench: &mut Bench<'_>,
+        guest: &mut dyn Contender,
+        cell: &Cell,
+        callers: usize,
+    ) {
+        if self.why.is_some() {
+            return;
+        }
+        match guest.together(bench, cell, callers, 1) {
+            Ok(Some((took, 0))) => self.rates.push(cell.load.bytes() as f64 / took),
+            Ok(Some((_, failed))) => {
+                self.why = Some(format!("{failed} of {callers} calls failed"));
+                // After such a failure some never recover.
+                guest.throw_away();
+            }
+            Ok(None) => self.why = Some("it has no such calls".into()),
+            Err(failure) => {
+                self.why = Some(failure.to_string());
+                guest.throw_away();
+            }
+        }
+        guest.pause();
+    }
 }
 
 /// Bytes per second of every batch `calls` times, by so many threads.
@@ -89,56 +151,101 @@ fn rate(
     calls: usize,
     threads: usize,
 ) -> Result<f64, Failure> {
-    let ready = Barrier::new(threads);
-    // Each thread says itself when it began and ended: the one that started them may be asleep.
-    let caller = |batches: Vec<&Batch>| {
-        ready.wait();
-        let started = Instant::now();
+    let bytes: u64 = batches.iter().map(Batch::bytes).sum();
+    let seconds = together(threads, |thread| {
         for _ in 0..calls {
-            for batch in &batches {
+            for batch in batches.iter().skip(thread).step_by(threads) {
                 transfer(&bench.peer, op, batch, &Options::default())?;
             }
         }
+        Ok(())
+    })?;
+    Ok((bytes * calls as u64) as f64 / seconds)
+}
+
+/// Seconds from the moment the first of so many threads begins until the last has ended.
+pub(super) fn together(
+    threads: usize,
+    work: impl Fn(usize) -> Result<(), Failure> + Sync,
+) -> Result<f64, Failure> {
+    let ready = Barrier::new(threads);
+    // Each thread says itself when it began and ended: the one that started them may be asleep.
+    let caller = |thread: usize| {
+        ready.wait();
+        let started = Instant::now();
+        work(thread)?;
         Ok::<_, Failure>((started, Instant::now()))
     };
     let caller = &caller;
     let times = std::thread::scope(|scope| {
-        let callers: Vec<_> = (0..threads)
-            .map(|thread| batches.iter().skip(thread).step_by(threads).collect())
-            .map(|batches: Vec<&Batch>| scope.spawn(move || caller(batches)))
-            .collect();
+        let callers: Vec<_> =
+            (0..threads).map(|thread| scope.spawn(move || caller(thread))).collect();
         let joined = callers.into_iter().map(|caller| caller.join().expect("no caller panics"));
         joined.collect::<Result<Vec<_>, _>>()
     })?;
     let first = times.iter().map(|(started, _)| *started).min().expect("there is a caller");
     let last = times.iter().map(|(_, ended)| *ended).max().expect("there is a caller");
-    let bytes: u64 = batches.iter().map(Batch::bytes).sum();
-    Ok((bytes * calls as u64) as f64 / (last - first).as_secs_f64())
+    Ok((last - first).as_secs_f64())
 }
 
-/// All callers at once, each to a poisoned destination; then every one is looked at.
+/// All callers at once, each to a poisoned destination; then every byte is looked at.
 fn verify(
     bench: &mut Bench<'_>,
-    op: Op,
-    shares: &[Blocks],
+    all: &mut Contenders,
+    cell: &Cell,
     batches: &[Batch],
     when: &str,
 ) -> Result<(), Failure> {
-    let mut seeds = Vec::new();
-    for &share in shares {
-        seeds.push(rounds::prepare(bench, Program::Kvferry, op, share)?);
-    }
-    rate(bench, op, batches, 1, batches.len())?;
-    for (caller, (&share, seed)) in shares.iter().zip(seeds).enumerate() {
-        if let Some(wrong) = rounds::look(bench, Program::Kvferry, op, share, seed)? {
-            return Err(Failure::Check(format!(
-                "WRONG BYTES {when} the rounds: {} of caller {caller}: {wrong}",
-                op.name()
-            )));
+    let tables = &cell.load.batches;
+    let prepared = prepare_memory(&mut all.kvferry, bench, cell.op, cell.load.span())?;
+    rate(bench, cell.op, batches, 1, batches.len())?;
+    match look(&mut all.kvferry, bench, cell.op, prepared, tables)? {
+        None => Ok(()),
+        Some(wrong) => {
+            let name = cell.name();
+            Err(Failure::Check(format!("WRONG BYTES {when} the rounds: {name}: {wrong}")))
         }
     }
-    Ok(())
 }
+
+/// Each with one half, beside two threads that do nothing else.
+fn two_callers(bench: &mut Bench<'_>, size: Size) -> Result<Row, Failure> {
+    let rounds = bench.settings.rounds;
+    let half = Size { block: size.block, count: size.count / 2 };
+    let halves = [0, half.bytes()].map(|at| Table::scatter(at, half));
+    let name = Load::of_size(half).name;
+    bench.bar.inc_length(rounds as u64);
+    let batches = [bench.batch(Op::Write, &halves[0])?, bench.batch(Op::Write, &halves[1])?];
+    let reached = bench.link.reached().expect("process_vm is there, so the target is here");
+    let calls = (bench.settings.turn_bytes / size.bytes()).max(2);
+    let (mut ours, mut raw) = (Vec::new(), Vec::new());
+    for round in 0..rounds {
+        bench.step(&format!("round {}/{rounds}: two callers, {name}", round + 1));
+        for turn in 0..2 {
+            match (round + turn) % 2 {
+                0 => ours.push(rate(bench, Op::Write, &batches, calls, 2)? / 1e9),
+                _ => {
+                    let memory = &bench.floor_memory;
+                    let seconds = together(2, |thread| {
+                        for _ in 0..calls {
+                            reached.write(memory, &halves[thread], RANGES_OF_LARGE)?;
+                        }
+                        Ok(())
+                    })?;
+                    raw.push((size.bytes() * calls) as f64 / seconds / 1e9);
+                }
+            }
+        }
+    }
+    let work = format!("write, two callers, {name} each");
+    let ratio = Spread::ratio(&ours, &raw);
+    Ok(Row::new("pair", work, "GB/s", Spread::of(ours))
+        .beside("two process_vm threads", Spread::of(raw))
+        .judged("two process_vm threads", ratio, PAIR_REQUIRED))
+}
+
+/// In one call of the threads beside: with large blocks it makes no difference.
+const RANGES_OF_LARGE: usize = 16;
 
 #[cfg(test)]
 mod tests {
@@ -147,11 +254,17 @@ mod tests {
     #[test]
     fn ten_callers_have_between_100_and_500_blocks_and_none_is_shared() {
         let shares = shares(10);
-        assert_eq!((shares[0].count, shares[9].count), (100, 500));
+        assert_eq!((shares[0].pairs.len(), shares[9].pairs.len()), (100, 500));
         for pair in shares.windows(2) {
-            assert_eq!(pair[0].at + pair[0].count * BLOCK, pair[1].at);
+            let first = |table: &Table| table.pairs.iter().map(|pair| pair.destination).min();
+            assert_eq!(Some(pair[0].span()), first(&pair[1]));
         }
-        assert_eq!(bytes(10), shares[9].at + 500 * BLOCK);
+        assert_eq!(bytes(10), shares[9].span());
         assert_eq!(bytes(1), 100 * BLOCK);
+    }
+
+    #[test]
+    fn the_pairs_fit_into_what_is_reserved_for_them() {
+        assert!(PAIRS.iter().all(|size| size.bytes() <= PAIR_BYTES));
     }
 }

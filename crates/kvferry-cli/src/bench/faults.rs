@@ -17,7 +17,9 @@ use crate::failure::Failure;
 use crate::stats::Spread;
 
 use super::link::Link;
+use super::messages::Sizes;
 use super::report::{Bound, Row};
+use super::transport::Transport;
 use super::{Bench, agent_builder, start_agent, transfer};
 
 const BLOCK: usize = 32 << 10;
@@ -33,10 +35,12 @@ const GIVE_UP: Duration = Duration::from_secs(20);
 pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
     let kills = bench.settings.rounds.max(7);
     let stops = bench.settings.rounds.min(STOPS);
-    let agent = start_agent(bench.settings)?;
+    let agent = start_agent(bench.settings, bench.transport)?;
     let mut rows = measure(bench, &agent, Kind::Kvferry, kills, stops)?;
-    if let Some(python) = &bench.settings.args.stock {
-        let agent = agent_builder(bench.settings).mooncake(true).start()?;
+    // It is the same over every transport of ours.
+    let stock = bench.settings.args.stock.as_ref().filter(|_| !bench.link.session.is_local());
+    if let Some(python) = stock {
+        let agent = agent_builder(bench.settings, Transport::Auto)?.mooncake(true).start()?;
         rows.extend(measure(bench, &agent, Kind::Stock(python), kills, stops)?);
     }
     Ok(rows)
@@ -144,7 +148,7 @@ impl Fault {
     }
 
     fn start_kvferry(agent: &Agent, ours: &Region) -> Result<Fault, Failure> {
-        let link = Link::spawn(agent, ARENA, 1)?;
+        let link = Link::spawn(agent, Sizes { arena: ARENA, shared: 0, floor: 1 })?;
         let peer = link.peer.clone();
         let mut batch = Batch::with_capacity(COUNT);
         for index in 0..COUNT {

@@ -16,10 +16,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt;
 
-use crate::blocks::scattered;
-use crate::cli::Size;
-
 use super::pages::Pages;
+use super::tables::{Pair, Table, carve};
 
 /// Sizes of one I/O call that are tried.
 pub(super) const CHUNKS: [usize; 3] = [128 << 10, 256 << 10, 512 << 10];
@@ -47,33 +45,32 @@ impl Floor {
         Ok(Floor { stream, chunk: CHUNKS[0], descriptors: Vec::new() })
     }
 
-    /// The first blocks of `source` to scattered blocks there.
-    pub(super) fn write(&mut self, source: &[u8], size: Size) -> io::Result<()> {
-        self.describe(size, |index| scattered(index, size.count));
-        let head = (size.count as u32).to_le_bytes();
-        let mut parts: Vec<&[u8]> = Vec::with_capacity(size.count + 2);
+    /// The blocks of `source` that the table names, to where they belong there.
+    pub(super) fn write(&mut self, source: &[u8], table: &Table) -> io::Result<()> {
+        self.describe(table, |pair| pair.destination);
+        let head = (table.pairs.len() as u32).to_le_bytes();
+        let mut parts: Vec<&[u8]> = Vec::with_capacity(table.pairs.len() + 2);
         parts.extend([&head[..], &self.descriptors]);
-        parts.extend(source.chunks_exact(size.block).take(size.count));
+        parts.extend(table.pairs.iter().map(|pair| &source[pair.source..][..pair.len]));
         send_all(&self.stream, &parts, self.chunk)?;
         receive_all(&self.stream, &mut [&mut [0; 8]], self.chunk)
     }
 
-    /// The first blocks there to scattered blocks of `destination`.
-    pub(super) fn read(&mut self, destination: &mut [u8], size: Size) -> io::Result<()> {
-        self.describe(size, |index| index);
-        let head = (size.count as u32 | READ).to_le_bytes();
+    /// The blocks there that the table names, to where they belong in `destination`.
+    pub(super) fn read(&mut self, destination: &mut [u8], table: &Table) -> io::Result<()> {
+        self.describe(table, |pair| pair.source);
+        let head = (table.pairs.len() as u32 | READ).to_le_bytes();
         send_all(&self.stream, &[&head[..], &self.descriptors], self.chunk)?;
-        let places = (0..size.count).map(|index| scattered(index, size.count));
-        let mut parts = pick(destination, size.block, size.count, places)?;
+        let parts = carve(destination, table);
+        let mut parts = parts.ok_or_else(|| invalid("a table reaches beyond the memory"))?;
         receive_all(&self.stream, &mut parts, self.chunk)
     }
 
-    fn describe(&mut self, size: Size, place: impl Fn(usize) -> usize) {
+    fn describe(&mut self, table: &Table, place: impl Fn(&Pair) -> usize) {
         self.descriptors.clear();
-        for index in 0..size.count {
-            let offset = (place(index) * size.block) as u64;
-            self.descriptors.extend_from_slice(&offset.to_le_bytes());
-            self.descriptors.extend_from_slice(&(size.block as u32).to_le_bytes());
+        for pair in &table.pairs {
+            self.descriptors.extend_from_slice(&(place(pair) as u64).to_le_bytes());
+            self.descriptors.extend_from_slice(&(pair.len as u32).to_le_bytes());
         }
     }
 }
@@ -129,26 +126,25 @@ fn gather<'a>(memory: &'a [u8], descriptors: &[u8]) -> io::Result<Vec<&'a [u8]>>
     parts.ok_or_else(|| invalid("a floor message reaches beyond the memory"))
 }
 
+/// The pieces of memory that the descriptors name, in their order. Blocks of one size, side by side
+/// as a pool has them, need no sorting.
 fn scatter<'a>(memory: &'a mut [u8], descriptors: &[u8]) -> io::Result<Vec<&'a mut [u8]>> {
     let block = parse(descriptors).next().map_or(0, |(_, len)| len);
     if block == 0 || parse(descriptors).any(|(offset, len)| len != block || offset % block != 0) {
-        return Err(invalid("a floor message has blocks of different sizes"));
+        return scatter_any(memory, descriptors);
     }
     let places = parse(descriptors).map(|(offset, _)| offset / block);
     let blocks = places.clone().max().map_or(0, |last| last.saturating_add(1));
-    pick(memory, block, blocks, places)
-}
-
-/// The blocks of `memory` in the order of `places`, which names none twice.
-fn pick(
-    memory: &mut [u8],
-    block: usize,
-    blocks: usize,
-    places: impl Iterator<Item = usize>,
-) -> io::Result<Vec<&mut [u8]>> {
     let mut all: Vec<_> = memory.chunks_exact_mut(block).take(blocks).map(Some).collect();
     let picked: Option<Vec<_>> = places.map(|place| all.get_mut(place)?.take()).collect();
     picked.ok_or_else(|| invalid("a floor message names a block twice or one that is not there"))
+}
+
+fn scatter_any<'a>(memory: &'a mut [u8], descriptors: &[u8]) -> io::Result<Vec<&'a mut [u8]>> {
+    let pair = |(destination, len)| Pair { source: 0, destination, len };
+    let pairs: Vec<Pair> = parse(descriptors).map(pair).collect();
+    let table = Table::new(pairs).map_err(|why| invalid(&why))?;
+    carve(memory, &table).ok_or_else(|| invalid("a floor message reaches beyond the memory"))
 }
 
 fn invalid(why: &str) -> io::Error {
@@ -250,7 +246,16 @@ fn receive_all(mut stream: &TcpStream, parts: &mut [&mut [u8]], chunk: usize) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::Size;
     use std::net::TcpListener;
+
+    fn tables() -> [Table; 3] {
+        let sizes = [(4096, 1024), (40_000, 100)].map(|(block, count)| Size { block, count });
+        let odd = [(7, 9000, 5000), (100_000, 3, 1), (9000, 700, 100)];
+        let odd = odd.map(|(source, destination, len)| Pair { source, destination, len });
+        let [first, second] = sizes.map(|size| Table::scatter(0, size));
+        [first, second, Table::new(odd.to_vec()).expect("no overlap")]
+    }
 
     fn with_a_pair(test: impl FnOnce(&mut Floor, &Served)) {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
@@ -274,16 +279,14 @@ mod tests {
     }
 
     #[test]
-    fn a_write_lands_where_the_scatter_says() {
+    fn a_write_lands_where_the_table_says() {
         let source = blocks(4 << 20);
         with_a_pair(|floor, served| {
-            for size in [Size { block: 4096, count: 1024 }, Size { block: 40_000, count: 100 }] {
-                floor.write(&source, size).expect("moves");
+            for table in tables() {
+                floor.write(&source, &table).expect("moves");
                 let memory = served.memory.lock().expect("unpoisoned");
-                for index in 0..size.count {
-                    let (from, to) =
-                        (index * size.block, scattered(index, size.count) * size.block);
-                    assert_eq!(source[from..][..size.block], memory[to..][..size.block], "{index}");
+                for &Pair { source: from, destination: to, len } in &table.pairs {
+                    assert_eq!(source[from..][..len], memory[to..][..len], "{from}");
                 }
             }
         });
@@ -294,13 +297,11 @@ mod tests {
         let mut destination = vec![0; 4 << 20];
         with_a_pair(|floor, served| {
             served.memory.lock().expect("unpoisoned").copy_from_slice(&blocks(4 << 20));
-            for size in [Size { block: 65536, count: 64 }, Size { block: 4096, count: 1 }] {
-                floor.read(&mut destination, size).expect("moves");
+            for table in tables() {
+                floor.read(&mut destination, &table).expect("moves");
                 let memory = served.memory.lock().expect("unpoisoned");
-                for index in 0..size.count {
-                    let (from, to) =
-                        (index * size.block, scattered(index, size.count) * size.block);
-                    assert_eq!(memory[from..][..size.block], destination[to..][..size.block]);
+                for &Pair { source: from, destination: to, len } in &table.pairs {
+                    assert_eq!(memory[from..][..len], destination[to..][..len], "{from}");
                 }
             }
         });
@@ -312,7 +313,9 @@ mod tests {
             |offset: u64, len: u32| [&offset.to_le_bytes()[..], &len.to_le_bytes()].concat();
         let mut memory = vec![0; 100];
         let twice = [descriptor(10, 10), descriptor(10, 10)].concat();
-        for bad in [twice, descriptor(95, 10), descriptor(u64::MAX, 1), descriptor(0, 0)] {
+        let overlap = [descriptor(10, 10), descriptor(15, 3)].concat();
+        let beyond = [descriptor(95, 10), descriptor(u64::MAX, 1)];
+        for bad in [twice, overlap].into_iter().chain(beyond) {
             assert!(scatter(&mut memory, &bad).is_err());
         }
         assert!(gather(&memory, &descriptor(95, 10)).is_err());

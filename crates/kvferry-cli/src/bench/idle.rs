@@ -23,19 +23,19 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
     let rounds = bench.settings.rounds.min(3);
     bench.bar.inc_length(rounds as u64 + 1);
     bench.step("opening 8 sessions");
-    let agent = start_agent(bench.settings)?;
+    let agent = start_agent(bench.settings, bench.transport)?;
     let sessions = Sessions::open(bench, &agent)?;
     let (mut ours, mut theirs, mut ready) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..rounds {
         bench.step(&format!("round {}/{rounds}: idling", round + 1));
         std::thread::sleep(SETTLE);
-        let there = bench.link.ask::<u64>(&Ask::CpuTime)?;
+        let there = bench.link.usage()?.cpu;
         let (here, started) = (cpu_time(), Instant::now());
         std::thread::sleep(bench.settings.idle_for);
         let idled = started.elapsed();
         ours.push(percent(cpu_time() - here, idled));
-        let spent = bench.link.ask::<u64>(&Ask::CpuTime)? - there;
-        theirs.push(percent(Duration::from_nanos(spent), idled));
+        let spent = bench.link.usage()?.cpu - there;
+        theirs.push(percent(spent, idled));
         ready.push(sessions.transfer_on_each()?.as_secs_f64() * 1e6);
     }
     let row = |work, unit, rounds| Row::new("idle", work, unit, Spread::of(rounds));

@@ -1,23 +1,20 @@
-//! One block of 4 KiB: how long a single call takes, kvferry's and the floor's in short turns within
+//! One block of 4 KiB: how long a single call takes, kvferry's and the others' in short turns within
 //! each round.
 
-use std::time::Instant;
-
-use kvferry::Options;
+use std::time::Duration;
 
 use crate::cli::{Op, Placement, Size};
 use crate::failure::Failure;
 use crate::stats::{Spread, quantile_of};
 
-use super::messages::Program;
+use super::contender::{Cell, Contender};
+use super::ours::Ours;
 use super::placement::Pinned;
-use super::report::{Bound, Row};
-use super::rounds::verify_move;
-use super::verify::Blocks;
-use super::{Bench, transfer};
+use super::plain::FloorProgram;
+use super::report::{Bound, Figure, Row};
+use super::{Bench, Contenders};
 
 const ONE: Size = Size { block: 4096, count: 1 };
-const BLOCKS: Blocks = Blocks { at: 0, block: 4096, count: 1 };
 
 /// Turns of each program within a round.
 const TURNS: usize = 10;
@@ -25,101 +22,165 @@ const TURNS: usize = 10;
 /// Quantiles that are judged, with the ratio to the floor that is allowed.
 const JUDGED: [(&str, f64, f64); 2] = [("p50", 0.5, 1.1), ("p99", 0.99, 1.3)];
 
-pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
+/// Of a raw write within a host.
+const LOCAL_WRITE_US: Bound = Bound::AtMost(2.0);
+
+pub(super) fn run(bench: &mut Bench<'_>, all: &mut Contenders) -> Result<Vec<Row>, Failure> {
     let mut rows = Vec::new();
-    for &placement in &bench.settings.placements {
-        let pinned = Pinned::new(placement)?;
-        let mut own = match &pinned {
-            Some(pinned) => Some(Bench::open_on(pinned.target, bench.settings, bench.bar.clone())?),
-            None => None,
-        };
+    let local = bench.link.session.is_local();
+    let pinned = bench.settings.placements.iter().filter(|&&placement| {
+        // Nobody has to be woken there, and other engines are left where the kernel puts them.
+        placement != Placement::Free && !local
+    });
+    for &placement in pinned {
+        let Some(pinned) = Pinned::new(placement)? else { continue };
+        let mut own = Bench::open_on(pinned.target, bench)?;
+        let mut ours = Ours::registered(&own);
+        let mut floor = FloorProgram::default();
+        let mut both: [&mut dyn Contender; 2] = [&mut ours, &mut floor];
         for &op in &bench.settings.args.op {
-            rows.extend(measure(own.as_mut().unwrap_or(bench), op, placement)?);
+            rows.extend(measure(&mut own, &mut both, op, placement)?);
+        }
+    }
+    if local || !all.guests.is_empty() || bench.settings.placements.contains(&Placement::Free) {
+        for &op in &bench.settings.args.op {
+            let mut contenders: Vec<&mut dyn Contender> = vec![&mut all.kvferry];
+            contenders.extend(all.floor.iter_mut().map(|floor| floor as &mut dyn Contender));
+            contenders.extend(all.process_vm.iter_mut().map(|limit| limit as &mut dyn Contender));
+            contenders.extend(all.guests.iter_mut().map(|guest| guest as &mut dyn Contender));
+            rows.extend(measure(bench, &mut contenders, op, Placement::Free)?);
         }
     }
     Ok(rows)
 }
 
-fn measure(bench: &mut Bench<'_>, op: Op, placement: Placement) -> Result<Vec<Row>, Failure> {
+/// Microseconds of every call, in each round, or why there are none.
+type Calls = Result<Vec<Vec<f64>>, String>;
+
+fn measure(
+    bench: &mut Bench<'_>,
+    contenders: &mut [&mut dyn Contender],
+    op: Op,
+    placement: Placement,
+) -> Result<Vec<Row>, Failure> {
     let rounds = bench.settings.rounds;
     let work = match placement {
         Placement::Apart => format!("{} 4 KiB, a core each", op.name()),
         Placement::Together => format!("{} 4 KiB, one core", op.name()),
         Placement::Free => format!("{} 4 KiB", op.name()),
     };
+    let cell = Cell::of_size(op, ONE);
     let turn = bench.settings.latency_calls / TURNS;
     bench.bar.inc_length(rounds as u64);
-    verify(bench, op, "before")?;
-    // A turn of each to warm up.
-    kvferry_turn(bench, op, turn)?;
-    floor_turn(bench, op, turn)?;
-    // In each round, microseconds of every call.
-    let (mut kvferry, mut floor) = (Vec::new(), Vec::new());
+    let mut calls: Vec<Calls> = contenders.iter().map(|_| Ok(vec![vec![]; rounds])).collect();
+    all(bench, contenders, &mut calls, |bench, contender, _| {
+        verify(bench, contender, &cell, "before")?;
+        // To warm up.
+        one_turn(bench, contender, &cell, turn).map(drop)
+    })?;
     for round in 0..rounds {
         bench.step(&format!("round {}/{rounds}: {work}", round + 1));
-        let (mut kvferry_us, mut floor_us) = (Vec::new(), Vec::new());
-        for pair in 0..2 * TURNS {
-            match (round + pair) % 2 {
-                0 => kvferry_us.extend(kvferry_turn(bench, op, turn)?),
-                _ => floor_us.extend(floor_turn(bench, op, turn)?),
-            }
+        for at in 0..TURNS {
+            // Stopping and waking others' processes is long beside a short turn.
+            let turn_of = |guest: bool| if guest && at > 0 { 0 } else { turn };
+            contenders.rotate_left(1);
+            calls.rotate_left(1);
+            all(bench, contenders, &mut calls, |bench, contender, calls| {
+                let turn = turn_of(contender.is_guest());
+                if turn > 0 {
+                    calls[round].extend(one_turn(bench, contender, &cell, turn)?);
+                }
+                Ok(())
+            })?;
         }
-        kvferry.push(kvferry_us);
-        floor.push(floor_us);
     }
-    verify(bench, op, "after")?;
-    Ok(JUDGED.map(|judged| row(&work, judged, &mut kvferry, &mut floor)).into())
+    // Back to the order they came in.
+    let turned = (rounds * TURNS) % contenders.len();
+    contenders.rotate_right(turned);
+    calls.rotate_right(turned);
+    all(bench, contenders, &mut calls, |bench, contender, _| {
+        verify(bench, contender, &cell, "after")
+    })?;
+    let who: Vec<_> = contenders.iter().map(|contender| contender.who()).collect();
+    Ok(JUDGED.map(|judged| row(&work, op, judged, &who, &mut calls)).into())
+}
+
+/// Does something with every contender that has not failed; only our own may not.
+fn all(
+    bench: &mut Bench<'_>,
+    contenders: &mut [&mut dyn Contender],
+    calls: &mut [Calls],
+    mut what: impl FnMut(&mut Bench<'_>, &mut dyn Contender, &mut Vec<Vec<f64>>) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    for (contender, calls) in contenders.iter_mut().zip(calls) {
+        let Ok(so_far) = calls else { continue };
+        match what(bench, &mut **contender, so_far) {
+            Err(failure) if contender.is_guest() => {
+                contender.throw_away();
+                *calls = Err(failure.to_string());
+            }
+            other => other?,
+        }
+    }
+    Ok(())
+}
+
+fn one_turn(
+    bench: &mut Bench<'_>,
+    contender: &mut dyn Contender,
+    cell: &Cell,
+    calls: usize,
+) -> Result<Vec<f64>, Failure> {
+    contender.prepare(bench, cell)?;
+    let took = contender.calls(bench, cell, calls, Duration::from_secs(2))?;
+    contender.pause();
+    Ok(took.into_iter().map(|seconds| seconds * 1e6).collect())
+}
+
+fn verify(
+    bench: &mut Bench<'_>,
+    contender: &mut dyn Contender,
+    cell: &Cell,
+    when: &str,
+) -> Result<(), Failure> {
+    match contender.verify(bench, cell)? {
+        None => Ok(()),
+        Some(wrong) => {
+            let (name, who) = (cell.name(), contender.who());
+            Err(Failure::Check(format!("WRONG BYTES {when} the rounds: {name} by {who}: {wrong}")))
+        }
+    }
 }
 
 fn row(
     work: &str,
+    op: Op,
     (name, part, allowed): (&str, f64, f64),
-    kvferry: &mut [Vec<f64>],
-    floor: &mut [Vec<f64>],
+    who: &[&'static str],
+    calls: &mut [Calls],
 ) -> Row {
-    let quantiles = |rounds: &mut [Vec<f64>]| -> Vec<f64> {
-        rounds.iter_mut().map(|calls| quantile_of(calls, part)).collect()
+    let quantiles: Vec<Result<Vec<f64>, String>> = calls
+        .iter_mut()
+        .map(|calls| match calls {
+            Ok(rounds) => Ok(rounds.iter_mut().map(|calls| quantile_of(calls, part)).collect()),
+            Err(why) => Err(why.clone()),
+        })
+        .collect();
+    let of = |name: &str| {
+        let number = who.iter().position(|&who| who == name)?;
+        quantiles[number].clone().ok()
     };
-    let (kvferry, floor) = (quantiles(kvferry), quantiles(floor));
-    let ratio = Spread::ratio(&kvferry, &floor);
-    Row::new("latency", format!("{work}, {name}"), "µs", Spread::of(kvferry))
-        .beside("floor", Spread::of(floor))
-        .judged("floor", ratio, Bound::AtMost(allowed))
-}
-
-fn kvferry_turn(bench: &Bench<'_>, op: Op, calls: usize) -> Result<Vec<f64>, Failure> {
-    let batch = bench.batch(op, BLOCKS)?;
-    let options = Options::default();
-    let call = || {
-        let started = Instant::now();
-        transfer(&bench.peer, op, &batch, &options)?;
-        Ok(started.elapsed().as_secs_f64() * 1e6)
-    };
-    (0..calls).map(|_| call()).collect()
-}
-
-fn floor_turn(bench: &mut Bench<'_>, op: Op, calls: usize) -> Result<Vec<f64>, Failure> {
-    let (floor, memory) = (&mut bench.floors[0], &mut bench.floor_memory);
-    let mut call = || {
-        let started = Instant::now();
-        match op {
-            Op::Write => floor.write(memory, ONE)?,
-            Op::Read => floor.read(memory, ONE)?,
-        }
-        Ok(started.elapsed().as_secs_f64() * 1e6)
-    };
-    (0..calls).map(|_| call()).collect()
-}
-
-fn verify(bench: &mut Bench<'_>, op: Op, when: &str) -> Result<(), Failure> {
-    let wrong = verify_move(bench, Program::Kvferry, op, BLOCKS, |bench| {
-        kvferry_turn(bench, op, 1).map(drop)
-    })?;
-    match wrong {
-        None => Ok(()),
-        Some(wrong) => {
-            let op = op.name();
-            Err(Failure::Check(format!("WRONG BYTES {when} the rounds: {op} 4 KiB: {wrong}")))
-        }
+    let figures = who.iter().zip(&quantiles).map(|(who, rounds)| match rounds {
+        Ok(rounds) => Figure::of(who, Spread::of(rounds.clone())),
+        Err(why) => Figure::failed(who, why.clone()),
+    });
+    let work = format!("{work}, {name}");
+    let mut row = Row::with("latency", work.clone(), "µs", figures.collect());
+    row.op = Some(op);
+    let ratio = of("kvferry").zip(of("floor")).map(|(ours, floor)| Spread::ratio(&ours, &floor));
+    row.judge(work.clone(), "floor", ratio, Bound::AtMost(allowed));
+    match (of("process_vm").is_some(), op, name) {
+        (true, Op::Write, "p50") => row.judged_itself(LOCAL_WRITE_US),
+        _ => row,
     }
 }

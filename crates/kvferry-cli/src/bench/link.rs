@@ -14,9 +14,11 @@ use crate::failure::Failure;
 use crate::lines::Lines;
 
 use super::floor::Floor;
-use super::messages::{Ask, Door, Hello, KNOCK, Opened, Program};
+use super::limits::Reached;
+use super::messages::{Ask, Door, Hello, KNOCK, Opened, Program, Sizes};
 use super::report::Session;
-use super::verify::Blocks;
+use super::tables::Pair;
+use super::usage::Usage;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -36,45 +38,30 @@ pub(super) struct Link {
 
 impl Link {
     /// A second process on this host. Call it from the main thread (see [`Child`]).
-    pub(super) fn spawn(agent: &Agent, arena: usize, floor: usize) -> Result<Link, Failure> {
-        Link::spawn_as(agent, arena, floor, &["bench-target"])
+    pub(super) fn spawn(agent: &Agent, sizes: Sizes) -> Result<Link, Failure> {
+        Link::spawn_as(agent, sizes, &["bench-target"])
     }
 
     /// The same, on one core.
-    pub(super) fn spawn_on(
-        core: usize,
-        agent: &Agent,
-        arena: usize,
-        floor: usize,
-    ) -> Result<Link, Failure> {
-        Link::spawn_as(agent, arena, floor, &["bench-target", "--core", &core.to_string()])
+    pub(super) fn spawn_on(core: usize, agent: &Agent, sizes: Sizes) -> Result<Link, Failure> {
+        Link::spawn_as(agent, sizes, &["bench-target", "--core", &core.to_string()])
     }
 
-    fn spawn_as(
-        agent: &Agent,
-        arena: usize,
-        floor: usize,
-        arguments: &[&str],
-    ) -> Result<Link, Failure> {
+    fn spawn_as(agent: &Agent, sizes: Sizes, arguments: &[&str]) -> Result<Link, Failure> {
         let mut child = Child::spawn(arguments)?;
         let address = child.hello()?;
-        Link::open(agent, address, arena, floor, Some(child))
+        Link::open(agent, address, sizes, Some(child))
     }
 
     /// A `kvferry bench --serve` elsewhere.
-    pub(super) fn connect(
-        agent: &Agent,
-        target: &str,
-        arena: usize,
-        floor: usize,
-    ) -> Result<Link, Failure> {
+    pub(super) fn connect(agent: &Agent, target: &str, sizes: Sizes) -> Result<Link, Failure> {
         let addresses = target.to_socket_addrs().map_err(|error| match error.kind() {
             io::ErrorKind::InvalidInput => Failure::Usage(format!("--target {target}: {error}")),
             _ => Failure::Unreachable(format!("{target}: {error}")),
         })?;
         let mut refusal = Failure::Unreachable(format!("{target} has no address"));
         for address in addresses {
-            match Link::open(agent, address, arena, floor, None) {
+            match Link::open(agent, address, sizes, None) {
                 Err(Failure::Unreachable(why)) => refusal = Failure::Unreachable(why),
                 other => return other,
             }
@@ -85,8 +72,7 @@ impl Link {
     fn open(
         agent: &Agent,
         address: SocketAddr,
-        arena: usize,
-        floor: usize,
+        sizes: Sizes,
         child: Option<Child>,
     ) -> Result<Link, Failure> {
         let (mut control, door) = say_hello::<Door>(address, &Hello::Control)?;
@@ -95,17 +81,18 @@ impl Link {
         let message = door.nonce.to_be_bytes().to_vec();
         let knock = Notification { from: String::new(), name: KNOCK.into(), message };
         peer.notify(knock, &Options::default())?;
-        let opened = ask(&mut control, &Ask::Open { arena, floor })?;
-        Ok(Link { control, address, opened, peer, session, agent_address: door.agent, child })
+        let opened = ask(&mut control, &Ask::Open(sizes))?;
+        let agent_address = door.agent;
+        Ok(Link { control, address, opened, peer, session, agent_address, child })
     }
 
     pub(super) fn ask<A: DeserializeOwned>(&mut self, question: &Ask) -> Result<A, Failure> {
         ask(&mut self.control, question)
     }
 
-    /// A stream for [`super::raw::send`].
-    pub(super) fn raw(&self) -> Result<TcpStream, Failure> {
-        let (lines, ()) = say_hello(self.address, &Hello::Raw { token: self.opened.token })?;
+    /// A stream for [`super::raw::send`]; with memory of its own if it is one of several.
+    pub(super) fn raw(&self, own: Option<usize>) -> Result<TcpStream, Failure> {
+        let (lines, ()) = say_hello(self.address, &Hello::Raw { token: self.opened.token, own })?;
         Ok(lines.into_parts()?.1)
     }
 
@@ -116,31 +103,51 @@ impl Link {
         Ok(Floor::new(lines.into_parts()?.1, buffer)?)
     }
 
-    pub(super) fn fill(
-        &mut self,
-        program: Program,
-        seed: u64,
-        blocks: Blocks,
-    ) -> Result<(), Failure> {
-        self.ask(&Ask::Fill { program, seed, blocks })
+    pub(super) fn fill(&mut self, program: Program, seed: u64, span: usize) -> Result<(), Failure> {
+        self.ask(&Ask::Fill { program, seed, span })
     }
 
-    pub(super) fn poison(&mut self, program: Program, blocks: Blocks) -> Result<(), Failure> {
-        self.ask(&Ask::Poison { program, blocks })
+    pub(super) fn poison(&mut self, program: Program, span: usize) -> Result<(), Failure> {
+        self.ask(&Ask::Poison { program, span })
     }
 
     pub(super) fn check(
         &mut self,
         program: Program,
         seed: u64,
-        blocks: Blocks,
+        span: usize,
+        pairs: &[Pair],
     ) -> Result<Option<String>, Failure> {
-        self.ask(&Ask::Check { program, seed, blocks })
+        self.ask(&Ask::Check { program, seed, span, pairs: pairs.to_vec() })
+    }
+
+    /// What the target has used so far.
+    pub(super) fn usage(&mut self) -> Result<Usage, Failure> {
+        match &self.child {
+            Some(child) => Ok(Usage::of(child.id())?),
+            None => self.ask(&Ask::Usage),
+        }
+    }
+
+    /// The target's memory for programs that reach it from outside; only on this host.
+    pub(super) fn reached(&self) -> Option<Reached> {
+        let child = self.child.as_ref()?;
+        Some(Reached { pid: child.id(), address: self.opened.floor_address })
+    }
+
+    /// The target's process, if it is on this host.
+    pub(super) fn pid(&self) -> Option<u32> {
+        self.child.as_ref().map(Child::id)
     }
 
     /// The target's memory for its agent.
     pub(super) fn region(&self) -> &RemoteRegion {
         &self.opened.region.0
+    }
+
+    /// The target's memory that its agent allocated.
+    pub(super) fn shared(&self) -> Option<&RemoteRegion> {
+        self.opened.shared.as_ref().map(|region| &region.0)
     }
 
     /// To the target's process; only a target of our own can be signalled.

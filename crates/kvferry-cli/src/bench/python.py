@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import json
+import mmap
 import sys
 import time
 
@@ -14,38 +15,46 @@ PR_SET_PDEATHSIG, SIGKILL = 1, 9
 class Side:
     def __init__(self):
         self.agent = kvferry.Agent("bench-python")
-        self.region = self.peer = self.table = None
+        self.region = self.peer = self.map = None
+        self.tables = []
 
-    def open(self, address, nbytes):
+    def open(self, address, nbytes, transport):
         self.peer = self.agent.peer(address)
-        self.region = self.agent.allocate(nbytes)
-        self.region.memory()[:] = bytes(nbytes)  # every page is there
+        self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.map[:] = bytes(nbytes)  # every page is there
+        self.region = self.agent.register(self.map)
+        chosen = self.peer.connect().transport
+        if transport not in ("auto", chosen):
+            raise RuntimeError(f"the agents chose {chosen}, not {transport}")
 
-    def plan(self, local, remote, length):
+    def plan(self, base, tables):
         """What an engine has at hand: lists of addresses."""
-        local = [self.region.addr + offset for offset in local]
-        self.table = local, remote, [length] * len(local)
+        self.tables = [
+            ([self.region.addr + at for at in here], [base + at for at in there], lengths)
+            for here, there, lengths in tables
+        ]
 
-    def call(self, op, calls):
-        """Seconds of each call."""
+    def call(self, op, calls, limit):
+        """Seconds of each call; a call moves all tables."""
         move = self.peer.write if op == "write" else self.peer.read
-        local, remote, lengths = self.table
+        meant = sum(sum(lengths) for _, _, lengths in self.tables)
         times = []
-        for _ in range(calls):
+        first = time.perf_counter()
+        while len(times) < calls and (len(times) < 2 or time.perf_counter() - first < limit):
             began = time.perf_counter()
-            moved = move(local, remote, lengths)
+            moved = sum([move(*table).nbytes for table in self.tables])
             times.append(time.perf_counter() - began)
-            assert moved.nbytes == sum(lengths)
+            assert moved == meant
         return times
 
     def load(self, path):
         with open(path, "rb") as file:
             data = file.read()
-        self.region.memory()[: len(data)] = data
+        self.map[: len(data)] = data
 
     def store(self, path, nbytes):
         with open(path, "wb") as file:
-            file.write(self.region.memory()[:nbytes])
+            file.write(self.map[:nbytes])
 
 
 def main():

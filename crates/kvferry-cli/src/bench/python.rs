@@ -1,33 +1,33 @@
-//! The same batches called from Python: lists of addresses given to `kvferry.Agent` in a process of
-//! its own, in turn with the floor and with the calls from Rust.
+//! kvferry called from Python: lists of addresses given to `kvferry.Agent` in a process of its own, in
+//! turn with the others.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::blocks::scattered;
 use crate::child::Child;
-use crate::cli::{Op, Size, Streams};
+use crate::cli::{Op, Size};
 use crate::content::random;
 use crate::failure::Failure;
 use crate::stats::{Spread, median};
 use crate::units;
 
+use super::Bench;
+use super::contender::{Cell, Contender};
 use super::messages::Program;
+use super::ours::Ours;
 use super::pages::Pages;
 use super::report::{Bound, Row};
-use super::rounds::{Work, blocks};
-use super::verify::{self, Blocks};
-use super::{Bench, SMALL};
+use super::tables::Table;
+use super::usage::Usage;
+use super::verify;
 
 const SCRIPT: &str = include_str!("python.py");
-
-/// Blocks below this have the cost of a call to carry.
-const SMALL_BLOCK: usize = 32 << 10;
 
 /// So little that the call is all there is to it.
 const TINY: Size = Size { block: 16, count: 1024 };
@@ -55,18 +55,23 @@ pub(super) fn find(asked: Option<&Path>) -> Result<PathBuf, String> {
 }
 
 /// A Python process with an agent of its own that moves what this one moves.
-#[derive(Debug)]
-struct Python {
+pub(super) struct Python {
     child: Child,
     /// What its memory is to hold, or held; passed through a file.
     memory: Pages,
     file: PathBuf,
+    /// The cell whose tables it has.
+    planned: Option<String>,
 }
 
 impl Python {
-    fn start(bench: &Bench<'_>, python: &Path, nbytes: usize) -> Result<Python, Failure> {
+    pub(super) fn start(bench: &Bench<'_>, python: &Path) -> Result<Python, Failure> {
+        let nbytes = bench.arena.len();
         let mut command = Command::new(python);
         command.args(["-c", SCRIPT]);
+        if let Some(allowed) = bench.transport.allowed() {
+            command.env("KVFERRY_TRANSPORTS", allowed);
+        }
         let mut child = Child::start(&mut command)?;
         let version: String = child.hello()?;
         if version != env!("CARGO_PKG_VERSION") {
@@ -77,8 +82,10 @@ impl Python {
             )));
         }
         let file = std::env::temp_dir().join(format!("kvferry-bench-{:016x}", random()));
-        let mut python = Python { child, memory: Pages::filled(0, nbytes), file };
-        python.ask::<()>("open", json!([bench.link.agent_address, nbytes]))?;
+        let memory = Pages::filled(0, nbytes);
+        let mut python = Python { child, memory, file, planned: None };
+        let transport = bench.transport.name();
+        python.ask::<()>("open", json!([bench.link.agent_address, nbytes, transport]))?;
         Ok(python)
     }
 
@@ -86,35 +93,35 @@ impl Python {
         self.child.ask(&(what, arguments))
     }
 
-    /// The table of a batch like [`Bench::batch`]'s.
-    fn plan(&mut self, bench: &Bench<'_>, op: Op, size: Size) -> Result<(), Failure> {
-        let base = bench.link.region().addr;
-        let places = (0..size.count).map(|index| scattered(index, size.count));
-        let scattered: Vec<u64> = places.map(|place| (place * size.block) as u64).collect();
-        let ordered: Vec<u64> = (0..size.count).map(|i| (i * size.block) as u64).collect();
-        let (local, remote) = match op {
-            Op::Write => (ordered, scattered),
-            Op::Read => (scattered, ordered),
-        };
-        let remote: Vec<u64> = remote.into_iter().map(|offset| base + offset).collect();
-        self.ask("plan", json!([local, remote, size.block]))
+    fn plan(
+        &mut self,
+        bench: &Bench<'_>,
+        op: Op,
+        name: String,
+        tables: &[Table],
+    ) -> Result<(), Failure> {
+        if self.planned.as_ref() != Some(&name) {
+            let tables: Vec<_> = tables.iter().map(|table| table.columns(op)).collect();
+            self.ask::<()>("plan", json!([bench.link.region().addr, tables]))?;
+            self.planned = Some(name);
+        }
+        Ok(())
     }
 
     /// Seconds of each call.
-    fn call(&mut self, op: Op, calls: usize) -> Result<Vec<f64>, Failure> {
-        self.ask("call", json!([op.name(), calls]))
+    fn call(&mut self, op: Op, calls: usize, limit: Duration) -> Result<Vec<f64>, Failure> {
+        self.ask("call", json!([op.name(), calls, limit.as_secs_f64()]))
     }
 
-    fn load(&mut self) -> Result<(), Failure> {
-        fs::write(&self.file, &self.memory[..]).map_err(|error| self.not_passed(&error))?;
+    fn load(&mut self, span: usize) -> Result<(), Failure> {
+        fs::write(&self.file, &self.memory[..span]).map_err(|error| self.not_passed(&error))?;
         self.ask("load", json!([self.file]))
     }
 
-    fn store(&mut self) -> Result<(), Failure> {
-        let nbytes = self.memory.len();
-        self.ask::<()>("store", json!([self.file, nbytes]))?;
+    fn store(&mut self, span: usize) -> Result<(), Failure> {
+        self.ask::<()>("store", json!([self.file, span]))?;
         let held = fs::read(&self.file).map_err(|error| self.not_passed(&error))?;
-        self.memory.copy_from_slice(&held);
+        self.memory[..span].copy_from_slice(&held);
         Ok(())
     }
 
@@ -122,35 +129,6 @@ impl Python {
         let (file, nbytes) = (self.file.display(), self.memory.len() as u64);
         let nbytes = units::bytes(nbytes);
         Failure::Failed(format!("{file}: {error}; TMPDIR names a folder with {nbytes} free"))
-    }
-
-    /// Moves fresh contents to a poisoned destination, whose owner then looks.
-    fn verify(
-        &mut self,
-        bench: &mut Bench<'_>,
-        op: Op,
-        blocks: Blocks,
-    ) -> Result<Option<String>, Failure> {
-        let seed = random();
-        match op {
-            Op::Write => {
-                bench.link.poison(Program::Kvferry, blocks)?;
-                verify::fill(&mut self.memory, seed, blocks)?;
-            }
-            Op::Read => {
-                verify::poison(&mut self.memory, blocks)?;
-                bench.link.fill(Program::Kvferry, seed, blocks)?;
-            }
-        }
-        self.load()?;
-        self.call(op, 1)?;
-        match op {
-            Op::Write => bench.link.check(Program::Kvferry, seed, blocks),
-            Op::Read => {
-                self.store()?;
-                verify::check(&self.memory, seed, blocks)
-            }
-        }
     }
 }
 
@@ -161,89 +139,91 @@ impl Drop for Python {
     }
 }
 
-pub(super) fn run(bench: &mut Bench<'_>, python: &Path) -> Result<Vec<Row>, Failure> {
-    let settings = bench.settings;
-    bench.bar.inc_length((settings.args.op.len() * settings.sizes.len()) as u64 + 1);
-    let mut rows = Vec::new();
-    for &op in &settings.args.op {
-        for &size in &settings.sizes {
-            rows.push(throughput(bench, python, op, size)?);
-        }
+impl Contender for Python {
+    fn who(&self) -> &'static str {
+        "kvferry, Python"
     }
-    rows.push(overhead(bench, python)?);
-    Ok(rows)
-}
 
-/// A process for each size: its memory goes with it.
-fn throughput(bench: &mut Bench<'_>, python: &Path, op: Op, size: Size) -> Result<Row, Failure> {
-    let mut work = Work::new(bench, op, size, Streams(None))?;
-    let name = work.name();
-    bench.step(&format!("{name} from Python"));
-    let mut python = Python::start(bench, python, size.bytes())?;
-    python.plan(bench, op, size)?;
-    let verify = |bench: &mut Bench<'_>, python: &mut Python, when: &str| match python.verify(
-        bench,
-        op,
-        blocks(size),
-    )? {
-        None => Ok(()),
-        Some(wrong) => Err(Failure::Check(format!(
-            "WRONG BYTES {when} the rounds: {name} from Python: {wrong}"
-        ))),
-    };
-    verify(bench, &mut python, "before")?;
-    work.choose(bench)?;
-    let bytes = bench.settings.turn_bytes;
-    let calls = (bytes / size.bytes()).clamp(2, 200);
-    let (mut floor, mut rust, mut ours) = (Vec::new(), Vec::new(), Vec::new());
-    for round in 0..bench.settings.rounds {
-        for turn in 0..3 {
-            match (round + turn) % 3 {
-                0 => floor.push(work.turn(bytes, || work.floor_call(bench))?),
-                1 => rust.push(work.turn(bytes, || work.call(bench))?),
-                _ => ours.push(size.bytes() as f64 / median(&python.call(op, calls)?)),
+    fn prepare(&mut self, bench: &mut Bench<'_>, cell: &Cell) -> Result<(), Failure> {
+        self.plan(bench, cell.op, cell.name(), &cell.load.batches)
+    }
+
+    fn calls(
+        &mut self,
+        _: &mut Bench<'_>,
+        cell: &Cell,
+        calls: usize,
+        limit: Duration,
+    ) -> Result<Vec<f64>, Failure> {
+        self.call(cell.op, calls, limit)
+    }
+
+    fn verify(&mut self, bench: &mut Bench<'_>, cell: &Cell) -> Result<Option<String>, Failure> {
+        for (number, table) in cell.load.batches.iter().enumerate() {
+            let name = format!("{}, batch {number}", cell.name());
+            self.plan(bench, cell.op, name, std::slice::from_ref(table))?;
+            let (seed, span) = (random(), table.span());
+            let mut poison = 0;
+            match cell.op {
+                Op::Write => {
+                    bench.link.poison(Program::Kvferry, span)?;
+                    verify::fill(&mut self.memory, seed, span)?;
+                }
+                Op::Read => {
+                    poison = verify::poison(&mut self.memory, span)?;
+                    bench.link.fill(Program::Kvferry, seed, span)?;
+                }
+            }
+            self.load(span)?;
+            self.call(cell.op, 1, Duration::ZERO)?;
+            let wrong = match cell.op {
+                Op::Write => bench.link.check(Program::Kvferry, seed, span, &table.pairs)?,
+                Op::Read => {
+                    self.store(span)?;
+                    verify::check(&self.memory, seed, poison, span, &table.pairs)?
+                }
+            };
+            if wrong.is_some() {
+                return Ok(wrong);
             }
         }
+        Ok(None)
     }
-    verify(bench, &mut python, "after")?;
-    let rate = |rates: &[f64]| Spread::of(rates.iter().map(|rate| rate / 1e9).collect());
-    let required = if size.block < SMALL_BLOCK { 0.85 } else { 0.95 };
-    Ok(Row::new("python", name, "GB/s", rate(&ours))
-        .beside("floor", rate(&floor))
-        .beside("Rust", rate(&rust))
-        .judged("floor", Spread::ratio(&ours, &floor), Bound::AtLeast(required)))
+
+    fn usage(&mut self, bench: &mut Bench<'_>) -> Result<[Usage; 2], Failure> {
+        Ok([Usage::of(self.child.id())?, bench.link.usage()?])
+    }
+
+    fn pids(&self, bench: &Bench<'_>) -> Vec<u32> {
+        std::iter::once(self.child.id()).chain(bench.link.pid()).collect()
+    }
 }
 
 /// What a call with 1 024 descriptors takes longer than from Rust, where the batch was made before.
-fn overhead(bench: &mut Bench<'_>, python: &Path) -> Result<Row, Failure> {
+pub(super) fn overhead(bench: &mut Bench<'_>, python: &mut Python) -> Result<Row, Failure> {
+    bench.bar.inc_length(1);
     bench.step("the cost of a call from Python");
-    let work = Work::new(bench, Op::Write, TINY, Streams(None))?;
-    let mut python = Python::start(bench, python, SMALL)?;
-    python.plan(bench, Op::Write, TINY)?;
-    let (mut over, mut rust, mut ours) = (Vec::new(), Vec::new(), Vec::new());
+    let cell = Cell::of_size(Op::Write, TINY);
+    let mut rust = Ours::registered(bench);
+    rust.prepare(bench, &cell)?;
+    python.prepare(bench, &cell)?;
+    let (mut over, mut from_rust, mut from_python) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..bench.settings.rounds.max(7) {
         for turn in 0..2 {
-            match (round + turn) % 2 {
-                0 => {
-                    let calls: Result<Vec<f64>, Failure> = (0..TINY_CALLS)
-                        .map(|_| Ok(work.call(bench)?.as_secs_f64() * 1e6))
-                        .collect();
-                    rust.push(median(&calls?));
-                }
-                _ => ours.push(median(&python.call(Op::Write, TINY_CALLS)?) * 1e6),
-            }
+            let (contender, times): (&mut dyn Contender, _) = match (round + turn) % 2 {
+                0 => (&mut rust, &mut from_rust),
+                _ => (python, &mut from_python),
+            };
+            let took = contender.calls(bench, &cell, TINY_CALLS, Duration::MAX)?;
+            times.push(median(&took) * 1e6);
         }
-        over.push(ours[round] - rust[round]);
+        over.push(from_python[round] - from_rust[round]);
     }
-    Ok(Row::new(
-        "python-call",
-        "1 024 descriptors, over the call from Rust",
-        "µs",
-        Spread::of(over),
-    )
-    .beside("Python", Spread::of(ours))
-    .beside("Rust", Spread::of(rust))
-    .judged_itself(OVERHEAD_US))
+    let work = "1 024 descriptors, over the call from Rust";
+    Ok(Row::new("python-call", work, "µs", Spread::of(over))
+        .beside("Python", Spread::of(from_python))
+        .beside("Rust", Spread::of(from_rust))
+        .judged_itself(OVERHEAD_US))
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! One raw TCP stream: a mebibyte per call, one byte back at the end. What every figure is put
-//! beside.
+//! Raw TCP streams, one or several: a mebibyte per call, one byte back at the end. What every figure
+//! is put beside.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -21,6 +21,21 @@ pub(crate) fn send(stream: &mut TcpStream, payload: &[u8]) -> io::Result<Duratio
         stream.write_all(call)?;
     }
     stream.read_exact(&mut [0])?;
+    Ok(started.elapsed())
+}
+
+/// Sends equal shares of `payload` over all streams at once.
+pub(crate) fn send_over(streams: &mut [TcpStream], payload: &[u8]) -> io::Result<Duration> {
+    let share = payload.len().div_ceil(streams.len());
+    let started = Instant::now();
+    std::thread::scope(|scope| {
+        let senders: Vec<_> = streams
+            .iter_mut()
+            .zip(payload.chunks(share))
+            .map(|(stream, share)| scope.spawn(|| send(stream, share)))
+            .collect();
+        senders.into_iter().try_for_each(|sender| sender.join().expect("no panic").map(drop))
+    })?;
     Ok(started.elapsed())
 }
 

@@ -4,12 +4,12 @@ use std::time::Instant;
 
 use kvferry::{Access, Agent, Batch, Options, Region};
 
-use crate::cli::Op;
+use crate::cli::{Op, Size};
 use crate::failure::Failure;
 use crate::stats::Spread;
 
 use super::report::{Bound, Row};
-use super::verify::Blocks;
+use super::tables::Table;
 use super::{Bench, start_agent, transfer};
 
 const REGIONS: usize = 10_000;
@@ -50,7 +50,7 @@ struct Times {
 }
 
 fn registering(bench: &Bench<'_>, times: &mut Times) -> Result<(), Failure> {
-    let agent = start_agent(bench.settings)?;
+    let agent = start_agent(bench.settings, bench.transport)?;
     let started = Instant::now();
     let regions: Vec<Region> = (0..REGIONS)
         .map(|_| agent.allocate(REGION_BYTES, Access::READ_WRITE))
@@ -66,7 +66,7 @@ fn registering(bench: &Bench<'_>, times: &mut Times) -> Result<(), Failure> {
 /// A fresh agent, so that neither side has met the other.
 fn meeting(bench: &Bench<'_>, times: &mut Times) -> Result<(), Failure> {
     let started = Instant::now();
-    let agent: Agent = start_agent(bench.settings)?;
+    let agent: Agent = start_agent(bench.settings, bench.transport)?;
     times.start = started.elapsed().as_secs_f64();
     let ours = agent.allocate(REGION_BYTES, Access::NONE)?;
     let started = Instant::now();
@@ -81,9 +81,9 @@ fn meeting(bench: &Bench<'_>, times: &mut Times) -> Result<(), Failure> {
 /// Not part of any other figure: engines keep batches of what they move again and again, and build
 /// new ones for new block tables.
 fn building(bench: &Bench<'_>, times: &mut Times) -> Result<(), Failure> {
-    const BLOCKS: Blocks = Blocks { at: 0, block: 512, count: 1024 };
+    let table = Table::scatter(0, Size { block: 512, count: 1024 });
     let started = Instant::now();
-    bench.batch(Op::Write, BLOCKS)?;
+    bench.batch(Op::Write, &table)?;
     times.build = started.elapsed().as_secs_f64();
     Ok(())
 }

@@ -1,11 +1,11 @@
 //! The target side of a bench: owns the memory that is written to and read from, and does what the
 //! other side asks over a control connection.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::AtomicUsize;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use kvferry::{Access, Agent, Region};
@@ -18,10 +18,10 @@ use crate::lines::{Answer, Described, Lines};
 use crate::{machine, output, units};
 
 use super::floor::{self, CHUNKS, Served};
-use super::messages::{Ask, Door, Hello, KNOCK, Opened, Program, Reach};
+use super::messages::{Ask, Door, Hello, KNOCK, Opened, Program, Reach, Sizes};
 use super::pages::Pages;
 use super::placement::pin;
-use super::verify::Blocks;
+use super::usage::Usage;
 use super::{raw, verify};
 
 /// What a spare agent offers: enough for one small block.
@@ -112,9 +112,14 @@ impl Target {
         match lines.receive()? {
             None => Ok(()),
             Some(Hello::Control) => self.control(&mut lines),
-            Some(Hello::Raw { token }) => {
+            Some(Hello::Raw { token, own: None }) => {
                 let served = self.join(token)?;
                 Ok(raw::serve(welcome(lines)?, &served.memory)?)
+            }
+            Some(Hello::Raw { token, own: Some(bytes) }) => {
+                self.join(token)?;
+                let memory = Mutex::new(Pages::filled(2, bytes.min(raw::STREAM_BYTES)));
+                Ok(raw::serve(welcome(lines)?, &memory)?)
             }
             Some(Hello::Floor { token, buffer }) => {
                 let served = self.join(token)?;
@@ -180,7 +185,15 @@ impl Target {
 
     fn bench(&self, lines: &mut Control, token: u64, first: Ask) -> Result<(), Failure> {
         let served = self.join(token)?;
-        let mut bench = Bench { target: self, token, served, arena: None, spares: Vec::new() };
+        let mut bench = Bench {
+            target: self,
+            token,
+            served,
+            arena: None,
+            shared: None,
+            poisons: HashMap::new(),
+            spares: Vec::new(),
+        };
         let mut next = Some(first);
         while let Some(ask) = next {
             lines.send::<Answer<_>>(&bench.answer(ask))?;
@@ -205,30 +218,35 @@ struct Bench<'a> {
     token: u64,
     served: Arc<Served>,
     arena: Option<Region>,
+    shared: Option<Region>,
+    /// What each program's memory was poisoned with.
+    poisons: HashMap<Program, u64>,
     spares: Vec<(Agent, Region)>,
 }
 
 impl Bench<'_> {
     fn answer(&mut self, ask: Ask) -> Result<Value, Failure> {
         match ask {
-            Ask::Open { arena, floor } => value(&self.open(arena, floor)?),
-            Ask::Fill { program: Program::Kvferry, seed, blocks } => {
-                value(&verify::fill(self.arena()?, seed, blocks)?)
+            Ask::Open(sizes) => value(&self.open(sizes)?),
+            Ask::Fill { program, seed, span } => value(&match program {
+                Program::Floor => verify::fill(&mut *self.floor(), seed, span)?,
+                agents => verify::fill(self.region(agents)?, seed, span)?,
+            }),
+            Ask::Poison { program, span } => {
+                let poison = match program {
+                    Program::Floor => verify::poison(&mut *self.floor(), span)?,
+                    agents => verify::poison(self.region(agents)?, span)?,
+                };
+                self.poisons.insert(program, poison);
+                value(&())
             }
-            Ask::Fill { program: Program::Floor, seed, blocks } => {
-                value(&verify::fill(&mut *self.served.memory.lock().expect(LOCK), seed, blocks)?)
-            }
-            Ask::Poison { program: Program::Kvferry, blocks } => {
-                value(&verify::poison(self.arena()?, blocks)?)
-            }
-            Ask::Poison { program: Program::Floor, blocks } => {
-                value(&verify::poison(&mut *self.served.memory.lock().expect(LOCK), blocks)?)
-            }
-            Ask::Check { program: Program::Kvferry, seed, blocks } => {
-                value(&verify::check(self.arena()?, seed, blocks)?)
-            }
-            Ask::Check { program: Program::Floor, seed, blocks } => {
-                value(&verify::check(&*self.served.memory.lock().expect(LOCK), seed, blocks)?)
+            Ask::Check { program, seed, span, pairs } => {
+                let poison = self.poisons.get(&program).copied();
+                let poison = poison.ok_or_else(|| Failure::Usage("nothing was poisoned".into()))?;
+                value(&match program {
+                    Program::Floor => verify::check(&*self.floor(), seed, poison, span, &pairs)?,
+                    agents => verify::check(self.region(agents)?, seed, poison, span, &pairs)?,
+                })
             }
             Ask::Chunk(bytes) => {
                 let bytes = bytes.clamp(4 << 10, 64 << 20);
@@ -236,19 +254,29 @@ impl Bench<'_> {
                 value(&())
             }
             Ask::Agents(count) => value(&self.more_agents(count)?),
-            Ask::CpuTime => value(&(machine::cpu_time().as_nanos() as u64)),
+            Ask::Usage => value(&Usage::here()?),
         }
     }
 
-    fn open(&mut self, arena: usize, floor: usize) -> Result<Opened, Failure> {
-        let (asked, free) = ((arena + floor) as u64, machine::available_memory());
+    fn open(&mut self, sizes: Sizes) -> Result<Opened, Failure> {
+        let (asked, free) = (sizes.total() as u64, machine::available_memory());
         if asked > free / 10 * 8 {
             let (asked, free) = (units::bytes(asked), units::bytes(free));
             return Err(Failure::Usage(format!("the target needs {asked} and has {free} free")));
         }
-        *self.served.memory.lock().expect(LOCK) = Pages::filled(2, floor);
-        let region = touched(&self.target.agent, arena)?;
-        let opened = Opened { token: self.token, region: Described(region.remote()) };
+        *self.floor() = Pages::filled(2, sizes.floor);
+        let agent = &self.target.agent;
+        let region = touched(agent.allocate_private(sizes.arena, Access::READ_WRITE)?)?;
+        if sizes.shared > 0 {
+            self.shared = Some(touched(agent.allocate(sizes.shared, Access::READ_WRITE)?)?);
+        }
+        let described = |region: &Region| Described(region.remote());
+        let opened = Opened {
+            token: self.token,
+            region: described(&region),
+            shared: self.shared.as_ref().map(described),
+            floor_address: self.floor().as_ptr() as u64,
+        };
         self.arena = Some(region);
         Ok(opened)
     }
@@ -260,7 +288,7 @@ impl Bench<'_> {
         (0..count)
             .map(|_| {
                 let agent = start_agent("bench-spare", self.target.listens_on)?;
-                let region = touched(&agent, SPARE_BYTES)?;
+                let region = touched(agent.allocate(SPARE_BYTES, Access::READ_WRITE)?)?;
                 let reach = Reach {
                     agent: agent.advertised().to_string(),
                     region: Described(region.remote()),
@@ -271,24 +299,32 @@ impl Bench<'_> {
             .collect()
     }
 
-    fn arena(&mut self) -> Result<&mut Region, Failure> {
-        self.arena.as_mut().ok_or_else(|| Failure::Failed("no bench is open".into()))
+    fn region(&mut self, program: Program) -> Result<&mut Region, Failure> {
+        let region = match program {
+            Program::Shared => self.shared.as_mut(),
+            _ => self.arena.as_mut(),
+        };
+        region.ok_or_else(|| Failure::Failed("no bench is open".into()))
+    }
+
+    fn floor(&self) -> MutexGuard<'_, Pages> {
+        self.served.memory.lock().expect(LOCK)
     }
 }
 
 impl Drop for Bench<'_> {
     fn drop(&mut self) {
-        if let Some(arena) = self.arena.take() {
+        for region in [self.arena.take(), self.shared.take()].into_iter().flatten() {
             // The measuring side has gone: there is nobody left to tell.
-            let _ = self.target.agent.unregister(&arena);
+            let _ = self.target.agent.unregister(&region);
         }
     }
 }
 
 /// Memory whose pages are there: the first transfer must not pay for them.
-fn touched(agent: &Agent, bytes: usize) -> Result<Region, Failure> {
-    let mut region = agent.allocate(bytes, Access::READ_WRITE)?;
-    verify::poison(&mut region, Blocks::all_of(bytes))?;
+fn touched(mut region: Region) -> Result<Region, Failure> {
+    let bytes = region.len();
+    verify::poison(&mut region, bytes)?;
     Ok(region)
 }
 

@@ -1,40 +1,18 @@
 //! That the bytes are right: before and after the timed part, never in it.
+//!
+//! The source is filled with bytes that say where they are, the destination with others that only
+//! its owner knows. After a move, every block must hold what its place at the source held, and
+//! everything between the blocks what it held before.
 
 use kvferry::Region;
-use serde::{Deserialize, Serialize};
 
-use crate::blocks::scattered;
-use crate::content::{self, Content};
+use crate::content::{Content, random};
 use crate::failure::Failure;
 
 use super::pages::Pages;
+use super::tables::Pair;
 
-/// Blocks side by side, from `at` on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Blocks {
-    pub(super) at: usize,
-    pub(super) block: usize,
-    pub(super) count: usize,
-}
-
-impl Blocks {
-    /// All of the memory, in pieces that are easy to hold.
-    pub(super) fn all_of(bytes: usize) -> Blocks {
-        let block = bytes.clamp(1, 1 << 20);
-        Blocks { at: 0, block, count: bytes / block }
-    }
-
-    /// What another host asks for is not to be trusted with our memory.
-    fn must_fit(self, bytes: usize) -> Result<(), Failure> {
-        let end = self.block.checked_mul(self.count).and_then(|len| len.checked_add(self.at));
-        match end {
-            Some(end) if end <= bytes && self.block > 0 => Ok(()),
-            _ => Err(Failure::Usage(format!("{self:?} is not within {bytes} bytes"))),
-        }
-    }
-}
-
-/// Memory of either program: a region of the agent, or the floor's pages.
+/// Memory of any program: a region of the agent, or the floor's pages.
 pub(super) trait Memory {
     fn bytes(&self) -> usize;
     fn put(&mut self, offset: usize, bytes: &[u8]) -> Result<(), Failure>;
@@ -71,36 +49,107 @@ impl Memory for Pages {
     }
 }
 
-/// The source: block after block, each with content of its own.
-pub(super) fn fill(memory: &mut impl Memory, seed: u64, blocks: Blocks) -> Result<(), Failure> {
-    blocks.must_fit(memory.bytes())?;
-    let mut buffer = vec![0; blocks.block];
-    (0..blocks.count).try_for_each(|index| {
-        Content::of(&[seed, index as u64]).fill(&mut buffer);
-        memory.put(blocks.at + index * blocks.block, &buffer)
-    })
+/// Contents are made in pieces of this many bytes.
+const PIECE: usize = 4096;
+
+/// Puts into `buffer` what memory filled with this seed holds from `at` on.
+fn image(seed: u64, mut at: usize, buffer: &mut [u8]) {
+    let mut rest = buffer;
+    while !rest.is_empty() {
+        let (piece, skip) = ((at / PIECE) as u64, at % PIECE);
+        let now = rest.len().min(PIECE - skip);
+        let (part, tail) = rest.split_at_mut(now);
+        if now == PIECE {
+            Content::of(&[seed, piece]).fill(part);
+        } else {
+            let mut whole = [0; PIECE];
+            Content::of(&[seed, piece]).fill(&mut whole);
+            part.copy_from_slice(&whole[skip..][..now]);
+        }
+        (rest, at) = (tail, at + now);
+    }
 }
 
-/// The destination: bytes that only this process knows.
-pub(super) fn poison(memory: &mut impl Memory, blocks: Blocks) -> Result<(), Failure> {
-    fill(memory, content::random(), blocks)
+/// What another host asks for is not to be trusted with our memory.
+fn must_fit(memory: &(impl Memory + ?Sized), span: usize) -> Result<(), Failure> {
+    if span > memory.bytes() {
+        let bytes = memory.bytes();
+        return Err(Failure::Usage(format!("{span} bytes are not within {bytes}")));
+    }
+    Ok(())
 }
 
-/// The first block that is not what the source should have held, if any.
-pub(super) fn check(
-    memory: &impl Memory,
+/// The source: its first `span` bytes.
+pub(super) fn fill(
+    memory: &mut (impl Memory + ?Sized),
     seed: u64,
-    blocks: Blocks,
+    span: usize,
+) -> Result<(), Failure> {
+    must_fit(memory, span)?;
+    let mut buffer = vec![0; 64 * PIECE];
+    for at in (0..span).step_by(buffer.len()) {
+        let part = &mut buffer[..(64 * PIECE).min(span - at)];
+        image(seed, at, part);
+        memory.put(at, part)?;
+    }
+    Ok(())
+}
+
+/// The destination: bytes that only this process knows, by the number returned.
+pub(super) fn poison(memory: &mut (impl Memory + ?Sized), span: usize) -> Result<u64, Failure> {
+    let poison = random();
+    fill(memory, poison, span)?;
+    Ok(poison)
+}
+
+/// What is wrong in the first `span` bytes of a destination, if anything.
+pub(super) fn check(
+    memory: &(impl Memory + ?Sized),
+    seed: u64,
+    poison: u64,
+    span: usize,
+    pairs: &[Pair],
 ) -> Result<Option<String>, Failure> {
-    blocks.must_fit(memory.bytes())?;
-    let (mut held, mut scratch) = (vec![0; blocks.block], Vec::new());
-    for index in 0..blocks.count {
-        let place = scattered(index, blocks.count);
-        memory.take(blocks.at + place * blocks.block, &mut held)?;
-        if let Err(offset) = Content::of(&[seed, index as u64]).check(&held, &mut scratch) {
-            return Ok(Some(format!(
-                "block {index}, which belongs at {place}, differs at byte {offset}"
-            )));
+    must_fit(memory, span)?;
+    let mut order: Vec<usize> = (0..pairs.len()).collect();
+    order.sort_by_key(|&pair| pairs[pair].destination);
+    let mut at = 0;
+    for number in order {
+        let Pair { source, destination, len } = pairs[number];
+        let end = destination.checked_add(len).filter(|&end| destination >= at && end <= span);
+        if end.is_none() || source.checked_add(len).is_none_or(|end| end > span) {
+            return Err(Failure::Usage(format!("block {number} is not within {span} bytes")));
+        }
+        if let Some(wrong) = differs(memory, poison, at, at, destination - at)? {
+            return Ok(Some(format!("byte {wrong}, which is of no block, was written")));
+        }
+        if let Some(wrong) = differs(memory, seed, source, destination, len)? {
+            let offset = wrong - destination;
+            return Ok(Some(format!("block {number} differs at its byte {offset}")));
+        }
+        at = destination + len;
+    }
+    let wrong = differs(memory, poison, at, at, span - at)?;
+    Ok(wrong.map(|wrong| format!("byte {wrong}, which is of no block, was written")))
+}
+
+/// The first of `len` bytes from `held_at` on that is not what this seed has from `image_at` on.
+fn differs(
+    memory: &(impl Memory + ?Sized),
+    seed: u64,
+    image_at: usize,
+    held_at: usize,
+    len: usize,
+) -> Result<Option<usize>, Failure> {
+    const AT_ONCE: usize = 16 * PIECE;
+    let (mut held, mut right) = (vec![0; len.min(AT_ONCE)], vec![0; len.min(AT_ONCE)]);
+    for from in (0..len).step_by(AT_ONCE) {
+        let now = AT_ONCE.min(len - from);
+        memory.take(held_at + from, &mut held[..now])?;
+        image(seed, image_at + from, &mut right[..now]);
+        if held[..now] != right[..now] {
+            let wrong = held.iter().zip(&right).position(|(held, right)| held != right);
+            return Ok(Some(held_at + from + wrong.expect("they are not equal")));
         }
     }
     Ok(None)
@@ -109,32 +158,54 @@ pub(super) fn check(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::tables::Table;
+    use crate::cli::Size;
 
     #[test]
-    fn blocks_beyond_the_memory_are_refused() {
+    fn what_is_not_within_the_memory_is_refused() {
         let mut memory = Pages::filled(0, 4096);
-        for (at, block, count) in [(1, 4096, 1), (0, 0, 1), (0, usize::MAX, 2), (4096, 1, 1)] {
-            let blocks = Blocks { at, block, count };
-            assert!(fill(&mut memory, 1, blocks).is_err() && check(&memory, 1, blocks).is_err());
+        assert!(fill(&mut memory, 1, 4097).is_err() && check(&memory, 1, 1, 4097, &[]).is_err());
+        for (source, destination, len) in [(1, 0, 4096), (0, 1, 4096), (0, usize::MAX, 2)] {
+            let pairs = [Pair { source, destination, len }];
+            let poison = poison(&mut memory, 4096).expect("in bounds");
+            let checked = check(&memory, 1, poison, 4096, &pairs);
+            assert!(checked.is_err() || checked.expect("looked").is_some());
         }
-        assert_eq!(Blocks::all_of(3 << 20), Blocks { at: 0, block: 1 << 20, count: 3 });
-        assert_eq!(Blocks::all_of(100), Blocks { at: 0, block: 100, count: 1 });
     }
 
     #[test]
     fn only_a_scattered_copy_of_the_source_is_right() {
-        let blocks = Blocks { at: 100, block: 64, count: 32 };
-        let (mut source, mut destination) = (Pages::filled(0, 4096), Pages::filled(0, 4096));
-        fill(&mut source, 5, blocks).expect("in bounds");
-        poison(&mut destination, blocks).expect("in bounds");
-        assert!(check(&destination, 5, blocks).expect("in bounds").is_some(), "poison is wrong");
-        for index in 0..32 {
-            let (from, to) = (100 + index * 64, 100 + scattered(index, 32) * 64);
-            destination[to..][..64].copy_from_slice(&source[from..][..64]);
+        const SPAN: usize = 20_000;
+        let table = Table::scatter(100, Size { block: 500, count: 32 });
+        let (mut source, mut destination) = (Pages::filled(0, SPAN), Pages::filled(0, SPAN));
+        fill(&mut source, 5, SPAN).expect("in bounds");
+        let poison = poison(&mut destination, SPAN).expect("in bounds");
+        let wrong = |destination: &Pages| {
+            check(destination, 5, poison, SPAN, &table.pairs).expect("in bounds")
+        };
+        assert!(wrong(&destination).is_some(), "poison is wrong");
+        for &Pair { source: from, destination: to, len } in &table.pairs {
+            destination[to..][..len].copy_from_slice(&source[from..][..len]);
         }
-        assert_eq!(check(&destination, 5, blocks).expect("in bounds"), None);
-        destination[100 + scattered(9, 32) * 64 + 3] ^= 1;
-        let wrong = check(&destination, 5, blocks).expect("in bounds").expect("one byte is wrong");
-        assert!(wrong.starts_with("block 9,") && wrong.ends_with("byte 3"), "{wrong}");
+        assert_eq!(wrong(&destination), None);
+        destination[table.pairs[9].destination + 3] ^= 1;
+        assert_eq!(wrong(&destination), Some("block 9 differs at its byte 3".into()));
+        destination[table.pairs[9].destination + 3] ^= 1;
+        destination[50] ^= 1;
+        assert_eq!(wrong(&destination), Some("byte 50, which is of no block, was written".into()));
+        destination[50] ^= 1;
+        destination[SPAN - 1] ^= 1;
+        assert!(wrong(&destination).expect("the end, too").starts_with("byte 19999"));
+    }
+
+    #[test]
+    fn an_image_is_the_same_however_it_is_cut() {
+        let mut whole = vec![0; 3 * PIECE];
+        image(9, 0, &mut whole);
+        for (at, len) in [(0, 10), (4090, 20), (1, PIECE), (PIECE, PIECE), (5000, 5000)] {
+            let mut part = vec![0; len];
+            image(9, at, &mut part);
+            assert_eq!(part, whole[at..at + len], "{at}+{len}");
+        }
     }
 }
