@@ -377,6 +377,12 @@ impl Report {
         failures
     }
 
+    /// Whether another engine was measured.
+    pub(super) fn compares(&self) -> bool {
+        let guest = |who: &str| who.starts_with("Mooncake") || who.starts_with("NIXL");
+        self.rows.iter().flat_map(|row| &row.figures).any(|figure| guest(figure.who))
+    }
+
     pub(super) fn verdict(&self) -> String {
         let all = self.judged().count();
         let verdict = self.shortfall();
@@ -409,7 +415,7 @@ impl Report {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     fn row(ratio: f64, bound: Bound) -> Row {
@@ -422,7 +428,8 @@ mod tests {
         row
     }
 
-    fn report(rows: Vec<Row>) -> Report {
+    /// Of one session over tcp.
+    pub(in crate::bench) fn report(rows: Vec<Row>) -> Report {
         let session = Session { transport: "tcp".into(), checksum: false, authenticated: true };
         Report {
             schema: "test",

@@ -1,7 +1,186 @@
-//! Pictures of a report.
-use super::report::Report;
-use crate::failure::Failure;
+//! Pictures of a report: an SVG per figure, and one page with all of them that needs nothing else.
+
+mod canvas;
+mod chart;
+mod dots;
+mod page;
+mod style;
+
+use std::fs;
 use std::path::Path;
-pub(super) fn write(_: &Path, _: &Report) -> Result<(), Failure> {
-    Ok(())
+
+use crate::cli::Op;
+use crate::failure::Failure;
+
+use super::report::{Report, Row};
+use canvas::Canvas;
+use chart::{Line, Scale, Words};
+use dots::Dots;
+use style::looks;
+
+/// One picture, by the name of its file.
+struct Picture {
+    name: String,
+    canvas: Canvas,
+}
+
+/// Everything there is to see, as files in `folder`.
+pub(super) fn write(folder: &Path, report: &Report) -> Result<(), Failure> {
+    let pictures = pictures(report);
+    super::written(folder, fs::create_dir_all(folder))?;
+    for Picture { name, canvas } in &pictures {
+        let file = folder.join(format!("{name}.svg"));
+        super::written(&file, fs::write(&file, canvas.file()))?;
+    }
+    let file = folder.join("report.html");
+    super::written(&file, fs::write(&file, page::html(report, &pictures)))
+}
+
+/// Contenders of a picture's purpose: all but those that another picture is about.
+fn main_figure(who: &str) -> bool {
+    who != "checksums"
+}
+
+fn pictures(report: &Report) -> Vec<Picture> {
+    let mut transports: Vec<&str> = Vec::new();
+    for row in &report.rows {
+        if !transports.contains(&row.transport.as_str()) {
+            transports.push(&row.transport);
+        }
+    }
+    let mut pictures = Vec::new();
+    for transport in transports {
+        let place = match transport {
+            "local" => "within a host".to_string(),
+            other => format!("over {other}"),
+        };
+        for op in [Op::Write, Op::Read] {
+            let verb = match op {
+                Op::Write => "Writing",
+                Op::Read => "Reading",
+            };
+            let rows = |part: &str| select(report, part, transport, op);
+            let name = |what: &str| format!("{transport}-{}{what}", op.name());
+            let title = format!("{verb} scattered blocks {place}");
+            pictures.extend(over_sizes(
+                name(""),
+                &Words { title: &title, subtitle: "GB/s, higher is better", unit: "GB/s" },
+                Scale::FromZero,
+                &rows("throughput"),
+                main_figure,
+            ));
+            let title = format!("What it costs: {} {place}", verb.to_lowercase());
+            let subtitle = "processor seconds per GB, both sides together; lower is better";
+            pictures.extend(over_sizes(
+                name("-cpu"),
+                &Words { title: &title, subtitle, unit: "s/GB" },
+                Scale::Logarithmic,
+                &rows("cpu"),
+                main_figure,
+            ));
+            let title = format!("With and without checksums: {} {place}", verb.to_lowercase());
+            let subtitle = "GB/s, higher is better; CRC32C per 256 KiB, computed and compared";
+            let checked = |who: &str| matches!(who, "kvferry" | "checksums" | "floor");
+            let rows_checked = rows("throughput");
+            if rows_checked.iter().any(|row| row.figure("checksums").is_some()) {
+                pictures.extend(over_sizes(
+                    name("-checksums"),
+                    &Words { title: &title, subtitle, unit: "GB/s" },
+                    Scale::FromZero,
+                    &rows_checked,
+                    checked,
+                ));
+            }
+            pictures.extend(latencies(name("-latency"), &rows("latency"), verb, &place));
+        }
+    }
+    pictures
+}
+
+fn select<'a>(report: &'a Report, part: &str, transport: &str, op: Op) -> Vec<&'a Row> {
+    let of = |row: &&Row| row.part == part && row.transport == transport && row.op == Some(op);
+    report.rows.iter().filter(of).collect()
+}
+
+/// `None` if there is nothing to be drawn over.
+fn over_sizes(
+    name: String,
+    words: &Words<'_>,
+    scale: Scale,
+    rows: &[&Row],
+    drawn: fn(&str) -> bool,
+) -> Option<Picture> {
+    let sized: Vec<&&Row> = rows.iter().filter(|row| row.size.is_some()).collect();
+    let has = |who: &str| drawn(who) && sized.iter().any(|row| row.figure(who).is_some());
+    let lines: Vec<Line> = looks(has)
+        .into_iter()
+        .map(|look| {
+            let point = |row: &&&Row| Some((row.size?, row.figure(look.who)?.clone()));
+            Line { look, points: sized.iter().filter_map(point).collect() }
+        })
+        .collect();
+    (!lines.is_empty()).then(|| Picture { name, canvas: chart::draw(words, scale, &lines) })
+}
+
+/// Of the calls that the kernel placed as it liked, where others were measured, too; else of those
+/// with a core for each process.
+fn latencies(name: String, rows: &[&Row], verb: &str, place: &str) -> Option<Picture> {
+    let placed = |row: &&&Row, how: &str| row.work.contains(how);
+    let (apart, free): (Vec<_>, Vec<_>) =
+        rows.iter().partition(|row| placed(row, "core each") || placed(row, "one core"));
+    let rows: Vec<&&Row> = match free.is_empty() {
+        true => apart.into_iter().filter(|row| placed(row, "core each")).collect(),
+        false => free,
+    };
+    let [p50, p99] = ["p50", "p99"].map(|part| rows.iter().find(|row| row.work.ends_with(part)));
+    let (p50, p99) = (p50?, p99?);
+    let both = |who: &str| Some((p50.figure(who)?.median, p99.figure(who)?.median));
+    let all: Vec<Dots> = looks(|who| both(who).is_some())
+        .into_iter()
+        .filter_map(|look| both(look.who).map(|(p50, p99)| Dots { look, p50, p99 }))
+        .collect();
+    let title = format!("{verb} one block of 4 KiB {place}");
+    let subtitle = "µs of a single call, lower is better; medians of the rounds";
+    (!all.is_empty()).then(|| Picture { name, canvas: dots::draw(&title, subtitle, &all) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::report::{Figure, tests::report};
+    use crate::cli::Size;
+    use crate::stats::Spread;
+
+    fn row(part: &'static str, block: usize, who: &[&'static str]) -> Row {
+        let figures = who.iter().map(|who| Figure::of(who, Spread::of(vec![1.0, 2.0, 4.0])));
+        let mut row = Row::with(part, "write", "GB/s", figures.collect());
+        row.transport = "tcp".into();
+        row.op = Some(Op::Write);
+        row.size = Some(Size { block, count: 16 });
+        row
+    }
+
+    #[test]
+    fn a_report_becomes_pictures_and_a_page_that_needs_nothing_else() {
+        let who = ["kvferry", "floor", "checksums", "NIXL"];
+        let mut rows = vec![row("throughput", 4096, &who), row("throughput", 1 << 20, &who)];
+        rows.push(row("cpu", 4096, &who));
+        let report = report(rows);
+        let pictures = pictures(&report);
+        let names: Vec<&str> = pictures.iter().map(|picture| picture.name.as_str()).collect();
+        assert_eq!(names, ["tcp-write", "tcp-write-cpu", "tcp-write-checksums"]);
+        let svg = pictures[0].canvas.file();
+        assert!(svg.contains("NIXL") && !svg.contains("kvferry, checksums"), "{svg}");
+        let page = page::html(&report, &pictures);
+        assert_eq!(page.matches("<svg").count(), 3);
+        for outside in ["http://", "https://", "src=", "@import", "url("] {
+            let outside = page.replace("http://www.w3.org/2000/svg", "").contains(outside);
+            assert!(!outside, "the page needs something else");
+        }
+    }
+
+    #[test]
+    fn nothing_measured_over_sizes_is_nothing_drawn() {
+        assert!(pictures(&report(Vec::new())).is_empty());
+    }
 }

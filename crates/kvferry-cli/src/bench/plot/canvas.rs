@@ -1,0 +1,120 @@
+//! An SVG in the making. Colours are classes whose values depend on the reader's light or dark
+//! scheme, which is why no plotting library draws this: they write fixed colours.
+
+use std::fmt::Write;
+
+/// Elements in the order they are drawn.
+#[derive(Debug)]
+pub(super) struct Canvas {
+    width: f64,
+    height: f64,
+    title: String,
+    body: String,
+}
+
+/// Where a text is held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Anchor {
+    Start,
+    Middle,
+    End,
+}
+
+impl Canvas {
+    /// `title` is for those who cannot see it.
+    pub(super) fn new(width: f64, height: f64, title: &str) -> Canvas {
+        Canvas { width, height, title: escape(title), body: String::new() }
+    }
+
+    fn push(&mut self, arguments: std::fmt::Arguments<'_>) {
+        self.body.write_fmt(arguments).expect("memory takes it");
+        self.body.push('\n');
+    }
+
+    pub(super) fn line(&mut self, class: &str, from: (f64, f64), to: (f64, f64)) {
+        let ((x1, y1), (x2, y2)) = (from, to);
+        self.push(format_args!(
+            r#"<line class="{class}" x1="{x1:.1}" y1="{y1:.1}" x2="{x2:.1}" y2="{y2:.1}"/>"#
+        ));
+    }
+
+    pub(super) fn polyline(&mut self, class: &str, points: &[(f64, f64)]) {
+        let points: Vec<String> = points.iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect();
+        let points = points.join(" ");
+        self.push(format_args!(r#"<polyline class="{class}" points="{points}"/>"#));
+    }
+
+    pub(super) fn text(&mut self, class: &str, (x, y): (f64, f64), anchor: Anchor, text: &str) {
+        let anchor = match anchor {
+            Anchor::Start => "start",
+            Anchor::Middle => "middle",
+            Anchor::End => "end",
+        };
+        let text = escape(text);
+        self.push(format_args!(
+            r#"<text class="{class}" x="{x:.1}" y="{y:.1}" text-anchor="{anchor}">{text}</text>"#
+        ));
+    }
+
+    /// A mark of one of a few shapes, with words that appear when it is pointed at.
+    pub(super) fn mark(&mut self, class: &str, shape: usize, (x, y): (f64, f64), says: &str) {
+        let size = 4.6;
+        let says = escape(says);
+        let around = |corners: &[(f64, f64)]| {
+            let corners = corners.iter().map(|(dx, dy)| format!("{:.1},{:.1}", x + dx, y + dy));
+            corners.collect::<Vec<_>>().join(" ")
+        };
+        let polygon = |corners: &[(f64, f64)]| {
+            let points = around(corners);
+            format!(r#"<polygon class="{class}" points="{points}"><title>{says}</title></polygon>"#)
+        };
+        let (wide, tall) = (size * 1.15, size * 1.3);
+        let shape = match shape {
+            0 => format!(
+                r#"<circle class="{class}" cx="{x:.1}" cy="{y:.1}" r="{size}"><title>{says}</title></circle>"#
+            ),
+            1 => polygon(&[(0.0, -tall), (tall, 0.0), (0.0, tall), (-tall, 0.0)]),
+            2 => polygon(&[(0.0, -tall), (wide, size), (-wide, size)]),
+            3 => polygon(&[(-size, -size), (size, -size), (size, size), (-size, size)]),
+            _ => polygon(&[(0.0, tall), (wide, -size), (-wide, -size)]),
+        };
+        self.push(format_args!("{shape}"));
+    }
+
+    /// To be put into a page that has [`STYLE`].
+    pub(super) fn inline(&self) -> String {
+        self.wrapped("")
+    }
+
+    /// A file of its own.
+    pub(super) fn file(&self) -> String {
+        let head = r#"<?xml version="1.0" encoding="UTF-8"?>"#;
+        format!("{head}\n{}", self.wrapped(&format!("<style>{}</style>\n", super::style::SVG)))
+    }
+
+    fn wrapped(&self, head: &str) -> String {
+        let Canvas { width, height, title, body } = self;
+        format!(
+            r#"<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{title}">
+{head}<title>{title}</title>
+<rect class="paper" width="{width}" height="{height}" rx="10"/>
+{body}</svg>
+"#
+        )
+    }
+}
+
+/// Text as XML and HTML take it.
+pub(super) fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            other => escaped.push(other),
+        }
+    }
+    escaped
+}
