@@ -12,7 +12,7 @@ use crate::lines::Answer;
 use crate::stats::median;
 
 use super::link::Link;
-use super::messages::{Door, Hello};
+use super::messages::{Door, Hello, Sizes};
 
 /// Rounds at least.
 const LEAST: usize = 3;
@@ -89,7 +89,8 @@ pub(crate) fn measure(
     block: usize,
     time: Duration,
 ) -> Result<Measured, Failure> {
-    let link = Link::connect(agent, target, bytes, 0)?;
+    let sizes = Sizes { arena: bytes, shared: 0, floor: 0 };
+    let link = Link::connect(agent, target, sizes)?;
     let here = agent.allocate(bytes, Access::NONE)?;
     let mut batch = Batch::with_capacity(bytes / block);
     for at in (0..bytes / block).map(|index| (index * block) as u64) {
