@@ -18,7 +18,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command wheel demo test test-rust test-docs test-python e2e bench lint lint-rust lint-python doc clean
+.PHONY: help build command wheel demo test test-rust test-docs test-python test-yama e2e bench lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
 define part
@@ -73,6 +73,16 @@ $(VENV)/.test-tools: $(VENV)/.made pyproject.toml
 
 test-python: build $(VENV)/.test-tools
 	$(call part,Python tests,$(BIN)/python -m pytest $(PYTEST_ARGS))
+
+# KVFERRY_VM: a program that boots a kernel with Yama and runs a command there with the files named:
+# KVFERRY_VM -f FILE... -- COMMAND
+test-yama: ## Test copying within a host under Yama, in a machine that KVFERRY_VM boots
+	@if [ -z "$${KVFERRY_VM:-}" ]; then echo 'SKIPPED: Yama: set KVFERRY_VM to a program that boots a kernel with it'; else \
+	test=$$($(CARGO) test -p kvferry --test survival --no-run --message-format=json 2>/dev/null \
+	    | sed -n 's/.*"executable":"\([^"]*survival[^"]*\)".*/\1/p' | tail -1); \
+	"$$KVFERRY_VM" -f "$$test" -- sh -c "echo 1 > /proc/sys/kernel/yama/ptrace_scope \
+	    && echo user::65534:65534::/tmp:/bin/sh > /etc/passwd \
+	    && su user -c '$$(basename "$$test") within:: --nocapture --test-threads=1'"; fi
 
 e2e: build ## Run real vLLM, prefill and decode, on kvferry (builds its environment in the cache first)
 	$(call part,end to end,e2e/run $(E2E_ARGS))

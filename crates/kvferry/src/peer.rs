@@ -206,8 +206,8 @@ impl Peer {
     }
 
     /// What can be refused before anything is sent.
-    fn check(&self, link: &Link, job: &Job) -> Result<()> {
-        if let Some(named) = job.batch.incarnation
+    fn check(&self, link: &Link, batch: &Batch, notify: Option<&Notification>) -> Result<()> {
+        if let Some(named) = batch.incarnation
             && link.incarnation() != Some(named)
         {
             return Err(Error::new(
@@ -218,7 +218,7 @@ impl Peer {
             .with("named", named)
             .with("live", link.incarnation().map_or_else(|| "-".into(), |i| i.to_string())));
         }
-        if job.notify.is_some() && !link.transport.capabilities().notifications {
+        if notify.is_some() && !link.transport.capabilities().notifications {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 "this peer's transport carries no notifications with data",
@@ -246,12 +246,20 @@ impl Peer {
         if batch.is_empty() && options.notify.is_none() {
             return Ok(Moved { bytes: 0, descriptors: 0, streams: 0, transport: None });
         }
+        // A peer that is known and within reach takes no more than copying.
+        if let Some(link) = self.state.live()
+            && self.check(&link, batch, options.notify.as_ref()).is_ok()
+            && let Some(outcome) =
+                drive::run_direct(&link, op, batch, options, self.timeout(options))
+        {
+            return outcome;
+        }
         let job = self.job(op, batch, options);
         let link = match self.state.wait_link(job.deadline, options.interrupt) {
             Ok(link) => link,
             Err(e) => return finished(&job, e),
         };
-        if let Err(e) = self.check(&link, &job) {
+        if let Err(e) = self.check(&link, &job.batch, job.notify.as_ref()) {
             return finished(&job, e);
         }
         drive::run(&job, &link, options.interrupt)
@@ -268,7 +276,7 @@ impl Peer {
         } else {
             let (peer, job) = (self.clone(), Arc::clone(&job));
             self.state.link(Box::new(move |link| match link {
-                Ok(link) => match peer.check(&link, &job) {
+                Ok(link) => match peer.check(&link, &job.batch, job.notify.as_ref()) {
                     Ok(()) => drive::submit(&job, &link),
                     Err(e) => job.finish(Err(e)),
                 },

@@ -1,12 +1,15 @@
 //! The two ways a transfer is moved on: by the caller's own thread, or by the I/O threads.
 
+use crate::agent::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::device::Wake;
 use crate::reactor::{Cause, Cx, Handler, LINGER, Next, now};
 use crate::session::link::{Lane, Link, Route, TURN_TIME};
 use crate::sync::{Arc, Condvar, Mutex, PoisonError};
-use crate::transfer::job::{Job, Moved, STRIPE_BYTES_MIN};
-use crate::transport::local::LocalShare;
+use crate::transfer::Options;
+use crate::transfer::batch::Batch;
+use crate::transfer::job::{Job, Moved, Op, STRIPE_BYTES_MIN, is_stop};
+use crate::transport::local::{LocalShare, copy_all};
 use crate::transport::{Drive, Progress, TransportKind};
 use kvferry_proto::Timestamp;
 use kvferry_sys::poll::{self, EventFd, Interest};
@@ -25,6 +28,34 @@ fn interrupted() -> Error {
 
 fn deadline_passed() -> Error {
     Error::new(ErrorKind::Deadline, "the transfer did not end in time")
+}
+
+/// What ends a call early: its deadline, or its caller.
+pub(crate) struct Watch<'a> {
+    deadline: Timestamp,
+    interrupt: Interrupt<'a>,
+    asked: Timestamp,
+}
+
+impl<'a> Watch<'a> {
+    pub(crate) fn new(deadline: Timestamp, interrupt: Interrupt<'a>, now: Timestamp) -> Self {
+        Self { deadline, interrupt, asked: now }
+    }
+
+    pub(crate) fn check(&mut self, now: Timestamp) -> Result<()> {
+        if now >= self.deadline {
+            return Err(deadline_passed());
+        }
+        if let Some(asked) = self.interrupt
+            && now.saturating_since(self.asked) >= INTERRUPT_EVERY
+        {
+            self.asked = now;
+            if asked() {
+                return Err(interrupted());
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A value that another thread puts in.
@@ -63,12 +94,16 @@ impl<T> Slot<T> {
     }
 }
 
-/// How many lanes a job should be divided among.
+/// How many lanes, or threads that copy within the host, a job should be divided among.
 pub(crate) fn lanes_wanted(job: &Job) -> usize {
-    let by_size = (job.batch.bytes() / STRIPE_BYTES_MIN).max(1);
-    let by_default = by_size.min(job.core.stripe_default as u64);
-    let wanted = job.streams.map_or(by_default, |n| n as u64);
-    usize::try_from(wanted).unwrap_or(usize::MAX).clamp(1, job.core.streams_per_peer)
+    lanes_for_bytes(&job.core, job.batch.bytes(), job.streams)
+}
+
+fn lanes_for_bytes(core: &Core, bytes: u64, streams: Option<usize>) -> usize {
+    let by_size = (bytes / STRIPE_BYTES_MIN).max(1);
+    let by_default = by_size.min(core.stripe_default as u64);
+    let wanted = streams.map_or(by_default, |n| n as u64);
+    usize::try_from(wanted).unwrap_or(usize::MAX).clamp(1, core.streams_per_peer)
 }
 
 /// The lanes a job is divided among: the one it has, and idle ones.
@@ -81,9 +116,51 @@ fn lanes_for(job: &Job, link: &Arc<Link>, first: Arc<Lane>) -> Vec<Arc<Lane>> {
     lanes
 }
 
-/// Copies of many bytes within the host are divided among so many threads.
-fn copiers_wanted(job: &Job) -> usize {
-    lanes_wanted(job)
+/// Copies a batch within the host on the caller's thread, without a job; `None` if it takes more
+/// than that: a notification, device memory, several threads, another transport.
+pub(crate) fn run_direct(
+    link: &Arc<Link>,
+    op: Op,
+    batch: &Batch,
+    options: &Options<'_>,
+    timeout: Duration,
+) -> Option<Result<Moved>> {
+    let peer = link.local()?;
+    if options.notify.is_some()
+        || lanes_for_bytes(&link.core, batch.bytes(), options.streams) > 1
+        || !batch.local.all_host()
+    {
+        return None;
+    }
+    let at = now();
+    let watch = Watch::new(at + timeout, options.interrupt, at);
+    let counters = &link.core.counters;
+    counters.transfers_in_flight.one();
+    let copied = copy_all(link, &peer, op, batch, watch, nobody());
+    counters.transfers_in_flight.less_one();
+    let copied = copied?;
+    counters.transfers_started.one();
+    let bytes = batch.bytes();
+    Some(match copied {
+        Ok(()) => {
+            counters.transfers_done.one();
+            match op {
+                Op::Write => counters.bytes_written.add(bytes),
+                Op::Read => counters.bytes_read.add(bytes),
+            }
+            let transport = Some(TransportKind::Local);
+            Ok(Moved { bytes, descriptors: batch.len(), streams: 1, transport })
+        }
+        Err(e) => {
+            if is_stop(e.kind()) {
+                counters.transfers_cancelled.one();
+            } else {
+                counters.transfers_failed.one();
+            }
+            // The copier was this thread.
+            Err(e.with("peer", &link.address).with_quiesced(true))
+        }
+    })
 }
 
 /// Moves a job on the caller's thread until it has its outcome, or on an I/O thread where others
@@ -93,7 +170,7 @@ pub(crate) fn run(job: &Arc<Job>, link: &Arc<Link>, interrupt: Interrupt<'_>) ->
     match link.route(&job.batch, job.op) {
         Ok(Route::Lanes) => {}
         Ok(Route::Local(peer, targets)) => {
-            let copiers = copiers_wanted(job);
+            let copiers = lanes_wanted(job);
             job.start_shares(copiers, TransportKind::Local);
             for _ in 1..copiers {
                 background(job, link, None, |wake| {
@@ -277,7 +354,7 @@ pub(crate) fn submit(job: &Arc<Job>, link: &Arc<Link>) {
     match link.route(&job.batch, job.op) {
         Ok(Route::Lanes) => submit_to_lanes(job, link),
         Ok(Route::Local(peer, targets)) => {
-            let copiers = copiers_wanted(job);
+            let copiers = lanes_wanted(job);
             job.start_shares(copiers, TransportKind::Local);
             for _ in 0..copiers {
                 background(job, link, None, |wake| {

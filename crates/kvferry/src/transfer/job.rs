@@ -411,7 +411,7 @@ impl Job {
 }
 
 /// Kinds that say "somebody stopped it" rather than "it failed".
-fn is_stop(kind: ErrorKind) -> bool {
+pub(crate) fn is_stop(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Cancelled | ErrorKind::Deadline | ErrorKind::Interrupted)
 }
 

@@ -406,6 +406,44 @@ fn another_user_means_tcp_and_is_named() {
     falls_back("another user", become_nobody, &["another user"]);
 }
 
+/// Whether Yama lets only parents attach here, and this process is subject to it.
+fn is_under_yama(what: &str) -> bool {
+    let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
+    let subject = scope.trim() == "1" && kvferry_sys::unix::user() != 0;
+    if !subject {
+        println!(
+            "SKIPPED: {what}: needs a kernel with kernel.yama.ptrace_scope=1 and a user other than \
+             root; `make test-yama` boots one"
+        );
+    }
+    subject
+}
+
+#[test]
+fn yama_means_tcp_for_all_but_parents_and_is_named() {
+    let _bound = bounded();
+    if is_under_yama("Yama") {
+        falls_back("Yama", |_| {}, &["ptrace_scope is 1", "KVFERRY_PTRACER_ANY=1"]);
+    }
+}
+
+#[test]
+fn a_process_that_lets_any_process_attach_is_reached_under_yama() {
+    let _bound = bounded();
+    if !is_under_yama("ptracer_any under Yama") {
+        return;
+    }
+    let builder = Agent::builder().name("parent").ptracer_any(true);
+    let agent = builder.start().expect("an agent starts");
+    let ours = private(&agent, MIB, Access::READ_WRITE, 1);
+    let mut child = Child::spawn();
+    child.start(peer_config_over("local"));
+    let from = child.allocate_private(MIB, "", 3);
+    child.call(command("write", agent.advertised(), &from, &ours.region.remote(), 4096));
+    assert!(content_of(&ours) == Pattern::new(3).bytes(MIB));
+    agent.shutdown();
+}
+
 #[test]
 fn shared_memory_is_reached_even_where_copying_by_number_is_refused() {
     let _bound = bounded();

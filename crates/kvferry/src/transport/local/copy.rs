@@ -65,26 +65,42 @@ pub(crate) enum Broken {
 impl LocalPeer {
     /// Looks every remote range of a batch up.
     pub(crate) fn targets(&self, batch: &Batch, op: Op) -> Result<Targets, Unreached> {
+        let mut targets = Targets::default();
+        self.look_up_into(&mut targets, batch, op)?;
+        Ok(targets)
+    }
+
+    /// Looks every remote range of a batch up, into room that may have been used before.
+    pub(super) fn look_up_into(
+        &self,
+        targets: &mut Targets,
+        batch: &Batch,
+        op: Op,
+    ) -> Result<(), Unreached> {
         let need = match op {
             Op::Write => Access::WRITE,
             Op::Read => Access::READ,
         };
-        let mut found = self.look_up(batch, need);
+        let mut found = self.look_up(targets, batch, need);
         if matches!(found, Err((Missed::Misfit(_), _))) {
             // Once more in any case: somebody else may have brought it up to date meanwhile.
             self.registry.catch_up();
-            found = self.look_up(batch, need);
+            found = self.look_up(targets, batch, need);
         }
-        match found {
-            Ok(targets) => Ok(targets),
-            Err((Missed::Misfit(Misfit(code)), pair)) => Err(Unreached::Refused { code, pair }),
-            Err((Missed::Elsewhere, _)) => Err(Unreached::Elsewhere),
-        }
+        found.map_err(|(missed, pair)| match missed {
+            Missed::Misfit(Misfit(code)) => Unreached::Refused { code, pair },
+            Missed::Elsewhere => Unreached::Elsewhere,
+        })
     }
 
-    fn look_up(&self, batch: &Batch, need: Access) -> Result<Targets, (Missed, usize)> {
-        let mut targets = Targets::default();
-        targets.ranges.reserve_exact(batch.len());
+    fn look_up(
+        &self,
+        targets: &mut Targets,
+        batch: &Batch,
+        need: Access,
+    ) -> Result<(), (Missed, usize)> {
+        targets.clear();
+        targets.ranges.reserve(batch.len());
         let index = self.registry.index();
         for (pair, (part, piece)) in batch.remote.iter().zip(&batch.local.pieces).enumerate() {
             if let Some(range) = targets.near(part.region, part.offset, piece.len) {
@@ -94,7 +110,7 @@ impl LocalPeer {
             let (seen, offset) = index
                 .resolve(&self.registry, part.region, part.offset, piece.len, need)
                 .map_err(|missed| (missed, pair))?;
-            let region = match targets.regions.iter().position(|known| known.seen == seen) {
+            let region = match targets.regions.iter().rposition(|known| known.seen == seen) {
                 Some(known) => known,
                 None => {
                     let map = seen.is_shared().then(|| self.map_of(seen.id())).flatten();
@@ -108,7 +124,7 @@ impl LocalPeer {
             let region = u32::try_from(region).expect("fewer regions than pairs");
             targets.ranges.push(Range { region, offset });
         }
-        Ok(targets)
+        Ok(())
     }
 
     /// Copies between `spans` and the remote ranges of a batch from `at` on, as much as one piece
@@ -200,6 +216,11 @@ impl LocalPeer {
 }
 
 impl Targets {
+    pub(super) fn clear(&mut self) {
+        self.ranges.clear();
+        self.regions.clear();
+    }
+
     /// The range in the region that was looked up last, if it is there.
     fn near(&self, id: RegionId, offset: u64, len: u64) -> Option<Range> {
         let last = self.ranges.last()?;

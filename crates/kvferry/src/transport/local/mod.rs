@@ -23,12 +23,15 @@
 //! of at most [`CHUNK`] bytes would be copied there, if something is mapped at its address.
 
 mod attach;
+mod copier;
 mod copy;
+mod direct;
 mod serve;
 mod share;
 
 pub(crate) use attach::attach;
 pub(crate) use copy::{Targets, Unreached};
+pub(crate) use direct::copy_all;
 pub(crate) use serve::{LocalListener, listen, unmap};
 pub(crate) use share::LocalShare;
 

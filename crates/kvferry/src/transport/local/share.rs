@@ -1,9 +1,10 @@
 //! One thread's part of a transfer within the host.
 
-use super::copy::{Broken, Targets};
+use super::copier::{Copier, Way};
+use super::copy::Targets;
 use super::{CHUNK, LocalPeer};
-use crate::error::{Error, ErrorKind};
-use crate::memory::cursor::{Fault, Gather, Lent, Position, Scatter, Sink, Source};
+use crate::error::Error;
+use crate::memory::cursor::Lent;
 use crate::memory::device::Wake;
 use crate::memory::gate::Gate;
 use crate::notify::Notification;
@@ -11,11 +12,13 @@ use crate::session::link::Link;
 use crate::session::service::{self, Note};
 use crate::sync::{Arc, OnceLock};
 use crate::transfer::batch::Frame;
-use crate::transfer::job::{Job, Op};
-use crate::transport::{Drive, Progress, TURN, local_fault, refusal};
+use crate::transfer::job::Job;
+use crate::transport::{Drive, Progress, TURN, refusal};
 use kvferry_proto::{Limits, Timestamp, WireCode};
-use std::io;
 use std::os::fd::BorrowedFd;
+
+/// The job knows why.
+struct Ended;
 
 pub(crate) struct LocalShare {
     link: Arc<Link>,
@@ -34,13 +37,7 @@ pub(crate) struct LocalShare {
 /// The frame at hand.
 struct Current {
     frame: Frame,
-    local: Local,
-    at: Position,
-}
-
-enum Local {
-    From(Gather),
-    To(Scatter),
+    copier: Copier,
 }
 
 impl LocalShare {
@@ -66,90 +63,31 @@ impl LocalShare {
     }
 
     fn begin(&self, frame: Frame) -> Current {
-        let (pieces, gate) = (Arc::clone(&self.job.batch.local), Arc::clone(&self.gate));
+        let (pieces, gate) = (&self.job.batch.local, Arc::clone(&self.gate));
         let wake = Arc::clone(&self.wake);
-        let local = match self.job.op {
-            Op::Write => Local::From(Gather::new(pieces, frame.at, frame.bytes, gate, wake)),
-            Op::Read => Local::To(Scatter::new(pieces, frame.at, frame.bytes, gate, wake)),
-        };
-        Current { frame, local, at: frame.at }
+        let copier = Copier::new(self.job.op, pieces, frame.at, frame.bytes, gate, wake);
+        Current { frame, copier }
     }
 
-    /// Copies one chunk of the frame at hand.
-    fn copy(&mut self, now: Timestamp) -> Result<Lent, Fault> {
-        let Some(Current { local, at, .. }) = &mut self.current else {
-            return Ok(Lent::Moved(0));
-        };
-        let job = &*self.job;
-        let pieces = &*job.batch.local;
-        while pieces.pieces[at.piece].len == at.within {
-            *at = Position { piece: at.piece + 1, within: 0 };
-        }
-        let Some(gate) = self.peer.page.gate() else {
-            // As many threads as there are gates copy to this peer: they will be done soon.
-            crate::sync::thread::yield_now();
-            return Ok(Lent::Moved(0));
-        };
-        let mut broken = None;
-        let mut copy = |spans: &[kvferry_sys::HostSpan]| {
-            let place = (&*self.targets, pieces, *at);
-            self.peer.copy(&job.core, &gate, job.op, place, spans, now).map_err(|why| {
-                broken = Some(why);
-                io::Error::from(io::ErrorKind::Other)
-            })
-        };
-        let result = match local {
-            Local::From(source) => source.lend(CHUNK, &mut copy),
-            Local::To(sink) => sink.lend(CHUNK, &mut copy),
-        };
-        if let Some(broken) = broken {
-            self.broken(broken);
-            return Err(Fault::Shut);
-        }
-        match result {
-            Ok(Lent::Moved(moved)) => advance(pieces, at, moved as u64),
-            Ok(Lent::WouldBlock | Lent::NotReady) => {}
-            Err(Fault::Memory { code, index }) => {
-                job.fail(local_fault(code, index));
-                return Err(Fault::Shut);
-            }
-            Err(Fault::Shut | Fault::Io(_)) => {
-                job.fail(Error::new(ErrorKind::Internal, "a copy within the host was stopped"));
-                return Err(Fault::Shut);
-            }
-        }
-        result
+    /// Copies one chunk of the frame at hand; an error was told to the job.
+    fn copy(&mut self, now: Timestamp) -> Result<Lent, Ended> {
+        let Some(current) = &mut self.current else { return Ok(Lent::Moved(0)) };
+        let way = Way { link: &self.link, peer: &self.peer, batch: &self.job.batch };
+        current.copier.step(&way, &self.targets, now).map_err(|error| self.fail(error))
     }
 
-    fn broken(&self, why: Broken) {
-        let error = match why {
-            Broken::Gone(error) => match self.link.end() {
-                Some(end) => end.clone(),
-                None => {
-                    // The next transfer meets the peer afresh, or takes another way.
-                    self.peer.detach();
-                    error.with("peer", &self.link.address)
-                }
-            },
-            Broken::Pair { code, pair } => refusal(&self.link, &self.job.batch, code, Some(pair)),
-        };
+    fn fail(&self, error: Error) -> Ended {
         self.job.fail(error);
+        Ended
     }
 
     /// The frame at hand is copied: whether its bytes are where they belong.
-    fn finish_frame(&mut self) -> Result<Lent, Fault> {
+    fn finish_frame(&mut self) -> Result<Lent, Ended> {
         let Some(current) = &mut self.current else { return Ok(Lent::Moved(0)) };
-        if let Local::To(sink) = &mut current.local {
-            match sink.flush() {
-                Ok(Lent::NotReady) => return Ok(Lent::NotReady),
-                Ok(_) => {}
-                Err(fault) => {
-                    if let Fault::Memory { code, index } = fault {
-                        self.job.fail(local_fault(code, index));
-                    }
-                    return Err(Fault::Shut);
-                }
-            }
+        match current.copier.flush() {
+            Ok(Lent::NotReady) => return Ok(Lent::NotReady),
+            Ok(_) => {}
+            Err(error) => return Err(self.fail(error)),
         }
         let frame = current.frame;
         self.current = None;
@@ -190,18 +128,6 @@ impl LocalShare {
     }
 }
 
-fn advance(pieces: &crate::memory::cursor::Pieces, at: &mut Position, mut moved: u64) {
-    while moved > 0 {
-        let left = pieces.pieces[at.piece].len - at.within;
-        if moved < left {
-            at.within += moved;
-            return;
-        }
-        moved -= left;
-        *at = Position { piece: at.piece + 1, within: 0 };
-    }
-}
-
 impl Drive for LocalShare {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         None
@@ -231,10 +157,7 @@ impl Drive for LocalShare {
                     None => return self.end(),
                 }
             }
-            let is_copied = self.current.as_ref().is_some_and(|current| match &current.local {
-                Local::From(source) => source.remaining() == 0,
-                Local::To(sink) => sink.remaining() == 0,
-            });
+            let is_copied = self.current.as_ref().is_some_and(|c| c.copier.is_done());
             let step = if is_copied { self.finish_frame() } else { self.copy(at) };
             match step {
                 Ok(Lent::Moved(0)) => {}

@@ -1,0 +1,144 @@
+//! Walking over both sides of a batch at once, a chunk at a time.
+
+use super::copy::{Broken, Targets};
+use super::{CHUNK, LocalPeer};
+use crate::error::{Error, ErrorKind};
+use crate::memory::cursor::{Fault, Gather, Lent, Pieces, Position, Scatter, Sink, Source};
+use crate::memory::device::Wake;
+use crate::memory::gate::Gate;
+use crate::session::link::Link;
+use crate::sync::Arc;
+use crate::transfer::batch::Batch;
+use crate::transfer::job::Op;
+use crate::transport::{local_fault, refusal};
+use kvferry_proto::Timestamp;
+use std::io;
+
+/// Where a batch goes.
+pub(super) struct Way<'a> {
+    pub(super) link: &'a Link,
+    pub(super) peer: &'a LocalPeer,
+    pub(super) batch: &'a Batch,
+}
+
+/// A range of a batch that is being copied.
+pub(super) struct Copier {
+    op: Op,
+    local: Local,
+    at: Position,
+}
+
+enum Local {
+    From(Gather),
+    To(Scatter),
+}
+
+impl Copier {
+    /// `bytes` from `at` on; our memory is touched inside `gate`.
+    pub(super) fn new(
+        op: Op,
+        pieces: &Arc<Pieces>,
+        at: Position,
+        bytes: u64,
+        gate: Arc<Gate>,
+        wake: Wake,
+    ) -> Self {
+        let pieces = Arc::clone(pieces);
+        let local = match op {
+            Op::Write => Local::From(Gather::new(pieces, at, bytes, gate, wake)),
+            Op::Read => Local::To(Scatter::new(pieces, at, bytes, gate, wake)),
+        };
+        Self { op, local, at }
+    }
+
+    pub(super) fn is_done(&self) -> bool {
+        match &self.local {
+            Local::From(source) => source.remaining() == 0,
+            Local::To(sink) => sink.remaining() == 0,
+        }
+    }
+
+    /// Copies one chunk.
+    pub(super) fn step(
+        &mut self,
+        way: &Way<'_>,
+        targets: &Targets,
+        now: Timestamp,
+    ) -> Result<Lent, Error> {
+        let Some(gate) = way.peer.page.gate() else {
+            // As many threads as there are gates copy to this peer: they will be done soon.
+            crate::sync::thread::yield_now();
+            return Ok(Lent::Moved(0));
+        };
+        let (op, pieces) = (self.op, &*way.batch.local);
+        while pieces.pieces[self.at.piece].len == self.at.within {
+            self.at = Position { piece: self.at.piece + 1, within: 0 };
+        }
+        let at = self.at;
+        let mut broken = None;
+        let mut copy = |spans: &[kvferry_sys::HostSpan]| {
+            let place = (targets, pieces, at);
+            way.peer.copy(&way.link.core, &gate, op, place, spans, now).map_err(|why| {
+                broken = Some(why);
+                io::Error::from(io::ErrorKind::Other)
+            })
+        };
+        let result = match &mut self.local {
+            Local::From(source) => source.lend(CHUNK, &mut copy),
+            Local::To(sink) => sink.lend(CHUNK, &mut copy),
+        };
+        if let Some(broken) = broken {
+            return Err(way.broken(broken));
+        }
+        let lent = result.map_err(failed)?;
+        if let Lent::Moved(moved) = lent {
+            self.advance(pieces, moved as u64);
+        }
+        Ok(lent)
+    }
+
+    /// Whether all bytes that were copied are where they belong. Asked when all were.
+    pub(super) fn flush(&mut self) -> Result<Lent, Error> {
+        match &mut self.local {
+            Local::From(_) => Ok(Lent::Moved(0)),
+            Local::To(sink) => sink.flush().map_err(failed),
+        }
+    }
+
+    fn advance(&mut self, pieces: &Pieces, mut moved: u64) {
+        while moved > 0 {
+            let left = pieces.pieces[self.at.piece].len - self.at.within;
+            if moved < left {
+                self.at.within += moved;
+                return;
+            }
+            moved -= left;
+            self.at = Position { piece: self.at.piece + 1, within: 0 };
+        }
+    }
+}
+
+fn failed(fault: Fault) -> Error {
+    match fault {
+        Fault::Memory { code, index } => local_fault(code, index),
+        Fault::Shut | Fault::Io(_) => {
+            Error::new(ErrorKind::Internal, "a copy within the host was stopped")
+        }
+    }
+}
+
+impl Way<'_> {
+    fn broken(&self, why: Broken) -> Error {
+        match why {
+            Broken::Gone(error) => match self.link.end() {
+                Some(end) => end.clone(),
+                None => {
+                    // The next transfer meets the peer afresh, or takes another way.
+                    self.peer.detach();
+                    error.with("peer", &self.link.address)
+                }
+            },
+            Broken::Pair { code, pair } => refusal(self.link, self.batch, code, Some(pair)),
+        }
+    }
+}
