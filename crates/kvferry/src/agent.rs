@@ -775,6 +775,9 @@ mod bare {
             Arc::new(Self {
                 incarnation: Incarnation(7),
                 regions: RegionTable::default(),
+                writers: Writers::default(),
+                local: Err("a model has no host".into()),
+                transports: Transports::only(TransportKind::Tcp),
                 gates: Gates::default(),
                 inbox: Inbox::default(),
                 counters: Counters::default(),

@@ -11,6 +11,7 @@ use crate::sync::Mutant;
 use crate::transfer::batch::Batch;
 use crate::transfer::drive::submit;
 use crate::transfer::job::{Job, Op};
+use crate::transport::TransportKind;
 use kvferry_proto::{Incarnation, Limits};
 use loom::thread;
 use std::sync::Arc;
@@ -54,7 +55,7 @@ fn share(job: &Arc<Job>, link: &Arc<Link>) {
 fn two_shares_against_cancel_and_wait() {
     let core = Core::bare();
     let (job, link) = (job(&core), link(&core));
-    job.start_shares(2);
+    job.start_shares(2, TransportKind::Tcp);
     let shares: Vec<_> = (0..2)
         .map(|_| {
             let (job, link) = (Arc::clone(&job), Arc::clone(&link));
@@ -140,7 +141,7 @@ fn loom_i1_a_lane_that_comes_while_its_job_is_cancelled_is_used_or_given_back() 
 fn two_who_wait_for_one_outcome() {
     let core = Core::bare();
     let (job, link) = (job(&core), link(&core));
-    job.start_shares(1);
+    job.start_shares(1, TransportKind::Tcp);
     let waiter = {
         let job = Arc::clone(&job);
         thread::spawn(move || job.wait(LONG).expect("ended").is_ok())

@@ -14,6 +14,7 @@ use kvferry_proto::{Incarnation, Limits, Session, SessionConfig, StreamId, Times
 use kvferry_sys::socket::Socket;
 use loom::thread;
 use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -52,8 +53,8 @@ struct Share {
 }
 
 impl Drive for Share {
-    fn socket(&self) -> &Socket {
-        &self.lane.socket
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        None
     }
 
     fn progress(&mut self, _: Timestamp) -> Progress {
