@@ -18,7 +18,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command wheel demo test test-rust test-docs test-python test-yama e2e bench lint lint-rust lint-python doc clean
+.PHONY: help build command wheel demo test test-rust test-docs test-python test-yama e2e bench bench-peers lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
 define part
@@ -90,6 +90,9 @@ e2e: build ## Run real vLLM, prefill and decode, on kvferry (builds its environm
 bench: build ## Measure beside the machine's own limits
 	target/release/kvferry bench $(BENCH_ARGS)
 
+bench-peers: build ## Measure beside Mooncake and NIXL (installs them in the cache first)
+	$(call part,side by side,bench/peers/run $(BENCH_ARGS))
+
 lint: lint-rust lint-python ## Check formatting and style of everything
 
 lint-rust:
@@ -102,8 +105,8 @@ $(VENV)/.lint-tools: $(VENV)/.made pyproject.toml
 	touch $@
 
 lint-python: $(VENV)/.lint-tools
-	$(BIN)/ruff format --check python
-	$(BIN)/ruff check python
+	$(BIN)/ruff format --check python bench
+	$(BIN)/ruff check python bench
 	$(BIN)/mypy
 
 doc: ## Build the Rust documentation; warnings are errors
@@ -112,4 +115,4 @@ doc: ## Build the Rust documentation; warnings are errors
 clean: ## Remove what was built here; caches outside the checkout stay
 	$(CARGO) clean
 	rm -rf target $(VENV) .pytest_cache .mypy_cache .ruff_cache
-	find python e2e -name __pycache__ -type d -prune -exec rm -rf {} +
+	find python e2e bench -name __pycache__ -type d -prune -exec rm -rf {} +

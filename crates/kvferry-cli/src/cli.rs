@@ -40,7 +40,7 @@ pub(crate) enum Command {
     /// Hand KV cache from a prefill to a decode process and check every byte
     Demo(DemoArgs),
     /// Measure transfers beside what plain TCP reaches in the same rounds
-    Bench(BenchArgs),
+    Bench(Box<BenchArgs>),
     /// Say what this host can do and why not; or what an agent elsewhere is like from here
     Doctor(DoctorArgs),
     /// Print the version

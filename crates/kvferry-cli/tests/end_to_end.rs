@@ -71,21 +71,64 @@ fn one_flipped_byte_fails_the_demo_and_is_named() {
 }
 
 #[test]
-fn a_quick_bench_measures_every_part() {
-    let output = run(&["bench", "--quick", "--rounds", "1", "--json"]);
+fn a_quick_bench_measures_every_part_and_draws_it() {
+    let folder = std::env::temp_dir().join(format!("kvferry-plot-{}", std::process::id()));
+    let line = ["bench", "--quick", "--rounds", "1", "--transport", "tcp", "--json", "--plot"];
+    let output = kvferry(&line).arg(&folder).output().expect("the command starts");
     assert_eq!(code(&output), Some(0), "{}", errors(&output));
     let report = json(&output);
-    assert_eq!(report["schema"], "kvferry.bench/1");
-    assert_eq!(report["session"]["transport"], "tcp");
+    assert_eq!(report["schema"], "kvferry.bench/2");
+    assert_eq!(report["sessions"][0]["transport"], "tcp");
     let rows = report["rows"].as_array().expect("rows");
-    for part in ["throughput", "callers", "latency", "setup", "idle"] {
+    for part in ["throughput", "cpu", "waits", "callers", "churn", "latency", "setup", "idle"] {
         assert!(rows.iter().any(|row| row["part"] == part), "{part} is missing");
     }
     for row in rows.iter().filter(|row| row["part"] == "throughput") {
-        assert!(row["judged"]["reached"]["median"].as_f64() > Some(0.0), "{row}");
-        assert_eq!(row["judged"]["required"]["at_least"], 0.95);
+        let judged = &row["judged"][0];
+        assert!(judged["reached"]["median"].as_f64() > Some(0.0), "{row}");
+        assert_eq!(
+            (&judged["required"]["at_least"], &judged["of"]),
+            (&0.95.into(), &"floor".into())
+        );
         assert!(row["floor_settings"]["chunk"].as_u64() > Some(0));
+        for who in ["kvferry", "floor", "checksums", "raw", "raw × 4"] {
+            let figures = row["figures"].as_array().expect("figures");
+            let figure = figures.iter().find(|figure| figure["who"] == who).expect(who);
+            assert!(figure["median"].as_f64() > Some(0.0), "{figure}");
+        }
     }
+    for file in ["tcp-write.svg", "tcp-read-cpu.svg", "report.html"] {
+        let drawn = std::fs::read_to_string(folder.join(file)).expect(file);
+        assert!(drawn.contains("<svg") && drawn.contains("kvferry"), "{file}");
+    }
+    std::fs::remove_dir_all(&folder).expect("it is ours");
+}
+
+#[test]
+fn a_bench_moves_the_tables_of_a_model_and_of_a_trace() {
+    let file = std::env::temp_dir().join(format!("kvferry-trace-{}", std::process::id()));
+    let trace = "[[0, 8192, 4096], [20000, 5, 100]]\n\
+                 {\"block_bytes\": 4096, \"local\": [7, 3], \"remote\": [12, 40]}\n";
+    std::fs::write(&file, trace).expect("a file can be written");
+    let line = ["bench", "--quick", "--rounds", "1", "--only", "throughput", "--json"];
+    let output = kvferry(&line)
+        .args(["--transport", "tcp", "--checksums", "off"])
+        .args(["--model", "opt-125m", "--tokens", "100", "--requests", "2", "--trace"])
+        .arg(&file)
+        .output()
+        .expect("the command starts");
+    std::fs::remove_file(&file).expect("it is ours");
+    assert_eq!(code(&output), Some(0), "{}", errors(&output));
+    let report = json(&output);
+    let rows = report["rows"].as_array().expect("rows");
+    let works: Vec<&str> = rows
+        .iter()
+        .filter(|row| row["part"] == "throughput")
+        .map(|row| row["work"].as_str().expect("a name"))
+        .collect();
+    assert_eq!(works.len(), 4, "{works:?}");
+    assert_eq!(works[0], "write 2 × 100 tokens of opt-125m (48 KiB × 84)");
+    assert!(works[3].starts_with("read ") && works[3].ends_with(", 2 batches"), "{works:?}");
 }
 
 #[test]
@@ -97,7 +140,7 @@ fn a_bench_across_hosts_needs_the_secret_of_the_target() {
     };
     let welcome = bench("right").expect("the command starts");
     assert_eq!(code(&welcome), Some(0), "{}", errors(&welcome));
-    assert_eq!(json(&welcome)["session"]["authenticated"], true);
+    assert_eq!(json(&welcome)["sessions"][0]["authenticated"], true);
     assert_eq!(json(&welcome)["hosts"], 2);
     let refused = bench("wrong").expect("the command starts");
     assert_eq!(code(&refused), Some(3), "{}", errors(&refused));
@@ -133,6 +176,9 @@ fn nobody_at_the_address_is_told_apart_from_a_bad_command_line() {
     assert_eq!(code(&run(&["bench", "--target", "nobody.invalid:1"])), Some(3));
     assert_eq!(code(&run(&["demo", "--model", "gpt-5"])), Some(2));
     assert_eq!(code(&run(&["bench", "--sizes", "4KiB"])), Some(2));
+    assert_eq!(code(&run(&["bench", "--transport", "pigeon"])), Some(2));
+    assert_eq!(code(&run(&["bench", "--peers", "/nowhere/python"])), Some(2));
+    assert_eq!(code(&run(&["bench", "--trace", "/nowhere/blocks.jsonl"])), Some(2));
     assert_eq!(code(&run(&[])), Some(2));
 }
 
