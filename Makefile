@@ -10,6 +10,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 E2E_ARGS ?=
+SOAK_SECONDS ?= 600
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -18,7 +19,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command wheel demo test test-rust test-docs test-python test-yama e2e bench bench-peers lint lint-rust lint-python doc clean
+.PHONY: help build command wheel demo test test-rust test-docs test-python test-yama soak e2e bench bench-peers lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
 define part
@@ -31,6 +32,7 @@ help: ## Explain the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo '  DEMO_ARGS, BENCH_ARGS, E2E_ARGS and PYTEST_ARGS are passed on: make demo DEMO_ARGS="--tokens 2048"'
+	@echo '  make soak SOAK_SECONDS=3600 lasts an hour'
 
 build: command wheel ## Build target/release/kvferry and the wheel; install the wheel into .venv
 
@@ -83,6 +85,9 @@ test-yama: ## Test copying within a host under Yama, in a machine that KVFERRY_V
 	"$$KVFERRY_VM" -f "$$test" -- sh -c "echo 1 > /proc/sys/kernel/yama/ptrace_scope \
 	    && echo user::65534:65534::/tmp:/bin/sh > /etc/passwd \
 	    && su user -c '$$(basename "$$test") within:: --nocapture --test-threads=1'"; fi
+
+soak: ## Every fault again and again for SOAK_SECONDS; counters back to zero, no growth
+	$(call part,soak of $(SOAK_SECONDS) s,SOAK_SECONDS=$(SOAK_SECONDS) $(CARGO) test -p kvferry --test endurance soak:: -- --nocapture)
 
 e2e: build ## Run real vLLM, prefill and decode, on kvferry (builds its environment in the cache first)
 	$(call part,end to end,e2e/run $(E2E_ARGS))

@@ -7,6 +7,7 @@
 //! | [`agent`] | the fabric over real agents |
 //! | [`memory`], [`slow`] | memory that knows what it should hold, and memory that acts like a device |
 //! | [`process`] | peers in processes of their own, to be killed, stopped and looked into |
+//! | [`network`], [`weather`] | two hosts that can be cut off, and a network that delays, reorders and loses |
 //! | [`watchdog`] | tests that end, and bounds of time on a busy machine |
 //! | [`broken`] | a small transport in memory, and all the ways to break it that the suite must notice |
 
@@ -21,6 +22,7 @@ pub mod slow;
 pub mod suite;
 pub mod violation;
 pub mod watchdog;
+pub mod weather;
 
 pub use agent::AgentFabric;
 pub use fabric::{Effort, Endpoint, Fabric, Failure, Pair};

@@ -10,6 +10,7 @@
 //! parent until the parent is gone. Commands and replies are lines of JSON on stdin and stdout;
 //! replies start with `REPLY`, because the test harness writes to stdout as well.
 
+pub mod mesh;
 mod serve;
 
 pub use serve::serve_if_child;
@@ -182,7 +183,8 @@ impl Child {
     }
 
     /// Starts a child with an agent. `config` may have `name`, `listen`, `secret`, `silence_ms`,
-    /// `timeout_ms`, `checksum` (a boolean), `streams`, `io_threads`, `transports`, `ptracer_any`.
+    /// `timeout_ms`, `checksum` (a boolean), `streams`, `io_threads`, `transports`, `ptracer_any`,
+    /// `mooncake`.
     ///
     /// # Panics
     /// If the child or its agent can't be started.

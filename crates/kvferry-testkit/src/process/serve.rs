@@ -1,5 +1,6 @@
 //! What a child does for its parent.
 
+use super::mesh::Mesh;
 use super::{CHILD, REPLY, Resources};
 use crate::pattern::Pattern;
 use kvferry::{
@@ -105,6 +106,7 @@ struct Server {
     writers: HashMap<u64, Writer>,
     idle: Vec<Agent>,
     peers: Vec<Peer>,
+    mesh: Option<Mesh>,
     next: u64,
 }
 
@@ -177,6 +179,17 @@ fn start(config: &Value) -> Result<Agent, kvferry::Error> {
     builder.start()
 }
 
+/// What this process uses, once the kernel has reaped the threads that ended.
+fn resources() -> Value {
+    thread::sleep(Duration::from_millis(100));
+    let now = Resources::of(std::process::id());
+    json!({
+        "threads": now.threads,
+        "descriptors": now.descriptors,
+        "memory_bytes": now.memory_bytes,
+    })
+}
+
 impl Server {
     fn agent(&self) -> &Agent {
         self.agent.as_ref().expect("the parent started the agent")
@@ -228,7 +241,26 @@ impl Server {
                 let incarnation = agent.incarnation().to_string();
                 Ok(json!({"address": agent.advertised(), "incarnation": incarnation}))
             }
-            "start_and_stop" => self.start_and_stop(number(command, "times")),
+            "start_and_stop" => self.start_and_stop(command),
+            "meet_and_part" => self.meet_and_part(command),
+            "mesh_start" => {
+                let plan = serde_json::from_value(command["plan"].clone()).expect("a plan");
+                self.mesh = Some(Mesh::start(self.agent(), plan)?);
+                Ok(json!({}))
+            }
+            "mesh_met" => {
+                let member = serde_json::from_value(command["member"].clone()).expect("a member");
+                self.mesh.as_ref().expect("a mesh").met(member);
+                Ok(json!({}))
+            }
+            "mesh_report" => {
+                let report = self.mesh.as_ref().expect("a mesh").report();
+                Ok(serde_json::to_value(report).expect("plain values"))
+            }
+            "mesh_stop" => {
+                let report = self.mesh.take().expect("a mesh").stop();
+                Ok(serde_json::to_value(report).expect("plain values"))
+            }
             "shutdown" => {
                 self.agent().shutdown();
                 Ok(json!({}))
@@ -266,6 +298,13 @@ impl Server {
             "unregister" => {
                 self.agent().unregister(self.region(command))?;
                 Ok(json!({"digest": digest(&self.bytes(command))}))
+            }
+            // Unregisters it if it still is registered, and gives its memory back.
+            "release" => {
+                if let Some(region) = self.regions.remove(&number(command, "region")) {
+                    drop(self.agent().unregister(&region));
+                }
+                Ok(json!({}))
             }
             "connect" => {
                 let peer = self.agent().peer(text(command, "peer"))?;
@@ -393,9 +432,10 @@ impl Server {
     }
 
     /// Starts two agents, moves something between them, and stops them; again and again.
-    fn start_and_stop(&self, times: u64) -> Outcome {
-        for _ in 0..times {
-            let (a, b) = (Agent::builder().start()?, Agent::builder().start()?);
+    fn start_and_stop(&self, command: &Value) -> Outcome {
+        let config = &command["config"];
+        for _ in 0..number(command, "times") {
+            let (a, b) = (start(config)?, start(config)?);
             let (from, to) = (a.allocate(8192, Access::NONE)?, b.allocate(8192, Access::WRITE)?);
             let mut batch = Batch::new();
             batch.push(&from, 0, &to.remote(), 0, 8192)?;
@@ -403,10 +443,18 @@ impl Server {
             // One of them says goodbye, the other one is just dropped.
             b.shutdown();
         }
-        // Threads that end are counted until the kernel has reaped them.
-        thread::sleep(Duration::from_millis(100));
-        let now = Resources::of(std::process::id());
-        Ok(json!({"threads": now.threads, "descriptors": now.descriptors}))
+        Ok(resources())
+    }
+
+    /// Meets a peer, writes a batch to it and parts from it; again and again.
+    fn meet_and_part(&self, command: &Value) -> Outcome {
+        let batch = self.batch(command)?;
+        for _ in 0..number(command, "times") {
+            let peer = self.agent().peer(text(command, "peer"))?;
+            peer.write(&batch, &Self::options(command))?;
+            peer.disconnect();
+        }
+        Ok(resources())
     }
 
     /// Connects so many other agents with this one, and keeps them.

@@ -8,6 +8,8 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
+over!(tcp: strangers_on_the_port_delay_nobody_and_cost_little_memory, more_strangers_than_places_do_not_keep_a_peer_out);
+
 /// What an agent says first.
 fn recorded_hello() -> Vec<u8> {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -55,11 +57,10 @@ fn noises(hello: &[u8]) -> Vec<Vec<u8>> {
     ]
 }
 
-#[test]
-fn strangers_on_the_port_delay_nobody_and_cost_little_memory() {
+fn strangers_on_the_port_delay_nobody_and_cost_little_memory(transport: &str) {
     let _bound = bounded();
     let hello = recorded_hello();
-    let (mut child, address) = Child::with_agent(peer_config());
+    let (mut child, address) = Child::with_agent(peer_config_over(transport));
     let region = child.allocate(MIB, "w", 2);
     let before = child.resources();
     let connect = || TcpStream::connect(&address).expect("the agent listens");
@@ -95,7 +96,7 @@ fn strangers_on_the_port_delay_nobody_and_cost_little_memory() {
         });
         for round in 0..8 {
             thread::sleep(Duration::from_millis(100));
-            let agent = agent();
+            let agent = agent_over(transport);
             let from = source(&agent, MIB, round);
             let peer = agent.peer(&address).expect("an address");
             let began = Instant::now();
@@ -121,15 +122,14 @@ fn strangers_on_the_port_delay_nobody_and_cost_little_memory() {
     });
 }
 
-#[test]
-fn more_strangers_than_places_do_not_keep_a_peer_out() {
+fn more_strangers_than_places_do_not_keep_a_peer_out(transport: &str) {
     let _bound = bounded();
-    let (mut child, address) = Child::with_agent(peer_config());
+    let (mut child, address) = Child::with_agent(peer_config_over(transport));
     let region = child.allocate(64 * KIB, "w", 2);
     let mut crowd = Vec::new();
     for round in 0..4 {
         crowd.extend((0..200).map(|_| TcpStream::connect(&address).expect("the agent listens")));
-        let agent = agent();
+        let agent = agent_over(transport);
         let from = source(&agent, 64 * KIB, round);
         let peer = agent.peer(&address).expect("an address");
         let began = Instant::now();

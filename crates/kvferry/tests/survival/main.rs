@@ -13,6 +13,7 @@ mod secrets;
 mod silence;
 mod stranger;
 mod targets;
+mod weather;
 mod within;
 
 use kvferry::{Access, Agent, Batch, Options, Region, RemoteRegion, Transports};
@@ -23,6 +24,21 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 kvferry_testkit::child_processes!();
+
+/// Makes each function a test per transport that moves the bytes.
+macro_rules! over {
+    ($transport:ident: $($test:ident),+ $(,)?) => {
+        mod $transport {
+            $(
+                #[test]
+                fn $test() {
+                    super::$test(stringify!($transport));
+                }
+            )+
+        }
+    };
+}
+pub(crate) use over;
 
 const KIB: usize = 1024;
 const MIB: usize = 1024 * KIB;

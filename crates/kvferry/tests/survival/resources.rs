@@ -4,15 +4,61 @@ use super::*;
 use kvferry_testkit::process::Child;
 use std::thread;
 
-#[test]
-fn agents_that_come_and_go_leave_nothing_behind() {
+over!(tcp: agents_that_come_and_go_leave_nothing_behind, peers_that_meet_and_part_leave_nothing_behind);
+
+/// What a process may grow by, once everything has happened that happens for the first time.
+const GROWTH: u64 = MIB as u64;
+
+fn assert_no_growth(then: &Value, now: &Value, what: &str) {
+    for name in ["threads", "descriptors"] {
+        assert_eq!(then[name], now[name], "{name} after {what}");
+    }
+    let memory = |of: &Value| of["memory_bytes"].as_u64().expect("a number");
+    let grown = memory(now).saturating_sub(memory(then));
+    assert!(grown <= GROWTH, "{grown} bytes more after {what}");
+}
+
+fn agents_that_come_and_go_leave_nothing_behind(transport: &str) {
     let _bound = bounded();
     let mut child = Child::spawn();
-    let first = child.call(json!({"op": "start_and_stop", "times": 5}));
-    let then = child.call(json!({"op": "start_and_stop", "times": 50}));
-    for what in ["threads", "descriptors"] {
-        assert_eq!(first[what], then[what], "{what} after 5 and after 55 rounds");
-    }
+    // Two agents each time.
+    let mut start_and_stop = |times: u32| {
+        let config = json!({"transports": transport});
+        child.call(json!({"op": "start_and_stop", "times": times, "config": config}))
+    };
+    let first = start_and_stop(20);
+    let then = start_and_stop(100);
+    assert_no_growth(&first, &then, "200 more agents");
+}
+
+fn peers_that_meet_and_part_leave_nothing_behind(transport: &str) {
+    let _bound = bounded();
+    let (mut target, address) = Child::with_agent(peer_config_over(transport));
+    let to = target.allocate(64 * KIB, "w", 2);
+    let mut child = Child::spawn();
+    child.start(peer_config_over(transport));
+    let from = child.allocate(64 * KIB, "", 1);
+    let mut meet_and_part = |times: u32| {
+        let mut asked = command("meet_and_part", &address, &from, &to.remote, 4096);
+        asked["times"] = json!(times);
+        let near = child.call(asked);
+        let mut far = json!({});
+        eventually(Duration::from_secs(5), "the target forgets who parted", || {
+            far = target.call(json!({"op": "stats"}));
+            (&far["sessions"], &far["streams"]) == (&json!(0), &json!(0))
+        });
+        let far = target.resources();
+        let far = json!({
+            "threads": far.threads, "descriptors": far.descriptors,
+            "memory_bytes": far.memory_bytes,
+        });
+        (near, far)
+    };
+    let (near, far) = meet_and_part(100);
+    let (near_then, far_then) = meet_and_part(1000);
+    assert_no_growth(&near, &near_then, "1000 meetings, at the caller");
+    assert_no_growth(&far, &far_then, "1000 meetings, at the target");
+    assert!(target.call(json!({"op": "matches", "region": to.id, "seed": 1}))["matches"] == true);
 }
 
 #[test]
@@ -160,7 +206,7 @@ fn an_agent_says_nothing_and_takes_no_signals() {
         }
     }
     // A life with all kinds of trouble in it.
-    child.call(json!({"op": "start_and_stop", "times": 3}));
+    child.call(json!({"op": "start_and_stop", "times": 3, "config": {}}));
     let agent = agent();
     let gone = agent.allocate(64 * KIB, Access::WRITE).expect("memory");
     let from = child.allocate(64 * KIB, "", 1);

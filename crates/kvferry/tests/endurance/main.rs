@@ -1,0 +1,42 @@
+//! What takes a minute or more, and the whole machine: a full mesh of processes that are killed,
+//! and a soak with every fault. Run one after another, and beside nothing else: `.config/nextest.toml`.
+
+mod mesh;
+mod soak;
+
+use kvferry_testkit::Watchdog;
+use std::io::Write;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+kvferry_testkit::child_processes!();
+
+const KIB: usize = 1024;
+const MIB: usize = 1024 * KIB;
+
+/// Makes each function a test per transport that moves the bytes.
+macro_rules! over {
+    ($transport:ident: $($test:ident),+ $(,)?) => {
+        mod $transport {
+            $(
+                #[test]
+                fn $test() {
+                    super::$test(stringify!($transport));
+                }
+            )+
+        }
+    };
+}
+pub(crate) use over;
+
+/// One of them at a time, also where all tests of this file share a process.
+fn alone(limit: Duration) -> (MutexGuard<'static, ()>, Watchdog) {
+    static ONE: Mutex<()> = Mutex::new(());
+    let turn = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    (turn, Watchdog::new(limit))
+}
+
+/// For whoever runs it: not through `println!`, which the harness keeps to itself.
+fn say(line: &str) {
+    drop(writeln!(std::io::stderr(), "{line}"));
+}

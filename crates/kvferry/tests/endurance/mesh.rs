@@ -1,0 +1,254 @@
+//! A full mesh on one machine: every agent in a process of its own, every pair at once.
+
+use super::*;
+use kvferry_testkit::pattern::Rng;
+use kvferry_testkit::process::mesh::{Member, Plan, Report};
+use kvferry_testkit::process::{Child, ChildRegion};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::time::Instant;
+
+over!(tcp: sixty_four_agents_in_a_full_mesh_are_served_alike_and_survive_each_other);
+
+const AGENTS: usize = 64;
+const SLOT: usize = 32 * KIB;
+const BLOCK: usize = 4 * KIB;
+/// A process of it with its memory, generously.
+const PROCESS_BYTES: u64 = 48 * MIB as u64;
+/// No transfer of a live pair may take longer, on a machine with 32 agents to a core.
+const TRANSFER: Duration = Duration::from_secs(20);
+const MEASURED: Duration = Duration::from_secs(10);
+const KILLS: usize = 60;
+const FAIR: f64 = 0.9;
+
+/// A process of the mesh.
+struct Node {
+    child: Child,
+    region: ChildRegion,
+    address: String,
+}
+
+struct Mesh {
+    transport: &'static str,
+    nodes: Vec<Node>,
+    /// Lives that were ended, and when, by the clock that all processes share.
+    killed: HashMap<String, u64>,
+    /// Transfers that failed because their peer had been killed.
+    excused: usize,
+    /// What must not have happened.
+    wrongs: Vec<String>,
+}
+
+/// Jain's index: 1 if all are alike, 1/n if one has everything.
+fn fairness(shares: &[f64]) -> f64 {
+    let (sum, squares) = shares.iter().fold((0.0, 0.0), |(s, q), x| (s + x, q + x * x));
+    if squares == 0.0 { 0.0 } else { sum * sum / (shares.len() as f64 * squares) }
+}
+
+fn config(transport: &str, listen: &str) -> Value {
+    json!({"name": "node", "listen": listen, "transports": transport, "io_threads": 1, "streams": 1})
+}
+
+impl Node {
+    fn new(transport: &str, listen: &str) -> Self {
+        let mut child = Child::spawn();
+        let address = child.start(config(transport, listen));
+        let region = child.allocate(AGENTS * SLOT, "rw", 1);
+        Self { child, region, address }
+    }
+
+    fn member(&self, index: usize) -> Member {
+        Member { index, address: self.address.clone(), remote: self.region.remote.to_bytes() }
+    }
+
+    fn life(&self) -> String {
+        self.region.remote.incarnation.to_string()
+    }
+}
+
+impl Mesh {
+    /// Each has an address of its own, so that its port is there for its next life.
+    fn new(transport: &'static str) -> Self {
+        let nodes = (0..AGENTS)
+            .map(|index| Node::new(transport, &format!("127.0.64.{}:0", index + 1)))
+            .collect();
+        let mut mesh =
+            Self { transport, nodes, killed: HashMap::new(), excused: 0, wrongs: Vec::new() };
+        for index in 0..AGENTS {
+            mesh.begin(index);
+        }
+        mesh
+    }
+
+    fn begin(&mut self, index: usize) {
+        let plan = Plan {
+            me: index,
+            members: (0..AGENTS).map(|other| self.nodes[other].member(other)).collect(),
+            slot: SLOT,
+            block: BLOCK,
+            timeout_ms: TRANSFER.as_millis() as u64,
+        };
+        self.nodes[index].child.call(json!({"op": "mesh_start", "plan": plan}));
+    }
+
+    /// All are asked at once.
+    fn ask(&mut self, command: &Value) -> Vec<Value> {
+        for node in &mut self.nodes {
+            node.child.send(command.clone());
+        }
+        let answer = |node: &mut Node| {
+            let reply = node.child.reply_within(Duration::from_secs(60));
+            reply.unwrap_or_else(|| panic!("{:?} hangs", node.child)).expect("nothing to refuse")
+        };
+        self.nodes.iter_mut().map(answer).collect()
+    }
+
+    /// What all have done so far; what went wrong is judged.
+    fn reports(&mut self, command: &str) -> Vec<Report> {
+        let replies = self.ask(&json!({"op": command}));
+        let reports: Vec<Report> = replies
+            .into_iter()
+            .map(|reply| serde_json::from_value(reply).expect("a report"))
+            .collect();
+        for (index, report) in reports.iter().enumerate() {
+            self.judge(index, report);
+        }
+        reports
+    }
+
+    fn judge(&mut self, index: usize, report: &Report) {
+        if report.wrong > 0 {
+            self.wrongs.push(format!("{index} read {} wrong blocks back", report.wrong));
+        }
+        for fault in &report.faults {
+            let dead = self.killed.get(&fault.life).is_some_and(|at| *at <= fault.at_ns);
+            self.excused += usize::from(dead);
+            if !dead {
+                self.wrongs.push(format!(
+                    "{index} failed with {}, who lives: {}",
+                    fault.member, fault.error
+                ));
+            }
+        }
+    }
+
+    fn kill_and_restart(&mut self, index: usize) {
+        let node = &mut self.nodes[index];
+        // What it has to say of itself is lost otherwise.
+        let report = node.child.call(json!({"op": "mesh_report"}));
+        let (life, address) = (node.life(), node.address.clone());
+        self.killed.insert(life, kvferry_sys::clock::boottime_ns());
+        node.child.kill();
+        self.judge(index, &serde_json::from_value(report).expect("a report"));
+        self.nodes[index] = Node::new(self.transport, &address);
+        self.begin(index);
+        let met = json!({"op": "mesh_met", "member": self.nodes[index].member(index)});
+        self.ask(&met);
+    }
+
+    /// Until every pair has moved something from now on.
+    fn settle(&mut self) -> Duration {
+        let began = Instant::now();
+        let before = self.reports("mesh_report");
+        loop {
+            self.assert_right();
+            let now = self.reports("mesh_report");
+            let stands = |index: usize| {
+                let (before, now) = (&before[index].bytes, &now[index].bytes);
+                (0..AGENTS).any(|other| other != index && now[other] == before[other])
+            };
+            if !(0..AGENTS).any(stands) {
+                return began.elapsed();
+            }
+            assert!(began.elapsed() < Duration::from_secs(60), "some pair moves nothing");
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// Bytes a second of every pair, one way as the other.
+    fn measure(&mut self) -> Vec<f64> {
+        let before = self.reports("mesh_report");
+        std::thread::sleep(MEASURED);
+        let after = self.reports("mesh_report");
+        let mut shares = Vec::with_capacity(AGENTS * (AGENTS - 1));
+        for (index, (before, after)) in before.iter().zip(&after).enumerate() {
+            let seconds = (after.at_ns - before.at_ns) as f64 / 1e9;
+            for other in (0..AGENTS).filter(|other| *other != index) {
+                shares.push((after.bytes[other] - before.bytes[other]) as f64 / seconds);
+            }
+        }
+        shares
+    }
+
+    fn assert_fair(&mut self, when: &str) {
+        let shares = self.measure();
+        let (index, total) = (fairness(&shares), shares.iter().sum::<f64>());
+        let least = shares.iter().copied().fold(f64::INFINITY, f64::min);
+        say(&format!(
+            "{when}: fairness {index:.3} over {} pairs, {:.2} GB/s in all, {:.0} kB/s the slowest",
+            shares.len(),
+            total / 1e9,
+            least / 1e3
+        ));
+        if index < FAIR || least == 0.0 {
+            self.wrongs.push(format!("{when}: fairness {index:.3}, slowest pair {least:.0} B/s"));
+        }
+    }
+
+    fn assert_right(&self) {
+        let shown = self.wrongs.iter().take(20).cloned().collect::<Vec<_>>().join("\n");
+        assert!(self.wrongs.is_empty(), "{} things went wrong:\n{shown}", self.wrongs.len());
+    }
+}
+
+fn available_memory() -> u64 {
+    let info = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    kib.unwrap_or(0) * 1024
+}
+
+fn sixty_four_agents_in_a_full_mesh_are_served_alike_and_survive_each_other(
+    transport: &'static str,
+) {
+    let needed = AGENTS as u64 * PROCESS_BYTES;
+    if available_memory() < needed {
+        let needed = needed / MIB as u64;
+        return say(&format!("SKIPPED: a mesh of {AGENTS} processes: it takes {needed} MiB"));
+    }
+    let _alone = alone(Duration::from_secs(400));
+    let began = Instant::now();
+    let mut mesh = Mesh::new(transport);
+    say(&format!("{AGENTS} processes in {:.1?}", began.elapsed()));
+    say(&format!("every pair has met after {:.1?}", mesh.settle()));
+    mesh.assert_fair("before any kill");
+    mesh.assert_right();
+
+    let mut rng = Rng::new(64);
+    let (began, mut longest) = (Instant::now(), Duration::ZERO);
+    for kill in 1..=KILLS {
+        let at = Instant::now();
+        mesh.kill_and_restart(rng.below(AGENTS));
+        longest = longest.max(at.elapsed());
+        let due = Duration::from_secs(kill as u64);
+        std::thread::sleep(due.saturating_sub(began.elapsed()));
+    }
+    say(&format!(
+        "{KILLS} kills in {:.1?}, the longest return {longest:.1?}; every pair moves after {:.1?}",
+        began.elapsed(),
+        mesh.settle()
+    ));
+    say(&format!("{} transfers failed, each with a peer that was killed", mesh.excused));
+    assert_eq!(mesh.killed.len(), KILLS);
+    assert!(mesh.excused >= KILLS, "nobody noticed some of the kills");
+    mesh.assert_fair("after the kills");
+    mesh.assert_right();
+
+    let longest = mesh.reports("mesh_stop").iter().map(|report| report.longest_us).max();
+    say(&format!("the longest transfer took {:.1?}", Duration::from_micros(longest.unwrap_or(0))));
+    mesh.assert_right();
+    for stats in mesh.ask(&json!({"op": "stats"})) {
+        assert_eq!(stats["transfers_in_flight"], 0, "{stats}");
+        assert_eq!(stats["checksum_errors"], 0, "{stats}");
+    }
+}

@@ -1,0 +1,400 @@
+//! A minute, or as long as `SOAK_SECONDS` says, of everything that can go wrong between one agent
+//! and a peer that is another process; after each fault the next call has to work.
+
+use super::*;
+use kvferry::{
+    Access, Agent, Batch, Error, ErrorKind, Options, Peer, Region, RemoteRegion, Transfer,
+    Transports,
+};
+use kvferry_testkit::pattern::{Pattern, Rng};
+use kvferry_testkit::process::{Child, ChildRegion, Resources};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::thread;
+use std::time::Instant;
+
+over!(tcp: a_life_full_of_faults_leaves_no_trace);
+
+const SILENCE: Duration = Duration::from_millis(600);
+const LEN: usize = 8 * MIB;
+/// Cycles after which memory may not grow any more, and by how much it may.
+const WARM: usize = 100;
+const GROWTH: u64 = MIB as u64;
+/// Nothing may take longer, whatever the fault.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn seconds() -> u64 {
+    let text = std::env::var("SOAK_SECONDS").ok().filter(|text| !text.is_empty());
+    text.map_or(60, |text| text.parse().expect("SOAK_SECONDS is a number"))
+}
+
+/// What is done in a cycle, and how often in a hundred.
+const FAULTS: [(&str, usize); 13] = [
+    ("nothing", 22),
+    ("a cancel", 16),
+    ("a deadline", 8),
+    ("a bad range", 10),
+    ("a revoke by the target", 10),
+    ("a revoke by the source", 8),
+    ("a disconnect", 6),
+    ("a write by the peer", 6),
+    ("a cancel by the peer", 4),
+    ("a restart of the peer", 4),
+    ("a kill", 3),
+    ("a kill of a writing peer", 2),
+    ("a stop", 1),
+];
+
+struct Soak {
+    rng: Rng,
+    transport: &'static str,
+    agent: Agent,
+    from: Region,
+    /// For the peer to write to.
+    inbound: Region,
+    child: Child,
+    address: String,
+    to: ChildRegion,
+    peer: Peer,
+    /// How often each fault was made, and how often it hit a transfer.
+    made: BTreeMap<&'static str, (usize, usize)>,
+}
+
+fn filled(agent: &Agent, access: Access) -> Region {
+    let region = agent.allocate(LEN, access).expect("memory");
+    region.write_at(0, &Pattern::new(1).bytes(LEN)).expect("owned memory");
+    region
+}
+
+fn config(transport: &str, listen: &str) -> Value {
+    json!({
+        "name": "peer", "listen": listen, "transports": transport,
+        "silence_ms": SILENCE.as_millis() as u64,
+    })
+}
+
+fn started(transport: &str, listen: &str) -> (Child, String, ChildRegion) {
+    let mut child = Child::spawn();
+    let address = child.start(config(transport, listen));
+    let to = child.allocate(LEN, "rw", 2);
+    (child, address, to)
+}
+
+fn batch(local: &Region, remote: &RemoteRegion, block: usize) -> Batch {
+    let count = LEN / block;
+    let mut batch = Batch::with_capacity(count);
+    for k in 0..count {
+        let (here, there) = ((k * block) as u64, ((count - 1 - k) * block) as u64);
+        batch.push(local, here, remote, there, block as u64).expect("inside both");
+    }
+    batch
+}
+
+/// The seeds of patterns in reverse order of blocks can't be told by the peer: one range.
+fn plain(local: &Region, remote: &RemoteRegion) -> Batch {
+    let mut batch = Batch::new();
+    batch.push(local, 0, remote, 0, LEN as u64).expect("inside both");
+    batch
+}
+
+fn ended(transfer: &Transfer) -> Result<(), Error> {
+    transfer.wait(PATIENCE).expect("every transfer ends").map(drop)
+}
+
+impl Soak {
+    fn new(transport: &'static str) -> Self {
+        let agent = Agent::builder()
+            .name("soaked")
+            .silence(SILENCE)
+            .transports(Transports::parse(transport).expect("a transport"))
+            .start()
+            .expect("an agent");
+        let (child, address, to) = started(transport, "127.0.65.1:0");
+        let peer = agent.peer(&address).expect("an address");
+        Self {
+            rng: Rng::new(1),
+            transport,
+            from: filled(&agent, Access::NONE),
+            inbound: filled(&agent, Access::WRITE),
+            agent,
+            child,
+            address,
+            to,
+            peer,
+            made: FAULTS.iter().map(|(what, _)| (*what, (0, 0))).collect(),
+        }
+    }
+
+    fn block(&mut self) -> usize {
+        [512, 4 * KIB, 64 * KIB, MIB, LEN][self.rng.below(5)]
+    }
+
+    fn begin(&mut self) -> Transfer {
+        let block = self.block();
+        let batch = batch(&self.from, &self.to.remote, block);
+        let transfer = self.peer.write_async(batch, Options::default());
+        let wait = self.rng.below(4000) as u64;
+        thread::sleep(Duration::from_micros(wait));
+        transfer
+    }
+
+    /// The peer at the same address, in another life.
+    fn replace(&mut self) {
+        let (child, address, to) = started(self.transport, &self.address);
+        assert_eq!(address, self.address);
+        (self.child, self.to) = (child, to);
+    }
+
+    /// A healthy write, seen by the peer, and read back by us.
+    fn healthy(&mut self, after: &str) {
+        let seed = self.rng.draw();
+        self.from.write_at(0, &Pattern::new(seed).bytes(LEN)).expect("owned memory");
+        let began = Instant::now();
+        self.peer
+            .write(&plain(&self.from, &self.to.remote), &Options::default())
+            .unwrap_or_else(|e| panic!("a healthy write after {after}: {e:?}"));
+        let matches = self.child.call(json!({"op": "matches", "region": self.to.id, "seed": seed}));
+        assert!(matches["matches"] == true, "wrong bytes after {after}");
+        self.from.write_at(0, &vec![0; LEN]).expect("owned memory");
+        self.peer
+            .read(&plain(&self.from, &self.to.remote), &Options::default())
+            .unwrap_or_else(|e| panic!("a healthy read after {after}: {e:?}"));
+        let mut bytes = vec![0; LEN];
+        self.from.read_at(0, &mut bytes).expect("owned memory");
+        assert!(bytes == Pattern::new(seed).bytes(LEN), "wrong bytes came back after {after}");
+        assert!(began.elapsed() < PATIENCE, "{:?} after {after}", began.elapsed());
+    }
+
+    fn command(&self, op: &str, block: usize) -> Value {
+        json!({
+            "op": op, "peer": self.agent.advertised(), "region": self.to.id,
+            "remote": self.inbound.remote().to_bytes(), "block": block, "count": LEN / block,
+        })
+    }
+
+    /// Makes a fault. True if it hit something.
+    fn make(&mut self, what: &str) -> bool {
+        let only = |outcome: Result<(), Error>, kinds: &[ErrorKind]| match outcome {
+            Ok(()) => false,
+            Err(e) => {
+                assert!(kinds.contains(&e.kind()), "{what}: {e:?}");
+                true
+            }
+        };
+        use ErrorKind as Kind;
+        const GONE: [Kind; 4] =
+            [Kind::PeerReset, Kind::PeerClosed, Kind::Unreachable, Kind::StaleIncarnation];
+        match what {
+            "nothing" => true,
+            "a cancel" => {
+                let transfer = self.begin();
+                transfer.cancel();
+                let outcome = ended(&transfer);
+                if let Err(e) = &outcome {
+                    assert_ne!(e.quiesced(), Some(false), "the peer is there: {e:?}");
+                }
+                only(outcome, &[Kind::Cancelled])
+            }
+            "a deadline" => {
+                let block = self.block();
+                let batch = batch(&self.from, &self.to.remote, block);
+                let timeout = Some(Duration::from_micros(200 + self.rng.below(4000) as u64));
+                let options = Options { timeout, ..Options::default() };
+                only(self.peer.write(&batch, &options).map(drop), &[Kind::Deadline])
+            }
+            "a bad range" => {
+                let forged = RemoteRegion { len: u64::MAX, ..self.to.remote.clone() };
+                let mut batch = Batch::new();
+                let beyond = LEN as u64 - self.rng.below(4096) as u64;
+                batch.push(&self.from, 0, &forged, beyond, 4097).expect("a forgery fits itself");
+                let write = self.rng.below(2) == 0;
+                let outcome = if write {
+                    self.peer.write(&batch, &Options::default())
+                } else {
+                    self.peer.read(&batch, &Options::default())
+                };
+                let hit = only(outcome.map(drop), &[Kind::OutOfBounds]);
+                assert!(hit, "a bad range was served");
+                hit
+            }
+            "a revoke by the target" => {
+                let transfer = self.begin();
+                self.child.call(json!({"op": "unregister", "region": self.to.id}));
+                let hit = only(ended(&transfer), &[Kind::Revoked, Kind::NotRegistered]);
+                self.child.call(json!({"op": "release", "region": self.to.id}));
+                self.to = self.child.allocate(LEN, "rw", 2);
+                hit
+            }
+            "a revoke by the source" => {
+                let transfer = self.begin();
+                self.agent.unregister(&self.from).expect("registered");
+                let hit = only(ended(&transfer), &[Kind::Revoked, Kind::NotRegistered]);
+                self.from = filled(&self.agent, Access::NONE);
+                hit
+            }
+            "a disconnect" => {
+                let transfer = self.begin();
+                self.peer.disconnect();
+                only(ended(&transfer), &GONE)
+            }
+            "a write by the peer" => {
+                let block = self.block();
+                let seed = self.rng.draw();
+                self.child.call(json!({"op": "fill", "region": self.to.id, "seed": seed}));
+                self.child.call(self.command("write", block));
+                let mut bytes = vec![0; LEN];
+                self.inbound.read_at(0, &mut bytes).expect("owned memory");
+                assert!(bytes == Pattern::new(seed).bytes(LEN), "the peer wrote wrong bytes");
+                true
+            }
+            "a cancel by the peer" => {
+                let block = self.block();
+                let transfer = self.child.call(self.command("write_async", block));
+                let transfer = transfer["transfer"].clone();
+                self.child.call(json!({"op": "cancel", "transfer": transfer}));
+                let wait = json!({"op": "wait", "transfer": transfer, "timeout_ms": 10_000});
+                match self.child.try_call(wait) {
+                    Ok(outcome) => {
+                        assert!(outcome["running"].is_null(), "it hangs: {outcome}");
+                        false
+                    }
+                    Err(refusal) => {
+                        assert_eq!(refusal.kind, "cancelled", "{refusal:?}");
+                        true
+                    }
+                }
+            }
+            "a restart of the peer" => {
+                let transfer = self.begin();
+                self.child.call(json!({"op": "shutdown"}));
+                let hit = only(ended(&transfer), &GONE);
+                self.child.call(json!({"op": "release", "region": self.to.id}));
+                let again = self.child.start(config(self.transport, &self.address));
+                assert_eq!(again, self.address);
+                self.to = self.child.allocate(LEN, "rw", 2);
+                hit
+            }
+            "a kill" => {
+                let transfer = self.begin();
+                self.child.kill();
+                let hit = only(ended(&transfer), &GONE);
+                self.replace();
+                hit
+            }
+            "a kill of a writing peer" => {
+                let block = self.block();
+                self.child.call(self.command("keep_writing", block));
+                thread::sleep(Duration::from_millis(self.rng.below(20) as u64));
+                self.child.kill();
+                self.replace();
+                let give_up = Instant::now() + PATIENCE;
+                while self.agent.stats().requests_in_flight > 0 {
+                    assert!(Instant::now() < give_up, "requests of a dead writer stay");
+                    thread::sleep(Duration::from_millis(1));
+                }
+                true
+            }
+            "a stop" => {
+                let transfer = self.begin();
+                self.child.stop();
+                let hit = only(ended(&transfer), &[Kind::PeerSilent, Kind::PeerReset]);
+                self.child.resume();
+                hit
+            }
+            other => unreachable!("{other} is not in the list of faults"),
+        }
+    }
+
+    fn cycle(&mut self, number: usize) {
+        let all: usize = FAULTS.iter().map(|(_, often)| often).sum();
+        let mut at = self.rng.below(all);
+        let mut what = FAULTS[number % FAULTS.len()].0;
+        // Each once, and then as often as they are to be.
+        if number >= FAULTS.len() {
+            for (fault, often) in FAULTS {
+                what = fault;
+                if at < often {
+                    break;
+                }
+                at -= often;
+            }
+        }
+        let hit = self.make(what);
+        let made = self.made.get_mut(what).expect("every fault is counted");
+        *made = (made.0 + 1, made.1 + usize::from(hit));
+        self.healthy(what);
+    }
+}
+
+fn memory() -> u64 {
+    Resources::of(std::process::id()).memory_bytes
+}
+
+/// The least of some samples: what is used between the cycles, and not for a moment in one.
+fn least(samples: &[u64]) -> u64 {
+    samples.iter().copied().min().unwrap_or(0)
+}
+
+fn a_life_full_of_faults_leaves_no_trace(transport: &'static str) {
+    let time = Duration::from_secs(seconds());
+    let _alone = alone(2 * time + Duration::from_secs(120));
+    let before = Resources::of(std::process::id());
+    let mut soak = Soak::new(transport);
+    let began = Instant::now();
+    let mut used = Vec::new();
+    while began.elapsed() < time || used.len() < 2 * WARM {
+        soak.cycle(used.len());
+        used.push(memory());
+    }
+    for (what, (made, hit)) in &soak.made {
+        say(&format!("{made:6} × {what}, {hit} in the middle of something"));
+        assert!(*made > 0, "{what} never happened");
+    }
+    let (warm, end) = (least(&used[WARM - 10..WARM + 10]), least(&used[used.len() - 20..]));
+    say(&format!(
+        "{} cycles in {:.0?}; {} KiB after {WARM} cycles, {} KiB at the end",
+        used.len(),
+        began.elapsed(),
+        warm / 1024,
+        end / 1024
+    ));
+    assert!(
+        end.saturating_sub(warm) <= GROWTH,
+        "memory grew from {} to {} KiB over {} cycles",
+        warm / 1024,
+        end / 1024,
+        used.len() - WARM
+    );
+
+    let Soak { agent, from, inbound, child, peer, .. } = soak;
+    let stats = agent.stats();
+    let outcomes = stats.transfers_done + stats.transfers_failed + stats.transfers_cancelled;
+    assert_eq!(stats.transfers_started, outcomes, "every transfer has one outcome: {stats:?}");
+    agent.unregister(&from).expect("registered");
+    agent.unregister(&inbound).expect("registered");
+    drop((child, peer, from, inbound));
+    agent.shutdown();
+    let stats = agent.stats();
+    let gauges = [
+        ("transfers in flight", stats.transfers_in_flight),
+        ("requests in flight", stats.requests_in_flight),
+        ("sessions", stats.sessions),
+        ("streams", stats.streams),
+        ("handshakes", stats.handshakes_pending),
+        ("regions", stats.regions),
+        ("gates", stats.gates),
+    ];
+    assert!(gauges.iter().all(|(_, count)| *count == 0), "{gauges:?}");
+    assert_eq!(stats.checksum_errors, 0);
+    drop(agent);
+    let give_up = Instant::now() + Duration::from_secs(5);
+    loop {
+        let now = Resources::of(std::process::id());
+        // One descriptor stands in for those that a forked child gives up.
+        if now.descriptors <= before.descriptors + 1 && now.threads <= before.threads {
+            break;
+        }
+        assert!(Instant::now() < give_up, "left behind: {now:?}, before: {before:?}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}
