@@ -195,14 +195,14 @@ impl Peer {
     }
 
     fn job(&self, op: Op, batch: &Batch, options: &Options<'_>) -> Arc<Job> {
-        Job::new(
-            Arc::clone(&self.core),
-            op,
-            batch.clone(),
-            options.notify.clone(),
-            self.timeout(options),
-            options.streams,
-        )
+        let (notify, timeout) = (options.notify.clone(), self.timeout(options));
+        if let Some(mut job) = self.state.live().and_then(|link| link.ended_job())
+            && let Some(alone) = Arc::get_mut(&mut job)
+        {
+            alone.renew(op, batch.clone(), notify, timeout, options.streams);
+            return job;
+        }
+        Job::new(Arc::clone(&self.core), op, batch.clone(), notify, timeout, options.streams)
     }
 
     /// What can be refused before anything is sent.
@@ -262,7 +262,9 @@ impl Peer {
         if let Err(e) = self.check(&link, &job.batch, job.notify.as_ref()) {
             return finished(&job, e);
         }
-        drive::run(&job, &link, options.interrupt)
+        let outcome = drive::run(&job, &link, options.interrupt);
+        link.keep_job(job);
+        outcome
     }
 
     fn asynchronous(&self, op: Op, batch: &Batch, options: &Options<'_>) -> Transfer {

@@ -9,7 +9,7 @@ use crate::session::link::{Lane, Link, Native, OpenLane};
 use crate::sync::{Mutant, Mutex};
 use crate::transfer::drive::Slot;
 use crate::transfer::job::Job;
-use crate::transport::{Capabilities, Drive, Fence, Progress, Transport, TransportKind};
+use crate::transport::{Capabilities, Drive, Fence, Moving, Progress, Transport, TransportKind};
 use kvferry_proto::{Incarnation, Limits, Session, SessionConfig, StreamId, Timestamp};
 use kvferry_sys::socket::Socket;
 use loom::thread;
@@ -41,8 +41,8 @@ impl Transport for Instant {
         }
     }
 
-    fn drive(&self, link: &Arc<Link>, lane: Arc<Lane>, job: Arc<Job>, _: Wake) -> Box<dyn Drive> {
-        Box::new(Share { link: Arc::clone(link), lane, job })
+    fn drive(&self, link: &Arc<Link>, lane: Arc<Lane>, job: Arc<Job>, _: Wake) -> Moving {
+        Moving::Other(Box::new(Share { link: Arc::clone(link), lane, job }))
     }
 }
 

@@ -79,6 +79,13 @@ impl Pieces {
         self.pieces.push(piece);
     }
 
+    /// Removes all; keeps the room.
+    pub(crate) fn clear(&mut self) {
+        self.pieces.clear();
+        self.regions.clear();
+        self.bytes = 0;
+    }
+
     fn is_host(&self, piece: &Piece) -> bool {
         piece.region == Piece::RAW
             || !matches!(self.regions[piece.region as usize].backing, Backing::Device(_))

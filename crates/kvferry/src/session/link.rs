@@ -20,7 +20,7 @@ use crate::reactor::{Remote, now};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use crate::transfer::batch::Batch;
-use crate::transfer::job::Op;
+use crate::transfer::job::{Job, Op};
 use crate::transport::local::{LocalPeer, Targets, Unreached};
 use crate::transport::{Transport, TransportKind, refusal};
 use kvferry_proto::{PeerInfo, Session, StreamId, Timestamp, WireCode};
@@ -32,6 +32,9 @@ use std::time::Duration;
 
 /// Callers that may wait for a lane of one link.
 const WAITERS_MAX: usize = 65_536;
+
+/// Ended jobs that are kept to be used again: as many as there are callers at once, about.
+const JOBS_KEPT: usize = 16;
 
 /// How long a turn lasts.
 pub(crate) const TURN_TIME: Duration = Duration::from_millis(20);
@@ -51,11 +54,28 @@ pub(crate) struct Lane {
     pub(crate) gate: Arc<Gate>,
     /// Whoever has the lane has a turn.
     has_turn: AtomicBool,
+    /// Where the head of the next request goes.
+    room: Mutex<Vec<u8>>,
 }
+
+/// Bytes of room that a lane keeps for the head of its next request.
+const ROOM_KEPT: usize = 256 * 1024;
 
 impl Lane {
     pub(crate) fn new(id: StreamId, socket: Socket, gate: Arc<Gate>) -> Arc<Self> {
-        Arc::new(Self { id, socket, gate, has_turn: AtomicBool::new(false) })
+        let (has_turn, room) = (AtomicBool::new(false), Mutex::default());
+        Arc::new(Self { id, socket, gate, has_turn, room })
+    }
+
+    /// Room that may have been used before.
+    pub(crate) fn take_room(&self) -> Vec<u8> {
+        std::mem::take(&mut *lock(&self.room))
+    }
+
+    pub(crate) fn put_room(&self, room: Vec<u8>) {
+        if room.capacity() <= ROOM_KEPT {
+            *lock(&self.room) = room;
+        }
     }
 }
 
@@ -220,6 +240,8 @@ pub(crate) struct Link {
     obstacle: OnceLock<String>,
     opener: Arc<dyn OpenLane>,
     pool: Mutex<Pool>,
+    /// Jobs that have ended and nobody has any more.
+    ended_jobs: Mutex<Vec<Arc<Job>>>,
     /// Transfers that may move many bytes at the same time.
     turns_max: usize,
     end: OnceLock<Error>,
@@ -258,6 +280,7 @@ impl Link {
             obstacle: OnceLock::new(),
             opener,
             pool: Mutex::new(Pool::default()),
+            ended_jobs: Mutex::default(),
             turns_max,
             end: OnceLock::new(),
             in_flight: AtomicUsize::new(0),
@@ -356,6 +379,21 @@ impl Link {
         let error =
             Error::new(ErrorKind::Unsupported, format!("only local is allowed, and {obstacle}"));
         Err(error.with("peer", &self.address))
+    }
+
+    /// A job that has ended, to be used again.
+    pub(crate) fn ended_job(&self) -> Option<Arc<Job>> {
+        lock(&self.ended_jobs).pop()
+    }
+
+    /// Keeps a job that has ended, unless somebody still has it.
+    pub(crate) fn keep_job(&self, mut job: Arc<Job>) {
+        let Some(alone) = Arc::get_mut(&mut job) else { return };
+        alone.let_go();
+        let mut kept = lock(&self.ended_jobs);
+        if kept.len() < JOBS_KEPT && self.end.get().is_none() {
+            kept.push(job);
+        }
     }
 
     fn control(&self) -> &Remote {
@@ -764,6 +802,7 @@ impl Link {
         let lanes: Vec<_> = pool.open.drain().map(|(_, lane)| lane).collect();
         drop(pool);
         self.detach();
+        lock(&self.ended_jobs).clear();
         for lane in lanes {
             lane.socket.reset_on_close();
             lane.socket.shutdown(Shutdown::Both);

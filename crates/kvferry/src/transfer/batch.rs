@@ -74,10 +74,7 @@ impl Batch {
 
     /// Removes all pairs; keeps the memory where nobody else uses it.
     pub fn clear(&mut self) {
-        let local = Arc::make_mut(&mut self.local);
-        local.pieces.clear();
-        local.regions.clear();
-        local.bytes = 0;
+        Arc::make_mut(&mut self.local).clear();
         Arc::make_mut(&mut self.remote).clear();
         self.incarnation = None;
     }

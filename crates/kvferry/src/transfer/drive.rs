@@ -10,9 +10,10 @@ use crate::transfer::Options;
 use crate::transfer::batch::Batch;
 use crate::transfer::job::{Job, Moved, Op, STRIPE_BYTES_MIN, is_stop};
 use crate::transport::local::{LocalShare, copy_all};
-use crate::transport::{Drive, Progress, TransportKind};
+use crate::transport::{Drive, Moving, Progress, TransportKind};
 use kvferry_proto::Timestamp;
 use kvferry_sys::poll::{self, EventFd, Interest};
+use smallvec::SmallVec;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
@@ -107,8 +108,8 @@ fn lanes_for_bytes(core: &Core, bytes: u64, streams: Option<usize>) -> usize {
 }
 
 /// The lanes a job is divided among: the one it has, and idle ones.
-fn lanes_for(job: &Job, link: &Arc<Link>, first: Arc<Lane>) -> Vec<Arc<Lane>> {
-    let mut lanes = vec![first];
+fn lanes_for(job: &Job, link: &Arc<Link>, first: Arc<Lane>) -> SmallVec<[Arc<Lane>; 1]> {
+    let mut lanes = SmallVec::from_buf([first]);
     let wanted = lanes_wanted(job);
     if wanted > 1 {
         lanes.extend(link.acquire_idle(wanted - 1));
@@ -174,11 +175,12 @@ pub(crate) fn run(job: &Arc<Job>, link: &Arc<Link>, interrupt: Interrupt<'_>) ->
             job.start_shares(copiers, TransportKind::Local);
             for _ in 1..copiers {
                 background(job, link, None, |wake| {
-                    Box::new(LocalShare::new(link, &peer, job, &targets, wake))
+                    Moving::Local(LocalShare::new(link, &peer, job, &targets, wake))
                 });
             }
             drive(job, link, &[], interrupt, |wake| {
-                vec![Box::new(LocalShare::new(link, &peer, job, &targets, Arc::clone(wake)))]
+                let share = LocalShare::new(link, &peer, job, &targets, Arc::clone(wake));
+                SmallVec::from_buf([Share::new(Moving::Local(share))])
             });
             return outcome(job, interrupt);
         }
@@ -195,7 +197,8 @@ pub(crate) fn run(job: &Arc<Job>, link: &Arc<Link>, interrupt: Interrupt<'_>) ->
     link.begin();
     job.start_shares(lanes.len(), link.transport.kind());
     let yielded = drive(job, link, &lanes, interrupt, |wake| {
-        let share = |lane| link.transport.drive(link, lane, Arc::clone(job), Arc::clone(wake));
+        let share =
+            |lane| Share::new(link.transport.drive(link, lane, Arc::clone(job), Arc::clone(wake)));
         lanes.iter().map(Arc::clone).map(share).collect()
     });
     if yielded {
@@ -212,7 +215,7 @@ fn drive(
     link: &Arc<Link>,
     lanes: &[Arc<Lane>],
     interrupt: Interrupt<'_>,
-    shares: impl FnOnce(&Wake) -> Vec<Box<dyn Drive>>,
+    shares: impl FnOnce(&Wake) -> SmallVec<[Share; 1]>,
 ) -> bool {
     let may_be_woken = !job.batch.local.all_host() || (lanes.is_empty() && job.notify.is_some());
     let bell = may_be_woken.then(EventFd::new).transpose();
@@ -230,8 +233,7 @@ fn drive(
         }
         None => nobody(),
     };
-    let begin = |drive| Share { drive, last: Progress::Memory };
-    let mut shares: Vec<Share> = shares(&wake).into_iter().map(begin).collect();
+    let mut shares = shares(&wake);
     let mut asked = now();
     let mut turn_until = (!lanes.is_empty()).then(|| asked + TURN_TIME);
     let mut yielded = false;
@@ -276,8 +278,14 @@ fn drive(
 }
 
 struct Share {
-    drive: Box<dyn Drive>,
+    drive: Moving,
     last: Progress,
+}
+
+impl Share {
+    fn new(drive: Moving) -> Self {
+        Self { drive, last: Progress::Memory }
+    }
 }
 
 fn nobody() -> Wake {
@@ -358,7 +366,7 @@ pub(crate) fn submit(job: &Arc<Job>, link: &Arc<Link>) {
             job.start_shares(copiers, TransportKind::Local);
             for _ in 0..copiers {
                 background(job, link, None, |wake| {
-                    Box::new(LocalShare::new(link, &peer, job, &targets, wake))
+                    Moving::Local(LocalShare::new(link, &peer, job, &targets, wake))
                 });
             }
         }
@@ -401,7 +409,7 @@ fn background(
     job: &Arc<Job>,
     link: &Arc<Link>,
     lane: Option<Arc<Lane>>,
-    share: impl FnOnce(Wake) -> Box<dyn Drive>,
+    share: impl FnOnce(Wake) -> Moving,
 ) {
     link.begin();
     let remote = link.core.io_thread();
@@ -423,7 +431,7 @@ fn background(
 
 /// A share on an I/O thread.
 struct Background {
-    drive: Box<dyn Drive>,
+    drive: Moving,
     /// The lane, and until when it has its turn.
     turn: Option<(Arc<Lane>, Timestamp)>,
     job: Arc<Job>,
@@ -454,12 +462,12 @@ impl Handler for Background {
         };
         match self.drive.progress(cx.now) {
             Progress::Wait(interest) => {
-                Next::Wait { interest, deadline: Some(deadline(&*self.drive, &self.job)) }
+                Next::Wait { interest, deadline: Some(deadline(&self.drive, &self.job)) }
             }
             Progress::Again => Next::Again,
             Progress::Memory => Next::Wait {
                 interest: Interest::None,
-                deadline: Some(deadline(&*self.drive, &self.job)),
+                deadline: Some(deadline(&self.drive, &self.job)),
             },
             Progress::Done => {
                 self.done = true;

@@ -126,6 +126,37 @@ impl Job {
         })
     }
 
+    /// Lets go of everything but its room. It has ended.
+    pub(crate) fn let_go(&mut self) {
+        static NOTHING: std::sync::OnceLock<Batch> = std::sync::OnceLock::new();
+        self.batch = NOTHING.get_or_init(Batch::new).clone();
+        self.notify = None;
+        self.event.take();
+    }
+
+    /// Makes a job that has ended and was let go another one.
+    pub(crate) fn renew(
+        &mut self,
+        op: Op,
+        batch: Batch,
+        notify: Option<Notification>,
+        timeout: Duration,
+        streams: Option<usize>,
+    ) {
+        self.core.counters.transfers_started.one();
+        self.core.counters.transfers_in_flight.one();
+        self.id = self.core.next_transfer();
+        self.op = op;
+        *lock(&self.cutter) = (Cutter::new(&batch), FRAME_BYTES_MAX);
+        self.batch = batch;
+        self.deadline = now() + timeout;
+        self.notify = notify;
+        self.streams = streams;
+        self.transport.take();
+        *lock(&self.state) = State::default();
+        self.stopped.store(false, Ordering::Release);
+    }
+
     // ---- for shares ----
 
     /// Announces `n` shares and sets the size of frames so that they end at about the same time.

@@ -232,7 +232,42 @@ pub(crate) trait Transport: Send + Sync + fmt::Debug {
         lane: Arc<Lane>,
         job: Arc<Job>,
         wake: crate::memory::device::Wake,
-    ) -> Box<dyn Drive>;
+    ) -> Moving;
+}
+
+/// A share of some transport, where it need not be allocated.
+pub(crate) enum Moving {
+    Tcp(tcp::Share),
+    Local(local::LocalShare),
+    Other(Box<dyn Drive>),
+}
+
+impl Moving {
+    fn drive(&self) -> &dyn Drive {
+        match self {
+            Self::Tcp(share) => share,
+            Self::Local(share) => share,
+            Self::Other(share) => &**share,
+        }
+    }
+}
+
+impl Drive for Moving {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.drive().fd()
+    }
+
+    fn progress(&mut self, now: Timestamp) -> Progress {
+        match self {
+            Self::Tcp(share) => share.progress(now),
+            Self::Local(share) => share.progress(now),
+            Self::Other(share) => share.progress(now),
+        }
+    }
+
+    fn check_at(&self) -> Option<Timestamp> {
+        self.drive().check_at()
+    }
 }
 
 /// What a peer's refusal, or a look at its regions that foresees it, means for a batch.

@@ -48,7 +48,7 @@ pub(crate) use peer::MooncakePeer;
 use crate::memory::device::Wake;
 use crate::session::link::{Lane, Link};
 use crate::transfer::job::Job;
-use crate::transport::{Capabilities, Drive, Fence, Transport, TransportKind};
+use crate::transport::{Capabilities, Fence, Moving, Transport, TransportKind};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -83,13 +83,7 @@ impl Transport for Mooncake {
         }
     }
 
-    fn drive(
-        &self,
-        link: &Arc<Link>,
-        lane: Arc<Lane>,
-        job: Arc<Job>,
-        wake: Wake,
-    ) -> Box<dyn Drive> {
-        Box::new(outbound::Share::new(Arc::clone(link), lane, job, wake))
+    fn drive(&self, link: &Arc<Link>, lane: Arc<Lane>, job: Arc<Job>, wake: Wake) -> Moving {
+        Moving::Other(Box::new(outbound::Share::new(Arc::clone(link), lane, job, wake)))
     }
 }

@@ -6,7 +6,7 @@
 
 use super::outbound::digest_spans;
 use crate::agent::Core;
-use crate::memory::cursor::{Fault, Gather, Lent, Pieces, Position, Scatter, Sink, Source};
+use crate::memory::cursor::{Fault, Gather, Lent, Piece, Pieces, Position, Scatter, Sink, Source};
 use crate::memory::device::Wake;
 use crate::memory::gate::Gate;
 use crate::memory::region::Access;
@@ -33,12 +33,19 @@ pub(crate) struct InboundStream {
     gate: Arc<Gate>,
     limits: Limits,
     state: State,
+    /// Where the table of the next request goes.
+    room: Vec<u8>,
+    /// Where the local memory of the next request is listed; empty between requests.
+    pieces: Arc<Pieces>,
     /// Bytes that came with the stream's opening.
     early: Vec<u8>,
     wake: Option<Wake>,
     /// Counted as something under way in the link.
     busy: bool,
 }
+
+/// Bytes of room that a stream keeps for the lists of its next request.
+const ROOM_KEPT: usize = 256 * 1024;
 
 /// A header, and the one descriptor that most small requests have: read in one call.
 const OPENING: usize = RequestHeader::LEN + WireDescriptor::LEN;
@@ -76,12 +83,13 @@ enum State {
         answer: ResponseHeader,
     },
     Answer {
-        bytes: Vec<u8>,
+        reply: Reply,
         at: usize,
     },
     /// The answer to a read: its head goes out with the first of the payload.
     Serve {
-        head: Vec<u8>,
+        head: [u8; ResponseHeader::LEN],
+        head_at: usize,
         source: Gather,
         digest: Option<PieceDigest>,
     },
@@ -89,6 +97,21 @@ enum State {
     Abandoned,
     /// Nothing more is wanted of this stream.
     Dead,
+}
+
+/// What an answer ends with.
+enum Reply {
+    Head([u8; ResponseHeader::LEN]),
+    Trailer(Vec<u8>),
+}
+
+impl Reply {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Head(bytes) => bytes,
+            Self::Trailer(bytes) => bytes,
+        }
+    }
 }
 
 impl State {
@@ -133,6 +156,8 @@ impl InboundStream {
             gate,
             limits: Limits::default(),
             state: State::start(),
+            room: Vec::new(),
+            pieces: Arc::default(),
             early,
             wake: None,
             busy: false,
@@ -192,7 +217,11 @@ impl InboundStream {
                     self.state = State::Rest { header, head, bytes, at };
                     return step;
                 }
-                self.begin(&header, &head, &bytes)
+                let step = self.begin(&header, &head, &bytes);
+                if bytes.capacity() <= ROOM_KEPT {
+                    self.room = bytes;
+                }
+                step
             }
             State::Payload { request, sink, digest } => self.payload(request, sink, digest, turn),
             State::Trailer { request, sink, digest, mut bytes, mut at } => {
@@ -224,22 +253,24 @@ impl InboundStream {
                 Err(fault) => self.fault(fault, request.transfer, 0),
             },
             State::Discard { left, answer } => self.discard(left, answer, turn),
-            State::Answer { bytes, mut at } => match self.socket.send(&bytes[at..]) {
+            State::Answer { reply, mut at } => match self.socket.send(&reply.bytes()[at..]) {
                 Ok(n) => {
                     at += n;
-                    if at < bytes.len() {
-                        self.state = State::Answer { bytes, at };
+                    if at < reply.bytes().len() {
+                        self.state = State::Answer { reply, at };
                         return Step::On;
                     }
                     self.answered()
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                    self.state = State::Answer { bytes, at };
+                    self.state = State::Answer { reply, at };
                     Step::Write
                 }
                 Err(_) => Step::Over,
             },
-            State::Serve { head, source, digest } => self.serve(head, source, digest, turn),
+            State::Serve { head, head_at, source, digest } => {
+                self.serve(head, head_at, source, digest, turn)
+            }
             State::Abandoned => {
                 self.state = State::Abandoned;
                 Step::Memory
@@ -255,7 +286,8 @@ impl InboundStream {
         match RequestHeader::decode(head, &self.limits) {
             Ok(header) => {
                 let len = header.table_len() + header.notify_len as usize;
-                let mut rest = vec![0; len];
+                let mut rest = std::mem::take(&mut self.room);
+                rest.resize(len, 0);
                 let at = after.len().min(len);
                 rest[..at].copy_from_slice(&after[..at]);
                 // A short notification was followed by the next request already.
@@ -308,13 +340,18 @@ impl InboundStream {
             Op::Read => Access::READ,
             Op::Notify => Access::NONE,
         };
-        let pieces = match resolve(self.core(), table, header.payload_len, need) {
-            Ok(pieces) => Arc::new(pieces),
-            Err((code, index)) => {
-                self.refuse(answer(header.transfer, code, index), follows);
-                return Step::On;
-            }
-        };
+        // Made anew only while a device's copies hold on to the last one.
+        if Arc::get_mut(&mut self.pieces).is_none() {
+            self.pieces = Arc::default();
+        }
+        let room = Arc::get_mut(&mut self.pieces).expect("nobody else has it");
+        if let Err((code, index)) = resolve(&self.link.core, table, header.payload_len, need, room)
+        {
+            room.clear();
+            self.refuse(answer(header.transfer, code, index), follows);
+            return Step::On;
+        }
+        let pieces = Arc::clone(&self.pieces);
         let request =
             Request { transfer: header.transfer, notification, bytes: header.payload_len };
         let checksum = header.flags.contains(Flags::CHECKSUM);
@@ -334,7 +371,8 @@ impl InboundStream {
                 ok.payload_len = header.payload_len;
                 ok.flags = Flags::with_checksum(checksum);
                 self.state = State::Serve {
-                    head: ok.encode().to_vec(),
+                    head: ok.encode(),
+                    head_at: 0,
                     source,
                     digest: checksum.then(PieceDigest::new),
                 };
@@ -424,8 +462,8 @@ impl InboundStream {
         } else {
             counters.requests_refused.one();
         }
-        let bytes = answer(request.transfer, code, 0).encode().to_vec();
-        self.state = State::Answer { bytes, at: 0 };
+        let reply = Reply::Head(answer(request.transfer, code, 0).encode());
+        self.state = State::Answer { reply, at: 0 };
     }
 
     /// Reads away what follows of a request, then answers it.
@@ -440,7 +478,7 @@ impl InboundStream {
 
     fn discard(&mut self, left: u64, answer: ResponseHeader, turn: &mut usize) -> Step {
         if left == 0 {
-            self.state = State::Answer { bytes: answer.encode().to_vec(), at: 0 };
+            self.state = State::Answer { reply: Reply::Head(answer.encode()), at: 0 };
             return Step::On;
         }
         let want = usize::try_from(left).unwrap_or(usize::MAX).min(RECEIVE_CHUNK);
@@ -474,14 +512,15 @@ impl InboundStream {
 
     fn serve(
         &mut self,
-        mut head: Vec<u8>,
+        head: [u8; ResponseHeader::LEN],
+        mut head_at: usize,
         mut source: Gather,
         mut digest: Option<PieceDigest>,
         turn: &mut usize,
     ) -> Step {
         if source.remaining() == 0 {
             let Some(digest) = digest else { return self.answered() };
-            self.state = State::Answer { bytes: digest.finish_trailer(), at: 0 };
+            self.state = State::Answer { reply: Reply::Trailer(digest.finish_trailer()), at: 0 };
             return Step::On;
         }
         if !self.is_fresh() {
@@ -489,9 +528,10 @@ impl InboundStream {
         }
         let socket = &self.socket;
         let result = source.lend(SEND_CHUNK, &mut |spans| {
-            let sent = socket.send_spans(&head, spans)?;
-            let of_head = sent.min(head.len());
-            head.drain(..of_head);
+            let rest = &head[head_at..];
+            let sent = socket.send_spans(rest, spans)?;
+            let of_head = sent.min(rest.len());
+            head_at += of_head;
             let payload = sent - of_head;
             if let Some(digest) = &mut digest {
                 digest_spans(digest, spans, payload);
@@ -501,15 +541,15 @@ impl InboundStream {
         match result {
             Ok(Lent::Moved(n)) => {
                 *turn = turn.saturating_sub(n);
-                self.state = State::Serve { head, source, digest };
+                self.state = State::Serve { head, head_at, source, digest };
                 Step::On
             }
             Ok(Lent::WouldBlock) => {
-                self.state = State::Serve { head, source, digest };
+                self.state = State::Serve { head, head_at, source, digest };
                 Step::Write
             }
             Ok(Lent::NotReady) => {
-                self.state = State::Serve { head, source, digest };
+                self.state = State::Serve { head, head_at, source, digest };
                 Step::Memory
             }
             Err(Fault::Memory { code, index }) => self.abandon(code, index),
@@ -565,17 +605,17 @@ impl InboundStream {
     }
 }
 
-/// Looks the descriptors up; one read lock for all of them.
+/// Looks the descriptors up, into `pieces`, which is empty; one read lock for all of them.
 fn resolve(
     core: &Core,
     table: &[u8],
     payload_len: u64,
     need: Access,
-) -> Result<Pieces, (WireCode, u32)> {
+    pieces: &mut Pieces,
+) -> Result<(), (WireCode, u32)> {
     let (entries, rest) = table.as_chunks::<{ WireDescriptor::LEN }>();
     debug_assert!(rest.is_empty(), "the table has the length its header says");
-    let mut pieces = Pieces::default();
-    pieces.pieces.reserve_exact(entries.len());
+    pieces.pieces.reserve(entries.len());
     let tables = core.regions.read();
     for (i, entry) in entries.iter().enumerate() {
         let index = u32::try_from(i).expect("bounded by the limits");
@@ -592,7 +632,7 @@ fn resolve(
     if pieces.bytes != payload_len {
         return Err((WireCode::Malformed, 0));
     }
-    Ok(pieces)
+    Ok(())
 }
 
 /// Copies bytes that came with the opening of the stream: a few, once in its life.
@@ -635,7 +675,15 @@ impl Handler for InboundStream {
                 Step::Over => return Next::Close,
             }
         };
-        self.set_busy(!self.is_between());
+        let is_between = self.is_between();
+        self.set_busy(!is_between);
+        if is_between && let Some(pieces) = Arc::get_mut(&mut self.pieces) {
+            // Regions are not held on to; room for a few descriptors is.
+            pieces.clear();
+            if pieces.pieces.capacity() * size_of::<Piece>() > ROOM_KEPT {
+                *pieces = Pieces::default();
+            }
+        }
         Next::Wait { interest, deadline: None }
     }
 }

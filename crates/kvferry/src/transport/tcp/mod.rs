@@ -17,11 +17,12 @@ mod inbound;
 mod outbound;
 
 pub(crate) use inbound::InboundStream;
+pub(crate) use outbound::Share;
 
 use crate::memory::device::Wake;
 use crate::session::link::{Lane, Link};
 use crate::transfer::job::Job;
-use crate::transport::{Capabilities, Drive, Fence, Transport, TransportKind};
+use crate::transport::{Capabilities, Fence, Moving, Transport, TransportKind};
 use std::sync::Arc;
 
 #[derive(Debug)]
@@ -43,13 +44,7 @@ impl Transport for Tcp {
         }
     }
 
-    fn drive(
-        &self,
-        link: &Arc<Link>,
-        lane: Arc<Lane>,
-        job: Arc<Job>,
-        wake: Wake,
-    ) -> Box<dyn Drive> {
-        Box::new(outbound::Share::new(Arc::clone(link), lane, job, wake))
+    fn drive(&self, link: &Arc<Link>, lane: Arc<Lane>, job: Arc<Job>, wake: Wake) -> Moving {
+        Moving::Tcp(Share::new(Arc::clone(link), lane, job, wake))
     }
 }

@@ -14,7 +14,7 @@ use kvferry_proto::{
 };
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
-use std::collections::VecDeque;
+use smallvec::SmallVec;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 /// Requests sent ahead of their answers on one lane.
 const PIPELINE: usize = 4;
 
-pub(super) struct Share {
+pub(crate) struct Share {
     link: Arc<Link>,
     lane: Arc<Lane>,
     job: Arc<Job>,
@@ -31,7 +31,7 @@ pub(super) struct Share {
     flags: Flags,
     tx: Option<Tx>,
     /// Sent, not answered. `None` is a notification.
-    sent: VecDeque<Option<Frame>>,
+    sent: SmallVec<[Option<Frame>; PIPELINE]>,
     rx: Rx,
     /// Where the payload of the answer at hand goes, if it may come with its head in one call.
     ahead: Option<Scatter>,
@@ -93,7 +93,7 @@ impl Share {
             limits: Limits::default(),
             flags,
             tx: None,
-            sent: VecDeque::with_capacity(PIPELINE),
+            sent: SmallVec::new(),
             rx: Rx::start(),
             ahead: None,
             notification,
@@ -180,7 +180,9 @@ impl Share {
     ) -> Vec<u8> {
         const LEN: usize = RequestHeader::LEN;
         let table = part.map_or(0, |p| p.descriptors as usize * WireDescriptor::LEN);
-        let mut head = Vec::with_capacity(LEN + table);
+        let mut head = self.lane.take_room();
+        head.clear();
+        head.reserve(LEN + table);
         head.resize(LEN, 0);
         if let Some(part) = part {
             part.write_table(&self.job.batch, &mut head);
@@ -254,7 +256,7 @@ impl Share {
     /// else can follow should the answer turn out to be a refusal: a stream carries nothing after
     /// the answer to its last request.
     fn place_ahead(&self) -> Option<Scatter> {
-        let frame = self.sent.front()?.as_ref()?;
+        let frame = self.sent.first()?.as_ref()?;
         let alone = self.tx.is_none() && self.sent.len() == 1 && self.job.op == Op::Read;
         (alone && !self.flags.contains(Flags::CHECKSUM) && self.job.batch.local.all_host())
             .then(|| self.place(frame))
@@ -368,7 +370,7 @@ impl Share {
         if header.transfer != self.job.id {
             return self.protocol("an answer to another request".into());
         }
-        let Some(frame) = self.sent.front().copied() else {
+        let Some(frame) = self.sent.first().copied() else {
             return self.protocol("an answer that nothing asked for".into());
         };
         let ahead = self.ahead.take();
@@ -378,7 +380,7 @@ impl Share {
             if came_along {
                 return self.protocol("bytes after a refusal".into());
             }
-            self.sent.pop_front();
+            self.sent.remove(0);
             self.job.fail(self.refusal(header.code, header.index, frame.as_ref()));
             return Step::On;
         }
@@ -436,14 +438,14 @@ impl Share {
                         .with("piece", piece),
                 );
                 // The stream is in step; the bytes are not to be used, and the outcome says so.
-                self.sent.pop_front();
+                self.sent.remove(0);
                 Step::On
             }
         }
     }
 
     fn frame_done(&mut self) -> Step {
-        if let Some(Some(frame)) = self.sent.pop_front()
+        if let Some(frame) = self.sent.remove(0)
             && let Some(notification) = self.job.acknowledged(&frame)
         {
             self.notification = Some(notification);
@@ -462,7 +464,7 @@ impl Share {
         let fault = self.link.fault_of(self.lane.id);
         let error = match (self.link.end(), fault) {
             (_, Some(fault)) => {
-                let frame = self.sent.front().and_then(Option::as_ref);
+                let frame = self.sent.first().and_then(Option::as_ref);
                 self.refusal(fault.code, fault.index, frame)
             }
             (Some(end), None) => end.clone(),
@@ -608,7 +610,8 @@ impl Drive for Share {
                 Step::Broken => return self.broken(),
             }
             if let Some(tx) = self.tx.take_if(|tx| tx.is_done()) {
-                self.sent.push_back(tx.frame);
+                self.sent.push(tx.frame);
+                self.lane.put_room(tx.head);
             }
             if turn == 0 {
                 return Progress::Again;
