@@ -82,7 +82,7 @@ test-yama: ## Test copying within a host under Yama, in a machine that KVFERRY_V
 	@if [ -z "$${KVFERRY_VM:-}" ]; then echo 'SKIPPED: Yama: set KVFERRY_VM to a program that boots a kernel with it'; else \
 	test=$$($(CARGO) test -p kvferry --test survival --no-run --message-format=json 2>/dev/null \
 	    | sed -n 's/.*"executable":"\([^"]*survival[^"]*\)".*/\1/p' | tail -1); \
-	"$$KVFERRY_VM" -f "$$test" -- sh -c "echo 1 > /proc/sys/kernel/yama/ptrace_scope \
+	"$$KVFERRY_VM" -f "$$test" -- sh -c "chmod 755 / && echo 1 > /proc/sys/kernel/yama/ptrace_scope \
 	    && echo user::65534:65534::/tmp:/bin/sh > /etc/passwd \
 	    && su user -c '$$(basename "$$test") within:: --nocapture --test-threads=1'"; fi
 

@@ -282,6 +282,9 @@ pub(crate) struct BenchArgs {
     /// Write the result as JSON to this file, too
     #[arg(long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
+    /// Show, judge and draw what --output wrote, instead of measuring
+    #[arg(long, value_name = "FILE")]
+    pub(crate) from: Option<PathBuf>,
     /// Write one SVG per figure and `report.html`, which needs nothing else, to this folder
     #[arg(long, value_name = "DIR")]
     pub(crate) plot: Option<PathBuf>,
@@ -366,7 +369,7 @@ pub(crate) enum Part {
 }
 
 /// `32KiB:1024`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Size {
     pub(crate) block: usize,
     pub(crate) count: usize,

@@ -4,10 +4,10 @@ use std::fs;
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Where figures were measured. No host name and no path: reports are shared.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Machine {
     pub(crate) cpus: usize,
     pub(crate) cpu: String,

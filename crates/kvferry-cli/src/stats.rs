@@ -1,9 +1,9 @@
 //! Medians, quartiles and percentiles. Every figure the tool prints goes through here.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// One figure over several rounds.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Spread {
     pub(crate) median: f64,
     /// First and third quartile: half of the rounds lie between them.

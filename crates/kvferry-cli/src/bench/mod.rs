@@ -73,11 +73,16 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     if args.serve {
         return target::run_server(args.listen);
     }
-    let settings = Settings::new(args)?;
-    let bar = output::step_bar(args.quiet, 0);
-    let measured = measure(&settings, &bar);
-    bar.finish_and_clear();
-    let report = Report::new(&settings, measured?);
+    let report = match &args.from {
+        Some(file) => Report::read(file)?,
+        None => {
+            let settings = Settings::new(args)?;
+            let bar = output::step_bar(args.quiet, 0);
+            let measured = measure(&settings, &bar);
+            bar.finish_and_clear();
+            Report::new(&settings, measured?)
+        }
+    };
     if let Some(file) = &args.output {
         written(file, fs::write(file, output::json(&report)?))?;
     }

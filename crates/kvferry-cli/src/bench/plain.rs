@@ -87,11 +87,11 @@ impl Contender for FloorProgram {
 impl InPlace for FloorProgram {
     fn one(&mut self, bench: &mut Bench<'_>, cell: &Cell, batch: usize) -> Result<(), Failure> {
         let (floor, table) = (&mut bench.floors[self.now], &cell.load.batches[batch]);
-        match cell.op {
-            Op::Write => floor.write(&bench.floor_memory, table)?,
-            Op::Read => floor.read(&mut bench.floor_memory, table)?,
-        }
-        Ok(())
+        let done = match cell.op {
+            Op::Write => floor.write(&bench.floor_memory, table),
+            Op::Read => floor.read(&mut bench.floor_memory, table),
+        };
+        Ok(done?)
     }
 
     fn memory<'a>(&'a mut self, bench: &'a mut Bench<'_>) -> &'a mut dyn Memory {

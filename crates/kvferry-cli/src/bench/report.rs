@@ -1,9 +1,13 @@
 //! Rows of figures, how they are judged, and how they are shown.
 
+use std::fs;
+use std::path::Path;
+
 use kvferry::PeerSummary;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::cli::{Op, Size};
+use crate::failure::Failure;
 use crate::machine::Machine;
 use crate::stats::Spread;
 use crate::{table, units};
@@ -11,34 +15,34 @@ use crate::{table, units};
 use super::{Measured, Settings};
 
 /// One line of the report.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Row {
     pub(super) part: &'static str,
     pub(super) transport: String,
     pub(super) work: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) op: Option<Op>,
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) size: Option<Size>,
     pub(super) unit: &'static str,
     /// kvferry's first, then whatever was measured in the same rounds.
     pub(super) figures: Vec<Figure>,
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) floor_settings: Option<Choice>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) judged: Vec<Judged>,
 }
 
 /// What one of them came to, or why it came to nothing.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Figure {
     pub(super) who: &'static str,
     #[serde(flatten)]
     pub(super) spread: Option<Spread>,
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) failed: Option<String>,
     /// Of the caller's process and of the target's.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) sides: Option<[Spread; 2]>,
 }
 
@@ -53,7 +57,7 @@ impl Figure {
 }
 
 /// What the floor was run with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Choice {
     pub(super) chunk: usize,
     /// `null`: left to the kernel.
@@ -61,7 +65,7 @@ pub(super) struct Choice {
 }
 
 /// What a figure must reach.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Bound {
     AtLeast(f64),
@@ -85,7 +89,7 @@ impl Bound {
 }
 
 /// One thing that must be reached.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Judged {
     pub(super) what: String,
     /// What the ratio is to; `null` when the figure itself is judged.
@@ -181,7 +185,7 @@ impl Row {
 }
 
 /// How the two agents talk.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Session {
     pub(super) transport: String,
     checksum: bool,
@@ -210,10 +214,11 @@ impl Session {
 }
 
 /// `kvferry bench --json`.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(bound(deserialize = "'de: 'static"))]
 pub(super) struct Report {
-    schema: &'static str,
-    pub(super) version: &'static str,
+    schema: String,
+    pub(super) version: String,
     pub(super) machine: Machine,
     hosts: u8,
     sessions: Vec<Session>,
@@ -267,12 +272,28 @@ impl Section<'_> {
     }
 }
 
+const SCHEMA: &str = "kvferry.bench/2";
+
 impl Report {
+    /// One that was written before.
+    pub(super) fn read(file: &Path) -> Result<Report, Failure> {
+        let wrong = |why: String| Failure::Usage(format!("--from {}: {why}", file.display()));
+        let text = fs::read_to_string(file).map_err(|error| wrong(error.to_string()))?;
+        // Names of parts and columns are borrowed from it, and the command ends soon.
+        let text: &'static str = text.leak();
+        let report: Report =
+            serde_json::from_str(text).map_err(|error| wrong(error.to_string()))?;
+        if report.schema != SCHEMA {
+            return Err(wrong(format!("it is {}, not {SCHEMA}", report.schema)));
+        }
+        Ok(report)
+    }
+
     pub(super) fn new(settings: &Settings, measured: Measured) -> Report {
         let Measured { sessions, rows, skipped } = measured;
         Report {
-            schema: "kvferry.bench/2",
-            version: env!("CARGO_PKG_VERSION"),
+            schema: SCHEMA.to_string(),
+            version: env!("CARGO_PKG_VERSION").to_string(),
             machine: Machine::here(),
             hosts: if settings.args.target.is_some() { 2 } else { 1 },
             sessions,
@@ -289,6 +310,15 @@ impl Report {
         self.rows.iter().flat_map(|row| row.judged.iter().map(move |judged| (row, judged)))
     }
 
+    /// `3 of 90 figures fall short`.
+    pub(super) fn count(&self) -> String {
+        let all = self.judged().count();
+        match self.judged().filter(|(_, judged)| !judged.ok).count() {
+            0 => format!("all {all} figures reach what they must"),
+            short => format!("{short} of {all} figures fall short"),
+        }
+    }
+
     /// One line that names every figure that falls short.
     pub(super) fn shortfall(&self) -> Option<String> {
         let short: Vec<String> = self
@@ -299,9 +329,7 @@ impl Report {
                 format!("{}: {}{of}", row.transport, judged.what)
             })
             .collect();
-        let all = self.judged().count();
-        (!short.is_empty())
-            .then(|| format!("{} of {all} figures fall short: {}", short.len(), short.join("; ")))
+        (!short.is_empty()).then(|| format!("{}: {}", self.count(), short.join("; ")))
     }
 
     /// Where and how it was measured, one line each.
@@ -384,9 +412,7 @@ impl Report {
     }
 
     pub(super) fn verdict(&self) -> String {
-        let all = self.judged().count();
-        let verdict = self.shortfall();
-        verdict.unwrap_or_else(|| format!("all {all} figures reach what they must"))
+        self.shortfall().unwrap_or_else(|| self.count())
     }
 
     pub(super) fn to_table(&self) -> String {
@@ -432,8 +458,8 @@ pub(super) mod tests {
     pub(in crate::bench) fn report(rows: Vec<Row>) -> Report {
         let session = Session { transport: "tcp".into(), checksum: false, authenticated: true };
         Report {
-            schema: "test",
-            version: "0",
+            schema: SCHEMA.to_string(),
+            version: "0".into(),
             machine: Machine::here(),
             hosts: 1,
             sessions: vec![session],
@@ -475,5 +501,17 @@ pub(super) mod tests {
         assert_eq!(value["judged"][0]["of"], "floor");
         assert_eq!(value["figures"][0]["rounds"].as_array().expect("an array").len(), 3);
         assert_eq!(value["figures"][2]["failed"], "it crashed");
+    }
+
+    #[test]
+    fn a_report_that_was_written_is_read_as_it_was() {
+        let written = report(vec![row(0.8, Bound::AtLeast(0.95))]);
+        let file = std::env::temp_dir().join(format!("kvferry-report-{}", std::process::id()));
+        fs::write(&file, crate::output::json(&written).expect("serializes")).expect("written");
+        let read = Report::read(&file).expect("well formed");
+        assert_eq!(read.to_table(), written.to_table());
+        fs::write(&file, "{}").expect("written");
+        assert!(Report::read(&file).is_err());
+        fs::remove_file(&file).expect("it is ours");
     }
 }

@@ -236,6 +236,7 @@ pub(crate) trait Transport: Send + Sync + fmt::Debug {
 }
 
 /// A share of some transport, where it need not be allocated.
+#[expect(clippy::large_enum_variant, reason = "there are a few at a time, on the stack")]
 pub(crate) enum Moving {
     Tcp(tcp::Share),
     Local(local::LocalShare),

@@ -25,7 +25,7 @@ pub(super) enum Scale {
 const WIDTH: f64 = 860.0;
 const HEIGHT: f64 = 500.0;
 const LEFT: f64 = 62.0;
-const RIGHT: f64 = 196.0;
+const RIGHT: f64 = 212.0;
 const TOP: f64 = 76.0;
 const BOTTOM: f64 = 66.0;
 /// Between neighbours at the same size, so that their whiskers can be told apart.
@@ -37,7 +37,6 @@ const LABEL_STEP: f64 = 17.0;
 pub(super) struct Words<'a> {
     pub(super) title: &'a str,
     pub(super) subtitle: &'a str,
-    pub(super) unit: &'a str,
 }
 
 pub(super) fn draw(words: &Words<'_>, scale: Scale, lines: &[Line]) -> Canvas {
@@ -45,7 +44,7 @@ pub(super) fn draw(words: &Words<'_>, scale: Scale, lines: &[Line]) -> Canvas {
     canvas.text("heading", (20.0, 32.0), Anchor::Start, words.title);
     canvas.text("sub", (20.0, 53.0), Anchor::Start, words.subtitle);
     let axes = Axes::new(scale, lines);
-    axes.draw(&mut canvas, words.unit);
+    axes.draw(&mut canvas);
     // What matters most is drawn last, on top.
     for (number, line) in lines.iter().enumerate().rev() {
         axes.line(&mut canvas, line, (number as f64 - (lines.len() - 1) as f64 / 2.0) * DODGE);
@@ -101,14 +100,13 @@ impl Axes {
         HEIGHT - BOTTOM - part * (HEIGHT - BOTTOM - TOP)
     }
 
-    fn draw(&self, canvas: &mut Canvas, unit: &str) {
+    fn draw(&self, canvas: &mut Canvas) {
         let (left, right, bottom) = (LEFT, WIDTH - RIGHT, HEIGHT - BOTTOM);
         for &tick in &self.ticks {
             let y = self.y(tick);
             canvas.line("grid", (left, y), (right, y));
             canvas.text("tick", (left - 8.0, y + 4.0), Anchor::End, &short(tick));
         }
-        canvas.text("tick", (left - 8.0, TOP - 12.0), Anchor::End, unit);
         canvas.line("base", (left, bottom), (right, bottom));
         for size in &self.sizes {
             let x = self.x(size);
@@ -144,7 +142,9 @@ impl Axes {
                 units::figure(spread.q1),
                 units::figure(spread.q3)
             );
-            canvas.mark(&format!("mark {class}"), line.look.shape, (x, y), &says);
+            // A limit is a line to be near to, not one more that takes part.
+            let mark = if line.look.is_limit() { "point" } else { "mark" };
+            canvas.mark(&format!("{mark} {class}"), line.look.shape, (x, y), &says);
         }
     }
 
@@ -167,10 +167,13 @@ impl Axes {
             let end = line.points.last().expect("lines without points were left out");
             let from = self.x(&end.0) + 20.0;
             canvas.line(&format!("leader {class}"), (from, y), (right + 8.0, label));
-            let at = (right + 16.0, label);
-            canvas.mark(&format!("mark {class}"), line.look.shape, at, line.look.name);
+            canvas.polyline(class, &[(right + 12.0, label), (right + 34.0, label)]);
+            if !line.look.is_limit() {
+                let at = (right + 23.0, label);
+                canvas.mark(&format!("mark {class}"), line.look.shape, at, line.look.name);
+            }
             let bold = if class == "ours" { "label ours" } else { "label" };
-            canvas.text(bold, (right + 26.0, label + 4.5), Anchor::Start, line.look.name);
+            canvas.text(bold, (right + 41.0, label + 4.5), Anchor::Start, line.look.name);
         }
     }
 }

@@ -39,6 +39,7 @@ pub(super) fn draw(title: &str, subtitle: &str, all: &[Dots]) -> Canvas {
             canvas.text("tick", (x(tick), bottom + 18.0), Anchor::Middle, &short(tick));
         }
     }
+    canvas.text("tick small", (WIDTH - 20.0, TOP - 14.0), Anchor::End, "p50 / p99");
     canvas.line("base", (LEFT, bottom), (WIDTH - RIGHT, bottom));
     let middle = (LEFT + WIDTH - RIGHT) / 2.0;
     let axis = "µs (logarithmic): filled p50, hollow p99";

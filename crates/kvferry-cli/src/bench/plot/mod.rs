@@ -48,50 +48,45 @@ fn pictures(report: &Report) -> Vec<Picture> {
             transports.push(&row.transport);
         }
     }
+    transports.into_iter().flat_map(|transport| of_transport(report, transport)).collect()
+}
+
+/// Writing beside reading, of one kind after the other.
+fn of_transport(report: &Report, transport: &str) -> Vec<Picture> {
+    let place = match transport {
+        "local" => "within a host".to_string(),
+        other => format!("over {other}"),
+    };
+    let ops = [(Op::Write, "Writing"), (Op::Read, "Reading")];
+    let name = |op: Op, what: &str| format!("{transport}-{}{what}", op.name());
     let mut pictures = Vec::new();
-    for transport in transports {
-        let place = match transport {
-            "local" => "within a host".to_string(),
-            other => format!("over {other}"),
-        };
-        for op in [Op::Write, Op::Read] {
-            let verb = match op {
-                Op::Write => "Writing",
-                Op::Read => "Reading",
-            };
-            let rows = |part: &str| select(report, part, transport, op);
-            let name = |what: &str| format!("{transport}-{}{what}", op.name());
-            let title = format!("{verb} scattered blocks {place}");
-            pictures.extend(over_sizes(
-                name(""),
-                &Words { title: &title, subtitle: "GB/s, higher is better", unit: "GB/s" },
-                Scale::FromZero,
-                &rows("throughput"),
-                main_figure,
-            ));
-            let title = format!("What it costs: {} {place}", verb.to_lowercase());
-            let subtitle = "processor seconds per GB, both sides together; lower is better";
-            pictures.extend(over_sizes(
-                name("-cpu"),
-                &Words { title: &title, subtitle, unit: "s/GB" },
-                Scale::Logarithmic,
-                &rows("cpu"),
-                main_figure,
-            ));
-            let title = format!("With and without checksums: {} {place}", verb.to_lowercase());
-            let subtitle = "GB/s, higher is better; CRC32C per 256 KiB, computed and compared";
-            let checked = |who: &str| matches!(who, "kvferry" | "checksums" | "floor");
-            let rows_checked = rows("throughput");
-            if rows_checked.iter().any(|row| row.figure("checksums").is_some()) {
-                pictures.extend(over_sizes(
-                    name("-checksums"),
-                    &Words { title: &title, subtitle, unit: "GB/s" },
-                    Scale::FromZero,
-                    &rows_checked,
-                    checked,
-                ));
-            }
-            pictures.extend(latencies(name("-latency"), &rows("latency"), verb, &place));
+    for (op, verb) in ops {
+        let title = format!("{verb} scattered blocks {place}");
+        let words = Words { title: &title, subtitle: "GB/s, higher is better" };
+        let rows = select(report, "throughput", transport, op);
+        pictures.extend(over_sizes(name(op, ""), &words, Scale::FromZero, &rows, main_figure));
+    }
+    for (op, verb) in ops {
+        let title = format!("What it costs: {} {place}", verb.to_lowercase());
+        let subtitle = "processor seconds per GB, both sides together; lower is better";
+        let words = Words { title: &title, subtitle };
+        let rows = select(report, "cpu", transport, op);
+        let name = name(op, "-cpu");
+        pictures.extend(over_sizes(name, &words, Scale::Logarithmic, &rows, main_figure));
+    }
+    for (op, verb) in ops {
+        let rows = select(report, "latency", transport, op);
+        pictures.extend(latencies(name(op, "-latency"), &rows, verb, &place));
+    }
+    for (op, verb) in ops {
+        let title = format!("With and without checksums: {} {place}", verb.to_lowercase());
+        let subtitle = "GB/s, higher is better; CRC32C per 256 KiB, computed and compared";
+        let words = Words { title: &title, subtitle };
+        let rows = select(report, "throughput", transport, op);
+        if rows.iter().any(|row| row.figure("checksums").is_some()) {
+            let drawn = |who: &str| matches!(who, "kvferry" | "checksums" | "floor");
+            let name = name(op, "-checksums");
+            pictures.extend(over_sizes(name, &words, Scale::FromZero, &rows, drawn));
         }
     }
     pictures

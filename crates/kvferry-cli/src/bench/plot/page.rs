@@ -2,7 +2,8 @@
 
 use std::fmt::Write;
 
-use crate::bench::report::{Report, Section};
+use crate::bench::report::{Judged, Report, Row, Section};
+use crate::cli::Op;
 use crate::units;
 
 use super::Picture;
@@ -19,10 +20,7 @@ pub(super) fn html(report: &Report, pictures: &[Picture]) -> String {
     let mut page = String::new();
     let facts = report.facts();
     let title = if report.compares() { "kvferry beside its peers" } else { "kvferry bench" };
-    let (class, verdict) = match report.shortfall() {
-        None => ("ok", report.verdict()),
-        Some(_) => ("short", report.verdict()),
-    };
+    let class = if report.shortfall().is_none() { "ok" } else { "short" };
     put(&mut page, "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">");
     put(&mut page, "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">");
     put(&mut page, &format!("<title>{title}</title><style>{PAGE}{SVG}</style></head><body><main>"));
@@ -30,7 +28,8 @@ pub(super) fn html(report: &Report, pictures: &[Picture]) -> String {
     for fact in facts {
         put(&mut page, &format!("<p class=\"soft\">{}</p>", escape(&fact)));
     }
-    put(&mut page, &format!("<p class=\"verdict {class}\">{}</p>", escape(&verdict)));
+    put(&mut page, &format!("<p class=\"verdict {class}\">{}</p>", escape(&report.count())));
+    tiles(&mut page, report);
     if !pictures.is_empty() {
         put(&mut page, "<h2>Figures</h2><div class=\"figures\">");
         for picture in pictures {
@@ -48,6 +47,43 @@ pub(super) fn html(report: &Report, pictures: &[Picture]) -> String {
     put(&mut page, &format!("<h2>Method</h2><p class=\"soft wide\">{METHOD}</p>"));
     put(&mut page, "</main></body></html>");
     page
+}
+
+/// How far ahead of the best other engine, for the smallest and the largest blocks written.
+fn tiles(page: &mut String, report: &Report) {
+    let mut tiles = Vec::new();
+    let mut transports: Vec<&str> = report.rows.iter().map(|row| row.transport.as_str()).collect();
+    transports.dedup();
+    for transport in transports {
+        for (part, what) in [("throughput", "as fast as"), ("cpu", "of the processor time of")] {
+            let beside: Vec<(&Row, &Judged)> = report
+                .judged()
+                .filter(|(row, judged)| {
+                    let other = judged.of.is_some_and(|of| of.ends_with("other engine"));
+                    row.transport == transport
+                        && row.part == part
+                        && row.op == Some(Op::Write)
+                        && other
+                })
+                .collect();
+            let last = beside.last().filter(|_| beside.len() > 1);
+            for (row, judged) in beside.first().into_iter().chain(last) {
+                let (times, of) = (judged.reached.median, judged.of.unwrap_or_default());
+                let times = match part {
+                    "cpu" if times < 1.0 => format!("1 / {}", units::figure(1.0 / times)),
+                    _ => format!("{} ×", units::figure(times)),
+                };
+                let (work, transport) = (escape(&row.work), escape(transport));
+                tiles.push(format!(
+                    "<div class=\"tile\"><b>{times}</b><span class=\"soft\">{what} {of}: {work}, \
+                     {transport}</span></div>"
+                ));
+            }
+        }
+    }
+    if !tiles.is_empty() {
+        put(page, &format!("<div class=\"tiles\">{}</div>", tiles.join("\n")));
+    }
 }
 
 fn put(page: &mut String, text: &str) {

@@ -16,10 +16,11 @@ const fn look(who: &'static str, name: &'static str, class: &'static str, shape:
     Look { who, name, class, shape }
 }
 
-/// In the order of a legend.
-const LOOKS: [Look; 13] = [
+/// In the order of a legend. Copying within a process is in no picture: it would make everything else
+/// look small.
+const LOOKS: [Look; 12] = [
     look("kvferry", "kvferry", "ours", 0),
-    look("kvferry, allocated", "kvferry, memory it allocated", "shared", 3),
+    look("kvferry, allocated", "kvferry, own memory", "shared", 3),
     look("kvferry, Python", "kvferry from Python", "python", 2),
     look("checksums", "kvferry, checksums", "checked", 1),
     look("Mooncake", "Mooncake", "mooncake", 3),
@@ -30,8 +31,14 @@ const LOOKS: [Look; 13] = [
     look("raw", "one raw stream", "limit raw", 0),
     look("raw × 4", "four raw streams", "limit raw4", 0),
     look("process_vm", "process_vm by itself", "limit floor", 0),
-    look("memcpy", "memcpy", "limit raw", 0),
 ];
+
+impl Look {
+    /// What the machine does by itself.
+    pub(super) fn is_limit(self) -> bool {
+        self.class.starts_with("limit")
+    }
+}
 
 /// Those among `who` that are drawn, in the order of a legend.
 pub(super) fn looks(who: impl Fn(&str) -> bool) -> Vec<Look> {
@@ -75,6 +82,7 @@ pub(super) const SVG: &str = "
 .chart .mark.nixl { fill: var(--nixl); } .chart .mark.nixl2 { fill: var(--nixl2); }
 .chart .mark.limit { fill: var(--limit); }
 .chart .mark { stroke: var(--paper); }
+.chart .point { fill: transparent; stroke: none; }
 .chart text.ours { fill: var(--ours); stroke: none; font-weight: 650; }
 .chart text.label { stroke: none; }
 ";
@@ -94,6 +102,9 @@ h1 { font-size: 28px; line-height: 1.2; margin: 0 0 4px; letter-spacing: -.01em;
 h2 { font-size: 20px; margin: 44px 0 14px; }
 h3 { font-size: 15px; margin: 26px 0 8px; }
 p { margin: 4px 0; } .soft { color: var(--soft); } p.wide { max-width: 92ch; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(280px, 1fr)); gap: 14px; margin-top: 22px; }
+.tile { background: var(--card); border: 1px solid var(--edge); border-radius: 12px; padding: 14px 18px; }
+.tile b { display: block; font-size: 30px; line-height: 1.15; letter-spacing: -.02em; font-variant-numeric: tabular-nums; }
 .verdict { display: inline-block; margin-top: 14px; padding: 8px 14px; border-radius: 8px; font-weight: 600; }
 .verdict.ok { background: var(--goodback); color: var(--good); }
 .verdict.short { background: var(--badback); color: var(--bad); }
