@@ -5,7 +5,8 @@
 
 use crate::pattern::Pattern;
 use kvferry::{
-    Access, Agent, Batch, Error, Incarnation, Options, Peer, Region, RemoteRegion, Transfer,
+    Access, Agent, Batch, Error, ErrorKind, Incarnation, Options, Peer, Region, RemoteRegion,
+    Transfer,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -39,6 +40,9 @@ pub struct Plan {
     pub block: usize,
     /// How long one transfer may take.
     pub timeout_ms: u64,
+    /// After so many writes one is read back, and what is written changes: to make patterns and to
+    /// compare them costs more than to move them.
+    pub writes_per_read: u32,
 }
 
 /// An outcome that was no success.
@@ -52,6 +56,9 @@ pub struct Fault {
     pub at_ns: u64,
     /// The error's kind and words.
     pub error: String,
+    /// The life that the session was with, if it was another one than the batch was for: news of a
+    /// restart may be faster than the end of a session.
+    pub session: Option<String>,
 }
 
 /// What happened since the mesh began; faults only since the last report.
@@ -125,8 +132,9 @@ struct Pairing {
     began: Instant,
     /// The life of the peer that the running transfer is with.
     life: Incarnation,
-    /// What was written last.
+    /// What was written last, and how often.
     pattern: Pattern,
+    writes: u32,
 }
 
 /// A running mesh of this process.
@@ -228,6 +236,7 @@ impl Driver {
                 began: Instant::now(),
                 life: Incarnation(0),
                 pattern: Pattern::new(0),
+                writes: 0,
             });
         }
         self.write(index);
@@ -257,12 +266,15 @@ impl Driver {
         if self.stopping {
             return;
         }
-        let pattern = Pattern::fresh();
-        let at = index * self.plan.slot;
-        self.from.write_at(at, &pattern.bytes(self.plan.slot)).expect("owned memory");
         let (batch, options) = (self.batch(index, &self.from), self.options());
         let pairing = self.pairings[index].as_mut().expect("met");
-        pairing.pattern = pattern;
+        if pairing.writes == 0 {
+            pairing.pattern = Pattern::fresh();
+            let at = index * self.plan.slot;
+            let bytes = pairing.pattern.bytes(self.plan.slot);
+            self.from.write_at(at, &bytes).expect("owned memory");
+        }
+        pairing.writes += 1;
         pairing.reading = false;
         pairing.began = Instant::now();
         pairing.life = pairing.remote.incarnation;
@@ -275,6 +287,7 @@ impl Driver {
         let (batch, options) = (self.batch(index, &self.back), self.options());
         let pairing = self.pairings[index].as_mut().expect("met");
         pairing.reading = true;
+        pairing.writes = 0;
         pairing.began = Instant::now();
         pairing.life = pairing.remote.incarnation;
         pairing.running = Some(pairing.peer.read_async(batch, options));
@@ -290,6 +303,7 @@ impl Driver {
         let (reading, took) = (pairing.reading, pairing.began.elapsed());
         let (pattern, life) = (pairing.pattern, pairing.life);
         let met_again = pairing.remote.incarnation != life;
+        let again = pairing.writes < self.plan.writes_per_read;
         {
             let mut report = lock(&self.report);
             report.longest_us = report.longest_us.max(took.as_micros() as u64);
@@ -300,6 +314,7 @@ impl Driver {
                     life: life.to_string(),
                     at_ns: kvferry_sys::clock::boottime_ns(),
                     error: format!("{}: {error}", error.kind()),
+                    session: error.context("live").map(str::to_owned),
                 }),
             }
         }
@@ -315,8 +330,14 @@ impl Driver {
             }
             Ok(_) if met_again => self.write(index),
             Ok(_) if self.stopping => {}
+            Ok(_) if again => self.write(index),
             Ok(_) => self.read(index),
             Err(_) if met_again => self.write(index),
+            Err(error) if error.kind() == ErrorKind::StaleIncarnation => {
+                // The session of the earlier life is about to be found dead.
+                std::thread::sleep(Duration::from_millis(5));
+                self.write(index);
+            }
             // Until it is met again.
             Err(_) => {}
         }
