@@ -82,9 +82,10 @@ test-yama: ## Test copying within a host under Yama, in a machine that KVFERRY_V
 	@if [ -z "$${KVFERRY_VM:-}" ]; then echo 'SKIPPED: Yama: set KVFERRY_VM to a program that boots a kernel with it'; else \
 	test=$$($(CARGO) test -p kvferry --test survival --no-run --message-format=json 2>/dev/null \
 	    | sed -n 's/.*"executable":"\([^"]*survival[^"]*\)".*/\1/p' | tail -1); \
-	"$$KVFERRY_VM" -f "$$test" -- sh -c "chmod 755 / && echo 1 > /proc/sys/kernel/yama/ptrace_scope \
-	    && echo user::65534:65534::/tmp:/bin/sh > /etc/passwd \
-	    && su user -c '$$(basename "$$test") within:: --nocapture --test-threads=1'"; fi
+	"$$KVFERRY_VM" -f "$$test" -- sh -ec "chmod 755 /; echo 1 > /proc/sys/kernel/yama/ptrace_scope; \
+	    echo user::65534:65534::/tmp:/bin/sh > /etc/passwd; name=$$(basename "$$test"); \
+	    for it in \$$(\$$name --list within:: | sed -n '/yama\|attach\|private_and_shared\|shared_memory/s/: test\$$//p'); do \
+	    su user -c \"\$$name \$$it --exact --nocapture\"; done"; fi
 
 soak: ## Every fault again and again for SOAK_SECONDS; counters back to zero, no growth
 	$(call part,soak of $(SOAK_SECONDS) s,SOAK_SECONDS=$(SOAK_SECONDS) $(CARGO) test -p kvferry --test endurance soak:: -- --nocapture)

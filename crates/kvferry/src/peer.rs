@@ -13,7 +13,7 @@ use crate::transfer::drive::{self, Slot};
 use crate::transfer::job::{Job, Moved, Op};
 use crate::transfer::{Options, Transfer};
 use crate::transport::TransportKind;
-use kvferry_proto::{Incarnation, Limits, WireCode};
+use kvferry_proto::{Incarnation, Limits, Timestamp, WireCode};
 use serde::Serialize;
 use std::sync::Arc;
 use std::time::Duration;
@@ -255,11 +255,20 @@ impl Peer {
             return outcome;
         }
         let job = self.job(op, batch, options);
-        let link = match self.state.wait_link(job.deadline, options.interrupt) {
+        let mut link = match self.state.wait_link(job.deadline, options.interrupt) {
             Ok(link) => link,
             Err(e) => return finished(&job, e),
         };
-        if let Err(e) = self.check(&link, &job.batch, job.notify.as_ref()) {
+        let mut checked = self.check(&link, &job.batch, job.notify.as_ref());
+        if checked.as_ref().is_err_and(is_stale) && !self.is_there(&link, job.deadline) {
+            // The session was the stale one.
+            link = match self.state.wait_link(job.deadline, options.interrupt) {
+                Ok(link) => link,
+                Err(e) => return finished(&job, e),
+            };
+            checked = self.check(&link, &job.batch, job.notify.as_ref());
+        }
+        if let Err(e) = checked {
             return finished(&job, e);
         }
         let outcome = drive::run(&job, &link, options.interrupt);
@@ -277,15 +286,41 @@ impl Peer {
             job.finish(Ok(Moved { bytes: 0, descriptors: 0, streams: 0, transport: None }));
         } else {
             let (peer, job) = (self.clone(), Arc::clone(&job));
-            self.state.link(Box::new(move |link| match link {
-                Ok(link) => match peer.check(&link, &job.batch, job.notify.as_ref()) {
-                    Ok(()) => drive::submit(&job, &link),
-                    Err(e) => job.finish(Err(e)),
-                },
-                Err(e) => job.finish(Err(e)),
-            }));
+            self.state.link(Box::new(move |link| peer.submit(link, &job, true)));
         }
         Transfer(job)
+    }
+
+    /// Goes on with a job when its peer was met. A session that a batch's regions do not belong to
+    /// may itself be the one of an earlier life, whose end is not known yet: that is found out
+    /// once, by asking.
+    fn submit(self, link: Result<Arc<Link>>, job: &Arc<Job>, asks: bool) {
+        let link = match link {
+            Ok(link) => link,
+            Err(e) => return job.finish(Err(e)),
+        };
+        match self.check(&link, &job.batch, job.notify.as_ref()) {
+            Ok(()) => drive::submit(job, &link),
+            Err(e) if asks && is_stale(&e) => {
+                let (job, asked) = (Arc::clone(job), Arc::clone(&link));
+                let budget = job.deadline.saturating_since(now());
+                let answered = move |_, _| {
+                    if asked.end().is_none() {
+                        return job.finish(Err(e));
+                    }
+                    let (peer, job) = (self.clone(), Arc::clone(&job));
+                    self.state.link(Box::new(move |link| peer.submit(link, &job, false)));
+                };
+                link.request(service::PROBE, Vec::new(), budget, Box::new(answered));
+            }
+            Err(e) => job.finish(Err(e)),
+        }
+    }
+
+    /// Whether the peer of a session answers; if not, the session has ended.
+    fn is_there(&self, link: &Arc<Link>, deadline: Timestamp) -> bool {
+        let left = deadline.saturating_since(now());
+        self.ask(link, service::PROBE, Vec::new(), left).is_ok() || link.end().is_none()
     }
 
     /// Writes a batch to the peer's memory. Blocks; this thread moves the bytes.
@@ -341,6 +376,10 @@ impl Peer {
         let options = Options { notify: Some(notification), ..options.clone() };
         self.blocking(Op::Write, &Batch::new(), &options).map(drop)
     }
+}
+
+fn is_stale(error: &Error) -> bool {
+    error.kind() == ErrorKind::StaleIncarnation
 }
 
 fn finished(job: &Job, error: Error) -> Result<Moved> {

@@ -226,7 +226,8 @@ impl Reactor {
 const BELL: u64 = 0;
 
 /// The token of the handler whose deadline goes before everything else that is due: before
-/// descriptors that became ready at the same time. At most one per reactor.
+/// descriptors that became ready at the same time, and between any two other handlers. At most one
+/// per reactor.
 pub(crate) const FIRST: u64 = 1;
 
 struct Entry {
@@ -346,6 +347,10 @@ impl Run {
 
     /// Calls a handler; `at` is when the wait for what it is called for ended.
     fn call(&mut self, token: u64, cause: Cause, at: Timestamp) {
+        if token != FIRST {
+            // Between any two: on a machine with too much to do, one round may take seconds.
+            self.fire_first(now());
+        }
         let Some(entry) = self.entries.get_mut(&token) else { return };
         let cx = Cx { now: at, token, remote: &self.remote };
         match entry.handler.handle(cause, &cx) {

@@ -281,7 +281,8 @@ fn explain(e: &io::Error) -> String {
             "; kernel.yama.ptrace_scope is {scope}: set it to 0, or, if it is 1, start both \
              processes with KVFERRY_PTRACER_ANY=1"
         );
-    } else if seccomp.is_some_and(|mode| mode != "0") {
+    }
+    if seccomp.is_some_and(|mode| mode != "0") {
         text += "; a seccomp filter is active: it must allow process_vm_readv and \
                  process_vm_writev";
     }
