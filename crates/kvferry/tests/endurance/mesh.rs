@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 over!(tcp: sixty_four_agents_in_a_full_mesh_have_equal_shares_and_survive_each_other);
+over!(local: sixty_four_agents_in_a_full_mesh_have_equal_shares_and_survive_each_other);
 
 const AGENTS: usize = 64;
 const SLOT: usize = 32 * KIB;

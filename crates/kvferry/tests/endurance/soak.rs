@@ -14,6 +14,7 @@ use std::thread;
 use std::time::Instant;
 
 over!(tcp: a_life_full_of_faults_leaves_no_trace);
+over!(local: a_life_full_of_faults_leaves_no_trace);
 
 const SILENCE: Duration = Duration::from_millis(600);
 const LEN: usize = 8 * MIB;

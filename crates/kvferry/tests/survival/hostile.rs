@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
 over!(tcp: strangers_on_the_port_delay_nobody_and_cost_little_memory, more_strangers_than_places_do_not_keep_a_peer_out);
+over!(local: strangers_on_the_port_delay_nobody_and_cost_little_memory, more_strangers_than_places_do_not_keep_a_peer_out);
 
 /// What an agent says first.
 fn recorded_hello() -> Vec<u8> {

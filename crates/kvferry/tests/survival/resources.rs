@@ -5,6 +5,7 @@ use kvferry_testkit::process::Child;
 use std::thread;
 
 over!(tcp: agents_that_come_and_go_leave_nothing_behind, peers_that_meet_and_part_leave_nothing_behind);
+over!(local: agents_that_come_and_go_leave_nothing_behind, peers_that_meet_and_part_leave_nothing_behind);
 
 /// What a process may grow by, once everything has happened that happens for the first time.
 const GROWTH: u64 = MIB as u64;
