@@ -19,7 +19,6 @@
 //! | [`net`] | addresses of this host |
 //! | [`probe`] | what the kernel lets this process do, found out by doing it |
 //! | [`vendor`] | libibverbs, libcuda and libcufile, loaded at run time |
-//! | [`vm`] | copies to and from another process's memory |
 
 pub mod clock;
 pub mod fd;
@@ -36,7 +35,6 @@ pub mod thread;
 pub mod unix;
 pub mod vectors;
 pub mod vendor;
-pub mod vm;
 
 pub use fd::forked_since;
 pub use span::HostSpan;

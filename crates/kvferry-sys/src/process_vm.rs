@@ -2,7 +2,7 @@
 
 use crate::span::HostSpan;
 use crate::{check, retry_on_intr};
-use std::io;
+use std::io::{self, IoSlice, IoSliceMut};
 
 /// Ranges that one call takes on either side.
 pub const RANGES_MAX: usize = 1024;
@@ -38,14 +38,18 @@ impl std::fmt::Debug for RemoteSpan {
 ///
 /// Who is to be trusted with `pid`, and that it is not another process by now, is the caller's.
 ///
+/// # Safety
+/// If `pid` is this process, nobody may hold references to the memory at `to`.
+///
 /// # Errors
 /// `PermissionDenied` where the kernel refuses, `NotFound` if there is no such process,
 /// `InvalidInput` beyond [`RANGES_MAX`]; `EFAULT` if nothing could be copied.
-pub fn write(pid: i32, from: &[HostSpan], to: &[RemoteSpan]) -> io::Result<usize> {
+pub unsafe fn write(pid: i32, from: &[HostSpan], to: &[RemoteSpan]) -> io::Result<usize> {
     let (local, remote) = (HostSpan::as_iovecs(from), RemoteSpan::as_iovecs(to));
     retry_on_intr(|| {
         // SAFETY: the local ranges are spans that are lent for this call and only read; the
-        // remote ones are another address space's, which the kernel checks.
+        // remote ones are checked by the kernel, and if they are our own, the caller promises
+        // that nobody has references to them.
         check(unsafe {
             libc::process_vm_writev(
                 pid,
@@ -57,6 +61,59 @@ pub fn write(pid: i32, from: &[HostSpan], to: &[RemoteSpan]) -> io::Result<usize
             )
         })
     })
+}
+
+/// Copies slices to the memory of another process at `to`; else as [`write`].
+///
+/// # Errors
+/// As [`write`]; `InvalidInput` for this process, whose memory has references.
+pub fn write_slices(pid: i32, from: &[IoSlice<'_>], to: &[RemoteSpan]) -> io::Result<usize> {
+    other(pid)?;
+    let remote = RemoteSpan::as_iovecs(to);
+    retry_on_intr(|| {
+        // SAFETY: an `IoSlice` has the layout of an `iovec` and its bytes are borrowed for the
+        // call, which only reads them; the remote ranges are another process's.
+        check(unsafe {
+            libc::process_vm_writev(
+                pid,
+                from.as_ptr().cast(),
+                from.len() as _,
+                remote.as_ptr(),
+                remote.len() as _,
+                0,
+            )
+        })
+    })
+}
+
+/// Copies from the memory of another process at `from` to slices; else as [`write_slices`].
+///
+/// # Errors
+/// As [`write_slices`].
+pub fn read_slices(pid: i32, to: &mut [IoSliceMut<'_>], from: &[RemoteSpan]) -> io::Result<usize> {
+    other(pid)?;
+    let remote = RemoteSpan::as_iovecs(from);
+    retry_on_intr(|| {
+        // SAFETY: an `IoSliceMut` has the layout of an `iovec` and its bytes are borrowed mutably
+        // for the call; the remote ranges are another process's.
+        check(unsafe {
+            libc::process_vm_readv(
+                pid,
+                to.as_ptr().cast(),
+                to.len() as _,
+                remote.as_ptr(),
+                remote.len() as _,
+                0,
+            )
+        })
+    })
+}
+
+fn other(pid: i32) -> io::Result<()> {
+    if pid > 0 && pid.unsigned_abs() != std::process::id() {
+        return Ok(());
+    }
+    Err(io::Error::new(io::ErrorKind::InvalidInput, "not the number of another process"))
 }
 
 /// Copies from the memory of process `pid` at `from` to `to`; else as [`write`].
@@ -108,7 +165,8 @@ mod tests {
         let at = map.as_ptr() as usize;
         let from = [map.span(0, 2), map.span(2, 4)];
         let to = [RemoteSpan::new(at + 100, 3), RemoteSpan::new(at + 200, 3)];
-        assert_eq!(write(own_pid(), &from, &to).expect("our own memory"), 6);
+        // SAFETY: nobody has references to the mapping.
+        assert_eq!(unsafe { write(own_pid(), &from, &to) }.expect("our own memory"), 6);
         let mut back = [0; 6];
         read_bytes(own_pid(), at + 100, &mut back[..3]).expect("our own memory");
         read_bytes(own_pid(), at + 200, &mut back[3..]).expect("our own memory");
@@ -118,8 +176,19 @@ mod tests {
     #[test]
     fn memory_that_is_not_mapped_is_an_error() {
         let map = Mapping::anonymous(4096).expect("memory");
-        let e = write(own_pid(), &[map.span(0, 8)], &[RemoteSpan::new(8, 8)]).expect_err("null");
+        // SAFETY: nothing is there.
+        let done = unsafe { write(own_pid(), &[map.span(0, 8)], &[RemoteSpan::new(8, 8)]) };
+        let e = done.expect_err("null");
         assert_eq!(e.raw_os_error(), Some(libc::EFAULT));
+    }
+
+    #[test]
+    fn slices_are_never_of_this_process() {
+        let (mut held, remote) = ([0; 8], [RemoteSpan::new(4096, 8)]);
+        for pid in [own_pid(), 0, -1] {
+            assert!(write_slices(pid, &[IoSlice::new(&[1; 8])], &remote).is_err());
+            assert!(read_slices(pid, &mut [IoSliceMut::new(&mut held)], &remote).is_err());
+        }
     }
 
     #[test]

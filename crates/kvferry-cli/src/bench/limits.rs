@@ -3,7 +3,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 
-use kvferry_sys::vm::{self, RANGES_MAX, RemoteSlice};
+use kvferry_sys::process_vm::{self, RANGES_MAX, RemoteSpan};
 
 use crate::cli::Op;
 
@@ -16,9 +16,9 @@ pub(super) const RANGES: [usize; 3] = [16, 128, RANGES_MAX];
 /// Memory of another process, which this one may reach.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Reached {
-    pub(super) pid: u32,
+    pub(super) pid: i32,
     /// Where it starts.
-    pub(super) address: u64,
+    pub(super) address: usize,
 }
 
 impl Reached {
@@ -47,7 +47,10 @@ impl Reached {
                 local.push(IoSlice::new(&memory[pair.source..][..pair.len]));
                 remote.push(self.at(pair.destination, pair.len));
             }
-            whole(vm::write(self.pid, &local, &remote)?, pairs.iter().map(|pair| pair.len).sum())?;
+            whole(
+                process_vm::write_slices(self.pid, &local, &remote)?,
+                pairs.iter().map(|pair| pair.len).sum(),
+            )?;
         }
         Ok(())
     }
@@ -61,13 +64,13 @@ impl Reached {
             remote.clear();
             remote.extend(pairs.iter().map(|pair| self.at(pair.source, pair.len)));
             let bytes = pairs.iter().map(|pair| pair.len).sum();
-            whole(vm::read(self.pid, local, &remote)?, bytes)?;
+            whole(process_vm::read_slices(self.pid, local, &remote)?, bytes)?;
         }
         Ok(())
     }
 
-    fn at(self, offset: usize, len: usize) -> RemoteSlice {
-        RemoteSlice::new(self.address + offset as u64, len)
+    fn at(self, offset: usize, len: usize) -> RemoteSpan {
+        RemoteSpan::new(self.address + offset, len)
     }
 }
 

@@ -132,7 +132,10 @@ impl Link {
     /// The target's memory for programs that reach it from outside; only on this host.
     pub(super) fn reached(&self) -> Option<Reached> {
         let child = self.child.as_ref()?;
-        Some(Reached { pid: child.id(), address: self.opened.floor_address })
+        Some(Reached {
+            pid: i32::try_from(child.id()).ok()?,
+            address: usize::try_from(self.opened.floor_address).ok()?,
+        })
     }
 
     /// The target's process, if it is on this host.

@@ -17,7 +17,6 @@ use kvferry::{
 use serde_json::json;
 
 use super::finding::{Finding, Group, Mark, Report};
-use super::has_transport;
 use crate::bench::reach::{self, Greeting};
 use crate::cli::DoctorArgs;
 use crate::failure::Failure;
@@ -342,14 +341,11 @@ fn transports(
     }
     let source = kvferry_sys::net::source_towards(address);
     let same = source.is_ok_and(|source| same_host(source, address));
-    let (mark, why) = match (chosen, same) {
-        ("mooncake", _) => (Mark::Ok, "it is all that a stock peer speaks"),
-        ("local", _) => (Mark::Ok, "one process can reach the other's memory"),
-        (_, true) if has_transport("local") => {
-            (Mark::Note, "on one host, but one of the two can't reach the other's memory")
-        }
-        (_, true) => (Mark::Ok, "this build has nothing faster within a host"),
-        (_, false) => (Mark::Ok, "this build has nothing faster between hosts"),
+    let (mark, why) = match (chosen, same, &summary.fallback) {
+        ("mooncake", ..) => (Mark::Ok, "it is all that a stock peer speaks"),
+        ("local", ..) => (Mark::Ok, "one process can reach the other's memory"),
+        (_, true, Some(reason)) => (Mark::Note, reason.as_str()),
+        _ => (Mark::Ok, "this build has nothing faster between hosts"),
     };
     let words = format!("{chosen} is used: {why}; both have {}", both.join(", "));
     let finding = match mark {

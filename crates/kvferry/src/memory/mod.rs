@@ -21,6 +21,7 @@ pub(crate) mod gate;
 pub(crate) mod region;
 mod register;
 pub(crate) mod registry;
+pub(crate) mod remote;
 pub(crate) mod writers;
 
 pub use device::{CopyDone, DeviceMemory};

@@ -6,6 +6,7 @@ use crate::error::{Error, ErrorKind};
 use crate::memory::cursor::{Pieces, Position};
 use crate::memory::region::{Access, Misfit};
 use crate::memory::registry::{Missed, Seen};
+use crate::memory::remote;
 use crate::memory::writers::WriterGate;
 use crate::sync::Arc;
 use crate::transfer::batch::Batch;
@@ -187,8 +188,8 @@ impl LocalPeer {
     }
 
     fn copy_by_number(&self, walk: &Walk<'_>, op: Op, spans: &[HostSpan]) -> Result<usize, Broken> {
-        REMOTE.with_borrow_mut(|remote| {
-            remote.clear();
+        REMOTE.with_borrow_mut(|ranges| {
+            ranges.clear();
             let mut alive = None;
             for (span, range) in spans.iter().zip(walk.ranges()) {
                 let region = &walk.targets.regions[range.region as usize];
@@ -203,12 +204,12 @@ impl LocalPeer {
                 }
                 let addr = region.seen.base.wrapping_add(range.offset);
                 let addr = usize::try_from(addr).expect("an address of this machine");
-                remote.push(RemoteSpan::new(addr, span.len()));
+                ranges.push(RemoteSpan::new(addr, span.len()));
             }
-            let spans = &spans[..remote.len()];
+            let spans = &spans[..ranges.len()];
             let copied = match op {
-                Op::Write => process_vm::write(self.pid, spans, remote),
-                Op::Read => process_vm::read(self.pid, spans, remote),
+                Op::Write => remote::write(self.pid, spans, ranges),
+                Op::Read => process_vm::read(self.pid, spans, ranges),
             };
             copied.map_err(|e| walk.failed(e))
         })
