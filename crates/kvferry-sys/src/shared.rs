@@ -208,6 +208,30 @@ mod tests {
     }
 
     #[test]
+    fn huge_pages_are_used_where_there_are_some_and_others_where_not() {
+        let free =
+            std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
+        let free: usize = free.ok().and_then(|n| n.trim().parse().ok()).unwrap_or(0);
+        let len = HUGE_PAGE + 4096;
+        let ours = Shared::create("kvferry-test", len, true).expect("memory");
+        if free >= 2 {
+            assert!(ours.is_huge());
+        } else {
+            assert!(!ours.is_huge());
+            println!("SKIPPED: huge pages: {free} of 2 MiB are free; sysctl -w vm.nr_hugepages=16");
+        }
+        ours.span(len - 3, 3).copy_from(b"end");
+        let fd = ours.as_fd().try_clone_to_owned().expect("a descriptor");
+        let theirs = Shared::open(fd, len, true).expect("sealed and long enough");
+        let mut back = [0; 3];
+        theirs.span(len - 3, 3).copy_to(&mut back);
+        assert_eq!(&back, b"end");
+        drop((ours, theirs));
+        let huge = Shared::create("kvferry-test", usize::MAX / 4, true);
+        assert!(huge.is_err(), "more than there is of anything");
+    }
+
+    #[test]
     fn whoever_is_given_sealed_memory_only_reads_it() {
         let ours = Shared::create("kvferry-test", 4096, false).expect("memory");
         ours.seal_against_writes().expect("a kernel since 5.1");
