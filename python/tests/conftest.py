@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import kvferry
 import pytest
-from kit import Child
+from kit import OVER_TCP, Child
 
 LOOPBACK = "127.0.0.1:0"
 
@@ -23,6 +23,7 @@ def _settings_come_from_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if (name.startswith(("KVFERRY_", "MC_")) and name != "KVFERRY_CACHE") or name in ("HOST_IP", "POD_IP"):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("KVFERRY_TRANSPORTS", OVER_TCP)
 
 
 @pytest.fixture

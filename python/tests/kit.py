@@ -19,10 +19,14 @@ from typing import Any
 
 from child import Memory
 
-__all__ = ["Child", "ChildError", "Memory", "eventually", "run_python"]
+__all__ = ["OVER_TCP", "Child", "ChildError", "Memory", "eventually", "run_python"]
 
 HERE = Path(__file__).parent
 PATIENCE = 60.0
+
+# Most tests need peers that can be cut off, stopped and waited for; within one host bytes move without the peer
+# (test_local.py).
+OVER_TCP = "tcp,mooncake"
 
 
 class ChildError(Exception):
@@ -35,11 +39,11 @@ class ChildError(Exception):
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """The environment without any setting of kvferry, Mooncake or the host's address."""
+    """The environment without any setting of kvferry, Mooncake or the host's address, but for the transports."""
     mine = {
         k: v for k, v in os.environ.items() if not k.startswith(("KVFERRY_", "MC_")) and k not in ("HOST_IP", "POD_IP")
     }
-    return mine | extra
+    return mine | {"KVFERRY_TRANSPORTS": OVER_TCP} | extra
 
 
 class Child:

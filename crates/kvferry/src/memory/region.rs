@@ -5,8 +5,8 @@ use crate::memory::device::DeviceMemory;
 use crate::memory::registry::Registry;
 use crate::memory::writers::Occupied;
 use crate::pack;
-use crate::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
-use crate::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use kvferry_proto::{Incarnation, RegionId, WireCode};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::shared::Shared;
@@ -73,17 +73,37 @@ pub(crate) struct RegionInner {
     alive: AtomicBool,
     /// Device copies under way.
     pub(crate) copies: AtomicUsize,
-    quarantine: AtomicU8,
+    quarantine: Mutex<Quarantine>,
 }
 
-/// The region was never in quarantine; it is; it was.
-const NEVER: u8 = 0;
-const INSIDE: u8 = 1;
-const LIFTED: u8 = 2;
+/// Whether a process that does not answer may still be writing.
+#[derive(Debug, Default)]
+enum Quarantine {
+    #[default]
+    Never,
+    /// It was seen inside of these, and has not left them.
+    Inside(Vec<Occupied>),
+    Lifted,
+}
 
 impl RegionInner {
     pub(crate) fn is_device(&self) -> bool {
         matches!(self.backing, Backing::Device(_))
+    }
+
+    fn quarantine(&self) -> MutexGuard<'_, Quarantine> {
+        let mut quarantine = self.quarantine.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Quarantine::Inside(gates) = &mut *quarantine {
+            gates.retain(|gate| !gate.is_left());
+            if gates.is_empty() {
+                *quarantine = Quarantine::Lifted;
+            }
+        }
+        quarantine
+    }
+
+    fn is_quarantined(&self) -> bool {
+        matches!(*self.quarantine(), Quarantine::Inside(_))
     }
 
     pub(crate) fn shared(&self) -> Option<&Arc<Shared>> {
@@ -174,7 +194,7 @@ impl Region {
     /// Whether it was unregistered while a process of this host that may still write to it did
     /// not answer. Its memory must not be used for anything else until this is false.
     pub fn is_quarantined(&self) -> bool {
-        self.0.quarantine.load(Ordering::SeqCst) == INSIDE
+        self.0.is_quarantined()
     }
 
     /// What a peer needs to name this region in its transfers.
@@ -278,8 +298,8 @@ pub(crate) struct Tables {
     next_id: u32,
     /// What writers in other processes see of this.
     registry: Option<Registry>,
-    /// Unregistered, and who may still be writing to it.
-    quarantined: Vec<(Arc<RegionInner>, Vec<Occupied>)>,
+    /// Unregistered, and perhaps still written to.
+    quarantined: Vec<Arc<RegionInner>>,
 }
 
 impl Tables {
@@ -329,13 +349,7 @@ impl Tables {
 
     /// Ends the quarantine of regions whose writers have been seen outside.
     fn lift(&mut self) {
-        self.quarantined.retain_mut(|(region, occupied)| {
-            occupied.retain(|gate| !gate.is_left());
-            if occupied.is_empty() {
-                region.quarantine.store(LIFTED, Ordering::SeqCst);
-            }
-            !occupied.is_empty()
-        });
+        self.quarantined.retain(|region| region.is_quarantined());
     }
 
     fn insert(
@@ -360,10 +374,8 @@ impl Tables {
                     .with("len", len)
             })?;
             self.lift();
-            let quarantined = self.quarantined.iter().map(|(region, _)| region);
-            if let Some(other) =
-                quarantined.into_iter().find(|r| r.base < end && base < r.base + r.len)
-            {
+            let touches = |r: &&Arc<RegionInner>| r.base < end && base < r.base + r.len;
+            if let Some(other) = self.quarantined.iter().find(touches) {
                 return Err(Error::new(
                     ErrorKind::Quarantined,
                     "a process that does not answer may still write to the range",
@@ -397,7 +409,7 @@ impl Tables {
             backing,
             alive: AtomicBool::new(true),
             copies: AtomicUsize::new(0),
-            quarantine: AtomicU8::new(NEVER),
+            quarantine: Mutex::default(),
         });
         self.by_id.insert(id, Arc::clone(&region));
         if !device {
@@ -522,15 +534,14 @@ impl RegionTable {
     ) {
         let mut tables = self.write();
         for region in regions {
-            region.0.quarantine.store(INSIDE, Ordering::SeqCst);
-            tables.quarantined.push((Arc::clone(&region.0), occupied.to_vec()));
+            *region.0.quarantine() = Quarantine::Inside(occupied.to_vec());
+            tables.quarantined.push(Arc::clone(&region.0));
         }
     }
 
     /// Whether an unregistered region was in quarantine and is not any more.
-    pub(crate) fn was_lifted(&self, region: &Region) -> bool {
-        self.write().lift();
-        region.0.quarantine.load(Ordering::SeqCst) == LIFTED
+    pub(crate) fn was_lifted(region: &Region) -> bool {
+        matches!(*region.0.quarantine(), Quarantine::Lifted)
     }
 
     /// Regions in quarantine.

@@ -146,7 +146,7 @@ fn unregister(core: &Core, regions: &[Region]) -> Result<()> {
             Err(_) if region.is_quarantined() => {
                 first = first.and(wait_for_quarantine(core, region));
             }
-            Err(_) if core.regions.was_lifted(region) => {}
+            Err(_) if RegionTable::was_lifted(region) => {}
             Err(e) => first = first.and(Err(e)),
         }
     }
@@ -183,7 +183,7 @@ fn quarantined(writer: &str) -> Error {
 
 fn wait_for_quarantine(core: &Core, region: &Region) -> Result<()> {
     let until = now() + core.config.silence();
-    while !core.regions.was_lifted(region) {
+    while !RegionTable::was_lifted(region) {
         if now() >= until {
             return Err(quarantined("").with("region", region.id()));
         }
