@@ -1,9 +1,10 @@
 //! Throughput and what it costs: batches of scattered blocks. In every round each cell is moved by
-//! all contenders, one after the other, in an order that changes from round to round.
+//! all contenders, one after the other, in an order drawn anew each time.
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::blocks::{Numbers, shuffled};
 use crate::cli::{Op, Part, Size};
 use crate::failure::Failure;
 use crate::stats::Spread;
@@ -12,7 +13,7 @@ use super::contender::{Cell, Contender, Turn, turn};
 use super::report::{Bound, Figure, Row};
 use super::syscalls::Counter;
 use super::tables::Load;
-use super::{Bench, Contenders};
+use super::{Bench, Contenders, SEED};
 
 /// What the issue asks of writes and reads alike, by transport and caller.
 const OF_FLOOR: Bound = Bound::AtLeast(0.95);
@@ -63,11 +64,14 @@ pub(super) fn run(bench: &mut Bench<'_>, all: &mut Contenders) -> Result<Vec<Row
             contender.tune(bench, cell)
         })?;
     }
+    // Not only turned round: nobody is to have the same one before him each time.
+    let mut numbers = Numbers::from_seed(SEED);
     for round in 0..rounds {
         for (cell, series) in cells.iter().zip(&mut series) {
             bench.step(&format!("round {}/{rounds}: {}", round + 1, cell.name()));
             let bytes = bench.settings.turn_bytes;
-            rotated(bench, all, series, round, |bench, contender, series| {
+            let order = shuffled(who.len() as u32, &mut numbers);
+            in_order(bench, all, series, &order, |bench, contender, series| {
                 series.turns.push(turn(contender, bench, cell, bytes)?);
                 Ok(())
             })?;
@@ -123,20 +127,20 @@ fn each(
     series: &mut [Series],
     what: impl FnMut(&mut Bench<'_>, &mut dyn Contender, &mut Series) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
-    rotated(bench, all, series, 0, what)
+    let order: Vec<u32> = (0..series.len() as u32).collect();
+    in_order(bench, all, series, &order, what)
 }
 
-fn rotated(
+fn in_order(
     bench: &mut Bench<'_>,
     all: &mut Contenders,
     series: &mut [Series],
-    first: usize,
+    order: &[u32],
     mut what: impl FnMut(&mut Bench<'_>, &mut dyn Contender, &mut Series) -> Result<(), Failure>,
 ) -> Result<(), Failure> {
     let mut contenders = all.all();
-    let count = contenders.len();
-    for turn in 0..count {
-        let number = (first + turn) % count;
+    for &number in order {
+        let number = number as usize;
         let (contender, series) = (&mut *contenders[number], &mut series[number]);
         if series.failed.is_some() {
             continue;

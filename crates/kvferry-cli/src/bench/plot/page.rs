@@ -11,7 +11,7 @@ use super::canvas::escape;
 use super::style::{PAGE, SVG};
 
 const METHOD: &str = "Every figure is the median of the rounds, with the first and third quartile. In each round \
-all contenders move the same block table in turn, in an order that changes from round to round; ratios are taken \
+all contenders move the same block table in turn, in an order drawn anew each time; ratios are taken \
 round by round. Processes of other engines are stopped while it is not their turn. Bytes are verified outside the \
 timed parts, against a poisoned destination. The floor is the plainest program that does the same work over one \
 socket, its call size and socket buffers chosen by trial.";
