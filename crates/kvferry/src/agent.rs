@@ -303,7 +303,7 @@ impl Inner {
         self.core.regions.close();
         let regions = self.core.regions.clear();
         self.core.gates.quiesce();
-        let occupied = self.core.writers.quiesce(now() + self.core.config.silence());
+        let occupied = self.core.writers.quiesce(None, now() + self.core.config.silence());
         if let Some(gate) = occupied.first() {
             tracing::error!(
                 peer = %gate.writer.name,

@@ -6,11 +6,11 @@
 use super::explore;
 use crate::agent::Core;
 use crate::memory::Access;
-use crate::memory::gate::{Gate, Gates};
+use crate::memory::gate::{Gate, Gates, Touches};
 use crate::memory::region::Backing;
 use crate::sync::Mutant;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use kvferry_proto::Incarnation;
+use kvferry_proto::{Incarnation, RegionId};
 use loom::cell::UnsafeCell;
 use loom::thread;
 use std::sync::Arc;
@@ -128,6 +128,34 @@ fn loom_i2_a_copier_that_comes_while_others_are_waited_for_finds_the_memory_gone
         memory.give_back();
         drop(copier.join().expect("the copier ends"));
     });
+}
+
+/// A copier that touches this region and then another one, and a revoke of the first.
+fn unregister_against_a_copier_that_says_what_it_touches() {
+    let gates = Arc::new(Gates::default());
+    let (memory, alive) = (Memory::new(), Arc::new(AtomicBool::new(true)));
+    let (ours, other) = (RegionId(1), RegionId(2));
+    let copier = {
+        let (gate, memory, alive) = (gates.gate(), Arc::clone(&memory), Arc::clone(&alive));
+        thread::spawn(move || {
+            let inside = gate.enter_to(Touches::Only(ours)).expect("never shut here");
+            if alive.load(Ordering::SeqCst) {
+                memory.touch();
+            }
+            drop(inside);
+            drop(gate.enter_to(Touches::Only(other)).expect("never shut here"));
+            gate
+        })
+    };
+    alive.store(false, Ordering::SeqCst);
+    gates.quiesce_regions(&[ours]);
+    memory.give_back();
+    drop(copier.join().expect("the copier ends"));
+}
+
+#[test]
+fn loom_i2_who_takes_a_region_back_waits_for_those_who_touch_it() {
+    explore(unregister_against_a_copier_that_says_what_it_touches);
 }
 
 fn revoke_against_two_copies() {

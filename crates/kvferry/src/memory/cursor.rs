@@ -5,7 +5,7 @@
 //! for longer than a revoker waits (see [`gate`](super::gate)).
 
 use crate::memory::device::{Copy, CopyDone, Wake};
-use crate::memory::gate::Gate;
+use crate::memory::gate::{Gate, Touches};
 use crate::memory::region::{Backing, RegionInner};
 use kvferry_proto::WireCode;
 use kvferry_sys::map::Mapping;
@@ -84,6 +84,11 @@ impl Pieces {
         self.pieces.clear();
         self.regions.clear();
         self.bytes = 0;
+    }
+
+    /// What whoever moves them touches.
+    pub(crate) fn touches(&self) -> Touches {
+        Touches::of(self.regions.iter().map(|region| region.id))
     }
 
     fn is_host(&self, piece: &Piece) -> bool {
@@ -259,7 +264,7 @@ impl Cursor {
         use_spans: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
     ) -> Result<Lent, Fault> {
         let gate = Arc::clone(&self.gate);
-        let _inside = gate.enter().map_err(|_| Fault::Shut)?;
+        let _inside = gate.enter_to(self.pieces.touches()).map_err(|_| Fault::Shut)?;
         SPANS.with_borrow_mut(|spans| {
             spans.clear();
             self.gather(limit, spans)?;

@@ -9,16 +9,60 @@
 //! consistent, so at least one of the two sees the other's store: either the copier finds the
 //! region dead and touches nothing, or the revoker finds the copier inside and waits for it to
 //! come out. The next entry finds the region dead.
+//!
+//! A copier that knows says which region it is going to touch, before it goes inside; who takes
+//! another region back need not wait for it. The revoker reads that after it found the copier
+//! inside, so it is what was said for this entry, or for a later one.
 
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 use crate::sync::{Arc, Mutex, PoisonError, Weak, hint, thread};
+use kvferry_proto::RegionId;
 
 const SHUT: u64 = 1 << 63;
+
+/// What a copier is going to touch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Touches {
+    /// Any region.
+    #[default]
+    Any,
+    /// No other region than this.
+    Only(RegionId),
+    /// No region.
+    None,
+}
+
+impl Touches {
+    /// By all the regions there are.
+    pub(crate) fn of(mut regions: impl ExactSizeIterator<Item = RegionId>) -> Self {
+        match (regions.len(), regions.next()) {
+            (0, _) => Self::None,
+            (1, Some(region)) => Self::Only(region),
+            _ => Self::Any,
+        }
+    }
+
+    /// As a word of shared memory; ids of regions are below, and never zero.
+    pub(crate) fn to_word(self) -> u64 {
+        match self {
+            Self::Any => 0,
+            Self::Only(region) => region.0.into(),
+            Self::None => u64::MAX,
+        }
+    }
+
+    /// Whether what a word says may be one of these regions.
+    pub(crate) fn may_be(word: u64, regions: &[RegionId]) -> bool {
+        word == 0 || regions.iter().any(|region| u64::from(region.0) == word)
+    }
+}
 
 /// One copier's gate: odd while inside, with a bit that shuts it for good.
 #[derive(Debug, Default)]
 pub(crate) struct Gate {
     state: AtomicU64,
+    /// [`Touches`] of the entry that comes next or is.
+    touches: AtomicU64,
     /// Copies that were started and end on their own time (device memory).
     pending: AtomicUsize,
 }
@@ -42,8 +86,15 @@ impl Gate {
         Arc::new(Self::default())
     }
 
-    /// Goes inside. A gate has one copier at a time.
+    /// Goes inside, to touch any region. A gate has one copier at a time.
     pub(crate) fn enter(&self) -> Result<Inside<'_>, Shut> {
+        self.enter_to(Touches::Any)
+    }
+
+    /// Goes inside, to touch what is said. A gate has one copier at a time.
+    pub(crate) fn enter_to(&self, touches: Touches) -> Result<Inside<'_>, Shut> {
+        // Whoever reads this after an earlier entry knows all that was done inside of that.
+        self.touches.store(touches.to_word(), Ordering::Release);
         let before = self.state.fetch_add(1, Ordering::SeqCst);
         debug_assert!(before & 1 == 0, "a gate has one copier at a time");
         let inside = Inside(self);
@@ -115,6 +166,15 @@ impl Gates {
     /// Waits until every copier that may have been inside when this was called has come out
     /// once. Stores made before the call are seen by every later entry.
     pub(crate) fn quiesce(&self) {
+        self.quiesce_for(|_| true);
+    }
+
+    /// The same, for copiers that may touch one of these regions.
+    pub(crate) fn quiesce_regions(&self, regions: &[RegionId]) {
+        self.quiesce_for(|touches| Touches::may_be(touches, regions));
+    }
+
+    fn quiesce_for(&self, concerns: impl Fn(u64) -> bool) {
         fence(Ordering::SeqCst);
         let live: Vec<Arc<Gate>> = {
             let gates = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -124,7 +184,7 @@ impl Gates {
         fence(Ordering::Acquire);
         for gate in live {
             let seen = gate.state.load(Ordering::SeqCst);
-            if seen & 1 == 0 {
+            if seen & 1 == 0 || !concerns(gate.touches.load(Ordering::Acquire)) {
                 continue;
             }
             let mut waits = 0;

@@ -10,7 +10,11 @@ use crate::sync::atomic::Ordering;
 use crate::transfer::batch::{Batch, check_address};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::shared::Shared;
+use smallvec::SmallVec;
 use std::time::Duration;
+
+/// Memory of so many bytes is made to be shared: for less, a descriptor is too much.
+const SHARED_MIN: usize = 1 << 20;
 
 impl Agent {
     /// Registers `len` bytes of host memory at `addr`.
@@ -51,9 +55,10 @@ impl Agent {
     /// Allocates `len` zeroed bytes, page-aligned, and registers them. The memory lives as long
     /// as a handle of the region.
     ///
-    /// Agents of the same user on this host may map it, which makes copying to and from it as fast
-    /// as within one process; it is made of huge pages if the system has free ones and `len` is
-    /// at least one of them (2 MiB). With `local` not among the agent's transports it is private.
+    /// From 1 MiB on, agents of the same user on this host may map it, which makes copying to and
+    /// from it as fast as within one process, and costs a descriptor; from 2 MiB on it is made of
+    /// huge pages if the system has free ones. Less is private, and all is if `local` is not among
+    /// the agent's transports.
     ///
     /// # Errors
     /// `InvalidArgument` for no bytes, `Io` if there is no memory.
@@ -64,7 +69,7 @@ impl Agent {
             return Err(Error::new(ErrorKind::InvalidArgument, "a region needs bytes"));
         }
         let no_memory = |e| Error::io("memory can't be allocated", e).with("len", len);
-        let (base, backing) = if core.is_local() {
+        let (base, backing) = if core.is_local() && len >= SHARED_MIN {
             let shared = Shared::create("kvferry-region", len, true).map_err(no_memory)?;
             (shared.as_ptr() as usize, Backing::Shared(Arc::new(shared)))
         } else {
@@ -153,14 +158,15 @@ fn unregister(core: &Core, regions: &[Region]) -> Result<()> {
     if removed.is_empty() {
         return first;
     }
-    core.gates.quiesce();
+    let ids: SmallVec<[_; 16]> = removed.iter().map(|region| region.id()).collect();
+    core.gates.quiesce_regions(&ids);
     for region in &removed {
         // Device copies that were started before end on their own time.
         while region.0.copies.load(Ordering::SeqCst) > 0 {
             crate::sync::thread::sleep(Duration::from_micros(50));
         }
     }
-    let occupied = core.writers.quiesce(now() + core.config.silence());
+    let occupied = core.writers.quiesce(Some(&ids), now() + core.config.silence());
     for region in &removed {
         crate::transport::local::unmap(core, &region.0);
     }

@@ -11,10 +11,11 @@
 //! introduced it hangs up, which the kernel does when the last thread that could be inside has
 //! given up its descriptors, or when its process has exited.
 
+use crate::memory::gate::Touches;
 use crate::reactor::now;
 use crate::sync::atomic::{AtomicBool, Ordering, fence};
 use crate::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use kvferry_proto::Timestamp;
+use kvferry_proto::{RegionId, Timestamp};
 use kvferry_sys::fd::Fd;
 use kvferry_sys::shared::Shared;
 use kvferry_sys::unix::Channel;
@@ -33,11 +34,12 @@ const GATE: usize = 64;
 const GATES: u32 = 255;
 const LEN: usize = GATE * (GATES as usize + 1);
 
-// Words of a gate: odd while inside; bytes written, bytes read, batches.
+// Words of a gate: odd while inside; bytes written, bytes read, batches; what is touched.
 const STATE: usize = 0;
 const WRITTEN: usize = 8;
 const READ: usize = 16;
 const BATCHES: usize = 24;
+const TOUCHES: usize = 32;
 
 const fn at(gate: u32) -> usize {
     GATE * (gate as usize + 1)
@@ -99,7 +101,11 @@ impl Drop for WriterGate<'_> {
 }
 
 impl WriterGate<'_> {
-    pub(crate) fn enter(&self) -> WriterInside<'_> {
+    /// Goes inside, to touch what is said.
+    pub(crate) fn enter(&self, touches: Touches) -> WriterInside<'_> {
+        // Whoever reads this after an earlier entry knows all that was done inside of that.
+        let word = self.page.shared.word(at(self.gate) + TOUCHES);
+        word.store(touches.to_word(), Ordering::Release);
         self.page.shared.word(at(self.gate) + STATE).fetch_add(1, Ordering::SeqCst);
         WriterInside(self)
     }
@@ -176,6 +182,10 @@ impl Writer {
 
     fn state(&self, gate: u32) -> u64 {
         self.shared.load(at(gate) + STATE)
+    }
+
+    fn touches(&self, gate: u32) -> u64 {
+        self.shared.load(at(gate) + TOUCHES)
     }
 
     fn totals(&self) -> Totals {
@@ -272,16 +282,18 @@ impl Writers {
         sum
     }
 
-    /// Waits until every writer that may have been inside when this was called has come out once,
-    /// for at most until `until`. Stores to the table made before the call are seen by every later
-    /// entry. Returns the gates that were not left.
-    pub(crate) fn quiesce(&self, until: Timestamp) -> Vec<Occupied> {
+    /// Waits until every writer that may have been inside when this was called, to touch one of
+    /// these regions or, with `None`, any, has come out once, for at most until `until`. Stores to
+    /// the table made before the call are seen by every later entry. Returns the gates that were
+    /// not left.
+    pub(crate) fn quiesce(&self, regions: Option<&[RegionId]>, until: Timestamp) -> Vec<Occupied> {
         fence(Ordering::SeqCst);
         let mut occupied = Vec::new();
         for writer in lock(&self.live).iter() {
             for gate in 0..writer.gates() {
                 let state = writer.state(gate);
-                if state & 1 == 1 {
+                let concerns = |regions| Touches::may_be(writer.touches(gate), regions);
+                if state & 1 == 1 && regions.is_none_or(concerns) {
                     occupied.push(Occupied { writer: Arc::clone(writer), gate, state });
                 }
             }
@@ -318,27 +330,37 @@ mod tests {
     fn whoever_is_inside_is_waited_for_and_then_reported() {
         let (page, _there, _writer, writers) = writer();
         let gate = page.gate().expect("a free one");
-        assert!(writers.quiesce(soon(1)).is_empty());
-        let inside = gate.enter();
-        let occupied = writers.quiesce(soon(20));
+        assert!(writers.quiesce(None, soon(1)).is_empty());
+        let inside = gate.enter(Touches::Any);
+        let occupied = writers.quiesce(None, soon(20));
         assert_eq!(occupied.len(), 1);
         assert!(!occupied[0].is_left());
         drop(inside);
         assert!(occupied[0].is_left());
-        assert!(writers.quiesce(soon(1)).is_empty());
+        assert!(writers.quiesce(None, soon(1)).is_empty());
+    }
+
+    #[test]
+    fn whoever_touches_another_region_is_not_waited_for() {
+        let (page, _there, _writer, writers) = writer();
+        let gate = page.gate().expect("a free one");
+        let _inside = gate.enter(Touches::Only(RegionId(7)));
+        assert!(writers.quiesce(Some(&[RegionId(6), RegionId(8)]), soon(5_000)).is_empty());
+        assert_eq!(writers.quiesce(Some(&[RegionId(6), RegionId(7)]), soon(5)).len(), 1);
+        assert_eq!(writers.quiesce(None, soon(5)).len(), 1);
     }
 
     #[test]
     fn a_later_entry_is_not_waited_for() {
         let (page, _there, _writer, writers) = writer();
         let gate = page.gate().expect("a free one");
-        drop(gate.enter());
+        drop(gate.enter(Touches::Any));
         std::thread::scope(|scope| {
-            let inside = gate.enter();
-            let waiting = scope.spawn(|| writers.quiesce(soon(5_000)));
+            let inside = gate.enter(Touches::Any);
+            let waiting = scope.spawn(|| writers.quiesce(None, soon(5_000)));
             crate::sync::thread::sleep(Duration::from_millis(5));
             drop(inside);
-            let _again = gate.enter();
+            let _again = gate.enter(Touches::Any);
             assert!(waiting.join().expect("no panic").is_empty());
         });
     }
@@ -347,10 +369,10 @@ mod tests {
     fn a_writer_whose_connection_hung_up_is_gone_and_inside_nothing() {
         let (page, there, writer, writers) = writer();
         let gate = page.gate().expect("a free one");
-        let _inside = gate.enter();
+        let _inside = gate.enter(Touches::Any);
         assert!(!writer.is_gone());
         drop(there);
-        assert!(writers.quiesce(soon(5_000)).is_empty());
+        assert!(writers.quiesce(None, soon(5_000)).is_empty());
         assert!(writer.is_gone());
     }
 

@@ -4,6 +4,7 @@ use super::LocalPeer;
 use crate::agent::Core;
 use crate::error::{Error, ErrorKind};
 use crate::memory::cursor::{Pieces, Position};
+use crate::memory::gate::Touches;
 use crate::memory::region::{Access, Misfit};
 use crate::memory::registry::{Missed, Seen};
 use crate::memory::remote;
@@ -28,6 +29,7 @@ pub(crate) struct Targets {
     /// One for each pair of the batch.
     ranges: Vec<Range>,
     regions: Vec<TargetRegion>,
+    touches: Touches,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -125,6 +127,7 @@ impl LocalPeer {
             let region = u32::try_from(region).expect("fewer regions than pairs");
             targets.ranges.push(Range { region, offset });
         }
+        targets.touches = Touches::of(targets.regions.iter().map(|region| region.seen.id()));
         Ok(())
     }
 
@@ -140,7 +143,7 @@ impl LocalPeer {
         now: Timestamp,
     ) -> Result<usize, Broken> {
         self.check_alive(now).map_err(Broken::Gone)?;
-        let inside = gate.enter();
+        let inside = gate.enter(targets.touches);
         if !self.is_attached() || !core.pulse.is_fresh(now) {
             drop(inside);
             let what = "the session with the peer ended";
