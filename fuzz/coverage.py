@@ -31,6 +31,7 @@ FILES = [
     "kvferry/src/transfer/batch.rs",
 ]
 FUNCTION = re.compile(r"^(COVERED|UNCOVERED)_FUNC: hits: \d+ edges: (\d+)/(\d+) (.*) (\S+):(\d+)(?::\d+)?$")
+DERIVED = re.compile(r" as core::(fmt::|cmp::|clone::Clone|hash::|default::Default)")
 EDGE = re.compile(r"^  UNCOVERED_PC: (\S+?):(\d+)(?::\d+)?$")
 
 
@@ -68,7 +69,7 @@ def read(folder: pathlib.Path) -> dict[tuple[str, int, int], Function]:
                 file = relative(match[5])
                 key, missing, covered = None, collections.Counter(), match[1] == "COVERED"
                 # Derived code stands at its attribute and says nothing about us.
-                if file in FILES and " as core::fmt::" not in match[4]:
+                if file in FILES and not DERIVED.search(match[4]):
                     key = (file, int(match[6]), int(match[3]))
                     functions.setdefault(key, Function(match[4], int(match[3])))
             elif (match := EDGE.match(line)) and key is not None:

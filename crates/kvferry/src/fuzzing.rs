@@ -4,7 +4,7 @@
 //! lists and runs them.
 
 pub use crate::memory::fuzzing::regions;
-pub use crate::transfer::fuzzing::cutter;
+pub use crate::transfer::fuzzing::{cut, cutter};
 pub use crate::transport::mooncake::fuzzing::{mooncake_data, mooncake_handshake, mooncake_layout};
 
 use crate::config::Config;

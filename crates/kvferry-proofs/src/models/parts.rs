@@ -14,7 +14,7 @@ pub const OUTBOX: Model = Model {
     rows: &["push", "pop", "pin", "ping", "pong", "calm", "clear"],
     columns: &["empty", "some", "long", "full"],
     unreachable: &[],
-    cases: (300, 300),
+    cases: (8000, 300),
 };
 
 /// The queue of events to the driver: first in, first out, bounded.

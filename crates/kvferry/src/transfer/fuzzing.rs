@@ -51,6 +51,25 @@ pub fn cutter(bytes: &[u8]) {
     }
 }
 
+/// Cuts a batch of so many pairs into frames and writes their tables, as a write would; their
+/// bytes. For counting instructions.
+pub fn cut(pairs: usize, len: u64) -> usize {
+    let regions = RegionTable::default();
+    let region = regions
+        .insert(Incarnation(7), 0x1000, REGION_LEN as usize, Access::NONE, Backing::Borrowed)
+        .expect("the first region overlaps none");
+    let mut batch = Batch::with_capacity(pairs);
+    for i in 0..pairs as u64 {
+        batch.push_to_address(&region, i * len, 0x1000 + 2 * i * len, len).expect("inside");
+    }
+    let mut cutter = Cutter::new(&batch);
+    let mut table = Vec::new();
+    while let Some(frame) = cutter.next(&batch, 64 << 20, 1 << 16) {
+        frame.write_table(&batch, &mut table);
+    }
+    table.len()
+}
+
 /// A batch, and the remote range of each pair. Nobody touches the memory, which is not there.
 fn batch(script: &mut Script<'_>) -> (Batch, Vec<(u64, u64)>) {
     let regions = RegionTable::default();
