@@ -11,6 +11,8 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 E2E_ARGS ?=
 SOAK_SECONDS ?= 600
+COUNTED_ARGS ?=
+FUZZ_TARGETS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -19,7 +21,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command wheel demo test test-rust test-docs test-python test-yama soak e2e bench bench-peers lint lint-rust lint-python doc clean
+.PHONY: help build command wheel demo test test-rust test-docs test-python test-yama soak e2e bench bench-peers \
+    bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
 define part
@@ -29,7 +32,7 @@ else printf '== %s: FAILED after %s s\n' '$(1)' $$((SECONDS - began)); exit 1; f
 endef
 
 help: ## Explain the targets
-	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo '  DEMO_ARGS, BENCH_ARGS, E2E_ARGS and PYTEST_ARGS are passed on: make demo DEMO_ARGS="--tokens 2048"'
 	@echo '  make soak SOAK_SECONDS=3600 lasts an hour'
@@ -60,7 +63,7 @@ wheel: $(VENV)/.build-tools
 demo: command ## Move the KV cache of a model between two processes, and say how fast
 	target/release/kvferry demo $(DEMO_ARGS)
 
-test: test-rust test-docs test-python ## Run all tests: Rust, documentation, Python
+test: test-rust test-docs loom test-python ## Run all tests: Rust, documentation, models of the synchronisation, Python
 
 test-rust:
 	$(call part,Rust tests,if $(CARGO) nextest --version >/dev/null 2>&1; \
@@ -98,6 +101,49 @@ bench: build ## Measure beside the machine's own limits
 
 bench-peers: build ## Measure beside Mooncake and NIXL (installs them in the cache first)
 	$(call part,side by side,bench/peers/run $(BENCH_ARGS))
+
+# Counts instead of measuring time. `rustix_use_libc`: its system calls go through libc, where they are counted.
+bench-counted: ## Count system calls, allocations and copies of fixed batches; compare with bench/counted.json
+	$(call part,building what counts,RUSTFLAGS='--cfg rustix_use_libc' CARGO_TARGET_DIR=$(abspath $(BUILD_DIR))/counted \
+	    $(CARGO) build --quiet --release -p kvferry-counted)
+	$(call part,counting,$(BUILD_DIR)/counted/release/kvferry-counted bench/counted.json $(COUNTED_ARGS))
+
+# Without optimisation: building takes longer than running.
+loom: ## Run the models of the synchronisation in every interleaving
+	$(call part,models of the synchronisation,CARGO_TARGET_DIR=$(abspath $(BUILD_DIR))/loom RUSTFLAGS='--cfg loom' \
+	    CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0 $(CARGO) test --quiet -p kvferry --lib loom_)
+
+fuzz: ## Run every fuzz target for FUZZ_SECONDS (60); needs nightly and cargo-fuzz
+	$(call part,fuzzing,fuzz/run fuzz $(FUZZ_TARGETS))
+
+fuzz-minimise: ## Put what fuzzing found out into fuzz/corpus
+	fuzz/run minimise $(FUZZ_TARGETS)
+
+fuzz-coverage: ## Say which edges of the decoders the kept corpus reaches
+	fuzz/run coverage $(FUZZ_TARGETS)
+
+# Valgrind hides the vDSO, which rustix needs unless it goes through libc, and runs one thread at a time, in turns.
+VALGRIND := valgrind --fair-sched=yes --error-exitcode=99 --leak-check=no --suppressions=$(CURDIR)/.config/valgrind.supp
+VALGRIND_TESTS ?= host::every_byte_lands host::reads_take_every_byte host::scattered_blocks host::misaligned_ends \
+    host::nothing_lands_after host::nothing_is_read_after host::a_cancelled_transfer host::regions_come_and_go \
+    host::one_bad_descriptor host::gauges_return slow::every_byte_lands slow::a_failing_device
+valgrind: ## Run transport tests under valgrind's memcheck
+	@if ! command -v valgrind >/dev/null; then echo 'SKIPPED: valgrind is not here (apt-get install valgrind)'; exit 0; fi; \
+	export CARGO_TARGET_DIR=$(abspath $(BUILD_DIR))/valgrind RUSTFLAGS='--cfg rustix_use_libc'; \
+	$(CARGO) test --config "target.'cfg(unix)'.runner='$(VALGRIND)'" -p kvferry --test conformance -- --test-threads=1 \
+	    $(addprefix tcp::,$(VALGRIND_TESTS)) $(addprefix mooncake::,$(filter host::%,$(VALGRIND_TESTS)))
+
+# Without rebuilding the standard library, whose sources a toolchain may lack: its own accesses are not looked at, except
+# through the functions of C that the sanitizer replaces.
+ASAN_TESTS ?= tcp:: mooncake::
+asan: ## Run transport tests under AddressSanitizer; needs nightly
+	@if ! $(CARGO) +nightly --version >/dev/null 2>&1; then \
+	    echo 'SKIPPED: AddressSanitizer needs a nightly toolchain (rustup toolchain install nightly)'; exit 0; fi; \
+	if $(CARGO) +nightly miri --version >/dev/null 2>&1; then echo 'Miri is here: cargo +nightly miri test -p kvferry-proto'; \
+	else echo 'Miri is not here: unsafe code is looked at by AddressSanitizer, valgrind and loom only'; fi; \
+	export CARGO_TARGET_DIR=$(abspath $(BUILD_DIR))/asan RUSTFLAGS='-Zsanitizer=address --cfg rustix_use_libc'; \
+	host=$$(rustc -vV | sed -n 's/^host: //p'); \
+	$(CARGO) +nightly test --target $$host -p kvferry --lib --test conformance -- --test-threads=1 memory:: $(ASAN_TESTS)
 
 lint: lint-rust lint-python ## Check formatting and style of everything
 
