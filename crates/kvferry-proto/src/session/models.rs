@@ -25,9 +25,9 @@ fn length(script: &mut Script<'_>) -> usize {
 
 /// How often an operation is done in one go, so that the longest queues are reached.
 fn times(script: &mut Script<'_>) -> usize {
-    match script.below(16) {
-        0 => 5000,
-        1 => 700,
+    match script.byte() {
+        0..2 => 5000,
+        2..6 => 700,
         _ => 1,
     }
 }
