@@ -131,7 +131,7 @@ valgrind: ## Run transport tests under valgrind's memcheck
 	@if ! command -v valgrind >/dev/null; then echo 'SKIPPED: valgrind is not here (apt-get install valgrind)'; exit 0; fi; \
 	export CARGO_TARGET_DIR=$(abspath $(BUILD_DIR))/valgrind RUSTFLAGS='--cfg rustix_use_libc'; \
 	$(CARGO) test --config "target.'cfg(unix)'.runner='$(VALGRIND)'" -p kvferry --test conformance -- --test-threads=1 \
-	    $(addprefix tcp::,$(VALGRIND_TESTS)) $(addprefix mooncake::,$(filter host::%,$(VALGRIND_TESTS)))
+	    $(addprefix tcp::,$(VALGRIND_TESTS)) $(addprefix local::,$(VALGRIND_TESTS)) $(addprefix mooncake::,$(filter host::%,$(VALGRIND_TESTS)))
 
 # Without rebuilding the standard library, whose sources a toolchain may lack: its own accesses are not looked at, except
 # through the functions of C that the sanitizer replaces.
