@@ -27,7 +27,7 @@ pub(crate) fn serve(transport: &str) -> Result<(), Failure> {
     // Answering is no part of what is counted.
     be_quiet();
     let agent = agent("target", transport)?;
-    let region = agent.allocate(REGION_BYTES, Access::READ_WRITE)?;
+    let region = agent.allocate_private(REGION_BYTES, Access::READ_WRITE)?;
     watch(region.addr(), REGION_BYTES);
     let here = (agent.advertised(), region.remote().to_bytes());
     println!("{}", serde_json::to_string(&here)?);

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::process::{Command, Stdio};
 
 /// One line per transport.
-const TRANSPORTS: &[&str] = &["tcp"];
+const TRANSPORTS: &[&str] = &["tcp", "local"];
 
 /// Blocks of so many bytes, and how many of them.
 const BATCHES: &[(&str, usize, usize)] = &[
@@ -79,7 +79,7 @@ fn one(
 ) -> Result<[Vec<Counts>; 2], Failure> {
     let mut target = Target::start(transport)?;
     let agent = agent("initiator", transport)?;
-    let region = agent.allocate(REGION_BYTES, Access::READ_WRITE)?;
+    let region = agent.allocate_private(REGION_BYTES, Access::READ_WRITE)?;
     watch(region.addr(), REGION_BYTES);
     // Pages are there before anything is counted.
     (0..REGION_BYTES).step_by(4096).try_for_each(|at| region.write_at(at, &[1]))?;

@@ -90,7 +90,7 @@ impl Copier {
         if let Some(broken) = broken {
             return Err(way.broken(broken));
         }
-        let lent = result.map_err(failed)?;
+        let lent = result.map_err(|fault| way.failed(fault))?;
         if let Lent::Moved(moved) = lent {
             self.advance(pieces, moved as u64);
         }
@@ -98,10 +98,10 @@ impl Copier {
     }
 
     /// Whether all bytes that were copied are where they belong. Asked when all were.
-    pub(super) fn flush(&mut self) -> Result<Lent, Error> {
+    pub(super) fn flush(&mut self, way: &Way<'_>) -> Result<Lent, Error> {
         match &mut self.local {
             Local::From(_) => Ok(Lent::Moved(0)),
-            Local::To(sink) => sink.flush().map_err(failed),
+            Local::To(sink) => sink.flush().map_err(|fault| way.failed(fault)),
         }
     }
 
@@ -118,16 +118,18 @@ impl Copier {
     }
 }
 
-fn failed(fault: Fault) -> Error {
-    match fault {
-        Fault::Memory { code, index } => local_fault(code, index),
-        Fault::Shut | Fault::Io(_) => {
-            Error::new(ErrorKind::Internal, "a copy within the host was stopped")
+impl Way<'_> {
+    /// Our own memory can't be used, unless the session's end is the reason for that, too.
+    fn failed(&self, fault: Fault) -> Error {
+        match (self.link.end(), fault) {
+            (Some(end), _) => end.clone(),
+            (None, Fault::Memory { code, index }) => local_fault(code, index),
+            (None, Fault::Shut | Fault::Io(_)) => {
+                Error::new(ErrorKind::Internal, "a copy within the host was stopped")
+            }
         }
     }
-}
 
-impl Way<'_> {
     fn broken(&self, why: Broken) -> Error {
         match why {
             Broken::Gone(error) => match self.link.end() {

@@ -84,7 +84,8 @@ impl LocalShare {
     /// The frame at hand is copied: whether its bytes are where they belong.
     fn finish_frame(&mut self) -> Result<Lent, Ended> {
         let Some(current) = &mut self.current else { return Ok(Lent::Moved(0)) };
-        match current.copier.flush() {
+        let way = Way { link: &self.link, peer: &self.peer, batch: &self.job.batch };
+        match current.copier.flush(&way) {
             Ok(Lent::NotReady) => return Ok(Lent::NotReady),
             Ok(_) => {}
             Err(error) => return Err(self.fail(error)),
