@@ -37,9 +37,11 @@ pub(crate) fn work(name: &str, rounds: &str) -> Result<(), Failure> {
 /// Counts all works.
 pub(crate) fn count() -> Result<Figures, Failure> {
     let mut figures = Figures::default();
-    let compiler = Command::new("rustc").arg("--version").output();
-    let compiler = compiler.map(|out| String::from_utf8_lossy(&out.stdout).trim().to_owned());
-    figures.set("compiler", compiler.unwrap_or_default());
+    let version = |program: &str| {
+        let output = Command::new(program).arg("--version").output();
+        output.map(|out| String::from_utf8_lossy(&out.stdout).trim().to_owned()).unwrap_or_default()
+    };
+    figures.set("tools", format!("{}, {}", version("rustc"), version("valgrind")));
     for (name, _) in WORKS {
         let Some((few, many)) = under_callgrind(name, FEW)?.zip(under_callgrind(name, MANY)?)
         else {

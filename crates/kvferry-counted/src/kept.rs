@@ -63,11 +63,12 @@ impl Figures {
 
     /// Says what differs from what is kept; whether nothing got worse.
     pub(crate) fn compare(&self, kept: &Self) -> bool {
-        let same_compiler = self.get("compiler") == kept.get("compiler");
+        // They decide about instructions.
+        let same_tools = self.get("tools") == kept.get("tools");
         let (mut worse, mut better, mut same) = (0, 0, 0);
         for (name, value) in &self.0 {
             let Some(now) = value.as_u64() else { continue };
-            if name.ends_with(": instructions") && !same_compiler {
+            if name.ends_with(": instructions") && !same_tools {
                 continue;
             }
             let Some(before) = kept.get(name).and_then(Value::as_u64) else {
@@ -91,8 +92,8 @@ impl Figures {
                 println!("gone    {name}: not counted here");
             }
         }
-        if !same_compiler {
-            println!("SKIPPED: instructions: kept with another compiler than this one");
+        if !same_tools {
+            println!("SKIPPED: instructions: kept with another compiler or valgrind than these");
         }
         println!("{same} figures as kept, {better} better, {worse} worse");
         worse == 0
