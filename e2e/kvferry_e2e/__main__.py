@@ -23,6 +23,8 @@ from kvferry_e2e.report import Report
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CHECKSUMS_ON = {"KVFERRY_CHECKSUM": "on"}
+# Within one host nothing goes through a relay, and nobody waits for a peer that is stopped.
+OVER_TCP = {"KVFERRY_TRANSPORTS": "tcp,mooncake"}
 
 
 def arguments() -> argparse.Namespace:
@@ -74,9 +76,15 @@ def phases(run: Run, engine: str) -> None:
     the two big phases.
     """
     report, prompts = run.report, Prompts(seed=2024)
-    prefill = run.start("prefill-1", "prefill", caching=False)
-    decode = run.start("decode-1", "decode", caching=False)
-    run.ready(prefill, decode)
+    prefill = run.start("prefill-1", "prefill", caching=False, KVFERRY_LOG="info")
+    near = run.start("decode-0", "decode", caching=False)
+    run.ready(prefill, near)
+    if engine == "kvferry":
+        correctness.concurrent(report, Pair(prefill, near), prompts, ", within the host")
+        correctness.bytes_were_copied(report, prefill)
+    near.kill()
+    decode = run.start("decode-1", "decode", caching=False, **OVER_TCP)
+    run.ready(decode)
     pair = Pair(prefill, decode)
     correctness.engines_are(report, pair, engine)
     correctness.one_by_one(report, pair, prompts)

@@ -112,12 +112,18 @@ def _one(pair: Pair, prompt: Tokens) -> None:
     )
 
 
-def concurrent(report: Report, pair: Pair, prompts: Prompts) -> None:
+def bytes_were_copied(report: Report, prefill: Instance) -> None:
+    """Without any setting, two engines of one host find each other to be so."""
+    with report.check("engines of one host: bytes are copied, not sent"):
+        ensure(prefill.log_has("bytes are copied, not sent"), f"{prefill.name} does not say so")
+
+
+def concurrent(report: Report, pair: Pair, prompts: Prompts, where: str = "") -> None:
     """The same lengths, eight requests at a time, shuffled by length so that short ones overtake
     long ones.
     """
     many = sorted(prompts.of_all_lengths(), key=lambda prompt: len(prompt) % 7)
-    with report.check(f"prefill's own tokens, prompt loaded: {WIDTH} at a time") as note:
+    with report.check(f"prefill's own tokens, prompt loaded: {WIDTH} at a time{where}") as note:
         before = pair.decode.counters()
         answers = in_parallel(pair.handoff, many, WIDTH)
         failed = [str(answer) for answer in answers if answer.status != 200]

@@ -161,6 +161,10 @@ impl Attach {
                     // Only memory that it shares can be reached.
                     self.link.set_obstacle(obstacle.to_owned());
                 }
+                tracing::info!(
+                    peer = %self.link.address, pid = peer.pid, by_number = peer.vm.is_ok(),
+                    "the peer is on this host: bytes are copied, not sent"
+                );
                 self.link.set_local(&peer);
                 self.stage = Stage::Live(peer);
                 if let Some(met) = self.met.take() {
