@@ -45,22 +45,8 @@ impl std::fmt::Debug for RemoteSpan {
 /// `PermissionDenied` where the kernel refuses, `NotFound` if there is no such process,
 /// `InvalidInput` beyond [`RANGES_MAX`]; `EFAULT` if nothing could be copied.
 pub unsafe fn write(pid: i32, from: &[HostSpan], to: &[RemoteSpan]) -> io::Result<usize> {
-    let (local, remote) = (HostSpan::as_iovecs(from), RemoteSpan::as_iovecs(to));
-    retry_on_intr(|| {
-        // SAFETY: the local ranges are spans that are lent for this call and only read; the
-        // remote ones are checked by the kernel, and if they are our own, the caller promises
-        // that nobody has references to them.
-        check(unsafe {
-            libc::process_vm_writev(
-                pid,
-                local.as_ptr(),
-                local.len() as _,
-                remote.as_ptr(),
-                remote.len() as _,
-                0,
-            )
-        })
-    })
+    // SAFETY: spans are lent for this call and only read; for the rest our caller vouches.
+    unsafe { copy_out(pid, HostSpan::as_iovecs(from), to) }
 }
 
 /// Copies slices to the memory of another process at `to`; else as [`write`].
@@ -69,21 +55,10 @@ pub unsafe fn write(pid: i32, from: &[HostSpan], to: &[RemoteSpan]) -> io::Resul
 /// As [`write`]; `InvalidInput` for this process, whose memory has references.
 pub fn write_slices(pid: i32, from: &[IoSlice<'_>], to: &[RemoteSpan]) -> io::Result<usize> {
     other(pid)?;
-    let remote = RemoteSpan::as_iovecs(to);
-    retry_on_intr(|| {
-        // SAFETY: an `IoSlice` has the layout of an `iovec` and its bytes are borrowed for the
-        // call, which only reads them; the remote ranges are another process's.
-        check(unsafe {
-            libc::process_vm_writev(
-                pid,
-                from.as_ptr().cast(),
-                from.len() as _,
-                remote.as_ptr(),
-                remote.len() as _,
-                0,
-            )
-        })
-    })
+    // SAFETY: an `IoSlice` has the layout of an `iovec`, and its bytes are borrowed for the call.
+    let from = unsafe { std::slice::from_raw_parts(from.as_ptr().cast(), from.len()) };
+    // SAFETY: the slices are only read, and the remote ranges are another process's.
+    unsafe { copy_out(pid, from, to) }
 }
 
 /// Copies from the memory of another process at `from` to slices; else as [`write_slices`].
@@ -92,21 +67,19 @@ pub fn write_slices(pid: i32, from: &[IoSlice<'_>], to: &[RemoteSpan]) -> io::Re
 /// As [`write_slices`].
 pub fn read_slices(pid: i32, to: &mut [IoSliceMut<'_>], from: &[RemoteSpan]) -> io::Result<usize> {
     other(pid)?;
-    let remote = RemoteSpan::as_iovecs(from);
-    retry_on_intr(|| {
-        // SAFETY: an `IoSliceMut` has the layout of an `iovec` and its bytes are borrowed mutably
-        // for the call; the remote ranges are another process's.
-        check(unsafe {
-            libc::process_vm_readv(
-                pid,
-                to.as_ptr().cast(),
-                to.len() as _,
-                remote.as_ptr(),
-                remote.len() as _,
-                0,
-            )
-        })
-    })
+    // SAFETY: an `IoSliceMut` has the layout of an `iovec`; the entries themselves are only read.
+    let to = unsafe { std::slice::from_raw_parts(to.as_ptr().cast(), to.len()) };
+    // SAFETY: the bytes of the slices are borrowed mutably for the call.
+    unsafe { copy_in(pid, to, from) }
+}
+
+/// Copies from the memory of process `pid` at `from` to `to`; else as [`write`].
+///
+/// # Errors
+/// As [`write`].
+pub fn read(pid: i32, to: &[HostSpan], from: &[RemoteSpan]) -> io::Result<usize> {
+    // SAFETY: spans are lent for this call, writable by their maker's promise.
+    unsafe { copy_in(pid, HostSpan::as_iovecs(to), from) }
 }
 
 fn other(pid: i32) -> io::Result<()> {
@@ -116,24 +89,30 @@ fn other(pid: i32) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::InvalidInput, "not the number of another process"))
 }
 
-/// Copies from the memory of process `pid` at `from` to `to`; else as [`write`].
-///
-/// # Errors
-/// As [`write`].
-pub fn read(pid: i32, to: &[HostSpan], from: &[RemoteSpan]) -> io::Result<usize> {
-    let (local, remote) = (HostSpan::as_iovecs(to), RemoteSpan::as_iovecs(from));
+/// # Safety
+/// The local ranges are readable. If the process is this one, nobody has references to the
+/// remote ones; whether they are mapped, the kernel checks.
+unsafe fn copy_out(pid: i32, local: &[libc::iovec], remote: &[RemoteSpan]) -> io::Result<usize> {
+    let remote = RemoteSpan::as_iovecs(remote);
+    let (locals, remotes) = (local.len() as libc::c_ulong, remote.len() as libc::c_ulong);
     retry_on_intr(|| {
-        // SAFETY: the local ranges are spans that are lent for this call, writable by their
-        // maker's promise; the remote ones are another address space's, which the kernel checks.
+        // SAFETY: as our caller promises.
         check(unsafe {
-            libc::process_vm_readv(
-                pid,
-                local.as_ptr(),
-                local.len() as _,
-                remote.as_ptr(),
-                remote.len() as _,
-                0,
-            )
+            libc::process_vm_writev(pid, local.as_ptr(), locals, remote.as_ptr(), remotes, 0)
+        })
+    })
+}
+
+/// # Safety
+/// The local ranges are writable, and nobody else has references to them. The remote ones are
+/// only read, and whether they are mapped, the kernel checks.
+unsafe fn copy_in(pid: i32, local: &[libc::iovec], remote: &[RemoteSpan]) -> io::Result<usize> {
+    let remote = RemoteSpan::as_iovecs(remote);
+    let (locals, remotes) = (local.len() as libc::c_ulong, remote.len() as libc::c_ulong);
+    retry_on_intr(|| {
+        // SAFETY: as our caller promises.
+        check(unsafe {
+            libc::process_vm_readv(pid, local.as_ptr(), locals, remote.as_ptr(), remotes, 0)
         })
     })
 }

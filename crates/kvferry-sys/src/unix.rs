@@ -8,7 +8,6 @@ use crate::retry_on_intr;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
-    sockopt,
 };
 use rustix::process::PidfdFlags;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -197,19 +196,6 @@ impl Channel {
         use rustix::event::{PollFd, PollFlags, poll};
         let mut fds = [PollFd::new(self, PollFlags::empty()), PollFd::new(pidfd, PollFlags::IN)];
         let _ = poll(&mut fds, Some(&crate::poll::timespec(timeout)));
-    }
-
-    /// Ends the connection in both directions.
-    pub fn shutdown(&self) {
-        let _ = rustix::net::shutdown(self, rustix::net::Shutdown::Both);
-    }
-
-    /// Sizes of the kernel's buffer for packets under way, in bytes.
-    ///
-    /// # Errors
-    /// What the kernel says.
-    pub fn set_buffer(&self, bytes: usize) -> io::Result<()> {
-        Ok(sockopt::set_socket_send_buffer_size(self, bytes)?)
     }
 }
 

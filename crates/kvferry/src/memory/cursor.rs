@@ -92,12 +92,11 @@ impl Pieces {
     }
 
     fn is_host(&self, piece: &Piece) -> bool {
-        piece.region == Piece::RAW
-            || !matches!(self.regions[piece.region as usize].backing, Backing::Device(_))
+        piece.region == Piece::RAW || !self.regions[piece.region as usize].is_device()
     }
 
     pub(crate) fn all_host(&self) -> bool {
-        self.regions.iter().all(|r| !matches!(r.backing, Backing::Device(_)))
+        !self.regions.iter().any(|region| region.is_device())
     }
 }
 
@@ -106,6 +105,28 @@ impl Pieces {
 pub(crate) struct Position {
     pub(crate) piece: usize,
     pub(crate) within: u64,
+}
+
+impl Position {
+    /// Goes on to the next byte there is, if a piece has ended.
+    pub(crate) fn leave_ended(&mut self, pieces: &Pieces) {
+        while pieces.pieces[self.piece].len == self.within {
+            *self = Self { piece: self.piece + 1, within: 0 };
+        }
+    }
+
+    /// Goes on by so many bytes.
+    pub(crate) fn advance(&mut self, pieces: &Pieces, mut bytes: u64) {
+        while bytes > 0 {
+            let left = pieces.pieces[self.piece].len - self.within;
+            if bytes < left {
+                self.within += bytes;
+                return;
+            }
+            bytes -= left;
+            *self = Self { piece: self.piece + 1, within: 0 };
+        }
+    }
 }
 
 /// What came of asking for spans.
@@ -247,10 +268,7 @@ impl Cursor {
         if self.remaining == 0 {
             return Ok(Lent::Moved(0));
         }
-        while self.pieces.pieces[self.at.piece].len == self.at.within {
-            self.at.piece += 1;
-            self.at.within = 0;
-        }
+        self.at.leave_ended(&self.pieces);
         if self.pieces.is_host(&self.pieces.pieces[self.at.piece]) {
             self.walk_host(limit, use_spans)
         } else {
@@ -327,19 +345,10 @@ impl Cursor {
     }
 
     fn advance(&mut self, moved: usize) {
-        let mut moved = moved as u64;
+        let moved = moved as u64;
         assert!(moved <= self.remaining, "nobody moves more than was lent");
         self.remaining -= moved;
-        while moved > 0 {
-            let left = self.pieces.pieces[self.at.piece].len - self.at.within;
-            if moved < left {
-                self.at.within += moved;
-                return;
-            }
-            moved -= left;
-            self.at.piece += 1;
-            self.at.within = 0;
-        }
+        self.at.advance(&self.pieces, moved);
     }
 
     fn walk_device(

@@ -68,15 +68,13 @@ impl Agent {
         if len == 0 {
             return Err(Error::new(ErrorKind::InvalidArgument, "a region needs bytes"));
         }
-        let no_memory = |e| Error::io("memory can't be allocated", e).with("len", len);
-        let (base, backing) = if core.is_local() && len >= SHARED_MIN {
-            let shared = Shared::create("kvferry-region", len, true).map_err(no_memory)?;
-            (shared.as_ptr() as usize, Backing::Shared(Arc::new(shared)))
-        } else {
-            let map = Mapping::anonymous(len).map_err(no_memory)?;
-            (map.as_ptr() as usize, Backing::Owned(map))
-        };
-        core.regions.insert(core.incarnation, base, len, access, backing)
+        if !core.is_local() || len < SHARED_MIN {
+            return self.allocate_private(len, access);
+        }
+        let shared = Shared::create("kvferry-region", len, true)
+            .map_err(|e| Error::io("memory can't be allocated", e).with("len", len))?;
+        let base = shared.as_ptr() as usize;
+        core.regions.insert(core.incarnation, base, len, access, Backing::Shared(Arc::new(shared)))
     }
 
     /// As [`Agent::allocate`], but in ordinary private memory, as the pool of an engine is that

@@ -45,15 +45,13 @@ pub(crate) fn attach(link: &Arc<Link>, met: Met) {
 /// Says how it went: with `local`, or why not.
 fn conclude(link: &Arc<Link>, obstacle: Option<String>, met: Met) {
     if let Some(obstacle) = obstacle {
-        let allowed = link.core.config.transports();
-        let allows = |kind| allowed.as_ref().is_ok_and(|set| set.contains(kind));
-        if !allows(TransportKind::Tcp) {
+        if !link.core.allows(TransportKind::Tcp) {
             let what = format!("local is the only transport allowed, and {obstacle}");
             let error = Error::new(ErrorKind::Unsupported, what).with("peer", &link.address);
             link.close(error.clone());
             return met(link, Err(error));
         }
-        if allows(TransportKind::Local) && link.is_same_host() {
+        if link.core.allows(TransportKind::Local) && link.is_same_host() {
             tracing::warn!(
                 peer = %link.address, reason = %obstacle,
                 "the peer is on this host, but bytes go over tcp"

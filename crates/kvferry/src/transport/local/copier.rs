@@ -71,9 +71,7 @@ impl Copier {
             return Ok(Lent::Moved(0));
         };
         let (op, pieces) = (self.op, &*way.batch.local);
-        while pieces.pieces[self.at.piece].len == self.at.within {
-            self.at = Position { piece: self.at.piece + 1, within: 0 };
-        }
+        self.at.leave_ended(pieces);
         let at = self.at;
         let mut broken = None;
         let mut copy = |spans: &[kvferry_sys::HostSpan]| {
@@ -92,7 +90,7 @@ impl Copier {
         }
         let lent = result.map_err(|fault| way.failed(fault))?;
         if let Lent::Moved(moved) = lent {
-            self.advance(pieces, moved as u64);
+            self.at.advance(pieces, moved as u64);
         }
         Ok(lent)
     }
@@ -102,18 +100,6 @@ impl Copier {
         match &mut self.local {
             Local::From(_) => Ok(Lent::Moved(0)),
             Local::To(sink) => sink.flush().map_err(|fault| way.failed(fault)),
-        }
-    }
-
-    fn advance(&mut self, pieces: &Pieces, mut moved: u64) {
-        while moved > 0 {
-            let left = pieces.pieces[self.at.piece].len - self.at.within;
-            if moved < left {
-                self.at.within += moved;
-                return;
-            }
-            moved -= left;
-            self.at = Position { piece: self.at.piece + 1, within: 0 };
         }
     }
 }
