@@ -1,5 +1,6 @@
 //! The initiator finds out whether its peer is on the same host, and within reach.
 
+use super::copier::lost;
 use super::{LocalPeer, name_of};
 use crate::error::{Error, ErrorKind};
 use crate::memory::registry::RegistryView;
@@ -130,7 +131,10 @@ struct Attach {
 impl Attach {
     fn fail(&mut self, obstacle: String) -> Next {
         if let Stage::Live(peer) = std::mem::replace(&mut self.stage, Stage::Over) {
-            peer.detach();
+            // A peer that lives keeps this socket for as long as the session is up.
+            if self.link.end().is_none() {
+                lost(&self.link, peer.loss(obstacle.clone()));
+            }
         }
         if let Some(met) = self.met.take() {
             conclude(&self.link, Some(obstacle), met);

@@ -16,7 +16,7 @@ use std::io;
 
 /// Where a batch goes.
 pub(super) struct Way<'a> {
-    pub(super) link: &'a Link,
+    pub(super) link: &'a Arc<Link>,
     pub(super) peer: &'a LocalPeer,
     pub(super) batch: &'a Batch,
 }
@@ -104,6 +104,16 @@ impl Copier {
     }
 }
 
+/// Ends the session with a peer that is gone: the next transfer meets it afresh.
+///
+/// Not only the copying: what went over the session's other lanes now would fail without saying
+/// whether anything still lands.
+pub(super) fn lost(link: &Arc<Link>, error: Error) -> Error {
+    let error = error.with("peer", &link.address);
+    link.close(error.clone());
+    error
+}
+
 impl Way<'_> {
     /// Our own memory can't be used, unless the session's end is the reason for that, too.
     fn failed(&self, fault: Fault) -> Error {
@@ -120,11 +130,7 @@ impl Way<'_> {
         match why {
             Broken::Gone(error) => match self.link.end() {
                 Some(end) => end.clone(),
-                None => {
-                    // The next transfer meets the peer afresh, or takes another way.
-                    self.peer.detach();
-                    error.with("peer", &self.link.address)
-                }
+                None => lost(self.link, error),
             },
             Broken::Pair { code, pair } => refusal(self.link, self.batch, code, Some(pair)),
         }

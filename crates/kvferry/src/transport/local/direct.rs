@@ -8,6 +8,7 @@ use crate::memory::cursor::{Lent, Position};
 use crate::memory::device::Wake;
 use crate::reactor::now;
 use crate::session::link::Link;
+use crate::sync::Arc;
 use crate::transfer::batch::Batch;
 use crate::transfer::drive::Watch;
 use crate::transfer::job::Op;
@@ -20,7 +21,7 @@ thread_local! {
 
 /// Copies a batch of host memory; `None` if it has to go another way.
 pub(crate) fn copy_all(
-    link: &Link,
+    link: &Arc<Link>,
     peer: &LocalPeer,
     op: Op,
     batch: &Batch,

@@ -108,15 +108,21 @@ impl LocalPeer {
         if now.saturating_since(seen) < SURE_FOR && now >= seen {
             return Ok(());
         }
-        if self.registry.is_closed() {
-            return Err(Error::new(ErrorKind::PeerClosed, "the peer was shut down"));
-        }
-        if self.channel.is_gone(&self.pidfd) {
-            return Err(Error::new(ErrorKind::PeerReset, "the peer's process is gone"));
+        if self.registry.is_closed() || self.channel.is_gone(&self.pidfd) {
+            return Err(self.loss("the peer's process is gone".into()));
         }
         // When the look began.
         self.seen_alive.store(now.as_nanos(), Ordering::Relaxed);
         Ok(())
+    }
+
+    /// How a peer that is gone left: it may have said goodbye.
+    fn loss(&self, how: String) -> Error {
+        if self.registry.is_closed() {
+            Error::new(ErrorKind::PeerClosed, "the peer was shut down")
+        } else {
+            Error::new(ErrorKind::PeerReset, how)
+        }
     }
 
     /// A gate for our own memory.
