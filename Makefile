@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 E2E_ARGS ?=
-SOAK_SECONDS ?= 600
+SOAK_SECONDS ?= 1200
 COUNTED_ARGS ?=
 FUZZ_TARGETS ?=
 
@@ -21,7 +21,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command wheel demo test test-rust test-docs test-python test-yama soak e2e bench bench-peers \
+.PHONY: help build command wheel demo test test-build test-rust test-docs test-python test-yama soak e2e bench bench-peers \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
@@ -65,6 +65,11 @@ demo: command ## Move the KV cache of a model between two processes, and say how
 
 test: test-rust test-docs loom test-python ## Run all tests: Rust, documentation, models of the synchronisation, Python
 
+# What takes long before the first test runs.
+test-build: build
+	$(call part,compiling the tests,if $(CARGO) nextest --version >/dev/null 2>&1; \
+	then $(CARGO) nextest run --workspace --no-run; else $(CARGO) test --workspace --no-run --lib --bins --tests; fi)
+
 test-rust:
 	$(call part,Rust tests,if $(CARGO) nextest --version >/dev/null 2>&1; \
 	then $(CARGO) nextest run --workspace --no-fail-fast; else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests; fi)
@@ -90,7 +95,7 @@ test-yama: ## Test copying within a host under Yama, in a machine that KVFERRY_V
 	    for it in \$$(\$$name --list within:: | sed -n '/yama\|attach\|private_and_shared\|shared_memory/s/: test\$$//p'); do \
 	    su user -c \"\$$name \$$it --exact --nocapture\"; done"; fi
 
-soak: ## Every fault again and again for SOAK_SECONDS; counters back to zero, no growth
+soak: ## Every fault again and again for SOAK_SECONDS, half of it over each transport; counters back to zero, no growth
 	$(call part,soak of $(SOAK_SECONDS) s,SOAK_SECONDS=$(SOAK_SECONDS) $(CARGO) test -p kvferry --test endurance soak:: -- --nocapture)
 
 e2e: build ## Run real vLLM, prefill and decode, on kvferry (builds its environment in the cache first)

@@ -59,10 +59,22 @@ fn control_group_room() -> Option<u64> {
     Some(read("memory.max")?.saturating_sub(read("memory.current")?))
 }
 
-/// Processor time this process has used, all threads together, to the nanosecond.
-pub(crate) fn cpu_time() -> Duration {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+/// What the threads of this process's agents have used: not its own, which sleep and wake, too.
+pub(crate) fn agent_time() -> std::io::Result<Duration> {
+    time_of_threads("kvferry-")
+}
+
+fn time_of_threads(prefix: &str) -> std::io::Result<Duration> {
+    let mut time = Duration::ZERO;
+    for task in std::fs::read_dir("/proc/self/task")? {
+        let task = task?.path();
+        if std::fs::read_to_string(task.join("comm"))?.starts_with(prefix) {
+            let used = std::fs::read_to_string(task.join("schedstat"))?;
+            let used = used.split(' ').next().and_then(|ns| ns.parse().ok());
+            time += Duration::from_nanos(used.ok_or(std::io::ErrorKind::InvalidData)?);
+        }
+    }
+    Ok(time)
 }
 
 /// A clock that all processes of this host share.
@@ -84,12 +96,19 @@ mod tests {
     }
 
     #[test]
-    fn working_takes_processor_time() {
-        let before = cpu_time();
-        let mut state = 1u64;
-        while cpu_time() - before < Duration::from_millis(1) {
-            state = std::hint::black_box(crate::blocks::mix(state));
-        }
-        assert!(shared_clock() > Duration::ZERO);
+    fn only_threads_of_the_name_count() {
+        let work = || {
+            let used = || time_of_threads("counted-").expect("this process has tasks");
+            let before = used();
+            let until = shared_clock() + Duration::from_millis(20);
+            let mut state = 1u64;
+            while shared_clock() < until {
+                state = std::hint::black_box(crate::blocks::mix(state));
+            }
+            used() - before
+        };
+        let named = std::thread::Builder::new().name("counted-1".into()).spawn(work);
+        assert!(named.expect("a thread").join().expect("no panic") > Duration::ZERO);
+        assert_eq!(std::thread::spawn(work).join().expect("no panic"), Duration::ZERO);
     }
 }

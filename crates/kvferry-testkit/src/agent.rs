@@ -82,6 +82,8 @@ impl AgentFabric {
             .listen(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
             .transports(Transports::parse(self.transports)?)
             .mooncake(self.transports.contains("mooncake"))
+            // No scenario is about silence, and a busy machine is silent now and then.
+            .silence(self.patience() / 5)
             .checksum(self.checksum);
         if let Some(streams) = self.streams {
             builder = builder.streams_per_peer(streams);

