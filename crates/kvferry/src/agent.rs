@@ -36,8 +36,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
-/// How long meeting a peer may take, connecting included.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long meeting a peer may take at least, connecting included, however short silence may be.
+const HANDSHAKE_MIN: Duration = Duration::from_secs(1);
 /// Peers whose state is kept although nobody uses it.
 const PEERS_KEPT: usize = 4096;
 /// How long a shutdown waits for its farewells to be written.
@@ -118,9 +118,9 @@ impl Core {
     }
 
     /// A peer that is stopped before it is met is noticed as soon as one that is stopped later,
-    /// but a slow network gets a second.
+    /// but a slow network gets a second. Whoever allows more silence expects a slow machine.
     pub(crate) fn handshake_timeout(&self) -> Duration {
-        HANDSHAKE_TIMEOUT.min(self.config.silence().max(Duration::from_secs(1)))
+        self.config.silence().max(HANDSHAKE_MIN)
     }
 
     /// Whether this agent takes part in transfers within the host.
