@@ -69,6 +69,14 @@ pub enum WireCode {
     LayoutMismatch,
     /// Understood, but not offered here.
     Unsupported,
+    /// There is no handoff of this name, or none that this peer takes part in.
+    UnknownHandoff,
+    /// Nobody asked for an offer in time.
+    Expired,
+    /// The consumer has it already, or will never compute on it.
+    NotNeeded,
+    /// A name that is, or was, somebody else's.
+    Duplicate,
     /// A code of a later version.
     Other(u16),
 }
@@ -137,6 +145,10 @@ codes! {
     25 => Internal, "internal fault";
     26 => LayoutMismatch, "layouts do not match";
     27 => Unsupported, "unsupported";
+    28 => UnknownHandoff, "unknown handoff";
+    29 => Expired, "expired";
+    30 => NotNeeded, "not needed";
+    31 => Duplicate, "duplicate name";
 }
 
 impl WireCode {

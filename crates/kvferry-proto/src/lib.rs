@@ -11,6 +11,7 @@
 //! * [`message`]: control messages, MessagePack maps behind a length.
 //! * [`auth`]: who proves what to whom, and the key of a session.
 //! * [`session`]: the state machine of one control connection.
+//! * [`handoff`]: one request's KV from producer to consumer, a state machine for each.
 //! * [`local`]: what two agents of one host say to each other besides.
 //! * [`admission`]: what a listener does before it knows who is calling.
 //!
@@ -37,6 +38,7 @@ pub mod frame;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
+pub mod handoff;
 mod id;
 pub mod local;
 pub mod message;

@@ -10,6 +10,7 @@ use crate::id::{Incarnation, SessionId, StreamId};
 use crate::text::truncated;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::io::Cursor;
 use thiserror::Error;
 
@@ -257,7 +258,7 @@ impl MessageError {
 }
 
 /// Bounds of a message's fields, checked when it is parsed.
-trait Check {
+pub(crate) trait Check {
     fn check(&self) -> Result<(), MessageError> {
         Ok(())
     }
@@ -265,12 +266,13 @@ trait Check {
 
 /// One line per message: the variant and its kind on the wire, which never changes.
 macro_rules! messages {
-    ($($kind:literal => $(#[$doc:meta])* $name:ident;)*) => {
-        /// A control message.
-        ///
-        /// Exhaustive on purpose: the session must decide about each in each state.
+    (
+        $(#[$of:meta])* $all:ident, $what:literal:
+        $($kind:literal => $(#[$doc:meta])* $name:ident;)*
+    ) => {
+        $(#[$of])*
         #[derive(Clone, Debug, PartialEq, Eq)]
-        pub enum Message {
+        pub enum $all {
             $($(#[$doc])* $name($name),)*
             /// A message of a later version.
             Unknown {
@@ -279,7 +281,7 @@ macro_rules! messages {
             },
         }
 
-        impl Message {
+        impl $all {
             /// The message's kind as it stands on the wire.
             pub fn kind(&self) -> &str {
                 match self {
@@ -288,43 +290,44 @@ macro_rules! messages {
                 }
             }
 
-            /// Parses one message from the bytes after the length.
-            fn parse(bytes: &[u8]) -> Result<Self, MessageError> {
-                // Walks over everything, and so bounds the depth for the second pass, too.
-                let mut tag = rmp_serde::Deserializer::from_read_ref(bytes);
-                tag.set_max_depth(DEPTH_MAX);
-                let tag = Tag::deserialize(&mut tag).map_err(|e| malformed("control", &e))?;
-                match tag.t.as_str() {
+            /// Parses one message from its map.
+            fn parse(bytes: &[u8]) -> Result<Self, $crate::message::MessageError> {
+                use $crate::message::{Check as _, kind_of, malformed, whole};
+                let tag = kind_of(bytes, $what)?;
+                match tag.as_str() {
                     $($kind => {
                         let body: $name = whole(bytes).map_err(|e| malformed($kind, &e))?;
                         body.check()?;
                         Ok(Self::$name(body))
                     })*
-                    kind => Ok(Self::Unknown { kind: truncated(kind, KIND_MAX).to_owned() }),
+                    _ => Ok(Self::Unknown { kind: tag }),
                 }
             }
 
-            fn write_to(&self, out: &mut Vec<u8>) -> Result<(), rmp_serde::encode::Error> {
+            /// Appends the message's map.
+            fn write_to(&self, out: &mut Vec<u8>) {
+                use $crate::message::write;
                 match self {
-                    $(Self::$name(body) => {
-                        rmp_serde::encode::write_named(out, &Tagged { t: $kind, body })
-                    })*
-                    Self::Unknown { kind } => {
-                        rmp_serde::encode::write_named(out, &Tag { t: kind.clone() })
-                    }
+                    $(Self::$name(body) => write(out, $kind, Some(body)),)*
+                    Self::Unknown { kind } => write(out, kind, None::<&()>),
                 }
             }
         }
 
-        $(impl From<$name> for Message {
+        $(impl From<$name> for $all {
             fn from(message: $name) -> Self {
                 Self::$name(message)
             }
         })*
     };
 }
+pub(crate) use messages;
 
 messages! {
+    /// A control message.
+    ///
+    /// Exhaustive on purpose: the session must decide about each in each state.
+    Message, "control":
     "hello" => /** See [`Hello`]. */ Hello;
     "challenge" => /** See [`Challenge`]. */ Challenge;
     "proof" => /** See [`Proof`]. */ Proof;
@@ -342,15 +345,34 @@ messages! {
 }
 
 #[derive(Serialize, Deserialize)]
-struct Tag {
-    t: String,
+struct Tag<'a> {
+    #[serde(borrow)]
+    t: Cow<'a, str>,
 }
 
 #[derive(Serialize)]
 struct Tagged<'a, T> {
-    t: &'static str,
+    t: &'a str,
     #[serde(flatten)]
     body: &'a T,
+}
+
+/// Which kind of message a map is, cut to [`KIND_MAX`] bytes.
+pub(crate) fn kind_of(bytes: &[u8], what: &'static str) -> Result<String, MessageError> {
+    // Walks over everything, and so bounds the depth for the second pass, too.
+    let mut tag = rmp_serde::Deserializer::from_read_ref(bytes);
+    tag.set_max_depth(DEPTH_MAX);
+    let tag = Tag::deserialize(&mut tag).map_err(|e| malformed(what, &e))?;
+    Ok(truncated(&tag.t, KIND_MAX).to_owned())
+}
+
+/// Appends a message's map.
+pub(crate) fn write<T: Serialize>(out: &mut Vec<u8>, kind: &str, body: Option<&T>) {
+    let written = match body {
+        Some(body) => rmp_serde::encode::write_named(out, &Tagged { t: kind, body }),
+        None => rmp_serde::encode::write_named(out, &Tag { t: kind.into() }),
+    };
+    written.expect("a Vec takes any bytes, and messages are plain maps");
 }
 
 impl Check for Hello {
@@ -420,7 +442,7 @@ impl Check for StreamReady {}
 /// The frame of `message`: length and map.
 pub fn encode(message: &Message) -> Vec<u8> {
     let mut frame = vec![0; 4];
-    message.write_to(&mut frame).expect("a Vec takes any bytes, and messages are plain maps");
+    message.write_to(&mut frame);
     let len = u32::try_from(frame.len() - 4).expect("bodies are bounded far below 4 GiB");
     frame[..4].copy_from_slice(&len.to_le_bytes());
     frame
@@ -493,7 +515,7 @@ impl Decoder {
 }
 
 /// The one value that `bytes` are, with nothing after it.
-fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, rmp_serde::decode::Error> {
+pub(crate) fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, rmp_serde::decode::Error> {
     let mut deserializer = rmp_serde::Deserializer::new(Cursor::new(bytes));
     let value = T::deserialize(&mut deserializer)?;
     if deserializer.position() == bytes.len() as u64 {
@@ -503,10 +525,10 @@ fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, rmp_serde::decode::Erro
     }
 }
 
-fn malformed(kind: &'static str, error: &rmp_serde::decode::Error) -> MessageError {
+pub(crate) fn malformed(kind: &'static str, error: &rmp_serde::decode::Error) -> MessageError {
     MessageError::Malformed { kind, detail: error.to_string() }
 }
 
-fn at_most(field: &'static str, len: usize, limit: usize) -> Result<(), MessageError> {
+pub(crate) fn at_most(field: &'static str, len: usize, limit: usize) -> Result<(), MessageError> {
     if len > limit { Err(MessageError::FieldTooLong { field, limit }) } else { Ok(()) }
 }

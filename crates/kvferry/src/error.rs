@@ -140,14 +140,16 @@ impl ErrorKind {
             WireCode::UnknownRegion => Self::NotRegistered,
             WireCode::AccessDenied => Self::AccessDenied,
             WireCode::Revoked => Self::Revoked,
-            WireCode::ZeroLength => Self::InvalidArgument,
+            WireCode::ZeroLength | WireCode::UnknownHandoff | WireCode::Duplicate => {
+                Self::InvalidArgument
+            }
             WireCode::Malformed | WireCode::Ok | WireCode::Other(_) | WireCode::StreamReplayed => {
                 Self::Protocol
             }
             WireCode::TooLarge => Self::TooLarge,
             WireCode::Checksum => Self::Checksum,
-            WireCode::Cancelled => Self::Cancelled,
-            WireCode::Deadline => Self::Deadline,
+            WireCode::Cancelled | WireCode::NotNeeded => Self::Cancelled,
+            WireCode::Deadline | WireCode::Expired => Self::Deadline,
             WireCode::Busy => Self::Busy,
             WireCode::VersionMismatch => Self::VersionMismatch,
             WireCode::AuthRequired => Self::AuthRequired,

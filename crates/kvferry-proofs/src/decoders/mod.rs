@@ -3,5 +3,6 @@
 
 pub mod agent;
 pub mod frames;
+pub mod handoff;
 pub mod messages;
 pub mod session;

@@ -2,6 +2,7 @@
 //! a property test, where the bytes are random, and a fuzz target, where they are searched.
 
 pub mod admission;
+pub mod handoff;
 pub mod parts;
 pub mod session;
 
@@ -31,6 +32,7 @@ pub struct Model {
 pub const MODELS: &[Model] = &[
     session::MODEL,
     admission::MODEL,
+    handoff::MODEL,
     parts::OUTBOX,
     parts::INBOX,
     parts::HEARTBEAT,

@@ -1,0 +1,293 @@
+//! The blocks of a request at a producer rank, as they cross the wire.
+
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use thiserror::Error;
+
+/// A block that is not there: left the window, or was never needed. Nothing is read from it.
+pub const NULL_BLOCK: u32 = u32::MAX;
+
+/// The most blocks of one group of one request.
+pub const BLOCKS_MAX: usize = 1 << 20;
+
+/// Consecutive blocks of one group of a request, by the numbers the producer's engine gives them.
+///
+/// On the wire they are one string of bytes: for each run of consecutive numbers its length and the
+/// distance from the run before, both as variable-length integers. A random table costs 3 to 4
+/// bytes per block, an orderly one next to nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BlockTable {
+    /// Which of the request's blocks of that group comes first.
+    pub first: u32,
+    /// Numbers, or [`NULL_BLOCK`].
+    pub blocks: Vec<u32>,
+}
+
+/// Why a table cannot be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum TableError {
+    /// There is a gap between what is known and what was added.
+    #[error("blocks from {first} on were added where {known} are known")]
+    Gap {
+        /// The first of the new ones.
+        first: u32,
+        /// The end of what is known.
+        known: u64,
+    },
+    /// A block was said to be another one before.
+    #[error("block {index} was number {before} and is said to be {now}")]
+    Changed {
+        /// Which of the request's blocks.
+        index: u64,
+        /// What it was.
+        before: u32,
+        /// What it is said to be.
+        now: u32,
+    },
+    /// More than [`BLOCKS_MAX`].
+    #[error("more than {BLOCKS_MAX} blocks")]
+    TooMany,
+    /// The bytes are not a table.
+    #[error("the bytes are not a block table")]
+    Malformed,
+}
+
+impl BlockTable {
+    /// The blocks from `first` on.
+    pub const fn new(first: u32, blocks: Vec<u32>) -> Self {
+        Self { first, blocks }
+    }
+
+    /// The index behind the last block.
+    pub fn end(&self) -> u64 {
+        u64::from(self.first) + self.blocks.len() as u64
+    }
+
+    /// The number of a block of the request; `None` if it is not there.
+    pub fn block(&self, index: u32) -> Option<u32> {
+        let at = index.checked_sub(self.first)? as usize;
+        self.blocks.get(at).copied().filter(|block| *block != NULL_BLOCK)
+    }
+
+    /// The blocks from index `from` on.
+    #[must_use]
+    pub fn tail(&self, from: u64) -> Self {
+        let skip =
+            usize::try_from(from.saturating_sub(u64::from(self.first))).unwrap_or(usize::MAX);
+        let skip = skip.min(self.blocks.len());
+        let first = u32::try_from(u64::from(self.first) + skip as u64).unwrap_or(u32::MAX);
+        Self { first, blocks: self.blocks[skip..].to_vec() }
+    }
+
+    /// Adds what a peer said later. What is known already may be repeated; a block that was there
+    /// may be gone by now.
+    ///
+    /// # Errors
+    /// There would be a gap, or too many, or a block would be another one; nothing was added.
+    pub fn merge(&mut self, more: &Self) -> Result<(), TableError> {
+        if self.blocks.is_empty() {
+            self.clone_from(more);
+            return Ok(());
+        }
+        if more.blocks.is_empty() {
+            return Ok(());
+        }
+        if u64::from(more.first) > self.end() || more.first < self.first {
+            return Err(TableError::Gap { first: more.first, known: self.end() });
+        }
+        let at = (more.first - self.first) as usize;
+        let common = (self.blocks.len() - at).min(more.blocks.len());
+        if at + more.blocks.len() > BLOCKS_MAX {
+            return Err(TableError::TooMany);
+        }
+        let pairs = self.blocks[at..].iter().zip(&more.blocks);
+        for (n, (&before, &now)) in pairs.enumerate() {
+            if before != now && before != NULL_BLOCK && now != NULL_BLOCK {
+                let index = u64::from(more.first) + n as u64;
+                return Err(TableError::Changed { index, before, now });
+            }
+        }
+        self.blocks[at..at + common].copy_from_slice(&more.blocks[..common]);
+        self.blocks.extend_from_slice(&more.blocks[common..]);
+        Ok(())
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(8 + self.blocks.len() * 3);
+        put(&mut out, u64::from(self.first));
+        let mut next = 0_i64;
+        let mut rest = &self.blocks[..];
+        while let Some(&start) = rest.first() {
+            let follows = |at: usize, block: u32| match start {
+                NULL_BLOCK => block == NULL_BLOCK,
+                _ => block != NULL_BLOCK && u64::from(block) == u64::from(start) + at as u64,
+            };
+            let run = rest.iter().enumerate().take_while(|&(at, &b)| follows(at, b)).count();
+            put(&mut out, (run as u64) << 1 | u64::from(start == NULL_BLOCK));
+            if start != NULL_BLOCK {
+                put(&mut out, zigzag(i64::from(start) - next));
+                next = i64::from(start) + run as i64;
+            }
+            rest = &rest[run..];
+        }
+        out
+    }
+
+    fn decode(mut bytes: &[u8]) -> Result<Self, TableError> {
+        let first = take(&mut bytes).and_then(|n| u32::try_from(n).ok());
+        let first = first.ok_or(TableError::Malformed)?;
+        let mut blocks = Vec::new();
+        let mut next = 0_i64;
+        while !bytes.is_empty() {
+            let head = take(&mut bytes).ok_or(TableError::Malformed)?;
+            let run = usize::try_from(head >> 1).unwrap_or(usize::MAX);
+            if run == 0 {
+                return Err(TableError::Malformed);
+            }
+            if run > BLOCKS_MAX - blocks.len() {
+                return Err(TableError::TooMany);
+            }
+            if head & 1 == 1 {
+                blocks.resize(blocks.len() + run, NULL_BLOCK);
+                continue;
+            }
+            let distance = unzigzag(take(&mut bytes).ok_or(TableError::Malformed)?);
+            let start = next.checked_add(distance).ok_or(TableError::Malformed)?;
+            let end = start.checked_add(run as i64).ok_or(TableError::Malformed)?;
+            if start < 0 || end > i64::from(NULL_BLOCK) {
+                return Err(TableError::Malformed);
+            }
+            blocks.extend(start as u32..end as u32);
+            next = end;
+        }
+        Ok(Self { first, blocks })
+    }
+}
+
+impl Serialize for BlockTable {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(&self.encode())
+    }
+}
+
+impl<'de> Deserialize<'de> for BlockTable {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let bytes: serde_bytes::ByteBuf = Deserialize::deserialize(deserializer)?;
+        Self::decode(&bytes).map_err(D::Error::custom)
+    }
+}
+
+fn zigzag(n: i64) -> u64 {
+    (n.cast_unsigned() << 1) ^ (n >> 63).cast_unsigned()
+}
+
+fn unzigzag(n: u64) -> i64 {
+    (n >> 1).cast_signed() ^ -(n & 1).cast_signed()
+}
+
+/// Seven bits a byte, the lowest first; the top bit says that more follow.
+fn put(out: &mut Vec<u8>, mut n: u64) {
+    while n >= 0x80 {
+        out.push(n as u8 | 0x80);
+        n >>= 7;
+    }
+    out.push(n as u8);
+}
+
+fn take(bytes: &mut &[u8]) -> Option<u64> {
+    let mut n = 0_u64;
+    for shift in (0..64).step_by(7) {
+        let (&byte, rest) = bytes.split_first()?;
+        *bytes = rest;
+        let bits = u64::from(byte & 0x7f);
+        if bits << shift >> shift != bits {
+            return None;
+        }
+        n |= bits << shift;
+        if byte < 0x80 {
+            return Some(n);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn table() -> impl Strategy<Value = BlockTable> {
+        let run = prop_oneof![
+            (0..100_000_u32, 1..40_u32).prop_map(|(start, len)| (start..start + len).collect()),
+            (1..5_usize).prop_map(|len| vec![NULL_BLOCK; len]),
+            any::<u32>().prop_map(|block| vec![block]),
+        ];
+        (any::<u32>(), prop::collection::vec(run, 0..20))
+            .prop_map(|(first, runs): (u32, Vec<Vec<u32>>)| BlockTable::new(first, runs.concat()))
+    }
+
+    proptest! {
+        #[test]
+        fn tables_survive_the_wire(table in table()) {
+            prop_assert_eq!(BlockTable::decode(&table.encode()), Ok(table));
+        }
+
+        #[test]
+        fn any_bytes_are_a_table_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            if let Ok(table) = BlockTable::decode(&bytes) {
+                prop_assert!(table.blocks.len() <= BLOCKS_MAX);
+                prop_assert_eq!(BlockTable::decode(&table.encode()), Ok(table));
+            }
+        }
+
+        #[test]
+        fn tables_told_in_parts_that_overlap_are_the_whole(
+            blocks in prop::collection::vec(0..1000_u32, 1..50), cut in 0..50_usize, back in 0..50_usize,
+        ) {
+            let whole = BlockTable::new(7, blocks);
+            let cut = cut.min(whole.blocks.len());
+            let mut known = BlockTable::new(7, whole.blocks[..cut].to_vec());
+            let more = whole.tail(whole.first as u64 + cut.saturating_sub(back) as u64);
+            if cut > 0 || more.first == 7 {
+                prop_assert_eq!(known.merge(&more), Ok(()));
+                prop_assert_eq!(known, whole);
+            }
+        }
+    }
+
+    #[test]
+    fn a_random_table_of_8k_tokens_takes_2_kib_and_an_orderly_one_nothing() {
+        let mut state = 1_u64;
+        let mut random = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) as u32 % 60_000
+        };
+        let random = BlockTable::new(0, (0..512).map(|_| random()).collect()).encode();
+        assert!(random.len() <= 512 * 4 + 2, "{}", random.len());
+        assert!(BlockTable::new(0, (0..512).collect()).encode().len() <= 5);
+    }
+
+    #[test]
+    fn a_run_that_claims_more_than_there_may_be_costs_nothing() {
+        let mut bytes = vec![0];
+        put(&mut bytes, u64::MAX);
+        assert_eq!(BlockTable::decode(&bytes), Err(TableError::TooMany));
+    }
+
+    #[test]
+    fn gaps_and_changes_are_named_and_holes_are_none() {
+        let mut known = BlockTable::new(2, vec![10, 11, 12]);
+        let gap = BlockTable::new(6, vec![1]);
+        assert_eq!(known.merge(&gap), Err(TableError::Gap { first: 6, known: 5 }));
+        let changed = BlockTable::new(4, vec![13]);
+        let error = TableError::Changed { index: 4, before: 12, now: 13 };
+        assert_eq!(known.merge(&changed), Err(error));
+        assert_eq!(known.merge(&BlockTable::new(2, vec![NULL_BLOCK, 11, 12, 13])), Ok(()));
+        assert_eq!(known.blocks, [NULL_BLOCK, 11, 12, 13]);
+        assert_eq!(
+            [1, 2, 3, 5, 6].map(|index| known.block(index)),
+            [None, None, Some(11), Some(13), None]
+        );
+    }
+}

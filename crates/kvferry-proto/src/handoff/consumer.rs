@@ -1,0 +1,721 @@
+//! The side that needs the KV, and reads it.
+
+use super::message::{Announced, Ask, Confirm, Stop};
+use super::schedule::Schedule;
+use super::tombs::Tombs;
+use super::{
+    BlockTable, Generation, HandoffId, HandoffMessage, Limits, Outcome, PeerId, Progress, Refusal,
+    cut,
+};
+use crate::code::WireCode;
+use crate::time::Timestamp;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::time::Duration;
+
+/// A read that the driver was asked for. Counts up, never used twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ReadId(pub u64);
+
+/// What a read is to fetch: what became ready between two points.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slice {
+    /// What was asked for before.
+    pub from: Progress,
+    /// What is ready now. See [`Progress::until`].
+    pub to: Progress,
+    /// The last of this generation: also what is complete at the end only, such as the state of
+    /// linear attention.
+    pub last: bool,
+}
+
+/// What the driver of a [`Consumer`] has to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ConsumerAction {
+    /// Send a message. If the connection is gone, drop it: what matters is said again.
+    Send {
+        /// To whom.
+        to: PeerId,
+        /// What.
+        message: HandoffMessage,
+    },
+    /// Read from the peer's blocks, [`Consumer::table`], into the blocks of the request, and say
+    /// how it went to [`Consumer::read_ended`].
+    Read {
+        /// Its name.
+        read: ReadId,
+        /// For which handoff.
+        id: HandoffId,
+        /// From whom.
+        from: PeerId,
+        /// What.
+        slice: Slice,
+    },
+    /// Cancel a read; [`Consumer::read_ended`] is still waited for.
+    CancelRead(ReadId),
+    /// The handoff has ended on this rank, and nothing is read into its blocks any more. Said
+    /// exactly once for every [`Consumer::want`] that was accepted.
+    Ended {
+        /// Which.
+        id: HandoffId,
+        /// How.
+        outcome: Outcome,
+        /// What came with it, by the peer it came from; of handoffs that are done only.
+        side_data: Vec<(PeerId, Vec<u8>)>,
+    },
+}
+
+/// The handoffs that one rank consumes. See [`crate::handoff`].
+#[derive(Debug)]
+pub struct Consumer {
+    limits: Limits,
+    handoffs: HashMap<HandoffId, Entry>,
+    tombs: Tombs<WireCode>,
+    schedule: Schedule,
+    /// Which handoff a read is for, and from whom.
+    reads: HashMap<ReadId, (HandoffId, PeerId)>,
+    reads_begun: u64,
+    /// Producers that have to hear that a handoff has ended.
+    farewells: BTreeMap<(PeerId, HandoffId), Farewell>,
+    farewells_by_age: VecDeque<(Timestamp, (PeerId, HandoffId))>,
+    actions: VecDeque<ConsumerAction>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    deadline: Timestamp,
+    sources: BTreeMap<PeerId, Source>,
+    /// How it will have ended, once nothing is read any more.
+    ending: Option<Outcome>,
+    due: Option<Timestamp>,
+}
+
+#[derive(Debug)]
+struct Source {
+    /// Who else reads from it, this rank included.
+    readers: u32,
+    link: Link,
+    stage: Stage,
+    generation: Generation,
+    announced: Announced,
+    /// Reads of this generation, in order of what they fetch; those that are done in front are
+    /// taken out, and counted into `fetched`.
+    reads: VecDeque<Read>,
+    fetched: Progress,
+    /// What reads were asked for, and whether the last was.
+    taken: Progress,
+    last_taken: bool,
+    last_fetched: bool,
+    /// Reads whose bytes count for nothing any more, which have to end first.
+    draining: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Link {
+    Up,
+    /// Since then; given up at the time said, for that reason.
+    Down {
+        until: Timestamp,
+        code: WireCode,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// It has yet to make an offer.
+    Asking,
+    Reading,
+    /// All is fetched, and it was asked whether that was valid.
+    Confirming,
+    Confirmed,
+}
+
+#[derive(Debug)]
+struct Read {
+    read: ReadId,
+    slice: Slice,
+    done: bool,
+}
+
+#[derive(Debug)]
+struct Farewell {
+    code: WireCode,
+    detail: String,
+}
+
+/// A producer rank of a handoff, as its consumer sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProducerRank {
+    /// Which.
+    pub peer: PeerId,
+    /// How many consumer ranks ask it, this one included.
+    pub readers: u32,
+    /// Whether there is a connection to it now.
+    pub connected: bool,
+}
+
+impl Consumer {
+    /// A consumer of no handoffs.
+    pub fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            handoffs: HashMap::new(),
+            tombs: Tombs::default(),
+            schedule: Schedule::default(),
+            reads: HashMap::new(),
+            reads_begun: 0,
+            farewells: BTreeMap::new(),
+            farewells_by_age: VecDeque::new(),
+            actions: VecDeque::new(),
+        }
+    }
+
+    /// Asks for a request's KV, whose blocks here are allocated and wait to be written: from now
+    /// until [`ConsumerAction::Ended`] they are not to be used for anything else.
+    ///
+    /// # Errors
+    /// [`Refusal::InUse`], [`Refusal::Ended`], [`Refusal::Full`]; [`Refusal::Misuse`] without
+    /// producers, with one twice, or with one that nobody reads from.
+    pub fn want(
+        &mut self,
+        id: &HandoffId,
+        from: &[ProducerRank],
+        budget: Duration,
+        now: Timestamp,
+    ) -> Result<(), Refusal> {
+        self.expire(now);
+        self.check_new(id)?;
+        if self.handoffs.len() >= self.limits.handoffs {
+            return Err(Refusal::Full { limit: self.limits.handoffs });
+        }
+        let deadline = now + budget;
+        // Until it is met, it is for the driver to say that it can't be.
+        let apart = Link::Down { until: deadline, code: WireCode::Deadline };
+        let source = |rank: &ProducerRank| {
+            (rank.peer, Source::new(rank.readers, if rank.connected { Link::Up } else { apart }))
+        };
+        let sources: BTreeMap<_, _> = from.iter().map(source).collect();
+        if sources.is_empty() || sources.len() != from.len() {
+            return Err(Refusal::Misuse("it has to come from somewhere, and each rank once"));
+        }
+        if from.iter().any(|rank| rank.readers == 0) {
+            return Err(Refusal::Misuse("a producer rank has this reader at least"));
+        }
+        let entry = Entry { deadline, sources, ending: None, due: None };
+        self.handoffs.insert(id.clone(), entry);
+        for rank in from.iter().filter(|rank| rank.connected) {
+            self.say(id, rank.peer, now);
+        }
+        self.look_again(id);
+        Ok(())
+    }
+
+    /// Tells producers that a handoff which nobody here has wanted will not be: the request is in
+    /// the cache already, or was aborted or rejected before it was scheduled.
+    ///
+    /// # Errors
+    /// [`Refusal::InUse`]: [`Consumer::cancel`] is meant. [`Refusal::Ended`].
+    pub fn free(
+        &mut self,
+        id: &HandoffId,
+        from: &[PeerId],
+        code: WireCode,
+        now: Timestamp,
+    ) -> Result<(), Refusal> {
+        self.expire(now);
+        self.check_new(id)?;
+        for &peer in from {
+            self.bid_farewell(id, peer, &Outcome::here(code, ""), now);
+        }
+        self.tombs.bury(id.clone(), code, now, &self.limits);
+        Ok(())
+    }
+
+    /// Ends a handoff from this side. Its blocks are free when [`ConsumerAction::Ended`] says so.
+    ///
+    /// If everything has been read and only the producer's word is missing, that is waited for:
+    /// the producer may have said *done* already, and then this side says so, too.
+    ///
+    /// # Errors
+    /// [`Refusal::Unknown`]: it has ended already, which was said.
+    pub fn cancel(
+        &mut self,
+        id: &HandoffId,
+        code: WireCode,
+        detail: &str,
+        now: Timestamp,
+    ) -> Result<(), Refusal> {
+        let entry = self.handoffs.get(id).ok_or(Refusal::Unknown)?;
+        if !entry.is_settled() {
+            self.fail(id, Outcome::here(code, detail), now);
+        }
+        Ok(())
+    }
+
+    /// A message came from a peer.
+    pub fn receive(&mut self, from: PeerId, message: HandoffMessage, now: Timestamp) {
+        self.expire(now);
+        match message {
+            HandoffMessage::Offer(offer) => {
+                self.announced(from, &offer.id, offer.generation, &offer.announced, true, now);
+            }
+            HandoffMessage::Ready(ready) => {
+                self.announced(from, &ready.id, ready.generation, &ready.announced, false, now);
+            }
+            HandoffMessage::Confirmed(yes) => self.confirmed(from, &yes.id, yes.generation, now),
+            HandoffMessage::Stop(stop) => self.stopped(from, stop, now),
+            // For producers, or of a later version.
+            HandoffMessage::Ask(_)
+            | HandoffMessage::Confirm(_)
+            | HandoffMessage::Unknown { .. } => {}
+        }
+    }
+
+    /// A read has ended, and nothing of it will be written any more.
+    ///
+    /// After [`WireCode::Closed`] or [`WireCode::Silent`] it is tried again as soon as the peer is
+    /// [met](Consumer::met); any other failure is the handoff's.
+    pub fn read_ended(
+        &mut self,
+        read: ReadId,
+        result: Result<(), (WireCode, String)>,
+        now: Timestamp,
+    ) {
+        let Some((id, peer)) = self.reads.remove(&read) else { return };
+        let entry = self.handoffs.get_mut(&id).expect("it ends after its reads");
+        let reconnect = now + self.limits.reconnect;
+        let source = entry.sources.get_mut(&peer).expect("read from");
+        let Some(at) = source.reads.iter().position(|known| known.read == read) else {
+            source.draining -= 1;
+            if entry.ending.is_some() {
+                self.finish_if_quiet(&id, now);
+            } else {
+                self.go_on(&id, peer, now);
+            }
+            return;
+        };
+        match result {
+            Ok(()) => {
+                source.reads[at].done = true;
+                source.count_fetched();
+                self.go_on(&id, peer, now);
+            }
+            Err((code @ (WireCode::Closed | WireCode::Silent), _)) => {
+                source.reads.remove(at);
+                let others = source.forget_reads();
+                if source.link == Link::Up {
+                    source.link = Link::Down { until: reconnect, code };
+                }
+                self.cancel_reads(others);
+                self.look_again(&id);
+            }
+            Err((code, detail)) => {
+                source.reads.remove(at);
+                self.fail(&id, Outcome::of(peer, code, detail), now);
+            }
+        }
+    }
+
+    /// The connection to a peer is gone. `gone` says that it will not come back: its process has
+    /// ended, or it was silent for too long already.
+    pub fn lost(&mut self, peer: PeerId, code: WireCode, gone: bool, now: Timestamp) {
+        let mut touched = Vec::new();
+        for (id, entry) in &mut self.handoffs {
+            let Some(source) = entry.sources.get_mut(&peer) else { continue };
+            if source.stage == Stage::Confirmed || entry.ending.is_some() {
+                continue;
+            }
+            let until = if gone { now } else { now + self.limits.reconnect };
+            let until = match source.link {
+                Link::Down { until: before, .. } if !gone => until.min(before),
+                _ => until,
+            };
+            source.link = Link::Down { until, code };
+            touched.push(id.clone());
+        }
+        touched.iter().for_each(|id| self.look_again(id));
+        if gone {
+            // It knows nothing any more that it could hold on to.
+            self.farewells.retain(|(other, _), _| *other != peer);
+        }
+        self.expire(now);
+    }
+
+    /// There is a connection to a peer: the first, or a new one to the same life.
+    pub fn met(&mut self, peer: PeerId, now: Timestamp) {
+        let mut touched = Vec::new();
+        for (id, entry) in &mut self.handoffs {
+            let Some(source) = entry.sources.get_mut(&peer) else { continue };
+            if source.link != Link::Up {
+                source.link = Link::Up;
+                touched.push(id.clone());
+            }
+        }
+        for id in touched {
+            self.look_again(&id);
+            if self.handoffs[&id].ending.is_none() {
+                self.say(&id, peer, now);
+                self.go_on(&id, peer, now);
+            }
+        }
+        let of_peer = |(other, _): &&(PeerId, HandoffId)| *other == peer;
+        let farewells: Vec<_> = self.farewells.keys().filter(of_peer).cloned().collect();
+        for (peer, id) in farewells {
+            self.send_farewell(peer, &id);
+        }
+    }
+
+    /// When [`Consumer::expire`] has something to do next.
+    pub fn next_timeout(&self) -> Option<Timestamp> {
+        let farewell = self.farewells_by_age.front().map(|(until, _)| *until);
+        [self.schedule.next(), self.tombs.next(), farewell].into_iter().flatten().min()
+    }
+
+    /// Ends what is overdue.
+    pub fn expire(&mut self, now: Timestamp) {
+        while let Some(id) = self.schedule.pop(now) {
+            let grace = self.limits.grace;
+            let entry = self.handoffs.get_mut(&id).expect("what is due is there");
+            entry.due = None;
+            match entry.overdue(now, grace) {
+                Some(outcome) => self.fail(&id, outcome, now),
+                None => self.look_again(&id),
+            }
+        }
+        while self.farewells_by_age.front().is_some_and(|(until, _)| *until <= now) {
+            let (_, key) = self.farewells_by_age.pop_front().expect("there is one");
+            self.farewells.remove(&key);
+        }
+        self.tombs.expire(now);
+    }
+
+    /// What to do next.
+    pub fn poll(&mut self) -> Option<ConsumerAction> {
+        self.actions.pop_front()
+    }
+
+    /// The producer's blocks, group by group, as far as they are known.
+    pub fn table(&self, id: &HandoffId, peer: PeerId) -> Option<&[BlockTable]> {
+        let source = self.handoffs.get(id)?.sources.get(&peer)?;
+        Some(&source.announced.tables)
+    }
+
+    /// What is being waited for from a peer, in a word; `None` if nothing.
+    pub fn state(&self, id: &HandoffId, peer: PeerId) -> Option<&'static str> {
+        let entry = self.handoffs.get(id)?;
+        let source = entry.sources.get(&peer)?;
+        Some(match (&entry.ending, source.stage) {
+            (Some(_), _) => "ending",
+            (None, Stage::Asking) => "asking",
+            (None, Stage::Reading) => "reading",
+            (None, Stage::Confirming) => "confirming",
+            (None, Stage::Confirmed) => "confirmed",
+        })
+    }
+
+    /// What is kept, by name; all but the tombs, and the farewells to peers that are away, is zero
+    /// when nothing is under way.
+    pub fn gauges(&self) -> [(&'static str, usize); 5] {
+        [
+            ("wanted", self.handoffs.len()),
+            ("reads", self.reads.len()),
+            ("actions", self.actions.len()),
+            ("farewells", self.farewells.len()),
+            ("tombs", self.tombs.len()),
+        ]
+    }
+
+    fn check_new(&self, id: &HandoffId) -> Result<(), Refusal> {
+        match self.tombs.get(id) {
+            Some(code) => Err(Refusal::Ended(*code)),
+            None if self.handoffs.contains_key(id) => Err(Refusal::InUse),
+            None => Ok(()),
+        }
+    }
+
+    /// Says what the producer has to know next: that we want it, or that we have it.
+    fn say(&mut self, id: &HandoffId, to: PeerId, now: Timestamp) {
+        let entry = &self.handoffs[id];
+        let source = &entry.sources[&to];
+        let message: HandoffMessage = match source.stage {
+            Stage::Asking | Stage::Reading => {
+                let budget = entry.deadline.saturating_since(now).as_millis();
+                let budget_ms = u32::try_from(budget).unwrap_or(u32::MAX);
+                Ask { id: id.clone(), readers: source.readers, budget_ms }.into()
+            }
+            Stage::Confirming => Confirm { id: id.clone(), generation: source.generation }.into(),
+            Stage::Confirmed => return,
+        };
+        self.actions.push_back(ConsumerAction::Send { to, message });
+    }
+
+    fn announced(
+        &mut self,
+        from: PeerId,
+        id: &HandoffId,
+        generation: Generation,
+        news: &Announced,
+        is_all: bool,
+        now: Timestamp,
+    ) {
+        let Some(entry) = self.handoffs.get_mut(id) else {
+            // It has not heard yet, or has forgotten, that we need it no more.
+            let code = self.tombs.get(id).copied().unwrap_or(WireCode::UnknownHandoff);
+            let code = if code.is_ok() { WireCode::Duplicate } else { code };
+            let stop = Stop { id: id.clone(), code, detail: String::new() };
+            return self.actions.push_back(ConsumerAction::Send { to: from, message: stop.into() });
+        };
+        let Some(source) = entry.sources.get_mut(&from) else { return };
+        let settled = matches!(source.stage, Stage::Confirming | Stage::Confirmed);
+        if entry.ending.is_some() || settled || generation < source.generation {
+            return;
+        }
+        if generation > source.generation {
+            if !is_all {
+                // What came before it was lost on the way.
+                return self.say(id, from, now);
+            }
+            let reads = source.begin(generation);
+            self.cancel_reads(reads);
+        }
+        let entry = self.handoffs.get_mut(id).expect("as before");
+        let source = entry.sources.get_mut(&from).expect("as before");
+        let ahead = news.count.wrapping_sub(source.announced.count).cast_signed();
+        if ahead < 0 || (!is_all && ahead == 0) {
+            // Of an earlier connection, or told twice.
+            return;
+        }
+        if !is_all && ahead > 1 {
+            return self.say(id, from, now);
+        }
+        match source.announced.merge(news) {
+            Ok(()) => self.go_on(id, from, now),
+            Err(error) => {
+                let outcome = Outcome::of(from, WireCode::Malformed, error.to_string());
+                self.fail(id, outcome, now);
+            }
+        }
+    }
+
+    /// Reads what is ready, and confirms when all is there.
+    fn go_on(&mut self, id: &HandoffId, from: PeerId, now: Timestamp) {
+        let entry = self.handoffs.get_mut(id).expect("it is under way");
+        let source = entry.sources.get_mut(&from).expect("of this handoff");
+        if source.stage != Stage::Reading || source.draining > 0 || source.link != Link::Up {
+            return;
+        }
+        while source.reads.len() < self.limits.reads.max(1)
+            && let Some(slice) = source.next_slice()
+        {
+            self.reads_begun += 1;
+            let read = ReadId(self.reads_begun);
+            source.taken = slice.to;
+            source.last_taken = slice.last;
+            source.reads.push_back(Read { read, slice, done: false });
+            self.reads.insert(read, (id.clone(), from));
+            self.actions.push_back(ConsumerAction::Read { read, id: id.clone(), from, slice });
+        }
+        if source.last_fetched {
+            source.stage = Stage::Confirming;
+            self.say(id, from, now);
+            self.look_again(id);
+        }
+    }
+
+    fn confirmed(&mut self, from: PeerId, id: &HandoffId, generation: Generation, now: Timestamp) {
+        let Some(entry) = self.handoffs.get_mut(id) else { return };
+        let Some(source) = entry.sources.get_mut(&from) else { return };
+        if entry.ending.is_some()
+            || source.stage != Stage::Confirming
+            || source.generation != generation
+        {
+            return;
+        }
+        source.stage = Stage::Confirmed;
+        if entry.sources.values().all(|source| source.stage == Stage::Confirmed) {
+            entry.ending = Some(Outcome::DONE);
+            self.finish_if_quiet(id, now);
+        } else {
+            self.look_again(id);
+        }
+    }
+
+    fn stopped(&mut self, from: PeerId, stop: Stop, now: Timestamp) {
+        if self.farewells.remove(&(from, stop.id.clone())).is_some() {
+            return;
+        }
+        let Some(entry) = self.handoffs.get_mut(&stop.id) else { return };
+        let Some(source) = entry.sources.get_mut(&from) else { return };
+        if source.stage == Stage::Confirmed || entry.ending.is_some() {
+            return;
+        }
+        let code = if stop.code.is_ok() { WireCode::Malformed } else { stop.code };
+        self.fail(&stop.id, Outcome::of(from, code, stop.detail), now);
+        self.farewells.remove(&(from, stop.id));
+    }
+
+    /// Begins to end a handoff: cancels its reads, tells its producers.
+    fn fail(&mut self, id: &HandoffId, outcome: Outcome, now: Timestamp) {
+        let entry = self.handoffs.get_mut(id).expect("it is under way");
+        if entry.ending.is_some() {
+            return;
+        }
+        entry.ending = Some(outcome.clone());
+        let reads: Vec<_> = entry.sources.values_mut().flat_map(Source::forget_reads).collect();
+        let peers: Vec<_> = entry.sources.keys().copied().collect();
+        self.cancel_reads(reads);
+        for peer in peers {
+            self.bid_farewell(id, peer, &outcome, now);
+        }
+        self.finish_if_quiet(id, now);
+    }
+
+    /// Ends a handoff whose end is decided, once nothing is read for it any more.
+    fn finish_if_quiet(&mut self, id: &HandoffId, now: Timestamp) {
+        self.look_again(id);
+        let entry = &self.handoffs[id];
+        if entry.ending.is_none() || entry.sources.values().any(|source| source.draining > 0) {
+            return;
+        }
+        let entry = self.handoffs.remove(id).expect("it was there");
+        let outcome = entry.ending.expect("it is decided");
+        let side_data = match outcome.is_done() {
+            true => entry.sources.into_iter(),
+            false => BTreeMap::new().into_iter(),
+        };
+        let side_data =
+            side_data.filter_map(|(peer, source)| Some((peer, source.announced.side_data?)));
+        self.tombs.bury(id.clone(), outcome.code, now, &self.limits);
+        let side_data = side_data.collect();
+        self.actions.push_back(ConsumerAction::Ended { id: id.clone(), outcome, side_data });
+    }
+
+    fn cancel_reads(&mut self, reads: impl IntoIterator<Item = ReadId>) {
+        self.actions.extend(reads.into_iter().map(ConsumerAction::CancelRead));
+    }
+
+    /// Tells a producer that a handoff has ended, until it has heard it.
+    fn bid_farewell(&mut self, id: &HandoffId, to: PeerId, outcome: &Outcome, now: Timestamp) {
+        let key = (to, id.clone());
+        let farewell = Farewell { code: outcome.code, detail: cut(&outcome.detail) };
+        if self.farewells.insert(key.clone(), farewell).is_none() {
+            self.farewells_by_age.push_back((now + self.limits.offer_ttl, key));
+        }
+        self.send_farewell(to, id);
+    }
+
+    fn send_farewell(&mut self, to: PeerId, id: &HandoffId) {
+        let Some(farewell) = self.farewells.get(&(to, id.clone())) else { return };
+        let (code, detail) = (farewell.code, farewell.detail.clone());
+        let stop = Stop { id: id.clone(), code, detail };
+        self.actions.push_back(ConsumerAction::Send { to, message: stop.into() });
+    }
+
+    fn look_again(&mut self, id: &HandoffId) {
+        let grace = self.limits.grace;
+        let Some(entry) = self.handoffs.get_mut(id) else { return };
+        let due = entry.next_due(grace);
+        self.schedule.set(id, &mut entry.due, due);
+    }
+}
+
+impl Entry {
+    /// When the budget is over: an answer to `Confirm` is worth waiting for a little longer.
+    fn deadline(&self, grace: Duration) -> Timestamp {
+        if self.is_settled() { self.deadline + grace } else { self.deadline }
+    }
+
+    /// Whether all is read, everywhere.
+    fn is_settled(&self) -> bool {
+        let settled = |s: &Source| matches!(s.stage, Stage::Confirming | Stage::Confirmed);
+        self.sources.values().all(settled)
+    }
+
+    fn next_due(&self, grace: Duration) -> Option<Timestamp> {
+        if self.ending.is_some() {
+            return None;
+        }
+        let lost = self.sources.values().filter_map(|source| match source.link {
+            Link::Down { until, .. } if source.stage != Stage::Confirmed => Some(until),
+            _ => None,
+        });
+        lost.chain([self.deadline(grace)]).min()
+    }
+
+    fn overdue(&self, now: Timestamp, grace: Duration) -> Option<Outcome> {
+        if self.ending.is_some() {
+            return None;
+        }
+        for (peer, source) in &self.sources {
+            if let Link::Down { until, code } = source.link
+                && source.stage != Stage::Confirmed
+                && until <= now
+            {
+                return Some(Outcome::of(*peer, code, "the producer was lost"));
+            }
+        }
+        if self.deadline(grace) > now {
+            return None;
+        }
+        let (peer, source) =
+            self.sources.iter().find(|(_, source)| source.stage != Stage::Confirmed)?;
+        let detail = match source.stage {
+            Stage::Asking => "the producer has not offered it",
+            Stage::Confirming => "the producer does not say whether what was read was valid",
+            Stage::Reading | Stage::Confirmed => "not all of it was ready and read",
+        };
+        Some(Outcome::of(*peer, WireCode::Deadline, detail))
+    }
+}
+
+impl Source {
+    fn new(readers: u32, link: Link) -> Self {
+        Self {
+            readers,
+            link,
+            stage: Stage::Asking,
+            generation: Generation::default(),
+            announced: Announced::default(),
+            reads: VecDeque::new(),
+            fetched: Progress::NONE,
+            taken: Progress::NONE,
+            last_taken: false,
+            last_fetched: false,
+            draining: 0,
+        }
+    }
+
+    /// Starts over with another generation; what is being read has to end first.
+    fn begin(&mut self, generation: Generation) -> Vec<ReadId> {
+        self.fetched = Progress::NONE;
+        self.last_fetched = false;
+        let reads = self.forget_reads();
+        self.generation = generation;
+        self.announced = Announced::default();
+        self.stage = Stage::Reading;
+        reads
+    }
+
+    /// What is being read does not count any more, and has to be read again.
+    fn forget_reads(&mut self) -> Vec<ReadId> {
+        let under_way = self.reads.drain(..).filter(|read| !read.done);
+        let under_way: Vec<_> = under_way.map(|read| read.read).collect();
+        self.draining += under_way.len();
+        self.taken = self.fetched;
+        self.last_taken = self.last_fetched;
+        under_way
+    }
+
+    fn count_fetched(&mut self) {
+        while self.reads.front().is_some_and(|read| read.done) {
+            let read = self.reads.pop_front().expect("there is one");
+            self.fetched = read.slice.to;
+            self.last_fetched = read.slice.last;
+        }
+    }
+
+    fn next_slice(&self) -> Option<Slice> {
+        let Announced { progress, last, .. } = self.announced;
+        let is_more = progress > self.taken || (last && !self.last_taken);
+        is_more.then_some(Slice { from: self.taken, to: progress, last })
+    }
+}

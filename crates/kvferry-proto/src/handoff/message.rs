@@ -1,0 +1,212 @@
+//! What the two sides of a handoff say to each other: MessagePack maps, as in [`crate::message`].
+
+use super::{BlockTable, Generation, HandoffId, Progress, TableError};
+use crate::code::WireCode;
+use crate::message::{Check, DETAIL_MAX, MessageError, at_most, messages};
+use serde::{Deserialize, Serialize};
+
+/// The most KV groups of a model.
+pub const GROUPS_MAX: usize = 64;
+
+/// The most side data of a handoff, in bytes: first token, draft tokens, hidden states.
+pub const SIDE_DATA_MAX: usize = 256 * 1024;
+
+/// The longest message, in bytes.
+const MESSAGE_MAX: usize = crate::message::BODY_MAX;
+
+/// Consumer to producer: I need this request's KV. May be said again, after a reconnection.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ask {
+    /// Which.
+    pub id: HandoffId,
+    /// How many consumer ranks ask this producer rank, this one included. At least 1, and the same
+    /// from all of them: the producer is done when all have confirmed.
+    pub readers: u32,
+    /// Milliseconds the consumer will wait from now on.
+    pub budget_ms: u32,
+}
+
+/// What a producer says of what it has; all of it, or what is new.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Announced {
+    /// How often something was announced of this generation, this included: a [`Ready`] that does
+    /// not follow what is known shows that one was lost with a connection.
+    #[serde(rename = "s")]
+    pub count: u32,
+    /// Blocks, group by group; at most [`GROUPS_MAX`]. In an [`Offer`] all of them, in a [`Ready`]
+    /// those that were added, or no groups at all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tables: Vec<BlockTable>,
+    /// How far they are ready.
+    #[serde(rename = "p")]
+    pub progress: Progress,
+    /// Nothing more will come.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub last: bool,
+    /// For the consumer's engine, with the last; at most [`SIDE_DATA_MAX`] bytes.
+    #[serde(default, with = "serde_bytes", skip_serializing_if = "Option::is_none")]
+    pub side_data: Option<Vec<u8>>,
+}
+
+/// Producer to consumer, in answer to [`Ask`]: what there is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offer {
+    /// Which.
+    pub id: HandoffId,
+    /// Which contents.
+    #[serde(rename = "g")]
+    pub generation: Generation,
+    /// Everything so far.
+    #[serde(flatten)]
+    pub announced: Announced,
+}
+
+/// Producer to consumer: more is ready.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ready {
+    /// Which.
+    pub id: HandoffId,
+    /// Which contents.
+    #[serde(rename = "g")]
+    pub generation: Generation,
+    /// What is new.
+    #[serde(flatten)]
+    pub announced: Announced,
+}
+
+/// Consumer to producer: I have read all I need of this generation. Was it valid throughout? May be
+/// said again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Confirm {
+    /// Which.
+    pub id: HandoffId,
+    /// What was read.
+    #[serde(rename = "g")]
+    pub generation: Generation,
+}
+
+/// Producer to consumer: it was.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Confirmed {
+    /// Which.
+    pub id: HandoffId,
+    /// What was valid.
+    #[serde(rename = "g")]
+    pub generation: Generation,
+}
+
+/// From either: this handoff has ended here, or shall. The producer answers a consumer's in kind;
+/// a producer's needs no answer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stop {
+    /// Which.
+    pub id: HandoffId,
+    /// How.
+    pub code: WireCode,
+    /// Why, in words; at most [`DETAIL_MAX`] bytes.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub detail: String,
+}
+
+messages! {
+    /// A message of the handoff protocol.
+    ///
+    /// Exhaustive on purpose: both sides must decide about each in each state.
+    HandoffMessage, "handoff":
+    "ask" => /** See [`Ask`]. */ Ask;
+    "offer" => /** See [`Offer`]. */ Offer;
+    "ready" => /** See [`Ready`]. */ Ready;
+    "confirm" => /** See [`Confirm`]. */ Confirm;
+    "confirmed" => /** See [`Confirmed`]. */ Confirmed;
+    "stop" => /** See [`Stop`]. */ Stop;
+}
+
+impl HandoffMessage {
+    /// The message as bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        self.write_to(&mut bytes);
+        bytes
+    }
+
+    /// The message that `bytes` are.
+    ///
+    /// # Errors
+    /// They are none.
+    pub fn decode(bytes: &[u8]) -> Result<Self, MessageError> {
+        if bytes.len() > MESSAGE_MAX {
+            return Err(MessageError::TooLong { len: bytes.len(), limit: MESSAGE_MAX });
+        }
+        Self::parse(bytes)
+    }
+}
+
+fn refused(kind: &'static str, detail: &str) -> MessageError {
+    MessageError::Malformed { kind, detail: detail.to_owned() }
+}
+
+impl Check for Ask {
+    fn check(&self) -> Result<(), MessageError> {
+        if self.readers == 0 { Err(refused("ask", "no readers")) } else { Ok(()) }
+    }
+}
+
+impl Check for Announced {
+    fn check(&self) -> Result<(), MessageError> {
+        at_most("tables", self.tables.len(), GROUPS_MAX)?;
+        at_most("side_data", self.side_data.as_ref().map_or(0, Vec::len), SIDE_DATA_MAX)?;
+        if !self.progress.is_sound() {
+            return Err(refused("handoff", "progress that can't be"));
+        }
+        Ok(())
+    }
+}
+
+impl Check for Offer {
+    fn check(&self) -> Result<(), MessageError> {
+        self.announced.check()
+    }
+}
+
+impl Check for Ready {
+    fn check(&self) -> Result<(), MessageError> {
+        self.announced.check()
+    }
+}
+
+impl Check for Stop {
+    fn check(&self) -> Result<(), MessageError> {
+        at_most("detail", self.detail.len(), DETAIL_MAX)
+    }
+}
+
+impl Check for Confirm {}
+impl Check for Confirmed {}
+
+impl Announced {
+    /// Takes in what came later, or all there is.
+    ///
+    /// # Errors
+    /// The tables do not fit what is known; nothing was taken in.
+    pub(super) fn merge(&mut self, news: &Self) -> Result<(), TableError> {
+        if self.tables.is_empty() {
+            self.tables.clone_from(&news.tables);
+        } else if !news.tables.is_empty() {
+            if self.tables.len() != news.tables.len() {
+                return Err(TableError::Malformed);
+            }
+            let mut tables = self.tables.clone();
+            for (known, more) in tables.iter_mut().zip(&news.tables) {
+                known.merge(more)?;
+            }
+            self.tables = tables;
+        }
+        self.count = news.count;
+        self.progress = self.progress.max(news.progress);
+        if news.last && !self.last {
+            self.last = true;
+            self.side_data.clone_from(&news.side_data);
+        }
+        Ok(())
+    }
+}

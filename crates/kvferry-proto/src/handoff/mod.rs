@@ -1,0 +1,260 @@
+//! One request's KV moving from a producer rank to the consumer ranks that need it.
+//!
+//! Two state machines, one per side, in the style of [`crate::session`]: messages, events of the
+//! driver and an explicit `now` in, actions out. They know nothing of layouts, of memory or of
+//! sockets.
+//!
+//! # Who moves the bytes
+//!
+//! The consumer reads. It alone decides which of its blocks are filled with what (its block list is
+//! authoritative), its own reads are stopped by itself, and the producer need not know where they
+//! land. The producer *announces* what is ready: blocks, and how far they are computed. Announcing
+//! early is pushing while computing; announcing once is pushing at the end; an offer that waits for
+//! its consumer is pulling. It is the same protocol.
+//!
+//! ```text
+//! producer rank                                      consumer rank
+//!   offer ──────────┐                       ┌──────── want       in either order
+//!                   │  <──────── Ask ───────┘
+//!                   └─────────── Offer ─────>         blocks, how far they are ready
+//!   advance ──────────────────── Ready ─────>         read ... read
+//!   complete ─────────────────── Ready, last >        read the rest
+//!                      <──────── Confirm ───          was the generation valid throughout?
+//!   ended: done  ─────────────── Confirmed ──>        ended: done
+//! ```
+//!
+//! # Why a block is never reused too early, and a wrong one never served
+//!
+//! * The consumer's blocks are written by its own reads only. [`ConsumerAction::Ended`] comes after
+//!   the driver has said of every read it was asked for that it has ended.
+//! * The producer's blocks are only read. Giving them back is retiring a *generation*, which takes
+//!   no time and nobody's consent. A consumer publishes only what was confirmed, and what is
+//!   confirmed was valid from before the first read until after the last.
+//!
+//! # Agreement
+//!
+//! The producer decides. It says *done* when all readers have sent `Confirm`, and remembers that in
+//! a tombstone, from which a repeated `Confirm` is answered the same way; so a lost `Confirmed` is
+//! recovered as soon as the two are connected again. What cannot be recovered: the consumer's
+//! engine dies, or the connection does not come back within the consumer's reconnect window, after
+//! the producer has said *done*. Then the consumer says *failed*, and computes what it did not get.
+//! The other way round, a consumer that is done while its producer is not, is impossible.
+//!
+//! # Bounds
+//!
+//! Everything that is kept has a cap and an end in time: [`Limits`].
+
+mod blocks;
+mod consumer;
+mod message;
+mod producer;
+mod progress;
+mod schedule;
+mod tombs;
+
+pub use blocks::{BLOCKS_MAX, BlockTable, NULL_BLOCK, TableError};
+pub use consumer::{Consumer, ConsumerAction, ProducerRank, ReadId, Slice};
+pub use message::{
+    Announced, Ask, Confirm, Confirmed, GROUPS_MAX, HandoffMessage, Offer, Ready, SIDE_DATA_MAX,
+    Stop,
+};
+pub use producer::{Producer, ProducerAction};
+pub use progress::{Progress, Rectangle};
+
+use crate::code::WireCode;
+use serde::{Deserialize, Serialize};
+use std::borrow::Borrow;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+use thiserror::Error;
+
+/// The longest name of a handoff, in bytes.
+pub const ID_MAX: usize = 256;
+
+/// The name of a handoff, which both sides were given: what routers call `transfer_id`.
+///
+/// 1 to [`ID_MAX`] bytes. Cheap to clone.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct HandoffId(Arc<str>);
+
+impl HandoffId {
+    /// # Errors
+    /// The text is empty or longer than [`ID_MAX`] bytes.
+    pub fn new(text: &str) -> Result<Self, Refusal> {
+        match text.len() {
+            1..=ID_MAX => Ok(Self(text.into())),
+            len => Err(Refusal::BadId { len }),
+        }
+    }
+
+    /// The text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl TryFrom<String> for HandoffId {
+    type Error = Refusal;
+
+    fn try_from(text: String) -> Result<Self, Refusal> {
+        Self::new(&text)
+    }
+}
+
+impl From<HandoffId> for String {
+    fn from(id: HandoffId) -> Self {
+        id.0.as_ref().to_owned()
+    }
+}
+
+impl Borrow<str> for HandoffId {
+    fn borrow(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for HandoffId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
+    }
+}
+
+impl fmt::Display for HandoffId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&crate::text::sanitized(&self.0, ID_MAX))
+    }
+}
+
+/// A life of another rank: the driver's number for it. A rank that was restarted is another peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PeerId(pub u64);
+
+impl fmt::Display for PeerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// Which contents of a producer's blocks are meant. Counts up over all handoffs of a producer's
+/// life, and is never used twice; zero is none.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(transparent)]
+pub struct Generation(pub u64);
+
+/// How a handoff ended on one rank. Exactly one per handoff and rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// [`WireCode::Ok`] if the bytes are where they belong and were confirmed,
+    /// [`WireCode::Cancelled`] or [`WireCode::NotNeeded`] if somebody wanted it to end, else what
+    /// went wrong.
+    pub code: WireCode,
+    /// What went wrong, in words; may be empty.
+    pub detail: String,
+    /// The peer that said so, or was lost.
+    pub peer: Option<PeerId>,
+}
+
+impl Outcome {
+    /// The bytes were handed over.
+    pub const DONE: Self = Self { code: WireCode::Ok, detail: String::new(), peer: None };
+
+    /// Something this side found, or was told to do.
+    pub fn here(code: WireCode, detail: impl Into<String>) -> Self {
+        Self { code, detail: detail.into(), peer: None }
+    }
+
+    /// Something a peer said, or is the reason of.
+    pub fn of(peer: PeerId, code: WireCode, detail: impl Into<String>) -> Self {
+        Self { code, detail: detail.into(), peer: Some(peer) }
+    }
+
+    /// Whether the bytes were handed over.
+    pub const fn is_done(&self) -> bool {
+        self.code.is_ok()
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.code)?;
+        if !self.detail.is_empty() {
+            write!(f, ": {}", self.detail)?;
+        }
+        self.peer.map_or(Ok(()), |peer| write!(f, " (peer {peer})"))
+    }
+}
+
+/// Why a call was refused; nothing has changed.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// A handoff's name has 1 to [`ID_MAX`] bytes.
+    #[error("a handoff's name has 1 to {ID_MAX} bytes, not {len}")]
+    BadId {
+        /// What it has.
+        len: usize,
+    },
+    /// A handoff of this name is under way.
+    #[error("a handoff of this name is under way")]
+    InUse,
+    /// A handoff of this name has ended, or its peer has withdrawn it before it began.
+    #[error("a handoff of this name has ended ({0})")]
+    Ended(WireCode),
+    /// There is no handoff of this name.
+    #[error("there is no handoff of this name")]
+    Unknown,
+    /// So many are under way already.
+    #[error("{limit} handoffs are under way, which is the limit")]
+    Full {
+        /// The limit.
+        limit: usize,
+    },
+    /// The call does not fit what was said before.
+    #[error("{0}")]
+    Misuse(&'static str),
+}
+
+/// How much is kept, and for how long.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Handoffs under way at a time, on one side of one rank; also of those that were asked for
+    /// before they were offered.
+    pub handoffs: usize,
+    /// Ended handoffs that are remembered, so that what comes late is answered as before.
+    pub tombs: usize,
+    /// For how long.
+    pub tomb_ttl: Duration,
+    /// How long a complete offer waits for somebody to ask for it.
+    pub offer_ttl: Duration,
+    /// How long a connection that was lost may take to come back before the handoffs that need it
+    /// fail. Not counted if the peer is known to be gone.
+    pub reconnect: Duration,
+    /// How long beyond its budget an answer to `Confirm` is waited for, and an asking consumer is
+    /// believed to go on.
+    pub grace: Duration,
+    /// Reads of one handoff from one peer at a time.
+    pub reads: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            handoffs: 16 * 1024,
+            tombs: 64 * 1024,
+            tomb_ttl: Duration::from_secs(3600),
+            offer_ttl: Duration::from_secs(120),
+            reconnect: Duration::from_millis(750),
+            grace: Duration::from_secs(3),
+            reads: 4,
+        }
+    }
+}
+
+/// Cuts a reason to what crosses the wire.
+fn cut(detail: &str) -> String {
+    crate::text::truncated(detail, crate::message::DETAIL_MAX).to_owned()
+}
