@@ -21,24 +21,6 @@ pub fn io_uring() -> io::Result<()> {
     Ok(())
 }
 
-/// Copies bytes out of another process, or this one.
-///
-/// # Errors
-/// What the kernel says: `EPERM` where this process may not trace the other (another user, Yama,
-/// not dumpable), `ENOSYS` without `CONFIG_CROSS_MEMORY_ATTACH` or under a seccomp filter that
-/// says so, `EFAULT` where nothing is mapped, `ESRCH` without that process.
-pub fn read_process(pid: u32, address: u64, to: &mut [u8]) -> io::Result<usize> {
-    let invalid = |_| io::Error::from(io::ErrorKind::InvalidInput);
-    let pid = libc::pid_t::try_from(pid).map_err(invalid)?;
-    let address = usize::try_from(address).map_err(invalid)?;
-    let local = libc::iovec { iov_base: to.as_mut_ptr().cast(), iov_len: to.len() };
-    let remote = libc::iovec { iov_base: address as *mut libc::c_void, iov_len: to.len() };
-    // SAFETY: the kernel writes at most `to.len()` bytes to `to`, which is borrowed mutably. The
-    // other address is only looked up by the kernel, in the other process; if nothing is mapped
-    // there, the call fails.
-    check(unsafe { libc::process_vm_readv(pid, &raw const local, 1, &raw const remote, 1, 0) })
-}
-
 /// The C library that this process runs on, such as `glibc 2.36`.
 pub fn c_library() -> String {
     #[cfg(target_env = "gnu")]
@@ -57,24 +39,6 @@ pub fn c_library() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_process_can_read_itself() {
-        let known = *b"known by";
-        let mut read = [0; 8];
-        match read_process(std::process::id(), known.as_ptr() as u64, &mut read) {
-            Ok(n) => assert_eq!((n, read), (8, known)),
-            // A sandbox without the call.
-            Err(e) => assert!(e.raw_os_error().is_some(), "{e}"),
-        }
-    }
-
-    #[test]
-    fn nothing_is_read_where_nothing_is_mapped() {
-        let mut read = [0; 8];
-        assert!(read_process(std::process::id(), 0, &mut read).is_err());
-        assert_eq!(read, [0; 8]);
-    }
 
     #[test]
     fn a_ring_is_given_or_the_kernel_says_why_not() {

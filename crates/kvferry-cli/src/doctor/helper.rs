@@ -173,22 +173,23 @@ fn answer<T: DeserializeOwned>(process: Option<Process>, until: Instant) -> Libr
 /// Where known bytes are.
 #[derive(Debug, Serialize, Deserialize)]
 struct Known {
-    pid: u32,
-    address: u64,
+    pid: i32,
+    address: usize,
     bytes: u64,
 }
 
 impl Known {
     fn new(bytes: &u64) -> Known {
-        let address = std::ptr::from_ref(bytes) as u64;
-        Known { pid: std::process::id(), address, bytes: *bytes }
+        let address = std::ptr::from_ref(bytes) as usize;
+        let pid = std::process::id().cast_signed();
+        Known { pid, address, bytes: *bytes }
     }
 
     fn read(&self) -> Result<(), String> {
         let mut found = [0; 8];
-        match kvferry_sys::probe::read_process(self.pid, self.address, &mut found) {
-            Ok(8) if u64::from_ne_bytes(found) == self.bytes => Ok(()),
-            Ok(_) => Err("other bytes were read than were there".to_owned()),
+        match kvferry_sys::process_vm::read_bytes(self.pid, self.address, &mut found) {
+            Ok(()) if u64::from_ne_bytes(found) == self.bytes => Ok(()),
+            Ok(()) => Err("other bytes were read than were there".to_owned()),
             Err(error) => Err(error.to_string()),
         }
     }
