@@ -1,7 +1,8 @@
 //! What goes to the terminal: results to standard output, everything else to standard error.
 
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
@@ -35,7 +36,11 @@ pub(crate) fn note(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
-/// A bar that counts bytes; invisible when `quiet` or when standard error is no terminal.
+/// How often a line says how far a command is where no bar can be drawn.
+const TELL_EVERY: Duration = Duration::from_secs(15);
+
+/// A bar that counts bytes; nothing when `quiet`, a line now and then when standard error is no
+/// terminal.
 pub(crate) fn byte_bar(quiet: bool, total_bytes: u64) -> ProgressBar {
     bar(quiet, total_bytes, "{bar:32.cyan/blue} {bytes:>10}/{total_bytes:10} {elapsed:>4}  {msg}")
 }
@@ -51,7 +56,22 @@ fn bar(quiet: bool, total: u64, template: &str) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(Some(total), target);
     let bar = bar.with_style(style.progress_chars("━╸─"));
     *SHOWN.lock().unwrap_or_else(PoisonError::into_inner) = Some(bar.clone());
+    if !quiet && !io::stderr().is_terminal() {
+        tell(bar.clone());
+    }
     bar
+}
+
+fn tell(bar: ProgressBar) {
+    std::thread::spawn(move || {
+        loop {
+            std::thread::sleep(TELL_EVERY);
+            if bar.is_finished() {
+                return;
+            }
+            note(&format!("[{:>4} s] {}", bar.elapsed().as_secs(), bar.message()));
+        }
+    });
 }
 
 /// The bar on the terminal, if there is one.
