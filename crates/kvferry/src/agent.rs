@@ -5,6 +5,7 @@
 //! themselves belong to [`Agent`], so that no handler can keep its own thread alive.
 
 use crate::address;
+use crate::channel::Correspondent;
 use crate::config::{Checksum, Config, SecretString};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gates;
@@ -19,7 +20,7 @@ use crate::session::link::Link;
 use crate::session::pulse::{Pulse, PulseTimer};
 use crate::stats::{Counters, Stats};
 use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use crate::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use crate::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use crate::transfer::drive::Slot;
 use crate::transport::local::{self, LocalListener};
 use crate::transport::{Approach, TransportKind, Transports, choose, mooncake};
@@ -55,6 +56,7 @@ pub(crate) struct Core {
     /// Whether transfers within the host are possible, or why not.
     local: std::result::Result<(), String>,
     pub(crate) inbox: Inbox,
+    correspondent: Correspondence,
     pub(crate) counters: Counters,
     pub(crate) pulse: Pulse,
     pub(crate) control: Remote,
@@ -64,6 +66,8 @@ pub(crate) struct Core {
     pub(crate) streams_per_peer: usize,
     /// Lanes a large batch is divided among if its caller does not say.
     pub(crate) stripe_default: usize,
+    /// Threads a large batch within the host is divided among if its caller does not say.
+    pub(crate) copiers_default: usize,
     pub(crate) advertised: String,
     pub(crate) local_addr: SocketAddr,
     /// Mooncake's data port, while stock peers are served.
@@ -137,6 +141,11 @@ impl Core {
         self.transports.contains(kind)
     }
 
+    /// Who receives messages, if anybody does.
+    pub(crate) fn correspondent(&self) -> Option<&dyn Correspondent> {
+        self.correspondent.0.get().map(Arc::as_ref)
+    }
+
     pub(crate) fn has_secret(&self) -> bool {
         self.secret.is_some()
     }
@@ -144,8 +153,7 @@ impl Core {
     /// Transfers of many bytes to one peer that are moved at the same time. On one host both ends
     /// share the processors, and two of them carry one stream: the sender's and the receiver's.
     pub(crate) fn turns_max(&self, peer: SocketAddr) -> usize {
-        let source = kvferry_sys::net::source_towards(peer);
-        if source.is_ok_and(|source| is_same_host(source, peer)) {
+        if is_on_this_host(peer) {
             (kvferry_sys::thread::cores() / 2).max(1)
         } else {
             self.streams_per_peer
@@ -402,14 +410,14 @@ impl Agent {
             socket.local_addr().map_err(|e| Error::io("the port can't be found out", e))?;
         let advertised = address::advertised(config.advertise.as_deref(), local_addr)?;
         let secret = config.secret.as_ref().and_then(SecretString::to_secret);
-        let approach = choose(config.transports()?, config.mooncake, secret.is_some())?;
+        let transports = config.transports()?;
+        let approach = choose(transports, config.mooncake, secret.is_some())?;
         say_if_open(local_addr, secret.is_some());
         let serves_mooncake = config.mooncake
             && secret.is_none()
-            && config.transports()?.contains(crate::TransportKind::Mooncake);
+            && transports.contains(crate::TransportKind::Mooncake);
         let data = serves_mooncake.then(|| mooncake::listen(local_addr)).transpose()?;
 
-        let transports = config.transports()?;
         if config.ptracer_any
             && let Err(e) = kvferry_sys::unix::let_any_process_attach()
         {
@@ -439,6 +447,7 @@ impl Agent {
             local,
             transports,
             inbox: Inbox::default(),
+            correspondent: Correspondence::default(),
             counters: Counters::default(),
             pulse: Pulse::new(config.silence(), now()),
             control: remote,
@@ -446,6 +455,9 @@ impl Agent {
             approach,
             streams_per_peer: config.streams_per_peer(),
             stripe_default: (kvferry_sys::thread::cores() / 2).clamp(1, 4),
+            copiers_default: (config.io_threads() + 1)
+                .min(kvferry_sys::thread::cores())
+                .clamp(1, 4),
             advertised,
             local_addr,
             mooncake_port: data.as_ref().map(|(_, port)| *port),
@@ -509,7 +521,23 @@ impl Agent {
 
     /// The transports it may use.
     pub fn transports(&self) -> Transports {
-        self.core().config.transports().expect("checked at the start")
+        self.core().transports
+    }
+
+    /// Has somebody receive the messages that peers send over their [`crate::Channel`]s. Before the
+    /// first peer is met, if nothing is to be missed: sessions that are up already are not announced.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if there is somebody already.
+    pub fn correspond(&self, correspondent: Arc<dyn Correspondent>) -> Result<()> {
+        let core = self.core();
+        core.check()?;
+        core.correspondent.0.set(correspondent).map_err(|_| {
+            Error::new(
+                ErrorKind::InvalidArgument,
+                "somebody receives this agent's messages already",
+            )
+        })
     }
 
     /// A peer by its `host:port`. Nothing is sent yet; the first transfer meets it.
@@ -589,6 +617,21 @@ fn begin_local(
             Err(e.to_string())
         }
     }
+}
+
+/// Who receives messages; set once.
+#[derive(Default)]
+struct Correspondence(OnceLock<Arc<dyn Correspondent>>);
+
+impl std::fmt::Debug for Correspondence {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if self.0.get().is_some() { "somebody" } else { "nobody" })
+    }
+}
+
+/// Whether a peer's address is this host's.
+pub(crate) fn is_on_this_host(peer: SocketAddr) -> bool {
+    kvferry_sys::net::source_towards(peer).is_ok_and(|here| is_same_host(here, peer))
 }
 
 /// Whether a peer that is reached from `here` is on this host.
@@ -780,6 +823,7 @@ mod bare {
                 transports: Transports::only(TransportKind::Tcp),
                 gates: Gates::default(),
                 inbox: Inbox::default(),
+                correspondent: Correspondence::default(),
                 counters: Counters::default(),
                 pulse: Pulse::new(config.silence(), now()),
                 control: Remote::without_thread(),
@@ -787,6 +831,7 @@ mod bare {
                 approach: Approach::Native,
                 streams_per_peer: 1,
                 stripe_default: 1,
+                copiers_default: 1,
                 advertised: String::new(),
                 local_addr: SocketAddr::from(([127, 0, 0, 1], 1)),
                 mooncake_port: None,

@@ -17,6 +17,7 @@
 
 mod address;
 mod agent;
+mod channel;
 mod config;
 mod error;
 #[cfg(feature = "fuzzing")]
@@ -37,6 +38,7 @@ mod transport;
 
 pub use address::AdvertisedBy;
 pub use agent::{Agent, AgentBuilder};
+pub use channel::{Channel, Correspondent, Watch};
 pub use config::{CONFIG_VERSION, Checksum, Config, SecretString};
 pub use error::{Error, ErrorKind, Result};
 pub use kvferry_proto::{Incarnation, RegionId};

@@ -47,8 +47,8 @@ pub struct PeerSummary {
 /// its earlier life are refused with `StaleIncarnation`.
 #[derive(Clone, Debug)]
 pub struct Peer {
-    core: Arc<Core>,
-    state: Arc<PeerState>,
+    pub(crate) core: Arc<Core>,
+    pub(crate) state: Arc<PeerState>,
 }
 
 impl Peer {
@@ -61,7 +61,7 @@ impl Peer {
         &self.state.address
     }
 
-    fn link(&self, timeout: Duration) -> Result<Arc<Link>> {
+    pub(crate) fn link(&self, timeout: Duration) -> Result<Arc<Link>> {
         self.core.check()?;
         self.state.wait_link(now() + timeout, None)
     }

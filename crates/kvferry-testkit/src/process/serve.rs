@@ -4,8 +4,8 @@ use super::mesh::Mesh;
 use super::{CHILD, REPLY, Resources};
 use crate::pattern::Pattern;
 use kvferry::{
-    Access, Agent, Batch, Checksum, Moved, Notification, Options, Peer, Region, RemoteRegion,
-    Transfer, Transports,
+    Access, Agent, Batch, Channel, Checksum, Correspondent, Moved, Notification, Options, Peer,
+    Region, RemoteRegion, Transfer, Transports,
 };
 use kvferry_sys::map::Mapping;
 use serde_json::{Value, json};
@@ -343,6 +343,10 @@ impl Server {
                 writer.stop.store(true, Ordering::SeqCst);
                 Ok(writer.thread.join().expect("writers don't panic"))
             }
+            "echo" => {
+                self.agent().correspond(Arc::new(Echo)).expect("nobody else does");
+                Ok(json!({}))
+            }
             "notifications" => {
                 let names: Vec<_> =
                     self.agent().notifications().into_iter().map(|n| n.name).collect();
@@ -507,4 +511,17 @@ impl Server {
             thread::sleep(Duration::from_millis(5));
         }
     }
+}
+
+/// Sends every message back.
+struct Echo;
+
+impl Correspondent for Echo {
+    fn began(&self, _: &Channel) {}
+
+    fn received(&self, channel: &Channel, message: &[u8]) {
+        drop(channel.send(message.to_vec()));
+    }
+
+    fn ended(&self, _: &Channel, _: &kvferry::Error) {}
 }

@@ -1,5 +1,6 @@
 //! The control connection: drives one `kvferry_proto::Session` on the control thread.
 
+use crate::channel::Channel;
 use crate::error::{Error, ErrorKind};
 use crate::memory::gate::Gate;
 use crate::reactor::{Cause, Cx, Handler, Next};
@@ -202,6 +203,9 @@ impl Control {
         let _ = self.native().info.set(info);
         core.counters.sessions.one();
         self.counted = true;
+        if let Some(correspondent) = core.correspondent() {
+            correspondent.began(&Channel::new(&self.link));
+        }
         match side {
             Side::Initiator => {
                 core.counters.sessions_opened.one();
@@ -233,12 +237,16 @@ impl Control {
     }
 
     fn end(&mut self, error: Error) {
+        self.link.core.remove_session(&self.link);
+        self.link.terminate(error.clone());
         if self.counted {
             self.counted = false;
             self.link.core.counters.sessions.less_one();
+            if let Some(correspondent) = self.link.core.correspondent() {
+                let error = self.link.end().unwrap_or(&error);
+                correspondent.ended(&Channel::new(&self.link), error);
+            }
         }
-        self.link.core.remove_session(&self.link);
-        self.link.terminate(error.clone());
         for (answered, code, body) in self.unanswered.drain(..) {
             answered(code, body);
         }

@@ -13,7 +13,8 @@
 //! When the link ends, every lane's socket is shut down, which wakes whoever waits on one; they
 //! find the reason in [`Link::end`].
 
-use crate::agent::{Core, is_same_host};
+use crate::agent::{Core, is_on_this_host};
+use crate::channel::Mail;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gate;
 use crate::reactor::{Remote, now};
@@ -240,6 +241,8 @@ pub(crate) struct Link {
     obstacle: OnceLock<String>,
     opener: Arc<dyn OpenLane>,
     pool: Mutex<Pool>,
+    /// Messages for the peer's correspondent.
+    pub(crate) mail: Mail,
     /// Jobs that have ended and nobody has any more.
     ended_jobs: Mutex<Vec<Arc<Job>>>,
     /// Transfers that may move many bytes at the same time.
@@ -280,6 +283,7 @@ impl Link {
             obstacle: OnceLock::new(),
             opener,
             pool: Mutex::new(Pool::default()),
+            mail: Mail::default(),
             ended_jobs: Mutex::default(),
             turns_max,
             end: OnceLock::new(),
@@ -310,8 +314,7 @@ impl Link {
 
     /// Whether the peer's address is this host's.
     pub(crate) fn is_same_host(&self) -> bool {
-        kvferry_sys::net::source_towards(self.peer_addr)
-            .is_ok_and(|here| is_same_host(here, self.peer_addr))
+        is_on_this_host(self.peer_addr)
     }
 
     pub(crate) fn set_local(&self, peer: &Arc<LocalPeer>) {

@@ -1,10 +1,12 @@
 //! What a peer may ask over the control connection.
 
+use crate::channel::Channel;
 use crate::memory::region::{Region, RemoteRegion};
 use crate::notify::Notification;
 use crate::pack;
 pub(crate) use crate::pack::encode;
 use crate::session::link::{Link, StreamFault};
+use crate::sync::Arc;
 use kvferry_proto::{StreamId, WireCode};
 use rmp_serde::decode::Error as Malformed;
 use serde::de::Error as _;
@@ -21,6 +23,9 @@ pub(crate) const STREAM_FAULT: u16 = 3;
 
 /// A notification for this agent, of data that is in place.
 pub(crate) const NOTIFY: u16 = 4;
+
+/// A message for whoever corresponds here; not interpreted.
+pub(crate) const MESSAGE: u16 = 5;
 
 /// Regions in one answer: about 100 bytes each, well below the size of a control message.
 const PAGE: usize = 4096;
@@ -71,10 +76,17 @@ impl RegionsPage {
 }
 
 /// Answers one request.
-pub(crate) fn answer(link: &Link, kind: u16, body: &[u8]) -> (WireCode, Vec<u8>) {
+pub(crate) fn answer(link: &Arc<Link>, kind: u16, body: &[u8]) -> (WireCode, Vec<u8>) {
     let core = &link.core;
     match kind {
         PROBE => (WireCode::Ok, Vec::new()),
+        MESSAGE => match core.correspondent() {
+            Some(correspondent) => {
+                correspondent.received(&Channel::new(link), body);
+                (WireCode::Ok, Vec::new())
+            }
+            None => (WireCode::Unsupported, Vec::new()),
+        },
         STREAM_FAULT => match pack::decode::<StreamFaultNote>(body) {
             Ok(note) => {
                 let fault = StreamFault { code: WireCode::from_u16(note.code), index: note.index };

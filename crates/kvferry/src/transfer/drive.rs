@@ -8,7 +8,7 @@ use crate::session::link::{Lane, Link, Route, TURN_TIME};
 use crate::sync::{Arc, Condvar, Mutex, PoisonError};
 use crate::transfer::Options;
 use crate::transfer::batch::Batch;
-use crate::transfer::job::{Job, Moved, Op, STRIPE_BYTES_MIN, is_stop};
+use crate::transfer::job::{COPIER_BYTES_MIN, Job, Moved, Op, STRIPE_BYTES_MIN, is_stop};
 use crate::transport::local::{LocalShare, copy_all};
 use crate::transport::{Drive, Moving, Progress, TransportKind};
 use kvferry_proto::Timestamp;
@@ -95,16 +95,20 @@ impl<T> Slot<T> {
     }
 }
 
-/// How many lanes, or threads that copy within the host, a job should be divided among.
+/// How many lanes a job should be divided among.
 pub(crate) fn lanes_wanted(job: &Job) -> usize {
-    lanes_for_bytes(&job.core, job.batch.bytes(), job.streams)
+    let by_size = job.batch.bytes() / STRIPE_BYTES_MIN;
+    shares(&job.core, by_size, job.core.stripe_default, job.streams)
 }
 
-fn lanes_for_bytes(core: &Core, bytes: u64, streams: Option<usize>) -> usize {
-    let by_size = (bytes / STRIPE_BYTES_MIN).max(1);
-    let by_default = by_size.min(core.stripe_default as u64);
-    let wanted = streams.map_or(by_default, |n| n as u64);
-    usize::try_from(wanted).unwrap_or(usize::MAX).clamp(1, core.streams_per_peer)
+/// How many threads should copy so many bytes within the host, the caller's own included.
+fn copiers_for(core: &Core, bytes: u64, streams: Option<usize>) -> usize {
+    shares(core, bytes / COPIER_BYTES_MIN, core.copiers_default, streams)
+}
+
+fn shares(core: &Core, by_size: u64, default: usize, wished: Option<usize>) -> usize {
+    let by_default = usize::try_from(by_size).unwrap_or(usize::MAX).min(default);
+    wished.unwrap_or(by_default).clamp(1, core.streams_per_peer)
 }
 
 /// The lanes a job is divided among: the one it has, and idle ones.
@@ -128,7 +132,7 @@ pub(crate) fn run_direct(
 ) -> Option<Result<Moved>> {
     let peer = link.local()?;
     if options.notify.is_some()
-        || lanes_for_bytes(&link.core, batch.bytes(), options.streams) > 1
+        || copiers_for(&link.core, batch.bytes(), options.streams) > 1
         || !batch.local.all_host()
     {
         return None;
@@ -171,7 +175,7 @@ pub(crate) fn run(job: &Arc<Job>, link: &Arc<Link>, interrupt: Interrupt<'_>) ->
     match link.route(&job.batch, job.op) {
         Ok(Route::Lanes) => {}
         Ok(Route::Local(peer, targets)) => {
-            let copiers = lanes_wanted(job);
+            let copiers = copiers_for(&job.core, job.batch.bytes(), job.streams);
             job.start_shares(copiers, TransportKind::Local);
             for _ in 1..copiers {
                 background(job, link, None, |wake| {
@@ -362,7 +366,7 @@ pub(crate) fn submit(job: &Arc<Job>, link: &Arc<Link>) {
     match link.route(&job.batch, job.op) {
         Ok(Route::Lanes) => submit_to_lanes(job, link),
         Ok(Route::Local(peer, targets)) => {
-            let copiers = lanes_wanted(job);
+            let copiers = copiers_for(&job.core, job.batch.bytes(), job.streams);
             job.start_shares(copiers, TransportKind::Local);
             for _ in 0..copiers {
                 background(job, link, None, |wake| {

@@ -27,6 +27,8 @@ use std::time::Duration;
 const FRAME_BYTES_MAX: u64 = 64 << 20;
 /// Bytes below which a batch is not divided among lanes.
 pub(crate) const STRIPE_BYTES_MIN: u64 = 32 << 20;
+/// Bytes below which waking another thread to copy within the host does not pay: a millisecond's.
+pub(crate) const COPIER_BYTES_MIN: u64 = 8 << 20;
 
 /// Which way the bytes move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -166,7 +168,8 @@ impl Job {
         state.shares += n;
         state.streams += n;
         if n > 1 {
-            let fair = (self.batch.bytes() / (4 * n as u64)).max(STRIPE_BYTES_MIN / 4);
+            let least = if self.is_local() { COPIER_BYTES_MIN } else { STRIPE_BYTES_MIN } / 4;
+            let fair = (self.batch.bytes() / (4 * n as u64)).max(least);
             lock(&self.cutter).1 = fair.min(FRAME_BYTES_MAX);
         }
     }

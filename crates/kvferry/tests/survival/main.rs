@@ -4,6 +4,7 @@
 //! A bound of time that the design states is asserted with a factor of three here; it is asserted
 //! exactly where time is virtual, in `kvferry-proto`.
 
+mod channels;
 mod death;
 mod hostile;
 mod partition;

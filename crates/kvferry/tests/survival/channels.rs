@@ -1,0 +1,167 @@
+//! Messages between agents.
+
+use super::*;
+use kvferry::{Channel, Correspondent, Error, ErrorKind, Incarnation};
+use kvferry_testkit::process::Child;
+use std::sync::{Arc, Mutex};
+
+/// Keeps what it is told.
+#[derive(Default)]
+struct Diary(Mutex<Vec<Entry>>);
+
+#[derive(Clone, Debug, PartialEq)]
+enum Entry {
+    Began(Incarnation),
+    Received(Vec<u8>),
+    Ended(ErrorKind),
+}
+
+impl Diary {
+    fn note(&self, entry: Entry) {
+        self.0.lock().expect("no panic").push(entry);
+    }
+
+    fn entries(&self) -> Vec<Entry> {
+        self.0.lock().expect("no panic").clone()
+    }
+
+    fn messages(&self) -> Vec<Vec<u8>> {
+        let received = |entry| match entry {
+            Entry::Received(message) => Some(message),
+            _ => None,
+        };
+        self.entries().into_iter().filter_map(received).collect()
+    }
+
+    fn end(&self) -> Option<ErrorKind> {
+        self.entries().into_iter().find_map(|entry| match entry {
+            Entry::Ended(kind) => Some(kind),
+            _ => None,
+        })
+    }
+}
+
+impl Correspondent for Diary {
+    fn began(&self, channel: &Channel) {
+        self.note(Entry::Began(channel.incarnation()));
+    }
+
+    fn received(&self, _: &Channel, message: &[u8]) {
+        self.note(Entry::Received(message.to_vec()));
+    }
+
+    fn ended(&self, channel: &Channel, error: &Error) {
+        assert!(channel.end().is_some());
+        self.note(Entry::Ended(error.kind()));
+    }
+}
+
+fn writer() -> (Agent, Arc<Diary>) {
+    let (agent, diary) = (agent(), Arc::new(Diary::default()));
+    agent.correspond(Arc::clone(&diary) as Arc<dyn Correspondent>).expect("nobody else does");
+    (agent, diary)
+}
+
+fn echo() -> (Child, String) {
+    let (mut child, address) = Child::with_agent(peer_config());
+    child.call(json!({"op": "echo"}));
+    (child, address)
+}
+
+fn channel_to(agent: &Agent, address: &str) -> Channel {
+    let peer = agent.peer(address).expect("an address");
+    peer.channel(Duration::from_secs(5)).expect("it is there")
+}
+
+#[test]
+fn messages_arrive_in_order_each_once_both_ways_however_many_and_long() {
+    let _bound = bounded();
+    let (agent, diary) = writer();
+    let (_child, address) = echo();
+    let channel = channel_to(&agent, &address);
+    // More, and longer together, than a session can have under way.
+    let message = |n: u32| {
+        let len = if n.is_multiple_of(500) { 300_000 } else { 4 + n as usize % 50 };
+        let mut bytes = n.to_le_bytes().to_vec();
+        bytes.resize(len, n as u8);
+        bytes
+    };
+    let all: Vec<_> = (0..5000).map(message).collect();
+    for message in &all {
+        channel.send(message.clone()).expect("there is room");
+    }
+    let limit = Duration::from_secs(20);
+    eventually(limit, "all came back", || diary.messages().len() >= all.len());
+    assert!(diary.messages() == all, "in order, each once");
+    assert_eq!(diary.entries()[0], Entry::Began(channel.incarnation()));
+    assert_eq!(diary.end(), None);
+}
+
+#[test]
+fn a_peer_that_is_killed_ends_its_channel_and_another_life_has_another() {
+    let _bound = bounded();
+    let (agent, diary) = writer();
+    let (mut child, address) = echo();
+    let channel = channel_to(&agent, &address);
+    let _watch = channel.watch();
+    let began = Instant::now();
+    child.kill();
+    eventually(NOTICED, "the end is told", || diary.end().is_some());
+    assert_within(began, NOTICED, "a death");
+    assert_eq!(diary.end(), Some(ErrorKind::PeerReset));
+    assert_eq!(channel.send(b"too late".to_vec()).expect_err("over").kind(), ErrorKind::PeerReset);
+    let mut config = peer_config();
+    config["listen"] = json!(address);
+    let (mut child, _) = Child::with_agent(config);
+    child.call(json!({"op": "echo"}));
+    let again = channel_to(&agent, &address);
+    assert_ne!(again.incarnation(), channel.incarnation());
+    again.send(b"hello".to_vec()).expect("it is live");
+    eventually(NOTICED, "it came back", || diary.messages() == [b"hello"]);
+}
+
+#[test]
+fn a_peer_that_stops_is_noticed_while_it_is_watched() {
+    let _bound = bounded();
+    let (agent, diary) = writer();
+    let (child, address) = echo();
+    let channel = channel_to(&agent, &address);
+    child.stop();
+    std::thread::sleep(2 * SILENCE);
+    assert_eq!(diary.end(), None, "nobody expects anything of it");
+    let watch = channel.watch();
+    eventually(3 * SILENCE, "silence is told", || diary.end() == Some(ErrorKind::PeerSilent));
+    drop(watch);
+    child.resume();
+}
+
+#[test]
+fn what_is_too_long_is_refused_and_nobody_to_receive_ends_the_session() {
+    let _bound = bounded();
+    let (agent, diary) = writer();
+    let (_child, address) = Child::with_agent(peer_config());
+    let channel = channel_to(&agent, &address);
+    let long = vec![0; Channel::MESSAGE_MAX + 1];
+    assert_eq!(channel.send(long).expect_err("too long").kind(), ErrorKind::TooLarge);
+    channel.send(b"anybody?".to_vec()).expect("that is not known yet");
+    eventually(NOTICED, "the end is told", || diary.end() == Some(ErrorKind::Unsupported));
+    let second = agent.correspond(diary).expect_err("there is one");
+    assert_eq!(second.kind(), ErrorKind::InvalidArgument);
+}
+
+#[test]
+fn a_peer_that_takes_nothing_costs_bounded_memory() {
+    let _bound = bounded();
+    let (agent, diary) = writer();
+    let (child, address) = echo();
+    let channel = channel_to(&agent, &address);
+    child.stop();
+    let message = vec![7; Channel::MESSAGE_MAX];
+    let sent = (0..100).take_while(|_| channel.send(message.clone()).is_ok()).count();
+    assert!((16..40).contains(&sent), "{sent}");
+    assert_eq!(channel.send(message).expect_err("full").kind(), ErrorKind::Busy);
+    drop(channel);
+    child.resume();
+    let limit = Duration::from_secs(20);
+    eventually(limit, "all came back", || diary.messages().len() == sent || diary.end().is_some());
+}
