@@ -6,7 +6,7 @@ use kvferry_proto::handoff::{
     Refusal, Slice, Stop,
 };
 use kvferry_proto::{Timestamp, WireCode};
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 const PRODUCER: PeerId = PeerId(1);
@@ -42,6 +42,7 @@ struct Ranks {
     side_data: Vec<Vec<u8>>,
     bytes: usize,
     messages: usize,
+    watched: BTreeSet<(PeerId, PeerId)>,
 }
 
 impl Ranks {
@@ -65,6 +66,7 @@ impl Ranks {
             side_data: Vec::new(),
             bytes: 0,
             messages: 0,
+            watched: BTreeSet::new(),
         }
     }
 
@@ -135,6 +137,7 @@ impl Ranks {
                     self.consumers[at].receive(PRODUCER, message, self.now);
                 }
             }
+            ProducerAction::Watch { peer, on } => self.watch(PRODUCER, peer, on),
             ProducerAction::Ended { outcome, .. } => self.produced.push(outcome),
         }
     }
@@ -151,11 +154,20 @@ impl Ranks {
                 self.reads.push_back((at, read, slice));
             }
             ConsumerAction::CancelRead(_) => {}
+            ConsumerAction::Watch { peer, on } => {
+                self.watch(PeerId(CONSUMER.0 + at as u64), peer, on);
+            }
             ConsumerAction::Ended { outcome, side_data, .. } => {
                 self.consumed.push((at, outcome));
                 self.side_data.extend(side_data.into_iter().map(|(_, data)| data));
             }
         }
+    }
+
+    fn watch(&mut self, by: PeerId, peer: PeerId, on: bool) {
+        let changed =
+            if on { self.watched.insert((by, peer)) } else { self.watched.remove(&(by, peer)) };
+        assert!(changed, "each is said once");
     }
 
     fn end_read(&mut self, result: Result<(), (WireCode, String)>) {
@@ -233,6 +245,7 @@ impl Ranks {
         for (name, count) in consumers.chain(self.producer.gauges()) {
             assert!(count == 0 || name == "tombs", "{count} {name}");
         }
+        assert!(self.watched.is_empty(), "{:?}", self.watched);
     }
 }
 
@@ -254,6 +267,20 @@ fn i5_the_consumer_may_be_first() {
     assert_eq!(ranks.producer.state(&id()), Some("awaited"));
     ranks.pass(Duration::from_secs(10));
     ranks.produce();
+    ranks.assert_both(WireCode::Ok);
+    ranks.assert_empty();
+}
+
+#[test]
+fn i10_peers_are_watched_while_something_is_expected_of_them() {
+    let mut ranks = Ranks::new(1);
+    ranks.reads_end = false;
+    ranks.produce();
+    assert!(ranks.watched.is_empty(), "nobody has asked yet");
+    ranks.want();
+    assert_eq!(ranks.watched, BTreeSet::from([(PRODUCER, CONSUMER), (CONSUMER, PRODUCER)]));
+    ranks.reads_end = true;
+    ranks.work();
     ranks.assert_both(WireCode::Ok);
     ranks.assert_empty();
 }
@@ -645,7 +672,8 @@ fn a_second_consumer_of_the_same_name_is_refused_and_the_first_is_not_disturbed(
     });
     assert!(refused);
     // Nor can it end what is not its own.
-    let stop = Stop { id: id(), code: WireCode::Cancelled, detail: String::new() };
+    let stop =
+        Stop { id: id(), by_consumer: true, code: WireCode::Cancelled, detail: String::new() };
     ranks.producer.receive(PeerId(999), stop.into(), ranks.now);
     while ranks.producer.poll().is_some() {}
     assert_eq!(ranks.producer.state(&id()), Some("serving"));
@@ -677,6 +705,7 @@ fn i12_a_restarted_producer_knows_nothing_and_says_so() {
     ranks.loses = Some("confirm");
     ranks.want();
     ranks.producer = Producer::new(Limits::default());
+    ranks.watched.retain(|(by, _)| *by != PRODUCER);
     ranks.produced.clear();
     ranks.reconnect();
     assert_eq!(ranks.consumed[0].1.code, WireCode::UnknownHandoff);
@@ -695,6 +724,7 @@ fn i8_full_is_an_answer() {
     ranks.producer.receive(PeerId(5), ask(&names[2]).into(), ranks.now);
     let stop = Stop {
         id: names[2].clone(),
+        by_consumer: false,
         code: WireCode::Busy,
         detail: "2 handoffs are under way".to_owned(),
     };

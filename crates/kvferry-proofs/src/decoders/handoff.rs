@@ -64,7 +64,13 @@ pub fn message_seeds() -> Vec<Vec<u8>> {
         Ready { id: id(), generation, announced: ready }.into(),
         Confirm { id: id(), generation }.into(),
         Confirmed { id: id(), generation }.into(),
-        Stop { id: id(), code: WireCode::Expired, detail: "nobody asked for it".into() }.into(),
+        Stop {
+            id: id(),
+            by_consumer: false,
+            code: WireCode::Expired,
+            detail: "nobody asked for it".into(),
+        }
+        .into(),
         HandoffMessage::Unknown { kind: "later".into() },
     ];
     messages.iter().map(HandoffMessage::encode).collect()

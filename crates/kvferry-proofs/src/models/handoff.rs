@@ -763,6 +763,7 @@ impl<'a, 'b> World<'a, 'b> {
                     });
                 }
             }
+            ProducerAction::Watch { .. } => {}
             ProducerAction::Ended { id, outcome } => {
                 let request = request_of(&id);
                 let made = self.made.get_mut(&(request, p)).expect("I1: it was offered");
@@ -790,6 +791,7 @@ impl<'a, 'b> World<'a, 'b> {
             ConsumerAction::Read { read, id, from, slice } => {
                 self.begin_read(d, read, &id, from, slice)
             }
+            ConsumerAction::Watch { .. } => {}
             ConsumerAction::CancelRead(read) => {
                 if let Some(reading) = self.reads.get_mut(&(d, read)) {
                     reading.cancelled = true;

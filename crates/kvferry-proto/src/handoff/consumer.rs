@@ -3,6 +3,7 @@
 use super::message::{Announced, Ask, Confirm, Stop};
 use super::schedule::Schedule;
 use super::tombs::Tombs;
+use super::watched::Watched;
 use super::{
     BlockTable, Generation, HandoffId, HandoffMessage, Limits, Outcome, PeerId, Progress, Refusal,
     cut,
@@ -52,6 +53,14 @@ pub enum ConsumerAction {
     },
     /// Cancel a read; [`Consumer::read_ended`] is still waited for.
     CancelRead(ReadId),
+    /// Have the peer watched by heartbeat from now on, because something is expected of it; or no
+    /// longer.
+    Watch {
+        /// Whom.
+        peer: PeerId,
+        /// From now on, or no longer.
+        on: bool,
+    },
     /// The handoff has ended on this rank, and nothing is read into its blocks any more. Said
     /// exactly once for every [`Consumer::want`] that was accepted.
     Ended {
@@ -71,6 +80,7 @@ pub struct Consumer {
     handoffs: HashMap<HandoffId, Entry>,
     tombs: Tombs<WireCode>,
     schedule: Schedule,
+    watched: Watched,
     /// Which handoff a read is for, and from whom.
     reads: HashMap<ReadId, (HandoffId, PeerId)>,
     reads_begun: u64,
@@ -161,6 +171,7 @@ impl Consumer {
             handoffs: HashMap::new(),
             tombs: Tombs::default(),
             schedule: Schedule::default(),
+            watched: Watched::default(),
             reads: HashMap::new(),
             reads_begun: 0,
             farewells: BTreeMap::new(),
@@ -202,6 +213,7 @@ impl Consumer {
         }
         let entry = Entry { deadline, sources, ending: None, due: None };
         self.handoffs.insert(id.clone(), entry);
+        from.iter().for_each(|rank| self.watch(rank.peer, true));
         for rank in from.iter().filter(|rank| rank.connected) {
             self.say(id, rank.peer, now);
         }
@@ -262,10 +274,11 @@ impl Consumer {
                 self.announced(from, &ready.id, ready.generation, &ready.announced, false, now);
             }
             HandoffMessage::Confirmed(yes) => self.confirmed(from, &yes.id, yes.generation, now),
-            HandoffMessage::Stop(stop) => self.stopped(from, stop, now),
+            HandoffMessage::Stop(stop) if !stop.by_consumer => self.stopped(from, stop, now),
             // For producers, or of a later version.
             HandoffMessage::Ask(_)
             | HandoffMessage::Confirm(_)
+            | HandoffMessage::Stop(_)
             | HandoffMessage::Unknown { .. } => {}
         }
     }
@@ -333,11 +346,11 @@ impl Consumer {
             touched.push(id.clone());
         }
         touched.iter().for_each(|id| self.look_again(id));
+        self.expire(now);
         if gone {
             // It knows nothing any more that it could hold on to.
             self.farewells.retain(|(other, _), _| *other != peer);
         }
-        self.expire(now);
     }
 
     /// There is a connection to a peer: the first, or a new one to the same life.
@@ -414,10 +427,11 @@ impl Consumer {
 
     /// What is kept, by name; all but the tombs, and the farewells to peers that are away, is zero
     /// when nothing is under way.
-    pub fn gauges(&self) -> [(&'static str, usize); 5] {
+    pub fn gauges(&self) -> [(&'static str, usize); 6] {
         [
             ("wanted", self.handoffs.len()),
             ("reads", self.reads.len()),
+            ("watched", self.watched.len()),
             ("actions", self.actions.len()),
             ("farewells", self.farewells.len()),
             ("tombs", self.tombs.len()),
@@ -461,7 +475,7 @@ impl Consumer {
             // It has not heard yet, or has forgotten, that we need it no more.
             let code = self.tombs.get(id).copied().unwrap_or(WireCode::UnknownHandoff);
             let code = if code.is_ok() { WireCode::Duplicate } else { code };
-            let stop = Stop { id: id.clone(), code, detail: String::new() };
+            let stop = Stop { id: id.clone(), by_consumer: true, code, detail: String::new() };
             return self.actions.push_back(ConsumerAction::Send { to: from, message: stop.into() });
         };
         let Some(source) = entry.sources.get_mut(&from) else { return };
@@ -578,6 +592,7 @@ impl Consumer {
         }
         let entry = self.handoffs.remove(id).expect("it was there");
         let outcome = entry.ending.expect("it is decided");
+        entry.sources.keys().for_each(|peer| self.watch(*peer, false));
         let side_data = match outcome.is_done() {
             true => entry.sources.into_iter(),
             false => BTreeMap::new().into_iter(),
@@ -587,6 +602,13 @@ impl Consumer {
         self.tombs.bury(id.clone(), outcome.code, now, &self.limits);
         let side_data = side_data.collect();
         self.actions.push_back(ConsumerAction::Ended { id: id.clone(), outcome, side_data });
+    }
+
+    fn watch(&mut self, peer: PeerId, on: bool) {
+        let changes = if on { self.watched.add(peer) } else { self.watched.remove(peer) };
+        if changes {
+            self.actions.push_back(ConsumerAction::Watch { peer, on });
+        }
     }
 
     fn cancel_reads(&mut self, reads: impl IntoIterator<Item = ReadId>) {
@@ -606,7 +628,7 @@ impl Consumer {
     fn send_farewell(&mut self, to: PeerId, id: &HandoffId) {
         let Some(farewell) = self.farewells.get(&(to, id.clone())) else { return };
         let (code, detail) = (farewell.code, farewell.detail.clone());
-        let stop = Stop { id: id.clone(), code, detail };
+        let stop = Stop { id: id.clone(), by_consumer: true, code, detail };
         self.actions.push_back(ConsumerAction::Send { to, message: stop.into() });
     }
 

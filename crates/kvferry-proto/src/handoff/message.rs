@@ -101,6 +101,9 @@ pub struct Confirmed {
 pub struct Stop {
     /// Which.
     pub id: HandoffId,
+    /// Whether a consumer says so, to a producer. Two ranks may be both to each other.
+    #[serde(rename = "c", default, skip_serializing_if = "std::ops::Not::not")]
+    pub by_consumer: bool,
     /// How.
     pub code: WireCode,
     /// Why, in words; at most [`DETAIL_MAX`] bytes.

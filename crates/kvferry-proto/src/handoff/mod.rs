@@ -51,6 +51,7 @@ mod producer;
 mod progress;
 mod schedule;
 mod tombs;
+mod watched;
 
 pub use blocks::{BLOCKS_MAX, BlockTable, NULL_BLOCK, TableError};
 pub use consumer::{Consumer, ConsumerAction, ProducerRank, ReadId, Slice};

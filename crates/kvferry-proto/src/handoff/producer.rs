@@ -3,6 +3,7 @@
 use super::message::{Announced, Ask, Confirm, Confirmed, Offer, Ready, Stop};
 use super::schedule::Schedule;
 use super::tombs::Tombs;
+use super::watched::Watched;
 use super::{
     BlockTable, Generation, HandoffId, HandoffMessage, Limits, Outcome, PeerId, Progress, Refusal,
     cut,
@@ -22,6 +23,14 @@ pub enum ProducerAction {
         /// What.
         message: HandoffMessage,
     },
+    /// Have the peer watched by heartbeat from now on, because something is expected of it; or no
+    /// longer.
+    Watch {
+        /// Whom.
+        peer: PeerId,
+        /// From now on, or no longer.
+        on: bool,
+    },
     /// The handoff has ended on this rank: its blocks may be reused now. Said exactly once for
     /// every [`Producer::offer`] that was accepted.
     Ended {
@@ -39,6 +48,7 @@ pub struct Producer {
     handoffs: HashMap<HandoffId, Entry>,
     tombs: Tombs<Tomb>,
     schedule: Schedule,
+    watched: Watched,
     generations: u64,
     actions: VecDeque<ProducerAction>,
 }
@@ -88,6 +98,7 @@ impl Producer {
             handoffs: HashMap::new(),
             tombs: Tombs::default(),
             schedule: Schedule::default(),
+            watched: Watched::default(),
             generations: 0,
             actions: VecDeque::new(),
         }
@@ -215,11 +226,12 @@ impl Producer {
         match message {
             HandoffMessage::Ask(ask) => self.asked(from, &ask, now),
             HandoffMessage::Confirm(confirm) => self.confirm(from, &confirm, now),
-            HandoffMessage::Stop(stop) => self.stop(from, stop, now),
+            HandoffMessage::Stop(stop) if stop.by_consumer => self.stop(from, stop, now),
             // For consumers, or of a later version.
             HandoffMessage::Offer(_)
             | HandoffMessage::Ready(_)
             | HandoffMessage::Confirmed(_)
+            | HandoffMessage::Stop(_)
             | HandoffMessage::Unknown { .. } => {}
         }
     }
@@ -285,11 +297,12 @@ impl Producer {
     }
 
     /// What is kept, by name; all but the tombs is zero when nothing is under way.
-    pub fn gauges(&self) -> [(&'static str, usize); 4] {
+    pub fn gauges(&self) -> [(&'static str, usize); 5] {
         let offered = self.handoffs.values().filter(|entry| entry.offer.is_some()).count();
         [
             ("offered", offered),
             ("awaited", self.handoffs.len() - offered),
+            ("watched", self.watched.len()),
             ("actions", self.actions.len()),
             ("tombs", self.tombs.len()),
         ]
@@ -329,28 +342,39 @@ impl Producer {
                 code => code,
             };
             let detail = cut(&tomb.outcome.detail);
-            return self.send(from, Stop { id: id.clone(), code, detail }.into());
+            return self
+                .send(from, Stop { id: id.clone(), by_consumer: false, code, detail }.into());
         }
         let full = self.handoffs.len() >= self.limits.handoffs;
         let entry = match self.handoffs.get_mut(id) {
             Some(entry) => entry,
             None if full => {
                 let detail = format!("{} handoffs are under way", self.limits.handoffs);
-                return self
-                    .send(from, Stop { id: id.clone(), code: WireCode::Busy, detail }.into());
+                return self.send(
+                    from,
+                    Stop { id: id.clone(), by_consumer: false, code: WireCode::Busy, detail }
+                        .into(),
+                );
             }
             None => self.handoffs.entry(id.clone()).or_default(),
         };
         let stranger = !entry.readers.contains_key(&from);
         if stranger && let Some(why) = entry.refuses(ask) {
-            let stop = Stop { id: id.clone(), code: WireCode::Duplicate, detail: why.to_owned() };
+            let stop = Stop {
+                id: id.clone(),
+                by_consumer: false,
+                code: WireCode::Duplicate,
+                detail: why.to_owned(),
+            };
             return self.send(from, stop.into());
         }
         entry.expected = ask.readers;
         let budget = Duration::from_millis(ask.budget_ms.into());
         let until = now + budget + self.limits.grace;
         let confirmed = entry.readers.get(&from).is_some_and(|reader| reader.confirmed);
-        entry.readers.insert(from, Reader { until, lost: None, confirmed });
+        if entry.readers.insert(from, Reader { until, lost: None, confirmed }).is_none() {
+            self.watch(from, true);
+        }
         self.send_offer(id, from);
         self.look_again(id);
     }
@@ -358,7 +382,7 @@ impl Producer {
     fn confirm(&mut self, from: PeerId, confirm: &Confirm, now: Timestamp) {
         let id = &confirm.id;
         let answer = |code: WireCode, detail: &str| -> HandoffMessage {
-            Stop { id: id.clone(), code, detail: detail.to_owned() }.into()
+            Stop { id: id.clone(), by_consumer: false, code, detail: detail.to_owned() }.into()
         };
         let yes = Confirmed { id: id.clone(), generation: confirm.generation };
         if let Some(tomb) = self.tombs.get(id) {
@@ -394,7 +418,11 @@ impl Producer {
     fn stop(&mut self, from: PeerId, stop: Stop, now: Timestamp) {
         let id = stop.id.clone();
         // So that it need not say it again.
-        self.send(from, Stop { id: id.clone(), code: stop.code, detail: String::new() }.into());
+        self.send(
+            from,
+            Stop { id: id.clone(), by_consumer: false, code: stop.code, detail: String::new() }
+                .into(),
+        );
         if self.tombs.get(&id).is_some() {
             return;
         }
@@ -403,7 +431,9 @@ impl Producer {
         match self.handoffs.get_mut(&id) {
             // Not yet asked for: whoever knows the name may free it. Else only who reads it.
             Some(entry) if entry.readers.is_empty() || entry.readers.contains_key(&from) => {
-                entry.readers.remove(&from);
+                if entry.readers.remove(&from).is_some() {
+                    self.watch(from, false);
+                }
                 self.end(&id, outcome, true, now);
             }
             Some(_) => {}
@@ -416,8 +446,14 @@ impl Producer {
     fn end(&mut self, id: &HandoffId, outcome: Outcome, wanted: bool, now: Timestamp) {
         let Some(mut entry) = self.handoffs.remove(id) else { return };
         self.schedule.set(id, &mut entry.due, None);
+        entry.readers.keys().for_each(|reader| self.watch(*reader, false));
         if !outcome.is_done() {
-            let stop = Stop { id: id.clone(), code: outcome.code, detail: cut(&outcome.detail) };
+            let stop = Stop {
+                id: id.clone(),
+                by_consumer: false,
+                code: outcome.code,
+                detail: cut(&outcome.detail),
+            };
             for (reader, _) in entry.readers.iter().filter(|(_, reader)| reader.lost.is_none()) {
                 self.send(*reader, stop.clone().into());
             }
@@ -442,6 +478,13 @@ impl Producer {
     fn remember(&mut self, id: &HandoffId, outcome: Outcome, now: Timestamp) {
         let tomb = Tomb { generation: Generation(0), outcome, confirmed: Vec::new() };
         self.tombs.bury(id.clone(), tomb, now, &self.limits);
+    }
+
+    fn watch(&mut self, peer: PeerId, on: bool) {
+        let changes = if on { self.watched.add(peer) } else { self.watched.remove(peer) };
+        if changes {
+            self.actions.push_back(ProducerAction::Watch { peer, on });
+        }
     }
 
     fn send(&mut self, to: PeerId, message: HandoffMessage) {

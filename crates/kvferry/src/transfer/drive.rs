@@ -238,12 +238,12 @@ fn drive(
         None => nobody(),
     };
     let mut shares = shares(&wake);
-    let mut asked = now();
-    let mut turn_until = (!lanes.is_empty()).then(|| asked + TURN_TIME);
+    let mut at = now();
+    let mut asked = at;
+    let mut turn_until = (!lanes.is_empty()).then(|| at + TURN_TIME);
     let mut yielded = false;
     let mut lingering: Option<Timestamp> = None;
     loop {
-        let at = now();
         if at >= job.deadline && !job.is_stopped() {
             job.stop(deadline_passed());
         }
@@ -267,6 +267,7 @@ fn drive(
         }
         if shares.iter().any(|share| share.last == Progress::Again) {
             lingering = None;
+            at = now();
             continue;
         }
         if let [Share { last: Progress::Wait(Interest::Read), .. }] = &shares[..]
@@ -274,10 +275,12 @@ fn drive(
         {
             // An answer is due: looking is cheaper than waking up.
             std::thread::yield_now();
+            at = now();
             continue;
         }
         lingering = None;
         wait(job, &shares, bell.as_deref(), turn_until, interrupt.is_some());
+        at = now();
     }
 }
 
