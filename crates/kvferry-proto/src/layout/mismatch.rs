@@ -1,0 +1,197 @@
+//! Why two ends, or two ranks of one end, do not fit, in words and numbers.
+
+use super::{Encoding, Fingerprint, Kind, RowDensity};
+use std::fmt;
+
+/// One of the two engines of a handoff.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum End {
+    /// Who has the blocks.
+    Producer,
+    /// Who wants them.
+    Consumer,
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Producer => "producer",
+            Self::Consumer => "consumer",
+        })
+    }
+}
+
+/// A pairing that cannot work: where, and the two values that do not fit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mismatch {
+    /// Who differs.
+    pub between: Between,
+    /// In which layer; empty if in the model as a whole.
+    pub layer: String,
+    /// In which plane of it; empty if in the layer as a whole.
+    pub plane: String,
+    /// In what.
+    pub difference: Difference,
+}
+
+impl std::error::Error for Mismatch {}
+
+/// Who differs: the first and the second of a [`Difference`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Between {
+    /// The producer and the consumer.
+    Ends,
+    /// Two ranks of one engine.
+    Ranks(usize, usize),
+}
+
+/// What differs. Pairs are of the first and the second.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Difference {
+    /// Heads in the model.
+    Heads(u32, u32),
+    /// Number format or quantisation.
+    Encoding(Encoding, Encoding),
+    /// Bytes of one head and row.
+    Content(u32, u32),
+    /// Rows per tokens, or per state.
+    Rows(RowDensity, RowDensity),
+    /// What attention sees.
+    Kind(Kind, Kind),
+    /// The roles of a layer's planes.
+    Planes(Vec<String>, Vec<String>),
+    /// Block sizes in tokens of which neither divides the other; of two ranks, that differ.
+    BlockTokens(u32, u32),
+    /// How tokens are dealt out over context-parallel ranks: ranks, and tokens in turn.
+    Context((u32, u32), (u32, u32)),
+    /// A layer that only the first has.
+    OnlyFirst {
+        /// Layers of the first.
+        first: usize,
+        /// Layers of the second.
+        second: usize,
+    },
+    /// A layer that only the second has.
+    OnlySecond {
+        /// Layers of the first.
+        first: usize,
+        /// Layers of the second.
+        second: usize,
+    },
+    /// A head that no rank of an engine holds.
+    Unheld {
+        /// The head.
+        head: u32,
+        /// Heads in the model.
+        total: u32,
+        /// The context-parallel rank at which it is missing.
+        context: u32,
+        /// How many of those there are.
+        contexts: u32,
+    },
+    /// Ranks of an engine, of which there must be at least one.
+    Ranks(usize, usize),
+    /// More than can be planned.
+    TooMany {
+        /// Of what.
+        what: &'static str,
+        /// How many there are.
+        count: u64,
+        /// How many may be.
+        limit: u64,
+    },
+    /// A share of the work that the layouts do not have.
+    NotHeld {
+        /// The heads of the share.
+        wanted: (u32, u32),
+        /// The heads that the rank holds, first and count.
+        held: (u32, u32),
+    },
+    /// What sums up all of it.
+    Fingerprint(Fingerprint, Fingerprint),
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.layer.as_str(), self.plane.as_str()) {
+            ("", _) => {}
+            (layer, "") => write!(f, "layer {layer}: ")?,
+            (layer, plane) => write!(f, "layer {layer} ({plane}): ")?,
+        }
+        let (a, b) = match self.between {
+            Between::Ends => (End::Producer.to_string(), End::Consumer.to_string()),
+            Between::Ranks(a, b) => (format!("rank {a}"), format!("rank {b}")),
+        };
+        match &self.difference {
+            Difference::Heads(x, y) => write!(f, "{a} has {x} KV heads, {b} {y}"),
+            Difference::Encoding(x, y) => write!(
+                f,
+                "{a} stores {} ({} bits), {b} {} ({} bits)",
+                x.name, x.bits, y.name, y.bits
+            ),
+            Difference::Content(x, y) => {
+                write!(f, "{a} has {x} bytes per head and row, {b} {y}")
+            }
+            Difference::Rows(x, y) => write!(f, "{a} has {x}, {b} {y}"),
+            Difference::Kind(x, y) => write!(f, "{a} keeps {x}, {b} {y}"),
+            Difference::Planes(x, y) => write!(
+                f,
+                "{a} has {} planes ({}), {b} {} ({})",
+                x.len(),
+                x.join(", "),
+                y.len(),
+                y.join(", ")
+            ),
+            Difference::BlockTokens(x, y) => {
+                write!(f, "blocks of {a} have {x} tokens, those of {b} {y}")?;
+                let divides = *x > 0 && *y > 0 && (x % y == 0 || y % x == 0);
+                if divides { Ok(()) } else { write!(f, ": neither divides the other") }
+            }
+            Difference::Context(x, y) => write!(
+                f,
+                "{a} deals {} tokens in turn to {} ranks, {b} {} to {}",
+                x.1, x.0, y.1, y.0
+            ),
+            Difference::OnlyFirst { first, second } => {
+                write!(f, "{a} has it among {first} layers, {b} not among {second}")
+            }
+            Difference::OnlySecond { first, second } => {
+                write!(f, "{b} has it among {second} layers, {a} not among {first}")
+            }
+            Difference::Unheld { head, total, context, contexts } => {
+                write!(f, "no rank holds KV head {head} of {total}")?;
+                if *contexts > 1 {
+                    write!(f, " at context-parallel rank {context} of {contexts}")?;
+                }
+                Ok(())
+            }
+            Difference::Ranks(x, y) => write!(f, "{a} has {x} ranks, {b} {y}"),
+            Difference::TooMany { what, count, limit } => {
+                write!(f, "{count} {what} are beyond the limit of {limit}")
+            }
+            Difference::NotHeld { wanted, held } => write!(
+                f,
+                "the share has heads {} to {}, the rank {} to {}",
+                wanted.0,
+                wanted.0 + wanted.1,
+                held.0,
+                held.0 + held.1
+            ),
+            Difference::Fingerprint(x, y) => {
+                write!(f, "the models differ: {a} has {x}, {b} {y}")
+            }
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Full => f.write_str("all tokens"),
+            Self::Window { tokens } => write!(f, "a window of {tokens} tokens"),
+            Self::Chunk { tokens } => write!(f, "chunks of {tokens} tokens"),
+            Self::State => f.write_str("a state"),
+        }
+    }
+}

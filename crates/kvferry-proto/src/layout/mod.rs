@@ -1,0 +1,352 @@
+//! Layouts: how the KV blocks of one rank lie in its registered regions.
+//!
+//! A [`Layout`] is plain numbers. It has *regions* (registered memory), *groups* (layers that share
+//! a block table, with their own block size), and *layers*, each with one or more *planes*. A plane
+//! is one strided array: for every block, head and row it has one run of *content* bytes at
+//!
+//! ```text
+//! base + block * block_stride + kernel * kernel_stride + head * head_stride + row * row_stride
+//! ```
+//!
+//! where a block's rows are split over its kernel blocks. Packed K and V are one plane, K and V
+//! apart are two, the scales of a quantised cache are further ones. A row usually is a token; scales
+//! may have a row for a whole block, compressed caches one for several tokens, and a state (Mamba,
+//! linear attention) has rows of its own that are no tokens at all.
+//!
+//! What a layout says is of two kinds. What the bytes *mean* (names, encodings, heads in total,
+//! content, rows per token, windows) has to be equal at both ends: [`compatible`] compares it, a
+//! [`Fingerprint`] sums it up. Where they *lie* (regions, strides, block sizes, which heads, layers
+//! and tokens this rank holds) may differ, and [`crate::plan`] turns one into the other.
+//!
+//! | in the model | here |
+//! |---|---|
+//! | tensor parallelism | [`Heads`]: which heads of all this rank holds; replicated heads are held by several |
+//! | pipeline parallelism | only the rank's own layers are listed; layers are the same by their name |
+//! | context parallelism | [`ContextShard`] of a group |
+//! | multi-head latent attention | one head in total, held by all |
+//! | hybrid models | several groups; they may lie in the same bytes, as no block belongs to two of them |
+//!
+//! A [`Layout`] that exists is sound: it is checked when it is made and when it is decoded.
+
+mod check;
+mod context;
+mod mismatch;
+mod packing;
+mod spec;
+mod wire;
+
+pub use check::{Fault, LayoutError};
+pub use mismatch::{Between, Difference, End, Mismatch};
+pub use packing::{Packing, Shape, UnknownPacking};
+pub use spec::{Fingerprint, LayerSpec, PlaneSpec, RowDensity, compatible};
+pub use wire::{DecodeError, LAYOUT_MAX};
+
+pub(crate) use check::{CONTEXT_MAX, gcd, is_name, printable};
+pub(crate) use context::Context;
+pub(crate) use spec::{blocks_fit, fingerprint_of, natural_order};
+pub(crate) use wire::{KindFields, Table, Version, at_most, from_bytes, to_bytes};
+
+use crate::id::RegionId;
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
+
+/// The most regions of a layout.
+pub const REGIONS_MAX: usize = 4096;
+/// The most groups of a layout.
+pub const GROUPS_MAX: usize = 64;
+/// The most layers of a layout, or of a model.
+pub const LAYERS_MAX: usize = 4096;
+/// The most planes of a layer.
+pub const PLANES_MAX: usize = 16;
+/// The longest name of a layer, in bytes.
+pub const LAYER_NAME_MAX: usize = 256;
+/// The longest name of a group, plane or encoding, in bytes.
+pub const SHORT_NAME_MAX: usize = 64;
+
+/// The id of no block: a hole in a block table. As an `i32` it is −1.
+pub const NO_BLOCK: u32 = u32::MAX;
+
+/// How one rank's KV blocks lie in its regions.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "wire::Layout", into = "wire::Layout")]
+pub struct Layout {
+    regions: Vec<Region>,
+    groups: Vec<Group>,
+    layers: Vec<Layer>,
+}
+
+impl Layout {
+    /// A layout of these parts.
+    ///
+    /// `layers` are in the order in which the engine computes them: plans select layers by their
+    /// place in it. Groups are in the order of the engine's block tables.
+    ///
+    /// # Errors
+    /// Something is out of its range, named twice, not there, out of its region's bounds, or lies
+    /// over itself.
+    pub fn new(
+        regions: Vec<Region>,
+        groups: Vec<Group>,
+        layers: Vec<Layer>,
+    ) -> Result<Self, LayoutError> {
+        let layout = Self { regions, groups, layers };
+        check::layout(&layout)?;
+        Ok(layout)
+    }
+
+    /// The registered regions, in the order in which [`View::region`] counts them.
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    /// The groups, in the order in which [`Layer::group`] and block tables count them.
+    pub fn groups(&self) -> &[Group] {
+        &self.groups
+    }
+
+    /// The layers, in the order of computing.
+    pub fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    /// What the bytes of a layer mean.
+    ///
+    /// # Panics
+    /// There is no layer of that index.
+    pub fn spec(&self, layer: usize) -> LayerSpec {
+        let layer = &self.layers[layer];
+        LayerSpec::of(layer, &self.groups[layer.group])
+    }
+
+    /// What has to be equal at both ends, of the layers listed here.
+    ///
+    /// Where the layers are spread over a pipeline no rank has them all: the ends of a handoff
+    /// compare [`crate::plan::Topology::fingerprint`], which is equal to this one if one rank has
+    /// all layers.
+    pub fn fingerprint(&self) -> Fingerprint {
+        fingerprint_of((0..self.layers.len()).map(|layer| self.spec(layer)).collect())
+    }
+
+    /// The layout as it crosses the wire.
+    pub fn encode(&self) -> Vec<u8> {
+        to_bytes(self)
+    }
+
+    /// The layout in bytes that may come from anybody.
+    ///
+    /// # Errors
+    /// Longer than [`LAYOUT_MAX`], of a later version, malformed or not sound.
+    pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
+        from_bytes(bytes)
+    }
+}
+
+/// Registered memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Region {
+    /// Its id; not [`RegionId::ABSOLUTE`].
+    pub id: RegionId,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// Layers that share a block table.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Group {
+    /// The engine's name for it, for people; unique in the layout, at most [`SHORT_NAME_MAX`] bytes.
+    pub name: String,
+    /// What its blocks are for.
+    pub kind: Kind,
+    /// Tokens of a logical block, at least 1. A state may have any number here: it is not used.
+    pub block_tokens: u32,
+    /// Logical blocks there are: ids are below it. At least 1.
+    pub blocks: u32,
+    /// Which tokens of a request this rank holds.
+    pub context: ContextShard,
+}
+
+impl Group {
+    /// How many of a request's first `tokens` tokens this rank holds.
+    pub const fn local_tokens(&self, tokens: u64) -> u64 {
+        Context::of(self).local(tokens)
+    }
+
+    /// How many blocks this rank needs for a request's first `tokens` tokens.
+    pub const fn local_blocks(&self, tokens: u64) -> u64 {
+        self.local_tokens(tokens).div_ceil(self.block_tokens as u64)
+    }
+}
+
+/// What the blocks of a group are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Kind {
+    /// Attention over all tokens: every block is there.
+    Full,
+    /// Attention over the last `tokens` tokens, the one being computed included: older blocks may
+    /// be holes.
+    Window {
+        /// At least 1.
+        tokens: u32,
+    },
+    /// Attention within aligned chunks of `tokens` tokens: blocks of earlier chunks may be holes.
+    Chunk {
+        /// At least 1.
+        tokens: u32,
+    },
+    /// A state that is carried on (Mamba, linear attention): the last block that is no hole is the
+    /// state, others are earlier ones.
+    State,
+}
+
+impl Kind {
+    /// The first token that is still looked at when token `next` is computed.
+    pub const fn horizon(self, next: u64) -> u64 {
+        match self {
+            Self::Full | Self::State => 0,
+            Self::Window { tokens } => next.saturating_add(1).saturating_sub(tokens as u64),
+            Self::Chunk { tokens } => next - next % tokens as u64,
+        }
+    }
+}
+
+/// Which tokens of a request a context-parallel rank holds: every `size`-th run of `interleave`.
+///
+/// With a run of one block that is page round-robin: the rank's i-th block is the request's block
+/// `rank + i * size`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ContextShard {
+    /// Below `size`.
+    pub rank: u32,
+    /// Ranks that share the tokens of a request; 1 for all tokens here.
+    pub size: u32,
+    /// Tokens of a run; divides the block, 0 for a block.
+    pub interleave: u32,
+}
+
+impl ContextShard {
+    /// All tokens are here.
+    pub const WHOLE: Self = Self { rank: 0, size: 1, interleave: 0 };
+
+    /// Page round-robin: whole blocks in turn.
+    pub const fn round_robin(rank: u32, size: u32) -> Self {
+        Self { rank, size, interleave: 0 }
+    }
+
+    /// Tokens of a run, with blocks of `block_tokens`.
+    pub(crate) const fn run(self, block_tokens: u32) -> u32 {
+        if self.interleave == 0 || self.size == 1 { block_tokens } else { self.interleave }
+    }
+}
+
+/// A layer of the model, as this rank holds it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Layer {
+    /// What it is called at both ends; unique in the layout, at most [`LAYER_NAME_MAX`] bytes.
+    pub name: String,
+    /// Its group, as an index into [`Layout::groups`].
+    pub group: usize,
+    /// What it keeps, at least one and at most [`PLANES_MAX`].
+    pub planes: Vec<Plane>,
+}
+
+/// One strided array of a layer.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Plane {
+    /// What it is called at both ends (`kv`, `k`, `v`, `k_scale`, `conv`, …); unique in the layer,
+    /// at most [`SHORT_NAME_MAX`] bytes.
+    pub role: String,
+    /// What an element is.
+    pub encoding: Encoding,
+    /// Which heads of all are here. What has no heads, such as a latent, has one in total.
+    pub heads: Heads,
+    /// Rows of a logical block, over all its kernel blocks; of a state, rows of the state.
+    pub rows: u32,
+    /// Contiguous bytes of one head and row, at least 1.
+    pub content: u32,
+    /// Where it lies.
+    pub view: View,
+}
+
+/// What an element of a plane is. Both ends must say the same.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Encoding {
+    /// Number format and quantisation, such as `bfloat16` or `fp8_e4m3`; at most
+    /// [`SHORT_NAME_MAX`] bytes.
+    pub name: String,
+    /// Bits of an element, at least 1.
+    pub bits: u32,
+}
+
+impl Encoding {
+    /// An encoding of that name.
+    pub fn new(name: impl Into<String>, bits: u32) -> Self {
+        Self { name: name.into(), bits }
+    }
+}
+
+/// Which heads of all a rank holds.
+///
+/// A head is whatever tensor parallelism deals out: a KV head for attention, a head or a channel
+/// for parts of a state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Heads {
+    /// In the model.
+    pub total: u32,
+    /// The first one here.
+    pub start: u32,
+    /// How many are here, at least 1.
+    pub count: u32,
+}
+
+impl Heads {
+    /// All of `total` heads.
+    pub const fn all(total: u32) -> Self {
+        Self { total, start: 0, count: total }
+    }
+
+    /// What has no heads and is the same on every rank.
+    pub const REPLICATED: Self = Self::all(1);
+
+    /// The share of rank `rank` of `size` tensor-parallel ones.
+    ///
+    /// With more ranks than heads each head is on several ranks. `None` if neither number divides
+    /// the other, or there is no such rank.
+    pub const fn shard(total: u32, rank: u32, size: u32) -> Option<Self> {
+        if total == 0 || rank >= size {
+            None
+        } else if total.is_multiple_of(size) {
+            let count = total / size;
+            Some(Self { total, start: rank * count, count })
+        } else if size.is_multiple_of(total) {
+            Some(Self { total, start: rank / (size / total), count: 1 })
+        } else {
+            None
+        }
+    }
+
+    /// The heads as numbers of the model.
+    pub const fn range(self) -> Range<u32> {
+        self.start..self.start + self.count
+    }
+}
+
+/// Where a plane lies. Strides are in bytes; those of an axis with one element do not matter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct View {
+    /// An index into [`Layout::regions`].
+    pub region: usize,
+    /// Bytes from the region's start to block 0, head 0, row 0.
+    pub base: u64,
+    /// From a logical block to the next.
+    pub block_stride: u64,
+    /// Kernel blocks a logical block is split into, at least 1; divides the rows and the tokens of
+    /// a block.
+    pub kernel_blocks: u32,
+    /// From a kernel block to the next of the same logical block.
+    pub kernel_stride: u64,
+    /// From a head to the next.
+    pub head_stride: u64,
+    /// From a row to the next of the same kernel block.
+    pub row_stride: u64,
+}
