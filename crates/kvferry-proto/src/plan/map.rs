@@ -76,6 +76,11 @@ impl Map {
             let from = Side::of(producer, place, role, &heads)?;
             let to = Side::of(consumer, other, role, &heads)?;
             let pair = pairs.entry((from.layer.group, to.layer.group)).or_default();
+            // Of all planes, also of those that come from another rank.
+            pair.granule = to.layer.planes.iter().fold(pair.granule.max(1), |granule, plane| {
+                let tokens = RowDensity::of(plane, to.group).tokens.max(1);
+                granule / gcd(granule, tokens) * tokens
+            });
             pieces += pair.add(place as u32, role, &heads, &from, &to);
             if pieces > PIECES_MAX {
                 let (what, count, limit) = ("pieces of blocks", pieces, PIECES_MAX);
@@ -239,8 +244,6 @@ impl PairBuilder {
         let density = RowDensity::of(from.plane, from.group);
         let state = from.group.kind == Kind::State;
         let unit = if state { 1 } else { unit(from, to) };
-        let granule = self.granule.max(1);
-        self.granule = granule / gcd(granule, density.tokens.max(1)) * density.tokens.max(1);
         let section = self.sections.entry(unit).or_default();
         let known = section.steps.values.len();
         let step = section.steps.index(Step {

@@ -1,0 +1,566 @@
+//! Plans against a copy byte by byte, over random models, engines and requests.
+
+use crate::engine::{Class, Engine, GroupPlan, Model, Order, PlaneModel, Rank};
+use kvferry_proto::fuzzing::Script;
+use kvferry_proto::layout::{Kind, Layout, NO_BLOCK, Packing, Plane};
+use kvferry_proto::plan::{Ask, Blocks, CopyOp, Map, Plan, Routing, Topology};
+use proptest::prelude::*;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A byte of memory with room to say where it is from.
+type Cell = u32;
+
+/// What a producer has where nothing was computed, and a consumer before anything arrives.
+const UNSET: Cell = 1 << 30;
+
+/// A model, two engines that have it, and a request.
+#[derive(Clone, Debug)]
+pub(crate) struct Case {
+    pub(crate) model: Model,
+    pub(crate) producer: Engine,
+    pub(crate) consumer: Engine,
+    /// What the consumer wants.
+    pub(crate) tokens: Range<u64>,
+    /// Tokens that the producer has computed besides.
+    pub(crate) beyond: u64,
+    /// Whether the consumer lists the blocks of its prefix, too.
+    pub(crate) lists_prefix: bool,
+    /// Tokens at which the request is cut into parts, if it is.
+    pub(crate) cuts: Vec<u64>,
+    /// Layer at which the producer's are cut in two, if they are.
+    pub(crate) layer_cut: Option<usize>,
+    pub(crate) seed: u64,
+}
+
+/// The block tables of one rank, per group, and which of them.
+struct Tables(Vec<(u32, Vec<u32>)>);
+
+impl Tables {
+    fn blocks(&self) -> Vec<Blocks<'_>> {
+        self.0.iter().map(|(first, ids)| Blocks { first: *first, ids }).collect()
+    }
+
+    fn id(&self, group: usize, block: usize) -> Option<u32> {
+        let (first, ids) = &self.0[group];
+        let id = *ids.get(block.checked_sub(*first as usize)?)?;
+        (id != NO_BLOCK).then_some(id)
+    }
+}
+
+/// Memory of one rank: a list of cells per region.
+type Memory = HashMap<u32, Vec<Cell>>;
+
+/// The tokens that a rank has, in its order.
+fn tokens_held(layout: &Layout, group: usize, until: u64) -> Vec<u64> {
+    let group = &layout.groups()[group];
+    let context = group.context;
+    let run = if context.interleave == 0 { group.block_tokens } else { context.interleave };
+    let mine =
+        |token: &u64| token / u64::from(run) % u64::from(context.size) == u64::from(context.rank);
+    (0..until).filter(mine).collect()
+}
+
+/// Where a cell of a plane is.
+fn address(layout: &Layout, plane: &Plane, block: u32, head: u32, row: u32) -> (u32, usize) {
+    let view = &plane.view;
+    let rows = plane.rows / view.kernel_blocks;
+    let at = view.base
+        + u64::from(block) * view.block_stride
+        + u64::from(row / rows) * view.kernel_stride
+        + u64::from(head - plane.heads.start) * view.head_stride
+        + u64::from(row % rows) * view.row_stride;
+    (layout.regions()[view.region].id.0, usize::try_from(at).unwrap())
+}
+
+/// Which row of the model a row of a block is, and which tokens it is for.
+struct RowOf {
+    row: u64,
+    tokens: Range<u64>,
+}
+
+impl PlaneModel {
+    /// `held` are the tokens of the rank.
+    fn row(&self, held: &[u64], block: usize, block_tokens: u32, row: u32) -> Option<RowOf> {
+        if self.is_state() {
+            return Some(RowOf { row: row.into(), tokens: 0..1 });
+        }
+        let (together, within) = (row / self.rows, u64::from(row % self.rows));
+        let local = block * block_tokens as usize + (together * self.tokens) as usize;
+        let token = *held.get(local)?;
+        let (rows, tokens) = (u64::from(self.rows), u64::from(self.tokens));
+        let first = within * tokens / rows;
+        let end = ((within + 1) * tokens).div_ceil(rows);
+        Some(RowOf { row: token / tokens * rows + within, tokens: token + first..token + end })
+    }
+}
+
+impl Case {
+    /// What byte `byte` of a head and row of the model is.
+    fn value(&self, layer: usize, plane: usize, head: u32, row: u64, byte: u32) -> Cell {
+        let mut number = row;
+        for (digit, base) in [(head, 64), (byte, 64), (plane as u32, 8), (layer as u32, 16)] {
+            assert!(digit < base);
+            number = number * u64::from(base) + u64::from(digit);
+        }
+        assert!(number < u64::from(UNSET));
+        number as Cell
+    }
+
+    /// Tokens up to which block tables are looked at.
+    fn reach(&self) -> u64 {
+        self.tokens.end + self.beyond + 600
+    }
+
+    fn random(&self, what: &[u64]) -> u64 {
+        what.iter().fold(self.seed ^ 0x9e37_79b9_7f4a_7c15, |hash, &word| {
+            let hash = (hash ^ word).wrapping_mul(0xff51_afd7_ed55_8ccd);
+            hash ^ hash >> 29
+        })
+    }
+
+    /// Different ids of blocks, some next to each other. In shared regions no two groups have the
+    /// same.
+    fn ids(&self, engine: &Engine, rank: u64, group: usize, count: usize) -> Vec<u32> {
+        let groups = engine.groups.len() as u32;
+        let mine = |id: &u32| !engine.shared || id % groups == group as u32;
+        let mut free: Vec<u32> = (0..engine.blocks).filter(mine).collect();
+        assert!(free.len() >= count, "{count} of {} blocks", free.len());
+        let step = 1 + self.random(&[rank, group as u64]) % 3;
+        let mut ids = Vec::new();
+        let mut at = 0;
+        for n in 0..count as u64 {
+            if self.random(&[rank, group as u64, n, step]).is_multiple_of(step + 1) {
+                at = self.random(&[rank, group as u64, n]) as usize % free.len();
+            }
+            at %= free.len();
+            ids.push(free.remove(at));
+        }
+        ids
+    }
+
+    /// The block tables of a rank for its first `tokens` tokens. Holes are the same for all ranks
+    /// with the same tokens.
+    fn tables(&self, producer: bool, at: usize, rank: &Rank, tokens: u64) -> Tables {
+        let engine = if producer { &self.producer } else { &self.consumer };
+        let salt = at as u64 * 2 + u64::from(producer);
+        let groups = rank.layout.groups().iter().enumerate().map(|(at, group)| {
+            let block_tokens = u64::from(group.block_tokens);
+            let held = tokens_held(&rank.layout, at, tokens);
+            let context = u64::from(rank.context);
+            let hole = |block: u64| {
+                !self.random(&[u64::from(producer), context, at as u64, block]).is_multiple_of(2)
+            };
+            if group.kind == Kind::State {
+                let count = 1 + self.random(&[salt, 5]) as usize % 3;
+                let mut ids = self.ids(engine, salt, at, count);
+                // The state is the last one that is there.
+                let after = self.random(&[salt, 6]) as usize % count;
+                ids[after + 1..].fill(NO_BLOCK);
+                return (0, ids);
+            }
+            let count = (held.len() as u64).div_ceil(block_tokens);
+            let mut ids = self.ids(engine, salt, at, count as usize);
+            let needed = |block: u64| {
+                let end = (block + 1) * block_tokens;
+                let last = held[(end as usize).min(held.len()) - 1];
+                last >= group.kind.horizon(self.tokens.end)
+            };
+            if group.kind != Kind::Full {
+                for (block, id) in (0u64..).zip(&mut ids) {
+                    if !needed(block) && hole(block) {
+                        *id = NO_BLOCK;
+                    }
+                }
+            }
+            let mut first = 0;
+            if !producer && !self.lists_prefix {
+                let before = held.iter().filter(|&&token| token < self.tokens.start).count();
+                first = (before as u64 / block_tokens).min(count) as u32;
+                ids.drain(..first as usize);
+            }
+            (first, ids)
+        });
+        Tables(groups.collect())
+    }
+
+    /// Calls `each` with every cell of the blocks that a rank lists: layer, plane, head, row of the
+    /// model, its tokens, the byte, and where it is.
+    fn cells(&self, rank: &Rank, tables: &Tables, mut each: impl FnMut(CellOf<'_>, (u32, usize))) {
+        let layout = &rank.layout;
+        for layer in layout.layers() {
+            let number: usize = layer.name.split('.').nth(2).unwrap().parse().unwrap();
+            let group = &layout.groups()[layer.group];
+            let class = &self.model.classes[layer.group];
+            let held = tokens_held(layout, layer.group, self.reach());
+            let (first, ids) = &tables.0[layer.group];
+            let last = ids.iter().rposition(|&id| id != NO_BLOCK);
+            for (at, &id) in ids.iter().enumerate().filter(|&(_, &id)| id != NO_BLOCK) {
+                if group.kind == Kind::State && Some(at) != last {
+                    continue;
+                }
+                let block = at + *first as usize;
+                for (plane_at, (plane, of)) in layer.planes.iter().zip(&class.planes).enumerate() {
+                    for row in 0..plane.rows {
+                        let Some(row_of) = of.row(&held, block, group.block_tokens, row) else {
+                            continue;
+                        };
+                        for head in plane.heads.range() {
+                            let (region, begin) = address(layout, plane, id, head, row);
+                            for byte in 0..plane.content {
+                                let value = self.value(number, plane_at, head, row_of.row, byte);
+                                let tokens = row_of.tokens.clone();
+                                let kind = group.kind;
+                                let cell = CellOf {
+                                    group: layer.group,
+                                    block,
+                                    tokens,
+                                    kind,
+                                    value,
+                                    plane: of,
+                                };
+                                each(cell, (region, begin + byte as usize));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn memory(rank: &Rank, unset: Cell) -> Memory {
+        let regions = rank.layout.regions().iter();
+        regions.map(|region| (region.id.0, vec![unset; region.len as usize])).collect()
+    }
+
+    /// The first token that is written: those that share a row with a wanted one come along.
+    fn first_written(&self, group: usize) -> u64 {
+        let planes = &self.model.classes[group].planes;
+        let lcm = |a: u64, b: u64| (a.max(b)..).find(|n| n % a == 0 && n % b == 0).unwrap();
+        let granule = planes.iter().fold(1, |all, plane| lcm(all, u64::from(plane.tokens.max(1))));
+        self.tokens.start - self.tokens.start % granule
+    }
+
+    /// Runs the whole handoff and compares. Returns copies and bytes.
+    pub(crate) fn check(&self) -> (u64, u64) {
+        let producers = self.producer.ranks(&self.model);
+        let consumers = self.consumer.ranks(&self.model);
+        let topology =
+            |ranks: &[Rank]| Topology::new(ranks.iter().map(|rank| &rank.layout)).unwrap();
+        let (ours, theirs) = (topology(&producers), topology(&consumers));
+        assert_eq!(ours.fingerprint(), theirs.fingerprint());
+        assert_eq!(Topology::decode(&ours.encode()).as_ref(), Ok(&ours));
+        let routing = Routing::new(&ours, &theirs).unwrap();
+        let computed = self.tokens.end + self.beyond;
+        let produced: Vec<(Tables, Memory)> = producers
+            .iter()
+            .enumerate()
+            .map(|(at, rank)| {
+                let tables = self.tables(true, at, rank, computed);
+                let mut memory = Self::memory(rank, UNSET);
+                self.cells(rank, &tables, |cell, (region, at)| {
+                    if cell.tokens.start < computed || cell.kind == Kind::State {
+                        memory.get_mut(&region).unwrap()[at] = cell.value;
+                    }
+                });
+                (tables, memory)
+            })
+            .collect();
+        let mut totals = (0, 0);
+        for (at, rank) in consumers.iter().enumerate() {
+            let tables = self.tables(false, at, rank, self.tokens.end + self.beyond % 3 * 5);
+            let mut memory = Self::memory(rank, UNSET + 1);
+            let mut written: HashMap<(u32, usize), ()> = HashMap::new();
+            for &source in routing.sources_of(at) {
+                assert!(routing.readers_of(source).contains(&at));
+                let (from_tables, from_memory) = &produced[source];
+                let share = routing.share(source, at);
+                let map =
+                    Arc::new(Map::new(&producers[source].layout, &rank.layout, &share).unwrap());
+                assert_eq!(map.is_empty(), share.is_empty());
+                let copied = self.plans(&map, from_tables, &tables, |op| {
+                    for byte in 0..op.len {
+                        let from = usize::try_from(op.from.offset + byte).unwrap();
+                        let to = usize::try_from(op.to.offset + byte).unwrap();
+                        let value = from_memory[&op.from.region.0][from];
+                        memory.get_mut(&op.to.region.0).unwrap()[to] = value;
+                        let twice = written.insert((op.to.region.0, to), ()).is_some();
+                        assert!(!twice, "byte {to} of {:?} is written twice", op.to.region);
+                    }
+                });
+                totals.0 += copied.0;
+                totals.1 += copied.1;
+            }
+            self.compare(rank, &tables, &memory, &producers, &produced);
+        }
+        totals
+    }
+
+    /// The plans of one pair of ranks, checked for what a plan promises of itself.
+    fn plans(
+        &self,
+        map: &Arc<Map>,
+        from: &Tables,
+        to: &Tables,
+        mut apply: impl FnMut(CopyOp),
+    ) -> (u64, u64) {
+        let mut totals = (0, 0);
+        let (producer, consumer) = (from.blocks(), to.blocks());
+        let mut ask = Ask::whole(self.tokens.clone(), &producer, &consumer);
+        let mut bounds = vec![self.tokens.start];
+        bounds.extend(self.cuts.iter().filter(|&&cut| self.tokens.contains(&cut)));
+        bounds.push(self.tokens.end);
+        bounds.sort_unstable();
+        for part in bounds.windows(2) {
+            ask.part = part[0]..part[1];
+            let plan = map.plan(&ask).unwrap();
+            let plans = match self.layer_cut {
+                None => vec![plan],
+                Some(cut) => {
+                    vec![plan.for_layers(0..cut), plan.for_layers(cut..map.layers())]
+                }
+            };
+            for plan in plans {
+                let (copies, bytes) = self_consistent(&plan, &mut apply);
+                totals.0 += copies;
+                totals.1 += bytes;
+            }
+        }
+        totals
+    }
+
+    /// That the consumer's memory is what it should be, in each cell of it.
+    fn compare(
+        &self,
+        rank: &Rank,
+        tables: &Tables,
+        memory: &Memory,
+        producers: &[Rank],
+        produced: &[(Tables, Memory)],
+    ) {
+        let mut looked_at: HashMap<(u32, usize), ()> = HashMap::new();
+        self.cells(rank, tables, |cell, place| {
+            let found = memory[&place.0][place.1];
+            looked_at.insert(place, ());
+            let state = cell.kind == Kind::State;
+            let wanted = if state {
+                !self.tokens.is_empty()
+            } else {
+                cell.tokens.end > self.first_written(cell.group)
+                    && cell.tokens.start < self.tokens.end
+                    && !self.tokens.is_empty()
+                    && self.has(&cell, producers, produced)
+            };
+            if wanted {
+                assert_eq!(found, cell.value, "{cell:?} at {place:?}");
+            } else if cell.tokens.start < self.tokens.end || self.tokens.is_empty() {
+                assert_eq!(found, UNSET + 1, "{cell:?} at {place:?} was not asked for");
+            }
+            // What is behind the last token of its block may have come along.
+        });
+        for (&region, cells) in memory {
+            for (at, &cell) in cells.iter().enumerate() {
+                let known = looked_at.contains_key(&(region, at));
+                assert!(known || cell == UNSET + 1, "byte {at} of region {region} is in no block");
+            }
+        }
+    }
+
+    /// Whether the producer has the block that a row of tokens is in.
+    fn has(&self, cell: &CellOf<'_>, producers: &[Rank], produced: &[(Tables, Memory)]) -> bool {
+        let token = cell.tokens.start;
+        let holds = producers.iter().zip(produced).any(|(rank, (tables, _))| {
+            let held = tokens_held(&rank.layout, cell.group, self.reach());
+            let Ok(local) = held.binary_search(&token) else { return false };
+            let block_tokens = rank.layout.groups()[cell.group].block_tokens as usize;
+            tables.id(cell.group, local / block_tokens).is_some()
+        });
+        assert!(holds || cell.tokens.end <= cell.kind.horizon(self.tokens.end), "{cell:?}");
+        holds
+    }
+}
+
+#[derive(Debug)]
+struct CellOf<'a> {
+    group: usize,
+    #[expect(dead_code, reason = "for whoever reads a failure")]
+    block: usize,
+    tokens: Range<u64>,
+    kind: Kind,
+    value: Cell,
+    #[expect(dead_code, reason = "for whoever reads a failure")]
+    plane: &'a PlaneModel,
+}
+
+/// That a plan counts right and leaves no two copies that could be one. Returns copies and bytes.
+pub(crate) fn self_consistent(plan: &Plan, mut apply: impl FnMut(CopyOp)) -> (u64, u64) {
+    let mut last: Option<CopyOp> = None;
+    let (mut copies, mut bytes) = (0, 0);
+    for op in plan.copies() {
+        assert!(op.len > 0);
+        if let Some(last) = last {
+            let joins = (last.from.region, last.to.region) == (op.from.region, op.to.region)
+                && last.from.offset + last.len == op.from.offset
+                && last.to.offset + last.len == op.to.offset;
+            assert!(!joins, "{last:?} and {op:?} could be one");
+        }
+        last = Some(op);
+        copies += 1;
+        bytes += op.len;
+        apply(op);
+    }
+    assert_eq!((plan.len(), plan.bytes(), plan.is_empty()), (copies, bytes, copies == 0));
+    (copies, bytes)
+}
+
+/// Block sizes of producer and consumer, of which one divides the other.
+const BLOCK_TOKENS: [(u32, u32); 8] =
+    [(4, 4), (4, 8), (8, 4), (4, 16), (16, 4), (12, 4), (2, 6), (8, 8)];
+
+fn order(script: &mut Script<'_>) -> Order {
+    let packing = script.pick(&Packing::ALL);
+    match script.below(4) {
+        0 | 1 => Order::Dense(packing),
+        2 => Order::Apart(packing),
+        _ => Order::Pages {
+            block_first: script.flip(),
+            heads_first: script.flip(),
+            pad: script.pick(&[0, 0, 5]),
+        },
+    }
+}
+
+fn class(script: &mut Script<'_>, heads: u32, smallest_block: u32) -> Class {
+    let kind = match script.below(6) {
+        0..=2 => Kind::Full,
+        3 => Kind::Window { tokens: 1 + u32::from(script.byte()) % 40 },
+        4 => Kind::Chunk { tokens: script.pick(&[8, 16]) },
+        _ => Kind::State,
+    };
+    let content = 1 + script.below(5) as u32;
+    let mut planes = match (kind, script.below(4)) {
+        (Kind::State, _) => vec![
+            PlaneModel { rows: 3, tokens: 0, ..PlaneModel::new("conv", heads * 2, 2) },
+            PlaneModel { rows: 1, tokens: 0, ..PlaneModel::new("ssm", heads, 7) },
+        ],
+        (_, 0) => vec![PlaneModel::new("kv", heads, content)],
+        (_, 1) => vec![PlaneModel::new("k", heads, content), PlaneModel::new("v", heads, content)],
+        (_, 2) => {
+            vec![PlaneModel::new("k", heads, content), PlaneModel::new("v", heads, content + 1)]
+        }
+        _ => vec![PlaneModel::new("latent", 1, content)],
+    };
+    if kind != Kind::State {
+        match script.below(6) {
+            0 => planes.push(PlaneModel::new("scale", planes[0].heads, 1)),
+            1 => planes.push(PlaneModel {
+                tokens: if smallest_block.is_multiple_of(2) { 2 } else { 1 },
+                ..PlaneModel::new("compressed", 1, 3)
+            }),
+            2 => planes.push(PlaneModel {
+                tokens: smallest_block,
+                ..PlaneModel::new("block_scale", heads, 2)
+            }),
+            3 => planes.push(PlaneModel { rows: 2, ..PlaneModel::new("twofold", heads, 1) }),
+            _ => {}
+        }
+    }
+    Class { kind, planes }
+}
+
+fn group_plan(
+    script: &mut Script<'_>,
+    class: &Class,
+    block_tokens: u32,
+    context: u32,
+) -> GroupPlan {
+    let longest = class.planes.iter().map(|plane| plane.tokens.max(1)).max().unwrap();
+    let divisors: Vec<u32> =
+        (1..=block_tokens).filter(|n| block_tokens.is_multiple_of(*n)).collect();
+    let interleaves: Vec<u32> =
+        divisors.iter().copied().filter(|n| n.is_multiple_of(longest)).collect();
+    let state = class.kind == Kind::State;
+    GroupPlan {
+        block_tokens,
+        kernel_blocks: if state { 1 } else { divisors[script.below(divisors.len())] },
+        context: if state { 1 } else { context },
+        interleave: if script.flip() { interleaves[script.below(interleaves.len())] } else { 0 },
+        order: order(script),
+    }
+}
+
+fn stages(script: &mut Script<'_>, layers: usize) -> Vec<usize> {
+    let mut ends: Vec<usize> = (1..layers).filter(|_| script.below(3) == 2).collect();
+    ends.push(layers);
+    ends
+}
+
+fn engine(script: &mut Script<'_>, model: &Model, blocks: &[u32], heads: u32) -> Engine {
+    let worlds: Vec<u32> = (1..=4)
+        .chain([6, 8])
+        .filter(|tp| heads > *tp || tp.is_multiple_of(heads))
+        .filter(|tp| {
+            !model.classes.iter().any(|class| {
+                class
+                    .planes
+                    .iter()
+                    .any(|plane| plane.heads <= *tp && !tp.is_multiple_of(plane.heads))
+            })
+        })
+        .collect();
+    let tp = worlds[script.below(worlds.len())];
+    let context = script.pick(&[1, 1, 1, 2, 3]);
+    let shared = script.below(5) == 4;
+    let groups = model.classes.iter().zip(blocks);
+    Engine {
+        tp,
+        stages: stages(script, model.layers.len()),
+        groups: groups.map(|(class, &tokens)| group_plan(script, class, tokens, context)).collect(),
+        shared,
+        base: script.pick(&[0, 64, 3]),
+        blocks: 60 * if shared { blocks.len() as u32 } else { 1 },
+    }
+}
+
+pub(crate) fn case(bytes: &[u8]) -> Case {
+    let script = &mut Script::new(bytes);
+    let heads = script.pick(&[1, 2, 4, 6, 8]);
+    let sizes: Vec<_> = (0..1 + script.below(3)).map(|_| script.pick(&BLOCK_TOKENS)).collect();
+    let classes: Vec<_> = sizes.iter().map(|&(a, b)| class(script, heads, a.min(b))).collect();
+    let layers = 1 + script.below(5);
+    let model =
+        Model { layers: (0..layers).map(|_| script.below(classes.len())).collect(), classes };
+    let ours: Vec<_> = sizes.iter().map(|size| size.0).collect();
+    let theirs: Vec<_> = sizes.iter().map(|size| size.1).collect();
+    let producer = engine(script, &model, &ours, heads);
+    let consumer = engine(script, &model, &theirs, heads);
+    let end = u64::from(script.byte()) % 70;
+    let start = if script.flip() { u64::from(script.byte()) % (end + 1) } else { 0 };
+    Case {
+        model,
+        producer,
+        consumer,
+        tokens: start..end,
+        beyond: script.pick(&[0, 0, 1, 9]),
+        lists_prefix: script.flip(),
+        cuts: if script.flip() {
+            (0..script.below(4)).map(|_| u64::from(script.byte()) % 70).collect()
+        } else {
+            Vec::new()
+        },
+        layer_cut: script.flip().then(|| script.below(layers + 1)),
+        seed: script.word(),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_wanted_byte_is_written_once_and_nothing_else_is_touched(
+        bytes in proptest::collection::vec(any::<u8>(), 0..160),
+    ) {
+        case(&bytes).check();
+    }
+}
