@@ -182,6 +182,9 @@ pub(super) fn tables(map: &Map, ask: &Ask<'_>) -> Result<(Vec<Table>, Vec<Unfill
     check(map, ask)?;
     let mut tables = Vec::new();
     let mut unfilled = Vec::new();
+    if ask.tokens.is_empty() {
+        return Ok((tables, unfilled));
+    }
     let mut units_left = UNITS_MAX;
     for (pair_at, pair) in map.pairs.iter().enumerate() {
         let units = Units {
@@ -291,8 +294,7 @@ struct Window {
 impl Units<'_> {
     /// The unit of a state: the last one of both.
     fn state(&self) -> Result<Vec<Run>, PlanError> {
-        let Range { start, end } = self.ask.tokens;
-        if start == end || self.ask.part.end < end {
+        if self.ask.part.end < self.ask.tokens.end {
             return Ok(Vec::new());
         }
         let Some(to_block) = self.to.last()? else { return Ok(Vec::new()) };

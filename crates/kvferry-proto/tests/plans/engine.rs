@@ -227,6 +227,8 @@ impl Engine {
                 }
             }
             (order, shared) => {
+                // Groups in the same bytes have the same pages.
+                let order = if shared.is_some() { self.groups[0].order } else { order };
                 let (block_first, heads_first, pad) = match order {
                     Order::Pages { block_first, heads_first, pad } => {
                         (block_first, heads_first, pad)

@@ -555,7 +555,10 @@ pub(crate) fn case(bytes: &[u8]) -> Case {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 2 * ProptestConfig::default().cases,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn every_wanted_byte_is_written_once_and_nothing_else_is_touched(
@@ -563,4 +566,92 @@ proptest! {
     ) {
         case(&bytes).check();
     }
+}
+
+/// What a case is about, in words.
+fn features(case: &Case) -> Vec<&'static str> {
+    let Case { model, producer, consumer, tokens, .. } = case;
+    let mut met = Vec::new();
+    let mut note = |it: bool, words| {
+        if it {
+            met.push(words);
+        }
+    };
+    note(producer.tp < consumer.tp, "more consumers than producers");
+    note(producer.tp > consumer.tp, "more producers than consumers");
+    note(producer.tp == consumer.tp && producer.tp > 1, "equal worlds");
+    let [ours, theirs] = [producer, consumer].map(|engine| engine.tp);
+    note(ours % theirs != 0 && theirs % ours != 0, "worlds of which neither divides the other");
+    note(producer.stages != consumer.stages, "other stages");
+    note(producer.shared || consumer.shared, "groups in the same bytes");
+    note(model.classes.len() > 1, "several groups");
+    for (at, class) in model.classes.iter().enumerate() {
+        let (a, b) = (&producer.groups[at], &consumer.groups[at]);
+        note(a.block_tokens < b.block_tokens, "larger blocks at the consumer");
+        note(a.block_tokens > b.block_tokens, "larger blocks at the producer");
+        note(a.kernel_blocks > 1 || b.kernel_blocks > 1, "kernel blocks");
+        note(a.kernel_blocks > 1 && b.kernel_blocks > 1, "kernel blocks at both ends");
+        note(a.context > 1 && b.context == 1, "producers in a context");
+        note(a.context == 1 && b.context > 1, "consumers in a context");
+        note(a.context > 1 && b.context > 1 && a.context != b.context, "unequal contexts");
+        note(a.context > 1 && a.context == b.context, "equal contexts");
+        note(a.context > 1 && a.interleave != 0, "tokens in turn");
+        match class.kind {
+            Kind::Full => note(true, "full attention"),
+            Kind::Window { .. } => note(true, "windows"),
+            Kind::Chunk { .. } => note(true, "chunks"),
+            Kind::State => note(true, "states"),
+            _ => unreachable!("no other kinds are drawn"),
+        }
+        for plane in &class.planes {
+            note(plane.tokens > 1, "rows of several tokens");
+            note(plane.rows > 1 && plane.tokens == 1, "tokens of several rows");
+            note(plane.heads < producer.tp.max(consumer.tp), "replicated heads");
+        }
+        for order in [a.order, b.order] {
+            match order {
+                Order::Pages { .. } => note(true, "pages"),
+                Order::Apart(_) => note(true, "a region per plane"),
+                Order::Dense(packing) => note(true, packing.name()),
+            }
+        }
+        note(a.order != b.order, "other orders");
+        let whole = |group: &GroupPlan| tokens.end.is_multiple_of(group.block_tokens.into());
+        note(!whole(a) || !whole(b), "partial last blocks");
+        note(!tokens.start.is_multiple_of(b.block_tokens.into()), "partial first blocks");
+    }
+    note(tokens.is_empty(), "nothing wanted");
+    note(tokens.start > 0, "a prefix");
+    note(case.beyond > 0, "a producer with more");
+    note(case.lists_prefix && tokens.start > 0, "a prefix that is listed");
+    note(!case.cuts.is_empty(), "parts");
+    note(case.layer_cut.is_some(), "layers apart");
+    met
+}
+
+#[test]
+fn random_cases_are_about_everything() {
+    let mut met: HashMap<&str, u32> = HashMap::new();
+    let mut word = 1u64;
+    for _ in 0..2000 {
+        let bytes: Vec<u8> = (0..160)
+            .map(|_| {
+                word ^= word << 13;
+                word ^= word >> 7;
+                word ^= word << 17;
+                word.to_le_bytes()[3]
+            })
+            .collect();
+        let mut features = features(&case(&bytes));
+        features.sort_unstable();
+        features.dedup();
+        features.into_iter().for_each(|words| *met.entry(words).or_default() += 1);
+    }
+    let mut table: Vec<_> = met.into_iter().collect();
+    table.sort_unstable();
+    for (words, count) in &table {
+        println!("{count:5} of 2000: {words}");
+    }
+    assert_eq!(table.len(), 40, "all of them");
+    assert!(table.iter().all(|&(_, count)| count >= 10), "each often enough");
 }
