@@ -182,7 +182,7 @@ pub(super) fn tables(map: &Map, ask: &Ask<'_>) -> Result<(Vec<Table>, Vec<Unfill
     check(map, ask)?;
     let mut tables = Vec::new();
     let mut unfilled = Vec::new();
-    if ask.tokens.is_empty() {
+    if ask.tokens.is_empty() || ask.part.is_empty() {
         return Ok((tables, unfilled));
     }
     let mut units_left = UNITS_MAX;
@@ -339,6 +339,9 @@ impl Units<'_> {
             (u64::from(self.from.group.block_tokens), u64::from(self.to.group.block_tokens));
         let unit = u64::from(section.unit);
         let local = window.to.local(window.wanted.start)..window.to.local(window.wanted.end);
+        if local.is_empty() {
+            return Ok(Vec::new());
+        }
         let needed = local.start / to_tokens..local.end.div_ceil(to_tokens);
         let listed = self.listed(&needed, &window, to_tokens)?;
         let mut runs =
@@ -401,7 +404,7 @@ impl Units<'_> {
     ) -> Result<Range<u64>, PlanError> {
         let listed = self.to.blocks.range();
         let both = needed.start.max(listed.start)..needed.end.min(listed.end);
-        if self.to.group.kind == Kind::Full && both != *needed && !needed.is_empty() {
+        if self.to.group.kind == Kind::Full && both != *needed {
             let missing = if listed.contains(&needed.start) { both.end } else { needed.start };
             return Err(self.to.lacks(missing, window.to.global(missing * to_tokens)));
         }
