@@ -1,0 +1,343 @@
+//! Which blocks a request has: per group a table, and what of it can be found again.
+
+use crate::block_pool::{BlockHash, BlockPins, BlockPool};
+use crate::config::{EngineConfig, Storage};
+use crate::layout::BlockId;
+use crate::model::Attention;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+#[derive(Clone, Copy, Debug)]
+struct Group {
+    attention: Attention,
+    block_tokens: usize,
+    pool: usize,
+}
+
+impl Group {
+    /// How many blocks at the beginning nobody reads any more once `next` is the first position
+    /// still to be computed.
+    fn left_behind(&self, next: usize) -> usize {
+        match self.attention {
+            Attention::Full => 0,
+            Attention::Window { tokens } => (next + 1).saturating_sub(tokens) / self.block_tokens,
+            Attention::State => next.saturating_sub(1) / self.block_tokens,
+        }
+    }
+}
+
+/// The blocks of one request.
+#[derive(Debug, Default)]
+pub(crate) struct Tables {
+    /// Per group, one entry per `block_tokens` positions.
+    pub(crate) blocks: Vec<Vec<BlockId>>,
+    /// Per group, how many of them have been offered to the prefix cache.
+    offered: Vec<usize>,
+}
+
+impl Tables {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.blocks.iter().all(Vec::is_empty)
+    }
+}
+
+/// What of a request's tokens is here already.
+#[derive(Debug, Default)]
+pub(crate) struct Hit {
+    pub(crate) tokens: usize,
+    blocks: Vec<Vec<BlockId>>,
+}
+
+/// All blocks of an engine: one pool per group, or one for all.
+#[derive(Debug)]
+pub(crate) struct CacheManager {
+    groups: Vec<Group>,
+    pools: Arc<Mutex<Vec<BlockPool>>>,
+    pool_of_group: Arc<[usize]>,
+    /// A hit ends where every group has a whole block.
+    alignment: usize,
+    prefix_caching: bool,
+}
+
+fn lcm(a: usize, b: usize) -> usize {
+    let (mut x, mut y) = (a, b);
+    while y > 0 {
+        (x, y) = (y, x % y);
+    }
+    a / x * b
+}
+
+impl CacheManager {
+    pub(crate) fn new(config: &EngineConfig) -> Self {
+        let shared = config.storage == Storage::Shared;
+        let groups: Vec<_> = config
+            .model
+            .groups
+            .iter()
+            .zip(&config.groups)
+            .enumerate()
+            .map(|(at, (group, cache))| Group {
+                attention: group.attention,
+                block_tokens: cache.block_tokens,
+                pool: if shared { 0 } else { at },
+            })
+            .collect();
+        let pools = config.groups[..if shared { 1 } else { groups.len() }]
+            .iter()
+            .map(|cache| BlockPool::new(cache.blocks))
+            .collect();
+        Self {
+            pool_of_group: groups.iter().map(|group| group.pool).collect(),
+            alignment: groups.iter().fold(1, |all, group| lcm(all, group.block_tokens)),
+            groups,
+            pools: Arc::new(Mutex::new(pools)),
+            prefix_caching: config.prefix_caching,
+        }
+    }
+
+    fn pools(&self) -> MutexGuard<'_, Vec<BlockPool>> {
+        self.pools.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn pins(&self) -> BlockPins {
+        BlockPins { pools: self.pools.clone(), pool_of_group: self.pool_of_group.clone() }
+    }
+
+    pub(crate) fn tables(&self) -> Tables {
+        let groups = self.groups.len();
+        Tables { blocks: vec![vec![]; groups], offered: vec![0; groups] }
+    }
+
+    /// Adds the hashes of the blocks that `tokens` have come to fill.
+    pub(crate) fn extend_hashes(&self, hashes: &mut Vec<Vec<BlockHash>>, tokens: &[u32]) {
+        hashes.resize(self.groups.len(), vec![]);
+        for (at, group) in self.groups.iter().enumerate() {
+            // Groups of the same block size have the same hashes.
+            let same =
+                self.groups[..at].iter().position(|it| it.block_tokens == group.block_tokens);
+            if let Some(same) = same {
+                let (done, rest) = hashes.split_at_mut(at);
+                let known = rest[0].len();
+                rest[0].extend_from_slice(&done[same][known..]);
+                continue;
+            }
+            let hashes = &mut hashes[at];
+            while let Some(block) =
+                tokens[hashes.len() * group.block_tokens..].get(..group.block_tokens)
+            {
+                hashes.push(BlockHash::next(hashes.last(), block));
+            }
+        }
+    }
+
+    /// What the cache has of the first `most` tokens of a request.
+    pub(crate) fn find(&self, hashes: &[Vec<BlockHash>], most: usize) -> Hit {
+        let none = Hit { tokens: 0, blocks: vec![vec![]; self.groups.len()] };
+        if !self.prefix_caching {
+            return none;
+        }
+        let pools = self.pools();
+        let found = |at: usize, block: usize| {
+            let hash = *hashes[at].get(block)?;
+            pools[self.groups[at].pool].find(&(at, hash))
+        };
+        // Full attention needs every block: no hit is longer than the first gap.
+        let mut longest = most;
+        for (at, group) in self.groups.iter().enumerate() {
+            if group.attention == Attention::Full {
+                let blocks =
+                    (0..most / group.block_tokens).take_while(|it| found(at, *it).is_some());
+                longest = longest.min(blocks.count() * group.block_tokens);
+            }
+        }
+        for tokens in (1..=longest / self.alignment).rev().map(|blocks| blocks * self.alignment) {
+            let tables = self.groups.iter().enumerate().map(|(at, group)| {
+                let first = group.left_behind(tokens);
+                (0..tokens / group.block_tokens)
+                    .map(|block| if block < first { Some(BlockId::NULL) } else { found(at, block) })
+                    .collect::<Option<Vec<_>>>()
+            });
+            if let Some(blocks) = tables.collect::<Option<Vec<_>>>() {
+                return Hit { tokens, blocks };
+            }
+        }
+        none
+    }
+
+    /// Gives a request what it needs for its first `total` tokens, of which `next` is the first
+    /// still to be computed; with a hit, to a request that has nothing yet. `None`, and nothing
+    /// taken, if there are not enough blocks. Returns the blocks that are new to the request.
+    pub(crate) fn allocate(
+        &self,
+        tables: &mut Tables,
+        hit: Option<&Hit>,
+        next: usize,
+        total: usize,
+    ) -> Option<Vec<Vec<BlockId>>> {
+        let mut pools = self.pools();
+        self.leave_behind(&mut pools, tables, next);
+        let cached = |at: usize| hit.map_or(&[][..], |hit| &hit.blocks[at]);
+        let mut needed = vec![0; pools.len()];
+        for (at, group) in self.groups.iter().enumerate() {
+            let (first, wanted) = (group.left_behind(next), total.div_ceil(group.block_tokens));
+            let have = tables.blocks[at].len() + cached(at).len();
+            needed[group.pool] += wanted.saturating_sub(have.max(first));
+            let idle = |id: &&BlockId| !id.is_null() && pools[group.pool].refs(**id) == 0;
+            needed[group.pool] += cached(at).iter().skip(first).filter(idle).count();
+        }
+        if pools.iter().zip(&needed).any(|(pool, needed)| pool.free() < *needed) {
+            return None;
+        }
+        // All hits are held before anything is taken: taking evicts.
+        for (at, group) in self.groups.iter().enumerate() {
+            // A hit may reach further back than what is still read once more has been loaded.
+            let first = group.left_behind(next);
+            for (block, id) in cached(at).iter().enumerate() {
+                let id = if block < first { BlockId::NULL } else { *id };
+                if !id.is_null() {
+                    pools[group.pool].hold(id);
+                }
+                tables.blocks[at].push(id);
+            }
+            tables.offered[at] = tables.offered[at].max(cached(at).len());
+        }
+        let mut new = vec![];
+        for (at, group) in self.groups.iter().enumerate() {
+            let (table, first) = (&mut tables.blocks[at], group.left_behind(next));
+            let had = table.len();
+            for block in had..total.div_ceil(group.block_tokens) {
+                table.push(if block < first {
+                    BlockId::NULL
+                } else {
+                    pools[group.pool].take().expect("there are enough: they were counted")
+                });
+            }
+            new.push(table[had..].to_vec());
+        }
+        Some(new)
+    }
+
+    fn leave_behind(&self, pools: &mut [BlockPool], tables: &mut Tables, next: usize) {
+        for (group, table) in self.groups.iter().zip(&mut tables.blocks) {
+            let last = group.left_behind(next).min(table.len());
+            for id in table[..last].iter_mut().filter(|id| !id.is_null()) {
+                pools[group.pool].release(*id);
+                *id = BlockId::NULL;
+            }
+        }
+    }
+
+    /// Makes the blocks findable that the first `computed` tokens fill.
+    pub(crate) fn offer(&self, tables: &mut Tables, hashes: &[Vec<BlockHash>], computed: usize) {
+        let mut pools = self.pools();
+        for (at, group) in self.groups.iter().enumerate() {
+            let full = (computed / group.block_tokens).min(tables.blocks[at].len());
+            let filled = tables.blocks[at].iter().zip(&hashes[at]).take(full);
+            for (id, hash) in filled.skip(tables.offered[at]).filter(|(id, _)| !id.is_null()) {
+                if self.prefix_caching {
+                    pools[group.pool].remember((at, *hash), *id);
+                }
+            }
+            tables.offered[at] = tables.offered[at].max(full);
+        }
+    }
+
+    /// Takes back the promise of everything beyond the first `computed` tokens.
+    pub(crate) fn retract(&self, tables: &mut Tables, computed: usize) {
+        let mut pools = self.pools();
+        for (at, group) in self.groups.iter().enumerate() {
+            let kept = computed / group.block_tokens;
+            for id in tables.blocks[at].iter().skip(kept).filter(|id| !id.is_null()) {
+                pools[group.pool].forget(*id);
+            }
+            tables.offered[at] = tables.offered[at].min(kept);
+        }
+    }
+
+    /// Takes all blocks of a request.
+    pub(crate) fn release(&self, tables: &mut Tables) {
+        let mut pools = self.pools();
+        for (group, table) in self.groups.iter().zip(&mut tables.blocks) {
+            // The end of a prompt is worth less than its beginning: it is evicted first.
+            for id in table.drain(..).rev().filter(|id| !id.is_null()) {
+                pools[group.pool].release(id);
+            }
+        }
+        tables.offered.fill(0);
+    }
+
+    /// Blocks that a request of `total` tokens may need at once, and those there are, of the pool
+    /// where they are scarcest.
+    pub(crate) fn worst(&self, total: usize, chunk: usize) -> (usize, usize) {
+        let demand = self.demand(total, chunk);
+        let pools = self.pools();
+        let scarcest = demand.iter().zip(&*pools).max_by_key(|(needed, pool)| {
+            // Overdrawn pools first.
+            (needed.saturating_sub(pool.capacity()), **needed)
+        });
+        scarcest.map_or((0, 0), |(needed, pool)| (*needed, pool.capacity()))
+    }
+
+    /// Per pool, the blocks that a request of `total` tokens may need at once.
+    pub(crate) fn demand(&self, total: usize, chunk: usize) -> Vec<usize> {
+        let mut demand = vec![0; self.pools().len()];
+        for group in &self.groups {
+            let all = total.div_ceil(group.block_tokens);
+            demand[group.pool] += match group.attention {
+                Attention::Full => all,
+                Attention::Window { tokens } => {
+                    all.min((tokens + chunk).div_ceil(group.block_tokens) + 1)
+                }
+                Attention::State => all.min(chunk.div_ceil(group.block_tokens) + 2),
+            };
+        }
+        demand
+    }
+
+    /// Per pool, the blocks that nobody uses.
+    pub(crate) fn free(&self) -> Vec<usize> {
+        self.pools().iter().map(BlockPool::free).collect()
+    }
+
+    /// Per pool, the blocks of a request.
+    pub(crate) fn held(&self, tables: &Tables) -> Vec<usize> {
+        let mut held = vec![0; self.pools().len()];
+        for (group, table) in self.groups.iter().zip(&tables.blocks) {
+            held[group.pool] += table.iter().filter(|id| !id.is_null()).count();
+        }
+        held
+    }
+
+    /// The blocks whose bytes have come to mean nothing, with each group that may read them.
+    pub(crate) fn drain_void(&self) -> Vec<(usize, BlockId)> {
+        let mut void = vec![];
+        for (pool, it) in self.pools().iter_mut().enumerate() {
+            for id in it.drain_void() {
+                let groups = self.groups.iter().enumerate().filter(|(_, it)| it.pool == pool);
+                void.extend(groups.map(|(at, _)| (at, id)));
+            }
+        }
+        void
+    }
+
+    /// Blocks that somebody uses, as (pool, block).
+    pub(crate) fn used(&self) -> Vec<(usize, BlockId)> {
+        let pools = self.pools();
+        let used = pools.iter().enumerate();
+        used.flat_map(|(at, pool)| pool.used().into_iter().map(move |id| (at, id))).collect()
+    }
+
+    /// Whether every group keeps all its blocks, so that computing may go back to any token.
+    pub(crate) fn keeps_all(&self) -> bool {
+        self.groups.iter().all(|group| group.attention == Attention::Full)
+    }
+
+    pub(crate) fn block_tokens(&self, group: usize) -> usize {
+        self.groups[group].block_tokens
+    }
+
+    /// Forgets every cached block; whether that was possible: nobody may use any.
+    pub(crate) fn reset(&self) -> bool {
+        let mut pools = self.pools();
+        pools.iter().all(|pool| pool.used().is_empty()) && pools.iter_mut().all(BlockPool::reset)
+    }
+}

@@ -1,0 +1,308 @@
+//! How an engine is set up.
+
+use crate::layout::LayoutOrder;
+use crate::model::{Attention, ModelSpec};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// How one KV group is cached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupCache {
+    /// Tokens per block; of a state, how far apart its checkpoints are.
+    pub block_tokens: usize,
+    /// Into how many blocks of its own the attention kernel splits each; divides `block_tokens`.
+    pub kernel_split: usize,
+    /// Blocks, the null block among them; at least 2.
+    pub blocks: usize,
+}
+
+impl GroupCache {
+    /// `blocks` blocks of `block_tokens`, not split.
+    pub const fn new(block_tokens: usize, blocks: usize) -> Self {
+        Self { block_tokens, kernel_split: 1, blocks }
+    }
+}
+
+/// Who shares storages. Exhaustive on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Storage {
+    /// Every plane of every group has its own, and every group its own block ids.
+    Separate,
+    /// All groups alias one storage per plane and draw from one pool of block ids, as in vLLM's
+    /// hybrid models: the same storage is seen with different block lengths.
+    Shared,
+}
+
+/// What becomes of a request whose load failed. Exhaustive on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LoadFailurePolicy {
+    /// It ends with [`crate::FinishReason::Error`].
+    Fail,
+    /// What is missing is computed here.
+    Recompute,
+}
+
+/// When a step computes. Exhaustive on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Launch {
+    /// Between the hooks of each layer, as on a CPU.
+    Eager,
+    /// After all hooks, as on a GPU: a layer's bytes are there after its event, not after its call.
+    Deferred,
+}
+
+/// An engine's set-up.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineConfig {
+    /// The model.
+    pub model: ModelSpec,
+    /// Ranks that share each layer's heads.
+    pub tp: usize,
+    /// Ranks that share the layers.
+    pub pp: usize,
+    /// How each group of the model is cached.
+    pub groups: Vec<GroupCache>,
+    /// How blocks lie in their storage.
+    pub layout: LayoutOrder,
+    /// Who shares storages.
+    pub storage: Storage,
+    /// Whether blocks are found again by their tokens.
+    pub prefix_caching: bool,
+    /// Tokens computed per step at most, over all requests.
+    pub step_tokens: usize,
+    /// Tokens computed per step and request at most: the chunk of chunked prefill.
+    pub chunk_tokens: usize,
+    /// Requests running at once at most.
+    pub max_running: usize,
+    /// Tokens of a request at most, its prompt among them.
+    pub max_tokens: usize,
+    /// What becomes of a request whose load failed.
+    pub load_failure: LoadFailurePolicy,
+    /// When a step computes.
+    pub launch: Launch,
+    /// Whether each rank's connector is called in a thread of its own.
+    pub threads: bool,
+}
+
+impl EngineConfig {
+    /// One rank, blocks of 16 tokens, 128 blocks per group, prefix caching, 64 tokens per step.
+    pub fn new(model: ModelSpec) -> Self {
+        let groups = vec![GroupCache::new(16, 128); model.groups.len()];
+        Self {
+            model,
+            tp: 1,
+            pp: 1,
+            groups,
+            layout: LayoutOrder::Lbhnc,
+            storage: Storage::Separate,
+            prefix_caching: true,
+            step_tokens: 64,
+            chunk_tokens: 64,
+            max_running: 16,
+            max_tokens: 1024,
+            load_failure: LoadFailurePolicy::Fail,
+            launch: Launch::Eager,
+            threads: false,
+        }
+    }
+
+    /// The ranks, all TP ranks of the first layers before those of the next.
+    pub fn ranks(&self) -> Vec<Rank> {
+        (0..self.pp).flat_map(|pp| (0..self.tp).map(move |tp| Rank { pp, tp })).collect()
+    }
+
+    /// Which layers the ranks of a PP stage hold.
+    pub fn stage_layers(&self, pp: usize) -> std::ops::Range<usize> {
+        let layers = self.model.layers.len();
+        pp * layers / self.pp..(pp + 1) * layers / self.pp
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), ConfigError> {
+        let model = &self.model;
+        for (what, value, least) in [
+            ("vocab", model.vocab as usize, 2),
+            ("layers", model.layers.len(), 1),
+            ("tp", self.tp, 1),
+            ("pp", self.pp, 1),
+            ("step_tokens", self.step_tokens, 1),
+            ("chunk_tokens", self.chunk_tokens, 1),
+            ("max_running", self.max_running, 1),
+            ("max_tokens", self.max_tokens, 2),
+        ] {
+            if value < least {
+                return Err(ConfigError::TooSmall { what, value, least });
+            }
+        }
+        if self.groups.len() != model.groups.len() {
+            return Err(ConfigError::Groups {
+                cached: self.groups.len(),
+                model: model.groups.len(),
+            });
+        }
+        if let Some(layer) = model.layers.iter().position(|group| *group >= model.groups.len()) {
+            return Err(ConfigError::NoSuchGroup { layer, group: model.layers[layer] });
+        }
+        if self.pp > model.layers.len() {
+            return Err(ConfigError::Stages { pp: self.pp, layers: model.layers.len() });
+        }
+        divides("tp", self.tp, "query heads", model.query_heads)?;
+        for (group, cache) in model.groups.iter().zip(&self.groups) {
+            let planes = group.planes.iter().map(|plane| plane.bytes).min().unwrap_or(0);
+            for (what, value, least) in [
+                ("heads", group.heads, 1),
+                ("bytes of a plane", planes, 1),
+                ("block_tokens", cache.block_tokens, 1),
+                ("kernel_split", cache.kernel_split, 1),
+                ("blocks", cache.blocks, 2),
+            ] {
+                if value < least {
+                    return Err(ConfigError::TooSmall { what, value, least });
+                }
+            }
+            if let Attention::Window { tokens: 0 } = group.attention {
+                return Err(ConfigError::TooSmall { what: "window", value: 0, least: 1 });
+            }
+            divides("KV heads", group.heads, "query heads", model.query_heads)?;
+            if !group.heads.is_multiple_of(self.tp) {
+                divides("KV heads", group.heads, "tp", self.tp)?;
+            }
+            divides("kernel_split", cache.kernel_split, "block_tokens", cache.block_tokens)?;
+            if cache.kernel_split > 1
+                && (group.attention == Attention::State || self.storage == Storage::Shared)
+            {
+                return Err(ConfigError::NoSplit);
+            }
+        }
+        if self.storage == Storage::Shared {
+            if self.layout == LayoutOrder::Lhbnc {
+                return Err(ConfigError::NotShareable { layout: self.layout });
+            }
+            let blocks = self.groups.iter().map(|group| group.blocks);
+            let (least, most) = (blocks.clone().min().unwrap_or(0), blocks.max().unwrap_or(0));
+            if least != most {
+                return Err(ConfigError::SharedBlocks { least, most });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn divides(
+    what: &'static str,
+    small: usize,
+    whole: &'static str,
+    large: usize,
+) -> Result<(), ConfigError> {
+    if small > 0 && large > 0 && large.is_multiple_of(small) {
+        return Ok(());
+    }
+    Err(ConfigError::Indivisible { what, small, whole, large })
+}
+
+/// One rank of an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Rank {
+    /// Its PP stage.
+    pub pp: usize,
+    /// Its place among the ranks that share the heads of that stage.
+    pub tp: usize,
+}
+
+impl std::fmt::Display for Rank {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "pp{}tp{}", self.pp, self.tp)
+    }
+}
+
+/// Why there cannot be such an engine.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// A number is too small.
+    #[error("{what} is {value}, and must be {least} at least")]
+    TooSmall {
+        /// Which.
+        what: &'static str,
+        /// What it is.
+        value: usize,
+        /// What it must be.
+        least: usize,
+    },
+    /// Two numbers do not fit.
+    #[error("{whole} ({large}) is no multiple of {what} ({small})")]
+    Indivisible {
+        /// The divisor.
+        what: &'static str,
+        /// Its value.
+        small: usize,
+        /// The dividend.
+        whole: &'static str,
+        /// Its value.
+        large: usize,
+    },
+    /// Not every group is cached, or more than there are.
+    #[error("{cached} groups are cached, the model has {model}")]
+    Groups {
+        /// Groups of the cache.
+        cached: usize,
+        /// Groups of the model.
+        model: usize,
+    },
+    /// A layer belongs to no group.
+    #[error("layer {layer} is of group {group}, which the model lacks")]
+    NoSuchGroup {
+        /// The layer.
+        layer: usize,
+        /// Its group.
+        group: usize,
+    },
+    /// More PP stages than layers.
+    #[error("{layers} layers for {pp} stages")]
+    Stages {
+        /// Stages.
+        pp: usize,
+        /// Layers.
+        layers: usize,
+    },
+    /// Kernel blocks of a state or of shared storages.
+    #[error("neither states nor blocks of shared storages can be split")]
+    NoSplit,
+    /// The layout puts nothing of a block together.
+    #[error("groups cannot share a storage of layout {layout}")]
+    NotShareable {
+        /// The layout.
+        layout: LayoutOrder,
+    },
+    /// Groups that share block ids have different numbers of them.
+    #[error("groups that share block ids have {least} to {most} blocks")]
+    SharedBlocks {
+        /// The fewest.
+        least: usize,
+        /// The most.
+        most: usize,
+    },
+    /// The number of connector workers is not that of ranks.
+    #[error("{workers} connector workers for {ranks} ranks")]
+    Workers {
+        /// Workers.
+        workers: usize,
+        /// Ranks.
+        ranks: usize,
+    },
+    /// A connector allocated memory of another size than was asked for.
+    #[error("rank {rank}: a storage of {len_bytes} bytes where {wanted_bytes} were asked for")]
+    Memory {
+        /// Whose worker.
+        rank: Rank,
+        /// What it gave.
+        len_bytes: usize,
+        /// What it was asked for.
+        wanted_bytes: usize,
+    },
+    /// TensorRT-LLM refuses connectors with it.
+    #[error("TensorRT-LLM takes no connector together with {what}")]
+    NotWithTrt {
+        /// With what.
+        what: &'static str,
+    },
+}

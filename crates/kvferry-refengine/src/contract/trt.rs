@@ -1,0 +1,182 @@
+//! TensorRT-LLM's connector, `KvCacheConnectorScheduler` and `KvCacheConnectorWorker`, as plain
+//! data.
+//!
+//! # The order of calls
+//! ```text
+//! once       workers    allocate_kv_memory, register_kv_caches
+//! request    scheduler  get_num_new_matched_tokens (exactly once), update_state_after_alloc
+//! iteration  scheduler  build_connector_meta
+//!            workers    bind_connector_meta, start_load_kv,
+//!                       (wait_for_layer_load, save_kv_layer) per layer, forward_done,
+//!                       wait_for_save
+//!            scheduler  request_finished of what ended
+//!            workers    get_finished
+//! ```
+//! The scheduler half exists at rank 0 only; what it returns is broadcast. A request counts as
+//! loaded or saved when all ranks have said so: each rank's reports are remembered, and the
+//! intersection taken. Only ids that were handed to `get_finished` may come out of it, once each.
+//!
+//! There is no way to say that a load failed: a worker that cannot load returns a [`WorkerFault`],
+//! which ends the engine. Requests are never preempted (`GUARANTEED_NO_EVICT`): a request is
+//! admitted when all blocks that it may come to need are free. Requests that load or save cannot be
+//! cancelled: an abort of one takes effect when its transfer ends.
+
+use super::RequestView;
+use crate::config::Rank;
+use crate::layout::{BlockId, KvCaches};
+use crate::memory::KvMemory;
+use crate::request::RequestStatus;
+use crate::worker::LayerEvent;
+use std::sync::Arc;
+use thiserror::Error;
+
+/// `LlmRequestState`. Exhaustive on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RequestState {
+    /// Its prompt is, or is to be, computed.
+    ContextInit,
+    /// It says tokens.
+    GenerationInProgress,
+    /// Its KV is being loaded.
+    DisaggGenerationTransInProgress,
+    /// It ended, its KV is being saved.
+    DisaggContextTransInProgress,
+    /// It ended.
+    GenerationComplete,
+}
+
+impl RequestState {
+    /// What TensorRT-LLM calls a status; `saving` of a finished request.
+    pub const fn of(request: &RequestView<'_>, saving: bool) -> Self {
+        match request.status {
+            RequestStatus::Waiting | RequestStatus::Preempted => Self::ContextInit,
+            RequestStatus::WaitingForRemoteKvs => Self::DisaggGenerationTransInProgress,
+            RequestStatus::Running if request.tokens.len() > request.prompt.len() => {
+                Self::GenerationInProgress
+            }
+            RequestStatus::Running => Self::ContextInit,
+            RequestStatus::Finished(_) if saving => Self::DisaggContextTransInProgress,
+            RequestStatus::Finished(_) => Self::GenerationComplete,
+        }
+    }
+}
+
+/// How TensorRT-LLM writes block ids: pages that are freed or out of the window are -1, in place.
+pub(crate) fn page(block: BlockId) -> i32 {
+    if block.is_null() { -1 } else { i32::try_from(block.0).expect("fewer than 2^31 blocks") }
+}
+
+/// What is new about a request in an iteration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RequestData {
+    /// Its number.
+    pub request_id: u64,
+    /// Tokens since the last time; the first time, all.
+    pub new_tokens: Vec<u32>,
+    /// Per layer group, pages since the last time; the first time, all.
+    pub new_block_ids: Vec<Vec<i32>>,
+    /// Tokens in the cache before the iteration; the first time, without those that the connector
+    /// loads in it.
+    pub computed_position: usize,
+    /// Tokens to be computed.
+    pub num_scheduled_tokens: usize,
+}
+
+/// What an iteration does. Requests that load asynchronously are not in it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SchedulerOutput {
+    /// Requests that were in no iteration before.
+    pub new_requests: Vec<RequestData>,
+    /// The others: only what has changed.
+    pub cached_requests: Vec<RequestData>,
+}
+
+/// A worker half gave up.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{reason}")]
+pub struct WorkerFault {
+    /// Why.
+    pub reason: String,
+}
+
+/// The scheduler half: at rank 0 only.
+pub trait SchedulerConnector: Send {
+    /// How many tokens beyond `num_computed_tokens` it can load, fewer than the whole prompt, and
+    /// whether asynchronously, which must be false without tokens. Exactly once per request.
+    fn get_num_new_matched_tokens(
+        &mut self,
+        request: &RequestView<'_>,
+        num_computed_tokens: usize,
+    ) -> (usize, bool);
+
+    /// The request has pages, per layer group all of them.
+    fn update_state_after_alloc(&mut self, request: &RequestView<'_>, block_ids: &[Vec<i32>]);
+
+    /// What worker halves are to do in this iteration.
+    fn build_connector_meta(&mut self, output: &SchedulerOutput) -> Vec<u8>;
+
+    /// A request ended; whether its pages are being saved, and kept until that is done.
+    fn request_finished(&mut self, request: &RequestView<'_>, block_ids: &[Vec<i32>]) -> bool;
+}
+
+/// The worker half: one per rank.
+pub trait WorkerConnector: Send {
+    /// Memory for a storage, if the connector wants to own it. TensorRT-LLM has no such call.
+    fn allocate_kv_memory(
+        &mut self,
+        _rank: Rank,
+        _storage: usize,
+        _len_bytes: usize,
+    ) -> Option<Arc<dyn KvMemory>> {
+        None
+    }
+
+    /// This rank's pools, with their layout.
+    fn register_kv_caches(&mut self, caches: &Arc<KvCaches>);
+
+    /// The metadata of the iteration.
+    fn bind_connector_meta(&mut self, meta: &Arc<[u8]>);
+
+    /// Begins the loads of this iteration; before the forward pass.
+    ///
+    /// # Errors
+    /// If it cannot go on. The engine ends.
+    fn start_load_kv(&mut self) -> Result<(), WorkerFault>;
+
+    /// A layer is about to be computed.
+    fn wait_for_layer_load(&mut self, _layer: usize) {}
+
+    /// A layer is computed once `computed` says so.
+    fn save_kv_layer(&mut self, _layer: usize, _computed: &LayerEvent) {}
+
+    /// The end of the forward pass: `register_forward_pass_callable`.
+    fn forward_done(&mut self) {}
+
+    /// After it, pages of running requests may be overwritten.
+    fn wait_for_save(&mut self) {}
+
+    /// Takes what has begun to be saved and to be loaded since the last time; returns what, of all
+    /// that was ever handed in, this rank has saved and loaded since.
+    ///
+    /// # Errors
+    /// If it cannot go on. The engine ends.
+    fn get_finished(
+        &mut self,
+        finished_gen_req_ids: &[u64],
+        started_loading_req_ids: &[u64],
+    ) -> Result<(Vec<u64>, Vec<u64>), WorkerFault>;
+}
+
+/// Both halves.
+pub struct Connector {
+    /// The scheduler half.
+    pub scheduler: Box<dyn SchedulerConnector>,
+    /// The worker half of each rank, in the order of [`crate::EngineConfig::ranks`].
+    pub workers: Vec<Box<dyn WorkerConnector>>,
+}
+
+impl std::fmt::Debug for Connector {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Connector").field("workers", &self.workers.len()).finish_non_exhaustive()
+    }
+}

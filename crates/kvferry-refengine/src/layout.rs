@@ -1,0 +1,532 @@
+//! How the blocks of one rank lie in its storages.
+
+use crate::config::{EngineConfig, Rank, Storage};
+use crate::memory::KvMemory;
+use crate::model::{Attention, ModelSpec};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::Arc;
+
+/// A block of a group, the same on every rank.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+pub struct BlockId(pub u32);
+
+impl BlockId {
+    /// No block: what stands for blocks that a window or a state has left behind. Its bytes mean
+    /// nothing.
+    pub const NULL: Self = Self(0);
+
+    /// Whether it is [`BlockId::NULL`].
+    pub const fn is_null(self) -> bool {
+        self.0 == 0
+    }
+
+    /// As a place in a table.
+    pub const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// vLLM's layouts, outermost axis first: Layer, Block, Head, tokeN, Content. Exhaustive on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[allow(missing_docs, reason = "the names say it: L layer, B block, H head, N token, C content")]
+pub enum LayoutOrder {
+    Lbhnc,
+    Lbnhc,
+    Lhbnc,
+    Blhnc,
+    Blnhc,
+    Bhlnc,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Axis {
+    Layer,
+    Block,
+    Head,
+    Token,
+}
+
+impl LayoutOrder {
+    /// All of them.
+    pub const ALL: [Self; 6] =
+        [Self::Lbhnc, Self::Lbnhc, Self::Lhbnc, Self::Blhnc, Self::Blnhc, Self::Bhlnc];
+
+    const fn axes(self) -> [Axis; 4] {
+        use Axis::{Block, Head, Layer, Token};
+        match self {
+            Self::Lbhnc => [Layer, Block, Head, Token],
+            Self::Lbnhc => [Layer, Block, Token, Head],
+            Self::Lhbnc => [Layer, Head, Block, Token],
+            Self::Blhnc => [Block, Layer, Head, Token],
+            Self::Blnhc => [Block, Layer, Token, Head],
+            Self::Bhlnc => [Block, Head, Layer, Token],
+        }
+    }
+}
+
+impl fmt::Display for LayoutOrder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for axis in self.axes() {
+            f.write_str(match axis {
+                Axis::Layer => "L",
+                Axis::Block => "B",
+                Axis::Head => "H",
+                Axis::Token => "N",
+            })?;
+        }
+        f.write_str("C")
+    }
+}
+
+/// One plane of one layer: a strided view of a storage. All strides in bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlaneView {
+    /// Which storage of the rank.
+    pub storage: usize,
+    /// Where the view begins in it, in bytes.
+    pub base: usize,
+    /// Heads that this rank holds.
+    pub heads: usize,
+    /// Tokens of a kernel block; 1 of a state.
+    pub tokens: usize,
+    /// Bytes per head and token.
+    pub bytes: usize,
+    /// Kernel blocks per block: block `b` is kernel blocks `b * split` and following.
+    pub split: usize,
+    /// From one kernel block to the next.
+    pub block_stride: usize,
+    /// From one head to the next.
+    pub head_stride: usize,
+    /// From one token to the next.
+    pub token_stride: usize,
+}
+
+impl PlaneView {
+    /// Where the bytes of one head (counted on this rank) and token (counted in the block) begin.
+    pub const fn offset(&self, block: BlockId, head: usize, token: usize) -> usize {
+        self.base
+            + (block.index() * self.split + token / self.tokens) * self.block_stride
+            + head * self.head_stride
+            + token % self.tokens * self.token_stride
+    }
+
+    /// Whether all bytes of a kernel block lie together, whatever their order.
+    pub(crate) const fn is_together(&self) -> bool {
+        let heads = (self.heads - 1) * self.head_stride;
+        let tokens = (self.tokens - 1) * self.token_stride;
+        heads + tokens + self.bytes == self.kernel_bytes()
+    }
+
+    /// Bytes of a kernel block.
+    pub(crate) const fn kernel_bytes(&self) -> usize {
+        self.heads * self.tokens * self.bytes
+    }
+}
+
+/// One layer of a rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerView {
+    /// Its place in the model.
+    pub index: usize,
+    /// Its name, the same on whichever rank it lies.
+    pub name: String,
+    /// Its group.
+    pub group: usize,
+    /// Its planes, in the order of the group's.
+    pub planes: Vec<PlaneView>,
+}
+
+/// Which KV heads of the model a rank holds. Several ranks hold the same where heads are fewer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeadRange {
+    /// Heads of the model.
+    pub total: usize,
+    /// The first that this rank holds.
+    pub first: usize,
+    /// How many.
+    pub count: usize,
+}
+
+impl HeadRange {
+    /// Those of the `rank`th of `ranks`: either number divides the other.
+    pub const fn new(total: usize, rank: usize, ranks: usize) -> Self {
+        let count = if total > ranks { total / ranks } else { 1 };
+        Self { total, first: rank * total / ranks, count }
+    }
+}
+
+/// One group of a rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupView {
+    /// What its layers see.
+    pub attention: Attention,
+    /// Tokens per block.
+    pub block_tokens: usize,
+    /// Blocks, the null block among them.
+    pub blocks: usize,
+    /// Heads that this rank holds.
+    pub heads: HeadRange,
+}
+
+/// Everything about how one rank's blocks lie.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankLayout {
+    /// Whose.
+    pub rank: Rank,
+    /// TP ranks of the engine.
+    pub tp: usize,
+    /// PP stages of the engine.
+    pub pp: usize,
+    /// The order of axes.
+    pub order: LayoutOrder,
+    /// The length of each storage in bytes.
+    pub storages: Vec<usize>,
+    /// The groups of the model.
+    pub groups: Vec<GroupView>,
+    /// The layers that this rank holds.
+    pub layers: Vec<LayerView>,
+}
+
+struct Shape {
+    layers: usize,
+    blocks: usize,
+    heads: usize,
+    tokens: usize,
+    bytes: usize,
+    /// Bytes from one layer's block to the next where nothing lies between: its own, or the
+    /// longest of the groups that share the storage.
+    page: usize,
+}
+
+#[derive(Default)]
+struct Strides {
+    layer: usize,
+    block: usize,
+    head: usize,
+    token: usize,
+}
+
+impl Shape {
+    fn strides(&self, order: LayoutOrder) -> Strides {
+        let mut strides = Strides::default();
+        let mut next = self.bytes;
+        let (mut content, mut layers) = (0, 1);
+        for axis in order.axes().into_iter().rev() {
+            let (stride, count) = match axis {
+                Axis::Layer => (&mut strides.layer, self.layers),
+                Axis::Block => (&mut strides.block, self.blocks),
+                Axis::Head => (&mut strides.head, self.heads),
+                Axis::Token => (&mut strides.token, self.tokens),
+            };
+            *stride = next;
+            next *= count;
+            match axis {
+                Axis::Head | Axis::Token => content += 1,
+                Axis::Layer => layers = count,
+                Axis::Block => {}
+            }
+            // Pages are padded where everything of a block has been laid.
+            if content == 2 && matches!(axis, Axis::Head | Axis::Token) && self.page > 0 {
+                next = self.page * layers;
+            }
+        }
+        strides
+    }
+}
+
+impl RankLayout {
+    /// The layout of one rank of an engine.
+    pub fn new(config: &EngineConfig, rank: Rank) -> Self {
+        let model = &config.model;
+        let groups: Vec<_> = model
+            .groups
+            .iter()
+            .zip(&config.groups)
+            .map(|(group, cache)| GroupView {
+                attention: group.attention,
+                block_tokens: cache.block_tokens,
+                blocks: cache.blocks,
+                heads: HeadRange::new(group.heads, rank.tp, config.tp),
+            })
+            .collect();
+        let mut layout = Self {
+            rank,
+            tp: config.tp,
+            pp: config.pp,
+            order: config.layout,
+            storages: vec![],
+            groups,
+            layers: config
+                .stage_layers(rank.pp)
+                .map(|index| LayerView {
+                    index,
+                    name: ModelSpec::layer_name(index),
+                    group: model.layers[index],
+                    planes: vec![],
+                })
+                .collect(),
+        };
+        match config.storage {
+            Storage::Separate => layout.lay_apart(config),
+            Storage::Shared => layout.lay_together(config),
+        }
+        layout
+    }
+
+    fn shape(&self, config: &EngineConfig, group: usize, plane: usize) -> Shape {
+        let (view, cache) = (&self.groups[group], &config.groups[group]);
+        let tokens = match view.attention {
+            Attention::State => 1,
+            Attention::Full | Attention::Window { .. } => cache.block_tokens / cache.kernel_split,
+        };
+        Shape {
+            layers: self.layers.iter().filter(|layer| layer.group == group).count(),
+            blocks: cache.blocks * cache.kernel_split,
+            heads: view.heads.count,
+            tokens,
+            bytes: config.model.groups[group].planes[plane].bytes,
+            page: 0,
+        }
+    }
+
+    fn lay(&mut self, config: &EngineConfig, group: usize, storage: usize, shape: &Shape) {
+        let strides = shape.strides(config.layout);
+        let layers = self.layers.iter_mut().filter(|layer| layer.group == group);
+        for (slot, layer) in layers.enumerate() {
+            layer.planes.push(PlaneView {
+                storage,
+                base: slot * strides.layer,
+                heads: shape.heads,
+                tokens: shape.tokens,
+                bytes: shape.bytes,
+                split: config.groups[group].kernel_split,
+                block_stride: strides.block,
+                head_stride: strides.head,
+                token_stride: strides.token,
+            });
+        }
+    }
+
+    fn lay_apart(&mut self, config: &EngineConfig) {
+        for group in 0..self.groups.len() {
+            for plane in 0..config.model.groups[group].planes.len() {
+                let shape = self.shape(config, group, plane);
+                let storage = self.storages.len();
+                self.lay(config, group, storage, &shape);
+                let page = shape.heads * shape.tokens * shape.bytes;
+                self.storages.push(shape.layers * shape.blocks * page);
+            }
+        }
+    }
+
+    fn lay_together(&mut self, config: &EngineConfig) {
+        let planes = config.model.groups.iter().map(|group| group.planes.len()).max().unwrap_or(0);
+        for plane in 0..planes {
+            let mut shapes: Vec<_> = (0..self.groups.len())
+                .filter(|group| plane < config.model.groups[*group].planes.len())
+                .map(|group| (group, self.shape(config, group, plane)))
+                .collect();
+            let pages = shapes.iter().map(|(_, it)| it.heads * it.tokens * it.bytes);
+            let page = pages.max().unwrap_or(0);
+            let slots = shapes.iter().map(|(_, it)| it.layers).max().unwrap_or(0);
+            let blocks = shapes.first().map_or(0, |(_, it)| it.blocks);
+            let storage = self.storages.len();
+            for (group, shape) in &mut shapes {
+                (shape.page, shape.layers) = (page, slots);
+                self.lay(config, *group, storage, shape);
+            }
+            self.storages.push(slots * blocks * page);
+        }
+    }
+}
+
+/// One rank's caches: how they lie, and the memory.
+#[derive(Clone, Debug)]
+pub struct KvCaches {
+    /// How they lie.
+    pub layout: RankLayout,
+    /// The memory of each of the layout's storages.
+    pub storages: Vec<Arc<dyn KvMemory>>,
+}
+
+impl KvCaches {
+    /// The bytes of one plane of one layer, of one head (counted on this rank) and token (counted
+    /// in the block).
+    ///
+    /// # Panics
+    /// If there is no such layer, plane, block, head or token.
+    pub fn row(
+        &self,
+        layer: &LayerView,
+        plane: usize,
+        block: BlockId,
+        head: usize,
+        token: usize,
+    ) -> Vec<u8> {
+        let view = &layer.planes[plane];
+        let mut row = vec![0; view.bytes];
+        self.storages[view.storage].read(view.offset(block, head, token), &mut row);
+        row
+    }
+
+    /// Overwrites what [`KvCaches::row`] reads.
+    ///
+    /// # Panics
+    /// If there is no such layer, plane, block, head or token.
+    pub fn set_row(
+        &self,
+        layer: &LayerView,
+        plane: usize,
+        block: BlockId,
+        head: usize,
+        token: usize,
+        row: &[u8],
+    ) {
+        let view = &layer.planes[plane];
+        self.storages[view.storage].write(view.offset(block, head, token), &row[..view.bytes]);
+    }
+
+    /// Makes what lies in a block of a group unlike anything a model would put there.
+    pub(crate) fn scribble(&self, group: usize, block: BlockId, seed: u64) {
+        for layer in self.layout.layers.iter().filter(|layer| layer.group == group) {
+            for (n, view) in layer.planes.iter().enumerate() {
+                let mut garbage = vec![0; view.kernel_bytes()];
+                let at = (layer.index as u64) << 8 | n as u64;
+                crate::mix::fill(crate::mix::pair(seed, at), &mut garbage);
+                let memory = &self.storages[view.storage];
+                for part in 0..view.split {
+                    let first = part * view.tokens;
+                    if view.is_together() {
+                        memory.write(view.offset(block, 0, first), &garbage);
+                        continue;
+                    }
+                    for head in 0..view.heads {
+                        for token in 0..view.tokens {
+                            let at = (head * view.tokens + token) * view.bytes;
+                            let row = &garbage[at..at + view.bytes];
+                            memory.write(view.offset(block, head, first + token), row);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::GroupCache;
+    use crate::model::GroupSpec;
+
+    fn config(layout: LayoutOrder, storage: Storage) -> EngineConfig {
+        let groups = vec![
+            GroupSpec::full(4, 6).with_scales(2),
+            GroupSpec::window(2, 8, 5),
+            GroupSpec::state(4, 3, 24),
+        ];
+        let mut config = EngineConfig::new(ModelSpec::new(groups, 7));
+        config.groups = vec![GroupCache::new(4, 3); 3];
+        if storage == Storage::Separate {
+            config.groups[0].kernel_split = 2;
+            config.groups[1].blocks = 5;
+        }
+        (config.layout, config.storage, config.pp) = (layout, storage, 2);
+        config
+    }
+
+    /// Every byte of every row of a block, as (storage, at).
+    fn bytes_of(layout: &RankLayout, group: usize, block: usize) -> Vec<(usize, usize)> {
+        let mut all = vec![];
+        for layer in layout.layers.iter().filter(|layer| layer.group == group) {
+            for view in &layer.planes {
+                for head in 0..view.heads {
+                    for token in 0..view.tokens * view.split {
+                        let block = BlockId(u32::try_from(block).unwrap());
+                        let at = view.offset(block, head, token);
+                        all.extend((at..at + view.bytes).map(|at| (view.storage, at)));
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn rows_of_every_layout_lie_within_their_storage_and_apart() {
+        for order in LayoutOrder::ALL {
+            for tp in [1, 2, 4] {
+                let mut config = config(order, Storage::Separate);
+                config.tp = tp;
+                assert_eq!(config.validate(), Ok(()));
+                for rank in config.ranks() {
+                    let layout = RankLayout::new(&config, rank);
+                    let mut seen: Vec<Vec<bool>> =
+                        layout.storages.iter().map(|len| vec![false; *len]).collect();
+                    for (group, cache) in config.groups.iter().enumerate() {
+                        for block in 0..cache.blocks {
+                            for (storage, at) in bytes_of(&layout, group, block) {
+                                assert!(!seen[storage][at], "{order} {rank}");
+                                seen[storage][at] = true;
+                            }
+                        }
+                    }
+                    assert!(seen.iter().flatten().all(|seen| *seen), "{order}: a byte of nobody's");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn groups_that_share_a_storage_meet_only_in_the_same_block() {
+        for order in LayoutOrder::ALL {
+            let config = config(order, Storage::Shared);
+            if order == LayoutOrder::Lhbnc {
+                assert!(matches!(config.validate(), Err(ConfigError::NotShareable { .. })));
+                continue;
+            }
+            assert_eq!(config.validate(), Ok(()));
+            let layout = RankLayout::new(&config, Rank { pp: 0, tp: 0 });
+            let mut owner: Vec<Vec<Option<usize>>> =
+                layout.storages.iter().map(|len| vec![None; *len]).collect();
+            for group in 0..3 {
+                for block in 0..3 {
+                    let mut bytes = bytes_of(&layout, group, block);
+                    for (storage, at) in &bytes {
+                        let owner = &mut owner[*storage][*at];
+                        assert!(owner.is_none_or(|other| other == block), "{order}");
+                        *owner = Some(block);
+                    }
+                    let all = bytes.len();
+                    bytes.sort_unstable();
+                    bytes.dedup();
+                    assert_eq!(bytes.len(), all, "{order}: rows of one group overlap");
+                }
+            }
+        }
+    }
+
+    use crate::config::ConfigError;
+
+    #[test]
+    fn fewer_heads_than_ranks_are_held_by_several() {
+        let ranges: Vec<_> = (0..4).map(|rank| HeadRange::new(2, rank, 4)).collect();
+        assert_eq!(
+            ranges.iter().map(|it| (it.first, it.count)).collect::<Vec<_>>(),
+            [(0, 1), (0, 1), (1, 1), (1, 1)]
+        );
+        assert_eq!(HeadRange::new(8, 3, 4), HeadRange { total: 8, first: 6, count: 2 });
+        assert_eq!(HeadRange::new(1, 3, 4), HeadRange { total: 1, first: 0, count: 1 });
+    }
+
+    #[test]
+    fn a_layout_is_named_as_in_vllm() {
+        assert_eq!(
+            LayoutOrder::ALL.map(|it| it.to_string()),
+            ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+        );
+    }
+}

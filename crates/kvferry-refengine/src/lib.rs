@@ -1,0 +1,60 @@
+//! A small deterministic paged-attention engine that proves connectors.
+//!
+//! A model of wrapping integers computes on paged KV caches, with TP and PP ranks, several groups,
+//! chunked prefill, a prefix cache and preemption, and drives a connector as vLLM and TensorRT-LLM
+//! do. Every byte that a token may see goes into it: a wrong KV byte is a wrong token. No floating
+//! point, no GPU, no network, no clock: the same requests have the same steps.
+//!
+//! # What is where
+//!
+//! * [`ModelSpec`], [`GroupSpec`]: the model; [`continuation`] is what it says without any engine.
+//! * [`EngineConfig`]: ranks, blocks, layouts, limits; [`RankLayout`]: where every byte lies.
+//! * [`Engine`]: requests in, tokens out, step by step.
+//! * [`contract`]: the two connector seams, and the violations of what they promise.
+//! * [`teleport`]: a connector that copies between engines of one process, to prove the seams.
+//!
+//! ```
+//! use kvferry_refengine::{Connector, Engine, EngineConfig, GroupSpec, ModelSpec, Request};
+//!
+//! let model = ModelSpec::new(vec![GroupSpec::full(2, 8)], 4);
+//! let mut engine = Engine::new(EngineConfig::new(model.clone()), Connector::None)?;
+//! engine.submit(Request::new("a", vec![1, 2, 3], 5))?;
+//! while engine.has_work() {
+//!     engine.step()?;
+//! }
+//! let said: Vec<u32> = engine.take_outputs().into_iter().flat_map(|it| it.tokens).collect();
+//! assert_eq!(said, kvferry_refengine::continuation(&model, &[1, 2, 3], 5));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod block_pool;
+mod cache;
+mod config;
+pub mod contract;
+mod engine;
+mod layout;
+mod lockstep;
+mod memory;
+mod mix;
+mod model;
+mod oracle;
+mod quorum;
+mod request;
+mod scheduler;
+pub mod teleport;
+mod worker;
+
+pub use block_pool::{BlockHash, BlockPins};
+pub use config::{ConfigError, EngineConfig, GroupCache, Launch, LoadFailurePolicy, Rank, Storage};
+pub use engine::{Connector, Engine, EngineError, Leak, StepReport};
+pub use layout::{
+    BlockId, GroupView, HeadRange, KvCaches, LayerView, LayoutOrder, PlaneView, RankLayout,
+};
+pub use memory::{HeapMemory, KvMemory};
+pub use model::{Attention, GroupSpec, ModelSpec, PlaneSpec};
+pub use oracle::continuation;
+pub use request::{
+    FinishReason, Finished, Output, Params, Request, RequestId, RequestStatus, SubmitError,
+};
+pub use worker::LayerEvent;

@@ -1,0 +1,6 @@
+//! The engine, held against what its model says without one, and its seams against what they
+//! promise.
+#![allow(clippy::unwrap_used, reason = "helpers of tests, in which a panic is a finding")]
+
+mod kit;
+mod tokens;

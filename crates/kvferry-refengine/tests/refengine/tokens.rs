@@ -1,0 +1,256 @@
+//! An engine says what its model says, however it is set up.
+
+use crate::kit::{assert_right, config, engine, hybrid, models, prompt, requests, run, windowed};
+use kvferry_refengine::{
+    ConfigError, Connector, Engine, FinishReason, GroupCache, LayoutOrder, Request, RequestId,
+    Storage, SubmitError, continuation,
+};
+use proptest::prelude::*;
+
+#[test]
+fn tokens_are_the_same_with_any_number_of_ranks() {
+    for model in models() {
+        for (tp, pp) in [(1, 1), (2, 1), (4, 1), (8, 1), (1, 3), (2, 2), (4, 3)] {
+            let mut config = config(&model, 8, 64);
+            (config.tp, config.pp) = (tp, pp);
+            assert_right(engine(config), &requests(4, 37, 9));
+        }
+    }
+}
+
+#[test]
+fn tokens_are_the_same_in_every_layout_and_storage() {
+    for model in models() {
+        for layout in LayoutOrder::ALL {
+            for storage in [Storage::Separate, Storage::Shared] {
+                if (layout, storage) == (LayoutOrder::Lhbnc, Storage::Shared) {
+                    continue;
+                }
+                let mut config = config(&model, 8, 200);
+                (config.layout, config.storage, config.tp) = (layout, storage, 2);
+                assert_right(engine(config), &requests(3, 30, 9));
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_are_the_same_with_any_chunks_and_blocks() {
+    for model in models() {
+        for chunk_tokens in [1, 3, 16, 17, 64] {
+            for block_tokens in [1, 4, 16, 30] {
+                let mut config = config(&model, block_tokens, 400);
+                (config.chunk_tokens, config.step_tokens) = (chunk_tokens, 40);
+                assert_right(engine(config), &requests(3, 40, 6));
+            }
+        }
+    }
+}
+
+#[test]
+fn tokens_are_the_same_with_blocks_of_each_groups_own_and_split_by_the_kernel() {
+    let mut config = config(&hybrid(), 8, 64);
+    config.groups[0] = GroupCache { block_tokens: 12, kernel_split: 3, blocks: 40 };
+    config.groups[1] = GroupCache { block_tokens: 4, kernel_split: 2, blocks: 60 };
+    config.groups[2].block_tokens = 6;
+    for layout in LayoutOrder::ALL {
+        config.layout = layout;
+        let again = [requests(3, 60, 7), requests(3, 60, 12)];
+        let engine = assert_right(engine(config.clone()), &again[0]);
+        assert_right(engine, &again[1]);
+    }
+}
+
+#[test]
+fn a_prefix_that_is_cached_is_not_computed_again() {
+    for model in models() {
+        let mut engine = engine(config(&model, 8, 64));
+        let long = prompt(1, 61);
+        for (n, len) in [61, 61, 50, 40].into_iter().enumerate() {
+            engine.submit(Request::new(format!("r{n}"), long[..len].to_vec(), 4)).unwrap();
+            let first = engine.step().unwrap().tokens;
+            let cached = if n == 0 { 0 } else { (len - 1) / 8 * 8 };
+            // A window or state is only there where its last blocks are.
+            let hybrid = model.groups.len() > 1;
+            assert!(first == len - cached || hybrid && first <= len, "{first} of {len} tokens");
+            assert!(n != 1 || first < len, "the second time, something is there");
+            let said = run(&mut engine);
+            assert_eq!(said.of(&format!("r{n}")), continuation(&model, &long[..len], 4));
+        }
+        engine.check_empty().unwrap();
+        assert!(engine.reset_prefix_cache());
+        engine.submit(Request::new("last", long.clone(), 4)).unwrap();
+        assert_eq!(engine.step().unwrap().tokens, 61);
+    }
+}
+
+#[test]
+fn requests_that_share_a_prefix_at_the_same_time_disturb_none_of_it() {
+    for model in models() {
+        let shared = prompt(9, 48);
+        let requests: Vec<_> = (0..6)
+            .map(|n| {
+                let mut prompt = shared.clone();
+                prompt.extend(crate::kit::prompt(100 + n, 3 + n as usize));
+                Request::new(format!("r{n}"), prompt, 20)
+            })
+            .collect();
+        let mut config = config(&model, 8, 100);
+        config.step_tokens = 50;
+        let engine = assert_right(engine(config), &requests);
+        assert_right(engine, &requests);
+    }
+}
+
+#[test]
+fn requests_that_lost_their_blocks_say_the_same() {
+    for model in models() {
+        for prefix_caching in [true, false] {
+            let mut config = config(&model, 4, 26);
+            (config.prefix_caching, config.step_tokens) = (prefix_caching, 30);
+            let engine = assert_right(engine(config), &requests(6, 20, 40));
+            assert!(engine.preemptions() > 0);
+        }
+    }
+}
+
+#[test]
+fn a_request_that_only_just_fits_is_served() {
+    for model in models() {
+        for chunk_tokens in [5, 64] {
+            let mut config = config(&model, 4, 26);
+            config.chunk_tokens = chunk_tokens;
+            config.groups.iter_mut().for_each(|group| group.blocks = 13);
+            let engine = engine(config);
+            assert_right(
+                engine,
+                &[
+                    Request::new("a", prompt(1, 36), 12),
+                    Request::new("b", prompt(1, 36), 12),
+                    Request::new("c", prompt(2, 20), 28),
+                ],
+            );
+        }
+    }
+}
+
+#[test]
+fn a_request_that_could_never_be_served_is_not_taken() {
+    let mut config = config(&windowed(), 4, 13);
+    config.max_tokens = 60;
+    let mut engine = engine(config);
+    let mut submit = |prompt: Vec<u32>, max_tokens| {
+        engine.submit(Request::new("a", prompt, max_tokens)).unwrap_err()
+    };
+    assert_eq!(submit(vec![], 1), SubmitError::EmptyPrompt);
+    assert_eq!(submit(vec![1], 0), SubmitError::NoTokens);
+    assert_eq!(submit(prompt(1, 50), 11), SubmitError::TooLong { tokens: 61, most: 60 });
+    assert_eq!(submit(prompt(1, 40), 9), SubmitError::TooLarge { blocks: 13, capacity: 12 });
+    assert_eq!(submit(vec![50_021], 1), SubmitError::Vocabulary { token: 50_021, vocab: 50_021 });
+    engine.submit(Request::new("a", vec![1], 1)).unwrap();
+    let again = engine.submit(Request::new("a", vec![1], 1)).unwrap_err();
+    assert_eq!(again, SubmitError::Duplicate { id: "a".into() });
+}
+
+#[test]
+fn a_request_ends_at_its_stop_token() {
+    let model = windowed();
+    let said = continuation(&model, &prompt(1, 9), 8);
+    let mut request = Request::new("a", prompt(1, 9), 8);
+    request.stop_token = Some(said[4]);
+    let mut engine = engine(config(&model, 4, 20));
+    engine.submit(request).unwrap();
+    let said_here = run(&mut engine);
+    assert_eq!(said_here.of("a"), &said[..5]);
+    assert_eq!(said_here.finished[&RequestId::from("a")].reason, FinishReason::Stop);
+}
+
+#[test]
+fn a_request_can_be_aborted_wherever_it_is() {
+    for model in models() {
+        for steps in 0..12 {
+            let mut config = config(&model, 4, 26);
+            (config.chunk_tokens, config.step_tokens) = (7, 20);
+            let mut engine = engine(config);
+            for request in requests(6, 20, 30) {
+                engine.submit(request).unwrap();
+            }
+            for _ in 0..steps {
+                engine.step().unwrap();
+            }
+            for n in 0..6 {
+                assert!(engine.abort(&RequestId::from(format!("r{n}"))));
+                assert!(!engine.abort(&RequestId::from(format!("r{n}"))));
+            }
+            engine.check_empty().unwrap();
+            run(&mut engine);
+            assert_right(engine, &requests(6, 20, 30));
+        }
+    }
+}
+
+#[test]
+fn numbers_that_do_not_fit_are_refused() {
+    let refused = |change: &dyn Fn(&mut kvferry_refengine::EngineConfig)| {
+        let mut config = config(&hybrid(), 8, 64);
+        change(&mut config);
+        Engine::new(config, Connector::None).unwrap_err()
+    };
+    let indivisible =
+        |what, small, whole, large| ConfigError::Indivisible { what, small, whole, large };
+    assert_eq!(refused(&|it| it.tp = 3), indivisible("tp", 3, "query heads", 8));
+    assert_eq!(
+        refused(&|it| it.model.groups[0].heads = 3),
+        indivisible("KV heads", 3, "query heads", 8)
+    );
+    assert_eq!(refused(&|it| it.pp = 11), ConfigError::Stages { pp: 11, layers: 10 });
+    assert_eq!(refused(&|it| it.groups.truncate(2)), ConfigError::Groups { cached: 2, model: 5 });
+    assert_eq!(
+        refused(&|it| it.groups[0].kernel_split = 3),
+        indivisible("kernel_split", 3, "block_tokens", 8)
+    );
+    assert_eq!(refused(&|it| it.groups[2].kernel_split = 2), ConfigError::NoSplit);
+    assert_eq!(
+        refused(&|it| it.model.layers[3] = 7),
+        ConfigError::NoSuchGroup { layer: 3, group: 7 }
+    );
+    let too_small = |what, value, least| ConfigError::TooSmall { what, value, least };
+    assert_eq!(refused(&|it| it.groups[1].blocks = 1), too_small("blocks", 1, 2));
+    assert_eq!(
+        refused(&|it| it.model.groups[1].planes.clear()),
+        too_small("bytes of a plane", 0, 1)
+    );
+    let shared = refused(&|it| (it.storage, it.groups[1].blocks) = (Storage::Shared, 9));
+    assert_eq!(shared, ConfigError::SharedBlocks { least: 9, most: 64 });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn whatever_the_setup_tokens_are_right(
+        model in 0..3usize,
+        (tp, pp) in (prop::sample::select(vec![1usize, 2, 4]), 1..4usize),
+        layout in prop::sample::select(LayoutOrder::ALL.to_vec()),
+        (chunk, step) in (1..40usize, 1..60usize),
+        blocks in prop::collection::vec(1..20usize, 5),
+        (caching, threads, max_running) in (any::<bool>(), any::<bool>(), 1..6usize),
+        lens in prop::collection::vec((1..60usize, 1..20usize, 0..3u64), 1..6),
+    ) {
+        let model = &models()[model];
+        let mut config = config(model, 1, 1);
+        (config.tp, config.pp, config.layout) = (tp, pp, layout);
+        (config.chunk_tokens, config.step_tokens) = (chunk, step);
+        (config.prefix_caching, config.threads, config.max_running) = (caching, threads, max_running);
+        for (group, tokens) in config.groups.iter_mut().zip(blocks) {
+            // Enough for one of the requests, whatever its block size.
+            *group = GroupCache::new(tokens, 120usize.div_ceil(tokens) + 6);
+        }
+        let requests: Vec<_> = lens
+            .into_iter()
+            .enumerate()
+            .map(|(n, (len, max_tokens, seed))| Request::new(format!("r{n}"), prompt(seed, len), max_tokens))
+            .collect();
+        assert_right(engine(config), &requests);
+    }
+}
