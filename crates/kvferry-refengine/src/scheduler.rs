@@ -415,8 +415,14 @@ impl Scheduler {
                     break new;
                 }
                 debug_assert!(!self.seam.is_trt(), "all blocks were there at admission");
+                let victim = *self.running.last().expect("at least this request runs");
+                // A request that lost its blocks to others that only wait would get them back, and
+                // lose them again, for ever.
+                if victim == number && self.evict_waiting(None, plan) {
+                    continue;
+                }
                 // Whoever came last goes first.
-                let victim = self.running.pop().expect("at least this request runs");
+                self.running.pop();
                 self.preempt(victim);
                 plan.preempted.push(self.entry(victim).id.clone());
                 if victim == number {
@@ -443,12 +449,30 @@ impl Scheduler {
 
     /// Takes the blocks of a request that is in no queue, and puts it back to the first place.
     fn preempt(&mut self, number: u64) {
+        self.start_over(number);
+        self.waiting.push_front(number);
+    }
+
+    /// Takes the blocks of a request: everything is to be computed, or loaded, again.
+    fn start_over(&mut self, number: u64) {
         let entry = self.requests.get_mut(&number).expect("queues name live requests");
         self.cache.release(&mut entry.tables);
         entry.status = RequestStatus::Preempted;
         (entry.computed, entry.cached, entry.preempted, entry.load) = (0, 0, true, None);
-        self.waiting.push_front(number);
         self.preemptions += 1;
+    }
+
+    /// Takes the blocks of the last request that waits after its load, but of `keep`; whether there
+    /// was one.
+    fn evict_waiting(&mut self, keep: Option<u64>, plan: &mut Plan) -> bool {
+        let holds = |number: &&u64| {
+            let entry = self.entry(**number);
+            !entry.is_loading() && !entry.tables.is_empty() && keep != Some(entry.number)
+        };
+        let Some(victim) = self.waiting.iter().rev().find(holds).copied() else { return false };
+        self.start_over(victim);
+        plan.preempted.push(self.entry(victim).id.clone());
+        true
     }
 
     fn schedule_waiting(&mut self, budget: &mut usize, plan: &mut Plan) {
@@ -467,8 +491,12 @@ impl Scheduler {
                     at += 1;
                 }
                 Admitted::NoRoom => {
-                    self.make_room(at, plan);
-                    break;
+                    // Requests that were loaded, and wait, could hold so many blocks that none of
+                    // them can go on.
+                    let idle = plan.items.is_empty() && self.running.is_empty();
+                    if !idle || self.seam.is_trt() || !self.evict_waiting(Some(number), plan) {
+                        break;
+                    }
                 }
                 Admitted::Running(item) => {
                     self.waiting.remove(at);
@@ -601,25 +629,6 @@ impl Scheduler {
             }
         }
         self.cache.free().iter().zip(needed).all(|(free, needed)| *free >= needed)
-    }
-
-    /// Requests that were loaded, and wait, could hold so many blocks that none of them can go on.
-    /// The last of them then starts over.
-    fn make_room(&mut self, at: usize, plan: &mut Plan) {
-        let idle = plan.items.is_empty() && self.running.is_empty();
-        if !idle || self.seam.is_trt() || self.requests.values().any(Entry::is_loading) {
-            return;
-        }
-        let holds = |at: &usize| !self.entry(self.waiting[*at]).tables.is_empty();
-        let Some(last) = (0..self.waiting.len()).rev().filter(|it| *it != at).find(holds) else {
-            return;
-        };
-        let number = self.waiting.remove(last).expect("it is in the queue");
-        self.settle_load(number);
-        self.preempt(number);
-        plan.preempted.push(self.entry(number).id.clone());
-        // Not to the first place: what could not go on comes before it.
-        self.waiting.rotate_left(1);
     }
 }
 

@@ -1,8 +1,9 @@
 //! What tests share: prompts, models, and running an engine until it has nothing to do.
 
+use kvferry_refengine::teleport::{Faults, LoadMode, Teleport, produce};
 use kvferry_refengine::{
-    Connector, Engine, EngineConfig, Finished, GroupCache, GroupSpec, ModelSpec, Output, Request,
-    RequestId, continuation,
+    Connector, Engine, EngineConfig, FinishReason, Finished, GroupCache, GroupSpec, ModelSpec,
+    Output, Request, RequestId, continuation,
 };
 use std::collections::BTreeMap;
 
@@ -129,4 +130,121 @@ pub(crate) fn requests(count: u64, prompt_len: usize, max_tokens: usize) -> Vec<
     (0..count)
         .map(|n| Request::new(format!("r{n}"), prompt(n, prompt_len + n as usize), max_tokens))
         .collect()
+}
+
+/// A prefill and a decode engine, and what a router does between them.
+pub(crate) struct Pair {
+    pub(crate) prefill: Engine,
+    pub(crate) decode: Engine,
+    pub(crate) teleport: Teleport,
+    pub(crate) prefilled: Said,
+    pub(crate) said: Said,
+    /// What is to be asked of the decode engine once the prefill engine has answered.
+    wanted: BTreeMap<RequestId, (Vec<u32>, usize)>,
+    /// Requests for the decode engine.
+    pub(crate) decodes: Vec<Request>,
+    /// Whether they are kept instead of submitted.
+    pub(crate) hold_decodes: bool,
+    pub(crate) prefill_stop: Option<u32>,
+    /// Tokens that the decode engine has computed.
+    pub(crate) decoded: usize,
+}
+
+impl Pair {
+    pub(crate) fn new(
+        mode: LoadMode,
+        faults: Faults,
+        prefill: &EngineConfig,
+        decode: &EngineConfig,
+    ) -> Self {
+        Self::of(&Teleport::new(mode, faults), prefill, decode)
+    }
+
+    pub(crate) fn of(teleport: &Teleport, prefill: &EngineConfig, decode: &EngineConfig) -> Self {
+        let engine = |config: &EngineConfig| {
+            Engine::new(config.clone(), Connector::Vllm(teleport.vllm(config))).unwrap()
+        };
+        Self {
+            prefill: engine(prefill),
+            decode: engine(decode),
+            teleport: teleport.clone(),
+            prefilled: Said::default(),
+            said: Said::default(),
+            wanted: BTreeMap::new(),
+            decodes: vec![],
+            hold_decodes: false,
+            prefill_stop: None,
+            decoded: 0,
+        }
+    }
+
+    pub(crate) fn hand_off(&mut self, id: &str, prompt: Vec<u32>, max_tokens: usize) {
+        let there = RequestId::from(format!("{id}-prefill"));
+        let mut request = Request::new(there.clone(), prompt.clone(), 1).with_params(produce());
+        request.stop_token = self.prefill_stop;
+        self.prefill.submit(request).unwrap();
+        self.wanted.insert(there, (prompt, max_tokens));
+    }
+
+    /// One step of each engine that has something to do; whether there was one.
+    pub(crate) fn tick(&mut self) -> bool {
+        let mut worked = false;
+        if self.prefill.has_work() {
+            self.prefill.step().unwrap();
+            worked = true;
+        }
+        for output in self.prefill.take_outputs() {
+            let params = output.finished.as_ref().and_then(|finished| finished.params.clone());
+            if let (Some(params), Some((prompt, max_tokens))) =
+                (params, self.wanted.get(&output.id))
+            {
+                let id = output.id.as_str().trim_end_matches("-prefill");
+                let request = Request::new(id, prompt.clone(), *max_tokens);
+                self.decodes.push(request.with_params(params));
+            }
+            self.prefilled.add(vec![output]);
+        }
+        if !self.hold_decodes {
+            worked |= !self.decodes.is_empty();
+            for request in self.decodes.drain(..) {
+                self.decode.submit(request).unwrap();
+            }
+        }
+        if self.decode.has_work() {
+            self.decoded += self.decode.step().unwrap().tokens;
+            worked = true;
+        }
+        self.said.add(self.decode.take_outputs());
+        worked
+    }
+
+    pub(crate) fn run(&mut self) {
+        for _ in 0..100_000 {
+            if !self.tick() {
+                return;
+            }
+        }
+        panic!("{:?} and {:?} go on for ever", self.prefill, self.decode);
+    }
+
+    pub(crate) fn decoded_of(&self, id: &str) -> Option<FinishReason> {
+        self.said.finished.get(&RequestId::from(id)).map(|finished| finished.reason)
+    }
+
+    pub(crate) fn assert_right(&self, id: &str) {
+        let (prompt, max_tokens) = &self.wanted[&RequestId::from(format!("{id}-prefill"))];
+        let right = continuation(&self.decode.config().model, prompt, *max_tokens);
+        assert_eq!(self.said.of(id), right, "{id}");
+        assert_eq!(self.decoded_of(id), Some(FinishReason::Length), "{id}");
+    }
+
+    pub(crate) fn assert_empty(&self) {
+        self.prefill.check_empty().unwrap();
+        self.decode.check_empty().unwrap();
+        assert_eq!(self.teleport.offers(), 0);
+    }
+
+    pub(crate) fn into_decode(self) -> Engine {
+        self.decode
+    }
 }

@@ -2,5 +2,11 @@
 //! promise.
 #![allow(clippy::unwrap_used, reason = "helpers of tests, in which a panic is a finding")]
 
+mod contract;
+mod flips;
+mod handoffs;
 mod kit;
+mod scenarios;
+mod script;
 mod tokens;
+mod trt;

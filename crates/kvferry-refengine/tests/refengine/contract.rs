@@ -1,0 +1,694 @@
+//! vLLM's seam: what is called when, and what is said of a connector that breaks its promises.
+
+use crate::kit::{config, dense, hybrid, prompt, run, windowed};
+use crate::script::Script;
+use kvferry_refengine::contract::vllm::Match;
+use kvferry_refengine::contract::{Channel, Violation};
+use kvferry_refengine::{
+    BlockId, Connector, Engine, EngineConfig, EngineError, FinishReason, KvMemory, Launch,
+    LoadFailurePolicy, Rank, Request, RequestId, RequestStatus, continuation,
+};
+
+fn scripted(config: &EngineConfig) -> (Engine, Script) {
+    let script = Script::new();
+    let connector = script.connector(config.ranks().len());
+    (Engine::new(config.clone(), Connector::Vllm(connector)).unwrap(), script)
+}
+
+fn tp(ranks: usize) -> EngineConfig {
+    let mut config = config(&dense(), 8, 32);
+    config.tp = ranks;
+    config
+}
+
+/// Submits one request of 20 tokens.
+fn submit(engine: &mut Engine, id: &str, max_tokens: usize) {
+    engine.submit(Request::new(id, prompt(1, 20), max_tokens)).unwrap();
+}
+
+fn rank(tp: usize) -> Rank {
+    Rank { pp: 0, tp }
+}
+
+/// The violations of one step.
+fn broken(engine: &mut Engine) -> Vec<Violation> {
+    let before = engine.violations().len();
+    let first = engine.step().unwrap_err();
+    let new = engine.violations()[before..].to_vec();
+    assert_eq!(first, EngineError::Violation(new[0].clone()));
+    new
+}
+
+#[test]
+fn calls_come_in_the_order_that_was_measured() {
+    let mut config = config(&dense(), 8, 32);
+    config.pp = 2;
+    let (mut engine, script) = scripted(&config);
+    assert_eq!(
+        script.take_log(),
+        [
+            "0 register_kv_caches",
+            "1 register_kv_caches",
+            "s bind_block_pools",
+            "0 get_handshake_metadata",
+            "1 get_handshake_metadata",
+            "s set_xfer_handshake_metadata 2",
+        ]
+    );
+
+    // Loaded asynchronously: a step without tokens.
+    script.matches(20, true);
+    submit(&mut engine, "a", 2);
+    engine.step().unwrap();
+    let both = |call: &str| [format!("0 {call}"), format!("1 {call}")];
+    let mut step = vec![
+        "s on_new_request a".to_owned(),
+        "s get_num_new_matched_tokens a 0".to_owned(),
+        "s update_state_after_alloc a 3 20".to_owned(),
+        "s build_connector_meta".to_owned(),
+    ];
+    for call in ["handle_preemptions", "bind_connector_metadata", "start_load_kv", "wait_for_save"]
+    {
+        step.extend(both(call));
+    }
+    let report = |rank: usize, finished: usize| {
+        [
+            format!("{rank} get_transfer_results {finished}"),
+            format!("{rank} get_block_ids_with_load_errors"),
+            format!("{rank} build_connector_worker_meta"),
+            format!("{rank} clear_connector_metadata"),
+        ]
+    };
+    step.extend([report(0, 0), report(1, 0)].concat());
+    step.push("s take_events".to_owned());
+    assert_eq!(script.take_log(), step);
+
+    // Both ranks have it: goes on, with nothing to load, so that layers come before other loads.
+    script.received(0, "a");
+    script.received(1, "a");
+    engine.step().unwrap();
+    assert!(
+        script.take_log().ends_with(&["s update_connector_output".into(), "s take_events".into()])
+    );
+    engine.step().unwrap();
+    let mut step =
+        vec!["s update_state_after_alloc a 3 0".to_owned(), "s build_connector_meta".to_owned()];
+    for call in ["handle_preemptions", "bind_connector_metadata"] {
+        step.extend(both(call));
+    }
+    // One layer on the first rank, two on the second.
+    for (rank, layer) in [(0, 0), (1, 1), (1, 2)] {
+        step.push(format!("{rank} wait_for_layer_load {layer}"));
+        step.push(format!("{rank} save_kv_layer {layer}"));
+    }
+    step.extend(both("start_load_kv"));
+    step.extend(both("wait_for_save"));
+    step.extend([report(0, 0), report(1, 0)].concat());
+    step.push("s take_events".to_owned());
+    assert_eq!(script.take_log(), step);
+
+    // Its last token: then it ends, and workers hear of it in a step of its own.
+    script.matches(0, false);
+    engine.step().unwrap();
+    assert!(script.take_log().contains(&"s request_finished a 3".to_owned()));
+    assert!(engine.has_work());
+    engine.step().unwrap();
+    let log = script.take_log();
+    assert!(log.contains(&"0 get_transfer_results 1".to_owned()) && !engine.has_work());
+
+    // Loaded synchronously: before the layers.
+    script.matches(8, false);
+    engine.submit(Request::new("b", prompt(2, 20), 2)).unwrap();
+    engine.step().unwrap();
+    let log = script.take_log();
+    let at = |call: &str| log.iter().position(|it| it == call).unwrap();
+    assert!(at("0 start_load_kv") < at("0 wait_for_layer_load 0"));
+    assert!(script.state().plans.last().unwrap().has_sync_kv_loads);
+    drop(engine);
+    assert!(script.take_log().ends_with(&[
+        "0 shutdown".into(),
+        "1 shutdown".into(),
+        "s shutdown".into()
+    ]));
+}
+
+#[test]
+fn metadata_says_what_is_new_of_each_request() {
+    let mut config = config(&dense(), 8, 9);
+    config.chunk_tokens = 16;
+    let (mut engine, script) = scripted(&config);
+    submit(&mut engine, "a", 40);
+    engine.submit(Request::new("b", prompt(2, 20), 40)).unwrap();
+    engine.step().unwrap();
+    engine.step().unwrap();
+    let plans = std::mem::take(&mut script.state().plans);
+    let [first, second] = &plans[..] else { panic!("two steps") };
+    assert_eq!(first.scheduled_new_reqs.len(), 2);
+    assert_eq!(first.scheduled_new_reqs[0].block_ids, [[BlockId(1), BlockId(2)]]);
+    assert_eq!(first.num_scheduled_tokens[&"a".into()], 16);
+    assert_eq!(second.scheduled_cached_reqs[0].num_computed_tokens, 16);
+    assert_eq!(second.scheduled_cached_reqs[0].block_ids[0].len(), 1);
+    // Until one of them loses its blocks, and gets all of them anew.
+    let said = run(&mut engine);
+    assert!(engine.preemptions() > 0);
+    let plans = std::mem::take(&mut script.state().plans);
+    let lost = plans.iter().position(|plan| plan.preempted_req_ids == ["b".into()]).unwrap();
+    let resumed = plans[lost..].iter().flat_map(|plan| &plan.scheduled_cached_reqs);
+    let resumed = resumed.into_iter().find(|it| it.resumed).unwrap();
+    assert_eq!(resumed.id, "b".into());
+    assert!(resumed.block_ids[0].len() > 1 && resumed.num_output_tokens > 0);
+    // Asked again when it came back.
+    let asked = script.take_log().into_iter().filter(|it| it.contains("matched_tokens b")).count();
+    assert!(asked >= 2, "{asked}");
+    for (id, n) in [("a", 1), ("b", 2)] {
+        assert_eq!(said.of(id), continuation(&config.model, &prompt(n, 20), 40));
+    }
+}
+
+#[test]
+fn a_connector_that_does_not_know_yet_is_asked_again_and_holds_nobody_up() {
+    let (mut engine, script) = scripted(&tp(1));
+    script.state().answer = Match::Unknown;
+    submit(&mut engine, "a", 2);
+    for _ in 0..3 {
+        assert_eq!(engine.step().unwrap().tokens, 0);
+        assert_eq!(engine.status(&"a".into()), Some(RequestStatus::Waiting));
+    }
+    let asked = script.take_log().into_iter().filter(|it| it.contains("matched_tokens")).count();
+    assert_eq!(asked, 3);
+    script.matches(0, false);
+    assert_eq!(run(&mut engine).of("a"), continuation(&dense(), &prompt(1, 20), 2));
+    engine.check_empty().unwrap();
+}
+
+#[test]
+fn request_finished_is_called_once_per_request_whatever_becomes_of_it() {
+    let mut config = config(&dense(), 8, 9);
+    config.load_failure = LoadFailurePolicy::Fail;
+    let (mut engine, script) = scripted(&config);
+    submit(&mut engine, "ends", 2);
+    submit(&mut engine, "aborted-running", 9);
+    engine.step().unwrap();
+    engine.abort(&"aborted-running".into());
+    submit(&mut engine, "aborted-waiting", 9);
+    engine.abort(&"aborted-waiting".into());
+    engine.reject(Request::new("rejected", prompt(1, 5000), 9)).unwrap();
+    script.matches(19, true);
+    engine.submit(Request::new("fails", prompt(2, 20), 2)).unwrap();
+    engine.step().unwrap();
+    script.received(0, "fails");
+    script.failed(0, "fails");
+    run(&mut engine);
+    let finished: Vec<_> = script
+        .take_log()
+        .into_iter()
+        .filter_map(|it| it.strip_prefix("s request_finished ").map(str::to_owned))
+        .collect();
+    assert_eq!(
+        finished,
+        ["aborted-running 3", "aborted-waiting 0", "rejected 0", "ends 3", "fails 3"]
+    );
+    let reasons = [
+        FinishReason::Abort,
+        FinishReason::Abort,
+        FinishReason::Abort,
+        FinishReason::Length,
+        FinishReason::Error,
+    ];
+    assert_eq!(script.state().statuses, reasons.map(RequestStatus::Finished));
+    engine.check_empty().unwrap();
+}
+
+#[test]
+fn blocks_are_kept_while_the_connector_holds_them_and_params_are_returned() {
+    let (mut engine, script) = scripted(&tp(2));
+    let params = serde_json::json!({"transfer": 7}).as_object().unwrap().clone();
+    script.state().holds = true;
+    script.state().params = Some(params.clone());
+    submit(&mut engine, "a", 1);
+    engine.step().unwrap();
+    let outputs = engine.take_outputs();
+    assert_eq!(outputs[0].finished.as_ref().unwrap().params, Some(params));
+    script.state().pending = true;
+    for reporter in 0..2 {
+        for _ in 0..3 {
+            assert!(engine.has_work());
+            assert_eq!(engine.step().unwrap().held, 1);
+        }
+        let leak = engine.check_empty().unwrap_err();
+        assert_eq!((leak.requests, leak.blocks.len()), (vec![RequestId::from("a")], 3));
+        script.sent(reporter, "a");
+        engine.step().unwrap();
+    }
+    engine.check_empty().unwrap();
+    script.state().pending = false;
+    assert!(!engine.has_work());
+}
+
+#[test]
+fn a_connector_that_says_it_has_nothing_pending_strands_what_it_holds() {
+    let (mut engine, script) = scripted(&tp(1));
+    script.state().holds = true;
+    submit(&mut engine, "a", 1);
+    run(&mut engine);
+    assert_eq!(engine.check_empty().unwrap_err().requests, ["a".into()]);
+}
+
+#[test]
+fn a_request_counts_when_as_many_ranks_have_reported_it_as_the_connector_says() {
+    for (count, reports) in [(None, 4), (Some(1), 1), (Some(3), 3)] {
+        let (mut engine, script) = scripted(&tp(4));
+        script.state().finished_count = count;
+        script.matches(20, true);
+        submit(&mut engine, "a", 1);
+        engine.step().unwrap();
+        for reporter in 0..reports {
+            let status = engine.status(&"a".into());
+            assert_eq!(status, Some(RequestStatus::WaitingForRemoteKvs));
+            assert!(script.state().outputs.is_empty());
+            script.received(reporter, "a");
+            engine.step().unwrap();
+        }
+        assert_eq!(script.state().outputs[0].finished_recving, ["a".into()]);
+    }
+}
+
+#[test]
+fn one_rank_s_failure_counts_once_all_have_reported() {
+    let mut config = tp(2);
+    config.load_failure = LoadFailurePolicy::Fail;
+    let (mut engine, script) = scripted(&config);
+    script.matches(20, true);
+    submit(&mut engine, "a", 1);
+    engine.step().unwrap();
+    script.received(1, "a");
+    script.failed(1, "a");
+    engine.step().unwrap();
+    assert_eq!(engine.status(&"a".into()), Some(RequestStatus::WaitingForRemoteKvs));
+    script.received(0, "a");
+    engine.step().unwrap();
+    assert_eq!(script.state().outputs[0].failed_recving, ["a".into()]);
+    assert_eq!(engine.status(&"a".into()), None);
+    engine.check_empty().unwrap();
+}
+
+#[test]
+fn an_id_that_nobody_knows_is_named() {
+    let (mut engine, script) = scripted(&tp(2));
+    script.sent(0, "ghost");
+    script.received(1, "ghost");
+    let unknown =
+        |tp, channel| Violation::UnknownId { rank: rank(tp), channel, id: "ghost".into() };
+    assert_eq!(broken(&mut engine), [unknown(0, Channel::Sending), unknown(1, Channel::Recving)]);
+    let text = engine.violations()[0].to_string();
+    assert_eq!(
+        text,
+        "rank pp0tp0 reports as finished sending ghost, which this engine does not know"
+    );
+    // And goes on.
+    submit(&mut engine, "a", 2);
+    assert_eq!(run(&mut engine).of("a"), continuation(&dense(), &prompt(1, 20), 2));
+}
+
+#[test]
+fn a_rank_that_reports_twice_does_not_stand_in_for_another() {
+    let (mut engine, script) = scripted(&tp(2));
+    script.matches(20, true);
+    submit(&mut engine, "a", 1);
+    engine.step().unwrap();
+    script.received(0, "a");
+    script.received(0, "a");
+    let twice = |channel| Violation::ReportedTwice { rank: rank(0), channel, id: "a".into() };
+    assert_eq!(broken(&mut engine), [twice(Channel::Recving)]);
+    script.received(0, "a");
+    assert_eq!(broken(&mut engine), [twice(Channel::Recving)]);
+    assert_eq!(engine.status(&"a".into()), Some(RequestStatus::WaitingForRemoteKvs));
+    script.received(1, "a");
+    engine.step().unwrap();
+
+    script.state().holds = true;
+    run(&mut engine);
+    script.sent(1, "a");
+    engine.step().unwrap();
+    script.sent(1, "a");
+    assert_eq!(
+        broken(&mut engine),
+        [Violation::ReportedTwice { rank: rank(1), channel: Channel::Sending, id: "a".into() }]
+    );
+    script.sent(0, "a");
+    engine.step().unwrap();
+    engine.check_empty().unwrap();
+    script.sent(0, "a");
+    assert_eq!(
+        broken(&mut engine),
+        [Violation::AlreadyEnded { rank: rank(0), channel: Channel::Sending, id: "a".into() }]
+    );
+}
+
+#[test]
+fn nobody_sends_what_was_not_kept_or_still_runs() {
+    let (mut engine, script) = scripted(&tp(1));
+    submit(&mut engine, "a", 3);
+    engine.step().unwrap();
+    script.sent(0, "a");
+    let id = RequestId::from("a");
+    assert_eq!(
+        broken(&mut engine),
+        [Violation::NotFinished { rank: rank(0), channel: Channel::Sending, id: id.clone() }]
+    );
+    run(&mut engine);
+    script.sent(0, "a");
+    assert_eq!(
+        broken(&mut engine),
+        [Violation::NotHeld { rank: rank(0), channel: Channel::Sending, id }]
+    );
+    engine.check_empty().unwrap();
+}
+
+#[test]
+fn nobody_receives_what_is_not_loading() {
+    let (mut engine, script) = scripted(&tp(1));
+    submit(&mut engine, "a", 3);
+    let not_loading =
+        Violation::NotLoading { rank: rank(0), channel: Channel::Recving, id: "a".into() };
+    script.received(0, "a");
+    assert_eq!(broken(&mut engine), [not_loading.clone()]);
+    script.matches(10, true);
+    engine.submit(Request::new("b", prompt(2, 20), 9)).unwrap();
+    engine.step().unwrap();
+    script.received(0, "b");
+    engine.step().unwrap();
+    script.received(0, "b");
+    assert!(matches!(&broken(&mut engine)[..], [Violation::NotLoading { .. }]));
+    run(&mut engine);
+    script.received(0, "a");
+    assert!(matches!(&broken(&mut engine)[..], [Violation::AlreadyEnded { .. }]));
+    engine.check_empty().unwrap();
+}
+
+#[test]
+fn a_failure_that_is_not_also_an_end_is_named() {
+    let (mut engine, script) = scripted(&tp(1));
+    script.matches(20, true);
+    submit(&mut engine, "a", 1);
+    engine.step().unwrap();
+    script.failed(0, "a");
+    assert_eq!(
+        broken(&mut engine),
+        [Violation::FailedWithoutFinished { rank: rank(0), id: "a".into() }]
+    );
+    assert_eq!(engine.status(&"a".into()), Some(RequestStatus::WaitingForRemoteKvs));
+}
+
+#[test]
+fn blocks_can_fail_only_with_one_group_and_only_blocks_that_are() {
+    let (mut engine, script) = scripted(&config(&windowed(), 8, 32));
+    script.state().invalid.insert(0, vec![BlockId(3)]);
+    assert_eq!(broken(&mut engine), [Violation::BlockErrorsOfGroups { rank: rank(0), groups: 2 }]);
+    let (mut engine, script) = scripted(&tp(1));
+    script.state().invalid.insert(0, vec![BlockId::NULL, BlockId(32)]);
+    let unknown = |block| Violation::UnknownBlock { rank: rank(0), block, blocks: 32 };
+    assert_eq!(broken(&mut engine), [unknown(BlockId::NULL), unknown(BlockId(32))]);
+}
+
+#[test]
+fn a_match_that_cannot_be_counts_as_none() {
+    let too_many =
+        |tokens, available| Violation::TooManyTokens { id: "a".into(), tokens, available };
+    for (model, tokens, load_async, violation) in [
+        (dense(), 0, true, Violation::AsyncWithoutTokens { id: "a".into() }),
+        (dense(), 21, true, too_many(21, 20)),
+        (dense(), 20, false, too_many(20, 19)),
+        (hybrid(), 20, true, too_many(20, 19)),
+        (windowed(), usize::MAX, false, too_many(usize::MAX, 19)),
+    ] {
+        let (mut engine, script) = scripted(&config(&model, 8, 32));
+        script.matches(tokens, load_async);
+        submit(&mut engine, "a", 3);
+        assert_eq!(broken(&mut engine), [violation]);
+        let mut said = crate::kit::Said::default();
+        said.add(engine.take_outputs());
+        while engine.has_work() {
+            engine.step().unwrap();
+            said.add(engine.take_outputs());
+        }
+        assert_eq!(said.of("a"), continuation(&model, &prompt(1, 20), 3));
+    }
+}
+
+#[test]
+fn a_prompt_can_be_cut_but_not_away() {
+    let (mut engine, script) = scripted(&tp(1));
+    for (cut, right) in [(19, true), (0, false), (21, false)] {
+        script.state().prompt_cut = Some(cut);
+        submit(&mut engine, "a", 2);
+        let mut said = crate::kit::Said::default();
+        let mut broken = vec![];
+        while engine.has_work() {
+            broken.extend(engine.step().err());
+            said.add(engine.take_outputs());
+        }
+        let len = if right { cut } else { 20 };
+        assert_eq!(said.of("a"), continuation(&dense(), &prompt(1, len)[..len], 2));
+        let violation = Violation::PromptCut { id: "a".into(), tokens: cut, prompt: 20 };
+        assert_eq!(broken, if right { vec![] } else { vec![EngineError::Violation(violation)] });
+    }
+}
+
+#[test]
+fn what_workers_say_reaches_the_scheduler_half() {
+    let (mut engine, script) = scripted(&tp(2));
+    script.state().worker_meta = Some(vec![42]);
+    engine.step().unwrap();
+    let meta = script.state().outputs[0].worker_meta.clone();
+    assert_eq!(meta, [(rank(0), vec![42]), (rank(1), vec![42])]);
+}
+
+#[test]
+fn a_pinned_block_outlives_its_request() {
+    let (mut engine, script) = scripted(&tp(1));
+    submit(&mut engine, "a", 4);
+    engine.step().unwrap();
+    let block = engine.blocks(&"a".into()).unwrap()[0][1];
+    let pins = script.state().pins.clone().unwrap();
+    assert!(pins.pin(0, block));
+    run(&mut engine);
+    assert_eq!(engine.check_empty().unwrap_err().blocks, [(0, block)]);
+    pins.unpin(0, block);
+    engine.check_empty().unwrap();
+}
+
+#[test]
+fn a_layer_is_there_after_its_event_and_not_after_its_call() {
+    for launch in [Launch::Eager, Launch::Deferred] {
+        for threads in [false, true] {
+            let mut config = tp(2);
+            (config.launch, config.threads) = (launch, threads);
+            let probe = std::sync::Arc::<std::sync::Mutex<Vec<_>>>::default();
+            let script = Script::new();
+            let mut connector = script.connector(2);
+            connector.workers[1] = Box::new(Probe { caches: None, seen: probe.clone() });
+            let mut engine = Engine::new(config.clone(), Connector::Vllm(connector)).unwrap();
+            submit(&mut engine, "a", 1);
+            engine.step().unwrap();
+            let caches = engine.caches(rank(1));
+            for (layer, ready, seen) in probe.lock().unwrap().drain(..) {
+                assert_eq!(ready, launch == Launch::Eager);
+                let now = first_row(caches, layer);
+                assert_eq!(seen, if ready { now } else { vec![0; 24] });
+            }
+        }
+    }
+}
+
+/// The first row of a layer, of the first block that is ever taken.
+fn first_row(caches: &kvferry_refengine::KvCaches, layer: usize) -> Vec<u8> {
+    caches.row(&caches.layout.layers[layer], 0, BlockId(1), 0, 0)
+}
+
+/// Looks at a layer's bytes when it is called.
+struct Probe {
+    caches: Option<std::sync::Arc<kvferry_refengine::KvCaches>>,
+    seen: std::sync::Arc<std::sync::Mutex<Vec<(usize, bool, Vec<u8>)>>>,
+}
+
+impl kvferry_refengine::contract::vllm::WorkerConnector for Probe {
+    fn register_kv_caches(&mut self, caches: &std::sync::Arc<kvferry_refengine::KvCaches>) {
+        self.caches = Some(caches.clone());
+    }
+
+    fn bind_connector_metadata(
+        &mut self,
+        _meta: &kvferry_refengine::contract::vllm::ConnectorMeta,
+    ) {
+    }
+
+    fn start_load_kv(&mut self) {}
+
+    fn save_kv_layer(&mut self, layer: usize, computed: &kvferry_refengine::LayerEvent) {
+        let row = first_row(self.caches.as_ref().unwrap(), layer);
+        self.seen.lock().unwrap().push((layer, computed.is_ready(), row));
+    }
+
+    fn get_transfer_results(
+        &mut self,
+        _finished: &[RequestId],
+    ) -> kvferry_refengine::contract::vllm::TransferResults {
+        Default::default()
+    }
+}
+
+#[test]
+fn whoever_waits_for_a_layer_finds_it_computed_in_whichever_thread() {
+    let mut config = tp(2);
+    config.launch = Launch::Deferred;
+    let script = Script::new();
+    let mut connector = script.connector(2);
+    connector.workers[0] = Box::new(Waiter(None));
+    let mut engine = Engine::new(config, Connector::Vllm(connector)).unwrap();
+    submit(&mut engine, "a", 3);
+    assert_eq!(run(&mut engine).of("a"), continuation(&dense(), &prompt(1, 20), 3));
+}
+
+/// Waits for each layer twice: in its own thread, and in another.
+struct Waiter(Option<std::sync::Arc<kvferry_refengine::KvCaches>>);
+
+impl kvferry_refengine::contract::vllm::WorkerConnector for Waiter {
+    fn register_kv_caches(&mut self, caches: &std::sync::Arc<kvferry_refengine::KvCaches>) {
+        self.0 = Some(caches.clone());
+    }
+
+    fn bind_connector_metadata(
+        &mut self,
+        _meta: &kvferry_refengine::contract::vllm::ConnectorMeta,
+    ) {
+    }
+
+    fn start_load_kv(&mut self) {}
+
+    fn save_kv_layer(&mut self, layer: usize, computed: &kvferry_refengine::LayerEvent) {
+        assert!(!computed.is_ready());
+        let other = computed.clone();
+        std::thread::spawn(move || other.wait()).join().unwrap();
+        computed.wait();
+        assert!(computed.is_ready());
+        assert_ne!(first_row(self.0.as_ref().unwrap(), layer), vec![0; 24]);
+    }
+
+    fn get_transfer_results(
+        &mut self,
+        _finished: &[RequestId],
+    ) -> kvferry_refengine::contract::vllm::TransferResults {
+        Default::default()
+    }
+}
+
+/// Memory of the connector's own, that counts what is written.
+#[derive(Debug)]
+struct Counted {
+    memory: kvferry_refengine::HeapMemory,
+    written: std::sync::atomic::AtomicUsize,
+}
+
+impl KvMemory for Counted {
+    fn bytes(&self) -> usize {
+        self.memory.bytes()
+    }
+
+    fn read(&self, at: usize, out: &mut [u8]) {
+        self.memory.read(at, out);
+    }
+
+    fn write(&self, at: usize, bytes: &[u8]) {
+        self.written.fetch_add(bytes.len(), std::sync::atomic::Ordering::Relaxed);
+        self.memory.write(at, bytes);
+    }
+}
+
+struct Owner {
+    memory: std::sync::Arc<std::sync::Mutex<Vec<std::sync::Arc<Counted>>>>,
+    short_bytes: usize,
+}
+
+impl kvferry_refengine::contract::vllm::WorkerConnector for Owner {
+    fn allocate_kv_memory(
+        &mut self,
+        _rank: Rank,
+        _storage: usize,
+        len_bytes: usize,
+    ) -> Option<std::sync::Arc<dyn KvMemory>> {
+        let memory = kvferry_refengine::HeapMemory::new(len_bytes - self.short_bytes);
+        let memory = std::sync::Arc::new(Counted { memory, written: 0.into() });
+        self.memory.lock().unwrap().push(memory.clone());
+        Some(memory)
+    }
+
+    fn register_kv_caches(&mut self, _caches: &std::sync::Arc<kvferry_refengine::KvCaches>) {}
+
+    fn bind_connector_metadata(
+        &mut self,
+        _meta: &kvferry_refengine::contract::vllm::ConnectorMeta,
+    ) {
+    }
+
+    fn start_load_kv(&mut self) {}
+
+    fn get_transfer_results(
+        &mut self,
+        _finished: &[RequestId],
+    ) -> kvferry_refengine::contract::vllm::TransferResults {
+        Default::default()
+    }
+}
+
+#[test]
+fn a_connector_may_own_the_memory() {
+    for short_bytes in [0, 1] {
+        let memory = std::sync::Arc::<std::sync::Mutex<Vec<_>>>::default();
+        let mut connector = Script::new().connector(1);
+        connector.workers[0] = Box::new(Owner { memory: memory.clone(), short_bytes });
+        let engine = Engine::new(tp(1), Connector::Vllm(connector));
+        if short_bytes > 0 {
+            let refused = engine.unwrap_err().to_string();
+            assert_eq!(refused, "rank pp0tp0: a storage of 73727 bytes where 73728 were asked for");
+            continue;
+        }
+        let mut engine = engine.unwrap();
+        submit(&mut engine, "a", 1);
+        run(&mut engine);
+        let written = memory.lock().unwrap()[0].written.load(std::sync::atomic::Ordering::Relaxed);
+        assert!(written >= 20 * 3 * 4 * 24, "{written}");
+    }
+}
+
+#[test]
+fn a_panicking_rank_ends_the_step_in_threads_as_without() {
+    struct Bomb;
+    impl kvferry_refengine::contract::vllm::WorkerConnector for Bomb {
+        fn register_kv_caches(&mut self, _caches: &std::sync::Arc<kvferry_refengine::KvCaches>) {}
+        fn bind_connector_metadata(
+            &mut self,
+            _meta: &kvferry_refengine::contract::vllm::ConnectorMeta,
+        ) {
+        }
+        fn start_load_kv(&mut self) {
+            panic!("no");
+        }
+        fn get_transfer_results(
+            &mut self,
+            _finished: &[RequestId],
+        ) -> kvferry_refengine::contract::vllm::TransferResults {
+            Default::default()
+        }
+    }
+    for threads in [false, true] {
+        let mut config = tp(4);
+        config.threads = threads;
+        let mut connector = Script::new().connector(4);
+        connector.workers[2] = Box::new(Bomb);
+        let mut engine = Engine::new(config, Connector::Vllm(connector)).unwrap();
+        submit(&mut engine, "a", 1);
+        let step = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| engine.step()));
+        assert_eq!(*step.unwrap_err().downcast_ref::<&str>().unwrap(), "no");
+    }
+}

@@ -1,0 +1,144 @@
+//! Requests, preemptions, aborts and failures as chance has it; and how long that takes.
+
+use crate::kit::{Dice, Pair, config, dense, hybrid, models, prompt, windowed};
+use kvferry_refengine::teleport::{FailureKey, Faults, LoadMode};
+use kvferry_refengine::{
+    EngineConfig, FinishReason, Launch, LayoutOrder, LoadFailurePolicy, RequestId,
+};
+use std::time::Instant;
+
+fn random_config(dice: &mut Dice, base: &EngineConfig) -> EngineConfig {
+    let mut config = base.clone();
+    config.layout = dice.pick(&LayoutOrder::ALL);
+    config.chunk_tokens = 1 + dice.roll(40);
+    config.step_tokens = 8 + dice.roll(60);
+    config.max_running = 1 + dice.roll(8);
+    config.prefix_caching = dice.percent(70);
+    config.launch = dice.pick(&[Launch::Eager, Launch::Deferred]);
+    config
+}
+
+/// Hundreds of requests of one seed: half of them share a beginning, some are aborted, some loads
+/// fail, blocks are few.
+fn scenario(seed: u64, requests: usize) -> (u64, u64, usize) {
+    let mut dice = Dice::new(seed);
+    let model = dice.pick(&models());
+    let mut base = config(&model, dice.pick(&[4, 8]), 40);
+    base.tp = dice.pick(&[1, 2]);
+    base.load_failure = dice.pick(&[LoadFailurePolicy::Fail, LoadFailurePolicy::Recompute]);
+    let (prefill, decode) = (random_config(&mut dice, &base), random_config(&mut dice, &base));
+    let key = if model.groups.len() == 1 {
+        dice.pick(&[FailureKey::Request, FailureKey::Block])
+    } else {
+        FailureKey::Request
+    };
+    let steps = 1 + dice.roll(6) as u64;
+    let mode = match model.groups.len() {
+        1 => dice.pick(&[LoadMode::Sync, LoadMode::Async { steps }]),
+        _ => LoadMode::Async { steps },
+    };
+    let percent = if mode == LoadMode::Sync && key == FailureKey::Request { 0 } else { 15 };
+    let mut pair = Pair::new(mode, Faults { seed, percent, key }, &prefill, &decode);
+
+    let (mut submitted, mut aborted) = (0, vec![]);
+    while submitted < requests {
+        for _ in 0..dice.roll(4) {
+            let mut tokens = if dice.percent(50) { prompt(seed, 24) } else { vec![] };
+            tokens.extend(prompt(seed << 32 | submitted as u64, 1 + dice.roll(40)));
+            pair.hand_off(&format!("r{submitted}"), tokens, 1 + dice.roll(20));
+            submitted += 1;
+        }
+        if submitted > 0 && dice.percent(20) {
+            let victim = format!("r{}", submitted - 1 - dice.roll(submitted.min(12)));
+            if pair.prefill.abort(&RequestId::from(format!("{victim}-prefill"))) {
+                aborted.push(victim.clone());
+            }
+            if pair.decode.abort(&RequestId::from(victim.as_str())) {
+                aborted.push(victim);
+            }
+        }
+        pair.tick();
+    }
+    pair.run();
+    let mut errors = 0;
+    for n in 0..submitted {
+        let id = format!("r{n}");
+        match pair.decoded_of(&id) {
+            Some(FinishReason::Length) => pair.assert_right(&id),
+            Some(FinishReason::Error) => errors += 1,
+            Some(FinishReason::Abort) | None => assert!(aborted.contains(&id), "{id} is lost"),
+            Some(FinishReason::Stop) => panic!("nobody said where to stop"),
+        }
+    }
+    pair.assert_empty();
+    assert!(pair.prefill.violations().is_empty() && pair.decode.violations().is_empty());
+    let (_, failures) = pair.teleport.loads();
+    if base.load_failure == LoadFailurePolicy::Recompute {
+        assert_eq!(errors, 0);
+    }
+    (pair.prefill.preemptions() + pair.decode.preemptions(), failures, aborted.len())
+}
+
+#[test]
+fn whatever_chance_does_tokens_are_right_and_nothing_is_left() {
+    let (mut preemptions, mut failures, mut aborted) = (0, 0, 0);
+    for seed in 0..40 {
+        let of = scenario(seed, 100);
+        preemptions += of.0;
+        failures += of.1;
+        aborted += of.2;
+    }
+    println!("{preemptions} preemptions, {failures} failed loads, {aborted} aborts");
+    assert!(preemptions > 100 && failures > 100 && aborted > 100);
+}
+
+#[test]
+fn a_thousand_small_scenarios_take_seconds() {
+    for (what, model) in [("dense", dense()), ("windowed", windowed()), ("hybrid", hybrid())] {
+        let began = Instant::now();
+        let mut steps_tokens = 0;
+        for seed in 0..334 {
+            let mut dice = Dice::new(seed);
+            let mut config = config(&model, 16, 32);
+            config.tp = dice.pick(&[1, 2]);
+            let mode = LoadMode::Async { steps: 3 };
+            let mut pair = Pair::new(mode, Faults::none(seed), &config, &config);
+            for n in 0..3 {
+                let len = 40 + dice.roll(160);
+                pair.hand_off(&format!("r{n}"), prompt(seed * 3 + n, len), 16);
+                steps_tokens += len + 16;
+            }
+            pair.run();
+            for n in 0..3 {
+                assert_eq!(pair.decoded_of(&format!("r{n}")), Some(FinishReason::Length));
+            }
+            pair.assert_right("r1");
+            pair.assert_empty();
+        }
+        println!("334 scenarios, {what}, {steps_tokens} tokens: {:?}", began.elapsed());
+    }
+}
+
+#[test]
+fn what_a_byte_of_attention_costs() {
+    for (layout, threads) in [(LayoutOrder::Lbhnc, false), (LayoutOrder::Bhlnc, false)] {
+        let model =
+            kvferry_refengine::ModelSpec::new(vec![kvferry_refengine::GroupSpec::full(8, 64)], 4);
+        let mut config = config(&model, 16, 70);
+        (config.layout, config.threads) = (layout, threads);
+        (config.step_tokens, config.chunk_tokens) = (1024, 1024);
+        let mut engine = crate::kit::engine(config);
+        engine.submit(kvferry_refengine::Request::new("a", prompt(1, 800), 100)).unwrap();
+        let began = Instant::now();
+        engine.step().unwrap();
+        let prefill = began.elapsed();
+        let began = Instant::now();
+        let mut bytes = 0.0;
+        for at in 0..99 {
+            engine.step().unwrap();
+            bytes += f64::from(801 + at) * 4.0 * 8.0 * 128.0;
+        }
+        let each = began.elapsed().as_secs_f64() * 1e9 / bytes;
+        println!("{layout}: 800 tokens in {prefill:?}, then {each:.2} ns per byte read");
+    }
+}
