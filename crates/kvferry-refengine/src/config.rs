@@ -47,7 +47,8 @@ pub enum LoadFailurePolicy {
 pub enum Launch {
     /// Between the hooks of each layer, as on a CPU.
     Eager,
-    /// After all hooks, as on a GPU: a layer's bytes are there after its event, not after its call.
+    /// After all calls of the step, as on a GPU that is slow: a layer's bytes are there after its
+    /// event, not after its call.
     Deferred,
 }
 

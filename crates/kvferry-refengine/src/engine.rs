@@ -501,28 +501,23 @@ fn vllm_phases(
     forward: Option<&Arc<Forward>>,
     has_sync_loads: bool,
 ) -> Vec<Phase> {
-    let layers = forward_phases(ranks, launch, forward);
     let mut phases = vec![Phase::HandlePreemptions, Phase::Scribble, Phase::Bind];
-    // What is only loaded for later steps is begun once the computing has been launched.
-    let after = !has_sync_loads && forward.is_some();
-    if !after {
+    let layers = layer_phases(ranks, launch, forward);
+    if has_sync_loads {
+        phases.push(Phase::StartLoad);
+        phases.extend(layers);
+    } else {
+        // What is only loaded for later steps is begun once the computing has been launched.
+        phases.extend(layers);
         phases.push(Phase::StartLoad);
     }
-    let launched = layers.iter().position(|phase| matches!(phase, Phase::Compute(_)));
-    let launched = if launch == Launch::Deferred { launched } else { None };
-    let (hooks, computing) = layers.split_at(launched.unwrap_or(layers.len()));
-    phases.extend_from_slice(hooks);
-    if after {
-        phases.push(Phase::StartLoad);
-    }
-    phases.extend_from_slice(computing);
     phases.extend([Phase::WaitForSave, Phase::Report]);
     phases
 }
 
 fn trt_phases(ranks: &Ranks, launch: Launch, forward: Option<&Arc<Forward>>) -> Vec<Phase> {
     let mut phases = vec![Phase::Bind, Phase::StartLoad];
-    phases.extend(forward_phases(ranks, launch, forward));
+    phases.extend(layer_phases(ranks, launch, forward));
     if forward.is_some() {
         phases.push(Phase::ForwardDone);
     }
@@ -530,23 +525,19 @@ fn trt_phases(ranks: &Ranks, launch: Launch, forward: Option<&Arc<Forward>>) -> 
     phases
 }
 
-fn forward_phases(ranks: &Ranks, launch: Launch, forward: Option<&Arc<Forward>>) -> Vec<Phase> {
-    if forward.is_none() {
-        return vec![];
+/// What is launched and not computed in a phase is computed when all are over, unless somebody
+/// waits for it.
+fn layer_phases(ranks: &Ranks, launch: Launch, forward: Option<&Arc<Forward>>) -> Vec<Phase> {
+    let layers = if forward.is_some() { 0..ranks.model.layers.len() } else { 0..0 };
+    let mut phases = vec![];
+    for layer in layers {
+        phases.push(Phase::WaitForLayer(layer));
+        if launch == Launch::Eager {
+            phases.push(Phase::Compute(layer));
+        }
+        phases.push(Phase::SaveLayer(layer));
     }
-    let layers = 0..ranks.model.layers.len();
-    let last = layers.end - 1;
-    match launch {
-        Launch::Eager => layers
-            .flat_map(|layer| {
-                [Phase::WaitForLayer(layer), Phase::Compute(layer), Phase::SaveLayer(layer)]
-            })
-            .collect(),
-        Launch::Deferred => layers
-            .flat_map(|layer| [Phase::WaitForLayer(layer), Phase::SaveLayer(layer)])
-            .chain([Phase::Compute(last)])
-            .collect(),
-    }
+    phases
 }
 
 /// Whether a rank holds a layer.

@@ -53,7 +53,7 @@ pub(crate) fn fill(seed: u64, out: &mut [u8]) {
 pub(crate) const fn term(query: u64, digest: u64, position: u64) -> u64 {
     // Odd times odd is odd: the multiplication loses nothing.
     let product = (digest ^ query).wrapping_mul(GOLDEN.wrapping_mul(2 * position + 1));
-    (product ^ (product >> 31)).wrapping_mul(ODD)
+    product ^ (product >> 31)
 }
 
 #[cfg(test)]

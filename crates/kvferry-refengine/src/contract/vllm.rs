@@ -15,8 +15,9 @@
 //! end              request_finished, exactly once per request
 //! ```
 //! Without a token to compute, a step calls everything but the layers. Where nothing is loaded
-//! synchronously, `start_load_kv` comes after the layers, whose computing has then only been
-//! launched.
+//! synchronously, `start_load_kv` comes after the layers. What the layers compute may only have been
+//! launched by then, and not be done when the step's last call returns: see
+//! [`crate::Launch::Deferred`] and [`LayerEvent`].
 //!
 //! # Whose blocks when
 //! * Blocks of an asynchronous load are the connector's from the `start_load_kv` of the step whose

@@ -2,12 +2,15 @@
 
 use crate::kit::{config, dense, hybrid, prompt, run, windowed};
 use crate::script::Script;
-use kvferry_refengine::contract::vllm::Match;
+use kvferry_refengine::contract::vllm::{ConnectorMeta, Match, TransferResults, WorkerConnector};
 use kvferry_refengine::contract::{Channel, Violation};
 use kvferry_refengine::{
-    BlockId, Connector, Engine, EngineConfig, EngineError, FinishReason, KvMemory, Launch,
-    LoadFailurePolicy, Rank, Request, RequestId, RequestStatus, continuation,
+    BlockId, Connector, Engine, EngineConfig, EngineError, FinishReason, HeapMemory, KvCaches,
+    KvMemory, Launch, LayerEvent, LoadFailurePolicy, Rank, Request, RequestId, RequestStatus,
+    continuation,
 };
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 fn scripted(config: &EngineConfig) -> (Engine, Script) {
     let script = Script::new();
@@ -372,7 +375,7 @@ fn nobody_receives_what_is_not_loading() {
     let not_loading =
         Violation::NotLoading { rank: rank(0), channel: Channel::Recving, id: "a".into() };
     script.received(0, "a");
-    assert_eq!(broken(&mut engine), [not_loading.clone()]);
+    assert_eq!(broken(&mut engine), [not_loading]);
     script.matches(10, true);
     engine.submit(Request::new("b", prompt(2, 20), 9)).unwrap();
     engine.step().unwrap();
@@ -484,7 +487,7 @@ fn a_layer_is_there_after_its_event_and_not_after_its_call() {
         for threads in [false, true] {
             let mut config = tp(2);
             (config.launch, config.threads) = (launch, threads);
-            let probe = std::sync::Arc::<std::sync::Mutex<Vec<_>>>::default();
+            let probe = Seen::default();
             let script = Script::new();
             let mut connector = script.connector(2);
             connector.workers[1] = Box::new(Probe { caches: None, seen: probe.clone() });
@@ -502,39 +505,35 @@ fn a_layer_is_there_after_its_event_and_not_after_its_call() {
 }
 
 /// The first row of a layer, of the first block that is ever taken.
-fn first_row(caches: &kvferry_refengine::KvCaches, layer: usize) -> Vec<u8> {
+fn first_row(caches: &KvCaches, layer: usize) -> Vec<u8> {
     caches.row(&caches.layout.layers[layer], 0, BlockId(1), 0, 0)
 }
 
 /// Looks at a layer's bytes when it is called.
 struct Probe {
-    caches: Option<std::sync::Arc<kvferry_refengine::KvCaches>>,
-    seen: std::sync::Arc<std::sync::Mutex<Vec<(usize, bool, Vec<u8>)>>>,
+    caches: Option<Arc<KvCaches>>,
+    seen: Seen,
 }
 
-impl kvferry_refengine::contract::vllm::WorkerConnector for Probe {
-    fn register_kv_caches(&mut self, caches: &std::sync::Arc<kvferry_refengine::KvCaches>) {
+/// Per call: the layer, whether its event had happened, and a row.
+type Seen = Arc<Mutex<Vec<(usize, bool, Vec<u8>)>>>;
+
+impl WorkerConnector for Probe {
+    fn register_kv_caches(&mut self, caches: &Arc<KvCaches>) {
         self.caches = Some(caches.clone());
     }
 
-    fn bind_connector_metadata(
-        &mut self,
-        _meta: &kvferry_refengine::contract::vllm::ConnectorMeta,
-    ) {
-    }
+    fn bind_connector_metadata(&mut self, _meta: &ConnectorMeta) {}
 
     fn start_load_kv(&mut self) {}
 
-    fn save_kv_layer(&mut self, layer: usize, computed: &kvferry_refengine::LayerEvent) {
+    fn save_kv_layer(&mut self, layer: usize, computed: &LayerEvent) {
         let row = first_row(self.caches.as_ref().unwrap(), layer);
         self.seen.lock().unwrap().push((layer, computed.is_ready(), row));
     }
 
-    fn get_transfer_results(
-        &mut self,
-        _finished: &[RequestId],
-    ) -> kvferry_refengine::contract::vllm::TransferResults {
-        Default::default()
+    fn get_transfer_results(&mut self, _finished: &[RequestId]) -> TransferResults {
+        TransferResults::default()
     }
 }
 
@@ -551,22 +550,18 @@ fn whoever_waits_for_a_layer_finds_it_computed_in_whichever_thread() {
 }
 
 /// Waits for each layer twice: in its own thread, and in another.
-struct Waiter(Option<std::sync::Arc<kvferry_refengine::KvCaches>>);
+struct Waiter(Option<Arc<KvCaches>>);
 
-impl kvferry_refengine::contract::vllm::WorkerConnector for Waiter {
-    fn register_kv_caches(&mut self, caches: &std::sync::Arc<kvferry_refengine::KvCaches>) {
+impl WorkerConnector for Waiter {
+    fn register_kv_caches(&mut self, caches: &Arc<KvCaches>) {
         self.0 = Some(caches.clone());
     }
 
-    fn bind_connector_metadata(
-        &mut self,
-        _meta: &kvferry_refengine::contract::vllm::ConnectorMeta,
-    ) {
-    }
+    fn bind_connector_metadata(&mut self, _meta: &ConnectorMeta) {}
 
     fn start_load_kv(&mut self) {}
 
-    fn save_kv_layer(&mut self, layer: usize, computed: &kvferry_refengine::LayerEvent) {
+    fn save_kv_layer(&mut self, layer: usize, computed: &LayerEvent) {
         assert!(!computed.is_ready());
         let other = computed.clone();
         std::thread::spawn(move || other.wait()).join().unwrap();
@@ -575,19 +570,16 @@ impl kvferry_refengine::contract::vllm::WorkerConnector for Waiter {
         assert_ne!(first_row(self.0.as_ref().unwrap(), layer), vec![0; 24]);
     }
 
-    fn get_transfer_results(
-        &mut self,
-        _finished: &[RequestId],
-    ) -> kvferry_refengine::contract::vllm::TransferResults {
-        Default::default()
+    fn get_transfer_results(&mut self, _finished: &[RequestId]) -> TransferResults {
+        TransferResults::default()
     }
 }
 
 /// Memory of the connector's own, that counts what is written.
 #[derive(Debug)]
 struct Counted {
-    memory: kvferry_refengine::HeapMemory,
-    written: std::sync::atomic::AtomicUsize,
+    memory: HeapMemory,
+    written: AtomicUsize,
 }
 
 impl KvMemory for Counted {
@@ -600,51 +592,44 @@ impl KvMemory for Counted {
     }
 
     fn write(&self, at: usize, bytes: &[u8]) {
-        self.written.fetch_add(bytes.len(), std::sync::atomic::Ordering::Relaxed);
+        self.written.fetch_add(bytes.len(), Ordering::Relaxed);
         self.memory.write(at, bytes);
     }
 }
 
 struct Owner {
-    memory: std::sync::Arc<std::sync::Mutex<Vec<std::sync::Arc<Counted>>>>,
+    memory: Arc<Mutex<Vec<Arc<Counted>>>>,
     short_bytes: usize,
 }
 
-impl kvferry_refengine::contract::vllm::WorkerConnector for Owner {
+impl WorkerConnector for Owner {
     fn allocate_kv_memory(
         &mut self,
         _rank: Rank,
         _storage: usize,
         len_bytes: usize,
-    ) -> Option<std::sync::Arc<dyn KvMemory>> {
-        let memory = kvferry_refengine::HeapMemory::new(len_bytes - self.short_bytes);
-        let memory = std::sync::Arc::new(Counted { memory, written: 0.into() });
+    ) -> Option<Arc<dyn KvMemory>> {
+        let memory = HeapMemory::new(len_bytes - self.short_bytes);
+        let memory = Arc::new(Counted { memory, written: 0.into() });
         self.memory.lock().unwrap().push(memory.clone());
         Some(memory)
     }
 
-    fn register_kv_caches(&mut self, _caches: &std::sync::Arc<kvferry_refengine::KvCaches>) {}
+    fn register_kv_caches(&mut self, _caches: &Arc<KvCaches>) {}
 
-    fn bind_connector_metadata(
-        &mut self,
-        _meta: &kvferry_refengine::contract::vllm::ConnectorMeta,
-    ) {
-    }
+    fn bind_connector_metadata(&mut self, _meta: &ConnectorMeta) {}
 
     fn start_load_kv(&mut self) {}
 
-    fn get_transfer_results(
-        &mut self,
-        _finished: &[RequestId],
-    ) -> kvferry_refengine::contract::vllm::TransferResults {
-        Default::default()
+    fn get_transfer_results(&mut self, _finished: &[RequestId]) -> TransferResults {
+        TransferResults::default()
     }
 }
 
 #[test]
 fn a_connector_may_own_the_memory() {
     for short_bytes in [0, 1] {
-        let memory = std::sync::Arc::<std::sync::Mutex<Vec<_>>>::default();
+        let memory = Arc::<Mutex<Vec<_>>>::default();
         let mut connector = Script::new().connector(1);
         connector.workers[0] = Box::new(Owner { memory: memory.clone(), short_bytes });
         let engine = Engine::new(tp(1), Connector::Vllm(connector));
@@ -656,7 +641,7 @@ fn a_connector_may_own_the_memory() {
         let mut engine = engine.unwrap();
         submit(&mut engine, "a", 1);
         run(&mut engine);
-        let written = memory.lock().unwrap()[0].written.load(std::sync::atomic::Ordering::Relaxed);
+        let written = memory.lock().unwrap()[0].written.load(Ordering::Relaxed);
         assert!(written >= 20 * 3 * 4 * 24, "{written}");
     }
 }
@@ -664,21 +649,14 @@ fn a_connector_may_own_the_memory() {
 #[test]
 fn a_panicking_rank_ends_the_step_in_threads_as_without() {
     struct Bomb;
-    impl kvferry_refengine::contract::vllm::WorkerConnector for Bomb {
-        fn register_kv_caches(&mut self, _caches: &std::sync::Arc<kvferry_refengine::KvCaches>) {}
-        fn bind_connector_metadata(
-            &mut self,
-            _meta: &kvferry_refengine::contract::vllm::ConnectorMeta,
-        ) {
-        }
+    impl WorkerConnector for Bomb {
+        fn register_kv_caches(&mut self, _caches: &Arc<KvCaches>) {}
+        fn bind_connector_metadata(&mut self, _meta: &ConnectorMeta) {}
         fn start_load_kv(&mut self) {
             panic!("no");
         }
-        fn get_transfer_results(
-            &mut self,
-            _finished: &[RequestId],
-        ) -> kvferry_refengine::contract::vllm::TransferResults {
-            Default::default()
+        fn get_transfer_results(&mut self, _finished: &[RequestId]) -> TransferResults {
+            TransferResults::default()
         }
     }
     for threads in [false, true] {
@@ -691,4 +669,10 @@ fn a_panicking_rank_ends_the_step_in_threads_as_without() {
         let step = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| engine.step()));
         assert_eq!(*step.unwrap_err().downcast_ref::<&str>().unwrap(), "no");
     }
+}
+
+#[test]
+fn an_engine_may_be_moved_to_another_thread() {
+    const fn movable<T: Send>() {}
+    movable::<Engine>();
 }
