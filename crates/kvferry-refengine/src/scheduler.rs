@@ -821,12 +821,13 @@ impl Scheduler {
             let entry = self.entry(number);
             let Some(valid) = first_bad(entry, entry.cached) else { continue };
             affected.push(number);
+            let entry = self.requests.get_mut(&number).expect("it runs");
+            self.cache.retract(&mut entry.tables, valid);
             if self.limits.load_failure == LoadFailurePolicy::Fail {
                 self.finish(number, FinishReason::Error);
                 continue;
             }
             let entry = self.requests.get_mut(&number).expect("it runs");
-            self.cache.retract(&mut entry.tables, valid);
             if self.cache.keeps_all() {
                 (entry.computed, entry.cached) = (valid, valid);
             } else {

@@ -676,3 +676,74 @@ fn an_engine_may_be_moved_to_another_thread() {
     const fn movable<T: Send>() {}
     movable::<Engine>();
 }
+
+#[test]
+fn a_block_that_turned_out_bad_is_found_by_nobody_any_more() {
+    for policy in [LoadFailurePolicy::Fail, LoadFailurePolicy::Recompute] {
+        let mut config = tp(1);
+        config.load_failure = policy;
+        let (mut engine, script) = scripted(&config);
+        submit(&mut engine, "a", 2);
+        run(&mut engine);
+        // Two blocks are found; the second of them is then said to be bad.
+        submit(&mut engine, "b", 2);
+        script.state().invalid.insert(0, vec![BlockId(2)]);
+        assert_eq!(engine.step().unwrap().tokens, 4);
+        let ended = engine.take_outputs();
+        let heir = match policy {
+            LoadFailurePolicy::Fail => {
+                assert_eq!(ended[0].finished.as_ref().unwrap().reason, FinishReason::Error);
+                submit(&mut engine, "c", 2);
+                "c"
+            }
+            LoadFailurePolicy::Recompute => "b",
+        };
+        assert_eq!(engine.step().unwrap().tokens, 12, "from the bad block on");
+        assert_eq!(run(&mut engine).of(heir), continuation(&dense(), &prompt(1, 20), 2));
+        engine.check_empty().unwrap();
+    }
+}
+
+#[test]
+fn who_waits_after_a_load_gives_way_to_who_runs() {
+    let mut config = config(&dense(), 8, 10);
+    (config.max_running, config.prefix_caching) = (1, false);
+    let (mut engine, script) = scripted(&config);
+    script.matches(24, true);
+    engine.submit(Request::new("waits", prompt(2, 40), 4)).unwrap();
+    engine.step().unwrap();
+    script.matches(0, false);
+    // Comes to need eight blocks, of nine, of which three are taken.
+    submit(&mut engine, "runs", 40);
+    engine.step().unwrap();
+    script.received(0, "waits");
+    let said = run(&mut engine);
+    assert_eq!(said.of("runs"), continuation(&dense(), &prompt(1, 20), 40));
+    assert_eq!(said.of("waits"), continuation(&dense(), &prompt(2, 40), 4));
+    assert_eq!(engine.preemptions(), 1);
+    engine.check_empty().unwrap();
+}
+
+#[test]
+fn requests_that_were_loaded_and_have_no_room_to_go_on_start_over() {
+    // Each holds two blocks, and needs a third: of four.
+    let mut config = config(&dense(), 8, 5);
+    config.prefix_caching = false;
+    let (mut engine, script) = scripted(&config);
+    script.matches(16, true);
+    for id in ["a", "b"] {
+        submit(&mut engine, id, 4);
+    }
+    engine.step().unwrap();
+    script.matches(0, false);
+    for id in ["a", "b"] {
+        assert_eq!(engine.status(&id.into()), Some(RequestStatus::WaitingForRemoteKvs));
+        script.received(0, id);
+    }
+    // What was said to be loaded never was: only who starts over says what is right.
+    let said = run(&mut engine);
+    let right = continuation(&dense(), &prompt(1, 20), 4);
+    assert!(said.of("a") != right && said.of("b") == right);
+    assert_eq!(engine.preemptions(), 1);
+    engine.check_empty().unwrap();
+}

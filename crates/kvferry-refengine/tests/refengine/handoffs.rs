@@ -50,6 +50,19 @@ fn a_consumer_computes_no_more_of_a_prompt_than_its_last_token() {
 }
 
 #[test]
+fn the_last_token_of_a_loaded_prompt_finds_its_whole_window() {
+    // Wherever the window begins within its first block.
+    for len in 30..50 {
+        let config = config(&windowed(), 8, 64);
+        let mode = LoadMode::Async { steps: 1 };
+        let mut pair = Pair::new(mode, Faults::none(1), &config, &config);
+        pair.hand_off("a", prompt(1, len), 4);
+        pair.run();
+        pair.assert_right("a");
+    }
+}
+
+#[test]
 fn engines_of_different_layouts_stages_and_pools_hand_off() {
     for (n, layout) in LayoutOrder::ALL.into_iter().enumerate() {
         let mut prefill = config(&hybrid(), 8, 64);

@@ -1,6 +1,6 @@
 //! TensorRT-LLM's seam.
 
-use crate::kit::{Said, config, dense, hybrid, prompt, run, windowed};
+use crate::kit::{Dice, Said, config, dense, hybrid, prompt, run, windowed};
 use crate::script::Script;
 use kvferry_refengine::contract::trt::RequestState;
 use kvferry_refengine::contract::{Channel, Violation};
@@ -207,14 +207,24 @@ impl Two {
         }
     }
 
-    fn run(&mut self) -> Result<(), EngineError> {
-        while self.prefill.has_work() || self.decode.has_work() {
-            for engine in [&mut self.prefill, &mut self.decode] {
-                if engine.has_work() {
-                    engine.step()?;
-                }
+    /// One step of each engine that has something to do; whether there was one.
+    fn tick(&mut self) -> Result<bool, EngineError> {
+        let mut worked = false;
+        for engine in [&mut self.prefill, &mut self.decode] {
+            if engine.has_work() {
+                engine.step()?;
+                worked = true;
             }
-            self.said.add(self.decode.take_outputs());
+        }
+        self.said.add(self.decode.take_outputs());
+        Ok(worked)
+    }
+
+    fn run(&mut self) -> Result<(), EngineError> {
+        for _ in 0..100_000 {
+            if !self.tick()? {
+                break;
+            }
         }
         self.prefill.check_empty().unwrap();
         self.decode.check_empty().unwrap();
@@ -289,5 +299,62 @@ fn a_worker_that_cannot_load_ends_the_engine() {
         let error = two.run().unwrap_err();
         assert!(matches!(error, EngineError::Worker { .. }));
         assert!(error.to_string().ends_with("transfer 1 failed"), "{error}");
+    }
+}
+
+#[test]
+fn whatever_chance_does_tokens_are_right_and_nothing_is_left() {
+    for seed in 0..30 {
+        let mut dice = Dice::new(seed);
+        let model = dice.pick(&[dense(), windowed()]);
+        let mut config = config(&model, dice.pick(&[4, 8]), 40);
+        config.tp = dice.pick(&[1, 2]);
+        (config.chunk_tokens, config.max_running) = (1 + dice.roll(40), 1 + dice.roll(6));
+        let steps = 1 + dice.roll(6) as u64;
+        let mode = dice.pick(&[LoadMode::Sync, LoadMode::Async { steps }]);
+        let mut two = Two::new(&config, mode, Faults::none(seed));
+        let requests: Vec<_> = (0..40)
+            .map(|n| {
+                let mut tokens = if dice.percent(50) { prompt(seed, 12) } else { vec![] };
+                tokens.extend(prompt(seed << 32 | n, 2 + dice.roll(40)));
+                Request::new(format!("r{n}"), tokens, 1 + dice.roll(20))
+            })
+            .collect();
+        let (mut next, mut aborted) = (0, vec![]);
+        while next < requests.len() {
+            // Prefilled some steps before it is asked for, or not at all.
+            let request = &requests[next];
+            if dice.percent(80) {
+                let first = Request::new(request.id.clone(), request.prompt.clone(), 1);
+                two.prefill.submit(first).unwrap();
+            }
+            for _ in 0..dice.roll(6) {
+                two.tick().unwrap();
+            }
+            two.decode.submit(request.clone()).unwrap();
+            next += 1;
+            let victim = &requests[next - 1 - dice.roll(next.min(5))].id;
+            if dice.percent(20) && two.decode.abort(victim) {
+                aborted.push(victim.clone());
+            }
+        }
+        while two.decode.has_work() {
+            two.tick().unwrap();
+        }
+        // What was prefilled for a request that came too early is taken by nobody.
+        while two.prefill.has_work() {
+            two.teleport.withdraw();
+            two.tick().unwrap();
+        }
+        two.run().unwrap();
+        for request in &requests {
+            if aborted.contains(&request.id) {
+                assert_eq!(two.said.finished[&request.id].reason, FinishReason::Abort);
+                continue;
+            }
+            let right = continuation(&model, &request.prompt, request.max_tokens);
+            assert_eq!(two.said.of(request.id.as_str()), right, "{seed}, {}", request.id);
+        }
+        assert!(two.prefill.violations().is_empty() && two.decode.violations().is_empty());
     }
 }
