@@ -6,7 +6,8 @@
 //! ```
 //!
 //! Prints for each packing the median and the 90th percentile of: routing (once per peer engine),
-//! map (once per pair of ranks), plan (per request), plan of one layer, and emitting all copies.
+//! map (once per pair of ranks), plan (per request), one layer of it, all copies one by one, and
+//! all copies in lists of 4096.
 #![allow(clippy::unwrap_used, reason = "an example: a failure is to be seen")]
 #![allow(clippy::print_stdout, reason = "that is what it is for")]
 
@@ -14,7 +15,7 @@ use kvferry_proto::RegionId;
 use kvferry_proto::layout::{
     ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, Packing, Plane, Region, Shape,
 };
-use kvferry_proto::plan::{Ask, Blocks, Map, Routing, Topology};
+use kvferry_proto::plan::{Ask, Blocks, Cursor, Map, Plan, Routing, Topology};
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,8 +34,8 @@ fn main() {
         "{TOKENS} tokens, {LAYERS} layers, blocks of {BLOCK_TOKENS}, median (90th percentile)"
     );
     println!(
-        "{:24} {:>8} {:>7} {:>17} {:>17} {:>17} {:>17} {:>17}",
-        "", "copies", "MiB", "routing us", "map us", "plan us", "layer us", "emit us"
+        "{:22} {:>7} {:>5} {:>15} {:>15} {:>15} {:>15} {:>17} {:>17}",
+        "", "copies", "MiB", "routing us", "map us", "plan us", "layer us", "each us", "lists us"
     );
     for packing in Packing::ALL {
         measure(&format!("{packing} 2 to 4"), (packing, 2, 16), (packing, 4, 16));
@@ -72,23 +73,37 @@ fn measure(name: &str, producer: Engine, consumer: Engine) {
         time(|at| plan_of(&map, at)),
         time(|at| plan.for_layers(at % 64..at % 64 + 1)),
     ];
-    let emit = {
+    let emit = |each: fn(&Plan) -> u64| {
         let mut took: Vec<Duration> = (0..REPEATS)
             .map(|at| {
                 let plan = plan_of(&map, at);
                 let began = Instant::now();
-                black_box(
-                    plan.copies().fold(0, |sum, op| sum ^ op.from.offset ^ op.to.offset ^ op.len),
-                );
+                black_box(each(&plan));
                 began.elapsed()
             })
             .collect();
         took.sort_unstable();
         shown(&took)
     };
-    print!("{name:24} {:>8} {:>7}", plan.len(), plan.bytes() >> 20);
-    for column in times.iter().chain([&emit]) {
-        print!(" {column:>17}");
+    let one_by_one = emit(|plan| {
+        let mut sum = 0;
+        for op in plan.copies() {
+            sum ^= op.from.offset ^ op.to.offset ^ op.len;
+        }
+        sum
+    });
+    let in_lists = emit(|plan| {
+        let (mut list, mut cursor) = (Vec::with_capacity(4096), Cursor::default());
+        let mut sum = 0;
+        while plan.fill(&mut cursor, 4096, &mut list) > 0 {
+            sum ^= list[list.len() - 1].to.offset;
+            list.clear();
+        }
+        sum
+    });
+    print!("{name:22} {:>7} {:>5}", plan.len(), plan.bytes() >> 20);
+    for (at, column) in times.iter().chain([&one_by_one, &in_lists]).enumerate() {
+        print!(" {column:>width$}", width = if at < 4 { 15 } else { 17 });
     }
     println!();
 }

@@ -27,11 +27,17 @@ pub struct Mismatch {
     /// Who differs.
     pub between: Between,
     /// In which layer; empty if in the model as a whole.
-    pub layer: String,
+    pub layer: Box<str>,
     /// In which plane of it; empty if in the layer as a whole.
-    pub plane: String,
+    pub plane: Box<str>,
     /// In what.
     pub difference: Difference,
+}
+
+impl Mismatch {
+    pub(crate) fn new(between: Between, layer: &str, plane: &str, difference: Difference) -> Self {
+        Self { between, layer: layer.into(), plane: plane.into(), difference }
+    }
 }
 
 impl std::error::Error for Mismatch {}
@@ -114,7 +120,7 @@ pub enum Difference {
 
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (self.layer.as_str(), self.plane.as_str()) {
+        match (&*self.layer, &*self.plane) {
             ("", _) => {}
             (layer, "") => write!(f, "layer {layer}: ")?,
             (layer, plane) => write!(f, "layer {layer} ({plane}): ")?,

@@ -102,9 +102,8 @@ impl LayerSpec {
 
     /// Why bytes of this layer are not bytes of `other`, which has the same name.
     pub(crate) fn agree(&self, other: &Self, between: Between) -> Result<(), Mismatch> {
-        let differ = |plane: &str, difference| {
-            Err(Mismatch { between, layer: self.name.clone(), plane: plane.to_owned(), difference })
-        };
+        let differ =
+            |plane: &str, difference| Err(Mismatch::new(between, &self.name, plane, difference));
         if self.kind != other.kind {
             return differ("", Difference::Kind(self.kind, other.kind));
         }
@@ -159,12 +158,7 @@ pub(crate) fn blocks_fit(layer: &str, kind: Kind, a: u32, b: u32) -> Result<(), 
     if kind == Kind::State || a.is_multiple_of(b) || b.is_multiple_of(a) {
         return Ok(());
     }
-    Err(Mismatch {
-        between: Between::Ends,
-        layer: layer.to_owned(),
-        plane: String::new(),
-        difference: Difference::BlockTokens(a, b),
-    })
+    Err(Mismatch::new(Between::Ends, layer, "", Difference::BlockTokens(a, b)))
 }
 
 /// The fingerprint of a model with these layers, in any order.

@@ -4,7 +4,9 @@ use super::ask::Unfilled;
 use super::kernel::{Axis, Kernel, Rows, Step};
 use super::map::Map;
 use crate::id::RegionId;
-use std::ops::Range;
+use std::iter::FusedIterator;
+use std::mem;
+use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
 
 /// Bytes that go from one place to another.
@@ -73,9 +75,8 @@ pub(super) struct Table {
 /// Kernels, and the runs that each of them copies.
 #[derive(Clone, Debug)]
 pub(super) struct Batch {
-    pub(super) pair: usize,
-    pub(super) section: usize,
     pub(super) kernels: Arc<[Kernel]>,
+    pub(super) steps: Arc<[Step]>,
     pub(super) runs: Arc<[Run]>,
 }
 
@@ -124,17 +125,61 @@ impl Plan {
     /// The next copy behind `cursor`, which is advanced: [`Plan::copies`] for who keeps the plan
     /// and his place in it.
     pub fn next(&self, cursor: &mut Cursor) -> Option<CopyOp> {
-        while let Some(op) = cursor.state.step(self) {
-            match &mut cursor.pending {
-                Some(pending) => {
-                    if !pending.join(&op) {
-                        return Some(std::mem::replace(pending, op));
+        let mut next = None;
+        self.drive(cursor, |op| {
+            next = Some(op);
+            ControlFlow::Break(())
+        });
+        next
+    }
+
+    /// Appends the next copies behind `cursor`, at most `limit` of them. Returns how many: fewer
+    /// than `limit` if these were the last.
+    ///
+    /// The fastest way to a list of descriptors, of which a message has only so many.
+    pub fn fill(&self, cursor: &mut Cursor, limit: usize, out: &mut Vec<CopyOp>) -> usize {
+        let before = out.len();
+        if limit > 0 {
+            self.drive(cursor, |op| {
+                out.push(op);
+                if out.len() - before < limit {
+                    ControlFlow::Continue(())
+                } else {
+                    ControlFlow::Break(())
+                }
+            });
+        }
+        out.len() - before
+    }
+
+    /// Hands copies to `sink` until it has enough.
+    #[inline]
+    fn drive(&self, cursor: &mut Cursor, mut sink: impl FnMut(CopyOp) -> ControlFlow<()>) {
+        while let Some(batch) = self.batches.get(cursor.batch) {
+            while let Some(kernel) = batch.kernels.get(cursor.kernel) {
+                let step = &batch.steps[kernel.step];
+                let [outer, inner] = &kernel.loops;
+                let outer = outer.offset(cursor.outer.into());
+                let inner = inner.offset(cursor.inner.into());
+                while let Some(stretch) = cursor.walk.step(kernel, step, &batch.runs) {
+                    let op = stretch.at(kernel, outer, inner);
+                    match &mut cursor.pending {
+                        Some(pending) => {
+                            if !pending.join(&op) && sink(mem::replace(pending, op)).is_break() {
+                                return;
+                            }
+                        }
+                        none => *none = Some(op),
                     }
                 }
-                none => *none = Some(op),
+                cursor.next_step(kernel);
             }
+            (cursor.batch, cursor.kernel) = (cursor.batch + 1, 0);
         }
-        cursor.pending.take()
+        if let Some(last) = cursor.pending.take() {
+            // There is nothing left to be stopped.
+            let _ = sink(last);
+        }
     }
 
     /// How many copies there are, exactly. Takes time in proportion to the blocks, not the copies.
@@ -142,7 +187,7 @@ impl Plan {
         let mut count = 0;
         let mut last: Option<CopyOp> = None;
         for (batch, kernel) in self.kernels() {
-            let Some(sweep) = Sweep::of(self, batch, kernel) else { continue };
+            let Some(sweep) = Sweep::of(batch, kernel) else { continue };
             count += sweep.copies();
             if last.is_some_and(|mut last| last.join(&sweep.first)) {
                 count -= 1;
@@ -176,10 +221,6 @@ impl Plan {
         self.batches
             .iter()
             .flat_map(|batch| batch.kernels.iter().map(move |kernel| (batch, kernel)))
-    }
-
-    fn step_of(&self, batch: &Batch, kernel: &Kernel) -> &Step {
-        &self.map.pairs[batch.pair].sections[batch.section].steps[kernel.step]
     }
 }
 
@@ -221,51 +262,43 @@ impl Iterator for Copies<'_> {
     fn next(&mut self) -> Option<CopyOp> {
         self.plan.next(&mut self.cursor)
     }
+
+    fn fold<B, F: FnMut(B, CopyOp) -> B>(mut self, init: B, mut f: F) -> B {
+        let mut folded = Some(init);
+        self.plan.drive(&mut self.cursor, |op| {
+            folded = folded.take().map(|so_far| f(so_far, op));
+            ControlFlow::Continue(())
+        });
+        folded.expect("each step puts back what it took")
+    }
 }
 
-impl std::iter::FusedIterator for Copies<'_> {}
+impl FusedIterator for Copies<'_> {}
 
 /// A place in a plan's copies. It means nothing in another plan.
 #[derive(Clone, Debug, Default)]
 pub struct Cursor {
-    state: State,
+    batch: usize,
+    kernel: usize,
+    /// Steps of the kernel's loops.
+    outer: u32,
+    inner: u32,
+    walk: Walk,
     /// What the next bytes may still continue.
     pending: Option<CopyOp>,
 }
 
-/// Where bytes come from before successive ones are joined.
-#[derive(Clone, Debug, Default)]
-struct State {
-    batch: usize,
-    kernel: usize,
-    outer: u32,
-    inner: u32,
-    walk: Walk,
-}
-
-impl State {
-    #[inline]
-    fn step(&mut self, plan: &Plan) -> Option<CopyOp> {
-        loop {
-            let batch = plan.batches.get(self.batch)?;
-            let Some(kernel) = batch.kernels.get(self.kernel) else {
-                *self = Self { batch: self.batch + 1, ..Self::default() };
-                continue;
-            };
-            if let Some(piece) = self.walk.step(kernel, plan.step_of(batch, kernel), &batch.runs) {
-                let [outer, inner] = &kernel.loops;
-                let (i, j) = (u64::from(self.outer), u64::from(self.inner));
-                return Some(piece.at(kernel, outer.offset(i), inner.offset(j)));
-            }
-            self.walk = Walk::default();
-            self.inner += 1;
-            if self.inner == kernel.loops[1].count {
-                self.inner = 0;
-                self.outer += 1;
-                if self.outer == kernel.loops[0].count {
-                    self.outer = 0;
-                    self.kernel += 1;
-                }
+impl Cursor {
+    /// On to the next step of the loops, or the next kernel.
+    fn next_step(&mut self, kernel: &Kernel) {
+        self.walk = Walk::default();
+        self.inner += 1;
+        if self.inner == kernel.loops[1].count {
+            self.inner = 0;
+            self.outer += 1;
+            if self.outer == kernel.loops[0].count {
+                self.outer = 0;
+                self.kernel += 1;
             }
         }
     }
@@ -404,8 +437,8 @@ struct Sweep {
 
 impl Sweep {
     /// `None` if nothing is copied.
-    fn of(plan: &Plan, batch: &Batch, kernel: &Kernel) -> Option<Self> {
-        let step = plan.step_of(batch, kernel);
+    fn of(batch: &Batch, kernel: &Kernel) -> Option<Self> {
+        let step = &batch.steps[kernel.step];
         let mut walk = Walk::default();
         let mut next = || Some(walk.step(kernel, step, &batch.runs)?.at(kernel, (0, 0), (0, 0)));
         let first = next()?;

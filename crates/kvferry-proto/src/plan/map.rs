@@ -44,7 +44,7 @@ pub(super) struct Section {
     /// Tokens of a unit: the largest piece that lies in one kernel block of one rank at both ends.
     /// Of a state, 1: the whole state is one unit.
     pub(super) unit: u32,
-    pub(super) steps: Vec<Step>,
+    steps: Arc<[Step]>,
     templates: Vec<Template>,
     /// Of all layers.
     kernels: Arc<[Kernel]>,
@@ -138,12 +138,11 @@ impl Map {
                 let templates: Vec<_> =
                     whole.map(|&template| section.templates[template].clone()).collect();
                 let (kernels, _) = compile(&templates, &section.steps, places, run.clip);
-                let runs = Arc::new([Run { clip: None, ..*run }]);
-                let (pair, section) = (table.pair, table.section);
-                batches.push(Batch { pair, section, kernels: kernels.into(), runs });
+                let (kernels, runs) = (kernels.into(), Arc::new([Run { clip: None, ..*run }]));
+                batches.push(Batch { kernels, steps: Arc::clone(&section.steps), runs });
             }
-            let (pair, section) = (table.pair, table.section);
-            batches.push(Batch { pair, section, kernels, runs: Arc::clone(&table.runs) });
+            let (steps, runs) = (Arc::clone(&section.steps), Arc::clone(&table.runs));
+            batches.push(Batch { kernels, steps, runs });
         }
         batches
     }
@@ -280,7 +279,7 @@ impl PairBuilder {
                 at.sort_unstable();
                 evenly_spaced(&form, &at, &mut templates);
             }
-            let steps = section.steps.values;
+            let steps: Arc<[Step]> = section.steps.values.into();
             let (kernels, order) = compile(&templates, &steps, &(0..layers), None);
             Section { unit, steps, templates, kernels: kernels.into(), order }
         });
@@ -320,6 +319,5 @@ fn places(layout: &Layout) -> HashMap<&str, usize> {
 }
 
 fn refuse(layer: &str, plane: &str, difference: Difference) -> Mismatch {
-    let (layer, plane) = (layer.to_owned(), plane.to_owned());
-    Mismatch { between: Between::Ends, layer, plane, difference }
+    Mismatch::new(Between::Ends, layer, plane, difference)
 }

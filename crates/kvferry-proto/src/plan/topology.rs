@@ -203,10 +203,7 @@ fn same_layer(
     let spec = a.spec(at_a);
     spec.agree(&b.spec(at_b), between)?;
     let (x, y) = (group_of(a, at_a), group_of(b, at_b));
-    let differ = |difference| {
-        let (layer, plane) = (spec.name.clone(), String::new());
-        Err(Mismatch { between, layer, plane, difference })
-    };
+    let differ = |difference| Err(Mismatch::new(between, &spec.name, "", difference));
     if x.block_tokens != y.block_tokens {
         return differ(Difference::BlockTokens(x.block_tokens, y.block_tokens));
     }
@@ -256,8 +253,7 @@ fn limit(what: &'static str, count: u64, limit: u64) -> Result<(), Mismatch> {
 }
 
 fn mismatch(layer: &str, plane: &str, difference: Difference) -> Mismatch {
-    let (layer, plane) = (layer.to_owned(), plane.to_owned());
-    Mismatch { between: Between::Ends, layer, plane, difference }
+    Mismatch::new(Between::Ends, layer, plane, difference)
 }
 
 /// Which consumer rank reads what from which producer rank.
@@ -303,7 +299,7 @@ impl Routing {
     /// The engines do not have the same model, or block sizes of which neither divides the other.
     pub fn new(producers: &Topology, consumers: &Topology) -> Result<Self, Mismatch> {
         same_model(producers, consumers)?;
-        let mut classes: BTreeMap<Class, Vec<(Range<u32>, Vec<Cell>)>> = BTreeMap::new();
+        let mut classes: BTreeMap<Class, Vec<Segment>> = BTreeMap::new();
         let mut work = Work::default();
         for layers in segments(&[producers, consumers]) {
             let from = producers.holders(layers.start);
@@ -439,6 +435,9 @@ impl Share {
 /// A plane and heads of it.
 type Cell = (u32, Range<u32>);
 
+/// Layers in a row, and cells that each of them has.
+type Segment = (Range<u32>, Vec<Cell>);
+
 /// The producer ranks that all hold the same, and the consumer ranks that all want it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Class {
@@ -472,11 +471,7 @@ impl Class {
 
     /// Cuts what the readers read, reader after reader and layer after layer, into equal runs, one
     /// for each replica.
-    fn deal(
-        &self,
-        segments: &[(Range<u32>, Vec<Cell>)],
-        shares: &mut BTreeMap<(usize, usize), Vec<Part>>,
-    ) {
+    fn deal(&self, segments: &[Segment], shares: &mut BTreeMap<(usize, usize), Vec<Part>>) {
         let layers: u64 = segments.iter().map(|(layers, _)| layers.len() as u64).sum();
         let replicas = self.replicas.len() as u64;
         let total = layers * self.readers.len() as u64;
