@@ -23,14 +23,23 @@ pub(crate) struct Place {
 
 /// A life of a peer that there are channels to.
 #[derive(Debug)]
-pub(crate) struct Life {
+struct Life {
     /// Its number as one that consumes from us.
-    pub(crate) reader: PeerId,
-    /// Where it is consumed from, if it is.
-    pub(crate) place: Option<String>,
+    reader: PeerId,
+    /// Where it is consumed from: more than one if it has several names.
+    places: Vec<String>,
     channels: Vec<Channel>,
     watched: bool,
     watch: Option<Watch>,
+}
+
+/// The numbers of a life.
+#[derive(Debug, Default)]
+pub(crate) struct Numbers {
+    /// As one that consumes from us.
+    pub(crate) reader: Option<PeerId>,
+    /// As one that is consumed from.
+    pub(crate) suppliers: Vec<PeerId>,
 }
 
 #[derive(Debug, Default)]
@@ -49,22 +58,33 @@ impl Peers {
         PeerId(self.numbers)
     }
 
-    /// The place with this address, and whether it can be talked to now.
-    pub(crate) fn place(
-        &mut self,
-        address: &str,
-        peer: impl FnOnce() -> kvferry::Result<Peer>,
-    ) -> kvferry::Result<(PeerId, bool)> {
+    /// The number of whoever is at an address, and whether he can be talked to now.
+    pub(crate) fn place(&mut self, address: &str, peer: &Peer) -> (PeerId, bool) {
         if !self.places.contains_key(address) {
-            let peer = peer()?;
             let id = self.number();
-            let place = Place { peer, id, life: None, opening: false, watched: false };
+            let place =
+                Place { peer: peer.clone(), id, life: None, opening: false, watched: false };
             self.places.insert(address.to_owned(), place);
             self.place_of.insert(id, address.to_owned());
         }
         let place = &self.places[address];
+        (place.id, self.is_up(place))
+    }
+
+    fn is_up(&self, place: &Place) -> bool {
         let life = place.life.and_then(|life| self.lives.get(&life));
-        Ok((place.id, life.is_some_and(|life| !life.channels.is_empty())))
+        life.is_some_and(|life| !life.channels.is_empty())
+    }
+
+    pub(crate) fn at(&mut self, address: &str) -> Option<&mut Place> {
+        self.places.get_mut(address)
+    }
+
+    /// Addresses that something is wanted of, and that nobody is met at, nor being met.
+    pub(crate) fn unmet(&self) -> Vec<String> {
+        let unmet = |place: &Place| place.watched && !place.opening && !self.is_up(place);
+        let unmet = self.places.iter().filter(|(_, place)| unmet(place));
+        unmet.map(|(address, _)| address.clone()).collect()
     }
 
     /// The address of a number, and what is there.
@@ -83,29 +103,25 @@ impl Peers {
         self.lives.get(&life)?.channels.last()
     }
 
-    /// A channel began. The numbers of its life: as a reader, if this is its first channel; and as
-    /// one that is consumed from.
-    pub(crate) fn began(&mut self, channel: &Channel) -> (Option<PeerId>, Option<PeerId>) {
+    /// A channel began: the numbers of its life, if it is the first that there is to it.
+    pub(crate) fn began(&mut self, channel: &Channel) -> Numbers {
         let incarnation = channel.incarnation();
         if !self.lives.contains_key(&incarnation) {
             let reader = self.number();
-            let life =
-                Life { reader, place: None, channels: Vec::new(), watched: false, watch: None };
+            let is_here = |(_, place): &(&String, &Place)| place.life == Some(incarnation);
+            let places = self.places.iter().filter(is_here).map(|(name, _)| name.clone()).collect();
+            let life = Life { reader, places, channels: Vec::new(), watched: false, watch: None };
             self.lives.insert(incarnation, life);
             self.life_of.insert(reader, incarnation);
         }
         let life = self.lives.get_mut(&incarnation).expect("there now");
         if life.channels.contains(channel) {
-            return (None, None);
+            return Numbers::default();
         }
-        let is_first = life.channels.is_empty();
         life.channels.push(channel.clone());
-        let supplier = life.place.as_ref().and_then(|place| self.places.get(place));
-        let supplier =
-            supplier.filter(|place| place.life == Some(incarnation)).map(|place| place.id);
-        let reader = life.reader;
+        let is_first = life.channels.len() == 1;
         self.keep_watch(incarnation);
-        if is_first { (Some(reader), supplier) } else { (None, None) }
+        if is_first { self.numbers_of(channel) } else { Numbers::default() }
     }
 
     /// Somebody was met at an address: the number that is good for him from now on, and the number
@@ -121,6 +137,9 @@ impl Peers {
         let gone = match place.life.replace(incarnation) {
             Some(before) if before != incarnation => {
                 let gone = std::mem::replace(&mut place.id, fresh);
+                // What was wanted of the other life ends; whoever wants something of this one says
+                // so.
+                place.watched = false;
                 self.place_of.remove(&gone);
                 self.place_of.insert(fresh, address.to_owned());
                 Some(gone)
@@ -128,38 +147,40 @@ impl Peers {
             _ => None,
         };
         let id = place.id;
-        if let Some(life) = self.lives.get_mut(&incarnation) {
-            life.place = Some(address.to_owned());
+        if let Some(life) = self.lives.get_mut(&incarnation)
+            && !life.places.iter().any(|place| place == address)
+        {
+            life.places.push(address.to_owned());
         }
         self.keep_watch(incarnation);
         Some((id, gone))
     }
 
-    /// The numbers of whoever is at the other end of a channel: as a reader, and as one that is
-    /// consumed from.
-    pub(crate) fn numbers_of(&self, channel: &Channel) -> (Option<PeerId>, Option<PeerId>) {
+    /// The numbers of whoever is at the other end of a channel.
+    pub(crate) fn numbers_of(&self, channel: &Channel) -> Numbers {
         let incarnation = channel.incarnation();
-        let Some(life) = self.lives.get(&incarnation) else { return (None, None) };
-        let place = life.place.as_ref().and_then(|address| self.places.get(address));
-        let supplier = place.filter(|place| place.life == Some(incarnation)).map(|place| place.id);
-        (Some(life.reader), supplier)
+        let Some(life) = self.lives.get(&incarnation) else { return Numbers::default() };
+        let places = life.places.iter().filter_map(|address| self.places.get(address));
+        let places = places.filter(|place| place.life == Some(incarnation));
+        Numbers { reader: Some(life.reader), suppliers: places.map(|place| place.id).collect() }
     }
 
-    /// A channel ended. The numbers of a life that there is no channel to any more.
-    pub(crate) fn ended(&mut self, channel: &Channel) -> (Option<PeerId>, Option<PeerId>) {
+    /// A channel ended: the numbers of its life, and whether there is another channel to it.
+    pub(crate) fn ended(&mut self, channel: &Channel) -> (Numbers, bool) {
         let numbers = self.numbers_of(channel);
         let incarnation = channel.incarnation();
-        let Some(life) = self.lives.get_mut(&incarnation) else { return (None, None) };
+        let Some(life) = self.lives.get_mut(&incarnation) else { return (numbers, false) };
         life.channels.retain(|other| other != channel);
-        if !life.channels.is_empty() {
+        let is_up = !life.channels.is_empty();
+        if is_up {
             self.keep_watch(incarnation);
-            return (None, None);
+        } else {
+            life.watch = None;
         }
-        life.watch = None;
-        numbers
+        (numbers, is_up)
     }
 
-    /// Has a peer watched, or no longer; forgets who is neither watched nor connected.
+    /// Has a peer watched, or no longer.
     pub(crate) fn watch(&mut self, id: PeerId, on: bool) {
         if let Some(incarnation) = self.life_of.get(&id).copied() {
             if let Some(life) = self.lives.get_mut(&incarnation) {
@@ -172,15 +193,12 @@ impl Peers {
                 self.keep_watch(incarnation);
             }
         }
-        if !on {
-            self.forget_idle();
-        }
     }
 
     fn keep_watch(&mut self, incarnation: Incarnation) {
         let Some(life) = self.lives.get_mut(&incarnation) else { return };
-        let place = life.place.as_ref().and_then(|address| self.places.get(address));
-        let consumed = place.is_some_and(|place| place.watched && place.life == Some(incarnation));
+        let mut places = life.places.iter().filter_map(|address| self.places.get(address));
+        let consumed = places.any(|place| place.watched && place.life == Some(incarnation));
         if !(life.watched || consumed) {
             life.watch = None;
         } else if let Some(channel) = life.channels.last() {
@@ -189,7 +207,7 @@ impl Peers {
         }
     }
 
-    /// Addresses and lives that nothing is expected of, and that there is no channel to.
+    /// Forgets addresses and lives that nothing is expected of, and that there is no channel to.
     pub(crate) fn forget_idle(&mut self) {
         let lives = &mut self.lives;
         let life_of = &mut self.life_of;

@@ -6,8 +6,8 @@
 //! and wake it.
 
 use crate::codes::{code_of, may_return};
-use crate::peers::Peers;
-use kvferry::{Agent, Batch, Channel, Correspondent, Error, ErrorKind, Options, Transfer};
+use crate::peers::{Numbers, Peers};
+use kvferry::{Agent, Batch, Channel, Correspondent, Error, ErrorKind, Options, Peer, Transfer};
 use kvferry_proto::handoff::{
     BlockTable, Consumer, ConsumerAction, HandoffId, HandoffMessage, Limits, Outcome, PeerId,
     Producer, ProducerAction, ProducerRank, Progress, ReadId, Refusal, Slice,
@@ -15,11 +15,12 @@ use kvferry_proto::handoff::{
 use kvferry_proto::{Timestamp, WireCode};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use thiserror::Error;
 
 /// What came with a handoff, by the address it came from.
@@ -106,6 +107,8 @@ pub enum Fault {
 pub struct Rank {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
+    /// Where the thread is.
+    process: u32,
 }
 
 impl std::fmt::Debug for Rank {
@@ -116,7 +119,6 @@ impl std::fmt::Debug for Rank {
 
 struct Shared {
     agent: Agent,
-    began: Instant,
     state: Mutex<State>,
     /// Something is to be done.
     alarm: Alarm,
@@ -131,9 +133,17 @@ struct State {
     peers: Peers,
     /// What maps a handoff that is wanted; taken out while it is asked.
     mappers: FxHashMap<HandoffId, Box<dyn Mapper>>,
-    reads: FxHashMap<ReadId, Transfer>,
+    reads: FxHashMap<ReadId, Running>,
     events: VecDeque<Event>,
     closed: bool,
+}
+
+/// A read under way.
+struct Running {
+    transfer: Transfer,
+    from: PeerId,
+    /// How the peer was talked to when it began.
+    channel: Option<Channel>,
 }
 
 /// A doorbell that remembers.
@@ -189,7 +199,6 @@ impl Rank {
         };
         let shared = Arc::new(Shared {
             agent: agent.clone(),
-            began: Instant::now(),
             state: Mutex::new(state),
             alarm: Alarm::default(),
             arrived: Condvar::new(),
@@ -197,11 +206,9 @@ impl Rank {
         });
         agent.correspond(Arc::new(Ear(Arc::downgrade(&shared))))?;
         let worker = Arc::clone(&shared);
-        let thread = std::thread::Builder::new()
-            .name("kvferry-handoff".into())
-            .spawn(move || worker.run())
+        let thread = kvferry_sys::thread::spawn("kvferry-handoff".into(), move || worker.run())
             .map_err(Fault::Thread)?;
-        Ok(Self { shared, thread: Some(thread) })
+        Ok(Self { shared, thread: Some(thread), process: std::process::id() })
     }
 
     /// Offers a request's KV, of which nothing needs to be ready yet: its blocks are not to be
@@ -272,9 +279,10 @@ impl Rank {
         mapper: Box<dyn Mapper>,
     ) -> Result<(), Fault> {
         let shared = &self.shared;
+        let peers = shared.peers(from)?;
         let mut state = shared.lock();
         let now = shared.now();
-        let places = shared.places(&mut state, from)?;
+        let places = state.places(from, &peers);
         let rank = |(&(peer, connected), source): (&(PeerId, bool), &Source)| ProducerRank {
             peer,
             readers: source.readers,
@@ -282,16 +290,10 @@ impl Rank {
         };
         let ranks: Vec<_> = places.iter().zip(from).map(rank).collect();
         let wanted = state.consumer.want(id, &ranks, budget, now);
-        let chores = match wanted {
-            Ok(()) => {
-                state.mappers.insert(id.clone(), mapper);
-                state.openings(&places)
-            }
-            Err(_) => Vec::new(),
-        };
-        state.peers.forget_idle();
+        if wanted.is_ok() {
+            state.mappers.insert(id.clone(), mapper);
+        }
         drop(state);
-        chores.into_iter().for_each(|chore| shared.do_chore(chore));
         shared.alarm.ring();
         Ok(wanted?)
     }
@@ -303,13 +305,13 @@ impl Rank {
     /// [`Refusal::InUse`], [`Refusal::Ended`]; the agent's for an address that is none.
     pub fn free(&self, id: &HandoffId, from: &[Source], code: WireCode) -> Result<(), Fault> {
         let shared = &self.shared;
+        let peers = shared.peers(from)?;
         let mut state = shared.lock();
         let now = shared.now();
-        let places = shared.places(&mut state, from)?;
+        let places = state.places(from, &peers);
         let peers: Vec<_> = places.iter().map(|(peer, _)| *peer).collect();
         let freed = state.consumer.free(id, &peers, code, now);
         let chores = if freed.is_ok() { state.openings(&places) } else { Vec::new() };
-        state.peers.forget_idle();
         drop(state);
         chores.into_iter().for_each(|chore| shared.do_chore(chore));
         shared.alarm.ring();
@@ -365,6 +367,10 @@ impl Rank {
 
 impl Drop for Rank {
     fn drop(&mut self) {
+        if std::process::id() != self.process {
+            // A child of that process: it has neither the thread nor, maybe, the lock.
+            return std::mem::forget(self.thread.take());
+        }
         self.shared.lock().closed = true;
         self.shared.alarm.ring();
         self.shared.arrived.notify_all();
@@ -383,10 +389,33 @@ impl State {
         (!std::mem::replace(&mut place.opening, true)).then_some(Chore::Open { address })
     }
 
+    /// The numbers of those at some addresses, and whether there is a connection to each.
+    fn places(&mut self, from: &[Source], peers: &[Peer]) -> Vec<(PeerId, bool)> {
+        let both = from.iter().zip(peers);
+        both.map(|(source, peer)| self.peers.place(&source.address, peer)).collect()
+    }
+
     /// Has those met that there is no connection to.
     fn openings(&mut self, places: &[(PeerId, bool)]) -> Vec<Chore> {
         let unmet = places.iter().filter(|(_, connected)| !connected);
         unmet.filter_map(|(peer, _)| self.opening(*peer)).collect()
+    }
+
+    /// A channel began, or is found to have.
+    fn began(&mut self, channel: &Channel, now: Timestamp) {
+        let Numbers { reader, suppliers } = self.peers.began(channel);
+        if let Some(reader) = reader {
+            self.producer.met(reader);
+        }
+        suppliers.into_iter().for_each(|supplier| self.met(supplier, now));
+    }
+
+    /// There is a channel to somebody who is consumed from. If he is being met, that is not over
+    /// before it is found whether he is on this host.
+    fn met(&mut self, supplier: PeerId, now: Timestamp) {
+        if self.peers.place_of(supplier).is_some_and(|(_, place)| !place.opening) {
+            self.consumer.met(supplier, now);
+        }
     }
 
     fn next_timeout(&self) -> Option<Timestamp> {
@@ -400,17 +429,12 @@ impl Shared {
     }
 
     fn now(&self) -> Timestamp {
-        let since = u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        // Not the origin: times before now can be said, too.
-        Timestamp::from_nanos(since) + Duration::from_secs(3600)
+        Timestamp::from_nanos(kvferry_sys::clock::boottime_ns())
     }
 
-    /// The peers at some addresses, and whether there is a connection to each.
-    fn places(&self, state: &mut State, from: &[Source]) -> Result<Vec<(PeerId, bool)>, Error> {
-        let place = |source: &Source| {
-            state.peers.place(&source.address, || self.agent.peer(&source.address))
-        };
-        from.iter().map(place).collect()
+    /// Looks addresses up, which may take a while.
+    fn peers(&self, from: &[Source]) -> Result<Vec<Peer>, Error> {
+        from.iter().map(|source| self.agent.peer(&source.address)).collect()
     }
 
     fn run(self: &Arc<Self>) {
@@ -423,7 +447,14 @@ impl Shared {
             state.producer.expire(now);
             state.consumer.expire(now);
             self.look_at_reads(&mut state, now);
-            let chores = self.work(&mut state);
+            let mut chores = self.work(&mut state);
+            for address in state.peers.unmet() {
+                if let Some(place) = state.peers.at(&address) {
+                    place.opening = true;
+                }
+                chores.push(Chore::Open { address });
+            }
+            state.peers.forget_idle();
             let due = state.next_timeout();
             drop(state);
             if chores.is_empty() {
@@ -435,12 +466,10 @@ impl Shared {
 
     /// Nothing is read any more when this returns.
     fn close(&self, mut state: MutexGuard<'_, State>) {
-        let reads: Vec<_> = state.reads.drain().collect();
+        let reads: Vec<_> = state.reads.drain().map(|(_, running)| running.transfer).collect();
         drop(state);
-        for (_, transfer) in &reads {
-            transfer.cancel();
-        }
-        for (_, transfer) in reads {
+        reads.iter().for_each(Transfer::cancel);
+        for transfer in reads {
             // The agent's promise: a cancelled read ends, at the latest with the silence limit.
             while transfer.wait(Duration::from_secs(1)).is_none() {}
         }
@@ -450,13 +479,22 @@ impl Shared {
     fn look_at_reads(self: &Arc<Self>, state: &mut State, now: Timestamp) {
         let woken = std::mem::take(&mut *self.woken.lock().unwrap_or_else(PoisonError::into_inner));
         for read in woken {
-            let Some(transfer) = state.reads.get_mut(&read) else { continue };
+            let Some(running) = state.reads.get_mut(&read) else { continue };
             let waker = self.waker(read);
-            let polled = Future::poll(Pin::new(transfer), &mut Context::from_waker(&waker));
-            if let Poll::Ready(outcome) = polled {
-                state.reads.remove(&read);
-                let result = outcome.map(drop).map_err(|e| (code_of(e.kind()), e.to_string()));
-                state.consumer.read_ended(read, result, now);
+            let transfer = Pin::new(&mut running.transfer);
+            let Poll::Ready(outcome) = Future::poll(transfer, &mut Context::from_waker(&waker))
+            else {
+                continue;
+            };
+            let Running { from, channel: before, .. } =
+                state.reads.remove(&read).expect("it was there");
+            let result = outcome.map(drop).map_err(|e| (code_of(e.kind()), e.to_string()));
+            let is_lost = matches!(&result, Err((WireCode::Closed | WireCode::Silent, _)));
+            state.consumer.read_ended(read, result, now);
+            // It failed with a session that there is a successor of already.
+            let channel = state.peers.channel(from).filter(|channel| channel.end().is_none());
+            if is_lost && channel.is_some() && channel != before.as_ref() {
+                state.consumer.met(from, now);
             }
         }
     }
@@ -470,7 +508,7 @@ impl Shared {
         let mut chores = Vec::new();
         while let Some(action) = state.producer.poll() {
             match action {
-                ProducerAction::Send { to, message } => Self::send(state, to, &message),
+                ProducerAction::Send { to, message } => self.send(state, to, &message),
                 ProducerAction::Watch { peer, on } => state.peers.watch(peer, on),
                 ProducerAction::Ended { id, outcome } => {
                     state.events.push_back(Event::Produced { id, outcome });
@@ -480,14 +518,14 @@ impl Shared {
         }
         while let Some(action) = state.consumer.poll() {
             match action {
-                ConsumerAction::Send { to, message } => Self::send(state, to, &message),
+                ConsumerAction::Send { to, message } => self.send(state, to, &message),
                 ConsumerAction::Watch { peer, on } => state.peers.watch(peer, on),
                 ConsumerAction::Read { read, id, from, slice } => {
                     chores.push(Chore::Read { read, id, from, slice });
                 }
                 ConsumerAction::CancelRead(read) => {
-                    if let Some(transfer) = state.reads.get(&read) {
-                        transfer.cancel();
+                    if let Some(running) = state.reads.get(&read) {
+                        running.transfer.cancel();
                     }
                     // Else it is not begun: it will be asked for once more.
                     chores.retain(
@@ -514,11 +552,21 @@ impl Shared {
         chores
     }
 
-    fn send(state: &State, to: PeerId, message: &HandoffMessage) {
+    fn send(&self, state: &mut State, to: PeerId, message: &HandoffMessage) {
         let Some(channel) = state.peers.channel(to) else { return };
-        if let Err(error) = channel.send(message.encode()) {
+        let Err(error) = channel.send(message.encode()) else { return };
+        if channel.end().is_some() {
             // What matters is said again when there is a session again.
-            tracing::debug!(peer = channel.peer_name(), %error, "a handoff's message was not sent");
+            return;
+        }
+        tracing::warn!(peer = channel.peer_name(), %error, "a handoff's message can't be sent");
+        match (error.kind(), message.id()) {
+            (ErrorKind::TooLarge, Some(id)) => {
+                let why = "its blocks and side data are too much for a message";
+                drop(state.producer.withdraw(id, WireCode::TooLarge, why, self.now()));
+            }
+            // It takes nothing any more. Another session begins with what matters.
+            _ => channel.close(error),
         }
     }
 
@@ -537,12 +585,16 @@ impl Shared {
             .place_of(from)
             .map(|(address, place)| (address.to_owned(), place.peer.clone()));
         let tables = state.consumer.table(id, from).map(<[_]>::to_vec);
+        let channel = state.peers.channel(from).cloned();
         drop(state);
         let (Some(mut mapper), Some((address, peer)), Some(tables)) = (mapper, place, tables)
         else {
             return self.read_ended(read, Err((WireCode::Closed, String::new())));
         };
-        let mapped = mapper.map(&Read { from: &address, tables: &tables, slice });
+        let part = Read { from: &address, tables: &tables, slice };
+        let mapped = catch_unwind(AssertUnwindSafe(|| mapper.map(&part)));
+        let mapped =
+            mapped.unwrap_or_else(|_| Err((WireCode::Internal, "its mapper panicked".to_owned())));
         let transfer = match mapped {
             Ok(batch) if batch.is_empty() => Err(Ok(())),
             Ok(batch) => Ok(peer.read_async(batch, Options::default())),
@@ -552,7 +604,7 @@ impl Shared {
         state.mappers.insert(id.clone(), mapper);
         match transfer {
             Ok(transfer) => {
-                state.reads.insert(read, transfer);
+                state.reads.insert(read, Running { transfer, from, channel });
                 drop(state);
                 self.wake(read);
             }
@@ -575,12 +627,8 @@ impl Shared {
 
     /// Meets whoever is at an address now.
     fn open(self: &Arc<Self>, address: String) {
-        let mut state = self.lock();
-        let Ok((id, _)) = state.peers.place(&address, || self.agent.peer(&address)) else { return };
-        let Some(peer) = state.peers.place_of(id).map(|(_, place)| place.peer.clone()) else {
-            return;
-        };
-        drop(state);
+        let peer = self.lock().peers.at(&address).map(|place| place.peer.clone());
+        let Some(peer) = peer else { return };
         let shared = Arc::downgrade(self);
         peer.open_channel(Box::new(move |met| {
             if let Some(shared) = shared.upgrade() {
@@ -592,10 +640,11 @@ impl Shared {
     fn opened(&self, address: &str, met: kvferry::Result<Channel>) {
         let mut state = self.lock();
         let now = self.now();
+        // Its end would not be told again.
+        let met = met.and_then(|channel| channel.end().cloned().map_or(Ok(channel), Err));
         match met {
             Ok(channel) => {
-                let (reader, _) = state.peers.began(&channel);
-                if let Some(reader) = reader {
+                if let Some(reader) = state.peers.began(&channel).reader {
                     state.producer.met(reader);
                 }
                 if let Some((id, gone)) = state.peers.met_at(address, channel.incarnation()) {
@@ -606,16 +655,14 @@ impl Shared {
                 }
             }
             Err(error) => {
-                let place = state.peers.place(address, || Err(error.clone()));
-                if let Ok((id, connected)) = place {
-                    if let Some((_, place)) = state.peers.place_of(id) {
-                        place.opening = false;
-                    }
-                    if !connected {
+                if let Some(place) = state.peers.at(address) {
+                    place.opening = false;
+                    let (id, peer) = (place.id, place.peer.clone());
+                    let (_, is_up) = state.peers.place(address, &peer);
+                    if !is_up {
                         state.consumer.lost(id, code_of(error.kind()), true, now);
                     }
                 }
-                state.peers.forget_idle();
             }
         }
         drop(state);
@@ -631,16 +678,7 @@ impl Correspondent for Ear {
         let Some(shared) = self.0.upgrade() else { return };
         let mut state = shared.lock();
         let now = shared.now();
-        let (reader, supplier) = state.peers.began(channel);
-        if let Some(reader) = reader {
-            state.producer.met(reader);
-        }
-        // If we are meeting it, that is not over before it is found whether it is on this host.
-        let is_met =
-            |id: &PeerId| state.peers.place_of(*id).is_some_and(|(_, place)| !place.opening);
-        if let Some(supplier) = supplier.filter(is_met) {
-            state.consumer.met(supplier, now);
-        }
+        state.began(channel, now);
         drop(state);
         shared.alarm.ring();
     }
@@ -656,20 +694,22 @@ impl Correspondent for Ear {
         };
         let mut state = shared.lock();
         let now = shared.now();
-        let (reader, supplier) = state.peers.numbers_of(channel);
-        match (&message, supplier) {
-            (HandoffMessage::Ask(_) | HandoffMessage::Confirm(_), _) => {
-                if let Some(reader) = reader {
-                    state.producer.receive(reader, message, now);
-                }
+        // It may have begun before anybody listened.
+        state.began(channel, now);
+        let Numbers { reader, suppliers } = state.peers.numbers_of(channel);
+        let is_for_producer = match &message {
+            HandoffMessage::Ask(_) | HandoffMessage::Confirm(_) => true,
+            HandoffMessage::Stop(stop) => stop.by_consumer,
+            _ => false,
+        };
+        if is_for_producer {
+            if let Some(reader) = reader {
+                state.producer.receive(reader, message, now);
             }
-            (HandoffMessage::Stop(stop), _) if stop.by_consumer => {
-                if let Some(reader) = reader {
-                    state.producer.receive(reader, message, now);
-                }
+        } else {
+            for supplier in suppliers {
+                state.consumer.receive(supplier, message.clone(), now);
             }
-            (_, Some(supplier)) => state.consumer.receive(supplier, message, now),
-            (_, None) => {}
         }
         drop(state);
         shared.alarm.ring();
@@ -680,24 +720,23 @@ impl Correspondent for Ear {
         let mut state = shared.lock();
         let now = shared.now();
         let (code, gone) = (code_of(error.kind()), !may_return(error.kind()));
-        let (reader, supplier) = state.peers.ended(channel);
+        let (Numbers { reader, suppliers }, is_up) = state.peers.ended(channel);
+        // What was on its way is lost, also if there is another channel: both say it again there.
+        let gone = gone && !is_up;
         if let Some(reader) = reader {
             state.producer.lost(reader, code, gone, now);
-        }
-        let mut chore = None;
-        if let Some(supplier) = supplier {
-            state.consumer.lost(supplier, code, gone, now);
-            let watched = state.peers.place_of(supplier).is_some_and(|(_, place)| place.watched);
-            if watched && error.kind() != ErrorKind::Shutdown {
-                chore = state.opening(supplier);
+            if is_up {
+                state.producer.met(reader);
             }
         }
-        state.peers.forget_idle();
-        drop(state);
-        // Tried again at once: whoever was only cut off is still there.
-        if let Some(chore) = chore {
-            shared.do_chore(chore);
+        for supplier in suppliers {
+            state.consumer.lost(supplier, code, gone, now);
+            if is_up {
+                state.met(supplier, now);
+            }
         }
+        drop(state);
+        // Whoever is still wanted is met again at once: he may only have been cut off.
         shared.alarm.ring();
     }
 }

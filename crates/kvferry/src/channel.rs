@@ -85,6 +85,11 @@ impl Channel {
         Ok(())
     }
 
+    /// Ends the session, for that reason; transfers under way fail.
+    pub fn close(&self, error: Error) {
+        self.0.close(error);
+    }
+
     /// Has the peer watched by heartbeat for as long as the answer is kept, as if a transfer were
     /// under way: something is expected of it, or promised to it.
     pub fn watch(&self) -> Watch {
@@ -168,6 +173,8 @@ fn hand_over(link: &Arc<Link>) {
                 // Nothing is sent any more.
             } else if code.is_ok() {
                 hand_over(&of);
+            } else if code == WireCode::Closed && of.is_session_closed() {
+                // Its end is about to be told, with the reason.
             } else {
                 let what = format!("the peer did not take a message: {code}");
                 let error = Error::new(ErrorKind::from_wire(code), what);

@@ -592,7 +592,7 @@ impl Consumer {
         }
         let entry = self.handoffs.remove(id).expect("it was there");
         let outcome = entry.ending.expect("it is decided");
-        entry.sources.keys().for_each(|peer| self.watch(*peer, false));
+        let peers: Vec<_> = entry.sources.keys().copied().collect();
         let side_data = match outcome.is_done() {
             true => entry.sources.into_iter(),
             false => BTreeMap::new().into_iter(),
@@ -602,6 +602,7 @@ impl Consumer {
         self.tombs.bury(id.clone(), outcome.code, now, &self.limits);
         let side_data = side_data.collect();
         self.actions.push_back(ConsumerAction::Ended { id: id.clone(), outcome, side_data });
+        peers.into_iter().for_each(|peer| self.watch(peer, false));
     }
 
     fn watch(&mut self, peer: PeerId, on: bool) {

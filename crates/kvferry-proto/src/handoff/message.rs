@@ -1,9 +1,10 @@
 //! What the two sides of a handoff say to each other: MessagePack maps, as in [`crate::message`].
 
-use super::{BlockTable, Generation, HandoffId, Progress, TableError};
+use super::{BLOCKS_MAX, BlockTable, Generation, HandoffId, Progress, TableError};
 use crate::code::WireCode;
 use crate::message::{Check, DETAIL_MAX, MessageError, at_most, messages};
-use serde::{Deserialize, Serialize};
+use serde::de::{Error as _, Expected, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// The most KV groups of a model.
 pub const GROUPS_MAX: usize = 64;
@@ -35,7 +36,7 @@ pub struct Announced {
     pub count: u32,
     /// Blocks, group by group; at most [`GROUPS_MAX`]. In an [`Offer`] all of them, in a [`Ready`]
     /// those that were added, or no groups at all.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, deserialize_with = "tables", skip_serializing_if = "Vec::is_empty")]
     pub tables: Vec<BlockTable>,
     /// How far they are ready.
     #[serde(rename = "p")]
@@ -125,6 +126,19 @@ messages! {
 }
 
 impl HandoffMessage {
+    /// The handoff it is about.
+    pub fn id(&self) -> Option<&HandoffId> {
+        match self {
+            Self::Ask(m) => Some(&m.id),
+            Self::Offer(m) => Some(&m.id),
+            Self::Ready(m) => Some(&m.id),
+            Self::Confirm(m) => Some(&m.id),
+            Self::Confirmed(m) => Some(&m.id),
+            Self::Stop(m) => Some(&m.id),
+            Self::Unknown { .. } => None,
+        }
+    }
+
     /// The message as bytes.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
@@ -142,6 +156,37 @@ impl HandoffMessage {
         }
         Self::parse(bytes)
     }
+}
+
+/// As many groups as there may be, with as many blocks together as one may have: a few bytes stand
+/// for a million blocks, and are not to fill the memory.
+fn tables<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<BlockTable>, D::Error> {
+    struct Tables;
+
+    impl<'de> Visitor<'de> for Tables {
+        type Value = Vec<BlockTable>;
+
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            write!(f, "at most {GROUPS_MAX} block tables with {BLOCKS_MAX} blocks in all")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
+            let (mut tables, mut blocks) = (Vec::new(), 0);
+            while let Some(table) = seq.next_element::<BlockTable>()? {
+                blocks += table.blocks.len();
+                if tables.len() == GROUPS_MAX || blocks > BLOCKS_MAX {
+                    return Err(A::Error::custom(format_args!(
+                        "more than {}",
+                        &self as &dyn Expected
+                    )));
+                }
+                tables.push(table);
+            }
+            Ok(tables)
+        }
+    }
+
+    deserializer.deserialize_seq(Tables)
 }
 
 fn refused(kind: &'static str, detail: &str) -> MessageError {

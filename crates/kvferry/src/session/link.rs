@@ -784,6 +784,11 @@ impl Link {
         answered(WireCode::Closed, Vec::new());
     }
 
+    /// Whether the session is over, which the link may not know yet.
+    pub(crate) fn is_session_closed(&self) -> bool {
+        self.native.as_ref().is_none_or(|native| lock(&native.session).is_closed())
+    }
+
     /// Ends the session in order, from our side.
     pub(crate) fn close(self: &Arc<Self>, error: Error) {
         if let Some(native) = &self.native {

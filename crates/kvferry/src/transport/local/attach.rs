@@ -45,6 +45,10 @@ pub(crate) fn attach(link: &Arc<Link>, met: Met) {
 
 /// Says how it went: with `local`, or why not.
 fn conclude(link: &Arc<Link>, obstacle: Option<String>, met: Met) {
+    if let Some(end) = link.end() {
+        let end = end.clone();
+        return met(link, Err(end));
+    }
     if let Some(obstacle) = obstacle {
         if !link.core.allows(TransportKind::Tcp) {
             let what = format!("local is the only transport allowed, and {obstacle}");
