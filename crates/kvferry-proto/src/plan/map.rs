@@ -13,8 +13,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The most pieces that blocks of all planes may fall into together, a few per plane being usual.
-const PIECES_MAX: u64 = 1 << 20;
+/// The most units that blocks of all planes may fall into together: one per plane being usual, and a
+/// thousand where tokens are dealt out one by one.
+const PIECES_MAX: u64 = 1 << 22;
 
 /// What turns blocks of one producer rank into blocks of one consumer rank.
 ///
@@ -81,11 +82,13 @@ impl Map {
                 let tokens = RowDensity::of(plane, to.group).tokens.max(1);
                 granule / gcd(granule, tokens) * tokens
             });
-            pieces += pair.add(place as u32, role, &heads, &from, &to);
+            let unit = unit(&from, &to);
+            pieces += from.pieces(unit) + to.pieces(unit);
             if pieces > PIECES_MAX {
                 let (what, count, limit) = ("pieces of blocks", pieces, PIECES_MAX);
                 return Err(refuse(name, role, Difference::TooMany { what, count, limit }));
             }
+            pair.add(place as u32, role, &heads, unit, &from, &to);
         }
         let layers = producer.layers().len() as u32;
         let pairs = pairs.into_iter().map(|((from, to), pair)| pair.finish(from, to, layers));
@@ -195,6 +198,12 @@ impl<'a> Side<'a> {
         self.group.block_tokens / self.split.0
     }
 
+    /// Units of a block.
+    fn pieces(&self, unit: u32) -> u64 {
+        let state = self.group.kind == Kind::State;
+        if state { 1 } else { u64::from(self.group.block_tokens / unit) }
+    }
+
     /// Where head `head` of the model begins.
     const fn base(&self, head: u32) -> u64 {
         let head = (head - self.plane.heads.start) as u64;
@@ -230,21 +239,18 @@ struct SectionBuilder {
 }
 
 impl PairBuilder {
-    /// Adds heads of a plane. Returns how many pieces its blocks fall into if they are the first to
-    /// do so.
+    /// Adds heads of a plane.
     fn add(
         &mut self,
         place: u32,
         role: &str,
         heads: &Range<u32>,
+        unit: u32,
         from: &Side<'_>,
         to: &Side<'_>,
-    ) -> u64 {
+    ) {
         let density = RowDensity::of(from.plane, from.group);
-        let state = from.group.kind == Kind::State;
-        let unit = if state { 1 } else { unit(from, to) };
         let section = self.sections.entry(unit).or_default();
-        let known = section.steps.values.len();
         let step = section.steps.index(Step {
             from_block: from.plane.view.block_stride,
             to_block: to.plane.view.block_stride,
@@ -268,8 +274,6 @@ impl PairBuilder {
         };
         let at = (place, from.base(heads.start), to.base(heads.start));
         section.forms.entry(form).or_default().push(at);
-        let new = &section.steps.values[known..];
-        new.iter().map(|step| (step.from_units.len() + step.to_units.len()) as u64).sum()
     }
 
     fn finish(self, from: usize, to: usize, layers: u32) -> Pair {
@@ -289,6 +293,9 @@ impl PairBuilder {
 
 /// The largest unit of both ends' tokens: within one kernel block and one context-parallel run.
 fn unit(from: &Side<'_>, to: &Side<'_>) -> u32 {
+    if from.group.kind == Kind::State {
+        return 1;
+    }
     let (a, b) = (Context::of(from.group), Context::of(to.group));
     let kernels = gcd(from.kernel_tokens(), to.kernel_tokens());
     // Ranks that hold the same tokens number them alike, however they were dealt out.

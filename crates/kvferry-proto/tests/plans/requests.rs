@@ -312,3 +312,18 @@ fn a_cursor_goes_on_where_it_was() {
         assert_eq!(plan.next(cursor), None);
     }
 }
+
+#[test]
+fn blocks_in_too_many_pieces_are_refused_before_they_take_memory() {
+    let model = Model::plain(1, 1, 1);
+    let engine = |context, interleave| {
+        let engine = Engine::plain(&model, 1, 1 << 30, Packing::Lbnhc);
+        Engine { blocks: 1, ..engine }.with_context(context, interleave).layouts(&model).remove(0)
+    };
+    let (producer, consumer) = (engine(2, 1), engine(1, 0));
+    let share = Share::overlap(&producer, &consumer).unwrap();
+    assert_eq!(
+        Map::new(&producer, &consumer, &share).unwrap_err().to_string(),
+        "layer model.layers.0.attn (kv): 2147483648 pieces of blocks are beyond the limit of 4194304"
+    );
+}
