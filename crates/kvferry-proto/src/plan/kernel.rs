@@ -146,8 +146,7 @@ pub(super) fn compile(
         }
     }
     for kernel in &mut kernels {
-        let rows_apart = matches!(kernel.rows, Rows::Each(_));
-        kernel.dense = !rows_apart && steps[kernel.step].is_dense(kernel.len);
+        kernel.dense = steps[kernel.step].is_dense(kernel.len);
     }
     (kernels, order)
 }

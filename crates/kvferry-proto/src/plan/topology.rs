@@ -514,8 +514,20 @@ fn elementary(from: &[(usize, &Slice)], to: &[(usize, &Slice)], plane: usize) ->
     cuts.windows(2).map(|cut| cut[0]..cut[1]).collect()
 }
 
-/// Joins heads next to each other of the same plane and layers.
+/// Joins heads next to each other of the same plane and layers, then layers in a row with the same
+/// heads.
 fn join(parts: &mut Vec<Part>) {
+    let mut cuts: Vec<u32> = parts.iter().flat_map(|part| [part.layers.0, part.layers.1]).collect();
+    cuts.sort_unstable();
+    cuts.dedup();
+    // Parts of the same layers or of none in common.
+    let cut = |part: &Part| {
+        let from = cuts.partition_point(|&cut| cut < part.layers.0);
+        let to = cuts.partition_point(|&cut| cut <= part.layers.1);
+        let part = part.clone();
+        cuts[from..to].windows(2).map(move |cut| Part { layers: (cut[0], cut[1]), ..part.clone() })
+    };
+    *parts = parts.iter().flat_map(cut).collect();
     parts.sort_unstable();
     parts.dedup_by(|next, last| {
         let joins =
@@ -525,7 +537,6 @@ fn join(parts: &mut Vec<Part>) {
         }
         joins
     });
-    // The same heads of layers in a row.
     parts.sort_unstable_by_key(|part| (part.plane, part.heads, part.layers));
     parts.dedup_by(|next, last| {
         let joins =

@@ -209,7 +209,21 @@ fn ranks_with_the_same_tokens_copy_whole_blocks_however_these_were_dealt_out() {
 }
 
 #[test]
-fn layers_that_are_not_evenly_spaced_are_copied_all_the_same() {
+fn what_only_seems_to_continue_in_another_region_is_not_joined() {
+    // The last block of layer 0 ends where, in its own region, the first of layer 1 begins; at the
+    // other end they do follow each other.
+    let model = Model::plain(2, HEADS, CONTENT);
+    let dense = Engine { blocks: 2, ..Engine::plain(&model, 1, TOKENS, Packing::Lbhnc) };
+    let mut apart = Engine::plain(&model, 1, TOKENS, Packing::Lbhnc);
+    apart.groups[0].order = Order::Apart(Packing::Lbhnc);
+    let into = plan(&model, (&apart, 0), (&dense, 0), 16, &[5, 4], &[0, 1]);
+    assert_eq!(count(&into), 4);
+    let out_of = plan(&model, (&dense, 0), (&apart, 0), 16, &[0, 1], &[5, 4]);
+    assert_eq!(count(&out_of), 4);
+}
+
+#[test]
+fn groups_are_copied_apart_and_layers_of_one_together() {
     // Full and windowed layers in turn, in one dense cache each: every second layer of a group.
     let class = |kind| Class { kind, planes: vec![PlaneModel::new("kv", HEADS, CONTENT)] };
     let classes = vec![class(Kind::Full), class(Kind::Window { tokens: 99 })];

@@ -67,6 +67,8 @@ pub(crate) enum Order {
     /// Pages with all planes of a layer, one behind the other; pages of a block next to each other
     /// or not, heads before rows or not, and so many bytes of padding.
     Pages { block_first: bool, heads_first: bool, pad: u64 },
+    /// Pages whose layers are further and further apart, the last one first.
+    Uneven { heads_first: bool },
 }
 
 /// One rank: where it stands, and its layout.
@@ -233,12 +235,17 @@ impl Engine {
                     Order::Pages { block_first, heads_first, pad } => {
                         (block_first, heads_first, pad)
                     }
+                    Order::Uneven { heads_first } => (false, heads_first, 0),
                     _ => (false, true, 0),
                 };
+                let uneven = matches!(order, Order::Uneven { .. }) && shared.is_none();
+                let count = layers as u64;
+                // Between layer n and the next one are n bytes more than a page each.
+                let gaps = if uneven { count * (count - 1) / 2 } else { 0 };
                 let (region, page, pages) = shared.copied().unwrap_or_else(|| {
                     let page = self.page(model, class, tp) + pad;
-                    let region = memory.region(page * layers as u64 * u64::from(self.blocks));
-                    (region, page, layers)
+                    let bytes = page * count * u64::from(self.blocks) + gaps;
+                    (memory.region(bytes), page, layers)
                 });
                 let (layer_stride, block_stride) = if block_first {
                     (page, page * pages as u64)
@@ -246,7 +253,12 @@ impl Engine {
                     (page * u64::from(self.blocks), page)
                 };
                 for (layer, views) in (0u64..).zip(&mut views) {
-                    let mut base = self.base + layer * layer_stride;
+                    let (place, gap) = if uneven {
+                        (count - 1 - layer, (count - 1 - layer) * (count - layer) / 2)
+                    } else {
+                        (layer, 0)
+                    };
+                    let mut base = self.base + place * layer_stride + gap;
                     for plane in planes {
                         let Shape { heads, rows, content, kernel_blocks, .. } = shape(plane, 1);
                         let rows = u64::from(rows / kernel_blocks);

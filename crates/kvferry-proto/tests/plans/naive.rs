@@ -421,9 +421,10 @@ const BLOCK_TOKENS: [(u32, u32); 8] =
 
 fn order(script: &mut Script<'_>) -> Order {
     let packing = script.pick(&Packing::ALL);
-    match script.below(4) {
+    match script.below(5) {
         0 | 1 => Order::Dense(packing),
         2 => Order::Apart(packing),
+        3 => Order::Uneven { heads_first: script.flip() },
         _ => Order::Pages {
             block_first: script.flip(),
             heads_first: script.flip(),
@@ -613,6 +614,7 @@ fn features(case: &Case) -> Vec<&'static str> {
             match order {
                 Order::Pages { .. } => note(true, "pages"),
                 Order::Apart(_) => note(true, "a region per plane"),
+                Order::Uneven { .. } => note(true, "layers not evenly apart"),
                 Order::Dense(packing) => note(true, packing.name()),
             }
         }
@@ -653,7 +655,7 @@ fn random_cases_are_about_everything() {
     for (words, count) in &table {
         println!("{count:5} of 2000: {words}");
     }
-    assert_eq!(table.len(), 40, "all of them");
+    assert_eq!(table.len(), 41, "all of them");
     assert!(table.iter().all(|&(_, count)| count >= 10), "each often enough");
 }
 

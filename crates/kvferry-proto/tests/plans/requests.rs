@@ -203,6 +203,38 @@ fn blocks_before_the_window_may_be_holes_at_either_end() {
 }
 
 #[test]
+fn a_window_counts_the_token_being_computed() {
+    let needs_block_2 = |kind| {
+        let map = map(kind, 4, 4);
+        let holes = [NO_BLOCK, NO_BLOCK, NO_BLOCK, 3];
+        plan(&map, 0..16, start(&holes), start(&[4, 5, 6, 7])).is_err()
+    };
+    // Token 16 and the 4 before it, from token 12 on.
+    assert!(!needs_block_2(Kind::Window { tokens: 5 }));
+    assert!(needs_block_2(Kind::Window { tokens: 6 }));
+    // Token 16 is in the chunk from 12 on, or from 11.
+    assert!(!needs_block_2(Kind::Chunk { tokens: 12 }));
+    assert!(needs_block_2(Kind::Chunk { tokens: 11 }));
+}
+
+#[test]
+fn a_window_is_one_of_the_request_not_of_a_ranks_share_of_it() {
+    let class =
+        Class { kind: Kind::Window { tokens: 6 }, planes: vec![PlaneModel::new("kv", 2, 10)] };
+    let model = Model { classes: vec![class], layers: vec![0] };
+    let engine = Engine::plain(&model, 1, 4, Packing::Lbnhc).with_context(2, 0);
+    let rank = engine.layouts(&model).remove(0);
+    let share = Share::overlap(&rank, &rank).unwrap();
+    let map = Arc::new(Map::new(&rank, &rank, &share).unwrap());
+    // This rank has the blocks of tokens 0 and 8; the window goes back to token 9 of 14.
+    let hole = start(&[1, NO_BLOCK]);
+    let error = plan(&map, 0..14, hole, start(&[4, 5])).unwrap_err();
+    assert!(matches!(error, PlanError::Hole { end: End::Producer, block: 1, .. }), "{error}");
+    let hole = start(&[NO_BLOCK, 1]);
+    assert_eq!(plan(&map, 0..14, hole, start(&[4, 5])).unwrap().bytes(), BLOCK);
+}
+
+#[test]
 fn a_hole_within_the_window_is_a_mismatch_if_the_consumer_wants_it() {
     let map = map(Kind::Window { tokens: 6 }, 4, 4);
     let all = [4, 5, 6, 7];

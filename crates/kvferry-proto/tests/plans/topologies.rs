@@ -157,6 +157,28 @@ fn latents_are_dealt_out_evenly_whatever_the_worlds_are() {
 }
 
 #[test]
+fn a_replica_of_some_heads_takes_its_part_of_those_only() {
+    let model = Model::plain(2, 3, 4);
+    let whole = engine(&model, 1).layouts(&model).remove(0);
+    let middle = engine(&model, 3).layouts(&model).remove(1);
+    let producers = Topology::new([&whole, &middle]).unwrap();
+    let routing = Routing::new(&producers, &topology(&model, &engine(&model, 1))).unwrap();
+    let items = |producer| {
+        let share = routing.share(producer, 0);
+        let mut items: Vec<_> =
+            share.items().map(|(layer, _, heads)| format!("{layer} {heads:?}")).collect();
+        items.sort_unstable();
+        items
+    };
+    let (first, second) = (layer_name(0), layer_name(1));
+    assert_eq!(
+        items(0),
+        [format!("{first} 0..3"), format!("{second} 0..1"), format!("{second} 2..3")]
+    );
+    assert_eq!(items(1), [format!("{second} 1..2")]);
+}
+
+#[test]
 fn a_producer_that_nobody_reads_from_has_a_reader_all_the_same() {
     // One layer, one head, everywhere: one replica is enough, the others are only released.
     let model = Model::plain(1, 1, 4);
