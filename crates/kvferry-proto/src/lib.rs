@@ -12,6 +12,8 @@
 //! * [`auth`]: who proves what to whom, and the key of a session.
 //! * [`session`]: the state machine of one control connection.
 //! * [`handoff`]: one request's KV from producer to consumer, a state machine for each.
+//! * [`layout`]: how the KV blocks of one rank lie in its regions, and what must be equal at both ends.
+//! * [`plan`]: which bytes of a producer rank become which bytes of a consumer rank.
 //! * [`local`]: what two agents of one host say to each other besides.
 //! * [`admission`]: what a listener does before it knows who is calling.
 //!
