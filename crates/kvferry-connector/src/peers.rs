@@ -17,8 +17,18 @@ pub(crate) struct Place {
     pub(crate) life: Option<Incarnation>,
     /// It is being met.
     pub(crate) opening: bool,
+    /// It is to be met although nothing is wanted of it: it has to hear something.
+    pub(crate) addressed: bool,
     /// Handoffs want something of it.
     pub(crate) watched: bool,
+}
+
+impl Place {
+    /// Whether there is a channel to whoever is there.
+    fn is_up(&self, lives: &FxHashMap<Incarnation, Life>) -> bool {
+        let life = self.life.and_then(|life| lives.get(&life));
+        life.is_some_and(|life| !life.channels.is_empty())
+    }
 }
 
 /// A life of a peer that there are channels to.
@@ -62,29 +72,40 @@ impl Peers {
     pub(crate) fn place(&mut self, address: &str, peer: &Peer) -> (PeerId, bool) {
         if !self.places.contains_key(address) {
             let id = self.number();
-            let place =
-                Place { peer: peer.clone(), id, life: None, opening: false, watched: false };
+            let place = Place {
+                peer: peer.clone(),
+                id,
+                life: None,
+                opening: false,
+                addressed: false,
+                watched: false,
+            };
             self.places.insert(address.to_owned(), place);
             self.place_of.insert(id, address.to_owned());
         }
         let place = &self.places[address];
-        (place.id, self.is_up(place))
+        (place.id, place.is_up(&self.lives))
     }
 
-    fn is_up(&self, place: &Place) -> bool {
-        let life = place.life.and_then(|life| self.lives.get(&life));
-        life.is_some_and(|life| !life.channels.is_empty())
+    /// Addresses that somebody has to be met at; from now on they are being met.
+    pub(crate) fn take_unmet(&mut self) -> Vec<(String, Peer)> {
+        let mut unmet = Vec::new();
+        for (address, place) in &mut self.places {
+            if (place.watched || place.addressed) && !place.opening && !place.is_up(&self.lives) {
+                place.opening = true;
+                unmet.push((address.clone(), place.peer.clone()));
+            }
+            place.addressed = false;
+        }
+        unmet
     }
 
-    pub(crate) fn at(&mut self, address: &str) -> Option<&mut Place> {
-        self.places.get_mut(address)
-    }
-
-    /// Addresses that something is wanted of, and that nobody is met at, nor being met.
-    pub(crate) fn unmet(&self) -> Vec<String> {
-        let unmet = |place: &Place| place.watched && !place.opening && !self.is_up(place);
-        let unmet = self.places.iter().filter(|(_, place)| unmet(place));
-        unmet.map(|(address, _)| address.clone()).collect()
+    /// Nobody could be met at an address: the number of whoever was meant, unless he was met
+    /// meanwhile.
+    pub(crate) fn not_met_at(&mut self, address: &str) -> Option<PeerId> {
+        let place = self.places.get_mut(address)?;
+        place.opening = false;
+        (!place.is_up(&self.lives)).then_some(place.id)
     }
 
     /// The address of a number, and what is there.
@@ -221,7 +242,7 @@ impl Peers {
         let place_of = &mut self.place_of;
         self.places.retain(|_, place| {
             let is_met = place.life.is_some_and(|life| lives.contains_key(&life));
-            let keep = place.watched || place.opening || is_met;
+            let keep = place.watched || place.addressed || place.opening || is_met;
             if !keep {
                 place_of.remove(&place.id);
             }

@@ -179,7 +179,13 @@ impl Alarm {
 /// What is done without the lock.
 enum Chore {
     Read { read: ReadId, id: HandoffId, from: PeerId, slice: Slice },
-    Open { address: String },
+    Open { address: String, peer: Peer },
+}
+
+impl Chore {
+    fn is_read(&self, wanted: ReadId) -> bool {
+        matches!(self, Self::Read { read, .. } if *read == wanted)
+    }
 }
 
 impl Rank {
@@ -311,9 +317,14 @@ impl Rank {
         let places = state.places(from, &peers);
         let peers: Vec<_> = places.iter().map(|(peer, _)| *peer).collect();
         let freed = state.consumer.free(id, &peers, code, now);
-        let chores = if freed.is_ok() { state.openings(&places) } else { Vec::new() };
+        if freed.is_ok() {
+            for peer in peers {
+                if let Some((_, place)) = state.peers.place_of(peer) {
+                    place.addressed = true;
+                }
+            }
+        }
         drop(state);
-        chores.into_iter().for_each(|chore| shared.do_chore(chore));
         shared.alarm.ring();
         Ok(freed?)
     }
@@ -382,23 +393,10 @@ impl Drop for Rank {
 }
 
 impl State {
-    /// Has an address met, unless that is under way.
-    fn opening(&mut self, id: PeerId) -> Option<Chore> {
-        let (address, place) = self.peers.place_of(id)?;
-        let address = address.to_owned();
-        (!std::mem::replace(&mut place.opening, true)).then_some(Chore::Open { address })
-    }
-
     /// The numbers of those at some addresses, and whether there is a connection to each.
     fn places(&mut self, from: &[Source], peers: &[Peer]) -> Vec<(PeerId, bool)> {
         let both = from.iter().zip(peers);
         both.map(|(source, peer)| self.peers.place(&source.address, peer)).collect()
-    }
-
-    /// Has those met that there is no connection to.
-    fn openings(&mut self, places: &[(PeerId, bool)]) -> Vec<Chore> {
-        let unmet = places.iter().filter(|(_, connected)| !connected);
-        unmet.filter_map(|(peer, _)| self.opening(*peer)).collect()
     }
 
     /// A channel began, or is found to have.
@@ -448,12 +446,8 @@ impl Shared {
             state.consumer.expire(now);
             self.look_at_reads(&mut state, now);
             let mut chores = self.work(&mut state);
-            for address in state.peers.unmet() {
-                if let Some(place) = state.peers.at(&address) {
-                    place.opening = true;
-                }
-                chores.push(Chore::Open { address });
-            }
+            let unmet = state.peers.take_unmet().into_iter();
+            chores.extend(unmet.map(|(address, peer)| Chore::Open { address, peer }));
             state.peers.forget_idle();
             let due = state.next_timeout();
             drop(state);
@@ -526,24 +520,20 @@ impl Shared {
                 ConsumerAction::CancelRead(read) => {
                     if let Some(running) = state.reads.get(&read) {
                         running.transfer.cancel();
-                    }
-                    // Else it is not begun: it will be asked for once more.
-                    chores.retain(
-                        |chore| !matches!(chore, Chore::Read { read: other, .. } if *other == read),
-                    );
-                    if !state.reads.contains_key(&read) {
+                    } else {
+                        // It has not begun.
+                        chores.retain(|chore| !chore.is_read(read));
                         let unread = Err((WireCode::Cancelled, String::new()));
                         state.consumer.read_ended(read, unread, self.now());
                     }
                 }
                 ConsumerAction::Ended { id, outcome, side_data } => {
                     state.mappers.remove(&id);
-                    let mut side = Vec::with_capacity(side_data.len());
-                    for (peer, data) in side_data {
+                    let named = side_data.into_iter().map(|(peer, data)| {
                         let place = state.peers.place_of(peer);
-                        side.push((place.map_or("", |(address, _)| address).to_owned(), data));
-                    }
-                    let side_data = side;
+                        (place.map_or("", |(address, _)| address).to_owned(), data)
+                    });
+                    let side_data = named.collect();
                     state.events.push_back(Event::Consumed { id, outcome, side_data });
                     self.arrived.notify_all();
                 }
@@ -573,7 +563,7 @@ impl Shared {
     fn do_chore(self: &Arc<Self>, chore: Chore) {
         match chore {
             Chore::Read { read, id, from, slice } => self.begin_read(read, &id, from, slice),
-            Chore::Open { address } => self.open(address),
+            Chore::Open { address, peer } => self.open(address, &peer),
         }
     }
 
@@ -595,23 +585,17 @@ impl Shared {
         let mapped = catch_unwind(AssertUnwindSafe(|| mapper.map(&part)));
         let mapped =
             mapped.unwrap_or_else(|_| Err((WireCode::Internal, "its mapper panicked".to_owned())));
-        let transfer = match mapped {
-            Ok(batch) if batch.is_empty() => Err(Ok(())),
-            Ok(batch) => Ok(peer.read_async(batch, Options::default())),
-            Err(refused) => Err(Err(refused)),
-        };
+        let begun = mapped
+            .map(|batch| (!batch.is_empty()).then(|| peer.read_async(batch, Options::default())));
         let mut state = self.lock();
         state.mappers.insert(id.clone(), mapper);
-        match transfer {
-            Ok(transfer) => {
-                state.reads.insert(read, Running { transfer, from, channel });
-                drop(state);
-                self.wake(read);
-            }
-            Err(result) => {
-                drop(state);
-                self.read_ended(read, result);
-            }
+        if let Ok(Some(transfer)) = begun {
+            state.reads.insert(read, Running { transfer, from, channel });
+            drop(state);
+            self.wake(read);
+        } else {
+            drop(state);
+            self.read_ended(read, begun.map(drop));
         }
     }
 
@@ -626,9 +610,7 @@ impl Shared {
     }
 
     /// Meets whoever is at an address now.
-    fn open(self: &Arc<Self>, address: String) {
-        let peer = self.lock().peers.at(&address).map(|place| place.peer.clone());
-        let Some(peer) = peer else { return };
+    fn open(self: &Arc<Self>, address: String, peer: &Peer) {
         let shared = Arc::downgrade(self);
         peer.open_channel(Box::new(move |met| {
             if let Some(shared) = shared.upgrade() {
@@ -644,9 +626,7 @@ impl Shared {
         let met = met.and_then(|channel| channel.end().cloned().map_or(Ok(channel), Err));
         match met {
             Ok(channel) => {
-                if let Some(reader) = state.peers.began(&channel).reader {
-                    state.producer.met(reader);
-                }
+                state.began(&channel, now);
                 if let Some((id, gone)) = state.peers.met_at(address, channel.incarnation()) {
                     if let Some(gone) = gone {
                         state.consumer.lost(gone, WireCode::StaleIncarnation, true, now);
@@ -655,13 +635,8 @@ impl Shared {
                 }
             }
             Err(error) => {
-                if let Some(place) = state.peers.at(address) {
-                    place.opening = false;
-                    let (id, peer) = (place.id, place.peer.clone());
-                    let (_, is_up) = state.peers.place(address, &peer);
-                    if !is_up {
-                        state.consumer.lost(id, code_of(error.kind()), true, now);
-                    }
+                if let Some(id) = state.peers.not_met_at(address) {
+                    state.consumer.lost(id, code_of(error.kind()), true, now);
                 }
             }
         }

@@ -271,6 +271,38 @@ fn either_side_may_end_it_and_the_other_hears_why() {
 }
 
 #[test]
+fn who_was_never_met_hears_that_nothing_is_needed() {
+    let _bound = bounded();
+    let (p, d) = (Node::new("tcp"), Node::new("tcp"));
+    p.rank.offer(&id(1)).expect("a new name");
+    let source = Source { address: p.address(), readers: 1 };
+    d.rank.free(&id(1), &[source], WireCode::NotNeeded).expect("a new name");
+    assert_eq!(p.produced().code, WireCode::NotNeeded);
+    p.assert_empty();
+    d.assert_empty();
+}
+
+#[test]
+fn a_peer_may_have_two_names() {
+    let _bound = bounded();
+    let (mut p, mut d) = (Node::new("tcp"), Node::new("tcp"));
+    let (address, pool) = (p.address(), p.pool.remote());
+    let other = address.replace("127.0.0.1", "localhost");
+    for request in [1, 2] {
+        p.offer(request, 8);
+    }
+    let blocks = [d.want(1, 8, &address, &pool), d.want(2, 8, &other, &pool)];
+    for _ in &blocks {
+        assert_eq!(d.consumed(), Outcome::DONE);
+        assert_eq!(p.produced(), Outcome::DONE);
+    }
+    d.assert_holds(1, &blocks[0]);
+    d.assert_holds(2, &blocks[1]);
+    p.assert_empty();
+    d.assert_empty();
+}
+
+#[test]
 fn nobody_at_the_address_is_an_error_at_once() {
     let _bound = bounded();
     let mut d = Node::new("tcp");

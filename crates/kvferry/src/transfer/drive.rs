@@ -101,6 +101,11 @@ pub(crate) fn lanes_wanted(job: &Job) -> usize {
     shares(&job.core, by_size, job.core.stripe_default, job.streams)
 }
 
+/// How many threads should copy a job within the host, the caller's own included.
+fn copiers_wanted(job: &Job) -> usize {
+    copiers_for(&job.core, job.batch.bytes(), job.streams)
+}
+
 /// How many threads should copy so many bytes within the host, the caller's own included.
 fn copiers_for(core: &Core, bytes: u64, streams: Option<usize>) -> usize {
     shares(core, bytes / COPIER_BYTES_MIN, core.copiers_default, streams)
@@ -175,7 +180,7 @@ pub(crate) fn run(job: &Arc<Job>, link: &Arc<Link>, interrupt: Interrupt<'_>) ->
     match link.route(&job.batch, job.op) {
         Ok(Route::Lanes) => {}
         Ok(Route::Local(peer, targets)) => {
-            let copiers = copiers_for(&job.core, job.batch.bytes(), job.streams);
+            let copiers = copiers_wanted(job);
             job.start_shares(copiers, TransportKind::Local);
             for _ in 1..copiers {
                 background(job, link, None, |wake| {
@@ -267,19 +272,15 @@ fn drive(
         }
         if shares.iter().any(|share| share.last == Progress::Again) {
             lingering = None;
-            at = now();
-            continue;
-        }
-        if let [Share { last: Progress::Wait(Interest::Read), .. }] = &shares[..]
+        } else if let [Share { last: Progress::Wait(Interest::Read), .. }] = &shares[..]
             && at.saturating_since(*lingering.get_or_insert(at)) < LINGER
         {
             // An answer is due: looking is cheaper than waking up.
             std::thread::yield_now();
-            at = now();
-            continue;
+        } else {
+            lingering = None;
+            wait(job, &shares, bell.as_deref(), turn_until, interrupt.is_some());
         }
-        lingering = None;
-        wait(job, &shares, bell.as_deref(), turn_until, interrupt.is_some());
         at = now();
     }
 }
@@ -369,7 +370,7 @@ pub(crate) fn submit(job: &Arc<Job>, link: &Arc<Link>) {
     match link.route(&job.batch, job.op) {
         Ok(Route::Lanes) => submit_to_lanes(job, link),
         Ok(Route::Local(peer, targets)) => {
-            let copiers = copiers_for(&job.core, job.batch.bytes(), job.streams);
+            let copiers = copiers_wanted(job);
             job.start_shares(copiers, TransportKind::Local);
             for _ in 0..copiers {
                 background(job, link, None, |wake| {
