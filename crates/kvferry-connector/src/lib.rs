@@ -10,11 +10,27 @@
 //! | driving it: messages, reads, timers, peers that come and go | `rank.rs` |
 //! | which peer is which, over restarts and reconnections | `peers.rs` |
 
+mod card;
 mod codes;
+mod orders;
+mod params;
 mod peers;
 mod rank;
+mod scheduler;
+mod worker;
 
+pub use card::{CardError, RankCard};
 pub use kvferry_proto::handoff::{
     BlockTable, HandoffId, Limits, NULL_BLOCK, Outcome, Progress, Rectangle, Refusal, Slice,
 };
+pub use kvferry_proto::introduction::EngineId;
+pub use orders::{
+    Cancel, Compute, Ending, EngineCard, Fetched, Free, How, Notes, Offer, Orders, OrdersError,
+    Want,
+};
+pub use params::{Offered, Params, ParamsError, Role, produce};
 pub use rank::{Event, Fault, Mapper, Rank, Read, SideData, Source};
+pub use scheduler::{
+    EngineError, Finish, Finished, GroupRule, Match, Request, Scheduled, Scheduler, SchedulerConfig,
+};
+pub use worker::{Announce, Computed, Reports, Worker, WorkerConfig, WorkerError};

@@ -12,8 +12,10 @@
 //! * [`auth`]: who proves what to whom, and the key of a session.
 //! * [`session`]: the state machine of one control connection.
 //! * [`handoff`]: one request's KV from producer to consumer, a state machine for each.
+//! * [`introduction`]: what the ranks of two engines have to know of each other before that.
 //! * [`layout`]: how the KV blocks of one rank lie in its regions, and what must be equal at both ends.
 //! * [`plan`]: which bytes of a producer rank become which bytes of a consumer rank.
+//! * [`pack`]: small bodies in MessagePack.
 //! * [`local`]: what two agents of one host say to each other besides.
 //! * [`admission`]: what a listener does before it knows who is calling.
 //!
@@ -42,9 +44,11 @@ pub mod frame;
 pub mod fuzzing;
 pub mod handoff;
 mod id;
+pub mod introduction;
 pub mod layout;
 pub mod local;
 pub mod message;
+pub mod pack;
 pub mod plan;
 pub mod session;
 mod text;

@@ -9,9 +9,9 @@ pub use crate::transport::mooncake::fuzzing::{mooncake_data, mooncake_handshake,
 
 use crate::config::Config;
 use crate::memory::RemoteRegion;
-use crate::pack::{decode, encode};
 use crate::session::service::{RegionsPage, RegionsQuery, StreamFaultNote};
 use kvferry_proto::RegionId;
+use kvferry_proto::pack::{decode, encode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 

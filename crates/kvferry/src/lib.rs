@@ -27,7 +27,6 @@ pub mod fuzzing;
 mod interleavings;
 mod memory;
 mod notify;
-mod pack;
 mod peer;
 mod reactor;
 mod session;

@@ -3,10 +3,10 @@
 use crate::channel::Channel;
 use crate::memory::region::{Region, RemoteRegion};
 use crate::notify::Notification;
-use crate::pack;
-pub(crate) use crate::pack::encode;
 use crate::session::link::{Link, StreamFault};
 use crate::sync::Arc;
+use kvferry_proto::pack;
+pub(crate) use kvferry_proto::pack::encode;
 use kvferry_proto::{StreamId, WireCode};
 use rmp_serde::decode::Error as Malformed;
 use serde::de::Error as _;

@@ -6,12 +6,19 @@ use serde::de::{DeserializeOwned, Error};
 /// How deep the values of unknown fields may be nested.
 const DEPTH_MAX: usize = 16;
 
-pub(crate) fn encode<T: Serialize>(value: &T) -> Vec<u8> {
+/// A value as bytes. Fields are named: those of later versions are ignored by earlier ones.
+///
+/// # Panics
+/// The value's `Serialize` fails by itself, which that of plain data does not.
+pub fn encode<T: Serialize>(value: &T) -> Vec<u8> {
     rmp_serde::to_vec_named(value).expect("plain values always encode")
 }
 
 /// The one value that `bytes` are, with nothing after it.
-pub(crate) fn decode<T: DeserializeOwned>(mut bytes: &[u8]) -> Result<T, rmp_serde::decode::Error> {
+///
+/// # Errors
+/// They are something else, or nested deeper than plain data is.
+pub fn decode<T: DeserializeOwned>(mut bytes: &[u8]) -> Result<T, rmp_serde::decode::Error> {
     let mut deserializer = rmp_serde::Deserializer::new(&mut bytes);
     deserializer.set_max_depth(DEPTH_MAX);
     let value = T::deserialize(&mut deserializer)?;
