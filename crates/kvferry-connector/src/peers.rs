@@ -21,9 +21,16 @@ pub(crate) struct Place {
     pub(crate) addressed: bool,
     /// Handoffs want something of it.
     pub(crate) watched: bool,
+    /// An introduction wants something of it, whoever it is.
+    pub(crate) introducing: bool,
 }
 
 impl Place {
+    /// Whether something is expected of it.
+    const fn is_watched(&self) -> bool {
+        self.watched || self.introducing
+    }
+
     /// Whether there is a channel to whoever is there.
     fn is_up(&self, lives: &FxHashMap<Incarnation, Life>) -> bool {
         let life = self.life.and_then(|life| lives.get(&life));
@@ -79,6 +86,7 @@ impl Peers {
                 opening: false,
                 addressed: false,
                 watched: false,
+                introducing: false,
             };
             self.places.insert(address.to_owned(), place);
             self.place_of.insert(id, address.to_owned());
@@ -91,7 +99,8 @@ impl Peers {
     pub(crate) fn take_unmet(&mut self) -> Vec<(String, Peer)> {
         let mut unmet = Vec::new();
         for (address, place) in &mut self.places {
-            if (place.watched || place.addressed) && !place.opening && !place.is_up(&self.lives) {
+            let wanted = place.is_watched() || place.addressed;
+            if wanted && !place.opening && !place.is_up(&self.lives) {
                 place.opening = true;
                 unmet.push((address.clone(), place.peer.clone()));
             }
@@ -216,10 +225,19 @@ impl Peers {
         }
     }
 
+    /// Has whoever is at an address watched for an introduction, or no longer.
+    pub(crate) fn introduce(&mut self, id: PeerId, on: bool) {
+        let Some((_, place)) = self.place_of(id) else { return };
+        place.introducing = on;
+        if let Some(incarnation) = place.life {
+            self.keep_watch(incarnation);
+        }
+    }
+
     fn keep_watch(&mut self, incarnation: Incarnation) {
         let Some(life) = self.lives.get_mut(&incarnation) else { return };
         let mut places = life.places.iter().filter_map(|address| self.places.get(address));
-        let consumed = places.any(|place| place.watched && place.life == Some(incarnation));
+        let consumed = places.any(|place| place.is_watched() && place.life == Some(incarnation));
         if !(life.watched || consumed) {
             life.watch = None;
         } else if let Some(channel) = life.channels.last() {
@@ -242,7 +260,7 @@ impl Peers {
         let place_of = &mut self.place_of;
         self.places.retain(|_, place| {
             let is_met = place.life.is_some_and(|life| lives.contains_key(&life));
-            let keep = place.watched || place.addressed || place.opening || is_met;
+            let keep = place.is_watched() || place.addressed || place.opening || is_met;
             if !keep {
                 place_of.remove(&place.id);
             }

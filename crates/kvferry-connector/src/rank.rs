@@ -12,7 +12,10 @@ use kvferry_proto::handoff::{
     BlockTable, Consumer, ConsumerAction, HandoffId, HandoffMessage, Limits, Outcome, PeerId,
     Producer, ProducerAction, ProducerRank, Progress, ReadId, Refusal, Slice,
 };
-use kvferry_proto::{Timestamp, WireCode};
+use kvferry_proto::introduction::{
+    Failure, IntroductionAction, IntroductionMessage, Introductions, OwnEngine, Pairing,
+};
+use kvferry_proto::{Incarnation, Timestamp, WireCode};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -98,17 +101,41 @@ pub enum Fault {
     /// By the agent.
     #[error(transparent)]
     Agent(#[from] Error),
+    /// This process is a child of the one that began it.
+    #[error("handoffs can't be used in a child of the process that began them")]
+    Forked,
     /// The operating system has no thread for it.
     #[error("the thread for handoffs can't be started")]
     Thread(#[source] std::io::Error),
 }
 
+/// Who is told of what happens on a rank, as it happens.
+///
+/// Called on the rank's thread, one call after the other, without any lock of the rank's.
+pub(crate) trait Observer: Send + Sync {
+    /// Something has ended.
+    fn ended(&self, event: Event);
+
+    /// An introduction has ended: see [`Rank::meet`].
+    fn met(&self, ticket: u64, result: Result<Arc<Pairing>, Failure>);
+
+    /// A life of a peer is over, or out of reach for now.
+    fn lost(&self, incarnation: Incarnation);
+}
+
 /// One rank's handoffs. Dropping it ends them all.
 pub struct Rank {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
     /// Where the thread is.
     process: u32,
+}
+
+/// What an observer has to hear.
+enum News {
+    Ended(Event),
+    Met(u64, Result<Arc<Pairing>, Failure>),
+    Lost(Incarnation),
 }
 
 impl std::fmt::Debug for Rank {
@@ -125,16 +152,21 @@ struct Shared {
     arrived: Condvar,
     /// Reads that have moved on.
     woken: Mutex<Vec<ReadId>>,
+    /// Who hears of what happens, if not by asking.
+    observer: Option<Weak<dyn Observer>>,
 }
 
 struct State {
     producer: Producer,
     consumer: Consumer,
+    introductions: Introductions,
     peers: Peers,
     /// What maps a handoff that is wanted; taken out while it is asked.
     mappers: FxHashMap<HandoffId, Box<dyn Mapper>>,
     reads: FxHashMap<ReadId, Running>,
     events: VecDeque<Event>,
+    /// For the observer.
+    news: VecDeque<News>,
     closed: bool,
 }
 
@@ -194,13 +226,24 @@ impl Rank {
     /// # Errors
     /// The agent's `InvalidArgument` if somebody receives them already; [`Fault::Thread`].
     pub fn start(agent: &Agent, limits: &Limits) -> Result<Self, Fault> {
+        Self::observed(agent, limits, None)
+    }
+
+    /// The same, with somebody who hears of what happens: [`Rank::events`] has nothing to say then.
+    pub(crate) fn observed(
+        agent: &Agent,
+        limits: &Limits,
+        observer: Option<Weak<dyn Observer>>,
+    ) -> Result<Self, Fault> {
         let state = State {
             producer: Producer::new(limits.clone()),
             consumer: Consumer::new(limits.clone()),
+            introductions: Introductions::new(limits.reconnect),
             peers: Peers::default(),
             mappers: FxHashMap::default(),
             reads: FxHashMap::default(),
             events: VecDeque::new(),
+            news: VecDeque::new(),
             closed: false,
         };
         let shared = Arc::new(Shared {
@@ -209,12 +252,14 @@ impl Rank {
             alarm: Alarm::default(),
             arrived: Condvar::new(),
             woken: Mutex::default(),
+            observer,
         });
         agent.correspond(Arc::new(Ear(Arc::downgrade(&shared))))?;
         let worker = Arc::clone(&shared);
         let thread = kvferry_sys::thread::spawn("kvferry-handoff".into(), move || worker.run())
             .map_err(Fault::Thread)?;
-        Ok(Self { shared, thread: Some(thread), process: std::process::id() })
+        let thread = Mutex::new(Some(thread));
+        Ok(Self { shared, thread, process: std::process::id() })
     }
 
     /// Offers a request's KV, of which nothing needs to be ready yet: its blocks are not to be
@@ -284,6 +329,7 @@ impl Rank {
         budget: Duration,
         mapper: Box<dyn Mapper>,
     ) -> Result<(), Fault> {
+        self.check_process()?;
         let shared = &self.shared;
         let peers = shared.peers(from)?;
         let mut state = shared.lock();
@@ -309,14 +355,21 @@ impl Rank {
     ///
     /// # Errors
     /// [`Refusal::InUse`], [`Refusal::Ended`]; the agent's for an address that is none.
-    pub fn free(&self, id: &HandoffId, from: &[Source], code: WireCode) -> Result<(), Fault> {
+    pub fn free(
+        &self,
+        id: &HandoffId,
+        from: &[Source],
+        code: WireCode,
+        detail: &str,
+    ) -> Result<(), Fault> {
+        self.check_process()?;
         let shared = &self.shared;
         let peers = shared.peers(from)?;
         let mut state = shared.lock();
         let now = shared.now();
         let places = state.places(from, &peers);
         let peers: Vec<_> = places.iter().map(|(peer, _)| *peer).collect();
-        let freed = state.consumer.free(id, &peers, code, now);
+        let freed = state.consumer.free(id, &peers, code, detail, now);
         if freed.is_ok() {
             for peer in peers {
                 if let Some((_, place)) = state.peers.place_of(peer) {
@@ -335,6 +388,25 @@ impl Rank {
     /// [`Refusal::Unknown`]: it has ended already.
     pub fn cancel(&self, id: &HandoffId, code: WireCode, detail: &str) -> Result<(), Fault> {
         self.tell(|state, now| state.consumer.cancel(id, code, detail, now))
+    }
+
+    /// Says which engine this rank is of. Until then, peers that ask wait for the answer.
+    pub(crate) fn know(&self, own: OwnEngine) -> Result<(), Fault> {
+        self.tell(|state, _| {
+            state.introductions.know(own);
+            Ok(())
+        })
+    }
+
+    /// Wants to know the engine of whoever is at an address: [`Observer::met`] says it.
+    pub(crate) fn meet(&self, ticket: u64, address: &str, budget: Duration) -> Result<(), Fault> {
+        self.check_process()?;
+        let peer = self.shared.agent.peer(address)?;
+        self.tell(|state, now| {
+            let (id, connected) = state.peers.place(address, &peer);
+            state.introductions.meet(ticket, id, connected, budget, now);
+            Ok(())
+        })
     }
 
     /// What has ended since this was asked last.
@@ -361,13 +433,14 @@ impl Rank {
             ("events", state.events.len()),
         ];
         let of_machines = state.producer.gauges().into_iter().chain(state.consumer.gauges());
-        of_machines.chain(own).collect()
+        of_machines.chain(state.introductions.gauges()).chain(own).collect()
     }
 
     fn tell(
         &self,
         what: impl FnOnce(&mut State, Timestamp) -> Result<(), Refusal>,
     ) -> Result<(), Fault> {
+        self.check_process()?;
         let mut state = self.shared.lock();
         let told = what(&mut state, self.shared.now());
         drop(state);
@@ -376,18 +449,38 @@ impl Rank {
     }
 }
 
-impl Drop for Rank {
-    fn drop(&mut self) {
+impl Rank {
+    /// A child of the process that started it has neither the thread nor, maybe, the lock.
+    fn check_process(&self) -> Result<(), Fault> {
+        if std::process::id() == self.process { Ok(()) } else { Err(Fault::Forked) }
+    }
+
+    /// Ends everything. Nothing is read any more when this returns, unless it is called by an
+    /// observer.
+    pub(crate) fn close(&self) {
         if std::process::id() != self.process {
-            // A child of that process: it has neither the thread nor, maybe, the lock.
-            return std::mem::forget(self.thread.take());
+            return;
         }
         self.shared.lock().closed = true;
         self.shared.alarm.ring();
         self.shared.arrived.notify_all();
-        if let Some(thread) = self.thread.take() {
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread
+            && thread.thread().id() != std::thread::current().id()
+        {
             // It panics on a broken invariant only, and has said so.
             drop(thread.join());
+        }
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        if std::process::id() == self.process {
+            self.close();
+        } else {
+            let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner);
+            std::mem::forget(thread.take());
         }
     }
 }
@@ -413,11 +506,26 @@ impl State {
     fn met(&mut self, supplier: PeerId, now: Timestamp) {
         if self.peers.place_of(supplier).is_some_and(|(_, place)| !place.opening) {
             self.consumer.met(supplier, now);
+            self.introductions.met(supplier);
+        }
+    }
+
+    /// Something has ended: the engine hears of it by asking, or by its observer.
+    fn ended(&mut self, event: Event, observed: bool) {
+        if observed {
+            self.news.push_back(News::Ended(event));
+        } else {
+            self.events.push_back(event);
         }
     }
 
     fn next_timeout(&self) -> Option<Timestamp> {
-        [self.producer.next_timeout(), self.consumer.next_timeout()].into_iter().flatten().min()
+        let machines = [
+            self.producer.next_timeout(),
+            self.consumer.next_timeout(),
+            self.introductions.next_timeout(),
+        ];
+        machines.into_iter().flatten().min()
     }
 }
 
@@ -444,17 +552,32 @@ impl Shared {
             let now = self.now();
             state.producer.expire(now);
             state.consumer.expire(now);
+            state.introductions.expire(now);
             self.look_at_reads(&mut state, now);
             let mut chores = self.work(&mut state);
             let unmet = state.peers.take_unmet().into_iter();
             chores.extend(unmet.map(|(address, peer)| Chore::Open { address, peer }));
             state.peers.forget_idle();
             let due = state.next_timeout();
+            let news = std::mem::take(&mut state.news);
             drop(state);
-            if chores.is_empty() {
+            let is_idle = chores.is_empty() && news.is_empty();
+            self.inform(news);
+            if is_idle {
                 self.alarm.wait(due.map(|due| due.saturating_since(self.now())));
             }
             chores.into_iter().for_each(|chore| self.do_chore(chore));
+        }
+    }
+
+    fn inform(&self, news: VecDeque<News>) {
+        let Some(observer) = self.observer.as_ref().and_then(Weak::upgrade) else { return };
+        for news in news {
+            match news {
+                News::Ended(event) => observer.ended(event),
+                News::Met(ticket, result) => observer.met(ticket, result),
+                News::Lost(incarnation) => observer.lost(incarnation),
+            }
         }
     }
 
@@ -505,7 +628,7 @@ impl Shared {
                 ProducerAction::Send { to, message } => self.send(state, to, &message),
                 ProducerAction::Watch { peer, on } => state.peers.watch(peer, on),
                 ProducerAction::Ended { id, outcome } => {
-                    state.events.push_back(Event::Produced { id, outcome });
+                    state.ended(Event::Produced { id, outcome }, self.observer.is_some());
                     self.arrived.notify_all();
                 }
             }
@@ -534,12 +657,40 @@ impl Shared {
                         (place.map_or("", |(address, _)| address).to_owned(), data)
                     });
                     let side_data = named.collect();
-                    state.events.push_back(Event::Consumed { id, outcome, side_data });
+                    let event = Event::Consumed { id, outcome, side_data };
+                    state.ended(event, self.observer.is_some());
                     self.arrived.notify_all();
                 }
             }
         }
+        while let Some(action) = state.introductions.poll() {
+            match action {
+                IntroductionAction::Send { to, message } => {
+                    self.send_introduction(state, to, &message);
+                }
+                IntroductionAction::Watch { peer, on } => state.peers.introduce(peer, on),
+                IntroductionAction::Met { ticket, result } => {
+                    state.news.push_back(News::Met(ticket, result));
+                }
+                IntroductionAction::Refused { peer, detail } => {
+                    let channel = state.peers.channel(peer);
+                    let name = channel.map_or("", Channel::peer_name);
+                    tracing::warn!(peer = name, detail, "an engine was refused as a consumer");
+                }
+            }
+        }
         chores
+    }
+
+    fn send_introduction(&self, state: &State, to: PeerId, message: &IntroductionMessage) {
+        let Some(channel) = state.peers.channel(to) else { return };
+        if let Err(error) = channel.send(message.encode())
+            && channel.end().is_none()
+        {
+            let peer = channel.peer_name();
+            tracing::warn!(peer, %error, "an introduction can't be sent");
+            channel.close(error);
+        }
     }
 
     fn send(&self, state: &mut State, to: PeerId, message: &HandoffMessage) {
@@ -619,6 +770,31 @@ impl Shared {
         }));
     }
 
+    /// A message that is none of a handoff's.
+    fn introduced(&self, channel: &Channel, message: &[u8]) {
+        let message = match IntroductionMessage::decode(message) {
+            Ok(message) => message,
+            Err(error) => {
+                tracing::warn!(peer = channel.peer_name(), %error, "a message was not understood");
+                return;
+            }
+        };
+        let mut state = self.lock();
+        state.began(channel, self.now());
+        let Numbers { reader, suppliers } = state.peers.numbers_of(channel);
+        if matches!(message, IntroductionMessage::Introduce(_)) {
+            if let Some(reader) = reader {
+                state.introductions.receive(reader, message);
+            }
+        } else {
+            for supplier in suppliers {
+                state.introductions.receive(supplier, message.clone());
+            }
+        }
+        drop(state);
+        self.alarm.ring();
+    }
+
     fn opened(&self, address: &str, met: kvferry::Result<Channel>) {
         let mut state = self.lock();
         let now = self.now();
@@ -630,13 +806,16 @@ impl Shared {
                 if let Some((id, gone)) = state.peers.met_at(address, channel.incarnation()) {
                     if let Some(gone) = gone {
                         state.consumer.lost(gone, WireCode::StaleIncarnation, true, now);
+                        state.introductions.moved(gone, id);
                     }
                     state.consumer.met(id, now);
+                    state.introductions.met(id);
                 }
             }
             Err(error) => {
                 if let Some(id) = state.peers.not_met_at(address) {
                     state.consumer.lost(id, code_of(error.kind()), true, now);
+                    state.introductions.lost(id, code_of(error.kind()), true, now);
                 }
             }
         }
@@ -661,6 +840,7 @@ impl Correspondent for Ear {
     fn received(&self, channel: &Channel, message: &[u8]) {
         let Some(shared) = self.0.upgrade() else { return };
         let message = match HandoffMessage::decode(message) {
+            Ok(HandoffMessage::Unknown { .. }) => return shared.introduced(channel, message),
             Ok(message) => message,
             Err(error) => {
                 tracing::warn!(peer = channel.peer_name(), %error, "a message was not understood");
@@ -700,15 +880,20 @@ impl Correspondent for Ear {
         let gone = gone && !is_up;
         if let Some(reader) = reader {
             state.producer.lost(reader, code, gone, now);
+            state.introductions.lost(reader, code, gone, now);
             if is_up {
                 state.producer.met(reader);
             }
         }
         for supplier in suppliers {
             state.consumer.lost(supplier, code, gone, now);
+            state.introductions.lost(supplier, code, gone, now);
             if is_up {
                 state.met(supplier, now);
             }
+        }
+        if shared.observer.is_some() && !is_up {
+            state.news.push_back(News::Lost(channel.incarnation()));
         }
         drop(state);
         // Whoever is still wanted is met again at once: he may only have been cut off.

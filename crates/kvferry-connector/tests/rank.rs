@@ -262,7 +262,7 @@ fn either_side_may_end_it_and_the_other_hears_why() {
     assert_eq!(p.produced().detail, "no longer needed");
     let source = Source { address: address.clone(), readers: 1 };
     p.rank.offer(&id(3)).expect("a new name");
-    d.rank.free(&id(3), &[source], WireCode::NotNeeded).expect("a new name");
+    d.rank.free(&id(3), &[source], WireCode::NotNeeded, "").expect("a new name");
     assert_eq!(p.produced().code, WireCode::NotNeeded);
     let again = p.rank.offer(&id(3)).expect_err("it has ended");
     assert!(matches!(again, Fault::Refused(Refusal::Ended(WireCode::NotNeeded))));
@@ -276,7 +276,7 @@ fn who_was_never_met_hears_that_nothing_is_needed() {
     let (p, d) = (Node::new("tcp"), Node::new("tcp"));
     p.rank.offer(&id(1)).expect("a new name");
     let source = Source { address: p.address(), readers: 1 };
-    d.rank.free(&id(1), &[source], WireCode::NotNeeded).expect("a new name");
+    d.rank.free(&id(1), &[source], WireCode::NotNeeded, "").expect("a new name");
     assert_eq!(p.produced().code, WireCode::NotNeeded);
     p.assert_empty();
     d.assert_empty();

@@ -402,7 +402,7 @@ fn a_consumer_that_needs_nothing_frees_the_producer_even_before_it_offers() {
         if offered_first {
             ranks.produce();
         }
-        let freed = ranks.consumers[0].free(&id(), &[PRODUCER], WireCode::NotNeeded, ranks.now);
+        let freed = ranks.consumers[0].free(&id(), &[PRODUCER], WireCode::NotNeeded, "", ranks.now);
         assert_eq!(freed, Ok(()));
         ranks.work();
         if offered_first {
@@ -420,7 +420,7 @@ fn a_farewell_that_is_lost_is_said_again() {
     let mut ranks = Ranks::new(1);
     ranks.produce();
     ranks.loses = Some("stop");
-    let freed = ranks.consumers[0].free(&id(), &[PRODUCER], WireCode::NotNeeded, ranks.now);
+    let freed = ranks.consumers[0].free(&id(), &[PRODUCER], WireCode::NotNeeded, "", ranks.now);
     assert_eq!(freed, Ok(()));
     ranks.work();
     assert_eq!(ranks.produced, []);

@@ -335,6 +335,14 @@ impl Introductions {
         }
     }
 
+    /// Whoever is met where `before` was expected is `now`: another life.
+    pub fn moved(&mut self, before: PeerId, now: PeerId) {
+        if let Some(mut meeting) = self.meetings.remove(&before) {
+            meeting.heard = None;
+            self.meetings.insert(now, meeting);
+        }
+    }
+
     /// When [`Introductions::expire`] has something to do next.
     pub fn next_timeout(&self) -> Option<Timestamp> {
         self.meetings.values().filter_map(Meeting::due).min()

@@ -389,7 +389,7 @@ impl<'a, 'b> World<'a, 'b> {
                 for d in 0..self.consumers.len() {
                     if self.consumers[d].stopped.is_none() {
                         let machine = &mut self.consumers[d].machine;
-                        drop(machine.free(&id, &from, WireCode::NotNeeded, now));
+                        drop(machine.free(&id, &from, WireCode::NotNeeded, "", now));
                     }
                 }
             }

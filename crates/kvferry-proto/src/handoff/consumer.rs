@@ -231,12 +231,13 @@ impl Consumer {
         id: &HandoffId,
         from: &[PeerId],
         code: WireCode,
+        detail: &str,
         now: Timestamp,
     ) -> Result<(), Refusal> {
         self.expire(now);
         self.check_new(id)?;
         for &peer in from {
-            self.bid_farewell(id, peer, &Outcome::here(code, ""), now);
+            self.bid_farewell(id, peer, &Outcome::here(code, detail), now);
         }
         self.tombs.bury(id.clone(), code, now, &self.limits);
         Ok(())
@@ -622,6 +623,11 @@ impl Consumer {
         let farewell = Farewell { code: outcome.code, detail: cut(&outcome.detail) };
         if self.farewells.insert(key.clone(), farewell).is_none() {
             self.farewells_by_age.push_back((now + self.limits.offer_ttl, key));
+            // Whoever is not told frees by timer.
+            if self.farewells_by_age.len() > self.limits.tombs {
+                let (_, oldest) = self.farewells_by_age.pop_front().expect("more than none");
+                self.farewells.remove(&oldest);
+            }
         }
         self.send_farewell(to, id);
     }
