@@ -13,8 +13,10 @@
 mod card;
 mod codes;
 mod orders;
+mod paired;
 mod params;
 mod peers;
+mod produced;
 mod rank;
 mod scheduler;
 mod worker;

@@ -121,6 +121,9 @@ pub(crate) trait Observer: Send + Sync {
 
     /// A life of a peer is over, or out of reach for now.
     fn lost(&self, incarnation: Incarnation);
+
+    /// [`Rank::call`] was called since the last time.
+    fn called(&self);
 }
 
 /// One rank's handoffs. Dropping it ends them all.
@@ -136,6 +139,7 @@ enum News {
     Ended(Event),
     Met(u64, Result<Arc<Pairing>, Failure>),
     Lost(Incarnation),
+    Called,
 }
 
 impl std::fmt::Debug for Rank {
@@ -409,6 +413,19 @@ impl Rank {
         })
     }
 
+    /// Has [`Observer::called`] called soon, on the rank's thread.
+    pub(crate) fn call(&self) {
+        if std::process::id() != self.process {
+            return;
+        }
+        let mut state = self.shared.lock();
+        if !matches!(state.news.back(), Some(News::Called)) {
+            state.news.push_back(News::Called);
+        }
+        drop(state);
+        self.shared.alarm.ring();
+    }
+
     /// What has ended since this was asked last.
     pub fn events(&self) -> Vec<Event> {
         self.shared.lock().events.drain(..).collect()
@@ -510,6 +527,20 @@ impl State {
         }
     }
 
+    /// An outcome that says where the peer is that it is due to: its number means nothing to others.
+    fn named(&mut self, mut outcome: Outcome) -> Outcome {
+        let Some(peer) = outcome.peer else { return outcome };
+        let address = match self.peers.place_of(peer) {
+            Some((address, _)) => address.to_owned(),
+            None => self.peers.channel(peer).map_or("", Channel::peer_address).to_owned(),
+        };
+        if !address.is_empty() {
+            let separator = if outcome.detail.is_empty() { "" } else { " " };
+            outcome.detail += &format!("{separator}(peer {address})");
+        }
+        outcome
+    }
+
     /// Something has ended: the engine hears of it by asking, or by its observer.
     fn ended(&mut self, event: Event, observed: bool) {
         if observed {
@@ -577,6 +608,7 @@ impl Shared {
                 News::Ended(event) => observer.ended(event),
                 News::Met(ticket, result) => observer.met(ticket, result),
                 News::Lost(incarnation) => observer.lost(incarnation),
+                News::Called => observer.called(),
             }
         }
     }
@@ -628,6 +660,7 @@ impl Shared {
                 ProducerAction::Send { to, message } => self.send(state, to, &message),
                 ProducerAction::Watch { peer, on } => state.peers.watch(peer, on),
                 ProducerAction::Ended { id, outcome } => {
+                    let outcome = state.named(outcome);
                     state.ended(Event::Produced { id, outcome }, self.observer.is_some());
                     self.arrived.notify_all();
                 }
@@ -657,6 +690,7 @@ impl Shared {
                         (place.map_or("", |(address, _)| address).to_owned(), data)
                     });
                     let side_data = named.collect();
+                    let outcome = state.named(outcome);
                     let event = Event::Consumed { id, outcome, side_data };
                     state.ended(event, self.observer.is_some());
                     self.arrived.notify_all();

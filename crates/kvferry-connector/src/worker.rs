@@ -1,13 +1,36 @@
 //! The worker half: one per rank, in the process whose memory the rank's KV lies in.
+//!
+//! It carries out the scheduler half's [`Orders`], and says what has ended. The engine's thread is
+//! never waited for, and never waits: what takes time happens on the thread of the [`Rank`], which
+//! also begins a fetch the moment its producer is known, and on one that waits for events of the
+//! device.
+//!
+//! A name in an address is looked up on a thread of its own, since that may take long.
+//!
+//! Locks are taken in this order: the worker's state, a produced request, the rank.
 
-use crate::card::CardError;
-use crate::orders::OrdersError;
-use crate::rank::Fault;
-use kvferry::{Agent, Region};
-use kvferry_proto::handoff::Limits;
+use crate::card::{CardError, RankCard};
+use crate::orders::{
+    Cancel, Compute, Ending, EngineCard, Fetched, Free, How, Notes, Orders, OrdersError, Want,
+};
+use crate::paired::{Fetch, Memory, Paired, to_be_told};
+use crate::produced::{Job, Part, Produced, Queue};
+use crate::rank::{Event, Fault, Observer, Rank, SideData};
+use crate::scheduler::EngineError;
+use kvferry::{Agent, Incarnation, Region};
+use kvferry_proto::WireCode;
+use kvferry_proto::handoff::{HandoffId, Limits, Outcome};
+use kvferry_proto::introduction::{EngineId, Failure, OwnEngine, Pairing};
 use kvferry_proto::layout::Layout;
-use std::time::Duration;
+use kvferry_proto::plan::Topology;
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::net::SocketAddr;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
 use thiserror::Error;
+
+/// Producing engines that are remembered at most: the one that was not used longest goes first.
+const PAIRED_MAX: usize = 1024;
 
 /// How a producer's worker half says that something is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,21 +97,92 @@ pub enum WorkerError {
     Orders(#[from] OrdersError),
     /// The engine's ranks make no engine.
     #[error(transparent)]
-    Engine(#[from] crate::scheduler::EngineError),
+    Engine(#[from] EngineError),
     /// It was called in another order than it can be.
     #[error("{0}")]
     Misuse(&'static str),
 }
 
 /// The worker half. All calls may be made from any thread; they return at once.
-#[derive(Debug)]
 pub struct Worker {
-    config: WorkerConfig,
+    inner: Arc<Inner>,
 }
 
-#[allow(unused_variables, clippy::todo, reason = "the interface, while it is being built")]
+struct Inner {
+    me: Weak<Inner>,
+    config: WorkerConfig,
+    card: Vec<u8>,
+    memory: Arc<Memory>,
+    agent: Agent,
+    rank: OnceLock<Rank>,
+    queue: Arc<Queue>,
+    state: Mutex<State>,
+    /// There is something to report.
+    arrived: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// How many ranks this rank's engine has, once that is known.
+    ranks: Option<usize>,
+    /// Producing engines by the address that they are known by, and when each was used last.
+    paired: FxHashMap<String, (Arc<Paired>, u64)>,
+    uses: u64,
+    /// Introductions under way, by their tickets, with who waits for them.
+    meetings: FxHashMap<u64, Meeting>,
+    tickets: u64,
+    /// Addresses that are being looked up, with who waits for them, and those that were.
+    lookups: FxHashMap<String, Vec<Meeting>>,
+    looked_up: FxHashSet<String>,
+    /// The consumer's requests, and which of them a handoff is for, from where.
+    fetches: FxHashMap<String, Stage>,
+    fetched_for: FxHashMap<HandoffId, (String, String)>,
+    /// The producer's requests, and which of them a handoff is of.
+    produced: FxHashMap<String, (HandoffId, Arc<Produced>)>,
+    produced_as: FxHashMap<HandoffId, String>,
+    /// Orders whose time has not come.
+    wants: Vec<Want>,
+    frees: Vec<Free>,
+    cancels: Vec<Cancel>,
+    /// What is to be done on the rank's thread, in this order.
+    errands: Vec<Meeting>,
+    /// What the step at hand computes.
+    parts: Vec<Part>,
+    step: Option<Arc<[Part]>>,
+    sent: Vec<String>,
+    fetched: Vec<Fetched>,
+    lost: Vec<Fetched>,
+}
+
+/// How far a fetch is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Its producer is looked for.
+    Pending,
+    /// It is the protocol's.
+    Wanted(HandoffId),
+}
+
+/// Something that is to be done at a producing engine.
+struct Meeting {
+    until: Instant,
+    errand: Errand,
+}
+
+enum Errand {
+    Want(Want),
+    Free(Free),
+}
+
+impl std::fmt::Debug for Worker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Worker").field("config", &self.inner.config).finish_non_exhaustive()
+    }
+}
+
 impl Worker {
-    /// The worker half of a rank whose KV lies in `regions` of `agent`'s, as `layout` says.
+    /// The worker half of a rank whose KV lies in `regions` of `agent`'s, as `layout` says. From now
+    /// on it receives the agent's messages.
     ///
     /// # Errors
     /// [`WorkerError::Card`]; [`WorkerError::Fault`].
@@ -98,54 +192,596 @@ impl Worker {
         regions: &[Region],
         config: WorkerConfig,
     ) -> Result<Self, WorkerError> {
-        todo!()
+        let card = RankCard::new(agent.advertised().to_owned(), layout.clone(), regions)?;
+        let (limits, announce) = (config.limits.clone(), config.announce);
+        let inner = Arc::new_cyclic(|me: &Weak<Inner>| Inner {
+            me: Weak::clone(me),
+            config,
+            card: card.encode(),
+            memory: Arc::new(Memory::new(layout, regions)),
+            agent: agent.clone(),
+            rank: OnceLock::new(),
+            queue: Arc::default(),
+            state: Mutex::default(),
+            arrived: Condvar::new(),
+        });
+        let observer: Weak<dyn Observer> = Weak::clone(&inner.me) as _;
+        let rank = Rank::observed(agent, &limits, Some(observer))?;
+        inner.rank.set(rank).expect("nobody else has it");
+        let worker = Self { inner };
+        let queue = Arc::clone(&worker.inner.queue);
+        // It must not keep alive what it waits for: a device may never come to an end.
+        let inner = Arc::downgrade(&worker.inner);
+        let serve = move || {
+            queue.serve(announce, |with| match inner.upgrade() {
+                Some(inner) => with(inner.rank()),
+                None => {}
+            });
+        };
+        kvferry_sys::thread::spawn("kvferry-events".into(), serve).map_err(Fault::Thread)?;
+        Ok(worker)
     }
 
     /// What this rank says of itself: for the scheduler half, by whichever way the engine has.
     pub fn card(&self) -> &[u8] {
-        todo!()
+        &self.inner.card
     }
 
-    /// A step's orders: before anything is computed or overwritten. When it returns, nothing reads
-    /// blocks of requests that lost them or are not held, in the sense that what is read of them
-    /// will not be taken for valid.
+    /// A step's orders: before anything is computed or overwritten. When it returns, what is still
+    /// read of requests that lost their blocks, or are not held, will be taken for valid by nobody.
     ///
     /// # Errors
     /// [`WorkerError::Orders`]; [`WorkerError::Engine`] for the orders that introduce the engine.
     pub fn obey(&self, orders: &[u8]) -> Result<(), WorkerError> {
-        todo!()
+        let Orders { engine, restarts, endings, computes, wants, frees, cancels } =
+            Orders::decode(orders)?;
+        let inner = &self.inner;
+        if let Some(engine) = engine {
+            inner.know(engine)?;
+        }
+        let mut state = inner.lock();
+        for request in &restarts {
+            if let Some((_, produced)) = state.produced.get(request) {
+                produced.restart(inner.rank());
+            }
+        }
+        for ending in endings {
+            inner.end(&mut state, ending);
+        }
+        state.step = None;
+        state.parts.clear();
+        for compute in computes {
+            inner.compute(&mut state, compute);
+        }
+        state.wants.extend(wants);
+        state.frees.extend(frees);
+        state.cancels.extend(cancels);
+        Ok(())
     }
 
     /// Begins to fetch what the step's orders say. Blocks of those requests are this half's until
     /// they are reported as received.
     pub fn fetch(&self) {
-        todo!()
+        let inner = &self.inner;
+        let mut state = inner.lock();
+        let (wants, frees) = (std::mem::take(&mut state.wants), std::mem::take(&mut state.frees));
+        let cancels = std::mem::take(&mut state.cancels);
+        let wants = wants.into_iter().map(Errand::Want);
+        let mut is_busy = false;
+        for errand in wants.chain(frees.into_iter().map(Errand::Free)) {
+            if let Errand::Want(want) = &errand {
+                let before = state.fetches.insert(want.request.clone(), Stage::Pending);
+                debug_assert!(before.is_none(), "a request is fetched once");
+            }
+            let until = Instant::now() + errand.budget();
+            state.errands.push(Meeting { until, errand });
+            is_busy = true;
+        }
+        for cancel in cancels {
+            inner.cancel(&mut state, cancel);
+        }
+        drop(state);
+        if is_busy {
+            inner.rank().call();
+        }
     }
 
     /// A layer of the step, counted as in the rank's layout, has been computed once `computed` says
     /// so; `None` if it has been. In the order of the layers.
     pub fn layer_computed(&self, layer: usize, computed: Option<Box<dyn Computed>>) {
-        todo!()
+        let inner = &self.inner;
+        let Announce::Layers { pieces } = inner.config.announce else { return };
+        let layers = inner.memory.layout.layers().len();
+        let (done, pieces) = (layer + 1, (pieces as usize).clamp(1, layers));
+        // The last piece is the step's.
+        let ends_piece = done * pieces / layers > layer * pieces / layers;
+        if done >= layers || !ends_piece {
+            return;
+        }
+        let Some(parts) = inner.step() else { return };
+        inner.queue.run(computed, Job::Layers(parts, done as u32), inner.rank(), inner.config.announce);
     }
 
     /// All layers of the step have been computed once `computed` says so. Once per step.
     pub fn step_computed(&self, computed: Option<Box<dyn Computed>>) {
-        todo!()
+        let inner = &self.inner;
+        let Some(parts) = inner.step() else { return };
+        inner.lock().step = None;
+        inner.queue.run(computed, Job::Step(parts), inner.rank(), inner.config.announce);
     }
 
     /// What has ended on this rank since this was asked last.
     pub fn reports(&self) -> Reports {
-        todo!()
+        let mut state = self.inner.lock();
+        let notes = Notes {
+            fetched: std::mem::take(&mut state.fetched),
+            lost: std::mem::take(&mut state.lost),
+        };
+        let failed = notes.fetched.iter().filter(|it| !it.code.is_ok());
+        Reports {
+            sent: std::mem::take(&mut state.sent),
+            received: notes.fetched.iter().map(|it| it.request.clone()).collect(),
+            failed: failed.map(|it| it.request.clone()).collect(),
+            notes: (!notes.is_empty()).then(|| notes.encode()),
+        }
     }
 
     /// Waits until [`Worker::reports`] has something to say; whether it has.
     pub fn wait(&self, timeout: Duration) -> bool {
-        todo!()
+        let state = self.inner.lock();
+        let none = |state: &mut State| !state.has_reports();
+        let waited = self.inner.arrived.wait_timeout_while(state, timeout, none);
+        waited.unwrap_or_else(PoisonError::into_inner).0.has_reports()
     }
 
     /// What is kept, by name: all but tombs, and peers that are connected, is zero when nothing is
     /// under way.
     pub fn gauges(&self) -> Vec<(&'static str, usize)> {
-        todo!()
+        let of_rank = self.inner.rank().gauges();
+        let state = self.inner.lock();
+        let own = [
+            ("paired", state.paired.len()),
+            ("errands", state.errands.len() + state.meetings.len()),
+            ("fetches", state.fetches.len()),
+            ("produced", state.produced.len()),
+            ("orders", state.wants.len() + state.frees.len() + state.cancels.len()),
+            ("lookups", state.lookups.len()),
+            ("reports", state.sent.len() + state.fetched.len() + state.lost.len()),
+            ("jobs", self.inner.queue.len()),
+        ];
+        of_rank.into_iter().chain(own).collect()
     }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.inner.queue.close();
+        self.inner.rank().close();
+    }
+}
+
+impl State {
+    fn has_reports(&self) -> bool {
+        !(self.sent.is_empty() && self.fetched.is_empty() && self.lost.is_empty())
+    }
+
+    /// A producing engine, if it is known and no other life of it is meant.
+    fn paired(&mut self, address: &str, engine: Option<EngineId>) -> Option<Arc<Paired>> {
+        self.uses += 1;
+        let (paired, used) = self.paired.get_mut(address)?;
+        if engine.is_some_and(|engine| engine != paired.engine) {
+            return None;
+        }
+        *used = self.uses;
+        Some(Arc::clone(paired))
+    }
+
+    fn remember(&mut self, address: String, paired: &Arc<Paired>) {
+        self.uses += 1;
+        self.paired.insert(address, (Arc::clone(paired), self.uses));
+        if self.paired.len() > PAIRED_MAX {
+            let oldest = self.paired.iter().min_by_key(|(_, (_, used))| *used);
+            let oldest = oldest.map(|(address, _)| address.clone()).expect("more than none");
+            self.paired.remove(&oldest);
+        }
+    }
+}
+
+/// As a producer.
+impl Inner {
+    /// The step's part that is computed here, if there is one.
+    fn step(&self) -> Option<Arc<[Part]>> {
+        let mut state = self.lock();
+        if state.step.is_none() && !state.parts.is_empty() {
+            state.step = Some(std::mem::take(&mut state.parts).into());
+        }
+        state.step.clone()
+    }
+
+    fn compute(&self, state: &mut State, compute: Compute) {
+        let request = compute.request.clone();
+        if let Some(offer) = &compute.offer
+            && !state.produced.contains_key(&request)
+        {
+            let transfer = offer.transfer.clone();
+            let produced = Arc::new(Produced::new(transfer.clone()));
+            state.produced_as.insert(transfer.clone(), request.clone());
+            state.produced.insert(request.clone(), (transfer, produced));
+        }
+        let Some((_, produced)) = state.produced.get(&request) else { return };
+        match produced.compute(self.rank(), compute) {
+            Ok(part) => state.parts.extend(part),
+            Err(error) => {
+                tracing::warn!(request, %error, "a request's KV can't be offered");
+                let code = match &error {
+                    Fault::Refused(refusal) => refusal.code(),
+                    _ => WireCode::Internal,
+                };
+                let detail = error.to_string();
+                state.lost.push(Fetched { request, code, detail, side_data: Vec::new() });
+                self.arrived.notify_all();
+            }
+        }
+    }
+
+    fn end(&self, state: &mut State, ending: Ending) {
+        let Ending { request, transfer, how } = ending;
+        let known = state.produced.get(&request).map(|(_, produced)| Arc::clone(produced));
+        match (how, known) {
+            (How::Withdrawn { code, detail }, known) => {
+                let produced = known.unwrap_or_else(|| Arc::new(Produced::new(transfer.clone())));
+                produced.withdraw(self.rank(), code, &detail);
+                self.forget(state, &request);
+            }
+            (How::Held { side_data }, Some(produced)) => {
+                let job = Job::Finish(Arc::clone(&produced), side_data);
+                self.queue.run(None, job, self.rank(), self.config.announce);
+                if produced.hold() {
+                    self.sent(state, request);
+                }
+            }
+            // The scheduler half has not heard yet that it was never offered here.
+            (How::Held { .. }, None) => self.sent(state, request),
+        }
+    }
+
+    fn sent(&self, state: &mut State, request: String) {
+        self.forget(state, &request);
+        state.sent.push(request);
+        self.arrived.notify_all();
+    }
+
+    fn forget(&self, state: &mut State, request: &str) {
+        if let Some((transfer, _)) = state.produced.remove(request) {
+            state.produced_as.remove(&transfer);
+        }
+    }
+
+    /// What was offered is not read any more.
+    fn produced(&self, id: &HandoffId, outcome: Outcome) {
+        let mut state = self.lock();
+        let Some(request) = state.produced_as.get(id).cloned() else { return };
+        let Some((_, produced)) = state.produced.get(&request) else { return };
+        let is_done = outcome.is_done();
+        let (code, detail) = (outcome.code, outcome.detail.clone());
+        if produced.ended(outcome) {
+            self.sent(&mut state, request);
+        } else if !is_done {
+            state.lost.push(Fetched { request, code, detail, side_data: Vec::new() });
+            self.arrived.notify_all();
+        }
+    }
+}
+
+/// As a consumer.
+impl Inner {
+    /// Does an errand at a producing engine, or meets that first. On the rank's thread.
+    fn pursue(&self, state: &mut State, meeting: Meeting) {
+        let address = meeting.errand.address();
+        let paired = state.paired(address, meeting.errand.engine());
+        let needed = match &paired {
+            Some(paired) => paired.sources().into_iter().map(|source| source.address).collect(),
+            None => vec![address.to_owned()],
+        };
+        let unknown = |address: &String| {
+            address.parse::<SocketAddr>().is_err() && !state.looked_up.contains(address)
+        };
+        let unknown: Vec<_> = needed.into_iter().filter(unknown).collect();
+        if !unknown.is_empty() {
+            return self.look_up(state, meeting, unknown);
+        }
+        if let Some(paired) = paired {
+            return self.run_errand(state, meeting, &paired);
+        }
+        state.tickets += 1;
+        let ticket = state.tickets;
+        let left = meeting.until.saturating_duration_since(Instant::now());
+        let met = self.rank().meet(ticket, address, left);
+        match met {
+            Ok(()) => drop(state.meetings.insert(ticket, meeting)),
+            Err(error) => self.fail_errand(state, meeting.errand, &failure_of(&error)),
+        }
+    }
+
+    /// Has names looked up on a thread of its own, then goes on.
+    fn look_up(&self, state: &mut State, meeting: Meeting, names: Vec<String>) {
+        let key = meeting.errand.address().to_owned();
+        let waiting = state.lookups.entry(key.clone()).or_default();
+        waiting.push(meeting);
+        if waiting.len() > 1 {
+            return;
+        }
+        let missed = key.clone();
+        let (agent, me) = (self.agent.clone(), Weak::clone(&self.me));
+        let thread = kvferry_sys::thread::spawn("kvferry-lookup".into(), move || {
+            let found = names.iter().try_for_each(|name| agent.peer(name).map(drop));
+            let Some(inner) = me.upgrade() else { return };
+            inner.looked_up(&key, names, found.map_err(Fault::Agent));
+        });
+        if let Err(error) = thread {
+            let failure = failure_of(&Fault::Thread(error));
+            for meeting in state.lookups.remove(&missed).unwrap_or_default() {
+                self.fail_errand(state, meeting.errand, &failure);
+            }
+        }
+    }
+
+    fn looked_up(&self, key: &str, names: Vec<String>, found: Result<(), Fault>) {
+        let mut state = self.lock();
+        let waiting = state.lookups.remove(key).unwrap_or_default();
+        match found {
+            Ok(()) => {
+                if state.looked_up.len() > PAIRED_MAX {
+                    state.looked_up.clear();
+                }
+                state.looked_up.extend(names);
+                state.errands.extend(waiting);
+                drop(state);
+                self.rank().call();
+            }
+            Err(error) => {
+                let failure = failure_of(&error);
+                for meeting in waiting {
+                    self.fail_errand(&mut state, meeting.errand, &failure);
+                }
+            }
+        }
+    }
+
+    fn run_errand(&self, state: &mut State, meeting: Meeting, paired: &Arc<Paired>) {
+        let sources = paired.sources();
+        match meeting.errand {
+            Errand::Free(free) => {
+                if let Err(error) = self.rank().free(&free.transfer, &sources, free.code, "") {
+                    tracing::debug!(transfer = %free.transfer, %error, "it can't be freed");
+                }
+            }
+            Errand::Want(want) => {
+                let budget = meeting.until.saturating_duration_since(Instant::now());
+                let (start, end) = want.tokens;
+                let fetch = Fetch {
+                    memory: Arc::clone(&self.memory),
+                    paired: Arc::clone(paired),
+                    tokens: start.into()..end.into(),
+                    blocks: want.blocks,
+                };
+                match self.rank().want(&want.transfer, &sources, budget, Box::new(fetch)) {
+                    Ok(()) => {
+                        let stage = Stage::Wanted(want.transfer.clone());
+                        state.fetches.insert(want.request.clone(), stage);
+                        state.fetched_for.insert(want.transfer, (want.request, want.address));
+                    }
+                    Err(error) => {
+                        self.fetched(state, want.request, &failure_of(&error), Vec::new());
+                    }
+                }
+            }
+        }
+    }
+
+    fn fail_errand(&self, state: &mut State, errand: Errand, failure: &Failure) {
+        match errand {
+            Errand::Free(free) => {
+                // The producer's offer ends by its timer.
+                tracing::debug!(transfer = %free.transfer, code = %failure.code, "it can't be freed");
+            }
+            Errand::Want(want) => {
+                tracing::warn!(
+                    request = want.request, producer = want.address, code = %failure.code,
+                    detail = failure.detail, "KV can't be fetched"
+                );
+                let ranks = state.ranks.unwrap_or(1);
+                let told = to_be_told(&failure.addresses, self.config.rank, ranks);
+                let (id, code) = (&want.transfer, failure.code);
+                if !told.is_empty()
+                    && let Err(error) = self.rank().free(id, &told, code, &failure.detail)
+                {
+                    tracing::debug!(transfer = %id, %error, "the producer can't be told");
+                }
+                self.fetched(state, want.request, failure, Vec::new());
+            }
+        }
+    }
+
+    /// A fetch has ended on this rank.
+    fn fetched(&self, state: &mut State, request: String, how: &Failure, side_data: SideData) {
+        state.fetches.remove(&request);
+        let side_data = side_data.into_iter().map(|(_, data)| data.into()).collect();
+        let (code, detail) = (how.code, how.detail.clone());
+        state.fetched.push(Fetched { request, code, detail, side_data });
+        self.arrived.notify_all();
+    }
+
+    fn cancel(&self, state: &mut State, cancel: Cancel) {
+        let Cancel { request, code, detail } = cancel;
+        match state.fetches.get(&request) {
+            None => {}
+            Some(Stage::Wanted(id)) => {
+                // If it has ended just now, that is said.
+                drop(self.rank().cancel(id, code, &detail));
+            }
+            Some(Stage::Pending) => {
+                let looked_up = state.lookups.values_mut().flatten();
+                let all = state.errands.iter_mut().chain(state.meetings.values_mut());
+                for meeting in all.chain(looked_up) {
+                    meeting.errand.give_up(&request, code);
+                }
+                let failure = Failure { code, detail, addresses: Vec::new() };
+                self.fetched(state, request, &failure, Vec::new());
+            }
+        }
+    }
+
+    fn consumed(&self, id: &HandoffId, outcome: &Outcome, side_data: SideData) {
+        let mut state = self.lock();
+        let Some((request, address)) = state.fetched_for.remove(id) else { return };
+        let (code, detail) = (outcome.code, outcome.detail.clone());
+        if matches!(code, WireCode::StaleIncarnation | WireCode::UnknownRegion) {
+            // One of its ranks is not what its engine said.
+            state.paired.remove(&address);
+        }
+        self.fetched(&mut state, request, &Failure { code, detail, addresses: Vec::new() }, side_data);
+    }
+}
+
+impl Inner {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn rank(&self) -> &Rank {
+        self.rank.get().expect("set before anybody has the worker half")
+    }
+
+    /// Introduces this rank's own engine to it.
+    fn know(&self, engine: EngineCard) -> Result<(), WorkerError> {
+        let ranks = engine.ranks.iter().enumerate();
+        let cards = ranks.map(|(rank, card)| {
+            RankCard::decode(card).map_err(|error| EngineError::Card { rank, error })
+        });
+        let cards = cards.collect::<Result<Vec<_>, _>>()?;
+        let topology = Topology::new(cards.iter().map(|card| &card.layout));
+        let topology = topology.map_err(EngineError::Topology)?;
+        let rank = self.config.rank;
+        if engine.ranks.get(rank).is_none_or(|card| **card != self.card) {
+            return Err(WorkerError::Misuse("this rank is not the one of that number in its engine"));
+        }
+        self.lock().ranks = Some(cards.len());
+        let own = OwnEngine {
+            id: engine.id,
+            rank,
+            topology: Arc::new(topology),
+            addresses: cards.into_iter().map(|card| card.address).collect(),
+            cards: engine.ranks.into_iter().map(serde_bytes::ByteBuf::into_vec).collect(),
+        };
+        Ok(self.rank().know(own)?)
+    }
+}
+
+impl Observer for Inner {
+    fn ended(&self, event: Event) {
+        match event {
+            Event::Produced { id, outcome } => self.produced(&id, outcome),
+            Event::Consumed { id, outcome, side_data } => self.consumed(&id, &outcome, side_data),
+        }
+    }
+
+    fn met(&self, ticket: u64, result: Result<Arc<Pairing>, Failure>) {
+        let Some((address, engine)) = self.lock().meetings.get(&ticket).map(|meeting| {
+            (meeting.errand.address().to_owned(), meeting.errand.engine())
+        }) else {
+            return;
+        };
+        // Others may have waited for the same engine.
+        let known = self.lock().paired(&address, engine);
+        let paired = result.and_then(|pairing| match known {
+            Some(known) if known.engine == pairing.engine => Ok(known),
+            _ => self.pair(&pairing),
+        });
+        let mut state = self.lock();
+        let Some(meeting) = state.meetings.remove(&ticket) else { return };
+        match paired {
+            Ok(paired) => {
+                state.remember(address, &paired);
+                if engine.is_some_and(|engine| engine != paired.engine) {
+                    let detail = "the producing engine was restarted".to_owned();
+                    let code = WireCode::StaleIncarnation;
+                    let failure = Failure { code, detail, addresses: Vec::new() };
+                    self.fail_errand(&mut state, meeting.errand, &failure);
+                } else {
+                    self.pursue(&mut state, meeting);
+                }
+            }
+            Err(failure) => self.fail_errand(&mut state, meeting.errand, &failure),
+        }
+    }
+
+    fn called(&self) {
+        let mut state = self.lock();
+        for meeting in std::mem::take(&mut state.errands) {
+            self.pursue(&mut state, meeting);
+        }
+    }
+
+    fn lost(&self, incarnation: Incarnation) {
+        self.lock().paired.retain(|_, (paired, _)| !paired.is_with(incarnation));
+    }
+}
+
+impl Inner {
+    fn pair(&self, pairing: &Pairing) -> Result<Arc<Paired>, Failure> {
+        let paired = Paired::new(&self.memory, self.config.rank, pairing);
+        paired.map(Arc::new).map_err(|(code, detail)| {
+            let addresses = pairing.addresses.clone();
+            Failure { code, detail, addresses }
+        })
+    }
+}
+
+impl Errand {
+    /// If it is to fetch this request's KV, its producer is only told that it is not needed.
+    fn give_up(&mut self, request: &str, code: WireCode) {
+        if let Self::Want(want) = self
+            && want.request == request
+        {
+            *self = Self::Free(Free {
+                transfer: want.transfer.clone(),
+                address: want.address.clone(),
+                engine: want.engine,
+                code,
+                budget_ms: want.budget_ms,
+            });
+        }
+    }
+
+    const fn engine(&self) -> Option<EngineId> {
+        match self {
+            Self::Want(want) => want.engine,
+            Self::Free(free) => free.engine,
+        }
+    }
+
+    const fn budget(&self) -> Duration {
+        Duration::from_millis(match self {
+            Self::Want(want) => want.budget_ms as u64,
+            Self::Free(free) => free.budget_ms as u64,
+        })
+    }
+
+    fn address(&self) -> &str {
+        match self {
+            Self::Want(want) => &want.address,
+            Self::Free(free) => &free.address,
+        }
+    }
+}
+
+fn failure_of(error: &Fault) -> Failure {
+    let code = match error {
+        Fault::Refused(refusal) => refusal.code(),
+        Fault::Agent(error) => crate::codes::code_of(error.kind()),
+        Fault::Forked => WireCode::Shutdown,
+        Fault::Thread(_) => WireCode::Internal,
+    };
+    Failure { code, detail: error.to_string(), addresses: Vec::new() }
 }

@@ -219,6 +219,20 @@ pub enum Refusal {
     Misuse(&'static str),
 }
 
+impl Refusal {
+    /// What is said to others of it.
+    pub const fn code(&self) -> WireCode {
+        match self {
+            Self::BadId { .. } | Self::Misuse(_) => WireCode::Malformed,
+            Self::InUse => WireCode::Duplicate,
+            Self::Ended(WireCode::Ok) => WireCode::Duplicate,
+            Self::Ended(code) => *code,
+            Self::Unknown => WireCode::UnknownHandoff,
+            Self::Full { .. } => WireCode::Busy,
+        }
+    }
+}
+
 /// How much is kept, and for how long.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {

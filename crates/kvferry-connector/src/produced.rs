@@ -1,0 +1,320 @@
+//! A producer's requests on one rank: what of them is computed, and when that is said.
+//!
+//! The engine says what a step *will* compute when it is scheduled, and that it *was* computed when
+//! an event has happened, perhaps long after. In between the request may lose its blocks, and be
+//! computed again: each time is an *attempt*, and what belongs to an earlier one is dropped.
+
+use crate::orders::Compute;
+use crate::rank::Rank;
+use crate::worker::{Announce, Computed};
+use kvferry_proto::WireCode;
+use kvferry_proto::handoff::{BlockTable, HandoffId, Outcome, Progress, Refusal};
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+/// A producer's request. Locked for no longer than a call of the protocol takes.
+#[derive(Debug)]
+pub(crate) struct Produced(Mutex<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    transfer: HandoffId,
+    /// Tokens that are handed over.
+    tokens: u32,
+    eager: bool,
+    attempt: u32,
+    /// The protocol knows of it.
+    offered: bool,
+    /// Blocks that have not been said yet.
+    unsaid: Vec<BlockTable>,
+    /// Tokens that are there after the steps so far, of this attempt.
+    until: u32,
+    complete: bool,
+    ended: Option<Outcome>,
+    held: bool,
+}
+
+/// A request's part of a step.
+#[derive(Clone, Debug)]
+pub(crate) struct Part {
+    request: Arc<Produced>,
+    attempt: u32,
+    /// Tokens there before and after.
+    from: u32,
+    until: u32,
+}
+
+impl Produced {
+    pub(crate) fn new(transfer: HandoffId) -> Self {
+        Self(Mutex::new(Inner {
+            transfer,
+            tokens: 0,
+            eager: false,
+            attempt: 0,
+            offered: false,
+            unsaid: Vec::new(),
+            until: 0,
+            complete: false,
+            ended: None,
+            held: false,
+        }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A step is going to compute some of it.
+    ///
+    /// # Errors
+    /// The protocol refuses to offer it.
+    pub(crate) fn compute(
+        self: &Arc<Self>,
+        rank: &Rank,
+        compute: Compute,
+    ) -> Result<Option<Part>, crate::rank::Fault> {
+        let mut inner = self.lock();
+        if inner.ended.is_some() {
+            return Ok(None);
+        }
+        if let Some(offer) = compute.offer {
+            (inner.tokens, inner.eager) = (offer.tokens, offer.eager);
+            (inner.until, inner.complete) = (0, false);
+            inner.unsaid.clear();
+            if !inner.offered {
+                rank.offer(&inner.transfer)?;
+                inner.offered = true;
+            }
+        }
+        if !inner.offered || !inner.add(compute.blocks) {
+            return Ok(None);
+        }
+        let (from, until) = (inner.until, compute.until.min(inner.tokens));
+        if until <= from {
+            return Ok(None);
+        }
+        inner.until = until;
+        Ok(Some(Part { request: Arc::clone(self), attempt: inner.attempt, from, until }))
+    }
+
+    /// Its blocks are gone.
+    pub(crate) fn restart(&self, rank: &Rank) {
+        let mut inner = self.lock();
+        inner.attempt += 1;
+        (inner.until, inner.complete) = (0, false);
+        inner.unsaid.clear();
+        if inner.offered && inner.ended.is_none() {
+            // It may have ended just now, which will be said.
+            drop(rank.restart(&inner.transfer));
+        }
+    }
+
+    /// There is nothing to fetch of it any more.
+    pub(crate) fn withdraw(&self, rank: &Rank, code: WireCode, detail: &str) {
+        let mut inner = self.lock();
+        inner.attempt += 1;
+        if inner.ended.is_none() {
+            drop(rank.withdraw(&inner.transfer, code, detail));
+        }
+    }
+
+    /// The request has ended, its blocks are kept. In order with what was computed of it.
+    fn finish(&self, rank: &Rank, side_data: Option<Vec<u8>>) {
+        let mut inner = self.lock();
+        if inner.ended.is_some() || inner.complete || !inner.offered {
+            return;
+        }
+        if inner.until < inner.tokens {
+            let (until, tokens) = (inner.until, inner.tokens);
+            let detail = format!("{until} of {tokens} tokens were computed when it ended");
+            drop(rank.withdraw(&inner.transfer, WireCode::Internal, &detail));
+            return;
+        }
+        inner.complete(rank, side_data);
+    }
+
+    /// From now on its end is reported. Whether it has ended already.
+    pub(crate) fn hold(&self) -> bool {
+        let mut inner = self.lock();
+        inner.held = true;
+        inner.ended.is_some() || !inner.offered
+    }
+
+    /// Its handoff has ended; whether it is held.
+    pub(crate) fn ended(&self, outcome: Outcome) -> bool {
+        let mut inner = self.lock();
+        inner.ended = Some(outcome);
+        inner.held
+    }
+}
+
+impl Inner {
+    /// Adds blocks to those that are to be said; whether they go on.
+    fn add(&mut self, blocks: Vec<BlockTable>) -> bool {
+        if self.unsaid.is_empty() {
+            self.unsaid = blocks;
+            return true;
+        }
+        blocks.is_empty()
+            || (blocks.len() == self.unsaid.len()
+                && self.unsaid.iter_mut().zip(&blocks).all(|(all, new)| all.merge(new).is_ok()))
+    }
+
+    fn complete(&mut self, rank: &Rank, side_data: Option<Vec<u8>>) {
+        let tables = std::mem::take(&mut self.unsaid);
+        let progress = Progress::tokens(self.tokens);
+        self.complete = true;
+        match rank.complete(&self.transfer, tables, progress, side_data) {
+            Ok(()) | Err(crate::rank::Fault::Refused(Refusal::Unknown)) => {}
+            Err(error) => self.give_up(rank, &error),
+        }
+    }
+
+    /// What was said does not go on what was said before: a bug, of which nobody is to suffer but
+    /// this request.
+    fn give_up(&self, rank: &Rank, error: &crate::rank::Fault) {
+        tracing::error!(transfer = %self.transfer, %error, "a handoff can't be announced");
+        drop(rank.withdraw(&self.transfer, WireCode::Internal, &error.to_string()));
+    }
+}
+
+impl Part {
+    /// The first `layers` layers of the step are computed.
+    fn layers(&self, rank: &Rank, layers: u32) {
+        self.announce(rank, |part| Progress::tokens(part.from).and(layers, part.until));
+    }
+
+    /// All of the step is computed.
+    fn step(&self, rank: &Rank, announce: Announce) {
+        let mut inner = self.request.lock();
+        let stale = inner.attempt != self.attempt || inner.complete || inner.ended.is_some();
+        if stale {
+            return;
+        }
+        if inner.eager && self.until >= inner.tokens {
+            return inner.complete(rank, None);
+        }
+        drop(inner);
+        if announce != Announce::End {
+            self.announce(rank, |part| Progress::tokens(part.until));
+        }
+    }
+
+    fn announce(&self, rank: &Rank, progress: impl FnOnce(&Self) -> Progress) {
+        let mut inner = self.request.lock();
+        if inner.attempt != self.attempt || inner.complete || inner.ended.is_some() {
+            return;
+        }
+        let tables = std::mem::take(&mut inner.unsaid);
+        match rank.advance(&inner.transfer, tables, progress(self)) {
+            Ok(()) | Err(crate::rank::Fault::Refused(Refusal::Unknown)) => {}
+            Err(error) => inner.give_up(rank, &error),
+        }
+    }
+}
+
+/// Something to be said once something has been computed.
+pub(crate) enum Job {
+    /// So many layers of a step.
+    Layers(Arc<[Part]>, u32),
+    /// A step.
+    Step(Arc<[Part]>),
+    /// The end of a request.
+    Finish(Arc<Produced>, Option<Vec<u8>>),
+}
+
+impl Job {
+    fn run(self, rank: &Rank, announce: Announce) {
+        match self {
+            Self::Layers(parts, layers) => parts.iter().for_each(|part| part.layers(rank, layers)),
+            Self::Step(parts) => parts.iter().for_each(|part| part.step(rank, announce)),
+            Self::Finish(request, side_data) => request.finish(rank, side_data),
+        }
+    }
+}
+
+/// What waits for events, in the order in which they happen.
+#[derive(Default)]
+pub(crate) struct Queue {
+    state: Mutex<QueueState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct QueueState {
+    jobs: VecDeque<(Option<Box<dyn Computed>>, Job)>,
+    /// One is being waited for or done.
+    busy: bool,
+    closed: bool,
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Does a job after all that came before it and once `computed` says so: here and now, if that
+    /// is now.
+    pub(crate) fn run(
+        &self,
+        computed: Option<Box<dyn Computed>>,
+        job: Job,
+        rank: &Rank,
+        announce: Announce,
+    ) {
+        let mut state = self.lock();
+        let is_first = state.jobs.is_empty() && !state.busy;
+        if is_first && computed.as_ref().is_none_or(|event| event.is_ready()) {
+            // Whoever comes meanwhile must not overtake it.
+            state.busy = true;
+            drop(state);
+            job.run(rank, announce);
+            self.lock().busy = false;
+            self.changed.notify_one();
+            return;
+        }
+        state.jobs.push_back((computed, job));
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    /// Waits for events, and does what they are waited for, until the queue is closed. `rank` gives
+    /// access to what must not be kept alive by waiting.
+    pub(crate) fn serve(&self, announce: Announce, with_rank: impl Fn(&mut dyn FnMut(&Rank))) {
+        loop {
+            let state = self.lock();
+            let idle = |state: &mut QueueState| !state.closed && (state.jobs.is_empty() || state.busy);
+            let mut state =
+                self.changed.wait_while(state, idle).unwrap_or_else(PoisonError::into_inner);
+            if state.closed {
+                return;
+            }
+            let (computed, job) = state.jobs.pop_front().expect("not idle");
+            state.busy = true;
+            drop(state);
+            if let Some(computed) = computed {
+                computed.wait();
+            }
+            let mut job = Some(job);
+            with_rank(&mut |rank| {
+                if let Some(job) = job.take() {
+                    job.run(rank, announce);
+                }
+            });
+            self.lock().busy = false;
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        let state = self.lock();
+        state.jobs.len() + usize::from(state.busy)
+    }
+
+    pub(crate) fn close(&self) {
+        let mut state = self.lock();
+        state.closed = true;
+        state.jobs.clear();
+        drop(state);
+        self.changed.notify_all();
+    }
+}
