@@ -60,7 +60,10 @@ impl Paired {
                     return Err((WireCode::Malformed, format!("producer rank {theirs}: {error}")));
                 }
                 None => {
-                    return Err((WireCode::Malformed, format!("producer rank {theirs} has no card")));
+                    return Err((
+                        WireCode::Malformed,
+                        format!("producer rank {theirs} has no card"),
+                    ));
                 }
             };
             let share = pairing.routing.share(theirs, rank);
@@ -169,4 +172,3 @@ pub(crate) fn to_be_told(addresses: &[String], rank: usize, ranks: usize) -> Vec
     let ours = addresses.iter().enumerate().filter(|(at, _)| at % ranks == rank);
     ours.map(|(_, address)| Source { address: address.clone(), readers: 1 }).collect()
 }
-

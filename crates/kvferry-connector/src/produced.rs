@@ -283,7 +283,8 @@ impl Queue {
     pub(crate) fn serve(&self, announce: Announce, with_rank: impl Fn(&mut dyn FnMut(&Rank))) {
         loop {
             let state = self.lock();
-            let idle = |state: &mut QueueState| !state.closed && (state.jobs.is_empty() || state.busy);
+            let idle =
+                |state: &mut QueueState| !state.closed && (state.jobs.is_empty() || state.busy);
             let mut state =
                 self.changed.wait_while(state, idle).unwrap_or_else(PoisonError::into_inner);
             if state.closed {

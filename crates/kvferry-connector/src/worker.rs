@@ -299,7 +299,12 @@ impl Worker {
             return;
         }
         let Some(parts) = inner.step() else { return };
-        inner.queue.run(computed, Job::Layers(parts, done as u32), inner.rank(), inner.config.announce);
+        inner.queue.run(
+            computed,
+            Job::Layers(parts, done as u32),
+            inner.rank(),
+            inner.config.announce,
+        );
     }
 
     /// All layers of the step have been computed once `computed` says so. Once per step.
@@ -640,7 +645,12 @@ impl Inner {
             // One of its ranks is not what its engine said.
             state.paired.remove(&address);
         }
-        self.fetched(&mut state, request, &Failure { code, detail, addresses: Vec::new() }, side_data);
+        self.fetched(
+            &mut state,
+            request,
+            &Failure { code, detail, addresses: Vec::new() },
+            side_data,
+        );
     }
 }
 
@@ -664,7 +674,9 @@ impl Inner {
         let topology = topology.map_err(EngineError::Topology)?;
         let rank = self.config.rank;
         if engine.ranks.get(rank).is_none_or(|card| **card != self.card) {
-            return Err(WorkerError::Misuse("this rank is not the one of that number in its engine"));
+            return Err(WorkerError::Misuse(
+                "this rank is not the one of that number in its engine",
+            ));
         }
         self.lock().ranks = Some(cards.len());
         let own = OwnEngine {
@@ -687,9 +699,12 @@ impl Observer for Inner {
     }
 
     fn met(&self, ticket: u64, result: Result<Arc<Pairing>, Failure>) {
-        let Some((address, engine)) = self.lock().meetings.get(&ticket).map(|meeting| {
-            (meeting.errand.address().to_owned(), meeting.errand.engine())
-        }) else {
+        let Some((address, engine)) = self
+            .lock()
+            .meetings
+            .get(&ticket)
+            .map(|meeting| (meeting.errand.address().to_owned(), meeting.errand.engine()))
+        else {
             return;
         };
         // Others may have waited for the same engine.

@@ -254,12 +254,13 @@ fn either_side_may_end_it_and_the_other_hears_why() {
     d.want(1, 8, &address, &pool);
     p.rank.withdraw(&id(1), WireCode::Cancelled, "the client left").expect("under way");
     assert_eq!(p.produced().code, WireCode::Cancelled);
-    assert_eq!(d.consumed().detail, "the client left");
+    assert_eq!(d.consumed().detail, format!("the client left (peer {address})"));
     p.rank.offer(&id(2)).expect("a new name");
     d.want(2, 8, &address, &pool);
     d.rank.cancel(&id(2), WireCode::Cancelled, "no longer needed").expect("under way");
     assert_eq!(d.consumed().code, WireCode::Cancelled);
-    assert_eq!(p.produced().detail, "no longer needed");
+    let heard = p.produced().detail;
+    assert_eq!(heard, format!("no longer needed (peer {})", d.address()));
     let source = Source { address: address.clone(), readers: 1 };
     p.rank.offer(&id(3)).expect("a new name");
     d.rank.free(&id(3), &[source], WireCode::NotNeeded, "").expect("a new name");

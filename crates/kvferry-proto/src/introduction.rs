@@ -101,6 +101,10 @@ pub struct Turned {
     pub code: WireCode,
     /// Why, in words; at most [`DETAIL_MAX`] bytes.
     pub detail: String,
+    /// Where the agent of each rank of the producing engine listens; at most [`RANKS_MAX`]. They
+    /// still have to be told that what they keep is not needed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub addresses: Vec<String>,
 }
 
 messages! {
@@ -139,17 +143,21 @@ impl Check for Introduce {
 
 impl Check for Introduced {
     fn check(&self) -> Result<(), MessageError> {
-        at_most("addresses", self.addresses.len(), RANKS_MAX)?;
         at_most("cards", self.cards.len(), RANKS_MAX)?;
-        let longest = self.addresses.iter().map(String::len).max().unwrap_or(0);
-        at_most("address", longest, ADDRESS_MAX)
+        check_addresses(&self.addresses)
     }
 }
 
 impl Check for Turned {
     fn check(&self) -> Result<(), MessageError> {
-        at_most("detail", self.detail.len(), DETAIL_MAX)
+        at_most("detail", self.detail.len(), DETAIL_MAX)?;
+        check_addresses(&self.addresses)
     }
+}
+
+fn check_addresses(addresses: &[String]) -> Result<(), MessageError> {
+    at_most("addresses", addresses.len(), RANKS_MAX)?;
+    at_most("address", addresses.iter().map(String::len).max().unwrap_or(0), ADDRESS_MAX)
 }
 
 /// An engine as one of its ranks knows it.
@@ -308,8 +316,7 @@ impl Introductions {
             IntroductionMessage::Introduce(introduce) => self.introduced_to(from, &introduce),
             IntroductionMessage::Introduced(it) => self.heard(from, it),
             IntroductionMessage::Turned(turned) => {
-                let addresses = self.addresses_of(from);
-                let (code, detail) = (turned.code, turned.detail);
+                let Turned { code, detail, addresses } = turned;
                 self.end(from, &Err(Failure { code, detail, addresses }));
             }
             IntroductionMessage::Unknown { .. } => {}
@@ -420,8 +427,11 @@ impl Introductions {
             Err(detail) => {
                 let code = WireCode::LayoutMismatch;
                 let said = truncated(&detail, DETAIL_MAX).to_owned();
-                self.actions.push_back(IntroductionAction::Refused { peer: from, detail });
-                Turned { code, detail: said }.into()
+                let refused = IntroductionAction::Refused { peer: from, detail };
+                let addresses = own.addresses.clone();
+                let turned = Turned { code, detail: said, addresses };
+                self.actions.push_back(refused);
+                turned.into()
             }
         };
         self.actions.push_back(IntroductionAction::Send { to: from, message });

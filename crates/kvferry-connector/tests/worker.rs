@@ -1,0 +1,551 @@
+//! Worker halves over real agents, ordered about by hand.
+
+use kvferry::{Access, Agent, Region, Transports};
+use kvferry_connector::{
+    Announce, BlockTable, Cancel, Compute, Computed, Ending, EngineCard, EngineId, Free, HandoffId,
+    How, Limits, NULL_BLOCK, Notes, Offer, Orders, Want, Worker, WorkerConfig,
+};
+use kvferry_proto::WireCode;
+use kvferry_proto::layout::{
+    ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, Packing, Plane, Region as Place,
+    Shape,
+};
+use kvferry_testkit::Watchdog;
+use std::net::SocketAddr;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+const LAYERS: u32 = 4;
+const BLOCKS: u32 = 64;
+const BLOCK_TOKENS: u32 = 4;
+const HEADS: u32 = 4;
+const CONTENT: u32 = 32;
+const BUDGET_MS: u32 = 20_000;
+
+fn bounded() -> Watchdog {
+    Watchdog::new(Duration::from_secs(60))
+}
+
+/// What an engine of these tests is made of.
+#[derive(Clone, Copy)]
+struct Build {
+    id: u128,
+    tp: u32,
+    packing: Packing,
+    content: u32,
+    announce: Announce,
+}
+
+impl Build {
+    const fn new(id: u128, tp: u32) -> Self {
+        let announce = Announce::Layers { pieces: 4 };
+        Self { id, tp, packing: Packing::Lbhnc, content: CONTENT, announce }
+    }
+}
+
+struct RankOf {
+    worker: Worker,
+    memory: Region,
+    layout: Layout,
+}
+
+/// All ranks of an engine.
+struct Engine {
+    ranks: Vec<RankOf>,
+    address: String,
+}
+
+impl Engine {
+    fn new(build: Build, transports: &str, secret: &[u8]) -> Self {
+        let ranks: Vec<_> =
+            (0..build.tp).map(|rank| RankOf::new(build, rank, transports, secret)).collect();
+        let cards: Vec<_> = ranks.iter().map(|it| it.worker.card().to_vec().into()).collect();
+        let card = EngineCard { id: EngineId(build.id), ranks: cards };
+        let orders = Orders { engine: Some(card), ..Orders::default() };
+        let engine = Self { address: ranks[0].address(), ranks };
+        engine.obey(&orders);
+        engine
+    }
+
+    fn obey(&self, orders: &Orders) {
+        for rank in &self.ranks {
+            rank.worker.obey(&orders.encode()).expect("good orders");
+        }
+    }
+
+    fn fetch(&self) {
+        self.ranks.iter().for_each(|rank| rank.worker.fetch());
+    }
+
+    fn compute(&self, request: &str, seed: u32, blocks: &[u32], tokens: std::ops::Range<u32>) {
+        let first = tokens.start == 0;
+        let from = tokens.start.div_ceil(BLOCK_TOKENS);
+        let to = tokens.end.div_ceil(BLOCK_TOKENS);
+        let offer = Offer { transfer: id(request), tokens: tokens_of(blocks), eager: true };
+        let compute = Compute {
+            request: request.to_owned(),
+            offer: first.then_some(offer),
+            until: tokens.end,
+            blocks: vec![BlockTable::new(from, blocks[from as usize..to as usize].to_vec())],
+        };
+        self.obey(&Orders { computes: vec![compute], ..Orders::default() });
+        for rank in &self.ranks {
+            for layer in 0..LAYERS {
+                rank.fill(seed, blocks, tokens.clone(), layer);
+                rank.worker.layer_computed(layer as usize, None);
+            }
+            rank.worker.step_computed(None);
+        }
+    }
+
+    fn hold(&self, request: &str) {
+        let how = How::Held { side_data: None };
+        let ending = Ending { request: request.to_owned(), transfer: id(request), how };
+        self.obey(&Orders { endings: vec![ending], ..Orders::default() });
+    }
+
+    fn want(&self, request: &str, from: &str, blocks: &[u32], tokens: std::ops::Range<u32>) {
+        let want = Want {
+            request: request.to_owned(),
+            transfer: id(request),
+            address: from.to_owned(),
+            engine: None,
+            tokens: (tokens.start, tokens.end),
+            blocks: vec![BlockTable::new(0, blocks.to_vec())],
+            budget_ms: BUDGET_MS,
+        };
+        self.obey(&Orders { wants: vec![want], ..Orders::default() });
+        self.fetch();
+    }
+
+    /// Waits until all ranks have reported `request` as fetched: how it went on each.
+    fn fetched(&self, request: &str) -> Vec<(WireCode, String)> {
+        let of_rank = |rank: &RankOf| loop {
+            assert!(rank.worker.wait(Duration::from_secs(50)), "{request} never ends");
+            let reports = rank.worker.reports();
+            let notes = Notes::decode(&reports.notes.expect("there are some")).expect("its own");
+            if let Some(it) = notes.fetched.into_iter().find(|it| it.request == request) {
+                assert_eq!(reports.received, [request]);
+                assert_eq!(reports.failed.is_empty(), it.code.is_ok());
+                return (it.code, it.detail);
+            }
+        };
+        self.ranks.iter().map(of_rank).collect()
+    }
+
+    fn assert_fetched(&self, request: &str) {
+        for (code, detail) in self.fetched(request) {
+            assert!(code.is_ok(), "{request}: {code}: {detail}");
+        }
+    }
+
+    fn assert_sent(&self, request: &str) {
+        for rank in &self.ranks {
+            assert!(rank.worker.wait(Duration::from_secs(50)), "{request} is never sent");
+            assert_eq!(rank.worker.reports().sent, [request]);
+        }
+    }
+
+    fn assert_has(&self, seed: u32, blocks: &[u32], tokens: std::ops::Range<u32>) {
+        self.ranks.iter().for_each(|rank| rank.check(seed, blocks, tokens.clone()));
+    }
+
+    /// That nothing is kept.
+    fn assert_idle(&self) {
+        let idle = ["tombs", "peers", "paired", "farewells"];
+        for rank in &self.ranks {
+            let busy = || {
+                let gauges = rank.worker.gauges();
+                gauges
+                    .into_iter()
+                    .filter(|(name, n)| *n > 0 && !idle.contains(name))
+                    .collect::<Vec<_>>()
+            };
+            let until = Instant::now() + Duration::from_secs(20);
+            while !busy().is_empty() {
+                assert!(Instant::now() < until, "still kept: {:?}", busy());
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
+}
+
+impl RankOf {
+    fn new(build: Build, rank: u32, transports: &str, secret: &[u8]) -> Self {
+        let builder = Agent::builder().transports(Transports::parse(transports).expect("names"));
+        let builder = if secret.is_empty() { builder } else { builder.secret(secret) };
+        let agent = builder
+            .silence(Duration::from_secs(3))
+            .listen("127.0.0.1:0".parse::<SocketAddr>().expect("an address"))
+            .start()
+            .expect("it starts");
+        let heads = Heads::shard(HEADS, rank, build.tp).expect("divisible");
+        let shape = Shape {
+            layers: LAYERS,
+            blocks: BLOCKS,
+            heads: heads.count,
+            rows: BLOCK_TOKENS,
+            content: build.content,
+            kernel_blocks: 1,
+        };
+        let len = shape.bytes().expect("small");
+        let memory = agent.allocate(len as usize, Access::READ).expect("memory");
+        let views = build.packing.views(&shape, 0, 0).expect("sound");
+        let group = Group {
+            name: "full".to_owned(),
+            kind: Kind::Full,
+            block_tokens: BLOCK_TOKENS,
+            blocks: BLOCKS,
+            context: ContextShard::WHOLE,
+        };
+        let layers = views.into_iter().enumerate().map(|(at, view)| Layer {
+            name: format!("layer.{at}"),
+            group: 0,
+            planes: vec![Plane {
+                role: "kv".to_owned(),
+                encoding: Encoding::new("bytes", 8),
+                heads,
+                rows: BLOCK_TOKENS,
+                content: build.content,
+                view,
+            }],
+        });
+        let places = vec![Place { id: memory.id(), len }];
+        let layout = Layout::new(places, vec![group], layers.collect()).expect("sound");
+        let config = WorkerConfig {
+            rank: rank as usize,
+            announce: build.announce,
+            limits: Limits::default(),
+        };
+        let regions = std::slice::from_ref(&memory);
+        let worker = Worker::start(&agent, layout.clone(), regions, config).expect("it starts");
+        Self { worker, memory, layout }
+    }
+
+    fn address(&self) -> String {
+        kvferry_connector::RankCard::decode(self.worker.card()).expect("its own").address
+    }
+
+    /// Where the bytes of a token's head lie in a layer, and what they have to be.
+    fn rows(
+        &self,
+        seed: u32,
+        blocks: &[u32],
+        token: u32,
+        layer: u32,
+    ) -> impl Iterator<Item = (usize, Vec<u8>)> {
+        let plane = &self.layout.layers()[layer as usize].planes[0];
+        let (view, heads, content) = (plane.view, plane.heads, plane.content);
+        let block = blocks[(token / BLOCK_TOKENS) as usize];
+        (0..heads.count).map(move |head| {
+            let at = view.base
+                + u64::from(block) * view.block_stride
+                + u64::from(head) * view.head_stride
+                + u64::from(token % BLOCK_TOKENS) * view.row_stride;
+            let key = seed.wrapping_mul(31) ^ token << 12 ^ layer << 6 ^ (heads.start + head);
+            let bytes = (0..content).map(|n| (key.wrapping_mul(2_654_435_761) >> (n % 24)) as u8);
+            (at as usize, bytes.collect())
+        })
+    }
+
+    fn fill(&self, seed: u32, blocks: &[u32], tokens: std::ops::Range<u32>, layer: u32) {
+        for token in tokens {
+            for (at, bytes) in self.rows(seed, blocks, token, layer) {
+                self.memory.write_at(at, &bytes).expect("inside");
+            }
+        }
+    }
+
+    fn check(&self, seed: u32, blocks: &[u32], tokens: std::ops::Range<u32>) {
+        for token in tokens {
+            for layer in 0..LAYERS {
+                for (at, bytes) in self.rows(seed, blocks, token, layer) {
+                    let mut there = vec![0; bytes.len()];
+                    self.memory.read_at(at, &mut there).expect("inside");
+                    assert_eq!(there, bytes, "token {token}, layer {layer}");
+                }
+            }
+        }
+    }
+}
+
+fn id(request: &str) -> HandoffId {
+    HandoffId::new(request).expect("short")
+}
+
+fn tokens_of(blocks: &[u32]) -> u32 {
+    blocks.len() as u32 * BLOCK_TOKENS
+}
+
+/// Blocks in no order.
+fn blocks(count: u32, salt: u32) -> Vec<u32> {
+    (0..count).map(|n| (n * 37 + salt) % BLOCKS).collect()
+}
+
+#[test]
+fn what_is_computed_is_fetched_whoever_comes_first_over_either_transport_and_any_ranks() {
+    let _bounded = bounded();
+    for transports in ["tcp", "local"] {
+        for (theirs, ours) in [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)] {
+            let p = Engine::new(Build::new(1, theirs), transports, b"");
+            let build = Build { packing: Packing::Bhlnc, ..Build::new(2, ours) };
+            let d = Engine::new(build, transports, b"");
+            let (there, here) = (blocks(8, 1), blocks(8, 5));
+            // The producer first.
+            p.compute("a", 1, &there, 0..20);
+            p.compute("a", 1, &there, 20..32);
+            p.hold("a");
+            d.want("a", &p.address, &here, 0..32);
+            d.assert_fetched("a");
+            d.assert_has(1, &here, 0..32);
+            p.assert_sent("a");
+            // The consumer first, which has some of it already.
+            d.want("b", &p.address, &here, 8..32);
+            std::thread::sleep(Duration::from_millis(20));
+            p.compute("b", 2, &there, 0..12);
+            p.compute("b", 2, &there, 12..32);
+            d.assert_fetched("b");
+            d.assert_has(2, &here, 8..32);
+            d.assert_has(1, &here, 0..8);
+            p.hold("b");
+            p.assert_sent("b");
+            p.assert_idle();
+            d.assert_idle();
+        }
+    }
+}
+
+/// An event that happens when it is told to.
+#[derive(Clone, Default)]
+struct Signal(Arc<(Mutex<bool>, Condvar)>);
+
+impl Signal {
+    fn happen(&self) {
+        *self.0.0.lock().expect("nobody panics") = true;
+        self.0.1.notify_all();
+    }
+}
+
+impl Computed for Signal {
+    fn is_ready(&self) -> bool {
+        *self.0.0.lock().expect("nobody panics")
+    }
+
+    fn wait(&self) {
+        let happened = self.0.0.lock().expect("nobody panics");
+        drop(self.0.1.wait_while(happened, |happened| !*happened).expect("nobody panics"));
+    }
+}
+
+#[test]
+fn a_layer_is_fetched_after_its_event_and_not_after_its_call() {
+    let _bounded = bounded();
+    let p = Engine::new(Build::new(1, 1), "tcp", b"");
+    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    let (there, here) = (blocks(8, 1), blocks(8, 5));
+    d.want("a", &p.address, &here, 0..32);
+    let offer = Offer { transfer: id("a"), tokens: 32, eager: true };
+    let compute = Compute {
+        request: "a".to_owned(),
+        offer: Some(offer),
+        until: 32,
+        blocks: vec![BlockTable::new(0, there.clone())],
+    };
+    p.obey(&Orders { computes: vec![compute], ..Orders::default() });
+    let events: Vec<Signal> = (0..LAYERS).map(|_| Signal::default()).collect();
+    let rank = &p.ranks[0];
+    for (layer, event) in events.iter().enumerate() {
+        rank.worker.layer_computed(layer, Some(Box::new(event.clone())));
+    }
+    rank.worker.step_computed(Some(Box::new(events[3].clone())));
+    // The engine is done with the step long before the device is.
+    p.hold("a");
+    let is_there = |layer: u32| {
+        let rank = &d.ranks[0];
+        rank.rows(1, &here, 0, layer).all(|(at, bytes)| {
+            let mut there = vec![0; bytes.len()];
+            rank.memory.read_at(at, &mut there).expect("inside");
+            there == bytes
+        })
+    };
+    for layer in 0..LAYERS {
+        rank.fill(1, &there, 0..32, layer);
+        std::thread::sleep(Duration::from_millis(30));
+        assert!(!is_there(layer), "layer {layer} was fetched before it was computed");
+        events[layer as usize].happen();
+        let until = Instant::now() + Duration::from_secs(20);
+        while !is_there(layer) {
+            assert!(Instant::now() < until, "layer {layer} is never fetched");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    d.assert_fetched("a");
+    d.assert_has(1, &here, 0..32);
+    p.assert_sent("a");
+    p.assert_idle();
+    d.assert_idle();
+}
+
+#[test]
+fn a_request_that_loses_its_blocks_is_fetched_as_it_is_computed_again() {
+    let _bounded = bounded();
+    let p = Engine::new(Build::new(1, 1), "tcp", b"");
+    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    let (before, there, here) = (blocks(8, 1), blocks(8, 9), blocks(8, 5));
+    d.want("a", &p.address, &here, 0..32);
+    p.compute("a", 7, &before, 0..20);
+    p.obey(&Orders { restarts: vec!["a".to_owned()], ..Orders::default() });
+    // Somebody else's bytes.
+    (0..LAYERS).for_each(|layer| p.ranks[0].fill(99, &before, 0..32, layer));
+    p.compute("a", 8, &there, 0..32);
+    d.assert_fetched("a");
+    d.assert_has(8, &here, 0..32);
+    p.hold("a");
+    p.assert_sent("a");
+    p.assert_idle();
+    d.assert_idle();
+}
+
+#[test]
+fn engines_that_do_not_fit_are_refused_on_both_sides_with_both_numbers() {
+    let _bounded = bounded();
+    let p = Engine::new(Build::new(1, 2), "tcp", b"");
+    let d = Engine::new(Build { content: CONTENT * 2, ..Build::new(2, 1) }, "tcp", b"");
+    p.compute("a", 1, &blocks(8, 1), 0..32);
+    p.hold("a");
+    d.want("a", &p.address, &blocks(8, 5), 0..32);
+    let failed = d.fetched("a");
+    assert_eq!(failed[0].0, WireCode::LayoutMismatch);
+    assert!(failed[0].1.contains("32") && failed[0].1.contains("64"), "{}", failed[0].1);
+    // The producer's blocks do not wait for a timer, on none of its ranks.
+    p.assert_sent("a");
+    p.assert_idle();
+    d.assert_idle();
+}
+
+#[test]
+fn who_does_not_know_the_secret_fetches_nothing() {
+    let _bounded = bounded();
+    let p = Engine::new(Build::new(1, 1), "tcp", b"a secret");
+    let d = Engine::new(Build::new(2, 1), "tcp", b"another");
+    d.want("a", &p.address, &blocks(8, 5), 0..32);
+    let failed = d.fetched("a");
+    assert_eq!(failed[0].0, WireCode::AuthFailed, "{}", failed[0].1);
+    assert!(!format!("{failed:?}").contains("another"));
+    d.assert_idle();
+}
+
+#[test]
+fn nobody_at_an_address_or_a_name_that_is_none_is_a_failure_with_a_reason() {
+    let _bounded = bounded();
+    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    for address in ["127.0.0.1:1", "no-such-host.invalid:99", "nonsense"] {
+        d.want("a", address, &blocks(8, 5), 0..32);
+        let failed = d.fetched("a");
+        assert!(!failed[0].0.is_ok() && !failed[0].1.is_empty(), "{address}: {failed:?}");
+    }
+    d.assert_idle();
+}
+
+#[test]
+fn a_fetch_can_be_cancelled_before_its_producer_is_met_and_the_producer_hears_of_it() {
+    let _bounded = bounded();
+    let p = Engine::new(Build::new(1, 1), "tcp", b"");
+    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    p.compute("a", 1, &blocks(8, 1), 0..32);
+    p.hold("a");
+    let want = Want {
+        request: "a".to_owned(),
+        transfer: id("a"),
+        address: p.address.clone(),
+        engine: None,
+        tokens: (0, 32),
+        blocks: vec![BlockTable::new(0, blocks(8, 5))],
+        budget_ms: BUDGET_MS,
+    };
+    let cancel = Cancel {
+        request: "a".to_owned(),
+        code: WireCode::Cancelled,
+        detail: "the client is gone".to_owned(),
+    };
+    d.obey(&Orders { wants: vec![want], cancels: vec![cancel], ..Orders::default() });
+    d.fetch();
+    let ended = d.fetched("a");
+    assert_eq!(ended[0], (WireCode::Cancelled, "the client is gone".to_owned()));
+    p.assert_sent("a");
+    p.assert_idle();
+    d.assert_idle();
+}
+
+#[test]
+fn what_nobody_needs_is_freed_on_all_ranks() {
+    let _bounded = bounded();
+    let p = Engine::new(Build::new(1, 4), "tcp", b"");
+    let d = Engine::new(Build::new(2, 2), "tcp", b"");
+    p.compute("a", 1, &blocks(8, 1), 0..32);
+    p.hold("a");
+    let free = Free {
+        transfer: id("a"),
+        address: p.address.clone(),
+        engine: Some(EngineId(1)),
+        code: WireCode::NotNeeded,
+        budget_ms: BUDGET_MS,
+    };
+    d.obey(&Orders { frees: vec![free], ..Orders::default() });
+    d.fetch();
+    p.assert_sent("a");
+    p.assert_idle();
+    d.assert_idle();
+}
+
+#[test]
+fn another_life_of_the_producing_engine_is_not_taken_for_the_one_that_is_meant() {
+    let _bounded = bounded();
+    let p = Engine::new(Build::new(1, 1), "tcp", b"");
+    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    let want = Want {
+        request: "a".to_owned(),
+        transfer: id("a"),
+        address: p.address.clone(),
+        engine: Some(EngineId(77)),
+        tokens: (0, 32),
+        blocks: vec![BlockTable::new(0, blocks(8, 5))],
+        budget_ms: BUDGET_MS,
+    };
+    d.obey(&Orders { wants: vec![want], ..Orders::default() });
+    d.fetch();
+    assert_eq!(d.fetched("a")[0].0, WireCode::StaleIncarnation);
+    d.assert_idle();
+}
+
+#[test]
+fn a_producer_that_hands_over_less_than_is_wanted_or_has_holes_is_a_failure() {
+    let _bounded = bounded();
+    let p = Engine::new(Build::new(1, 1), "tcp", b"");
+    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    p.compute("short", 1, &blocks(4, 1), 0..16);
+    d.want("short", &p.address, &blocks(8, 5), 0..32);
+    let failed = d.fetched("short");
+    assert_eq!(failed[0].0, WireCode::LayoutMismatch);
+    assert!(failed[0].1.contains("16 of 32"), "{}", failed[0].1);
+    let mut holes = blocks(8, 1);
+    holes[3] = NULL_BLOCK;
+    let compute = Compute {
+        request: "holes".to_owned(),
+        offer: Some(Offer { transfer: id("holes"), tokens: 32, eager: true }),
+        until: 32,
+        blocks: vec![BlockTable::new(0, holes)],
+    };
+    p.obey(&Orders { computes: vec![compute], ..Orders::default() });
+    p.ranks[0].worker.step_computed(None);
+    d.want("holes", &p.address, &blocks(8, 5), 0..32);
+    let failed = d.fetched("holes");
+    assert_eq!(failed[0].0, WireCode::LayoutMismatch);
+    assert!(failed[0].1.contains("block 3"), "{}", failed[0].1);
+    p.hold("short");
+    p.assert_sent("short");
+    p.hold("holes");
+    p.assert_sent("holes");
+    p.assert_idle();
+    d.assert_idle();
+}
