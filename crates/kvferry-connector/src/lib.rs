@@ -17,6 +17,7 @@ mod paired;
 mod params;
 mod peers;
 mod produced;
+mod quorum;
 mod rank;
 mod scheduler;
 mod worker;

@@ -7,7 +7,9 @@
 //! # A producer's request
 //! `arrived` (its parameters say so), `step` whenever it is computed (blocks, tokens), `finished`:
 //! only what ended by its length is handed over; its blocks are kept until all ranks report it sent.
-//! Anything else withdraws it, whether it was offered before or not.
+//! Anything else withdraws it, whether it was offered before or not. So does going on computing once
+//! the prompt is, where that spoils what is handed over: a state is carried on in place, and blocks
+//! that leave a window are given to others.
 //!
 //! # A consumer's request
 //! `matched` (may be asked again and again), `allocated` once with tokens to fetch, then `finished`
@@ -17,10 +19,21 @@
 //! are through with it, and it failed if it did on any. What failed is not tried again under the
 //! same name: the engine computes it.
 
-use crate::orders::Orders;
-use crate::params::Params;
+mod consumed;
+mod produced;
+
+use crate::card::RankCard;
+use crate::orders::{EngineCard, Notes, Orders};
+use crate::params::{Offered, Params, Role};
+use consumed::Consumed;
+use kvferry_proto::WireCode;
+use kvferry_proto::handoff::HandoffId;
 use kvferry_proto::introduction::EngineId;
 use kvferry_proto::layout::Kind;
+use kvferry_proto::plan::Topology;
+use produced::{Held, Produced};
+use rustc_hash::FxHashSet;
+use serde_bytes::ByteBuf;
 use std::time::Duration;
 use thiserror::Error;
 
@@ -44,7 +57,7 @@ pub struct SchedulerConfig {
 pub struct GroupRule {
     /// What its blocks are for.
     pub kind: Kind,
-    /// Tokens of a logical block.
+    /// Tokens of a logical block, at least 1; of all context-parallel ranks together.
     pub block_tokens: u32,
 }
 
@@ -53,7 +66,8 @@ pub struct GroupRule {
 pub struct Request<'a> {
     /// The engine's name for it, no other live request's.
     pub id: &'a str,
-    /// Tokens of its prompt.
+    /// Tokens of its prompt. What an engine has cut them to, because
+    /// [`Scheduler::prompt_tokens_to_prefill`] said so, is known already and not cut again.
     pub prompt_tokens: u64,
     /// Its `kv_transfer_params`.
     pub params: Option<&'a Params>,
@@ -66,6 +80,11 @@ pub enum Match {
     Unknown,
     /// So many tokens beyond those that are computed, fetched while others compute.
     Tokens(u64),
+}
+
+impl Match {
+    /// Nothing.
+    pub const NONE: Self = Self::Tokens(0);
 }
 
 /// A request in a step.
@@ -136,42 +155,105 @@ pub enum EngineError {
 pub struct Scheduler {
     config: SchedulerConfig,
     id: EngineId,
+    /// Where an agent of this engine listens, once that is known.
+    address: Option<String>,
+    /// Handoffs that were named here.
+    drawn: u64,
+    produced: Produced,
+    consumed: Consumed,
+    /// Live requests that ask for something that cannot be done: nothing is done.
+    refused: FxHashSet<String>,
     orders: Orders,
 }
 
 impl Scheduler {
     /// A scheduler half of an engine's life that has that `id`, drawn at random.
     pub fn new(config: SchedulerConfig, id: EngineId) -> Self {
-        Self { config, id, orders: Orders::default() }
+        let budget_ms = u32::try_from(config.timeout.as_millis()).unwrap_or(u32::MAX);
+        Self {
+            id,
+            address: None,
+            drawn: 0,
+            produced: Produced::default(),
+            consumed: Consumed::new(config.ranks, budget_ms),
+            refused: FxHashSet::default(),
+            orders: Orders::default(),
+            config,
+        }
     }
-}
 
-#[allow(unused_variables, clippy::todo, clippy::unused_self, reason = "being built")]
-impl Scheduler {
     /// What each rank's worker half says of itself ([`crate::Worker::card`]), in the order of the
     /// ranks: once. The worker halves are told of all with the next orders.
     ///
     /// # Errors
     /// The ranks make no engine.
     pub fn introduce(&mut self, cards: Vec<Vec<u8>>) -> Result<(), EngineError> {
-        todo!()
+        let (given, ranks) = (cards.len(), self.config.ranks);
+        if given != ranks {
+            return Err(EngineError::Ranks { given, ranks });
+        }
+        let decode = |(rank, card): (usize, &Vec<u8>)| {
+            RankCard::decode(card).map_err(|error| EngineError::Card { rank, error })
+        };
+        let read = cards.iter().enumerate().map(decode).collect::<Result<Vec<_>, _>>()?;
+        Topology::new(read.iter().map(|card| &card.layout))?;
+        self.address = read.into_iter().next().map(|card| card.address);
+        let ranks = cards.into_iter().map(ByteBuf::from).collect();
+        self.orders.engine = Some(EngineCard { id: self.id, ranks });
+        Ok(())
     }
 
     /// A request has arrived. May be left out: what needs to be known is learned later, too.
     pub fn arrived(&mut self, request: &Request<'_>) {
-        todo!()
+        if self.is_known(request.id) {
+            return;
+        }
+        let tokens = u32::try_from(self.prefill(request.prompt_tokens));
+        let refused = match (Role::parse(request.params), tokens) {
+            (Ok(None), _) => return,
+            (Err(error), _) => Some(error.to_string()),
+            (Ok(Some(_)), Err(_)) => Some("its prompt is too long to be handed over".to_owned()),
+            (Ok(Some(Role::Produce { transfer })), Ok(tokens)) => {
+                self.produce(request.id, transfer, tokens)
+            }
+            (Ok(Some(Role::Consume(from))), Ok(_)) => {
+                let (transfer, owns) = (from.transfer.clone(), self.consumed.add(request.id, from));
+                if !owns {
+                    tracing::warn!(request = ?request.id, %transfer, "another request fetches it");
+                }
+                None
+            }
+        };
+        if let Some(reason) = refused {
+            tracing::warn!(request = ?request.id, "no handoff: {reason}");
+            self.refused.insert(request.id.to_owned());
+        }
     }
 
     /// How much of its prompt is to be prefilled: a producer that keeps a state leaves out the last
     /// token, which the consumer computes again, and which cannot be taken back from a state.
     pub fn prompt_tokens_to_prefill(&self, request: &Request<'_>) -> u64 {
-        todo!()
+        if let Some(tokens) = self.produced.tokens(request.id) {
+            return u64::from(tokens);
+        }
+        let produces = !self.is_known(request.id)
+            && matches!(Role::parse(request.params), Ok(Some(Role::Produce { .. })));
+        if produces { self.prefill(request.prompt_tokens) } else { request.prompt_tokens }
     }
 
-    /// How much of a request can be fetched, if `computed` of its tokens are here. No side effects
-    /// but for counting.
+    /// How much of a request can be fetched, if `computed` of its tokens are here. No side effects.
     pub fn matched(&self, request: &Request<'_>, computed: u64) -> Match {
-        todo!()
+        let usable = request.prompt_tokens - self.recomputed(request.prompt_tokens);
+        if let Some(known) = self.consumed.matched(request.id, computed, usable) {
+            return known;
+        }
+        if self.is_known(request.id) || u32::try_from(usable).is_err() {
+            return Match::NONE;
+        }
+        match Role::parse(request.params) {
+            Ok(Some(Role::Consume(from))) => self.consumed.matched_unseen(&from, computed, usable),
+            _ => Match::NONE,
+        }
     }
 
     /// A request has blocks: per group all of them, with [`crate::NULL_BLOCK`] where nothing is to
@@ -183,13 +265,21 @@ impl Scheduler {
         external: u64,
         blocks: &[Vec<u32>],
     ) {
-        todo!()
+        self.arrived(request);
+        let tokens = u32::try_from(computed)
+            .and_then(|start| Ok((start, u32::try_from(computed.saturating_add(external))?)));
+        match tokens {
+            Ok(tokens) => self.consumed.allocated(request.id, tokens, blocks, &mut self.orders),
+            Err(_) => {
+                tracing::warn!(request = ?request.id, computed, external, "too many tokens");
+            }
+        }
     }
 
-    /// Whether the KV of a request of that name is to be handed over: only those have to be in the
-    /// steps that are told.
+    /// Whether it matters to a handoff if a step computes something of the request of that name:
+    /// only those have to be in the steps that are told.
     pub fn produces(&self, request: &str) -> bool {
-        todo!()
+        self.produced.is_followed(request, &self.config.groups)
     }
 
     /// A step: what it computes of requests that are produced here, and which of all requests lost
@@ -199,48 +289,139 @@ impl Scheduler {
         scheduled: impl IntoIterator<Item = Scheduled<'a>>,
         preempted: impl IntoIterator<Item = &'a str>,
     ) -> Orders {
-        todo!()
+        for request in preempted {
+            self.produced.preempted(request, &mut self.orders);
+        }
+        let SchedulerConfig { groups, eager, .. } = &self.config;
+        for scheduled in scheduled {
+            self.produced.computed(scheduled, groups, *eager, &mut self.orders);
+        }
+        std::mem::take(&mut self.orders)
     }
 
-    /// A request ended, with these blocks; also one that was never heard of.
+    /// A request ended; also one that was never heard of. `side_data` is for the consumer's engine,
+    /// if the request is handed over and was not complete before.
     pub fn finished(
         &mut self,
         request: &Request<'_>,
         how: Finish,
         side_data: Option<Vec<u8>>,
     ) -> Finished {
-        todo!()
+        self.arrived(request);
+        self.refused.remove(request.id);
+        let code = match how {
+            Finish::Abort | Finish::Error => WireCode::Cancelled,
+            Finish::Length | Finish::Stop => WireCode::NotNeeded,
+        };
+        self.consumed.finished(request.id, code, &mut self.orders);
+        let side_data = side_data.filter(|_| !self.config.eager);
+        let held = self.produced.finished(request.id, how, side_data, &mut self.orders);
+        let params = held.as_ref().and_then(|held| self.offered(held));
+        Finished { held: held.is_some(), params }
     }
 
-    /// What a rank's worker half noted ([`crate::Reports::notes`]).
+    /// What a rank's worker half noted ([`crate::Reports::notes`]); before what the same step says
+    /// of [`Scheduler::received`] and [`Scheduler::sent`].
     pub fn reported(&mut self, rank: usize, notes: &[u8]) {
-        todo!()
+        let notes = match Notes::decode(notes) {
+            Ok(notes) if rank < self.config.ranks => notes,
+            Ok(_) => return tracing::warn!(rank, "notes of a rank that is none"),
+            Err(error) => return tracing::warn!(rank, %error, "notes that cannot be read"),
+        };
+        for fetched in notes.fetched {
+            self.consumed.reported(rank, fetched, &mut self.orders);
+        }
+        for lost in notes.lost {
+            self.produced.lost(&lost.request, lost.code, lost.detail);
+        }
     }
 
     /// All ranks have reported these as sent.
     pub fn sent<'a>(&mut self, requests: impl IntoIterator<Item = &'a str>) {
-        todo!()
+        for request in requests {
+            self.produced.sent(request);
+        }
     }
 
     /// All ranks have reported these as received.
     pub fn received<'a>(&mut self, requests: impl IntoIterator<Item = &'a str>) {
-        todo!()
+        for request in requests {
+            self.consumed.received(request);
+        }
     }
 
-    /// What came along with a request's KV, if it did and has not been asked for: one per producer
-    /// rank that sent some.
+    /// What came along with a request's KV, if it did and has not been asked for: in the order of
+    /// the ranks here, from each producer rank that one fetched from. Dropped with the request's end.
     pub fn take_side_data(&mut self, request: &str) -> Vec<Vec<u8>> {
-        todo!()
+        self.consumed.take_side_data(request)
     }
 
     /// Whether the engine has to go on stepping although no request runs: something is to be said to
     /// the worker halves, or to be heard from them.
     pub fn has_pending_work(&self) -> bool {
-        todo!()
+        self.produced.held() > 0 || self.consumed.fetching() > 0 || !self.orders.is_empty()
+    }
+
+    /// How many fetches ended how so far, where the engine carries notes: [`WireCode::Ok`] on all
+    /// ranks, or as on the first that failed.
+    pub fn outcomes(&self) -> &[(WireCode, u64)] {
+        self.consumed.outcomes()
     }
 
     /// What is kept, by name: zero when nothing is under way.
     pub fn gauges(&self) -> Vec<(&'static str, usize)> {
-        todo!()
+        vec![
+            ("produced", self.produced.len()),
+            ("held", self.produced.held()),
+            ("consumed", self.consumed.len()),
+            ("fetching", self.consumed.fetching()),
+            ("unreported", self.consumed.unreported()),
+            ("refused", self.refused.len()),
+        ]
+    }
+
+    fn is_known(&self, request: &str) -> bool {
+        self.produced.contains(request)
+            || self.consumed.contains(request)
+            || self.refused.contains(request)
+    }
+
+    /// How many tokens at the end of a prompt the consumer computes from the state before them.
+    fn recomputed(&self, prompt_tokens: u64) -> u64 {
+        let state = self.config.groups.iter().any(|group| group.kind == Kind::State);
+        u64::from(state).min(prompt_tokens)
+    }
+
+    /// How much of a prompt is prefilled where it is handed over: something in any case.
+    fn prefill(&self, prompt_tokens: u64) -> u64 {
+        let left_out = self.recomputed(prompt_tokens).min(prompt_tokens.saturating_sub(1));
+        prompt_tokens - left_out
+    }
+
+    /// Adds a request that is produced here; why it cannot be.
+    fn produce(
+        &mut self,
+        request: &str,
+        transfer: Option<HandoffId>,
+        tokens: u32,
+    ) -> Option<String> {
+        let named = transfer.is_some();
+        let transfer = transfer.unwrap_or_else(|| self.draw());
+        let added = self.produced.add(request, transfer.clone(), named, tokens);
+        (!added).then(|| format!("another request is handed over as {transfer}"))
+    }
+
+    /// A name that no other handoff of any engine has, unless somebody means harm.
+    fn draw(&mut self) -> HandoffId {
+        self.drawn += 1;
+        let name = format!("{}-{}", self.id, self.drawn);
+        HandoffId::new(&name).expect("32 digits, a dash and at most 20 digits")
+    }
+
+    /// What the consumer's request has to carry.
+    fn offered(&self, held: &Held) -> Option<Params> {
+        let (transfer, tokens) = (held.transfer.clone(), Some(u64::from(held.tokens)));
+        let address = self.address.clone()?;
+        Some(Offered { transfer, address, engine: Some(self.id), tokens }.to_params())
     }
 }
