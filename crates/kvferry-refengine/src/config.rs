@@ -1,7 +1,7 @@
 //! How an engine is set up.
 
-use crate::layout::LayoutOrder;
 use crate::model::{Attention, ModelSpec};
+use kvferry_proto::layout::Packing;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -64,7 +64,7 @@ pub struct EngineConfig {
     /// How each group of the model is cached.
     pub groups: Vec<GroupCache>,
     /// How blocks lie in their storage.
-    pub layout: LayoutOrder,
+    pub layout: Packing,
     /// Who shares storages.
     pub storage: Storage,
     /// Whether blocks are found again by their tokens.
@@ -94,7 +94,7 @@ impl EngineConfig {
             tp: 1,
             pp: 1,
             groups,
-            layout: LayoutOrder::Lbhnc,
+            layout: Packing::Lbhnc,
             storage: Storage::Separate,
             prefix_caching: true,
             step_tokens: 64,
@@ -175,7 +175,7 @@ impl EngineConfig {
             }
         }
         if self.storage == Storage::Shared {
-            if self.layout == LayoutOrder::Lhbnc {
+            if self.layout == Packing::Lhbnc {
                 return Err(ConfigError::NotShareable { layout: self.layout });
             }
             let blocks = self.groups.iter().map(|group| group.blocks);
@@ -272,7 +272,7 @@ pub enum ConfigError {
     #[error("groups cannot share a storage of layout {layout}")]
     NotShareable {
         /// The layout.
-        layout: LayoutOrder,
+        layout: Packing,
     },
     /// Groups that share block ids have different numbers of them.
     #[error("groups that share block ids have {least} to {most} blocks")]

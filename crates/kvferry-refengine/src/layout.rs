@@ -3,8 +3,12 @@
 use crate::config::{EngineConfig, Rank, Storage};
 use crate::memory::KvMemory;
 use crate::model::{Attention, ModelSpec};
+use kvferry_proto::RegionId;
+use kvferry_proto::layout::{
+    Axis, ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, LayoutError, Packing, Plane,
+    Region, View,
+};
 use serde::{Deserialize, Serialize};
-use std::fmt;
 use std::sync::Arc;
 
 /// A block of a group, the same on every rank.
@@ -29,61 +33,29 @@ impl BlockId {
     }
 }
 
-/// vLLM's layouts, outermost axis first: Layer, Block, Head, tokeN, Content. Exhaustive on purpose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[allow(missing_docs, reason = "the names say it: L layer, B block, H head, N token, C content")]
-pub enum LayoutOrder {
-    Lbhnc,
-    Lbnhc,
-    Lhbnc,
-    Blhnc,
-    Blnhc,
-    Bhlnc,
+fn narrow(number: usize) -> u32 {
+    u32::try_from(number).expect("blocks, heads and rows are counted in 32 bits")
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Axis {
-    Layer,
-    Block,
-    Head,
-    Token,
-}
-
-impl LayoutOrder {
-    /// All of them.
-    pub const ALL: [Self; 6] =
-        [Self::Lbhnc, Self::Lbnhc, Self::Lhbnc, Self::Blhnc, Self::Blnhc, Self::Bhlnc];
-
-    const fn axes(self) -> [Axis; 4] {
-        use Axis::{Block, Head, Layer, Token};
+impl Attention {
+    /// The same in the words of those who move blocks.
+    ///
+    /// # Panics
+    /// If a window is longer than 2³² tokens.
+    pub fn kind(self) -> Kind {
         match self {
-            Self::Lbhnc => [Layer, Block, Head, Token],
-            Self::Lbnhc => [Layer, Block, Token, Head],
-            Self::Lhbnc => [Layer, Head, Block, Token],
-            Self::Blhnc => [Block, Layer, Head, Token],
-            Self::Blnhc => [Block, Layer, Token, Head],
-            Self::Bhlnc => [Block, Head, Layer, Token],
+            Self::Full => Kind::Full,
+            Self::Window { tokens } => Kind::Window { tokens: narrow(tokens) },
+            Self::State => Kind::State,
         }
-    }
-}
-
-impl fmt::Display for LayoutOrder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for axis in self.axes() {
-            f.write_str(match axis {
-                Axis::Layer => "L",
-                Axis::Block => "B",
-                Axis::Head => "H",
-                Axis::Token => "N",
-            })?;
-        }
-        f.write_str("C")
     }
 }
 
 /// One plane of one layer: a strided view of a storage. All strides in bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlaneView {
+    /// What it is called, on whichever rank it lies.
+    pub name: String,
     /// Which storage of the rank.
     pub storage: usize,
     /// Where the view begins in it, in bytes.
@@ -111,6 +83,26 @@ impl PlaneView {
             + (block.index() * self.split + token / self.tokens) * self.block_stride
             + head * self.head_stride
             + token % self.tokens * self.token_stride
+    }
+
+    fn plane(&self, group: &GroupView) -> Plane {
+        let HeadRange { total, first, count } = group.heads;
+        Plane {
+            role: self.name.clone(),
+            encoding: Encoding::new("uint8", u8::BITS),
+            heads: Heads { total: narrow(total), start: narrow(first), count: narrow(count) },
+            rows: narrow(self.tokens * self.split),
+            content: narrow(self.bytes),
+            view: View {
+                region: self.storage,
+                base: self.base as u64,
+                block_stride: (self.block_stride * self.split) as u64,
+                kernel_blocks: narrow(self.split),
+                kernel_stride: self.block_stride as u64,
+                head_stride: self.head_stride as u64,
+                row_stride: self.token_stride as u64,
+            },
+        }
     }
 
     /// Whether all bytes of a kernel block lie together, whatever their order.
@@ -181,7 +173,7 @@ pub struct RankLayout {
     /// PP stages of the engine.
     pub pp: usize,
     /// The order of axes.
-    pub order: LayoutOrder,
+    pub order: Packing,
     /// The length of each storage in bytes.
     pub storages: Vec<usize>,
     /// The groups of the model.
@@ -210,7 +202,7 @@ struct Strides {
 }
 
 impl Shape {
-    fn strides(&self, order: LayoutOrder) -> Strides {
+    fn strides(&self, order: Packing) -> Strides {
         let mut strides = Strides::default();
         let mut next = self.bytes;
         let (mut content, mut layers) = (0, 1);
@@ -219,17 +211,17 @@ impl Shape {
                 Axis::Layer => (&mut strides.layer, self.layers),
                 Axis::Block => (&mut strides.block, self.blocks),
                 Axis::Head => (&mut strides.head, self.heads),
-                Axis::Token => (&mut strides.token, self.tokens),
+                Axis::Row => (&mut strides.token, self.tokens),
             };
             *stride = next;
             next *= count;
             match axis {
-                Axis::Head | Axis::Token => content += 1,
+                Axis::Head | Axis::Row => content += 1,
                 Axis::Layer => layers = count,
                 Axis::Block => {}
             }
             // Pages are padded where everything of a block has been laid.
-            if content == 2 && matches!(axis, Axis::Head | Axis::Token) && self.page > 0 {
+            if content == 2 && matches!(axis, Axis::Head | Axis::Row) && self.page > 0 {
                 next = self.page * layers;
             }
         }
@@ -276,6 +268,30 @@ impl RankLayout {
         layout
     }
 
+    /// The same in the words of those who move blocks, the storages being `regions`, in their order.
+    ///
+    /// # Errors
+    /// The regions are not those of the storages.
+    ///
+    /// # Panics
+    /// If a number is beyond 32 bits.
+    pub fn layout(&self, regions: &[(RegionId, u64)]) -> Result<Layout, LayoutError> {
+        let regions = regions.iter().map(|(id, len)| Region { id: *id, len: *len }).collect();
+        let groups = self.groups.iter().enumerate().map(|(at, group)| Group {
+            name: format!("group.{at}"),
+            kind: group.attention.kind(),
+            block_tokens: narrow(group.block_tokens),
+            blocks: narrow(group.blocks),
+            context: ContextShard::WHOLE,
+        });
+        let layers = self.layers.iter().map(|layer| Layer {
+            name: layer.name.clone(),
+            group: layer.group,
+            planes: layer.planes.iter().map(|view| view.plane(&self.groups[layer.group])).collect(),
+        });
+        Layout::new(regions, groups.collect(), layers.collect())
+    }
+
     fn shape(&self, config: &EngineConfig, group: usize, plane: usize) -> Shape {
         let (view, cache) = (&self.groups[group], &config.groups[group]);
         let tokens = match view.attention {
@@ -294,9 +310,11 @@ impl RankLayout {
 
     fn lay(&mut self, config: &EngineConfig, group: usize, storage: usize, shape: &Shape) {
         let strides = shape.strides(config.layout);
+        let planes = &config.model.groups[group].planes;
         let layers = self.layers.iter_mut().filter(|layer| layer.group == group);
         for (slot, layer) in layers.enumerate() {
             layer.planes.push(PlaneView {
+                name: planes[layer.planes.len()].name.clone(),
                 storage,
                 base: slot * strides.layer,
                 heads: shape.heads,
@@ -422,7 +440,7 @@ mod tests {
     use crate::config::GroupCache;
     use crate::model::GroupSpec;
 
-    fn config(layout: LayoutOrder, storage: Storage) -> EngineConfig {
+    fn config(layout: Packing, storage: Storage) -> EngineConfig {
         let groups = vec![
             GroupSpec::full(4, 6).with_scales(2),
             GroupSpec::window(2, 8, 5),
@@ -457,7 +475,7 @@ mod tests {
 
     #[test]
     fn rows_of_every_layout_lie_within_their_storage_and_apart() {
-        for order in LayoutOrder::ALL {
+        for order in Packing::ALL {
             for tp in [1, 2, 4] {
                 let mut config = config(order, Storage::Separate);
                 config.tp = tp;
@@ -482,9 +500,9 @@ mod tests {
 
     #[test]
     fn groups_that_share_a_storage_meet_only_in_the_same_block() {
-        for order in LayoutOrder::ALL {
+        for order in Packing::ALL {
             let config = config(order, Storage::Shared);
-            if order == LayoutOrder::Lhbnc {
+            if order == Packing::Lhbnc {
                 assert!(matches!(config.validate(), Err(ConfigError::NotShareable { .. })));
                 continue;
             }
@@ -520,13 +538,5 @@ mod tests {
         );
         assert_eq!(HeadRange::new(8, 3, 4), HeadRange { total: 8, first: 6, count: 2 });
         assert_eq!(HeadRange::new(1, 3, 4), HeadRange { total: 1, first: 0, count: 1 });
-    }
-
-    #[test]
-    fn a_layout_is_named_as_in_vllm() {
-        assert_eq!(
-            LayoutOrder::ALL.map(|it| it.to_string()),
-            ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
-        );
     }
 }

@@ -48,9 +48,8 @@ mod worker;
 pub use block_pool::{BlockHash, BlockPins};
 pub use config::{ConfigError, EngineConfig, GroupCache, Launch, LoadFailurePolicy, Rank, Storage};
 pub use engine::{Connector, Engine, EngineError, Leak, StepReport};
-pub use layout::{
-    BlockId, GroupView, HeadRange, KvCaches, LayerView, LayoutOrder, PlaneView, RankLayout,
-};
+pub use kvferry_proto::layout::Packing;
+pub use layout::{BlockId, GroupView, HeadRange, KvCaches, LayerView, PlaneView, RankLayout};
 pub use memory::{HeapMemory, KvMemory};
 pub use model::{Attention, GroupSpec, ModelSpec, PlaneSpec};
 pub use oracle::continuation;

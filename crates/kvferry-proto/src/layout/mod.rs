@@ -37,7 +37,7 @@ mod wire;
 
 pub use check::{Fault, LayoutError};
 pub use mismatch::{Between, Difference, End, Mismatch};
-pub use packing::{Packing, Shape, UnknownPacking};
+pub use packing::{Axis, Packing, Shape, UnknownPacking};
 pub use spec::{Fingerprint, LayerSpec, PlaneSpec, RowDensity, compatible};
 pub use wire::{DecodeError, LAYOUT_MAX};
 

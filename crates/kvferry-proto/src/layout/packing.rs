@@ -1,6 +1,7 @@
 //! The orders of axes that engines use for dense caches.
 
 use super::View;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
@@ -9,7 +10,8 @@ use thiserror::Error;
 ///
 /// A packing makes the views of a dense cache. An engine that can be asked for strides should be
 /// asked: pages may be padded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
 pub enum Packing {
     /// Layer, block, head, row; also called HND.
     Lbhnc,
@@ -51,12 +53,16 @@ impl Shape {
     }
 }
 
-/// An axis of a dense cache. The block axis counts kernel blocks.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Axis {
+/// An axis of a dense cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Axis {
+    /// Layers that lie together.
     Layer,
+    /// Kernel blocks.
     Block,
+    /// Heads on this rank.
     Head,
+    /// Rows of a kernel block.
     Row,
 }
 
@@ -91,7 +97,7 @@ impl Packing {
         shape.bytes()?.checked_add(base)?;
         let mut strides = [0u64; 4];
         let mut stride = u64::from(content);
-        for axis in self.order().into_iter().rev() {
+        for axis in self.axes().into_iter().rev() {
             strides[axis as usize] = stride;
             stride *= match axis {
                 Axis::Layer => u64::from(layers),
@@ -113,7 +119,8 @@ impl Packing {
         Some((0..layers).map(view).collect())
     }
 
-    const fn order(self) -> [Axis; 4] {
+    /// The axes, the slowest first; content follows them.
+    pub const fn axes(self) -> [Axis; 4] {
         use Axis::{Block, Head, Layer, Row};
         match self {
             Self::Lbhnc => [Layer, Block, Head, Row],

@@ -2,7 +2,7 @@
 
 use crate::kit::{Dice, config, dense, engine, hybrid, prompt, run};
 use kvferry_refengine::{
-    Attention, BlockId, Engine, EngineConfig, GroupSpec, KvCaches, LayoutOrder, ModelSpec, Rank,
+    Attention, BlockId, Engine, EngineConfig, GroupSpec, KvCaches, ModelSpec, Packing, Rank,
     Request, RequestId, Storage, continuation,
 };
 
@@ -77,7 +77,7 @@ fn flip_each(config: &EngineConfig, mut choose: impl FnMut(usize) -> Vec<usize>)
 #[test]
 fn a_flipped_byte_changes_a_token_in_every_group_layer_plane_head_block_and_rank() {
     for (storage, layout) in
-        [(Storage::Separate, LayoutOrder::Lbhnc), (Storage::Shared, LayoutOrder::Bhlnc)]
+        [(Storage::Separate, Packing::Lbhnc), (Storage::Shared, Packing::Bhlnc)]
     {
         let mut config = config(&hybrid(), 8, 64);
         (config.tp, config.pp, config.storage, config.layout) = (2, 2, storage, layout);

@@ -3,7 +3,7 @@
 use crate::kit::{Pair, Said, assert_right, config, dense, hybrid, models, prompt, windowed};
 use kvferry_refengine::teleport::{FailureKey, Faults, LoadMode, Teleport};
 use kvferry_refengine::{
-    FinishReason, Launch, LayoutOrder, LoadFailurePolicy, Request, RequestId, RequestStatus,
+    FinishReason, Launch, LoadFailurePolicy, Packing, Request, RequestId, RequestStatus,
     continuation,
 };
 
@@ -64,11 +64,11 @@ fn the_last_token_of_a_loaded_prompt_finds_its_whole_window() {
 
 #[test]
 fn engines_of_different_layouts_stages_and_pools_hand_off() {
-    for (n, layout) in LayoutOrder::ALL.into_iter().enumerate() {
+    for (n, layout) in Packing::ALL.into_iter().enumerate() {
         let mut prefill = config(&hybrid(), 8, 64);
         (prefill.tp, prefill.pp, prefill.layout) = (2, 1 + n % 3, layout);
         let mut decode = config(&hybrid(), 8, 40);
-        (decode.tp, decode.layout) = (2, LayoutOrder::ALL[(n + 1) % 6]);
+        (decode.tp, decode.layout) = (2, Packing::ALL[(n + 1) % 6]);
         let mut pair = Pair::new(LoadMode::Async { steps: 3 }, Faults::none(1), &prefill, &decode);
         pair.hand_off("a", prompt(1, 45), 9);
         pair.run();

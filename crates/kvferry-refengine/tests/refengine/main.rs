@@ -6,6 +6,7 @@ mod contract;
 mod flips;
 mod handoffs;
 mod kit;
+mod layouts;
 mod scenarios;
 mod script;
 mod tokens;

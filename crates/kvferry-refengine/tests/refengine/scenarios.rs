@@ -3,13 +3,13 @@
 use crate::kit::{Dice, Pair, config, dense, hybrid, models, prompt, windowed};
 use kvferry_refengine::teleport::{FailureKey, Faults, LoadMode};
 use kvferry_refengine::{
-    EngineConfig, FinishReason, Launch, LayoutOrder, LoadFailurePolicy, RequestId,
+    EngineConfig, FinishReason, Launch, LoadFailurePolicy, Packing, RequestId,
 };
 use std::time::Instant;
 
 fn random_config(dice: &mut Dice, base: &EngineConfig) -> EngineConfig {
     let mut config = base.clone();
-    config.layout = dice.pick(&LayoutOrder::ALL);
+    config.layout = dice.pick(&Packing::ALL);
     config.chunk_tokens = 1 + dice.roll(40);
     config.step_tokens = 8 + dice.roll(60);
     config.max_running = 1 + dice.roll(8);
@@ -121,7 +121,7 @@ fn a_thousand_small_scenarios_take_seconds() {
 
 #[test]
 fn what_a_byte_of_attention_costs() {
-    for (layout, threads) in [(LayoutOrder::Lbhnc, false), (LayoutOrder::Bhlnc, false)] {
+    for (layout, threads) in [(Packing::Lbhnc, false), (Packing::Bhlnc, false)] {
         let model =
             kvferry_refengine::ModelSpec::new(vec![kvferry_refengine::GroupSpec::full(8, 64)], 4);
         let mut config = config(&model, 16, 70);

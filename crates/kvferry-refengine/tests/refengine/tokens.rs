@@ -2,8 +2,8 @@
 
 use crate::kit::{assert_right, config, engine, hybrid, models, prompt, requests, run, windowed};
 use kvferry_refengine::{
-    ConfigError, Connector, Engine, FinishReason, GroupCache, LayoutOrder, Request, RequestId,
-    Storage, SubmitError, continuation,
+    ConfigError, Connector, Engine, FinishReason, GroupCache, Packing, Request, RequestId, Storage,
+    SubmitError, continuation,
 };
 use proptest::prelude::*;
 
@@ -21,9 +21,9 @@ fn tokens_are_the_same_with_any_number_of_ranks() {
 #[test]
 fn tokens_are_the_same_in_every_layout_and_storage() {
     for model in models() {
-        for layout in LayoutOrder::ALL {
+        for layout in Packing::ALL {
             for storage in [Storage::Separate, Storage::Shared] {
-                if (layout, storage) == (LayoutOrder::Lhbnc, Storage::Shared) {
+                if (layout, storage) == (Packing::Lhbnc, Storage::Shared) {
                     continue;
                 }
                 let mut config = config(&model, 8, 200);
@@ -53,7 +53,7 @@ fn tokens_are_the_same_with_blocks_of_each_groups_own_and_split_by_the_kernel() 
     config.groups[0] = GroupCache { block_tokens: 12, kernel_split: 3, blocks: 40 };
     config.groups[1] = GroupCache { block_tokens: 4, kernel_split: 2, blocks: 60 };
     config.groups[2].block_tokens = 6;
-    for layout in LayoutOrder::ALL {
+    for layout in Packing::ALL {
         config.layout = layout;
         let again = [requests(3, 60, 7), requests(3, 60, 12)];
         let engine = assert_right(engine(config.clone()), &again[0]);
@@ -231,7 +231,7 @@ proptest! {
     fn whatever_the_setup_tokens_are_right(
         model in 0..3usize,
         (tp, pp) in (prop::sample::select(vec![1usize, 2, 4]), 1..4usize),
-        layout in prop::sample::select(LayoutOrder::ALL.to_vec()),
+        layout in prop::sample::select(Packing::ALL.to_vec()),
         (chunk, step) in (1..40usize, 1..60usize),
         blocks in prop::collection::vec(1..20usize, 5),
         (caching, threads, max_running) in (any::<bool>(), any::<bool>(), 1..6usize),
