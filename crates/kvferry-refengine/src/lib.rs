@@ -3,7 +3,8 @@
 //! A model of wrapping integers computes on paged KV caches, with TP and PP ranks, several groups,
 //! chunked prefill, a prefix cache and preemption, and drives a connector as vLLM and TensorRT-LLM
 //! do. Every byte that a token may see goes into it: a wrong KV byte is a wrong token. No floating
-//! point, no GPU, no network, no clock: the same requests have the same steps.
+//! point, no GPU, and but for [`ferry`] no network and no clock: the same requests have the same
+//! steps.
 //!
 //! # What is where
 //!
@@ -12,6 +13,7 @@
 //! * [`Engine`]: requests in, tokens out, step by step.
 //! * [`contract`]: the two connector seams, and the violations of what they promise.
 //! * [`teleport`]: a connector that copies between engines of one process, to prove the seams.
+//! * [`ferry`]: kvferry's own connector behind them.
 //!
 //! ```
 //! use kvferry_refengine::{Connector, Engine, EngineConfig, GroupSpec, ModelSpec, Request};
@@ -33,6 +35,7 @@ mod cache;
 mod config;
 pub mod contract;
 mod engine;
+pub mod ferry;
 mod layout;
 mod lockstep;
 mod memory;
