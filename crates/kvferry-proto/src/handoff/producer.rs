@@ -274,7 +274,9 @@ impl Producer {
             let entry = self.handoffs.get_mut(&id).expect("what is due is there");
             entry.due = None;
             match entry.overdue(now) {
-                Some(outcome) => self.end(&id, outcome, false, now),
+                // Whoever has asked for it does not wait for it any more, whether it is offered yet
+                // or not.
+                Some(outcome) => self.end(&id, outcome, true, now),
                 None => self.look_again(&id),
             }
         }

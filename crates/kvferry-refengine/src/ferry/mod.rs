@@ -49,6 +49,7 @@ use kvferry_connector::{
     Announce, Computed, EngineId, Finish, GroupRule, Limits, NULL_BLOCK, Scheduler,
     SchedulerConfig, Worker, WorkerConfig,
 };
+use kvferry_proto::WireCode;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -170,6 +171,11 @@ impl Ferry {
     /// See [`Scheduler::take_side_data`].
     pub fn take_side_data(&self, request: &str) -> Vec<Vec<u8>> {
         lock(&self.scheduler).take_side_data(request)
+    }
+
+    /// See [`Scheduler::outcomes`].
+    pub fn outcomes(&self) -> Vec<(WireCode, u64)> {
+        lock(&self.scheduler).outcomes().to_vec()
     }
 
     /// What each half keeps, by its name and that of the gauge.

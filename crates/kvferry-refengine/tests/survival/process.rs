@@ -1,0 +1,428 @@
+//! Engines in processes of their own: this program, told by the environment, then line by line.
+
+use crate::basics::config;
+use kvferry::{Agent, Checksum, Transports};
+use kvferry_connector::Announce;
+use kvferry_refengine::ferry::{Ferry, FerryConfig};
+use kvferry_refengine::{
+    Connector, Engine, EngineConfig, FinishReason, GroupSpec, LoadFailurePolicy, ModelSpec, Params,
+    Request, RequestId,
+};
+use serde::{Deserialize, Serialize};
+use std::io::{BufRead, BufReader, Write};
+use std::net::SocketAddr;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TryRecvError};
+use std::time::{Duration, Instant};
+
+const SETUP: &str = "KVFERRY_TEST_ENGINE";
+const EVENT: &str = "EVENT ";
+
+/// How an engine process is set up.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Setup {
+    pub(crate) tp: usize,
+    pub(crate) blocks: usize,
+    pub(crate) chunk_tokens: usize,
+    pub(crate) transports: String,
+    pub(crate) silence_ms: u64,
+    pub(crate) timeout_ms: u64,
+    pub(crate) secret: String,
+    pub(crate) checksum: bool,
+    pub(crate) recompute: bool,
+    /// Where the agent of each rank listens, and what it says of that.
+    pub(crate) listen: Vec<String>,
+    pub(crate) advertise: Vec<String>,
+    /// Steps only when it is told to.
+    pub(crate) manual: bool,
+    pub(crate) head_bytes: usize,
+}
+
+/// The silence limit of these tests: a third of that of production, as bounds are tripled.
+pub(crate) const SILENCE: Duration = Duration::from_secs(1);
+
+impl Setup {
+    pub(crate) fn new(tp: usize) -> Self {
+        Self {
+            tp,
+            blocks: 256,
+            chunk_tokens: 64,
+            transports: "tcp".to_owned(),
+            silence_ms: SILENCE.as_millis() as u64,
+            timeout_ms: 20_000,
+            secret: String::new(),
+            checksum: false,
+            recompute: false,
+            listen: vec!["127.0.0.1:0".to_owned(); tp],
+            advertise: vec![],
+            manual: false,
+            head_bytes: 16,
+        }
+    }
+
+    pub(crate) fn model(&self) -> ModelSpec {
+        let groups = vec![GroupSpec::full(4, self.head_bytes), GroupSpec::window(2, self.head_bytes, 40)];
+        ModelSpec::new(groups, 4)
+    }
+
+    fn engine(&self) -> EngineConfig {
+        let mut engine = config(&self.model(), 16, self.blocks);
+        engine.tp = self.tp;
+        (engine.chunk_tokens, engine.step_tokens) = (self.chunk_tokens, 4 * self.chunk_tokens);
+        engine.max_tokens = 2048;
+        if self.recompute {
+            engine.load_failure = LoadFailurePolicy::Recompute;
+        }
+        engine
+    }
+
+    fn agent(&self, rank: usize) -> Agent {
+        let builder = Agent::builder()
+            .transports(Transports::parse(&self.transports).expect("names"))
+            .io_threads(1)
+            .silence(Duration::from_millis(self.silence_ms))
+            .checksum(if self.checksum { Checksum::On } else { Checksum::Off })
+            .listen(self.listen[rank].parse::<SocketAddr>().expect("an address"));
+        let builder = match self.advertise.get(rank) {
+            Some(address) => builder.advertise(address.as_str()),
+            None => builder,
+        };
+        let secret = self.secret.as_bytes();
+        if secret.is_empty() { builder } else { builder.secret(secret) }.start().expect("it starts")
+    }
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Order {
+    Submit { id: String, prompt: Vec<u32>, max_tokens: usize, params: Option<Params> },
+    Abort { id: String },
+    Steps { count: usize },
+    State,
+}
+
+/// What an engine process says.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Event {
+    Ready { addresses: Vec<String>, listening: Vec<String> },
+    Output { id: String, tokens: Vec<u32>, reason: Option<String>, params: Option<Params> },
+    Stepped,
+    State(Status),
+}
+
+/// What an engine process keeps.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Status {
+    /// What is held that should not be: empty if nothing is under way.
+    pub(crate) leak: String,
+    pub(crate) left: Vec<(String, usize)>,
+    pub(crate) violations: Vec<String>,
+    /// How fetches ended, by their codes.
+    pub(crate) outcomes: Vec<(String, u64)>,
+}
+
+#[test]
+fn becomes_an_engine() {
+    let Ok(setup) = std::env::var(SETUP) else { return };
+    let setup: Setup = serde_json::from_str(&setup).expect("a set-up");
+    let agents: Vec<_> = (0..setup.tp).map(|rank| setup.agent(rank)).collect();
+    let listening = agents.iter().map(|agent| agent.local_addr().to_string()).collect();
+    let ferry = FerryConfig {
+        timeout: Duration::from_millis(setup.timeout_ms),
+        announce: Announce::Layers { pieces: 2 },
+        ..FerryConfig::default()
+    };
+    let config = setup.engine();
+    let ferry = Ferry::new(&config, agents, ferry);
+    let engine = Engine::new(config, Connector::Vllm(ferry.vllm())).expect("numbers fit");
+    let addresses = (0..setup.tp).map(|rank| ferry.address(rank).to_owned()).collect();
+    say(&Event::Ready { addresses, listening });
+    let (tell, orders) = mpsc::channel();
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lines().map_while(Result::ok) {
+            let order: Order = serde_json::from_str(&line).expect("an order");
+            if tell.send(order).is_err() {
+                return;
+            }
+        }
+    });
+    Process { engine, ferry, manual: setup.manual }.serve(&orders);
+}
+
+fn say(event: &Event) {
+    let line = serde_json::to_string(event).expect("plain data");
+    let mut out = std::io::stdout().lock();
+    // Whoever is gone does not listen.
+    drop(writeln!(out, "\n{EVENT}{line}"));
+    drop(out.flush());
+}
+
+struct Process {
+    engine: Engine,
+    ferry: Ferry,
+    manual: bool,
+}
+
+impl Process {
+    fn serve(mut self, orders: &Receiver<Order>) {
+        loop {
+            let works = !self.manual && self.engine.has_work();
+            let order = if works {
+                orders.try_recv().map_err(|e| e == TryRecvError::Disconnected)
+            } else {
+                let order = orders.recv_timeout(Duration::from_millis(20));
+                order.map_err(|e| e == RecvTimeoutError::Disconnected)
+            };
+            match order {
+                Ok(order) => self.obey(order),
+                Err(true) => return,
+                Err(false) => {}
+            }
+            if works && self.step() == 0 {
+                // Everything waits for others, to whom the processor belongs.
+                std::thread::sleep(Duration::from_micros(200));
+            }
+        }
+    }
+
+    fn step(&mut self) -> usize {
+        let report = self.engine.step();
+        for output in self.engine.take_outputs() {
+            let finished = output.finished;
+            let reason = finished.as_ref().map(|finished| name(finished.reason).to_owned());
+            let params = finished.and_then(|finished| finished.params);
+            say(&Event::Output {
+                id: output.id.as_str().to_owned(),
+                tokens: output.tokens,
+                reason,
+                params,
+            });
+        }
+        report.map_or(0, |report| report.tokens)
+    }
+
+    fn obey(&mut self, order: Order) {
+        match order {
+            Order::Submit { id, prompt, max_tokens, params } => {
+                let mut request = Request::new(id.as_str(), prompt, max_tokens);
+                request.params = params;
+                self.engine.submit(request).expect("it fits");
+            }
+            Order::Abort { id } => {
+                self.engine.abort(&RequestId::from(id));
+                self.step();
+            }
+            Order::Steps { count } => {
+                (0..count).for_each(|_| drop(self.step()));
+                say(&Event::Stepped);
+            }
+            Order::State => {
+                let stays = ["tombs", "peers", "paired", "farewells"];
+                let gauges = self.ferry.gauges().into_iter();
+                let left = gauges.filter(|(name, n)| *n > 0 && !stays.iter().any(|it| name.ends_with(it)));
+                say(&Event::State(Status {
+                    leak: self.engine.check_empty().err().map_or(String::new(), |e| e.to_string()),
+                    left: left.collect(),
+                    violations: self.engine.violations().iter().map(ToString::to_string).collect(),
+                    outcomes: self
+                        .ferry
+                        .outcomes()
+                        .into_iter()
+                        .map(|(code, n)| (code.to_string(), n))
+                        .collect(),
+                }));
+            }
+        }
+    }
+}
+
+const fn name(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Length => "length",
+        FinishReason::Stop => "stop",
+        FinishReason::Abort => "abort",
+        FinishReason::Error => "error",
+    }
+}
+
+/// An engine process, as its parent sees it.
+pub(crate) struct EngineProcess {
+    pub(crate) setup: Setup,
+    process: Child,
+    input: ChildStdin,
+    events: Receiver<Event>,
+    /// Where its ranks can be reached, and where they listen.
+    pub(crate) addresses: Vec<String>,
+    pub(crate) listening: Vec<String>,
+    /// What came while something else was waited for.
+    early: Vec<(String, Vec<u32>, Option<String>, Option<Params>)>,
+}
+
+/// How a request ended.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) reason: String,
+    pub(crate) params: Option<Params>,
+}
+
+impl EngineProcess {
+    pub(crate) fn start(setup: &Setup) -> Self {
+        let program = std::env::current_exe().expect("this program");
+        let mut process = Command::new(program)
+            .args(["process::becomes_an_engine", "--exact", "--nocapture", "--test-threads=1"])
+            .env(SETUP, serde_json::to_string(setup).expect("plain data"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("it starts");
+        let input = process.stdin.take().expect("piped");
+        let output = process.stdout.take().expect("piped");
+        let (tell, events) = mpsc::channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(output).lines().map_while(Result::ok) {
+                let Some(event) = line.strip_prefix(EVENT) else { continue };
+                let event = serde_json::from_str(event).expect("an event");
+                if tell.send(event).is_err() {
+                    return;
+                }
+            }
+        });
+        let mut engine = Self {
+            setup: setup.clone(),
+            process,
+            input,
+            events,
+            addresses: vec![],
+            listening: vec![],
+            early: vec![],
+        };
+        match engine.next(Duration::from_secs(30)) {
+            Some(Event::Ready { addresses, listening }) => {
+                (engine.addresses, engine.listening) = (addresses, listening);
+            }
+            other => panic!("it is to get ready: {other:?}"),
+        }
+        engine
+    }
+
+    /// Another life where this one was.
+    pub(crate) fn restart(&mut self) {
+        self.kill();
+        let setup = Setup { listen: self.listening.clone(), ..self.setup.clone() };
+        *self = Self::start(&setup);
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
+    pub(crate) fn kill(&mut self) {
+        drop(self.process.kill());
+        drop(self.process.wait());
+    }
+
+    pub(crate) fn signal(&self, signal: &str) {
+        let pid = self.process.id().to_string();
+        let done = Command::new("kill").args([signal, &pid]).status().expect("kill is there");
+        assert!(done.success());
+    }
+
+    fn tell(&mut self, order: &Order) {
+        // Who is gone is noticed where he is waited for.
+        drop(writeln!(self.input, "{}", serde_json::to_string(order).expect("plain data")));
+    }
+
+    pub(crate) fn submit(&mut self, id: &str, prompt: &[u32], max_tokens: usize, params: Option<Params>) {
+        let (id, prompt) = (id.to_owned(), prompt.to_vec());
+        self.tell(&Order::Submit { id, prompt, max_tokens, params });
+    }
+
+    pub(crate) fn abort(&mut self, id: &str) {
+        self.tell(&Order::Abort { id: id.to_owned() });
+    }
+
+    fn next(&mut self, time: Duration) -> Option<Event> {
+        self.events.recv_timeout(time).ok()
+    }
+
+    pub(crate) fn steps(&mut self, count: usize) {
+        self.tell(&Order::Steps { count });
+        loop {
+            match self.next(Duration::from_secs(60)).expect("it steps") {
+                Event::Stepped => return,
+                event => self.keep(event),
+            }
+        }
+    }
+
+    fn keep(&mut self, event: Event) {
+        if let Event::Output { id, tokens, reason, params } = event {
+            self.early.push((id, tokens, reason, params));
+        }
+    }
+
+    /// Waits for the end of a request; `None` if that does not come in time.
+    pub(crate) fn ended(&mut self, id: &str, time: Duration) -> Option<Ended> {
+        let until = Instant::now() + time;
+        loop {
+            let is_over = |it: &&(String, Vec<u32>, Option<String>, Option<Params>)| it.0 == id && it.2.is_some();
+            if let Some((_, _, reason, params)) = self.early.iter().find(is_over).cloned() {
+                let mine = self.early.extract_if(.., |it| it.0 == id);
+                let tokens = mine.flat_map(|(_, tokens, ..)| tokens).collect();
+                return Some(Ended { tokens, reason: reason.expect("it is over"), params });
+            }
+            let event = self.next(until.saturating_duration_since(Instant::now()))?;
+            self.keep(event);
+        }
+    }
+
+    /// What has been said of any request since this was asked last: which have ended.
+    pub(crate) fn take_ended(&mut self) -> Vec<(String, Ended)> {
+        while let Ok(event) = self.events.try_recv() {
+            self.keep(event);
+        }
+        let over: Vec<String> =
+            self.early.iter().filter(|it| it.2.is_some()).map(|it| it.0.clone()).collect();
+        over.into_iter()
+            .map(|id| {
+                let ended = self.ended(&id, Duration::ZERO).expect("it is over");
+                (id, ended)
+            })
+            .collect()
+    }
+
+    pub(crate) fn status(&mut self) -> Status {
+        self.tell(&Order::State);
+        loop {
+            match self.next(Duration::from_secs(60)).expect("it answers") {
+                Event::State(status) => return status,
+                event => self.keep(event),
+            }
+        }
+    }
+
+    /// Waits until nothing is held; what still is, if that does not come in time.
+    pub(crate) fn emptied(&mut self, time: Duration) -> Result<(), Status> {
+        let until = Instant::now() + time;
+        loop {
+            if self.setup.manual {
+                self.steps(1);
+            }
+            let status = self.status();
+            assert_eq!(status.violations, Vec::<String>::new());
+            if status.leak.is_empty() && status.left.is_empty() {
+                return Ok(());
+            }
+            if Instant::now() >= until {
+                return Err(status);
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for EngineProcess {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}

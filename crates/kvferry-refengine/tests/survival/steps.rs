@@ -1,0 +1,340 @@
+//! Each fault at each step.
+
+use crate::basics::prompt;
+use crate::process::{Ended, EngineProcess, SILENCE, Setup};
+use crate::relay::Relay;
+use kvferry_connector::{HandoffId, Offered, Params, produce};
+use kvferry_refengine::continuation;
+use kvferry_testkit::{Watchdog, stretched};
+use std::time::{Duration, Instant};
+
+/// Tokens of a prompt, and steps that a prefill takes.
+const TOKENS: usize = 300;
+const CHUNKS: usize = 5;
+const SAYS: usize = 4;
+
+/// How long it may take until the loss of a peer ends a request: 1 s after a reset, and the silence
+/// limit otherwise, which is 1 s here and 3 s in production; with the factor for real processes.
+const RESET: Duration = Duration::from_secs(3);
+const SILENT: Duration = Duration::from_millis(3 * SILENCE.as_millis() as u64);
+
+fn bounded() -> Watchdog {
+    Watchdog::new(Duration::from_secs(240))
+}
+
+/// How far a handoff is. The consumer is there first, but for the last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// The consumer has asked, the producer has not heard of the request.
+    Asked,
+    /// The producer's request waits to be scheduled.
+    Queued,
+    /// Two chunks are computed, and read.
+    Computing,
+    /// All is computed, and its last bytes are on their way.
+    Reading,
+    /// All is computed, and nobody has asked.
+    Complete,
+}
+
+impl Stage {
+    const ALL: [Self; 5] =
+        [Self::Asked, Self::Queued, Self::Computing, Self::Reading, Self::Complete];
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    Kill,
+    Stop,
+    /// Nothing passes between the two.
+    Partition,
+    /// All connections end, and may begin again.
+    Reset,
+}
+
+/// A prefill engine of two ranks behind relays, and a decode engine of one.
+struct World {
+    relays: Vec<Relay>,
+    prefill: EngineProcess,
+    decode: EngineProcess,
+}
+
+impl World {
+    fn new(prefill: &Setup, decode: &Setup) -> Self {
+        let relays: Vec<_> = (0..prefill.tp).map(|_| Relay::new()).collect();
+        let advertise = relays.iter().map(|relay| relay.address.clone()).collect();
+        let prefill = EngineProcess::start(&Setup { advertise, ..prefill.clone() });
+        let world = Self { relays, prefill, decode: EngineProcess::start(decode) };
+        for (relay, target) in world.relays.iter().zip(&world.prefill.listening) {
+            relay.to(target);
+        }
+        world
+    }
+
+    fn prompt(&self, n: u64) -> Vec<u32> {
+        prompt(n, TOKENS)
+    }
+
+    fn offered(&self, id: &str) -> Params {
+        let address = self.relays[0].address.clone();
+        Offered { transfer: transfer(id), address, engine: None, tokens: None }.to_params()
+    }
+
+    fn ask(&mut self, id: &str, n: u64) {
+        let (prompt, params) = (self.prompt(n), self.offered(id));
+        self.decode.submit(id, &prompt, SAYS, Some(params));
+    }
+
+    fn give(&mut self, id: &str, n: u64) {
+        let prompt = self.prompt(n);
+        self.prefill.submit(id, &prompt, 1, Some(produce(Some(&transfer(id)))));
+    }
+
+    /// Brings a handoff to a stage.
+    fn reach(&mut self, stage: Stage, id: &str, n: u64) {
+        let settle = || std::thread::sleep(Duration::from_millis(100));
+        if stage != Stage::Complete {
+            self.ask(id, n);
+            settle();
+        }
+        if stage == Stage::Asked {
+            return;
+        }
+        self.give(id, n);
+        match stage {
+            Stage::Asked | Stage::Queued => {}
+            Stage::Computing => self.prefill.steps(2),
+            Stage::Reading => {
+                self.prefill.steps(CHUNKS - 1);
+                settle();
+                self.relays.iter().for_each(|relay| relay.hold_data(true));
+                self.prefill.steps(1);
+            }
+            Stage::Complete => self.prefill.steps(CHUNKS),
+        }
+        settle();
+    }
+
+    fn heal(&mut self, fault: Fault) {
+        self.relays.iter().for_each(|relay| relay.hold_data(false));
+        match fault {
+            Fault::Kill | Fault::Reset => {}
+            Fault::Stop => {}
+            Fault::Partition => self.relays.iter().for_each(|relay| relay.hold(false)),
+        }
+    }
+
+    /// A handoff from beginning to end.
+    fn works(&mut self, id: &str, n: u64) {
+        self.ask(id, n);
+        self.give(id, n);
+        if self.prefill.setup.manual {
+            self.prefill.steps(CHUNKS);
+        }
+        let ended = self.decode.ended(id, stretched(Duration::from_secs(20)));
+        self.is_right(n, &ended.unwrap_or_else(|| panic!("{id} never ends")));
+    }
+
+    fn is_right(&self, n: u64, ended: &Ended) {
+        let model = self.decode.setup.model();
+        assert_eq!(ended.reason, "length");
+        assert_eq!(ended.tokens, continuation(&model, &self.prompt(n), SAYS));
+    }
+}
+
+fn transfer(id: &str) -> HandoffId {
+    HandoffId::new(&format!("xfer-{id}")).expect("short")
+}
+
+/// The prefill engine has a fault at each stage; whoever waits for it does not wait for long.
+fn a_producer_with(fault: Fault) {
+    let prefill = Setup { manual: true, ..Setup::new(2) };
+    let mut world = World::new(&prefill, &Setup::new(1));
+    world.works("before", 1);
+    for (n, stage) in (10..).zip(Stage::ALL) {
+        let id = format!("{fault:?}-{stage:?}");
+        world.reach(stage, &id, n);
+        let began = Instant::now();
+        match fault {
+            Fault::Kill => world.prefill.kill(),
+            Fault::Stop => world.prefill.signal("-STOP"),
+            Fault::Partition => world.relays.iter().for_each(|relay| relay.hold(true)),
+            Fault::Reset => world.relays.iter().for_each(Relay::cut),
+        }
+        if stage == Stage::Complete {
+            world.ask(&id, n);
+        }
+        if fault == Fault::Reset {
+            // The connection comes back, and with it everything.
+            world.heal(fault);
+            if stage == Stage::Asked {
+                world.give(&id, n);
+            }
+            world.prefill.steps(CHUNKS + 1);
+            let ended = world.decode.ended(&id, stretched(Duration::from_secs(20)));
+            world.is_right(n, &ended.unwrap_or_else(|| panic!("{id} never ends")));
+        } else {
+            let bound = if fault == Fault::Kill { RESET } else { SILENT };
+            let ended = world.decode.ended(&id, stretched(bound)).unwrap_or_else(|| {
+                panic!("{id} has not ended after {:?}", began.elapsed());
+            });
+            println!("{id}: {:?}", began.elapsed());
+            assert_eq!((ended.reason.as_str(), ended.tokens.len()), ("error", 0), "{id}");
+            world.heal(fault);
+            match fault {
+                Fault::Kill => world.prefill.restart(),
+                Fault::Stop => world.prefill.signal("-CONT"),
+                Fault::Partition | Fault::Reset => {}
+            }
+            if fault != Fault::Kill && stage != Stage::Asked {
+                world.prefill.steps(CHUNKS);
+            }
+        }
+        world.decode.emptied(stretched(Duration::from_secs(5))).expect("all comes back");
+        world.works(&format!("after-{id}"), n + 100);
+        world.decode.emptied(stretched(Duration::from_secs(5))).expect("all comes back");
+        world.prefill.emptied(stretched(Duration::from_secs(10))).expect("all comes back");
+    }
+    let status = world.decode.status();
+    println!("{fault:?}: {:?}", status.outcomes);
+}
+
+#[test]
+fn a_producer_that_is_killed_at_any_step_ends_the_request_soon_and_its_next_life_serves() {
+    let _bounded = bounded();
+    a_producer_with(Fault::Kill);
+}
+
+#[test]
+fn a_producer_that_is_stopped_at_any_step_ends_the_request_by_its_silence() {
+    let _bounded = bounded();
+    a_producer_with(Fault::Stop);
+}
+
+#[test]
+fn a_producer_that_is_cut_off_at_any_step_ends_the_request_by_its_silence() {
+    let _bounded = bounded();
+    a_producer_with(Fault::Partition);
+}
+
+#[test]
+fn connections_that_are_reset_at_any_step_come_back_and_nobody_notices() {
+    let _bounded = bounded();
+    a_producer_with(Fault::Reset);
+}
+
+/// The decode engine has a fault at each stage; the prefill engine's blocks come back soon.
+fn a_consumer_with(fault: Fault) {
+    let prefill = Setup { manual: true, ..Setup::new(2) };
+    let mut world = World::new(&prefill, &Setup::new(1));
+    world.works("before", 1);
+    for (n, stage) in (10..).zip(&Stage::ALL[..4]) {
+        let id = format!("{fault:?}-{stage:?}");
+        world.reach(*stage, &id, n);
+        let began = Instant::now();
+        match fault {
+            Fault::Kill => world.decode.kill(),
+            Fault::Stop => world.decode.signal("-STOP"),
+            Fault::Partition | Fault::Reset => unreachable!("the same as for a producer"),
+        }
+        if *stage != Stage::Asked {
+            world.prefill.steps(CHUNKS);
+            let bound = if fault == Fault::Kill { RESET } else { SILENT };
+            // An offer that somebody has asked for ends with him.
+            world.prefill.emptied(stretched(bound)).unwrap_or_else(|status| {
+                panic!("{id}: after {:?}: {status:?}", began.elapsed());
+            });
+            println!("{id}: {:?}", began.elapsed());
+        }
+        world.heal(fault);
+        match fault {
+            Fault::Kill => world.decode.restart(),
+            _ => world.decode.signal("-CONT"),
+        }
+        if fault == Fault::Stop {
+            let ended = world.decode.ended(&id, stretched(Duration::from_secs(10)));
+            let ended = ended.unwrap_or_else(|| panic!("{id} never ends"));
+            assert_eq!(ended.reason, "error", "{id}");
+        }
+        world.works(&format!("after-{id}"), n + 100);
+        world.decode.emptied(stretched(Duration::from_secs(5))).expect("all comes back");
+        world.prefill.emptied(stretched(Duration::from_secs(10))).expect("all comes back");
+    }
+}
+
+#[test]
+fn a_consumer_that_is_killed_at_any_step_gives_the_producers_blocks_back_soon() {
+    let _bounded = bounded();
+    a_consumer_with(Fault::Kill);
+}
+
+#[test]
+fn a_consumer_that_is_stopped_at_any_step_gives_the_producers_blocks_back() {
+    let _bounded = bounded();
+    a_consumer_with(Fault::Stop);
+}
+
+#[test]
+fn a_byte_flipped_in_flight_is_found_and_the_request_is_computed_again() {
+    let _bounded = bounded();
+    let prefill = Setup { checksum: true, ..Setup::new(2) };
+    let decode = Setup { checksum: true, recompute: true, ..Setup::new(1) };
+    let mut world = World::new(&prefill, &decode);
+    world.works("before", 1);
+    let mut flipped = 0;
+    for n in 0..24 {
+        // Anywhere in what a rank sends for a handoff: heads, payload, checksums.
+        let relay = &world.relays[n as usize % 2];
+        let before = relay.flipped();
+        relay.flip_after((n as usize * 1_733) % 30_000);
+        world.works(&format!("flip-{n}"), 10 + n);
+        flipped += usize::from(world.relays[n as usize % 2].flipped() > before);
+    }
+    world.decode.emptied(stretched(Duration::from_secs(5))).expect("all comes back");
+    world.prefill.emptied(stretched(Duration::from_secs(10))).expect("all comes back");
+    let outcomes = world.decode.status().outcomes;
+    println!("{flipped} bytes were flipped: {outcomes:?}");
+    assert!(flipped >= 12, "{flipped} of 24");
+    assert!(outcomes.iter().any(|(code, n)| code.contains("checksum") && *n > 0), "{outcomes:?}");
+}
+
+#[test]
+fn within_a_host_an_engine_that_is_killed_or_stopped_is_noticed_as_well() {
+    let _bounded = bounded();
+    let local = |tp| Setup { transports: "local,tcp".to_owned(), ..Setup::new(tp) };
+    let mut prefill = EngineProcess::start(&Setup { manual: true, ..local(2) });
+    let mut decode = EngineProcess::start(&local(1));
+    for (n, fault) in [(1, Fault::Kill), (2, Fault::Stop), (3, Fault::Kill)] {
+        let id = format!("{fault:?}-{n}");
+        let offered = Offered {
+            transfer: transfer(&id),
+            address: prefill.addresses[1].clone(),
+            engine: None,
+            tokens: None,
+        };
+        decode.submit(&id, &prompt(n, TOKENS), SAYS, Some(offered.to_params()));
+        prefill.submit(&id, &prompt(n, TOKENS), 1, Some(produce(Some(&transfer(&id)))));
+        prefill.steps(2);
+        std::thread::sleep(Duration::from_millis(100));
+        let began = Instant::now();
+        let bound = if fault == Fault::Kill {
+            prefill.kill();
+            RESET
+        } else {
+            prefill.signal("-STOP");
+            SILENT
+        };
+        let ended = decode.ended(&id, stretched(bound));
+        let ended = ended.unwrap_or_else(|| panic!("{id}: {:?}", began.elapsed()));
+        println!("{id}: {:?}", began.elapsed());
+        assert_eq!(ended.reason, "error");
+        if fault == Fault::Kill {
+            prefill.restart();
+        } else {
+            prefill.signal("-CONT");
+            prefill.steps(CHUNKS);
+            prefill.emptied(stretched(Duration::from_secs(10))).expect("all comes back");
+        }
+        decode.emptied(stretched(Duration::from_secs(5))).expect("all comes back");
+    }
+}
