@@ -1,0 +1,92 @@
+//! The scheduler half, driven as engines drive it, by calls and plain data.
+
+mod chance;
+mod sentences;
+
+use kvferry_connector::{
+    EngineId, Fetched, GroupRule, HandoffId, Notes, Offered, Orders, Params, Request, Scheduled,
+    Scheduler, SchedulerConfig, produce,
+};
+use kvferry_proto::WireCode;
+use kvferry_proto::layout::Kind;
+use std::time::Duration;
+
+const ENGINE: EngineId = EngineId(0xe);
+const PRODUCER: EngineId = EngineId(0xf);
+const RANKS: usize = 3;
+
+const FULL: GroupRule = GroupRule { kind: Kind::Full, block_tokens: 4 };
+const WINDOW: GroupRule = GroupRule { kind: Kind::Window { tokens: 6 }, block_tokens: 2 };
+const CHUNK: GroupRule = GroupRule { kind: Kind::Chunk { tokens: 8 }, block_tokens: 2 };
+const STATE: GroupRule = GroupRule { kind: Kind::State, block_tokens: 4 };
+
+fn scheduler(groups: &[GroupRule], eager: bool) -> Scheduler {
+    let timeout = Duration::from_secs(7);
+    let config = SchedulerConfig { groups: groups.to_vec(), ranks: RANKS, timeout, eager };
+    Scheduler::new(config, ENGINE)
+}
+
+fn transfer(name: &str) -> HandoffId {
+    HandoffId::new(name).expect("short")
+}
+
+fn offered(name: &str, tokens: Option<u64>) -> Offered {
+    let address = "10.0.0.9:4711".to_owned();
+    Offered { transfer: transfer(name), address, engine: Some(PRODUCER), tokens }
+}
+
+/// Parameters of a consumer of the handoff `name`.
+fn consumes(name: &str) -> Params {
+    offered(name, None).to_params()
+}
+
+/// Parameters of a producer of the handoff `name`.
+fn produces(name: &str) -> Params {
+    produce(Some(&transfer(name)))
+}
+
+fn request<'a>(id: &'a str, prompt_tokens: u64, params: &'a Params) -> Request<'a> {
+    Request { id, prompt_tokens, params: Some(params) }
+}
+
+/// A request's first step, or its first after it lost its blocks.
+fn first<'a>(request: &'a str, tokens: u64, blocks: &[&[u32]]) -> Scheduled<'a> {
+    let blocks = blocks.iter().map(|blocks| blocks.to_vec()).collect();
+    Scheduled { request, computed: 0, tokens, all: true, blocks }
+}
+
+fn next<'a>(request: &'a str, computed: u64, tokens: u64, blocks: &[&[u32]]) -> Scheduled<'a> {
+    Scheduled { computed, all: false, ..first(request, tokens, blocks) }
+}
+
+/// A step's orders, as they arrive at the worker halves.
+fn step<'a>(
+    scheduler: &mut Scheduler,
+    scheduled: impl IntoIterator<Item = Scheduled<'a>>,
+    preempted: &[&'a str],
+) -> Orders {
+    let orders = scheduler.step(scheduled, preempted.iter().copied());
+    let arrived = Orders::decode(&orders.encode()).expect("own output");
+    assert_eq!(arrived, orders);
+    orders
+}
+
+fn fetched(request: &str, code: WireCode) -> Notes {
+    Notes { fetched: vec![outcome(request, code)], lost: vec![] }
+}
+
+fn lost(request: &str, code: WireCode) -> Notes {
+    Notes { fetched: vec![], lost: vec![outcome(request, code)] }
+}
+
+fn outcome(request: &str, code: WireCode) -> Fetched {
+    let (request, detail) = (request.to_owned(), format!("because {code}"));
+    Fetched { request, code, detail, side_data: vec![] }
+}
+
+fn assert_nothing_is_left(scheduler: &Scheduler) {
+    for (name, value) in scheduler.gauges() {
+        assert_eq!(value, 0, "{name}");
+    }
+    assert!(!scheduler.has_pending_work());
+}

@@ -1,0 +1,790 @@
+//! One sentence of the contract each.
+
+use super::{
+    CHUNK, ENGINE, FULL, PRODUCER, RANKS, STATE, WINDOW, assert_nothing_is_left, consumes, fetched,
+    first, lost, next, offered, produces, request, scheduler, step, transfer,
+};
+use kvferry::{Access, Incarnation, RegionId, RemoteRegion};
+use kvferry_connector::{
+    BlockTable, Cancel, EngineError, Finish, Finished, Free, GroupRule, How, Match, NULL_BLOCK,
+    Notes, Offer, Offered, Orders, Params, RankCard, Request, Role, Scheduler, Want, produce,
+};
+use kvferry_proto::WireCode;
+use kvferry_proto::layout::{
+    ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, Plane, Region, View,
+};
+use serde_json::json;
+
+const NULL: u32 = NULL_BLOCK;
+
+/// The card of tensor-parallel rank `rank`.
+fn card(rank: u32, group: &str, heads: u32) -> Vec<u8> {
+    let group = Group {
+        name: group.to_owned(),
+        kind: Kind::Full,
+        block_tokens: 4,
+        blocks: 8,
+        context: ContextShard::WHOLE,
+    };
+    let view = View {
+        region: 0,
+        base: 0,
+        block_stride: 64,
+        kernel_blocks: 1,
+        kernel_stride: 64,
+        head_stride: 64,
+        row_stride: 16,
+    };
+    let plane = Plane {
+        role: "kv".to_owned(),
+        encoding: Encoding::new("bfloat16", 16),
+        heads: Heads { total: heads, start: rank, count: 1 },
+        rows: 4,
+        content: 16,
+        view,
+    };
+    let layer = Layer { name: "layer.0".to_owned(), group: 0, planes: vec![plane] };
+    let (id, len) = (RegionId(1), 512);
+    let layout = Layout::new(vec![Region { id, len }], vec![group], vec![layer]).expect("sound");
+    let incarnation = Incarnation(7);
+    let regions = vec![RemoteRegion { incarnation, id, addr: 4096, len, access: Access::READ }];
+    RankCard { address: format!("10.0.0.1:{rank}"), layout, regions }.encode()
+}
+
+fn cards() -> Vec<Vec<u8>> {
+    (0..RANKS as u32).map(|rank| card(rank, "all", RANKS as u32)).collect()
+}
+
+/// What is said to the worker halves although nothing is computed.
+fn said(scheduler: &mut Scheduler) -> Orders {
+    step(scheduler, [], &[])
+}
+
+/// The one ending in orders that have nothing else.
+fn ending(orders: Orders) -> How {
+    let [ending] = <[_; 1]>::try_from(orders.endings.clone()).expect("one ending");
+    let rest = Orders { endings: vec![], ..orders };
+    assert!(rest.is_empty(), "{rest:?}");
+    ending.how
+}
+
+fn withdrawn(orders: Orders) -> WireCode {
+    match ending(orders) {
+        How::Withdrawn { code, .. } => code,
+        how @ How::Held { .. } => panic!("{how:?}"),
+    }
+}
+
+#[test]
+fn the_worker_halves_are_told_of_their_engine_once() {
+    let mut it = scheduler(&[FULL], true);
+    it.introduce(cards()).expect("an engine");
+    assert!(it.has_pending_work());
+    let engine = said(&mut it).engine.expect("the engine");
+    assert_eq!(engine.id, ENGINE);
+    assert_eq!(engine.ranks, cards());
+    assert!(said(&mut it).is_empty());
+    assert_nothing_is_left(&it);
+}
+
+#[test]
+fn ranks_that_make_no_engine_are_refused() {
+    let mut it = scheduler(&[FULL], true);
+    let refused = it.introduce(cards()[1..].to_vec()).expect_err("one is missing");
+    assert!(matches!(refused, EngineError::Ranks { given: 2, ranks: RANKS }), "{refused}");
+    let mut broken = cards();
+    broken[1] = b"hello".to_vec();
+    let refused = it.introduce(broken).expect_err("one is something else");
+    assert!(matches!(refused, EngineError::Card { rank: 1, .. }), "{refused}");
+    let same = vec![card(0, "all", RANKS as u32); RANKS];
+    let refused = it.introduce(same).expect_err("heads are on no rank");
+    assert!(matches!(refused, EngineError::Topology(_)), "{refused}");
+    assert_nothing_is_left(&it);
+}
+
+#[test]
+fn a_request_is_offered_with_its_first_blocks_and_then_only_new_ones_are_told() {
+    let mut it = scheduler(&[FULL, FULL], true);
+    let params = produces("x");
+    it.arrived(&request("a", 10, &params));
+    assert!(it.produces("a") && !it.produces("b"));
+
+    let orders = step(&mut it, [first("a", 5, &[&[7, 3], &[8, 4]])], &[]);
+    let [compute] = &orders.computes[..] else { panic!("{orders:?}") };
+    let offer = Offer { transfer: transfer("x"), tokens: 10, eager: true };
+    assert_eq!((&compute.request[..], &compute.offer), ("a", &Some(offer)));
+    assert_eq!(compute.until, 5);
+    let tables = |first, blocks: [&[u32]; 2]| blocks.map(|it| BlockTable::new(first, it.to_vec()));
+    assert_eq!(compute.blocks, tables(0, [&[7, 3], &[8, 4]]));
+
+    let orders = step(&mut it, [next("a", 5, 2, &[&[], &[]])], &[]);
+    let [compute] = &orders.computes[..] else { panic!("{orders:?}") };
+    assert_eq!((compute.until, &compute.offer, &compute.blocks), (7, &None, &vec![]));
+
+    let orders = step(&mut it, [next("a", 7, 3, &[&[9], &[5]])], &[]);
+    let [compute] = &orders.computes[..] else { panic!("{orders:?}") };
+    assert_eq!((compute.until, &compute.offer), (10, &None));
+    assert_eq!(compute.blocks, tables(2, [&[9], &[5]]));
+}
+
+#[test]
+fn nothing_more_is_told_of_a_request_when_its_prompt_is_computed() {
+    let mut it = scheduler(&[FULL], true);
+    it.arrived(&request("a", 4, &produces("x")));
+    assert_eq!(step(&mut it, [first("a", 4, &[&[7]])], &[]).computes.len(), 1);
+    assert!(!it.produces("a"));
+    assert!(step(&mut it, [next("a", 4, 1, &[&[8]])], &[]).is_empty());
+}
+
+#[test]
+fn requests_that_ask_for_nothing_leave_nothing() {
+    let mut it = scheduler(&[FULL], true);
+    for params in [None, Some(&Params::new())] {
+        let request = Request { id: "a", prompt_tokens: 9, params };
+        it.arrived(&request);
+        assert_eq!(it.matched(&request, 0), Match::NONE);
+        it.allocated(&request, 0, 0, &[vec![1]]);
+        assert!(!it.produces("a"));
+        assert!(step(&mut it, [first("a", 9, &[&[1]])], &["a"]).is_empty());
+        assert_nothing_is_left(&it);
+        assert_eq!(it.finished(&request, Finish::Length, None), Finished::default());
+        assert_nothing_is_left(&it);
+    }
+}
+
+#[test]
+fn parameters_that_cannot_be_read_are_no_role_and_leave_nothing() {
+    let mut it = scheduler(&[FULL], true);
+    for params in [
+        json!({"do_remote_decode": true, "transfer_id": 7}),
+        json!({"do_remote_prefill": true}),
+        json!({"do_remote_prefill": true, "do_remote_decode": true}),
+    ] {
+        let params = params.as_object().expect("an object");
+        let request = request("a", 9, params);
+        for arrives in [true, false] {
+            if arrives {
+                it.arrived(&request);
+            }
+            assert_eq!(it.prompt_tokens_to_prefill(&request), 9);
+            assert_eq!(it.matched(&request, 0), Match::NONE);
+            it.allocated(&request, 0, 0, &[vec![1]]);
+            assert!(step(&mut it, [first("a", 9, &[&[1]])], &[]).is_empty());
+            assert_eq!(it.finished(&request, Finish::Length, None), Finished::default());
+            assert!(said(&mut it).is_empty());
+            assert_nothing_is_left(&it);
+        }
+    }
+}
+
+#[test]
+fn prompts_beyond_what_can_be_said_are_no_role() {
+    let mut it = scheduler(&[FULL], true);
+    let tokens = u64::from(u32::MAX) + 1;
+    for params in [produces("x"), consumes("x")] {
+        let request = request("a", tokens, &params);
+        assert_eq!(it.matched(&request, 0), Match::NONE);
+        it.arrived(&request);
+        assert_eq!(it.matched(&request, 0), Match::NONE);
+        assert!(!it.produces("a"));
+        assert_eq!(it.finished(&request, Finish::Length, None), Finished::default());
+        assert!(said(&mut it).is_empty());
+        assert_nothing_is_left(&it);
+    }
+    let longest = consumes("x");
+    let longest = request("a", tokens - 1, &longest);
+    assert_eq!(it.matched(&longest, 1), Match::Tokens(tokens - 2));
+}
+
+#[test]
+fn a_handoff_without_a_name_gets_one_that_no_other_has() {
+    let mut it = scheduler(&[FULL], true);
+    let params = produce(None);
+    let mut names = vec![];
+    for id in ["a", "b", "a"] {
+        let request = request(id, 4, &params);
+        it.arrived(&request);
+        let orders = step(&mut it, [first(id, 4, &[&[7]])], &[]);
+        names.push(orders.computes[0].offer.clone().expect("the first time").transfer);
+        if id == "a" {
+            it.finished(&request, Finish::Abort, None);
+        }
+    }
+    names.sort();
+    names.dedup();
+    assert_eq!(names.len(), 3);
+    assert!(names.iter().all(|name| name.as_str().starts_with(&ENGINE.to_string())));
+}
+
+#[test]
+fn of_two_live_producers_of_one_handoff_only_the_first_is_handed_over() {
+    let mut it = scheduler(&[FULL], true);
+    let params = produces("x");
+    it.arrived(&request("a", 4, &params));
+    it.arrived(&request("b", 4, &params));
+    assert!(it.produces("a") && !it.produces("b"));
+    let orders = step(&mut it, [first("a", 4, &[&[7]]), first("b", 4, &[&[8]])], &[]);
+    assert_eq!(orders.computes.len(), 1);
+    assert!(!it.finished(&request("b", 4, &params), Finish::Length, None).held);
+    assert!(said(&mut it).is_empty());
+    assert!(it.finished(&request("a", 4, &params), Finish::Length, None).held);
+    // Its name is in use as long as its blocks are read.
+    it.arrived(&request("c", 4, &params));
+    assert!(!it.produces("c"));
+    it.finished(&request("c", 4, &params), Finish::Abort, None);
+    it.sent(["a"]);
+    it.arrived(&request("d", 4, &params));
+    assert!(it.produces("d"));
+}
+
+#[test]
+fn blocks_that_leave_the_window_before_the_prompt_ends_are_holes_from_the_first() {
+    let mut it = scheduler(&[FULL, WINDOW, CHUNK], true);
+    // The last of 13 tokens looks back to token 7, which is in block 3; its chunk begins with 8.
+    it.arrived(&request("a", 13, &produces("x")));
+    let (full, blocks): (&[u32], &[u32]) = (&[20, 21], &[30, 31, 32, 33]);
+    let orders = step(&mut it, [first("a", 8, &[full, blocks, blocks])], &[]);
+    let told = |orders: &Orders| orders.computes[0].blocks.clone();
+    assert_eq!(
+        told(&orders),
+        [
+            BlockTable::new(0, full.to_vec()),
+            BlockTable::new(0, vec![NULL, NULL, NULL, 33]),
+            BlockTable::new(0, vec![NULL; 4]),
+        ]
+    );
+    let (full, blocks): (&[u32], &[u32]) = (&[22, 23], &[34, 35, 36]);
+    let orders = step(&mut it, [next("a", 8, 5, &[full, blocks, blocks])], &[]);
+    assert_eq!(
+        told(&orders),
+        [
+            BlockTable::new(2, full.to_vec()),
+            BlockTable::new(4, blocks.to_vec()),
+            BlockTable::new(4, blocks.to_vec()),
+        ]
+    );
+}
+
+#[test]
+fn all_blocks_of_a_state_are_listed() {
+    let mut it = scheduler(&[STATE], true);
+    it.arrived(&request("a", 17, &produces("x")));
+    let blocks: &[u32] = &[NULL, 5, 6, 7];
+    let orders = step(&mut it, [first("a", 16, &[blocks])], &[]);
+    assert_eq!(orders.computes[0].blocks, [BlockTable::new(0, blocks.to_vec())]);
+}
+
+#[test]
+fn a_producer_that_keeps_a_state_leaves_the_last_token_to_the_consumer() {
+    let mut it = scheduler(&[FULL, STATE], true);
+    let params = produces("x");
+    assert_eq!(it.prompt_tokens_to_prefill(&request("a", 9, &params)), 8);
+    it.arrived(&request("a", 9, &params));
+    assert_eq!(it.prompt_tokens_to_prefill(&request("a", 9, &params)), 8);
+    // The engine has cut the prompt.
+    assert_eq!(it.prompt_tokens_to_prefill(&request("a", 8, &params)), 8);
+    let orders = step(&mut it, [first("a", 8, &[&[1, 2], &[3, 4]])], &[]);
+    assert_eq!(orders.computes[0].offer.as_ref().expect("the first time").tokens, 8);
+    let (other, none) = (consumes("y"), Params::new());
+    assert_eq!(it.prompt_tokens_to_prefill(&request("b", 9, &other)), 9);
+    assert_eq!(it.prompt_tokens_to_prefill(&request("b", 9, &none)), 9);
+    assert_eq!(it.prompt_tokens_to_prefill(&request("b", 1, &produces("z"))), 1);
+    let it = scheduler(&[FULL], true);
+    assert_eq!(it.prompt_tokens_to_prefill(&request("a", 9, &params)), 9);
+}
+
+#[test]
+fn a_request_that_lost_its_blocks_is_restarted_and_then_offered_again_with_all_of_them() {
+    let mut it = scheduler(&[FULL], true);
+    it.arrived(&request("a", 8, &produces("x")));
+    it.arrived(&request("b", 8, &produces("y")));
+    step(&mut it, [first("a", 5, &[&[1, 2]])], &[]);
+    let orders = step(&mut it, [], &["a", "b", "unknown"]);
+    assert_eq!(orders.restarts, ["a"]);
+    assert!(Orders { restarts: vec![], ..orders }.is_empty());
+    assert!(step(&mut it, [], &["a"]).is_empty(), "what has no blocks loses none");
+    let orders = step(&mut it, [first("a", 8, &[&[3, 4]])], &[]);
+    let compute = &orders.computes[0];
+    assert_eq!(compute.offer.as_ref().expect("again").transfer, transfer("x"));
+    assert_eq!(compute.blocks, [BlockTable::new(0, vec![3, 4])]);
+    assert!(!it.produces("a"));
+    step(&mut it, [], &["a"]);
+    assert!(it.produces("a"), "it is computed once more");
+}
+
+#[test]
+fn all_blocks_told_a_second_time_are_a_restart_even_if_nobody_said_so() {
+    let mut it = scheduler(&[FULL], true);
+    it.arrived(&request("a", 8, &produces("x")));
+    step(&mut it, [first("a", 5, &[&[1, 2]])], &[]);
+    let orders = step(&mut it, [first("a", 5, &[&[3, 4]])], &[]);
+    assert_eq!(orders.restarts, ["a"]);
+    assert!(orders.computes[0].offer.is_some());
+}
+
+/// A producer's request `a` of handoff `x`, whose prompt of 8 tokens is computed.
+fn computed(groups: &[GroupRule], eager: bool) -> Scheduler {
+    let mut it = scheduler(groups, eager);
+    it.introduce(cards()).expect("an engine");
+    it.arrived(&request("a", 8, &produces("x")));
+    let blocks: Vec<&[u32]> = groups.iter().map(|_| &[1, 2, 3, 4][..]).collect();
+    assert_eq!(step(&mut it, [first("a", 8, &blocks)], &[]).computes.len(), 1);
+    it
+}
+
+fn end(it: &mut Scheduler, how: Finish) -> Finished {
+    it.finished(&request("a", 8, &produces("x")), how, None)
+}
+
+#[test]
+fn what_ended_by_its_length_is_held_until_it_is_sent_and_its_response_says_where_it_is() {
+    let mut it = computed(&[FULL], true);
+    let finished = end(&mut it, Finish::Length);
+    assert!(finished.held);
+    let expected = Offered {
+        transfer: transfer("x"),
+        address: "10.0.0.1:0".to_owned(),
+        engine: Some(ENGINE),
+        tokens: Some(8),
+    };
+    let said_there = Role::parse(finished.params.as_ref());
+    assert_eq!(said_there, Ok(Some(Role::Consume(expected))));
+    assert_eq!(ending(said(&mut it)), How::Held { side_data: None });
+    assert!(it.has_pending_work());
+    it.sent(["unknown", "a"]);
+    it.sent(["a"]);
+    assert_nothing_is_left(&it);
+}
+
+#[test]
+fn anything_else_than_its_length_withdraws_a_request_and_says_why() {
+    for (how, code) in [
+        (Finish::Stop, WireCode::NotNeeded),
+        (Finish::Abort, WireCode::Cancelled),
+        (Finish::Error, WireCode::Internal),
+    ] {
+        let mut it = computed(&[FULL], true);
+        assert_eq!(end(&mut it, how), Finished::default());
+        let orders = said(&mut it);
+        let How::Withdrawn { detail, .. } = &orders.endings[0].how else { panic!("{orders:?}") };
+        assert!(!detail.is_empty());
+        assert_eq!(withdrawn(orders), code);
+        assert_nothing_is_left(&it);
+    }
+}
+
+#[test]
+fn what_ended_before_its_prompt_was_computed_is_not_held() {
+    for step_first in [false, true] {
+        let mut it = scheduler(&[FULL], true);
+        it.arrived(&request("a", 8, &produces("x")));
+        if step_first {
+            step(&mut it, [first("a", 7, &[&[1, 2]])], &[]);
+        }
+        assert_eq!(end(&mut it, Finish::Length), Finished::default());
+        assert_eq!(withdrawn(said(&mut it)), WireCode::Internal);
+        assert_nothing_is_left(&it);
+    }
+}
+
+#[test]
+fn a_producer_that_was_never_scheduled_is_withdrawn_by_the_name_somebody_knows() {
+    for arrives in [true, false] {
+        let mut it = scheduler(&[FULL], true);
+        for (params, is_known) in [(produces("x"), true), (produce(None), false)] {
+            let request = request("a", 8, &params);
+            if arrives {
+                it.arrived(&request);
+            }
+            assert_eq!(it.finished(&request, Finish::Abort, None), Finished::default());
+            let orders = said(&mut it);
+            if is_known {
+                assert_eq!(orders.endings[0].transfer, transfer("x"));
+                assert_eq!(withdrawn(orders), WireCode::Cancelled);
+            } else {
+                assert!(orders.is_empty());
+            }
+            assert_nothing_is_left(&it);
+        }
+    }
+}
+
+#[test]
+fn side_data_goes_with_the_end_only_of_what_is_not_complete_before() {
+    for (eager, carried) in [(true, None), (false, Some(b"token".to_vec()))] {
+        let mut it = computed(&[FULL], eager);
+        let (params, side_data) = (produces("x"), Some(b"token".to_vec()));
+        assert!(it.finished(&request("a", 8, &params), Finish::Length, side_data).held);
+        assert_eq!(ending(said(&mut it)), How::Held { side_data: carried });
+    }
+}
+
+#[test]
+fn a_handoff_that_was_lost_on_a_rank_is_not_held() {
+    let mut it = computed(&[FULL], true);
+    it.reported(1, &lost("a", WireCode::Expired).encode());
+    it.reported(2, &lost("a", WireCode::Closed).encode());
+    assert_eq!(end(&mut it, Finish::Length), Finished::default());
+    assert_eq!(withdrawn(said(&mut it)), WireCode::Expired);
+    assert_nothing_is_left(&it);
+}
+
+#[test]
+fn a_handoff_that_is_done_on_a_rank_is_held_for_the_others() {
+    let mut it = computed(&[FULL], true);
+    it.reported(1, &lost("a", WireCode::Ok).encode());
+    assert!(end(&mut it, Finish::Length).held);
+    it.reported(2, &lost("a", WireCode::Expired).encode());
+    assert_eq!(ending(said(&mut it)), How::Held { side_data: None });
+    it.sent(["a"]);
+    assert_nothing_is_left(&it);
+}
+
+#[test]
+fn nothing_is_told_of_what_a_rank_has_lost_but_that_it_lost_its_blocks_and_ended() {
+    let mut it = scheduler(&[FULL], true);
+    it.arrived(&request("a", 8, &produces("x")));
+    step(&mut it, [first("a", 4, &[&[1]])], &[]);
+    it.reported(0, &lost("a", WireCode::Cancelled).encode());
+    assert!(step(&mut it, [next("a", 4, 2, &[&[2]])], &[]).is_empty());
+    assert_eq!(step(&mut it, [], &["a"]).restarts, ["a"]);
+    assert!(step(&mut it, [first("a", 8, &[&[3, 4]])], &[]).is_empty());
+    assert!(!end(&mut it, Finish::Length).held);
+    assert_eq!(withdrawn(said(&mut it)), WireCode::Cancelled);
+}
+
+#[test]
+fn a_request_that_goes_on_over_its_window_or_state_is_withdrawn_at_once_and_only_once() {
+    // The token after the prompt looks back to the token that the prompt's last one did, or one
+    // further on, which begins a block.
+    let tight = GroupRule { kind: Kind::Window { tokens: 5 }, block_tokens: 2 };
+    for (group, spoils) in [(FULL, false), (WINDOW, false), (tight, true), (STATE, true)] {
+        let mut it = scheduler(&[group], true);
+        let params = produces("x");
+        it.arrived(&request("a", 8, &params));
+        let prompt = it.prompt_tokens_to_prefill(&request("a", 8, &params));
+        step(&mut it, [first("a", prompt, &[&[1, 2, 3, 4]])], &[]);
+        let orders = step(&mut it, [next("a", prompt, 1, &[&[5]])], &[]);
+        if spoils {
+            assert_eq!(withdrawn(orders), WireCode::Unsupported, "{group:?}");
+            assert!(!it.produces("a"));
+            assert!(step(&mut it, [next("a", prompt + 1, 1, &[&[]])], &["a"]).is_empty());
+            assert_eq!(end(&mut it, Finish::Length), Finished::default());
+            assert!(said(&mut it).is_empty());
+        } else {
+            assert!(orders.is_empty(), "{group:?}: {orders:?}");
+            assert!(end(&mut it, Finish::Length).held);
+            it.sent(["a"]);
+            said(&mut it);
+        }
+        assert_nothing_is_left(&it);
+    }
+}
+
+#[test]
+fn as_much_can_be_fetched_as_is_there_and_is_not_here_and_can_be_used() {
+    for (groups, prompt, there, computed, expected) in [
+        (&[FULL, WINDOW][..], 10, None, 0, 10),
+        (&[FULL], 10, None, 4, 6),
+        (&[FULL], 10, Some(7), 4, 3),
+        (&[FULL], 10, Some(700), 4, 6),
+        (&[FULL], 10, Some(7), 8, 0),
+        (&[FULL], 10, None, 10, 0),
+        (&[FULL, STATE], 10, None, 0, 9),
+        (&[FULL, STATE], 10, Some(9), 4, 5),
+        (&[FULL, STATE], 1, None, 0, 0),
+    ] {
+        let mut it = scheduler(groups, true);
+        let params = offered("x", there).to_params();
+        let request = request("a", prompt, &params);
+        let case = format!("{groups:?} {prompt} {there:?} {computed}");
+        assert_eq!(it.matched(&request, computed), Match::Tokens(expected), "{case}");
+        it.arrived(&request);
+        for _ in 0..3 {
+            assert_eq!(it.matched(&request, computed), Match::Tokens(expected), "{case}");
+        }
+    }
+}
+
+/// A consumer's request `b` of handoff `x`, whose tokens 4 to 10 are being fetched.
+fn fetching() -> Scheduler {
+    let mut it = scheduler(&[FULL, WINDOW], true);
+    it.allocated(&request("b", 10, &consumes("x")), 4, 6, &[vec![1, 2, 3], vec![NULL, 5]]);
+    it
+}
+
+fn cease(it: &mut Scheduler, how: Finish) {
+    let params = consumes("x");
+    assert_eq!(it.finished(&request("b", 10, &params), how, None), Finished::default());
+}
+
+#[test]
+fn what_is_to_be_fetched_is_wanted_once_with_all_its_blocks() {
+    let mut it = fetching();
+    assert!(it.has_pending_work());
+    let orders = said(&mut it);
+    let want = Want {
+        request: "b".to_owned(),
+        transfer: transfer("x"),
+        address: "10.0.0.9:4711".to_owned(),
+        engine: Some(PRODUCER),
+        tokens: (4, 10),
+        blocks: vec![BlockTable::new(0, vec![1, 2, 3]), BlockTable::new(0, vec![NULL, 5])],
+        budget_ms: 7000,
+    };
+    assert_eq!(orders, Orders { wants: vec![want], ..Orders::default() });
+    assert!(it.has_pending_work());
+    assert!(said(&mut it).is_empty());
+}
+
+#[test]
+fn what_was_taken_once_is_never_taken_again() {
+    let mut it = fetching();
+    let params = consumes("x");
+    let request = request("b", 10, &params);
+    let nothing_again = |it: &mut Scheduler| {
+        assert_eq!(it.matched(&request, 0), Match::NONE);
+        it.allocated(&request, 10, 0, &[vec![1, 2, 3], vec![NULL, 5]]);
+        assert!(said(it).is_empty());
+    };
+    said(&mut it);
+    nothing_again(&mut it);
+    it.received(["b"]);
+    nothing_again(&mut it);
+    step(&mut it, [], &["b"]);
+    nothing_again(&mut it);
+    cease(&mut it, Finish::Length);
+    assert!(said(&mut it).is_empty());
+    assert_nothing_is_left(&it);
+}
+
+#[test]
+fn what_failed_is_not_tried_again() {
+    let mut it = fetching();
+    said(&mut it);
+    for rank in 0..RANKS {
+        it.reported(rank, &fetched("b", WireCode::Closed).encode());
+    }
+    it.received(["b"]);
+    said(&mut it);
+    assert_eq!(it.matched(&request("b", 10, &consumes("x")), 0), Match::NONE);
+    cease(&mut it, Finish::Length);
+    assert!(said(&mut it).is_empty());
+    assert_nothing_is_left(&it);
+}
+
+fn freed(orders: &Orders) -> Vec<(&str, WireCode)> {
+    orders.frees.iter().map(|free| (free.transfer.as_str(), free.code)).collect()
+}
+
+#[test]
+fn a_request_that_has_all_its_tokens_already_frees_them_at_the_producer() {
+    let mut it = scheduler(&[FULL], true);
+    let params = consumes("x");
+    let request = request("b", 10, &params);
+    it.allocated(&request, 10, 0, &[vec![1, 2, 3]]);
+    it.allocated(&request, 10, 0, &[vec![1, 2, 3]]);
+    let free = Free {
+        transfer: transfer("x"),
+        address: "10.0.0.9:4711".to_owned(),
+        engine: Some(PRODUCER),
+        code: WireCode::NotNeeded,
+        budget_ms: 7000,
+    };
+    assert_eq!(said(&mut it), Orders { frees: vec![free], ..Orders::default() });
+    assert_eq!(it.matched(&request, 0), Match::NONE);
+    cease(&mut it, Finish::Length);
+    assert!(said(&mut it).is_empty());
+    assert_nothing_is_left(&it);
+}
+
+#[test]
+fn a_request_that_ends_before_it_has_blocks_frees_them_at_the_producer() {
+    for arrives in [true, false] {
+        for (how, code) in [
+            (Finish::Abort, WireCode::Cancelled),
+            (Finish::Error, WireCode::Cancelled),
+            (Finish::Stop, WireCode::NotNeeded),
+            (Finish::Length, WireCode::NotNeeded),
+        ] {
+            let mut it = scheduler(&[FULL], true);
+            if arrives {
+                it.arrived(&request("b", 10, &consumes("x")));
+            }
+            cease(&mut it, how);
+            assert_eq!(freed(&said(&mut it)), [("x", code)]);
+            assert_nothing_is_left(&it);
+        }
+    }
+}
+
+#[test]
+fn a_request_that_ends_while_it_is_fetched_is_cancelled_once_and_awaited() {
+    // Whether the worker halves know of it already or not.
+    for told in [true, false] {
+        let mut it = fetching();
+        if told {
+            assert_eq!(said(&mut it).wants.len(), 1);
+        }
+        cease(&mut it, Finish::Abort);
+        cease(&mut it, Finish::Abort);
+        let orders = said(&mut it);
+        assert_eq!(orders.wants.len(), usize::from(!told));
+        let [Cancel { request, code: WireCode::Cancelled, .. }] = &orders.cancels[..] else {
+            panic!("{orders:?}")
+        };
+        assert_eq!(request, "b");
+        assert!(orders.frees.is_empty());
+        assert!(it.has_pending_work());
+        it.reported(0, &fetched("b", WireCode::Cancelled).encode());
+        assert!(said(&mut it).is_empty(), "it is cancelled already");
+        it.received(["b"]);
+        assert_nothing_is_left(&it);
+    }
+}
+
+#[test]
+fn of_two_live_consumers_of_one_handoff_only_the_first_fetches_or_frees_it() {
+    let mut it = scheduler(&[FULL], true);
+    let params = consumes("x");
+    let (b, c) = (request("b", 10, &params), request("c", 10, &params));
+    it.arrived(&b);
+    assert_eq!(it.matched(&c, 0), Match::NONE);
+    it.arrived(&c);
+    assert_eq!(it.matched(&c, 0), Match::NONE);
+    assert_eq!(it.matched(&b, 0), Match::Tokens(10));
+    it.allocated(&c, 0, 0, &[vec![1, 2, 3]]);
+    it.finished(&c, Finish::Abort, None);
+    let d = request("d", 10, &params);
+    it.finished(&d, Finish::Abort, None);
+    assert!(said(&mut it).is_empty());
+    cease(&mut it, Finish::Abort);
+    assert_eq!(freed(&said(&mut it)).len(), 1);
+    assert_nothing_is_left(&it);
+}
+
+#[test]
+fn what_an_engine_waits_for_is_ordered_even_if_another_request_has_the_handoff() {
+    let mut it = scheduler(&[FULL], true);
+    let params = consumes("x");
+    // Both were matched before either had blocks.
+    it.allocated(&request("b", 10, &params), 0, 10, &[vec![1, 2, 3]]);
+    it.allocated(&request("c", 10, &params), 0, 10, &[vec![4, 5, 6]]);
+    assert_eq!(said(&mut it).wants.len(), 2);
+    it.received(["b", "c"]);
+    it.finished(&request("c", 10, &params), Finish::Length, None);
+    cease(&mut it, Finish::Length);
+    assert!(said(&mut it).is_empty());
+    assert_nothing_is_left(&it);
+}
+
+#[test]
+fn the_first_rank_that_fails_has_all_others_cancelled_once() {
+    let mut it = fetching();
+    said(&mut it);
+    it.reported(2, &fetched("b", WireCode::Silent).encode());
+    let cancel = Cancel {
+        request: "b".to_owned(),
+        code: WireCode::Silent,
+        detail: format!("because {}", WireCode::Silent),
+    };
+    assert_eq!(said(&mut it), Orders { cancels: vec![cancel], ..Orders::default() });
+    it.reported(0, &fetched("b", WireCode::Cancelled).encode());
+    assert!(it.outcomes().is_empty());
+    it.reported(1, &fetched("b", WireCode::Ok).encode());
+    assert_eq!(it.outcomes(), [(WireCode::Silent, 1)]);
+    cease(&mut it, Finish::Abort);
+    assert!(said(&mut it).is_empty(), "it was cancelled already");
+    it.received(["b"]);
+    assert_nothing_is_left(&it);
+}
+
+fn done(data: &[u8]) -> Vec<u8> {
+    let mut notes = fetched("b", WireCode::Ok);
+    notes.fetched[0].side_data = vec![data.to_vec().into()];
+    notes.encode()
+}
+
+#[test]
+fn side_data_is_there_when_all_ranks_are_done_in_their_order_and_once() {
+    let mut it = fetching();
+    said(&mut it);
+    it.reported(1, &done(b"one"));
+    it.reported(0, &done(b"zero"));
+    assert!(it.take_side_data("b").is_empty());
+    it.reported(2, &done(b"two"));
+    it.received(["b"]);
+    assert_eq!(it.take_side_data("b"), [&b"zero"[..], b"one", b"two"]);
+    assert!(it.take_side_data("b").is_empty());
+    assert!(it.take_side_data("unknown").is_empty());
+    assert_eq!(it.outcomes(), [(WireCode::Ok, 1)]);
+}
+
+#[test]
+fn side_data_of_what_failed_or_ended_is_dropped() {
+    let mut it = fetching();
+    it.reported(0, &done(b"zero"));
+    it.reported(1, &fetched("b", WireCode::Closed).encode());
+    it.reported(2, &done(b"two"));
+    assert!(it.take_side_data("b").is_empty());
+
+    let mut it = fetching();
+    cease(&mut it, Finish::Abort);
+    (0..RANKS).for_each(|rank| it.reported(rank, &done(b"late")));
+    assert!(it.take_side_data("b").is_empty());
+    it.received(["b"]);
+    said(&mut it);
+    assert_nothing_is_left(&it);
+}
+
+#[test]
+fn outcomes_are_counted_by_their_codes_and_those_of_later_versions_together() {
+    let mut it = scheduler(&[FULL], true);
+    let codes = [WireCode::Ok, WireCode::Other(900), WireCode::Ok, WireCode::Other(901)];
+    for (n, code) in codes.into_iter().enumerate() {
+        let (id, params) = (n.to_string(), consumes(&n.to_string()));
+        it.allocated(&request(&id, 10, &params), 0, 10, &[vec![1, 2, 3]]);
+        (0..RANKS).for_each(|rank| it.reported(rank, &fetched(&id, code).encode()));
+    }
+    let counts: Vec<u64> = it.outcomes().iter().map(|(_, count)| *count).collect();
+    assert_eq!((it.outcomes()[0].0, counts), (WireCode::Ok, vec![2, 2]));
+}
+
+#[test]
+fn notes_that_cannot_be_read_or_of_no_rank_or_of_nobody_change_nothing() {
+    let mut it = fetching();
+    said(&mut it);
+    it.reported(0, b"hello");
+    it.reported(RANKS, &fetched("b", WireCode::Closed).encode());
+    it.reported(0, &fetched("unknown", WireCode::Closed).encode());
+    it.reported(0, &lost("unknown", WireCode::Closed).encode());
+    it.reported(0, &Notes::default().encode());
+    assert!(said(&mut it).is_empty());
+    for _ in 0..2 * RANKS {
+        it.reported(0, &fetched("b", WireCode::Ok).encode());
+    }
+    assert!(it.outcomes().is_empty(), "one rank is not all");
+}
+
+#[test]
+fn that_all_have_received_is_enough_where_there_are_no_notes() {
+    let mut it = fetching();
+    said(&mut it);
+    it.received(["b", "unknown"]);
+    assert!(!it.has_pending_work());
+    it.reported(0, &fetched("b", WireCode::Closed).encode());
+    assert!(said(&mut it).is_empty());
+    cease(&mut it, Finish::Length);
+    assert!(said(&mut it).is_empty());
+    assert_nothing_is_left(&it);
+}
+
+#[test]
+fn an_engine_steps_on_while_something_is_to_be_said_or_heard() {
+    let mut it = computed(&[FULL], true);
+    assert!(!it.has_pending_work(), "a request that runs makes steps by itself");
+    end(&mut it, Finish::Abort);
+    assert!(it.has_pending_work());
+    said(&mut it);
+    assert!(!it.has_pending_work());
+}
