@@ -231,7 +231,8 @@ impl Scheduler {
     }
 
     /// How much of its prompt is to be prefilled: a producer that keeps a state leaves out the last
-    /// token, which the consumer computes again, and which cannot be taken back from a state.
+    /// token, which the consumer computes again, and which cannot be taken back from a state. An
+    /// engine that cuts prompts to this has said before that the request has arrived.
     pub fn prompt_tokens_to_prefill(&self, request: &Request<'_>) -> u64 {
         if let Some(tokens) = self.produced.tokens(request.id) {
             return u64::from(tokens);
