@@ -729,6 +729,11 @@ fn side_data_of_what_failed_or_ended_is_dropped() {
     assert!(it.take_side_data("b").is_empty());
 
     let mut it = fetching();
+    (0..RANKS).for_each(|rank| it.reported(rank, &done(b"early")));
+    cease(&mut it, Finish::Abort);
+    assert!(it.take_side_data("b").is_empty());
+
+    let mut it = fetching();
     cease(&mut it, Finish::Abort);
     (0..RANKS).for_each(|rank| it.reported(rank, &done(b"late")));
     assert!(it.take_side_data("b").is_empty());
