@@ -5,8 +5,10 @@
 //! have two numbers; two sessions with one life have one.
 
 use kvferry::{Channel, Incarnation, Peer, Watch};
+use kvferry_proto::Timestamp;
 use kvferry_proto::handoff::PeerId;
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::time::Duration;
 
 /// An address that something is consumed from.
 #[derive(Debug)]
@@ -23,7 +25,14 @@ pub(crate) struct Place {
     pub(crate) watched: bool,
     /// An introduction wants something of it, whoever it is.
     pub(crate) introducing: bool,
+    /// It has to hear something, and could not be met: it is tried again then, and after how long
+    /// the next time.
+    retry: Option<(Timestamp, Duration)>,
 }
+
+/// How long after a peer could not be met it is tried again, at first and at most.
+const RETRY_FIRST: Duration = Duration::from_secs(1);
+const RETRY_LAST: Duration = Duration::from_secs(15);
 
 impl Place {
     /// Whether something is expected of it.
@@ -64,6 +73,8 @@ pub(crate) struct Peers {
     numbers: u64,
     places: FxHashMap<String, Place>,
     lives: FxHashMap<Incarnation, Life>,
+    /// Whether any address is tried again.
+    retrying: bool,
     /// Addresses and lives by their numbers.
     place_of: FxHashMap<PeerId, String>,
     life_of: FxHashMap<PeerId, Incarnation>,
@@ -87,6 +98,7 @@ impl Peers {
                 addressed: false,
                 watched: false,
                 introducing: false,
+                retry: None,
             };
             self.places.insert(address.to_owned(), place);
             self.place_of.insert(id, address.to_owned());
@@ -107,6 +119,41 @@ impl Peers {
             place.addressed = false;
         }
         unmet
+    }
+
+    /// Peers that have to hear something, if they can be met; the others have heard it. When to look
+    /// again.
+    pub(crate) fn retry(
+        &mut self,
+        unheard: impl Iterator<Item = PeerId>,
+        now: Timestamp,
+    ) -> Option<Timestamp> {
+        let unheard: FxHashSet<PeerId> = unheard.collect();
+        if unheard.is_empty() && !self.retrying {
+            return None;
+        }
+        self.retrying = false;
+        let mut next = None;
+        for place in self.places.values_mut() {
+            if !unheard.contains(&place.id) || place.is_up(&self.lives) || place.opening {
+                place.retry = place.retry.filter(|_| place.opening);
+                self.retrying |= place.retry.is_some();
+                continue;
+            }
+            let (at, wait) = match place.retry {
+                None => (now + RETRY_FIRST, RETRY_FIRST),
+                Some((at, wait)) if at <= now => {
+                    place.addressed = true;
+                    let wait = (2 * wait).min(RETRY_LAST);
+                    (now + wait, wait)
+                }
+                Some(later) => later,
+            };
+            place.retry = Some((at, wait));
+            self.retrying = true;
+            next = Some(next.map_or(at, |next: Timestamp| next.min(at)));
+        }
+        next
     }
 
     /// Nobody could be met at an address: the number of whoever was meant, unless he was met
@@ -260,7 +307,8 @@ impl Peers {
         let place_of = &mut self.place_of;
         self.places.retain(|_, place| {
             let is_met = place.life.is_some_and(|life| lives.contains_key(&life));
-            let keep = place.is_watched() || place.addressed || place.opening || is_met;
+            let awaited = place.is_watched() || place.addressed || place.retry.is_some();
+            let keep = awaited || place.opening || is_met;
             if !keep {
                 place_of.remove(&place.id);
             }

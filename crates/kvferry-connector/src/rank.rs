@@ -586,10 +586,12 @@ impl Shared {
             state.introductions.expire(now);
             self.look_at_reads(&mut state, now);
             let mut chores = self.work(&mut state);
+            let State { peers, consumer, .. } = &mut *state;
+            let retry = peers.retry(consumer.unheard(), now);
             let unmet = state.peers.take_unmet().into_iter();
             chores.extend(unmet.map(|(address, peer)| Chore::Open { address, peer }));
             state.peers.forget_idle();
-            let due = state.next_timeout();
+            let due = state.next_timeout().into_iter().chain(retry).min();
             let news = std::mem::take(&mut state.news);
             drop(state);
             let is_idle = chores.is_empty() && news.is_empty();

@@ -213,9 +213,10 @@ impl Worker {
         // It must not keep alive what it waits for: a device may never come to an end.
         let inner = Arc::downgrade(&worker.inner);
         let serve = move || {
-            queue.serve(announce, |with| match inner.upgrade() {
-                Some(inner) => with(inner.rank()),
-                None => {}
+            queue.serve(announce, |with| {
+                if let Some(inner) = inner.upgrade() {
+                    with(inner.rank());
+                }
             });
         };
         kvferry_sys::thread::spawn("kvferry-events".into(), serve).map_err(Fault::Thread)?;

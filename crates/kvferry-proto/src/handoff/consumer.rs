@@ -348,10 +348,18 @@ impl Consumer {
         }
         touched.iter().for_each(|id| self.look_again(id));
         self.expire(now);
-        if gone {
-            // It knows nothing any more that it could hold on to.
+        if gone && code != WireCode::Silent {
+            // It knows nothing any more that it could hold on to. Whoever was silent may have been
+            // stopped, and go on.
             self.farewells.retain(|(other, _), _| *other != peer);
         }
+    }
+
+    /// Peers that have yet to hear that a handoff has ended: they are to be met if they can be.
+    pub fn unheard(&self) -> impl Iterator<Item = PeerId> + '_ {
+        let mut last = None;
+        let peers = self.farewells.keys().map(|(peer, _)| *peer);
+        peers.filter(move |peer| last.replace(*peer) != Some(*peer))
     }
 
     /// There is a connection to a peer: the first, or a new one to the same life.

@@ -61,7 +61,8 @@ impl Setup {
     }
 
     pub(crate) fn model(&self) -> ModelSpec {
-        let groups = vec![GroupSpec::full(4, self.head_bytes), GroupSpec::window(2, self.head_bytes, 40)];
+        let groups =
+            vec![GroupSpec::full(4, self.head_bytes), GroupSpec::window(2, self.head_bytes, 40)];
         ModelSpec::new(groups, 4)
     }
 
@@ -218,7 +219,8 @@ impl Process {
             Order::State => {
                 let stays = ["tombs", "peers", "paired", "farewells"];
                 let gauges = self.ferry.gauges().into_iter();
-                let left = gauges.filter(|(name, n)| *n > 0 && !stays.iter().any(|it| name.ends_with(it)));
+                let left =
+                    gauges.filter(|(name, n)| *n > 0 && !stays.iter().any(|it| name.ends_with(it)));
                 say(&Event::State(Status {
                     leak: self.engine.check_empty().err().map_or(String::new(), |e| e.to_string()),
                     left: left.collect(),
@@ -332,7 +334,13 @@ impl EngineProcess {
         drop(writeln!(self.input, "{}", serde_json::to_string(order).expect("plain data")));
     }
 
-    pub(crate) fn submit(&mut self, id: &str, prompt: &[u32], max_tokens: usize, params: Option<Params>) {
+    pub(crate) fn submit(
+        &mut self,
+        id: &str,
+        prompt: &[u32],
+        max_tokens: usize,
+        params: Option<Params>,
+    ) {
         let (id, prompt) = (id.to_owned(), prompt.to_vec());
         self.tell(&Order::Submit { id, prompt, max_tokens, params });
     }
@@ -365,7 +373,9 @@ impl EngineProcess {
     pub(crate) fn ended(&mut self, id: &str, time: Duration) -> Option<Ended> {
         let until = Instant::now() + time;
         loop {
-            let is_over = |it: &&(String, Vec<u32>, Option<String>, Option<Params>)| it.0 == id && it.2.is_some();
+            let is_over = |it: &&(String, Vec<u32>, Option<String>, Option<Params>)| {
+                it.0 == id && it.2.is_some()
+            };
             if let Some((_, _, reason, params)) = self.early.iter().find(is_over).cloned() {
                 let mine = self.early.extract_if(.., |it| it.0 == id);
                 let tokens = mine.flat_map(|(_, tokens, ..)| tokens).collect();

@@ -112,7 +112,9 @@ impl State {
                 is_data.store(names, Ordering::SeqCst);
             }
             let data = back && is_data.load(Ordering::SeqCst);
-            while self.held.load(Ordering::SeqCst) || (data && self.held_data.load(Ordering::SeqCst)) {
+            while self.held.load(Ordering::SeqCst)
+                || (data && self.held_data.load(Ordering::SeqCst))
+            {
                 thread::sleep(Duration::from_millis(1));
             }
             if data {
