@@ -174,7 +174,7 @@ pub struct RankLayout {
     pub pp: usize,
     /// The order of axes.
     pub order: Packing,
-    /// The length of each storage in bytes.
+    /// The length of each storage in bytes; none is for no layers.
     pub storages: Vec<usize>,
     /// The groups of the model.
     pub groups: Vec<GroupView>,
@@ -332,6 +332,9 @@ impl RankLayout {
         for group in 0..self.groups.len() {
             for plane in 0..config.model.groups[group].planes.len() {
                 let shape = self.shape(config, group, plane);
+                if shape.layers == 0 {
+                    continue;
+                }
                 let storage = self.storages.len();
                 self.lay(config, group, storage, &shape);
                 let page = shape.heads * shape.tokens * shape.bytes;
@@ -350,6 +353,9 @@ impl RankLayout {
             let pages = shapes.iter().map(|(_, it)| it.heads * it.tokens * it.bytes);
             let page = pages.max().unwrap_or(0);
             let slots = shapes.iter().map(|(_, it)| it.layers).max().unwrap_or(0);
+            if slots == 0 {
+                continue;
+            }
             let blocks = shapes.first().map_or(0, |(_, it)| it.blocks);
             let storage = self.storages.len();
             for (group, shape) in &mut shapes {

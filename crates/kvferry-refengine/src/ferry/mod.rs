@@ -136,9 +136,8 @@ impl Ferry {
 
     /// Both halves as TensorRT-LLM wants them; once.
     pub fn trt(&self) -> contract::trt::Connector {
-        let exchange = trt::Exchange::new(self.workers.len());
-        let scheduler = self.scheduler.clone();
-        let scheduler = trt::Scheduler::new(scheduler, exchange.clone(), self.config.eager);
+        let exchange = trt::Exchange::new(self.workers.len(), self.scheduler.clone());
+        let scheduler = trt::Scheduler::new(self.scheduler.clone(), self.config.eager);
         let workers = (0..self.workers.len())
             .map(|rank| trt::Worker::new(self.half(rank), rank, exchange.clone()));
         contract::trt::Connector {

@@ -18,66 +18,68 @@ use std::sync::{Arc, Mutex};
 pub(super) struct Exchange(Arc<Mutex<Gathered>>);
 
 struct Gathered {
+    half: Arc<Mutex<kvferry_connector::Scheduler>>,
     ranks: usize,
-    /// Of each rank that has started; empty once the scheduler half has them.
+    /// Of each rank that has started.
     cards: Vec<(usize, Vec<u8>)>,
-    notes: Vec<(usize, Vec<u8>)>,
     /// By request: how many ranks have reported it.
     sent: FxHashMap<String, usize>,
     received: FxHashMap<String, usize>,
 }
 
 impl Exchange {
-    pub(super) fn new(ranks: usize) -> Self {
+    pub(super) fn new(ranks: usize, half: Arc<Mutex<kvferry_connector::Scheduler>>) -> Self {
         Self(Arc::new(Mutex::new(Gathered {
+            half,
             ranks,
             cards: vec![],
-            notes: vec![],
             sent: FxHashMap::default(),
             received: FxHashMap::default(),
         })))
     }
 
     fn introduce(&self, rank: usize, card: Vec<u8>) {
-        lock(&self.0).cards.push((rank, card));
+        let mut gathered = lock(&self.0);
+        let Gathered { half, ranks, cards, .. } = &mut *gathered;
+        cards.push((rank, card));
+        if cards.len() == *ranks {
+            cards.sort_unstable();
+            let cards = cards.drain(..).map(|(_, card)| card).collect();
+            lock(half).introduce(cards).expect("the ranks of one engine fit each other");
+        }
     }
 
     fn report(&self, rank: usize, reports: &Reports) {
         let mut gathered = lock(&self.0);
-        gathered.notes.extend(reports.notes.iter().map(|notes| (rank, notes.clone())));
-        for name in &reports.sent {
-            *gathered.sent.entry(name.clone()).or_default() += 1;
+        let Gathered { half, ranks, sent, received, .. } = &mut *gathered;
+        let mut half = lock(half);
+        if let Some(notes) = &reports.notes {
+            half.reported(rank, notes);
         }
-        for name in &reports.received {
-            *gathered.received.entry(name.clone()).or_default() += 1;
-        }
+        half.sent(counted(sent, &reports.sent, *ranks));
+        half.received(counted(received, &reports.received, *ranks));
     }
+}
 
-    fn tell(&self, half: &mut kvferry_connector::Scheduler) {
-        let mut gathered = lock(&self.0);
-        let Gathered { ranks, cards, notes, sent, received } = &mut *gathered;
-        if cards.len() == *ranks {
-            cards.sort_unstable();
-            let cards = cards.drain(..).map(|(_, card)| card).collect();
-            half.introduce(cards).expect("the ranks of one engine fit each other");
+/// Those that all ranks have reported with this one.
+fn counted<'a>(
+    counts: &mut FxHashMap<String, usize>,
+    names: &'a [String],
+    ranks: usize,
+) -> impl Iterator<Item = &'a str> {
+    names.iter().map(String::as_str).filter(move |name| {
+        let count = counts.entry((*name).to_owned()).or_default();
+        *count += 1;
+        let complete = *count == ranks;
+        if complete {
+            counts.remove(*name);
         }
-        for (rank, notes) in notes.drain(..) {
-            half.reported(rank, &notes);
-        }
-        let complete = |counts: &mut FxHashMap<String, usize>| {
-            let names = counts.iter().filter(|(_, count)| *count == ranks);
-            let names: Vec<_> = names.map(|(name, _)| name.clone()).collect();
-            counts.retain(|_, count| count != ranks);
-            names
-        };
-        half.sent(complete(sent).iter().map(String::as_str));
-        half.received(complete(received).iter().map(String::as_str));
-    }
+        complete
+    })
 }
 
 pub(super) struct Scheduler {
     half: Arc<Mutex<kvferry_connector::Scheduler>>,
-    exchange: Exchange,
     eager: bool,
     /// Tokens that requests had here when they were asked for, and those to be loaded: it is not
     /// said again when they have blocks.
@@ -85,12 +87,8 @@ pub(super) struct Scheduler {
 }
 
 impl Scheduler {
-    pub(super) fn new(
-        half: Arc<Mutex<kvferry_connector::Scheduler>>,
-        exchange: Exchange,
-        eager: bool,
-    ) -> Self {
-        Self { half, exchange, eager, matched: FxHashMap::default() }
+    pub(super) fn new(half: Arc<Mutex<kvferry_connector::Scheduler>>, eager: bool) -> Self {
+        Self { half, eager, matched: FxHashMap::default() }
     }
 }
 
@@ -126,7 +124,6 @@ impl SchedulerConnector for Scheduler {
 
     fn build_connector_meta(&mut self, output: &SchedulerOutput) -> Vec<u8> {
         let mut half = lock(&self.half);
-        self.exchange.tell(&mut half);
         let new = output.new_requests.iter().map(|data| (data, true));
         let cached = output.cached_requests.iter().map(|data| (data, false));
         let named: Vec<(String, &RequestData, bool)> = new
