@@ -2,6 +2,8 @@
 //! promise.
 #![allow(clippy::unwrap_used, reason = "helpers of tests, in which a panic is a finding")]
 
+#[path = "../basics/mod.rs"]
+mod basics;
 mod contract;
 mod flips;
 mod handoffs;

@@ -1,0 +1,196 @@
+//! Who comes first, what is said when, and what is there already.
+
+use crate::kit::{
+    Flow, Node, Pair, bounded, config, dense, ferry, hybrid, models, prompt, windowed,
+};
+use kvferry_connector::Announce;
+use kvferry_refengine::ferry::FerryConfig;
+use kvferry_refengine::{FinishReason, Launch, LoadFailurePolicy, RequestStatus, continuation};
+use std::time::Instant;
+
+const ANNOUNCE: [Announce; 4] = [
+    Announce::Layers { pieces: 1 },
+    Announce::Layers { pieces: 3 },
+    Announce::Chunks,
+    Announce::End,
+];
+
+#[test]
+fn what_is_decoded_elsewhere_is_what_one_engine_says_whoever_comes_first() {
+    let _watched = bounded();
+    for model in models() {
+        for flow in Flow::ALL {
+            let config = config(&model, 8, 64);
+            let mut pair = Pair::new(flow, &config, &config);
+            for n in 0..4 {
+                pair.hand_off(&format!("r{n}"), prompt(n, 30 + 7 * n as usize), 8);
+            }
+            pair.finish(&["r0", "r1", "r2", "r3"]);
+            // The last token of each prompt, and what it says.
+            assert_eq!(pair.decode.computed, 4 * 8, "{flow:?}: something was not fetched");
+        }
+    }
+}
+
+#[test]
+fn what_is_said_while_computing_is_right_however_it_is_said() {
+    let _watched = bounded();
+    for announce in ANNOUNCE {
+        for layer_events in [true, false] {
+            for launch in [Launch::Eager, Launch::Deferred] {
+                for flow in [Flow::ConsumerFirst, Flow::Sequential] {
+                    let mut config = config(&hybrid(), 8, 64);
+                    (config.launch, config.chunk_tokens) = (launch, 16);
+                    let ferry = FerryConfig { announce, layer_events, ..ferry() };
+                    let prefill = Node::new(&config, &ferry);
+                    let mut pair = Pair::of(flow, prefill, Node::new(&config, &ferry));
+                    pair.hand_off("a", prompt(1, 90), 6);
+                    pair.hand_off("b", prompt(2, 33), 6);
+                    pair.finish(&["a", "b"]);
+                    assert_eq!(pair.decode.computed, 12, "{announce:?} {layer_events} {launch:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_in_threads_of_their_own_hand_off_as_well() {
+    let _watched = bounded();
+    for launch in [Launch::Eager, Launch::Deferred] {
+        let mut config = config(&dense(), 8, 64);
+        (config.tp, config.threads, config.launch, config.chunk_tokens) = (2, true, launch, 16);
+        let mut pair = Pair::new(Flow::ConsumerFirst, &config, &config);
+        for n in 0..4 {
+            pair.hand_off(&format!("r{n}"), prompt(n, 70), 6);
+        }
+        pair.finish(&["r0", "r1", "r2", "r3"]);
+    }
+}
+
+#[test]
+fn bytes_go_over_the_host_s_own_transport_as_well() {
+    let _watched = bounded();
+    for transports in ["tcp", "local", "tcp,local"] {
+        for model in models() {
+            let config = config(&model, 8, 64);
+            let node = || Node::with(&config, &ferry(), transports, "of us all");
+            let mut pair = Pair::of(Flow::ConsumerFirst, node(), node());
+            pair.hand_off("a", prompt(1, 60), 5);
+            pair.hand_off("b", prompt(2, 41), 5);
+            pair.finish(&["a", "b"]);
+            assert_eq!(pair.decode.computed, 10, "{transports}");
+        }
+    }
+}
+
+#[test]
+fn what_the_consumer_has_already_is_not_fetched() {
+    let _watched = bounded();
+    for model in models() {
+        for flow in Flow::ALL {
+            let config = config(&model, 8, 64);
+            let mut pair = Pair::new(flow, &config, &config);
+            // 41: of a model with a state 40 tokens are handed over, which is a whole block.
+            for (n, len) in [41, 41, 57].into_iter().enumerate() {
+                pair.hand_off(&format!("r{n}"), prompt(1, len), 4);
+                pair.run();
+                pair.assert_right(&format!("r{n}"));
+                assert_eq!(pair.decode.computed, 4 * (n + 1));
+            }
+            pair.assert_empty();
+        }
+    }
+}
+
+#[test]
+fn a_producer_is_told_to_free_what_the_consumer_has_all_of() {
+    let _watched = bounded();
+    for flow in Flow::ALL {
+        let config = config(&hybrid(), 8, 64);
+        let mut pair = Pair::new(flow, &config, &config);
+        pair.hand_off("first", prompt(1, 41), 4);
+        pair.run();
+        // 40 tokens are handed over, which are whole blocks.
+        let began = Instant::now();
+        pair.hand_off("second", prompt(1, 41), 4);
+        while pair.ended("second").is_none() {
+            pair.tick();
+            let status = pair.status(false, "second");
+            assert_ne!(status, Some(RequestStatus::WaitingForRemoteKvs), "{flow:?}: fetched");
+        }
+        pair.finish(&["first", "second"]);
+        assert!(began.elapsed() < ferry().timeout / 2, "{flow:?}: the producer was not told");
+    }
+}
+
+#[test]
+fn a_consumer_that_is_asked_before_its_producer_waits_without_computing() {
+    let _watched = bounded();
+    let config = config(&windowed(), 8, 64);
+    let mut pair = Pair::new(Flow::ConsumerFirst, &config, &config);
+    pair.hand_off("a", prompt(1, 50), 4);
+    let request = pair.later.pop().unwrap();
+    for _ in 0..30 {
+        pair.tick();
+        assert_eq!(pair.status(false, "a"), Some(RequestStatus::WaitingForRemoteKvs));
+    }
+    assert_eq!(pair.decode.computed, 0);
+    pair.later.push(request);
+    pair.finish(&["a"]);
+}
+
+#[test]
+fn side_data_goes_along_where_a_request_is_complete_with_its_end() {
+    let _watched = bounded();
+    let mut config = config(&dense(), 8, 64);
+    config.tp = 2;
+    for flow in Flow::ALL {
+        let ferry = FerryConfig { eager: false, ..ferry() };
+        let (prefill, decode) = (Node::new(&config, &ferry), Node::new(&config, &ferry));
+        let mut pair = Pair::of(flow, prefill, decode);
+        pair.hand_off("a", prompt(1, 50), 4);
+        let mut came = vec![];
+        while came.is_empty() && pair.tick() {
+            came = pair.decode.ferry.take_side_data("a");
+        }
+        pair.finish(&["a"]);
+        assert!(!came.is_empty(), "{flow:?}: nothing came");
+        let first = pair.said.of("a")[0].to_le_bytes();
+        assert!(came.iter().all(|data| *data == first), "{flow:?}: {came:?}");
+    }
+}
+
+#[test]
+fn a_producer_hands_over_nothing_that_stopped_early() {
+    let _watched = bounded();
+    let config = config(&dense(), 8, 64);
+    let stop = continuation(&dense(), &prompt(1, 30), 1)[0];
+    for eager in [true, false] {
+        let ferry = FerryConfig { eager, ..ferry() };
+        let mut pair =
+            Pair::of(Flow::Sequential, Node::new(&config, &ferry), Node::new(&config, &ferry));
+        pair.prefill_stop = Some(stop);
+        pair.hand_off("a", prompt(1, 30), 4);
+        pair.assert_empty();
+        let ended = &pair.prefilled.finished[&crate::kit::there("a")];
+        assert_eq!((ended.reason, &ended.params), (FinishReason::Stop, &None));
+    }
+}
+
+#[test]
+fn a_consumer_of_what_stopped_early_does_not_wait_until_its_time_is_up() {
+    let _watched = bounded();
+    let mut config = config(&dense(), 8, 64);
+    config.load_failure = LoadFailurePolicy::Recompute;
+    for flow in [Flow::ConsumerFirst, Flow::ProducerFirst] {
+        let ferry = FerryConfig { eager: false, ..ferry() };
+        let (prefill, decode) = (Node::new(&config, &ferry), Node::new(&config, &ferry));
+        let mut pair = Pair::of(flow, prefill, decode);
+        pair.prefill_stop = Some(continuation(&dense(), &prompt(1, 30), 1)[0]);
+        let began = Instant::now();
+        pair.hand_off("a", prompt(1, 30), 4);
+        pair.finish(&["a"]);
+        assert!(began.elapsed() < ferry.timeout / 2, "{:?}", began.elapsed());
+    }
+}
