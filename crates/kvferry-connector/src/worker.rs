@@ -642,6 +642,9 @@ impl Inner {
         let mut state = self.lock();
         let Some((request, address)) = state.fetched_for.remove(id) else { return };
         let (code, detail) = (outcome.code, outcome.detail.clone());
+        if !matches!(code, WireCode::Ok | WireCode::Cancelled | WireCode::NotNeeded) {
+            tracing::warn!(request, producer = address, %code, detail, "KV can't be fetched");
+        }
         if matches!(code, WireCode::StaleIncarnation | WireCode::UnknownRegion) {
             // One of its ranks is not what its engine said.
             state.paired.remove(&address);
