@@ -125,7 +125,8 @@ fn engines_of_different_models_refuse_each_other_with_both_numbers_on_both_sides
     let model = |bytes| ModelSpec::new(vec![GroupSpec::full(2, bytes)], 2);
     for flow in Flow::ALL {
         journal.take();
-        let (prefill, decode) = (recomputing(&model(8)), recomputing(&model(13)));
+        let (mut prefill, decode) = (recomputing(&model(8)), recomputing(&model(13)));
+        prefill.tp = 2;
         let mut pair = Pair::new(flow, &prefill, &decode);
         let began = Instant::now();
         pair.hand_off("a", prompt(1, 40), 6);
@@ -174,7 +175,11 @@ fn what_a_producer_that_went_away_had_is_computed() {
         pair.hand_off("a", prompt(1, 90), 6);
         match flow {
             Flow::Sequential => pair.tick_until(|pair| !pair.later.is_empty()),
-            _ => (0..3 + ticks).for_each(|_| drop(pair.tick())),
+            _ => {
+                for _ in 0..3 + ticks {
+                    pair.tick();
+                }
+            }
         }
         // Another one takes its place, and knows nothing.
         pair.prefill = Node::new(&config, &ferry());

@@ -6,7 +6,7 @@ use crate::kit::{
 use kvferry_connector::Announce;
 use kvferry_refengine::ferry::FerryConfig;
 use kvferry_refengine::{FinishReason, Launch, LoadFailurePolicy, RequestStatus, continuation};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 const ANNOUNCE: [Announce; 4] = [
     Announce::Layers { pieces: 1 },
@@ -50,6 +50,38 @@ fn what_is_said_while_computing_is_right_however_it_is_said() {
                     assert_eq!(pair.decode.computed, 12, "{announce:?} {layer_events} {launch:?}");
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn what_is_computed_is_fetched_while_the_rest_is_unless_it_is_said_at_the_end() {
+    let _watched = bounded();
+    // Keys and values of four heads, in three layers.
+    let token_bytes = 4 * 2 * 12 * 3;
+    for announce in ANNOUNCE {
+        for layer_events in [true, false] {
+            let mut config = config(&dense(), 8, 64);
+            config.chunk_tokens = 16;
+            let ferry = FerryConfig { announce, layer_events, ..ferry() };
+            let (prefill, decode) = (Node::new(&config, &ferry), Node::new(&config, &ferry));
+            let mut pair = Pair::of(Flow::ConsumerFirst, prefill, decode);
+            pair.hand_off("a", prompt(1, 96), 4);
+            pair.tick_until(|pair| pair.later.is_empty());
+            while pair.prefill.computed < 80 {
+                pair.prefill.step();
+            }
+            if announce == Announce::End {
+                std::thread::sleep(Duration::from_millis(50));
+                assert_eq!(pair.decode.bytes_read(), 0);
+            } else {
+                while pair.decode.bytes_read() < 80 * token_bytes {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+            assert!(pair.prefilled.finished.is_empty(), "its last chunk is not computed");
+            pair.finish(&["a"]);
+            assert_eq!(pair.decode.bytes_read(), 96 * token_bytes, "each byte once");
         }
     }
 }

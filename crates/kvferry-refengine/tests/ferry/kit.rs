@@ -31,6 +31,8 @@ pub(crate) fn agent(transports: &str, secret: &str) -> Agent {
 pub(crate) struct Node {
     pub(crate) engine: Engine,
     pub(crate) ferry: Ferry,
+    /// One per rank.
+    agents: Vec<Agent>,
     /// Tokens that it has computed.
     pub(crate) computed: usize,
 }
@@ -46,24 +48,34 @@ impl Node {
         transports: &str,
         secret: &str,
     ) -> Self {
-        let ferry = Self::ferry(config, ferry, transports, secret);
+        let (ferry, agents) = Self::ferry(config, ferry, transports, secret);
         let engine = Engine::new(config.clone(), Connector::Vllm(ferry.vllm())).unwrap();
-        Self { engine, ferry, computed: 0 }
+        Self { engine, ferry, agents, computed: 0 }
     }
 
     pub(crate) fn trt(config: &EngineConfig, ferry: &FerryConfig) -> Self {
-        let ferry = Self::ferry(config, ferry, "tcp", "");
+        let (ferry, agents) = Self::ferry(config, ferry, "tcp", "");
         let engine = Engine::new(config.clone(), Connector::Trt(ferry.trt())).unwrap();
-        Self { engine, ferry, computed: 0 }
+        Self { engine, ferry, agents, computed: 0 }
     }
 
-    fn ferry(config: &EngineConfig, ferry: &FerryConfig, transports: &str, secret: &str) -> Ferry {
-        let agents = config.ranks().iter().map(|_| agent(transports, secret)).collect();
-        Ferry::new(config, agents, ferry.clone())
+    fn ferry(
+        config: &EngineConfig,
+        ferry: &FerryConfig,
+        transports: &str,
+        secret: &str,
+    ) -> (Ferry, Vec<Agent>) {
+        let agents: Vec<_> = config.ranks().iter().map(|_| agent(transports, secret)).collect();
+        (Ferry::new(config, agents.clone(), ferry.clone()), agents)
+    }
+
+    /// Bytes that its ranks have read from others.
+    pub(crate) fn bytes_read(&self) -> u64 {
+        self.agents.iter().map(|agent| agent.stats().bytes_read).sum()
     }
 
     /// A step, if there is something to do; whether there was.
-    fn step(&mut self) -> bool {
+    pub(crate) fn step(&mut self) -> bool {
         let works = self.engine.has_work();
         if works {
             self.computed += self.engine.step().unwrap().tokens;
