@@ -80,6 +80,13 @@ pub(crate) struct Peers {
     life_of: FxHashMap<PeerId, Incarnation>,
 }
 
+/// The number of a life as one that consumes from us. It is the same whenever that life comes back:
+/// what it confirmed is remembered for longer than that there was a connection to it.
+fn reader_of(Incarnation(life): Incarnation) -> PeerId {
+    // Drawn at random, so that half of it is as good; others are counted from the other end.
+    PeerId(life as u64 | 1 << 63)
+}
+
 impl Peers {
     fn number(&mut self) -> PeerId {
         self.numbers += 1;
@@ -184,7 +191,7 @@ impl Peers {
     pub(crate) fn began(&mut self, channel: &Channel) -> Numbers {
         let incarnation = channel.incarnation();
         if !self.lives.contains_key(&incarnation) {
-            let reader = self.number();
+            let reader = reader_of(incarnation);
             let is_here = |(_, place): &(&String, &Place)| place.life == Some(incarnation);
             let places = self.places.iter().filter(is_here).map(|(name, _)| name.clone()).collect();
             let life = Life { reader, places, channels: Vec::new(), watched: false, watch: None };

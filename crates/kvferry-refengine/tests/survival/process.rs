@@ -2,7 +2,7 @@
 
 use crate::basics::config;
 use kvferry::{Agent, Checksum, Transports};
-use kvferry_connector::Announce;
+use kvferry_connector::{Announce, Limits};
 use kvferry_refengine::ferry::{Ferry, FerryConfig};
 use kvferry_refengine::{
     Connector, Engine, EngineConfig, FinishReason, GroupSpec, LoadFailurePolicy, ModelSpec, Params,
@@ -11,8 +11,8 @@ use kvferry_refengine::{
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, TryRecvError};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
 const SETUP: &str = "KVFERRY_TEST_ENGINE";
@@ -27,6 +27,8 @@ pub(crate) struct Setup {
     pub(crate) transports: String,
     pub(crate) silence_ms: u64,
     pub(crate) timeout_ms: u64,
+    /// How long an offer waits for somebody who may have died before he asked.
+    pub(crate) offer_ttl_ms: u64,
     pub(crate) secret: String,
     pub(crate) checksum: bool,
     pub(crate) recompute: bool,
@@ -50,6 +52,7 @@ impl Setup {
             transports: "tcp".to_owned(),
             silence_ms: SILENCE.as_millis() as u64,
             timeout_ms: 20_000,
+            offer_ttl_ms: 120_000,
             secret: String::new(),
             checksum: false,
             recompute: false,
@@ -105,7 +108,7 @@ enum Order {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Event {
     Ready { addresses: Vec<String>, listening: Vec<String> },
-    Output { id: String, tokens: Vec<u32>, reason: Option<String>, params: Option<Params> },
+    Output { id: String, tokens: Vec<u32>, reason: Option<String> },
     Stepped,
     State(Status),
 }
@@ -130,6 +133,10 @@ fn becomes_an_engine() {
     let ferry = FerryConfig {
         timeout: Duration::from_millis(setup.timeout_ms),
         announce: Announce::Layers { pieces: 2 },
+        limits: Limits {
+            offer_ttl: Duration::from_millis(setup.offer_ttl_ms),
+            ..Limits::default()
+        },
         ..FerryConfig::default()
     };
     let config = setup.engine();
@@ -188,15 +195,9 @@ impl Process {
     fn step(&mut self) -> usize {
         let report = self.engine.step();
         for output in self.engine.take_outputs() {
-            let finished = output.finished;
-            let reason = finished.as_ref().map(|finished| name(finished.reason).to_owned());
-            let params = finished.and_then(|finished| finished.params);
-            say(&Event::Output {
-                id: output.id.as_str().to_owned(),
-                tokens: output.tokens,
-                reason,
-                params,
-            });
+            let reason = output.finished.map(|finished| name(finished.reason).to_owned());
+            let (id, tokens) = (output.id.as_str().to_owned(), output.tokens);
+            say(&Event::Output { id, tokens, reason });
         }
         report.map_or(0, |report| report.tokens)
     }
@@ -213,7 +214,9 @@ impl Process {
                 self.step();
             }
             Order::Steps { count } => {
-                (0..count).for_each(|_| drop(self.step()));
+                for _ in 0..count {
+                    self.step();
+                }
                 say(&Event::Stepped);
             }
             Order::State => {
@@ -250,13 +253,23 @@ const fn name(reason: FinishReason) -> &'static str {
 pub(crate) struct EngineProcess {
     pub(crate) setup: Setup,
     process: Child,
-    input: ChildStdin,
+    /// Written by a thread: whoever is stopped does not read.
+    input: Sender<String>,
     events: Receiver<Event>,
     /// Where its ranks can be reached, and where they listen.
     pub(crate) addresses: Vec<String>,
     pub(crate) listening: Vec<String>,
     /// What came while something else was waited for.
-    early: Vec<(String, Vec<u32>, Option<String>, Option<Params>)>,
+    early: Vec<Said>,
+}
+
+/// Something that a request has to say.
+#[derive(Debug)]
+struct Said {
+    id: String,
+    tokens: Vec<u32>,
+    /// How it ended with that, if it did.
+    reason: Option<String>,
 }
 
 /// How a request ended.
@@ -264,7 +277,6 @@ pub(crate) struct EngineProcess {
 pub(crate) struct Ended {
     pub(crate) tokens: Vec<u32>,
     pub(crate) reason: String,
-    pub(crate) params: Option<Params>,
 }
 
 impl EngineProcess {
@@ -277,7 +289,12 @@ impl EngineProcess {
             .stdout(Stdio::piped())
             .spawn()
             .expect("it starts");
-        let input = process.stdin.take().expect("piped");
+        let mut stdin = process.stdin.take().expect("piped");
+        let (input, lines) = mpsc::channel::<String>();
+        std::thread::spawn(move || {
+            // Who is gone is noticed where he is waited for.
+            lines.iter().map_while(|line| writeln!(stdin, "{line}").ok()).for_each(drop);
+        });
         let output = process.stdout.take().expect("piped");
         let (tell, events) = mpsc::channel();
         std::thread::spawn(move || {
@@ -330,8 +347,7 @@ impl EngineProcess {
     }
 
     fn tell(&mut self, order: &Order) {
-        // Who is gone is noticed where he is waited for.
-        drop(writeln!(self.input, "{}", serde_json::to_string(order).expect("plain data")));
+        drop(self.input.send(serde_json::to_string(order).expect("plain data")));
     }
 
     pub(crate) fn submit(
@@ -364,8 +380,8 @@ impl EngineProcess {
     }
 
     fn keep(&mut self, event: Event) {
-        if let Event::Output { id, tokens, reason, params } = event {
-            self.early.push((id, tokens, reason, params));
+        if let Event::Output { id, tokens, reason } = event {
+            self.early.push(Said { id, tokens, reason });
         }
     }
 
@@ -373,13 +389,10 @@ impl EngineProcess {
     pub(crate) fn ended(&mut self, id: &str, time: Duration) -> Option<Ended> {
         let until = Instant::now() + time;
         loop {
-            let is_over = |it: &&(String, Vec<u32>, Option<String>, Option<Params>)| {
-                it.0 == id && it.2.is_some()
-            };
-            if let Some((_, _, reason, params)) = self.early.iter().find(is_over).cloned() {
-                let mine = self.early.extract_if(.., |it| it.0 == id);
-                let tokens = mine.flat_map(|(_, tokens, ..)| tokens).collect();
-                return Some(Ended { tokens, reason: reason.expect("it is over"), params });
+            let last = self.early.iter().find(|it| it.id == id && it.reason.is_some());
+            if let Some(reason) = last.and_then(|it| it.reason.clone()) {
+                let mine = self.early.extract_if(.., |it| it.id == id);
+                return Some(Ended { tokens: mine.flat_map(|it| it.tokens).collect(), reason });
             }
             let event = self.next(until.saturating_duration_since(Instant::now()))?;
             self.keep(event);
@@ -392,7 +405,7 @@ impl EngineProcess {
             self.keep(event);
         }
         let over: Vec<String> =
-            self.early.iter().filter(|it| it.2.is_some()).map(|it| it.0.clone()).collect();
+            self.early.iter().filter(|it| it.reason.is_some()).map(|it| it.id.clone()).collect();
         over.into_iter()
             .map(|id| {
                 let ended = self.ended(&id, Duration::ZERO).expect("it is over");

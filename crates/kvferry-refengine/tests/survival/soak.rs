@@ -70,6 +70,7 @@ impl Soak {
             blocks: 512,
             silence_ms: 1000,
             timeout_ms: 15_000,
+            offer_ttl_ms: 5_000,
             ..Setup::new(tp)
         };
         let prefill = [2, 1].map(|tp| {
@@ -246,6 +247,7 @@ impl Soak {
     }
 
     fn run(&mut self, handoffs: usize) {
+        let mut said = Instant::now();
         while self.begun < handoffs || !self.flights.is_empty() {
             if self.begun < handoffs && self.flights.len() < TOGETHER {
                 self.begin();
@@ -254,6 +256,12 @@ impl Soak {
             }
             self.harm();
             self.collect();
+            if said.elapsed() > Duration::from_secs(5) {
+                said = Instant::now();
+                let oldest = self.flights.iter().max_by_key(|(_, it)| it.began.elapsed());
+                let oldest = oldest.map(|(id, it)| (id, it.prefill, it.decode, it.began.elapsed()));
+                println!("{} begun, oldest {oldest:?}, {:?}", self.begun, self.tally);
+            }
         }
     }
 
@@ -266,7 +274,8 @@ impl Soak {
             }
             prefill.relays.iter().for_each(|relay| relay.flip_after(usize::MAX));
         }
-        let (prefill, decode) = (self.prefill.iter_mut().map(|it| &mut it.engine), &mut self.decode);
+        let (prefill, decode) =
+            (self.prefill.iter_mut().map(|it| &mut it.engine), &mut self.decode);
         for engine in prefill.chain(decode) {
             let emptied = engine.emptied(stretched(Duration::from_secs(40)));
             emptied.expect("everything comes back");
