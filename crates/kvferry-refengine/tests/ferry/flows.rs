@@ -55,6 +55,26 @@ fn what_is_said_while_computing_is_right_however_it_is_said() {
 }
 
 #[test]
+fn nothing_is_fetched_before_it_has_been_computed() {
+    let _watched = bounded();
+    for announce in ANNOUNCE {
+        for layer_events in [true, false] {
+            let mut config = config(&dense(), 16, 70);
+            // A step of so many tokens takes far longer than it takes to fetch them.
+            (config.step_tokens, config.chunk_tokens) = (1000, 1000);
+            config.launch = Launch::Deferred;
+            let ferry = FerryConfig { announce, layer_events, ..ferry() };
+            let (prefill, decode) = (Node::new(&config, &ferry), Node::new(&config, &ferry));
+            let mut pair = Pair::of(Flow::ConsumerFirst, prefill, decode);
+            pair.hand_off("warm", prompt(9, 20), 1);
+            pair.run();
+            pair.hand_off("a", prompt(1, 800), 2);
+            pair.finish(&["a"]);
+        }
+    }
+}
+
+#[test]
 fn what_is_computed_is_fetched_while_the_rest_is_unless_it_is_said_at_the_end() {
     let _watched = bounded();
     // Keys and values of four heads, in three layers.
