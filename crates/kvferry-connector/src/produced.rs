@@ -104,8 +104,15 @@ impl Produced {
         (inner.until, inner.complete) = (0, false);
         inner.unsaid.clear();
         if inner.offered && inner.ended.is_none() {
-            // It may have ended just now, which will be said.
-            drop(rank.restart(&inner.transfer));
+            match rank.restart(&inner.transfer) {
+                // It may have ended just now, which will be said.
+                Ok(()) | Err(crate::rank::Fault::Refused(Refusal::Unknown)) => {}
+                // It was complete, and some of its readers may be through with it already.
+                Err(_) => {
+                    let detail = "the producer's request lost its blocks when it was complete";
+                    drop(rank.withdraw(&inner.transfer, WireCode::Revoked, detail));
+                }
+            }
         }
     }
 

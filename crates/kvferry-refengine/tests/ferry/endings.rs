@@ -143,6 +143,35 @@ fn a_preempted_producer_s_request_is_handed_over_when_it_is_computed_again() {
 }
 
 #[test]
+fn nothing_is_taken_for_valid_that_was_read_of_a_request_that_lost_its_blocks() {
+    let _watched = bounded();
+    let mut preempted = HashSet::new();
+    for tick in 12..32 {
+        let mut few = config(&dense(), 8, 16);
+        few.prefix_caching = false;
+        let mut decode = config(&dense(), 8, 64);
+        decode.load_failure = LoadFailurePolicy::Recompute;
+        let mut pair = Pair::new(Flow::ConsumerFirst, &few, &decode);
+        pair.hand_off("warm", prompt(9, 20), 1);
+        pair.run();
+        // Another request takes the blocks, while this one is complete and goes on.
+        pair.prefill.engine.submit(Request::new("other", prompt(3, 40), 60)).unwrap();
+        (pair.flow, pair.hold_decodes, pair.prefill_tokens) = (Flow::ProducerFirst, true, 40);
+        pair.hand_off("a", prompt(1, 40), 4);
+        for _ in 0..tick {
+            pair.tick();
+        }
+        pair.hold_decodes = false;
+        let before = pair.prefill.engine.preemptions();
+        pair.tick();
+        pair.tick();
+        preempted.insert(pair.prefill.engine.preemptions() - before);
+        pair.finish(&["a"]);
+    }
+    assert!(preempted.contains(&1), "nothing was preempted when it was fetched");
+}
+
+#[test]
 fn a_preempted_consumer_s_request_computes_what_it_fetched() {
     let _watched = bounded();
     for model in [dense(), hybrid()] {
