@@ -305,6 +305,9 @@ fn thousands_of_handoffs_with_random_faults_end_right_and_nothing_is_left() {
     println!("{:?}", soak.decode[1].status().outcomes);
     let Tally { right, kills, stops, cuts, holds, flips, aborts, .. } = soak.tally;
     assert!(right > handoffs / 2, "most of them are undisturbed");
-    assert!([kills, stops, cuts, holds, flips, aborts].iter().all(|n| *n > 0), "{:?}", soak.tally);
+    if handoffs >= HANDOFFS {
+        let all = [kills, stops, cuts, holds, flips, aborts];
+        assert!(all.iter().all(|n| *n > 0), "{:?}", soak.tally);
+    }
     assert!(after < before + before / 10 + 4096, "it grows: {before} -> {after} KiB");
 }
