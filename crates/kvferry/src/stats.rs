@@ -66,6 +66,9 @@ counters! {
     handshakes_pending,
     /// Notifications delivered to this agent.
     notifications_received,
+    /// Bytes said to peers over control connections: handshakes, messages and answers, but no
+    /// heartbeats. Descriptors of transfers go over other connections.
+    control_bytes_sent,
     /// Checksums that did not match.
     checksum_errors,
     /// Gauge: registered regions.

@@ -344,6 +344,11 @@ impl Session {
         self.outbox.pop()
     }
 
+    /// Bytes of all frames that [`Session::poll_transmit`] has handed out, but for heartbeats.
+    pub const fn said_bytes(&self) -> u64 {
+        self.outbox.said_bytes()
+    }
+
     /// The next event.
     pub fn poll_event(&mut self) -> Option<SessionEvent> {
         self.inbox.pop()

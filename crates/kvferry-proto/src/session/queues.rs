@@ -30,6 +30,8 @@ pub(super) struct Outbox {
     pinned: usize,
     ping: Option<Ping>,
     pong: Option<Pong>,
+    /// Bytes of frames that were popped, but for heartbeats.
+    said_bytes: u64,
 }
 
 impl Outbox {
@@ -69,7 +71,11 @@ impl Outbox {
 
     /// Forgets everything. Frames are handed out whole, so what follows is still in step.
     pub(super) fn clear(&mut self) {
-        *self = Self::default();
+        *self = Self { said_bytes: self.said_bytes, ..Self::default() };
+    }
+
+    pub(super) const fn said_bytes(&self) -> u64 {
+        self.said_bytes
     }
 
     pub(super) fn pop(&mut self) -> Option<Vec<u8>> {
@@ -83,6 +89,7 @@ impl Outbox {
         }
         let frame = self.frames.pop_front()?;
         self.bytes -= frame.len();
+        self.said_bytes += frame.len() as u64;
         self.pinned = self.pinned.saturating_sub(1);
         Some(frame)
     }

@@ -32,9 +32,13 @@ fn i10_an_idle_session_sends_nothing_and_wants_no_timer() {
 fn an_active_side_pings_at_its_interval_and_the_other_just_answers() {
     let mut pair = active(&[A]);
     let start = pair.now;
+    let said = [A, B].map(|side| pair.session(side).said_bytes());
+    assert!(said.iter().all(|bytes| *bytes > 0), "the handshake");
     pair.run_for(Duration::from_secs(60));
     let pings = pair.pings_sent(A);
     assert_eq!(pings.len(), 120);
+    let now_said = [A, B].map(|side| pair.session(side).said_bytes());
+    assert_eq!(now_said, said, "heartbeats are not counted");
     for (n, at) in (1..).zip(&pings) {
         assert_eq!(*at, start + ms(500) * n);
     }

@@ -107,7 +107,12 @@ impl Control {
             if self.out_at == self.out.len() {
                 self.out.clear();
                 self.out_at = 0;
-                let next = self.session().poll_transmit();
+                let (next, said_bytes) = {
+                    let mut session = self.session();
+                    let before = session.said_bytes();
+                    (session.poll_transmit(), session.said_bytes() - before)
+                };
+                self.link.core.counters.control_bytes_sent.add(said_bytes);
                 match next {
                     Some(bytes) => self.out = bytes,
                     None => return false,
