@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+BENCH_HANDOFF_ARGS ?=
 DEMO_ARGS ?=
 E2E_ARGS ?=
 SOAK_SECONDS ?= 1200
@@ -21,7 +22,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command wheel demo test test-build test-rust test-docs test-python test-yama soak e2e bench bench-peers \
+.PHONY: help build command wheel demo test test-build test-rust test-docs test-python test-yama soak e2e bench bench-handoff bench-peers \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
@@ -103,6 +104,9 @@ e2e: build ## Run real vLLM, prefill and decode, on kvferry (builds its environm
 
 bench: build ## Measure beside the machine's own limits
 	target/release/kvferry bench $(BENCH_ARGS)
+
+bench-handoff: command ## Measure what handoffs cost beyond moving their bytes; fails if it is too much
+	target/release/kvferry bench-handoff $(BENCH_HANDOFF_ARGS)
 
 bench-peers: build ## Measure beside Mooncake and NIXL (installs them in the cache first)
 	$(call part,side by side,bench/peers/run $(BENCH_ARGS))

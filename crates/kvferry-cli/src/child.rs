@@ -61,9 +61,14 @@ impl Child {
         ask: &Q,
         patience: Duration,
     ) -> Result<A, Failure> {
-        let pipe = self.pipe.as_mut().expect("the pipe is open until the child is dropped");
-        pipe.send(ask).map_err(|error| Failure::Failed(format!("the process: {error}")))?;
+        self.tell(ask)?;
         self.hear_within(patience)
+    }
+
+    /// Asks the child for something whose answer is heard later.
+    pub(crate) fn tell<Q: Serialize>(&mut self, ask: &Q) -> Result<(), Failure> {
+        let pipe = self.pipe.as_mut().expect("the pipe is open until the child is dropped");
+        pipe.send(ask).map_err(|error| Failure::Failed(format!("the process: {error}")))
     }
 
     /// What the child says next, if it does so in time.
@@ -136,6 +141,11 @@ where
         }
     }
     Ok(())
+}
+
+/// An answer on its way.
+pub(crate) fn value<T: Serialize>(answer: &T) -> Result<serde_json::Value, Failure> {
+    Ok(serde_json::to_value(answer).map_err(io::Error::from)?)
 }
 
 /// The kernel ends this process when its parent ends. A parent that is gone already has closed the

@@ -41,6 +41,8 @@ pub(crate) enum Command {
     Demo(DemoArgs),
     /// Measure transfers beside what plain TCP reaches in the same rounds
     Bench(Box<BenchArgs>),
+    /// Measure what handoffs cost beyond moving their bytes; exit code 1 if it is too much
+    BenchHandoff(BenchHandoffArgs),
     /// Say what this host can do and why not; or what an agent elsewhere is like from here
     Doctor(DoctorArgs),
     /// Print the version
@@ -59,6 +61,12 @@ pub(crate) enum Command {
         #[arg(long)]
         core: Option<usize>,
     },
+    /// The producing process of a handoff that is measured
+    #[command(hide = true)]
+    BenchHandoffProducer,
+    /// The prefill engine of a handoff that is measured
+    #[command(hide = true)]
+    BenchHandoffPrefill,
     /// A helper of the doctor
     #[command(hide = true)]
     DoctorProbe {
@@ -291,6 +299,63 @@ pub(crate) struct BenchArgs {
     /// No progress bar and no remarks
     #[arg(long, short)]
     pub(crate) quiet: bool,
+}
+
+const BENCH_HANDOFF_EXAMPLES: &str = "\
+Examples:
+  kvferry bench-handoff                         everything, some minutes
+  kvferry bench-handoff --only exposed --transport tcp
+  kvferry bench-handoff --quick --json          short, too short to judge by
+
+Producer and consumer are two processes of this host. Every figure that has a bound is judged by its
+median; the others are shown beside them. The device of a prefill is a timer: computing takes time and
+no processor, as beside a GPU.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = BENCH_HANDOFF_EXAMPLES)]
+pub(crate) struct BenchHandoffArgs {
+    /// What to measure [default: everything]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub(crate) only: Vec<Measure>,
+    /// Transports, each measured by itself
+    #[arg(long, value_delimiter = ',', default_value = "local,tcp", value_name = "NAME")]
+    pub(crate) transport: Vec<String>,
+    /// Bytes of the handoff of which the exposed time is measured; less if memory is short
+    /// [default: 1GiB, with --quick 64MiB]
+    #[arg(long, value_parser = parse_bytes, value_name = "SIZE")]
+    pub(crate) size: Option<u64>,
+    /// Rounds; seven or more to judge by [default: 7, with --quick 2]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(crate) rounds: Option<u32>,
+    /// Small and short
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// No progress bar and no remarks
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
+}
+
+/// What is measured of handoffs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Measure {
+    /// What is left of a transfer when prefill has been computed
+    Exposed,
+    /// What the connector costs a scheduler step
+    Step,
+    /// Planning between engines of unequal tensor parallelism
+    Plan,
+    /// Bytes of control messages
+    Control,
+    /// A handoff of one block between two engines
+    OneBlock,
+}
+
+impl Measure {
+    pub(crate) const ALL: [Measure; 5] =
+        [Self::Exposed, Self::Step, Self::Plan, Self::Control, Self::OneBlock];
 }
 
 impl BenchArgs {

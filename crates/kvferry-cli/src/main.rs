@@ -1,6 +1,6 @@
 //! The `kvferry` command: it shows KV cache moving between two processes, and measures how fast.
 //!
-//! `cli.rs` is what can be typed, `demo/`, `bench/` and `doctor/` are what then happens, and the rest are their
+//! `cli.rs` is what can be typed, `demo/`, `bench/`, `handoff_bench/` and `doctor/` are what then happens, and the rest are their
 //! tools: block tables (`blocks.rs`), bytes that say where they belong (`content.rs`), model shapes
 //! (`model.rs`), statistics (`stats.rs`), helper processes (`child.rs`, `lines.rs`).
 
@@ -14,6 +14,7 @@ mod content;
 mod demo;
 mod doctor;
 mod failure;
+mod handoff_bench;
 mod lines;
 mod machine;
 mod model;
@@ -34,10 +35,13 @@ fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Demo(args) => interruptible(|| demo::run(&args)),
         Command::Bench(args) => interruptible(|| bench::run(&args)),
+        Command::BenchHandoff(args) => interruptible(|| handoff_bench::run(&args)),
         Command::Doctor(args) => interruptible(|| doctor::run(&args)),
         Command::Version { json } => version::run(json),
         Command::DemoDecode => demo::decode::run(),
         Command::BenchTarget { core } => bench::target::run_child(core),
+        Command::BenchHandoffProducer => handoff_bench::producer::run(),
+        Command::BenchHandoffPrefill => handoff_bench::engines::run_prefill(),
         Command::DoctorProbe { probe } => doctor::helper::run(probe),
     };
     match outcome {

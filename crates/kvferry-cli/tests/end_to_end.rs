@@ -105,6 +105,36 @@ fn a_quick_bench_measures_every_part_and_draws_it() {
 }
 
 #[test]
+fn a_quick_bench_of_handoffs_measures_everything_and_judges_what_has_a_bound() {
+    let output = run(&["bench-handoff", "--quick", "--json", "--rounds", "1"]);
+    // It is too short to judge by, but judged.
+    assert!(matches!(code(&output), Some(0 | 1)), "{}", errors(&output));
+    let report = json(&output);
+    assert_eq!(report["schema"], "kvferry.bench-handoff/1");
+    assert_eq!(report["ok"], code(&output) == Some(0), "{}", errors(&output));
+    let rows = report["rows"].as_array().expect("rows");
+    let judged = |part: &str, transport: Option<&str>, most: f64| {
+        rows.iter().any(|row| {
+            row["part"] == part
+                && row["transport"].as_str() == transport
+                && row["required"]["at_most"] == most
+                && row["reached"]["median"].as_f64() > Some(0.0)
+                && row["ok"].is_boolean()
+        })
+    };
+    for transport in ["local", "tcp"] {
+        for (part, most) in
+            [("exposed", 0.15), ("exposed", 0.3), ("control", 4.0), ("one block", 1.0)]
+        {
+            assert!(judged(part, Some(transport), most), "{part}, {transport}: {report}");
+        }
+    }
+    for (part, most) in [("step", 200.0), ("plan", 1.0), ("plan", 20.0)] {
+        assert!(judged(part, None, most), "{part}: {report}");
+    }
+}
+
+#[test]
 fn a_bench_moves_the_tables_of_a_model_and_of_a_trace() {
     let file = std::env::temp_dir().join(format!("kvferry-trace-{}", std::process::id()));
     let trace = "[[0, 8192, 4096], [20000, 5, 100]]\n\

@@ -67,20 +67,20 @@ pub(super) struct Choice {
 /// What a figure must reach.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Bound {
+pub(crate) enum Bound {
     AtLeast(f64),
     AtMost(f64),
 }
 
 impl Bound {
-    fn holds(self, value: f64) -> bool {
+    pub(crate) fn holds(self, value: f64) -> bool {
         match self {
             Bound::AtLeast(bound) => value >= bound,
             Bound::AtMost(bound) => value <= bound,
         }
     }
 
-    pub(super) fn describe(self) -> String {
+    pub(crate) fn describe(self) -> String {
         match self {
             Bound::AtLeast(bound) => format!("≥ {bound}"),
             Bound::AtMost(bound) => format!("≤ {bound}"),

@@ -15,10 +15,10 @@ use crate::units;
 /// the source and the memory that is the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "(usize, usize, usize)", from = "(usize, usize, usize)")]
-pub(super) struct Pair {
-    pub(super) source: usize,
-    pub(super) destination: usize,
-    pub(super) len: usize,
+pub(crate) struct Pair {
+    pub(crate) source: usize,
+    pub(crate) destination: usize,
+    pub(crate) len: usize,
 }
 
 impl From<(usize, usize, usize)> for Pair {

@@ -10,17 +10,17 @@ use serde::{Deserialize, Serialize};
 
 /// So far, or between two moments.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Usage {
-    pub(super) cpu: Duration,
+pub(crate) struct Usage {
+    pub(crate) cpu: Duration,
     /// Times a thread gave up its core to wait: each is followed by a wake-up.
-    pub(super) waits: u64,
+    pub(crate) waits: u64,
     /// Times a thread was put aside for another.
-    pub(super) preemptions: u64,
+    pub(crate) preemptions: u64,
 }
 
 impl Usage {
     /// Threads that have ended are not counted as waiters.
-    pub(super) fn of(pid: u32) -> io::Result<Usage> {
+    pub(crate) fn of(pid: u32) -> io::Result<Usage> {
         let mut usage = Usage { cpu: process_cpu_time(pid)?, ..Usage::default() };
         for thread in fs::read_dir(format!("/proc/{pid}/task"))? {
             // It may have ended since.
@@ -35,7 +35,7 @@ impl Usage {
         Ok(usage)
     }
 
-    pub(super) fn here() -> io::Result<Usage> {
+    pub(crate) fn here() -> io::Result<Usage> {
         Usage::of(std::process::id())
     }
 }

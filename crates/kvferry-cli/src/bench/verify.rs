@@ -13,7 +13,7 @@ use super::pages::Pages;
 use super::tables::Pair;
 
 /// Memory of any program: a region of the agent, or the floor's pages.
-pub(super) trait Memory {
+pub(crate) trait Memory {
     fn bytes(&self) -> usize;
     fn put(&mut self, offset: usize, bytes: &[u8]) -> Result<(), Failure>;
     fn take(&self, offset: usize, bytes: &mut [u8]) -> Result<(), Failure>;
@@ -80,7 +80,7 @@ fn must_fit(memory: &(impl Memory + ?Sized), span: usize) -> Result<(), Failure>
 }
 
 /// The source: its first `span` bytes.
-pub(super) fn fill(
+pub(crate) fn fill(
     memory: &mut (impl Memory + ?Sized),
     seed: u64,
     span: usize,
@@ -96,14 +96,14 @@ pub(super) fn fill(
 }
 
 /// The destination: bytes that only this process knows, by the number returned.
-pub(super) fn poison(memory: &mut (impl Memory + ?Sized), span: usize) -> Result<u64, Failure> {
+pub(crate) fn poison(memory: &mut (impl Memory + ?Sized), span: usize) -> Result<u64, Failure> {
     let poison = random();
     fill(memory, poison, span)?;
     Ok(poison)
 }
 
 /// What is wrong in the first `span` bytes of a destination, if anything.
-pub(super) fn check(
+pub(crate) fn check(
     memory: &(impl Memory + ?Sized),
     seed: u64,
     poison: u64,

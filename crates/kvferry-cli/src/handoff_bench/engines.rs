@@ -1,0 +1,354 @@
+//! A handoff of one block between two engines: the reference engine on the connector, prefill in a
+//! second process and decode in this one, both requests under way at the same time.
+//!
+//! Timed from the moment when the prompt's last layer has been computed there, to the moment when the
+//! first layer of the decode engine's first step on it begins here. That step computes the prompt's
+//! last token again; what it says is compared with what the model says without any engine.
+//!
+//! Engines step as long as they have work, as vLLM's do. vLLM's loop pauses for a millisecond after a
+//! step that computed nothing, so that others get to run; that would be most of what is measured
+//! here. This one gives its core away where somebody else wants it, and pauses where it does not
+//! matter: in prefill, once the prompt has been computed.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use kvferry::{Agent, Transports};
+use kvferry_connector::{HandoffId, Offered, produce};
+use kvferry_refengine::contract::vllm::{ConnectorMeta, TransferResults, WorkerConnector};
+use kvferry_refengine::ferry::{Ferry, FerryConfig};
+use kvferry_refengine::{
+    Connector, Engine, EngineConfig, GroupCache, GroupSpec, KvCaches, KvMemory, LayerEvent,
+    ModelSpec, Params, Rank, Request, continuation,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::blocks::Numbers;
+use crate::child::{Child, answer_parent};
+use crate::failure::Failure;
+use crate::stats::{Spread, quantile_of};
+use crate::{child, machine};
+
+use super::Settings;
+use super::rank::PATIENCE;
+use super::report::Row;
+
+const BLOCK_TOKENS: usize = 128;
+/// The last token is not handed over: decode computes it.
+const PROMPT_TOKENS: usize = BLOCK_TOKENS + 1;
+const LAYERS: usize = 8;
+const HEADS: usize = 8;
+/// Of a key, and of a value.
+const HEAD_BYTES: usize = 32;
+/// Handoffs at a time, where many are.
+const IN_FLIGHT: usize = 64;
+const MOST_MS: f64 = 1.0;
+/// Of an engine for whose next step nobody waits.
+const PAUSE: Duration = Duration::from_micros(200);
+
+pub(super) fn run(settings: &mut Settings) -> Result<Vec<Row>, Failure> {
+    let mut rows = Vec::new();
+    for transport in settings.transports.clone() {
+        rows.extend(over(settings, &transport)?);
+    }
+    Ok(rows)
+}
+
+fn over(settings: &Settings, transport: &str) -> Result<Vec<Row>, Failure> {
+    settings.bar.set_message(format!("one block, {transport}"));
+    let (each, many) = if settings.args.quick { (10, 64) } else { (50, 512) };
+    let mut first = Vec::new();
+    let (mut p50, mut p99, mut rate) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..settings.rounds {
+        // Each round has engines that do not know each other.
+        let mut pair = Pair::start(transport)?;
+        first.push(pair.one()?);
+        let mut times = (0..each).map(|_| pair.one()).collect::<Result<Vec<_>, _>>()?;
+        p50.push(quantile_of(&mut times, 0.5));
+        p99.push(quantile_of(&mut times, 0.99));
+        rate.push(many as f64 / pair.many(many)?.as_secs_f64());
+    }
+    let bytes = crate::units::bytes((BLOCK_TOKENS * LAYERS * HEADS * 2 * HEAD_BYTES) as u64);
+    let row = |what: String, unit, values| {
+        Row::new("one block", what, unit, Spread::of(values)).over(transport)
+    };
+    let of = format!("{each} handoffs of {BLOCK_TOKENS} tokens, {bytes}");
+    Ok(vec![
+        row(format!("{of}: p50"), "ms", p50).at_most(MOST_MS),
+        row(format!("{of}: p99"), "ms", p99),
+        row("the first between two engines".to_owned(), "ms", first),
+        row(format!("{many} handoffs, {IN_FLIGHT} in flight"), "per s", rate),
+    ])
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Ask {
+    /// First. Answers where its agent listens.
+    Start { transport: String },
+    /// Prefills a request. Answers the moment when its last layer had been computed, by the shared
+    /// clock, once its blocks are not read any more.
+    Prefill(u64),
+    /// Prefills requests from one number to another, so many at a time.
+    Many(u64, u64),
+}
+
+fn model() -> ModelSpec {
+    ModelSpec::new(vec![GroupSpec::full(HEADS, HEAD_BYTES)], LAYERS)
+}
+
+fn config() -> EngineConfig {
+    let mut config = EngineConfig::new(model());
+    // The null block is one of them.
+    config.groups = vec![GroupCache::new(BLOCK_TOKENS, 2 * IN_FLIGHT + 1)];
+    config.prefix_caching = false;
+    (config.step_tokens, config.chunk_tokens) = (2 * PROMPT_TOKENS, 2 * PROMPT_TOKENS);
+    config.max_running = IN_FLIGHT;
+    config
+}
+
+fn prompt(request: u64) -> Vec<u32> {
+    let mut numbers = Numbers::from_seed(request);
+    (0..PROMPT_TOKENS).map(|_| numbers.below(model().vocab.into()) as u32).collect()
+}
+
+fn name(request: u64) -> String {
+    format!("request-{request}")
+}
+
+fn transfer(request: u64) -> HandoffId {
+    HandoffId::new(&name(request)).expect("it is short")
+}
+
+/// An engine whose connector is looked at.
+struct Node {
+    engine: Engine,
+    address: String,
+    seen: Arc<Seen>,
+}
+
+/// When something happened last, by the shared clock, in nanoseconds.
+#[derive(Debug, Default)]
+struct Seen {
+    first_layer_began: AtomicU64,
+    last_layer_ended: AtomicU64,
+}
+
+impl Node {
+    fn start(transport: &str) -> Result<Node, Failure> {
+        let agent = Agent::builder().transports(Transports::parse(transport)?).start()?;
+        let config = config();
+        let ferry = Ferry::new(&config, vec![agent], FerryConfig::default());
+        let address = ferry.address(0).to_owned();
+        let seen = Arc::<Seen>::default();
+        let mut connector = ferry.vllm();
+        let watch = |inner| Box::new(Watched { inner, seen: seen.clone() }) as Box<_>;
+        connector.workers = connector.workers.into_iter().map(watch).collect();
+        let engine = Engine::new(config, Connector::Vllm(connector));
+        let engine = engine.map_err(|error| Failure::Failed(error.to_string()))?;
+        Ok(Node { engine, address, seen })
+    }
+
+    fn submit(&mut self, request: u64, params: Params) -> Result<(), Failure> {
+        let request = Request::new(name(request), prompt(request), 1).with_params(params);
+        self.engine.submit(request).map_err(|error| Failure::Failed(error.to_string()))
+    }
+
+    /// A step, and then a pause if it computed nothing. How many requests have ended, all of which
+    /// said what they should.
+    fn step(&mut self, pause: impl FnOnce()) -> Result<usize, Failure> {
+        let step = self.engine.step().map_err(|error| Failure::Failed(error.to_string()))?;
+        if step.tokens == 0 {
+            pause();
+        }
+        let outputs = self.engine.take_outputs();
+        for output in &outputs {
+            let number = output.id.as_str().trim_start_matches("request-").parse();
+            let number = number.map_err(|_| Failure::Check(format!("who is {}?", output.id)))?;
+            if output.tokens != continuation(&model(), &prompt(number), 1) {
+                return Err(Failure::Check(format!("{} said something wrong", output.id)));
+            }
+        }
+        Ok(outputs.len())
+    }
+}
+
+/// The decode engine, and prefill's process.
+struct Pair {
+    prefill: Child,
+    address: String,
+    decode: Node,
+    requests: u64,
+}
+
+impl Pair {
+    fn start(transport: &str) -> Result<Pair, Failure> {
+        let mut prefill = Child::spawn(&["bench-handoff-prefill"])?;
+        let address = prefill.ask(&Ask::Start { transport: transport.to_owned() })?;
+        Ok(Pair { prefill, address, decode: Node::start(transport)?, requests: 0 })
+    }
+
+    fn submit(&mut self, request: u64) -> Result<(), Failure> {
+        let (transfer, address) = (transfer(request), self.address.clone());
+        let offered = Offered { transfer, address, engine: None, tokens: None };
+        self.decode.submit(request, offered.to_params())
+    }
+
+    /// One handoff, in milliseconds.
+    fn one(&mut self) -> Result<f64, Failure> {
+        let request = self.requests;
+        self.requests += 1;
+        self.submit(request)?;
+        self.prefill.tell(&Ask::Prefill(request))?;
+        self.run_until_ended(1)?;
+        let began = self.decode.seen.first_layer_began.load(Ordering::Relaxed);
+        let computed: u64 = self.prefill.hear_within(PATIENCE)?;
+        Ok(began.saturating_sub(computed) as f64 / 1e6)
+    }
+
+    fn run_until_ended(&mut self, count: usize) -> Result<(), Failure> {
+        let (mut ended, until) = (0, Instant::now() + PATIENCE);
+        while ended < count {
+            ended += self.decode.step(std::thread::yield_now)?;
+            if Instant::now() > until {
+                return Err(Failure::Failed("a handoff between two engines does not end".into()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Many handoffs.
+    fn many(&mut self, count: usize) -> Result<Duration, Failure> {
+        let (first, end) = (self.requests, self.requests + count as u64);
+        self.requests = end;
+        let began = Instant::now();
+        self.prefill.tell(&Ask::Many(first, end))?;
+        let (mut next, mut ended) = (first, first);
+        while ended < end {
+            while next < end && next - ended < IN_FLIGHT as u64 {
+                self.submit(next)?;
+                next += 1;
+            }
+            ended += self.decode.step(|| std::thread::sleep(PAUSE))? as u64;
+            if began.elapsed() > PATIENCE {
+                return Err(Failure::Failed("handoffs between two engines do not end".into()));
+            }
+        }
+        let took = began.elapsed();
+        self.prefill.hear_within::<()>(PATIENCE)?;
+        Ok(took)
+    }
+}
+
+/// `kvferry bench-handoff-prefill`.
+pub(crate) fn run_prefill() -> Result<(), Failure> {
+    let mut node = None;
+    answer_parent(|ask| {
+        if let Ask::Start { transport } = ask {
+            let started = Node::start(&transport)?;
+            let address = started.address.clone();
+            node = Some(started);
+            return child::value(&address);
+        }
+        let node: &mut Node =
+            node.as_mut().ok_or_else(|| Failure::Usage("it has not started".into()))?;
+        match ask {
+            Ask::Start { .. } => Err(Failure::Usage("it has started".into())),
+            Ask::Prefill(request) => {
+                node.prefill(request..request + 1)?;
+                child::value(&node.seen.last_layer_ended.load(Ordering::Relaxed))
+            }
+            Ask::Many(first, end) => child::value(&node.prefill(first..end)?),
+        }
+    })
+}
+
+impl Node {
+    fn prefill(&mut self, requests: std::ops::Range<u64>) -> Result<(), Failure> {
+        let (mut next, mut held) = (requests.start, 0);
+        while next < requests.end || self.engine.has_work() {
+            // What is held has blocks, too.
+            while next < requests.end && held < IN_FLIGHT {
+                self.submit(next, produce(Some(&transfer(next))))?;
+                (next, held) = (next + 1, held + 1);
+            }
+            let step = self.engine.step().map_err(|error| Failure::Failed(error.to_string()))?;
+            held = step.held + step.unfinished;
+            drop(self.engine.take_outputs());
+            if step.tokens == 0 {
+                std::thread::sleep(PAUSE);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A worker half that notes when layers are computed.
+struct Watched {
+    inner: Box<dyn WorkerConnector>,
+    seen: Arc<Seen>,
+}
+
+fn note(moment: &AtomicU64) {
+    moment.store(machine::shared_clock().as_nanos() as u64, Ordering::Relaxed);
+}
+
+impl WorkerConnector for Watched {
+    fn allocate_kv_memory(
+        &mut self,
+        rank: Rank,
+        storage: usize,
+        len_bytes: usize,
+    ) -> Option<Arc<dyn KvMemory>> {
+        self.inner.allocate_kv_memory(rank, storage, len_bytes)
+    }
+
+    fn register_kv_caches(&mut self, caches: &Arc<KvCaches>) {
+        self.inner.register_kv_caches(caches);
+    }
+
+    fn get_handshake_metadata(&mut self) -> Vec<u8> {
+        self.inner.get_handshake_metadata()
+    }
+
+    fn handle_preemptions(&mut self, meta: &ConnectorMeta) {
+        self.inner.handle_preemptions(meta);
+    }
+
+    fn bind_connector_metadata(&mut self, meta: &ConnectorMeta) {
+        self.inner.bind_connector_metadata(meta);
+    }
+
+    fn start_load_kv(&mut self) {
+        self.inner.start_load_kv();
+    }
+
+    fn wait_for_layer_load(&mut self, layer: usize) {
+        if layer == 0 {
+            note(&self.seen.first_layer_began);
+        }
+        self.inner.wait_for_layer_load(layer);
+    }
+
+    fn save_kv_layer(&mut self, layer: usize, computed: &LayerEvent) {
+        if layer + 1 == LAYERS {
+            note(&self.seen.last_layer_ended);
+        }
+        self.inner.save_kv_layer(layer, computed);
+    }
+
+    fn wait_for_save(&mut self) {
+        self.inner.wait_for_save();
+    }
+
+    fn get_transfer_results(
+        &mut self,
+        finished: &[kvferry_refengine::RequestId],
+    ) -> TransferResults {
+        self.inner.get_transfer_results(finished)
+    }
+
+    fn build_connector_worker_meta(&mut self) -> Option<Vec<u8>> {
+        self.inner.build_connector_worker_meta()
+    }
+}

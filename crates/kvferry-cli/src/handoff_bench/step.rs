@@ -1,0 +1,302 @@
+//! What the connector costs a scheduler step, on the engine's thread: both halves, 256 live requests.
+//!
+//! | how many | |
+//! |---|---|
+//! | 64 | have been produced, and wait to be fetched |
+//! | 64 | are being prefilled, and fetched meanwhile: each step computes a chunk in new blocks |
+//! | 128 | are being fetched |
+//!
+//! In each step of the measured kind two requests more are admitted and fetched, which end soon
+//! after, and are reported. The peer is a second process. Steps take as long as on a device; only the
+//! calls are timed.
+
+use std::time::{Duration, Instant};
+
+use kvferry_connector::{
+    BlockTable, EngineId, Finish, GroupRule, Offered, Orders, Params, Request, Scheduled, Scheduler,
+    SchedulerConfig, produce,
+};
+use kvferry_proto::layout::Kind;
+
+use crate::failure::Failure;
+use crate::machine;
+use crate::stats::{Spread, median};
+
+use super::exposed::{BLOCK_TOKENS, LAYERS};
+use super::producer::{Producer, Step};
+use super::rank::{Build, Geometry, PATIENCE, Rank, Ready, compute, failed, held, id, want};
+use super::report::Row;
+use super::{PIECES, Settings};
+
+const HELD: u32 = 64;
+const PREFILLED: u32 = 64;
+const FETCHED: u32 = 128;
+/// Admitted in each step, and fetched at once.
+const ADMITTED: u32 = 2;
+/// Computed of each prefill in a step: 2048 of all.
+const CHUNK_TOKENS: u32 = 32;
+/// Of a request that is held, or fetched at once.
+const SHORT_TOKENS: u32 = 128;
+const POOL: u32 = 4096;
+/// On the device.
+const STEP_TAKES: Duration = Duration::from_millis(20);
+const MOST_US: f64 = 200.0;
+
+pub(super) fn run(settings: &mut Settings) -> Result<Vec<Row>, Failure> {
+    let live = HELD + PREFILLED + FETCHED;
+    let mut rows = Vec::new();
+    let name = |what: &str| format!("{live} live requests: {what}");
+    for (what, kind) in [("all moving", Moving::Device), ("all moving, no device", Moving::Host)] {
+        let [all, scheduler, worker] = measure(settings, Some(kind))?;
+        let row = Row::new("step", name(what), "µs", all);
+        rows.push(if kind == Moving::Device { row.at_most(MOST_US) } else { row });
+        let part = |half, spread| Row::new("step", name(&format!("{what}, {half}")), "µs", spread);
+        rows.extend([part("scheduler half", scheduler), part("worker half", worker)]);
+    }
+    let [all, ..] = measure(settings, None)?;
+    rows.push(Row::new("step", name("no news"), "µs", all));
+    Ok(rows)
+}
+
+/// When the layers of a step have been computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Moving {
+    /// Long after they were launched: they say so by events.
+    Device,
+    /// When the engine's thread says it.
+    Host,
+}
+
+struct Engine {
+    rank: Rank,
+    scheduler: Scheduler,
+    peer: Producer,
+    /// What is computed of each prefill.
+    until: u32,
+    prefill_tokens: u32,
+    admitted: u32,
+    /// Admitted, and received since the last step.
+    received: Vec<String>,
+}
+
+/// The median step of each round: all, the scheduler half, the worker half, in microseconds.
+fn measure(settings: &Settings, moving: Option<Moving>) -> Result<[Spread; 3], Failure> {
+    let steps = if settings.args.quick { 10 } else { 50 };
+    let mut engine = Engine::start(settings.rounds as u32 * steps + 1)?;
+    let mut rounds = [const { Vec::new() }; 3];
+    // One that is not counted: it begins what goes on in the others.
+    engine.step(moving)?;
+    for _ in 0..settings.rounds {
+        settings.bar.set_message(format!("step, {moving:?}"));
+        let mut halves = [Vec::new(), Vec::new()];
+        for _ in 0..steps {
+            let times = engine.step(moving)?;
+            for (half, time) in halves.iter_mut().zip(times) {
+                half.push(time.as_secs_f64() * 1e6);
+            }
+        }
+        let both: Vec<_> = halves[0].iter().zip(&halves[1]).map(|(one, other)| one + other).collect();
+        for (rounds, times) in rounds.iter_mut().zip([&both, &halves[0], &halves[1]]) {
+            rounds.push(median(times));
+        }
+    }
+    engine.check()?;
+    Ok(rounds.map(Spread::of))
+}
+
+/// So many blocks of a request, somewhere in the pool; nobody looks at what is in them.
+fn blocks(first: u32, count: u32) -> Vec<u32> {
+    (first..first + count).map(|block| block.wrapping_mul(2_654_435_761) % POOL).collect()
+}
+
+fn whole(tokens: u32) -> Vec<u32> {
+    blocks(0, tokens / BLOCK_TOKENS)
+}
+
+impl Engine {
+    /// With everything live, for so many steps.
+    fn start(steps: u32) -> Result<Engine, Failure> {
+        let geometry = Geometry {
+            layers: LAYERS,
+            blocks: POOL,
+            block_tokens: BLOCK_TOKENS,
+            heads: 1,
+            content: 1,
+        };
+        let build = |engine| Build {
+            engine,
+            transport: "local".to_owned(),
+            ready: Ready::Layers { pieces: PIECES },
+            geometry,
+        };
+        let (mut peer, rank) = (Producer::start(&build(1))?, Rank::unintroduced(&build(2))?);
+        let config = SchedulerConfig {
+            groups: vec![GroupRule { kind: Kind::Full, block_tokens: BLOCK_TOKENS }],
+            ranks: 1,
+            timeout: PATIENCE,
+            eager: true,
+        };
+        let mut scheduler = Scheduler::new(config, EngineId(2));
+        let introduced = scheduler.introduce(vec![rank.worker.card().to_vec()]);
+        introduced.map_err(|error| Failure::Failed(error.to_string()))?;
+        let prefill_tokens = steps * CHUNK_TOKENS;
+        let address = rank.agent.advertised().to_owned();
+        // What will be admitted is there already.
+        for admitted in 0..steps * ADMITTED {
+            let name = format!("admitted-{admitted}");
+            let table = BlockTable::new(0, whole(SHORT_TOKENS));
+            let computes = vec![compute(&name, 0..SHORT_TOKENS, SHORT_TOKENS, table)];
+            peer.obey(&Orders { computes, ..Orders::default() })?;
+            peer.obey(&Orders { endings: vec![held(&name)], ..Orders::default() })?;
+        }
+        let wants = (0..PREFILLED).map(|n| {
+            want(&format!("prefilled-{n}"), &address, &whole(prefill_tokens), prefill_tokens)
+        });
+        peer.obey(&Orders { wants: wants.collect(), ..Orders::default() })?;
+        let received = Vec::new();
+        let mut engine =
+            Engine { rank, scheduler, peer, until: 0, prefill_tokens, admitted: 0, received };
+        engine.populate()?;
+        Ok(engine)
+    }
+
+    /// What is held, and what is fetched and never comes.
+    fn populate(&mut self) -> Result<(), Failure> {
+        let names: Vec<_> = (0..HELD).map(|n| format!("held-{n}")).collect();
+        let params: Vec<_> = names.iter().map(|name| produce(Some(&id(name)))).collect();
+        let named = names.iter().zip(&params);
+        let requests: Vec<_> =
+            named.map(|(name, params)| request(name, SHORT_TOKENS, params)).collect();
+        for request in &requests {
+            self.scheduler.arrived(request);
+        }
+        let scheduled = names.iter().map(|name| Scheduled {
+            request: name,
+            computed: 0,
+            tokens: SHORT_TOKENS.into(),
+            all: true,
+            blocks: vec![whole(SHORT_TOKENS)],
+        });
+        let orders = self.scheduler.step(scheduled, []).encode();
+        self.rank.worker.obey(&orders).map_err(failed)?;
+        self.rank.worker.step_computed(None);
+        for request in &requests {
+            assert!(self.scheduler.finished(request, Finish::Length, None).held, "all is there");
+        }
+        for n in 0..FETCHED {
+            let params = self.offered(&format!("fetched-{n}"));
+            self.fetch(&format!("fetched-{n}"), &params);
+        }
+        for n in 0..PREFILLED {
+            let name = format!("prefilled-{n}");
+            let params = produce(Some(&id(&name)));
+            self.scheduler.arrived(&request(&name, self.prefill_tokens, &params));
+        }
+        Ok(())
+    }
+
+    fn offered(&self, name: &str) -> Params {
+        let address = self.peer.address.clone();
+        Offered { transfer: id(name), address, engine: None, tokens: None }.to_params()
+    }
+
+    /// The scheduler's calls for a request that is admitted.
+    fn fetch(&mut self, name: &str, params: &Params) {
+        // The last token is computed here.
+        let request = request(name, SHORT_TOKENS + 1, params);
+        self.scheduler.arrived(&request);
+        std::hint::black_box(self.scheduler.matched(&request, 0));
+        let blocks = [whole(SHORT_TOKENS)];
+        self.scheduler.allocated(&request, 0, SHORT_TOKENS.into(), &blocks);
+    }
+
+    /// A step; what the halves' calls in it took.
+    fn step(&mut self, moving: Option<Moving>) -> Result<[Duration; 2], Failure> {
+        let names: Vec<_> = (0..PREFILLED).map(|n| format!("prefilled-{n}")).collect();
+        let (computed, new) = (self.until, CHUNK_TOKENS / BLOCK_TOKENS);
+        let mut scheduled = Vec::new();
+        let mut admitted = Vec::new();
+        if moving.is_some() {
+            self.until += CHUNK_TOKENS;
+            scheduled.extend(names.iter().map(|name| Scheduled {
+                request: name,
+                computed: computed.into(),
+                tokens: CHUNK_TOKENS.into(),
+                all: computed == 0,
+                blocks: vec![blocks(computed / BLOCK_TOKENS, new)],
+            }));
+            for _ in 0..ADMITTED {
+                let name = format!("admitted-{}", self.admitted);
+                self.admitted += 1;
+                let params = self.offered(&name);
+                admitted.push((name, params));
+            }
+        }
+        let ended = std::mem::take(&mut self.received);
+        let ended: Vec<_> = ended.into_iter().map(|name| (self.offered(&name), name)).collect();
+
+        let began = Instant::now();
+        for (params, name) in &ended {
+            let request = request(name, SHORT_TOKENS + 1, params);
+            self.scheduler.finished(&request, Finish::Length, None);
+        }
+        for (name, params) in &admitted {
+            self.fetch(name, params);
+        }
+        let orders = self.scheduler.step(scheduled, []).encode();
+        let scheduler_took = began.elapsed();
+
+        let began = Instant::now();
+        let worker = &self.rank.worker;
+        worker.obey(&orders).map_err(failed)?;
+        let layers = self.rank.layers();
+        let step = Step { began: machine::shared_clock(), layers, takes: STEP_TAKES };
+        let event = |layer| match moving {
+            Some(Moving::Device) => Some(Box::new(step.event(layer)) as _),
+            _ => None,
+        };
+        for layer in 0..layers {
+            worker.layer_computed(layer, event(layer));
+        }
+        worker.fetch();
+        worker.step_computed(event(layers - 1));
+        let launch_took = began.elapsed();
+
+        std::thread::sleep(STEP_TAKES);
+        let began = Instant::now();
+        let reports = worker.reports();
+        let reports_took = began.elapsed();
+        if !reports.failed.is_empty() {
+            return Err(Failure::Failed(format!("{:?} could not be fetched", reports.failed)));
+        }
+
+        let began = Instant::now();
+        if let Some(notes) = &reports.notes {
+            self.scheduler.reported(0, notes);
+        }
+        self.scheduler.sent(reports.sent.iter().map(String::as_str));
+        self.scheduler.received(reports.received.iter().map(String::as_str));
+        let reported_took = began.elapsed();
+        self.received = reports.received;
+        Ok([scheduler_took + reported_took, launch_took + reports_took])
+    }
+
+    /// Whether everything was as live as it should be.
+    fn check(&mut self) -> Result<(), Failure> {
+        std::thread::sleep(STEP_TAKES);
+        self.step(None)?;
+        self.step(None)?;
+        let gauges = self.scheduler.gauges();
+        let gauge = |name| gauges.iter().find(|(of, _)| *of == name).map_or(0, |(_, value)| *value);
+        let (held, fetching) = (gauge("held") as u32, gauge("fetching") as u32);
+        if (held, fetching) == (HELD, FETCHED) {
+            Ok(())
+        } else {
+            Err(Failure::Check(format!("{held} are held and {fetching} fetched at the end")))
+        }
+    }
+}
+
+fn request<'a>(id: &'a str, tokens: u32, params: &'a Params) -> Request<'a> {
+    Request { id, prompt_tokens: tokens.into(), params: Some(params) }
+}
