@@ -4,7 +4,7 @@
 //! an event has happened, perhaps long after. In between the request may lose its blocks, and be
 //! computed again: each time is an *attempt*, and what belongs to an earlier one is dropped.
 
-use crate::orders::Compute;
+use crate::orders::Offer;
 use crate::rank::Rank;
 use crate::worker::{Announce, Computed};
 use kvferry_proto::WireCode;
@@ -71,13 +71,15 @@ impl Produced {
     pub(crate) fn compute(
         self: &Arc<Self>,
         rank: &Rank,
-        compute: Compute,
+        offer: Option<Offer>,
+        until: u32,
+        blocks: Vec<BlockTable>,
     ) -> Result<Option<Part>, crate::rank::Fault> {
         let mut inner = self.lock();
         if inner.ended.is_some() {
             return Ok(None);
         }
-        if let Some(offer) = compute.offer {
+        if let Some(offer) = offer {
             (inner.tokens, inner.eager) = (offer.tokens, offer.eager);
             (inner.until, inner.complete) = (0, false);
             inner.unsaid.clear();
@@ -86,10 +88,10 @@ impl Produced {
                 inner.offered = true;
             }
         }
-        if !inner.offered || !inner.add(compute.blocks) {
+        if !inner.offered || !inner.add(blocks) {
             return Ok(None);
         }
-        let (from, until) = (inner.until, compute.until.min(inner.tokens));
+        let (from, until) = (inner.until, until.min(inner.tokens));
         if until <= from {
             return Ok(None);
         }

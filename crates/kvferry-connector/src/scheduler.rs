@@ -294,6 +294,8 @@ impl Scheduler {
             self.produced.preempted(request, &mut self.orders);
         }
         let SchedulerConfig { groups, eager, .. } = &self.config;
+        let scheduled = scheduled.into_iter();
+        self.orders.computes.reserve(scheduled.size_hint().0);
         for scheduled in scheduled {
             self.produced.computed(scheduled, groups, *eager, &mut self.orders);
         }

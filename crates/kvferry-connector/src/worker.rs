@@ -405,8 +405,8 @@ impl Inner {
     }
 
     fn compute(&self, state: &mut State, compute: Compute) {
-        let request = compute.request.clone();
-        if let Some(offer) = &compute.offer
+        let Compute { request, offer, until, blocks } = compute;
+        if let Some(offer) = &offer
             && !state.produced.contains_key(&request)
         {
             let transfer = offer.transfer.clone();
@@ -415,7 +415,7 @@ impl Inner {
             state.produced.insert(request.clone(), (transfer, produced));
         }
         let Some((_, produced)) = state.produced.get(&request) else { return };
-        match produced.compute(self.rank(), compute) {
+        match produced.compute(self.rank(), offer, until, blocks) {
             Ok(part) => state.parts.extend(part),
             Err(error) => {
                 tracing::warn!(request, %error, "a request's KV can't be offered");
