@@ -62,7 +62,8 @@ fn over(settings: &Settings, transport: &str) -> Result<Vec<Row>, Failure> {
     let what = format!("{TOKENS} tokens, {LAYERS} layers, {chunks} × {PIECES} pieces");
     Ok(vec![
         Row::new("control", what, "KiB", each).over(transport).at_most(MOST_KIB),
-        Row::new("control", "handshake and introduction, once", "KiB", introduction).over(transport),
+        Row::new("control", "handshake and introduction, once", "KiB", introduction)
+            .over(transport),
     ])
 }
 

@@ -60,6 +60,7 @@ fn over(settings: &Settings, transport: &str) -> Result<Vec<Row>, Failure> {
     let (each, many) = if settings.args.quick { (10, 64) } else { (50, 512) };
     let mut first = Vec::new();
     let (mut p50, mut p99, mut rate) = (Vec::new(), Vec::new(), Vec::new());
+    let mut alone = Vec::new();
     for _ in 0..settings.rounds {
         // Each round has engines that do not know each other.
         let mut pair = Pair::start(transport)?;
@@ -68,6 +69,7 @@ fn over(settings: &Settings, transport: &str) -> Result<Vec<Row>, Failure> {
         p50.push(quantile_of(&mut times, 0.5));
         p99.push(quantile_of(&mut times, 0.99));
         rate.push(many as f64 / pair.many(many)?.as_secs_f64());
+        alone.push(many as f64 / without_handoffs(many)?.as_secs_f64());
     }
     let bytes = crate::units::bytes((BLOCK_TOKENS * LAYERS * HEADS * 2 * HEAD_BYTES) as u64);
     let row = |what: String, unit, values| {
@@ -79,7 +81,24 @@ fn over(settings: &Settings, transport: &str) -> Result<Vec<Row>, Failure> {
         row(format!("{of}: p99"), "ms", p99),
         row("the first between two engines".to_owned(), "ms", first),
         row(format!("{many} handoffs, {IN_FLIGHT} in flight"), "per s", rate),
+        row(format!("{many} prompts of one engine, no handoffs"), "per s", alone),
     ])
+}
+
+/// What an engine takes for as many prompts by itself: most of what handoffs between two take, too.
+fn without_handoffs(count: usize) -> Result<Duration, Failure> {
+    let engine = Engine::new(config(), Connector::None);
+    let mut engine = engine.map_err(|error| Failure::Failed(error.to_string()))?;
+    let began = Instant::now();
+    for request in 0..count as u64 {
+        let request = Request::new(name(request), prompt(request), 1);
+        engine.submit(request).map_err(|error| Failure::Failed(error.to_string()))?;
+    }
+    while engine.has_work() {
+        engine.step().map_err(|error| Failure::Failed(error.to_string()))?;
+        drop(engine.take_outputs());
+    }
+    Ok(began.elapsed())
 }
 
 #[derive(Debug, Serialize, Deserialize)]

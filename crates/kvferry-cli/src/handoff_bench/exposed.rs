@@ -59,9 +59,12 @@ fn geometry(settings: &mut Settings) -> Geometry {
         content,
     };
     let per_content = u64::from(TOKENS) * u64::from(LAYERS) * u64::from(HEADS);
-    let asked = settings.args.size.map_or(if settings.args.quick { CONTENT / 16 } else { CONTENT }, |size| {
-        u32::try_from(size / per_content).unwrap_or(u32::MAX).max(1)
-    });
+    let asked = settings
+        .args
+        .size
+        .map_or(if settings.args.quick { CONTENT / 16 } else { CONTENT }, |size| {
+            u32::try_from(size / per_content).unwrap_or(u32::MAX).max(1)
+        });
     // Both processes', and something to work with.
     let room = machine::available_memory() / 10 * 7 / 2;
     let mut content = asked;

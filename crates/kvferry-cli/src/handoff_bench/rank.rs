@@ -118,7 +118,10 @@ impl Rank {
         blocks: &[u32],
         tokens: u32,
     ) -> Result<(), Failure> {
-        self.obey(&Orders { wants: vec![want(request, from, blocks, tokens)], ..Orders::default() })?;
+        self.obey(&Orders {
+            wants: vec![want(request, from, blocks, tokens)],
+            ..Orders::default()
+        })?;
         self.worker.fetch();
         Ok(())
     }

@@ -13,8 +13,8 @@
 use std::time::{Duration, Instant};
 
 use kvferry_connector::{
-    BlockTable, EngineId, Finish, GroupRule, Offered, Orders, Params, Request, Scheduled, Scheduler,
-    SchedulerConfig, produce,
+    BlockTable, EngineId, Finish, GroupRule, Offered, Orders, Params, Request, Scheduled,
+    Scheduler, SchedulerConfig, produce,
 };
 use kvferry_proto::layout::Kind;
 
@@ -42,18 +42,29 @@ const POOL: u32 = 4096;
 const STEP_TAKES: Duration = Duration::from_millis(20);
 const MOST_US: f64 = 200.0;
 
+/// What the calls of a step are for, in their order. All of a half's together are what it costs.
+const CALLS: [&str; 7] = [
+    "scheduler half, requests that come and go",
+    "scheduler half, orders",
+    "worker half, orders",
+    "worker half, layers",
+    "worker half, fetches",
+    "worker half, reports",
+    "scheduler half, reports",
+];
+
 pub(super) fn run(settings: &mut Settings) -> Result<Vec<Row>, Failure> {
     let live = HELD + PREFILLED + FETCHED;
     let mut rows = Vec::new();
     let name = |what: &str| format!("{live} live requests: {what}");
     for (what, kind) in [("all moving", Moving::Device), ("all moving, no device", Moving::Host)] {
-        let [all, scheduler, worker] = measure(settings, Some(kind))?;
+        let (all, calls) = measure(settings, Some(kind))?;
         let row = Row::new("step", name(what), "µs", all);
         rows.push(if kind == Moving::Device { row.at_most(MOST_US) } else { row });
-        let part = |half, spread| Row::new("step", name(&format!("{what}, {half}")), "µs", spread);
-        rows.extend([part("scheduler half", scheduler), part("worker half", worker)]);
+        let part = |(of, spread)| Row::new("step", name(&format!("{what}, {of}")), "µs", spread);
+        rows.extend(CALLS.into_iter().zip(calls).map(part));
     }
-    let [all, ..] = measure(settings, None)?;
+    let (all, _) = measure(settings, None)?;
     rows.push(Row::new("step", name("no news"), "µs", all));
     Ok(rows)
 }
@@ -79,29 +90,30 @@ struct Engine {
     received: Vec<String>,
 }
 
-/// The median step of each round: all, the scheduler half, the worker half, in microseconds.
-fn measure(settings: &Settings, moving: Option<Moving>) -> Result<[Spread; 3], Failure> {
+/// The median step of each round, in microseconds: all calls, and each kind by itself.
+fn measure(settings: &Settings, moving: Option<Moving>) -> Result<(Spread, Vec<Spread>), Failure> {
     let steps = if settings.args.quick { 10 } else { 50 };
     let mut engine = Engine::start(settings.rounds as u32 * steps + 1)?;
-    let mut rounds = [const { Vec::new() }; 3];
+    let (mut all, mut calls) = (Vec::new(), vec![Vec::new(); CALLS.len()]);
     // One that is not counted: it begins what goes on in the others.
     engine.step(moving)?;
     for _ in 0..settings.rounds {
-        settings.bar.set_message(format!("step, {moving:?}"));
-        let mut halves = [Vec::new(), Vec::new()];
-        for _ in 0..steps {
-            let times = engine.step(moving)?;
-            for (half, time) in halves.iter_mut().zip(times) {
-                half.push(time.as_secs_f64() * 1e6);
-            }
-        }
-        let both: Vec<_> = halves[0].iter().zip(&halves[1]).map(|(one, other)| one + other).collect();
-        for (rounds, times) in rounds.iter_mut().zip([&both, &halves[0], &halves[1]]) {
-            rounds.push(median(times));
+        settings.bar.set_message(match moving {
+            Some(Moving::Device) => "step",
+            Some(Moving::Host) => "step, no device",
+            None => "step, no news",
+        });
+        let times = (0..steps).map(|_| engine.step(moving)).collect::<Result<Vec<_>, _>>()?;
+        let micros = |time: Duration| time.as_secs_f64() * 1e6;
+        let sums: Vec<_> = times.iter().map(|times| micros(times.iter().sum())).collect();
+        all.push(median(&sums));
+        for (at, calls) in calls.iter_mut().enumerate() {
+            let of: Vec<_> = times.iter().map(|times| micros(times[at])).collect();
+            calls.push(median(&of));
         }
     }
     engine.check()?;
-    Ok(rounds.map(Spread::of))
+    Ok((Spread::of(all), calls.into_iter().map(Spread::of).collect()))
 }
 
 /// So many blocks of a request, somewhere in the pool; nobody looks at what is in them.
@@ -210,8 +222,8 @@ impl Engine {
         self.scheduler.allocated(&request, 0, SHORT_TOKENS.into(), &blocks);
     }
 
-    /// A step; what the halves' calls in it took.
-    fn step(&mut self, moving: Option<Moving>) -> Result<[Duration; 2], Failure> {
+    /// A step; what each of [`CALLS`] took in it.
+    fn step(&mut self, moving: Option<Moving>) -> Result<[Duration; CALLS.len()], Failure> {
         let names: Vec<_> = (0..PREFILLED).map(|n| format!("prefilled-{n}")).collect();
         let (computed, new) = (self.until, CHUNK_TOKENS / BLOCK_TOKENS);
         let mut scheduled = Vec::new();
@@ -235,50 +247,47 @@ impl Engine {
         let ended = std::mem::take(&mut self.received);
         let ended: Vec<_> = ended.into_iter().map(|name| (self.offered(&name), name)).collect();
 
-        let began = Instant::now();
-        for (params, name) in &ended {
-            let request = request(name, SHORT_TOKENS + 1, params);
-            self.scheduler.finished(&request, Finish::Length, None);
-        }
-        for (name, params) in &admitted {
-            self.fetch(name, params);
-        }
-        let orders = self.scheduler.step(scheduled, []).encode();
-        let scheduler_took = began.elapsed();
-
-        let began = Instant::now();
+        let mut times = [Duration::ZERO; CALLS.len()];
+        let [requests, orders_made, obeyed, layers, fetches, reports_made, reported] = &mut times;
+        timed(requests, || {
+            for (params, name) in &ended {
+                let request = request(name, SHORT_TOKENS + 1, params);
+                self.scheduler.finished(&request, Finish::Length, None);
+            }
+            for (name, params) in &admitted {
+                self.fetch(name, params);
+            }
+        });
+        let orders = timed(orders_made, || self.scheduler.step(scheduled, []).encode());
         let worker = &self.rank.worker;
-        worker.obey(&orders).map_err(failed)?;
-        let layers = self.rank.layers();
-        let step = Step { began: machine::shared_clock(), layers, takes: STEP_TAKES };
-        let event = |layer| match moving {
-            Some(Moving::Device) => Some(Box::new(step.event(layer)) as _),
-            _ => None,
-        };
-        for layer in 0..layers {
-            worker.layer_computed(layer, event(layer));
-        }
-        worker.fetch();
-        worker.step_computed(event(layers - 1));
-        let launch_took = began.elapsed();
-
+        timed(obeyed, || worker.obey(&orders).map_err(failed))?;
+        timed(layers, || {
+            let layers = self.rank.layers();
+            let step = Step { began: machine::shared_clock(), layers, takes: STEP_TAKES };
+            let event = |layer| match moving {
+                Some(Moving::Device) => Some(Box::new(step.event(layer)) as _),
+                _ => None,
+            };
+            for layer in 0..layers {
+                worker.layer_computed(layer, event(layer));
+            }
+            worker.step_computed(event(layers - 1));
+        });
+        timed(fetches, || worker.fetch());
         std::thread::sleep(STEP_TAKES);
-        let began = Instant::now();
-        let reports = worker.reports();
-        let reports_took = began.elapsed();
+        let reports = timed(reports_made, || worker.reports());
         if !reports.failed.is_empty() {
             return Err(Failure::Failed(format!("{:?} could not be fetched", reports.failed)));
         }
-
-        let began = Instant::now();
-        if let Some(notes) = &reports.notes {
-            self.scheduler.reported(0, notes);
-        }
-        self.scheduler.sent(reports.sent.iter().map(String::as_str));
-        self.scheduler.received(reports.received.iter().map(String::as_str));
-        let reported_took = began.elapsed();
+        timed(reported, || {
+            if let Some(notes) = &reports.notes {
+                self.scheduler.reported(0, notes);
+            }
+            self.scheduler.sent(reports.sent.iter().map(String::as_str));
+            self.scheduler.received(reports.received.iter().map(String::as_str));
+        });
         self.received = reports.received;
-        Ok([scheduler_took + reported_took, launch_took + reports_took])
+        Ok(times)
     }
 
     /// Whether everything was as live as it should be.
@@ -299,4 +308,11 @@ impl Engine {
 
 fn request<'a>(id: &'a str, tokens: u32, params: &'a Params) -> Request<'a> {
     Request { id, prompt_tokens: tokens.into(), params: Some(params) }
+}
+
+fn timed<T>(took: &mut Duration, work: impl FnOnce() -> T) -> T {
+    let began = Instant::now();
+    let done = work();
+    *took = began.elapsed();
+    done
 }
