@@ -34,7 +34,7 @@ impl Dice {
 /// The `n`th of prompts that have nothing in common.
 pub(crate) fn prompt(n: u64, len: usize) -> Vec<u32> {
     let mut dice = Dice::new(n + 1);
-    (0..len).map(|_| u32::try_from(dice.roll(50_000)).unwrap()).collect()
+    (0..len).map(|_| u32::try_from(dice.roll(50_000)).expect("fits")).collect()
 }
 
 pub(crate) fn dense() -> ModelSpec {
