@@ -483,6 +483,24 @@ fn what_was_encoded_unsound_is_refused() {
 }
 
 #[test]
+fn a_topology_that_no_layouts_have_is_refused() {
+    let sound = Topology::new([&whole()]).unwrap().encode();
+    let refused = |was: &[u8], is: &[u8], words: &str| {
+        let at = sound.windows(was.len()).position(|it| it == was).unwrap();
+        let unsound = [&sound[..at], is, &sound[at + was.len()..]].concat();
+        let error = Topology::decode(&unsound).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    };
+    let dealt = "how tokens are dealt out is out of its range";
+    refused(b"\xa6window\x06", b"\xa6window\x00", "a window is out of its range");
+    // All tokens, of which a block has four, in twos.
+    refused(b"\xabcontext_run\x04", b"\xabcontext_run\x02", dealt);
+    // A state, at the first of three ranks.
+    let state = |size: u8| [b"\xaccontext_size", &[size][..], b"\xabcontext_run\x63"].concat();
+    refused(&state(1), &state(3), dealt);
+}
+
+#[test]
 fn a_layout_of_many_alike_layers_is_small_on_the_wire() {
     let model = Model::plain(64, 8, 256);
     let layouts = Engine::plain(&model, 2, 16, Packing::Lbhnc).layouts(&model);

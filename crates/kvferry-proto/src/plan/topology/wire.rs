@@ -197,6 +197,9 @@ impl Shape {
         if self.block_tokens == 0 {
             return Err(Unsound::Range("the size of a block"));
         }
+        if matches!(kind, Kind::Window { tokens: 0 } | Kind::Chunk { tokens: 0 }) {
+            return Err(Unsound::Range("a window"));
+        }
         let spec = LayerSpec { name: String::new(), kind, planes };
         Ok(Known { spec, block_tokens: self.block_tokens })
     }
@@ -250,14 +253,27 @@ impl SliceFields {
             if !held {
                 return Err(Unsound::Range("heads"));
             }
-            let rows = planes.iter().all(|plane| {
-                plane.density.tokens == 0 || context.run.is_multiple_of(plane.density.tokens)
-            });
-            if !rows || !known.block_tokens.is_multiple_of(context.run) {
+            if !known.is_dealt(context) {
                 return Err(Unsound::Range("how tokens are dealt out"));
             }
         }
         Ok(Slice { layers: range, heads, context })
+    }
+}
+
+impl Known {
+    /// Whether the layers of a layout can be dealt out like that.
+    fn is_dealt(&self, context: Context) -> bool {
+        let Self { spec, block_tokens } = self;
+        let dealt = if context.size == 1 {
+            context.run == *block_tokens
+        } else {
+            spec.kind != Kind::State && block_tokens.is_multiple_of(context.run)
+        };
+        let whole = |plane: &PlaneSpec| {
+            plane.density.tokens == 0 || context.run.is_multiple_of(plane.density.tokens)
+        };
+        dealt && spec.planes.iter().all(whole)
     }
 }
 
