@@ -17,6 +17,9 @@ pub const RANKS_MAX: usize = 1024;
 /// The most comparisons of ranks that one routing or check may need; real ones need thousands.
 const WORK_MAX: u64 = 1 << 24;
 
+/// The most runs of layers that the shares of one routing may be made of; real ones need thousands.
+const PARTS_MAX: u64 = 1 << 21;
+
 /// What each rank of an engine holds of the model, without where it lies.
 ///
 /// It is what the other engine needs to know of all ranks, while a [`Layout`] is needed only of
@@ -122,7 +125,7 @@ impl Topology {
             for (plane, spec) in known.spec.planes.iter().enumerate() {
                 let Some(&(_, Slice { context, .. })) = holders.first() else { continue };
                 for rank in 0..context.size {
-                    work.add(holders.len())?;
+                    work.compare(holders.len())?;
                     let mut held: Vec<_> = holders
                         .iter()
                         .filter(|(_, slice)| slice.context.rank == rank)
@@ -234,14 +237,22 @@ fn segments(engines: &[&Topology]) -> Vec<Range<u32>> {
     cuts.windows(2).map(|cut| cut[0]..cut[1]).collect()
 }
 
-/// Counts what a topology from anybody makes us do.
+/// Counts what a topology from anybody makes us do, and keep.
 #[derive(Default)]
-struct Work(u64);
+struct Work {
+    comparisons: u64,
+    parts: u64,
+}
 
 impl Work {
-    fn add(&mut self, comparisons: usize) -> Result<(), Mismatch> {
-        self.0 += comparisons as u64;
-        limit("comparisons of ranks", self.0, WORK_MAX)
+    fn compare(&mut self, ranks: usize) -> Result<(), Mismatch> {
+        self.comparisons += ranks as u64;
+        limit("comparisons of ranks", self.comparisons, WORK_MAX)
+    }
+
+    fn keep(&mut self, parts: usize) -> Result<(), Mismatch> {
+        self.parts += parts as u64;
+        limit("runs of layers", self.parts, PARTS_MAX)
     }
 }
 
@@ -309,7 +320,7 @@ impl Routing {
             for plane in 0..planes {
                 for heads in elementary(&from, &to, plane) {
                     for context in 0..from[0].1.context.size {
-                        work.add(from.len() + to.len())?;
+                        work.compare(from.len() + to.len())?;
                         let Some(class) = Class::of(&from, &to, plane, &heads, context) else {
                             continue;
                         };
@@ -323,10 +334,10 @@ impl Routing {
         }
         let mut shares = BTreeMap::new();
         for (class, segments) in &classes {
-            class.deal(segments, &mut shares);
+            class.deal(segments, &mut shares, &mut work)?;
         }
         for parts in shares.values_mut() {
-            join(parts);
+            join(parts, &mut work)?;
         }
         let names = producers.layers.iter().map(|layer| Names {
             layer: layer.spec.name.clone(),
@@ -471,17 +482,27 @@ impl Class {
 
     /// Cuts what the readers read, reader after reader and layer after layer, into equal runs, one
     /// for each replica.
-    fn deal(&self, segments: &[Segment], shares: &mut BTreeMap<(usize, usize), Vec<Part>>) {
+    fn deal(
+        &self,
+        segments: &[Segment],
+        shares: &mut BTreeMap<(usize, usize), Vec<Part>>,
+        work: &mut Work,
+    ) -> Result<(), Mismatch> {
         let layers: u64 = segments.iter().map(|(layers, _)| layers.len() as u64).sum();
         let replicas = self.replicas.len() as u64;
         let total = layers * self.readers.len() as u64;
         for (reader, consumer) in (0u64..).zip(&self.readers) {
-            for (replica, producer) in (0u64..).zip(&self.replicas) {
+            // Most replicas are read by few readers, so those before and after are not looked at.
+            let first = reader * replicas / self.readers.len() as u64;
+            for (replica, producer) in (0u64..).zip(&self.replicas).skip(first as usize) {
                 let cut = |replica: u64| {
                     let at = (replica * total).div_ceil(replicas);
                     at.saturating_sub(reader * layers).min(layers)
                 };
                 let run = cut(replica)..cut(replica + 1);
+                if run.start == layers {
+                    break;
+                }
                 let mut before = 0;
                 for (layers, cells) in segments {
                     let within = |at: u64| {
@@ -498,10 +519,12 @@ impl Class {
                         plane: *plane,
                         heads: (heads.start, heads.end),
                     });
+                    work.keep(parts.len())?;
                     shares.entry((*producer, *consumer)).or_default().extend(parts);
                 }
             }
         }
+        Ok(())
     }
 }
 
@@ -516,18 +539,22 @@ fn elementary(from: &[(usize, &Slice)], to: &[(usize, &Slice)], plane: usize) ->
 
 /// Joins heads next to each other of the same plane and layers, then layers in a row with the same
 /// heads.
-fn join(parts: &mut Vec<Part>) {
+fn join(parts: &mut Vec<Part>, work: &mut Work) -> Result<(), Mismatch> {
     let mut cuts: Vec<u32> = parts.iter().flat_map(|part| [part.layers.0, part.layers.1]).collect();
     cuts.sort_unstable();
     cuts.dedup();
     // Parts of the same layers or of none in common.
-    let cut = |part: &Part| {
+    let within = |part: &Part| {
         let from = cuts.partition_point(|&cut| cut < part.layers.0);
         let to = cuts.partition_point(|&cut| cut <= part.layers.1);
-        let part = part.clone();
-        cuts[from..to].windows(2).map(move |cut| Part { layers: (cut[0], cut[1]), ..part.clone() })
+        cuts[from..to].windows(2)
     };
-    *parts = parts.iter().flat_map(cut).collect();
+    let mut apart = Vec::new();
+    for part in &*parts {
+        work.keep(within(part).len())?;
+        apart.extend(within(part).map(|cut| Part { layers: (cut[0], cut[1]), ..part.clone() }));
+    }
+    *parts = apart;
     parts.sort_unstable();
     parts.dedup_by(|next, last| {
         let joins =
@@ -546,6 +573,7 @@ fn join(parts: &mut Vec<Part>) {
         }
         joins
     });
+    Ok(())
 }
 
 fn same_model(producers: &Topology, consumers: &Topology) -> Result<(), Mismatch> {

@@ -6,7 +6,7 @@ use kvferry_proto::layout::{
     ContextShard, DecodeError, Difference, Encoding, Fault, Group, Heads, Kind, LAYOUT_MAX, Layer,
     Layout, LayoutError, Packing, Plane, Region, Shape, View, compatible,
 };
-use kvferry_proto::plan::Topology;
+use kvferry_proto::plan::{Routing, Topology};
 use proptest::prelude::*;
 
 fn region(len: u64) -> Region {
@@ -508,6 +508,46 @@ fn a_layout_of_many_alike_layers_is_small_on_the_wire() {
     assert!(bytes < 64 * 80, "{bytes} bytes");
     let topology = Topology::new(&layouts).unwrap();
     assert!(topology.encode().len() < 64 * 50, "{} bytes", topology.encode().len());
+}
+
+/// A topology of one rank that holds layers one by one and many that hold all of them, which is
+/// about the most work that bytes can make.
+fn crowded(layers: usize, ranks: u16) -> Topology {
+    let mut layers: Vec<Layer> =
+        (0..layers).map(|n| Layer { name: format!("l.{n}"), ..layer(plane()) }).collect();
+    let mut held = |start, count: fn(usize) -> u32| {
+        for (at, layer) in layers.iter_mut().enumerate() {
+            layer.planes[0].heads = Heads { total: 4, start, count: count(at) };
+        }
+        Layout::new(vec![region(20480)], vec![group()], layers.clone()).unwrap()
+    };
+    let ranks_of = [held(0, |at| 1 + at as u32 % 2), held(0, |_| 4)];
+    let mut fields = as_json(&Topology::new(&ranks_of).unwrap().encode());
+    let (_, list) = fields.iter_mut().find(|(name, _)| name == "ranks").unwrap();
+    let mut rest = &list[1..];
+    skip_value(&mut rest);
+    let (first, all) = list[1..].split_at(list.len() - 1 - rest.len());
+    let mut crowd = vec![0xdc];
+    crowd.extend(ranks.to_be_bytes());
+    crowd.extend_from_slice(first);
+    (1..ranks).for_each(|_| crowd.extend_from_slice(all));
+    *list = crowd;
+    Topology::decode(&from_fields(&fields)).unwrap()
+}
+
+#[test]
+fn many_ranks_of_many_layers_are_routed_or_refused_before_they_take_long() {
+    let crowd = crowded(64, 1024);
+    let routing = Routing::new(&crowd, &crowd).unwrap();
+    for consumer in 1..1024 {
+        let shares = routing.sources_of(consumer).iter().map(|&from| routing.share(from, consumer));
+        let heads: usize =
+            shares.flat_map(|share| share.items().map(|it| it.2.len()).collect::<Vec<_>>()).sum();
+        assert_eq!(heads, 64 * 4, "all of each layer, for rank {consumer}");
+    }
+    let crowd = crowded(4096, 1024);
+    let refused = Routing::new(&crowd, &crowd).unwrap_err();
+    assert!(matches!(refused.difference, Difference::TooMany { what: "runs of layers", .. }));
 }
 
 /// A change of a layout's parts.
