@@ -182,9 +182,10 @@ impl Plan {
         }
     }
 
-    /// How many copies there are, exactly. Takes time in proportion to the blocks, not the copies.
+    /// How many copies there are, exactly; the largest number for beyond 2⁶⁴. Takes time in
+    /// proportion to the blocks, not the copies.
     pub fn len(&self) -> u64 {
-        let mut count = 0;
+        let mut count: u128 = 0;
         let mut last: Option<CopyOp> = None;
         for (batch, kernel) in self.kernels() {
             let Some(sweep) = Sweep::of(batch, kernel) else { continue };
@@ -194,10 +195,11 @@ impl Plan {
             }
             last = Some(sweep.last_of_all());
         }
-        count
+        u64::try_from(count).unwrap_or(u64::MAX)
     }
 
-    /// How many bytes are copied, exactly. Takes time in proportion to the blocks.
+    /// How many bytes are copied, exactly; the largest number for beyond 2⁶⁴. Takes time in
+    /// proportion to the blocks.
     pub fn bytes(&self) -> u64 {
         self.kernels()
             .map(|(batch, kernel)| {
@@ -453,14 +455,14 @@ impl Sweep {
     }
 
     /// Copies of all steps, less those that continue the step before.
-    fn copies(&self) -> u64 {
+    fn copies(&self) -> u128 {
         let [outer, inner] = self.loops;
         let inner_end = inner.offset(u64::from(inner.count) - 1);
         let back = (outer.from.wrapping_sub(inner_end.0), outer.to.wrapping_sub(inner_end.1));
-        let joins = |by: (u64, u64)| u64::from({ self.last }.join(&shifted(self.first, by)));
-        let (i, j) = (u64::from(outer.count), u64::from(inner.count));
+        let joins = |by: (u64, u64)| u128::from({ self.last }.join(&shifted(self.first, by)));
+        let (i, j) = (u128::from(outer.count), u128::from(inner.count));
         let joined = i * (j - 1) * joins(inner.offset(1)) + (i - 1) * joins(back);
-        self.copies * i * j - joined
+        u128::from(self.copies) * i * j - joined
     }
 
     fn last_of_all(&self) -> CopyOp {

@@ -2,7 +2,7 @@
 
 use crate::engine::{Class, Engine, Model, PlaneModel};
 use crate::naive::self_consistent;
-use kvferry_proto::layout::{End, Kind, Layout, NO_BLOCK, Packing};
+use kvferry_proto::layout::{End, Heads, Kind, Layout, NO_BLOCK, Packing, Region};
 use kvferry_proto::plan::{Ask, Blocks, CopyOp, Map, Plan, PlanError, Share, Unfilled};
 use std::ops::Range;
 use std::sync::Arc;
@@ -181,6 +181,29 @@ fn a_request_in_too_many_pieces_is_refused_before_it_takes_long() {
     let ids: Vec<u32> = (0..400).collect();
     let error = plan(&map, 0..1 << 30, start(&ids), start(&ids)).unwrap_err();
     assert_eq!(error, PlanError::TooMany { limit: 1 << 24 });
+}
+
+#[test]
+fn copies_beyond_all_numbers_are_counted_as_the_largest() {
+    let class = Class { kind: Kind::Full, planes: vec![PlaneModel::new("kv", 1, 1)] };
+    let model = Model { classes: vec![class], layers: vec![0; 2048] };
+    let engine = Engine::plain(&model, 1, 1 << 22, Packing::Lbnhc);
+    let plain = Engine { blocks: 1, ..engine }.layouts(&model).remove(0);
+    let mut layers = plain.layers().to_vec();
+    for layer in &mut layers {
+        // All layers lie in the same bytes, of which every other one is used.
+        let plane = &mut layer.planes[0];
+        plane.heads = Heads::all(u32::MAX);
+        (plane.view.base, plane.view.head_stride, plane.view.row_stride) = (0, 2, 1 << 34);
+    }
+    let region = Region { len: u64::MAX, ..plain.regions()[0] };
+    let layout = Layout::new(vec![region], plain.groups().to_vec(), layers).unwrap();
+    let share = Share::overlap(&layout, &layout).unwrap();
+    let map = Arc::new(Map::new(&layout, &layout, &share).unwrap());
+    let plan = plan(&map, 0..1 << 22, start(&[0]), start(&[0])).unwrap();
+    assert_eq!((plan.len(), plan.bytes()), (u64::MAX, u64::MAX));
+    let first: Vec<_> = plan.copies().take(3).map(|op| (op.to.offset, op.len)).collect();
+    assert_eq!(first, [(0, 1), (1 << 34, 1), (2 << 34, 1)]);
 }
 
 #[test]
