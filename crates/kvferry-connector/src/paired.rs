@@ -7,7 +7,7 @@ use kvferry::{Batch, Incarnation, Region, RegionId, RemoteRegion};
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::BlockTable;
 use kvferry_proto::introduction::{EngineId, Pairing};
-use kvferry_proto::layout::Layout;
+use kvferry_proto::layout::{Kind, Layout};
 use kvferry_proto::plan::{Ask, Blocks, Map, Plan};
 use rustc_hash::FxHashMap;
 use std::ops::Range;
@@ -31,7 +31,10 @@ pub(crate) struct Paired {
 #[derive(Debug)]
 struct PairedSource {
     source: Source,
+    /// Of everything but states.
     map: Arc<Map>,
+    /// Of states, which are good at the end only: until then the producer carries them on.
+    states: Arc<Map>,
     layers: u32,
     regions: FxHashMap<RegionId, RemoteRegion>,
 }
@@ -39,6 +42,12 @@ struct PairedSource {
 impl Memory {
     pub(crate) fn new(layout: Layout, regions: &[Region]) -> Self {
         Self { layout, regions: regions.iter().map(|it| (it.id(), it.clone())).collect() }
+    }
+
+    /// Whether a layer keeps a state.
+    fn is_state(&self, name: &str) -> bool {
+        let layer = self.layout.layers().iter().find(|layer| layer.name == name);
+        layer.is_some_and(|layer| self.layout.groups()[layer.group].kind == Kind::State)
     }
 }
 
@@ -67,14 +76,20 @@ impl Paired {
                 }
             };
             let share = pairing.routing.share(theirs, rank);
-            let map = Map::new(&card.layout, &memory.layout, &share)
-                .map_err(|error| (WireCode::LayoutMismatch, error.to_string()))?;
+            let is_state = |name: &str| memory.is_state(name);
+            let map = |share| {
+                let map = Map::new(&card.layout, &memory.layout, &share);
+                map.map(Arc::new).map_err(|error| (WireCode::LayoutMismatch, error.to_string()))
+            };
+            let (map, states) =
+                (map(share.retain(|layer| !is_state(layer)))?, map(share.retain(is_state))?);
             Ok(PairedSource {
                 source: Source {
                     address: pairing.addresses[theirs].clone(),
                     readers: pairing.routing.readers_of(theirs).len() as u32,
                 },
-                map: Arc::new(map),
+                map,
+                states,
                 layers: card.layout.layers().len() as u32,
                 regions: card.regions.into_iter().map(|region| (region.id, region)).collect(),
             })
@@ -111,32 +126,35 @@ impl Mapper for Fetch {
         let from = self.paired.sources.iter().find(|it| it.source.address == read.from);
         let from = from.ok_or_else(|| mismatch(format!("{} is no source of it", read.from)))?;
         let (given, wanted) = (read.slice.to, self.tokens.end);
-        if read.slice.last && u64::from(given.tokens) < wanted {
-            let words = format!("{} of {wanted} tokens are handed over", given.tokens);
-            return Err(mismatch(words));
+        let has_states = !from.states.is_empty();
+        let given = u64::from(given.tokens);
+        // A state is that after the last token that is handed over, whatever is wanted.
+        if read.slice.last && (given < wanted || (has_states && given != wanted)) {
+            return Err(mismatch(format!("{given} of {wanted} tokens are handed over")));
         }
         let mut batch = Batch::new();
-        if from.map.is_empty() {
-            return Ok(batch);
-        }
         let (theirs, ours) = (blocks(read.tables), blocks(&self.blocks));
+        let plan = |map: &Arc<Map>, part| {
+            let ask = Ask { tokens: self.tokens.clone(), part, producer: &theirs, consumer: &ours };
+            let plan = map.plan(&ask).map_err(|error| mismatch(error.to_string()))?;
+            let Some(unfilled) = plan.unfilled().first() else { return Ok(plan) };
+            let group = &self.memory.layout.groups()[unfilled.group].name;
+            Err(mismatch(format!(
+                "group {group}: block {} lies before the window, and the producer has let go of it",
+                unfilled.block
+            )))
+        };
         for rectangle in read.slice.from.until(&read.slice.to, from.layers) {
             let within = |token: u32| u64::from(token).clamp(self.tokens.start, self.tokens.end);
             let part = within(rectangle.tokens.start)..within(rectangle.tokens.end);
-            if part.is_empty() {
+            if part.is_empty() || from.map.is_empty() {
                 continue;
             }
-            let ask = Ask { tokens: self.tokens.clone(), part, producer: &theirs, consumer: &ours };
-            let plan = from.map.plan(&ask).map_err(|error| mismatch(error.to_string()))?;
-            if let Some(unfilled) = plan.unfilled().first() {
-                let group = &self.memory.layout.groups()[unfilled.group].name;
-                return Err(mismatch(format!(
-                    "group {group}: block {} lies before the window, and the producer has let go of it",
-                    unfilled.block
-                )));
-            }
             let layers = rectangle.layers.start as usize..rectangle.layers.end as usize;
-            self.push(&mut batch, from, &plan.for_layers(layers))?;
+            self.push(&mut batch, from, &plan(&from.map, part)?.for_layers(layers))?;
+        }
+        if read.slice.last && has_states {
+            self.push(&mut batch, from, &plan(&from.states, self.tokens.clone())?)?;
         }
         Ok(batch)
     }

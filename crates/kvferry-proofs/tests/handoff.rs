@@ -3,7 +3,7 @@
 use kvferry_proto::handoff::{
     Announced, Ask, BlockTable, Consumer, ConsumerAction, Generation, HandoffId, HandoffMessage,
     Limits, Offer, Outcome, PeerId, Producer, ProducerAction, ProducerRank, Progress, ReadId,
-    Refusal, Slice, Stop,
+    Ready, Refusal, Slice, Stop,
 };
 use kvferry_proto::{Timestamp, WireCode};
 use std::collections::{BTreeSet, VecDeque};
@@ -714,22 +714,63 @@ fn i12_a_restarted_producer_knows_nothing_and_says_so() {
 
 #[test]
 fn i8_full_is_an_answer() {
-    let mut ranks = Ranks::with(1, Limits { handoffs: 2, ..Limits::default() });
+    let mut ranks = Ranks::with(1, Limits { handoffs: 1, ..Limits::default() });
     let names = ["a", "b", "c"].map(|name| HandoffId::new(name).expect("short"));
     let ask = |name: &HandoffId| Ask { id: name.clone(), readers: 1, budget_ms: 1000 };
     ranks.producer.receive(CONSUMER, ask(&names[0]).into(), ranks.now);
+    // Whatever others ask for, what is here can be offered.
     assert_eq!(ranks.producer.offer(&names[1], ranks.now), Ok(()));
-    assert_eq!(ranks.producer.offer(&names[2], ranks.now), Err(Refusal::Full { limit: 2 }));
-    assert_eq!(ranks.producer.offer(&names[0], ranks.now), Ok(()), "it has its place already");
+    assert_eq!(ranks.producer.offer(&names[2], ranks.now), Err(Refusal::Full { limit: 1 }));
     ranks.producer.receive(PeerId(5), ask(&names[2]).into(), ranks.now);
     let stop = Stop {
         id: names[2].clone(),
         by_consumer: false,
         code: WireCode::Busy,
-        detail: "2 handoffs are under way".to_owned(),
+        detail: "1 handoffs are under way".to_owned(),
     };
     let busy = ProducerAction::Send { to: PeerId(5), message: stop.into() };
     assert!(std::iter::from_fn(|| ranks.producer.poll()).any(|action| action == busy));
+    assert_eq!(ranks.producer.offer(&names[0], ranks.now), Ok(()), "it has its place already");
+    ranks.producer.receive(PeerId(5), ask(&names[2]).into(), ranks.now);
+    let busy = |action| matches!(action, ProducerAction::Send { to: PeerId(5), .. });
+    assert!(!std::iter::from_fn(|| ranks.producer.poll()).any(busy));
+}
+
+#[test]
+fn i1_what_goes_on_after_it_was_complete_is_a_failure_and_nothing_is_read_after_the_end() {
+    let mut ranks = Ranks::new(1);
+    ranks.want();
+    let consumer = &mut ranks.consumers[0];
+    let announced = |count, tokens, last| Announced {
+        count,
+        tables: vec![BlockTable::new(0, vec![1, 2, 3, 4])],
+        progress: Progress::tokens(tokens),
+        last,
+        side_data: None,
+    };
+    let (id, generation) = (id(), Generation(7));
+    let offer = Offer { id: id.clone(), generation, announced: announced(1, 8, true) };
+    consumer.receive(PRODUCER, offer.into(), ranks.now);
+    let more = Ready { id: id.clone(), generation, announced: announced(2, 16, false) };
+    consumer.receive(PRODUCER, more.into(), ranks.now);
+    let mut reads = Vec::new();
+    let mut ended = Vec::new();
+    for _ in 0..3 {
+        while let Some(action) = consumer.poll() {
+            match action {
+                ConsumerAction::Read { read, .. } => reads.push(read),
+                ConsumerAction::Ended { outcome, .. } => {
+                    assert!(reads.is_empty(), "it has ended, and is read");
+                    ended.push(outcome.code);
+                }
+                _ => {}
+            }
+        }
+        for read in std::mem::take(&mut reads) {
+            consumer.read_ended(read, Ok(()), ranks.now);
+        }
+    }
+    assert_eq!(ended, [WireCode::Malformed]);
 }
 
 #[test]

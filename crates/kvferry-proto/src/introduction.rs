@@ -151,6 +151,10 @@ impl Check for Introduced {
 impl Check for Turned {
     fn check(&self) -> Result<(), MessageError> {
         at_most("detail", self.detail.len(), DETAIL_MAX)?;
+        if self.code.is_ok() {
+            let detail = "turned away for no reason".to_owned();
+            return Err(MessageError::Malformed { kind: "turned", detail });
+        }
         check_addresses(&self.addresses)
     }
 }

@@ -510,6 +510,10 @@ impl Consumer {
         if !is_all && ahead > 1 {
             return self.say(id, from, now);
         }
+        if source.announced.last && (!news.last || news.progress != source.announced.progress) {
+            let detail = "it goes on after it said that it was complete";
+            return self.fail(id, Outcome::of(from, WireCode::Malformed, detail), now);
+        }
         match source.announced.merge(news) {
             Ok(()) => self.go_on(id, from, now),
             Err(error) => {
@@ -537,7 +541,7 @@ impl Consumer {
             self.reads.insert(read, (id.clone(), from));
             self.actions.push_back(ConsumerAction::Read { read, id: id.clone(), from, slice });
         }
-        if source.last_fetched {
+        if source.last_fetched && source.reads.is_empty() {
             source.stage = Stage::Confirming;
             self.say(id, from, now);
             self.look_again(id);
@@ -554,7 +558,11 @@ impl Consumer {
             return;
         }
         source.stage = Stage::Confirmed;
-        if entry.sources.values().all(|source| source.stage == Stage::Confirmed) {
+        let is_done = entry.sources.values().all(|source| source.stage == Stage::Confirmed);
+        // Nothing is expected of it any more, whoever else is waited for.
+        self.watch(from, false);
+        let entry = self.handoffs.get_mut(id).expect("as before");
+        if is_done {
             entry.ending = Some(Outcome::DONE);
             self.finish_if_quiet(id, now);
         } else {
@@ -584,9 +592,13 @@ impl Consumer {
         }
         entry.ending = Some(outcome.clone());
         let reads: Vec<_> = entry.sources.values_mut().flat_map(Source::forget_reads).collect();
-        let peers: Vec<_> = entry.sources.keys().copied().collect();
+        let peers: Vec<_> =
+            entry.sources.iter().map(|(peer, it)| (*peer, it.stage == Stage::Confirmed)).collect();
         self.cancel_reads(reads);
-        for peer in peers {
+        for (peer, confirmed) in peers {
+            if !confirmed {
+                self.watch(peer, false);
+            }
             self.bid_farewell(id, peer, &outcome, now);
         }
         self.finish_if_quiet(id, now);
@@ -596,12 +608,12 @@ impl Consumer {
     fn finish_if_quiet(&mut self, id: &HandoffId, now: Timestamp) {
         self.look_again(id);
         let entry = &self.handoffs[id];
-        if entry.ending.is_none() || entry.sources.values().any(|source| source.draining > 0) {
+        let is_quiet = |source: &Source| source.draining == 0 && source.reads.is_empty();
+        if entry.ending.is_none() || !entry.sources.values().all(is_quiet) {
             return;
         }
         let entry = self.handoffs.remove(id).expect("it was there");
         let outcome = entry.ending.expect("it is decided");
-        let peers: Vec<_> = entry.sources.keys().copied().collect();
         let side_data = match outcome.is_done() {
             true => entry.sources.into_iter(),
             false => BTreeMap::new().into_iter(),
@@ -611,7 +623,6 @@ impl Consumer {
         self.tombs.bury(id.clone(), outcome.code, now, &self.limits);
         let side_data = side_data.collect();
         self.actions.push_back(ConsumerAction::Ended { id: id.clone(), outcome, side_data });
-        peers.into_iter().for_each(|peer| self.watch(peer, false));
     }
 
     fn watch(&mut self, peer: PeerId, on: bool) {

@@ -236,8 +236,8 @@ impl Refusal {
 /// How much is kept, and for how long.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Handoffs under way at a time, on one side of one rank; also of those that were asked for
-    /// before they were offered.
+    /// Handoffs under way at a time, on one side of one rank; as many again that were asked for and
+    /// not offered yet.
     pub handoffs: usize,
     /// Ended handoffs that are remembered, so that what comes late is answered as before.
     pub tombs: usize,
@@ -245,6 +245,8 @@ pub struct Limits {
     pub tomb_ttl: Duration,
     /// How long a complete offer waits for somebody to ask for it.
     pub offer_ttl: Duration,
+    /// The longest that an asking consumer is believed to wait, whatever it says.
+    pub budget: Duration,
     /// How long a connection that was lost may take to come back before the handoffs that need it
     /// fail. Not counted if the peer is known to be gone.
     pub reconnect: Duration,
@@ -262,6 +264,7 @@ impl Default for Limits {
             tombs: 64 * 1024,
             tomb_ttl: Duration::from_secs(3600),
             offer_ttl: Duration::from_secs(120),
+            budget: Duration::from_secs(600),
             reconnect: Duration::from_millis(750),
             grace: Duration::from_secs(3),
             reads: 4,

@@ -46,6 +46,8 @@ pub enum ProducerAction {
 pub struct Producer {
     limits: Limits,
     handoffs: HashMap<HandoffId, Entry>,
+    /// How many of them have been asked for and not offered yet.
+    awaited: usize,
     tombs: Tombs<Tomb>,
     schedule: Schedule,
     watched: Watched,
@@ -96,6 +98,7 @@ impl Producer {
         Self {
             limits,
             handoffs: HashMap::new(),
+            awaited: 0,
             tombs: Tombs::default(),
             schedule: Schedule::default(),
             watched: Watched::default(),
@@ -120,10 +123,12 @@ impl Producer {
         if entry.is_some_and(|entry| entry.offer.is_some()) {
             return Err(Refusal::InUse);
         }
-        if entry.is_none() && self.handoffs.len() >= self.limits.handoffs {
+        let entry_is_awaited = entry.is_some();
+        if !entry_is_awaited && self.handoffs.len() - self.awaited >= self.limits.handoffs {
             return Err(Refusal::Full { limit: self.limits.handoffs });
         }
         let generation = self.next_generation();
+        self.awaited -= usize::from(entry_is_awaited);
         let entry = self.handoffs.entry(id.clone()).or_default();
         entry.offer = Some(Offered { generation, announced: Announced::default(), expires: None });
         let readers: Vec<_> = entry.readers.keys().copied().collect();
@@ -347,7 +352,8 @@ impl Producer {
             return self
                 .send(from, Stop { id: id.clone(), by_consumer: false, code, detail }.into());
         }
-        let full = self.handoffs.len() >= self.limits.handoffs;
+        // Whatever peers ask for, this side can offer what it has.
+        let full = self.awaited >= self.limits.handoffs;
         let entry = match self.handoffs.get_mut(id) {
             Some(entry) => entry,
             None if full => {
@@ -358,7 +364,10 @@ impl Producer {
                         .into(),
                 );
             }
-            None => self.handoffs.entry(id.clone()).or_default(),
+            None => {
+                self.awaited += 1;
+                self.handoffs.entry(id.clone()).or_default()
+            }
         };
         let stranger = !entry.readers.contains_key(&from);
         if stranger && let Some(why) = entry.refuses(ask) {
@@ -371,7 +380,7 @@ impl Producer {
             return self.send(from, stop.into());
         }
         entry.expected = ask.readers;
-        let budget = Duration::from_millis(ask.budget_ms.into());
+        let budget = Duration::from_millis(ask.budget_ms.into()).min(self.limits.budget);
         let until = now + budget + self.limits.grace;
         let confirmed = entry.readers.get(&from).is_some_and(|reader| reader.confirmed);
         if entry.readers.insert(from, Reader { until, lost: None, confirmed }).is_none() {
@@ -447,6 +456,7 @@ impl Producer {
     /// offered is remembered in any case; what was not, only if somebody wanted it to end.
     fn end(&mut self, id: &HandoffId, outcome: Outcome, wanted: bool, now: Timestamp) {
         let Some(mut entry) = self.handoffs.remove(id) else { return };
+        self.awaited -= usize::from(entry.offer.is_none());
         self.schedule.set(id, &mut entry.due, None);
         entry.readers.keys().for_each(|reader| self.watch(*reader, false));
         if !outcome.is_done() {

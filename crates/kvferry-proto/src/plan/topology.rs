@@ -426,6 +426,25 @@ impl Share {
         Ok(Self { names: names.into(), parts })
     }
 
+    /// The same of those layers only whose name `keep` says yes to.
+    #[must_use]
+    pub fn retain(&self, keep: impl Fn(&str) -> bool) -> Self {
+        let mut parts: Vec<Part> = Vec::new();
+        for part in &self.parts {
+            let mut goes_on = false;
+            for layer in part.layers.0..part.layers.1 {
+                let kept = keep(&self.names[layer as usize].layer);
+                match parts.last_mut() {
+                    Some(last) if kept && goes_on => last.layers.1 = layer + 1,
+                    _ if kept => parts.push(Part { layers: (layer, layer + 1), ..part.clone() }),
+                    _ => {}
+                }
+                goes_on = kept;
+            }
+        }
+        Self { names: Arc::clone(&self.names), parts }
+    }
+
     /// Whether nothing is read.
     pub const fn is_empty(&self) -> bool {
         self.parts.is_empty()
