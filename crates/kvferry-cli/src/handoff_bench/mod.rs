@@ -24,7 +24,7 @@ use report::Report;
 /// Block tables that look random are the same in every run.
 const SEED: u64 = 20_240_817;
 
-/// In how many pieces a producer announces a chunk, as [`FerryConfig`] has it by default. The last
+/// In how many pieces a producer announces a chunk, as the reference engine does by default. The last
 /// piece is exposed: with 4 chunks that is an eighth of the transfer.
 const PIECES: u32 = 2;
 
