@@ -23,6 +23,7 @@ mod scheduler;
 mod worker;
 
 pub use card::{CardError, RankCard};
+pub use kvferry_proto::WireCode;
 pub use kvferry_proto::handoff::{
     BlockTable, HandoffId, Limits, NULL_BLOCK, Outcome, Progress, Rectangle, Refusal, Slice,
 };
@@ -32,8 +33,8 @@ pub use orders::{
     Want,
 };
 pub use params::{Offered, Params, ParamsError, Role, produce};
-pub use rank::{Event, Fault, Mapper, Rank, Read, SideData, Source};
+pub use rank::{Event, Fault, Mapper, Rank, Read, ReadPart, SideData, Source};
 pub use scheduler::{
     EngineError, Finish, Finished, GroupRule, Match, Request, Scheduled, Scheduler, SchedulerConfig,
 };
-pub use worker::{Announce, Computed, Reports, Worker, WorkerConfig, WorkerError};
+pub use worker::{Announce, Computed, Reports, Watch, Worker, WorkerConfig, WorkerError};

@@ -23,7 +23,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use thiserror::Error;
 
 /// What came with a handoff, by the address it came from.
@@ -124,6 +124,20 @@ pub(crate) trait Observer: Send + Sync {
 
     /// [`Rank::call`] was called since the last time.
     fn called(&self);
+
+    /// A part of what is wanted has been read; before its end is told.
+    fn read(&self, id: &HandoffId, part: ReadPart);
+}
+
+/// What has been read at once of a handoff.
+#[derive(Clone, Copy, Debug)]
+pub struct ReadPart {
+    /// How much.
+    pub bytes: u64,
+    /// When it was begun.
+    pub began: Instant,
+    /// When it was found to have ended.
+    pub ended: Instant,
 }
 
 /// One rank's handoffs. Dropping it ends them all.
@@ -140,6 +154,7 @@ enum News {
     Met(u64, Result<Arc<Pairing>, Failure>),
     Lost(Incarnation),
     Called,
+    Read(HandoffId, ReadPart),
 }
 
 impl std::fmt::Debug for Rank {
@@ -177,6 +192,9 @@ struct State {
 /// A read under way.
 struct Running {
     transfer: Transfer,
+    id: HandoffId,
+    bytes: u64,
+    began: Instant,
     from: PeerId,
     /// How the peer was talked to when it began.
     channel: Option<Channel>,
@@ -611,6 +629,7 @@ impl Shared {
                 News::Met(ticket, result) => observer.met(ticket, result),
                 News::Lost(incarnation) => observer.lost(incarnation),
                 News::Called => observer.called(),
+                News::Read(id, part) => observer.read(&id, part),
             }
         }
     }
@@ -637,8 +656,12 @@ impl Shared {
             else {
                 continue;
             };
-            let Running { from, channel: before, .. } =
+            let Running { id, bytes, began, from, channel: before, .. } =
                 state.reads.remove(&read).expect("it was there");
+            if outcome.is_ok() && self.observer.is_some() {
+                let part = ReadPart { bytes, began, ended: Instant::now() };
+                state.news.push_back(News::Read(id, part));
+            }
             let result = outcome.map(drop).map_err(|e| (code_of(e.kind()), e.to_string()));
             let is_lost = matches!(&result, Err((WireCode::Closed | WireCode::Silent, _)));
             state.consumer.read_ended(read, result, now);
@@ -772,12 +795,16 @@ impl Shared {
         let mapped = catch_unwind(AssertUnwindSafe(|| mapper.map(&part)));
         let mapped =
             mapped.unwrap_or_else(|_| Err((WireCode::Internal, "its mapper panicked".to_owned())));
-        let begun = mapped
-            .map(|batch| (!batch.is_empty()).then(|| peer.read_async(batch, Options::default())));
+        let began = Instant::now();
+        let begun = mapped.map(|batch| {
+            let bytes = batch.bytes();
+            (bytes > 0).then(|| (bytes, peer.read_async(batch, Options::default())))
+        });
         let mut state = self.lock();
         state.mappers.insert(id.clone(), mapper);
-        if let Ok(Some(transfer)) = begun {
-            state.reads.insert(read, Running { transfer, from, channel });
+        if let Ok(Some((bytes, transfer))) = begun {
+            let id = id.clone();
+            state.reads.insert(read, Running { transfer, id, bytes, began, from, channel });
             drop(state);
             self.wake(read);
         } else {

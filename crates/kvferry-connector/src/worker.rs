@@ -15,7 +15,7 @@ use crate::orders::{
 };
 use crate::paired::{Fetch, Memory, Paired, to_be_told};
 use crate::produced::{Job, Part, Produced, Queue};
-use crate::rank::{Event, Fault, Observer, Rank, SideData};
+use crate::rank::{Event, Fault, Observer, Rank, ReadPart, SideData};
 use crate::scheduler::EngineError;
 use kvferry::{Agent, Incarnation, Region};
 use kvferry_proto::WireCode;
@@ -82,6 +82,21 @@ pub struct Reports {
     pub notes: Option<Vec<u8>>,
 }
 
+/// Who watches a worker half: to wake an engine that waits for it, or for figures. Called as things
+/// happen, with locks held: it must return soon, and not call the worker half.
+pub trait Watch: Send + Sync {
+    /// What a consumer's request fetches is there on this rank, or will not come:
+    /// [`Worker::reports`] says so from now on.
+    fn received(&self, request: &str, code: WireCode, detail: &str);
+
+    /// A producer's request is not read any more on this rank, or cannot be: [`Worker::reports`]
+    /// says so from now on.
+    fn sent(&self, request: &str);
+
+    /// A part of what a consumer's request fetches has been read.
+    fn read(&self, _request: &str, _part: ReadPart) {}
+}
+
 /// Why a call of a worker half was refused.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -119,6 +134,7 @@ struct Inner {
     state: Mutex<State>,
     /// There is something to report.
     arrived: Condvar,
+    watch: OnceLock<Arc<dyn Watch>>,
 }
 
 #[derive(Default)]
@@ -204,6 +220,7 @@ impl Worker {
             queue: Arc::default(),
             state: Mutex::default(),
             arrived: Condvar::new(),
+            watch: OnceLock::new(),
         });
         let observer: Weak<dyn Observer> = Weak::clone(&inner.me) as _;
         let rank = Rank::observed(agent, &limits, Some(observer))?;
@@ -340,6 +357,11 @@ impl Worker {
         waited.unwrap_or_else(PoisonError::into_inner).0.has_reports()
     }
 
+    /// Has somebody told of what happens from now on: the first who asks for it.
+    pub fn watch(&self, watch: Arc<dyn Watch>) {
+        drop(self.inner.watch.set(watch));
+    }
+
     /// What is kept, by name: all but tombs, and peers that are connected, is zero when nothing is
     /// under way.
     pub fn gauges(&self) -> Vec<(&'static str, usize)> {
@@ -424,8 +446,7 @@ impl Inner {
                     _ => WireCode::Internal,
                 };
                 let detail = error.to_string();
-                state.lost.push(Fetched { request, code, detail, side_data: Vec::new() });
-                self.arrived.notify_all();
+                self.lost(state, request, code, detail);
             }
         }
     }
@@ -453,7 +474,15 @@ impl Inner {
 
     fn sent(&self, state: &mut State, request: String) {
         self.forget(state, &request);
+        self.tell(|watch| watch.sent(&request));
         state.sent.push(request);
+        self.arrived.notify_all();
+    }
+
+    /// What is offered cannot be handed over any more.
+    fn lost(&self, state: &mut State, request: String, code: WireCode, detail: String) {
+        self.tell(|watch| watch.sent(&request));
+        state.lost.push(Fetched { request, code, detail, side_data: Vec::new() });
         self.arrived.notify_all();
     }
 
@@ -473,8 +502,7 @@ impl Inner {
         if produced.ended(outcome) {
             self.sent(&mut state, request);
         } else if !is_done {
-            state.lost.push(Fetched { request, code, detail, side_data: Vec::new() });
-            self.arrived.notify_all();
+            self.lost(&mut state, request, code, detail);
         }
     }
 }
@@ -614,6 +642,7 @@ impl Inner {
         state.fetches.remove(&request);
         let side_data = side_data.into_iter().map(|(_, data)| data.into()).collect();
         let (code, detail) = (how.code, how.detail.clone());
+        self.tell(|watch| watch.received(&request, code, &detail));
         state.fetched.push(Fetched { request, code, detail, side_data });
         self.arrived.notify_all();
     }
@@ -659,6 +688,12 @@ impl Inner {
 }
 
 impl Inner {
+    fn tell(&self, what: impl FnOnce(&dyn Watch)) {
+        if let Some(watch) = self.watch.get() {
+            what(&**watch);
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -744,6 +779,14 @@ impl Observer for Inner {
 
     fn lost(&self, incarnation: Incarnation) {
         self.lock().paired.retain(|_, (paired, _)| !paired.is_with(incarnation));
+    }
+
+    fn read(&self, id: &HandoffId, part: ReadPart) {
+        self.tell(|watch| {
+            if let Some((request, _)) = self.lock().fetched_for.get(id) {
+                watch.read(request, part);
+            }
+        });
     }
 }
 

@@ -3,7 +3,7 @@
 use kvferry::{Access, Agent, Region, Transports};
 use kvferry_connector::{
     Announce, BlockTable, Cancel, Compute, Computed, Ending, EngineCard, EngineId, Free, HandoffId,
-    How, Limits, NULL_BLOCK, Notes, Offer, Orders, Want, Worker, WorkerConfig,
+    How, Limits, NULL_BLOCK, Notes, Offer, Orders, ReadPart, Want, Watch, Worker, WorkerConfig,
 };
 use kvferry_proto::WireCode;
 use kvferry_proto::layout::{
@@ -548,4 +548,55 @@ fn a_producer_that_hands_over_less_than_is_wanted_or_has_holes_is_a_failure() {
     p.assert_sent("holes");
     p.assert_idle();
     d.assert_idle();
+}
+
+/// What a watch was told, in order.
+#[derive(Default)]
+struct Told(Mutex<Vec<String>>, Mutex<Vec<ReadPart>>);
+
+impl Watch for Told {
+    fn received(&self, request: &str, code: WireCode, _detail: &str) {
+        self.0.lock().expect("nobody panics").push(format!("{request} received, {code}"));
+    }
+
+    fn sent(&self, request: &str) {
+        self.0.lock().expect("nobody panics").push(format!("{request} sent"));
+    }
+
+    fn read(&self, request: &str, part: ReadPart) {
+        assert_eq!(request, "a");
+        assert!(self.0.lock().expect("nobody panics").is_empty(), "read before it is received");
+        self.1.lock().expect("nobody panics").push(part);
+    }
+}
+
+#[test]
+fn whoever_watches_hears_of_every_byte_read_and_of_each_end_once() {
+    let _bounded = bounded();
+    let p = Engine::new(Build::new(1, 1), "local,tcp", b"");
+    let d = Engine::new(Build::new(2, 1), "local,tcp", b"");
+    let (ours, theirs) = (Arc::new(Told::default()), Arc::new(Told::default()));
+    d.ranks[0].worker.watch(ours.clone());
+    p.ranks[0].worker.watch(theirs.clone());
+    let (there, here) = (blocks(8, 1), blocks(8, 5));
+    let began = Instant::now();
+    d.want("a", &p.address, &here, 0..32);
+    p.compute("a", 1, &there, 0..20);
+    p.compute("a", 1, &there, 20..32);
+    d.assert_fetched("a");
+    p.hold("a");
+    p.assert_sent("a");
+    assert_eq!(*ours.0.lock().expect("nobody panics"), [format!("a received, {}", WireCode::Ok)]);
+    assert_eq!(*theirs.0.lock().expect("nobody panics"), ["a sent"]);
+    let parts = ours.1.lock().expect("nobody panics");
+    let bytes: u64 = parts.iter().map(|part| part.bytes).sum();
+    assert_eq!(bytes, u64::from(32 * LAYERS * HEADS * CONTENT));
+    for part in parts.iter() {
+        assert!(began <= part.began && part.began <= part.ended && part.ended <= Instant::now());
+    }
+    // A failure is told of, too.
+    d.want("b", "127.0.0.1:1", &here, 0..32);
+    let (code, _) = d.fetched("b").remove(0);
+    let told = ours.0.lock().expect("nobody panics");
+    assert_eq!(told[1..], [format!("b received, {code}")]);
 }

@@ -47,7 +47,7 @@ use crate::worker::LayerEvent;
 use kvferry::{Access, Agent, Region};
 use kvferry_connector::{
     Announce, Computed, EngineId, Finish, GroupRule, Limits, NULL_BLOCK, Scheduler,
-    SchedulerConfig, Worker, WorkerConfig,
+    SchedulerConfig, Watch, Worker, WorkerConfig,
 };
 use kvferry_proto::WireCode;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -165,6 +165,14 @@ impl Ferry {
     /// If there is no such rank.
     pub fn address(&self, rank: usize) -> &str {
         self.agents[rank].advertised()
+    }
+
+    /// See [`Worker::watch`].
+    ///
+    /// # Panics
+    /// If there is no such rank, or its engine has not been set up yet.
+    pub fn watch(&self, rank: usize, watch: Arc<dyn Watch>) {
+        self.workers[rank].get().expect("the engine is set up").watch(watch);
     }
 
     /// See [`Scheduler::take_side_data`].
