@@ -35,7 +35,7 @@ endef
 help: ## Explain the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo '  DEMO_ARGS, BENCH_ARGS, E2E_ARGS and PYTEST_ARGS are passed on: make demo DEMO_ARGS="--tokens 2048"'
+	@echo '  DEMO_ARGS, BENCH_ARGS, E2E_ARGS and PYTEST_ARGS are passed on: make demo DEMO_ARGS="--transport tcp"'
 	@echo '  make soak SOAK_SECONDS=3600 lasts an hour'
 
 build: command wheel ## Build target/release/kvferry and the wheel; install the wheel into .venv
@@ -61,8 +61,8 @@ wheel: $(VENV)/.build-tools
 	@$(BIN)/pip install --quiet --force-reinstall --no-deps target/wheels/kvferry-*.whl
 	@ls target/wheels/kvferry-*.whl
 
-demo: command ## Move the KV cache of a model between two processes, and say how fast
-	target/release/kvferry demo $(DEMO_ARGS)
+demo: command ## Hand requests from prefill to decode engines, verify every token, draw target/demo.html
+	target/release/kvferry demo $(if $(filter --without-engines --list-models --plot%,$(DEMO_ARGS)),,--plot target/demo.html) $(DEMO_ARGS)
 
 test: test-rust test-docs loom test-python ## Run all tests: Rust, documentation, models of the synchronisation, Python
 

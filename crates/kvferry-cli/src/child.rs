@@ -15,6 +15,9 @@ use serde::de::DeserializeOwned;
 use crate::failure::Failure;
 use crate::lines::{Answer, Lines};
 
+/// What is said to a child, and not answered in turn.
+pub(crate) type Commands = Lines<io::Empty, ChildStdin>;
+
 /// A helper process; killed and reaped when dropped.
 ///
 /// Spawn it from the main thread: the kernel takes the death of the spawning *thread* for the
@@ -80,12 +83,25 @@ impl Child {
         let heard: io::Result<Option<Answer<A>>> = pipe.receive_within(patience);
         match heard {
             Ok(Some(answer)) => answer,
-            Ok(None) => Err(Failure::Failed(match self.process.wait()? {
-                status if status.success() => "the process ended".to_string(),
-                status => format!("the process ended: {status}"),
-            })),
+            Ok(None) => Err(Failure::Failed(self.how_it_ended()?)),
             Err(error) => Err(Failure::Failed(error.to_string())),
         }
+    }
+
+    /// Both ends of the pipe, for one who listens and commands at the same time. The child is to
+    /// leave when the second is dropped.
+    pub(crate) fn take_pipe(&mut self) -> io::Result<(Lines<ChildStdout, io::Sink>, Commands)> {
+        let pipe = self.pipe.take().expect("the pipe is taken once");
+        let (answers, asks) = pipe.into_parts()?;
+        Ok((Lines::new(answers, io::sink()), Lines::new(io::empty(), asks)))
+    }
+
+    /// How a child that has closed its output ended.
+    pub(crate) fn how_it_ended(&mut self) -> io::Result<String> {
+        Ok(match self.process.wait()? {
+            status if status.success() => "the process ended".to_string(),
+            status => format!("the process ended: {status}"),
+        })
     }
 
     pub(crate) fn id(&self) -> u32 {

@@ -12,14 +12,15 @@ use crate::units::parse_bytes;
 
 const EXAMPLES_AND_EXIT_CODES: &str = "\
 Start with:
-  kvferry demo                  see it move KV cache between two processes, in half a minute
+  kvferry demo                  see it hand KV cache from engines to engines, in half a minute
   kvferry doctor                what this host can do, and what it lacks
   kvferry bench --quick         how fast, beside plain TCP
   kvferry bench --help          every subcommand has examples
 
 Exit codes:
   0  all is well
-  1  a byte was wrong, a figure fell short under --check, or the doctor found something bad
+  1  a byte or token was wrong, a request of a demo failed, a figure fell short under --check,
+     or the doctor found something bad
   2  the command line cannot be understood
   3  the peer cannot be reached, or refuses us
   4  a transfer or a helper process failed
@@ -37,8 +38,8 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Hand KV cache from a prefill to a decode process and check every byte
-    Demo(DemoArgs),
+    /// Hand KV cache from prefill to decode engines and check every token
+    Demo(Box<DemoArgs>),
     /// Measure transfers beside what plain TCP reaches in the same rounds
     Bench(Box<BenchArgs>),
     /// Measure what handoffs cost beyond moving their bytes; exit code 1 if it is too much
@@ -51,9 +52,12 @@ pub(crate) enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// The decode process of a demo, commanded over its standard input
+    /// The decode process of a demo without engines, commanded over its standard input
     #[command(hide = true)]
     DemoDecode,
+    /// An engine of a demo, commanded over its standard input
+    #[command(hide = true)]
+    DemoEngine,
     /// The target process of a bench on one host
     #[command(hide = true)]
     BenchTarget {
@@ -67,6 +71,13 @@ pub(crate) enum Command {
     /// The prefill engine of a handoff that is measured
     #[command(hide = true)]
     BenchHandoffPrefill,
+    /// Memory of another process, for the machine's limit to be measured with
+    #[command(hide = true)]
+    BenchMemory {
+        /// How much
+        #[arg(long)]
+        bytes: usize,
+    },
     /// A helper of the doctor
     #[command(hide = true)]
     DoctorProbe {
@@ -121,58 +132,193 @@ pub(crate) struct DoctorArgs {
 
 const DEMO_EXAMPLES: &str = "\
 Examples:
-  kvferry demo                                     eight prompts of Llama 3.1 8B in flight
-  kvferry demo --tokens 8192 --memory 16GiB        long prompts
-  kvferry demo --model deepseek-v3 --dtype fp8     the latent cache of an MLA model
-  kvferry demo --json --quiet | jq .throughput     for a program
-  kvferry demo --list-models                       what can be named
+  kvferry demo                                     two prefill engines of TP 2, a decode engine of TP 4
+  kvferry demo --prefill-tp 4 --decode 2 --decode-tp 1 --transport tcp
+  kvferry demo --flow sequential --announce end    nothing is pushed while prefill computes
+  kvferry demo --sizes 64,4096 --requests 20 --plot demo.html
+  kvferry demo --json --quiet | jq .sizes          for a program
+  kvferry demo --without-engines --model deepseek-v3 --dtype fp8
+  kvferry demo --list-models                       what can be named there
 
-A decode process is started beside this one, which plays prefill. Each has a paged KV pool of the
-model's shape: one region per layer, requests scattered over its blocks in random order. Before a
-round the decode process poisons its whole pool with bytes of its own choice; prefill then writes
-all requests; decode digests what it holds against what prefill should have held, and checks that
-the blocks of no request still hold the poison. A wrong byte ends the demo with exit code 1 and the
-layer and block it is in.";
+Every engine is a process with a small model, a paged KV cache and a scheduler, driven as vLLM drives
+its own, with an agent per rank. This process is the router: it gives each request to a prefill and to
+a decode engine, at once with one transfer_id (concurrent), or to decode what prefill responded
+(sequential). The model is of integers, and every byte of KV that a token may see goes into it: a wrong
+byte is a wrong token. The tokens of every request are compared with what the model says without any
+engine, cache or handoff. At the end no engine may hold a request, a block or a transfer.
+
+Columns: latency is from the moment at which prefill has computed the last layer to the moment at which
+the last decode rank knows that it has everything. Exposed is that as a part of the whole transfer,
+which begins with the first read. Throughput is the request's bytes by the time in which any of them
+were being read; beside it what this machine reaches by itself, with nothing else running: bytes of the
+same block size, by process_vm_readv (local) or over loopback (tcp), on as many threads as ranks read,
+and at most one per core. Caches are in memory that agents allocated: within a host that is copied from
+directly, which can be faster than process_vm_readv.
+
+Without engines: a decode process is started beside this one, which plays prefill. Each has a paged KV
+pool of the model's shape: one region per layer, requests scattered over its blocks in random order.
+Before a round the decode process poisons its whole pool; prefill then writes all requests; decode
+digests what it holds, and checks that the blocks of no request still hold the poison.";
+
+const ENGINES: &str = "With engines";
+const WITHOUT: &str = "Without engines";
 
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = DEMO_EXAMPLES)]
 pub(crate) struct DemoArgs {
-    /// Whose KV cache
-    #[arg(long, default_value = "llama-3.1-8b", value_parser = Model::find)]
-    pub(crate) model: Model,
-    /// Length of each prompt
-    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) tokens: u32,
-    /// Prompts in a round
-    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    pub(crate) requests: u32,
-    /// Handoffs in flight at once
-    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=256))]
-    pub(crate) concurrency: u32,
-    /// How often, each time with new contents and block tables
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    pub(crate) rounds: u32,
-    /// Tokens in a block of the paged pool
-    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
-    pub(crate) block_tokens: u32,
-    /// What the cache is stored as
-    #[arg(long, value_enum, default_value = "bf16")]
-    pub(crate) dtype: Dtype,
-    /// Most memory both pools may take; never more than 60 % of what the machine has free
-    #[arg(long, default_value = "4GiB", value_parser = parse_bytes, value_name = "SIZE")]
-    pub(crate) memory: u64,
+    /// How many requests, of all sizes in turn; without engines, in a round [default: 96, or 8]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) requests: Option<u32>,
+    /// Requests in flight at once [default: two per prefill engine, or 8]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub(crate) concurrency: Option<u32>,
     /// Print the result as JSON
     #[arg(long)]
     pub(crate) json: bool,
     /// No progress bar and no remarks
     #[arg(long, short)]
     pub(crate) quiet: bool,
-    /// List the models that can be named, and leave
-    #[arg(long)]
-    pub(crate) list_models: bool,
-    /// Flip one byte of the source after it was filled: the demo must notice
+    /// Flip one byte of a prefill's cache after it was computed: the demo must notice
     #[arg(long, hide = true)]
     pub(crate) inject_fault: bool,
+    #[command(flatten)]
+    pub(crate) engines: EngineArgs,
+    /// Move the caches of a named model between two processes without engines
+    #[arg(long, help_heading = WITHOUT)]
+    pub(crate) without_engines: bool,
+    /// Whose KV cache
+    #[arg(long, default_value = "llama-3.1-8b", value_parser = Model::find,
+          requires = "without_engines", help_heading = WITHOUT)]
+    pub(crate) model: Model,
+    /// Length of each prompt
+    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..),
+          requires = "without_engines", help_heading = WITHOUT)]
+    pub(crate) tokens: u32,
+    /// How often, each time with new contents and block tables
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=10_000),
+          requires = "without_engines", help_heading = WITHOUT)]
+    pub(crate) rounds: u32,
+    /// Tokens in a block of the paged pool
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096),
+          help_heading = WITHOUT)]
+    pub(crate) block_tokens: u32,
+    /// What the cache is stored as
+    #[arg(long, value_enum, default_value = "bf16", help_heading = WITHOUT)]
+    pub(crate) dtype: Dtype,
+    /// Most memory both pools may take; never more than 60 % of what the machine has free
+    #[arg(long, default_value = "4GiB", value_parser = parse_bytes, value_name = "SIZE",
+          requires = "without_engines", help_heading = WITHOUT)]
+    pub(crate) memory: u64,
+    /// List the models that can be named, and leave
+    #[arg(long, help_heading = WITHOUT)]
+    pub(crate) list_models: bool,
+}
+
+/// What a demo with engines can be told.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = ENGINES)]
+pub(crate) struct EngineArgs {
+    /// Prefill engines, a process each
+    #[arg(long, default_value_t = 2, value_name = "N", conflicts_with = "without_engines",
+          value_parser = clap::value_parser!(u32).range(1..=16))]
+    pub(crate) prefill: u32,
+    /// Decode engines, a process each
+    #[arg(long, default_value_t = 1, value_name = "M", conflicts_with = "without_engines",
+          value_parser = clap::value_parser!(u32).range(1..=16))]
+    pub(crate) decode: u32,
+    /// TP ranks of a prefill engine: 1, 2, 4 or 8
+    #[arg(long, default_value_t = 2, value_name = "RANKS", conflicts_with = "without_engines",
+          value_parser = ranks)]
+    pub(crate) prefill_tp: u32,
+    /// TP ranks of a decode engine: 1, 2, 4 or 8
+    #[arg(long, default_value_t = 4, value_name = "RANKS", conflicts_with = "without_engines",
+          value_parser = ranks)]
+    pub(crate) decode_tp: u32,
+    /// How KV moves
+    #[arg(long, value_enum, default_value = "local", conflicts_with = "without_engines")]
+    pub(crate) transport: DemoTransport,
+    /// Prompt lengths in tokens, 32 KiB of KV each
+    #[arg(long, default_value = "32,128,512,2048", value_delimiter = ',', value_name = "TOKENS",
+          conflicts_with = "without_engines",
+          value_parser = clap::value_parser!(u32).range(1..=32_768))]
+    pub(crate) sizes: Vec<u32>,
+    /// Who is given a request when
+    #[arg(long, value_enum, default_value = "concurrent", conflicts_with = "without_engines")]
+    pub(crate) flow: Flow,
+    /// When prefill says that something is ready: while a chunk is computed, after it, at the end
+    #[arg(long, value_enum, default_value = "layers", conflicts_with = "without_engines")]
+    pub(crate) announce: AnnounceWhen,
+    /// Write the figures, drawn, into this HTML file
+    #[arg(long, value_name = "FILE", conflicts_with = "without_engines")]
+    pub(crate) plot: Option<PathBuf>,
+}
+
+/// Which transport the engines of a demo use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum DemoTransport {
+    /// Copies between the memories of processes of one host
+    Local,
+    /// TCP, over loopback
+    Tcp,
+}
+
+impl DemoTransport {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            DemoTransport::Local => "local",
+            DemoTransport::Tcp => "tcp",
+        }
+    }
+}
+
+/// In which order a router gives a request to the two engines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Flow {
+    /// To both at once
+    Concurrent,
+    /// To decode what prefill responded
+    Sequential,
+}
+
+impl Flow {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Flow::Concurrent => "concurrent",
+            Flow::Sequential => "sequential",
+        }
+    }
+}
+
+/// How much of a prefill is said to be ready when.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum AnnounceWhen {
+    /// Half of the layers of each chunk at a time
+    Layers,
+    /// Each chunk
+    Chunks,
+    /// Everything at once
+    End,
+}
+
+impl AnnounceWhen {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            AnnounceWhen::Layers => "layers",
+            AnnounceWhen::Chunks => "chunks",
+            AnnounceWhen::End => "end",
+        }
+    }
+}
+
+/// As many ranks as the heads of the demo's model can be shared among.
+fn ranks(text: &str) -> Result<u32, String> {
+    match text.parse() {
+        Ok(ranks @ (1 | 2 | 4 | 8)) => Ok(ranks),
+        _ => Err("the heads of the model can be shared among 1, 2, 4 or 8 ranks".to_string()),
+    }
 }
 
 const BENCH_EXAMPLES: &str = "\

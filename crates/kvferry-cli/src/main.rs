@@ -1,4 +1,4 @@
-//! The `kvferry` command: it shows KV cache moving between two processes, and measures how fast.
+//! The `kvferry` command: it shows KV cache moving between engines, and measures how fast.
 //!
 //! `cli.rs` is what can be typed, `demo/`, `bench/`, `handoff_bench/` and `doctor/` are what then happens, and the rest are their
 //! tools: block tables (`blocks.rs`), bytes that say where they belong (`content.rs`), model shapes
@@ -38,10 +38,12 @@ fn main() -> ExitCode {
         Command::BenchHandoff(args) => interruptible(|| handoff_bench::run(&args)),
         Command::Doctor(args) => interruptible(|| doctor::run(&args)),
         Command::Version { json } => version::run(json),
-        Command::DemoDecode => demo::decode::run(),
+        Command::DemoDecode => demo::pools::decode::run(),
+        Command::DemoEngine => demo::engines::node::run(),
         Command::BenchTarget { core } => bench::target::run_child(core),
         Command::BenchHandoffProducer => handoff_bench::producer::run(),
         Command::BenchHandoffPrefill => handoff_bench::engines::run_prefill(),
+        Command::BenchMemory { bytes } => bench::yardstick::hold(bytes),
         Command::DoctorProbe { probe } => doctor::helper::run(probe),
     };
     match outcome {

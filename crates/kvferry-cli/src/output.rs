@@ -45,6 +45,11 @@ pub(crate) fn byte_bar(quiet: bool, total_bytes: u64) -> ProgressBar {
     bar(quiet, total_bytes, "{bar:32.cyan/blue} {bytes:>10}/{total_bytes:10} {elapsed:>4}  {msg}")
 }
 
+/// A bar that counts bytes, and leaves it to its message to say how many.
+pub(crate) fn told_bar(quiet: bool, total_bytes: u64) -> ProgressBar {
+    bar(quiet, total_bytes, "{bar:32.cyan/blue} {elapsed:>4}  {msg}")
+}
+
 /// A bar that counts steps.
 pub(crate) fn step_bar(quiet: bool, steps: u64) -> ProgressBar {
     bar(quiet, steps, "{bar:32.cyan/blue} {pos:>4}/{len:4} {elapsed:>4}  {msg}")

@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 fn kvferry(line: &[&str]) -> Command {
@@ -29,8 +30,18 @@ fn json(output: &Output) -> Value {
 }
 
 #[test]
-fn a_demo_moves_and_verifies_every_request() {
-    let output = run(&["demo", "--tokens", "256", "--requests", "8", "--rounds", "2", "--json"]);
+fn a_demo_without_engines_moves_and_verifies_every_request() {
+    let output = run(&[
+        "demo",
+        "--without-engines",
+        "--tokens",
+        "256",
+        "--requests",
+        "8",
+        "--rounds",
+        "2",
+        "--json",
+    ]);
     assert_eq!(code(&output), Some(0), "{}", errors(&output));
     let report = json(&output);
     assert_eq!(report["schema"], "kvferry.demo/1");
@@ -47,9 +58,19 @@ fn a_demo_moves_and_verifies_every_request() {
 
 #[test]
 fn a_demo_of_a_latent_cache_goes_in_waves_when_memory_is_short() {
-    let line = ["demo", "--model", "deepseek-v3", "--dtype", "fp8", "--tokens", "100"];
+    let line = ["demo", "--without-engines", "--model", "deepseek-v3", "--dtype", "fp8"];
     let output = kvferry(&line)
-        .args(["--requests", "5", "--rounds", "1", "--memory", "16MiB", "--json"])
+        .args([
+            "--tokens",
+            "100",
+            "--requests",
+            "5",
+            "--rounds",
+            "1",
+            "--memory",
+            "16MiB",
+            "--json",
+        ])
         .output()
         .expect("the command starts");
     assert_eq!(code(&output), Some(0), "{}", errors(&output));
@@ -60,14 +81,122 @@ fn a_demo_of_a_latent_cache_goes_in_waves_when_memory_is_short() {
 }
 
 #[test]
-fn one_flipped_byte_fails_the_demo_and_is_named() {
-    let output =
-        run(&["demo", "--tokens", "64", "--requests", "3", "--rounds", "1", "--inject-fault"]);
+fn one_flipped_byte_fails_a_demo_without_engines_and_is_named() {
+    let line = ["demo", "--without-engines", "--tokens", "64", "--requests", "3", "--rounds", "1"];
+    let output = kvferry(&line).arg("--inject-fault").output().expect("the command starts");
     assert_eq!(code(&output), Some(1), "{}", errors(&output));
     let errors = errors(&output);
     assert!(errors.contains("request 2: layer 16, block "), "{errors}");
     assert!(errors.contains("first at byte 32768 of the page; 1 wrong pages"), "{errors}");
     assert!(output.stdout.is_empty(), "no report of a demo that failed");
+}
+
+/// A demo with small engines: its report, if all went well.
+fn engines(more: &[&str]) -> Value {
+    let output = kvferry(&["demo", "--sizes", "16,600", "--requests", "6", "--json"])
+        .args(more)
+        .output()
+        .expect("the command starts");
+    assert_eq!(code(&output), Some(0), "{}", errors(&output));
+    let report = json(&output);
+    assert_eq!(report["schema"], "kvferry.demo/2");
+    assert_eq!(
+        (&report["failed"], &report["held"]),
+        (&Value::Array(vec![]), &Value::Array(vec![]))
+    );
+    // One that prefill says, and four that decode says.
+    assert_eq!((&report["tokens_verified"], &report["wrong_tokens"]), (&30.into(), &0.into()));
+    // Every byte of every block once, over however many ranks.
+    assert_eq!(report["bytes"], 3 * (16 + 608) * 32_768);
+    for size in report["sizes"].as_array().expect("sizes") {
+        let figure = |name: &str| size["figures"][name].as_f64().expect("a number");
+        let (p50, p99) = (figure("latency_p50_ms"), figure("latency_p99_ms"));
+        assert!(0.0 < p50 && p50 <= p99 && p50 <= figure("transfer_ms"), "{size}");
+        assert!(figure("exposed") > 0.0 && figure("exposed") <= 1.0, "{size}");
+        assert!(figure("gb_per_s") > 0.0 && figure("limit_gb_per_s") > 0.0, "{size}");
+    }
+    report
+}
+
+#[test]
+fn engines_hand_requests_over_to_more_ranks_and_every_token_is_right() {
+    let report = engines(&[]);
+    assert_eq!((&report["prefill"], &report["decode"]), (&2.into(), &1.into()));
+    assert_eq!((&report["prefill_tp"], &report["decode_tp"]), (&2.into(), &4.into()));
+    assert_eq!(report["flow"], "concurrent");
+}
+
+#[test]
+fn engines_hand_requests_over_to_fewer_ranks_over_tcp_too() {
+    let line = ["--prefill", "1", "--prefill-tp", "4", "--decode", "2", "--decode-tp", "1"];
+    let report = engines(&[&line[..], &["--transport", "tcp", "--announce", "chunks"]].concat());
+    assert_eq!(report["transport"], "tcp");
+}
+
+#[test]
+fn what_is_handed_over_after_prefill_has_ended_is_exposed_as_a_whole() {
+    let report = engines(&["--flow", "sequential", "--announce", "end"]);
+    for size in report["sizes"].as_array().expect("sizes") {
+        assert_eq!(size["figures"]["exposed"], 1.0, "{size}");
+    }
+}
+
+#[test]
+fn one_flipped_byte_of_kv_is_a_wrong_token_and_is_named() {
+    let line = ["demo", "--sizes", "64", "--requests", "3", "--quiet", "--inject-fault"];
+    let output = run(&line);
+    assert_eq!(code(&output), Some(1), "{}", errors(&output));
+    let errors = errors(&output);
+    assert!(errors.contains("WRONG TOKEN: request 2, from prefill "), "{errors}");
+    assert!(errors.contains(" to decode 0: decode 0 says "), "{errors}");
+    assert!(output.stdout.is_empty(), "no report of a demo that failed");
+}
+
+#[test]
+fn a_killed_prefill_engine_ends_a_demo_with_its_reason_and_takes_no_other_requests_along() {
+    let mut demo = kvferry(&["demo", "--sizes", "16", "--requests", "400", "--json"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command starts");
+    let mut said = BufReader::new(demo.stderr.take().expect("piped"));
+    let mut line = String::new();
+    while !line.contains("prefill 0 is process ") {
+        line.clear();
+        assert!(said.read_line(&mut line).expect("text") > 0, "it says which process is which");
+    }
+    let pid = line.split([' ', ',']).nth(4).and_then(|pid| pid.parse().ok()).expect("its number");
+    std::thread::sleep(Duration::from_millis(100));
+    kill(pid, Signal::KILL);
+    let killed = Instant::now();
+    let mut errors = String::new();
+    said.read_to_string(&mut errors).expect("text");
+    let output = demo.wait_with_output().expect("it ends");
+    assert!(killed.elapsed() < Duration::from_secs(20), "{:?}", killed.elapsed());
+    assert_eq!(code(&output), Some(1), "{errors}");
+    assert!(errors.contains("prefill 0: the process ended: signal: 9"), "{errors}");
+    let report = json(&output);
+    let failed = report["failed"].as_array().expect("requests").len();
+    // What it had in flight, at most.
+    assert!(failed <= 4, "{failed}");
+    assert_eq!(report["lost"].as_array().map(Vec::len), Some(1));
+    assert_eq!(report["held"], Value::Array(vec![]));
+    assert!(report["tokens_verified"].as_u64() >= Some(5 * (400 - failed as u64)), "{report}");
+}
+
+#[test]
+fn a_demo_draws_three_figures_that_need_nothing_else() {
+    let file = std::env::temp_dir().join(format!("kvferry-demo-{}.html", std::process::id()));
+    engines(&["--plot", file.to_str().expect("text")]);
+    let page = std::fs::read_to_string(&file).expect("it was written");
+    std::fs::remove_file(&file).expect("it is ours");
+    assert_eq!(page.matches("<svg").count(), 3);
+    for title in ["Handoff latency", "Exposed and whole transfer", "Throughput while reading"] {
+        assert!(page.contains(&format!("aria-label=\"{title}\"")), "{title}");
+    }
+    assert!(page.contains("prefers-color-scheme: dark") && page.contains("19 MiB"), "{page}");
+    // But for the name of its vocabulary.
+    assert_eq!(page.matches("http").count(), 3, "{page}");
 }
 
 #[test]
@@ -204,7 +333,10 @@ fn nobody_at_the_address_is_told_apart_from_a_bad_command_line() {
     drop(listener);
     assert_eq!(code(&run(&["bench", "--target", &nobody])), Some(3));
     assert_eq!(code(&run(&["bench", "--target", "nobody.invalid:1"])), Some(3));
-    assert_eq!(code(&run(&["demo", "--model", "gpt-5"])), Some(2));
+    assert_eq!(code(&run(&["demo", "--without-engines", "--model", "gpt-5"])), Some(2));
+    assert_eq!(code(&run(&["demo", "--model", "opt-125m"])), Some(2));
+    assert_eq!(code(&run(&["demo", "--without-engines", "--prefill", "3"])), Some(2));
+    assert_eq!(code(&run(&["demo", "--decode-tp", "3"])), Some(2));
     assert_eq!(code(&run(&["bench", "--sizes", "4KiB"])), Some(2));
     assert_eq!(code(&run(&["bench", "--transport", "pigeon"])), Some(2));
     assert_eq!(code(&run(&["bench", "--peers", "/nowhere/python"])), Some(2));
@@ -235,24 +367,38 @@ fn a_reader_that_leaves_early_causes_no_panic() {
 
 #[test]
 fn no_process_outlives_an_interrupted_or_killed_demo() {
-    use rustix::process::{Pid, Signal, kill_process};
-    for signal in [Signal::INT, Signal::KILL] {
-        let mut demo = kvferry(&["demo", "--quiet", "--rounds", "1000", "--tokens", "256"])
-            .stdout(Stdio::null())
-            .spawn()
-            .expect("the command starts");
-        let decode = until("a decode process", || child_of(demo.id()));
-        std::thread::sleep(Duration::from_millis(300));
-        let pid = Pid::from_raw(demo.id().cast_signed()).expect("not zero");
-        kill_process(pid, signal).expect("still there");
-        demo.wait().expect("it ends");
-        until("the decode process's end", || has_ended(decode).then_some(()));
+    let without: &[&str] = &["demo", "--without-engines", "--quiet", "--rounds", "1000"];
+    let with: &[&str] = &["demo", "--quiet", "--sizes", "16", "--requests", "5000"];
+    for (line, children) in [(without, 1), (with, 3)] {
+        for signal in [Signal::INT, Signal::KILL] {
+            let mut demo = kvferry(line).stdout(Stdio::null()).spawn().expect("the command starts");
+            let helpers = until("its processes", || {
+                Some(helpers_of(demo.id())).filter(|helpers| helpers.len() == children)
+            });
+            std::thread::sleep(Duration::from_millis(300));
+            kill(demo.id(), signal);
+            demo.wait().expect("it ends");
+            for helper in helpers {
+                until("the end of its processes", || has_ended(helper).then_some(()));
+            }
+        }
     }
 }
 
-fn child_of(pid: u32) -> Option<u32> {
-    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
-    children.split_whitespace().next()?.parse().ok()
+fn kill(pid: u32, signal: Signal) {
+    let pid = Pid::from_raw(pid.cast_signed()).expect("not zero");
+    kill_process(pid, signal).expect("still there");
+}
+
+/// The processes of a demo that move KV.
+fn helpers_of(pid: u32) -> Vec<u32> {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
+    let children = children.unwrap_or_default();
+    let is_of_demo = |pid: &u32| {
+        let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.contains("demo-")
+    };
+    children.split_whitespace().filter_map(|pid| pid.parse().ok()).filter(is_of_demo).collect()
 }
 
 /// Gone, or dead and waiting to be reaped by whoever inherited it.

@@ -24,7 +24,7 @@ pub(crate) mod pages;
 mod peers;
 mod placement;
 mod plain;
-mod plot;
+pub(crate) mod plot;
 mod python;
 pub(crate) mod raw;
 pub(crate) mod reach;
@@ -37,6 +37,7 @@ pub(crate) mod target;
 mod transport;
 pub(crate) mod usage;
 pub(crate) mod verify;
+pub(crate) mod yardstick;
 
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};

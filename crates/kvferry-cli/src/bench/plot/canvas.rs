@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 /// Elements in the order they are drawn.
 #[derive(Debug)]
-pub(super) struct Canvas {
+pub(crate) struct Canvas {
     width: f64,
     height: f64,
     title: String,
@@ -14,7 +14,7 @@ pub(super) struct Canvas {
 
 /// Where a text is held.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Anchor {
+pub(crate) enum Anchor {
     Start,
     Middle,
     End,
@@ -22,7 +22,7 @@ pub(super) enum Anchor {
 
 impl Canvas {
     /// `title` is for those who cannot see it.
-    pub(super) fn new(width: f64, height: f64, title: &str) -> Canvas {
+    pub(crate) fn new(width: f64, height: f64, title: &str) -> Canvas {
         Canvas { width, height, title: escape(title), body: String::new() }
     }
 
@@ -31,20 +31,20 @@ impl Canvas {
         self.body.push('\n');
     }
 
-    pub(super) fn line(&mut self, class: &str, from: (f64, f64), to: (f64, f64)) {
+    pub(crate) fn line(&mut self, class: &str, from: (f64, f64), to: (f64, f64)) {
         let ((x1, y1), (x2, y2)) = (from, to);
         self.push(format_args!(
             r#"<line class="{class}" x1="{x1:.1}" y1="{y1:.1}" x2="{x2:.1}" y2="{y2:.1}"/>"#
         ));
     }
 
-    pub(super) fn polyline(&mut self, class: &str, points: &[(f64, f64)]) {
+    pub(crate) fn polyline(&mut self, class: &str, points: &[(f64, f64)]) {
         let points: Vec<String> = points.iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect();
         let points = points.join(" ");
         self.push(format_args!(r#"<polyline class="{class}" points="{points}"/>"#));
     }
 
-    pub(super) fn text(&mut self, class: &str, (x, y): (f64, f64), anchor: Anchor, text: &str) {
+    pub(crate) fn text(&mut self, class: &str, (x, y): (f64, f64), anchor: Anchor, text: &str) {
         let anchor = match anchor {
             Anchor::Start => "start",
             Anchor::Middle => "middle",
@@ -56,8 +56,22 @@ impl Canvas {
         ));
     }
 
+    /// An upright rectangle, with words that appear when it is pointed at.
+    pub(crate) fn bar(
+        &mut self,
+        class: &str,
+        (x, y): (f64, f64),
+        (width, height): (f64, f64),
+        says: &str,
+    ) {
+        let says = escape(says);
+        self.push(format_args!(
+            r#"<rect class="{class}" x="{x:.1}" y="{y:.1}" width="{width:.1}" height="{height:.1}" rx="2"><title>{says}</title></rect>"#
+        ));
+    }
+
     /// A mark of one of a few shapes, with words that appear when it is pointed at.
-    pub(super) fn mark(&mut self, class: &str, shape: usize, (x, y): (f64, f64), says: &str) {
+    pub(crate) fn mark(&mut self, class: &str, shape: usize, (x, y): (f64, f64), says: &str) {
         let size = 4.6;
         let says = escape(says);
         let around = |corners: &[(f64, f64)]| {
@@ -82,12 +96,12 @@ impl Canvas {
     }
 
     /// To be put into a page that has [`STYLE`].
-    pub(super) fn inline(&self) -> String {
+    pub(crate) fn inline(&self) -> String {
         self.wrapped("")
     }
 
     /// A file of its own.
-    pub(super) fn file(&self) -> String {
+    pub(crate) fn file(&self) -> String {
         let head = r#"<?xml version="1.0" encoding="UTF-8"?>"#;
         format!("{head}\n{}", self.wrapped(&format!("<style>{}</style>\n", super::style::SVG)))
     }
@@ -105,7 +119,7 @@ impl Canvas {
 }
 
 /// Text as XML and HTML take it.
-pub(super) fn escape(text: &str) -> String {
+pub(crate) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
         match character {

@@ -203,7 +203,7 @@ fn spread_out(places: &mut [f64], top: f64, bottom: f64) {
 }
 
 /// Zero, and round steps to above `top`.
-fn linear_ticks(top: f64) -> Vec<f64> {
+pub(crate) fn linear_ticks(top: f64) -> Vec<f64> {
     let rough = (top / 6.0).max(f64::MIN_POSITIVE);
     let power = 10f64.powf(rough.log10().floor());
     let step = [1.0, 2.0, 2.5, 5.0, 10.0].map(|of| of * power).into_iter().find(|&s| s >= rough);
@@ -225,13 +225,13 @@ fn logarithmic_ticks(bottom: f64, top: f64) -> Vec<f64> {
 }
 
 /// A tick's number without zeros that say nothing.
-pub(super) fn short(value: f64) -> String {
+pub(crate) fn short(value: f64) -> String {
     let text = format!("{value:.4}");
     text.trim_end_matches('0').trim_end_matches('.').to_string()
 }
 
 /// Ticks and a place between 0 and 1 for values on a logarithmic axis.
-pub(super) fn logarithmic(bottom: f64, top: f64) -> (Vec<f64>, impl Fn(f64) -> f64) {
+pub(crate) fn logarithmic(bottom: f64, top: f64) -> (Vec<f64>, impl Fn(f64) -> f64) {
     let ticks = logarithmic_ticks(bottom, top);
     let (low, high) = (ticks[0], ticks[ticks.len() - 1]);
     (ticks, move |value: f64| (value / low).ln() / (high / low).ln())

@@ -1,10 +1,10 @@
 //! Pictures of a report: an SVG per figure, and one page with all of them that needs nothing else.
 
-mod canvas;
-mod chart;
+pub(crate) mod canvas;
+pub(crate) mod chart;
 mod dots;
 mod page;
-mod style;
+pub(crate) mod style;
 
 use std::fs;
 use std::path::Path;

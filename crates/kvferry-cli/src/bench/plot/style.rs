@@ -3,13 +3,13 @@
 
 /// How a contender is drawn.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Look {
+pub(crate) struct Look {
     /// As in the report's columns.
-    pub(super) who: &'static str,
+    pub(crate) who: &'static str,
     /// In a legend.
-    pub(super) name: &'static str,
-    pub(super) class: &'static str,
-    pub(super) shape: usize,
+    pub(crate) name: &'static str,
+    pub(crate) class: &'static str,
+    pub(crate) shape: usize,
 }
 
 const fn look(who: &'static str, name: &'static str, class: &'static str, shape: usize) -> Look {
@@ -35,18 +35,18 @@ const LOOKS: [Look; 12] = [
 
 impl Look {
     /// What the machine does by itself.
-    pub(super) fn is_limit(self) -> bool {
+    pub(crate) fn is_limit(self) -> bool {
         self.class.starts_with("limit")
     }
 }
 
 /// Those among `who` that are drawn, in the order of a legend.
-pub(super) fn looks(who: impl Fn(&str) -> bool) -> Vec<Look> {
+pub(crate) fn looks(who: impl Fn(&str) -> bool) -> Vec<Look> {
     LOOKS.into_iter().filter(|look| who(look.who)).collect()
 }
 
 /// For charts, within a page or by themselves.
-pub(super) const SVG: &str = "
+pub(crate) const SVG: &str = "
 .chart { --paper: #ffffff; --ink: #1c2430; --soft: #5c6675; --grid: #e4e8ee; --limit: #8a94a3;
   --ours: #0072b2; --shared: #009e73; --python: #3fa3df; --checked: #009e73; --mooncake: #d55e00;
   --mooncake2: #c98a00; --nixl: #b3579a; --nixl2: #6a3d9a; }
@@ -88,7 +88,7 @@ pub(super) const SVG: &str = "
 ";
 
 /// For the page around them.
-pub(super) const PAGE: &str = "
+pub(crate) const PAGE: &str = "
 :root { color-scheme: light dark; --back: #f4f6f9; --card: #ffffff; --ink: #1c2430; --soft: #5c6675;
   --edge: #dfe4eb; --good: #00795a; --bad: #b3261e; --goodback: #e2f4ee; --badback: #fbe7e5; --stripe: #f8fafc; }
 @media (prefers-color-scheme: dark) { :root { --back: #0d1117; --card: #161b22; --ink: #e8edf4;

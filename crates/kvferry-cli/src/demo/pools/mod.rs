@@ -1,4 +1,4 @@
-//! `kvferry demo`: KV cache handed from a prefill to a decode process, every byte verified.
+//! `kvferry demo --without-engines`: KV cache handed from a prefill to a decode process, every byte verified.
 //!
 //! This process is prefill (`prefill.rs`) and starts the other (`decode.rs`); they talk over a pipe
 //! (`messages.rs`) about everything but the cache itself, which moves through two agents. A round
@@ -28,9 +28,6 @@ use prefill::Prefill;
 use report::{Measured, Report};
 
 pub(crate) fn run(args: &DemoArgs) -> Result<(), Failure> {
-    if args.list_models {
-        return list_models(args);
-    }
     let plan = Plan::new(args, crate::machine::available_memory())?;
     if !args.quiet {
         output::note(&plan.describe());
@@ -113,7 +110,7 @@ fn check(verified: &Verified) -> Result<(), Failure> {
     }
 }
 
-fn list_models(args: &DemoArgs) -> Result<(), Failure> {
+pub(crate) fn list_models(args: &DemoArgs) -> Result<(), Failure> {
     let header = ["model", "shape", "per token", "page"];
     let rows: Vec<Vec<String>> = MODELS
         .iter()

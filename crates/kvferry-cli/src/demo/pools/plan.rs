@@ -9,6 +9,12 @@ use crate::units;
 
 use super::pool::Shape;
 
+/// Prompts in a round, if nobody says how many.
+const REQUESTS: u32 = 8;
+
+/// Handoffs in flight, if nobody says how many.
+const IN_FLIGHT: u32 = 8;
+
 /// A demo that fits.
 #[derive(Debug)]
 pub(super) struct Plan {
@@ -27,15 +33,16 @@ pub(super) struct Plan {
 
 impl Plan {
     pub(super) fn new(args: &DemoArgs, available: u64) -> Result<Plan, Failure> {
+        let requests = args.requests.unwrap_or(REQUESTS);
         let mut plan = Plan {
             model: args.model,
             dtype: args.dtype,
             tokens: args.tokens,
             block_tokens: args.block_tokens,
-            requests: args.requests,
-            concurrency: args.concurrency,
+            requests,
+            concurrency: args.concurrency.unwrap_or(IN_FLIGHT),
             rounds: args.rounds,
-            slots: args.requests,
+            slots: requests,
             remarks: Vec::new(),
         };
         let budget = plan.budget(args.memory, available);
@@ -157,7 +164,8 @@ mod tests {
     use clap::Parser;
 
     fn plan(line: &[&str], available: u64) -> Result<Plan, Failure> {
-        let cli = Cli::try_parse_from(["kvferry", "demo"].iter().chain(line)).expect("well formed");
+        let cli = Cli::try_parse_from(["kvferry", "demo", "--without-engines"].iter().chain(line))
+            .expect("well formed");
         let Command::Demo(args) = cli.command else { panic!("demo was asked for") };
         Plan::new(&args, available)
     }

@@ -1,0 +1,380 @@
+//! One engine in a process of its own: commands come in, what happens goes out.
+//!
+//! The engine steps while it has something to compute. While everything it has waits for
+//! transfers it sleeps, and is woken by the worker halves the moment one of them has something to
+//! report ([`Watch`]), or by a command.
+
+use std::collections::HashSet;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use kvferry::{Agent, Transports};
+use kvferry_connector::{ReadPart, Watch, WireCode};
+use kvferry_refengine::contract::vllm::{self, ConnectorMeta, TransferResults, WorkerConnector};
+use kvferry_refengine::ferry::{Ferry, FerryConfig};
+use kvferry_refengine::{
+    BlockId, Connector, Engine, FinishReason, KvCaches, KvMemory, LayerEvent, Output, Rank,
+    Request, RequestId,
+};
+
+use crate::child;
+use crate::failure::Failure;
+use crate::lines::{Answer, Lines};
+use crate::machine::shared_clock;
+
+use super::messages::{Command, Ended, Event, Part, Said, Setup, Submit};
+
+/// Steps that find nothing to compute, before the engine sleeps: what one hears, the next may act on.
+const IDLE_STEPS: u32 = 2;
+
+/// The longest sleep of an engine that has something under way. It is woken by whatever it waits
+/// for; this bounds what a wake-up that nobody thought of would cost.
+const NAP: Duration = Duration::from_millis(100);
+
+/// How long an engine that is to leave may take to be rid of everything.
+pub(super) const LEAVING: Duration = Duration::from_secs(8);
+
+/// `kvferry demo-engine`.
+pub(crate) fn run() -> Result<(), Failure> {
+    child::die_with_parent()?;
+    let (wake, wakes) = mpsc::channel();
+    let mut out = Lines::new(io::empty(), io::stdout());
+    let commands = wake.clone();
+    std::thread::spawn(move || hear(&commands));
+    let outcome = serve(&wake, &wakes, &mut out);
+    match outcome {
+        Ok(()) => Ok(()),
+        // The router says what it was told; an exit code has no room for it.
+        Err(failure) => {
+            out.send::<Answer<Event>>(&Err(failure))?;
+            // Peers are not left at once: the router ends this process.
+            while !matches!(wakes.recv(), Ok(Wake::Closed) | Err(_)) {}
+            Ok(())
+        }
+    }
+}
+
+/// Passes commands on until the router closes its end.
+fn hear(wake: &Sender<Wake>) {
+    let mut input = Lines::new(io::stdin(), io::sink());
+    loop {
+        let heard = match input.receive() {
+            Ok(Some(command)) => Wake::Command(command),
+            Ok(None) | Err(_) => Wake::Closed,
+        };
+        let is_over = matches!(heard, Wake::Closed);
+        if wake.send(heard).is_err() || is_over {
+            return;
+        }
+    }
+}
+
+/// What an engine is woken by.
+enum Wake {
+    Command(Command),
+    Closed,
+    /// To be passed on; the engine has nothing to do with it.
+    Event(Event),
+    /// A worker half has something to report.
+    Reported,
+}
+
+type Out = Lines<io::Empty, io::Stdout>;
+
+fn serve(wake: &Sender<Wake>, wakes: &Receiver<Wake>, out: &mut Out) -> Result<(), Failure> {
+    let setup = match wakes.recv() {
+        Ok(Wake::Command(Command::Open(setup))) => setup,
+        Ok(Wake::Closed) | Err(_) => return Ok(()),
+        Ok(_) => return Err(Failure::Failed("an engine is opened first".into())),
+    };
+    let mut node = Node::open(&setup, wake)?;
+    give_way();
+    out.send::<Answer<Event>>(&Ok(Event::Ready { address: node.ferry.address(0).to_string() }))?;
+    node.serve(wakes, out)
+}
+
+/// What this thread computes would be computed elsewhere, by a GPU: it gives way to the threads that
+/// move bytes, which have been started by now.
+fn give_way() {
+    const BY: i32 = 10;
+    // Without that it is only slower.
+    let _ = rustix::process::nice(BY);
+}
+
+struct Node {
+    engine: Engine,
+    ferry: Ferry,
+    computed: Arc<AtomicU64>,
+    /// Requests of whose KV a byte is to be flipped.
+    flips: HashSet<RequestId>,
+    leaving: Option<Instant>,
+}
+
+impl Node {
+    fn open(setup: &Setup, wake: &Sender<Wake>) -> Result<Node, Failure> {
+        let ranks = setup.config.ranks();
+        let transports = Transports::parse(&setup.transports)?;
+        let agent = |rank: &Rank| {
+            let name = format!("{}-{rank}", setup.name);
+            let builder = Agent::builder().name(name).listen(([127, 0, 0, 1], 0));
+            builder.transports(transports).start()
+        };
+        let agents = ranks.iter().map(agent).collect::<Result<Vec<_>, _>>()?;
+        let config = FerryConfig {
+            timeout: Duration::from_millis(setup.timeout_ms),
+            announce: setup.announce.into(),
+            ..FerryConfig::default()
+        };
+        let ferry = Ferry::new(&setup.config, agents, config);
+        let computed = Arc::new(AtomicU64::new(0));
+        let vllm::Connector { scheduler, mut workers } = ferry.vllm();
+        let last = setup.config.model.layers.len() - 1;
+        let first = workers.remove(0);
+        workers.insert(0, Box::new(Timed { inner: first, last, computed: computed.clone() }));
+        let connector = Connector::Vllm(vllm::Connector { scheduler, workers });
+        let engine = Engine::new(setup.config.clone(), connector)
+            .map_err(|error| Failure::Usage(format!("{}: {error}", setup.name)))?;
+        for rank in 0..ranks.len() {
+            ferry.watch(rank, Arc::new(Bell(Mutex::new(wake.clone()))));
+        }
+        Ok(Node { engine, ferry, computed, flips: HashSet::new(), leaving: None })
+    }
+
+    fn serve(&mut self, wakes: &Receiver<Wake>, out: &mut Out) -> Result<(), Failure> {
+        let mut idle_steps = 0;
+        loop {
+            while let Some(wake) = self.next(wakes, &mut idle_steps) {
+                match wake {
+                    Wake::Command(command) => {
+                        idle_steps = 0;
+                        self.obey(command)?;
+                    }
+                    Wake::Closed => return Ok(()),
+                    Wake::Event(event) => out.send::<Answer<Event>>(&Ok(event))?,
+                    Wake::Reported => idle_steps = 0,
+                }
+            }
+            if self.engine.has_work() {
+                let step = self.engine.step();
+                let report = step.map_err(|error| Failure::Check(error.to_string()))?;
+                idle_steps = if report.tokens > 0 { 0 } else { idle_steps + 1 };
+                for output in self.engine.take_outputs() {
+                    let said = self.said(output);
+                    out.send::<Answer<Event>>(&Ok(Event::Said(said)))?;
+                }
+            }
+            if let Some(held) = self.left() {
+                out.send::<Answer<Event>>(&Ok(Event::Left { held }))?;
+            }
+        }
+    }
+
+    /// The next thing that woke the engine, or nothing if it has to step.
+    fn next(&mut self, wakes: &Receiver<Wake>, idle_steps: &mut u32) -> Option<Wake> {
+        if !self.engine.has_work() && self.leaving.is_none() {
+            return Some(wakes.recv().unwrap_or(Wake::Closed));
+        }
+        if *idle_steps < IDLE_STEPS {
+            return match wakes.try_recv() {
+                Ok(wake) => Some(wake),
+                Err(TryRecvError::Empty) => None,
+                Err(TryRecvError::Disconnected) => Some(Wake::Closed),
+            };
+        }
+        match wakes.recv_timeout(NAP) {
+            Ok(wake) => Some(wake),
+            Err(RecvTimeoutError::Timeout) => {
+                *idle_steps = IDLE_STEPS - 1;
+                None
+            }
+            Err(RecvTimeoutError::Disconnected) => Some(Wake::Closed),
+        }
+    }
+
+    fn obey(&mut self, command: Command) -> Result<(), Failure> {
+        match command {
+            Command::Open(_) => return Err(Failure::Failed("an engine is opened once".into())),
+            Command::Submit(Submit { id, prompt, max_tokens, params, flip }) => {
+                let request = Request::new(id, prompt, max_tokens).with_params(params);
+                if flip {
+                    self.flips.insert(request.id.clone());
+                }
+                let id = request.id.clone();
+                let submitted = self.engine.submit(request);
+                submitted.map_err(|error| Failure::Failed(format!("{id}: {error}")))?;
+            }
+            Command::Abort { id } => {
+                // It may have ended meanwhile.
+                self.engine.abort(&RequestId::from(id));
+            }
+            Command::Finish => self.leaving = Some(Instant::now() + LEAVING),
+        }
+        Ok(())
+    }
+
+    fn said(&mut self, output: Output) -> Said {
+        if self.flips.remove(&output.id) {
+            self.flip(&output.id);
+        }
+        let ended = output.finished.map(|finished| {
+            let failure = match finished.reason {
+                FinishReason::Length | FinishReason::Stop => None,
+                FinishReason::Abort => Some("it was aborted".to_string()),
+                FinishReason::Error => Some("its KV could not be loaded".to_string()),
+            };
+            Ended { failure, params: finished.params }
+        });
+        let (id, tokens) = (output.id.into(), output.tokens);
+        Said { id, tokens, ended, computed_ns: self.computed.load(Ordering::Relaxed) }
+    }
+
+    /// Damages one byte in the middle of a request that has been computed and is held.
+    fn flip(&self, id: &RequestId) {
+        let Some(tables) = self.engine.blocks(id) else { return };
+        let caches = self.engine.caches(Rank { pp: 0, tp: 0 });
+        let layer = &caches.layout.layers[caches.layout.layers.len() / 2];
+        let block = tables[layer.group][tables[layer.group].len() / 2];
+        let mut row = caches.row(layer, 0, block, 0, 0);
+        let middle = row.len() / 2;
+        row[middle] ^= 0x40;
+        caches.set_row(layer, 0, block, 0, 0, &row);
+    }
+
+    /// What is held that should not be, once nothing is under way any more or that took too long.
+    fn left(&mut self) -> Option<Vec<String>> {
+        let until = self.leaving?;
+        let held = self.held();
+        let is_over = held.is_empty() && !self.engine.has_work();
+        if !is_over && Instant::now() < until {
+            // What ranks still say to each other is not told to anybody.
+            std::thread::sleep(Duration::from_millis(2));
+            return None;
+        }
+        self.leaving = None;
+        Some(held)
+    }
+
+    fn held(&self) -> Vec<String> {
+        /// What stays when nothing is under way: what is remembered of others.
+        const STAYS: [&str; 4] = ["tombs", "peers", "paired", "farewells"];
+        let mut held: Vec<String> =
+            self.engine.check_empty().err().into_iter().map(|leak| leak.to_string()).collect();
+        let gauges = self.ferry.gauges().into_iter();
+        let counted =
+            gauges.filter(|(name, n)| *n > 0 && !STAYS.iter().any(|it| name.ends_with(it)));
+        held.extend(counted.map(|(name, n)| format!("{name}: {n}")));
+        held
+    }
+}
+
+/// Wakes the engine, and says when things happened.
+struct Bell(Mutex<Sender<Wake>>);
+
+impl Bell {
+    fn ring(&self, wake: Wake) {
+        // Nobody listens any more when the engine ends.
+        let _ = self.0.lock().unwrap_or_else(PoisonError::into_inner).send(wake);
+    }
+}
+
+impl Watch for Bell {
+    fn received(&self, request: &str, code: WireCode, detail: &str) {
+        let failure = (!code.is_ok()).then(|| format!("{code}: {detail}"));
+        let (id, at_ns) = (request.to_string(), nanoseconds(shared_clock()));
+        self.ring(Wake::Event(Event::Received { id, at_ns, failure }));
+        self.ring(Wake::Reported);
+    }
+
+    fn sent(&self, _request: &str) {
+        self.ring(Wake::Reported);
+    }
+
+    fn read(&self, request: &str, part: ReadPart) {
+        let now = shared_clock();
+        let on_clock = |at: Instant| nanoseconds(now.saturating_sub(at.elapsed()));
+        let (began_ns, ended_ns) = (on_clock(part.began), on_clock(part.ended));
+        let part = Part { bytes: part.bytes, began_ns, ended_ns };
+        self.ring(Wake::Event(Event::Read { id: request.to_string(), part }));
+    }
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// A worker half that takes the time at which a step's last layer has been computed, before anybody
+/// is told of it.
+struct Timed {
+    inner: Box<dyn WorkerConnector>,
+    last: usize,
+    computed: Arc<AtomicU64>,
+}
+
+impl WorkerConnector for Timed {
+    fn allocate_kv_memory(
+        &mut self,
+        rank: Rank,
+        storage: usize,
+        len_bytes: usize,
+    ) -> Option<Arc<dyn KvMemory>> {
+        self.inner.allocate_kv_memory(rank, storage, len_bytes)
+    }
+
+    fn register_kv_caches(&mut self, caches: &Arc<KvCaches>) {
+        self.inner.register_kv_caches(caches);
+    }
+
+    fn get_handshake_metadata(&mut self) -> Vec<u8> {
+        self.inner.get_handshake_metadata()
+    }
+
+    fn handle_preemptions(&mut self, meta: &ConnectorMeta) {
+        self.inner.handle_preemptions(meta);
+    }
+
+    fn bind_connector_metadata(&mut self, meta: &ConnectorMeta) {
+        self.inner.bind_connector_metadata(meta);
+    }
+
+    fn clear_connector_metadata(&mut self) {
+        self.inner.clear_connector_metadata();
+    }
+
+    fn start_load_kv(&mut self) {
+        self.inner.start_load_kv();
+    }
+
+    fn wait_for_layer_load(&mut self, layer: usize) {
+        self.inner.wait_for_layer_load(layer);
+    }
+
+    fn save_kv_layer(&mut self, layer: usize, computed: &LayerEvent) {
+        if layer == self.last {
+            self.computed.store(nanoseconds(shared_clock()), Ordering::Relaxed);
+        }
+        self.inner.save_kv_layer(layer, computed);
+    }
+
+    fn wait_for_save(&mut self) {
+        self.inner.wait_for_save();
+    }
+
+    fn get_transfer_results(&mut self, finished: &[RequestId]) -> TransferResults {
+        self.inner.get_transfer_results(finished)
+    }
+
+    fn get_block_ids_with_load_errors(&mut self) -> Vec<BlockId> {
+        self.inner.get_block_ids_with_load_errors()
+    }
+
+    fn build_connector_worker_meta(&mut self) -> Option<Vec<u8>> {
+        self.inner.build_connector_worker_meta()
+    }
+
+    fn shutdown(&mut self) {
+        self.inner.shutdown();
+    }
+}
