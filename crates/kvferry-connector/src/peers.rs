@@ -171,6 +171,11 @@ impl Peers {
         (!place.is_up(&self.lives)).then_some(place.id)
     }
 
+    /// The number of whoever is at an address, if there is a channel to him.
+    pub(crate) fn up_at(&self, address: &str) -> Option<PeerId> {
+        self.places.get(address).filter(|place| place.is_up(&self.lives)).map(|place| place.id)
+    }
+
     /// The address of a number, and what is there.
     pub(crate) fn place_of(&mut self, id: PeerId) -> Option<(&str, &mut Place)> {
         let address = self.place_of.get(&id)?;

@@ -10,6 +10,7 @@ use crate::worker::{Announce, Computed};
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::{BlockTable, HandoffId, Outcome, Progress, Refusal};
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// A producer's request. Locked for no longer than a call of the protocol takes.
@@ -143,9 +144,14 @@ impl Produced {
     }
 
     /// From now on its end is reported. Whether it has ended already.
-    pub(crate) fn hold(&self) -> bool {
+    pub(crate) fn hold(&self, rank: &Rank) -> bool {
         let mut inner = self.lock();
         inner.held = true;
+        if !inner.offered {
+            // It could not be offered here, and will not be: whoever asks for it hears so.
+            let why = "the producer could not offer it";
+            drop(rank.withdraw(&inner.transfer, WireCode::Busy, why));
+        }
         inner.ended.is_some() || !inner.offered
     }
 
@@ -240,6 +246,18 @@ impl Job {
             Self::Finish(request, side_data) => request.finish(rank, side_data),
         }
     }
+
+    /// It will never be known when what it waits for happens.
+    fn abandon(self, rank: &Rank) {
+        let why = "the event of a layer or step panicked";
+        let withdraw = |request: &Produced| request.withdraw(rank, WireCode::Internal, why);
+        match self {
+            Self::Layers(parts, _) | Self::Step(parts) => {
+                parts.iter().for_each(|part| withdraw(&part.request));
+            }
+            Self::Finish(request, _) => withdraw(&request),
+        }
+    }
 }
 
 /// What waits for events, in the order in which they happen.
@@ -255,6 +273,16 @@ struct QueueState {
     /// One is being waited for or done.
     busy: bool,
     closed: bool,
+}
+
+/// A job is being waited for or done for as long as this is there.
+struct Busy<'a>(&'a Queue);
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        self.0.lock().busy = false;
+        self.0.changed.notify_one();
+    }
 }
 
 impl Queue {
@@ -277,9 +305,8 @@ impl Queue {
             // Whoever comes meanwhile must not overtake it.
             state.busy = true;
             drop(state);
+            let _busy = Busy(self);
             job.run(rank, announce);
-            self.lock().busy = false;
-            self.changed.notify_one();
             return;
         }
         state.jobs.push_back((computed, job));
@@ -302,16 +329,19 @@ impl Queue {
             let (computed, job) = state.jobs.pop_front().expect("not idle");
             state.busy = true;
             drop(state);
-            if let Some(computed) = computed {
-                computed.wait();
-            }
-            let mut job = Some(job);
-            with_rank(&mut |rank| {
-                if let Some(job) = job.take() {
-                    job.run(rank, announce);
+            let _busy = Busy(self);
+            // It is not ours, and may do anything.
+            let happened = catch_unwind(AssertUnwindSafe(|| {
+                if let Some(computed) = &computed {
+                    computed.wait();
                 }
+            }));
+            let mut job = Some(job);
+            with_rank(&mut |rank| match job.take() {
+                Some(job) if happened.is_ok() => job.run(rank, announce),
+                Some(job) => job.abandon(rank),
+                None => {}
             });
-            self.lock().busy = false;
         }
     }
 

@@ -109,6 +109,9 @@ pub enum Fault {
     Thread(#[source] std::io::Error),
 }
 
+/// Introductions that wait at most; beyond that consumers ask again when their connection does.
+const INBOX_MAX: usize = 4096;
+
 /// Who is told of what happens on a rank, as it happens.
 ///
 /// Called on the rank's thread, one call after the other, without any lock of the rank's.
@@ -186,6 +189,10 @@ struct State {
     events: VecDeque<Event>,
     /// For the observer.
     news: VecDeque<News>,
+    /// Lives that are gone: said after what they have said.
+    lost: Vec<Incarnation>,
+    /// Introductions that wait for this rank's thread: working them out may take a while.
+    inbox: VecDeque<(Channel, IntroductionMessage)>,
     closed: bool,
 }
 
@@ -266,6 +273,8 @@ impl Rank {
             reads: FxHashMap::default(),
             events: VecDeque::new(),
             news: VecDeque::new(),
+            lost: Vec::new(),
+            inbox: VecDeque::new(),
             closed: false,
         };
         let shared = Arc::new(Shared {
@@ -545,6 +554,28 @@ impl State {
         }
     }
 
+    /// Takes in one of the introductions that wait, if any.
+    fn introduce(&mut self) {
+        let Some((channel, message)) = self.inbox.pop_front() else { return };
+        let Numbers { reader, suppliers } = self.peers.numbers_of(&channel);
+        if matches!(message, IntroductionMessage::Introduce(_)) {
+            if let Some(reader) = reader {
+                self.introductions.receive(reader, message);
+            }
+        } else {
+            for supplier in suppliers {
+                self.introductions.receive(supplier, message.clone());
+            }
+        }
+    }
+
+    /// There is a channel to whoever is at an address, which was being met.
+    fn up_at(&mut self, address: &str, now: Timestamp) {
+        if let Some(supplier) = self.peers.up_at(address) {
+            self.met(supplier, now);
+        }
+    }
+
     /// An outcome that says where the peer is that it is due to: its number means nothing to others.
     fn named(&mut self, mut outcome: Outcome) -> Outcome {
         let Some(peer) = outcome.peer else { return outcome };
@@ -603,6 +634,7 @@ impl Shared {
             state.consumer.expire(now);
             state.introductions.expire(now);
             self.look_at_reads(&mut state, now);
+            state.introduce();
             let mut chores = self.work(&mut state);
             let State { peers, consumer, .. } = &mut *state;
             let retry = peers.retry(consumer.unheard(), now);
@@ -610,9 +642,12 @@ impl Shared {
             chores.extend(unmet.map(|(address, peer)| Chore::Open { address, peer }));
             state.peers.forget_idle();
             let due = state.next_timeout().into_iter().chain(retry).min();
+            let lost = std::mem::take(&mut state.lost);
+            state.news.extend(lost.into_iter().map(News::Lost));
             let news = std::mem::take(&mut state.news);
+            let all_met = state.inbox.is_empty();
             drop(state);
-            let is_idle = chores.is_empty() && news.is_empty();
+            let is_idle = chores.is_empty() && news.is_empty() && all_met;
             self.inform(news);
             if is_idle {
                 self.alarm.wait(due.map(|due| due.saturating_since(self.now())));
@@ -624,12 +659,16 @@ impl Shared {
     fn inform(&self, news: VecDeque<News>) {
         let Some(observer) = self.observer.as_ref().and_then(Weak::upgrade) else { return };
         for news in news {
-            match news {
+            let told = catch_unwind(AssertUnwindSafe(|| match news {
                 News::Ended(event) => observer.ended(event),
                 News::Met(ticket, result) => observer.met(ticket, result),
                 News::Lost(incarnation) => observer.lost(incarnation),
                 News::Called => observer.called(),
                 News::Read(id, part) => observer.read(&id, part),
+            }));
+            if told.is_err() {
+                // All other handoffs go on.
+                tracing::error!("an observer of handoffs panicked");
             }
         }
     }
@@ -844,15 +883,13 @@ impl Shared {
         };
         let mut state = self.lock();
         state.began(channel, self.now());
-        let Numbers { reader, suppliers } = state.peers.numbers_of(channel);
-        if matches!(message, IntroductionMessage::Introduce(_)) {
-            if let Some(reader) = reader {
-                state.introductions.receive(reader, message);
-            }
+        // What it said before and nobody has looked at means nothing any more.
+        let kind = message.kind().to_owned();
+        state.inbox.retain(|(of, waits)| of != channel || waits.kind() != kind);
+        if state.inbox.len() < INBOX_MAX {
+            state.inbox.push_back((channel.clone(), message));
         } else {
-            for supplier in suppliers {
-                state.introductions.receive(supplier, message.clone());
-            }
+            tracing::warn!(peer = channel.peer_name(), "too many introductions at once");
         }
         drop(state);
         self.alarm.ring();
@@ -879,6 +916,9 @@ impl Shared {
                 if let Some(id) = state.peers.not_met_at(address) {
                     state.consumer.lost(id, code_of(error.kind()), true, now);
                     state.introductions.lost(id, code_of(error.kind()), true, now);
+                } else {
+                    // It has met us meanwhile.
+                    state.up_at(address, now);
                 }
             }
         }
@@ -956,7 +996,7 @@ impl Correspondent for Ear {
             }
         }
         if shared.observer.is_some() && !is_up {
-            state.news.push_back(News::Lost(channel.incarnation()));
+            state.lost.push(channel.incarnation());
         }
         drop(state);
         // Whoever is still wanted is met again at once: he may only have been cut off.

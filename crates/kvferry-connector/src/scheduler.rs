@@ -145,6 +145,16 @@ pub enum EngineError {
         /// What is wrong.
         error: crate::card::CardError,
     },
+    /// Two ranks are known by one address, which can lead to one of them only.
+    #[error("ranks {first} and {second} are both known by {address}: give each its own")]
+    Address {
+        /// The one.
+        first: usize,
+        /// The other.
+        second: usize,
+        /// The address.
+        address: String,
+    },
     /// The ranks contradict each other.
     #[error(transparent)]
     Topology(#[from] kvferry_proto::layout::Mismatch),
@@ -197,6 +207,12 @@ impl Scheduler {
         };
         let read = cards.iter().enumerate().map(decode).collect::<Result<Vec<_>, _>>()?;
         Topology::new(read.iter().map(|card| &card.layout))?;
+        for (second, card) in read.iter().enumerate() {
+            if let Some(first) = read[..second].iter().position(|it| it.address == card.address) {
+                let address = card.address.clone();
+                return Err(EngineError::Address { first, second, address });
+            }
+        }
         self.address = read.into_iter().next().map(|card| card.address);
         let ranks = cards.into_iter().map(ByteBuf::from).collect();
         self.orders.engine = Some(EngineCard { id: self.id, ranks });

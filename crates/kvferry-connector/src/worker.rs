@@ -18,16 +18,20 @@ use crate::produced::{Job, Part, Produced, Queue};
 use crate::rank::{Event, Fault, Observer, Rank, ReadPart, SideData};
 use crate::scheduler::EngineError;
 use kvferry::{Agent, Incarnation, Region};
-use kvferry_proto::WireCode;
-use kvferry_proto::handoff::{HandoffId, Limits, Outcome};
+use kvferry_proto::handoff::{HandoffId, Limits, Outcome, Refusal, SIDE_DATA_MAX};
 use kvferry_proto::introduction::{EngineId, Failure, OwnEngine, Pairing};
 use kvferry_proto::layout::Layout;
 use kvferry_proto::plan::Topology;
+use kvferry_proto::{Timestamp, WireCode};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::net::SocketAddr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use thiserror::Error;
+
+/// Addresses that are looked up at a time at most: each takes a thread.
+const LOOKUPS_MAX: usize = 32;
 
 /// Producing engines that are remembered at most: the one that was not used longest goes first.
 const PAIRED_MAX: usize = 1024;
@@ -181,7 +185,7 @@ enum Stage {
 
 /// Something that is to be done at a producing engine.
 struct Meeting {
-    until: Instant,
+    until: Timestamp,
     errand: Errand,
 }
 
@@ -291,7 +295,7 @@ impl Worker {
                 let before = state.fetches.insert(want.request.clone(), Stage::Pending);
                 debug_assert!(before.is_none(), "a request is fetched once");
             }
-            let until = Instant::now() + errand.budget();
+            let until = now() + errand.budget();
             state.errands.push(Meeting { until, errand });
             is_busy = true;
         }
@@ -463,7 +467,7 @@ impl Inner {
             (How::Held { side_data }, Some(produced)) => {
                 let job = Job::Finish(Arc::clone(&produced), side_data);
                 self.queue.run(None, job, self.rank(), self.config.announce);
-                if produced.hold() {
+                if produced.hold(self.rank()) {
                     self.sent(state, request);
                 }
             }
@@ -529,7 +533,7 @@ impl Inner {
         }
         state.tickets += 1;
         let ticket = state.tickets;
-        let left = meeting.until.saturating_duration_since(Instant::now());
+        let left = meeting.until.saturating_since(now());
         let met = self.rank().meet(ticket, address, left);
         match met {
             Ok(()) => drop(state.meetings.insert(ticket, meeting)),
@@ -540,6 +544,12 @@ impl Inner {
     /// Has names looked up on a thread of its own, then goes on.
     fn look_up(&self, state: &mut State, meeting: Meeting, names: Vec<String>) {
         let key = meeting.errand.address().to_owned();
+        if state.lookups.len() >= LOOKUPS_MAX && !state.lookups.contains_key(&key) {
+            let detail = format!("{LOOKUPS_MAX} addresses are being looked up");
+            let failure = Failure { code: WireCode::Busy, detail, addresses: Vec::new() };
+            return self.fail_errand(state, meeting.errand, &failure);
+        }
+        let until = meeting.until;
         let waiting = state.lookups.entry(key.clone()).or_default();
         waiting.push(meeting);
         if waiting.len() > 1 {
@@ -548,9 +558,16 @@ impl Inner {
         let missed = key.clone();
         let (agent, me) = (self.agent.clone(), Weak::clone(&self.me));
         let thread = kvferry_sys::thread::spawn("kvferry-lookup".into(), move || {
-            let found = names.iter().try_for_each(|name| agent.peer(name).map(drop));
+            let found = names.iter().try_for_each(|name| {
+                if now() >= until {
+                    let detail = format!("looking up {name} took too long");
+                    let (code, addresses) = (WireCode::Deadline, Vec::new());
+                    return Err(Failure { code, detail, addresses });
+                }
+                agent.peer(name).map(drop).map_err(|e| failure_of(&Fault::Agent(e)))
+            });
             let Some(inner) = me.upgrade() else { return };
-            inner.looked_up(&key, names, found.map_err(Fault::Agent));
+            inner.looked_up(&key, names, found);
         });
         if let Err(error) = thread {
             let failure = failure_of(&Fault::Thread(error));
@@ -560,7 +577,7 @@ impl Inner {
         }
     }
 
-    fn looked_up(&self, key: &str, names: Vec<String>, found: Result<(), Fault>) {
+    fn looked_up(&self, key: &str, names: Vec<String>, found: Result<(), Failure>) {
         let mut state = self.lock();
         let waiting = state.lookups.remove(key).unwrap_or_default();
         match found {
@@ -573,8 +590,7 @@ impl Inner {
                 drop(state);
                 self.rank().call();
             }
-            Err(error) => {
-                let failure = failure_of(&error);
+            Err(failure) => {
                 for meeting in waiting {
                     self.fail_errand(&mut state, meeting.errand, &failure);
                 }
@@ -591,7 +607,7 @@ impl Inner {
                 }
             }
             Errand::Want(want) => {
-                let budget = meeting.until.saturating_duration_since(Instant::now());
+                let budget = meeting.until.saturating_since(now());
                 let (start, end) = want.tokens;
                 let fetch = Fetch {
                     memory: Arc::clone(&self.memory),
@@ -606,7 +622,14 @@ impl Inner {
                         state.fetched_for.insert(want.transfer, (want.request, want.address));
                     }
                     Err(error) => {
-                        self.fetched(state, want.request, &failure_of(&error), Vec::new());
+                        let failure = failure_of(&error);
+                        let known = Refusal::InUse.code();
+                        if failure.code != known {
+                            // Its sources need not wait for what will not come.
+                            let (id, why) = (&want.transfer, failure.detail.as_str());
+                            drop(self.rank().free(id, &sources, failure.code, why));
+                        }
+                        self.fetched(state, want.request, &failure, Vec::new());
                     }
                 }
             }
@@ -625,14 +648,19 @@ impl Inner {
                     detail = failure.detail, "KV can't be fetched"
                 );
                 let ranks = state.ranks.unwrap_or(1);
-                let told = to_be_told(&failure.addresses, self.config.rank, ranks);
+                // Names are not looked up for this: whoever is known by one frees by his timer.
+                state.looked_up.remove(&want.address);
+                let mut told = to_be_told(&failure.addresses, self.config.rank, ranks);
+                told.retain(|source| source.address.parse::<SocketAddr>().is_ok());
                 let (id, code) = (&want.transfer, failure.code);
                 if !told.is_empty()
                     && let Err(error) = self.rank().free(id, &told, code, &failure.detail)
                 {
                     tracing::debug!(transfer = %id, %error, "the producer can't be told");
                 }
-                self.fetched(state, want.request, failure, Vec::new());
+                let detail = format!("{} (producer {})", failure.detail, want.address);
+                let failure = Failure { code, detail, addresses: Vec::new() };
+                self.fetched(state, want.request, &failure, Vec::new());
             }
         }
     }
@@ -640,7 +668,13 @@ impl Inner {
     /// A fetch has ended on this rank.
     fn fetched(&self, state: &mut State, request: String, how: &Failure, side_data: SideData) {
         state.fetches.remove(&request);
-        let side_data = side_data.into_iter().map(|(_, data)| data.into()).collect();
+        let mut room = SIDE_DATA_MAX;
+        let fits = |(_, data): &(String, Vec<u8>)| {
+            let left = room.checked_sub(data.len());
+            room = left.unwrap_or(room);
+            left.is_some()
+        };
+        let side_data = side_data.into_iter().filter(fits).map(|(_, data)| data.into()).collect();
         let (code, detail) = (how.code, how.detail.clone());
         self.tell(|watch| watch.received(&request, code, &detail));
         state.fetched.push(Fetched { request, code, detail, side_data });
@@ -747,7 +781,7 @@ impl Observer for Inner {
             return;
         };
         // Others may have waited for the same engine.
-        let known = self.lock().paired(&address, engine);
+        let known = self.lock().paired(&address, None);
         let paired = result.and_then(|pairing| match known {
             Some(known) if known.engine == pairing.engine => Ok(known),
             _ => self.pair(&pairing),
@@ -792,7 +826,9 @@ impl Observer for Inner {
 
 impl Inner {
     fn pair(&self, pairing: &Pairing) -> Result<Arc<Paired>, Failure> {
-        let paired = Paired::new(&self.memory, self.config.rank, pairing);
+        let pair = || Paired::new(&self.memory, self.config.rank, pairing);
+        let paired = catch_unwind(AssertUnwindSafe(pair))
+            .unwrap_or_else(|_| Err((WireCode::Internal, "pairing panicked".to_owned())));
         paired.map(Arc::new).map_err(|(code, detail)| {
             let addresses = pairing.addresses.clone();
             Failure { code, detail, addresses }
@@ -836,6 +872,11 @@ impl Errand {
             Self::Free(free) => &free.address,
         }
     }
+}
+
+/// The clock that goes on while the machine sleeps, as everywhere in the protocol.
+fn now() -> Timestamp {
+    Timestamp::from_nanos(kvferry_sys::clock::boottime_ns())
 }
 
 fn failure_of(error: &Fault) -> Failure {

@@ -277,6 +277,14 @@ impl Core {
             .or_insert_with(|| PeerState::new(self, address.to_owned(), addrs));
         Ok(Arc::clone(state))
     }
+
+    /// Nobody was met at what a name stands for: it is looked up anew the next time, as its host may
+    /// have moved.
+    pub(crate) fn forget_addresses(&self, address: &str) {
+        if address.parse::<SocketAddr>().is_err() {
+            lock(&self.peers).remove(address);
+        }
+    }
 }
 
 fn no_random(e: std::io::Error) -> Error {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use kvferry::{Access, Agent, Region};
 use serde_json::Value;
 
-use crate::child::die_with_parent;
+use crate::child::{die_with_parent, value};
 use crate::content::random;
 use crate::failure::Failure;
 use crate::lines::{Answer, Described, Lines};
@@ -326,8 +326,4 @@ fn touched(mut region: Region) -> Result<Region, Failure> {
     let bytes = region.len();
     verify::poison(&mut region, bytes)?;
     Ok(region)
-}
-
-fn value<T: serde::Serialize>(answer: &T) -> Result<Value, Failure> {
-    Ok(serde_json::to_value(answer).map_err(io::Error::from)?)
 }

@@ -167,6 +167,9 @@ impl PeerState {
         {
             return self.meet(core, at + 1);
         }
+        if result.is_err() {
+            core.forget_addresses(&self.address);
+        }
         let waiting = {
             let mut status = self.status();
             let next = match &result {
