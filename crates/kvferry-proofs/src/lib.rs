@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`decoders`] | one entry per decoder of bytes that a stranger may have sent, each with an oracle |
 //! | [`models`] | one entry per state machine: operations and faults against a simple oracle |
+//! | [`engines`] | small engines, for what is said of whole engines |
 //! | [`pair`] | both ends of a session and the network between them, in virtual time |
 //! | [`mutate`] | seeded mutations of kept inputs, for a toolchain without a fuzzer |
 //!
@@ -13,6 +14,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests, in which a panic is a finding")]
 
 pub mod decoders;
+pub mod engines;
 pub mod models;
 pub mod mutate;
 pub mod pair;
