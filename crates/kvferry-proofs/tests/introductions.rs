@@ -274,6 +274,29 @@ fn a_card_that_is_more_than_all_others_together_is_shown_alone() {
 }
 
 #[test]
+fn the_cards_that_fit_first_may_all_be_of_ranks_that_the_reader_does_not_deal_with() {
+    let mut pair = Pair::new();
+    pair.consumer.know(own_engine(OURS, 7, topology(8, 8), SMALL));
+    pair.producer.know(producer(8, BIG));
+    pair.meet(1);
+    pair.work();
+    assert_eq!(pair.asked(), [vec![], vec![7]]);
+    assert_eq!(pair.pairing().cards, cards(THEIRS, [7], BIG), "and of no others");
+    pair.assert_empty();
+}
+
+#[test]
+fn who_asks_twice_and_hears_the_same_twice_waits_for_the_rest() {
+    let mut pair = Pair::knowing(4, BIG);
+    pair.meet(1);
+    pair.reconnect();
+    pair.work();
+    assert_eq!(pair.asked(), [vec![], vec![], vec![2, 3]], "nothing is asked for again");
+    assert_eq!(pair.pairing().cards, cards(THEIRS, 0..4, BIG));
+    pair.assert_empty();
+}
+
+#[test]
 fn a_producer_that_does_not_know_its_own_engine_yet_answers_when_it_does() {
     let mut pair = Pair::new();
     pair.consumer.know(consumer(4));

@@ -445,7 +445,9 @@ impl Introductions {
     fn heard(&mut self, from: PeerId, it: Introduced) {
         let (Some(own), Some(meeting)) = (&self.own, self.meetings.get_mut(&from)) else { return };
         let addresses = it.addresses.clone();
-        let mut heard = match meeting.heard.take().filter(|heard| heard.engine == it.engine) {
+        let known = meeting.heard.take().filter(|heard| heard.engine == it.engine);
+        let is_first = known.is_none();
+        let mut heard = match known {
             Some(heard) => heard,
             None => match Heard::new(own, &it) {
                 Ok(heard) => heard,
@@ -456,21 +458,25 @@ impl Introductions {
             },
         };
         let missing = heard.missing(own.rank);
+        let shows_none = it.cards.is_empty();
         let news = it.cards.into_iter().filter(|(rank, _)| missing.contains(rank));
         let news: Vec<_> = news.map(|(rank, card)| (rank as usize, card.into_vec())).collect();
-        let is_stuck = news.is_empty() && !missing.is_empty();
+        let is_news = is_first || !news.is_empty();
         heard.cards.extend(news);
         if heard.missing(own.rank).is_empty() {
             let Heard { engine, routing, addresses, cards } = heard;
             return self.end(from, &Ok(Arc::new(Pairing { engine, routing, addresses, cards })));
         }
         meeting.heard = Some(heard);
-        if is_stuck {
+        if is_news {
+            // Those that fitted may be none that this rank deals with: now it can say which.
+            self.say(from);
+        } else if shows_none {
             let detail = "the producing engine does not show all of its ranks".to_owned();
             let code = WireCode::Malformed;
-            return self.end(from, &Err(Failure { code, detail, addresses }));
+            self.end(from, &Err(Failure { code, detail, addresses }));
         }
-        self.say(from);
+        // Else it is an answer that was given before. What is missing has been asked for since.
     }
 
     fn addresses_of(&self, peer: PeerId) -> Vec<String> {
