@@ -529,6 +529,18 @@ fn i6_a_deadline_says_what_was_waited_for() {
 }
 
 #[test]
+fn a_deadline_in_the_middle_tells_the_addresses_that_are_known() {
+    let mut pair = Pair::knowing(8, BIG);
+    pair.meet(1);
+    (0..2).for_each(|_| pair.step());
+    pair.pass(BUDGET);
+    let failure = pair.failure();
+    assert_eq!(failure.code, WireCode::Deadline);
+    assert_eq!(failure.addresses, producer(8, BIG).addresses);
+    pair.assert_empty();
+}
+
+#[test]
 fn i12_an_answer_of_another_engine_life_in_the_middle_starts_over() {
     let mut pair = Pair::knowing(4, BIG);
     pair.meet(1);

@@ -365,10 +365,10 @@ impl Introductions {
         let overdue: Vec<_> =
             self.meetings.iter().filter(|(_, it)| due(it)).map(|(peer, _)| *peer).collect();
         for peer in overdue {
+            let addresses = self.addresses_of(peer);
             let meeting = self.meetings.get_mut(&peer).expect("found just now");
             if let Some((_, code)) = meeting.lost.filter(|(until, _)| *until <= now) {
                 let detail = "the producing engine can't be reached".to_owned();
-                let addresses = self.addresses_of(peer);
                 self.end(peer, &Err(Failure { code, detail, addresses }));
                 continue;
             }
@@ -384,7 +384,7 @@ impl Introductions {
                 let failure = Failure {
                     code: WireCode::Deadline,
                     detail: why.to_owned(),
-                    addresses: Vec::new(),
+                    addresses: addresses.clone(),
                 };
                 let met = IntroductionAction::Met { ticket, result: Err(failure) };
                 self.actions.push_back(met);
