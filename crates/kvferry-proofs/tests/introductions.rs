@@ -417,6 +417,28 @@ fn a_topology_that_is_none_is_refused() {
 }
 
 #[test]
+fn a_refusal_is_never_told_as_a_success() {
+    let mut pair = Pair::knowing(4, SMALL);
+    pair.meet(1);
+    pair.hear(Turned { code: WireCode::Ok, detail: String::new(), addresses: Vec::new() });
+    assert_eq!(pair.failure().code, WireCode::Malformed);
+    pair.assert_empty();
+}
+
+#[test]
+fn who_has_not_asked_yet_is_not_turned_away() {
+    let mut pair = Pair::new();
+    pair.producer.know(producer(4, SMALL));
+    pair.meet(1);
+    let (code, detail) = (WireCode::LayoutMismatch, "of another day".to_owned());
+    pair.hear(Turned { code, detail, addresses: Vec::new() });
+    pair.consumer.know(consumer(4));
+    pair.work();
+    assert_eq!(pair.pairing().cards.len(), 4);
+    pair.assert_empty();
+}
+
+#[test]
 fn a_reset_within_the_window_is_survived_and_what_is_known_stays_known() {
     let mut pair = Pair::knowing(8, BIG);
     pair.meet(1);

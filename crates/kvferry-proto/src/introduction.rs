@@ -320,7 +320,12 @@ impl Introductions {
             IntroductionMessage::Introduce(introduce) => self.introduced_to(from, &introduce),
             IntroductionMessage::Introduced(it) => self.heard(from, it),
             IntroductionMessage::Turned(turned) => {
+                // What was not asked for is no answer.
+                if self.own.is_none() {
+                    return;
+                }
                 let Turned { code, detail, addresses } = turned;
+                let code = if code.is_ok() { WireCode::Malformed } else { code };
                 self.end(from, &Err(Failure { code, detail, addresses }));
             }
             IntroductionMessage::Unknown { .. } => {}
