@@ -357,6 +357,23 @@ fn a_consumer_that_does_not_know_its_own_engine_yet_asks_when_it_does() {
 }
 
 #[test]
+fn who_becomes_another_engine_while_it_meets_one_starts_over() {
+    let mut pair = Pair::new();
+    pair.consumer.know(own_engine(OURS, 3, topology(4, 8), SMALL));
+    pair.producer.know(producer(8, BIG));
+    pair.meet(1);
+    pair.step();
+    pair.step();
+    assert!(pair.met.is_empty());
+    pair.consumer.know(own_engine(LATER, 0, topology(2, 8), SMALL));
+    pair.work();
+    let pairing = pair.pairing();
+    assert_eq!(pairing.routing.sources_of(0), [0, 1, 2, 3]);
+    assert_eq!(pairing.cards, cards(THEIRS, 0..4, BIG));
+    pair.assert_empty();
+}
+
+#[test]
 fn i1_several_tickets_for_one_peer_share_an_introduction_and_each_ends_once() {
     let mut pair = Pair::knowing(4, SMALL);
     (1..4).for_each(|ticket| pair.meet(ticket));

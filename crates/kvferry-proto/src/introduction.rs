@@ -281,12 +281,14 @@ impl Introductions {
         }
     }
 
-    /// Says what this rank's engine is. Who has waited for that is answered.
+    /// Says what this rank's engine is, or is from now on. Who has waited for that is answered, and
+    /// what was heard by another engine is asked for again.
     pub fn know(&mut self, own: OwnEngine) {
         self.own = Some(own);
         for (peer, introduce) in std::mem::take(&mut self.waiting) {
             self.introduced_to(peer, &introduce);
         }
+        self.meetings.values_mut().for_each(|meeting| meeting.heard = None);
         let meetings: Vec<_> = self.meetings.keys().copied().collect();
         meetings.into_iter().for_each(|peer| self.say(peer));
     }
