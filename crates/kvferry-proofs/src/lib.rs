@@ -51,10 +51,12 @@ targets! {
     notification: decoders::frames::notification, decoders::frames::notification_seeds, 100_000;
     message: decoders::messages::message, decoders::messages::message_seeds, 60_000;
     handoff_message: decoders::handoff::message, decoders::handoff::message_seeds, 60_000;
+    introduction_message: decoders::introduction::message, decoders::introduction::message_seeds, 40_000;
     opening: decoders::messages::opening, decoders::messages::opening_seeds, 40_000;
     session_bytes: decoders::session::bytes, decoders::session::seeds, 20_000;
     session_model: models::session::fuzz, models::session::seeds, 10_000;
     handoff_model: models::handoff::fuzz, models::random_seeds, 3_000;
+    introduction_model: models::introduction::fuzz, models::random_seeds, 1_000;
     admission_model: models::admission::fuzz, models::random_seeds, 4_000;
     outbox_model: models::parts::outbox, models::random_seeds, 400;
     inbox_model: models::parts::inbox, models::random_seeds, 100;

@@ -39,6 +39,7 @@ macro_rules! models {
 models! {
     i1_whatever_happens_each_side_ends_once_and_both_tell_the_same_story: "session_model";
     i1_i2_i3_i5_handoffs_end_once_on_each_rank_with_the_right_bytes: "handoff_model";
+    i1_i8_every_ticket_ends_once_and_who_is_met_is_watched_until_then: "introduction_model";
     i8_every_pending_connection_leaves_once_and_the_oldest_first: "admission_model";
     i8_frames_leave_in_order_with_heartbeats_first_and_are_bounded: "outbox_model";
     i8_events_leave_in_order_and_are_bounded: "inbox_model";

@@ -4,5 +4,6 @@
 pub mod agent;
 pub mod frames;
 pub mod handoff;
+pub mod introduction;
 pub mod messages;
 pub mod session;

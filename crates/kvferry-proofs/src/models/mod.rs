@@ -3,6 +3,7 @@
 
 pub mod admission;
 pub mod handoff;
+pub mod introduction;
 pub mod parts;
 pub mod session;
 
@@ -33,6 +34,7 @@ pub const MODELS: &[Model] = &[
     session::MODEL,
     admission::MODEL,
     handoff::MODEL,
+    introduction::MODEL,
     parts::OUTBOX,
     parts::INBOX,
     parts::HEARTBEAT,
