@@ -336,6 +336,13 @@ fn i8_no_more_wait_for_a_producer_than_an_engine_has_ranks_a_few_times() {
     }
     let (_, waiting) = producer.gauges()[1];
     assert!((RANKS_MAX..many as usize).contains(&waiting), "{waiting}");
+    // The others hear it at once.
+    let is_busy = |action: &IntroductionAction| {
+        let IntroductionAction::Send { message, .. } = action else { return false };
+        matches!(message, IntroductionMessage::Turned(turned) if turned.code == WireCode::Busy)
+    };
+    let busy = std::iter::from_fn(|| producer.poll()).filter(is_busy).count();
+    assert_eq!(busy, many as usize - waiting);
     producer.know(own_engine(THEIRS, 0, topology(1, 4), SMALL));
     let answers = std::iter::from_fn(|| producer.poll()).count();
     assert_eq!((answers, producer.gauges()[1].1), (waiting, 0));

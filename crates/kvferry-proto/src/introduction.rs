@@ -41,8 +41,10 @@ const MESSAGE_MAX: usize = crate::message::BODY_MAX;
 /// Bytes of cards in one answer at most, but for the first.
 const CARDS_MAX: usize = MESSAGE_MAX / 2;
 
-/// Ranks that wait for an answer at most, until this one knows its own engine.
+/// Ranks that wait for an answer at most, until this one knows its own engine, and the bytes that
+/// may be kept for that.
 const WAITING_MAX: usize = 4 * RANKS_MAX;
+const WAITING_BYTES_MAX: usize = 64 * 1024 * 1024;
 
 /// A life of an engine: drawn when its scheduler half starts.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -424,10 +426,17 @@ impl Introductions {
     /// Somebody wants to consume from this engine.
     fn introduced_to(&mut self, from: PeerId, introduce: &Introduce) {
         let Some(own) = &self.own else {
-            if self.waiting.len() < WAITING_MAX {
+            let bytes: usize = self.waiting.values().map(|it| it.topology.len()).sum();
+            if self.waiting.len() < WAITING_MAX
+                && bytes + introduce.topology.len() <= WAITING_BYTES_MAX
+            {
                 self.waiting.insert(from, introduce.clone());
+                return;
             }
-            return;
+            let detail = "too many wait for this rank to know its own engine".to_owned();
+            let turned = Turned { code: WireCode::Busy, detail, addresses: Vec::new() };
+            let turned = IntroductionAction::Send { to: from, message: turned.into() };
+            return self.actions.push_back(turned);
         };
         let fits = match Topology::decode(&introduce.topology) {
             Ok(theirs) => Routing::new(&own.topology, &theirs).map(drop).map_err(|e| e.to_string()),
