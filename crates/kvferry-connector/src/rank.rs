@@ -109,6 +109,13 @@ pub enum Fault {
     Thread(#[source] std::io::Error),
 }
 
+/// How long beyond its handoff a read may take.
+const BEYOND: Duration = Duration::from_secs(3);
+
+/// How often a handoff's reads are tried again over a session that lives, but for their streams:
+/// whatever took one of them may have taken all that there are to a peer.
+const RETRIES_MAX: u32 = 64;
+
 /// Introductions that wait at most; beyond that consumers ask again when their connection does.
 const INBOX_MAX: usize = 4096;
 
@@ -195,6 +202,8 @@ struct State {
     /// What maps a handoff that is wanted; taken out while it is asked.
     mappers: FxHashMap<HandoffId, Box<dyn Mapper>>,
     reads: FxHashMap<ReadId, Running>,
+    /// How often reads of a handoff were tried again over the session that they had failed on.
+    retried: FxHashMap<HandoffId, u32>,
     events: VecDeque<Event>,
     /// For the observer.
     news: VecDeque<News>,
@@ -280,6 +289,7 @@ impl Rank {
             peers: Peers::default(),
             mappers: FxHashMap::default(),
             reads: FxHashMap::default(),
+            retried: FxHashMap::default(),
             events: VecDeque::new(),
             news: VecDeque::new(),
             lost: Vec::new(),
@@ -581,6 +591,16 @@ impl State {
         }
     }
 
+    /// Whether a read that lost its stream is tried again.
+    fn tries_again(&mut self, id: &HandoffId) -> bool {
+        if self.consumer.deadline(id).is_none() {
+            return false;
+        }
+        let tries = self.retried.entry(id.clone()).or_default();
+        *tries += 1;
+        *tries <= RETRIES_MAX
+    }
+
     /// Takes in one of the introductions that wait, if any.
     fn introduce(&mut self) {
         let Some((channel, message)) = self.inbox.pop_front() else { return };
@@ -726,15 +746,23 @@ impl Shared {
                 state.reads.remove(&read).expect("it was there");
             if outcome.is_ok() && self.observer.is_some() {
                 let part = ReadPart { bytes, began, ended: Instant::now() };
-                state.news.push_back(News::Read(id, part));
+                state.news.push_back(News::Read(id.clone(), part));
             }
-            let result = outcome.map(drop).map_err(|e| (code_of(e.kind()), e.to_string()));
+            let result = outcome.map(drop).map_err(|e| match code_of(e.kind()) {
+                // Its own time is not over before the handoff's: a stream did not open.
+                WireCode::Deadline => (WireCode::Silent, e.to_string()),
+                code => (code, e.to_string()),
+            });
             let is_lost = matches!(&result, Err((WireCode::Closed | WireCode::Silent, _)));
             state.consumer.read_ended(read, result, now);
-            // It failed with a session that there is a successor of already.
             let channel = state.peers.channel(from).filter(|channel| channel.end().is_none());
-            if is_lost && channel.is_some() && channel != before.as_ref() {
-                state.consumer.met(from, now);
+            if is_lost && channel.is_some() {
+                // It failed with a session that there is a successor of already; or it lost its
+                // stream, and the session lives.
+                let is_new = channel != before.as_ref();
+                if is_new || state.tries_again(&id) {
+                    state.consumer.met(from, now);
+                }
             }
         }
     }
@@ -776,6 +804,7 @@ impl Shared {
                 }
                 ConsumerAction::Ended { id, outcome, side_data } => {
                     state.mappers.remove(&id);
+                    state.retried.remove(&id);
                     let named = side_data.into_iter().map(|(peer, data)| {
                         let place = state.peers.place_of(peer);
                         (place.map_or("", |(address, _)| address).to_owned(), data)
@@ -852,6 +881,10 @@ impl Shared {
             .map(|(address, place)| (address.to_owned(), place.peer.clone()));
         let tables = state.consumer.table(id, from).map(<[_]>::to_vec);
         let channel = state.peers.channel(from).cloned();
+        // The machine cancels it when the handoff's time is over; this is for the case that it
+        // can't be cancelled.
+        let left = state.consumer.deadline(id).map(|at| at.saturating_since(self.now()));
+        let timeout = left.map(|left| left + BEYOND);
         drop(state);
         let (Some(mut mapper), Some((address, peer)), Some(tables)) = (mapper, place, tables)
         else {
@@ -864,7 +897,8 @@ impl Shared {
         let began = Instant::now();
         let begun = mapped.map(|batch| {
             let bytes = batch.bytes();
-            (bytes > 0).then(|| (bytes, peer.read_async(batch, Options::default())))
+            (bytes > 0)
+                .then(|| (bytes, peer.read_async(batch, Options { timeout, ..Options::default() })))
         });
         let mut state = self.lock();
         state.mappers.insert(id.clone(), mapper);

@@ -421,6 +421,11 @@ impl Consumer {
         Some(&source.announced.tables)
     }
 
+    /// Until when a handoff may take, if it is under way: reads need no deadline of their own.
+    pub fn deadline(&self, id: &HandoffId) -> Option<Timestamp> {
+        self.handoffs.get(id).map(|entry| entry.deadline)
+    }
+
     /// What is being waited for from a peer, in a word; `None` if nothing.
     pub fn state(&self, id: &HandoffId, peer: PeerId) -> Option<&'static str> {
         let entry = self.handoffs.get(id)?;

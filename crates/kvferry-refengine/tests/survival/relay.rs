@@ -22,7 +22,8 @@ struct State {
     /// Bytes that still pass back on data connections before one is flipped; `usize::MAX` for never.
     flip_in: AtomicUsize,
     flipped: AtomicUsize,
-    open: Mutex<Vec<TcpStream>>,
+    /// Whether each carries data.
+    open: Mutex<Vec<(TcpStream, Arc<AtomicBool>)>>,
     ended: AtomicBool,
 }
 
@@ -59,10 +60,12 @@ impl Relay {
 
     /// Ends all connections; new ones are served.
     pub(crate) fn cut(&self) {
-        let mut open = self.state.open.lock().unwrap_or_else(PoisonError::into_inner);
-        for stream in open.drain(..) {
-            drop(stream.shutdown(Shutdown::Both));
-        }
+        self.state.cut(|_| true);
+    }
+
+    /// Ends all data connections.
+    pub(crate) fn cut_data(&self) {
+        self.state.cut(|is_data| is_data);
     }
 
     /// Flips a bit of what comes back on data connections, after so many more bytes.
@@ -86,13 +89,21 @@ impl Drop for Relay {
 }
 
 impl State {
+    fn cut(&self, which: impl Fn(bool) -> bool) {
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        for (stream, _) in open.extract_if(.., |(_, data)| which(data.load(Ordering::SeqCst))) {
+            drop(stream.shutdown(Shutdown::Both));
+        }
+    }
+
     fn connect(self: &Arc<Self>, near: TcpStream) {
         let target = self.target.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let Ok(far) = TcpStream::connect(&target) else { return };
         let clones = (near.try_clone(), far.try_clone(), near.try_clone(), far.try_clone());
         let (Ok(a), Ok(b), Ok(c), Ok(d)) = clones else { return };
-        self.open.lock().unwrap_or_else(PoisonError::into_inner).extend([a, b]);
         let is_data = Arc::new(AtomicBool::new(false));
+        let both = [a, b].map(|stream| (stream, Arc::clone(&is_data)));
+        self.open.lock().unwrap_or_else(PoisonError::into_inner).extend(both);
         for (from, to, back) in [(near, d, false), (far, c, true)] {
             let (state, is_data) = (Arc::clone(self), Arc::clone(&is_data));
             thread::spawn(move || state.pump(from, to, back, &is_data));

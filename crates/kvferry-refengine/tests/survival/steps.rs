@@ -221,6 +221,26 @@ fn connections_that_are_reset_at_any_step_come_back_and_nobody_notices() {
     a_producer_with(Fault::Reset);
 }
 
+#[test]
+fn streams_that_are_reset_while_the_session_lives_are_replaced_and_nobody_notices() {
+    let _bounded = bounded();
+    let prefill = Setup { manual: true, ..Setup::new(2) };
+    let mut world = World::new(&prefill, &Setup::new(1));
+    world.works("before", 1);
+    for n in 10..14 {
+        let id = format!("streams-{n}");
+        world.reach(Stage::Reading, &id, n);
+        world.relays.iter().for_each(Relay::cut_data);
+        world.heal();
+        let ended = world.decode.ended(&id, stretched(Duration::from_secs(20)));
+        world.is_right(n, &ended.unwrap_or_else(|| panic!("{id} never ends")));
+    }
+    world.decode.emptied(stretched(Duration::from_secs(5))).expect("all comes back");
+    world.prefill.emptied(stretched(Duration::from_secs(10))).expect("all comes back");
+    let outcomes = world.decode.status().outcomes;
+    assert!(outcomes.iter().all(|(code, _)| code == "done"), "{outcomes:?}");
+}
+
 /// The decode engine has a fault at each stage; the prefill engine's blocks come back soon.
 fn a_consumer_with(fault: Fault) {
     let prefill = Setup { manual: true, ..Setup::new(2) };
