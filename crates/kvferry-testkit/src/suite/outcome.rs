@@ -175,10 +175,11 @@ pub(super) fn a_wait_ends_with_its_transfer(fabric: &dyn Fabric, kind: MemoryKin
             for _ in 0..3 {
                 let (tell, handle) = (tell.clone(), &handle);
                 scope.spawn(move || {
-                    // In pieces, so that a transport that oversleeps lets the suite go on.
+                    // In pieces, so that a transport that oversleeps lets the suite go on; each
+                    // longer than is allowed, so that oversleeping is noticed on a busy machine.
                     let mut left = timeout;
                     while left > Duration::ZERO && handle.poll().is_none() {
-                        let piece = left.min(rig.patience());
+                        let piece = left.min(rig.patience().max(2 * allowed));
                         drop(handle.wait(piece));
                         left -= piece;
                     }
