@@ -1,13 +1,31 @@
-//! Handoffs of KV between engine ranks, free of any engine.
+//! What a connector does between an engine's scheduler and its workers, free of any engine.
 //!
-//! A [`Rank`] is one rank's side of all its handoffs, as producer and as consumer: it drives the
-//! state machines of [`kvferry_proto::handoff`] over an agent's channels, and reads over its
-//! transports. What belongs where is the caller's to say ([`Mapper`]).
+//! A connector has two halves, in different processes. The [`Scheduler`] decides, where requests are
+//! scheduled, what is handed over; it says so in [`Orders`], plain data that the engine carries with
+//! each step. A [`Worker`] on each rank carries them out: it announces what is computed, fetches
+//! what is wanted, and reports what has ended. Adapters of engines translate, and decide nothing.
+//!
+//! ```text
+//! engine of a producer                              engine of a consumer
+//!   Scheduler ── Orders ──> Worker of each rank       Worker of each rank <── Orders ── Scheduler
+//!                             layer by layer:                fetches what is announced,
+//!                             what is computed  <─────────   by a plan between the two layouts
+//! ```
+//!
+//! Below that, a [`Rank`] is one rank's side of all its handoffs: it drives the state machines of
+//! [`kvferry_proto::handoff`] over an agent's channels, and reads over its transports; what belongs
+//! where is its caller's to say ([`Mapper`]).
 //!
 //! | for | open |
 //! |---|---|
 //! | the protocol, and why it keeps its promises | `kvferry_proto::handoff` |
-//! | driving it: messages, reads, timers, peers that come and go | `rank.rs` |
+//! | what two engines learn of each other before that | `kvferry_proto::introduction`, `card.rs` |
+//! | deciding, and how many ranks' reports are one outcome | `scheduler.rs`, `scheduler/`, `quorum.rs` |
+//! | what a request's parameters say, and what halves say to each other | `params.rs`, `orders.rs` |
+//! | carrying it out | `worker.rs` |
+//! | what was computed, and when that is said | `produced.rs` |
+//! | which bytes of which rank go where | `paired.rs` |
+//! | driving the protocol: messages, reads, timers, peers that come and go | `rank.rs` |
 //! | which peer is which, over restarts and reconnections | `peers.rs` |
 
 mod card;
