@@ -721,7 +721,12 @@ impl Shared {
     }
 
     /// Nothing is read any more when this returns.
-    fn close(&self, mut state: MutexGuard<'_, State>) {
+    fn close(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
+        // Whoever waits for something of this rank hears that it will not come.
+        let now = self.now();
+        state.producer.close(now);
+        state.consumer.close(now);
+        drop(self.work(&mut state));
         let reads: Vec<_> = state.reads.drain().map(|(_, running)| running.transfer).collect();
         drop(state);
         reads.iter().for_each(Transfer::cancel);

@@ -600,3 +600,35 @@ fn whoever_watches_hears_of_every_byte_read_and_of_each_end_once() {
     let told = ours.0.lock().expect("nobody panics");
     assert_eq!(told[1..], [format!("b received, {code}")]);
 }
+
+#[test]
+fn a_worker_half_that_goes_ends_what_is_under_way_on_the_other_side() {
+    let _bounded = bounded();
+    let mut p = Engine::new(Build::new(1, 1), "tcp", b"");
+    let mut d = Engine::new(Build::new(2, 1), "tcp", b"");
+    // A producer that goes: its agent stays.
+    d.want("a", &p.address, &blocks(8, 5), 0..32);
+    p.compute("a", 1, &blocks(8, 1), 0..12);
+    std::thread::sleep(Duration::from_millis(50));
+    let gone = p.ranks.pop().expect("a rank");
+    let memory = gone.memory.clone();
+    drop(gone);
+    assert_eq!(d.fetched("a")[0].0, WireCode::Shutdown);
+    d.assert_idle();
+    drop(memory);
+    // A consumer that goes.
+    let p = Engine::new(Build::new(3, 1), "tcp", b"");
+    p.compute("b", 1, &blocks(8, 1), 0..16);
+    d.want("b", &p.address, &blocks(8, 5), 0..32);
+    std::thread::sleep(Duration::from_millis(50));
+    drop(d.ranks.pop().expect("a rank"));
+    let producer = &p.ranks[0].worker;
+    assert!(producer.wait(Duration::from_secs(50)), "it is never heard of");
+    let notes = producer.reports().notes.expect("that it is lost");
+    let lost = Notes::decode(&notes).expect("its own").lost;
+    assert_eq!((lost[0].request.as_str(), lost[0].code), ("b", WireCode::Shutdown));
+    // Its end is all that is still to come.
+    p.hold("b");
+    p.assert_sent("b");
+    p.assert_idle();
+}

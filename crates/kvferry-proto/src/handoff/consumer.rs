@@ -264,6 +264,14 @@ impl Consumer {
         Ok(())
     }
 
+    /// Ends everything that is under way: this side goes.
+    pub fn close(&mut self, now: Timestamp) {
+        let all: Vec<_> = self.handoffs.keys().cloned().collect();
+        for id in all {
+            self.fail(&id, Outcome::here(WireCode::Shutdown, "the consumer has left"), now);
+        }
+    }
+
     /// A message came from a peer.
     pub fn receive(&mut self, from: PeerId, message: HandoffMessage, now: Timestamp) {
         self.expire(now);
