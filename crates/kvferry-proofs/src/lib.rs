@@ -52,6 +52,10 @@ targets! {
     message: decoders::messages::message, decoders::messages::message_seeds, 60_000;
     handoff_message: decoders::handoff::message, decoders::handoff::message_seeds, 60_000;
     introduction_message: decoders::introduction::message, decoders::introduction::message_seeds, 40_000;
+    layouts: decoders::layouts::layouts, decoders::layouts::seeds, 40_000;
+    maps: decoders::layouts::maps, models::random_seeds, 20_000;
+    topologies: decoders::topologies::topologies, decoders::layouts::engine_seeds, 40_000;
+    routings: decoders::topologies::routings, models::random_seeds, 8_000;
     opening: decoders::messages::opening, decoders::messages::opening_seeds, 40_000;
     session_bytes: decoders::session::bytes, decoders::session::seeds, 20_000;
     session_model: models::session::fuzz, models::session::seeds, 10_000;

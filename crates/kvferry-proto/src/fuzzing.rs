@@ -1,9 +1,13 @@
 //! For fuzzers and model tests only, behind the feature `fuzzing`; not part of the API.
 //!
 //! The session's queues, heartbeat and stream window are nobody's business outside of it, so the
-//! models that hold them against a simple oracle are here. `kvferry-proofs` runs them.
+//! models that hold them against a simple oracle are here. `kvferry-proofs` runs them. What the
+//! ranks of a topology hold is only asked through a routing, which is compared with it.
 
+use crate::layout::{ContextShard, LayerSpec};
+use crate::plan::Topology;
 use crate::session::models;
+use std::ops::Range;
 
 /// Called with an operation and the state it met, for tables of what a run has tried.
 pub type Met<'a> = &'a mut dyn FnMut(&'static str, &'static str);
@@ -87,4 +91,24 @@ pub fn heartbeat(script: &mut Script<'_>, met: Met<'_>) {
 /// The window of used stream ids.
 pub fn stream_window(script: &mut Script<'_>, met: Met<'_>) {
     models::stream_window(script, met);
+}
+
+/// What a rank holds of a layer.
+#[derive(Clone, Debug)]
+pub struct Held {
+    /// Which rank.
+    pub rank: usize,
+    /// What the layer's bytes mean.
+    pub layer: LayerSpec,
+    /// Tokens of a block.
+    pub block_tokens: u32,
+    /// Per plane of the layer.
+    pub heads: Vec<Range<u32>>,
+    /// Which tokens.
+    pub context: ContextShard,
+}
+
+/// What the ranks of a topology hold, rank by rank and layer by layer.
+pub fn held(topology: &Topology) -> impl Iterator<Item = Held> {
+    topology.held()
 }

@@ -2,6 +2,8 @@
 
 mod wire;
 
+#[cfg(feature = "fuzzing")]
+use crate::layout::ContextShard;
 use crate::layout::{
     Between, Context, DecodeError, Difference, Fingerprint, LAYERS_MAX, LayerSpec, Layout,
     Mismatch, blocks_fit, fingerprint_of, from_bytes, natural_order, to_bytes,
@@ -114,6 +116,22 @@ impl Topology {
     /// Longer than [`crate::layout::LAYOUT_MAX`], of a later version, malformed or not sound.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         from_bytes(bytes)
+    }
+
+    /// See [`crate::fuzzing::held`].
+    #[cfg(feature = "fuzzing")]
+    pub(crate) fn held(&self) -> impl Iterator<Item = crate::fuzzing::Held> {
+        self.ranks.iter().enumerate().flat_map(move |(rank, holding)| {
+            holding.0.iter().flat_map(move |slice| {
+                let Context { rank: at, size, run } = slice.context;
+                slice.layers.clone().map(move |layer| {
+                    let Known { spec, block_tokens } = self.layers[layer as usize].clone();
+                    let context = ContextShard { rank: at, size, interleave: run };
+                    let heads = slice.heads.clone();
+                    crate::fuzzing::Held { rank, layer: spec, block_tokens, heads, context }
+                })
+            })
+        })
     }
 
     /// That each head of each layer is on some rank, for each share of the tokens.
