@@ -2,14 +2,15 @@
 
 use kvferry_testkit::broken::{Fault, InMemory};
 use kvferry_testkit::suite::{SCENARIOS, Scenario};
-use kvferry_testkit::{Fabric, MemoryKind};
+use kvferry_testkit::{Fabric, MemoryKind, stretched};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-/// Longer than any scenario takes on a transport that is merely wrong, not stuck.
+/// Longer than any scenario takes on a transport that is merely wrong, not stuck. Stretched as the
+/// bounds of the scenarios are: who waits for as long as one of those is not stuck.
 const LIMIT: Duration = Duration::from_secs(8);
 
 /// The scenarios that notice a fault, and what they say.
@@ -26,7 +27,9 @@ fn caught_by(fault: Fault, scenarios: &[&'static Scenario]) -> BTreeMap<&'static
                     while let Some((scenario, kind)) =
                         runs.get(next.fetch_add(1, Ordering::Relaxed))
                     {
-                        if let Err(violation) = scenario.run_within(&fabric, *kind, LIMIT) {
+                        if let Err(violation) =
+                            scenario.run_within(&fabric, *kind, stretched(LIMIT))
+                        {
                             caught.push((scenario.name, violation.to_string()));
                         }
                     }
