@@ -5,11 +5,10 @@
 //! computed again: each time is an *attempt*, and what belongs to an earlier one is dropped.
 
 use crate::orders::Offer;
-use crate::rank::{Announcement, Rank};
+use crate::rank::Rank;
 use crate::worker::{Announce, Computed};
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::{BlockTable, HandoffId, Outcome, Progress, Refusal};
-use rustc_hash::FxHashSet;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -195,49 +194,36 @@ impl Inner {
 }
 
 impl Part {
-    /// How far the request is when all of the step is computed, and whether it is complete then.
-    fn step(&self, inner: &Inner, announce: Announce) -> Option<(Progress, bool)> {
-        if inner.eager && self.until >= inner.tokens {
-            return Some((Progress::tokens(inner.tokens), true));
-        }
-        (announce != Announce::End).then_some((Progress::tokens(self.until), false))
+    /// The first `layers` layers of the step are computed.
+    fn layers(&self, rank: &Rank, layers: u32) {
+        self.announce(rank, |part| Progress::tokens(part.from).and(layers, part.until));
     }
 
-    /// Says of many requests how far they are, all at once: an engine's step has hundreds.
-    ///
-    /// Each stays locked until it is said: its blocks may be taken back just now, and what was
-    /// computed before that must not be said of what is computed after.
-    fn say(
-        parts: &[Self],
-        rank: &Rank,
-        progress: impl Fn(&Self, &Inner) -> Option<(Progress, bool)>,
-    ) {
-        let (mut locked, mut news) = (Vec::with_capacity(parts.len()), Vec::new());
-        let mut seen = FxHashSet::default();
-        for part in parts.iter().filter(|part| seen.insert(Arc::as_ptr(&part.request))) {
-            let mut inner = part.request.lock();
-            if inner.attempt != part.attempt || inner.complete || inner.ended.is_some() {
-                continue;
-            }
-            let Some((progress, complete)) = progress(part, &inner) else { continue };
-            let (id, tables) = (inner.transfer.clone(), std::mem::take(&mut inner.unsaid));
-            inner.complete = complete;
-            news.push(Announcement { id, tables, progress, complete });
-            locked.push(inner);
-        }
-        if news.is_empty() {
+    /// All of the step is computed.
+    fn step(&self, rank: &Rank, announce: Announce) {
+        let mut inner = self.request.lock();
+        let stale = inner.attempt != self.attempt || inner.complete || inner.ended.is_some();
+        if stale {
             return;
         }
-        match rank.announce(news) {
-            Ok(said) => {
-                for (inner, said) in locked.iter().zip(said) {
-                    match said {
-                        Ok(()) | Err(Refusal::Unknown) => {}
-                        Err(refusal) => inner.give_up(rank, &refusal.into()),
-                    }
-                }
-            }
-            Err(error) => locked.iter().for_each(|inner| inner.give_up(rank, &error)),
+        if inner.eager && self.until >= inner.tokens {
+            return inner.complete(rank, None);
+        }
+        drop(inner);
+        if announce != Announce::End {
+            self.announce(rank, |part| Progress::tokens(part.until));
+        }
+    }
+
+    fn announce(&self, rank: &Rank, progress: impl FnOnce(&Self) -> Progress) {
+        let mut inner = self.request.lock();
+        if inner.attempt != self.attempt || inner.complete || inner.ended.is_some() {
+            return;
+        }
+        let tables = std::mem::take(&mut inner.unsaid);
+        match rank.advance(&inner.transfer, tables, progress(self)) {
+            Ok(()) | Err(crate::rank::Fault::Refused(Refusal::Unknown)) => {}
+            Err(error) => inner.give_up(rank, &error),
         }
     }
 }
@@ -255,10 +241,8 @@ pub(crate) enum Job {
 impl Job {
     fn run(self, rank: &Rank, announce: Announce) {
         match self {
-            Self::Layers(parts, layers) => Part::say(&parts, rank, |part, _| {
-                Some((Progress::tokens(part.from).and(layers, part.until), false))
-            }),
-            Self::Step(parts) => Part::say(&parts, rank, |part, inner| part.step(inner, announce)),
+            Self::Layers(parts, layers) => parts.iter().for_each(|part| part.layers(rank, layers)),
+            Self::Step(parts) => parts.iter().for_each(|part| part.step(rank, announce)),
             Self::Finish(request, side_data) => request.finish(rank, side_data),
         }
     }

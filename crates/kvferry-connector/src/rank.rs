@@ -158,15 +158,6 @@ pub struct Rank {
     process: u32,
 }
 
-/// What has become ready of a handoff.
-pub(crate) struct Announcement {
-    pub(crate) id: HandoffId,
-    pub(crate) tables: Vec<BlockTable>,
-    pub(crate) progress: Progress,
-    /// Nothing more will come.
-    pub(crate) complete: bool,
-}
-
 /// What an observer has to hear.
 enum News {
     Ended(Event),
@@ -347,24 +338,6 @@ impl Rank {
         side_data: Option<Vec<u8>>,
     ) -> Result<(), Fault> {
         self.tell(|state, now| state.producer.complete(id, tables, progress, side_data, now))
-    }
-
-    /// [`Rank::advance`] and [`Rank::complete`] of many handoffs at once, with an answer for each.
-    pub(crate) fn announce(
-        &self,
-        news: Vec<Announcement>,
-    ) -> Result<Vec<Result<(), Refusal>>, Fault> {
-        let mut said = Vec::with_capacity(news.len());
-        self.tell(|State { producer, .. }, now| {
-            said.extend(news.into_iter().map(|Announcement { id, tables, progress, complete }| {
-                match complete {
-                    true => producer.complete(&id, tables, progress, None, now),
-                    false => producer.advance(&id, tables, progress),
-                }
-            }));
-            Ok(())
-        })?;
-        Ok(said)
     }
 
     /// The engine takes the blocks back, now, and will compute the request again.
