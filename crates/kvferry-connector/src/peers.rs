@@ -110,8 +110,14 @@ impl Peers {
             self.places.insert(address.to_owned(), place);
             self.place_of.insert(id, address.to_owned());
         }
-        let place = &self.places[address];
-        (place.id, place.is_up(&self.lives))
+        let place = self.places.get_mut(address).expect("there now");
+        let is_up = place.is_up(&self.lives);
+        if !is_up && !place.watched {
+            // Whoever was there may be gone, and nothing is wanted of him any more: whoever is met
+            // is the one that is meant.
+            place.life = None;
+        }
+        (place.id, is_up)
     }
 
     /// Addresses that somebody has to be met at; from now on they are being met.
