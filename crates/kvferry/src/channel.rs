@@ -169,12 +169,10 @@ fn hand_over(link: &Arc<Link>) {
         let (len, budget, of) = (message.len(), link.core.config.timeout(), Arc::clone(link));
         let answered = move |code: WireCode, _| {
             of.mail.answered(len);
-            if of.end().is_some() {
-                // Nothing is sent any more.
+            if of.session_end().is_some() {
+                // Nothing is sent any more; the reason is told, or is about to be.
             } else if code.is_ok() {
                 hand_over(&of);
-            } else if code == WireCode::Closed && of.is_session_closed() {
-                // Its end is about to be told, with the reason.
             } else {
                 let what = format!("the peer did not take a message: {code}");
                 let error = Error::new(ErrorKind::from_wire(code), what);

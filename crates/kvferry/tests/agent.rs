@@ -495,6 +495,43 @@ fn a_shutdown_in_the_middle_of_work_ends() {
 }
 
 #[test]
+fn whoever_writes_to_an_agent_that_is_shut_down_hears_that_it_is_gone() {
+    let _bound = bounded();
+    for transport in [TransportKind::Local, TransportKind::Tcp] {
+        let start = || {
+            let transports = Transports::only(transport);
+            Agent::builder().transports(transports).start().expect("an agent")
+        };
+        let near = start();
+        let from = near.allocate(MIB, Access::NONE).expect("memory");
+        for round in 0..150 {
+            let far = start();
+            let to = far.allocate(MIB, Access::WRITE).expect("memory");
+            let peer = near.peer(far.advertised()).expect("an address");
+            let moves = batch(&from, &to.remote(), 512 << (round % 8));
+            peer.write(&moves, &Options::default()).expect("a healthy write");
+            thread::scope(|scope| {
+                for _ in 0..3 {
+                    scope.spawn(|| {
+                        let error = loop {
+                            if let Err(error) = peer.write(&moves, &Options::default()) {
+                                break error;
+                            }
+                        };
+                        // Never that the region was revoked, or is none: nobody did that.
+                        let gone =
+                            [ErrorKind::PeerClosed, ErrorKind::PeerReset, ErrorKind::Unreachable];
+                        assert!(gone.contains(&error.kind()), "{transport:?}: {error:?}");
+                    });
+                }
+                thread::sleep(Duration::from_micros(100 * (round % 7)));
+                far.shutdown();
+            });
+        }
+    }
+}
+
+#[test]
 fn a_shutdown_ends_the_wait_for_a_notification() {
     let _bound = bounded();
     let agent = agent();

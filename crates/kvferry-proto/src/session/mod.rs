@@ -223,6 +223,8 @@ pub struct Session {
     heartbeat: Heartbeat,
     active: bool,
     peer: Option<PeerInfo>,
+    /// Why it ended, once it has.
+    ended: Option<CloseReason>,
     key: Option<SessionKey>,
     last_id: u64,
     /// Our requests without an answer, and when we stop waiting.
@@ -527,6 +529,11 @@ impl Session {
         matches!(self.state, State::Closed)
     }
 
+    /// Why the session has ended, from when it has, which is before its last events are polled.
+    pub const fn close_reason(&self) -> Option<&CloseReason> {
+        self.ended.as_ref()
+    }
+
     /// The peer, once the session was established.
     pub const fn peer(&self) -> Option<&PeerInfo> {
         self.peer.as_ref()
@@ -555,6 +562,7 @@ impl Session {
             inbox: Inbox::default(),
             active: false,
             peer: None,
+            ended: None,
             key: None,
             last_id: 0,
             requests: BTreeMap::new(),
@@ -758,11 +766,13 @@ impl Session {
         self.owed_responses.clear();
         self.owed_revokes.clear();
         self.key = None;
-        self.inbox.push_unbounded(SessionEvent::Closed(CloseReason {
+        let reason = CloseReason {
             code,
             by_peer,
             detail: sanitized(detail, DETAIL_MAX),
             established: self.peer.is_some(),
-        }));
+        };
+        self.ended = Some(reason.clone());
+        self.inbox.push_unbounded(SessionEvent::Closed(reason));
     }
 }

@@ -215,7 +215,7 @@ impl OpenLane for NativeLanes {
             session.stream_hello()
         };
         let Some((id, hello)) = hello else {
-            let ended = link.end().cloned().unwrap_or_else(|| {
+            let ended = link.session_end().unwrap_or_else(|| {
                 Error::new(ErrorKind::Internal, "the session has no stream left to give")
             });
             return link.lane_failed(&ended);

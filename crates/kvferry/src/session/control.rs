@@ -293,7 +293,7 @@ impl Control {
 }
 
 /// What an ended session means for those who used it.
-fn close_error(reason: &CloseReason, address: &str) -> Error {
+pub(crate) fn close_error(reason: &CloseReason, address: &str) -> Error {
     let (kind, what) = match reason.code {
         WireCode::Closed if reason.by_peer && reason.established => {
             (ErrorKind::PeerReset, "the connection to the peer was lost".to_owned())

@@ -18,12 +18,13 @@ use crate::channel::Mail;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gate;
 use crate::reactor::{Remote, now};
+use crate::session::control::close_error;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use crate::transfer::batch::Batch;
 use crate::transfer::job::{Job, Op};
 use crate::transport::local::{LocalPeer, Targets, Unreached};
-use crate::transport::{Transport, TransportKind, refusal};
+use crate::transport::{Transport, TransportKind};
 use kvferry_proto::{PeerInfo, Session, StreamId, Timestamp, WireCode};
 use kvferry_sys::socket::Socket;
 use rustc_hash::FxHashMap;
@@ -361,14 +362,14 @@ impl Link {
     ///
     /// # Errors
     /// No transport that is allowed reaches it, or the peer would refuse it.
-    pub(crate) fn route(&self, batch: &Batch, op: Op) -> Result<Route> {
+    pub(crate) fn route(self: &Arc<Self>, batch: &Batch, op: Op) -> Result<Route> {
         if batch.is_empty() || self.native.is_none() {
             return Ok(Route::Lanes);
         }
         let obstacle = match self.local().map(|peer| (peer.targets(batch, op), peer)) {
             Some((Ok(targets), peer)) => return Ok(Route::Local(peer, Arc::new(targets))),
-            Some((Err(Unreached::Refused { code, pair }), _)) => {
-                return Err(refusal(self, batch, code, Some(pair)));
+            Some((Err(Unreached::Refused { code, pair }), peer)) => {
+                return Err(peer.refused(self, batch, code, pair));
             }
             Some((Err(Unreached::Elsewhere), _)) => "a region is not host memory within reach",
             None => "the peer's memory is not within reach",
@@ -784,9 +785,12 @@ impl Link {
         answered(WireCode::Closed, Vec::new());
     }
 
-    /// Whether the session is over, which the link may not know yet.
-    pub(crate) fn is_session_closed(&self) -> bool {
-        self.native.as_ref().is_none_or(|native| lock(&native.session).is_closed())
+    /// Why the session is over, which the link may not know yet.
+    pub(crate) fn session_end(&self) -> Option<Error> {
+        self.end().cloned().or_else(|| {
+            let session = lock(&self.native.as_ref()?.session);
+            Some(close_error(session.close_reason()?, &self.address))
+        })
     }
 
     /// Ends the session in order, from our side.

@@ -8,6 +8,7 @@ use crate::memory::writers::WriterPage;
 use crate::reactor::{Cause, Cx, Handler, Next, now};
 use crate::session::control::Met;
 use crate::session::link::Link;
+use crate::session::service::PROBE;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Arc, Mutex, PoisonError, RwLock};
 use crate::transport::TransportKind;
@@ -45,16 +46,15 @@ pub(crate) fn attach(link: &Arc<Link>, met: Met) {
 
 /// Says how it went: with `local`, or why not.
 fn conclude(link: &Arc<Link>, obstacle: Option<String>, met: Met) {
-    if let Some(end) = link.end() {
-        let end = end.clone();
+    if let Some(end) = link.session_end() {
         return met(link, Err(end));
     }
     if let Some(obstacle) = obstacle {
         if !link.core.allows(TransportKind::Tcp) {
-            let what = format!("local is the only transport allowed, and {obstacle}");
-            let error = Error::new(ErrorKind::Unsupported, what).with("peer", &link.address);
-            link.close(error.clone());
-            return met(link, Err(error));
+            // One that is ending looks the same, and has said so by the time it would answer.
+            let asked = Arc::clone(link);
+            let answered = Box::new(move |_, _| unsupported(&asked, &obstacle, met));
+            return link.request(PROBE, Vec::new(), link.core.handshake_timeout(), answered);
         }
         if link.core.allows(TransportKind::Local) && link.is_same_host() {
             tracing::warn!(
@@ -65,6 +65,17 @@ fn conclude(link: &Arc<Link>, obstacle: Option<String>, met: Met) {
         link.set_obstacle(obstacle);
     }
     met(link, Ok(()));
+}
+
+/// Nothing that is allowed reaches a peer that lives.
+fn unsupported(link: &Arc<Link>, obstacle: &str, met: Met) {
+    let error = link.session_end().unwrap_or_else(|| {
+        let what = format!("local is the only transport allowed, and {obstacle}");
+        let error = Error::new(ErrorKind::Unsupported, what).with("peer", &link.address);
+        link.close(error.clone());
+        error
+    });
+    met(link, Err(error));
 }
 
 struct Begun {

@@ -11,7 +11,7 @@ use crate::sync::Arc;
 use crate::transfer::batch::Batch;
 use crate::transfer::job::Op;
 use crate::transport::{local_fault, refusal};
-use kvferry_proto::Timestamp;
+use kvferry_proto::{Timestamp, WireCode};
 use std::io;
 
 /// Where a batch goes.
@@ -114,6 +114,24 @@ pub(super) fn lost(link: &Arc<Link>, error: Error) -> Error {
     error
 }
 
+impl LocalPeer {
+    /// What it means that a pair of a batch is out of reach: the peer would refuse it, or it was
+    /// shut down, and its regions went with it, before its farewell was read.
+    pub(crate) fn refused(
+        &self,
+        link: &Arc<Link>,
+        batch: &Batch,
+        code: WireCode,
+        pair: usize,
+    ) -> Error {
+        match (self.farewell(), link.end()) {
+            (None, _) => refusal(link, batch, code, Some(pair)),
+            (Some(_), Some(end)) => end.clone(),
+            (Some(farewell), None) => lost(link, farewell),
+        }
+    }
+}
+
 impl Way<'_> {
     /// Our own memory can't be used, unless the session's end is the reason for that, too.
     fn failed(&self, fault: Fault) -> Error {
@@ -132,7 +150,7 @@ impl Way<'_> {
                 Some(end) => end.clone(),
                 None => lost(self.link, error),
             },
-            Broken::Pair { code, pair } => refusal(self.link, self.batch, code, Some(pair)),
+            Broken::Pair { code, pair } => self.peer.refused(self.link, self.batch, code, pair),
         }
     }
 }

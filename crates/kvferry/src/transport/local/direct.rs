@@ -12,7 +12,6 @@ use crate::sync::Arc;
 use crate::transfer::batch::Batch;
 use crate::transfer::drive::Watch;
 use crate::transfer::job::Op;
-use crate::transport::refusal;
 use std::cell::RefCell;
 
 thread_local! {
@@ -32,7 +31,7 @@ pub(crate) fn copy_all(
     let mut targets = TARGETS.take();
     let copied = match peer.look_up_into(&mut targets, batch, op) {
         Err(Unreached::Elsewhere) => None,
-        Err(Unreached::Refused { code, pair }) => Some(Err(refusal(link, batch, code, Some(pair)))),
+        Err(Unreached::Refused { code, pair }) => Some(Err(peer.refused(link, batch, code, pair))),
         Ok(()) => {
             let gate = peer.take_gate(&link.core);
             let (start, bytes) = (Position::default(), batch.bytes());

@@ -118,11 +118,13 @@ impl LocalPeer {
 
     /// How a peer that is gone left: it may have said goodbye.
     fn loss(&self, how: String) -> Error {
-        if self.registry.is_closed() {
-            Error::new(ErrorKind::PeerClosed, "the peer was shut down")
-        } else {
-            Error::new(ErrorKind::PeerReset, how)
-        }
+        self.farewell().unwrap_or_else(|| Error::new(ErrorKind::PeerReset, how))
+    }
+
+    /// What a peer that was shut down has left to say.
+    fn farewell(&self) -> Option<Error> {
+        let closed = self.registry.is_closed();
+        closed.then(|| Error::new(ErrorKind::PeerClosed, "the peer was shut down"))
     }
 
     /// A gate for our own memory.
