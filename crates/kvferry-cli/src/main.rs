@@ -15,6 +15,7 @@ mod demo;
 mod doctor;
 mod failure;
 mod handoff_bench;
+mod layer_times;
 mod lines;
 mod machine;
 mod model;

@@ -3,10 +3,13 @@
 //! MessagePack maps keyed by name: a field of a later version is ignored, one of an earlier is
 //! absent. Engines carry them as opaque bytes, every step's to every rank.
 
+use crate::card::RankCard;
+use crate::scheduler::EngineError;
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::{BlockTable, HandoffId};
 use kvferry_proto::introduction::EngineId;
 use kvferry_proto::pack;
+use kvferry_proto::plan::Topology;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -44,6 +47,27 @@ pub struct EngineCard {
     pub id: EngineId,
     /// What each rank said of itself ([`crate::Worker::card`]), in the order of the ranks.
     pub ranks: Vec<serde_bytes::ByteBuf>,
+}
+
+impl EngineCard {
+    /// What its ranks say, and what they are together.
+    ///
+    /// # Errors
+    /// They make no engine.
+    pub(crate) fn read(&self) -> Result<(Vec<RankCard>, Topology), EngineError> {
+        let decode = |(rank, card): (usize, &serde_bytes::ByteBuf)| {
+            RankCard::decode(card).map_err(|error| EngineError::Card { rank, error })
+        };
+        let cards = self.ranks.iter().enumerate().map(decode).collect::<Result<Vec<_>, _>>()?;
+        let topology = Topology::new(cards.iter().map(|card| &card.layout))?;
+        for (second, card) in cards.iter().enumerate() {
+            if let Some(first) = cards[..second].iter().position(|it| it.address == card.address) {
+                let address = card.address.clone();
+                return Err(EngineError::Address { first, second, address });
+            }
+        }
+        Ok((cards, topology))
+    }
 }
 
 /// A producer's request in a step.

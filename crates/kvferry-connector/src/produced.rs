@@ -5,7 +5,7 @@
 //! computed again: each time is an *attempt*, and what belongs to an earlier one is dropped.
 
 use crate::orders::Offer;
-use crate::rank::Rank;
+use crate::rank::{Fault, Rank};
 use crate::worker::{Announce, Computed};
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::{BlockTable, HandoffId, Outcome, Progress, Refusal};
@@ -75,7 +75,7 @@ impl Produced {
         offer: Option<Offer>,
         until: u32,
         blocks: Vec<BlockTable>,
-    ) -> Result<Option<Part>, crate::rank::Fault> {
+    ) -> Result<Option<Part>, Fault> {
         let mut inner = self.lock();
         if inner.ended.is_some() {
             return Ok(None);
@@ -109,7 +109,7 @@ impl Produced {
         if inner.offered && inner.ended.is_none() {
             match rank.restart(&inner.transfer) {
                 // It may have ended just now, which will be said.
-                Ok(()) | Err(crate::rank::Fault::Refused(Refusal::Unknown)) => {}
+                Ok(()) | Err(Fault::Refused(Refusal::Unknown)) => {}
                 // It was complete, and some of its readers may be through with it already.
                 Err(_) => {
                     let detail = "the producer's request lost its blocks when it was complete";
@@ -179,52 +179,53 @@ impl Inner {
         let tables = std::mem::take(&mut self.unsaid);
         let progress = Progress::tokens(self.tokens);
         self.complete = true;
-        match rank.complete(&self.transfer, tables, progress, side_data) {
-            Ok(()) | Err(crate::rank::Fault::Refused(Refusal::Unknown)) => {}
-            Err(error) => self.give_up(rank, &error),
-        }
+        let said = rank.complete(&self.transfer, tables, progress, side_data);
+        self.unless_refused(rank, said);
     }
 
-    /// What was said does not go on what was said before: a bug, of which nobody is to suffer but
-    /// this request.
-    fn give_up(&self, rank: &Rank, error: &crate::rank::Fault) {
-        tracing::error!(transfer = %self.transfer, %error, "a handoff can't be announced");
-        drop(rank.withdraw(&self.transfer, WireCode::Internal, &error.to_string()));
+    fn advance(&mut self, rank: &Rank, progress: Progress) {
+        let tables = std::mem::take(&mut self.unsaid);
+        let said = rank.advance(&self.transfer, tables, progress);
+        self.unless_refused(rank, said);
+    }
+
+    /// If what was said does not go on what was said before, that is a bug, of which nobody is to
+    /// suffer but this request.
+    fn unless_refused(&self, rank: &Rank, said: Result<(), Fault>) {
+        match said {
+            // It may have ended just now, which will be said.
+            Ok(()) | Err(Fault::Refused(Refusal::Unknown)) => {}
+            Err(error) => {
+                tracing::error!(transfer = %self.transfer, %error, "a handoff can't be announced");
+                drop(rank.withdraw(&self.transfer, WireCode::Internal, &error.to_string()));
+            }
+        }
     }
 }
 
 impl Part {
     /// The first `layers` layers of the step are computed.
     fn layers(&self, rank: &Rank, layers: u32) {
-        self.announce(rank, |part| Progress::tokens(part.from).and(layers, part.until));
+        if let Some(mut inner) = self.current() {
+            inner.advance(rank, Progress::tokens(self.from).and(layers, self.until));
+        }
     }
 
     /// All of the step is computed.
     fn step(&self, rank: &Rank, announce: Announce) {
-        let mut inner = self.request.lock();
-        let stale = inner.attempt != self.attempt || inner.complete || inner.ended.is_some();
-        if stale {
-            return;
-        }
+        let Some(mut inner) = self.current() else { return };
         if inner.eager && self.until >= inner.tokens {
-            return inner.complete(rank, None);
-        }
-        drop(inner);
-        if announce != Announce::End {
-            self.announce(rank, |part| Progress::tokens(part.until));
+            inner.complete(rank, None);
+        } else if announce != Announce::End {
+            inner.advance(rank, Progress::tokens(self.until));
         }
     }
 
-    fn announce(&self, rank: &Rank, progress: impl FnOnce(&Self) -> Progress) {
-        let mut inner = self.request.lock();
-        if inner.attempt != self.attempt || inner.complete || inner.ended.is_some() {
-            return;
-        }
-        let tables = std::mem::take(&mut inner.unsaid);
-        match rank.advance(&inner.transfer, tables, progress(self)) {
-            Ok(()) | Err(crate::rank::Fault::Refused(Refusal::Unknown)) => {}
-            Err(error) => inner.give_up(rank, &error),
-        }
+    /// The request, if there is still something to be said of this attempt at it.
+    fn current(&self) -> Option<MutexGuard<'_, Inner>> {
+        let inner = self.request.lock();
+        let is_over = inner.complete || inner.ended.is_some();
+        (inner.attempt == self.attempt && !is_over).then_some(inner)
     }
 }
 

@@ -6,6 +6,7 @@ use crate::orders::Fetched;
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::SIDE_DATA_MAX;
 use rustc_hash::FxHashMap;
+use serde_bytes::ByteBuf;
 
 /// Requests that some rank has not reported yet.
 #[derive(Debug)]
@@ -67,7 +68,7 @@ impl Quorum {
         if place.is_some() {
             return Counted::Again;
         }
-        *place = Some(bounded(side_data));
+        *place = Some(bounded(side_data.into_iter()).map(ByteBuf::into_vec).collect());
         tally.missing -= 1;
         let first = !code.is_ok() && tally.failure.is_none();
         if tally.missing > 0 {
@@ -100,14 +101,13 @@ impl Quorum {
 }
 
 /// Side data of one rank, as much as one handoff may have.
-fn bounded(side_data: Vec<serde_bytes::ByteBuf>) -> Vec<Vec<u8>> {
+pub(crate) fn bounded(side_data: impl Iterator<Item = ByteBuf>) -> impl Iterator<Item = ByteBuf> {
     let mut room = SIDE_DATA_MAX;
-    let fits = |data: &serde_bytes::ByteBuf| {
+    side_data.filter(move |data| {
         let left = room.checked_sub(data.len());
         room = left.unwrap_or(room);
         left.is_some()
-    };
-    side_data.into_iter().filter(fits).map(serde_bytes::ByteBuf::into_vec).collect()
+    })
 }
 
 #[cfg(test)]

@@ -22,7 +22,6 @@
 mod consumed;
 mod produced;
 
-use crate::card::RankCard;
 use crate::orders::{EngineCard, Notes, Orders};
 use crate::params::{Offered, Params, Role};
 use consumed::Consumed;
@@ -30,7 +29,6 @@ use kvferry_proto::WireCode;
 use kvferry_proto::handoff::HandoffId;
 use kvferry_proto::introduction::EngineId;
 use kvferry_proto::layout::Kind;
-use kvferry_proto::plan::Topology;
 use produced::{Held, Produced};
 use rustc_hash::FxHashSet;
 use serde_bytes::ByteBuf;
@@ -202,20 +200,11 @@ impl Scheduler {
         if given != ranks {
             return Err(EngineError::Ranks { given, ranks });
         }
-        let decode = |(rank, card): (usize, &Vec<u8>)| {
-            RankCard::decode(card).map_err(|error| EngineError::Card { rank, error })
-        };
-        let read = cards.iter().enumerate().map(decode).collect::<Result<Vec<_>, _>>()?;
-        Topology::new(read.iter().map(|card| &card.layout))?;
-        for (second, card) in read.iter().enumerate() {
-            if let Some(first) = read[..second].iter().position(|it| it.address == card.address) {
-                let address = card.address.clone();
-                return Err(EngineError::Address { first, second, address });
-            }
-        }
-        self.address = read.into_iter().next().map(|card| card.address);
         let ranks = cards.into_iter().map(ByteBuf::from).collect();
-        self.orders.engine = Some(EngineCard { id: self.id, ranks });
+        let engine = EngineCard { id: self.id, ranks };
+        let (cards, _) = engine.read()?;
+        self.address = cards.into_iter().next().map(|card| card.address);
+        self.orders.engine = Some(engine);
         Ok(())
     }
 

@@ -15,13 +15,13 @@ use crate::orders::{
 };
 use crate::paired::{Fetch, Memory, Paired, to_be_told};
 use crate::produced::{Job, Part, Produced, Queue};
+use crate::quorum::bounded;
 use crate::rank::{Event, Fault, Observer, Rank, ReadPart, SideData};
 use crate::scheduler::EngineError;
 use kvferry::{Agent, Incarnation, Region};
-use kvferry_proto::handoff::{HandoffId, Limits, Outcome, Refusal, SIDE_DATA_MAX};
+use kvferry_proto::handoff::{HandoffId, Limits, Outcome, Refusal};
 use kvferry_proto::introduction::{EngineId, Failure, OwnEngine, Pairing};
 use kvferry_proto::layout::Layout;
-use kvferry_proto::plan::Topology;
 use kvferry_proto::{Timestamp, WireCode};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::net::SocketAddr;
@@ -668,13 +668,7 @@ impl Inner {
     /// A fetch has ended on this rank.
     fn fetched(&self, state: &mut State, request: String, how: &Failure, side_data: SideData) {
         state.fetches.remove(&request);
-        let mut room = SIDE_DATA_MAX;
-        let fits = |(_, data): &(String, Vec<u8>)| {
-            let left = room.checked_sub(data.len());
-            room = left.unwrap_or(room);
-            left.is_some()
-        };
-        let side_data = side_data.into_iter().filter(fits).map(|(_, data)| data.into()).collect();
+        let side_data = bounded(side_data.into_iter().map(|(_, data)| data.into())).collect();
         let (code, detail) = (how.code, how.detail.clone());
         self.tell(|watch| watch.received(&request, code, &detail));
         state.fetched.push(Fetched { request, code, detail, side_data });
@@ -738,13 +732,7 @@ impl Inner {
 
     /// Introduces this rank's own engine to it.
     fn know(&self, engine: EngineCard) -> Result<(), WorkerError> {
-        let ranks = engine.ranks.iter().enumerate();
-        let cards = ranks.map(|(rank, card)| {
-            RankCard::decode(card).map_err(|error| EngineError::Card { rank, error })
-        });
-        let cards = cards.collect::<Result<Vec<_>, _>>()?;
-        let topology = Topology::new(cards.iter().map(|card| &card.layout));
-        let topology = topology.map_err(EngineError::Topology)?;
+        let (cards, topology) = engine.read()?;
         let rank = self.config.rank;
         if engine.ranks.get(rank).is_none_or(|card| **card != self.card) {
             return Err(WorkerError::Misuse(

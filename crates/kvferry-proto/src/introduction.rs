@@ -21,7 +21,7 @@
 
 use crate::code::WireCode;
 use crate::handoff::PeerId;
-use crate::message::{Check, DETAIL_MAX, MessageError, at_most, messages};
+use crate::message::{BODY_MAX, Check, DETAIL_MAX, MessageError, at_most, bodies, messages};
 use crate::plan::{RANKS_MAX, Routing, Topology};
 use crate::text::truncated;
 use crate::time::Timestamp;
@@ -35,11 +35,8 @@ use std::time::Duration;
 /// The longest address, in bytes.
 const ADDRESS_MAX: usize = crate::message::ADVERTISED_MAX;
 
-/// The longest message, in bytes.
-const MESSAGE_MAX: usize = crate::message::BODY_MAX;
-
 /// Bytes of cards in one answer at most, but for the first.
-const CARDS_MAX: usize = MESSAGE_MAX / 2;
+const CARDS_MAX: usize = BODY_MAX / 2;
 
 /// Ranks that wait for an answer at most, until this one knows its own engine, and the bytes that
 /// may be kept for that.
@@ -117,25 +114,7 @@ messages! {
     "turned" => /** See [`Turned`]. */ Turned;
 }
 
-impl IntroductionMessage {
-    /// The message as bytes.
-    pub fn encode(&self) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        self.write_to(&mut bytes);
-        bytes
-    }
-
-    /// The message that `bytes` are.
-    ///
-    /// # Errors
-    /// They are none.
-    pub fn decode(bytes: &[u8]) -> Result<Self, MessageError> {
-        if bytes.len() > MESSAGE_MAX {
-            return Err(MessageError::TooLong { len: bytes.len(), limit: MESSAGE_MAX });
-        }
-        Self::parse(bytes)
-    }
-}
+bodies!(IntroductionMessage);
 
 impl Check for Introduce {
     fn check(&self) -> Result<(), MessageError> {

@@ -323,6 +323,33 @@ macro_rules! messages {
 }
 pub(crate) use messages;
 
+/// Messages that are sent as bodies, without a length of their own.
+macro_rules! bodies {
+    ($all:ident) => {
+        impl $all {
+            /// The message as bytes.
+            pub fn encode(&self) -> Vec<u8> {
+                let mut bytes = Vec::new();
+                self.write_to(&mut bytes);
+                bytes
+            }
+
+            /// The message that `bytes` are.
+            ///
+            /// # Errors
+            /// They are none.
+            pub fn decode(bytes: &[u8]) -> Result<Self, $crate::message::MessageError> {
+                let (len, limit) = (bytes.len(), $crate::message::BODY_MAX);
+                if len > limit {
+                    return Err($crate::message::MessageError::TooLong { len, limit });
+                }
+                Self::parse(bytes)
+            }
+        }
+    };
+}
+pub(crate) use bodies;
+
 messages! {
     /// A control message.
     ///

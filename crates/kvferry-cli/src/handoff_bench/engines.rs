@@ -11,24 +11,23 @@
 //! matter: in prefill, once the prompt has been computed.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvferry::{Agent, Transports};
 use kvferry_connector::{HandoffId, Offered, produce};
-use kvferry_refengine::contract::vllm::{ConnectorMeta, TransferResults, WorkerConnector};
 use kvferry_refengine::ferry::{Ferry, FerryConfig};
 use kvferry_refengine::{
-    Connector, Engine, EngineConfig, GroupCache, GroupSpec, KvCaches, KvMemory, LayerEvent,
-    ModelSpec, Params, Rank, Request, continuation,
+    Connector, Engine, EngineConfig, GroupCache, GroupSpec, ModelSpec, Params, Request,
+    continuation,
 };
 use serde::{Deserialize, Serialize};
 
 use crate::blocks::Numbers;
+use crate::child;
 use crate::child::{Child, answer_parent};
 use crate::failure::Failure;
+use crate::layer_times::LayerTimes;
 use crate::stats::{Spread, quantile_of};
-use crate::{child, machine};
 
 use super::Settings;
 use super::rank::PATIENCE;
@@ -143,14 +142,7 @@ fn transfer(request: u64) -> HandoffId {
 struct Node {
     engine: Engine,
     address: String,
-    seen: Arc<Seen>,
-}
-
-/// When something happened last, by the shared clock, in nanoseconds.
-#[derive(Debug, Default)]
-struct Seen {
-    first_layer_began: AtomicU64,
-    last_layer_ended: AtomicU64,
+    times: Arc<LayerTimes>,
 }
 
 impl Node {
@@ -159,13 +151,13 @@ impl Node {
         let config = config();
         let ferry = Ferry::new(&config, vec![agent], FerryConfig::default());
         let address = ferry.address(0).to_owned();
-        let seen = Arc::<Seen>::default();
+        let times = Arc::<LayerTimes>::default();
         let mut connector = ferry.vllm();
-        let watch = |inner| Box::new(Watched { inner, seen: seen.clone() }) as Box<_>;
-        connector.workers = connector.workers.into_iter().map(watch).collect();
+        let timed = |inner| times.of(inner, LAYERS);
+        connector.workers = connector.workers.into_iter().map(timed).collect();
         let engine = Engine::new(config, Connector::Vllm(connector));
         let engine = engine.map_err(|error| Failure::Failed(error.to_string()))?;
-        Ok(Node { engine, address, seen })
+        Ok(Node { engine, address, times })
     }
 
     fn submit(&mut self, request: u64, params: Params) -> Result<(), Failure> {
@@ -220,7 +212,7 @@ impl Pair {
         self.submit(request)?;
         self.prefill.tell(&Ask::Prefill(request))?;
         self.run_until_ended(1)?;
-        let began = self.decode.seen.first_layer_began.load(Ordering::Relaxed);
+        let began = self.decode.times.began();
         let computed: u64 = self.prefill.hear_within(PATIENCE)?;
         Ok(began.saturating_sub(computed) as f64 / 1e6)
     }
@@ -275,7 +267,7 @@ pub(crate) fn run_prefill() -> Result<(), Failure> {
             Ask::Start { .. } => Err(Failure::Usage("it has started".into())),
             Ask::Prefill(request) => {
                 node.prefill(request..request + 1)?;
-                child::value(&node.seen.last_layer_ended.load(Ordering::Relaxed))
+                child::value(&node.times.ended())
             }
             Ask::Many(first, end) => child::value(&node.prefill(first..end)?),
         }
@@ -299,75 +291,5 @@ impl Node {
             }
         }
         Ok(())
-    }
-}
-
-/// A worker half that notes when layers are computed.
-struct Watched {
-    inner: Box<dyn WorkerConnector>,
-    seen: Arc<Seen>,
-}
-
-fn note(moment: &AtomicU64) {
-    moment.store(machine::shared_clock().as_nanos() as u64, Ordering::Relaxed);
-}
-
-impl WorkerConnector for Watched {
-    fn allocate_kv_memory(
-        &mut self,
-        rank: Rank,
-        storage: usize,
-        len_bytes: usize,
-    ) -> Option<Arc<dyn KvMemory>> {
-        self.inner.allocate_kv_memory(rank, storage, len_bytes)
-    }
-
-    fn register_kv_caches(&mut self, caches: &Arc<KvCaches>) {
-        self.inner.register_kv_caches(caches);
-    }
-
-    fn get_handshake_metadata(&mut self) -> Vec<u8> {
-        self.inner.get_handshake_metadata()
-    }
-
-    fn handle_preemptions(&mut self, meta: &ConnectorMeta) {
-        self.inner.handle_preemptions(meta);
-    }
-
-    fn bind_connector_metadata(&mut self, meta: &ConnectorMeta) {
-        self.inner.bind_connector_metadata(meta);
-    }
-
-    fn start_load_kv(&mut self) {
-        self.inner.start_load_kv();
-    }
-
-    fn wait_for_layer_load(&mut self, layer: usize) {
-        if layer == 0 {
-            note(&self.seen.first_layer_began);
-        }
-        self.inner.wait_for_layer_load(layer);
-    }
-
-    fn save_kv_layer(&mut self, layer: usize, computed: &LayerEvent) {
-        if layer + 1 == LAYERS {
-            note(&self.seen.last_layer_ended);
-        }
-        self.inner.save_kv_layer(layer, computed);
-    }
-
-    fn wait_for_save(&mut self) {
-        self.inner.wait_for_save();
-    }
-
-    fn get_transfer_results(
-        &mut self,
-        finished: &[kvferry_refengine::RequestId],
-    ) -> TransferResults {
-        self.inner.get_transfer_results(finished)
-    }
-
-    fn build_connector_worker_meta(&mut self) -> Option<Vec<u8>> {
-        self.inner.build_connector_worker_meta()
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{BLOCKS_MAX, BlockTable, Generation, HandoffId, Progress, TableError};
 use crate::code::WireCode;
-use crate::message::{Check, DETAIL_MAX, MessageError, at_most, messages};
+use crate::message::{Check, DETAIL_MAX, MessageError, at_most, bodies, messages};
 use serde::de::{Error as _, Expected, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -11,9 +11,6 @@ pub const GROUPS_MAX: usize = 64;
 
 /// The most side data of a handoff, in bytes: first token, draft tokens, hidden states.
 pub const SIDE_DATA_MAX: usize = 256 * 1024;
-
-/// The longest message, in bytes.
-const MESSAGE_MAX: usize = crate::message::BODY_MAX;
 
 /// Consumer to producer: I need this request's KV. May be said again, after a reconnection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -125,6 +122,8 @@ messages! {
     "stop" => /** See [`Stop`]. */ Stop;
 }
 
+bodies!(HandoffMessage);
+
 impl HandoffMessage {
     /// The handoff it is about.
     pub fn id(&self) -> Option<&HandoffId> {
@@ -137,24 +136,6 @@ impl HandoffMessage {
             Self::Stop(m) => Some(&m.id),
             Self::Unknown { .. } => None,
         }
-    }
-
-    /// The message as bytes.
-    pub fn encode(&self) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        self.write_to(&mut bytes);
-        bytes
-    }
-
-    /// The message that `bytes` are.
-    ///
-    /// # Errors
-    /// They are none.
-    pub fn decode(bytes: &[u8]) -> Result<Self, MessageError> {
-        if bytes.len() > MESSAGE_MAX {
-            return Err(MessageError::TooLong { len: bytes.len(), limit: MESSAGE_MAX });
-        }
-        Self::parse(bytes)
     }
 }
 

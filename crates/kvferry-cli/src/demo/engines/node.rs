@@ -6,22 +6,19 @@
 
 use std::collections::HashSet;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvferry::{Agent, Transports};
 use kvferry_connector::{ReadPart, Watch, WireCode};
-use kvferry_refengine::contract::vllm::{self, ConnectorMeta, TransferResults, WorkerConnector};
+use kvferry_refengine::contract::vllm;
 use kvferry_refengine::ferry::{Ferry, FerryConfig};
-use kvferry_refengine::{
-    BlockId, Connector, Engine, FinishReason, KvCaches, KvMemory, LayerEvent, Output, Rank,
-    Request, RequestId,
-};
+use kvferry_refengine::{Connector, Engine, FinishReason, Output, Rank, Request, RequestId};
 
 use crate::child;
 use crate::failure::Failure;
+use crate::layer_times::LayerTimes;
 use crate::lines::{Answer, Lines};
 use crate::machine::shared_clock;
 
@@ -107,7 +104,7 @@ fn give_way() {
 struct Node {
     engine: Engine,
     ferry: Ferry,
-    computed: Arc<AtomicU64>,
+    times: Arc<LayerTimes>,
     /// Requests of whose KV a byte is to be flipped.
     flips: HashSet<RequestId>,
     leaving: Option<Instant>,
@@ -129,18 +126,17 @@ impl Node {
             ..FerryConfig::default()
         };
         let ferry = Ferry::new(&setup.config, agents, config);
-        let computed = Arc::new(AtomicU64::new(0));
+        let times = Arc::<LayerTimes>::default();
         let vllm::Connector { scheduler, mut workers } = ferry.vllm();
-        let last = setup.config.model.layers.len() - 1;
-        let first = workers.remove(0);
-        workers.insert(0, Box::new(Timed { inner: first, last, computed: computed.clone() }));
+        let first = times.of(workers.remove(0), setup.config.model.layers.len());
+        workers.insert(0, first);
         let connector = Connector::Vllm(vllm::Connector { scheduler, workers });
         let engine = Engine::new(setup.config.clone(), connector)
             .map_err(|error| Failure::Usage(format!("{}: {error}", setup.name)))?;
         for rank in 0..ranks.len() {
             ferry.watch(rank, Arc::new(Bell(Mutex::new(wake.clone()))));
         }
-        Ok(Node { engine, ferry, computed, flips: HashSet::new(), leaving: None })
+        Ok(Node { engine, ferry, times, flips: HashSet::new(), leaving: None })
     }
 
     fn serve(&mut self, wakes: &Receiver<Wake>, out: &mut Out) -> Result<(), Failure> {
@@ -228,7 +224,7 @@ impl Node {
             Ended { failure, params: finished.params }
         });
         let (id, tokens) = (output.id.into(), output.tokens);
-        Said { id, tokens, ended, computed_ns: self.computed.load(Ordering::Relaxed) }
+        Said { id, tokens, ended, computed_ns: self.times.ended() }
     }
 
     /// Damages one byte in the middle of a request that has been computed and is held.
@@ -303,78 +299,4 @@ impl Watch for Bell {
 
 fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
-}
-
-/// A worker half that takes the time at which a step's last layer has been computed, before anybody
-/// is told of it.
-struct Timed {
-    inner: Box<dyn WorkerConnector>,
-    last: usize,
-    computed: Arc<AtomicU64>,
-}
-
-impl WorkerConnector for Timed {
-    fn allocate_kv_memory(
-        &mut self,
-        rank: Rank,
-        storage: usize,
-        len_bytes: usize,
-    ) -> Option<Arc<dyn KvMemory>> {
-        self.inner.allocate_kv_memory(rank, storage, len_bytes)
-    }
-
-    fn register_kv_caches(&mut self, caches: &Arc<KvCaches>) {
-        self.inner.register_kv_caches(caches);
-    }
-
-    fn get_handshake_metadata(&mut self) -> Vec<u8> {
-        self.inner.get_handshake_metadata()
-    }
-
-    fn handle_preemptions(&mut self, meta: &ConnectorMeta) {
-        self.inner.handle_preemptions(meta);
-    }
-
-    fn bind_connector_metadata(&mut self, meta: &ConnectorMeta) {
-        self.inner.bind_connector_metadata(meta);
-    }
-
-    fn clear_connector_metadata(&mut self) {
-        self.inner.clear_connector_metadata();
-    }
-
-    fn start_load_kv(&mut self) {
-        self.inner.start_load_kv();
-    }
-
-    fn wait_for_layer_load(&mut self, layer: usize) {
-        self.inner.wait_for_layer_load(layer);
-    }
-
-    fn save_kv_layer(&mut self, layer: usize, computed: &LayerEvent) {
-        if layer == self.last {
-            self.computed.store(nanoseconds(shared_clock()), Ordering::Relaxed);
-        }
-        self.inner.save_kv_layer(layer, computed);
-    }
-
-    fn wait_for_save(&mut self) {
-        self.inner.wait_for_save();
-    }
-
-    fn get_transfer_results(&mut self, finished: &[RequestId]) -> TransferResults {
-        self.inner.get_transfer_results(finished)
-    }
-
-    fn get_block_ids_with_load_errors(&mut self) -> Vec<BlockId> {
-        self.inner.get_block_ids_with_load_errors()
-    }
-
-    fn build_connector_worker_meta(&mut self) -> Option<Vec<u8>> {
-        self.inner.build_connector_worker_meta()
-    }
-
-    fn shutdown(&mut self) {
-        self.inner.shutdown();
-    }
 }
