@@ -56,6 +56,10 @@ pub struct Ask<'a> {
     /// new since the last part. Each piece is sent with the part that completes it; states, and the
     /// rest of the last block, with the part that reaches the end. Parts that follow each other
     /// send everything once.
+    ///
+    /// With the part that begins where `tokens` do, all of the consumer's blocks are looked at. A
+    /// later one takes as long as it has tokens, whatever the request has, and relies on the
+    /// consumer's tables being the same.
     pub part: Range<u64>,
     /// Per group of the producer's layout. Blocks that nobody asks for may be listed, or be
     /// missing.
@@ -187,17 +191,23 @@ pub(super) fn tables(map: &Map, ask: &Ask<'_>) -> Result<(Vec<Table>, Vec<Unfill
     }
     let mut units_left = UNITS_MAX;
     for (pair_at, pair) in map.pairs.iter().enumerate() {
+        if pair.sections.is_empty() {
+            continue;
+        }
         let units = Units {
             from: Listing::new(End::Producer, &map.producer[pair.from], &ask.producer[pair.from]),
             to: Listing::new(End::Consumer, &map.consumer[pair.to], &ask.consumer[pair.to]),
             pair,
             ask,
         };
+        let window = (units.to.group.kind != Kind::State).then(|| units.window());
+        if let Some(window) = &window {
+            units.check(window)?;
+        }
         for (section_at, section) in pair.sections.iter().enumerate() {
-            let runs = if units.to.group.kind == Kind::State {
-                units.state()?
-            } else {
-                units.tokens(section, &mut units_left, &mut unfilled)?
+            let runs = match &window {
+                None => units.state()?,
+                Some(window) => units.tokens(window, section, &mut units_left, &mut unfilled)?,
             };
             if !runs.is_empty() {
                 tables.push(Table { pair: pair_at, section: section_at, runs: runs.into() });
@@ -285,6 +295,8 @@ struct Window {
     wanted: Range<u64>,
     /// Units whose last wanted token is in here are sent now.
     part: Range<u64>,
+    /// Whether that is the first part.
+    first: bool,
     /// What is before it need not be there.
     horizon: u64,
     from: Context,
@@ -314,47 +326,81 @@ impl Units<'_> {
         let part = if first { 0 } else { self.ask.part.start }..self.ask.part.end;
         let (from, to) = (Context::of(self.from.group), Context::of(self.to.group));
         if from != to {
-            return Window { wanted, part, horizon, from, to };
+            return Window { wanted, part, first, horizon, from, to };
         }
         // Both hold the same tokens: all that matters is how they number them.
         let local = |range: Range<u64>| to.local(range.start)..to.local(range.end);
         Window {
             wanted: local(wanted),
             part: local(part),
+            first,
             horizon: to.local(horizon),
             from: Context::whole(self.from.group.block_tokens),
             to: Context::whole(self.to.group.block_tokens),
         }
     }
 
+    /// With the first part: that there are blocks for all that is wanted, none of them twice.
+    fn check(&self, window: &Window) -> Result<(), PlanError> {
+        if !window.first {
+            return Ok(());
+        }
+        let wanted = self.blocks(window, window.wanted.clone());
+        let listed = self.listed(&wanted, window)?;
+        let mut ids = Vec::with_capacity(listed.clone().count());
+        for block in listed {
+            ids.extend(self.target(block, window)?);
+        }
+        ids.sort_unstable();
+        match ids.windows(2).find(|pair| pair[0] == pair[1]) {
+            None => Ok(()),
+            Some(pair) => {
+                let group = self.to.group.name.clone();
+                Err(PlanError::Twice { group, id: pair[0] })
+            }
+        }
+    }
+
+    /// The consumer's blocks that have some of these tokens.
+    fn blocks(&self, window: &Window, tokens: Range<u64>) -> Range<u64> {
+        let to_tokens = u64::from(self.to.group.block_tokens);
+        let local = window.to.local(tokens.start)..window.to.local(tokens.end);
+        if local.is_empty() {
+            return 0..0;
+        }
+        local.start / to_tokens..local.end.div_ceil(to_tokens)
+    }
+
+    /// The id of a block of the consumer, if it is not one that it let go of.
+    fn target(&self, block: u64, window: &Window) -> Result<Option<u32>, PlanError> {
+        let id = self.to.id(block)?;
+        if id.is_none() && self.to.group.kind == Kind::Full {
+            let first = block * u64::from(self.to.group.block_tokens);
+            return Err(self.to.lacks(block, window.to.global(first)));
+        }
+        Ok(id)
+    }
+
     /// The units of tokens that are sent now, as runs.
     fn tokens(
         &self,
+        window: &Window,
         section: &Section,
         units_left: &mut u64,
         unfilled: &mut Vec<Unfilled>,
     ) -> Result<Vec<Run>, PlanError> {
-        let window = self.window();
         let (from_tokens, to_tokens) =
             (u64::from(self.from.group.block_tokens), u64::from(self.to.group.block_tokens));
         let unit = u64::from(section.unit);
         let local = window.to.local(window.wanted.start)..window.to.local(window.wanted.end);
-        if local.is_empty() {
-            return Ok(Vec::new());
-        }
-        let needed = local.start / to_tokens..local.end.div_ceil(to_tokens);
-        let listed = self.listed(&needed, &window, to_tokens)?;
+        // A unit that ends in the part may begin before it.
+        let Range { start, end } = window.part;
+        let begun = start.saturating_sub(unit).max(window.wanted.start)..end.min(window.wanted.end);
+        let listed = self.listed(&self.blocks(window, begun), window)?;
         let mut runs =
             Runs { runs: Vec::new(), from_units: from_tokens / unit, to_units: to_tokens / unit };
-        let mut ids = Vec::with_capacity(listed.clone().count());
         for block in listed {
-            let Some(to_block) = self.to.id(block)? else {
-                if self.to.group.kind == Kind::Full {
-                    return Err(self.to.lacks(block, window.to.global(block * to_tokens)));
-                }
-                continue;
-            };
-            ids.push(to_block);
+            let Some(to_block) = self.target(block, window)? else { continue };
             let begin = block * to_tokens;
             let first = local.start.saturating_sub(begin) / unit;
             let end = (local.end - begin).min(to_tokens).div_ceil(unit);
@@ -391,36 +437,22 @@ impl Units<'_> {
                 });
             }
         }
-        self.each_once(ids)?;
         Ok(runs.runs)
     }
 
     /// The blocks that are both needed and listed. All must be listed if all are there.
-    fn listed(
-        &self,
-        needed: &Range<u64>,
-        window: &Window,
-        to_tokens: u64,
-    ) -> Result<Range<u64>, PlanError> {
+    fn listed(&self, needed: &Range<u64>, window: &Window) -> Result<Range<u64>, PlanError> {
+        if needed.is_empty() {
+            return Ok(0..0);
+        }
         let listed = self.to.blocks.range();
         let both = needed.start.max(listed.start)..needed.end.min(listed.end);
         if self.to.group.kind == Kind::Full && both != *needed {
             let missing = if listed.contains(&needed.start) { both.end } else { needed.start };
-            return Err(self.to.lacks(missing, window.to.global(missing * to_tokens)));
+            let first = missing * u64::from(self.to.group.block_tokens);
+            return Err(self.to.lacks(missing, window.to.global(first)));
         }
         Ok(both)
-    }
-
-    /// That no block would be written twice.
-    fn each_once(&self, mut ids: Vec<u32>) -> Result<(), PlanError> {
-        ids.sort_unstable();
-        match ids.windows(2).find(|pair| pair[0] == pair[1]) {
-            None => Ok(()),
-            Some(pair) => {
-                let group = self.to.group.name.clone();
-                Err(PlanError::Twice { group, id: pair[0] })
-            }
-        }
     }
 }
 

@@ -336,6 +336,35 @@ fn a_producer_still_computing_need_not_have_the_blocks_of_later_parts() {
 }
 
 #[test]
+fn all_blocks_of_the_consumer_are_looked_at_once_with_the_part_that_begins() {
+    let map = map(Kind::Full, 4, 4);
+    let from = [start(&[0, 1, 2, 3])];
+    let ends_with = |last: &[u32], part| {
+        let ids = [&[5, 6, 7], last].concat();
+        let to = [start(&ids)];
+        let ask = Ask { part, ..Ask::whole(0..16, &from, &to) };
+        map.plan(&ask).map(|plan| plan.bytes())
+    };
+    for begins in [0..4, 0..8, 0..16] {
+        let bytes = begins.end / 4 * BLOCK;
+        assert_eq!(ends_with(&[8], begins.clone()), Ok(bytes));
+        let twice = ends_with(&[5], begins.clone());
+        assert_eq!(twice, Err(PlanError::Twice { group: "group0".into(), id: 5 }));
+        let missing = ends_with(&[], begins.clone());
+        assert!(matches!(missing, Err(PlanError::Missing { end: End::Consumer, block: 3, .. })));
+        let hole = ends_with(&[NO_BLOCK], begins.clone());
+        assert!(matches!(hole, Err(PlanError::Hole { end: End::Consumer, block: 3, .. })));
+        let unknown = ends_with(&[1 << 20], begins);
+        assert!(matches!(unknown, Err(PlanError::Id { end: End::Consumer, block: 3, .. })));
+    }
+    // What follows takes the time of its own blocks, and finds what is wrong with those.
+    assert_eq!(ends_with(&[], 4..12), Ok(2 * BLOCK));
+    assert_eq!(ends_with(&[1 << 20], 4..12), Ok(2 * BLOCK));
+    assert!(matches!(ends_with(&[], 4..16), Err(PlanError::Missing { block: 3, .. })));
+    assert!(matches!(ends_with(&[1 << 20], 12..16), Err(PlanError::Id { block: 3, .. })));
+}
+
+#[test]
 fn a_share_of_heads_that_a_rank_does_not_hold_is_refused() {
     let model = Model::plain(1, 4, 10);
     let layouts = |tp| Engine::plain(&model, tp, 4, Packing::Lbnhc).layouts(&model);
