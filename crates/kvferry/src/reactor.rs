@@ -185,6 +185,8 @@ impl Reactor {
             entries: FxHashMap::default(),
             timers: BTreeSet::new(),
             again: Vec::new(),
+            called_again: Vec::new(),
+            taken: Vec::new(),
             due: Vec::new(),
             linger,
             linger_until: Timestamp::default(),
@@ -230,6 +232,9 @@ const BELL: u64 = 0;
 /// per reactor.
 pub(crate) const FIRST: u64 = 1;
 
+/// Commands for which a reactor keeps room, after a burst of more.
+const ROOM_KEPT: usize = 1024;
+
 struct Entry {
     handler: Box<dyn Handler>,
     interest: Interest,
@@ -242,6 +247,9 @@ struct Run {
     entries: FxHashMap<u64, Entry>,
     timers: BTreeSet<(Timestamp, u64)>,
     again: Vec<u64>,
+    // Empty between rounds, and kept for their room.
+    called_again: Vec<u64>,
+    taken: Vec<Command>,
     due: Vec<u64>,
     linger: Duration,
     /// Until when to look for more work before sleeping.
@@ -278,9 +286,7 @@ impl Run {
                 }
             }
             self.fire(at);
-            for token in std::mem::take(&mut self.again) {
-                self.call(token, Cause::default(), at);
-            }
+            self.call_again(at);
         }
         self.finish();
     }
@@ -294,16 +300,28 @@ impl Run {
 
     fn commands(&mut self, at: Timestamp) {
         self.remote.0.bell.clear();
-        let commands = {
+        let mut taken = std::mem::take(&mut self.taken);
+        {
             let mut queue = self.remote.0.commands.lock().unwrap_or_else(PoisonError::into_inner);
-            std::mem::take(&mut *queue)
-        };
-        for command in commands {
+            std::mem::swap(&mut *queue, &mut taken);
+        }
+        for command in taken.drain(..) {
             match command {
                 Command::Add(token, handler) => self.add(token, handler, at),
                 Command::Wake(token) => self.call(token, Cause::default(), at),
             }
         }
+        taken.shrink_to(ROOM_KEPT);
+        self.taken = taken;
+    }
+
+    fn call_again(&mut self, at: Timestamp) {
+        let mut tokens = std::mem::take(&mut self.called_again);
+        std::mem::swap(&mut self.again, &mut tokens);
+        for token in tokens.drain(..) {
+            self.call(token, Cause::default(), at);
+        }
+        self.called_again = tokens;
     }
 
     fn add(&mut self, token: u64, handler: Box<dyn Handler>, at: Timestamp) {
