@@ -161,8 +161,10 @@ fn a_storm_of_signals_is_nothing() {
     let from = child.allocate(len, "", 1);
     for (op, block) in [("write", len), ("write", 4096), ("read", 64 * KIB), ("write", 512)] {
         refill(&to, 1);
-        let mut signals = 0;
-        for _ in 0..10 {
+        let (mut signals, mut rounds) = (0, 0);
+        // How many signals a call gets is the machine's choice, how many all get is not.
+        while rounds < 10 || signals <= 20 {
+            rounds += 1;
             child.send(command(op, agent.advertised(), &from, &to.remote(), block));
             let done = loop {
                 child.disturb();
@@ -173,7 +175,6 @@ fn a_storm_of_signals_is_nothing() {
             };
             done.unwrap_or_else(|e| panic!("{op} in blocks of {block}: {e:?}"));
         }
-        assert!(signals > 20, "only {signals} signals were sent");
         assert!(content(&to) == Pattern::new(1).bytes(len), "{op} in blocks of {block}");
     }
 }
