@@ -14,6 +14,7 @@ mod content;
 mod demo;
 mod doctor;
 mod failure;
+mod files;
 mod handoff_bench;
 mod layer_times;
 mod lines;

@@ -5,6 +5,7 @@ use std::time::Duration;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
+const TIB: u64 = 1 << 40;
 
 /// `4096`, `4KiB`, `1.5GiB`, `16M`: bytes. Decimal and binary suffixes mean the same power of two:
 /// nobody asks a KV cache for 4000 bytes.
@@ -17,6 +18,7 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
         "k" | "kb" | "kib" => KIB,
         "m" | "mb" | "mib" => MIB,
         "g" | "gb" | "gib" => GIB,
+        "t" | "tb" | "tib" => TIB,
         _ => return Err(format!("`{text}` is not a size such as 4096, 32KiB or 1.5GiB")),
     };
     let value: f64 =
@@ -31,6 +33,7 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
 /// `64 KiB`, `1.5 GiB`.
 pub(crate) fn bytes(value: u64) -> String {
     let (unit, name) = match value {
+        TIB.. => (TIB, "TiB"),
         GIB.. => (GIB, "GiB"),
         MIB.. => (MIB, "MiB"),
         KIB.. => (KIB, "KiB"),
@@ -95,6 +98,7 @@ mod tests {
             ("1.5 GiB", 3 << 29),
             ("16M", 16 << 20),
             ("7b", 7),
+            ("1024 TiB", 1 << 50),
         ] {
             assert_eq!(parse_bytes(text), Ok(value), "{text}");
         }

@@ -39,9 +39,7 @@ pub(crate) mod usage;
 pub(crate) mod verify;
 pub(crate) mod yardstick;
 
-use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -50,7 +48,7 @@ use kvferry::{Access, Agent, AgentBuilder, Batch, Options, Peer, Region, RemoteR
 
 use crate::cli::{BenchArgs, Checksums, Op, Part, Placement, Size};
 use crate::failure::Failure;
-use crate::{machine, output, units};
+use crate::{files, machine, output, units};
 
 use contender::Contender;
 use floor::{BUFFERS, Floor};
@@ -78,31 +76,29 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
         Some(file) => Report::read(file)?,
         None => {
             let settings = Settings::new(args)?;
+            args.output.as_deref().map_or(Ok(()), files::check)?;
+            args.plot.as_deref().map_or(Ok(()), plot::check)?;
             let bar = output::step_bar(args.quiet, 0);
             let measured = measure(&settings, &bar);
             bar.finish_and_clear();
             Report::new(&settings, measured?)
         }
     };
-    if let Some(file) = &args.output {
-        written(file, fs::write(file, output::json(&report)?))?;
-    }
-    if let Some(folder) = &args.plot {
-        plot::write(folder, &report).map_err(|why| why.while_doing("--plot"))?;
-    }
     if args.json {
         output::print_json(&report)?;
     } else {
         output::print(&report.to_table())?;
     }
+    if let Some(file) = &args.output {
+        files::write(file, output::json(&report)?)?;
+    }
+    if let Some(folder) = &args.plot {
+        plot::write(folder, &report)?;
+    }
     match report.shortfall() {
         Some(shortfall) if args.check => Err(Failure::Check(shortfall)),
         _ => Ok(()),
     }
-}
-
-fn written(file: &Path, outcome: std::io::Result<()>) -> Result<(), Failure> {
-    outcome.map_err(|error| Failure::Failed(format!("{}: {error}", file.display())))
 }
 
 /// What came out.

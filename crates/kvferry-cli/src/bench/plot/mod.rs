@@ -6,11 +6,11 @@ mod dots;
 mod page;
 pub(crate) mod style;
 
-use std::fs;
 use std::path::Path;
 
 use crate::cli::Op;
 use crate::failure::Failure;
+use crate::files;
 
 use super::report::{Report, Row};
 use canvas::Canvas;
@@ -24,16 +24,28 @@ struct Picture {
     canvas: Canvas,
 }
 
+/// The page with all pictures.
+const PAGE_NAME: &str = "report.html";
+
+/// Whether files can be written to `folder`, which is made.
+pub(super) fn check(folder: &Path) -> Result<(), Failure> {
+    files::folder(folder)
+        .and_then(|()| files::check(&folder.join(PAGE_NAME)))
+        .map_err(|why| why.while_doing("--plot"))
+}
+
 /// Everything there is to see, as files in `folder`.
 pub(super) fn write(folder: &Path, report: &Report) -> Result<(), Failure> {
+    draw(folder, report).map_err(|why| why.while_doing("--plot"))
+}
+
+fn draw(folder: &Path, report: &Report) -> Result<(), Failure> {
     let pictures = pictures(report);
-    super::written(folder, fs::create_dir_all(folder))?;
+    files::folder(folder)?;
     for Picture { name, canvas } in &pictures {
-        let file = folder.join(format!("{name}.svg"));
-        super::written(&file, fs::write(&file, canvas.file()))?;
+        files::write(&folder.join(format!("{name}.svg")), canvas.file())?;
     }
-    let file = folder.join("report.html");
-    super::written(&file, fs::write(&file, page::html(report, &pictures)))
+    files::write(&folder.join(PAGE_NAME), page::html(report, &pictures))
 }
 
 /// Contenders of a picture's purpose: all but those that another picture is about.

@@ -16,7 +16,7 @@ use indicatif::ProgressBar;
 
 use crate::cli::DemoArgs;
 use crate::failure::Failure;
-use crate::{machine, output};
+use crate::{files, machine, output};
 
 use plan::{Asked, Plan};
 use report::Report;
@@ -24,6 +24,8 @@ use router::Router;
 
 pub(super) fn run(args: &DemoArgs) -> Result<(), Failure> {
     let plan = Plan::new(args, machine::available_memory())?;
+    let drawing = args.engines.plot.as_deref();
+    drawing.map_or(Ok(()), files::check)?;
     if !args.quiet {
         output::note(&plan.describe());
     }
@@ -36,9 +38,8 @@ pub(super) fn run(args: &DemoArgs) -> Result<(), Failure> {
     } else {
         output::print(&report.to_table())?;
     }
-    if let Some(file) = &args.engines.plot {
-        let written = std::fs::write(file, plot::html(&report));
-        written.map_err(|error| Failure::Failed(format!("{}: {error}", file.display())))?;
+    if let Some(file) = drawing {
+        files::write(file, plot::html(&report))?;
         if !args.quiet {
             output::note(&format!("drawn: {}", file.display()));
         }
