@@ -241,11 +241,30 @@ fn closing_is_answered_and_both_sides_know_why() {
         assert_eq!(pair.ended(side), (WireCode::Shutdown, false));
         assert_eq!(pair.ended(1 - side), (WireCode::Shutdown, true));
         assert_eq!(pair.closed(1 - side).unwrap().detail, "maintenance");
+        for side in [A, B] {
+            let reason = pair.closed(side).cloned();
+            assert_eq!(pair.session(side).close_reason(), reason.as_ref());
+        }
         // Nobody relies on the transport to tell the end.
         for side in [A, B] {
             assert_eq!(pair.sent(side).last().unwrap().1.kind(), "close");
         }
     }
+}
+
+#[test]
+fn a_session_knows_why_it_has_ended_before_that_is_polled() {
+    let mut pair = Pair::established();
+    assert_eq!(pair.session(A).close_reason(), None);
+    let now = pair.now;
+    pair.session(A).close(WireCode::Shutdown, "", now);
+    assert_eq!(pair.session(A).close_reason(), None, "it is ending");
+    pair.session(A).transport_closed(now);
+    let known = pair.session(A).close_reason().cloned();
+    assert!(pair.session(A).stream_hello().is_none());
+    let told = std::iter::from_fn(|| pair.session(A).poll_event()).last();
+    assert_eq!(told, known.map(SessionEvent::Closed));
+    assert!(told.is_some());
 }
 
 #[test]

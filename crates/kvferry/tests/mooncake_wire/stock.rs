@@ -358,7 +358,11 @@ fn a_stock_target_refuses_and_goes_on_at_once() {
         assert_eq!((e.kind(), e.context("descriptor")), (kind, Some("60")), "{e}");
         let start = Instant::now();
         peer.write(&good, &options()).expect("healthy");
-        assert!(start.elapsed() < Duration::from_millis(300), "took {:?}", start.elapsed());
+        assert!(
+            start.elapsed() < stretched(Duration::from_millis(300)),
+            "took {:?}",
+            start.elapsed()
+        );
     }
     assert!(stock.holds(hidden, 1, PAGE));
     assert!(stock.holds_turned(remote, 3, PAGE, 100));
@@ -410,11 +414,11 @@ fn a_stock_target_that_is_killed_is_noticed_at_once_and_its_successor_met() {
         (e, at.saturating_duration_since(killed))
     });
     assert!(matches!(e.kind(), ErrorKind::PeerReset | ErrorKind::Unreachable), "{e}");
-    assert!(took < Duration::from_millis(300), "took {took:?}");
+    assert!(took < stretched(Duration::from_millis(300)), "took {took:?}");
     let start = Instant::now();
     let e = peer.write(&batch, &options()).expect_err("nobody is there");
     assert_eq!(e.kind(), ErrorKind::Unreachable, "{e}");
-    assert!(start.elapsed() < Duration::from_millis(300));
+    assert!(start.elapsed() < stretched(Duration::from_millis(300)));
     let mut successor = stock!();
     let remote = successor.allocate(len, 0);
     let peer = successor.peer(&agent);
@@ -458,16 +462,17 @@ fn a_stopped_stock_target_is_silent_and_no_burden_when_it_goes_on() {
         stop(&stock.child);
         let start = Instant::now();
         let e = peer.write(&batch, &options()).expect_err("nobody answers");
-        let took = start.elapsed().as_secs_f64();
+        let took = start.elapsed();
         assert_eq!((e.kind(), e.quiesced()), (ErrorKind::PeerSilent, Some(false)), "{e}");
-        assert!((0.9..3.0).contains(&took), "took {took} s");
+        let bounds = Duration::from_millis(900)..stretched(Duration::from_secs(3));
+        assert!(bounds.contains(&took), "took {took:?}");
         let start = Instant::now();
         healthy.write(&small, &options()).expect("another peer");
-        assert!(start.elapsed() < Duration::from_millis(500));
+        assert!(start.elapsed() < stretched(Duration::from_millis(500)));
         signal(&stock.child, "-CONT");
         let start = Instant::now();
         peer.write(&batch, &options()).expect("it goes on");
-        assert!(start.elapsed() < Duration::from_secs(1), "took {:?}", start.elapsed());
+        assert!(start.elapsed() < stretched(Duration::from_secs(1)), "took {:?}", start.elapsed());
         assert!(stock.holds(remote, 3, len));
     }
 }

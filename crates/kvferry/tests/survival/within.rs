@@ -495,9 +495,11 @@ fn a_storm_of_signals_is_nothing_within_the_host() {
     child.start(peer_config_over(LOCAL));
     child.call(json!({"op": "catch_signals"}));
     let from = child.allocate(len, "", 1);
-    let mut signals = 0;
     for (op, block) in [("write", len), ("read", 64 * KIB), ("write", 512)] {
-        for _ in 0..20 {
+        let (mut signals, mut rounds) = (0, 0);
+        // How many signals a call gets is the machine's choice, how many all get is not.
+        while rounds < 20 || signals <= 40 {
+            rounds += 1;
             child.send(command(op, agent.advertised(), &from, &to.region.remote(), block));
             let done = loop {
                 child.disturb();
@@ -510,6 +512,5 @@ fn a_storm_of_signals_is_nothing_within_the_host() {
         }
         assert!(content_of(&to) == Pattern::new(1).bytes(len), "{op} in blocks of {block}");
     }
-    assert!(signals > 100, "only {signals} signals were sent");
     agent.shutdown();
 }
