@@ -8,9 +8,23 @@ use crate::failure::Failure;
 
 /// Whether a file can be written, found out before the work and not after it. What is there stays.
 pub(crate) fn check(file: &Path) -> Result<(), Failure> {
-    let is_new = fs::symlink_metadata(file).is_err();
-    named(file, OpenOptions::new().append(true).create(true).open(file).map(drop))?;
-    if is_new { named(file, fs::remove_file(file)) } else { Ok(()) }
+    let outcome = match fs::metadata(file) {
+        // Of a pipe, the other end would notice.
+        Ok(there) if !there.is_file() && !there.is_dir() => Ok(()),
+        Ok(_) => OpenOptions::new().write(true).open(file).map(drop),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => could_be_made(file),
+        Err(error) => Err(error),
+    };
+    named(file, outcome)
+}
+
+fn could_be_made(file: &Path) -> io::Result<()> {
+    match OpenOptions::new().write(true).create_new(true).open(file) {
+        Ok(_) => fs::remove_file(file),
+        // By somebody else, or it leads to one that is not there yet.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        Err(error) => Err(error),
+    }
 }
 
 /// Makes a folder, unless it is there.
@@ -41,10 +55,19 @@ mod tests {
         write(&file, "before").expect("a file");
         check(&file).expect("it could be overwritten");
         assert_eq!(fs::read(&file).expect("a file"), b"before");
+        // Nobody reads it: opening it would wait.
+        let pipe = place.join("pipe");
+        let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+        assert!(made.expect("there is a mkfifo").success());
+        check(&pipe).expect("somebody may read it one day");
         for bad in [place.join("nowhere/report"), place.clone()] {
             let Err(Failure::Failed(why)) = check(&bad) else { panic!("{bad:?} can be written") };
             assert!(why.contains(bad.to_str().expect("text")), "{why}");
         }
+        let link = place.join("link");
+        std::os::unix::fs::symlink(place.join("not yet"), &link).expect("a link");
+        check(&link).expect("what it leads to could be made");
+        assert!(fs::symlink_metadata(&link).is_ok() && !place.join("not yet").exists());
         fs::remove_dir_all(&place).expect("ours");
     }
 }

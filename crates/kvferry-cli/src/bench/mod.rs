@@ -84,17 +84,15 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
             Report::new(&settings, measured?)
         }
     };
-    if args.json {
-        output::print_json(&report)?;
-    } else {
-        output::print(&report.to_table())?;
-    }
-    if let Some(file) = &args.output {
-        files::write(file, output::json(&report)?)?;
-    }
-    if let Some(folder) = &args.plot {
-        plot::write(folder, &report)?;
-    }
+    // Where one of them can't be written, the others are.
+    let printed =
+        if args.json { output::print_json(&report) } else { output::print(&report.to_table()) };
+    let kept = match &args.output {
+        Some(file) => files::write(file, output::json(&report)?),
+        None => Ok(()),
+    };
+    let drawn = args.plot.as_deref().map_or(Ok(()), |folder| plot::write(folder, &report));
+    printed.map_err(Failure::from).and(kept).and(drawn)?;
     match report.shortfall() {
         Some(shortfall) if args.check => Err(Failure::Check(shortfall)),
         _ => Ok(()),

@@ -529,9 +529,14 @@ impl Session {
         matches!(self.state, State::Closed)
     }
 
-    /// Why the session has ended, from when it has, which is before its last events are polled.
-    pub const fn close_reason(&self) -> Option<&CloseReason> {
-        self.ended.as_ref()
+    /// Why the session is ending, or has ended: from when it does, which is before its last events
+    /// are polled.
+    pub fn close_reason(&self) -> Option<CloseReason> {
+        match &self.state {
+            State::Closing { code, detail, .. } => Some(self.reason(*code, false, detail)),
+            State::Closed => self.ended.clone(),
+            State::Handshake(_) | State::Established => None,
+        }
     }
 
     /// The peer, once the session was established.
@@ -766,13 +771,13 @@ impl Session {
         self.owed_responses.clear();
         self.owed_revokes.clear();
         self.key = None;
-        let reason = CloseReason {
-            code,
-            by_peer,
-            detail: sanitized(detail, DETAIL_MAX),
-            established: self.peer.is_some(),
-        };
+        let reason = self.reason(code, by_peer, detail);
         self.ended = Some(reason.clone());
         self.inbox.push_unbounded(SessionEvent::Closed(reason));
+    }
+
+    fn reason(&self, code: WireCode, by_peer: bool, detail: &str) -> CloseReason {
+        let detail = sanitized(detail, DETAIL_MAX);
+        CloseReason { code, by_peer, detail, established: self.peer.is_some() }
     }
 }

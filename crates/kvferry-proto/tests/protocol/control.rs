@@ -243,7 +243,7 @@ fn closing_is_answered_and_both_sides_know_why() {
         assert_eq!(pair.closed(1 - side).unwrap().detail, "maintenance");
         for side in [A, B] {
             let reason = pair.closed(side).cloned();
-            assert_eq!(pair.session(side).close_reason(), reason.as_ref());
+            assert_eq!(pair.session(side).close_reason(), reason);
         }
         // Nobody relies on the transport to tell the end.
         for side in [A, B] {
@@ -257,11 +257,12 @@ fn a_session_knows_why_it_has_ended_before_that_is_polled() {
     let mut pair = Pair::established();
     assert_eq!(pair.session(A).close_reason(), None);
     let now = pair.now;
-    pair.session(A).close(WireCode::Shutdown, "", now);
-    assert_eq!(pair.session(A).close_reason(), None, "it is ending");
-    pair.session(A).transport_closed(now);
-    let known = pair.session(A).close_reason().cloned();
+    pair.session(A).close(WireCode::Shutdown, "why", now);
+    let known = pair.session(A).close_reason();
+    assert_eq!(known.as_ref().map(|it| (it.code, &*it.detail)), Some((WireCode::Shutdown, "why")));
     assert!(pair.session(A).stream_hello().is_none());
+    pair.session(A).transport_closed(now);
+    assert_eq!(pair.session(A).close_reason(), known);
     let told = std::iter::from_fn(|| pair.session(A).poll_event()).last();
     assert_eq!(told, known.map(SessionEvent::Closed));
     assert!(told.is_some());

@@ -785,11 +785,11 @@ impl Link {
         answered(WireCode::Closed, Vec::new());
     }
 
-    /// Why the session is over, which the link may not know yet.
+    /// Why the session is over, or ending, which the link may not know yet.
     pub(crate) fn session_end(&self) -> Option<Error> {
         self.end().cloned().or_else(|| {
             let session = lock(&self.native.as_ref()?.session);
-            Some(close_error(session.close_reason()?, &self.address))
+            Some(close_error(&session.close_reason()?, &self.address))
         })
     }
 

@@ -33,17 +33,15 @@ pub(super) fn run(args: &DemoArgs) -> Result<(), Failure> {
     let report = measure(&plan, args, &bar);
     bar.finish_and_clear();
     let report = report?;
-    if args.json {
-        output::print_json(&report)?;
-    } else {
-        output::print(&report.to_table())?;
-    }
+    let printed =
+        if args.json { output::print_json(&report) } else { output::print(&report.to_table()) };
     if let Some(file) = drawing {
         files::write(file, plot::html(&report))?;
         if !args.quiet {
             output::note(&format!("drawn: {}", file.display()));
         }
     }
+    printed?;
     report.complaint().map_or(Ok(()), |why| Err(Failure::Check(why)))
 }
 
