@@ -147,9 +147,7 @@ impl Attach {
     fn fail(&mut self, obstacle: String) -> Next {
         if let Stage::Live(peer) = std::mem::replace(&mut self.stage, Stage::Over) {
             // A peer that lives keeps this socket for as long as the session is up.
-            if self.link.end().is_none() {
-                lost(&self.link, peer.loss(obstacle.clone()));
-            }
+            lost(&self.link, peer.loss(obstacle.clone()));
         }
         if let Some(met) = self.met.take() {
             conclude(&self.link, Some(obstacle), met);

@@ -108,7 +108,12 @@ impl Copier {
 ///
 /// Not only the copying: what went over the session's other lanes now would fail without saying
 /// whether anything still lands.
+///
+/// Answers why it has ended, which may have been for another reason.
 pub(super) fn lost(link: &Arc<Link>, error: Error) -> Error {
+    if let Some(end) = link.end() {
+        return end.clone();
+    }
     let error = error.with("peer", &link.address);
     link.close(error.clone());
     error
@@ -124,10 +129,9 @@ impl LocalPeer {
         code: WireCode,
         pair: usize,
     ) -> Error {
-        match (self.farewell(), link.end()) {
-            (None, _) => refusal(link, batch, code, Some(pair)),
-            (Some(_), Some(end)) => end.clone(),
-            (Some(farewell), None) => lost(link, farewell),
+        match self.farewell() {
+            None => refusal(link, batch, code, Some(pair)),
+            Some(farewell) => lost(link, farewell),
         }
     }
 }
@@ -146,10 +150,7 @@ impl Way<'_> {
 
     fn broken(&self, why: Broken) -> Error {
         match why {
-            Broken::Gone(error) => match self.link.end() {
-                Some(end) => end.clone(),
-                None => lost(self.link, error),
-            },
+            Broken::Gone(error) => lost(self.link, error),
             Broken::Pair { code, pair } => self.peer.refused(self.link, self.batch, code, pair),
         }
     }
