@@ -14,6 +14,7 @@ E2E_ARGS ?=
 SOAK_SECONDS ?= 1200
 COUNTED_ARGS ?=
 FUZZ_TARGETS ?=
+WHEEL_BYTES_MAX := 5000000
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
@@ -22,7 +23,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command wheel demo test test-build test-rust test-docs test-python test-yama soak e2e bench bench-handoff bench-peers \
+.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e bench bench-handoff bench-peers \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
@@ -40,10 +41,18 @@ help: ## Explain the targets
 
 build: command wheel ## Build target/release/kvferry and the wheel; install the wheel into .venv
 
+# $(call command,profile): builds the command with that profile and puts it into target/PROFILE/kvferry.
+define command
+$(call part,building the command ($(1)),$(CARGO) build --profile $(1) -p kvferry-cli)
+@mkdir -p target/$(1)
+@if [ '$(abspath $(BUILD_DIR))' != '$(abspath target)' ]; then cp -f '$(BUILD_DIR)/$(1)/kvferry' target/$(1)/kvferry; fi
+endef
+
 command:
-	$(call part,building the command,$(CARGO) build --release -p kvferry-cli)
-	@mkdir -p target/release
-	@if [ '$(abspath $(BUILD_DIR))' != '$(abspath target)' ]; then cp -f '$(BUILD_DIR)/release/kvferry' target/release/kvferry; fi
+	$(call command,release)
+
+command-dist: ## Build target/dist/kvferry as it is shipped and measured: takes three times as long
+	$(call command,dist)
 
 $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
@@ -61,10 +70,27 @@ wheel: $(VENV)/.build-tools
 	@$(BIN)/pip install --quiet --force-reinstall --no-deps target/wheels/kvferry-*.whl
 	@ls target/wheels/kvferry-*.whl
 
-demo: command ## Hand requests from prefill to decode engines, verify every token, draw target/demo.html
-	target/release/kvferry demo $(if $(filter --without-engines --list-models --plot%,$(DEMO_ARGS)),,--plot target/demo.html) $(DEMO_ARGS)
+$(VENV)/.dist-tools: $(VENV)/.made pyproject.toml
+	$(BIN)/pip install --quiet --group dist
+	touch $@
 
-test: test-rust test-docs loom test-python ## Run all tests: Rust, documentation, models of the synchronisation, Python
+# Zig links against glibc 2.17; auditwheel confirms it. target/wheels keeps the wheel for this machine.
+wheel-dist: $(VENV)/.dist-tools ## Build the wheel to publish, for manylinux_2_17: target/dist
+	@rm -f target/dist/kvferry-*.whl
+	$(call part,building the wheel to publish,PATH='$(abspath $(BIN))':"$$PATH" $(BIN)/maturin build --profile dist --zig \
+	    --compatibility manylinux_2_17 --quiet --interpreter $(BIN)/python --out target/dist)
+	@$(BIN)/auditwheel show target/dist/kvferry-*.whl | tee /dev/stderr | grep '^"manylinux_2_17' >/dev/null
+	@test "$$(stat -c %s target/dist/kvferry-*.whl)" -le $(WHEEL_BYTES_MAX) || \
+	    { echo 'the wheel exceeds $(WHEEL_BYTES_MAX) bytes'; exit 1; }
+
+# What is measured is what is published.
+wheel-measured: wheel-dist
+	@$(BIN)/pip install --quiet --force-reinstall --no-deps target/dist/kvferry-*.whl
+
+demo: command ## Hand requests from prefill to decode engines, verify every token, draw target/demo.html
+	target/release/kvferry demo $(if $(filter --plot%,$(DEMO_ARGS)),,--plot target/demo.html) $(DEMO_ARGS)
+
+test: test-rust test-docs loom test-python ## Run the tests: Rust, documentation, models of the synchronisation, Python
 
 # What takes long before the first test runs.
 test-build: build
@@ -74,9 +100,17 @@ test-build: build
 test-rust:
 	$(call part,Rust tests,if $(CARGO) nextest --version >/dev/null 2>&1; \
 	then $(CARGO) nextest run --workspace --no-fail-fast; else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests; fi)
+	@echo 'SKIPPED here, run by `make test-slow`: soaks, full meshes, sweeps and quick benches (#[ignore = "slow: ..."])'
 
+# The tests marked `#[ignore = "slow: make test-slow"]`: each takes 10 s or more, or all cores.
+test-slow: ## Run the slow Rust tests that make test skips: soaks, full meshes, sweeps, quick benches
+	$(call part,slow Rust tests,if $(CARGO) nextest --version >/dev/null 2>&1; \
+	then $(CARGO) nextest run --workspace --no-fail-fast --run-ignored only; \
+	else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests -- --ignored; fi)
+
+# The whole workspace, so that dependencies have the features that test-rust built them with.
 test-docs:
-	$(call part,Rust documentation tests,$(CARGO) test --workspace --no-fail-fast --doc --exclude kvferry-python --exclude kvferry-python-module)
+	$(call part,Rust documentation tests,$(CARGO) test --workspace --no-fail-fast --doc)
 
 $(VENV)/.test-tools: $(VENV)/.made pyproject.toml
 	$(BIN)/pip install --quiet --group test
@@ -93,29 +127,29 @@ test-yama: ## Test copying within a host under Yama, in a machine that KVFERRY_V
 	    | sed -n 's/.*"executable":"\([^"]*survival[^"]*\)".*/\1/p' | tail -1); \
 	"$$KVFERRY_VM" -f "$$test" -- sh -ec "chmod 755 /; echo 1 > /proc/sys/kernel/yama/ptrace_scope; \
 	    echo user::65534:65534::/tmp:/bin/sh > /etc/passwd; name=$$(basename "$$test"); \
-	    for it in \$$(\$$name --list within:: | sed -n '/yama\|attach\|private_and_shared\|shared_memory/s/: test\$$//p'); do \
+	    for it in \$$(\$$name --list local:: | sed -n '/yama\|attach\|private_and_shared\|shared_memory/s/: test\$$//p'); do \
 	    su user -c \"\$$name \$$it --exact --nocapture\"; done"; fi
 
 soak: ## Every fault again and again for SOAK_SECONDS, half of it over each transport; counters back to zero, no growth
-	$(call part,soak of $(SOAK_SECONDS) s,SOAK_SECONDS=$(SOAK_SECONDS) $(CARGO) test -p kvferry --test endurance soak:: -- --nocapture)
+	$(call part,soak of $(SOAK_SECONDS) s,SOAK_SECONDS=$(SOAK_SECONDS) $(CARGO) test -p kvferry --test endurance soak:: -- --ignored --nocapture)
 
 e2e: build ## Run real vLLM, prefill and decode, on kvferry (builds its environment in the cache first)
 	$(call part,end to end,e2e/run $(E2E_ARGS))
 
-bench: build ## Measure beside the machine's own limits
-	target/release/kvferry bench $(BENCH_ARGS)
+bench: command-dist wheel-measured ## Measure beside the machine's own limits
+	target/dist/kvferry bench $(BENCH_ARGS)
 
-bench-handoff: command ## Measure what handoffs cost beyond moving their bytes; fails if it is too much
-	target/release/kvferry bench-handoff $(BENCH_HANDOFF_ARGS)
+bench-handoff: command-dist ## Measure what handoffs cost beyond moving their bytes; fails if it is too much
+	target/dist/kvferry bench-handoff $(BENCH_HANDOFF_ARGS)
 
-bench-peers: build ## Measure beside Mooncake and NIXL (installs them in the cache first)
+bench-peers: command-dist wheel-measured ## Measure beside Mooncake and NIXL (installs them in the cache first)
 	$(call part,side by side,bench/peers/run $(BENCH_ARGS))
 
 # Counts instead of measuring time. `rustix_use_libc`: its system calls go through libc, where they are counted.
 bench-counted: ## Count system calls, allocations and copies of fixed batches; compare with bench/counted.json
 	$(call part,building what counts,RUSTFLAGS='--cfg rustix_use_libc' CARGO_TARGET_DIR=$(abspath $(BUILD_DIR))/counted \
-	    $(CARGO) build --quiet --release -p kvferry-counted)
-	$(call part,counting,$(BUILD_DIR)/counted/release/kvferry-counted bench/counted.json $(COUNTED_ARGS))
+	    CARGO_PROFILE_DIST_STRIP=false $(CARGO) build --quiet --profile dist -p kvferry-ci-bench)
+	$(call part,counting,$(BUILD_DIR)/counted/dist/kvferry-ci-bench bench/counted.json $(COUNTED_ARGS))
 
 # Without optimisation: building takes longer than running.
 loom: ## Run the models of the synchronisation in every interleaving

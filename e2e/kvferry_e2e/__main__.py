@@ -1,4 +1,4 @@
-"""`e2e/run`: builds what is needed, starts the instances, runs the phases, prints the table."""
+"""`e2e/run`: builds the environment, starts the instances, runs the phases, prints the table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvferry_e2e.report import Report
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CHECKSUMS_ON = {"KVFERRY_CHECKSUM": "on"}
-# Within one host nothing goes through a relay, and nobody waits for a peer that is stopped.
+# Copies within one host bypass the relay and the peer.
 OVER_TCP = {"KVFERRY_TRANSPORTS": "tcp,mooncake"}
 
 
@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
         "--engine",
         choices=("kvferry", "mooncake"),
         default="kvferry",
-        help="whose mooncake.engine runs (mooncake: a baseline)",
+        help="the implementation of mooncake.engine (mooncake: the stock engine, as a baseline)",
     )
     parser.add_argument(
         "--wheel",
@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Run:
-    """The instances of one run, by name; whatever happens, `close` ends them all."""
+    """The instances of one run. `close` ends them all."""
 
     def __init__(self, report: Report, setup: Setup) -> None:
         self.report = report
@@ -53,9 +53,7 @@ class Run:
         self.instances: list[Instance] = []
 
     def start(self, name: str, role: Role, *, caching: bool, like: Instance | None = None, **env: str) -> Instance:
-        """`like`: an instance that is gone and whose addresses the new one takes over, as a
-        restarted server does.
-        """
+        """`like`: a dead instance whose ports the new one reuses, as a restarted server does."""
         instance = Instance(name, role, self.setup, caching, env)
         if like is not None:
             instance.port, instance.bootstrap = like.port, like.bootstrap
@@ -72,8 +70,8 @@ class Run:
 
 
 def phases(run: Run, engine: str) -> None:
-    """Starting an instance takes a minute, so the faults, which need new ones anyway, lie between
-    the two big phases.
+    """Starting an instance takes a minute. The faults need new instances in any case, so they run
+    between the two big phases.
     """
     report, prompts = run.report, Prompts(seed=2024)
     prefill = run.start("prefill-1", "prefill", caching=False, KVFERRY_LOG="info")
@@ -169,7 +167,7 @@ def main() -> int:
         run = Run(report, Setup(venv, site, folder, scratch, engine_env))
         stack.callback(run.close)
         report.say(f"logs of the servers: {folder.relative_to(CHECKOUT)}")
-        with report.check("the run got to its end"):
+        with report.check("the run was completed"):
             phases(run, options.engine)
     return report.finish()
 

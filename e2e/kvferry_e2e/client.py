@@ -1,8 +1,6 @@
-"""Talks to the instances: completions, metrics, and the two concurrent requests that make one
-handoff.
+"""Requests to the instances: completions, metrics, and the two concurrent requests of a handoff.
 
-This is the part a P/D proxy plays in production, in the concurrent flow that vLLM's
-MooncakeConnector expects.
+In production a P/D proxy sends these, concurrently, as vLLM's MooncakeConnector expects.
 """
 
 from __future__ import annotations
@@ -86,7 +84,7 @@ def complete(
 
 
 def abandonable(port: int, prompt: Tokens, new_tokens: int, params: dict[str, Any] | None = None) -> socket.socket:
-    """A streaming request whose client can hang up by closing the socket."""
+    """A streaming request that the client can abandon by closing the socket."""
     body = _body(prompt, new_tokens, params, stream=True)
     lines = [
         "POST /v1/completions HTTP/1.1",
@@ -102,7 +100,7 @@ def abandonable(port: int, prompt: Tokens, new_tokens: int, params: dict[str, An
 
 @dataclass(frozen=True)
 class Route:
-    """Where a handoff goes: the two instances' ports and the prefill engine's identity."""
+    """The ports of the two instances and the id of the prefill engine."""
 
     prefill: int
     decode: int
@@ -111,7 +109,7 @@ class Route:
 
     @staticmethod
     def between(prefill: int, decode: int, bootstrap: int) -> Route:
-        """Asks the prefill's bootstrap server who it is, as a proxy does."""
+        """Asks the prefill's bootstrap server for the engine's id, as a proxy does."""
         return Route(prefill, decode, bootstrap, json.loads(get(bootstrap, "/query"))["0"]["engine_id"])
 
     def prefill_params(self, transfer_id: str) -> dict[str, Any]:
@@ -132,11 +130,10 @@ def new_transfer_id() -> str:
 
 
 def handoff(route: Route, prompt: Tokens, timeout_s: float = 120) -> Answer:
-    """One request through both: prefill computes the prompt, decode loads it and generates. The
-    decode's answer.
+    """One request through both: prefill computes the prompt, decode loads it and generates. Returns
+    the decode's answer.
 
-    A prefill that dies is no error here: what the decode answers then is what the faults phase asks
-    about.
+    Ignores errors of the prefill: the faults phase checks the decode's answer when the prefill dies.
     """
     transfer_id = new_transfer_id()
 
@@ -158,7 +155,7 @@ def in_parallel(call: Callable[[Tokens], Answer], prompts: Sequence[Tokens], wid
 
 @dataclass(frozen=True)
 class Counters:
-    """The few metrics that say where a decode's prompt tokens came from and what is still held."""
+    """The metrics for the source of a decode's prompt tokens and for the blocks in use."""
 
     computed: float
     cached: float

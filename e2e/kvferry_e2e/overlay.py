@@ -1,4 +1,4 @@
-"""The engine under test, in a folder for PYTHONPATH: the cached vLLM is never touched."""
+"""The engine under test, in a folder for PYTHONPATH: the cached vLLM stays unchanged."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def newest_wheel(checkout: Path) -> Path | None:
 
 
 def kvferry_overlay(environment: Environment, wheel: Path, site: Path, say: Say) -> Path:
-    """Unpacks the wheel anew; its entry points are found there as if it were installed."""
+    """Unpacks the wheel; Python finds its entry points as if it were installed."""
     shutil.rmtree(site, ignore_errors=True)
     _install(environment, site, site.with_name("overlay.log"), say, "--no-index", str(wheel))
     return site
 
 
 def mooncake_overlay(environment: Environment, say: Say) -> Path:
-    """The real Mooncake engine, for a baseline run."""
+    """The stock Mooncake engine, for a baseline run."""
     site = cache_root() / f"mooncake-{MOONCAKE}-py{sys.version_info.major}{sys.version_info.minor}"
     ready = site / "ready"
     if not ready.exists():
@@ -44,7 +44,7 @@ def mooncake_overlay(environment: Environment, say: Say) -> Path:
     )
     if probe.returncode != 0:
         needed = "apt-get install libibverbs1 libnuma1 libcurl4"
-        raise RuntimeError(f"the real mooncake.engine does not load ({needed}): {probe.stderr}")
+        raise RuntimeError(f"stock mooncake.engine can't be imported ({needed}): {probe.stderr}")
     return site
 
 

@@ -1,4 +1,4 @@
-"""A prefill and a decode instance, and what the phases ask of the two together."""
+"""A prefill and a decode instance, and the checks of the two together."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvferry_e2e.report import ensure
 
 # Metrics are written a moment after the answer they belong to.
 METRICS_SETTLE_S = 5.0
-# Blocks come back when the connector's time-out has passed and the engine has taken a step; the
-# rest is for a slow machine.
+# Blocks are freed after the connector's time-out and one step of the engine; the rest is for slow
+# machines.
 BLOCKS_BACK_S = ABORT_TIMEOUT_S + 10.0
 
 
@@ -40,7 +40,7 @@ class Pair:
         return handoff(self.route(), prompt)
 
     def alone(self, prompt: Tokens) -> Tokens:
-        """The reference: the prefill instance computes the prompt and generates, all by itself."""
+        """The reference: the prefill instance computes the prompt and generates without the decode."""
         answer = complete(self.prefill.port, prompt)
         ensure(answer.status == 200, f"the prefill instance alone: {answer}")
         return answer.tokens
@@ -64,7 +64,7 @@ class Pair:
         )
 
     def expect_blocks_back(self, within_s: float = BLOCKS_BACK_S) -> float:
-        """Both engines hold no block of any request any more; the seconds it took."""
+        """Waits until both engines have freed all blocks. Returns the seconds it took."""
         start = time.monotonic()
         eventually(lambda: self._usage() == (0, 0), within_s)
         usage = self._usage()
@@ -76,7 +76,7 @@ class Pair:
 
     @contextmanager
     def relayed(self) -> Iterator[Relay]:
-        """While this lasts, the prefill's engine reaches the decode's through a relay."""
+        """Inside the block, the prefill's engine reaches the decode's through a relay."""
         session = self.decode.records.session()
         host, port = session.rsplit(":", 1)
         relay = Relay(host, int(port))

@@ -1,5 +1,5 @@
-"""Prompts as token ids: seeded, so that every run asks the same, and all different from each other
-in their first block.
+"""Prompts as token ids: seeded, so that every run uses the same, and all different in their first
+block.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import random
 
 from kvferry_e2e.client import Tokens
 
-VOCABULARY = 320  # make_model.py makes it so
+VOCABULARY = 320  # as in make_model.py
 BLOCK_TOKENS = 128
 # K and V of one block of the tiny model: 4 layers, 2 heads, 128 tokens, 64 + 64 values of 4 bytes.
 BLOCK_BYTES = 4 * 131_072
@@ -20,7 +20,7 @@ LENGTHS = (
 
 
 class Prompts:
-    """A stream of fresh prompts: a prompt seen before could be answered from a prefix cache."""
+    """New prompts: a prefix cache could answer an old one."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

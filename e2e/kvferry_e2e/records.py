@@ -1,4 +1,4 @@
-"""Reads what the recorder (plug/recorder.py) wrote in an instance's worker."""
+"""Reads the files of the recorder (plug/recorder.py) in an instance's worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Records:
     folder: Path
 
     def events(self) -> list[dict[str, Any]]:
-        """All whole lines; the last one of a killed process may be cut."""
+        """All complete lines; the last line of a killed process may be incomplete."""
         events = []
         for path in sorted(self.folder.glob("engine-*.jsonl")):
             for line in path.read_text(encoding="utf-8").splitlines():
@@ -33,7 +33,7 @@ class Records:
         ]
 
     def last_write(self) -> str:
-        """How the latest write ended, in words."""
+        """The result of the latest write, as text."""
         write = self.writes()[-1]
         return " ".join(str(write[key]) for key in ("result", "why", "error") if key in write)
 
@@ -44,12 +44,12 @@ class Records:
         return sum(e["bytes"] for e in self.writes() if e.get("result") == 0)
 
     def session(self) -> str:
-        """The address under which the engine of this instance is reached."""
+        """The address of the engine of this instance."""
         ports = [e["result"] for e in self.events() if e["event"] == "call" and e["call"] == "get_rpc_port"]
         return f"127.0.0.1:{ports[-1]}"
 
     def divert(self, session: str, to: str) -> None:
-        """From now on this instance's writes to `session` go to `to`."""
+        """Redirects this instance's later writes from `session` to `to`."""
         partial = self.folder / "divert.partial"
         partial.write_text(f"{session} {to}\n")
         partial.rename(self.folder / "divert")

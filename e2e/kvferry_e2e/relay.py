@@ -1,9 +1,9 @@
 """A TCP relay between prefill and decode that can slow a stream down or damage it.
 
-It forwards bytes to the decode's engine, whatever protocol they speak. The one thing it must
-understand is Mooncake's handshake: a stock peer's answer names a second port for the data, which
-has to lead through the relay too. A connection begins such a handshake when its first eight bytes,
-read as a little-endian length, are small; kvferry's own protocol starts with a larger value.
+It forwards bytes of any protocol to the decode's engine. It parses only Mooncake's handshake: the
+answer of a stock peer names a second port for the data, which the relay replaces by a port of its
+own. A connection is such a handshake if its first eight bytes, read as a little-endian length, are
+small; kvferry's own protocol starts with a larger value.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _CHUNK_BYTES = 32 << 10
 
 @dataclass
 class Damage:
-    """Flip `length` bytes of the first stream that has carried `skip` bytes towards the decode
-    since this was ordered.
+    """Flip `length` bytes of the first stream that carries `skip` bytes towards the decode from now
+    on.
     """
 
     skip: int
@@ -33,16 +33,14 @@ class Damage:
 
 @dataclass
 class _Stream:
-    """One connection's bytes towards the decode, since the order that `damage` counts from."""
+    """The bytes of one connection towards the decode since `damage` was set."""
 
     damage: Damage | None = None
     carried: int = 0
 
 
 class Relay:
-    """Runs its own event loop in a thread; the attributes below are read by it and written by the
-    test.
-    """
+    """Runs its own event loop in a thread, which reads the attributes that the test sets."""
 
     def __init__(self, host: str, port: int) -> None:
         self.target = (host, port)
@@ -74,7 +72,7 @@ class Relay:
 
     async def _listen(self, host: str, port: int, *, handshakes: bool) -> int:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            # Cancelled means that the relay is closed; asyncio would print it as an accident.
+            # A cancelled task means that the relay was closed; asyncio would log it as an error.
             ends = (OSError, asyncio.IncompleteReadError, asyncio.CancelledError)
             try:
                 with contextlib.suppress(*ends):
@@ -115,7 +113,7 @@ class Relay:
             up_writer.transport.abort()
 
     async def _answer_handshake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
-        """Passes one framed answer on, with the data port in it replaced by a port of the relay."""
+        """Forwards one framed answer with its data port replaced by a port of the relay."""
         length = int.from_bytes(await reader.readexactly(8), "little")
         frame = await reader.readexactly(length)
         if frame[:1] == bytes([_METADATA_FRAME]):
@@ -130,9 +128,7 @@ class Relay:
         await writer.drain()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, towards_decode: bool) -> None:
-        """Forwards until the end of the stream; an error on either side breaks both (the caller
-        aborts them).
-        """
+        """Forwards until the end of the stream. On an error the caller aborts both sides."""
         stream = _Stream()
         while chunk := await reader.read(_CHUNK_BYTES):
             if towards_decode:

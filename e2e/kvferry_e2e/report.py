@@ -1,4 +1,4 @@
-"""Collects checks as they happen, and prints the table at the end."""
+"""Prints each check when it ends, and the table of all at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 
 class CheckError(AssertionError):
-    """A check whose statement turned out not to hold."""
+    """A check failed."""
 
 
 def ensure(condition: object, message: str) -> None:
@@ -20,7 +20,7 @@ def ensure(condition: object, message: str) -> None:
 
 @dataclass
 class Note:
-    """What a running check wants to have said beside its result."""
+    """Text beside the result of a running check."""
 
     text: str = ""
 
@@ -40,8 +40,8 @@ class Report:
 
     @contextlib.contextmanager
     def check(self, name: str) -> Iterator[Note]:
-        """One line of the table. A failure is recorded and swallowed: the checks after it say more
-        than a stop would.
+        """One line of the table. A failure is recorded and does not end the run: the later checks
+        still give information.
         """
         note = Note()
         start = time.monotonic()
@@ -66,7 +66,7 @@ class Report:
         self.say(_row(line, 0))
 
     def finish(self) -> int:
-        """Prints the table; the exit status."""
+        """Prints the table and returns the exit status."""
         count = {o: sum(line.outcome == o for line in self.lines) for o in ("ok", "FAILED", "SKIPPED")}
         width = max((len(line.name) for line in self.lines), default=0)
         print()
@@ -74,7 +74,7 @@ class Report:
             print(_row(line, width))
         print(f"\nin {time.monotonic() - self.began:.0f} s")
         if count["SKIPPED"]:
-            print(f"!!! {count['SKIPPED']} SKIPPED: this run says nothing about them !!!")
+            print(f"!!! {count['SKIPPED']} SKIPPED !!!")
         print(f"{count['ok']} passed, {count['FAILED']} failed", flush=True)
         return 1 if count["FAILED"] or not count["ok"] else 0
 

@@ -1,4 +1,4 @@
-"""Runs one long command with its output in a log, saying now and then that it is still at it."""
+"""Runs one long command with its output in a log and prints its progress every 20 s."""
 
 from __future__ import annotations
 

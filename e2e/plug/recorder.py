@@ -1,10 +1,10 @@
-"""The recorder around the connector's `TransferEngine`: whose engine it is, which calls it gets,
-how long they take.
+"""The recorder around the connector's `TransferEngine`: records the engine's origin, its calls and
+their durations.
 
-It writes JSON lines to the folder named by KVFERRY_E2E_RECORD, one file per process. It passes
-every call on unchanged, with one exception: while the file `divert` lies in that folder (lines
-`host:port host:port`), a write to the first address goes to the second. That is how the test puts
-its relay between prefill and decode for one case, and takes it out again, without a restart.
+It writes JSON lines to the folder KVFERRY_E2E_RECORD, one file per process. It forwards every call
+unchanged, with one exception: while the file `divert` exists in that folder (lines
+`host:port host:port`), a write to the first address goes to the second. So the test can insert its
+relay between prefill and decode for one case without a restart.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ def _note(**event: Any) -> None:
 
 
 def _kind(value: Any) -> str:
-    """The type of an argument, and for a list of what: the connector's habits are an interface
-    worth knowing.
-    """
+    """The type of an argument; for a list also the types of its elements and its length."""
     name = type(value).__name__
     if isinstance(value, list | tuple):
         inner = sorted({type(item).__name__ for item in value})
@@ -50,7 +48,7 @@ def _diverted(session: str) -> str:
 
 
 def _origin(engine: type) -> dict[str, Any]:
-    """Where the engine comes from, so that the test can tell kvferry's from the real Mooncake's."""
+    """The files of the engine, which tell kvferry's from stock Mooncake's."""
     module = sys.modules.get("mooncake.engine")
     own = sys.modules.get(engine.__module__)
     return {
@@ -100,7 +98,7 @@ def _timed(engine: Any, name: str, call: Callable[..., Any]) -> Callable[..., An
             _note(event="raised", took=time.monotonic() - start, error=repr(error), **event)
             raise
         event |= {"took": time.monotonic() - start, "result": result}
-        # kvferry's engine says why; the real Mooncake's only says -1.
+        # Stock Mooncake's engine has no last_error.
         why = getattr(engine, "last_error", None)
         if result != 0 and name.startswith("batch_") and why is not None:
             event["why"] = str(why())

@@ -1,15 +1,14 @@
 """Loaded by every Python process of the vLLM instances under test (the folder is first on their
 PYTHONPATH).
 
-The connector under test stays unmodified; what the test needs besides is hung around it from here:
+The connector under test stays unmodified. This module changes two things around it:
 
-* `torch.accelerator.current_device_index` answers 0, because the connector asks for it and a
-  machine without an accelerator raises;
-* the `TransferEngine` the connector got is wrapped by a recorder (`recorder.py`), which writes down
-  whose engine it is and every call, and can send a prefill's writes through the test's relay.
+* `torch.accelerator.current_device_index` returns 0: the connector calls it, and it raises on a
+  machine without an accelerator;
+* a recorder (`recorder.py`) wraps the connector's `TransferEngine`. It records the engine's origin
+  and every call, and can send a prefill's writes through the test's relay.
 
-Both happen when the module in question is imported, so that processes that never import it stay as
-they are.
+Both happen at the import of the patched module; processes that never import it are not affected.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def _accelerator_zero(module: ModuleType) -> None:
 
 
 def _record_engine(module: ModuleType) -> None:
-    from recorder import wrap  # found beside this file; imported late to keep start-up free of it
+    from recorder import wrap  # beside this file; imported late to keep start-up fast
 
     module.TransferEngine = wrap(module)  # type: ignore[attr-defined]
 
@@ -40,9 +39,7 @@ if "KVFERRY_E2E_RECORD" in os.environ:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds a hooked module where Python would have found it, and runs its hook once it has been
-    executed.
-    """
+    """Finds a hooked module where Python would find it, and runs its hook after its execution."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

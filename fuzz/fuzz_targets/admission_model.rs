@@ -1,2 +1,2 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvferry_proofs::run("admission_model", bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvferry_models::run("admission_model", bytes));

@@ -1,2 +1,2 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvferry_proofs::run("inbox_model", bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvferry_models::run("inbox_model", bytes));

@@ -1,2 +1,2 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvferry_proofs::run("mooncake_data", bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvferry_models::run("mooncake_data", bytes));

@@ -1,2 +1,2 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvferry_proofs::run("opening", bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvferry_models::run("opening", bytes));

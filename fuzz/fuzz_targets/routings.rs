@@ -1,2 +1,2 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvferry_proofs::run("routings", bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| kvferry_models::run("routings", bytes));

@@ -6,11 +6,13 @@
 ...     local, remote = prefill.register(source), decode.register(destination).remote()
 ...     batch = kvferry.Batch()
 ...     batch.push(local, 0, remote, 0, 13)
-...     moved = prefill.peer(decode.address).write(batch)
+...     stats = prefill.peer(decode.address).write(batch)
 ...     bytes(destination)
 b'KV of block 7'
 
-Set ``KVFERRY_LOG`` (``info``, ``kvferry=debug``, …) to see on stderr what it does; otherwise it prints nothing.
+Set ``KVFERRY_LOG`` (``info``, ``kvferry=debug``, …) for a log on stderr; otherwise kvferry prints nothing.
+
+Times are in seconds. At the interpreter's exit, agents are shut down; calls of other threads then raise SystemExit.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from kvferry._errors import (
     Error,
     ForkedError,
     InternalError,
-    InterruptedError,  # noqa: A004 - it is one, too
+    InterruptedError,  # noqa: A004 - a subclass of the builtin
     InvalidArgumentError,
     IoError,
     NotRegisteredError,
@@ -49,13 +51,13 @@ from kvferry._errors import (
 from kvferry._kvferry import (
     Agent,
     Batch,
-    Moved,
     Notification,
     Peer,
     PeerSummary,
     Region,
     RemoteRegion,
     Transfer,
+    TransferStats,
     __version__,
 )
 
@@ -76,7 +78,6 @@ __all__ = [
     "InterruptedError",
     "InvalidArgumentError",
     "IoError",
-    "Moved",
     "NotRegisteredError",
     "Notification",
     "OutOfBoundsError",
@@ -95,6 +96,7 @@ __all__ = [
     "StaleIncarnationError",
     "TooLargeError",
     "Transfer",
+    "TransferStats",
     "UnreachableError",
     "UnsupportedError",
     "VersionMismatchError",

@@ -1,4 +1,4 @@
-"""Waiting for transfers in an asyncio event loop, by their event descriptors: no thread, no polling."""
+"""Waits for transfers in an asyncio event loop, by their event descriptors: no thread, no polling."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvferry._kvferry import Moved, Transfer
+    from kvferry._kvferry import Transfer, TransferStats
 
 
-async def wait(transfer: Transfer) -> Moved:
-    """The transfer's outcome. A task that is cancelled while it waits cancels the transfer.
+async def wait(transfer: Transfer) -> TransferStats:
+    """Returns the transfer's result or raises its error. Cancelling the waiting task cancels the transfer.
 
-    The memory may be in use until the outcome is known; who cancels and wants it back waits for that with
-    ``transfer.wait()`` or by awaiting the transfer again.
+    The transfer uses its memory until the outcome is known. After a cancellation, wait for it with ``transfer.wait()``
+    or await the transfer again.
     """
-    while (moved := transfer.poll()) is None:
+    while (stats := transfer.poll()) is None:
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
-        # A descriptor of its own for each waiter: a loop knows one reader for each.
+        # Each waiter needs its own descriptor: a loop accepts one reader per descriptor.
         fd = os.dup(transfer.fileno())
         try:
             loop.add_reader(fd, _end, ended)
@@ -32,7 +32,7 @@ async def wait(transfer: Transfer) -> Moved:
             raise
         finally:
             os.close(fd)
-    return moved
+    return stats
 
 
 def _end(ended: asyncio.Future[None]) -> None:

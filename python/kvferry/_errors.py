@@ -9,9 +9,9 @@ from typing import Final
 class Error(Exception):
     """An error of kvferry.
 
-    ``kind`` is the kind's name in snake case, the same in every language. ``quiesced`` says, for a transfer that ended
-    early, whether it is certain that nothing of it lands any more: None if nothing was under way, False if the peer
-    could not be asked. ``context`` holds the facts that the message is made of, such as ``peer`` or ``region``.
+    ``kind`` is the kind's name in snake case, the same in every language. For a transfer that ended early, ``quiesced``
+    is True if no byte of it can still arrive, False if the peer could not confirm that, and None if nothing was in
+    flight. ``context`` has the facts of the message by name, such as ``peer`` or ``region``.
     """
 
     kind: str = "error"
@@ -27,7 +27,7 @@ class Error(Exception):
 
 
 class InvalidArgumentError(Error, ValueError):
-    """An argument can't mean anything: a zero length, lists of different lengths, a bad address."""
+    """An argument is invalid: a zero length, lists of different lengths, a malformed address."""
 
     kind = "invalid_argument"
 
@@ -39,7 +39,7 @@ class OverlapError(Error):
 
 
 class NotRegisteredError(Error):
-    """A range or region is not registered (any more)."""
+    """A range or region is not registered, or no longer."""
 
     kind = "not_registered"
 
@@ -51,7 +51,7 @@ class OutOfBoundsError(Error, IndexError):
 
 
 class AccessDeniedError(Error, PermissionError):
-    """The region does not allow what was asked."""
+    """The region's access does not allow the operation."""
 
     kind = "access_denied"
 
@@ -81,7 +81,7 @@ class PeerResetError(Error, ConnectionError):
 
 
 class PeerSilentError(Error, ConnectionError):
-    """The peer is connected but says nothing."""
+    """The peer is connected but does not answer."""
 
     kind = "peer_silent"
 
@@ -93,7 +93,7 @@ class PeerClosedError(Error, ConnectionError):
 
 
 class AuthRequiredError(Error, PermissionError):
-    """The peer demands a secret and this agent has none."""
+    """The peer requires a secret and this agent has none."""
 
     kind = "auth_required"
 
@@ -117,37 +117,37 @@ class VersionMismatchError(Error):
 
 
 class StaleIncarnationError(Error):
-    """A handle belongs to an earlier life of the peer."""
+    """A handle belongs to an earlier incarnation of the peer."""
 
     kind = "stale_incarnation"
 
 
 class DeadlineError(Error, TimeoutError):
-    """The time given was not enough."""
+    """The call or transfer timed out."""
 
     kind = "deadline"
 
 
 class CancelledError(Error):
-    """Somebody cancelled it."""
+    """The transfer was cancelled."""
 
     kind = "cancelled"
 
 
 class InterruptedError(Error, builtins.InterruptedError):
-    """A signal ended the call. Seldom seen: what the signal's handler raises (KeyboardInterrupt) goes first."""
+    """A signal ended the call. Rare: the exception of the signal's handler (KeyboardInterrupt) takes precedence."""
 
     kind = "interrupted"
 
 
 class ChecksumError(Error):
-    """The bytes that arrived are not the bytes that were sent."""
+    """The received bytes differ from the sent ones."""
 
     kind = "checksum"
 
 
 class TooLargeError(Error, ValueError):
-    """Something exceeds a limit of the protocol."""
+    """An argument exceeds a limit of the protocol."""
 
     kind = "too_large"
 
@@ -171,19 +171,19 @@ class ForkedError(Error):
 
 
 class UnsupportedError(Error):
-    """No allowed transport or protocol can do it."""
+    """No allowed transport or protocol supports the operation."""
 
     kind = "unsupported"
 
 
 class ProtocolError(Error):
-    """The peer said something it must not say."""
+    """The peer violated the protocol."""
 
     kind = "protocol"
 
 
 class IoError(Error, OSError):
-    """The operating system refused."""
+    """A call of the operating system failed."""
 
     kind = "io"
 
@@ -195,4 +195,4 @@ class InternalError(Error):
 
 
 BY_KIND: Final[dict[str, type[Error]]] = {cls.kind: cls for cls in Error.__subclasses__()}
-"""Every exception class by its kind; where the native module looks them up."""
+"""Every exception class by its kind. The native module reads it."""

@@ -1,40 +1,57 @@
-"""The native module. Use `kvferry` and `kvferry.mooncake`, which show what is here."""
+"""The native module. Import its classes from `kvferry` and `kvferry.mooncake`."""
 
 from collections.abc import Generator, Sequence
 from types import TracebackType
-from typing import Any, Final, Literal, SupportsIndex, TypeAlias, final
+from typing import Any, Final, Literal, Protocol, SupportsIndex, TypeAlias, final, overload
+
+from typing_extensions import Buffer
 
 __all__ = [
     "Agent",
     "Batch",
-    "InnerTransferEngine",
-    "Moved",
+    "MooncakeEngine",
     "Notification",
     "Peer",
     "PeerSummary",
     "Region",
     "RemoteRegion",
     "Transfer",
-    "TransferEngine",
-    "TransferNotify",
-    "TransferOpcode",
+    "TransferStats",
     "__version__",
 ]
 
 __version__: Final[str]
 
 _Access: TypeAlias = Literal["rw", "r", "w", "none"]
-# A list, a tuple, an array of 64-bit integers (array, numpy) or any other sequence; or one number.
-_Numbers: TypeAlias = Sequence[SupportsIndex] | SupportsIndex | Any
+
+class _Array(Protocol):
+    """A numpy array."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+
+class _Tensor(Protocol):
+    """A torch tensor in host memory."""
+
+    def data_ptr(self) -> int: ...
+    def element_size(self) -> int: ...
+    def numel(self) -> int: ...
+    def is_contiguous(self) -> bool: ...
+
+# Integers of 64 bits without a sign.
+_Sequence: TypeAlias = Sequence[SupportsIndex] | _Array
+_Numbers: TypeAlias = _Sequence | SupportsIndex
 _Notice: TypeAlias = Notification | tuple[str, bytes | str]
-_Buffer: TypeAlias = Any  # an object with writable memory, or (address, nbytes)
+# An object with writable memory, or an address and a length in bytes.
+_Buffer: TypeAlias = Buffer | _Tensor | tuple[int, int]
 
 @final
 class Agent:
     """A kvferry endpoint in this process: owns regions, sessions and transfers.
 
-    What is not given here comes from the environment (KVFERRY_LISTEN, KVFERRY_SECRET, …), then from the defaults. The
-    agent ends with `shutdown()`, with the `with` block, or with the last object that came from it.
+    Settings that are not given come from the environment (KVFERRY_LISTEN, KVFERRY_SECRET, …), then from the defaults.
+    `silence` and `timeout` are in seconds. The agent ends with `shutdown()`, with the `with` block, or with the last
+    object that refers to it.
     """
 
     def __new__(
@@ -63,11 +80,12 @@ class Agent:
     def address(self) -> str: ...
     @property
     def config(self) -> dict[str, Any]: ...
-    def register(self, buffer: _Buffer, access: _Access = "rw") -> Region: ...
+    def register(self, buffer: _Buffer, access: _Access = "rw", *, name: str | None = None) -> Region: ...
     def register_batch(self, buffers: Sequence[_Buffer], access: _Access = "rw") -> list[Region]: ...
-    def allocate(self, nbytes: int, access: _Access = "rw") -> Region: ...
+    def allocate(self, nbytes: int, access: _Access = "rw", *, name: str | None = None) -> Region: ...
     def unregister(self, region: Region) -> None: ...
     def unregister_batch(self, regions: Sequence[Region]) -> None: ...
+    def region(self, name: str) -> Region | None: ...
     def regions(self) -> list[Region]: ...
     def peer(self, address: str) -> Peer: ...
     def notifications(self) -> list[Notification]: ...
@@ -80,10 +98,12 @@ class Agent:
 
 @final
 class Region:
-    """Memory that an agent may move, and that peers may reach as far as its access says."""
+    """Registered memory: this agent may read and write it, peers what its access allows."""
 
     @property
     def id(self) -> int: ...
+    @property
+    def name(self) -> str | None: ...
     @property
     def addr(self) -> int: ...
     @property
@@ -106,7 +126,7 @@ class Region:
 
 @final
 class RemoteRegion:
-    """A peer's region, as its owner described it."""
+    """The description of a peer's region."""
 
     @staticmethod
     def from_bytes(data: bytes) -> RemoteRegion: ...
@@ -126,7 +146,7 @@ class RemoteRegion:
 
 @final
 class Batch:
-    """What one transfer moves: pieces of local memory, each with its place at the peer. May be used again and again."""
+    """The descriptors of one transfer: pieces of local memory, each with its place at the peer. Reusable."""
 
     def __new__(cls) -> Batch: ...
     def push(self, local: Region, local_offset: int, remote: RemoteRegion, remote_offset: int, nbytes: int) -> None: ...
@@ -150,42 +170,91 @@ class Peer:
     def transport(self) -> str | None: ...
     def connect(self, timeout: float | None = None) -> PeerSummary: ...
     def regions(self, timeout: float | None = None) -> list[RemoteRegion]: ...
+    def region(self, name: str, timeout: float | None = None) -> RemoteRegion: ...
     def probe(self, timeout: float | None = None) -> float: ...
+    @overload
     def write(
         self,
-        what: Batch | _Numbers,
-        remote_addrs: _Numbers | None = None,
-        nbytes: _Numbers | None = None,
+        what: Batch,
+        remote_addrs: None = None,
+        nbytes: None = None,
         *,
         timeout: float | None = None,
         notify: _Notice | None = None,
         streams: int | None = None,
-    ) -> Moved: ...
+    ) -> TransferStats: ...
+    @overload
+    def write(
+        self,
+        what: _Numbers,
+        remote_addrs: _Numbers,
+        nbytes: _Numbers,
+        *,
+        timeout: float | None = None,
+        notify: _Notice | None = None,
+        streams: int | None = None,
+    ) -> TransferStats: ...
+    @overload
     def read(
         self,
-        what: Batch | _Numbers,
-        remote_addrs: _Numbers | None = None,
-        nbytes: _Numbers | None = None,
+        what: Batch,
+        remote_addrs: None = None,
+        nbytes: None = None,
         *,
         timeout: float | None = None,
         notify: _Notice | None = None,
         streams: int | None = None,
-    ) -> Moved: ...
+    ) -> TransferStats: ...
+    @overload
+    def read(
+        self,
+        what: _Numbers,
+        remote_addrs: _Numbers,
+        nbytes: _Numbers,
+        *,
+        timeout: float | None = None,
+        notify: _Notice | None = None,
+        streams: int | None = None,
+    ) -> TransferStats: ...
+    @overload
     def write_async(
         self,
-        what: Batch | _Numbers,
-        remote_addrs: _Numbers | None = None,
-        nbytes: _Numbers | None = None,
+        what: Batch,
+        remote_addrs: None = None,
+        nbytes: None = None,
         *,
         timeout: float | None = None,
         notify: _Notice | None = None,
         streams: int | None = None,
     ) -> Transfer: ...
+    @overload
+    def write_async(
+        self,
+        what: _Numbers,
+        remote_addrs: _Numbers,
+        nbytes: _Numbers,
+        *,
+        timeout: float | None = None,
+        notify: _Notice | None = None,
+        streams: int | None = None,
+    ) -> Transfer: ...
+    @overload
     def read_async(
         self,
-        what: Batch | _Numbers,
-        remote_addrs: _Numbers | None = None,
-        nbytes: _Numbers | None = None,
+        what: Batch,
+        remote_addrs: None = None,
+        nbytes: None = None,
+        *,
+        timeout: float | None = None,
+        notify: _Notice | None = None,
+        streams: int | None = None,
+    ) -> Transfer: ...
+    @overload
+    def read_async(
+        self,
+        what: _Numbers,
+        remote_addrs: _Numbers,
+        nbytes: _Numbers,
         *,
         timeout: float | None = None,
         notify: _Notice | None = None,
@@ -196,18 +265,18 @@ class Peer:
 
 @final
 class Transfer:
-    """A transfer on its way. It has exactly one outcome, which stays. Dropping the handle does not cancel it."""
+    """A transfer in the background. It has exactly one outcome. Dropping the object does not cancel it."""
 
     def done(self) -> bool: ...
-    def poll(self) -> Moved | None: ...
-    def wait(self, timeout: float | None = None) -> Moved | None: ...
+    def poll(self) -> TransferStats | None: ...
+    def wait(self, timeout: float | None = None) -> TransferStats | None: ...
     def cancel(self) -> None: ...
     def fileno(self) -> int: ...
-    def __await__(self) -> Generator[Any, None, Moved]: ...
+    def __await__(self) -> Generator[Any, None, TransferStats]: ...
 
 @final
-class Moved:
-    """What a transfer moved."""
+class TransferStats:
+    """The result of a transfer."""
 
     @property
     def nbytes(self) -> int: ...
@@ -220,7 +289,7 @@ class Moved:
 
 @final
 class PeerSummary:
-    """What a peer said of itself when it was met."""
+    """What the handshake with a peer established."""
 
     @property
     def name(self) -> str: ...
@@ -239,7 +308,7 @@ class PeerSummary:
 
 @final
 class Notification:
-    """A word from one agent to another, delivered after the data it follows."""
+    """A short message between agents, delivered after the data that it follows."""
 
     def __new__(cls, name: str, message: bytes | str = b"") -> Notification: ...
     @property
@@ -251,148 +320,42 @@ class Notification:
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
-# What mooncake.engine has; kvferry.mooncake shows it.
+# What kvferry.mooncake is made of.
 
 _Text: TypeAlias = str | bytes
 
 @final
-class TransferOpcode:
-    """Which way a transfer goes."""
+class MooncakeEngine:
+    """The engine behind `kvferry.mooncake.TransferEngine`. Calls return Mooncake's codes."""
 
-    Read: Final[TransferOpcode]
-    Write: Final[TransferOpcode]
-    __members__: Final[dict[str, TransferOpcode]]
-    def __new__(cls, value: int) -> TransferOpcode: ...
+    def __new__(cls) -> MooncakeEngine: ...
+    def initialize(self, local_hostname: _Text, metadata_server: _Text, protocol: _Text) -> int: ...
     @property
-    def name(self) -> str: ...
+    def is_running(self) -> bool: ...
     @property
-    def value(self) -> int: ...
-    def __int__(self) -> int: ...
-    def __index__(self) -> int: ...
-    def __eq__(self, other: object, /) -> bool: ...
-    def __hash__(self) -> int: ...
-
-@final
-class TransferNotify:
-    """A word that is delivered after the data."""
-
-    name: str
-    msg: str
-    def __new__(cls, name: _Text | None = None, msg: _Text | None = None) -> TransferNotify: ...
-
-@final
-class InnerTransferEngine:
-    """What `get_engine()` returns: something to hold, with nothing to call."""
-
-@final
-class TransferEngine:
-    """Mooncake's transfer engine, done by kvferry."""
-
-    TransferOpcode: type[TransferOpcode]
-    def __new__(cls) -> TransferEngine: ...
-    def initialize(
-        self, local_hostname: _Text, metadata_server: _Text, protocol: _Text | None, device_name: _Text | None, /
-    ) -> int: ...
-    def initialize_ext(
-        self,
-        local_hostname: _Text,
-        metadata_server: _Text,
-        protocol: _Text | None,
-        device_name: _Text | None,
-        metadata_type: _Text,
-        /,
-    ) -> int: ...
-    def get_rpc_port(self) -> int: ...
-    def register_memory(self, buffer_addr: int, capacity: int, location: _Text = "*") -> int: ...
-    def unregister_memory(self, buffer_addr: int, /) -> int: ...
-    def batch_register_memory(
-        self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: _Text = "*"
-    ) -> int: ...
-    def batch_unregister_memory(self, buffer_addresses: Sequence[int], /) -> int: ...
-    def transfer_sync_write(
-        self, target_hostname: _Text, buffer: int, peer_buffer_address: int, length: int, transport_hint: _Text = ""
-    ) -> int: ...
-    def transfer_sync_read(
-        self, target_hostname: _Text, buffer: int, peer_buffer_address: int, length: int, transport_hint: _Text = ""
-    ) -> int: ...
-    def transfer_sync(
-        self,
-        target_hostname: _Text,
-        buffer: int,
-        peer_buffer_address: int,
-        length: int,
-        opcode: _Opcode,
-        notify: TransferNotify | None = None,
-        transport_hint: _Text = "",
-    ) -> int: ...
-    def batch_transfer_sync_write(
-        self,
-        target_hostname: _Text,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
-        transport_hint: _Text = "",
-    ) -> int: ...
-    def batch_transfer_sync_read(
-        self,
-        target_hostname: _Text,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
-        transport_hint: _Text = "",
-    ) -> int: ...
-    def batch_transfer_sync(
-        self,
-        target_hostname: _Text,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
-        opcode: _Opcode,
-        notify: TransferNotify | None = None,
-        transport_hint: _Text = "",
-    ) -> int: ...
-    def batch_transfer_async_write(
-        self,
-        target_hostname: _Text,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
-        transport_hint: _Text = "",
-    ) -> int: ...
-    def batch_transfer_async_read(
-        self,
-        target_hostname: _Text,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
-        transport_hint: _Text = "",
-    ) -> int: ...
-    def batch_transfer_async(
-        self,
-        target_hostname: _Text,
-        buffers: Sequence[int],
-        peer_buffer_addresses: Sequence[int],
-        lengths: Sequence[int],
-        opcode: _Opcode,
-        transport_hint: _Text = "",
-    ) -> int: ...
-    def get_batch_transfer_status(self, batch_ids: Sequence[int], /) -> int: ...
-    def transfer_submit_write(
-        self, target_hostname: _Text, buffer: int, peer_buffer_address: int, length: int, transport_hint: _Text = ""
-    ) -> int: ...
-    def transfer_check_status(self, batch_id: int, /) -> int: ...
-    def allocate_managed_buffer(self, length: int, /) -> int: ...
-    def free_managed_buffer(self, buffer_addr: int, length: int, /) -> int: ...
-    def write_bytes_to_buffer(self, dest_address: int, src: bytes | bytearray | str, length: int, /) -> int: ...
-    def read_bytes_from_buffer(self, source_address: int, length: int, /) -> bytes: ...
-    def get_first_buffer_address(self, segment_name: _Text, /) -> int: ...
-    def get_notifies(self) -> list[TransferNotify]: ...
-    def send_probe(self, peer_server_name: _Text) -> int: ...
-    def get_local_topology(self, device_name: _Text | None = None) -> str: ...
-    def get_engine(self) -> InnerTransferEngine | None: ...
-    def get_engine_ptr(self) -> int: ...
-    def warmup_efa_segment(self, segment_name: _Text) -> int: ...
+    def rpc_port(self) -> int: ...
+    @property
+    def identity(self) -> int: ...
+    @property
     def last_error(self) -> str: ...
-
-# Inside TransferEngine the name means the class attribute.
-_Opcode: TypeAlias = TransferOpcode
+    def register(self, addresses: _Sequence, lengths: _Sequence) -> int: ...
+    def unregister(self, addresses: _Sequence) -> int: ...
+    def transfer(
+        self,
+        write: bool,
+        target: _Text,
+        buffers: _Sequence,
+        peer_addresses: _Sequence,
+        lengths: _Sequence,
+        notify: tuple[str, str] | None = None,
+    ) -> int: ...
+    def submit(
+        self, write: bool, target: _Text, buffers: _Sequence, peer_addresses: _Sequence, lengths: _Sequence
+    ) -> int: ...
+    def wait(self, ids: _Sequence) -> int: ...
+    def check(self, transfer_id: int) -> int: ...
+    def allocate(self, length: int) -> int: ...
+    def free(self, address: int) -> int: ...
+    def first_address(self, segment: _Text) -> int: ...
+    def notifications(self) -> list[tuple[str, str]]: ...
+    def probe(self, target: _Text) -> int: ...

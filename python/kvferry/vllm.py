@@ -1,4 +1,4 @@
-"""kvferry in vLLM, which calls `register` in each of its processes: a plugin of the group ``vllm.general_plugins``."""
+"""kvferry's plugin for vLLM, of the group ``vllm.general_plugins``: vLLM calls `register` in each of its processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import importlib
 
 
 def register() -> None:
-    """Puts the shims that ``KVFERRY_SHIMS`` names in place; does nothing otherwise."""
-    # It lies beside the package, not in it; see there.
+    """Installs the shims that ``KVFERRY_SHIMS`` names."""
+    # The module lies beside the package; its documentation says why.
     importlib.import_module("_kvferry_shims").install()

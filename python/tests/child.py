@@ -29,7 +29,7 @@ class Memory:
 
 
 def execute(code: str, names: dict) -> object:
-    """Runs statements; the value of the last one, if it is an expression."""
+    """Runs statements and returns the value of the last one if it is an expression."""
     tree = ast.parse(code)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, "<test>", "exec"), names)
@@ -37,7 +37,7 @@ def execute(code: str, names: dict) -> object:
 
 
 def main() -> None:
-    # Whatever is printed must not get between the answers.
+    # Statements may print: keep stdout for the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     names: dict = {"Memory": Memory}

@@ -1,4 +1,4 @@
-"""Fixtures: agents here, agents in other processes."""
+"""Fixtures: agents in this process and in others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kit import OVER_TCP, Child
 
 LOOPBACK = "127.0.0.1:0"
 
-# A shell that starts a command in the background has it ignore Ctrl-C, and so would every process under it: the tests of
-# Ctrl-C would wait for ever. What has a handler here is back to the ordinary in the processes we start.
+# A shell makes commands in the background ignore SIGINT, and child processes inherit that: the tests of Ctrl-C would hang.
+# Child processes reset a signal that has a handler here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

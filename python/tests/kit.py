@@ -1,4 +1,4 @@
-"""What the tests share: other processes, memory, waiting."""
+"""Helpers of the tests: other processes, memory, waiting."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["OVER_TCP", "Child", "ChildError", "Memory", "eventually", "run_pytho
 HERE = Path(__file__).parent
 PATIENCE = 60.0
 
-# Most tests need peers that can be cut off, stopped and waited for; within one host bytes move without the peer
-# (test_local.py).
+# Most tests cut peers off, stop them and wait for them. Copies within one host do not involve the peer; test_local.py
+# tests them.
 OVER_TCP = "tcp,mooncake"
 
 
@@ -39,7 +39,7 @@ class ChildError(Exception):
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """The environment without any setting of kvferry, Mooncake or the host's address, but for the transports."""
+    """The environment without settings of kvferry, Mooncake or the host's address, and with the transports of the tests."""
     mine = {
         k: v for k, v in os.environ.items() if not k.startswith(("KVFERRY_", "MC_")) and k not in ("HOST_IP", "POD_IP")
     }
@@ -58,7 +58,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else subprocess.PIPE,
             env=clean_environment(**(env or {})),
-            # Ctrl-C in the terminal is for pytest; its children get theirs from the tests.
+            # Ctrl-C in the terminal is for pytest only.
             start_new_session=True,
         )
         self._buffer = bytearray()
@@ -68,13 +68,13 @@ class Child:
             self.run(setup)
 
     def start(self, code: str) -> None:
-        """Has statements run without waiting for them."""
+        """Starts statements without waiting for their end."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(textwrap.dedent(code)).encode() + b"\n")
         self.process.stdin.flush()
 
     def result(self, patience: float = PATIENCE) -> Any:
-        """What the statements started last came to."""
+        """The result of the statements started last."""
         answer = self._answer(patience)
         self.seconds = answer.get("seconds", 0.0)
         if "error" in answer:
@@ -118,7 +118,7 @@ class Child:
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
         if number is signal.SIGSTOP:
-            # Only a process that is seen stopped is.
+            # The signal takes effect asynchronously.
             eventually(lambda: Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
 
     def kill(self) -> None:
@@ -126,7 +126,7 @@ class Child:
         self.process.wait()
 
     def finish(self, patience: float = PATIENCE) -> tuple[int, str]:
-        """Ends the child in the ordinary way; its exit status and what it wrote to stderr in its life."""
+        """Ends the child by end of input. Returns its exit status and all that it wrote to stderr."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(patience)
@@ -160,7 +160,7 @@ def eventually(condition: Callable[[], Any], patience: float = 10.0, what: str =
 def run_python(
     code: str, *, env: dict[str, str] | None = None, python: str = sys.executable
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program in an interpreter of its own, to its end."""
+    """Runs a program in a new interpreter and waits for its end."""
     return subprocess.run(
         [python, "-c", textwrap.dedent(code)],
         env=clean_environment(**(env or {})),

@@ -1,4 +1,4 @@
-"""Mooncake's HTTP metadata server, as small as it can be: values by key."""
+"""A minimal HTTP metadata server as Mooncake's: values by key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 
 
 class MetadataServer:
-    """Serves `GET`, `PUT` and `DELETE` of `/metadata?key=…` while the block lasts."""
+    """Serves `GET`, `PUT` and `DELETE` of `/metadata?key=…` inside the `with` block."""
 
     def __init__(self) -> None:
         values = self.values = dict[str, bytes]()

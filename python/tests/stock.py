@@ -1,4 +1,4 @@
-"""An environment with the real Mooncake, built once, outside the checkout."""
+"""An environment with stock Mooncake, built once, outside the checkout."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 PACKAGE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 SYSTEM_PACKAGES = ["libibverbs1", "libnuma1", "libcurl4"]
 
-# One thread of glog's words per transfer is of no use here.
+# Mooncake logs every transfer otherwise.
 QUIET = {"GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR"}
 
 
 class UnavailableError(Exception):
-    """The real Mooncake can't be had; the words say why."""
+    """Stock Mooncake is not available, and why."""
 
 
 def cache_root() -> Path:
@@ -43,7 +43,7 @@ def _imports(python: Path) -> str:
 
 @cache
 def python() -> str:
-    """The interpreter that has the real Mooncake."""
+    """The interpreter that has stock Mooncake."""
     folder = cache_root() / f"stock-{PACKAGE.rpartition('=')[2]}-py{sys.version_info.major}{sys.version_info.minor}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     interpreter = folder / "bin" / "python"

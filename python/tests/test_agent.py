@@ -1,4 +1,4 @@
-"""Two processes over loopback: what an agent does for its user."""
+"""Agents in two processes over loopback."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_bytes_read_are_here_when_read_returns(agent: kvferry.Agent, target: Tar
     assert destination == target.bytes(5000, 4096)
 
 
-def test_a_scattered_batch_lands_where_it_should(agent: kvferry.Agent, target: Target) -> None:
+def test_a_scattered_batch_lands_at_its_addresses(agent: kvferry.Agent, target: Target) -> None:
     block, blocks = 512, 1024
     source = Memory(block * blocks)
     source[0 : source.nbytes] = os.urandom(source.nbytes)
@@ -89,7 +89,7 @@ def strided_column(values: list[int]) -> Any:
     ],
     ids=["list", "tuple", "array-Q", "array-q", "numpy", "numpy-strided", "range"],
 )
-def test_addresses_may_come_as_any_sequence_of_integers(
+def test_addresses_may_be_any_sequence_of_integers(
     agent: kvferry.Agent, target: Target, column: Callable[[list[int]], Any]
 ) -> None:
     source = Memory(4096)
@@ -118,9 +118,12 @@ def test_a_single_range_needs_no_list(agent: kvferry.Agent, target: Target) -> N
         (("ab", [1, 2], [1, 1]), TypeError),
         (([1], [1], [0]), kvferry.InvalidArgumentError),
         ((array.array("q", [-5]), [1], [1]), ValueError),
+        (([4096, 4096], [1, 2], [2**63, 2**63]), kvferry.TooLargeError),
+        ((4096, [1], 1), TypeError),
+        (([4096], 1, [1]), TypeError),
     ],
 )
-def test_lists_that_make_no_sense_are_refused_before_anything_moves(
+def test_invalid_lists_are_refused_before_anything_moves(
     agent: kvferry.Agent, target: Target, lists: tuple[Any, Any, Any], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
@@ -128,12 +131,32 @@ def test_lists_that_make_no_sense_are_refused_before_anything_moves(
     assert agent.stats()["transfers_started"] == 0
 
 
-def test_what_to_move_is_either_a_batch_or_three_lists(agent: kvferry.Agent) -> None:
+def test_a_transfer_takes_a_batch_or_three_lists(agent: kvferry.Agent) -> None:
     peer = agent.peer("127.0.0.1:9")
     with pytest.raises(TypeError, match="three lists"):
         peer.write([1], [2])
     with pytest.raises(TypeError, match="three lists"):
         peer.write(kvferry.Batch(), [2], [3])
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "named"),
+    [
+        ({"timeout": "soon"}, TypeError, "timeout"),
+        ({"notify": 5}, TypeError, "notify"),
+        ({"streams": 1.5}, TypeError, "streams"),
+        ({"streams": 0}, kvferry.InvalidArgumentError, "stream"),
+        ({"timeout": -1}, kvferry.InvalidArgumentError, "-1"),
+        ({"deadline": 1}, TypeError, "deadline"),
+    ],
+)
+@pytest.mark.parametrize("call", ["write", "read", "write_async", "read_async"])
+def test_an_invalid_setting_of_a_transfer_is_named(
+    agent: kvferry.Agent, call: str, settings: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        getattr(agent.peer("127.0.0.1:9"), call)(kvferry.Batch(), **settings)
+    getattr(agent.peer("127.0.0.1:9"), call)(kvferry.Batch(), timeout=None, notify=None, streams=None)
 
 
 def test_a_notification_arrives_after_the_data_it_follows(agent: kvferry.Agent, target: Target) -> None:
@@ -148,9 +171,15 @@ def test_a_notification_arrives_after_the_data_it_follows(agent: kvferry.Agent, 
     assert target.child.run("agent.notifications(), agent.wait_notification(0.05)") == ([], None)
 
 
-def test_a_notification_may_go_alone_and_wakes_whoever_watches_its_descriptor(
-    agent: kvferry.Agent, target: Target
-) -> None:
+def test_waiting_for_a_notification_of_an_agent_that_is_shut_down_raises() -> None:
+    agent = kvferry.Agent(listen="127.0.0.1:0")
+    agent.shutdown()
+    for timeout in (None, 0, 1):
+        with pytest.raises(kvferry.ShutdownError):
+            agent.wait_notification(timeout)
+
+
+def test_a_notification_without_data_makes_the_descriptor_readable(agent: kvferry.Agent, target: Target) -> None:
     agent.peer(target.address).notify(kvferry.Notification("hello", "wörld"))
     assert target.child.run(
         """
@@ -162,7 +191,7 @@ def test_a_notification_may_go_alone_and_wakes_whoever_watches_its_descriptor(
     ) == (True, [("hello", "wörld")], [])
 
 
-def test_a_peer_says_who_it_is_and_what_may_be_reached(agent: kvferry.Agent, target: Target) -> None:
+def test_a_peer_reports_its_identity_and_its_regions(agent: kvferry.Agent, target: Target) -> None:
     peer = agent.peer(target.address)
     assert peer.transport is None
     summary = peer.connect()
@@ -174,6 +203,35 @@ def test_a_peer_says_who_it_is_and_what_may_be_reached(agent: kvferry.Agent, tar
     assert region == target.region
     assert hash(region) == hash(target.region)
     assert (region.addr, region.nbytes, region.access) == (target.base, target.nbytes, "rw")
+
+
+def test_a_peer_finds_a_region_by_its_name(agent: kvferry.Agent, target: Target) -> None:
+    target.child.run(
+        "named = agent.register(bytearray(b'x' * 64), 'r', name='kv'); other = agent.allocate(8, name='other')"
+    )
+    peer = agent.peer(target.address)
+    kv = peer.region("kv")
+    assert (kv.nbytes, kv.access) == (64, "r")
+    mine = agent.allocate(64)
+    batch = kvferry.Batch()
+    batch.push(mine, 0, kv, 0, 64)
+    peer.read(batch)
+    assert mine.read_at(0, 64) == b"x" * 64
+    with pytest.raises(kvferry.NotRegisteredError):
+        peer.region("nothing")
+    assert target.child.run("agent.region('kv') == named, named.name, agent.region('nothing')") == (True, "kv", None)
+
+
+def test_a_name_belongs_to_one_region(agent: kvferry.Agent) -> None:
+    first, second = bytearray(8), bytearray(8)
+    region = agent.register(first, name="kv")
+    for refused, error in (("kv", kvferry.OverlapError), ("", kvferry.InvalidArgumentError)):
+        with pytest.raises(error):
+            agent.register(second, name=refused)
+    second.append(0)  # not held by a region
+    assert [other.name for other in agent.regions()] == ["kv"]
+    agent.unregister(region)
+    assert agent.allocate(8, name="kv").name == "kv"
 
 
 def test_a_remote_region_survives_pickling() -> None:
@@ -232,7 +290,9 @@ def test_a_secret_is_proved_by_both_or_the_session_is_refused(targets: Targets) 
         innocent.peer(closed.address).connect()
 
 
-def test_a_restarted_peer_is_met_afresh_and_its_old_regions_are_stale(agent: kvferry.Agent, target: Target) -> None:
+def test_a_restarted_peer_gets_a_new_session_and_its_old_regions_are_stale(
+    agent: kvferry.Agent, target: Target
+) -> None:
     mine = agent.register(bytearray(100))
     batch = kvferry.Batch()
     batch.push(mine, 0, target.region, 0, 100)
@@ -284,12 +344,12 @@ def test_a_deadline_is_a_timeout_error(targets: Targets) -> None:
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan")])
-def test_a_time_that_is_none_is_refused(agent: kvferry.Agent, timeout: float) -> None:
+def test_an_invalid_time_is_refused(agent: kvferry.Agent, timeout: float) -> None:
     with pytest.raises(kvferry.InvalidArgumentError):
         agent.peer("127.0.0.1:9").probe(timeout)
 
 
-def test_nobody_listening_is_unreachable(agent: kvferry.Agent) -> None:
+def test_a_port_without_a_listener_is_unreachable(agent: kvferry.Agent) -> None:
     mine = Memory(4096)
     for call in (
         lambda peer: peer.write(mine.addr, 4096, 10),
@@ -301,14 +361,14 @@ def test_nobody_listening_is_unreachable(agent: kvferry.Agent) -> None:
             call(agent.peer("127.0.0.1:1"))
 
 
-def test_an_address_that_means_nothing_is_refused(agent: kvferry.Agent) -> None:
+def test_a_malformed_address_is_refused(agent: kvferry.Agent) -> None:
     for address in ("", "nonsense", "127.0.0.1:99999"):
         with pytest.raises(kvferry.Error) as caught:
             agent.peer(address)
         assert caught.value.kind in ("invalid_argument", "unreachable")
 
 
-def test_options_win_over_the_environment_which_wins_over_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_override_the_environment_which_overrides_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_SILENCE_MS", "1234")
     monkeypatch.setenv("KVFERRY_CHECKSUM", "on")
     with kvferry.Agent("named", listen=LOOPBACK, checksum=False, transports=["tcp"], timeout=1.5) as agent:
@@ -330,16 +390,18 @@ def test_options_win_over_the_environment_which_wins_over_the_defaults(monkeypat
         ({"listen": "nonsense"}, kvferry.InvalidArgumentError),
         ({"checksum": "maybe"}, kvferry.InvalidArgumentError),
         ({"secret": 7}, TypeError),
+        ({"secret": b""}, kvferry.InvalidArgumentError),
+        ({"secret": ""}, kvferry.InvalidArgumentError),
         ({"silence": -1.0}, kvferry.InvalidArgumentError),
         ({"nmae": "x"}, TypeError),
     ],
 )
-def test_an_agent_is_not_started_with_nonsense(options: dict[str, Any], error: type[Exception]) -> None:
+def test_invalid_settings_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         kvferry.Agent(**({"listen": LOOPBACK} | options))
 
 
-def test_after_shutdown_every_call_says_so(target: Target) -> None:
+def test_after_shutdown_every_call_raises_shutdown_error(target: Target) -> None:
     agent = kvferry.Agent(listen=LOOPBACK)
     region, peer = agent.register(bytearray(10)), agent.peer(target.address)
     peer.connect()
@@ -359,7 +421,7 @@ def test_after_shutdown_every_call_says_so(target: Target) -> None:
     assert not region.is_registered
 
 
-def test_counters_count(agent: kvferry.Agent, target: Target) -> None:
+def test_counters_follow_transfers(agent: kvferry.Agent, target: Target) -> None:
     mine = agent.register(bytearray(1000))
     batch = kvferry.Batch()
     batch.push(mine, 0, target.region, 0, 1000)

@@ -18,7 +18,7 @@ BIG = 64 << 20
 Targets = Callable[..., Target]
 
 
-def test_a_transfer_in_the_background_has_one_outcome_that_stays(agent: kvferry.Agent, target: Target) -> None:
+def test_a_background_transfer_keeps_its_one_outcome(agent: kvferry.Agent, target: Target) -> None:
     mine = Memory(1 << 20)
     mine[0 : 1 << 20] = os.urandom(1 << 20)
     transfer = agent.peer(target.address).write_async(mine.addr, target.base, 1 << 20)
@@ -41,7 +41,7 @@ def test_read_async_reads(agent: kvferry.Agent, target: Target) -> None:
     assert mine[0:4] == b"read"
 
 
-def test_what_goes_wrong_is_the_outcome_and_not_an_error_of_the_call(agent: kvferry.Agent, target: Target) -> None:
+def test_an_error_is_the_outcome_of_the_transfer_and_not_of_the_call(agent: kvferry.Agent, target: Target) -> None:
     mine = Memory(4096)
     for peer, remote, error in (
         (agent.peer("127.0.0.1:1"), 4096, kvferry.UnreachableError),
@@ -56,7 +56,7 @@ def test_what_goes_wrong_is_the_outcome_and_not_an_error_of_the_call(agent: kvfe
         assert transfer.done()
 
 
-def test_wait_gives_up_after_its_time_and_the_transfer_goes_on(targets: Targets) -> None:
+def test_wait_returns_none_after_its_timeout_and_the_transfer_continues(targets: Targets) -> None:
     target = targets(BIG)
     mine = Memory(BIG)
     with kvferry.Agent(listen=LOOPBACK, silence=30.0) as agent:
@@ -75,7 +75,7 @@ def test_wait_gives_up_after_its_time_and_the_transfer_goes_on(targets: Targets)
         assert moved.nbytes == BIG
 
 
-def test_the_event_descriptor_is_readable_when_the_transfer_ended_and_not_before(targets: Targets) -> None:
+def test_the_event_descriptor_is_readable_only_after_the_transfer_ended(targets: Targets) -> None:
     target = targets(BIG)
     mine = Memory(BIG)
     with kvferry.Agent(listen=LOOPBACK, silence=30.0) as agent:
@@ -91,7 +91,7 @@ def test_the_event_descriptor_is_readable_when_the_transfer_ended_and_not_before
         assert select.select([fd], [], [], 0)[0] == [fd]
 
 
-def test_a_cancelled_transfer_ends_as_cancelled_and_touches_its_memory_no_more(targets: Targets) -> None:
+def test_a_cancelled_transfer_no_longer_accesses_its_memory(targets: Targets) -> None:
     target = targets(BIG)
     mine = Memory(BIG)
     with kvferry.Agent(listen=LOOPBACK) as agent:
@@ -110,7 +110,7 @@ def test_a_cancelled_transfer_ends_as_cancelled_and_touches_its_memory_no_more(t
         assert target.child.run(r"memory.map.find(b'\xee')") == -1
 
 
-def test_a_dropped_handle_cancels_nothing(agent: kvferry.Agent, target: Target) -> None:
+def test_dropping_a_transfer_does_not_cancel_it(agent: kvferry.Agent, target: Target) -> None:
     mine = Memory(1 << 20)
     agent.peer(target.address).write_async(mine.addr, target.base, 1 << 20, notify=("there", b""))
     assert target.child.run("agent.wait_notification(10).name") == "there"
@@ -123,7 +123,7 @@ def test_transfers_can_be_awaited(agent: kvferry.Agent, target: Target) -> None:
 
     async def both() -> tuple[int, int]:
         one = peer.write_async(mine.addr, target.base, 1 << 20)
-        # The same one twice, too: each waiter has its own descriptor.
+        # Also the same transfer twice: each waiter has its own descriptor.
         first, again, other = await asyncio.gather(
             asyncio.ensure_future(one), asyncio.ensure_future(one), peer.read_async(mine.addr, target.base, 100)
         )
@@ -143,13 +143,13 @@ def test_an_awaited_failure_is_raised(agent: kvferry.Agent) -> None:
         asyncio.run(fail())
 
 
-def test_many_transfers_are_awaited_at_once_and_no_descriptor_is_left(agent: kvferry.Agent, target: Target) -> None:
+def test_awaiting_many_transfers_at_once_leaks_no_descriptor(agent: kvferry.Agent, target: Target) -> None:
     mine = Memory(1 << 20)
     peer = agent.peer(target.address)
     peer.connect()
 
     def open_descriptors() -> int:
-        # Streams are kept for the next transfer, and how many there are depends on who came first.
+        # Streams are kept for later transfers; their number depends on the order of the transfers.
         return len(os.listdir("/proc/self/fd")) - agent.stats()["streams"]
 
     async def many() -> int:
@@ -159,11 +159,11 @@ def test_many_transfers_are_awaited_at_once_and_no_descriptor_is_left(agent: kvf
     assert asyncio.run(many()) == 200 * 4096
     before = open_descriptors()
     assert asyncio.run(many()) == 200 * 4096
-    # One more may be opening.
+    # One more stream may be opening.
     eventually(lambda: open_descriptors() <= before)
 
 
-def test_a_cancelled_task_cancels_its_transfer_and_the_loop_stays_free(targets: Targets) -> None:
+def test_a_cancelled_task_cancels_its_transfer_and_does_not_block_the_loop(targets: Targets) -> None:
     target = targets(BIG)
     mine = Memory(BIG)
 

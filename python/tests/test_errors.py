@@ -1,4 +1,4 @@
-"""Exceptions: one class per kind, and Python's own families."""
+"""Exceptions: one class per kind, and their builtin base classes."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_every_kind_has_a_class_of_its_name() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_keeps_what_it_knows_when_it_is_pickled(kind: str) -> None:
+def test_pickling_an_error_keeps_its_attributes(kind: str) -> None:
     error = BY_KIND[kind]("what happened", quiesced=False, context={"peer": "a:1"})
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is BY_KIND[kind]
     assert (str(again), again.quiesced, again.context) == ("what happened", False, {"peer": "a:1"})
 
 
-def test_errors_belong_to_the_families_that_programs_catch() -> None:
+def test_errors_are_subclasses_of_the_matching_builtins() -> None:
     for cls, family in (
         (kvferry.DeadlineError, TimeoutError),
         (kvferry.UnreachableError, ConnectionError),
@@ -76,7 +76,7 @@ def test_errors_belong_to_the_families_that_programs_catch() -> None:
         assert issubclass(cls, family)
 
 
-def test_a_raised_error_is_one_line_with_its_facts(agent: kvferry.Agent) -> None:
+def test_an_error_message_is_one_line_with_its_context(agent: kvferry.Agent) -> None:
     with pytest.raises(kvferry.UnreachableError) as caught:
         agent.peer("127.0.0.1:1").connect()
     error = caught.value

@@ -1,4 +1,4 @@
-"""Ctrl-C in every call that can block: KeyboardInterrupt soon, and the process goes on."""
+"""Ctrl-C in every call that can block raises KeyboardInterrupt soon, and the process can go on."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_ctrl_c_ends(name: str, targets: Callable[..., Target], children: Callab
     target = targets(BIG)
     caller = children(SETUP % target.address, env={"KVFERRY_SILENCE_MS": str(int(SILENCE * 1000))})
     if name != "connect":
-        # With a stream open, so that bytes can be under way.
+        # Open a stream, so that bytes can be in flight.
         caller.run(f"peer.write(mine.addr, {target.base}, 64)")
         assert caller.run(f"engine.transfer_sync_write(session, mine.addr, {target.base}, 64)") == 0
-    # Stopped for less than the silence limit when Ctrl-C comes: it is Ctrl-C that ends the call.
+    # The peer is stopped for less than the silence limit: Ctrl-C ends the call, not the silence.
     target.child.send(signal.SIGSTOP)
     if "identity" in code:
-        # More than the kernels' buffers hold: it runs until the peer goes on.
+        # More bytes than the kernels' buffers hold: the transfer runs until the peer continues.
         big = f"identity = engine.batch_transfer_async_write(session, [mine.addr], [{target.base}], [{BIG}]); identity"
         assert caller.run(big) > 0
     caller.start(code % target.base if "%d" in code else code)
@@ -73,7 +73,7 @@ def test_ctrl_c_ends(name: str, targets: Callable[..., Target], children: Callab
     assert took < 3 * (slack + 0.1), f"{took:.2f} s"
     target.child.send(signal.SIGCONT)
 
-    # The process lives on, and so does what it has.
+    # The process and its objects still work.
     assert caller.run("1 + 1") == 2
 
     def works() -> bool:
@@ -82,7 +82,7 @@ def test_ctrl_c_ends(name: str, targets: Callable[..., Target], children: Callab
                 caller.run(f"agent.peer({target.address!r}).write(mine.addr, {target.base}, 4096).nbytes == 4096")
             )
         except ChildError:
-            return False  # until the stopped peer has noticed that its old session is void
+            return False  # until the stopped peer has noticed the end of its old session
 
     eventually(works)
     assert caller.finish() == (0, "")
@@ -104,7 +104,7 @@ def test_another_signal_whose_handler_returns_does_not_end_a_call(
     assert caller.run("seen") == [1]
 
 
-def test_a_signal_is_answered_while_the_call_still_runs(
+def test_a_signal_handler_runs_while_the_call_goes_on(
     targets: Callable[..., Target], children: Callable[..., Child]
 ) -> None:
     target = targets(BIG)
@@ -126,7 +126,7 @@ def test_a_signal_is_answered_while_the_call_still_runs(
     assert caller.result() == (1, True, True)
 
 
-def test_threads_other_than_the_main_one_are_not_disturbed_by_ctrl_c(
+def test_ctrl_c_does_not_interrupt_calls_of_other_threads(
     targets: Callable[..., Target], children: Callable[..., Child]
 ) -> None:
     target = targets(BIG)

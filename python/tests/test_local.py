@@ -71,7 +71,7 @@ def test_a_notification_comes_after_the_bytes(agent: kvferry.Agent, there: Child
     )
 
 
-def test_the_transports_named_are_the_transports_used(children: Callable[..., Child], there: Child) -> None:
+def test_the_transports_setting_selects_the_transport(children: Callable[..., Child], there: Child) -> None:
     with kvferry.Agent(listen="127.0.0.1:0", transports="tcp") as agent:
         summary = agent.peer(there.run("agent.address")).connect()
         assert summary.transport == "tcp"
@@ -82,7 +82,7 @@ def test_a_buffer_is_held_while_a_stopped_process_may_write_to_it(
     agent: kvferry.Agent, children: Callable[..., Child]
 ) -> None:
     class Buffer(bytearray):
-        """One that can be watched."""
+        """A bytearray that takes weak references."""
 
     writer = children(
         """
@@ -126,7 +126,7 @@ def write(address, at):
     eventually(lambda: not region.is_quarantined)
     agent.unregister(region)
     gc.collect()
-    assert gone() is None, "the buffer is let go"
+    assert gone() is None, "the buffer was released"
 
 
 def test_other_threads_run_while_many_bytes_are_copied(agent: kvferry.Agent, children: Callable[..., Child]) -> None:
@@ -151,7 +151,7 @@ def test_other_threads_run_while_many_bytes_are_copied(agent: kvferry.Agent, chi
     assert ticks > 20, ticks
 
 
-def test_mooncakes_surface_moves_bytes_within_the_host(children: Callable[..., Child]) -> None:
+def test_the_mooncake_engine_uses_local_copies_within_the_host(children: Callable[..., Child]) -> None:
     start = """
 from kvferry.mooncake import TransferEngine
 engine = TransferEngine()

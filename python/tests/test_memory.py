@@ -16,7 +16,7 @@ from kit import Memory
 
 
 class Buffer(bytearray):
-    """A bytearray that can be watched."""
+    """A bytearray that takes weak references."""
 
 
 def test_a_registered_buffer_is_held_until_it_is_unregistered(agent: kvferry.Agent) -> None:
@@ -34,7 +34,7 @@ def test_a_registered_buffer_is_held_until_it_is_unregistered(agent: kvferry.Age
     assert not region.is_registered
 
 
-def test_dropping_the_region_object_lets_go_of_nothing(agent: kvferry.Agent) -> None:
+def test_dropping_the_region_object_does_not_release_the_buffer(agent: kvferry.Agent) -> None:
     buffer = Buffer(100)
     watched = weakref.ref(buffer)
     agent.register(buffer)
@@ -47,7 +47,7 @@ def test_dropping_the_region_object_lets_go_of_nothing(agent: kvferry.Agent) -> 
 
 
 @pytest.mark.parametrize("end", ["shutdown", "drop", "with"])
-def test_an_agent_that_ends_lets_go_of_its_buffers(end: str) -> None:
+def test_an_agent_that_ends_releases_its_buffers(end: str) -> None:
     agent = kvferry.Agent(listen=LOOPBACK)
     buffer = Buffer(100)
     watched = weakref.ref(buffer)
@@ -63,7 +63,7 @@ def test_an_agent_that_ends_lets_go_of_its_buffers(end: str) -> None:
     assert watched() is None
 
 
-def test_an_agent_lives_as_long_as_what_came_from_it(target: Target) -> None:
+def test_an_agent_lives_as_long_as_the_objects_that_refer_to_it(target: Target) -> None:
     agent = kvferry.Agent(listen=LOOPBACK)
     peer = agent.peer(target.address)
     del agent
@@ -82,7 +82,7 @@ def test_an_agent_lives_as_long_as_what_came_from_it(target: Target) -> None:
     ],
     ids=["bytearray", "memoryview", "mmap", "array"],
 )
-def test_any_writable_memory_in_one_piece_can_be_registered(agent: kvferry.Agent, target: Target, make: Any) -> None:
+def test_any_contiguous_writable_memory_can_be_registered(agent: kvferry.Agent, target: Target, make: Any) -> None:
     buffer = make()
     region = agent.register(buffer)
     assert region.nbytes == len(region) == 64
@@ -93,7 +93,7 @@ def test_any_writable_memory_in_one_piece_can_be_registered(agent: kvferry.Agent
     assert memoryview(buffer).cast("B")[:].tobytes() == bytes(range(64))
 
 
-def test_numpy_arrays_are_memory(agent: kvferry.Agent, target: Target) -> None:
+def test_numpy_arrays_can_be_registered(agent: kvferry.Agent, target: Target) -> None:
     numpy = pytest.importorskip("numpy")
     values = numpy.arange(1000, dtype=numpy.float32).reshape(10, 100)
     region = agent.register(values)
@@ -102,7 +102,7 @@ def test_numpy_arrays_are_memory(agent: kvferry.Agent, target: Target) -> None:
     batch.push(region, 0, target.region, 0, 4000)
     agent.peer(target.address).write(batch)
     assert target.bytes(0, 4000) == values.tobytes()
-    with pytest.raises(ValueError, match="one piece"):
+    with pytest.raises(ValueError, match="contiguous"):
         agent.register(values[:, ::2])
     values.flags.writeable = False
     with pytest.raises(TypeError, match="read-only"):
@@ -110,7 +110,7 @@ def test_numpy_arrays_are_memory(agent: kvferry.Agent, target: Target) -> None:
 
 
 class Tensor:
-    """What of torch's tensors is looked at; torch itself is too much for these tests."""
+    """The part of torch.Tensor that kvferry uses; torch itself is too large for these tests."""
 
     def __init__(self, nbytes: int, device: str = "cpu", contiguous: bool = True) -> None:
         self.memory = Memory(max(nbytes, 1))
@@ -129,7 +129,7 @@ class Tensor:
         return self._contiguous
 
 
-def test_tensors_are_memory_if_they_are_in_host_memory_and_contiguous(agent: kvferry.Agent) -> None:
+def test_contiguous_tensors_in_host_memory_can_be_registered(agent: kvferry.Agent) -> None:
     tensor = Tensor(4096)
     watched = weakref.ref(tensor)
     region = agent.register(tensor)
@@ -161,20 +161,20 @@ def test_tensors_are_memory_if_they_are_in_host_memory_and_contiguous(agent: kvf
         ((2**64 - 8, 16), kvferry.InvalidArgumentError),
     ],
 )
-def test_what_is_no_memory_is_refused(agent: kvferry.Agent, what: Any, error: type[Exception]) -> None:
+def test_an_object_without_memory_is_refused(agent: kvferry.Agent, what: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         agent.register(what)
     assert agent.regions() == []
 
 
-def test_access_is_one_of_four_words(agent: kvferry.Agent) -> None:
+def test_access_is_one_of_four_strings(agent: kvferry.Agent) -> None:
     for access in ("rw", "r", "w", "none"):
         assert agent.register(bytearray(8), access).access == access
     with pytest.raises(ValueError, match="access"):
         agent.register(bytearray(8), "x")  # type: ignore[arg-type]
 
 
-def test_overlapping_memory_is_refused_and_a_batch_is_registered_whole_or_not_at_all(agent: kvferry.Agent) -> None:
+def test_overlapping_memory_is_refused_and_a_batch_is_registered_as_a_whole(agent: kvferry.Agent) -> None:
     memory = Memory(4096)
     first = agent.register((memory.addr, 100))
     with pytest.raises(kvferry.OverlapError) as caught:
@@ -194,7 +194,7 @@ def test_overlapping_memory_is_refused_and_a_batch_is_registered_whole_or_not_at
     assert agent.regions() == [first]
 
 
-def test_a_region_is_unregistered_once(agent: kvferry.Agent) -> None:
+def test_a_region_can_be_unregistered_once(agent: kvferry.Agent) -> None:
     region = agent.register(bytearray(10))
     agent.unregister(region)
     with pytest.raises(kvferry.NotRegisteredError):
@@ -253,7 +253,7 @@ def test_numpy_sees_allocated_memory_without_a_copy(agent: kvferry.Agent) -> Non
     assert values.sum() == 28
 
 
-def test_only_allocated_memory_is_shown(agent: kvferry.Agent) -> None:
+def test_only_allocated_memory_can_be_viewed(agent: kvferry.Agent) -> None:
     region = agent.register(bytearray(10))
     for look in (region.memory, lambda: region.read_at(0, 1), lambda: region.write_at(0, b"x")):
         with pytest.raises(kvferry.UnsupportedError):
@@ -275,6 +275,6 @@ def test_thousands_of_regions_are_registered_in_milliseconds(agent: kvferry.Agen
     regions = agent.register_batch(ranges)
     took = time.perf_counter() - began
     assert len(regions) == 10_000
-    # 20 ms is what is promised on a quiet machine; see CONTRIBUTING on time bounds.
+    # The bound on a quiet machine is 20 ms; CONTRIBUTING explains the factor.
     assert took < 0.06
     agent.unregister_batch(regions)

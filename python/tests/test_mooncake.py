@@ -1,7 +1,7 @@
 """`kvferry.mooncake` against the surface of `mooncake.engine`: signatures, return codes, tolerance.
 
-The outcomes in `SCRIPT` are what mooncake-transfer-engine-non-cuda 0.3.13.post1 answers to the same calls; where kvferry
-is meant to differ, the line says so. `test_stock_mooncake.py` asks the real one.
+The outcomes in `SCRIPT` are those of mooncake-transfer-engine-non-cuda 0.3.13.post1; a comment marks an intended
+difference. `test_stock_mooncake.py` runs the script with stock Mooncake.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def there(servers: Callable[..., Server]) -> Server:
     return servers()
 
 
-def test_vllm_s_five_calls(servers: Callable[..., Server]) -> None:
-    """What vLLM's MooncakeConnector does, and no more."""
+def test_the_five_calls_of_vllm(servers: Callable[..., Server]) -> None:
+    """The calls of vLLM's MooncakeConnector, and no others."""
     decode = servers(8 << 20)
     prefill = mooncake.TransferEngine()
     assert prefill.initialize("127.0.0.1", P2P, "tcp", "") == 0
@@ -106,7 +106,7 @@ def test_ten_threads_write_on_one_engine_at_once(here: mooncake.TransferEngine, 
         for call in range(calls):
             first = (thread * calls + call) * blocks
             at = [(first + i) * block for i in range(blocks)]
-            # Backwards, so that nothing can be joined.
+            # In descending order, so that no two blocks can be merged.
             codes.append(
                 here.batch_transfer_sync_write(
                     there.session,
@@ -143,7 +143,7 @@ def test_a_batch_of_70000_elements_is_one_call(here: mooncake.TransferEngine, se
 
 
 # Label, expression, outcome. `a` calls, `b` is the other engine (in the same process), `T` its session; `ad` and `bd` are
-# the addresses of two pages-aligned mebibytes; of b's, the first 64 KiB are registered when the third block begins.
+# the addresses of 1 MiB each; the first 64 KiB of b's are registered when the third block begins.
 SCRIPT: list[tuple[str, Any]] = [
     # initialize
     ("E().initialize('127.0.0.1', P2P, 'bogus', '')", 0),
@@ -258,7 +258,7 @@ SCRIPT: list[tuple[str, Any]] = [
     ("a.send_probe('127.0.0.1')", -102),
     ("a.send_probe('')", -101),
     ("a.send_probe('a:b:c')", -101),
-    # what is left
+    # the rest
     ("list(json.loads(a.get_local_topology()))[0], a.get_local_topology('mlx5_0') == a.get_local_topology()", ("cpu:0", True)),
     ("a.get_local_topology(device_name=None) == a.get_local_topology()", True),
     ("type(a.get_engine()).__name__, a.get_engine_ptr() > 0", ("InnerTransferEngine", True)),
@@ -287,7 +287,7 @@ T = f"127.0.0.1:{{b.get_rpc_port()}}"
 
 
 def outcomes(child: Child) -> list[tuple[str, Any, Any]]:
-    """What differs from the script: expression, expected, answered."""
+    """The differences from the script: expression, expected, actual."""
     code = f"""
     script = {[expression for expression, _ in SCRIPT]!r}
     answers = []
@@ -322,7 +322,7 @@ def test_every_call_answers_as_mooncake_does(children: Callable[..., Child]) -> 
         ("unmapped locally", 1, 0, 10),
     ],
 )
-def test_a_bad_range_is_minus_one_and_the_next_call_works_at_once(
+def test_an_invalid_range_returns_minus_one_and_the_next_call_succeeds(
     here: mooncake.TransferEngine, there: Server, what: str, local: int | None, remote: int | None, nbytes: int
 ) -> None:
     mine = Memory(4096)
@@ -338,7 +338,7 @@ def test_a_bad_range_is_minus_one_and_the_next_call_works_at_once(
     assert time.monotonic() - began < 0.3
 
 
-def test_nonsense_is_not_registered(here: mooncake.TransferEngine) -> None:
+def test_invalid_ranges_are_not_registered(here: mooncake.TransferEngine) -> None:
     assert here.register_memory(0, 10) == -1
     assert here.register_memory(2**64 - 1, 10) == -1
     assert here.batch_register_memory([4096, 8192], [10]) == -1
@@ -364,24 +364,22 @@ def test_a_call_before_initialize_fails_and_does_not_crash() -> None:
     assert "initialize" in engine.last_error()
 
 
-def test_an_id_that_is_stale_or_made_up_is_minus_one(here: mooncake.TransferEngine, there: Server) -> None:
+def test_a_stale_or_made_up_id_returns_minus_one(here: mooncake.TransferEngine, there: Server) -> None:
     mine = Memory(4096)
     identity = here.batch_transfer_async_write(there.session, [mine.addr], [there.base], [10])
     assert here.get_batch_transfer_status([identity]) == 0
     assert here.get_batch_transfer_status([identity]) == -1
     assert here.transfer_check_status(identity) == -1
-    for nonsense in (0, 1 << 40, 0x7F0000000000, 2**64 - 1):
-        assert here.get_batch_transfer_status([nonsense]) == -1
-        assert here.transfer_check_status(nonsense) == -1
+    for unknown in (0, 1 << 40, 0x7F0000000000, 2**64 - 1):
+        assert here.get_batch_transfer_status([unknown]) == -1
+        assert here.transfer_check_status(unknown) == -1
     other = engine()
     identity = here.batch_transfer_async_write(there.session, [mine.addr], [there.base], [10])
     assert other.get_batch_transfer_status([identity]) == -1
     assert here.get_batch_transfer_status([identity, identity]) == -1
 
 
-def test_a_failed_batch_fails_as_a_whole_and_all_its_ids_are_used_up(
-    here: mooncake.TransferEngine, there: Server
-) -> None:
+def test_waiting_for_a_failed_transfer_uses_up_all_ids(here: mooncake.TransferEngine, there: Server) -> None:
     mine = Memory(4096)
     good = here.batch_transfer_async_write(there.session, [mine.addr], [there.base], [10])
     bad = here.batch_transfer_async_write(there.session, [mine.addr], [1], [10])
@@ -424,14 +422,14 @@ def test_managed_buffers_are_registered_distinct_and_used_again(here: mooncake.T
     assert [here.free_managed_buffer(addr, 8192) for addr in many] == [0] * 1000
 
 
-def test_bytes_are_copied_no_further_than_they_go(here: mooncake.TransferEngine) -> None:
+def test_copying_more_bytes_than_given_is_refused(here: mooncake.TransferEngine) -> None:
     buffer = here.allocate_managed_buffer(100)
     assert here.write_bytes_to_buffer(buffer, b"abc", 4) == -1
     assert here.write_bytes_to_buffer(0, b"abc", 3) == -1
     assert here.read_bytes_from_buffer(0, 3) == b""
 
 
-def test_a_peer_that_restarts_is_met_anew(here: mooncake.TransferEngine, servers: Callable[..., Server]) -> None:
+def test_a_peer_that_restarts_gets_a_new_session(here: mooncake.TransferEngine, servers: Callable[..., Server]) -> None:
     first = servers()
     mine = Memory(4096)
     assert here.transfer_sync_write(first.session, mine.addr, first.base, 100) == 0
@@ -449,7 +447,7 @@ def test_a_peer_that_restarts_is_met_anew(here: mooncake.TransferEngine, servers
     assert here.send_probe(third.session) == 0
 
 
-def test_a_stopped_peer_delays_no_call_beyond_the_silence_limit_and_no_other_peer(
+def test_a_stopped_peer_delays_calls_at_most_by_the_silence_limit_and_no_other_peer(
     servers: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import signal
@@ -473,7 +471,7 @@ def test_a_stopped_peer_delays_no_call_beyond_the_silence_limit_and_no_other_pee
     assert time.monotonic() - began < 3
 
 
-def test_the_listening_address_follows_the_host_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_listening_address_follows_the_local_hostname(monkeypatch: pytest.MonkeyPatch) -> None:
     def listening(engine: mooncake.TransferEngine) -> set[str]:
         port = f":{engine.get_rpc_port():04X}"
         lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}").readlines()[1:]]
@@ -487,7 +485,7 @@ def test_the_listening_address_follows_the_host_that_is_given(monkeypatch: pytes
     assert listening(engine("10.1.2.3")) == {"0100007F"}
 
 
-def test_the_environment_applies(servers: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_configures_the_engine(servers: Callable[..., Server], monkeypatch: pytest.MonkeyPatch) -> None:
     secretive = servers(env={"KVFERRY_SECRET": "s3cret"})
     mine = Memory(4096)
     innocent = engine()
@@ -502,7 +500,7 @@ def test_the_environment_applies(servers: Callable[..., Server], monkeypatch: py
     assert "s3cret" not in refused.last_error()
 
 
-def test_what_is_not_memory_transfer_says_so() -> None:
+def test_the_rest_of_mooncake_raises_not_implemented_error() -> None:
     assert not mooncake.SharedSegment.supported()
     for call in (
         mooncake.SharedSegment,

@@ -1,4 +1,4 @@
-"""Mooncake's HTTP metadata server: names instead of addresses, and Mooncake's own test of its engine."""
+"""Mooncake's HTTP metadata server: names instead of addresses, and the steps of Mooncake's own engine test."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_engines_find_each_other_by_name(server: MetadataServer, children: Calla
     assert here.send_probe("127.0.0.1:12345") == 0
     assert here.send_probe("127.0.0.1:1") == -200
     assert here.transfer_sync_write("127.0.0.1:1", mine.addr, base, 5) == -1
-    assert "knows no" in here.last_error()
+    assert "does not know" in here.last_error()
 
 
-def test_what_is_published_is_what_stock_engines_expect_and_is_taken_back(server: MetadataServer) -> None:
+def test_published_values_are_as_stock_engines_expect_and_are_deleted_at_the_end(server: MetadataServer) -> None:
     here = named("127.0.0.1:777", server)
     assert json.loads(server.values["mooncake/rpc_meta/127.0.0.1:777"]) == {
         "ip_or_host_name": "127.0.0.1",
@@ -79,12 +79,12 @@ def test_a_peer_that_restarts_under_its_name_is_found_again(
     for _ in range(2):
         target = children(TARGET.format(module="kvferry.mooncake", name="127.0.0.1:2000", url=server.url))
         base = target.run("buffer")
-        # The first call after the end of the earlier life may still be for that one.
+        # The first call after the restart may still go to the earlier process.
         eventually(lambda base=base: here.transfer_sync_write("127.0.0.1:2000", mine.addr, base, 5) == 0)
         target.kill()
 
 
-def test_a_server_that_fails_is_minus_200_and_what_it_does_not_know_is_not_registered(server: MetadataServer) -> None:
+def test_a_failing_server_returns_minus_200_and_memory_it_rejects_is_not_registered(server: MetadataServer) -> None:
     here, memory = named("127.0.0.1:777", server), Memory(4096)
     server.refusing = True
     assert here.register_memory(memory.addr, 4096) == -200
@@ -94,7 +94,7 @@ def test_a_server_that_fails_is_minus_200_and_what_it_does_not_know_is_not_regis
     assert here.send_probe("127.0.0.1:777") == 0
 
 
-def test_a_server_that_is_not_there_is_an_error_soon() -> None:
+def test_a_server_that_can_not_be_reached_is_an_error_soon() -> None:
     engine = mooncake.TransferEngine()
     began = time.monotonic()
     assert engine.initialize("127.0.0.1", "http://127.0.0.1:1/metadata", "tcp", "") == -1
@@ -104,13 +104,13 @@ def test_a_server_that_is_not_there_is_an_error_soon() -> None:
         assert engine.initialize("127.0.0.1", kind, "tcp", "") == -1
 
 
-def test_initialize_ext_names_the_kind_of_server_apart(server: MetadataServer) -> None:
+def test_initialize_ext_takes_the_type_of_the_server_apart(server: MetadataServer) -> None:
     engine = mooncake.TransferEngine()
     assert engine.initialize_ext("127.0.0.1:5", server.url.removeprefix("http://"), "tcp", "", "http") == 0
     assert "mooncake/rpc_meta/127.0.0.1:5" in server.values
 
 
-# ---- what Mooncake's CI does with two engines, as a specification
+# ---- the steps of Mooncake's CI with two engines
 
 
 def text(length: int) -> bytes:
@@ -140,7 +140,7 @@ def pair(request: pytest.FixtureRequest, server: MetadataServer, children: Calla
             import ctypes, signal, socket, subprocess, sys, time
             with socket.socket() as s: s.bind(("127.0.0.1", 0)); port = s.getsockname()[1]
             command = [sys.executable, "-m", "mooncake.http_metadata_server", "--host", "127.0.0.1", "--port", str(port)]
-            # It ends with this process, however that ends.
+            # Ends with this process, even if that is killed.
             end = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
             running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=end)
             for _ in range(500):
@@ -161,7 +161,7 @@ def pair(request: pytest.FixtureRequest, server: MetadataServer, children: Calla
     return Pair(here, f"127.0.0.1:{here.get_rpc_port()}", f"127.0.0.1:{target.run('engine.get_rpc_port()')}")
 
 
-def test_what_is_written_is_read_back_again_and_again(pair: Pair) -> None:
+def test_written_bytes_are_read_back_repeatedly(pair: Pair) -> None:
     for _ in range(1000):
         data = text(random.randint(16, 256))
         assert pair.engine.write_bytes_to_buffer(pair.own, data, len(data)) == 0
@@ -195,13 +195,13 @@ def test_batches_are_read_back(pair: Pair, way: str) -> None:
         assert [pair.engine.read_bytes_from_buffer(a, n) for a, n in zip(own, lengths, strict=True)] == blocks
 
 
-def test_who_is_there_is_probed_and_who_is_not_is_not(pair: Pair) -> None:
+def test_a_probe_tells_present_peers_from_absent_ones(pair: Pair) -> None:
     assert pair.engine.send_probe(pair.target) == 0
     assert pair.engine.send_probe("unreachable_peer:9") != 0
     assert pair.engine.batch_transfer_async_write("unreachable_peer:9", [pair.own], [pair.there], [64]) == 0
 
 
-def test_a_stock_initiator_writes_to_us_by_name(
+def test_a_stock_initiator_writes_to_kvferry_by_name(
     server: MetadataServer, children: Callable[..., Child], stock_python: str
 ) -> None:
     here, memory = named("127.0.0.1:777", server), Memory(8192)

@@ -1,4 +1,4 @@
-"""What a call through Python costs over the same call from Rust."""
+"""The cost of a call from Python over the same call from Rust."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 16
 
 
 def median_us(calls: dict[str, Callable[[], Any]], rounds: int = 60, repeats: int = 5) -> dict[str, float]:
-    """The calls taken in turn, so that a slow moment of the machine is everybody's."""
+    """Runs the calls in turn, so that a slow moment of the machine affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -45,7 +45,7 @@ def test_1024_descriptors_cost_at_most_150_us_over_a_prepared_batch(
     peer = agent.peer(target.address)
     engine = kvferry.mooncake.TransferEngine()
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
-    # The batch is made: what is left is the Rust call, and a few hundred nanoseconds.
+    # "batch" is prepared: its call is the Rust call plus a few hundred nanoseconds.
     us = median_us(
         {
             "batch": lambda: peer.write(batch),
@@ -58,5 +58,5 @@ def test_1024_descriptors_cost_at_most_150_us_over_a_prepared_batch(
     over = {name: round(value - us["batch"], 1) for name, value in us.items()}
     print(f"\n1024 descriptors: {us['batch']:.0f} us prepared; over it, in us: {over}")
     record_property("over_us", str(over))
-    # The promise is 150 us on a quiet machine; tests run on machines that are not.
+    # The bound on a quiet machine is 150 us; tests also run on busy ones.
     assert max(over.values()) < 150 * 3

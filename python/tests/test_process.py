@@ -1,4 +1,4 @@
-"""The host process is not ours: its end, its forks, its threads, its stderr."""
+"""What kvferry does to its host process: exit, forks, threads, stderr."""
 
 from __future__ import annotations
 
@@ -43,14 +43,36 @@ peer.write(batch)
         "other.shutdown()",
     ],
 )
-def test_the_interpreter_ends_cleanly_with_everything_still_open(end: str) -> None:
+def test_the_interpreter_exits_cleanly_with_open_objects(end: str) -> None:
     began = time.monotonic()
     ended = run_python(START + end)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     assert time.monotonic() - began < 10
 
 
-def test_the_interpreter_ends_cleanly_while_a_peer_is_silent(target: Target) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        "agent.wait_notification()",
+        "[peer.write(batch) for _ in range(10**9)]",
+        "[peer.write_async(batch).wait() for _ in range(10**9)]",
+        "[peer.probe() for _ in range(10**9)]",
+        "[agent.unregister(agent.register(bytearray(64))) for _ in range(10**9)]",
+    ],
+)
+def test_an_atexit_callback_can_join_a_thread_that_is_inside_a_call(call: str) -> None:
+    began = time.monotonic()
+    ended = run_python(
+        # Callbacks run in reverse order: this one runs after kvferry's own, which `import kvferry` registers.
+        "import atexit; atexit.register(lambda: (thread.join(), print('joined')))\n"
+        + START
+        + f"thread = threading.Thread(target=lambda: {call}, daemon=True); thread.start(); time.sleep(0.3)"
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "joined\n", "")
+    assert time.monotonic() - began < 10
+
+
+def test_the_interpreter_exits_cleanly_while_a_peer_is_silent(target: Target) -> None:
     target.child.send(signal.SIGSTOP)
     ended = run_python(
         f"""
@@ -66,7 +88,7 @@ def test_the_interpreter_ends_cleanly_while_a_peer_is_silent(target: Target) -> 
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def test_ctrl_c_ends_a_program_the_ordinary_way(target: Target) -> None:
+def test_ctrl_c_ends_a_program_as_usual(target: Target) -> None:
     target.child.send(signal.SIGSTOP)
     program = subprocess.Popen(
         [
@@ -90,7 +112,9 @@ def test_ctrl_c_ends_a_program_the_ordinary_way(target: Target) -> None:
     assert "panicked" not in stderr
 
 
-def test_after_a_fork_every_call_says_so_and_the_parent_goes_on(agent: object, children: Callable[..., Child]) -> None:
+def test_after_a_fork_every_call_raises_forked_error_and_the_parent_goes_on(
+    agent: object, children: Callable[..., Child]
+) -> None:
     child = children(START + "import kvferry.mooncake; engine = kvferry.mooncake.TransferEngine()")
     child.run(
         "engine.initialize('127.0.0.1', 'P2PHANDSHAKE', 'tcp', ''); transfer = peer.write_async(batch); transfer.wait()"
@@ -115,6 +139,8 @@ def test_after_a_fork_every_call_says_so_and_the_parent_goes_on(agent: object, c
         "peer.notify(('a', b''))",
         "peer.connect()",
         "peer.regions()",
+        "peer.region('kv')",
+        "agent.region('kv')",
         "peer.probe()",
         "peer.transport",
         "peer.disconnect()",
@@ -124,26 +150,26 @@ def test_after_a_fork_every_call_says_so_and_the_parent_goes_on(agent: object, c
         "transfer.done()",
         "transfer.fileno()",
     ]
-    said = child.run(
+    result = child.run(
         f"""
         import json
         r, w = os.pipe()
         pid = os.fork()
         if pid == 0:
-            said = {{}}
+            answers = {{}}
             for call in {calls!r}:
-                try: said[call] = repr(eval(call))
-                except BaseException as e: said[call] = type(e).__name__
-            said["mooncake"] = [engine.register_memory(4096, 10), engine.transfer_sync_write("127.0.0.1:1", 1, 1, 1),
+                try: answers[call] = repr(eval(call))
+                except BaseException as e: answers[call] = type(e).__name__
+            answers["mooncake"] = [engine.register_memory(4096, 10), engine.transfer_sync_write("127.0.0.1:1", 1, 1, 1),
                                 engine.get_rpc_port(), engine.get_notifies(), engine.get_batch_transfer_status([1]),
                                 engine.allocate_managed_buffer(10), engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""),
                                 "forked" in engine.last_error()]
             fresh = kvferry.Agent(listen="127.0.0.1:0")
-            said["fresh"] = fresh.peer(other.address).write([local.addr], [remote.addr], [10]).nbytes
+            answers["fresh"] = fresh.peer(other.address).write([local.addr], [remote.addr], [10]).nbytes
             fresh.shutdown()
             with agent: pass
             del agent, peer, transfer
-            os.write(w, json.dumps(said).encode())
+            os.write(w, json.dumps(answers).encode())
             os._exit(0)
         os.close(w)
         text = b""
@@ -152,7 +178,7 @@ def test_after_a_fork_every_call_says_so_and_the_parent_goes_on(agent: object, c
         json.loads(text), os.waitpid(pid, 0)[1]
         """
     )
-    answers, status = said
+    answers, status = result
     assert status == 0
     assert answers.pop("mooncake") == [-1, -1, 0, [], -1, 0, -1, True]
     assert answers.pop("fresh") == 10
@@ -161,7 +187,7 @@ def test_after_a_fork_every_call_says_so_and_the_parent_goes_on(agent: object, c
     assert child.finish() == (0, "")
 
 
-def test_a_forked_child_ends_the_ordinary_way(children: Callable[..., Child]) -> None:
+def test_a_forked_child_exits_as_usual(children: Callable[..., Child]) -> None:
     ended = run_python(
         START
         + """
@@ -245,14 +271,14 @@ def test_other_threads_run_while_a_call_blocks(
     assert counted > took * 100
 
 
-def test_nothing_is_printed_unless_asked() -> None:
+def test_nothing_is_printed_without_kvferry_log() -> None:
     program = START + "agent.peer('127.0.0.1:1')\ntry: agent.peer('127.0.0.1:1').connect()\nexcept kvferry.Error: pass"
     assert run_python(program).stderr == ""
     assert run_python(program, env={"KVFERRY_LOG": ""}).stderr == ""
     assert run_python(program, env={"KVFERRY_LOG": "kvferry=oops,,=,"}).returncode == 0
-    told = run_python(program, env={"KVFERRY_LOG": "info"})
-    assert told.returncode == 0
-    assert "agent started" in told.stderr
+    logged = run_python(program, env={"KVFERRY_LOG": "info"})
+    assert logged.returncode == 0
+    assert "agent started" in logged.stderr
     assert run_python(program, env={"KVFERRY_LOG": "info", "KVFERRY_SECRET": "hunter2"}).stderr.count("hunter2") == 0
 
 
@@ -268,7 +294,7 @@ def wakes():
 
 
 def test_an_idle_agent_with_live_sessions_sleeps(target: Target) -> None:
-    # What a wake costs is the machine's business, from microseconds to milliseconds.
+    # Count wake-ups instead of CPU time: the cost of a wake-up varies by machine.
     child = Child(START)
     with child:
         child.run(WAKES)
@@ -277,11 +303,11 @@ def test_an_idle_agent_with_live_sessions_sleeps(target: Target) -> None:
         before = child.run("wakes()")
         time.sleep(4)
         woken = child.run("wakes()") - before
-    # Two agents and a session between them: a beat each a second, and its answer.
+    # Two agents with a session: each sends one heartbeat per second and answers one.
     assert 0 < woken <= 4 * 6 * 3
 
 
-def test_agents_come_and_go_without_a_trace(children: Callable[..., Child]) -> None:
+def test_agents_leak_no_descriptor_and_no_thread(children: Callable[..., Child]) -> None:
     child = children("import kvferry, os, threading")
     code = """
     for _ in range(50):

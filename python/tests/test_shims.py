@@ -1,4 +1,4 @@
-"""`KVFERRY_SHIMS=mooncake`: unchanged programs get kvferry, and a real Mooncake is not touched."""
+"""`KVFERRY_SHIMS=mooncake`: unchanged programs get kvferry; an installed Mooncake stays unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def no_mooncake_here() -> None:
         pytest.skip("a real mooncake is installed in this environment")
 
 
-def test_without_the_variable_there_is_nothing_and_it_costs_nothing() -> None:
+def test_without_the_variable_nothing_is_imported() -> None:
     no_mooncake_here()
     for env in ({}, {"KVFERRY_SHIMS": ""}, {"KVFERRY_SHIMS": "nixl"}):
         ended = run_python(WHERE, env=env)
@@ -31,7 +31,7 @@ def test_without_the_variable_there_is_nothing_and_it_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("value", ["mooncake", " mooncake ", "nixl,mooncake", "mooncake,nixl"])
-def test_with_it_mooncake_engine_is_kvferry_s(value: str) -> None:
+def test_with_the_variable_mooncake_engine_is_kvferrys(value: str) -> None:
     ended = run_python(WHERE, env={"KVFERRY_SHIMS": value})
     assert (ended.stdout, ended.stderr) == ("kvferry.mooncake mooncake.engine\n", "")
 
@@ -41,7 +41,7 @@ def test_an_interpreter_that_does_not_import_mooncake_does_not_load_kvferry() ->
     assert (ended.stdout, ended.stderr) == ("False False\n", "")
 
 
-def test_everything_of_mooncake_engine_is_there_by_its_own_name() -> None:
+def test_all_names_of_mooncake_engine_exist() -> None:
     ended = run_python(
         """
         from mooncake.engine import *
@@ -62,7 +62,7 @@ def test_everything_of_mooncake_engine_is_there_by_its_own_name() -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A stand-in for a real Mooncake on the path."""
+    """A fake Mooncake on the path."""
     package = tmp_path / "site" / "mooncake"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("real = True\n")
@@ -71,7 +71,7 @@ def installed(tmp_path: Path) -> Path:
     return package.parent
 
 
-def test_an_installed_mooncake_stays_reachable_and_untouched(installed: Path) -> None:
+def test_the_rest_of_an_installed_mooncake_stays_reachable(installed: Path) -> None:
     before = {p: p.read_bytes() for p in installed.rglob("*.py")}
     program = """
     import mooncake, mooncake.engine, mooncake.store
@@ -86,8 +86,8 @@ def test_an_installed_mooncake_stays_reachable_and_untouched(installed: Path) ->
     assert {p: p.read_bytes() for p in installed.rglob("*.py")} == before
 
 
-def test_vllm_s_plugin_puts_the_shim_in_place_where_the_startup_file_was_not_read() -> None:
-    # -S: no site, so no .pth file; as in an interpreter that was embedded or isolated.
+def test_the_vllm_plugin_installs_the_shim_if_the_startup_file_was_not_read() -> None:
+    # -S skips site and so the .pth file, as in an embedded or isolated interpreter.
     paths = [p for p in sys.path if "site-packages" in p]
     program = f"""
     import sys
@@ -131,13 +131,13 @@ def test_the_plugin_is_the_only_entry_point_and_the_startup_file_lies_beside_the
 
 
 def test_a_broken_installation_does_not_break_interpreters(tmp_path: Path) -> None:
-    # A module of that name that fails comes first on the path.
+    # A broken module of that name is first on the path.
     (tmp_path / "_kvferry_shims.py").write_text("raise RuntimeError('broken')\n")
     ended = run_python("print('alive')", env=ON | {"PYTHONPATH": str(tmp_path)})
     assert (ended.stdout, ended.stderr) == ("alive\n", "")
 
 
-def test_child_processes_inherit_it() -> None:
+def test_child_processes_inherit_the_shim() -> None:
     ended = run_python(
         """
         import multiprocessing

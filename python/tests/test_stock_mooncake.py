@@ -1,4 +1,4 @@
-"""With the real Mooncake at the other end, in both directions."""
+"""Transfers with stock Mooncake, in both directions."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def stock_python() -> str:
     try:
         return stock.python()
     except stock.UnavailableError as why:
-        pytest.skip(f"REAL MOONCAKE IS NOT TESTED AGAINST: {why}")
+        pytest.skip(f"STOCK MOONCAKE IS NOT TESTED: {why}")
 
 
 @pytest.fixture
 def stocks(children: Callable[..., Child], stock_python: str) -> Callable[..., Server]:
-    """Starts engines of the real Mooncake, with registered memory."""
+    """Starts engines of stock Mooncake with registered memory."""
 
     def start(nbytes: int = 1 << 20, env: dict[str, str] | None = None) -> Server:
         child = children(python=stock_python, env=stock.QUIET | (env or {}), quiet=True)
@@ -62,30 +62,30 @@ def here() -> Iterator[Here]:
 
 @pytest.fixture(params=["v2", "v1"])
 def initiator(request: pytest.FixtureRequest, stocks: Callable[..., Server]) -> Server:
-    """A stock engine that calls us, by either version of Mooncake's protocol."""
+    """A stock engine that connects to kvferry, by either version of Mooncake's protocol."""
     return stocks(env={"MC_TCP_PROTO": "1"} if request.param == "v1" else None)
 
 
-# ---- the real one calls us
+# ---- stock to kvferry
 
 
-def test_the_real_one_writes_to_us(here: Here, initiator: Server) -> None:
+def test_stock_writes_to_kvferry(here: Here, initiator: Server) -> None:
     initiator.child.run("import os; memory[0:100000] = os.urandom(100000)")
     call = f"engine.transfer_sync_write({here.session!r}, memory.addr, {here.base + 5}, 100000)"
     assert initiator.child.run(call) == 0
     expected = initiator.bytes(0, 100_000)
-    # Version 1 returns before the bytes have arrived; that is Mooncake's.
+    # Version 1 of Mooncake's protocol returns before the bytes have arrived.
     eventually(lambda: here.memory[5:100_005] == expected)
 
 
-def test_the_real_one_reads_from_us(here: Here, initiator: Server) -> None:
+def test_stock_reads_from_kvferry(here: Here, initiator: Server) -> None:
     here.memory[0:100_000] = os.urandom(100_000)
     call = f"engine.transfer_sync_read({here.session!r}, memory.addr, {here.base + 7}, 99993)"
     assert initiator.child.run(call) == 0
     assert initiator.bytes(0, 99_993) == here.memory[7:100_000]
 
 
-def test_the_real_one_s_batches_land_where_they_should(here: Here, initiator: Server) -> None:
+def test_batches_of_stock_land_at_their_addresses(here: Here, initiator: Server) -> None:
     places = random.sample(range(256), 200)
     initiator.child.run("import os; memory[0:1 << 20] = os.urandom(1 << 20)")
     assert (
@@ -120,13 +120,13 @@ def test_the_real_one_s_batches_land_where_they_should(here: Here, initiator: Se
     assert initiator.bytes(0, 200 * BLOCK) == source
 
 
-def test_the_real_one_finds_and_probes_us(here: Here, stocks: Callable[..., Server]) -> None:
+def test_stock_finds_and_probes_kvferry(here: Here, stocks: Callable[..., Server]) -> None:
     there = stocks()
     assert there.child.run(f"engine.send_probe({here.session!r})") == 0
     assert there.child.run(f"engine.get_first_buffer_address({here.session!r})") == here.base
 
 
-def test_the_real_one_notifies_us(here: Here, stocks: Callable[..., Server]) -> None:
+def test_stock_notifies_kvferry(here: Here, stocks: Callable[..., Server]) -> None:
     there = stocks()
     call = f"engine.transfer_sync({here.session!r}, memory.addr, {here.base}, 64, TransferOpcode.Write, TransferNotify('n', 'wörd'))"
     assert there.child.run(call) == 0
@@ -135,7 +135,7 @@ def test_the_real_one_notifies_us(here: Here, stocks: Callable[..., Server]) -> 
 
 
 @pytest.mark.parametrize("offset", [(1 << 20) - 5, -5, 1 << 40])
-def test_the_real_one_s_request_out_of_bounds_is_refused_and_writes_nothing(
+def test_an_out_of_bounds_request_of_stock_is_refused_and_writes_nothing(
     here: Here, stocks: Callable[..., Server], offset: int
 ) -> None:
     there = stocks()
@@ -147,7 +147,7 @@ def test_the_real_one_s_request_out_of_bounds_is_refused_and_writes_nothing(
     )
 
 
-def test_the_real_one_reaches_only_what_is_registered_for_peers(stocks: Callable[..., Server]) -> None:
+def test_stock_reaches_only_regions_that_peers_may_access(stocks: Callable[..., Server]) -> None:
     there = stocks()
     memory = Memory(8192)
     with kvferry.Agent(listen=LOOPBACK, mooncake=True) as agent:
@@ -160,17 +160,17 @@ def test_the_real_one_reaches_only_what_is_registered_for_peers(stocks: Callable
         assert there.child.run(f"engine.transfer_sync_read{call}") == -1
 
 
-def test_with_a_secret_the_real_one_is_refused(stocks: Callable[..., Server]) -> None:
+def test_with_a_secret_stock_is_refused(stocks: Callable[..., Server]) -> None:
     there = stocks()
     with kvferry.Agent(listen=LOOPBACK, mooncake=True, secret="s3cret") as agent:
         region = agent.allocate(4096)
         assert there.child.run(f"engine.transfer_sync_write({agent.address!r}, memory.addr, {region.addr}, 10)") == -1
 
 
-# ---- we call the real one
+# ---- kvferry to stock
 
 
-def test_we_write_to_and_read_from_the_real_one(here: Here, stocks: Callable[..., Server]) -> None:
+def test_kvferry_writes_to_and_reads_from_stock(here: Here, stocks: Callable[..., Server]) -> None:
     there = stocks()
     here.memory[0 : 1 << 20] = os.urandom(1 << 20)
     assert here.engine.transfer_sync_write(there.session, here.base, there.base, 1 << 20) == 0, here.engine.last_error()
@@ -181,7 +181,7 @@ def test_we_write_to_and_read_from_the_real_one(here: Here, stocks: Callable[...
 
 
 @pytest.mark.parametrize("block", [1, 4096, 32 << 10])
-def test_our_batches_land_at_the_real_one_where_they_should(stocks: Callable[..., Server], block: int) -> None:
+def test_batches_of_kvferry_land_at_their_addresses_in_stock(stocks: Callable[..., Server], block: int) -> None:
     blocks = 1024
     here, there = Here(block * blocks), stocks(block * blocks)
     here.memory[0 : here.memory.nbytes] = os.urandom(here.memory.nbytes)
@@ -198,7 +198,7 @@ def test_our_batches_land_at_the_real_one_where_they_should(stocks: Callable[...
     assert here.memory[0 : block * blocks] == source
 
 
-def test_a_batch_of_70000_elements_is_one_call_to_the_real_one_too(stocks: Callable[..., Server]) -> None:
+def test_a_batch_of_70000_elements_is_one_call_to_stock(stocks: Callable[..., Server]) -> None:
     here, there = Here(70_000 * 64), stocks(70_000 * 64)
     here.memory[0 : 70_000 * 64] = os.urandom(70_000 * 64)
     order = random.sample(range(70_000), 70_000)
@@ -208,7 +208,7 @@ def test_a_batch_of_70000_elements_is_one_call_to_the_real_one_too(stocks: Calla
     assert digest == hashlib.sha256(here.memory.map).hexdigest()
 
 
-def test_ten_threads_write_to_the_real_one_at_once(stocks: Callable[..., Server]) -> None:
+def test_ten_threads_write_to_stock_at_once(stocks: Callable[..., Server]) -> None:
     size, calls, blocks, block = 32 << 20, 4, 100, 8192
     here, there = Here(size), stocks(size)
     here.memory[0:size] = os.urandom(1 << 20) * 32
@@ -231,7 +231,7 @@ def test_ten_threads_write_to_the_real_one_at_once(stocks: Callable[..., Server]
     assert digest == hashlib.sha256(memoryview(here.memory.map)[:moved]).hexdigest()
 
 
-def test_asynchronous_calls_to_the_real_one(here: Here, stocks: Callable[..., Server]) -> None:
+def test_asynchronous_calls_to_stock(here: Here, stocks: Callable[..., Server]) -> None:
     there = stocks()
     here.memory[0:4] = b"data"
     identity = here.engine.batch_transfer_async_write(there.session, [here.base], [there.base], [4])
@@ -243,7 +243,7 @@ def test_asynchronous_calls_to_the_real_one(here: Here, stocks: Callable[..., Se
     assert there.bytes(10, 4) == b"data"
 
 
-def test_we_find_probe_and_notify_the_real_one(here: Here, stocks: Callable[..., Server]) -> None:
+def test_kvferry_finds_probes_and_notifies_stock(here: Here, stocks: Callable[..., Server]) -> None:
     there = stocks()
     assert here.engine.send_probe(there.session) == 0
     assert here.engine.get_first_buffer_address(there.session) == there.base
@@ -256,7 +256,7 @@ def test_we_find_probe_and_notify_the_real_one(here: Here, stocks: Callable[...,
     assert got == [("name", "wörd")] * 2
 
 
-def test_an_agent_sees_that_the_peer_is_a_real_mooncake(stocks: Callable[..., Server]) -> None:
+def test_an_agent_reports_the_mooncake_transport_of_stock(stocks: Callable[..., Server]) -> None:
     there = stocks()
     with kvferry.Agent(listen=LOOPBACK, mooncake=True) as agent, kvferry.Agent(listen=LOOPBACK, mooncake=True) as ours:
         peer = agent.peer(there.session)
@@ -265,13 +265,13 @@ def test_an_agent_sees_that_the_peer_is_a_real_mooncake(stocks: Callable[..., Se
         mine = agent.allocate(4096)
         assert peer.write(mine.addr, there.base, 4096).transport == "mooncake"
         assert [(r.addr, r.nbytes) for r in peer.regions()] == [(there.base, 1 << 20)]
-        # Between two of ours the same handshake leads to our own protocol.
+        # Two kvferry agents change to kvferry's protocol after the same handshake.
         region = ours.register(bytearray(64))
         assert agent.peer(ours.address).write(mine.addr, region.addr, 64).transport == "tcp"
 
 
 @pytest.mark.parametrize("offset", [(1 << 20) - 5, -5, 1 << 40])
-def test_our_request_out_of_bounds_of_the_real_one_fails_and_the_next_works_at_once(
+def test_an_out_of_bounds_request_to_stock_fails_and_the_next_call_succeeds(
     here: Here, stocks: Callable[..., Server], offset: int
 ) -> None:
     there = stocks()
@@ -282,7 +282,7 @@ def test_our_request_out_of_bounds_of_the_real_one_fails_and_the_next_works_at_o
     assert time.monotonic() - began < 0.5
 
 
-def test_the_real_one_killed_in_the_middle_of_a_batch_is_an_error_at_once(stocks: Callable[..., Server]) -> None:
+def test_killing_stock_during_a_batch_is_an_error_at_once(stocks: Callable[..., Server]) -> None:
     size = 64 << 20
     here, there = Here(size), stocks(size)
     lists = [here.base + a for a in range(0, size, 32 << 10)], [there.base + a for a in range(0, size, 32 << 10)]
@@ -305,14 +305,14 @@ def test_the_real_one_killed_in_the_middle_of_a_batch_is_an_error_at_once(stocks
     killed = time.monotonic()
     worker.join()
     assert ended[-1][0] == -1
-    # 0.1 s is promised; real processes on a busy machine get a factor of three.
+    # The bound is 0.1 s; busy machines get a factor of three.
     assert ended[-1][1] - killed < 0.3
     assert here.engine.send_probe(there.session) == -102
     again = stocks()
     assert here.engine.transfer_sync_write(again.session, here.base, again.base, 64) == 0
 
 
-def test_the_real_one_stopped_is_an_error_within_the_silence_limit_and_others_go_on(
+def test_stopping_stock_is_an_error_within_the_silence_limit_and_other_peers_go_on(
     stocks: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVFERRY_SILENCE_MS", "1000")
@@ -339,7 +339,7 @@ def test_the_real_one_stopped_is_an_error_within_the_silence_limit_and_others_go
     assert time.monotonic() - began < 1
 
 
-def test_ctrl_c_ends_a_call_to_a_stopped_real_one(
+def test_ctrl_c_ends_a_call_to_a_stopped_stock_peer(
     stocks: Callable[..., Server], children: Callable[..., Child]
 ) -> None:
     there = stocks(64 << 20)
@@ -355,7 +355,7 @@ def test_ctrl_c_ends_a_call_to_a_stopped_real_one(
     assert caller.finish() == (0, "")
 
 
-def test_the_source_of_a_failed_call_is_not_read_any_more(
+def test_the_source_of_a_failed_call_is_no_longer_read(
     stocks: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVFERRY_SILENCE_MS", "500")
@@ -369,21 +369,21 @@ def test_the_source_of_a_failed_call_is_not_read_any_more(
     here.memory.map.write(b"\xee" * size)
     there.child.send(signal.SIGCONT)
     time.sleep(1)
-    # What its kernel had received it may still apply; nothing that we wrote after the call returned.
+    # The peer may still apply what its kernel had received, but nothing written after the call returned.
     assert there.child.run(r"memory.map.find(b'\xee')") == -1
 
 
-# ---- the surface, once more
+# ---- the script of test_mooncake.py
 
-# Lines of `test_mooncake.SCRIPT` that kvferry answers in its own way.
+# Lines of `test_mooncake.SCRIPT` with another outcome in kvferry.
 OURS_ALONE = {
     "a.transfer_sync_write(None, ad, bd, 100)",  # crashes the process
-    # keeps what a peer had registered when it was asked first, for ever
+    # Mooncake caches the regions of a peer for ever
     "b.get_first_buffer_address(f'127.0.0.1:{a.get_rpc_port()}') > 0",
 }
 
 
-def test_the_script_of_outcomes_is_what_the_real_one_answers(children: Callable[..., Child], stock_python: str) -> None:
+def test_stock_gives_the_outcomes_of_the_script(children: Callable[..., Child], stock_python: str) -> None:
     child = children(python=stock_python, env=stock.QUIET, quiet=True)
     child.run(PREPARE.format(module="mooncake.engine"))
     child.run("import sys; __run = sys.modules['__main__'].execute; names = dict(globals())")
@@ -401,13 +401,13 @@ def test_the_script_of_outcomes_is_what_the_real_one_answers(children: Callable[
     assert differs == []
 
 
-def test_the_real_store_is_reachable_beside_our_engine(stock_python: str) -> None:
+def test_the_stock_store_is_reachable_beside_kvferrys_engine(stock_python: str) -> None:
     import importlib.util
     from pathlib import Path
 
     from kit import run_python
 
-    # kvferry as it is installed here, and the real Mooncake's packages behind it.
+    # The installed kvferry, followed by the packages of stock Mooncake.
     ours = Path(importlib.util.find_spec("kvferry").origin).parents[1]  # type: ignore[union-attr,arg-type]
     theirs = Path(stock_python).parents[1] / "lib" / f"python{os.sys.version_info.major}.{os.sys.version_info.minor}"  # type: ignore[attr-defined]
     ended = run_python(

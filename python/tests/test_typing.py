@@ -1,4 +1,4 @@
-"""The stubs say what the native module has, and the package type-checks."""
+"""The stubs match the native module, and the package type-checks."""
 
 from __future__ import annotations
 
@@ -17,29 +17,35 @@ def run(*args: str, cwd: Path) -> str:
     return "" if ran.returncode == 0 else ran.stdout + ran.stderr
 
 
-def test_the_stubs_are_those_of_the_native_module(tmp_path: Path) -> None:
-    # From elsewhere, so that the installed package is looked at and not the checkout's.
+def test_the_stubs_match_the_native_module(tmp_path: Path) -> None:
+    # In another folder, so that stubtest finds the installed package and not the checkout.
     assert run("-m", "mypy.stubtest", "kvferry", "--concise", "--ignore-disjoint-bases", cwd=tmp_path) == ""
 
 
-def test_the_package_is_strictly_typed() -> None:
+def test_the_package_passes_strict_type_checking() -> None:
     assert run("-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), cwd=ROOT) == ""
 
 
-def test_programs_that_use_it_are_checked(tmp_path: Path) -> None:
+def test_type_checkers_refuse_wrong_arguments(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(
+    lines = (
         "import kvferry\n"
         "agent = kvferry.Agent('a', timeout=1.5)\n"
         "region = agent.register(bytearray(8), access='r')\n"
         "peer = agent.peer(agent.address)\n"
-        "moved: int = peer.write([region.addr], [1], 8, notify=('n', b'm')).nbytes\n"
+        "nbytes: int = peer.write([region.addr], [1], 8, notify=('n', b'm')).nbytes\n"
         "async def go() -> int: return (await peer.read_async([1], [1], [8])).nbytes\n"
+        "stats: kvferry.TransferStats = peer.read(kvferry.Batch(), timeout=1, notify=kvferry.Notification('n'))\n"
+        "running: kvferry.Transfer = peer.write_async((1, 2), (3, 4), 8, streams=2)\n"
+        "agent.register((4096, 8))\n"
         "agent.register(bytearray(8), access='x')  # wrong\n"
+        "agent.register('text')  # wrong\n"
         "peer.write([1], [1], [1], timeout='soon')  # wrong\n"
-    )
-    said = run("-m", "mypy", "--strict", str(program), cwd=tmp_path)
-    wrong = [line for line in said.splitlines() if "error:" in line]
-    assert len(wrong) == 2, said
-    assert ":7:" in wrong[0]
-    assert ":8:" in wrong[1]
+        "peer.write([1], [1])  # wrong\n"
+        "peer.write(kvferry.Batch(), [1], [1])  # wrong\n"
+        "peer.write(['1'], [1], [1])  # wrong\n"
+    ).splitlines()
+    program.write_text("\n".join(lines))
+    output = run("-m", "mypy", "--strict", str(program), cwd=tmp_path)
+    refused = [int(line.split(":")[1]) for line in output.splitlines() if "error:" in line]
+    assert refused == [number for number, line in enumerate(lines, 1) if line.endswith("# wrong")], output

@@ -24,7 +24,7 @@ def engine(name: str, role: str) -> Engine:
         return MooncakeEngine()
     from kvferry_peers.nixl_engine import NixlEngine
 
-    # A target makes no calls, so somebody else has to make progress for it.
+    # A target makes no calls, so a thread has to make progress for it.
     return NixlEngine(progress_thread=role == "target" or name == "nixl")
 
 

@@ -1,34 +1,37 @@
-//! What can be typed, and the help that teaches it.
+//! The arguments, and the help that teaches them.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use serde::{Deserialize, Serialize};
+use kvferry_bench::model::{Dtype, Model};
+use kvferry_bench::options::{
+    Checksums, HandoffOptions, Measure, Op, Part, Placement, Shape, Size, Streams, TransferOptions,
+};
+use kvferry_bench::units::parse_bytes;
+use serde::Serialize;
 
 use crate::doctor::helper::Probe;
-use crate::model::{Dtype, Model};
-use crate::units::parse_bytes;
 
 const EXAMPLES_AND_EXIT_CODES: &str = "\
 Start with:
-  kvferry demo                  see it hand KV cache from engines to engines, in half a minute
-  kvferry doctor                what this host can do, and what it lacks
-  kvferry bench --quick         how fast, beside plain TCP
+  kvferry demo                  prefill engines hand KV cache to decode engines, half a minute
+  kvferry doctor                what works on this host, and how to get what does not
+  kvferry bench --quick         how fast it is, beside plain TCP
   kvferry bench --help          every subcommand has examples
 
 Exit codes:
-  0  all is well
-  1  a byte or token was wrong, a request of a demo failed, a figure fell short under --check,
-     or the doctor found something bad
-  2  the command line cannot be understood
-  3  the peer cannot be reached, or refuses us
+  0  success
+  1  a byte or token was wrong, a request of a demo failed, a figure missed its bound under
+     --check, or the doctor found something bad
+  2  the command line is wrong
+  3  the peer does not answer, or refuses this agent
   4  a transfer or a helper process failed
 
-Agents take their settings from the environment too: KVFERRY_SECRET, KVFERRY_TRANSPORTS,
+Agents also read their settings from the environment: KVFERRY_SECRET_FILE, KVFERRY_TRANSPORTS,
 KVFERRY_IO_THREADS, KVFERRY_STREAMS, KVFERRY_SILENCE_MS.";
 
-/// kvferry moves KV cache for LLM serving. This is its workbench: see it move, measure how fast.
+/// kvferry moves KV cache for LLM serving. This command shows it, measures it and checks hosts.
 #[derive(Debug, Parser)]
 #[command(name = "kvferry", version, after_help = EXAMPLES_AND_EXIT_CODES, max_term_width = 100)]
 pub(crate) struct Cli {
@@ -42,46 +45,26 @@ pub(crate) enum Command {
     Demo(Box<DemoArgs>),
     /// Measure transfers beside what plain TCP reaches in the same rounds
     Bench(Box<BenchArgs>),
-    /// Measure what handoffs cost beyond moving their bytes; exit code 1 if it is too much
+    /// Measure what handoffs cost beyond moving their bytes; exit code 1 if a bound is missed
     BenchHandoff(BenchHandoffArgs),
-    /// Say what this host can do and why not; or what an agent elsewhere is like from here
+    /// Check this host, or the way to an agent elsewhere
     Doctor(DoctorArgs),
     /// Print the version
     Version {
-        /// For programs
+        /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// The decode process of a demo without engines, commanded over its standard input
-    #[command(hide = true)]
-    DemoDecode,
-    /// An engine of a demo, commanded over its standard input
+    /// An engine of a demo
     #[command(hide = true)]
     DemoEngine,
-    /// The target process of a bench on one host
-    #[command(hide = true)]
-    BenchTarget {
-        /// The only core to run on
-        #[arg(long)]
-        core: Option<usize>,
-    },
-    /// The producing process of a handoff that is measured
-    #[command(hide = true)]
-    BenchHandoffProducer,
-    /// The prefill engine of a handoff that is measured
-    #[command(hide = true)]
-    BenchHandoffPrefill,
-    /// Memory of another process, for the machine's limit to be measured with
-    #[command(hide = true)]
-    BenchMemory {
-        /// How much
-        #[arg(long)]
-        bytes: usize,
-    },
+    /// A helper process of a bench
+    #[command(hide = true, name = kvferry_bench::helper::COMMAND)]
+    BenchHelper { arguments: Vec<String> },
     /// A helper of the doctor
     #[command(hide = true)]
     DoctorProbe {
-        /// What to try
+        /// What it tries
         #[arg(value_enum)]
         probe: Probe,
     },
@@ -94,24 +77,27 @@ Examples:
   kvferry doctor --json | jq '.groups[].findings[] | select(.mark != \"ok\")'
 
 Run it where the engine runs: in the same container, as the same user, with the same KVFERRY_
-variables. Each line has a mark: ok; note, it works but could be better or is worth knowing;
-missing, something optional is not there; bad, something that kvferry was told to use does not
-work. What can be done about a line is on the next one, after an arrow.
+variables. Each line has a mark:
+  ok       works
+  note     works, but could be better, or is worth knowing
+  missing  something optional is not installed
+  bad      something that kvferry is configured to use does not work
+The line after an arrow says what to do.
 
-An agent elsewhere is asked for what it tells every peer. Its memory is never written; reads are
-measured on memory that it lets its peers read, 64 MiB at a time for a second (--no-bandwidth
-leaves that out). Writes are measured at a `kvferry bench --serve`, which has memory for that.
+An agent elsewhere sends what it sends every peer. Its memory is never written. Reads are measured
+on memory that its peers may read, 64 MiB at a time for a second (not with --no-bandwidth). Writes
+are measured at a `kvferry bench --serve`, which has memory for them.
 
 Secrets and configurations are never shown. --json prints one object, schema kvferry.doctor/1:
 version, target, worst, counts, and groups of findings: id, subject, mark, finding, fix, facts.
 
 Exit codes:
   0  nothing is bad
-  1  something is bad, or the agent cannot be reached or refuses us
-  2  the command line cannot be understood";
+  1  something is bad, or the agent does not answer or refuses this one
+  2  the command line is wrong";
 
-/// What this host can do and why not. With HOST:PORT: whether an agent there can be reached from
-/// here, over which transports, and how fast.
+/// Check this host: what works, and what to do about the rest. With HOST:PORT, check an agent there:
+/// whether it can be reached from here, over which transports, and how fast.
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = DOCTOR_EXAMPLES)]
 pub(crate) struct DoctorArgs {
@@ -137,120 +123,71 @@ Examples:
   kvferry demo --flow sequential --announce end    nothing is pushed while prefill computes
   kvferry demo --sizes 64,4096 --requests 20 --plot demo.html
   kvferry demo --json --quiet | jq .sizes          for a program
-  kvferry demo --without-engines --model deepseek-v3 --dtype fp8
-  kvferry demo --list-models                       what can be named there
 
 Every engine is a process with a small model, a paged KV cache and a scheduler, driven as vLLM drives
-its own, with an agent per rank. This process is the router: it gives each request to a prefill and to
-a decode engine, at once with one transfer_id (concurrent), or to decode what prefill responded
-(sequential). The model is of integers, and every byte of KV that a token may see goes into it: a wrong
-byte is a wrong token. The tokens of every request are compared with what the model says without any
-engine, cache or handoff. At the end no engine may hold a request, a block or a transfer.
+its own, with an agent per rank. This process is the router. It gives each request to a prefill and a
+decode engine: to both at once with one transfer_id (concurrent), or to the decode engine with what
+prefill responded (sequential). The model computes integers from every byte of KV that a token may
+see: a wrong byte is a wrong token. The tokens of every request are compared with those of the model
+without engines, caches and handoffs. At the end no engine may hold a request, a block or a transfer.
 
-Columns: latency is from the moment at which prefill has computed the last layer to the moment at which
-the last decode rank knows that it has everything. Exposed is that as a part of the whole transfer,
-which begins with the first read. Throughput is the request's bytes by the time in which any of them
-were being read; beside it what this machine reaches by itself, with nothing else running: bytes of the
-same block size, by process_vm_readv (local) or over loopback (tcp), on as many threads as ranks read,
-and at most one per core. Caches are in memory that agents allocated: within a host that is copied from
-directly, which can be faster than process_vm_readv.
-
-Without engines: a decode process is started beside this one, which plays prefill. Each has a paged KV
-pool of the model's shape: one region per layer, requests scattered over its blocks in random order.
-Before a round the decode process poisons its whole pool; prefill then writes all requests; decode
-digests what it holds, and checks that the blocks of no request still hold the poison.";
-
-const ENGINES: &str = "With engines";
-const WITHOUT: &str = "Without engines";
+Columns:
+  latency          from the last layer that prefill computes until the last decode rank has received
+                   everything
+  transfer         from the first read to the same end
+  exposed          latency as a part of the transfer
+  GB/s             bytes of a request by the time in which any of them were being read
+  machine's limit  plain code, nothing else running: blocks of the same size by process_vm_readv
+                   (local) or over loopback (tcp), on a thread per reading rank, at most one per
+                   core. Agents allocate the caches and copy them directly within a host, which
+                   can be faster than process_vm_readv.";
 
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = DEMO_EXAMPLES)]
 pub(crate) struct DemoArgs {
-    /// How many requests, of all sizes in turn; without engines, in a round [default: 96, or 8]
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    pub(crate) requests: Option<u32>,
-    /// Requests in flight at once [default: two per prefill engine, or 8]
+    /// Requests, of all sizes in turn
+    #[arg(long, default_value_t = 96, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) requests: u32,
+    /// Requests in flight at once [default: two per prefill engine]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) concurrency: Option<u32>,
+    /// Prefill engines, a process each
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16))]
+    pub(crate) prefill: u32,
+    /// Decode engines, a process each
+    #[arg(long, default_value_t = 1, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=16))]
+    pub(crate) decode: u32,
+    /// TP ranks of a prefill engine: 1, 2, 4 or 8
+    #[arg(long, default_value_t = 2, value_name = "RANKS", value_parser = ranks)]
+    pub(crate) prefill_tp: u32,
+    /// TP ranks of a decode engine: 1, 2, 4 or 8
+    #[arg(long, default_value_t = 4, value_name = "RANKS", value_parser = ranks)]
+    pub(crate) decode_tp: u32,
+    /// How KV moves
+    #[arg(long, value_enum, default_value = "local")]
+    pub(crate) transport: DemoTransport,
+    /// Prompt lengths in tokens, 32 KiB of KV each
+    #[arg(long, default_value = "32,128,512,2048", value_delimiter = ',', value_name = "TOKENS",
+          value_parser = clap::value_parser!(u32).range(1..=32_768))]
+    pub(crate) sizes: Vec<u32>,
+    /// When the router gives a request to the decode engine
+    #[arg(long, value_enum, default_value = "concurrent")]
+    pub(crate) flow: Flow,
+    /// When a prefill engine announces blocks that are ready
+    #[arg(long, value_enum, default_value = "layers")]
+    pub(crate) announce: AnnounceWhen,
+    /// Draw the figures into this HTML file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) plot: Option<PathBuf>,
     /// Print the result as JSON
     #[arg(long)]
     pub(crate) json: bool,
     /// No progress bar and no remarks
     #[arg(long, short)]
     pub(crate) quiet: bool,
-    /// Flip one byte of a prefill's cache after it was computed: the demo must notice
+    /// Flip one byte of a prefill engine's cache after it was computed: the demo must notice
     #[arg(long, hide = true)]
     pub(crate) inject_fault: bool,
-    #[command(flatten)]
-    pub(crate) engines: EngineArgs,
-    /// Move the caches of a named model between two processes without engines
-    #[arg(long, help_heading = WITHOUT)]
-    pub(crate) without_engines: bool,
-    /// Whose KV cache
-    #[arg(long, default_value = "llama-3.1-8b", value_parser = Model::find,
-          requires = "without_engines", help_heading = WITHOUT)]
-    pub(crate) model: Model,
-    /// Length of each prompt
-    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..),
-          requires = "without_engines", help_heading = WITHOUT)]
-    pub(crate) tokens: u32,
-    /// How often, each time with new contents and block tables
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=10_000),
-          requires = "without_engines", help_heading = WITHOUT)]
-    pub(crate) rounds: u32,
-    /// Tokens in a block of the paged pool
-    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096),
-          help_heading = WITHOUT)]
-    pub(crate) block_tokens: u32,
-    /// What the cache is stored as
-    #[arg(long, value_enum, default_value = "bf16", help_heading = WITHOUT)]
-    pub(crate) dtype: Dtype,
-    /// Most memory both pools may take; never more than 60 % of what the machine has free
-    #[arg(long, default_value = "4GiB", value_parser = parse_bytes, value_name = "SIZE",
-          requires = "without_engines", help_heading = WITHOUT)]
-    pub(crate) memory: u64,
-    /// List the models that can be named, and leave
-    #[arg(long, help_heading = WITHOUT)]
-    pub(crate) list_models: bool,
-}
-
-/// What a demo with engines can be told.
-#[derive(Debug, Clone, Args)]
-#[command(next_help_heading = ENGINES)]
-pub(crate) struct EngineArgs {
-    /// Prefill engines, a process each
-    #[arg(long, default_value_t = 2, value_name = "N", conflicts_with = "without_engines",
-          value_parser = clap::value_parser!(u32).range(1..=16))]
-    pub(crate) prefill: u32,
-    /// Decode engines, a process each
-    #[arg(long, default_value_t = 1, value_name = "M", conflicts_with = "without_engines",
-          value_parser = clap::value_parser!(u32).range(1..=16))]
-    pub(crate) decode: u32,
-    /// TP ranks of a prefill engine: 1, 2, 4 or 8
-    #[arg(long, default_value_t = 2, value_name = "RANKS", conflicts_with = "without_engines",
-          value_parser = ranks)]
-    pub(crate) prefill_tp: u32,
-    /// TP ranks of a decode engine: 1, 2, 4 or 8
-    #[arg(long, default_value_t = 4, value_name = "RANKS", conflicts_with = "without_engines",
-          value_parser = ranks)]
-    pub(crate) decode_tp: u32,
-    /// How KV moves
-    #[arg(long, value_enum, default_value = "local", conflicts_with = "without_engines")]
-    pub(crate) transport: DemoTransport,
-    /// Prompt lengths in tokens, 32 KiB of KV each
-    #[arg(long, default_value = "32,128,512,2048", value_delimiter = ',', value_name = "TOKENS",
-          conflicts_with = "without_engines",
-          value_parser = clap::value_parser!(u32).range(1..=32_768))]
-    pub(crate) sizes: Vec<u32>,
-    /// Who is given a request when
-    #[arg(long, value_enum, default_value = "concurrent", conflicts_with = "without_engines")]
-    pub(crate) flow: Flow,
-    /// When prefill says that something is ready: while a chunk is computed, after it, at the end
-    #[arg(long, value_enum, default_value = "layers", conflicts_with = "without_engines")]
-    pub(crate) announce: AnnounceWhen,
-    /// Write the figures, drawn, into this HTML file
-    #[arg(long, value_name = "FILE", conflicts_with = "without_engines")]
-    pub(crate) plot: Option<PathBuf>,
 }
 
 /// Which transport the engines of a demo use.
@@ -272,13 +209,13 @@ impl DemoTransport {
     }
 }
 
-/// In which order a router gives a request to the two engines.
+/// When a router gives a request to the decode engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Flow {
-    /// To both at once
+    /// At once with the prefill engine
     Concurrent,
-    /// To decode what prefill responded
+    /// After the prefill engine's response
     Sequential,
 }
 
@@ -291,15 +228,15 @@ impl Flow {
     }
 }
 
-/// How much of a prefill is said to be ready when.
+/// When a prefill engine announces blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum AnnounceWhen {
-    /// Half of the layers of each chunk at a time
+    /// After each half of the layers of a chunk
     Layers,
-    /// Each chunk
+    /// After each chunk
     Chunks,
-    /// Everything at once
+    /// Once, at the end
     End,
 }
 
@@ -313,7 +250,7 @@ impl AnnounceWhen {
     }
 }
 
-/// As many ranks as the heads of the demo's model can be shared among.
+/// Numbers of ranks among which the model's heads can be shared.
 fn ranks(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(ranks @ (1 | 2 | 4 | 8)) => Ok(ranks),
@@ -324,33 +261,34 @@ fn ranks(text: &str) -> Result<u32, String> {
 const BENCH_EXAMPLES: &str = "\
 Examples:
   kvferry bench                                two processes on this host, some minutes
-  kvferry bench --quick                        the same in less than one, too short to judge by
+  kvferry bench --quick                        a minute, too short to judge by
   kvferry bench --transport tcp --op write --sizes 32KiB:1024 --streams auto,1,4
   kvferry bench --only throughput --model llama-3.1-8b --tokens 4096 --requests 2
   kvferry bench --only throughput --trace blocks.jsonl --plot report
   kvferry bench --only latency --rounds 15
-  kvferry bench --faults --check               with dying peers; exit code 1 if a figure falls short
+  kvferry bench --faults --check               kill peers, too; exit code 1 if a bound is missed
   kvferry bench --serve --listen 10.0.0.5:7400         on one host, and on the other
   kvferry bench --target 10.0.0.5:7400 --json
 
-Every figure stands beside others taken in the same rounds, in turn: what plain programs reach that
-do the same work with nothing around it. Over TCP they are `raw`, one stream sending 256 MiB in calls
-of 1 MiB, `raw x 4`, the same over four streams at once, and `floor`: one message per batch over one
-socket with vectored I/O, its call size and socket buffers chosen by trial. Within a host they are
-`process_vm`, which is process_vm_writev or readv with the same table, and `memcpy` within one process.
-Ratios are taken round by round; their median and quartiles are shown. Nothing is verified while the
-clock runs; each configuration is verified before and after, with a poisoned destination.
+Every figure stands beside those of plain programs, measured in turn in the same rounds:
+  floor       over TCP: one message per batch with vectored I/O, over sockets with the options of
+              kvferry's; call size, socket buffers and number of streams are the fastest of a trial
+  raw         over TCP: one stream, 256 MiB in calls of 1 MiB
+  raw x 4     the same over four streams at once
+  process_vm  within a host: process_vm_writev or readv of the same table
+  memcpy      the same table within one process
+Ratios are taken round by round; their medians and quartiles are shown. Each configuration is
+verified before and after its rounds, against a poisoned destination, never while the clock runs.
 
 A trace has one batch per line, in either form; offsets are into the two processes' memory:
   [[LOCAL_OFFSET, REMOTE_OFFSET, LENGTH], ...]
   {\"block_bytes\": 65536, \"local\": [7, 3], \"remote\": [12, 40]}
 
---peers measures Mooncake and NIXL in the same rounds, from Python processes; `make bench-peers` makes
-the environment they need. Processes of whom it is not the turn are stopped (SIGSTOP), for some spin
-as long as they live.
+--peers measures Mooncake and NIXL in the same rounds, from Python; `make bench-peers` installs
+them. Their processes are stopped (SIGSTOP) outside their turns: some spin as long as they run.
 
-With KVFERRY_SECRET set, --serve takes orders only from those who hold the secret; without it, from
-whoever connects. What it listens on is where its agent listens too.";
+With KVFERRY_SECRET_FILE set, --serve serves only hosts with the same secret; without it, every host
+that can connect. Its agent listens on the same address.";
 
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = BENCH_EXAMPLES)]
@@ -364,7 +302,7 @@ pub(crate) struct BenchArgs {
     /// A `kvferry bench --serve` on another host, instead of a second process here
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) target: Option<String>,
-    /// Transports, each measured by itself; `auto` is what the two agents choose
+    /// Transports, each measured by itself; `auto` is the choice of the two agents
     /// [default: tcp,local; with --target: auto]
     #[arg(long, value_delimiter = ',', value_name = "NAME")]
     pub(crate) transport: Vec<String>,
@@ -393,15 +331,16 @@ pub(crate) struct BenchArgs {
     /// Move the batches of this file, one per line (see below)
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
-    /// Streams a batch is striped over; `auto` leaves it to the agent
+    /// Streams that a batch is striped over; with `auto` the agent chooses
     #[arg(long, value_delimiter = ',', default_value = "auto")]
     pub(crate) streams: Vec<Streams>,
     /// Checksums of the payload over TCP
     #[arg(long, value_enum, default_value = "both")]
     pub(crate) checksums: Checksums,
-    /// Concurrent callers; the total of each number is compared with one caller's
-    #[arg(long, value_delimiter = ',', default_value = "1,10")]
-    pub(crate) callers: Vec<Callers>,
+    /// Numbers of concurrent callers; each total is compared with one caller
+    #[arg(long, value_delimiter = ',', default_value = "1,10",
+          value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) callers: Vec<u32>,
     /// Cores for the two processes of a latency measurement on one host [default: apart,together]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub(crate) placement: Vec<Placement>,
@@ -411,10 +350,10 @@ pub(crate) struct BenchArgs {
     /// Parts to run [default: all but faults]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub(crate) only: Vec<Part>,
-    /// Add what happens when a peer is killed or stopped
+    /// Measure faults, too: peers that are killed or stopped
     #[arg(long)]
     pub(crate) faults: bool,
-    /// A Python interpreter with a stock Mooncake, to have faulty peers of that kind, too
+    /// A Python interpreter with a stock Mooncake, for faulty peers of that kind
     #[arg(long, value_name = "PATH", requires = "faults")]
     pub(crate) stock: Option<PathBuf>,
     /// The Python interpreter whose calls are measured [default: the virtual environment's, else
@@ -427,19 +366,19 @@ pub(crate) struct BenchArgs {
     /// Small and short
     #[arg(long)]
     pub(crate) quick: bool,
-    /// Exit with 1 if a figure falls short of what it must reach
+    /// Exit with 1 if a figure misses its bound
     #[arg(long)]
     pub(crate) check: bool,
     /// Print the result as JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// Write the result as JSON to this file, too
+    /// Also write the result as JSON to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
     /// Show, judge and draw what --output wrote, instead of measuring
     #[arg(long, value_name = "FILE")]
     pub(crate) from: Option<PathBuf>,
-    /// Write one SVG per figure and `report.html`, which needs nothing else, to this folder
+    /// Write one SVG per figure, and `report.html` with all of them, to this folder
     #[arg(long, value_name = "DIR")]
     pub(crate) plot: Option<PathBuf>,
     /// No progress bar and no remarks
@@ -451,11 +390,11 @@ const BENCH_HANDOFF_EXAMPLES: &str = "\
 Examples:
   kvferry bench-handoff                         everything, some minutes
   kvferry bench-handoff --only exposed --transport tcp
-  kvferry bench-handoff --quick --json          short, too short to judge by
+  kvferry bench-handoff --quick --json          too short to judge by
 
-Producer and consumer are two processes of this host. Every figure that has a bound is judged by its
-median; the others are shown beside them. The device of a prefill is a timer: computing takes time and
-no processor, as beside a GPU.";
+Producer and consumer are two processes of this host. A figure with a bound is judged by its median;
+the others are only shown. The device of a prefill is a timer: computing takes time but no processor,
+as with a GPU.";
 
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = BENCH_HANDOFF_EXAMPLES)]
@@ -484,164 +423,40 @@ pub(crate) struct BenchHandoffArgs {
     pub(crate) quiet: bool,
 }
 
-/// What is measured of handoffs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Measure {
-    /// What is left of a transfer when prefill has been computed
-    Exposed,
-    /// What the connector costs a scheduler step
-    Step,
-    /// Planning between engines of unequal tensor parallelism
-    Plan,
-    /// Bytes of control messages
-    Control,
-    /// A handoff of one block between two engines
-    OneBlock,
-}
-
-impl Measure {
-    pub(crate) const ALL: [Measure; 5] =
-        [Self::Exposed, Self::Step, Self::Plan, Self::Control, Self::OneBlock];
-}
-
 impl BenchArgs {
-    /// The requests of --model, if it is given.
-    pub(crate) fn shape(&self) -> Option<Shape> {
+    pub(crate) fn options(&self) -> TransferOptions {
         let BenchArgs { tokens, requests, block_tokens, dtype, .. } = *self;
-        self.model.map(|model| Shape { model, tokens, requests, block_tokens, dtype })
-    }
-}
-
-/// Requests of a model.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Shape {
-    pub(crate) model: Model,
-    pub(crate) tokens: u32,
-    pub(crate) requests: u32,
-    pub(crate) block_tokens: u32,
-    pub(crate) dtype: Dtype,
-}
-
-/// Which ways of sending payload are measured.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Checksums {
-    On,
-    Off,
-    /// Off, and on beside it
-    Both,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Op {
-    Write,
-    Read,
-}
-
-impl Op {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Op::Write => "write",
-            Op::Read => "read",
+        let shape = |model| Shape { model, tokens, requests, block_tokens, dtype };
+        TransferOptions {
+            target: self.target.clone(),
+            transports: self.transport.clone(),
+            ops: self.op.clone(),
+            sizes: self.sizes.clone(),
+            shape: self.model.map(shape),
+            trace: self.trace.clone(),
+            streams: self.streams.clone(),
+            checksums: self.checksums,
+            callers: self.callers.iter().map(|&callers| callers as usize).collect(),
+            placements: self.placement.clone(),
+            rounds: self.rounds.map(|rounds| rounds as usize),
+            parts: self.only.clone(),
+            faults: self.faults,
+            stock: self.stock.clone(),
+            python: self.python.clone(),
+            peers: self.peers.clone(),
+            quick: self.quick,
         }
     }
 }
 
-/// Which cores two processes run on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Placement {
-    /// One core each
-    Apart,
-    /// One core for both
-    Together,
-    /// As the kernel likes, which is how two hosts are measured
-    Free,
-}
-
-/// Parts of a bench.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Part {
-    /// Batches of scattered blocks
-    Throughput,
-    /// Calls from Python
-    Python,
-    /// Several callers at once
-    Callers,
-    /// Memory registered and given back beside callers
-    Churn,
-    /// One block at a time
-    Latency,
-    /// What comes before the first byte
-    Setup,
-    /// Nothing to do
-    Idle,
-    /// Peers that are killed or stopped
-    Faults,
-}
-
-/// `32KiB:1024`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Size {
-    pub(crate) block: usize,
-    pub(crate) count: usize,
-}
-
-impl Size {
-    pub(crate) fn bytes(self) -> usize {
-        self.block * self.count
-    }
-}
-
-impl std::str::FromStr for Size {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Size, String> {
-        const LARGEST_BATCH: u64 = 64 << 30;
-        let (block, count) = text
-            .split_once(':')
-            .ok_or_else(|| format!("`{text}` is not BLOCK:COUNT, such as 32KiB:1024"))?;
-        let block = parse_bytes(block)?;
-        let count: u64 = count.trim().parse().map_err(|_| format!("`{count}` is not a number"))?;
-        match block.checked_mul(count) {
-            Some(1..=LARGEST_BATCH) if block < 1 << 32 => {
-                Ok(Size { block: block as usize, count: count as usize })
-            }
-            _ => Err(format!("`{text}` is not between one byte and 64 GiB in blocks below 4 GiB")),
-        }
-    }
-}
-
-/// How many streams a batch may use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(transparent)]
-pub(crate) struct Streams(pub(crate) Option<usize>);
-
-impl std::str::FromStr for Streams {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Streams, String> {
-        if text == "auto" {
-            return Ok(Streams(None));
-        }
-        match text.parse() {
-            Ok(streams @ 1..=64) => Ok(Streams(Some(streams))),
-            _ => Err(format!("`{text}` is neither `auto` nor a number from 1 to 64")),
-        }
-    }
-}
-
-/// How many threads call at once.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(transparent)]
-pub(crate) struct Callers(pub(crate) usize);
-
-impl std::str::FromStr for Callers {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Callers, String> {
-        match text.parse() {
-            Ok(callers @ 1..=64) => Ok(Callers(callers)),
-            _ => Err(format!("`{text}` is not a number from 1 to 64")),
+impl BenchHandoffArgs {
+    pub(crate) fn options(&self) -> HandoffOptions {
+        HandoffOptions {
+            measures: self.only.clone(),
+            transports: self.transport.clone(),
+            size_bytes: self.size,
+            rounds: self.rounds.map(|rounds| rounds as usize),
+            quick: self.quick,
         }
     }
 }
@@ -657,44 +472,23 @@ mod tests {
     }
 
     #[test]
-    fn sizes_streams_and_callers_are_read() {
-        let cli = Cli::try_parse_from([
-            "kvferry",
-            "bench",
-            "--sizes",
-            "4KiB:1024,1MiB:256",
-            "--streams",
-            "auto,4",
-            "--callers",
-            "1,10",
-            "--op",
-            "read",
-        ])
-        .expect("well formed");
+    fn lists_are_separated_by_commas() {
+        let line =
+            "kvferry bench --sizes 4KiB:1024,1MiB:256 --streams auto,4 --callers 1,10 --op read";
+        let cli = Cli::try_parse_from(line.split(' ')).expect("well formed");
         let Command::Bench(args) = cli.command else { panic!("bench was asked for") };
-        assert_eq!(args.sizes[1], Size { block: 1 << 20, count: 256 });
-        assert_eq!(args.streams, [Streams(None), Streams(Some(4))]);
-        assert_eq!(args.callers, [Callers(1), Callers(10)]);
-        assert_eq!(args.op, [Op::Read]);
+        let options = args.options();
+        assert_eq!(options.sizes[1], Size { block: 1 << 20, count: 256 });
+        assert_eq!(options.streams, [Streams(None), Streams(Some(4))]);
+        assert_eq!((options.callers, options.ops), (vec![1, 10], vec![Op::Read]));
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
-        for size in ["4KiB", "4KiB:0", "x:1", "4KiB:y", "4GiB:1", "1GiB:65"] {
-            assert!(size.parse::<Size>().is_err(), "{size}");
+    fn contradictions_and_numbers_out_of_range_are_refused() {
+        for line in
+            ["bench --serve --target a:1", "demo --requests 0", "bench --callers 0", "bench --op x"]
+        {
+            assert!(Cli::try_parse_from(["kvferry"].into_iter().chain(line.split(' '))).is_err());
         }
-        assert!("0".parse::<Streams>().is_err() && "many".parse::<Streams>().is_err());
-        assert!("0".parse::<Callers>().is_err());
-        for line in [&["bench", "--serve", "--target", "a:1"][..], &["demo", "--tokens", "0"]] {
-            let line = ["kvferry"].iter().chain(line);
-            assert!(Cli::try_parse_from(line).is_err());
-        }
-    }
-
-    #[test]
-    fn the_defaults_are_the_ones_in_the_help() {
-        let cli = Cli::try_parse_from(["kvferry", "demo"]).expect("all have defaults");
-        let Command::Demo(args) = cli.command else { panic!("demo was asked for") };
-        assert_eq!((args.model.name, args.tokens, args.memory), ("llama-3.1-8b", 2048, 4 << 30));
     }
 }

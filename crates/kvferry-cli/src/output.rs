@@ -1,4 +1,4 @@
-//! What goes to the terminal: results to standard output, everything else to standard error.
+//! Output: results to standard output, everything else to standard error.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::{Mutex, PoisonError};
@@ -10,8 +10,8 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
 
-/// Prints a result. A reader that has gone away (`| head`) ends the output, not the command: the
-/// exit code still says what was found.
+/// Prints a result. A reader that closes early (`| head`) ends the output, not the command: the exit
+/// code stays the same.
 pub(crate) fn print(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -20,9 +20,14 @@ pub(crate) fn print(text: &str) -> io::Result<()> {
     }
 }
 
-/// Prints a result for programs.
-pub(crate) fn print_json<T: Serialize>(value: &T) -> io::Result<()> {
-    print(&json(value)?)
+/// The result of a command: JSON for programs, text for people.
+pub(crate) trait Report: Serialize {
+    fn text(&self) -> String;
+}
+
+/// Prints a report in one of its two forms.
+pub(crate) fn show(report: &impl Report, as_json: bool) -> io::Result<()> {
+    print(&if as_json { json(report)? } else { report.text() })
 }
 
 pub(crate) fn json<T: Serialize>(value: &T) -> io::Result<String> {
@@ -31,28 +36,22 @@ pub(crate) fn json<T: Serialize>(value: &T) -> io::Result<String> {
     Ok(text)
 }
 
-/// A line for the person who waits. Nobody to read it is no reason to fail.
+/// A remark on standard error, which may be closed.
 pub(crate) fn note(text: &str) {
     let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
-/// How often a line says how far a command is where no bar can be drawn.
+/// How often a line shows the progress where no bar can be drawn.
 const TELL_EVERY: Duration = Duration::from_secs(15);
 
-/// A bar that counts bytes; nothing when `quiet`, a line now and then when standard error is no
-/// terminal.
+/// A bar that counts bytes. Hidden if `quiet`; a line every [`TELL_EVERY`] if standard error is no terminal.
 pub(crate) fn byte_bar(quiet: bool, total_bytes: u64) -> ProgressBar {
-    bar(quiet, total_bytes, "{bar:32.cyan/blue} {bytes:>10}/{total_bytes:10} {elapsed:>4}  {msg}")
-}
-
-/// A bar that counts bytes, and leaves it to its message to say how many.
-pub(crate) fn told_bar(quiet: bool, total_bytes: u64) -> ProgressBar {
     bar(quiet, total_bytes, "{bar:32.cyan/blue} {elapsed:>4}  {msg}")
 }
 
-/// A bar that counts steps.
-pub(crate) fn step_bar(quiet: bool, steps: u64) -> ProgressBar {
-    bar(quiet, steps, "{bar:32.cyan/blue} {pos:>4}/{len:4} {elapsed:>4}  {msg}")
+/// A bar that counts steps, whose number the work adds to its length. Shown as [`byte_bar`].
+pub(crate) fn step_bar(quiet: bool) -> ProgressBar {
+    bar(quiet, 0, "{bar:32.cyan/blue} {pos:>4}/{len:4} {elapsed:>4}  {msg}")
 }
 
 fn bar(quiet: bool, total: u64, template: &str) -> ProgressBar {
@@ -82,15 +81,15 @@ fn tell(bar: ProgressBar) {
 /// The bar on the terminal, if there is one.
 static SHOWN: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
-/// An interrupted command takes its bar off the terminal and then dies of the signal, as whoever
-/// sent it expects. Helper processes follow by themselves.
+/// Has SIGINT and SIGTERM clear the bar before they end the process, with the exit status that its parent
+/// expects. Helper processes end with it.
 pub(crate) fn clear_when_interrupted() -> io::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM])?;
     std::thread::spawn(move || {
         for signal in &mut signals {
             let shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner);
             shown.iter().for_each(ProgressBar::finish_and_clear);
-            // The lock is held: nobody draws a bar any more.
+            // The lock is held, so no bar is drawn any more.
             let _ = emulate_default_handler(signal);
         }
     });

@@ -1,8 +1,8 @@
 //! `kvferry version`.
 
+use kvferry_bench::failure::Failure;
 use serde::Serialize;
 
-use crate::failure::Failure;
 use crate::output;
 
 #[derive(Debug, Serialize)]
@@ -13,6 +13,12 @@ struct Version {
     debug: bool,
 }
 
+impl output::Report for Version {
+    fn text(&self) -> String {
+        format!("kvferry {} ({})\n", self.version, self.target)
+    }
+}
+
 pub(crate) fn run(json: bool) -> Result<(), Failure> {
     let version = Version {
         schema: "kvferry.version/1",
@@ -20,10 +26,5 @@ pub(crate) fn run(json: bool) -> Result<(), Failure> {
         target: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
         debug: cfg!(debug_assertions),
     };
-    if json {
-        output::print_json(&version)?;
-    } else {
-        output::print(&format!("kvferry {} ({})\n", version.version, version.target))?;
-    }
-    Ok(())
+    Ok(output::show(&version, json)?)
 }

@@ -1,4 +1,4 @@
-//! The doctor as its users run it: on this host, and against agents, benches and strangers.
+//! The doctor as its users run it: on this host, and against agents, benches and other programs.
 
 use std::collections::HashSet;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -145,14 +145,14 @@ fn an_agent_is_met_measured_and_left_as_it_was() {
     assert!(facts["read_gb_per_s"].as_f64() > Some(0.0) && facts["write_gb_per_s"].is_null());
     let mut after = vec![0; region.len()];
     region.read_at(0, &mut after).expect("owned memory");
-    assert!(before == after, "the doctor wrote into somebody's memory");
+    assert!(before == after, "the doctor wrote to a peer's memory");
     assert_eq!(agent.stats().bytes_received, 0);
     let (_, report) = run(&mut doctor(&[agent.advertised(), "--no-bandwidth"]));
     assert!(!findings(&report).iter().any(|f| f["id"] == "bandwidth"), "{report}");
 }
 
 #[test]
-fn an_agent_whose_memory_nobody_may_read_says_how_to_measure() {
+fn an_agent_without_readable_memory_comes_with_a_way_to_measure() {
     let agent = Agent::builder().mooncake(true).start().expect("an agent");
     let (code, report) = run(&mut doctor(&[agent.advertised()]));
     assert_eq!(code, 0, "{report}");
@@ -187,7 +187,7 @@ fn a_bench_that_serves_has_both_directions_measured() {
 }
 
 #[test]
-fn every_reason_for_no_session_is_told_apart() {
+fn every_reason_for_a_missing_session_has_its_own_finding() {
     let secret = Agent::builder().secret(b"right").start().expect("an agent");
     let open = Agent::builder().start().expect("an agent");
     for (agent, ours, error) in [
@@ -208,7 +208,7 @@ fn every_reason_for_no_session_is_told_apart() {
     assert_eq!(code, 0);
 }
 
-/// Somebody else on a port: answers every connection with these bytes, or only takes it.
+/// Another program on a port: answers every connection with these bytes, or only accepts it.
 fn stranger(answer: Option<&'static [u8]>) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("bound").to_string();
@@ -227,12 +227,12 @@ fn stranger(answer: Option<&'static [u8]>) -> String {
 }
 
 #[test]
-fn strangers_are_named() {
+fn other_protocols_are_named() {
     for (answer, word) in [
         (Some(&b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n"[..]), "web server"),
         (Some(b"SSH-2.0-OpenSSH_9.2\r\n"), "SSH"),
-        (Some(b""), "hangs up"),
-        (None, "says nothing"),
+        (Some(b""), "closes the connection"),
+        (None, "sends nothing"),
     ] {
         let (code, report) = run(&mut doctor(&[&stranger(answer)]));
         let found = finding(&report, "handshake");
@@ -242,7 +242,7 @@ fn strangers_are_named() {
 }
 
 #[test]
-fn nobody_there_is_bad_and_a_wrong_command_line_is_something_else() {
+fn a_missing_agent_is_bad_and_a_wrong_command_line_has_another_exit_code() {
     let free = TcpListener::bind("127.0.0.1:0").expect("a port").local_addr().expect("bound");
     let (code, report) = run(&mut doctor(&[&free.to_string()]));
     assert_eq!((code, &finding(&report, "connect")["mark"]), (1, &"bad".into()), "{report}");

@@ -1,9 +1,9 @@
-//! What a failed read or a lost session means for a handoff.
+//! Wire codes of the agent's errors.
 
 use kvferry::ErrorKind;
 use kvferry_proto::WireCode;
 
-/// The code that crosses the wire for an error of the agent's.
+/// The code that a handoff ends with after an error of the agent.
 pub(crate) fn code_of(kind: ErrorKind) -> WireCode {
     match kind {
         ErrorKind::PeerReset | ErrorKind::PeerClosed | ErrorKind::Unreachable => WireCode::Closed,
@@ -29,7 +29,7 @@ pub(crate) fn code_of(kind: ErrorKind) -> WireCode {
     }
 }
 
-/// Whether a session that ended like this may come back to the same life of the peer.
+/// Whether the same life of the peer may come back after a session that ended with this error.
 pub(crate) fn may_return(kind: ErrorKind) -> bool {
     kind == ErrorKind::PeerReset
 }

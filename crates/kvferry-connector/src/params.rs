@@ -1,21 +1,21 @@
-//! `kv_transfer_params`: what a router and the two engines say to each other about a request.
+//! `kv_transfer_params`: what a router and two engines exchange about a request.
 //!
-//! Plain JSON, as in vLLM's API, with its names where it has one:
+//! Plain JSON as in vLLM's API, with vLLM's names where it has one:
 //!
 //! | key | in | |
 //! |---|---|---|
 //! | `do_remote_decode` | a producer's request | true: keep its KV for a consumer |
-//! | `do_remote_prefill` | a consumer's request | true: somebody has, or will have, its KV |
-//! | `transfer_id` | both | the handoff's name; a producer without one draws its own |
-//! | `remote_address` | a consumer's | `host:port` of an agent of the producing engine, any rank's |
-//! | `remote_engine_id` | a consumer's, optional | which life of that engine, as its response said |
-//! | `remote_num_tokens` | a consumer's, optional | how many tokens it has the KV of |
+//! | `do_remote_prefill` | a consumer's request | true: a producer has, or will have, its KV |
+//! | `transfer_id` | both | the handoff's id; a producer without one draws its own |
+//! | `remote_address` | a consumer's | `host:port` of the agent of any rank of the producing engine |
+//! | `remote_engine_id` | a consumer's, optional | the life of that engine, from its response |
+//! | `remote_num_tokens` | a consumer's, optional | how many tokens the producer has the KV of |
 //!
 //! Concurrent: a router gives both requests one `transfer_id`, and the consumer's the address.
-//! Sequential: the producer's response carries what the consumer's request needs ([`Offered`]).
+//! Sequential: the producer's response carries what the consumer's request needs ([`ConsumerParams`]).
 
+use kvferry_proto::engine_handshake::EngineId;
 use kvferry_proto::handoff::HandoffId;
-use kvferry_proto::introduction::EngineId;
 use serde_json::{Map, Value, json};
 use thiserror::Error;
 
@@ -27,41 +27,41 @@ pub type Params = Map<String, Value>;
 pub enum Role {
     /// Keep its KV for a consumer.
     Produce {
-        /// The handoff's name, if somebody has given it one already.
+        /// The handoff's id, if the router chose one.
         transfer: Option<HandoffId>,
     },
     /// Fetch its KV from a producer.
-    Consume(Offered),
+    Consume(ConsumerParams),
 }
 
-/// Where a consumer finds a request's KV.
+/// Where a consumer finds the KV of its request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Offered {
-    /// The handoff's name.
+pub struct ConsumerParams {
+    /// The handoff's id.
     pub transfer: HandoffId,
     /// `host:port` of an agent of the producing engine.
     pub address: String,
-    /// Which life of that engine is meant, if that is known.
+    /// The life of that engine that is meant, if it is known.
     pub engine: Option<EngineId>,
-    /// How many tokens it has the KV of, if that is known: else all but what cannot be used.
+    /// How many tokens the producer has the KV of. If unknown: all that the consumer can use.
     pub tokens: Option<u64>,
 }
 
-/// Parameters that ask for something, but not for something that can be done.
+/// Invalid parameters of a request that asks for a handoff.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("kv_transfer_params: {key} {problem}")]
 pub struct ParamsError {
-    /// Which key.
+    /// The key of `kv_transfer_params`.
     pub key: &'static str,
-    /// What is wrong with it.
+    /// What is wrong with its value.
     pub problem: &'static str,
 }
 
 impl Role {
-    /// What parameters ask for; `None` if nothing that concerns a handoff.
+    /// What the parameters ask for; `None` if they ask for no handoff.
     ///
     /// # Errors
-    /// Something that is needed is missing, or is something else than it should be.
+    /// A key is missing or has a wrong value.
     pub fn parse(params: Option<&Params>) -> Result<Option<Self>, ParamsError> {
         let Some(params) = params else { return Ok(None) };
         let produce = flag(params, "do_remote_decode")?;
@@ -91,14 +91,14 @@ impl Role {
                     }
                 };
                 let address = address.to_owned();
-                Ok(Some(Self::Consume(Offered { transfer, address, engine, tokens })))
+                Ok(Some(Self::Consume(ConsumerParams { transfer, address, engine, tokens })))
             }
         }
     }
 }
 
-impl Offered {
-    /// What a consumer's request carries.
+impl ConsumerParams {
+    /// The parameters of a consumer's request.
     pub fn to_params(&self) -> Params {
         let mut params = Params::new();
         params.insert("do_remote_prefill".to_owned(), json!(true));
@@ -115,8 +115,8 @@ impl Offered {
     }
 }
 
-/// What a producer's request carries, in the concurrent flow with the name of its handoff.
-pub fn produce(transfer: Option<&HandoffId>) -> Params {
+/// The parameters of a producer's request; in the concurrent flow with the handoff's id.
+pub fn producer_params(transfer: Option<&HandoffId>) -> Params {
     let mut params = Params::new();
     params.insert("do_remote_decode".to_owned(), json!(true));
     params.insert("do_remote_prefill".to_owned(), json!(false));
@@ -147,7 +147,7 @@ fn text<'a>(params: &'a Params, key: &'static str) -> Result<Option<&'a str>, Pa
 fn transfer(params: &Params) -> Result<Option<HandoffId>, ParamsError> {
     let Some(name) = text(params, "transfer_id")? else { return Ok(None) };
     let id = HandoffId::new(name);
-    id.map(Some).map_err(|_| wrong("transfer_id", "has no or more than 256 bytes"))
+    id.map(Some).map_err(|_| wrong("transfer_id", "must have 1 to 256 bytes"))
 }
 
 #[cfg(test)]
@@ -159,8 +159,8 @@ mod tests {
     }
 
     #[test]
-    fn what_an_offer_says_is_what_a_consumer_reads() {
-        let offered = Offered {
+    fn a_consumer_parses_what_an_offer_encodes() {
+        let offered = ConsumerParams {
             transfer: HandoffId::new("xfer-1").expect("short"),
             address: "10.0.0.1:4711".to_owned(),
             engine: Some(EngineId(7 << 100)),
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_of_others_and_nulls_ask_for_nothing() {
+    fn unknown_and_null_parameters_ask_for_no_handoff() {
         for value in [
             json!({}),
             json!({"do_remote_decode": false, "do_remote_prefill": null}),
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_wrong_is_named() {
+    fn errors_name_the_key_that_is_missing_or_wrong() {
         for (value, key) in [
             (json!({"do_remote_decode": 1}), "do_remote_decode"),
             (json!({"do_remote_decode": true, "do_remote_prefill": true}), "do_remote_decode"),

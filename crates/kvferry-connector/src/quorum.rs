@@ -1,14 +1,14 @@
-//! What each rank of an engine reports of a request, counted until all have.
+//! Counts the ranks' reports of each request.
 //!
-//! All ranks must be through with a request before it is, and it failed if it did on any.
+//! A request has ended when it has ended on all ranks. It failed if it failed on any.
 
-use crate::orders::Fetched;
+use crate::metadata::RequestOutcome;
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::SIDE_DATA_MAX;
 use rustc_hash::FxHashMap;
 use serde_bytes::ByteBuf;
 
-/// Requests that some rank has not reported yet.
+/// Requests that at least one rank has not reported yet.
 #[derive(Debug)]
 pub(crate) struct Quorum {
     ranks: usize,
@@ -18,33 +18,28 @@ pub(crate) struct Quorum {
 /// What the ranks have reported of a request.
 #[derive(Debug)]
 struct Tally {
-    /// By the number of the rank; none of those that have not reported.
+    /// Side data by the number of the rank; `None` before the rank's report.
     reports: Vec<Option<Vec<Vec<u8>>>>,
     missing: usize,
     failure: Option<(WireCode, String)>,
 }
 
-/// What a report changes.
+/// The effect of a report.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Counted {
-    /// There is no such rank, or nothing is awaited of that request.
+    /// The rank does not exist, or the request is not open.
     Unknown,
-    /// The rank has reported it before.
+    /// The rank has reported the request before.
     Again,
-    /// Some ranks have not reported it yet.
+    /// Other ranks have not reported it yet.
     Waiting,
-    /// As above, and this is the first that failed.
-    Failing {
-        /// How.
-        code: WireCode,
-        /// In words.
-        detail: String,
-    },
-    /// All ranks have: nothing more is awaited.
+    /// As `Waiting`, and this is the first failure.
+    Failing { code: WireCode, detail: String },
+    /// All ranks have reported it; the request is no longer open.
     Complete {
-        /// How the first failed that did; [`WireCode::Ok`] if none.
+        /// The first failure; [`WireCode::Ok`] if there was none.
         code: WireCode,
-        /// What came along, in the order of the ranks; nothing if one failed.
+        /// In the order of the ranks; empty after a failure.
         side_data: Vec<Vec<u8>>,
     },
 }
@@ -54,15 +49,15 @@ impl Quorum {
         Self { ranks, open: FxHashMap::default() }
     }
 
-    /// Reports of a request are awaited of all ranks.
+    /// Awaits a report of the request from each rank.
     pub(crate) fn open(&mut self, request: &str) {
         let tally = Tally { reports: vec![None; self.ranks], missing: self.ranks, failure: None };
         self.open.insert(request.to_owned(), tally);
     }
 
-    /// A rank has reported.
-    pub(crate) fn report(&mut self, rank: usize, report: Fetched) -> Counted {
-        let Fetched { request, code, detail, side_data } = report;
+    /// Counts a rank's report.
+    pub(crate) fn report(&mut self, rank: usize, report: RequestOutcome) -> Counted {
+        let RequestOutcome { request, code, detail, side_data } = report;
         let Some(tally) = self.open.get_mut(&request) else { return Counted::Unknown };
         let Some(place) = tally.reports.get_mut(rank) else { return Counted::Unknown };
         if place.is_some() {
@@ -89,18 +84,18 @@ impl Quorum {
         }
     }
 
-    /// Nothing is awaited of a request any more.
+    /// Closes a request that ranks have not reported.
     pub(crate) fn forget(&mut self, request: &str) {
         self.open.remove(request);
     }
 
-    /// Of how many requests reports are awaited.
+    /// How many requests are open.
     pub(crate) fn len(&self) -> usize {
         self.open.len()
     }
 }
 
-/// Side data of one rank, as much as one handoff may have.
+/// Drops what exceeds [`SIDE_DATA_MAX`] bytes of one rank's side data.
 pub(crate) fn bounded(side_data: impl Iterator<Item = ByteBuf>) -> impl Iterator<Item = ByteBuf> {
     let mut room = SIDE_DATA_MAX;
     side_data.filter(move |data| {
@@ -114,8 +109,8 @@ pub(crate) fn bounded(side_data: impl Iterator<Item = ByteBuf>) -> impl Iterator
 mod tests {
     use super::*;
 
-    fn fetched(request: &str, code: WireCode, data: &[&[u8]]) -> Fetched {
-        Fetched {
+    fn fetched(request: &str, code: WireCode, data: &[&[u8]]) -> RequestOutcome {
+        RequestOutcome {
             request: request.to_owned(),
             code,
             detail: format!("{code}"),
@@ -123,7 +118,7 @@ mod tests {
         }
     }
 
-    fn done(request: &str) -> Fetched {
+    fn done(request: &str) -> RequestOutcome {
         fetched(request, WireCode::Ok, &[])
     }
 
@@ -131,17 +126,17 @@ mod tests {
     fn a_request_is_complete_when_the_last_rank_reports_whatever_the_order() {
         let mut quorum = Quorum::new(3);
         quorum.open("a");
-        let say = |data: &[u8]| fetched("a", WireCode::Ok, &[data]);
-        assert_eq!(quorum.report(2, say(b"two")), Counted::Waiting);
-        assert_eq!(quorum.report(0, say(b"zero")), Counted::Waiting);
+        let done_with = |data: &[u8]| fetched("a", WireCode::Ok, &[data]);
+        assert_eq!(quorum.report(2, done_with(b"two")), Counted::Waiting);
+        assert_eq!(quorum.report(0, done_with(b"zero")), Counted::Waiting);
         let side_data = vec![b"zero".to_vec(), b"one".to_vec(), b"two".to_vec()];
         let complete = Counted::Complete { code: WireCode::Ok, side_data };
-        assert_eq!(quorum.report(1, say(b"one")), complete);
+        assert_eq!(quorum.report(1, done_with(b"one")), complete);
         assert_eq!(quorum.len(), 0);
     }
 
     #[test]
-    fn the_first_failure_is_the_outcome_and_said_at_once_but_nothing_ends_before_all_have() {
+    fn the_first_failure_is_reported_at_once_and_the_request_ends_when_all_ranks_have_reported() {
         let mut quorum = Quorum::new(3);
         quorum.open("a");
         let (silent, detail) = (WireCode::Silent, WireCode::Silent.to_string());
@@ -162,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_twice_or_of_nobody_or_by_nobody_change_nothing() {
+    fn repeated_reports_and_reports_of_unknown_requests_or_ranks_change_nothing() {
         let mut quorum = Quorum::new(2);
         quorum.open("a");
         assert_eq!(quorum.report(0, done("b")), Counted::Unknown);
@@ -175,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_forgotten_is_not_awaited() {
+    fn reports_of_a_forgotten_request_are_ignored() {
         let mut quorum = Quorum::new(2);
         quorum.open("a");
         assert_eq!(quorum.report(0, done("a")), Counted::Waiting);
@@ -185,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn side_data_beyond_the_most_of_a_handoff_is_left_out() {
+    fn side_data_beyond_the_limit_is_dropped() {
         let mut quorum = Quorum::new(1);
         quorum.open("a");
         let most = vec![7; SIDE_DATA_MAX - 1];

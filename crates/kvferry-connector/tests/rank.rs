@@ -1,8 +1,9 @@
-//! Handoffs between real agents, over real sockets and between processes.
+//! Handoffs between real agents, in one process and between processes.
 
 use kvferry::{Access, Agent, Batch, Region, RemoteRegion, Transports};
 use kvferry_connector::{
-    BlockTable, Event, Fault, HandoffId, Limits, Outcome, Progress, Rank, Read, Refusal, Source,
+    BlockTable, Event, HandoffId, Limits, Outcome, Progress, Rank, RankError, ReadRequest, Refusal,
+    Source,
 };
 use kvferry_proto::WireCode;
 use kvferry_testkit::{Watchdog, stretched};
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 
 const LAYERS: u32 = 4;
 const BLOCKS: u32 = 512;
-/// Of one layer of one block, which is one token here.
+/// Bytes of one layer of one block. A block is one token here.
 const BYTES: usize = 4096;
 const BUDGET: Duration = Duration::from_secs(30);
 const SILENCE: Duration = Duration::from_secs(1);
@@ -23,7 +24,7 @@ fn bounded() -> Watchdog {
     Watchdog::new(Duration::from_secs(60))
 }
 
-/// An agent with a pool of blocks, and its handoffs.
+/// A rank with an agent and a pool of blocks.
 struct Node {
     agent: Agent,
     pool: Region,
@@ -35,15 +36,12 @@ fn id(n: usize) -> HandoffId {
     HandoffId::new(&format!("xfer-{n}")).expect("short")
 }
 
-/// What a token's KV is.
-fn truth(request: usize, token: u32, layer: u32) -> Vec<u8> {
-    let mut seed = (request as u64) << 32 | u64::from(token) << 8 | u64::from(layer);
-    (0..BYTES)
-        .map(|_| {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695);
-            (seed >> 56) as u8
-        })
-        .collect()
+/// The KV of a token.
+fn kv(request: usize, token: u32, layer: u32) -> Vec<u8> {
+    let seed = (request as u64) << 32 | u64::from(token) << 8 | u64::from(layer);
+    let mut bytes = vec![0; BYTES];
+    fastrand::Rng::with_seed(seed).fill(&mut bytes);
+    bytes
 }
 
 fn at(block: u32, layer: u32) -> u64 {
@@ -64,8 +62,9 @@ impl Node {
             .expect("it starts");
         let len = (LAYERS * BLOCKS) as usize * BYTES;
         let pool = agent.allocate(len, Access::READ).expect("memory");
-        let rank = Rank::start(&agent, &Limits::default()).expect("nobody else does");
-        // Not in order, as in an engine that has run for a while.
+        let rank =
+            Rank::start(&agent, &Limits::default()).expect("the agent has no message handler");
+        // Scattered, as in an engine that has run for a while.
         let free = (0..BLOCKS).map(|block| block * 97 % BLOCKS).collect();
         Self { agent, pool, rank, free }
     }
@@ -82,12 +81,12 @@ impl Node {
         for (token, &block) in (0..).zip(blocks) {
             for layer in 0..LAYERS {
                 let place = at(block, layer) as usize;
-                self.pool.write_at(place, &truth(request, token, layer)).expect("inside");
+                self.pool.write_at(place, &kv(request, token, layer)).expect("inside");
             }
         }
     }
 
-    /// Offers a request that is computed already.
+    /// Computes a request, then offers it.
     fn offer(&mut self, request: usize, tokens: u32) -> Vec<u32> {
         let blocks = self.blocks(tokens);
         self.compute(request, &blocks);
@@ -99,10 +98,10 @@ impl Node {
         blocks
     }
 
-    fn want(&mut self, request: usize, tokens: u32, from: &str, pool: &RemoteRegion) -> Vec<u32> {
+    fn fetch(&mut self, request: usize, tokens: u32, from: &str, pool: &RemoteRegion) -> Vec<u32> {
         let blocks = self.blocks(tokens);
         let (mine, here, there) = (blocks.clone(), self.pool.clone(), pool.clone());
-        let map = move |read: &Read<'_>| {
+        let map = move |read: &ReadRequest<'_>| {
             let mut batch = Batch::new();
             for part in read.slice.from.until(&read.slice.to, LAYERS) {
                 for token in part.tokens {
@@ -118,7 +117,7 @@ impl Node {
             Ok(batch)
         };
         let source = Source { address: from.to_owned(), readers: 1 };
-        self.rank.want(&id(request), &[source], BUDGET, Box::new(map)).expect("a new name");
+        self.rank.fetch(&id(request), &[source], BUDGET, Box::new(map)).expect("a new name");
         blocks
     }
 
@@ -127,7 +126,7 @@ impl Node {
         for (token, &block) in (0..).zip(blocks) {
             for layer in 0..LAYERS {
                 self.pool.read_at(at(block, layer) as usize, &mut bytes).expect("inside");
-                assert!(bytes == truth(request, token, layer), "{request} {token} {layer}");
+                assert!(bytes == kv(request, token, layer), "{request} {token} {layer}");
             }
         }
     }
@@ -146,12 +145,12 @@ impl Node {
         }
     }
 
-    /// Nothing is left, but tombs and connections.
+    /// Asserts that only tombstones and connections are left.
     fn assert_empty(&self) {
         let give_up = Instant::now() + stretched(Duration::from_secs(5));
         loop {
             let mut gauges = self.rank.gauges();
-            gauges.retain(|(name, count)| *count > 0 && !["tombs", "peers"].contains(name));
+            gauges.retain(|(name, count)| *count > 0 && !["tombstones", "peers"].contains(name));
             if gauges.is_empty() {
                 return;
             }
@@ -161,17 +160,17 @@ impl Node {
     }
 }
 
-fn handed_over(transports: &str) {
+fn hand_over(transports: &str) {
     let _bound = bounded();
     let (mut p, mut d) = (Node::new(transports), Node::new(transports));
     let (address, pool) = (p.address(), p.pool.remote());
     for (request, tokens) in [(1, 1), (2, 7), (3, 100)] {
-        let wanted_first = request == 2;
-        let early = wanted_first.then(|| d.want(request, tokens, &address, &pool));
+        let fetch_first = request == 2;
+        let early = fetch_first.then(|| d.fetch(request, tokens, &address, &pool));
         p.offer(request, tokens);
-        let blocks = early.unwrap_or_else(|| d.want(request, tokens, &address, &pool));
+        let blocks = early.unwrap_or_else(|| d.fetch(request, tokens, &address, &pool));
         let Some(Event::Consumed { outcome, side_data, .. }) = d.rank.wait(BUDGET) else {
-            panic!("it does not end");
+            panic!("the fetch does not end");
         };
         assert_eq!(outcome, Outcome::DONE);
         assert_eq!(side_data, [(address.clone(), vec![request as u8])]);
@@ -183,22 +182,22 @@ fn handed_over(transports: &str) {
 }
 
 #[test]
-fn bytes_and_side_data_are_handed_over_over_tcp_whoever_is_first() {
-    handed_over("tcp");
+fn bytes_and_side_data_are_handed_over_by_tcp_in_either_order() {
+    hand_over("tcp");
 }
 
 #[test]
-fn bytes_and_side_data_are_handed_over_within_a_host_whoever_is_first() {
-    handed_over("local");
+fn bytes_and_side_data_are_handed_over_within_a_host_in_either_order() {
+    hand_over("local");
 }
 
 #[test]
-fn layers_and_chunks_are_read_while_the_next_are_computed() {
+fn layers_and_chunks_are_read_while_later_ones_are_computed() {
     let _bound = bounded();
     let (mut p, mut d) = (Node::new("local"), Node::new("local"));
     let blocks = p.blocks(64);
     p.rank.offer(&id(1)).expect("a new name");
-    let mine = d.want(1, 64, &p.address(), &p.pool.remote());
+    let mine = d.fetch(1, 64, &p.address(), &p.pool.remote());
     for chunk in 0..4_u32 {
         let tokens = chunk * 16..(chunk + 1) * 16;
         let added = blocks[chunk as usize * 16..][..16].to_vec();
@@ -208,71 +207,71 @@ fn layers_and_chunks_are_read_while_the_next_are_computed() {
                 vec![BlockTable::new(tokens.start, added)],
                 Progress::tokens(tokens.start),
             )
-            .expect("it goes on");
+            .expect("under way");
         for layer in 0..LAYERS {
             for token in tokens.clone() {
                 let place = at(blocks[token as usize], layer) as usize;
-                p.pool.write_at(place, &truth(1, token, layer)).expect("inside");
+                p.pool.write_at(place, &kv(1, token, layer)).expect("inside");
             }
             let ready = match layer + 1 {
                 LAYERS => Progress::tokens(tokens.end),
                 layers => Progress::tokens(tokens.start).and(layers, tokens.end),
             };
-            p.rank.advance(&id(1), Vec::new(), ready).expect("it goes on");
+            p.rank.advance(&id(1), Vec::new(), ready).expect("under way");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    p.rank.complete(&id(1), Vec::new(), Progress::tokens(64), None).expect("it goes on");
+    p.rank.complete(&id(1), Vec::new(), Progress::tokens(64), None).expect("under way");
     assert_eq!(d.consumed(), Outcome::DONE);
     d.assert_holds(1, &mine);
 }
 
 #[test]
-fn what_was_computed_again_elsewhere_is_what_arrives() {
+fn after_a_restart_the_consumer_gets_the_new_blocks() {
     let _bound = bounded();
     let (mut p, mut d) = (Node::new("tcp"), Node::new("tcp"));
     p.rank.offer(&id(1)).expect("a new name");
-    let mine = d.want(1, 8, &p.address(), &p.pool.remote());
+    let mine = d.fetch(1, 8, &p.address(), &p.pool.remote());
     let blocks = p.blocks(8);
     p.compute(99, &blocks);
     let table = |blocks: &[u32]| vec![BlockTable::new(0, blocks.to_vec())];
-    p.rank.advance(&id(1), table(&blocks), Progress::tokens(8)).expect("it goes on");
-    p.rank.restart(&id(1)).expect("it is under way");
+    p.rank.advance(&id(1), table(&blocks), Progress::tokens(8)).expect("under way");
+    p.rank.restart(&id(1)).expect("under way");
     let blocks = p.blocks(8);
     p.compute(1, &blocks);
-    p.rank.complete(&id(1), table(&blocks), Progress::tokens(8), None).expect("it goes on");
+    p.rank.complete(&id(1), table(&blocks), Progress::tokens(8), None).expect("under way");
     assert_eq!(d.consumed(), Outcome::DONE);
     d.assert_holds(1, &mine);
 }
 
 #[test]
-fn either_side_may_end_it_and_the_other_hears_why() {
+fn either_side_can_end_a_handoff_and_the_other_gets_the_reason() {
     let _bound = bounded();
     let (p, mut d) = (Node::new("tcp"), Node::new("tcp"));
     let (address, pool) = (p.address(), p.pool.remote());
     p.rank.offer(&id(1)).expect("a new name");
-    d.want(1, 8, &address, &pool);
+    d.fetch(1, 8, &address, &pool);
     p.rank.withdraw(&id(1), WireCode::Cancelled, "the client left").expect("under way");
     assert_eq!(p.produced().code, WireCode::Cancelled);
     assert_eq!(d.consumed().detail, format!("the client left (peer {address})"));
     p.rank.offer(&id(2)).expect("a new name");
-    d.want(2, 8, &address, &pool);
+    d.fetch(2, 8, &address, &pool);
     d.rank.cancel(&id(2), WireCode::Cancelled, "no longer needed").expect("under way");
     assert_eq!(d.consumed().code, WireCode::Cancelled);
-    let heard = p.produced().detail;
-    assert_eq!(heard, format!("no longer needed (peer {})", d.address()));
+    let detail = p.produced().detail;
+    assert_eq!(detail, format!("no longer needed (peer {})", d.address()));
     let source = Source { address: address.clone(), readers: 1 };
     p.rank.offer(&id(3)).expect("a new name");
     d.rank.free(&id(3), &[source], WireCode::NotNeeded, "").expect("a new name");
     assert_eq!(p.produced().code, WireCode::NotNeeded);
     let again = p.rank.offer(&id(3)).expect_err("it has ended");
-    assert!(matches!(again, Fault::Refused(Refusal::Ended(WireCode::NotNeeded))));
+    assert!(matches!(again, RankError::Refused(Refusal::Ended(WireCode::NotNeeded))));
     p.assert_empty();
     d.assert_empty();
 }
 
 #[test]
-fn who_was_never_met_hears_that_nothing_is_needed() {
+fn a_producer_without_a_connection_is_told_that_its_offer_is_not_needed() {
     let _bound = bounded();
     let (p, d) = (Node::new("tcp"), Node::new("tcp"));
     p.rank.offer(&id(1)).expect("a new name");
@@ -284,7 +283,7 @@ fn who_was_never_met_hears_that_nothing_is_needed() {
 }
 
 #[test]
-fn a_peer_may_have_two_names() {
+fn a_peer_may_have_two_addresses() {
     let _bound = bounded();
     let (mut p, mut d) = (Node::new("tcp"), Node::new("tcp"));
     let (address, pool) = (p.address(), p.pool.remote());
@@ -292,7 +291,7 @@ fn a_peer_may_have_two_names() {
     for request in [1, 2] {
         p.offer(request, 8);
     }
-    let blocks = [d.want(1, 8, &address, &pool), d.want(2, 8, &other, &pool)];
+    let blocks = [d.fetch(1, 8, &address, &pool), d.fetch(2, 8, &other, &pool)];
     for _ in &blocks {
         assert_eq!(d.consumed(), Outcome::DONE);
         assert_eq!(p.produced(), Outcome::DONE);
@@ -304,7 +303,7 @@ fn a_peer_may_have_two_names() {
 }
 
 #[test]
-fn nobody_at_the_address_is_an_error_at_once() {
+fn a_fetch_from_an_address_without_an_agent_fails_within_a_second() {
     let _bound = bounded();
     let mut d = Node::new("tcp");
     let gone = Node::new("tcp");
@@ -312,14 +311,14 @@ fn nobody_at_the_address_is_an_error_at_once() {
     gone.agent.shutdown();
     drop(gone);
     let began = Instant::now();
-    d.want(1, 8, &address, &pool);
+    d.fetch(1, 8, &address, &pool);
     assert_eq!(d.consumed().code, WireCode::Closed);
     assert!(began.elapsed() < stretched(Duration::from_secs(1)));
     d.assert_empty();
 }
 
 #[test]
-fn hundreds_of_handoffs_at_once_both_ways_all_end_right() {
+fn hundreds_of_handoffs_at_once_in_both_directions_succeed() {
     let _bound = bounded();
     let (mut a, mut b) = (Node::new("local,tcp"), Node::new("local,tcp"));
     let (to_a, to_b) = (a.address(), b.address());
@@ -328,9 +327,9 @@ fn hundreds_of_handoffs_at_once_both_ways_all_end_right() {
     for request in 0..100 {
         // Both are producers and consumers of each other.
         a.offer(request, 2);
-        expected[1].insert(id(request), (request, b.want(request, 2, &to_a, &pool_a)));
+        expected[1].insert(id(request), (request, b.fetch(request, 2, &to_a, &pool_a)));
         let other = 1000 + request;
-        expected[0].insert(id(other), (other, a.want(other, 2, &to_b, &pool_b)));
+        expected[0].insert(id(other), (other, a.fetch(other, 2, &to_b, &pool_b)));
         b.offer(other, 2);
     }
     for (node, expected) in [&a, &b].into_iter().zip(&mut expected) {
@@ -354,7 +353,7 @@ fn hundreds_of_handoffs_at_once_both_ways_all_end_right() {
 
 // ---- processes ----
 
-/// A producer in a process of its own: this program, told by the environment.
+/// A producer in its own process: this program, started with `ROLE` in the environment.
 struct Producer {
     process: Child,
     address: String,
@@ -364,10 +363,10 @@ struct Producer {
 const ROLE: &str = "KVFERRY_TEST_PRODUCER";
 
 #[test]
-fn becomes_a_producer() {
+fn is_a_producer_if_the_environment_says_so() {
     let Ok(address) = std::env::var(ROLE) else { return };
     let mut node = Node::listening("local,tcp", &address);
-    // Complete ones, and one that never will be.
+    // Complete ones, and one that never completes.
     for request in 1..10 {
         node.offer(request, 8);
     }
@@ -375,11 +374,11 @@ fn becomes_a_producer() {
     let blocks = node.blocks(4);
     node.compute(50, &blocks);
     let table = vec![BlockTable::new(0, blocks)];
-    node.rank.advance(&id(50), table, Progress::tokens(4)).expect("it goes on");
+    node.rank.advance(&id(50), table, Progress::tokens(4)).expect("under way");
     let pool: Vec<String> =
         node.pool.remote().to_bytes().iter().map(|b| format!("{b:02x}")).collect();
     println!("\nready {} {}", node.address(), pool.concat());
-    std::io::stdout().flush().expect("somebody reads");
+    std::io::stdout().flush().expect("the parent reads");
     std::thread::sleep(Duration::from_secs(120));
 }
 
@@ -387,7 +386,7 @@ impl Producer {
     fn start(address: &str) -> Self {
         let program = std::env::current_exe().expect("this program");
         let mut process = Command::new(program)
-            .args(["becomes_a_producer", "--exact", "--nocapture"])
+            .args(["is_a_producer_if_the_environment_says_so", "--exact", "--nocapture"])
             .env(ROLE, address)
             .stdout(Stdio::piped())
             .spawn()
@@ -420,15 +419,15 @@ impl Drop for Producer {
 }
 
 #[test]
-fn a_producer_that_is_killed_ends_the_handoff_and_its_next_life_serves() {
+fn a_killed_producer_ends_the_handoff_and_its_next_life_serves() {
     let _bound = bounded();
     let mut d = Node::new("local,tcp");
     let mut p = Producer::start("127.0.0.1:0");
-    let blocks = d.want(1, 8, &p.address, &p.pool);
+    let blocks = d.fetch(1, 8, &p.address, &p.pool);
     assert_eq!(d.consumed(), Outcome::DONE);
     d.assert_holds(1, &blocks);
-    // It waits for the rest.
-    d.want(50, 8, &p.address, &p.pool);
+    // This one waits for the rest.
+    d.fetch(50, 8, &p.address, &p.pool);
     std::thread::sleep(Duration::from_millis(100));
     let began = Instant::now();
     p.signal("-KILL");
@@ -438,18 +437,18 @@ fn a_producer_that_is_killed_ends_the_handoff_and_its_next_life_serves() {
     let address = p.address.clone();
     drop(p);
     p = Producer::start(&address);
-    let blocks = d.want(2, 8, &address, &p.pool);
+    let blocks = d.fetch(2, 8, &address, &p.pool);
     assert_eq!(d.consumed(), Outcome::DONE);
     d.assert_holds(2, &blocks);
     d.assert_empty();
 }
 
 #[test]
-fn a_producer_that_is_stopped_ends_the_handoff_with_the_silence_limit() {
+fn a_stopped_producer_ends_the_handoff_after_the_silence_limit() {
     let _bound = bounded();
     let mut d = Node::new("tcp");
     let p = Producer::start("127.0.0.1:0");
-    d.want(50, 8, &p.address, &p.pool);
+    d.fetch(50, 8, &p.address, &p.pool);
     std::thread::sleep(Duration::from_millis(100));
     p.signal("-STOP");
     let began = Instant::now();
@@ -457,23 +456,23 @@ fn a_producer_that_is_stopped_ends_the_handoff_with_the_silence_limit() {
     assert!(began.elapsed() < stretched(3 * SILENCE), "{:?}", began.elapsed());
     assert_eq!(outcome.code, WireCode::Silent, "{outcome}");
     p.signal("-CONT");
-    let blocks = d.want(3, 8, &p.address, &p.pool);
+    let blocks = d.fetch(3, 8, &p.address, &p.pool);
     assert_eq!(d.consumed(), Outcome::DONE);
     d.assert_holds(3, &blocks);
 }
 
 #[test]
-fn a_consumer_that_is_gone_gives_the_producer_its_blocks_back() {
+fn a_producer_gets_its_blocks_back_when_its_consumer_shuts_down() {
     let _bound = bounded();
     let p = Node::new("tcp");
     let mut d = Node::new("tcp");
     p.rank.offer(&id(1)).expect("a new name");
-    d.want(1, 8, &p.address(), &p.pool.remote());
+    d.fetch(1, 8, &p.address(), &p.pool.remote());
     let give_up = Instant::now() + stretched(Duration::from_secs(5));
     while p.rank.gauges().iter().any(|(name, n)| *name == "watched" && *n == 0)
         && !p.rank.gauges().contains(&("watched", 1))
     {
-        assert!(Instant::now() < give_up, "it never asks");
+        assert!(Instant::now() < give_up, "the consumer never asks");
         std::thread::sleep(Duration::from_millis(2));
     }
     d.agent.shutdown();

@@ -1,9 +1,10 @@
-//! Worker halves over real agents, ordered about by hand.
+//! Worker halves over real agents, driven by metadata that the tests build.
 
 use kvferry::{Access, Agent, Region, Transports};
 use kvferry_connector::{
-    Announce, BlockTable, Cancel, Compute, Computed, Ending, EngineCard, EngineId, Free, HandoffId,
-    How, Limits, NULL_BLOCK, Notes, Offer, Orders, ReadPart, Want, Watch, Worker, WorkerConfig,
+    Announce, BlockTable, Cancel, Compute, ComputeEvent, ConnectorMetadata, Ending, EndingKind,
+    EngineId, EngineMetadata, FetchRequest, Free, HandoffId, Limits, NULL_BLOCK, Notes, Offer,
+    ReadPart, Worker, WorkerConfig, WorkerObserver,
 };
 use kvferry_proto::WireCode;
 use kvferry_proto::layout::{
@@ -26,7 +27,7 @@ fn bounded() -> Watchdog {
     Watchdog::new(Duration::from_secs(60))
 }
 
-/// What an engine of these tests is made of.
+/// The shape of an engine.
 #[derive(Clone, Copy)]
 struct Build {
     id: u128,
@@ -59,17 +60,18 @@ impl Engine {
     fn new(build: Build, transports: &str, secret: &[u8]) -> Self {
         let ranks: Vec<_> =
             (0..build.tp).map(|rank| RankOf::new(build, rank, transports, secret)).collect();
-        let cards: Vec<_> = ranks.iter().map(|it| it.worker.card().to_vec().into()).collect();
-        let card = EngineCard { id: EngineId(build.id), ranks: cards };
-        let orders = Orders { engine: Some(card), ..Orders::default() };
+        let metadata: Vec<_> =
+            ranks.iter().map(|it| it.worker.rank_metadata().to_vec().into()).collect();
+        let engine = EngineMetadata { id: EngineId(build.id), ranks: metadata };
+        let metadata = ConnectorMetadata { engine: Some(engine), ..ConnectorMetadata::default() };
         let engine = Self { address: ranks[0].address(), ranks };
-        engine.obey(&orders);
+        engine.apply(&metadata);
         engine
     }
 
-    fn obey(&self, orders: &Orders) {
+    fn apply(&self, metadata: &ConnectorMetadata) {
         for rank in &self.ranks {
-            rank.worker.obey(&orders.encode()).expect("good orders");
+            rank.worker.apply(&metadata.encode()).expect("valid metadata");
         }
     }
 
@@ -88,7 +90,7 @@ impl Engine {
             until: tokens.end,
             blocks: vec![BlockTable::new(from, blocks[from as usize..to as usize].to_vec())],
         };
-        self.obey(&Orders { computes: vec![compute], ..Orders::default() });
+        self.apply(&ConnectorMetadata { computes: vec![compute], ..ConnectorMetadata::default() });
         for rank in &self.ranks {
             for layer in 0..LAYERS {
                 rank.fill(seed, blocks, tokens.clone(), layer);
@@ -99,13 +101,19 @@ impl Engine {
     }
 
     fn hold(&self, request: &str) {
-        let how = How::Held { side_data: None };
+        let how = EndingKind::Held { side_data: None };
         let ending = Ending { request: request.to_owned(), transfer: id(request), how };
-        self.obey(&Orders { endings: vec![ending], ..Orders::default() });
+        self.apply(&ConnectorMetadata { endings: vec![ending], ..ConnectorMetadata::default() });
     }
 
-    fn want(&self, request: &str, from: &str, blocks: &[u32], tokens: std::ops::Range<u32>) {
-        let want = Want {
+    fn fetch_request(
+        &self,
+        request: &str,
+        from: &str,
+        blocks: &[u32],
+        tokens: std::ops::Range<u32>,
+    ) {
+        let fetch = FetchRequest {
             request: request.to_owned(),
             transfer: id(request),
             address: from.to_owned(),
@@ -114,16 +122,17 @@ impl Engine {
             blocks: vec![BlockTable::new(0, blocks.to_vec())],
             budget_ms: BUDGET_MS,
         };
-        self.obey(&Orders { wants: vec![want], ..Orders::default() });
+        self.apply(&ConnectorMetadata { fetches: vec![fetch], ..ConnectorMetadata::default() });
         self.fetch();
     }
 
-    /// Waits until all ranks have reported `request` as fetched: how it went on each.
+    /// Waits until all ranks have reported `request` as fetched. Returns the outcome on each.
     fn fetched(&self, request: &str) -> Vec<(WireCode, String)> {
         let of_rank = |rank: &RankOf| loop {
             assert!(rank.worker.wait(Duration::from_secs(50)), "{request} never ends");
             let reports = rank.worker.reports();
-            let notes = Notes::decode(&reports.notes.expect("there are some")).expect("its own");
+            let notes = Notes::decode(&reports.notes.expect("a fetch has ended"))
+                .expect("it was just encoded");
             if let Some(it) = notes.fetched.into_iter().find(|it| it.request == request) {
                 assert_eq!(reports.received, [request]);
                 assert_eq!(reports.failed.is_empty(), it.code.is_ok());
@@ -150,9 +159,9 @@ impl Engine {
         self.ranks.iter().for_each(|rank| rank.check(seed, blocks, tokens.clone()));
     }
 
-    /// That nothing is kept.
+    /// Asserts that nothing is under way.
     fn assert_idle(&self) {
-        let idle = ["tombs", "peers", "paired", "farewells"];
+        let idle = ["tombstones", "peers", "engines", "farewells"];
         for rank in &self.ranks {
             let busy = || {
                 let gauges = rank.worker.gauges();
@@ -190,7 +199,7 @@ impl RankOf {
         };
         let len = shape.bytes().expect("small");
         let memory = agent.allocate(len as usize, Access::READ).expect("memory");
-        let views = build.packing.views(&shape, 0, 0).expect("sound");
+        let views = build.packing.views(&shape, 0, 0).expect("a sound layout");
         let group = Group {
             name: "full".to_owned(),
             kind: Kind::Full,
@@ -211,7 +220,7 @@ impl RankOf {
             }],
         });
         let places = vec![Place { id: memory.id(), len }];
-        let layout = Layout::new(places, vec![group], layers.collect()).expect("sound");
+        let layout = Layout::new(places, vec![group], layers.collect()).expect("a sound layout");
         let config = WorkerConfig {
             rank: rank as usize,
             announce: build.announce,
@@ -223,10 +232,12 @@ impl RankOf {
     }
 
     fn address(&self) -> String {
-        kvferry_connector::RankCard::decode(self.worker.card()).expect("its own").address
+        kvferry_connector::RankMetadata::decode(self.worker.rank_metadata())
+            .expect("it was just encoded")
+            .address
     }
 
-    /// Where the bytes of a token's head lie in a layer, and what they have to be.
+    /// The places of a token's heads in a layer, with their expected bytes.
     fn rows(
         &self,
         seed: u32,
@@ -277,13 +288,13 @@ fn tokens_of(blocks: &[u32]) -> u32 {
     blocks.len() as u32 * BLOCK_TOKENS
 }
 
-/// Blocks in no order.
+/// Scattered blocks.
 fn blocks(count: u32, salt: u32) -> Vec<u32> {
     (0..count).map(|n| (n * 37 + salt) % BLOCKS).collect()
 }
 
 #[test]
-fn what_is_computed_is_fetched_whoever_comes_first_over_either_transport_and_any_ranks() {
+fn computed_kv_is_fetched_in_either_order_over_either_transport_between_any_ranks() {
     let _bounded = bounded();
     for transports in ["tcp", "local"] {
         for (theirs, ours) in [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)] {
@@ -295,12 +306,12 @@ fn what_is_computed_is_fetched_whoever_comes_first_over_either_transport_and_any
             p.compute("a", 1, &there, 0..20);
             p.compute("a", 1, &there, 20..32);
             p.hold("a");
-            d.want("a", &p.address, &here, 0..32);
+            d.fetch_request("a", &p.address, &here, 0..32);
             d.assert_fetched("a");
             d.assert_has(1, &here, 0..32);
             p.assert_sent("a");
-            // The consumer first, which has some of it already.
-            d.want("b", &p.address, &here, 8..32);
+            // The consumer first. It has some of the tokens.
+            d.fetch_request("b", &p.address, &here, 8..32);
             std::thread::sleep(Duration::from_millis(20));
             p.compute("b", 2, &there, 0..12);
             p.compute("b", 2, &there, 12..32);
@@ -315,35 +326,35 @@ fn what_is_computed_is_fetched_whoever_comes_first_over_either_transport_and_any
     }
 }
 
-/// An event that happens when it is told to.
+/// An event that the test makes happen.
 #[derive(Clone, Default)]
 struct Signal(Arc<(Mutex<bool>, Condvar)>);
 
 impl Signal {
     fn happen(&self) {
-        *self.0.0.lock().expect("nobody panics") = true;
+        *self.0.0.lock().expect("no panic") = true;
         self.0.1.notify_all();
     }
 }
 
-impl Computed for Signal {
+impl ComputeEvent for Signal {
     fn is_ready(&self) -> bool {
-        *self.0.0.lock().expect("nobody panics")
+        *self.0.0.lock().expect("no panic")
     }
 
     fn wait(&self) {
-        let happened = self.0.0.lock().expect("nobody panics");
-        drop(self.0.1.wait_while(happened, |happened| !*happened).expect("nobody panics"));
+        let happened = self.0.0.lock().expect("no panic");
+        drop(self.0.1.wait_while(happened, |happened| !*happened).expect("no panic"));
     }
 }
 
 #[test]
-fn a_layer_is_fetched_after_its_event_and_not_after_its_call() {
+fn a_layer_is_fetched_after_its_event_not_after_its_call() {
     let _bounded = bounded();
     let p = Engine::new(Build::new(1, 1), "tcp", b"");
     let d = Engine::new(Build::new(2, 1), "tcp", b"");
     let (there, here) = (blocks(8, 1), blocks(8, 5));
-    d.want("a", &p.address, &here, 0..32);
+    d.fetch_request("a", &p.address, &here, 0..32);
     let offer = Offer { transfer: id("a"), tokens: 32, eager: true };
     let compute = Compute {
         request: "a".to_owned(),
@@ -351,14 +362,14 @@ fn a_layer_is_fetched_after_its_event_and_not_after_its_call() {
         until: 32,
         blocks: vec![BlockTable::new(0, there.clone())],
     };
-    p.obey(&Orders { computes: vec![compute], ..Orders::default() });
+    p.apply(&ConnectorMetadata { computes: vec![compute], ..ConnectorMetadata::default() });
     let events: Vec<Signal> = (0..LAYERS).map(|_| Signal::default()).collect();
     let rank = &p.ranks[0];
     for (layer, event) in events.iter().enumerate() {
         rank.worker.layer_computed(layer, Some(Box::new(event.clone())));
     }
     rank.worker.step_computed(Some(Box::new(events[3].clone())));
-    // The engine is done with the step long before the device is.
+    // The engine ends the step long before the device does.
     p.hold("a");
     let is_there = |layer: u32| {
         let rank = &d.ranks[0];
@@ -387,15 +398,15 @@ fn a_layer_is_fetched_after_its_event_and_not_after_its_call() {
 }
 
 #[test]
-fn a_request_that_loses_its_blocks_is_fetched_as_it_is_computed_again() {
+fn a_request_that_loses_its_blocks_is_fetched_from_its_new_ones() {
     let _bounded = bounded();
     let p = Engine::new(Build::new(1, 1), "tcp", b"");
     let d = Engine::new(Build::new(2, 1), "tcp", b"");
     let (before, there, here) = (blocks(8, 1), blocks(8, 9), blocks(8, 5));
-    d.want("a", &p.address, &here, 0..32);
+    d.fetch_request("a", &p.address, &here, 0..32);
     p.compute("a", 7, &before, 0..20);
-    p.obey(&Orders { restarts: vec!["a".to_owned()], ..Orders::default() });
-    // Somebody else's bytes.
+    p.apply(&ConnectorMetadata { restarts: vec!["a".to_owned()], ..ConnectorMetadata::default() });
+    // Another request's bytes.
     (0..LAYERS).for_each(|layer| p.ranks[0].fill(99, &before, 0..32, layer));
     p.compute("a", 8, &there, 0..32);
     d.assert_fetched("a");
@@ -407,28 +418,28 @@ fn a_request_that_loses_its_blocks_is_fetched_as_it_is_computed_again() {
 }
 
 #[test]
-fn engines_that_do_not_fit_are_refused_on_both_sides_with_both_numbers() {
+fn engines_with_different_layouts_refuse_each_other_with_both_numbers() {
     let _bounded = bounded();
     let p = Engine::new(Build::new(1, 2), "tcp", b"");
     let d = Engine::new(Build { content: CONTENT * 2, ..Build::new(2, 1) }, "tcp", b"");
     p.compute("a", 1, &blocks(8, 1), 0..32);
     p.hold("a");
-    d.want("a", &p.address, &blocks(8, 5), 0..32);
+    d.fetch_request("a", &p.address, &blocks(8, 5), 0..32);
     let failed = d.fetched("a");
     assert_eq!(failed[0].0, WireCode::LayoutMismatch);
     assert!(failed[0].1.contains("32") && failed[0].1.contains("64"), "{}", failed[0].1);
-    // The producer's blocks do not wait for a timer, on none of its ranks.
+    // All ranks of the producer free the blocks at once, not by a timer.
     p.assert_sent("a");
     p.assert_idle();
     d.assert_idle();
 }
 
 #[test]
-fn who_does_not_know_the_secret_fetches_nothing() {
+fn a_consumer_with_another_secret_fetches_nothing() {
     let _bounded = bounded();
     let p = Engine::new(Build::new(1, 1), "tcp", b"a secret");
     let d = Engine::new(Build::new(2, 1), "tcp", b"another");
-    d.want("a", &p.address, &blocks(8, 5), 0..32);
+    d.fetch_request("a", &p.address, &blocks(8, 5), 0..32);
     let failed = d.fetched("a");
     assert_eq!(failed[0].0, WireCode::AuthFailed, "{}", failed[0].1);
     assert!(!format!("{failed:?}").contains("another"));
@@ -436,11 +447,11 @@ fn who_does_not_know_the_secret_fetches_nothing() {
 }
 
 #[test]
-fn nobody_at_an_address_or_a_name_that_is_none_is_a_failure_with_a_reason() {
+fn a_fetch_from_a_wrong_address_fails_with_a_reason() {
     let _bounded = bounded();
     let d = Engine::new(Build::new(2, 1), "tcp", b"");
     for address in ["127.0.0.1:1", "no-such-host.invalid:99", "nonsense"] {
-        d.want("a", address, &blocks(8, 5), 0..32);
+        d.fetch_request("a", address, &blocks(8, 5), 0..32);
         let failed = d.fetched("a");
         assert!(!failed[0].0.is_ok() && !failed[0].1.is_empty(), "{address}: {failed:?}");
     }
@@ -448,13 +459,13 @@ fn nobody_at_an_address_or_a_name_that_is_none_is_a_failure_with_a_reason() {
 }
 
 #[test]
-fn a_fetch_can_be_cancelled_before_its_producer_is_met_and_the_producer_hears_of_it() {
+fn a_fetch_that_is_cancelled_before_its_producer_is_known_frees_the_producer() {
     let _bounded = bounded();
     let p = Engine::new(Build::new(1, 1), "tcp", b"");
     let d = Engine::new(Build::new(2, 1), "tcp", b"");
     p.compute("a", 1, &blocks(8, 1), 0..32);
     p.hold("a");
-    let want = Want {
+    let fetch = FetchRequest {
         request: "a".to_owned(),
         transfer: id("a"),
         address: p.address.clone(),
@@ -468,7 +479,11 @@ fn a_fetch_can_be_cancelled_before_its_producer_is_met_and_the_producer_hears_of
         code: WireCode::Cancelled,
         detail: "the client is gone".to_owned(),
     };
-    d.obey(&Orders { wants: vec![want], cancels: vec![cancel], ..Orders::default() });
+    d.apply(&ConnectorMetadata {
+        fetches: vec![fetch],
+        cancels: vec![cancel],
+        ..ConnectorMetadata::default()
+    });
     d.fetch();
     let ended = d.fetched("a");
     assert_eq!(ended[0], (WireCode::Cancelled, "the client is gone".to_owned()));
@@ -478,7 +493,7 @@ fn a_fetch_can_be_cancelled_before_its_producer_is_met_and_the_producer_hears_of
 }
 
 #[test]
-fn what_nobody_needs_is_freed_on_all_ranks() {
+fn a_handoff_that_is_not_needed_is_freed_on_all_ranks() {
     let _bounded = bounded();
     let p = Engine::new(Build::new(1, 4), "tcp", b"");
     let d = Engine::new(Build::new(2, 2), "tcp", b"");
@@ -491,7 +506,7 @@ fn what_nobody_needs_is_freed_on_all_ranks() {
         code: WireCode::NotNeeded,
         budget_ms: BUDGET_MS,
     };
-    d.obey(&Orders { frees: vec![free], ..Orders::default() });
+    d.apply(&ConnectorMetadata { frees: vec![free], ..ConnectorMetadata::default() });
     d.fetch();
     p.assert_sent("a");
     p.assert_idle();
@@ -499,11 +514,11 @@ fn what_nobody_needs_is_freed_on_all_ranks() {
 }
 
 #[test]
-fn another_life_of_the_producing_engine_is_not_taken_for_the_one_that_is_meant() {
+fn a_fetch_from_another_life_of_the_producing_engine_fails() {
     let _bounded = bounded();
     let p = Engine::new(Build::new(1, 1), "tcp", b"");
     let d = Engine::new(Build::new(2, 1), "tcp", b"");
-    let want = Want {
+    let fetch = FetchRequest {
         request: "a".to_owned(),
         transfer: id("a"),
         address: p.address.clone(),
@@ -512,19 +527,19 @@ fn another_life_of_the_producing_engine_is_not_taken_for_the_one_that_is_meant()
         blocks: vec![BlockTable::new(0, blocks(8, 5))],
         budget_ms: BUDGET_MS,
     };
-    d.obey(&Orders { wants: vec![want], ..Orders::default() });
+    d.apply(&ConnectorMetadata { fetches: vec![fetch], ..ConnectorMetadata::default() });
     d.fetch();
     assert_eq!(d.fetched("a")[0].0, WireCode::StaleIncarnation);
     d.assert_idle();
 }
 
 #[test]
-fn a_producer_that_hands_over_less_than_is_wanted_or_has_holes_is_a_failure() {
+fn a_fetch_fails_if_the_producer_has_too_few_tokens_or_a_null_block() {
     let _bounded = bounded();
     let p = Engine::new(Build::new(1, 1), "tcp", b"");
     let d = Engine::new(Build::new(2, 1), "tcp", b"");
     p.compute("short", 1, &blocks(4, 1), 0..16);
-    d.want("short", &p.address, &blocks(8, 5), 0..32);
+    d.fetch_request("short", &p.address, &blocks(8, 5), 0..32);
     let failed = d.fetched("short");
     assert_eq!(failed[0].0, WireCode::LayoutMismatch);
     assert!(failed[0].1.contains("16 of 32"), "{}", failed[0].1);
@@ -536,9 +551,9 @@ fn a_producer_that_hands_over_less_than_is_wanted_or_has_holes_is_a_failure() {
         until: 32,
         blocks: vec![BlockTable::new(0, holes)],
     };
-    p.obey(&Orders { computes: vec![compute], ..Orders::default() });
+    p.apply(&ConnectorMetadata { computes: vec![compute], ..ConnectorMetadata::default() });
     p.ranks[0].worker.step_computed(None);
-    d.want("holes", &p.address, &blocks(8, 5), 0..32);
+    d.fetch_request("holes", &p.address, &blocks(8, 5), 0..32);
     let failed = d.fetched("holes");
     assert_eq!(failed[0].0, WireCode::LayoutMismatch);
     assert!(failed[0].1.contains("block 3"), "{}", failed[0].1);
@@ -550,64 +565,64 @@ fn a_producer_that_hands_over_less_than_is_wanted_or_has_holes_is_a_failure() {
     d.assert_idle();
 }
 
-/// What a watch was told, in order.
+/// The calls of an observer, in order.
 #[derive(Default)]
-struct Told(Mutex<Vec<String>>, Mutex<Vec<ReadPart>>);
+struct Calls(Mutex<Vec<String>>, Mutex<Vec<ReadPart>>);
 
-impl Watch for Told {
+impl WorkerObserver for Calls {
     fn received(&self, request: &str, code: WireCode, _detail: &str) {
-        self.0.lock().expect("nobody panics").push(format!("{request} received, {code}"));
+        self.0.lock().expect("no panic").push(format!("{request} received, {code}"));
     }
 
     fn sent(&self, request: &str) {
-        self.0.lock().expect("nobody panics").push(format!("{request} sent"));
+        self.0.lock().expect("no panic").push(format!("{request} sent"));
     }
 
     fn read(&self, request: &str, part: ReadPart) {
         assert_eq!(request, "a");
-        assert!(self.0.lock().expect("nobody panics").is_empty(), "read before it is received");
-        self.1.lock().expect("nobody panics").push(part);
+        assert!(self.0.lock().expect("no panic").is_empty(), "read before it is received");
+        self.1.lock().expect("no panic").push(part);
     }
 }
 
 #[test]
-fn whoever_watches_hears_of_every_byte_read_and_of_each_end_once() {
+fn an_observer_gets_every_byte_read_and_each_end_once() {
     let _bounded = bounded();
     let p = Engine::new(Build::new(1, 1), "local,tcp", b"");
     let d = Engine::new(Build::new(2, 1), "local,tcp", b"");
-    let (ours, theirs) = (Arc::new(Told::default()), Arc::new(Told::default()));
-    d.ranks[0].worker.watch(ours.clone());
-    p.ranks[0].worker.watch(theirs.clone());
+    let (ours, theirs) = (Arc::new(Calls::default()), Arc::new(Calls::default()));
+    d.ranks[0].worker.set_observer(ours.clone());
+    p.ranks[0].worker.set_observer(theirs.clone());
     let (there, here) = (blocks(8, 1), blocks(8, 5));
     let began = Instant::now();
-    d.want("a", &p.address, &here, 0..32);
+    d.fetch_request("a", &p.address, &here, 0..32);
     p.compute("a", 1, &there, 0..20);
     p.compute("a", 1, &there, 20..32);
     d.assert_fetched("a");
     p.hold("a");
     p.assert_sent("a");
-    assert_eq!(*ours.0.lock().expect("nobody panics"), [format!("a received, {}", WireCode::Ok)]);
-    assert_eq!(*theirs.0.lock().expect("nobody panics"), ["a sent"]);
-    let parts = ours.1.lock().expect("nobody panics");
+    assert_eq!(*ours.0.lock().expect("no panic"), [format!("a received, {}", WireCode::Ok)]);
+    assert_eq!(*theirs.0.lock().expect("no panic"), ["a sent"]);
+    let parts = ours.1.lock().expect("no panic");
     let bytes: u64 = parts.iter().map(|part| part.bytes).sum();
     assert_eq!(bytes, u64::from(32 * LAYERS * HEADS * CONTENT));
     for part in parts.iter() {
         assert!(began <= part.began && part.began <= part.ended && part.ended <= Instant::now());
     }
-    // A failure is told of, too.
-    d.want("b", "127.0.0.1:1", &here, 0..32);
+    // It gets failures, too.
+    d.fetch_request("b", "127.0.0.1:1", &here, 0..32);
     let (code, _) = d.fetched("b").remove(0);
-    let told = ours.0.lock().expect("nobody panics");
-    assert_eq!(told[1..], [format!("b received, {code}")]);
+    let calls = ours.0.lock().expect("no panic");
+    assert_eq!(calls[1..], [format!("b received, {code}")]);
 }
 
 #[test]
-fn a_worker_half_that_goes_ends_what_is_under_way_on_the_other_side() {
+fn dropping_a_worker_half_ends_its_handoffs_on_the_other_side() {
     let _bounded = bounded();
     let mut p = Engine::new(Build::new(1, 1), "tcp", b"");
     let mut d = Engine::new(Build::new(2, 1), "tcp", b"");
-    // A producer that goes: its agent stays.
-    d.want("a", &p.address, &blocks(8, 5), 0..32);
+    // A producer; its agent stays.
+    d.fetch_request("a", &p.address, &blocks(8, 5), 0..32);
     p.compute("a", 1, &blocks(8, 1), 0..12);
     std::thread::sleep(Duration::from_millis(50));
     let gone = p.ranks.pop().expect("a rank");
@@ -616,18 +631,18 @@ fn a_worker_half_that_goes_ends_what_is_under_way_on_the_other_side() {
     assert_eq!(d.fetched("a")[0].0, WireCode::Shutdown);
     d.assert_idle();
     drop(memory);
-    // A consumer that goes.
+    // A consumer.
     let p = Engine::new(Build::new(3, 1), "tcp", b"");
     p.compute("b", 1, &blocks(8, 1), 0..16);
-    d.want("b", &p.address, &blocks(8, 5), 0..32);
+    d.fetch_request("b", &p.address, &blocks(8, 5), 0..32);
     std::thread::sleep(Duration::from_millis(50));
     drop(d.ranks.pop().expect("a rank"));
     let producer = &p.ranks[0].worker;
-    assert!(producer.wait(Duration::from_secs(50)), "it is never heard of");
-    let notes = producer.reports().notes.expect("that it is lost");
-    let lost = Notes::decode(&notes).expect("its own").lost;
+    assert!(producer.wait(Duration::from_secs(50)), "the producer never notices");
+    let notes = producer.reports().notes.expect("the loss is noted");
+    let lost = Notes::decode(&notes).expect("it was just encoded").lost;
     assert_eq!((lost[0].request.as_str(), lost[0].code), ("b", WireCode::Shutdown));
-    // Its end is all that is still to come.
+    // Only the request's end is missing.
     p.hold("b");
     p.assert_sent("b");
     p.assert_idle();

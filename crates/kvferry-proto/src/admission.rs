@@ -1,4 +1,4 @@
-//! What a listener does before it knows who is calling.
+//! What a listener does with a connection before the peer has proved itself.
 //!
 //! ```text
 //! accepted socket -> Sniffer (8 bytes) -> Native   -> Opener (one message) -> Session or Stream
@@ -6,8 +6,8 @@
 //!                                      -> Unknown  -> dropped
 //! ```
 //!
-//! All of it within the deadline and the cap of [`Handshakes`]: whoever connects and says nothing
-//! costs one of a fixed number of places, for seconds.
+//! The deadline and the cap of [`Handshakes`] bound all of it: a connection that sends nothing takes
+//! one of a fixed number of places, for seconds.
 
 use crate::code::WireCode;
 use crate::frame::MAGIC;
@@ -16,7 +16,7 @@ use crate::time::Timestamp;
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Connections that have not proved themselves yet, that a listener keeps by default.
+/// The default cap on connections that have not proved themselves yet.
 pub const PENDING_MAX: usize = 256;
 
 /// How long a connection may take to prove itself, by default.
@@ -25,7 +25,7 @@ pub const PENDING_DEADLINE: Duration = Duration::from_secs(5);
 /// The longest handshake of Mooncake, in bytes.
 pub const MOONCAKE_MAX: u64 = 128 * 1024 * 1024;
 
-/// What the first eight bytes of a connection say. Exhaustive on purpose.
+/// The protocol of a connection, by its first eight bytes. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sniff {
     /// Fewer than eight bytes so far.
@@ -34,7 +34,7 @@ pub enum Sniff {
     Native,
     /// A Mooncake handshake of [`Sniffer::mooncake_len`] bytes follows.
     Mooncake,
-    /// Somebody else.
+    /// Neither of them.
     Unknown,
 }
 
@@ -46,17 +46,17 @@ pub struct Sniffer {
 }
 
 impl Sniffer {
-    /// A sniffer that has seen nothing.
+    /// A sniffer without a byte.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// How many more bytes are wanted; read no more than this from the socket.
+    /// Bytes that are missing. The driver must not read more than these from the socket.
     pub const fn wanted(&self) -> usize {
         self.bytes.len() - self.filled
     }
 
-    /// Takes the first [`Sniffer::wanted`] of `bytes`; the rest is the caller's to pass on.
+    /// Takes the first [`Sniffer::wanted`] of `bytes` and ignores the rest.
     pub fn feed(&mut self, bytes: &[u8]) -> Sniff {
         let taken = &bytes[..bytes.len().min(self.wanted())];
         self.bytes[self.filled..self.filled + taken.len()].copy_from_slice(taken);
@@ -80,24 +80,25 @@ impl Sniffer {
     }
 }
 
-/// What a native connection turned out to be. Exhaustive on purpose.
+/// The kind of a native connection. Exhaustive on purpose.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Opening {
     /// A control connection.
     Session {
-        /// Everything received after the magic, to be fed to a new `Session::acceptor`.
+        /// Everything received after the magic, for [`Session::receive`](crate::Session::receive) of
+        /// a new acceptor.
         bytes: Vec<u8>,
     },
     /// A data stream of a session.
     Stream {
-        /// To be verified by that session.
+        /// For [`Session::verify_stream`](crate::Session::verify_stream).
         hello: StreamHello,
-        /// What was received after it: the start of the first data frame.
+        /// Bytes after it: the start of the first data frame.
         rest: Vec<u8>,
     },
 }
 
-/// Reads the first message after the magic, and no more of an unknown peer than that.
+/// Reads the first message after the magic, and nothing else of an unauthenticated peer.
 #[derive(Debug)]
 pub struct Opener {
     decoder: Decoder,
@@ -110,7 +111,7 @@ impl Default for Opener {
 }
 
 impl Opener {
-    /// An opener that has seen nothing.
+    /// An opener without a byte.
     pub const fn new() -> Self {
         Self { decoder: Decoder::new(PREAUTH_MAX) }
     }
@@ -135,15 +136,40 @@ impl Opener {
     }
 }
 
+/// How long a connection keeps its place for certain after the listener has read it and found
+/// nothing.
+pub const SILENT_GRACE: Duration = Duration::from_millis(50);
+
+/// How long a connection keeps its place for certain if the listener has not read it yet, or if it
+/// has sent a well-formed first message: time for the rest of the handshake between continents.
+pub const SPOKEN_GRACE: Duration = Duration::from_millis(500);
+
 /// Connections that have not proved themselves yet: a cap, and a deadline for each.
 ///
-/// `K` is the listener's name for a connection.
+/// `K` is the listener's key for a connection. When all places are taken, a listener waits until
+/// [`Handshakes::room_at`] before it accepts the next connection. Peers that connect at the same time
+/// then wait in the kernel's queue and do not evict each other, and connections that send nothing
+/// hold a place for [`SILENT_GRACE`] only.
 #[derive(Clone, Debug)]
 pub struct Handshakes<K> {
     capacity: usize,
     deadline: Duration,
-    /// Oldest first; since all have the same deadline, also the first to expire first.
-    pending: VecDeque<(K, Timestamp)>,
+    /// In the order in which they were admitted, which is the order in which they expire.
+    pending: VecDeque<Pending<K>>,
+}
+
+#[derive(Clone, Debug)]
+struct Pending<K> {
+    key: K,
+    since: Timestamp,
+    is_silent: bool,
+}
+
+impl<K> Pending<K> {
+    /// Until when its place is certain.
+    fn certain_until(&self) -> Timestamp {
+        self.since + if self.is_silent { SILENT_GRACE } else { SPOKEN_GRACE }
+    }
 }
 
 impl<K> Default for Handshakes<K> {
@@ -159,41 +185,67 @@ impl<K: PartialEq> Handshakes<K> {
         Self { capacity: capacity.max(1), deadline, pending: VecDeque::new() }
     }
 
-    /// Admits a new connection. When full, the oldest makes room and is returned, to be dropped:
-    /// refusing the newest would let whoever holds all places keep everybody out.
-    pub fn admit(&mut self, key: K, now: Timestamp) -> Option<K> {
-        let evicted =
-            if self.pending.len() >= self.capacity { self.pending.pop_front() } else { None };
-        self.pending.push_back((key, now + self.deadline));
-        evicted.map(|(key, _)| key)
+    /// When a connection can be admitted without evicting one whose place is certain; `None` if a
+    /// place is free.
+    pub fn room_at(&self) -> Option<Timestamp> {
+        self.next_evicted().map(|at| self.pending[at].certain_until())
     }
 
-    /// The connection proved itself or ended; whether it was pending.
+    /// The connection to evict for the next one: the oldest silent one or the oldest of all,
+    /// whichever place is certain for less time. `None` while a place is free.
+    fn next_evicted(&self) -> Option<usize> {
+        if self.pending.len() < self.capacity {
+            return None;
+        }
+        let silent = self.pending.iter().position(|pending| pending.is_silent).unwrap_or(0);
+        let sooner = self.pending[silent].certain_until() < self.pending[0].certain_until();
+        Some(if sooner { silent } else { 0 })
+    }
+
+    /// Admits a new connection. When full, another one is evicted and returned, to be dropped: if
+    /// the newest were refused, one caller that holds all places could keep all others out.
+    pub fn admit(&mut self, key: K, now: Timestamp) -> Option<K> {
+        let evicted = self.next_evicted().and_then(|at| self.pending.remove(at));
+        self.pending.push_back(Pending { key, since: now, is_silent: false });
+        evicted.map(|pending| pending.key)
+    }
+
+    /// The listener has read the connection, and found less than a first message.
+    pub fn waits(&mut self, key: &K) {
+        if let Some(pending) = self.pending.iter_mut().find(|pending| pending.key == *key) {
+            pending.is_silent = true;
+        }
+    }
+
+    /// The connection sent a well-formed first message. Returns its deadline; `None` if it has no
+    /// place any more.
+    pub fn spoke(&mut self, key: &K) -> Option<Timestamp> {
+        let pending = self.pending.iter_mut().find(|pending| pending.key == *key)?;
+        pending.is_silent = false;
+        Some(pending.since + self.deadline)
+    }
+
+    /// The connection proved itself or ended. Returns whether it was pending.
     pub fn done(&mut self, key: &K) -> bool {
         // At most a few hundred entries, once per connection.
-        match self.pending.iter().position(|(pending, _)| pending == key) {
-            Some(at) => {
-                self.pending.remove(at);
-                true
-            }
-            None => false,
-        }
+        let at = self.pending.iter().position(|pending| pending.key == *key);
+        at.and_then(|at| self.pending.remove(at)).is_some()
     }
 
     /// Whether the connection is pending: neither done, nor evicted, nor expired.
     pub fn contains(&self, key: &K) -> bool {
-        self.pending.iter().any(|(pending, _)| pending == key)
+        self.pending.iter().any(|pending| pending.key == *key)
     }
 
-    /// Removes and returns one connection whose time is up.
+    /// Removes and returns one connection whose deadline has passed.
     pub fn pop_expired(&mut self, now: Timestamp) -> Option<K> {
-        let (_, deadline) = self.pending.front()?;
-        if *deadline <= now { self.pending.pop_front().map(|(key, _)| key) } else { None }
+        self.next_timeout().filter(|at| *at <= now)?;
+        self.pending.pop_front().map(|pending| pending.key)
     }
 
-    /// When the next connection's time is up.
+    /// The earliest deadline.
     pub fn next_timeout(&self) -> Option<Timestamp> {
-        self.pending.front().map(|(_, deadline)| *deadline)
+        self.pending.front().map(|pending| pending.since + self.deadline)
     }
 
     /// Connections pending.

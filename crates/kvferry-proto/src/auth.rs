@@ -1,21 +1,21 @@
-//! Who proves what to whom, and the key of a session.
+//! Mutual authentication by a shared secret, and the key of a session.
 //!
 //! Both sides hold a shared secret, or neither does. The transcript is the exact bytes of the
-//! initiator's `Hello` and the acceptor's `Challenge`, each with a fresh nonce, so a MAC over it is
-//! worth nothing in any other connection (no replay), covers versions, capabilities and names (no
-//! downgrade), and cannot be sent back to whoever made it, since each direction has a label of its
-//! own (no reflection). The initiator proves first: whoever merely connects never gets a MAC to
-//! try guesses against.
+//! initiator's `Hello` and the acceptor's `Challenge`, each with a fresh nonce. A MAC over it is
+//! valid in this connection only (no replay), covers versions, capabilities and names (no
+//! downgrade), and is not valid in the other direction, which has another label (no reflection).
+//! The initiator proves first: a caller without the secret never gets a MAC for an offline attack.
 //!
 //! The session key is derived from the secret and the transcript, and every data stream proves it.
 //! Without a secret it is derived from the transcript alone: that protects against mistakes (a
 //! stream of another session, a restarted peer), not against an observer.
 //!
-//! What this is not: encryption. Whoever can change packets in flight can change control messages
+//! There is no encryption. An attacker who can change packets in flight can change control messages
 //! and payload after the handshake.
 
 use crate::id::{SessionId, StreamId};
 use std::fmt;
+use zeroize::{Zeroize, Zeroizing};
 
 /// Length of a nonce, in bytes.
 pub const NONCE_LEN: usize = 32;
@@ -23,20 +23,29 @@ pub const NONCE_LEN: usize = 32;
 /// Length of a MAC, in bytes.
 pub const MAC_LEN: usize = 32;
 
-/// A secret shared by the agents that may talk to each other.
+/// A secret shared by the agents that may talk to each other: one byte or more.
 ///
-/// Overwritten when dropped, as well as that can be done without `unsafe`; never displayed.
+/// Wiped from memory on drop. `Debug` does not show it. Two secrets are compared in a time that
+/// does not depend on where they differ.
 #[derive(Clone)]
-pub struct Secret(Box<[u8]>);
+pub struct Secret(Zeroizing<Vec<u8>>);
 
 impl Secret {
-    /// A secret of these bytes, or `None` for no bytes at all: an empty secret looks like
-    /// protection and is none.
+    /// A secret of these bytes. `None` for no bytes: agents with an empty secret would look
+    /// protected and would not be.
     pub fn new(bytes: impl Into<Vec<u8>>) -> Option<Self> {
-        let bytes: Vec<u8> = bytes.into();
-        (!bytes.is_empty()).then(|| Self(bytes.into_boxed_slice()))
+        let bytes = Zeroizing::new(bytes.into());
+        (!bytes.is_empty()).then_some(Self(bytes))
     }
 }
+
+impl PartialEq for Secret {
+    fn eq(&self, other: &Self) -> bool {
+        blake3::hash(&self.0) == blake3::hash(&other.0)
+    }
+}
+
+impl Eq for Secret {}
 
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -44,13 +53,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-impl Drop for Secret {
-    fn drop(&mut self) {
-        wipe(&mut self.0);
-    }
-}
-
-/// The key of one session; every stream of the session proves that it knows it.
+/// The key of one session, which every stream of the session proves. Wiped from memory on drop.
 #[derive(Clone)]
 pub struct SessionKey([u8; 32]);
 
@@ -69,7 +72,7 @@ impl fmt::Debug for SessionKey {
 
 impl Drop for SessionKey {
     fn drop(&mut self) {
-        wipe(&mut self.0);
+        self.0.zeroize();
     }
 }
 
@@ -78,14 +81,19 @@ pub fn stream_mac(key: &SessionKey, session: SessionId, stream: StreamId) -> [u8
     keyed(key, b"kvferry stream\0", session, stream)
 }
 
-/// The MAC with which the acceptor answers the stream by which an initiator of the same host
-/// introduces itself.
+/// The MAC of the initiator's hello on the acceptor's local socket. Its label differs from that of
+/// [`stream_mac`], so a process that receives the hello can't open a data stream with it.
+pub fn local_hello_mac(key: &SessionKey, session: SessionId, stream: StreamId) -> [u8; MAC_LEN] {
+    keyed(key, b"kvferry local hello\0", session, stream)
+}
+
+/// The MAC of the acceptor's answer to the initiator's hello on its local socket.
 pub fn local_mac(key: &SessionKey, session: SessionId, stream: StreamId) -> [u8; MAC_LEN] {
     keyed(key, b"kvferry local\0", session, stream)
 }
 
 fn keyed(key: &SessionKey, label: &[u8], session: SessionId, stream: StreamId) -> [u8; MAC_LEN] {
-    let mut mac = blake3::Hasher::new_keyed(&key.0);
+    let mut mac = Zeroizing::new(blake3::Hasher::new_keyed(&key.0));
     mac.update(label);
     mac.update(&session.0.to_le_bytes());
     mac.update(&stream.0.to_le_bytes());
@@ -97,7 +105,7 @@ pub fn macs_equal(ours: &[u8; MAC_LEN], theirs: &[u8; MAC_LEN]) -> bool {
     blake3::Hash::from_bytes(*ours) == blake3::Hash::from_bytes(*theirs)
 }
 
-/// The keys of one handshake: what both sides know once `Hello` and `Challenge` have crossed.
+/// The keys of one handshake. Both sides can compute them after `Hello` and `Challenge`.
 pub(crate) struct HandshakeKeys {
     key: SessionKey,
     transcript: [u8; 32],
@@ -113,18 +121,18 @@ impl HandshakeKeys {
         }
         let key = match secret {
             Some(secret) => blake3::derive_key("kvferry v1 shared secret", &secret.0),
-            // Known to everybody. One path for both cases keeps the state machine small.
+            // A public key. One path for both cases keeps the state machine small.
             None => blake3::derive_key("kvferry v1 no secret", &[]),
         };
         Self { key: SessionKey(key), transcript: *transcript.finalize().as_bytes() }
     }
 
-    /// What the initiator shows.
+    /// The initiator's proof.
     pub(crate) fn initiator_mac(&self) -> [u8; MAC_LEN] {
         self.mac(b"kvferry initiator\0", &[])
     }
 
-    /// What the acceptor shows; it vouches for what `Ready` says, too.
+    /// The acceptor's proof. It also covers the fields of `Ready`.
     pub(crate) fn acceptor_mac(
         &self,
         session: SessionId,
@@ -144,7 +152,7 @@ impl HandshakeKeys {
     }
 
     fn mac(&self, label: &[u8], said: &[u8]) -> [u8; MAC_LEN] {
-        let mut mac = blake3::Hasher::new_keyed(&self.key.0);
+        let mut mac = Zeroizing::new(blake3::Hasher::new_keyed(&self.key.0));
         mac.update(label);
         mac.update(&self.transcript);
         mac.update(said);
@@ -156,10 +164,4 @@ impl fmt::Debug for HandshakeKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("HandshakeKeys(..)")
     }
-}
-
-/// Overwrites `bytes`, and keeps the compiler from seeing that nobody reads them afterwards.
-fn wipe(bytes: &mut [u8]) {
-    bytes.fill(0);
-    std::hint::black_box(bytes);
 }

@@ -1,15 +1,15 @@
-//! The answer codes both ends agree on.
+//! The result codes of requests, streams and sessions on the wire.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What a request, a stream or a session ended with, as it crosses the wire.
+/// How a request, a stream or a session ended, as a number on the wire.
 ///
 /// The mapping to `u16` is total: a code of a later version is kept as [`WireCode::Other`] and
-/// survives a round trip. It is a bijection over what [`WireCode::from_u16`] returns, which never
-/// wraps a known number in `Other`; do not build such a value by hand.
+/// survives a round trip. It is a bijection over the values that [`WireCode::from_u16`] returns;
+/// `Other` with a known number is none of them and must not be built.
 ///
-/// Exhaustive on purpose: a new code must be looked at wherever codes are translated.
+/// Exhaustive on purpose: a new code must be considered wherever codes are translated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(from = "u16", into = "u16")]
 pub enum WireCode {
@@ -35,11 +35,11 @@ pub enum WireCode {
     TooLarge,
     /// Bytes differ from their checksum.
     Checksum,
-    /// Withdrawn by whoever asked.
+    /// Withdrawn by the side that asked.
     Cancelled,
     /// The budget ran out.
     Deadline,
-    /// No room now; later may succeed.
+    /// A queue is full. A later attempt may succeed.
     Busy,
     /// No protocol version in common.
     VersionMismatch,
@@ -49,33 +49,33 @@ pub enum WireCode {
     AuthUnsupported,
     /// The proof does not fit: the secrets differ.
     AuthFailed,
-    /// The peer is not the incarnation that was meant: it was restarted.
+    /// The peer has another incarnation than was expected: it was restarted.
     StaleIncarnation,
     /// No such session (any more).
     UnknownSession,
     /// The stream id was used before.
     StreamReplayed,
-    /// Nothing was heard for the silence window.
+    /// No byte arrived during the silence window.
     Silent,
-    /// The side that reports it was suspended and voided its own sessions.
+    /// The machine of the reporting side was suspended, and its sessions ended.
     Slept,
     /// The session or connection ended.
     Closed,
     /// The agent is being shut down.
     Shutdown,
-    /// A fault of the side that reports it.
+    /// A fault of the reporting side.
     Internal,
     /// The two sides' layouts cannot be mapped to each other.
     LayoutMismatch,
-    /// Understood, but not offered here.
+    /// Known, but not offered by this side.
     Unsupported,
-    /// There is no handoff of this name, or none that this peer takes part in.
+    /// There is no handoff of this name that this peer takes part in.
     UnknownHandoff,
-    /// Nobody asked for an offer in time.
+    /// No consumer asked for an offer in time.
     Expired,
-    /// The consumer has it already, or will never compute on it.
+    /// The consumer has the KV already, or will never compute on it.
     NotNeeded,
-    /// A name that is, or was, somebody else's.
+    /// Another handoff has or had this name.
     Duplicate,
     /// A code of a later version.
     Other(u16),
@@ -152,7 +152,7 @@ codes! {
 }
 
 impl WireCode {
-    /// Whether the code says that everything went as asked.
+    /// Whether the code is [`WireCode::Ok`].
     pub const fn is_ok(self) -> bool {
         matches!(self, Self::Ok)
     }

@@ -12,8 +12,8 @@
 //! from the payload's start without regard to descriptors. The answer to each request is a
 //! [`ResponseHeader`], for a `Read` followed by payload and trailer in the same form.
 //!
-//! The heads are always under a CRC: they are short, and a flipped bit in an offset would write
-//! over somebody else's blocks.
+//! The heads always have a CRC: they are short, and a flipped bit in an offset would overwrite the
+//! blocks of another request.
 
 use crate::code::WireCode;
 use crate::id::{RegionId, TransferId};
@@ -34,7 +34,7 @@ const VERSION: u8 = 1;
 const REQUEST_MAGIC: [u8; 4] = *b"KVFq";
 const RESPONSE_MAGIC: [u8; 4] = *b"KVFr";
 
-/// What a receiver is ready to take.
+/// Upper bounds on what a receiver accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Descriptors in one request.
@@ -52,7 +52,7 @@ impl Default for Limits {
     }
 }
 
-/// Why bytes are not a frame.
+/// Why bytes are refused as a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum FrameError {
@@ -93,7 +93,7 @@ pub enum FrameError {
 }
 
 impl FrameError {
-    /// What to answer to whoever sent it.
+    /// The code for the sender.
     pub const fn code(&self) -> WireCode {
         match self {
             Self::Magic(_) | Self::Reserved | Self::Inconsistent(_) => WireCode::Malformed,
@@ -106,15 +106,15 @@ impl FrameError {
     }
 }
 
-/// What a request asks for. Exhaustive on purpose: who serves streams must serve all of them.
+/// What a request asks for. Exhaustive on purpose: a target must serve all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Op {
-    /// Payload follows; put it where the descriptors say.
+    /// Payload follows, to be written to the descriptors' ranges.
     Write = 1,
-    /// Send what the descriptors name.
+    /// Send the bytes of the descriptors' ranges.
     Read = 2,
-    /// Deliver the notification, nothing else.
+    /// Deliver the notification. There are no descriptors and no payload.
     Notify = 3,
 }
 
@@ -136,7 +136,7 @@ pub struct Flags(pub u8);
 impl Flags {
     /// No flag.
     pub const NONE: Self = Self(0);
-    /// The payload is followed by its piece checksums; in a `Read` request: the answer's shall be.
+    /// The payload is followed by its piece checksums. In a `Read` request: that of the answer is.
     pub const CHECKSUM: Self = Self(1);
 
     /// Whether all bits of `other` are set.
@@ -169,7 +169,7 @@ impl Flags {
 pub struct RequestHeader {
     /// What is asked for.
     pub op: Op,
-    /// How.
+    /// Whether payload has checksums.
     pub flags: Flags,
     /// Descriptors in the table that follows; zero for [`Op::Notify`], else at least one.
     pub descriptors: u32,
@@ -177,7 +177,7 @@ pub struct RequestHeader {
     pub notify_len: u32,
     /// Sum of the descriptors' lengths in bytes: what follows a `Write`, what a `Read` asks for.
     pub payload_len: u64,
-    /// The initiator's name for what this is part of.
+    /// The transfer that the request is part of; chosen by the initiator.
     pub transfer: TransferId,
     /// Milliseconds from the arrival of the header until the initiator gives up; 0 for none.
     pub budget_ms: u32,
@@ -224,8 +224,8 @@ impl RequestHeader {
 
     /// Parses a header and checks everything that can be checked without what follows it.
     ///
-    /// The CRC is not among that: [`verify_head`] once table and notification are there, and
-    /// believe nothing of the header but these bounded lengths before.
+    /// The CRC is not checked here: call [`verify_head`] when table and notification have arrived.
+    /// Until then only the bounded lengths of the header may be used.
     ///
     /// # Errors
     /// Out of `limits`, inconsistent, or of an unknown version, operation or flag. The stream
@@ -371,12 +371,12 @@ impl WireDescriptor {
     }
 }
 
-/// A word to the peer's user, delivered after the request it came with is done.
+/// A message to the peer's user, delivered after the request it came with is done.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Notification {
-    /// Who says it: what the receiver selects by.
+    /// By which the receiver selects.
     pub name: String,
-    /// What is said; not interpreted.
+    /// Not interpreted.
     pub message: Vec<u8>,
 }
 
@@ -427,7 +427,7 @@ impl Notification {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ResponseHeader {
-    /// How it went.
+    /// Whether the request succeeded, or why not.
     pub code: WireCode,
     /// Whether piece checksums follow the payload.
     pub flags: Flags,
@@ -519,10 +519,10 @@ pub const fn trailer_len(payload_len: u64) -> u64 {
     piece_count(payload_len) * 4
 }
 
-/// Checksums a payload piece by piece while it passes by in spans of any size.
+/// Computes the checksums of a payload, piece by piece, from spans of any size.
 ///
-/// Meant to be fed right after a span was copied, while it is still in the cache. Allocates only
-/// the list of results: 4 bytes per 256 KiB.
+/// Feed it right after a span was copied, while the bytes are in the cache. Allocates only the list
+/// of results: 4 bytes per 256 KiB.
 #[derive(Clone, Debug)]
 pub struct PieceDigest {
     pieces: Vec<u32>,
@@ -537,7 +537,7 @@ impl Default for PieceDigest {
 }
 
 impl PieceDigest {
-    /// A digest that has seen nothing.
+    /// A digest of no bytes.
     pub fn new() -> Self {
         Self { pieces: Vec::new(), current: Digest::new(CrcAlgorithm::Crc32Iscsi), filled: 0 }
     }
@@ -555,12 +555,12 @@ impl PieceDigest {
         }
     }
 
-    /// Bytes seen so far.
+    /// Bytes fed so far.
     pub const fn len(&self) -> u64 {
         self.pieces.len() as u64 * CHECKSUM_PIECE as u64 + self.filled as u64
     }
 
-    /// Whether nothing was seen yet.
+    /// Whether no byte was fed.
     pub const fn is_empty(&self) -> bool {
         self.len() == 0
     }

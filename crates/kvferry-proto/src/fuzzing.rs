@@ -1,19 +1,19 @@
 //! For fuzzers and model tests only, behind the feature `fuzzing`; not part of the API.
 //!
-//! The session's queues, heartbeat and stream window are nobody's business outside of it, so the
-//! models that hold them against a simple oracle are here. `kvferry-proofs` runs them. What the
-//! ranks of a topology hold is only asked through a routing, which is compared with it.
+//! The session's queues, heartbeat and stream window are private, so the models that compare them
+//! with a simple oracle are here. `kvferry-models` runs them. What the ranks of a topology hold is
+//! public only through a routing, which is compared with it.
 
 use crate::layout::{ContextShard, LayerSpec};
 use crate::plan::Topology;
 use crate::session::models;
 use std::ops::Range;
 
-/// Called with an operation and the state it met, for tables of what a run has tried.
+/// Called with an operation and the state it was applied in, for tables of what a run has tried.
 pub type Met<'a> = &'a mut dyn FnMut(&'static str, &'static str);
 
-/// Decisions read from bytes: the same model is thereby a property test, where the bytes are
-/// random, and a fuzz target, where they are searched. Behind the end everything is zero.
+/// Decisions read from bytes. With random bytes a model is a property test, with bytes from a fuzzer
+/// it is a fuzz target. Beyond the end all decisions are zero.
 #[derive(Clone, Debug)]
 pub struct Script<'a>(&'a [u8]);
 

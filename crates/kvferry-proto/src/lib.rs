@@ -6,18 +6,20 @@
 //!
 //! # What is where
 //!
-//! * [`code`]: the answer codes both ends agree on.
+//! * [`code`]: result codes on the wire.
 //! * [`frame`]: data frames, the fixed little-endian headers of a stream, and their checksums.
+//! * [`lane`]: the two ends of one stream of data frames.
 //! * [`message`]: control messages, MessagePack maps behind a length.
-//! * [`auth`]: who proves what to whom, and the key of a session.
+//! * [`auth`]: mutual authentication by a shared secret, and the key of a session.
 //! * [`session`]: the state machine of one control connection.
 //! * [`handoff`]: one request's KV from producer to consumer, a state machine for each.
-//! * [`introduction`]: what the ranks of two engines have to know of each other before that.
+//! * [`engine_handshake`]: what the ranks of two engines exchange before the first handoff.
+//! * [`rank_message`]: which of these protocols a message between two ranks belongs to.
 //! * [`layout`]: how the KV blocks of one rank lie in its regions, and what must be equal at both ends.
 //! * [`plan`]: which bytes of a producer rank become which bytes of a consumer rank.
 //! * [`pack`]: small bodies in MessagePack.
-//! * [`local`]: what two agents of one host say to each other besides.
-//! * [`admission`]: what a listener does before it knows who is calling.
+//! * [`local`]: packets between two agents of one host.
+//! * [`admission`]: what a listener does with a connection before the peer has proved itself.
 //!
 //! # A connection's life
 //!
@@ -25,7 +27,7 @@
 //! initiator                                acceptor
 //!   MAGIC, Hello          ------------->   sniffed, admitted
 //!                         <-------------   Challenge
-//!   Proof                 ------------->   verified first: a stranger never gets a MAC to attack
+//!   Proof                 ------------->   verified before the acceptor sends any MAC
 //!                         <-------------   Ready          Established on both sides
 //!   Ping/Pong while active, Revoke/Revoked, Request/Response, both ways
 //!   Close                 <------------>   Close          exactly one Closed on each side
@@ -38,23 +40,25 @@
 pub mod admission;
 pub mod auth;
 pub mod code;
+pub mod engine_handshake;
 pub mod frame;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
 pub mod handoff;
 mod id;
-pub mod introduction;
+pub mod lane;
 pub mod layout;
 pub mod local;
 pub mod message;
 pub mod pack;
 pub mod plan;
+pub mod rank_message;
 pub mod session;
 mod text;
 mod time;
 
-pub use admission::{Handshakes, Opener, Opening, Sniff, Sniffer};
+pub use admission::{Handshakes, Opener, Opening, PENDING_MAX, Sniff, Sniffer};
 pub use auth::{Secret, SessionKey};
 pub use code::WireCode;
 pub use frame::{

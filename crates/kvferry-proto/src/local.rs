@@ -1,9 +1,8 @@
-//! What two agents of one host say to each other besides their session, in packets that carry
-//! descriptors.
+//! Packets between two agents of one host, which carry file descriptors.
 //!
 //! ```text
 //! initiator                                            acceptor
-//!   StreamHello of the session        + its writers page ->
+//!   StreamHello, with the local proof + its writers page ->
 //!   <- Offer: where its probe lies, and its MAC          + its registry
 //!   Probe: what it read there, or why it could not ->
 //!   <- Attached
@@ -12,8 +11,8 @@
 //!   <- Unmapped: a region
 //! ```
 //!
-//! A process number proves nothing: that the acceptor's memory is what the initiator reaches under
-//! it is shown by the probe, random bytes that the acceptor only says the address of.
+//! A process number proves nothing. The probe proves that the initiator reaches the acceptor's memory
+//! under that number: random bytes of which the acceptor sends only the address.
 
 use crate::auth::MAC_LEN;
 use crate::code::WireCode;
@@ -34,7 +33,7 @@ const _: () = assert!(FIXED + MAC_LEN == PACKET_LEN);
 /// One packet. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LocalPacket {
-    /// The acceptor takes part, or says why not.
+    /// The acceptor agrees to transfers within the host, or refuses them.
     Offer {
         /// `Ok`, or why not.
         code: WireCode,
@@ -50,7 +49,7 @@ pub enum LocalPacket {
         /// The probe, if it could be read.
         bytes: [u8; PROBE_LEN],
     },
-    /// The initiator may begin, or why not.
+    /// The initiator may begin, or is refused.
     Attached {
         /// `Ok`, or why not.
         code: WireCode,
@@ -60,7 +59,7 @@ pub enum LocalPacket {
         /// Which.
         region: RegionId,
     },
-    /// The memory of a region comes along.
+    /// The answer to `Map`. A descriptor of the region's memory comes with it.
     Mapped {
         /// Which.
         region: RegionId,
@@ -69,26 +68,26 @@ pub enum LocalPacket {
         /// Its bytes.
         len: u64,
     },
-    /// A region is gone: its memory is to be let go.
+    /// A region was unregistered: the initiator must unmap its memory.
     Unmapped {
         /// Which.
         region: RegionId,
     },
 }
 
-/// Why bytes are no packet.
+/// Why bytes are refused as a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum LocalError {
-    /// Not as long as a packet.
+    /// The length differs from that of a packet.
     #[error("a packet of {len} bytes where {PACKET_LEN} were expected")]
     Length {
         /// How long it is.
         len: usize,
     },
-    /// It does not begin as one.
+    /// The magic differs.
     #[error("a packet of another protocol")]
     Magic,
-    /// Of a kind that this version does not know.
+    /// A kind of a later version.
     #[error("a packet of unknown kind {kind}")]
     Kind {
         /// What it says.
@@ -105,7 +104,7 @@ struct Fields {
 }
 
 impl LocalPacket {
-    /// The packet as it crosses.
+    /// The packet's bytes on the wire.
     pub fn encode(&self) -> [u8; PACKET_LEN] {
         let none = Fields {
             kind: 0,
@@ -140,10 +139,10 @@ impl LocalPacket {
         out
     }
 
-    /// Reads what [`LocalPacket::encode`] wrote. Bytes that a kind does not use are not looked at.
+    /// Parses a packet. Bytes that its kind does not use are ignored.
     ///
     /// # Errors
-    /// If it is something else.
+    /// The length, the magic or the kind is wrong.
     pub fn decode(bytes: &[u8]) -> Result<Self, LocalError> {
         let bytes: &[u8; PACKET_LEN] =
             bytes.try_into().map_err(|_| LocalError::Length { len: bytes.len() })?;

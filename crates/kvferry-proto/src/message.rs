@@ -52,23 +52,23 @@ pub struct Hello {
     /// Capability bits of the initiator.
     #[serde(default)]
     pub capabilities: u64,
-    /// Who calls.
+    /// Of the initiator.
     pub incarnation: Incarnation,
-    /// The initiator's name, for people; at most [`NAME_MAX`] bytes.
+    /// The initiator's name, for logs; at most [`NAME_MAX`] bytes.
     #[serde(default)]
     pub name: String,
     /// Fresh.
     #[serde(with = "serde_bytes")]
     pub nonce: [u8; NONCE_LEN],
-    /// Whether the initiator has a secret, and so insists on both sides proving it.
+    /// Whether the initiator has a secret. Then both sides must prove it.
     pub authenticate: bool,
     /// Whether the initiator wants payload checksums.
     #[serde(default)]
     pub checksum: bool,
-    /// Where the initiator itself can be called, or empty; at most [`ADVERTISED_MAX`] bytes.
+    /// Where the initiator listens, or empty; at most [`ADVERTISED_MAX`] bytes.
     #[serde(default)]
     pub advertised: String,
-    /// What matters for the bytes of the initiator's layout; at most [`FINGERPRINT_MAX`] bytes.
+    /// Identifies the initiator's layout; at most [`FINGERPRINT_MAX`] bytes.
     #[serde(default, with = "serde_bytes")]
     pub fingerprint: Option<Vec<u8>>,
 }
@@ -76,14 +76,14 @@ pub struct Hello {
 /// Acceptor to initiator, in answer to [`Hello`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Challenge {
-    /// The version both will speak.
+    /// The protocol version of the session.
     pub version: u16,
     /// Capability bits of the acceptor.
     #[serde(default)]
     pub capabilities: u64,
-    /// Who answers.
+    /// Of the acceptor.
     pub incarnation: Incarnation,
-    /// The acceptor's name, for people; at most [`NAME_MAX`] bytes.
+    /// The acceptor's name, for logs; at most [`NAME_MAX`] bytes.
     #[serde(default)]
     pub name: String,
     /// Fresh.
@@ -111,12 +111,12 @@ pub struct Ready {
     pub mac: [u8; MAC_LEN],
     /// Whether payload carries checksums in this session.
     pub checksum: bool,
-    /// Where the acceptor can be called, or empty; at most [`ADVERTISED_MAX`] bytes.
+    /// Where the acceptor listens, or empty; at most [`ADVERTISED_MAX`] bytes.
     #[serde(default)]
     pub advertised: String,
 }
 
-/// The acceptor will not have this session or stream. The connection ends after it.
+/// The acceptor refuses this session or stream, and closes the connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refused {
     /// Why.
@@ -129,7 +129,7 @@ pub struct Refused {
     pub aux: u64,
 }
 
-/// Are you there?
+/// Asks for a sign of life.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ping {
     /// Counts up.
@@ -146,30 +146,31 @@ pub struct Pong {
     pub seq: u64,
 }
 
-/// Stop touching my memory through these streams, and say when that is certain.
+/// Demands that the receiver stops touching the sender's memory through these streams, and confirms
+/// it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Revoke {
-    /// The sender's name for this demand.
+    /// Chosen by the sender.
     pub id: u64,
     /// At most [`REVOKE_STREAMS_MAX`].
     pub streams: Vec<StreamId>,
 }
 
-/// Nothing at the sender touches memory through the streams of that [`Revoke`] any more.
+/// Confirms a [`Revoke`]: nothing at the sender touches memory through its streams any more.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Revoked {
-    /// The demand's.
+    /// Of the [`Revoke`].
     pub id: u64,
 }
 
-/// A question of the layers above.
+/// A request of the layers above.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Request {
-    /// The sender's name for it.
+    /// Chosen by the sender; counts up.
     pub id: u64,
-    /// What is asked; the layers above know.
+    /// Which service is asked. Not interpreted here.
     pub kind: u16,
-    /// Milliseconds the sender will wait; 0 for unknown.
+    /// Milliseconds the sender waits for the answer; 0 for unknown.
     #[serde(default)]
     pub budget_ms: u32,
     /// Not interpreted here; at most [`BODY_MAX`] bytes.
@@ -189,7 +190,7 @@ pub struct Response {
     pub body: Vec<u8>,
 }
 
-/// The session ends; answered in kind.
+/// Ends the session. Answered with a `Close`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Close {
     /// Why.
@@ -199,16 +200,17 @@ pub struct Close {
     pub detail: String,
 }
 
-/// The first message of a data stream, from the session's initiator.
+/// The first message of a data stream or of a connection to the acceptor's local socket, from the
+/// session's initiator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamHello {
     /// The session it belongs to.
     pub session: SessionId,
     /// The stream's id, never used before in this session.
     pub stream: StreamId,
-    /// The acceptor the initiator believes to talk to.
+    /// The acceptor that the initiator expects.
     pub incarnation: Incarnation,
-    /// [`crate::auth::stream_mac`].
+    /// [`crate::auth::stream_mac`] or [`crate::auth::local_hello_mac`].
     #[serde(with = "serde_bytes")]
     pub mac: [u8; MAC_LEN],
 }
@@ -217,19 +219,19 @@ pub struct StreamHello {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamReady {}
 
-/// Why bytes are not a control message.
+/// Why bytes are refused as a control message.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum MessageError {
-    /// The length says more than is allowed in this state.
+    /// The announced length exceeds the limit of this state.
     #[error("message of {len} bytes is beyond the limit of {limit}")]
     TooLong {
-        /// What it says.
+        /// The announced length, in bytes.
         len: usize,
-        /// What is allowed.
+        /// In bytes.
         limit: usize,
     },
-    /// Not a MessagePack map with a kind, or not the fields of its kind.
+    /// The bytes are no MessagePack map with a kind, or lack fields of their kind.
     #[error("malformed {kind} message: {detail}")]
     Malformed {
         /// Which kind, or `control`.
@@ -248,7 +250,7 @@ pub enum MessageError {
 }
 
 impl MessageError {
-    /// What to answer to whoever sent it.
+    /// The code for the sender.
     pub const fn code(&self) -> WireCode {
         match self {
             Self::TooLong { .. } | Self::FieldTooLong { .. } => WireCode::TooLarge,
@@ -282,7 +284,7 @@ macro_rules! messages {
         }
 
         impl $all {
-            /// The message's kind as it stands on the wire.
+            /// The message's kind on the wire.
             pub fn kind(&self) -> &str {
                 match self {
                     $(Self::$name(_) => $kind,)*
@@ -290,17 +292,29 @@ macro_rules! messages {
                 }
             }
 
+            /// The kinds of this protocol.
+            #[allow(dead_code, reason = "read for protocols that share a channel with others")]
+            pub(crate) const KINDS: &[&str] = &[$($kind),*];
+
             /// Parses one message from its map.
             fn parse(bytes: &[u8]) -> Result<Self, $crate::message::MessageError> {
-                use $crate::message::{Check as _, kind_of, malformed, whole};
-                let tag = kind_of(bytes, $what)?;
-                match tag.as_str() {
+                let kind = $crate::message::kind_of(bytes, $what)?;
+                Self::parse_as(kind, bytes)
+            }
+
+            /// Parses the map of a message whose kind is known already.
+            pub(crate) fn parse_as(
+                kind: String,
+                bytes: &[u8],
+            ) -> Result<Self, $crate::message::MessageError> {
+                use $crate::message::{Check as _, malformed, whole};
+                match kind.as_str() {
                     $($kind => {
                         let body: $name = whole(bytes).map_err(|e| malformed($kind, &e))?;
                         body.check()?;
                         Ok(Self::$name(body))
                     })*
-                    _ => Ok(Self::Unknown { kind: tag }),
+                    _ => Ok(Self::Unknown { kind }),
                 }
             }
 
@@ -334,15 +348,12 @@ macro_rules! bodies {
                 bytes
             }
 
-            /// The message that `bytes` are.
+            /// Parses one message.
             ///
             /// # Errors
-            /// They are none.
+            /// The bytes are malformed, or longer than the body of a control message may be.
             pub fn decode(bytes: &[u8]) -> Result<Self, $crate::message::MessageError> {
-                let (len, limit) = (bytes.len(), $crate::message::BODY_MAX);
-                if len > limit {
-                    return Err($crate::message::MessageError::TooLong { len, limit });
-                }
+                $crate::message::check_body_len(bytes)?;
                 Self::parse(bytes)
             }
         }
@@ -382,6 +393,12 @@ struct Tagged<'a, T> {
     t: &'a str,
     #[serde(flatten)]
     body: &'a T,
+}
+
+/// Checks the length of a message that is sent as the body of a [`Request`].
+pub(crate) const fn check_body_len(bytes: &[u8]) -> Result<(), MessageError> {
+    let (len, limit) = (bytes.len(), BODY_MAX);
+    if len > limit { Err(MessageError::TooLong { len, limit }) } else { Ok(()) }
 }
 
 /// Which kind of message a map is, cut to [`KIND_MAX`] bytes.
@@ -475,9 +492,10 @@ pub fn encode(message: &Message) -> Vec<u8> {
     frame
 }
 
-/// Cuts a byte stream into messages, however it was chopped.
+/// Splits a byte stream into messages. Where the stream is split makes no difference.
 ///
-/// Holds at most one frame, and of that no more than has arrived: a length alone allocates nothing.
+/// Holds at most one frame, and of it only what has arrived: an announced length alone allocates
+/// nothing.
 #[derive(Debug)]
 pub struct Decoder {
     limit: usize,
@@ -490,18 +508,18 @@ impl Decoder {
         Self { limit, frame: Vec::new() }
     }
 
-    /// Changes the limit for frames whose length has not been looked at yet.
+    /// Changes the limit for frames whose length has not arrived yet.
     pub const fn set_limit(&mut self, limit: usize) {
         self.limit = limit;
     }
 
     /// Takes bytes from the front of `input` until a message is complete or the input is empty.
     ///
-    /// `Ok(None)` means that all input was taken and more is needed. What follows a complete
-    /// message is left in `input`.
+    /// `Ok(None)` means that all input was taken and more is needed. Bytes behind a complete message
+    /// are left in `input`.
     ///
     /// # Errors
-    /// The bytes are no message; the stream is out of step and of no further use.
+    /// The bytes are malformed. The stream is out of step and of no further use.
     pub fn read(&mut self, input: &mut &[u8]) -> Result<Option<Message>, MessageError> {
         Ok(self.read_frame(input)?.map(|(message, _)| message))
     }
@@ -528,7 +546,7 @@ impl Decoder {
         Ok(Some((Message::parse(&frame[4..])?, frame)))
     }
 
-    /// Bytes held of a message that is not complete yet.
+    /// Bytes of an incomplete message that are held.
     pub const fn buffered(&self) -> usize {
         self.frame.len()
     }
@@ -541,7 +559,7 @@ impl Decoder {
     }
 }
 
-/// The one value that `bytes` are, with nothing after it.
+/// Parses `bytes` as exactly one value.
 pub(crate) fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, rmp_serde::decode::Error> {
     let mut deserializer = rmp_serde::Deserializer::new(Cursor::new(bytes));
     let value = T::deserialize(&mut deserializer)?;

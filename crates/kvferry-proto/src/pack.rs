@@ -6,18 +6,18 @@ use serde::de::{DeserializeOwned, Error};
 /// How deep the values of unknown fields may be nested.
 const DEPTH_MAX: usize = 16;
 
-/// A value as bytes. Fields are named: those of later versions are ignored by earlier ones.
+/// Encodes a value with named fields. Earlier versions ignore the fields that later ones add.
 ///
 /// # Panics
-/// The value's `Serialize` fails by itself, which that of plain data does not.
+/// The value's `Serialize` fails. That of plain data does not.
 pub fn encode<T: Serialize>(value: &T) -> Vec<u8> {
     rmp_serde::to_vec_named(value).expect("plain values always encode")
 }
 
-/// The one value that `bytes` are, with nothing after it.
+/// Parses `bytes` as exactly one value.
 ///
 /// # Errors
-/// They are something else, or nested deeper than plain data is.
+/// The bytes are malformed, nested too deeply, or followed by others.
 pub fn decode<T: DeserializeOwned>(mut bytes: &[u8]) -> Result<T, rmp_serde::decode::Error> {
     let mut deserializer = rmp_serde::Deserializer::new(&mut bytes);
     deserializer.set_max_depth(DEPTH_MAX);

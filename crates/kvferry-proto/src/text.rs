@@ -1,4 +1,4 @@
-//! Text from a peer, made fit to be shown.
+//! Text from a peer, made safe to print.
 
 /// `text` cut to at most `max_bytes` bytes at a character boundary, control characters replaced.
 ///

@@ -1,12 +1,12 @@
-//! Explicit time. The protocol reads no clock; whoever drives it says what time it is.
+//! Explicit time. The protocol reads no clock; the driver passes the time in.
 
 use std::ops::{Add, Sub};
 use std::time::Duration;
 
 /// A point on the driver's clock, in nanoseconds since an arbitrary origin.
 ///
-/// Agents use `CLOCK_BOOTTIME`, so a suspended machine is seen as time that passed. Timestamps of
-/// two machines are never compared: what crosses the wire are relative budgets.
+/// Agents use `CLOCK_BOOTTIME`, which goes on while the machine is suspended. Timestamps of two
+/// machines are never compared: relative budgets cross the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Timestamp(u64);
 

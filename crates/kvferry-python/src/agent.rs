@@ -1,11 +1,11 @@
-//! The agent, and what keeps it and the buffers registered with it alive.
+//! The agent, and the Python buffers that are registered with it.
 
 use crate::blocking::{self, Stop, lock};
 use crate::error;
-use crate::memory::{Offer, Region, parse_access};
+use crate::memory::{Region, Span, parse_access};
 use crate::notification::Notification;
 use crate::peer::Peer;
-use kvferry::{Checksum, Config, ErrorKind, SecretString};
+use kvferry::{Checksum, Config, ErrorKind, Secret, Transports};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
@@ -16,17 +16,17 @@ use std::time::Duration;
 
 /// A kvferry endpoint in this process: owns regions, sessions and transfers.
 ///
-/// What is not given here comes from the environment (KVFERRY_LISTEN, KVFERRY_SECRET, …), then from
-/// the defaults. The agent ends with `shutdown()`, with the `with` block, or with the last object
-/// that came from it.
+/// Settings that are not given come from the environment (KVFERRY_LISTEN, KVFERRY_SECRET, …), then
+/// from the defaults. `silence` and `timeout` are in seconds. The agent ends with `shutdown()`, with
+/// the `with` block, or with the last object that refers to it.
 #[pyclass(frozen, weakref, module = "kvferry")]
 pub(crate) struct Agent(Arc<Shared>);
 
-/// The core's agent, and the Python buffers that it may touch.
+/// The core's agent, and the Python buffers that it may access.
 pub(crate) struct Shared {
     agent: kvferry::Agent,
-    /// By region id. Only ever locked for a moment by threads that are attached to the interpreter,
-    /// or by `stop`.
+    /// The buffers, by region id. Threads that are attached to the interpreter hold the lock for a
+    /// few instructions only.
     holds: Mutex<HashMap<u32, Py<PyAny>>>,
     pid: u32,
 }
@@ -54,13 +54,13 @@ impl Stop for Shared {
 }
 
 impl Shared {
-    /// Lets go of all buffers, after the agent was shut down.
-    fn let_go(&self) {
+    /// Releases all buffers, after the agent was shut down.
+    fn release_all(&self) {
         let released = std::mem::take(&mut *lock(&self.holds));
         if self.agent.stats().regions_quarantined == 0 {
             drop(released);
         } else {
-            // A process that does not answer may still write to them: they stay, for good.
+            // A process that does not answer may still write to them: never free them.
             std::mem::forget(released);
         }
     }
@@ -68,22 +68,30 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // The holds go only after no copier can touch their memory any more. Whoever drops the last
-        // handle may be attached to the interpreter, and joining threads is no time to be.
+        if std::process::id() != self.pid {
+            // In a forked child nothing accesses the buffers, and a thread of the parent may have held
+            // any lock of the agent at the fork.
+            return;
+        }
+        // Release the buffers only after every copier has stopped. The dropping thread may be attached
+        // to the interpreter: detach while native threads are joined.
         let stop = || self.stop();
         if Python::try_attach(|py| py.detach(stop)).is_none() {
             self.stop();
         }
-        self.let_go();
+        self.release_all();
     }
 }
 
-/// Seconds of Python, which may have a fraction.
+/// A time in seconds, which may have a fraction.
 pub(crate) fn seconds(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
-    /// Beyond any deadline that anyone waits for, and well within the clock's range.
+    /// Ten years, well within the clock's range. Longer times mean the same.
     const LONGEST: f64 = 10.0 * 365.0 * 86_400.0;
     if seconds.is_nan() || seconds < 0.0 {
-        return Err(error::invalid(py, &format!("{seconds} is no number of seconds to wait")));
+        return Err(error::invalid(
+            py,
+            &format!("a time in seconds can't be negative or not a number: {seconds}"),
+        ));
     }
     Ok(Duration::from_secs_f64(seconds.min(LONGEST)))
 }
@@ -93,7 +101,6 @@ fn milliseconds(py: Python<'_>, value: f64) -> PyResult<u64> {
     u64::try_from(rounded_up).map_err(|_| error::invalid(py, "too many seconds"))
 }
 
-/// Reads a checksum setting: a word or a boolean.
 fn parse_checksum(obj: &Bound<'_, PyAny>) -> PyResult<Checksum> {
     if let Ok(on) = obj.extract::<bool>() {
         return Ok(if on { Checksum::On } else { Checksum::Off });
@@ -104,27 +111,29 @@ fn parse_checksum(obj: &Bound<'_, PyAny>) -> PyResult<Checksum> {
         "off" => Ok(Checksum::Off),
         other => Err(error::invalid(
             obj.py(),
-            &format!("checksum is \"auto\", \"on\" or \"off\", not {other:?}"),
+            &format!("checksum must be \"auto\", \"on\" or \"off\", not {other:?}"),
         )),
     }
 }
 
-fn parse_transports(obj: &Bound<'_, PyAny>) -> PyResult<String> {
-    if let Ok(text) = obj.cast::<PyString>() {
-        return Ok(text.to_str()?.to_owned());
-    }
-    Ok(obj.extract::<Vec<String>>()?.join(","))
+fn parse_transports(obj: &Bound<'_, PyAny>) -> PyResult<Transports> {
+    let names = match obj.cast::<PyString>() {
+        Ok(text) => text.to_str()?.to_owned(),
+        Err(_) => obj.extract::<Vec<String>>()?.join(","),
+    };
+    Transports::parse(&names).map_err(|e| error::exception(obj.py(), &e))
 }
 
-fn parse_secret(obj: &Bound<'_, PyAny>) -> PyResult<SecretString> {
-    if let Ok(text) = obj.cast::<PyString>() {
-        return Ok(SecretString::new(text.to_str()?.as_bytes()));
-    }
-    if let Ok(bytes) = obj.cast::<PyBytes>() {
-        return Ok(SecretString::new(bytes.as_bytes()));
-    }
-    // The value itself must not end up in a message.
-    Err(PyTypeError::new_err("a secret is bytes or text"))
+fn parse_secret(obj: &Bound<'_, PyAny>) -> PyResult<Secret> {
+    let secret = if let Ok(text) = obj.cast::<PyString>() {
+        Secret::new(text.to_str()?)
+    } else if let Ok(bytes) = obj.cast::<PyBytes>() {
+        Secret::new(bytes.as_bytes())
+    } else {
+        // The message must not contain the value.
+        return Err(PyTypeError::new_err("a secret must be bytes or str"));
+    };
+    secret.ok_or_else(|| error::invalid(obj.py(), "a secret has at least one byte"))
 }
 
 #[pymethods]
@@ -161,7 +170,7 @@ impl Agent {
             config.secret = Some(parse_secret(secret)?);
         }
         if let Some(transports) = transports {
-            config.transports = Some(parse_transports(transports)?);
+            config.transports = parse_transports(transports)?;
         }
         if let Some(checksum) = checksum {
             config.checksum = parse_checksum(checksum)?;
@@ -183,13 +192,13 @@ impl Agent {
         Ok(Self(shared))
     }
 
-    /// The agent's name, for people and notifications.
+    /// The name that notifications and logs show.
     #[getter]
     fn name(&self) -> &str {
         self.0.agent.name()
     }
 
-    /// This life of the agent, 32 hexadecimal digits. A restarted agent is another peer.
+    /// 32 hexadecimal digits, drawn when the agent started. A restarted agent is another peer.
     #[getter]
     fn incarnation(&self) -> String {
         self.0.agent.incarnation().to_string()
@@ -214,33 +223,34 @@ impl Agent {
         py.import("json")?.call_method1("loads", (self.0.agent.config().to_json(),))
     }
 
-    /// Registers memory that peers may then reach as far as `access` says: "rw", "r", "w" or
-    /// "none".
+    /// Registers memory. `access` says what peers may do with it: "rw", "r", "w" or "none".
     ///
-    /// `buffer` is an object with writable memory in one piece (bytearray, memoryview, numpy array,
-    /// torch tensor on the CPU, …), which is held until the region is unregistered, or a pair
-    /// `(address, nbytes)` of memory that stays valid until then.
-    #[pyo3(signature = (buffer, access = "rw"))]
+    /// `buffer` is an object with contiguous writable memory (bytearray, memoryview, numpy array,
+    /// torch tensor on the CPU, …), which the agent holds until the region is unregistered, or a pair
+    /// `(address, nbytes)` of memory that the caller keeps valid until then. Peers find the region by
+    /// its `name`, if it has one.
+    #[pyo3(signature = (buffer, access = "rw", *, name = None))]
     fn register(
         &self,
         py: Python<'_>,
         buffer: &Bound<'_, PyAny>,
         access: &str,
+        name: Option<&str>,
     ) -> PyResult<Region> {
         let agent = self.0.agent(py)?;
         let access = parse_access(access)?;
-        let offer = Offer::of(buffer)?;
+        let span = Span::of(buffer)?;
         // SAFETY: `hold` keeps a Python buffer's memory until the region is unregistered or the
-        // agent is down; for a bare address the Python caller promises it.
-        let region = unsafe { agent.register(pointer(offer.addr), offer.len, access) }
+        // agent is shut down; for a bare address the Python caller promises it.
+        let region = unsafe { agent.register(pointer(span.addr), span.len, access) }
             .map_err(|e| error::exception(py, &e))?;
-        if let Some(hold) = offer.hold {
+        if let Some(hold) = span.hold {
             lock(&self.0.holds).insert(region.id().0, hold);
         }
-        Ok(Region::new(region, &self.0))
+        self.name_region(py, region, name)
     }
 
-    /// Registers many pieces of memory at once, all or none.
+    /// Registers many buffers at once, all or none.
     #[pyo3(signature = (buffers, access = "rw"))]
     fn register_batch(
         &self,
@@ -250,14 +260,14 @@ impl Agent {
     ) -> PyResult<Vec<Region>> {
         let agent = self.0.agent(py)?;
         let access = parse_access(access)?;
-        let offers = buffers.iter().map(Offer::of).collect::<PyResult<Vec<_>>>()?;
-        let ranges: Vec<_> = offers.iter().map(|o| (pointer(o.addr), o.len)).collect();
+        let spans = buffers.iter().map(Span::of).collect::<PyResult<Vec<_>>>()?;
+        let ranges: Vec<_> = spans.iter().map(|o| (pointer(o.addr), o.len)).collect();
         // SAFETY: as for `register`.
         let regions = unsafe { agent.register_batch(&ranges, access) }
             .map_err(|e| error::exception(py, &e))?;
         let mut holds = lock(&self.0.holds);
-        for (region, offer) in regions.iter().zip(offers) {
-            if let Some(hold) = offer.hold {
+        for (region, span) in regions.iter().zip(spans) {
+            if let Some(hold) = span.hold {
                 holds.insert(region.id().0, hold);
             }
         }
@@ -265,18 +275,30 @@ impl Agent {
         Ok(regions.into_iter().map(|region| Region::new(region, &self.0)).collect())
     }
 
-    /// Allocates zeroed memory and registers it. It lives as long as the region object, or a view
-    /// of it.
-    #[pyo3(signature = (nbytes, access = "rw"))]
-    fn allocate(&self, py: Python<'_>, nbytes: usize, access: &str) -> PyResult<Region> {
+    /// Allocates zeroed memory and registers it. The memory lives as long as the region object and
+    /// its views. Peers find the region by its `name`, if it has one.
+    #[pyo3(signature = (nbytes, access = "rw", *, name = None))]
+    fn allocate(
+        &self,
+        py: Python<'_>,
+        nbytes: usize,
+        access: &str,
+        name: Option<&str>,
+    ) -> PyResult<Region> {
         let agent = self.0.agent(py)?;
         let access = parse_access(access)?;
         let region = blocking::run(py, |_| agent.allocate(nbytes, access))?;
-        Ok(Region::new(region, &self.0))
+        self.name_region(py, region, name)
     }
 
-    /// Takes a region out. When this returns, no peer and no transfer of this agent touches its
-    /// memory any more, and its buffer is no longer held.
+    /// The registered region of that name, or None.
+    fn region(&self, py: Python<'_>, name: &str) -> PyResult<Option<Region>> {
+        let region = self.0.agent(py)?.region(name);
+        Ok(region.map(|region| Region::new(region, &self.0)))
+    }
+
+    /// Unregisters a region. When this returns, no peer and no transfer of this agent accesses its
+    /// memory any more, and the agent no longer holds its buffer.
     fn unregister(&self, py: Python<'_>, region: &Bound<'_, Region>) -> PyResult<()> {
         let agent = self.0.agent(py)?;
         let region = &region.get().region;
@@ -285,7 +307,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Takes many regions out, each even if another fails; raises the first failure.
+    /// Unregisters many regions, each even if another fails; raises the first failure.
     fn unregister_batch(&self, py: Python<'_>, regions: Vec<Bound<'_, Region>>) -> PyResult<()> {
         let agent = self.0.agent(py)?;
         let regions: Vec<_> = regions.iter().map(|region| region.get().region.clone()).collect();
@@ -300,25 +322,26 @@ impl Agent {
         Ok(regions.into_iter().map(|region| Region::new(region, &self.0)).collect())
     }
 
-    /// The peer at "host:port". Nothing is sent yet.
+    /// The peer at "host:port". Sends nothing yet; a name is resolved.
     fn peer(&self, py: Python<'_>, address: String) -> PyResult<Peer> {
         let agent = self.0.agent(py)?;
         let peer = if address.parse::<std::net::SocketAddr>().is_ok() {
             agent.peer(&address).map_err(|e| error::exception(py, &e))?
         } else {
-            // A name server may take its time.
+            // Resolving a name may block.
             let agent = agent.clone();
-            blocking::run_aside(py, move || agent.peer(&address))?
+            blocking::run_on_own_thread(py, move || agent.peer(&address))?
         };
         Ok(Peer::new(peer, &self.0))
     }
 
-    /// The notifications that have arrived, which are thereby taken.
+    /// Takes the notifications that have arrived.
     fn notifications(&self, py: Python<'_>) -> PyResult<Vec<Notification>> {
         Ok(self.0.agent(py)?.notifications().into_iter().map(Notification).collect())
     }
 
-    /// Waits for a notification and takes it; None if none came within `timeout` seconds.
+    /// Waits for a notification and takes it; None if none arrives within `timeout` seconds. Raises
+    /// ShutdownError when the agent is shut down and all notifications were taken.
     #[pyo3(signature = (timeout = None))]
     fn wait_notification(
         &self,
@@ -327,12 +350,13 @@ impl Agent {
     ) -> PyResult<Option<Notification>> {
         let agent = self.0.agent(py)?;
         let timeout = timeout.map(|timeout| seconds(py, timeout)).transpose()?;
-        let found = blocking::wait(py, timeout, |slice| agent.wait_notification(slice))?;
+        let found = blocking::wait(py, timeout, |slice| agent.wait_notification(slice).transpose());
+        let found = found?.transpose().map_err(|e| error::exception(py, &e))?;
         Ok(found.map(Notification))
     }
 
-    /// A file descriptor that is readable while notifications are waiting. It belongs to the agent:
-    /// do not close it.
+    /// A file descriptor that is readable while there are notifications to take. It belongs to the
+    /// agent: do not close it.
     fn notification_fd(&self, py: Python<'_>) -> PyResult<i32> {
         let fd = self.0.agent(py)?.notification_fd();
         fd.map(|fd| fd.as_raw_fd()).map_err(|e| error::exception(py, &e))
@@ -349,12 +373,12 @@ impl Agent {
         Ok(counters)
     }
 
-    /// Ends sessions, transfers and threads. Whatever is called afterwards raises ShutdownError; a
-    /// second shutdown does nothing.
+    /// Ends sessions, transfers and threads. Later calls raise ShutdownError; a second shutdown does
+    /// nothing.
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
         let agent = self.0.agent(py)?;
         py.detach(|| agent.shutdown());
-        self.0.let_go();
+        self.0.release_all();
         Ok(())
     }
 
@@ -377,7 +401,25 @@ impl Agent {
 }
 
 impl Agent {
-    /// Lets go of the buffers of regions that are no longer registered.
+    /// Names a new region; unregisters it if it can't have the name.
+    fn name_region(
+        &self,
+        py: Python<'_>,
+        region: kvferry::Region,
+        name: Option<&str>,
+    ) -> PyResult<Region> {
+        let agent = self.0.agent(py)?;
+        if let Some(name) = name
+            && let Err(refused) = agent.name_region(&region, name)
+        {
+            blocking::run(py, |_| agent.unregister(&region))?;
+            self.release(std::slice::from_ref(&region));
+            return Err(error::exception(py, &refused));
+        }
+        Ok(Region::new(region, &self.0))
+    }
+
+    /// Releases the buffers of regions that are no longer registered.
     fn release(&self, regions: &[kvferry::Region]) {
         let mut released = Vec::new();
         let mut holds = lock(&self.0.holds);
@@ -389,7 +431,7 @@ impl Agent {
             released.extend(holds.remove(&region.id().0));
         }
         drop(holds);
-        // Only now: a buffer's end may run any Python code, which may come back here.
+        // After the lock is released: freeing a buffer may run Python code that calls the agent.
         drop(released);
     }
 }

@@ -1,20 +1,19 @@
-//! From the core's errors to Python's exceptions, which `kvferry._errors` defines: one class per
-//! kind.
+//! The core's errors as Python exceptions: `kvferry._errors` defines one class per kind.
 
+use crate::blocking;
 use kvferry::ErrorKind;
+use pyo3::exceptions::PySystemExit;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyType};
 
-/// Why a call into the core has no result.
+/// Why a call has no result.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The core says why.
     Core(kvferry::Error),
-    /// A signal handler raised; its exception is the one that is shown.
+    /// A signal handler raised. Python sees the handler's exception instead.
     Interrupted,
-    /// No thread could be started for the call.
     Thread(std::io::Error),
 }
 
@@ -28,16 +27,23 @@ impl Failure {
     pub(crate) fn into_exception(self, py: Python<'_>) -> PyErr {
         match self {
             Self::Core(error) => exception(py, &error),
+            Self::Interrupted if blocking::thread_must_end() => PySystemExit::new_err(()),
             Self::Interrupted => new(py, ErrorKind::Interrupted, "the call was interrupted"),
-            Self::Thread(error) => {
-                new(py, ErrorKind::Io, &format!("no thread can be started for the call: {error}"))
-            }
+            Self::Thread(error) => new(
+                py,
+                ErrorKind::Io,
+                &format!("the call needs a thread, which can't be started: {error}"),
+            ),
         }
     }
 }
 
-/// The exception for an error of the core.
+/// The exception for an error of the core; `SystemExit` in a thread that must end because the
+/// interpreter exits.
 pub(crate) fn exception(py: Python<'_>, error: &kvferry::Error) -> PyErr {
+    if blocking::thread_must_end() {
+        return PySystemExit::new_err(());
+    }
     let facts = || -> PyResult<_> {
         let context = PyDict::new(py);
         for (key, value) in error.facts() {
@@ -53,14 +59,13 @@ pub(crate) fn exception(py: Python<'_>, error: &kvferry::Error) -> PyErr {
         .map_or_else(|unable| unable, PyErr::from_value)
 }
 
-/// An exception that the bindings themselves raise.
+/// An exception with no error of the core behind it.
 pub(crate) fn new(py: Python<'_>, kind: ErrorKind, what: &str) -> PyErr {
     class(py, kind)
         .and_then(|class| class.call1((what,)))
         .map_or_else(|unable| unable, PyErr::from_value)
 }
 
-/// An argument that can't mean anything.
 pub(crate) fn invalid(py: Python<'_>, what: &str) -> PyErr {
     new(py, ErrorKind::InvalidArgument, what)
 }
@@ -73,7 +78,7 @@ fn class(py: Python<'_>, kind: ErrorKind) -> PyResult<Bound<'_, PyType>> {
             Ok::<_, PyErr>(errors.getattr(intern!(py, "BY_KIND"))?.cast_into::<PyDict>()?.unbind())
         })?
         .bind(py);
-    // A kind that is newer than the Python package is still an error of kvferry.
+    // A kind that the Python package does not know is a plain `kvferry.Error`.
     let found = match by_kind.get_item(kind.as_str())? {
         Some(class) => class,
         None => py.import(intern!(py, "kvferry._errors"))?.getattr(intern!(py, "Error"))?,

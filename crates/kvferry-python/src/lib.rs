@@ -1,29 +1,28 @@
 //! kvferry's Python bindings.
 //!
-//! This library holds every class; `cdylib/` wraps it into the module `kvferry._kvferry`, and the
-//! package in `python/` adds what is better said in Python (exceptions, buffers, asyncio). The
-//! bindings translate and decide nothing. Three rules hold everywhere:
+//! This library contains every class; `cdylib/` makes it the module `kvferry._kvferry`, and the
+//! package in `python/` adds what needs no native code (exceptions, buffers, asyncio, the signatures
+//! of Mooncake). The bindings translate and decide nothing. Three rules hold everywhere:
 //!
-//! - A call that may block goes through `blocking`: it detaches from the interpreter, answers
+//! - A call that may block goes through `blocking`: it detaches from the interpreter, ends on
 //!   Ctrl-C, and turns the core's error into the exception of its kind.
-//! - No lock of ours is waited for while attached to the interpreter, unless it is only ever held
-//!   for a few instructions by threads that are attached too. So neither a deadlock with the
-//!   interpreter's lock nor a lock left held in a forked child is possible.
+//! - A thread that is attached to the interpreter waits only for locks that attached threads hold
+//!   for a few instructions. So neither a deadlock with the interpreter's lock nor a lock left held
+//!   in a forked child is possible.
 //! - Native threads never call Python.
 //!
 //! | module | what is in it |
 //! |---|---|
-//! | `agent` | `Agent`, and what keeps it and the buffers registered with it alive |
+//! | `agent` | `Agent`, and the buffers that are registered with it |
 //! | `memory` | `Region`, `RemoteRegion`, Python buffers as memory |
-//! | `peer` | `Peer`, `PeerSummary`, `Moved` |
-//! | `batch` | `Batch`, lists of addresses |
+//! | `peer` | `Peer`, `PeerSummary`, `TransferStats` |
+//! | `batch` | `Batch`, and reading lists of addresses |
 //! | `transfer` | `Transfer` |
 //! | `notification` | `Notification` |
-//! | `mooncake` | the surface of `mooncake.engine` |
-//! | `blocking`, `aside`, `error`, `log` | the rules above, exceptions, `KVFERRY_LOG` |
+//! | `mooncake` | `MooncakeEngine`, which `kvferry.mooncake` is made of |
+//! | `blocking`, `run_interruptible`, `error`, `log` | the rules above, exceptions, `KVFERRY_LOG` |
 
 mod agent;
-mod aside;
 mod batch;
 mod blocking;
 mod error;
@@ -32,14 +31,15 @@ mod memory;
 mod mooncake;
 mod notification;
 mod peer;
+mod run_interruptible;
 mod transfer;
 
 use pyo3::prelude::*;
 
-/// Fills the Python module.
+/// Adds all classes to the Python module.
 ///
 /// # Errors
-/// Whatever Python raises while the classes are made.
+/// What Python raises while the classes are created.
 pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     log::start();
     blocking::stop_agents_at_exit(module)?;
@@ -49,9 +49,9 @@ pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<memory::Region>()?;
     module.add_class::<memory::RemoteRegion>()?;
     module.add_class::<notification::Notification>()?;
-    module.add_class::<peer::Moved>()?;
+    module.add_class::<peer::TransferStats>()?;
     module.add_class::<peer::Peer>()?;
     module.add_class::<peer::PeerSummary>()?;
     module.add_class::<transfer::Transfer>()?;
-    mooncake::add_to(module)
+    module.add_class::<mooncake::NativeEngine>()
 }

@@ -1,4 +1,4 @@
-//! Registered memory, ours and the peers'.
+//! Registered memory: this agent's regions and those of peers.
 
 use crate::agent::Shared;
 use crate::error;
@@ -10,11 +10,11 @@ use pyo3::types::{PyBytes, PyDict, PyTuple};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-/// Memory that an agent may move, and that peers may reach as far as its access says.
+/// Registered memory: this agent may read and write it, peers what its access allows.
 #[pyclass(frozen, module = "kvferry")]
 pub(crate) struct Region {
     pub(crate) region: kvferry::Region,
-    /// The agent lives as long as its regions do.
+    /// Keeps the agent alive.
     shared: Arc<Shared>,
 }
 
@@ -35,57 +35,60 @@ impl Region {
         Err(error::new(
             py,
             kvferry::ErrorKind::Unsupported,
-            "only memory that kvferry allocated is shown; this region is somebody else's buffer",
+            "only memory that kvferry allocated can be viewed; this region is a buffer of the caller",
         ))
     }
 }
 
 #[pymethods]
 impl Region {
-    /// The region's id, never used again in this agent's life.
+    /// Unique in this agent's life.
     #[getter]
     fn id(&self) -> u32 {
         self.region.id().0
     }
 
-    /// Where it starts in this process.
+    /// The name by which peers find it, or None.
+    #[getter]
+    fn name(&self) -> Option<&str> {
+        self.region.name()
+    }
+
+    /// The address of its first byte in this process.
     #[getter]
     fn addr(&self) -> usize {
         self.region.addr()
     }
 
-    /// Bytes in it.
     #[getter]
     fn nbytes(&self) -> usize {
         self.region.len()
     }
 
-    /// What peers may do with it: "rw", "r", "w" or "none".
+    /// What peers may do: "rw", "r", "w" or "none".
     #[getter]
     fn access(&self) -> String {
         self.region.access().to_string()
     }
 
-    /// Whether it is still registered.
     #[getter]
     fn is_registered(&self) -> bool {
         self.region.is_registered()
     }
 
-    /// Whether it was unregistered while a process of this host that may still write to it did not
-    /// answer: its memory must not be used for anything else.
+    /// True if it was unregistered while a process of this host that may still write to it did not
+    /// answer. Its memory must not be used for anything else.
     #[getter]
     fn is_quarantined(&self) -> bool {
         self.region.is_quarantined()
     }
 
-    /// What a peer needs to name this region in its transfers.
+    /// The description by which a peer names this region in its transfers.
     fn remote(&self) -> RemoteRegion {
         RemoteRegion(self.region.remote())
     }
 
-    /// The memory as a writable memoryview, which keeps it alive. Only for memory that kvferry
-    /// allocated.
+    /// A writable memoryview, which keeps the memory alive. Only for memory that kvferry allocated.
     fn memory(slf: &Bound<'_, Self>) -> PyResult<Py<PyAny>> {
         let py = slf.py();
         let this = slf.get();
@@ -94,8 +97,7 @@ impl Region {
         Ok(view.call1((this.region.addr(), this.region.len(), slf))?.unbind())
     }
 
-    /// Lets `numpy.asarray(region)` see the memory without a copy. Only for memory that kvferry
-    /// allocated.
+    /// For `numpy.asarray(region)`, which copies nothing. Only for memory that kvferry allocated.
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.must_be_owned(py)?;
@@ -120,7 +122,7 @@ impl Region {
         nbytes: usize,
     ) -> PyResult<Bound<'py, PyBytes>> {
         if nbytes > self.region.len() {
-            // Also keeps a mistaken length from being allocated first.
+            // Before the bytes object is allocated: `nbytes` may be huge.
             return Err(error::new(
                 py,
                 kvferry::ErrorKind::OutOfBounds,
@@ -159,49 +161,48 @@ impl Region {
     }
 }
 
-/// A peer's region, as its owner described it.
+/// The description of a peer's region.
 #[pyclass(frozen, module = "kvferry")]
 #[derive(Clone)]
 pub(crate) struct RemoteRegion(pub(crate) kvferry::RemoteRegion);
 
 #[pymethods]
 impl RemoteRegion {
-    /// Reads what `to_bytes` wrote.
+    /// Decodes what `to_bytes` encoded.
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
         kvferry::RemoteRegion::from_bytes(data).map(Self).map_err(|e| error::exception(py, &e))
     }
 
-    /// The description as bytes, to be carried to a peer by any means.
+    /// Encodes the description, to be sent to a peer by any means.
     fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.0.to_bytes())
     }
 
-    /// The life of the peer that the region belongs to, 32 hexadecimal digits.
+    /// The incarnation of the agent that owns the region, 32 hexadecimal digits.
     #[getter]
     fn incarnation(&self) -> String {
         self.0.incarnation.to_string()
     }
 
-    /// The region's id at the peer.
+    /// The region's id at its owner.
     #[getter]
     fn id(&self) -> u32 {
         self.0.id.0
     }
 
-    /// Where it starts in the peer's process.
+    /// The address of its first byte in the owner's process.
     #[getter]
     fn addr(&self) -> u64 {
         self.0.addr
     }
 
-    /// Bytes in it.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.0.len
     }
 
-    /// What we may do with it: "rw", "r", "w" or "none".
+    /// What this agent may do: "rw", "r", "w" or "none".
     #[getter]
     fn access(&self) -> String {
         self.0.access.to_string()
@@ -237,15 +238,15 @@ fn hash(value: &impl Hash) -> u64 {
     hasher.finish()
 }
 
-/// Memory that Python offers for registration.
-pub(crate) struct Offer {
+/// Memory to be registered.
+pub(crate) struct Span {
     pub(crate) addr: usize,
     pub(crate) len: usize,
-    /// Keeps the memory where it is until it is unregistered; nothing does for a bare address.
+    /// The object that owns the memory; none for a bare address.
     pub(crate) hold: Option<Py<PyAny>>,
 }
 
-impl Offer {
+impl Span {
     /// A pair `(address, length)`, or an object that exports its memory.
     pub(crate) fn of(obj: &Bound<'_, PyAny>) -> PyResult<Self> {
         if obj.cast::<PyTuple>().is_ok() {
@@ -259,7 +260,6 @@ impl Offer {
     }
 }
 
-/// Reads an access: what of `r` and `w` peers may do, or nothing.
 pub(crate) fn parse_access(text: &str) -> PyResult<Access> {
     match text {
         "rw" | "wr" => Ok(Access::READ_WRITE),
@@ -267,7 +267,7 @@ pub(crate) fn parse_access(text: &str) -> PyResult<Access> {
         "w" => Ok(Access::WRITE),
         "none" | "" => Ok(Access::NONE),
         _ => Err(PyValueError::new_err(format!(
-            "access is what peers may do: \"rw\", \"r\", \"w\" or \"none\", not {text:?}"
+            "access must be \"rw\", \"r\", \"w\" or \"none\", not {text:?}"
         ))),
     }
 }

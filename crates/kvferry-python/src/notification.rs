@@ -4,7 +4,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyTuple};
 
-/// A word from one agent to another, delivered after the data it follows.
+/// A short message between agents, delivered after the data that it follows.
 #[pyclass(frozen, eq, hash, module = "kvferry")]
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Notification(pub(crate) kvferry::Notification);
@@ -17,19 +17,18 @@ impl Notification {
         Self(kvferry::Notification { from: String::new(), name, message: message.0 })
     }
 
-    /// The name of the agent it came from; empty in one that is to be sent.
+    /// The name of the agent that sent it; empty before it is sent.
     #[getter]
     fn sender(&self) -> &str {
         &self.0.from
     }
 
-    /// What the receiver selects by.
     #[getter]
     fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// What is said; kvferry does not look at it.
+    /// Any bytes.
     #[getter]
     fn message<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.0.message)
@@ -45,7 +44,7 @@ impl Notification {
     }
 }
 
-/// A message as Python gives it: bytes, or text, which is sent as UTF-8.
+/// Bytes, or text, which is sent as UTF-8.
 pub(crate) struct Message(Vec<u8>);
 
 impl FromPyObject<'_, '_> for Message {
@@ -59,7 +58,7 @@ impl FromPyObject<'_, '_> for Message {
     }
 }
 
-/// What may stand for a notification in a call: one, or a `(name, message)` pair.
+/// An argument that is a notification: an object, or a pair `(name, message)`.
 pub(crate) struct Notice(pub(crate) kvferry::Notification);
 
 impl FromPyObject<'_, '_> for Notice {
@@ -74,7 +73,7 @@ impl FromPyObject<'_, '_> for Notice {
             return Ok(Self(Notification::new(name, message).0));
         }
         Err(PyTypeError::new_err(
-            "a notification is a kvferry.Notification or a pair (name, message)",
+            "a notification must be a kvferry.Notification or a pair (name, message)",
         ))
     }
 }

@@ -1,15 +1,17 @@
-//! Peers, and what is known about them and their transfers.
+//! Peers, and what transfers and sessions report.
 
 use crate::agent::{Shared, seconds};
-use crate::aside::Interrupt;
-use crate::batch::{Batch, Columns};
+use crate::batch::{Batch, Table};
 use crate::blocking;
 use crate::error;
 use crate::memory::RemoteRegion;
 use crate::notification::Notice;
+use crate::run_interruptible::Interrupt;
 use crate::transfer::Transfer;
 use kvferry::Options;
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,46 +27,71 @@ impl Peer {
         Self { peer, shared: Arc::clone(shared) }
     }
 
-    fn limit(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Duration> {
-        let agent = self.shared.agent(py)?;
-        timeout.map_or_else(
-            || Ok(Duration::from_millis(agent.config().timeout_ms)),
-            |timeout| seconds(py, timeout),
-        )
+    fn limit(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Duration>> {
+        self.shared.agent(py)?;
+        timeout.map(|timeout| seconds(py, timeout)).transpose()
     }
 }
 
-/// The settings of one call.
-struct Terms {
+/// The keywords of a transfer: `timeout`, `notify`, `streams`.
+#[derive(Default)]
+struct Settings {
     timeout: Option<Duration>,
     notify: Option<kvferry::Notification>,
     streams: Option<usize>,
 }
 
-impl Terms {
-    fn read(
-        py: Python<'_>,
-        timeout: Option<f64>,
-        notify: Option<Notice>,
-        streams: Option<usize>,
-    ) -> PyResult<Self> {
-        if streams == Some(0) {
-            return Err(error::invalid(py, "a transfer needs at least one stream"));
-        }
-        Ok(Self {
-            timeout: timeout.map(|timeout| seconds(py, timeout)).transpose()?,
-            notify: notify.map(|notice| notice.0),
-            streams,
-        })
-    }
+impl FromPyObject<'_, '_> for Settings {
+    type Error = PyErr;
 
+    fn extract(keywords: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        let py = keywords.py();
+        let mut settings = Self::default();
+        for (name, value) in keywords.cast::<PyDict>()?.iter() {
+            let name = name.extract::<String>()?;
+            let unusable = |e| argument_error(py, &name, e);
+            match name.as_str() {
+                "timeout" => {
+                    let timeout: Option<f64> = value.extract().map_err(unusable)?;
+                    settings.timeout = timeout.map(|timeout| seconds(py, timeout)).transpose()?;
+                }
+                "notify" => {
+                    let notify: Option<Notice> = value.extract().map_err(unusable)?;
+                    settings.notify = notify.map(|notice| notice.0);
+                }
+                "streams" => {
+                    settings.streams = value.extract().map_err(unusable)?;
+                    if settings.streams == Some(0) {
+                        return Err(error::invalid(py, "a transfer needs at least one stream"));
+                    }
+                }
+                unknown => {
+                    return Err(PyTypeError::new_err(format!(
+                        "unexpected keyword argument {unknown:?}"
+                    )));
+                }
+            }
+        }
+        Ok(settings)
+    }
+}
+
+/// Names the argument in a `TypeError`.
+fn argument_error(py: Python<'_>, name: &str, error: PyErr) -> PyErr {
+    if error.is_instance_of::<PyTypeError>(py) {
+        return PyTypeError::new_err(format!("argument '{name}': {}", error.value(py)));
+    }
+    error
+}
+
+impl Settings {
     fn into_options(self, interrupt: Option<Interrupt<'_>>) -> Options<'_> {
         let Self { timeout, notify, streams } = self;
         Options { timeout, notify, interrupt, streams }
     }
 }
 
-/// The two ways to say what is moved: a batch, or three lists.
+/// The two forms of what a transfer moves: a batch, or three lists.
 enum Work<'py> {
     Batch(PyRef<'py, Batch>),
     Lists(kvferry::Batch),
@@ -79,10 +106,10 @@ impl<'py> Work<'py> {
         match (first.cast::<Batch>(), remote, lengths) {
             (Ok(batch), None, None) => Ok(Self::Batch(batch.try_borrow()?)),
             (Err(_), Some(remote), Some(lengths)) => {
-                Columns::read(first, remote, lengths)?.into_batch(first.py()).map(Self::Lists)
+                Table::read(first, remote, lengths)?.into_batch(first.py()).map(Self::Lists)
             }
-            _ => Err(pyo3::exceptions::PyTypeError::new_err(
-                "what to move is a kvferry.Batch, or three lists: local addresses, remote addresses, lengths",
+            _ => Err(PyTypeError::new_err(
+                "a transfer takes a kvferry.Batch, or three lists: local addresses, remote addresses, lengths",
             )),
         }
     }
@@ -102,145 +129,173 @@ impl<'py> Work<'py> {
     }
 }
 
+impl Peer {
+    fn run(
+        &self,
+        py: Python<'_>,
+        work: PyResult<Work<'_>>,
+        settings: Option<Settings>,
+        call: fn(&kvferry::Peer, &kvferry::Batch, &Options<'_>) -> Outcome,
+    ) -> PyResult<TransferStats> {
+        self.shared.agent(py)?;
+        let work = work?;
+        let (peer, batch, settings) = (&self.peer, work.batch(), settings.unwrap_or_default());
+        blocking::run(py, |interrupt| call(peer, batch, &settings.into_options(Some(interrupt))))
+            .map(TransferStats)
+    }
+
+    fn submit(
+        &self,
+        py: Python<'_>,
+        work: PyResult<Work<'_>>,
+        settings: Option<Settings>,
+        call: fn(&kvferry::Peer, &kvferry::Batch, &Options<'_>) -> kvferry::Transfer,
+    ) -> PyResult<Transfer> {
+        self.shared.agent(py)?;
+        let batch = work?.into_batch();
+        let options = settings.unwrap_or_default().into_options(None);
+        let transfer = py.detach(|| call(&self.peer, &batch, &options));
+        Ok(Transfer::new(transfer, &self.shared))
+    }
+}
+
+type Outcome = Result<kvferry::TransferStats, kvferry::Error>;
+
 #[pymethods]
 impl Peer {
-    /// The address it was asked for by.
+    /// The address that `Agent.peer` was given.
     #[getter]
     fn address(&self) -> &str {
         self.peer.address()
     }
 
-    /// How bytes move in the live session ("tcp", "mooncake"), or None if there is none.
+    /// The transport of the live session ("tcp", "local", "mooncake"), or None without a session.
     #[getter]
     fn transport(&self, py: Python<'_>) -> PyResult<Option<&'static str>> {
         self.shared.agent(py)?;
         Ok(self.peer.transport().map(kvferry::TransportKind::as_str))
     }
 
-    /// Meets the peer now instead of at the first transfer.
+    /// Connects to the peer now instead of at the first transfer. `timeout` is in seconds.
     #[pyo3(signature = (timeout = None))]
     fn connect(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<PeerSummary> {
         let limit = self.limit(py, timeout)?;
         let peer = self.peer.clone();
-        blocking::run_aside(py, move || peer.connect(limit)).map(PeerSummary)
+        blocking::run_on_own_thread(py, move || peer.connect(limit)).map(PeerSummary)
     }
 
-    /// What the peer lets us reach.
+    /// The regions that the peer lets this agent reach. `timeout` is in seconds.
     #[pyo3(signature = (timeout = None))]
     fn regions(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Vec<RemoteRegion>> {
         let limit = self.limit(py, timeout)?;
         let peer = self.peer.clone();
-        let regions = blocking::run_aside(py, move || peer.regions(limit))?;
+        let regions = blocking::run_on_own_thread(py, move || peer.regions(limit))?;
         Ok(regions.into_iter().map(RemoteRegion).collect())
     }
 
-    /// Asks the peer for a sign of life and returns the seconds it took.
+    /// The peer's region of that name. `timeout` is in seconds.
+    #[pyo3(signature = (name, timeout = None))]
+    fn region(&self, py: Python<'_>, name: String, timeout: Option<f64>) -> PyResult<RemoteRegion> {
+        let limit = self.limit(py, timeout)?;
+        let peer = self.peer.clone();
+        blocking::run_on_own_thread(py, move || peer.region(&name, limit)).map(RemoteRegion)
+    }
+
+    /// The round-trip time to the peer, in seconds. `timeout` is in seconds.
     #[pyo3(signature = (timeout = None))]
     fn probe(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<f64> {
         let limit = self.limit(py, timeout)?;
         let peer = self.peer.clone();
-        Ok(blocking::run_aside(py, move || peer.probe(limit))?.as_secs_f64())
+        Ok(blocking::run_on_own_thread(py, move || peer.probe(limit))?.as_secs_f64())
     }
 
     /// Writes local memory to the peer and returns when it is there.
     ///
-    /// What to move is a Batch, or three lists: local addresses, addresses in the peer's process,
-    /// lengths (a single length may stand for all). Bare addresses must stay valid during the call.
-    #[pyo3(signature = (what, remote_addrs = None, nbytes = None, *, timeout = None, notify = None, streams = None))]
-    #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
+    /// Takes a Batch, or three lists: local addresses, addresses in the peer's process, lengths in
+    /// bytes (a single length may stand for all). Bare addresses must stay valid during the call.
+    /// `timeout` is in seconds; without it the agent's applies. The peer gets `notify` after the
+    /// data. `streams` limits the connections that the transfer uses.
+    #[pyo3(
+        signature = (what, remote_addrs = None, nbytes = None, **settings),
+        text_signature = "($self, what, remote_addrs=None, nbytes=None, *, timeout=None, notify=None, streams=None)"
+    )]
     fn write(
         &self,
         py: Python<'_>,
         what: &Bound<'_, PyAny>,
         remote_addrs: Option<&Bound<'_, PyAny>>,
         nbytes: Option<&Bound<'_, PyAny>>,
-        timeout: Option<f64>,
-        notify: Option<Notice>,
-        streams: Option<usize>,
-    ) -> PyResult<Moved> {
-        self.shared.agent(py)?;
-        let work = Work::read(what, remote_addrs, nbytes)?;
-        let terms = Terms::read(py, timeout, notify, streams)?;
-        let (peer, batch) = (&self.peer, work.batch());
-        blocking::run(py, |interrupt| peer.write(batch, &terms.into_options(Some(interrupt))))
-            .map(Moved)
+        settings: Option<Settings>,
+    ) -> PyResult<TransferStats> {
+        let work = Work::read(what, remote_addrs, nbytes);
+        self.run(py, work, settings, kvferry::Peer::write)
     }
 
     /// Reads the peer's memory into local memory and returns when it is there. Takes what `write`
     /// takes.
-    #[pyo3(signature = (what, remote_addrs = None, nbytes = None, *, timeout = None, notify = None, streams = None))]
-    #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
+    #[pyo3(
+        signature = (what, remote_addrs = None, nbytes = None, **settings),
+        text_signature = "($self, what, remote_addrs=None, nbytes=None, *, timeout=None, notify=None, streams=None)"
+    )]
     fn read(
         &self,
         py: Python<'_>,
         what: &Bound<'_, PyAny>,
         remote_addrs: Option<&Bound<'_, PyAny>>,
         nbytes: Option<&Bound<'_, PyAny>>,
-        timeout: Option<f64>,
-        notify: Option<Notice>,
-        streams: Option<usize>,
-    ) -> PyResult<Moved> {
-        self.shared.agent(py)?;
-        let work = Work::read(what, remote_addrs, nbytes)?;
-        let terms = Terms::read(py, timeout, notify, streams)?;
-        let (peer, batch) = (&self.peer, work.batch());
-        blocking::run(py, |interrupt| peer.read(batch, &terms.into_options(Some(interrupt))))
-            .map(Moved)
+        settings: Option<Settings>,
+    ) -> PyResult<TransferStats> {
+        let work = Work::read(what, remote_addrs, nbytes);
+        self.run(py, work, settings, kvferry::Peer::read)
     }
 
-    /// Starts a write in the background. Never blocks; what goes wrong is the transfer's outcome.
-    /// Bare addresses must stay valid until then.
-    #[pyo3(signature = (what, remote_addrs = None, nbytes = None, *, timeout = None, notify = None, streams = None))]
-    #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
+    /// Starts a write in the background. Never blocks; errors of the transfer are its outcome. Bare
+    /// addresses must stay valid until then. Takes what `write` takes.
+    #[pyo3(
+        signature = (what, remote_addrs = None, nbytes = None, **settings),
+        text_signature = "($self, what, remote_addrs=None, nbytes=None, *, timeout=None, notify=None, streams=None)"
+    )]
     fn write_async(
         &self,
         py: Python<'_>,
         what: &Bound<'_, PyAny>,
         remote_addrs: Option<&Bound<'_, PyAny>>,
         nbytes: Option<&Bound<'_, PyAny>>,
-        timeout: Option<f64>,
-        notify: Option<Notice>,
-        streams: Option<usize>,
+        settings: Option<Settings>,
     ) -> PyResult<Transfer> {
-        self.shared.agent(py)?;
-        let batch = Work::read(what, remote_addrs, nbytes)?.into_batch();
-        let options = Terms::read(py, timeout, notify, streams)?.into_options(None);
-        let transfer = py.detach(|| self.peer.write_async(batch, options));
-        Ok(Transfer::new(transfer, &self.shared))
+        let work = Work::read(what, remote_addrs, nbytes);
+        self.submit(py, work, settings, kvferry::Peer::write_async)
     }
 
     /// Starts a read in the background. See `write_async`.
-    #[pyo3(signature = (what, remote_addrs = None, nbytes = None, *, timeout = None, notify = None, streams = None))]
-    #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
+    #[pyo3(
+        signature = (what, remote_addrs = None, nbytes = None, **settings),
+        text_signature = "($self, what, remote_addrs=None, nbytes=None, *, timeout=None, notify=None, streams=None)"
+    )]
     fn read_async(
         &self,
         py: Python<'_>,
         what: &Bound<'_, PyAny>,
         remote_addrs: Option<&Bound<'_, PyAny>>,
         nbytes: Option<&Bound<'_, PyAny>>,
-        timeout: Option<f64>,
-        notify: Option<Notice>,
-        streams: Option<usize>,
+        settings: Option<Settings>,
     ) -> PyResult<Transfer> {
-        self.shared.agent(py)?;
-        let batch = Work::read(what, remote_addrs, nbytes)?.into_batch();
-        let options = Terms::read(py, timeout, notify, streams)?.into_options(None);
-        let transfer = py.detach(|| self.peer.read_async(batch, options));
-        Ok(Transfer::new(transfer, &self.shared))
+        let work = Work::read(what, remote_addrs, nbytes);
+        self.submit(py, work, settings, kvferry::Peer::read_async)
     }
 
-    /// Sends a notification that follows no data.
+    /// Sends a notification without data. `timeout` is in seconds.
     #[pyo3(signature = (notification, *, timeout = None))]
     fn notify(&self, py: Python<'_>, notification: Notice, timeout: Option<f64>) -> PyResult<()> {
         self.shared.agent(py)?;
-        let terms = Terms::read(py, timeout, None, None)?;
-        let peer = &self.peer;
+        let timeout = timeout.map(|timeout| seconds(py, timeout)).transpose()?;
         blocking::run(py, |interrupt| {
-            peer.notify(notification.0, &terms.into_options(Some(interrupt)))
+            let options = Options { timeout, interrupt: Some(interrupt), ..Options::default() };
+            self.peer.notify(notification.0, &options)
         })
     }
 
-    /// Ends the session, if there is one. The next call meets the peer anew.
+    /// Ends the session, if there is one. The next call connects again.
     fn disconnect(&self, py: Python<'_>) -> PyResult<()> {
         self.shared.agent(py)?;
         py.detach(|| self.peer.disconnect());
@@ -255,83 +310,80 @@ impl Peer {
     }
 }
 
-/// What a transfer moved.
+/// The result of a transfer.
 #[pyclass(frozen, module = "kvferry")]
-pub(crate) struct Moved(pub(crate) kvferry::Moved);
+pub(crate) struct TransferStats(pub(crate) kvferry::TransferStats);
 
 #[pymethods]
-impl Moved {
-    /// Bytes.
+impl TransferStats {
     #[getter]
     fn nbytes(&self) -> u64 {
         self.0.bytes
     }
 
-    /// Descriptors.
     #[getter]
     fn descriptors(&self) -> usize {
         self.0.descriptors
     }
 
-    /// Connections that took part.
+    /// Connections that carried it; for "local", threads that copied.
     #[getter]
     fn streams(&self) -> usize {
         self.0.streams
     }
 
-    /// How: "tcp", "local", "mooncake"; None if there was nothing to move.
+    /// "tcp", "local" or "mooncake"; None for an empty batch.
     #[getter]
     fn transport(&self) -> Option<&'static str> {
         self.0.transport.map(kvferry::TransportKind::as_str)
     }
 
     fn __repr__(&self) -> String {
-        let kvferry::Moved { bytes, descriptors, streams, .. } = self.0;
+        let kvferry::TransferStats { bytes, descriptors, streams, .. } = self.0;
         let transport = self.transport().unwrap_or("none");
         format!(
-            "<kvferry.Moved {bytes} bytes in {descriptors} descriptors over {streams} streams of \
+            "<kvferry.TransferStats {bytes} bytes in {descriptors} descriptors over {streams} streams of \
              {transport}>"
         )
     }
 }
 
-/// What a peer said of itself when it was met.
+/// What the handshake with a peer established.
 #[pyclass(frozen, module = "kvferry")]
 pub(crate) struct PeerSummary(kvferry::PeerSummary);
 
 #[pymethods]
 impl PeerSummary {
-    /// Its name.
     #[getter]
     fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// Its life, 32 hexadecimal digits; None for stock Mooncake peers.
+    /// 32 hexadecimal digits, drawn when the peer's agent started; None for stock Mooncake peers.
     #[getter]
     fn incarnation(&self) -> Option<String> {
         self.0.incarnation.map(|incarnation| incarnation.to_string())
     }
 
-    /// How bytes move: "tcp", "local", "mooncake".
+    /// "tcp", "local" or "mooncake".
     #[getter]
     fn transport(&self) -> &'static str {
         self.0.transport.as_str()
     }
 
-    /// Why bytes do not go the fastest way within one host, in words; None if they do.
+    /// Why the peer is not reached by the fastest transport within one host; None if it is.
     #[getter]
     fn fallback(&self) -> Option<&str> {
         self.0.fallback.as_deref()
     }
 
-    /// The protocol's version; 0 for stock Mooncake peers.
+    /// The version of kvferry's protocol; 0 for stock Mooncake peers.
     #[getter]
     fn version(&self) -> u16 {
         self.0.version
     }
 
-    /// Whether both ends proved that they know the secret.
+    /// Whether both ends proved that they have the secret.
     #[getter]
     fn authenticated(&self) -> bool {
         self.0.authenticated

@@ -1,16 +1,16 @@
-//! Handles of transfers that run in the background.
+//! Transfers in the background.
 
 use crate::agent::{Shared, seconds};
 use crate::blocking;
 use crate::error;
-use crate::peer::Moved;
+use crate::peer::TransferStats;
 use pyo3::intern;
 use pyo3::prelude::*;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
-/// A transfer on its way. It has exactly one outcome, which stays. Dropping the handle does not
-/// cancel it.
+/// A transfer in the background. It has exactly one outcome. Dropping the object does not cancel
+/// it.
 #[pyclass(frozen, module = "kvferry")]
 pub(crate) struct Transfer {
     transfer: kvferry::Transfer,
@@ -25,11 +25,11 @@ impl Transfer {
 
 fn outcome(
     py: Python<'_>,
-    outcome: Option<Result<kvferry::Moved, kvferry::Error>>,
-) -> PyResult<Option<Moved>> {
+    outcome: Option<Result<kvferry::TransferStats, kvferry::Error>>,
+) -> PyResult<Option<TransferStats>> {
     match outcome {
         None => Ok(None),
-        Some(Ok(moved)) => Ok(Some(Moved(moved))),
+        Some(Ok(stats)) => Ok(Some(TransferStats(stats))),
         Some(Err(error)) => Err(error::exception(py, &error)),
     }
 }
@@ -39,35 +39,35 @@ impl Transfer {
     /// Whether the outcome is known.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
         self.shared.agent(py)?;
-        Ok(self.transfer.poll().is_some())
+        Ok(self.transfer.outcome().is_some())
     }
 
-    /// What was moved, or None while the transfer runs. Raises if it failed.
-    fn poll(&self, py: Python<'_>) -> PyResult<Option<Moved>> {
+    /// The result, or None while the transfer runs. Raises if it failed.
+    fn poll(&self, py: Python<'_>) -> PyResult<Option<TransferStats>> {
         self.shared.agent(py)?;
-        outcome(py, self.transfer.poll())
+        outcome(py, self.transfer.outcome())
     }
 
-    /// Waits for the outcome: what was moved, or None if the transfer still runs after `timeout`
-    /// seconds. Raises if it failed.
+    /// Waits for the result; None if the transfer still runs after `timeout` seconds. Raises if it
+    /// failed.
     #[pyo3(signature = (timeout = None))]
-    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Moved>> {
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<TransferStats>> {
         self.shared.agent(py)?;
         let timeout = timeout.map(|timeout| seconds(py, timeout)).transpose()?;
         let ended = blocking::wait(py, timeout, |slice| self.transfer.wait(slice))?;
         outcome(py, ended)
     }
 
-    /// Asks for the end of the transfer. The outcome is then a CancelledError, or what was moved if
-    /// it was too late.
+    /// Asks for the end of the transfer. The outcome is then a CancelledError, or the result if the
+    /// transfer was done before.
     fn cancel(&self, py: Python<'_>) -> PyResult<()> {
         self.shared.agent(py)?;
         py.detach(|| self.transfer.cancel());
         Ok(())
     }
 
-    /// A file descriptor that is readable once the outcome is known. It belongs to the transfer: do
-    /// not close it.
+    /// A file descriptor that becomes readable when the outcome is known. It belongs to the transfer:
+    /// do not close it.
     fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
         self.shared.agent(py)?;
         self.transfer.event_fd().map(|fd| fd.as_raw_fd()).map_err(|e| error::exception(py, &e))
@@ -81,9 +81,9 @@ impl Transfer {
     }
 
     fn __repr__(&self) -> String {
-        let state = match self.transfer.poll() {
+        let state = match self.transfer.outcome() {
             None => "running".to_owned(),
-            Some(Ok(moved)) => format!("done, {} bytes", moved.bytes),
+            Some(Ok(stats)) => format!("done, {} bytes", stats.bytes),
             Some(Err(error)) => format!("failed, {}", error.kind()),
         };
         format!("<kvferry.Transfer {state}>")

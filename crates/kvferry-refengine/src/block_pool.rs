@@ -1,16 +1,17 @@
-//! Blocks: who refers to them, what is in them, which is taken next.
+//! Blocks: references, cached content, and the order of eviction.
 
 use crate::layout::BlockId;
+use crate::sync::lock;
 use rustc_hash::FxHashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What a full block holds: a hash over its tokens and all before them.
+/// The content of a full block: a hash over its tokens and all earlier ones.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BlockHash(pub [u8; 32]);
 
 impl BlockHash {
-    /// The hash of the block that `tokens` fill, after the block `parent` or at the beginning.
+    /// The hash of the block that `tokens` fill after the block `parent`; without one, of the first block.
     pub fn next(parent: Option<&Self>, tokens: &[u32]) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key("kvferry-refengine block of tokens, v1");
         hasher.update(&parent.map_or([0; 32], |parent| parent.0));
@@ -30,31 +31,30 @@ impl fmt::Debug for BlockHash {
     }
 }
 
-/// A group, and what its block holds: groups with the same tokens hold different bytes.
+/// A group and a hash: groups hold different bytes for the same tokens.
 pub(crate) type Key = (usize, BlockHash);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Block {
     refs: u32,
     key: Option<Key>,
-    /// Neighbours in the queue of free blocks. The null block, which is never free, closes the ring.
+    /// Neighbours in the ring of free blocks. The null block, which is never free, closes the ring.
     before: u32,
     after: u32,
 }
 
-/// Blocks of one or several groups: references, a prefix cache, eviction of what was used longest
-/// ago.
+/// Blocks of one or several groups, with references, a prefix cache, and least-recently-used eviction.
 #[derive(Debug)]
 pub(crate) struct BlockPool {
     blocks: Vec<Block>,
     free: usize,
     cached: FxHashMap<Key, BlockId>,
-    /// Blocks whose bytes mean nothing any more, since the last [`BlockPool::drain_void`].
+    /// Blocks whose bytes became invalid since the last [`BlockPool::drain_void`].
     void: Vec<BlockId>,
 }
 
 impl BlockPool {
-    /// `blocks` blocks, the first of them the null block.
+    /// A pool of `blocks` blocks, of which the first is the null block.
     pub(crate) fn new(blocks: usize) -> Self {
         let count = u32::try_from(blocks).expect("block ids are 32 bits");
         let ring = (0..count)
@@ -67,17 +67,17 @@ impl BlockPool {
         Self { blocks: ring, free: blocks - 1, cached: FxHashMap::default(), void: vec![] }
     }
 
-    /// Blocks besides the null block.
+    /// Blocks, without the null block.
     pub(crate) fn capacity(&self) -> usize {
         self.blocks.len() - 1
     }
 
-    /// Blocks that can be taken: those that nobody refers to, cached or not.
+    /// Blocks without users, cached or not.
     pub(crate) fn free(&self) -> usize {
         self.free
     }
 
-    /// Takes a block for one user. What was cached in it is forgotten.
+    /// Takes a block for one user. Evicts what was cached in it.
     pub(crate) fn take(&mut self) -> Option<BlockId> {
         let id = BlockId(self.blocks[0].after);
         if id.is_null() {
@@ -89,7 +89,7 @@ impl BlockPool {
         Some(id)
     }
 
-    /// One more user of a block.
+    /// Adds a user to a block.
     pub(crate) fn hold(&mut self, id: BlockId) {
         debug_assert!(!id.is_null());
         if self.blocks[id.index()].refs == 0 {
@@ -98,13 +98,13 @@ impl BlockPool {
         self.blocks[id.index()].refs += 1;
     }
 
-    /// One user less. Blocks that hold nothing are taken before those that do.
+    /// Removes a user. Blocks that are not cached are taken before those that are.
     ///
     /// # Panics
-    /// If nobody used it.
+    /// If the block had no user.
     pub(crate) fn release(&mut self, id: BlockId) {
         let block = &mut self.blocks[id.index()];
-        block.refs = block.refs.checked_sub(1).expect("only who holds a block releases it");
+        block.refs = block.refs.checked_sub(1).expect("only a user of a block releases it");
         if block.refs > 0 {
             return;
         }
@@ -124,7 +124,7 @@ impl BlockPool {
         self.cached.get(key).copied()
     }
 
-    /// Remembers what a block holds. Another block that holds the same stays the one found.
+    /// Caches a block. A block that was cached with the same content remains the one found.
     pub(crate) fn remember(&mut self, key: Key, id: BlockId) {
         if self.blocks[id.index()].key.is_none() && !self.cached.contains_key(&key) {
             self.blocks[id.index()].key = Some(key);
@@ -132,7 +132,7 @@ impl BlockPool {
         }
     }
 
-    /// Forgets what a block holds, so that nobody finds it.
+    /// Removes a block from the cache.
     pub(crate) fn forget(&mut self, id: BlockId) {
         let block = &mut self.blocks[id.index()];
         if let Some(key) = block.key.take() {
@@ -143,7 +143,7 @@ impl BlockPool {
         }
     }
 
-    /// Forgets what all blocks hold that nobody uses; whether that is all of them.
+    /// Empties the cache if no block has users. False if one has.
     pub(crate) fn reset(&mut self) -> bool {
         if self.free < self.capacity() {
             return false;
@@ -154,12 +154,12 @@ impl BlockPool {
         true
     }
 
-    /// Blocks whose bytes have come to mean nothing.
+    /// Takes the blocks whose bytes became invalid.
     pub(crate) fn drain_void(&mut self) -> Vec<BlockId> {
         std::mem::take(&mut self.void)
     }
 
-    /// Blocks that somebody uses.
+    /// Blocks with users.
     pub(crate) fn used(&self) -> Vec<BlockId> {
         let ids = (1..self.blocks.len()).map(|at| BlockId(u32::try_from(at).expect("32 bits")));
         ids.filter(|id| self.refs(*id) > 0).collect()
@@ -181,8 +181,7 @@ impl BlockPool {
     }
 }
 
-/// References that a connector's scheduler half takes by itself, to keep blocks that it still
-/// saves: vLLM's `bind_gpu_block_pool`.
+/// Lets a connector's scheduler half keep blocks that it still saves: vLLM's `bind_gpu_block_pool`.
 #[derive(Clone, Debug)]
 pub struct BlockPins {
     pub(crate) pools: Arc<Mutex<Vec<BlockPool>>>,
@@ -191,10 +190,10 @@ pub struct BlockPins {
 
 impl BlockPins {
     fn pools(&self) -> MutexGuard<'_, Vec<BlockPool>> {
-        self.pools.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.pools)
     }
 
-    /// Keeps a block that somebody uses from being taken; whether somebody did.
+    /// Keeps a block that has users. False if it has none.
     pub fn pin(&self, group: usize, block: BlockId) -> bool {
         let mut pools = self.pools();
         let pool = &mut pools[self.pool_of_group[group]];
@@ -208,7 +207,7 @@ impl BlockPins {
     /// Undoes one [`BlockPins::pin`].
     ///
     /// # Panics
-    /// If nobody uses the block.
+    /// If the block has no user.
     pub fn unpin(&self, group: usize, block: BlockId) {
         self.pools()[self.pool_of_group[group]].release(block);
     }
@@ -245,7 +244,7 @@ mod tests {
         for id in [ids[1], ids[0], ids[3], ids[2]] {
             pool.release(id);
         }
-        // Somebody finds the second: it is the one used last.
+        // A hit on the second makes it the most recently used.
         let found = pool.find(&key(1)).unwrap();
         pool.hold(found);
         pool.release(found);

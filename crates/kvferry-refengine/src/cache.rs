@@ -1,10 +1,11 @@
-//! Which blocks a request has: per group a table, and what of it can be found again.
+//! The block tables of requests, and the prefix cache over them.
 
 use crate::block_pool::{BlockHash, BlockPins, BlockPool};
 use crate::config::{EngineConfig, Storage};
 use crate::layout::BlockId;
 use crate::model::Attention;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use crate::sync::lock;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 #[derive(Clone, Copy, Debug)]
 struct Group {
@@ -14,8 +15,7 @@ struct Group {
 }
 
 impl Group {
-    /// How many blocks at the beginning nobody reads any more once `next` is the first position
-    /// still to be computed.
+    /// How many leading blocks are no longer read once `next` is the first position to compute.
     fn left_behind(&self, next: usize) -> usize {
         match self.attention {
             Attention::Full => 0,
@@ -30,7 +30,7 @@ impl Group {
 pub(crate) struct Tables {
     /// Per group, one entry per `block_tokens` positions.
     pub(crate) blocks: Vec<Vec<BlockId>>,
-    /// Per group, how many of them have been offered to the prefix cache.
+    /// How many of them were offered to the prefix cache, per group.
     offered: Vec<usize>,
 }
 
@@ -40,7 +40,7 @@ impl Tables {
     }
 }
 
-/// What of a request's tokens is here already.
+/// The cached prefix of a request.
 #[derive(Debug, Default)]
 pub(crate) struct Hit {
     pub(crate) tokens: usize,
@@ -53,7 +53,7 @@ pub(crate) struct CacheManager {
     groups: Vec<Group>,
     pools: Arc<Mutex<Vec<BlockPool>>>,
     pool_of_group: Arc<[usize]>,
-    /// A hit ends where every group has a whole block.
+    /// A hit ends at a multiple of this: every group has a whole block there.
     alignment: usize,
     prefix_caching: bool,
 }
@@ -95,7 +95,7 @@ impl CacheManager {
     }
 
     fn pools(&self) -> MutexGuard<'_, Vec<BlockPool>> {
-        self.pools.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.pools)
     }
 
     pub(crate) fn pins(&self) -> BlockPins {
@@ -107,7 +107,7 @@ impl CacheManager {
         Tables { blocks: vec![vec![]; groups], offered: vec![0; groups] }
     }
 
-    /// Adds the hashes of the blocks that `tokens` have come to fill.
+    /// Adds the hashes of the blocks that `tokens` fill.
     pub(crate) fn extend_hashes(&self, hashes: &mut Vec<Vec<BlockHash>>, tokens: &[u32]) {
         hashes.resize(self.groups.len(), vec![]);
         for (at, group) in self.groups.iter().enumerate() {
@@ -129,7 +129,7 @@ impl CacheManager {
         }
     }
 
-    /// What the cache has of the first `most` tokens of a request.
+    /// The cached prefix of the first `most` tokens of a request.
     pub(crate) fn find(&self, hashes: &[Vec<BlockHash>], most: usize) -> Hit {
         let none = Hit { tokens: 0, blocks: vec![vec![]; self.groups.len()] };
         if !self.prefix_caching {
@@ -163,9 +163,9 @@ impl CacheManager {
         none
     }
 
-    /// Gives a request what it needs for its first `total` tokens, of which `next` is the first
-    /// still to be computed; with a hit, to a request that has nothing yet. `None`, and nothing
-    /// taken, if there are not enough blocks. Returns the blocks that are new to the request.
+    /// Gives a request the blocks for its first `total` tokens, of which `next` is the first to compute.
+    /// Only a request without blocks may have a hit. Returns the new blocks; `None`, with nothing
+    /// taken, if there are not enough.
     pub(crate) fn allocate(
         &self,
         tables: &mut Tables,
@@ -178,18 +178,18 @@ impl CacheManager {
         let cached = |at: usize| hit.map_or(&[][..], |hit| &hit.blocks[at]);
         let mut needed = vec![0; pools.len()];
         for (at, group) in self.groups.iter().enumerate() {
-            let (first, wanted) = (group.left_behind(next), total.div_ceil(group.block_tokens));
+            let (first, blocks) = (group.left_behind(next), total.div_ceil(group.block_tokens));
             let have = tables.blocks[at].len() + cached(at).len();
-            needed[group.pool] += wanted.saturating_sub(have.max(first));
+            needed[group.pool] += blocks.saturating_sub(have.max(first));
             let idle = |id: &&BlockId| !id.is_null() && pools[group.pool].refs(**id) == 0;
             needed[group.pool] += cached(at).iter().skip(first).filter(idle).count();
         }
         if pools.iter().zip(&needed).any(|(pool, needed)| pool.free() < *needed) {
             return None;
         }
-        // All hits are held before anything is taken: taking evicts.
+        // Hold all hits before taking blocks: taking evicts.
         for (at, group) in self.groups.iter().enumerate() {
-            // A hit may reach further back than what is still read once more has been loaded.
+            // A hit may begin before the first block that is still read after a load.
             let first = group.left_behind(next);
             for (block, id) in cached(at).iter().enumerate() {
                 let id = if block < first { BlockId::NULL } else { *id };
@@ -208,7 +208,7 @@ impl CacheManager {
                 table.push(if block < first {
                     BlockId::NULL
                 } else {
-                    pools[group.pool].take().expect("there are enough: they were counted")
+                    pools[group.pool].take().expect("free blocks were counted above")
                 });
             }
             new.push(table[had..].to_vec());
@@ -226,7 +226,7 @@ impl CacheManager {
         }
     }
 
-    /// Makes the blocks findable that the first `computed` tokens fill.
+    /// Caches the blocks that the first `computed` tokens fill.
     pub(crate) fn offer(&self, tables: &mut Tables, hashes: &[Vec<BlockHash>], computed: usize) {
         let mut pools = self.pools();
         for (at, group) in self.groups.iter().enumerate() {
@@ -241,7 +241,7 @@ impl CacheManager {
         }
     }
 
-    /// Takes back the promise of everything beyond the first `computed` tokens.
+    /// Removes from the cache what lies beyond the first `computed` tokens.
     pub(crate) fn retract(&self, tables: &mut Tables, computed: usize) {
         let mut pools = self.pools();
         for (at, group) in self.groups.iter().enumerate() {
@@ -257,7 +257,7 @@ impl CacheManager {
     pub(crate) fn release(&self, tables: &mut Tables) {
         let mut pools = self.pools();
         for (group, table) in self.groups.iter().zip(&mut tables.blocks) {
-            // The end of a prompt is worth less than its beginning: it is evicted first.
+            // Later blocks of a prompt are evicted first: hits need the earlier ones.
             for id in table.drain(..).rev().filter(|id| !id.is_null()) {
                 pools[group.pool].release(id);
             }
@@ -265,19 +265,19 @@ impl CacheManager {
         tables.offered.fill(0);
     }
 
-    /// Blocks that a request of `total` tokens may need at once, and those there are, of the pool
-    /// where they are scarcest.
+    /// For the scarcest pool: blocks that a request of `total` tokens may need at once, and its
+    /// capacity.
     pub(crate) fn worst(&self, total: usize, chunk: usize) -> (usize, usize) {
         let demand = self.demand(total, chunk);
         let pools = self.pools();
         let scarcest = demand.iter().zip(&*pools).max_by_key(|(needed, pool)| {
-            // Overdrawn pools first.
+            // The pool with the largest deficit.
             (needed.saturating_sub(pool.capacity()), **needed)
         });
         scarcest.map_or((0, 0), |(needed, pool)| (*needed, pool.capacity()))
     }
 
-    /// Per pool, the blocks that a request of `total` tokens may need at once.
+    /// Blocks that a request of `total` tokens may need at once, per pool.
     pub(crate) fn demand(&self, total: usize, chunk: usize) -> Vec<usize> {
         let mut demand = vec![0; self.pools().len()];
         for group in &self.groups {
@@ -293,12 +293,12 @@ impl CacheManager {
         demand
     }
 
-    /// Per pool, the blocks that nobody uses.
+    /// Blocks without users, per pool.
     pub(crate) fn free(&self) -> Vec<usize> {
         self.pools().iter().map(BlockPool::free).collect()
     }
 
-    /// Per pool, the blocks of a request.
+    /// Blocks of a request, per pool.
     pub(crate) fn held(&self, tables: &Tables) -> Vec<usize> {
         let mut held = vec![0; self.pools().len()];
         for (group, table) in self.groups.iter().zip(&tables.blocks) {
@@ -307,7 +307,7 @@ impl CacheManager {
         held
     }
 
-    /// The blocks whose bytes have come to mean nothing, with each group that may read them.
+    /// Takes the blocks whose bytes became invalid, with each group that may read them.
     pub(crate) fn drain_void(&self) -> Vec<(usize, BlockId)> {
         let mut void = vec![];
         for (pool, it) in self.pools().iter_mut().enumerate() {
@@ -319,14 +319,14 @@ impl CacheManager {
         void
     }
 
-    /// Blocks that somebody uses, as (pool, block).
+    /// Blocks with users, as (pool, block).
     pub(crate) fn used(&self) -> Vec<(usize, BlockId)> {
         let pools = self.pools();
         let used = pools.iter().enumerate();
         used.flat_map(|(at, pool)| pool.used().into_iter().map(move |id| (at, id))).collect()
     }
 
-    /// Whether every group keeps all its blocks, so that computing may go back to any token.
+    /// Whether every group keeps all its blocks: only then can computing resume at any token.
     pub(crate) fn keeps_all(&self) -> bool {
         self.groups.iter().all(|group| group.attention == Attention::Full)
     }
@@ -335,7 +335,7 @@ impl CacheManager {
         self.groups[group].block_tokens
     }
 
-    /// Forgets every cached block; whether that was possible: nobody may use any.
+    /// Empties the prefix cache if no block has users. False if one has.
     pub(crate) fn reset(&self) -> bool {
         let mut pools = self.pools();
         pools.iter().all(|pool| pool.used().is_empty()) && pools.iter_mut().all(BlockPool::reset)

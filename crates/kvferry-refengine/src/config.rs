@@ -1,4 +1,4 @@
-//! How an engine is set up.
+//! Settings of an engine.
 
 use crate::model::{Attention, ModelSpec};
 use kvferry_proto::layout::Packing;
@@ -8,11 +8,11 @@ use thiserror::Error;
 /// How one KV group is cached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupCache {
-    /// Tokens per block; of a state, how far apart its checkpoints are.
+    /// Tokens per block; for a state, tokens between checkpoints.
     pub block_tokens: usize,
-    /// Into how many blocks of its own the attention kernel splits each; divides `block_tokens`.
+    /// Kernel blocks per block; divides `block_tokens`.
     pub kernel_split: usize,
-    /// Blocks, the null block among them; at least 2.
+    /// Blocks including the null block, at least 2.
     pub blocks: usize,
 }
 
@@ -23,36 +23,36 @@ impl GroupCache {
     }
 }
 
-/// Who shares storages. Exhaustive on purpose.
+/// How groups share storages. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Storage {
     /// Every plane of every group has its own, and every group its own block ids.
     Separate,
-    /// All groups alias one storage per plane and draw from one pool of block ids, as in vLLM's
-    /// hybrid models: the same storage is seen with different block lengths.
+    /// All groups share one storage per plane and one pool of block ids, as in vLLM's hybrid models: the
+    /// same storage has different block lengths in different groups.
     Shared,
 }
 
-/// What becomes of a request whose load failed. Exhaustive on purpose.
+/// What to do with a request whose load failed. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LoadFailurePolicy {
-    /// It ends with [`crate::FinishReason::Error`].
+    /// End it with [`crate::FinishReason::Error`].
     Fail,
-    /// What is missing is computed here.
+    /// Compute the missing tokens here.
     Recompute,
 }
 
-/// When a step computes. Exhaustive on purpose.
+/// When a step computes its layers. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Launch {
     /// Between the hooks of each layer, as on a CPU.
     Eager,
-    /// After all calls of the step, as on a GPU that is slow: a layer's bytes are there after its
-    /// event, not after its call.
+    /// After all calls of the step, as on a slow GPU: a layer's bytes are valid after its event, not
+    /// after its call.
     Deferred,
 }
 
-/// An engine's set-up.
+/// Settings of an engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineConfig {
     /// The model.
@@ -61,13 +61,13 @@ pub struct EngineConfig {
     pub tp: usize,
     /// Ranks that share the layers.
     pub pp: usize,
-    /// How each group of the model is cached.
+    /// The cache of each group of the model.
     pub groups: Vec<GroupCache>,
-    /// How blocks lie in their storage.
+    /// The order of axes in a storage.
     pub layout: Packing,
-    /// Who shares storages.
+    /// How groups share storages.
     pub storage: Storage,
-    /// Whether blocks are found again by their tokens.
+    /// Whether there is a prefix cache.
     pub prefix_caching: bool,
     /// Tokens computed per step at most, over all requests.
     pub step_tokens: usize,
@@ -75,13 +75,13 @@ pub struct EngineConfig {
     pub chunk_tokens: usize,
     /// Requests running at once at most.
     pub max_running: usize,
-    /// Tokens of a request at most, its prompt among them.
+    /// Tokens of a request at most, with its prompt.
     pub max_tokens: usize,
-    /// What becomes of a request whose load failed.
+    /// What to do with a request whose load failed.
     pub load_failure: LoadFailurePolicy,
-    /// When a step computes.
+    /// When a step computes its layers.
     pub launch: Launch,
-    /// Whether each rank's connector is called in a thread of its own.
+    /// Call each rank's connector in a thread of its own.
     pub threads: bool,
 }
 
@@ -215,95 +215,42 @@ impl std::fmt::Display for Rank {
     }
 }
 
-/// Why there cannot be such an engine.
+/// Invalid settings of an engine.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum ConfigError {
     /// A number is too small.
-    #[error("{what} is {value}, and must be {least} at least")]
-    TooSmall {
-        /// Which.
-        what: &'static str,
-        /// What it is.
-        value: usize,
-        /// What it must be.
-        least: usize,
-    },
-    /// Two numbers do not fit.
-    #[error("{whole} ({large}) is no multiple of {what} ({small})")]
-    Indivisible {
-        /// The divisor.
-        what: &'static str,
-        /// Its value.
-        small: usize,
-        /// The dividend.
-        whole: &'static str,
-        /// Its value.
-        large: usize,
-    },
+    #[error("{what} is {value}, must be at least {least}")]
+    TooSmall { what: &'static str, value: usize, least: usize },
+    /// A number must divide another.
+    #[error("{whole} ({large}) is not a multiple of {what} ({small})")]
+    Indivisible { what: &'static str, small: usize, whole: &'static str, large: usize },
     /// Not every group is cached, or more than there are.
     #[error("{cached} groups are cached, the model has {model}")]
-    Groups {
-        /// Groups of the cache.
-        cached: usize,
-        /// Groups of the model.
-        model: usize,
-    },
+    Groups { cached: usize, model: usize },
     /// A layer belongs to no group.
-    #[error("layer {layer} is of group {group}, which the model lacks")]
-    NoSuchGroup {
-        /// The layer.
-        layer: usize,
-        /// Its group.
-        group: usize,
-    },
+    #[error("layer {layer} is in group {group}, which does not exist")]
+    NoSuchGroup { layer: usize, group: usize },
     /// More PP stages than layers.
     #[error("{layers} layers for {pp} stages")]
-    Stages {
-        /// Stages.
-        pp: usize,
-        /// Layers.
-        layers: usize,
-    },
+    Stages { pp: usize, layers: usize },
     /// Kernel blocks of a state or of shared storages.
     #[error("neither states nor blocks of shared storages can be split")]
     NoSplit,
-    /// The layout puts nothing of a block together.
-    #[error("groups cannot share a storage of layout {layout}")]
-    NotShareable {
-        /// The layout.
-        layout: Packing,
-    },
+    /// Blocks of this layout are not contiguous.
+    #[error("groups cannot share a storage of layout {layout}: its blocks are not contiguous")]
+    NotShareable { layout: Packing },
     /// Groups that share block ids have different numbers of them.
     #[error("groups that share block ids have {least} to {most} blocks")]
-    SharedBlocks {
-        /// The fewest.
-        least: usize,
-        /// The most.
-        most: usize,
-    },
-    /// The number of connector workers is not that of ranks.
+    SharedBlocks { least: usize, most: usize },
+    /// There must be one connector worker per rank.
     #[error("{workers} connector workers for {ranks} ranks")]
-    Workers {
-        /// Workers.
-        workers: usize,
-        /// Ranks.
-        ranks: usize,
-    },
+    Workers { workers: usize, ranks: usize },
     /// A connector allocated memory of another size than was asked for.
-    #[error("rank {rank}: a storage of {len_bytes} bytes where {wanted_bytes} were asked for")]
-    Memory {
-        /// Whose worker.
-        rank: Rank,
-        /// What it gave.
-        len_bytes: usize,
-        /// What it was asked for.
-        wanted_bytes: usize,
-    },
-    /// TensorRT-LLM refuses connectors with it.
-    #[error("TensorRT-LLM takes no connector together with {what}")]
-    NotWithTrt {
-        /// With what.
-        what: &'static str,
-    },
+    #[error("rank {rank}: the connector allocated {len_bytes} bytes, expected {wanted_bytes}")]
+    Memory { rank: Rank, len_bytes: usize, wanted_bytes: usize },
+    /// TensorRT-LLM has no connectors with this feature.
+    #[error("TensorRT-LLM does not support connectors with {what}")]
+    NotWithTrt { what: &'static str },
 }

@@ -1,4 +1,4 @@
-//! How the blocks of one rank lie in its storages.
+//! Where the blocks of one rank lie in its storages.
 
 use crate::config::{EngineConfig, Rank, Storage};
 use crate::memory::KvMemory;
@@ -18,8 +18,8 @@ use std::sync::Arc;
 pub struct BlockId(pub u32);
 
 impl BlockId {
-    /// No block: what stands for blocks that a window or a state has left behind. Its bytes mean
-    /// nothing.
+    /// Stands for blocks that have left a window, or that a state no longer needs. Its bytes are
+    /// undefined.
     pub const NULL: Self = Self(0);
 
     /// Whether it is [`BlockId::NULL`].
@@ -27,18 +27,18 @@ impl BlockId {
         self.0 == 0
     }
 
-    /// As a place in a table.
+    /// As an index.
     pub const fn index(self) -> usize {
         self.0 as usize
     }
 }
 
 fn narrow(number: usize) -> u32 {
-    u32::try_from(number).expect("blocks, heads and rows are counted in 32 bits")
+    u32::try_from(number).expect("counts of blocks, heads and rows fit in 32 bits")
 }
 
 impl Attention {
-    /// The same in the words of those who move blocks.
+    /// The same as a kind of the connector's layouts.
     ///
     /// # Panics
     /// If a window is longer than 2³² tokens.
@@ -54,7 +54,7 @@ impl Attention {
 /// One plane of one layer: a strided view of a storage. All strides in bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlaneView {
-    /// What it is called, on whichever rank it lies.
+    /// Its name, the same on all ranks.
     pub name: String,
     /// Which storage of the rank.
     pub storage: usize,
@@ -105,7 +105,7 @@ impl PlaneView {
         }
     }
 
-    /// Whether all bytes of a kernel block lie together, whatever their order.
+    /// Whether a kernel block is contiguous, in any order of axes.
     pub(crate) const fn is_together(&self) -> bool {
         let heads = (self.heads - 1) * self.head_stride;
         let tokens = (self.tokens - 1) * self.token_stride;
@@ -123,7 +123,7 @@ impl PlaneView {
 pub struct LayerView {
     /// Its place in the model.
     pub index: usize,
-    /// Its name, the same on whichever rank it lies.
+    /// Its name, the same on all ranks.
     pub name: String,
     /// Its group.
     pub group: usize,
@@ -163,10 +163,10 @@ pub struct GroupView {
     pub heads: HeadRange,
 }
 
-/// Everything about how one rank's blocks lie.
+/// The layout of one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankLayout {
-    /// Whose.
+    /// The rank.
     pub rank: Rank,
     /// TP ranks of the engine.
     pub tp: usize,
@@ -174,7 +174,7 @@ pub struct RankLayout {
     pub pp: usize,
     /// The order of axes.
     pub order: Packing,
-    /// The length of each storage in bytes; none is for no layers.
+    /// The length of each storage in bytes. Each storage holds at least one layer.
     pub storages: Vec<usize>,
     /// The groups of the model.
     pub groups: Vec<GroupView>,
@@ -188,7 +188,7 @@ struct Shape {
     heads: usize,
     tokens: usize,
     bytes: usize,
-    /// Bytes from one layer's block to the next where nothing lies between: its own, or the
+    /// Bytes from one block of a layer to the next if blocks are adjacent: the block's length, or the
     /// longest of the groups that share the storage.
     page: usize,
 }
@@ -220,7 +220,7 @@ impl Shape {
                 Axis::Layer => layers = count,
                 Axis::Block => {}
             }
-            // Pages are padded where everything of a block has been laid.
+            // A page is padded after the last bytes of its block.
             if content == 2 && matches!(axis, Axis::Head | Axis::Row) && self.page > 0 {
                 next = self.page * layers;
             }
@@ -268,7 +268,7 @@ impl RankLayout {
         layout
     }
 
-    /// The same in the words of those who move blocks, the storages being `regions`, in their order.
+    /// The same as a connector's layout, in which `regions` are the storages, in their order.
     ///
     /// # Errors
     /// The regions are not those of the storages.
@@ -367,10 +367,10 @@ impl RankLayout {
     }
 }
 
-/// One rank's caches: how they lie, and the memory.
+/// One rank's caches: their layout and memory.
 #[derive(Clone, Debug)]
 pub struct KvCaches {
-    /// How they lie.
+    /// Where they lie.
     pub layout: RankLayout,
     /// The memory of each of the layout's storages.
     pub storages: Vec<Arc<dyn KvMemory>>,
@@ -413,13 +413,13 @@ impl KvCaches {
         self.storages[view.storage].write(view.offset(block, head, token), &row[..view.bytes]);
     }
 
-    /// Makes what lies in a block of a group unlike anything a model would put there.
+    /// Fills a block of a group with bytes that no model computes.
     pub(crate) fn scribble(&self, group: usize, block: BlockId, seed: u64) {
         for layer in self.layout.layers.iter().filter(|layer| layer.group == group) {
             for (n, view) in layer.planes.iter().enumerate() {
                 let mut garbage = vec![0; view.kernel_bytes()];
                 let at = (layer.index as u64) << 8 | n as u64;
-                crate::mix::fill(crate::mix::pair(seed, at), &mut garbage);
+                crate::digest::fill(crate::digest::pair(seed, at), &mut garbage);
                 let memory = &self.storages[view.storage];
                 for part in 0..view.split {
                     let first = part * view.tokens;
@@ -498,7 +498,10 @@ mod tests {
                             }
                         }
                     }
-                    assert!(seen.iter().flatten().all(|seen| *seen), "{order}: a byte of nobody's");
+                    assert!(
+                        seen.iter().flatten().all(|seen| *seen),
+                        "{order}: a byte belongs to no row"
+                    );
                 }
             }
         }

@@ -1,19 +1,19 @@
-//! A small deterministic paged-attention engine that proves connectors.
+//! A small deterministic paged-attention engine that tests connectors.
 //!
 //! A model of wrapping integers computes on paged KV caches, with TP and PP ranks, several groups,
-//! chunked prefill, a prefix cache and preemption, and drives a connector as vLLM and TensorRT-LLM
-//! do. Every byte that a token may see goes into it: a wrong KV byte is a wrong token. No floating
-//! point, no GPU, and but for [`ferry`] no network and no clock: the same requests have the same
-//! steps.
+//! chunked prefill, a prefix cache and preemption, and drives a connector as vLLM and TensorRT-LLM do.
+//! Every byte that a token attends to determines it: a wrong KV byte is a wrong token. There is no
+//! floating point and no GPU, and outside [`kvferry_adapter`] no network and no clock: the same requests
+//! always make the same steps.
 //!
 //! # What is where
 //!
-//! * [`ModelSpec`], [`GroupSpec`]: the model; [`continuation`] is what it says without any engine.
-//! * [`EngineConfig`]: ranks, blocks, layouts, limits; [`RankLayout`]: where every byte lies.
+//! * [`ModelSpec`], [`GroupSpec`]: the model; [`continuation`] computes its output without an engine.
+//! * [`EngineConfig`]: ranks, blocks, layouts, limits; [`RankLayout`]: the place of every byte.
 //! * [`Engine`]: requests in, tokens out, step by step.
-//! * [`contract`]: the two connector seams, and the violations of what they promise.
-//! * [`teleport`]: a connector that copies between engines of one process, to prove the seams.
-//! * [`ferry`]: kvferry's own connector behind them.
+//! * [`contract`]: the two connector seams, and the violations of their contracts.
+//! * [`in_process`]: a connector that copies between engines of one process, to test the seams.
+//! * [`kvferry_adapter`]: kvferry's own connector behind them.
 //!
 //! ```
 //! use kvferry_refengine::{Connector, Engine, EngineConfig, GroupSpec, ModelSpec, Request};
@@ -24,8 +24,8 @@
 //! while engine.has_work() {
 //!     engine.step()?;
 //! }
-//! let said: Vec<u32> = engine.take_outputs().into_iter().flat_map(|it| it.tokens).collect();
-//! assert_eq!(said, kvferry_refengine::continuation(&model, &[1, 2, 3], 5));
+//! let output: Vec<u32> = engine.take_outputs().into_iter().flat_map(|it| it.tokens).collect();
+//! assert_eq!(output, kvferry_refengine::continuation(&model, &[1, 2, 3], 5));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![forbid(unsafe_code)]
@@ -34,18 +34,19 @@ mod block_pool;
 mod cache;
 mod config;
 pub mod contract;
+mod digest;
 mod engine;
-pub mod ferry;
+pub mod in_process;
+pub mod kvferry_adapter;
 mod layout;
 mod lockstep;
 mod memory;
-mod mix;
 mod model;
 mod oracle;
 mod quorum;
 mod request;
 mod scheduler;
-pub mod teleport;
+mod sync;
 mod worker;
 
 pub use block_pool::{BlockHash, BlockPins};

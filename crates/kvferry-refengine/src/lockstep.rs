@@ -1,13 +1,14 @@
-//! Ranks that do the same at the same time.
+//! Runs phases on all ranks, each phase on all before the next.
 
+use crate::sync::lock;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Barrier, Mutex, PoisonError};
+use std::sync::{Barrier, Mutex};
 
-/// Has every rank do each phase, and waits for all of them before the next: one after the other,
-/// or each in a thread of its own. `perform` is told whether the rank is the first.
+/// Performs each phase on every rank before the next phase begins: rank by rank, or with a thread per
+/// rank. The last argument of `perform` is true for the first rank.
 ///
 /// # Panics
-/// If a rank does, once all have done everything else.
+/// If a rank panics, after the others have performed all phases.
 pub(crate) fn lockstep<T: Send, P: Sync>(
     threads: bool,
     ranks: &mut [T],
@@ -30,12 +31,12 @@ pub(crate) fn lockstep<T: Send, P: Sync>(
             scope.spawn(move || {
                 let mut alive = true;
                 for phase in phases {
-                    // A rank that is gone still meets the others, or they would wait for ever.
+                    // A rank that has panicked still waits at the barrier, or the others would hang.
                     if alive {
                         let done = catch_unwind(AssertUnwindSafe(|| perform(rank, phase, at == 0)));
                         if let Err(payload) = done {
                             alive = false;
-                            *panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(payload);
+                            *lock(panic) = Some(payload);
                         }
                     }
                     barrier.wait();
@@ -43,7 +44,7 @@ pub(crate) fn lockstep<T: Send, P: Sync>(
             });
         }
     });
-    if let Some(payload) = panic.into_inner().unwrap_or_else(PoisonError::into_inner) {
+    if let Some(payload) = lock(&panic).take() {
         resume_unwind(payload);
     }
 }

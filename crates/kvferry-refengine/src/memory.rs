@@ -1,26 +1,26 @@
-//! The bytes that KV caches lie in.
+//! Memory of KV caches.
 
 use std::fmt;
 use std::sync::{PoisonError, RwLock};
 
-/// Memory of a KV cache: that of the engine, or registered memory of whoever moves the bytes.
+/// Memory of a KV cache: the engine's, or registered memory of the connector.
 ///
-/// Any thread may read and write at any time. What a read sees that overlaps a write of another
-/// thread is unspecified, byte by byte; nothing else is.
+/// Any thread may read and write at any time. A read that overlaps a write of another thread returns
+/// unspecified bytes in the overlap.
 pub trait KvMemory: fmt::Debug + Send + Sync {
-    /// How many bytes there are.
+    /// The length in bytes.
     fn bytes(&self) -> usize;
 
-    /// Copies `out.len()` bytes that begin at `at`.
+    /// Copies `out.len()` bytes from offset `at`.
     ///
     /// # Panics
-    /// If they do not lie within.
+    /// If the range is out of bounds.
     fn read(&self, at: usize, out: &mut [u8]);
 
-    /// Overwrites what begins at `at`.
+    /// Overwrites bytes from offset `at`.
     ///
     /// # Panics
-    /// If it does not lie within.
+    /// If the range is out of bounds.
     fn write(&self, at: usize, bytes: &[u8]);
 }
 
@@ -28,7 +28,7 @@ pub trait KvMemory: fmt::Debug + Send + Sync {
 pub struct HeapMemory(RwLock<Box<[u8]>>);
 
 impl HeapMemory {
-    /// So many bytes, all zero.
+    /// Zeroed memory.
     pub fn new(bytes: usize) -> Self {
         Self(RwLock::new(vec![0; bytes].into_boxed_slice()))
     }

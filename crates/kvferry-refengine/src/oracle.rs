@@ -1,17 +1,17 @@
-//! What a model says, without pages, ranks, chunks or schedulers: what engines are held against.
+//! The output of a model, computed without pages, ranks, chunks or a scheduler: the reference for engines.
 
-use crate::mix;
+use crate::digest;
 use crate::model::{Attention, ModelSpec};
 
-/// Everything a model keeps of one sequence.
+/// All that a model caches of one sequence.
 #[derive(Debug)]
 struct Dense<'a> {
     model: &'a ModelSpec,
-    /// Per layer and KV head: the digest of the rows at each position, or of the state alone.
+    /// Per layer and KV head: digests of the rows at each position, or the digest of the state.
     digests: Vec<Vec<Vec<u64>>>,
 }
 
-/// The `count` tokens that `model` says after `prompt`.
+/// The `count` tokens that `model` generates after `prompt`.
 ///
 /// # Panics
 /// If the prompt is empty.
@@ -22,15 +22,15 @@ pub fn continuation(model: &ModelSpec, prompt: &[u32], count: usize) -> Vec<u32>
     for (position, token) in prompt.iter().enumerate() {
         next = Some(dense.token(position, *token));
     }
-    let mut said = vec![];
+    let mut output = vec![];
     for at in 0..count {
         let token = next.expect("a prompt has tokens");
-        said.push(token);
+        output.push(token);
         if at + 1 < count {
             next = Some(dense.token(prompt.len() + at, token));
         }
     }
-    said
+    output
 }
 
 impl Dense<'_> {
@@ -52,7 +52,7 @@ impl Dense<'_> {
                 };
                 let mut attended = 0u64;
                 for (at, row) in rows.iter().enumerate().skip(seen) {
-                    attended = attended.wrapping_add(mix::term(query, *row, at as u64));
+                    attended = attended.wrapping_add(digest::term(query, *row, at as u64));
                 }
                 sum = sum.wrapping_add(model.output(layer, query_head, attended));
             }
@@ -69,7 +69,7 @@ impl Dense<'_> {
             let before = kept.pop().unwrap_or_else(|| {
                 spec.planes
                     .iter()
-                    .fold(key, |state, plane| mix::digest(state, &vec![0; plane.bytes]))
+                    .fold(key, |state, plane| digest::extend(state, &vec![0; plane.bytes]))
             });
             self.model.state_seed(layer, head, before, hidden)
         } else {
@@ -79,7 +79,7 @@ impl Dense<'_> {
         for (n, plane) in spec.planes.iter().enumerate() {
             let mut row = vec![0; plane.bytes];
             ModelSpec::row(seed, n, &mut row);
-            digest = mix::digest(digest, &row);
+            digest = digest::extend(digest, &row);
         }
         kept.push(digest);
     }
@@ -93,16 +93,16 @@ mod tests {
     #[test]
     fn a_token_depends_on_every_token_before_it_and_on_their_order() {
         let model = ModelSpec::new(vec![GroupSpec::full(2, 8)], 2);
-        let said = continuation(&model, &[1, 2, 3, 4], 4);
-        assert_eq!(said, continuation(&model, &[1, 2, 3, 4], 4));
+        let output = continuation(&model, &[1, 2, 3, 4], 4);
+        assert_eq!(output, continuation(&model, &[1, 2, 3, 4], 4));
         for other in [[9, 2, 3, 4], [1, 9, 3, 4], [1, 2, 9, 4], [1, 2, 3, 9], [2, 1, 3, 4]] {
-            assert_ne!(said, continuation(&model, &other, 4));
+            assert_ne!(output, continuation(&model, &other, 4));
         }
-        assert_eq!(said[1..], continuation(&model, &[1, 2, 3, 4, said[0]], 3));
+        assert_eq!(output[1..], continuation(&model, &[1, 2, 3, 4, output[0]], 3));
     }
 
     #[test]
-    fn a_window_forgets_and_a_state_does_not() {
+    fn a_token_beyond_a_window_has_no_effect_and_every_token_of_a_state_has() {
         let window = ModelSpec::new(vec![GroupSpec::window(1, 8, 3)], 1);
         assert_eq!(
             continuation(&window, &[1, 5, 6, 7], 1),

@@ -1,4 +1,4 @@
-//! What the ranks report, held against what they may, and counted.
+//! Checks the ranks' reports against the contract and counts them.
 
 use crate::config::Rank;
 use crate::contract::vllm::{ConnectorOutput, TransferResults};
@@ -16,8 +16,8 @@ pub(crate) struct Report {
     pub(crate) meta: Option<Vec<u8>>,
 }
 
-/// vLLM's rule: every request is counted down from how many ranks must report it; one failure
-/// makes it failed, but not before all have reported.
+/// vLLM's rule: a request counts when enough ranks have reported it. It failed if it failed on any of
+/// them.
 #[derive(Debug, Default)]
 pub(crate) struct Countdown {
     sending: FxHashMap<RequestId, FxHashSet<Rank>>,
@@ -76,7 +76,7 @@ impl Countdown {
         }
         let failed = output.finished_recving.iter().filter(|id| self.failed.remove(*id));
         output.failed_recving = failed.cloned().collect();
-        // What was failed but may not be received was refused, and named.
+        // Drop failures whose reports were refused as violations.
         self.failed.retain(|id| self.recving.contains_key(id));
         output
     }
@@ -133,7 +133,7 @@ fn audit(
 #[derive(Debug)]
 pub(crate) struct Intersection {
     channel: Channel,
-    /// Handed in, and the ranks that have reported it.
+    /// The ranks that have reported each id that was handed in.
     pending: FxHashMap<u64, FxHashSet<Rank>>,
 }
 
@@ -142,12 +142,12 @@ impl Intersection {
         Self { channel, pending: FxHashMap::default() }
     }
 
-    /// Takes what is handed in.
+    /// Awaits reports of these ids.
     pub(crate) fn hand_in(&mut self, numbers: &[u64]) {
         self.pending.extend(numbers.iter().map(|number| (*number, FxHashSet::default())));
     }
 
-    /// Takes one rank's report.
+    /// Counts one rank's report.
     pub(crate) fn report(&mut self, rank: Rank, numbers: &[u64], scheduler: &mut Scheduler) {
         let channel = self.channel;
         for number in numbers {
@@ -161,7 +161,7 @@ impl Intersection {
         }
     }
 
-    /// What all `ranks` have reported.
+    /// Takes the ids that all `ranks` have reported.
     pub(crate) fn take_complete(&mut self, ranks: usize) -> Vec<u64> {
         let mut complete: Vec<_> = self
             .pending

@@ -1,11 +1,11 @@
-//! What goes into an engine, and what comes out.
+//! Requests and outputs of an engine.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// A request, as whoever made it calls it.
+/// The caller's id of a request.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(from = "String", into = "String")]
 pub struct RequestId(Arc<str>);
@@ -41,18 +41,18 @@ impl fmt::Display for RequestId {
     }
 }
 
-/// `kv_transfer_params`: what a router and the connectors say to each other through requests and
-/// responses. Opaque to the engine.
+/// `kv_transfer_params`: what a router and the connectors exchange through requests and responses.
+/// Opaque to the engine.
 pub type Params = serde_json::Map<String, serde_json::Value>;
 
 /// A request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
-    /// Its id, no other live request's.
+    /// Unique among live requests.
     pub id: RequestId,
-    /// What to go on from; not empty.
+    /// The prompt, at least one token.
     pub prompt: Vec<u32>,
-    /// How many tokens to say at most; at least 1.
+    /// How many tokens to generate at most, at least 1.
     pub max_tokens: usize,
     /// A token to stop at.
     pub stop_token: Option<u32>,
@@ -77,89 +77,72 @@ impl Request {
 /// Why a request ended. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FinishReason {
-    /// It said as much as it may.
+    /// It generated [`Request::max_tokens`].
     Length,
-    /// It said its stop token.
+    /// It generated its stop token.
     Stop,
-    /// Somebody aborted it.
+    /// It was aborted or rejected.
     Abort,
     /// Its KV could not be loaded, under [`crate::LoadFailurePolicy::Fail`].
     Error,
 }
 
-/// Where a request is. Exhaustive on purpose.
+/// The state of a request. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RequestStatus {
     /// Not admitted yet, or admitted again after its KV has been loaded.
     Waiting,
-    /// It has blocks into which a connector loads.
+    /// A connector loads into its blocks.
     WaitingForRemoteKvs,
     /// Each step computes some of its tokens.
     Running,
-    /// It lost its blocks to others, and waits.
+    /// It lost its blocks to other requests and waits.
     Preempted,
     /// It ended; a connector may still hold its blocks.
     Finished(FinishReason),
 }
 
-/// One thing that a request has to say.
+/// Output of a request in one step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Output {
-    /// Which request.
+    /// The request.
     pub id: RequestId,
     /// New tokens.
     pub tokens: Vec<u32>,
-    /// Whether it ended with them, and how.
+    /// How it ended, if it ended with these tokens.
     pub finished: Option<Finished>,
 }
 
 /// How a request ended.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Finished {
-    /// Why.
+    /// Why it ended.
     pub reason: FinishReason,
     /// `kv_transfer_params` of the response: what the connector returned.
     pub params: Option<Params>,
 }
 
-/// Why a request is not taken.
+/// Why a request was refused.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum SubmitError {
-    /// There is nothing to go on from.
+    /// A prompt needs a token.
     #[error("the prompt is empty")]
     EmptyPrompt,
-    /// It asks for nothing.
-    #[error("no token is asked for")]
+    /// It must ask for a token.
+    #[error("max_tokens is 0")]
     NoTokens,
-    /// It would not fit, even alone.
-    #[error("{tokens} tokens, more than the {most} that fit")]
-    TooLong {
-        /// Its prompt and what it may say.
-        tokens: usize,
-        /// The most that the engine takes.
-        most: usize,
-    },
-    /// It would not find enough blocks, even alone.
-    #[error("it needs {blocks} blocks, of {capacity}")]
-    TooLarge {
-        /// Blocks that it may need at once.
-        blocks: usize,
-        /// Blocks of the pool.
-        capacity: usize,
-    },
-    /// A token is none of the model's.
-    #[error("token {token}, of a vocabulary of {vocab}")]
-    Vocabulary {
-        /// The token.
-        token: u32,
-        /// The vocabulary.
-        vocab: u32,
-    },
-    /// A live request is called so.
-    #[error("there is a request {id}")]
-    Duplicate {
-        /// How.
-        id: RequestId,
-    },
+    /// It would not fit even alone.
+    #[error("{tokens} tokens exceed the limit of {most}")]
+    TooLong { tokens: usize, most: usize },
+    /// It would not find enough blocks even alone.
+    #[error("it needs {blocks} blocks, the pool has {capacity}")]
+    TooLarge { blocks: usize, capacity: usize },
+    /// A token must be in the vocabulary.
+    #[error("token {token} is not below the vocabulary size {vocab}")]
+    Vocabulary { token: u32, vocab: u32 },
+    /// Ids of live requests are unique.
+    #[error("request {id} is still live")]
+    Duplicate { id: RequestId },
 }

@@ -1,31 +1,32 @@
-//! What the ranks compute in a step, layer by layer in lock step, with the paged caches between.
+//! The computation of a step on all ranks, layer by layer, over the paged caches.
 
+use crate::digest;
 use crate::layout::{BlockId, KvCaches, LayerView, PlaneView};
-use crate::mix;
 use crate::model::{Attention, ModelSpec};
+use crate::sync::lock;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The tokens of one request in a step.
 #[derive(Debug)]
 pub(crate) struct Sequence {
-    /// Tokens to be computed.
+    /// Tokens to compute.
     pub(crate) tokens: Vec<u32>,
     /// The position of the first.
     pub(crate) start: usize,
-    /// Per group, the request's blocks.
+    /// The request's blocks, per group.
     pub(crate) tables: Vec<Vec<BlockId>>,
 }
 
-/// The engine's ranks, as far as computing is concerned.
+/// What the ranks need to compute.
 #[derive(Debug)]
 pub(crate) struct Ranks {
     pub(crate) model: ModelSpec,
     pub(crate) tp: usize,
     /// All TP ranks of the first stage before those of the next.
     pub(crate) caches: Vec<Arc<KvCaches>>,
-    /// Per layer: its stage, and its place there.
+    /// The stage of each layer, and its index there.
     pub(crate) places: Vec<(usize, usize)>,
 }
 
@@ -41,8 +42,8 @@ impl Ranks {
     }
 }
 
-/// The forward pass of one step. Whoever needs a layer computes what is missing up to it, on all
-/// ranks: so there is nobody to wait for, in whichever thread.
+/// The forward pass of one step. A thread that needs a layer computes all missing layers up to it, on
+/// all ranks, so no thread waits for another.
 pub(crate) struct Forward {
     layers: usize,
     computed: AtomicUsize,
@@ -68,7 +69,7 @@ impl Forward {
     }
 
     fn pass(&self) -> MutexGuard<'_, Pass> {
-        self.pass.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.pass)
     }
 
     /// Computes every layer up to `layer`.
@@ -83,7 +84,7 @@ impl Forward {
         }
     }
 
-    /// Computes what is missing, and the token that follows each sequence.
+    /// Computes the missing layers and the token after each sequence.
     pub(crate) fn finish(&self) -> Vec<u32> {
         self.run_through(self.layers - 1);
         let pass = self.pass();
@@ -92,8 +93,8 @@ impl Forward {
     }
 }
 
-/// Says when a layer of a step has been computed and its bytes lie in the cache: what a CUDA event
-/// is on a GPU.
+/// Happens when a layer of a step is computed and its bytes are in the cache, as a CUDA event on a
+/// GPU.
 #[derive(Clone)]
 pub struct LayerEvent {
     pub(crate) forward: Arc<Forward>,
@@ -125,17 +126,17 @@ impl fmt::Debug for LayerEvent {
 struct Pass {
     ranks: Arc<Ranks>,
     batch: Vec<Sequence>,
-    /// Per sequence, of each of its tokens.
+    /// Of each token, per sequence.
     hidden: Vec<Vec<u64>>,
     scratch: Scratch,
 }
 
 #[derive(Debug, Default)]
 struct Scratch {
-    /// Per head, of each visible position.
+    /// Of each visible position, per head.
     digests: Vec<Vec<u64>>,
     bytes: Vec<u8>,
-    /// Per sequence, of each of its tokens: the sum over the ranks.
+    /// Of each token, per sequence, summed over the ranks.
     sums: Vec<Vec<u64>>,
 }
 
@@ -149,7 +150,7 @@ impl Pass {
             sums.clear();
             sums.resize(hidden.len(), 0);
         }
-        // The sums of all ranks wrap into one: the all-reduce.
+        // The all-reduce: wrapping sums over all ranks.
         for tp in 0..ranks.tp {
             let caches = &ranks.caches[stage * ranks.tp + tp];
             let rank = RankLayer { ranks, caches, layer: &caches.layout.layers[place], tp };
@@ -212,7 +213,7 @@ impl RankLayer<'_> {
                 let query = model.query(index, query_head, *hidden);
                 let mut attended = 0u64;
                 for (row, at) in rows[seen - first..=position - first].iter().zip(seen as u64..) {
-                    attended = attended.wrapping_add(mix::term(query, *row, at));
+                    attended = attended.wrapping_add(digest::term(query, *row, at));
                 }
                 *sum = sum.wrapping_add(model.output(index, query_head, attended));
             }
@@ -241,7 +242,7 @@ impl RankLayer<'_> {
         }
     }
 
-    /// Reads every row from `first` to `end`, of all planes: their digests.
+    /// Digests of the rows from `first` to `end`, over all planes.
     fn read(&self, sequence: &Sequence, first: usize, end: usize, scratch: &mut Scratch) {
         let heads = self.caches.layout.groups[self.layer.group].heads;
         scratch.digests.resize_with(heads.count.max(scratch.digests.len()), Vec::new);
@@ -260,8 +261,8 @@ impl RankLayer<'_> {
         }
     }
 
-    /// Takes the state from token to token, and leaves it in the block of each checkpoint and of
-    /// the last token.
+    /// Updates the state token by token, and writes it to the block of each checkpoint and of the last
+    /// token.
     fn update(&self, sequence: &Sequence, hidden: &[u64], sums: &mut [u64]) {
         let (model, index) = (&self.ranks.model, self.layer.index);
         let group = &self.caches.layout.groups[self.layer.group];
@@ -280,7 +281,7 @@ impl RankLayer<'_> {
                 }
             }
             for (at, (hidden, sum)) in hidden.iter().zip(&mut *sums).enumerate() {
-                let digest = state.iter().fold(key, |digest, piece| mix::digest(digest, piece));
+                let digest = state.iter().fold(key, |digest, piece| digest::extend(digest, piece));
                 let seed = model.state_seed(index, model_head, digest, *hidden);
                 for (plane, piece) in state.iter_mut().enumerate() {
                     ModelSpec::row(seed, plane, piece);
@@ -294,11 +295,11 @@ impl RankLayer<'_> {
                         self.caches.storages[view.storage].write(at, piece);
                     }
                 }
-                let digest = state.iter().fold(key, |digest, piece| mix::digest(digest, piece));
+                let digest = state.iter().fold(key, |digest, piece| digest::extend(digest, piece));
                 for (query_head, of) in self.query_heads() {
                     if of == head {
                         let query = model.query(index, query_head, *hidden);
-                        let attended = mix::term(query, digest, 0);
+                        let attended = digest::term(query, digest, 0);
                         *sum = sum.wrapping_add(model.output(index, query_head, attended));
                     }
                 }
@@ -358,7 +359,7 @@ impl Run {
             };
             for (n, digest) in digests[at..at + self.count].iter_mut().enumerate() {
                 let row = first + n * view.token_stride;
-                *digest = mix::digest(*digest, &bytes[row..row + view.bytes]);
+                *digest = digest::extend(*digest, &bytes[row..row + view.bytes]);
             }
         }
     }

@@ -1,9 +1,9 @@
-//! Descriptors that a forked child gives up.
+//! Descriptors that a forked child closes.
 //!
-//! An agent's sockets must not live on in a child that its host process forks: the peer would
-//! never see them close. So every descriptor of an agent is tracked, and a child handler puts a
-//! harmless one in its place. The number stays taken, so that a later drop in the child closes
-//! the placeholder and not somebody else's file.
+//! An agent's sockets must not stay open in a child that its host process forks: the peer would
+//! never see them close. So every descriptor of an agent is tracked, and an `atfork` handler in the
+//! child replaces each by a placeholder. The number stays taken, so that a later drop in the child
+//! closes the placeholder and not an unrelated file.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -17,13 +17,20 @@ static PLACEHOLDER: AtomicI32 = AtomicI32::new(-1);
 static INSTALL: Once = Once::new();
 
 thread_local! {
-    // The guard taken before a fork, given back after it by the same thread on both sides.
+    // The lock guard: taken before a fork, released after it by the same thread in parent and
+    // child.
     static DURING_FORK: std::cell::Cell<Option<MutexGuard<'static, BTreeSet<RawFd>>>> =
         const { std::cell::Cell::new(None) };
 }
 
 fn open() -> MutexGuard<'static, BTreeSet<RawFd>> {
     OPEN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Keeps every tracked descriptor from being closed until dropped.
+#[cfg(test)]
+pub(crate) fn hold_closing() -> MutexGuard<'static, BTreeSet<RawFd>> {
+    open()
 }
 
 extern "C" fn before_fork() {
@@ -40,19 +47,19 @@ extern "C" fn after_fork_in_child() {
     if let Some(guard) = DURING_FORK.take() {
         let placeholder = PLACEHOLDER.load(Ordering::SeqCst);
         for &fd in guard.iter() {
-            // SAFETY: `dup3` on descriptors of this process; it is async-signal-safe, as a child
-            // handler must be. A failure leaves the descriptor as it was.
+            // SAFETY: `dup3` on descriptors of this process; it is async-signal-safe, as a handler
+            // in the child must be. If it fails, the descriptor stays as it was.
             unsafe { libc::dup3(placeholder, fd, libc::O_CLOEXEC) };
         }
     }
 }
 
-/// How often the process that this code runs in was forked, counted in the children.
+/// How many forks lie between the first process and this one; counted in the children.
 pub fn forks() -> u32 {
     FORKS.load(Ordering::Relaxed)
 }
 
-/// Whether this process is a child forked after `forks` was read.
+/// Whether this process is a child that was forked after the value `forks` was read.
 pub fn forked_since(forks: u32) -> bool {
     self::forks() != forks
 }
@@ -71,7 +78,8 @@ pub fn install_fork_handlers() -> io::Result<()> {
             }
             Err(e) => result = Err(e.into()),
         }
-        // SAFETY: the three handlers only lock, walk a set and call async-signal-safe functions.
+        // SAFETY: the three handlers only lock, iterate over a set and call async-signal-safe
+        // functions.
         unsafe {
             libc::pthread_atfork(
                 Some(before_fork),
@@ -83,18 +91,24 @@ pub fn install_fork_handlers() -> io::Result<()> {
     result
 }
 
-/// A descriptor of an agent: closed on drop, given up by a forked child.
+/// How many descriptors this process may have open: the current soft limit `RLIMIT_NOFILE`.
+pub fn limit() -> usize {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX))
+}
+
+/// A tracked descriptor: closed on drop, replaced in a forked child.
 #[derive(Debug)]
 pub struct Fd(Option<OwnedFd>);
 
 impl Fd {
-    /// Takes over `fd`.
+    /// Takes ownership of `fd`.
     pub fn new(fd: OwnedFd) -> Self {
         open().insert(fd.as_raw_fd());
         Self(Some(fd))
     }
 
-    /// How many descriptors are open in this process. For leak tests.
+    /// How many tracked descriptors are open in this process. For leak tests.
     pub fn count() -> usize {
         open().len()
     }
@@ -102,7 +116,7 @@ impl Fd {
 
 impl AsFd for Fd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_ref().expect("the descriptor is there until drop").as_fd()
+        self.0.as_ref().expect("only drop takes the descriptor").as_fd()
     }
 }
 
@@ -117,7 +131,9 @@ impl Drop for Fd {
         let mut open = open();
         if let Some(fd) = self.0.take() {
             open.remove(&fd.as_raw_fd());
-            // Closed under the lock: a fork in between must not see a number that is free again.
+            // Closed while the lock is held: a fork in between must not see a number that is free
+            // again. If the last close of a file takes long, the caller must keep the file open by
+            // another descriptor.
             drop(fd);
         }
     }

@@ -1,25 +1,27 @@
-//! kvferry's system layer: every foreign call in one place, behind safe functions.
+//! kvferry's system layer: all foreign calls, behind safe functions.
 //!
-//! Nothing here knows what KV cache is. The crate is published only because `kvferry` needs it;
-//! its interface changes without notice.
+//! Nothing here depends on what the bytes mean. The crate is published only because `kvferry` needs
+//! it; its interface changes without notice.
 //!
 //! | module | what it wraps |
 //! |---|---|
-//! | [`span`] | a piece of host memory that is promised to stay mapped while it is lent |
-//! | [`fd`] | descriptors that a forked child gives up |
+//! | [`span`] | a range of host memory that stays mapped while it is in use |
+//! | [`fd`] | descriptors that a forked child closes |
 //! | [`socket`] | TCP sockets, gather and scatter over spans |
-//! | [`vectors`] | gather and scatter of bytes and spans, alternating |
+//! | [`vectors`] | gather and scatter of buffers and spans mixed |
 //! | [`poll`] | epoll, event descriptors, waiting for one descriptor |
 //! | [`clock`] | `CLOCK_BOOTTIME`; other processes' processor time |
 //! | [`map`] | anonymous memory |
 //! | [`shared`] | memory shared between processes by descriptor |
-//! | [`unix`] | packets and descriptors between processes of one host |
+//! | [`alive`] | a mark in shared memory that the kernel sets when a thread ends |
+//! | [`unix`] | packets and descriptors between processes of one host, over unix sockets |
 //! | [`process_vm`] | copying between this process's memory and another's |
-//! | [`thread`] | native threads that take no signals |
+//! | [`thread`] | native threads with all signals blocked |
 //! | [`net`] | addresses of this host |
-//! | [`probe`] | what the kernel lets this process do, found out by doing it |
+//! | [`probe`] | attempts that show what the kernel permits this process |
 //! | [`vendor`] | libibverbs, libcuda and libcufile, loaded at run time |
 
+pub mod alive;
 pub mod clock;
 pub mod fd;
 pub mod map;
@@ -39,7 +41,7 @@ pub mod vendor;
 pub use fd::forked_since;
 pub use span::HostSpan;
 
-/// Calls `f` again for as long as a signal interrupts it.
+/// Repeats `f` while it fails with `EINTR`.
 pub(crate) fn retry_on_intr<T>(mut f: impl FnMut() -> std::io::Result<T>) -> std::io::Result<T> {
     loop {
         match f() {
@@ -49,7 +51,7 @@ pub(crate) fn retry_on_intr<T>(mut f: impl FnMut() -> std::io::Result<T>) -> std
     }
 }
 
-/// Turns the `-1` of a C call into the error it left behind.
+/// Turns the `-1` of a C call into `errno`'s error.
 pub(crate) fn check(n: libc::ssize_t) -> std::io::Result<usize> {
     usize::try_from(n).map_err(|_| std::io::Error::last_os_error())
 }

@@ -11,23 +11,22 @@ pub struct Mapping {
     len: usize,
 }
 
-// SAFETY: a mapping is an address range of the process, owned by this value; it may be used and
-// unmapped from any thread.
+// SAFETY: a mapping is an address range of the process that this value owns; any thread may use and
+// unmap it.
 unsafe impl Send for Mapping {}
-// SAFETY: shared access only yields spans and raw copies, for which races are the caller's data,
-// never ours.
+// SAFETY: shared access only yields spans and raw copies; races on the bytes are the caller's.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps `len` bytes, rounded up to whole pages by the kernel.
     ///
     /// # Errors
-    /// `InvalidInput` for zero bytes, else what the kernel says (no memory, a limit).
+    /// `InvalidInput` for zero bytes, else the kernel's error (no memory, a limit).
     pub fn anonymous(len: usize) -> io::Result<Self> {
         if len == 0 {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a mapping needs bytes"));
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a mapping can't be empty"));
         }
-        // SAFETY: a fresh anonymous mapping at an address of the kernel's choice overlaps nothing.
+        // SAFETY: a new anonymous mapping at an address that the kernel chooses overlaps nothing.
         let p = unsafe {
             rustix::mm::mmap_anonymous(
                 std::ptr::null_mut(),
@@ -36,7 +35,7 @@ impl Mapping {
                 rustix::mm::MapFlags::PRIVATE,
             )
         }?;
-        let base = NonNull::new(p.cast()).expect("the kernel never maps page zero unasked");
+        let base = NonNull::new(p.cast()).expect("the kernel maps page zero only on request");
         Ok(Self { base, len })
     }
 
@@ -45,12 +44,12 @@ impl Mapping {
         self.base.as_ptr()
     }
 
-    /// Bytes asked for.
+    /// The requested length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Never: an empty mapping can't be made.
+    /// Always false: an empty mapping can't be made.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -64,17 +63,17 @@ impl Mapping {
             offset.checked_add(len).is_some_and(|end| end <= self.len),
             "the range is outside the mapping"
         );
-        // SAFETY: inside the mapping, which is readable and writable until drop; no reference to
-        // it is ever made. A span that outlives the mapping is excluded by the owners of both
-        // (`kvferry::memory`), as for every other memory.
+        // SAFETY: the range is inside the mapping, which is readable and writable until drop; no
+        // reference to it is ever made. The owners of span and mapping (`kvferry::memory`) ensure
+        // that no span outlives the mapping.
         unsafe { HostSpan::new(self.base.as_ptr().add(offset), len) }
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: exactly the range that was mapped; the value is gone afterwards. A failure can
-        // only mean that the range is not mapped, and then there is nothing to undo.
+        // SAFETY: exactly the range that was mapped; the value is gone afterwards. `munmap` can
+        // only fail if the range is not mapped, and then there is nothing to undo.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }

@@ -5,13 +5,13 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 
 /// The address of the interface that the default route leaves by, or loopback if there is none.
 ///
-/// Nothing is sent: a datagram socket is connected, which makes the kernel choose a source.
+/// Sends nothing: connecting a datagram socket makes the kernel choose the source address.
 ///
 /// # Errors
 /// If no datagram socket can be made.
 pub fn default_route_source() -> io::Result<IpAddr> {
-    // Any global unicast address asks for the default route; this one is for documentation only
-    // (RFC 5737), so that nobody's host is named.
+    // Any global unicast address selects the default route. This one is reserved for documentation
+    // (RFC 5737), so it belongs to no host.
     source_towards(SocketAddr::from((Ipv4Addr::new(192, 0, 2, 1), 9)))
 }
 
@@ -44,22 +44,23 @@ pub struct InterfaceAddress {
 /// The addresses of all interfaces, in the kernel's order.
 ///
 /// # Errors
-/// What the kernel says.
+/// The kernel's error.
 pub fn interface_addresses() -> io::Result<Vec<InterfaceAddress>> {
     let mut first = std::ptr::null_mut();
-    // SAFETY: the call writes one pointer, to a list that is ours until it is given back below.
+    // SAFETY: the call writes one pointer, to a list that this function owns until it frees it
+    // below.
     crate::check(unsafe { libc::getifaddrs(&raw mut first) } as libc::ssize_t)?;
     let mut found = Vec::new();
     let mut at = first;
     while !at.is_null() {
-        // SAFETY: a member of the list, which is not given back yet.
+        // SAFETY: a member of the list, which is freed only below.
         let entry = unsafe { &*at };
         at = entry.ifa_next;
         if entry.ifa_addr.is_null() {
             continue;
         }
-        // SAFETY: every address starts with its family, and one of these two families has the type
-        // that is read; the list is only guaranteed to be aligned for bytes.
+        // SAFETY: every address starts with its family, and each of these two families implies the
+        // type that is read; the list is only guaranteed to be aligned for bytes.
         let address = unsafe {
             match i32::from(entry.ifa_addr.cast::<libc::sa_family_t>().read_unaligned()) {
                 libc::AF_INET => {
@@ -73,11 +74,11 @@ pub fn interface_addresses() -> io::Result<Vec<InterfaceAddress>> {
                 _ => continue,
             }
         };
-        // SAFETY: a string of C that lives as long as the list.
+        // SAFETY: a C string that lives as long as the list.
         let name = unsafe { std::ffi::CStr::from_ptr(entry.ifa_name) };
         found.push(InterfaceAddress { interface: name.to_string_lossy().into_owned(), address });
     }
-    // SAFETY: the list of the call above, given back once; nothing refers to it any more.
+    // SAFETY: the list of the call above, freed once; nothing refers to it any more.
     unsafe { libc::freeifaddrs(first) };
     Ok(found)
 }
@@ -87,8 +88,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_knows_its_own_addresses() {
-        let found = interface_addresses().expect("the kernel tells");
+    fn the_default_route_source_is_an_address_of_an_interface() {
+        let found = interface_addresses().expect("the interfaces can be listed");
         let source = default_route_source().expect("a socket");
         assert!(found.is_empty() || found.iter().any(|f| f.address == source), "{found:?}");
     }

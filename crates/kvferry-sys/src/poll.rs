@@ -7,36 +7,39 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::time::Duration;
 
-/// What a descriptor is waited for.
+/// The events that a descriptor is watched for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Interest {
-    /// Bytes to read.
+    /// Readable.
     Read,
-    /// Room to write.
+    /// Writable, and the peer has closed its side.
     Write,
-    /// Either.
+    /// Writable only. Level-triggered, a half-closed connection would report its closing on every
+    /// wait.
+    WriteOnly,
+    /// Readable or writable.
     Both,
-    /// The peer's closing of its side.
+    /// The peer has closed its side.
     Hangup,
-    /// Only errors and hang-ups of both sides.
+    /// Only errors and hang-ups of both sides; epoll reports them once.
     None,
 }
 
-/// What a descriptor became ready for.
+/// The events that a descriptor reported.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ready {
-    /// There are bytes to read, or an end.
+    /// There are bytes to read, or the stream has ended.
     pub read: bool,
-    /// There is room to write.
+    /// The send buffer has space.
     pub write: bool,
-    /// The peer closed its side.
+    /// The peer has closed its side.
     pub peer_closed: bool,
     /// Both sides are closed, or the connection was reset.
     pub closed: bool,
 }
 
 impl Ready {
-    /// Whether anything is ready.
+    /// Whether any event was reported.
     pub fn any(self) -> bool {
         self.read || self.write || self.closed || self.peer_closed
     }
@@ -53,7 +56,7 @@ pub(crate) fn timespec(timeout: Duration) -> Timespec {
 #[derive(Debug)]
 pub struct Epoll(Fd);
 
-/// A descriptor's readiness with the token it was added under.
+/// The events of one descriptor, with the token it was added with.
 #[derive(Clone, Copy, Debug)]
 pub struct Event {
     /// The token given to [`Epoll::add`].
@@ -68,9 +71,11 @@ fn flags(interest: Interest) -> epoll::EventFlags {
         Interest::Read => base | epoll::EventFlags::IN,
         Interest::Write => base | epoll::EventFlags::OUT,
         Interest::Both => base | epoll::EventFlags::IN | epoll::EventFlags::OUT,
+        Interest::WriteOnly => epoll::EventFlags::OUT,
         Interest::Hangup => base,
-        // A half-closed connection would report RDHUP for ever to somebody who can't act on it.
-        Interest::None => epoll::EventFlags::empty(),
+        // The kernel always reports HUP and ERR. A handler that waits for another event can't clear
+        // them, so level-triggered they would wake it again and again.
+        Interest::None => epoll::EventFlags::ET,
     }
 }
 
@@ -83,34 +88,34 @@ impl Epoll {
         Ok(Self(Fd::new(epoll::create(epoll::CreateFlags::CLOEXEC)?)))
     }
 
-    /// Starts to watch `fd`.
+    /// Starts to watch `fd` for `interest`; its events carry `token`.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn add(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
         Ok(epoll::add(&self.0, fd, epoll::EventData::new_u64(token), flags(interest))?)
     }
 
-    /// Changes what `fd` is watched for.
+    /// Changes the events that `fd` is watched for.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn modify(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
         Ok(epoll::modify(&self.0, fd, epoll::EventData::new_u64(token), flags(interest))?)
     }
 
-    /// Stops to watch `fd`.
+    /// Stops watching `fd`.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn delete(&self, fd: impl AsFd) -> io::Result<()> {
         Ok(epoll::delete(&self.0, fd)?)
     }
 
-    /// Waits until something is ready or `timeout` passed, and appends at most 64 events.
+    /// Waits until a descriptor is ready or `timeout` has passed, and appends at most 64 events.
     ///
     /// # Errors
-    /// What the kernel says; an interrupted wait is an empty one.
+    /// The kernel's error; an interrupted wait is an empty one.
     pub fn wait(&self, events: &mut Vec<Event>, timeout: Option<Duration>) -> io::Result<()> {
         let mut raw = [MaybeUninit::<epoll::Event>::uninit(); 64];
         let timeout = timeout.map(timespec);
@@ -135,10 +140,10 @@ impl Epoll {
     }
 }
 
-/// Waits for one descriptor; an empty [`Ready`] if `timeout` passed or a signal came.
+/// Waits for one descriptor; an empty [`Ready`] if `timeout` has passed or a signal came.
 ///
 /// # Errors
-/// What the kernel says.
+/// The kernel's error.
 pub fn wait_one(
     fd: BorrowedFd<'_>,
     interest: Interest,
@@ -146,7 +151,7 @@ pub fn wait_one(
 ) -> io::Result<Ready> {
     let want = match interest {
         Interest::Read => PollFlags::IN,
-        Interest::Write => PollFlags::OUT,
+        Interest::Write | Interest::WriteOnly => PollFlags::OUT,
         Interest::Both => PollFlags::IN | PollFlags::OUT,
         Interest::Hangup => PollFlags::RDHUP,
         Interest::None => PollFlags::empty(),
@@ -167,11 +172,11 @@ pub fn wait_one(
     })
 }
 
-/// Waits for the first of several descriptors, each with its own interest; `None` if `timeout`
+/// Waits for the first of several descriptors, each with its own interest; `None` if `timeout` has
 /// passed or a signal came.
 ///
 /// # Errors
-/// What the kernel says.
+/// The kernel's error.
 pub fn wait_any(
     fds: &[(BorrowedFd<'_>, Interest)],
     timeout: Option<Duration>,
@@ -181,7 +186,7 @@ pub fn wait_any(
         .map(|(fd, interest)| {
             let want = match interest {
                 Interest::Read => PollFlags::IN,
-                Interest::Write => PollFlags::OUT,
+                Interest::Write | Interest::WriteOnly => PollFlags::OUT,
                 Interest::Both => PollFlags::IN | PollFlags::OUT,
                 Interest::Hangup => PollFlags::RDHUP,
                 Interest::None => PollFlags::empty(),
@@ -208,12 +213,12 @@ pub fn wait_any(
         .collect())
 }
 
-/// A descriptor that becomes readable when somebody signals it.
+/// An event descriptor: readable from a signal until it is cleared.
 #[derive(Debug)]
 pub struct EventFd(Fd);
 
 impl EventFd {
-    /// A new one, not signalled.
+    /// A descriptor that is not signalled.
     ///
     /// # Errors
     /// If the process has no descriptor left.
@@ -222,7 +227,7 @@ impl EventFd {
         Ok(Self(Fd::new(rustix::event::eventfd(0, flags)?)))
     }
 
-    /// Makes it readable. Never blocks: a counter that is full is readable already.
+    /// Makes it readable. Never blocks: a full counter is readable already.
     pub fn signal(&self) {
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }

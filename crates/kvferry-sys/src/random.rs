@@ -1,11 +1,11 @@
-//! The kernel's random bytes.
+//! Random bytes from the kernel.
 
 use std::io;
 
 /// Fills `buffer` from the kernel's generator.
 ///
 /// # Errors
-/// If the kernel has none to give.
+/// If the kernel's generator fails.
 pub fn fill(buffer: &mut [u8]) -> io::Result<()> {
     let mut at = 0;
     while at < buffer.len() {
@@ -21,7 +21,7 @@ pub fn fill(buffer: &mut [u8]) -> io::Result<()> {
 /// `N` random bytes.
 ///
 /// # Errors
-/// If the kernel has none to give.
+/// If the kernel's generator fails.
 pub fn bytes<const N: usize>() -> io::Result<[u8; N]> {
     let mut out = [0; N];
     fill(&mut out)?;

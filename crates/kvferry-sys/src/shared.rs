@@ -1,9 +1,10 @@
 //! Memory that processes of one host share by descriptor.
 //!
-//! Backed by a memfd whose size is sealed, so that nobody can make an access fault later by
-//! shrinking it. What is shared is accessed through atomics and spans only, never by reference.
+//! It is backed by a memfd whose size is sealed, so that no process can shrink it and make a later
+//! access fault. Shared memory is accessed through atomics and spans only, never by reference.
 
 use crate::fd::Fd;
+use crate::retry_on_intr;
 use crate::span::HostSpan;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
@@ -12,57 +13,114 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
-/// Bytes of the huge pages that [`Shared::create`] asks for.
+/// Size in bytes of the huge pages that [`Shared::allocate`] requests.
 pub const HUGE_PAGE: usize = 2 << 20;
+
+/// Bytes populated by one system call: a signal undoes the work of the call, which is then
+/// repeated.
+const TAKE_STEP: u64 = 64 << 20;
+const _: () = assert!(TAKE_STEP.is_multiple_of(HUGE_PAGE as u64));
+
+/// When pages are taken from the system, and of which size.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pages {
+    Lazy,
+    Taken,
+    Huge,
+}
 
 /// A mapping of shared memory.
 #[derive(Debug)]
 pub struct Shared {
-    base: NonNull<u8>,
-    len: usize,
-    mapped: usize,
+    // Closed before the mapping is dropped. The last of the two frees the pages, which takes a
+    // quarter of a second per GiB, and every other close of a descriptor waits for the lock under
+    // which this one is closed.
     fd: Fd,
+    mapping: Range,
+    len: usize,
     writable: bool,
     huge: bool,
 }
 
-// SAFETY: a mapping is an address range of the process, owned by this value; it may be used and
-// unmapped from any thread.
+/// An address range of this process, unmapped on drop.
+#[derive(Debug)]
+struct Range {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a mapping is an address range of the process that this value owns; any thread may use and
+// unmap it.
 unsafe impl Send for Shared {}
 // SAFETY: shared access only yields atomics, spans and raw copies.
 unsafe impl Sync for Shared {}
 
-fn map(fd: &Fd, len: usize, writable: bool) -> io::Result<NonNull<u8>> {
+fn map(fd: &Fd, len: usize, writable: bool) -> io::Result<Range> {
     let mut protection = ProtFlags::READ;
     protection.set(ProtFlags::WRITE, writable);
-    // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
+    // SAFETY: a new mapping at an address that the kernel chooses overlaps nothing.
     let p = unsafe {
         rustix::mm::mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, fd, 0)
     }?;
-    Ok(NonNull::new(p.cast()).expect("the kernel never maps page zero unasked"))
+    let base = NonNull::new(p.cast()).expect("the kernel maps page zero only on request");
+    Ok(Range { base, len })
+}
+
+/// Takes all pages of a file from the system. Without this, a first touch that finds no free huge
+/// page ends the process with `SIGBUS`.
+fn take_pages(fd: &Fd, len: u64) -> io::Result<()> {
+    let mut at = 0;
+    while at < len {
+        let step = TAKE_STEP.min(len - at);
+        let flags = rustix::fs::FallocateFlags::empty();
+        retry_on_intr(|| Ok(rustix::fs::fallocate(fd, flags, at, step)?))?;
+        at += step;
+    }
+    Ok(())
+}
+
+/// Bytes of memory that the system can provide without its out-of-memory killer, by its own
+/// estimate. Huge pages are not included.
+fn available() -> Option<u64> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let kib = |name| {
+        let value = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
+        value.trim().strip_suffix(" kB")?.parse::<u64>().ok()
+    };
+    Some((kib("MemAvailable:")? + kib("SwapFree:")?) * 1024)
 }
 
 impl Shared {
-    /// Makes and maps `len` zeroed bytes. Where the system has free huge pages and the memory
-    /// fills some, it is made of those; they are taken at once. Others are taken when first
-    /// touched.
+    /// Makes and maps `len` zeroed bytes. Pages are taken on first touch.
     ///
     /// # Errors
-    /// `InvalidInput` for zero bytes, else what the kernel says.
-    pub fn create(name: &str, len: usize, huge: bool) -> io::Result<Self> {
-        if len == 0 {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a mapping needs bytes"));
-        }
-        if huge
-            && len >= HUGE_PAGE
-            && let Ok(shared) = Self::create_of(name, len, true)
+    /// `InvalidInput` for zero bytes, else the kernel's error.
+    pub fn create(name: &str, len: usize) -> io::Result<Self> {
+        Self::create_of(name, len, Pages::Lazy)
+    }
+
+    /// Makes and maps `len` zeroed bytes, and takes their pages now. The pages are charged to the
+    /// control group of this process and follow its NUMA policy, whichever process touches them
+    /// first. If the length is at least one huge page and the system has enough free ones, huge
+    /// pages are used.
+    ///
+    /// # Errors
+    /// `InvalidInput` for zero bytes, `OutOfMemory` if the system has less memory, else the
+    /// kernel's error.
+    pub fn allocate(name: &str, len: usize) -> io::Result<Self> {
+        if len >= HUGE_PAGE
+            && let Ok(shared) = Self::create_of(name, len, Pages::Huge)
         {
             return Ok(shared);
         }
-        Self::create_of(name, len, false)
+        Self::create_of(name, len, Pages::Taken)
     }
 
-    fn create_of(name: &str, len: usize, huge: bool) -> io::Result<Self> {
+    fn create_of(name: &str, len: usize, pages: Pages) -> io::Result<Self> {
+        if len == 0 {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a mapping can't be empty"));
+        }
+        let huge = pages == Pages::Huge;
         let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let mut mapped = len;
         if huge {
@@ -71,63 +129,74 @@ impl Shared {
         }
         let fd = Fd::new(rustix::fs::memfd_create(name, flags)?);
         rustix::fs::ftruncate(&fd, mapped as u64)?;
-        if huge {
-            // Reserves the pages: a touch that finds none would end the process.
-            rustix::fs::fallocate(&fd, rustix::fs::FallocateFlags::empty(), 0, mapped as u64)?;
+        // A length that can't be mapped is refused before a page is taken.
+        let mapping = map(&fd, mapped, true)?;
+        let shared = Self { fd, mapping, len, writable: true, huge };
+        match pages {
+            Pages::Lazy => {}
+            // The kernel would kill a process, perhaps another one, rather than refuse.
+            Pages::Taken if available().is_some_and(|available| len as u64 > available) => {
+                return Err(io::ErrorKind::OutOfMemory.into());
+            }
+            Pages::Taken | Pages::Huge => take_pages(&shared.fd, mapped as u64)?,
         }
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
-        let base = map(&fd, mapped, true)?;
-        Ok(Self { base, len, mapped, fd, writable: true, huge })
+        rustix::fs::fcntl_add_seals(&shared.fd, SealFlags::SHRINK | SealFlags::GROW)?;
+        Ok(shared)
     }
 
-    /// Keeps everybody who is given the descriptor from now on from writing. This mapping stays
-    /// writable.
+    /// Makes the descriptor read-only for every process that receives it from now on. This mapping
+    /// stays writable.
     ///
     /// # Errors
-    /// What the kernel says; it can since Linux 5.1.
+    /// The kernel's error; sealing needs Linux 5.1.
     pub fn seal_against_writes(&self) -> io::Result<()> {
         Ok(rustix::fs::fcntl_add_seals(&self.fd, SealFlags::FUTURE_WRITE | SealFlags::SEAL)?)
     }
 
-    /// Maps `len` bytes of what another process made.
+    /// Maps `len` bytes of memory that another process made.
     ///
     /// # Errors
-    /// `InvalidData` if it is shorter than that, or could be made so; else what the kernel says.
+    /// `InvalidData` if the file is shorter, or its size is not sealed; else the kernel's error.
     pub fn open(fd: OwnedFd, len: usize, writable: bool) -> io::Result<Self> {
         let seals = rustix::fs::fcntl_get_seals(&fd)?;
         let size = rustix::fs::fstat(&fd)?.st_size;
         let invalid = |what| Err(io::Error::new(io::ErrorKind::InvalidData, what));
         if len == 0 || u64::try_from(size).is_ok_and(|size| size < len as u64) || size < 0 {
-            return invalid("shared memory is shorter than was said");
+            return invalid("the shared memory is shorter than its sender announced");
         }
         if !seals.contains(SealFlags::SHRINK) {
-            return invalid("shared memory that could be made shorter is not mapped");
+            return invalid("the size of the shared memory is not sealed");
         }
         let fd = Fd::new(fd);
-        // Huge pages are mapped whole.
+        // Huge pages can only be mapped whole.
         let size = usize::try_from(size).map_err(|_| io::ErrorKind::InvalidData)?;
         let mapped =
             if size % HUGE_PAGE == 0 { len.next_multiple_of(HUGE_PAGE).min(size) } else { len };
-        let base = map(&fd, mapped, writable)?;
-        Ok(Self { base, len, mapped, fd, writable, huge: false })
+        let mapping = map(&fd, mapped, writable)?;
+        Ok(Self { fd, mapping, len, writable, huge: false })
     }
 
     /// Where the mapping starts.
     pub fn as_ptr(&self) -> *mut u8 {
-        self.base.as_ptr()
+        self.mapping.base.as_ptr()
     }
 
-    /// Bytes asked for.
+    /// The requested length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Never: an empty mapping can't be made.
+    /// Always false: an empty mapping can't be made.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether it was made of huge pages.
+    /// Whether this mapping is writable.
+    pub fn is_writable(&self) -> bool {
+        self.writable
+    }
+
+    /// Whether the memory consists of huge pages.
     pub fn is_huge(&self) -> bool {
         self.huge
     }
@@ -137,10 +206,10 @@ impl Shared {
             offset.is_multiple_of(8) && offset.checked_add(8).is_some_and(|end| end <= self.len),
             "words are aligned and inside the mapping"
         );
-        // SAFETY: inside a mapping that lives as long as `self`, aligned (mappings start at a
-        // page). Every access to words is atomic, and nothing is stored through a mapping that
-        // can't be written: `load` only loads, `word` checks.
-        unsafe { AtomicU64::from_ptr(self.base.as_ptr().add(offset).cast()) }
+        // SAFETY: inside a mapping that lives as long as `self`, and aligned (mappings start at a
+        // page). Every access to words is atomic. Nothing is stored through a read-only mapping:
+        // `load` only loads, `word` checks.
+        unsafe { AtomicU64::from_ptr(self.mapping.base.as_ptr().add(offset).cast()) }
     }
 
     /// The value of the 64-bit word at byte `offset`, sequentially consistent.
@@ -154,25 +223,42 @@ impl Shared {
     /// The 64-bit word at byte `offset`.
     ///
     /// # Panics
-    /// If the offset is not a multiple of 8 inside the mapping, or the mapping can't be written.
+    /// If the offset is not a multiple of 8 inside the mapping, or the mapping is read-only.
     pub fn word(&self, offset: usize) -> &AtomicU64 {
-        assert!(self.writable, "words of a mapping that is only read are loaded");
+        assert!(self.writable, "the mapping is read-only");
         self.raw_word(offset)
     }
 
     /// The bytes `offset..offset + len` as a span.
     ///
     /// # Panics
-    /// If the range is not inside the mapping, or the mapping can't be written.
+    /// If the range is not inside the mapping, or the mapping is read-only.
     pub fn span(&self, offset: usize, len: usize) -> HostSpan {
         assert!(
             self.writable && offset.checked_add(len).is_some_and(|end| end <= self.len),
             "the range is outside the mapping"
         );
-        // SAFETY: inside the mapping, which is readable and writable until drop, and whose file
-        // can't shrink; no reference to it is ever made. A span that outlives the mapping is
-        // excluded by the owners of both (`kvferry::memory`).
-        unsafe { HostSpan::new(self.base.as_ptr().add(offset), len) }
+        // SAFETY: the range is inside the mapping, which is readable and writable until drop, and
+        // whose file can't shrink; no reference to it is ever made. The owners of span and mapping
+        // (`kvferry::memory`) ensure that no span outlives the mapping.
+        unsafe { HostSpan::new(self.mapping.base.as_ptr().add(offset), len) }
+    }
+}
+
+impl Shared {
+    /// Copies the bytes from `offset` on into all of `to`. Works on a read-only mapping.
+    ///
+    /// # Panics
+    /// If the range is not inside the mapping.
+    pub fn copy_to_span(&self, offset: usize, to: &HostSpan) {
+        assert!(
+            offset.checked_add(to.len()).is_some_and(|end| end <= self.len),
+            "the range is outside the mapping"
+        );
+        // SAFETY: inside the mapping, which is readable until drop; the span is only read, and gone
+        // before this returns.
+        let from = unsafe { HostSpan::new(self.mapping.base.as_ptr().add(offset), to.len()) };
+        to.copy_from_span(&from);
     }
 }
 
@@ -182,10 +268,10 @@ impl AsFd for Shared {
     }
 }
 
-impl Drop for Shared {
+impl Drop for Range {
     fn drop(&mut self) {
         // SAFETY: exactly the range that was mapped; the value is gone afterwards.
-        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.mapped) };
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
 
@@ -195,8 +281,8 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     #[test]
-    fn what_one_mapping_writes_the_other_reads() {
-        let ours = Shared::create("kvferry-test", 4096, false).expect("memory");
+    fn bytes_written_through_one_mapping_are_read_through_another() {
+        let ours = Shared::create("kvferry-test", 4096).expect("memory");
         let fd = ours.as_fd().try_clone_to_owned().expect("a descriptor");
         let theirs = Shared::open(fd, 4096, true).expect("sealed and long enough");
         ours.word(64).store(7, Ordering::SeqCst);
@@ -208,12 +294,12 @@ mod tests {
     }
 
     #[test]
-    fn huge_pages_are_used_where_there_are_some_and_others_where_not() {
+    fn huge_pages_are_used_if_the_system_has_free_ones_and_small_pages_otherwise() {
         let free =
             std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
         let free: usize = free.ok().and_then(|n| n.trim().parse().ok()).unwrap_or(0);
         let len = HUGE_PAGE + 4096;
-        let ours = Shared::create("kvferry-test", len, true).expect("memory");
+        let ours = Shared::allocate("kvferry-test", len).expect("memory");
         if free >= 2 {
             assert!(ours.is_huge());
         } else {
@@ -227,28 +313,73 @@ mod tests {
         theirs.span(len - 3, 3).copy_to(&mut back);
         assert_eq!(&back, b"end");
         drop((ours, theirs));
-        let huge = Shared::create("kvferry-test", usize::MAX / 4, true);
-        assert!(huge.is_err(), "more than there is of anything");
+        let huge = Shared::allocate("kvferry-test", usize::MAX / 4);
+        assert!(huge.is_err(), "no system has that much memory");
     }
 
     #[test]
-    fn whoever_is_given_sealed_memory_only_reads_it() {
-        let ours = Shared::create("kvferry-test", 4096, false).expect("memory");
+    fn allocated_memory_has_its_pages_before_the_first_touch() {
+        let taken = |shared: &Shared| {
+            let stat = rustix::fs::fstat(shared.as_fd()).expect("an open file");
+            u64::try_from(stat.st_blocks).expect("a count") * 512
+        };
+        // Neither a multiple of the bytes that one system call populates, nor of a huge page.
+        let len = usize::try_from(TAKE_STEP).expect("small") + HUGE_PAGE + 4096;
+        let allocated = Shared::allocate("kvferry-test", len).expect("memory");
+        assert!(taken(&allocated) >= len as u64, "{} of {len}", taken(&allocated));
+        let lazy = Shared::create("kvferry-test", len).expect("memory");
+        assert_eq!(taken(&lazy), 0);
+    }
+
+    #[test]
+    fn more_memory_than_the_system_has_is_refused() {
+        let available = usize::try_from(available().expect("this is Linux")).expect("64 bits");
+        let e = Shared::allocate("kvferry-test", 2 * available).expect_err("twice what there is");
+        assert_eq!(e.kind(), io::ErrorKind::OutOfMemory, "{e}");
+    }
+
+    #[test]
+    fn a_process_that_receives_sealed_memory_can_only_read_it() {
+        let ours = Shared::create("kvferry-test", 4096).expect("memory");
         ours.seal_against_writes().expect("a kernel since 5.1");
         ours.word(0).store(1, Ordering::SeqCst);
         let fd = || ours.as_fd().try_clone_to_owned().expect("a descriptor");
         assert!(Shared::open(fd(), 4096, true).is_err());
-        let theirs = Shared::open(fd(), 4096, false).expect("to be read");
+        let theirs = Shared::open(fd(), 4096, false).expect("a read-only mapping");
         assert_eq!(theirs.load(0), 1);
+        ours.span(100, 3).copy_from(b"abc");
+        let here = Shared::create("kvferry-test", 4096).expect("memory");
+        theirs.copy_to_span(100, &here.span(0, 3));
+        let mut back = [0; 3];
+        here.span(0, 3).copy_to(&mut back);
+        assert_eq!(&back, b"abc");
+    }
+
+    #[test]
+    fn the_pages_are_freed_after_the_descriptor_was_closed() {
+        let shared = Shared::create("kvferry-closed-first", 4096).expect("memory");
+        let is_mapped = || {
+            let maps =
+                std::fs::read_to_string("/proc/self/maps").expect("the maps of this process");
+            maps.contains("memfd:kvferry-closed-first")
+        };
+        let closing = crate::fd::hold_closing();
+        let dropping = std::thread::spawn(move || drop(shared));
+        // Long enough for the thread to reach the lock.
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        assert!(is_mapped(), "the pages were freed before the descriptor was closed");
+        drop(closing);
+        dropping.join().expect("no panic");
+        assert!(!is_mapped());
     }
 
     #[test]
     fn memory_that_could_shrink_or_is_too_short_is_refused() {
         let plain = rustix::fs::memfd_create("kvferry-test", MemfdFlags::CLOEXEC).expect("a file");
-        rustix::fs::ftruncate(&plain, 8192).expect("room");
+        rustix::fs::ftruncate(&plain, 8192).expect("space for the file");
         let e = Shared::open(plain, 4096, false).expect_err("not sealed");
         assert_eq!(e.kind(), io::ErrorKind::InvalidData);
-        let ours = Shared::create("kvferry-test", 4096, false).expect("memory");
+        let ours = Shared::create("kvferry-test", 4096).expect("memory");
         let fd = ours.as_fd().try_clone_to_owned().expect("a descriptor");
         let e = Shared::open(fd, 4097, false).expect_err("too short");
         assert_eq!(e.kind(), io::ErrorKind::InvalidData);

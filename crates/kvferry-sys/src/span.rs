@@ -1,28 +1,27 @@
-//! A piece of host memory that is promised to stay mapped while it is lent.
+//! A range of host memory that stays mapped while it is in use.
 
 use std::fmt;
 
-/// `len` bytes of host memory at `ptr`, in the shape the kernel's vectored calls take.
+/// `len` bytes of host memory at `ptr`, in the layout of the kernel's vectored calls.
 ///
-/// The memory may be written by other threads, other processes and devices at any time, so it is
-/// never turned into a slice; it is only passed to the kernel or copied by raw copies.
+/// Other threads, other processes and devices may write the memory at any time. So it is never
+/// turned into a slice; it is only passed to the kernel or copied by raw copies.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct HostSpan(libc::iovec);
 
-// SAFETY: a span is an address and a length. Whoever makes one promises that it may be used from
-// any thread for as long as it is lent (see `HostSpan::new`).
+// SAFETY: a span is an address and a length. Its maker promises that any thread may use it for as
+// long as it is in use (see `HostSpan::new`).
 unsafe impl Send for HostSpan {}
 // SAFETY: as above; no method changes a span through a shared reference.
 unsafe impl Sync for HostSpan {}
 
 impl HostSpan {
-    /// Promises `len` bytes at `ptr`.
+    /// A span over `len` bytes at `ptr`.
     ///
     /// # Safety
-    /// For as long as the span or a copy of it is used, the range must be mapped, readable, and,
-    /// if the span is received into, writable. Nobody may hold a reference to it that the writes
-    /// would alias.
+    /// For as long as the span or a copy of it is used, the range must be mapped, readable, and, if
+    /// the span is received into, writable. No reference may exist that the writes would alias.
     pub unsafe fn new(ptr: *mut u8, len: usize) -> Self {
         Self(libc::iovec { iov_base: ptr.cast(), iov_len: len })
     }
@@ -47,7 +46,7 @@ impl HostSpan {
     /// # Panics
     /// If the span is shorter.
     pub fn truncated(&self, len: usize) -> Self {
-        assert!(len <= self.len(), "a span can't be truncated to more than it has");
+        assert!(len <= self.len(), "a span can't be truncated to more than its length");
         Self(libc::iovec { iov_base: self.0.iov_base, iov_len: len })
     }
 
@@ -56,22 +55,22 @@ impl HostSpan {
     /// # Panics
     /// If the span is shorter.
     pub fn split_at(&self, len: usize) -> (Self, Self) {
-        assert!(len <= self.len(), "a span can't be split behind its end");
+        assert!(len <= self.len(), "a span can't be split beyond its end");
         // SAFETY: at most one past the end of the range that the span's maker promised.
         let rest = unsafe { self.as_ptr().add(len) };
         let rest = libc::iovec { iov_base: rest.cast(), iov_len: self.len() - len };
         (self.truncated(len), Self(rest))
     }
 
-    /// Calls `f` with the bytes of the span, a bounded piece at a time, copied to a buffer of
-    /// this call. For digests: the memory may change under us, a reference to it may not exist.
+    /// Calls `f` with the bytes of the span, copied piece by piece to a bounded buffer on the
+    /// stack. For digests: the memory may change at any time, so no reference to it may exist.
     pub fn for_each_copy(&self, mut f: impl FnMut(&[u8])) {
         let mut buffer = [0u8; 4096];
         let mut at = 0;
         while at < self.len() {
             let n = buffer.len().min(self.len() - at);
-            // SAFETY: `at + n <= len`, and the span's maker promises the range is mapped; the
-            // buffer is ours and cannot overlap it.
+            // SAFETY: `at + n <= len`, and the span's maker promised that the range is mapped; the
+            // local buffer can't overlap it.
             unsafe {
                 std::ptr::copy_nonoverlapping(self.as_ptr().add(at), buffer.as_mut_ptr(), n);
             }
@@ -86,7 +85,7 @@ impl HostSpan {
     /// If the span is shorter.
     pub fn copy_from(&self, from: &[u8]) {
         assert!(from.len() <= self.len(), "the span is too short for the copy");
-        // SAFETY: the span's maker promises the range is mapped and writable; `copy` allows
+        // SAFETY: the span's maker promised that the range is mapped and writable; `copy` allows
         // overlap.
         unsafe { std::ptr::copy(from.as_ptr(), self.as_ptr(), from.len()) }
     }
@@ -97,18 +96,18 @@ impl HostSpan {
     /// If the span is shorter.
     pub fn copy_to(&self, to: &mut [u8]) {
         assert!(to.len() <= self.len(), "the span is too short for the copy");
-        // SAFETY: the span's maker promises the range is mapped; `copy` allows overlap.
+        // SAFETY: the span's maker promised that the range is mapped; `copy` allows overlap.
         unsafe { std::ptr::copy(self.as_ptr(), to.as_mut_ptr(), to.len()) }
     }
 
-    /// Copies `from` to the start of the span; they may be the same memory mapped twice.
+    /// Copies `from` to the start of the span. Both may be the same memory mapped twice.
     ///
     /// # Panics
     /// If the span is shorter.
     pub fn copy_from_span(&self, from: &Self) {
         assert!(from.len() <= self.len(), "the span is too short for the copy");
-        // SAFETY: the makers of both spans promise that they are mapped, and this one's that it
-        // is writable; `copy` allows overlap.
+        // SAFETY: the makers of both spans promised that they are mapped, and this one's that it is
+        // writable; `copy` allows overlap.
         unsafe { std::ptr::copy(from.as_ptr(), self.as_ptr(), from.len()) }
     }
 

@@ -1,10 +1,10 @@
-//! Native threads that take no signals.
+//! Native threads with all signals blocked.
 
 use std::io;
 use std::thread::JoinHandle;
 
-/// Starts a thread with every signal blocked, so that the host process's handlers never run on
-/// it.
+/// Starts a thread with every signal blocked, so that the host process's signal handlers never run
+/// on it.
 ///
 /// # Errors
 /// If the thread can't be started.
@@ -12,7 +12,7 @@ pub fn spawn<T: Send + 'static>(
     name: String,
     body: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
-    // The new thread inherits the mask of its creator: block, create, restore.
+    // A new thread inherits its creator's signal mask: block, start, restore.
     // SAFETY: the sets are initialised by the calls before they are read.
     unsafe {
         let mut all = std::mem::zeroed();
@@ -28,7 +28,7 @@ pub fn spawn<T: Send + 'static>(
     }
 }
 
-/// Processors this process may run on, at least one.
+/// Processors that this process may run on, at least one.
 pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }

@@ -1,7 +1,7 @@
 //! Packets and descriptors between processes of one host, over abstract unix sockets.
 //!
-//! An abstract name is visible in one network namespace and vanishes with its listener. Whoever
-//! connects is known by its credentials, which the kernel vouches for.
+//! An abstract name is visible in one network namespace and disappears with its listener. The
+//! kernel vouches for the credentials of the process at the other end.
 
 use crate::fd::Fd;
 use crate::retry_on_intr;
@@ -14,31 +14,31 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-/// Descriptors that one packet carries at most.
+/// Descriptors in one packet, at most.
 pub const FDS_MAX: usize = 4;
 
-/// `SO_PEERPIDFD` of Linux 6.5, which `libc` does not name everywhere.
+/// `SO_PEERPIDFD` of Linux 6.5, which `libc` does not define for every target.
 const SO_PEERPIDFD: libc::c_int = 77;
 
-/// A listening or connected socket that keeps packets apart. Non-blocking, close-on-exec.
+/// A listening or connected socket that preserves packet boundaries. Non-blocking, close-on-exec.
 #[derive(Debug)]
 pub struct Channel(Fd);
 
-/// Who is at the other end, as the kernel says.
+/// The process at the other end, as the kernel reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Credentials {
-    /// The process, as this process's namespace numbers it; none if it is not visible from here.
+    /// Its pid in this process's namespace; `None` if it is not visible here.
     pub pid: Option<i32>,
-    /// Its effective user.
+    /// Its effective user id.
     pub uid: u32,
 }
 
-/// A packet that arrived.
+/// A received packet.
 #[derive(Debug)]
 pub struct Packet {
-    /// Its length in the caller's buffer; 0 is the end of the connection.
+    /// Its length in the caller's buffer; 0 at the end of the connection.
     pub len: usize,
-    /// What came with it.
+    /// The descriptors that it carried.
     pub fds: Vec<OwnedFd>,
 }
 
@@ -52,7 +52,7 @@ impl Channel {
     /// Listens on an abstract name.
     ///
     /// # Errors
-    /// What the kernel says; `AddrInUse` if somebody else does.
+    /// The kernel's error; `AddrInUse` if the name is taken.
     pub fn listen(name: &[u8]) -> io::Result<Self> {
         let channel = create()?;
         rustix::net::bind(&channel, &SocketAddrUnix::new_abstract_name(name)?)?;
@@ -60,11 +60,11 @@ impl Channel {
         Ok(channel)
     }
 
-    /// Connects to an abstract name; done when it returns.
+    /// Connects to an abstract name. The connection is established when this returns.
     ///
     /// # Errors
-    /// What the kernel says; `ConnectionRefused` if nobody listens in this network namespace,
-    /// `WouldBlock` if the listener's queue is full.
+    /// The kernel's error; `ConnectionRefused` if no process listens at the name in this network
+    /// namespace, `WouldBlock` if the listener's queue is full.
     pub fn connect(name: &[u8]) -> io::Result<Self> {
         let channel = create()?;
         let addr = SocketAddrUnix::new_abstract_name(name)?;
@@ -72,25 +72,25 @@ impl Channel {
         Ok(channel)
     }
 
-    /// The next connection, or `WouldBlock`.
+    /// Accepts the next connection; `WouldBlock` if none waits.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn accept(&self) -> io::Result<Self> {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let fd = retry_on_intr(|| Ok(rustix::net::accept_with(self, flags)?))?;
         Ok(Self(Fd::new(fd)))
     }
 
-    /// Who connected, or who listened.
+    /// The credentials of the process that connected or listened.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn credentials(&self) -> io::Result<Credentials> {
         let mut raw = libc::ucred { pid: 0, uid: 0, gid: 0 };
         let mut len = size_of::<libc::ucred>() as libc::socklen_t;
-        // Not through a wrapper: a process that is not visible from here has the number 0.
-        // SAFETY: the option writes one `ucred`, whose address and size are passed.
+        // Not through rustix's wrapper: a process that is not visible here has pid 0.
+        // SAFETY: the option writes one `ucred`; its address and size are passed.
         let rc = unsafe {
             libc::getsockopt(
                 self.as_fd().as_raw_fd(),
@@ -104,15 +104,15 @@ impl Channel {
         Ok(Credentials { pid: (raw.pid > 0).then_some(raw.pid), uid: raw.uid })
     }
 
-    /// A descriptor that becomes readable when the process at the other end has exited: all of
-    /// its threads.
+    /// A descriptor that becomes readable when all threads of the process at the other end have
+    /// exited.
     ///
     /// # Errors
-    /// What the kernel says; `Unsupported` if the process is not visible from here.
+    /// The kernel's error; `Unsupported` if the process is not visible here.
     pub fn peer_pidfd(&self) -> io::Result<Fd> {
         let mut raw: libc::c_int = -1;
         let mut len = size_of::<libc::c_int>() as libc::socklen_t;
-        // SAFETY: the option writes one descriptor number, whose address and size are passed.
+        // SAFETY: the option writes one descriptor number; its address and size are passed.
         let rc = unsafe {
             libc::getsockopt(
                 self.as_fd().as_raw_fd(),
@@ -123,11 +123,11 @@ impl Channel {
             )
         };
         if rc == 0 && raw >= 0 {
-            // SAFETY: a descriptor that the kernel made for us a moment ago.
+            // SAFETY: a descriptor that the kernel made in the call above.
             return Ok(Fd::new(unsafe { OwnedFd::from_raw_fd(raw) }));
         }
-        // Before Linux 6.5. The number is still its: the connection is open, which the caller
-        // finds out again by its next packet.
+        // Before Linux 6.5. The pid is still the peer's: the connection is open, which the caller
+        // confirms by its next packet.
         let pid = self.credentials()?.pid.and_then(rustix::process::Pid::from_raw);
         let pid = pid.ok_or(io::ErrorKind::Unsupported)?;
         Ok(Fd::new(rustix::process::pidfd_open(pid, PidfdFlags::empty())?))
@@ -136,13 +136,16 @@ impl Channel {
     /// Sends one packet with descriptors.
     ///
     /// # Errors
-    /// `WouldBlock`, or what the kernel says.
+    /// `WouldBlock`, or another error of the kernel.
     pub fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-        assert!(fds.len() <= FDS_MAX, "a packet carries a few descriptors");
+        assert!(fds.len() <= FDS_MAX, "more than FDS_MAX descriptors in a packet");
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !fds.is_empty() {
-            assert!(control.push(SendAncillaryMessage::ScmRights(fds)), "there is room for them");
+            assert!(
+                control.push(SendAncillaryMessage::ScmRights(fds)),
+                "the buffer holds FDS_MAX descriptors"
+            );
         }
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let parts = [IoSlice::new(bytes)];
@@ -154,7 +157,7 @@ impl Channel {
     ///
     /// # Errors
     /// `WouldBlock`; `InvalidData` for a packet longer than the buffer or with more descriptors
-    /// than [`FDS_MAX`]; or what the kernel says.
+    /// than [`FDS_MAX`]; or another error of the kernel.
     pub fn recv(&self, buffer: &mut [u8]) -> io::Result<Packet> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -175,8 +178,8 @@ impl Channel {
         Ok(Packet { len: got.bytes, fds })
     }
 
-    /// Whether the other end is gone for certain: its process has exited, or has closed every
-    /// descriptor of the connection, by itself or by running another program.
+    /// Whether the other end is certainly gone: its process has exited, or has closed every
+    /// descriptor of the connection, explicitly or by running another program.
     pub fn is_gone(&self, pidfd: &Fd) -> bool {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
         let mut fds = [PollFd::new(self, PollFlags::empty()), PollFd::new(pidfd, PollFlags::IN)];
@@ -205,15 +208,15 @@ impl AsFd for Channel {
     }
 }
 
-/// The effective user of this process.
+/// The effective user id of this process.
 pub fn user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Lets any process of this user attach to this one, where Yama would allow only its parents.
+/// Permits any process of this user to attach to this one, even where Yama permits only ancestors.
 ///
 /// # Errors
-/// `InvalidInput` where the kernel has no Yama, which is as good.
+/// `InvalidInput` if the kernel has no Yama, which then restricts nothing.
 pub fn let_any_process_attach() -> io::Result<()> {
     // SAFETY: sets a property of this process; takes no pointer.
     let rc = unsafe { libc::prctl(libc::PR_SET_PTRACER, libc::PR_SET_PTRACER_ANY, 0, 0, 0) };
@@ -228,16 +231,16 @@ mod tests {
     fn pair(name: &str) -> (Channel, Channel) {
         let name = format!("kvferry-test-{name}-{}", std::process::id());
         let listener = Channel::listen(name.as_bytes()).expect("a free name");
-        let one = Channel::connect(name.as_bytes()).expect("somebody listens");
-        (one, listener.accept().expect("somebody calls"))
+        let one = Channel::connect(name.as_bytes()).expect("the listener is open");
+        (one, listener.accept().expect("a connection waits"))
     }
 
     #[test]
-    fn packets_stay_apart_and_descriptors_come_along() {
+    fn packets_keep_their_boundaries_and_carry_descriptors() {
         let (one, other) = pair("packets");
         let (reader, writer) = std::io::pipe().expect("two descriptors");
-        one.send(b"first", &[writer.as_fd()]).expect("room");
-        one.send(b"second", &[]).expect("room");
+        one.send(b"first", &[writer.as_fd()]).expect("the socket buffer is empty");
+        one.send(b"second", &[]).expect("the socket buffer is empty");
         let mut buffer = [0; 16];
         let first = other.recv(&mut buffer).expect("a packet");
         assert_eq!((&buffer[..first.len], first.fds.len()), (&b"first"[..], 1));
@@ -250,15 +253,15 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_that_does_not_fit_is_an_error_not_a_shorter_one() {
+    fn a_packet_that_does_not_fit_is_an_error_and_not_truncated() {
         let (one, other) = pair("long");
-        one.send(&[7; 64], &[]).expect("room");
+        one.send(&[7; 64], &[]).expect("the socket buffer is empty");
         let e = other.recv(&mut [0; 8]).expect_err("too long");
         assert_eq!(e.kind(), ErrorKind::InvalidData);
     }
 
     #[test]
-    fn the_kernel_says_who_is_there_and_when_it_is_gone() {
+    fn the_kernel_reports_the_peers_credentials_and_its_exit() {
         let (one, other) = pair("gone");
         let who = other.credentials().expect("connected");
         assert_eq!(who.pid, i32::try_from(std::process::id()).ok());
@@ -270,8 +273,8 @@ mod tests {
     }
 
     #[test]
-    fn nobody_answers_at_a_name_nobody_listens_at() {
-        let e = Channel::connect(b"kvferry-test-nobody").expect_err("nobody");
+    fn connecting_to_a_name_without_a_listener_is_refused() {
+        let e = Channel::connect(b"kvferry-test-no-listener").expect_err("no listener");
         assert_eq!(e.kind(), ErrorKind::ConnectionRefused);
     }
 }

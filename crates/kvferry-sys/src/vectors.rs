@@ -1,4 +1,4 @@
-//! Vectors of borrowed bytes and lent spans, for protocols that put heads between payloads.
+//! Vectors of borrowed buffers and spans, for protocols that put heads between payloads.
 
 use crate::socket::{SPANS_MAX, Socket};
 use crate::span::HostSpan;
@@ -7,7 +7,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
-/// At most [`SPANS_MAX`] entries in the shape of the kernel's vectored calls.
+/// At most [`SPANS_MAX`] entries in the layout of the kernel's vectored calls.
 struct Entries {
     entries: [MaybeUninit<libc::iovec>; SPANS_MAX],
     count: usize,
@@ -35,7 +35,7 @@ impl Entries {
     }
 }
 
-/// Bytes and spans to be sent in one call.
+/// Buffers and spans to be sent in one call.
 pub struct SendVector<'a> {
     entries: Entries,
     borrowed: PhantomData<&'a [u8]>,
@@ -64,7 +64,7 @@ impl<'a> SendVector<'a> {
         self.entries.bytes
     }
 
-    /// Appends bytes; false if the vector is full.
+    /// Appends a buffer; false if the vector is full.
     pub fn push_bytes(&mut self, bytes: &'a [u8]) -> bool {
         self.entries
             .push(libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() })
@@ -100,7 +100,7 @@ impl<'a> RecvVector<'a> {
         Self { entries: Entries::new(), borrowed: PhantomData }
     }
 
-    /// Bytes the vector has room for.
+    /// Bytes that the vector can receive.
     pub const fn bytes(&self) -> usize {
         self.entries.bytes
     }
@@ -118,21 +118,21 @@ impl<'a> RecvVector<'a> {
 }
 
 impl Socket {
-    /// Sends a vector in one call; returns how many bytes were taken.
+    /// Sends a vector in one call; returns how many bytes the kernel took.
     ///
     /// # Errors
-    /// `WouldBlock`, or what the kernel says.
+    /// `WouldBlock`, or another error of the kernel.
     pub fn send_vector(&self, vector: &SendVector<'_>) -> io::Result<usize> {
-        // Each entry is a slice borrowed for the vector's life or a span that is lent.
+        // Each entry is a slice borrowed for the vector's life, or a mapped span.
         self.sendmsg(vector.entries.as_slice())
     }
 
-    /// Receives into a vector in one call; 0 is the end of the stream (or an empty vector).
+    /// Receives into a vector in one call; 0 at the end of the stream, or for an empty vector.
     ///
     /// # Errors
-    /// `WouldBlock`, or what the kernel says.
+    /// `WouldBlock`, or another error of the kernel.
     pub fn recv_vector(&self, vector: &mut RecvVector<'_>) -> io::Result<usize> {
-        // Each entry is a slice borrowed mutably for the vector's life or a span that is lent.
+        // Each entry is a slice borrowed mutably for the vector's life, or a mapped, writable span.
         self.recvmsg(vector.entries.as_slice())
     }
 }
@@ -146,11 +146,11 @@ mod tests {
     use std::os::fd::AsFd;
 
     fn pair() -> (Socket, Socket) {
-        let any: SocketAddr = "127.0.0.1:0".parse().expect("an address");
+        let any: SocketAddr = "127.0.0.1:0".parse().expect("a literal address");
         let listener = Socket::listen(any).expect("a port");
         let one = Socket::connect(listener.local_addr().expect("bound")).expect("listening");
-        wait_one(listener.as_fd(), Interest::Read, None).expect("a caller comes");
-        let (other, _) = listener.accept().expect("a caller is there");
+        wait_one(listener.as_fd(), Interest::Read, None).expect("a connection comes");
+        let (other, _) = listener.accept().expect("a connection waits");
         (one, other)
     }
 
@@ -162,7 +162,10 @@ mod tests {
         let mut out = SendVector::new();
         assert!(out.push_bytes(b"<1>") && out.push_span(map.span(0, 2)));
         assert!(out.push_bytes(b"<2>") && out.push_span(map.span(2, 1)));
-        assert_eq!((out.bytes(), one.send_vector(&out).expect("room")), (9, 9));
+        assert_eq!(
+            (out.bytes(), one.send_vector(&out).expect("the socket buffer is empty")),
+            (9, 9)
+        );
 
         wait_one(other.as_fd(), Interest::Read, None).expect("bytes come");
         let (mut first, mut second) = ([0; 3], [0; 3]);
@@ -177,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_vector_takes_no_more() {
+    fn a_full_vector_refuses_further_entries() {
         let mut vector = SendVector::new();
         for _ in 0..SPANS_MAX {
             assert!(vector.push_bytes(b"x"));

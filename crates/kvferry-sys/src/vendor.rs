@@ -1,20 +1,20 @@
-//! Vendors' libraries, found at run time or not at all: libibverbs, libcuda, libcufile.
+//! The vendor libraries libibverbs, libcuda and libcufile, loaded at run time if they are present.
 //!
-//! A library that is loaded here stays loaded: unloading a driver's library while its threads run
-//! is not safe. And a driver that does not fit its library may hang or crash the process, so
-//! callers that must not do this from a process of their own.
+//! A loaded library stays loaded: unloading a driver's library while its threads run is not safe. A
+//! driver that does not fit its library may hang or crash the process. A caller that must not crash
+//! loads the library in a separate process.
 
 use libloading::{Library, Symbol};
 use std::error::Error;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
 
-/// Why a library can't be used.
+/// The reason why a library can't be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unavailable {
     /// There is no file of that name.
     NotInstalled,
-    /// There is one, and it can't be loaded or does not work; why.
+    /// The file exists, but can't be loaded or does not work, for this reason.
     Broken(String),
 }
 
@@ -28,7 +28,8 @@ impl Vendor {
             Ok(library) => Ok(Self(ManuallyDrop::new(library))),
             Err(e) => {
                 let why = e.source().map_or_else(|| e.to_string(), ToString::to_string);
-                // A library that it needs itself is named first if that one is missing.
+                // The loader's message starts with the missing file: this library, or one that it
+                // needs.
                 let absent = why.starts_with(file) && why.contains("No such file");
                 Err(if absent { Unavailable::NotInstalled } else { Unavailable::Broken(why) })
             }
@@ -38,7 +39,7 @@ impl Vendor {
     /// # Safety
     /// `F` is the type that the library documents for the function `name`.
     unsafe fn function<F>(&self, name: &str) -> Result<Symbol<'_, F>, Unavailable> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller keeps the promise of this function.
         unsafe { self.0.get(name.as_bytes()) }
             .map_err(|_| Unavailable::Broken(format!("the library has no function {name}")))
     }
@@ -56,7 +57,7 @@ pub struct VerbsDevice {
 /// The RDMA devices that libibverbs finds.
 ///
 /// # Errors
-/// Why there is no libibverbs to ask.
+/// If there is no usable libibverbs.
 pub fn verbs() -> Result<Vec<VerbsDevice>, Unavailable> {
     type List = unsafe extern "C" fn(*mut c_int) -> *mut *mut c_void;
     type Free = unsafe extern "C" fn(*mut *mut c_void);
@@ -94,30 +95,30 @@ pub fn verbs() -> Result<Vec<VerbsDevice>, Unavailable> {
     }
 }
 
-/// What libcuda says.
+/// What libcuda reports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cuda {
-    /// The newest CUDA version that the driver serves, such as 12080 for 12.8.
+    /// The newest CUDA version that the driver supports, such as 12080 for 12.8.
     pub version: u32,
-    /// The devices this process may use.
+    /// The devices that this process may use.
     pub devices: Vec<CudaDevice>,
 }
 
 /// A device of libcuda.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CudaDevice {
-    /// What its maker calls it.
+    /// The vendor's name of it.
     pub name: String,
-    /// Its memory.
+    /// Its memory, in bytes.
     pub memory_bytes: u64,
-    /// Its place on the PCI bus, such as `0000:1b:00.0`.
+    /// Its address on the PCI bus, such as `0000:1b:00.0`.
     pub bus: String,
 }
 
 /// The driver and the devices that libcuda finds.
 ///
 /// # Errors
-/// Why there is no libcuda to ask, or what it says.
+/// If there is no usable libcuda, or libcuda reports an error.
 pub fn cuda() -> Result<Cuda, Unavailable> {
     type Init = unsafe extern "C" fn(c_uint) -> c_int;
     type Number = unsafe extern "C" fn(*mut c_int) -> c_int;
@@ -127,8 +128,8 @@ pub fn cuda() -> Result<Cuda, Unavailable> {
     type Why = unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int;
     const TEXT_MAX: usize = 256;
     let library = Vendor::load("libcuda.so.1")?;
-    // SAFETY: the types are those of `cuda.h`; every pointer is to a local of that type, and a text
-    // is given with its size.
+    // SAFETY: the types are those of `cuda.h`; every pointer is to a local variable of that type,
+    // and a buffer for text is passed with its size.
     unsafe {
         let why: Symbol<'_, Why> = library.function("cuGetErrorString")?;
         let ok = |call: &str, code: c_int| {
@@ -156,26 +157,26 @@ pub fn cuda() -> Result<Cuda, Unavailable> {
             let (mut id, mut bytes) = (0, 0);
             ok("cuDeviceGet", device(&raw mut id, i))?;
             ok("cuDeviceTotalMem", size(&raw mut bytes, id))?;
-            let said = |call: &str, ask: &Symbol<'_, Text>| {
+            let ask = |call: &str, function: &Symbol<'_, Text>| {
                 let mut buffer = [0 as c_char; TEXT_MAX];
-                // The last byte stays zero, whatever is written before it.
-                ok(call, ask(buffer.as_mut_ptr(), TEXT_MAX as c_int - 1, id))?;
+                // The last byte is never written, so the text ends in a zero byte.
+                ok(call, function(buffer.as_mut_ptr(), TEXT_MAX as c_int - 1, id))?;
                 Ok(text(buffer.as_ptr()))
             };
             found.devices.push(CudaDevice {
-                name: said("cuDeviceGetName", &name)?,
+                name: ask("cuDeviceGetName", &name)?,
                 memory_bytes: bytes as u64,
-                bus: said("cuDeviceGetPCIBusId", &bus)?.to_ascii_lowercase(),
+                bus: ask("cuDeviceGetPCIBusId", &bus)?.to_ascii_lowercase(),
             });
         }
         Ok(found)
     }
 }
 
-/// The version of libcufile, such as 1130 for 1.13; none where it does not tell.
+/// The version of libcufile, such as 1130 for 1.13; `None` if the library has no version function.
 ///
 /// # Errors
-/// Why there is no libcufile to ask.
+/// If there is no usable libcufile.
 pub fn cufile() -> Result<Option<u32>, Unavailable> {
     /// `CUfileError_t`.
     #[repr(C)]
@@ -185,7 +186,7 @@ pub fn cufile() -> Result<Option<u32>, Unavailable> {
     }
     type Version = unsafe extern "C" fn(*mut c_int) -> Status;
     let library = Vendor::load("libcufile.so.0")?;
-    // SAFETY: the type is that of `cufile.h`, and the pointer is to a local of that type.
+    // SAFETY: the type is that of `cufile.h`, and the pointer is to a local variable of that type.
     unsafe {
         let Ok(version) = library.function::<Version>("cuFileGetVersion") else { return Ok(None) };
         let mut number = 0;
@@ -199,9 +200,9 @@ pub fn cufile() -> Result<Option<u32>, Unavailable> {
 }
 
 /// # Safety
-/// `from` is a string of C that nobody changes meanwhile.
+/// `from` is a C string that stays unchanged during the call.
 unsafe fn text(from: *const c_char) -> String {
-    // SAFETY: passed on to the caller.
+    // SAFETY: the caller keeps the promise of this function.
     unsafe { CStr::from_ptr(from) }.to_string_lossy().into_owned()
 }
 
@@ -210,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_library_that_is_not_there_is_told_from_one_that_is_broken() {
+    fn a_missing_library_is_distinguished_from_a_broken_one() {
         assert_eq!(
             Vendor::load("libkvferry-no-such-thing.so.1").err(),
             Some(Unavailable::NotInstalled)

@@ -1,8 +1,8 @@
-//! The fabric over real agents: two of them in this process, connected over loopback.
+//! The fabric over agents: two of them in this process, connected over loopback.
 
 use crate::fabric::{
-    Access, Aim, Effort, Endpoint, Fabric, Failure, Handle, Move, Moved, Note, Options, Outcome,
-    Pair, Region,
+    Access, Aim, Effort, Endpoint, Fabric, Failure, Handle, Move, Note, Options, Outcome, Pair,
+    Region, TransferStats,
 };
 use crate::memory::{Memory, MemoryKind};
 use crate::slow::{Direction, SlowMemory};
@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Pairs of agents with one transport and one setting.
+/// Makes pairs of agents with these settings.
 #[derive(Clone, Debug)]
 pub struct AgentFabric {
     transports: &'static str,
@@ -29,7 +29,7 @@ pub struct AgentFabric {
 }
 
 impl AgentFabric {
-    /// Agents that may use the named transports only.
+    /// Agents that use only the named transports, separated by commas.
     pub const fn new(transports: &'static str) -> Self {
         Self {
             transports,
@@ -41,7 +41,7 @@ impl AgentFabric {
         }
     }
 
-    /// With less work per scenario.
+    /// Asks for less work per scenario.
     #[must_use]
     pub const fn brief(mut self) -> Self {
         self.effort = Effort::Brief;
@@ -55,21 +55,21 @@ impl AgentFabric {
         self
     }
 
-    /// With so many streams between two agents at most.
+    /// The most streams between two agents.
     #[must_use]
     pub const fn streams(mut self, streams: usize) -> Self {
         self.streams = Some(streams);
         self
     }
 
-    /// With so many I/O threads.
+    /// I/O threads of each agent.
     #[must_use]
     pub const fn io_threads(mut self, threads: usize) -> Self {
         self.io_threads = Some(threads);
         self
     }
 
-    /// With a secret that both sides know.
+    /// The secret of both agents.
     #[must_use]
     pub const fn secret(mut self, secret: &'static str) -> Self {
         self.secret = Some(secret);
@@ -82,7 +82,7 @@ impl AgentFabric {
             .listen(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)))
             .transports(Transports::parse(self.transports)?)
             .mooncake(self.transports.contains("mooncake"))
-            // No scenario is about silence, and a busy machine is silent now and then.
+            // No scenario is about silence; a loaded machine delays heartbeats.
             .silence(self.patience() / 5)
             .checksum(self.checksum);
         if let Some(streams) = self.streams {
@@ -132,7 +132,7 @@ impl Fabric for AgentFabric {
     }
 }
 
-/// The suite's view of an error.
+/// An error as the suite compares it.
 pub fn failure(error: kvferry::Error) -> Failure {
     Failure {
         kind: error.kind().as_str().to_owned(),
@@ -141,8 +141,8 @@ pub fn failure(error: kvferry::Error) -> Failure {
     }
 }
 
-fn outcome(result: Result<kvferry::Moved, kvferry::Error>) -> Outcome {
-    result.map(|m| Moved { bytes: m.bytes, descriptors: m.descriptors }).map_err(failure)
+fn outcome(result: Result<kvferry::TransferStats, kvferry::Error>) -> Outcome {
+    result.map(|m| TransferStats { bytes: m.bytes, descriptors: m.descriptors }).map_err(failure)
 }
 
 impl DeviceMemory for SlowMemory {
@@ -162,8 +162,8 @@ impl DeviceMemory for SlowMemory {
 struct AgentEnd {
     agent: Agent,
     peer: Peer,
-    // Kept until the agent is gone, so that a copier that it failed to stop is caught by the
-    // suite and not by the kernel.
+    // Kept until the agent ends: if it fails to stop a copier, the suite finds the bytes, and the
+    // process does not crash.
     memories: Mutex<Vec<Memory>>,
     closed: AtomicBool,
     by_address: bool,
@@ -180,7 +180,7 @@ fn batch(moves: &[Move], by_address: bool) -> Result<Batch, Failure> {
         let (local, remote) = (region_of(&m.local), region_of(&m.remote));
         let mut named = remote.remote();
         if by_address {
-            // As a stock peer's regions are named: by their address, in no particular life.
+            // As the regions of a stock peer are named: by address, without an incarnation.
             (named.id, named.incarnation) = (RegionId::ABSOLUTE, Incarnation(0));
         }
         let pushed = match m.aim {
@@ -228,7 +228,7 @@ impl Endpoint for AgentEnd {
                 self.agent.register_device(Arc::new(device.clone()), rights)
             }
             // SAFETY: the memory is kept mapped by `memories` until the agent is gone, it is
-            // writable, and nobody ever holds a reference to its bytes.
+            // writable, and no reference to its bytes exists.
             None => unsafe { self.agent.register(memory.span(offset, len).as_ptr(), len, rights) },
         };
         let inner = Arc::new(inner.map_err(failure)?);
@@ -249,14 +249,14 @@ impl Endpoint for AgentEnd {
 
     fn write_async(&self, moves: &[Move], how: &Options) -> Box<dyn Handle> {
         match batch(moves, self.by_address) {
-            Ok(batch) => Box::new(Running(self.peer.write_async(batch, options(how)))),
+            Ok(batch) => Box::new(Running(self.peer.write_async(&batch, &options(how)))),
             Err(failure) => Box::new(Refused::new(failure)),
         }
     }
 
     fn read_async(&self, moves: &[Move], how: &Options) -> Box<dyn Handle> {
         match batch(moves, self.by_address) {
-            Ok(batch) => Box::new(Running(self.peer.read_async(batch, options(how)))),
+            Ok(batch) => Box::new(Running(self.peer.read_async(&batch, &options(how)))),
             Err(failure) => Box::new(Refused::new(failure)),
         }
     }
@@ -271,7 +271,7 @@ impl Endpoint for AgentEnd {
     }
 
     fn wait_note(&self, timeout: Duration) -> Option<Note> {
-        self.agent.wait_notification(timeout).map(note)
+        self.agent.wait_notification(timeout).ok().flatten().map(note)
     }
 
     fn gauges(&self) -> Vec<(String, u64)> {
@@ -301,7 +301,7 @@ struct Running(Transfer);
 
 impl Handle for Running {
     fn poll(&self) -> Option<Outcome> {
-        self.0.poll().map(outcome)
+        self.0.outcome().map(outcome)
     }
 
     fn wait(&self, timeout: Duration) -> Option<Outcome> {
@@ -317,7 +317,7 @@ impl Handle for Running {
     }
 }
 
-/// A batch that could not even be written down.
+/// A transfer whose batch was refused before it began.
 struct Refused {
     failure: Failure,
     event: EventFd,

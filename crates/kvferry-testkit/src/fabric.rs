@@ -1,4 +1,4 @@
-//! What the conformance suite needs of a transport: two endpoints that know each other.
+//! The interface that the conformance suite needs of a transport: two connected endpoints.
 
 use crate::memory::{Memory, MemoryKind};
 use std::any::Any;
@@ -7,9 +7,9 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A way to connect two endpoints: one per transport and setting.
+/// Makes pairs of endpoints over one transport with one setting.
 pub trait Fabric: Send + Sync {
-    /// What it is called in reports.
+    /// The name in reports.
     fn name(&self) -> String;
 
     /// Two new endpoints that can reach each other's memory.
@@ -23,14 +23,14 @@ pub trait Fabric: Send + Sync {
         Effort::Full
     }
 
-    /// Whether a transfer names regions, each of one life; otherwise it names addresses, and
-    /// whoever is refused is told no more than that there is nothing to reach there.
+    /// Whether a transfer names regions of one incarnation. Otherwise it names addresses, and every
+    /// refusal is `not_registered`.
     fn names_regions(&self) -> bool {
         true
     }
 
-    /// Whether a peer that is there confirms that nothing lands any more; otherwise what its kernel
-    /// had received may still land, soon.
+    /// Whether a live peer confirms a cancel, after which nothing lands. Otherwise the bytes that its
+    /// kernel has received may still land shortly after.
     fn confirms_cancel(&self) -> bool {
         true
     }
@@ -41,21 +41,21 @@ pub trait Fabric: Send + Sync {
     }
 }
 
-/// How much work the scenarios do. Every scenario makes its point with either.
+/// How much work the scenarios do. Each proves its promise with either.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effort {
     /// 70 000 descriptors, more than 64 MiB, many rounds.
     Full,
-    /// A tenth of that: for tables with many fabrics.
+    /// A tenth of that: for many fabrics.
     Brief,
 }
 
 /// Two endpoints.
 #[derive(Clone)]
 pub struct Pair {
-    /// The one that scenarios start most transfers from.
+    /// Starts most transfers.
     pub near: Arc<dyn Endpoint>,
-    /// The other one.
+    /// The other endpoint.
     pub far: Arc<dyn Endpoint>,
 }
 
@@ -79,7 +79,7 @@ pub trait Endpoint: Send + Sync {
         access: Access,
     ) -> Result<Region, Failure>;
 
-    /// Takes a region back; returns when nothing on this side can touch it any more.
+    /// Takes a region back, and returns when no copier of this side can access it.
     ///
     /// # Errors
     /// If the region is not registered.
@@ -109,10 +109,10 @@ pub trait Endpoint: Send + Sync {
     /// Waits for one notification and takes it.
     fn wait_note(&self, timeout: Duration) -> Option<Note>;
 
-    /// Everything that must be zero while nothing is registered, running or queued.
+    /// Gauges that must be zero while nothing is registered, running or queued.
     fn gauges(&self) -> Vec<(String, u64)>;
 
-    /// Ends this side; its gauges then count what any living endpoint has, too.
+    /// Shuts this endpoint down; its gauges then include what a live endpoint has, such as sessions.
     fn close(&self);
 }
 
@@ -124,7 +124,7 @@ pub trait Handle: Send + Sync {
     /// Waits for the outcome.
     fn wait(&self, timeout: Duration) -> Option<Outcome>;
 
-    /// Asks for an early end.
+    /// Requests a cancel, and returns.
     fn cancel(&self);
 
     /// Readable once there is an outcome.
@@ -141,28 +141,28 @@ pub struct Access {
 }
 
 impl Access {
-    /// Nothing: the region is for transfers of its owner.
+    /// Neither: only its owner's transfers use the region.
     pub const NONE: Self = Self { read: false, write: false };
-    /// Only read.
+    /// Read only.
     pub const READ: Self = Self { read: true, write: false };
-    /// Only write.
+    /// Write only.
     pub const WRITE: Self = Self { read: false, write: true };
-    /// Both.
+    /// Read and write.
     pub const BOTH: Self = Self { read: true, write: true };
 }
 
 /// A registered range of some memory.
 #[derive(Clone)]
 pub struct Region {
-    /// The memory it is a range of.
+    /// The memory that contains the region.
     pub memory: Memory,
-    /// Where it starts in the memory.
+    /// Its first byte in the memory.
     pub offset: usize,
     /// Bytes in the region.
     pub len: usize,
     /// What the peer may do.
     pub access: Access,
-    /// The transport's own idea of the region.
+    /// The transport's own handle.
     pub inner: Arc<dyn Any + Send + Sync>,
 }
 
@@ -175,11 +175,11 @@ impl fmt::Debug for Region {
 /// How a move names its remote bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Aim {
-    /// By the region as its owner described it: the initiator can check.
+    /// By the region as its owner described it: the initiator can check bounds and access.
     Honest,
-    /// By a description with the bounds and rights forged: only the target can check.
+    /// By a description with forged bounds and access: only the target can check them.
     Forged,
-    /// By address in the target's process: only the target can check. Host memory only.
+    /// By an address in the target's process: only the target can check it. Host memory only.
     Address,
 }
 
@@ -188,11 +188,11 @@ pub enum Aim {
 pub struct Move {
     /// The region of the initiator.
     pub local: Region,
-    /// Where in it.
+    /// Bytes from the start of `local`.
     pub local_offset: u64,
     /// The region of the other side.
     pub remote: Region,
-    /// Where in it; with [`Aim::Address`], wrapping, so that bytes before it can be named.
+    /// Bytes from the start of `remote`; it wraps with [`Aim::Address`], to name bytes before it.
     pub remote_offset: u64,
     /// Bytes to move.
     pub len: u64,
@@ -201,7 +201,7 @@ pub struct Move {
 }
 
 impl Move {
-    /// A move that is honest about its target.
+    /// A move with [`Aim::Honest`].
     pub fn new(
         local: &Region,
         local_offset: usize,
@@ -219,13 +219,13 @@ impl Move {
         }
     }
 
-    /// The same move, aimed differently.
+    /// The same move with another aim.
     pub fn aimed(mut self, aim: Aim) -> Self {
         self.aim = aim;
         self
     }
 
-    /// Tells the remote memory's model that this write happened.
+    /// Updates the model of the remote memory for this move as a write.
     pub fn expect_written(&self) {
         self.remote.memory.expect_copy(
             self.remote.offset + self.remote_offset as usize,
@@ -235,7 +235,7 @@ impl Move {
         );
     }
 
-    /// Tells the local memory's model that this read happened.
+    /// Updates the model of the local memory for this move as a read.
     pub fn expect_read(&self) {
         self.local.memory.expect_copy(
             self.local.offset + self.local_offset as usize,
@@ -246,7 +246,7 @@ impl Move {
     }
 }
 
-/// How a transfer is asked for.
+/// The options of a transfer.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
     /// The deadline; the endpoint's own if not given.
@@ -271,9 +271,9 @@ impl Options {
 /// A notification.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
-    /// What it is called.
+    /// The notification's name.
     pub name: String,
-    /// What it says.
+    /// Its payload.
     pub message: Vec<u8>,
 }
 
@@ -286,7 +286,7 @@ impl Note {
 
 /// What a finished transfer moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Moved {
+pub struct TransferStats {
     /// Payload bytes.
     pub bytes: u64,
     /// Descriptors of the batch.
@@ -294,27 +294,27 @@ pub struct Moved {
 }
 
 /// How a transfer ended.
-pub type Outcome = Result<Moved, Failure>;
+pub type Outcome = Result<TransferStats, Failure>;
 
-/// Why a transfer failed, in the words that all transports share.
+/// Why a transfer failed, with kinds that all transports share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     /// The kind in snake case, as `kvferry::ErrorKind::as_str` gives it.
     pub kind: String,
-    /// Whether it is certain that nothing lands any more; `Some(false)` if not.
+    /// Whether it is certain that no byte lands from here on; `None` if it was never in doubt.
     pub quiesced: Option<bool>,
-    /// For people.
+    /// The error as it is displayed.
     pub text: String,
 }
 
 impl Failure {
-    /// A failure with no more to say.
+    /// A failure whose text is its kind.
     pub fn new(kind: impl Into<String>) -> Self {
         let kind = kind.into();
         Self { text: kind.clone(), kind, quiesced: None }
     }
 
-    /// Whether it is certain that nothing lands any more.
+    /// Whether it is certain that no byte lands from here on.
     pub fn is_quiet(&self) -> bool {
         self.quiesced != Some(false)
     }

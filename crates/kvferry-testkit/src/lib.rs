@@ -1,20 +1,21 @@
-//! What kvferry's tests are built from.
+//! Test support for kvferry: the conformance suite, processes, networks, memory and limits of time.
 //!
-//! | module | what it is for |
+//! | module | contents |
 //! |---|---|
-//! | [`suite`] | the conformance suite that admits a transport: one macro line per transport |
-//! | [`fabric`] | what the suite needs of a transport |
-//! | [`agent`] | the fabric over real agents |
-//! | [`memory`], [`slow`] | memory that knows what it should hold, and memory that acts like a device |
-//! | [`process`] | peers in processes of their own, to be killed, stopped and looked into |
-//! | [`network`], [`weather`] | two hosts that can be cut off, and a network that delays, reorders and loses |
-//! | [`watchdog`] | tests that end, and bounds of time on a busy machine |
-//! | [`broken`] | a small transport in memory, and all the ways to break it that the suite must notice |
+//! | [`suite`] | the conformance suite: a transport runs it by one macro line |
+//! | [`fabric`] | the interface that the suite needs of a transport |
+//! | [`agent`] | that interface over pairs of agents |
+//! | [`memory`], [`slow`] | memory with a model of its content, and memory that behaves like a device |
+//! | [`process`] | peers in processes of their own, which a test kills, stops and inspects |
+//! | [`network`], [`netem`] | two hosts that can be cut off from each other; delay, reordering and loss |
+//! | [`watchdog`] | abort of tests that hang; limits of time on a loaded machine |
+//! | [`broken`] | a small transport in memory, and the faults in it that the suite must notice |
 
 pub mod agent;
 pub mod broken;
 pub mod fabric;
 pub mod memory;
+pub mod netem;
 pub mod network;
 pub mod pattern;
 pub mod process;
@@ -22,7 +23,6 @@ pub mod slow;
 pub mod suite;
 pub mod violation;
 pub mod watchdog;
-pub mod weather;
 
 pub use agent::AgentFabric;
 pub use fabric::{Effort, Endpoint, Fabric, Failure, Pair};

@@ -1,4 +1,4 @@
-//! Memory that knows what it should hold.
+//! Memory with a model of what it should hold.
 //!
 //! ```text
 //! mapping  | guard, poisoned | the bytes under test ........ | guard, poisoned |
@@ -6,9 +6,10 @@
 //! expected                   | what they should be ......... |
 //! ```
 //!
-//! A test changes memory through [`Memory::refill`] and friends, or lets a transport do it and
-//! tells the model with [`Memory::expect_copy`]; [`Memory::check`] then compares every byte, the
-//! guards included. The bytes are never borrowed, only copied: transports write them meanwhile.
+//! A test changes memory through [`Memory::refill`], [`Memory::mark`] or [`Memory::store`], or lets a
+//! transport do it and updates the model with [`Memory::expect_copy`]. [`Memory::check`] compares
+//! every byte, the guards included. The bytes are only copied, never borrowed: a transport may
+//! write them at any time.
 
 use crate::pattern::{MARKER, Pattern};
 use crate::slow::{Direction, SlowMemory};
@@ -24,7 +25,7 @@ pub const GUARD_BYTES: usize = 8192;
 
 const GUARD: Pattern = Pattern::new(0x6061_7264);
 
-/// What kind of memory a scenario runs on.
+/// The kind of memory that a scenario runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MemoryKind {
     /// Plain host memory.
@@ -34,7 +35,7 @@ pub enum MemoryKind {
 }
 
 impl MemoryKind {
-    /// Both.
+    /// Every kind.
     pub const ALL: [Self; 2] = [Self::Host, Self::Slow];
 }
 
@@ -87,7 +88,7 @@ impl Memory {
         self.0.len == 0
     }
 
-    /// The kind it was made as.
+    /// The kind of memory.
     pub fn kind(&self) -> MemoryKind {
         if self.0.device.is_some() { MemoryKind::Slow } else { MemoryKind::Host }
     }
@@ -97,7 +98,7 @@ impl Memory {
         self.0.device.as_ref()
     }
 
-    /// Where offset 0 is in this process. Slow memory must not be touched through it.
+    /// The address of offset 0. Slow memory must not be accessed through it.
     pub fn as_ptr(&self) -> *mut u8 {
         self.span(0, self.len()).as_ptr()
     }
@@ -125,7 +126,7 @@ impl Memory {
         bytes
     }
 
-    /// Writes as the owner of the memory, and expects it to stay.
+    /// Writes as the owner of the memory; the model expects the bytes from here on.
     ///
     /// # Panics
     /// If the range is not inside the memory.
@@ -134,12 +135,12 @@ impl Memory {
         self.expected()[offset..offset + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// Gives the memory content it never had, and expects it to stay.
+    /// Fills the memory with a fresh pattern, which the model expects from here on.
     pub fn refill(&self) {
         self.fill_with(Pattern::fresh().bytes(self.len()));
     }
 
-    /// Fills the memory with [`MARKER`], and expects it to stay.
+    /// Fills the memory with [`MARKER`], which the model expects from here on.
     pub fn mark(&self) {
         self.fill_with(vec![MARKER; self.len()]);
     }
@@ -149,12 +150,13 @@ impl Memory {
         *self.expected() = content;
     }
 
-    /// Expects what is there now to stay: for outcomes after which any part may have arrived.
+    /// Makes the model expect the current content: for outcomes after which any part may have
+    /// arrived.
     pub fn accept(&self) {
         *self.expected() = self.load(0, self.len());
     }
 
-    /// Expects what is there now in a range to stay.
+    /// Makes the model expect the current content of a range.
     ///
     /// # Panics
     /// If the range is not inside the memory.
@@ -163,12 +165,12 @@ impl Memory {
         self.expected()[offset..offset + len].copy_from_slice(&now);
     }
 
-    /// Whether a byte is [`MARKER`].
+    /// Whether any byte is [`MARKER`].
     pub fn holds_marker(&self) -> bool {
         self.load(0, self.len()).contains(&MARKER)
     }
 
-    /// Tells the model that `len` bytes go from `source` to this memory.
+    /// Copies `len` bytes from the model of `source` to this model.
     ///
     /// # Panics
     /// If a range is not inside its memory.
@@ -230,10 +232,10 @@ impl Memory {
         Ok(())
     }
 
-    /// What was done to slow memory that must not be done.
+    /// Checks that slow memory was used as a device allows.
     ///
     /// # Errors
-    /// The first misuse.
+    /// All misuses.
     pub fn check_misuse(&self) -> Result<(), Violation> {
         let misuse = self.device().map(SlowMemory::misuse).unwrap_or_default();
         ensure!(misuse.is_empty(), "the device was misused: {}", misuse.join("; "));

@@ -1,7 +1,7 @@
-//! Two hosts that can be cut off from each other: network namespaces with a bridge between them,
-//! whose far port is pulled out. Packets are lost then, without a reset.
+//! Two hosts that can be cut off from each other: network namespaces with a bridge between them.
+//! A cut removes the far host's port from the bridge: packets are lost, and no reset is sent.
 
-use crate::weather::{Sky, Weather};
+use crate::netem::{Impairments, Netem};
 use std::io::Write;
 use std::process::{Command, Stdio};
 
@@ -18,7 +18,7 @@ fn ip(arguments: &str) -> Result<(), String> {
     Err(format!("ip {arguments}: {}", text.trim()))
 }
 
-/// Three namespaces: two hosts and the network between them. Removed on drop.
+/// Three namespaces: two hosts and the network between them. The drop removes them.
 #[derive(Debug)]
 pub struct Network {
     /// The namespace of one host, whose address is [`Network::NEAR`].
@@ -26,8 +26,8 @@ pub struct Network {
     /// The namespace of the other, whose address is [`Network::FAR`].
     pub far: String,
     between: String,
-    /// What moves the frames, if no bridge does.
-    weather: Option<Weather>,
+    /// Moves the frames if there is no bridge.
+    netem: Option<Netem>,
 }
 
 impl Network {
@@ -36,21 +36,21 @@ impl Network {
     /// The address of the other.
     pub const FAR: &str = "10.77.0.2";
 
-    /// A network; where none can be made, a line says what is skipped and why.
+    /// A network with a bridge. Where none can be made, prints that `what` is skipped, and why.
     pub fn or_skip(what: &str) -> Option<Self> {
         Self::made_or_skip(what, Self::new())
     }
 
-    /// A network with weather; where none can be made, a line says what is skipped and why.
-    pub fn with_weather_or_skip(what: &str) -> Option<Self> {
-        Self::made_or_skip(what, Self::with_weather())
+    /// A network with netem. Where none can be made, prints that `what` is skipped, and why.
+    pub fn with_netem_or_skip(what: &str) -> Option<Self> {
+        Self::made_or_skip(what, Self::with_netem())
     }
 
     fn made_or_skip(what: &str, made: Result<Self, String>) -> Option<Self> {
         match made {
             Ok(network) => Some(network),
             Err(why) => {
-                // Not through `println!`: the harness would keep it to itself.
+                // Not through `println!`, which the test harness captures.
                 let line = format!("SKIPPED: {what}: {why}\n");
                 drop(std::io::stderr().write_all(line.as_bytes()));
                 None
@@ -58,10 +58,10 @@ impl Network {
         }
     }
 
-    /// Two hosts that reach each other.
+    /// Two hosts that reach each other through a bridge.
     ///
     /// # Errors
-    /// What can't be done here: it takes root, and the `ip` command.
+    /// If the process is not root, or there is no `ip` command; the text says which.
     pub fn new() -> Result<Self, String> {
         let network = Self::hosts()?;
         let between = &network.between;
@@ -73,25 +73,25 @@ impl Network {
         Ok(network)
     }
 
-    /// Two hosts with weather between them, fair at first.
+    /// Two hosts with netem between them, which delays and loses nothing at first.
     ///
     /// # Errors
-    /// As [`Network::new`]; it also takes raw sockets.
-    pub fn with_weather() -> Result<Self, String> {
+    /// As [`Network::new`], and if raw sockets are not allowed.
+    pub fn with_netem() -> Result<Self, String> {
         let mut network = Self::hosts()?;
-        // Frames as on a wire, not as between two kernels: a loss is one of 1 500 bytes.
+        // Without segmentation offload a lost frame is 1 500 bytes, as on a wire, not 64 KiB.
         for host in [&network.near, &network.far] {
             ip(&format!("-n {host} link set eth0 gso_max_segs 1"))?;
         }
-        let weather = Weather::between(&network.between, ["to-near", "to-far"]);
-        network.weather = Some(weather.map_err(|e| format!("frames can't be moved: {e}"))?);
+        let netem = Netem::between(&network.between, ["to-near", "to-far"]);
+        network.netem = Some(netem.map_err(|e| format!("frames can't be moved: {e}"))?);
         Ok(network)
     }
 
     fn hosts() -> Result<Self, String> {
         let name = |end: &str| format!("kvferry-{}-{end}", std::process::id());
         let (near, far, between) = (name("near"), name("far"), name("between"));
-        let network = Self { near, far, between, weather: None };
+        let network = Self { near, far, between, netem: None };
         let Self { near, far, between, .. } = &network;
         for namespace in [near, far, between] {
             ip(&format!("netns add {namespace}"))?;
@@ -106,37 +106,37 @@ impl Network {
         Ok(network)
     }
 
-    /// The weather between the two.
+    /// The impairments between the hosts.
     ///
     /// # Panics
-    /// If the network was made without.
-    pub fn sky(&self) -> &Sky {
-        &self.weather.as_ref().expect("a network with weather").sky
+    /// If the network was made without netem.
+    pub fn impairments(&self) -> &Impairments {
+        &self.netem.as_ref().expect("a network with netem").impairments
     }
 
-    /// The far host has another address from here on, and its old one no more.
+    /// Replaces the far host's address.
     ///
     /// # Panics
-    /// If the network was taken apart meanwhile.
+    /// If the namespaces no longer exist.
     pub fn readdress(&self, from: &str, to: &str) {
         let far = &self.far;
-        // In this order: with its first address, an interface loses those of the same network.
+        // In this order: without its first address, an interface drops the others of that subnet.
         ip(&format!("-n {far} addr del {from}/24 dev eth0")).expect("its address");
         ip(&format!("-n {far} addr add {to}/24 dev eth0")).expect("a free address");
     }
 
-    /// From here on everything between the two is lost; nobody is told.
+    /// Loses everything between the hosts from here on, without a reset.
     ///
     /// # Panics
-    /// If the network was taken apart meanwhile.
+    /// If the namespaces no longer exist.
     pub fn cut(&self) {
         ip(&format!("-n {} link set to-far nomaster", self.between)).expect("it was a port");
     }
 
-    /// The two reach each other again.
+    /// Lets the hosts reach each other again.
     ///
     /// # Panics
-    /// If the network was taken apart meanwhile.
+    /// If the namespaces no longer exist.
     pub fn heal(&self) {
         ip(&format!("-n {} link set to-far master bridge", self.between)).expect("it was a port");
     }
@@ -144,7 +144,7 @@ impl Network {
 
 impl Drop for Network {
     fn drop(&mut self) {
-        self.weather = None;
+        self.netem = None;
         for namespace in [&self.near, &self.far, &self.between] {
             drop(ip(&format!("netns del {namespace}")));
         }

@@ -1,18 +1,19 @@
-//! Bytes that can be recognised: seeded patterns, and a marker that no pattern holds.
+//! Test data: seeded patterns, and a marker byte that no pattern holds.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A byte that no [`Pattern`] ever holds. A source that is rewritten with it after a call
-/// returned betrays every copier that reads late.
+/// A byte that no [`Pattern`] holds. A test writes it to a source after a call returned, and looks
+/// for it at the target, to notice a copier that reads late.
 pub const MARKER: u8 = 0xEE;
 
+/// The finaliser of SplitMix64: patterns need any word without those before it, which a generator can't give.
 fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     x ^ (x >> 31)
 }
 
-/// An endless sequence of bytes below 128, different for every seed and at every place.
+/// An endless sequence of bytes below 128, which differs by seed and by position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pattern(u64);
 
@@ -22,7 +23,7 @@ impl Pattern {
         Self(seed)
     }
 
-    /// A sequence that nobody has used before in this process.
+    /// A sequence that this process has not used before.
     pub fn fresh() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let pid = u64::from(std::process::id());
@@ -34,7 +35,7 @@ impl Pattern {
             .to_le_bytes()
     }
 
-    /// The bytes of the sequence from position `at` on.
+    /// Fills `to` with the bytes of the sequence from position `at` on.
     pub fn fill(self, at: u64, to: &mut [u8]) {
         let (mut index, skip) = (at / 8, (at % 8) as usize);
         let head = to.len().min((8 - skip) % 8);
@@ -61,41 +62,12 @@ impl Pattern {
     }
 }
 
-/// A small seeded generator: the same choices in every run with the same seed.
-#[derive(Clone, Debug)]
-pub struct Rng(u64);
-
-impl Rng {
-    /// A generator with its own sequence.
-    pub fn new(seed: u64) -> Self {
-        Self(mix(seed ^ 0xA5A5_5A5A_0F0F_F0F0))
-    }
-
-    /// The next number.
-    pub fn draw(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        mix(self.0)
-    }
-
-    /// A number below `bound`, which must not be zero.
-    pub fn below(&mut self, bound: usize) -> usize {
-        (self.draw() % bound as u64) as usize
-    }
-
-    /// Puts `items` in a random order.
-    pub fn shuffle<T>(&mut self, items: &mut [T]) {
-        for i in (1..items.len()).rev() {
-            items.swap(i, self.below(i + 1));
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn a_piece_of_a_pattern_is_the_same_from_wherever_it_is_filled() {
+    fn a_piece_of_a_pattern_equals_that_piece_of_the_whole() {
         let pattern = Pattern::new(7);
         let whole = pattern.bytes(200);
         for at in 0..20 {

@@ -1,14 +1,14 @@
-//! Peers in processes of their own, that can be killed, stopped and looked into.
+//! Peers in processes of their own, which a test can kill, stop and inspect.
 //!
-//! A child is the test binary itself, started again. A test file that wants children has one line
+//! A child is the test binary itself, started again. A test file that needs children has one line
 //!
 //! ```ignore
 //! kvferry_testkit::child_processes!();
 //! ```
 //!
-//! which makes a test that does nothing, except in a child: there it serves the commands of its
-//! parent until the parent is gone. Commands and replies are lines of JSON on stdin and stdout;
-//! replies start with `REPLY`, because the test harness writes to stdout as well.
+//! which makes a test that returns at once, except in a child: there it serves the commands of its
+//! parent until the parent ends. Commands and replies are lines of JSON on stdin and stdout;
+//! replies start with `REPLY`, because the test harness writes to stdout, too.
 
 pub mod mesh;
 mod serve;
@@ -26,20 +26,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// What a reply starts with.
+/// The start of a line with a reply.
 const REPLY: &str = "@kvferry ";
 
 /// Set in children only.
 const CHILD: &str = "KVFERRY_TESTKIT_CHILD";
 
-/// The longest that a child may take to answer.
-const ANSWER_WITHIN: Duration = Duration::from_secs(40);
+/// The longest that a child may take to reply.
+const REPLY_WITHIN: Duration = Duration::from_secs(40);
 
 /// Makes the hidden test through which the test binary becomes a child process.
 #[macro_export]
 macro_rules! child_processes {
     () => {
-        /// Does nothing, except in processes that other tests of this file started.
+        /// Returns at once, except in processes that other tests of this file started.
         #[test]
         fn becomes_a_child_process() {
             $crate::process::serve_if_child();
@@ -52,7 +52,7 @@ pub struct Child {
     process: std::process::Child,
     input: ChildStdin,
     replies: Receiver<Value>,
-    said: Arc<Mutex<String>>,
+    stderr: Arc<Mutex<String>>,
 }
 
 impl fmt::Debug for Child {
@@ -66,33 +66,33 @@ impl fmt::Debug for Child {
 pub struct Refusal {
     /// The kind in snake case.
     pub kind: String,
-    /// For people.
+    /// The error as it is displayed.
     pub text: String,
-    /// Whether it is certain that nothing lands any more.
+    /// As `kvferry::Error::quiesced`.
     pub quiesced: Option<bool>,
-    /// What the command took, in the child.
+    /// The time that the command took, measured in the child.
     pub took: Duration,
 }
 
-/// What a child uses of the machine.
+/// What a process uses of the machine.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Resources {
     /// Resident memory in bytes.
     pub memory_bytes: u64,
-    /// Threads.
+    /// Threads that the kernel has not reaped.
     pub threads: usize,
     /// Open descriptors.
     pub descriptors: usize,
-    /// Time on a CPU since the process started.
+    /// CPU time since the process started, of the threads that still run.
     pub cpu: Duration,
 }
 
-/// What a process of ours holds at an address.
+/// The memory of a child at an address.
 ///
 /// # Panics
-/// If the process is gone or the range is not mapped.
+/// If the process has ended or the range is not mapped.
 pub fn memory_of(pid: u32, addr: u64, len: usize) -> Vec<u8> {
-    let file = fs::File::open(format!("/proc/{pid}/mem")).expect("the process lives");
+    let file = fs::File::open(format!("/proc/{pid}/mem")).expect("the process runs");
     let mut bytes = vec![0; len];
     file.read_exact_at(&mut bytes, addr).expect("the range is mapped");
     bytes
@@ -132,7 +132,9 @@ impl Child {
     /// # Panics
     /// If it can't be started; also if the test binary has no line `child_processes!()`.
     pub fn spawn() -> Self {
-        Self::spawn_by(Command::new(std::env::current_exe().expect("we run")))
+        Self::spawn_by(Command::new(
+            std::env::current_exe().expect("Linux tells a process its executable"),
+        ))
     }
 
     /// Starts a child in a network namespace.
@@ -142,7 +144,7 @@ impl Child {
     pub fn spawn_in(namespace: &str) -> Self {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace]);
-        command.arg(std::env::current_exe().expect("we run"));
+        command.arg(std::env::current_exe().expect("Linux tells a process its executable"));
         Self::spawn_by(command)
     }
 
@@ -169,20 +171,20 @@ impl Child {
                 }
             }
         });
-        let said = Arc::new(Mutex::new(String::new()));
-        let (errors, saying) = (process.stderr.take().expect("piped"), Arc::clone(&said));
+        let stderr = Arc::new(Mutex::new(String::new()));
+        let (errors, kept) = (process.stderr.take().expect("piped"), Arc::clone(&stderr));
         thread::spawn(move || {
             for line in BufReader::new(errors).lines().map_while(Result::ok) {
                 drop(writeln!(std::io::stderr(), "{line}"));
-                *saying.lock().unwrap_or_else(PoisonError::into_inner) += &(line + "\n");
+                *kept.lock().unwrap_or_else(PoisonError::into_inner) += &(line + "\n");
             }
         });
-        let mut child = Self { process, input, replies, said };
+        let mut child = Self { process, input, replies, stderr };
         child.call(json!({"op": "hello"}));
         child
     }
 
-    /// Starts a child with an agent. `config` may have `name`, `listen`, `secret`, `silence_ms`,
+    /// Starts a child with an agent, and returns the agent's address. `config` may have `name`, `listen`, `secret`, `silence_ms`,
     /// `timeout_ms`, `checksum` (a boolean), `streams`, `io_threads`, `transports`, `ptracer_any`,
     /// `mooncake`.
     ///
@@ -194,7 +196,7 @@ impl Child {
         (child, address)
     }
 
-    /// Starts the child's agent, and returns its address.
+    /// Starts the child's agent with settings as in [`Child::with_agent`], and returns its address.
     ///
     /// # Panics
     /// If the agent can't be started.
@@ -210,11 +212,11 @@ impl Child {
 
     /// Sends a command without waiting for its reply.
     pub fn send(&mut self, command: Value) {
-        // A child that was killed is noticed by its missing reply.
+        // A child that was killed does not reply; that is where the caller notices.
         drop(writeln!(self.input, "{command}"));
     }
 
-    /// The next reply, if it comes in time.
+    /// The next reply, or `None` after `time`.
     pub fn reply_within(&mut self, time: Duration) -> Option<Result<Value, Refusal>> {
         let reply = self.replies.recv_timeout(time).ok()?;
         let Some(error) = reply.get("error") else { return Some(Ok(reply)) };
@@ -229,21 +231,21 @@ impl Child {
     /// Sends a command and waits for its reply.
     ///
     /// # Errors
-    /// What the command failed with.
+    /// The error that the command ended with.
     ///
     /// # Panics
-    /// If there is no reply.
+    /// If there is no reply within 40 s.
     pub fn try_call(&mut self, command: Value) -> Result<Value, Refusal> {
         let what = command.to_string();
         self.send(command);
-        self.reply_within(ANSWER_WITHIN)
-            .unwrap_or_else(|| panic!("child {} did not answer: {what}", self.pid()))
+        self.reply_within(REPLY_WITHIN)
+            .unwrap_or_else(|| panic!("child {} did not reply to {what}", self.pid()))
     }
 
-    /// Sends a command that must not fail.
+    /// Sends a command and waits for its reply.
     ///
     /// # Panics
-    /// If it fails.
+    /// If the command fails, or there is no reply within 40 s.
     pub fn call(&mut self, command: Value) -> Value {
         let what = command.to_string();
         match self.try_call(command) {
@@ -252,7 +254,8 @@ impl Child {
         }
     }
 
-    /// Allocates memory in the child, filled with a pattern of that seed.
+    /// Allocates a region in the child, filled with the pattern of `seed`. Peers may read it if
+    /// `access` is "r", write it if "w", both if "rw".
     ///
     /// # Panics
     /// If the child can't.
@@ -260,8 +263,8 @@ impl Child {
         self.allocate_as(json!({"len": len, "access": access, "seed": seed}))
     }
 
-    /// As [`Child::allocate`], but the memory is the child's own and only registered: other
-    /// processes can't map it.
+    /// As [`Child::allocate`], but the memory is only registered with the child's agent, not
+    /// allocated by it: other processes can't map it.
     ///
     /// # Panics
     /// If the child can't.
@@ -283,26 +286,26 @@ impl Child {
         }
     }
 
-    /// What the child's memory holds, seen from outside: works on a stopped child too.
+    /// What the child's memory holds. Works while the child is stopped.
     ///
     /// # Panics
-    /// If the child is gone or the range is not mapped.
+    /// If the child has ended or the range is not mapped.
     pub fn memory(&self, region: &ChildRegion) -> Vec<u8> {
         memory_of(self.pid(), region.addr, region.len)
     }
 
-    /// What the child uses of the machine.
+    /// What the child uses now.
     pub fn resources(&self) -> Resources {
         Resources::of(self.pid())
     }
 
     /// What the child wrote to stderr so far.
-    pub fn said(&self) -> String {
-        self.said.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub fn stderr(&self) -> String {
+        self.stderr.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Sends a signal that the child is ready for (command `catch_signals`).
-    pub fn disturb(&self) {
+    /// Interrupts a system call of the child by a signal. Needs the command `catch_signals` before.
+    pub fn interrupt(&self) {
         self.signal(libc::SIGUSR1);
     }
 
@@ -326,19 +329,19 @@ impl Child {
         }
     }
 
-    /// Stops the child; returns when it is stopped.
+    /// Stops the child, and returns once it is stopped.
     pub fn stop(&self) {
         self.signal(libc::SIGSTOP);
         self.wait_for_state(&['T']);
     }
 
-    /// Lets a stopped child go on.
+    /// Lets a stopped child continue.
     pub fn resume(&self) {
         self.signal(libc::SIGCONT);
         self.wait_for_state(&['R', 'S', 'D']);
     }
 
-    /// Kills the child; returns when its descriptors are closed.
+    /// Kills the child, and returns once its descriptors are closed.
     pub fn kill(&mut self) {
         drop(self.process.kill());
         drop(self.process.wait());
@@ -351,15 +354,15 @@ impl Drop for Child {
     }
 }
 
-/// Memory of a child.
+/// A region of a child.
 #[derive(Clone, Debug)]
 pub struct ChildRegion {
-    /// The child's name for it.
+    /// Names the region in commands.
     pub id: u64,
-    /// Where it is in the child.
+    /// Its address in the child.
     pub addr: u64,
-    /// Its length in bytes.
+    /// Bytes.
     pub len: usize,
-    /// What transfers name it by.
+    /// The description that peers need for a transfer.
     pub remote: kvferry::RemoteRegion,
 }

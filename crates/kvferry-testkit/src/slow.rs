@@ -1,16 +1,15 @@
-//! Memory that behaves like a device: copies happen later, on another thread, in pieces, out of
-//! order; and misuse that a real device would punish with silent damage is written down.
+//! Memory that behaves like a device: copies run later, on another thread, in pieces and out of
+//! order. It records misuse that would damage data silently on a real device.
 //!
-//! One worker thread per memory takes a random piece of a random pending copy at a time, so
-//! copies overtake each other and are torn while they run. What the worker checks:
+//! One worker thread per memory copies a random piece of a random pending copy at a time, so
+//! copies overtake each other and are torn while they run. Misuses are:
 //!
-//! - no copy is started, and none is still running, once the owner took the memory back
-//!   ([`SlowMemory::free`]);
-//! - two running copies never touch the same device bytes if one of them writes them, and never
-//!   the same staging bytes if one of them writes those;
-//! - every copy stays inside the memory.
+//! - a copy that starts or still runs after the owner took the memory back ([`SlowMemory::free`]);
+//! - two running copies of the same device bytes or the same staging bytes, if one of them writes
+//!   those bytes;
+//! - a copy beyond the memory.
 
-use crate::pattern::Rng;
+use fastrand::Rng;
 use kvferry_sys::HostSpan;
 use kvferry_sys::map::Mapping;
 use std::fmt;
@@ -20,10 +19,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// The largest piece that is copied at once.
+/// Bytes of the largest piece.
 const PIECE_BYTES: usize = 96 * 1024;
 
-/// Which way a copy goes, seen from the device.
+/// The direction of a copy, seen from the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the device to host memory.
@@ -32,14 +31,14 @@ pub enum Direction {
     In,
 }
 
-/// Called once, when a copy ended.
+/// Called once, on the worker thread, when the copy has ended.
 pub type Done = Box<dyn FnOnce(io::Result<()>) + Send>;
 
 /// Device-like memory. Clones are the same memory.
 #[derive(Clone)]
 pub struct SlowMemory {
     shared: Arc<Shared>,
-    // Tells the worker to end when the last handle is gone.
+    // Ends the worker when the last clone is dropped.
     _handle: Arc<Handle>,
 }
 
@@ -125,7 +124,7 @@ impl Shared {
                 let abandoned = std::mem::take(&mut state.copies);
                 drop(state);
                 for copy in abandoned {
-                    (copy.done)(Err(io::Error::other("the device went away")));
+                    (copy.done)(Err(io::Error::other("the device was dropped")));
                 }
                 return;
             }
@@ -133,7 +132,7 @@ impl Shared {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
-            let delay = match state.rng.below(256) {
+            let delay = match state.rng.u8(..) {
                 0..=15 => Duration::from_micros(30),
                 16 => Duration::from_millis(1),
                 _ => Duration::ZERO,
@@ -147,7 +146,7 @@ impl Shared {
                 }
             }
             let pending = state.copies.len();
-            let chosen = state.rng.below(pending);
+            let chosen = state.rng.usize(..pending);
             let copy = &mut state.copies[chosen];
             let piece = copy.pieces.pop();
             let (direction, offset, host) = (copy.direction, copy.offset, copy.host);
@@ -158,7 +157,7 @@ impl Shared {
                 self.copy_piece(direction, offset + piece.start, at, buffer);
                 state = self.state();
             }
-            // Only this thread removes copies, and new ones are appended: the index still holds.
+            // Only this thread removes copies, and new ones are appended: the index is still valid.
             if state.copies[chosen].pieces.is_empty() {
                 let copy = state.copies.swap_remove(chosen);
                 state.finished += 1;
@@ -177,7 +176,7 @@ impl Shared {
 }
 
 fn tail(span: HostSpan, from: usize) -> HostSpan {
-    // SAFETY: the rest of a span that its maker promised, from a place inside it.
+    // SAFETY: a part of a valid span, from an offset inside it to its end.
     unsafe { HostSpan::new(span.as_ptr().wrapping_add(from), span.len() - from) }
 }
 
@@ -198,7 +197,7 @@ impl SlowMemory {
             len,
             state: Mutex::new(State {
                 copies: Vec::new(),
-                rng: Rng::new(seed),
+                rng: Rng::with_seed(seed),
                 held: false,
                 failing: 0,
                 freed: false,
@@ -226,8 +225,8 @@ impl SlowMemory {
         self.shared.len == 0
     }
 
-    /// Starts a copy between the memory at `offset` and `host`; `done` is called when it ended,
-    /// later and on another thread. `host` must stay valid until then.
+    /// Starts a copy between the memory at `offset` and `host`, and returns; the worker thread calls
+    /// `done` when it has ended. `host` must stay valid until then.
     pub fn start(&self, direction: Direction, offset: u64, host: HostSpan, done: Done) {
         let mut state = self.shared.state();
         let end = usize::try_from(offset).ok().and_then(|at| at.checked_add(host.len()));
@@ -257,43 +256,49 @@ impl SlowMemory {
         self.shared.changed.notify_all();
     }
 
-    /// A copy that returns when it has happened.
+    /// Copies, and returns when the copy has ended.
     ///
     /// # Errors
-    /// If the copy is outside the memory or failed on purpose.
+    /// If the copy is outside the memory, or [`SlowMemory::fail_next`] made it fail.
     pub fn copy_now(&self, direction: Direction, offset: u64, host: HostSpan) -> io::Result<()> {
         let (tell, told) = std::sync::mpsc::channel();
         self.start(direction, offset, host, Box::new(move |result| drop(tell.send(result))));
-        told.recv().unwrap_or_else(|_| Err(io::Error::other("the device went away")))
+        told.recv().unwrap_or_else(|_| Err(io::Error::other("the device was dropped")))
     }
 
-    /// Stops the device: copies can be started, none makes progress.
+    /// Stops the device: copies can be started but make no progress.
     pub fn hold(&self) {
         self.shared.state().held = true;
     }
 
-    /// Lets a stopped device go on.
+    /// Lets a stopped device continue.
     pub fn release(&self) {
         self.shared.state().held = false;
         self.shared.changed.notify_all();
     }
 
-    /// Lets the next `copies` copies report a failure.
+    /// Makes the next `copies` copies report a failure.
     pub fn fail_next(&self, copies: usize) {
         self.shared.state().failing = copies;
     }
 
-    /// Copies that have been started and not ended.
+    /// Copies that were started and have not ended.
     pub fn pending(&self) -> usize {
         self.shared.state().copies.len()
     }
 
-    /// Copies that ended so far.
+    /// Copies that write the device's memory and have not ended.
+    pub fn pending_in(&self) -> usize {
+        let state = self.shared.state();
+        state.copies.iter().filter(|copy| copy.direction == Direction::In).count()
+    }
+
+    /// Copies that have ended.
     pub fn finished(&self) -> u64 {
         self.shared.state().finished
     }
 
-    /// The owner takes the memory back: nothing may touch it from here on.
+    /// The owner takes the memory back: any copy from here on is misuse.
     pub fn free(&self) {
         let mut state = self.shared.state();
         state.freed = true;
@@ -303,7 +308,7 @@ impl SlowMemory {
         }
     }
 
-    /// What was done to the memory that must not be done.
+    /// The recorded misuses.
     pub fn misuse(&self) -> Vec<String> {
         self.shared.state().misuse.clone()
     }
@@ -354,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn misuse_is_written_down() {
+    fn misuse_is_recorded() {
         let (device, _mapping) = memory(1000);
         let buffer = staging(1000);
         device.hold();

@@ -1,13 +1,13 @@
-//! What a scenario says when a transport broke its promise.
+//! The error of a scenario whose transport broke its promise.
 
 use std::fmt;
 
-/// A broken promise, in one sentence.
+/// A broken promise, described in one sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Violation(String);
 
 impl Violation {
-    /// A broken promise.
+    /// `text` says what the transport did.
     pub fn new(text: impl Into<String>) -> Self {
         Self(text.into())
     }
@@ -24,7 +24,7 @@ impl std::error::Error for Violation {}
 /// Returns a [`Violation`] with the formatted text unless the condition holds.
 macro_rules! ensure {
     ($condition:expr, $($text:tt)+) => {
-        // Written as a match so that clippy doesn't ask for De Morgan in every caller.
+        // A match, because clippy would ask callers of an `if !` to apply De Morgan's laws.
         match $condition {
             true => {}
             false => return Err($crate::violation::Violation::new(format!($($text)+))),

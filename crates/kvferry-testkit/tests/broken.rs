@@ -74,16 +74,6 @@ fn is_caught(fault: Fault) -> bool {
     !caught.is_empty() && (!given_up || fault.hangs())
 }
 
-/// Takes minutes; the table it prints shows how wide each fault is noticed.
-#[test]
-#[ignore = "runs every scenario on every fault"]
-fn table_of_all_faults_and_scenarios() {
-    let all: Vec<_> = SCENARIOS.iter().collect();
-    for &fault in Fault::ALL {
-        println!("{fault:?}: {:?}", caught_by(fault, &all).keys());
-    }
-}
-
 #[test]
 fn the_same_transport_without_a_fault_passes() {
     let fabric: Arc<dyn Fabric> = Arc::new(InMemory::brief());

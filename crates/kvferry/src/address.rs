@@ -1,15 +1,14 @@
-//! Which address an agent listens on, and which one it tells its peers.
+//! The address that an agent listens on, and the address that it tells its peers.
 //!
-//! The rule, in order:
+//! The second is the first of:
 //!
-//! 1. what the configuration says (`advertise`, with or without a port);
-//! 2. `KVFERRY_ADVERTISE`, `HOST_IP`, `POD_IP`, the first that is set;
-//! 3. the address listened on, if it is one interface's;
-//! 4. if every interface is listened on, the address that the default route leaves by.
+//! 1. `advertise` of the configuration, with or without a port;
+//! 2. the first of `KVFERRY_ADVERTISE`, `HOST_IP` and `POD_IP` that is set, unless the agent listens
+//!    on loopback only: peers could not reach it there;
+//! 3. the listening address, if it belongs to one interface;
+//! 4. the source address of the default route, if the agent listens on every interface.
 //!
-//! 2 is left out when the agent listens on loopback only: no peer could reach it there. And
-//! loopback is never told to a peer on another host: a control connection that comes from
-//! elsewhere is told the address it came to.
+//! A peer on another host never gets a loopback address. It gets the address that it connected to.
 
 use crate::error::{Error, ErrorKind, Result};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -17,7 +16,7 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 /// Parses `host:port`, `[v6]:port`, `:port` (every interface) or a bare port.
 pub(crate) fn parse_listen(text: &str) -> Result<SocketAddr> {
     let bad = |why: &str| {
-        Error::new(ErrorKind::InvalidArgument, format!("not an address to listen on: {why}"))
+        Error::new(ErrorKind::InvalidArgument, format!("malformed address to listen on: {why}"))
             .with("address", text)
     };
     if let Ok(addr) = text.parse::<SocketAddr>() {
@@ -45,7 +44,7 @@ pub(crate) fn resolve_peer(text: &str) -> Result<Vec<SocketAddr>> {
                 std::io::ErrorKind::InvalidInput => ErrorKind::InvalidArgument,
                 _ => ErrorKind::Unreachable,
             };
-            Error::new(kind, "the peer's address can't be resolved; it is host:port")
+            Error::new(kind, "the peer's address can't be resolved; write host:port")
                 .with("peer", text)
                 .caused_by(e)
         })?
@@ -58,26 +57,26 @@ pub(crate) fn resolve_peer(text: &str) -> Result<Vec<SocketAddr>> {
     Ok(found)
 }
 
-/// Which rule gave the address that peers are told.
+/// The rule that chose the address that an agent tells its peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AdvertisedBy {
-    /// The configuration.
+    /// `advertise` of the configuration.
     Option,
-    /// This environment variable.
+    /// The environment variable of this name.
     Variable(&'static str),
-    /// The address listened on.
+    /// The listening address.
     Listening,
-    /// The default route, because every interface is listened on.
+    /// The default route; the agent listens on every interface.
     DefaultRoute,
 }
 
-/// What peers are told, as `host:port`.
+/// The `host:port` that the agent tells its peers.
 pub(crate) fn advertised(option: Option<&str>, listening: SocketAddr) -> Result<String> {
     advertised_by(option, listening).map(|(address, _)| address)
 }
 
-/// What peers are told, and by which rule.
+/// The `host:port` that the agent tells its peers, and the rule that chose it.
 pub(crate) fn advertised_by(
     option: Option<&str>,
     listening: SocketAddr,
@@ -95,7 +94,7 @@ pub(crate) fn advertised_by(
     }
     let (ip, by) = if listening.ip().is_unspecified() {
         let ip = kvferry_sys::net::default_route_source()
-            .map_err(|e| Error::io("no interface address can be found", e))?;
+            .map_err(|e| Error::io("no interface has an address to advertise", e))?;
         (ip, AdvertisedBy::DefaultRoute)
     } else {
         (listening.ip(), AdvertisedBy::Listening)
@@ -122,8 +121,11 @@ fn with_port(text: &str, port: u16) -> Result<String> {
     };
     match port {
         Some(port) if named => Ok(format!("{host}:{port}")),
-        _ => Err(Error::new(ErrorKind::InvalidArgument, "not an address to advertise")
-            .with("address", text)),
+        _ => Err(Error::new(
+            ErrorKind::InvalidArgument,
+            "malformed address to advertise; write host or host:port",
+        )
+        .with("address", text)),
     }
 }
 
@@ -132,31 +134,31 @@ mod tests {
     use super::*;
 
     fn on(text: &str) -> SocketAddr {
-        text.parse().expect("a test's address")
+        text.parse().expect("an address")
     }
 
     #[test]
-    fn an_option_wins_and_gets_the_port_if_it_has_none() {
-        for (option, told) in [
+    fn the_option_wins_and_gets_the_listening_port_if_it_has_none() {
+        for (option, advertised_as) in [
             ("10.0.0.7", "10.0.0.7:4000"),
             ("10.0.0.7:5", "10.0.0.7:5"),
             ("node-3.cluster", "node-3.cluster:4000"),
             ("node-3:17", "node-3:17"),
             ("fd00::7", "[fd00::7]:4000"),
         ] {
-            assert_eq!(advertised(Some(option), on("0.0.0.0:4000")).expect(option), told);
+            assert_eq!(advertised(Some(option), on("0.0.0.0:4000")).expect(option), advertised_as);
         }
         assert!(advertised(Some("a b"), on("0.0.0.0:4000")).is_err());
     }
 
     #[test]
-    fn one_interface_is_told_as_it_is() {
-        let told = advertised(None, on("127.0.0.1:9")).expect("loopback");
-        assert_eq!(told, "127.0.0.1:9");
+    fn the_address_of_one_interface_is_advertised_unchanged() {
+        let advertised_as = advertised(None, on("127.0.0.1:9")).expect("loopback");
+        assert_eq!(advertised_as, "127.0.0.1:9");
     }
 
     #[test]
-    fn listen_takes_the_usual_forms() {
+    fn a_listening_address_may_lack_host_or_port() {
         for (text, addr) in [
             ("127.0.0.1:7", "127.0.0.1:7"),
             (":7", "0.0.0.0:7"),

@@ -1,15 +1,19 @@
-//! What an agent is told: one versioned structure, keyed by name, and where each value may come
-//! from.
+//! [`Config`]: the settings of an agent, and the environment variables that they come from.
 //!
-//! A value given to the builder wins over the environment, which wins over the default.
+//! A setting made with the builder wins over the environment, which wins over the default.
 
 use crate::address::{self, AdvertisedBy};
+use crate::core::{Settings, Sizing};
 use crate::error::{Error, ErrorKind, Result};
+use crate::transfer::TransportKind;
 use crate::transport::Transports;
 use kvferry_proto::Secret;
 use serde::{Deserialize, Serialize};
-use std::fmt;
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
 use std::time::Duration;
+use zeroize::Zeroizing;
 
 /// The version of [`Config`] that this build writes, and the highest it reads.
 pub const CONFIG_VERSION: u32 = 1;
@@ -21,9 +25,9 @@ pub enum Checksum {
     /// On between hosts, off on one host.
     #[default]
     Auto,
-    /// Always, with peers that can.
+    /// On with every peer that supports checksums.
     On,
-    /// Unless the peer asks for them.
+    /// Off, unless the peer requires them.
     Off,
 }
 
@@ -33,46 +37,26 @@ impl Checksum {
             "auto" | "" => Ok(Self::Auto),
             "on" | "1" | "true" => Ok(Self::On),
             "off" | "0" | "false" => Ok(Self::Off),
-            _ => {
-                Err(Error::new(ErrorKind::InvalidArgument, "a checksum setting is auto, on or off")
-                    .with("value", text))
-            }
+            _ => Err(Error::new(
+                ErrorKind::InvalidArgument,
+                "the checksum setting must be auto, on or off",
+            )
+            .with("value", text)),
         }
     }
 }
 
-/// A secret that is never shown: not by `Debug`, not in JSON.
-#[derive(Clone, Default, PartialEq, Eq)]
-pub struct SecretString(Vec<u8>);
-
-impl SecretString {
-    /// Takes over a secret; an empty one is none.
-    pub fn new(bytes: impl Into<Vec<u8>>) -> Self {
-        Self(bytes.into())
-    }
-
-    pub(crate) fn to_secret(&self) -> Option<Secret> {
-        Secret::new(self.0.clone())
-    }
-}
-
-impl fmt::Debug for SecretString {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("SecretString(..)")
-    }
-}
-
-/// The settings of an agent.
+/// The settings of an agent: versioned, and keyed by name as JSON.
 ///
 /// | field | environment | default |
 /// |---|---|---|
 /// | `name` | `KVFERRY_NAME` | `kvferry-<pid>` |
 /// | `listen` | `KVFERRY_LISTEN` | `127.0.0.1:0` |
 /// | `advertise` | `KVFERRY_ADVERTISE`, `HOST_IP`, `POD_IP` | see [`AgentBuilder::advertise`](crate::AgentBuilder::advertise) |
-/// | `transports` | `KVFERRY_TRANSPORTS` | all this build has |
-/// | `secret` | `KVFERRY_SECRET_FILE`, `KVFERRY_SECRET` | none |
-/// | `io_threads` | `KVFERRY_IO_THREADS` | half of the cores, 1 to 4 |
-/// | `streams_per_peer` | `KVFERRY_STREAMS` | 2 × I/O threads, at least 4 |
+/// | `transports` | `KVFERRY_TRANSPORTS` | all of this build |
+/// | `secret` | `KVFERRY_SECRET_FILE` (trailing white space removed), `KVFERRY_SECRET` | none |
+/// | `io_threads` | `KVFERRY_IO_THREADS` | half of the cores, 1 to 64 |
+/// | `streams_per_peer` | `KVFERRY_STREAMS` | 2 × I/O threads, 4 to 64 |
 /// | `checksum` | `KVFERRY_CHECKSUM` | auto |
 /// | `silence_ms` | `KVFERRY_SILENCE_MS` | 3000 |
 /// | `timeout_ms` | `KVFERRY_TIMEOUT_MS` | 30000 |
@@ -80,34 +64,36 @@ impl fmt::Debug for SecretString {
 /// | `ptracer_any` | `KVFERRY_PTRACER_ANY` | false |
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
+#[non_exhaustive]
 pub struct Config {
     /// Version of this structure; see [`CONFIG_VERSION`].
     pub version: u32,
-    /// The agent's name, for people and notifications. At most 256 bytes.
+    /// The agent's name, 1 to 256 bytes. Peers see it in notifications, errors and logs.
     pub name: String,
-    /// `host:port` to listen on; port 0 lets the kernel choose. `0.0.0.0` or `[::]` is every
+    /// The `host:port` to listen on. Port 0 lets the kernel choose; `0.0.0.0` or `[::]` means every
     /// interface.
     pub listen: Option<String>,
-    /// `host` or `host:port` that peers are told.
+    /// The `host` or `host:port` that the agent tells its peers.
     pub advertise: Option<String>,
-    /// The transports that may be used, separated by commas; all if not given.
-    pub transports: Option<String>,
-    /// Shared by all agents that may talk to each other. Not part of the JSON.
+    /// The transports that the agent may use. In JSON: their names, separated by commas.
+    pub transports: Transports,
+    /// The secret, shared by all agents that may connect to each other. Not part of the JSON.
     #[serde(skip)]
-    pub secret: Option<SecretString>,
-    /// Threads that move what comes in and what is asynchronous, 1 to 64.
+    pub secret: Option<Secret>,
+    /// Number of threads for inbound streams and asynchronous transfers, 1 to 64.
     pub io_threads: Option<usize>,
-    /// Connections that carry data to one peer at most, 1 to 64.
+    /// The largest number of data connections to one peer, 1 to 64.
     pub streams_per_peer: Option<usize>,
     /// Whether payload carries checksums.
     pub checksum: Checksum,
-    /// Milliseconds that a peer may be silent while something is in flight, 100 to 600 000.
+    /// How long a peer may be silent during a transfer before its session ends, in milliseconds,
+    /// 100 to 600 000.
     pub silence_ms: u64,
-    /// Milliseconds a transfer may take if its caller does not say, 1 to 86 400 000.
+    /// The time limit of a transfer whose caller sets none, in milliseconds, 1 to 86 400 000.
     pub timeout_ms: u64,
-    /// Whether stock Mooncake peers are served: opens a second port.
+    /// Whether the agent serves stock Mooncake peers. Opens a second port.
     pub mooncake: bool,
-    /// Whether any process of the same user may attach to this one; see
+    /// Whether any process of the same user may attach to this process; see
     /// [`AgentBuilder::ptracer_any`](crate::AgentBuilder::ptracer_any).
     pub ptracer_any: bool,
 }
@@ -119,7 +105,7 @@ impl Default for Config {
             name: format!("kvferry-{}", std::process::id()),
             listen: None,
             advertise: None,
-            transports: None,
+            transports: Transports::ALL,
             secret: None,
             io_threads: None,
             streams_per_peer: None,
@@ -139,35 +125,64 @@ fn env(name: &str) -> Option<String> {
 fn env_number<T: std::str::FromStr>(name: &'static str) -> Result<Option<T>> {
     let Some(text) = env(name) else { return Ok(None) };
     text.trim().parse().map(Some).map_err(|_| {
-        Error::new(ErrorKind::InvalidArgument, "an environment variable should hold a number")
-            .with("variable", name)
-            .with("value", text)
+        Error::new(
+            ErrorKind::InvalidArgument,
+            "the environment variable must hold a number in range",
+        )
+        .with("variable", name)
+        .with("value", text)
     })
 }
 
-fn secret_from_env() -> Result<Option<SecretString>> {
-    if let Some(path) = env("KVFERRY_SECRET_FILE") {
-        let bytes = std::fs::read(&path).map_err(|e| {
-            Error::io("the file that KVFERRY_SECRET_FILE names can't be read", e).with("file", path)
+/// The secret from the environment: bytes, not necessarily UTF-8. `file` and `value` are the values
+/// of `KVFERRY_SECRET_FILE` and `KVFERRY_SECRET`.
+///
+/// A variable that is set but empty is an error. If it counted as "no secret", a missing file or an
+/// empty template value would switch authentication off.
+fn secret_from(file: Option<OsString>, value: Option<OsString>) -> Result<Option<Secret>> {
+    if let Some(path) = file {
+        let path = PathBuf::from(path);
+        if path.as_os_str().is_empty() {
+            return Err(empty_secret("KVFERRY_SECRET_FILE"));
+        }
+        let bytes = std::fs::read(&path).map(Zeroizing::new).map_err(|e| {
+            Error::io("the file named by KVFERRY_SECRET_FILE can't be read", e)
+                .with("file", path.display())
         })?;
-        return Ok(Some(SecretString::new(bytes.trim_ascii_end())));
+        let secret = Secret::new(bytes.trim_ascii_end()).ok_or_else(|| {
+            empty_secret("the file named by KVFERRY_SECRET_FILE").with("file", path.display())
+        })?;
+        return Ok(Some(secret));
     }
-    Ok(env("KVFERRY_SECRET").map(SecretString::new))
+    let Some(value) = value else { return Ok(None) };
+    Secret::new(value.into_vec()).map(Some).ok_or_else(|| empty_secret("KVFERRY_SECRET"))
+}
+
+/// The error for a secret of no bytes from `source`.
+pub(crate) fn empty_secret(source: &str) -> Error {
+    let what = format!("{source} is empty; set a secret of at least one byte, or unset it");
+    Error::new(ErrorKind::InvalidArgument, what)
 }
 
 impl Config {
-    /// The defaults, with what the environment says.
+    /// The settings from the environment, and the defaults for variables that are not set.
     ///
     /// # Errors
-    /// `InvalidArgument` if a variable holds nonsense, `Io` if the secret's file can't be read.
+    /// `InvalidArgument` if a variable can't be parsed or the secret is empty, `Io` if the file of
+    /// the secret can't be read.
     pub fn from_env() -> Result<Self> {
         let mut config = Self::default();
         if let Some(name) = env("KVFERRY_NAME") {
             config.name = name;
         }
         config.listen = env("KVFERRY_LISTEN");
-        config.transports = env("KVFERRY_TRANSPORTS");
-        config.secret = secret_from_env()?;
+        if let Some(names) = env("KVFERRY_TRANSPORTS") {
+            config.transports = Transports::parse(&names)?;
+        }
+        config.secret = secret_from(
+            std::env::var_os("KVFERRY_SECRET_FILE"),
+            std::env::var_os("KVFERRY_SECRET"),
+        )?;
         config.io_threads = env_number("KVFERRY_IO_THREADS")?;
         config.streams_per_peer = env_number("KVFERRY_STREAMS")?;
         if let Some(text) = env("KVFERRY_CHECKSUM") {
@@ -183,13 +198,14 @@ impl Config {
         Ok(config)
     }
 
-    /// Reads what [`Config::to_json`] wrote; fields that are missing have their defaults.
+    /// Parses the JSON of [`Config::to_json`]. A missing field gets its default.
     ///
     /// # Errors
-    /// `InvalidArgument` for anything else, including unknown fields and later versions.
+    /// `InvalidArgument` for malformed JSON, an unknown field or a value out of range;
+    /// `VersionMismatch` for a later version.
     pub fn from_json(json: &str) -> Result<Self> {
         let config: Self = serde_json::from_str(json).map_err(|e| {
-            Error::new(ErrorKind::InvalidArgument, "not a configuration").caused_by(e)
+            Error::new(ErrorKind::InvalidArgument, "malformed configuration").caused_by(e)
         })?;
         config.check()?;
         Ok(config)
@@ -200,22 +216,22 @@ impl Config {
         serde_json::to_string_pretty(self).expect("plain values always encode")
     }
 
-    /// Whether an agent would take this configuration.
+    /// Checks the version and the range of each value.
     ///
     /// # Errors
-    /// `InvalidArgument` and `VersionMismatch`, with what is wrong.
+    /// `InvalidArgument` or `VersionMismatch`, with the name of the setting and its range.
     pub fn check(&self) -> Result<()> {
         let range = |what: &'static str, value: u64, min: u64, max: u64| {
             if (min..=max).contains(&value) {
                 return Ok(());
             }
-            Err(Error::new(ErrorKind::InvalidArgument, format!("{what} is {min} to {max}"))
+            Err(Error::new(ErrorKind::InvalidArgument, format!("{what} must be {min} to {max}"))
                 .with("value", value))
         };
         if self.version == 0 || self.version > CONFIG_VERSION {
             return Err(Error::new(
                 ErrorKind::VersionMismatch,
-                "the configuration is of a version this build does not read",
+                "this build does not read this version of the configuration",
             )
             .with("version", self.version)
             .with("highest", CONFIG_VERSION));
@@ -225,14 +241,22 @@ impl Config {
         range("io_threads", self.io_threads() as u64, 1, 64)?;
         range("streams_per_peer", self.streams_per_peer() as u64, 1, 64)?;
         if self.name.is_empty() || self.name.len() > 256 {
-            return Err(Error::new(ErrorKind::InvalidArgument, "a name has 1 to 256 bytes"));
+            return Err(Error::new(ErrorKind::InvalidArgument, "name must have 1 to 256 bytes"));
         }
-        self.transports()?;
         Ok(())
     }
 
     pub(crate) fn io_threads(&self) -> usize {
-        self.io_threads.unwrap_or_else(|| (kvferry_sys::thread::cores() / 2).clamp(1, 4))
+        self.io_threads.unwrap_or_else(|| (kvferry_sys::thread::cores() / 2).clamp(1, 64))
+    }
+
+    /// Threads that only copy within the host: as many as I/O threads, while there are cores for them.
+    pub(crate) fn copy_threads(&self) -> usize {
+        if self.transports.contains(TransportKind::LOCAL) {
+            self.io_threads().min(kvferry_sys::thread::cores().saturating_sub(self.io_threads()))
+        } else {
+            0
+        }
     }
 
     pub(crate) fn streams_per_peer(&self) -> usize {
@@ -247,19 +271,30 @@ impl Config {
         Duration::from_millis(self.timeout_ms)
     }
 
-    pub(crate) fn transports(&self) -> Result<Transports> {
-        self.transports.as_deref().map_or_else(|| Ok(Transports::ALL), Transports::parse)
+    pub(crate) fn settings(&self) -> Settings {
+        let (silence, timeout) = (self.silence(), self.timeout());
+        Settings { name: self.name.clone(), silence, timeout }
     }
 
-    /// Where an agent with this configuration listens, what its peers are told, and by which rule;
-    /// found without starting one. A port of 0 is the kernel's to choose.
+    pub(crate) fn sizing(&self) -> Sizing {
+        let cores = kvferry_sys::thread::cores();
+        Sizing {
+            streams_per_peer: self.streams_per_peer(),
+            stripe_default: (cores / 2).clamp(1, self.streams_per_peer()),
+            copiers_default: (self.io_threads() + self.copy_threads()).clamp(1, cores),
+        }
+    }
+
+    /// The address that an agent with this configuration listens on, the address that it tells its
+    /// peers, and the rule that chose the latter. Starts no agent; port 0 means that the kernel
+    /// chooses.
     ///
     /// # Errors
-    /// `InvalidArgument` for nonsense, `Io` if no address can be found.
+    /// `InvalidArgument` if an address can't be parsed, `Io` if no interface has an address.
     pub fn addresses(&self) -> Result<(std::net::SocketAddr, String, AdvertisedBy)> {
         let listening = self.listen_addr()?;
-        let (told, by) = address::advertised_by(self.advertise.as_deref(), listening)?;
-        Ok((listening, told, by))
+        let (advertised, by) = address::advertised_by(self.advertise.as_deref(), listening)?;
+        Ok((listening, advertised, by))
     }
 
     pub(crate) fn listen_addr(&self) -> Result<std::net::SocketAddr> {
@@ -276,33 +311,67 @@ mod tests {
         let golden = r#"{"version":1,"name":"decode-0","listen":"0.0.0.0:18515","advertise":null,
             "transports":"tcp","io_threads":4,"streams_per_peer":8,"checksum":"on",
             "silence_ms":3000,"timeout_ms":30000,"mooncake":true}"#;
-        let config = Config::from_json(golden).expect("golden");
+        let config = Config::from_json(golden).expect("the JSON of version 1");
         assert_eq!(config.checksum, Checksum::On);
         assert_eq!(config.streams_per_peer(), 8);
-        assert_eq!(Config::from_json(&config.to_json()).expect("own output"), config);
+        assert_eq!(Config::from_json(&config.to_json()).expect("the output of to_json"), config);
     }
 
     #[test]
     fn unknown_fields_and_later_versions_are_refused() {
         assert!(Config::from_json(r#"{"version":1,"nmae":"x"}"#).is_err());
-        let e = Config::from_json(r#"{"version":2}"#).expect_err("from the future");
+        let e = Config::from_json(r#"{"version":2}"#).expect_err("a later version");
         assert_eq!(e.kind(), ErrorKind::VersionMismatch);
     }
 
     #[test]
-    fn a_secret_is_never_shown() {
-        let config = Config { secret: Some(SecretString::new("hunter2")), ..Config::default() };
+    fn a_secret_that_is_set_and_empty_is_refused() {
+        let path = std::env::temp_dir().join(format!("kvferry-secret-{}", std::process::id()));
+        for content in ["", "\n", " \t\n"] {
+            std::fs::write(&path, content).expect("a temporary file");
+            let e = secret_from(Some(path.clone().into()), None).expect_err("an empty file");
+            assert_eq!(e.kind(), ErrorKind::InvalidArgument, "{e}");
+            assert_eq!(e.context("file"), path.to_str(), "{e}");
+        }
+        std::fs::remove_file(&path).expect("the file was written above");
+        let e = secret_from(Some(path.into()), Some("hush".into())).expect_err("no such file");
+        assert_eq!(e.kind(), ErrorKind::Io, "{e}");
+        let e = secret_from(Some(OsString::new()), None).expect_err("an empty path");
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument, "{e}");
+        let e = secret_from(None, Some(OsString::new())).expect_err("an empty variable");
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument, "{e}");
+        assert_eq!(secret_from(None, None).expect("no variable is set"), None);
+        let builder = crate::Agent::builder().config(Config::default()).secret(b"");
+        let e = builder.build().expect_err("an empty secret");
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument, "{e}");
+    }
+
+    #[test]
+    fn a_secret_may_be_any_bytes() {
+        let bytes = b"\xff\xfe\0key";
+        let value = OsString::from_vec(bytes.to_vec());
+        assert_eq!(secret_from(None, Some(value)).expect("bytes"), Secret::new(bytes));
+        let path = std::env::temp_dir().join(format!("kvferry-bytes-{}", std::process::id()));
+        std::fs::write(&path, [&bytes[..], b"\r\n"].concat()).expect("a temporary file");
+        let read = secret_from(Some(path.clone().into()), None);
+        std::fs::remove_file(path).expect("the file was written above");
+        assert_eq!(read.expect("bytes"), Secret::new(bytes));
+    }
+
+    #[test]
+    fn debug_and_json_do_not_show_the_secret() {
+        let config = Config { secret: Secret::new("hunter2"), ..Config::default() };
         assert!(!format!("{config:?}").contains("hunter2"));
         assert!(!config.to_json().contains("hunter2"));
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn values_out_of_range_are_refused() {
         for json in [
             r#"{"silence_ms":1}"#,
             r#"{"io_threads":0}"#,
             r#"{"streams_per_peer":1000}"#,
-            r#"{"transports":"carrier-pigeon"}"#,
+            r#"{"transports":"unknown"}"#,
             r#"{"name":""}"#,
         ] {
             assert!(Config::from_json(json).is_err(), "{json}");

@@ -1,4 +1,4 @@
-//! The one error of this crate: a kind, what it is about, and what caused it.
+//! The error of this crate: a kind, context, and a source.
 
 use kvferry_proto::WireCode;
 use std::fmt;
@@ -8,29 +8,29 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// An argument can't mean anything: a zero length, lists of different lengths, a bad address.
+    /// An argument is invalid: a zero length, lists of different lengths, a bad address.
     InvalidArgument,
-    /// A range to be registered overlaps a registered one.
+    /// A range overlaps a registered one.
     Overlap,
-    /// A range or region is not registered (any more).
+    /// A range or region is not registered, or not any more.
     NotRegistered,
     /// A descriptor reaches beyond its region.
     OutOfBounds,
-    /// The region does not allow what was asked.
+    /// The region does not permit the access.
     AccessDenied,
     /// The region was unregistered while it was in use.
     Revoked,
-    /// Memory that was unregistered may still be written by a process that does not answer.
+    /// An unresponsive process may still write to memory that was unregistered.
     Quarantined,
-    /// The peer can't be connected to.
+    /// No connection to the peer could be made.
     Unreachable,
     /// The connection to the peer broke.
     PeerReset,
-    /// The peer is connected but says nothing.
+    /// The peer is connected but silent.
     PeerSilent,
     /// The peer ended the session.
     PeerClosed,
-    /// The peer demands a secret and this agent has none.
+    /// The peer requires a secret and this agent has none.
     AuthRequired,
     /// This agent has a secret and the peer has none.
     AuthUnsupported,
@@ -38,17 +38,17 @@ pub enum ErrorKind {
     AuthFailed,
     /// The two agents share no protocol version.
     VersionMismatch,
-    /// A handle belongs to an earlier life of the peer.
+    /// A handle belongs to an earlier incarnation of the peer.
     StaleIncarnation,
-    /// The time given was not enough.
+    /// The operation did not end within its time.
     Deadline,
-    /// Somebody cancelled it.
+    /// The caller cancelled the operation.
     Cancelled,
-    /// The caller's interrupt check said stop.
+    /// The caller's interrupt check asked to stop.
     Interrupted,
-    /// The bytes that arrived are not the bytes that were sent.
+    /// The received bytes differ from the sent bytes.
     Checksum,
-    /// Something exceeds a limit of the protocol.
+    /// A limit of the protocol was exceeded.
     TooLarge,
     /// A bounded queue is full.
     Busy,
@@ -56,18 +56,18 @@ pub enum ErrorKind {
     Shutdown,
     /// This process was forked from the one that started the agent.
     Forked,
-    /// No allowed transport or protocol can do it.
+    /// No permitted transport or protocol supports the operation.
     Unsupported,
-    /// The peer said something it must not say.
+    /// The peer violated the protocol.
     Protocol,
-    /// The operating system refused.
+    /// The operating system reported an error.
     Io,
     /// A defect in kvferry.
     Internal,
 }
 
 impl ErrorKind {
-    /// Every kind, for tables and for tests that must not forget one.
+    /// Every kind, for tables and exhaustive tests.
     pub const ALL: &'static [Self] = &[
         Self::InvalidArgument,
         Self::Overlap,
@@ -99,7 +99,7 @@ impl ErrorKind {
         Self::Internal,
     ];
 
-    /// The kind's name in snake case, as metrics and JSON show it.
+    /// The kind's name in snake case, as in metrics and JSON.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::InvalidArgument => "invalid_argument",
@@ -133,7 +133,7 @@ impl ErrorKind {
         }
     }
 
-    /// The kind that a peer's wire code stands for.
+    /// The kind that a peer's wire code maps to.
     pub(crate) fn from_wire(code: WireCode) -> Self {
         match code {
             WireCode::OutOfBounds | WireCode::Straddles | WireCode::Overflow => Self::OutOfBounds,
@@ -170,7 +170,7 @@ impl fmt::Display for ErrorKind {
     }
 }
 
-/// An error of kvferry: one line when displayed.
+/// An error of kvferry; displayed on one line.
 ///
 /// Cheap to clone, because every holder of a handle gets the same outcome.
 #[derive(Clone)]
@@ -205,7 +205,7 @@ impl Error {
         self
     }
 
-    /// Adds a fact; the first fact under a key wins, it was said nearest to the cause.
+    /// Adds a fact. The first fact under a key stays: it was added closest to the cause.
     pub(crate) fn with(self, key: &'static str, value: impl fmt::Display) -> Self {
         if self.context(key).is_some() {
             return self;
@@ -227,21 +227,22 @@ impl Error {
         self.0.kind
     }
 
-    /// A fact the error carries, such as `"peer"`, `"descriptor"` or `"region"`.
+    /// The value of one fact, such as `"peer"`, `"descriptor"` or `"region"`.
     pub fn context(&self, key: &str) -> Option<&str> {
         self.0.context.iter().find(|(k, _)| *k == key).map(|(_, v)| v.as_str())
     }
 
-    /// All facts the error carries.
+    /// All facts of the error.
     pub fn facts(&self) -> impl Iterator<Item = (&'static str, &str)> {
         self.0.context.iter().map(|(k, v)| (*k, v.as_str()))
     }
 
-    /// For a transfer that ended early: whether it is certain that nothing of it lands any more.
+    /// For a transfer that ended early: whether it is certain that none of its bytes arrive any
+    /// more.
     ///
-    /// `None` if nothing was under way, `Some(true)` if the peer confirmed (or refused the
-    /// request as a whole), `Some(false)` if the peer could not be asked: bytes that its kernel
-    /// had received may still be applied.
+    /// `None` if nothing was in progress. `Some(true)` if the peer has confirmed it, or refused the
+    /// request as a whole. `Some(false)` if the peer could not be asked: bytes that its kernel had
+    /// received may still be applied.
     pub fn quiesced(&self) -> Option<bool> {
         self.0.quiesced
     }

@@ -1,7 +1,7 @@
-//! For fuzzers only, behind the feature `fuzzing`; not part of the API.
+//! Entry points for fuzzers, behind the feature `fuzzing`; not part of the API.
 //!
-//! Entries into decoders that are private to the agent, each with its oracle. `kvferry-proofs`
-//! lists and runs them.
+//! Each function runs one private decoder of the agent on bytes and checks the result.
+//! `kvferry-models` lists and runs them.
 
 pub use crate::memory::fuzzing::regions;
 pub use crate::transfer::fuzzing::{cut, cutter};
@@ -9,13 +9,13 @@ pub use crate::transport::mooncake::fuzzing::{mooncake_data, mooncake_handshake,
 
 use crate::config::Config;
 use crate::memory::RemoteRegion;
-use crate::session::service::{RegionsPage, RegionsQuery, StreamFaultNote};
+use crate::transfer::requests::{RegionsPage, RegionsQuery, StreamFaultNote};
 use kvferry_proto::RegionId;
 use kvferry_proto::pack::{decode, encode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// A region's description, as it comes from a peer by any means.
+/// Decodes the description of a region that a peer sent.
 pub fn remote_region(bytes: &[u8]) {
     if let Ok(region) = RemoteRegion::from_bytes(bytes) {
         let again = region.to_bytes();
@@ -24,31 +24,31 @@ pub fn remote_region(bytes: &[u8]) {
             assert!(RemoteRegion::from_bytes(&again[..cut]).is_err(), "cut at {cut}");
         }
         let longer = [again.as_slice(), &[0]].concat();
-        assert!(RemoteRegion::from_bytes(&longer).is_err(), "bytes behind the description");
+        assert!(RemoteRegion::from_bytes(&longer).is_err(), "trailing bytes after the description");
     }
 }
 
-/// Bodies of requests and answers on the control connection.
+/// Decodes bodies of requests and answers of the control connection.
 pub fn service(bytes: &[u8]) {
-    same_again::<RegionsQuery>(bytes);
-    same_again::<RegionsPage>(bytes);
+    round_trip::<RegionsQuery>(bytes);
+    round_trip::<RegionsPage>(bytes);
     if let Ok(page) = RegionsPage::parse(bytes, 5) {
         let ids: Vec<u32> = page.regions.iter().map(|region| region.id.0).collect();
         assert!(ids.first().is_none_or(|first| *first > 5) && ids.windows(2).all(|w| w[0] < w[1]));
     }
-    same_again::<StreamFaultNote>(bytes);
+    round_trip::<StreamFaultNote>(bytes);
 }
 
-fn same_again<T: Serialize + DeserializeOwned>(bytes: &[u8]) {
+fn round_trip<T: Serialize + DeserializeOwned>(bytes: &[u8]) {
     if let Ok(value) = decode::<T>(bytes) {
         let once = encode(&value);
         let again: T = decode(&once).expect("own output");
-        assert_eq!(encode(&again), once, "decoded and encoded is what it was");
-        assert!(decode::<T>(&[&once[..], &[0]].concat()).is_err(), "bytes behind the body");
+        assert_eq!(encode(&again), once, "decoding and encoding changes nothing");
+        assert!(decode::<T>(&[&once[..], &[0]].concat()).is_err(), "trailing bytes after the body");
     }
 }
 
-/// Bodies as this agent sends them.
+/// Bodies that this agent sends.
 pub fn service_bodies(region: &RemoteRegion) -> Vec<Vec<u8>> {
     let next = RemoteRegion { id: RegionId(region.id.0 + 1), ..region.clone() };
     let page = RegionsPage { regions: vec![region.clone(), next], more: true };
@@ -59,10 +59,10 @@ pub fn service_bodies(region: &RemoteRegion) -> Vec<Vec<u8>> {
     ]
 }
 
-/// A configuration in JSON.
+/// Parses a configuration in JSON.
 pub fn config(bytes: &[u8]) {
     let Ok(json) = std::str::from_utf8(bytes) else { return };
     let Ok(config) = Config::from_json(json) else { return };
-    assert!(config.check().is_ok(), "what was read is in range");
+    assert!(config.check().is_ok(), "every value of a parsed configuration is in range");
     assert_eq!(Config::from_json(&config.to_json()).expect("own output"), config);
 }

@@ -1,50 +1,60 @@
 //! kvferry moves KV cache between the processes of LLM serving.
 //!
-//! An [`Agent`] is one endpoint in a process. It registers memory ([`Region`]), meets peers
+//! An [`Agent`] is one endpoint in a process. It registers memory ([`Region`]), connects to peers
 //! ([`Peer`]), and moves batches of scattered ranges between its memory and theirs ([`Batch`],
-//! [`Transfer`]). Every transfer ends exactly once; when it ended, its memory is its owner's again.
+//! [`Transfer`]). Every transfer ends exactly once. After its end kvferry does not touch its memory.
+//!
+//! The folder `examples/` has complete programs.
 //!
 //! # Where to look
 //!
 //! | for | open |
 //! |---|---|
-//! | registering memory, and stopping copiers for certain | `memory/` |
-//! | meeting peers, heartbeats, streams | `session/` |
-//! | a transfer's life | `transfer/` |
+//! | registering memory, and stopping copiers before memory is reused | `memory/` |
+//! | connecting to peers, heartbeats, streams | `session/` |
+//! | the states of a transfer | `transfer/` |
 //! | how a batch crosses TCP | `transport/tcp/` |
 //! | stock Mooncake peers | `transport/mooncake/` |
 //! | the protocols themselves, without I/O | the crate `kvferry-proto` |
 
 mod address;
 mod agent;
+mod builder;
+mod callback;
 mod channel;
 mod config;
+mod core;
 mod error;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
+mod host;
 #[cfg(all(loom, test))]
 mod interleavings;
 mod memory;
 mod notify;
 mod peer;
+mod quota;
 mod reactor;
+mod register;
 mod session;
 mod stats;
+mod suspend;
 mod sync;
 mod transfer;
 mod transport;
 
 pub use address::AdvertisedBy;
-pub use agent::{Agent, AgentBuilder};
-pub use channel::{Channel, Correspondent, Watch};
-pub use config::{CONFIG_VERSION, Checksum, Config, SecretString};
+pub use agent::Agent;
+pub use builder::AgentBuilder;
+pub use channel::{Channel, MessageHandler, Watch};
+pub use config::{CONFIG_VERSION, Checksum, Config};
 pub use error::{Error, ErrorKind, Result};
-pub use kvferry_proto::{Incarnation, RegionId};
+pub use kvferry_proto::{Incarnation, RegionId, Secret};
 pub use kvferry_sys::HostSpan;
 pub use memory::{Access, CopyDone, DeviceMemory, Region, RemoteRegion};
 pub use notify::Notification;
 pub use peer::{Peer, PeerSummary};
 pub use stats::Stats;
-pub use transfer::{Batch, Moved, Options, Transfer};
-pub use transport::{Capabilities, Fence, TransportKind, Transports};
+pub use transfer::{Batch, Capabilities, Fence, Options, Transfer, TransferStats, TransportKind};
+pub use transport::Transports;

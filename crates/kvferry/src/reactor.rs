@@ -1,13 +1,17 @@
-//! A thread that waits for many descriptors, timers and wake-ups, and calls their handlers.
+//! A thread that waits for descriptors, timers and wake-ups, and calls their handlers.
 //!
 //! The control thread and every I/O thread are reactors. A handler never blocks; it does a bounded
-//! amount of work, says what it waits for, and is called again. Wake-ups are not lost: a command
-//! is queued before the bell rings, and the bell is cleared before the queue is read.
+//! amount of work, returns what it waits for, and is called again. No wake-up is lost: a command is
+//! queued before the wake-up descriptor is signalled, and the descriptor is cleared before the
+//! queue is read.
+//!
+//! A handler that panics is dropped, which fails its work; the thread goes on.
 
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::callback::contain;
+use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::poll::{Epoll, EventFd};
-use crate::sync::thread::{self, JoinHandle};
-use crate::sync::{Arc, Mutex, PoisonError};
+use crate::sync::thread::{self, JoinHandle, ThreadId};
+use crate::sync::{Arc, Mutex, PoisonError, lock};
 use kvferry_proto::Timestamp;
 use kvferry_sys::clock;
 use kvferry_sys::poll::{Event, Interest, Ready};
@@ -22,32 +26,35 @@ pub(crate) fn now() -> Timestamp {
     Timestamp::from_nanos(clock::boottime_ns())
 }
 
-/// How long a thread that moves data looks again before it sleeps. Waking a sleeping processor
-/// costs 10 to 100 µs on virtual machines, as much as moving a small batch; looking costs at most
-/// this much per burst of work, and nothing when idle.
+/// How long a thread that moves data polls before it sleeps. Waking a sleeping processor costs 10
+/// to 100 µs on virtual machines, as much as moving a small batch; polling costs at most this much
+/// per burst of work, and nothing when idle.
 pub(crate) const LINGER: Duration = Duration::from_micros(50);
 
-/// Why a handler is called: readiness of its descriptor, or none of it when it is new, woken, or
-/// its deadline has passed.
+/// The reason for a handler's call: its descriptor is ready. Nothing is ready if the handler is
+/// new, was woken, or its deadline has passed.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Cause {
     pub(crate) ready: Ready,
 }
 
-/// What a handler wants next.
+/// Connections that a listener's handler accepts in one call, so that other handlers go on.
+pub(crate) const ACCEPTS_PER_CALL: usize = 64;
+
+/// What the reactor does with a handler after a call.
 #[derive(Debug)]
 pub(crate) enum Next {
-    /// To be called when one of these happens.
+    /// Call it again on one of these events.
     Wait { interest: Interest, deadline: Option<Timestamp> },
-    /// To be called again soon, after others had their turn.
+    /// Call it again soon, after the other handlers.
     Again,
-    /// To be dropped.
+    /// Drop it.
     Close,
-    /// To be taken out and handed to [`Handler::detached`].
+    /// Remove it and pass it to [`Handler::detached`].
     Detach,
 }
 
-/// Where and when a handler is called.
+/// The context of a handler's call.
 #[derive(Debug)]
 pub(crate) struct Cx<'a> {
     pub(crate) now: Timestamp,
@@ -55,11 +62,11 @@ pub(crate) struct Cx<'a> {
     pub(crate) remote: &'a Remote,
 }
 
-/// Something a reactor calls. Its descriptor never changes.
+/// A handler that a reactor calls. Its descriptor never changes.
 pub(crate) trait Handler: Send {
     fn fd(&self) -> Option<BorrowedFd<'_>>;
     fn handle(&mut self, cause: Cause, cx: &Cx<'_>) -> Next;
-    /// Called after [`Next::Detach`], when the descriptor is not watched any more.
+    /// Called after [`Next::Detach`], once the descriptor is not watched any more.
     fn detached(self: Box<Self>, _cx: &Cx<'_>) {}
 }
 
@@ -70,12 +77,14 @@ enum Command {
 
 struct Shared {
     commands: Mutex<Vec<Command>>,
-    bell: EventFd,
+    wakeup: EventFd,
     stopping: AtomicBool,
     next_token: AtomicU64,
+    /// Handlers that were added and not dropped.
+    handlers: AtomicUsize,
 }
 
-/// A handle on a reactor, for any thread.
+/// A handle to a reactor, for any thread.
 #[derive(Clone)]
 pub(crate) struct Remote(Arc<Shared>);
 
@@ -86,27 +95,39 @@ impl std::fmt::Debug for Remote {
 }
 
 impl Remote {
-    /// A token for a handler that is going to be added.
+    /// A token for a handler that will be added.
     pub(crate) fn token(&self) -> u64 {
         self.0.next_token.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Hands over a handler; it is called once at once. After the reactor stopped, the handler
-    /// is dropped.
+    /// Adds a handler, which is called once at once. After the reactor has stopped, the handler is
+    /// dropped.
     pub(crate) fn add(&self, token: u64, handler: Box<dyn Handler>) {
+        self.0.handlers.fetch_add(1, Ordering::Relaxed);
         self.send(Command::Add(token, handler));
     }
 
-    /// Calls a handler soon. Tokens of handlers that are gone are ignored.
+    /// Handlers that the reactor has, or that wait to be added.
+    fn load(&self) -> usize {
+        self.0.handlers.load(Ordering::Relaxed)
+    }
+
+    /// A callback that calls a handler soon, from any thread.
+    pub(crate) fn waker(&self, token: u64) -> Arc<dyn Fn() + Send + Sync> {
+        let remote = self.clone();
+        Arc::new(move || remote.wake(token))
+    }
+
+    /// Calls a handler soon. Tokens of dropped handlers are ignored.
     pub(crate) fn wake(&self, token: u64) {
         self.send(Command::Wake(token));
     }
 
     fn send(&self, command: Command) {
-        let mut commands = self.0.commands.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut commands = lock(&self.0.commands);
         if self.0.stopping.load(Ordering::SeqCst) {
             drop(commands);
-            // The handler's drop may take locks of its own: not under ours.
+            // Dropping the handler may take other locks, so this one is released first.
             drop(command);
             return;
         }
@@ -114,38 +135,37 @@ impl Remote {
         commands.push(command);
         drop(commands);
         if ring {
-            self.0.bell.signal();
+            self.0.wakeup.signal();
         }
     }
 }
 
 #[cfg(all(loom, test))]
 impl Remote {
-    /// A reactor that never runs: models call what it is told to, with [`Remote::play`].
+    /// A reactor without a thread: a model makes its calls with [`Remote::play`].
     pub(crate) fn without_thread() -> Self {
         Self(Arc::new(Shared {
             commands: Mutex::new(Vec::new()),
-            bell: EventFd::new().expect("the bell of a model"),
+            wakeup: EventFd::new().expect("a model's event descriptor"),
             stopping: AtomicBool::new(false),
             next_token: AtomicU64::new(FIRST + 1),
+            handlers: AtomicUsize::new(0),
         }))
     }
 
-    /// Which handlers are to be called, in order.
+    /// The tokens of the handlers to be called, in order.
     pub(crate) fn wakes(&self) -> Vec<u64> {
-        let commands = self.0.commands.lock().unwrap_or_else(PoisonError::into_inner);
+        let commands = lock(&self.0.commands);
         let token = |command: &Command| match command {
             Command::Add(token, _) | Command::Wake(token) => *token,
         };
         commands.iter().map(token).collect()
     }
 
-    /// Calls every new handler until it is done.
+    /// Calls every new handler until it ends.
     pub(crate) fn play(&self) {
         loop {
-            let commands = std::mem::take(
-                &mut *self.0.commands.lock().unwrap_or_else(PoisonError::into_inner),
-            );
+            let commands = std::mem::take(&mut *lock(&self.0.commands));
             if commands.is_empty() {
                 return;
             }
@@ -160,24 +180,62 @@ impl Remote {
     }
 }
 
+/// Handles to an agent's threads.
+#[derive(Debug)]
+pub(crate) struct Threads {
+    /// Runs sessions, handshakes and heartbeats.
+    pub(crate) control: Remote,
+    /// The I/O threads (inbound streams, asynchronous transfers), then the threads that only copy.
+    all: Vec<Remote>,
+    io: usize,
+    next: AtomicUsize,
+}
+
+impl Threads {
+    /// `copy` are threads besides the I/O threads, for shares that keep a core busy by themselves.
+    pub(crate) fn new(control: Remote, io: Vec<Remote>, copy: Vec<Remote>) -> Self {
+        let (count, mut all) = (io.len(), io);
+        all.extend(copy);
+        Self { control, all, io: count, next: AtomicUsize::new(0) }
+    }
+
+    /// The I/O thread with the fewest handlers; round robin among equals.
+    pub(crate) fn io(&self) -> Remote {
+        self.least_loaded(&self.all[..self.io])
+    }
+
+    /// As [`Threads::io`], from the threads that only copy, too.
+    pub(crate) fn copier(&self) -> Remote {
+        self.least_loaded(&self.all)
+    }
+
+    fn least_loaded(&self, threads: &[Remote]) -> Remote {
+        let first = self.next.fetch_add(1, Ordering::Relaxed);
+        let turn = (0..threads.len()).map(|i| &threads[(first + i) % threads.len()]);
+        turn.min_by_key(|remote| remote.load()).expect("an agent has I/O threads").clone()
+    }
+}
+
 /// A running reactor.
 #[derive(Debug)]
 pub(crate) struct Reactor {
     remote: Remote,
+    id: ThreadId,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Reactor {
-    /// Starts a thread. After work it looks for more for `linger` before it sleeps.
+    /// Starts a thread. After work it polls for `linger` before it sleeps.
     pub(crate) fn start(name: String, linger: Duration) -> io::Result<Self> {
         let epoll = Epoll::new()?;
         let shared = Arc::new(Shared {
             commands: Mutex::new(Vec::new()),
-            bell: EventFd::new()?,
+            wakeup: EventFd::new()?,
             stopping: AtomicBool::new(false),
             next_token: AtomicU64::new(FIRST + 1),
+            handlers: AtomicUsize::new(0),
         });
-        epoll.add(&shared.bell, BELL, Interest::Read)?;
+        epoll.add(&shared.wakeup, WAKEUP, Interest::Read)?;
         let remote = Remote(shared);
         let mut run = Run {
             remote: remote.clone(),
@@ -192,53 +250,60 @@ impl Reactor {
             linger_until: Timestamp::default(),
         };
         let thread = thread::spawn(name, move || run.run())?;
-        Ok(Self { remote, thread: Mutex::new(Some(thread)) })
+        Ok(Self { remote, id: thread.thread().id(), thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Whether the calling thread is this reactor's.
+    pub(crate) fn is_current(&self) -> bool {
+        thread::current().id() == self.id
     }
 
     pub(crate) fn remote(&self) -> &Remote {
         &self.remote
     }
 
-    /// Stops the thread; its handlers are dropped there. Idempotent.
+    /// Stops the thread, which drops its handlers. Idempotent.
     pub(crate) fn stop(&self) {
         {
-            let _commands = self.remote.0.commands.lock().unwrap_or_else(PoisonError::into_inner);
+            let _commands = lock(&self.remote.0.commands);
             self.remote.0.stopping.store(true, Ordering::SeqCst);
         }
-        self.remote.0.bell.signal();
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(thread) = thread {
-            if thread.thread().id() == thread::current().id() {
-                // The last handle of an agent was dropped by a handler of this very thread: it
-                // ends by itself when that handler returns.
-                return;
-            }
-            // A panic of the thread was reported by its hook; there is nobody to tell again.
+        self.remote.0.wakeup.signal();
+        let thread = lock(&self.thread).take();
+        // If a handler of this thread dropped the last handle of the agent, the thread ends when
+        // that handler returns.
+        if let Some(thread) = thread
+            && !self.is_current()
+        {
+            // The panic hook has already reported a panic of the thread.
             let _ = thread.join();
         }
     }
 
-    /// Forgets the thread without joining it: in a forked child it does not exist.
-    pub(crate) fn abandon(&self) {
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+    /// Drops the thread handle without joining: in a forked child the thread does not exist. Takes
+    /// no lock, because a thread of the parent may have held it at the fork.
+    pub(crate) fn abandon(&mut self) {
+        let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         std::mem::forget(thread);
     }
 }
 
-const BELL: u64 = 0;
+const WAKEUP: u64 = 0;
 
-/// The token of the handler whose deadline goes before everything else that is due: before
-/// descriptors that became ready at the same time, and between any two other handlers. At most one
-/// per reactor.
+/// The token of the handler whose deadline comes first: before descriptors that became ready at the
+/// same time, and between any two other handlers. At most one per reactor.
 pub(crate) const FIRST: u64 = 1;
 
-/// Commands for which a reactor keeps room, after a burst of more.
-const ROOM_KEPT: usize = 1024;
+/// Capacity that the queue of commands keeps after a burst.
+const COMMANDS_KEPT: usize = 1024;
 
 struct Entry {
     handler: Box<dyn Handler>,
     interest: Interest,
     deadline: Option<Timestamp>,
+    /// The handler got the event that the peer closed its side, and still waits to write. Its
+    /// descriptor is then watched without that event, which the kernel would report again and again.
+    half_closed: bool,
 }
 
 struct Run {
@@ -247,20 +312,20 @@ struct Run {
     entries: FxHashMap<u64, Entry>,
     timers: BTreeSet<(Timestamp, u64)>,
     again: Vec<u64>,
-    // Empty between rounds, and kept for their room.
+    // Empty between rounds; kept for their capacity.
     called_again: Vec<u64>,
     taken: Vec<Command>,
     due: Vec<u64>,
     linger: Duration,
-    /// Until when to look for more work before sleeping.
+    /// Polls until this time before it sleeps.
     linger_until: Timestamp,
 }
 
 impl Run {
     fn run(&mut self) {
         let mut events: Vec<Event> = Vec::new();
-        // Looked at right before every wait: whoever clears the bell after `stop` rang it comes by
-        // here before it sleeps.
+        // Checked before every wait: a thread that clears the wake-up of `stop` comes back here
+        // before it sleeps.
         while !self.remote.0.stopping.load(Ordering::SeqCst) {
             events.clear();
             let timeout = self.timeout();
@@ -273,13 +338,13 @@ impl Run {
                 if !events.is_empty() {
                     self.linger_until = at + self.linger;
                 } else if timeout == Some(Duration::ZERO) {
-                    // Whoever else wants this processor is to have it.
+                    // Lets other threads use this processor.
                     thread::yield_now();
                 }
             }
             self.fire_first(at);
             for event in &events {
-                if event.token == BELL {
+                if event.token == WAKEUP {
                     self.commands(at);
                 } else {
                     self.call(event.token, Cause { ready: event.ready }, at);
@@ -288,7 +353,6 @@ impl Run {
             self.fire(at);
             self.call_again(at);
         }
-        self.finish();
     }
 
     fn timeout(&self) -> Option<Duration> {
@@ -299,10 +363,10 @@ impl Run {
     }
 
     fn commands(&mut self, at: Timestamp) {
-        self.remote.0.bell.clear();
+        self.remote.0.wakeup.clear();
         let mut taken = std::mem::take(&mut self.taken);
         {
-            let mut queue = self.remote.0.commands.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut queue = lock(&self.remote.0.commands);
             std::mem::swap(&mut *queue, &mut taken);
         }
         for command in taken.drain(..) {
@@ -311,7 +375,7 @@ impl Run {
                 Command::Wake(token) => self.call(token, Cause::default(), at),
             }
         }
-        taken.shrink_to(ROOM_KEPT);
+        taken.shrink_to(COMMANDS_KEPT);
         self.taken = taken;
     }
 
@@ -329,9 +393,11 @@ impl Run {
             && let Err(e) = self.epoll.add(fd, token, Interest::None)
         {
             tracing::error!(error = %e, "a descriptor can't be watched");
+            self.remote.0.handlers.fetch_sub(1, Ordering::Relaxed);
             return;
         }
-        self.entries.insert(token, Entry { handler, interest: Interest::None, deadline: None });
+        let interest = Interest::None;
+        self.entries.insert(token, Entry { handler, interest, deadline: None, half_closed: false });
         self.call(token, Cause::default(), at);
     }
 
@@ -345,8 +411,8 @@ impl Run {
     }
 
     fn fire(&mut self, now: Timestamp) {
-        // Each that is due once: one that asks to be called at a time that has passed must not
-        // keep the others, and the descriptors, from having their turn.
+        // Calls each due handler once: one that asks for a time that has passed must not starve the
+        // others and the descriptors.
         let mut due = std::mem::take(&mut self.due);
         while let Some(&(at, token)) = self.timers.first()
             && at <= now
@@ -363,16 +429,22 @@ impl Run {
         self.due = due;
     }
 
-    /// Calls a handler; `at` is when the wait for what it is called for ended.
+    /// Calls a handler; `at` is when the reactor's wait ended.
     fn call(&mut self, token: u64, cause: Cause, at: Timestamp) {
         if token != FIRST {
-            // Between any two: on a machine with too much to do, one round may take seconds.
+            // Between any two handlers: on an overloaded machine, one round may take seconds.
             self.fire_first(now());
         }
         let Some(entry) = self.entries.get_mut(&token) else { return };
         let cx = Cx { now: at, token, remote: &self.remote };
-        match entry.handler.handle(cause, &cx) {
+        let next = contain("a handler", || entry.handler.handle(cause, &cx));
+        match next.unwrap_or(Next::Close) {
             Next::Wait { interest, deadline } => {
+                let mut interest = interest;
+                if interest == Interest::Write && (entry.half_closed || cause.ready.peer_closed) {
+                    entry.half_closed = true;
+                    interest = Interest::WriteOnly;
+                }
                 if deadline != entry.deadline {
                     if let Some(old) = entry.deadline {
                         self.timers.remove(&(old, token));
@@ -388,40 +460,62 @@ impl Run {
                         && let Err(e) = self.epoll.modify(fd, token, interest)
                     {
                         tracing::error!(error = %e, "a descriptor can't be watched any more");
-                        drop(self.remove(token));
+                        self.close(token);
                     }
                 }
             }
             Next::Again => self.again.push(token),
-            Next::Close => drop(self.remove(token)),
+            Next::Close => self.close(token),
             Next::Detach => {
                 if let Some(handler) = self.remove(token) {
-                    handler.detached(&Cx { now: now(), token, remote: &self.remote });
+                    let cx = Cx { now: now(), token, remote: &self.remote };
+                    contain("a handler", || handler.detached(&cx));
                 }
             }
         }
     }
 
+    fn close(&mut self, token: u64) {
+        let handler = self.remove(token);
+        contain("the end of a handler", || drop(handler));
+    }
+
     fn remove(&mut self, token: u64) -> Option<Box<dyn Handler>> {
         let entry = self.entries.remove(&token)?;
+        self.remote.0.handlers.fetch_sub(1, Ordering::Relaxed);
         if let Some(deadline) = entry.deadline {
             self.timers.remove(&(deadline, token));
         }
         if let Some(fd) = entry.handler.fd() {
-            // Others may hold the socket too, so closing it would not stop the watching.
+            // Another owner may hold the socket, so closing it here would not end the watching.
             let _ = self.epoll.delete(fd);
         }
         Some(entry.handler)
     }
+}
 
-    fn finish(&mut self) {
-        self.entries.clear();
-        self.timers.clear();
+impl Drop for Run {
+    /// Drops all handlers, also those in the queue, however the thread ends: no caller may wait for
+    /// a handler that will never be called.
+    fn drop(&mut self) {
+        #[cfg(all(loom, test))]
+        if std::thread::panicking() {
+            // The model has failed, and loom's locks can't be taken any more.
+            return;
+        }
         let commands = {
-            let mut queue = self.remote.0.commands.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut queue = lock(&self.remote.0.commands);
+            self.remote.0.stopping.store(true, Ordering::SeqCst);
             std::mem::take(&mut *queue)
         };
-        drop(commands);
+        let added = commands.into_iter().filter_map(|command| match command {
+            Command::Add(_, handler) => Some(handler),
+            Command::Wake(_) => None,
+        });
+        let entries = std::mem::take(&mut self.entries);
+        for handler in entries.into_values().map(|entry| entry.handler).chain(added) {
+            contain("the end of a handler", || drop(handler));
+        }
     }
 }
 
@@ -452,7 +546,7 @@ mod tests {
         }
     }
 
-    /// Asks to be called at a time that has passed.
+    /// Always asks for a deadline that has passed.
     struct Late;
 
     impl Handler for Late {
@@ -466,7 +560,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deadline_that_has_passed_keeps_nobody_from_having_a_turn() {
+    fn a_deadline_that_has_passed_does_not_starve_other_handlers() {
         let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
         reactor.remote().add(reactor.remote().token(), Box::new(Late));
         let (calls, called) = mpsc::channel();
@@ -492,8 +586,84 @@ mod tests {
         reactor.stop();
     }
 
+    /// Waits on a connection and counts its calls.
+    struct Waiting {
+        socket: std::os::unix::net::UnixStream,
+        interest: Interest,
+        calls: std::sync::Arc<AtomicU64>,
+    }
+
+    impl Handler for Waiting {
+        fn fd(&self) -> Option<BorrowedFd<'_>> {
+            Some(std::os::fd::AsFd::as_fd(&self.socket))
+        }
+
+        fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+            self.calls.fetch_add(1, Ordering::SeqCst);
+            Next::Wait { interest: self.interest, deadline: None }
+        }
+    }
+
     #[test]
-    fn a_stopped_reactor_drops_what_it_is_given() {
+    fn a_closed_connection_does_not_call_its_handler_again_and_again() {
+        use std::io::Write;
+        let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
+        for (interest, how) in [
+            (Interest::Write, std::net::Shutdown::Write),
+            (Interest::None, std::net::Shutdown::Both),
+        ] {
+            let (mut socket, peer) = std::os::unix::net::UnixStream::pair().expect("a socket pair");
+            socket.set_nonblocking(true).expect("a socket");
+            // The peer does not read, so the send buffer is full.
+            while socket.write(&[0; 4096]).is_ok() {}
+            let calls = std::sync::Arc::new(AtomicU64::new(0));
+            let waiting = Waiting { socket, interest, calls: std::sync::Arc::clone(&calls) };
+            reactor.remote().add(reactor.remote().token(), Box::new(waiting));
+            peer.shutdown(how).expect("connected");
+            std::thread::sleep(Duration::from_millis(100));
+            let calls = calls.load(Ordering::SeqCst);
+            assert!(calls <= 4, "{interest:?}: {calls} calls in 100 ms");
+        }
+        reactor.stop();
+    }
+
+    /// Panics when it is called.
+    struct Panicking(mpsc::Sender<bool>);
+
+    impl Handler for Panicking {
+        fn fd(&self) -> Option<BorrowedFd<'_>> {
+            None
+        }
+
+        fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+            panic!("a panic in handle")
+        }
+    }
+
+    impl Drop for Panicking {
+        fn drop(&mut self) {
+            let _ = self.0.send(true);
+            panic!("a panic in drop");
+        }
+    }
+
+    #[test]
+    fn a_handler_that_panics_is_dropped_and_the_others_go_on() {
+        let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
+        let (calls, called) = mpsc::channel();
+        let wait = Duration::from_secs(5);
+        for _ in 0..3 {
+            reactor.remote().add(reactor.remote().token(), Box::new(Panicking(calls.clone())));
+            assert_eq!(called.recv_timeout(wait), Ok(true), "dropped");
+        }
+        let token = reactor.remote().token();
+        reactor.remote().add(token, Box::new(Probe { calls, deadline: None, due: None }));
+        assert_eq!(called.recv_timeout(wait), Ok(false), "called");
+        reactor.stop();
+    }
+
+    #[test]
+    fn a_stopped_reactor_drops_handlers_that_are_added() {
         let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
         reactor.stop();
         let (calls, called) = mpsc::channel();

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// The agent's counters since it started. Gauges say so.
+        /// The agent's counters since it started. Gauges are marked as such.
         #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
         #[non_exhaustive]
         pub struct Stats {
@@ -26,17 +26,17 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Transfers that this agent's users began.
+    /// Transfers that this agent's users started.
     transfers_started,
-    /// Of those, done.
+    /// Transfers that completed.
     transfers_done,
-    /// Of those, failed.
+    /// Transfers that failed.
     transfers_failed,
-    /// Of those, cancelled, interrupted or past their deadline.
+    /// Transfers that were cancelled, interrupted or ran into their deadline.
     transfers_cancelled,
-    /// Of those that ended early, the ones whose quiesce the peer could not confirm.
+    /// Transfers that ended early and whose quiesce the peer could not confirm.
     transfers_unconfirmed,
-    /// Gauge: transfers without an outcome yet.
+    /// Gauge: transfers without an outcome.
     transfers_in_flight,
     /// Payload bytes this agent's transfers wrote to peers.
     bytes_written,
@@ -52,9 +52,9 @@ counters! {
     requests_refused,
     /// Gauge: requests of peers being served.
     requests_in_flight,
-    /// Sessions established with peers we called.
+    /// Sessions that this agent initiated.
     sessions_opened,
-    /// Sessions established with peers that called.
+    /// Sessions that peers initiated.
     sessions_accepted,
     /// Gauge: live sessions.
     sessions,
@@ -62,24 +62,27 @@ counters! {
     streams,
     /// Handshakes that failed or were refused.
     handshakes_failed,
-    /// Gauge: connections that have not said who they are.
+    /// Sessions and streams of peers that were refused with `Busy`, because the open ones use their
+    /// share of the process's descriptors.
+    connections_refused,
+    /// Gauge: connections before the end of their handshake.
     handshakes_pending,
     /// Notifications delivered to this agent.
     notifications_received,
-    /// Bytes said to peers over control connections: handshakes, messages and answers, but no
-    /// heartbeats. Descriptors of transfers go over other connections.
+    /// Bytes sent over control connections: handshakes, messages and answers, without heartbeats.
+    /// Descriptors of transfers use other connections.
     control_bytes_sent,
     /// Checksums that did not match.
     checksum_errors,
     /// Gauge: registered regions.
     regions,
-    /// Gauge: gates of copiers.
+    /// Gauge: gates of copiers in this process.
     gates,
-    /// Gauge: processes of this host that copy to and from this agent's memory by themselves.
+    /// Gauge: processes of this host that copy to and from this agent's memory directly.
     writers,
-    /// Gauge: unregistered regions that a process which does not answer may still write to.
+    /// Gauge: unregistered regions that an unresponsive process may still write to.
     regions_quarantined,
-    /// Times this process was found to have slept past half a silence window.
+    /// Times that this process did not run for more than half a silence window.
     slept,
 }
 

@@ -1,10 +1,13 @@
 //! The agent as a program uses it: in one process, over loopback.
 
 use kvferry::{
-    Access, Agent, Batch, Error, ErrorKind, Moved, Notification, Options, Region, RemoteRegion,
-    Transfer, TransportKind, Transports,
+    Access, Agent, Batch, Channel, CopyDone, DeviceMemory, Error, ErrorKind, HostSpan,
+    MessageHandler, Notification, Options, Region, RemoteRegion, Transfer, TransferStats,
+    TransportKind, Transports,
 };
+use kvferry_sys::map::Mapping;
 use kvferry_testkit::pattern::Pattern;
+use kvferry_testkit::slow::SlowMemory;
 use kvferry_testkit::{Watchdog, stretched};
 use std::os::fd::BorrowedFd;
 use std::pin::{Pin, pin};
@@ -58,7 +61,7 @@ impl Wake for Unpark {
     }
 }
 
-/// The smallest executor there is.
+/// Polls a future on this thread until it is ready.
 fn block_on<F: Future>(future: F) -> F::Output {
     let waker = Arc::new(Unpark(thread::current())).into();
     let mut context = Context::from_waker(&waker);
@@ -72,10 +75,10 @@ fn block_on<F: Future>(future: F) -> F::Output {
 }
 
 /// Ends when all of them have.
-struct All(Vec<(Transfer, Option<Result<Moved, Error>>)>);
+struct All(Vec<(Transfer, Option<Result<TransferStats, Error>>)>);
 
 impl Future for All {
-    type Output = Vec<Result<Moved, Error>>;
+    type Output = Vec<Result<TransferStats, Error>>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         for (transfer, outcome) in &mut self.0 {
@@ -130,7 +133,7 @@ fn ten_callers_with_five_hundred_blocks_each_all_succeed() {
 #[test]
 fn seventy_thousand_descriptors_are_a_normal_batch() {
     let _bound = bounded();
-    for (names, kind) in [("tcp", TransportKind::Tcp), ("tcp,local", TransportKind::Local)] {
+    for (names, kind) in [("tcp", TransportKind::TCP), ("tcp,local", TransportKind::LOCAL)] {
         let transports = Transports::parse(names).expect("names");
         let start = || Agent::builder().transports(transports).start().expect("an agent starts");
         let (near, far) = (start(), start());
@@ -144,8 +147,9 @@ fn seventy_thousand_descriptors_are_a_normal_batch() {
         assert_eq!(moved.descriptors, 70_000);
         assert_eq!(moved.transport, Some(kind));
         assert!(content(&to) == Pattern::new(1).bytes(len));
-        // More than one message for it, still one notification, and after all of the data.
-        let note = far.wait_notification(Duration::from_secs(5)).expect("it was sent");
+        // The batch takes several messages. One notification arrives, after all of the data.
+        let note =
+            far.wait_notification(Duration::from_secs(5)).expect("open").expect("it was sent");
         assert_eq!((note.name.as_str(), note.from.as_str()), ("all of them", near.name()));
         assert!(far.notifications().is_empty());
     }
@@ -161,18 +165,18 @@ fn transfers_are_futures() {
         (0..count).map(|_| far.allocate(len, Access::READ_WRITE).expect("memory")).collect();
     let peer = near.peer(far.advertised()).expect("an address");
     let start =
-        |to: &Region| peer.write_async(batch(&from, &to.remote(), 4096), Options::default());
+        |to: &Region| peer.write_async(&batch(&from, &to.remote(), 4096), &Options::default());
     let outcomes = block_on(All(to.iter().map(|to| (start(to), None)).collect()));
     assert_eq!(outcomes.len(), count);
     for (outcome, to) in outcomes.into_iter().zip(&to) {
         assert_eq!(outcome.expect("done").bytes, len as u64);
         assert!(content(to) == Pattern::new(1).bytes(len));
     }
-    // One that failed, one that has ended long ago, and one that is asked by somebody else too.
+    // A transfer that failed, one that has ended, and one that four threads poll.
     let outside = RemoteRegion { len: u64::MAX, ..to[0].remote() };
     let mut refused = Batch::new();
     refused.push(&from, 0, &outside, len as u64, 16).expect("a forgery fits itself");
-    let refused = peer.write_async(refused, Options::default());
+    let refused = peer.write_async(&refused, &Options::default());
     assert_eq!(kind(block_on(refused.clone())), ErrorKind::OutOfBounds);
     assert_eq!(kind(block_on(refused)), ErrorKind::OutOfBounds);
     let shared = start(&to[0]);
@@ -184,7 +188,7 @@ fn transfers_are_futures() {
 }
 
 #[test]
-fn a_dropped_future_is_no_cancel() {
+fn dropping_a_future_does_not_cancel_its_transfer() {
     let _bound = bounded();
     let (near, far) = (agent(), agent());
     let len = 8 * MIB;
@@ -192,11 +196,12 @@ fn a_dropped_future_is_no_cancel() {
     let to = to.expect("memory");
     let peer = near.peer(far.advertised()).expect("an address");
     let options = Options { notify: Some(Notification::new("there", "")), ..Options::default() };
-    let mut transfer = peer.write_async(batch(&from, &to.remote(), 4096), options);
+    let mut transfer = peer.write_async(&batch(&from, &to.remote(), 4096), &options);
     let waker = Arc::new(Unpark(thread::current())).into();
     drop(Pin::new(&mut transfer).poll(&mut Context::from_waker(&waker)));
     drop(transfer);
-    far.wait_notification(Duration::from_secs(20)).expect("the transfer went on");
+    let note = far.wait_notification(Duration::from_secs(20)).expect("open");
+    assert!(note.is_some(), "the transfer went on");
     assert!(content(&to) == Pattern::new(1).bytes(len));
 }
 
@@ -218,20 +223,20 @@ fn notifications_can_be_waited_for_with_a_descriptor() {
         assert!(!readable(fd, Duration::from_millis(20)), "none is queued any more");
     }
     let waited = Instant::now();
-    assert!(far.wait_notification(Duration::from_millis(50)).is_none());
+    assert_eq!(far.wait_notification(Duration::from_millis(50)).expect("open"), None);
     assert!(waited.elapsed() >= Duration::from_millis(49));
 }
 
 #[test]
-fn ten_thousand_regions_are_registered_in_no_time() {
+fn ten_thousand_regions_are_registered_within_20_ms() {
     let _bound = bounded();
     let agent = agent();
     let pool = agent.allocate(10_000 * 64, Access::NONE).expect("memory");
     agent.unregister(&pool).expect("registered");
     let ranges: Vec<_> = (0..10_000).map(|i| ((pool.addr() + i * 64) as *mut u8, 64)).collect();
     let began = Instant::now();
-    // SAFETY: the ranges are parts of a pool that lives until the end of this test, and nobody
-    // holds a reference to its bytes.
+    // SAFETY: the ranges are parts of a pool that lives until the end of this test, and no
+    // reference to its bytes exists.
     let regions = unsafe { agent.register_batch(&ranges, Access::READ_WRITE) };
     let regions = regions.expect("nothing overlaps");
     let together = began.elapsed();
@@ -254,7 +259,7 @@ fn ten_thousand_regions_are_registered_in_no_time() {
 }
 
 #[test]
-fn every_odd_registration_is_defined() {
+fn invalid_and_overlapping_registrations_are_refused() {
     let _bound = bounded();
     let agent = agent();
     let pool = agent.allocate(MIB, Access::NONE).expect("memory");
@@ -270,7 +275,7 @@ fn every_odd_registration_is_defined() {
     assert_eq!(kind(agent.allocate(0, Access::READ)), ErrorKind::InvalidArgument);
     agent.unregister(&pool).expect("registered");
     assert_eq!(kind(agent.unregister(&pool)), ErrorKind::NotRegistered);
-    // Unaligned, and neighbours.
+    // Unaligned ranges, and adjacent ones.
     let (left, right) = (register(at(3), 13), register(at(16), 1));
     let (left, right) = (left.expect("free"), right.expect("free"));
     assert_ne!(left.id(), right.id());
@@ -282,14 +287,14 @@ fn every_odd_registration_is_defined() {
     let overlapping = unsafe { agent.register_batch(&ranges, Access::READ) };
     assert_eq!(kind(overlapping), ErrorKind::Overlap);
     assert_eq!(agent.stats().regions, 2);
-    // The first error, after all that could be done was done.
+    // All that can be unregistered are; the first error is returned.
     let gone = agent.unregister_batch(&[pool, left, right]);
     assert_eq!(kind(gone), ErrorKind::NotRegistered);
     assert_eq!(agent.stats().regions, 0);
 }
 
 #[test]
-fn a_batch_names_one_life_of_a_peer() {
+fn a_batch_holds_regions_of_one_incarnation_only() {
     let _bound = bounded();
     let (near, far, other) = (agent(), agent(), agent());
     let from = filled(&near, 4096, Access::NONE, 1);
@@ -305,14 +310,14 @@ fn a_batch_names_one_life_of_a_peer() {
     wrong.push(&from, 0, &b, 0, 64).expect("inside");
     let peer = near.peer(far.advertised()).expect("an address");
     assert_eq!(kind(peer.write(&wrong, &Options::default())), ErrorKind::StaleIncarnation);
-    let wrong = peer.write_async(wrong, Options::default());
+    let wrong = peer.write_async(&wrong, &Options::default());
     let outcome = wrong.wait(Duration::from_secs(5)).expect("refused at once");
     assert_eq!(kind(outcome), ErrorKind::StaleIncarnation);
-    peer.write(&mixed, &Options::default()).expect("the right life");
+    peer.write(&mixed, &Options::default()).expect("the right incarnation");
 }
 
 #[test]
-fn raw_memory_and_addresses_will_do() {
+fn a_batch_takes_raw_memory_and_addresses() {
     let _bound = bounded();
     let (near, far) = (agent(), agent());
     let to = far.allocate(8192, Access::READ_WRITE).expect("memory");
@@ -350,33 +355,33 @@ fn an_agent_can_be_its_own_peer() {
 }
 
 #[test]
-fn a_peer_tells_who_it_is_and_what_it_lets_us_reach() {
+fn a_peer_reports_its_name_and_its_accessible_regions() {
     let _bound = bounded();
     let near = agent();
     let far = Agent::builder().name("far away").start().expect("an agent");
     let peer = near.peer(far.advertised()).expect("an address");
-    assert_eq!(peer.transport(), None, "nothing happens before it is asked for");
+    assert_eq!(peer.transport(), None, "no call has connected yet");
     let summary = peer.connect(Duration::from_secs(5)).expect("it is there");
     assert_eq!(summary.name, "far away");
     assert_eq!(summary.incarnation, Some(far.incarnation()));
-    assert_eq!((summary.transport, summary.fallback), (TransportKind::Local, None));
+    assert_eq!((summary.transport, summary.fallback), (TransportKind::LOCAL, None));
     assert!(!summary.authenticated);
-    assert_eq!(peer.transport(), Some(TransportKind::Local));
+    assert_eq!(peer.transport(), Some(TransportKind::LOCAL));
     assert!(peer.probe(Duration::from_secs(5)).expect("it answers") < Duration::from_secs(1));
     let wanted: Vec<_> =
         (0..3000).map(|_| far.allocate(64, Access::READ).expect("memory").remote()).collect();
     far.allocate(64, Access::NONE).expect("memory");
-    let mut told = peer.regions(Duration::from_secs(5)).expect("it answers");
-    told.sort_by_key(|r| r.id);
-    assert_eq!(told, wanted, "all that is ours to reach, and nothing else");
+    let mut listed = peer.regions(Duration::from_secs(5)).expect("it answers");
+    listed.sort_by_key(|r| r.id);
+    assert_eq!(listed, wanted, "all accessible regions, and no other");
     peer.disconnect();
     assert_eq!(peer.transport(), None);
-    peer.connect(Duration::from_secs(5)).expect("met again");
+    peer.connect(Duration::from_secs(5)).expect("connected again");
     assert_eq!(kind(near.peer("no port here")), ErrorKind::InvalidArgument);
 }
 
 #[test]
-fn nobody_there_is_an_error_in_time() {
+fn calls_to_a_missing_or_mute_peer_fail_in_time() {
     let _bound = bounded();
     let near = agent();
     let from = filled(&near, 64, Access::NONE, 1);
@@ -392,7 +397,7 @@ fn nobody_there_is_an_error_in_time() {
         assert_eq!(kind(peer.connect(Duration::from_secs(5))), ErrorKind::Unreachable);
         assert!(began.elapsed() < stretched(Duration::from_millis(300)), "{:?}", began.elapsed());
     }
-    // Connected by the kernel, and never answered.
+    // The kernel accepts the connection, and no process answers.
     let mute = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = mute.local_addr().expect("bound").to_string();
     let peer = near.peer(&address).expect("an address");
@@ -400,13 +405,13 @@ fn nobody_there_is_an_error_in_time() {
     let timeout = Some(Duration::from_millis(300));
     let error = peer
         .write(&moves, &Options { timeout, ..Options::default() })
-        .expect_err("it says nothing");
+        .expect_err("the listener never answers");
     assert!([ErrorKind::Deadline, ErrorKind::PeerSilent].contains(&error.kind()), "{error:?}");
     assert!(began.elapsed() < stretched(Duration::from_millis(900)), "{:?}", began.elapsed());
 }
 
 #[test]
-fn after_a_shutdown_everything_says_so_and_nothing_is_left() {
+fn calls_after_a_shutdown_fail_and_no_transfer_is_left() {
     let _bound = bounded();
     let (near, far) = (agent(), agent());
     let len = 32 * MIB;
@@ -415,8 +420,7 @@ fn after_a_shutdown_everything_says_so_and_nothing_is_left() {
     let peer = near.peer(far.advertised()).expect("an address");
     let moves = batch(&from, &to.remote(), 64 * KIB);
     peer.write(&moves, &Options::default()).expect("a healthy write");
-    let running: Vec<_> =
-        (0..8).map(|_| peer.write_async(moves.clone(), Options::default())).collect();
+    let running: Vec<_> = (0..8).map(|_| peer.write_async(&moves, &Options::default())).collect();
     let blocked = {
         let (peer, moves) = (peer.clone(), moves.clone());
         thread::spawn(move || peer.write(&moves, &Options::default()))
@@ -440,12 +444,12 @@ fn after_a_shutdown_everything_says_so_and_nothing_is_left() {
         began.elapsed()
     );
     assert_eq!(kind(peer.write(&moves, &Options::default())), ErrorKind::Shutdown);
-    let late = peer.write_async(moves.clone(), Options::default());
+    let late = peer.write_async(&moves, &Options::default());
     assert_eq!(kind(late.wait(Duration::from_secs(1)).expect("at once")), ErrorKind::Shutdown);
     assert_eq!(kind(near.allocate(64, Access::NONE)), ErrorKind::Shutdown);
     assert_eq!(kind(peer.connect(Duration::from_secs(1))), ErrorKind::Shutdown);
     assert_eq!(near.stats().transfers_in_flight, 0);
-    // The other side is told, and goes on with its life.
+    // The peer notices the shutdown and ends the session.
     let give_up = Instant::now() + Duration::from_secs(3);
     while far.stats().sessions > 0 || far.stats().requests_in_flight > 0 {
         assert!(Instant::now() < give_up, "{:?}", far.stats());
@@ -455,7 +459,7 @@ fn after_a_shutdown_everything_says_so_and_nothing_is_left() {
 }
 
 #[test]
-fn a_shutdown_in_the_middle_of_work_ends() {
+fn a_shutdown_during_transfers_returns() {
     let _bound = bounded();
     let far = agent();
     let to = far.allocate(4096, Access::WRITE).expect("memory");
@@ -467,12 +471,12 @@ fn a_shutdown_in_the_middle_of_work_ends() {
         peer.write(&moves, &Options::default()).expect("a healthy write");
         let ended = AtomicBool::new(false);
         thread::scope(|scope| {
-            // The agent's threads are woken all the time while they are told to end.
+            // Calls wake the agent's threads all the time during the shutdown.
             let callers: Vec<_> = (0..3)
                 .map(|_| {
                     scope.spawn(|| {
                         while !ended.load(Ordering::Relaxed) {
-                            let transfer = peer.write_async(moves.clone(), Options::default());
+                            let transfer = peer.write_async(&moves, &Options::default());
                             let outcome = transfer.wait(Duration::from_secs(10));
                             drop(outcome.expect("every transfer ends"));
                         }
@@ -480,13 +484,13 @@ fn a_shutdown_in_the_middle_of_work_ends() {
                 })
                 .collect();
             thread::sleep(Duration::from_micros(300));
-            let (tell, told) = mpsc::channel();
+            let (done, stopped) = mpsc::channel();
             let stopping = near.clone();
             thread::spawn(move || {
                 stopping.shutdown();
-                let _ = tell.send(());
+                let _ = done.send(());
             });
-            let stopped = told.recv_timeout(Duration::from_secs(10));
+            let stopped = stopped.recv_timeout(Duration::from_secs(10));
             ended.store(true, Ordering::Relaxed);
             stopped.expect("a shutdown ends");
             callers.into_iter().for_each(|c| c.join().expect("callers don't panic"));
@@ -495,9 +499,9 @@ fn a_shutdown_in_the_middle_of_work_ends() {
 }
 
 #[test]
-fn whoever_writes_to_an_agent_that_is_shut_down_hears_that_it_is_gone() {
+fn a_write_to_an_agent_that_shuts_down_reports_that_the_peer_is_gone() {
     let _bound = bounded();
-    for transport in [TransportKind::Local, TransportKind::Tcp] {
+    for transport in [TransportKind::LOCAL, TransportKind::TCP] {
         let start = || {
             let transports = Transports::only(transport);
             Agent::builder().transports(transports).start().expect("an agent")
@@ -518,7 +522,7 @@ fn whoever_writes_to_an_agent_that_is_shut_down_hears_that_it_is_gone() {
                                 break error;
                             }
                         };
-                        // Never that the region was revoked, or is none: nobody did that.
+                        // Not that the region was revoked or is unknown.
                         let gone =
                             [ErrorKind::PeerClosed, ErrorKind::PeerReset, ErrorKind::Unreachable];
                         assert!(gone.contains(&error.kind()), "{transport:?}: {error:?}");
@@ -532,9 +536,9 @@ fn whoever_writes_to_an_agent_that_is_shut_down_hears_that_it_is_gone() {
 }
 
 #[test]
-fn a_shutdown_ends_the_wait_for_a_notification() {
+fn a_shutdown_ends_the_wait_for_a_notification_with_an_error() {
     let _bound = bounded();
-    let agent = agent();
+    let (agent, other, sender) = (agent(), agent(), agent());
     let waiting = {
         let agent = agent.clone();
         thread::spawn(move || agent.wait_notification(Duration::from_secs(20)))
@@ -542,25 +546,260 @@ fn a_shutdown_ends_the_wait_for_a_notification() {
     thread::sleep(Duration::from_millis(50));
     let began = Instant::now();
     agent.shutdown();
-    assert!(waiting.join().expect("no panic").is_none());
+    assert_eq!(kind(waiting.join().expect("no panic")), ErrorKind::Shutdown);
     assert!(began.elapsed() < stretched(Duration::from_secs(1)), "it took {:?}", began.elapsed());
+    // A later call fails at once.
+    assert_eq!(kind(agent.wait_notification(Duration::MAX)), ErrorKind::Shutdown);
+    // Notifications that arrived before can be taken.
+    let peer = sender.peer(other.advertised()).expect("an address");
+    peer.notify(Notification::new("last", ""), &Options::default()).expect("delivered");
+    other.shutdown();
+    let last = other.wait_notification(Duration::ZERO).expect("one is left");
+    assert_eq!(last.expect("one is left").name, "last");
+    assert_eq!(kind(other.wait_notification(Duration::ZERO)), ErrorKind::Shutdown);
 }
 
 #[test]
-fn transports_are_what_was_asked_for() {
+fn transports_are_parsed_from_names_and_aliases() {
     let _bound = bounded();
-    for text in ["", "carrier-pigeon", "tcp,pigeon"] {
+    for text in ["", "unknown", "tcp,unknown"] {
         assert_eq!(kind(Transports::parse(text)), ErrorKind::InvalidArgument, "{text:?}");
     }
     for text in ["tcp", "TCP", " tcp "] {
         let set = Transports::parse(text).expect("a name");
-        assert_eq!(set, Transports::only(TransportKind::Tcp), "{text:?}");
+        assert_eq!(set, Transports::only(TransportKind::TCP), "{text:?}");
     }
     for text in ["native", "kvferry", "tcp,local"] {
         let set = Transports::parse(text).expect("an alias");
-        let both = Transports::only(TransportKind::Tcp).with(TransportKind::Local);
+        let both = Transports::only(TransportKind::TCP).with(TransportKind::LOCAL);
         assert_eq!(set, both, "{text:?}");
     }
-    let agent = Agent::builder().transports(Transports::only(TransportKind::Tcp)).start();
+    let agent = Agent::builder().transports(Transports::only(TransportKind::TCP)).start();
     assert_eq!(agent.expect("an agent").transports().to_string(), "tcp");
+}
+
+/// A region of device memory whose copies wait until the device is released.
+fn held_device(agent: &Agent, len: usize) -> (SlowMemory, Region) {
+    let device = SlowMemory::new(Arc::new(Mapping::anonymous(len).expect("memory")), 0, len, 1);
+    device.hold();
+    let region = agent.register_device(Arc::new(device.clone()), Access::READ_WRITE);
+    (device, region.expect("a region"))
+}
+
+/// A write to a region of `far` that waits for its device.
+fn held_write(near: &Agent, far: &Agent, device: &SlowMemory, to: &Region) -> Transfer {
+    let from = filled(near, to.len(), Access::NONE, 1);
+    let peer = near.peer(far.advertised()).expect("an address");
+    let writing = peer.write_async(&batch(&from, &to.remote(), to.len()), &Options::default());
+    while device.pending() == 0 {
+        thread::sleep(Duration::from_millis(1));
+    }
+    writing
+}
+
+/// What a call returned, and whether its device still copied then.
+fn ended_late<T: Send>(device: &SlowMemory, calls: &[&(dyn Fn() -> T + Sync)]) -> Vec<(T, bool)> {
+    thread::scope(|scope| {
+        let running: Vec<_> = calls
+            .iter()
+            .map(|call| {
+                let running = scope.spawn(|| (call(), device.pending() > 0));
+                // The order matters: the next call must find this one running.
+                thread::sleep(Duration::from_millis(50));
+                running
+            })
+            .collect();
+        thread::sleep(Duration::from_millis(50));
+        device.release();
+        running.into_iter().map(|call| call.join().expect("no panic")).collect()
+    })
+}
+
+#[test]
+fn every_shutdown_call_waits_for_the_copies_of_a_device() {
+    let _bound = bounded();
+    let (near, far) = (agent(), agent());
+    let (device, to) = held_device(&far, 64 * KIB);
+    let writing = held_write(&near, &far, &device, &to);
+    let shutdown = || far.shutdown();
+    let ended = ended_late(&device, &[&shutdown, &shutdown, &shutdown]);
+    assert_eq!(ended, [((), false); 3], "the device was still copying");
+    writing.wait(Duration::from_secs(20)).expect("it ends").expect_err("the peer is gone");
+    assert!(!to.is_quarantined());
+}
+
+#[test]
+fn every_unregister_call_waits_for_the_copies_of_a_device() {
+    let _bound = bounded();
+    let (near, far) = (agent(), agent());
+    let (device, to) = held_device(&far, 64 * KIB);
+    let writing = held_write(&near, &far, &device, &to);
+    let one = || far.unregister(&to).map_err(|e| e.kind());
+    let many = || far.unregister_batch(std::slice::from_ref(&to)).map_err(|e| e.kind());
+    let gone = Err(ErrorKind::NotRegistered);
+    let ended = ended_late(&device, &[&one, &one, &many]);
+    assert_eq!(ended, [(Ok(()), false), (gone, false), (gone, false)]);
+    drop(writing.wait(Duration::from_secs(20)).expect("it ends"));
+}
+
+#[test]
+fn a_shutdown_waits_for_the_unregister_of_another_thread() {
+    let _bound = bounded();
+    let (near, far) = (agent(), agent());
+    let (device, to) = held_device(&far, 64 * KIB);
+    let writing = held_write(&near, &far, &device, &to);
+    let unregister = || drop(far.unregister(&to));
+    let ended = ended_late(&device, &[&unregister, &|| far.shutdown()]);
+    assert_eq!(ended, [((), false); 2], "the device was still copying");
+    drop(writing.wait(Duration::from_secs(20)).expect("it ends"));
+}
+
+/// Writes 4 KiB, three times, and checks them.
+fn healthy_write(near: &Agent, far: &Agent, when: &str) {
+    let from = filled(near, 4096, Access::NONE, 7);
+    let to = far.allocate(4096, Access::READ_WRITE).expect("memory");
+    let peer = near.peer(far.advertised()).expect("an address");
+    let options = Options { timeout: Some(Duration::from_secs(10)), ..Options::default() };
+    for _ in 0..3 {
+        let writing = peer.write_async(&batch(&from, &to.remote(), 512), &options);
+        let outcome = writing.wait(Duration::from_secs(20)).expect("it ends");
+        outcome.unwrap_or_else(|e| panic!("a healthy write after {when}: {e:?}"));
+    }
+    assert!(content(&to) == Pattern::new(7).bytes(4096));
+}
+
+/// An agent with one thread for all streams: if the thread ends, every transfer fails.
+fn one_thread_agent() -> Agent {
+    let transports = Transports::only(TransportKind::TCP);
+    Agent::builder().io_threads(1).transports(transports).start().expect("an agent starts")
+}
+
+struct PanickingDevice;
+
+impl DeviceMemory for PanickingDevice {
+    fn len(&self) -> u64 {
+        4096
+    }
+
+    fn copy_out(&self, _: u64, _: HostSpan, _: CopyDone) {
+        panic!("a panic of a device");
+    }
+
+    fn copy_in(&self, _: u64, _: HostSpan, _: CopyDone) {
+        panic!("a panic of a device");
+    }
+}
+
+#[test]
+fn a_device_that_panics_fails_its_transfers_and_no_others() {
+    let _bound = bounded();
+    let (near, far) = (one_thread_agent(), one_thread_agent());
+    let host = filled(&near, 4096, Access::NONE, 1);
+    let device = |agent: &Agent| {
+        agent.register_device(Arc::new(PanickingDevice), Access::READ_WRITE).expect("a region")
+    };
+    let (ours, theirs) = (device(&near), device(&far));
+    let other = far.allocate(4096, Access::READ_WRITE).expect("memory");
+    let peer = near.peer(far.advertised()).expect("an address");
+    for (what, local, remote) in [("theirs", &host, &theirs), ("ours", &ours, &other)] {
+        for write in [true, false] {
+            let moves = batch(local, &remote.remote(), 4096);
+            let options = Options { timeout: Some(Duration::from_secs(10)), ..Options::default() };
+            let transfer = match write {
+                true => peer.write_async(&moves, &options),
+                false => peer.read_async(&moves, &options),
+            };
+            let outcome = transfer.wait(Duration::from_secs(20)).expect("it ends");
+            assert_eq!(kind(outcome), ErrorKind::Internal, "{what}, write: {write}");
+            healthy_write(&near, &far, "a panic of a device");
+            healthy_write(&far, &near, "a panic of a device");
+        }
+    }
+    near.unregister(&ours).expect("no copy is under way");
+    far.unregister(&theirs).expect("no copy is under way");
+}
+
+/// Panics at each message.
+struct PanickingHandler;
+
+impl MessageHandler for PanickingHandler {
+    fn began(&self, _: &Channel) {}
+
+    fn received(&self, _: &Channel, message: &[u8]) {
+        panic!("a panic of a message handler at {} bytes", message.len());
+    }
+
+    fn ended(&self, _: &Channel, _: &Error) {
+        panic!("a panic of a message handler");
+    }
+}
+
+#[test]
+fn a_message_handler_that_panics_ends_its_session_and_no_other() {
+    let _bound = bounded();
+    let (near, far, other) = (one_thread_agent(), one_thread_agent(), one_thread_agent());
+    far.set_message_handler(Arc::new(PanickingHandler)).expect("the first");
+    healthy_write(&other, &far, "nothing");
+    let peer = near.peer(far.advertised()).expect("an address");
+    let channel = peer.channel(Duration::from_secs(5)).expect("it is there");
+    channel.send(b"boo".to_vec()).expect("queued");
+    let began = Instant::now();
+    while channel.end().is_none() {
+        assert!(began.elapsed() < stretched(Duration::from_secs(3)), "the session goes on");
+        thread::sleep(Duration::from_millis(1));
+    }
+    healthy_write(&near, &far, "a panic of the peer's message handler");
+    healthy_write(&other, &far, "a panic of the peer's message handler");
+    assert_eq!(other.stats().sessions_opened, 1, "its session did not end");
+}
+
+struct PanickingWaker;
+
+impl Wake for PanickingWaker {
+    fn wake(self: Arc<Self>) {
+        panic!("a panic of a waker");
+    }
+}
+
+#[test]
+fn a_waker_that_panics_does_not_stop_other_transfers() {
+    let _bound = bounded();
+    let (near, far) = (one_thread_agent(), one_thread_agent());
+    let (device, to) = held_device(&far, 64 * KIB);
+    let mut writing = held_write(&near, &far, &device, &to);
+    let waker = Arc::new(PanickingWaker).into();
+    assert!(Pin::new(&mut writing).poll(&mut Context::from_waker(&waker)).is_pending());
+    device.release();
+    writing.wait(Duration::from_secs(20)).expect("it ends").expect("done");
+    healthy_write(&near, &far, "a panic of a waker");
+}
+
+#[test]
+fn a_peer_finds_a_region_by_its_name_until_it_is_unregistered() {
+    let _bound = bounded();
+    let (near, far) = (agent(), agent());
+    let [kv, hidden] =
+        [Access::READ, Access::NONE].map(|access| far.allocate(4096, access).expect("memory"));
+    far.name_region(&kv, "kv").expect("a free name");
+    far.name_region(&hidden, "hidden").expect("a free name");
+    let peer = near.peer(far.advertised()).expect("an address");
+    assert_eq!(peer.region("kv", None).expect("it has the name"), kv.remote());
+    assert_eq!((kv.name(), far.region("kv").map(|r| r.id())), (Some("kv"), Some(kv.id())));
+    for unknown in ["hidden", "other", ""] {
+        let e = peer.region(unknown, None).expect_err("no peer reaches such a region");
+        assert_eq!(e.kind(), ErrorKind::NotRegistered, "{e}");
+    }
+    let refused = |region: &Region, name: &str| {
+        far.name_region(region, name).expect_err("not to be had").kind()
+    };
+    let other = far.allocate(4096, Access::READ).expect("memory");
+    assert_eq!(refused(&other, "kv"), ErrorKind::Overlap);
+    assert_eq!(refused(&kv, "again"), ErrorKind::InvalidArgument);
+    assert_eq!(refused(&other, ""), ErrorKind::InvalidArgument);
+    assert_eq!(refused(&other, &"n".repeat(257)), ErrorKind::InvalidArgument);
+    far.unregister(&kv).expect("registered");
+    assert_eq!(refused(&kv, "late"), ErrorKind::NotRegistered);
+    assert!(peer.region("kv", None).is_err());
+    far.name_region(&other, "kv").expect("the name is free again");
+    assert_eq!(peer.region("kv", None).expect("it has the name"), other.remote());
 }

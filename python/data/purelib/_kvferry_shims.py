@@ -1,8 +1,8 @@
-"""Lets unchanged programs that import another transfer library get kvferry instead, if ``KVFERRY_SHIMS`` says so.
+"""Makes unchanged programs that import another transfer library use kvferry, if ``KVFERRY_SHIMS`` names the library.
 
-This module lies beside the package and not in it because ``kvferry_shims.pth`` imports it when any interpreter starts
-with ``KVFERRY_SHIMS`` set: it must be cheap, must not load kvferry, and must not fail. Nothing on disk is touched: the
-name ``mooncake.engine`` is answered before an installed Mooncake is looked for, everything else of it stays reachable.
+With ``KVFERRY_SHIMS`` set, ``kvferry_shims.pth`` imports this module at the start of every interpreter. So it lies
+beside the package, is cheap, does not load kvferry, and must not fail. It changes nothing on disk: a finder answers for
+``mooncake.engine`` before an installed Mooncake is looked for; the rest of Mooncake stays reachable.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 else:
-    # What has the methods is a loader; the base class would cost an import.
+    # Any class with the methods is a loader; importing the base class would cost time.
     Loader = object
 
 _ENGINE = "mooncake.engine"
@@ -32,13 +32,13 @@ def wanted() -> set[str]:
 
 
 def install() -> None:
-    """Puts the finder first, once, if it is wanted. An engine that was imported before stays what it is."""
+    """Installs the finder in the first place, once, if it is wanted. Has no effect on an engine imported before."""
     if "mooncake" in wanted() and not any(isinstance(finder, MooncakeFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, MooncakeFinder())
 
 
 class MooncakeFinder:
-    """Finds ``mooncake.engine`` in kvferry, and an empty ``mooncake`` around it where none is installed."""
+    """Finds kvferry's ``mooncake.engine``, and an empty ``mooncake`` package if none is installed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -78,4 +78,4 @@ class _ParentLoader(Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__doc__ = "Stands for Mooncake, which is not installed; only mooncake.engine is here, from kvferry."
+        module.__doc__ = "A stand-in for Mooncake, which is not installed; kvferry provides mooncake.engine only."

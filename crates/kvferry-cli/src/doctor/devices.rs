@@ -5,7 +5,7 @@ use serde_json::json;
 use super::finding::{Finding, Group};
 use super::helper::Library;
 use super::host::{Host, Tries};
-use crate::units;
+use kvferry_bench::units;
 
 pub(super) fn check(host: &Host, tries: &Tries) -> Group {
     let mut findings = rdma(host, tries);

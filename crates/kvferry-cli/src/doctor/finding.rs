@@ -1,4 +1,4 @@
-//! What was found, one line each, and the report that programs read.
+//! Findings, one line each, and the report for programs.
 //!
 //! `--json` prints one object, `kvferry.doctor/1`:
 //!
@@ -27,7 +27,7 @@ pub(super) enum Mark {
     Note,
     /// Something optional is not there.
     Missing,
-    /// Something that kvferry was told to use does not work.
+    /// Something that kvferry is configured to use does not work.
     Bad,
 }
 
@@ -85,7 +85,7 @@ impl Finding {
         Finding::new(Mark::Bad, id, finding)
     }
 
-    /// What to do about it.
+    /// What to do about the finding.
     pub(super) fn fix(mut self, fix: impl Into<String>) -> Finding {
         self.fix = Some(fix.into());
         self

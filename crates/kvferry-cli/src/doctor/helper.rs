@@ -1,5 +1,5 @@
-//! Helper processes: one whose memory is read and that reads ours, and one per vendor's library,
-//! because a broken driver may hang or crash whoever asks it.
+//! Helper processes: one for reading each other's memory, and one per vendor's library, because a broken
+//! driver may hang or crash the process that calls it.
 
 use std::io::Read;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -11,18 +11,17 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::child::{Child, answer_parent, die_with_parent};
-use crate::content::random;
-use crate::failure::Failure;
 use crate::output;
+use kvferry_bench::child::{Child, answer_parent, die_with_parent};
+use kvferry_bench::failure::Failure;
 
-/// How long a vendor's library may think. A first call to a GPU's driver takes seconds.
+/// How long a vendor's library may take. A first call to a GPU's driver takes seconds.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What the line with an answer starts with: a library may write to standard output as well.
+/// Start of the line with the answer: a library may write to standard output, too.
 const ANSWER: &str = "@kvferry ";
 
-/// What a helper process is for.
+/// What a helper process tries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Probe {
     Memory,
@@ -31,11 +30,11 @@ pub(crate) enum Probe {
     Cufile,
 }
 
-/// What became of a vendor's library.
+/// The state of a vendor's library.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Library<T> {
     Works {
-        /// The file's own name, which tells its version.
+        /// The name of the file, which has its version.
         file: String,
         found: T,
     },
@@ -108,7 +107,7 @@ fn loaded(starts_with: &str) -> String {
     names.find(|name| name.starts_with(starts_with)).unwrap_or(starts_with).to_owned()
 }
 
-/// Helpers that were started and have not been asked for their answers.
+/// Helpers that were started, whose answers have not been read.
 #[derive(Debug)]
 pub(super) struct Libraries {
     began: Instant,
@@ -125,7 +124,7 @@ pub(super) fn start_libraries() -> Libraries {
             .args(["doctor-probe", name])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            // Vendors' libraries have much to say about what they miss.
+            // Vendors' libraries log what they miss.
             .stderr(Stdio::null())
             .spawn()
             .ok()
@@ -145,14 +144,14 @@ impl Libraries {
     }
 }
 
-/// The answer of a helper, or what became of it.
+/// The answer of a helper, or why there is none.
 fn answer<T: DeserializeOwned>(process: Option<Process>, until: Instant) -> Library<T> {
     let broken = |why: &str| Library::Broken(why.to_owned());
     let Some(mut process) = process else { return broken("no helper process can be started") };
     // The answer fits the pipe, so the helper can end before it is read.
     while let Ok(None) = process.try_wait() {
         if Instant::now() >= until {
-            // Not waited for: one that hangs inside a driver can't even be killed.
+            // Not reaped: a process that hangs inside a driver can't be killed.
             let _ = process.kill();
             return broken(&format!("no answer within {} s", PATIENCE.as_secs()));
         }
@@ -170,7 +169,7 @@ fn answer<T: DeserializeOwned>(process: Option<Process>, until: Instant) -> Libr
     answer.and_then(|answer| serde_json::from_str(answer).ok()).unwrap_or_else(|| broken(&ended))
 }
 
-/// Where known bytes are.
+/// Bytes that are known, and their address.
 #[derive(Debug, Serialize, Deserialize)]
 struct Known {
     pid: i32,
@@ -189,27 +188,26 @@ impl Known {
         let mut found = [0; 8];
         match kvferry_sys::process_vm::read_bytes(self.pid, self.address, &mut found) {
             Ok(()) if u64::from_ne_bytes(found) == self.bytes => Ok(()),
-            Ok(()) => Err("other bytes were read than were there".to_owned()),
+            Ok(()) => Err("the bytes read are not those in memory".to_owned()),
             Err(error) => Err(error.to_string()),
         }
     }
 }
 
-/// Told where the parent's bytes are: reads them, and says how that went and where its own are.
+/// Gets the address of the parent's bytes. Answers whether it could read them, and its own address.
 fn serve_memory() -> Result<(), Failure> {
-    let bytes = Box::new(random());
+    let bytes = Box::new(fastrand::u64(..));
     answer_parent(|parent: Known| {
         let told = (parent.read(), Known::new(&bytes));
         serde_json::to_value(told).map_err(|error| Failure::Failed(error.to_string()))
     })
 }
 
-/// Whether a process may read the one that started it, and the other way round.
+/// Whether a process may read its parent, and a parent its child.
 ///
-/// The first is the answer for two processes that have nothing to do with each other: Yama lets a
-/// process read its descendants when it may read nobody else.
+/// The first is the answer for unrelated processes: Yama may let a process read its descendants only.
 pub(super) fn read_each_other() -> (Result<(), String>, Result<(), String>) {
-    let bytes = Box::new(random());
+    let bytes = Box::new(fastrand::u64(..));
     let asked = Child::spawn(&["doctor-probe", "memory"]).and_then(|mut child| {
         let answer: Value = child.ask(&Known::new(&bytes))?;
         let (up, there): (Result<(), String>, Known) = serde_json::from_value(answer)

@@ -98,7 +98,7 @@ impl Tries {
         Tries {
             kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
             c_library: kvferry_sys::probe::c_library(),
-            cores: crate::machine::cpus(),
+            cores: kvferry_bench::machine::cpus(),
             pidfd: pidfd_open(getpid(), PidfdFlags::empty()).map(drop),
             memfd: rustix::fs::memfd_create("kvferry-doctor", MemfdFlags::CLOEXEC).map(drop),
             io_uring: kvferry_sys::probe::io_uring().map_err(errno),

@@ -1,9 +1,9 @@
-//! `kvferry doctor`: what this host can do and why not, and what another agent is like from here.
+//! `kvferry doctor`: checks this host, or the way to an agent elsewhere.
 //!
-//! `host.rs` is all that is looked at: files of the kernel, under a root that tests replace, and
-//! the answers to what was tried. The checks (`system.rs`, `same_host.rs`, `network.rs`,
-//! `devices.rs`) make findings of that and touch nothing. `helper.rs` tries in processes of their
-//! own what may crash or hang. `peer.rs` is `doctor HOST:PORT`. `finding.rs` documents the JSON.
+//! `host.rs` reads everything: files of the kernel, under a root that tests replace, and results of
+//! trials. The checks (`system.rs`, `same_host.rs`, `network.rs`, `devices.rs`) turn that into findings and
+//! read nothing else. `helper.rs` tries what may crash or hang in processes of their own. `peer.rs` is
+//! `doctor HOST:PORT`. `finding.rs` documents the JSON.
 
 mod devices;
 mod finding;
@@ -18,8 +18,8 @@ mod system;
 use kvferry::{Config, Transports};
 
 use crate::cli::DoctorArgs;
-use crate::failure::Failure;
 use crate::output;
+use kvferry_bench::failure::Failure;
 
 use finding::{Mark, Report};
 use host::{Host, Tries};
@@ -30,11 +30,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
         None => this_host(&Host::at("/"), &Tries::here(), &settings()),
         Some(target) => peer::look(target, args)?,
     };
-    if args.json {
-        output::print_json(&report)?;
-    } else {
-        output::print(&show::text(&report, show::Style::here()))?;
-    }
+    output::show(&report, args.json)?;
     match report.counts[&Mark::Bad] {
         0 => Ok(()),
         1 => Err(Failure::Check("one finding is bad".into())),
@@ -42,11 +38,17 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     }
 }
 
+impl output::Report for Report {
+    fn text(&self) -> String {
+        show::text(self, show::Style::here())
+    }
+}
+
 fn settings() -> Settings {
     Settings::of(Config::from_env().map_err(|error| error.to_string()))
 }
 
-/// Whether this build can move bytes that way.
+/// Whether this build has the transport.
 fn has_transport(name: &str) -> bool {
     Transports::parse(name).is_ok()
 }
@@ -72,7 +74,7 @@ mod tests {
     use super::helper::{CudaDevice, CudaFound, Library, VerbsFound};
     use super::*;
 
-    /// Files of a kernel that is not there. Removed on drop.
+    /// Files of an imaginary kernel. Removed on drop.
     pub(super) struct Tree(PathBuf);
 
     impl Tree {
@@ -192,13 +194,11 @@ mod tests {
             cufile: Library::Broken("libmount.so.1: cannot open shared object file".into()),
             ..tries()
         };
-        let config = Config {
-            listen: Some("10.0.0.7:18515".into()),
-            advertise: Some("node-3:18515".into()),
-            transports: Some("tcp".into()),
-            secret: Some(kvferry::SecretString::new("hush-hush")),
-            ..Config::default()
-        };
+        let mut config = Config::default();
+        config.listen = Some("10.0.0.7:18515".into());
+        config.advertise = Some("node-3:18515".into());
+        config.transports = Transports::only(kvferry::TransportKind::TCP);
+        config.secret = kvferry::Secret::new("hush-hush");
         (tree, tries, Settings::of(Ok(config)))
     }
 

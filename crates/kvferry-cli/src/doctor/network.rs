@@ -1,4 +1,4 @@
-//! Which address an agent would have, interfaces, and what the kernel does with TCP.
+//! The address that an agent would have, interfaces, and the kernel's TCP settings.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -9,18 +9,18 @@ use serde_json::json;
 
 use super::finding::{Finding, Group};
 use super::host::{Host, Tries};
-use crate::units;
+use kvferry_bench::units;
 
-/// What one connection may have in flight at 100 Gbit/s and 1 ms.
+/// Bytes in flight of one connection at 100 Gbit/s and 1 ms.
 const WINDOW: u64 = 12 << 20;
-/// The backlog an agent asks for.
+/// The backlog that an agent asks for.
 const BACKLOG: u64 = 4096;
 const PORTS: u64 = 10_000;
 /// From here on, ordinary frames cost more than the network.
 const FAST_MBIT: u64 = 25_000;
 const JUMBO: u64 = 9_000;
 
-/// What an agent of this environment would do.
+/// What an agent with these settings would do.
 #[derive(Debug)]
 pub(super) struct Settings {
     pub(super) addresses: Result<(SocketAddr, String, AdvertisedBy), String>,
@@ -37,20 +37,18 @@ impl Settings {
             Err(error) => Err(error.to_string()),
         });
         let addresses = |config: &Config| config.addresses().map_err(|error| error.to_string());
-        let named = |config: &Config| match &config.transports {
-            Some(names) => kvferry::Transports::parse(names).map(|set| set.to_string()),
-            None => Ok(kvferry::Transports::ALL.to_string()),
-        };
         let refused = || checked.clone().err().unwrap_or_default();
         Settings {
             addresses: checked.as_ref().map_err(|_| refused()).and_then(addresses),
             everywhere: checked.as_ref().map_err(|_| refused()).and_then(|config| {
-                addresses(&Config { listen: Some("0.0.0.0:0".into()), ..config.clone() })
+                let mut everywhere = config.clone();
+                everywhere.listen = Some("0.0.0.0:0".into());
+                addresses(&everywhere)
             }),
             transports: checked
                 .as_ref()
-                .map_err(|_| refused())
-                .and_then(|config| named(config).map_err(|error| error.to_string())),
+                .map(|config| config.transports.to_string())
+                .map_err(|_| refused()),
             secret: checked.as_ref().is_ok_and(|config| config.secret.is_some()),
         }
     }
@@ -157,10 +155,11 @@ fn advertised(
 fn secret(set: bool, open: bool) -> Finding {
     let finding = match (set, open) {
         (true, _) => Finding::ok("secret", "set; it is never shown"),
-        (false, true) => {
-            Finding::note("secret", "none: whoever reaches the port reaches registered memory")
-                .fix("KVFERRY_SECRET_FILE, the same file's content on every host")
-        }
+        (false, true) => Finding::note(
+            "secret",
+            "none: every host that reaches the port reaches registered memory",
+        )
+        .fix("KVFERRY_SECRET_FILE, the same file's content on every host"),
         (false, false) => Finding::ok("secret", "none, and none needed on loopback"),
     };
     finding.fact("set", set)
@@ -282,7 +281,7 @@ fn abort(host: &Host) -> Option<Finding> {
         Finding::note("tcp_abort", "on: a burst of callers is reset instead of asked to wait")
             .fix("sysctl -w net.ipv4.tcp_abort_on_overflow=0")
     } else {
-        Finding::ok("tcp_abort", "off: a full backlog resets nobody")
+        Finding::ok("tcp_abort", "off: a full backlog resets no connection")
     };
     Some(finding.of("tcp abort").fact("on", on))
 }
@@ -348,20 +347,18 @@ mod tests {
 
     #[test]
     fn a_configuration_that_no_agent_takes_is_bad_and_never_shows_the_secret() {
-        let mut config = Config { listen: Some("nonsense".into()), ..Config::default() };
-        config.secret = Some(kvferry::SecretString::new("hush-hush"));
-        let settings = Settings::of(Ok(config));
+        let mut config = Config::default();
+        config.listen = Some("nonsense".into());
+        config.secret = kvferry::Secret::new("hush-hush");
+        let settings = Settings::of(Ok(config.clone()));
         let findings = agent(&settings, &own());
         assert_eq!(findings[0].mark, Mark::Bad, "{findings:?}");
-        let config = Config {
-            secret: Some(kvferry::SecretString::new("hush-hush")),
-            listen: Some("0.0.0.0:0".into()),
-            ..Config::default()
-        };
+        config.listen = Some("0.0.0.0:0".into());
         let findings = agent(&Settings::of(Ok(config)), &own());
         assert!(findings.iter().any(|f| f.id == "secret" && f.mark == Mark::Ok), "{findings:?}");
         assert!(!format!("{findings:?}").contains("hush"));
-        let open = Config { listen: Some("0.0.0.0:0".into()), ..Config::default() };
+        let mut open = Config::default();
+        open.listen = Some("0.0.0.0:0".into());
         let findings = agent(&Settings::of(Ok(open)), &own());
         assert!(findings.iter().any(|f| f.id == "secret" && f.mark == Mark::Note), "{findings:?}");
     }

@@ -1,9 +1,8 @@
 //! `kvferry doctor HOST:PORT`: an agent as it is seen from here.
 //!
-//! An agent is asked for what it tells every peer: its name, its regions, round trips. Its memory
-//! is never written. The rate of reads is measured on memory that it lets its peers read, at most
-//! [`READ_MAX`] at a time and for [`READ_FOR`]; the rate of writes only at a `kvferry bench
-//! --serve`, which offers memory for that.
+//! The agent sends what it sends every peer: its name, its regions, answers to probes. Its memory is
+//! never written. Reads are measured on memory that peers may read, at most [`READ_MAX`] at a time and
+//! for [`READ_FOR`]; writes only at a `kvferry bench --serve`, which has memory for them.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
@@ -17,11 +16,11 @@ use kvferry::{
 use serde_json::json;
 
 use super::finding::{Finding, Group, Mark, Report};
-use crate::bench::reach::{self, Greeting};
 use crate::cli::DoctorArgs;
-use crate::failure::Failure;
-use crate::stats::{median, quantile_of};
-use crate::units;
+use kvferry_bench::failure::Failure;
+use kvferry_bench::stats::{median, quantile_of};
+use kvferry_bench::transfers::reach::{self, Answered};
+use kvferry_bench::units;
 
 /// Most of a peer's memory that is read at a time.
 const READ_MAX: usize = 64 << 20;
@@ -36,10 +35,10 @@ const PINGS: usize = 200;
 const WARM: usize = 20;
 const PING_FOR: Duration = Duration::from_secs(2);
 
-/// How long who says nothing is left alone before it is greeted as something else.
+/// How long a silent peer is waited for before it is tried as a bench.
 const QUIET: Duration = Duration::from_millis(700);
 
-/// Everything about one peer.
+/// All findings about one peer.
 pub(super) fn look(target: &str, args: &DoctorArgs) -> Result<Report, Failure> {
     let timeout = Duration::from_secs(args.timeout.into());
     let mut network = Vec::new();
@@ -119,7 +118,7 @@ fn refused(address: SocketAddr, error: &io::Error) -> Finding {
     use io::ErrorKind as Kind;
     let (why, fix) = match error.kind() {
         Kind::ConnectionRefused => (
-            "nobody listens on the port".to_owned(),
+            "no process listens on the port".to_owned(),
             "start the agent, or the right port: the one it advertises; \
              on a loopback listener set KVFERRY_LISTEN=0.0.0.0:PORT there",
         ),
@@ -149,7 +148,7 @@ fn agent(target: &str, address: SocketAddr, timeout: Duration, bandwidth: bool) 
     };
     let (peer, summary, serves) = match meet(&ours, target, address, timeout) {
         Met::Agent { peer, summary, serves } => (peer, summary, serves),
-        Met::Nobody(finding) => return vec![finding],
+        Met::NoAgent(finding) => return vec![finding],
     };
     findings.push(handshake(&ours, &summary, serves));
     findings.push(transports(&ours, &summary, peer.address(), address, timeout));
@@ -175,7 +174,7 @@ fn start(transports: Option<Transports>) -> Result<Agent, Error> {
     if let Some(transports) = transports {
         builder = builder.transports(transports);
     }
-    // As an engine's drop-in is: it meets stock Mooncake peers too, unless a secret is set.
+    // As an engine's drop-in: it also connects to stock Mooncake peers, unless a secret is set.
     builder.mooncake(!secret).start()
 }
 
@@ -186,26 +185,29 @@ enum Met {
         /// The address is of a `bench --serve`.
         serves: bool,
     },
-    Nobody(Finding),
+    NoAgent(Finding),
 }
 
 fn meet(ours: &Agent, target: &str, address: SocketAddr, timeout: Duration) -> Met {
     let (tell, told) = mpsc::channel();
     {
-        // The address that took a connection, so that a dead one of the same name costs nothing.
+        // The address that took a connection; others of the same name may be dead.
         let (ours, at) = (ours.clone(), address.to_string());
-        std::thread::spawn(move || tell.send(connect(&ours, &at, timeout)));
+        std::thread::spawn(move || {
+            // The receiver waits, unless the peer turned out to be a bench.
+            let _ = tell.send(connect(&ours, &at, timeout));
+        });
     }
     let early = told.recv_timeout(QUIET).ok();
     let greeting = match early {
-        Some(_) => Greeting::Quiet,
-        None => reach::greet(address, QUIET),
+        Some(_) => Answered::Nothing,
+        None => reach::identify(address, QUIET),
     };
     let error = match greeting {
-        Greeting::Served { agent } => return served(connect(ours, &agent, timeout), target),
-        Greeting::Said(what) => return Met::Nobody(stranger(what)),
-        Greeting::Quiet => {
-            let late = || told.recv().expect("the thread that meets the peer tells how it went");
+        Answered::Bench(agent) => return served(connect(ours, &agent, timeout), target),
+        Answered::Other(what) => return Met::NoAgent(other_protocol(what)),
+        Answered::Nothing => {
+            let late = || told.recv().expect("the connecting thread sends its result");
             match early.unwrap_or_else(late) {
                 Ok((peer, summary)) => return Met::Agent { peer, summary, serves: false },
                 Err(error) => error,
@@ -220,12 +222,12 @@ fn meet(ours: &Agent, target: &str, address: SocketAddr, timeout: Duration) -> M
         ErrorKind::Deadline,
     ];
     if !unknown.contains(&error.kind()) {
-        return Met::Nobody(turned_away(&error));
+        return Met::NoAgent(turned_away(&error));
     }
-    match reach::greet(address, QUIET) {
-        Greeting::Served { agent } => served(connect(ours, &agent, timeout), target),
-        Greeting::Said(what) => Met::Nobody(stranger(what)),
-        Greeting::Quiet => Met::Nobody(silent(&error)),
+    match reach::identify(address, QUIET) {
+        Answered::Bench(agent) => served(connect(ours, &agent, timeout), target),
+        Answered::Other(what) => Met::NoAgent(other_protocol(what)),
+        Answered::Nothing => Met::NoAgent(silent(&error)),
     }
 }
 
@@ -242,7 +244,7 @@ fn served(met: Result<(Peer, PeerSummary), Error>, target: &str) -> Met {
             let mut finding = turned_away(&error);
             finding.finding =
                 format!("{target} is a bench --serve; its agent: {}", finding.finding);
-            Met::Nobody(finding)
+            Met::NoAgent(finding)
         }
     }
 }
@@ -277,29 +279,29 @@ fn turned_away(error: &Error) -> Finding {
 const PORT: &str =
     "the right port: the one that the agent advertises; see its log (KVFERRY_LOG=info)";
 
-fn stranger(said: &str) -> Finding {
+fn other_protocol(said: &str) -> Finding {
     let words = format!("no kvferry agent and no Mooncake peer: {said}");
     Finding::bad("handshake", words).fix(PORT).fact("error", "protocol").fact("said", said)
 }
 
-/// Connected, and then nothing: it may be anything.
+/// The peer took the connection and sent nothing.
 fn silent(error: &Error) -> Finding {
     let words = match error.kind() {
         ErrorKind::PeerSilent | ErrorKind::Deadline => {
-            "it says nothing: another program, or an agent whose process is stopped"
+            "it sends nothing: another program, or an agent whose process is stopped"
         }
-        _ => "it hangs up: another program, or an agent that is shutting down",
+        _ => "it closes the connection: another program, or an agent that is shutting down",
     };
     Finding::bad("handshake", words).fix(PORT).fact("error", error.kind().as_str())
 }
 
 fn handshake(ours: &Agent, summary: &PeerSummary, serves: bool) -> Finding {
-    if summary.transport == TransportKind::Mooncake {
+    if summary.transport == TransportKind::MOONCAKE {
         return Finding::note(
             "handshake",
             "a stock Mooncake peer: no secret, no name, no heartbeat",
         )
-        .fix("kvferry's drop-in there, where a cancel is to be confirmed: KVFERRY_SHIMS=mooncake")
+        .fix("use kvferry's drop-in there if a cancel must be confirmed: KVFERRY_SHIMS=mooncake")
         .fact("kind", "mooncake");
     }
     let kind = if serves { "a kvferry bench --serve" } else { "a kvferry agent" };
@@ -319,7 +321,7 @@ fn handshake(ours: &Agent, summary: &PeerSummary, serves: bool) -> Finding {
         .fact("authenticated", summary.authenticated)
 }
 
-/// What both ends can do, which of it is used, and why.
+/// Transports that both ends have, which one is used, and why.
 fn transports(
     ours: &Agent,
     summary: &PeerSummary,
@@ -329,11 +331,11 @@ fn transports(
 ) -> Finding {
     let chosen = summary.transport.as_str();
     let mut both = vec![chosen];
-    if chosen != "tcp" && summary.transport != TransportKind::Mooncake {
+    if chosen != "tcp" && summary.transport != TransportKind::MOONCAKE {
         both.push("tcp");
     }
-    if summary.transport != TransportKind::Mooncake
-        && ours.transports().contains(TransportKind::Mooncake)
+    if summary.transport != TransportKind::MOONCAKE
+        && ours.transports().contains(TransportKind::MOONCAKE)
         && ours.config().secret.is_none()
         && speaks_mooncake(at, timeout)
     {
@@ -356,16 +358,16 @@ fn transports(
     finding.fact("chosen", chosen).fact("both", json!(both))
 }
 
-/// Whether the peer answers Mooncake's handshake, as stock peers would ask for it.
+/// Whether the peer answers the handshake of a stock Mooncake peer.
 fn speaks_mooncake(at: &str, timeout: Duration) -> bool {
-    let only = start(Some(Transports::only(TransportKind::Mooncake)));
+    let only = start(Some(Transports::only(TransportKind::MOONCAKE)));
     only.and_then(|only| only.peer(at)?.connect(timeout)).is_ok()
 }
 
 fn checksums(summary: &PeerSummary, ours: &Agent) -> Finding {
     let words = if summary.checksum {
         "on: every 256 KiB of payload is checked"
-    } else if summary.transport == TransportKind::Mooncake {
+    } else if summary.transport == TransportKind::MOONCAKE {
         "off: Mooncake's protocol has none"
     } else if format!("{:?}", ours.config().checksum) == "Auto" {
         "off, as within one host by default"
@@ -432,7 +434,7 @@ fn rate(gb_per_s: f64) -> String {
 const SERVE: &str =
     "kvferry bench --serve --listen ADDRESS:PORT there, and doctor with that address";
 
-/// Reads what the peer lets its peers read; its memory stays as it is.
+/// Reads memory that peers may read. Writes nothing.
 fn read_bandwidth(
     ours: &Agent,
     peer: &Peer,
@@ -442,8 +444,11 @@ fn read_bandwidth(
     let Some(region) =
         regions.iter().filter(|region| region.access.read).max_by_key(|region| region.len)
     else {
-        return Finding::note("bandwidth", "not measured: the agent lets nobody read its memory")
-            .fix(SERVE);
+        return Finding::note(
+            "bandwidth",
+            "not measured: the agent has no memory that peers may read",
+        )
+        .fix(SERVE);
     };
     let len = usize::try_from(region.len).unwrap_or(usize::MAX).min(READ_MAX);
     match reads(ours, peer, region, len, timeout) {

@@ -1,9 +1,9 @@
-//! What processes of this host can do with each other's memory, and what memory can be had.
+//! Access between processes of this host, and kinds of memory.
 
 use super::finding::{Finding, Group};
 use super::host::{Host, Tries};
 use super::system::{own_pid_namespace, own_user_namespace};
-use crate::units;
+use kvferry_bench::units;
 
 const CAP_IPC_LOCK: u64 = 1 << 14;
 const CAP_SYS_PTRACE: u64 = 1 << 19;
@@ -82,7 +82,7 @@ fn ptrace_scope(host: &Host, tries: &Tries) -> Finding {
         Some(0) => "0: processes of one user may reach each other".to_owned(),
         Some(1) => "1: a process may reach only those it started".to_owned(),
         Some(2) => "2: only with CAP_SYS_PTRACE".to_owned(),
-        Some(3) => "3: nobody may, until the next boot".to_owned(),
+        Some(3) => "3: no process may, until the next boot".to_owned(),
         Some(other) => other.to_string(),
     };
     let finding = match scope {
@@ -120,7 +120,7 @@ fn user(host: &Host) -> Option<Finding> {
     Some(finding.fact("cap_sys_ptrace", ptrace).fact("own_user_namespace", namespace))
 }
 
-/// The conclusion: what moves bytes between two processes of this host.
+/// The transport between two processes of this host.
 fn same_host(host: &Host, tries: &Tries, has_local: bool) -> Finding {
     let apart = own_pid_namespace(host);
     let able = tries.read_unrelated.is_ok() && tries.pidfd.is_ok();

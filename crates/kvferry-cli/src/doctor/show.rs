@@ -1,4 +1,4 @@
-//! The report on a terminal: groups, and under each one aligned lines.
+//! The report as text: groups of aligned lines.
 
 use std::io::IsTerminal;
 
@@ -7,12 +7,12 @@ use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width};
 
 use super::finding::{Group, Mark, Report};
 
-/// Narrower than this, lines are left to the terminal to break.
+/// On narrower terminals, the terminal breaks the lines.
 const NARROWEST: usize = 60;
-/// Wider than this, text is hard to read; also what a pipe gets.
+/// The widest text; also the width for a pipe.
 const WIDEST: usize = 120;
 
-/// How it is shown.
+/// Width and colours.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Style {
     pub(super) width: usize,
@@ -20,7 +20,7 @@ pub(super) struct Style {
 }
 
 impl Style {
-    /// As standard output likes it.
+    /// For standard output.
     pub(super) fn here() -> Style {
         let out = std::io::stdout();
         let terminal = out.is_terminal();

@@ -2,13 +2,12 @@
 
 use super::finding::{Finding, Group};
 use super::host::{Host, Tries};
-use crate::units;
+use kvferry_bench::units;
 
-/// The first kernel with everything that is looked for here: `pidfd_open`, io_uring that can be
-/// relied on.
+/// The first kernel with everything that is checked here: `pidfd_open`, a reliable io_uring.
 const KERNEL: (u32, u32) = (5, 10);
 
-/// Descriptors of an agent that talks to a few hundred peers, and what the smallest one needs.
+/// Descriptors of an agent with a few hundred peers, and those of the smallest one.
 const OPEN_FILES: u64 = 4096;
 const OPEN_FILES_LEAST: u64 = 256;
 
@@ -47,7 +46,7 @@ fn kernel(tries: &Tries) -> Finding {
     finding.fact("release", tries.kernel.as_str()).fact("c_library", tries.c_library.as_str())
 }
 
-/// What the kernel numbers the namespaces that a host starts with.
+/// Inode numbers of a host's initial namespaces.
 const FIRST_PID_NAMESPACE: &str = "pid:[4026531836]";
 const FIRST_USER_NAMESPACE: &str = "user:[4026531837]";
 
@@ -80,7 +79,7 @@ fn container(host: &Host) -> Finding {
     Finding::ok("container", words).fact("kind", kind).fact("own_pid_namespace", apart)
 }
 
-/// How many numbers a list such as `0-3,8` has.
+/// The number of entries of a list such as `0-3,8`.
 fn listed(text: &str) -> usize {
     let count = |range: &str| {
         let (first, last) = range.split_once('-').unwrap_or((range, range));

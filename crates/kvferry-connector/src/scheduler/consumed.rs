@@ -1,20 +1,20 @@
-//! Requests whose KV another engine has.
+//! Requests that fetch their KV from another engine.
 
 use super::Match;
-use crate::orders::{Cancel, Fetched, Free, Orders, Want};
-use crate::params::Offered;
+use crate::metadata::{Cancel, ConnectorMetadata, FetchRequest, Free, RequestOutcome};
+use crate::params::ConsumerParams;
 use crate::quorum::{Counted, Quorum};
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::{BlockTable, HandoffId};
 use rustc_hash::{FxHashMap, FxHashSet};
 
-/// All of them, by the engine's names for them.
+/// Requests by the engine's ids.
 #[derive(Debug)]
 pub(super) struct Consumed {
     requests: FxHashMap<String, Request>,
-    /// Of those requests above that were the first to name them.
+    /// The handoffs of the requests that own them.
     transfers: FxHashSet<HandoffId>,
-    /// Fetches that some rank has not reported.
+    /// Fetches that at least one rank has not reported.
     quorum: Quorum,
     fetching: usize,
     budget_ms: u32,
@@ -23,25 +23,24 @@ pub(super) struct Consumed {
 
 #[derive(Debug)]
 struct Request {
-    from: Offered,
-    /// Whether no other live request named the handoff before: it is this one's to fetch or free.
+    from: ConsumerParams,
+    /// The first live request with this handoff owns it: only that one fetches or frees it.
     owns: bool,
     stage: Stage,
-    /// Whether the engine has ended it.
+    /// The engine has ended it.
     ended: bool,
     side_data: Vec<Vec<u8>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// Its handoff is still to be had.
+    /// It may be fetched.
     Open,
-    /// It is being fetched.
     Fetching {
-        /// Whether the worker halves were told to end that.
+        /// The worker halves were told to end the fetch.
         cancelled: bool,
     },
-    /// It was fetched, or not needed: not again.
+    /// It was fetched or freed.
     Taken,
 }
 
@@ -57,8 +56,8 @@ impl Consumed {
         }
     }
 
-    /// Adds a request; whether its handoff is no other live one's.
-    pub(super) fn add(&mut self, request: &str, from: Offered) -> bool {
+    /// Adds a request. True if it owns its handoff.
+    pub(super) fn add(&mut self, request: &str, from: ConsumerParams) -> bool {
         let owns = self.transfers.insert(from.transfer.clone());
         let new = Request { from, owns, stage: Stage::Open, ended: false, side_data: Vec::new() };
         self.requests.insert(request.to_owned(), new);
@@ -69,43 +68,48 @@ impl Consumed {
         self.requests.contains_key(request)
     }
 
-    /// How much of a request that was added can be fetched, up to `usable` tokens.
+    /// How much of a known request can be fetched, of `usable` tokens.
     pub(super) fn matched(&self, request: &str, computed: u64, usable: u64) -> Option<Match> {
         let request = self.requests.get(request)?;
         let open = request.owns && request.stage == Stage::Open;
         Some(if open { request.from.matched(computed, usable) } else { Match::NONE })
     }
 
-    /// The same of one that was not.
-    pub(super) fn matched_unseen(&self, from: &Offered, computed: u64, usable: u64) -> Match {
+    /// As [`Consumed::matched`] of a request that was not added.
+    pub(super) fn matched_unseen(
+        &self,
+        from: &ConsumerParams,
+        computed: u64,
+        usable: u64,
+    ) -> Match {
         let open = !self.transfers.contains(&from.transfer);
         if open { from.matched(computed, usable) } else { Match::NONE }
     }
 
-    /// A request has blocks: tokens from `computed` on are to be fetched into them, if any.
+    /// A request has got blocks, to fetch the tokens of a range that may be empty.
     ///
-    /// It is fetched even if another one has its handoff: the engine waits for it already. The
-    /// worker halves will refuse it, and say so.
+    /// A request that does not own its handoff is fetched too, because the engine waits for it. The
+    /// worker halves refuse it and report that.
     pub(super) fn allocated(
         &mut self,
         request: &str,
         tokens: (u32, u32),
         blocks: &[Vec<u32>],
-        orders: &mut Orders,
+        metadata: &mut ConnectorMetadata,
     ) {
         let Some(known) = self.requests.get_mut(request) else { return };
         if known.stage != Stage::Open {
             return;
         }
         if tokens.0 == tokens.1 {
-            known.free(WireCode::NotNeeded, self.budget_ms, orders);
+            known.free(WireCode::NotNeeded, self.budget_ms, metadata);
             return;
         }
         known.stage = Stage::Fetching { cancelled: false };
         self.fetching += 1;
         self.quorum.open(request);
-        let Offered { transfer, address, engine, .. } = known.from.clone();
-        orders.wants.push(Want {
+        let ConsumerParams { transfer, address, engine, .. } = known.from.clone();
+        metadata.fetches.push(FetchRequest {
             request: request.to_owned(),
             transfer,
             address,
@@ -116,28 +120,38 @@ impl Consumed {
         });
     }
 
-    /// A request has ended; `code` is why it needs no KV.
-    pub(super) fn finished(&mut self, request: &str, code: WireCode, orders: &mut Orders) {
+    /// A request has ended. `code` tells the producer why its KV is not needed.
+    pub(super) fn finished(
+        &mut self,
+        request: &str,
+        code: WireCode,
+        metadata: &mut ConnectorMetadata,
+    ) {
         let Some(known) = self.requests.get_mut(request) else { return };
         known.side_data.clear();
         if let Stage::Fetching { .. } = known.stage {
             known.ended = true;
-            known.cancel(request, WireCode::Cancelled, "the request has ended", orders);
+            known.cancel(request, WireCode::Cancelled, "the request has ended", metadata);
             return;
         }
         if known.stage == Stage::Open {
-            known.free(code, self.budget_ms, orders);
+            known.free(code, self.budget_ms, metadata);
         }
         self.remove(request);
     }
 
-    /// A rank is through with a request.
-    pub(super) fn reported(&mut self, rank: usize, report: Fetched, orders: &mut Orders) {
+    /// The fetch of a request has ended on a rank.
+    pub(super) fn reported(
+        &mut self,
+        rank: usize,
+        report: RequestOutcome,
+        metadata: &mut ConnectorMetadata,
+    ) {
         let request = report.request.clone();
         let counted = self.quorum.report(rank, report);
         let Some(known) = self.requests.get_mut(&request) else { return };
         match counted {
-            Counted::Failing { code, detail } => known.cancel(&request, code, &detail, orders),
+            Counted::Failing { code, detail } => known.cancel(&request, code, &detail, metadata),
             Counted::Complete { code, side_data } => {
                 if !known.ended {
                     known.side_data = side_data;
@@ -145,12 +159,12 @@ impl Consumed {
                 self.count(code);
             }
             Counted::Unknown | Counted::Again | Counted::Waiting => {
-                tracing::trace!(rank, request, ?counted, "a report of a fetch");
+                tracing::trace!(rank, request, ?counted, "a rank reported a fetch");
             }
         }
     }
 
-    /// All ranks are through with a request, whether they have said how or not.
+    /// The fetch of a request has ended on all ranks, whether their notes arrived or not.
     pub(super) fn received(&mut self, request: &str) {
         let Some(known) = self.requests.get_mut(request) else { return };
         let Stage::Fetching { .. } = known.stage else { return };
@@ -167,7 +181,7 @@ impl Consumed {
         request.map_or_else(Vec::new, |request| std::mem::take(&mut request.side_data))
     }
 
-    /// How fetches ended so far, of which the ranks have said so.
+    /// Counts of how fetches ended.
     pub(super) fn outcomes(&self) -> &[(WireCode, u64)] {
         &self.outcomes
     }
@@ -176,18 +190,18 @@ impl Consumed {
         self.requests.len()
     }
 
-    /// How many are being fetched.
+    /// How many requests are being fetched.
     pub(super) const fn fetching(&self) -> usize {
         self.fetching
     }
 
-    /// Of how many some rank has not said how it ended.
+    /// How many fetches at least one rank has not reported.
     pub(super) fn unreported(&self) -> usize {
         self.quorum.len()
     }
 
     fn count(&mut self, code: WireCode) {
-        // Whatever later versions say is one entry: there may be any number of those.
+        // All codes of later versions share one entry: there may be any number of them.
         let same = |other: WireCode| match (code, other) {
             (WireCode::Other(_), WireCode::Other(_)) => true,
             (code, other) => code == other,
@@ -208,26 +222,32 @@ impl Consumed {
 }
 
 impl Request {
-    /// Nobody here needs it.
-    fn free(&mut self, code: WireCode, budget_ms: u32, orders: &mut Orders) {
+    /// Tells the producer that no rank needs it.
+    fn free(&mut self, code: WireCode, budget_ms: u32, metadata: &mut ConnectorMetadata) {
         self.stage = Stage::Taken;
         if self.owns {
-            let Offered { transfer, address, engine, .. } = self.from.clone();
-            orders.frees.push(Free { transfer, address, engine, code, budget_ms });
+            let ConsumerParams { transfer, address, engine, .. } = self.from.clone();
+            metadata.frees.push(Free { transfer, address, engine, code, budget_ms });
         }
     }
 
-    /// Ends its fetching on all ranks, once.
-    fn cancel(&mut self, request: &str, code: WireCode, detail: &str, orders: &mut Orders) {
+    /// Ends its fetch on all ranks, once.
+    fn cancel(
+        &mut self,
+        request: &str,
+        code: WireCode,
+        detail: &str,
+        metadata: &mut ConnectorMetadata,
+    ) {
         let cancelled = Stage::Fetching { cancelled: true };
         if std::mem::replace(&mut self.stage, cancelled) != cancelled {
             let (request, detail) = (request.to_owned(), detail.to_owned());
-            orders.cancels.push(Cancel { request, code, detail });
+            metadata.cancels.push(Cancel { request, code, detail });
         }
     }
 }
 
-impl Offered {
+impl ConsumerParams {
     fn matched(&self, computed: u64, usable: u64) -> Match {
         let there = self.tokens.map_or(usable, |tokens| tokens.min(usable));
         Match::Tokens(there.saturating_sub(computed))

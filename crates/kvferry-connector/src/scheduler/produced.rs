@@ -1,17 +1,17 @@
-//! Requests whose KV is handed over by this engine.
+//! Requests whose KV this engine hands over.
 
-use super::{Finish, GroupRule, Scheduled};
-use crate::orders::{Compute, Ending, How, Offer, Orders};
+use super::{FinishReason, GroupRule, Scheduled};
+use crate::metadata::{Compute, ConnectorMetadata, Ending, EndingKind, Offer};
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::{BlockTable, HandoffId, NULL_BLOCK};
 use kvferry_proto::layout::Kind;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-/// All of them, by the engine's names for them.
+/// Requests by the engine's ids.
 #[derive(Debug, Default)]
 pub(super) struct Produced {
     requests: FxHashMap<String, Request>,
-    /// Of the requests above.
+    /// The handoffs of the requests.
     transfers: FxHashSet<HandoffId>,
     held: usize,
 }
@@ -19,32 +19,32 @@ pub(super) struct Produced {
 #[derive(Debug)]
 struct Request {
     transfer: HandoffId,
-    /// Whether anybody else knows the name of the handoff: the worker halves, or who gave it.
+    /// The worker halves or the router know the handoff's id.
     named: bool,
-    /// How many tokens are handed over.
+    /// Tokens to hand over.
     tokens: u32,
-    /// Whether the worker halves know of these blocks; not any more after they were lost.
+    /// The worker halves know the request's current blocks.
     offered: bool,
-    /// Per group, how many blocks the worker halves know.
-    told: Vec<u32>,
-    /// Tokens whose KV is there after the last step that was told.
+    /// How many blocks the worker halves know, per group.
+    known: Vec<u32>,
+    /// Tokens whose KV exists after the last step.
     until: u32,
-    /// How its handoff ended on a rank, if it did before the request.
+    /// How its handoff ended on a rank, if that was before the request's end.
     lost: Option<(WireCode, String)>,
     stage: Stage,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// It may become a handoff.
+    /// It may be handed over.
     Open,
-    /// The worker halves were told that it does not, before it ended.
+    /// The worker halves were told, before its end, that it is not handed over.
     Withdrawn,
-    /// It has ended, its blocks are being read.
+    /// It has ended, and its blocks are kept for consumers.
     Held,
 }
 
-/// A request that ended, and is held.
+/// A request that has ended and is held.
 #[derive(Debug)]
 pub(super) struct Held {
     pub(super) transfer: HandoffId,
@@ -52,7 +52,7 @@ pub(super) struct Held {
 }
 
 impl Produced {
-    /// Adds a request; whether its handoff has a name that no other live one has.
+    /// Adds a request. False if another live request has the handoff's id.
     pub(super) fn add(
         &mut self,
         request: &str,
@@ -68,7 +68,7 @@ impl Produced {
             named,
             tokens,
             offered: false,
-            told: Vec::new(),
+            known: Vec::new(),
             until: 0,
             lost: None,
             stage: Stage::Open,
@@ -81,12 +81,12 @@ impl Produced {
         self.requests.contains_key(request)
     }
 
-    /// How many tokens of it are handed over.
+    /// How many tokens of a request are handed over.
     pub(super) fn tokens(&self, request: &str) -> Option<u32> {
         self.requests.get(request).map(|request| request.tokens)
     }
 
-    /// Whether it matters if a step computes something of it.
+    /// Whether the steps of a request matter.
     pub(super) fn is_followed(&self, request: &str, groups: &[GroupRule]) -> bool {
         self.requests.get(request).is_some_and(|request| {
             request.stage == Stage::Open
@@ -94,11 +94,11 @@ impl Produced {
         })
     }
 
-    /// A request lost its blocks.
-    pub(super) fn preempted(&mut self, request: &str, orders: &mut Orders) {
+    /// A request has lost its blocks.
+    pub(super) fn preempted(&mut self, request: &str, metadata: &mut ConnectorMetadata) {
         let Some(known) = self.requests.get_mut(request) else { return };
         if known.stage == Stage::Open {
-            known.start_over(request, orders);
+            known.start_over(request, metadata);
         }
     }
 
@@ -108,16 +108,16 @@ impl Produced {
         scheduled: Scheduled<'_>,
         groups: &[GroupRule],
         eager: bool,
-        orders: &mut Orders,
+        metadata: &mut ConnectorMetadata,
     ) {
         let Some(request) = self.requests.get_mut(scheduled.request) else { return };
         if request.stage != Stage::Open {
             return;
         }
         if scheduled.all {
-            request.start_over(scheduled.request, orders);
+            request.start_over(scheduled.request, metadata);
         }
-        // What has ended on one rank cannot be had by any consumer as a whole.
+        // It has ended on one rank, so no consumer can get all of it.
         if request.lost.is_some() {
             return;
         }
@@ -125,33 +125,33 @@ impl Produced {
             request.withdraw(
                 scheduled.request,
                 WireCode::Unsupported,
-                "the producer went on computing over what was to be handed over",
-                orders,
+                "the producer overwrote the KV by computing beyond the prompt",
+                metadata,
             );
             return;
         }
         if !request.is_complete() {
-            orders.computes.push(request.compute(scheduled, groups, eager));
+            metadata.computes.push(request.compute(scheduled, groups, eager));
         }
     }
 
-    /// A request has ended on a rank before it did here.
+    /// A request's handoff has ended on a rank before the request did.
     pub(super) fn lost(&mut self, request: &str, code: WireCode, detail: String) {
         let Some(known) = self.requests.get_mut(request) else { return };
-        // What was handed over on this rank already is still being read on others.
+        // A handoff that is done on this rank is still read on others.
         if known.stage == Stage::Open && known.lost.is_none() && !code.is_ok() {
             tracing::warn!(request, %code, detail, "a handoff ended before its request");
             known.lost = Some((code, detail));
         }
     }
 
-    /// A request has ended; what is held of it.
+    /// A request has ended. Returns what is held of it.
     pub(super) fn finished(
         &mut self,
         request: &str,
-        how: Finish,
+        how: FinishReason,
         side_data: Option<Vec<u8>>,
-        orders: &mut Orders,
+        metadata: &mut ConnectorMetadata,
     ) -> Option<Held> {
         let known = self.requests.get_mut(request)?;
         match (known.stage, known.verdict(how)) {
@@ -160,8 +160,8 @@ impl Produced {
                 known.stage = Stage::Held;
                 self.held += 1;
                 let transfer = known.transfer.clone();
-                let how = How::Held { side_data };
-                orders.endings.push(Ending {
+                let how = EndingKind::Held { side_data };
+                metadata.endings.push(Ending {
                     request: request.to_owned(),
                     transfer: transfer.clone(),
                     how,
@@ -169,7 +169,7 @@ impl Produced {
                 return Some(Held { transfer, tokens: known.tokens });
             }
             (Stage::Open, Some((code, detail))) => {
-                known.withdraw(request, code, &detail, orders);
+                known.withdraw(request, code, &detail, metadata);
             }
             (Stage::Withdrawn, _) => {}
         }
@@ -177,7 +177,7 @@ impl Produced {
         None
     }
 
-    /// Nobody reads a request's blocks any more.
+    /// No consumer reads the blocks of a held request any more.
     pub(super) fn sent(&mut self, request: &str) {
         if self.requests.get(request).is_some_and(|request| request.stage == Stage::Held) {
             self.held -= 1;
@@ -189,7 +189,7 @@ impl Produced {
         self.requests.len()
     }
 
-    /// How many have ended and are held.
+    /// How many requests are held.
     pub(super) const fn held(&self) -> usize {
         self.held
     }
@@ -202,18 +202,18 @@ impl Produced {
 }
 
 impl Request {
-    /// Whether the worker halves know all that is handed over.
+    /// Whether the worker halves know everything that is handed over.
     const fn is_complete(&self) -> bool {
         self.offered && self.until >= self.tokens
     }
 
-    /// The first token that is looked at when the last one that is handed over is computed again.
+    /// The first token that the model reads when the last one handed over is computed again.
     fn horizon(&self, group: &GroupRule) -> u64 {
         group.kind.horizon(u64::from(self.tokens).saturating_sub(1))
     }
 
-    /// Whether a step computes so far beyond what is handed over that it spoils that: a state is
-    /// carried on in place, and blocks that leave a window are given to others.
+    /// Whether a step computes so far beyond the tokens to hand over that it overwrites some of them: a
+    /// state changes in place, and blocks that leave a window are reused.
     fn is_overwritten(&self, scheduled: &Scheduled<'_>, groups: &[GroupRule]) -> bool {
         let until = scheduled.computed.saturating_add(scheduled.tokens);
         until > u64::from(self.tokens)
@@ -226,14 +226,13 @@ impl Request {
 
     /// The first block of a group that is handed over.
     ///
-    /// Those before it have left the window, or the chunk, when the prompt is computed. The engine
-    /// gives them to others then, or already while the rest of the prompt is computed, so that a
-    /// consumer must not read them even while they are there.
+    /// Earlier blocks have left the window, or the chunk, when the prompt is computed. The engine reuses
+    /// them then, or even before, so a consumer must never read them.
     fn from(&self, group: &GroupRule) -> u64 {
         group.block_of(self.horizon(group))
     }
 
-    /// What the worker halves have to know of a step.
+    /// What the worker halves must know of a step.
     fn compute(&mut self, scheduled: Scheduled<'_>, groups: &[GroupRule], eager: bool) -> Compute {
         let offer = (!self.offered).then(|| Offer {
             transfer: self.transfer.clone(),
@@ -243,20 +242,20 @@ impl Request {
         (self.offered, self.named) = (true, true);
         let until = scheduled.computed.saturating_add(scheduled.tokens);
         self.until = u32::try_from(until).unwrap_or(u32::MAX);
-        self.told.resize(groups.len(), 0);
-        let mut news = false;
+        self.known.resize(groups.len(), 0);
+        let mut has_new_blocks = false;
         let mut tables = Vec::with_capacity(groups.len());
         for (blocks, (at, group)) in scheduled.blocks.into_iter().zip(groups.iter().enumerate()) {
-            let first = self.told[at];
-            news |= !blocks.is_empty();
-            self.told[at] = first.saturating_add(u32::try_from(blocks.len()).unwrap_or(u32::MAX));
+            let first = self.known[at];
+            has_new_blocks |= !blocks.is_empty();
+            self.known[at] = first.saturating_add(u32::try_from(blocks.len()).unwrap_or(u32::MAX));
             tables.push(BlockTable::new(first, self.needed(blocks, first, group)));
         }
-        let blocks = if news { tables } else { Vec::new() };
+        let blocks = if has_new_blocks { tables } else { Vec::new() };
         Compute { request: scheduled.request.to_owned(), offer, until: self.until, blocks }
     }
 
-    /// Blocks of a group from its `first` on, without those that are not handed over.
+    /// Blocks of a group from its `first` on; null where a block is not handed over.
     fn needed(&self, mut blocks: Vec<u32>, first: u32, group: &GroupRule) -> Vec<u32> {
         let left = self.from(group).saturating_sub(u64::from(first));
         let left = usize::try_from(left).unwrap_or(usize::MAX).min(blocks.len());
@@ -264,41 +263,49 @@ impl Request {
         blocks
     }
 
-    /// Why it is not handed over if it ends like that; none if it is.
-    fn verdict(&self, how: Finish) -> Option<(WireCode, String)> {
+    /// Why a request with this end is not handed over; `None` if it is.
+    fn verdict(&self, how: FinishReason) -> Option<(WireCode, String)> {
         let (code, detail) = match how {
-            Finish::Length if self.lost.is_some() => return self.lost.clone(),
-            Finish::Length if self.is_complete() => return None,
-            Finish::Length => (WireCode::Internal, "it ended before its prompt was computed"),
-            Finish::Stop => (WireCode::NotNeeded, "it said all it has to say"),
-            Finish::Abort => (WireCode::Cancelled, "the producer's request was aborted"),
-            Finish::Error => (WireCode::Internal, "the producer's request failed"),
+            FinishReason::Length if self.lost.is_some() => return self.lost.clone(),
+            FinishReason::Length if self.is_complete() => return None,
+            FinishReason::Length => {
+                (WireCode::Internal, "the request ended before its prompt was computed")
+            }
+            FinishReason::Stop => (WireCode::NotNeeded, "the producer generated a stop token"),
+            FinishReason::Abort => (WireCode::Cancelled, "the producer's request was aborted"),
+            FinishReason::Error => (WireCode::Internal, "the producer's request failed"),
         };
         Some((code, detail.to_owned()))
     }
 
-    fn start_over(&mut self, request: &str, orders: &mut Orders) {
+    fn start_over(&mut self, request: &str, metadata: &mut ConnectorMetadata) {
         if self.offered {
-            orders.restarts.push(request.to_owned());
+            metadata.restarts.push(request.to_owned());
         }
         self.offered = false;
-        self.told.clear();
+        self.known.clear();
         self.until = 0;
     }
 
-    /// Tells the worker halves that there will be nothing to fetch, if anybody may know of it.
-    fn withdraw(&mut self, request: &str, code: WireCode, detail: &str, orders: &mut Orders) {
+    /// Tells the worker halves, if the handoff's id is known, that nothing can be fetched.
+    fn withdraw(
+        &mut self,
+        request: &str,
+        code: WireCode,
+        detail: &str,
+        metadata: &mut ConnectorMetadata,
+    ) {
         self.stage = Stage::Withdrawn;
         if self.named {
-            let how = How::Withdrawn { code, detail: detail.to_owned() };
+            let how = EndingKind::Withdrawn { code, detail: detail.to_owned() };
             let (request, transfer) = (request.to_owned(), self.transfer.clone());
-            orders.endings.push(Ending { request, transfer, how });
+            metadata.endings.push(Ending { request, transfer, how });
         }
     }
 }
 
 impl GroupRule {
-    /// Which block a token is in.
+    /// The block that a token is in.
     fn block_of(&self, token: u64) -> u64 {
         token.checked_div(u64::from(self.block_tokens)).unwrap_or(0)
     }

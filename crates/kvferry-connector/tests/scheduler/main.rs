@@ -1,11 +1,11 @@
-//! The scheduler half, driven as engines drive it, by calls and plain data.
+//! The scheduler half, driven by an engine's calls and plain data.
 
-mod chance;
-mod sentences;
+mod random;
+mod rules;
 
 use kvferry_connector::{
-    EngineId, Fetched, GroupRule, HandoffId, Notes, Offered, Orders, Params, Request, Scheduled,
-    Scheduler, SchedulerConfig, produce,
+    ConnectorMetadata, ConsumerParams, EngineId, GroupRule, HandoffId, Notes, Params, Request,
+    RequestOutcome, Scheduled, Scheduler, SchedulerConfig, producer_params,
 };
 use kvferry_proto::WireCode;
 use kvferry_proto::layout::Kind;
@@ -30,9 +30,9 @@ fn transfer(name: &str) -> HandoffId {
     HandoffId::new(name).expect("short")
 }
 
-fn offered(name: &str, tokens: Option<u64>) -> Offered {
+fn offered(name: &str, tokens: Option<u64>) -> ConsumerParams {
     let address = "10.0.0.9:4711".to_owned();
-    Offered { transfer: transfer(name), address, engine: Some(PRODUCER), tokens }
+    ConsumerParams { transfer: transfer(name), address, engine: Some(PRODUCER), tokens }
 }
 
 /// Parameters of a consumer of the handoff `name`.
@@ -42,7 +42,7 @@ fn consumes(name: &str) -> Params {
 
 /// Parameters of a producer of the handoff `name`.
 fn produces(name: &str) -> Params {
-    produce(Some(&transfer(name)))
+    producer_params(Some(&transfer(name)))
 }
 
 fn request<'a>(id: &'a str, prompt_tokens: u64, params: &'a Params) -> Request<'a> {
@@ -59,16 +59,16 @@ fn next<'a>(request: &'a str, computed: u64, tokens: u64, blocks: &[&[u32]]) -> 
     Scheduled { computed, all: false, ..first(request, tokens, blocks) }
 }
 
-/// A step's orders, as they arrive at the worker halves.
+/// A step's metadata as the worker halves decode them.
 fn step<'a>(
     scheduler: &mut Scheduler,
     scheduled: impl IntoIterator<Item = Scheduled<'a>>,
     preempted: &[&'a str],
-) -> Orders {
-    let orders = scheduler.step(scheduled, preempted.iter().copied());
-    let arrived = Orders::decode(&orders.encode()).expect("own output");
-    assert_eq!(arrived, orders);
-    orders
+) -> ConnectorMetadata {
+    let metadata = scheduler.step(scheduled, preempted.iter().copied());
+    let arrived = ConnectorMetadata::decode(&metadata.encode()).expect("it was just encoded");
+    assert_eq!(arrived, metadata);
+    metadata
 }
 
 fn fetched(request: &str, code: WireCode) -> Notes {
@@ -79,12 +79,12 @@ fn lost(request: &str, code: WireCode) -> Notes {
     Notes { fetched: vec![], lost: vec![outcome(request, code)] }
 }
 
-fn outcome(request: &str, code: WireCode) -> Fetched {
+fn outcome(request: &str, code: WireCode) -> RequestOutcome {
     let (request, detail) = (request.to_owned(), format!("because {code}"));
-    Fetched { request, code, detail, side_data: vec![] }
+    RequestOutcome { request, code, detail, side_data: vec![] }
 }
 
-fn assert_nothing_is_left(scheduler: &Scheduler) {
+fn assert_idle(scheduler: &Scheduler) {
     for (name, value) in scheduler.gauges() {
         assert_eq!(value, 0, "{name}");
     }

@@ -4,7 +4,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use thiserror::Error;
 
-/// A block that is not there: left the window, or was never needed. Nothing is read from it.
+/// A missing block: it left the attention window, or was never needed. It is not read.
 pub const NULL_BLOCK: u32 = u32::MAX;
 
 /// The most blocks of one group of one request.
@@ -13,43 +13,43 @@ pub const BLOCKS_MAX: usize = 1 << 20;
 /// Consecutive blocks of one group of a request, by the numbers the producer's engine gives them.
 ///
 /// On the wire they are one string of bytes: for each run of consecutive numbers its length and the
-/// distance from the run before, both as variable-length integers. A random table costs 3 to 4
-/// bytes per block, an orderly one next to nothing.
+/// distance from the run before, both as variable-length integers. A random table takes 3 to 4
+/// bytes per block, one of a few runs a few bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlockTable {
-    /// Which of the request's blocks of that group comes first.
+    /// Index of the first of them among the request's blocks of that group.
     pub first: u32,
     /// Numbers, or [`NULL_BLOCK`].
     pub blocks: Vec<u32>,
 }
 
-/// Why a table cannot be.
+/// Why a table is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TableError {
-    /// There is a gap between what is known and what was added.
-    #[error("blocks from {first} on were added where {known} are known")]
+    /// There is a gap between the known blocks and the added ones.
+    #[error("blocks from index {first} on were added, but only {known} are known")]
     Gap {
         /// The first of the new ones.
         first: u32,
         /// The end of what is known.
         known: u64,
     },
-    /// A block was said to be another one before.
-    #[error("block {index} was number {before} and is said to be {now}")]
+    /// A known block was announced with another number.
+    #[error("block {index} was announced as number {before}, and now as {now}")]
     Changed {
-        /// Which of the request's blocks.
+        /// Its index among the request's blocks.
         index: u64,
-        /// What it was.
+        /// Its number so far.
         before: u32,
-        /// What it is said to be.
+        /// Its number in the later announcement.
         now: u32,
     },
     /// More than [`BLOCKS_MAX`].
     #[error("more than {BLOCKS_MAX} blocks")]
     TooMany,
-    /// The bytes are not a table.
-    #[error("the bytes are not a block table")]
+    /// The bytes are malformed.
+    #[error("malformed block table")]
     Malformed,
 }
 
@@ -64,7 +64,7 @@ impl BlockTable {
         u64::from(self.first) + self.blocks.len() as u64
     }
 
-    /// The number of a block of the request; `None` if it is not there.
+    /// The number of a block of the request; `None` if it is missing or unknown.
     pub fn block(&self, index: u32) -> Option<u32> {
         let at = index.checked_sub(self.first)? as usize;
         self.blocks.get(at).copied().filter(|block| *block != NULL_BLOCK)
@@ -80,11 +80,11 @@ impl BlockTable {
         Self { first, blocks: self.blocks[skip..].to_vec() }
     }
 
-    /// Adds what a peer said later. What is known already may be repeated; a block that was there
-    /// may be gone by now.
+    /// Adds blocks that a peer announced later. Known blocks may be repeated, or be missing by now.
     ///
     /// # Errors
-    /// There would be a gap, or too many, or a block would be another one; nothing was added.
+    /// There would be a gap or too many blocks, or a known block would change its number. Nothing
+    /// was added.
     pub fn merge(&mut self, more: &Self) -> Result<(), TableError> {
         if self.blocks.is_empty() {
             self.clone_from(more);
@@ -242,7 +242,7 @@ mod tests {
         }
 
         #[test]
-        fn tables_told_in_parts_that_overlap_are_the_whole(
+        fn tables_announced_in_parts_that_overlap_add_up_to_the_whole(
             blocks in prop::collection::vec(0..1000_u32, 1..50), cut in 0..50_usize, back in 0..50_usize,
         ) {
             let whole = BlockTable::new(7, blocks);

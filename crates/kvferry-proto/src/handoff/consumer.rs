@@ -2,7 +2,7 @@
 
 use super::message::{Announced, Ask, Confirm, Stop};
 use super::schedule::Schedule;
-use super::tombs::Tombs;
+use super::tombstones::Tombstones;
 use super::watched::Watched;
 use super::{
     BlockTable, Generation, HandoffId, HandoffMessage, Limits, Outcome, PeerId, Progress, Refusal,
@@ -13,78 +13,79 @@ use crate::time::Timestamp;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
-/// A read that the driver was asked for. Counts up, never used twice.
+/// Identifies a read. Counts up and is never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ReadId(pub u64);
 
-/// What a read is to fetch: what became ready between two points.
+/// What a read fetches: the blocks that became ready between two points of progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slice {
-    /// What was asked for before.
+    /// What earlier reads fetch.
     pub from: Progress,
-    /// What is ready now. See [`Progress::until`].
+    /// What is ready when this read begins. See [`Progress::until`].
     pub to: Progress,
-    /// The last of this generation: also what is complete at the end only, such as the state of
-    /// linear attention.
+    /// The last read of this generation. It also fetches what is complete only at the end, such as
+    /// the state of linear attention.
     pub last: bool,
 }
 
 /// What the driver of a [`Consumer`] has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ConsumerAction {
-    /// Send a message. If the connection is gone, drop it: what matters is said again.
+    /// Send a message. If the connection is gone, drop it: [`Consumer::met`] queues again what the
+    /// peer needs.
     Send {
-        /// To whom.
+        /// The producer rank.
         to: PeerId,
         /// What.
         message: HandoffMessage,
     },
-    /// Read from the peer's blocks, [`Consumer::table`], into the blocks of the request, and say
-    /// how it went to [`Consumer::read_ended`].
+    /// Read from the peer's blocks ([`Consumer::table`]) into the blocks of the request, then call
+    /// [`Consumer::read_ended`].
     Read {
-        /// Its name.
+        /// For [`Consumer::read_ended`].
         read: ReadId,
-        /// For which handoff.
+        /// The handoff.
         id: HandoffId,
-        /// From whom.
+        /// The producer rank to read from.
         from: PeerId,
         /// What.
         slice: Slice,
     },
-    /// Cancel a read; [`Consumer::read_ended`] is still waited for.
+    /// Cancel a read. [`Consumer::read_ended`] is still due.
     CancelRead(ReadId),
-    /// Have the peer watched by heartbeat from now on, because something is expected of it; or no
-    /// longer.
+    /// Start or stop the heartbeat to the peer. It must run while a handoff waits for the peer.
     Watch {
-        /// Whom.
+        /// The producer rank.
         peer: PeerId,
-        /// From now on, or no longer.
+        /// `true` to start it.
         on: bool,
     },
-    /// The handoff has ended on this rank, and nothing is read into its blocks any more. Said
-    /// exactly once for every [`Consumer::want`] that was accepted.
+    /// The handoff has ended on this rank, and no read writes into its blocks any more. Exactly once
+    /// for every accepted [`Consumer::want`].
     Ended {
         /// Which.
         id: HandoffId,
         /// How.
         outcome: Outcome,
-        /// What came with it, by the peer it came from; of handoffs that are done only.
+        /// Side data, by the peer that sent it; only of handoffs that are done.
         side_data: Vec<(PeerId, Vec<u8>)>,
     },
 }
 
-/// The handoffs that one rank consumes. See [`crate::handoff`].
+/// The handoffs that one rank consumes. See [`crate::handoff`] for the protocol and for how it is
+/// driven.
 #[derive(Debug)]
 pub struct Consumer {
     limits: Limits,
     handoffs: HashMap<HandoffId, Entry>,
-    tombs: Tombs<WireCode>,
+    tombstones: Tombstones<WireCode>,
     schedule: Schedule,
     watched: Watched,
-    /// Which handoff a read is for, and from whom.
+    /// The handoff and the producer of each read.
     reads: HashMap<ReadId, (HandoffId, PeerId)>,
     reads_begun: u64,
-    /// Producers that have to hear that a handoff has ended.
+    /// Producers that do not know yet that a handoff has ended.
     farewells: BTreeMap<(PeerId, HandoffId), Farewell>,
     farewells_by_age: VecDeque<(Timestamp, (PeerId, HandoffId))>,
     actions: VecDeque<ConsumerAction>,
@@ -94,35 +95,35 @@ pub struct Consumer {
 struct Entry {
     deadline: Timestamp,
     sources: BTreeMap<PeerId, Source>,
-    /// How it will have ended, once nothing is read any more.
+    /// The outcome, decided but not reported while reads are under way.
     ending: Option<Outcome>,
     due: Option<Timestamp>,
 }
 
 #[derive(Debug)]
 struct Source {
-    /// Who else reads from it, this rank included.
+    /// Consumer ranks that read from it, this rank included.
     readers: u32,
     link: Link,
     stage: Stage,
     generation: Generation,
     announced: Announced,
-    /// Reads of this generation, in order of what they fetch; those that are done in front are
-    /// taken out, and counted into `fetched`.
+    /// Reads of this generation, in the order of what they fetch. Those at the front that are done
+    /// are removed and added to `fetched`.
     reads: VecDeque<Read>,
     fetched: Progress,
-    /// What reads were asked for, and whether the last was.
+    /// What reads were issued for, and whether the last one was issued.
     taken: Progress,
     last_taken: bool,
     last_fetched: bool,
-    /// Reads whose bytes count for nothing any more, which have to end first.
+    /// Reads of an earlier generation. They must end before this one is read.
     draining: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Link {
     Up,
-    /// Since then; given up at the time said, for that reason.
+    /// The connection is lost: when the handoff fails, and with which code.
     Down {
         until: Timestamp,
         code: WireCode,
@@ -131,10 +132,10 @@ enum Link {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// It has yet to make an offer.
+    /// It has not offered anything yet.
     Asking,
     Reading,
-    /// All is fetched, and it was asked whether that was valid.
+    /// Everything is fetched, and the confirmation was requested.
     Confirming,
     Confirmed,
 }
@@ -152,14 +153,14 @@ struct Farewell {
     detail: String,
 }
 
-/// A producer rank of a handoff, as its consumer sees it.
+/// A producer rank that a handoff reads from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProducerRank {
     /// Which.
     pub peer: PeerId,
-    /// How many consumer ranks ask it, this one included.
+    /// Consumer ranks that read from it, this one included.
     pub readers: u32,
-    /// Whether there is a connection to it now.
+    /// Whether a connection to it is up.
     pub connected: bool,
 }
 
@@ -169,7 +170,7 @@ impl Consumer {
         Self {
             limits,
             handoffs: HashMap::new(),
-            tombs: Tombs::default(),
+            tombstones: Tombstones::default(),
             schedule: Schedule::default(),
             watched: Watched::default(),
             reads: HashMap::new(),
@@ -180,12 +181,12 @@ impl Consumer {
         }
     }
 
-    /// Asks for a request's KV, whose blocks here are allocated and wait to be written: from now
-    /// until [`ConsumerAction::Ended`] they are not to be used for anything else.
+    /// Asks for a request's KV. The blocks of this rank are allocated; the engine must not use them
+    /// until [`ConsumerAction::Ended`].
     ///
     /// # Errors
     /// [`Refusal::InUse`], [`Refusal::Ended`], [`Refusal::Full`]; [`Refusal::Misuse`] without
-    /// producers, with one twice, or with one that nobody reads from.
+    /// producers, with a producer twice, or with a producer that has no readers.
     pub fn want(
         &mut self,
         id: &HandoffId,
@@ -199,7 +200,7 @@ impl Consumer {
             return Err(Refusal::Full { limit: self.limits.handoffs });
         }
         let deadline = now + budget;
-        // Until it is met, it is for the driver to say that it can't be.
+        // Before the first connection, the driver reports a failure to connect by `lost`.
         let apart = Link::Down { until: deadline, code: WireCode::Deadline };
         let source = |rank: &ProducerRank| {
             (rank.peer, Source::new(rank.readers, if rank.connected { Link::Up } else { apart }))
@@ -221,11 +222,11 @@ impl Consumer {
         Ok(())
     }
 
-    /// Tells producers that a handoff which nobody here has wanted will not be: the request is in
-    /// the cache already, or was aborted or rejected before it was scheduled.
+    /// Declines a handoff that this rank never asked for, so that the producers free its blocks: the
+    /// request is in the cache already, or was aborted or rejected before it was scheduled.
     ///
     /// # Errors
-    /// [`Refusal::InUse`]: [`Consumer::cancel`] is meant. [`Refusal::Ended`].
+    /// [`Refusal::InUse`]: the handoff is under way, use [`Consumer::cancel`]. [`Refusal::Ended`].
     pub fn free(
         &mut self,
         id: &HandoffId,
@@ -239,17 +240,17 @@ impl Consumer {
         for &peer in from {
             self.bid_farewell(id, peer, &Outcome::here(code, detail), now);
         }
-        self.tombs.bury(id.clone(), code, now, &self.limits);
+        self.tombstones.bury(id.clone(), code, now, &self.limits);
         Ok(())
     }
 
-    /// Ends a handoff from this side. Its blocks are free when [`ConsumerAction::Ended`] says so.
+    /// Ends a handoff from this side. Its blocks are free with [`ConsumerAction::Ended`].
     ///
-    /// If everything has been read and only the producer's word is missing, that is waited for:
-    /// the producer may have said *done* already, and then this side says so, too.
+    /// If everything has been read and only the confirmation is missing, the handoff still waits
+    /// for it: the producer may have ended it as *done*, and both sides must agree.
     ///
     /// # Errors
-    /// [`Refusal::Unknown`]: it has ended already, which was said.
+    /// [`Refusal::Unknown`]: the handoff has ended, see [`ConsumerAction::Ended`].
     pub fn cancel(
         &mut self,
         id: &HandoffId,
@@ -264,7 +265,7 @@ impl Consumer {
         Ok(())
     }
 
-    /// Ends everything that is under way: this side goes.
+    /// Ends all handoffs, because this rank shuts down.
     pub fn close(&mut self, now: Timestamp) {
         let all: Vec<_> = self.handoffs.keys().cloned().collect();
         for id in all {
@@ -272,7 +273,7 @@ impl Consumer {
         }
     }
 
-    /// A message came from a peer.
+    /// A message arrived from a peer.
     pub fn receive(&mut self, from: PeerId, message: HandoffMessage, now: Timestamp) {
         self.expire(now);
         match message {
@@ -284,7 +285,7 @@ impl Consumer {
             }
             HandoffMessage::Confirmed(yes) => self.confirmed(from, &yes.id, yes.generation, now),
             HandoffMessage::Stop(stop) if !stop.by_consumer => self.stopped(from, stop, now),
-            // For producers, or of a later version.
+            // Messages for producers, and messages of later versions.
             HandoffMessage::Ask(_)
             | HandoffMessage::Confirm(_)
             | HandoffMessage::Stop(_)
@@ -292,10 +293,10 @@ impl Consumer {
         }
     }
 
-    /// A read has ended, and nothing of it will be written any more.
+    /// A read has ended: it writes nothing any more.
     ///
-    /// After [`WireCode::Closed`] or [`WireCode::Silent`] it is tried again as soon as the peer is
-    /// [met](Consumer::met); any other failure is the handoff's.
+    /// After [`WireCode::Closed`] or [`WireCode::Silent`] the read is issued again when the peer is
+    /// [connected](Consumer::met) again. Any other failure fails the handoff.
     pub fn read_ended(
         &mut self,
         read: ReadId,
@@ -337,8 +338,8 @@ impl Consumer {
         }
     }
 
-    /// The connection to a peer is gone. `gone` says that it will not come back: its process has
-    /// ended, or it was silent for too long already.
+    /// The connection to a peer was lost. `gone` means that it will not come back, because the
+    /// peer's process has ended or the silence window has passed.
     pub fn lost(&mut self, peer: PeerId, code: WireCode, gone: bool, now: Timestamp) {
         let mut touched = Vec::new();
         for (id, entry) in &mut self.handoffs {
@@ -357,20 +358,20 @@ impl Consumer {
         touched.iter().for_each(|id| self.look_again(id));
         self.expire(now);
         if gone && code != WireCode::Silent {
-            // It knows nothing any more that it could hold on to. Whoever was silent may have been
-            // stopped, and go on.
+            // A restarted peer keeps nothing. A silent peer may only have been stopped, and still
+            // keeps its offers.
             self.farewells.retain(|(other, _), _| *other != peer);
         }
     }
 
-    /// Peers that have yet to hear that a handoff has ended: they are to be met if they can be.
+    /// Peers that do not know yet that a handoff has ended. The driver should connect to them.
     pub fn unheard(&self) -> impl Iterator<Item = PeerId> + '_ {
         let mut last = None;
         let peers = self.farewells.keys().map(|(peer, _)| *peer);
         peers.filter(move |peer| last.replace(*peer) != Some(*peer))
     }
 
-    /// There is a connection to a peer: the first, or a new one to the same life.
+    /// A connection to a peer is up: the first, or another one to the same life of the rank.
     pub fn met(&mut self, peer: PeerId, now: Timestamp) {
         let mut touched = Vec::new();
         for (id, entry) in &mut self.handoffs {
@@ -394,13 +395,13 @@ impl Consumer {
         }
     }
 
-    /// When [`Consumer::expire`] has something to do next.
+    /// When [`Consumer::expire`] is due.
     pub fn next_timeout(&self) -> Option<Timestamp> {
         let farewell = self.farewells_by_age.front().map(|(until, _)| *until);
-        [self.schedule.next(), self.tombs.next(), farewell].into_iter().flatten().min()
+        [self.schedule.next(), self.tombstones.next(), farewell].into_iter().flatten().min()
     }
 
-    /// Ends what is overdue.
+    /// Ends the handoffs whose deadlines have passed.
     pub fn expire(&mut self, now: Timestamp) {
         while let Some(id) = self.schedule.pop(now) {
             let grace = self.limits.grace;
@@ -415,26 +416,26 @@ impl Consumer {
             let (_, key) = self.farewells_by_age.pop_front().expect("there is one");
             self.farewells.remove(&key);
         }
-        self.tombs.expire(now);
+        self.tombstones.expire(now);
     }
 
-    /// What to do next.
+    /// The next action.
     pub fn poll(&mut self) -> Option<ConsumerAction> {
         self.actions.pop_front()
     }
 
-    /// The producer's blocks, group by group, as far as they are known.
+    /// The producer's blocks that were announced, group by group.
     pub fn table(&self, id: &HandoffId, peer: PeerId) -> Option<&[BlockTable]> {
         let source = self.handoffs.get(id)?.sources.get(&peer)?;
         Some(&source.announced.tables)
     }
 
-    /// Until when a handoff may take, if it is under way: reads need no deadline of their own.
+    /// The deadline of a handoff that is under way. Reads need no deadline of their own.
     pub fn deadline(&self, id: &HandoffId) -> Option<Timestamp> {
         self.handoffs.get(id).map(|entry| entry.deadline)
     }
 
-    /// What is being waited for from a peer, in a word; `None` if nothing.
+    /// What a handoff waits for from a peer, as one word; `None` if for nothing.
     pub fn state(&self, id: &HandoffId, peer: PeerId) -> Option<&'static str> {
         let entry = self.handoffs.get(id)?;
         let source = entry.sources.get(&peer)?;
@@ -447,8 +448,8 @@ impl Consumer {
         })
     }
 
-    /// What is kept, by name; all but the tombs, and the farewells to peers that are away, is zero
-    /// when nothing is under way.
+    /// Sizes of the collections, by name. When no handoff is under way all are zero, except for the
+    /// tombstones and for the farewells to peers without a connection.
     pub fn gauges(&self) -> [(&'static str, usize); 6] {
         [
             ("wanted", self.handoffs.len()),
@@ -456,19 +457,19 @@ impl Consumer {
             ("watched", self.watched.len()),
             ("actions", self.actions.len()),
             ("farewells", self.farewells.len()),
-            ("tombs", self.tombs.len()),
+            ("tombstones", self.tombstones.len()),
         ]
     }
 
     fn check_new(&self, id: &HandoffId) -> Result<(), Refusal> {
-        match self.tombs.get(id) {
+        match self.tombstones.get(id) {
             Some(code) => Err(Refusal::Ended(*code)),
             None if self.handoffs.contains_key(id) => Err(Refusal::InUse),
             None => Ok(()),
         }
     }
 
-    /// Says what the producer has to know next: that we want it, or that we have it.
+    /// Queues the message that the producer needs next: `Ask` or `Confirm`.
     fn say(&mut self, id: &HandoffId, to: PeerId, now: Timestamp) {
         let entry = &self.handoffs[id];
         let source = &entry.sources[&to];
@@ -494,8 +495,8 @@ impl Consumer {
         now: Timestamp,
     ) {
         let Some(entry) = self.handoffs.get_mut(id) else {
-            // It has not heard yet, or has forgotten, that we need it no more.
-            let code = self.tombs.get(id).copied().unwrap_or(WireCode::UnknownHandoff);
+            // The producer does not know that this rank does not need it any more.
+            let code = self.tombstones.get(id).copied().unwrap_or(WireCode::UnknownHandoff);
             let code = if code.is_ok() { WireCode::Duplicate } else { code };
             let stop = Stop { id: id.clone(), by_consumer: true, code, detail: String::new() };
             return self.actions.push_back(ConsumerAction::Send { to: from, message: stop.into() });
@@ -507,7 +508,7 @@ impl Consumer {
         }
         if generation > source.generation {
             if !is_all {
-                // What came before it was lost on the way.
+                // An earlier announcement was lost.
                 return self.say(id, from, now);
             }
             let reads = source.begin(generation);
@@ -517,7 +518,7 @@ impl Consumer {
         let source = entry.sources.get_mut(&from).expect("as before");
         let ahead = news.count.wrapping_sub(source.announced.count).cast_signed();
         if ahead < 0 || (!is_all && ahead == 0) {
-            // Of an earlier connection, or told twice.
+            // A message of an earlier connection, or a repeated one.
             return;
         }
         if !is_all && ahead > 1 {
@@ -536,7 +537,7 @@ impl Consumer {
         }
     }
 
-    /// Reads what is ready, and confirms when all is there.
+    /// Issues reads of what is ready, and requests the confirmation when everything is read.
     fn go_on(&mut self, id: &HandoffId, from: PeerId, now: Timestamp) {
         let entry = self.handoffs.get_mut(id).expect("it is under way");
         let source = entry.sources.get_mut(&from).expect("of this handoff");
@@ -572,7 +573,7 @@ impl Consumer {
         }
         source.stage = Stage::Confirmed;
         let is_done = entry.sources.values().all(|source| source.stage == Stage::Confirmed);
-        // Nothing is expected of it any more, whoever else is waited for.
+        // This producer has confirmed, even if others have not.
         self.watch(from, false);
         let entry = self.handoffs.get_mut(id).expect("as before");
         if is_done {
@@ -597,7 +598,7 @@ impl Consumer {
         self.farewells.remove(&(from, stop.id));
     }
 
-    /// Begins to end a handoff: cancels its reads, tells its producers.
+    /// Begins to end a handoff: cancels its reads and notifies its producers.
     fn fail(&mut self, id: &HandoffId, outcome: Outcome, now: Timestamp) {
         let entry = self.handoffs.get_mut(id).expect("it is under way");
         if entry.ending.is_some() {
@@ -617,7 +618,7 @@ impl Consumer {
         self.finish_if_quiet(id, now);
     }
 
-    /// Ends a handoff whose end is decided, once nothing is read for it any more.
+    /// Ends a handoff whose outcome is decided, if no read of it is under way.
     fn finish_if_quiet(&mut self, id: &HandoffId, now: Timestamp) {
         self.look_again(id);
         let entry = &self.handoffs[id];
@@ -633,7 +634,7 @@ impl Consumer {
         };
         let side_data =
             side_data.filter_map(|(peer, source)| Some((peer, source.announced.side_data?)));
-        self.tombs.bury(id.clone(), outcome.code, now, &self.limits);
+        self.tombstones.bury(id.clone(), outcome.code, now, &self.limits);
         let side_data = side_data.collect();
         self.actions.push_back(ConsumerAction::Ended { id: id.clone(), outcome, side_data });
     }
@@ -649,14 +650,15 @@ impl Consumer {
         self.actions.extend(reads.into_iter().map(ConsumerAction::CancelRead));
     }
 
-    /// Tells a producer that a handoff has ended, until it has heard it.
+    /// Notifies a producer that a handoff has ended, again after each reconnection, until the
+    /// producer answers.
     fn bid_farewell(&mut self, id: &HandoffId, to: PeerId, outcome: &Outcome, now: Timestamp) {
         let key = (to, id.clone());
         let farewell = Farewell { code: outcome.code, detail: cut(&outcome.detail) };
         if self.farewells.insert(key.clone(), farewell).is_none() {
             self.farewells_by_age.push_back((now + self.limits.offer_ttl, key));
-            // Whoever is not told frees by timer.
-            if self.farewells_by_age.len() > self.limits.tombs {
+            // Producers beyond the limit free their blocks by timer.
+            if self.farewells_by_age.len() > self.limits.tombstones {
                 let (_, oldest) = self.farewells_by_age.pop_front().expect("more than none");
                 self.farewells.remove(&oldest);
             }
@@ -680,12 +682,13 @@ impl Consumer {
 }
 
 impl Entry {
-    /// When the budget is over: an answer to `Confirm` is worth waiting for a little longer.
+    /// When the handoff fails: at the end of its budget, or after a grace period if only the
+    /// confirmation is missing.
     fn deadline(&self, grace: Duration) -> Timestamp {
         if self.is_settled() { self.deadline + grace } else { self.deadline }
     }
 
-    /// Whether all is read, everywhere.
+    /// Whether everything has been read from every producer.
     fn is_settled(&self) -> bool {
         let settled = |s: &Source| matches!(s.stage, Stage::Confirming | Stage::Confirmed);
         self.sources.values().all(settled)
@@ -721,7 +724,7 @@ impl Entry {
             self.sources.iter().find(|(_, source)| source.stage != Stage::Confirmed)?;
         let detail = match source.stage {
             Stage::Asking => "the producer has not offered it",
-            Stage::Confirming => "the producer does not say whether what was read was valid",
+            Stage::Confirming => "the producer did not confirm what was read",
             Stage::Reading | Stage::Confirmed => "not all of it was ready and read",
         };
         Some(Outcome::of(*peer, WireCode::Deadline, detail))
@@ -745,7 +748,7 @@ impl Source {
         }
     }
 
-    /// Starts over with another generation; what is being read has to end first.
+    /// Starts over with another generation. Reads of the last one must end first.
     fn begin(&mut self, generation: Generation) -> Vec<ReadId> {
         self.fetched = Progress::NONE;
         self.last_fetched = false;
@@ -756,7 +759,7 @@ impl Source {
         reads
     }
 
-    /// What is being read does not count any more, and has to be read again.
+    /// Discards the reads that are under way: what they fetch will be read again.
     fn forget_reads(&mut self) -> Vec<ReadId> {
         let under_way = self.reads.drain(..).filter(|read| !read.done);
         let under_way: Vec<_> = under_way.map(|read| read.read).collect();

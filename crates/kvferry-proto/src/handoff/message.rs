@@ -1,4 +1,4 @@
-//! What the two sides of a handoff say to each other: MessagePack maps, as in [`crate::message`].
+//! The messages of the handoff protocol: MessagePack maps, as in [`crate::message`].
 
 use super::{BLOCKS_MAX, BlockTable, Generation, HandoffId, Progress, TableError};
 use crate::code::WireCode;
@@ -12,41 +12,41 @@ pub const GROUPS_MAX: usize = 64;
 /// The most side data of a handoff, in bytes: first token, draft tokens, hidden states.
 pub const SIDE_DATA_MAX: usize = 256 * 1024;
 
-/// Consumer to producer: I need this request's KV. May be said again, after a reconnection.
+/// Consumer to producer: asks for a request's KV. May be repeated after a reconnection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ask {
     /// Which.
     pub id: HandoffId,
-    /// How many consumer ranks ask this producer rank, this one included. At least 1, and the same
-    /// from all of them: the producer is done when all have confirmed.
+    /// Consumer ranks that ask this producer rank, this one included. At least 1, and the same in
+    /// the messages of all of them: the producer is done when all have confirmed.
     pub readers: u32,
-    /// Milliseconds the consumer will wait from now on.
+    /// Milliseconds from now on that the consumer waits.
     pub budget_ms: u32,
 }
 
-/// What a producer says of what it has; all of it, or what is new.
+/// What a producer announces: all it has, or what is new.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Announced {
-    /// How often something was announced of this generation, this included: a [`Ready`] that does
-    /// not follow what is known shows that one was lost with a connection.
+    /// Counts the announcements of this generation. A gap shows that a [`Ready`] was lost with a
+    /// connection.
     #[serde(rename = "s")]
     pub count: u32,
-    /// Blocks, group by group; at most [`GROUPS_MAX`]. In an [`Offer`] all of them, in a [`Ready`]
-    /// those that were added, or no groups at all.
+    /// Blocks, group by group; at most [`GROUPS_MAX`] groups. In an [`Offer`] all blocks, in a
+    /// [`Ready`] the added ones, or no groups.
     #[serde(default, deserialize_with = "tables", skip_serializing_if = "Vec::is_empty")]
     pub tables: Vec<BlockTable>,
-    /// How far they are ready.
+    /// How far the blocks are ready.
     #[serde(rename = "p")]
     pub progress: Progress,
-    /// Nothing more will come.
+    /// This is the last announcement.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub last: bool,
-    /// For the consumer's engine, with the last; at most [`SIDE_DATA_MAX`] bytes.
+    /// For the consumer's engine, in the last announcement; at most [`SIDE_DATA_MAX`] bytes.
     #[serde(default, with = "serde_bytes", skip_serializing_if = "Option::is_none")]
     pub side_data: Option<Vec<u8>>,
 }
 
-/// Producer to consumer, in answer to [`Ask`]: what there is.
+/// Producer to consumer, in answer to [`Ask`]: everything that is announced so far.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
     /// Which.
@@ -72,8 +72,8 @@ pub struct Ready {
     pub announced: Announced,
 }
 
-/// Consumer to producer: I have read all I need of this generation. Was it valid throughout? May be
-/// said again.
+/// Consumer to producer: everything of this generation is read. Asks whether it was valid throughout.
+/// May be repeated.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Confirm {
     /// Which.
@@ -83,7 +83,7 @@ pub struct Confirm {
     pub generation: Generation,
 }
 
-/// Producer to consumer: it was.
+/// Producer to consumer: the generation was valid until [`Confirm`] arrived.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Confirmed {
     /// Which.
@@ -93,13 +93,13 @@ pub struct Confirmed {
     pub generation: Generation,
 }
 
-/// From either: this handoff has ended here, or shall. The producer answers a consumer's in kind;
-/// a producer's needs no answer.
+/// From either side: the handoff has ended there, or is to end. A producer answers a consumer's
+/// `Stop` with a `Stop`; a producer's needs no answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stop {
     /// Which.
     pub id: HandoffId,
-    /// Whether a consumer says so, to a producer. Two ranks may be both to each other.
+    /// Whether a consumer sends it to a producer. Two ranks may be both to each other.
     #[serde(rename = "c", default, skip_serializing_if = "std::ops::Not::not")]
     pub by_consumer: bool,
     /// How.
@@ -125,7 +125,7 @@ messages! {
 bodies!(HandoffMessage);
 
 impl HandoffMessage {
-    /// The handoff it is about.
+    /// The handoff that the message is about.
     pub fn id(&self) -> Option<&HandoffId> {
         match self {
             Self::Ask(m) => Some(&m.id),
@@ -139,8 +139,8 @@ impl HandoffMessage {
     }
 }
 
-/// As many groups as there may be, with as many blocks together as one may have: a few bytes stand
-/// for a million blocks, and are not to fill the memory.
+/// At most [`GROUPS_MAX`] groups with at most [`BLOCKS_MAX`] blocks together: a few bytes can stand
+/// for a million blocks, which bounds the memory that they take.
 fn tables<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<BlockTable>, D::Error> {
     struct Tables;
 
@@ -185,7 +185,7 @@ impl Check for Announced {
         at_most("tables", self.tables.len(), GROUPS_MAX)?;
         at_most("side_data", self.side_data.as_ref().map_or(0, Vec::len), SIDE_DATA_MAX)?;
         if !self.progress.is_sound() {
-            return Err(refused("handoff", "progress that can't be"));
+            return Err(refused("handoff", "inconsistent progress"));
         }
         Ok(())
     }
@@ -213,10 +213,10 @@ impl Check for Confirm {}
 impl Check for Confirmed {}
 
 impl Announced {
-    /// Takes in what came later, or all there is.
+    /// Adds a later announcement.
     ///
     /// # Errors
-    /// The tables do not fit what is known; nothing was taken in.
+    /// The tables contradict what is known. Nothing was added.
     pub(super) fn merge(&mut self, news: &Self) -> Result<(), TableError> {
         if self.tables.is_empty() {
             self.tables.clone_from(&news.tables);

@@ -1,8 +1,22 @@
 //! One request's KV moving from a producer rank to the consumer ranks that need it.
 //!
-//! Two state machines, one per side, in the style of [`crate::session`]: messages, events of the
-//! driver and an explicit `now` in, actions out. They know nothing of layouts, of memory or of
-//! sockets.
+//! Two state machines, one per side: [`Producer`] and [`Consumer`]. They know nothing of layouts,
+//! memory or sockets.
+//!
+//! # How a driver runs them
+//!
+//! The methods of both fall into four classes, as those of [`crate::session`] do.
+//!
+//! * **What happened** goes in: what the engine wants ([`Producer::offer`], [`Producer::advance`],
+//!   [`Producer::complete`], [`Producer::restart`], [`Producer::withdraw`]; [`Consumer::want`],
+//!   [`Consumer::free`], [`Consumer::cancel`]), messages of peers (`receive`), the state of the
+//!   connections to them (`met`, `lost`), and reads that have ended ([`Consumer::read_ended`]).
+//! * **What to do** comes out of `poll`, one action at a time.
+//! * **Time**: `expire` is due at `next_timeout`.
+//! * **Queries** change nothing, such as [`Consumer::table`] and `gauges`.
+//!
+//! After each call of a method of the first or third class the driver polls until there is no
+//! action left, and carries the actions out in order.
 //!
 //! # Who moves the bytes
 //!
@@ -27,9 +41,9 @@
 //!
 //! * The consumer's blocks are written by its own reads only. [`ConsumerAction::Ended`] comes after
 //!   the driver has said of every read it was asked for that it has ended.
-//! * The producer's blocks are only read. Giving them back is retiring a *generation*, which takes
-//!   no time and nobody's consent. A consumer publishes only what was confirmed, and what is
-//!   confirmed was valid from before the first read until after the last.
+//! * The producer's blocks are only read. Giving them back means retiring a *generation*, which
+//!   takes effect at once and needs no consent. A consumer publishes only confirmed bytes, and
+//!   confirmed bytes were valid from before the first read until after the last.
 //!
 //! # Agreement
 //!
@@ -50,7 +64,7 @@ mod message;
 mod producer;
 mod progress;
 mod schedule;
-mod tombs;
+mod tombstones;
 mod watched;
 
 pub use blocks::{BLOCKS_MAX, BlockTable, NULL_BLOCK, TableError};
@@ -128,7 +142,7 @@ impl fmt::Display for HandoffId {
     }
 }
 
-/// A life of another rank: the driver's number for it. A rank that was restarted is another peer.
+/// The driver's number for one life of another rank. A restarted rank is another peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PeerId(pub u64);
 
@@ -138,8 +152,8 @@ impl fmt::Display for PeerId {
     }
 }
 
-/// Which contents of a producer's blocks are meant. Counts up over all handoffs of a producer's
-/// life, and is never used twice; zero is none.
+/// Identifies the contents of a producer's blocks. Counts up over all handoffs of a producer's life
+/// and is never reused. Zero is no generation.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -149,13 +163,12 @@ pub struct Generation(pub u64);
 /// How a handoff ended on one rank. Exactly one per handoff and rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// [`WireCode::Ok`] if the bytes are where they belong and were confirmed,
-    /// [`WireCode::Cancelled`] or [`WireCode::NotNeeded`] if somebody wanted it to end, else what
-    /// went wrong.
+    /// [`WireCode::Ok`] if the bytes are in place and were confirmed, [`WireCode::Cancelled`] or
+    /// [`WireCode::NotNeeded`] if an engine ended it, else what went wrong.
     pub code: WireCode,
-    /// What went wrong, in words; may be empty.
+    /// What went wrong, in words. May be empty.
     pub detail: String,
-    /// The peer that said so, or was lost.
+    /// The peer that reported the failure or was lost.
     pub peer: Option<PeerId>,
 }
 
@@ -163,12 +176,12 @@ impl Outcome {
     /// The bytes were handed over.
     pub const DONE: Self = Self { code: WireCode::Ok, detail: String::new(), peer: None };
 
-    /// Something this side found, or was told to do.
+    /// An outcome that this side decided.
     pub fn here(code: WireCode, detail: impl Into<String>) -> Self {
         Self { code, detail: detail.into(), peer: None }
     }
 
-    /// Something a peer said, or is the reason of.
+    /// An outcome that a peer reported or caused.
     pub fn of(peer: PeerId, code: WireCode, detail: impl Into<String>) -> Self {
         Self { code, detail: detail.into(), peer: Some(peer) }
     }
@@ -189,38 +202,38 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// Why a call was refused; nothing has changed.
+/// Why a call was refused. A refused call changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// A handoff's name has 1 to [`ID_MAX`] bytes.
+    /// The name is empty or too long.
     #[error("a handoff's name has 1 to {ID_MAX} bytes, not {len}")]
     BadId {
-        /// What it has.
+        /// Bytes of the name.
         len: usize,
     },
     /// A handoff of this name is under way.
     #[error("a handoff of this name is under way")]
     InUse,
-    /// A handoff of this name has ended, or its peer has withdrawn it before it began.
+    /// A handoff of this name has ended, or its peer withdrew it before it began.
     #[error("a handoff of this name has ended ({0})")]
     Ended(WireCode),
     /// There is no handoff of this name.
     #[error("there is no handoff of this name")]
     Unknown,
-    /// So many are under way already.
+    /// The limit of handoffs is reached.
     #[error("{limit} handoffs are under way, which is the limit")]
     Full {
         /// The limit.
         limit: usize,
     },
-    /// The call does not fit what was said before.
+    /// The call contradicts earlier calls.
     #[error("{0}")]
     Misuse(&'static str),
 }
 
 impl Refusal {
-    /// What is said to others of it.
+    /// The code for the peer.
     pub const fn code(&self) -> WireCode {
         match self {
             Self::BadId { .. } | Self::Misuse(_) => WireCode::Malformed,
@@ -233,27 +246,27 @@ impl Refusal {
     }
 }
 
-/// How much is kept, and for how long.
+/// Bounds on what a side keeps, and for how long.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Handoffs under way at a time, on one side of one rank; as many again that were asked for and
-    /// not offered yet.
+    /// Handoffs under way on one side of one rank. A producer keeps as many again that were asked
+    /// for and not offered yet.
     pub handoffs: usize,
-    /// Ended handoffs that are remembered, so that what comes late is answered as before.
-    pub tombs: usize,
-    /// For how long.
+    /// Ended handoffs that are remembered, so that late messages get the same answer.
+    pub tombstones: usize,
+    /// How long they are remembered.
     pub tomb_ttl: Duration,
-    /// How long a complete offer waits for somebody to ask for it.
+    /// How long a complete offer waits for a consumer.
     pub offer_ttl: Duration,
-    /// The longest that an asking consumer is believed to wait, whatever it says.
+    /// Upper bound on the budget that a consumer announces.
     pub budget: Duration,
-    /// How long a connection that was lost may take to come back before the handoffs that need it
-    /// fail. Not counted if the peer is known to be gone.
+    /// How long after the loss of a connection the handoffs that need it fail, unless it comes
+    /// back. They fail at once if the peer is known to be gone.
     pub reconnect: Duration,
-    /// How long beyond its budget an answer to `Confirm` is waited for, and an asking consumer is
-    /// believed to go on.
+    /// How long after the end of its budget a consumer waits for the answer to `Confirm`, and a
+    /// producer keeps what the consumer may still read.
     pub grace: Duration,
-    /// Reads of one handoff from one peer at a time.
+    /// Concurrent reads of one handoff from one peer.
     pub reads: usize,
 }
 
@@ -261,7 +274,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             handoffs: 16 * 1024,
-            tombs: 64 * 1024,
+            tombstones: 64 * 1024,
             tomb_ttl: Duration::from_secs(3600),
             offer_ttl: Duration::from_secs(120),
             budget: Duration::from_secs(600),
@@ -272,7 +285,7 @@ impl Default for Limits {
     }
 }
 
-/// Cuts a reason to what crosses the wire.
+/// Cuts a reason to the length that may cross the wire.
 fn cut(detail: &str) -> String {
     crate::text::truncated(detail, crate::message::DETAIL_MAX).to_owned()
 }

@@ -2,7 +2,7 @@
 
 use super::message::{Announced, Ask, Confirm, Confirmed, Offer, Ready, Stop};
 use super::schedule::Schedule;
-use super::tombs::Tombs;
+use super::tombstones::Tombstones;
 use super::watched::Watched;
 use super::{
     BlockTable, Generation, HandoffId, HandoffMessage, Limits, Outcome, PeerId, Progress, Refusal,
@@ -16,39 +16,40 @@ use std::time::Duration;
 /// What the driver of a [`Producer`] has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ProducerAction {
-    /// Send a message. If the connection is gone, drop it: what matters is said again.
+    /// Send a message. If the connection is gone, drop it: [`Producer::met`] queues again what the
+    /// peer needs.
     Send {
-        /// To whom.
+        /// The consumer rank.
         to: PeerId,
-        /// What.
+        /// To be encoded as it is.
         message: HandoffMessage,
     },
-    /// Have the peer watched by heartbeat from now on, because something is expected of it; or no
-    /// longer.
+    /// Start or stop the heartbeat to the peer. It must run while a handoff waits for the peer.
     Watch {
-        /// Whom.
+        /// The consumer rank.
         peer: PeerId,
-        /// From now on, or no longer.
+        /// `true` to start it.
         on: bool,
     },
-    /// The handoff has ended on this rank: its blocks may be reused now. Said exactly once for
-    /// every [`Producer::offer`] that was accepted.
+    /// The handoff has ended on this rank, and its blocks may be reused. Exactly once for every
+    /// accepted [`Producer::offer`].
     Ended {
-        /// Which.
+        /// As given to [`Producer::offer`].
         id: HandoffId,
-        /// How.
+        /// The same at all consumers that confirmed, if it is done.
         outcome: Outcome,
     },
 }
 
-/// The handoffs that one rank produces. See [`crate::handoff`].
+/// The handoffs that one rank produces. See [`crate::handoff`] for the protocol and for how it is
+/// driven.
 #[derive(Debug)]
 pub struct Producer {
     limits: Limits,
     handoffs: HashMap<HandoffId, Entry>,
-    /// How many of them have been asked for and not offered yet.
+    /// Entries that were asked for and not offered yet.
     awaited: usize,
-    tombs: Tombs<Tomb>,
+    tombstones: Tombstones<Tombstone>,
     schedule: Schedule,
     watched: Watched,
     generations: u64,
@@ -57,38 +58,38 @@ pub struct Producer {
 
 #[derive(Debug, Default)]
 struct Entry {
-    /// What was offered; nothing yet if a consumer was first.
+    /// `None` if a consumer asked before the engine offered.
     offer: Option<Offered>,
-    /// How many are to read; zero if nobody has asked.
+    /// Consumer ranks that must confirm; zero until one asks.
     expected: u32,
     readers: BTreeMap<PeerId, Reader>,
-    /// The driver's next look at this entry.
+    /// When this entry is due in the schedule.
     due: Option<Timestamp>,
 }
 
 #[derive(Debug)]
 struct Offered {
     generation: Generation,
-    /// All of it, side data included.
+    /// Everything announced so far, side data included.
     announced: Announced,
-    /// When nobody will come any more; only of complete offers that nobody has asked for.
+    /// When the offer expires; only for a complete offer without a reader.
     expires: Option<Timestamp>,
 }
 
 #[derive(Debug)]
 struct Reader {
-    /// It will not be there any more after this.
+    /// When the reader's budget and grace are over.
     until: Timestamp,
-    /// Its connection is gone: when it is given up, and why it went.
+    /// Its connection is lost: when the reader counts as failed, and the code of the loss.
     lost: Option<(Timestamp, WireCode)>,
     confirmed: bool,
 }
 
 #[derive(Debug)]
-struct Tomb {
+struct Tombstone {
     generation: Generation,
     outcome: Outcome,
-    /// Who confirmed before it ended.
+    /// Readers that confirmed before it ended.
     confirmed: Vec<PeerId>,
 }
 
@@ -99,7 +100,7 @@ impl Producer {
             limits,
             handoffs: HashMap::new(),
             awaited: 0,
-            tombs: Tombs::default(),
+            tombstones: Tombstones::default(),
             schedule: Schedule::default(),
             watched: Watched::default(),
             generations: 0,
@@ -107,17 +108,16 @@ impl Producer {
         }
     }
 
-    /// Offers a request's KV, of which nothing needs to be ready yet. From now until
-    /// [`ProducerAction::Ended`] its blocks are not to be reused, unless [`Producer::restart`] or
-    /// [`Producer::withdraw`] is called first.
+    /// Offers a request's KV. No block needs to be ready yet. The engine must not reuse the blocks
+    /// until [`ProducerAction::Ended`], or until [`Producer::restart`] or [`Producer::withdraw`].
     ///
     /// # Errors
-    /// [`Refusal::Ended`] if the consumer has said that it does not need it, before it was offered;
-    /// [`Refusal::InUse`]; [`Refusal::Full`].
+    /// [`Refusal::Ended`] if the consumer declined it before it was offered; [`Refusal::InUse`];
+    /// [`Refusal::Full`].
     pub fn offer(&mut self, id: &HandoffId, now: Timestamp) -> Result<(), Refusal> {
         self.expire(now);
-        if let Some(tomb) = self.tombs.get(id) {
-            return Err(Refusal::Ended(tomb.outcome.code));
+        if let Some(tombstone) = self.tombstones.get(id) {
+            return Err(Refusal::Ended(tombstone.outcome.code));
         }
         let entry = self.handoffs.get(id);
         if entry.is_some_and(|entry| entry.offer.is_some()) {
@@ -139,12 +139,13 @@ impl Producer {
         Ok(())
     }
 
-    /// Says that more is ready: `tables` are the blocks that were added, group by group, or none at
-    /// all; `progress` is how far they are computed now.
+    /// Announces that more is ready. `tables` are the added blocks, group by group, or empty;
+    /// `progress` is how far all blocks are computed now.
     ///
     /// # Errors
-    /// [`Refusal::Unknown`]: it has ended, which was said. [`Refusal::Misuse`]: it does not go on
-    /// from what was said before, or is complete.
+    /// [`Refusal::Unknown`]: the handoff has ended, see [`ProducerAction::Ended`].
+    /// [`Refusal::Misuse`]: the handoff is complete, or `tables` and `progress` do not continue
+    /// what was announced.
     pub fn advance(
         &mut self,
         id: &HandoffId,
@@ -154,8 +155,8 @@ impl Producer {
         self.announce(id, Announced { tables, progress, ..Announced::default() })
     }
 
-    /// Says that all is ready, and what else the consumer's engine should know. If nobody asks for
-    /// it within [`Limits::offer_ttl`], it ends.
+    /// Announces that everything is ready, with side data for the consumer's engine. The handoff
+    /// ends if no consumer asks for it within [`Limits::offer_ttl`].
     ///
     /// # Errors
     /// As [`Producer::advance`].
@@ -178,8 +179,9 @@ impl Producer {
         Ok(())
     }
 
-    /// The engine takes the blocks back and will compute the request again, in others: what was
-    /// read until now counts for nothing. The blocks may be reused as soon as this returns.
+    /// Retires the generation: the engine takes the blocks back and will compute the request again
+    /// in other blocks. Consumers discard what they have read. The blocks may be reused as soon as
+    /// this returns.
     ///
     /// # Errors
     /// As [`Producer::advance`].
@@ -199,12 +201,12 @@ impl Producer {
         Ok(())
     }
 
-    /// Ends a handoff from this side, also before it was offered: its request was rejected or
-    /// aborted, has failed, or ended otherwise than at its length limit. Its blocks may be reused
-    /// as soon as this returns.
+    /// Ends a handoff from this side, also before it was offered: the request was rejected or
+    /// aborted, failed, or finished before its length limit. The blocks may be reused as soon as
+    /// this returns.
     ///
     /// # Errors
-    /// [`Refusal::Ended`]: it has ended already, which was said.
+    /// [`Refusal::Ended`]: the handoff has ended, see [`ProducerAction::Ended`].
     pub fn withdraw(
         &mut self,
         id: &HandoffId,
@@ -213,8 +215,8 @@ impl Producer {
         now: Timestamp,
     ) -> Result<(), Refusal> {
         self.expire(now);
-        if let Some(tomb) = self.tombs.get(id) {
-            return Err(Refusal::Ended(tomb.outcome.code));
+        if let Some(tombstone) = self.tombstones.get(id) {
+            return Err(Refusal::Ended(tombstone.outcome.code));
         }
         let outcome = Outcome::here(code, detail);
         if self.handoffs.contains_key(id) {
@@ -225,7 +227,7 @@ impl Producer {
         Ok(())
     }
 
-    /// Ends everything that is under way: this side goes.
+    /// Ends all handoffs, because this rank shuts down.
     pub fn close(&mut self, now: Timestamp) {
         let all: Vec<_> = self.handoffs.keys().cloned().collect();
         for id in all {
@@ -233,14 +235,14 @@ impl Producer {
         }
     }
 
-    /// A message came from a peer.
+    /// A message arrived from a peer.
     pub fn receive(&mut self, from: PeerId, message: HandoffMessage, now: Timestamp) {
         self.expire(now);
         match message {
             HandoffMessage::Ask(ask) => self.asked(from, &ask, now),
             HandoffMessage::Confirm(confirm) => self.confirm(from, &confirm, now),
             HandoffMessage::Stop(stop) if stop.by_consumer => self.stop(from, stop, now),
-            // For consumers, or of a later version.
+            // Messages for consumers, and messages of later versions.
             HandoffMessage::Offer(_)
             | HandoffMessage::Ready(_)
             | HandoffMessage::Confirmed(_)
@@ -249,8 +251,8 @@ impl Producer {
         }
     }
 
-    /// The connection to a peer is gone. `gone` says that it will not come back: its process has
-    /// ended, or it was silent for too long already.
+    /// The connection to a peer was lost. `gone` means that it will not come back, because the
+    /// peer's process has ended or the silence window has passed.
     pub fn lost(&mut self, peer: PeerId, code: WireCode, gone: bool, now: Timestamp) {
         let wait = if gone { Duration::ZERO } else { self.limits.reconnect };
         let mut touched = Vec::new();
@@ -265,7 +267,7 @@ impl Producer {
         self.expire(now);
     }
 
-    /// There is a connection to a peer: the first, or a new one to the same life.
+    /// A connection to a peer is up: the first, or another one to the same life of the rank.
     pub fn met(&mut self, peer: PeerId) {
         let mut touched = Vec::new();
         for (id, entry) in &mut self.handoffs {
@@ -276,32 +278,31 @@ impl Producer {
         touched.iter().for_each(|id| self.look_again(id));
     }
 
-    /// When [`Producer::expire`] has something to do next.
+    /// When [`Producer::expire`] is due.
     pub fn next_timeout(&self) -> Option<Timestamp> {
-        [self.schedule.next(), self.tombs.next()].into_iter().flatten().min()
+        [self.schedule.next(), self.tombstones.next()].into_iter().flatten().min()
     }
 
-    /// Ends what is overdue.
+    /// Ends the handoffs whose deadlines have passed.
     pub fn expire(&mut self, now: Timestamp) {
         while let Some(id) = self.schedule.pop(now) {
             let entry = self.handoffs.get_mut(&id).expect("what is due is there");
             entry.due = None;
             match entry.overdue(now) {
-                // Whoever has asked for it does not wait for it any more, whether it is offered yet
-                // or not.
+                // The consumers that asked have stopped waiting, whether it is offered or not.
                 Some(outcome) => self.end(&id, outcome, true, now),
                 None => self.look_again(&id),
             }
         }
-        self.tombs.expire(now);
+        self.tombstones.expire(now);
     }
 
-    /// What to do next.
+    /// The next action.
     pub fn poll(&mut self) -> Option<ProducerAction> {
         self.actions.pop_front()
     }
 
-    /// How far a handoff is, in a word; `None` if it is not under way.
+    /// The state of a handoff, as one word; `None` if it is not under way.
     pub fn state(&self, id: &HandoffId) -> Option<&'static str> {
         let entry = self.handoffs.get(id)?;
         Some(match (&entry.offer, entry.readers.is_empty()) {
@@ -311,7 +312,8 @@ impl Producer {
         })
     }
 
-    /// What is kept, by name; all but the tombs is zero when nothing is under way.
+    /// Sizes of the collections, by name. All but the tombstones are zero when no handoff is under
+    /// way.
     pub fn gauges(&self) -> [(&'static str, usize); 5] {
         let offered = self.handoffs.values().filter(|entry| entry.offer.is_some()).count();
         [
@@ -319,7 +321,7 @@ impl Producer {
             ("awaited", self.handoffs.len() - offered),
             ("watched", self.watched.len()),
             ("actions", self.actions.len()),
-            ("tombs", self.tombs.len()),
+            ("tombstones", self.tombstones.len()),
         ]
     }
 
@@ -350,13 +352,13 @@ impl Producer {
 
     fn asked(&mut self, from: PeerId, ask: &Ask, now: Timestamp) {
         let id = &ask.id;
-        if let Some(tomb) = self.tombs.get(id) {
-            // Done is done: whoever asks now was not among the readers.
-            let code = match tomb.outcome.code {
+        if let Some(tombstone) = self.tombstones.get(id) {
+            // Every reader has confirmed: this consumer was not among them.
+            let code = match tombstone.outcome.code {
                 WireCode::Ok => WireCode::Duplicate,
                 code => code,
             };
-            let detail = cut(&tomb.outcome.detail);
+            let detail = cut(&tombstone.outcome.detail);
             return self
                 .send(from, Stop { id: id.clone(), by_consumer: false, code, detail }.into());
         }
@@ -377,8 +379,8 @@ impl Producer {
                 self.handoffs.entry(id.clone()).or_default()
             }
         };
-        let stranger = !entry.readers.contains_key(&from);
-        if stranger && let Some(why) = entry.refuses(ask) {
+        let is_new = !entry.readers.contains_key(&from);
+        if is_new && let Some(why) = entry.refuses(ask) {
             let stop = Stop {
                 id: id.clone(),
                 by_consumer: false,
@@ -404,12 +406,15 @@ impl Producer {
             Stop { id: id.clone(), by_consumer: false, code, detail: detail.to_owned() }.into()
         };
         let yes = Confirmed { id: id.clone(), generation: confirm.generation };
-        if let Some(tomb) = self.tombs.get(id) {
-            let was_valid = tomb.generation == confirm.generation && tomb.confirmed.contains(&from);
-            let message = match (was_valid && tomb.outcome.is_done(), tomb.outcome.code) {
+        if let Some(tombstone) = self.tombstones.get(id) {
+            let was_valid =
+                tombstone.generation == confirm.generation && tombstone.confirmed.contains(&from);
+            let message = match (was_valid && tombstone.outcome.is_done(), tombstone.outcome.code) {
                 (true, _) => yes.into(),
-                (false, WireCode::Ok) => answer(WireCode::Duplicate, "read by somebody else"),
-                (false, code) => answer(code, &cut(&tomb.outcome.detail)),
+                (false, WireCode::Ok) => {
+                    answer(WireCode::Duplicate, "another consumer has read it")
+                }
+                (false, code) => answer(code, &cut(&tombstone.outcome.detail)),
             };
             return self.send(from, message);
         }
@@ -420,7 +425,7 @@ impl Producer {
             return self.send(from, answer(WireCode::UnknownHandoff, "it was never asked for"));
         };
         if offered.generation != confirm.generation || !offered.announced.last {
-            // It is told of the new generation, or was.
+            // The offer of the new generation was sent, or is queued.
             return self.send_offer(id, from);
         }
         reader.confirmed = true;
@@ -433,22 +438,23 @@ impl Producer {
         }
     }
 
-    /// A consumer has ended a handoff: one of its readers speaks for all of them.
+    /// A consumer has ended a handoff. One reader ends it for all readers.
     fn stop(&mut self, from: PeerId, stop: Stop, now: Timestamp) {
         let id = stop.id.clone();
-        // So that it need not say it again.
+        // An answer, so that the consumer stops repeating it.
         self.send(
             from,
             Stop { id: id.clone(), by_consumer: false, code: stop.code, detail: String::new() }
                 .into(),
         );
-        if self.tombs.get(&id).is_some() {
+        if self.tombstones.get(&id).is_some() {
             return;
         }
         let code = if stop.code.is_ok() { WireCode::Malformed } else { stop.code };
         let outcome = Outcome::of(from, code, stop.detail);
         match self.handoffs.get_mut(&id) {
-            // Not yet asked for: whoever knows the name may free it. Else only who reads it.
+            // Before a consumer has asked, any peer that knows the name may end it; after that,
+            // only its readers.
             Some(entry) if entry.readers.is_empty() || entry.readers.contains_key(&from) => {
                 if entry.readers.remove(&from).is_some() {
                     self.watch(from, false);
@@ -460,8 +466,8 @@ impl Producer {
         }
     }
 
-    /// Ends what is under way: readers are told, the driver is told if it had offered it. What was
-    /// offered is remembered in any case; what was not, only if somebody wanted it to end.
+    /// Ends a handoff: queues a message to each reader, and [`ProducerAction::Ended`] if it was
+    /// offered. Keeps a tombstone if it was offered, or if an engine ended it.
     fn end(&mut self, id: &HandoffId, outcome: Outcome, wanted: bool, now: Timestamp) {
         let Some(mut entry) = self.handoffs.remove(id) else { return };
         self.awaited -= usize::from(entry.offer.is_none());
@@ -485,19 +491,19 @@ impl Producer {
             return;
         };
         let confirmed = entry.readers.iter().filter(|(_, reader)| reader.confirmed);
-        let tomb = Tomb {
+        let tombstone = Tombstone {
             generation: offered.generation,
             outcome: outcome.clone(),
             confirmed: confirmed.map(|(peer, _)| *peer).collect(),
         };
-        self.tombs.bury(id.clone(), tomb, now, &self.limits);
+        self.tombstones.bury(id.clone(), tombstone, now, &self.limits);
         self.actions.push_back(ProducerAction::Ended { id: id.clone(), outcome });
     }
 
-    /// That a handoff has ended before anything was offered.
+    /// Remembers that a handoff ended before it was offered.
     fn remember(&mut self, id: &HandoffId, outcome: Outcome, now: Timestamp) {
-        let tomb = Tomb { generation: Generation(0), outcome, confirmed: Vec::new() };
-        self.tombs.bury(id.clone(), tomb, now, &self.limits);
+        let tombstone = Tombstone { generation: Generation(0), outcome, confirmed: Vec::new() };
+        self.tombstones.bury(id.clone(), tombstone, now, &self.limits);
     }
 
     fn watch(&mut self, peer: PeerId, on: bool) {
@@ -528,7 +534,7 @@ impl Producer {
 }
 
 impl Entry {
-    /// Why a consumer that has not asked before may not.
+    /// Why a consumer that asks for the first time is refused.
     fn refuses(&self, ask: &Ask) -> Option<&'static str> {
         if self.readers.is_empty() {
             None
@@ -547,20 +553,20 @@ impl Entry {
         }
         let due =
             |reader: &Reader| reader.lost.map_or(reader.until, |(at, _)| at.min(reader.until));
-        // Who has confirmed is waited for no longer, except that others have to.
+        // A reader that has confirmed is not waited for.
         self.readers.values().filter(|reader| !reader.confirmed).map(due).min().or_else(|| {
-            // All who asked have confirmed, and others have yet to ask.
+            // All readers that asked have confirmed; others have not asked yet.
             self.readers.values().map(|reader| reader.until).max()
         })
     }
 
-    /// How it ends, if it has to end now.
+    /// The outcome, if a deadline has passed.
     fn overdue(&self, now: Timestamp) -> Option<Outcome> {
         if self.next_due().is_none_or(|due| due > now) {
             return None;
         }
         if self.readers.is_empty() {
-            return Some(Outcome::here(WireCode::Expired, "nobody asked for it"));
+            return Some(Outcome::here(WireCode::Expired, "no consumer asked for it in time"));
         }
         let open = || self.readers.iter().filter(|(_, reader)| !reader.confirmed);
         for (peer, reader) in open() {
@@ -583,7 +589,7 @@ impl Entry {
 }
 
 impl Announced {
-    /// Whether `news` may follow.
+    /// Whether `news` continues what was announced.
     fn check_next(&self, news: &Self) -> Result<(), Refusal> {
         if self.last {
             return Err(Refusal::Misuse("it was complete"));

@@ -1,13 +1,13 @@
-//! How far a request's KV is ready, and what lies between two such points.
+//! How far a request's KV is ready, and what became ready between two points.
 
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// What of a request's KV is ready: all layers of its first `tokens` tokens; and of its first
-/// `layers` layers, the first `layer_tokens` tokens.
+/// The part of a request's KV that is ready: all layers of its first `tokens` tokens, and the first
+/// `layer_tokens` tokens of its first `layers` layers.
 ///
-/// Chunks of a prefill are computed one after the other, and the layers of a chunk, too: in that
-/// order progress compares. Layers are counted as the producer rank has them.
+/// Ordered as a prefill computes: chunk by chunk, and within a chunk layer by layer. Layers are
+/// numbered as at the producer rank.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -15,10 +15,10 @@ pub struct Progress {
     /// Tokens of which all layers are ready.
     #[serde(rename = "n")]
     pub tokens: u32,
-    /// Tokens up to the end of the chunk at hand; `tokens` between chunks.
+    /// Tokens up to the end of the current chunk; equal to `tokens` between chunks.
     #[serde(rename = "m", default)]
     pub layer_tokens: u32,
-    /// Layers of the chunk at hand that are ready.
+    /// Layers of the current chunk that are ready.
     #[serde(rename = "l", default)]
     pub layers: u32,
 }
@@ -26,7 +26,7 @@ pub struct Progress {
 /// Some tokens of some layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rectangle {
-    /// As the producer rank counts them.
+    /// As numbered at the producer rank.
     pub layers: Range<u32>,
     /// Positions in the request.
     pub tokens: Range<u32>,
@@ -41,28 +41,28 @@ impl Progress {
         Self { tokens, layer_tokens: tokens, layers: 0 }
     }
 
-    /// And of the first `layers` layers the tokens up to `layer_tokens`.
+    /// Adds the tokens up to `layer_tokens` of the first `layers` layers.
     #[must_use]
     pub const fn and(self, layers: u32, layer_tokens: u32) -> Self {
         Self { layers, layer_tokens, ..self }
     }
 
-    /// Whether it says something that can be.
+    /// Whether the fields are consistent.
     pub const fn is_sound(&self) -> bool {
         self.layer_tokens >= self.tokens && (self.layers > 0 || self.layer_tokens == self.tokens)
     }
 
-    /// Tokens up to which the first layer is ready: what blocks are needed for.
+    /// Tokens of which the first layer is ready. They need blocks.
     pub const fn reach(&self) -> u32 {
         self.layer_tokens
     }
 
-    /// Up to which token the layer with this number is ready.
+    /// Tokens of which the layer with this number is ready.
     fn of_layer(&self, layer: u32) -> u32 {
         if layer < self.layers { self.layer_tokens } else { self.tokens }
     }
 
-    /// What became ready from here to `later`, on a rank with so many layers: at most three
+    /// What became ready between here and `later`, on a rank with `layers` layers: at most three
     /// rectangles, none of them empty, none overlapping.
     pub fn until(&self, later: &Self, layers: u32) -> impl Iterator<Item = Rectangle> + use<> {
         let (from, to) = (*self, *later);

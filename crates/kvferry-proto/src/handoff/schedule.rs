@@ -33,7 +33,7 @@ impl Schedule {
         self.0.first().map(|(at, _)| *at)
     }
 
-    /// Takes out one that is due.
+    /// Removes one that is due.
     pub(super) fn pop(&mut self, now: Timestamp) -> Option<HandoffId> {
         if self.next()? > now {
             return None;

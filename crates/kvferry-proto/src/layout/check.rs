@@ -1,4 +1,4 @@
-//! What makes a layout sound.
+//! The checks that a layout must pass.
 
 use super::{
     GROUPS_MAX, Group, Kind, LAYER_NAME_MAX, LAYERS_MAX, Layer, Layout, PLANES_MAX, Plane,
@@ -14,11 +14,11 @@ use thiserror::Error;
 /// The largest context-parallel world.
 pub(crate) const CONTEXT_MAX: u32 = 4096;
 
-/// Why parts are not a layout.
+/// Why a layout is refused.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LayoutError {
-    /// More than there may be.
+    /// A count beyond its limit.
     #[error("{count} {what} are beyond the limit of {limit}")]
     TooMany {
         /// Of what.
@@ -28,29 +28,29 @@ pub enum LayoutError {
         /// How many may be.
         limit: usize,
     },
-    /// A layer that keeps nothing.
+    /// A layer without planes.
     #[error("layer {0} has no planes")]
     NoPlanes(String),
-    /// A name that is empty, too long or cannot be shown.
+    /// A name that is empty, too long or not printable.
     #[error("the name of a {what} is not 1 to {limit} printable bytes: {name:?}")]
     Name {
         /// Of what.
         what: &'static str,
-        /// The name, made fit to be shown.
+        /// The name, with unprintable characters replaced.
         name: String,
         /// Bytes it may have.
         limit: usize,
     },
-    /// Two of the same name or id.
-    #[error("two {what}s are called {name}")]
+    /// Two parts with the same name or id.
+    #[error("two {what}s have the name {name}")]
     Twice {
         /// Of what.
         what: &'static str,
         /// Their name.
         name: String,
     },
-    /// A region with the id that means none.
-    #[error("a region has the id 0, which says that offsets are addresses")]
+    /// A region with the reserved id.
+    #[error("a region has the id 0, which is reserved for absolute addresses")]
     Absolute,
     /// A group out of its ranges.
     #[error("group {group}: {fault}")]
@@ -60,8 +60,8 @@ pub enum LayoutError {
         /// What is wrong.
         fault: Fault,
     },
-    /// A layer in no group.
-    #[error("layer {layer} is in group {group}, and there are {groups}")]
+    /// A layer in a group that does not exist.
+    #[error("layer {layer} is in group {group}, but there are only {groups} groups")]
     NoGroup {
         /// Which.
         layer: String,
@@ -86,10 +86,10 @@ pub enum LayoutError {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Fault {
-    /// A number that must not be zero is.
+    /// A number is zero.
     #[error("{0} is zero")]
     Zero(&'static str),
-    /// A number beyond its range.
+    /// A number is beyond its range.
     #[error("{what} is {value}, at most {limit} is allowed")]
     TooLarge {
         /// Which number.
@@ -99,7 +99,7 @@ pub enum Fault {
         /// What it may be.
         limit: u64,
     },
-    /// A number that another must divide.
+    /// A number does not divide another.
     #[error("{divisor} {what} do not divide {value} {of}")]
     Indivisible {
         /// What the divisor counts.
@@ -111,14 +111,14 @@ pub enum Fault {
         /// How many of them.
         value: u32,
     },
-    /// A state whose tokens are dealt out, though it has none.
+    /// A state is spread over context-parallel ranks, although it has no tokens.
     #[error("a state cannot be spread over {0} context-parallel ranks")]
     SpreadState(u32),
-    /// A state in kernel blocks, which split tokens.
+    /// A state is split into kernel blocks, although it has no tokens.
     #[error("a state cannot be split into {0} kernel blocks")]
     SplitState(u32),
     /// Heads beyond those of the model.
-    #[error("heads from {start}, {count} of them, of {total}")]
+    #[error("{count} heads from head {start} on are beyond the model's {total} heads")]
     Heads {
         /// The first.
         start: u32,
@@ -127,8 +127,8 @@ pub enum Fault {
         /// In the model.
         total: u32,
     },
-    /// A region that is not there.
-    #[error("it lies in region {region}, and there are {regions}")]
+    /// A region that does not exist.
+    #[error("it lies in region {region}, but there are only {regions} regions")]
     NoRegion {
         /// The index it gives.
         region: usize,
@@ -143,7 +143,7 @@ pub enum Fault {
         /// Bytes of the region.
         len: u64,
     },
-    /// Two elements lie over each other.
+    /// Two elements overlap.
     #[error("the {axis} stride is {stride}, but what it steps over takes {extent} bytes")]
     Overlap {
         /// Which stride.
@@ -155,12 +155,12 @@ pub enum Fault {
     },
 }
 
-/// Whether `name` is something to be shown and sent: 1 to `limit` bytes, nothing unprintable.
+/// Checks that `name` is 1 to `limit` printable bytes.
 pub(crate) fn is_name(name: &str, limit: usize) -> bool {
     !name.is_empty() && name.len() <= limit && sanitized(name, limit) == name
 }
 
-/// A name that may be anything, fit to be shown.
+/// Any name, with unprintable characters replaced.
 pub(crate) fn printable(name: &str) -> String {
     sanitized(name, LAYER_NAME_MAX)
 }
@@ -249,7 +249,7 @@ fn plane(plane: &Plane, group: &Group, layout: &Layout) -> Result<(), Fault> {
         }
     } else {
         divides("kernel blocks", split, "tokens of a block", group.block_tokens)?;
-        // A row must not be of two ranks.
+        // A row must not belong to two ranks.
         let row_tokens = group.block_tokens / gcd(group.block_tokens, plane.rows);
         let run = group.context.run(group.block_tokens);
         divides("tokens of a row", row_tokens, "tokens dealt out", run)?;
@@ -263,8 +263,8 @@ fn plane(plane: &Plane, group: &Group, layout: &Layout) -> Result<(), Fault> {
 
 /// That the plane ends within the region and no two of its elements share a byte.
 ///
-/// Each stride must step over all of what the smaller strides reach. Arrays that interleave without
-/// being nested are refused, too: no engine has them.
+/// Each stride must be at least as long as all that the smaller strides reach. Arrays that
+/// interleave without being nested are refused as well: no engine has them.
 fn geometry(plane: &Plane, blocks: u32, len: u64) -> Result<(), Fault> {
     let view = &plane.view;
     let mut axes = [

@@ -1,15 +1,15 @@
-//! Which rank holds which token of a request.
+//! Which context-parallel rank holds which token of a request.
 
 use super::{ContextShard, Group};
 
-/// A [`ContextShard`] that says its run.
+/// A [`ContextShard`] with the length of its runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Context {
     /// Below `size`.
     pub(crate) rank: u32,
-    /// Ranks that tokens are dealt out to.
+    /// Ranks that share the tokens.
     pub(crate) size: u32,
-    /// Tokens dealt out at a time.
+    /// Tokens of a run.
     pub(crate) run: u32,
 }
 
@@ -19,12 +19,12 @@ impl Context {
         Self { rank, size, run: group.context.run(group.block_tokens) }
     }
 
-    /// All tokens are here, in blocks of `block_tokens`.
+    /// All tokens on one rank, in blocks of `block_tokens`.
     pub(crate) const fn whole(block_tokens: u32) -> Self {
         Self { rank: 0, size: 1, run: block_tokens }
     }
 
-    /// Whether some token is dealt to both.
+    /// Whether some token is on both ranks.
     pub(crate) fn meets(self, other: Self) -> bool {
         // Runs of both recur with their periods, so they meet wherever their remainders modulo the
         // periods' common divisor do: two arcs on a circle.
@@ -35,7 +35,7 @@ impl Context {
         (b + circle - a) % circle < ours || (a + circle - b) % circle < theirs
     }
 
-    /// How many of the first `tokens` tokens are here.
+    /// How many of the first `tokens` tokens this rank holds.
     pub(crate) const fn local(self, tokens: u64) -> u64 {
         let run = self.run as u64;
         let period = run * self.size as u64;
@@ -43,12 +43,12 @@ impl Context {
         tokens / period * run + if rest < run { rest } else { run }
     }
 
-    /// Whether token `token` is here.
+    /// Whether this rank holds the token.
     pub(crate) const fn holds(self, token: u64) -> bool {
         token / self.run as u64 % self.size as u64 == self.rank as u64
     }
 
-    /// The token of the request that is the `local`-th here.
+    /// The token of the request that is the `local`-th of this rank.
     pub(crate) const fn global(self, local: u64) -> u64 {
         let run = self.run as u64;
         (local / run * self.size as u64 + self.rank as u64) * run + local % run

@@ -1,4 +1,4 @@
-//! Why two ends, or two ranks of one end, do not fit, in words and numbers.
+//! Why two engines, or two ranks of one engine, do not fit, in words and numbers.
 
 use super::{Encoding, Fingerprint, Kind, RowDensity};
 use std::fmt;
@@ -6,9 +6,9 @@ use std::fmt;
 /// One of the two engines of a handoff.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum End {
-    /// Who has the blocks.
+    /// The engine that has the blocks.
     Producer,
-    /// Who wants them.
+    /// The engine that reads them.
     Consumer,
 }
 
@@ -24,13 +24,13 @@ impl fmt::Display for End {
 /// A pairing that cannot work: where, and the two values that do not fit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mismatch {
-    /// Who differs.
+    /// The two that differ.
     pub between: Between,
-    /// In which layer; empty if in the model as a whole.
+    /// The layer; empty if the model as a whole differs.
     pub layer: Box<str>,
-    /// In which plane of it; empty if in the layer as a whole.
+    /// The plane of the layer; empty if the layer as a whole differs.
     pub plane: Box<str>,
-    /// In what.
+    /// What differs, with both values.
     pub difference: Difference,
 }
 
@@ -42,7 +42,7 @@ impl Mismatch {
 
 impl std::error::Error for Mismatch {}
 
-/// Who differs: the first and the second of a [`Difference`].
+/// The two that differ: the first and the second of a [`Difference`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Between {
     /// The producer and the consumer.
@@ -63,13 +63,13 @@ pub enum Difference {
     Content(u32, u32),
     /// Rows per tokens, or per state.
     Rows(RowDensity, RowDensity),
-    /// What attention sees.
+    /// The tokens that attention covers.
     Kind(Kind, Kind),
     /// The roles of a layer's planes.
     Planes(Vec<String>, Vec<String>),
     /// Block sizes in tokens of which neither divides the other; of two ranks, that differ.
     BlockTokens(u32, u32),
-    /// How tokens are dealt out over context-parallel ranks: ranks, and tokens in turn.
+    /// Context parallelism: the number of ranks, and the tokens of a run.
     Context((u32, u32), (u32, u32)),
     /// A layer that only the first has.
     OnlyFirst {
@@ -85,7 +85,7 @@ pub enum Difference {
         /// Layers of the second.
         second: usize,
     },
-    /// A head that no rank of an engine holds.
+    /// A head that is on no rank of an engine.
     Unheld {
         /// The head.
         head: u32,
@@ -96,7 +96,7 @@ pub enum Difference {
         /// How many of those there are.
         contexts: u32,
     },
-    /// Ranks of an engine, of which there must be at least one.
+    /// An engine without ranks.
     Ranks(usize, usize),
     /// More than can be planned.
     TooMany {
@@ -114,7 +114,7 @@ pub enum Difference {
         /// The heads that the rank holds, first and count.
         held: (u32, u32),
     },
-    /// What sums up all of it.
+    /// The fingerprints.
     Fingerprint(Fingerprint, Fingerprint),
 }
 

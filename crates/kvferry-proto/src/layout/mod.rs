@@ -13,10 +13,10 @@
 //! may have a row for a whole block, compressed caches one for several tokens, and a state (Mamba,
 //! linear attention) has rows of its own that are no tokens at all.
 //!
-//! What a layout says is of two kinds. What the bytes *mean* (names, encodings, heads in total,
-//! content, rows per token, windows) has to be equal at both ends: [`compatible`] compares it, a
-//! [`Fingerprint`] sums it up. Where they *lie* (regions, strides, block sizes, which heads, layers
-//! and tokens this rank holds) may differ, and [`crate::plan`] turns one into the other.
+//! A layout has two parts. What the bytes *mean* (names, encodings, heads in total, content, rows per
+//! token, windows) must be equal at both ends: [`compatible`] compares it, and a [`Fingerprint`]
+//! hashes it. Where they *lie* (regions, strides, block sizes, which heads, layers and tokens this
+//! rank holds) may differ, and [`crate::plan`] maps one to the other.
 //!
 //! | in the model | here |
 //! |---|---|
@@ -26,7 +26,7 @@
 //! | multi-head latent attention | one head in total, held by all |
 //! | hybrid models | several groups; they may lie in the same bytes, as no block belongs to two of them |
 //!
-//! A [`Layout`] that exists is sound: it is checked when it is made and when it is decoded.
+//! Every [`Layout`] is sound: it is checked when it is built and when it is decoded.
 
 mod check;
 mod context;
@@ -82,8 +82,8 @@ impl Layout {
     /// place in it. Groups are in the order of the engine's block tables.
     ///
     /// # Errors
-    /// Something is out of its range, named twice, not there, out of its region's bounds, or lies
-    /// over itself.
+    /// A number is out of its range, a name is used twice, an index points to nothing, a plane
+    /// exceeds its region, or elements of a plane overlap.
     pub fn new(
         regions: Vec<Region>,
         groups: Vec<Group>,
@@ -118,24 +118,25 @@ impl Layout {
         LayerSpec::of(layer, &self.groups[layer.group])
     }
 
-    /// What has to be equal at both ends, of the layers listed here.
+    /// The hash of what must be equal at both ends, of the layers of this rank.
     ///
-    /// Where the layers are spread over a pipeline no rank has them all: the ends of a handoff
-    /// compare [`crate::plan::Topology::fingerprint`], which is equal to this one if one rank has
-    /// all layers.
+    /// With pipeline parallelism no rank has all layers. The ends of a handoff therefore compare
+    /// [`crate::plan::Topology::fingerprint`], which is equal to this one if one rank has all
+    /// layers.
     pub fn fingerprint(&self) -> Fingerprint {
         fingerprint_of((0..self.layers.len()).map(|layer| self.spec(layer)).collect())
     }
 
-    /// The layout as it crosses the wire.
+    /// The encoded layout.
     pub fn encode(&self) -> Vec<u8> {
         to_bytes(self)
     }
 
-    /// The layout in bytes that may come from anybody.
+    /// Decodes a layout. The bytes may come from an unauthenticated peer.
     ///
     /// # Errors
-    /// Longer than [`LAYOUT_MAX`], of a later version, malformed or not sound.
+    /// The bytes are longer than [`LAYOUT_MAX`], of a later version, malformed, or describe a layout
+    /// that is not sound.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         from_bytes(bytes)
     }
@@ -153,13 +154,13 @@ pub struct Region {
 /// Layers that share a block table.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Group {
-    /// The engine's name for it, for people; unique in the layout, at most [`SHORT_NAME_MAX`] bytes.
+    /// The engine's name for it, for logs; unique in the layout, at most [`SHORT_NAME_MAX`] bytes.
     pub name: String,
     /// What its blocks are for.
     pub kind: Kind,
-    /// Tokens of a logical block, at least 1. A state may have any number here: it is not used.
+    /// Tokens of a logical block, at least 1. Not used for a state.
     pub block_tokens: u32,
-    /// Logical blocks there are: ids are below it. At least 1.
+    /// Number of logical blocks, at least 1. Block ids are below it.
     pub blocks: u32,
     /// Which tokens of a request this rank holds.
     pub context: ContextShard,
@@ -181,7 +182,7 @@ impl Group {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Kind {
-    /// Attention over all tokens: every block is there.
+    /// Attention over all tokens: no block is a hole.
     Full,
     /// Attention over the last `tokens` tokens, the one being computed included: older blocks may
     /// be holes.
@@ -194,13 +195,13 @@ pub enum Kind {
         /// At least 1.
         tokens: u32,
     },
-    /// A state that is carried on (Mamba, linear attention): the last block that is no hole is the
-    /// state, others are earlier ones.
+    /// A recurrent state (Mamba, linear attention): the last block that is no hole is the state,
+    /// earlier blocks are earlier states.
     State,
 }
 
 impl Kind {
-    /// The first token that is still looked at when token `next` is computed.
+    /// The first token that is read when token `next` is computed.
     pub const fn horizon(self, next: u64) -> u64 {
         match self {
             Self::Full | Self::State => 0,
@@ -242,23 +243,24 @@ impl ContextShard {
 /// A layer of the model, as this rank holds it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Layer {
-    /// What it is called at both ends; unique in the layout, at most [`LAYER_NAME_MAX`] bytes.
+    /// The same at both ends; unique in the layout, at most [`LAYER_NAME_MAX`] bytes.
     pub name: String,
     /// Its group, as an index into [`Layout::groups`].
     pub group: usize,
-    /// What it keeps, at least one and at most [`PLANES_MAX`].
+    /// At least one and at most [`PLANES_MAX`].
     pub planes: Vec<Plane>,
 }
 
 /// One strided array of a layer.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Plane {
-    /// What it is called at both ends (`kv`, `k`, `v`, `k_scale`, `conv`, …); unique in the layer,
-    /// at most [`SHORT_NAME_MAX`] bytes.
+    /// The same at both ends (`kv`, `k`, `v`, `k_scale`, `conv`, …); unique in the layer, at most
+    /// [`SHORT_NAME_MAX`] bytes.
     pub role: String,
     /// What an element is.
     pub encoding: Encoding,
-    /// Which heads of all are here. What has no heads, such as a latent, has one in total.
+    /// Which of the model's heads this rank holds. A plane without heads, such as a latent, has one
+    /// head in total.
     pub heads: Heads,
     /// Rows of a logical block, over all its kernel blocks; of a state, rows of the state.
     pub rows: u32,
@@ -268,7 +270,7 @@ pub struct Plane {
     pub view: View,
 }
 
-/// What an element of a plane is. Both ends must say the same.
+/// What an element of a plane is. Must be equal at both ends.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Encoding {
     /// Number format and quantisation, such as `bfloat16` or `fp8_e4m3`; at most
@@ -285,17 +287,17 @@ impl Encoding {
     }
 }
 
-/// Which heads of all a rank holds.
+/// Which of the model's heads a rank holds.
 ///
-/// A head is whatever tensor parallelism deals out: a KV head for attention, a head or a channel
-/// for parts of a state.
+/// A head is the unit that tensor parallelism distributes: a KV head for attention, a head or a
+/// channel for parts of a state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Heads {
     /// In the model.
     pub total: u32,
-    /// The first one here.
+    /// The first one on this rank.
     pub start: u32,
-    /// How many are here, at least 1.
+    /// How many are on this rank, at least 1.
     pub count: u32,
 }
 
@@ -305,7 +307,7 @@ impl Heads {
         Self { total, start: 0, count: total }
     }
 
-    /// What has no heads and is the same on every rank.
+    /// For a plane without heads, which is the same on every rank.
     pub const REPLICATED: Self = Self::all(1);
 
     /// The share of rank `rank` of `size` tensor-parallel ones.

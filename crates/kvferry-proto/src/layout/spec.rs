@@ -1,4 +1,4 @@
-//! What the bytes mean: the part of a layout that has to be equal at both ends.
+//! What the bytes mean: the part of a layout that must be equal at both ends.
 
 use super::{Between, Difference, Encoding, Group, Kind, Layer, Layout, Mismatch, Plane, gcd};
 use serde::{Deserialize, Serialize};
@@ -9,7 +9,7 @@ use std::fmt;
 /// Sets this use of the hash apart from all others.
 const FINGERPRINT_CONTEXT: &str = "kvferry 2025 layout fingerprint 1";
 
-/// 128 bits over all that must agree for bytes to mean the same at both ends.
+/// A hash of 128 bits over everything that must be equal for bytes to mean the same at both ends.
 ///
 /// It covers names of layers and planes, encodings, heads in total, bytes per head and row, rows
 /// per token or state, and what each layer attends to. It does not cover what a plan can bridge:
@@ -34,7 +34,7 @@ impl fmt::Debug for Fingerprint {
 pub struct LayerSpec {
     /// The layer's name.
     pub name: String,
-    /// What it keeps.
+    /// Which tokens the layer's attention covers.
     pub kind: Kind,
     /// Its planes, sorted by role.
     pub planes: Vec<PlaneSpec>,
@@ -55,7 +55,7 @@ pub struct PlaneSpec {
     pub density: RowDensity,
 }
 
-/// How many rows a plane has: `rows` per `tokens`, in lowest terms; of a state, `tokens` is 0.
+/// The rows of a plane: `rows` per `tokens` tokens, in lowest terms. For a state, `tokens` is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RowDensity {
     /// At least 1.
@@ -100,7 +100,7 @@ impl LayerSpec {
         Self { name: layer.name.clone(), kind: group.kind, planes }
     }
 
-    /// Why bytes of this layer are not bytes of `other`, which has the same name.
+    /// What differs between this layer and `other`, which has the same name.
     pub(crate) fn agree(&self, other: &Self, between: Between) -> Result<(), Mismatch> {
         let differ =
             |plane: &str, difference| Err(Mismatch::new(between, &self.name, plane, difference));
@@ -132,11 +132,11 @@ impl LayerSpec {
 /// Whether blocks of `producer` can become blocks of `consumer`, as far as both list the same
 /// layers.
 ///
-/// Layers that only one of the two ranks lists may be on another rank of a pipeline: that none is
-/// missing altogether is for [`crate::plan::Routing`] to see, which knows all ranks.
+/// A layer that only one of the two ranks lists may be on another rank of a pipeline.
+/// [`crate::plan::Routing`], which knows all ranks, checks that no layer is missing.
 ///
 /// # Errors
-/// Bytes that do not mean the same, or block sizes of which neither divides the other.
+/// The bytes do not mean the same, or neither block size divides the other.
 pub fn compatible(producer: &Layout, consumer: &Layout) -> Result<(), Mismatch> {
     let theirs: HashMap<&str, usize> =
         consumer.layers().iter().zip(0..).map(|(layer, at)| (layer.name.as_str(), at)).collect();
@@ -190,7 +190,7 @@ pub(crate) fn fingerprint_of(mut layers: Vec<LayerSpec>) -> Fingerprint {
     Fingerprint(fingerprint)
 }
 
-/// A hash of fields of which none can run into the next.
+/// A hash of fields with their lengths, so that no two lists of fields hash the same bytes.
 struct Fields(blake3::Hasher);
 
 impl Fields {
@@ -208,7 +208,7 @@ impl Fields {
     }
 }
 
-/// Orders names as people do: `layers.2` is before `layers.10`.
+/// Natural order of names: `layers.2` is before `layers.10`.
 pub(crate) fn natural_order(a: &str, b: &str) -> Ordering {
     let (mut left, mut right) = (a.as_bytes(), b.as_bytes());
     while let (Some((&x, rest_x)), Some((&y, rest_y))) = (left.split_first(), right.split_first()) {
@@ -227,7 +227,7 @@ pub(crate) fn natural_order(a: &str, b: &str) -> Ordering {
     left.len().cmp(&right.len()).then_with(|| a.cmp(b))
 }
 
-/// Takes a number off the front of `text`: its digits without leading zeros.
+/// Splits a number off the front of `text`: its digits without leading zeros.
 fn take_digits<'a>(text: &mut &'a [u8]) -> &'a [u8] {
     let len = text.iter().take_while(|c| c.is_ascii_digit()).count();
     let (digits, rest) = text.split_at(len);

@@ -1,7 +1,7 @@
-//! Layouts as they cross the wire: MessagePack maps, versioned and keyed by name.
+//! Encoded layouts: MessagePack maps, versioned and keyed by name.
 //!
-//! Fields of later versions are ignored; a later version of the whole says that they must not be.
-//! What layers have in common, which is all but the base, is sent once.
+//! Unknown fields are ignored; if a later version adds one that must not be ignored, the version of
+//! the whole changes. What layers have in common, which is all but the base, is sent once.
 
 use super::{
     ContextShard, Encoding, GROUPS_MAX, Heads, Kind, LAYERS_MAX, LayoutError, PLANES_MAX,
@@ -18,7 +18,7 @@ use thiserror::Error;
 /// The longest encoded layout or topology, in bytes.
 pub const LAYOUT_MAX: usize = 1 << 20;
 
-/// The version of what is written here.
+/// The version of this encoding.
 const VERSION: u16 = 1;
 
 /// How deep maps and lists may be nested; ours are five deep.
@@ -27,29 +27,29 @@ const DEPTH_MAX: usize = 16;
 /// The most different shapes of planes: each plane may have its own.
 const SHAPES_MAX: usize = LAYERS_MAX * PLANES_MAX;
 
-/// Why bytes are not a layout or topology.
+/// Why bytes are refused as a layout or topology.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DecodeError {
     /// Longer than [`LAYOUT_MAX`].
     #[error("{len} bytes are beyond the limit of {limit}")]
     TooLong {
-        /// How long.
+        /// In bytes.
         len: usize,
-        /// What is allowed.
+        /// In bytes.
         limit: usize,
     },
-    /// Not a MessagePack map, not its fields, or not sound.
+    /// No MessagePack map, wrong fields, or a layout that is not sound.
     #[error("malformed: {0}")]
     Malformed(String),
 }
 
-/// `value` in at most [`LAYOUT_MAX`] bytes or not: who decodes it will see.
+/// Encodes `value`. [`from_bytes`] refuses more than [`LAYOUT_MAX`] bytes.
 pub(crate) fn to_bytes(value: &impl Serialize) -> Vec<u8> {
     rmp_serde::to_vec_named(value).expect("a Vec takes any bytes, and ours are plain maps")
 }
 
-/// The one value that `bytes` are.
+/// Parses `bytes` as exactly one value.
 pub(crate) fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, DecodeError> {
     let (len, limit) = (bytes.len(), LAYOUT_MAX);
     if len > limit {
@@ -87,7 +87,7 @@ impl<'de> Deserialize<'de> for Version {
     }
 }
 
-/// A list of at most `MAX` values: what is beyond is not even looked at.
+/// A list of at most `MAX` values. Those beyond are not parsed.
 pub(crate) fn at_most<'de, D, T, const MAX: usize>(deserializer: D) -> Result<Vec<T>, D::Error>
 where
     D: Deserializer<'de>,
@@ -177,7 +177,7 @@ impl TryFrom<KindFields> for Kind {
     }
 }
 
-/// A [`ContextShard`] as a map; left out if it is everything.
+/// A [`ContextShard`] as a map; left out if the rank holds all tokens.
 #[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ContextFields {
     rank: u32,
@@ -315,7 +315,7 @@ impl PlaneShape {
     }
 }
 
-/// Why a map is not a layout.
+/// Why a map is refused as a layout.
 #[derive(Debug, Error)]
 pub(super) enum Unsound {
     #[error(transparent)]

@@ -1,4 +1,4 @@
-//! What a consumer asks for, in block tables, and which units that is.
+//! What a consumer asks for, as block tables, and the units that it consists of.
 
 use super::copies::{Run, Table};
 use super::map::{Map, Pair, Section};
@@ -46,7 +46,7 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// What a consumer rank wants of one request, and the block tables of both ranks.
+/// What a consumer rank reads of one request, and the block tables of both ranks.
 #[derive(Clone, Debug)]
 pub struct Ask<'a> {
     /// The tokens that the consumer wants the KV of: from the first it does not have to the end of
@@ -61,8 +61,7 @@ pub struct Ask<'a> {
     /// later one takes as long as it has tokens, whatever the request has, and relies on the
     /// consumer's tables being the same.
     pub part: Range<u64>,
-    /// Per group of the producer's layout. Blocks that nobody asks for may be listed, or be
-    /// missing.
+    /// Per group of the producer's layout. Blocks that are not asked for may be listed or missing.
     pub producer: &'a [Blocks<'a>],
     /// Per group of the consumer's layout. Blocks outside of the tokens asked for may be listed.
     pub consumer: &'a [Blocks<'a>],
@@ -89,7 +88,7 @@ pub struct Unfilled {
     pub block: u64,
 }
 
-/// Why there is no plan.
+/// Why no plan can be made.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -103,8 +102,8 @@ pub enum PlanError {
         /// How many groups there are.
         groups: usize,
     },
-    /// Tokens that are no range, or too many.
-    #[error("tokens {start} to {end} are no range below {limit}")]
+    /// The tokens are not a range, or too many.
+    #[error("tokens {start} to {end} are not a range below {limit}")]
     Tokens {
         /// The first.
         start: u64,
@@ -113,7 +112,7 @@ pub enum PlanError {
         /// What may be.
         limit: u64,
     },
-    /// A block that is needed and not in the table.
+    /// A block is needed and not in the table.
     #[error(
         "group {group}: block {block}, which has token {token}, is not among the {end}'s blocks {first} to {after}"
     )]
@@ -131,7 +130,7 @@ pub enum PlanError {
         /// After the last block that is listed.
         after: u64,
     },
-    /// A block that is needed and is a hole.
+    /// A block is needed and is a hole.
     #[error("group {group}: block {block}, which has token {token}, is a hole at the {end}")]
     Hole {
         /// Whose.
@@ -143,8 +142,10 @@ pub enum PlanError {
         /// A token of it that is wanted.
         token: u64,
     },
-    /// An id that no block has.
-    #[error("group {group}: block {block} of the {end} has id {id}, and there are {blocks}")]
+    /// A block id beyond the number of blocks.
+    #[error(
+        "group {group}: block {block} of the {end} has id {id}, but there are only {blocks} blocks"
+    )]
     Id {
         /// Whose.
         end: End,
@@ -157,7 +158,7 @@ pub enum PlanError {
         /// How many there are.
         blocks: u32,
     },
-    /// A block of the consumer that would be written twice.
+    /// A block of the consumer would be written twice.
     #[error("group {group}: the consumer gives block id {id} twice")]
     Twice {
         /// In which group.
@@ -165,7 +166,7 @@ pub enum PlanError {
         /// The id.
         id: u32,
     },
-    /// The consumer wants a state and the producer has none.
+    /// The consumer reads a state and the producer has none.
     #[error("group {group}: the producer has no state, its {listed} blocks are holes")]
     NoState {
         /// In which group.
@@ -261,7 +262,7 @@ impl<'a> Listing<'a> {
         }
     }
 
-    /// What to say of a block that is needed and has no id.
+    /// The error for a block that is needed and has no id.
     fn lacks(&self, block: u64, token: u64) -> PlanError {
         let (end, group) = (self.end, self.group.name.clone());
         let Range { start: first, end: after } = self.blocks.range();

@@ -30,7 +30,7 @@ pub struct Spot {
 }
 
 impl CopyOp {
-    /// Takes `next` in if it goes on where this ends, at both ends.
+    /// Joins `next` if it continues this at both ends.
     #[inline]
     fn join(&mut self, next: &Self) -> bool {
         let joins = self.to.offset + self.len == next.to.offset
@@ -80,7 +80,7 @@ pub(super) struct Batch {
     pub(super) runs: Arc<[Run]>,
 }
 
-/// What one rank sends another for one request, or a part of it.
+/// The copies from one rank to another for one request, or a part of it.
 ///
 /// Cheap to clone and to keep: its size is that of the block tables, not that of the copies.
 #[derive(Clone, Debug)]
@@ -122,8 +122,8 @@ impl Plan {
         Copies { plan: self, cursor: Cursor::default() }
     }
 
-    /// The next copy behind `cursor`, which is advanced: [`Plan::copies`] for who keeps the plan
-    /// and his place in it.
+    /// The next copy behind `cursor`, which is advanced. Like [`Plan::copies`], for a caller that
+    /// keeps the plan and its place in it.
     pub fn next(&self, cursor: &mut Cursor) -> Option<CopyOp> {
         let mut next = None;
         self.drive(cursor, |op| {
@@ -152,7 +152,7 @@ impl Plan {
         out.len() - before
     }
 
-    /// Hands copies to `sink` until it has enough.
+    /// Passes copies to `sink` until it stops the walk.
     #[inline]
     fn drive(&self, cursor: &mut Cursor, mut sink: impl FnMut(CopyOp) -> ControlFlow<()>) {
         while let Some(batch) = self.batches.get(cursor.batch) {

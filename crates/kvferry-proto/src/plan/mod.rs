@@ -5,7 +5,7 @@
 //! | | made of | made |
 //! |---|---|---|
 //! | [`Topology`] | all layouts of an engine | when the engine starts |
-//! | [`Routing`] | the topologies of both engines: who reads what from whom | once per peer engine |
+//! | [`Routing`] | the topologies of both engines: which rank reads what from which | once per peer engine |
 //! | [`Map`] | two layouts and the [`Share`] between them: a compact program of strided copies | once per pair of ranks |
 //! | [`Plan`] | a map and the block tables of a request | per request, or per part of one |
 //!

@@ -24,9 +24,8 @@ const PARTS_MAX: u64 = 1 << 21;
 
 /// What each rank of an engine holds of the model, without where it lies.
 ///
-/// It is what the other engine needs to know of all ranks, while a [`Layout`] is needed only of
-/// those that one talks to. Every head of every layer is held by some rank: a topology that exists
-/// is whole.
+/// The other engine needs it of all ranks; it needs a [`Layout`] only of the ranks that it reads
+/// from. Every topology is complete: every head of every layer is on some rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "wire::Topology", into = "wire::Topology")]
 pub struct Topology {
@@ -95,25 +94,26 @@ impl Topology {
         self.ranks.len()
     }
 
-    /// The names of the model's layers, as people would order them.
+    /// The names of the model's layers, in natural order.
     pub fn layers(&self) -> impl ExactSizeIterator<Item = &str> {
         self.layers.iter().map(|layer| layer.spec.name.as_str())
     }
 
-    /// What has to be equal at both ends of a handoff.
+    /// The hash of what must be equal at both ends of a handoff.
     pub fn fingerprint(&self) -> Fingerprint {
         fingerprint_of(self.layers.iter().map(|layer| layer.spec.clone()).collect())
     }
 
-    /// The topology as it crosses the wire.
+    /// The encoded topology.
     pub fn encode(&self) -> Vec<u8> {
         to_bytes(self)
     }
 
-    /// The topology in bytes that may come from anybody.
+    /// Decodes a topology. The bytes may come from an unauthenticated peer.
     ///
     /// # Errors
-    /// Longer than [`crate::layout::LAYOUT_MAX`], of a later version, malformed or not sound.
+    /// The bytes are longer than [`crate::layout::LAYOUT_MAX`], of a later version, malformed, or
+    /// describe a topology that is not sound.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         from_bytes(bytes)
     }
@@ -255,7 +255,7 @@ fn segments(engines: &[&Topology]) -> Vec<Range<u32>> {
     cuts.windows(2).map(|cut| cut[0]..cut[1]).collect()
 }
 
-/// Counts what a topology from anybody makes us do, and keep.
+/// Bounds the work and the memory that a topology from a peer can cost.
 #[derive(Default)]
 struct Work {
     comparisons: u64,
@@ -322,7 +322,7 @@ pub struct Share {
 }
 
 impl Routing {
-    /// Who reads what from whom.
+    /// The routing between two engines.
     ///
     /// # Errors
     /// The engines do not have the same model, or block sizes of which neither divides the other.
@@ -364,7 +364,7 @@ impl Routing {
         Ok(Self::with_idle(names.collect(), shares, producers.ranks(), consumers.ranks()))
     }
 
-    /// Deals producer ranks that nobody needs out to the consumers, in turn.
+    /// Assigns each producer rank without a reader to a consumer rank, in turn.
     fn with_idle(
         names: Arc<[Names]>,
         shares: BTreeMap<(usize, usize), Vec<Part>>,
@@ -388,11 +388,10 @@ impl Routing {
         Self { names, shares, readers, sources }
     }
 
-    /// The consumer ranks that deal with a producer rank, ascending and at least one: the producer
-    /// rank keeps its blocks until all of them have said that they are done.
+    /// The readers of a producer rank, ascending and at least one: the producer rank keeps its blocks
+    /// until all of them have confirmed.
     ///
-    /// A producer rank whose bytes nobody needs has one reader that reads nothing, so that somebody
-    /// releases it.
+    /// A producer rank whose bytes are not needed has one reader that reads nothing and releases it.
     ///
     /// # Panics
     /// There is no such rank.
@@ -400,8 +399,8 @@ impl Routing {
         &self.readers[producer]
     }
 
-    /// The producer ranks that a consumer rank deals with, ascending: those it reads from and those
-    /// it only releases.
+    /// The producer ranks of a consumer rank, ascending: those that it reads from and those that it
+    /// only releases.
     ///
     /// # Panics
     /// There is no such rank.
@@ -444,7 +443,7 @@ impl Share {
         Ok(Self { names: names.into(), parts })
     }
 
-    /// The same of those layers only whose name `keep` says yes to.
+    /// The same for the layers whose name `keep` accepts.
     #[must_use]
     pub fn retain(&self, keep: impl Fn(&str) -> bool) -> Self {
         let mut parts: Vec<Part> = Vec::new();
@@ -486,7 +485,7 @@ type Cell = (u32, Range<u32>);
 /// Layers in a row, and cells that each of them has.
 type Segment = (Range<u32>, Vec<Cell>);
 
-/// The producer ranks that all hold the same, and the consumer ranks that all want it.
+/// Producer ranks that hold the same, and the consumer ranks that read it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Class {
     replicas: Vec<usize>,
@@ -494,8 +493,8 @@ struct Class {
 }
 
 impl Class {
-    /// Who has and who wants `heads` of `plane`, of the tokens of that context-parallel rank of the
-    /// producer. `None` if nobody wants them.
+    /// The holders and the readers of `heads` of `plane`, of the tokens of that context-parallel rank
+    /// of the producer. `None` without readers.
     fn of(
         from: &[(usize, &Slice)],
         to: &[(usize, &Slice)],

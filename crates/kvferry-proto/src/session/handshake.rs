@@ -1,4 +1,4 @@
-//! The way to an established session: four messages, each in exactly one state.
+//! The handshake of a session: four messages, each valid in exactly one state.
 
 use super::{ChecksumPolicy, PeerInfo, Session, Side, State};
 use crate::auth::{HandshakeKeys, macs_equal};
@@ -12,7 +12,7 @@ use crate::message::{
 use crate::text::{sanitized, truncated};
 use crate::time::Timestamp;
 
-/// What has to arrive next, and what is known so far.
+/// The message that is awaited, and what is known so far.
 #[derive(Debug)]
 pub(super) enum Awaiting {
     /// Initiator, after `Hello`.
@@ -25,7 +25,7 @@ pub(super) enum Awaiting {
     Proof { session: SessionId, keys: HandshakeKeys, hello: Hello, version: u16 },
 }
 
-/// Why a handshake goes no further.
+/// Why a handshake fails.
 pub(super) struct Refusal {
     code: WireCode,
     detail: String,
@@ -56,7 +56,7 @@ impl Session {
         hello
     }
 
-    /// Takes a message while `handshake` says what is awaited, and awaits the next or ends.
+    /// Handles a message of the handshake, then awaits the next one or ends the handshake.
     pub(super) fn shake(
         &mut self,
         handshake: Awaiting,
@@ -78,7 +78,7 @@ impl Session {
                 self.on_ready(&keys, challenge, &ready, now)
             }
             (Awaiting::Challenge { .. } | Awaiting::Ready { .. }, Message::Refused(refused)) => {
-                // A refusal that says "done" is nonsense; it is a refusal all the same.
+                // A refusal with the code for success is malformed, but still a refusal.
                 let code = if refused.code.is_ok() { WireCode::Malformed } else { refused.code };
                 self.finish(code, true, &refused.detail);
                 return;
@@ -157,11 +157,11 @@ impl Session {
                 ),
             ));
         }
-        // Nothing is proved to somebody who was not meant.
+        // No proof for another peer than the expected one.
         if let Some(expected) = expected.filter(|&expected| expected != challenge.incarnation) {
             return Err(Refusal::new(
                 WireCode::StaleIncarnation,
-                format!("meant incarnation {expected}, met {}", challenge.incarnation),
+                format!("expected incarnation {expected}, got {}", challenge.incarnation),
             ));
         }
         match (&self.cfg.secret, challenge.authenticate) {
@@ -196,7 +196,7 @@ impl Session {
         if !macs_equal(&keys.initiator_mac(), &proof.mac) {
             return Err(Refusal::new(WireCode::AuthFailed, "the two sides' secrets differ"));
         }
-        // Only now: a stranger learns nothing about our layout.
+        // After the proof: an unauthenticated peer learns nothing about the layout.
         if let (Some(ours), Some(theirs)) = (self.fingerprint(), &hello.fingerprint)
             && ours != *theirs
         {
@@ -260,7 +260,7 @@ impl Session {
         State::Established
     }
 
-    /// Half an address is worse than none.
+    /// Empty if it is too long: half an address would be wrong.
     fn advertised(&self) -> String {
         if self.cfg.advertised.len() > ADVERTISED_MAX {
             String::new()
@@ -269,7 +269,7 @@ impl Session {
         }
     }
 
-    /// Only ever compared, so a long one may as well be hashed.
+    /// Fingerprints are only compared, so a long one is hashed.
     fn fingerprint(&self) -> Option<Vec<u8>> {
         self.cfg.fingerprint.as_ref().map(|fingerprint| {
             if fingerprint.len() > FINGERPRINT_MAX {
@@ -280,7 +280,7 @@ impl Session {
         })
     }
 
-    /// Ends the handshake in the way the peer understands from this side.
+    /// Ends the handshake with the message that this side sends in that case.
     fn refuse(&mut self, code: WireCode, detail: &str, aux: u64) {
         match self.side {
             Side::Acceptor => self.send_refused(code, detail, aux),

@@ -24,7 +24,7 @@ impl Heartbeat {
         Self { interval, silence, last_receive: now, watch: None, pings: 0 }
     }
 
-    /// Starts or stops watching the peer. Starting gives it a whole window, whatever was before.
+    /// Starts or stops watching the peer. Starting begins a whole silence window.
     pub(super) fn watch(&mut self, watch: bool, now: Timestamp) {
         self.watch = match (watch, self.watch) {
             (false, _) => None,
@@ -33,7 +33,7 @@ impl Heartbeat {
         };
     }
 
-    /// Something arrived, whatever it was.
+    /// Bytes arrived.
     pub(super) fn received(&mut self, now: Timestamp) {
         self.last_receive = self.last_receive.max(now);
     }
@@ -42,7 +42,7 @@ impl Heartbeat {
         Some(self.watch?.next_ping.min(self.silent_at()?))
     }
 
-    /// Whether the peer's window is over.
+    /// Whether the silence window has passed.
     pub(super) fn is_silent(&self, now: Timestamp) -> bool {
         self.silent_at().is_some_and(|at| at <= now)
     }
@@ -50,7 +50,7 @@ impl Heartbeat {
     /// The number of the ping to send now, if one is due.
     pub(super) fn next_ping(&mut self, now: Timestamp) -> Option<u64> {
         let watch = self.watch.as_mut().filter(|watch| watch.next_ping <= now)?;
-        // From now, not from when it was due: after a delay, one ping rather than a burst.
+        // From now, not from when it was due: after a delay there is one ping, not a burst.
         watch.next_ping = now + self.interval;
         self.pings += 1;
         Some(self.pings)

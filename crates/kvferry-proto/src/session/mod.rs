@@ -5,21 +5,38 @@
 //!     \________________ \_________________________________^
 //! ```
 //!
-//! The driver owns socket and clock. It passes what the socket gives to [`Session::receive`],
-//! writes what [`Session::poll_transmit`] gives, acts on [`Session::poll_event`], and calls
-//! [`Session::handle_timeout`] at [`Session::next_timeout`]; after each call of any method it
-//! looks at all three again. Events end with exactly one [`SessionEvent::Closed`]; what
-//! `poll_transmit` still gives after it should be written if that needs no waiting.
+//! # How a driver runs it
 //!
-//! **Deadlines.** The handshake has one. A request has its budget. A close waits for its answer
-//! for at most a second. A revoke has none of its own, for memory whose copier has not stopped
-//! cannot be handed out after *any* time: it ends with the peer's answer or with the session, and
-//! while it is out the peer is watched as if something were in flight.
+//! The driver owns the socket and the clock. The methods fall into four classes.
 //!
-//! **Silence and sleep.** While something is in flight, nothing heard for the silence window ends
-//! the session as `Silent`. If it is us who did not run, because the machine was suspended, timers
-//! fire late; a timer late by more than half a window ends the session as `Slept`, before anything
-//! that arrived meanwhile is looked at: the peer has declared us dead by then.
+//! * **What happened** goes in: bytes from the socket ([`Session::receive`]), its end
+//!   ([`Session::transport_closed`]), and what the layers above want ([`Session::request`],
+//!   [`Session::respond`], [`Session::revoke`], [`Session::confirm_revoked`],
+//!   [`Session::set_active`], [`Session::close`]).
+//! * **What to do** comes out: bytes for the socket ([`Session::poll_transmit`]) and events for the
+//!   layers above ([`Session::poll_event`]).
+//! * **Time**: [`Session::handle_timeout`] is due at [`Session::next_timeout`].
+//! * **Queries** change nothing, such as [`Session::is_established`], [`Session::close_reason`] and
+//!   [`Session::wants_read`].
+//!
+//! After each call of a method of the first or third class the driver polls both methods of the
+//! second until they are empty, then arms its timer for `next_timeout`. Events end with exactly one
+//! [`SessionEvent::Closed`]. Bytes that `poll_transmit` returns after that should be written if the
+//! socket takes them without waiting; then the socket is closed.
+//!
+//! # Deadlines
+//!
+//! The handshake has a deadline, a request has its budget, and a close waits for its answer for at
+//! most a second. A revoke has no deadline: memory whose copier has not stopped cannot be given to
+//! another owner after *any* time. A revoke ends with the peer's answer or with the session, and
+//! the heartbeat runs until then.
+//!
+//! # Silence and sleep
+//!
+//! While something is in flight, a silence window without a byte from the peer ends the session as
+//! `Silent`. A timer that fires late by more than half a window means that this machine was
+//! suspended. The session then ends as `Slept`, before anything that arrived meanwhile is
+//! processed, because the peer has ended the session by then.
 
 mod handshake;
 mod heartbeat;
@@ -28,7 +45,9 @@ pub(crate) mod models;
 mod queues;
 mod streams;
 
-use crate::auth::{MAC_LEN, Secret, SessionKey, local_mac, macs_equal, stream_mac};
+use crate::auth::{
+    MAC_LEN, Secret, SessionKey, local_hello_mac, local_mac, macs_equal, stream_mac,
+};
 use crate::code::WireCode;
 use crate::frame::MAGIC;
 use crate::id::{Incarnation, SessionId, StreamId};
@@ -52,6 +71,9 @@ pub const VERSIONS: (u16, u16) = (1, 1);
 /// Capability bit: takes part in transfers within one host.
 pub const CAPABILITY_LOCAL: u64 = 1;
 
+/// How a hello proves the session's key: for a data stream, or for the local socket.
+type HelloMac = fn(&SessionKey, SessionId, StreamId) -> [u8; MAC_LEN];
+
 /// Requests outstanding in one direction of a session.
 pub const REQUESTS_MAX: usize = 1024;
 
@@ -70,28 +92,29 @@ const SILENCE_MIN: Duration = Duration::from_millis(3);
 /// What one side brings into a session.
 #[derive(Clone, Debug)]
 pub struct SessionConfig {
-    /// Who we are.
+    /// Of this agent.
     pub incarnation: Incarnation,
-    /// Our name, for people. Cut to 256 bytes.
+    /// This agent's name, for logs and errors. Cut to 256 bytes.
     pub name: String,
-    /// The secret shared with the peers, or none on a trusted network.
+    /// The secret shared with the peers. Without one, peers are not authenticated.
     pub secret: Option<Secret>,
-    /// Lowest and highest protocol version we speak.
+    /// Lowest and highest protocol version of this build.
     pub versions: (u16, u16),
-    /// Capability bits; the session has those of both sides.
+    /// Capability bits. A session has those that both sides have.
     pub capabilities: u64,
-    /// Whether we want payload checksums; one side wanting them is enough.
+    /// Payload carries checksums if either side asks for them.
     pub checksum: ChecksumPolicy,
-    /// What matters for the bytes of our layout. Compared if both sides have one.
+    /// Identifies the layout of the KV blocks. Sessions between different fingerprints are
+    /// refused; a side without one fits every peer.
     pub fingerprint: Option<Vec<u8>>,
-    /// Where we can be called, or empty. Left out if longer than 1024 bytes.
+    /// Where this agent listens, `host:port`, or empty. Left out if longer than 1024 bytes.
     pub advertised: String,
-    /// Until when the session must be established, from its creation.
+    /// The handshake fails if it takes longer.
     pub handshake_timeout: Duration,
-    /// How long nothing may be heard of a peer with something in flight.
+    /// With something in flight, the session ends when no byte has arrived for so long.
     pub silence: Duration,
-    /// Time between pings while something is in flight; a sixth of the silence window is a good
-    /// value. Held between a millisecond and a third of the window.
+    /// Time between pings while something is in flight. Clamped between 1 ms and a third of
+    /// `silence`; a sixth of it is a good value.
     pub ping_interval: Duration,
 }
 
@@ -114,81 +137,84 @@ impl SessionConfig {
     }
 }
 
-/// Whether a side asks for payload checksums. Exhaustive on purpose.
+/// Whether a side asks for payload checksums. They are on if either side asks. Exhaustive on
+/// purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum ChecksumPolicy {
-    /// Does not ask; there are none unless the peer asks.
+    /// This side does not ask.
     #[default]
     Off,
-    /// Asks.
+    /// This side asks.
     On,
 }
 
-/// Who called whom. Exhaustive on purpose.
+/// Which end of the connection this is. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
-    /// Opened the connection, and opens the data streams.
+    /// The end that opened the control connection. It also opens the data streams.
     Initiator,
-    /// Accepted it.
+    /// The end that accepted it.
     Acceptor,
 }
 
-/// What a session has to say to its driver. Exhaustive on purpose: each must be acted on.
+/// An event for the layers above. Exhaustive on purpose: the driver must act on each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SessionEvent {
-    /// The handshake is done; at most once, before everything but `Closed`.
+    /// The handshake succeeded. At most once, and before every event but `Closed` and the answers
+    /// to requests that were made too early.
     Established(PeerInfo),
-    /// The peer wants its memory left alone: stop these streams, then
+    /// The peer demands that its memory is not touched any more. Stop these streams, then call
     /// [`Session::confirm_revoked`].
     RevokeRequested {
-        /// For the confirmation.
+        /// For [`Session::confirm_revoked`].
         id: u64,
-        /// Which streams.
+        /// The streams to stop.
         streams: Vec<StreamId>,
     },
-    /// The peer has confirmed our revoke: nothing of it touches memory through those streams.
+    /// The peer confirmed a revoke of this side: nothing at the peer touches memory through those
+    /// streams any more.
     Revoked {
         /// As returned by [`Session::revoke`].
         id: u64,
     },
-    /// The peer asks; answer with [`Session::respond`].
+    /// A request of the peer, to be answered with [`Session::respond`].
     Request {
-        /// For the answer.
+        /// For [`Session::respond`].
         id: u64,
         /// As in [`Session::request`].
         kind: u16,
         /// As in [`Session::request`].
         body: Vec<u8>,
     },
-    /// The answer to our request; exactly one for each.
+    /// The answer to a request of this side; exactly one for each.
     Response {
         /// As returned by [`Session::request`].
         id: u64,
-        /// The peer's, or `Deadline`, `Busy`, `TooLarge` or `Closed` of our own.
+        /// From the peer, or `Deadline`, `Busy`, `TooLarge` or `Closed` from this session.
         code: WireCode,
-        /// The peer's; empty with a code of our own.
+        /// From the peer; empty with a code from this session.
         body: Vec<u8>,
     },
-    /// The end; exactly once, after everything else.
+    /// The session ended. Exactly once, after every other event.
     Closed(CloseReason),
 }
 
-/// What is known of the peer of an established session.
+/// The peer of an established session.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerInfo {
-    /// Who it is.
+    /// Of the peer.
     pub incarnation: Incarnation,
-    /// Its name, fit to be shown.
+    /// The peer's name, without control characters.
     pub name: String,
-    /// The protocol version both speak.
+    /// The protocol version of this session.
     pub version: u16,
-    /// The capability bits both have.
+    /// Capability bits that both sides have.
     pub capabilities: u64,
-    /// The session's id at the acceptor.
+    /// Chosen by the acceptor.
     pub session: SessionId,
     /// Whether payload carries checksums.
     pub checksum: bool,
-    /// Where it can be called, as it says; possibly empty.
+    /// Where the peer listens, as the peer says; empty if nowhere.
     pub advertised: String,
     /// Whether both sides proved a shared secret.
     pub authenticated: bool,
@@ -199,15 +225,15 @@ pub struct PeerInfo {
 pub struct CloseReason {
     /// Why.
     pub code: WireCode,
-    /// Whether the peer, or the connection to it, ended the session rather than we.
+    /// Whether the peer or the loss of the connection ended the session, and not this side.
     pub by_peer: bool,
-    /// Why, in words; fit to be shown.
+    /// Why, in words, without control characters.
     pub detail: String,
     /// Whether the session had been established.
     pub established: bool,
 }
 
-/// One control connection, seen from one side.
+/// One end of a control connection. See [the module](self) for how it is driven.
 #[derive(Debug)]
 pub struct Session {
     cfg: SessionConfig,
@@ -215,7 +241,7 @@ pub struct Session {
     state: State,
     nonce: [u8; 32],
     handshake_deadline: Timestamp,
-    /// The latest time heard of; time does not go back.
+    /// The latest time that was passed in. Earlier ones are ignored.
     now: Timestamp,
     decoder: Decoder,
     outbox: Outbox,
@@ -223,17 +249,17 @@ pub struct Session {
     heartbeat: Heartbeat,
     active: bool,
     peer: Option<PeerInfo>,
-    /// Why it ended, once it has.
+    /// Set when the session has ended.
     ended: Option<CloseReason>,
     key: Option<SessionKey>,
     last_id: u64,
-    /// Our requests without an answer, and when we stop waiting.
+    /// Unanswered requests of this side, with their deadlines.
     requests: BTreeMap<u64, Timestamp>,
-    /// Our revokes without a confirmation.
+    /// Unconfirmed revokes of this side.
     revokes: BTreeSet<u64>,
-    /// Requests of the peer we have not answered, and when it stops waiting.
+    /// Unanswered requests of the peer, with their deadlines at the peer.
     owed_responses: BTreeMap<u64, Timestamp>,
-    /// Revokes of the peer we have not confirmed.
+    /// Unconfirmed revokes of the peer.
     owed_revokes: BTreeSet<u64>,
     last_stream: u32,
     streams: StreamWindow,
@@ -248,9 +274,10 @@ enum State {
 }
 
 impl Session {
-    /// The side that opened the connection. Queues the magic and the first message.
+    /// The end that opened the connection. Queues the magic and the first message.
     ///
-    /// With `expected`, only that incarnation will do. `nonce` must be fresh random bytes.
+    /// With `expected`, an acceptor of another incarnation is refused. `nonce` must be fresh random
+    /// bytes.
     pub fn initiator(
         cfg: SessionConfig,
         expected: Option<Incarnation>,
@@ -264,9 +291,9 @@ impl Session {
         session
     }
 
-    /// The side that accepted the connection and has consumed the magic.
+    /// The end that accepted the connection. The driver has consumed the magic.
     ///
-    /// `session` must be unique within our incarnation, `nonce` fresh random bytes.
+    /// `session` must be unique within this incarnation, `nonce` must be fresh random bytes.
     pub fn acceptor(
         cfg: SessionConfig,
         session: SessionId,
@@ -276,7 +303,7 @@ impl Session {
         Self::new(cfg, Side::Acceptor, Awaiting::Hello { session }, nonce, now)
     }
 
-    /// Takes bytes as they come from the socket, in order, however they were chopped.
+    /// Takes bytes from the socket, in order. Where they are split makes no difference.
     pub fn receive(&mut self, mut bytes: &[u8], now: Timestamp) {
         if !self.wake(now) {
             return;
@@ -294,7 +321,7 @@ impl Session {
         self.rewatch();
     }
 
-    /// The connection ended, in order or not.
+    /// The connection was closed or reset.
     pub fn transport_closed(&mut self, now: Timestamp) {
         if !self.wake(now) {
             return;
@@ -306,7 +333,7 @@ impl Session {
         }
     }
 
-    /// To be called at [`Session::next_timeout`]; harmless at any other time.
+    /// Handles the timers that are due. A call before [`Session::next_timeout`] has no effect.
     pub fn handle_timeout(&mut self, now: Timestamp) {
         if !self.wake(now) {
             return;
@@ -314,7 +341,7 @@ impl Session {
         let now = self.now;
         if self.heartbeat.is_silent(now) {
             self.outbox.clear();
-            self.abort(WireCode::Silent, "nothing was heard of the peer");
+            self.abort(WireCode::Silent, "nothing arrived from the peer");
             return;
         }
         let expired: Vec<u64> =
@@ -329,7 +356,7 @@ impl Session {
         self.rewatch();
     }
 
-    /// When [`Session::handle_timeout`] wants to be called, if at all: never for an idle session.
+    /// When [`Session::handle_timeout`] is due; `None` for an idle session.
     pub fn next_timeout(&self) -> Option<Timestamp> {
         let own = match &self.state {
             State::Handshake(_) => Some(self.handshake_deadline),
@@ -341,12 +368,12 @@ impl Session {
         own.into_iter().chain(self.requests.values().copied()).min()
     }
 
-    /// The next bytes for the socket: whole frames, to be written in this order.
+    /// The next frame for the socket. Frames are written in the order in which they are returned.
     pub fn poll_transmit(&mut self) -> Option<Vec<u8>> {
         self.outbox.pop()
     }
 
-    /// Bytes of all frames that [`Session::poll_transmit`] has handed out, but for heartbeats.
+    /// Bytes of all frames that [`Session::poll_transmit`] has returned, without heartbeats.
     pub const fn said_bytes(&self) -> u64 {
         self.outbox.said_bytes()
     }
@@ -356,14 +383,14 @@ impl Session {
         self.inbox.pop()
     }
 
-    /// Whether the driver should read the socket at all. `false` while events or answers pile up:
-    /// a driver that then leaves bytes in the socket pushes back on the peer, one that goes on
-    /// feeding them sees the session end as `Busy`.
+    /// Whether the driver should read the socket. `false` while many events or frames are queued:
+    /// a driver that leaves bytes in the socket then slows the peer down; one that keeps passing
+    /// them in makes the session end as `Busy`.
     pub fn wants_read(&self) -> bool {
         !self.inbox.is_long() && !self.outbox.is_long()
     }
 
-    /// Says whether anything is in flight or granted: the heartbeat runs only then.
+    /// Sets whether anything is in flight or granted. The heartbeat runs only then.
     pub fn set_active(&mut self, active: bool, now: Timestamp) {
         if self.wake(now) {
             self.active = active;
@@ -371,11 +398,11 @@ impl Session {
         }
     }
 
-    /// Asks the peer to stop touching memory through these streams, and returns the demand's id.
+    /// Demands that the peer stops touching memory through these streams. Returns the demand's id.
     ///
-    /// The answer is [`SessionEvent::Revoked`], or the end of the session. Returns 0, which is no
-    /// id, if nothing was asked: the session is not established, more than 1024 revokes are out,
-    /// or more than 4096 streams are named. The memory then stays in quarantine.
+    /// The answer is [`SessionEvent::Revoked`], or the end of the session. Returns 0, which is
+    /// never an id, if nothing was sent: the session is not established, 1024 revokes are
+    /// outstanding, or more than 4096 streams are named. The memory then stays in quarantine.
     pub fn revoke(&mut self, streams: Vec<StreamId>, now: Timestamp) -> u64 {
         if !self.wake(now)
             || !self.is_established()
@@ -391,20 +418,20 @@ impl Session {
         id
     }
 
-    /// Tells the peer that nothing of ours touches memory through the streams of its revoke.
+    /// Confirms a revoke of the peer: nothing on this side touches memory through its streams.
     pub fn confirm_revoked(&mut self, id: u64) {
         if self.owed_revokes.remove(&id) {
             self.send(&Message::Revoked(Revoked { id }));
         }
     }
 
-    /// Asks the layers above at the peer, and returns the request's id.
+    /// Sends a request to the layers above at the peer. Returns the request's id.
     ///
-    /// Each is answered by exactly one [`SessionEvent::Response`]: the peer's, or one of our own
-    /// with `Deadline` after `budget`, `Closed` when the session is not established or ends,
-    /// `TooLarge` for a body over 1 MiB less 1 KiB, `Busy` if 1024 are out or the peer does not
-    /// read. Returns 0, which is no id and has no answer, once the session is closed, and to a
-    /// driver that has left thousands of events unpolled.
+    /// Each request has exactly one [`SessionEvent::Response`]: from the peer, or from this session
+    /// with `Deadline` after `budget`, `Closed` if the session is not established or ends,
+    /// `TooLarge` for a body over 1 MiB less 1 KiB, `Busy` if 1024 requests are outstanding or the
+    /// peer does not read. Returns 0, which is never an id and has no answer, if the session is
+    /// closed or thousands of events were not polled.
     pub fn request(&mut self, kind: u16, body: Vec<u8>, budget: Duration, now: Timestamp) -> u64 {
         if !self.wake(now) || self.inbox.is_full() {
             return 0;
@@ -430,9 +457,9 @@ impl Session {
         id
     }
 
-    /// Answers a request of the peer. Without effect if it was answered or its session ended.
+    /// Answers a request of the peer. No effect if it was answered or the session ended.
     ///
-    /// A body that is too long, or for which there is no room, turns into `TooLarge` or `Busy`.
+    /// If the body is too long or the queue is full, the peer gets `TooLarge` or `Busy` instead.
     pub fn respond(&mut self, id: u64, code: WireCode, body: Vec<u8>) {
         if self.owed_responses.remove(&id).is_none() {
             return;
@@ -447,7 +474,7 @@ impl Session {
         self.send(&Message::Response(Response { id, code, body }));
     }
 
-    /// When the peer stops waiting for our answer to request `id`, if it is still unanswered.
+    /// When the peer stops waiting for the answer to its request `id`; `None` if it was answered.
     pub fn request_deadline(&self, id: u64) -> Option<Timestamp> {
         self.owed_responses.get(&id).copied()
     }
@@ -458,6 +485,19 @@ impl Session {
     /// The code to refuse the connection with: `UnknownSession` (also while not established),
     /// `StaleIncarnation`, `AuthFailed`, or `StreamReplayed`.
     pub fn verify_stream(&mut self, hello: &StreamHello) -> Result<(), WireCode> {
+        self.verify_hello(hello, stream_mac)
+    }
+
+    /// Acceptor: whether a connection to the local socket belongs to this session. Uses up the
+    /// stream id.
+    ///
+    /// # Errors
+    /// As [`Session::verify_stream`].
+    pub fn verify_local(&mut self, hello: &StreamHello) -> Result<(), WireCode> {
+        self.verify_hello(hello, local_hello_mac)
+    }
+
+    fn verify_hello(&mut self, hello: &StreamHello, mac: HelloMac) -> Result<(), WireCode> {
         if hello.incarnation != self.cfg.incarnation {
             return Err(WireCode::StaleIncarnation);
         }
@@ -469,8 +509,8 @@ impl Session {
         if hello.session != peer.session {
             return Err(WireCode::UnknownSession);
         }
-        // Before the id is looked at: a stranger can neither use up ids nor ask for used ones.
-        if !macs_equal(&stream_mac(key, hello.session, hello.stream), &hello.mac) {
+        // Before the id: without the key a caller can neither use up ids nor learn used ones.
+        if !macs_equal(&mac(key, hello.session, hello.stream), &hello.mac) {
             return Err(WireCode::AuthFailed);
         }
         if self.streams.use_up(hello.stream) { Ok(()) } else { Err(WireCode::StreamReplayed) }
@@ -479,6 +519,16 @@ impl Session {
     /// Initiator: the first bytes of a new connection that is to become a stream of this session,
     /// magic included. `None` unless established.
     pub fn stream_hello(&mut self) -> Option<(StreamId, Vec<u8>)> {
+        self.hello(stream_mac)
+    }
+
+    /// Initiator: the first packet to the acceptor's local socket. It opens no data stream.
+    /// `None` unless established.
+    pub fn local_hello(&mut self) -> Option<(StreamId, Vec<u8>)> {
+        self.hello(local_hello_mac)
+    }
+
+    fn hello(&mut self, mac: HelloMac) -> Option<(StreamId, Vec<u8>)> {
         let (State::Established, Side::Initiator, Some(key), Some(peer)) =
             (&self.state, self.side, &self.key, &self.peer)
         else {
@@ -490,20 +540,20 @@ impl Session {
             session: peer.session,
             stream,
             incarnation: peer.incarnation,
-            mac: stream_mac(key, peer.session, stream),
+            mac: mac(key, peer.session, stream),
         }));
         Some((stream, [&MAGIC[..], &hello].concat()))
     }
 
-    /// What the acceptor shows, and the initiator expects, in answer to a stream that introduces
-    /// the initiator as being on the same host. `None` unless established.
+    /// The proof in the acceptor's answer to [`Session::local_hello`], for both sides. `None`
+    /// unless established.
     pub fn local_mac(&self, stream: StreamId) -> Option<[u8; MAC_LEN]> {
         let (key, peer) = (self.key.as_ref()?, self.peer.as_ref()?);
         Some(local_mac(key, peer.session, stream))
     }
 
-    /// Ends the session in order: says so, waits shortly for the peer to say so too, then `Closed`
-    /// with this code. Without effect on a session that is ending.
+    /// Ends the session: sends a close, waits at most a second for the peer's, then `Closed` with
+    /// this code. No effect on a session that is ending.
     pub fn close(&mut self, code: WireCode, detail: &str, now: Timestamp) {
         if !self.wake(now) || matches!(self.state, State::Closing { .. }) {
             return;
@@ -514,7 +564,7 @@ impl Session {
         self.rewatch();
     }
 
-    /// Which side this is.
+    /// Which end this is.
     pub const fn side(&self) -> Side {
         self.side
     }
@@ -524,13 +574,12 @@ impl Session {
         matches!(self.state, State::Established)
     }
 
-    /// Whether the session has ended; its last events may still be waiting.
+    /// Whether the session has ended. Its last events may not have been polled yet.
     pub const fn is_closed(&self) -> bool {
         matches!(self.state, State::Closed)
     }
 
-    /// Why the session is ending, or has ended: from when it does, which is before its last events
-    /// are polled.
+    /// Why the session is ending or has ended. Known before its last events are polled.
     pub fn close_reason(&self) -> Option<CloseReason> {
         match &self.state {
             State::Closing { code, detail, .. } => Some(self.reason(*code, false, detail)),
@@ -579,7 +628,8 @@ impl Session {
         }
     }
 
-    /// Takes note of the time, and ends what that ends; whether the session goes on.
+    /// Advances the time and ends the session if a deadline has passed. Returns whether the
+    /// session goes on.
     fn wake(&mut self, now: Timestamp) -> bool {
         let due = self.next_timeout();
         self.now = self.now.max(now);
@@ -613,7 +663,7 @@ impl Session {
     }
 
     fn on_handshake(&mut self, message: Message, frame: &[u8]) {
-        // Each step consumes what was awaited; `shake` puts the next state in, or ends it.
+        // Each step consumes what was awaited; `shake` sets the next state or ends the session.
         if let State::Handshake(awaiting) = std::mem::replace(&mut self.state, State::Closed) {
             self.shake(awaiting, message, frame, self.now);
         }
@@ -641,7 +691,7 @@ impl Session {
         }
     }
 
-    /// We said the last word; only answers to what was said before it still count.
+    /// This side has sent its close: only answers to earlier requests and revokes still count.
     fn on_message_closing(&mut self, message: Message) {
         match message {
             Message::Response(response) => self.on_response(response),
@@ -652,7 +702,7 @@ impl Session {
 
     fn on_close(&mut self, close: &Close) {
         match std::mem::replace(&mut self.state, State::Closed) {
-            // Its answer, or its own close that crossed ours: either way both sides know.
+            // The peer's answer, or a close of the peer that crossed this side's.
             State::Closing { code, detail, .. } => self.finish(code, false, &detail),
             _ => {
                 self.send_close(close.code, "");
@@ -681,7 +731,7 @@ impl Session {
     fn on_request(&mut self, request: Request) {
         let Request { id, kind, budget_ms, body } = request;
         if self.owed_responses.len() >= REQUESTS_MAX {
-            // Those whose asker has given up are no longer owed an answer.
+            // The peer does not wait for an answer to these any more.
             self.owed_responses.retain(|_, until| *until > self.now);
         }
         if self.owed_responses.contains_key(&id) {
@@ -701,7 +751,7 @@ impl Session {
 
     fn on_response(&mut self, response: Response) {
         let Response { id, code, body } = response;
-        // One whose request has been answered with `Deadline` is late, not wrong.
+        // An answer after `Deadline` is late, and no breach of the protocol.
         if self.requests.remove(&id).is_some() {
             self.tell(SessionEvent::Response { id, code, body });
         }
@@ -750,7 +800,8 @@ impl Session {
         self.outbox.push_unbounded(encode(&Message::Close(Close { code, detail })));
     }
 
-    /// Ends the session now, for a reason on our side. One that was ending keeps its first reason.
+    /// Ends the session at once, for a reason on this side. A session that was ending keeps its
+    /// first reason.
     fn abort(&mut self, code: WireCode, detail: &str) {
         match (std::mem::replace(&mut self.state, State::Closed), self.side) {
             (State::Closing { code, detail, .. }, _) => return self.finish(code, false, &detail),
@@ -760,7 +811,7 @@ impl Session {
         self.finish(code, false, detail);
     }
 
-    /// The one way into `Closed`: every request still out is answered, then the end is told.
+    /// The only way into `Closed`: answers every outstanding request, then queues the end.
     fn finish(&mut self, code: WireCode, by_peer: bool, detail: &str) {
         self.state = State::Closed;
         self.outbox.clear_heartbeat();

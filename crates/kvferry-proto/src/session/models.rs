@@ -1,4 +1,4 @@
-//! The session's parts against oracles so simple that they can be seen to be right.
+//! The session's private parts, compared with simple oracles.
 
 use super::SessionEvent;
 use super::heartbeat::Heartbeat;
@@ -253,7 +253,7 @@ pub(crate) fn heartbeat(script: &mut Script<'_>, met: Met<'_>) {
                 beat.received(now);
                 heard = heard.max(now);
             }
-            // Whoever read the clock before it went on counts for when it read it.
+            // A driver may pass in a time that it read before the latest one.
             "hear late" => {
                 beat.received(now - step);
                 heard = heard.max(now - step);

@@ -1,17 +1,16 @@
-//! The two bounded queues of a session: what goes to the peer, what goes to the driver.
+//! The two bounded queues of a session: frames for the peer and events for the driver.
 
 use super::SessionEvent;
 use crate::message::{Message, Ping, Pong, encode};
 use std::collections::VecDeque;
 
-/// Frames that wait for the socket. What an honest session can have outstanding in all directions
-/// together is half of it.
+/// The most frames that wait for the socket: twice what an honest session can have outstanding.
 pub const OUTBOX_MAX: usize = 8192;
-/// Bytes that wait for the socket.
+/// The most bytes that wait for the socket.
 pub const OUTBOX_BYTES_MAX: usize = 8 * 1024 * 1024;
-/// Events that wait for the driver.
+/// The most events that wait for the driver.
 pub const EVENTS_MAX: usize = 8192;
-/// Bytes in events that wait for the driver.
+/// The most bytes in events that wait for the driver.
 pub const EVENT_BYTES_MAX: usize = 8 * 1024 * 1024;
 
 /// The queue is full; nothing was added.
@@ -20,22 +19,22 @@ pub(super) struct Full;
 
 /// Frames on their way to the socket.
 ///
-/// Ping and pong are not queued but due: however many are asked for, one of each is pending, and
-/// they go before the queue so that a large body in front of them does not look like silence.
+/// At most one ping and one pong are pending. They leave before the queue, so that a large body in
+/// front of them does not look like silence.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
     frames: VecDeque<Vec<u8>>,
     bytes: usize,
-    /// Frames of the handshake, which nothing may overtake.
+    /// Frames of the handshake at the front, which no heartbeat overtakes.
     pinned: usize,
     ping: Option<Ping>,
     pong: Option<Pong>,
-    /// Bytes of frames that were popped, but for heartbeats.
+    /// Bytes of popped frames, without heartbeats.
     said_bytes: u64,
 }
 
 impl Outbox {
-    /// Queues a frame of the handshake, in front of which no heartbeat goes.
+    /// Queues a frame of the handshake, which no heartbeat overtakes.
     pub(super) fn push_pinned(&mut self, frame: Vec<u8>) {
         self.push_unbounded(frame);
         self.pinned = self.frames.len();
@@ -63,13 +62,13 @@ impl Outbox {
         self.pong = Some(pong);
     }
 
-    /// Forgets pending heartbeats: nothing may follow a `Close`.
+    /// Drops pending heartbeats: nothing may follow a `Close`.
     pub(super) fn clear_heartbeat(&mut self) {
         self.ping = None;
         self.pong = None;
     }
 
-    /// Forgets everything. Frames are handed out whole, so what follows is still in step.
+    /// Drops everything. Popped frames are whole, so later frames stay in step.
     pub(super) fn clear(&mut self) {
         *self = Self { said_bytes: self.said_bytes, ..Self::default() };
     }
@@ -94,7 +93,7 @@ impl Outbox {
         Some(frame)
     }
 
-    /// Whether `len` more bytes would leave room for what must be answered.
+    /// Whether `len` more bytes leave room for answers that must be sent.
     pub(super) fn has_room_for(&self, len: usize) -> bool {
         self.frames.len() < OUTBOX_MAX / 2 && self.bytes + len <= OUTBOX_BYTES_MAX / 2
     }
@@ -120,7 +119,7 @@ impl Inbox {
         Ok(())
     }
 
-    /// For events whose number is bounded elsewhere: by the requests outstanding, by the one end.
+    /// For events whose number is bounded otherwise: answers to outstanding requests, and the end.
     pub(super) fn push_unbounded(&mut self, event: SessionEvent) {
         self.bytes += weight(&event);
         self.events.push_back(event);

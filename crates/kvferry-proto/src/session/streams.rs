@@ -1,13 +1,13 @@
-//! Which stream ids of a session were used: each may open one stream, ever.
+//! The stream ids that were used in a session. Each may open one stream.
 
 use crate::id::StreamId;
 
-/// Ids this far below the highest one seen are still told apart; older ones count as used.
+/// Ids less than this below the highest one are tracked; lower ones count as used.
 const WINDOW: usize = 1024;
 const WORD: usize = u64::BITS as usize;
 
-/// A sliding window over the ids of a session, as against replay in packet protocols: the
-/// initiator counts up, connections may arrive out of order, memory stays fixed.
+/// A sliding window over the ids of a session, as for replay protection in packet protocols. The
+/// initiator counts up, connections may arrive out of order, and the memory is fixed.
 #[derive(Clone, Debug)]
 pub(super) struct StreamWindow {
     /// One above the highest id seen.
@@ -25,7 +25,7 @@ impl StreamWindow {
     pub(super) fn use_up(&mut self, stream: StreamId) -> bool {
         let id = u64::from(stream.0);
         if id >= self.end {
-            // The ids skipped, and this one, take the places of ids that fall out of the window.
+            // The skipped ids and this one replace ids that leave the window.
             for fresh in self.end.max((id + 1).saturating_sub(WINDOW as u64))..=id {
                 self.set(fresh, false);
             }

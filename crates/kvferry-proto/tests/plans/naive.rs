@@ -386,12 +386,12 @@ impl Case {
 #[derive(Debug)]
 struct CellOf<'a> {
     group: usize,
-    #[expect(dead_code, reason = "for whoever reads a failure")]
+    #[expect(dead_code, reason = "shown when a test fails")]
     block: usize,
     tokens: Range<u64>,
     kind: Kind,
     value: Cell,
-    #[expect(dead_code, reason = "for whoever reads a failure")]
+    #[expect(dead_code, reason = "shown when a test fails")]
     plane: &'a PlaneModel,
 }
 

@@ -1,4 +1,4 @@
-//! Who reads what from whom.
+//! Which rank reads what from which.
 
 use crate::engine::{Class, Engine, Model, PlaneModel, layer_name};
 use kvferry_proto::layout::{Difference, Heads, Kind, Layout, Mismatch, Packing};
@@ -179,7 +179,7 @@ fn a_replica_of_some_heads_takes_its_part_of_those_only() {
 }
 
 #[test]
-fn a_producer_that_nobody_reads_from_has_a_reader_all_the_same() {
+fn a_producer_whose_bytes_are_not_needed_has_a_reader_that_releases_it() {
     // One layer, one head, everywhere: one replica is enough, the others are only released.
     let model = Model::plain(1, 1, 4);
     let routing = routing(&model, &engine(&model, 8), &engine(&model, 2));

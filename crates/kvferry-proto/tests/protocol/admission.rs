@@ -78,7 +78,7 @@ fn an_opener_takes_nothing_but_a_hello() {
 }
 
 #[test]
-fn a_full_listener_drops_whoever_has_been_silent_longest() {
+fn a_full_listener_drops_the_connection_that_was_silent_longest() {
     let mut pending = Handshakes::new(3, ms(5000));
     for key in 1..=3 {
         assert_eq!(pending.admit(key, NOW), None);
@@ -89,6 +89,34 @@ fn a_full_listener_drops_whoever_has_been_silent_longest() {
     assert_eq!(pending.admit(5, NOW), None);
     assert_eq!(pending.admit(6, NOW), Some(2));
     assert_eq!(pending.len(), 3);
+}
+
+#[test]
+fn a_full_listener_waits_while_handshakes_are_under_way_and_drops_silent_connections_first() {
+    let mut pending = Handshakes::new(3, ms(5000));
+    for key in 1..=3 {
+        assert_eq!(pending.room_at(), None);
+        pending.admit(key, NOW + ms(key));
+    }
+    // A listener that is slow to look at its connections drops none of them for that.
+    assert_eq!(pending.room_at(), Some(NOW + ms(1 + 500)));
+    (1..=3).for_each(|key| pending.waits(&key));
+    assert_eq!(pending.room_at(), Some(NOW + ms(1 + 50)));
+    // The first has said hello: its deadline stays, the next one makes room.
+    assert_eq!(pending.spoke(&1), Some(NOW + ms(1 + 5000)));
+    assert_eq!(pending.room_at(), Some(NOW + ms(2 + 50)));
+    assert_eq!(pending.admit(4, NOW + ms(60)), Some(2));
+    for key in 3..=4 {
+        pending.spoke(&key);
+    }
+    assert_eq!(pending.room_at(), Some(NOW + ms(1 + 500)));
+    assert_eq!(pending.admit(5, NOW + ms(600)), Some(1));
+    pending.waits(&5);
+    // One that has been there for long makes room before a silent one that came just now.
+    assert_eq!(pending.room_at(), Some(NOW + ms(3 + 500)));
+    assert_eq!(pending.admit(6, NOW + ms(600)), Some(3));
+    assert!(pending.done(&5));
+    assert_eq!((pending.room_at(), pending.spoke(&5)), (None, None));
 }
 
 #[test]
@@ -111,7 +139,7 @@ fn a_flood_of_connections_costs_a_fixed_number_of_places() {
     let mut pending = Handshakes::default();
     let evicted = (0..10_000).filter_map(|key| pending.admit(key, NOW)).count();
     assert_eq!((pending.len(), evicted), (256, 10_000 - 256));
-    // A capacity of none would admit nobody: it is one.
+    // A capacity of 0 would admit no connection: it counts as 1.
     let mut one = Handshakes::new(0, ms(1));
     assert_eq!(one.admit(1, NOW), None);
     assert_eq!(one.admit(2, NOW), Some(1));

@@ -123,7 +123,7 @@ fn an_acceptor_that_denies_having_a_secret_is_left() {
 }
 
 #[test]
-fn an_acceptor_that_chooses_a_version_nobody_offered_is_left() {
+fn an_acceptor_that_chooses_a_version_that_was_not_offered_is_refused() {
     let mut alice = initiator();
     let challenge = Challenge {
         version: 9,
@@ -137,7 +137,7 @@ fn an_acceptor_that_chooses_a_version_nobody_offered_is_left() {
     fails_with(&mut alice, WireCode::VersionMismatch);
 }
 
-/// Passes the handshake through somebody who changes one message with `tamper`.
+/// Runs the handshake; `tamper` changes one message on the way.
 fn tampered(which: usize, tamper: impl Fn(&mut Message)) -> (Session, Session) {
     let (mut alice, mut bob) = (initiator(), acceptor(2));
     for index in 0..4 {
@@ -156,7 +156,7 @@ fn tampered(which: usize, tamper: impl Fn(&mut Message)) -> (Session, Session) {
 }
 
 #[test]
-fn nothing_that_is_said_in_the_handshake_can_be_changed_on_the_way() {
+fn any_change_of_the_handshake_on_the_way_is_noticed() {
     let hello = |change: fn(&mut Hello)| {
         tampered(0, move |m| {
             if let Message::Hello(hello) = m {

@@ -57,7 +57,7 @@ fn a_request_without_an_answer_ends_exactly_when_its_budget_does() {
     assert_eq!(pair.take_events(A), []);
     pair.run_for(Duration::from_nanos(1));
     assert_eq!(pair.take_events(A), [response(id, WireCode::Deadline, b"")]);
-    // The answer that comes too late is dropped, and harms nobody.
+    // The answer that comes too late is dropped, and does no harm.
     pair.session(B).respond(id, WireCode::Ok, vec![1]);
     pair.run_for(ms(5));
     assert_eq!(pair.take_events(A), []);
@@ -140,7 +140,7 @@ fn requests_beyond_the_limits_are_answered_by_ourselves() {
 fn a_peer_that_does_not_read_makes_us_busy_before_it_makes_us_large() {
     let mut pair = Pair::established();
     let now = pair.now;
-    // Nobody takes what the session wants to send.
+    // The driver takes nothing of what the session wants to send.
     let session = pair.session(A);
     let ids: Vec<_> =
         (0..64).map(|_| session.request(1, vec![0; 256 << 10], MINUTE, now)).collect();
@@ -167,7 +167,7 @@ fn bounds_are_on_what_waits_and_not_on_what_has_ever_passed() {
 }
 
 #[test]
-fn i2_a_revoke_is_over_only_when_the_peer_says_so() {
+fn i2_a_revoke_ends_only_with_the_peers_confirmation() {
     for side in [A, B] {
         let mut pair = Pair::established();
         let streams = vec![StreamId(3), StreamId(4)];
@@ -245,7 +245,7 @@ fn closing_is_answered_and_both_sides_know_why() {
             let reason = pair.closed(side).cloned();
             assert_eq!(pair.session(side).close_reason(), reason);
         }
-        // Nobody relies on the transport to tell the end.
+        // The session does not need the transport to report the end.
         for side in [A, B] {
             assert_eq!(pair.sent(side).last().unwrap().1.kind(), "close");
         }
@@ -280,7 +280,7 @@ fn both_sides_may_close_at_once() {
 }
 
 #[test]
-fn a_close_nobody_answers_is_over_after_a_second() {
+fn a_close_without_an_answer_ends_after_a_second() {
     let mut pair = Pair::established();
     pair.partition(true);
     let now = pair.now;

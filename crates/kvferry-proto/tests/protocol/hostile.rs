@@ -119,7 +119,7 @@ fn an_oversized_length_ends_the_session_before_it_is_believed_in_every_state() {
 }
 
 #[test]
-fn garbage_ends_the_session_in_every_state_and_the_peer_is_told() {
+fn garbage_ends_the_session_in_every_state_with_a_message_to_the_peer() {
     for mut situation in every_state() {
         let now = now_of(&situation);
         while situation.session.poll_transmit().is_some() {}
@@ -208,7 +208,7 @@ fn every_known_message_in_every_state_is_taken_or_ends_the_session_but_never_wor
     }
 }
 
-/// Feeds `flood` again and again to an established session nobody polls.
+/// Feeds `flood` again and again to an established session that is not polled.
 fn flood(mut flood: impl FnMut(u64) -> Message, times: u64) -> Session {
     let mut pair = Pair::established();
     let mut session =
@@ -321,7 +321,7 @@ fn requests_whose_asker_gave_up_make_room_for_new_ones() {
         for _ in 0..1024 {
             pair.session(A).request(round, vec![], Duration::from_secs(1), now);
         }
-        // Nobody at the other side ever answers.
+        // The peer never answers.
         pair.run_for(Duration::from_secs(2));
         assert_eq!(pair.take_events(B).len(), 1024, "round {round}");
         assert_eq!(pair.take_events(A).len(), 1024, "all ended at their deadline");

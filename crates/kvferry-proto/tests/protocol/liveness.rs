@@ -127,7 +127,7 @@ fn after_a_partition_heals_both_sides_agree_that_it_is_over() {
 }
 
 #[test]
-fn the_word_that_it_is_over_does_not_queue_behind_what_the_peer_never_read() {
+fn the_last_message_does_not_queue_behind_what_the_peer_never_read() {
     let mut pair = active(&[A]);
     let now = pair.now;
     let session = pair.session(A);
@@ -184,7 +184,7 @@ fn i6_a_side_that_slept_voids_itself_before_it_looks_at_what_came_in() {
 }
 
 #[test]
-fn a_sleep_shorter_than_half_the_window_harms_nobody() {
+fn a_sleep_shorter_than_half_the_window_ends_no_session() {
     let mut pair = active(&[A, B]);
     for _ in 0..20 {
         pair.run_for(ms(1700));
@@ -229,7 +229,7 @@ fn an_idle_session_survives_a_suspended_machine() {
 }
 
 #[test]
-fn a_peer_that_slept_tells_so_and_the_other_side_hears_it() {
+fn a_session_that_slept_ends_with_that_code_on_both_sides() {
     let mut pair = active(&[B]);
     pair.sleep(B, Duration::from_secs(10));
     pair.run_until_idle();
@@ -249,7 +249,7 @@ fn a_clock_that_goes_back_does_no_harm() {
 }
 
 #[test]
-fn senseless_intervals_are_put_right() {
+fn heartbeat_intervals_out_of_range_are_clamped() {
     for (interval, silence) in [(ms(0), ms(0)), (HOUR, ms(3000)), (ms(0), ms(3000))] {
         let strange = |side| SessionConfig { ping_interval: interval, silence, ..config(side) };
         let mut pair = Pair::new(strange(A), strange(B));

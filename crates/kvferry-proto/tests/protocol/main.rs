@@ -8,7 +8,8 @@ mod control;
 mod frames;
 mod handshake;
 mod hostile;
+mod lane;
 mod liveness;
 mod stream_proofs;
 
-use kvferry_proofs::pair;
+use kvferry_models::pair;

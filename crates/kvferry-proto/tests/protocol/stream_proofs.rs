@@ -57,6 +57,18 @@ fn a_stream_without_the_key_is_refused_and_uses_up_no_id() {
 }
 
 #[test]
+fn the_proof_for_the_local_socket_opens_no_stream_and_the_other_way_round() {
+    let mut pair = authenticated();
+    let local = parse(&pair.session(A).local_hello().unwrap().1);
+    assert_eq!(pair.session(B).verify_stream(&local), Err(WireCode::AuthFailed));
+    let stream = hello(&mut pair);
+    assert_eq!(pair.session(B).verify_local(&stream), Err(WireCode::AuthFailed));
+    assert_eq!(pair.session(B).verify_local(&local), Ok(()));
+    assert_eq!(pair.session(B).verify_local(&local), Err(WireCode::StreamReplayed));
+    assert_eq!(pair.session(B).verify_stream(&stream), Ok(()));
+}
+
+#[test]
 fn a_stream_of_another_session_with_the_same_secret_is_refused() {
     let mut other = Pair::new(
         kvferry_proto::SessionConfig { incarnation: Incarnation(0xa2), ..with_secret(A, "hush") },

@@ -1,16 +1,16 @@
-//! Mooncake's transfer engine as its users see it, done by a kvferry agent.
+//! Mooncake's transfer engine, implemented by a kvferry agent.
 //!
-//! Plain Rust: calls take addresses and return codes, nothing here knows Python. What Mooncake
-//! tolerates is tolerated (local memory that is not registered, empty batches, empty pieces, a
-//! second `initialize`), with these differences: a call that failed has stopped copying when it
-//! returns; ids can't be confused; a peer that restarted is met anew; a call before `initialize`
-//! fails instead of crashing.
+//! Plain Rust without Python: calls take addresses and return Mooncake's codes. Like Mooncake, the
+//! engine accepts local memory that is not registered, empty batches, empty pieces and a second
+//! `initialize`. The differences: a call that failed has stopped copying when it returns; ids are
+//! unique; a peer that restarted is connected to again; a call before `initialize` fails instead of
+//! crashing.
 
 use super::codes::{self, status};
 use super::handles::Handles;
 use super::managed::Managed;
-use super::metadata::{Directory, Unhelpful, host_of, join, own_segment, with_port};
-use crate::aside::{ASK, Interrupt, NoAnswer, aside};
+use super::metadata::{Directory, LookupError, host_of, join, own_segment, with_port};
+use crate::run_interruptible::{CHECK_INTERVAL, Interrupt, NoAnswer, run_interruptible};
 use kvferry::{
     Access, Agent, Batch, Config, Error, ErrorKind, Notification, Options, Peer, TransportKind,
 };
@@ -21,11 +21,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Peers whose resolved names are remembered. Beyond it the memory is emptied, which costs a
-/// resolution each.
+/// The most peers whose resolved names are kept. When it is reached the cache is cleared, and every
+/// name is resolved once more.
 const PEERS_MAX: usize = 4_096;
 
-/// Which way the bytes go.
+/// The direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Direction {
     /// From the peer's memory.
@@ -34,15 +34,14 @@ pub(crate) enum Direction {
     Write,
 }
 
-/// What a transfer call says.
+/// What a transfer moves, and which way.
 #[derive(Debug)]
-pub(crate) struct Call<'a> {
+pub(crate) struct Moves {
     pub(crate) direction: Direction,
-    pub(crate) target: &'a str,
-    /// Local addresses, peer addresses, lengths.
-    pub(crate) lists: &'a [Vec<u64>; 3],
-    /// Name and message.
-    pub(crate) notify: Option<(String, String)>,
+    /// The peer's name.
+    pub(crate) target: String,
+    /// The pieces, or why the caller's lists are no batch.
+    pub(crate) batch: Result<Batch, String>,
 }
 
 /// Mooncake's `TransferEngine`.
@@ -58,9 +57,9 @@ pub(crate) struct MooncakeEngine {
 #[derive(Debug)]
 struct Running {
     agent: Agent,
-    /// What `initialize` was told; peers know the engine by it where an HTTP server is asked.
+    /// The first argument of `initialize`: the name under which a metadata server knows the engine.
     name: String,
-    /// The names by which this engine's user may mean itself.
+    /// The names by which the caller may address this engine itself.
     own_names: [String; 3],
     directory: Directory,
     peers: Mutex<HashMap<String, Peer>>,
@@ -69,9 +68,10 @@ struct Running {
     timeout: Duration,
 }
 
-/// Why a call fails: its code, and why in words.
+/// Why a call fails.
 #[derive(Debug)]
 struct Refusal {
+    /// What the call returns.
     code: i32,
     why: String,
     kind: Option<ErrorKind>,
@@ -86,7 +86,7 @@ impl Refusal {
         Self::new(codes::INVALID, why)
     }
 
-    /// Of a transfer it is only said that it failed.
+    /// Transfers return one code for every failure.
     fn uncoded(self) -> Self {
         Self { code: codes::INVALID, ..self }
     }
@@ -107,8 +107,8 @@ impl From<Error> for Refusal {
     }
 }
 
-impl From<Unhelpful> for Refusal {
-    fn from(reason: Unhelpful) -> Self {
+impl From<LookupError> for Refusal {
+    fn from(reason: LookupError) -> Self {
         Self::new(codes::METADATA, reason.why())
     }
 }
@@ -117,9 +117,9 @@ impl From<NoAnswer> for Refusal {
     fn from(reason: NoAnswer) -> Self {
         match reason {
             NoAnswer::Interrupted => Self::invalid("interrupted"),
-            NoAnswer::Thread(error) => {
-                Self::invalid(format_args!("no thread for the call: {error}"))
-            }
+            NoAnswer::Thread(error) => Self::invalid(format_args!(
+                "the call needs a thread, which can't be started: {error}"
+            )),
         }
     }
 }
@@ -137,7 +137,7 @@ impl MooncakeEngine {
         }
     }
 
-    /// Starts an agent for this engine; ends the one before.
+    /// Starts an agent for this engine; shuts down the one before.
     pub(crate) fn initialize(
         &self,
         local_hostname: &str,
@@ -157,8 +157,8 @@ impl MooncakeEngine {
     ) -> Answer<()> {
         self.must_not_be_forked()?;
         if protocol == "xgmi" {
-            // Mooncake's own Python API has it by another name, and says no as well.
-            return Err(Refusal::invalid("protocol \"xgmi\" is not available here"));
+            // Mooncake fails, too.
+            return Err(Refusal::invalid("kvferry does not support the protocol \"xgmi\""));
         }
         let directory = Directory::parse(metadata_server).map_err(Refusal::invalid)?;
         let config = settings(local_hostname, &directory)?;
@@ -181,7 +181,7 @@ impl MooncakeEngine {
         });
         if let Directory::Http(_) = running.directory {
             let published = Arc::clone(&running);
-            aside(interrupt, move || published.publish())?
+            run_interruptible(interrupt, move || published.publish())?
                 .map_err(Refusal::uncoded)
                 .inspect_err(|_| running.end())?;
         }
@@ -192,7 +192,7 @@ impl MooncakeEngine {
         Ok(())
     }
 
-    /// Ends the agent, if there is one.
+    /// Shuts the agent down, if there is one.
     pub(crate) fn shutdown(&self) {
         if self.must_not_be_forked().is_err() {
             return;
@@ -207,18 +207,18 @@ impl MooncakeEngine {
         self.running().is_ok()
     }
 
-    /// A number that stands for this engine while it runs.
+    /// A number that identifies this engine while it runs, else 0.
     pub(crate) fn identity(&self) -> u64 {
         if self.is_running() { self.identity } else { 0 }
     }
 
-    /// The port to give to peers.
+    /// The port that peers connect to; 0 while the engine does not run.
     pub(crate) fn rpc_port(&self) -> u16 {
         self.running().map_or(0, |running| running.agent.local_addr().port())
     }
 
-    /// Registers ranges, all or none. Of lists of different lengths the longer one's rest is not
-    /// looked at.
+    /// Registers ranges, all or none. Ignores lengths beyond the number of addresses, as Mooncake
+    /// does.
     pub(crate) fn register(&self, addrs: &[u64], lengths: &[u64]) -> i32 {
         self.code(self.running().and_then(|running| {
             if lengths.len() < addrs.len() {
@@ -232,17 +232,17 @@ impl MooncakeEngine {
             if ranges.is_empty() {
                 return Ok(());
             }
-            // SAFETY: that the memory stays mapped until it is unregistered is the caller's
-            // promise, as in Mooncake.
+            // SAFETY: the caller promises that the memory stays mapped until it is unregistered, as in
+            // Mooncake.
             let regions = unsafe { running.agent.register_batch(&ranges, Access::READ_WRITE) }?;
             running.publish_segment().inspect_err(|_| {
-                // Registered is what peers can know of.
+                // Memory that peers can't find out about does not stay registered.
                 let _ = running.agent.unregister_batch(&regions);
             })
         }))
     }
 
-    /// Takes ranges out, each even if another fails.
+    /// Unregisters ranges, each even if another fails. Returns the first failure.
     pub(crate) fn unregister(&self, addrs: &[u64]) -> i32 {
         self.code(self.running().and_then(|running| {
             let mut first = Ok(());
@@ -261,45 +261,53 @@ impl MooncakeEngine {
         }))
     }
 
-    /// Moves bytes and waits until they are there.
-    pub(crate) fn transfer(&self, call: &Call<'_>, interrupt: Interrupt<'_>) -> i32 {
+    /// Moves bytes and waits for the outcome. The notification, a name and a message, follows them.
+    pub(crate) fn transfer(
+        &self,
+        moves: Moves,
+        notify: Option<(String, String)>,
+        interrupt: Interrupt<'_>,
+    ) -> i32 {
+        let Moves { direction, target, batch } = moves;
         let done = self.running().and_then(|running| {
-            let peer = running.peer(call.target, interrupt)?;
-            let batch = batch(call.lists)?;
+            let peer = running.peer(&target, interrupt)?;
+            let batch = batch.map_err(Refusal::invalid)?;
             running
-                .run(&peer, call, &batch, interrupt)
-                .inspect_err(|refusal| running.forget(call.target, refusal))
+                .run(&peer, direction, &batch, notify, interrupt)
+                .inspect_err(|refusal| running.forget(&target, refusal))
         });
         self.code(done.map_err(Refusal::uncoded))
     }
 
-    /// Starts moving bytes; the id to ask for the outcome by, or [`codes::NO_ID`].
-    pub(crate) fn submit(&self, call: &Call<'_>, interrupt: Interrupt<'_>) -> u64 {
+    /// Starts moving bytes. Returns the id that [`Self::wait`] and [`Self::check`] take, or
+    /// [`codes::NO_ID`].
+    pub(crate) fn submit(&self, moves: Moves, interrupt: Interrupt<'_>) -> u64 {
+        let Moves { direction, target, batch } = moves;
         let submitted = self.running().and_then(|running| {
-            let peer = running.peer(call.target, interrupt)?;
-            let batch = batch(call.lists)?;
+            let peer = running.peer(&target, interrupt)?;
+            let batch = batch.map_err(Refusal::invalid)?;
             if lock(&running.handles).is_full() {
-                return Err(Refusal::invalid("too many transfers whose status nobody asked for"));
+                return Err(Refusal::invalid(TOO_MANY_IDS));
             }
-            // An unreachable peer is said at once: callers test the id, and may never ask for the
+            // Report an unreachable peer at once: callers test the id, and may never ask for the
             // status.
             running
-                .meet(&peer, interrupt)
-                .inspect_err(|refusal| running.forget(call.target, refusal))?;
+                .connect(&peer, interrupt)
+                .inspect_err(|refusal| running.forget(&target, refusal))?;
             let options = running.options(&batch);
-            let transfer = match call.direction {
-                Direction::Write => peer.write_async(batch, options),
-                Direction::Read => peer.read_async(batch, options),
+            let transfer = match direction {
+                Direction::Write => peer.write_async(&batch, &options),
+                Direction::Read => peer.read_async(&batch, &options),
             };
             lock(&running.handles).add(transfer).map_err(|transfer| {
                 transfer.cancel();
-                Refusal::invalid("too many transfers whose status nobody asked for")
+                Refusal::invalid(TOO_MANY_IDS)
             })
         });
         self.note(submitted).unwrap_or(codes::NO_ID)
     }
 
-    /// Waits for all ids. They are used up, unless interrupted.
+    /// Waits for the outcome of all ids and uses them up. If interrupted, the ids left stay valid.
     pub(crate) fn wait(&self, ids: &[u64], interrupt: Interrupt<'_>) -> i32 {
         if ids.is_empty() {
             return codes::OK;
@@ -313,7 +321,7 @@ impl MooncakeEngine {
                     continue;
                 };
                 loop {
-                    if let Some(outcome) = transfer.wait(ASK) {
+                    if let Some(outcome) = transfer.wait(CHECK_INTERVAL) {
                         first = first.and(outcome.map(drop).map_err(Refusal::from));
                         break;
                     }
@@ -327,7 +335,7 @@ impl MooncakeEngine {
         }))
     }
 
-    /// What became of an id.
+    /// The status of an id, see [`status`].
     pub(crate) fn check(&self, id: u64) -> i32 {
         let checked = self.running().and_then(|running| {
             let mut handles = lock(&running.handles);
@@ -337,13 +345,13 @@ impl MooncakeEngine {
                     format_args!("no transfer has the id {id}"),
                 ));
             };
-            match transfer.poll() {
+            match transfer.outcome() {
                 None => Ok(status::RUNNING),
                 Some(Ok(_)) => {
                     handles.take(id);
                     Ok(status::DONE)
                 }
-                // Stays, as in Mooncake: callers ask again, or wait for it.
+                // The id stays valid, as in Mooncake: callers ask again, or wait for it.
                 Some(Err(error)) if error.kind() == ErrorKind::Deadline => {
                     Err(Refusal::coded(status::OUT_OF_TIME, &error))
                 }
@@ -367,7 +375,7 @@ impl MooncakeEngine {
         self.note(allocated).map_or(0, |addr| addr as u64)
     }
 
-    /// Gives such memory back.
+    /// Frees memory of [`Self::allocate`].
     pub(crate) fn free(&self, addr: u64) -> i32 {
         self.code(self.running().and_then(|running| {
             let freed = lock(&running.managed).free(size(addr)?);
@@ -394,13 +402,13 @@ impl MooncakeEngine {
             }
             let peer = running.peer(segment, interrupt)?;
             let timeout = running.timeout;
-            let regions = aside(interrupt, move || peer.regions(timeout))??;
+            let regions = run_interruptible(interrupt, move || peer.regions(timeout))??;
             Ok(regions.first().map_or(0, |region| region.addr))
         });
         self.note(found).unwrap_or(0)
     }
 
-    /// What peers said, as names and messages.
+    /// Takes the notifications that have arrived: names and messages.
     pub(crate) fn notifications(&self) -> Vec<(String, String)> {
         let text = |notification: Notification| {
             (notification.name, String::from_utf8_lossy(&notification.message).into_owned())
@@ -410,19 +418,19 @@ impl MooncakeEngine {
             .unwrap_or_default()
     }
 
-    /// Asks a peer for a sign of life.
+    /// Checks that a peer answers.
     pub(crate) fn probe(&self, target: &str, interrupt: Interrupt<'_>) -> i32 {
         self.code(self.running().and_then(|running| {
             let peer = running.peer(target, interrupt)?;
             let timeout = running.timeout;
-            aside(interrupt, move || peer.probe(timeout))?
+            run_interruptible(interrupt, move || peer.probe(timeout))?
                 .map(drop)
                 .map_err(|error| Refusal::coded(codes::SOCKET, &error))
                 .inspect_err(|refusal| running.forget(target, refusal))
         }))
     }
 
-    /// Why the last call that failed did so.
+    /// The reason of the last failure; empty if no call failed.
     pub(crate) fn last_error(&self) -> String {
         if self.must_not_be_forked().is_err() {
             return FORKED.to_owned();
@@ -435,7 +443,7 @@ impl MooncakeEngine {
         lock(&self.running).clone().ok_or_else(|| Refusal::invalid("the engine is not initialized"))
     }
 
-    /// Comes before any lock: another thread may have held it when the process was forked.
+    /// Check this before any lock: another thread may have held the lock at the fork.
     fn must_not_be_forked(&self) -> Answer<()> {
         if std::process::id() == self.pid { Ok(()) } else { Err(Refusal::invalid(FORKED)) }
     }
@@ -444,7 +452,7 @@ impl MooncakeEngine {
         self.note(answer).map_or_else(|code| code, |()| codes::OK)
     }
 
-    /// Keeps the words of a failure, and lets only its code through.
+    /// Stores the reason of a failure and returns its code.
     fn note<T>(&self, answer: Answer<T>) -> Result<T, i32> {
         answer.map_err(|refusal| {
             tracing::warn!(code = refusal.code, "{}", refusal.why);
@@ -462,10 +470,12 @@ impl Drop for MooncakeEngine {
     }
 }
 
-const FORKED: &str = "this process was forked from the one that made the engine; make another here";
+const TOO_MANY_IDS: &str = "too many transfers have an outcome that was never asked for";
+const FORKED: &str =
+    "this process was forked from the one that created the engine; create another here";
 
 impl Running {
-    /// Tells the metadata server, if there is one, where this engine is and what it has.
+    /// Publishes the engine's address and regions at the metadata server, if there is one.
     fn publish(&self) -> Answer<()> {
         if let Directory::Http(server) = &self.directory {
             server.publish_location(&self.name, self.agent.advertised())?;
@@ -489,7 +499,7 @@ impl Running {
         self.agent.shutdown();
     }
 
-    /// The peer of this name. Resolves it if need be.
+    /// The peer of this name, from the cache or resolved.
     fn peer(&self, target: &str, interrupt: Interrupt<'_>) -> Answer<Peer> {
         if let Some(peer) = lock(&self.peers).get(target) {
             return Ok(peer.clone());
@@ -498,16 +508,16 @@ impl Running {
             Directory::PeerToPeer => with_port(target),
             Directory::Http(server) => {
                 let (server, name) = (server.clone(), target.to_owned());
-                aside(interrupt, move || server.look_up(&name))??
+                run_interruptible(interrupt, move || server.look_up(&name))??
             }
         };
         let unknown = |error: Error| Refusal::coded(codes::NAME, &error);
         let peer = if address.parse::<std::net::SocketAddr>().is_ok() {
             self.agent.peer(&address).map_err(unknown)?
         } else {
-            // A name server may take its time.
+            // Resolving a name may block.
             let agent = self.agent.clone();
-            aside(interrupt, move || agent.peer(&address))?.map_err(unknown)?
+            run_interruptible(interrupt, move || agent.peer(&address))?.map_err(unknown)?
         };
         let mut peers = lock(&self.peers);
         if peers.len() >= PEERS_MAX {
@@ -517,7 +527,7 @@ impl Running {
         Ok(peer)
     }
 
-    /// Has a name resolved anew next time if the peer may have moved.
+    /// Drops a name from the cache if the peer may have another address now.
     fn forget(&self, target: &str, refusal: &Refusal) {
         if matches!(
             refusal.kind,
@@ -533,16 +543,16 @@ impl Running {
     }
 
     fn options(&self, batch: &Batch) -> Options<'static> {
-        // Mooncake's rule: the time limit, and a nanosecond for each byte.
+        // Mooncake's rule: the time limit plus one nanosecond per byte.
         let timeout = self.timeout + Duration::from_nanos(batch.bytes());
         Options { timeout: Some(timeout), ..Options::default() }
     }
 
-    /// Makes sure that there is a session.
-    fn meet(&self, peer: &Peer, interrupt: Interrupt<'_>) -> Answer<()> {
+    /// Connects to the peer if there is no session.
+    fn connect(&self, peer: &Peer, interrupt: Interrupt<'_>) -> Answer<()> {
         if peer.transport().is_none() {
             let (peer, timeout) = (peer.clone(), self.timeout);
-            aside(interrupt, move || peer.connect(timeout))??;
+            run_interruptible(interrupt, move || peer.connect(timeout))??;
         }
         Ok(())
     }
@@ -550,25 +560,30 @@ impl Running {
     fn run(
         &self,
         peer: &Peer,
-        call: &Call<'_>,
+        direction: Direction,
         batch: &Batch,
+        notify: Option<(String, String)>,
         interrupt: Interrupt<'_>,
     ) -> Answer<()> {
         let mut options = self.options(batch);
         options.interrupt = Some(interrupt);
-        let mut notification = notification(call);
+        let mut notification = notify.map(|(name, message)| Notification {
+            from: String::new(),
+            name,
+            message: message.into_bytes(),
+        });
         if batch.is_empty() || notification.is_some() {
-            // Nothing to move is still a failure if the peer is not there.
-            self.meet(peer, interrupt)?;
+            // An empty batch fails, too, if the peer cannot be reached.
+            self.connect(peer, interrupt)?;
         }
-        if peer.transport() != Some(TransportKind::Mooncake) {
+        if peer.transport() != Some(TransportKind::MOONCAKE) {
             options.notify = notification.take();
         }
-        match call.direction {
+        match direction {
             Direction::Write => peer.write(batch, &options),
             Direction::Read => peer.read(batch, &options),
         }?;
-        // A stock peer is told when the bytes are there, as Mooncake does.
+        // Mooncake's transfers carry no notification: a stock peer gets it after the data.
         if let Some(notification) = notification {
             peer.notify(notification, &options)?;
         }
@@ -576,37 +591,13 @@ impl Running {
     }
 }
 
-/// The words of `initialize_ext`'s last two arguments as one of `initialize`'s.
-pub(crate) fn connection_string(kind: &str, server: &str) -> String {
-    if server == "P2PHANDSHAKE" || server.contains("://") {
-        return server.to_owned();
-    }
-    format!("{kind}://{server}")
-}
-
-/// This machine's topology in Mooncake's JSON: its memory nodes, none of which prefers an adapter.
-pub(crate) fn local_topology() -> String {
-    let mut nodes: Vec<u32> = std::fs::read_dir("/sys/devices/system/node")
-        .into_iter()
-        .flatten()
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.strip_prefix("node")?.parse().ok())
-        .collect();
-    nodes.sort_unstable();
-    if nodes.is_empty() {
-        nodes.push(0);
-    }
-    let node = |node| format!("\t\"cpu:{node}\" : \n\t[\n\t\t[],\n\t\t[]\n\t]");
-    let nodes: Vec<_> = nodes.into_iter().map(node).collect();
-    format!("{{\n{}\n}}\n", nodes.join(",\n"))
-}
-
-/// The agent's settings: the environment's, with Mooncake's habits where it does not say.
+/// The agent's settings: the environment's, else Mooncake's defaults.
 fn settings(local_hostname: &str, directory: &Directory) -> Answer<Config> {
     let mut config = Config::from_env()?;
     let host = host_of(local_hostname);
     let ip = host.parse::<IpAddr>().ok();
     if config.listen.is_none() {
-        // All interfaces, as Mooncake does; but whoever says loopback means it.
+        // All interfaces, as Mooncake; only loopback if the host is loopback.
         let listen = match ip {
             Some(IpAddr::V4(ip)) if ip.is_loopback() => "127.0.0.1:0",
             Some(IpAddr::V6(ip)) if ip.is_loopback() => "[::1]:0",
@@ -616,8 +607,8 @@ fn settings(local_hostname: &str, directory: &Directory) -> Answer<Config> {
         };
         config.listen = Some(listen.to_owned());
     }
-    // Mooncake takes any name; one that can't be an address is not advertised. Where names are
-    // looked up, only what is an address for certain is.
+    // Mooncake accepts any name. Without a metadata server, advertise every name that may be a host;
+    // with one, names are keys of that server, so advertise IP addresses only.
     let is_name = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'-' | b'.' | b'_');
     let may_be_address =
         matches!(directory, Directory::PeerToPeer) && !host.is_empty() && host.bytes().all(is_name);
@@ -628,8 +619,8 @@ fn settings(local_hostname: &str, directory: &Directory) -> Answer<Config> {
     Ok(config)
 }
 
-/// How long a transfer may take: what kvferry is told, else what Mooncake is told, else the
-/// default.
+/// The time limit of a transfer: `KVFERRY_TIMEOUT_MS`, else Mooncake's `MC_TRANSFER_TIMEOUT`, else
+/// the default.
 fn time_limit(config: &Config) -> Duration {
     let set = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
     if set("KVFERRY_TIMEOUT_MS").is_none()
@@ -640,37 +631,10 @@ fn time_limit(config: &Config) -> Duration {
     Duration::from_millis(config.timeout_ms)
 }
 
-fn notification(call: &Call<'_>) -> Option<Notification> {
-    let (name, message) = call.notify.clone()?;
-    Some(Notification { from: String::new(), name, message: message.into_bytes() })
-}
-
-/// The pieces to move. Empty ones are nothing to move, wherever they are.
-fn batch([locals, remotes, lengths]: &[Vec<u64>; 3]) -> Answer<Batch> {
-    if locals.len() != remotes.len() || locals.len() != lengths.len() {
-        return Err(Refusal::invalid(
-            "the lists of buffers, peer addresses and lengths differ in length",
-        ));
-    }
-    let mut batch = Batch::with_capacity(locals.len());
-    for ((local, remote), len) in locals.iter().zip(remotes).zip(lengths) {
-        if *len == 0 {
-            continue;
-        }
-        if *local == 0 {
-            return Err(Refusal::invalid("a local buffer is null"));
-        }
-        let local = pointer(*local)?;
-        // SAFETY: that local memory is valid until the outcome is the caller's promise, as in
-        // Mooncake, which does not ask for its registration either.
-        unsafe { batch.push_raw(local, *remote, *len) }?;
-    }
-    Ok(batch)
-}
-
 fn size(value: u64) -> Answer<usize> {
-    usize::try_from(value)
-        .map_err(|_| Refusal::invalid(format_args!("{value:#x} is beyond this machine")))
+    usize::try_from(value).map_err(|_| {
+        Refusal::invalid(format_args!("{value:#x} does not fit an address of this machine"))
+    })
 }
 
 fn pointer(addr: u64) -> Answer<*mut u8> {

@@ -1,25 +1,24 @@
 //! The ids of asynchronous transfers.
 //!
-//! Mooncake's ids are addresses of its batches, and a stale one corrupts memory. These are numbers
-//! that are never used twice in a process, by no engine; one that is not, or no longer, in the
-//! table is simply unknown.
+//! Mooncake's ids are addresses of its batches, and a stale one corrupts memory. These ids are
+//! numbers, unique in the process across engines; an id that is not in the table is an error.
 
 use kvferry::Transfer;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Ids that may wait to be asked for. Beyond it the caller has lost track, and gets none until it
-/// asks for some.
+/// The most transfers whose outcome was not asked for. More calls fail until the caller asks for the
+/// outcome of some.
 const UNCLAIMED_MAX: usize = 65_536;
 
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-/// Transfers that nobody has asked the outcome of yet.
+/// Transfers whose outcome was not asked for yet, by id.
 #[derive(Debug, Default)]
 pub(crate) struct Handles(HashMap<u64, Transfer>);
 
 impl Handles {
-    /// Gives the transfer an id; gives it back if there are too many.
+    /// Adds a transfer and returns its id, or the transfer if the table is full.
     pub(crate) fn add(&mut self, transfer: Transfer) -> Result<u64, Transfer> {
         if self.is_full() {
             return Err(transfer);

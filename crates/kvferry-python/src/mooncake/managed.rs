@@ -1,8 +1,8 @@
-//! Buffers that the engine allocates for its user.
+//! Buffers that the engine allocates for the caller.
 //!
-//! Sizes are powers of two from 8 KiB to 256 MiB, halved out of registered chunks that stay until
-//! the engine ends; what is bigger gets a region of its own. A peer that asks for the first
-//! registered address sees a whole chunk, as with Mooncake.
+//! Sizes are powers of two from 8 KiB to 256 MiB, split from registered chunks of 256 MiB that stay
+//! until the engine ends; a bigger buffer is a region of its own. A peer that asks for the first
+//! registered address gets the address of a chunk, as with Mooncake.
 
 use kvferry::{Access, Agent, Error, Region};
 use std::collections::HashMap;
@@ -57,8 +57,8 @@ impl Managed {
         Ok(addr)
     }
 
-    /// Takes a buffer back: `None` if there is no such buffer, else the region to unregister, if it
-    /// had its own.
+    /// Frees a buffer: `None` if there is no such buffer, else the region to unregister if the buffer
+    /// was one.
     pub(crate) fn free(&mut self, addr: usize) -> Option<Option<Region>> {
         match self.used.remove(&addr)? {
             Use::Piece { class } => {

@@ -1,20 +1,20 @@
-//! How a peer's name becomes its address: it is one, or an HTTP server knows it.
+//! From a peer's name to its address: directly, or by Mooncake's HTTP metadata server.
 //!
-//! Mooncake's HTTP server keeps JSON values by key. Two matter: `mooncake/rpc_meta/<name>` is where
-//! an engine takes handshakes, `mooncake/ram/<name>` is its segment descriptor, which stock engines
-//! look at before they write or read. We publish both and read the first: what else we want to know
-//! of a peer it tells itself, in the handshake.
+//! The server stores JSON values by key. `mooncake/rpc_meta/<name>` is the address at which an engine
+//! accepts handshakes, `mooncake/ram/<name>` its segment descriptor, which stock engines read before
+//! a transfer. This engine publishes both and reads the first only: the handshake with the peer
+//! gives the rest.
 
 use serde_json::{Value, json};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
 use std::time::Duration;
 
-/// How long the server may take, as with Mooncake.
+/// The time limit of a request, as in Mooncake.
 const SERVER_LIMIT: Duration = Duration::from_secs(3);
-/// How long it may take when the engine ends: nobody waits for a dead server then.
+/// The time limit of a request when the engine ends.
 const FAREWELL_LIMIT: Duration = Duration::from_millis(500);
-/// Bytes of an answer that are read.
+/// The most bytes of an answer that are read.
 const ANSWER_MAX: u64 = 16 << 20;
 /// The type of the handshake that asks for a segment descriptor.
 const METADATA_REQUEST: u8 = 1;
@@ -26,7 +26,7 @@ const DEFAULT_PORT: u16 = 12_001;
 pub(crate) enum Directory {
     /// A peer's name is its address.
     PeerToPeer,
-    /// An HTTP server knows.
+    /// The server maps names to addresses.
     Http(Server),
 }
 
@@ -40,22 +40,21 @@ impl Directory {
             return Ok(Self::Http(Server { url: server.to_owned() }));
         }
         Err(format!(
-            "no metadata server of this kind is supported: {server:?}; there are P2PHANDSHAKE and \
-             http://host:port/metadata"
+            "the metadata server must be P2PHANDSHAKE or http://host:port/metadata, not {server:?}"
         ))
     }
 }
 
-/// Why the server was of no help.
+/// Why the server gave no address.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Unhelpful {
+pub(crate) enum LookupError {
     /// It does not know the name.
     Unknown(String),
-    /// It can't be asked, or talks nonsense.
+    /// The request failed, or the answer is malformed.
     Failed(String),
 }
 
-impl Unhelpful {
+impl LookupError {
     pub(crate) fn why(&self) -> &str {
         match self {
             Self::Unknown(why) | Self::Failed(why) => why,
@@ -70,31 +69,31 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Where the engine of this name takes handshakes.
-    pub(crate) fn look_up(&self, name: &str) -> Result<String, Unhelpful> {
+    /// The address at which the engine of this name accepts handshakes.
+    pub(crate) fn look_up(&self, name: &str) -> Result<String, LookupError> {
         let (status, text) = self.call("GET", &location_key(name), None, SERVER_LIMIT)?;
         if status != 200 {
-            return Err(Unhelpful::Unknown(format!(
-                "the metadata server at {} knows no {name:?} (status {status})",
+            return Err(LookupError::Unknown(format!(
+                "the metadata server at {} does not know {name:?} (status {status})",
                 self.url
             )));
         }
-        let nonsense = || {
-            Unhelpful::Failed(format!(
-                "what the metadata server says of {name:?} is not an address"
+        let malformed = || {
+            LookupError::Failed(format!(
+                "malformed answer of the metadata server: the value of {name:?} is not an address"
             ))
         };
-        let value: Value = serde_json::from_str(&text).map_err(|_| nonsense())?;
+        let value: Value = serde_json::from_str(&text).map_err(|_| malformed())?;
         let host = value["ip_or_host_name"].as_str().filter(|host| !host.is_empty());
         let port = value["rpc_port"].as_u64().and_then(|port| u16::try_from(port).ok());
         match (host, port) {
             (Some(host), Some(port)) => Ok(join(host, port)),
-            _ => Err(nonsense()),
+            _ => Err(malformed()),
         }
     }
 
-    /// Says where this engine takes handshakes.
-    pub(crate) fn publish_location(&self, name: &str, advertised: &str) -> Result<(), Unhelpful> {
+    /// Publishes the address at which this engine accepts handshakes.
+    pub(crate) fn publish_location(&self, name: &str, advertised: &str) -> Result<(), LookupError> {
         let (host, port) = advertised.rsplit_once(':').unwrap_or((advertised, "0"));
         let location = json!({
             "ip_or_host_name": host.trim_matches(['[', ']']),
@@ -103,8 +102,12 @@ impl Server {
         self.put(&location_key(name), &location)
     }
 
-    /// Says what memory this engine has registered, in its own words but under its name.
-    pub(crate) fn publish_segment(&self, name: &str, mut segment: Value) -> Result<(), Unhelpful> {
+    /// Publishes this engine's segment descriptor under its name.
+    pub(crate) fn publish_segment(
+        &self,
+        name: &str,
+        mut segment: Value,
+    ) -> Result<(), LookupError> {
         segment["name"] = name.into();
         for buffer in segment["buffers"].as_array_mut().into_iter().flatten() {
             buffer["name"] = name.into();
@@ -112,7 +115,7 @@ impl Server {
         self.put(&segment_key(name), &segment)
     }
 
-    /// Takes back what was published, if the server lives.
+    /// Deletes what was published. Stops at the first failure: the server may be dead.
     pub(crate) fn forget(&self, name: &str) {
         for key in [segment_key(name), location_key(name)] {
             if let Err(failed) = self.call("DELETE", &key, None, FAREWELL_LIMIT) {
@@ -122,11 +125,11 @@ impl Server {
         }
     }
 
-    fn put(&self, key: &str, value: &Value) -> Result<(), Unhelpful> {
+    fn put(&self, key: &str, value: &Value) -> Result<(), LookupError> {
         match self.call("PUT", key, Some(value.to_string()), SERVER_LIMIT)? {
             (200, _) => Ok(()),
-            (status, _) => Err(Unhelpful::Failed(format!(
-                "the metadata server at {} did not take {key:?} (status {status})",
+            (status, _) => Err(LookupError::Failed(format!(
+                "the metadata server at {} refused {key:?} (status {status})",
                 self.url
             ))),
         }
@@ -138,10 +141,10 @@ impl Server {
         key: &str,
         body: Option<String>,
         limit: Duration,
-    ) -> Result<(u16, String), Unhelpful> {
+    ) -> Result<(u16, String), LookupError> {
         let failed = |error: ureq::Error| {
-            Unhelpful::Failed(format!(
-                "the metadata server at {} can't be asked: {error}",
+            LookupError::Failed(format!(
+                "the request to the metadata server at {} failed: {error}",
                 self.url
             ))
         };
@@ -171,8 +174,8 @@ fn segment_key(name: &str) -> String {
     format!("mooncake/ram/{name}")
 }
 
-/// The segment descriptor of the engine that listens at `addr` in this process, by asking it as any
-/// peer would. `None` if it does not speak with stock peers.
+/// The segment descriptor of the engine that listens at `addr` in this process, by a handshake as a
+/// stock peer makes it. `None` if the engine does not accept stock peers.
 pub(crate) fn own_segment(addr: SocketAddr) -> Option<Value> {
     let ip = match addr.ip() {
         ip if !ip.is_unspecified() => ip,

@@ -1,10 +1,10 @@
-//! What an engine and a connector promise each other.
+//! The contract between an engine and a connector.
 //!
-//! Two families of traits, [`vllm`] and [`trt`], each with the calls of the engine it is named
-//! after: same names, same order, same promises. What crosses between processes there, metadata
-//! and handshakes, crosses here as bytes, so that nothing but plain data can.
+//! Two families of traits, [`vllm`] and [`trt`], each with the calls of the engine it is named after:
+//! same names, same order, same guarantees. What crosses processes there, metadata and handshakes, is
+//! bytes here, so that it can only be plain data.
 //!
-//! Where an engine would die of a connector's mistake, this one names it: see [`Violation`].
+//! Where a real engine would crash, this one reports a [`Violation`].
 
 pub mod trt;
 mod violation;
@@ -15,7 +15,7 @@ pub use violation::{Channel, Violation};
 use crate::block_pool::BlockHash;
 use crate::request::{Params, RequestId, RequestStatus};
 
-/// A request, as a connector's scheduler half sees it.
+/// A request as a connector's scheduler half sees it.
 #[derive(Clone, Debug)]
 pub struct RequestView<'a> {
     /// Its id in vLLM.
@@ -24,14 +24,14 @@ pub struct RequestView<'a> {
     pub number: u64,
     /// Its prompt.
     pub prompt: &'a [u32],
-    /// Its prompt and what it has said so far.
+    /// Its prompt and the tokens generated so far.
     pub tokens: &'a [u32],
-    /// How many of these are in the cache.
+    /// How many of `tokens` are in the cache.
     pub computed: usize,
     /// Its `kv_transfer_params`.
     pub params: Option<&'a Params>,
-    /// Where it is.
+    /// Its state.
     pub status: RequestStatus,
-    /// Per group, the hash of every block that its tokens fill.
+    /// The hash of every block that its tokens fill, per group.
     pub block_hashes: &'a [Vec<BlockHash>],
 }

@@ -12,13 +12,13 @@
 //!            scheduler  request_finished of what ended
 //!            workers    get_finished
 //! ```
-//! The scheduler half exists at rank 0 only; what it returns is broadcast. A request counts as
-//! loaded or saved when all ranks have said so: each rank's reports are remembered, and the
-//! intersection taken. Only ids that were handed to `get_finished` may come out of it, once each.
+//! The scheduler half exists at rank 0 only; what it returns is broadcast. A request counts as loaded or
+//! saved when all ranks have reported it: the intersection of the reports so far. A rank may report
+//! only ids that were handed to `get_finished`, each once.
 //!
-//! There is no way to say that a load failed: a worker that cannot load returns a [`WorkerFault`],
-//! which ends the engine. Requests are never preempted (`GUARANTEED_NO_EVICT`): a request is
-//! admitted when all blocks that it may come to need are free. Requests that load or save cannot be
+//! A worker cannot report a failed load. It returns a [`WorkerFault`], which ends the engine. Requests
+//! are never preempted (`GUARANTEED_NO_EVICT`): a request is admitted when all blocks that it may need
+//! are free. Requests that load or save cannot be
 //! cancelled: an abort of one takes effect when its transfer ends.
 
 use super::RequestView;
@@ -33,20 +33,20 @@ use thiserror::Error;
 /// `LlmRequestState`. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RequestState {
-    /// Its prompt is, or is to be, computed.
+    /// Its prompt is being computed, or waits for that.
     ContextInit,
-    /// It says tokens.
+    /// It generates tokens.
     GenerationInProgress,
     /// Its KV is being loaded.
     DisaggGenerationTransInProgress,
-    /// It ended, its KV is being saved.
+    /// It has ended, and its KV is being saved.
     DisaggContextTransInProgress,
-    /// It ended.
+    /// It has ended.
     GenerationComplete,
 }
 
 impl RequestState {
-    /// What TensorRT-LLM calls a status; `saving` of a finished request.
+    /// TensorRT-LLM's name of a status; `saving` is for a finished request.
     pub const fn of(request: &RequestView<'_>, saving: bool) -> Self {
         match request.status {
             RequestStatus::Waiting | RequestStatus::Preempted => Self::ContextInit,
@@ -61,12 +61,12 @@ impl RequestState {
     }
 }
 
-/// How TensorRT-LLM writes block ids: pages that are freed or out of the window are -1, in place.
+/// A block id as TensorRT-LLM writes it: -1 for a page that is freed or out of the window.
 pub(crate) fn page(block: BlockId) -> i32 {
     if block.is_null() { -1 } else { i32::try_from(block.0).expect("fewer than 2^31 blocks") }
 }
 
-/// What is new about a request in an iteration.
+/// What is new of a request in an iteration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RequestData {
     /// Its number.
@@ -78,11 +78,11 @@ pub struct RequestData {
     /// Tokens in the cache before the iteration; the first time, without those that the connector
     /// loads in it.
     pub computed_position: usize,
-    /// Tokens to be computed.
+    /// Tokens to compute.
     pub num_scheduled_tokens: usize,
 }
 
-/// What an iteration does. Requests that load asynchronously are not in it.
+/// An iteration. Requests that load asynchronously are not in it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SchedulerOutput {
     /// Requests that were in no iteration before.
@@ -91,11 +91,11 @@ pub struct SchedulerOutput {
     pub cached_requests: Vec<RequestData>,
 }
 
-/// A worker half gave up.
+/// A worker half failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{reason}")]
 pub struct WorkerFault {
-    /// Why.
+    /// Why it failed.
     pub reason: String,
 }
 
@@ -109,19 +109,19 @@ pub trait SchedulerConnector: Send {
         num_computed_tokens: usize,
     ) -> (usize, bool);
 
-    /// The request has pages, per layer group all of them.
+    /// The request has got pages: all of them per layer group.
     fn update_state_after_alloc(&mut self, request: &RequestView<'_>, block_ids: &[Vec<i32>]);
 
-    /// What worker halves are to do in this iteration.
+    /// What the worker halves do in this iteration.
     fn build_connector_meta(&mut self, output: &SchedulerOutput) -> Vec<u8>;
 
-    /// A request ended; whether its pages are being saved, and kept until that is done.
+    /// A request has ended. Returns whether its pages are being saved; they are kept until then.
     fn request_finished(&mut self, request: &RequestView<'_>, block_ids: &[Vec<i32>]) -> bool;
 }
 
 /// The worker half: one per rank.
 pub trait WorkerConnector: Send {
-    /// Memory for a storage, if the connector wants to own it. TensorRT-LLM has no such call.
+    /// Memory for a storage, if the connector allocates it. TensorRT-LLM has no such call.
     fn allocate_kv_memory(
         &mut self,
         _rank: Rank,
@@ -146,7 +146,7 @@ pub trait WorkerConnector: Send {
     /// A layer is about to be computed.
     fn wait_for_layer_load(&mut self, _layer: usize) {}
 
-    /// A layer is computed once `computed` says so.
+    /// A layer was launched; `computed` happens when it is done.
     fn save_kv_layer(&mut self, _layer: usize, _computed: &LayerEvent) {}
 
     /// The end of the forward pass: `register_forward_pass_callable`.
@@ -155,8 +155,8 @@ pub trait WorkerConnector: Send {
     /// After it, pages of running requests may be overwritten.
     fn wait_for_save(&mut self) {}
 
-    /// Takes what has begun to be saved and to be loaded since the last time; returns what, of all
-    /// that was ever handed in, this rank has saved and loaded since.
+    /// Takes the ids whose save or load has begun since the last call. Returns those, of all that were
+    /// ever handed in, that this rank has saved and loaded since.
     ///
     /// # Errors
     /// If it cannot go on. The engine ends.

@@ -1,4 +1,4 @@
-//! What a connector may not do.
+//! Breaches of the contract.
 
 use crate::config::Rank;
 use crate::layout::BlockId;
@@ -27,131 +27,48 @@ impl fmt::Display for Channel {
     }
 }
 
-/// A promise that a connector broke. The report it was found in counts as not made.
+/// A breach of the contract by a connector. The report that contains it is ignored.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum Violation {
-    /// vLLM: `assert req_id in self.requests`, and the engine core is gone.
+    /// vLLM: `assert req_id in self.requests`, which ends the engine core.
     #[error("rank {rank} reports as {channel} {id}, which this engine does not know")]
-    UnknownId {
-        /// Whose report.
-        rank: Rank,
-        /// Where.
-        channel: Channel,
-        /// What it calls it.
-        id: String,
-    },
-    /// vLLM counts reports down: the second takes the place of another rank's first.
+    UnknownId { rank: Rank, channel: Channel, id: String },
+    /// vLLM counts reports down: the second counts as another rank's.
     #[error("rank {rank} reports {id} twice as {channel}")]
-    ReportedTwice {
-        /// Whose report.
-        rank: Rank,
-        /// Where.
-        channel: Channel,
-        /// The request.
-        id: RequestId,
-    },
-    /// The request is over, its blocks may be somebody else's.
+    ReportedTwice { rank: Rank, channel: Channel, id: RequestId },
+    /// The request has ended, and its blocks may belong to another.
     #[error("rank {rank} reports as {channel} {id}, which has ended and been freed")]
-    AlreadyEnded {
-        /// Whose report.
-        rank: Rank,
-        /// Where.
-        channel: Channel,
-        /// The request.
-        id: RequestId,
-    },
-    /// Nobody asked for its blocks to be kept.
+    AlreadyEnded { rank: Rank, channel: Channel, id: RequestId },
+    /// The connector did not ask for its blocks to be kept.
     #[error("rank {rank} reports as {channel} {id}, whose request_finished returned false")]
-    NotHeld {
-        /// Whose report.
-        rank: Rank,
-        /// Where.
-        channel: Channel,
-        /// The request.
-        id: RequestId,
-    },
-    /// It still computes.
+    NotHeld { rank: Rank, channel: Channel, id: RequestId },
+    /// The request still runs.
     #[error("rank {rank} reports as {channel} {id}, which has not finished")]
-    NotFinished {
-        /// Whose report.
-        rank: Rank,
-        /// Where.
-        channel: Channel,
-        /// The request.
-        id: RequestId,
-    },
-    /// Nothing is loaded for it, or nothing any more.
+    NotFinished { rank: Rank, channel: Channel, id: RequestId },
+    /// It does not load, or no longer.
     #[error("rank {rank} reports as {channel} {id}, which waits for no load")]
-    NotLoading {
-        /// Whose report.
-        rank: Rank,
-        /// Where.
-        channel: Channel,
-        /// The request.
-        id: RequestId,
-    },
+    NotLoading { rank: Rank, channel: Channel, id: RequestId },
     /// A failed load must be reported as finished, too, or its blocks are never freed.
     #[error("rank {rank} reports {id} as failed without reporting it as finished")]
-    FailedWithoutFinished {
-        /// Whose report.
-        rank: Rank,
-        /// The request.
-        id: RequestId,
-    },
+    FailedWithoutFinished { rank: Rank, id: RequestId },
     /// vLLM: `RuntimeError`; hybrid models report requests, not blocks.
     #[error("rank {rank} reports blocks with load errors, and there are {groups} groups")]
-    BlockErrorsOfGroups {
-        /// Whose report.
-        rank: Rank,
-        /// How many groups.
-        groups: usize,
-    },
+    BlockErrorsOfGroups { rank: Rank, groups: usize },
     /// There is no such block.
     #[error("rank {rank} reports a load error of block {}, of {blocks}", .block.0)]
-    UnknownBlock {
-        /// Whose report.
-        rank: Rank,
-        /// The block.
-        block: BlockId,
-        /// How many there are.
-        blocks: usize,
-    },
+    UnknownBlock { rank: Rank, block: BlockId, blocks: usize },
     /// "Must be False when 0".
-    #[error("a load of no tokens of {id} is said to be asynchronous")]
-    AsyncWithoutTokens {
-        /// The request.
-        id: RequestId,
-    },
+    #[error("{id} matched no tokens, but is to be loaded asynchronously")]
+    AsyncWithoutTokens { id: RequestId },
     /// A request has no more tokens, or something must be left to compute.
-    #[error("{tokens} tokens of {id} are said to match, of {available} that can")]
-    TooManyTokens {
-        /// The request.
-        id: RequestId,
-        /// How many.
-        tokens: usize,
-        /// How many there are besides those computed, without the last unless the load is
-        /// asynchronous and no group keeps a state.
-        available: usize,
-    },
-    /// A prompt can be cut, not lengthened, and not to nothing.
-    #[error("{tokens} tokens of the prompt of {id} are to be prefilled, of {prompt}")]
-    PromptCut {
-        /// The request.
-        id: RequestId,
-        /// How many.
-        tokens: usize,
-        /// How many it has.
-        prompt: usize,
-    },
+    #[error("{id} matched {tokens} tokens, at most {available} can")]
+    TooManyTokens { id: RequestId, tokens: usize, available: usize },
+    /// A prompt can be cut to at least one token, and not lengthened.
+    #[error("{tokens} of {prompt} prompt tokens of {id} are to be prefilled")]
+    PromptCut { id: RequestId, tokens: usize, prompt: usize },
     /// TensorRT-LLM: only ids that were handed in may come back.
     #[error("rank {rank} reports as {channel} {number}, which it was not handed")]
-    NotHandedIn {
-        /// Whose report.
-        rank: Rank,
-        /// Where.
-        channel: Channel,
-        /// The request.
-        number: u64,
-    },
+    NotHandedIn { rank: Rank, channel: Channel, number: u64 },
 }

@@ -14,18 +14,17 @@
 //!       scheduler  update_connector_output, take_events
 //! end              request_finished, exactly once per request
 //! ```
-//! Without a token to compute, a step calls everything but the layers. Where nothing is loaded
-//! synchronously, `start_load_kv` comes after the layers. What the layers compute may only have been
-//! launched by then, and not be done when the step's last call returns: see
-//! [`crate::Launch::Deferred`] and [`LayerEvent`].
+//! A step without tokens to compute makes all calls but those of layers. Without a synchronous load,
+//! `start_load_kv` comes after the layers. The layers may only be launched by then, and may still
+//! compute when the step's last call returns: see [`crate::Launch::Deferred`] and [`LayerEvent`].
 //!
-//! # Whose blocks when
-//! * Blocks of an asynchronous load are the connector's from the `start_load_kv` of the step whose
-//!   metadata names them until all ranks reported it finished, whatever becomes of the request.
-//!   Before that `start_load_kv` the engine may still overwrite them.
-//! * Blocks of a finished request are the connector's if `request_finished` says so, until all ranks
-//!   reported it sent.
-//! * Blocks of a preempted request are the connector's until `handle_preemptions` returns.
+//! # Who owns blocks when
+//! * The connector owns the blocks of an asynchronous load from the `start_load_kv` of the step whose
+//!   metadata names them until all ranks have reported it finished, even if the request ends. Before
+//!   that `start_load_kv` the engine may overwrite them.
+//! * The connector owns the blocks of a finished request if `request_finished` returned true, until all
+//!   ranks have reported it sent.
+//! * The connector may read the blocks of a preempted request until `handle_preemptions` returns.
 //! * Other blocks may change after `wait_for_save`.
 
 use super::RequestView;
@@ -38,22 +37,22 @@ use crate::worker::LayerEvent;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What a connector has of a request. Exhaustive on purpose.
+/// How much of a request a connector can load. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Match {
     /// Not known yet: ask in a later step.
     Unknown,
-    /// So many tokens beyond those computed.
+    /// Tokens beyond the computed ones.
     Tokens {
         /// How many.
         tokens: usize,
-        /// Whether they are loaded while others compute. Must be false without tokens.
+        /// They are loaded while other requests compute. Must be false without tokens.
         load_async: bool,
     },
 }
 
 impl Match {
-    /// Nothing.
+    /// No tokens.
     pub const NONE: Self = Self::Tokens { tokens: 0, load_async: false };
 }
 
@@ -64,7 +63,7 @@ pub struct NewRequestData {
     pub id: RequestId,
     /// Its prompt.
     pub prompt: Vec<u32>,
-    /// Per group, all its blocks.
+    /// All its blocks, per group.
     pub block_ids: Vec<Vec<BlockId>>,
     /// Tokens in the cache before the step.
     pub num_computed_tokens: usize,
@@ -75,36 +74,36 @@ pub struct NewRequestData {
 pub struct CachedRequestData {
     /// Its id.
     pub id: RequestId,
-    /// Whether it was preempted: then `block_ids` are all its blocks, not only what is new.
+    /// It was preempted: `block_ids` are all its blocks, not only new ones.
     pub resumed: bool,
-    /// Per group, its new blocks.
+    /// Its new blocks, per group.
     pub block_ids: Vec<Vec<BlockId>>,
     /// Tokens in the cache before the step.
     pub num_computed_tokens: usize,
-    /// Tokens it has said.
+    /// Tokens generated so far.
     pub num_output_tokens: usize,
 }
 
-/// What a step does.
+/// A step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SchedulerOutput {
-    /// Counts steps.
+    /// The number of the step.
     pub step: u64,
     /// Requests that workers do not know.
     pub scheduled_new_reqs: Vec<NewRequestData>,
-    /// Requests that they do.
+    /// Requests that workers know.
     pub scheduled_cached_reqs: Vec<CachedRequestData>,
-    /// Tokens to be computed of each.
+    /// Tokens to compute of each.
     pub num_scheduled_tokens: BTreeMap<RequestId, usize>,
     /// Requests that ended since the last step.
     pub finished_req_ids: Vec<RequestId>,
     /// Requests that lost their blocks in this step.
     pub preempted_req_ids: Vec<RequestId>,
-    /// Whether a request of this step computes on what is loaded in this step.
+    /// A request of this step computes on KV that is loaded in this step.
     pub has_sync_kv_loads: bool,
 }
 
-/// Opaque to the engine, from the scheduler half to the worker halves.
+/// Metadata from the scheduler half to the worker halves; opaque to the engine.
 pub type ConnectorMeta = Arc<[u8]>;
 
 /// What a rank reports after a step.
@@ -129,12 +128,12 @@ pub struct ConnectorOutput {
     pub failed_recving: Vec<RequestId>,
     /// Blocks that at least one rank failed to load.
     pub invalid_block_ids: Vec<BlockId>,
-    /// What worker halves have to say to the scheduler half. vLLM merges it on the way.
+    /// Metadata of the worker halves for the scheduler half. vLLM merges it on the way.
     pub worker_meta: Vec<(Rank, Vec<u8>)>,
 }
 
 impl ConnectorOutput {
-    /// Whether there is nothing in it: then the scheduler half is not called.
+    /// Whether it is empty: then the scheduler half is not called.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
@@ -142,7 +141,7 @@ impl ConnectorOutput {
 
 /// The scheduler half: one per engine, in the scheduler's process.
 pub trait SchedulerConnector: Send {
-    /// References to blocks, to keep some by itself.
+    /// Lets the connector keep blocks.
     fn bind_block_pools(&mut self, _pools: BlockPins) {}
 
     /// How many ranks must report a request before it counts; all of them if `None`. Asked again
@@ -151,7 +150,7 @@ pub trait SchedulerConnector: Send {
         None
     }
 
-    /// What every worker half returned from `get_handshake_metadata`.
+    /// The result of `get_handshake_metadata` of every worker half.
     fn set_xfer_handshake_metadata(&mut self, _ranks: &[(Rank, Vec<u8>)]) {}
 
     /// A request has arrived.
@@ -174,9 +173,9 @@ pub trait SchedulerConnector: Send {
         num_computed_tokens: usize,
     ) -> Match;
 
-    /// The request has blocks, per group all of them, with [`BlockId::NULL`] where nothing is to be
-    /// loaded; `num_external_tokens` of its tokens are the connector's to load. Called again with 0
-    /// when a request goes on after an asynchronous load.
+    /// The request has got blocks: all of them per group, with [`BlockId::NULL`] where nothing is
+    /// loaded. The connector loads `num_external_tokens` of its tokens. Called again with 0 when a
+    /// request continues after an asynchronous load.
     fn update_state_after_alloc(
         &mut self,
         request: &RequestView<'_>,
@@ -184,16 +183,15 @@ pub trait SchedulerConnector: Send {
         num_external_tokens: usize,
     );
 
-    /// What worker halves are to do in this step. Resets what was gathered for it.
+    /// What the worker halves do in this step. Resets what was gathered for it.
     fn build_connector_meta(&mut self, output: &SchedulerOutput) -> Vec<u8>;
 
     /// What the workers reported; called unless that is empty.
     fn update_connector_output(&mut self, _output: &ConnectorOutput) {}
 
-    /// A request ended, with these blocks per group; exactly once per request, also if it was
-    /// never scheduled, or never taken ([`crate::Engine::reject`]: an id not heard of before).
-    /// Whether the blocks are the connector's until it is reported sent, and what is returned in
-    /// the response.
+    /// A request has ended, with these blocks per group: exactly once per request, even if it was never
+    /// scheduled or was rejected ([`crate::Engine::reject`]: the id is new then). Returns whether the
+    /// connector owns the blocks until the request is reported sent, and the response's parameters.
     fn request_finished(
         &mut self,
         request: &RequestView<'_>,
@@ -211,7 +209,7 @@ pub trait SchedulerConnector: Send {
         vec![]
     }
 
-    /// The prefix cache is emptied; whether the connector's could be, too.
+    /// The engine empties its prefix cache. Returns whether the connector emptied its own.
     fn reset_cache(&mut self) -> bool {
         true
     }
@@ -222,7 +220,7 @@ pub trait SchedulerConnector: Send {
 
 /// The worker half: one per rank, each in a process of its own.
 pub trait WorkerConnector: Send {
-    /// Memory for a storage, if the connector wants to own it: vLLM's `get_mem_pool_context`.
+    /// Memory for a storage, if the connector allocates it: vLLM's `get_mem_pool_context`.
     fn allocate_kv_memory(
         &mut self,
         _rank: Rank,
@@ -240,8 +238,8 @@ pub trait WorkerConnector: Send {
         vec![]
     }
 
-    /// Called every step, before `bind_connector_metadata`: whatever still reads blocks of requests
-    /// preempted in this step must have stopped when it returns.
+    /// Called every step, before `bind_connector_metadata`. When it returns, blocks of requests
+    /// preempted in this step must no longer be read.
     fn handle_preemptions(&mut self, _meta: &ConnectorMeta) {}
 
     /// The metadata of the step.
@@ -253,15 +251,15 @@ pub trait WorkerConnector: Send {
     /// Begins the loads of this step.
     fn start_load_kv(&mut self);
 
-    /// Layer `layer` (counted over the model) is about to be computed: what is loaded
-    /// synchronously must be there when it returns.
+    /// Layer `layer` (numbered over the model) is about to be computed. When this returns, its
+    /// synchronous loads must be done.
     fn wait_for_layer_load(&mut self, _layer: usize) {}
 
-    /// Layer `layer` is computed once `computed` says so.
+    /// Layer `layer` was launched; `computed` happens when it is done.
     fn save_kv_layer(&mut self, _layer: usize, _computed: &LayerEvent) {}
 
-    /// Once per step, also without tokens. After it, blocks may be overwritten unless they are the
-    /// connector's.
+    /// Once per step, even without tokens. Afterwards blocks may be overwritten unless the connector
+    /// owns them.
     fn wait_for_save(&mut self) {}
 
     /// What ended on this rank since the last step. Each id once per channel, and only ids whose
@@ -274,7 +272,7 @@ pub trait WorkerConnector: Send {
         vec![]
     }
 
-    /// Something to say to the scheduler half.
+    /// Metadata for the scheduler half.
     fn build_connector_worker_meta(&mut self) -> Option<Vec<u8>> {
         None
     }

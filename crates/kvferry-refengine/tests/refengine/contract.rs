@@ -1,4 +1,4 @@
-//! vLLM's seam: what is called when, and what is said of a connector that breaks its promises.
+//! vLLM's seam: the order of calls, and the violations of connectors that break the contract.
 
 use crate::kit::{config, dense, hybrid, prompt, run, windowed};
 use crate::script::Script;
@@ -43,7 +43,7 @@ fn broken(engine: &mut Engine) -> Vec<Violation> {
 }
 
 #[test]
-fn calls_come_in_the_order_that_was_measured() {
+fn calls_come_in_vllm_s_order() {
     let mut config = config(&dense(), 8, 32);
     config.pp = 2;
     let (mut engine, script) = scripted(&config);
@@ -59,7 +59,7 @@ fn calls_come_in_the_order_that_was_measured() {
         ]
     );
 
-    // Loaded asynchronously: a step without tokens.
+    // An asynchronous load: a step without tokens.
     script.matches(20, true);
     submit(&mut engine, "a", 2);
     engine.step().unwrap();
@@ -86,7 +86,7 @@ fn calls_come_in_the_order_that_was_measured() {
     step.push("s take_events".to_owned());
     assert_eq!(script.take_log(), step);
 
-    // Both ranks have it: goes on, with nothing to load, so that layers come before other loads.
+    // Both ranks have loaded it. It continues with nothing to load, so the layers come before loads.
     script.received(0, "a");
     script.received(1, "a");
     engine.step().unwrap();
@@ -110,7 +110,7 @@ fn calls_come_in_the_order_that_was_measured() {
     step.push("s take_events".to_owned());
     assert_eq!(script.take_log(), step);
 
-    // Its last token: then it ends, and workers hear of it in a step of its own.
+    // Its last token: the request ends, and workers get that in a step of its own.
     script.matches(0, false);
     engine.step().unwrap();
     assert!(script.take_log().contains(&"s request_finished a 3".to_owned()));
@@ -119,7 +119,7 @@ fn calls_come_in_the_order_that_was_measured() {
     let log = script.take_log();
     assert!(log.contains(&"0 get_transfer_results 1".to_owned()) && !engine.has_work());
 
-    // Loaded synchronously: before the layers.
+    // A synchronous load comes before the layers.
     script.matches(8, false);
     engine.submit(Request::new("b", prompt(2, 20), 2)).unwrap();
     engine.step().unwrap();
@@ -136,7 +136,7 @@ fn calls_come_in_the_order_that_was_measured() {
 }
 
 #[test]
-fn metadata_says_what_is_new_of_each_request() {
+fn metadata_has_what_is_new_of_each_request() {
     let mut config = config(&dense(), 8, 9);
     config.chunk_tokens = 16;
     let (mut engine, script) = scripted(&config);
@@ -151,8 +151,8 @@ fn metadata_says_what_is_new_of_each_request() {
     assert_eq!(first.num_scheduled_tokens[&"a".into()], 16);
     assert_eq!(second.scheduled_cached_reqs[0].num_computed_tokens, 16);
     assert_eq!(second.scheduled_cached_reqs[0].block_ids[0].len(), 1);
-    // Until one of them loses its blocks, and gets all of them anew.
-    let said = run(&mut engine);
+    // One of them loses its blocks and gets new ones.
+    let outputs = run(&mut engine);
     assert!(engine.preemptions() > 0);
     let plans = std::mem::take(&mut script.state().plans);
     let lost = plans.iter().position(|plan| plan.preempted_req_ids == ["b".into()]).unwrap();
@@ -160,16 +160,16 @@ fn metadata_says_what_is_new_of_each_request() {
     let resumed = resumed.into_iter().find(|it| it.resumed).unwrap();
     assert_eq!(resumed.id, "b".into());
     assert!(resumed.block_ids[0].len() > 1 && resumed.num_output_tokens > 0);
-    // Asked again when it came back.
+    // The match is asked for again after the preemption.
     let asked = script.take_log().into_iter().filter(|it| it.contains("matched_tokens b")).count();
     assert!(asked >= 2, "{asked}");
     for (id, n) in [("a", 1), ("b", 2)] {
-        assert_eq!(said.of(id), continuation(&config.model, &prompt(n, 20), 40));
+        assert_eq!(outputs.of(id), continuation(&config.model, &prompt(n, 20), 40));
     }
 }
 
 #[test]
-fn a_connector_that_does_not_know_yet_is_asked_again_and_holds_nobody_up() {
+fn a_connector_without_an_answer_is_asked_again_and_delays_no_other_request() {
     let (mut engine, script) = scripted(&tp(1));
     script.state().answer = Match::Unknown;
     submit(&mut engine, "a", 2);
@@ -185,7 +185,7 @@ fn a_connector_that_does_not_know_yet_is_asked_again_and_holds_nobody_up() {
 }
 
 #[test]
-fn request_finished_is_called_once_per_request_whatever_becomes_of_it() {
+fn request_finished_is_called_once_per_request_however_it_ends() {
     let mut config = config(&dense(), 8, 9);
     config.load_failure = LoadFailurePolicy::Fail;
     let (mut engine, script) = scripted(&config);
@@ -249,7 +249,7 @@ fn blocks_are_kept_while_the_connector_holds_them_and_params_are_returned() {
 }
 
 #[test]
-fn a_connector_that_says_it_has_nothing_pending_strands_what_it_holds() {
+fn an_engine_stops_stepping_if_the_connector_reports_no_pending_work() {
     let (mut engine, script) = scripted(&tp(1));
     script.state().holds = true;
     submit(&mut engine, "a", 1);
@@ -258,7 +258,7 @@ fn a_connector_that_says_it_has_nothing_pending_strands_what_it_holds() {
 }
 
 #[test]
-fn a_request_counts_when_as_many_ranks_have_reported_it_as_the_connector_says() {
+fn a_request_counts_when_the_connector_s_number_of_ranks_has_reported_it() {
     for (count, reports) in [(None, 4), (Some(1), 1), (Some(3), 3)] {
         let (mut engine, script) = scripted(&tp(4));
         script.state().finished_count = count;
@@ -277,7 +277,7 @@ fn a_request_counts_when_as_many_ranks_have_reported_it_as_the_connector_says() 
 }
 
 #[test]
-fn one_rank_s_failure_counts_once_all_have_reported() {
+fn a_rank_s_failure_counts_when_all_ranks_have_reported() {
     let mut config = tp(2);
     config.load_failure = LoadFailurePolicy::Fail;
     let (mut engine, script) = scripted(&config);
@@ -296,7 +296,7 @@ fn one_rank_s_failure_counts_once_all_have_reported() {
 }
 
 #[test]
-fn an_id_that_nobody_knows_is_named() {
+fn an_unknown_id_is_a_violation() {
     let (mut engine, script) = scripted(&tp(2));
     script.sent(0, "ghost");
     script.received(1, "ghost");
@@ -308,13 +308,13 @@ fn an_id_that_nobody_knows_is_named() {
         text,
         "rank pp0tp0 reports as finished sending ghost, which this engine does not know"
     );
-    // And goes on.
+    // The engine continues.
     submit(&mut engine, "a", 2);
     assert_eq!(run(&mut engine).of("a"), continuation(&dense(), &prompt(1, 20), 2));
 }
 
 #[test]
-fn a_rank_that_reports_twice_does_not_stand_in_for_another() {
+fn a_second_report_of_a_rank_does_not_count_for_another() {
     let (mut engine, script) = scripted(&tp(2));
     script.matches(20, true);
     submit(&mut engine, "a", 1);
@@ -349,7 +349,7 @@ fn a_rank_that_reports_twice_does_not_stand_in_for_another() {
 }
 
 #[test]
-fn nobody_sends_what_was_not_kept_or_still_runs() {
+fn reports_of_requests_that_are_not_held_or_still_run_are_violations() {
     let (mut engine, script) = scripted(&tp(1));
     submit(&mut engine, "a", 3);
     engine.step().unwrap();
@@ -369,7 +369,7 @@ fn nobody_sends_what_was_not_kept_or_still_runs() {
 }
 
 #[test]
-fn nobody_receives_what_is_not_loading() {
+fn reports_of_requests_that_do_not_load_are_violations() {
     let (mut engine, script) = scripted(&tp(1));
     submit(&mut engine, "a", 3);
     let not_loading =
@@ -390,7 +390,7 @@ fn nobody_receives_what_is_not_loading() {
 }
 
 #[test]
-fn a_failure_that_is_not_also_an_end_is_named() {
+fn a_failure_without_an_end_is_a_violation() {
     let (mut engine, script) = scripted(&tp(1));
     script.matches(20, true);
     submit(&mut engine, "a", 1);
@@ -404,7 +404,7 @@ fn a_failure_that_is_not_also_an_end_is_named() {
 }
 
 #[test]
-fn blocks_can_fail_only_with_one_group_and_only_blocks_that_are() {
+fn block_errors_need_a_single_group_and_an_existing_block() {
     let (mut engine, script) = scripted(&config(&windowed(), 8, 32));
     script.state().invalid.insert(0, vec![BlockId(3)]);
     assert_eq!(broken(&mut engine), [Violation::BlockErrorsOfGroups { rank: rank(0), groups: 2 }]);
@@ -415,7 +415,7 @@ fn blocks_can_fail_only_with_one_group_and_only_blocks_that_are() {
 }
 
 #[test]
-fn a_match_that_cannot_be_counts_as_none() {
+fn an_impossible_match_counts_as_no_match() {
     let too_many =
         |tokens, available| Violation::TooManyTokens { id: "a".into(), tokens, available };
     for (model, tokens, load_async, violation) in [
@@ -429,37 +429,37 @@ fn a_match_that_cannot_be_counts_as_none() {
         script.matches(tokens, load_async);
         submit(&mut engine, "a", 3);
         assert_eq!(broken(&mut engine), [violation]);
-        let mut said = crate::kit::Said::default();
-        said.add(engine.take_outputs());
+        let mut outputs = crate::kit::Outputs::default();
+        outputs.add(engine.take_outputs());
         while engine.has_work() {
             engine.step().unwrap();
-            said.add(engine.take_outputs());
+            outputs.add(engine.take_outputs());
         }
-        assert_eq!(said.of("a"), continuation(&model, &prompt(1, 20), 3));
+        assert_eq!(outputs.of("a"), continuation(&model, &prompt(1, 20), 3));
     }
 }
 
 #[test]
-fn a_prompt_can_be_cut_but_not_away() {
+fn a_prompt_can_be_cut_to_one_token_at_least() {
     let (mut engine, script) = scripted(&tp(1));
     for (cut, right) in [(19, true), (0, false), (21, false)] {
         script.state().prompt_cut = Some(cut);
         submit(&mut engine, "a", 2);
-        let mut said = crate::kit::Said::default();
+        let mut outputs = crate::kit::Outputs::default();
         let mut broken = vec![];
         while engine.has_work() {
             broken.extend(engine.step().err());
-            said.add(engine.take_outputs());
+            outputs.add(engine.take_outputs());
         }
         let len = if right { cut } else { 20 };
-        assert_eq!(said.of("a"), continuation(&dense(), &prompt(1, len)[..len], 2));
+        assert_eq!(outputs.of("a"), continuation(&dense(), &prompt(1, len)[..len], 2));
         let violation = Violation::PromptCut { id: "a".into(), tokens: cut, prompt: 20 };
         assert_eq!(broken, if right { vec![] } else { vec![EngineError::Violation(violation)] });
     }
 }
 
 #[test]
-fn what_workers_say_reaches_the_scheduler_half() {
+fn metadata_of_workers_reach_the_scheduler_half() {
     let (mut engine, script) = scripted(&tp(2));
     script.state().worker_meta = Some(vec![42]);
     engine.step().unwrap();
@@ -482,7 +482,7 @@ fn a_pinned_block_outlives_its_request() {
 }
 
 #[test]
-fn a_layer_is_there_after_its_event_and_not_after_its_call() {
+fn a_layer_is_computed_after_its_event_not_after_its_call() {
     for launch in [Launch::Eager, Launch::Deferred] {
         for threads in [false, true] {
             let mut config = tp(2);
@@ -504,18 +504,18 @@ fn a_layer_is_there_after_its_event_and_not_after_its_call() {
     }
 }
 
-/// The first row of a layer, of the first block that is ever taken.
+/// The first row of a layer in the first block that is taken.
 fn first_row(caches: &KvCaches, layer: usize) -> Vec<u8> {
     caches.row(&caches.layout.layers[layer], 0, BlockId(1), 0, 0)
 }
 
-/// Looks at a layer's bytes when it is called.
+/// Reads a layer's bytes when it is called.
 struct Probe {
     caches: Option<Arc<KvCaches>>,
     seen: Seen,
 }
 
-/// Per call: the layer, whether its event had happened, and a row.
+/// The layer, whether its event had happened, and a row, per call.
 type Seen = Arc<Mutex<Vec<(usize, bool, Vec<u8>)>>>;
 
 impl WorkerConnector for Probe {
@@ -538,7 +538,7 @@ impl WorkerConnector for Probe {
 }
 
 #[test]
-fn whoever_waits_for_a_layer_finds_it_computed_in_whichever_thread() {
+fn waiting_for_a_layer_computes_it_in_any_thread() {
     let mut config = tp(2);
     config.launch = Launch::Deferred;
     let script = Script::new();
@@ -575,7 +575,7 @@ impl WorkerConnector for Waiter {
     }
 }
 
-/// Memory of the connector's own, that counts what is written.
+/// Memory of the connector that counts written bytes.
 #[derive(Debug)]
 struct Counted {
     memory: HeapMemory,
@@ -627,7 +627,7 @@ impl WorkerConnector for Owner {
 }
 
 #[test]
-fn a_connector_may_own_the_memory() {
+fn a_connector_can_allocate_the_memory() {
     for short_bytes in [0, 1] {
         let memory = Arc::<Mutex<Vec<_>>>::default();
         let mut connector = Script::new().connector(1);
@@ -635,7 +635,7 @@ fn a_connector_may_own_the_memory() {
         let engine = Engine::new(tp(1), Connector::Vllm(connector));
         if short_bytes > 0 {
             let refused = engine.unwrap_err().to_string();
-            assert_eq!(refused, "rank pp0tp0: a storage of 73727 bytes where 73728 were asked for");
+            assert_eq!(refused, "rank pp0tp0: the connector allocated 73727 bytes, expected 73728");
             continue;
         }
         let mut engine = engine.unwrap();
@@ -647,7 +647,7 @@ fn a_connector_may_own_the_memory() {
 }
 
 #[test]
-fn a_panicking_rank_ends_the_step_in_threads_as_without() {
+fn a_panicking_rank_ends_the_step_with_and_without_threads() {
     struct Bomb;
     impl WorkerConnector for Bomb {
         fn register_kv_caches(&mut self, _caches: &Arc<KvCaches>) {}
@@ -678,14 +678,14 @@ fn an_engine_may_be_moved_to_another_thread() {
 }
 
 #[test]
-fn a_block_that_turned_out_bad_is_found_by_nobody_any_more() {
+fn a_block_with_a_load_error_is_removed_from_the_cache() {
     for policy in [LoadFailurePolicy::Fail, LoadFailurePolicy::Recompute] {
         let mut config = tp(1);
         config.load_failure = policy;
         let (mut engine, script) = scripted(&config);
         submit(&mut engine, "a", 2);
         run(&mut engine);
-        // Two blocks are found; the second of them is then said to be bad.
+        // The cache has two blocks; the second gets a load error.
         submit(&mut engine, "b", 2);
         script.state().invalid.insert(0, vec![BlockId(2)]);
         assert_eq!(engine.step().unwrap().tokens, 4);
@@ -705,7 +705,7 @@ fn a_block_that_turned_out_bad_is_found_by_nobody_any_more() {
 }
 
 #[test]
-fn who_waits_after_a_load_gives_way_to_who_runs() {
+fn a_request_that_waits_after_its_load_gives_its_blocks_to_a_running_one() {
     let mut config = config(&dense(), 8, 10);
     (config.max_running, config.prefix_caching) = (1, false);
     let (mut engine, script) = scripted(&config);
@@ -713,20 +713,20 @@ fn who_waits_after_a_load_gives_way_to_who_runs() {
     engine.submit(Request::new("waits", prompt(2, 40), 4)).unwrap();
     engine.step().unwrap();
     script.matches(0, false);
-    // Comes to need eight blocks, of nine, of which three are taken.
+    // It comes to need eight of nine blocks; three of them are taken.
     submit(&mut engine, "runs", 40);
     engine.step().unwrap();
     script.received(0, "waits");
-    let said = run(&mut engine);
-    assert_eq!(said.of("runs"), continuation(&dense(), &prompt(1, 20), 40));
-    assert_eq!(said.of("waits"), continuation(&dense(), &prompt(2, 40), 4));
+    let outputs = run(&mut engine);
+    assert_eq!(outputs.of("runs"), continuation(&dense(), &prompt(1, 20), 40));
+    assert_eq!(outputs.of("waits"), continuation(&dense(), &prompt(2, 40), 4));
     assert_eq!(engine.preemptions(), 1);
     engine.check_empty().unwrap();
 }
 
 #[test]
-fn requests_that_were_loaded_and_have_no_room_to_go_on_start_over() {
-    // Each holds two blocks, and needs a third: of four.
+fn loaded_requests_without_room_to_continue_start_over() {
+    // Each has two of four blocks and needs a third.
     let mut config = config(&dense(), 8, 5);
     config.prefix_caching = false;
     let (mut engine, script) = scripted(&config);
@@ -740,10 +740,10 @@ fn requests_that_were_loaded_and_have_no_room_to_go_on_start_over() {
         assert_eq!(engine.status(&id.into()), Some(RequestStatus::WaitingForRemoteKvs));
         script.received(0, id);
     }
-    // What was said to be loaded never was: only who starts over says what is right.
-    let said = run(&mut engine);
+    // The load never happened: only requests that start over produce right tokens.
+    let outputs = run(&mut engine);
     let right = continuation(&dense(), &prompt(1, 20), 4);
-    assert!(said.of("a") != right && said.of("b") == right);
+    assert!(outputs.of("a") != right && outputs.of("b") == right);
     assert_eq!(engine.preemptions(), 1);
     engine.check_empty().unwrap();
 }

@@ -1,6 +1,6 @@
-//! A wrong byte is a wrong token: whichever byte, of whatever rank, layer, plane, head and block.
+//! A wrong byte of any rank, layer, plane, head and block is a wrong token.
 
-use crate::kit::{Dice, config, dense, engine, hybrid, prompt, run};
+use crate::kit::{Random, config, dense, engine, hybrid, prompt, run};
 use kvferry_refengine::{
     Attention, BlockId, Engine, EngineConfig, GroupSpec, KvCaches, ModelSpec, Packing, Rank,
     Request, RequestId, Storage, continuation,
@@ -9,7 +9,7 @@ use kvferry_refengine::{
 const PROMPT: usize = 43;
 const SAID: usize = 6;
 
-/// An engine that has said one token of one request, and what else it should say.
+/// An engine that has produced one token of one request, and the tokens to follow.
 fn prefilled(config: &EngineConfig) -> (Engine, Vec<u32>) {
     let mut engine = engine(config.clone());
     engine.submit(Request::new("a", prompt(1, PROMPT), SAID)).unwrap();
@@ -23,7 +23,7 @@ fn finish(mut engine: Engine) -> Vec<u32> {
     run(&mut engine).of("a").to_vec()
 }
 
-/// The rows that the next token sees: layer (on the rank), plane, block, head, token.
+/// The rows that the next token attends to: layer (on the rank), plane, block, head, token.
 fn visible(engine: &Engine, caches: &KvCaches) -> Vec<(usize, usize, BlockId, usize, usize)> {
     let tables = engine.blocks(&RequestId::from("a")).unwrap();
     let mut rows = vec![];
@@ -49,7 +49,7 @@ fn visible(engine: &Engine, caches: &KvCaches) -> Vec<(usize, usize, BlockId, us
     rows
 }
 
-/// Flips bytes chosen by `choose` out of each row, one at a time; how many.
+/// Flips the bytes of each row that `choose` returns, one at a time. Returns how many.
 fn flip_each(config: &EngineConfig, mut choose: impl FnMut(usize) -> Vec<usize>) -> usize {
     let mut flips = 0;
     for rank in config.ranks() {
@@ -64,8 +64,8 @@ fn flip_each(config: &EngineConfig, mut choose: impl FnMut(usize) -> Vec<usize>)
                 let mut row = caches.row(view, plane, block, head, token);
                 row[byte] ^= 1 << (flips % 8);
                 caches.set_row(view, plane, block, head, token, &row);
-                let said = finish(engine);
-                assert_ne!(said, right, "{rank}, {}, plane {plane}, {block:?}", view.name);
+                let outputs = finish(engine);
+                assert_ne!(outputs, right, "{rank}, {}, plane {plane}, {block:?}", view.name);
                 flips += 1;
             }
         }
@@ -81,8 +81,8 @@ fn a_flipped_byte_changes_a_token_in_every_group_layer_plane_head_block_and_rank
     {
         let mut config = config(&hybrid(), 8, 64);
         (config.tp, config.pp, config.storage, config.layout) = (2, 2, storage, layout);
-        let mut dice = Dice::new(5);
-        let flips = flip_each(&config, |bytes| vec![dice.roll(bytes)]);
+        let mut random = Random::new(5);
+        let flips = flip_each(&config, |bytes| vec![random.below(bytes)]);
         assert!(flips > 1000, "{flips}");
     }
 }
@@ -96,12 +96,12 @@ fn no_byte_goes_unnoticed() {
 }
 
 #[test]
-fn a_byte_of_a_replicated_head_counts_on_each_rank_that_holds_it() {
+fn a_byte_of_a_replicated_head_matters_on_each_rank_that_has_the_head() {
     let model = ModelSpec::new(vec![GroupSpec::mla(16), GroupSpec::full(2, 4)], 2);
     let mut config = config(&model, 8, 64);
     config.tp = 4;
-    let mut dice = Dice::new(9);
-    let flips = flip_each(&config, |bytes| vec![dice.roll(bytes)]);
+    let mut random = Random::new(9);
+    let flips = flip_each(&config, |bytes| vec![random.below(bytes)]);
     assert_eq!(flips, 4 * PROMPT * 2);
 }
 
@@ -174,7 +174,7 @@ fn a_block_of_an_earlier_request_changes_a_token() {
     let config = config(&dense(), 8, 64);
     let (mut engine, right) = prefilled(&config);
     let rank = Rank { pp: 0, tp: 0 };
-    // The same but for its first token, so that every row differs.
+    // Only the first token differs, so every row does.
     let mut other = prompt(1, PROMPT);
     other[0] += 1;
     engine.submit(Request::new("b", other, SAID)).unwrap();
@@ -188,8 +188,8 @@ fn a_block_of_an_earlier_request_changes_a_token() {
 }
 
 #[test]
-fn between_equal_heads_of_a_rank_it_matters_which_is_which() {
-    // Rows of two heads at the same position are different bytes to begin with.
+fn exchanging_equal_heads_of_a_rank_changes_a_token() {
+    // Rows of two heads at one position differ.
     let (engine, _) = prefilled(&config(&dense(), 8, 64));
     let caches = engine.caches(Rank { pp: 0, tp: 0 });
     let block = engine.blocks(&RequestId::from("a")).unwrap()[0][0];

@@ -1,7 +1,7 @@
-//! Prefill here, decode there, over vLLM's seam.
+//! Handoffs from a prefill to a decode engine over vLLM's seam.
 
-use crate::kit::{Pair, Said, assert_right, config, dense, hybrid, models, prompt, windowed};
-use kvferry_refengine::teleport::{FailureKey, Faults, LoadMode, Teleport};
+use crate::kit::{Outputs, Pair, assert_right, config, dense, hybrid, models, prompt, windowed};
+use kvferry_refengine::in_process::{FailureKey, Faults, InProcess, LoadMode};
 use kvferry_refengine::{
     FinishReason, Launch, LoadFailurePolicy, Packing, Request, RequestId, RequestStatus,
     continuation,
@@ -11,7 +11,7 @@ const MODES: [LoadMode; 3] =
     [LoadMode::Sync, LoadMode::Async { steps: 1 }, LoadMode::Async { steps: 5 }];
 
 #[test]
-fn what_is_decoded_elsewhere_is_what_one_engine_says() {
+fn a_second_engine_decodes_the_tokens_that_one_engine_would() {
     for model in models() {
         for mode in MODES {
             for (tp, pp) in [(1, 1), (2, 1), (2, 2)] {
@@ -27,7 +27,7 @@ fn what_is_decoded_elsewhere_is_what_one_engine_says() {
                     for n in 0..4 {
                         pair.assert_right(&format!("r{n}"));
                     }
-                    assert_eq!(pair.teleport.loads(), (4, 0));
+                    assert_eq!(pair.in_process.loads(), (4, 0));
                     pair.assert_empty();
                 }
             }
@@ -36,7 +36,7 @@ fn what_is_decoded_elsewhere_is_what_one_engine_says() {
 }
 
 #[test]
-fn a_consumer_computes_no_more_of_a_prompt_than_its_last_token() {
+fn a_consumer_computes_only_the_last_token_of_a_prompt() {
     for mode in MODES {
         for model in [dense(), windowed()] {
             let config = config(&model, 8, 64);
@@ -44,14 +44,14 @@ fn a_consumer_computes_no_more_of_a_prompt_than_its_last_token() {
             pair.hand_off("a", prompt(1, 48), 5);
             pair.run();
             pair.assert_right("a");
-            assert_eq!(pair.decoded, 5, "the last of the prompt, and four of its own");
+            assert_eq!(pair.decoded, 5, "the last token of the prompt and four generated ones");
         }
     }
 }
 
 #[test]
-fn the_last_token_of_a_loaded_prompt_finds_its_whole_window() {
-    // Wherever the window begins within its first block.
+fn the_last_token_of_a_loaded_prompt_has_its_whole_window() {
+    // For every offset of the window in its first block.
     for len in 30..50 {
         let config = config(&windowed(), 8, 64);
         let mode = LoadMode::Async { steps: 1 };
@@ -78,12 +78,12 @@ fn engines_of_different_layouts_stages_and_pools_hand_off() {
 }
 
 #[test]
-fn what_the_consumer_has_already_is_not_moved() {
+fn cached_tokens_of_the_consumer_are_not_moved() {
     for model in models() {
         for mode in MODES {
             let config = config(&model, 8, 64);
             let mut pair = Pair::new(mode, Faults::none(1), &config, &config);
-            // 41: of a model with a state, 40 tokens are handed over, which is a whole block.
+            // 41 tokens: with a state, 40 of them are handed over, a whole number of blocks.
             for (n, len) in [41, 41, 57].into_iter().enumerate() {
                 pair.hand_off(&format!("r{n}"), prompt(1, len), 4);
                 pair.run();
@@ -91,26 +91,26 @@ fn what_the_consumer_has_already_is_not_moved() {
             }
             pair.assert_empty();
             let full_hit = model.has_state() || mode == LoadMode::Sync;
-            assert_eq!(pair.teleport.loads().0, if full_hit { 2 } else { 3 });
+            assert_eq!(pair.in_process.loads().0, if full_hit { 2 } else { 3 });
         }
     }
 }
 
 #[test]
-fn a_producer_hands_over_nothing_that_stopped_early() {
+fn a_request_that_stopped_early_is_not_handed_over() {
     let config = config(&dense(), 8, 64);
     let mut pair = Pair::new(LoadMode::Sync, Faults::none(1), &config, &config);
     pair.prefill_stop = Some(continuation(&dense(), &prompt(1, 30), 1)[0]);
     pair.hand_off("a", prompt(1, 30), 4);
     pair.run();
-    assert_eq!(pair.teleport.loads(), (0, 0));
+    assert_eq!(pair.in_process.loads(), (0, 0));
     let ended = &pair.prefilled.finished[&RequestId::from("a-prefill")];
     assert_eq!((ended.reason, &ended.params), (FinishReason::Stop, &None));
     pair.assert_empty();
 }
 
 #[test]
-fn a_failed_load_ends_the_request_or_is_computed_as_the_policy_says() {
+fn a_failed_load_ends_the_request_or_is_computed_by_policy() {
     for policy in [LoadFailurePolicy::Fail, LoadFailurePolicy::Recompute] {
         for (model, mode, key) in [
             (dense(), LoadMode::Sync, FailureKey::Block),
@@ -126,7 +126,7 @@ fn a_failed_load_ends_the_request_or_is_computed_as_the_policy_says() {
                 let mut pair = Pair::new(mode, faults, &config, &config);
                 pair.hand_off("a", prompt(1, 44), 6);
                 pair.run();
-                assert_eq!(pair.teleport.loads(), (1, 1));
+                assert_eq!(pair.in_process.loads(), (1, 1));
                 let ended = pair.decoded_of("a");
                 match policy {
                     LoadFailurePolicy::Fail => assert_eq!(ended, Some(FinishReason::Error)),
@@ -135,15 +135,15 @@ fn a_failed_load_ends_the_request_or_is_computed_as_the_policy_says() {
                         pair.assert_right("a");
                     }
                 }
-                // A block that could not be loaded costs what it held, a request all it had.
+                // A block error costs the block's tokens, a failed request all of its tokens.
                 let extra = if key == FailureKey::Block { 4 } else { 44 };
                 if policy == LoadFailurePolicy::Recompute {
                     let discarded = usize::from(mode == LoadMode::Sync);
                     assert_eq!(pair.decoded, extra + 5 + discarded);
                 }
                 pair.assert_empty();
-                // What failed is found by nobody.
-                pair.teleport.withdraw();
+                // Blocks of a failed load are not in the cache.
+                pair.in_process.withdraw();
                 let decode = pair.into_decode();
                 assert_right(decode, &[Request::new("b", prompt(1, 44), 6)]);
             }
@@ -152,7 +152,7 @@ fn a_failed_load_ends_the_request_or_is_computed_as_the_policy_says() {
 }
 
 #[test]
-fn a_window_that_was_half_loaded_starts_over() {
+fn a_request_with_a_half_loaded_window_starts_over() {
     use kvferry_refengine::{GroupSpec, ModelSpec};
     let model = ModelSpec::new(vec![GroupSpec::window(2, 8, 19)], 2);
     for mode in [LoadMode::Sync, LoadMode::Async { steps: 2 }] {
@@ -224,7 +224,7 @@ fn an_abort_before_the_consumer_was_scheduled_frees_the_producer() {
             pair.tick();
         }
         let request = pair.decodes.pop().unwrap();
-        assert_eq!((pair.teleport.offers(), pair.prefill.step().unwrap().held), (1, 1));
+        assert_eq!((pair.in_process.offers(), pair.prefill.step().unwrap().held), (1, 1));
         if reject {
             pair.decode.reject(request).unwrap();
         } else {
@@ -233,7 +233,7 @@ fn an_abort_before_the_consumer_was_scheduled_frees_the_producer() {
         }
         pair.run();
         assert_eq!(
-            (pair.teleport.loads(), pair.decoded_of("a")),
+            (pair.in_process.loads(), pair.decoded_of("a")),
             ((0, 0), Some(FinishReason::Abort))
         );
         pair.assert_empty();
@@ -262,7 +262,7 @@ fn blocks_of_an_aborted_load_are_kept_until_every_rank_has_reported() {
 }
 
 #[test]
-fn loaded_requests_that_hold_every_block_do_not_starve_each_other() {
+fn loaded_requests_that_hold_all_blocks_do_not_starve_each_other() {
     // 24 tokens are three blocks, and a state's last token needs a fourth.
     let model = hybrid();
     let mut decode = config(&model, 8, 11);
@@ -280,7 +280,7 @@ fn loaded_requests_that_hold_every_block_do_not_starve_each_other() {
 }
 
 #[test]
-fn a_lost_load_is_a_wrong_token_even_where_the_same_bytes_lay_before() {
+fn a_lost_load_is_a_wrong_token_even_if_the_blocks_had_the_same_bytes_before() {
     use crate::script::Script;
     use kvferry_refengine::Connector;
     let mut config = config(&dense(), 8, 7);
@@ -289,23 +289,23 @@ fn a_lost_load_is_a_wrong_token_even_where_the_same_bytes_lay_before() {
     let mut engine =
         kvferry_refengine::Engine::new(config.clone(), Connector::Vllm(script.connector(1)))
             .unwrap();
-    // The same prompt twice, the second time said to be loaded, in the same blocks.
-    let mut said = Said::default();
+    // The same prompt twice in the same blocks; the second time the connector claims to load it.
+    let mut outputs = Outputs::default();
     for (id, tokens) in [("a", 0), ("b", 30)] {
         script.matches(tokens, false);
         engine.submit(Request::new(id, prompt(1, 40), 4)).unwrap();
         while engine.has_work() {
             engine.step().unwrap();
         }
-        said.add(engine.take_outputs());
+        outputs.add(engine.take_outputs());
     }
     let right = continuation(&config.model, &prompt(1, 40), 4);
-    assert_eq!(said.of("a"), right);
-    assert_ne!(said.of("b"), right);
+    assert_eq!(outputs.of("a"), right);
+    assert_ne!(outputs.of("b"), right);
 }
 
 #[test]
-fn a_withdrawn_offer_is_computed_again_by_the_consumer() {
+fn the_consumer_computes_a_request_whose_offer_was_withdrawn() {
     let config = config(&windowed(), 8, 64);
     let mut pair = Pair::new(LoadMode::Async { steps: 2 }, Faults::none(1), &config, &config);
     pair.hold_decodes = true;
@@ -313,20 +313,20 @@ fn a_withdrawn_offer_is_computed_again_by_the_consumer() {
     for _ in 0..5 {
         pair.tick();
     }
-    pair.teleport.withdraw();
+    pair.in_process.withdraw();
     pair.hold_decodes = false;
     pair.run();
     pair.assert_right("a");
-    assert_eq!(pair.teleport.loads(), (0, 0));
+    assert_eq!(pair.in_process.loads(), (0, 0));
     pair.assert_empty();
 }
 
 #[test]
-fn a_teleport_knows_its_engines_apart() {
-    let teleport = Teleport::new(LoadMode::Sync, Faults::none(1));
+fn an_in_process_connector_distinguishes_its_engines() {
+    let in_process = InProcess::new(LoadMode::Sync, Faults::none(1));
     let config = config(&dense(), 8, 64);
-    let mut a = Pair::of(&teleport, &config, &config);
-    let mut b = Pair::of(&teleport, &config, &config);
+    let mut a = Pair::of(&in_process, &config, &config);
+    let mut b = Pair::of(&in_process, &config, &config);
     a.hand_off("x", prompt(1, 20), 4);
     b.hand_off("x", prompt(2, 20), 4);
     for _ in 0..50 {

@@ -1,7 +1,7 @@
-//! What these tests share: running an engine, or a pair of them, until it has nothing to do.
+//! Runs an engine, or a pair of them, until there is no work.
 
-pub(crate) use crate::basics::{Dice, Said, config, dense, hybrid, models, prompt, windowed};
-use kvferry_refengine::teleport::{Faults, LoadMode, Teleport, produce};
+pub(crate) use crate::basics::{Outputs, Random, config, dense, hybrid, models, prompt, windowed};
+use kvferry_refengine::in_process::{Faults, InProcess, LoadMode, produce};
 use kvferry_refengine::{
     Connector, Engine, EngineConfig, FinishReason, Request, RequestId, continuation,
 };
@@ -11,29 +11,28 @@ pub(crate) fn engine(config: EngineConfig) -> Engine {
     Engine::new(config, Connector::None).unwrap()
 }
 
-/// Steps until there is nothing to do.
-pub(crate) fn run(engine: &mut Engine) -> Said {
-    let mut said = Said::default();
+/// Steps until there is no work.
+pub(crate) fn run(engine: &mut Engine) -> Outputs {
+    let mut outputs = Outputs::default();
     for _ in 0..100_000 {
         if !engine.has_work() {
-            return said;
+            return outputs;
         }
         engine.step().unwrap();
-        said.add(engine.take_outputs());
+        outputs.add(engine.take_outputs());
     }
     panic!("{engine:?} goes on for ever");
 }
 
-/// Submits the requests, runs them, and asserts that each says what it should, and that nothing
-/// is left.
+/// Submits the requests and runs them. Asserts that their tokens are right and that nothing is left.
 pub(crate) fn assert_right(mut engine: Engine, requests: &[Request]) -> Engine {
     for request in requests {
         engine.submit(request.clone()).unwrap();
     }
-    let said = run(&mut engine);
+    let outputs = run(&mut engine);
     for request in requests {
         let right = continuation(&engine.config().model, &request.prompt, request.max_tokens);
-        assert_eq!(said.of(request.id.as_str()), right, "{}", request.id);
+        assert_eq!(outputs.of(request.id.as_str()), right, "{}", request.id);
     }
     engine.check_empty().unwrap();
     engine
@@ -45,18 +44,18 @@ pub(crate) fn requests(count: u64, prompt_len: usize, max_tokens: usize) -> Vec<
         .collect()
 }
 
-/// A prefill and a decode engine, and what a router does between them.
+/// A prefill and a decode engine, and a router between them.
 pub(crate) struct Pair {
     pub(crate) prefill: Engine,
     pub(crate) decode: Engine,
-    pub(crate) teleport: Teleport,
-    pub(crate) prefilled: Said,
-    pub(crate) said: Said,
-    /// What is to be asked of the decode engine once the prefill engine has answered.
+    pub(crate) in_process: InProcess,
+    pub(crate) prefilled: Outputs,
+    pub(crate) outputs: Outputs,
+    /// The request for the decode engine once the prefill engine has answered.
     wanted: BTreeMap<RequestId, (Vec<u32>, usize)>,
     /// Requests for the decode engine.
     pub(crate) decodes: Vec<Request>,
-    /// Whether they are kept instead of submitted.
+    /// Keep decode requests instead of submitting them.
     pub(crate) hold_decodes: bool,
     pub(crate) prefill_stop: Option<u32>,
     /// Tokens that the decode engine has computed.
@@ -70,19 +69,23 @@ impl Pair {
         prefill: &EngineConfig,
         decode: &EngineConfig,
     ) -> Self {
-        Self::of(&Teleport::new(mode, faults), prefill, decode)
+        Self::of(&InProcess::new(mode, faults), prefill, decode)
     }
 
-    pub(crate) fn of(teleport: &Teleport, prefill: &EngineConfig, decode: &EngineConfig) -> Self {
+    pub(crate) fn of(
+        in_process: &InProcess,
+        prefill: &EngineConfig,
+        decode: &EngineConfig,
+    ) -> Self {
         let engine = |config: &EngineConfig| {
-            Engine::new(config.clone(), Connector::Vllm(teleport.vllm(config))).unwrap()
+            Engine::new(config.clone(), Connector::Vllm(in_process.vllm(config))).unwrap()
         };
         Self {
             prefill: engine(prefill),
             decode: engine(decode),
-            teleport: teleport.clone(),
-            prefilled: Said::default(),
-            said: Said::default(),
+            in_process: in_process.clone(),
+            prefilled: Outputs::default(),
+            outputs: Outputs::default(),
             wanted: BTreeMap::new(),
             decodes: vec![],
             hold_decodes: false,
@@ -99,7 +102,7 @@ impl Pair {
         self.wanted.insert(there, (prompt, max_tokens));
     }
 
-    /// One step of each engine that has something to do; whether there was one.
+    /// Steps each engine that has work. False if neither has.
     pub(crate) fn tick(&mut self) -> bool {
         let mut worked = false;
         if self.prefill.has_work() {
@@ -127,7 +130,7 @@ impl Pair {
             self.decoded += self.decode.step().unwrap().tokens;
             worked = true;
         }
-        self.said.add(self.decode.take_outputs());
+        self.outputs.add(self.decode.take_outputs());
         worked
     }
 
@@ -141,20 +144,20 @@ impl Pair {
     }
 
     pub(crate) fn decoded_of(&self, id: &str) -> Option<FinishReason> {
-        self.said.finished.get(&RequestId::from(id)).map(|finished| finished.reason)
+        self.outputs.finished.get(&RequestId::from(id)).map(|finished| finished.reason)
     }
 
     pub(crate) fn assert_right(&self, id: &str) {
         let (prompt, max_tokens) = &self.wanted[&RequestId::from(format!("{id}-prefill"))];
         let right = continuation(&self.decode.config().model, prompt, *max_tokens);
-        assert_eq!(self.said.of(id), right, "{id}");
+        assert_eq!(self.outputs.of(id), right, "{id}");
         assert_eq!(self.decoded_of(id), Some(FinishReason::Length), "{id}");
     }
 
     pub(crate) fn assert_empty(&self) {
         self.prefill.check_empty().unwrap();
         self.decode.check_empty().unwrap();
-        assert_eq!(self.teleport.offers(), 0);
+        assert_eq!(self.in_process.offers(), 0);
     }
 
     pub(crate) fn into_decode(self) -> Engine {

@@ -1,6 +1,6 @@
-//! Layouts in the words of those who move blocks: plans over them move what rows say.
+//! Layouts as connectors describe them: plans over them move the rows' bytes.
 
-use crate::kit::Dice;
+use crate::kit::Random;
 use kvferry_proto::RegionId;
 use kvferry_proto::layout::{Layout, NO_BLOCK};
 use kvferry_proto::plan::{Ask, Blocks, Map, Routing, Topology};
@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// Blocks of each group.
 const BLOCKS: usize = 80;
 
-/// One engine: its ranks' caches, and a request's blocks.
+/// The caches of an engine's ranks, and the blocks of a request.
 struct Side {
     config: EngineConfig,
     ranks: Vec<KvCaches>,
@@ -23,49 +23,49 @@ struct Side {
     tables: Vec<Vec<BlockId>>,
 }
 
-fn random_model(dice: &mut Dice) -> ModelSpec {
-    let groups = (0..1 + dice.roll(3)).map(|_| {
-        let heads = dice.pick(&[1, 2, 4, 8]);
-        match dice.roll(6) {
-            0 => GroupSpec::full(heads, 1 + dice.roll(5)),
-            1 => GroupSpec::full(heads, 3).with_scales(1 + dice.roll(3)),
-            2 => GroupSpec::apart(heads, 1 + dice.roll(5)),
-            3 => GroupSpec::window(heads, 2, 1 + dice.roll(40)),
-            4 => GroupSpec::mla(1 + dice.roll(20)),
-            _ => GroupSpec::state(heads, 1 + dice.roll(7), 1 + dice.roll(30)),
+fn random_model(random: &mut Random) -> ModelSpec {
+    let groups = (0..1 + random.below(3)).map(|_| {
+        let heads = random.pick(&[1, 2, 4, 8]);
+        match random.below(6) {
+            0 => GroupSpec::full(heads, 1 + random.below(5)),
+            1 => GroupSpec::full(heads, 3).with_scales(1 + random.below(3)),
+            2 => GroupSpec::apart(heads, 1 + random.below(5)),
+            3 => GroupSpec::window(heads, 2, 1 + random.below(40)),
+            4 => GroupSpec::mla(1 + random.below(20)),
+            _ => GroupSpec::state(heads, 1 + random.below(7), 1 + random.below(30)),
         }
     });
     let groups: Vec<_> = groups.collect();
-    let layers = groups.len() + dice.roll(5);
+    let layers = groups.len() + random.below(5);
     ModelSpec::new(groups, layers)
 }
 
-fn random_config(dice: &mut Dice, model: &ModelSpec) -> EngineConfig {
+fn random_config(random: &mut Random, model: &ModelSpec) -> EngineConfig {
     let mut config = EngineConfig::new(model.clone());
-    config.tp = dice.pick(&[1, 2, 4]);
-    config.pp = 1 + dice.roll(model.layers.len().min(3));
-    config.layout = dice.pick(&Packing::ALL);
-    config.storage = dice.pick(&[Storage::Separate, Storage::Shared]);
+    config.tp = random.pick(&[1, 2, 4]);
+    config.pp = 1 + random.below(model.layers.len().min(3));
+    config.layout = random.pick(&Packing::ALL);
+    config.storage = random.pick(&[Storage::Separate, Storage::Shared]);
     if config.layout == Packing::Lhbnc {
         config.storage = Storage::Separate;
     }
     for (group, cache) in model.groups.iter().zip(&mut config.groups) {
-        *cache = GroupCache::new(dice.pick(&[4, 8, 16]), BLOCKS);
+        *cache = GroupCache::new(random.pick(&[4, 8, 16]), BLOCKS);
         if group.attention != Attention::State && config.storage == Storage::Separate {
-            cache.kernel_split = dice.pick(&[1, 1, 2, 4]);
+            cache.kernel_split = random.pick(&[1, 1, 2, 4]);
         }
     }
     config
 }
 
 impl Side {
-    fn new(dice: &mut Dice, model: &ModelSpec, tokens: usize) -> Self {
-        let config = random_config(dice, model);
+    fn new(random: &mut Random, model: &ModelSpec, tokens: usize) -> Self {
+        let config = random_config(random, model);
         let ranks = config.ranks().into_iter().map(|rank| {
             let layout = RankLayout::new(&config, rank);
             let storages = layout.storages.iter().map(|len| {
                 let memory = HeapMemory::new(*len);
-                let noise: Vec<u8> = (0..*len).map(|_| dice.roll(256) as u8).collect();
+                let noise: Vec<u8> = (0..*len).map(|_| random.below(256) as u8).collect();
                 memory.write(0, &noise);
                 Arc::new(memory) as Arc<dyn KvMemory>
             });
@@ -78,7 +78,7 @@ impl Side {
             caches.layout.layout(&regions).unwrap()
         });
         let layouts = layouts.collect();
-        // Of shared storages no block belongs to two groups.
+        // In shared storages no block belongs to two groups.
         let mut free: Vec<u32> = (1..BLOCKS as u32).collect();
         let tables = model.groups.iter().zip(&config.groups).map(|(group, cache)| {
             if config.storage == Storage::Separate {
@@ -97,7 +97,7 @@ impl Side {
                     if at < first {
                         return BlockId::NULL;
                     }
-                    let next = if dice.percent(50) { 0 } else { dice.roll(free.len()) };
+                    let next = if random.percent(50) { 0 } else { random.below(free.len()) };
                     BlockId(free.remove(next))
                 })
                 .collect()
@@ -110,13 +110,13 @@ impl Side {
         Topology::new(&self.layouts).unwrap()
     }
 
-    /// The tables as the orders of a connector have them.
+    /// The tables as in a connector's metadata.
     fn ids(&self) -> Vec<Vec<u32>> {
         let id = |block: &BlockId| if block.is_null() { NO_BLOCK } else { block.0 };
         self.tables.iter().map(|table| table.iter().map(id).collect()).collect()
     }
 
-    /// The block of a token and its place there; of a state that of the last token.
+    /// The block of a token and the place in it; for a state, those of the last token.
     fn place(&self, group: usize, token: usize) -> Option<(BlockId, usize)> {
         let block_tokens = self.config.groups[group].block_tokens;
         let block = self.tables[group][token / block_tokens];
@@ -124,7 +124,7 @@ impl Side {
         (!block.is_null()).then_some((block, if state { 0 } else { token % block_tokens }))
     }
 
-    /// A row of the model, from whichever rank has it.
+    /// A row of the model, from any rank that has it.
     fn row(&self, layer: usize, plane: usize, head: usize, token: usize) -> Option<Vec<u8>> {
         self.ranks.iter().find_map(|caches| {
             let view = caches.layout.layers.iter().find(|it| it.index == layer)?;
@@ -135,7 +135,7 @@ impl Side {
         })
     }
 
-    /// Has every rank that holds a head hold the same of it.
+    /// Copies each head to all ranks that have it.
     fn agree(&self, tokens: usize) {
         for caches in &self.ranks {
             for view in &caches.layout.layers {
@@ -188,13 +188,13 @@ fn twin(caches: &KvCaches) -> KvCaches {
     KvCaches { storages: storages.collect(), layout: caches.layout.clone() }
 }
 
-/// Returns how many copies there were.
+/// Returns the number of copies.
 fn check(seed: u64) -> usize {
-    let mut dice = Dice::new(seed);
-    let model = random_model(&mut dice);
-    let end = 1 + dice.roll(60);
-    let start = dice.roll(end);
-    let (from, to) = (Side::new(&mut dice, &model, end), Side::new(&mut dice, &model, end));
+    let mut random = Random::new(seed);
+    let model = random_model(&mut random);
+    let end = 1 + random.below(60);
+    let start = random.below(end);
+    let (from, to) = (Side::new(&mut random, &model, end), Side::new(&mut random, &model, end));
     from.agree(end);
     let right: Vec<_> = to.ranks.iter().map(twin).collect();
     for caches in &right {
@@ -212,14 +212,14 @@ fn check(seed: u64) -> usize {
     let (producer, consumer) = (from.ids(), to.ids());
     let producer: Vec<_> = producer.iter().map(|ids| Blocks::from_start(ids)).collect();
     let consumer: Vec<_> = consumer.iter().map(|ids| Blocks::from_start(ids)).collect();
-    let cut = start + dice.roll(end - start + 1);
+    let cut = start + random.below(end - start + 1);
     let mut copies = 0;
     for (at, caches) in to.ranks.iter().enumerate() {
         for &source in routing.sources_of(at) {
             let share = routing.share(source, at);
             let map = Map::new(&from.layouts[source], &to.layouts[at], &share).unwrap();
             let map = Arc::new(map);
-            let layers = dice.roll(map.layers() + 1);
+            let layers = random.below(map.layers() + 1);
             for part in [start..cut, cut..end] {
                 let tokens = start as u64..end as u64;
                 let mut ask = Ask::whole(tokens, &producer, &consumer);
@@ -240,7 +240,7 @@ fn check(seed: u64) -> usize {
         }
     }
     for (rank, (caches, right)) in to.ranks.iter().zip(&right).enumerate() {
-        // Behind the last token anything may have come along.
+        // Bytes after the last token may have been copied as well.
         for view in &caches.layout.layers {
             let group = &caches.layout.groups[view.group];
             if group.attention == Attention::State {
@@ -256,13 +256,13 @@ fn check(seed: u64) -> usize {
                 }
             }
         }
-        assert!(bytes(caches) == bytes(right), "seed {seed}: rank {rank} is not as it should be");
+        assert!(bytes(caches) == bytes(right), "seed {seed}: rank {rank} has wrong bytes");
     }
     copies
 }
 
 #[test]
-fn a_plan_over_two_engines_layouts_moves_what_a_copy_of_each_row_does() {
+fn a_plan_between_two_layouts_moves_the_same_bytes_as_row_by_row_copies() {
     let copies: usize = (0..400).map(check).sum();
     assert!(copies > 10_000, "{copies}");
 }
@@ -277,7 +277,7 @@ proptest! {
 }
 
 #[test]
-fn regions_that_are_not_those_of_the_storages_make_no_layout() {
+fn a_layout_needs_the_regions_of_its_storages() {
     let config = EngineConfig::new(ModelSpec::new(vec![GroupSpec::full(2, 8)], 2));
     let layout = RankLayout::new(&config, config.ranks()[0]);
     let len = layout.storages[0] as u64;

@@ -1,5 +1,4 @@
-//! The engine, held against what its model says without one, and its seams against what they
-//! promise.
+//! The engine compared with its model's output, and its seams with their contracts.
 #![allow(clippy::unwrap_used, reason = "helpers of tests, in which a panic is a finding")]
 
 #[path = "../basics/mod.rs"]

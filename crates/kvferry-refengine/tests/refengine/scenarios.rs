@@ -1,40 +1,40 @@
-//! Requests, preemptions, aborts and failures as chance has it; and how long that takes.
+//! Random requests, preemptions, aborts and failures, and how long they take.
 
-use crate::kit::{Dice, Pair, config, dense, hybrid, models, prompt, windowed};
-use kvferry_refengine::teleport::{FailureKey, Faults, LoadMode};
+use crate::kit::{Pair, Random, config, dense, hybrid, models, prompt, windowed};
+use kvferry_refengine::in_process::{FailureKey, Faults, LoadMode};
 use kvferry_refengine::{
     EngineConfig, FinishReason, Launch, LoadFailurePolicy, Packing, RequestId,
 };
 use std::time::Instant;
 
-fn random_config(dice: &mut Dice, base: &EngineConfig) -> EngineConfig {
+fn random_config(random: &mut Random, base: &EngineConfig) -> EngineConfig {
     let mut config = base.clone();
-    config.layout = dice.pick(&Packing::ALL);
-    config.chunk_tokens = 1 + dice.roll(40);
-    config.step_tokens = 8 + dice.roll(60);
-    config.max_running = 1 + dice.roll(8);
-    config.prefix_caching = dice.percent(70);
-    config.launch = dice.pick(&[Launch::Eager, Launch::Deferred]);
+    config.layout = random.pick(&Packing::ALL);
+    config.chunk_tokens = 1 + random.below(40);
+    config.step_tokens = 8 + random.below(60);
+    config.max_running = 1 + random.below(8);
+    config.prefix_caching = random.percent(70);
+    config.launch = random.pick(&[Launch::Eager, Launch::Deferred]);
     config
 }
 
-/// Hundreds of requests of one seed: half of them share a beginning, some are aborted, some loads
-/// fail, blocks are few.
+/// Hundreds of requests of one seed. Half of them share a prefix, some are aborted, some loads fail,
+/// and blocks are scarce.
 fn scenario(seed: u64, requests: usize) -> (u64, u64, usize) {
-    let mut dice = Dice::new(seed);
-    let model = dice.pick(&models());
-    let mut base = config(&model, dice.pick(&[4, 8]), 40);
-    base.tp = dice.pick(&[1, 2]);
-    base.load_failure = dice.pick(&[LoadFailurePolicy::Fail, LoadFailurePolicy::Recompute]);
-    let (prefill, decode) = (random_config(&mut dice, &base), random_config(&mut dice, &base));
+    let mut random = Random::new(seed);
+    let model = random.pick(&models());
+    let mut base = config(&model, random.pick(&[4, 8]), 40);
+    base.tp = random.pick(&[1, 2]);
+    base.load_failure = random.pick(&[LoadFailurePolicy::Fail, LoadFailurePolicy::Recompute]);
+    let (prefill, decode) = (random_config(&mut random, &base), random_config(&mut random, &base));
     let key = if model.groups.len() == 1 {
-        dice.pick(&[FailureKey::Request, FailureKey::Block])
+        random.pick(&[FailureKey::Request, FailureKey::Block])
     } else {
         FailureKey::Request
     };
-    let steps = 1 + dice.roll(6) as u64;
+    let steps = 1 + random.below(6) as u64;
     let mode = match model.groups.len() {
-        1 => dice.pick(&[LoadMode::Sync, LoadMode::Async { steps }]),
+        1 => random.pick(&[LoadMode::Sync, LoadMode::Async { steps }]),
         _ => LoadMode::Async { steps },
     };
     let percent = if mode == LoadMode::Sync && key == FailureKey::Request { 0 } else { 15 };
@@ -42,14 +42,14 @@ fn scenario(seed: u64, requests: usize) -> (u64, u64, usize) {
 
     let (mut submitted, mut aborted) = (0, vec![]);
     while submitted < requests {
-        for _ in 0..dice.roll(4) {
-            let mut tokens = if dice.percent(50) { prompt(seed, 24) } else { vec![] };
-            tokens.extend(prompt(seed << 32 | submitted as u64, 1 + dice.roll(40)));
-            pair.hand_off(&format!("r{submitted}"), tokens, 1 + dice.roll(20));
+        for _ in 0..random.below(4) {
+            let mut tokens = if random.percent(50) { prompt(seed, 24) } else { vec![] };
+            tokens.extend(prompt(seed << 32 | submitted as u64, 1 + random.below(40)));
+            pair.hand_off(&format!("r{submitted}"), tokens, 1 + random.below(20));
             submitted += 1;
         }
-        if submitted > 0 && dice.percent(20) {
-            let victim = format!("r{}", submitted - 1 - dice.roll(submitted.min(12)));
+        if submitted > 0 && random.percent(20) {
+            let victim = format!("r{}", submitted - 1 - random.below(submitted.min(12)));
             if pair.prefill.abort(&RequestId::from(format!("{victim}-prefill"))) {
                 aborted.push(victim.clone());
             }
@@ -67,12 +67,12 @@ fn scenario(seed: u64, requests: usize) -> (u64, u64, usize) {
             Some(FinishReason::Length) => pair.assert_right(&id),
             Some(FinishReason::Error) => errors += 1,
             Some(FinishReason::Abort) | None => assert!(aborted.contains(&id), "{id} is lost"),
-            Some(FinishReason::Stop) => panic!("nobody said where to stop"),
+            Some(FinishReason::Stop) => panic!("no model outputs a stop token"),
         }
     }
     pair.assert_empty();
     assert!(pair.prefill.violations().is_empty() && pair.decode.violations().is_empty());
-    let (_, failures) = pair.teleport.loads();
+    let (_, failures) = pair.in_process.loads();
     if base.load_failure == LoadFailurePolicy::Recompute {
         assert_eq!(errors, 0);
     }
@@ -80,7 +80,7 @@ fn scenario(seed: u64, requests: usize) -> (u64, u64, usize) {
 }
 
 #[test]
-fn whatever_chance_does_tokens_are_right_and_nothing_is_left() {
+fn random_scenarios_produce_right_tokens_and_leave_nothing() {
     let (mut preemptions, mut failures, mut aborted) = (0, 0, 0);
     for seed in 0..40 {
         let of = scenario(seed, 100);
@@ -93,18 +93,19 @@ fn whatever_chance_does_tokens_are_right_and_nothing_is_left() {
 }
 
 #[test]
+#[ignore = "slow: make test-slow"]
 fn a_thousand_small_scenarios_take_seconds() {
     for (what, model) in [("dense", dense()), ("windowed", windowed()), ("hybrid", hybrid())] {
         let began = Instant::now();
         let mut steps_tokens = 0;
         for seed in 0..334 {
-            let mut dice = Dice::new(seed);
+            let mut random = Random::new(seed);
             let mut config = config(&model, 16, 32);
-            config.tp = dice.pick(&[1, 2]);
+            config.tp = random.pick(&[1, 2]);
             let mode = LoadMode::Async { steps: 3 };
             let mut pair = Pair::new(mode, Faults::none(seed), &config, &config);
             for n in 0..3 {
-                let len = 40 + dice.roll(160);
+                let len = 40 + random.below(160);
                 pair.hand_off(&format!("r{n}"), prompt(seed * 3 + n, len), 16);
                 steps_tokens += len + 16;
             }
@@ -120,7 +121,7 @@ fn a_thousand_small_scenarios_take_seconds() {
 }
 
 #[test]
-fn what_a_byte_of_attention_costs() {
+fn print_the_cost_of_a_byte_of_attention() {
     for (layout, threads) in [(Packing::Lbhnc, false), (Packing::Bhlnc, false)] {
         let model =
             kvferry_refengine::ModelSpec::new(vec![kvferry_refengine::GroupSpec::full(8, 64)], 4);

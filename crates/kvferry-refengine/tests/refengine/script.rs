@@ -1,4 +1,4 @@
-//! Connectors that do as they are told, and write down what they are asked.
+//! Connectors with scripted answers that record their calls.
 
 use kvferry_refengine::contract::vllm::{
     Connector, ConnectorMeta, ConnectorOutput, Match, SchedulerConnector, SchedulerOutput,
@@ -11,7 +11,7 @@ use kvferry_refengine::{
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What a connector is to do, and has been asked.
+/// The script and the record of a connector.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Script(Arc<Mutex<State>>);
 
@@ -19,16 +19,16 @@ pub(crate) struct Script(Arc<Mutex<State>>);
 pub(crate) struct State {
     pub(crate) answer: Match,
     pub(crate) prompt_cut: Option<usize>,
-    /// What `request_finished` says.
+    /// The answer of `request_finished`.
     pub(crate) holds: bool,
     pub(crate) params: Option<Params>,
     pub(crate) finished_count: Option<usize>,
     pub(crate) pending: bool,
-    /// By rank: what is reported after the next step.
+    /// The report of each rank after the next step.
     pub(crate) results: BTreeMap<usize, TransferResults>,
     pub(crate) invalid: BTreeMap<usize, Vec<BlockId>>,
     pub(crate) worker_meta: Option<Vec<u8>>,
-    /// By rank: what TensorRT-LLM's `get_finished` returns next.
+    /// The next result of TensorRT-LLM's `get_finished` on each rank.
     pub(crate) trt_finished: BTreeMap<usize, (Vec<u64>, Vec<u64>)>,
     pub(crate) trt_states: Vec<trt::RequestState>,
     pub(crate) log: Vec<String>,
@@ -111,7 +111,7 @@ impl Script {
     }
 }
 
-/// The scheduler half, or that of a rank.
+/// The scheduler half, or the worker half of a rank.
 struct Half(Script, usize);
 
 impl Half {

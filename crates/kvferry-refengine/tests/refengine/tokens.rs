@@ -1,4 +1,4 @@
-//! An engine says what its model says, however it is set up.
+//! An engine produces its model's tokens with any settings.
 
 use crate::kit::{assert_right, config, engine, hybrid, models, prompt, requests, run, windowed};
 use kvferry_refengine::{
@@ -48,7 +48,7 @@ fn tokens_are_the_same_with_any_chunks_and_blocks() {
 }
 
 #[test]
-fn tokens_are_the_same_with_blocks_of_each_groups_own_and_split_by_the_kernel() {
+fn tokens_are_the_same_with_block_sizes_per_group_and_kernel_blocks() {
     let mut config = config(&hybrid(), 8, 64);
     config.groups[0] = GroupCache { block_tokens: 12, kernel_split: 3, blocks: 40 };
     config.groups[1] = GroupCache { block_tokens: 4, kernel_split: 2, blocks: 60 };
@@ -62,7 +62,7 @@ fn tokens_are_the_same_with_blocks_of_each_groups_own_and_split_by_the_kernel() 
 }
 
 #[test]
-fn a_prefix_that_is_cached_is_not_computed_again() {
+fn a_cached_prefix_is_not_computed_again() {
     for model in models() {
         let mut engine = engine(config(&model, 8, 64));
         let long = prompt(1, 61);
@@ -70,12 +70,12 @@ fn a_prefix_that_is_cached_is_not_computed_again() {
             engine.submit(Request::new(format!("r{n}"), long[..len].to_vec(), 4)).unwrap();
             let first = engine.step().unwrap().tokens;
             let cached = if n == 0 { 0 } else { (len - 1) / 8 * 8 };
-            // A window or state is only there where its last blocks are.
+            // A window or state is cached only if its last blocks are.
             let hybrid = model.groups.len() > 1;
             assert!(first == len - cached || hybrid && first <= len, "{first} of {len} tokens");
-            assert!(n != 1 || first < len, "the second time, something is there");
-            let said = run(&mut engine);
-            assert_eq!(said.of(&format!("r{n}")), continuation(&model, &long[..len], 4));
+            assert!(n != 1 || first < len, "the second time, some tokens are cached");
+            let outputs = run(&mut engine);
+            assert_eq!(outputs.of(&format!("r{n}")), continuation(&model, &long[..len], 4));
         }
         engine.check_empty().unwrap();
         assert!(engine.reset_prefix_cache());
@@ -85,7 +85,7 @@ fn a_prefix_that_is_cached_is_not_computed_again() {
 }
 
 #[test]
-fn requests_that_share_a_prefix_at_the_same_time_disturb_none_of_it() {
+fn concurrent_requests_can_share_a_prefix() {
     for model in models() {
         let shared = prompt(9, 48);
         let requests: Vec<_> = (0..6)
@@ -103,7 +103,7 @@ fn requests_that_share_a_prefix_at_the_same_time_disturb_none_of_it() {
 }
 
 #[test]
-fn requests_that_lost_their_blocks_say_the_same() {
+fn preempted_requests_produce_the_same_tokens() {
     for model in models() {
         for prefix_caching in [true, false] {
             let mut config = config(&model, 4, 26);
@@ -135,7 +135,7 @@ fn a_request_that_only_just_fits_is_served() {
 }
 
 #[test]
-fn a_request_that_could_never_be_served_is_not_taken() {
+fn a_request_that_could_never_be_served_is_refused() {
     let mut config = config(&windowed(), 4, 13);
     config.max_tokens = 60;
     let mut engine = engine(config);
@@ -155,18 +155,18 @@ fn a_request_that_could_never_be_served_is_not_taken() {
 #[test]
 fn a_request_ends_at_its_stop_token() {
     let model = windowed();
-    let said = continuation(&model, &prompt(1, 9), 8);
+    let outputs = continuation(&model, &prompt(1, 9), 8);
     let mut request = Request::new("a", prompt(1, 9), 8);
-    request.stop_token = Some(said[4]);
+    request.stop_token = Some(outputs[4]);
     let mut engine = engine(config(&model, 4, 20));
     engine.submit(request).unwrap();
-    let said_here = run(&mut engine);
-    assert_eq!(said_here.of("a"), &said[..5]);
-    assert_eq!(said_here.finished[&RequestId::from("a")].reason, FinishReason::Stop);
+    let stopped = run(&mut engine);
+    assert_eq!(stopped.of("a"), &outputs[..5]);
+    assert_eq!(stopped.finished[&RequestId::from("a")].reason, FinishReason::Stop);
 }
 
 #[test]
-fn a_request_can_be_aborted_wherever_it_is() {
+fn a_request_can_be_aborted_in_any_state() {
     for model in models() {
         for steps in 0..12 {
             let mut config = config(&model, 4, 26);
@@ -190,7 +190,7 @@ fn a_request_can_be_aborted_wherever_it_is() {
 }
 
 #[test]
-fn numbers_that_do_not_fit_are_refused() {
+fn contradictory_settings_are_refused() {
     let refused = |change: &dyn Fn(&mut kvferry_refengine::EngineConfig)| {
         let mut config = config(&hybrid(), 8, 64);
         change(&mut config);
@@ -243,7 +243,7 @@ proptest! {
         (config.chunk_tokens, config.step_tokens) = (chunk, step);
         (config.prefix_caching, config.threads, config.max_running) = (caching, threads, max_running);
         for (group, tokens) in config.groups.iter_mut().zip(blocks) {
-            // Enough for one of the requests, whatever its block size.
+            // Enough for one of the requests at any block size.
             *group = GroupCache::new(tokens, 120usize.div_ceil(tokens) + 6);
         }
         let requests: Vec<_> = lens

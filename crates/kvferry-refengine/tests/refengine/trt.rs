@@ -1,10 +1,10 @@
 //! TensorRT-LLM's seam.
 
-use crate::kit::{Dice, Said, config, dense, hybrid, prompt, run, windowed};
+use crate::kit::{Outputs, Random, config, dense, hybrid, prompt, run, windowed};
 use crate::script::Script;
 use kvferry_refengine::contract::trt::RequestState;
 use kvferry_refengine::contract::{Channel, Violation};
-use kvferry_refengine::teleport::{FailureKey, Faults, LoadMode, Teleport};
+use kvferry_refengine::in_process::{FailureKey, Faults, InProcess, LoadMode};
 use kvferry_refengine::{
     ConfigError, Connector, Engine, EngineConfig, EngineError, FinishReason, Rank, Request,
     RequestId, RequestStatus, continuation,
@@ -55,18 +55,18 @@ fn calls_come_in_tensorrt_llm_s_order() {
 }
 
 #[test]
-fn a_match_is_asked_for_once_however_long_a_request_waits() {
+fn a_match_is_asked_for_once_even_if_the_request_waits() {
     let mut config = tp(1);
     config.groups[0].blocks = 7;
     let (mut engine, script) = scripted(&config);
     for n in 0..3 {
         engine.submit(Request::new(format!("r{n}"), prompt(n, 20), 20)).unwrap();
     }
-    let said = run(&mut engine);
+    let outputs = run(&mut engine);
     for n in 0..3 {
-        assert_eq!(said.of(&format!("r{n}")), continuation(&dense(), &prompt(n, 20), 20));
+        assert_eq!(outputs.of(&format!("r{n}")), continuation(&dense(), &prompt(n, 20), 20));
     }
-    // Nobody was evicted, though the three never fit together.
+    // No request was evicted, although the three never fit together.
     assert_eq!(engine.preemptions(), 0);
     let log = script.take_log();
     for call in ["get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"] {
@@ -75,7 +75,7 @@ fn a_match_is_asked_for_once_however_long_a_request_waits() {
 }
 
 #[test]
-fn metadata_carries_what_is_new_since_the_last_time() {
+fn metadata_carries_only_what_is_new() {
     let mut config = config(&windowed(), 8, 32);
     config.chunk_tokens = 16;
     let (mut engine, script) = scripted(&config);
@@ -93,13 +93,13 @@ fn metadata_carries_what_is_new_since_the_last_time() {
     let third = &state.trt_plans[2].cached_requests[0];
     assert_eq!((third.computed_position, third.new_tokens.len()), (30, 1));
     assert!(state.trt_plans[2].new_requests.is_empty());
-    // What the window has left behind is -1, in place.
+    // Pages that left the window become -1.
     let end = state.log.iter().find(|it| it.contains("request_finished")).unwrap();
     assert_eq!(*end, "s request_finished 1 [1, 2, 3, 4, 5, 6]");
 }
 
 #[test]
-fn a_window_s_pages_that_are_gone_are_minus_one_in_place() {
+fn pages_that_left_a_window_become_minus_one_in_place() {
     let model =
         kvferry_refengine::ModelSpec::new(vec![kvferry_refengine::GroupSpec::window(2, 8, 10)], 2);
     let (mut engine, script) = scripted(&config(&model, 8, 32));
@@ -109,7 +109,7 @@ fn a_window_s_pages_that_are_gone_are_minus_one_in_place() {
 }
 
 #[test]
-fn a_load_counts_when_every_rank_has_reported_it_at_whatever_time() {
+fn a_load_counts_when_every_rank_has_reported_it_in_any_step() {
     let (mut engine, script) = scripted(&tp(4));
     script.matches(19, true);
     engine.submit(Request::new("a", prompt(1, 20), 2)).unwrap();
@@ -122,13 +122,13 @@ fn a_load_counts_when_every_rank_has_reported_it_at_whatever_time() {
     }
     script.state().trt_plans.clear();
     assert_eq!(engine.step().unwrap().tokens, 1);
-    // Now it is in the metadata, and not asked for again.
+    // It is in the metadata now, and there is no second match.
     assert_eq!(script.state().trt_plans[0].new_requests[0].computed_position, 0);
     assert!(!script.take_log().iter().any(|it| it.contains("matched")));
 }
 
 #[test]
-fn ids_that_were_not_handed_in_or_come_twice_are_named() {
+fn ids_that_were_not_handed_in_or_are_reported_twice_are_violations() {
     let (mut engine, script) = scripted(&tp(2));
     finished(&script, 1, &[9], &[]);
     let rank = |tp| Rank { pp: 0, tp };
@@ -149,7 +149,7 @@ fn ids_that_were_not_handed_in_or_come_twice_are_named() {
 }
 
 #[test]
-fn a_match_that_tensorrt_llm_would_refuse_counts_as_none() {
+fn a_match_that_tensorrt_llm_would_refuse_counts_as_no_match() {
     for (tokens, load_async) in [(0, true), (20, true), (20, false)] {
         let (mut engine, script) = scripted(&tp(1));
         script.matches(tokens, load_async);
@@ -166,7 +166,7 @@ fn a_match_that_tensorrt_llm_would_refuse_counts_as_none() {
 }
 
 #[test]
-fn what_tensorrt_llm_refuses_is_refused() {
+fn settings_that_tensorrt_llm_refuses_are_refused() {
     let refused = |config: &EngineConfig| {
         let ranks = config.ranks().len();
         Engine::new(config.clone(), Connector::Trt(Script::new().trt(ranks))).unwrap_err()
@@ -183,18 +183,23 @@ fn what_tensorrt_llm_refuses_is_refused() {
 struct Two {
     prefill: Engine,
     decode: Engine,
-    teleport: Teleport,
-    said: Said,
+    in_process: InProcess,
+    outputs: Outputs,
 }
 
 impl Two {
     fn new(config: &EngineConfig, mode: LoadMode, faults: Faults) -> Self {
-        let teleport = Teleport::new(mode, faults);
+        let in_process = InProcess::new(mode, faults);
         let engine = |produces| {
-            let connector = Connector::Trt(teleport.trt(config, produces));
+            let connector = Connector::Trt(in_process.trt(config, produces));
             Engine::new(config.clone(), connector).unwrap()
         };
-        Self { prefill: engine(true), decode: engine(false), teleport, said: Said::default() }
+        Self {
+            prefill: engine(true),
+            decode: engine(false),
+            in_process,
+            outputs: Outputs::default(),
+        }
     }
 
     fn prefill(&mut self, requests: &[Request]) {
@@ -202,12 +207,12 @@ impl Two {
             let request = Request::new(request.id.clone(), request.prompt.clone(), 1);
             self.prefill.submit(request).unwrap();
         }
-        while self.teleport.offers() < requests.len() {
+        while self.in_process.offers() < requests.len() {
             self.prefill.step().unwrap();
         }
     }
 
-    /// One step of each engine that has something to do; whether there was one.
+    /// Steps each engine that has work. False if neither has.
     fn tick(&mut self) -> Result<bool, EngineError> {
         let mut worked = false;
         for engine in [&mut self.prefill, &mut self.decode] {
@@ -216,7 +221,7 @@ impl Two {
                 worked = true;
             }
         }
-        self.said.add(self.decode.take_outputs());
+        self.outputs.add(self.decode.take_outputs());
         Ok(worked)
     }
 
@@ -233,7 +238,7 @@ impl Two {
 }
 
 #[test]
-fn what_is_decoded_elsewhere_is_what_one_engine_says() {
+fn a_second_engine_decodes_the_tokens_that_one_engine_would() {
     for model in [dense(), windowed()] {
         for mode in [LoadMode::Sync, LoadMode::Async { steps: 1 }, LoadMode::Async { steps: 5 }] {
             for (tp, threads) in [(1, false), (2, true), (4, false)] {
@@ -248,16 +253,16 @@ fn what_is_decoded_elsewhere_is_what_one_engine_says() {
                 two.run().unwrap();
                 for request in &requests {
                     let right = continuation(&model, &request.prompt, 9);
-                    assert_eq!(two.said.of(request.id.as_str()), right);
+                    assert_eq!(two.outputs.of(request.id.as_str()), right);
                 }
-                assert_eq!(two.teleport.loads(), (4, 0));
+                assert_eq!(two.in_process.loads(), (4, 0));
             }
         }
     }
 }
 
 #[test]
-fn a_request_that_is_aborted_wherever_it_is_gives_everything_back() {
+fn a_request_aborted_in_any_state_gives_everything_back() {
     let mut seen = std::collections::HashSet::new();
     for tick in 0..14 {
         let config = tp(2);
@@ -275,15 +280,15 @@ fn a_request_that_is_aborted_wherever_it_is_gives_everything_back() {
         seen.insert(status);
         let aborted = two.decode.abort(&id);
         assert_eq!(aborted, status.is_some());
-        // While it loads it cannot be cancelled: that is remembered.
+        // It cannot be cancelled while it loads. The abort takes effect afterwards.
         let loading = status == Some(RequestStatus::WaitingForRemoteKvs);
         assert_eq!(two.decode.status(&id).is_some(), loading);
         two.run().unwrap();
         if aborted {
-            assert_eq!(two.said.finished[&id].reason, FinishReason::Abort);
+            assert_eq!(two.outputs.finished[&id].reason, FinishReason::Abort);
         }
-        assert_eq!(two.said.of("r1"), continuation(&dense(), &requests[1].prompt, 6));
-        assert_eq!(two.teleport.offers(), 0);
+        assert_eq!(two.outputs.of("r1"), continuation(&dense(), &requests[1].prompt, 6));
+        assert_eq!(two.in_process.offers(), 0);
     }
     assert!(seen.len() >= 4, "{seen:?}");
 }
@@ -303,57 +308,57 @@ fn a_worker_that_cannot_load_ends_the_engine() {
 }
 
 #[test]
-fn whatever_chance_does_tokens_are_right_and_nothing_is_left() {
+fn random_scenarios_produce_right_tokens_and_leave_nothing() {
     for seed in 0..30 {
-        let mut dice = Dice::new(seed);
-        let model = dice.pick(&[dense(), windowed()]);
-        let mut config = config(&model, dice.pick(&[4, 8]), 40);
-        config.tp = dice.pick(&[1, 2]);
-        (config.chunk_tokens, config.max_running) = (1 + dice.roll(40), 1 + dice.roll(6));
-        let steps = 1 + dice.roll(6) as u64;
-        let mode = dice.pick(&[LoadMode::Sync, LoadMode::Async { steps }]);
+        let mut random = Random::new(seed);
+        let model = random.pick(&[dense(), windowed()]);
+        let mut config = config(&model, random.pick(&[4, 8]), 40);
+        config.tp = random.pick(&[1, 2]);
+        (config.chunk_tokens, config.max_running) = (1 + random.below(40), 1 + random.below(6));
+        let steps = 1 + random.below(6) as u64;
+        let mode = random.pick(&[LoadMode::Sync, LoadMode::Async { steps }]);
         let mut two = Two::new(&config, mode, Faults::none(seed));
         let requests: Vec<_> = (0..40)
             .map(|n| {
-                let mut tokens = if dice.percent(50) { prompt(seed, 12) } else { vec![] };
-                tokens.extend(prompt(seed << 32 | n, 2 + dice.roll(40)));
-                Request::new(format!("r{n}"), tokens, 1 + dice.roll(20))
+                let mut tokens = if random.percent(50) { prompt(seed, 12) } else { vec![] };
+                tokens.extend(prompt(seed << 32 | n, 2 + random.below(40)));
+                Request::new(format!("r{n}"), tokens, 1 + random.below(20))
             })
             .collect();
         let (mut next, mut aborted) = (0, vec![]);
         while next < requests.len() {
-            // Prefilled some steps before it is asked for, or not at all.
+            // Prefilled some steps before the decode request, or not at all.
             let request = &requests[next];
-            if dice.percent(80) {
+            if random.percent(80) {
                 let first = Request::new(request.id.clone(), request.prompt.clone(), 1);
                 two.prefill.submit(first).unwrap();
             }
-            for _ in 0..dice.roll(6) {
+            for _ in 0..random.below(6) {
                 two.tick().unwrap();
             }
             two.decode.submit(request.clone()).unwrap();
             next += 1;
-            let victim = &requests[next - 1 - dice.roll(next.min(5))].id;
-            if dice.percent(20) && two.decode.abort(victim) {
+            let victim = &requests[next - 1 - random.below(next.min(5))].id;
+            if random.percent(20) && two.decode.abort(victim) {
                 aborted.push(victim.clone());
             }
         }
         while two.decode.has_work() {
             two.tick().unwrap();
         }
-        // What was prefilled for a request that came too early is taken by nobody.
+        // The prefill for a request that came too early is never fetched.
         while two.prefill.has_work() {
-            two.teleport.withdraw();
+            two.in_process.withdraw();
             two.tick().unwrap();
         }
         two.run().unwrap();
         for request in &requests {
             if aborted.contains(&request.id) {
-                assert_eq!(two.said.finished[&request.id].reason, FinishReason::Abort);
+                assert_eq!(two.outputs.finished[&request.id].reason, FinishReason::Abort);
                 continue;
             }
             let right = continuation(&model, &request.prompt, request.max_tokens);
-            assert_eq!(two.said.of(request.id.as_str()), right, "{seed}, {}", request.id);
+            assert_eq!(two.outputs.of(request.id.as_str()), right, "{seed}, {}", request.id);
         }
         assert!(two.prefill.violations().is_empty() && two.decode.violations().is_empty());
     }

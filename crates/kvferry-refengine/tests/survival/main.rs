@@ -1,6 +1,6 @@
-//! Engines in processes of their own that are killed, stopped, restarted and cut off at each step of
-//! a handoff: the other side's request ends in time and with the reason, its engine lives on, all
-//! blocks come back, and the next request works.
+//! Engines in their own processes that are killed, stopped, restarted and partitioned at each step of a
+//! handoff. The other side's request ends in time and with the reason, its engine continues, all blocks
+//! are given back, and the next request works.
 
 #[path = "../basics/mod.rs"]
 #[allow(dead_code, reason = "shared with other test binaries")]

@@ -1,9 +1,9 @@
-//! Engines in processes of their own: this program, told by the environment, then line by line.
+//! Engines in their own processes: this program, set up by the environment, driven line by line.
 
 use crate::basics::config;
 use kvferry::{Agent, Checksum, Transports};
 use kvferry_connector::{Announce, Limits};
-use kvferry_refengine::ferry::{Ferry, FerryConfig};
+use kvferry_refengine::kvferry_adapter::{KvferryAdapter, KvferryAdapterConfig};
 use kvferry_refengine::{
     Connector, Engine, EngineConfig, FinishReason, GroupSpec, LoadFailurePolicy, ModelSpec, Params,
     Request, RequestId,
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 const SETUP: &str = "KVFERRY_TEST_ENGINE";
 const EVENT: &str = "EVENT ";
 
-/// How an engine process is set up.
+/// Settings of an engine process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Setup {
     pub(crate) tp: usize,
@@ -27,20 +27,20 @@ pub(crate) struct Setup {
     pub(crate) transports: String,
     pub(crate) silence_ms: u64,
     pub(crate) timeout_ms: u64,
-    /// How long an offer waits for somebody who may have died before he asked.
+    /// How long an offer waits for a consumer that may have died before it asked.
     pub(crate) offer_ttl_ms: u64,
     pub(crate) secret: String,
     pub(crate) checksum: bool,
     pub(crate) recompute: bool,
-    /// Where the agent of each rank listens, and what it says of that.
+    /// Where the agent of each rank listens, and the address that it advertises.
     pub(crate) listen: Vec<String>,
     pub(crate) advertise: Vec<String>,
-    /// Steps only when it is told to.
+    /// Steps only on command.
     pub(crate) manual: bool,
     pub(crate) head_bytes: usize,
 }
 
-/// The silence limit of these tests: a third of that of production, as bounds are tripled.
+/// The silence limit of these tests: a third of the production default, because bounds are tripled.
 pub(crate) const SILENCE: Duration = Duration::from_secs(1);
 
 impl Setup {
@@ -82,7 +82,7 @@ impl Setup {
 
     fn agent(&self, rank: usize) -> Agent {
         let builder = Agent::builder()
-            .transports(Transports::parse(&self.transports).expect("names"))
+            .transports(Transports::parse(&self.transports).expect("transports"))
             .io_threads(1)
             .silence(Duration::from_millis(self.silence_ms))
             .checksum(if self.checksum { Checksum::On } else { Checksum::Off })
@@ -104,7 +104,7 @@ enum Order {
     State,
 }
 
-/// What an engine process says.
+/// A message of an engine process.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Event {
     Ready { addresses: Vec<String>, listening: Vec<String> },
@@ -113,14 +113,14 @@ pub(crate) enum Event {
     State(Status),
 }
 
-/// What an engine process keeps.
+/// What an engine process holds.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Status {
-    /// What is held that should not be: empty if nothing is under way.
+    /// What is still held: empty if nothing is under way.
     pub(crate) leak: String,
     pub(crate) left: Vec<(String, usize)>,
     pub(crate) violations: Vec<String>,
-    /// How fetches ended, by their codes.
+    /// Counts of how fetches ended, by code.
     pub(crate) outcomes: Vec<(String, u64)>,
 }
 
@@ -130,21 +130,22 @@ fn becomes_an_engine() {
     let setup: Setup = serde_json::from_str(&setup).expect("a set-up");
     let agents: Vec<_> = (0..setup.tp).map(|rank| setup.agent(rank)).collect();
     let listening = agents.iter().map(|agent| agent.local_addr().to_string()).collect();
-    let ferry = FerryConfig {
+    let kvferry_adapter = KvferryAdapterConfig {
         timeout: Duration::from_millis(setup.timeout_ms),
         announce: Announce::Layers { pieces: 2 },
         limits: Limits {
             offer_ttl: Duration::from_millis(setup.offer_ttl_ms),
             ..Limits::default()
         },
-        ..FerryConfig::default()
+        ..KvferryAdapterConfig::default()
     };
     let config = setup.engine();
-    let ferry = Ferry::new(&config, agents, ferry);
-    let engine = Engine::new(config, Connector::Vllm(ferry.vllm())).expect("numbers fit");
-    let addresses = (0..setup.tp).map(|rank| ferry.address(rank).to_owned()).collect();
+    let kvferry_adapter = KvferryAdapter::new(&config, agents, kvferry_adapter);
+    let engine =
+        Engine::new(config, Connector::Vllm(kvferry_adapter.vllm())).expect("valid settings");
+    let addresses = (0..setup.tp).map(|rank| kvferry_adapter.address(rank).to_owned()).collect();
     say(&Event::Ready { addresses, listening });
-    let (tell, orders) = mpsc::channel();
+    let (tell, metadata) = mpsc::channel();
     std::thread::spawn(move || {
         for line in std::io::stdin().lines().map_while(Result::ok) {
             let order: Order = serde_json::from_str(&line).expect("an order");
@@ -153,40 +154,40 @@ fn becomes_an_engine() {
             }
         }
     });
-    Process { engine, ferry, manual: setup.manual }.serve(&orders);
+    Process { engine, kvferry_adapter, manual: setup.manual }.serve(&metadata);
 }
 
 fn say(event: &Event) {
     let line = serde_json::to_string(event).expect("plain data");
     let mut out = std::io::stdout().lock();
-    // Whoever is gone does not listen.
+    // The process may be gone.
     drop(writeln!(out, "\n{EVENT}{line}"));
     drop(out.flush());
 }
 
 struct Process {
     engine: Engine,
-    ferry: Ferry,
+    kvferry_adapter: KvferryAdapter,
     manual: bool,
 }
 
 impl Process {
-    fn serve(mut self, orders: &Receiver<Order>) {
+    fn serve(mut self, metadata: &Receiver<Order>) {
         loop {
             let works = !self.manual && self.engine.has_work();
             let order = if works {
-                orders.try_recv().map_err(|e| e == TryRecvError::Disconnected)
+                metadata.try_recv().map_err(|e| e == TryRecvError::Disconnected)
             } else {
-                let order = orders.recv_timeout(Duration::from_millis(20));
+                let order = metadata.recv_timeout(Duration::from_millis(20));
                 order.map_err(|e| e == RecvTimeoutError::Disconnected)
             };
             match order {
-                Ok(order) => self.obey(order),
+                Ok(order) => self.apply(order),
                 Err(true) => return,
                 Err(false) => {}
             }
             if works && self.step() == 0 {
-                // Everything waits for others, to whom the processor belongs.
+                // All requests wait for another process: leave it the processor.
                 std::thread::sleep(Duration::from_micros(200));
             }
         }
@@ -202,7 +203,7 @@ impl Process {
         report.map_or(0, |report| report.tokens)
     }
 
-    fn obey(&mut self, order: Order) {
+    fn apply(&mut self, order: Order) {
         match order {
             Order::Submit { id, prompt, max_tokens, params } => {
                 let mut request = Request::new(id.as_str(), prompt, max_tokens);
@@ -220,8 +221,8 @@ impl Process {
                 say(&Event::Stepped);
             }
             Order::State => {
-                let stays = ["tombs", "peers", "paired", "farewells"];
-                let gauges = self.ferry.gauges().into_iter();
+                let stays = ["tombstones", "peers", "engines", "farewells"];
+                let gauges = self.kvferry_adapter.gauges().into_iter();
                 let left =
                     gauges.filter(|(name, n)| *n > 0 && !stays.iter().any(|it| name.ends_with(it)));
                 say(&Event::State(Status {
@@ -229,7 +230,7 @@ impl Process {
                     left: left.collect(),
                     violations: self.engine.violations().iter().map(ToString::to_string).collect(),
                     outcomes: self
-                        .ferry
+                        .kvferry_adapter
                         .outcomes()
                         .into_iter()
                         .map(|(code, n)| (code.to_string(), n))
@@ -249,26 +250,26 @@ const fn name(reason: FinishReason) -> &'static str {
     }
 }
 
-/// An engine process, as its parent sees it.
+/// An engine process, seen from its parent.
 pub(crate) struct EngineProcess {
     pub(crate) setup: Setup,
     process: Child,
-    /// Written by a thread: whoever is stopped does not read.
+    /// Written by a thread: a stopped process does not read.
     input: Sender<String>,
     events: Receiver<Event>,
-    /// Where its ranks can be reached, and where they listen.
+    /// The advertised addresses of its ranks, and those they listen on.
     pub(crate) addresses: Vec<String>,
     pub(crate) listening: Vec<String>,
-    /// What came while something else was waited for.
-    early: Vec<Said>,
+    /// Events that came while another one was awaited.
+    early: Vec<Outputs>,
 }
 
-/// Something that a request has to say.
+/// Output of a request.
 #[derive(Debug)]
-struct Said {
+struct Outputs {
     id: String,
     tokens: Vec<u32>,
-    /// How it ended with that, if it did.
+    /// How it ended, if it did.
     reason: Option<String>,
 }
 
@@ -292,7 +293,7 @@ impl EngineProcess {
         let mut stdin = process.stdin.take().expect("piped");
         let (input, lines) = mpsc::channel::<String>();
         std::thread::spawn(move || {
-            // Who is gone is noticed where he is waited for.
+            // A process that is gone is noticed where its output is awaited.
             lines.iter().map_while(|line| writeln!(stdin, "{line}").ok()).for_each(drop);
         });
         let output = process.stdout.take().expect("piped");
@@ -324,7 +325,7 @@ impl EngineProcess {
         engine
     }
 
-    /// Another life where this one was.
+    /// Starts another process with the same settings and addresses.
     pub(crate) fn restart(&mut self) {
         self.kill();
         let setup = Setup { listen: self.listening.clone(), ..self.setup.clone() };
@@ -381,11 +382,11 @@ impl EngineProcess {
 
     fn keep(&mut self, event: Event) {
         if let Event::Output { id, tokens, reason } = event {
-            self.early.push(Said { id, tokens, reason });
+            self.early.push(Outputs { id, tokens, reason });
         }
     }
 
-    /// Waits for the end of a request; `None` if that does not come in time.
+    /// Waits for the end of a request; `None` after the timeout.
     pub(crate) fn ended(&mut self, id: &str, time: Duration) -> Option<Ended> {
         let until = Instant::now() + time;
         loop {
@@ -399,7 +400,7 @@ impl EngineProcess {
         }
     }
 
-    /// What has been said of any request since this was asked last: which have ended.
+    /// Takes the requests that have ended since the last call.
     pub(crate) fn take_ended(&mut self) -> Vec<(String, Ended)> {
         while let Ok(event) = self.events.try_recv() {
             self.keep(event);
@@ -424,7 +425,7 @@ impl EngineProcess {
         }
     }
 
-    /// Waits until nothing is held; what still is, if that does not come in time.
+    /// Waits until nothing is held. After the timeout, returns what still is.
     pub(crate) fn emptied(&mut self, time: Duration) -> Result<(), Status> {
         let until = Instant::now() + time;
         loop {

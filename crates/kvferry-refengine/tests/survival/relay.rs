@@ -1,4 +1,4 @@
-//! A relay in front of an agent: it passes on, holds back, cuts off, or flips a byte.
+//! A relay in front of an agent that forwards, holds, resets, or flips a byte.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -17,9 +17,9 @@ struct State {
     target: Mutex<String>,
     /// Nothing passes, in either direction, on any connection.
     held: AtomicBool,
-    /// What passes back on data connections is held.
+    /// Hold what passes back on data connections.
     held_data: AtomicBool,
-    /// Bytes that still pass back on data connections before one is flipped; `usize::MAX` for never.
+    /// Bytes to pass back on data connections before one is flipped; `usize::MAX` for never.
     flip_in: AtomicUsize,
     flipped: AtomicUsize,
     /// Whether each carries data.
@@ -28,7 +28,7 @@ struct State {
 }
 
 impl Relay {
-    /// A relay that has nobody behind it yet.
+    /// A relay without a target yet.
     pub(crate) fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("bound").to_string();
@@ -68,7 +68,7 @@ impl Relay {
         self.state.cut(|is_data| is_data);
     }
 
-    /// Flips a bit of what comes back on data connections, after so many more bytes.
+    /// Flips a bit on data connections towards the client, after this many more bytes.
     pub(crate) fn flip_after(&self, bytes: usize) {
         self.state.flip_in.store(bytes, Ordering::SeqCst);
     }

@@ -1,14 +1,14 @@
-//! Each fault at each step.
+//! Each fault at each step of a handoff.
 
 use crate::basics::prompt;
 use crate::process::{Ended, EngineProcess, SILENCE, Setup};
 use crate::relay::Relay;
-use kvferry_connector::{HandoffId, Offered, Params, produce};
+use kvferry_connector::{ConsumerParams, HandoffId, Params, producer_params};
 use kvferry_refengine::continuation;
 use kvferry_testkit::{Watchdog, stretched};
 use std::time::{Duration, Instant};
 
-/// Tokens of a prompt, and steps that a prefill takes.
+/// Tokens of a prompt, and steps of its prefill.
 const TOKENS: usize = 300;
 const CHUNKS: usize = 5;
 const SAYS: usize = 4;
@@ -22,18 +22,18 @@ fn bounded() -> Watchdog {
     Watchdog::new(Duration::from_secs(240))
 }
 
-/// How far a handoff is. The consumer is there first, but for the last.
+/// The stage of a handoff. In all but the last the consumer is first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// The consumer has asked, the producer has not heard of the request.
+    /// The consumer has asked; the producer does not know the request.
     Asked,
     /// The producer's request waits to be scheduled.
     Queued,
-    /// Two chunks are computed, and read.
+    /// Two chunks are computed and read.
     Computing,
-    /// All is computed, and its last bytes are on their way.
+    /// All is computed, and its last bytes are in flight.
     Reading,
-    /// All is computed, and nobody has asked.
+    /// All is computed; the consumer has not asked.
     Complete,
 }
 
@@ -46,9 +46,9 @@ impl Stage {
 enum Fault {
     Kill,
     Stop,
-    /// Nothing passes between the two.
+    /// The relay forwards nothing.
     Partition,
-    /// All connections end, and may begin again.
+    /// All connections are reset. New ones are forwarded.
     Reset,
 }
 
@@ -77,7 +77,7 @@ impl World {
 
     fn offered(&self, id: &str) -> Params {
         let address = self.relays[0].address.clone();
-        Offered { transfer: transfer(id), address, engine: None, tokens: None }.to_params()
+        ConsumerParams { transfer: transfer(id), address, engine: None, tokens: None }.to_params()
     }
 
     fn ask(&mut self, id: &str, n: u64) {
@@ -87,7 +87,7 @@ impl World {
 
     fn give(&mut self, id: &str, n: u64) {
         let prompt = self.prompt(n);
-        self.prefill.submit(id, &prompt, 1, Some(produce(Some(&transfer(id)))));
+        self.prefill.submit(id, &prompt, 1, Some(producer_params(Some(&transfer(id)))));
     }
 
     /// Brings a handoff to a stage.
@@ -144,7 +144,7 @@ fn transfer(id: &str) -> HandoffId {
     HandoffId::new(&format!("xfer-{id}")).expect("short")
 }
 
-/// The prefill engine has a fault at each stage; whoever waits for it does not wait for long.
+/// Injects a fault into the prefill engine at each stage. The consumer does not wait for long.
 fn a_producer_with(fault: Fault) {
     let prefill = Setup { manual: true, ..Setup::new(2) };
     let mut world = World::new(&prefill, &Setup::new(1));
@@ -163,7 +163,7 @@ fn a_producer_with(fault: Fault) {
             world.ask(&id, n);
         }
         if fault == Fault::Reset {
-            // The connection comes back, and with it everything.
+            // The connection comes back, and the handoff continues.
             world.heal();
             if stage == Stage::Asked {
                 world.give(&id, n);
@@ -188,41 +188,44 @@ fn a_producer_with(fault: Fault) {
                 world.prefill.steps(CHUNKS);
             }
         }
-        world.decode.emptied(stretched(Duration::from_secs(5))).expect("all comes back");
+        world.decode.emptied(stretched(Duration::from_secs(5))).expect("all blocks are given back");
         world.works(&format!("after-{id}"), n + 100);
-        world.decode.emptied(stretched(Duration::from_secs(5))).expect("all comes back");
-        world.prefill.emptied(stretched(Duration::from_secs(10))).expect("all comes back");
+        world.decode.emptied(stretched(Duration::from_secs(5))).expect("all blocks are given back");
+        world
+            .prefill
+            .emptied(stretched(Duration::from_secs(10)))
+            .expect("all blocks are given back");
     }
     let status = world.decode.status();
     println!("{fault:?}: {:?}", status.outcomes);
 }
 
 #[test]
-fn a_producer_that_is_killed_at_any_step_ends_the_request_soon_and_its_next_life_serves() {
+fn a_producer_killed_at_any_step_ends_the_request_soon_and_its_next_life_serves() {
     let _bounded = bounded();
     a_producer_with(Fault::Kill);
 }
 
 #[test]
-fn a_producer_that_is_stopped_at_any_step_ends_the_request_by_its_silence() {
+fn a_producer_stopped_at_any_step_ends_the_request_after_the_silence_limit() {
     let _bounded = bounded();
     a_producer_with(Fault::Stop);
 }
 
 #[test]
-fn a_producer_that_is_cut_off_at_any_step_ends_the_request_by_its_silence() {
+fn a_partition_at_any_step_ends_the_request_after_the_silence_limit() {
     let _bounded = bounded();
     a_producer_with(Fault::Partition);
 }
 
 #[test]
-fn connections_that_are_reset_at_any_step_come_back_and_nobody_notices() {
+fn connections_reset_at_any_step_come_back_and_the_request_succeeds() {
     let _bounded = bounded();
     a_producer_with(Fault::Reset);
 }
 
 #[test]
-fn streams_that_are_reset_while_the_session_lives_are_replaced_and_nobody_notices() {
+fn streams_reset_within_a_session_are_replaced_and_the_request_succeeds() {
     let _bounded = bounded();
     let prefill = Setup { manual: true, ..Setup::new(2) };
     let mut world = World::new(&prefill, &Setup::new(1));
@@ -235,13 +238,13 @@ fn streams_that_are_reset_while_the_session_lives_are_replaced_and_nobody_notice
         let ended = world.decode.ended(&id, stretched(Duration::from_secs(20)));
         world.is_right(n, &ended.unwrap_or_else(|| panic!("{id} never ends")));
     }
-    world.decode.emptied(stretched(Duration::from_secs(5))).expect("all comes back");
-    world.prefill.emptied(stretched(Duration::from_secs(10))).expect("all comes back");
+    world.decode.emptied(stretched(Duration::from_secs(5))).expect("all blocks are given back");
+    world.prefill.emptied(stretched(Duration::from_secs(10))).expect("all blocks are given back");
     let outcomes = world.decode.status().outcomes;
     assert!(outcomes.iter().all(|(code, _)| code == "done"), "{outcomes:?}");
 }
 
-/// The decode engine has a fault at each stage; the prefill engine's blocks come back soon.
+/// Injects a fault into the decode engine at each stage. The prefill engine gets its blocks back soon.
 fn a_consumer_with(fault: Fault) {
     let prefill = Setup { manual: true, ..Setup::new(2) };
     let mut world = World::new(&prefill, &Setup::new(1));
@@ -258,7 +261,7 @@ fn a_consumer_with(fault: Fault) {
         if *stage != Stage::Asked {
             world.prefill.steps(CHUNKS);
             let bound = if fault == Fault::Kill { RESET } else { SILENT };
-            // An offer that somebody has asked for ends with him.
+            // An offer that a consumer has asked for ends with the consumer.
             world.prefill.emptied(stretched(bound)).unwrap_or_else(|status| {
                 panic!("{id}: after {:?}: {status:?}", began.elapsed());
             });
@@ -270,7 +273,7 @@ fn a_consumer_with(fault: Fault) {
             _ => world.decode.signal("-CONT"),
         }
         if fault == Fault::Stop && *stage == Stage::Asked {
-            // Nobody has missed it, and what it asked for comes now.
+            // The session survived, and the answer comes now.
             world.give(&id, n);
             world.prefill.steps(CHUNKS);
             let ended = world.decode.ended(&id, stretched(Duration::from_secs(10)));
@@ -281,25 +284,28 @@ fn a_consumer_with(fault: Fault) {
             assert_eq!(ended.reason, "error", "{id}");
         }
         world.works(&format!("after-{id}"), n + 100);
-        world.decode.emptied(stretched(Duration::from_secs(5))).expect("all comes back");
-        world.prefill.emptied(stretched(Duration::from_secs(10))).expect("all comes back");
+        world.decode.emptied(stretched(Duration::from_secs(5))).expect("all blocks are given back");
+        world
+            .prefill
+            .emptied(stretched(Duration::from_secs(10)))
+            .expect("all blocks are given back");
     }
 }
 
 #[test]
-fn a_consumer_that_is_killed_at_any_step_gives_the_producers_blocks_back_soon() {
+fn a_producer_gets_its_blocks_back_soon_when_its_consumer_is_killed_at_any_step() {
     let _bounded = bounded();
     a_consumer_with(Fault::Kill);
 }
 
 #[test]
-fn a_consumer_that_is_stopped_at_any_step_gives_the_producers_blocks_back() {
+fn a_producer_gets_its_blocks_back_when_its_consumer_is_stopped_at_any_step() {
     let _bounded = bounded();
     a_consumer_with(Fault::Stop);
 }
 
 #[test]
-fn a_byte_flipped_in_flight_is_found_and_the_request_is_computed_again() {
+fn a_byte_flipped_in_flight_is_detected_and_the_request_is_computed() {
     let _bounded = bounded();
     let prefill = Setup { checksum: true, ..Setup::new(2) };
     let decode = Setup { checksum: true, recompute: true, ..Setup::new(1) };
@@ -307,15 +313,15 @@ fn a_byte_flipped_in_flight_is_found_and_the_request_is_computed_again() {
     world.works("before", 1);
     let mut flipped = 0;
     for n in 0..24 {
-        // Anywhere in what a rank sends for a handoff: heads, payload, checksums.
+        // Anywhere in a rank's bytes of a handoff: headers, payload, checksums.
         let relay = &world.relays[n as usize % 2];
         let before = relay.flipped();
         relay.flip_after((n as usize * 1_733) % 30_000);
         world.works(&format!("flip-{n}"), 10 + n);
         flipped += usize::from(world.relays[n as usize % 2].flipped() > before);
     }
-    world.decode.emptied(stretched(Duration::from_secs(5))).expect("all comes back");
-    world.prefill.emptied(stretched(Duration::from_secs(10))).expect("all comes back");
+    world.decode.emptied(stretched(Duration::from_secs(5))).expect("all blocks are given back");
+    world.prefill.emptied(stretched(Duration::from_secs(10))).expect("all blocks are given back");
     let outcomes = world.decode.status().outcomes;
     println!("{flipped} bytes were flipped: {outcomes:?}");
     assert!(flipped >= 12, "{flipped} of 24");
@@ -323,21 +329,21 @@ fn a_byte_flipped_in_flight_is_found_and_the_request_is_computed_again() {
 }
 
 #[test]
-fn within_a_host_an_engine_that_is_killed_or_stopped_is_noticed_as_well() {
+fn a_killed_or_stopped_engine_on_the_same_host_is_noticed() {
     let _bounded = bounded();
     let local = |tp| Setup { transports: "local,tcp".to_owned(), ..Setup::new(tp) };
     let mut prefill = EngineProcess::start(&Setup { manual: true, ..local(2) });
     let mut decode = EngineProcess::start(&local(1));
     for (n, fault) in [(1, Fault::Kill), (2, Fault::Stop), (3, Fault::Kill)] {
         let id = format!("{fault:?}-{n}");
-        let offered = Offered {
+        let offered = ConsumerParams {
             transfer: transfer(&id),
             address: prefill.addresses[1].clone(),
             engine: None,
             tokens: None,
         };
         decode.submit(&id, &prompt(n, TOKENS), SAYS, Some(offered.to_params()));
-        prefill.submit(&id, &prompt(n, TOKENS), 1, Some(produce(Some(&transfer(&id)))));
+        prefill.submit(&id, &prompt(n, TOKENS), 1, Some(producer_params(Some(&transfer(&id)))));
         prefill.steps(2);
         std::thread::sleep(Duration::from_millis(100));
         let began = Instant::now();
@@ -357,8 +363,8 @@ fn within_a_host_an_engine_that_is_killed_or_stopped_is_noticed_as_well() {
         } else {
             prefill.signal("-CONT");
             prefill.steps(CHUNKS);
-            prefill.emptied(stretched(Duration::from_secs(10))).expect("all comes back");
+            prefill.emptied(stretched(Duration::from_secs(10))).expect("all blocks are given back");
         }
-        decode.emptied(stretched(Duration::from_secs(5))).expect("all comes back");
+        decode.emptied(stretched(Duration::from_secs(5))).expect("all blocks are given back");
     }
 }

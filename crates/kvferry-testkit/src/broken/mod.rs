@@ -1,8 +1,7 @@
-//! A small transport in memory, correct unless it is told to break in one particular way.
+//! A small transport in memory, correct unless it is made with a fault.
 //!
-//! The conformance suite is only worth something if it notices broken transports. Each [`Fault`]
-//! is a mistake that a real transport has made or could make; a test asserts that the suite
-//! notices it, and by which promise.
+//! It tests the conformance suite. Each [`Fault`] is an error that a transport could have; a test
+//! asserts that the suite finds it, by the scenario that the fault names.
 
 mod wire;
 
@@ -12,7 +11,7 @@ use std::time::Duration;
 
 macro_rules! faults {
     ($($(#[$doc:meta])+ $name:ident => $promise:ident),+ $(,)?) => {
-        /// One way to be broken.
+        /// An error of the transport.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum Fault {
             $($(#[$doc])+ $name,)+
@@ -22,7 +21,7 @@ macro_rules! faults {
             /// Every fault.
             pub const ALL: &[Self] = &[$(Self::$name,)+];
 
-            /// The promise it breaks before all others: a scenario's name.
+            /// The name of the scenario that must find it.
             pub const fn breaks(self) -> &'static str {
                 match self { $(Self::$name => stringify!($promise),)+ }
             }
@@ -31,45 +30,51 @@ macro_rules! faults {
 }
 
 faults! {
-    /// Says done before the last piece is there.
+    /// Reports done before the last piece has arrived.
     EarlyCompletion => done_means_all_bytes_are_there,
-    /// Writes the last byte once more, after it said done.
+    /// Writes the last byte again after it reported done.
     LateByte => nothing_lands_after_done,
     /// Leaves out the last byte of a batch.
     LostTail => every_byte_lands_and_nothing_else,
-    /// Says failed, and a little later done.
+    /// Reports a failure, and done 6 ms later.
     DoubleOutcome => an_outcome_never_changes,
-    /// Says cancelled and goes on.
+    /// Reports cancelled and continues.
     IgnoredCancel => nothing_lands_after_a_confirmed_cancel,
     /// Never ends a transfer that was cancelled.
     EndlessCancel => a_cancelled_transfer_ends_as_cancelled_or_done,
     /// Confirms a cancel while the device still copies.
     HastyCancel => a_cancel_is_not_confirmed_while_the_device_copies,
+    /// Confirms a cancel while the device copies to or from host memory.
+    HastyCancelOfMix => a_confirmed_cancel_leaves_no_copy_between_host_and_device,
+    /// Moves nothing between host and device memory.
+    MixDropped => host_and_device_memory_in_one_batch_land_whole,
+    /// Does not wait for the copies of a device when an endpoint is closed.
+    HastyClose => a_close_waits_for_the_copies_of_its_devices,
     /// Writes one byte after each descriptor's end.
     NeighbourWritten => every_byte_lands_and_nothing_else,
     /// Swaps the targets of two descriptors of one length.
     SwappedDescriptors => scattered_blocks_land_where_they_were_aimed,
-    /// Treats descriptors as if they were sorted and disjoint: takes each source byte once.
+    /// Assumes that sources are sorted and disjoint: moves each source byte once.
     SourceTakenOnce => overlapping_sources_are_read_as_often_as_asked,
     /// Moves whole words only.
     AlignedOnly => misaligned_ends_land_whole,
     /// Reads the source, and sends it, after the call failed.
     SourceReadAfterReturn => a_source_is_never_read_after_its_call_returned,
-    /// Says done when the target refused.
+    /// Reports done although the target refused.
     SwallowedError => out_of_bounds_is_refused_and_nothing_lands,
-    /// Does not look at bounds.
+    /// Does not check bounds.
     UncheckedBounds => out_of_bounds_is_refused_and_nothing_lands,
-    /// Looks at bounds with arithmetic that wraps.
+    /// Checks bounds with arithmetic that wraps.
     WrappingBounds => out_of_bounds_is_refused_and_nothing_lands,
-    /// Looks at the bounds of writes only.
+    /// Checks the bounds of writes only.
     UncheckedReads => out_of_bounds_reads_are_refused,
-    /// Takes registered neighbours for one region.
+    /// Treats adjacent regions as one.
     MergedNeighbours => neighbouring_regions_are_not_one,
-    /// Does not look at what a region allows.
+    /// Does not check the access of a region.
     UncheckedAccess => a_region_allows_only_what_its_owner_said,
-    /// Punishes all traffic with a pause after it refused something.
+    /// Pauses all traffic for a second after a refusal.
     PenaltyAfterRefusal => out_of_bounds_is_refused_and_nothing_lands,
-    /// Lets one refusal fail what runs beside it.
+    /// Fails concurrent transfers after a refusal.
     RefusalFailsAll => refusals_do_not_disturb_healthy_traffic,
     /// Delivers the notification first.
     NotificationBeforeData => a_notification_comes_after_its_data_exactly_once,
@@ -83,43 +88,43 @@ faults! {
     NotificationOfFailure => a_failed_batch_notifies_nobody,
     /// Delivers the notification of a batch that was cancelled halfway.
     NotificationOfCancel => a_cancelled_batch_notifies_only_with_all_of_its_data,
-    /// Never says how it ended.
+    /// Never reports an outcome.
     Hang => done_means_all_bytes_are_there,
     /// Loses a byte of each descriptor longer than 64 KiB.
     TornBigDescriptor => done_means_all_bytes_are_there,
     /// Loses a bit of a length beyond 4 MiB.
     TruncatedLength => more_than_64_mib_land_whole,
-    /// Does no more than 4 096 descriptors of a batch.
+    /// Moves only the first 4 096 descriptors of a batch.
     DescriptorsDropped => seventy_thousand_descriptors_land_whole,
     /// Answers reads from a cache.
     StaleRead => reads_fetch_the_bytes_of_now,
-    /// Goes on writing after unregister returned.
+    /// Continues to write after unregister returned.
     WriteAfterUnregister => nothing_lands_after_unregister_returned,
-    /// Goes on reading the peer's memory after unregister returned there.
+    /// Continues to read the peer's memory after unregister returned there.
     ReadAfterUnregister => nothing_is_read_after_unregister_returned,
-    /// Goes on with local memory after unregister returned.
+    /// Continues to access local memory after unregister returned.
     LocalAfterUnregister => a_local_region_is_left_alone_after_unregister_returned,
     /// Does not wait for device copies in unregister.
     UnregisterForgetsDevice => unregister_waits_for_the_device,
-    /// Does not wait in unregister for the copier that is at it.
+    /// Does not wait in unregister for a copier inside the region.
     HastyUnregister => unregister_leaves_no_copier_inside,
-    /// Finds a new region by an old one's name.
+    /// Resolves an old region's name to a new region at its address.
     StaleNames => unregistered_ranges_are_refused,
-    /// Does three quarters of a batch and says all of it was done.
+    /// Moves three quarters of a batch and reports all of it.
     PartialBatch => scattered_blocks_land_where_they_were_aimed,
-    /// Counts wrong what it moved.
+    /// Reports a wrong number of bytes.
     WrongCount => every_byte_lands_and_nothing_else,
-    /// Ends when it ends.
+    /// Ignores deadlines.
     DeadlinesIgnored => a_deadline_is_honoured,
     /// Does not count failed transfers as ended.
     LeakedCounter => gauges_return_to_zero,
-    /// Keeps something of an endpoint that was closed.
+    /// Leaks a session of an endpoint that was closed.
     LeakedSession => nothing_is_left_of_endpoints_that_were_closed,
     /// Shares one buffer between transfers.
     SharedBuffer => ten_callers_at_once_all_land,
-    /// Serves in the order of arrival, each batch as a whole.
+    /// Moves batches in the order of arrival, each as a whole.
     Starvation => a_small_batch_is_not_starved_by_big_ones,
-    /// Serves small batches when there are no big ones.
+    /// Moves small batches only while there are no big ones.
     PrefersBig => callers_take_turns,
     /// Forgets transfers beyond a full queue.
     FullQueue => hundreds_of_transfers_in_flight_all_end,
@@ -129,11 +134,11 @@ faults! {
     DropCancels => dropped_handles_neither_cancel_nor_leak,
     /// Cancels when a wait runs out of time.
     WaitCancels => waiting_does_not_end_a_transfer,
-    /// Lets whoever waits sleep until its time is up.
+    /// Does not wake threads that wait: each sleeps until its time-out.
     SleepyWait => a_wait_ends_with_its_transfer,
-    /// Takes a device's failure for success.
+    /// Ignores a device's failure.
     DeviceErrorSwallowed => a_failing_device_fails_its_transfer,
-    /// Waits for one device before it serves anybody else.
+    /// Blocks all transfers while one waits for a device.
     OneDeviceBlocksAll => a_stuck_device_does_not_stop_other_regions,
     /// Does not end an empty batch.
     EmptyBatchHangs => an_empty_batch_ends_at_once,
@@ -142,7 +147,7 @@ faults! {
 }
 
 impl Fault {
-    /// Whether it may show as a transfer without an end, which the suite has to give up on.
+    /// Whether it may show as a transfer that never ends, so that the scenario runs out of time.
     pub const fn hangs(self) -> bool {
         matches!(
             self,
@@ -169,12 +174,12 @@ impl InMemory {
         Self { fault: None, effort: Effort::Full, patience: Duration::from_secs(20) }
     }
 
-    /// Without a fault, and otherwise like [`InMemory::broken`].
+    /// Without a fault, otherwise like [`InMemory::broken`].
     pub const fn brief() -> Self {
         Self { fault: None, ..Self::broken(Fault::Hang) }
     }
 
-    /// With one fault; asks the suite to be brief and to have little patience.
+    /// With one fault; asks the suite for less work and a patience of 2.5 s.
     pub const fn broken(fault: Fault) -> Self {
         Self { fault: Some(fault), effort: Effort::Brief, patience: Duration::from_millis(2500) }
     }

@@ -1,13 +1,14 @@
-//! How the transport in memory works, and where each fault sits.
+//! The transport in memory, with every fault.
 //!
 //! Jobs wait in one queue. A worker takes the first, moves a slice of it and puts it at the end,
 //! so that small ones are not starved. A piece is moved inside the gates of both regions;
-//! `unregister` closes a gate and waits until everybody has left it. A timer ends what is past its
-//! deadline while its worker is stuck in a device.
+//! `unregister` closes a gate and waits until every worker has left it. A timer ends a job that is
+//! past its deadline while its worker waits for a device.
 
 use super::Fault;
 use crate::fabric::{
-    Access, Aim, Endpoint, Failure, Handle, Move, Moved, Note, Options, Outcome, Pair, Region,
+    Access, Aim, Endpoint, Failure, Handle, Move, Note, Options, Outcome, Pair, Region,
+    TransferStats,
 };
 use crate::memory::{Memory, MemoryKind};
 use crate::pattern::MARKER;
@@ -83,7 +84,7 @@ struct Wire {
     next_id: AtomicU64,
     timed: Mutex<Vec<Arc<Job>>>,
     stopped: AtomicBool,
-    // What only faults need.
+    // Only faults use these.
     whole_jobs: Mutex<()>,
     shared_buffer: Mutex<Arc<Mapping>>,
     cache: Mutex<HashMap<(u64, u64, usize), Vec<u8>>>,
@@ -123,7 +124,7 @@ impl Registered {
     }
 }
 
-/// A move whose two ends were found and checked.
+/// A move whose regions were found and checked.
 struct Resolved {
     local: Arc<Registered>,
     local_at: u64,
@@ -156,6 +157,14 @@ struct Job {
     event: EventFd,
 }
 
+impl Job {
+    /// Whether host and device memory meet in it.
+    fn is_mixed(&self) -> bool {
+        let mut moves = self.moves.iter();
+        moves.any(|m| m.local.memory.kind() != m.remote.memory.kind())
+    }
+}
+
 #[derive(Default)]
 struct Progress {
     resolved: Option<Vec<Resolved>>,
@@ -171,8 +180,11 @@ enum Step {
 }
 
 impl Job {
-    fn moved(&self) -> Moved {
-        Moved { bytes: self.moves.iter().map(|m| m.len).sum(), descriptors: self.moves.len() }
+    fn moved(&self) -> TransferStats {
+        TransferStats {
+            bytes: self.moves.iter().map(|m| m.len).sum(),
+            descriptors: self.moves.len(),
+        }
     }
 
     fn has_ended(&self) -> bool {
@@ -465,6 +477,9 @@ impl Wire {
             Some(Fault::LostTail) if last => len -= 1,
             Some(Fault::TornBigDescriptor) if m.len > PIECE_BYTES as u64 && offset == 0 => len -= 1,
             Some(Fault::AlignedOnly) if end_of_move && len > 8 => len &= !7,
+            Some(Fault::MixDropped) if source.memory.kind() != target.memory.kind() => {
+                return Ok(());
+            }
             Some(Fault::TruncatedLength) if m.len > 4 << 20 && offset >= m.len % (4 << 20) => {
                 return Ok(());
             }
@@ -482,7 +497,7 @@ impl Wire {
             }
             Err(Failure { quiesced: Some(true), ..Failure::new("revoked") })
         };
-        // Whoever waits for one of the gates waits for this piece.
+        // A thread that closes one of the gates waits for this piece.
         let passes = [source, target].map(|region| {
             let gate = (!ignores_gates(region)).then_some(&region.gate);
             gate.map(|gate| gate.read().unwrap_or_else(PoisonError::into_inner))
@@ -770,7 +785,9 @@ impl Endpoint for Side {
         let regions = std::mem::take(&mut *lock(&self.end().regions));
         for region in regions.values() {
             region.alive.store(false, SeqCst);
-            drop(region.gate.write().unwrap_or_else(PoisonError::into_inner));
+            if !self.wire().has(Fault::HastyClose) {
+                drop(region.gate.write().unwrap_or_else(PoisonError::into_inner));
+            }
         }
     }
 }
@@ -808,7 +825,10 @@ impl Handle for Running {
     fn cancel(&self) {
         match self.wire.fault {
             Some(Fault::IgnoredCancel) => self.wire.complete(&self.job, early("cancelled", true)),
-            Some(Fault::HastyCancel) => {
+            Some(Fault::HastyCancelOfMix) if !self.job.is_mixed() => {
+                self.job.cancelled.store(true, SeqCst);
+            }
+            Some(Fault::HastyCancel | Fault::HastyCancelOfMix) => {
                 self.job.cancelled.store(true, SeqCst);
                 self.wire.complete(&self.job, early("cancelled", true));
             }

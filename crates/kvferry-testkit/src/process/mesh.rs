@@ -1,7 +1,7 @@
-//! One agent of a full mesh: writes to every other one and reads it back, all at once and for as
-//! long as it is asked to, and keeps a record of what went wrong.
+//! One agent of a full mesh. It writes to every other member at once, reads back what it wrote, and
+//! repeats that until it is stopped. It records the transfers that failed and the bytes that differ.
 //!
-//! One thread drives it all: a transfer under way is a future whose waker says whose it is.
+//! One thread drives all transfers of the agent: each is a future whose waker names the member.
 
 use crate::pattern::Pattern;
 use kvferry::{
@@ -16,71 +16,71 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// An agent of the mesh, as the others know it.
+/// An agent of the mesh.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Member {
-    /// Its place.
+    /// Its index among the members.
     pub index: usize,
-    /// Where it can be called.
+    /// Where it listens.
     pub address: String,
-    /// Its memory: one slot per member, each written by that member only.
+    /// The description of its region: one slot per member, written by that member only.
     pub remote: Vec<u8>,
 }
 
-/// Who is in a mesh, and how much a transfer moves.
+/// The members of a mesh, and how much a transfer moves.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Plan {
-    /// The place of the agent that is told this.
+    /// The index of the agent that receives this plan.
     pub me: usize,
-    /// Everybody, this agent too.
+    /// All members, this agent included.
     pub members: Vec<Member>,
-    /// Bytes that are written to each other member in one transfer.
+    /// Bytes that one transfer writes to another member.
     pub slot: usize,
-    /// In blocks of this size, in reverse order.
+    /// Bytes of a block; blocks of a slot are written in reverse order.
     pub block: usize,
-    /// How long one transfer may take.
+    /// The deadline of one transfer.
     pub timeout_ms: u64,
-    /// After so many writes one is read back, and what is written changes: to make patterns and to
-    /// compare them costs more than to move them.
+    /// After this many writes the last one is read back and compared, and the pattern changes:
+    /// making and comparing patterns costs more than moving them.
     pub writes_per_read: u32,
 }
 
-/// An outcome that was no success.
+/// A transfer that failed.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Fault {
     /// The other member.
     pub member: usize,
-    /// The life of it that was meant.
+    /// The incarnation of the member that the transfer was for.
     pub life: String,
-    /// When it was known, by the clock that all processes share.
+    /// When the outcome was known, in nanoseconds of `CLOCK_BOOTTIME`.
     pub at_ns: u64,
-    /// The error's kind and words.
+    /// The error's kind and text.
     pub error: String,
-    /// The life that the session was with, if it was another one than the batch was for: news of a
-    /// restart may be faster than the end of a session.
+    /// The incarnation that the session was with, if it differs from `life`: this agent may learn
+    /// of a restart before the old session ends.
     pub session: Option<String>,
 }
 
-/// What happened since the mesh began; faults only since the last report.
+/// What happened since the mesh started.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Report {
-    /// Nanoseconds of the clock that all processes share.
+    /// When the report was made, in nanoseconds of `CLOCK_BOOTTIME`.
     pub at_ns: u64,
-    /// Bytes moved with each member, both ways.
+    /// Bytes moved with each member, in both directions.
     pub bytes: Vec<u64>,
-    /// Reads that brought back something else than was written.
+    /// Reads whose bytes differ from what was written.
     pub wrong: u64,
-    /// The longest that a transfer took.
+    /// The longest duration of a transfer.
     pub longest_us: u64,
-    /// Transfers that failed.
+    /// Transfers that failed since the last report.
     pub faults: Vec<Fault>,
 }
 
 enum Event {
     /// A transfer with that member may have ended.
     Woken(usize),
-    /// That member is there, for the first time or again.
-    Met(Member),
+    /// That member has started or restarted.
+    Joined(Member),
     Stop,
 }
 
@@ -122,7 +122,7 @@ impl Wake for Ended {
     }
 }
 
-/// What this agent does with another one.
+/// This agent's work with another member.
 struct Pairing {
     peer: Peer,
     remote: RemoteRegion,
@@ -130,14 +130,14 @@ struct Pairing {
     running: Option<Transfer>,
     reading: bool,
     began: Instant,
-    /// The life of the peer that the running transfer is with.
+    /// The incarnation of the peer that the running transfer is for.
     life: Incarnation,
-    /// What was written last, and how often.
+    /// What is written, and how often it was written.
     pattern: Pattern,
     writes: u32,
 }
 
-/// A running mesh of this process.
+/// The running mesh agent of this process.
 pub(super) struct Mesh {
     events: Arc<Events>,
     report: Arc<Mutex<Report>>,
@@ -161,14 +161,14 @@ impl Mesh {
             plan,
         };
         for member in std::mem::take(&mut driver.plan.members) {
-            events.put(Event::Met(member));
+            events.put(Event::Joined(member));
         }
         let thread = std::thread::spawn(move || driver.run());
         Ok(Self { events, report, thread })
     }
 
-    pub(super) fn met(&self, member: Member) {
-        self.events.put(Event::Met(member));
+    pub(super) fn join(&self, member: Member) {
+        self.events.put(Event::Joined(member));
     }
 
     pub(super) fn report(&self) -> Report {
@@ -177,7 +177,7 @@ impl Mesh {
         Report { at_ns: kvferry_sys::clock::boottime_ns(), faults, ..report.clone() }
     }
 
-    /// Starts nothing more, and waits for what runs.
+    /// Starts no more transfers, and waits for those that run.
     pub(super) fn stop(self) -> Report {
         self.events.put(Event::Stop);
         self.thread.join().expect("the driver of a mesh does not panic");
@@ -201,8 +201,8 @@ impl Driver {
     fn run(mut self) {
         loop {
             match self.events.take() {
-                Event::Woken(member) => self.look(member),
-                Event::Met(member) => self.meet(member),
+                Event::Woken(member) => self.poll(member),
+                Event::Joined(member) => self.join(member),
                 Event::Stop => self.stopping = true,
             }
             let running = || self.pairings.iter().flatten().any(|p| p.running.is_some());
@@ -212,14 +212,15 @@ impl Driver {
         }
     }
 
-    fn meet(&mut self, member: Member) {
+    fn join(&mut self, member: Member) {
         let index = member.index;
         if index == self.plan.me {
             return;
         }
-        let remote = RemoteRegion::from_bytes(&member.remote).expect("the parent passes it on");
-        // One that is met again while a transfer with its earlier life still runs begins when that
-        // has ended.
+        let remote = RemoteRegion::from_bytes(&member.remote)
+            .expect("the parent passes on what the member sent");
+        // If a transfer with the member's earlier incarnation still runs, the next one starts when
+        // that has ended.
         if let Some(pairing) = &mut self.pairings[index] {
             pairing.remote = remote;
             if pairing.running.is_some() {
@@ -244,7 +245,7 @@ impl Driver {
 
     fn batch(&self, index: usize, local: &Region) -> Batch {
         let (slot, block) = (self.plan.slot, self.plan.block);
-        let remote = &self.pairings[index].as_ref().expect("met").remote;
+        let remote = &self.pairings[index].as_ref().expect("the member has joined").remote;
         let count = slot / block;
         let mut batch = Batch::with_capacity(count);
         for k in 0..count {
@@ -267,7 +268,7 @@ impl Driver {
             return;
         }
         let (batch, options) = (self.batch(index, &self.from), self.options());
-        let pairing = self.pairings[index].as_mut().expect("met");
+        let pairing = self.pairings[index].as_mut().expect("the member has joined");
         if pairing.writes == 0 {
             pairing.pattern = Pattern::fresh();
             let at = index * self.plan.slot;
@@ -278,23 +279,23 @@ impl Driver {
         pairing.reading = false;
         pairing.began = Instant::now();
         pairing.life = pairing.remote.incarnation;
-        pairing.running = Some(pairing.peer.write_async(batch, options));
-        // Its waker is set by looking at it.
+        pairing.running = Some(pairing.peer.write_async(&batch, &options));
+        // The first poll registers the waker.
         self.events.put(Event::Woken(index));
     }
 
     fn read(&mut self, index: usize) {
         let (batch, options) = (self.batch(index, &self.back), self.options());
-        let pairing = self.pairings[index].as_mut().expect("met");
+        let pairing = self.pairings[index].as_mut().expect("the member has joined");
         pairing.reading = true;
         pairing.writes = 0;
         pairing.began = Instant::now();
         pairing.life = pairing.remote.incarnation;
-        pairing.running = Some(pairing.peer.read_async(batch, options));
+        pairing.running = Some(pairing.peer.read_async(&batch, &options));
         self.events.put(Event::Woken(index));
     }
 
-    fn look(&mut self, index: usize) {
+    fn poll(&mut self, index: usize) {
         let Some(pairing) = self.pairings[index].as_mut() else { return };
         let Some(running) = pairing.running.as_mut() else { return };
         let mut cx = Context::from_waker(&pairing.waker);
@@ -302,7 +303,7 @@ impl Driver {
         pairing.running = None;
         let (reading, took) = (pairing.reading, pairing.began.elapsed());
         let (pattern, life) = (pairing.pattern, pairing.life);
-        let met_again = pairing.remote.incarnation != life;
+        let restarted = pairing.remote.incarnation != life;
         let again = pairing.writes < self.plan.writes_per_read;
         {
             let mut report = lock(&self.report);
@@ -328,17 +329,17 @@ impl Driver {
                 }
                 self.write(index);
             }
-            Ok(_) if met_again => self.write(index),
+            Ok(_) if restarted => self.write(index),
             Ok(_) if self.stopping => {}
             Ok(_) if again => self.write(index),
             Ok(_) => self.read(index),
-            Err(_) if met_again => self.write(index),
+            Err(_) if restarted => self.write(index),
             Err(error) if error.kind() == ErrorKind::StaleIncarnation => {
-                // The session of the earlier life is about to be found dead.
+                // The session with the earlier incarnation has not ended yet, but will soon.
                 std::thread::sleep(Duration::from_millis(5));
                 self.write(index);
             }
-            // Until it is met again.
+            // The next transfer starts when the member has restarted.
             Err(_) => {}
         }
     }

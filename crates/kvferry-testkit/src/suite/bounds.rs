@@ -1,4 +1,4 @@
-//! A peer reaches only what was registered for it, and a refusal costs nobody else anything.
+//! A peer reaches only what was registered for it, and a refusal does not slow other transfers down.
 
 use super::rig::{Rig, Side, done, ended, failed};
 use crate::fabric::{Access, Aim, Fabric, Move, Region};
@@ -15,12 +15,12 @@ const MIB: usize = 1024 * KIB;
 /// The longest that a healthy write may take right after a refusal.
 const HEALTHY_WITHIN: Duration = Duration::from_millis(600);
 
-/// However busy the machine: a transport that punishes itself for an error pauses for a second.
+/// However loaded the machine is: the fault that this finds pauses for one second.
 const PENALTY: Duration = Duration::from_millis(950);
 
 const REFUSED: [&str; 3] = ["out_of_bounds", "not_registered", "invalid_argument"];
 
-/// Memory with a region in its middle, so that the bytes around the region are watched too.
+/// Memory with a region in its middle, so that the bytes around the region are checked, too.
 fn middle(rig: &Rig, side: Side, access: Access) -> Result<Region> {
     match rig.kind {
         MemoryKind::Host => {
@@ -31,7 +31,7 @@ fn middle(rig: &Rig, side: Side, access: Access) -> Result<Region> {
     }
 }
 
-/// Moves that reach beyond the region of 64 KiB, one way or another.
+/// Moves that reach beyond the region of 64 KiB.
 fn beyond(near: &Region, far: &Region) -> Vec<(String, Move)> {
     let end = far.len as u64;
     let mut cases = Vec::new();

@@ -1,4 +1,4 @@
-//! The bytes that were asked for arrive, all of them, where they should, and no others.
+//! A transfer moves exactly the bytes of its descriptors.
 
 use super::rig::{Rig, Side, done, ended};
 use crate::fabric::{Access, Fabric, Move, Note};
@@ -26,15 +26,15 @@ pub(super) fn every_byte_lands_and_nothing_else(fabric: &dyn Fabric, kind: Memor
         near.memory.refill();
         far.memory.refill();
         // Destinations in random steps with random gaps between them, never overlapping.
-        let (mut moves, mut at) = (Vec::new(), rng.below(100));
+        let (mut moves, mut at) = (Vec::new(), rng.usize(..100));
         loop {
-            let longest = if rng.below(8) == 0 { 300 * KIB } else { 9000 };
-            let len = 1 + rng.below(longest);
+            let longest = if rng.usize(..8) == 0 { 300 * KIB } else { 9000 };
+            let len = 1 + rng.usize(..longest);
             if at + len > far.len {
                 break;
             }
-            moves.push(Move::new(&near, rng.below(near.len - len), &far, at, len));
-            at += len + rng.below(3) * rng.below(50);
+            moves.push(Move::new(&near, rng.usize(..near.len - len), &far, at, len));
+            at += len + rng.usize(..3) * rng.usize(..50);
         }
         rng.shuffle(&mut moves);
         rig.written(&moves, "a scattered write")?;
@@ -111,7 +111,7 @@ pub(super) fn seventy_thousand_descriptors_land_whole(
     let moves: Vec<_> = order
         .into_iter()
         .enumerate()
-        .map(|(i, j)| Move::new(&near, i * slot, &far, j * slot, 1 + rng.below(slot)))
+        .map(|(i, j)| Move::new(&near, i * slot, &far, j * slot, 1 + rng.usize(..slot)))
         .collect();
     rig.written(&moves, &format!("a write of {count} descriptors"))?;
     rig.check("after the write")?;
@@ -176,7 +176,7 @@ pub(super) fn misaligned_ends_land_whole(fabric: &dyn Fabric, kind: MemoryKind) 
     for from in 0..17 {
         for to in 0..17 {
             let at = (from * 17 + to) * slot;
-            let len = 4096 - 9 + rng.below(18) + rng.below(2) * 4096;
+            let len = 4096 - 9 + rng.usize(..18) + rng.usize(..2) * 4096;
             moves.push(Move::new(&near, at + from, &far, at + to, len));
         }
     }
@@ -205,7 +205,7 @@ pub(super) fn zero_length_descriptors_move_nothing(
         near.memory.refill();
         let outcome = rig.near.write(moves, &rig.options());
         match outcome {
-            // Either nothing is asked by them and nothing is done, or they are refused.
+            // They move nothing, or the batch is refused.
             Ok(_) => {
                 done(outcome, moves, "a batch with zero-length descriptors")?;
                 moves.iter().for_each(Move::expect_written);
@@ -268,15 +268,15 @@ pub(super) fn reads_take_every_byte_and_touch_nothing_else(
     let mut rng = rig.rng();
     for round in 0..rig.amount(8, 3) {
         far.memory.refill();
-        let (mut moves, mut at) = (Vec::new(), rng.below(100));
+        let (mut moves, mut at) = (Vec::new(), rng.usize(..100));
         loop {
-            let longest = if rng.below(8) == 0 { 200 * KIB } else { 7000 };
-            let len = 1 + rng.below(longest);
+            let longest = if rng.usize(..8) == 0 { 200 * KIB } else { 7000 };
+            let len = 1 + rng.usize(..longest);
             if at + len > near.len {
                 break;
             }
-            moves.push(Move::new(&near, at, &far, rng.below(far.len - len), len));
-            at += len + rng.below(40);
+            moves.push(Move::new(&near, at, &far, rng.usize(..far.len - len), len));
+            at += len + rng.usize(..40);
         }
         rng.shuffle(&mut moves);
         rig.fetched(&moves, "a scattered read")?;

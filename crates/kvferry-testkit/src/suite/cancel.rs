@@ -1,4 +1,4 @@
-//! An early end is an end: nothing of the transfer happens after it.
+//! After a cancel or a deadline, nothing of the transfer happens.
 
 use super::rig::{Rig, done, ended, failed, needs_device, watch};
 use crate::fabric::{Fabric, Move, Options, Outcome, Region};
@@ -7,7 +7,7 @@ use crate::violation::{Violation, ensure};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// When what an unconfirmed cancel left in a kernel has landed.
+/// The time in which the bytes that an unconfirmed cancel left in a kernel have landed.
 const SOON: Duration = Duration::from_millis(100);
 
 type Result<T = ()> = std::result::Result<T, Violation>;
@@ -32,7 +32,7 @@ fn delays(rig: &Rig) -> Vec<Duration> {
 }
 
 fn pause(time: Duration) {
-    // Sleeping overshoots by more than the shortest of these.
+    // A sleep overshoots by more than the shortest delay.
     let end = Instant::now() + time;
     while Instant::now() < end {
         thread::yield_now();
@@ -66,7 +66,7 @@ pub(super) fn a_cancelled_transfer_ends_as_cancelled_or_done(
         } else {
             let failure = failed(outcome, &["cancelled"], "a cancelled transfer")?;
             if fabric.confirms_cancel() {
-                ensure!(failure.is_quiet(), "the peer is there and did not confirm: {failure}");
+                ensure!(failure.is_quiet(), "the peer is live and did not confirm: {failure}");
             } else {
                 thread::sleep(SOON);
             }
@@ -152,7 +152,7 @@ pub(super) fn a_cancel_is_not_confirmed_while_the_device_copies(
     rig.finish()
 }
 
-/// Rewrites the source with the marker as soon as a transfer ended, and looks for it.
+/// Fills the source with the marker right after a transfer ended, and looks for it at the target.
 fn source_is_left_alone(rig: &Rig, near: &Region, far: &Region, outcome: &Outcome) -> Result {
     near.memory.mark();
     let end = Instant::now() + WATCHED;

@@ -1,4 +1,4 @@
-//! Many at once: everybody gets their bytes, nobody waits for ever, nothing is left over.
+//! Many transfers at once: all bytes arrive, no transfer starves, nothing leaks.
 
 use super::rig::{Rig, Side, done, ended};
 use crate::fabric::{Access, Aim, Fabric, Move, Note, Options};

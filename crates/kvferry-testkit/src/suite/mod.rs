@@ -1,21 +1,21 @@
-//! The conformance suite: what every transport promises, one scenario per sentence.
+//! The conformance suite: the promises of every transport, one scenario for each.
 //!
 //! ```ignore
-//! kvferry_testkit::conformance!(tcp, AgentFabric::tcp());
+//! kvferry_testkit::conformance!(tcp, AgentFabric::new("tcp"));
 //! ```
 //!
 //! makes a module `tcp` with one `#[test]` per scenario and kind of memory, such as
-//! `tcp::slow::nothing_lands_after_a_confirmed_cancel`. A scenario makes its own pair of
-//! endpoints, runs in a thread of its own, and has a limit of time; at its end every byte of its
-//! memory is compared with a model, devices tell what was done to them that must not be done, and
-//! every gauge is back at zero.
+//! `tcp::slow::nothing_lands_after_a_confirmed_cancel`. A scenario makes its own pair of endpoints,
+//! runs in its own thread and has a limit of time. At its end it compares every byte of its memory
+//! with a model, checks that no device was misused, and expects every gauge at zero.
 //!
-//! A scenario that has nothing to say about a kind of memory says so on a line of output.
+//! A scenario that does not apply to a kind of memory prints so.
 
 mod bounds;
 mod bytes;
 mod cancel;
 mod load;
+mod mixed;
 mod notify;
 mod outcome;
 mod revoke;
@@ -32,7 +32,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-/// One promise, and how it is put to the test.
+/// A promise and its test.
 #[derive(Clone, Copy)]
 pub struct Scenario {
     /// The promise.
@@ -53,10 +53,10 @@ impl Scenario {
         SCENARIOS.iter().find(|scenario| scenario.name == name)
     }
 
-    /// Runs the scenario, and gives up on it after `limit`: its thread is left behind then.
+    /// Runs the scenario for at most `limit`; the thread of one that takes longer is abandoned.
     ///
     /// # Errors
-    /// The broken promise; a scenario that panics or does not end counts as one.
+    /// The broken promise, also if the scenario panics or does not end.
     pub fn run_within(
         &'static self,
         fabric: &Arc<dyn Fabric>,
@@ -190,6 +190,11 @@ scenarios! { $
         unregister_waits_for_the_device,
         unregister_leaves_no_copier_inside,
         regions_come_and_go,
+    }
+    mixed {
+        host_and_device_memory_in_one_batch_land_whole,
+        a_confirmed_cancel_leaves_no_copy_between_host_and_device,
+        a_close_waits_for_the_copies_of_its_devices,
     }
     notify {
         a_notification_comes_after_its_data_exactly_once,

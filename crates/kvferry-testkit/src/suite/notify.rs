@@ -19,7 +19,7 @@ const NOTHING_COMES: Duration = Duration::from_millis(40);
 fn number(note: &Note) -> Result<usize> {
     String::from_utf8_lossy(&note.message)
         .parse()
-        .map_err(|_| Violation::new(format!("a notification nobody sent: {note:?}")))
+        .map_err(|_| Violation::new(format!("a notification that was not sent: {note:?}")))
 }
 
 pub(super) fn a_notification_comes_after_its_data_exactly_once(

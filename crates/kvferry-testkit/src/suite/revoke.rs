@@ -1,4 +1,4 @@
-//! Memory goes back to its owner only when nothing can touch it any more.
+//! Memory returns to its owner only when no copier can access it.
 
 use super::rig::{Rig, Side, done, ended, failed, needs_device, watch};
 use crate::fabric::{Access, Fabric, Move};
@@ -153,7 +153,7 @@ pub(super) fn unregister_waits_for_the_device(fabric: &dyn Fabric, kind: MemoryK
             early
         });
         ensure!(!early, "unregister returned while the device was copying");
-        told.recv().map_err(|_| Violation::new("unregister went away"))??;
+        told.recv().map_err(|_| Violation::new("unregister panicked"))??;
         device.free();
         far.memory.refill();
         let outcome = ended(&rig, &*handle, "a transfer with a held device")?;
@@ -177,7 +177,7 @@ pub(super) fn regions_come_and_go(fabric: &dyn Fabric, kind: MemoryKind) -> Resu
         far.memory.check("a region that was just unregistered")?;
         let again = rig.far.unregister(&far);
         failed(
-            again.map(|()| crate::fabric::Moved { bytes: 0, descriptors: 0 }),
+            again.map(|()| crate::fabric::TransferStats { bytes: 0, descriptors: 0 }),
             &["not_registered"],
             "a second unregister",
         )?;
@@ -195,7 +195,7 @@ pub(super) fn unregister_leaves_no_copier_inside(fabric: &dyn Fabric, kind: Memo
         let moves = [Move::new(&near, 0, &far, 0, len)];
         near.memory.refill();
         let handle = rig.near.write_async(&moves, &rig.options());
-        // From the first byte on there is a copier inside, most of the time.
+        // From the first byte on, a copier is inside most of the time.
         let give_up = Instant::now() + rig.patience();
         let untouched = far.memory.load(len - 64 * KIB, 8);
         while far.memory.load(len - 64 * KIB, 8) == untouched

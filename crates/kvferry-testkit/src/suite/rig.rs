@@ -1,11 +1,11 @@
-//! What every scenario starts from and ends with.
+//! The set-up of a scenario, the final checks, and helpers.
 
 use crate::fabric::{
-    Access, Effort, Endpoint, Fabric, Failure, Move, Moved, Options, Outcome, Region,
+    Access, Effort, Endpoint, Fabric, Failure, Move, Options, Outcome, Region, TransferStats,
 };
 use crate::memory::{Memory, MemoryKind};
-use crate::pattern::Rng;
 use crate::violation::{Violation, ensure};
+use fastrand::Rng;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -14,15 +14,15 @@ use std::time::{Duration, Instant};
 /// One end of the pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// Where scenarios start most transfers.
+    /// Starts most transfers.
     Near,
     /// The other end.
     Far,
 }
 
-/// A pair of endpoints, and the memory a scenario gave them.
+/// A pair of endpoints, and the regions that the scenario registered with them.
 pub struct Rig {
-    /// Where most transfers start.
+    /// Starts most transfers.
     pub near: Arc<dyn Endpoint>,
     /// The other end.
     pub far: Arc<dyn Endpoint>,
@@ -71,13 +71,13 @@ impl Rig {
         self.patience
     }
 
-    /// Choices of this scenario, the same in every run unless `KVFERRY_TESTKIT_SEED` says else.
+    /// A generator that draws the same in every run, unless `KVFERRY_TESTKIT_SEED` is set.
     pub fn rng(&self) -> Rng {
         let seed = std::env::var("KVFERRY_TESTKIT_SEED").ok().and_then(|s| s.parse().ok());
-        Rng::new(seed.unwrap_or(20))
+        Rng::with_seed(seed.unwrap_or(20))
     }
 
-    /// Options with the longest healthy time as the deadline.
+    /// Options with [`Rig::patience`] as the deadline.
     pub fn options(&self) -> Options {
         Options::within(self.patience)
     }
@@ -122,7 +122,7 @@ impl Rig {
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A source of ours and a destination of theirs, `len` bytes each.
+    /// A region of the near side and one of the far side, `len` bytes each.
     ///
     /// # Errors
     /// If the transport refuses to register them.
@@ -142,27 +142,27 @@ impl Rig {
             .map_err(|e| Violation::new(format!("a region can't be unregistered: {e}")))
     }
 
-    /// Writes, expects it to be done, and tells the model.
+    /// Writes from the near side, expects success, and updates the model.
     ///
     /// # Errors
-    /// If it was not done.
+    /// If the transfer failed.
     pub fn written(&self, moves: &[Move], what: &str) -> Result<(), Violation> {
         done(self.near.write(moves, &self.options()), moves, what)?;
         moves.iter().for_each(Move::expect_written);
         Ok(())
     }
 
-    /// Reads, expects it to be done, and tells the model.
+    /// Reads from the near side, expects success, and updates the model.
     ///
     /// # Errors
-    /// If it was not done.
+    /// If the transfer failed.
     pub fn fetched(&self, moves: &[Move], what: &str) -> Result<(), Violation> {
         done(self.near.read(moves, &self.options()), moves, what)?;
         moves.iter().for_each(Move::expect_read);
         Ok(())
     }
 
-    /// Waits until no device has a copy under way, for outcomes that leave that open.
+    /// Waits until no device copies: after outcomes that do not imply that.
     ///
     /// # Errors
     /// If copies never end.
@@ -188,10 +188,10 @@ impl Rig {
         Ok(())
     }
 
-    /// Expects every gauge at zero, soon.
+    /// Waits until every gauge is zero.
     ///
     /// # Errors
-    /// The gauges that stay above it.
+    /// The gauges that are not, after [`Rig::patience`].
     pub fn expect_zero(&self, when: &str) -> Result<(), Violation> {
         let give_up = Instant::now() + self.patience;
         for side in [Side::Near, Side::Far] {
@@ -212,7 +212,7 @@ impl Rig {
     /// expects every gauge at zero.
     ///
     /// # Errors
-    /// What is not as it should be.
+    /// The first check that fails.
     pub fn finish(self) -> Result<(), Violation> {
         self.check("at the end")?;
         let regions = self.regions().clone();
@@ -233,8 +233,12 @@ impl Rig {
     }
 }
 
-/// Expects that a transfer was done, as a whole.
-pub(crate) fn done(outcome: Outcome, moves: &[Move], what: &str) -> Result<Moved, Violation> {
+/// Expects that a transfer succeeded, with the right counts.
+pub(crate) fn done(
+    outcome: Outcome,
+    moves: &[Move],
+    what: &str,
+) -> Result<TransferStats, Violation> {
     let moved = outcome.map_err(|e| Violation::new(format!("{what} failed: {e}")))?;
     let bytes: u64 = moves.iter().map(|m| m.len).sum();
     ensure!(
@@ -277,7 +281,7 @@ pub(crate) fn ended(
         .ok_or_else(|| Violation::new(format!("{what} did not end within {:?}", rig.patience())))
 }
 
-/// Keeps an eye on memory for a while.
+/// Checks memory every 8 ms for `time`.
 pub(crate) fn watch(memory: &Memory, time: Duration, what: &str) -> Result<(), Violation> {
     let end = Instant::now() + time;
     loop {
@@ -289,7 +293,7 @@ pub(crate) fn watch(memory: &Memory, time: Duration, what: &str) -> Result<(), V
     }
 }
 
-/// Whether an operation that depends on a held device can be put to the test.
+/// Whether `kind` has a device; if not, prints that there is nothing to test.
 pub(crate) fn needs_device(kind: MemoryKind, what: &str) -> bool {
     if kind == MemoryKind::Host {
         println!("nothing to test: {what} is about device memory");

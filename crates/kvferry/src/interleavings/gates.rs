@@ -1,10 +1,9 @@
-//! Memory is given back only when no copier can touch it any more (invariant I2).
+//! Memory returns to its owner only when no copier can touch it any more (invariant I2).
 //!
-//! Gates outlive their threads here: loom does not know the counts of an `Arc`, by which
-//! `Gates::quiesce` passes over a gate that is gone.
+//! Gates outlive their threads here: loom does not model the counts of an `Arc`, by which
+//! `Gates::quiesce` skips a gate that is gone.
 
 use super::explore;
-use crate::agent::Core;
 use crate::memory::Access;
 use crate::memory::gate::{Gate, Gates, Touches};
 use crate::memory::region::Backing;
@@ -15,7 +14,7 @@ use loom::cell::UnsafeCell;
 use loom::thread;
 use std::sync::Arc;
 
-/// Somebody's memory: loom panics if it is touched at the same time as it is taken away.
+/// The memory of an owner: loom panics if a copier touches it at the same time as its owner.
 #[derive(Debug)]
 struct Memory(UnsafeCell<u32>);
 
@@ -26,20 +25,20 @@ impl Memory {
 
     fn touch(&self) {
         self.0.with(|memory| {
-            // SAFETY: the cell is alive; that nobody writes it now is what is being proved.
-            assert_eq!(unsafe { *memory }, 0, "touched after it was given back");
+            // SAFETY: the cell is alive; the model proves that no thread writes it now.
+            assert_eq!(unsafe { *memory }, 0, "touched after it was returned to its owner");
         });
     }
 
     fn give_back(&self) {
         self.0.with_mut(|memory| {
-            // SAFETY: the cell is alive; that nobody reads it now is what is being proved.
+            // SAFETY: the cell is alive; the model proves that no thread reads it now.
             unsafe { *memory = 1 };
         });
     }
 }
 
-// SAFETY: whether threads touch it at the same time is what loom looks at.
+// SAFETY: loom checks whether threads touch the cell at the same time.
 unsafe impl Sync for Memory {}
 // SAFETY: as above.
 unsafe impl Send for Memory {}
@@ -74,21 +73,23 @@ fn loom_i2_unregister_returns_when_no_copier_touches_the_memory() {
 #[test]
 #[should_panic(expected = "Causality violation")]
 fn loom_noticed_unregister_with_a_weaker_order() {
-    Mutant::WeakOrder.breed();
+    Mutant::WeakOrder.enable();
     explore(unregister_against_two_copies);
 }
 
 #[test]
 fn loom_i2_the_real_table_of_regions_quiesces_its_copiers() {
     explore(|| {
-        let core = Core::bare();
+        let core = super::bare();
         let memory = Memory::new();
         let region = core
+            .memory
             .regions
             .insert(Incarnation(7), 0x1000, 16, Access::READ_WRITE, Backing::Borrowed)
             .expect("the first region overlaps none");
         let copier = {
-            let (gate, memory, region) = (core.gates.gate(), Arc::clone(&memory), region.clone());
+            let (gate, memory, region) =
+                (core.memory.gates.gate(), Arc::clone(&memory), region.clone());
             thread::spawn(move || {
                 let inside = gate.enter().expect("never shut here");
                 if region.0.is_alive() {
@@ -98,8 +99,8 @@ fn loom_i2_the_real_table_of_regions_quiesces_its_copiers() {
                 gate
             })
         };
-        core.regions.remove(&region).expect("registered");
-        core.gates.quiesce();
+        core.memory.regions.remove(&region).expect("registered");
+        core.memory.gates.quiesce();
         memory.give_back();
         drop(copier.join().expect("the copier ends"));
     });
@@ -131,7 +132,7 @@ fn loom_i2_a_copier_that_comes_while_others_are_waited_for_finds_the_memory_gone
 }
 
 /// A copier that touches this region and then another one, and a revoke of the first.
-fn unregister_against_a_copier_that_says_what_it_touches() {
+fn unregister_against_a_copier_that_names_its_region() {
     let gates = Arc::new(Gates::default());
     let (memory, alive) = (Memory::new(), Arc::new(AtomicBool::new(true)));
     let (ours, other) = (RegionId(1), RegionId(2));
@@ -155,7 +156,7 @@ fn unregister_against_a_copier_that_says_what_it_touches() {
 
 #[test]
 fn loom_i2_who_takes_a_region_back_waits_for_those_who_touch_it() {
-    explore(unregister_against_a_copier_that_says_what_it_touches);
+    explore(unregister_against_a_copier_that_names_its_region);
 }
 
 fn revoke_against_two_copies() {
@@ -185,7 +186,7 @@ fn loom_i2_a_shut_gate_is_quiet_and_stays_so() {
 #[test]
 #[should_panic(expected = "Causality violation")]
 fn loom_noticed_a_gate_that_orders_nothing() {
-    Mutant::NoOrder.breed();
+    Mutant::NoOrder.enable();
     explore(revoke_against_two_copies);
 }
 
@@ -198,7 +199,7 @@ fn revoke_against_a_device() {
             let Ok(inside) = gate.enter() else { return };
             gate.copy_started();
             drop(inside);
-            // The device, on its own time.
+            // The device copies at any time.
             memory.touch();
             gate.copy_ended();
         })
@@ -216,6 +217,6 @@ fn loom_i2_a_revoke_waits_for_copies_that_a_device_was_told_to_make() {
 #[test]
 #[should_panic(expected = "Causality violation")]
 fn loom_noticed_a_count_of_copies_that_orders_nothing() {
-    Mutant::NoOrder.breed();
+    Mutant::NoOrder.enable();
     explore(revoke_against_a_device);
 }

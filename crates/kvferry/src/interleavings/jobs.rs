@@ -1,17 +1,17 @@
-//! A transfer ends exactly once, whoever ends it (invariant I1).
+//! A transfer ends exactly once, on whichever thread it ends (invariant I1).
 
-use super::explore;
-use crate::agent::Core;
+use super::{bare, explore};
+use crate::core::Core;
 use crate::error::{Error, ErrorKind};
 use crate::interleavings::links::{lane, link};
 use crate::memory::Access;
 use crate::memory::region::Backing;
-use crate::session::link::Link;
 use crate::sync::Mutant;
 use crate::transfer::batch::Batch;
 use crate::transfer::drive::submit;
-use crate::transfer::job::{Job, Op};
-use crate::transport::TransportKind;
+use crate::transfer::job::{Frames, Job, Op};
+use crate::transfer::kind::TransportKind;
+use crate::transfer::link::Link;
 use kvferry_proto::{Incarnation, Limits};
 use loom::thread;
 use std::sync::Arc;
@@ -22,6 +22,7 @@ const LONG: Duration = Duration::from_secs(3600);
 
 fn job(core: &Arc<Core>) -> Arc<Job> {
     let region = core
+        .memory
         .regions
         .insert(Incarnation(7), 0x1000, 64, Access::READ_WRITE, Backing::Borrowed)
         .expect("the first region overlaps none");
@@ -34,28 +35,28 @@ fn cancelled() -> Error {
     Error::new(ErrorKind::Cancelled, "the model cancels")
 }
 
-/// The job ended, and was counted, once.
+/// Checks that the job has ended, and was counted, once.
 fn ended_once(core: &Core, job: &Job) {
     let stats = core.counters.snapshot();
     let ended = stats.transfers_done + stats.transfers_cancelled + stats.transfers_failed;
     let counts = (stats.transfers_started, ended, stats.transfers_in_flight);
-    assert_eq!(counts, (1, 1, 0), "started, with one outcome, and nothing in flight");
+    assert_eq!(counts, (1, 1, 0), "started, one outcome, none in flight");
     let outcome = job.outcome().expect("ended");
     assert_eq!(outcome.is_ok(), stats.transfers_done == 1);
 }
 
-/// What a share does: takes frames while there are any, then ends.
+/// Does what a share does: takes frames until none is left, then ends.
 fn share(job: &Arc<Job>, link: &Arc<Link>) {
     while let Some(frame) = job.next_frame(&Limits::default()) {
         assert!(job.acknowledged(&frame).is_none(), "there is no notification");
     }
-    job.share_ended(link, None);
+    job.share_ended(&**link, None);
 }
 
 fn two_shares_against_cancel_and_wait() {
-    let core = Core::bare();
+    let core = bare();
     let (job, link) = (job(&core), link(&core));
-    job.start_shares(2, TransportKind::Tcp);
+    job.start_shares(2, TransportKind::TCP, Frames::Messages);
     let shares: Vec<_> = (0..2)
         .map(|_| {
             let (job, link) = (Arc::clone(&job), Arc::clone(&link));
@@ -63,7 +64,7 @@ fn two_shares_against_cancel_and_wait() {
         })
         .collect();
     job.stop(cancelled());
-    // Whoever ends the job has to wake this.
+    // The thread that ends the job has to wake this one.
     assert!(job.wait(LONG).is_some());
     shares.into_iter().for_each(|share| share.join().expect("a share ends"));
     ended_once(&core, &job);
@@ -76,14 +77,14 @@ fn loom_i1_two_shares_and_a_cancel_make_one_outcome_and_wake_who_waits() {
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn loom_noticed_an_outcome_that_nobody_is_told_of() {
-    Mutant::LostNotify.breed();
+fn loom_noticed_an_outcome_that_wakes_no_thread() {
+    Mutant::LostNotify.enable();
     explore(two_shares_against_cancel_and_wait);
 }
 
-/// A wish for a lane against its withdrawal by `cancel` and against the end of the link.
-fn wish(cancel: fn(&Job), peer_ends: bool) {
-    let core = Core::bare();
+/// A request for a lane against its withdrawal by `cancel` and against the end of the link.
+fn request(cancel: fn(&Job), peer_ends: bool) {
+    let core = bare();
     let (job, link) = (job(&core), link(&core));
     let canceller = {
         let job = Arc::clone(&job);
@@ -104,20 +105,20 @@ fn wish(cancel: fn(&Job), peer_ends: bool) {
 
 #[test]
 fn loom_i1_a_wish_for_a_lane_that_is_withdrawn_or_granted_or_refused_makes_one_outcome() {
-    explore(|| wish(|job| job.stop(cancelled()), false));
-    explore(|| wish(|job| job.stop(cancelled()), true));
+    explore(|| request(|job| job.stop(cancelled()), false));
+    explore(|| request(|job| job.stop(cancelled()), true));
 }
 
 #[test]
 #[should_panic(expected = "one outcome")]
-fn loom_noticed_a_cancel_that_forgets_the_wish_for_a_lane() {
-    explore(|| wish(|job| job.fail(cancelled()), false));
+fn loom_noticed_a_cancel_that_does_not_withdraw_the_request_for_a_lane() {
+    explore(|| request(|job| job.fail(cancelled()), false));
 }
 
 #[test]
 fn loom_i1_a_lane_that_comes_while_its_job_is_cancelled_is_used_or_given_back() {
     explore(|| {
-        let core = Core::bare();
+        let core = bare();
         let (job, link) = (job(&core), link(&core));
         let canceller = {
             let job = Arc::clone(&job);
@@ -130,18 +131,18 @@ fn loom_i1_a_lane_that_comes_while_its_job_is_cancelled_is_used_or_given_back() 
         submit(&job, &link);
         canceller.join().expect("the canceller ends");
         opener.join().expect("the opener ends");
-        // What an I/O thread would do with the shares it was given.
-        core.io_thread().play();
+        // An I/O thread would do this with the shares it was given.
+        core.threads.io().play();
         ended_once(&core, &job);
         assert!(!link.has_waiters());
-        assert!(link.idle_lane(1).is_some(), "the lane is there for the next one");
+        assert!(link.idle_lane(1).is_some(), "the lane is idle again");
     });
 }
 
-fn two_who_wait_for_one_outcome() {
-    let core = Core::bare();
+fn two_waiters_for_one_outcome() {
+    let core = bare();
     let (job, link) = (job(&core), link(&core));
-    job.start_shares(1, TransportKind::Tcp);
+    job.start_shares(1, TransportKind::TCP, Frames::Messages);
     let waiter = {
         let job = Arc::clone(&job);
         thread::spawn(move || job.wait(LONG).expect("ended").is_ok())
@@ -157,13 +158,13 @@ fn two_who_wait_for_one_outcome() {
 }
 
 #[test]
-fn loom_everybody_who_asks_gets_the_same_outcome() {
-    explore(two_who_wait_for_one_outcome);
+fn loom_every_waiter_gets_the_same_outcome() {
+    explore(two_waiters_for_one_outcome);
 }
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn loom_noticed_somebody_who_asks_and_is_not_told() {
-    Mutant::LostNotify.breed();
-    explore(two_who_wait_for_one_outcome);
+fn loom_noticed_a_waiter_that_is_not_woken() {
+    Mutant::LostNotify.enable();
+    explore(two_waiters_for_one_outcome);
 }

@@ -1,48 +1,58 @@
-//! Lanes are handed out one at a time, nobody who waits is forgotten, and the heartbeat runs
-//! whenever something is in flight.
+//! A lane has one user at a time, every waiter gets one, and the heartbeat runs whenever something
+//! is in progress.
 
-use super::explore;
-use crate::agent::Core;
+use super::{bare, explore};
+use crate::core::Core;
+use crate::error::Result;
 use crate::memory::device::Wake;
+use crate::memory::region::RemoteRegion;
 use crate::reactor::now;
-use crate::session::link::{Lane, Link, Native, OpenLane};
-use crate::sync::{Mutant, Mutex};
-use crate::transfer::drive::Slot;
-use crate::transfer::job::Job;
-use crate::transport::{Capabilities, Drive, Fence, Moving, Progress, Transport, TransportKind};
-use kvferry_proto::{Incarnation, Limits, Session, SessionConfig, StreamId, Timestamp};
+use crate::sync::Mutant;
+use crate::transfer::drive::{Drive, LaneRoute, OnLanes, Progress};
+use crate::transfer::job::{Job, JobLink};
+use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
+use crate::transfer::lanes::Lane;
+use crate::transfer::link::{Backend, Link};
+use crate::transfer::slot::Slot;
+use kvferry_proto::{Limits, StreamId, Timestamp};
 use kvferry_sys::socket::Socket;
 use loom::thread;
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(3600);
 
-/// Moves everything at once.
-#[derive(Debug)]
+/// A route that moves everything at once.
+#[derive(Clone)]
 struct Instant;
 
 impl Transport for Instant {
     fn kind(&self) -> TransportKind {
-        TransportKind::Tcp
+        TransportKind::TCP
     }
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
             write_fence: Fence::Local,
             read_fence: Fence::Local,
-            confirms_cancel: true,
             notifications: true,
             checksums: false,
-            regions: true,
         }
     }
+}
 
-    fn drive(&self, link: &Arc<Link>, lane: Arc<Lane>, job: Arc<Job>, _: Wake) -> Moving {
-        Moving::Other(Box::new(Share { link: Arc::clone(link), lane, job }))
+impl OnLanes for Instant {
+    type Share = Share;
+
+    fn transport(&self) -> &'static dyn Transport {
+        &Self
+    }
+
+    fn share(&self, link: &Arc<Link>, lane: Arc<Lane>, job: &Arc<Job>, _: Wake) -> Share {
+        Share { link: Arc::clone(link), lane, job: Arc::clone(job) }
     }
 }
 
@@ -62,57 +72,48 @@ impl Drive for Share {
             self.job.acknowledged(&frame);
         }
         self.link.put(Arc::clone(&self.lane));
-        self.job.share_ended(&self.link, None);
+        self.job.share_ended(&*self.link, None);
         Progress::Done
     }
 }
 
-/// Lanes come when the model says so.
-struct Nobody;
+/// A peer that does nothing: the model opens the lanes.
+struct Idle;
 
-impl OpenLane for Nobody {
+const CONTROL: u64 = 99;
+
+impl Backend for Idle {
     fn open_lane(&self, _: &Arc<Link>) {}
+
+    fn wake(&self, core: &Core) {
+        core.threads.control.wake(CONTROL);
+    }
+
+    fn regions(&self, _: &Arc<Link>, _: Duration) -> Result<Vec<RemoteRegion>> {
+        Ok(Vec::new())
+    }
+
+    fn probe(&self, _: &Arc<Link>, timeout: Duration) -> Result<Duration> {
+        Ok(timeout)
+    }
 }
 
-fn peer() -> SocketAddr {
-    SocketAddr::from(([127, 0, 0, 1], 1))
-}
-
-/// A link with room for one lane.
+/// A link with at most one lane and one permit.
 pub(super) fn link(core: &Arc<Core>) -> Arc<Link> {
-    let session = Session::initiator(
-        SessionConfig::new(Incarnation(7), "model"),
-        None,
-        [1; 32],
-        Timestamp::default(),
-    );
-    let native = Native {
-        session: Mutex::new(session),
-        token: 99,
-        info: OnceLock::new(),
-        inbound: Mutex::default(),
-        revokes: Mutex::default(),
-        requests: Mutex::default(),
-    };
-    Link::new(
-        Arc::clone(core),
-        "model".into(),
-        peer(),
-        Arc::new(Instant),
-        Some(native),
-        None,
-        Arc::new(Nobody),
-    )
+    let peer = SocketAddr::from(([127, 0, 0, 1], 1));
+    let link = Link::new(Arc::clone(core), "model".into(), peer, Arc::new(Idle), 1);
+    link.add_route(Arc::new(LaneRoute(Instant)));
+    link
 }
 
-/// A lane that nothing is ever sent on.
+/// A lane on which nothing is sent.
 pub(super) fn lane(core: &Arc<Core>) -> Arc<Lane> {
     let socket = Socket::listen(SocketAddr::from(([127, 0, 0, 1], 0))).expect("a port");
-    Lane::new(StreamId(1), socket, core.gates.gate())
+    Lane::new(StreamId(1), socket, core.memory.gates.gate())
 }
 
 fn two_users_of_one_lane() {
-    let core = Core::bare();
+    let core = bare();
     let link = link(&core);
     link.lane_opened(lane(&core));
     let users = Arc::new(AtomicUsize::new(0));
@@ -131,36 +132,36 @@ fn two_users_of_one_lane() {
                 let lane = slot.wait(now() + LONG, None).expect("given");
                 assert_eq!(users.fetch_add(1, Ordering::Relaxed), 0, "one user at a time");
                 thread::yield_now();
-                link.pass_turn(&lane);
+                link.pass_permit(&lane);
                 users.fetch_sub(1, Ordering::Relaxed);
                 link.put(lane);
             })
         })
         .collect();
-    threads.into_iter().for_each(|thread| thread.join().expect("everybody is served"));
-    // Lane and turn are back.
+    threads.into_iter().for_each(|thread| thread.join().expect("each is served"));
+    // The lane and the permit were given back.
     assert!(link.idle_lane(1 << 30).is_some() && !link.has_waiters());
 }
 
 #[test]
-fn loom_a_lane_has_one_user_at_a_time_and_everybody_gets_it() {
+fn loom_a_lane_has_one_user_at_a_time_and_every_waiter_gets_it() {
     explore(two_users_of_one_lane);
 }
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn loom_noticed_a_lane_that_nobody_is_told_of() {
-    Mutant::LostNotify.breed();
+fn loom_noticed_a_lane_that_wakes_no_waiter() {
+    Mutant::LostNotify.enable();
     explore(two_users_of_one_lane);
 }
 
 #[test]
-fn loom_who_withdraws_while_it_is_given_a_lane_either_withdrew_or_has_it() {
+fn loom_a_withdrawal_during_a_grant_succeeds_or_the_waiter_has_the_lane() {
     explore(|| {
-        let core = Core::bare();
+        let core = bare();
         let link = link(&core);
         let given = Slot::new();
-        let wish = {
+        let request = {
             let given = Arc::clone(&given);
             link.acquire(1, now() + LONG, Box::new(move |lane| given.fill(lane.is_ok())))
         };
@@ -168,7 +169,7 @@ fn loom_who_withdraws_while_it_is_given_a_lane_either_withdrew_or_has_it() {
             let (core, link) = (Arc::clone(&core), Arc::clone(&link));
             thread::spawn(move || link.lane_opened(lane(&core)))
         };
-        let withdrawn = link.withdraw(wish);
+        let withdrawn = link.withdraw(request);
         opener.join().expect("the opener ends");
         let has_it = link.idle_lane(1).is_none();
         assert_ne!(withdrawn, has_it);
@@ -178,31 +179,31 @@ fn loom_who_withdraws_while_it_is_given_a_lane_either_withdrew_or_has_it() {
     });
 }
 
-fn begin_against_the_look_whether_anything_is_in_flight() {
-    let core = Core::bare();
+fn begin_against_the_check_whether_anything_is_in_progress() {
+    let core = bare();
     let link = link(&core);
-    // Something was in flight before, so the control thread watches.
+    // Something was in progress before, so the control thread watches.
     link.begin();
     link.finish();
-    let before = core.control.wakes().len();
+    let before = core.threads.control.wakes().len();
     let beginner = {
         let link = Arc::clone(&link);
         thread::spawn(move || link.begin())
     };
     let active = link.is_active();
     beginner.join().expect("the beginner ends");
-    let woken = core.control.wakes().len() > before;
-    assert!(active || woken, "in flight, and nobody watches the peer");
+    let woken = core.threads.control.wakes().len() > before;
+    assert!(active || woken, "something is in progress without a heartbeat");
 }
 
 #[test]
 fn loom_i6_what_begins_while_the_heartbeat_is_stopped_starts_it_again() {
-    explore(begin_against_the_look_whether_anything_is_in_flight);
+    explore(begin_against_the_check_whether_anything_is_in_progress);
 }
 
 #[test]
-#[should_panic(expected = "nobody watches the peer")]
+#[should_panic(expected = "without a heartbeat")]
 fn loom_noticed_a_heartbeat_that_is_stopped_with_a_weaker_order() {
-    Mutant::WeakOrder.breed();
-    explore(begin_against_the_look_whether_anything_is_in_flight);
+    Mutant::WeakOrder.enable();
+    explore(begin_against_the_check_whether_anything_is_in_progress);
 }

@@ -1,21 +1,26 @@
-//! Models of the hand-rolled synchronisation: the real code, a few threads, every interleaving of
-//! them that has at most so many preemptions. `make loom` runs them.
+//! Models of the synchronisation: the real code, a few threads, and every interleaving of them with
+//! a bounded number of preemptions. `make loom` runs them.
 //!
-//! Beside each model stands one that is broken on purpose and must be noticed: a model that can't
-//! fail proves nothing.
+//! Each model has a counterpart that is broken on purpose and must be detected: a model proves
+//! something only if it can fail.
 
 mod gates;
 mod jobs;
 mod links;
 mod reactors;
 
+use crate::config::Config;
+use crate::core::Core;
+use crate::reactor::{Remote, Threads, now};
+use crate::suspend::SuspendDetector;
+use kvferry_proto::Incarnation;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Preemptions of one interleaving: most bugs need one or two. More take minutes.
 const PREEMPTIONS: usize = 4;
 
-/// Runs `model` in all its interleavings, and says how many there were.
+/// Runs `model` in all its interleavings, and prints how many there were.
 fn explore(model: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(PREEMPTIONS);
@@ -27,4 +32,13 @@ fn explore(model: impl Fn() + Send + Sync + 'static) {
         model();
     });
     println!("{} interleavings", count.load(Ordering::Relaxed));
+}
+
+/// The shared state of an agent without threads and sockets, for models of its parts.
+fn bare() -> Arc<Core> {
+    let config = Config { streams_per_peer: Some(1), io_threads: Some(1), ..Config::default() };
+    let threads =
+        Threads::new(Remote::without_thread(), vec![Remote::without_thread()], Vec::new());
+    let suspend = SuspendDetector::new(config.silence(), now());
+    Arc::new(Core::new(Incarnation(7), config.settings(), config.sizing(), threads, suspend))
 }

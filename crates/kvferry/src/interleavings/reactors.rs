@@ -4,7 +4,7 @@ use super::explore;
 use crate::reactor::now;
 use crate::reactor::{Cause, Cx, Handler, Next, Reactor};
 use crate::sync::{Condvar, Mutant, Mutex};
-use crate::transfer::drive::Slot;
+use crate::transfer::slot::Slot;
 use kvferry_sys::poll::Interest;
 use loom::thread;
 use std::os::fd::BorrowedFd;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Counts its calls, and drops of it.
+/// Counts its calls and its drops.
 struct Counted {
     wanted: Arc<(Mutex<bool>, Condvar)>,
     seen: Arc<(Mutex<bool>, Condvar)>,
@@ -25,8 +25,8 @@ impl Handler for Counted {
     }
 
     fn handle(&mut self, _: Cause, _: &Cx<'_>) -> Next {
-        if *self.wanted.0.lock().expect("nobody panics with it") {
-            *self.seen.0.lock().expect("nobody panics with it") = true;
+        if *self.wanted.0.lock().expect("no holder panics") {
+            *self.seen.0.lock().expect("no holder panics") = true;
             self.seen.1.notify_one();
         }
         Next::Wait { interest: Interest::None, deadline: None }
@@ -44,9 +44,9 @@ fn flag() -> Arc<(Mutex<bool>, Condvar)> {
 }
 
 fn wait_for(flag: &(Mutex<bool>, Condvar)) {
-    let mut set = flag.0.lock().expect("nobody panics with it");
+    let mut set = flag.0.lock().expect("no holder panics");
     while !*set {
-        set = flag.1.wait_timeout(set, Duration::from_secs(3600)).expect("nobody panics").0;
+        set = flag.1.wait_timeout(set, Duration::from_secs(3600)).expect("no holder panics").0;
     }
 }
 
@@ -60,7 +60,7 @@ fn wake_from_another_thread() {
     let waker = {
         let remote = reactor.remote().clone();
         thread::spawn(move || {
-            *wanted.0.lock().expect("nobody panics with it") = true;
+            *wanted.0.lock().expect("no holder panics") = true;
             remote.wake(token);
         })
     };
@@ -77,15 +77,15 @@ fn loom_a_wake_up_is_never_lost() {
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn loom_noticed_a_bell_that_is_cleared_after_the_queue_was_read() {
-    Mutant::LateClear.breed();
+fn loom_noticed_a_wake_up_that_is_cleared_after_the_queue_was_read() {
+    Mutant::LateClear.enable();
     explore(wake_from_another_thread);
 }
 
 fn stop_against_add() {
     let reactor = Reactor::start("model".into(), Duration::ZERO).expect("no descriptors needed");
     let drops = Arc::new(AtomicUsize::new(0));
-    let teller = {
+    let adder = {
         let (remote, drops) = (reactor.remote().clone(), Arc::clone(&drops));
         thread::spawn(move || {
             for _ in 0..2 {
@@ -95,19 +95,19 @@ fn stop_against_add() {
         })
     };
     reactor.stop();
-    teller.join().expect("the teller ends");
-    assert_eq!(drops.load(Ordering::Relaxed), 2, "neither kept nor forgotten");
+    adder.join().expect("the adder ends");
+    assert_eq!(drops.load(Ordering::Relaxed), 2, "each handler is dropped once");
 }
 
 #[test]
-fn loom_a_reactor_that_is_stopped_while_it_is_told_something_stops_and_drops_all_it_was_given() {
+fn loom_a_reactor_that_is_stopped_during_an_add_drops_all_handlers() {
     explore(stop_against_add);
 }
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn loom_noticed_a_stop_that_does_not_ring() {
-    Mutant::LostNotify.breed();
+fn loom_noticed_a_stop_that_does_not_signal() {
+    Mutant::LostNotify.enable();
     explore(stop_against_add);
 }
 
@@ -123,13 +123,13 @@ fn fill_against_wait() {
 }
 
 #[test]
-fn loom_who_waits_for_a_value_gets_it() {
+fn loom_a_waiter_for_a_value_gets_it() {
     explore(fill_against_wait);
 }
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn loom_noticed_a_value_that_nobody_is_told_of() {
-    Mutant::LostNotify.breed();
+fn loom_noticed_a_value_that_wakes_no_waiter() {
+    Mutant::LostNotify.enable();
     explore(fill_against_wait);
 }

@@ -1,9 +1,10 @@
-//! Walking over the bytes of a batch: what a transport sends from and receives into.
+//! Cursors over the bytes of a batch: transports send from a cursor and receive into one.
 //!
 //! A transport sees ready host spans and nothing else. A span is lent inside the copier's gate,
-//! after its region was seen alive, for the duration of one call; so a transport can't hold one
+//! after its region was seen alive, for the duration of one call. So a transport can't hold a span
 //! for longer than a revoker waits (see [`gate`](super::gate)).
 
+use crate::callback::contain;
 use crate::memory::device::{Copy, CopyDone, Wake};
 use crate::memory::gate::{Gate, Touches};
 use crate::memory::region::{Backing, RegionInner};
@@ -18,10 +19,10 @@ use std::sync::Arc;
 
 /// Bytes of one staging buffer for device memory.
 const STAGE_BYTES: u64 = 512 * 1024;
-/// How far back a batch is searched for a region that it names already: as many as a model has
-/// layers, about.
+/// How many of a batch's last regions are compared with a new piece's: about as many as a model has
+/// layers.
 const LOOK_BACK: usize = 128;
-/// Staging buffers one cursor has in use at most.
+/// Staging buffers that one cursor uses at the same time, at most.
 const STAGES: usize = 4;
 
 thread_local! {
@@ -33,13 +34,13 @@ thread_local! {
 pub(crate) struct Piece {
     /// Index into [`Pieces::regions`], or [`Piece::RAW`].
     pub(crate) region: u32,
-    /// Offset in the region; for raw memory an address of this process.
+    /// Offset in the region; for unregistered memory an address of this process.
     pub(crate) offset: u64,
     pub(crate) len: u64,
 }
 
 impl Piece {
-    /// Memory that is promised but not registered.
+    /// Memory that the caller promised but did not register.
     pub(crate) const RAW: u32 = u32::MAX;
 }
 
@@ -54,7 +55,7 @@ pub(crate) struct Pieces {
 impl Pieces {
     /// Appends a piece of a region.
     pub(crate) fn push(&mut self, region: &Arc<RegionInner>, offset: u64, len: u64) {
-        // Looking far back would cost more than a second entry does.
+        // Searching further back would cost more than a second entry does.
         let known = self.regions.iter().enumerate().rev().take(LOOK_BACK);
         let known = known.into_iter().find(|(_, r)| Arc::ptr_eq(r, region)).map(|(i, _)| i);
         let index = known.unwrap_or_else(|| {
@@ -68,8 +69,8 @@ impl Pieces {
     /// Appends unregistered memory.
     ///
     /// # Safety
-    /// The range stays valid for as long as a cursor over these pieces is used: until the
-    /// transfer they belong to has its outcome.
+    /// The range stays valid for as long as a cursor over these pieces is used: until their
+    /// transfer has its outcome.
     pub(crate) unsafe fn push_raw(&mut self, addr: *mut u8, len: u64) {
         self.push_piece(Piece { region: Piece::RAW, offset: addr as u64, len });
     }
@@ -79,14 +80,14 @@ impl Pieces {
         self.pieces.push(piece);
     }
 
-    /// Removes all; keeps the room.
+    /// Removes all pieces; keeps the allocation.
     pub(crate) fn clear(&mut self) {
         self.pieces.clear();
         self.regions.clear();
         self.bytes = 0;
     }
 
-    /// What whoever moves them touches.
+    /// What a copier of these pieces touches.
     pub(crate) fn touches(&self) -> Touches {
         Touches::of(self.regions.iter().map(|region| region.id))
     }
@@ -100,7 +101,7 @@ impl Pieces {
     }
 }
 
-/// Where in the pieces a byte is.
+/// The position of a byte in the pieces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Position {
     pub(crate) piece: usize,
@@ -108,14 +109,14 @@ pub(crate) struct Position {
 }
 
 impl Position {
-    /// Goes on to the next byte there is, if a piece has ended.
+    /// Moves on to the next piece with bytes if the current one has ended.
     pub(crate) fn leave_ended(&mut self, pieces: &Pieces) {
         while pieces.pieces[self.piece].len == self.within {
             *self = Self { piece: self.piece + 1, within: 0 };
         }
     }
 
-    /// Goes on by so many bytes.
+    /// Moves on by `n` bytes.
     pub(crate) fn advance(&mut self, pieces: &Pieces, mut bytes: u64) {
         while bytes > 0 {
             let left = pieces.pieces[self.piece].len - self.within;
@@ -129,30 +130,30 @@ impl Position {
     }
 }
 
-/// What came of asking for spans.
+/// The result of asking for spans.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lent {
-    /// So many bytes were moved.
+    /// Number of bytes moved.
     Moved(usize),
-    /// The socket (or whatever the spans were lent to) has to be waited for.
+    /// The socket, or another recipient of the spans, is not ready.
     WouldBlock,
-    /// The memory has to be waited for; the waker will be called.
+    /// The memory is not ready; it calls the waker once it may be.
     NotReady,
 }
 
 /// Why memory can't be used any more.
 #[derive(Debug)]
 pub(crate) enum Fault {
-    /// The memory of a descriptor is gone.
+    /// The memory of a descriptor can't be used any more.
     Memory {
         /// `Revoked` or `Internal`.
         code: WireCode,
-        /// The descriptor, counted from the start of the batch.
+        /// The index of the descriptor in the batch.
         index: u32,
     },
     /// The copier was stopped.
     Shut,
-    /// What the spans were lent to failed.
+    /// The recipient of the spans failed.
     Io(io::Error),
 }
 
@@ -164,8 +165,8 @@ pub(crate) trait Source: Send {
     /// Lends at most `limit` bytes that are ready to `take`, which returns how many it took.
     ///
     /// # Errors
-    /// The memory is gone, the copier was stopped, or `take` failed with anything but
-    /// `WouldBlock`.
+    /// The memory can't be used any more, the copier was stopped, or `take` failed with an error
+    /// other than `WouldBlock`.
     fn lend(
         &mut self,
         limit: usize,
@@ -173,12 +174,12 @@ pub(crate) trait Source: Send {
     ) -> Result<Lent, Fault>;
 }
 
-/// Room for bytes that arrive, as ready host spans.
+/// Memory for received bytes, as ready host spans.
 pub(crate) trait Sink: Send {
     /// Bytes not yet filled.
     fn remaining(&self) -> u64;
 
-    /// Lends room for at most `limit` bytes to `fill`, which returns how many it filled.
+    /// Lends memory for at most `limit` bytes to `fill`, which returns how many bytes it filled.
     ///
     /// # Errors
     /// As [`Source::lend`].
@@ -188,10 +189,10 @@ pub(crate) trait Sink: Send {
         fill: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
     ) -> Result<Lent, Fault>;
 
-    /// Whether all bytes that were filled are where they belong. Asked when nothing remains.
+    /// Whether all received bytes are in place. Called when no bytes remain.
     ///
     /// # Errors
-    /// A copy to the device failed, or the memory is gone.
+    /// A copy to the device failed, or the memory can't be used any more.
     fn flush(&mut self) -> Result<Lent, Fault>;
 }
 
@@ -201,7 +202,7 @@ enum Direction {
     In,
 }
 
-/// A range of a batch's pieces, walked once.
+/// A range of a batch's pieces, read or written once from start to end.
 struct Cursor {
     pieces: Arc<Pieces>,
     gate: Arc<Gate>,
@@ -216,8 +217,8 @@ struct Cursor {
 pub(crate) struct Gather(Cursor);
 
 impl Gather {
-    /// `len` bytes from `at` on, read inside `gate`. `wake` is called when memory that was not
-    /// ready may be.
+    /// `len` bytes from `at` on, read inside `gate`. Memory that was not ready calls `wake` once it
+    /// may be.
     pub(crate) fn new(
         pieces: Arc<Pieces>,
         at: Position,
@@ -234,8 +235,8 @@ impl Gather {
 pub(crate) struct Scatter(Cursor);
 
 impl Scatter {
-    /// `len` bytes from `at` on, written inside `gate`. `wake` is called when memory that was not
-    /// ready may be.
+    /// `len` bytes from `at` on, written inside `gate`. Memory that was not ready calls `wake` once
+    /// it may be.
     pub(crate) fn new(
         pieces: Arc<Pieces>,
         at: Position,
@@ -296,7 +297,7 @@ impl Cursor {
         })
     }
 
-    /// Collects host spans from the position on; stops before device memory.
+    /// Collects host spans from the current position on; stops before device memory.
     fn gather(&self, limit: usize, spans: &mut Vec<HostSpan>) -> Result<(), Fault> {
         let mut budget = self.remaining.min(limit as u64);
         let mut within = self.at.within;
@@ -319,7 +320,7 @@ impl Cursor {
         Ok(())
     }
 
-    /// `alive` is the region that was seen alive last inside this gate.
+    /// `alive` is the region that was last seen alive inside this gate.
     fn host_span(
         &self,
         piece: &Piece,
@@ -330,7 +331,7 @@ impl Cursor {
         let len = usize::try_from(len).expect("bounded by the limit of the call");
         if piece.region == Piece::RAW {
             let at = usize::try_from(piece.offset + within).expect("an address of this process");
-            // SAFETY: `Pieces::push_raw`'s caller promised the range until the transfer's
+            // SAFETY: the caller of `Pieces::push_raw` promised the range until the transfer's
             // outcome, and a cursor is used only before it.
             return Ok(unsafe { HostSpan::new(at as *mut u8, len) });
         }
@@ -346,7 +347,7 @@ impl Cursor {
 
     fn advance(&mut self, moved: usize) {
         let moved = moved as u64;
-        assert!(moved <= self.remaining, "nobody moves more than was lent");
+        assert!(moved <= self.remaining, "a transport moved more bytes than it was lent");
         self.remaining -= moved;
         self.at.advance(&self.pieces, moved);
     }
@@ -359,7 +360,7 @@ impl Cursor {
         let staging = self.staging.as_mut().expect("made for pieces that are not all host");
         let ready = match self.direction {
             Direction::Out => staging.fetch(&self.pieces, &self.gate)?,
-            Direction::In => staging.room(&self.pieces, self.at, self.remaining)?,
+            Direction::In => staging.free_span(&self.pieces, self.at, self.remaining)?,
         };
         let Some(span) = ready else { return Ok(Lent::NotReady) };
         if self.gate.is_shut() {
@@ -371,7 +372,8 @@ impl Cursor {
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(Lent::WouldBlock),
             Err(e) => return Err(Fault::Io(e)),
         };
-        // The bytes have left the socket, whatever becomes of them: they count in any case.
+        // The bytes have left the socket, whether their copy succeeds or not, so they count as
+        // moved.
         let staged = match self.direction {
             Direction::Out => {
                 staging.taken(moved);
@@ -434,9 +436,9 @@ struct Staging {
     wake: Wake,
     free: Vec<Mapping>,
     made: usize,
-    /// Copies from the device, in the order of the bytes (out), or to it, in no order (in).
+    /// Copies from the device, in the order of the bytes (out), or to it, in any order (in).
     copies: VecDeque<Staged>,
-    /// Out: where the next copy starts, and how many bytes are not yet asked for.
+    /// Out: where the next copy starts, and how many bytes no copy was started for.
     ahead: Position,
     ahead_left: u64,
     /// In: the buffer being filled.
@@ -447,7 +449,7 @@ struct Staged {
     copy: Arc<Copy>,
     piece: usize,
     len: usize,
-    /// Out: bytes already sent.
+    /// Out: how many of its bytes were sent.
     taken: usize,
 }
 
@@ -510,14 +512,16 @@ impl Staging {
         }
         let copy = Copy::start(buffer, region, gate, &self.wake);
         let (offset, span) = (piece.offset + at.within, copy.span(0, len));
-        match direction {
-            Direction::Out => device.copy_out(offset, span, CopyDone::new(&copy)),
-            Direction::In => device.copy_in(offset, span, CopyDone::new(&copy)),
-        }
+        let done = CopyDone::new(&copy);
+        // If the call panics, the copy fails once the device drops or completes `done`.
+        contain("a device's copy", || match direction {
+            Direction::Out => device.copy_out(offset, span, done),
+            Direction::In => device.copy_in(offset, span, done),
+        });
         Ok(Staged { copy, piece: at.piece, len, taken: 0 })
     }
 
-    /// Out: keeps copies going ahead of the position and returns what is ready to be sent.
+    /// Out: starts copies ahead of the position, and returns the bytes that are ready to be sent.
     fn fetch(&mut self, pieces: &Pieces, gate: &Arc<Gate>) -> Result<Option<HostSpan>, Fault> {
         while self.ahead_left > 0 && self.copies.len() < STAGES {
             let piece = pieces.pieces[self.ahead.piece];
@@ -537,7 +541,7 @@ impl Staging {
             self.ahead.within += len;
         }
         let front =
-            self.copies.front().expect("device bytes remain, so a copy of them was started");
+            self.copies.front().expect("while device bytes remain, a copy of them is in progress");
         match front.copy.outcome() {
             None => Ok(None),
             Some(Ok(())) => Ok(Some(front.copy.span(front.taken, front.len - front.taken))),
@@ -557,13 +561,14 @@ impl Staging {
     fn recycle(&mut self, staged: Staged) {
         match staged.copy.into_buffer() {
             Some(buffer) => self.free.push(buffer),
-            // The device still holds the completion for a moment: let it go, make another.
+            // The device still holds the completion for a moment: leave this buffer to it and
+            // allocate another one.
             None => self.made -= 1,
         }
     }
 
-    /// In: the room left in the buffer being filled, or a new one.
-    fn room(
+    /// In: the rest of the buffer that is being filled, or a new buffer.
+    fn free_span(
         &mut self,
         pieces: &Pieces,
         at: Position,

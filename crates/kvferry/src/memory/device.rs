@@ -1,25 +1,26 @@
-//! Memory the CPU can't address, copied through bounded staging buffers.
+//! Device memory that the CPU can't address, copied through bounded staging buffers.
 //!
-//! Ownership: a staging buffer is owned by the copy that uses it. A copy is under way from its
-//! start until its [`CopyDone`] is completed or dropped; the cursor that started it only observes.
-//! So a cursor may be dropped at any point, and the device still writes into live memory.
+//! Ownership: a staging buffer belongs to the copy that uses it. A copy is in progress from its
+//! start until its [`CopyDone`] is completed or dropped; the cursor that started it only observes
+//! it. So a cursor may be dropped at any time, and the device still writes into live memory.
 //!
-//! Wake-up: a cursor that found nothing ready returns `NotReady`; the completion of any of its
-//! copies calls the waker afterwards. A completion that came before the cursor looked is seen by
+//! Wake-up: a cursor that finds no ready bytes returns `NotReady`; the completion of any of its
+//! copies calls the waker afterwards. A completion before that check is seen by the check, because
+//! the state is set before the waker is called.
 //! the look, because the state is set before the waker is called.
 
 use crate::memory::gate::Gate;
 use crate::memory::region::RegionInner;
 use crate::sync::atomic::{AtomicU8, Ordering};
-use crate::sync::{Arc, Mutex, PoisonError};
+use crate::sync::{Arc, Mutex, lock};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::span::HostSpan;
 use std::io;
 
-/// Memory that is read and written by asynchronous copies: a GPU's, or anything that behaves so.
+/// Memory that is read and written by asynchronous copies: a GPU's, or memory that behaves alike.
 ///
-/// Offsets count from the start of the memory. Copies may complete in any order, on any thread,
-/// or before the call returns.
+/// Offsets count from the start of the memory. Copies may complete in any order, on any thread, or
+/// before the call returns. A call that panics fails its transfer.
 pub trait DeviceMemory: Send + Sync + 'static {
     /// Bytes of the memory; constant.
     fn len(&self) -> u64;
@@ -38,7 +39,7 @@ pub trait DeviceMemory: Send + Sync + 'static {
     fn copy_in(&self, offset: u64, from: HostSpan, done: CopyDone);
 }
 
-/// Called when something that was waited for may be ready.
+/// Called when memory that was not ready may be ready.
 pub(crate) type Wake = Arc<dyn Fn() + Send + Sync>;
 
 const RUNNING: u8 = 0;
@@ -78,19 +79,19 @@ impl Copy {
         self.buffer.span(offset, len)
     }
 
-    /// The outcome of the copy, or `None` while it runs.
+    /// The outcome of the copy, or `None` while it is in progress.
     pub(crate) fn outcome(&self) -> Option<io::Result<()>> {
         match self.state.load(Ordering::Acquire) {
             RUNNING => None,
             DONE => Some(Ok(())),
             _ => {
-                let error = self.error.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let error = lock(&self.error).take();
                 Some(Err(error.unwrap_or_else(|| io::Error::other("a device copy failed"))))
             }
         }
     }
 
-    /// The buffer back, if the copy has ended and nobody else looks at it.
+    /// Returns the buffer if the copy has ended and no other reference to it is left.
     pub(crate) fn into_buffer(self: Arc<Self>) -> Option<Mapping> {
         Arc::try_unwrap(self).ok().map(|copy| copy.buffer)
     }
@@ -103,9 +104,9 @@ impl Copy {
     }
 }
 
-/// Says that a device's copy has ended. Keeps the staging buffer alive until then.
+/// Ends a device's copy, and keeps the staging buffer alive until then.
 ///
-/// Dropping it without [`CopyDone::complete`] says that the copy failed.
+/// Dropping it without [`CopyDone::complete`] fails the copy.
 #[derive(Debug)]
 pub struct CopyDone(Option<Arc<Copy>>);
 
@@ -114,13 +115,13 @@ impl CopyDone {
         Self(Some(Arc::clone(copy)))
     }
 
-    /// Ends the copy. Nothing may touch the span any more.
+    /// Ends the copy. The device must not touch the span any more.
     pub fn complete(mut self, result: io::Result<()>) {
         if let Some(copy) = self.0.take() {
             match result {
                 Ok(()) => copy.end(DONE),
                 Err(e) => {
-                    *copy.error.lock().unwrap_or_else(PoisonError::into_inner) = Some(e);
+                    *lock(&copy.error) = Some(e);
                     copy.end(FAILED);
                 }
             }

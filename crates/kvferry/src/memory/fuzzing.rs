@@ -1,11 +1,11 @@
-//! The oracle for looking up what a peer names; see `crate::fuzzing`.
+//! The oracle for resolving the ranges that a peer names; see `crate::fuzzing`.
 
 use super::region::{Access, Backing, Region, RegionTable};
 use kvferry_proto::fuzzing::Script;
 use kvferry_proto::{Incarnation, RegionId, WireCode};
 
-/// Regions come and go, peers name ranges in them: what is found is what looking at each of them
-/// in turn finds, and nothing else is ever handed out.
+/// Registers and unregisters regions and resolves ranges in them: each lookup must find what a
+/// linear search finds, and nothing outside a live region.
 pub fn regions(bytes: &[u8]) {
     let mut script = Script::new(bytes);
     let table = RegionTable::default();
@@ -37,7 +37,7 @@ fn insert(table: &RegionTable, alive: &mut Vec<Region>, script: &mut Script<'_>)
     match table.insert(Incarnation(7), base, len, access, Backing::Borrowed) {
         Ok(region) => {
             assert!(valid && free, "{base:#x}+{len:#x}");
-            assert!(alive.iter().all(|r| r.id() < region.id()), "an id is used once");
+            assert!(alive.iter().all(|r| r.id() < region.id()), "an id is never used again");
             alive.push(region);
         }
         Err(e) => assert!(!valid || !free, "{e}"),
@@ -58,7 +58,7 @@ fn resolve(table: &RegionTable, alive: &[Region], script: &mut Script<'_>) {
     match (found, expected) {
         (Ok((region, at)), Ok((expected, expected_at))) => {
             assert_eq!((region.id, at), (expected.id(), expected_at));
-            assert!(at + u64::from(len) <= region.len as u64, "beyond the region");
+            assert!(at + u64::from(len) <= region.len as u64, "the range is inside the region");
         }
         (Err(code), Err(expected)) => assert_eq!(code, expected),
         (found, expected) => panic!("{found:?} where {expected:?} was due"),

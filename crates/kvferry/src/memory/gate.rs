@@ -1,21 +1,21 @@
-//! Stopping a copier for certain.
+//! Gates stop a copier for certain.
 //!
-//! Whoever moves bytes between a socket and registered memory does it in short, non-blocking
-//! system calls, each inside a *gate*. Memory is given back to its owner only after every gate
-//! that might have been inside was seen outside (invariant I2).
+//! A copier moves bytes between a socket and registered memory in short, non-blocking system calls,
+//! each inside a *gate*. Memory returns to its owner only after every gate that a copier might have
+//! been inside was seen empty (invariant I2).
 //!
-//! The argument. A copier stores "inside" to its gate, then loads whether the region is alive.
-//! A revoker stores "dead" to the region, then loads the gate. All four are sequentially
+//! The argument. A copier stores "inside" to its gate, then loads whether the region is alive. A
+//! revoker stores "dead" to the region, then loads the gate. All four accesses are sequentially
 //! consistent, so at least one of the two sees the other's store: either the copier finds the
-//! region dead and touches nothing, or the revoker finds the copier inside and waits for it to
-//! come out. The next entry finds the region dead.
+//! region dead and touches nothing, or the revoker finds the copier inside and waits until it has
+//! left. The copier's next entry finds the region dead.
 //!
-//! A copier that knows says which region it is going to touch, before it goes inside; who takes
-//! another region back need not wait for it. The revoker reads that after it found the copier
-//! inside, so it is what was said for this entry, or for a later one.
+//! A copier that knows which region it is going to touch stores that before it enters; a revoker of
+//! another region then need not wait for it. The revoker loads this word after it found the copier
+//! inside, so the word is that of this entry or of a later one.
 
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
-use crate::sync::{Arc, Mutex, PoisonError, Weak, hint, thread};
+use crate::sync::{Arc, Mutex, Weak, hint, lock, thread};
 use kvferry_proto::RegionId;
 
 const SHUT: u64 = 1 << 63;
@@ -33,7 +33,7 @@ pub(crate) enum Touches {
 }
 
 impl Touches {
-    /// By all the regions there are.
+    /// What a copier of these regions touches.
     pub(crate) fn of(mut regions: impl ExactSizeIterator<Item = RegionId>) -> Self {
         match (regions.len(), regions.next()) {
             (0, _) => Self::None,
@@ -42,7 +42,8 @@ impl Touches {
         }
     }
 
-    /// As a word of shared memory; ids of regions are below, and never zero.
+    /// As a word of shared memory. Region ids have 32 bits and are never zero, which leaves 0 and
+    /// `u64::MAX`.
     pub(crate) fn to_word(self) -> u64 {
         match self {
             Self::Any => 0,
@@ -51,19 +52,19 @@ impl Touches {
         }
     }
 
-    /// Whether what a word says may be one of these regions.
+    /// Whether a copier that stored this word may touch one of these regions.
     pub(crate) fn may_be(word: u64, regions: &[RegionId]) -> bool {
         word == 0 || regions.iter().any(|region| u64::from(region.0) == word)
     }
 }
 
-/// One copier's gate: odd while inside, with a bit that shuts it for good.
+/// One copier's gate: odd while inside, with a bit that shuts it permanently.
 #[derive(Debug, Default)]
 pub(crate) struct Gate {
     state: AtomicU64,
-    /// [`Touches`] of the entry that comes next or is.
+    /// [`Touches`] of the current or next entry.
     touches: AtomicU64,
-    /// Copies that were started and end on their own time (device memory).
+    /// Copies that a device still performs after the copier has left the gate.
     pending: AtomicUsize,
 }
 
@@ -71,7 +72,7 @@ pub(crate) struct Gate {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Shut;
 
-/// Inside the gate, until dropped.
+/// The copier is inside the gate until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Inside<'a>(&'a Gate);
 
@@ -86,14 +87,15 @@ impl Gate {
         Arc::new(Self::default())
     }
 
-    /// Goes inside, to touch any region. A gate has one copier at a time.
+    /// Enters, to touch any region. A gate has one copier at a time.
     pub(crate) fn enter(&self) -> Result<Inside<'_>, Shut> {
         self.enter_to(Touches::Any)
     }
 
-    /// Goes inside, to touch what is said. A gate has one copier at a time.
+    /// Enters, to touch what `touches` names. A gate has one copier at a time.
     pub(crate) fn enter_to(&self, touches: Touches) -> Result<Inside<'_>, Shut> {
-        // Whoever reads this after an earlier entry knows all that was done inside of that.
+        // A thread that loads this word and sees an earlier entry's end also sees all that was done
+        // inside that entry.
         self.touches.store(touches.to_word(), Ordering::Release);
         let before = self.state.fetch_add(1, Ordering::SeqCst);
         debug_assert!(before & 1 == 0, "a gate has one copier at a time");
@@ -104,7 +106,7 @@ impl Gate {
         Ok(inside)
     }
 
-    /// Shuts the gate for good. What is inside may still be; see [`Gate::is_quiet`].
+    /// Shuts the gate permanently. A copier may still be inside; see [`Gate::is_quiet`].
     pub(crate) fn shut(&self) {
         self.state.fetch_or(SHUT, Ordering::SeqCst);
     }
@@ -113,13 +115,19 @@ impl Gate {
         self.state.load(Ordering::SeqCst) & SHUT != 0
     }
 
-    /// Nobody is inside and no started copy is pending.
+    /// Whether no copier is inside and no device copy is in progress.
     pub(crate) fn is_quiet(&self) -> bool {
-        self.state.load(Ordering::SeqCst) & 1 == 0 && self.pending.load(Ordering::SeqCst) == 0
+        self.state.load(Ordering::SeqCst) & 1 == 0 && !self.has_copies()
     }
 
-    /// Shuts the gate and waits until it is quiet. What is inside is one non-blocking system
-    /// call of bounded size or a device's copy, so the wait is short.
+    /// Whether a device still copies for this gate's copier. Each copy calls its waker after it has
+    /// ended here.
+    pub(crate) fn has_copies(&self) -> bool {
+        self.pending.load(Ordering::SeqCst) > 0
+    }
+
+    /// Shuts the gate and waits until it is quiet. What runs inside is one non-blocking system call
+    /// of bounded size or a device's copy, so the wait is short.
     pub(crate) fn shut_and_wait(&self) {
         self.shut();
         let mut waits = 0;
@@ -154,22 +162,22 @@ impl Gates {
     /// A new gate of this agent.
     pub(crate) fn gate(&self) -> Arc<Gate> {
         let gate = Gate::new();
-        let mut gates = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut gates = lock(&self.0);
         if gates.len() == gates.capacity() {
-            // Amortised: every doubling first drops what is gone.
+            // Amortised: before the vector doubles, dropped gates are removed.
             gates.retain(|g| g.strong_count() > 0);
         }
         gates.push(Arc::downgrade(&gate));
         gate
     }
 
-    /// Waits until every copier that may have been inside when this was called has come out
-    /// once. Stores made before the call are seen by every later entry.
+    /// Waits until every copier that may have been inside when this was called has left once. Every
+    /// later entry sees stores made before the call.
     pub(crate) fn quiesce(&self) {
         self.quiesce_for(|_| true);
     }
 
-    /// The same, for copiers that may touch one of these regions.
+    /// As [`Gates::quiesce`], for copiers that may touch one of these regions only.
     pub(crate) fn quiesce_regions(&self, regions: &[RegionId]) {
         self.quiesce_for(|touches| Touches::may_be(touches, regions));
     }
@@ -177,10 +185,11 @@ impl Gates {
     fn quiesce_for(&self, concerns: impl Fn(u64) -> bool) {
         fence(Ordering::SeqCst);
         let live: Vec<Arc<Gate>> = {
-            let gates = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let gates = lock(&self.0);
             gates.iter().filter_map(Weak::upgrade).collect()
         };
-        // A gate that is gone was left before, and what was done inside of it happened before.
+        // A gate that is gone was left before it was dropped, and what was done inside happened
+        // before that.
         fence(Ordering::Acquire);
         for gate in live {
             let seen = gate.state.load(Ordering::SeqCst);
@@ -188,7 +197,7 @@ impl Gates {
                 continue;
             }
             let mut waits = 0;
-            // Only the sequence counts: the shut bit may come and must not look like progress.
+            // Only the sequence counts: the shut bit may be set meanwhile, and is no progress.
             while gate.state.load(Ordering::SeqCst) & !SHUT == seen & !SHUT {
                 back_off(&mut waits);
             }
@@ -197,7 +206,7 @@ impl Gates {
 
     /// Gates in use. For leak tests.
     pub(crate) fn live(&self) -> usize {
-        let gates = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let gates = lock(&self.0);
         gates.iter().filter(|g| g.strong_count() > 0).count()
     }
 }
@@ -208,7 +217,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     #[test]
-    fn a_shut_gate_lets_nobody_in() {
+    fn a_shut_gate_refuses_its_copier() {
         let gate = Gate::new();
         drop(gate.enter().expect("open at first"));
         gate.shut_and_wait();

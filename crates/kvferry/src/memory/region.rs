@@ -4,18 +4,28 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::device::DeviceMemory;
 use crate::memory::registry::Registry;
 use crate::memory::writers::Occupied;
+use crate::reactor::now;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use crate::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use crate::sync::{
+    Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, lock, read, thread, write,
+};
 use kvferry_proto::pack;
-use kvferry_proto::{Incarnation, RegionId, WireCode};
+use kvferry_proto::{Incarnation, RegionId, Timestamp, WireCode};
+use kvferry_sys::alive::AliveMark;
 use kvferry_sys::map::Mapping;
 use kvferry_sys::shared::Shared;
 use kvferry_sys::span::HostSpan;
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// The interval at which a thread that waits for a region's copiers checks them.
+const LOOK_EVERY: Duration = Duration::from_micros(50);
 
 /// What peers may do with a region. The agent's own transfers need no permission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -27,7 +37,7 @@ pub struct Access {
 }
 
 impl Access {
-    /// Only the agent itself.
+    /// Only the agent itself has access.
     pub const NONE: Self = Self { read: false, write: false };
     /// Peers may read.
     pub const READ: Self = Self { read: true, write: false };
@@ -53,11 +63,12 @@ impl fmt::Display for Access {
 }
 
 pub(crate) enum Backing {
-    /// Host memory of somebody else, promised by `Agent::register`.
+    /// Host memory of the caller, promised by `Agent::register`.
     Borrowed,
-    /// Host memory of ours.
+    /// Host memory that kvferry allocated.
     Owned(Mapping),
-    /// Host memory of ours that other processes of this host may map.
+    /// Host memory that kvferry allocated, and that other processes of this host may map as far as
+    /// the region's access allows.
     Shared(Arc<Shared>),
     /// Memory that is copied through staging buffers.
     Device(Arc<dyn DeviceMemory>),
@@ -70,18 +81,19 @@ pub(crate) struct RegionInner {
     pub(crate) len: usize,
     pub(crate) access: Access,
     pub(crate) backing: Backing,
+    name: OnceLock<String>,
     alive: AtomicBool,
-    /// Device copies under way.
+    /// Device copies in progress.
     pub(crate) copies: AtomicUsize,
     quarantine: Mutex<Quarantine>,
 }
 
-/// Whether a process that does not answer may still be writing.
+/// Whether an unresponsive process may still be writing.
 #[derive(Debug, Default)]
 enum Quarantine {
     #[default]
     Never,
-    /// It was seen inside of these, and has not left them.
+    /// The gates in which the process was seen and that it has not left.
     Inside(Vec<Occupied>),
     Lifted,
 }
@@ -92,7 +104,7 @@ impl RegionInner {
     }
 
     fn quarantine(&self) -> MutexGuard<'_, Quarantine> {
-        let mut quarantine = self.quarantine.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut quarantine = lock(&self.quarantine);
         if let Quarantine::Inside(gates) = &mut *quarantine {
             gates.retain(|gate| !gate.is_left());
             if gates.is_empty() {
@@ -102,13 +114,15 @@ impl RegionInner {
         quarantine
     }
 
-    fn is_quarantined(&self) -> bool {
+    /// Whether an unresponsive process may still write to the region.
+    pub(crate) fn is_quarantined(&self) -> bool {
         matches!(*self.quarantine(), Quarantine::Inside(_))
     }
 
+    /// The memory, if peers may map it: writable with [`Access::write`], otherwise read-only.
     pub(crate) fn shared(&self) -> Option<&Arc<Shared>> {
         match &self.backing {
-            Backing::Shared(shared) => Some(shared),
+            Backing::Shared(shared) if self.access != Access::NONE => Some(shared),
             _ => None,
         }
     }
@@ -119,17 +133,17 @@ impl RegionInner {
 
     /// A span of host memory.
     ///
-    /// Callers hold a gate, have seen the region alive inside it, and have checked the range.
+    /// The caller holds a gate, has seen the region alive inside it, and has checked the range.
     pub(crate) fn span(&self, offset: u64, len: usize) -> HostSpan {
-        let offset = usize::try_from(offset).expect("checked against a length of this process");
+        let offset = usize::try_from(offset).expect("the caller checked the range");
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.len),
-            "ranges are checked before they become spans"
+            "the caller checked the range"
         );
         debug_assert!(!matches!(self.backing, Backing::Device(_)), "host memory only");
         // SAFETY: the range is inside the region. A borrowed region is mapped until it is
         // unregistered (`Agent::register`'s contract), an owned one until its last handle is
-        // gone; and `unregister` returns only after the gate our caller holds was left.
+        // dropped; and `unregister` returns only after the caller has left the gate it holds.
         unsafe { HostSpan::new((self.base as *mut u8).add(offset), len) }
     }
 }
@@ -159,45 +173,54 @@ impl fmt::Debug for RegionInner {
 #[derive(Clone, Debug)]
 pub struct Region(pub(crate) Arc<RegionInner>);
 
+/// Bytes of a region's name, at most.
+const NAME_MAX: usize = 256;
+
 impl Region {
+    /// The name that [`Agent::name_region`](crate::Agent::name_region) gave it.
+    pub fn name(&self) -> Option<&str> {
+        self.0.name.get().map(String::as_str)
+    }
+
     /// The region's id, unique within this agent's life.
     pub fn id(&self) -> RegionId {
         self.0.id
     }
 
-    /// Where the region starts in this process. Device memory has addresses of its own, which
-    /// start at zero.
+    /// The start address in this process. Device memory has its own addresses, which start at zero.
     pub fn addr(&self) -> usize {
         self.0.base
     }
 
-    /// Bytes in the region.
+    /// The length in bytes.
     pub fn len(&self) -> usize {
         self.0.len
     }
 
-    /// Never: an empty region can't be registered.
+    /// Always false: an empty region can't be registered.
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
     }
 
-    /// What peers may do with it.
+    /// What peers may do with the region.
     pub fn access(&self) -> Access {
         self.0.access
     }
 
-    /// Whether it is still registered.
+    /// Whether the region is still registered.
     pub fn is_registered(&self) -> bool {
         self.0.is_alive()
     }
 
-    /// Whether it was unregistered while a process of this host that may still write to it did
-    /// not answer. Its memory must not be used for anything else until this is false.
+    /// Whether the region was unregistered while an unresponsive process of this host may still
+    /// write to it, or while a device copies to or from it. Its memory must not be used for
+    /// anything else until this is false.
     pub fn is_quarantined(&self) -> bool {
-        self.0.is_quarantined()
+        let is_copied = !self.0.is_alive() && self.0.copies.load(Ordering::SeqCst) > 0;
+        is_copied || self.0.is_quarantined()
     }
 
-    /// What a peer needs to name this region in its transfers.
+    /// The description that a peer needs to name this region in its transfers.
     pub fn remote(&self) -> RemoteRegion {
         RemoteRegion {
             incarnation: self.0.incarnation,
@@ -217,7 +240,7 @@ impl Region {
             Backing::Shared(shared) => Ok(shared.span(offset, len)),
             Backing::Borrowed | Backing::Device(_) => Err(Error::new(
                 ErrorKind::Unsupported,
-                "only memory that kvferry allocated is accessed through its region",
+                "the region's memory was not allocated by kvferry",
             )),
         }
     }
@@ -225,24 +248,24 @@ impl Region {
     /// Copies `bytes` into memory that [`Agent::allocate`](crate::Agent::allocate) made.
     ///
     /// # Errors
-    /// `OutOfBounds`; `Unsupported` if the memory is not kvferry's.
+    /// `OutOfBounds`; `Unsupported` if kvferry did not allocate the memory.
     pub fn write_at(&self, offset: usize, bytes: &[u8]) -> Result<()> {
         self.owned(offset, bytes.len()).map(|span| span.copy_from(bytes))
     }
 
     /// Copies memory that [`Agent::allocate`](crate::Agent::allocate) made into `bytes`.
     ///
-    /// A transfer may be writing it at the same time; the bytes are what was there when each was
-    /// copied.
+    /// A transfer may write the memory at the same time; each byte has its value at the time of its
+    /// copy.
     ///
     /// # Errors
-    /// `OutOfBounds`; `Unsupported` if the memory is not kvferry's.
+    /// `OutOfBounds`; `Unsupported` if kvferry did not allocate the memory.
     pub fn read_at(&self, offset: usize, bytes: &mut [u8]) -> Result<()> {
         self.owned(offset, bytes.len()).map(|span| span.copy_to(bytes))
     }
 
     pub(crate) fn out_of_bounds(&self, offset: u64, len: u64) -> Error {
-        Error::new(ErrorKind::OutOfBounds, "a range reaches beyond its region")
+        Error::new(ErrorKind::OutOfBounds, "the range reaches beyond its region")
             .with("region", self.0.id)
             .with("offset", offset)
             .with("len", len)
@@ -253,28 +276,28 @@ impl Region {
 /// A peer's region, as its owner described it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoteRegion {
-    /// The life of the peer that the region belongs to; later lives refuse it.
+    /// The incarnation of the peer that owns the region; later incarnations refuse the description.
     pub incarnation: Incarnation,
-    /// The region's id there.
+    /// The region's id at its owner.
     pub id: RegionId,
-    /// Where it starts in the peer's process.
+    /// The start address in the owner's process.
     pub addr: u64,
-    /// Bytes in the region.
+    /// The length in bytes.
     pub len: u64,
-    /// What we may do with it.
+    /// What peers may do with the region.
     pub access: Access,
 }
 
 impl RemoteRegion {
-    /// The region as bytes, to be carried to a peer by any means.
+    /// The description as bytes, to be sent to a peer by any means.
     pub fn to_bytes(&self) -> Vec<u8> {
         pack::encode(self)
     }
 
-    /// Reads what [`RemoteRegion::to_bytes`] wrote.
+    /// Parses the bytes of [`RemoteRegion::to_bytes`].
     ///
     /// # Errors
-    /// `InvalidArgument` if the bytes are something else.
+    /// `InvalidArgument` if the bytes are not a region's description.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         pack::decode(bytes).map_err(|e| {
             Error::new(ErrorKind::InvalidArgument, "not a region's description").caused_by(e)
@@ -282,7 +305,7 @@ impl RemoteRegion {
     }
 }
 
-/// Why a peer's request does not fit our regions.
+/// Why a peer's request does not fit this agent's regions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Misfit(pub(crate) WireCode);
 
@@ -293,13 +316,16 @@ pub(crate) struct RegionTable(RwLock<Tables>);
 #[derive(Debug, Default)]
 pub(crate) struct Tables {
     by_id: FxHashMap<u32, Arc<RegionInner>>,
+    by_name: FxHashMap<String, RegionId>,
     /// Host regions only: device memory has no address in this process.
     by_addr: BTreeMap<usize, Arc<RegionInner>>,
     next_id: u32,
-    /// What writers in other processes see of this.
+    /// The table of regions for writers in other processes.
     registry: Option<Registry>,
-    /// Unregistered, and perhaps still written to.
+    /// Unregistered regions that a process may still write to.
     quarantined: Vec<Arc<RegionInner>>,
+    /// Unregistered regions whose copiers the unregistering thread still waits for.
+    leaving: FxHashSet<RegionId>,
 }
 
 impl Tables {
@@ -347,7 +373,7 @@ impl Tables {
             .filter(|region| region.base + region.len > base)
     }
 
-    /// Ends the quarantine of regions whose writers have been seen outside.
+    /// Ends the quarantine of regions whose writers have left their gates.
     fn lift(&mut self) {
         self.quarantined.retain(|region| region.is_quarantined());
     }
@@ -361,24 +387,27 @@ impl Tables {
         backing: Backing,
     ) -> Result<Region> {
         if len == 0 {
-            return Err(Error::new(ErrorKind::InvalidArgument, "a region needs bytes"));
+            return Err(Error::new(ErrorKind::InvalidArgument, "the region has no bytes"));
         }
         let device = matches!(backing, Backing::Device(_));
         if !device {
             if base == 0 {
-                return Err(Error::new(ErrorKind::InvalidArgument, "a region can't start at null"));
+                return Err(Error::new(ErrorKind::InvalidArgument, "the region starts at null"));
             }
             let end = base.checked_add(len).ok_or_else(|| {
-                Error::new(ErrorKind::InvalidArgument, "a region can't wrap around memory")
-                    .with("addr", format_args!("{base:#x}"))
-                    .with("len", len)
+                Error::new(
+                    ErrorKind::InvalidArgument,
+                    "the region wraps around the end of the address space",
+                )
+                .with("addr", format_args!("{base:#x}"))
+                .with("len", len)
             })?;
             self.lift();
             let touches = |r: &&Arc<RegionInner>| r.base < end && base < r.base + r.len;
             if let Some(other) = self.quarantined.iter().find(touches) {
                 return Err(Error::new(
                     ErrorKind::Quarantined,
-                    "a process that does not answer may still write to the range",
+                    "an unresponsive process may still write to the range",
                 )
                 .with("addr", format_args!("{base:#x}"))
                 .with("len", len)
@@ -407,6 +436,7 @@ impl Tables {
             len,
             access,
             backing,
+            name: OnceLock::new(),
             alive: AtomicBool::new(true),
             copies: AtomicUsize::new(0),
             quarantine: Mutex::default(),
@@ -421,7 +451,7 @@ impl Tables {
         Ok(Region(region))
     }
 
-    /// Takes the region out and marks it dead. Copiers may still be inside.
+    /// Removes the region and marks it dead. Copiers may still be inside their gates.
     fn remove(&mut self, region: &RegionInner) -> Result<()> {
         let ours =
             self.by_id.get(&region.id.0).is_some_and(|r| std::ptr::eq(&raw const **r, region));
@@ -435,6 +465,10 @@ impl Tables {
             registry.retract(region.id);
         }
         self.by_id.remove(&region.id.0);
+        if let Some(name) = region.name.get() {
+            self.by_name.remove(name);
+        }
+        self.leaving.insert(region.id);
         if !region.is_device() {
             self.by_addr.remove(&region.base);
         }
@@ -444,11 +478,11 @@ impl Tables {
 
 impl RegionTable {
     pub(crate) fn read(&self) -> RwLockReadGuard<'_, Tables> {
-        self.0.read().unwrap_or_else(std::sync::PoisonError::into_inner)
+        read(&self.0)
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, Tables> {
-        self.0.write().unwrap_or_else(std::sync::PoisonError::into_inner)
+        write(&self.0)
     }
 
     pub(crate) fn insert(
@@ -477,6 +511,7 @@ impl RegionTable {
                 Err(e) => {
                     for region in &done {
                         tables.remove(&region.0).expect("registered a moment ago, under the lock");
+                        tables.leaving.remove(&region.id());
                     }
                     return Err(e.with("range", i));
                 }
@@ -487,6 +522,53 @@ impl RegionTable {
 
     pub(crate) fn remove(&self, region: &Region) -> Result<()> {
         self.write().remove(&region.0)
+    }
+
+    // ---- unregistering ----
+
+    /// The copiers of these removed regions have stopped, or are in quarantine.
+    pub(crate) fn left<'a>(&self, regions: impl IntoIterator<Item = &'a Region>) {
+        let mut tables = self.write();
+        for region in regions {
+            tables.leaving.remove(&region.id());
+        }
+    }
+
+    /// Waits until no other thread is unregistering the region.
+    pub(crate) fn wait_until_left(&self, region: &Region) {
+        while self.read().leaving.contains(&region.id()) {
+            thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// Waits until no thread unregisters any region besides `ours`. Returns one such region if
+    /// `until` passes first.
+    pub(crate) fn wait_for_others(&self, ours: &[Region], until: Timestamp) -> Option<RegionId> {
+        let ours: FxHashSet<_> = ours.iter().map(Region::id).collect();
+        loop {
+            let left = self.read().leaving.difference(&ours).next().copied();
+            if left.is_none() || now() >= until {
+                return left;
+            }
+            thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// Waits until no device copies to or from these unregistered regions. Returns one that a
+    /// device still copies if `until` passes first.
+    pub(crate) fn wait_for_copies<'a>(
+        regions: impl IntoIterator<Item = &'a Region>,
+        until: Option<Timestamp>,
+    ) -> Option<RegionId> {
+        for region in regions {
+            while region.0.copies.load(Ordering::SeqCst) > 0 {
+                if until.is_some_and(|until| now() >= until) {
+                    return Some(region.id());
+                }
+                thread::sleep(LOOK_EVERY);
+            }
+        }
+        None
     }
 
     pub(crate) fn starting_at(&self, addr: usize) -> Option<Region> {
@@ -503,30 +585,69 @@ impl RegionTable {
         self.read().by_id.len()
     }
 
+    /// Gives a region its name.
+    pub(crate) fn set_name(&self, region: &Region, name: &str) -> Result<()> {
+        if name.is_empty() || name.len() > NAME_MAX {
+            let what = format!("a region's name must have 1 to {NAME_MAX} bytes");
+            return Err(Error::new(ErrorKind::InvalidArgument, what).with("len", name.len()));
+        }
+        let mut tables = self.write();
+        let ours = tables.by_id.get(&region.id().0).is_some_and(|r| Arc::ptr_eq(r, &region.0));
+        if !ours {
+            return Err(Error::new(ErrorKind::NotRegistered, "the region is not registered")
+                .with("region", region.id()));
+        }
+        if let Some(other) = tables.by_name.get(name) {
+            return Err(Error::new(ErrorKind::Overlap, "another region has this name")
+                .with("name", name)
+                .with("region", other));
+        }
+        if region.0.name.set(name.to_owned()).is_err() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "the region has a name already")
+                .with("region", region.id())
+                .with("name", name));
+        }
+        tables.by_name.insert(name.to_owned(), region.id());
+        Ok(())
+    }
+
+    /// The registered region of that name.
+    pub(crate) fn by_name(&self, name: &str) -> Option<Region> {
+        let tables = self.read();
+        let id = tables.by_name.get(name)?;
+        tables.by_id.get(&id.0).map(|r| Region(Arc::clone(r)))
+    }
+
     pub(crate) fn by_id(&self, id: RegionId) -> Option<Region> {
         self.read().by_id.get(&id.0).map(|r| Region(Arc::clone(r)))
     }
 
     // ---- writers in other processes ----
 
-    /// From now on, writers in other processes can find the regions. Before there are any.
+    /// Makes the regions visible to writers in other processes. Called before there are any
+    /// regions.
     pub(crate) fn publish_to(&self, registry: Registry) {
         self.write().registry = Some(registry);
     }
 
-    /// The table that writers read, if there is one.
+    /// The table for writers in other processes, if there is one.
     pub(crate) fn registry_fd(&self) -> Option<OwnedFd> {
         self.read().registry.as_ref().and_then(|r| r.fd().try_clone_to_owned().ok())
     }
 
-    /// Says to writers that there will be no regions any more.
+    /// A mark by which writers learn that this thread has ended; `None` without a table.
+    pub(crate) fn mark_alive(&self) -> Option<io::Result<AliveMark>> {
+        self.read().registry.as_ref().map(Registry::mark_alive)
+    }
+
+    /// Tells writers that the agent was shut down.
     pub(crate) fn close(&self) {
         if let Some(registry) = &self.read().registry {
             registry.close();
         }
     }
 
-    /// Keeps the ranges of unregistered regions out of use until the gates are left.
+    /// Quarantines the ranges of unregistered regions until the gates are left.
     pub(crate) fn quarantine<'a>(
         &self,
         regions: impl IntoIterator<Item = &'a Region>,
@@ -539,12 +660,12 @@ impl RegionTable {
         }
     }
 
-    /// Whether an unregistered region was in quarantine and is not any more.
+    /// Whether the quarantine of an unregistered region has ended.
     pub(crate) fn was_lifted(region: &Region) -> bool {
         matches!(*region.0.quarantine(), Quarantine::Lifted)
     }
 
-    /// Regions in quarantine.
+    /// Number of regions in quarantine.
     pub(crate) fn quarantined(&self) -> usize {
         if self.read().quarantined.is_empty() {
             return 0;
@@ -566,7 +687,7 @@ mod tests {
     }
 
     #[test]
-    fn regions_never_overlap() {
+    fn overlapping_regions_are_refused() {
         let table = RegionTable::default();
         host(&table, 0x1000, 0x1000).expect("free");
         for (base, len) in
@@ -596,7 +717,9 @@ mod tests {
         let e = table.insert_all(LIFE, &ranges, Access::READ).expect_err("the third overlaps");
         assert_eq!((e.kind(), e.context("range")), (ErrorKind::Overlap, Some("2")));
         assert_eq!(table.count(), 1);
-        table.insert_all(LIFE, &ranges[..2], Access::READ).expect("nothing was left behind");
+        table
+            .insert_all(LIFE, &ranges[..2], Access::READ)
+            .expect("the failed call left nothing registered");
     }
 
     #[test]
@@ -619,14 +742,14 @@ mod tests {
     }
 
     #[test]
-    fn a_description_survives_bytes_and_json() {
+    fn a_description_round_trips_through_bytes_and_json() {
         let table = RegionTable::default();
         let life = Incarnation(u128::MAX - 7);
         let region = table.insert(life, 0x1000, 16, Access::READ, Backing::Borrowed).expect("free");
         let described = region.remote();
         assert_eq!(RemoteRegion::from_bytes(&described.to_bytes()).expect("ours"), described);
         let longer = [described.to_bytes(), vec![0]].concat();
-        assert!(RemoteRegion::from_bytes(&longer).is_err(), "bytes behind it");
+        assert!(RemoteRegion::from_bytes(&longer).is_err(), "trailing bytes are refused");
         let json = serde_json::to_string(&described).expect("plain fields");
         assert!(json.contains("\"fffffffffffffffffffffffffffffff8\""), "{json}");
         let back: RemoteRegion = serde_json::from_str(&json).expect("ours");
@@ -640,7 +763,7 @@ mod tests {
         let table = RegionTable::default();
         let first = host(&table, 0x1000, 16).expect("free");
         table.remove(&first).expect("registered");
-        let second = host(&table, 0x1000, 16).expect("free again");
+        let second = host(&table, 0x1000, 16).expect("the range is free again");
         assert_ne!(first.id(), second.id());
         let e = table.remove(&first).expect_err("gone");
         assert_eq!(e.kind(), ErrorKind::NotRegistered);
@@ -648,7 +771,7 @@ mod tests {
     }
 
     #[test]
-    fn access_is_what_the_owner_said() {
+    fn a_peer_gets_only_the_access_that_the_owner_granted() {
         let table = RegionTable::default();
         let r = table.insert(LIFE, 0x1000, 16, Access::READ, Backing::Borrowed).expect("free");
         let tables = table.read();

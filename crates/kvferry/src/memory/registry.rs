@@ -1,19 +1,19 @@
-//! What an agent's regions are, for writers in other processes of this host.
+//! The table of an agent's regions, for writers in other processes of this host.
 //!
-//! The owner keeps a table in shared memory that writers map without being able to write it. An
-//! entry's first word holds the region's id, which is never used again, and its flags; it is zero
-//! while the entry is free. So one comparison of that word tells whether a region that was looked
-//! up before is still the same and still registered, and that comparison is made inside the
-//! writer's gate (see [`writers`](super::writers)): the owner clears the word, then waits for the
-//! gates.
+//! The owner keeps the table in shared memory that writers map read-only. The first word of an
+//! entry holds the region's id, which is never used again, and its flags; it is zero while the
+//! entry is free. So one comparison of that word tells whether a region that was looked up before
+//! is still registered. The writer makes that comparison inside its gate (see
+//! [`writers`](super::writers)): the owner clears the word, then waits for the gates.
 //!
-//! Finding a region is another matter and may take longer: every writer keeps an index of the
-//! table, and learns what changed since from a ring of entry numbers beside it.
+//! Looking a region up may take longer: every writer keeps an index of the table, and a ring of
+//! entry numbers beside the table tells it which entries have changed since.
 
 use crate::memory::region::{Access, Misfit, RegionInner};
 use crate::sync::atomic::{Ordering, fence};
-use crate::sync::{PoisonError, RwLock, RwLockReadGuard};
+use crate::sync::{Arc, RwLock, RwLockReadGuard, read, write};
 use kvferry_proto::{RegionId, WireCode};
+use kvferry_sys::alive::{self, AliveMark};
 use kvferry_sys::shared::Shared;
 use rustc_hash::FxHashMap;
 use std::cmp::Reverse;
@@ -28,39 +28,41 @@ const MAGIC: u64 = u64::from_le_bytes(*b"kvfregi\x01");
 const AT_MAGIC: usize = 0;
 /// Nonzero once the agent was shut down.
 const AT_CLOSED: usize = 8;
-/// How often an entry changed.
+/// How many changes of entries there were.
 const AT_CHANGES: usize = 16;
-/// Entries that were ever used.
+/// How many entries were ever used.
 const AT_HIGH: usize = 24;
-/// Nonzero if there were more regions than entries, so that one may be missing.
+/// Nonzero if there were more regions than entries, so that some regions are not in the table.
 const AT_PARTIAL: usize = 32;
-/// The entries that changed last.
+/// The alive mark of the owner's control thread.
+const AT_ALIVE: usize = 64;
+/// The numbers of the entries that changed last.
 const AT_RING: usize = 2048;
 const RING: u64 = 256;
 const AT_ENTRIES: usize = 4096;
 
 const ENTRY: usize = 32;
-/// Regions of one agent that writers in other processes can find; the rest is reached otherwise.
-/// The table is sparse: only entries that were used take memory.
+/// Regions of one agent that the table can hold; further ones are reached by other transports. The
+/// table is sparse: only entries that were used occupy memory.
 const ENTRIES: u32 = 1 << 20;
 const LEN: usize = AT_ENTRIES + ENTRY * ENTRIES as usize;
 
 const ALIVE: u64 = 1;
 const READ: u64 = 2;
 const WRITE: u64 = 4;
-/// Not host memory: it has no address that others could copy to.
+/// Device memory: other processes can't copy to its addresses.
 const DEVICE: u64 = 8;
-/// Its memory can be had by descriptor.
+/// The memory can be shared by descriptor.
 const SHARED: u64 = 16;
 
 const fn at(slot: u32) -> usize {
     AT_ENTRIES + ENTRY * slot as usize
 }
 
-/// The owner's side. Whoever changes it holds the lock of the agent's regions.
+/// The owner's side. Changes are made under the lock of the agent's region table.
 #[derive(Debug)]
 pub(crate) struct Registry {
-    shared: Shared,
+    shared: Arc<Shared>,
     slots: FxHashMap<u32, u32>,
     free: BinaryHeap<Reverse<u32>>,
     high: u32,
@@ -69,11 +71,11 @@ pub(crate) struct Registry {
 
 impl Registry {
     pub(crate) fn create() -> io::Result<Self> {
-        let shared = Shared::create("kvferry-registry", LEN, false)?;
+        let shared = Shared::create("kvferry-registry", LEN)?;
         shared.word(AT_MAGIC).store(MAGIC, Ordering::SeqCst);
         shared.seal_against_writes()?;
         Ok(Self {
-            shared,
+            shared: Arc::new(shared),
             slots: FxHashMap::default(),
             free: BinaryHeap::new(),
             high: 0,
@@ -81,9 +83,15 @@ impl Registry {
         })
     }
 
-    /// For writers: can't be written through.
+    /// A read-only descriptor of the table, for writers.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         std::os::fd::AsFd::as_fd(&self.shared)
+    }
+
+    /// Lets writers detect the end of this thread, by [`RegistryView::has_ended`]. Made once, and
+    /// dropped by the same thread.
+    pub(crate) fn mark_alive(&self) -> io::Result<AliveMark> {
+        AliveMark::new(Arc::clone(&self.shared), AT_ALIVE)
     }
 
     pub(crate) fn publish(&mut self, region: &RegionInner) {
@@ -109,8 +117,8 @@ impl Registry {
             word |= if is_set { flag } else { 0 };
         }
         let at = at(slot);
-        // After the word was cleared, before it is set: a reader that sees one of these and not
-        // the word it belongs to sees the word change.
+        // Stored after the word was cleared and before it is set again: a reader that loads one of
+        // these values but not the word they belong to sees the word change.
         fence(Ordering::SeqCst);
         self.shared.word(at + 8).store(region.base as u64, Ordering::Relaxed);
         self.shared.word(at + 16).store(region.len as u64, Ordering::Relaxed);
@@ -119,7 +127,7 @@ impl Registry {
         self.changed(slot);
     }
 
-    /// Takes a region out. Writers may still be inside their gates.
+    /// Removes a region. Writers may still be inside their gates.
     pub(crate) fn retract(&mut self, id: RegionId) {
         let Some(slot) = self.slots.remove(&id.0) else { return };
         self.shared.word(at(slot)).store(0, Ordering::SeqCst);
@@ -128,7 +136,7 @@ impl Registry {
     }
 
     fn changed(&mut self, slot: u32) {
-        let place = usize::try_from(self.changes % RING).expect("a small number");
+        let place = usize::try_from(self.changes % RING).expect("less than RING");
         self.shared.word(AT_RING + 8 * place).store(slot.into(), Ordering::SeqCst);
         self.changes += 1;
         self.shared.word(AT_CHANGES).store(self.changes, Ordering::SeqCst);
@@ -139,7 +147,7 @@ impl Registry {
     }
 }
 
-/// A region of another process, as it was found.
+/// A region of another process, as a lookup found it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Seen {
     slot: u32,
@@ -150,14 +158,19 @@ pub(crate) struct Seen {
 
 impl Seen {
     pub(crate) fn id(&self) -> RegionId {
-        RegionId(u32::try_from(self.word >> 32).expect("the upper half"))
+        RegionId(u32::try_from(self.word >> 32).expect("the upper half of the word"))
     }
 
     fn has(&self, flag: u64) -> bool {
         self.word & flag != 0
     }
 
-    /// Whether its memory can be mapped here.
+    /// Whether peers may write to the region, and map its memory writable.
+    pub(crate) fn is_writable(&self) -> bool {
+        self.has(WRITE)
+    }
+
+    /// Whether the region's memory can be mapped by this process.
     pub(crate) fn is_shared(&self) -> bool {
         self.has(SHARED)
     }
@@ -166,9 +179,9 @@ impl Seen {
 /// Why a range can't be copied to or from directly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Missed {
-    /// Its owner would say this.
+    /// The owner would refuse the range with this code.
     Misfit(Misfit),
-    /// It may be reached in another way.
+    /// Another transport may reach it.
     Elsewhere,
 }
 
@@ -188,10 +201,10 @@ pub(crate) struct RegistryView {
 #[derive(Debug, Default)]
 pub(crate) struct Index {
     changes: u64,
-    /// What was found in each entry.
+    /// The region found in each entry.
     slots: Vec<Option<Seen>>,
     by_id: FxHashMap<u32, Seen>,
-    /// Host regions only.
+    /// Start addresses of host regions.
     by_addr: BTreeMap<u64, Seen>,
 }
 
@@ -200,37 +213,42 @@ impl RegistryView {
     pub(crate) fn open(fd: OwnedFd) -> io::Result<Self> {
         let shared = Shared::open(fd, LEN, false)?;
         if shared.load(AT_MAGIC) != MAGIC {
-            let what = "not a table of regions, or one of another version";
+            let what = "not a table of regions, or a table of another version";
             return Err(io::Error::new(io::ErrorKind::InvalidData, what));
         }
         Ok(Self { shared, index: RwLock::default() })
     }
 
-    /// Whether the owner was shut down.
+    /// Whether the owner's agent was shut down.
     pub(crate) fn is_closed(&self) -> bool {
         self.shared.load(AT_CLOSED) != 0
     }
 
-    /// Whether a region that was found is still registered. Asked inside the writer's gate.
+    /// Whether the owner's process has exited or runs another program. One load.
+    pub(crate) fn has_ended(&self) -> bool {
+        alive::has_ended(&self.shared, AT_ALIVE)
+    }
+
+    /// Whether a region that was looked up is still registered. Called inside the writer's gate.
     pub(crate) fn is_current(&self, seen: &Seen) -> bool {
         self.shared.load(at(seen.slot)) == seen.word
     }
 
-    /// The index, to look several ranges up.
+    /// Locks the index, for several lookups.
     pub(crate) fn index(&self) -> RwLockReadGuard<'_, Index> {
-        self.index.read().unwrap_or_else(PoisonError::into_inner)
+        read(&self.index)
     }
 
     /// Brings the index up to date.
     pub(crate) fn catch_up(&self) {
-        let mut index = self.index.write().unwrap_or_else(PoisonError::into_inner);
+        let mut index = write(&self.index);
         let now = self.shared.load(AT_CHANGES);
         if now == index.changes {
             return;
         }
-        if now.wrapping_sub(index.changes) <= RING {
+        if now.wrapping_sub(index.changes) < RING {
             for change in index.changes..now {
-                let place = usize::try_from(change % RING).expect("a small number");
+                let place = usize::try_from(change % RING).expect("less than RING");
                 let slot = self.shared.load(AT_RING + 8 * place);
                 if let Ok(slot) = u32::try_from(slot)
                     && slot < ENTRIES
@@ -239,8 +257,10 @@ impl RegistryView {
                 }
             }
         }
-        // Otherwise, or if the ring went round while it was read, everything is looked at.
-        if self.shared.load(AT_CHANGES).wrapping_sub(index.changes) > RING {
+        // Otherwise, or if the ring wrapped around while it was read, all entries are read. The
+        // owner writes a change into the ring before it counts it: with `RING` changes unseen, the
+        // oldest of them may be overwritten.
+        if self.shared.load(AT_CHANGES).wrapping_sub(index.changes) >= RING {
             let high = self.shared.load(AT_HIGH).min(ENTRIES.into());
             for slot in 0..u32::try_from(high).expect("at most the entries") {
                 self.look(&mut index, slot);
@@ -253,13 +273,15 @@ impl RegistryView {
         let at = at(slot);
         let word = self.shared.load(at);
         let (base, len) = (self.shared.load(at + 8), self.shared.load(at + 16));
-        // An entry that changes while it is read is read again: its change is yet to be seen.
+        // If an entry changes while it is read, its change is not counted yet, and the next refresh
+        // reads the entry again.
         let is_alive = word & ALIVE != 0 && self.shared.load(at) == word;
         let seen = is_alive.then_some(Seen { slot, word, base, len });
         index.put(slot, seen);
     }
 
-    /// Whether an owner with more regions than entries may have what was not found.
+    /// Whether the owner has more regions than entries, so that a region which was not found may
+    /// exist.
     fn is_partial(&self) -> bool {
         self.shared.load(AT_PARTIAL) != 0
     }
@@ -273,7 +295,7 @@ impl Index {
         }
         if let Some(old) = std::mem::replace(&mut self.slots[place], seen) {
             self.by_id.remove(&old.id().0);
-            // Somebody else may be there by now.
+            // By now, another region may have this address.
             if self.by_addr.get(&old.base) == Some(&old) {
                 self.by_addr.remove(&old.base);
             }
@@ -286,7 +308,12 @@ impl Index {
         }
     }
 
-    /// The region of a range and its offset there, as the owner would resolve it.
+    /// The region with that id, as it was looked up.
+    pub(crate) fn known(&self, id: RegionId) -> Option<&Seen> {
+        self.by_id.get(&id.0)
+    }
+
+    /// The region of a range and the offset in it, by the owner's rules for resolving.
     pub(crate) fn resolve(
         &self,
         view: &RegistryView,
@@ -313,7 +340,7 @@ impl Index {
             }
             (*seen, offset - seen.base)
         } else {
-            let seen = self.by_id.get(&id.0).filter(|seen| view.is_current(seen));
+            let seen = self.known(id).filter(|seen| view.is_current(seen));
             let seen = seen.ok_or_else(unknown)?;
             if end > seen.len {
                 return Err(WireCode::OutOfBounds.into());
@@ -361,14 +388,14 @@ mod tests {
     }
 
     #[test]
-    fn another_process_can_read_the_table_and_not_write_it() {
+    fn another_process_can_read_the_table_but_not_write_it() {
         let registry = Registry::create().expect("memory");
         let fd = registry.fd().as_fd().try_clone_to_owned().expect("a descriptor");
         assert!(Shared::open(fd, LEN, true).is_err());
     }
 
     #[test]
-    fn a_writer_is_refused_what_the_owner_would_refuse() {
+    fn a_lookup_refuses_the_ranges_that_the_owner_would_refuse() {
         let (table, view) = table();
         let a = add(&table, 0x1000, 0x1000);
         add(&table, 0x2000, 0x1000);
@@ -387,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn a_region_that_is_gone_is_seen_to_be_without_an_index() {
+    fn an_unregistered_region_is_detected_without_the_index() {
         let (table, view) = table();
         let a = add(&table, 0x1000, 0x1000);
         view.catch_up();
@@ -398,6 +425,26 @@ mod tests {
         table.remove(&a).expect("registered");
         let b = add(&table, 0x1000, 0x1000);
         assert!(!view.is_current(&seen), "the entry is used again, by {}", b.id());
+    }
+
+    #[test]
+    fn a_change_in_the_ring_that_is_not_yet_counted_hides_no_other_change() {
+        let table = RegionTable::default();
+        let (first, other) = (add(&table, 0x1000, 0x1000), add(&table, 0x2000, 0x1000));
+        let mut registry = Registry::create().expect("memory");
+        let fd = registry.fd().try_clone_to_owned().expect("a descriptor");
+        let view = RegistryView::open(fd).expect("ours");
+        registry.publish(&first.0);
+        for _ in 0..(RING - 2) / 2 {
+            registry.publish(&other.0);
+            registry.retract(other.id());
+        }
+        registry.publish(&other.0);
+        assert_eq!(registry.changes, RING);
+        // The owner is stopped in the middle of the next change.
+        let slot = registry.slots[&other.id().0];
+        registry.shared.word(AT_RING).store(slot.into(), Ordering::SeqCst);
+        assert_eq!(resolve(&view, first.id(), 0, 8), Ok((first.id(), 0)));
     }
 
     proptest! {

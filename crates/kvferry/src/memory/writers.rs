@@ -1,21 +1,23 @@
-//! Stopping writers in other processes of this host for certain.
+//! Stops writers in other processes of this host, or detects that one does not stop.
 //!
-//! A process that copies into our memory by itself does so inside gates, as ours do
-//! ([`gate`](super::gate)), but in a page that it shares with us. The argument is the same: it
-//! stores "inside", then loads whether the region is registered, from our table
-//! ([`registry`](super::registry)); we clear the region's entry, then load its gates. All four are
-//! sequentially consistent, so it finds the region gone or we find it inside.
+//! A process that copies into this agent's memory directly does so inside gates, as the agent's own
+//! copiers do ([`gate`](super::gate)), but the gates are in a page shared by both processes. The
+//! argument is the same: the writer stores "inside", then loads whether the region is registered,
+//! from the owner's table ([`registry`](super::registry)); the owner clears the region's entry,
+//! then loads the writer's gates. All four accesses are sequentially consistent, so the writer
+//! finds the region gone or the owner finds the writer inside.
 //!
-//! What differs is that we can't make it come out: its process may be stopped. Then the range is
-//! *quarantined* until the writer was seen outside or is gone. It is gone when the connection that
-//! introduced it hangs up, which the kernel does when the last thread that could be inside has
-//! given up its descriptors, or when its process has exited.
+//! The difference: the owner can't make a writer leave, because the writer's process may be
+//! stopped. Then the range is *quarantined* until the writer was seen outside or is gone. A writer
+//! is gone when the connection that it attached by hangs up, which the kernel does when the last
+//! thread that could be inside has closed its descriptors, or when its process has exited.
 
 use crate::memory::gate::Touches;
+use crate::memory::region::RegionInner;
 use crate::reactor::now;
 use crate::sync::atomic::{AtomicBool, Ordering, fence};
-use crate::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use kvferry_proto::{RegionId, Timestamp};
+use crate::sync::{Arc, Mutex, lock};
+use kvferry_proto::{LocalPacket, RegionId, Timestamp};
 use kvferry_sys::fd::Fd;
 use kvferry_sys::shared::Shared;
 use kvferry_sys::unix::Channel;
@@ -27,14 +29,15 @@ use std::time::Duration;
 /// "kvfgate" and the version of the page.
 const MAGIC: u64 = u64::from_le_bytes(*b"kvfgate\x01");
 const AT_MAGIC: usize = 0;
-/// Gates that were ever used.
+/// How many gates were ever used.
 const AT_HIGH: usize = 8;
 const GATE: usize = 64;
-/// Threads of one process that copy to one other at the same time; more take turns.
+/// Threads of one process that copy to one other process at the same time; further threads wait.
 const GATES: u32 = 255;
 const LEN: usize = GATE * (GATES as usize + 1);
 
-// Words of a gate: odd while inside; bytes written, bytes read, batches; what is touched.
+// Words of a gate: the sequence, odd while inside; bytes written, bytes read, batches; the touched
+// region.
 const STATE: usize = 0;
 const WRITTEN: usize = 8;
 const READ: usize = 16;
@@ -45,15 +48,11 @@ const fn at(gate: u32) -> usize {
     GATE * (gate as usize + 1)
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The writer's side: the gates it copies inside of.
+/// The writer's side: its gates.
 #[derive(Debug)]
 pub(crate) struct WriterPage {
     shared: Shared,
-    /// Gates that nobody uses, the lowest last, and how many were ever used.
+    /// Free gates, the lowest last, and how many gates were ever used.
     free: Mutex<(Vec<u32>, u32)>,
 }
 
@@ -64,30 +63,30 @@ pub(crate) struct WriterGate<'a> {
     gate: u32,
 }
 
-/// Inside a gate, until dropped.
+/// The writer is inside the gate until this is dropped.
 #[derive(Debug)]
 pub(crate) struct WriterInside<'a>(&'a WriterGate<'a>);
 
 impl WriterPage {
     pub(crate) fn create() -> io::Result<Self> {
-        let shared = Shared::create("kvferry-writers", LEN, false)?;
+        let shared = Shared::create("kvferry-writers", LEN)?;
         shared.word(AT_MAGIC).store(MAGIC, Ordering::SeqCst);
         shared.seal_against_writes()?;
         Ok(Self { shared, free: Mutex::new(((0..GATES).rev().collect(), 0)) })
     }
 
-    /// For the owner of the memory: can't be written through.
+    /// The page's descriptor, for the owner of the memory, which maps it read-only.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         std::os::fd::AsFd::as_fd(&self.shared)
     }
 
-    /// A gate of one's own; `None` while all are in use.
+    /// A gate for one thread; `None` while all are in use.
     pub(crate) fn gate(&self) -> Option<WriterGate<'_>> {
         let mut free = lock(&self.free);
         let gate = free.0.pop()?;
         if gate >= free.1 {
             free.1 = gate + 1;
-            // Before anybody is inside: whoever waits for gates looks at no higher ones.
+            // Before a writer enters the gate: the owner checks only gates below this number.
             self.shared.word(AT_HIGH).store(free.1.into(), Ordering::SeqCst);
         }
         Some(WriterGate { page: self, gate })
@@ -101,16 +100,17 @@ impl Drop for WriterGate<'_> {
 }
 
 impl WriterGate<'_> {
-    /// Goes inside, to touch what is said.
+    /// Enters, to touch what `touches` names.
     pub(crate) fn enter(&self, touches: Touches) -> WriterInside<'_> {
-        // Whoever reads this after an earlier entry knows all that was done inside of that.
+        // A thread that loads this word and sees an earlier entry's end also sees all that was done
+        // inside that entry.
         let word = self.page.shared.word(at(self.gate) + TOUCHES);
         word.store(touches.to_word(), Ordering::Release);
         self.page.shared.word(at(self.gate) + STATE).fetch_add(1, Ordering::SeqCst);
         WriterInside(self)
     }
 
-    /// For the owner's counters.
+    /// Adds to the figures that the owner's counters read.
     pub(crate) fn count(&self, written: u64, read: u64, batches: u64) {
         for (word, more) in [(WRITTEN, written), (READ, read), (BATCHES, batches)] {
             if more > 0 {
@@ -127,7 +127,7 @@ impl Drop for WriterInside<'_> {
     }
 }
 
-/// What writers did, as they say.
+/// What writers have copied, by their own account.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Totals {
     pub(crate) written: u64,
@@ -143,24 +143,33 @@ impl Totals {
     }
 }
 
-/// The owner's side: a process that may copy into our memory.
+/// The owner's side: a process that may copy into this agent's memory.
 #[derive(Debug)]
 pub(crate) struct Writer {
     shared: Shared,
     pub(crate) channel: Arc<Channel>,
     pidfd: Fd,
-    /// For people.
+    /// Names the process in logs.
     pub(crate) name: String,
-    /// Regions whose memory it has mapped.
+    /// Regions whose memory the process has mapped.
     pub(crate) mapped: Mutex<FxHashSet<u32>>,
     gone: AtomicBool,
 }
 
 impl Writer {
+    /// Tells the process to unmap a region. If its socket is full, it keeps the memory mapped until
+    /// it asks for other memory or its session ends.
+    pub(crate) fn take_back(&self, region: &RegionInner) {
+        let mut mapped = lock(&self.mapped);
+        if mapped.remove(&region.id.0) {
+            let _ = self.channel.send(&LocalPacket::Unmapped { region: region.id }.encode(), &[]);
+        }
+    }
+
     pub(crate) fn open(fd: OwnedFd, channel: Arc<Channel>, name: String) -> io::Result<Self> {
         let shared = Shared::open(fd, LEN, false)?;
         if shared.load(AT_MAGIC) != MAGIC {
-            let what = "not a page of gates, or one of another version";
+            let what = "not a page of gates, or a page of another version";
             return Err(io::Error::new(io::ErrorKind::InvalidData, what));
         }
         let pidfd = channel.peer_pidfd()?;
@@ -168,7 +177,7 @@ impl Writer {
         Ok(Self { shared, channel, pidfd, name, mapped, gone })
     }
 
-    /// Whether it can't be inside any more, ever.
+    /// Whether the process can never enter a gate again.
     pub(crate) fn is_gone(&self) -> bool {
         if !self.gone.load(Ordering::Acquire) && self.channel.is_gone(&self.pidfd) {
             self.gone.store(true, Ordering::Release);
@@ -201,7 +210,7 @@ impl Writer {
     }
 }
 
-/// A gate somebody was seen inside of.
+/// A gate in which a process was seen.
 #[derive(Clone, Debug)]
 pub(crate) struct Occupied {
     pub(crate) writer: Arc<Writer>,
@@ -210,7 +219,7 @@ pub(crate) struct Occupied {
 }
 
 impl Occupied {
-    /// Whether it was left since.
+    /// Whether the process has left the gate since.
     pub(crate) fn is_left(&self) -> bool {
         self.writer.state(self.gate) != self.state || self.writer.is_gone()
     }
@@ -231,13 +240,13 @@ impl Occupied {
                     let step = Duration::from_micros(200).min(left);
                     self.writer.channel.wait_gone(&self.writer.pidfd, step);
                     if self.writer.state(self.gate) == self.state {
-                        // Not gone, and the wait may have ended at once for another reason.
+                        // Not gone: the wait may have ended early for another reason.
                         crate::sync::thread::sleep(step);
                     }
                 }
             }
         }
-        unreachable!("attempts are counted without end")
+        unreachable!("the range of attempts is endless")
     }
 }
 
@@ -245,7 +254,7 @@ impl Occupied {
 #[derive(Debug, Default)]
 pub(crate) struct Writers {
     live: Mutex<Vec<Arc<Writer>>>,
-    /// Of those that are gone.
+    /// The figures of processes that are gone.
     before: Mutex<Totals>,
 }
 
@@ -255,8 +264,8 @@ impl Writers {
         lock(&self.live).push(writer);
     }
 
-    /// Lets go of those that are gone. One that is not stays, though nobody listens to it any
-    /// more: it may be inside.
+    /// Drops the processes that are gone. Others stay even if their connection is not served any
+    /// more: they may be inside a gate.
     pub(crate) fn forget_gone(&self) {
         let mut sum = lock(&self.before);
         lock(&self.live).retain(|writer| {
@@ -266,6 +275,13 @@ impl Writers {
             }
             !gone
         });
+    }
+
+    /// Asks the processes that have mapped a region, which is marked dead, to unmap it.
+    pub(crate) fn unmap(&self, region: &RegionInner) {
+        if region.shared().is_some() {
+            self.all().iter().for_each(|writer| writer.take_back(region));
+        }
     }
 
     pub(crate) fn all(&self) -> Vec<Arc<Writer>> {
@@ -282,10 +298,10 @@ impl Writers {
         sum
     }
 
-    /// Waits until every writer that may have been inside when this was called, to touch one of
-    /// these regions or, with `None`, any, has come out once, for at most until `until`. Stores to
-    /// the table made before the call are seen by every later entry. Returns the gates that were
-    /// not left.
+    /// Waits until every process that may have been inside a gate when this was called, to touch
+    /// one of these regions (`None`: any region), has left it once, at most until `until`. Every
+    /// later entry sees stores to the table made before the call. Returns the gates that were not
+    /// left.
     pub(crate) fn quiesce(&self, regions: Option<&[RegionId]>, until: Timestamp) -> Vec<Occupied> {
         fence(Ordering::SeqCst);
         let mut occupied = Vec::new();
@@ -312,8 +328,8 @@ mod tests {
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let name = format!("kvferry-writers-{}-{number}", std::process::id());
         let listener = Channel::listen(name.as_bytes()).expect("a free name");
-        let there = Channel::connect(name.as_bytes()).expect("somebody listens");
-        let here = Arc::new(listener.accept().expect("somebody calls"));
+        let there = Channel::connect(name.as_bytes()).expect("the listener is open");
+        let here = Arc::new(listener.accept().expect("a connection waits"));
         let page = WriterPage::create().expect("memory");
         let fd = page.fd().try_clone_to_owned().expect("a descriptor");
         let writer = Arc::new(Writer::open(fd, here, "test".into()).expect("a page of gates"));
@@ -327,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_inside_is_waited_for_and_then_reported() {
+    fn quiesce_waits_for_a_writer_inside_and_then_returns_its_gate() {
         let (page, _there, _writer, writers) = writer();
         let gate = page.gate().expect("a free one");
         assert!(writers.quiesce(None, soon(1)).is_empty());
@@ -341,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_touches_another_region_is_not_waited_for() {
+    fn quiesce_does_not_wait_for_a_writer_of_another_region() {
         let (page, _there, _writer, writers) = writer();
         let gate = page.gate().expect("a free one");
         let _inside = gate.enter(Touches::Only(RegionId(7)));
@@ -351,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn a_later_entry_is_not_waited_for() {
+    fn quiesce_does_not_wait_for_a_later_entry() {
         let (page, _there, _writer, writers) = writer();
         let gate = page.gate().expect("a free one");
         drop(gate.enter(Touches::Any));
@@ -366,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_whose_connection_hung_up_is_gone_and_inside_nothing() {
+    fn a_writer_whose_connection_hung_up_is_gone() {
         let (page, there, writer, writers) = writer();
         let gate = page.gate().expect("a free one");
         let _inside = gate.enter(Touches::Any);
@@ -377,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn what_writers_did_is_counted_beyond_their_end() {
+    fn the_figures_of_a_writer_are_kept_after_its_end() {
         let (page, there, writer, writers) = writer();
         page.gate().expect("a free one").count(10, 0, 1);
         page.gate().expect("the same one").count(5, 7, 2);
@@ -391,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn gates_are_given_back_and_the_lowest_are_used_first() {
+    fn gates_are_reused_lowest_first() {
         let (page, _there, writer, _writers) = writer();
         let all: Vec<_> = (0..GATES).map(|_| page.gate().expect("a free one")).collect();
         assert!(page.gate().is_none());

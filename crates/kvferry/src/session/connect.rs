@@ -1,37 +1,57 @@
-//! Meeting a peer: one attempt at a time per peer, whoever asks; and opening lanes to it.
+//! Connecting to a peer: one search at a time per peer, for all callers.
+//!
+//! [`Search`] holds the rules, without I/O. One handler on the control thread drives it; other threads
+//! only report events to it and wake the handler.
 
-use crate::agent::Core;
+use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
-use crate::reactor::{Cause, Cx, Handler, Next};
+use crate::reactor::{Cause, Cx, Handler, Next, now};
 use crate::session::control::Control;
-use crate::session::link::{Lane, Link, Native, OpenLane};
-use crate::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use crate::transfer::drive::{Interrupt, Slot};
-use crate::transport::tcp::Tcp;
-use crate::transport::{Approach, mooncake};
-use kvferry_proto::message::Decoder;
-use kvferry_proto::{Message, PREAUTH_MAX, StreamId, Timestamp};
+use crate::session::native::Native;
+use crate::session::search::{Search, Step};
+use crate::session::sessions::Sessions;
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
+use crate::transfer::job::Job;
+use crate::transfer::link::{Link, unreachable_peer};
+use crate::transfer::requests::PROBE;
+use crate::transfer::slot::{Interrupt, Slot};
+use crate::transport::service::{Dialed, Directory};
+use kvferry_proto::{Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
-use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 
-/// Called with a link, or with why there is none; exactly once.
-pub(crate) type LinkGiven = Box<dyn FnOnce(Result<Arc<Link>>) + Send>;
+/// Ended jobs kept per peer for reuse: enough for 16 concurrent callers.
+const JOBS_KEPT: usize = 16;
 
-/// A peer's address and what leads there now.
+/// Called exactly once, with a link or the error.
+pub(crate) type OnLink = Box<dyn FnOnce(Result<Arc<Link>>) + Send>;
+
+/// A peer, by address: its live link, or the search for it.
 pub(crate) struct PeerState {
-    core: Weak<Core>,
+    sessions: Weak<Sessions>,
     pub(crate) address: String,
     addrs: Vec<SocketAddr>,
+    /// The last search failed, so the peer's name must be resolved again.
+    is_unreached: AtomicBool,
     status: Mutex<Status>,
+    ended_jobs: Mutex<Vec<Arc<Job>>>,
 }
 
 enum Status {
     Idle,
-    Meeting(Vec<LinkGiven>),
+    Searching(Box<Searching>),
     Live(Arc<Link>),
+}
+
+struct Searching {
+    /// The token of the handler that drives the search, on the control thread. Identifies the search.
+    driver: u64,
+    search: Search<OnLink>,
+    /// A session that was idle for long. If its peer answers a probe, the search ends with it.
+    checked: Option<Arc<Link>>,
 }
 
 impl std::fmt::Debug for PeerState {
@@ -41,67 +61,188 @@ impl std::fmt::Debug for PeerState {
 }
 
 impl PeerState {
-    pub(crate) fn new(core: &Arc<Core>, address: String, addrs: Vec<SocketAddr>) -> Arc<Self> {
+    pub(crate) fn new(
+        sessions: &Arc<Sessions>,
+        address: String,
+        addrs: Vec<SocketAddr>,
+    ) -> Arc<Self> {
         Arc::new(Self {
-            core: Arc::downgrade(core),
+            sessions: Arc::downgrade(sessions),
             address,
             addrs,
+            is_unreached: AtomicBool::new(false),
             status: Mutex::new(Status::Idle),
+            ended_jobs: Mutex::default(),
         })
     }
 
+    /// An ended job for reuse.
+    pub(crate) fn ended_job(&self) -> Option<Arc<Job>> {
+        lock(&self.ended_jobs).pop()
+    }
+
+    /// Keeps an ended job for reuse, unless a caller still holds a handle of it.
+    pub(crate) fn keep_job(&self, mut job: Arc<Job>) {
+        let Some(alone) = Arc::get_mut(&mut job) else { return };
+        alone.release();
+        let mut kept = lock(&self.ended_jobs);
+        if kept.len() < JOBS_KEPT {
+            kept.push(job);
+        }
+    }
+
     fn status(&self) -> MutexGuard<'_, Status> {
-        self.status.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.status)
+    }
+
+    /// Whether the last search failed. The peer's name must be resolved again: its host may have
+    /// moved.
+    pub(crate) fn is_unreached(&self) -> bool {
+        self.is_unreached.load(Ordering::Relaxed)
+    }
+
+    /// Whether the peer's name still has exactly these addresses.
+    pub(crate) fn has_addrs(&self, addrs: &[SocketAddr]) -> bool {
+        self.addrs == addrs
     }
 
     /// The live link, if there is one.
     pub(crate) fn live(&self) -> Option<Arc<Link>> {
-        match &*self.status() {
-            Status::Live(link) if link.end().is_none() => Some(Arc::clone(link)),
-            _ => None,
-        }
+        let status = self.status();
+        let link = match &*status {
+            Status::Live(link) => Some(link),
+            Status::Searching(searching) => searching.checked.as_ref(),
+            Status::Idle => None,
+        };
+        link.filter(|link| link.end().is_none()).map(Arc::clone)
     }
 
-    /// Forgets the live link, and returns it.
+    /// Removes and returns the live link.
     pub(crate) fn take_live(&self) -> Option<Arc<Link>> {
         let mut status = self.status();
         match std::mem::replace(&mut *status, Status::Idle) {
             Status::Live(link) => Some(link),
-            other => {
-                *status = other;
-                None
+            Status::Searching(searching) => {
+                // When that session ends, the search goes on.
+                let checked = searching.checked.as_ref().map(Arc::clone);
+                *status = Status::Searching(searching);
+                checked
             }
+            Status::Idle => None,
         }
     }
 
-    /// Asks for a link; `give` may be called at once, on this thread.
-    pub(crate) fn link(self: &Arc<Self>, give: LinkGiven) {
-        let Some(core) = self.core.upgrade() else {
-            return give(Err(Error::new(ErrorKind::Shutdown, "the agent was shut down")));
+    /// Gets a link, and connects for it if necessary. Does not block. `on_link` runs on any thread; on
+    /// the calling thread, before this returns, if the outcome is known.
+    pub(crate) fn link(self: &Arc<Self>, on_link: OnLink) {
+        let Some(sessions) = self.sessions.upgrade() else {
+            return on_link(Err(Error::new(ErrorKind::Shutdown, "the agent was shut down")));
         };
+        let core = &sessions.core;
         let mut status = self.status();
-        match &mut *status {
+        let checked = match &mut *status {
+            Status::Searching(searching) => {
+                let driver = searching.driver;
+                let refused = searching.search.ask(on_link, now());
+                drop(status);
+                return match refused {
+                    Some((on_link, error)) => on_link(Err(error.with("peer", &self.address))),
+                    None => core.threads.control.wake(driver),
+                };
+            }
             Status::Live(link) if link.end().is_none() => {
                 let link = Arc::clone(link);
-                drop(status);
-                give(Ok(link));
+                if !link.is_idle_for_long() {
+                    drop(status);
+                    return on_link(Ok(link));
+                }
+                Some(link)
             }
-            Status::Meeting(waiting) => waiting.push(give),
-            Status::Idle | Status::Live(_) => {
-                *status = Status::Meeting(vec![give]);
-                drop(status);
-                self.meet(&core, 0);
-            }
+            Status::Live(_) | Status::Idle => None,
+        };
+        let patience = core.settings.handshake_timeout();
+        let mut search = Search::new(self.addrs.len(), patience, vec![on_link], now());
+        if sessions.services().dialer().is_none() {
+            search.retry_lost();
+        }
+        if checked.is_some() {
+            search.hold();
+        }
+        let driver = self.search(core, status, search, checked.clone());
+        if let Some(link) = checked {
+            self.check(core, driver, &link);
         }
     }
 
-    /// Asks for a link and waits for it.
+    /// Starts the handler that drives a search. Returns its token.
+    fn search(
+        self: &Arc<Self>,
+        core: &Arc<Core>,
+        mut status: MutexGuard<'_, Status>,
+        search: Search<OnLink>,
+        checked: Option<Arc<Link>>,
+    ) -> u64 {
+        let driver = core.threads.control.token();
+        *status = Status::Searching(Box::new(Searching { driver, search, checked }));
+        drop(status);
+        let handler = SearchDriver { state: Arc::clone(self), token: driver, is_over: false };
+        core.threads.control.add(driver, Box::new(handler));
+        driver
+    }
+
+    /// Probes the peer of a session that was idle for long: a NAT on the way may have dropped its
+    /// connections.
+    fn check(self: &Arc<Self>, core: &Core, driver: u64, link: &Arc<Link>) {
+        let (state, asked) = (Arc::clone(self), Arc::clone(link));
+        let answered = move |code, _| {
+            state.checked(
+                driver,
+                &asked,
+                code != WireCode::Deadline && asked.session_end().is_none(),
+            );
+        };
+        link.request(PROBE, Vec::new(), core.settings.check_timeout(), Box::new(answered));
+    }
+
+    fn checked(&self, driver: u64, link: &Arc<Link>, answers: bool) {
+        let mut status = self.status();
+        let waiting = match &mut *status {
+            Status::Searching(searching) if searching.driver == driver => {
+                searching.checked = None;
+                if answers {
+                    let waiting = searching.search.take_waiting();
+                    *status = Status::Live(Arc::clone(link));
+                    waiting
+                } else {
+                    searching.search.release(now());
+                    Vec::new()
+                }
+            }
+            _ => Vec::new(),
+        };
+        drop(status);
+        link.core.threads.control.wake(driver);
+        if answers {
+            link.was_used();
+        } else if link.end().is_none() {
+            let what = "the peer did not answer a probe on an idle session";
+            let error = Error::new(ErrorKind::PeerSilent, what).with("peer", &link.address);
+            link.close(WireCode::Closed, error);
+        }
+        for on_link in waiting {
+            on_link(Ok(Arc::clone(link)));
+        }
+    }
+
+    /// As [`PeerState::link`], but blocks until the outcome is known.
     pub(crate) fn wait_link(
         self: &Arc<Self>,
         deadline: Timestamp,
         interrupt: Interrupt<'_>,
     ) -> Result<Arc<Link>> {
-        if let Some(link) = self.live() {
+        if let Some(link) = self.live()
+            && !link.is_idle_for_long()
+        {
             return Ok(link);
         }
         let slot = Slot::new();
@@ -112,244 +253,283 @@ impl PeerState {
             .map_err(|e| e.with("peer", &self.address))
     }
 
-    /// Tries the peer's addresses in turn, from number `at` on.
-    fn meet(self: &Arc<Self>, core: &Arc<Core>, at: usize) {
-        match core.approach {
-            Approach::Native => self.meet_native(core, at),
-            Approach::Mooncake | Approach::Either => mooncake::meet(core, self, at),
+    /// The next step of a search; `None` if the search is over.
+    fn step(&self, driver: u64, core: &Core) -> Option<Step<OnLink>> {
+        let mut status = self.status();
+        let Status::Searching(searching) = &mut *status else { return None };
+        if searching.driver != driver {
+            return None;
+        }
+        let step = searching.search.poll(now(), || core.threads.control.token());
+        if matches!(step, Step::GiveUp(..)) {
+            *status = Status::Idle;
+        }
+        Some(step)
+    }
+
+    fn refuse(&self, waiting: Vec<OnLink>, error: &Error) {
+        self.is_unreached.store(true, Ordering::Relaxed);
+        for on_link in waiting {
+            on_link(Err(error.clone().with("peer", &self.address)));
         }
     }
 
-    /// By the native handshake.
-    pub(crate) fn meet_native(self: &Arc<Self>, core: &Arc<Core>, at: usize) {
-        let addr = self.addrs[at];
-        let token = core.control.token();
-        let begun = core.new_session_initiator(addr).and_then(|session| {
+    /// Ends a search because the control thread stops.
+    fn abandon(&self, driver: u64) {
+        let mut status = self.status();
+        let waiting = match &mut *status {
+            Status::Searching(searching) if searching.driver == driver => {
+                let waiting = searching.search.take_waiting();
+                *status = Status::Idle;
+                waiting
+            }
+            _ => return,
+        };
+        drop(status);
+        self.refuse(waiting, &Error::new(ErrorKind::Shutdown, "the agent was shut down"));
+    }
+}
+
+/// Runs the steps of a search on the control thread, until the search is over.
+struct SearchDriver {
+    state: Arc<PeerState>,
+    token: u64,
+    is_over: bool,
+}
+
+impl Handler for SearchDriver {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
+        let Some(sessions) = self.state.sessions.upgrade() else { return Next::Close };
+        loop {
+            match self.state.step(self.token, &sessions.core) {
+                Some(Step::Start { id, address }) => {
+                    let addr = self.state.addrs[address];
+                    Attempt { peer: Arc::clone(&self.state), id, addr }.begin(&sessions);
+                }
+                Some(Step::Drop(attempt)) => cx.remote.wake(attempt),
+                Some(Step::Refuse(waiting, error) | Step::GiveUp(waiting, error)) => {
+                    self.state.refuse(waiting, &error);
+                }
+                Some(Step::Wait(deadline)) => {
+                    return Next::Wait { interest: Interest::None, deadline };
+                }
+                None => {
+                    self.is_over = true;
+                    return Next::Close;
+                }
+            }
+        }
+    }
+}
+
+impl Drop for SearchDriver {
+    fn drop(&mut self) {
+        if !self.is_over {
+            self.state.abandon(self.token);
+        }
+    }
+}
+
+/// One attempt to connect to a peer at one of its addresses.
+#[derive(Clone)]
+pub(crate) struct Attempt {
+    pub(crate) peer: Arc<PeerState>,
+    pub(crate) addr: SocketAddr,
+    /// The number of the attempt in its search, and the token of its handler on the control thread.
+    id: u64,
+}
+
+impl Attempt {
+    fn begin(self, sessions: &Arc<Sessions>) {
+        let Some(dialer) = sessions.services().dialer() else {
+            return self.connect_native(sessions);
+        };
+        let (address, addr) = (self.peer.address.clone(), self.addr);
+        let of = Arc::clone(sessions);
+        let dialed = move |dialed| match dialed {
+            Dialed::Native => self.connect_native(&of),
+            Dialed::Failed(error) => self.ended(&of.core, Err(error)),
+            Dialed::Link(link) => {
+                of.add(&link);
+                self.ended(&of.core, Ok(link));
+            }
+        };
+        dialer.dial(&address, addr, sessions.speaks_native, Box::new(dialed));
+    }
+
+    /// Connects by the native handshake.
+    fn connect_native(self, sessions: &Arc<Sessions>) {
+        let (addr, core) = (self.addr, &sessions.core);
+        let begun = sessions.new_session_initiator(addr).and_then(|session| {
             let socket =
                 Socket::connect(addr).map_err(|e| unreachable_peer(e).with("address", addr))?;
             Ok((session, socket))
         });
         let (session, socket) = match begun {
             Ok(both) => both,
-            Err(e) => return self.met(core, at, Err(e)),
+            Err(e) => return self.ended(core, Err(e)),
         };
-        let native = Native {
-            session: Mutex::new(session),
-            token,
-            info: OnceLock::new(),
-            inbound: Mutex::default(),
-            revokes: Mutex::default(),
-            requests: Mutex::default(),
-        };
-        let link = Link::new(
-            Arc::clone(core),
-            self.address.clone(),
-            addr,
-            Arc::new(Tcp),
-            Some(native),
-            None,
-            Arc::new(NativeLanes),
-        );
-        let state = Arc::clone(self);
-        let met = Box::new(move |link: &Arc<Link>, result: Result<(), Error>| {
-            state.met(&link.core, at, result.map(|()| Arc::clone(link)));
+        let token = self.id;
+        let native = Native::new(session, token);
+        let permits_max = core.sizing.permits_max(addr);
+        let backend = Arc::clone(&native) as _;
+        let address = self.peer.address.clone();
+        let link = Link::new(Arc::clone(core), address, addr, backend, permits_max);
+        let (attempt, of) = (self.clone(), Arc::clone(sessions));
+        let established = Box::new(move |link: &Arc<Link>, result: Result<()>| match result {
+            Ok(()) => attempt.attach(&of, link, 0),
+            Err(error) => attempt.ended(&of.core, Err(error)),
         });
-        core.control.add(token, Box::new(Control::initiator(link, socket, met)));
+        let control = Control::initiator(sessions, link, native, socket, self, established);
+        core.threads.control.add(token, Box::new(control));
     }
 
-    /// How an attempt went. An address that can't be connected to leads to the next one; a peer
-    /// that answered and refused does not.
-    pub(crate) fn met(self: &Arc<Self>, core: &Arc<Core>, at: usize, result: Result<Arc<Link>>) {
-        if let Err(e) = &result
-            && e.kind() == ErrorKind::Unreachable
-            && at + 1 < self.addrs.len()
-            && !core.is_closed()
-        {
-            return self.meet(core, at + 1);
-        }
-        if result.is_err() {
-            core.forget_addresses(&self.address);
-        }
-        let waiting = {
-            let mut status = self.status();
-            let next = match &result {
-                Ok(link) => Status::Live(Arc::clone(link)),
-                Err(_) => Status::Idle,
-            };
-            match std::mem::replace(&mut *status, next) {
-                Status::Meeting(waiting) => waiting,
-                Status::Idle | Status::Live(_) => Vec::new(),
+    /// Lets the transports add their routes to a new link, in order, beginning with number `next`.
+    fn attach(self, sessions: &Arc<Sessions>, link: &Arc<Link>, next: usize) {
+        let Some(service) = sessions.services().native().nth(next) else {
+            return self.attached(sessions, link);
+        };
+        let (of, link2) = (Arc::clone(sessions), Arc::clone(link));
+        let attached = move |obstacle| {
+            if let Some(obstacle) = obstacle {
+                link2.set_obstacle(obstacle);
             }
+            self.attach(&of, &link2, next + 1);
         };
-        for give in waiting {
-            give(result.clone());
+        service.attach(link, Box::new(attached));
+    }
+
+    /// All transports have added their routes, or none.
+    fn attached(self, sessions: &Arc<Sessions>, link: &Arc<Link>) {
+        let core = &sessions.core;
+        if let Some(end) = link.session_end() {
+            return self.ended(core, Err(end));
         }
-    }
-
-    pub(crate) fn addr(&self, at: usize) -> SocketAddr {
-        self.addrs[at]
-    }
-}
-
-pub(crate) fn unreachable_peer(e: io::Error) -> Error {
-    Error::new(ErrorKind::Unreachable, "the peer can't be connected to").caused_by(e)
-}
-
-/// For links whose other side opens the lanes.
-pub(crate) struct NoLanes;
-
-impl OpenLane for NoLanes {
-    fn open_lane(&self, link: &Arc<Link>) {
-        link.lane_failed(&Error::new(ErrorKind::Unsupported, "the peer opens the streams here"));
-    }
-}
-
-/// Opens data streams of a native session.
-struct NativeLanes;
-
-impl OpenLane for NativeLanes {
-    fn open_lane(&self, link: &Arc<Link>) {
-        let native = link.native.as_ref().expect("lanes of a native link");
-        let hello = {
-            let mut session = native.session.lock().unwrap_or_else(PoisonError::into_inner);
-            session.stream_hello()
-        };
-        let Some((id, hello)) = hello else {
-            let ended = link.session_end().unwrap_or_else(|| {
-                Error::new(ErrorKind::Internal, "the session has no stream left to give")
+        if link.has_routes() {
+            if let Some(obstacle) = sessions.services().obstacle() {
+                link.set_obstacle(obstacle);
+            }
+            return self.ended(core, Ok(Arc::clone(link)));
+        }
+        // A peer that shuts down also has no routes. Probe it: its close message arrives before an
+        // answer would, and gives the better error.
+        let link2 = Arc::clone(link);
+        let answered = move |_, _| {
+            let error = link2.session_end().unwrap_or_else(|| {
+                let error = link2.no_route("");
+                link2.close(WireCode::Closed, error.clone());
+                error
             });
-            return link.lane_failed(&ended);
+            self.ended(&link2.core, Err(error));
         };
-        match Socket::connect(link.peer_addr) {
-            Ok(socket) => {
-                let core = &link.core;
-                let dial = Dial {
-                    link: Arc::clone(link),
-                    id,
-                    socket: Some(socket),
-                    hello,
-                    sent: 0,
-                    connected: false,
-                    decoder: Decoder::new(PREAUTH_MAX),
-                    deadline: None,
-                    done: false,
+        let budget = core.settings.handshake_timeout();
+        link.request(PROBE, Vec::new(), budget, Box::new(answered));
+    }
+
+    fn search<T: Default>(&self, look: impl FnOnce(&mut Searching) -> T) -> T {
+        match &mut *self.peer.status() {
+            Status::Searching(searching) => look(searching),
+            Status::Idle | Status::Live(_) => T::default(),
+        }
+    }
+
+    /// Whether the attempt is still needed: false once another address has answered.
+    pub(crate) fn is_running(&self) -> bool {
+        self.search(|searching| searching.search.is_running(self.id))
+    }
+
+    /// Reports the first bytes from the peer. Returns whether the attempt goes on.
+    pub(crate) fn answered(&self, core: &Core) -> bool {
+        let (goes_on, driver) =
+            self.search(|searching| (searching.search.answered(self.id), Some(searching.driver)));
+        if let Some(driver) = driver {
+            core.threads.control.wake(driver);
+        }
+        goes_on
+    }
+
+    /// Reports the outcome of the attempt.
+    pub(crate) fn ended(&self, core: &Core, result: Result<Arc<Link>>) {
+        let mut status = self.peer.status();
+        let Status::Searching(searching) = &mut *status else {
+            drop(status);
+            return Self::not_needed(result);
+        };
+        let driver = searching.driver;
+        match result {
+            Ok(link) => {
+                let Some(waiting) = searching.search.connected(self.id) else {
+                    drop(status);
+                    return Self::not_needed(Ok(link));
                 };
-                core.control.add(core.control.token(), Box::new(dial));
+                *status = Status::Live(Arc::clone(&link));
+                drop(status);
+                self.peer.is_unreached.store(false, Ordering::Relaxed);
+                for on_link in waiting {
+                    on_link(Ok(Arc::clone(&link)));
+                }
             }
-            Err(e) => link.lane_failed(&unreachable_peer(e).with("peer", &link.address)),
+            Err(error) => {
+                searching.search.failed(self.id, error, now());
+                drop(status);
+            }
+        }
+        core.threads.control.wake(driver);
+    }
+
+    fn not_needed(result: Result<Arc<Link>>) {
+        if let Ok(link) = result {
+            let what = "closed a second session with the same peer";
+            let error = Error::new(ErrorKind::PeerClosed, what).with("peer", &link.address);
+            link.close(WireCode::Closed, error);
+        }
+    }
+
+    /// The session of this attempt ends because the peer is silent.
+    pub(crate) fn fell_silent(&self, link: &Arc<Link>) {
+        let status = self.peer.status();
+        if matches!(&*status, Status::Live(live) if Arc::ptr_eq(live, link)) {
+            let at = now();
+            let since = at - link.core.settings.silence;
+            let search = Search::silent(self.peer.addrs.len(), since, at);
+            self.peer.search(&link.core, status, search, None);
         }
     }
 }
 
-/// A data stream being opened.
-struct Dial {
-    link: Arc<Link>,
-    id: StreamId,
-    socket: Option<Socket>,
-    hello: Vec<u8>,
-    sent: usize,
-    connected: bool,
-    decoder: Decoder,
-    deadline: Option<Timestamp>,
-    done: bool,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Agent;
+    use std::net::{TcpListener, TcpStream};
+    use std::time::{Duration, Instant};
 
-impl Dial {
-    fn fail(&mut self, error: Error) -> Next {
-        self.done = true;
-        self.link.lane_failed(&error.with("peer", &self.link.address));
-        Next::Close
+    /// A listener that accepts no connection. If its queue is full, the kernel drops SYN packets.
+    fn listener(is_full: bool) -> (SocketAddr, TcpListener, Vec<TcpStream>) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let addr = listener.local_addr().expect("bound");
+        let patience = Duration::from_millis(100);
+        let queue = std::iter::from_fn(|| TcpStream::connect_timeout(&addr, patience).ok());
+        let queue = queue.take(if is_full { 10_000 } else { 0 }).collect();
+        (addr, listener, queue)
     }
 
-    fn lost(&mut self, e: io::Error) -> Next {
-        let error = match self.link.end() {
-            Some(end) => end.clone(),
-            None => Error::new(ErrorKind::PeerReset, "a stream to the peer can't be opened")
-                .caused_by(e),
-        };
-        self.fail(error)
-    }
-}
-
-impl Handler for Dial {
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.socket.as_ref().map(AsFd::as_fd)
-    }
-
-    fn handle(&mut self, cause: Cause, cx: &Cx<'_>) -> Next {
-        let deadline = *self.deadline.get_or_insert(cx.now + self.link.core.handshake_timeout());
-        let socket = self.socket.as_ref().expect("there until detached");
-        if let Some(end) = self.link.end() {
-            let end = end.clone();
-            return self.fail(end);
-        }
-        if cx.now >= deadline {
-            return self.fail(Error::new(
-                ErrorKind::Deadline,
-                "a stream to the peer did not open in time",
-            ));
-        }
-        let wait = |interest| Next::Wait { interest, deadline: Some(deadline) };
-        if !self.connected {
-            if !cause.ready.any() {
-                return wait(Interest::Write);
-            }
-            if let Err(e) = socket.error() {
-                return self.lost(e);
-            }
-            self.connected = true;
-            crate::session::prepare(socket);
-        }
-        while self.sent < self.hello.len() {
-            match socket.send(&self.hello[self.sent..]) {
-                Ok(n) => self.sent += n,
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return wait(Interest::Write),
-                Err(e) => return self.lost(e),
-            }
-        }
-        let mut buffer = [0u8; 1];
-        loop {
-            // A byte at a time: what follows the answer is the stream's.
-            match socket.recv(&mut buffer) {
-                Ok(0) => return self.lost(io::ErrorKind::UnexpectedEof.into()),
-                Ok(_) => match self.decoder.read(&mut &buffer[..]) {
-                    Ok(None) => {}
-                    Ok(Some(Message::StreamReady(_))) => {
-                        self.done = true;
-                        return Next::Detach;
-                    }
-                    Ok(Some(Message::Refused(refused))) => {
-                        let kind = ErrorKind::from_wire(refused.code);
-                        return self.fail(Error::new(
-                            kind,
-                            format!("the peer refused a stream: {}", refused.code),
-                        ));
-                    }
-                    Ok(Some(_)) | Err(_) => {
-                        return self.fail(Error::new(
-                            ErrorKind::Protocol,
-                            "the peer answered a stream's opening with something else",
-                        ));
-                    }
-                },
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return wait(Interest::Read),
-                Err(e) => return self.lost(e),
-            }
-        }
-    }
-
-    fn detached(mut self: Box<Self>, _cx: &Cx<'_>) {
-        let socket = self.socket.take().expect("taken only here");
-        let gate = self.link.core.gates.gate();
-        self.link.lane_opened(Lane::new(self.id, socket, gate));
-    }
-}
-
-impl Drop for Dial {
-    fn drop(&mut self) {
-        if !self.done {
-            let end = Error::new(ErrorKind::Shutdown, "the agent was shut down");
-            self.link.lane_failed(&end);
-        }
+    #[test]
+    fn a_peer_is_reached_at_its_last_address_if_the_first_ones_are_silent() {
+        let tcp = crate::Transports::parse("tcp").expect("a transport");
+        let start = || Agent::builder().transports(tcp).start().expect("an agent");
+        let (near, far) = (start(), start());
+        let (drops_syn, never_answers) = (listener(true), listener(false));
+        let addrs = vec![drops_syn.0, never_answers.0, far.local_addr()];
+        let state = PeerState::new(near.sessions(), "three.addresses:1".into(), addrs);
+        let began = Instant::now();
+        state.wait_link(now() + Duration::from_secs(10), None).expect("the last address answers");
+        // Twice 250 ms, times three. Waiting for one silent address would take 3 s.
+        assert!(began.elapsed() < Duration::from_millis(1500), "{:?}", began.elapsed());
+        assert_eq!((near.stats().sessions, far.stats().sessions), (1, 1));
     }
 }

@@ -1,15 +1,21 @@
 //! The control connection: drives one `kvferry_proto::Session` on the control thread.
 
+use crate::callback::contain;
 use crate::channel::Channel;
 use crate::error::{Error, ErrorKind};
+use crate::host::keep_control_alive;
 use crate::memory::gate::Gate;
+use crate::quota::Permit;
 use crate::reactor::{Cause, Cx, Handler, Next};
-use crate::session::greet::Admission;
-use crate::session::link::{Answered, Link, Native};
+use crate::session::accept::{Admission, refuse};
+use crate::session::connect::Attempt;
+use crate::session::native::Native;
 use crate::session::service;
-use crate::sync::{Arc, MutexGuard, PoisonError};
-use crate::transport::local;
-use kvferry_proto::{CloseReason, PeerInfo, SessionEvent, Side, Timestamp, WireCode};
+use crate::session::sessions::Sessions;
+use crate::sync::{Arc, MutexGuard, Weak};
+use crate::transfer::link::{Answered, Link};
+use crate::transport::service::Directory;
+use kvferry_proto::{CloseReason, PeerInfo, SessionEvent, SessionId, Side, Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
 use std::io;
@@ -18,67 +24,98 @@ use std::time::Duration;
 
 /// Bytes read from a control connection at a time.
 const READ: usize = 16 * 1024;
-/// How often an unquiet stream of a revoke is looked at again.
-const QUIET_EVERY: Duration = Duration::from_millis(1);
+/// How often a revoke whose streams are not quiet yet is checked again.
+const REVOKE_CHECK: Duration = Duration::from_millis(1);
 
-/// Told how meeting a peer went.
-pub(crate) type Met = Box<dyn FnOnce(&Arc<Link>, Result<(), Error>) + Send>;
+/// Called exactly once, when the handshake has ended.
+pub(crate) type Established = Box<dyn FnOnce(&Arc<Link>, Result<(), Error>) + Send>;
 
 pub(crate) struct Control {
+    sessions: Weak<Sessions>,
     link: Arc<Link>,
+    native: Arc<Native>,
     socket: Socket,
     connecting: bool,
     out: Vec<u8>,
     out_at: usize,
-    met: Option<Met>,
-    /// Revokes of the peer whose streams are not quiet yet.
-    unquiet: Vec<(u64, Vec<Arc<Gate>>)>,
-    /// Answers that came with the session's end.
-    unanswered: Vec<(Answered, WireCode, Vec<u8>)>,
-    /// Whether the heartbeat was on at the last look.
+    on_established: Option<Established>,
+    /// The attempt to connect that opened the connection; `None` if the peer opened it.
+    attempt: Option<Attempt>,
+    /// The peer has sent something.
+    answered: bool,
+    /// Revokes from the peer, not confirmed yet: a copier is still inside one of these gates.
+    unconfirmed: Vec<(u64, Vec<Arc<Gate>>)>,
+    /// Answers that arrived together with the session's end, delivered after it.
+    late_answers: Vec<(Answered, WireCode, Vec<u8>)>,
+    /// Whether the heartbeat runs.
     active: bool,
-    look_again: Option<Timestamp>,
+    /// When to check whether it must still run.
+    check_active_at: Option<Timestamp>,
+    /// The session counts in the gauge `sessions`.
     counted: bool,
-    /// Its place among those who have not proved themselves.
+    /// The number of an accepted session, while the peer may add streams to it.
+    accepted: Option<SessionId>,
+    /// The place of an accepted connection, until the peer is authenticated.
     admission: Option<Admission>,
+    _permit: Option<Permit>,
 }
 
 impl Control {
-    /// A connection that we opened; it may not be connected yet.
-    pub(crate) fn initiator(link: Arc<Link>, socket: Socket, met: Met) -> Self {
-        Self::new(link, socket, true, Some(met))
-    }
-
-    /// A connection that a peer opened.
-    pub(crate) fn acceptor(link: Arc<Link>, socket: Socket, admission: Admission) -> Self {
-        let mut control = Self::new(link, socket, false, None);
-        control.admission = Some(admission);
+    /// A connection that this agent opened; it may not be connected yet.
+    pub(crate) fn initiator(
+        sessions: &Arc<Sessions>,
+        link: Arc<Link>,
+        native: Arc<Native>,
+        socket: Socket,
+        attempt: Attempt,
+        on_established: Established,
+    ) -> Self {
+        let mut control = Self::new(sessions, link, native, socket);
+        (control.connecting, control.on_established) = (true, Some(on_established));
+        control.attempt = Some(attempt);
         control
     }
 
-    fn new(link: Arc<Link>, socket: Socket, connecting: bool, met: Option<Met>) -> Self {
+    /// A connection that a peer opened.
+    pub(crate) fn acceptor(
+        sessions: &Arc<Sessions>,
+        link: Arc<Link>,
+        native: Arc<Native>,
+        socket: Socket,
+        admission: Admission,
+        permit: Permit,
+    ) -> Self {
+        let mut control = Self::new(sessions, link, native, socket);
+        control.admission = Some(admission);
+        control._permit = Some(permit);
+        control
+    }
+
+    fn new(sessions: &Arc<Sessions>, link: Arc<Link>, native: Arc<Native>, socket: Socket) -> Self {
         Self {
+            sessions: Arc::downgrade(sessions),
             link,
+            native,
             socket,
-            connecting,
+            connecting: false,
             out: Vec::new(),
             out_at: 0,
-            met,
-            unquiet: Vec::new(),
-            unanswered: Vec::new(),
+            on_established: None,
+            attempt: None,
+            answered: false,
+            unconfirmed: Vec::new(),
+            late_answers: Vec::new(),
             active: false,
-            look_again: None,
+            check_active_at: None,
             counted: false,
+            accepted: None,
             admission: None,
+            _permit: None,
         }
     }
 
-    fn native(&self) -> &Native {
-        self.link.native.as_ref().expect("control connections are of native links")
-    }
-
     fn session(&self) -> MutexGuard<'_, kvferry_proto::Session> {
-        self.native().session.lock().unwrap_or_else(PoisonError::into_inner)
+        self.native.session()
     }
 
     fn receive(&mut self, now: Timestamp) {
@@ -90,6 +127,13 @@ impl Control {
             match self.socket.recv(&mut buffer) {
                 Ok(0) => return self.session().transport_closed(now),
                 Ok(n) => {
+                    if !self.answered {
+                        self.answered = true;
+                        let goes_on = self.attempt.as_ref().map(|a| a.answered(&self.link.core));
+                        if goes_on == Some(false) {
+                            return self.session().transport_closed(now);
+                        }
+                    }
                     self.session().receive(&buffer[..n], now);
                     if n < buffer.len() {
                         return;
@@ -101,7 +145,7 @@ impl Control {
         }
     }
 
-    /// Writes what the session has to say; whether the socket is full.
+    /// Writes the session's messages. Returns whether the socket is full.
     fn transmit(&mut self, now: Timestamp) -> bool {
         loop {
             if self.out_at == self.out.len() {
@@ -131,7 +175,7 @@ impl Control {
         }
     }
 
-    /// Acts on the session's events; true after the last one.
+    /// Handles the session's events. Returns true after the last one, the session's end.
     fn events(&mut self) -> bool {
         loop {
             let event = self.session().poll_event();
@@ -139,50 +183,26 @@ impl Control {
                 None => return false,
                 Some(SessionEvent::Established(info)) => self.established(info),
                 Some(SessionEvent::RevokeRequested { id, streams }) => {
-                    let mut gates = Vec::new();
-                    for stream in streams {
-                        let lane = {
-                            let mut inbound = self
-                                .native()
-                                .inbound
-                                .lock()
-                                .unwrap_or_else(PoisonError::into_inner);
-                            inbound.remove(&stream)
-                        };
-                        if let Some(lane) = lane {
-                            lane.gate.shut();
-                            if let Some(socket) = lane.socket {
-                                socket.shutdown(std::net::Shutdown::Both);
-                            }
-                            gates.push(lane.gate);
-                        }
-                    }
-                    self.unquiet.push((id, gates));
+                    let gates = self.native.shut_inbound(&streams);
+                    self.unconfirmed.push((id, gates));
                 }
                 Some(SessionEvent::Revoked { id }) => {
-                    let done = {
-                        let mut revokes =
-                            self.native().revokes.lock().unwrap_or_else(PoisonError::into_inner);
-                        revokes.remove(&id)
-                    };
-                    if let Some((_, done)) = done {
+                    if let Some(done) = self.native.take_revoke(id) {
                         done(true);
                     }
                 }
                 Some(SessionEvent::Request { id, kind, body }) => {
-                    let (code, body) = service::answer(&self.link, kind, &body);
+                    let (code, body) = match self.sessions.upgrade() {
+                        Some(sessions) => service::answer(&sessions, &self.link, kind, &body),
+                        None => (WireCode::Shutdown, Vec::new()),
+                    };
                     self.session().respond(id, code, body);
                 }
                 Some(SessionEvent::Response { id, code, body }) => {
-                    let answered = {
-                        let mut requests =
-                            self.native().requests.lock().unwrap_or_else(PoisonError::into_inner);
-                        requests.remove(&id)
-                    };
-                    match answered {
-                        // The session's end, which comes next, is to be known by then.
+                    match self.native.take_request(id) {
+                        // The session's end is the next event: report it first.
                         Some(answered) if self.session().is_closed() => {
-                            self.unanswered.push((answered, code, body));
+                            self.late_answers.push((answered, code, body));
                         }
                         Some(answered) => answered(code, body),
                         None => {}
@@ -204,27 +224,30 @@ impl Control {
             version = info.version, authenticated = info.authenticated, checksum = info.checksum,
             side = ?side, "session established"
         );
+        let Some(sessions) = self.sessions.upgrade() else { return };
         let id = info.session;
-        let _ = self.native().info.set(info);
+        self.native.set_info(info);
         core.counters.sessions.one();
         self.counted = true;
-        if let Some(correspondent) = core.correspondent() {
-            correspondent.began(&Channel::new(&self.link));
+        if let Some(handler) = sessions.message_handler() {
+            let channel = Channel::new(&self.link);
+            if contain("a message handler", || handler.began(&channel)).is_none() {
+                return channel.close(service::panicked());
+            }
         }
+        sessions.add(&self.link);
         match side {
             Side::Initiator => {
                 core.counters.sessions_opened.one();
-                core.add_session(&self.link);
-                self.link.open_ahead();
-                if let Some(met) = self.met.take() {
-                    local::attach(&self.link, met);
+                if let Some(on_established) = self.on_established.take() {
+                    on_established(&self.link, Ok(()));
                 }
             }
             Side::Acceptor => {
                 core.counters.sessions_accepted.one();
                 self.admission = None;
-                core.add_session(&self.link);
-                core.add_accepted(id, &self.link);
+                sessions.add_accepted(id, &self.link, &self.native);
+                self.accepted = Some(id);
             }
         }
     }
@@ -234,6 +257,12 @@ impl Control {
         let core = &self.link.core;
         if reason.established {
             tracing::info!(peer = %self.link.address, reason = %error, "session ended");
+            if reason.code == WireCode::Silent
+                && let Some(attempt) = &self.attempt
+            {
+                // Before callers get the error, so that their next call finds the peer silent.
+                attempt.fell_silent(&self.link);
+            }
         } else {
             core.counters.handshakes_failed.one();
             tracing::warn!(peer = %self.link.address, reason = %error, "handshake failed");
@@ -242,44 +271,47 @@ impl Control {
     }
 
     fn end(&mut self, error: Error) {
-        self.link.core.remove_session(&self.link);
+        let sessions = self.sessions.upgrade();
+        if let (Some(id), Some(sessions)) = (self.accepted.take(), &sessions) {
+            sessions.remove_accepted(id);
+        }
         self.link.terminate(error.clone());
         if self.counted {
             self.counted = false;
             self.link.core.counters.sessions.less_one();
-            if let Some(correspondent) = self.link.core.correspondent() {
+            if let Some(handler) = sessions.as_ref().and_then(|all| all.message_handler()) {
                 let error = self.link.end().unwrap_or(&error);
-                correspondent.ended(&Channel::new(&self.link), error);
+                let channel = Channel::new(&self.link);
+                contain("a message handler", || handler.ended(&channel, error));
             }
         }
-        for (answered, code, body) in self.unanswered.drain(..) {
+        for (answered, code, body) in self.late_answers.drain(..) {
             answered(code, body);
         }
-        if let Some(met) = self.met.take() {
-            met(&self.link, Err(error));
+        if let Some(on_established) = self.on_established.take() {
+            on_established(&self.link, Err(error));
         }
     }
 
-    /// Confirms the revokes whose streams are quiet.
-    fn confirm(&mut self) {
-        let unquiet = std::mem::take(&mut self.unquiet);
-        for (id, gates) in unquiet {
+    /// Confirms the revokes that no copier delays any more.
+    fn confirm_revokes(&mut self) {
+        for (id, gates) in std::mem::take(&mut self.unconfirmed) {
             if gates.iter().all(|gate| gate.is_quiet()) {
                 self.session().confirm_revoked(id);
             } else {
-                self.unquiet.push((id, gates));
+                self.unconfirmed.push((id, gates));
             }
         }
     }
 
-    /// Keeps the session informed of whether anything is in flight.
-    fn watch(&mut self, now: Timestamp) {
+    /// Starts or stops the heartbeat: it runs while anything is in flight on the link.
+    fn update_heartbeat(&mut self, now: Timestamp) {
         if !self.session().is_established() {
-            // One that is ending has nothing to be watched for.
-            self.look_again = None;
+            // A session that ends needs no heartbeat.
+            self.check_active_at = None;
             return;
         }
-        let due = self.look_again.is_none_or(|at| at <= now);
+        let due = self.check_active_at.is_none_or(|at| at <= now);
         if self.active && !due {
             return;
         }
@@ -288,11 +320,11 @@ impl Control {
             self.active = active;
             self.session().set_active(active, now);
         }
-        self.look_again = active.then(|| now + self.link.core.ping_interval());
+        self.check_active_at = active.then(|| now + self.link.core.settings.ping_interval());
     }
 }
 
-/// What an ended session means for those who used it.
+/// The error for users of a session that ended.
 pub(crate) fn close_error(reason: &CloseReason, address: &str) -> Error {
     let (kind, what) = match reason.code {
         WireCode::Closed if reason.by_peer && reason.established => {
@@ -300,15 +332,18 @@ pub(crate) fn close_error(reason: &CloseReason, address: &str) -> Error {
         }
         WireCode::Closed if reason.by_peer => (
             ErrorKind::PeerReset,
-            "the peer closed the connection during the handshake; is it a kvferry agent?"
+            "the peer closed the connection during the handshake; check that it is a kvferry agent"
                 .to_owned(),
         ),
+        WireCode::Deadline if !reason.by_peer && !reason.established => {
+            (ErrorKind::PeerSilent, "the peer did not answer the handshake in time".to_owned())
+        }
         WireCode::Silent => {
-            (ErrorKind::PeerSilent, "nothing was heard of the peer for too long".to_owned())
+            (ErrorKind::PeerSilent, "the peer sent nothing for the silence limit".to_owned())
         }
         WireCode::Slept => (
             ErrorKind::PeerSilent,
-            "this process was away for longer than peers wait; the session is void".to_owned(),
+            "this process was suspended for longer than the silence limit".to_owned(),
         ),
         WireCode::Shutdown if !reason.by_peer => {
             (ErrorKind::Shutdown, "the agent was shut down".to_owned())
@@ -325,12 +360,19 @@ impl Handler for Control {
     }
 
     fn handle(&mut self, cause: Cause, cx: &Cx<'_>) -> Next {
+        if !self.answered && self.attempt.as_ref().is_some_and(|attempt| !attempt.is_running()) {
+            self.end(Error::new(
+                ErrorKind::Cancelled,
+                "another address of the peer answered first",
+            ));
+            return Next::Close;
+        }
         if self.connecting {
             if cause.ready.any()
                 && let Err(e) = self.socket.error()
             {
                 self.link.core.counters.handshakes_failed.one();
-                let error = Error::new(ErrorKind::Unreachable, "the peer can't be connected to")
+                let error = Error::new(ErrorKind::Unreachable, "can't connect to the peer")
                     .with("peer", &self.link.address)
                     .caused_by(e);
                 self.end(error);
@@ -339,8 +381,9 @@ impl Handler for Control {
             if cause.ready.write {
                 self.connecting = false;
                 let _ = self.socket.set_nodelay();
+                keep_control_alive(&self.socket, self.link.core.settings.silence);
             } else {
-                // The handshake's deadline includes connecting.
+                // The handshake timeout includes the time to connect.
                 self.session().handle_timeout(cx.now);
                 if self.events() {
                     return Next::Close;
@@ -350,7 +393,8 @@ impl Handler for Control {
             }
         }
         if self.admission.as_ref().is_some_and(|place| !place.is_held()) {
-            // Its place was needed for somebody else.
+            // Another connection got its place; the initiator may try again.
+            refuse(&self.socket, WireCode::Busy, "");
             self.link.core.counters.handshakes_failed.one();
             return Next::Close;
         }
@@ -359,16 +403,16 @@ impl Handler for Control {
             self.receive(cx.now);
         }
         self.link.expire(cx.now);
-        // Acting on an event may produce bytes and further events.
+        // Handling an event may produce bytes and further events.
         let mut full;
         loop {
             if self.events() {
-                // What is left to say is said if that needs no waiting.
+                // Send the last messages if the socket takes them without waiting.
                 self.transmit(cx.now);
                 return Next::Close;
             }
-            self.confirm();
-            self.watch(cx.now);
+            self.confirm_revokes();
+            self.update_heartbeat(cx.now);
             full = self.transmit(cx.now);
             if !self.session().is_closed() {
                 break;
@@ -378,8 +422,8 @@ impl Handler for Control {
             let session = self.session();
             (session.wants_read(), session.next_timeout())
         };
-        let quiet = (!self.unquiet.is_empty()).then(|| cx.now + QUIET_EVERY);
-        let deadline = [session_timeout, self.link.next_deadline(), self.look_again, quiet]
+        let revokes = (!self.unconfirmed.is_empty()).then(|| cx.now + REVOKE_CHECK);
+        let deadline = [session_timeout, self.link.next_deadline(), self.check_active_at, revokes]
             .into_iter()
             .flatten()
             .min();
@@ -395,7 +439,7 @@ impl Handler for Control {
 
 impl Drop for Control {
     fn drop(&mut self) {
-        // What the session's end did before is not done twice.
+        // Does nothing if the session has ended before.
         self.end(Error::new(ErrorKind::Shutdown, "the agent was shut down"));
     }
 }

@@ -1,30 +1,24 @@
-//! Sessions: meeting peers, and staying in touch with them, on the control thread.
+//! Sessions with peers: connecting, accepting, heartbeats, requests. Runs on the control thread.
 //!
-//! The protocol itself is `kvferry_proto::session`, a value without clock or socket; here it gets
-//! both.
+//! The protocol is `kvferry_proto::session`, a state machine without clock or socket. This module
+//! drives it.
+//!
+//! | file | what |
+//! |---|---|
+//! | `sessions` | the tables of peers and links; the suspend timer |
+//! | `connect` | one peer by address: drives the search for it |
+//! | `search` | when to try which address, and which error callers get meanwhile |
+//! | `accept` | the listener; detects the protocol of a new connection |
+//! | `control` | the control connection: drives one session |
+//! | `native` | the backend of a native session's link |
+//! | `lane` | opens a data stream of a native session |
+//! | `service` | answers the requests of a peer |
 
+pub(crate) mod accept;
 pub(crate) mod connect;
 pub(crate) mod control;
-pub(crate) mod greet;
-pub(crate) mod link;
-pub(crate) mod pulse;
-pub(crate) mod service;
-
-use crate::agent::is_same_host;
-use kvferry_sys::socket::Socket;
-
-/// Settings of a socket that data moves on, once it is connected.
-///
-/// Both are there to be fast, and a kernel that refuses one is no reason to fail. Within one host
-/// there is no congestion, and what a system chose against it elsewhere can be in the way: BBR
-/// paces, which halves what loopback carries. Reno does nothing unless bytes are lost, is part of
-/// every kernel, and everybody may choose it.
-pub(crate) fn prepare(socket: &Socket) {
-    let _ = socket.set_nodelay();
-    if let (Ok(here), Ok(there)) = (socket.local_addr(), socket.peer_addr())
-        && is_same_host(here.ip(), there)
-        && let Err(e) = socket.set_congestion_control("reno")
-    {
-        tracing::debug!(error = %e, "the system's congestion control stays");
-    }
-}
+mod lane;
+pub(crate) mod native;
+mod search;
+mod service;
+pub(crate) mod sessions;

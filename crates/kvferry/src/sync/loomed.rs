@@ -1,9 +1,9 @@
-//! The primitives on loom, and ways to break them: a model that can't fail proves nothing.
+//! The primitives on loom, and ways to break them: a model proves something only if it can fail.
 //!
-//! Loom treats sequentially consistent *accesses* as acquire and release only, and knows sequential
-//! consistency of *fences*. So each such access is put between two such fences here, which orders
-//! it with every other one as the language does; relaxed accesses beside it are ordered more
-//! strongly than they would be, so nothing here may rely on those.
+//! Loom treats sequentially consistent *accesses* as acquire and release only, but implements
+//! sequentially consistent *fences*. So each such access stands between two such fences here, which
+//! orders it with every other one as the language does. Relaxed accesses next to it are then
+//! ordered more strongly than in the language, so no code under test may rely on their order.
 
 pub(crate) use loom::hint;
 pub(crate) use loom::sync::{
@@ -13,7 +13,7 @@ use std::cell::Cell;
 use std::sync::LockResult;
 use std::time::Duration;
 
-/// What is broken in the models of the current test.
+/// The defect in the models of the current test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mutant {
     /// Nothing.
@@ -22,9 +22,9 @@ pub(crate) enum Mutant {
     WeakOrder,
     /// Atomic accesses order nothing.
     NoOrder,
-    /// Everything that is to be told to waiting threads is not.
+    /// Waiting threads are never notified.
     LostNotify,
-    /// An event descriptor is cleared after what follows, rather than before it.
+    /// An event descriptor is cleared after the work that follows, rather than before it.
     LateClear,
 }
 
@@ -34,12 +34,12 @@ thread_local! {
 }
 
 impl Mutant {
-    /// Breaks what this says, for the rest of the test.
-    pub(crate) fn breed(self) {
+    /// Applies this defect for the rest of the test.
+    pub(crate) fn enable(self) {
         MUTANT.set(self);
     }
 
-    fn is_bred(self) -> bool {
+    fn is_enabled(self) -> bool {
         MUTANT.get() == self
     }
 }
@@ -50,17 +50,17 @@ pub(crate) mod atomic {
 
     pub(crate) fn fence(order: Ordering) {
         let lost = match order {
-            Ordering::SeqCst => Mutant::WeakOrder.is_bred() || Mutant::NoOrder.is_bred(),
-            _ => Mutant::NoOrder.is_bred(),
+            Ordering::SeqCst => Mutant::WeakOrder.is_enabled() || Mutant::NoOrder.is_enabled(),
+            _ => Mutant::NoOrder.is_enabled(),
         };
         if !lost {
             loom::sync::atomic::fence(order);
         }
     }
 
-    /// Does `access` in its order, or in `weak` where that is the same on this machine.
+    /// Does `access` with its order, or with `weak` where fences provide the rest.
     fn ordered<T>(order: Ordering, weak: Ordering, access: impl FnOnce(Ordering) -> T) -> T {
-        if Mutant::NoOrder.is_bred() {
+        if Mutant::NoOrder.is_enabled() {
             return access(Ordering::Relaxed);
         }
         if order != Ordering::SeqCst {
@@ -115,7 +115,7 @@ pub(crate) mod atomic {
     }
 }
 
-/// Waits without a clock: a time that is up is no event of a model.
+/// Waits without a clock: in a model, no timeout passes.
 #[derive(Debug, Default)]
 pub(crate) struct Condvar(loom::sync::Condvar);
 
@@ -132,21 +132,25 @@ impl Condvar {
         self.0.wait_timeout(guard, timeout)
     }
 
+    pub(crate) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> LockResult<MutexGuard<'a, T>> {
+        self.0.wait(guard)
+    }
+
     pub(crate) fn notify_one(&self) {
-        if !Mutant::LostNotify.is_bred() {
+        if !Mutant::LostNotify.is_enabled() {
             self.0.notify_one();
         }
     }
 
     pub(crate) fn notify_all(&self) {
-        if !Mutant::LostNotify.is_bred() {
+        if !Mutant::LostNotify.is_enabled() {
             self.0.notify_all();
         }
     }
 }
 
 pub(crate) mod thread {
-    pub(crate) use loom::thread::{JoinHandle, current, yield_now};
+    pub(crate) use loom::thread::{JoinHandle, ThreadId, current, yield_now};
     use std::io;
     use std::time::Duration;
 
@@ -157,13 +161,13 @@ pub(crate) mod thread {
         loom::thread::Builder::new().name(name).spawn(body)
     }
 
-    /// There is no time: others run.
+    /// A model has no time: other threads run.
     pub(crate) fn sleep(_: Duration) {
         yield_now();
     }
 }
 
-/// Descriptors of a reactor, of which only its bell ever becomes ready.
+/// Descriptors of a reactor; only its wake-up descriptor ever becomes ready.
 pub(crate) mod poll {
     use super::{Mutant, Mutex};
     use kvferry_sys::poll::{Event, Interest, Ready};
@@ -174,57 +178,57 @@ pub(crate) mod poll {
     use std::time::Duration;
 
     #[derive(Debug)]
-    struct Bell {
+    struct Shared {
         state: Mutex<State>,
-        rang: Condvar,
+        signalled: Condvar,
     }
 
     #[derive(Debug, Default)]
     struct State {
-        is_rung: bool,
+        is_signalled: bool,
         clear_later: bool,
     }
 
     #[derive(Clone, Debug)]
-    pub(crate) struct EventFd(Arc<Bell>);
+    pub(crate) struct EventFd(Arc<Shared>);
 
     impl EventFd {
-        #[allow(clippy::unnecessary_wraps, reason = "as the one it stands for")]
+        #[allow(clippy::unnecessary_wraps, reason = "as the type it replaces")]
         pub(crate) fn new() -> io::Result<Self> {
             let state = Mutex::new(State::default());
-            Ok(Self(Arc::new(Bell { state, rang: Condvar::new() })))
+            Ok(Self(Arc::new(Shared { state, signalled: Condvar::new() })))
         }
 
         pub(crate) fn signal(&self) {
-            self.0.state.lock().expect("nobody panics with it").is_rung = true;
-            if !Mutant::LostNotify.is_bred() {
-                self.0.rang.notify_all();
+            self.0.state.lock().expect("no holder panics").is_signalled = true;
+            if !Mutant::LostNotify.is_enabled() {
+                self.0.signalled.notify_all();
             }
         }
 
         pub(crate) fn clear(&self) {
-            let mut state = self.0.state.lock().expect("nobody panics with it");
-            if Mutant::LateClear.is_bred() {
+            let mut state = self.0.state.lock().expect("no holder panics");
+            if Mutant::LateClear.is_enabled() {
                 state.clear_later = true;
             } else {
-                state.is_rung = false;
+                state.is_signalled = false;
             }
         }
     }
 
-    /// A descriptor, or the bell.
+    /// A descriptor; the wake-up descriptor returns itself.
     pub(crate) trait Watched {
-        fn bell(&self) -> Option<EventFd>;
+        fn wakeup(&self) -> Option<EventFd>;
     }
 
     impl Watched for &EventFd {
-        fn bell(&self) -> Option<EventFd> {
+        fn wakeup(&self) -> Option<EventFd> {
             Some((*self).clone())
         }
     }
 
     impl Watched for BorrowedFd<'_> {
-        fn bell(&self) -> Option<EventFd> {
+        fn wakeup(&self) -> Option<EventFd> {
             None
         }
     }
@@ -232,15 +236,15 @@ pub(crate) mod poll {
     #[derive(Debug)]
     pub(crate) struct Epoll(OnceLock<(EventFd, u64)>);
 
-    #[allow(clippy::unnecessary_wraps, reason = "as the one it stands for")]
+    #[allow(clippy::unnecessary_wraps, reason = "as the type it replaces")]
     impl Epoll {
         pub(crate) fn new() -> io::Result<Self> {
             Ok(Self(OnceLock::new()))
         }
 
         pub(crate) fn add(&self, what: impl Watched, token: u64, _: Interest) -> io::Result<()> {
-            if let Some(bell) = what.bell() {
-                self.0.set((bell, token)).expect("one bell");
+            if let Some(wakeup) = what.wakeup() {
+                self.0.set((wakeup, token)).expect("a reactor adds one wake-up descriptor");
             }
             Ok(())
         }
@@ -258,15 +262,15 @@ pub(crate) mod poll {
             events: &mut Vec<Event>,
             timeout: Option<Duration>,
         ) -> io::Result<()> {
-            let (bell, token) = self.0.get().expect("the bell is added first");
-            let mut state = bell.0.state.lock().expect("nobody panics with it");
+            let (wakeup, token) = self.0.get().expect("the wake-up descriptor is added first");
+            let mut state = wakeup.0.state.lock().expect("no holder panics");
             if std::mem::take(&mut state.clear_later) {
-                state.is_rung = false;
+                state.is_signalled = false;
             }
-            while !state.is_rung && timeout != Some(Duration::ZERO) {
-                state = bell.0.rang.wait(state).expect("nobody panics with it");
+            while !state.is_signalled && timeout != Some(Duration::ZERO) {
+                state = wakeup.0.signalled.wait(state).expect("no holder panics");
             }
-            if state.is_rung {
+            if state.is_signalled {
                 events
                     .push(Event { token: *token, ready: Ready { read: true, ..Ready::default() } });
             }

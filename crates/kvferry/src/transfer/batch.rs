@@ -1,4 +1,4 @@
-//! What a transfer moves: pairs of local and remote ranges, and their division into frames.
+//! Batches: pairs of local and remote ranges, and how they are cut into frames.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::cursor::{Piece, Pieces, Position};
@@ -6,7 +6,7 @@ use crate::memory::region::{Region, RemoteRegion};
 use kvferry_proto::{Incarnation, RegionId, WireDescriptor};
 use std::sync::Arc;
 
-/// Bytes one wire descriptor names at most; longer ranges are split.
+/// Bytes of one wire descriptor at most; longer ranges are split.
 const DESCRIPTOR_BYTES_MAX: u64 = 1 << 30;
 
 #[derive(Clone, Copy, Debug)]
@@ -15,10 +15,10 @@ pub(crate) struct RemotePart {
     pub(crate) offset: u64,
 }
 
-/// Pairs of a local and a remote range, of equal length each, moved in one transfer.
+/// Pairs of a local and a remote range of equal length, moved in one transfer.
 ///
-/// Order means nothing: the ranges of one batch are moved in any order, and where destinations
-/// overlap, either may win. Any number of pairs is fine.
+/// The ranges of one batch are moved in any order. Where destinations overlap, either may win. The
+/// number of pairs is not limited.
 ///
 /// ```
 /// # use kvferry::{Access, Agent, Batch};
@@ -35,7 +35,7 @@ pub(crate) struct RemotePart {
 pub struct Batch {
     pub(crate) local: Arc<Pieces>,
     pub(crate) remote: Arc<Vec<RemotePart>>,
-    /// The life of the peer that the remote regions belong to, if any was named.
+    /// The incarnation of the peer that the remote regions belong to, once a region has named one.
     pub(crate) incarnation: Option<Incarnation>,
 }
 
@@ -51,7 +51,7 @@ impl Batch {
         Self::default()
     }
 
-    /// An empty batch with room for `n` pairs.
+    /// An empty batch with capacity for `n` pairs.
     pub fn with_capacity(n: usize) -> Self {
         let pieces = Pieces { pieces: Vec::with_capacity(n), ..Pieces::default() };
         Self { local: Arc::new(pieces), remote: Arc::new(Vec::with_capacity(n)), incarnation: None }
@@ -62,7 +62,7 @@ impl Batch {
         self.remote.len()
     }
 
-    /// Whether there are none.
+    /// Whether the batch has no pairs.
     pub fn is_empty(&self) -> bool {
         self.remote.is_empty()
     }
@@ -72,7 +72,7 @@ impl Batch {
         self.local.bytes
     }
 
-    /// Removes all pairs; keeps the memory where nobody else uses it.
+    /// Removes all pairs; keeps the memory unless a transfer still uses it.
     pub fn clear(&mut self) {
         Arc::make_mut(&mut self.local).clear();
         Arc::make_mut(&mut self.remote).clear();
@@ -82,8 +82,8 @@ impl Batch {
     /// Adds `len` bytes at `local_offset` of `local` and at `remote_offset` of `remote`.
     ///
     /// # Errors
-    /// `InvalidArgument` for no bytes, `OutOfBounds`, `NotRegistered`, `StaleIncarnation` if the
-    /// batch names another life of the peer already. The batch is unchanged.
+    /// `InvalidArgument` for zero bytes; `OutOfBounds`; `NotRegistered`; `StaleIncarnation` if the
+    /// batch has a region of another incarnation of the peer. The batch is unchanged.
     pub fn push(
         &mut self,
         local: &Region,
@@ -96,7 +96,7 @@ impl Batch {
         if remote_offset.checked_add(len).is_none_or(|end| end > remote.len) {
             return Err(Error::new(
                 ErrorKind::OutOfBounds,
-                "a range reaches beyond the peer's region",
+                "the range reaches beyond the peer's region",
             )
             .with("region", remote.id)
             .with("offset", remote_offset)
@@ -104,7 +104,7 @@ impl Batch {
             .with("region_len", remote.len));
         }
         if remote.id == RegionId::ABSOLUTE {
-            // A stock Mooncake peer's: it has an address, and no life that could be named.
+            // A region of a stock Mooncake peer: it has an address, but no incarnation.
             check_address(remote.addr.saturating_add(remote_offset), len)?;
             let address = remote.addr + remote_offset;
             self.push_parts(local, local_offset, len, RegionId::ABSOLUTE, address);
@@ -113,7 +113,7 @@ impl Batch {
         if self.incarnation.is_some_and(|known| known != remote.incarnation) {
             return Err(Error::new(
                 ErrorKind::StaleIncarnation,
-                "one batch can't name regions of two lives of a peer",
+                "a batch can't name regions of two incarnations of a peer",
             )
             .with("region", remote.id));
         }
@@ -125,8 +125,7 @@ impl Batch {
     /// Adds `len` bytes at `local_offset` of `local` and at the virtual address `remote` in the
     /// peer's process, which must lie in one region there.
     ///
-    /// # Errors
-    /// `InvalidArgument` for no bytes or an address that wraps around, `OutOfBounds`,
+    /// `InvalidArgument` for zero bytes or an address that wraps around; `OutOfBounds`;
     /// `NotRegistered`. The batch is unchanged.
     pub fn push_to_address(
         &mut self,
@@ -153,16 +152,24 @@ impl Batch {
         Arc::make_mut(&mut self.remote).push(RemotePart { region, offset });
     }
 
-    pub(crate) fn push_raw_parts(&mut self, remote: u64, push: impl FnOnce(&mut Pieces)) {
-        push(Arc::make_mut(&mut self.local));
-        Arc::make_mut(&mut self.remote)
-            .push(RemotePart { region: RegionId::ABSOLUTE, offset: remote });
+    /// Lets `fill` append pairs; removes them again if it fails.
+    pub(crate) fn push_raw_parts<E>(
+        &mut self,
+        fill: impl FnOnce(&mut Pieces, &mut Vec<RemotePart>) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), E> {
+        let (local, remote) = (Arc::make_mut(&mut self.local), Arc::make_mut(&mut self.remote));
+        let (len, bytes) = (remote.len(), local.bytes);
+        fill(local, remote).inspect_err(|_| {
+            local.pieces.truncate(len);
+            local.bytes = bytes;
+            remote.truncate(len);
+        })
     }
 }
 
 fn check_local(local: &Region, offset: u64, len: u64) -> Result<()> {
     if len == 0 {
-        return Err(Error::new(ErrorKind::InvalidArgument, "a range needs bytes"));
+        return Err(Error::new(ErrorKind::InvalidArgument, "the range has no bytes"));
     }
     if offset.checked_add(len).is_none_or(|end| end > local.len() as u64) {
         return Err(local.out_of_bounds(offset, len));
@@ -176,12 +183,15 @@ fn check_local(local: &Region, offset: u64, len: u64) -> Result<()> {
 
 pub(crate) fn check_address(remote: u64, len: u64) -> Result<()> {
     if len == 0 {
-        return Err(Error::new(ErrorKind::InvalidArgument, "a range needs bytes"));
+        return Err(Error::new(ErrorKind::InvalidArgument, "the range has no bytes"));
     }
     if remote.checked_add(len).is_none() {
-        return Err(Error::new(ErrorKind::InvalidArgument, "an address can't wrap around memory")
-            .with("address", format_args!("{remote:#x}"))
-            .with("len", len));
+        return Err(Error::new(
+            ErrorKind::InvalidArgument,
+            "the range wraps around the end of the address space",
+        )
+        .with("address", format_args!("{remote:#x}"))
+        .with("len", len));
     }
     Ok(())
 }
@@ -189,12 +199,12 @@ pub(crate) fn check_address(remote: u64, len: u64) -> Result<()> {
 /// A part of a batch that crosses a lane in one message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Frame {
-    /// Where it starts.
+    /// The position of its first byte.
     pub(crate) at: Position,
     pub(crate) bytes: u64,
-    /// Wire descriptors it takes.
+    /// Number of wire descriptors.
     pub(crate) descriptors: u32,
-    /// It is the whole batch.
+    /// Whether the frame is the whole batch.
     pub(crate) whole: bool,
 }
 
@@ -215,7 +225,7 @@ impl Cutter {
         self.left == 0
     }
 
-    /// The next frame, of at most so many bytes and descriptors.
+    /// The next frame, of at most `bytes_max` bytes and `descriptors_max` descriptors.
     pub(crate) fn next(
         &mut self,
         batch: &Batch,
@@ -301,10 +311,8 @@ mod tests {
         let mut batch = Batch::new();
         let mut remote = 0x1000;
         for &len in lens {
-            batch.push_raw_parts(remote, |pieces| {
-                // SAFETY: the memory is never touched; only the arithmetic is looked at.
-                unsafe { pieces.push_raw(std::ptr::dangling_mut(), len) }
-            });
+            // SAFETY: the memory is never touched; only addresses are computed.
+            unsafe { batch.push_raw(std::ptr::dangling_mut(), remote, len) }.expect("fits");
             remote += len + 7;
         }
         batch

@@ -5,13 +5,13 @@ use crate::memory::region::{Access, Backing, RegionTable};
 use kvferry_proto::fuzzing::Script;
 use kvferry_proto::{Incarnation, WireDescriptor};
 
-/// Longer than what one descriptor names.
+/// Longer than one descriptor's maximum.
 const REGION_LEN: u64 = 3 << 30;
 const PAIRS_MAX: usize = 200;
 const FRAMES_MAX: usize = 2000;
 
-/// A batch of any shape, cut into frames of any size: each byte is in exactly one frame, in order,
-/// and no frame is larger than asked for.
+/// Cuts a batch of any shape into frames of any size: each byte must be in exactly one frame, in
+/// order, and no frame may exceed the requested size.
 pub fn cutter(bytes: &[u8]) {
     let mut script = Script::new(bytes);
     let bytes_max = 1 + u64::from(script.short()) * script.pick(&[1, 4096, 1 << 20]);
@@ -51,8 +51,8 @@ pub fn cutter(bytes: &[u8]) {
     }
 }
 
-/// Cuts a batch of so many pairs into frames and writes their tables, as a write would; their
-/// bytes. For counting instructions.
+/// Cuts a batch of `pairs` pairs into frames and writes their descriptor tables, as a write does;
+/// returns the bytes of the tables. For counting instructions.
 pub fn cut(pairs: usize, len: u64) -> usize {
     let regions = RegionTable::default();
     let region = regions
@@ -70,7 +70,7 @@ pub fn cut(pairs: usize, len: u64) -> usize {
     table.len()
 }
 
-/// A batch, and the remote range of each pair. Nobody touches the memory, which is not there.
+/// A batch, and the remote range of each pair. The memory does not exist and is never touched.
 fn batch(script: &mut Script<'_>) -> (Batch, Vec<(u64, u64)>) {
     let regions = RegionTable::default();
     let region = regions

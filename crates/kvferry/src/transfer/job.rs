@@ -1,51 +1,77 @@
-//! One transfer: what it moves, what became of it, and who is told.
+//! One transfer: what it moves, its outcome, and the threads that wait for it.
 //!
-//! A job is driven by one or more *shares*, one per lane. Shares take frames from the job until
-//! there are none; whoever ends last concludes the job. A job has exactly one outcome (I1): it is
-//! set under the lock, once, and everybody who asks gets a clone of it.
+//! A job is driven by one or more *shares*, one per lane. Shares take frames from the job until all
+//! are taken; the share that ends last concludes the job. A job has exactly one outcome (I1): it is
+//! set under the lock, once, and every query returns a clone of it.
 //!
-//! A job that ends early first stops its shares. For a write that leaves lanes with bytes under
-//! way; those are killed here and revoked at the peer, and the outcome waits for the answer, which
-//! the session bounds (I2).
+//! A job that ends early first stops its shares. A stopped write can leave lanes with requests in
+//! progress; those lanes are closed here and revoked at the peer, and the outcome waits for the
+//! peer's confirmation, whose time the session bounds (I2).
 
-use crate::agent::Core;
+use crate::callback::contain;
+use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::notify::Notification;
 use crate::reactor::{Remote, now};
-use crate::session::link::Link;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use crate::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, lock, wait_timeout};
 use crate::transfer::batch::{Batch, Cutter, Frame};
-use crate::transport::TransportKind;
+use crate::transfer::kind::TransportKind;
 use kvferry_proto::{Limits, StreamId, Timestamp, TransferId};
 use kvferry_sys::poll::EventFd;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::task::Waker;
 use std::time::Duration;
 
-/// Bytes of one frame at most. Between frames, a transfer lets others that wait have its lane.
+/// Bytes of one frame at most. Between frames, a transfer can yield its lane to waiting transfers.
 const FRAME_BYTES_MAX: u64 = 64 << 20;
 /// Bytes below which a batch is not divided among lanes.
 pub(crate) const STRIPE_BYTES_MIN: u64 = 32 << 20;
-/// Bytes below which waking another thread to copy within the host does not pay: a millisecond's.
-pub(crate) const COPIER_BYTES_MIN: u64 = 8 << 20;
 
-/// Which way the bytes move.
+/// Called exactly once, with whether the peer has confirmed a revoke.
+pub(crate) type RevokeDone = Box<dyn FnOnce(bool) + Send>;
+
+/// The operations of a link that a job needs.
+pub(crate) trait JobLink: Send + Sync + std::fmt::Debug {
+    /// The peer's address as the user wrote it; for errors.
+    fn address(&self) -> &str;
+
+    /// Withdraws a request for a lane. False if it was granted or has failed already.
+    fn withdraw(&self, id: u64) -> bool;
+
+    /// Asks the peer to stop touching memory through these streams.
+    fn revoke(&self, streams: Vec<StreamId>, done: RevokeDone);
+}
+
+/// How a job's frames reach the peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Frames {
+    /// As messages; one of them may carry the notification.
+    Messages,
+    /// By copying. The notification follows the data as a separate request, and the job waits for
+    /// its response.
+    Copies {
+        /// Bytes below which a further thread does not pay.
+        bytes_min: u64,
+    },
+}
+
+/// The direction in which the bytes move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Op {
     Write,
     Read,
 }
 
-/// A transfer that is done.
+/// Figures of a completed transfer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Moved {
+pub struct TransferStats {
     /// Payload bytes.
     pub bytes: u64,
-    /// Pairs of the batch.
+    /// Pairs in the batch.
     pub descriptors: usize,
-    /// Streams that carried them.
+    /// Lanes or copying threads that moved the bytes.
     pub streams: usize,
     /// The transport that moved them; `None` for an empty batch.
     pub transport: Option<TransportKind>,
@@ -53,25 +79,26 @@ pub struct Moved {
 
 #[derive(Debug, Default)]
 struct State {
-    outcome: Option<Result<Moved>>,
+    outcome: Option<Result<TransferStats>>,
     /// Shares that have not ended.
     shares: usize,
     /// Lanes used so far.
     streams: usize,
     acknowledged: u64,
-    /// Frames may be pending at the peer through these.
+    /// Streams on which the peer may still have frames in progress.
     dirty: Vec<StreamId>,
     error: Option<Error>,
     notified: bool,
     /// The peer has not confirmed the notification that follows the data.
     owes_note: bool,
     wakers: Vec<Waker>,
-    /// Threads in [`Job::wait`]: without any there is nobody to notify, which costs a call.
+    /// Threads in [`Job::wait`]. If there are none, the outcome skips the system call that wakes
+    /// them.
     waiting_threads: usize,
-    /// Handlers of shares on I/O threads.
+    /// Handlers of the shares on I/O threads.
     handlers: Vec<(Remote, u64)>,
-    /// A wish for a lane that is not granted yet.
-    waiting: Option<(Arc<Link>, u64)>,
+    /// A request for a lane that is not granted yet.
+    waiting: Option<(Arc<dyn JobLink>, u64)>,
 }
 
 /// One transfer, from submission to outcome.
@@ -83,20 +110,16 @@ pub(crate) struct Job {
     pub(crate) batch: Batch,
     pub(crate) deadline: Timestamp,
     pub(crate) notify: Option<Notification>,
-    /// Lanes wished for, if the caller said so.
+    /// The number of lanes that the caller asked for.
     pub(crate) streams: Option<usize>,
-    /// What moves it, once that is known.
-    transport: OnceLock<TransportKind>,
+    /// The transport, once it is chosen.
+    moved_by: OnceLock<(TransportKind, Frames)>,
     cutter: Mutex<(Cutter, u64)>,
     state: Mutex<State>,
     changed: Condvar,
     event: OnceLock<EventFd>,
-    /// Shares must stop as soon as they can.
+    /// Shares must end as soon as they can.
     stopped: AtomicBool,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Job {
@@ -119,7 +142,7 @@ impl Job {
             deadline: now() + timeout,
             notify,
             streams,
-            transport: OnceLock::new(),
+            moved_by: OnceLock::new(),
             cutter: Mutex::new((cutter, FRAME_BYTES_MAX)),
             state: Mutex::new(State::default()),
             changed: Condvar::new(),
@@ -128,15 +151,16 @@ impl Job {
         })
     }
 
-    /// Lets go of everything but its room. It has ended.
-    pub(crate) fn let_go(&mut self) {
+    /// Drops the batch, the notification and the event of a job that has ended; keeps its
+    /// allocation.
+    pub(crate) fn release(&mut self) {
         static NOTHING: std::sync::OnceLock<Batch> = std::sync::OnceLock::new();
         self.batch = NOTHING.get_or_init(Batch::new).clone();
         self.notify = None;
         self.event.take();
     }
 
-    /// Makes a job that has ended and was let go another one.
+    /// Starts a new transfer in a job that has ended and was released.
     pub(crate) fn renew(
         &mut self,
         op: Op,
@@ -154,7 +178,7 @@ impl Job {
         self.deadline = now() + timeout;
         self.notify = notify;
         self.streams = streams;
-        self.transport.take();
+        self.moved_by.take();
         *lock(&self.state) = State::default();
         self.stopped.store(false, Ordering::Release);
     }
@@ -162,19 +186,22 @@ impl Job {
     // ---- for shares ----
 
     /// Announces `n` shares and sets the size of frames so that they end at about the same time.
-    pub(crate) fn start_shares(&self, n: usize, transport: TransportKind) {
-        let _ = self.transport.set(transport);
+    pub(crate) fn start_shares(&self, n: usize, kind: TransportKind, frames: Frames) {
+        let _ = self.moved_by.set((kind, frames));
         let mut state = lock(&self.state);
         state.shares += n;
         state.streams += n;
         if n > 1 {
-            let least = if self.is_local() { COPIER_BYTES_MIN } else { STRIPE_BYTES_MIN } / 4;
-            let fair = (self.batch.bytes() / (4 * n as u64)).max(least);
+            let least = match frames {
+                Frames::Messages => STRIPE_BYTES_MIN,
+                Frames::Copies { bytes_min } => bytes_min,
+            };
+            let fair = (self.batch.bytes() / (4 * n as u64)).max(least / 4);
             lock(&self.cutter).1 = fair.min(FRAME_BYTES_MAX);
         }
     }
 
-    /// The next part to be moved; `None` if there is none or the job is stopping.
+    /// The next frame; `None` if all are taken or the job is stopping.
     pub(crate) fn next_frame(&self, limits: &Limits) -> Option<Frame> {
         if self.is_stopped() {
             return None;
@@ -184,52 +211,53 @@ impl Job {
         cutter.0.next(&self.batch, bytes_max, limits.descriptors_max)
     }
 
-    /// Whether shares must stop without finishing what they are at.
+    /// Whether shares must end without completing their frame.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
     }
 
-    /// A frame is done. Returns the notification if this was the last of a batch whose frames did
-    /// not carry it: the caller sends it now.
+    /// A frame is complete. Returns the notification if this was the last frame of a batch whose
+    /// frames did not carry it: the caller must send it now.
     pub(crate) fn acknowledged(&self, frame: &Frame) -> Option<Notification> {
         let mut state = lock(&self.state);
         state.acknowledged += frame.bytes;
         let last = state.acknowledged == self.batch.bytes() && state.error.is_none();
         if last && !self.carries_notification(frame) && !state.notified {
             state.notified = true;
-            // Where it is a frame of its own, its lane tells whether it arrived.
-            state.owes_note = self.notify.is_some() && self.is_local();
+            // For a notification with a frame of its own, the lane reports its arrival.
+            state.owes_note = self.notify.is_some() && self.is_copied();
             return self.notify.clone();
         }
         None
     }
 
-    /// The notification that followed the data has arrived.
+    /// The peer has confirmed the notification that followed the data.
     pub(crate) fn noted(&self) {
         lock(&self.state).owes_note = false;
     }
 
-    /// Whether the notification travels in the same message as a frame. Only with a write that
-    /// is one frame: then the peer delivers it when the bytes are in place.
+    /// Whether the notification travels in the message of a frame. This requires a write of a
+    /// single frame: then the peer delivers the notification when the bytes are in place.
     pub(crate) fn carries_notification(&self, frame: &Frame) -> bool {
-        self.op == Op::Write && frame.whole && !self.is_local()
+        self.op == Op::Write && frame.whole && !self.is_copied()
     }
 
-    fn is_local(&self) -> bool {
-        self.transport.get() == Some(&TransportKind::Local)
+    fn is_copied(&self) -> bool {
+        matches!(self.moved_by.get(), Some((_, Frames::Copies { .. })))
     }
 
-    /// The notification of a job that moves nothing; once.
+    /// The notification of a job without bytes; `None` on every further call.
     pub(crate) fn bare_notification(&self) -> Option<Notification> {
         let mut state = lock(&self.state);
         if !self.batch.is_empty() || state.notified {
             return None;
         }
         state.notified = true;
+        state.owes_note = self.notify.is_some() && self.is_copied();
         self.notify.clone()
     }
 
-    /// The first error decides what the transfer ends with.
+    /// Records an error and stops the shares. The first error becomes the outcome.
     pub(crate) fn fail(&self, error: Error) {
         let handlers = {
             let mut state = lock(&self.state);
@@ -245,22 +273,22 @@ impl Job {
         }
     }
 
-    /// Whether all parts were handed out.
+    /// Whether all frames were taken.
     pub(crate) fn is_handed_out(&self) -> bool {
         lock(&self.cutter).0.is_done()
     }
 
-    /// A share gave its lane to others. True if no other share goes on with the job: the caller
-    /// has to wish for a lane again.
+    /// A share gave its lane to other transfers. True if no other share continues the job: then the
+    /// caller has to request a lane again.
     pub(crate) fn share_yielded(&self) -> bool {
         let mut state = lock(&self.state);
         state.shares -= 1;
         state.shares == 0
     }
 
-    /// A share ended. `dirty` is its lane if requests on it may still be under way at the peer;
-    /// the share has killed it.
-    pub(crate) fn share_ended(self: &Arc<Self>, link: &Arc<Link>, dirty: Option<StreamId>) {
+    /// A share has ended. `dirty` is its lane if the peer may still have requests of it in
+    /// progress; the share has closed it.
+    pub(crate) fn share_ended(self: &Arc<Self>, link: &dyn JobLink, dirty: Option<StreamId>) {
         let mut state = lock(&self.state);
         state.shares -= 1;
         state.dirty.extend(dirty);
@@ -269,24 +297,27 @@ impl Job {
         }
         let done = state.acknowledged == self.batch.bytes() && !state.owes_note;
         match (done && state.dirty.is_empty(), state.error.take()) {
-            // A stop that comes after everything was acknowledged is too late.
+            // A stop after everything was acknowledged comes too late.
             (true, error) if error.as_ref().is_none_or(|e| is_stop(e.kind())) => {
-                let moved = Moved {
+                let moved = TransferStats {
                     bytes: self.batch.bytes(),
                     descriptors: self.batch.len(),
                     streams: state.streams,
-                    transport: self.transport.get().copied(),
+                    transport: self.moved_by.get().map(|(kind, _)| *kind),
                 };
                 self.set_outcome(state, Ok(moved));
             }
             (_, error) => {
                 let error = error.unwrap_or_else(|| {
-                    Error::new(ErrorKind::Internal, "a transfer ended without having moved all")
+                    Error::new(
+                        ErrorKind::Internal,
+                        "a transfer ended before it had moved all bytes",
+                    )
                 });
-                let error = error.with("peer", &link.address);
+                let error = error.with("peer", link.address());
                 if state.dirty.is_empty() || self.op == Op::Read {
-                    // Nothing of ours is pending at the peer, or what is can only reach a socket
-                    // that we closed.
+                    // The peer has no request of this job in progress, or the bytes of such a
+                    // request can only reach a socket that is closed.
                     self.set_outcome(state, Err(error.with_quiesced(true)));
                     return;
                 }
@@ -304,11 +335,11 @@ impl Job {
     // ---- the outcome ----
 
     /// Ends the job before any share began, or after its quiesce.
-    pub(crate) fn finish(&self, outcome: Result<Moved>) {
+    pub(crate) fn finish(&self, outcome: Result<TransferStats>) {
         self.set_outcome(lock(&self.state), outcome);
     }
 
-    fn set_outcome(&self, mut state: MutexGuard<'_, State>, outcome: Result<Moved>) {
+    fn set_outcome(&self, mut state: MutexGuard<'_, State>, outcome: Result<TransferStats>) {
         if state.outcome.is_some() {
             return;
         }
@@ -347,36 +378,38 @@ impl Job {
             self.changed.notify_all();
         }
         for waker in wakers {
-            waker.wake();
+            contain("the waker of a transfer", || waker.wake());
         }
     }
 
     /// The outcome, if there is one.
-    pub(crate) fn outcome(&self) -> Option<Result<Moved>> {
+    pub(crate) fn outcome(&self) -> Option<Result<TransferStats>> {
         lock(&self.state).outcome.clone()
     }
 
     /// Waits for the outcome.
-    pub(crate) fn wait(&self, timeout: Duration) -> Option<Result<Moved>> {
-        let until = now() + timeout;
+    pub(crate) fn wait(
+        &self,
+        timeout: impl Into<Option<Duration>>,
+    ) -> Option<Result<TransferStats>> {
+        let until = timeout.into().map(|timeout| now() + timeout);
         let mut state = lock(&self.state);
         loop {
             if let Some(outcome) = &state.outcome {
                 return Some(outcome.clone());
             }
-            let left = until.saturating_since(now());
+            let left = until.map_or(Duration::MAX, |until| until.saturating_since(now()));
             if left.is_zero() {
                 return None;
             }
             state.waiting_threads += 1;
-            state =
-                self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = wait_timeout(&self.changed, state, left);
             state.waiting_threads -= 1;
         }
     }
 
-    /// The outcome, or the waker is kept.
-    pub(crate) fn poll(&self, waker: &Waker) -> Option<Result<Moved>> {
+    /// The outcome; if there is none yet, keeps the waker.
+    pub(crate) fn poll(&self, waker: &Waker) -> Option<Result<TransferStats>> {
         let mut state = lock(&self.state);
         if state.outcome.is_none() && !state.wakers.iter().any(|w| w.will_wake(waker)) {
             state.wakers.push(waker.clone());
@@ -387,7 +420,7 @@ impl Job {
     pub(crate) fn event_fd(&self) -> Result<BorrowedFd<'_>> {
         if self.event.get().is_none() {
             let event = EventFd::new()
-                .map_err(|e| Error::io("no descriptor for the transfer can be made", e))?;
+                .map_err(|e| Error::io("the event descriptor of a transfer can't be made", e))?;
             let _ = self.event.set(event);
         }
         let event = self.event.get().expect("set above");
@@ -399,20 +432,20 @@ impl Job {
 
     // ---- stopping ----
 
-    /// Stops the job: shares end as soon as they can, a wish for a lane is withdrawn.
+    /// Stops the job: shares end as soon as they can, and a request for a lane is withdrawn.
     pub(crate) fn stop(&self, error: Error) {
         self.fail(error);
-        // Looked at after that: whoever notes a wish from now on sees the job stopped, and
-        // withdraws it by itself.
+        // Taken after the job was marked as stopped: a thread that records a request later sees the
+        // mark and withdraws the request itself.
         let waiting = lock(&self.state).waiting.take();
-        if let Some((link, wish)) = waiting
-            && link.withdraw(wish)
+        if let Some((link, request)) = waiting
+            && link.withdraw(request)
         {
             self.finish_unstarted();
         }
     }
 
-    /// Ends a job that no share works on, with the error it was stopped by.
+    /// Ends a job without shares, with the error that stopped it.
     pub(crate) fn finish_unstarted(&self) {
         let mut state = lock(&self.state);
         if state.shares == 0
@@ -422,36 +455,36 @@ impl Job {
         }
     }
 
-    /// Notes that the job waits for a lane; false if it was stopped meanwhile.
-    pub(crate) fn waits(&self, link: &Arc<Link>, wish: u64) {
+    /// Records the job's request for a lane. Withdraws it if the job was stopped meanwhile.
+    pub(crate) fn waits<L: JobLink + 'static>(&self, link: &Arc<L>, request: u64) {
         let withdraw = {
             let mut state = lock(&self.state);
-            if wish == 0 || state.shares > 0 || state.outcome.is_some() {
+            if request == 0 || state.shares > 0 || state.outcome.is_some() {
                 return;
             }
-            state.waiting = Some((Arc::clone(link), wish));
+            state.waiting = Some((Arc::clone(link) as Arc<dyn JobLink>, request));
             self.is_stopped()
         };
-        if withdraw && link.withdraw(wish) {
+        if withdraw && link.withdraw(request) {
             self.finish_unstarted();
         }
     }
 
-    /// Notes which handlers to wake when the job is stopped.
+    /// Records a handler to wake when the job is stopped.
     pub(crate) fn add_handler(&self, remote: &Remote, token: u64) {
         let mut state = lock(&self.state);
         state.handlers.push((remote.clone(), token));
     }
 }
 
-/// Kinds that say "somebody stopped it" rather than "it failed".
+/// Whether an error of this kind means that the caller stopped the transfer.
 pub(crate) fn is_stop(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Cancelled | ErrorKind::Deadline | ErrorKind::Interrupted)
 }
 
 impl Drop for Job {
     fn drop(&mut self) {
-        // Only if an agent was shut down between submission and start: nobody can be waiting,
+        // Only if the agent was shut down between submission and start. No thread can be waiting,
         // but the gauge must return to zero.
         if lock(&self.state).outcome.is_none() {
             self.finish(Err(Error::new(ErrorKind::Shutdown, "the agent was shut down")));

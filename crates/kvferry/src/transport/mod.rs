@@ -1,295 +1,212 @@
-//! How bytes move. One folder per transport, one trait, one place that chooses.
+//! Transports move the bytes of a batch. Each transport is one folder, one line in the table below,
+//! and one line in the conformance suite (`tests/conformance.rs`); nothing else in the agent knows
+//! a transport's name.
+//!
+//! A transport consists of:
+//!
+//! * a [`Start`], one static value: its names, its capabilities, and how it starts with an agent;
+//! * a [`Service`], one per agent: what it announces, how it gets a route to a peer, and what it
+//!   does with connections that peers open;
+//! * a [`Route`](crate::transfer::link::Route), one per peer: how a batch moves. A transport whose
+//!   shares each use a connection is an [`OnLanes`](crate::transfer::drive::OnLanes); a share is a
+//!   [`Drive`](crate::transfer::drive::Drive), driven by the caller's thread or by an I/O thread.
+//!
+//! A transport reaches a peer in one of three ways. It uses the native session of a peer and gets
+//! its route once that is established ([`Service::attach`]: `tcp`, `local`; queue pairs would be
+//! set up here). It has a handshake of its own ([`Service::dialer`]: `mooncake`). Or it has no
+//! peer, and makes its [`Link`](crate::transfer::link::Link) itself (files). A completion queue is
+//! a `Drive`'s descriptor. A transport that supports device memory takes it from the batch's
+//! pieces; the others see only host spans.
 
-pub(crate) mod local;
-pub(crate) mod mooncake;
-pub(crate) mod tcp;
+pub(crate) mod refusal;
+pub(crate) mod service;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::session::link::{Lane, Link};
-use crate::transfer::batch::Batch;
-use crate::transfer::job::Job;
-use kvferry_proto::{Timestamp, WireCode};
-use kvferry_sys::poll::Interest;
-use serde::Serialize;
+use crate::reactor::Cx;
+use crate::transfer::kind::TransportKind;
+use kvferry_sys::socket::Socket;
+use serde::{Deserialize, Serialize};
+use service::{Dialer, Service, Start, Startup};
 use std::fmt;
-use std::os::fd::BorrowedFd;
-use std::sync::Arc;
 
-/// Payload bytes sent in one system call.
-///
-/// A sender whose call is long takes the acknowledgements that arrive meanwhile itself, at its end,
-/// so the pages of what was acknowledged are freed where the next are needed, warm in its cache;
-/// a receiver whose calls are short acknowledges often. Against calls of 256 KiB both ways, that is
-/// worth a factor of two on loopback under BBR and a tenth under Reno; from 512 KiB to 1 MiB, and
-/// from 64 to 128 KiB, it is there.
-pub(crate) const SEND_CHUNK: usize = 768 * 1024;
+macro_rules! transports {
+    ($($(#[$doc:meta])* $name:ident = $module:ident::$transport:ident;)*) => {
+        $(pub(crate) mod $module;)*
 
-/// Payload bytes received in one system call; see [`SEND_CHUNK`].
-pub(crate) const RECEIVE_CHUNK: usize = 96 * 1024;
+        /// Every transport of this build.
+        static TABLE: &[&dyn Start] = &[$(&$module::$transport),*];
 
-/// Payload bytes one stream moves before others of the same thread have their turn.
-pub(crate) const TURN: usize = 4 * 1024 * 1024;
+        impl TransportKind {
+            $($(#[$doc])* pub const $name: Self = $module::$transport::KIND;)*
+        }
 
-/// A way for bytes to move between two agents.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum TransportKind {
+        impl Transports {
+            /// Every transport this build has.
+            pub const ALL: Self = Self((1 << [$(stringify!($name)),*].len()) - 1);
+        }
+    };
+}
+
+// The table of transports, slowest first.
+transports! {
     /// kvferry's own protocol over TCP.
-    Tcp,
+    TCP = tcp::Tcp;
     /// Copies between the memories of two processes of one host and one user.
-    Local,
+    LOCAL = local::Local;
     /// Mooncake's protocol over TCP, for stock Mooncake peers.
-    Mooncake,
+    MOONCAKE = mooncake::Mooncake;
 }
 
-impl TransportKind {
-    /// The transport's name, as in `KVFERRY_TRANSPORTS`.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Tcp => "tcp",
-            Self::Local => "local",
-            Self::Mooncake => "mooncake",
-        }
-    }
-
-    const fn bit(self) -> u8 {
-        match self {
-            Self::Tcp => 1,
-            Self::Mooncake => 2,
-            Self::Local => 4,
-        }
-    }
-}
-
-impl fmt::Display for TransportKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-/// A set of transports that may be used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Transports(u8);
+/// A set of permitted transports.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Transports(u32);
 
 impl Transports {
-    /// Every transport this build has.
-    pub const ALL: Self =
-        Self(TransportKind::Tcp.bit() | TransportKind::Mooncake.bit() | TransportKind::Local.bit());
-
     /// The set with one transport.
-    pub const fn only(kind: TransportKind) -> Self {
-        Self(kind.bit())
+    pub fn only(kind: TransportKind) -> Self {
+        Self(bit(kind))
     }
 
-    /// This set and one more.
+    /// This set with one more transport.
     #[must_use]
-    pub const fn with(self, kind: TransportKind) -> Self {
-        Self(self.0 | kind.bit())
+    pub fn with(self, kind: TransportKind) -> Self {
+        Self(self.0 | bit(kind))
     }
 
     /// Whether a transport is in the set.
-    pub const fn contains(self, kind: TransportKind) -> bool {
-        self.0 & kind.bit() != 0
+    pub fn contains(self, kind: TransportKind) -> bool {
+        self.0 & bit(kind) != 0
     }
 
-    /// Parses names separated by commas: `tcp`, `local`, `native` (also `kvferry`; both of them),
-    /// `mooncake` (also `mooncake-tcp`), `all`. Case does not matter.
+    /// Whether the set has a transport that uses kvferry's own sessions.
+    pub(crate) fn has_native(self) -> bool {
+        TABLE.iter().any(|start| self.contains(start.kind()) && start.is_native())
+    }
+
+    /// The transports of the set.
+    pub fn iter(self) -> impl Iterator<Item = TransportKind> {
+        TABLE.iter().map(|transport| transport.kind()).filter(move |kind| self.contains(*kind))
+    }
+
+    /// Parses names separated by commas: a transport's name ([`TransportKind::as_str`]), one of its
+    /// aliases, or `all`. `native` (also `kvferry`) stands for all transports that use kvferry's
+    /// own sessions. Case does not matter.
     ///
     /// # Errors
-    /// `InvalidArgument` for a name that is unknown, or none at all.
+    /// `InvalidArgument` for an unknown name, and for an empty list.
     pub fn parse(text: &str) -> Result<Self> {
-        let mut set = Self(0);
+        let mut set = 0;
         for name in text.split(',').map(str::trim).filter(|n| !n.is_empty()) {
-            set = match name.to_ascii_lowercase().as_str() {
-                "tcp" => set.with(TransportKind::Tcp),
-                "local" => set.with(TransportKind::Local),
-                "native" | "kvferry" => set.with(TransportKind::Tcp).with(TransportKind::Local),
-                "mooncake" | "mooncake-tcp" => set.with(TransportKind::Mooncake),
-                "all" => Self::ALL,
-                _ => {
-                    return Err(Error::new(
-                        ErrorKind::InvalidArgument,
-                        "unknown transport; there are tcp, local, mooncake and all",
-                    )
-                    .with("transport", name));
-                }
-            };
+            let named = TABLE.iter().filter(|transport| {
+                let names = [transport.kind().as_str(), "all"];
+                let mut names = names.iter().chain(transport.aliases());
+                names.any(|known| known.eq_ignore_ascii_case(name))
+            });
+            let bits = named.fold(0, |bits, transport| bits | bit(transport.kind()));
+            if bits == 0 {
+                let what = format!("unknown transport; known are {} and all", Self::ALL);
+                return Err(Error::new(ErrorKind::InvalidArgument, what).with("transport", name));
+            }
+            set |= bits;
         }
-        if set.0 == 0 {
-            return Err(Error::new(ErrorKind::InvalidArgument, "no transport is named"));
+        if set == 0 {
+            return Err(Error::new(ErrorKind::InvalidArgument, "the list of transports is empty"));
         }
-        Ok(set)
+        Ok(Self(set))
     }
+}
+
+fn bit(kind: TransportKind) -> u32 {
+    let at = TABLE.iter().position(|transport| transport.kind() == kind);
+    1 << at.expect("every kind is in the table")
 }
 
 impl fmt::Display for Transports {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let names: Vec<_> = [TransportKind::Tcp, TransportKind::Local, TransportKind::Mooncake]
-            .into_iter()
-            .filter(|kind| self.contains(*kind))
-            .map(TransportKind::as_str)
-            .collect();
+        let names: Vec<_> = self.iter().map(TransportKind::as_str).collect();
         f.write_str(&names.join(","))
     }
 }
 
-/// How a peer is to be met.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Approach {
-    /// By the native handshake; nothing else is tried.
-    Native,
-    /// By Mooncake's handshake; nothing else is tried.
-    Mooncake,
-    /// By Mooncake's handshake, whose answer tells whether the peer is native.
-    Either,
-}
-
-/// The one place that chooses: from what is allowed, whether Mooncake peers are talked to at all,
-/// and whether a secret is set (which Mooncake's protocol can't prove).
-pub(crate) fn choose(allowed: Transports, compatibility: bool, secret: bool) -> Result<Approach> {
-    let native = allowed.contains(TransportKind::Tcp) || allowed.contains(TransportKind::Local);
-    let mooncake = allowed.contains(TransportKind::Mooncake);
-    match (native, mooncake, secret, compatibility) {
-        (true, true, false, true) => Ok(Approach::Either),
-        (true, _, _, _) => Ok(Approach::Native),
-        (false, true, false, _) => Ok(Approach::Mooncake),
-        (false, true, true, _) => Err(Error::new(
-            ErrorKind::Unsupported,
-            "a secret is set, and the only transport allowed can't prove one",
-        )),
-        (false, false, _, _) => Err(Error::new(ErrorKind::Unsupported, "no transport is allowed")),
+impl Serialize for Transports {
+    fn serialize<S: serde::Serializer>(&self, to: S) -> std::result::Result<S::Ok, S::Error> {
+        to.collect_str(self)
     }
 }
 
-/// Who can stop a copier for certain.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fence {
-    /// The side whose memory is written, by itself.
-    Local,
-    /// Only the writer, or its exit.
-    PeerExit,
-}
-
-/// What a transport can do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Capabilities {
-    /// The fence when this side writes to the peer.
-    pub write_fence: Fence,
-    /// The fence when this side reads from the peer.
-    pub read_fence: Fence,
-    /// Whether the peer confirms that a cancelled write has stopped.
-    pub confirms_cancel: bool,
-    /// Whether notifications travel with the data.
-    pub notifications: bool,
-    /// Whether payload can carry checksums.
-    pub checksums: bool,
-    /// Whether descriptors name regions; if not, only addresses.
-    pub regions: bool,
-}
-
-/// What a drive waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Progress {
-    /// Nothing: there is more to do at once, but others should have their turn.
-    Again,
-    /// The lane's socket.
-    Wait(Interest),
-    /// The memory: its waker will be called.
-    Memory,
-    /// Nothing: the lane was given back because others wait for one, and the job has more to
-    /// move: it has to wish for a lane again.
-    Yielded,
-    /// Nothing: the lane was given back and the job was told.
-    Done,
-}
-
-/// One lane's share of a transfer, moved on by whoever has time: the caller or an I/O thread.
-pub(crate) trait Drive: Send {
-    /// What [`Progress::Wait`] waits for; the same all the time.
-    fn fd(&self) -> Option<BorrowedFd<'_>>;
-
-    /// Does what can be done without waiting, in bounded time.
-    fn progress(&mut self, now: Timestamp) -> Progress;
-
-    /// When to call again even if nothing happened.
-    fn check_at(&self) -> Option<Timestamp> {
-        None
+impl<'de> Deserialize<'de> for Transports {
+    /// `null` stands for all transports.
+    fn deserialize<D: serde::Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        let names = Option::<String>::deserialize(from)?;
+        names.map_or(Ok(Self::ALL), |names| Self::parse(&names).map_err(serde::de::Error::custom))
     }
 }
 
-/// A way of moving bytes.
-pub(crate) trait Transport: Send + Sync + fmt::Debug {
-    fn kind(&self) -> TransportKind;
-
-    fn capabilities(&self) -> Capabilities;
-
-    /// Begins a lane's share of a job. `wake` is called when memory that was waited for may be
-    /// ready.
-    fn drive(
-        &self,
-        link: &Arc<Link>,
-        lane: Arc<Lane>,
-        job: Arc<Job>,
-        wake: crate::memory::device::Wake,
-    ) -> Moving;
+impl fmt::Debug for Transports {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Transports({self})")
+    }
 }
 
-/// A share of some transport, where it need not be allocated.
-#[expect(clippy::large_enum_variant, reason = "there are a few at a time, on the stack")]
-pub(crate) enum Moving {
-    Tcp(tcp::Share),
-    Local(local::LocalShare),
-    Other(Box<dyn Drive>),
+/// The transports of one running agent.
+pub(crate) struct Services {
+    /// Services that use kvferry's own sessions, slowest first.
+    native: Vec<Box<dyn Service>>,
+    /// Services with a handshake of their own.
+    foreign: Vec<Box<dyn Service>>,
+    /// The fastest transport for native sessions, if the agent's settings exclude it.
+    excluded: Option<TransportKind>,
 }
 
-impl Moving {
-    fn drive(&self) -> &dyn Drive {
-        match self {
-            Self::Tcp(share) => share,
-            Self::Local(share) => share,
-            Self::Other(share) => &**share,
+impl fmt::Debug for Services {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.all().map(|service| service.kind())).finish()
+    }
+}
+
+impl Services {
+    /// Starts the permitted transports.
+    pub(crate) fn start(allowed: Transports, cx: &Startup<'_>) -> Result<Self> {
+        let (mut native, mut foreign) = (Vec::new(), Vec::new());
+        for transport in TABLE.iter().filter(|transport| allowed.contains(transport.kind())) {
+            let services = if transport.is_native() { &mut native } else { &mut foreign };
+            services.push(transport.start(cx)?);
         }
-    }
-}
-
-impl Drive for Moving {
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.drive().fd()
+        let fastest = TABLE.iter().rfind(|transport| transport.is_native());
+        let excluded =
+            fastest.map(|fastest| fastest.kind()).filter(|kind| !allowed.contains(*kind));
+        Ok(Self { native, foreign, excluded })
     }
 
-    fn progress(&mut self, now: Timestamp) -> Progress {
-        match self {
-            Self::Tcp(share) => share.progress(now),
-            Self::Local(share) => share.progress(now),
-            Self::Other(share) => share.progress(now),
-        }
+    fn all(&self) -> impl Iterator<Item = &dyn Service> {
+        self.native.iter().chain(&self.foreign).map(|service| &**service)
     }
 
-    fn check_at(&self) -> Option<Timestamp> {
-        self.drive().check_at()
+    pub(crate) fn announces(&self) -> u64 {
+        self.all().map(|service| service.announces()).fold(0, |all, bits| all | bits)
     }
-}
 
-/// What a peer's refusal, or a look at its regions that foresees it, means for a batch.
-pub(crate) fn refusal(link: &Link, batch: &Batch, code: WireCode, pair: Option<usize>) -> Error {
-    let kind = ErrorKind::from_wire(code);
-    let error = Error::new(kind, format!("the peer refused: {code}")).with("peer", &link.address);
-    let Some(pair) = pair else { return error };
-    let error = error.with("descriptor", pair);
-    match (batch.local.pieces.get(pair), batch.remote.get(pair)) {
-        (Some(piece), Some(remote)) => error
-            .with("region", remote.region)
-            .with("offset", format_args!("{:#x}", remote.offset))
-            .with("len", piece.len),
-        _ => error,
+    /// The handshake to try before the native one, or instead of it.
+    pub(crate) fn dialer(&self) -> Option<&dyn Dialer> {
+        self.foreign.iter().find_map(|service| service.dialer())
     }
-}
 
-/// Memory of ours went away under a transfer.
-pub(crate) fn local_fault(code: WireCode, index: u32) -> Error {
-    let what = "local memory of the transfer can't be used any more";
-    Error::new(ErrorKind::from_wire(code), what).with("descriptor", index)
+    /// Why sessions do not use the fastest transport although both ends may have it.
+    pub(crate) fn obstacle(&self) -> Option<String> {
+        self.excluded.map(|kind| format!("this agent does not allow {kind}"))
+    }
+
+    /// The services that use native sessions, slowest first.
+    pub(crate) fn native(&self) -> impl Iterator<Item = &dyn Service> {
+        self.native.iter().map(|service| &**service)
+    }
+
+    /// Passes a connection that is not native to the transport it belongs to; false if there is
+    /// none.
+    pub(crate) fn accept(&self, socket: Socket, first: u64, cx: &Cx<'_>) -> bool {
+        let mut services = self.foreign.iter();
+        services.try_fold(socket, |socket, service| service.accept(socket, first, cx)).is_none()
+    }
 }
 
 #[cfg(test)]
@@ -297,20 +214,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_choice_is_the_same_for_every_way_to_say_it() {
-        let both = Transports::ALL;
-        let tcp = Transports::parse("TCP").expect("a name");
-        let mooncake = Transports::parse("Mooncake-TCP").expect("alias");
-        assert_eq!(choose(both, true, false).expect("ok"), Approach::Either);
-        assert_eq!(choose(both, false, false).expect("ok"), Approach::Native);
-        assert_eq!(choose(both, true, true).expect("ok"), Approach::Native);
-        for (compatibility, secret) in [(true, true), (true, false), (false, true), (false, false)]
-        {
-            // An explicit `tcp` probes nothing else.
-            assert_eq!(choose(tcp, compatibility, secret).expect("ok"), Approach::Native);
+    fn different_names_for_a_set_parse_to_the_same_set() {
+        let both = Transports::only(TransportKind::TCP).with(TransportKind::LOCAL);
+        for text in ["tcp,local", "native", "Kvferry", " LOCAL , tcp "] {
+            assert_eq!(Transports::parse(text).expect("names"), both, "{text}");
         }
-        assert_eq!(choose(mooncake, false, false).expect("ok"), Approach::Mooncake);
-        assert!(choose(mooncake, true, true).is_err());
+        assert_eq!(Transports::parse("all").expect("a name"), Transports::ALL);
+        assert_eq!(Transports::ALL.to_string(), "tcp,local,mooncake");
+        let mooncake = Transports::only(TransportKind::MOONCAKE);
+        assert_eq!(Transports::parse("Mooncake-TCP").expect("an alias"), mooncake);
         assert!(Transports::parse("rdma").is_err());
         assert!(Transports::parse(" , ").is_err());
     }

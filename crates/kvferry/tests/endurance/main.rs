@@ -1,5 +1,5 @@
-//! What takes a minute or more, and the whole machine: a full mesh of processes that are killed,
-//! and a soak with every fault. Run one after another, and beside nothing else: `.config/nextest.toml`.
+//! Tests that take a minute or more and the whole machine: a full mesh of processes that are killed,
+//! and a soak with every fault. `.config/nextest.toml` runs them alone, one after another.
 
 mod mesh;
 mod soak;
@@ -20,6 +20,7 @@ macro_rules! over {
         mod $transport {
             $(
                 #[test]
+                #[ignore = "slow: make test-slow"]
                 fn $test() {
                     super::$test(stringify!($transport));
                 }
@@ -29,14 +30,14 @@ macro_rules! over {
 }
 pub(crate) use over;
 
-/// One of them at a time, also where all tests of this file share a process.
+/// Runs one test at a time, also if all tests of this file share a process.
 fn alone(limit: Duration) -> (MutexGuard<'static, ()>, Watchdog) {
     static ONE: Mutex<()> = Mutex::new(());
     let turn = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     (turn, Watchdog::new(limit))
 }
 
-/// For whoever runs it: not through `println!`, which the harness keeps to itself.
+/// Prints to stderr directly: the harness would capture `println!`.
 fn say(line: &str) {
     drop(writeln!(std::io::stderr(), "{line}"));
 }

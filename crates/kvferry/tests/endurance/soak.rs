@@ -1,36 +1,37 @@
-//! A minute, or as long as `SOAK_SECONDS` says, of everything that can go wrong between one agent
-//! and a peer that is another process; after each fault the next call has to work.
+//! All faults between one agent and a peer in another process, for `SOAK_SECONDS` (60). After each
+//! fault the next call must succeed.
 
 use super::*;
+use fastrand::Rng;
 use kvferry::{
     Access, Agent, Batch, Error, ErrorKind, Options, Peer, Region, RemoteRegion, Transfer,
     Transports,
 };
-use kvferry_testkit::pattern::{Pattern, Rng};
+use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::process::{Child, ChildRegion, Resources};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::thread;
 use std::time::Instant;
 
-over!(tcp: a_life_full_of_faults_leaves_no_trace);
-over!(local: a_life_full_of_faults_leaves_no_trace);
+over!(tcp: repeated_faults_leak_nothing);
+over!(local: repeated_faults_leak_nothing);
 
 const SILENCE: Duration = Duration::from_millis(600);
 const LEN: usize = 8 * MIB;
-/// Cycles after which memory may not grow any more, and by how much it may.
+/// Cycles after which memory must not grow by more than [`GROWTH`] bytes.
 const WARM: usize = 100;
 const GROWTH: u64 = MIB as u64;
-/// Nothing may take longer, whatever the fault.
+/// The longest time of any call.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Of all soaks together: there is one for each of two transports.
+/// The duration of all soaks together: one for each of two transports.
 fn seconds() -> u64 {
     let text = std::env::var("SOAK_SECONDS").ok().filter(|text| !text.is_empty());
     text.map_or(60, |text| text.parse().expect("SOAK_SECONDS is a number"))
 }
 
-/// What is done in a cycle, and how often in a hundred.
+/// The fault of a cycle, and its share in percent.
 const FAULTS: [(&str, usize); 13] = [
     ("nothing", 22),
     ("a cancel", 16),
@@ -52,7 +53,7 @@ struct Soak {
     transport: &'static str,
     agent: Agent,
     from: Region,
-    /// For the peer to write to.
+    /// The peer writes to it.
     inbound: Region,
     child: Child,
     address: String,
@@ -92,7 +93,7 @@ fn batch(local: &Region, remote: &RemoteRegion, block: usize) -> Batch {
     batch
 }
 
-/// The seeds of patterns in reverse order of blocks can't be told by the peer: one range.
+/// A batch of one range: the peer can check only patterns in order.
 fn plain(local: &Region, remote: &RemoteRegion) -> Batch {
     let mut batch = Batch::new();
     batch.push(local, 0, remote, 0, LEN as u64).expect("inside both");
@@ -114,7 +115,7 @@ impl Soak {
         let (child, address, to) = started(transport, "127.0.65.1:0");
         let peer = agent.peer(&address).expect("an address");
         Self {
-            rng: Rng::new(1),
+            rng: Rng::with_seed(1),
             transport,
             from: filled(&agent, Access::NONE),
             inbound: filled(&agent, Access::WRITE),
@@ -128,28 +129,28 @@ impl Soak {
     }
 
     fn block(&mut self) -> usize {
-        [512, 4 * KIB, 64 * KIB, MIB, LEN][self.rng.below(5)]
+        [512, 4 * KIB, 64 * KIB, MIB, LEN][self.rng.usize(..5)]
     }
 
     fn begin(&mut self) -> Transfer {
         let block = self.block();
         let batch = batch(&self.from, &self.to.remote, block);
-        let transfer = self.peer.write_async(batch, Options::default());
-        let wait = self.rng.below(4000) as u64;
+        let transfer = self.peer.write_async(&batch, &Options::default());
+        let wait = self.rng.u64(..4000);
         thread::sleep(Duration::from_micros(wait));
         transfer
     }
 
-    /// The peer at the same address, in another life.
+    /// Starts another peer at the same address.
     fn replace(&mut self) {
         let (child, address, to) = started(self.transport, &self.address);
         assert_eq!(address, self.address);
         (self.child, self.to) = (child, to);
     }
 
-    /// A healthy write, seen by the peer, and read back by us.
+    /// Writes, lets the peer check the bytes, and reads them back.
     fn healthy(&mut self, after: &str) {
-        let seed = self.rng.draw();
+        let seed = self.rng.u64(..);
         self.from.write_at(0, &Pattern::new(seed).bytes(LEN)).expect("owned memory");
         let began = Instant::now();
         self.peer
@@ -174,7 +175,7 @@ impl Soak {
         })
     }
 
-    /// Makes a fault. True if it hit something.
+    /// Causes a fault. Returns whether it hit a transfer.
     fn make(&mut self, what: &str) -> bool {
         let only = |outcome: Result<(), Error>, kinds: &[ErrorKind]| match outcome {
             Ok(()) => false,
@@ -200,16 +201,16 @@ impl Soak {
             "a deadline" => {
                 let block = self.block();
                 let batch = batch(&self.from, &self.to.remote, block);
-                let timeout = Some(Duration::from_micros(200 + self.rng.below(4000) as u64));
+                let timeout = Some(Duration::from_micros(200 + self.rng.u64(..4000)));
                 let options = Options { timeout, ..Options::default() };
                 only(self.peer.write(&batch, &options).map(drop), &[Kind::Deadline])
             }
             "a bad range" => {
                 let forged = RemoteRegion { len: u64::MAX, ..self.to.remote.clone() };
                 let mut batch = Batch::new();
-                let beyond = LEN as u64 - self.rng.below(4096) as u64;
+                let beyond = LEN as u64 - self.rng.u64(..4096);
                 batch.push(&self.from, 0, &forged, beyond, 4097).expect("a forgery fits itself");
-                let write = self.rng.below(2) == 0;
+                let write = self.rng.usize(..2) == 0;
                 let outcome = if write {
                     self.peer.write(&batch, &Options::default())
                 } else {
@@ -241,7 +242,7 @@ impl Soak {
             }
             "a write by the peer" => {
                 let block = self.block();
-                let seed = self.rng.draw();
+                let seed = self.rng.u64(..);
                 self.child.call(json!({"op": "fill", "region": self.to.id, "seed": seed}));
                 self.child.call(self.command("write", block));
                 let mut bytes = vec![0; LEN];
@@ -286,7 +287,7 @@ impl Soak {
             "a kill of a writing peer" => {
                 let block = self.block();
                 self.child.call(self.command("keep_writing", block));
-                thread::sleep(Duration::from_millis(self.rng.below(20) as u64));
+                thread::sleep(Duration::from_millis(self.rng.u64(..20)));
                 self.child.kill();
                 self.replace();
                 let give_up = Instant::now() + PATIENCE;
@@ -309,9 +310,9 @@ impl Soak {
 
     fn cycle(&mut self, number: usize) {
         let all: usize = FAULTS.iter().map(|(_, often)| often).sum();
-        let mut at = self.rng.below(all);
+        let mut at = self.rng.usize(..all);
         let mut what = FAULTS[number % FAULTS.len()].0;
-        // Each once, and then as often as they are to be.
+        // First each fault once, then at random.
         if number >= FAULTS.len() {
             for (fault, often) in FAULTS {
                 what = fault;
@@ -332,12 +333,12 @@ fn memory() -> u64 {
     Resources::of(std::process::id()).memory_bytes
 }
 
-/// The least of some samples: what is used between the cycles, and not for a moment in one.
+/// The least of some samples: the use between cycles, not a peak within one.
 fn least(samples: &[u64]) -> u64 {
     samples.iter().copied().min().unwrap_or(0)
 }
 
-fn a_life_full_of_faults_leaves_no_trace(transport: &'static str) {
+fn repeated_faults_leak_nothing(transport: &'static str) {
     let time = Duration::from_secs(seconds()) / 2;
     let _alone = alone(2 * time + Duration::from_secs(120));
     let before = Resources::of(std::process::id());
@@ -363,7 +364,7 @@ fn a_life_full_of_faults_leaves_no_trace(transport: &'static str) {
         middle / 1024,
         end / 1024
     ));
-    // A leak goes on. What an allocator takes for a thread that it has not seen before does not.
+    // A leak grows without end; an allocator's arena for a new thread does not.
     let grows = end.saturating_sub(warm) > GROWTH && end.saturating_sub(middle) > GROWTH / 2;
     assert!(
         !grows,
@@ -397,7 +398,7 @@ fn a_life_full_of_faults_leaves_no_trace(transport: &'static str) {
     let give_up = Instant::now() + Duration::from_secs(5);
     loop {
         let now = Resources::of(std::process::id());
-        // One descriptor stands in for those that a forked child gives up.
+        // One descriptor more: the placeholder for descriptors that a forked child closes.
         if now.descriptors <= before.descriptors + 1 && now.threads <= before.threads {
             break;
         }

@@ -1,5 +1,5 @@
 //! A stock Mooncake peer, written from the protocol's description: blocking, a thread per
-//! connection, one request at a time. It can be told to misbehave.
+//! connection, one request at a time. [`Behaviour`] makes it slow or faulty.
 
 use serde_json::{Value, json};
 use std::io::{self, Read, Write};
@@ -9,40 +9,40 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-/// Where the fake's memory begins, as its peers see it.
+/// The address of the fake's memory on the wire.
 pub(crate) const BASE: u64 = 0x10_0000;
 
 const STATUS_OK: u64 = 0x4d43_5456_0000_0000;
 const STATUS_REJECTED: u64 = STATUS_OK | 1;
 
-/// How a fake behaves.
+/// The behaviour of a fake.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Habits {
-    /// The protocol version it tells of and serves.
+pub(crate) struct Behaviour {
+    /// The protocol version that it announces and serves.
     pub(crate) version: u32,
-    /// Requests it takes in before it answers the first.
+    /// Requests that it reads before it answers the first.
     pub(crate) answers_after: usize,
-    /// It moves a few bytes at a time.
-    pub(crate) dribbles: bool,
+    /// It sends and receives a few bytes at a time.
+    pub(crate) sends_pieces: bool,
     /// It sends this instead of its first status.
-    pub(crate) lies: Option<u64>,
-    /// It stops serving data after so many requests.
+    pub(crate) false_status: Option<u64>,
+    /// It stops answering after so many requests.
     pub(crate) stalls_after: usize,
-    /// It ends its connections after so many requests.
-    pub(crate) dies_after: usize,
-    /// The data host it tells.
+    /// It closes its connections after so many requests.
+    pub(crate) closes_after: usize,
+    /// The data host that it announces.
     pub(crate) data_host: &'static str,
 }
 
-impl Default for Habits {
+impl Default for Behaviour {
     fn default() -> Self {
         Self {
             version: 2,
             answers_after: 1,
-            dribbles: false,
-            lies: None,
+            sends_pieces: false,
+            false_status: None,
             stalls_after: usize::MAX,
-            dies_after: usize::MAX,
+            closes_after: usize::MAX,
             data_host: "127.0.0.1",
         }
     }
@@ -50,7 +50,7 @@ impl Default for Habits {
 
 #[derive(Debug)]
 struct Shared {
-    habits: Habits,
+    behaviour: Behaviour,
     memory: Mutex<Vec<u8>>,
     notified: Mutex<Vec<(String, String)>>,
     connections: AtomicUsize,
@@ -60,7 +60,7 @@ struct Shared {
     data_port: u16,
 }
 
-/// A fake stock peer; it is gone when dropped.
+/// A fake stock peer; dropping it stops it.
 #[derive(Debug)]
 pub(crate) struct Fake {
     shared: Arc<Shared>,
@@ -68,16 +68,16 @@ pub(crate) struct Fake {
 }
 
 impl Fake {
-    pub(crate) fn start(memory: usize, habits: Habits) -> Self {
-        Self::start_at("127.0.0.1:0", memory, habits)
+    pub(crate) fn start(memory: usize, behaviour: Behaviour) -> Self {
+        Self::start_at("127.0.0.1:0", memory, behaviour)
     }
 
-    pub(crate) fn start_at(at: &str, memory: usize, habits: Habits) -> Self {
+    pub(crate) fn start_at(at: &str, memory: usize, behaviour: Behaviour) -> Self {
         let handshake = TcpListener::bind(at).expect("the port is free");
         let data = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = handshake.local_addr().expect("bound");
         let shared = Arc::new(Shared {
-            habits,
+            behaviour,
             memory: Mutex::new(vec![0; memory]),
             notified: Mutex::default(),
             connections: AtomicUsize::new(0),
@@ -86,14 +86,14 @@ impl Fake {
             streams: Mutex::default(),
             data_port: data.local_addr().expect("bound").port(),
         });
-        serve(handshake, Arc::clone(&shared), |shared, stream| shared.greet(stream));
+        serve(handshake, Arc::clone(&shared), |shared, stream| shared.handshake(stream));
         serve(data, Arc::clone(&shared), |shared, stream| {
             shared.connections.fetch_add(1, Ordering::SeqCst);
             let (clone, id) =
                 (stream.try_clone().expect("descriptors are there"), stream.peer_addr());
             let streams = || shared.streams.lock().expect("no panic");
             streams().push(clone);
-            // A client that is gone is none of ours.
+            // The client may have closed the connection.
             let _ = shared.serve(stream);
             streams().retain(|s| s.peer_addr().ok() != id.as_ref().ok().copied());
         });
@@ -133,7 +133,7 @@ impl Drop for Fake {
     fn drop(&mut self) {
         self.shared.gone.store(true, Ordering::SeqCst);
         self.cut();
-        // The acceptors wait in accept: let them look around, and go.
+        // Wake the acceptors, which block in `accept`, so that they end.
         for port in [self.address.port(), self.shared.data_port] {
             let _ = TcpStream::connect(("127.0.0.1", port));
         }
@@ -159,7 +159,7 @@ fn word(bytes: &[u8]) -> u64 {
 }
 
 impl Shared {
-    fn greet(&self, mut stream: TcpStream) {
+    fn handshake(&self, mut stream: TcpStream) {
         let mut len = [0; 8];
         if stream.read_exact(&mut len).is_err() {
             return;
@@ -190,12 +190,12 @@ impl Shared {
     fn descriptor(&self) -> Value {
         let len = self.memory.lock().expect("no panic").len();
         let mut json = json!({
-            "name": "fake:1", "protocol": "tcp", "tcp_data_host": self.habits.data_host,
+            "name": "fake:1", "protocol": "tcp", "tcp_data_host": self.behaviour.data_host,
             "tcp_data_port": self.data_port, "rdma_server_name": "", "timestamp": "now",
             "buffers": [{"name": "fake:1", "addr": BASE, "length": len}],
         });
-        if self.habits.version >= 2 {
-            json["tcp_proto_version"] = self.habits.version.into();
+        if self.behaviour.version >= 2 {
+            json["tcp_proto_version"] = self.behaviour.version.into();
         }
         json
     }
@@ -204,31 +204,31 @@ impl Shared {
         let _ = stream.set_nodelay(true);
         let mut held = Vec::new();
         let mut taken = 0;
-        let mut lies = self.habits.lies;
+        let mut false_status = self.behaviour.false_status;
         loop {
             let mut head = [0; 24];
             self.take(&mut stream, &mut head)?;
             taken += 1;
             let requests = self.requests.fetch_add(1, Ordering::SeqCst) + 1;
-            if requests > self.habits.stalls_after {
+            if requests > self.behaviour.stalls_after {
                 thread::sleep(Duration::from_secs(60));
             }
-            if requests > self.habits.dies_after {
+            if requests > self.behaviour.closes_after {
                 return Ok(());
             }
             let (size, addr, opcode) = (word(&head[..8]), word(&head[8..16]), head[16]);
-            let status = self.habits.version >= 2 && opcode & 0x80 != 0;
+            let status = self.behaviour.version >= 2 && opcode & 0x80 != 0;
             let range = self.range(addr, size);
             let ok = if range.is_some() { STATUS_OK } else { STATUS_REJECTED };
             if status {
-                held.extend_from_slice(&lies.take().unwrap_or(ok).to_le_bytes());
+                held.extend_from_slice(&false_status.take().unwrap_or(ok).to_le_bytes());
             }
             let Some(range) = range else {
                 stream.write_all(&held)?;
                 return Ok(());
             };
             if opcode & 1 == 1 {
-                // As the real one does: the status comes when the payload is in place.
+                // Like the real one, it sends the status when the payload is in place.
                 let mut payload = vec![0; range.len()];
                 let early = if status { held.split_off(held.len() - 8) } else { Vec::new() };
                 self.take(&mut stream, &mut payload)?;
@@ -237,7 +237,7 @@ impl Shared {
             } else {
                 held.extend_from_slice(&self.memory.lock().expect("no panic")[range]);
             }
-            if taken >= self.habits.answers_after {
+            if taken >= self.behaviour.answers_after {
                 self.give(&mut stream, &held)?;
                 held.clear();
             }
@@ -251,14 +251,14 @@ impl Shared {
     }
 
     fn take(&self, stream: &mut TcpStream, into: &mut [u8]) -> io::Result<()> {
-        if !self.habits.dribbles {
+        if !self.behaviour.sends_pieces {
             return stream.read_exact(into);
         }
         into.chunks_mut(1000).try_for_each(|part| stream.read_exact(part))
     }
 
     fn give(&self, stream: &mut TcpStream, from: &[u8]) -> io::Result<()> {
-        if !self.habits.dribbles {
+        if !self.behaviour.sends_pieces {
             return stream.write_all(from);
         }
         from.chunks(5).try_for_each(|part| {

@@ -1,4 +1,4 @@
-//! The handshake on the shared port, and meeting by it.
+//! The Mooncake handshake on the shared port.
 
 use crate::LONG;
 use kvferry::{Access, Agent, Batch, ErrorKind, Options, TransportKind, Transports};
@@ -51,12 +51,12 @@ fn move_one(from: &Agent, to: &Agent) -> Option<TransportKind> {
 
 #[test]
 fn two_agents_recognise_each_other_by_the_handshake_and_speak_the_native_protocol() {
-    assert_eq!(move_one(&agent(true), &agent(true)), Some(TransportKind::Local));
+    assert_eq!(move_one(&agent(true), &agent(true)), Some(TransportKind::LOCAL));
 }
 
 #[test]
-fn an_agent_that_does_not_serve_mooncake_is_met_natively_after_it_hung_up() {
-    assert_eq!(move_one(&agent(true), &agent(false)), Some(TransportKind::Local));
+fn an_agent_without_mooncake_is_reached_by_the_native_protocol() {
+    assert_eq!(move_one(&agent(true), &agent(false)), Some(TransportKind::LOCAL));
 }
 
 #[test]
@@ -84,14 +84,14 @@ fn a_probe_is_answered_and_a_notification_delivered() {
     let said = r#"{"name":"layer","notify_msg":"done"}"#;
     let (_, answer) = handshake(agent.advertised(), 2, said).expect("an answer");
     assert_eq!(answer, json!({"name": "", "notify_msg": "success"}));
-    let heard = agent.wait_notification(LONG).expect("delivered");
+    let heard = agent.wait_notification(LONG).expect("open").expect("delivered");
     assert_eq!((heard.name.as_str(), heard.message.as_slice()), ("layer", &b"done"[..]));
     let (kind, answer) = handshake(agent.advertised(), 0, "{}").expect("a refusal");
     assert!(kind == 0 && !answer["reply_msg"].as_str().expect("text").is_empty());
 }
 
 #[test]
-fn what_is_no_handshake_gets_no_answer() {
+fn malformed_handshakes_get_no_answer() {
     let agent = agent(true);
     for (kind, json) in [
         (1, "{\"name\":"),
@@ -112,9 +112,9 @@ fn what_is_no_handshake_gets_no_answer() {
     ] {
         let mut stream = TcpStream::connect(agent.advertised()).expect("listening");
         stream.set_read_timeout(Some(LONG)).expect("a timeout");
-        stream.write_all(opening).expect("taken");
+        stream.write_all(opening).expect("written");
         let mut answer = Vec::new();
-        // An end or a reset, and at once.
+        // The agent closes or resets the connection at once.
         let start = Instant::now();
         let _ = stream.read_to_end(&mut answer);
         assert!(answer.is_empty() && start.elapsed() < stretched(Duration::from_secs(2)));
@@ -123,14 +123,14 @@ fn what_is_no_handshake_gets_no_answer() {
 }
 
 #[test]
-fn connections_that_say_nothing_delay_nobody_and_are_closed() {
+fn silent_connections_delay_no_peer_and_are_closed() {
     let agent = agent(true);
     let idle: Vec<_> = (0..100)
         .map(|i| {
             let mut stream = TcpStream::connect(agent.advertised()).expect("listening");
-            // Nothing, a part of the length, or a length without the rest.
+            // No bytes, a part of the length, or a length without the body.
             let said = 100u64.to_le_bytes();
-            stream.write_all(&said[..[0, 3, 8][i % 3]]).expect("taken");
+            stream.write_all(&said[..[0, 3, 8][i % 3]]).expect("written");
             stream
         })
         .collect();
@@ -149,7 +149,7 @@ fn connections_that_say_nothing_delay_nobody_and_are_closed() {
 }
 
 #[test]
-fn with_a_secret_or_without_compatibility_mooncake_peers_are_turned_away() {
+fn agents_with_a_secret_or_without_compatibility_refuse_mooncake_peers() {
     let secret = Agent::builder().mooncake(true).secret(b"s").start().expect("loopback has ports");
     for agent in [agent(false), secret] {
         assert_eq!(handshake(agent.advertised(), 1, "{}"), None);
@@ -158,22 +158,22 @@ fn with_a_secret_or_without_compatibility_mooncake_peers_are_turned_away() {
 }
 
 #[test]
-fn nobody_at_the_address_is_unreachable() {
+fn a_closed_port_is_unreachable() {
     let closed = {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         listener.local_addr().expect("an address").to_string()
     };
-    let mooncake = Transports::only(TransportKind::Mooncake);
+    let mooncake = Transports::only(TransportKind::MOONCAKE);
     let only = Agent::builder().mooncake(true).transports(mooncake).start().expect("a port");
     for agent in [agent(true), only] {
         let peer = agent.peer(&closed).expect("an address");
-        let e = peer.connect(LONG).expect_err("nobody is there");
+        let e = peer.connect(LONG).expect_err("no process listens");
         assert_eq!(e.kind(), ErrorKind::Unreachable);
     }
 }
 
 #[test]
-fn a_peer_that_never_answers_is_silent_and_one_that_lies_is_a_protocol_error() {
+fn a_mute_peer_is_silent_and_a_malformed_answer_is_a_protocol_error() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("an address").to_string();
     let agent = agent(true);
@@ -188,8 +188,8 @@ fn a_peer_that_never_answers_is_silent_and_one_that_lies_is_a_protocol_error() {
         let error = std::thread::scope(|scope| {
             let caller = scope.spawn(|| peer.connect(LONG).expect_err("no descriptor"));
             let (mut stream, _) = listener.accept().expect("a caller");
-            stream.write_all(answer).expect("taken");
-            // The caller may have read enough, and be gone.
+            stream.write_all(answer).expect("written");
+            // The caller may have closed the connection.
             let _ = stream.shutdown(Shutdown::Write);
             let _ = stream.read_to_end(&mut Vec::new());
             caller.join().expect("no panic")
@@ -197,6 +197,6 @@ fn a_peer_that_never_answers_is_silent_and_one_that_lies_is_a_protocol_error() {
         let kind = error.kind();
         assert!(matches!(kind, ErrorKind::Protocol | ErrorKind::PeerReset), "{error}");
     }
-    let e = peer.connect(2 * LONG).expect_err("nobody answers");
+    let e = peer.connect(2 * LONG).expect_err("the peer does not answer");
     assert_eq!(e.kind(), ErrorKind::PeerSilent);
 }

@@ -1,6 +1,6 @@
-//! This side writes to and reads from another implementation's memory.
+//! kvferry as initiator: it writes and reads the memory of another implementation.
 
-use crate::fake::{BASE, Fake, Habits};
+use crate::fake::{BASE, Behaviour, Fake};
 use crate::{LONG, PAGE, agent, builder, bytes_of, filled, pattern, scattered, turned};
 use kvferry::{Batch, ErrorKind, Notification, Options, Peer, RegionId, TransportKind};
 use kvferry_testkit::stretched;
@@ -16,25 +16,25 @@ fn peer(agent: &kvferry::Agent, fake: &Fake) -> Peer {
     agent.peer(&fake.address()).expect("an address")
 }
 
-fn round_trip(habits: Habits, block: usize, blocks: usize, streams: usize) {
-    let fake = Fake::start(block * blocks, habits);
+fn round_trip(behaviour: Behaviour, block: usize, blocks: usize, streams: usize) {
+    let fake = Fake::start(block * blocks, behaviour);
     let agent = agent();
     let source = filled(&agent, 3, block * blocks);
     let peer = peer(&agent, &fake);
     let options = Options { streams: Some(streams), ..options() };
     let moved = peer.write(&scattered(&source, BASE, block, blocks), &options).expect("written");
-    assert_eq!(moved.transport, Some(TransportKind::Mooncake));
+    assert_eq!(moved.transport, Some(TransportKind::MOONCAKE));
     assert_eq!((moved.bytes, moved.descriptors), ((block * blocks) as u64, blocks));
-    assert!(fake.memory() == turned(&bytes_of(&source), block), "{habits:?} {block}x{blocks}");
+    assert!(fake.memory() == turned(&bytes_of(&source), block), "{behaviour:?} {block}x{blocks}");
     let sink = filled(&agent, 0, block * blocks);
     peer.read(&scattered(&sink, BASE, block, blocks), &options).expect("read");
-    assert!(bytes_of(&sink) == bytes_of(&source), "{habits:?} {block}x{blocks}");
+    assert!(bytes_of(&sink) == bytes_of(&source), "{behaviour:?} {block}x{blocks}");
 }
 
 #[test]
 fn every_byte_arrives_in_both_directions_whatever_the_shape() {
     for version in [1, 2] {
-        let habits = Habits { version, ..Habits::default() };
+        let behaviour = Behaviour { version, ..Behaviour::default() };
         for (block, blocks, streams) in [
             (1, 1, 1),
             (PAGE, 1, 1),
@@ -43,29 +43,29 @@ fn every_byte_arrives_in_both_directions_whatever_the_shape() {
             (PAGE, 3000, 4),
             (20 << 20, 3, 2),
         ] {
-            round_trip(habits, block, blocks, streams);
+            round_trip(behaviour, block, blocks, streams);
         }
     }
 }
 
 #[test]
-fn bytes_that_dribble_are_as_good() {
+fn transfers_succeed_with_a_peer_that_moves_a_few_bytes_at_a_time() {
     for version in [1, 2] {
-        round_trip(Habits { version, dribbles: true, ..Habits::default() }, 3001, 9, 1);
+        round_trip(Behaviour { version, sends_pieces: true, ..Behaviour::default() }, 3001, 9, 1);
     }
 }
 
 #[test]
 fn requests_are_sent_ahead_of_their_answers() {
-    // This peer says nothing until it has all of them.
-    let habits = Habits { answers_after: 200, ..Habits::default() };
-    round_trip(Habits { answers_after: 200, ..habits }, 64, 200, 1);
+    // This peer answers only after it has read all requests.
+    let behaviour = Behaviour { answers_after: 200, ..Behaviour::default() };
+    round_trip(Behaviour { answers_after: 200, ..behaviour }, 64, 200, 1);
 }
 
 #[test]
 fn the_data_host_may_be_missing_or_be_no_address() {
     for data_host in ["", "0.0.0.0", "somewhere.invalid"] {
-        round_trip(Habits { data_host, ..Habits::default() }, PAGE, 2, 1);
+        round_trip(Behaviour { data_host, ..Behaviour::default() }, PAGE, 2, 1);
     }
 }
 
@@ -73,7 +73,7 @@ fn the_data_host_may_be_missing_or_be_no_address() {
 fn asynchronous_transfers_and_many_callers_share_the_lanes() {
     const CALLERS: usize = 10;
     const LEN: usize = 100 * PAGE;
-    let fake = Fake::start(CALLERS * LEN, Habits::default());
+    let fake = Fake::start(CALLERS * LEN, Behaviour::default());
     let agent = agent();
     let peer = peer(&agent, &fake);
     thread::scope(|scope| {
@@ -84,7 +84,7 @@ fn asynchronous_transfers_and_many_callers_share_the_lanes() {
                 let batch = scattered(&source, BASE + (i * LEN) as u64, PAGE, 100);
                 for _ in 0..5 {
                     peer.write(&batch, &options()).expect("written");
-                    let transfer = peer.write_async(batch.clone(), options());
+                    let transfer = peer.write_async(&batch, &options());
                     transfer.wait(LONG).expect("in time").expect("written");
                 }
             });
@@ -102,7 +102,7 @@ fn asynchronous_transfers_and_many_callers_share_the_lanes() {
 
 #[test]
 fn a_refused_range_is_named_and_the_next_transfer_is_not_delayed() {
-    let fake = Fake::start(100 * PAGE, Habits::default());
+    let fake = Fake::start(100 * PAGE, Behaviour::default());
     let agent = agent();
     let peer = peer(&agent, &fake);
     let source = filled(&agent, 1, 100 * PAGE);
@@ -130,12 +130,12 @@ fn a_refused_range_is_named_and_the_next_transfer_is_not_delayed() {
             );
         }
     }
-    assert_eq!(agent.stats().sessions_opened, 1, "a refusal is no reason to meet anew");
+    assert_eq!(agent.stats().sessions_opened, 1, "a refusal does not end the session");
 }
 
 #[test]
 fn a_range_that_a_version_1_peer_refused_is_named_too() {
-    let fake = Fake::start(2 * PAGE, Habits { version: 1, ..Habits::default() });
+    let fake = Fake::start(2 * PAGE, Behaviour { version: 1, ..Behaviour::default() });
     let agent = agent();
     let peer = peer(&agent, &fake);
     let source = filled(&agent, 1, PAGE);
@@ -154,19 +154,19 @@ fn a_range_that_a_version_1_peer_refused_is_named_too() {
 fn a_peer_that_stalls_is_silent_after_the_silence_window() {
     for version in [1, 2] {
         for (stalls_after, block) in [(0, PAGE), (3, 4 << 20)] {
-            let habits = Habits { version, stalls_after, ..Habits::default() };
-            let fake = Fake::start(block * 8, habits);
+            let behaviour = Behaviour { version, stalls_after, ..Behaviour::default() };
+            let fake = Fake::start(block * 8, behaviour);
             let agent = builder().silence(Duration::from_millis(500)).start().expect("a port");
             let peer = peer(&agent, &fake);
             let source = filled(&agent, 1, block * 8);
             let start = Instant::now();
             let batch = scattered(&source, BASE, block, 8);
-            let e = peer.write(&batch, &options()).expect_err("nobody answers");
+            let e = peer.write(&batch, &options()).expect_err("the peer does not answer");
             assert_eq!((e.kind(), e.quiesced()), (ErrorKind::PeerSilent, Some(false)), "{e}");
             let took = start.elapsed();
             let bounds = Duration::from_millis(400)..stretched(Duration::from_millis(1500));
-            assert!(bounds.contains(&took), "{habits:?}: took {took:?}");
-            // The next call meets the peer again, at once.
+            assert!(bounds.contains(&took), "{behaviour:?}: took {took:?}");
+            // The next call connects again at once.
             let start = Instant::now();
             peer.connect(LONG).expect("its handshake works");
             assert!(start.elapsed() < stretched(Duration::from_millis(300)));
@@ -176,8 +176,8 @@ fn a_peer_that_stalls_is_silent_after_the_silence_window() {
 
 #[test]
 fn a_slow_peer_is_not_silent() {
-    let habits = Habits { dribbles: true, ..Habits::default() };
-    let fake = Fake::start(1 << 20, habits);
+    let behaviour = Behaviour { sends_pieces: true, ..Behaviour::default() };
+    let fake = Fake::start(1 << 20, behaviour);
     let agent = builder().silence(Duration::from_millis(200)).start().expect("a port");
     fake.fill(&pattern(5, 1 << 20));
     let sink = filled(&agent, 0, 60_000);
@@ -190,7 +190,7 @@ fn a_slow_peer_is_not_silent() {
 
 #[test]
 fn a_peer_that_dies_is_noticed_at_once_and_its_successor_met() {
-    let fake = Fake::start(64 << 20, Habits { dies_after: 3, ..Habits::default() });
+    let fake = Fake::start(64 << 20, Behaviour { closes_after: 3, ..Behaviour::default() });
     let address = fake.address();
     let agent = agent();
     let peer = peer(&agent, &fake);
@@ -201,16 +201,16 @@ fn a_peer_that_dies_is_noticed_at_once_and_its_successor_met() {
     assert_eq!((e.kind(), e.quiesced()), (ErrorKind::PeerReset, Some(false)), "{e}");
     assert!(start.elapsed() < stretched(Duration::from_secs(1)));
     drop(fake);
-    let e = peer.write(&batch, &options()).expect_err("nobody is there");
+    let e = peer.write(&batch, &options()).expect_err("no process listens");
     assert_eq!(e.kind(), ErrorKind::Unreachable, "{e}");
-    let successor = Fake::start_at(&address, 64 << 20, Habits::default());
+    let successor = Fake::start_at(&address, 64 << 20, Behaviour::default());
     peer.write(&batch, &options()).expect("the successor takes it");
     assert!(successor.memory() == turned(&bytes_of(&source), 8 << 20));
 }
 
 #[test]
 fn a_peer_that_dies_while_nothing_is_under_way_costs_no_call() {
-    let first = Fake::start(PAGE, Habits::default());
+    let first = Fake::start(PAGE, Behaviour::default());
     let address = first.address();
     let agent = agent();
     let peer = peer(&agent, &first);
@@ -223,14 +223,14 @@ fn a_peer_that_dies_while_nothing_is_under_way_costs_no_call() {
         assert!(Instant::now() < until, "the end of the peer goes unnoticed");
         thread::sleep(Duration::from_millis(1));
     }
-    let _second = Fake::start_at(&address, PAGE, Habits::default());
+    let _second = Fake::start_at(&address, PAGE, Behaviour::default());
     peer.write(&batch, &options()).expect("the first call after the restart");
     assert_eq!(agent.stats().transfers_failed, 0);
 }
 
 #[test]
 fn lanes_that_the_peer_closed_are_not_used_again() {
-    let fake = Fake::start(PAGE, Habits::default());
+    let fake = Fake::start(PAGE, Behaviour::default());
     let agent = agent();
     let peer = peer(&agent, &fake);
     let source = filled(&agent, 1, PAGE);
@@ -251,7 +251,8 @@ fn lanes_that_the_peer_closed_are_not_used_again() {
 fn what_is_no_status_is_a_protocol_error() {
     for lie in [0, u64::MAX, 0x4d43_5456_0000_0007] {
         for read in [false, true] {
-            let fake = Fake::start(PAGE, Habits { lies: Some(lie), ..Habits::default() });
+            let fake =
+                Fake::start(PAGE, Behaviour { false_status: Some(lie), ..Behaviour::default() });
             let agent = agent();
             let peer = peer(&agent, &fake);
             let local = filled(&agent, 1, PAGE);
@@ -265,30 +266,30 @@ fn what_is_no_status_is_a_protocol_error() {
 
 #[test]
 fn a_cancelled_write_is_unconfirmed_and_its_source_is_not_read_again() {
-    let habits = Habits { stalls_after: 1, ..Habits::default() };
-    let fake = Fake::start(64 << 20, habits);
+    let behaviour = Behaviour { stalls_after: 1, ..Behaviour::default() };
+    let fake = Fake::start(64 << 20, behaviour);
     let agent = agent();
     let peer = peer(&agent, &fake);
     let source = filled(&agent, 1, 64 << 20);
-    let transfer = peer.write_async(scattered(&source, BASE, 8 << 20, 8), options());
+    let transfer = peer.write_async(&scattered(&source, BASE, 8 << 20, 8), &options());
     thread::sleep(Duration::from_millis(100));
     transfer.cancel();
     let e = transfer.wait(LONG).expect("in time").expect_err("cancelled");
     assert_eq!((e.kind(), e.quiesced()), (ErrorKind::Cancelled, Some(false)), "{e}");
     assert_eq!(agent.stats().transfers_unconfirmed, 1);
-    agent.unregister(&source).expect("nobody uses it");
+    agent.unregister(&source).expect("no transfer uses it");
 }
 
 #[test]
 fn notifications_follow_the_data_and_probes_and_regions_are_answered() {
-    let fake = Fake::start(8 * PAGE, Habits::default());
+    let fake = Fake::start(8 * PAGE, Behaviour::default());
     let agent = agent();
     let peer = peer(&agent, &fake);
     let source = filled(&agent, 1, 8 * PAGE);
     let batch = scattered(&source, BASE, PAGE, 8);
     let with = |name: &str| Options { notify: Some(Notification::new(name, "m")), ..options() };
     peer.write(&batch, &with("sync")).expect("written");
-    let transfer = peer.write_async(batch.clone(), with("async"));
+    let transfer = peer.write_async(&batch, &with("async"));
     transfer.wait(LONG).expect("in time").expect("written");
     peer.read(&batch, &with("read")).expect("read");
     peer.write(&Batch::new(), &with("empty")).expect("notified");
@@ -301,7 +302,7 @@ fn notifications_follow_the_data_and_probes_and_regions_are_answered() {
     assert_eq!(e.kind(), ErrorKind::InvalidArgument);
 
     assert!(peer.probe(LONG).expect("alive") < LONG);
-    let regions = peer.regions(LONG).expect("told");
+    let regions = peer.regions(LONG).expect("listed");
     assert_eq!((regions[0].addr, regions[0].len), (BASE, 8 * PAGE as u64));
     assert_eq!(regions[0].id, RegionId::ABSOLUTE);
     let mut by_region = Batch::new();
@@ -313,13 +314,13 @@ fn notifications_follow_the_data_and_probes_and_regions_are_answered() {
 
 #[test]
 fn an_idle_agent_with_a_stock_peer_shuts_down_clean() {
-    let fake = Fake::start(PAGE, Habits::default());
+    let fake = Fake::start(PAGE, Behaviour::default());
     let agent = agent();
     let peer = peer(&agent, &fake);
-    peer.connect(LONG).expect("met");
+    peer.connect(LONG).expect("connected");
     assert_eq!(agent.stats().sessions, 1);
     peer.disconnect();
-    peer.connect(LONG).expect("met again");
+    peer.connect(LONG).expect("connected again");
     agent.shutdown();
     let stats = agent.stats();
     assert_eq!((stats.sessions, stats.streams, stats.gates), (0, 0, 0));
@@ -333,33 +334,33 @@ proptest! {
         lens in prop::collection::vec(1usize..9_000, 1..300),
         gap in 0usize..50,
         version in 1u32..3,
-        dribbles in any::<bool>(),
+        sends_pieces in any::<bool>(),
         streams in 1usize..4,
         asynchronous in any::<bool>(),
     ) {
-        // Dribbling is slow by its nature.
-        let lens = if dribbles { &lens[..lens.len().min(3)] } else { &lens[..] };
+        // Small pieces are slow.
+        let lens = if sends_pieces { &lens[..lens.len().min(3)] } else { &lens[..] };
         let len: usize = lens.iter().map(|l| l + gap).sum();
-        let fake = Fake::start(len, Habits { version, dribbles, ..Habits::default() });
+        let fake = Fake::start(len, Behaviour { version, sends_pieces, ..Behaviour::default() });
         let agent = agent();
         let peer = peer(&agent, &fake);
         let (source, sink) = (filled(&agent, 3, len), filled(&agent, 77, len));
         let (mut out, mut back, mut at) = (Batch::new(), Batch::new(), 0);
-        let mut expected = (vec![0; len], pattern(77, len));
+        let (written, mut expected) = (pattern(3, len), (vec![0; len], pattern(77, len)));
         for l in lens {
-            // Where the memory of one side is filled from its start, the other's is from its end.
+            // One side's memory is filled from its start, the other's from its end.
             let (near, l64) = ((len - at - l) as u64, *l as u64);
             out.push_to_address(&source, near, BASE + at as u64, l64).expect("in bounds");
             back.push_to_address(&sink, near, BASE + at as u64, l64).expect("in bounds");
             let near = len - at - l;
-            expected.0[at..at + l].copy_from_slice(&pattern(3, len)[near..near + l]);
-            expected.1[near..near + l].copy_from_slice(&pattern(3, len)[near..near + l]);
+            expected.0[at..at + l].copy_from_slice(&written[near..near + l]);
+            expected.1[near..near + l].copy_from_slice(&written[near..near + l]);
             at += l + gap;
         }
         let options = Options { streams: Some(streams), ..options() };
         if asynchronous {
-            peer.write_async(out, options.clone()).wait(LONG).expect("in time").expect("written");
-            peer.read_async(back, options).wait(LONG).expect("in time").expect("read");
+            peer.write_async(&out, &options).wait(LONG).expect("in time").expect("written");
+            peer.read_async(&back, &options).wait(LONG).expect("in time").expect("read");
         } else {
             peer.write(&out, &options).expect("written");
             peer.read(&back, &options).expect("read");

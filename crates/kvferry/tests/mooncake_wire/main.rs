@@ -1,4 +1,4 @@
-//! kvferry and Mooncake on one wire: the handshake and the data port, both ways, against another
+//! Mooncake's wire protocol: the handshake and the data port, as initiator and target, against another
 //! implementation of the protocol (`fake`, written from its description) and against stock
 //! Mooncake itself (`stock`).
 
@@ -16,12 +16,12 @@ use kvferry::{Access, Agent, AgentBuilder, Batch, Region, TransportKind, Transpo
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-/// Longer than anything takes that works.
+/// The time limit of calls that succeed.
 const LONG: Duration = Duration::from_secs(10);
-/// Memory's granularity in these tests.
+/// The block size of these tests, in bytes.
 const PAGE: usize = 4096;
 
-/// An agent that serves and meets Mooncake peers.
+/// An agent that serves and calls Mooncake peers.
 fn agent() -> Agent {
     builder().start().expect("loopback has ports")
 }
@@ -30,12 +30,12 @@ fn builder() -> AgentBuilder {
     Agent::builder().name("test").mooncake(true)
 }
 
-/// An agent that speaks nothing but Mooncake's protocol, even with its like.
+/// An agent that speaks only Mooncake's protocol, also with kvferry agents.
 fn mooncake_only() -> AgentBuilder {
-    builder().transports(Transports::only(TransportKind::Mooncake))
+    builder().transports(Transports::only(TransportKind::MOONCAKE))
 }
 
-/// Bytes that tell where they belong: their position and a seed.
+/// Bytes that depend on their position and a seed.
 fn pattern(seed: u8, len: usize) -> Vec<u8> {
     (0..len).map(|i| ((i + usize::from(seed)) % 251) as u8).collect()
 }
@@ -64,7 +64,7 @@ fn scattered(local: &Region, remote: u64, block: usize, blocks: usize) -> Batch 
     batch
 }
 
-/// What the other side holds after [`scattered`] was moved.
+/// The bytes at the other side after a [`scattered`] batch.
 fn turned(bytes: &[u8], block: usize) -> Vec<u8> {
     bytes.rchunks(block).flatten().copied().collect()
 }
@@ -74,16 +74,16 @@ fn signal(child: &Child, name: &str) {
     assert!(Command::new("kill").args([name, &id]).status().expect("it runs").success());
 }
 
-/// Stops a process; returns when each of its threads has stopped, which takes its time.
+/// Stops a process and waits until each of its threads has stopped.
 fn stop(child: &Child) {
     signal(child, "-STOP");
     let threads = format!("/proc/{}/task", child.id());
     let stopped = |thread: std::fs::DirEntry| {
-        let stat = std::fs::read_to_string(thread.path().join("stat")).expect("it lives");
+        let stat = std::fs::read_to_string(thread.path().join("stat")).expect("the process runs");
         stat.rsplit(") ").next().is_some_and(|state| state.starts_with('T'))
     };
     let until = Instant::now() + LONG;
-    while !std::fs::read_dir(&threads).expect("it lives").flatten().all(stopped) {
+    while !std::fs::read_dir(&threads).expect("the process runs").flatten().all(stopped) {
         assert!(Instant::now() < until, "it does not stop");
     }
 }

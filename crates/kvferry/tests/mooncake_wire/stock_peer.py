@@ -1,4 +1,4 @@
-"""A stock Mooncake engine that does what it is told, a line of JSON at a time."""
+"""A stock Mooncake engine that runs commands, one line of JSON each."""
 
 import ctypes
 import json

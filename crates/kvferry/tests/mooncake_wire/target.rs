@@ -1,4 +1,4 @@
-//! Another implementation writes to and reads from this side's memory.
+//! kvferry as target: another implementation writes and reads its memory.
 
 use crate::{LONG, PAGE, agent, builder, bytes_of, filled, mooncake_only, pattern, scattered};
 use crate::{handshake, signal, stop, turned};
@@ -69,20 +69,20 @@ fn requests_of_both_versions_are_served_in_order_on_one_connection() {
     let region = filled(&agent, 9, 4 * PAGE);
     let at = region.addr();
     let mut stream = connect(&agent);
-    stream.write_all(&write_request(WRITE | V2, at, &pattern(1, PAGE))).expect("taken");
+    stream.write_all(&write_request(WRITE | V2, at, &pattern(1, PAGE))).expect("written");
     assert_eq!(status(&mut stream), OK);
-    // A write of version 1 has no answer; the read behind it sees it.
-    stream.write_all(&write_request(WRITE, at + PAGE, &pattern(2, PAGE))).expect("taken");
-    stream.write_all(&request(READ, at + PAGE, PAGE as u64)).expect("taken");
+    // A write of version 1 has no answer; the next read sees the bytes.
+    stream.write_all(&write_request(WRITE, at + PAGE, &pattern(2, PAGE))).expect("written");
+    stream.write_all(&request(READ, at + PAGE, PAGE as u64)).expect("written");
     let mut bytes = vec![0; PAGE];
     stream.read_exact(&mut bytes).expect("payload");
     assert!(bytes == pattern(2, PAGE));
-    stream.write_all(&request(READ | V2, at, PAGE as u64)).expect("taken");
+    stream.write_all(&request(READ | V2, at, PAGE as u64)).expect("written");
     assert_eq!(status(&mut stream), OK);
     stream.read_exact(&mut bytes).expect("payload");
     assert!(bytes == pattern(1, PAGE));
-    // An opcode that names nothing is a read.
-    stream.write_all(&request(5 | V2, at, 8)).expect("taken");
+    // An unknown opcode is a read.
+    stream.write_all(&request(5 | V2, at, 8)).expect("written");
     assert_eq!(status(&mut stream), OK);
     stream.read_exact(&mut bytes[..8]).expect("payload");
     let stats = agent.stats();
@@ -95,7 +95,7 @@ fn requests_of_both_versions_are_served_in_order_on_one_connection() {
 }
 
 #[test]
-fn pipelined_and_dribbled_requests_are_served_alike() {
+fn pipelined_and_fragmented_requests_are_served_alike() {
     const N: usize = 300;
     let agent = agent();
     let region = agent.allocate(N * PAGE, Access::READ_WRITE).expect("memory");
@@ -110,7 +110,7 @@ fn pipelined_and_dribbled_requests_are_served_alike() {
         let mut reader = stream.try_clone().expect("descriptors are there");
         let answers = thread::spawn(move || (0..N).all(|_| status(&mut reader) == OK));
         for part in all.chunks(chunk) {
-            stream.write_all(part).expect("taken");
+            stream.write_all(part).expect("written");
         }
         assert!(answers.join().expect("no panic"), "in parts of {chunk}");
         for (i, page) in bytes_of(&region).chunks(PAGE).enumerate() {
@@ -120,7 +120,7 @@ fn pipelined_and_dribbled_requests_are_served_alike() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_and_the_connection_ends() {
+fn requests_out_of_range_are_refused_and_end_the_connection() {
     let agent = agent();
     let region = filled(&agent, 1, 2 * PAGE);
     let neighbours = [filled(&agent, 1, PAGE), filled(&agent, 1, PAGE)];
@@ -145,21 +145,21 @@ fn what_does_not_fit_is_refused_and_the_connection_ends() {
         (WRITE, neighbours[0].addr(), 2 * len + 1),
     ] {
         let mut stream = connect(&agent);
-        stream.write_all(&request(opcode | V2, addr, size)).expect("taken");
-        // The payload comes anyway: the initiator does not wait for leave.
+        stream.write_all(&request(opcode | V2, addr, size)).expect("written");
+        // The payload follows: an initiator does not wait for permission.
         let _ = stream.write_all(&[7; 3 * PAGE]);
         assert_eq!(status(&mut stream), REJECTED, "{opcode} {addr:#x} {size}");
         assert!(ends(&mut stream));
         refused += 1;
         let mut stream = connect(&agent);
-        stream.write_all(&request(opcode, addr, size)).expect("taken");
-        assert!(ends(&mut stream), "without a status, the end says it");
+        stream.write_all(&request(opcode, addr, size)).expect("written");
+        assert!(ends(&mut stream), "a refusal without a status closes the connection");
         refused += 1;
     }
     assert_eq!(agent.stats().requests_refused, refused);
     assert!(bytes_of(&region) == pattern(1, 2 * PAGE), "nothing was written");
     let mut stream = connect(&agent);
-    stream.write_all(&write_request(WRITE | V2, at, &pattern(3, PAGE))).expect("taken");
+    stream.write_all(&write_request(WRITE | V2, at, &pattern(3, PAGE))).expect("written");
     assert_eq!(status(&mut stream), OK, "others are served");
 }
 
@@ -172,7 +172,7 @@ fn nothing_lands_after_an_unregister_returned() {
         let mut stream = connect(&agent);
         let writer = thread::spawn(move || {
             let bytes = write_request(WRITE | V2, addr, &vec![1; 1 << 20]);
-            // Until the agent hangs up.
+            // Until the agent closes the connection.
             while stream.write_all(&bytes).is_ok() {}
         });
         let before = agent.stats().bytes_received;
@@ -186,7 +186,7 @@ fn nothing_lands_after_an_unregister_returned() {
 }
 
 #[test]
-fn garbage_and_idlers_on_the_data_port_delay_nobody() {
+fn garbage_and_idle_connections_on_the_data_port_delay_no_peer() {
     let agent = agent();
     let region = filled(&agent, 1, PAGE);
     let port = data_port(&agent);
@@ -194,7 +194,7 @@ fn garbage_and_idlers_on_the_data_port_delay_nobody() {
         .map(|i| {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).expect("listening");
             let said = write_request(WRITE | V2, region.addr(), &[1; 100]);
-            stream.write_all(&said[..[0, 3, 24, 60][i % 4]]).expect("taken");
+            stream.write_all(&said[..[0, 3, 24, 60][i % 4]]).expect("written");
             stream
         })
         .collect();
@@ -205,14 +205,16 @@ fn garbage_and_idlers_on_the_data_port_delay_nobody() {
     ] {
         let mut stream = TcpStream::connect(("127.0.0.1", port)).expect("listening");
         stream.set_read_timeout(Some(LONG)).expect("a timeout");
-        stream.write_all(opening).expect("taken");
+        stream.write_all(opening).expect("written");
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer);
         assert!(answer.len() <= 8, "at most a refusal");
     }
     let start = Instant::now();
     let mut stream = connect(&agent);
-    stream.write_all(&write_request(WRITE | V2, region.addr(), &pattern(3, PAGE))).expect("taken");
+    stream
+        .write_all(&write_request(WRITE | V2, region.addr(), &pattern(3, PAGE)))
+        .expect("written");
     assert_eq!(status(&mut stream), OK);
     assert!(start.elapsed() < stretched(Duration::from_millis(500)));
     idle.clear();
@@ -223,7 +225,7 @@ fn garbage_and_idlers_on_the_data_port_delay_nobody() {
 }
 
 #[test]
-fn when_all_places_are_taken_the_oldest_that_said_nothing_makes_room() {
+fn when_all_places_are_taken_the_oldest_silent_connection_is_closed() {
     let agent = agent();
     let region = filled(&agent, 1, PAGE);
     let port = data_port(&agent);
@@ -236,7 +238,9 @@ fn when_all_places_are_taken_the_oldest_that_said_nothing_makes_room() {
     }
     settles("they are not all accepted", || agent.stats().streams == 1024);
     let mut stream = connect(&agent);
-    stream.write_all(&write_request(WRITE | V2, region.addr(), &pattern(3, PAGE))).expect("taken");
+    stream
+        .write_all(&write_request(WRITE | V2, region.addr(), &pattern(3, PAGE)))
+        .expect("written");
     assert_eq!(status(&mut stream), OK);
     assert!(ends(&mut first), "the oldest");
     assert_eq!(agent.stats().streams, 1024);
@@ -248,7 +252,7 @@ fn an_agent_shuts_down_under_connections() {
     let region = filled(&agent, 1, PAGE);
     let mut idle = connect(&agent);
     let mut busy = connect(&agent);
-    busy.write_all(&write_request(WRITE | V2, region.addr(), &[1; PAGE])[..100]).expect("taken");
+    busy.write_all(&write_request(WRITE | V2, region.addr(), &[1; PAGE])[..100]).expect("written");
     settles("they are not served", || agent.stats().requests_in_flight == 1);
     agent.shutdown();
     assert!(ends(&mut idle) && ends(&mut busy));
@@ -267,7 +271,7 @@ fn two_agents_that_may_speak_nothing_else_speak_mooncake() {
     let batch = scattered(&source, sink.addr() as u64, 512, BLOCKS);
     let options = Options { timeout: Some(LONG), ..Options::default() };
     let moved = peer.write(&batch, &options).expect("written");
-    assert_eq!((moved.transport, moved.descriptors), (Some(TransportKind::Mooncake), BLOCKS));
+    assert_eq!((moved.transport, moved.descriptors), (Some(TransportKind::MOONCAKE), BLOCKS));
     assert!(bytes_of(&sink) == turned(&bytes_of(&source), 512));
     source.write_at(0, &vec![0; BLOCKS * 512]).expect("in bounds");
     peer.read(&batch, &options).expect("read");
@@ -285,7 +289,7 @@ fn a_target_without_compatibility_has_no_data_port() {
     assert_eq!(handshake::handshake(agent.advertised(), 1, "{}"), None);
 }
 
-/// Not a test of its own: the other process of the test below.
+/// The other process of the test below; not a test itself.
 #[test]
 fn an_agent_for_another_process() {
     if std::env::var_os("KVFERRY_TEST_TARGET").is_none() {
@@ -302,7 +306,7 @@ fn an_agent_for_another_process() {
 }
 
 #[test]
-fn an_agent_that_was_stopped_applies_nothing_of_what_its_kernel_held() {
+fn a_stopped_agent_discards_the_bytes_that_its_kernel_held() {
     let mut child = Command::new(std::env::current_exe().expect("it runs"))
         .args(["--exact", "target::an_agent_for_another_process", "--nocapture"])
         .env("KVFERRY_TEST_TARGET", "1")
@@ -313,7 +317,7 @@ fn an_agent_that_was_stopped_applies_nothing_of_what_its_kernel_held() {
     let mut stdin = child.stdin.take().expect("piped");
     let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
     let mut answer = || loop {
-        let line = lines.next().expect("it lives").expect("text");
+        let line = lines.next().expect("the process runs").expect("text");
         if let Some((_, words)) = line.split_once("target: ") {
             let numbers: Vec<usize> = words.split(' ').map(|w| w.parse().expect("one")).collect();
             return (numbers[0], numbers[1]);
@@ -325,10 +329,10 @@ fn an_agent_that_was_stopped_applies_nothing_of_what_its_kernel_held() {
     stream.set_read_timeout(Some(LONG)).expect("a timeout");
     let request = write_request(WRITE | V2, addr, &[1; 2 * PAGE]);
     let (first, second) = request.split_at(24 + PAGE);
-    stream.write_all(first).expect("taken");
+    stream.write_all(first).expect("written");
     let mut written = 0;
     settles_mut("the first half is not applied", || {
-        writeln!(stdin, "?").expect("it lives");
+        writeln!(stdin, "?").expect("the process runs");
         (written, _) = answer();
         written == PAGE
     });
@@ -337,12 +341,12 @@ fn an_agent_that_was_stopped_applies_nothing_of_what_its_kernel_held() {
     thread::sleep(Duration::from_secs(1));
     signal(&child, "-CONT");
     assert!(ends(&mut stream), "no status");
-    writeln!(stdin, "?").expect("it lives");
+    writeln!(stdin, "?").expect("the process runs");
     assert_eq!(answer(), (PAGE, 0), "the second half came too late");
-    // Whoever comes anew is served.
+    // A new connection is served.
     let mut stream =
         TcpStream::connect(("127.0.0.1", u16::try_from(port).expect("a port"))).expect("listening");
-    stream.write_all(&request).expect("taken");
+    stream.write_all(&request).expect("written");
     assert_eq!(status(&mut stream), OK);
     drop(stdin);
     child.wait().expect("it ends");

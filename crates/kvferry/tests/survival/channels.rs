@@ -1,13 +1,13 @@
 //! Messages between agents.
 
 use super::*;
-use kvferry::{Channel, Correspondent, Error, ErrorKind, Incarnation};
+use kvferry::{Channel, Error, ErrorKind, Incarnation, MessageHandler};
 use kvferry_testkit::process::Child;
 use std::sync::{Arc, Mutex};
 
-/// Keeps what it is told.
+/// A message handler that records its calls.
 #[derive(Default)]
-struct Diary(Mutex<Vec<Entry>>);
+struct MessageLog(Mutex<Vec<Entry>>);
 
 #[derive(Clone, Debug, PartialEq)]
 enum Entry {
@@ -16,7 +16,7 @@ enum Entry {
     Ended(ErrorKind),
 }
 
-impl Diary {
+impl MessageLog {
     fn note(&self, entry: Entry) {
         self.0.lock().expect("no panic").push(entry);
     }
@@ -41,7 +41,7 @@ impl Diary {
     }
 }
 
-impl Correspondent for Diary {
+impl MessageHandler for MessageLog {
     fn began(&self, channel: &Channel) {
         self.note(Entry::Began(channel.incarnation()));
     }
@@ -56,10 +56,12 @@ impl Correspondent for Diary {
     }
 }
 
-fn writer() -> (Agent, Arc<Diary>) {
-    let (agent, diary) = (agent(), Arc::new(Diary::default()));
-    agent.correspond(Arc::clone(&diary) as Arc<dyn Correspondent>).expect("nobody else does");
-    (agent, diary)
+fn writer() -> (Agent, Arc<MessageLog>) {
+    let (agent, log) = (agent(), Arc::new(MessageLog::default()));
+    agent
+        .set_message_handler(Arc::clone(&log) as Arc<dyn MessageHandler>)
+        .expect("the first handler");
+    (agent, log)
 }
 
 fn echo() -> (Child, String) {
@@ -74,12 +76,12 @@ fn channel_to(agent: &Agent, address: &str) -> Channel {
 }
 
 #[test]
-fn messages_arrive_in_order_each_once_both_ways_however_many_and_long() {
+fn messages_arrive_in_order_and_once_in_both_directions() {
     let _bound = bounded();
-    let (agent, diary) = writer();
+    let (agent, log) = writer();
     let (_child, address) = echo();
     let channel = channel_to(&agent, &address);
-    // More, and longer together, than a session can have under way.
+    // More messages, and more bytes, than a session may have in flight.
     let message = |n: u32| {
         let len = if n.is_multiple_of(500) { 300_000 } else { 4 + n as usize % 50 };
         let mut bytes = n.to_le_bytes().to_vec();
@@ -91,24 +93,24 @@ fn messages_arrive_in_order_each_once_both_ways_however_many_and_long() {
         channel.send(message.clone()).expect("there is room");
     }
     let limit = Duration::from_secs(20);
-    eventually(limit, "all came back", || diary.messages().len() >= all.len());
-    assert!(diary.messages() == all, "in order, each once");
-    assert_eq!(diary.entries()[0], Entry::Began(channel.incarnation()));
-    assert_eq!(diary.end(), None);
+    eventually(limit, "all echoes arrived", || log.messages().len() >= all.len());
+    assert!(log.messages() == all, "in order, each once");
+    assert_eq!(log.entries()[0], Entry::Began(channel.incarnation()));
+    assert_eq!(log.end(), None);
 }
 
 #[test]
-fn a_peer_that_is_killed_ends_its_channel_and_another_life_has_another() {
+fn a_killed_peer_ends_its_channel_and_a_restarted_peer_gets_a_new_one() {
     let _bound = bounded();
-    let (agent, diary) = writer();
+    let (agent, log) = writer();
     let (mut child, address) = echo();
     let channel = channel_to(&agent, &address);
     let _watch = channel.watch();
     let began = Instant::now();
     child.kill();
-    eventually(NOTICED, "the end is told", || diary.end().is_some());
+    eventually(NOTICED, "the end is reported", || log.end().is_some());
     assert_within(began, NOTICED, "a death");
-    assert_eq!(diary.end(), Some(ErrorKind::PeerReset));
+    assert_eq!(log.end(), Some(ErrorKind::PeerReset));
     assert_eq!(channel.send(b"too late".to_vec()).expect_err("over").kind(), ErrorKind::PeerReset);
     let mut config = peer_config();
     config["listen"] = json!(address);
@@ -117,42 +119,42 @@ fn a_peer_that_is_killed_ends_its_channel_and_another_life_has_another() {
     let again = channel_to(&agent, &address);
     assert_ne!(again.incarnation(), channel.incarnation());
     again.send(b"hello".to_vec()).expect("it is live");
-    eventually(NOTICED, "it came back", || diary.messages() == [b"hello"]);
+    eventually(NOTICED, "the echo arrived", || log.messages() == [b"hello"]);
 }
 
 #[test]
-fn a_peer_that_stops_is_noticed_while_it_is_watched() {
+fn a_stopped_peer_is_noticed_while_a_watch_is_held() {
     let _bound = bounded();
-    let (agent, diary) = writer();
+    let (agent, log) = writer();
     let (child, address) = echo();
     let channel = channel_to(&agent, &address);
     child.stop();
     std::thread::sleep(2 * SILENCE);
-    assert_eq!(diary.end(), None, "nobody expects anything of it");
+    assert_eq!(log.end(), None, "no heartbeat runs without a watch");
     let watch = channel.watch();
-    eventually(3 * SILENCE, "silence is told", || diary.end() == Some(ErrorKind::PeerSilent));
+    eventually(3 * SILENCE, "silence is reported", || log.end() == Some(ErrorKind::PeerSilent));
     drop(watch);
     child.resume();
 }
 
 #[test]
-fn what_is_too_long_is_refused_and_nobody_to_receive_ends_the_session() {
+fn a_long_message_is_refused_and_a_peer_without_a_handler_ends_the_session() {
     let _bound = bounded();
-    let (agent, diary) = writer();
+    let (agent, log) = writer();
     let (_child, address) = Child::with_agent(peer_config());
     let channel = channel_to(&agent, &address);
     let long = vec![0; Channel::MESSAGE_MAX + 1];
     assert_eq!(channel.send(long).expect_err("too long").kind(), ErrorKind::TooLarge);
-    channel.send(b"anybody?".to_vec()).expect("that is not known yet");
-    eventually(NOTICED, "the end is told", || diary.end() == Some(ErrorKind::Unsupported));
-    let second = agent.correspond(diary).expect_err("there is one");
+    channel.send(b"hello".to_vec()).expect("the peer has not refused yet");
+    eventually(NOTICED, "the end is reported", || log.end() == Some(ErrorKind::Unsupported));
+    let second = agent.set_message_handler(log).expect_err("there is one");
     assert_eq!(second.kind(), ErrorKind::InvalidArgument);
 }
 
 #[test]
-fn a_peer_that_takes_nothing_costs_bounded_memory() {
+fn messages_to_a_stopped_peer_use_bounded_memory() {
     let _bound = bounded();
-    let (agent, diary) = writer();
+    let (agent, log) = writer();
     let (child, address) = echo();
     let channel = channel_to(&agent, &address);
     child.stop();
@@ -163,5 +165,5 @@ fn a_peer_that_takes_nothing_costs_bounded_memory() {
     drop(channel);
     child.resume();
     let limit = Duration::from_secs(20);
-    eventually(limit, "all came back", || diary.messages().len() == sent || diary.end().is_some());
+    eventually(limit, "all echoes arrived", || log.messages().len() == sent || log.end().is_some());
 }

@@ -1,11 +1,11 @@
-//! Peers that are killed, and come back.
+//! Peers that are killed and restarted.
 
 use super::*;
 use kvferry::ErrorKind;
 use kvferry_testkit::process::Child;
 use std::thread;
 
-/// The kinds that mean: the connection to the peer is gone.
+/// The error kinds for a lost connection.
 const GONE: [ErrorKind; 2] = [ErrorKind::PeerReset, ErrorKind::PeerClosed];
 
 fn port(address: &str) -> &str {
@@ -13,7 +13,7 @@ fn port(address: &str) -> &str {
 }
 
 #[test]
-fn a_peer_killed_in_the_middle_of_a_batch_is_an_error_at_once() {
+fn a_killed_peer_fails_calls_at_once() {
     let _bound = bounded();
     let agent = agent();
     let from = source(&agent, 48 * MIB, 1);
@@ -24,7 +24,7 @@ fn a_peer_killed_in_the_middle_of_a_batch_is_an_error_at_once() {
         let region = child.allocate(48 * MIB, "w", 2);
         let peer = agent.peer(&address).expect("an address");
         peer.connect(Duration::from_secs(5)).expect("the peer is there");
-        // Stopped, so that the batch is certainly in the middle when it dies.
+        // Stop the peer, so that the batch is still in flight when the peer is killed.
         child.stop();
         let batch = batch(&from, &region.remote, block);
         let (outcome, killed) = thread::scope(|scope| {
@@ -32,7 +32,7 @@ fn a_peer_killed_in_the_middle_of_a_batch_is_an_error_at_once() {
                 if synchronous {
                     peer.write(&batch, &within(Duration::from_secs(20)))
                 } else {
-                    let transfer = peer.write_async(batch.clone(), within(Duration::from_secs(20)));
+                    let transfer = peer.write_async(&batch, &within(Duration::from_secs(20)));
                     transfer.wait(Duration::from_secs(20)).expect("bounded by its deadline")
                 }
             });
@@ -45,7 +45,7 @@ fn a_peer_killed_in_the_middle_of_a_batch_is_an_error_at_once() {
         assert_within(killed, NOTICED, "noticing that the peer was killed");
         let error = outcome.expect_err("the peer is dead");
         assert!(GONE.contains(&error.kind()), "{error:?}");
-        // Nothing waits for a dead peer afterwards.
+        // Later calls do not wait for a dead peer.
         let began = Instant::now();
         let error = peer.write(&batch, &Options::default()).expect_err("the peer is dead");
         assert!(
@@ -58,7 +58,7 @@ fn a_peer_killed_in_the_middle_of_a_batch_is_an_error_at_once() {
 }
 
 #[test]
-fn a_peer_that_comes_back_is_met_afresh_and_old_handles_are_refused() {
+fn a_restarted_peer_is_reconnected_and_old_handles_are_refused() {
     let _bound = bounded();
     let agent = agent();
     let from = source(&agent, MIB, 1);
@@ -85,18 +85,18 @@ fn a_peer_that_comes_back_is_met_afresh_and_old_handles_are_refused() {
         for outcome in [
             peer.write(&batch(&from, &old.remote, 4096), &Options::default()),
             peer.read(&batch(&from, &old.remote, 4096), &Options::default()),
-            peer.write_async(batch(&from, &old.remote, MIB), Options::default())
+            peer.write_async(&batch(&from, &old.remote, MIB), &Options::default())
                 .wait(Duration::from_secs(5))
                 .expect("refused at once"),
         ] {
-            let error = outcome.expect_err("the handle is of an earlier life");
+            let error = outcome.expect_err("the handle is from before the restart");
             assert_eq!(error.kind(), ErrorKind::StaleIncarnation, "{error:?}");
         }
         assert_within(began, UNDELAYED, "refusing a stale handle");
     }
-    assert!(second.memory(&new) == before, "a stale handle reached the new life");
+    assert!(second.memory(&new) == before, "a stale handle reached the restarted peer");
 
-    // At another address, the first one dead for good.
+    // A peer at another address, after the first one was killed.
     let (mut third, elsewhere) = Child::with_agent(peer_config());
     second.kill();
     let region = third.allocate(MIB, "w", 4);
@@ -107,7 +107,7 @@ fn a_peer_that_comes_back_is_met_afresh_and_old_handles_are_refused() {
 }
 
 #[test]
-fn a_peer_killed_while_idle_costs_the_next_call_nothing() {
+fn a_call_to_a_peer_killed_while_idle_is_not_delayed() {
     let _bound = bounded();
     let agent = agent();
     let from = source(&agent, 64 * KIB, 1);
@@ -119,7 +119,7 @@ fn a_peer_killed_while_idle_costs_the_next_call_nothing() {
     child.kill();
     for _ in 0..5 {
         let began = Instant::now();
-        let error = peer.write(&moves, &Options::default()).expect_err("nobody is there");
+        let error = peer.write(&moves, &Options::default()).expect_err("no process listens");
         assert_within(began, NOTICED, "a call to a peer that died while idle");
         assert!(
             error.kind() == ErrorKind::Unreachable || GONE.contains(&error.kind()),
@@ -129,7 +129,7 @@ fn a_peer_killed_while_idle_costs_the_next_call_nothing() {
 }
 
 #[test]
-fn a_writer_killed_in_the_middle_leaves_nothing_behind() {
+fn a_killed_writer_leaves_no_request_and_no_late_bytes() {
     let _bound = bounded();
     let agent = agent();
     let to = agent.allocate(32 * MIB, Access::WRITE).expect("memory");

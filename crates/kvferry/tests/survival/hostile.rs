@@ -1,4 +1,4 @@
-//! What else connects to a listening port.
+//! Connections to the listening port that are not from peers.
 
 use super::*;
 use kvferry_proto::MAGIC;
@@ -8,10 +8,10 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
-over!(tcp: strangers_on_the_port_delay_nobody_and_cost_little_memory, more_strangers_than_places_do_not_keep_a_peer_out);
-over!(local: strangers_on_the_port_delay_nobody_and_cost_little_memory, more_strangers_than_places_do_not_keep_a_peer_out);
+over!(tcp: unauthenticated_connections_delay_no_peer_and_use_little_memory, a_peer_connects_while_more_connections_than_places_are_pending);
+over!(local: unauthenticated_connections_delay_no_peer_and_use_little_memory, a_peer_connects_while_more_connections_than_places_are_pending);
 
-/// What an agent says first.
+/// The first bytes that an agent sends.
 fn recorded_hello() -> Vec<u8> {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("bound").to_string();
@@ -29,8 +29,8 @@ fn recorded_hello() -> Vec<u8> {
     hello
 }
 
-/// What other programs say to an open port, and what breaks naive ones.
-fn noises(hello: &[u8]) -> Vec<Vec<u8>> {
+/// Bytes of other protocols, and malformed and forged openings.
+fn openings(hello: &[u8]) -> Vec<Vec<u8>> {
     let mut tls = vec![0x16, 0x03, 0x01, 0x02, 0x00, 0x01, 0x00, 0x01, 0xFC, 0x03, 0x03];
     tls.extend(Pattern::new(1).bytes(507));
     let mut flipped = hello.to_vec();
@@ -44,7 +44,7 @@ fn noises(hello: &[u8]) -> Vec<Vec<u8>> {
         Pattern::new(3).bytes(100_000),
         vec![0xFF; 4096],
         vec![0x00; 4096],
-        // A length of 100 MiB and of 2^63 as Mooncake would read it, and some of it.
+        // Mooncake lengths of 100 MiB and 2^63, each with a part of the frame.
         [&(100u64 << 20).to_le_bytes()[..], &vec![b'{'; 2 * MIB]].concat(),
         [&(1u64 << 63).to_le_bytes()[..], &vec![b'{'; 64 * KIB]].concat(),
         [&MAGIC[..], &[0xFF; 64]].concat(),
@@ -58,7 +58,7 @@ fn noises(hello: &[u8]) -> Vec<Vec<u8>> {
     ]
 }
 
-fn strangers_on_the_port_delay_nobody_and_cost_little_memory(transport: &str) {
+fn unauthenticated_connections_delay_no_peer_and_use_little_memory(transport: &str) {
     let _bound = bounded();
     let hello = recorded_hello();
     let (mut child, address) = Child::with_agent(peer_config_over(transport));
@@ -66,7 +66,7 @@ fn strangers_on_the_port_delay_nobody_and_cost_little_memory(transport: &str) {
     let before = child.resources();
     let connect = || TcpStream::connect(&address).expect("the agent listens");
 
-    // Held open, saying nothing, or one byte every now and then.
+    // Connections that send nothing, or one byte from time to time.
     let idle: Vec<_> = (0..100).map(|_| connect()).collect();
     let mut dripping: Vec<_> = (0..40).map(|_| connect()).collect();
     let ended = AtomicBool::new(false);
@@ -85,7 +85,7 @@ fn strangers_on_the_port_delay_nobody_and_cost_little_memory(transport: &str) {
         });
         scope.spawn(|| {
             while !ended.load(Ordering::SeqCst) {
-                for noise in noises(&hello) {
+                for noise in openings(&hello) {
                     if let Ok(mut socket) = TcpStream::connect(&address) {
                         drop(socket.set_write_timeout(Some(Duration::from_millis(200))));
                         drop(socket.write_all(&noise));
@@ -102,8 +102,8 @@ fn strangers_on_the_port_delay_nobody_and_cost_little_memory(transport: &str) {
             let peer = agent.peer(&address).expect("an address");
             let began = Instant::now();
             peer.write(&batch(&from, &region.remote, 4096), &Options::default())
-                .expect("the first write of a real peer among strangers");
-            assert_within(began, UNDELAYED, "the first write of a real peer among strangers");
+                .expect("the first write of a peer");
+            assert_within(began, UNDELAYED, "the first write of a peer");
             let matches = child.call(json!({"op": "matches", "region": region.id, "seed": round}));
             assert!(matches["matches"] == true);
         }
@@ -112,9 +112,9 @@ fn strangers_on_the_port_delay_nobody_and_cost_little_memory(transport: &str) {
     let noisy = connections.into_inner();
     assert!(noisy > 30, "only {noisy} noisy connections were made");
     let grown = child.resources().memory_bytes.saturating_sub(before.memory_bytes);
-    assert!(grown < 48 * MIB as u64, "strangers cost {grown} bytes of memory");
-    // Who says nothing is let go of in time; five seconds, with the factor of three.
-    eventually(Duration::from_secs(15), "strangers are let go of", || {
+    assert!(grown < 48 * MIB as u64, "the connections used {grown} bytes of memory");
+    // A handshake times out after the silence limit, at least a second; times three.
+    eventually(Duration::from_secs(3), "pending handshakes are closed", || {
         child.call(json!({"op": "stats"}))["handshakes_pending"] == 0
     });
     drop((idle, dripping));
@@ -123,7 +123,7 @@ fn strangers_on_the_port_delay_nobody_and_cost_little_memory(transport: &str) {
     });
 }
 
-fn more_strangers_than_places_do_not_keep_a_peer_out(transport: &str) {
+fn a_peer_connects_while_more_connections_than_places_are_pending(transport: &str) {
     let _bound = bounded();
     let (mut child, address) = Child::with_agent(peer_config_over(transport));
     let region = child.allocate(64 * KIB, "w", 2);
@@ -135,9 +135,9 @@ fn more_strangers_than_places_do_not_keep_a_peer_out(transport: &str) {
         let peer = agent.peer(&address).expect("an address");
         let began = Instant::now();
         peer.write(&batch(&from, &region.remote, 4096), &Options::default())
-            .unwrap_or_else(|e| panic!("a real peer among {} strangers: {e:?}", crowd.len()));
-        assert_within(began, UNDELAYED, "the first write of a real peer in a crowd");
+            .unwrap_or_else(|e| panic!("a peer beside {} pending connections: {e:?}", crowd.len()));
+        assert_within(began, UNDELAYED, "the first write of a peer beside pending connections");
     }
     let pending = child.call(json!({"op": "stats"}))["handshakes_pending"].clone();
-    assert!(pending.as_u64() <= Some(300), "{pending} strangers are kept");
+    assert!(pending.as_u64() <= Some(300), "{pending} connections are pending");
 }

@@ -1,21 +1,22 @@
-//! What an agent survives: peers in processes of their own that are killed, stopped, cut off,
-//! strangers, or forgeries.
+//! Faults: peers in separate processes that are killed, stopped or cut off, unauthenticated
+//! connections, forged messages.
 //!
-//! A bound of time that the design states is asserted with a factor of three here; it is asserted
-//! exactly where time is virtual, in `kvferry-proto`.
+//! These tests assert the design's time limits with a factor of three. The tests of `kvferry-proto`
+//! assert them exactly, in virtual time.
 
 mod channels;
 mod death;
 mod hostile;
+mod limits;
+mod local;
+mod netem;
 mod partition;
 mod relay;
 mod resources;
 mod secrets;
 mod silence;
-mod stranger;
 mod targets;
-mod weather;
-mod within;
+mod unauthenticated;
 
 use kvferry::{Access, Agent, Batch, Options, Region, RemoteRegion, Transports};
 use kvferry_testkit::pattern::Pattern;
@@ -44,21 +45,21 @@ pub(crate) use over;
 const KIB: usize = 1024;
 const MIB: usize = 1024 * KIB;
 
-/// The silence window that these tests set: the default would make them slow.
+/// The silence limit that these tests set: the default of 3 s would make them slow.
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// A reset is noticed in 0.1 s; with the factor of three.
+/// A reset is noticed in 0.1 s, times three.
 const NOTICED: Duration = Duration::from_millis(300);
 
-/// What "no penalty" and "undelayed" mean for one call; a fixed pause would be a second or more.
+/// The longest time of an undelayed call; a fixed pause would be a second or more.
 const UNDELAYED: Duration = Duration::from_millis(400);
 
-/// No test of this file takes longer.
+/// Aborts a test that takes longer than 60 s.
 fn bounded() -> Watchdog {
     Watchdog::new(Duration::from_secs(60))
 }
 
-/// Over tcp, unless a test says otherwise: within one host there is nothing to cut off.
+/// An agent that uses tcp only: `local` has no connection to cut.
 fn agent() -> Agent {
     agent_over("tcp")
 }
@@ -69,7 +70,7 @@ fn agent_over(transports: &str) -> Agent {
     builder.start().expect("an agent starts")
 }
 
-/// The settings of a peer in a process of its own.
+/// The settings of a peer in a separate process.
 fn peer_config() -> Value {
     peer_config_over("tcp")
 }
@@ -79,7 +80,7 @@ fn peer_config_over(transports: &str) -> Value {
     json!({"name": "peer", "silence_ms": silence, "transports": transports})
 }
 
-/// Memory of this process, with a pattern of that seed in it.
+/// Memory of this process, filled with the pattern of this seed.
 fn source(agent: &Agent, len: usize, seed: u64) -> Region {
     let region = agent.allocate(len, Access::NONE).expect("memory");
     refill(&region, seed);
@@ -96,7 +97,7 @@ fn content(region: &Region) -> Vec<u8> {
     bytes
 }
 
-/// Blocks of one size from the start of both.
+/// A batch of blocks of one size, at the same offsets on both sides.
 fn batch(local: &Region, remote: &RemoteRegion, block: usize) -> Batch {
     let len = local.len().min(remote.len as usize);
     let mut batch = Batch::with_capacity(len / block);
@@ -125,13 +126,13 @@ fn command(
     })
 }
 
-/// Asserts that something did not take too long.
+/// Asserts that `what` took at most `limit`.
 fn assert_within(began: Instant, limit: Duration, what: &str) {
     let (took, limit) = (began.elapsed(), stretched(limit));
     assert!(took <= limit, "{what} took {took:?}, at most {limit:?} is allowed");
 }
 
-/// Waits for a condition of the machine, and fails with its name.
+/// Waits until the condition holds; fails with `what` after `limit`.
 fn eventually(limit: Duration, what: &str, mut condition: impl FnMut() -> bool) {
     let limit = stretched(limit);
     let give_up = Instant::now() + limit;

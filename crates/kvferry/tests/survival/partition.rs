@@ -1,15 +1,15 @@
-//! A network that loses everything, without a reset.
+//! A network that loses every packet, without a reset.
 
 use super::*;
 use kvferry_testkit::network::Network;
 use kvferry_testkit::process::Child;
 use std::thread;
 
-/// Silence is noticed after one window; with the factor of three.
+/// Silence is noticed after one silence limit, times three.
 const HEARD: Duration = Duration::from_secs(3);
 
 #[test]
-fn a_network_that_loses_everything_is_silence_and_heals_without_penalty() {
+fn a_partition_is_reported_as_silence_and_delays_no_call_after_it_heals() {
     let _bound = bounded();
     let Some(network) = Network::or_skip("partition between two namespaces") else { return };
     let mut writer = Child::spawn_in(&network.near);
@@ -31,7 +31,7 @@ fn a_network_that_loses_everything_is_silence_and_heals_without_penalty() {
         thread::sleep(Duration::from_millis(100));
         network.cut();
         let cut = Instant::now();
-        // The writer's own end, then the target's.
+        // First the writer notices, then the target.
         let stopping = json!({"op": "stop_writing", "writer": running});
         let report = writer.call(stopping);
         println!("{block} bytes a block: error {:.0?} after the cut", cut.elapsed());
@@ -44,11 +44,11 @@ fn a_network_that_loses_everything_is_silence_and_heals_without_penalty() {
         if errors.is_empty() {
             println!("the write was done before the cut was noticed");
         }
-        eventually(HEARD, "the target lets go of what was in flight", || {
+        eventually(HEARD, "requests in flight end at the target", || {
             target.call(json!({"op": "stats"}))["requests_in_flight"] == 0
         });
         let digest = target.call(json!({"op": "digest", "region": to.id}))["digest"].clone();
-        // A call meanwhile ends in its own time.
+        // A call during the cut ends at its deadline.
         let mut meanwhile = writing("write", block);
         meanwhile["timeout_ms"] = json!(700);
         let began = Instant::now();
@@ -68,5 +68,39 @@ fn a_network_that_loses_everything_is_silence_and_heals_without_penalty() {
         let matches = target.call(json!({"op": "matches", "region": to.id, "seed": 1}));
         assert!(matches["matches"] == true);
         target.call(json!({"op": "fill", "region": to.id, "seed": 2}));
+    }
+}
+
+#[test]
+fn connections_to_a_host_that_vanished_while_idle_are_closed() {
+    let _bound = bounded();
+    let what = "a host that vanishes while idle, between two namespaces";
+    let Some(network) = Network::or_skip(what) else { return };
+    let mut writer = Child::spawn_in(&network.near);
+    let mut config = peer_config();
+    // The kernel probes after 20 silence limits, and closes after 20 more.
+    let silence = Duration::from_millis(150);
+    config["silence_ms"] = json!(silence.as_millis() as u64);
+    config["listen"] = json!(format!("{}:0", Network::NEAR));
+    writer.start(config.clone());
+    let mut target = Child::spawn_in(&network.far);
+    config["listen"] = json!(format!("{}:0", Network::FAR));
+    let address = target.start(config);
+    let (from, to) = (writer.allocate(MIB, "", 1), target.allocate(MIB, "w", 2));
+    writer.call(command("write", &address, &from, &to.remote, 64 * KIB));
+    let open = |child: &mut Child| {
+        let stats = child.call(json!({"op": "stats"}));
+        (stats["sessions"].as_u64(), stats["streams"].as_u64())
+    };
+    for child in [&mut writer, &mut target] {
+        let (sessions, streams) = open(child);
+        assert!(sessions == Some(1) && streams >= Some(1), "{sessions:?} {streams:?}");
+    }
+    network.cut();
+    let gone = Duration::from_secs(3) + 2 * 20 * silence;
+    for (child, side) in [(&mut writer, "initiator"), (&mut target, "acceptor")] {
+        eventually(3 * gone, &format!("the {side} closes its connections"), || {
+            open(child) == (Some(0), Some(0))
+        });
     }
 }

@@ -1,15 +1,18 @@
 //! A relay between two agents that flips a byte, or holds bytes back.
 
 use super::*;
+use fastrand::Rng;
 use kvferry::{Checksum, ErrorKind};
-use kvferry_testkit::pattern::Rng;
+use kvferry_sys::map::Mapping;
+use kvferry_testkit::process::Child;
+use kvferry_testkit::slow::SlowMemory;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
-/// One byte to be flipped: of which connection, in which direction, and where.
+/// One byte to flip: its connection, direction and offset.
 #[derive(Clone, Copy, Debug)]
 struct Flip {
     connection: usize,
@@ -21,9 +24,14 @@ struct Flip {
 struct Plan {
     flip: Option<Flip>,
     flipped: AtomicBool,
-    /// Holds back what goes to the target on all connections but the first, which is the control
-    /// connection.
+    /// Holds back bytes to the target on all connections but the first, the control connection.
     hold: AtomicBool,
+    /// After the next bytes, closes the sending side of all connections but the first, and reads no
+    /// answer.
+    half_close: AtomicBool,
+    /// Loses everything on connections with numbers from the first to before the second.
+    forgotten_from: AtomicUsize,
+    forgotten_to: AtomicUsize,
     connections: AtomicUsize,
     ended: AtomicBool,
 }
@@ -68,12 +76,28 @@ impl Drop for Relay {
 }
 
 impl Plan {
+    /// Drops all later bytes on the existing connections, except the first `kept`. New connections
+    /// work. A NAT does this to idle connections.
+    fn forget(&self, kept: usize) {
+        self.forgotten_from.store(kept, Ordering::SeqCst);
+        self.forgotten_to.store(self.connections.load(Ordering::SeqCst), Ordering::SeqCst);
+    }
+
+    fn is_forgotten(&self, number: usize) -> bool {
+        let from = self.forgotten_from.load(Ordering::SeqCst);
+        (from..self.forgotten_to.load(Ordering::SeqCst)).contains(&number)
+    }
+
     fn pump(&self, mut from: TcpStream, mut to: TcpStream, number: usize, towards_target: bool) {
         let mut buffer = vec![0; 64 * KIB];
         let mut passed = 0;
+        let deaf = || number > 0 && self.half_close.load(Ordering::SeqCst);
         while let Ok(n) = from.read(&mut buffer) {
             if n == 0 {
                 break;
+            }
+            if self.is_forgotten(number) {
+                continue;
             }
             while number > 0 && towards_target && self.hold.load(Ordering::SeqCst) {
                 thread::sleep(Duration::from_millis(1));
@@ -88,6 +112,14 @@ impl Plan {
             passed += n;
             if to.write_all(&buffer[..n]).is_err() {
                 break;
+            }
+            if deaf() {
+                if towards_target {
+                    drop(to.shutdown(Shutdown::Write));
+                }
+                while !self.ended.load(Ordering::SeqCst) {
+                    thread::sleep(Duration::from_millis(1));
+                }
             }
         }
         drop(to.shutdown(Shutdown::Write));
@@ -106,19 +138,19 @@ fn checked(name: &str) -> Agent {
 }
 
 #[test]
-fn a_flipped_byte_in_flight_never_passes_for_done() {
+fn a_flipped_byte_never_ends_a_transfer_as_done() {
     let _bound = bounded();
     let len = 300 * KIB;
     let rounds = 48;
     let next = AtomicUsize::new(0);
     let flipped = AtomicUsize::new(0);
     let round = |number: usize| {
-        let mut rng = Rng::new(number as u64);
+        let mut rng = Rng::with_seed(number as u64);
         let longest = [80, 400, 9000, len][number % 4];
         let flip = Flip {
             connection: [1, 1, 2, 0][(number / 4) % 4],
-            towards_target: rng.below(3) > 0,
-            at: rng.below(longest),
+            towards_target: rng.usize(..3) > 0,
+            at: rng.usize(..longest),
         };
         let (near, far) = (checked("near"), checked("far"));
         let to = far.allocate(len, Access::READ_WRITE).expect("memory");
@@ -147,7 +179,7 @@ fn a_flipped_byte_in_flight_never_passes_for_done() {
         assert!(content(&beside) == Pattern::new(3).bytes(len), "{flip:?}: memory beside it");
         flipped
             .fetch_add(usize::from(relay.plan.flipped.load(Ordering::SeqCst)), Ordering::Relaxed);
-        // The target is as good as ever.
+        // The target still works.
         let direct = near.peer(far.advertised()).expect("an address");
         direct
             .write(&batch(&from, &to.remote(), len), &options)
@@ -167,7 +199,7 @@ fn a_flipped_byte_in_flight_never_passes_for_done() {
         }
     });
     let flipped = flipped.into_inner();
-    assert!(flipped >= rounds / 3, "only {flipped} of {rounds} rounds met their byte");
+    assert!(flipped >= rounds / 3, "only {flipped} of {rounds} rounds flipped a byte");
 }
 
 #[test]
@@ -183,8 +215,8 @@ fn bytes_that_the_network_held_back_do_not_land_after_a_confirmed_cancel() {
         let moves = batch(&from, &to.remote(), 16 * KIB);
         peer.write(&moves, &Options::default()).expect("a healthy write");
         relay.plan.hold.store(true, Ordering::SeqCst);
-        // Heartbeats pass, so it is not silence that ends it.
-        let transfer = peer.write_async(moves, within(Duration::from_millis(900)));
+        // Heartbeats pass, so the peer is not silent.
+        let transfer = peer.write_async(&moves, &within(Duration::from_millis(900)));
         thread::sleep(Duration::from_millis(100 + 40 * round as u64));
         let began = Instant::now();
         if cancel {
@@ -203,5 +235,93 @@ fn bytes_that_the_network_held_back_do_not_land_after_a_confirmed_cancel() {
             content(&to) == Pattern::new(9).bytes(len),
             "bytes that were held back landed after the end was confirmed"
         );
+    }
+}
+
+#[test]
+fn a_peer_that_half_closes_and_never_reads_uses_no_cpu() {
+    let _bound = bounded();
+    let (mut child, address) = Child::with_agent(peer_config());
+    let len = 64 * MIB;
+    let region = child.allocate(len, "r", 1);
+    let near = agent();
+    let to = source(&near, len, 2);
+    let relay = Relay::to(&address, None);
+    let peer = near.peer(&relay.address).expect("an address");
+    let one = batch(&source(&near, 4096, 3), &region.remote, 4096);
+    peer.read(&one, &Options::default()).expect("a healthy read");
+    relay.plan.half_close.store(true, Ordering::SeqCst);
+    let transfer =
+        peer.read_async(&batch(&to, &region.remote, len), &within(Duration::from_secs(9)));
+    thread::sleep(Duration::from_millis(300));
+    let before = child.resources().cpu;
+    let time = Duration::from_secs(1);
+    thread::sleep(time);
+    let used = child.resources().cpu - before;
+    // An I/O thread that spins would use a whole core.
+    assert!(used < time / 5, "the target used {used:?} of {time:?}");
+    transfer.cancel();
+    transfer.wait(Duration::from_secs(10)).expect("it ends").expect_err("nothing was answered");
+}
+
+/// Device memory whose copies wait until it is released.
+fn held_device(agent: &Agent, len: usize) -> (SlowMemory, Region) {
+    let device = SlowMemory::new(Arc::new(Mapping::anonymous(len).expect("memory")), 0, len, 1);
+    device.hold();
+    let region = agent.register_device(Arc::new(device.clone()), Access::READ_WRITE);
+    (device, region.expect("a region"))
+}
+
+#[test]
+fn a_damaged_transfer_ends_only_after_the_copies_to_its_device() {
+    let _bound = bounded();
+    let len = 64 * KIB;
+    for write in [true, false] {
+        let (near, far) = (checked("near"), checked("far"));
+        // In the payload of the first request, or of its answer.
+        let flip = Flip { connection: 1, towards_target: write, at: 1000 };
+        let relay = Relay::to(far.advertised(), Some(flip));
+        let peer = near.peer(&relay.address).expect("an address");
+        let (device, held) = held_device(if write { &far } else { &near }, len);
+        let other = if write { &near } else { &far }.allocate(len, Access::READ).expect("memory");
+        let transfer = match write {
+            true => peer.write_async(&batch(&other, &held.remote(), len), &within(SILENCE * 20)),
+            false => peer.read_async(&batch(&held, &other.remote(), len), &within(SILENCE * 20)),
+        };
+        eventually(Duration::from_secs(5), "the device is asked to copy", || device.pending() > 0);
+        let early = transfer.wait(Duration::from_millis(100));
+        device.release();
+        assert!(early.is_none(), "write {write}: the device was still copying: {early:?}");
+        let outcome = transfer.wait(Duration::from_secs(20)).expect("it ends");
+        let error = outcome.expect_err("a byte was flipped");
+        assert_eq!((error.kind(), error.quiesced()), (ErrorKind::Checksum, Some(true)));
+        assert_eq!(device.pending(), 0);
+    }
+}
+
+#[test]
+fn the_first_transfer_after_a_nat_forgot_idle_connections_goes_over_new_ones() {
+    let _bound = bounded();
+    // A session counts as idle for long after ten silence limits.
+    let silence = Duration::from_millis(300);
+    let start = || {
+        let tcp = Transports::parse("tcp").expect("a name");
+        Agent::builder().silence(silence).transports(tcp).start().expect("an agent")
+    };
+    let (near, far) = (start(), start());
+    let to = far.allocate(MIB, Access::WRITE).expect("memory");
+    let from = source(&near, MIB, 1);
+    // The NAT drops all connections, or the lanes only.
+    for kept in [0, 1] {
+        let relay = Relay::to(far.advertised(), None);
+        let peer = near.peer(&relay.address).expect("an address");
+        let moves = batch(&from, &to.remote(), 64 * KIB);
+        peer.write(&moves, &Options::default()).expect("a healthy write");
+        thread::sleep(11 * silence);
+        relay.plan.forget(kept);
+        let began = Instant::now();
+        peer.write(&moves, &within(Duration::from_secs(10)))
+            .unwrap_or_else(|e| panic!("{kept} connections kept: {e:?}"));
+        assert_within(began, UNDELAYED, "the first write after a long idle time");
     }
 }

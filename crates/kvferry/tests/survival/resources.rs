@@ -1,13 +1,13 @@
-//! What agents cost, and that they give it back.
+//! Memory, descriptors, threads and CPU time of agents.
 
 use super::*;
 use kvferry_testkit::process::Child;
 use std::thread;
 
-over!(tcp: agents_that_come_and_go_leave_nothing_behind, peers_that_meet_and_part_leave_nothing_behind);
-over!(local: agents_that_come_and_go_leave_nothing_behind, peers_that_meet_and_part_leave_nothing_behind);
+over!(tcp: started_and_stopped_agents_leak_nothing, connected_and_disconnected_peers_leak_nothing);
+over!(local: started_and_stopped_agents_leak_nothing, connected_and_disconnected_peers_leak_nothing);
 
-/// What a process may grow by, once everything has happened that happens for the first time.
+/// The largest growth of a process after the first round, in bytes.
 const GROWTH: u64 = MIB as u64;
 
 fn assert_no_growth(then: &Value, now: &Value, what: &str) {
@@ -19,10 +19,10 @@ fn assert_no_growth(then: &Value, now: &Value, what: &str) {
     assert!(grown <= GROWTH, "{grown} bytes more after {what}");
 }
 
-fn agents_that_come_and_go_leave_nothing_behind(transport: &str) {
+fn started_and_stopped_agents_leak_nothing(transport: &str) {
     let _bound = bounded();
     let mut child = Child::spawn();
-    // Two agents each time.
+    // Each round starts two agents.
     let mut start_and_stop = |times: u32| {
         let config = json!({"transports": transport});
         child.call(json!({"op": "start_and_stop", "times": times, "config": config}))
@@ -32,19 +32,19 @@ fn agents_that_come_and_go_leave_nothing_behind(transport: &str) {
     assert_no_growth(&first, &then, "200 more agents");
 }
 
-fn peers_that_meet_and_part_leave_nothing_behind(transport: &str) {
+fn connected_and_disconnected_peers_leak_nothing(transport: &str) {
     let _bound = bounded();
     let (mut target, address) = Child::with_agent(peer_config_over(transport));
     let to = target.allocate(64 * KIB, "w", 2);
     let mut child = Child::spawn();
     child.start(peer_config_over(transport));
     let from = child.allocate(64 * KIB, "", 1);
-    let mut meet_and_part = |times: u32| {
-        let mut asked = command("meet_and_part", &address, &from, &to.remote, 4096);
+    let mut connect_and_disconnect = |times: u32| {
+        let mut asked = command("connect_and_disconnect", &address, &from, &to.remote, 4096);
         asked["times"] = json!(times);
         let near = child.call(asked);
         let mut far = json!({});
-        eventually(Duration::from_secs(5), "the target forgets who parted", || {
+        eventually(Duration::from_secs(5), "the target ends the sessions", || {
             far = target.call(json!({"op": "stats"}));
             (&far["sessions"], &far["streams"]) == (&json!(0), &json!(0))
         });
@@ -55,10 +55,10 @@ fn peers_that_meet_and_part_leave_nothing_behind(transport: &str) {
         });
         (near, far)
     };
-    let (near, far) = meet_and_part(100);
-    let (near_then, far_then) = meet_and_part(1000);
-    assert_no_growth(&near, &near_then, "1000 meetings, at the caller");
-    assert_no_growth(&far, &far_then, "1000 meetings, at the target");
+    let (near, far) = connect_and_disconnect(100);
+    let (near_then, far_then) = connect_and_disconnect(1000);
+    assert_no_growth(&near, &near_then, "1000 connections, at the caller");
+    assert_no_growth(&far, &far_then, "1000 connections, at the target");
     assert!(target.call(json!({"op": "matches", "region": to.id, "seed": 1}))["matches"] == true);
 }
 
@@ -74,13 +74,13 @@ fn an_idle_agent_with_eight_sessions_uses_no_cpu() {
     let time = Duration::from_secs(3);
     thread::sleep(time);
     let used = child.resources().cpu - before;
-    // Nine agents live in that process; 0.5 % of a core for the one, with the factor of three.
+    // That process has nine agents; 0.5 % of a core for each, times three.
     let allowed = time.mul_f64(0.005 * 3.0);
     assert!(used <= allowed, "idle agents used {used:?} of {time:?}; {allowed:?} is allowed");
 }
 
 #[test]
-fn a_forked_process_is_told_so_and_the_agent_lives_on() {
+fn calls_in_a_forked_child_fail_and_the_parent_goes_on() {
     let _bound = bounded();
     let agent = agent();
     let to = agent.allocate(64 * KIB, Access::WRITE).expect("memory");
@@ -89,8 +89,8 @@ fn a_forked_process_is_told_so_and_the_agent_lives_on() {
     let from = child.allocate(64 * KIB, "", 1);
     child.call(command("write", agent.advertised(), &from, &to.remote(), 4096));
     for _ in 0..3 {
-        let told = child.call(command("fork", agent.advertised(), &from, &to.remote(), 4096));
-        assert_eq!(told["forked"], 3, "all three calls in the forked process say so");
+        let reply = child.call(command("fork", agent.advertised(), &from, &to.remote(), 4096));
+        assert_eq!(reply["forked"], 3, "all three calls in the forked child fail");
         let began = Instant::now();
         child.call(command("write", agent.advertised(), &from, &to.remote(), 4096));
         assert_within(began, UNDELAYED, "a write after a fork");
@@ -99,7 +99,7 @@ fn a_forked_process_is_told_so_and_the_agent_lives_on() {
 }
 
 #[test]
-fn sixty_four_agents_talk_to_each_other() {
+fn sixty_four_agents_write_to_and_read_from_each_other() {
     let _bound = bounded();
     let hub = agent();
     let from = source(&hub, 64 * KIB, 1);
@@ -115,7 +115,7 @@ fn sixty_four_agents_talk_to_each_other() {
             .iter()
             .map(|(other, to)| {
                 let peer = hub.peer(other.advertised()).expect("an address");
-                peer.write_async(batch(&from, &to.remote(), 4096), Options::default())
+                peer.write_async(&batch(&from, &to.remote(), 4096), &Options::default())
             })
             .collect();
         for transfer in running {
@@ -150,7 +150,7 @@ fn sixty_four_agents_talk_to_each_other() {
 }
 
 #[test]
-fn a_storm_of_signals_is_nothing() {
+fn signals_do_not_disturb_tcp_transfers() {
     let _bound = bounded();
     let agent = agent();
     let len = 8 * MIB;
@@ -162,12 +162,12 @@ fn a_storm_of_signals_is_nothing() {
     for (op, block) in [("write", len), ("write", 4096), ("read", 64 * KIB), ("write", 512)] {
         refill(&to, 1);
         let (mut signals, mut rounds) = (0, 0);
-        // How many signals a call gets is the machine's choice, how many all get is not.
+        // The number of signals per call varies; the total must reach 20.
         while rounds < 10 || signals <= 20 {
             rounds += 1;
             child.send(command(op, agent.advertised(), &from, &to.remote(), block));
             let done = loop {
-                child.disturb();
+                child.interrupt();
                 signals += 1;
                 if let Some(done) = child.reply_within(Duration::from_micros(300)) {
                     break done;
@@ -180,7 +180,7 @@ fn a_storm_of_signals_is_nothing() {
 }
 
 fn masks_of_native_threads(pid: u32) -> Vec<u64> {
-    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it lives");
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("the process runs");
     let native = tasks.flatten().filter_map(|task| {
         let read = |file: &str| std::fs::read_to_string(task.path().join(file)).ok();
         read("comm")?.starts_with("kvferry").then_some(())?;
@@ -192,11 +192,11 @@ fn masks_of_native_threads(pid: u32) -> Vec<u64> {
 }
 
 #[test]
-fn an_agent_says_nothing_and_takes_no_signals() {
+fn an_agent_prints_nothing_and_its_threads_block_all_signals() {
     let _bound = bounded();
     let mut child = Child::spawn();
     child.start(peer_config());
-    // A thread names itself, once it runs.
+    // A thread sets its name after its start.
     let mut masks = Vec::new();
     eventually(Duration::from_secs(2), "native threads run", || {
         masks = masks_of_native_threads(child.pid());
@@ -207,7 +207,7 @@ fn an_agent_says_nothing_and_takes_no_signals() {
             assert!(blocked & (1 << (signal - 1)) != 0, "signal {signal}: {blocked:#x}");
         }
     }
-    // A life with all kinds of trouble in it.
+    // Cause errors of several kinds.
     child.call(json!({"op": "start_and_stop", "times": 3, "config": {}}));
     let agent = agent();
     let gone = agent.allocate(64 * KIB, Access::WRITE).expect("memory");
@@ -217,7 +217,44 @@ fn an_agent_says_nothing_and_takes_no_signals() {
     agent.unregister(&gone).expect("registered");
     child.try_call(writing.clone()).expect_err("unregistered");
     agent.shutdown();
-    child.try_call(writing).expect_err("gone");
+    child.try_call(writing).expect_err("the peer is shut down");
     child.call(json!({"op": "shutdown"}));
-    assert_eq!(child.said(), "", "an agent is a guest");
+    assert_eq!(child.stderr(), "", "an agent prints nothing");
+}
+
+#[test]
+fn six_hundred_peers_that_connect_at_once_all_succeed() {
+    let _bound = bounded();
+    let mut child = Child::spawn();
+    let mut config = peer_config();
+    // A long limit, so that a slow machine can serve all of them. There are 256 places.
+    config["silence_ms"] = json!(6000);
+    config["listen"] = json!("0.0.0.0:0");
+    config["advertise"] = json!("127.0.0.1");
+    let address = child.start(config);
+    let port = address.rsplit(':').next().expect("host:port").to_owned();
+    let to = child.allocate(4 * KIB, "w", 2);
+    let tcp = Transports::parse("tcp").expect("a name");
+    let silence = Duration::from_secs(6);
+    let agent = Agent::builder().silence(silence).transports(tcp).start().expect("an agent");
+    let from = source(&agent, 4 * KIB, 1);
+    // All have connected and sent their hello before the first is accepted.
+    child.stop();
+    let running: Vec<_> = (0..600)
+        .map(|i| {
+            let peer = agent.peer(&format!("127.7.{}.{}:{port}", i / 200, 1 + i % 200));
+            let moves = batch(&from, &to.remote, 4 * KIB);
+            peer.expect("an address").write_async(&moves, &within(Duration::from_secs(30)))
+        })
+        .collect();
+    thread::sleep(Duration::from_millis(300));
+    child.resume();
+    let outcomes: Vec<_> = running
+        .iter()
+        .map(|transfer| transfer.wait(Duration::from_secs(40)).expect("ends"))
+        .collect();
+    let failed: Vec<_> = outcomes.iter().filter_map(|outcome| outcome.as_ref().err()).collect();
+    assert!(failed.is_empty(), "{} of 600 failed: {:?}", failed.len(), failed[0]);
+    let stats = child.call(json!({"op": "stats"}));
+    assert_eq!(stats["sessions"], 600, "{stats}");
 }

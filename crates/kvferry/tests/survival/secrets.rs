@@ -1,4 +1,4 @@
-//! Secrets: right, wrong, missing, on either side.
+//! Secrets: right, wrong or missing, on either side.
 
 use super::*;
 use kvferry::ErrorKind;
@@ -24,7 +24,7 @@ fn called(secret: Option<&str>) -> (Child, String) {
 }
 
 #[test]
-fn secrets_are_right_or_a_clear_error_on_both_sides() {
+fn a_wrong_or_missing_secret_is_a_clear_error_on_both_sides() {
     let _bound = bounded();
     let cases = [
         (None, None, None),
@@ -57,16 +57,16 @@ fn secrets_are_right_or_a_clear_error_on_both_sides() {
             ] {
                 let error = outcome.expect_err(&what);
                 assert_eq!(error.kind(), kind, "{what}: {error:?}");
-                let told = format!("{error} {error:?}");
-                assert!(!told.contains(RIGHT) && !told.contains(WRONG), "{what}: {told}");
+                let text = format!("{error} {error:?}");
+                assert!(!text.contains(RIGHT) && !text.contains(WRONG), "{what}: {text}");
             }
             assert_within(began, 4 * NOTICED, &what);
         }
-        assert!(child.memory(&region) == before, "{what}: a stranger wrote");
+        assert!(child.memory(&region) == before, "{what}: memory was written");
         let stats = child.call(json!({"op": "stats"}));
         assert!(stats["handshakes_failed"].as_u64() >= Some(1), "{what}: {stats}");
         assert_eq!(stats["sessions"], 0, "{what}");
-        // The other way round it is the same, as seen from there.
+        // The same from the other side.
         let theirs = child
             .try_call(json!({"op": "connect", "peer": agent.advertised(), "timeout_ms": 5000}));
         let mirrored = match kind {
@@ -81,7 +81,7 @@ fn secrets_are_right_or_a_clear_error_on_both_sides() {
 }
 
 #[test]
-fn a_wrong_secret_is_no_obstacle_for_the_right_one() {
+fn connections_with_a_wrong_secret_do_not_delay_the_right_one() {
     let _bound = bounded();
     let (mut child, address) = called(Some(RIGHT));
     let region = child.allocate(64 * KIB, "w", 2);

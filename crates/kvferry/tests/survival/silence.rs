@@ -1,4 +1,4 @@
-//! Peers that are stopped: they are connected and say nothing.
+//! Peers that are stopped: connected, but silent.
 
 use super::*;
 use kvferry::ErrorKind;
@@ -7,10 +7,10 @@ use kvferry_testkit::process::Child;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-/// Silence is noticed after one window; with the factor of three.
+/// Silence is noticed after one silence limit, times three.
 const HEARD: Duration = Duration::from_secs(3);
 
-/// Ends a loop beside the test, also when the test fails.
+/// Ends the loop of another thread on drop, also if the test fails.
 struct Ends<'a>(&'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -24,7 +24,7 @@ fn mark(region: &Region) {
 }
 
 #[test]
-fn a_stopped_peer_is_noticed_by_heartbeat_and_costs_nobody_else_anything() {
+fn a_stopped_peer_is_noticed_by_heartbeat_and_delays_no_other_peer() {
     let _bound = bounded();
     let agent = agent();
     let from = source(&agent, 32 * MIB, 1);
@@ -60,7 +60,7 @@ fn a_stopped_peer_is_noticed_by_heartbeat_and_costs_nobody_else_anything() {
             .expect_err("the peer is stopped");
         assert_within(began, HEARD, "a write to a stopped peer");
         assert_eq!(error.kind(), ErrorKind::PeerSilent, "{error:?}");
-        assert_eq!(error.quiesced(), Some(false), "nobody confirmed: {error:?}");
+        assert_eq!(error.quiesced(), Some(false), "the peer did not confirm: {error:?}");
         stopped.resume();
         let began = Instant::now();
         peer.write(&batch(&from, &region.remote, MIB), &Options::default())
@@ -78,7 +78,7 @@ fn a_stopped_peer_is_noticed_by_heartbeat_and_costs_nobody_else_anything() {
 }
 
 #[test]
-fn a_peer_stopped_before_it_is_met_is_noticed_as_soon() {
+fn a_peer_stopped_before_the_first_connection_is_noticed_in_time() {
     let _bound = bounded();
     let agent = agent();
     let from = source(&agent, MIB, 1);
@@ -86,10 +86,10 @@ fn a_peer_stopped_before_it_is_met_is_noticed_as_soon() {
     let region = child.allocate(MIB, "rw", 2);
     let moves = batch(&from, &region.remote, 4096);
     let mut late = Vec::new();
-    // Its kernel answers for it: with a connection for the session, or for the first stream.
-    for met in [false, true] {
+    // The kernel of a stopped peer still accepts connections: for the session or the first stream.
+    for connected in [false, true] {
         let peer = agent.peer(&address).expect("an address");
-        if met {
+        if connected {
             peer.connect(Duration::from_secs(5)).expect("the peer is there");
         } else {
             peer.disconnect();
@@ -103,36 +103,40 @@ fn a_peer_stopped_before_it_is_met_is_noticed_as_soon() {
                 peer.read(&moves, &Options::default())
             };
             let error = outcome.expect_err("the peer is stopped");
-            // Not stretched: there is room for a machine that is busy four times over.
+            // Not stretched: the limit has room for a fourfold load.
             late.extend((began.elapsed() > HEARD + SILENCE).then(|| {
-                format!("met: {met}, write: {write}, after {:?}: {error:?}", began.elapsed())
+                format!(
+                    "connected: {connected}, write: {write}, after {:?}: {error:?}",
+                    began.elapsed()
+                )
             }));
             let kinds = [ErrorKind::PeerSilent, ErrorKind::Deadline, ErrorKind::Unreachable];
             assert!(kinds.contains(&error.kind()), "{error:?}");
         }
         child.resume();
-        let began = Instant::now();
-        peer.write(&moves, &Options::default()).expect("the first call to a resumed peer");
-        assert_within(began, UNDELAYED, "the first call to a resumed peer");
+        // Calls are refused at once until a probe is answered.
+        eventually(SILENCE, "a call to a resumed peer", || {
+            peer.write(&moves, &Options::default()).is_ok()
+        });
         peer.disconnect();
     }
     assert!(late.is_empty(), "later than {:?}: {late:#?}", HEARD + SILENCE);
 }
 
 #[test]
-fn a_target_that_was_stopped_applies_nothing_of_what_its_kernel_held() {
+fn a_stopped_target_discards_the_bytes_that_its_kernel_held() {
     let _bound = bounded();
     let agent = agent();
     let cases: [(&str, usize, usize, Option<u64>, bool); 8] = [
-        // Whether the write begins before the stop, and when the stop follows.
+        // Name, length, block, milliseconds from write to stop (`None`: stop first), checksum.
         ("one block in the kernel", 4 * KIB, 4 * KIB, None, false),
         ("small blocks in the kernel", 64 * KIB, 512, None, true),
         ("a megabyte in the kernel", MIB, 4 * KIB, None, false),
-        ("more than the kernel takes", 48 * MIB, 48 * MIB, None, false),
-        ("blocks, stopped at once", 48 * MIB, 32 * KIB, Some(0), false),
-        ("blocks, stopped in the middle", 48 * MIB, 32 * KIB, Some(3), true),
-        ("one range, stopped in the middle", 48 * MIB, 48 * MIB, Some(6), false),
-        ("one range, stopped later", 48 * MIB, 48 * MIB, Some(12), false),
+        ("more than the kernel takes", 24 * MIB, 24 * MIB, None, false),
+        ("blocks, stopped at once", 24 * MIB, 32 * KIB, Some(0), false),
+        ("blocks, stopped in the middle", 24 * MIB, 32 * KIB, Some(3), true),
+        ("one range, stopped in the middle", 24 * MIB, 24 * MIB, Some(6), false),
+        ("one range, stopped later", 24 * MIB, 24 * MIB, Some(12), false),
     ];
     let mut children: Vec<_> = cases
         .iter()
@@ -143,7 +147,7 @@ fn a_target_that_was_stopped_applies_nothing_of_what_its_kernel_held() {
             let region = child.allocate(*len, "w", 2);
             let peer = agent.peer(&address).expect("an address");
             let from = source(&agent, *len, 1);
-            // Not only a session: streams that the first round uses.
+            // Opens the streams that the first round uses.
             peer.write(&batch(&from, &region.remote, *len), &Options::default()).expect("healthy");
             (child, region, peer, from)
         })
@@ -166,7 +170,7 @@ fn a_target_that_was_stopped_applies_nothing_of_what_its_kernel_held() {
             if delay.is_none() {
                 child.stop();
             }
-            let transfer = peer.write_async(moves, within(Duration::from_secs(20)));
+            let transfer = peer.write_async(&moves, &within(Duration::from_secs(20)));
             if let Some(ms) = delay {
                 thread::sleep(Duration::from_millis(*ms));
                 child.stop();
@@ -189,7 +193,7 @@ fn a_target_that_was_stopped_applies_nothing_of_what_its_kernel_held() {
             }
         }
         assert!(unconfirmed >= 5, "only {unconfirmed} transfers were caught by the stop");
-        // Past the window for all of them, and for their own timers.
+        // Longer than the silence limit of both sides.
         thread::sleep(2 * SILENCE);
         let held: Vec<_> =
             children.iter().map(|(child, region, ..)| child.memory(region)).collect();
@@ -227,7 +231,7 @@ fn a_target_that_was_stopped_applies_nothing_of_what_its_kernel_held() {
 }
 
 #[test]
-fn a_short_stop_is_no_death() {
+fn a_short_stop_fails_no_transfer() {
     let _bound = bounded();
     let agent = agent();
     let from = source(&agent, 32 * MIB, 1);
@@ -236,20 +240,20 @@ fn a_short_stop_is_no_death() {
     let peer = agent.peer(&address).expect("an address");
     peer.connect(Duration::from_secs(5)).expect("the peer is there");
     child.stop();
-    let transfer = peer.write_async(batch(&from, &region.remote, 64 * KIB), Options::default());
+    let transfer = peer.write_async(&batch(&from, &region.remote, 64 * KIB), &Options::default());
     thread::sleep(SILENCE / 4);
     child.resume();
     transfer
         .wait(Duration::from_secs(10))
         .expect("it ends")
-        .expect("a stop of a quarter of the silence window is nothing");
+        .expect("a stop of a quarter of the silence limit fails no transfer");
     assert!(
         child.call(json!({"op": "matches", "region": region.id, "seed": 1}))["matches"] == true
     );
 }
 
 #[test]
-fn a_stopped_writer_loses_its_claim_on_the_memory() {
+fn a_stopped_writer_does_not_resume_its_old_request() {
     let _bound = bounded();
     let agent = agent();
     let to = agent.allocate(32 * MIB, Access::WRITE).expect("memory");
@@ -278,8 +282,8 @@ fn a_stopped_writer_loses_its_claim_on_the_memory() {
     thread::sleep(SILENCE);
     child.send(json!({"op": "stop_writing", "writer": writer}));
     child.resume();
-    // It may write again, in a new session and under new rules; what must not happen is that the
-    // old request goes on. The command that stops it was there before it was resumed.
+    // The writer may write again in a new session, but its old request must not go on. The command
+    // to stop was sent before it was resumed.
     let report = child
         .reply_within(Duration::from_secs(20))
         .expect("the writer stops")
@@ -298,7 +302,7 @@ fn a_blocked_call_can_be_interrupted() {
     let peer = agent.peer(&address).expect("an address");
     let moves = batch(&from, &region.remote, MIB);
     for write in [true, false] {
-        // Not only a session: streams that the next call uses.
+        // Opens the streams that the next call uses.
         peer.write(&moves, &Options::default()).expect("a healthy write");
         child.stop();
         let began = Instant::now();
@@ -307,7 +311,7 @@ fn a_blocked_call_can_be_interrupted() {
         let outcome =
             if write { peer.write(&moves, &options) } else { peer.read(&moves, &options) };
         let error = outcome.expect_err("the peer is stopped");
-        // Asked every 100 ms; then the peer has its silence window to confirm, and can't.
+        // The interrupt is checked every 100 ms; then the call waits for the peer to confirm.
         assert_within(began, Duration::from_millis(250) + 2 * SILENCE, "an interrupted call");
         assert_eq!(error.kind(), ErrorKind::Interrupted, "{error:?}");
         if write {
@@ -316,7 +320,7 @@ fn a_blocked_call_can_be_interrupted() {
         child.resume();
         peer.write(&moves, &Options::default()).expect("a healthy write");
     }
-    // Where the peer answers, nothing is waited for; and there is nothing to interrupt before.
+    // With a peer that answers, an interrupted call returns at once.
     for write in [true, false] {
         let began = Instant::now();
         let interrupt = || true;
@@ -328,5 +332,39 @@ fn a_blocked_call_can_be_interrupted() {
             assert_eq!(error.kind(), ErrorKind::Interrupted, "{error:?}");
             assert_ne!(error.quiesced(), Some(false), "{error:?}");
         }
+    }
+}
+
+#[test]
+fn calls_to_a_peer_known_to_be_silent_fail_at_once_until_a_probe_finds_it_back() {
+    let _bound = bounded();
+    let agent = agent();
+    let from = source(&agent, MIB, 1);
+    let (mut child, address) = Child::with_agent(peer_config());
+    let region = child.allocate(MIB, "rw", 2);
+    let moves = batch(&from, &region.remote, 4096);
+    let peer = agent.peer(&address).expect("an address");
+    // Silence is noticed during a transfer, or while connecting.
+    for connected in [true, false] {
+        if connected {
+            peer.write(&moves, &Options::default()).expect("a healthy write");
+        } else {
+            peer.disconnect();
+        }
+        child.stop();
+        let error = peer.write(&moves, &Options::default()).expect_err("the peer is stopped");
+        assert_eq!(error.kind(), ErrorKind::PeerSilent, "connected: {connected}: {error:?}");
+        let began = Instant::now();
+        for _ in 0..20 {
+            let error = peer.write(&moves, &Options::default()).expect_err("the peer is stopped");
+            assert_eq!(error.kind(), ErrorKind::PeerSilent, "connected: {connected}: {error:?}");
+            assert!(error.context("since").is_some(), "connected: {connected}: {error:?}");
+            let running = peer.write_async(&moves, &Options::default());
+            running.wait(SILENCE).expect("it ends").expect_err("the peer is stopped");
+        }
+        assert_within(began, SILENCE, "40 calls to a peer that is known to be silent");
+        child.resume();
+        eventually(3 * SILENCE, "a probe finds the peer back", || peer.transport().is_some());
+        peer.write(&moves, &Options::default()).expect("the first call after a probe");
     }
 }

@@ -1,4 +1,4 @@
-//! What happens at a target in another process, seen from there.
+//! Effects of transfers on a target in another process, checked there.
 
 use super::*;
 use kvferry::ErrorKind;
@@ -30,7 +30,7 @@ fn a_source_may_be_rewritten_as_soon_as_its_call_returned() {
         let outcome = peer.write(&moves, &within(Duration::from_millis(timeout_ms)));
         from.write_at(0, &vec![MARKER; from.len()]).expect("owned memory");
         thread::sleep(Duration::from_millis(30));
-        let held = child.call(json!({"op": "holds", "region": region.id, "byte": MARKER}));
+        let held = child.call(json!({"op": "count_bytes", "region": region.id, "byte": MARKER}));
         assert_eq!(held["count"], 0, "after {timeout_ms} ms: {outcome:?}");
         if let Err(error) = outcome {
             assert_eq!(error.kind(), ErrorKind::Deadline, "{error:?}");
@@ -39,7 +39,7 @@ fn a_source_may_be_rewritten_as_soon_as_its_call_returned() {
 }
 
 #[test]
-fn a_confirmed_cancel_is_an_end_for_both_processes() {
+fn no_byte_is_read_and_none_lands_after_a_confirmed_cancel() {
     let _bound = bounded();
     let agent = agent();
     let (mut child, address) = Child::with_agent(peer_config());
@@ -50,14 +50,15 @@ fn a_confirmed_cancel_is_an_end_for_both_processes() {
     let mut cancelled = 0;
     for us in [0, 200, 600, 1500, 3000, 6000, 9000] {
         refill(&from, 1);
-        let transfer = peer.write_async(batch(&from, &region.remote, 16 * KIB), Options::default());
+        let transfer =
+            peer.write_async(&batch(&from, &region.remote, 16 * KIB), &Options::default());
         thread::sleep(Duration::from_micros(us));
         transfer.cancel();
         let outcome = transfer.wait(Duration::from_secs(10)).expect("a cancel ends it");
         from.write_at(0, &vec![MARKER; from.len()]).expect("owned memory");
         let at_end = digest(&mut child, &region);
         assert_quiet(&mut child, &region, &at_end, &format!("after {outcome:?}"));
-        let held = child.call(json!({"op": "holds", "region": region.id, "byte": MARKER}));
+        let held = child.call(json!({"op": "count_bytes", "region": region.id, "byte": MARKER}));
         assert_eq!(held["count"], 0, "{outcome:?}");
         if let Err(error) = outcome {
             assert_eq!(error.kind(), ErrorKind::Cancelled, "{error:?}");
@@ -69,7 +70,7 @@ fn a_confirmed_cancel_is_an_end_for_both_processes() {
 }
 
 #[test]
-fn memory_that_its_owner_took_back_is_left_alone() {
+fn no_byte_lands_after_the_owner_unregistered_the_memory() {
     let _bound = bounded();
     let agent = agent();
     let (mut child, address) = Child::with_agent(peer_config());
@@ -79,7 +80,7 @@ fn memory_that_its_owner_took_back_is_left_alone() {
         let region = child.allocate(32 * MIB, "w", 2);
         let block = if i % 2 == 0 { 32 * MIB } else { 16 * KIB };
         let began = Instant::now();
-        let transfer = peer.write_async(batch(&from, &region.remote, block), Options::default());
+        let transfer = peer.write_async(&batch(&from, &region.remote, block), &Options::default());
         thread::sleep(Duration::from_millis(ms));
         let at_return =
             child.call(json!({"op": "unregister", "region": region.id}))["digest"].clone();
@@ -100,7 +101,7 @@ fn bad_ranges_are_refused_by_the_target_itself() {
     let agent = agent();
     let (mut child, address) = Child::with_agent(peer_config());
     let region = child.allocate(64 * KIB, "rw", 2);
-    // New mappings are put right before older ones: what lies between them is not registered.
+    // The kernel places new mappings right before older ones: unregister the one in between.
     let between = child.allocate(64 * KIB, "rw", 2);
     let read_only = child.allocate(64 * KIB, "r", 2);
     child.call(json!({"op": "unregister", "region": between.id}));

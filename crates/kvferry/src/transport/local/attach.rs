@@ -1,17 +1,23 @@
 //! The initiator finds out whether its peer is on the same host, and within reach.
+//!
+//! Any process of this network namespace can listen on the peer's abstract name if the peer does
+//! not. So the initiator sends nothing to a listener of another user, proves the session's key in a
+//! form that is useless outside this socket, and does nothing else before the listener has proved
+//! the key, too. [`ROUNDS`] detects a listener that does not answer.
 
 use super::copier::lost;
+use super::maps::Maps;
+use super::route::LocalRoute;
 use super::{LocalPeer, name_of};
-use crate::error::{Error, ErrorKind};
-use crate::memory::registry::RegistryView;
+use crate::host::is_on_this_host;
+use crate::memory::registry::{RegistryView, Seen};
 use crate::memory::writers::WriterPage;
 use crate::reactor::{Cause, Cx, Handler, Next, now};
-use crate::session::control::Met;
-use crate::session::link::Link;
-use crate::session::service::PROBE;
-use crate::sync::atomic::{AtomicBool, AtomicU64};
-use crate::sync::{Arc, Mutex, PoisonError, RwLock};
-use crate::transport::TransportKind;
+use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use crate::sync::{Arc, Mutex};
+use crate::transfer::link::Link;
+use crate::transfer::requests::PROBE;
+use crate::transport::service::Attached;
 use kvferry_proto::auth::macs_equal;
 use kvferry_proto::local::{PACKET_LEN, PROBE_LEN};
 use kvferry_proto::{CAPABILITY_LOCAL, LocalPacket, RegionId, StreamId, Timestamp, WireCode};
@@ -22,73 +28,59 @@ use kvferry_sys::{fd::Fd, process_vm};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 
-/// Attaches to the peer of a session that was established a moment ago, if it is on this host;
-/// then tells `met`, either way.
-pub(crate) fn attach(link: &Arc<Link>, met: Met) {
+const NOT_THE_PEER: &str = "the process that listens on the peer's local name is not the peer";
+
+/// Requests that the peer answers over the control connection, one after the other, while its local
+/// socket stays silent, before the initiator concludes that another process listens there.
+///
+/// The peer's control thread serves both. Between two answers it accepts 64 local connections, and
+/// at most 1024 wait, so the peer itself would have answered by then. A request takes one round
+/// trip: tens of microseconds within a host.
+const ROUNDS: u32 = 32;
+
+/// Attaches to the peer of a newly established session, if it is on this host.
+pub(super) fn attach(link: &Arc<Link>, attached: Attached) {
     match begin(link) {
-        Ok(Begun { channel, page, stream }) => {
-            let control = &link.core.control;
+        Ok(Begun { channel, pid, page, stream }) => {
+            let control = &link.core.threads.control;
             let token = control.token();
             let handler = Attach {
                 link: Arc::clone(link),
                 token,
                 channel: Arc::new(channel),
+                pid,
+                rounds: Rounds::default(),
                 stage: Stage::Offer { page, stream },
-                met: Some(met),
-                deadline: now() + link.core.handshake_timeout(),
+                attached: Some(attached),
+                deadline: now() + link.core.settings.handshake_timeout(),
                 was_reset: false,
             };
             control.add(token, Box::new(handler));
         }
-        Err(obstacle) => conclude(link, Some(obstacle), met),
+        Err(obstacle) => failed(link, obstacle, attached),
     }
 }
 
-/// Says how it went: with `local`, or why not.
-fn conclude(link: &Arc<Link>, obstacle: Option<String>, met: Met) {
-    if let Some(end) = link.session_end() {
-        return met(link, Err(end));
+fn failed(link: &Link, obstacle: String, attached: Attached) {
+    if link.end().is_none() && is_on_this_host(link.peer_addr) {
+        tracing::warn!(
+            peer = %link.address, reason = %obstacle,
+            "the peer is on this host, but its memory is out of reach"
+        );
     }
-    if let Some(obstacle) = obstacle {
-        if !link.core.allows(TransportKind::Tcp) {
-            // One that is ending looks the same, and has said so by the time it would answer.
-            let asked = Arc::clone(link);
-            let answered = Box::new(move |_, _| unsupported(&asked, &obstacle, met));
-            return link.request(PROBE, Vec::new(), link.core.handshake_timeout(), answered);
-        }
-        if link.core.allows(TransportKind::Local) && link.is_same_host() {
-            tracing::warn!(
-                peer = %link.address, reason = %obstacle,
-                "the peer is on this host, but bytes go over tcp"
-            );
-        }
-        link.set_obstacle(obstacle);
-    }
-    met(link, Ok(()));
-}
-
-/// Nothing that is allowed reaches a peer that lives.
-fn unsupported(link: &Arc<Link>, obstacle: &str, met: Met) {
-    let error = link.session_end().unwrap_or_else(|| {
-        let what = format!("local is the only transport allowed, and {obstacle}");
-        let error = Error::new(ErrorKind::Unsupported, what).with("peer", &link.address);
-        link.close(error.clone());
-        error
-    });
-    met(link, Err(error));
+    attached(Some(obstacle));
 }
 
 struct Begun {
     channel: Channel,
+    /// The listener's pid; `None` if it is in another process namespace.
+    pid: Option<i32>,
     page: WriterPage,
     stream: StreamId,
 }
 
-/// Introduces us to the peer, if we may and it listens.
+/// Starts the attachment, if the peer permits it and listens.
 fn begin(link: &Arc<Link>) -> Result<Begun, String> {
-    if !link.core.is_local() {
-        return Err(link.core.local_obstacle());
-    }
     let info = link.info().expect("the session is established");
     if info.capabilities & CAPABILITY_LOCAL == 0 {
         return Err("the peer does not allow local".into());
@@ -100,45 +92,57 @@ fn begin(link: &Arc<Link>) -> Result<Begun, String> {
         if e.kind() == io::ErrorKind::ConnectionRefused {
             "the peer is on another host, or in another network namespace".to_owned()
         } else {
-            format!("the peer's local socket can't be connected to: {e}")
+            format!("can't connect to the peer's local socket: {e}")
         }
     })?;
+    let listener =
+        channel.credentials().map_err(|e| format!("the peer's process is not known: {e}"))?;
+    if listener.uid != unix::user() {
+        return Err("the process that listens on the peer's local name runs as another user".into());
+    }
     let failed = |e: io::Error| format!("the page of gates can't be made: {e}");
     let page = WriterPage::create().map_err(failed)?;
-    let native = link.native.as_ref().expect("established sessions are native");
-    let hello = native.session.lock().unwrap_or_else(PoisonError::into_inner).stream_hello();
-    let (stream, hello) = hello.ok_or("the session ended")?;
+    let (stream, hello) = link.backend().local_hello().ok_or("the session ended")?;
     match channel.send(&hello, &[page.fd()]) {
         Ok(()) => {}
-        // It hung up at once; it has said why.
+        // It closed the connection at once, and has sent the reason.
         Err(e)
             if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
         Err(e) => return Err(format!("the peer's local socket can't be written to: {e}")),
     }
-    Ok(Begun { channel, page, stream })
+    Ok(Begun { channel, pid: listener.pid, page, stream })
 }
 
 enum Stage {
-    /// The peer is to say where its probe lies.
+    /// Waiting for the address of the peer's probe.
     Offer {
         page: WriterPage,
         stream: StreamId,
     },
-    /// The peer is to say that it knows our gates.
+    /// Waiting for the peer's confirmation that it has mapped this side's gates.
     Attached {
         peer: Box<LocalPeer>,
     },
-    /// It can be copied to; memory it shares may still come.
+    /// Attached; memory that the peer shares may still arrive.
     Live(Arc<LocalPeer>),
     Over,
+}
+
+/// Sends requests to the peer while its local socket has not answered.
+#[derive(Default)]
+struct Rounds {
+    asked: u32,
+    answered: Arc<AtomicU32>,
 }
 
 struct Attach {
     link: Arc<Link>,
     token: u64,
     channel: Arc<Channel>,
+    pid: Option<i32>,
+    rounds: Rounds,
     stage: Stage,
-    met: Option<Met>,
+    attached: Option<Attached>,
     deadline: Timestamp,
     was_reset: bool,
 }
@@ -146,11 +150,11 @@ struct Attach {
 impl Attach {
     fn fail(&mut self, obstacle: String) -> Next {
         if let Stage::Live(peer) = std::mem::replace(&mut self.stage, Stage::Over) {
-            // A peer that lives keeps this socket for as long as the session is up.
+            // A live peer keeps this socket open for as long as the session is up.
             lost(&self.link, peer.loss(obstacle.clone()));
         }
-        if let Some(met) = self.met.take() {
-            conclude(&self.link, Some(obstacle), met);
+        if let Some(attached) = self.attached.take() {
+            failed(&self.link, obstacle, attached);
         }
         Next::Close
     }
@@ -172,18 +176,14 @@ impl Attach {
                     return Err(format!("the peer refused: {}", in_words(code)));
                 }
                 let peer: Arc<LocalPeer> = Arc::from(peer);
-                if let Some(obstacle) = peer.obstacle() {
-                    // Only memory that it shares can be reached.
-                    self.link.set_obstacle(obstacle.to_owned());
-                }
                 tracing::info!(
                     peer = %self.link.address, pid = peer.pid, by_number = peer.vm.is_ok(),
                     "the peer is on this host: bytes are copied, not sent"
                 );
-                self.link.set_local(&peer);
+                self.link.add_route(Arc::new(LocalRoute(Arc::clone(&peer))));
                 self.stage = Stage::Live(peer);
-                if let Some(met) = self.met.take() {
-                    conclude(&self.link, None, met);
+                if let Some(attached) = self.attached.take() {
+                    attached(None);
                 }
                 Ok(())
             }
@@ -193,11 +193,11 @@ impl Attach {
                 Ok(())
             }
             (Stage::Live(peer), LocalPacket::Unmapped { region }) => {
-                peer.set_map(region, None);
+                peer.maps.forget(region);
                 self.stage = Stage::Live(peer);
                 Ok(())
             }
-            _ => Err("the peer's local socket sent something out of turn".into()),
+            _ => Err("the peer's local socket sent an unexpected packet".into()),
         }
     }
 
@@ -209,36 +209,29 @@ impl Attach {
         probe: u64,
         mac: &[u8; kvferry_proto::auth::MAC_LEN],
     ) -> Result<(), String> {
-        let native = self.link.native.as_ref().expect("attached sessions are native");
-        let expected =
-            native.session.lock().unwrap_or_else(PoisonError::into_inner).local_mac(stream);
+        let expected = self.link.backend().local_mac(stream);
         if !expected.is_some_and(|expected| macs_equal(&expected, mac)) {
-            return Err("who listens on the peer's name is not the peer".into());
+            return Err(NOT_THE_PEER.into());
         }
         let channel = &self.channel;
-        let said = |what: &'static str| move |e: io::Error| format!("{what}: {e}");
-        let who = channel.credentials().map_err(said("the peer's process is not known"))?;
-        if who.uid != unix::user() {
-            return Err(in_words(WireCode::AccessDenied).into());
-        }
+        let context = |what: &'static str| move |e: io::Error| format!("{what}: {e}");
         let pidfd: Fd =
-            channel.peer_pidfd().map_err(said("the peer's process can't be watched"))?;
+            channel.peer_pidfd().map_err(context("the peer's process can't be watched"))?;
         let registry =
-            RegistryView::open(registry).map_err(said("the peer's regions can't be mapped"))?;
-        let (vm, reply) = self.probe(who.pid, probe);
+            RegistryView::open(registry).map_err(context("the peer's regions can't be mapped"))?;
+        let (vm, reply) = self.probe(probe);
         channel
             .send(&reply.encode(), &[])
-            .map_err(said("the peer's local socket can't be written to"))?;
+            .map_err(context("the peer's local socket can't be written to"))?;
         let peer = LocalPeer {
             handler: self.token,
-            pid: who.pid.unwrap_or_default(),
+            pid: self.pid.unwrap_or_default(),
             vm,
             channel: Arc::clone(channel),
             pidfd,
             registry,
             page,
-            maps: RwLock::default(),
-            asked: Mutex::default(),
+            maps: Maps::default(),
             gates: Mutex::default(),
             seen_alive: AtomicU64::new(0),
             detached: AtomicBool::new(false),
@@ -247,10 +240,32 @@ impl Attach {
         Ok(())
     }
 
-    /// Reads the peer's probe under its process number.
-    fn probe(&self, pid: Option<i32>, at: u64) -> (Result<(), String>, LocalPacket) {
+    /// Sends the next request over the control connection. False after the last one.
+    fn next_round(&mut self) -> bool {
+        if self.rounds.answered.load(Ordering::Relaxed) < self.rounds.asked {
+            return true;
+        }
+        if self.rounds.asked == ROUNDS {
+            return false;
+        }
+        self.rounds.asked += 1;
+        let answered = Arc::clone(&self.rounds.answered);
+        let (control, token) = (self.link.core.threads.control.clone(), self.token);
+        let budget = self.link.core.settings.handshake_timeout();
+        let count = Box::new(move |code: WireCode, _| {
+            if code.is_ok() {
+                answered.fetch_add(1, Ordering::Relaxed);
+                control.wake(token);
+            }
+        });
+        self.link.request(PROBE, Vec::new(), budget, count);
+        true
+    }
+
+    /// Reads the peer's probe by its pid.
+    fn probe(&self, at: u64) -> (Result<(), String>, LocalPacket) {
         let refused = LocalPacket::Probe { code: WireCode::Unsupported, bytes: [0; PROBE_LEN] };
-        let Some(pid) = pid else {
+        let Some(pid) = self.pid else {
             return (Err("the peer is in another process namespace".into()), refused);
         };
         let mut bytes = [0; PROBE_LEN];
@@ -272,8 +287,10 @@ fn mapped(
     fd: Option<std::os::fd::OwnedFd>,
 ) {
     let (true, Some(fd), Ok(len)) = (code.is_ok(), fd, usize::try_from(len)) else { return };
-    match Shared::open(fd, len, true) {
-        Ok(map) => peer.set_map(region, Some(map)),
+    // The memory of a region that is gone is not mapped.
+    let Some(writable) = peer.registry.index().known(region).map(Seen::is_writable) else { return };
+    match Shared::open(fd, len, writable) {
+        Ok(map) => peer.maps.fill(region, map),
         Err(e) => tracing::debug!(%region, error = %e, "a peer's memory can't be mapped"),
     }
 }
@@ -329,7 +346,7 @@ impl Handler for Attach {
                     }
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
-                // Said once, before what the peer sent when it hung up.
+                // Sent once, before the peer closed its socket.
                 Err(e) if e.kind() == io::ErrorKind::ConnectionReset && !self.was_reset => {
                     self.was_reset = true;
                 }
@@ -341,6 +358,9 @@ impl Handler for Attach {
         }
         if matches!(self.stage, Stage::Live(_)) {
             return Next::Wait { interest: Interest::Read, deadline: None };
+        }
+        if matches!(self.stage, Stage::Offer { .. }) && !self.next_round() {
+            return self.fail(NOT_THE_PEER.into());
         }
         if cx.now >= self.deadline {
             return self.fail("the peer's local socket does not answer in time".into());

@@ -1,4 +1,4 @@
-//! Walking over both sides of a batch at once, a chunk at a time.
+//! Copies a range of a batch, one chunk at a time.
 
 use super::copy::{Broken, Targets};
 use super::{CHUNK, LocalPeer};
@@ -6,15 +6,15 @@ use crate::error::{Error, ErrorKind};
 use crate::memory::cursor::{Fault, Gather, Lent, Pieces, Position, Scatter, Sink, Source};
 use crate::memory::device::Wake;
 use crate::memory::gate::Gate;
-use crate::session::link::Link;
+use crate::transfer::link::Link;
 use crate::sync::Arc;
 use crate::transfer::batch::Batch;
 use crate::transfer::job::Op;
-use crate::transport::{local_fault, refusal};
+use crate::transport::refusal::{local_fault, refusal};
 use kvferry_proto::{Timestamp, WireCode};
 use std::io;
 
-/// Where a batch goes.
+/// The local and remote sides of a batch.
 pub(super) struct Way<'a> {
     pub(super) link: &'a Arc<Link>,
     pub(super) peer: &'a LocalPeer,
@@ -34,7 +34,7 @@ enum Local {
 }
 
 impl Copier {
-    /// `bytes` from `at` on; our memory is touched inside `gate`.
+    /// `bytes` from `at` on; local memory is touched inside `gate`.
     pub(super) fn new(
         op: Op,
         pieces: &Arc<Pieces>,
@@ -66,7 +66,7 @@ impl Copier {
         now: Timestamp,
     ) -> Result<Lent, Error> {
         let Some(gate) = way.peer.page.gate() else {
-            // As many threads as there are gates copy to this peer: they will be done soon.
+            // All gates are in use by other threads that copy to this peer; one will be free soon.
             crate::sync::thread::yield_now();
             return Ok(Lent::Moved(0));
         };
@@ -95,7 +95,7 @@ impl Copier {
         Ok(lent)
     }
 
-    /// Whether all bytes that were copied are where they belong. Asked when all were.
+    /// Whether all copied bytes are in place. Called when no bytes remain.
     pub(super) fn flush(&mut self, way: &Way<'_>) -> Result<Lent, Error> {
         match &mut self.local {
             Local::From(_) => Ok(Lent::Moved(0)),
@@ -104,24 +104,29 @@ impl Copier {
     }
 }
 
-/// Ends the session with a peer that is gone: the next transfer meets it afresh.
+/// Ends the session with a peer that is gone: the next transfer connects again.
 ///
-/// Not only the copying: what went over the session's other lanes now would fail without saying
-/// whether anything still lands.
+/// The whole session ends, not only the local route: requests on its other lanes would fail without
+/// a confirmation that none of their bytes arrive any more.
 ///
-/// Answers why it has ended, which may have been for another reason.
+/// Returns why the session has ended, which may have happened earlier for another reason.
 pub(super) fn lost(link: &Arc<Link>, error: Error) -> Error {
     if let Some(end) = link.end() {
         return end.clone();
     }
     let error = error.with("peer", &link.address);
-    link.close(error.clone());
+    link.close(WireCode::Closed, error.clone());
     error
 }
 
 impl LocalPeer {
-    /// What it means that a pair of a batch is out of reach: the peer would refuse it, or it was
-    /// shut down, and its regions went with it, before its farewell was read.
+    /// Why the session ended, if the peer is gone.
+    pub(crate) fn gone(&self, link: &Arc<Link>) -> Option<Error> {
+        self.look().err().map(|error| lost(link, error))
+    }
+
+    /// The error of a pair that is out of reach: the peer would refuse it, or the peer was shut
+    /// down, which removed its regions before its goodbye was read.
     pub(crate) fn refused(
         &self,
         link: &Arc<Link>,
@@ -137,7 +142,8 @@ impl LocalPeer {
 }
 
 impl Way<'_> {
-    /// Our own memory can't be used, unless the session's end is the reason for that, too.
+    /// The error of local memory that can't be used, unless the session's end is the reason for
+    /// that.
     fn failed(&self, fault: Fault) -> Error {
         match (self.link.end(), fault) {
             (Some(end), _) => end.clone(),

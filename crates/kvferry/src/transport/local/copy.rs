@@ -1,7 +1,7 @@
-//! Looking ranges of the peer up, and copying to and from them.
+//! Resolves ranges of the peer, and copies to and from them.
 
-use super::LocalPeer;
-use crate::agent::Core;
+use super::{ENDED, LocalPeer};
+use crate::core::Core;
 use crate::error::{Error, ErrorKind};
 use crate::memory::cursor::{Pieces, Position};
 use crate::memory::gate::Touches;
@@ -52,11 +52,11 @@ struct TargetRegion {
 pub(crate) enum Unreached {
     /// The peer would refuse the pair with this number.
     Refused { code: WireCode, pair: usize },
-    /// It may go by another transport.
+    /// Another transport may reach it.
     Elsewhere,
 }
 
-/// Why a copy came to nothing.
+/// Why a copy failed.
 #[derive(Debug)]
 pub(crate) enum Broken {
     /// The peer, or this session with it, is gone.
@@ -66,14 +66,14 @@ pub(crate) enum Broken {
 }
 
 impl LocalPeer {
-    /// Looks every remote range of a batch up.
+    /// Resolves all remote ranges of a batch.
     pub(crate) fn targets(&self, batch: &Batch, op: Op) -> Result<Targets, Unreached> {
         let mut targets = Targets::default();
         self.look_up_into(&mut targets, batch, op)?;
         Ok(targets)
     }
 
-    /// Looks every remote range of a batch up, into room that may have been used before.
+    /// Resolves all remote ranges of a batch, reusing the allocations of `self`.
     pub(super) fn look_up_into(
         &self,
         targets: &mut Targets,
@@ -86,7 +86,7 @@ impl LocalPeer {
         };
         let mut found = self.look_up(targets, batch, need);
         if matches!(found, Err((Missed::Misfit(_), _))) {
-            // Once more in any case: somebody else may have brought it up to date meanwhile.
+            // Resolved once more in any case: another thread may have updated the index meanwhile.
             self.registry.catch_up();
             found = self.look_up(targets, batch, need);
         }
@@ -116,7 +116,8 @@ impl LocalPeer {
             let region = match targets.regions.iter().rposition(|known| known.seen == seen) {
                 Some(known) => known,
                 None => {
-                    let map = seen.is_shared().then(|| self.map_of(seen.id())).flatten();
+                    let map = seen.is_shared().then(|| self.map_of(&index, seen.id())).flatten();
+                    let map = map.filter(|map| map.is_writable() || !need.write);
                     if map.is_none() && self.vm.is_err() {
                         return Err((Missed::Elsewhere, pair));
                     }
@@ -131,8 +132,8 @@ impl LocalPeer {
         Ok(())
     }
 
-    /// Copies between `spans` and the remote ranges of a batch from `at` on, as much as one piece
-    /// of work should. The spans are the local memory there, lent inside a gate of ours.
+    /// Copies between `spans` and the remote ranges of a batch from `at` on, at most one chunk. The
+    /// spans are the local memory there, lent inside a gate of this process.
     pub(super) fn copy(
         &self,
         core: &Core,
@@ -144,7 +145,7 @@ impl LocalPeer {
     ) -> Result<usize, Broken> {
         self.check_alive(now).map_err(Broken::Gone)?;
         let inside = gate.enter(targets.touches);
-        if !self.is_attached() || !core.pulse.is_fresh(now) {
+        if !self.is_attached() || !core.suspend.is_fresh(now) {
             drop(inside);
             let what = "the session with the peer ended";
             return Err(Broken::Gone(Error::new(ErrorKind::PeerReset, what)));
@@ -155,7 +156,7 @@ impl LocalPeer {
             None => self.copy_by_number(&walk, op, spans)?,
         };
         if op == Op::Read {
-            // What was read counts only if it was the region's until after the copy.
+            // A read counts only if the region was registered until after the copy.
             walk.check(self, copied)?;
         }
         drop(inside);
@@ -180,10 +181,9 @@ impl LocalPeer {
                 alive = Some(range.region);
             }
             let offset = usize::try_from(range.offset).expect("inside a mapping");
-            let there = map.span(offset, span.len());
             match op {
-                Op::Write => there.copy_from_span(span),
-                Op::Read => span.copy_from_span(&there),
+                Op::Write => map.span(offset, span.len()).copy_from_span(span),
+                Op::Read => map.copy_to_span(offset, span),
             }
             copied += span.len();
         }
@@ -209,6 +209,11 @@ impl LocalPeer {
                 let addr = usize::try_from(addr).expect("an address of this machine");
                 ranges.push(RemoteSpan::new(addr, span.len()));
             }
+            // Checked last before the call: a process that runs another program has the same pid,
+            // and other memory.
+            if self.registry.has_ended() {
+                return Err(Broken::Gone(self.loss(ENDED.into())));
+            }
             let spans = &spans[..ranges.len()];
             let copied = match op {
                 Op::Write => remote::write(self.pid, spans, ranges),
@@ -225,7 +230,7 @@ impl Targets {
         self.regions.clear();
     }
 
-    /// The range in the region that was looked up last, if it is there.
+    /// The range in the region that was looked up last, if it lies there.
     fn near(&self, id: RegionId, offset: u64, len: u64) -> Option<Range> {
         let last = self.ranges.last()?;
         let seen = &self.regions[last.region as usize].seen;
@@ -267,7 +272,7 @@ impl Walk<'_> {
         })
     }
 
-    /// Whether the regions that so many bytes were read from are still registered.
+    /// Whether the regions that `bytes` bytes were read from are still registered.
     fn check(&self, peer: &LocalPeer, copied: usize) -> Result<(), Broken> {
         let mut left = copied as u64;
         let mut alive = None;
@@ -289,7 +294,7 @@ impl Walk<'_> {
     }
 
     fn failed(&self, e: io::Error) -> Broken {
-        // Linux numbers, which the kernel's interface fixes.
+        // Linux errno values, which the kernel's interface fixes.
         const ESRCH: i32 = 3;
         const EFAULT: i32 = 14;
         match e.raw_os_error() {

@@ -1,16 +1,16 @@
-//! A whole batch, copied on the caller's thread: nothing is allocated, nobody is woken.
+//! Copies a whole batch on the caller's thread, without allocating and without waking a thread.
 
+use super::LocalPeer;
 use super::copier::{Copier, Way};
 use super::copy::{Targets, Unreached};
-use super::{CHUNK, LocalPeer};
 use crate::error::Error;
-use crate::memory::cursor::{Lent, Position};
+use crate::memory::cursor::Position;
 use crate::memory::device::Wake;
 use crate::reactor::now;
-use crate::session::link::Link;
+use crate::transfer::link::Link;
 use crate::sync::Arc;
 use crate::transfer::batch::Batch;
-use crate::transfer::drive::Watch;
+use crate::transfer::slot::Watch;
 use crate::transfer::job::Op;
 use std::cell::RefCell;
 
@@ -18,7 +18,7 @@ thread_local! {
     static TARGETS: RefCell<Targets> = RefCell::default();
 }
 
-/// Copies a batch of host memory; `None` if it has to go another way.
+/// Copies a batch of host memory; `None` if it needs a job or another route.
 pub(crate) fn copy_all(
     link: &Arc<Link>,
     peer: &LocalPeer,
@@ -27,7 +27,7 @@ pub(crate) fn copy_all(
     mut watch: Watch<'_>,
     wake: Wake,
 ) -> Option<Result<(), Error>> {
-    // Taken, not borrowed: the caller's check may come back here.
+    // Taken, not borrowed: the caller's interrupt check may call this function again.
     let mut targets = TARGETS.take();
     let copied = match peer.look_up_into(&mut targets, batch, op) {
         Err(Unreached::Elsewhere) => None,
@@ -42,7 +42,7 @@ pub(crate) fn copy_all(
             Some(result)
         }
     };
-    // Memory of the peer that is mapped here is not to be kept.
+    // The buffers are reused; references to mapped memory of the peer must not stay in them.
     targets.clear();
     TARGETS.set(targets);
     copied
@@ -54,14 +54,12 @@ fn run(
     targets: &Targets,
     watch: &mut Watch<'_>,
 ) -> Result<(), Error> {
-    let mut at = now();
     while !copier.is_done() {
+        // In each step, not after a number of bytes: a step may copy a thousand tiny pieces, or
+        // nothing while all gates are in use.
+        let at = now();
         watch.check(at)?;
-        if let Lent::Moved(moved) = copier.step(way, targets, at)?
-            && moved >= CHUNK / 2
-        {
-            at = now();
-        }
+        copier.step(way, targets, at)?;
     }
     if let Some(gate) = way.peer.page.gate() {
         gate.count(0, 0, 1);

@@ -1,162 +1,326 @@
-//! Within one host: the initiator copies, the peer takes no part.
+//! Copies within one host: the initiator copies, the peer takes no part.
 //!
-//! Bytes move by `process_vm_writev` and `process_vm_readv`, or, to and from memory that the peer
-//! allocated through kvferry, by plain copies to the same memory mapped here. There is no message
-//! per transfer: which ranges may be touched is looked up in a table that the peer keeps in shared
-//! memory (`crate::memory::registry`).
+//! Bytes move by `process_vm_writev` and `process_vm_readv`. Memory that the peer allocated through
+//! kvferry is mapped into this process, and copied to and from directly. There is no message per
+//! transfer: the peer keeps a table in shared memory of the ranges that may be touched
+//! (`crate::memory::registry`).
 //!
-//! **Fence.** Reads write our own memory, inside a gate of ours: `Local`. Writes are one-sided
-//! into standing registered memory: `PeerExit`. The initiator copies inside a gate that the peer
-//! can see (`crate::memory::writers`), a bounded piece at a time; the peer's `unregister` clears
-//! the region's entry and waits until the gate was left or this process is gone. If neither
-//! happens within the silence limit, the range is quarantined.
+//! **Fence.** Reads write this process's memory, inside a gate of this process: `Local`. Writes are
+//! one-sided into standing registered memory: `PeerExit`. The initiator copies a bounded piece at a
+//! time inside a gate that the peer can see (`crate::memory::writers`); the peer's `unregister`
+//! clears the region's entry and waits until the gate was left or the initiator's process is gone.
+//! If neither happens within the silence limit, the range is quarantined.
 //!
-//! **Whose memory.** A process number proves nothing. The peer is found by a name that only its
-//! incarnation listens at, both prove the session's key, and random bytes that the peer only says
-//! the address of are read under its number. From then on the number is the peer's for as long as
-//! the connection is up, since it closes before the number can be used again; that is looked at
-//! again before every copy that comes more than [`SURE_FOR`] after the last look. A number is not
-//! given to somebody else so soon, because the kernel hands out all others first.
+//! **Identity.** A pid proves nothing. The initiator finds the peer by a name that only the peer's
+//! incarnation listens at, and both prove the session's key. Then the initiator reads random bytes
+//! by the peer's pid, at an address that only the peer knows and has sent. From then on the pid
+//! leads to that memory until the peer's process exits or runs another program. In either case the
+//! kernel first sets a mark in the peer's table (`kvferry_sys::alive`), which is checked right
+//! before every copy by pid.
 //!
-//! What remains is this process being stopped between the look and the system call, for as long as
-//! it takes the peer to exit and its number to be used again by a process of the same user; a piece
-//! of at most [`CHUNK`] bytes would be copied there, if something is mapped at its address.
+//! The remaining gap: this process may be stopped between that check and the system call, for as
+//! long as it takes the peer to run another program, or to exit and its pid to be reused by a
+//! process of the same user. Then one piece of at most [`CHUNK`] bytes would be copied there, if
+//! something is mapped at its address.
 
 mod attach;
 mod copier;
 mod copy;
 mod direct;
+mod maps;
+mod route;
 mod serve;
 mod share;
 
-pub(crate) use attach::attach;
-pub(crate) use copy::{Targets, Unreached};
-pub(crate) use direct::copy_all;
-pub(crate) use serve::{LocalListener, listen, unmap};
-pub(crate) use share::LocalShare;
-
-use crate::error::{Error, ErrorKind};
+use crate::core::Core;
+use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gate;
-use crate::memory::registry::RegistryView;
+use crate::memory::registry::{Index, RegistryView};
 use crate::memory::writers::WriterPage;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use kvferry_proto::{Incarnation, LocalPacket, RegionId, Timestamp};
+use crate::sync::{Arc, Mutex, lock};
+use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
+use crate::transfer::link::Link;
+use crate::transport::service::{Attached, Service, Start, Startup};
+use kvferry_proto::{CAPABILITY_LOCAL, Incarnation, LocalPacket, RegionId, Timestamp};
 use kvferry_sys::fd::Fd;
 use kvferry_sys::shared::Shared;
 use kvferry_sys::unix::Channel;
-use rustc_hash::{FxHashMap, FxHashSet};
+use maps::Maps;
 use std::time::Duration;
 
-/// Bytes copied inside a gate at a time: what a peer that unregisters waits for, a tenth of a
-/// millisecond. More in one call is no faster.
+/// Bytes copied inside a gate at a time: an unregistering peer waits for one such piece, a tenth of
+/// a millisecond. Larger pieces are no faster.
 pub(crate) const CHUNK: usize = 512 * 1024;
 
-/// How long a peer that was seen alive is taken to be.
-const SURE_FOR: Duration = Duration::from_millis(1);
+const ENDED: &str = "the peer's process is gone, or runs another program";
 
-/// The abstract name an agent listens at.
+/// How often the connection to the peer is checked while bytes are copied.
+const CHECK_EVERY: Duration = Duration::from_millis(1);
+
+/// The abstract name that an agent listens at.
 fn name_of(incarnation: Incarnation) -> String {
     format!("kvferry/{incarnation}")
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+/// The transport.
+pub(crate) struct Local;
+
+impl Local {
+    pub(crate) const KIND: TransportKind = TransportKind::new("local");
+}
+
+impl Transport for Local {
+    fn kind(&self) -> TransportKind {
+        Self::KIND
+    }
+
+    fn aliases(&self) -> &'static [&'static str] {
+        &["native", "kvferry"]
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            write_fence: Fence::PeerExit,
+            read_fence: Fence::Local,
+            notifications: true,
+            checksums: false,
+        }
+    }
+}
+
+impl Start for Local {
+    fn start(&self, cx: &Startup<'_>) -> Result<Box<dyn Service>> {
+        let obstacle = if cx.always_checksums {
+            Some("checksums are on, and copies within a host have none".to_owned())
+        } else {
+            serve::listen(cx.core, cx.directory).err().map(|e| {
+                tracing::warn!(error = %e, "transfers within the host go over tcp");
+                e.to_string()
+            })
+        };
+        Ok(Box::new(LocalService { obstacle }))
+    }
+}
+
+/// The transport of one agent.
+struct LocalService {
+    /// Why this agent can't use transfers within the host.
+    obstacle: Option<String>,
+}
+
+impl Service for LocalService {
+    fn kind(&self) -> TransportKind {
+        Local::KIND
+    }
+
+    fn announces(&self) -> u64 {
+        if self.obstacle.is_none() { CAPABILITY_LOCAL } else { 0 }
+    }
+
+    fn attach(&self, link: &Arc<Link>, attached: Attached) {
+        match &self.obstacle {
+            Some(obstacle) => attached(Some(obstacle.clone())),
+            None => attach::attach(link, attached),
+        }
+    }
 }
 
 /// A peer on this host whose memory can be reached.
 #[derive(Debug)]
-pub(crate) struct LocalPeer {
+struct LocalPeer {
     pid: i32,
-    /// Whether the kernel lets us copy by process number, and why not.
-    vm: Result<(), String>,
+    /// Whether the kernel permits copies by pid, and why not.
+    vm: std::result::Result<(), String>,
     channel: Arc<Channel>,
     /// The handler of the channel, on the control thread.
     pub(crate) handler: u64,
     pidfd: Fd,
     registry: RegistryView,
     page: WriterPage,
-    /// Memory of the peer that is mapped here, by region.
-    maps: RwLock<FxHashMap<u32, Arc<Shared>>>,
-    asked: Mutex<FxHashSet<u32>>,
-    /// Gates for our own memory that nobody uses.
+    maps: Maps,
+    /// Free gates for this process's memory.
     gates: Mutex<Vec<Arc<Gate>>>,
     seen_alive: AtomicU64,
-    /// Nothing may be copied any more.
+    /// No further copy may start.
     detached: AtomicBool,
 }
 
 impl LocalPeer {
-    /// Why the kernel does not let us copy by process number, if it does not.
+    /// Why the kernel does not permit copies by pid, if it does not.
     pub(crate) fn obstacle(&self) -> Option<&str> {
         self.vm.as_ref().err().map(String::as_str)
     }
 
-    /// From now on nothing is copied; what is being copied is not waited for.
+    /// Prevents further copies; does not wait for those in progress.
     pub(crate) fn detach(&self) {
         self.detached.store(true, Ordering::SeqCst);
     }
 
-    /// Whether it can be used.
+    /// Whether copies may start.
     pub(crate) fn is_attached(&self) -> bool {
         !self.detached.load(Ordering::SeqCst)
     }
 
-    /// Whether the process number is the peer's, with an error that says why not.
-    fn check_alive(&self, now: Timestamp) -> Result<(), Error> {
+    /// Whether the peer was alive at the last check, or the error that it is gone.
+    fn check_alive(&self, now: Timestamp) -> Result<()> {
         let seen = Timestamp::from_nanos(self.seen_alive.load(Ordering::Relaxed));
-        if now.saturating_since(seen) < SURE_FOR && now >= seen {
+        if now.saturating_since(seen) < CHECK_EVERY && now >= seen {
             return Ok(());
         }
-        if self.registry.is_closed() || self.channel.is_gone(&self.pidfd) {
-            return Err(self.loss("the peer's process is gone".into()));
-        }
-        // When the look began.
+        self.look()?;
+        // The time before the check.
         self.seen_alive.store(now.as_nanos(), Ordering::Relaxed);
         Ok(())
     }
 
-    /// How a peer that is gone left: it may have said goodbye.
+    fn look(&self) -> Result<(), Error> {
+        if self.registry.is_closed() || self.channel.is_gone(&self.pidfd) {
+            return Err(self.loss(ENDED.into()));
+        }
+        Ok(())
+    }
+
+    /// Why a peer that is gone left: it may have sent a goodbye.
     fn loss(&self, how: String) -> Error {
         self.farewell().unwrap_or_else(|| Error::new(ErrorKind::PeerReset, how))
     }
 
-    /// What a peer that was shut down has left to say.
+    /// The error of a peer that was shut down.
     fn farewell(&self) -> Option<Error> {
         let closed = self.registry.is_closed();
         closed.then(|| Error::new(ErrorKind::PeerClosed, "the peer was shut down"))
     }
 
-    /// A gate for our own memory.
-    fn take_gate(&self, core: &crate::agent::Core) -> Arc<Gate> {
-        lock(&self.gates).pop().unwrap_or_else(|| core.gates.gate())
+    /// A gate for this process's memory.
+    fn take_gate(&self, core: &Core) -> Arc<Gate> {
+        lock(&self.gates).pop().unwrap_or_else(|| core.memory.gates.gate())
     }
 
     fn put_gate(&self, gate: Arc<Gate>) {
         lock(&self.gates).push(gate);
     }
 
-    /// The memory of a shared region, if it is mapped; otherwise asks for it, once.
-    fn map_of(&self, region: RegionId) -> Option<Arc<Shared>> {
-        let maps = self.maps.read().unwrap_or_else(PoisonError::into_inner);
-        if let Some(map) = maps.get(&region.0) {
-            return Some(Arc::clone(map));
-        }
-        drop(maps);
-        if lock(&self.asked).insert(region.0)
-            && self.channel.send(&LocalPacket::Map { region }.encode(), &[]).is_err()
-        {
-            // Too many are asked for at once: the next transfer asks again.
-            lock(&self.asked).remove(&region.0);
-        }
-        None
+    /// The memory of a shared region, if it is mapped; otherwise requests it from the peer, once.
+    fn map_of(&self, index: &Index, region: RegionId) -> Option<Arc<Shared>> {
+        let is_live = |id| index.known(id).is_some_and(|seen| self.registry.is_current(seen));
+        let ask = || self.channel.send(&LocalPacket::Map { region }.encode(), &[]).is_ok();
+        self.maps.find(region, is_live, ask)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::route::LocalRoute;
+    use super::*;
+    use crate::memory::region::{Access, RemoteRegion};
+    use crate::memory::registry::Registry;
+    use crate::reactor::now;
+    use crate::transfer::drive;
+    use crate::transfer::job::{Job, Op};
+    use crate::transfer::link::Backend;
+    use crate::transfer::slot::Watch;
+    use crate::{Agent, Batch, Transports};
+
+    /// A peer in this process, and its end of the connection.
+    fn peer(registry: &Registry, vm: std::result::Result<(), String>) -> (Arc<LocalPeer>, Channel) {
+        static NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("kvferry-local-{}-{number}", std::process::id());
+        let listener = Channel::listen(name.as_bytes()).expect("a free name");
+        let here = Channel::connect(name.as_bytes()).expect("just made");
+        let there = listener.accept().expect("connected");
+        let fd = registry.fd().try_clone_to_owned().expect("a descriptor");
+        let peer = LocalPeer {
+            pid: std::process::id().try_into().expect("a pid is positive"),
+            vm,
+            pidfd: here.peer_pidfd().expect("this process"),
+            channel: Arc::new(here),
+            handler: 0,
+            registry: RegistryView::open(fd).expect("ours"),
+            page: WriterPage::create().expect("memory"),
+            maps: Maps::default(),
+            gates: Mutex::default(),
+            seen_alive: AtomicU64::new(0),
+            detached: AtomicBool::new(false),
+        };
+        (Arc::new(peer), there)
     }
 
-    fn set_map(&self, region: RegionId, map: Option<Shared>) {
-        let mut maps = self.maps.write().unwrap_or_else(PoisonError::into_inner);
-        match map {
-            Some(map) => drop(maps.insert(region.0, Arc::new(map))),
-            None => drop(maps.remove(&region.0)),
+    /// The test sends no requests.
+    struct Silent;
+
+    impl Backend for Silent {
+        fn open_lane(&self, _link: &Arc<Link>) {}
+
+        fn wake(&self, _core: &Core) {}
+
+        fn regions(&self, _link: &Arc<Link>, _timeout: Duration) -> Result<Vec<RemoteRegion>> {
+            Ok(Vec::new())
         }
+
+        fn probe(&self, _link: &Arc<Link>, timeout: Duration) -> Result<Duration> {
+            Ok(timeout)
+        }
+    }
+
+    fn link(agent: &Agent) -> Arc<Link> {
+        let at = agent.local_addr();
+        Link::new(Arc::clone(agent.core()), "peer".into(), at, Arc::new(Silent), 1)
+    }
+
+    #[test]
+    fn a_peer_that_is_gone_is_not_reported_as_unsupported_where_only_local_is_permitted() {
+        let transports = Transports::parse("local").expect("a name");
+        let agent = Agent::builder().transports(transports).start().expect("an agent");
+        let region = agent.allocate(4096, Access::READ_WRITE).expect("memory");
+        let mut registry = Registry::create().expect("memory");
+        registry.publish(&region.0);
+        let mut batch = Batch::new();
+        batch.push(&region, 0, &region.remote(), 0, 4096).expect("inside");
+        for op in [Op::Write, Op::Read] {
+            let link = link(&agent);
+            let (peer, there) = peer(&registry, Err("this is a test".into()));
+            link.add_route(Arc::new(LocalRoute(peer)));
+            let moved = || {
+                let timeout = Duration::from_secs(60);
+                let job =
+                    Job::new(Arc::clone(agent.core()), op, batch.clone(), None, timeout, None);
+                drive::run(&job, &link, None).map(drop).map_err(|e| e.kind())
+            };
+            assert_eq!(moved(), Err(ErrorKind::Unsupported), "the peer is alive but out of reach");
+            drop(there);
+            assert_eq!(moved(), Err(ErrorKind::PeerReset));
+        }
+        agent.shutdown();
+    }
+
+    #[test]
+    fn no_copy_is_made_by_the_pid_of_a_process_that_runs_another_program() {
+        let agent = Agent::builder().start().expect("an agent");
+        let region = agent.allocate_private(4096, Access::READ_WRITE).expect("memory");
+        let mut registry = Registry::create().expect("memory");
+        registry.publish(&region.0);
+        let mut batch = Batch::new();
+        let ours = agent.allocate_private(4096, Access::NONE).expect("memory");
+        batch.push(&ours, 0, &region.remote(), 0, 4096).expect("inside");
+        let (peer, _there) = peer(&registry, Ok(()));
+        let link = link(&agent);
+        let copy = || {
+            // The peer was checked a moment ago.
+            peer.seen_alive.store(now().as_nanos(), Ordering::Relaxed);
+            let watch = Watch::new(now() + Duration::from_secs(60), None, now());
+            let copied = direct::copy_all(&link, &peer, Op::Write, &batch, watch, Arc::new(|| {}));
+            copied.expect("it is within reach").map_err(|e| e.kind())
+        };
+        copy().expect("the process is this one");
+        // The mark of a thread that ends is the same as that of a process that runs another
+        // program.
+        let registry = Arc::new(registry);
+        let owner = Arc::clone(&registry);
+        let thread = std::thread::spawn(move || std::mem::forget(owner.mark_alive()));
+        thread.join().expect("no panic");
+        assert_eq!(copy(), Err(ErrorKind::PeerReset));
+        agent.shutdown();
     }
 }

@@ -1,21 +1,22 @@
-//! The acceptor lets processes of its user on this host reach its memory.
+//! The target's side: lets processes of the same user on this host reach this agent's memory.
 
-use super::{lock, name_of};
-use crate::agent::Core;
+use super::name_of;
+use crate::transport::service::Directory;
+use crate::core::Core;
 use crate::error::{Error, Result};
 use crate::memory::region::RegionInner;
 use crate::memory::registry::Registry;
 use crate::memory::writers::Writer;
-use crate::reactor::{Cause, Cx, Handler, Next};
-use crate::session::greet::verify_stream;
-use crate::sync::atomic::{AtomicUsize, Ordering};
-use crate::sync::{Arc, Weak};
+use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next};
+use crate::quota::Permit;
+use crate::sync::{Arc, Weak, lock};
 use kvferry_proto::auth::MAC_LEN;
 use kvferry_proto::local::PROBE_LEN;
 use kvferry_proto::{
-    Incarnation, LocalPacket, Opener, Opening, PREAUTH_MAX, RegionId, Sniff, Sniffer, StreamHello,
-    Timestamp, WireCode,
+    LocalPacket, Opener, Opening, PREAUTH_MAX, RegionId, Sniff, Sniffer, StreamHello, Timestamp,
+    WireCode,
 };
+use kvferry_sys::alive::AliveMark;
 use kvferry_sys::map::Mapping;
 use kvferry_sys::poll::Interest;
 use kvferry_sys::random;
@@ -23,42 +24,28 @@ use kvferry_sys::unix::{self, Channel, Packet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// Connections accepted before others have their turn.
-const ACCEPTS: usize = 64;
-/// Processes of our own user that may be attached, or be about to.
-const GUESTS_MAX: usize = 4096;
-
-/// What an agent needs to be reached by processes of its host.
-pub(crate) fn listen(incarnation: Incarnation) -> Result<(Channel, Registry)> {
-    let channel = Channel::listen(name_of(incarnation).as_bytes())
+/// Opens the socket and makes the table by which processes of this host reach the agent's memory.
+pub(super) fn listen(core: &Arc<Core>, directory: &Arc<dyn Directory>) -> Result<()> {
+    let channel = Channel::listen(name_of(core.incarnation).as_bytes())
         .map_err(|e| Error::io("a local socket can't be made", e))?;
     let registry = Registry::create().map_err(|e| Error::io("shared memory can't be made", e))?;
-    Ok((channel, registry))
+    core.memory.regions.publish_to(registry);
+    let listener = LocalListener {
+        core: Arc::downgrade(core),
+        directory: Arc::downgrade(directory),
+        channel,
+        alive: None,
+    };
+    core.threads.control.add(core.threads.control.token(), Box::new(listener));
+    Ok(())
 }
 
-/// Tells whoever has mapped a region that it is gone.
-pub(crate) fn unmap(core: &Core, region: &RegionInner) {
-    if region.shared().is_none() {
-        return;
-    }
-    for writer in core.writers.all() {
-        if lock(&writer.mapped).remove(&region.id.0) {
-            // If its buffer is full, it keeps the memory until its session ends.
-            let _ = writer.channel.send(&LocalPacket::Unmapped { region: region.id }.encode(), &[]);
-        }
-    }
-}
-
-pub(crate) struct LocalListener {
+struct LocalListener {
     core: Weak<Core>,
+    directory: Weak<dyn Directory>,
     channel: Channel,
-    guests: Arc<AtomicUsize>,
-}
-
-impl LocalListener {
-    pub(crate) fn new(core: Weak<Core>, channel: Channel) -> Self {
-        Self { core, channel, guests: Arc::default() }
-    }
+    /// Belongs to the control thread, which makes and drops it.
+    alive: Option<AliveMark>,
 }
 
 impl Handler for LocalListener {
@@ -68,30 +55,40 @@ impl Handler for LocalListener {
 
     fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
         let Some(core) = self.core.upgrade() else { return Next::Close };
-        for _ in 0..ACCEPTS {
+        if self.alive.is_none() {
+            // Made before any process can map the table.
+            match core.memory.regions.mark_alive().transpose() {
+                Ok(mark) => self.alive = mark,
+                Err(e) => {
+                    tracing::warn!(error = %e, "transfers within the host go over tcp");
+                    return Next::Close;
+                }
+            }
+        }
+        for _ in 0..ACCEPTS_PER_CALL {
             match self.channel.accept() {
                 Ok(channel) => {
-                    // Anybody on this host may connect. Whoever is not our user is told so and
-                    // costs nothing further.
+                    // Any process of this host may connect. One of another user gets a refusal and
+                    // no handler.
                     let ours = channel.credentials().is_ok_and(|who| who.uid == unix::user());
-                    let code = match ours {
-                        false => WireCode::AccessDenied,
-                        true if self.guests.load(Ordering::Relaxed) >= GUESTS_MAX => WireCode::Busy,
-                        true => WireCode::Ok,
-                    };
-                    if !code.is_ok() {
-                        refuse(&channel, code);
+                    if !ours {
+                        refuse(&channel, WireCode::AccessDenied);
                         continue;
                     }
-                    self.guests.fetch_add(1, Ordering::Relaxed);
-                    let guest = Guest {
+                    let Some(permit) = core.quota.copying_process() else {
+                        core.counters.connections_refused.one();
+                        refuse(&channel, WireCode::Busy);
+                        continue;
+                    };
+                    let conn = HandshakeConn {
                         core: Weak::clone(&self.core),
-                        guests: Arc::clone(&self.guests),
+                        directory: Weak::clone(&self.directory),
                         channel: Arc::new(channel),
                         stage: Stage::Hello,
-                        deadline: cx.now + core.handshake_timeout(),
+                        deadline: cx.now + core.settings.handshake_timeout(),
+                        _permit: permit,
                     };
-                    cx.remote.add(cx.remote.token(), Box::new(guest));
+                    cx.remote.add(cx.remote.token(), Box::new(conn));
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
                 Err(e) => {
@@ -111,24 +108,25 @@ fn refuse(channel: &Channel, code: WireCode) {
 }
 
 enum Stage {
-    /// It is to say which session it belongs to.
+    /// Waiting for the initiator's hello, which names its session.
     Hello,
-    /// It is to say what it read at the address it was told.
+    /// Waiting for the initiator's probe: the bytes it read at the address that this side sent.
     Probe { writer: Arc<Writer>, _probe: Mapping, bytes: [u8; PROBE_LEN] },
-    /// It copies.
+    /// The initiator may copy.
     Attached(Arc<Writer>),
 }
 
-struct Guest {
+struct HandshakeConn {
     core: Weak<Core>,
-    guests: Arc<AtomicUsize>,
+    directory: Weak<dyn Directory>,
     channel: Arc<Channel>,
     stage: Stage,
     deadline: Timestamp,
+    _permit: Permit,
 }
 
-impl Guest {
-    /// Acts on one packet; the code to refuse with otherwise.
+impl HandshakeConn {
+    /// Handles one packet; an error is the code to refuse with.
     fn take(
         &mut self,
         core: &Arc<Core>,
@@ -146,15 +144,16 @@ impl Guest {
                     return Err(WireCode::AuthFailed);
                 }
                 let writer = Arc::clone(writer);
-                // Before it is told that it may begin.
-                core.writers.add(Arc::clone(&writer));
+                // Before the message that lets the initiator begin.
+                core.memory.writers.add(Arc::clone(&writer));
                 self.stage = Stage::Attached(writer);
                 let attached = LocalPacket::Attached { code: WireCode::Ok };
                 self.channel.send(&attached.encode(), &[]).map_err(|_| WireCode::Closed)
             }
             Stage::Attached(writer) => match LocalPacket::decode(bytes) {
                 Ok(LocalPacket::Map { region }) => {
-                    map(core, writer, region);
+                    let found = core.memory.regions.by_id(region);
+                    lend(writer, region, found.as_ref().map(|region| &*region.0));
                     Ok(())
                 }
                 _ => Err(WireCode::Malformed),
@@ -170,11 +169,9 @@ impl Guest {
     ) -> std::result::Result<(), WireCode> {
         let hello = parse_hello(bytes).ok_or(WireCode::Malformed)?;
         let page = fds.into_iter().next().ok_or(WireCode::Malformed)?;
-        let link = verify_stream(core, &hello)?;
-        let native = link.native.as_ref().expect("accepted sessions are native");
-        let session = native.session.lock().unwrap_or_else(crate::sync::PoisonError::into_inner);
-        let mac = session.local_mac(hello.stream).ok_or(WireCode::Closed)?;
-        drop(session);
+        let directory = self.directory.upgrade().ok_or(WireCode::Closed)?;
+        let link = directory.verify_local(&hello)?;
+        let mac = link.backend().local_mac(hello.stream).ok_or(WireCode::Closed)?;
         let internal = |e: io::Error| {
             tracing::warn!(peer = %link.address, error = %e, "a process can't be attached");
             WireCode::Internal
@@ -182,7 +179,7 @@ impl Guest {
         let bytes: [u8; PROBE_LEN] = random::bytes().map_err(internal)?;
         let probe = Mapping::anonymous(PROBE_LEN).map_err(internal)?;
         probe.span(0, PROBE_LEN).copy_from(&bytes);
-        let registry = core.regions.registry_fd().ok_or(WireCode::Unsupported)?;
+        let registry = core.memory.regions.registry_fd().ok_or(WireCode::Unsupported)?;
         let offer = LocalPacket::Offer { code: WireCode::Ok, probe: probe.as_ptr() as u64, mac };
         let name = link.info().map_or_else(|| link.address.clone(), |info| info.name.clone());
         let writer = Writer::open(page, Arc::clone(&self.channel), name).map_err(internal)?;
@@ -191,7 +188,7 @@ impl Guest {
     }
 }
 
-/// A guest's first packet: as a stream of its session.
+/// Handles the first packet of a connection, which joins a session as a stream.
 fn parse_hello(bytes: &[u8]) -> Option<StreamHello> {
     let mut sniffer = Sniffer::new();
     let (head, rest) = bytes.split_at_checked(sniffer.wanted())?;
@@ -204,22 +201,25 @@ fn parse_hello(bytes: &[u8]) -> Option<StreamHello> {
     }
 }
 
-/// Lets a guest map the memory of a region.
-fn map(core: &Core, writer: &Writer, region: RegionId) {
-    let found = core.regions.by_id(region);
-    let shared = found.as_ref().and_then(|r| r.0.shared());
+/// Sends a writer the memory of a region, if it is registered.
+fn lend(writer: &Writer, id: RegionId, region: Option<&RegionInner>) {
+    // `Writer::take_back` runs after the region was marked dead, and takes the same lock. Either it
+    // finds the entry made here, and its message follows this one, or this function sees that the
+    // region is dead.
+    let mut mapped = lock(&writer.mapped);
+    let shared = region.filter(|region| region.is_alive()).and_then(RegionInner::shared);
     let (code, len) = match shared {
         Some(shared) => (WireCode::Ok, shared.len() as u64),
         None => (WireCode::UnknownRegion, 0),
     };
-    if code.is_ok() {
-        lock(&writer.mapped).insert(region.0);
-    }
     let fds: Vec<BorrowedFd<'_>> = shared.iter().map(|shared| shared.as_fd()).collect();
-    let _ = writer.channel.send(&LocalPacket::Mapped { region, code, len }.encode(), &fds);
+    let answer = LocalPacket::Mapped { region: id, code, len };
+    if writer.channel.send(&answer.encode(), &fds).is_ok() && code.is_ok() {
+        mapped.insert(id.0);
+    }
 }
 
-impl Handler for Guest {
+impl Handler for HandshakeConn {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.channel.as_fd())
     }
@@ -259,11 +259,57 @@ impl Handler for Guest {
     }
 }
 
-impl Drop for Guest {
+impl Drop for HandshakeConn {
     fn drop(&mut self) {
-        self.guests.fetch_sub(1, Ordering::Relaxed);
         if let (Stage::Attached(_), Some(core)) = (&self.stage, self.core.upgrade()) {
-            core.writers.forget_gone();
+            core.memory.writers.forget_gone();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::region::{Access, Backing, Region, RegionTable};
+    use crate::memory::writers::WriterPage;
+    use kvferry_proto::Incarnation;
+    use kvferry_proto::local::PACKET_LEN;
+    use kvferry_sys::shared::Shared;
+
+    fn allocate(table: &RegionTable) -> Region {
+        let shared = Shared::create("kvferry-test", 4096).expect("memory");
+        let (base, len) = (shared.as_ptr() as usize, shared.len());
+        let backing = Backing::Shared(Arc::new(shared));
+        table.insert(Incarnation(1), base, len, Access::READ_WRITE, backing).expect("no overlap")
+    }
+
+    fn next(channel: &Channel) -> LocalPacket {
+        let mut buffer = [0; PACKET_LEN];
+        let len = channel.recv(&mut buffer).expect("a packet").len;
+        LocalPacket::decode(&buffer[..len]).expect("well formed")
+    }
+
+    #[test]
+    fn memory_that_is_sent_while_its_region_is_unregistered_is_revoked_or_not_sent() {
+        let name = format!("kvferry-lend-{}", std::process::id());
+        let listener = Channel::listen(name.as_bytes()).expect("a free name");
+        let there = Channel::connect(name.as_bytes()).expect("just made");
+        let here = Arc::new(listener.accept().expect("connected"));
+        let page = WriterPage::create().expect("memory");
+        let fd = page.fd().try_clone_to_owned().expect("a descriptor");
+        let writer = Writer::open(fd, here, "test".into()).expect("a page of gates");
+        let table = RegionTable::default();
+        let region = allocate(&table);
+        let (id, inner) = (region.id(), &*region.0);
+        lend(&writer, id, Some(inner));
+        assert!(matches!(next(&there), LocalPacket::Mapped { code: WireCode::Ok, .. }));
+        table.remove(&region).expect("registered");
+        writer.take_back(inner);
+        assert_eq!(next(&there), LocalPacket::Unmapped { region: id });
+        // Looked up before the region was removed, sent afterwards.
+        lend(&writer, id, Some(inner));
+        let refused = LocalPacket::Mapped { region: id, code: WireCode::UnknownRegion, len: 0 };
+        assert_eq!(next(&there), refused);
+        assert!(lock(&writer.mapped).is_empty(), "no mapping is left to be revoked");
     }
 }

@@ -1,23 +1,28 @@
-//! One thread's part of a transfer within the host.
+//! One thread's share of a transfer within the host.
 
+use super::LocalPeer;
 use super::copier::{Copier, Way};
 use super::copy::Targets;
-use super::{CHUNK, LocalPeer};
 use crate::error::Error;
 use crate::memory::cursor::Lent;
 use crate::memory::device::Wake;
 use crate::memory::gate::Gate;
 use crate::notify::Notification;
-use crate::session::link::Link;
-use crate::session::service::{self, Note};
+use crate::transfer::link::Link;
+use crate::transfer::requests::{NOTIFY, Note, encode};
 use crate::sync::{Arc, OnceLock};
 use crate::transfer::batch::Frame;
 use crate::transfer::job::Job;
-use crate::transport::{Drive, Progress, TURN, refusal};
+use crate::transfer::drive::{Drive, Progress, STEP_BYTES};
+use crate::transport::refusal::refusal;
 use kvferry_proto::{Limits, Timestamp, WireCode};
 use std::os::fd::BorrowedFd;
 
-/// The job knows why.
+/// The bytes that a step counts for at least: a step of a thousand tiny pieces takes as long as one
+/// of as many bytes.
+const STEP_MIN: usize = STEP_BYTES / 64;
+
+/// The share failed; the job has the error.
 struct Ended;
 
 pub(crate) struct LocalShare {
@@ -29,12 +34,12 @@ pub(crate) struct LocalShare {
     gate: Arc<Gate>,
     limits: Limits,
     current: Option<Current>,
-    /// The answer to the notification that went out when all bytes were in place.
+    /// The response to the notification that was sent once all bytes were in place.
     noted: Option<Arc<OnceLock<WireCode>>>,
     ended: bool,
 }
 
-/// The frame at hand.
+/// The current frame.
 struct Current {
     frame: Frame,
     copier: Copier,
@@ -69,7 +74,7 @@ impl LocalShare {
         Current { frame, copier }
     }
 
-    /// Copies one chunk of the frame at hand; an error was told to the job.
+    /// Copies one chunk of the current frame; an error was reported to the job.
     fn copy(&mut self, now: Timestamp) -> Result<Lent, Ended> {
         let Some(current) = &mut self.current else { return Ok(Lent::Moved(0)) };
         let way = Way { link: &self.link, peer: &self.peer, batch: &self.job.batch };
@@ -81,7 +86,7 @@ impl LocalShare {
         Ended
     }
 
-    /// The frame at hand is copied: whether its bytes are where they belong.
+    /// The current frame is copied: whether its bytes are in place.
     fn finish_frame(&mut self) -> Result<Lent, Ended> {
         let Some(current) = &mut self.current else { return Ok(Lent::Moved(0)) };
         let way = Way { link: &self.link, peer: &self.peer, batch: &self.job.batch };
@@ -106,8 +111,8 @@ impl LocalShare {
         self.link.begin();
         let link = Arc::clone(&self.link);
         self.link.request(
-            service::NOTIFY,
-            service::encode(&Note { name, message }),
+            NOTIFY,
+            encode(&Note { name, message }),
             self.job.deadline.saturating_since(crate::reactor::now()),
             Box::new(move |code, _| {
                 link.finish();
@@ -117,13 +122,17 @@ impl LocalShare {
         );
     }
 
+    /// Ends the share once no device copies for it: after the outcome, no byte arrives any more.
     fn end(&mut self) -> Progress {
+        if self.gate.has_copies() {
+            return Progress::Memory;
+        }
         if !self.ended {
             self.ended = true;
             if let Some(gate) = self.peer.page.gate() {
                 gate.count(0, 0, 1);
             }
-            self.job.share_ended(&self.link, None);
+            self.job.share_ended(&*self.link, None);
         }
         Progress::Done
     }
@@ -135,7 +144,7 @@ impl Drive for LocalShare {
     }
 
     fn progress(&mut self, now: Timestamp) -> Progress {
-        let mut turn = TURN;
+        let mut budget = STEP_BYTES;
         let mut at = now;
         loop {
             if self.ended || self.job.is_stopped() {
@@ -152,6 +161,10 @@ impl Drive for LocalShare {
                 }
                 return self.end();
             }
+            if let Some(notification) = self.job.bare_notification() {
+                self.notify(notification);
+                continue;
+            }
             if self.current.is_none() {
                 match self.job.next_frame(&self.limits) {
                     Some(frame) => self.current = Some(self.begin(frame)),
@@ -163,13 +176,11 @@ impl Drive for LocalShare {
             match step {
                 Ok(Lent::Moved(0)) => {}
                 Ok(Lent::Moved(moved)) => {
-                    turn = turn.saturating_sub(moved);
-                    if turn == 0 {
+                    budget = budget.saturating_sub(moved.max(STEP_MIN));
+                    if budget == 0 {
                         return Progress::Again;
                     }
-                    if moved >= CHUNK / 2 {
-                        at = crate::reactor::now();
-                    }
+                    at = crate::reactor::now();
                 }
                 Ok(Lent::WouldBlock | Lent::NotReady) => return Progress::Memory,
                 Err(_) => return self.end(),

@@ -1,10 +1,10 @@
 //! The initiator's side of the handshake: connects, sends one frame, reads one.
 
 use super::wire::{ANSWER_MAX, Kind, LENGTH, split};
-use crate::agent::Core;
+use crate::core::Core;
 use crate::error::{Error, ErrorKind};
 use crate::reactor::{Cause, Cx, Handler, Next, now};
-use crate::session::connect::unreachable_peer;
+use crate::transfer::link::unreachable_peer;
 use kvferry_proto::Timestamp;
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
@@ -20,10 +20,10 @@ const READ: usize = 64 * 1024;
 /// Why there is no answer.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// The peer took the connection and ended it without a byte of answer: it may speak another
+    /// The peer accepted the connection and ended it without a byte of answer: it may speak another
     /// protocol.
     TurnedAway(Error),
-    /// Anything else.
+    /// Any other error.
     Failed(Error),
 }
 
@@ -35,7 +35,8 @@ impl Failure {
     }
 }
 
-/// Called with the JSON of the answer, exactly once, on the control thread or at once.
+/// Called exactly once with the JSON of the answer, on the control thread or before `start`
+/// returns.
 pub(super) type Answered = Box<dyn FnOnce(&Arc<Core>, Result<Vec<u8>, Failure>) + Send>;
 
 /// Sends `request`, a frame of type `kind`, to `addr` and waits for the answer of that type.
@@ -61,7 +62,7 @@ pub(super) fn ask(
                 answer: Vec::new(),
                 answered: Some(answered),
             };
-            core.control.add(core.control.token(), Box::new(exchange));
+            core.threads.control.add(core.threads.control.token(), Box::new(exchange));
         }
         Err(e) => {
             answered(core, Err(Failure::Failed(unreachable_peer(e).with("address", addr))));
@@ -78,7 +79,7 @@ struct Exchange {
     connected: bool,
     request: Vec<u8>,
     sent: usize,
-    /// With its length in front.
+    /// The request, with its length in front.
     answer: Vec<u8>,
     answered: Option<Answered>,
 }
@@ -118,12 +119,12 @@ impl Exchange {
                 "the peer did not answer a Mooncake handshake in time",
             )
         } else {
-            Error::new(ErrorKind::Unreachable, "the peer could not be connected to in time")
+            unreachable_peer(io::ErrorKind::TimedOut.into())
         };
         self.fail(error)
     }
 
-    /// Whether the socket is connected now; an error if it never will be.
+    /// Whether the socket is connected; an error if it will never be.
     fn connect(&mut self, cause: Cause) -> io::Result<bool> {
         if !self.connected && cause.ready.any() {
             self.socket.error()?;
@@ -133,7 +134,7 @@ impl Exchange {
         Ok(self.connected)
     }
 
-    /// Reads what is there; `Some` when the answer is complete or can't be.
+    /// Reads the received bytes; `Some` once the answer is complete or has failed.
     fn read(&mut self) -> Option<Next> {
         loop {
             let want = match announced(&self.answer) {
@@ -170,7 +171,7 @@ impl Exchange {
     }
 }
 
-/// The length that an answer begins with, once it is there.
+/// The length at the start of the answer, once it has arrived.
 fn announced(answer: &[u8]) -> Option<u64> {
     answer.first_chunk::<LENGTH>().map(|bytes| u64::from_le_bytes(*bytes))
 }

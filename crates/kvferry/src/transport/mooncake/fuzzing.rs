@@ -1,7 +1,7 @@
 //! Oracles for the decoders of Mooncake's protocol; see `crate::fuzzing`.
 
+use super::connect::understood;
 use super::layout::{Answer, Awaited, Layout, Outgoing, STATUSES, lay_out, payload_of};
-use super::meet::understood;
 use super::peer::MooncakePeer;
 use super::wire::{
     Alive, Caller, Descriptor, Kind, LENGTH, Notify, Opcode, Request, SUCCESS, Status, frame, split,
@@ -15,31 +15,31 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::OnceLock;
 
-/// One frame of a handshake, from its length on.
+/// Decodes one frame of a handshake, from its length on.
 pub fn mooncake_handshake(bytes: &[u8]) {
     let Some((_, body)) = bytes.split_first_chunk::<LENGTH>() else { return };
     let Some((kind, json)) = split(body) else { return };
     assert_eq!(Kind::from_byte(kind.to_byte()), Some(kind));
     same_again::<Notify>(json);
     same_again::<Alive>(json);
-    // What a caller is not asked for is not looked at: whoever tells a whole descriptor is one.
+    // A caller's other fields are not decoded, but every complete descriptor is also a caller's.
     let caller = serde_json::from_slice::<Caller>(json);
     let Ok(descriptor) = understood(json) else { return };
     same_again::<Descriptor>(json);
     if json.trim_ascii_start().starts_with(b"{") {
-        let caller = caller.expect("a descriptor's mark is a caller's");
+        let caller = caller.expect("a descriptor decodes as a caller, too");
         assert_eq!(caller.kvferry, descriptor.kvferry);
     }
 
     let answer = descriptor.clone().into_answer();
     assert!(answer.len() <= 1 << 20 || descriptor.buffers.is_empty(), "stock peers read no more");
-    let told = split(&answer[LENGTH..]).expect("a frame").1;
-    let told = understood(told).expect("own output");
-    assert!(descriptor.buffers.starts_with(&told.buffers));
+    let decoded = split(&answer[LENGTH..]).expect("a frame").1;
+    let decoded = understood(decoded).expect("own output");
+    assert!(descriptor.buffers.starts_with(&decoded.buffers));
 
     for called in ["127.0.0.1:5", "192.0.2.7:5", "[2001:db8::1]:5"] {
         let called: SocketAddr = called.parse().expect("an address");
-        let Ok(peer) = MooncakePeer::new(descriptor.clone(), called, 1) else {
+        let Ok(peer) = MooncakePeer::new(descriptor.clone(), called, 1, None) else {
             assert!(
                 descriptor.tcp_data_port == 0
                     || !descriptor.protocol.split(',').any(|p| p.trim() == "tcp")
@@ -47,8 +47,8 @@ pub fn mooncake_handshake(bytes: &[u8]) {
             continue;
         };
         assert_eq!(peer.data.port(), descriptor.tcp_data_port);
-        assert!(!peer.data.ip().is_unspecified(), "nobody listens there");
-        assert!(called.ip().is_loopback() || !peer.data.ip().is_loopback(), "sent to ourselves");
+        assert!(!peer.data.ip().is_unspecified(), "the data address is specified");
+        assert!(called.ip().is_loopback() || !peer.data.ip().is_loopback(), "a remote peer's data is not on loopback");
     }
 }
 
@@ -63,13 +63,13 @@ fn same_again<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(jso
     }
 }
 
-/// Heads of requests, and statuses.
+/// Decodes heads of requests, and statuses.
 pub fn mooncake_data(bytes: &[u8]) {
     if let Some(head) = bytes.first_chunk::<{ Request::LEN }>() {
         let request = Request::decode(head);
         let again = request.encode();
         assert_eq!(Request::decode(&again), request);
-        assert_eq!(again[..16], head[..16], "size and address are taken as they are");
+        assert_eq!(again[..16], head[..16], "size and address are kept");
         assert_eq!(request.opcode == Opcode::Write, head[16] & 0x7f == 1);
     }
     if let Some(word) = bytes.first_chunk::<{ Status::LEN }>() {
@@ -81,7 +81,7 @@ pub fn mooncake_data(bytes: &[u8]) {
     assert_eq!(SUCCESS, "success");
 }
 
-/// Which bytes of one call belong to which request, against counting them one by one.
+/// Compares the mapping of a call's bytes to requests with counting them one by one.
 pub fn mooncake_layout(bytes: &[u8]) {
     static MEMORY: OnceLock<Mapping> = OnceLock::new();
     let memory = MEMORY.get_or_init(|| Mapping::anonymous(1 << 20).expect("a mebibyte"));
@@ -131,7 +131,7 @@ pub fn mooncake_layout(bytes: &[u8]) {
         }
         naive += usize::from(kinds.next().unwrap_or(false));
     }
-    assert!(layout.payload_of(total) as u64 <= spanned, "more payload than there is room for");
+    assert!(layout.payload_of(total) as u64 <= spanned, "the payload fits the spans");
 }
 
 fn sends_add_up(out: &VecDeque<Outgoing>, total: usize, spanned: u64) {
@@ -146,5 +146,5 @@ fn sends_add_up(out: &VecDeque<Outgoing>, total: usize, spanned: u64) {
         }
         naive += usize::from(kinds.next().unwrap_or(false));
     }
-    assert!(payload_of(out, total) as u64 <= spanned, "more payload than there is");
+    assert!(payload_of(out, total) as u64 <= spanned, "the payload fits the spans");
 }

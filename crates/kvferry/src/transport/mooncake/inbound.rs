@@ -1,27 +1,29 @@
 //! The target's side of the data port: serves the requests of stock peers.
 //!
-//! A connection carries one request after another, each answered in its turn; requests may be
-//! sent ahead of answers. Payload is scattered straight into the registered memory it names, one
+//! A connection carries one request after another, answered in order; requests may be sent ahead of
+//! answers. Payload is scattered directly into the registered memory that the request names, one
 //! non-blocking call at a time, inside the connection's gate.
 //!
-//! A refused request ends its connection, as stock targets do: after the status, what still
-//! comes is read away for a while, so that the status is not lost to a reset.
+//! A refused request ends its connection, as in stock targets: after the status, further received
+//! bytes are dropped for a while, so that the status is not lost to a reset.
 //!
-//! While such connections are open this agent counts as having a session: its pulse beats, and
-//! when it has slept, they end before anything of theirs is applied (invariant I2).
+//! While such connections are open, this agent counts as having a session: its suspend detector
+//! runs, and after a suspension the connections end before any of their bytes are applied
+//! (invariant I2).
 
 use super::wire::{Opcode, Request, Status};
-use super::{KEEPALIVE, Mooncake};
-use crate::agent::Core;
+use super::{KEEPALIVE, MooncakeServer};
+use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::cursor::{Fault, Gather, Lent, Pieces, Position, Scatter, Sink, Source};
 use crate::memory::device::Wake;
 use crate::memory::gate::Gate;
 use crate::memory::region::Access;
-use crate::reactor::{Cause, Cx, Handler, Next, Remote, now};
-use crate::session::connect::NoLanes;
-use crate::session::link::Link;
-use crate::transport::{RECEIVE_CHUNK, SEND_CHUNK, TURN};
+use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next, Remote, now};
+use crate::memory::region::RemoteRegion;
+use crate::quota;
+use crate::transfer::drive::{RECEIVE_CHUNK, SEND_CHUNK, STEP_BYTES};
+use crate::transfer::link::{Backend, Link};
 use kvferry_proto::{RegionId, Timestamp, WireCode};
 use kvferry_sys::HostSpan;
 use kvferry_sys::poll::Interest;
@@ -31,43 +33,66 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::{Shutdown, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
 use std::time::Duration;
 
-/// Connections served at a time.
+/// Connections served at the same time.
 const CONNECTIONS_MAX: usize = 1024;
-/// Connections accepted before others have their turn.
-const ACCEPTS: usize = 64;
-/// How long a peer may leave a request unfinished without moving a byte: twice what stock peers
-/// wait themselves.
+/// How long a peer may leave a request unfinished without moving a byte: twice the time that stock
+/// peers wait.
 const STALL: Duration = Duration::from_secs(60);
 /// How long a refused peer may take to close.
-const PARTING: Duration = Duration::from_secs(1);
-/// What a step costs of a connection's turn besides the bytes it moves: small requests must not
-/// keep others waiting for longer than large ones.
+const DRAIN_TIME: Duration = Duration::from_secs(1);
+/// The bytes that a step counts for in addition to those it moves, so that small requests do not
+/// delay other connections for longer than large ones.
 const STEP_COST: usize = 1024;
 /// Bytes of statuses that are sent together.
 const STATUSES_HELD: usize = 512;
-/// Bytes of statuses that may wait for the peer; beyond them no further request is read.
+/// Bytes of unsent statuses above which no further request is read.
 const STATUSES_MAX: usize = 8 * 1024;
 
 /// Opens the data port.
-pub(crate) fn listen(local: SocketAddr) -> Result<(Socket, u16)> {
+pub(super) fn listen(local: SocketAddr) -> Result<(Socket, u16)> {
     let socket = Socket::listen(SocketAddr::new(local.ip(), 0))
         .map_err(|e| Error::io("can't listen for Mooncake peers", e))?;
-    let here = socket.local_addr().map_err(|e| Error::io("the port can't be found out", e))?;
+    let here = socket.local_addr().map_err(|e| Error::io("can't read the listening port", e))?;
     Ok((socket, here.port()))
 }
 
 /// Serves the data port.
-pub(crate) fn serve(core: &Arc<Core>, socket: Socket) {
-    let acceptor = Acceptor { core: Arc::downgrade(core), socket };
-    core.control.add(core.control.token(), Box::new(acceptor));
+pub(super) fn serve(server: &Arc<MooncakeServer>, socket: Socket) {
+    let acceptor = Acceptor { server: Arc::downgrade(server), socket };
+    let control = &server.core.threads.control;
+    control.add(control.token(), Box::new(acceptor));
+}
+
+/// A stock peer that opened a connection to this agent. It takes no requests.
+struct Caller;
+
+impl Backend for Caller {
+    fn open_lane(&self, link: &Arc<Link>) {
+        link.lane_failed(&cannot_be_asked(link));
+    }
+
+    fn wake(&self, _core: &Core) {}
+
+    fn regions(&self, link: &Arc<Link>, _timeout: Duration) -> Result<Vec<RemoteRegion>> {
+        Err(cannot_be_asked(link))
+    }
+
+    fn probe(&self, link: &Arc<Link>, _timeout: Duration) -> Result<Duration> {
+        Err(cannot_be_asked(link))
+    }
+}
+
+fn cannot_be_asked(link: &Link) -> Error {
+    let what = "a stock Mooncake peer takes no requests on the connection that it opened";
+    Error::new(ErrorKind::Unsupported, what).with("peer", &link.address)
 }
 
 /// The connections being served.
 #[derive(Debug, Default)]
-pub(super) struct Rooms(Mutex<Taken>);
+pub(super) struct Connections(Mutex<Taken>);
 
 #[derive(Debug, Default)]
 struct Taken {
@@ -77,18 +102,18 @@ struct Taken {
     unproven: VecDeque<(u64, Weak<Link>, Remote, u64)>,
 }
 
-impl Rooms {
+impl Connections {
     fn lock(&self) -> MutexGuard<'_, Taken> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
-    /// A place for a connection; when all are taken, the oldest that never sent a request makes
-    /// room. `None` if there is none of those.
+    /// Admits a connection. When the limit is reached, closes the oldest one that never sent a
+    /// request; `None` if there is no such connection.
     fn admit(&self, link: &Arc<Link>, remote: &Remote, token: u64) -> Option<u64> {
         let (number, evicted) = {
             let mut taken = self.lock();
-            let evicted =
-                if taken.open < CONNECTIONS_MAX { None } else { Some(taken.unproven.pop_front()?) };
+            let max = CONNECTIONS_MAX.min(quota::quarter());
+            let evicted = if taken.open < max { None } else { Some(taken.unproven.pop_front()?) };
             taken.open += 1;
             taken.last += 1;
             let number = taken.last;
@@ -97,7 +122,7 @@ impl Rooms {
         };
         if let Some((_, link, remote, token)) = evicted {
             if let Some(link) = link.upgrade() {
-                link.terminate(Error::new(ErrorKind::Busy, "its place was needed for another"));
+                link.terminate(Error::new(ErrorKind::Busy, "closed, unused, for a newer connection"));
             }
             remote.wake(token);
         }
@@ -116,7 +141,7 @@ impl Rooms {
 }
 
 struct Acceptor {
-    core: Weak<Core>,
+    server: Weak<MooncakeServer>,
     socket: Socket,
 }
 
@@ -126,14 +151,14 @@ impl Handler for Acceptor {
     }
 
     fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
-        let Some(core) = self.core.upgrade() else { return Next::Close };
-        for _ in 0..ACCEPTS {
+        let Some(server) = self.server.upgrade() else { return Next::Close };
+        for _ in 0..ACCEPTS_PER_CALL {
             match self.socket.accept() {
-                Ok((socket, Some(from))) => admit(&core, socket, from),
+                Ok((socket, Some(from))) => admit(&server, socket, from),
                 Ok((_, None)) => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
                 Err(e) => {
-                    // Out of descriptors, or a connection that is gone already.
+                    // The process has no free descriptor, or the connection is gone already.
                     tracing::warn!(error = %e, "a Mooncake connection can't be accepted");
                     let later = cx.now + Duration::from_millis(50);
                     return Next::Wait { interest: Interest::None, deadline: Some(later) };
@@ -144,28 +169,23 @@ impl Handler for Acceptor {
     }
 }
 
-fn admit(core: &Arc<Core>, socket: Socket, from: SocketAddr) {
-    let link = Link::new(
-        Arc::clone(core),
-        from.to_string(),
-        from,
-        Arc::new(Mooncake),
-        None,
-        None,
-        Arc::new(NoLanes),
-    );
-    let remote = core.io_thread();
+fn admit(server: &Arc<MooncakeServer>, socket: Socket, from: SocketAddr) {
+    let core = &server.core;
+    let Some(directory) = server.directory.upgrade() else { return };
+    let link = Link::new(Arc::clone(core), from.to_string(), from, Arc::new(Caller), 0);
+    let remote = core.threads.io();
     let token = remote.token();
-    let Some(number) = core.mooncake.rooms.admit(&link, &remote, token) else {
+    let Some(number) = server.connections.admit(&link, &remote, token) else {
         tracing::warn!(%from, "a Mooncake connection was refused: too many are open");
         return;
     };
-    crate::session::prepare(&socket);
+    crate::host::prepare(&socket);
     let _ = socket.set_keepalive(KEEPALIVE);
-    core.add_session(&link);
+    directory.add(&link);
     core.counters.streams.one();
     let connection = Connection {
-        gate: core.gates.gate(),
+        server: Arc::clone(server),
+        gate: core.memory.gates.gate(),
         link,
         number,
         socket,
@@ -177,20 +197,20 @@ fn admit(core: &Arc<Core>, socket: Socket, from: SocketAddr) {
         busy: false,
         moved_at: now(),
     };
-    // The pulse starts to beat when there is a first session; the control thread does that before
-    // it carries out what is asked of it later.
-    let usher = Usher { to: remote, token, connection: Some(Box::new(connection)) };
-    core.control.add(core.control.token(), Box::new(usher));
+    // The suspend detector starts with the first session. The control thread starts it before it
+    // handles a command that is queued later.
+    let dispatcher = Dispatcher { to: remote, token, connection: Some(Box::new(connection)) };
+    core.threads.control.add(core.threads.control.token(), Box::new(dispatcher));
 }
 
-/// Hands a connection to its I/O thread, from the control thread.
-struct Usher {
+/// Adds a connection to its I/O thread. Called on the control thread.
+struct Dispatcher {
     to: Remote,
     token: u64,
     connection: Option<Box<Connection>>,
 }
 
-impl Handler for Usher {
+impl Handler for Dispatcher {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
@@ -208,14 +228,14 @@ enum State {
         bytes: [u8; Request::LEN],
         at: usize,
     },
-    /// Payload arrives; what came of the next head is kept.
+    /// Receiving payload; the received part of the next head is kept.
     Write {
         request: Request,
         sink: Scatter,
         next: [u8; Request::LEN],
         at: usize,
     },
-    /// All payload came; device copies are waited for.
+    /// All payload has arrived; device copies are in progress.
     Flush {
         request: Request,
         sink: Scatter,
@@ -225,12 +245,12 @@ enum State {
     Read {
         source: Gather,
     },
-    /// Refused: the status goes out, the rest is read away.
-    Parting {
+    /// Refused: sends the status, drops what arrives.
+    Draining {
         until: Timestamp,
         half_closed: bool,
     },
-    /// Nothing more is wanted of this connection.
+    /// The connection ends with the next step.
     Dead,
 }
 
@@ -250,20 +270,21 @@ enum Step {
 }
 
 struct Connection {
+    server: Arc<MooncakeServer>,
     link: Arc<Link>,
     number: u64,
     socket: Socket,
     gate: Arc<Gate>,
     state: State,
-    /// To be sent, in order; `sent` of them were.
+    /// To be sent, in order; the first `sent` bytes are sent.
     statuses: Vec<u8>,
     sent: usize,
     wake: Option<Wake>,
-    /// It has sent a request.
+    /// The peer has sent a request.
     proven: bool,
-    /// Counted as a request in flight.
+    /// The link counts a request in progress.
     busy: bool,
-    /// When a byte moved last.
+    /// When a byte last moved.
     moved_at: Timestamp,
 }
 
@@ -272,12 +293,13 @@ impl Connection {
         &self.link.core
     }
 
-    /// Whether memory may be touched: neither was the connection ended nor this process away.
+    /// Whether memory may be touched: the connection has not ended, and this process was not
+    /// suspended.
     fn may_touch(&self) -> bool {
-        self.link.end().is_none() && self.core().pulse.is_fresh(now())
+        self.link.end().is_none() && self.core().suspend.is_fresh(now())
     }
 
-    fn step(&mut self, turn: &mut usize) -> Step {
+    fn step(&mut self, budget: &mut usize) -> Step {
         match std::mem::replace(&mut self.state, State::Dead) {
             State::Head { mut bytes, mut at } => {
                 if at < Request::LEN {
@@ -295,7 +317,7 @@ impl Connection {
                 }
                 self.begin(Request::decode(&bytes))
             }
-            State::Write { request, sink, next, at } => self.write(request, sink, next, at, turn),
+            State::Write { request, sink, next, at } => self.write(request, sink, next, at, budget),
             State::Flush { request, mut sink, next, at } => match sink.flush() {
                 Ok(Lent::NotReady) => {
                     self.state = State::Flush { request, sink, next, at };
@@ -308,13 +330,13 @@ impl Connection {
                 }
                 Err(fault) => self.fault(&fault),
             },
-            State::Read { source } => self.read(source, turn),
-            State::Parting { until, half_closed } => self.part(until, half_closed),
+            State::Read { source } => self.read(source, budget),
+            State::Draining { until, half_closed } => self.drain(until, half_closed),
             State::Dead => Step::Over,
         }
     }
 
-    /// Receives; before it waits, it sends the statuses that are due.
+    /// Receives; before it waits, sends the due statuses.
     fn recv(&mut self, into: &mut [u8]) -> std::result::Result<usize, Step> {
         match self.socket.recv(into) {
             Ok(0) => Err(Step::Over),
@@ -326,7 +348,7 @@ impl Connection {
         }
     }
 
-    /// After a write: its status goes out at once, unless more requests are there already.
+    /// After a write: sends its status at once, unless more requests have arrived already.
     fn send_if_due(&mut self, more: bool) -> Step {
         if more && self.statuses.len() - self.sent < STATUSES_HELD {
             return Step::On;
@@ -335,12 +357,12 @@ impl Connection {
             Some(Step::Write) if self.statuses.len() - self.sent < STATUSES_MAX => Step::On,
             Some(step) => step,
             None if more => Step::On,
-            // The peer has had no time to send more: wait rather than look.
+            // The peer had no time to send more, so wait instead of trying to receive.
             None => Step::Read,
         }
     }
 
-    /// Sends what is due; `None` when all of it was sent.
+    /// Sends the due bytes; `None` once all are sent.
     fn send_statuses(&mut self) -> Option<Step> {
         while self.sent < self.statuses.len() {
             match self.socket.send(&self.statuses[self.sent..]) {
@@ -366,14 +388,14 @@ impl Connection {
         }
     }
 
-    /// A request's head is there.
+    /// Handles a request's head.
     fn begin(&mut self, request: Request) -> Step {
         if self.gate.is_shut() || !self.may_touch() {
             return Step::Over;
         }
         if !self.proven {
             self.proven = true;
-            self.core().mooncake.rooms.proven(self.number);
+            self.server.connections.proven(self.number);
         }
         let pieces = match resolve(self.core(), &request) {
             Ok(pieces) => Arc::new(pieces),
@@ -404,11 +426,11 @@ impl Connection {
         );
         self.core().counters.requests_refused.one();
         if !request.status && self.statuses.is_empty() {
-            // Only the end of the connection can say so.
+            // Only the end of the connection can report it.
             return Step::Over;
         }
         self.answer(request, Status::Refused);
-        self.state = State::Parting { until: now() + PARTING, half_closed: false };
+        self.state = State::Draining { until: now() + DRAIN_TIME, half_closed: false };
         Step::On
     }
 
@@ -418,7 +440,7 @@ impl Connection {
         mut sink: Scatter,
         mut next: [u8; Request::LEN],
         mut at: usize,
-        turn: &mut usize,
+        budget: &mut usize,
     ) -> Step {
         if sink.remaining() == 0 {
             self.state = State::Flush { request, sink, next, at };
@@ -436,7 +458,7 @@ impl Connection {
         });
         match result {
             Ok(Lent::Moved(n)) => {
-                *turn = turn.saturating_sub(n);
+                *budget = budget.saturating_sub(n);
                 self.state = State::Write { request, sink, next, at };
                 Step::On
             }
@@ -459,7 +481,7 @@ impl Connection {
         self.answer(request, Status::Done);
     }
 
-    fn read(&mut self, mut source: Gather, turn: &mut usize) -> Step {
+    fn read(&mut self, mut source: Gather, budget: &mut usize) -> Step {
         if source.remaining() == 0 {
             self.state = State::start();
             return Step::On;
@@ -477,7 +499,7 @@ impl Connection {
         self.statuses_sent(of_due);
         match result {
             Ok(Lent::Moved(n)) => {
-                *turn = turn.saturating_sub(n);
+                *budget = budget.saturating_sub(n);
                 self.state = State::Read { source };
                 Step::On
             }
@@ -493,17 +515,18 @@ impl Connection {
         }
     }
 
-    /// The memory went away under a request: only the end of the connection can say so.
+    /// The memory of a request can't be used any more: only the end of the connection can report
+    /// it.
     fn fault(&mut self, fault: &Fault) -> Step {
         if let Fault::Memory { code, .. } = fault {
-            tracing::debug!(peer = %self.link.address, %code, "memory went away under a request");
+            tracing::debug!(peer = %self.link.address, %code, "region unregistered during a request");
             self.core().counters.requests_refused.one();
         }
         Step::Over
     }
 
-    fn part(&mut self, until: Timestamp, half_closed: bool) -> Step {
-        self.state = State::Parting { until, half_closed };
+    fn drain(&mut self, until: Timestamp, half_closed: bool) -> Step {
+        self.state = State::Draining { until, half_closed };
         if now() >= until {
             return Step::Over;
         }
@@ -512,7 +535,7 @@ impl Connection {
         }
         if !half_closed {
             self.socket.shutdown(Shutdown::Write);
-            self.state = State::Parting { until, half_closed: true };
+            self.state = State::Draining { until, half_closed: true };
         }
         match self.socket.discard(RECEIVE_CHUNK) {
             Ok(0) => Step::Over,
@@ -522,7 +545,7 @@ impl Connection {
         }
     }
 
-    /// Between requests nothing is under way.
+    /// Between requests, the link counts none in progress.
     fn is_between(&self) -> bool {
         matches!(self.state, State::Head { at: 0, .. } | State::Dead) && self.statuses.is_empty()
     }
@@ -539,26 +562,25 @@ impl Connection {
         }
     }
 
-    /// Until when something has to happen.
+    /// The deadline for progress.
     fn deadline(&self) -> Option<Timestamp> {
         match self.state {
-            State::Parting { until, .. } => Some(until),
+            State::Draining { until, .. } => Some(until),
             _ if self.is_between() => None,
             _ => Some(self.moved_at + STALL),
         }
     }
 }
 
-/// Receives into the spans; if they are all that is left of the payload, also what there is of
-/// the next head.
+/// Receives into the spans; if they cover the rest of the payload, also into the next head.
 fn recv_ahead(
     socket: &Socket,
     spans: &[HostSpan],
     left: u64,
     next: &mut [u8; Request::LEN],
 ) -> io::Result<usize> {
-    let room: usize = spans.iter().map(HostSpan::len).sum();
-    let n = if (room as u64) < left {
+    let capacity: usize = spans.iter().map(HostSpan::len).sum();
+    let n = if (capacity as u64) < left {
         socket.recv_spans(spans)?
     } else {
         let mut vector = RecvVector::new();
@@ -581,8 +603,8 @@ fn resolve(core: &Core, request: &Request) -> std::result::Result<Pieces, WireCo
         Opcode::Read => Access::READ,
     };
     let mut pieces = Pieces::default();
-    let tables = core.regions.read();
-    // The table takes lengths of native descriptors; longer ones are checked here.
+    let tables = core.memory.regions.read();
+    // The table takes lengths of native descriptors; longer ranges are checked here.
     let head = u32::try_from(request.size).unwrap_or(u32::MAX);
     let (region, offset) =
         tables.resolve(RegionId::ABSOLUTE, request.addr, head, need).map_err(|misfit| misfit.0)?;
@@ -604,12 +626,9 @@ impl Handler for Connection {
     }
 
     fn handle(&mut self, cause: Cause, cx: &Cx<'_>) -> Next {
-        if self.wake.is_none() {
-            let (remote, token) = (cx.remote.clone(), cx.token);
-            self.wake = Some(Arc::new(move || remote.wake(token)));
-        }
+        self.wake.get_or_insert_with(|| cx.remote.waker(cx.token));
         if self.gate.is_shut() || self.link.end().is_some() || cause.ready.closed {
-            // Reset, or ended: nothing that is still in the socket may be applied.
+            // Reset, or ended: no byte that is still in the socket may be applied.
             return Next::Close;
         }
         if cause.ready.read || cause.ready.write {
@@ -618,17 +637,17 @@ impl Handler for Connection {
         if self.deadline().is_some_and(|at| at <= cx.now) {
             return Next::Close;
         }
-        let mut turn = TURN;
+        let mut budget = STEP_BYTES;
         let interest = loop {
-            match self.step(&mut turn) {
-                Step::On if turn == 0 => {
+            match self.step(&mut budget) {
+                Step::On if budget == 0 => {
                     self.moved_at = cx.now;
                     self.set_busy(!self.is_between());
                     return Next::Again;
                 }
-                Step::On => turn = turn.saturating_sub(STEP_COST),
+                Step::On => budget = budget.saturating_sub(STEP_COST),
                 Step::Read => break Interest::Read,
-                // Whoever closed its side while an answer waits is not going to read it.
+                // A peer that has closed its side while an answer waits will not read it.
                 Step::Write if cause.ready.peer_closed => return Next::Close,
                 Step::Write => break Interest::Write,
                 Step::Memory => break Interest::None,
@@ -645,8 +664,9 @@ impl Drop for Connection {
         self.set_busy(false);
         self.gate.shut();
         let core = Arc::clone(&self.link.core);
-        core.mooncake.rooms.leave(self.number);
-        core.remove_session(&self.link);
+        self.server.connections.leave(self.number);
+        let what = "the connection of a stock Mooncake peer ended";
+        self.link.terminate(Error::new(ErrorKind::PeerClosed, what));
         core.counters.streams.less_one();
     }
 }

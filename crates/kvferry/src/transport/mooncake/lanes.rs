@@ -1,24 +1,26 @@
-//! Data connections to a stock peer: opening them, and noticing their end while they are idle.
+//! Data connections to a stock peer: opening them, and detecting their end while they are idle.
 //!
-//! A lane has a handler on the control thread for as long as it lives. It waits for nothing but
-//! the peer's closing, so that a peer that died is known before it is used: its last lane ends
-//! the link, and the next call meets whoever is there then. The handler holds the lane, whose
-//! socket is closed with the last holder; so whoever kills a lane wakes it ([`drop_lane`]).
+//! Each lane has a handler on the control thread as long as it lives. The handler waits only for
+//! the peer to close, so that a peer's death is known before the lane is used again: the peer's
+//! last lane ends the link, and the next call connects again. The handler holds the lane, and the
+//! socket is closed with its last holder, so a thread that ends a lane must wake the handler
+//! ([`drop_lane`]).
 
 use super::KEEPALIVE;
 use super::peer::{MooncakePeer, end};
 use crate::error::{Error, ErrorKind};
 use crate::reactor::{Cause, Cx, Handler, Next};
-use crate::session::connect::unreachable_peer;
-use crate::session::link::{Lane, Link, OpenLane};
+use crate::transfer::lanes::Lane;
+use crate::transfer::link::{Link, unreachable_peer};
 use kvferry_proto::{StreamId, Timestamp};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
 use rustc_hash::FxHashMap;
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use crate::sync::{Arc, Mutex, MutexGuard, lock};
 
 /// The keepers of a link's lanes, by lane.
 #[derive(Debug, Default)]
@@ -29,7 +31,7 @@ pub(super) struct LaneKeepers {
 
 impl LaneKeepers {
     fn tokens(&self) -> MutexGuard<'_, FxHashMap<StreamId, u64>> {
-        self.tokens.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.tokens)
     }
 
     fn add(&self, token: u64) -> StreamId {
@@ -39,51 +41,47 @@ impl LaneKeepers {
     }
 }
 
-/// Opens lanes to the data port.
-pub(super) struct DataLanes;
-
-impl OpenLane for DataLanes {
-    fn open_lane(&self, link: &Arc<Link>) {
-        let peer = link.mooncake.as_ref().expect("lanes of a Mooncake link");
-        match Socket::connect(peer.data) {
-            Ok(socket) => {
-                let control = &link.core.control;
-                let token = control.token();
-                let keeper = LaneKeeper {
-                    link: Arc::clone(link),
-                    stage: Stage::Connecting(socket),
-                    id: peer.lanes().add(token),
-                    deadline: None,
-                };
-                control.add(token, Box::new(keeper));
-            }
-            Err(e) => failed(link, &unreachable_peer(e)),
+/// Opens a lane to the data port.
+pub(super) fn open_lane(peer: &MooncakePeer, link: &Arc<Link>) {
+    match Socket::connect(peer.data) {
+        Ok(socket) => {
+            let control = &link.core.threads.control;
+            let token = control.token();
+            let keeper = LaneKeeper {
+                link: Arc::clone(link),
+                keepers: Arc::clone(peer.lanes()),
+                data: peer.data,
+                stage: Stage::Connecting(socket),
+                id: peer.lanes().add(token),
+                deadline: None,
+            };
+            control.add(token, Box::new(keeper));
         }
+        Err(e) => failed(link, peer.data, &unreachable_peer(e)),
     }
 }
 
-fn failed(link: &Arc<Link>, error: &Error) {
-    let data = link.mooncake.as_ref().map(|peer| peer.data.to_string()).unwrap_or_default();
+fn failed(link: &Arc<Link>, data: SocketAddr, error: &Error) {
     let error = error.clone().with("peer", &link.address).with("address", data);
-    // Before those who wait are told: their next call is to meet the peer afresh.
+    // Before the waiters get the error, because they may connect again at once.
     if !link.has_lanes(1) {
         end(link, error.clone());
     }
     link.lane_failed(&error);
 }
 
-/// Kills a lane for good, the keeper's hold of it included.
-pub(super) fn drop_lane(link: &Arc<Link>, lane: &Lane) {
+/// Ends a lane and its keeper.
+pub(super) fn drop_lane(peer: &MooncakePeer, link: &Arc<Link>, lane: &Lane) {
     link.kill(lane);
-    let keepers = link.mooncake.as_ref().map(MooncakePeer::lanes);
-    if let Some(token) = keepers.and_then(|keepers| keepers.tokens().get(&lane.id).copied()) {
-        link.core.control.wake(token);
+    let token = peer.lanes().tokens().get(&lane.id).copied();
+    if let Some(token) = token {
+        link.core.threads.control.wake(token);
     }
 }
 
 /// Replaces a lane that the peer ended because it refused a range.
-pub(super) fn replace_lane(link: &Arc<Link>, lane: &Lane) {
-    drop_lane(link, lane);
+pub(super) fn replace_lane(peer: &MooncakePeer, link: &Arc<Link>, lane: &Lane) {
+    drop_lane(peer, link, lane);
     if link.end().is_none() {
         link.open_ahead();
     }
@@ -97,6 +95,8 @@ enum Stage {
 
 struct LaneKeeper {
     link: Arc<Link>,
+    keepers: Arc<LaneKeepers>,
+    data: SocketAddr,
     stage: Stage,
     id: StreamId,
     deadline: Option<Timestamp>,
@@ -105,15 +105,15 @@ struct LaneKeeper {
 impl LaneKeeper {
     fn fail(&mut self, error: &Error) -> Next {
         self.stage = Stage::Gone;
-        failed(&self.link, error);
+        failed(&self.link, self.data, error);
         Next::Close
     }
 
     fn connecting(&mut self, cause: Cause, now: Timestamp) -> Next {
         let Stage::Connecting(socket) = &self.stage else {
-            unreachable!("called while connecting")
+            unreachable!("the handler is only called while connecting")
         };
-        let deadline = *self.deadline.get_or_insert(now + self.link.core.handshake_timeout());
+        let deadline = *self.deadline.get_or_insert(now + self.link.core.settings.handshake_timeout());
         if let Some(ended) = self.link.end() {
             let ended = ended.clone();
             return self.fail(&ended);
@@ -130,11 +130,11 @@ impl LaneKeeper {
             return Next::Wait { interest: Interest::Write, deadline: Some(deadline) };
         }
         let Stage::Connecting(socket) = std::mem::replace(&mut self.stage, Stage::Gone) else {
-            unreachable!("looked at above")
+            unreachable!("checked above")
         };
-        crate::session::prepare(&socket);
+        crate::host::prepare(&socket);
         let _ = socket.set_keepalive(KEEPALIVE);
-        let gate = self.link.core.gates.gate();
+        let gate = self.link.core.memory.gates.gate();
         let lane = Lane::new(self.id, socket, gate);
         self.stage = Stage::Open(Arc::clone(&lane));
         self.link.lane_opened(lane);
@@ -176,9 +176,7 @@ impl Handler for LaneKeeper {
 
 impl Drop for LaneKeeper {
     fn drop(&mut self) {
-        if let Some(peer) = &self.link.mooncake {
-            peer.lanes().tokens().remove(&self.id);
-        }
+        self.keepers.tokens().remove(&self.id);
         if matches!(self.stage, Stage::Connecting(_)) {
             let error = Error::new(ErrorKind::Shutdown, "the agent was shut down");
             self.link.lane_failed(&error);
@@ -186,8 +184,11 @@ impl Drop for LaneKeeper {
     }
 }
 
-/// What the control thread does for a link as a whole: those who wait for a lane give up in time.
-pub(super) struct LinkKeeper(pub(super) Arc<Link>);
+/// The control thread's handler for a link as a whole: fails transfers whose wait for a lane has
+/// become too long.
+pub(super) struct LinkKeeper {
+    pub(super) link: Arc<Link>,
+}
 
 impl Handler for LinkKeeper {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
@@ -195,19 +196,19 @@ impl Handler for LinkKeeper {
     }
 
     fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
-        let link = &self.0;
+        let link = &self.link;
         if link.end().is_some() {
             return Next::Close;
         }
         link.expire(cx.now);
-        let deadline = link.is_active().then(|| cx.now + link.core.ping_interval());
+        let deadline = link.is_active().then(|| cx.now + link.core.settings.ping_interval());
         Next::Wait { interest: Interest::None, deadline }
     }
 }
 
 impl Drop for LinkKeeper {
     fn drop(&mut self) {
-        let link = &self.0;
+        let link = &self.link;
         link.core.counters.sessions.less_one();
         if link.end().is_none() {
             end(link, Error::new(ErrorKind::Shutdown, "the agent was shut down"));

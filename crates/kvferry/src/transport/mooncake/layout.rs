@@ -1,4 +1,4 @@
-//! Which bytes of one system call belong to which request.
+//! Maps the bytes of one system call to requests and answers.
 
 use super::wire::{Request, Status};
 use crate::transfer::batch::Frame;
@@ -9,20 +9,20 @@ use std::collections::VecDeque;
 /// Reads whose answers are received in one call.
 pub(super) const STATUSES: usize = 128;
 
-/// A request on its way out.
+/// A request that is being sent.
 pub(super) struct Outgoing {
     pub(super) head: [u8; Request::LEN],
     pub(super) head_at: usize,
     pub(super) left: u64,
 }
 
-/// A request that was made and is not answered.
+/// A request without a complete answer.
 pub(super) struct Awaited {
     pub(super) kind: Answer,
-    /// The first pair of the batch it is about.
+    /// The first pair of the batch that it covers.
     pub(super) pair: usize,
     pub(super) bytes: u64,
-    /// The frame that is complete with it.
+    /// The frame that this request completes.
     pub(super) last_of: Option<Frame>,
 }
 
@@ -30,20 +30,20 @@ pub(super) struct Awaited {
 pub(super) enum Answer {
     /// A status.
     Status,
-    /// One byte, whatever it is.
+    /// One byte of any value.
     Barrier,
     /// A status if the peer sends any, and the payload.
     Payload,
 }
 
 impl Awaited {
-    /// Bytes of the answer before any payload.
+    /// Bytes of the answer before its payload.
     pub(super) fn answer_len(&self) -> usize {
         if self.kind == Answer::Barrier { 1 } else { Status::LEN }
     }
 }
 
-/// Heads and payloads, alternating, as far as the spans reach.
+/// The heads and payloads of requests, alternating, as far as the spans reach.
 pub(super) fn lay_out<'a>(
     out: &'a VecDeque<Outgoing>,
     spans: &[HostSpan],
@@ -68,7 +68,7 @@ pub(super) fn lay_out<'a>(
     }
 }
 
-/// The first `left` bytes of a span, and the rest.
+/// Splits a span after `left` bytes.
 fn take(span: HostSpan, left: u64) -> (HostSpan, HostSpan) {
     span.split_at(span.len().min(usize::try_from(left).unwrap_or(usize::MAX)))
 }
@@ -88,7 +88,7 @@ pub(super) fn payload_of(out: &VecDeque<Outgoing>, mut sent: usize) -> usize {
     payload
 }
 
-/// Where the answers to reads go: a status to a slot, payload to the sink's spans.
+/// The destinations of answers to reads: a slot for each status, the sink's spans for payload.
 pub(super) struct Layout<'a> {
     pub(super) awaited: &'a VecDeque<Awaited>,
     /// 0 if the peer sends none.
@@ -98,7 +98,7 @@ pub(super) struct Layout<'a> {
 }
 
 impl Layout<'_> {
-    /// For each answer: bytes of status and of payload to come.
+    /// For each answer: bytes of status and of payload that it lacks.
     fn parts(&self) -> impl Iterator<Item = (usize, u64)> {
         let parts = self.awaited.iter().enumerate().take(STATUSES);
         parts.map(|(i, awaited)| {

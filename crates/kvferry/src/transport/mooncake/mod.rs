@@ -1,89 +1,181 @@
-//! Mooncake's protocol over TCP, with stock Mooncake peers at the other end.
+//! Mooncake's protocol over TCP, for stock Mooncake peers.
 //!
 //! | file | what |
 //! |---|---|
 //! | `wire` | handshake frames, segment descriptors, heads and statuses: pure |
-//! | `greet` | the target's side of the handshake, on the shared port |
+//! | `accept` | the target's side of the handshake, on the shared port |
 //! | `inbound` | the target's side of the data port |
-//! | `exchange`, `meet` | the initiator's side of the handshake |
-//! | `peer` | what is known of a stock peer, and asking it |
-//! | `lanes` | data connections to a stock peer: opening them, noticing their end |
+//! | `exchange`, `connect` | the initiator's side of the handshake |
+//! | `peer` | a stock peer's data, and requests to it |
+//! | `lanes` | data connections to a stock peer: opening them, detecting their end |
 //! | `outbound` | the initiator's side of a data connection: one share of a transfer |
-//! | `layout`, `vigil` | its system calls taken apart; noticing a silent peer |
-//! | `inquest` | why a data connection broke |
+//! | `layout`, `stall_detector` | which bytes of a system call belong to which request; detecting a silent peer |
+//! | `diagnose` | why a data connection broke |
 //!
 //! A handshake is one connection with one frame each way, on the port that the native protocol
-//! listens on too. Its answer describes the peer: the memory it registered and its data port. A
-//! kvferry agent adds a field of its own, by which another one recognises it and goes on in the
-//! native protocol; stock peers ignore fields they do not know.
+//! listens on, too. The answer describes the peer: the memory it has registered and its data port.
+//! A kvferry agent adds a field by which another one recognises it and switches to the native
+//! protocol; stock peers ignore unknown fields.
 //!
 //! On a data connection, a request is a head of 24 bytes that names one range by its virtual
-//! address, and its payload. Stock initiators wait for each answer before the next request; a
-//! stock target merely serves one after another, so requests are sent ahead here, many heads and
-//! payloads in one system call.
+//! address, and its payload. Stock initiators wait for each answer before the next request. A stock
+//! target serves requests in their order, so kvferry sends them ahead, many heads and payloads in
+//! one system call.
 //!
-//! What a stock peer can't do: prove who it is, name its life, confirm that it has stopped. A
-//! write that was cancelled or cut off may still be applied from what the peer's kernel had
-//! received ([`Fence::PeerExit`]); the error says so (`quiesced` is false).
+//! A stock peer can't authenticate itself, has no incarnation, and can't confirm that it has
+//! stopped writing. A write that was cancelled or interrupted may still be applied from the bytes
+//! that the peer's kernel had received ([`Fence::PeerExit`]); the error reports this (`quiesced` is
+//! false).
 
+mod accept;
+mod connect;
+mod diagnose;
 mod exchange;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
-mod greet;
 mod inbound;
-mod inquest;
 mod lanes;
 mod layout;
-mod meet;
 mod outbound;
 mod peer;
-mod vigil;
+mod stall_detector;
 mod wire;
 
-pub(crate) use greet::greet;
-pub(crate) use inbound::{listen, serve};
-pub(crate) use meet::meet;
-pub(crate) use peer::MooncakePeer;
-
+use crate::core::Core;
+use crate::error::{Error, Result};
 use crate::memory::device::Wake;
-use crate::session::link::{Lane, Link};
+use crate::reactor::Cx;
+use crate::transfer::drive::OnLanes;
 use crate::transfer::job::Job;
-use crate::transport::{Capabilities, Fence, Moving, Transport, TransportKind};
-use std::sync::Arc;
+use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
+use crate::transfer::lanes::Lane;
+use crate::transfer::link::Link;
+use crate::transport::service::{Dialer, Directory, OnDialed, Service, Start, Startup};
+use kvferry_sys::socket::Socket;
+use peer::MooncakePeer;
+use std::net::SocketAddr;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// How long a data connection may be idle before the kernel looks whether the peer's host is
-/// still there: nothing in the protocol would tell.
+/// Idle time of a data connection before the kernel probes the peer's host. The protocol itself has
+/// no heartbeat.
 const KEEPALIVE: Duration = Duration::from_secs(30);
-
-/// What an agent keeps for the stock peers it serves.
-#[derive(Debug, Default)]
-pub(crate) struct Doors {
-    lobby: greet::Lobby,
-    rooms: inbound::Rooms,
-}
 
 /// The transport.
 #[derive(Debug)]
-struct Mooncake;
+pub(crate) struct Mooncake;
+
+impl Mooncake {
+    pub(crate) const KIND: TransportKind = TransportKind::new("mooncake");
+}
 
 impl Transport for Mooncake {
     fn kind(&self) -> TransportKind {
-        TransportKind::Mooncake
+        Self::KIND
+    }
+
+    fn aliases(&self) -> &'static [&'static str] {
+        &["mooncake-tcp"]
     }
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
             write_fence: Fence::PeerExit,
             read_fence: Fence::Local,
-            confirms_cancel: false,
             notifications: true,
             checksums: false,
-            regions: false,
         }
     }
+}
 
-    fn drive(&self, link: &Arc<Link>, lane: Arc<Lane>, job: Arc<Job>, wake: Wake) -> Moving {
-        Moving::Other(Box::new(outbound::Share::new(Arc::clone(link), lane, job, wake)))
+impl Start for Mooncake {
+    fn is_native(&self) -> bool {
+        false
+    }
+
+    fn start(&self, cx: &Startup<'_>) -> Result<Box<dyn Service>> {
+        if cx.has_secret {
+            let what = "a secret is set, and Mooncake's protocol has no authentication";
+            if !cx.allows_native {
+                return Err(Error::new(crate::ErrorKind::Unsupported, what));
+            }
+            tracing::debug!("Mooncake's protocol is off: {what}");
+        }
+        let serves = cx.serves_foreign && !cx.has_secret;
+        let data = serves.then(|| inbound::listen(cx.local_addr)).transpose()?;
+        let server = Arc::new(MooncakeServer {
+            core: Arc::clone(cx.core),
+            directory: Arc::downgrade(cx.directory),
+            advertised: cx.advertised.to_owned(),
+            native_too: cx.allows_native,
+            data_port: data.as_ref().map(|(_, port)| *port),
+            pending: accept::PendingHandshakes::default(),
+            connections: inbound::Connections::default(),
+        });
+        if let Some((socket, _)) = data {
+            inbound::serve(&server, socket);
+        }
+        let dials = !cx.has_secret && (!cx.allows_native || cx.serves_foreign);
+        Ok(Box::new(MooncakeService { server, dials }))
+    }
+}
+
+/// An agent's state for stock peers in both directions.
+struct MooncakeServer {
+    core: Arc<Core>,
+    directory: Weak<dyn Directory>,
+    /// The `host:port` that is advertised to peers.
+    advertised: String,
+    /// The agent also speaks kvferry's own protocol.
+    native_too: bool,
+    /// The data port, while stock peers are served.
+    data_port: Option<u16>,
+    pending: accept::PendingHandshakes,
+    connections: inbound::Connections,
+}
+
+/// The transport of one agent.
+struct MooncakeService {
+    server: Arc<MooncakeServer>,
+    /// Connections to peers start with Mooncake's handshake, which tells whether the peer is
+    /// native.
+    dials: bool,
+}
+
+impl Service for MooncakeService {
+    fn kind(&self) -> TransportKind {
+        Mooncake::KIND
+    }
+
+    fn dialer(&self) -> Option<&dyn Dialer> {
+        self.dials.then_some(self)
+    }
+
+    fn accept(&self, socket: Socket, first: u64, cx: &Cx<'_>) -> Option<Socket> {
+        accept::accept(&self.server, socket, first, cx);
+        None
+    }
+}
+
+impl Dialer for MooncakeService {
+    fn dial(&self, address: &str, addr: SocketAddr, native_too: bool, dialed: OnDialed) {
+        connect::connect(&self.server, address, addr, native_too, dialed);
+    }
+}
+
+/// The route to one stock peer.
+#[derive(Clone)]
+struct OnStockPeer(Arc<MooncakePeer>);
+
+impl OnLanes for OnStockPeer {
+    type Share = Box<outbound::Share>;
+
+    fn transport(&self) -> &'static dyn Transport {
+        &Mooncake
+    }
+
+    fn share(&self, link: &Arc<Link>, lane: Arc<Lane>, job: &Arc<Job>, wake: Wake) -> Self::Share {
+        let (peer, link, job) = (Arc::clone(&self.0), Arc::clone(link), Arc::clone(job));
+        Box::new(outbound::Share::new(peer, link, lane, job, wake))
     }
 }

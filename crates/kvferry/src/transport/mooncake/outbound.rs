@@ -1,36 +1,38 @@
 //! The initiator's side of a data connection: one lane's share of a transfer.
 //!
-//! Requests are sent ahead of their answers, up to a window of requests and bytes; heads and
-//! payloads of many requests go out in one system call, and the statuses and payloads of many
-//! reads come in with one. Answers come in the order of the requests.
+//! Requests are sent ahead of their answers, up to a window of requests and bytes. One system call
+//! sends the heads and payloads of many requests, and one receives the statuses and payloads of
+//! many reads. Answers come in the order of the requests.
 //!
-//! **What "done" means.** A peer of version 2 answers a write when its bytes are in place. One of
-//! version 1 answers nothing; but it serves a connection's requests in their order, so a read of
-//! one byte behind the writes is answered when they are in place: that is the barrier used here,
-//! behind every few MiB and at the end. (That the peer's kernel has everything, which
-//! `Socket::unacknowledged` could tell, would not prove it: stock initiators of version 1 return
-//! before that even, and their bytes are then still on the way.) A write that a version 1 peer
-//! refused shows as the end of the connection.
+//! **Completion.** A peer of version 2 answers a write when its bytes are in place. A peer of
+//! version 1 does not answer writes, but serves a connection's requests in their order, so a read
+//! of one byte after the writes is answered when they are in place. That read is the barrier used
+//! here, after every few MiB and at the end. (An acknowledgement of all bytes by the peer's kernel,
+//! see `Socket::unacknowledged`, would prove nothing: stock initiators of version 1 return even
+//! before that, while their bytes are still on the way.) If a version 1 peer refuses a write, it
+//! ends the connection.
 //!
-//! **Silence.** The peer has to acknowledge a byte, to its kernel or to us, within the silence
-//! window while it owes something. A peer whose process is stopped takes what its kernel's
+//! **Silence.** While the peer owes an answer, its kernel has to acknowledge a byte, or the peer
+//! has to send one, within each silence window. The kernel of a stopped process takes what its
 //! buffers hold, and then nothing.
 
+use super::diagnose::{Diagnosis, misfit, refusal};
 use super::exchange::{Failure, ask};
-use super::inquest::{Inquest, misfit, refusal};
 use super::lanes::{drop_lane, replace_lane};
+use super::peer::MooncakePeer;
 use super::layout::{self, Answer, Awaited, Layout, Outgoing, STATUSES};
 use super::peer::{end, notified, notify_frame};
-use super::vigil::Vigil;
+use super::stall_detector::StallDetector;
 use super::wire::{Kind, Opcode, Request, Status};
 use crate::error::{Error, ErrorKind};
 use crate::memory::cursor::{Fault, Gather, Lent, Position, Scatter, Sink, Source};
 use crate::memory::device::Wake;
 use crate::notify::Notification;
-use crate::session::link::{Lane, Link};
+use crate::transfer::lanes::Lane;
+use crate::transfer::link::Link;
 use crate::transfer::batch::Frame;
 use crate::transfer::job::{Job, Op};
-use crate::transport::{Drive, Progress, RECEIVE_CHUNK, SEND_CHUNK, TURN};
+use crate::transfer::drive::{Drive, Progress, RECEIVE_CHUNK, SEND_CHUNK, STEP_BYTES, Yielding};
 use kvferry_proto::{Limits, Timestamp};
 use kvferry_sys::HostSpan;
 use kvferry_sys::poll::Interest;
@@ -41,92 +43,98 @@ use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-/// Requests sent ahead of their answers.
+/// Requests without an answer, at most.
 const WINDOW_REQUESTS: usize = 512;
-/// Payload bytes of those, unless one request has more.
+/// Payload bytes of requests without an answer, unless one request has more.
 const WINDOW_BYTES: u64 = 16 << 20;
-/// Payload of one request; longer ranges are divided, so that the peer's answers show progress.
+/// Payload bytes of one request; longer ranges are divided, so that the peer's answers show
+/// progress.
 const REQUEST_BYTES_MAX: u64 = 8 << 20;
-/// Payload between two barriers, with peers of version 1.
+/// Payload bytes between two barriers, with peers of version 1.
 const BARRIER_BYTES: u64 = 4 << 20;
 /// Requests between two barriers.
 const BARRIER_REQUESTS: u32 = 128;
-/// Parts of a batch that are handed out together.
+/// Descriptors of one frame, at most.
 const FRAME_PARTS_MAX: u32 = 4096;
+
 pub(super) struct Share {
+    peer: Arc<MooncakePeer>,
     link: Arc<Link>,
     lane: Arc<Lane>,
     job: Arc<Job>,
     wake: Wake,
     limits: Limits,
-    /// The peer answers every request with a status.
+    /// The peer answers every request with a status (version 2).
     statuses: bool,
     /// The frame whose requests are being made.
     making: Option<Making>,
     /// The pair that the last request was made for.
     last_made: usize,
-    /// Requests made and not sent to their end, in order.
+    /// Requests that are not completely sent, in order.
     out: VecDeque<Outgoing>,
-    /// Payload of those.
+    /// Payload bytes of `out`.
     out_bytes: u64,
-    /// Where it comes from: the frame being made.
+    /// The memory of the frame being made, for writes.
     source: Option<Gather>,
-    /// Requests made and not answered, in order.
+    /// Requests that are not completely answered, in order.
     awaited: VecDeque<Awaited>,
-    /// Payload of those, either way.
+    /// Payload bytes of `awaited`, in either direction.
     awaited_bytes: u64,
-    /// Where reads go: a sink for each frame that is not complete.
+    /// The destinations of reads: a sink for each incomplete frame.
     sinks: VecDeque<Scatter>,
-    /// The part that came of the answer at hand's status.
+    /// The received part of the next answer's status.
     status: [u8; Status::LEN],
     status_at: usize,
-    /// Payload of the answer at hand that is to come.
+    /// Payload bytes that the current answer still lacks.
     payload_left: u64,
-    /// All of a frame's bytes came; device copies are waited for.
+    /// All bytes of a frame have arrived, but device copies are in progress.
     flushing: Option<Frame>,
-    /// Sending failed; what the peer said before is still read.
+    /// Sending failed; what the peer sent before is still read.
     unsendable: Option<io::Error>,
-    vigil: Vigil,
-    /// To be sent when everything before it was answered.
+    stall_detector: StallDetector,
+    /// A notification to send once everything before it is answered.
     notification: Option<Notification>,
-    /// A frame was begun on this lane.
-    began: bool,
-    /// The lane goes to others once everything sent was answered.
-    yields: bool,
+    yielding: Yielding,
     ended: bool,
 }
 
-/// A frame, and how far its requests were made.
+/// A frame, and the progress of making its requests.
 struct Making {
     frame: Frame,
     at: Position,
     left: u64,
-    /// Requests and bytes since the last barrier, and the pair they begin with.
+    /// Requests and bytes since the last barrier, and the first pair of them.
     unfenced: (u32, u64, usize),
 }
 
-/// What a step came to.
+/// The result of a step.
 enum Step {
-    /// Something moved.
+    /// Bytes moved.
     On,
     /// There was nothing to do.
     Idle,
-    /// The socket has to be waited for.
+    /// The socket is not ready.
     Blocked,
-    /// The memory has to be waited for.
+    /// The memory is not ready.
     Memory,
-    /// The share is over; the job was told.
+    /// The share has ended and reported to the job.
     Over,
 }
 
 impl Share {
-    pub(super) fn new(link: Arc<Link>, lane: Arc<Lane>, job: Arc<Job>, wake: Wake) -> Self {
-        let peer = link.mooncake.as_ref().expect("shares of a Mooncake link");
+    pub(super) fn new(
+        peer: Arc<MooncakePeer>,
+        link: Arc<Link>,
+        lane: Arc<Lane>,
+        job: Arc<Job>,
+        wake: Wake,
+    ) -> Self {
         Self {
             statuses: peer.acknowledges,
-            vigil: Vigil::new(link.core.config.silence()),
+            stall_detector: StallDetector::new(link.core.settings.silence),
             limits: Limits { descriptors_max: FRAME_PARTS_MAX, ..Limits::default() },
             notification: job.bare_notification(),
+            peer,
             link,
             lane,
             job,
@@ -144,8 +152,7 @@ impl Share {
             payload_left: 0,
             flushing: None,
             unsendable: None,
-            began: false,
-            yields: false,
+            yielding: Yielding::default(),
             ended: false,
         }
     }
@@ -162,9 +169,9 @@ impl Share {
         }
     }
 
-    /// Begins the next frame, if there is one and the last one's payload was sent.
+    /// Begins the next frame, if there is one and all payload of the last one was sent.
     fn next_frame(&mut self) -> bool {
-        if self.out_bytes > 0 || self.yielding() {
+        if self.out_bytes > 0 || self.yielding.before_frame(&self.link, &self.job) {
             return false;
         }
         let Some(frame) = self.job.next_frame(&self.limits) else { return false };
@@ -179,17 +186,8 @@ impl Share {
         true
     }
 
-    /// Whether others should have the lane before this job goes on with its next frame.
-    fn yielding(&mut self) -> bool {
-        if self.began && !self.yields {
-            self.yields = self.link.has_waiters() && !self.job.is_handed_out();
-        }
-        self.began = true;
-        self.yields
-    }
-
     fn make_one(&mut self) {
-        let making = self.making.as_mut().expect("looked at by the caller");
+        let making = self.making.as_mut().expect("the caller has begun a frame");
         let batch = &self.job.batch;
         let pair = making.at.piece;
         self.last_made = pair;
@@ -247,8 +245,8 @@ impl Share {
 
     // ---- sending ----
 
-    /// Sends one chunk of the requests made.
-    fn send(&mut self, turn: &mut usize) -> Step {
+    /// Sends one chunk of `out`.
+    fn send(&mut self, budget: &mut usize) -> Step {
         if self.out.is_empty() || self.unsendable.is_some() {
             return Step::Idle;
         }
@@ -274,13 +272,13 @@ impl Share {
         self.sent(sent);
         match result {
             Ok(Lent::Moved(n)) => {
-                *turn = turn.saturating_sub(n.max(Request::LEN));
+                *budget = budget.saturating_sub(n.max(Request::LEN));
                 Step::On
             }
             Ok(Lent::WouldBlock) => Step::Blocked,
             Ok(Lent::NotReady) => Step::Memory,
             Err(Fault::Io(e)) => {
-                // A refusal may have come before the connection went.
+                // The peer may have refused a request before the connection broke.
                 self.unsendable = Some(e);
                 Step::Idle
             }
@@ -288,11 +286,11 @@ impl Share {
         }
     }
 
-    /// Takes `sent` bytes off the requests on their way out.
+    /// Removes `sent` bytes from `out`.
     fn sent(&mut self, mut sent: usize) {
-        self.vigil.sent += sent as u64;
+        self.stall_detector.sent += sent as u64;
         while sent > 0 {
-            let front = self.out.front_mut().expect("nobody sends more than there is");
+            let front = self.out.front_mut().expect("no more was sent than there is");
             let of_head = sent.min(Request::LEN - front.head_at);
             front.head_at += of_head;
             sent -= of_head;
@@ -309,8 +307,8 @@ impl Share {
 
     // ---- receiving ----
 
-    /// Takes in some of the answers.
-    fn receive(&mut self, turn: &mut usize) -> Step {
+    /// Receives some of the answers.
+    fn receive(&mut self, budget: &mut usize) -> Step {
         if let Some(frame) = self.flushing {
             return self.flush(&frame);
         }
@@ -319,12 +317,12 @@ impl Share {
                 Some(e) => self.lost(e),
                 None => Step::Idle,
             },
-            Some(front) if front.kind == Answer::Payload => self.receive_payload(turn),
+            Some(front) if front.kind == Answer::Payload => self.receive_payload(budget),
             Some(_) => self.receive_statuses(),
         }
     }
 
-    /// Statuses and barriers: as many as are there.
+    /// Receives as many statuses and barriers as have arrived.
     fn receive_statuses(&mut self) -> Step {
         let mut buffer = [0; 1024];
         let owed: usize = self.awaited.iter().map(|a| a.answer_len()).sum();
@@ -335,7 +333,7 @@ impl Share {
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return self.unanswered(),
             Err(e) => return self.lost(e),
         };
-        self.vigil.received += n as u64;
+        self.stall_detector.received += n as u64;
         let mut rest = &buffer[..n];
         while !rest.is_empty() {
             let len = self.awaited.front().expect("no more was received").answer_len();
@@ -357,8 +355,8 @@ impl Share {
         Step::On
     }
 
-    /// A status and payload for each of several reads.
-    fn receive_payload(&mut self, turn: &mut usize) -> Step {
+    /// Receives a status and payload for each of several reads.
+    fn receive_payload(&mut self, budget: &mut usize) -> Step {
         let frame_bytes = self.issued_of_frame();
         let sink = self.sinks.front_mut().expect("reads have a sink");
         let limit = usize::try_from(frame_bytes).unwrap_or(usize::MAX).min(RECEIVE_CHUNK);
@@ -380,10 +378,10 @@ impl Share {
             }
             Ok(places.payload_of(came))
         });
-        self.vigil.received += came as u64;
+        self.stall_detector.received += came as u64;
         match result {
             Ok(Lent::Moved(n)) => {
-                *turn = turn.saturating_sub(n.max(Status::LEN));
+                *budget = budget.saturating_sub(n.max(Status::LEN));
                 self.came(came, &slots)
             }
             Ok(Lent::WouldBlock) => self.unanswered(),
@@ -393,7 +391,7 @@ impl Share {
         }
     }
 
-    /// Payload that may come for the frame at the front.
+    /// Payload bytes that may arrive for the front frame.
     fn issued_of_frame(&self) -> u64 {
         let mut bytes = self.payload_left;
         let mut ends = self.awaited.front().is_some_and(|a| a.last_of.is_some());
@@ -407,7 +405,7 @@ impl Share {
         bytes
     }
 
-    /// Goes through `came` bytes of answers that are in their places.
+    /// Accounts for `came` bytes of answers that were received in place.
     fn came(&mut self, mut came: usize, slots: &[[u8; Status::LEN]]) -> Step {
         let mut slot = 0;
         while came > 0 {
@@ -439,16 +437,16 @@ impl Share {
         Step::On
     }
 
-    /// The read at the front is complete. Returns its frame if that is complete, too.
+    /// The front read is complete. Returns its frame if that is complete, too.
     fn read(&mut self) -> Option<Frame> {
-        let read = self.awaited.pop_front().expect("it was answered");
+        let read = self.awaited.pop_front().expect("its answer was received");
         self.awaited_bytes -= read.bytes;
         self.payload_left = self.awaited.front().map_or(0, |next| next.bytes);
         read.last_of
     }
 
     fn flush(&mut self, frame: &Frame) -> Step {
-        let sink = self.sinks.front_mut().expect("kept until it is flushed");
+        let sink = self.sinks.front_mut().expect("a sink stays until it is flushed");
         match sink.flush() {
             Ok(Lent::NotReady) => Step::Memory,
             Ok(_) => {
@@ -461,9 +459,9 @@ impl Share {
         }
     }
 
-    /// The write or barrier at the front was answered.
+    /// The front write or barrier was answered.
     fn answered(&mut self) {
-        let done = self.awaited.pop_front().expect("it was answered");
+        let done = self.awaited.pop_front().expect("its answer was received");
         self.awaited_bytes -= done.bytes;
         if let Some(frame) = done.last_of {
             self.acknowledged(&frame);
@@ -473,12 +471,12 @@ impl Share {
     fn acknowledged(&mut self, frame: &Frame) {
         let behind = self.job.acknowledged(frame);
         let carried = self.job.carries_notification(frame);
-        // Nothing but the data goes on this connection: a notification always follows.
+        // This connection carries only data: the notification always follows on another one.
         let notification = if carried { self.job.notify.clone() } else { behind };
         self.notification = notification.or(self.notification.take());
     }
 
-    /// There is nothing to receive; after a failure to send, there won't be.
+    /// There is nothing to receive; after a failed send, there will never be.
     fn unanswered(&mut self) -> Step {
         match self.unsendable.take() {
             Some(e) => self.lost(e),
@@ -488,25 +486,26 @@ impl Share {
 
     // ---- what can go wrong ----
 
-    /// Looks at a complete status; `Some` if the share is over. `more` bytes came behind it.
+    /// Handles a complete status; `Some` if the share has ended. `more` bytes arrived after it.
     fn check(&mut self, more: usize) -> Option<Step> {
         match Status::decode(self.status) {
             Ok(Status::Done) => None,
             Ok(status) if more == 0 => Some(self.refused(status)),
-            Ok(_) => Some(self.protocol("bytes behind a refusal")),
+            Ok(_) => Some(self.protocol("bytes after a refusal")),
             Err(e) => Some(self.protocol(e)),
         }
     }
 
-    /// A refusal ends the connection, but nothing behind it is applied: the lane is replaced, the
-    /// link goes on.
+    /// A refusal ends the connection, but the peer applies no later request: the lane is replaced,
+    /// and the link goes on.
     fn refused(&mut self, status: Status) -> Step {
-        let pair = self.awaited.front().expect("it was refused").pair;
-        let peer = self.link.mooncake.as_ref().expect("shares of a Mooncake link");
+        let pair = self.awaited.front().expect("the refused request is awaited").pair;
+        let peer = &self.peer;
         let batch = &self.job.batch;
         let (addr, len) = (batch.remote[pair].offset, batch.local.pieces[pair].len);
         let kind = match status {
-            // If it would fit what was told of last, it is not registered any more.
+            // If the range fits a buffer of the last known list, the peer has unregistered it
+            // since.
             Status::Refused => {
                 misfit(addr, len, &peer.buffers()).unwrap_or(ErrorKind::NotRegistered)
             }
@@ -514,7 +513,7 @@ impl Share {
         };
         let error = refusal(&self.link, &self.job, pair, kind);
         self.job.fail(error);
-        replace_lane(&self.link, &self.lane);
+        replace_lane(&self.peer, &self.link, &self.lane);
         self.over(false)
     }
 
@@ -522,26 +521,27 @@ impl Share {
     fn lost(&mut self, e: io::Error) -> Step {
         if let Some(ended) = self.link.end() {
             self.job.fail(ended.clone());
-            drop_lane(&self.link, &self.lane);
+            drop_lane(&self.peer, &self.link, &self.lane);
             return self.over(true);
         }
         let error = Error::new(ErrorKind::PeerReset, "the connection to the peer broke")
             .with("peer", &self.link.address)
             .caused_by(e);
-        drop_lane(&self.link, &self.lane);
+        drop_lane(&self.peer, &self.link, &self.lane);
         self.ended = true;
-        let inquest = Inquest {
+        let diagnose = Diagnosis {
+            peer: Arc::clone(&self.peer),
             link: Arc::clone(&self.link),
             job: Arc::clone(&self.job),
             lane: self.lane.id,
             pairs: self.under_way(),
             error,
         };
-        inquest.hold();
+        diagnose.hold();
         Step::Over
     }
 
-    /// The pairs that were asked for and not answered.
+    /// The pairs of requests that were not answered.
     fn under_way(&self) -> RangeInclusive<usize> {
         let made = self.making.as_ref().filter(|m| m.unfenced.0 > 0).map(|m| m.unfenced.2);
         let first = self.awaited.front().map(|a| a.pair).or(made);
@@ -556,16 +556,16 @@ impl Share {
             Error::new(ErrorKind::Protocol, format!("the peer sent {what}"))
                 .with("peer", &self.link.address),
         );
-        drop_lane(&self.link, &self.lane);
+        drop_lane(&self.peer, &self.link, &self.lane);
         self.over(true)
     }
 
     fn silent(&mut self) -> Step {
         let error = Error::new(ErrorKind::PeerSilent, "the peer acknowledged nothing for too long")
             .with("peer", &self.link.address)
-            .with("silence_ms", self.vigil.silence.as_millis());
+            .with("silence_ms", self.stall_detector.silence.as_millis());
         self.job.fail(error.clone());
-        drop_lane(&self.link, &self.lane);
+        drop_lane(&self.peer, &self.link, &self.lane);
         end(&self.link, error);
         self.over(true)
     }
@@ -582,45 +582,45 @@ impl Share {
                     )
                     .with("descriptor", index),
                 );
-                drop_lane(&self.link, &self.lane);
+                drop_lane(&self.peer, &self.link, &self.lane);
                 self.over(true)
             }
         }
     }
 
-    /// The lane is dead. `dirty` if requests on it may still be under way at the peer.
+    /// Ends a broken lane. `dirty` if the peer may still have requests of it in progress.
     fn over(&mut self, dirty: bool) -> Step {
         self.ended = true;
-        self.job.share_ended(&self.link, dirty.then_some(self.lane.id));
+        self.job.share_ended(&*self.link, dirty.then_some(self.lane.id));
         Step::Over
     }
 
     // ---- the end ----
 
-    /// Whether the peer owes nothing and was promised nothing.
+    /// Whether every request was answered and nothing is left to send.
     fn is_clean(&self) -> bool {
         self.awaited.is_empty() && self.out.is_empty() && self.flushing.is_none()
     }
 
-    /// Ends the share: with requests under way, the lane dies with it.
+    /// Ends the share. If requests are in progress, ends the lane, too.
     fn end(&mut self) -> Progress {
         if !self.is_clean() || self.making.as_ref().is_some_and(|m| m.unfenced.0 > 0) {
-            drop_lane(&self.link, &self.lane);
+            drop_lane(&self.peer, &self.link, &self.lane);
             self.over(true);
             return Progress::Done;
         }
         self.ended = true;
         self.link.put(Arc::clone(&self.lane));
         if self.job.is_stopped() {
-            self.job.share_ended(&self.link, None);
+            self.job.share_ended(&*self.link, None);
             return Progress::Done;
         }
-        if self.yields && self.notification.is_none() {
+        if self.yielding.yields() && self.notification.is_none() {
             return if self.job.share_yielded() { Progress::Yielded } else { Progress::Done };
         }
         match self.notification.take() {
             Some(notification) => self.notify(&notification),
-            None => self.job.share_ended(&self.link, None),
+            None => self.job.share_ended(&*self.link, None),
         }
         Progress::Done
     }
@@ -631,7 +631,7 @@ impl Share {
             Ok(request) => request,
             Err(e) => {
                 self.job.fail(e);
-                return self.job.share_ended(&self.link, None);
+                return self.job.share_ended(&*self.link, None);
             }
         };
         let (core, job, link) = (&self.link.core, Arc::clone(&self.job), Arc::clone(&self.link));
@@ -641,13 +641,13 @@ impl Share {
             self.link.peer_addr,
             Kind::Notify,
             request,
-            left.min(core.handshake_timeout()),
+            left.min(core.settings.handshake_timeout()),
             Box::new(move |_, answer| {
                 let answer = answer.map_err(Failure::into_error);
                 if let Err(e) = answer.and_then(|answer| notified(&answer)) {
                     job.fail(e.with("peer", &link.address));
                 }
-                job.share_ended(&link, None);
+                job.share_ended(&*link, None);
             }),
         );
     }
@@ -659,40 +659,40 @@ impl Drive for Share {
     }
 
     fn check_at(&self) -> Option<Timestamp> {
-        if self.ended { None } else { self.vigil.next() }
+        if self.ended { None } else { self.stall_detector.next() }
     }
 
     fn progress(&mut self, now: Timestamp) -> Progress {
         if self.ended {
             return Progress::Done;
         }
-        let mut turn = TURN;
-        // Answers can't be there before their requests were sent.
+        let mut budget = STEP_BYTES;
+        // Sending first: answers can't arrive before their requests were sent.
         let mut answers_may_wait = self.awaited.is_empty();
         loop {
             if self.job.is_stopped() {
                 return self.end();
             }
             self.make();
-            let sent = self.send(&mut turn);
+            let sent = self.send(&mut budget);
             if matches!(sent, Step::Over) {
                 return Progress::Done;
             }
-            if matches!(sent, Step::On) && answers_may_wait && turn > 0 {
+            if matches!(sent, Step::On) && answers_may_wait && budget > 0 {
                 continue;
             }
             if answers_may_wait && self.out.is_empty() && !self.awaited.is_empty() {
                 return self.waits(&sent, &Step::Blocked, now);
             }
             answers_may_wait = false;
-            let received = self.receive(&mut turn);
+            let received = self.receive(&mut budget);
             if matches!(received, Step::Over) {
                 return Progress::Done;
             }
             if self.is_clean() && self.making.is_none() && !self.more() {
                 return self.end();
             }
-            if turn == 0 {
+            if budget == 0 {
                 return Progress::Again;
             }
             if !matches!(sent, Step::On) && !matches!(received, Step::On) {
@@ -703,20 +703,20 @@ impl Drive for Share {
 }
 
 impl Share {
-    /// Whether there is more to be moved on this lane.
+    /// Whether this lane has more to move.
     fn more(&mut self) -> bool {
         self.make();
         !self.awaited.is_empty()
     }
 
-    /// What to wait for.
+    /// The event to wait for.
     fn waits(&mut self, sent: &Step, received: &Step, now: Timestamp) -> Progress {
         if matches!(sent, Step::Memory) || matches!(received, Step::Memory) {
-            // The peer waits for us.
-            self.vigil.rest();
+            // The peer waits for this side.
+            self.stall_detector.rest();
             return Progress::Memory;
         }
-        if self.vigil.is_over(&self.lane.socket, now) {
+        if self.stall_detector.is_over(&self.lane.socket, now) {
             self.silent();
             return Progress::Done;
         }

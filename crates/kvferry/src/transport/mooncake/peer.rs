@@ -1,37 +1,43 @@
-//! What is known of a stock peer, and asking it.
+//! The data known about a stock peer, and requests to it.
 
+use super::connect::{handshake_request, understood};
 use super::exchange::{Failure, ask};
-use super::lanes::LaneKeepers;
-use super::meet::{introduction, understood};
+use super::lanes::{LaneKeepers, open_lane};
 use super::wire::{Alive, Buffer, Descriptor, Kind, Notify, SUCCESS, frame};
-use crate::agent::Core;
+use super::MooncakeServer;
+use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::region::{Access, RemoteRegion};
 use crate::notify::Notification;
 use crate::reactor::now;
-use crate::session::link::Link;
-use crate::transfer::drive::Slot;
+use crate::transfer::link::{Backend, Link};
+use crate::transfer::slot::Slot;
 use kvferry_proto::{Incarnation, RegionId};
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
 use std::time::Duration;
 
-/// What is known of a stock peer.
-#[derive(Debug)]
-pub(crate) struct MooncakePeer {
-    /// Where its memory is reached.
+/// A stock peer.
+pub(super) struct MooncakePeer {
+    server: Weak<MooncakeServer>,
+    /// The address of its data port.
     pub(super) data: SocketAddr,
-    /// It answers writes when they are applied (version 2 of the protocol).
+    /// The peer answers a write when its bytes are in place (version 2 of the protocol).
     pub(super) acknowledges: bool,
     /// The link's keeper on the control thread.
     keeper: u64,
-    lanes: LaneKeepers,
+    lanes: Arc<LaneKeepers>,
     descriptor: Mutex<Descriptor>,
 }
 
 impl MooncakePeer {
-    /// From the descriptor that the peer at `at` answered the handshake with.
-    pub(super) fn new(descriptor: Descriptor, at: SocketAddr, keeper: u64) -> Result<Self> {
+    /// From the descriptor in the answer to the handshake with the peer at `at`.
+    pub(super) fn new(
+        descriptor: Descriptor,
+        at: SocketAddr,
+        keeper: u64,
+        server: Option<&Arc<MooncakeServer>>,
+    ) -> Result<Self> {
         if !descriptor.protocol.split(',').any(|p| p.trim() == "tcp") {
             return Err(Error::new(ErrorKind::Unsupported, "the Mooncake peer offers no TCP")
                 .with("protocol", &descriptor.protocol));
@@ -40,32 +46,29 @@ impl MooncakePeer {
             return Err(Error::new(ErrorKind::Protocol, "the Mooncake peer names no data port"));
         }
         Ok(Self {
+            server: server.map_or_else(Weak::new, Arc::downgrade),
             data: data_addr(&descriptor, at),
             acknowledges: descriptor.tcp_proto_version >= 2,
             keeper,
-            lanes: LaneKeepers::default(),
+            lanes: Arc::default(),
             descriptor: Mutex::new(descriptor),
         })
     }
 
     fn descriptor(&self) -> MutexGuard<'_, Descriptor> {
-        self.descriptor.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.descriptor)
     }
 
-    pub(crate) fn keeper(&self) -> u64 {
-        self.keeper
-    }
-
-    pub(super) fn lanes(&self) -> &LaneKeepers {
+    pub(super) fn lanes(&self) -> &Arc<LaneKeepers> {
         &self.lanes
     }
 
-    /// The buffers that the peer told of when it was asked last.
+    /// The buffers in the peer's last descriptor.
     pub(super) fn buffers(&self) -> Vec<Buffer> {
         self.descriptor().buffers.clone()
     }
 
-    /// Takes over what the peer says now; false if it is another process than before.
+    /// Stores a new descriptor; false if it comes from another process than before.
     pub(super) fn update(&self, fresh: Descriptor) -> bool {
         let mut known = self.descriptor();
         let same = known.tcp_data_port == fresh.tcp_data_port
@@ -75,10 +78,27 @@ impl MooncakePeer {
         same
     }
 
-    /// Asks the peer for its buffers. They have addresses only: a stock peer has no name for this
-    /// life of its own, and does not say what may be done with a buffer.
-    pub(crate) fn regions(&self, link: &Arc<Link>, timeout: Duration) -> Result<Vec<RemoteRegion>> {
-        let answer = wait(link, Kind::Metadata, introduction(&link.core), timeout)?;
+    /// The request for the peer's descriptor.
+    pub(super) fn request(&self) -> Result<Vec<u8>> {
+        let shut_down = || Error::new(ErrorKind::Shutdown, "the agent was shut down");
+        let server = self.server.upgrade().ok_or_else(shut_down)?;
+        Ok(handshake_request(&server, false))
+    }
+}
+
+impl Backend for MooncakePeer {
+    fn open_lane(&self, link: &Arc<Link>) {
+        open_lane(self, link);
+    }
+
+    fn wake(&self, core: &Core) {
+        core.threads.control.wake(self.keeper);
+    }
+
+    /// Asks the peer for its buffers. They have addresses only: a stock peer has no incarnation,
+    /// and does not declare the access to a buffer.
+    fn regions(&self, link: &Arc<Link>, timeout: Duration) -> Result<Vec<RemoteRegion>> {
+        let answer = wait(link, Kind::Metadata, self.request()?, timeout)?;
         let fresh = understood(&answer).map_err(|e| e.with("peer", &link.address))?;
         let regions = fresh.buffers.iter().map(|buffer| RemoteRegion {
             incarnation: Incarnation(0),
@@ -89,16 +109,16 @@ impl MooncakePeer {
         });
         let regions = regions.collect();
         if !self.update(fresh) {
-            // Another process answers there now; the next call meets it.
+            // Another process has the address now; the next call connects to it.
             let error =
-                Error::new(ErrorKind::PeerReset, "another process has taken the peer's place");
+                Error::new(ErrorKind::PeerReset, "another process has replaced the peer");
             end(link, error.with("peer", &link.address));
         }
         Ok(regions)
     }
 
-    /// Asks for a sign of life; how long it took, connecting included.
-    pub(crate) fn probe(&self, link: &Arc<Link>, timeout: Duration) -> Result<Duration> {
+    /// Probes the peer; returns the time it took, connecting included.
+    fn probe(&self, link: &Arc<Link>, timeout: Duration) -> Result<Duration> {
         let start = now();
         let request = frame(Kind::Probe, &serde_json::Map::new());
         let answer = wait(link, Kind::Probe, request, timeout)?;
@@ -113,21 +133,23 @@ impl MooncakePeer {
         }
     }
 
-    /// Sends a notification; returns when the peer has queued it.
-    pub(crate) fn notify(
+    /// Sends a notification; returns once the peer has queued it.
+    fn notify(
         &self,
         link: &Arc<Link>,
         notification: &Notification,
         timeout: Duration,
-    ) -> Result<()> {
-        let request = notify_frame(notification)?;
-        let answer = wait(link, Kind::Notify, request, timeout)?;
-        notified(&answer).map_err(|e| e.with("peer", &link.address))
+    ) -> Option<Result<()>> {
+        let sent = notify_frame(notification)
+            .and_then(|request| wait(link, Kind::Notify, request, timeout))
+            .and_then(|answer| notified(&answer).map_err(|e| e.with("peer", &link.address)));
+        Some(sent)
     }
 }
 
-/// The data port's address. A peer that tells no usable host means the one that was called:
-/// nobody else's loopback can be reached, and names are left to whoever resolved the peer's.
+/// The data port's address. If the descriptor has no usable host, the handshake's address is used:
+/// another host's loopback can't be reached, and names are not resolved, because the caller has
+/// already resolved the peer's.
 fn data_addr(descriptor: &Descriptor, at: SocketAddr) -> SocketAddr {
     let mut addr = at;
     if let Ok(told) = descriptor.tcp_data_host.parse::<IpAddr>()
@@ -141,21 +163,21 @@ fn data_addr(descriptor: &Descriptor, at: SocketAddr) -> SocketAddr {
     addr
 }
 
-/// A notification's frame.
+/// The frame of a notification.
 pub(super) fn notify_frame(notification: &Notification) -> Result<Vec<u8>> {
     let message = std::str::from_utf8(&notification.message).map_err(|e| {
-        Error::new(ErrorKind::InvalidArgument, "a Mooncake peer takes notifications of text only")
+        Error::new(ErrorKind::InvalidArgument, "a Mooncake peer accepts only text notifications")
             .caused_by(e)
     })?;
     let notify = Notify { name: notification.name.clone(), notify_msg: message.to_owned() };
     Ok(frame(Kind::Notify, &notify))
 }
 
-/// What the answer to a notification says.
+/// Parses the answer to a notification.
 pub(super) fn notified(answer: &[u8]) -> Result<()> {
     match serde_json::from_slice::<Notify>(answer) {
         Ok(answer) if answer.notify_msg == SUCCESS => Ok(()),
-        Ok(answer) => Err(Error::new(ErrorKind::Busy, "the peer did not take a notification")
+        Ok(answer) => Err(Error::new(ErrorKind::Busy, "the peer did not queue the notification")
             .with("answer", answer.notify_msg)),
         Err(e) => Err(Error::new(
             ErrorKind::Protocol,
@@ -165,7 +187,7 @@ pub(super) fn notified(answer: &[u8]) -> Result<()> {
     }
 }
 
-/// Asks on the control thread, waits on this one.
+/// Makes an exchange on the control thread and waits for its result.
 fn wait(link: &Arc<Link>, kind: Kind, request: Vec<u8>, timeout: Duration) -> Result<Vec<u8>> {
     let slot = Slot::new();
     let fill = Arc::clone(&slot);
@@ -177,7 +199,8 @@ fn wait(link: &Arc<Link>, kind: Kind, request: Vec<u8>, timeout: Duration) -> Re
         timeout,
         Box::new(move |_, answer| fill.fill(answer)),
     );
-    // The exchange has the same deadline and says more about why; the grace is for its word.
+    // The exchange has the same deadline and a more precise error; the grace period lets that error
+    // arrive first.
     let answer = slot.wait(now() + timeout + Duration::from_secs(1), None)?;
     answer.map_err(Failure::into_error).map_err(|e| {
         let error = e.with("peer", &link.address);
@@ -188,13 +211,11 @@ fn wait(link: &Arc<Link>, kind: Kind, request: Vec<u8>, timeout: Duration) -> Re
     })
 }
 
-/// Ends a link to a stock peer: the next call meets the peer afresh.
+/// Ends a link to a stock peer: the next call connects again.
 pub(super) fn end(link: &Arc<Link>, error: Error) {
     if link.end().is_none() {
-        tracing::info!(peer = %link.address, reason = %error, "a Mooncake peer was lost");
+        tracing::info!(peer = %link.address, reason = %error, "lost a Mooncake peer");
     }
-    let core: &Core = &link.core;
-    core.remove_session(link);
     link.terminate(error);
     link.wake_control();
 }
@@ -210,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn the_data_host_is_the_one_told_unless_it_can_not_be_meant() {
+    fn the_data_host_is_the_descriptors_unless_it_is_not_reachable() {
         assert_eq!(told("10.0.0.9", "10.0.0.7:1"), "10.0.0.9:7");
         assert_eq!(told("", "10.0.0.7:1"), "10.0.0.7:7");
         assert_eq!(told("0.0.0.0", "10.0.0.7:1"), "10.0.0.7:7");
@@ -221,14 +242,14 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_reached_over_tcp_is_refused() {
+    fn a_peer_that_can_not_be_reached_over_tcp_is_refused() {
         let at = "10.0.0.7:1".parse().expect("an address");
         let rdma =
             Descriptor { protocol: "rdma".into(), tcp_data_port: 7, ..Descriptor::default() };
-        let e = MooncakePeer::new(rdma, at, 0).expect_err("no TCP");
+        let e = MooncakePeer::new(rdma, at, 0, None).err().expect("no TCP");
         assert_eq!(e.kind(), ErrorKind::Unsupported);
         let portless = Descriptor { protocol: "tcp".into(), ..Descriptor::default() };
-        let e = MooncakePeer::new(portless, at, 0).expect_err("no port");
+        let e = MooncakePeer::new(portless, at, 0, None).err().expect("no port");
         assert_eq!(e.kind(), ErrorKind::Protocol);
     }
 }

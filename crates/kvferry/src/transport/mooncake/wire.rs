@@ -1,31 +1,31 @@
-//! What crosses the wire: handshake frames, the segment descriptor, data requests.
+//! The messages of Mooncake's protocol: handshake frames, the segment descriptor, data requests.
 //!
-//! All integers are little-endian. Everything here is pure; whatever the bytes are, decoding ends
-//! with a value or an error.
+//! All integers are little-endian. The functions are pure; decoding returns a value or an error for
+//! every input.
 
 use kvferry_proto::Incarnation;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Bytes of a handshake request we read from a peer: what stock peers read themselves.
+/// Bytes of a handshake request from a peer, at most: the limit of stock peers.
 pub(super) const REQUEST_MAX: u64 = 1 << 20;
-/// Bytes of a handshake answer we read from a peer: some 200 000 registered buffers.
+/// Bytes of a handshake answer from a peer, at most: some 200 000 registered buffers.
 pub(super) const ANSWER_MAX: u64 = 16 << 20;
-/// Bytes of a handshake answer we send: stock peers read no longer one.
+/// Bytes of a handshake answer to a peer, at most: the limit of stock peers.
 const ANSWER_SENT_MAX: usize = 1 << 20;
 /// Bytes of the length before a handshake frame.
 pub(super) const LENGTH: usize = 8;
 
-/// What a handshake connection is for.
+/// The purpose of a handshake connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// Bringing up RDMA queue pairs, which kvferry does not.
+    /// Setting up RDMA queue pairs, which kvferry does not support.
     Connection,
     /// Exchange of segment descriptors.
     Metadata,
     /// A notification.
     Notify,
-    /// A sign of life.
+    /// A liveness probe.
     Probe,
 }
 
@@ -39,8 +39,7 @@ impl Kind {
         }
     }
 
-    /// `None` for a byte that names nothing: releases before the type byte existed sent the
-    /// JSON's brace there.
+    /// `None` for an unknown byte: releases without a type byte sent the JSON's brace in its place.
     pub(super) const fn from_byte(byte: u8) -> Option<Self> {
         match byte {
             0 => Some(Self::Connection),
@@ -76,7 +75,7 @@ pub(super) struct Buffer {
     pub(super) length: u64,
 }
 
-/// The extra field by which kvferry agents know each other.
+/// The extra field by which kvferry agents recognise each other.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct Mark {
@@ -91,18 +90,18 @@ impl Mark {
     }
 }
 
-/// How a peer's memory is reached over TCP. Fields we do not know are ignored, as stock peers
-/// ignore ours.
+/// How to reach a peer's memory over TCP. Unknown fields are ignored, as stock peers ignore
+/// kvferry's.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Descriptor {
     pub(super) name: String,
     pub(super) protocol: String,
-    /// Releases that do not say it mean the host of the handshake.
+    /// Releases without this field use the host of the handshake.
     #[serde(default)]
     pub(super) tcp_data_host: String,
     #[serde(default)]
     pub(super) tcp_data_port: u16,
-    /// Releases that do not say it speak version 1.
+    /// Releases without this field speak version 1.
     #[serde(default)]
     pub(super) tcp_proto_version: u32,
     #[serde(default)]
@@ -115,7 +114,7 @@ pub(super) struct Descriptor {
     pub(super) kvferry: Option<Mark>,
 }
 
-/// The part of a request's descriptor that matters to us: who else calls is served alike.
+/// The field of a request's descriptor that kvferry uses; all other peers are served alike.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct Caller {
     #[serde(default)]
@@ -124,7 +123,7 @@ pub(super) struct Caller {
 
 impl Descriptor {
     /// The frame that answers a metadata request. The list of buffers is cut where stock peers
-    /// would stop reading; they do not look at it before they write or read over TCP.
+    /// would stop reading; they do not use the list for writes and reads over TCP.
     pub(super) fn into_answer(mut self) -> Vec<u8> {
         loop {
             let bytes = frame(Kind::Metadata, &self);
@@ -158,10 +157,10 @@ pub(super) struct Alive {
     pub(super) status: String,
 }
 
-/// The word for "done" in answers to notifications and probes.
+/// The result "done" in answers to notifications and probes.
 pub(super) const SUCCESS: &str = "success";
 
-/// What an RDMA peer is told.
+/// The answer to an RDMA peer.
 #[derive(Debug, Serialize)]
 pub(super) struct NoEndpoint {
     pub(super) local_nic_path: &'static str,
@@ -170,7 +169,7 @@ pub(super) struct NoEndpoint {
     pub(super) reply_msg: &'static str,
 }
 
-/// What a data request does.
+/// The operation of a data request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Opcode {
     Read,
@@ -186,7 +185,7 @@ pub(super) struct Request {
     pub(super) size: u64,
     pub(super) addr: u64,
     pub(super) opcode: Opcode,
-    /// A status is expected (version 2).
+    /// The peer expects a status (version 2).
     pub(super) status: bool,
 }
 
@@ -205,7 +204,7 @@ impl Request {
         bytes
     }
 
-    /// Total: an opcode that names nothing is a read, as stock targets have it.
+    /// Never fails: an unknown opcode is a read, as in stock targets.
     pub(super) fn decode(bytes: &[u8; Self::LEN]) -> Self {
         let word = |at: usize| {
             u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes are a word"))
@@ -222,7 +221,7 @@ impl Request {
 /// The answer to a request of version 2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Status {
-    /// Done; for a read, the payload follows.
+    /// Success; for a read, the payload follows.
     Done,
     /// The address was refused; the connection is closed next.
     Refused,
@@ -233,7 +232,7 @@ pub(super) enum Status {
 /// "MCTV", in the upper half of a status.
 const STATUS_MAGIC: u32 = 0x4d43_5456;
 
-/// Eight bytes that are no status.
+/// The eight bytes are not a status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct NoStatus(u64);
 
@@ -292,13 +291,13 @@ mod tests {
     }
 
     #[test]
-    fn the_status_words_are_those_of_the_report() {
+    fn the_status_words_are_those_of_stock_peers() {
         assert_eq!(Status::Done.encode(), 0x4d43_5456_0000_0000u64.to_le_bytes());
         assert_eq!(Status::Refused.encode(), 0x4d43_5456_0000_0001u64.to_le_bytes());
     }
 
     #[test]
-    fn a_stock_descriptor_of_either_version_is_understood() {
+    fn a_stock_descriptor_of_either_version_is_decoded() {
         let v2 = r#"{"name":"127.0.0.1:15986","protocol":"tcp","tcp_data_host":"127.0.0.1",
             "tcp_data_port":16086,"tcp_proto_version":2,"rdma_server_name":"","timestamp":"x",
             "devices":[{"gid":"x"}],"buffers":[{"name":"a:1","addr":1,"length":2,"rkey":[1]}]}"#;

@@ -2,49 +2,140 @@
 //!
 //! A request is one message: header, descriptor table, notification, payload, checksums
 //! (`kvferry_proto::frame`). The initiator gathers the payload from its memory with one vectored
-//! call per chunk; the target scatters it straight into place with one vectored call per chunk.
-//! No payload byte is copied in user space, nothing is sent per descriptor.
+//! call per chunk; the target scatters it directly into place with one vectored call per chunk. No
+//! payload byte is copied in user space, and no message is sent per descriptor.
 //!
 //! Ownership: a lane belongs to one transfer at a time, an inbound stream to one I/O thread. Each
-//! has a gate; memory is touched only inside it (`crate::memory::gate`), one non-blocking call at
-//! a time.
+//! has a gate; memory is touched only inside it (`crate::memory::gate`), one non-blocking call at a
+//! time.
 //!
-//! Wake-up: who waits for a socket waits in `poll` (a caller) or `epoll` (an I/O thread),
-//! level-triggered, so a wake-up can't be missed. When a session ends its sockets are shut down,
-//! which wakes both.
+//! Wake-up: a caller waits for its socket in `poll`, an I/O thread in `epoll`, both
+//! level-triggered, so no wake-up is lost. When a session ends, its sockets are shut down, which
+//! wakes both.
 
 mod inbound;
 mod outbound;
 
 pub(crate) use inbound::InboundStream;
-pub(crate) use outbound::Share;
 
+use crate::error;
+use crate::memory::cursor::{Fault, Gather, Lent, Source};
 use crate::memory::device::Wake;
-use crate::session::link::{Lane, Link};
+use crate::transfer::drive::{LaneRoute, OnLanes, SEND_CHUNK};
 use crate::transfer::job::Job;
-use crate::transport::{Capabilities, Fence, Moving, Transport, TransportKind};
+use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
+use crate::transfer::lanes::Lane;
+use crate::transfer::link::Link;
+use crate::transport::service::{Attached, Service, Start, Startup};
+use kvferry_proto::PieceDigest;
+use kvferry_proto::lane::Transmit;
+use kvferry_sys::HostSpan;
+use kvferry_sys::socket::Socket;
+use std::io;
 use std::sync::Arc;
 
-#[derive(Debug)]
+/// The transport, its service, and its route; all are stateless.
+#[derive(Clone, Copy)]
 pub(crate) struct Tcp;
+
+impl Tcp {
+    pub(crate) const KIND: TransportKind = TransportKind::new("tcp");
+}
 
 impl Transport for Tcp {
     fn kind(&self) -> TransportKind {
-        TransportKind::Tcp
+        Self::KIND
+    }
+
+    fn aliases(&self) -> &'static [&'static str] {
+        &["native", "kvferry"]
     }
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
             write_fence: Fence::Local,
             read_fence: Fence::Local,
-            confirms_cancel: true,
             notifications: true,
             checksums: true,
-            regions: true,
         }
     }
+}
 
-    fn drive(&self, link: &Arc<Link>, lane: Arc<Lane>, job: Arc<Job>, wake: Wake) -> Moving {
-        Moving::Tcp(Share::new(Arc::clone(link), lane, job, wake))
+impl Start for Tcp {
+    fn start(&self, _cx: &Startup<'_>) -> error::Result<Box<dyn Service>> {
+        Ok(Box::new(Self))
+    }
+}
+
+impl Service for Tcp {
+    fn kind(&self) -> TransportKind {
+        Self::KIND
+    }
+
+    /// Lanes are opened on demand, the first one in advance.
+    fn attach(&self, link: &Arc<Link>, attached: Attached) {
+        link.add_route(Arc::new(LaneRoute(Self)));
+        link.open_ahead();
+        attached(None);
+    }
+}
+
+impl OnLanes for Tcp {
+    type Share = outbound::Share;
+
+    fn transport(&self) -> &'static dyn Transport {
+        &Self
+    }
+
+    fn share(&self, link: &Arc<Link>, lane: Arc<Lane>, job: &Arc<Job>, wake: Wake) -> Self::Share {
+        outbound::Share::new(Arc::clone(link), lane, Arc::clone(job), wake)
+    }
+}
+
+/// Sends what [`Transmit`] lists in one call: its bytes, then payload of `source`. Returns how many
+/// bytes were sent, and the result.
+fn transmit_once(
+    socket: &Socket,
+    source: Option<&mut Gather>,
+    transmit: Transmit<'_>,
+) -> (usize, Result<Lent, Fault>) {
+    let Transmit { bytes, payload, mut digest } = transmit;
+    let mut sent = 0;
+    let result = match source {
+        Some(source) if payload > 0 => source.lend(SEND_CHUNK, &mut |spans| {
+            sent = socket.send_spans(bytes, spans)?;
+            let of_payload = sent.saturating_sub(bytes.len());
+            if let Some(digest) = &mut digest {
+                digest_spans(digest, spans, of_payload);
+            }
+            Ok(of_payload)
+        }),
+        _ => lent(socket.send(bytes), &mut sent),
+    };
+    (sent, result)
+}
+
+/// A call that moved bytes other than payload, as a result of [`Source::lend`].
+fn lent(result: io::Result<usize>, moved: &mut usize) -> Result<Lent, Fault> {
+    match result {
+        Ok(n) => {
+            *moved = n;
+            Ok(Lent::Moved(n))
+        }
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(Lent::WouldBlock),
+        Err(e) => Err(Fault::Io(e)),
+    }
+}
+
+/// Adds the first `len` bytes of the spans to a digest, right after they were moved.
+fn digest_spans(digest: &mut PieceDigest, spans: &[HostSpan], len: usize) {
+    let mut left = len;
+    for span in spans {
+        let n = span.len().min(left);
+        span.truncated(n).for_each_copy(|bytes| digest.update(bytes));
+        left -= n;
+        if left == 0 {
+            return;
+        }
     }
 }

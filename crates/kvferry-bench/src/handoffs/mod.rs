@@ -1,0 +1,71 @@
+//! What a handoff costs beyond moving its bytes: `kvferry bench-handoff`.
+//!
+//! The consumer is this process, the producer a second one of this host. `exposed.rs`, `second.rs`,
+//! `control.rs` and `step.rs` call worker halves themselves (`rank.rs`, `producer.rs`); `engines.rs` runs
+//! the reference engine on the connector; `plan.rs` needs no process.
+
+mod control;
+pub(crate) mod engines;
+mod exposed;
+mod plan;
+pub(crate) mod producer;
+mod rank;
+mod report;
+mod second;
+mod step;
+
+use clap::ValueEnum;
+use indicatif::ProgressBar;
+
+use crate::failure::Failure;
+use crate::options::{HandoffOptions, Measure};
+
+pub use report::Report;
+
+/// Seed of the block tables: they are the same in every run.
+const SEED: u64 = 20_240_817;
+
+/// Pieces in which a producer announces a chunk, as the reference engine does by default. The last piece
+/// is exposed: with 4 chunks that is an eighth of the transfer.
+const PIECES: u32 = 2;
+
+/// Seven or more to judge by.
+const ROUNDS: usize = 7;
+const QUICK_ROUNDS: usize = 2;
+
+/// The options with their defaults filled in.
+struct Settings {
+    options: HandoffOptions,
+    rounds: usize,
+    bar: ProgressBar,
+    /// What was not done as asked for.
+    remarks: Vec<String>,
+}
+
+/// Measures what `options` ask for; `bar` shows the progress.
+///
+/// # Errors
+/// [`Failure::Check`] for a wrong byte or token; otherwise what a transfer or a process failed with.
+pub fn measure(options: &HandoffOptions, bar: &ProgressBar) -> Result<Report, Failure> {
+    let rounds = options.rounds.unwrap_or(if options.quick { QUICK_ROUNDS } else { ROUNDS });
+    let mut measures = options.measures.clone();
+    if measures.is_empty() {
+        measures = Measure::value_variants().to_vec();
+    }
+    bar.inc_length(measures.len() as u64);
+    let (options, bar) = (options.clone(), bar.clone());
+    let mut settings = Settings { options, rounds, bar, remarks: Vec::new() };
+    let mut rows = Vec::new();
+    for measure in measures {
+        rows.extend(match measure {
+            Measure::Exposed => exposed::run(&mut settings)?,
+            Measure::Step => step::run(&settings)?,
+            Measure::Plan => plan::run(&settings)?,
+            Measure::Control => control::run(&settings)?,
+            Measure::Second => second::run(&mut settings)?,
+            Measure::OneBlock => engines::run(&settings)?,
+        });
+        settings.bar.inc(1);
+    }
+    Ok(Report::new(settings.options.quick, settings.remarks, rows))
+}

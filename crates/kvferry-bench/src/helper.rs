@@ -1,0 +1,33 @@
+//! Helper processes of a measurement: this program again, with other arguments.
+
+use crate::child::Child;
+use crate::failure::Failure;
+use crate::{handoffs, transfers};
+
+/// The first argument of a helper process. The program passes the others to [`run`].
+pub const COMMAND: &str = "bench-helper";
+
+/// Starts a helper process.
+pub(crate) fn spawn(arguments: &[&str]) -> Result<Child, Failure> {
+    Child::spawn(&[&[COMMAND], arguments].concat())
+}
+
+/// Serves the parent process until it closes this process's standard input.
+///
+/// # Errors
+/// [`Failure::Usage`] for arguments that no measurement passes, and whatever the helper fails with.
+pub fn run(arguments: &[String]) -> Result<(), Failure> {
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let number = |text: &str| {
+        text.parse().map_err(|_| Failure::Usage(format!("{COMMAND}: `{text}` is not a number")))
+    };
+    match words.as_slice() {
+        ["target"] => transfers::target::run_child(None),
+        ["target", core] => transfers::target::run_child(Some(number(core)?)),
+        ["memory", bytes] => transfers::baseline::hold(number(bytes)?),
+        ["agents", count] => transfers::sessions::run_agents(number(count)?),
+        ["producer"] => handoffs::producer::run(),
+        ["prefill"] => handoffs::engines::run_prefill(),
+        _ => Err(Failure::Usage(format!("{COMMAND}: no such helper: {}", arguments.join(" ")))),
+    }
+}

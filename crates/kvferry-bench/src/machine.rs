@@ -1,0 +1,133 @@
+//! What this machine has: to choose sizes, and to name the machine in a report.
+
+use std::fs;
+use std::time::Duration;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
+
+/// Where figures were measured. No host name and no path: reports are shared.
+#[allow(missing_docs, reason = "the names say it")]
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Machine {
+    pub cpus: usize,
+    pub cpu: String,
+    pub kernel: String,
+    pub memory_bytes: u64,
+}
+
+impl Machine {
+    /// The machine that this process runs on.
+    pub fn here() -> Machine {
+        let cpu_info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let cpu =
+            cpu_info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+        Machine {
+            cpus: cpus(),
+            cpu: cpu
+                .map_or_else(|| std::env::consts::ARCH.to_string(), |(_, name)| name.to_string()),
+            kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
+            memory_bytes: memory_line("MemTotal:").unwrap_or(0),
+        }
+    }
+}
+
+/// Cores this process may use.
+pub fn cpus() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Bytes that can be allocated without swapping: the kernel's estimate, or what is left in this
+/// process's control group if that is less.
+pub fn available_memory() -> u64 {
+    let free = memory_line("MemAvailable:").unwrap_or(u64::MAX);
+    free.min(control_group_rest().unwrap_or(u64::MAX))
+}
+
+fn memory_line(name: &str) -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let kib = text.lines().find_map(|line| line.strip_prefix(name))?;
+    kib.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)
+}
+
+fn control_group_rest() -> Option<u64> {
+    let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
+    let path = groups.lines().find_map(|line| line.strip_prefix("0::"))?;
+    let read = |file: &str| -> Option<u64> {
+        // Inside a container the path is that of the host; the container's own root is the limit.
+        let at = |dir: &str| fs::read_to_string(format!("/sys/fs/cgroup{dir}/{file}")).ok();
+        at(path).or_else(|| at(""))?.trim().parse().ok()
+    };
+    Some(read("memory.max")?.saturating_sub(read("memory.current")?))
+}
+
+/// Processor time of the threads of this process's agents.
+pub(crate) fn agent_time() -> std::io::Result<Duration> {
+    time_of_threads("kvferry-")
+}
+
+fn time_of_threads(prefix: &str) -> std::io::Result<Duration> {
+    let mut time = Duration::ZERO;
+    for task in std::fs::read_dir("/proc/self/task")? {
+        let task = task?.path();
+        if std::fs::read_to_string(task.join("comm"))?.starts_with(prefix) {
+            let used = std::fs::read_to_string(task.join("schedstat"))?;
+            let used = used.split(' ').next().and_then(|ns| ns.parse().ok());
+            time += Duration::from_nanos(used.ok_or(std::io::ErrorKind::InvalidData)?);
+        }
+    }
+    Ok(time)
+}
+
+/// Raises this process's limit of open files to the most that it may have.
+pub(crate) fn raise_open_files() {
+    let limit = getrlimit(Resource::Nofile);
+    // A process that may not raise it keeps what it has.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+}
+
+/// A number that no other process can compute: what a destination is poisoned with must not be
+/// known to the sender.
+pub(crate) fn random() -> u64 {
+    let mut bytes = [0; 8];
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
+        .expect("the kernel gives eight random bytes without a condition");
+    u64::from_ne_bytes(bytes)
+}
+
+/// A clock that all processes of this host share.
+pub fn shared_clock() -> Duration {
+    let time = clock_gettime(ClockId::Monotonic);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_machine_is_described() {
+        let machine = Machine::here();
+        assert!(machine.cpus >= 1 && machine.memory_bytes > 1 << 28, "{machine:?}");
+        assert!(!machine.kernel.is_empty());
+        assert!(available_memory() > 1 << 20);
+    }
+
+    #[test]
+    fn only_threads_with_the_prefix_count() {
+        let work = || {
+            let used = || time_of_threads("counted-").expect("this process has tasks");
+            let before = used();
+            let until = shared_clock() + Duration::from_millis(20);
+            let mut state = 1u64;
+            while shared_clock() < until {
+                state = std::hint::black_box(state.wrapping_mul(3));
+            }
+            used() - before
+        };
+        let named = std::thread::Builder::new().name("counted-1".into()).spawn(work);
+        assert!(named.expect("a thread").join().expect("no panic") > Duration::ZERO);
+        assert_eq!(std::thread::spawn(work).join().expect("no panic"), Duration::ZERO);
+    }
+}

@@ -1,0 +1,110 @@
+//! Messages between the router and an engine's process, a line each.
+
+use kvferry_connector::Announce;
+use kvferry_refengine::{EngineConfig, Params};
+use serde::{Deserialize, Serialize};
+
+use crate::cli::AnnounceWhen;
+
+/// To an engine.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Command {
+    /// Starts the engine. Sent once, first. Answered by [`Event::Ready`].
+    Open(Box<Setup>),
+    /// Adds a request.
+    Submit(Submit),
+    /// Aborts a request.
+    Abort { id: String },
+    /// There are no more requests. Answered by [`Event::Left`].
+    Finish,
+}
+
+/// Settings of an engine.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Setup {
+    pub(super) name: String,
+    pub(super) config: EngineConfig,
+    /// As in `KVFERRY_TRANSPORTS`.
+    pub(super) transports: String,
+    pub(super) announce: When,
+    /// Budget of a fetch.
+    pub(super) timeout_ms: u64,
+}
+
+/// [`Announce`], as the pipe carries it.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(super) enum When {
+    Layers { pieces: u32 },
+    Chunks,
+    End,
+}
+
+impl From<AnnounceWhen> for When {
+    fn from(when: AnnounceWhen) -> When {
+        match when {
+            AnnounceWhen::Layers => When::Layers { pieces: 2 },
+            AnnounceWhen::Chunks => When::Chunks,
+            AnnounceWhen::End => When::End,
+        }
+    }
+}
+
+impl From<When> for Announce {
+    fn from(when: When) -> Announce {
+        match when {
+            When::Layers { pieces } => Announce::Layers { pieces },
+            When::Chunks => Announce::Chunks,
+            When::End => Announce::End,
+        }
+    }
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Submit {
+    pub(super) id: String,
+    pub(super) prompt: Vec<u32>,
+    pub(super) max_tokens: usize,
+    pub(super) params: Params,
+    /// Flip a byte of its KV once it has been computed.
+    pub(super) flip: bool,
+}
+
+/// From an engine. Times are nanoseconds of the clock that all processes share.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Event {
+    /// The engine takes requests; the address of the agent of its first rank.
+    Ready { address: String },
+    /// A request has produced tokens, or ended.
+    Said(Said),
+    /// A rank has read a part of a request's KV.
+    Read { id: String, part: Part },
+    /// A rank has received all of a request, or its fetch has failed.
+    Received { id: String, at_ns: u64, failure: Option<String> },
+    /// All requests have ended; what is still held.
+    Left { held: Vec<String> },
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Said {
+    pub(super) id: String,
+    pub(super) tokens: Vec<u32>,
+    pub(super) ended: Option<Ended>,
+    /// When the last layer of the step was computed.
+    pub(super) computed_ns: u64,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Ended {
+    /// Why the request failed, if it did.
+    pub(super) failure: Option<String>,
+    /// `kv_transfer_params` of the response.
+    pub(super) params: Option<Params>,
+}
+
+/// Bytes that one rank read in one transfer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Part {
+    pub(super) bytes: u64,
+    pub(super) began_ns: u64,
+    pub(super) ended_ns: u64,
+}

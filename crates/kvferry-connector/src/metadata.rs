@@ -1,0 +1,258 @@
+//! What the scheduler half and the worker halves send each other, step by step.
+//!
+//! MessagePack maps keyed by name: a decoder ignores fields of later versions. Engines carry them as
+//! opaque bytes; every rank gets the metadata of every step.
+
+use crate::rank_metadata::{RankMetadata, RankMetadataError};
+use kvferry_proto::WireCode;
+use kvferry_proto::engine_handshake::EngineId;
+use kvferry_proto::handoff::{BlockTable, HandoffId};
+use kvferry_proto::pack;
+use kvferry_proto::plan::Topology;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// A step's metadata. A worker half carries out its fields in their order.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ConnectorMetadata {
+    /// The engine, once, after all its ranks have described themselves.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine: Option<EngineMetadata>,
+    /// Producer: requests that lost their blocks. No consumer may accept reads of the blocks once the
+    /// worker half has applied this.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub restarts: Vec<String>,
+    /// Producer: requests that ended. The same holds for those that are not held.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub endings: Vec<Ending>,
+    /// Producer: requests that this step computes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub computes: Vec<Compute>,
+    /// Consumer: requests to fetch.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub fetches: Vec<FetchRequest>,
+    /// Consumer: handoffs that this engine does not need.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub frees: Vec<Free>,
+    /// Consumer: fetches to end.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub cancels: Vec<Cancel>,
+}
+
+/// An engine as its scheduler half knows it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineMetadata {
+    /// Drawn when the scheduler half starts: a restarted engine has another.
+    pub id: EngineId,
+    /// [`crate::Worker::rank_metadata`] of each rank, by its number.
+    pub ranks: Vec<serde_bytes::ByteBuf>,
+}
+
+impl EngineMetadata {
+    /// The ranks' metadata and the topology that they form.
+    ///
+    /// # Errors
+    /// All but [`EngineError::Ranks`].
+    pub(crate) fn read(&self) -> Result<(Vec<RankMetadata>, Topology), EngineError> {
+        let decode = |(rank, bytes): (usize, &serde_bytes::ByteBuf)| {
+            RankMetadata::decode(bytes).map_err(|error| EngineError::Rank { rank, error })
+        };
+        let ranks = self.ranks.iter().enumerate().map(decode).collect::<Result<Vec<_>, _>>()?;
+        let topology = Topology::new(ranks.iter().map(|rank| &rank.layout))?;
+        for (second, rank) in ranks.iter().enumerate() {
+            if let Some(first) = ranks[..second].iter().position(|it| it.address == rank.address) {
+                let address = rank.address.clone();
+                return Err(EngineError::Address { first, second, address });
+            }
+        }
+        Ok((ranks, topology))
+    }
+}
+
+/// Why the ranks' metadata describe no engine.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are in the messages")]
+pub enum EngineError {
+    /// More or fewer ranks than configured.
+    #[error("expected metadata from {ranks} ranks, got {given}")]
+    Ranks { given: usize, ranks: usize },
+    /// A rank's metadata cannot be decoded.
+    #[error("rank {rank}: {error}")]
+    Rank { rank: usize, error: RankMetadataError },
+    /// Two ranks have one address, which can lead to only one of them.
+    #[error("ranks {first} and {second} both have the address {address}: give each its own")]
+    Address { first: usize, second: usize, address: String },
+    /// The ranks' layouts contradict each other.
+    #[error(transparent)]
+    Topology(#[from] kvferry_proto::layout::Mismatch),
+}
+
+/// A producer's request in a step.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Compute {
+    /// The engine's id of the request.
+    pub request: String,
+    /// Set in the first step of the request, and in the first after it lost its blocks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offer: Option<Offer>,
+    /// Tokens whose KV exists after the step.
+    pub until: u32,
+    /// New blocks, one table per group; empty if no group has any.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub blocks: Vec<BlockTable>,
+}
+
+/// What a producer offers of a request.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offer {
+    /// The handoff.
+    pub transfer: HandoffId,
+    /// How many of its tokens are handed over.
+    pub tokens: u32,
+    /// Complete when these tokens are computed; else with its [`Ending`].
+    pub eager: bool,
+}
+
+/// The end of a producer's request.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ending {
+    /// The engine's id of the request.
+    pub request: String,
+    /// The handoff, even if it was never offered.
+    pub transfer: HandoffId,
+    /// What becomes of its blocks.
+    pub how: EndingKind,
+}
+
+/// How a producer's request ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum EndingKind {
+    /// They are kept until they have been fetched, or until it is certain that they will not be.
+    Held {
+        /// For the consumer's engine, unless the handoff is complete already.
+        #[serde(default, with = "serde_bytes", skip_serializing_if = "Option::is_none")]
+        side_data: Option<Vec<u8>>,
+    },
+    /// Nothing can be fetched.
+    #[allow(missing_docs, reason = "the reason, as a code and in words")]
+    Withdrawn { code: WireCode, detail: String },
+}
+
+/// A consumer's request to fetch.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FetchRequest {
+    /// The engine's id of the request.
+    pub request: String,
+    /// The handoff.
+    pub transfer: HandoffId,
+    /// `host:port` of an agent of the producing engine.
+    pub address: String,
+    /// The life of that engine that is meant, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine: Option<EngineId>,
+    /// First token to fetch, and the one after the last.
+    pub tokens: (u32, u32),
+    /// All blocks of the request here, one table per group.
+    pub blocks: Vec<BlockTable>,
+    /// How long the fetch may take, in milliseconds.
+    pub budget_ms: u32,
+}
+
+/// A handoff that this engine does not need.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Free {
+    /// The handoff.
+    pub transfer: HandoffId,
+    /// `host:port` of an agent of the producing engine.
+    pub address: String,
+    /// The life of that engine that is meant, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine: Option<EngineId>,
+    /// Why it is not needed.
+    pub code: WireCode,
+    /// How long it may take to reach the producer, in milliseconds.
+    pub budget_ms: u32,
+}
+
+/// A fetch to end.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cancel {
+    /// The engine's id of the request.
+    pub request: String,
+    /// Why it ends.
+    pub code: WireCode,
+    /// Why it ends, in words.
+    pub detail: String,
+}
+
+/// Bytes that are no metadata.
+#[derive(Debug, Error)]
+#[error("malformed connector metadata: {0}")]
+pub struct MetadataError(#[from] rmp_serde::decode::Error);
+
+impl ConnectorMetadata {
+    /// Whether a worker half would do nothing.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// The metadata as bytes; empty if there is nothing to do.
+    pub fn encode(&self) -> Vec<u8> {
+        if self.is_empty() { Vec::new() } else { pack::encode(self) }
+    }
+
+    /// Decodes what [`ConnectorMetadata::encode`] returned.
+    ///
+    /// # Errors
+    /// The bytes are malformed.
+    pub fn decode(bytes: &[u8]) -> Result<Self, MetadataError> {
+        if bytes.is_empty() { Ok(Self::default()) } else { Ok(pack::decode(bytes)?) }
+    }
+}
+
+/// What a worker half tells the scheduler half, if the engine can carry it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Notes {
+    /// Fetches that ended on this rank.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub fetched: Vec<RequestOutcome>,
+    /// Producer's requests whose handoff ended on this rank before the request did.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub lost: Vec<RequestOutcome>,
+}
+
+/// How a fetch or a handoff ended on a rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RequestOutcome {
+    /// The engine's id of the request.
+    pub request: String,
+    /// [`WireCode::Ok`], or why it failed.
+    pub code: WireCode,
+    /// Why it failed, in words.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub detail: String,
+    /// Side data of the producer ranks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub side_data: Vec<serde_bytes::ByteBuf>,
+}
+
+impl Notes {
+    /// Whether nothing has ended.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Encodes the notes.
+    pub fn encode(&self) -> Vec<u8> {
+        pack::encode(self)
+    }
+
+    /// Decodes what [`Notes::encode`] returned.
+    ///
+    /// # Errors
+    /// The bytes are malformed.
+    pub fn decode(bytes: &[u8]) -> Result<Self, MetadataError> {
+        Ok(pack::decode(bytes)?)
+    }
+}

@@ -1,0 +1,315 @@
+//! One rank's handoffs over its agent.
+//!
+//! The state machines of the protocol are behind one lock, which is held for one step of theirs at a
+//! time. One thread does what they ask for: it sends, reads, opens channels and keeps the time, and
+//! sleeps while there is nothing to do. Calls, messages and reads that end only change the machines
+//! and wake it.
+//!
+//! | for | open |
+//! |---|---|
+//! | calls | `mod.rs`, `types.rs` |
+//! | what is behind the lock | `state.rs`, `peers.rs` |
+//! | what the thread does | `thread.rs`, `reads.rs`, `wakeup.rs` |
+//! | what the agent's control thread reports | `messages.rs` |
+
+mod messages;
+mod peers;
+mod reads;
+mod state;
+#[cfg(test)]
+mod tests;
+mod thread;
+mod types;
+mod wakeup;
+
+use crate::sync::{lock, wait_while};
+use kvferry::{Agent, Error, Peer};
+use kvferry_proto::engine_handshake::OwnEngine;
+use kvferry_proto::handoff::{BlockTable, HandoffId, Limits, ProducerRank, Progress, Refusal};
+use kvferry_proto::{Timestamp, WireCode};
+use messages::Handler;
+use state::{Notice, Shared, State};
+use std::sync::{Arc, Mutex, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+pub(crate) use types::RankObserver;
+pub use types::{Event, RankError, ReadMapper, ReadPart, ReadRequest, SideData, Source};
+
+/// One rank's handoffs. Dropping it ends them all.
+pub struct Rank {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    /// The process that the thread is in. A fork of it has neither the thread nor a usable lock.
+    process: u32,
+}
+
+impl std::fmt::Debug for Rank {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Rank").field("agent", &self.shared.agent).finish_non_exhaustive()
+    }
+}
+
+impl Rank {
+    /// Starts the thread of the rank that `agent` belongs to, and receives the agent's messages from
+    /// now on.
+    ///
+    /// # Errors
+    /// The agent's `InvalidArgument` if it has a message handler already; [`RankError::Thread`].
+    pub fn start(agent: &Agent, limits: &Limits) -> Result<Self, RankError> {
+        Self::observed(agent, limits, None)
+    }
+
+    /// As [`Rank::start`]. An observer gets the events; [`Rank::events`] is empty then.
+    pub(crate) fn observed(
+        agent: &Agent,
+        limits: &Limits,
+        observer: Option<Weak<dyn RankObserver>>,
+    ) -> Result<Self, RankError> {
+        let shared = Arc::new(Shared::new(agent, limits, observer));
+        agent.set_message_handler(Arc::new(Handler(Arc::downgrade(&shared))))?;
+        let runner = Arc::clone(&shared);
+        let thread = kvferry_sys::thread::spawn("kvferry-handoff".into(), move || runner.run())
+            .map_err(RankError::Thread)?;
+        let thread = Mutex::new(Some(thread));
+        Ok(Self { shared, thread, process: std::process::id() })
+    }
+
+    /// Offers a request's KV before any of it is ready. Its blocks must not be reused until
+    /// [`Event::Produced`], or until [`Rank::restart`] or [`Rank::withdraw`] is called.
+    ///
+    /// # Errors
+    /// [`Refusal::Ended`] if its consumer does not need it or has given up; [`Refusal::InUse`];
+    /// [`Refusal::Full`].
+    pub fn offer(&self, id: &HandoffId) -> Result<(), RankError> {
+        self.change(|state, now| state.producer.offer(id, now))
+    }
+
+    /// Announces that more is ready. See [`kvferry_proto::handoff::Producer::advance`].
+    ///
+    /// # Errors
+    /// [`Refusal::Unknown`] if it has ended; [`Refusal::Misuse`].
+    pub fn advance(
+        &self,
+        id: &HandoffId,
+        tables: Vec<BlockTable>,
+        progress: Progress,
+    ) -> Result<(), RankError> {
+        self.change(|state, _| state.producer.advance(id, tables, progress))
+    }
+
+    /// Announces that all is ready. `side_data` is for the consumer's engine.
+    ///
+    /// # Errors
+    /// As [`Rank::advance`].
+    pub fn complete(
+        &self,
+        id: &HandoffId,
+        tables: Vec<BlockTable>,
+        progress: Progress,
+        side_data: Option<Vec<u8>>,
+    ) -> Result<(), RankError> {
+        self.change(|state, now| state.producer.complete(id, tables, progress, side_data, now))
+    }
+
+    /// Takes the blocks back now. The engine will compute the request again.
+    ///
+    /// # Errors
+    /// As [`Rank::advance`].
+    pub fn restart(&self, id: &HandoffId) -> Result<(), RankError> {
+        self.change(|state, _| state.producer.restart(id))
+    }
+
+    /// Ends an offer, or a handoff that was to be offered, from this side. Its blocks may be reused
+    /// now.
+    ///
+    /// # Errors
+    /// [`Refusal::Ended`].
+    pub fn withdraw(&self, id: &HandoffId, code: WireCode, detail: &str) -> Result<(), RankError> {
+        self.change(|state, now| state.producer.withdraw(id, code, detail, now))
+    }
+
+    /// Fetches a request's KV into allocated blocks, which must not be touched until
+    /// [`Event::Consumed`]. Looks names up, which may block.
+    ///
+    /// # Errors
+    /// [`Refusal::InUse`], [`Refusal::Ended`], [`Refusal::Full`], [`Refusal::Misuse`]; the agent's
+    /// if an address cannot be resolved.
+    pub fn fetch(
+        &self,
+        id: &HandoffId,
+        from: &[Source],
+        budget: Duration,
+        mapper: Box<dyn ReadMapper>,
+    ) -> Result<(), RankError> {
+        let readers = from.iter().map(|source| source.readers);
+        let from: Vec<_> = self.resolve(from)?.into_iter().zip(readers).collect();
+        self.fetch_from(id, &from, budget, mapper)
+    }
+
+    /// As [`Rank::fetch`], from producer ranks each with its number of readers. Never blocks.
+    pub(crate) fn fetch_from(
+        &self,
+        id: &HandoffId,
+        from: &[(Peer, u32)],
+        budget: Duration,
+        mapper: Box<dyn ReadMapper>,
+    ) -> Result<(), RankError> {
+        self.change(|state, now| {
+            let ranks = from.iter().map(|&(ref peer, readers)| {
+                let (peer, connected) = state.peers.place(peer);
+                ProducerRank { peer, readers, connected }
+            });
+            let ranks: Vec<_> = ranks.collect();
+            state.consumer.want(id, &ranks, budget, now)?;
+            state.mappers.insert(id.clone(), mapper);
+            Ok(())
+        })
+    }
+
+    /// Tells producers that no rank of this engine needs a handoff: it is in the cache already, or its
+    /// request was aborted or rejected before it was scheduled. Looks names up, which may block.
+    ///
+    /// # Errors
+    /// [`Refusal::InUse`], [`Refusal::Ended`]; the agent's if an address cannot be resolved.
+    pub fn free(
+        &self,
+        id: &HandoffId,
+        from: &[Source],
+        code: WireCode,
+        detail: &str,
+    ) -> Result<(), RankError> {
+        self.free_at(id, &self.resolve(from)?, code, detail)
+    }
+
+    /// As [`Rank::free`]. Never blocks.
+    pub(crate) fn free_at(
+        &self,
+        id: &HandoffId,
+        from: &[Peer],
+        code: WireCode,
+        detail: &str,
+    ) -> Result<(), RankError> {
+        self.change(|state, now| {
+            let peers: Vec<_> = from.iter().map(|peer| state.peers.place(peer).0).collect();
+            state.consumer.free(id, &peers, code, detail, now)?;
+            peers.into_iter().for_each(|peer| state.peers.connect_once(peer));
+            Ok(())
+        })
+    }
+
+    /// Ends a fetch. Its blocks are free when [`Event::Consumed`] says so.
+    ///
+    /// # Errors
+    /// [`Refusal::Unknown`] if it has ended already.
+    pub fn cancel(&self, id: &HandoffId, code: WireCode, detail: &str) -> Result<(), RankError> {
+        self.change(|state, now| state.consumer.cancel(id, code, detail, now))
+    }
+
+    /// Sets the engine that this rank belongs to. Until then, peers that ask for it wait.
+    pub(crate) fn set_own_engine(&self, own: OwnEngine) -> Result<(), RankError> {
+        self.change(|state, _| {
+            for (from, message) in state.handshakes.set_own(own) {
+                state.queue_handshake(from, message);
+            }
+            Ok(())
+        })
+    }
+
+    /// Learns the engine of a peer: [`RankObserver::learned_engine`] gets it with the `ticket`.
+    pub(crate) fn learn_engine(
+        &self,
+        ticket: u64,
+        peer: &Peer,
+        budget: Duration,
+    ) -> Result<(), RankError> {
+        self.change(|state, now| {
+            let (id, connected) = state.peers.place(peer);
+            state.handshakes.meet(ticket, id, connected, budget, now);
+            Ok(())
+        })
+    }
+
+    /// Has the rank's thread call [`RankObserver::called`] soon.
+    pub(crate) fn call_observer(&self) {
+        // In a fork there is no observer to call.
+        drop(self.change(|state, _| {
+            if !matches!(state.notices.back(), Some(Notice::Called)) {
+                state.notices.push_back(Notice::Called);
+            }
+            Ok(())
+        }));
+    }
+
+    /// Takes the events since the last call.
+    pub fn events(&self) -> Vec<Event> {
+        self.shared.lock().events.drain(..).collect()
+    }
+
+    /// Waits for the next event; `None` after `timeout`.
+    pub fn wait(&self, timeout: Duration) -> Option<Event> {
+        let none = |state: &mut State| state.events.is_empty() && !state.closed;
+        let state = self.shared.lock();
+        wait_while(&self.shared.arrived, state, Some(timeout), none).events.pop_front()
+    }
+
+    /// Counts of what is kept, by name. All but tombstones and connected peers are zero when nothing
+    /// is under way.
+    pub fn gauges(&self) -> Vec<(&'static str, usize)> {
+        let state = self.shared.lock();
+        let own = [
+            ("peers", state.peers.len()),
+            ("mappers", state.mappers.len()),
+            ("transfers", state.reads.len()),
+            ("events", state.events.len()),
+        ];
+        let of_machines = state.producer.gauges().into_iter().chain(state.consumer.gauges());
+        of_machines.chain(state.handshakes.gauges()).chain(own).collect()
+    }
+
+    /// Ends everything. Nothing is read any more when this returns, unless the observer calls it.
+    pub(crate) fn close(&self) {
+        if std::process::id() != self.process {
+            return;
+        }
+        self.shared.lock().closed = true;
+        self.shared.wakeup.wake();
+        self.shared.arrived.notify_all();
+        if let Some(thread) = lock(&self.thread).take()
+            && thread.thread().id() != std::thread::current().id()
+        {
+            // It panics only on a broken invariant, and the panic has been reported.
+            drop(thread.join());
+        }
+    }
+
+    /// Changes the machines under the lock, then wakes the thread.
+    fn change(
+        &self,
+        change: impl FnOnce(&mut State, Timestamp) -> Result<(), Refusal>,
+    ) -> Result<(), RankError> {
+        self.check_process()?;
+        let changed = change(&mut self.shared.lock(), self.shared.now());
+        self.shared.wakeup.wake();
+        Ok(changed?)
+    }
+
+    fn resolve(&self, from: &[Source]) -> Result<Vec<Peer>, RankError> {
+        self.check_process()?;
+        let peers = from.iter().map(|source| self.shared.agent.peer(&source.address));
+        Ok(peers.collect::<Result<_, Error>>()?)
+    }
+
+    fn check_process(&self) -> Result<(), RankError> {
+        if std::process::id() == self.process { Ok(()) } else { Err(RankError::Forked) }
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        if std::process::id() == self.process {
+            self.close();
+        } else if let Ok(thread) = self.thread.get_mut() {
+            std::mem::forget(thread.take());
+        }
+    }
+}

@@ -1,0 +1,341 @@
+//! Numbers of peers.
+//!
+//! The protocol knows lives of peers by numbers ([`PeerId`]). A life that was met has an incarnation;
+//! before that a consumer knows an address, which has a number already. Two lives at one address have
+//! two numbers; two sessions with one life have one.
+
+use kvferry::{Channel, Incarnation, Peer, Watch};
+use kvferry_proto::Timestamp;
+use kvferry_proto::handoff::PeerId;
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::time::Duration;
+
+/// How long to wait before connecting again to a peer that must get a message, at first and at most.
+const RETRY_FIRST: Duration = Duration::from_secs(1);
+const RETRY_LAST: Duration = Duration::from_secs(15);
+
+/// An address that is consumed from.
+#[derive(Debug)]
+pub(super) struct Place {
+    pub(super) peer: Peer,
+    /// The number of the life that was, or will be, met there.
+    id: PeerId,
+    life: Option<Incarnation>,
+    /// A channel is being opened.
+    pub(super) opening: bool,
+    /// Connect once, although no handoff needs it: a message is waiting.
+    connect_once: bool,
+    /// Handoffs need it.
+    watched: bool,
+    /// An engine handshake needs it, whichever life it is.
+    watched_handshake: bool,
+    /// When to connect again to deliver a message, and the delay that led there.
+    retry: Option<(Timestamp, Duration)>,
+}
+
+impl Place {
+    const fn is_watched(&self) -> bool {
+        self.watched || self.watched_handshake
+    }
+
+    fn is_up(&self, lives: &FxHashMap<Incarnation, Life>) -> bool {
+        let life = self.life.and_then(|life| lives.get(&life));
+        life.is_some_and(|life| !life.channels.is_empty())
+    }
+}
+
+/// A life of a peer.
+#[derive(Debug)]
+struct Life {
+    /// Its number as a consumer of ours.
+    reader: PeerId,
+    /// The addresses it is consumed from: more than one if it has several names.
+    places: Vec<String>,
+    channels: Vec<Channel>,
+    watched: bool,
+    watch: Option<Watch>,
+}
+
+/// The numbers of a life.
+#[derive(Debug, Default)]
+pub(super) struct Numbers {
+    /// As a consumer of ours.
+    pub(super) reader: Option<PeerId>,
+    /// As a producer of ours, one for each of its addresses.
+    pub(super) suppliers: Vec<PeerId>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Peers {
+    numbers: u64,
+    places: FxHashMap<String, Place>,
+    lives: FxHashMap<Incarnation, Life>,
+    /// Whether any place has a `retry`.
+    retrying: bool,
+    place_of: FxHashMap<PeerId, String>,
+    life_of: FxHashMap<PeerId, Incarnation>,
+}
+
+/// The number of a life as a consumer of ours. It stays the same when the life comes back: what the
+/// life confirmed is remembered for longer than its connection.
+fn reader_of(Incarnation(life): Incarnation) -> PeerId {
+    // An incarnation is random, so half of it is unique enough. Other numbers count up from 1.
+    PeerId(life as u64 | 1 << 63)
+}
+
+impl Peers {
+    fn number(&mut self) -> PeerId {
+        self.numbers += 1;
+        PeerId(self.numbers)
+    }
+
+    /// The number of the life at a peer's address, and whether there is a channel to it.
+    pub(super) fn place(&mut self, peer: &Peer) -> (PeerId, bool) {
+        let address = peer.address();
+        if !self.places.contains_key(address) {
+            let id = self.number();
+            let place = Place {
+                peer: peer.clone(),
+                id,
+                life: None,
+                opening: false,
+                connect_once: false,
+                watched: false,
+                watched_handshake: false,
+                retry: None,
+            };
+            self.places.insert(address.to_owned(), place);
+            self.place_of.insert(id, address.to_owned());
+        }
+        let place = self.places.get_mut(address).expect("there now");
+        let is_up = place.is_up(&self.lives);
+        if !is_up {
+            // The name may have been looked up again since.
+            place.peer = peer.clone();
+            if !place.watched {
+                // No handoff needs the life that was there: the caller means the next one.
+                place.life = None;
+            }
+        }
+        (place.id, is_up)
+    }
+
+    /// Has the peer connected to once, to get a message.
+    pub(super) fn connect_once(&mut self, id: PeerId) {
+        if let Some((_, place)) = self.place_of(id) {
+            place.connect_once = true;
+        }
+    }
+
+    /// Peers to open a channel to; each counts as being opened from now on.
+    pub(super) fn take_unmet(&mut self) -> Vec<(String, Peer)> {
+        let mut unmet = Vec::new();
+        for (address, place) in &mut self.places {
+            let is_needed = place.is_watched() || place.connect_once;
+            if is_needed && !place.opening && !place.is_up(&self.lives) {
+                place.opening = true;
+                unmet.push((address.clone(), place.peer.clone()));
+            }
+            place.connect_once = false;
+        }
+        unmet
+    }
+
+    /// Schedules connections to the peers in `unheard`, which must get a message; all others have got
+    /// theirs. Returns when to call this again.
+    pub(super) fn retry(
+        &mut self,
+        unheard: impl Iterator<Item = PeerId>,
+        now: Timestamp,
+    ) -> Option<Timestamp> {
+        let unheard: FxHashSet<PeerId> = unheard.collect();
+        if unheard.is_empty() && !self.retrying {
+            return None;
+        }
+        self.retrying = false;
+        let mut next = None;
+        for place in self.places.values_mut() {
+            if !unheard.contains(&place.id) || place.is_up(&self.lives) || place.opening {
+                place.retry = place.retry.filter(|_| place.opening);
+                self.retrying |= place.retry.is_some();
+                continue;
+            }
+            let (at, wait) = match place.retry {
+                None => (now + RETRY_FIRST, RETRY_FIRST),
+                Some((at, wait)) if at <= now => {
+                    place.connect_once = true;
+                    let wait = (2 * wait).min(RETRY_LAST);
+                    (now + wait, wait)
+                }
+                Some(later) => later,
+            };
+            place.retry = Some((at, wait));
+            self.retrying = true;
+            next = Some(next.map_or(at, |next: Timestamp| next.min(at)));
+        }
+        next
+    }
+
+    /// The channel to an address did not open: the number there, and whether the peer connected to us
+    /// meanwhile.
+    pub(super) fn not_met_at(&mut self, address: &str) -> Option<(PeerId, bool)> {
+        let place = self.places.get_mut(address)?;
+        place.opening = false;
+        Some((place.id, place.is_up(&self.lives)))
+    }
+
+    /// The address of a number, and what is there.
+    pub(super) fn place_of(&mut self, id: PeerId) -> Option<(&str, &mut Place)> {
+        let address = self.place_of.get(&id)?;
+        let place = self.places.get_mut(address)?;
+        (place.id == id).then_some((address.as_str(), place))
+    }
+
+    /// A channel to a peer, by either of its numbers.
+    pub(super) fn channel(&self, id: PeerId) -> Option<&Channel> {
+        let life = match self.life_of.get(&id) {
+            Some(life) => *life,
+            None => self.places.get(self.place_of.get(&id)?).filter(|place| place.id == id)?.life?,
+        };
+        self.lives.get(&life)?.channels.last()
+    }
+
+    /// A channel began: the numbers of its life if this is the life's only channel.
+    pub(super) fn began(&mut self, channel: &Channel) -> Numbers {
+        let incarnation = channel.incarnation();
+        if !self.lives.contains_key(&incarnation) {
+            let reader = reader_of(incarnation);
+            let is_here = |(_, place): &(&String, &Place)| place.life == Some(incarnation);
+            let places = self.places.iter().filter(is_here).map(|(name, _)| name.clone()).collect();
+            let life = Life { reader, places, channels: Vec::new(), watched: false, watch: None };
+            self.lives.insert(incarnation, life);
+            self.life_of.insert(reader, incarnation);
+        }
+        let life = self.lives.get_mut(&incarnation).expect("there now");
+        if life.channels.contains(channel) {
+            return Numbers::default();
+        }
+        life.channels.push(channel.clone());
+        let is_first = life.channels.len() == 1;
+        self.update_watch(incarnation);
+        if is_first { self.numbers_of(channel) } else { Numbers::default() }
+    }
+
+    /// A channel to an address opened: the number that is valid from now on, and the number of the life
+    /// that was there before if it was another.
+    pub(super) fn met_at(
+        &mut self,
+        address: &str,
+        incarnation: Incarnation,
+    ) -> Option<(PeerId, Option<PeerId>)> {
+        let fresh = self.number();
+        let place = self.places.get_mut(address)?;
+        place.opening = false;
+        let gone = match place.life.replace(incarnation) {
+            Some(before) if before != incarnation => {
+                let gone = std::mem::replace(&mut place.id, fresh);
+                // The handoffs with the other life end. Those with this one set `watched` again.
+                place.watched = false;
+                self.place_of.remove(&gone);
+                self.place_of.insert(fresh, address.to_owned());
+                Some(gone)
+            }
+            _ => None,
+        };
+        let id = place.id;
+        if let Some(life) = self.lives.get_mut(&incarnation)
+            && !life.places.iter().any(|place| place == address)
+        {
+            life.places.push(address.to_owned());
+        }
+        self.update_watch(incarnation);
+        Some((id, gone))
+    }
+
+    /// The numbers of the peer of a channel.
+    pub(super) fn numbers_of(&self, channel: &Channel) -> Numbers {
+        let incarnation = channel.incarnation();
+        let Some(life) = self.lives.get(&incarnation) else { return Numbers::default() };
+        let places = life.places.iter().filter_map(|address| self.places.get(address));
+        let places = places.filter(|place| place.life == Some(incarnation));
+        Numbers { reader: Some(life.reader), suppliers: places.map(|place| place.id).collect() }
+    }
+
+    /// A channel ended: the numbers of its life, and whether there is another channel to it.
+    pub(super) fn ended(&mut self, channel: &Channel) -> (Numbers, bool) {
+        let numbers = self.numbers_of(channel);
+        let incarnation = channel.incarnation();
+        let Some(life) = self.lives.get_mut(&incarnation) else { return (numbers, false) };
+        life.channels.retain(|other| other != channel);
+        let is_up = !life.channels.is_empty();
+        if is_up {
+            self.update_watch(incarnation);
+        } else {
+            life.watch = None;
+        }
+        (numbers, is_up)
+    }
+
+    /// Starts or stops the heartbeat to a peer for its handoffs.
+    pub(super) fn watch(&mut self, id: PeerId, on: bool) {
+        if let Some(incarnation) = self.life_of.get(&id).copied() {
+            if let Some(life) = self.lives.get_mut(&incarnation) {
+                life.watched = on;
+            }
+            self.update_watch(incarnation);
+        } else {
+            self.watch_place(id, |place| place.watched = on);
+        }
+    }
+
+    /// Starts or stops the heartbeat to a peer for an engine handshake.
+    pub(super) fn watch_handshake(&mut self, id: PeerId, on: bool) {
+        self.watch_place(id, |place| place.watched_handshake = on);
+    }
+
+    fn watch_place(&mut self, id: PeerId, change: impl FnOnce(&mut Place)) {
+        let Some((_, place)) = self.place_of(id) else { return };
+        change(place);
+        if let Some(incarnation) = place.life {
+            self.update_watch(incarnation);
+        }
+    }
+
+    fn update_watch(&mut self, incarnation: Incarnation) {
+        let Some(life) = self.lives.get_mut(&incarnation) else { return };
+        let mut places = life.places.iter().filter_map(|address| self.places.get(address));
+        let is_consumed = places.any(|place| place.is_watched() && place.life == Some(incarnation));
+        if !(life.watched || is_consumed) {
+            life.watch = None;
+        } else if let Some(channel) = life.channels.last() {
+            // The channel that messages go over.
+            life.watch = Some(channel.watch());
+        }
+    }
+
+    /// Forgets addresses and lives that nothing needs and that have no channel.
+    pub(super) fn forget_idle(&mut self) {
+        let Self { lives, life_of, places, place_of, .. } = self;
+        lives.retain(|_, life| {
+            let keep = life.watched || life.watch.is_some() || !life.channels.is_empty();
+            if !keep {
+                life_of.remove(&life.reader);
+            }
+            keep
+        });
+        places.retain(|_, place| {
+            let is_met = place.life.is_some_and(|life| lives.contains_key(&life));
+            let is_needed = place.is_watched() || place.connect_once || place.retry.is_some();
+            let keep = is_needed || place.opening || is_met;
+            if !keep {
+                place_of.remove(&place.id);
+            }
+            keep
+        });
+    }
+
+    /// Addresses and lives that are kept.
+    pub(super) fn len(&self) -> usize {
+        self.places.len() + self.lives.len()
+    }
+}

@@ -1,0 +1,182 @@
+//! What is behind a rank's lock: the state machines, the peers, the reads under way.
+
+use super::peers::{Numbers, Peers};
+use super::types::{Event, RankObserver, ReadMapper, ReadPart};
+use super::wakeup::Wakeup;
+use crate::clock::now;
+use crate::sync::lock;
+use kvferry::{Agent, Channel, Transfer};
+use kvferry_proto::engine_handshake::{
+    EngineHandshakeMessage as HandshakeMessage, EngineHandshakes as Handshakes, Failure, Pairing,
+};
+use kvferry_proto::handoff::{Consumer, HandoffId, Limits, Outcome, PeerId, Producer, ReadId};
+use kvferry_proto::{Incarnation, Timestamp};
+use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
+use std::time::Instant;
+
+/// Messages of engine handshakes that wait at most. The rest is dropped: consumers ask again when
+/// their connection does.
+const HANDSHAKES_MAX: usize = 4096;
+
+/// How often reads of a handoff are tried again over a session that lives but for their streams. A
+/// fault that resets one stream of a peer may have reset all of them.
+const RETRIES_MAX: u32 = 64;
+
+pub(super) struct Shared {
+    pub(super) agent: Agent,
+    state: Mutex<State>,
+    pub(super) wakeup: Wakeup,
+    /// Signals `State::events` and `State::closed`.
+    pub(super) arrived: Condvar,
+    /// Reads to poll again.
+    pub(super) woken: Mutex<Vec<ReadId>>,
+    pub(super) observer: Option<Weak<dyn RankObserver>>,
+}
+
+pub(super) struct State {
+    pub(super) producer: Producer,
+    pub(super) consumer: Consumer,
+    pub(super) handshakes: Handshakes,
+    pub(super) peers: Peers,
+    /// The mapper of each fetch; taken out while it is called.
+    pub(super) mappers: FxHashMap<HandoffId, Box<dyn ReadMapper>>,
+    pub(super) reads: FxHashMap<ReadId, Running>,
+    /// How often reads of a handoff were tried again over the session that they failed on.
+    pub(super) retried: FxHashMap<HandoffId, u32>,
+    pub(super) events: VecDeque<Event>,
+    pub(super) notices: VecDeque<Notice>,
+    /// Lives of peers without a channel. The observer gets them after all earlier notices.
+    pub(super) lost: Vec<Incarnation>,
+    /// Messages of engine handshakes, by the peer they came from. The rank's thread takes them one by
+    /// one and works them out without the lock: the agent's control thread, which takes the lock
+    /// for each message, must not wait for that.
+    pub(super) inbox: VecDeque<(PeerId, HandshakeMessage)>,
+    pub(super) closed: bool,
+}
+
+/// A read under way.
+pub(super) struct Running {
+    pub(super) transfer: Transfer,
+    pub(super) id: HandoffId,
+    pub(super) bytes: u64,
+    pub(super) began: Instant,
+    pub(super) from: PeerId,
+    /// The channel to the peer when the read began.
+    pub(super) channel: Option<Channel>,
+}
+
+/// A call of the observer.
+pub(super) enum Notice {
+    Ended(Event),
+    LearnedEngine(u64, Result<Arc<Pairing>, Failure>),
+    LostPeer(Incarnation),
+    Called,
+    Read(HandoffId, ReadPart),
+}
+
+impl Shared {
+    pub(super) fn new(
+        agent: &Agent,
+        limits: &Limits,
+        observer: Option<Weak<dyn RankObserver>>,
+    ) -> Self {
+        let state = State {
+            producer: Producer::new(limits.clone()),
+            consumer: Consumer::new(limits.clone()),
+            handshakes: Handshakes::new(limits.reconnect),
+            peers: Peers::default(),
+            mappers: FxHashMap::default(),
+            reads: FxHashMap::default(),
+            retried: FxHashMap::default(),
+            events: VecDeque::new(),
+            notices: VecDeque::new(),
+            lost: Vec::new(),
+            inbox: VecDeque::new(),
+            closed: false,
+        };
+        Self {
+            agent: agent.clone(),
+            state: Mutex::new(state),
+            wakeup: Wakeup::default(),
+            arrived: Condvar::new(),
+            woken: Mutex::default(),
+            observer,
+        }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    pub(super) fn now(&self) -> Timestamp {
+        now()
+    }
+}
+
+impl State {
+    /// A channel began, perhaps before there was a message handler.
+    pub(super) fn began(&mut self, channel: &Channel, now: Timestamp) {
+        let Numbers { reader, suppliers } = self.peers.began(channel);
+        if let Some(reader) = reader {
+            self.producer.met(reader);
+        }
+        suppliers.into_iter().for_each(|supplier| self.met(supplier, now));
+    }
+
+    /// There is a channel to a peer that is consumed from. While the peer is still being connected to,
+    /// that is not over: whether it is on this host is not known yet.
+    pub(super) fn met(&mut self, supplier: PeerId, now: Timestamp) {
+        if self.peers.place_of(supplier).is_some_and(|(_, place)| !place.opening) {
+            self.consumer.met(supplier, now);
+            self.handshakes.met(supplier);
+        }
+    }
+
+    /// Whether to try a read again that lost its stream.
+    pub(super) fn may_retry(&mut self, id: &HandoffId) -> bool {
+        if self.consumer.deadline(id).is_none() {
+            return false;
+        }
+        let retries = self.retried.entry(id.clone()).or_default();
+        *retries += 1;
+        *retries <= RETRIES_MAX
+    }
+
+    /// Queues a message of an engine handshake, in place of an earlier one of its kind.
+    pub(super) fn queue_handshake(&mut self, from: PeerId, message: HandshakeMessage) {
+        let is_earlier = |of: &PeerId, earlier: &HandshakeMessage| {
+            *of == from && earlier.kind() == message.kind()
+        };
+        self.inbox.retain(|(of, earlier)| !is_earlier(of, earlier));
+        if self.inbox.len() < HANDSHAKES_MAX {
+            self.inbox.push_back((from, message));
+        } else {
+            tracing::warn!(max = HANDSHAKES_MAX, "too many engine handshakes wait: one is dropped");
+        }
+    }
+
+    /// Adds the address of the peer that an outcome is due to: its number is known only here.
+    pub(super) fn with_address(&mut self, mut outcome: Outcome) -> Outcome {
+        let Some(peer) = outcome.peer else { return outcome };
+        let address = match self.peers.place_of(peer) {
+            Some((address, _)) => address.to_owned(),
+            None => self.peers.channel(peer).map_or("", Channel::peer_address).to_owned(),
+        };
+        if !address.is_empty() {
+            let separator = if outcome.detail.is_empty() { "" } else { " " };
+            outcome.detail += &format!("{separator}(peer {address})");
+        }
+        outcome
+    }
+
+    pub(super) fn next_timeout(&self) -> Option<Timestamp> {
+        let machines = [
+            self.producer.next_timeout(),
+            self.consumer.next_timeout(),
+            self.handshakes.next_timeout(),
+        ];
+        machines.into_iter().flatten().min()
+    }
+}

@@ -1,0 +1,69 @@
+//! What needs the inside of a rank.
+
+use super::*;
+use kvferry::{Channel, MessageHandler};
+use kvferry_models::engines::{own_engine, topology};
+use kvferry_proto::engine_handshake::{EngineHandshakeMessage, EngineHandshakes, Introduce};
+use kvferry_proto::handoff::PeerId;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+const RANKS: u32 = 512;
+
+struct NoMessages;
+
+impl MessageHandler for NoMessages {
+    fn began(&self, _channel: &Channel) {}
+    fn received(&self, _channel: &Channel, _message: &[u8]) {}
+    fn ended(&self, _channel: &Channel, _error: &Error) {}
+}
+
+fn agent() -> Agent {
+    let any = std::net::SocketAddr::from(([127, 0, 0, 1], 0));
+    Agent::builder().listen(any).start().expect("an agent")
+}
+
+/// The agent's control thread takes the rank's lock for each message and sends the heartbeats.
+#[test]
+fn the_rank_is_not_locked_while_an_engine_handshake_is_worked_out() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (producer, consumer) = (agent(), agent());
+    let rank = Rank::start(&producer, &Limits::default()).expect("the agent has no handler");
+    rank.set_own_engine(own_engine(1, 0, topology(RANKS, RANKS), 8)).expect("this process");
+    consumer.set_message_handler(Arc::new(NoMessages)).expect("the agent has no handler");
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let peer = consumer.peer(producer.advertised()).expect("an address");
+    peer.open_channel(Box::new(move |met| drop(sender.send(met))));
+    let channel = receiver.recv().expect("an answer").expect("a channel");
+    let question = Introduce { topology: topology(RANKS, RANKS).encode(), ranks: vec![0] };
+    let own = own_engine(1, 0, topology(RANKS, RANKS), 8);
+    let mut machine = EngineHandshakes::new(Duration::ZERO);
+    machine.know(own);
+    let began = Instant::now();
+    machine.receive(PeerId(1), question.clone().into());
+    let takes = began.elapsed();
+    let question = EngineHandshakeMessage::from(question).encode();
+    let is_over = AtomicBool::new(false);
+    let mut waits: Vec<Duration> = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                // A full queue drains; a question that waits replaces the one before.
+                drop(channel.send(question.clone()));
+                std::thread::sleep(takes / 4);
+            }
+        });
+        std::thread::sleep(20 * takes);
+        let waits = (0..200).map(|_| {
+            std::thread::sleep(takes / 7);
+            let began = Instant::now();
+            rank.gauges();
+            began.elapsed()
+        });
+        let waits = waits.collect();
+        is_over.store(true, Ordering::Relaxed);
+        waits
+    });
+    waits.sort_unstable();
+    let median = waits[waits.len() / 2];
+    assert!(median < takes / 10, "the lock takes {median:?}, one handshake takes {takes:?}");
+}

@@ -1,0 +1,86 @@
+//! How a rank describes itself: its layout, its regions, and where its agent listens.
+
+use kvferry::{Region, RemoteRegion};
+use kvferry_proto::layout::Layout;
+use kvferry_proto::pack;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// A rank's description of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankMetadata {
+    /// `host:port` of its agent.
+    pub address: String,
+    /// Where its blocks lie.
+    pub layout: Layout,
+    /// The regions of the layout, in its order.
+    pub regions: Vec<RemoteRegion>,
+}
+
+/// Invalid metadata of a rank.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum RankMetadataError {
+    /// The bytes are malformed.
+    #[error("malformed rank metadata: {0}")]
+    Malformed(#[from] rmp_serde::decode::Error),
+    /// The layout is malformed or unsound.
+    #[error("invalid layout: {0}")]
+    Layout(#[from] kvferry_proto::layout::DecodeError),
+    /// The layout has a region that is missing, or has another length.
+    #[error("the layout's region {region} of {len} bytes is not among the regions")]
+    #[allow(missing_docs, reason = "the fields are in the message")]
+    Region { region: kvferry::RegionId, len: u64 },
+}
+
+#[derive(Serialize, Deserialize)]
+struct Wire {
+    address: String,
+    #[serde(with = "serde_bytes")]
+    layout: Vec<u8>,
+    regions: Vec<RemoteRegion>,
+}
+
+impl RankMetadata {
+    /// Describes a rank whose agent peers reach at `address`.
+    ///
+    /// # Errors
+    /// [`RankMetadataError::Region`].
+    pub fn new(
+        address: String,
+        layout: Layout,
+        regions: &[Region],
+    ) -> Result<Self, RankMetadataError> {
+        let regions = regions.iter().map(Region::remote).collect();
+        Self { address, layout, regions }.checked()
+    }
+
+    /// Encodes the metadata for the wire.
+    pub fn encode(&self) -> Vec<u8> {
+        pack::encode(&Wire {
+            address: self.address.clone(),
+            layout: self.layout.encode(),
+            regions: self.regions.clone(),
+        })
+    }
+
+    /// Decodes and checks metadata. The bytes may be from any peer.
+    ///
+    /// # Errors
+    /// All of [`RankMetadataError`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, RankMetadataError> {
+        let Wire { address, layout, regions } = pack::decode(bytes)?;
+        Self { address, layout: Layout::decode(&layout)?, regions }.checked()
+    }
+
+    fn checked(self) -> Result<Self, RankMetadataError> {
+        let regions = self.layout.regions();
+        for (at, region) in regions.iter().enumerate() {
+            let there = self.regions.get(at);
+            if there.is_none_or(|there| there.id != region.id || there.len != region.len) {
+                return Err(RankMetadataError::Region { region: region.id, len: region.len });
+            }
+        }
+        Ok(self)
+    }
+}

@@ -1,0 +1,396 @@
+//! The scheduler half: decides, where requests are scheduled, what is handed over.
+//!
+//! One per engine. It has no threads, no clock and no sockets: the engine's calls go in, [`ConnectorMetadata`]
+//! for the worker halves come out, as plain data. It never waits, and what it does per step grows
+//! with what the step has that concerns handoffs, not with the requests there are.
+//!
+//! # A producer's request
+//! The engine calls `arrived`, `step` whenever it computes a part of the request, and `finished`. Only
+//! a request that ends with [`FinishReason::Length`] is handed over; its blocks are held until all
+//! ranks report it sent. Any other end withdraws it, whether it was offered or not. Computing beyond
+//! the prompt withdraws it too if that overwrites what is handed over: a state changes in place, and
+//! blocks that leave a window are reused.
+//!
+//! # A consumer's request
+//! The engine calls `matched` any number of times, `allocated` once with tokens to fetch, and
+//! `finished` at any time. KV that is not fetched, because it is in the cache, or because the request
+//! ended or was rejected before it got blocks, is freed at the producer. A fetch that fails on one rank
+//! is cancelled on the others, so that all ranks report it soon. A failed fetch is not retried: the
+//! engine computes the request.
+
+mod consumed;
+mod produced;
+
+use crate::metadata::{ConnectorMetadata, EngineError, EngineMetadata, Notes};
+use crate::params::{ConsumerParams, Params, Role};
+use consumed::Consumed;
+use kvferry_proto::WireCode;
+use kvferry_proto::engine_handshake::EngineId;
+use kvferry_proto::handoff::HandoffId;
+use kvferry_proto::layout::Kind;
+use produced::{Held, Produced};
+use rustc_hash::FxHashSet;
+use serde_bytes::ByteBuf;
+use std::time::Duration;
+
+/// Settings of a scheduler half.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SchedulerConfig {
+    /// The engine's groups, in the order of its block tables.
+    pub groups: Vec<GroupRule>,
+    /// How many ranks the engine has.
+    pub ranks: usize,
+    /// How long a fetch may take, from `allocated` to its end.
+    pub timeout: Duration,
+    /// True: a producer's handoff is complete with the last token of the prompt, one step earlier.
+    /// False: it is complete with the request's end, and may carry side data.
+    pub eager: bool,
+}
+
+/// A group of layers that share block tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GroupRule {
+    /// What its blocks hold.
+    pub kind: Kind,
+    /// Tokens of a logical block, of all context-parallel ranks together, at least 1.
+    pub block_tokens: u32,
+}
+
+/// A request as the engine knows it.
+#[derive(Clone, Copy, Debug)]
+pub struct Request<'a> {
+    /// The engine's id, unique among live requests.
+    pub id: &'a str,
+    /// Tokens of its prompt, also after the engine has cut the prompt to
+    /// [`Scheduler::prompt_tokens_to_prefill`].
+    pub prompt_tokens: u64,
+    /// Its `kv_transfer_params`.
+    pub params: Option<&'a Params>,
+}
+
+/// How much of a request can be fetched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Match {
+    /// Not known yet: ask again in a later step.
+    Unknown,
+    /// This many tokens beyond the computed ones, fetched while other requests compute.
+    Tokens(u64),
+}
+
+impl Match {
+    /// No tokens.
+    pub const NONE: Self = Self::Tokens(0);
+}
+
+/// A request in a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Scheduled<'a> {
+    /// The engine's id of the request.
+    pub request: &'a str,
+    /// Tokens in the cache before the step.
+    pub computed: u64,
+    /// Tokens that the step computes.
+    pub tokens: u64,
+    /// True if `blocks` are all it has: it is new, or has lost its blocks. Else they are those that it
+    /// got since the last step that it was in.
+    pub all: bool,
+    /// Block numbers per group; [`crate::NULL_BLOCK`] where there is no block.
+    pub blocks: Vec<Vec<u32>>,
+}
+
+/// How a request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// It has generated as many tokens as it may.
+    Length,
+    /// It generated a stop token.
+    Stop,
+    /// It was aborted or rejected.
+    Abort,
+    /// It failed.
+    Error,
+}
+
+/// What the engine does with a request that ended.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Finished {
+    /// Keep its blocks until all ranks report it sent.
+    pub held: bool,
+    /// `kv_transfer_params` of the response.
+    pub params: Option<Params>,
+}
+
+/// The scheduler half of a connector.
+#[derive(Debug)]
+pub struct Scheduler {
+    config: SchedulerConfig,
+    id: EngineId,
+    /// `host:port` of the agent of rank 0, once it is known.
+    address: Option<String>,
+    /// How many ids of handoffs were drawn.
+    drawn: u64,
+    produced: Produced,
+    consumed: Consumed,
+    /// Live requests with invalid parameters. They get no handoff.
+    refused: FxHashSet<String>,
+    metadata: ConnectorMetadata,
+}
+
+impl Scheduler {
+    /// A scheduler half. `id` is drawn at random for each life of the engine.
+    pub fn new(config: SchedulerConfig, id: EngineId) -> Self {
+        let budget_ms = u32::try_from(config.timeout.as_millis()).unwrap_or(u32::MAX);
+        Self {
+            id,
+            address: None,
+            drawn: 0,
+            produced: Produced::default(),
+            consumed: Consumed::new(config.ranks, budget_ms),
+            refused: FxHashSet::default(),
+            metadata: ConnectorMetadata::default(),
+            config,
+        }
+    }
+
+    /// Sets [`crate::Worker::rank_metadata`] of all ranks, in their order, once. The next metadata take
+    /// all of it to the worker halves.
+    ///
+    /// # Errors
+    /// All of [`EngineError`].
+    pub fn set_ranks(&mut self, metadata: Vec<Vec<u8>>) -> Result<(), EngineError> {
+        let (given, ranks) = (metadata.len(), self.config.ranks);
+        if given != ranks {
+            return Err(EngineError::Ranks { given, ranks });
+        }
+        let ranks = metadata.into_iter().map(ByteBuf::from).collect();
+        let engine = EngineMetadata { id: self.id, ranks };
+        let (ranks, _) = engine.read()?;
+        self.address = ranks.into_iter().next().map(|rank| rank.address);
+        self.metadata.engine = Some(engine);
+        Ok(())
+    }
+
+    /// A request has arrived. Optional: the other calls add a request that is not known yet.
+    pub fn arrived(&mut self, request: &Request<'_>) {
+        if self.is_known(request.id) {
+            return;
+        }
+        let tokens = u32::try_from(self.prefill(request.prompt_tokens));
+        let refused = match (Role::parse(request.params), tokens) {
+            (Ok(None), _) => return,
+            (Err(error), _) => Some(error.to_string()),
+            (Ok(Some(_)), Err(_)) => Some("the prompt is too long".to_owned()),
+            (Ok(Some(Role::Produce { transfer })), Ok(tokens)) => {
+                self.produce(request.id, transfer, tokens)
+            }
+            (Ok(Some(Role::Consume(from))), Ok(_)) => {
+                let (transfer, owns) = (from.transfer.clone(), self.consumed.add(request.id, from));
+                if !owns {
+                    tracing::warn!(request = ?request.id, %transfer, "another request fetches this handoff");
+                }
+                None
+            }
+        };
+        if let Some(reason) = refused {
+            tracing::warn!(request = ?request.id, reason, "the request gets no handoff");
+            self.refused.insert(request.id.to_owned());
+        }
+    }
+
+    /// How many tokens of the prompt the engine prefills. A producer with states leaves out the last
+    /// token: the consumer computes that token again, from the state before it. An engine that cuts
+    /// prompts calls [`Scheduler::arrived`] first.
+    pub fn prompt_tokens_to_prefill(&self, request: &Request<'_>) -> u64 {
+        if let Some(tokens) = self.produced.tokens(request.id) {
+            return u64::from(tokens);
+        }
+        let produces = !self.is_known(request.id)
+            && matches!(Role::parse(request.params), Ok(Some(Role::Produce { .. })));
+        if produces { self.prefill(request.prompt_tokens) } else { request.prompt_tokens }
+    }
+
+    /// How much of a request can be fetched if `computed` of its tokens are cached. No side effects.
+    pub fn matched(&self, request: &Request<'_>, computed: u64) -> Match {
+        let usable = request.prompt_tokens - self.recomputed(request.prompt_tokens);
+        if let Some(known) = self.consumed.matched(request.id, computed, usable) {
+            return known;
+        }
+        if self.is_known(request.id) || u32::try_from(usable).is_err() {
+            return Match::NONE;
+        }
+        match Role::parse(request.params) {
+            Ok(Some(Role::Consume(from))) => self.consumed.matched_unseen(&from, computed, usable),
+            _ => Match::NONE,
+        }
+    }
+
+    /// A request has got blocks: all of them per group, with [`crate::NULL_BLOCK`] where nothing is
+    /// fetched. `external` tokens after the `computed` ones are to be fetched.
+    pub fn allocated(
+        &mut self,
+        request: &Request<'_>,
+        computed: u64,
+        external: u64,
+        blocks: &[Vec<u32>],
+    ) {
+        self.arrived(request);
+        let tokens = u32::try_from(computed)
+            .and_then(|start| Ok((start, u32::try_from(computed.saturating_add(external))?)));
+        match tokens {
+            Ok(tokens) => self.consumed.allocated(request.id, tokens, blocks, &mut self.metadata),
+            Err(_) => {
+                tracing::warn!(request = ?request.id, computed, external, "too many tokens to fetch");
+            }
+        }
+    }
+
+    /// Whether [`Scheduler::step`] must get the steps of this request. Others may be left out.
+    pub fn produces(&self, request: &str) -> bool {
+        self.produced.is_followed(request, &self.config.groups)
+    }
+
+    /// Returns the metadata of a step. `scheduled` is what the step computes of requests that
+    /// [`Scheduler::produces`]; `preempted` are requests that lost their blocks.
+    pub fn step<'a>(
+        &mut self,
+        scheduled: impl IntoIterator<Item = Scheduled<'a>>,
+        preempted: impl IntoIterator<Item = &'a str>,
+    ) -> ConnectorMetadata {
+        for request in preempted {
+            self.produced.preempted(request, &mut self.metadata);
+        }
+        let SchedulerConfig { groups, eager, .. } = &self.config;
+        let scheduled = scheduled.into_iter();
+        self.metadata.computes.reserve(scheduled.size_hint().0);
+        for scheduled in scheduled {
+            self.produced.computed(scheduled, groups, *eager, &mut self.metadata);
+        }
+        std::mem::take(&mut self.metadata)
+    }
+
+    /// A request has ended, whether it is known here or not. `side_data` is for the consumer's engine;
+    /// it is dropped if [`SchedulerConfig::eager`].
+    pub fn finished(
+        &mut self,
+        request: &Request<'_>,
+        how: FinishReason,
+        side_data: Option<Vec<u8>>,
+    ) -> Finished {
+        self.arrived(request);
+        self.refused.remove(request.id);
+        let code = match how {
+            FinishReason::Abort | FinishReason::Error => WireCode::Cancelled,
+            FinishReason::Length | FinishReason::Stop => WireCode::NotNeeded,
+        };
+        self.consumed.finished(request.id, code, &mut self.metadata);
+        let side_data = side_data.filter(|_| !self.config.eager);
+        let held = self.produced.finished(request.id, how, side_data, &mut self.metadata);
+        let params = held.as_ref().and_then(|held| self.offered(held));
+        Finished { held: held.is_some(), params }
+    }
+
+    /// Takes [`crate::Reports::notes`] of a rank, before [`Scheduler::received`] and
+    /// [`Scheduler::sent`] of the same step.
+    pub fn reported(&mut self, rank: usize, notes: &[u8]) {
+        let notes = match Notes::decode(notes) {
+            Ok(notes) if rank < self.config.ranks => notes,
+            Ok(_) => return tracing::warn!(rank, "notes of a rank that does not exist"),
+            Err(error) => return tracing::warn!(rank, %error, "malformed notes"),
+        };
+        for fetched in notes.fetched {
+            self.consumed.reported(rank, fetched, &mut self.metadata);
+        }
+        for lost in notes.lost {
+            self.produced.lost(&lost.request, lost.code, lost.detail);
+        }
+    }
+
+    /// All ranks have reported these requests as sent.
+    pub fn sent<'a>(&mut self, requests: impl IntoIterator<Item = &'a str>) {
+        for request in requests {
+            self.produced.sent(request);
+        }
+    }
+
+    /// All ranks have reported these requests as received.
+    pub fn received<'a>(&mut self, requests: impl IntoIterator<Item = &'a str>) {
+        for request in requests {
+            self.consumed.received(request);
+        }
+    }
+
+    /// Takes the side data of a request: in the order of the ranks here, one from each producer rank
+    /// that the rank fetched from. Dropped when the request ends.
+    pub fn take_side_data(&mut self, request: &str) -> Vec<Vec<u8>> {
+        self.consumed.take_side_data(request)
+    }
+
+    /// Whether the engine must go on stepping although no request runs: metadata wait for the worker
+    /// halves, or reports from them are due.
+    pub fn has_pending_work(&self) -> bool {
+        self.produced.held() > 0 || self.consumed.fetching() > 0 || !self.metadata.is_empty()
+    }
+
+    /// Counts of how fetches ended, if the engine carries notes: [`WireCode::Ok`] on all ranks, or the
+    /// code of the first failure.
+    pub fn outcomes(&self) -> &[(WireCode, u64)] {
+        self.consumed.outcomes()
+    }
+
+    /// Counts of what is kept, by name. All are zero when nothing is under way.
+    pub fn gauges(&self) -> Vec<(&'static str, usize)> {
+        vec![
+            ("produced", self.produced.len()),
+            ("held", self.produced.held()),
+            ("consumed", self.consumed.len()),
+            ("fetching", self.consumed.fetching()),
+            ("unreported", self.consumed.unreported()),
+            ("refused", self.refused.len()),
+        ]
+    }
+
+    fn is_known(&self, request: &str) -> bool {
+        self.produced.contains(request)
+            || self.consumed.contains(request)
+            || self.refused.contains(request)
+    }
+
+    /// How many tokens at the end of a prompt the consumer computes again.
+    fn recomputed(&self, prompt_tokens: u64) -> u64 {
+        let state = self.config.groups.iter().any(|group| group.kind == Kind::State);
+        u64::from(state).min(prompt_tokens)
+    }
+
+    /// How many tokens of a prompt a producer prefills, at least one.
+    fn prefill(&self, prompt_tokens: u64) -> u64 {
+        let left_out = self.recomputed(prompt_tokens).min(prompt_tokens.saturating_sub(1));
+        prompt_tokens - left_out
+    }
+
+    /// Adds a producer's request. Returns why it cannot be handed over.
+    fn produce(
+        &mut self,
+        request: &str,
+        transfer: Option<HandoffId>,
+        tokens: u32,
+    ) -> Option<String> {
+        let named = transfer.is_some();
+        let transfer = transfer.unwrap_or_else(|| self.draw());
+        let added = self.produced.add(request, transfer.clone(), named, tokens);
+        (!added).then(|| format!("another request has the transfer_id {transfer}"))
+    }
+
+    /// An id that no other handoff of any engine draws.
+    fn draw(&mut self) -> HandoffId {
+        self.drawn += 1;
+        let name = format!("{}-{}", self.id, self.drawn);
+        HandoffId::new(&name).expect("at most 53 bytes")
+    }
+
+    /// The parameters for the consumer's request.
+    fn offered(&self, held: &Held) -> Option<Params> {
+        let (transfer, tokens) = (held.transfer.clone(), Some(u64::from(held.tokens)));
+        let address = self.address.clone()?;
+        Some(ConsumerParams { transfer, address, engine: Some(self.id), tokens }.to_params())
+    }
+}

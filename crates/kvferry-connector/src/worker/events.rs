@@ -1,0 +1,139 @@
+//! Announcements that wait for events of the device.
+
+use super::request::{Part, ProducedRequest};
+use super::types::{Announce, ComputeEvent};
+use crate::rank::Rank;
+use crate::sync::{lock, wait_while};
+use kvferry_proto::WireCode;
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+
+/// What to announce once an event has happened.
+pub(super) enum Job {
+    /// The first layers of a step, this many.
+    Layers(Arc<[Part]>, u32),
+    Step(Arc<[Part]>),
+    /// The end of a request, with its side data.
+    Finish(Arc<ProducedRequest>, Option<Vec<u8>>),
+}
+
+impl Job {
+    fn run(self, rank: &Rank, announce: Announce) {
+        match self {
+            Self::Layers(parts, layers) => parts.iter().for_each(|part| part.layers(rank, layers)),
+            Self::Step(parts) => parts.iter().for_each(|part| part.step(rank, announce)),
+            Self::Finish(request, side_data) => request.finish(rank, side_data),
+        }
+    }
+
+    /// Withdraws the requests of the job: its event panicked, so it is never known to have happened.
+    fn abandon(self, rank: &Rank) {
+        let why = "the event of a layer or step panicked";
+        let withdraw = |request: &ProducedRequest| request.withdraw(rank, WireCode::Internal, why);
+        match self {
+            Self::Layers(parts, _) | Self::Step(parts) => {
+                parts.iter().for_each(|part| withdraw(part.request()));
+            }
+            Self::Finish(request, _) => withdraw(&request),
+        }
+    }
+}
+
+/// Jobs with their events, in the order in which the events happen.
+#[derive(Default)]
+pub(super) struct EventQueue {
+    state: Mutex<QueueState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct QueueState {
+    jobs: VecDeque<(Option<Box<dyn ComputeEvent>>, Job)>,
+    /// A thread waits for a job's event, or runs the job.
+    busy: bool,
+    closed: bool,
+}
+
+/// Keeps [`QueueState::busy`] set while it lives.
+struct Busy<'a>(&'a EventQueue);
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        self.0.lock().busy = false;
+        self.0.changed.notify_one();
+    }
+}
+
+impl EventQueue {
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
+        lock(&self.state)
+    }
+
+    /// Runs a job after all earlier ones and once `computed` has happened: on this thread if both are
+    /// the case now.
+    pub(super) fn run(
+        &self,
+        computed: Option<Box<dyn ComputeEvent>>,
+        job: Job,
+        rank: &Rank,
+        announce: Announce,
+    ) {
+        let mut state = self.lock();
+        let is_first = state.jobs.is_empty() && !state.busy;
+        if is_first && computed.as_ref().is_none_or(|event| event.is_ready()) {
+            // Later jobs must not overtake this one.
+            state.busy = true;
+            drop(state);
+            let _busy = Busy(self);
+            job.run(rank, announce);
+            return;
+        }
+        state.jobs.push_back((computed, job));
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    /// Waits for events and runs their jobs until the queue is closed. `with_rank` lends the rank for
+    /// one job: waiting must not keep the rank alive.
+    pub(super) fn serve(&self, announce: Announce, with_rank: impl Fn(&mut dyn FnMut(&Rank))) {
+        loop {
+            let idle =
+                |state: &mut QueueState| !state.closed && (state.jobs.is_empty() || state.busy);
+            let mut state = wait_while(&self.changed, self.lock(), None, idle);
+            if state.closed {
+                return;
+            }
+            let (computed, job) = state.jobs.pop_front().expect("not idle");
+            state.busy = true;
+            drop(state);
+            let _busy = Busy(self);
+            // The event is the engine's code and may panic.
+            let happened = catch_unwind(AssertUnwindSafe(|| {
+                if let Some(computed) = &computed {
+                    computed.wait();
+                }
+            }));
+            let mut job = Some(job);
+            with_rank(&mut |rank| match job.take() {
+                Some(job) if happened.is_ok() => job.run(rank, announce),
+                Some(job) => job.abandon(rank),
+                None => {}
+            });
+        }
+    }
+
+    /// How many jobs wait or run.
+    pub(super) fn len(&self) -> usize {
+        let state = self.lock();
+        state.jobs.len() + usize::from(state.busy)
+    }
+
+    pub(super) fn close(&self) {
+        let mut state = self.lock();
+        state.closed = true;
+        state.jobs.clear();
+        drop(state);
+        self.changed.notify_all();
+    }
+}

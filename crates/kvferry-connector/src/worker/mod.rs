@@ -1,0 +1,302 @@
+//! The worker half: one per rank, in the process that has the rank's KV memory.
+//!
+//! It carries out the scheduler half's [`ConnectorMetadata`] and reports what has ended. Calls of the
+//! engine's thread return at once. What takes time happens on other threads:
+//!
+//! | thread | does |
+//! |---|---|
+//! | `kvferry-handoff`, of the [`Rank`] | learns producing engines, begins fetches, handles their ends |
+//! | `kvferry-events` | waits for events of the device |
+//! | `kvferry-lookup`, one per address, short-lived | looks host names up |
+//!
+//! Locks are taken in this order: the worker's state, a produced request, the rank.
+
+mod consumer;
+mod engines;
+mod events;
+mod names;
+mod producer;
+mod producer_engine;
+mod request;
+mod state;
+#[cfg(test)]
+mod tests;
+mod types;
+
+use crate::clock::now;
+use crate::metadata::{ConnectorMetadata, EngineMetadata, Notes};
+use crate::rank::{Event, Rank, RankError, RankObserver, ReadPart};
+use crate::rank_metadata::RankMetadata;
+use crate::sync::wait_while;
+use events::Job;
+use kvferry::{Agent, Incarnation, Region};
+use kvferry_proto::engine_handshake::{Failure, OwnEngine, Pairing};
+use kvferry_proto::handoff::HandoffId;
+use kvferry_proto::layout::Layout;
+use names::LookUp;
+use producer_engine::Memory;
+use state::{Action, Inner, PendingAction, Stage, State};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
+use std::time::Duration;
+pub use types::{Announce, ComputeEvent, Reports, WorkerConfig, WorkerError, WorkerObserver};
+
+/// The worker half of one rank. All calls may be made from any thread and return at once.
+pub struct Worker {
+    inner: Arc<Inner>,
+}
+
+impl std::fmt::Debug for Worker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Worker").field("config", &self.inner.config).finish_non_exhaustive()
+    }
+}
+
+impl Worker {
+    /// Starts the worker half of a rank whose KV lies in `regions` of `agent`, as `layout` describes.
+    /// It receives the agent's messages from now on.
+    ///
+    /// # Errors
+    /// [`WorkerError::RankMetadata`]; [`WorkerError::Rank`].
+    pub fn start(
+        agent: &Agent,
+        layout: Layout,
+        regions: &[Region],
+        config: WorkerConfig,
+    ) -> Result<Self, WorkerError> {
+        let resolver = agent.clone();
+        let look_up = Arc::new(move |address: &str| resolver.peer(address));
+        Self::start_with(agent, layout, regions, config, look_up)
+    }
+
+    fn start_with(
+        agent: &Agent,
+        layout: Layout,
+        regions: &[Region],
+        config: WorkerConfig,
+        look_up: LookUp,
+    ) -> Result<Self, WorkerError> {
+        let metadata = RankMetadata::new(agent.advertised().to_owned(), layout.clone(), regions)?;
+        let (limits, announce) = (config.limits.clone(), config.announce);
+        let inner = Arc::new_cyclic(|me: &Weak<Inner>| Inner {
+            me: Weak::clone(me),
+            config,
+            metadata: metadata.encode(),
+            memory: Arc::new(Memory::new(layout, regions)),
+            look_up,
+            rank: OnceLock::new(),
+            queue: Arc::default(),
+            state: Mutex::default(),
+            arrived: Condvar::new(),
+            observer: OnceLock::new(),
+        });
+        let observer: Weak<dyn RankObserver> = Weak::clone(&inner.me) as _;
+        let rank = Rank::observed(agent, &limits, Some(observer))?;
+        inner.rank.set(rank).expect("only this call sets it");
+        let worker = Self { inner };
+        let queue = Arc::clone(&worker.inner.queue);
+        // The thread must not keep the worker alive: an event of the device may never happen.
+        let inner = Arc::downgrade(&worker.inner);
+        let serve = move || {
+            queue.serve(announce, |with| {
+                if let Some(inner) = inner.upgrade() {
+                    with(inner.rank());
+                }
+            });
+        };
+        kvferry_sys::thread::spawn("kvferry-events".into(), serve).map_err(RankError::Thread)?;
+        Ok(worker)
+    }
+
+    /// This rank's encoded [`RankMetadata`], which the engine carries to the scheduler half.
+    pub fn rank_metadata(&self) -> &[u8] {
+        &self.inner.metadata
+    }
+
+    /// Takes a step's metadata, before anything is computed or overwritten. When it returns, no
+    /// consumer will accept what it still reads of requests that lost their blocks or are not held.
+    ///
+    /// # Errors
+    /// [`WorkerError::Metadata`]; [`WorkerError::Engine`] and [`WorkerError::Misuse`] for the metadata
+    /// that describe the engine.
+    pub fn apply(&self, metadata: &[u8]) -> Result<(), WorkerError> {
+        let ConnectorMetadata { engine, restarts, endings, computes, fetches, frees, cancels } =
+            ConnectorMetadata::decode(metadata)?;
+        let inner = &self.inner;
+        if let Some(engine) = engine {
+            inner.set_own_engine(engine)?;
+        }
+        let mut state = inner.lock();
+        for request in &restarts {
+            if let Some((_, produced)) = state.produced.get(request) {
+                produced.restart(inner.rank());
+            }
+        }
+        for ending in endings {
+            inner.end(&mut state, ending);
+        }
+        state.step = None;
+        state.parts.clear();
+        for compute in computes {
+            inner.compute(&mut state, compute);
+        }
+        let fetches = fetches.into_iter().map(Action::Fetch);
+        state.requested.extend(fetches.chain(frees.into_iter().map(Action::Free)));
+        state.cancels.extend(cancels);
+        Ok(())
+    }
+
+    /// Begins the fetches of the step's metadata. The blocks of their requests belong to this half
+    /// until they are reported as received.
+    pub fn fetch(&self) {
+        let inner = &self.inner;
+        let mut state = inner.lock();
+        let requested = std::mem::take(&mut state.requested);
+        let is_busy = !requested.is_empty();
+        for action in requested {
+            if let Action::Fetch(fetch) = &action {
+                let before = state.fetches.insert(fetch.request.clone(), Stage::Pending);
+                debug_assert!(before.is_none(), "a request is fetched once");
+            }
+            let deadline = now() + action.budget();
+            state.pending.push(PendingAction { deadline, action });
+        }
+        for cancel in std::mem::take(&mut state.cancels) {
+            inner.cancel(&mut state, cancel);
+        }
+        drop(state);
+        if is_busy {
+            inner.rank().call_observer();
+        }
+    }
+
+    /// A layer of the step was launched, numbered as in the rank's layout; `computed` tells when it is
+    /// done, `None` if it is. In the order of the layers.
+    pub fn layer_computed(&self, layer: usize, computed: Option<Box<dyn ComputeEvent>>) {
+        let inner = &self.inner;
+        let Announce::Layers { pieces } = inner.config.announce else { return };
+        let layers = inner.memory.layout.layers().len();
+        let (done, pieces) = (layer + 1, (pieces as usize).clamp(1, layers));
+        // `step_computed` announces the last piece.
+        let ends_piece = done * pieces / layers > layer * pieces / layers;
+        if done >= layers || !ends_piece {
+            return;
+        }
+        if let Some(parts) = inner.step() {
+            inner.run_job(computed, Job::Layers(parts, done as u32));
+        }
+    }
+
+    /// All layers of the step were launched; `computed` tells when they are done, `None` if they are.
+    /// Once per step.
+    pub fn step_computed(&self, computed: Option<Box<dyn ComputeEvent>>) {
+        let inner = &self.inner;
+        if let Some(parts) = inner.step() {
+            inner.lock().step = None;
+            inner.run_job(computed, Job::Step(parts));
+        }
+    }
+
+    /// Takes what has ended on this rank since the last call.
+    pub fn reports(&self) -> Reports {
+        let mut state = self.inner.lock();
+        let notes = Notes {
+            fetched: std::mem::take(&mut state.fetched),
+            lost: std::mem::take(&mut state.lost),
+        };
+        let failed = notes.fetched.iter().filter(|it| !it.code.is_ok());
+        Reports {
+            sent: std::mem::take(&mut state.sent),
+            received: notes.fetched.iter().map(|it| it.request.clone()).collect(),
+            failed: failed.map(|it| it.request.clone()).collect(),
+            notes: (!notes.is_empty()).then(|| notes.encode()),
+        }
+    }
+
+    /// Waits until [`Worker::reports`] has something to return. False after `timeout`.
+    pub fn wait(&self, timeout: Duration) -> bool {
+        let none = |state: &mut State| !state.has_reports();
+        let state = self.inner.lock();
+        wait_while(&self.inner.arrived, state, Some(timeout), none).has_reports()
+    }
+
+    /// Calls `observer` for what happens from now on. Only the first call has an effect.
+    pub fn set_observer(&self, observer: Arc<dyn WorkerObserver>) {
+        drop(self.inner.observer.set(observer));
+    }
+
+    /// Counts of what is kept, by name. All but tombstones, known engines and connected peers are zero
+    /// when nothing is under way.
+    pub fn gauges(&self) -> Vec<(&'static str, usize)> {
+        let of_rank = self.inner.rank().gauges();
+        let state = self.inner.lock();
+        let own = [
+            ("engines", state.engines.len()),
+            ("pending", state.pending.len() + state.learning.len()),
+            ("fetches", state.fetches.len()),
+            ("produced", state.produced.len()),
+            ("metadata", state.requested.len() + state.cancels.len()),
+            ("lookups", state.names.looking_up()),
+            ("reports", state.sent.len() + state.fetched.len() + state.lost.len()),
+            ("jobs", self.inner.queue.len()),
+        ];
+        of_rank.into_iter().chain(own).collect()
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.inner.queue.close();
+        self.inner.rank().close();
+    }
+}
+
+impl Inner {
+    fn set_own_engine(&self, engine: EngineMetadata) -> Result<(), WorkerError> {
+        let (ranks, topology) = engine.read()?;
+        let rank = self.config.rank;
+        if engine.ranks.get(rank).is_none_or(|metadata| **metadata != self.metadata) {
+            return Err(WorkerError::Misuse("the engine has another rank of this rank's number"));
+        }
+        self.lock().ranks = Some(ranks.len());
+        let own = OwnEngine {
+            id: engine.id,
+            rank,
+            topology: Arc::new(topology),
+            addresses: ranks.into_iter().map(|rank| rank.address).collect(),
+            cards: engine.ranks.into_iter().map(serde_bytes::ByteBuf::into_vec).collect(),
+        };
+        Ok(self.rank().set_own_engine(own)?)
+    }
+}
+
+impl RankObserver for Inner {
+    fn ended(&self, event: Event) {
+        match event {
+            Event::Produced { id, outcome } => self.produced(&id, outcome),
+            Event::Consumed { id, outcome, side_data } => self.consumed(&id, &outcome, side_data),
+        }
+    }
+
+    fn learned_engine(&self, ticket: u64, result: Result<Arc<Pairing>, Failure>) {
+        self.engine_learned(ticket, result);
+    }
+
+    fn lost_peer(&self, incarnation: Incarnation) {
+        self.lock().engines.forget_rank(incarnation);
+    }
+
+    fn called(&self) {
+        let mut state = self.lock();
+        for pending in std::mem::take(&mut state.pending) {
+            self.run(&mut state, pending);
+        }
+    }
+
+    fn read(&self, id: &HandoffId, part: ReadPart) {
+        self.observe(|observer| {
+            if let Some((request, _)) = self.lock().fetched_for.get(id) {
+                observer.read(request, part);
+            }
+        });
+    }
+}

@@ -1,0 +1,87 @@
+//! Host names of producing engines. Looking one up blocks, so it happens on a thread of its own; what
+//! needs the name waits here.
+
+use kvferry::Peer;
+use rustc_hash::FxHashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+/// Addresses that are looked up at a time at most: each takes a thread.
+pub(super) const LOOKUPS_MAX: usize = 32;
+
+/// Names that are kept at most.
+const NAMES_MAX: usize = 1024;
+
+/// Finds a peer by its `host:port`. Blocks while it looks a name up.
+pub(super) type LookUp = Arc<dyn Fn(&str) -> kvferry::Result<Peer> + Send + Sync>;
+
+/// Names that were looked up, and what waits for others.
+#[derive(Debug)]
+pub(super) struct Names<T> {
+    known: FxHashMap<String, Peer>,
+    /// By the address of the engine that it is for.
+    waiting: FxHashMap<String, Vec<T>>,
+}
+
+impl<T> Default for Names<T> {
+    fn default() -> Self {
+        Self { known: FxHashMap::default(), waiting: FxHashMap::default() }
+    }
+}
+
+impl<T> Names<T> {
+    /// Whether the peer at an address is known without a lookup that blocks.
+    pub(super) fn is_known(&self, address: &str) -> bool {
+        is_literal(address) || self.known.contains_key(address)
+    }
+
+    /// The peer of a name that was looked up.
+    pub(super) fn get(&self, name: &str) -> Option<&Peer> {
+        self.known.get(name)
+    }
+
+    /// Whether the names of the engine at `address` are being looked up, or could be.
+    pub(super) fn has_room(&self, address: &str) -> bool {
+        self.waiting.len() < LOOKUPS_MAX || self.waiting.contains_key(address)
+    }
+
+    /// Has `item` wait for the names of an engine. True if nothing waited for them before: the caller
+    /// starts the lookup.
+    pub(super) fn wait(&mut self, address: String, item: T) -> bool {
+        let waiting = self.waiting.entry(address).or_default();
+        waiting.push(item);
+        waiting.len() == 1
+    }
+
+    /// What waits for any name.
+    pub(super) fn waiting(&mut self) -> impl Iterator<Item = &mut T> {
+        self.waiting.values_mut().flatten()
+    }
+
+    /// Takes what waits for the names of an engine: their lookup has ended.
+    pub(super) fn take(&mut self, address: &str) -> Vec<T> {
+        self.waiting.remove(address).unwrap_or_default()
+    }
+
+    pub(super) fn learn(&mut self, names: Vec<(String, Peer)>) {
+        if self.known.len() + names.len() > NAMES_MAX {
+            self.known.clear();
+        }
+        self.known.extend(names);
+    }
+
+    /// Has a name looked up again when it is needed next: its host may have moved.
+    pub(super) fn forget(&mut self, name: &str) {
+        self.known.remove(name);
+    }
+
+    /// How many engines' names are being looked up.
+    pub(super) fn looking_up(&self) -> usize {
+        self.waiting.len()
+    }
+}
+
+/// Whether an address names no host that must be looked up.
+pub(super) fn is_literal(address: &str) -> bool {
+    address.parse::<SocketAddr>().is_ok()
+}

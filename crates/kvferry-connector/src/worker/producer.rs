@@ -1,0 +1,101 @@
+//! The worker half of a producer.
+
+use super::events::Job;
+use super::request::{Part, ProducedRequest};
+use super::state::{Inner, State};
+use crate::metadata::{Compute, Ending, EndingKind, RequestOutcome};
+use crate::rank::RankError;
+use kvferry_proto::WireCode;
+use kvferry_proto::handoff::{HandoffId, Outcome};
+use std::sync::Arc;
+
+impl Inner {
+    /// What the current step computes of requests that are handed over; none if nothing.
+    pub(super) fn step(&self) -> Option<Arc<[Part]>> {
+        let mut state = self.lock();
+        if state.step.is_none() && !state.parts.is_empty() {
+            state.step = Some(std::mem::take(&mut state.parts).into());
+        }
+        state.step.clone()
+    }
+
+    pub(super) fn compute(&self, state: &mut State, compute: Compute) {
+        let Compute { request, offer, until, blocks } = compute;
+        if let Some(offer) = &offer
+            && !state.produced.contains_key(&request)
+        {
+            let transfer = offer.transfer.clone();
+            let produced = Arc::new(ProducedRequest::new(transfer.clone()));
+            state.produced_as.insert(transfer.clone(), request.clone());
+            state.produced.insert(request.clone(), (transfer, produced));
+        }
+        let Some((_, produced)) = state.produced.get(&request) else { return };
+        match produced.compute(self.rank(), offer, until, blocks) {
+            Ok(part) => state.parts.extend(part),
+            Err(error) => {
+                tracing::warn!(request, %error, "a request's KV can't be offered");
+                let code = match &error {
+                    RankError::Refused(refusal) => refusal.code(),
+                    _ => WireCode::Internal,
+                };
+                self.lost(state, request, code, error.to_string());
+            }
+        }
+    }
+
+    pub(super) fn end(&self, state: &mut State, ending: Ending) {
+        let Ending { request, transfer, how } = ending;
+        let known = state.produced.get(&request).map(|(_, produced)| Arc::clone(produced));
+        match (how, known) {
+            (EndingKind::Withdrawn { code, detail }, known) => {
+                let produced = known.unwrap_or_else(|| Arc::new(ProducedRequest::new(transfer)));
+                produced.withdraw(self.rank(), code, &detail);
+                state.forget(&request);
+            }
+            (EndingKind::Held { side_data }, Some(produced)) => {
+                self.run_job(None, Job::Finish(Arc::clone(&produced), side_data));
+                if produced.hold(self.rank()) {
+                    self.sent(state, request);
+                }
+            }
+            // It was never offered here. The scheduler half did not know that yet.
+            (EndingKind::Held { .. }, None) => self.sent(state, request),
+        }
+    }
+
+    fn sent(&self, state: &mut State, request: String) {
+        state.forget(&request);
+        self.observe(|observer| observer.sent(&request));
+        state.sent.push(request);
+        self.arrived.notify_all();
+    }
+
+    /// A request cannot be handed over any more.
+    fn lost(&self, state: &mut State, request: String, code: WireCode, detail: String) {
+        self.observe(|observer| observer.sent(&request));
+        state.lost.push(RequestOutcome { request, code, detail, side_data: Vec::new() });
+        self.arrived.notify_all();
+    }
+
+    /// The handoff of an offered request has ended.
+    pub(super) fn produced(&self, id: &HandoffId, outcome: Outcome) {
+        let mut state = self.lock();
+        let Some(request) = state.produced_as.get(id).cloned() else { return };
+        let Some((_, produced)) = state.produced.get(&request) else { return };
+        let is_done = outcome.is_done();
+        let (code, detail) = (outcome.code, outcome.detail.clone());
+        if produced.ended(outcome) {
+            self.sent(&mut state, request);
+        } else if !is_done {
+            self.lost(&mut state, request, code, detail);
+        }
+    }
+}
+
+impl State {
+    fn forget(&mut self, request: &str) {
+        if let Some((transfer, _)) = self.produced.remove(request) {
+            self.produced_as.remove(&transfer);
+        }
+    }
+}

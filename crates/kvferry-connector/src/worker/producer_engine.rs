@@ -1,0 +1,192 @@
+//! A producing engine that this rank can read from, and the bytes that a request reads from it.
+
+use crate::codes::code_of;
+use crate::rank::{ReadMapper, ReadRequest, Source};
+use crate::rank_metadata::RankMetadata;
+use kvferry::{Batch, Incarnation, Region, RegionId, RemoteRegion};
+use kvferry_proto::WireCode;
+use kvferry_proto::engine_handshake::{EngineId, Pairing};
+use kvferry_proto::handoff::BlockTable;
+use kvferry_proto::layout::{Kind, Layout};
+use kvferry_proto::plan::{Ask, Blocks, Map, Plan};
+use rustc_hash::FxHashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// This rank's memory.
+#[derive(Debug)]
+pub(super) struct Memory {
+    pub(super) layout: Layout,
+    regions: FxHashMap<RegionId, Region>,
+}
+
+/// One life of a producing engine, with what all handoffs from it share.
+#[derive(Debug)]
+pub(super) struct ProducerEngine {
+    pub(super) id: EngineId,
+    ranks: Vec<ProducerRank>,
+}
+
+/// A rank that this rank reads from, or only frees.
+#[derive(Debug)]
+struct ProducerRank {
+    source: Source,
+    /// Maps everything but states.
+    map: Arc<Map>,
+    /// Maps states. They are valid only at the end: until then the producer changes them in place.
+    states: Arc<Map>,
+    layers: u32,
+    regions: FxHashMap<RegionId, RemoteRegion>,
+}
+
+impl Memory {
+    pub(super) fn new(layout: Layout, regions: &[Region]) -> Self {
+        Self { layout, regions: regions.iter().map(|it| (it.id(), it.clone())).collect() }
+    }
+
+    fn is_state(&self, layer: &str) -> bool {
+        let layer = self.layout.layers().iter().find(|it| it.name == layer);
+        layer.is_some_and(|layer| self.layout.groups()[layer.group].kind == Kind::State)
+    }
+}
+
+impl ProducerEngine {
+    /// Maps the ranks of a producing engine onto the rank numbered `rank` here.
+    ///
+    /// # Errors
+    /// The layouts do not match, or a rank's metadata are malformed.
+    pub(super) fn new(
+        memory: &Memory,
+        rank: usize,
+        pairing: &Pairing,
+    ) -> Result<Self, (WireCode, String)> {
+        let sources = pairing.routing.sources_of(rank).iter();
+        let ranks = sources.map(|&theirs| ProducerRank::new(memory, rank, theirs, pairing));
+        Ok(Self { id: pairing.engine, ranks: ranks.collect::<Result<_, _>>()? })
+    }
+
+    pub(super) fn sources(&self) -> impl Iterator<Item = &Source> {
+        self.ranks.iter().map(|rank| &rank.source)
+    }
+
+    pub(super) fn addresses(&self) -> impl Iterator<Item = String> {
+        self.sources().map(|source| source.address.clone())
+    }
+
+    /// Whether one of its ranks is this life of an agent.
+    pub(super) fn has_rank(&self, life: Incarnation) -> bool {
+        let mut regions = self.ranks.iter().filter_map(|rank| rank.regions.values().next());
+        regions.any(|region| region.incarnation == life)
+    }
+}
+
+impl ProducerRank {
+    fn new(
+        memory: &Memory,
+        ours: usize,
+        theirs: usize,
+        pairing: &Pairing,
+    ) -> Result<Self, (WireCode, String)> {
+        let metadata = match pairing.cards.get(&theirs).map(|it| RankMetadata::decode(it)) {
+            Some(Ok(metadata)) => Ok(metadata),
+            Some(Err(error)) => Err(error.to_string()),
+            None => Err("the engine sent no metadata of it".to_owned()),
+        };
+        let RankMetadata { layout, regions, .. } = metadata
+            .map_err(|why| (WireCode::Malformed, format!("producer rank {theirs}: {why}")))?;
+        let share = pairing.routing.share(theirs, ours);
+        let is_state = |layer: &str| memory.is_state(layer);
+        let map = |share| {
+            let map = Map::new(&layout, &memory.layout, &share);
+            map.map(Arc::new).map_err(|error| (WireCode::LayoutMismatch, error.to_string()))
+        };
+        let (map, states) =
+            (map(share.retain(|layer| !is_state(layer)))?, map(share.retain(is_state))?);
+        let address = pairing.addresses[theirs].clone();
+        let readers = pairing.routing.readers_of(theirs).len() as u32;
+        Ok(Self {
+            source: Source { address, readers },
+            map,
+            states,
+            layers: layout.layers().len() as u32,
+            regions: regions.into_iter().map(|region| (region.id, region)).collect(),
+        })
+    }
+}
+
+/// Maps one request's blocks here onto the producers'.
+#[derive(Debug)]
+pub(super) struct FetchMapper {
+    pub(super) memory: Arc<Memory>,
+    pub(super) engine: Arc<ProducerEngine>,
+    /// The tokens to fetch.
+    pub(super) tokens: Range<u64>,
+    /// The request's blocks here, one table per group.
+    pub(super) blocks: Vec<BlockTable>,
+}
+
+impl ReadMapper for FetchMapper {
+    fn map(&mut self, read: &ReadRequest<'_>) -> Result<Batch, (WireCode, String)> {
+        let mismatch = |words: String| (WireCode::LayoutMismatch, words);
+        let from = self.engine.ranks.iter().find(|it| it.source.address == read.from);
+        let from =
+            from.ok_or_else(|| mismatch(format!("{} is no producer of this request", read.from)))?;
+        let (given, wanted) = (read.slice.to, self.tokens.end);
+        let has_states = !from.states.is_empty();
+        let given = u64::from(given.tokens);
+        // A state is the one after the last token handed over, so both ends must agree on that token.
+        if read.slice.last && (given < wanted || (has_states && given != wanted)) {
+            return Err(mismatch(format!("{given} of {wanted} tokens are handed over")));
+        }
+        let mut batch = Batch::new();
+        let (theirs, ours) = (blocks(read.tables), blocks(&self.blocks));
+        let plan = |map: &Arc<Map>, part| {
+            let ask = Ask { tokens: self.tokens.clone(), part, producer: &theirs, consumer: &ours };
+            let plan = map.plan(&ask).map_err(|error| mismatch(error.to_string()))?;
+            let Some(unfilled) = plan.unfilled().first() else { return Ok(plan) };
+            let group = &self.memory.layout.groups()[unfilled.group].name;
+            Err(mismatch(format!(
+                "group {group}: block {} lies before the window, and the producer has given it back",
+                unfilled.block
+            )))
+        };
+        for rectangle in read.slice.from.until(&read.slice.to, from.layers) {
+            let within = |token: u32| u64::from(token).clamp(self.tokens.start, self.tokens.end);
+            let part = within(rectangle.tokens.start)..within(rectangle.tokens.end);
+            if part.is_empty() || from.map.is_empty() {
+                continue;
+            }
+            let layers = rectangle.layers.start as usize..rectangle.layers.end as usize;
+            self.push(&mut batch, from, &plan(&from.map, part)?.for_layers(layers))?;
+        }
+        if read.slice.last && has_states {
+            self.push(&mut batch, from, &plan(&from.states, self.tokens.clone())?)?;
+        }
+        Ok(batch)
+    }
+}
+
+impl FetchMapper {
+    fn push(
+        &self,
+        batch: &mut Batch,
+        from: &ProducerRank,
+        plan: &Plan,
+    ) -> Result<(), (WireCode, String)> {
+        for copy in plan.copies() {
+            let local = self.memory.regions.get(&copy.to.region);
+            let remote = from.regions.get(&copy.from.region);
+            let (Some(local), Some(remote)) = (local, remote) else {
+                return Err((WireCode::UnknownRegion, "a layout names no region".to_owned()));
+            };
+            batch
+                .push(local, copy.to.offset, remote, copy.from.offset, copy.len)
+                .map_err(|error| (code_of(error.kind()), error.to_string()))?;
+        }
+        Ok(())
+    }
+}
+
+fn blocks(tables: &[BlockTable]) -> Vec<Blocks<'_>> {
+    tables.iter().map(|table| Blocks { first: table.first, ids: &table.blocks }).collect()
+}

@@ -1,0 +1,93 @@
+//! Settings, reports, errors and observers of a worker half.
+
+use crate::metadata::{EngineError, MetadataError};
+use crate::rank::{RankError, ReadPart};
+use crate::rank_metadata::RankMetadataError;
+use kvferry_proto::WireCode;
+use kvferry_proto::handoff::Limits;
+use thiserror::Error;
+
+/// How often a producer's worker half announces that something is ready.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Announce {
+    /// While prefill computes: each chunk in this many pieces of layers, at least 1. More pieces
+    /// expose less of the transfer and cost a control message each.
+    Layers {
+        /// Pieces of a chunk.
+        pieces: u32,
+    },
+    /// After each chunk.
+    Chunks,
+    /// Once, when all is ready.
+    End,
+}
+
+/// Settings of a worker half.
+#[derive(Clone, Debug)]
+pub struct WorkerConfig {
+    /// The number of this rank in its engine, from 0.
+    pub rank: usize,
+    /// How often a prefill is announced.
+    pub announce: Announce,
+    /// Bounds of the protocol.
+    pub limits: Limits,
+}
+
+/// Tells when a launched computation is done: a CUDA event, for example.
+pub trait ComputeEvent: Send {
+    /// Whether it is done. Must not block.
+    fn is_ready(&self) -> bool;
+
+    /// Returns when it is done. Called on a thread of the worker half.
+    fn wait(&self);
+}
+
+/// What has ended since [`crate::Worker::reports`] was called last.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Reports {
+    /// Held requests of a producer whose blocks are no longer read on this rank: once each.
+    pub sent: Vec<String>,
+    /// Requests of a consumer whose blocks are no longer written on this rank: once per fetch.
+    pub received: Vec<String>,
+    /// Those of `received` whose fetch failed: the content of their blocks is undefined.
+    pub failed: Vec<String>,
+    /// For [`crate::Scheduler::reported`], if the engine can carry it.
+    pub notes: Option<Vec<u8>>,
+}
+
+/// Hears of a worker half's events as they happen, to wake a waiting engine or to measure.
+///
+/// Called with locks held: it must return soon and must not call the worker half.
+pub trait WorkerObserver: Send + Sync {
+    /// The fetch of a consumer's request has ended on this rank; [`crate::Worker::reports`] returns
+    /// it from now on.
+    fn received(&self, request: &str, code: WireCode, detail: &str);
+
+    /// No consumer reads a producer's request on this rank any more, or none can;
+    /// [`crate::Worker::reports`] returns it from now on.
+    fn sent(&self, request: &str);
+
+    /// A part of a fetch was read.
+    fn read(&self, _request: &str, _part: ReadPart) {}
+}
+
+/// Why a call of a worker half was refused.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum WorkerError {
+    /// The handoff protocol or the agent failed.
+    #[error(transparent)]
+    Rank(#[from] RankError),
+    /// The layout does not match the regions.
+    #[error(transparent)]
+    RankMetadata(#[from] RankMetadataError),
+    /// The metadata cannot be decoded.
+    #[error(transparent)]
+    Metadata(#[from] MetadataError),
+    /// The engine's ranks contradict each other.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// A call came out of order.
+    #[error("{0}")]
+    Misuse(&'static str),
+}

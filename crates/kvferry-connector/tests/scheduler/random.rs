@@ -1,0 +1,561 @@
+//! Random requests of a naive engine. It never reuses a block, so the blocks in the metadata can be
+//! compared with the blocks of the requests.
+
+use super::{
+    CHUNK, FULL, RANKS, STATE, WINDOW, assert_idle, consumes, outcome, produces, request,
+    scheduler, step,
+};
+use kvferry_connector::{
+    BlockTable, Compute, ConnectorMetadata, EndingKind, FinishReason, GroupRule, Match, NULL_BLOCK,
+    Notes, Params, Scheduled, Scheduler, producer_params,
+};
+use kvferry_proto::WireCode;
+use kvferry_proto::layout::Kind;
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+const NAMES: u8 = 6;
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// A request arrives; `announced` if the engine calls `arrived`.
+    Arrive { role: Role, prompt: u64, generates: u64, announced: bool },
+    /// A request arrives and is rejected.
+    Reject { role: Role },
+    /// A request with this many cached tokens is matched, and gets blocks if it is admitted.
+    Admit { which: usize, cached: u64, admitted: bool },
+    /// Running requests compute at most `chunk` tokens each. One of them may lose its blocks.
+    Step { chunk: u64, preempted: Option<usize> },
+    /// A request ends by anything but its length.
+    Finish { which: usize, how: FinishReason },
+    /// A rank reports a request, or loses a running one.
+    Report { which: usize, rank: usize, code: WireCode, noted: bool },
+}
+
+#[derive(Clone, Debug)]
+enum Role {
+    Nothing,
+    Nonsense,
+    Produce(Option<u8>),
+    Consume(u8),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Waiting,
+    Loading,
+    Running,
+    /// It has ended and is held, or its fetch has not ended yet.
+    Ending,
+}
+
+#[derive(Debug)]
+struct Live {
+    role: Role,
+    params: Params,
+    /// Tokens of the prompt after the engine has cut it.
+    prompt: u64,
+    /// How many tokens it generates before it ends by its length; it computes all but the last.
+    generates: u64,
+    computed: u64,
+    phase: Phase,
+    /// Whether its next step carries all its blocks.
+    all: bool,
+    /// Per group.
+    blocks: Vec<Vec<u32>>,
+    /// How many of `blocks` steps have carried, per group.
+    carried: Vec<usize>,
+    /// Ranks that have reported it, if it is loading or held.
+    reported: [bool; RANKS],
+    was_lost: bool,
+    /// It has had blocks.
+    had_blocks: bool,
+}
+
+/// What the worker halves know.
+#[derive(Debug, Default)]
+struct Workers {
+    offers: BTreeMap<String, OfferedBlocks>,
+    endings: BTreeMap<String, Vec<EndingKind>>,
+    fetches: BTreeMap<String, usize>,
+    cancels: BTreeMap<String, usize>,
+    /// Fetches by handoff.
+    fetched: BTreeMap<String, usize>,
+    frees: BTreeMap<String, usize>,
+}
+
+#[derive(Debug)]
+struct OfferedBlocks {
+    tokens: u32,
+    until: u32,
+    tables: Vec<BlockTable>,
+}
+
+struct World {
+    scheduler: Scheduler,
+    groups: Vec<GroupRule>,
+    requests: BTreeMap<String, Live>,
+    workers: Workers,
+    names: usize,
+    blocks: u32,
+    /// How many requests owned each handoff: each fetches or frees it.
+    owners: BTreeMap<String, usize>,
+}
+
+fn params(role: &Role) -> Params {
+    match role {
+        Role::Nothing => Params::new(),
+        Role::Nonsense => {
+            let mut params = producer_params(None);
+            params.insert("do_remote_prefill".to_owned(), true.into());
+            params
+        }
+        Role::Produce(None) => producer_params(None),
+        Role::Produce(Some(name)) => produces(&name.to_string()),
+        Role::Consume(name) => consumes(&name.to_string()),
+    }
+}
+
+impl Live {
+    const fn is_done(&self) -> bool {
+        self.computed >= self.prompt + self.generates - 1
+    }
+
+    fn consumes(&self, name: u8) -> bool {
+        matches!(self.role, Role::Consume(other) if other == name)
+    }
+
+    fn produces(&self, name: u8) -> bool {
+        matches!(self.role, Role::Produce(Some(other)) if other == name)
+    }
+}
+
+impl World {
+    fn new(groups: &[GroupRule], eager: bool) -> Self {
+        Self {
+            scheduler: scheduler(groups, eager),
+            groups: groups.to_vec(),
+            requests: BTreeMap::new(),
+            workers: Workers::default(),
+            names: 0,
+            blocks: 0,
+            owners: BTreeMap::new(),
+        }
+    }
+
+    fn apply(&mut self, op: Op) {
+        match op {
+            Op::Arrive { role, prompt, generates, announced } => {
+                // A request that is not announced is known when it has blocks: too late to cut its
+                // prompt, and to own its handoff.
+                let named = matches!(role, Role::Consume(_) | Role::Produce(Some(_)));
+                let announced = announced || named || self.groups.contains(&STATE);
+                self.arrive(role, prompt, generates, announced);
+            }
+            Op::Reject { role } => {
+                let id = self.arrive(role, 5, 1, false);
+                self.finish(&id, FinishReason::Abort);
+            }
+            Op::Admit { which, cached, admitted } => {
+                if let Some(id) = self.pick(which, &[Phase::Waiting]) {
+                    self.admit(&id, cached, admitted);
+                }
+            }
+            Op::Step { chunk, preempted } => self.step(chunk, preempted),
+            Op::Finish { which, how } => {
+                let phases = [Phase::Waiting, Phase::Loading, Phase::Running];
+                if let Some(id) = self.pick(which, &phases) {
+                    self.finish(&id, how);
+                }
+            }
+            Op::Report { which, rank, code, noted } => self.report(which, rank, code, noted),
+        }
+    }
+
+    fn pick(&self, which: usize, phases: &[Phase]) -> Option<String> {
+        let fitting = self.requests.iter().filter(|(_, live)| phases.contains(&live.phase));
+        let ids: Vec<&String> = fitting.map(|(id, _)| id).collect();
+        (!ids.is_empty()).then(|| ids[which % ids.len()].clone())
+    }
+
+    fn arrive(&mut self, role: Role, prompt: u64, generates: u64, announced: bool) -> String {
+        let id = format!("r{}", self.names);
+        self.names += 1;
+        let is_taken = match role {
+            Role::Consume(name) => self.requests.values().any(|live| live.consumes(name)),
+            Role::Produce(Some(name)) => self.requests.values().any(|live| live.produces(name)),
+            _ => false,
+        };
+        if !is_taken && let Role::Consume(name) = role {
+            *self.owners.entry(name.to_string()).or_default() += 1;
+        }
+        let params = params(&role);
+        let role = if is_taken { Role::Nothing } else { role };
+        if announced {
+            self.scheduler.arrived(&request(&id, prompt, &params));
+        }
+        let prompt = self.scheduler.prompt_tokens_to_prefill(&request(&id, prompt, &params));
+        let groups = self.groups.len();
+        let live = Live {
+            role,
+            params,
+            prompt,
+            generates,
+            computed: 0,
+            phase: Phase::Waiting,
+            all: true,
+            blocks: vec![vec![]; groups],
+            carried: vec![0; groups],
+            reported: [false; RANKS],
+            was_lost: false,
+            had_blocks: false,
+        };
+        self.requests.insert(id.clone(), live);
+        id
+    }
+
+    fn admit(&mut self, id: &str, cached: u64, admitted: bool) {
+        let live = &self.requests[id];
+        let cached = cached.min(live.prompt - 1);
+        let view = request(id, live.prompt, &live.params);
+        let Match::Tokens(external) = self.scheduler.matched(&view, cached) else {
+            panic!("it never answers Unknown");
+        };
+        assert_eq!(self.scheduler.matched(&view, cached), Match::Tokens(external));
+        let is_consumer = matches!(live.role, Role::Consume(_));
+        assert!(is_consumer || external == 0, "{id}: {live:?}");
+        assert!(!live.had_blocks || external == 0, "{id} is fetched twice");
+        if !admitted {
+            return;
+        }
+        self.allocate(id, cached + external);
+        let live = self.requests.get_mut(id).expect("live");
+        let view = request(id, live.prompt, &live.params);
+        self.scheduler.allocated(&view, cached, external, &live.blocks);
+        live.computed = cached + external;
+        live.had_blocks = true;
+        live.reported = [false; RANKS];
+        live.phase = if external > 0 { Phase::Loading } else { Phase::Running };
+    }
+
+    /// Gives a request the blocks for this many tokens, and takes those that left its windows.
+    fn allocate(&mut self, id: &str, tokens: u64) {
+        let live = self.requests.get_mut(id).expect("live");
+        for (group, blocks) in self.groups.iter().zip(&mut live.blocks) {
+            let size = u64::from(group.block_tokens);
+            let left = match group.kind {
+                Kind::State => live.computed.saturating_sub(1) / size,
+                kind => kind.horizon(live.computed) / size,
+            };
+            while (blocks.len() as u64) < tokens.div_ceil(size) {
+                self.blocks += 1;
+                blocks.push(self.blocks);
+            }
+            let left = (left as usize).min(blocks.len());
+            blocks[..left].fill(NULL_BLOCK);
+        }
+    }
+
+    fn step(&mut self, chunk: u64, preempted: Option<usize>) {
+        let preempted = preempted.and_then(|which| self.pick(which, &[Phase::Running]));
+        if let Some(id) = &preempted {
+            let live = self.requests.get_mut(id).expect("live");
+            live.blocks.iter_mut().for_each(Vec::clear);
+            live.carried.fill(0);
+            (live.computed, live.all, live.phase) = (0, true, Phase::Waiting);
+        }
+        let running: Vec<String> = self
+            .requests
+            .iter()
+            .filter(|(_, live)| live.phase == Phase::Running)
+            .map(|(id, _)| id.clone())
+            .collect();
+        let mut plan = vec![];
+        for id in &running {
+            let live = &self.requests[id];
+            let end = if live.computed < live.prompt { live.prompt } else { live.computed + 1 };
+            let tokens = chunk.min(end - live.computed);
+            let until = live.computed + tokens;
+            self.allocate(id, until);
+            let live = self.requests.get_mut(id).expect("live");
+            // As an engine does, steps that do not matter are left out below.
+            let new_blocks =
+                live.blocks.iter().zip(&live.carried).map(|(it, carried)| it[*carried..].to_vec());
+            let scheduled = Scheduled {
+                request: id,
+                computed: live.computed,
+                tokens,
+                all: live.all,
+                blocks: new_blocks.collect(),
+            };
+            live.carried = live.blocks.iter().map(Vec::len).collect();
+            (live.all, live.computed) = (false, until);
+            if self.scheduler.produces(id) {
+                plan.push(scheduled);
+            }
+        }
+        let preempted: Vec<&str> = preempted.iter().map(String::as_str).collect();
+        let metadata = step(&mut self.scheduler, plan, &preempted);
+        self.apply_metadata(metadata);
+        self.check_offers(&running);
+        for id in running {
+            if self.requests[&id].is_done() {
+                self.finish(&id, FinishReason::Length);
+            }
+        }
+    }
+
+    /// Does what the worker halves do with metadata, in the order of the fields.
+    fn apply_metadata(&mut self, metadata: ConnectorMetadata) {
+        let workers = &mut self.workers;
+        for id in metadata.restarts {
+            assert!(workers.offers.remove(&id).is_some(), "{id} is restarted without an offer");
+        }
+        for ending in metadata.endings {
+            workers.offers.remove(&ending.request);
+            workers.endings.entry(ending.request).or_default().push(ending.how);
+        }
+        for compute in metadata.computes {
+            assert!(
+                !workers.endings.contains_key(&compute.request),
+                "{compute:?} of an ended request"
+            );
+            workers.compute(compute);
+        }
+        for fetch in metadata.fetches {
+            let live = self.requests.get(&fetch.request).expect("it is awaited");
+            assert_eq!(u64::from(fetch.tokens.1), live.computed);
+            *workers.fetches.entry(fetch.request).or_default() += 1;
+            let name = fetch.transfer.as_str().to_owned();
+            *workers.fetched.entry(name).or_default() += 1;
+        }
+        for free in metadata.frees {
+            *workers.frees.entry(free.transfer.as_str().to_owned()).or_default() += 1;
+        }
+        for cancel in metadata.cancels {
+            assert!(workers.fetches.contains_key(&cancel.request), "{cancel:?} without a fetch");
+            *workers.cancels.entry(cancel.request).or_default() += 1;
+        }
+    }
+
+    /// The metadata carried the blocks that the requests have, except those that leave a window.
+    fn check_offers(&self, running: &[String]) {
+        for id in running {
+            let (live, offer) = (&self.requests[id], self.workers.offers.get(id));
+            let Some(offer) = offer.filter(|_| !live.was_lost) else { continue };
+            assert_eq!(u64::from(offer.tokens), live.prompt, "{id}");
+            assert_eq!(u64::from(offer.until), live.computed.min(live.prompt), "{id}");
+            for (at, group) in self.groups.iter().enumerate() {
+                let table = &offer.tables[at];
+                let size = u64::from(group.block_tokens);
+                let needed = u64::from(offer.until).div_ceil(size);
+                assert_eq!((table.first, table.blocks.len() as u64), (0, needed), "{id}");
+                let horizon = group.kind.horizon(live.prompt - 1);
+                for (n, (carried, is)) in table.blocks.iter().zip(&live.blocks[at]).enumerate() {
+                    if (n as u64 + 1) * size <= horizon {
+                        assert_eq!(*carried, NULL_BLOCK, "{id}: block {n} leaves {group:?}");
+                    } else if group.kind == Kind::State {
+                        assert!(carried == is || *is == NULL_BLOCK, "{id}: state {n}");
+                    } else {
+                        assert_eq!(carried, is, "{id}: block {n} of {group:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// Whether a request that ends by `how` must be held.
+    fn must_be_held(&self, id: &str, how: FinishReason) -> bool {
+        let live = &self.requests[id];
+        let is_produced = matches!(live.role, Role::Produce(_));
+        if !is_produced || how != FinishReason::Length || live.was_lost {
+            return false;
+        }
+        self.groups.iter().zip(&live.blocks).all(|(group, blocks)| match group.kind {
+            Kind::State => live.computed == live.prompt,
+            kind => {
+                let first = kind.horizon(live.prompt - 1) / u64::from(group.block_tokens);
+                !blocks[first as usize..].contains(&NULL_BLOCK)
+            }
+        })
+    }
+
+    fn finish(&mut self, id: &str, how: FinishReason) {
+        let held = self.must_be_held(id, how);
+        let live = self.requests.get_mut(id).expect("live");
+        let is_loading = live.phase == Phase::Loading;
+        let view = request(id, live.prompt, &live.params);
+        let finished = self.scheduler.finished(&view, how, Some(vec![1]));
+        assert_eq!(finished.held, held, "{id} {how:?}: {live:?}");
+        assert!(finished.params.is_none(), "the address is not known");
+        if held {
+            live.reported = [false; RANKS];
+        }
+        if held || is_loading {
+            live.phase = Phase::Ending;
+        } else {
+            self.leave(id);
+        }
+    }
+
+    /// Forgets a request and checks all that was carried of it.
+    fn leave(&mut self, id: &str) {
+        let metadata = step(&mut self.scheduler, [], &[]);
+        self.apply_metadata(metadata);
+        let live = self.requests.remove(id).expect("live");
+        let workers = &self.workers;
+        let endings = workers.endings.get(id).map_or(&[][..], Vec::as_slice);
+        match live.role {
+            Role::Produce(name) => {
+                let held =
+                    endings.iter().filter(|how| matches!(how, EndingKind::Held { .. })).count();
+                assert_eq!(held, usize::from(live.phase == Phase::Ending), "{id}");
+                assert!(endings.len() == 1 || name.is_none() && endings.is_empty(), "{id}");
+                assert!(!workers.offers.contains_key(id), "{id} is still offered");
+            }
+            Role::Nothing | Role::Nonsense | Role::Consume(_) => assert!(endings.is_empty()),
+        }
+        let fetches = workers.fetches.get(id).copied().unwrap_or(0);
+        assert!(fetches <= 1 && (fetches == 0 || matches!(live.role, Role::Consume(_))), "{id}");
+        let cancels = workers.cancels.get(id).copied().unwrap_or(0);
+        assert!(cancels <= fetches, "{id}: cancelled {cancels} times");
+        if live.phase == Phase::Ending && fetches == 1 {
+            assert_eq!(cancels, 1, "{id} ended during its fetch");
+        }
+    }
+
+    fn report(&mut self, which: usize, rank: usize, code: WireCode, noted: bool) {
+        let phases = [Phase::Running, Phase::Loading, Phase::Ending];
+        let Some(id) = self.pick(which, &phases) else { return };
+        let live = self.requests.get_mut(&id).expect("live");
+        let is_consumer = matches!(live.role, Role::Consume(_));
+        if live.phase == Phase::Running {
+            if !is_consumer && self.workers.offers.contains_key(&id) {
+                live.was_lost |= !code.is_ok();
+                let lost = vec![outcome(&id, code)];
+                self.scheduler.reported(rank, &Notes { lost, ..Notes::default() }.encode());
+            }
+            return;
+        }
+        let workers = &self.workers;
+        let is_known = workers.fetches.contains_key(&id) || workers.endings.contains_key(&id);
+        if !is_known || std::mem::replace(&mut live.reported[rank], true) {
+            return;
+        }
+        if is_consumer && noted {
+            let fetched = vec![outcome(&id, code)];
+            self.scheduler.reported(rank, &Notes { fetched, ..Notes::default() }.encode());
+        }
+        if live.reported != [true; RANKS] {
+            return;
+        }
+        if is_consumer {
+            self.scheduler.received([&id[..]]);
+        } else {
+            self.scheduler.sent([&id[..]]);
+        }
+        if live.phase == Phase::Ending {
+            self.leave(&id);
+        } else {
+            live.phase = Phase::Running;
+            if !code.is_ok() {
+                // The engine computes it.
+                (live.computed, live.phase) = (0, Phase::Waiting);
+                live.blocks.iter_mut().for_each(Vec::clear);
+                live.carried.fill(0);
+                live.all = true;
+            }
+        }
+    }
+
+    /// Ends all requests.
+    fn end(mut self) {
+        while let Some(id) = self.pick(0, &[Phase::Waiting, Phase::Loading, Phase::Running]) {
+            self.finish(&id, FinishReason::Abort);
+        }
+        assert!(self.scheduler.has_pending_work() || self.requests.is_empty());
+        let metadata = step(&mut self.scheduler, [], &[]);
+        self.apply_metadata(metadata);
+        while let Some(id) = self.pick(0, &[Phase::Ending]) {
+            let rank = self.requests[&id].reported.iter().position(|reported| !reported);
+            self.report(0, rank.expect("a rank has not reported"), WireCode::Ok, true);
+        }
+        let metadata = step(&mut self.scheduler, [], &[]);
+        self.apply_metadata(metadata);
+        assert_idle(&self.scheduler);
+        for (name, owners) in &self.owners {
+            let count = |counts: &BTreeMap<String, usize>| counts.get(name).copied().unwrap_or(0);
+            let (fetched, freed) = (count(&self.workers.fetched), count(&self.workers.frees));
+            assert_eq!(fetched + freed, *owners, "handoff {name} is fetched or freed");
+        }
+    }
+}
+
+impl Workers {
+    fn compute(&mut self, compute: Compute) {
+        let Compute { request, offer, until, blocks } = compute;
+        if let Some(offer) = offer {
+            let new = OfferedBlocks { tokens: offer.tokens, until: 0, tables: vec![] };
+            assert!(self.offers.insert(request.clone(), new).is_none(), "{request} offered twice");
+        }
+        let known = self.offers.get_mut(&request).expect("it was offered");
+        assert!(until > known.until, "{request} makes no progress");
+        known.until = until;
+        known.tables.resize(blocks.len().max(known.tables.len()), BlockTable::default());
+        for (table, more) in known.tables.iter_mut().zip(&blocks) {
+            assert_eq!(u64::from(more.first), table.end(), "{request}: no overlap and no gap");
+            table.merge(more).expect("they are contiguous");
+        }
+    }
+}
+
+fn role() -> impl Strategy<Value = Role> {
+    prop_oneof![
+        1 => Just(Role::Nothing),
+        1 => Just(Role::Nonsense),
+        2 => Just(Role::Produce(None)),
+        4 => (0..NAMES).prop_map(|name| Role::Produce(Some(name))),
+        6 => (0..NAMES).prop_map(Role::Consume),
+    ]
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let hows =
+        prop_oneof![Just(FinishReason::Stop), Just(FinishReason::Abort), Just(FinishReason::Error)];
+    let codes = prop_oneof![4 => Just(WireCode::Ok), 1 => Just(WireCode::Closed)];
+    prop_oneof![
+        4 => (role(), 1..30_u64, 1..6_u64, any::<bool>()).prop_map(
+            |(role, prompt, generates, announced)| Op::Arrive { role, prompt, generates, announced }
+        ),
+        1 => role().prop_map(|role| Op::Reject { role }),
+        8 => (any::<usize>(), 0..30_u64, prop::bool::weighted(0.8)).prop_map(
+            |(which, cached, admitted)| Op::Admit { which, cached, admitted }
+        ),
+        8 => (1..16_u64, prop::option::weighted(0.2, any::<usize>()))
+            .prop_map(|(chunk, preempted)| Op::Step { chunk, preempted }),
+        1 => (any::<usize>(), hows).prop_map(|(which, how)| Op::Finish { which, how }),
+        12 => (any::<usize>(), 0..RANKS, codes, any::<bool>()).prop_map(
+            |(which, rank, code, noted)| Op::Report { which, rank, code, noted }
+        ),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn every_handoff_ends_once_on_each_side_and_leaves_nothing(
+        groups in prop_oneof![
+            Just(vec![FULL]),
+            Just(vec![FULL, WINDOW]),
+            Just(vec![CHUNK, FULL, WINDOW]),
+            Just(vec![FULL, STATE]),
+        ],
+        eager in any::<bool>(),
+        ops in prop::collection::vec(op(), 1..150),
+    ) {
+        let mut world = World::new(&groups, eager);
+        for op in ops {
+            world.apply(op);
+        }
+        world.end();
+    }
+}

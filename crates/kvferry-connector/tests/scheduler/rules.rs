@@ -1,0 +1,807 @@
+//! One rule of the contract per test.
+
+use super::{
+    CHUNK, ENGINE, FULL, PRODUCER, RANKS, STATE, WINDOW, assert_idle, consumes, fetched, first,
+    lost, next, offered, produces, request, scheduler, step, transfer,
+};
+use kvferry::{Access, Incarnation, RegionId, RemoteRegion};
+use kvferry_connector::{
+    BlockTable, Cancel, ConnectorMetadata, ConsumerParams, EndingKind, EngineError, FetchRequest,
+    FinishReason, Finished, Free, GroupRule, Match, NULL_BLOCK, Notes, Offer, Params, RankMetadata,
+    Request, Role, Scheduler, producer_params,
+};
+use kvferry_proto::WireCode;
+use kvferry_proto::layout::{
+    ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, Plane, Region, View,
+};
+use serde_json::json;
+
+const NULL: u32 = NULL_BLOCK;
+
+/// The metadata of tensor-parallel rank `rank`.
+fn rank_metadata(rank: u32, group: &str, heads: u32) -> Vec<u8> {
+    let group = Group {
+        name: group.to_owned(),
+        kind: Kind::Full,
+        block_tokens: 4,
+        blocks: 8,
+        context: ContextShard::WHOLE,
+    };
+    let view = View {
+        region: 0,
+        base: 0,
+        block_stride: 64,
+        kernel_blocks: 1,
+        kernel_stride: 64,
+        head_stride: 64,
+        row_stride: 16,
+    };
+    let plane = Plane {
+        role: "kv".to_owned(),
+        encoding: Encoding::new("bfloat16", 16),
+        heads: Heads { total: heads, start: rank, count: 1 },
+        rows: 4,
+        content: 16,
+        view,
+    };
+    let layer = Layer { name: "layer.0".to_owned(), group: 0, planes: vec![plane] };
+    let (id, len) = (RegionId(1), 512);
+    let layout =
+        Layout::new(vec![Region { id, len }], vec![group], vec![layer]).expect("a sound layout");
+    let incarnation = Incarnation(7);
+    let regions = vec![RemoteRegion { incarnation, id, addr: 4096, len, access: Access::READ }];
+    RankMetadata { address: format!("10.0.0.1:{rank}"), layout, regions }.encode()
+}
+
+fn metadata_of_ranks() -> Vec<Vec<u8>> {
+    (0..RANKS as u32).map(|rank| rank_metadata(rank, "all", RANKS as u32)).collect()
+}
+
+/// The metadata of a step that computes nothing.
+fn empty_step(scheduler: &mut Scheduler) -> ConnectorMetadata {
+    step(scheduler, [], &[])
+}
+
+/// The only ending of metadata that have nothing else.
+fn ending(metadata: ConnectorMetadata) -> EndingKind {
+    let [ending] = <[_; 1]>::try_from(metadata.endings.clone()).expect("one ending");
+    let rest = ConnectorMetadata { endings: vec![], ..metadata };
+    assert!(rest.is_empty(), "{rest:?}");
+    ending.how
+}
+
+fn withdrawn(metadata: ConnectorMetadata) -> WireCode {
+    match ending(metadata) {
+        EndingKind::Withdrawn { code, .. } => code,
+        how @ EndingKind::Held { .. } => panic!("{how:?}"),
+    }
+}
+
+#[test]
+fn the_worker_halves_get_the_engine_once() {
+    let mut it = scheduler(&[FULL], true);
+    it.set_ranks(metadata_of_ranks()).expect("an engine");
+    assert!(it.has_pending_work());
+    let engine = empty_step(&mut it).engine.expect("the engine");
+    assert_eq!(engine.id, ENGINE);
+    assert_eq!(engine.ranks, metadata_of_ranks());
+    assert!(empty_step(&mut it).is_empty());
+    assert_idle(&it);
+}
+
+#[test]
+fn ranks_that_contradict_each_other_are_refused() {
+    let mut it = scheduler(&[FULL], true);
+    let refused = it.set_ranks(metadata_of_ranks()[1..].to_vec()).expect_err("one is missing");
+    assert!(matches!(refused, EngineError::Ranks { given: 2, ranks: RANKS }), "{refused}");
+    let mut broken = metadata_of_ranks();
+    broken[1] = b"hello".to_vec();
+    let refused = it.set_ranks(broken).expect_err("one is malformed");
+    assert!(matches!(refused, EngineError::Rank { rank: 1, .. }), "{refused}");
+    let same = vec![rank_metadata(0, "all", RANKS as u32); RANKS];
+    let refused = it.set_ranks(same).expect_err("heads are on no rank");
+    assert!(matches!(refused, EngineError::Topology(_)), "{refused}");
+    assert_idle(&it);
+}
+
+#[test]
+fn a_request_is_offered_with_its_first_blocks_and_later_steps_carry_only_new_ones() {
+    let mut it = scheduler(&[FULL, FULL], true);
+    let params = produces("x");
+    it.arrived(&request("a", 10, &params));
+    assert!(it.produces("a") && !it.produces("b"));
+
+    let metadata = step(&mut it, [first("a", 5, &[&[7, 3], &[8, 4]])], &[]);
+    let [compute] = &metadata.computes[..] else { panic!("{metadata:?}") };
+    let offer = Offer { transfer: transfer("x"), tokens: 10, eager: true };
+    assert_eq!((&compute.request[..], &compute.offer), ("a", &Some(offer)));
+    assert_eq!(compute.until, 5);
+    let tables = |first, blocks: [&[u32]; 2]| blocks.map(|it| BlockTable::new(first, it.to_vec()));
+    assert_eq!(compute.blocks, tables(0, [&[7, 3], &[8, 4]]));
+
+    let metadata = step(&mut it, [next("a", 5, 2, &[&[], &[]])], &[]);
+    let [compute] = &metadata.computes[..] else { panic!("{metadata:?}") };
+    assert_eq!((compute.until, &compute.offer, &compute.blocks), (7, &None, &vec![]));
+
+    let metadata = step(&mut it, [next("a", 7, 3, &[&[9], &[5]])], &[]);
+    let [compute] = &metadata.computes[..] else { panic!("{metadata:?}") };
+    assert_eq!((compute.until, &compute.offer), (10, &None));
+    assert_eq!(compute.blocks, tables(2, [&[9], &[5]]));
+}
+
+#[test]
+fn steps_after_the_prompt_carry_nothing() {
+    let mut it = scheduler(&[FULL], true);
+    it.arrived(&request("a", 4, &produces("x")));
+    assert_eq!(step(&mut it, [first("a", 4, &[&[7]])], &[]).computes.len(), 1);
+    assert!(!it.produces("a"));
+    assert!(step(&mut it, [next("a", 4, 1, &[&[8]])], &[]).is_empty());
+}
+
+#[test]
+fn requests_without_a_handoff_leave_no_trace() {
+    let mut it = scheduler(&[FULL], true);
+    for params in [None, Some(&Params::new())] {
+        let request = Request { id: "a", prompt_tokens: 9, params };
+        it.arrived(&request);
+        assert_eq!(it.matched(&request, 0), Match::NONE);
+        it.allocated(&request, 0, 0, &[vec![1]]);
+        assert!(!it.produces("a"));
+        assert!(step(&mut it, [first("a", 9, &[&[1]])], &["a"]).is_empty());
+        assert_idle(&it);
+        assert_eq!(it.finished(&request, FinishReason::Length, None), Finished::default());
+        assert_idle(&it);
+    }
+}
+
+#[test]
+fn requests_with_invalid_parameters_get_no_handoff_and_leave_no_trace() {
+    let mut it = scheduler(&[FULL], true);
+    for params in [
+        json!({"do_remote_decode": true, "transfer_id": 7}),
+        json!({"do_remote_prefill": true}),
+        json!({"do_remote_prefill": true, "do_remote_decode": true}),
+    ] {
+        let params = params.as_object().expect("an object");
+        let request = request("a", 9, params);
+        for arrives in [true, false] {
+            if arrives {
+                it.arrived(&request);
+            }
+            assert_eq!(it.prompt_tokens_to_prefill(&request), 9);
+            assert_eq!(it.matched(&request, 0), Match::NONE);
+            it.allocated(&request, 0, 0, &[vec![1]]);
+            assert!(step(&mut it, [first("a", 9, &[&[1]])], &[]).is_empty());
+            assert_eq!(it.finished(&request, FinishReason::Length, None), Finished::default());
+            assert!(empty_step(&mut it).is_empty());
+            assert_idle(&it);
+        }
+    }
+}
+
+#[test]
+fn a_prompt_of_more_than_u32_max_tokens_gets_no_handoff() {
+    let mut it = scheduler(&[FULL], true);
+    let tokens = u64::from(u32::MAX) + 1;
+    for params in [produces("x"), consumes("x")] {
+        let request = request("a", tokens, &params);
+        assert_eq!(it.matched(&request, 0), Match::NONE);
+        it.arrived(&request);
+        assert_eq!(it.matched(&request, 0), Match::NONE);
+        assert!(!it.produces("a"));
+        assert_eq!(it.finished(&request, FinishReason::Length, None), Finished::default());
+        assert!(empty_step(&mut it).is_empty());
+        assert_idle(&it);
+    }
+    let longest = consumes("x");
+    let longest = request("a", tokens - 1, &longest);
+    assert_eq!(it.matched(&longest, 1), Match::Tokens(tokens - 2));
+}
+
+#[test]
+fn a_handoff_without_an_id_gets_a_unique_one() {
+    let mut it = scheduler(&[FULL], true);
+    let params = producer_params(None);
+    let mut names = vec![];
+    for id in ["a", "b", "a"] {
+        let request = request(id, 4, &params);
+        it.arrived(&request);
+        let metadata = step(&mut it, [first(id, 4, &[&[7]])], &[]);
+        names.push(metadata.computes[0].offer.clone().expect("the first time").transfer);
+        if id == "a" {
+            it.finished(&request, FinishReason::Abort, None);
+        }
+    }
+    names.sort();
+    names.dedup();
+    assert_eq!(names.len(), 3);
+    assert!(names.iter().all(|name| name.as_str().starts_with(&ENGINE.to_string())));
+}
+
+#[test]
+fn of_two_live_producers_of_one_handoff_only_the_first_is_handed_over() {
+    let mut it = scheduler(&[FULL], true);
+    let params = produces("x");
+    it.arrived(&request("a", 4, &params));
+    it.arrived(&request("b", 4, &params));
+    assert!(it.produces("a") && !it.produces("b"));
+    let metadata = step(&mut it, [first("a", 4, &[&[7]]), first("b", 4, &[&[8]])], &[]);
+    assert_eq!(metadata.computes.len(), 1);
+    assert!(!it.finished(&request("b", 4, &params), FinishReason::Length, None).held);
+    assert!(empty_step(&mut it).is_empty());
+    assert!(it.finished(&request("a", 4, &params), FinishReason::Length, None).held);
+    // Its id is in use while its blocks are held.
+    it.arrived(&request("c", 4, &params));
+    assert!(!it.produces("c"));
+    it.finished(&request("c", 4, &params), FinishReason::Abort, None);
+    it.sent(["a"]);
+    it.arrived(&request("d", 4, &params));
+    assert!(it.produces("d"));
+}
+
+#[test]
+fn blocks_that_leave_the_window_before_the_prompt_ends_are_null_from_the_first_step() {
+    let mut it = scheduler(&[FULL, WINDOW, CHUNK], true);
+    // The last of 13 tokens looks back to token 7, which is in block 3; its chunk begins with 8.
+    it.arrived(&request("a", 13, &produces("x")));
+    let (full, blocks): (&[u32], &[u32]) = (&[20, 21], &[30, 31, 32, 33]);
+    let metadata = step(&mut it, [first("a", 8, &[full, blocks, blocks])], &[]);
+    let blocks_of = |metadata: &ConnectorMetadata| metadata.computes[0].blocks.clone();
+    assert_eq!(
+        blocks_of(&metadata),
+        [
+            BlockTable::new(0, full.to_vec()),
+            BlockTable::new(0, vec![NULL, NULL, NULL, 33]),
+            BlockTable::new(0, vec![NULL; 4]),
+        ]
+    );
+    let (full, blocks): (&[u32], &[u32]) = (&[22, 23], &[34, 35, 36]);
+    let metadata = step(&mut it, [next("a", 8, 5, &[full, blocks, blocks])], &[]);
+    assert_eq!(
+        blocks_of(&metadata),
+        [
+            BlockTable::new(2, full.to_vec()),
+            BlockTable::new(4, blocks.to_vec()),
+            BlockTable::new(4, blocks.to_vec()),
+        ]
+    );
+}
+
+#[test]
+fn all_blocks_of_a_state_are_listed() {
+    let mut it = scheduler(&[STATE], true);
+    it.arrived(&request("a", 17, &produces("x")));
+    let blocks: &[u32] = &[NULL, 5, 6, 7];
+    let metadata = step(&mut it, [first("a", 16, &[blocks])], &[]);
+    assert_eq!(metadata.computes[0].blocks, [BlockTable::new(0, blocks.to_vec())]);
+}
+
+#[test]
+fn a_producer_with_states_leaves_the_last_token_to_the_consumer() {
+    let mut it = scheduler(&[FULL, STATE], true);
+    let params = produces("x");
+    assert_eq!(it.prompt_tokens_to_prefill(&request("a", 9, &params)), 8);
+    it.arrived(&request("a", 9, &params));
+    assert_eq!(it.prompt_tokens_to_prefill(&request("a", 9, &params)), 8);
+    // The engine has cut the prompt.
+    assert_eq!(it.prompt_tokens_to_prefill(&request("a", 8, &params)), 8);
+    let metadata = step(&mut it, [first("a", 8, &[&[1, 2], &[3, 4]])], &[]);
+    assert_eq!(metadata.computes[0].offer.as_ref().expect("the first time").tokens, 8);
+    let (other, none) = (consumes("y"), Params::new());
+    assert_eq!(it.prompt_tokens_to_prefill(&request("b", 9, &other)), 9);
+    assert_eq!(it.prompt_tokens_to_prefill(&request("b", 9, &none)), 9);
+    assert_eq!(it.prompt_tokens_to_prefill(&request("b", 1, &produces("z"))), 1);
+    let it = scheduler(&[FULL], true);
+    assert_eq!(it.prompt_tokens_to_prefill(&request("a", 9, &params)), 9);
+}
+
+#[test]
+fn a_request_that_lost_its_blocks_is_restarted_and_offered_again_with_its_new_blocks() {
+    let mut it = scheduler(&[FULL], true);
+    it.arrived(&request("a", 8, &produces("x")));
+    it.arrived(&request("b", 8, &produces("y")));
+    step(&mut it, [first("a", 5, &[&[1, 2]])], &[]);
+    let metadata = step(&mut it, [], &["a", "b", "unknown"]);
+    assert_eq!(metadata.restarts, ["a"]);
+    assert!(ConnectorMetadata { restarts: vec![], ..metadata }.is_empty());
+    assert!(step(&mut it, [], &["a"]).is_empty(), "it has no blocks to lose");
+    let metadata = step(&mut it, [first("a", 8, &[&[3, 4]])], &[]);
+    let compute = &metadata.computes[0];
+    assert_eq!(compute.offer.as_ref().expect("again").transfer, transfer("x"));
+    assert_eq!(compute.blocks, [BlockTable::new(0, vec![3, 4])]);
+    assert!(!it.produces("a"));
+    step(&mut it, [], &["a"]);
+    assert!(it.produces("a"), "it is computed once more");
+}
+
+#[test]
+fn a_second_step_with_all_blocks_is_a_restart_without_a_preemption() {
+    let mut it = scheduler(&[FULL], true);
+    it.arrived(&request("a", 8, &produces("x")));
+    step(&mut it, [first("a", 5, &[&[1, 2]])], &[]);
+    let metadata = step(&mut it, [first("a", 5, &[&[3, 4]])], &[]);
+    assert_eq!(metadata.restarts, ["a"]);
+    assert!(metadata.computes[0].offer.is_some());
+}
+
+/// A producer's request `a` of handoff `x`, whose prompt of 8 tokens is computed.
+fn computed(groups: &[GroupRule], eager: bool) -> Scheduler {
+    let mut it = scheduler(groups, eager);
+    it.set_ranks(metadata_of_ranks()).expect("an engine");
+    it.arrived(&request("a", 8, &produces("x")));
+    let blocks: Vec<&[u32]> = groups.iter().map(|_| &[1, 2, 3, 4][..]).collect();
+    assert_eq!(step(&mut it, [first("a", 8, &blocks)], &[]).computes.len(), 1);
+    it
+}
+
+fn end(it: &mut Scheduler, how: FinishReason) -> Finished {
+    it.finished(&request("a", 8, &produces("x")), how, None)
+}
+
+#[test]
+fn a_request_that_ends_by_its_length_is_held_until_it_is_sent_and_its_response_has_the_address() {
+    let mut it = computed(&[FULL], true);
+    let finished = end(&mut it, FinishReason::Length);
+    assert!(finished.held);
+    let expected = ConsumerParams {
+        transfer: transfer("x"),
+        address: "10.0.0.1:0".to_owned(),
+        engine: Some(ENGINE),
+        tokens: Some(8),
+    };
+    let parsed = Role::parse(finished.params.as_ref());
+    assert_eq!(parsed, Ok(Some(Role::Consume(expected))));
+    assert_eq!(ending(empty_step(&mut it)), EndingKind::Held { side_data: None });
+    assert!(it.has_pending_work());
+    it.sent(["unknown", "a"]);
+    it.sent(["a"]);
+    assert_idle(&it);
+}
+
+#[test]
+fn a_request_that_ends_by_anything_but_its_length_is_withdrawn_with_a_reason() {
+    for (how, code) in [
+        (FinishReason::Stop, WireCode::NotNeeded),
+        (FinishReason::Abort, WireCode::Cancelled),
+        (FinishReason::Error, WireCode::Internal),
+    ] {
+        let mut it = computed(&[FULL], true);
+        assert_eq!(end(&mut it, how), Finished::default());
+        let metadata = empty_step(&mut it);
+        let EndingKind::Withdrawn { detail, .. } = &metadata.endings[0].how else {
+            panic!("{metadata:?}")
+        };
+        assert!(!detail.is_empty());
+        assert_eq!(withdrawn(metadata), code);
+        assert_idle(&it);
+    }
+}
+
+#[test]
+fn a_request_that_ends_before_its_prompt_is_computed_is_not_held() {
+    for step_first in [false, true] {
+        let mut it = scheduler(&[FULL], true);
+        it.arrived(&request("a", 8, &produces("x")));
+        if step_first {
+            step(&mut it, [first("a", 7, &[&[1, 2]])], &[]);
+        }
+        assert_eq!(end(&mut it, FinishReason::Length), Finished::default());
+        assert_eq!(withdrawn(empty_step(&mut it)), WireCode::Internal);
+        assert_idle(&it);
+    }
+}
+
+#[test]
+fn a_request_that_was_never_scheduled_is_withdrawn_if_the_router_knows_its_handoff() {
+    for arrives in [true, false] {
+        let mut it = scheduler(&[FULL], true);
+        for (params, is_known) in [(produces("x"), true), (producer_params(None), false)] {
+            let request = request("a", 8, &params);
+            if arrives {
+                it.arrived(&request);
+            }
+            assert_eq!(it.finished(&request, FinishReason::Abort, None), Finished::default());
+            let metadata = empty_step(&mut it);
+            if is_known {
+                assert_eq!(metadata.endings[0].transfer, transfer("x"));
+                assert_eq!(withdrawn(metadata), WireCode::Cancelled);
+            } else {
+                assert!(metadata.is_empty());
+            }
+            assert_idle(&it);
+        }
+    }
+}
+
+#[test]
+fn side_data_is_carried_only_if_the_handoff_completes_with_the_end() {
+    for (eager, carried) in [(true, None), (false, Some(b"token".to_vec()))] {
+        let mut it = computed(&[FULL], eager);
+        let (params, side_data) = (produces("x"), Some(b"token".to_vec()));
+        assert!(it.finished(&request("a", 8, &params), FinishReason::Length, side_data).held);
+        assert_eq!(ending(empty_step(&mut it)), EndingKind::Held { side_data: carried });
+    }
+}
+
+#[test]
+fn a_handoff_that_was_lost_on_a_rank_is_not_held() {
+    let mut it = computed(&[FULL], true);
+    it.reported(1, &lost("a", WireCode::Expired).encode());
+    it.reported(2, &lost("a", WireCode::Closed).encode());
+    assert_eq!(end(&mut it, FinishReason::Length), Finished::default());
+    assert_eq!(withdrawn(empty_step(&mut it)), WireCode::Expired);
+    assert_idle(&it);
+}
+
+#[test]
+fn a_handoff_that_is_done_on_a_rank_is_held_for_the_others() {
+    let mut it = computed(&[FULL], true);
+    it.reported(1, &lost("a", WireCode::Ok).encode());
+    assert!(end(&mut it, FinishReason::Length).held);
+    it.reported(2, &lost("a", WireCode::Expired).encode());
+    assert_eq!(ending(empty_step(&mut it)), EndingKind::Held { side_data: None });
+    it.sent(["a"]);
+    assert_idle(&it);
+}
+
+#[test]
+fn a_request_whose_handoff_was_lost_is_only_restarted_and_withdrawn() {
+    let mut it = scheduler(&[FULL], true);
+    it.arrived(&request("a", 8, &produces("x")));
+    step(&mut it, [first("a", 4, &[&[1]])], &[]);
+    it.reported(0, &lost("a", WireCode::Cancelled).encode());
+    assert!(step(&mut it, [next("a", 4, 2, &[&[2]])], &[]).is_empty());
+    assert_eq!(step(&mut it, [], &["a"]).restarts, ["a"]);
+    assert!(step(&mut it, [first("a", 8, &[&[3, 4]])], &[]).is_empty());
+    assert!(!end(&mut it, FinishReason::Length).held);
+    assert_eq!(withdrawn(empty_step(&mut it)), WireCode::Cancelled);
+}
+
+#[test]
+fn a_request_that_computes_over_its_window_or_state_is_withdrawn_at_once_and_once() {
+    // The window of the token after the prompt begins at the same token as the last one's, or at the
+    // next, which begins a block.
+    let tight = GroupRule { kind: Kind::Window { tokens: 5 }, block_tokens: 2 };
+    for (group, overwrites) in [(FULL, false), (WINDOW, false), (tight, true), (STATE, true)] {
+        let mut it = scheduler(&[group], true);
+        let params = produces("x");
+        it.arrived(&request("a", 8, &params));
+        let prompt = it.prompt_tokens_to_prefill(&request("a", 8, &params));
+        step(&mut it, [first("a", prompt, &[&[1, 2, 3, 4]])], &[]);
+        let metadata = step(&mut it, [next("a", prompt, 1, &[&[5]])], &[]);
+        if overwrites {
+            assert_eq!(withdrawn(metadata), WireCode::Unsupported, "{group:?}");
+            assert!(!it.produces("a"));
+            assert!(step(&mut it, [next("a", prompt + 1, 1, &[&[]])], &["a"]).is_empty());
+            assert_eq!(end(&mut it, FinishReason::Length), Finished::default());
+            assert!(empty_step(&mut it).is_empty());
+        } else {
+            assert!(metadata.is_empty(), "{group:?}: {metadata:?}");
+            assert!(end(&mut it, FinishReason::Length).held);
+            it.sent(["a"]);
+            empty_step(&mut it);
+        }
+        assert_idle(&it);
+    }
+}
+
+#[test]
+fn tokens_to_fetch_are_those_that_the_producer_has_minus_cached_and_unusable_ones() {
+    for (groups, prompt, there, computed, expected) in [
+        (&[FULL, WINDOW][..], 10, None, 0, 10),
+        (&[FULL], 10, None, 4, 6),
+        (&[FULL], 10, Some(7), 4, 3),
+        (&[FULL], 10, Some(700), 4, 6),
+        (&[FULL], 10, Some(7), 8, 0),
+        (&[FULL], 10, None, 10, 0),
+        (&[FULL, STATE], 10, None, 0, 9),
+        (&[FULL, STATE], 10, Some(9), 4, 5),
+        (&[FULL, STATE], 1, None, 0, 0),
+    ] {
+        let mut it = scheduler(groups, true);
+        let params = offered("x", there).to_params();
+        let request = request("a", prompt, &params);
+        let case = format!("{groups:?} {prompt} {there:?} {computed}");
+        assert_eq!(it.matched(&request, computed), Match::Tokens(expected), "{case}");
+        it.arrived(&request);
+        for _ in 0..3 {
+            assert_eq!(it.matched(&request, computed), Match::Tokens(expected), "{case}");
+        }
+    }
+}
+
+/// A consumer's request `b` of handoff `x`, whose tokens 4 to 10 are being fetched.
+fn fetching() -> Scheduler {
+    let mut it = scheduler(&[FULL, WINDOW], true);
+    it.allocated(&request("b", 10, &consumes("x")), 4, 6, &[vec![1, 2, 3], vec![NULL, 5]]);
+    it
+}
+
+fn end_fetching(it: &mut Scheduler, how: FinishReason) {
+    let params = consumes("x");
+    assert_eq!(it.finished(&request("b", 10, &params), how, None), Finished::default());
+}
+
+#[test]
+fn a_fetch_is_requested_once_with_all_blocks() {
+    let mut it = fetching();
+    assert!(it.has_pending_work());
+    let metadata = empty_step(&mut it);
+    let fetch = FetchRequest {
+        request: "b".to_owned(),
+        transfer: transfer("x"),
+        address: "10.0.0.9:4711".to_owned(),
+        engine: Some(PRODUCER),
+        tokens: (4, 10),
+        blocks: vec![BlockTable::new(0, vec![1, 2, 3]), BlockTable::new(0, vec![NULL, 5])],
+        budget_ms: 7000,
+    };
+    assert_eq!(
+        metadata,
+        ConnectorMetadata { fetches: vec![fetch], ..ConnectorMetadata::default() }
+    );
+    assert!(it.has_pending_work());
+    assert!(empty_step(&mut it).is_empty());
+}
+
+#[test]
+fn a_request_is_fetched_at_most_once() {
+    let mut it = fetching();
+    let params = consumes("x");
+    let request = request("b", 10, &params);
+    let nothing_again = |it: &mut Scheduler| {
+        assert_eq!(it.matched(&request, 0), Match::NONE);
+        it.allocated(&request, 10, 0, &[vec![1, 2, 3], vec![NULL, 5]]);
+        assert!(empty_step(it).is_empty());
+    };
+    empty_step(&mut it);
+    nothing_again(&mut it);
+    it.received(["b"]);
+    nothing_again(&mut it);
+    step(&mut it, [], &["b"]);
+    nothing_again(&mut it);
+    end_fetching(&mut it, FinishReason::Length);
+    assert!(empty_step(&mut it).is_empty());
+    assert_idle(&it);
+}
+
+#[test]
+fn a_failed_fetch_is_not_retried() {
+    let mut it = fetching();
+    empty_step(&mut it);
+    for rank in 0..RANKS {
+        it.reported(rank, &fetched("b", WireCode::Closed).encode());
+    }
+    it.received(["b"]);
+    empty_step(&mut it);
+    assert_eq!(it.matched(&request("b", 10, &consumes("x")), 0), Match::NONE);
+    end_fetching(&mut it, FinishReason::Length);
+    assert!(empty_step(&mut it).is_empty());
+    assert_idle(&it);
+}
+
+fn freed(metadata: &ConnectorMetadata) -> Vec<(&str, WireCode)> {
+    metadata.frees.iter().map(|free| (free.transfer.as_str(), free.code)).collect()
+}
+
+#[test]
+fn a_request_whose_tokens_are_all_cached_frees_its_handoff() {
+    let mut it = scheduler(&[FULL], true);
+    let params = consumes("x");
+    let request = request("b", 10, &params);
+    it.allocated(&request, 10, 0, &[vec![1, 2, 3]]);
+    it.allocated(&request, 10, 0, &[vec![1, 2, 3]]);
+    let free = Free {
+        transfer: transfer("x"),
+        address: "10.0.0.9:4711".to_owned(),
+        engine: Some(PRODUCER),
+        code: WireCode::NotNeeded,
+        budget_ms: 7000,
+    };
+    assert_eq!(
+        empty_step(&mut it),
+        ConnectorMetadata { frees: vec![free], ..ConnectorMetadata::default() }
+    );
+    assert_eq!(it.matched(&request, 0), Match::NONE);
+    end_fetching(&mut it, FinishReason::Length);
+    assert!(empty_step(&mut it).is_empty());
+    assert_idle(&it);
+}
+
+#[test]
+fn a_request_that_ends_before_it_has_blocks_frees_its_handoff() {
+    for arrives in [true, false] {
+        for (how, code) in [
+            (FinishReason::Abort, WireCode::Cancelled),
+            (FinishReason::Error, WireCode::Cancelled),
+            (FinishReason::Stop, WireCode::NotNeeded),
+            (FinishReason::Length, WireCode::NotNeeded),
+        ] {
+            let mut it = scheduler(&[FULL], true);
+            if arrives {
+                it.arrived(&request("b", 10, &consumes("x")));
+            }
+            end_fetching(&mut it, how);
+            assert_eq!(freed(&empty_step(&mut it)), [("x", code)]);
+            assert_idle(&it);
+        }
+    }
+}
+
+#[test]
+fn a_request_that_ends_during_its_fetch_is_cancelled_once_and_awaited() {
+    for known in [true, false] {
+        let mut it = fetching();
+        if known {
+            assert_eq!(empty_step(&mut it).fetches.len(), 1);
+        }
+        end_fetching(&mut it, FinishReason::Abort);
+        end_fetching(&mut it, FinishReason::Abort);
+        let metadata = empty_step(&mut it);
+        assert_eq!(metadata.fetches.len(), usize::from(!known));
+        let [Cancel { request, code: WireCode::Cancelled, .. }] = &metadata.cancels[..] else {
+            panic!("{metadata:?}")
+        };
+        assert_eq!(request, "b");
+        assert!(metadata.frees.is_empty());
+        assert!(it.has_pending_work());
+        it.reported(0, &fetched("b", WireCode::Cancelled).encode());
+        assert!(empty_step(&mut it).is_empty(), "it was cancelled before");
+        it.received(["b"]);
+        assert_idle(&it);
+    }
+}
+
+#[test]
+fn of_two_live_consumers_of_one_handoff_only_the_first_fetches_or_frees_it() {
+    let mut it = scheduler(&[FULL], true);
+    let params = consumes("x");
+    let (b, c) = (request("b", 10, &params), request("c", 10, &params));
+    it.arrived(&b);
+    assert_eq!(it.matched(&c, 0), Match::NONE);
+    it.arrived(&c);
+    assert_eq!(it.matched(&c, 0), Match::NONE);
+    assert_eq!(it.matched(&b, 0), Match::Tokens(10));
+    it.allocated(&c, 0, 0, &[vec![1, 2, 3]]);
+    it.finished(&c, FinishReason::Abort, None);
+    let d = request("d", 10, &params);
+    it.finished(&d, FinishReason::Abort, None);
+    assert!(empty_step(&mut it).is_empty());
+    end_fetching(&mut it, FinishReason::Abort);
+    assert_eq!(freed(&empty_step(&mut it)).len(), 1);
+    assert_idle(&it);
+}
+
+#[test]
+fn a_request_with_blocks_is_fetched_even_if_another_one_owns_its_handoff() {
+    let mut it = scheduler(&[FULL], true);
+    let params = consumes("x");
+    // Both were matched before either had blocks.
+    it.allocated(&request("b", 10, &params), 0, 10, &[vec![1, 2, 3]]);
+    it.allocated(&request("c", 10, &params), 0, 10, &[vec![4, 5, 6]]);
+    assert_eq!(empty_step(&mut it).fetches.len(), 2);
+    it.received(["b", "c"]);
+    it.finished(&request("c", 10, &params), FinishReason::Length, None);
+    end_fetching(&mut it, FinishReason::Length);
+    assert!(empty_step(&mut it).is_empty());
+    assert_idle(&it);
+}
+
+#[test]
+fn the_first_failure_of_a_rank_cancels_the_fetch_on_all_ranks_once() {
+    let mut it = fetching();
+    empty_step(&mut it);
+    it.reported(2, &fetched("b", WireCode::Silent).encode());
+    let cancel = Cancel {
+        request: "b".to_owned(),
+        code: WireCode::Silent,
+        detail: format!("because {}", WireCode::Silent),
+    };
+    assert_eq!(
+        empty_step(&mut it),
+        ConnectorMetadata { cancels: vec![cancel], ..ConnectorMetadata::default() }
+    );
+    it.reported(0, &fetched("b", WireCode::Cancelled).encode());
+    assert!(it.outcomes().is_empty());
+    it.reported(1, &fetched("b", WireCode::Ok).encode());
+    assert_eq!(it.outcomes(), [(WireCode::Silent, 1)]);
+    end_fetching(&mut it, FinishReason::Abort);
+    assert!(empty_step(&mut it).is_empty(), "it was cancelled before");
+    it.received(["b"]);
+    assert_idle(&it);
+}
+
+fn done(data: &[u8]) -> Vec<u8> {
+    let mut notes = fetched("b", WireCode::Ok);
+    notes.fetched[0].side_data = vec![data.to_vec().into()];
+    notes.encode()
+}
+
+#[test]
+fn side_data_of_all_ranks_is_returned_once_in_the_order_of_the_ranks() {
+    let mut it = fetching();
+    empty_step(&mut it);
+    it.reported(1, &done(b"one"));
+    it.reported(0, &done(b"zero"));
+    assert!(it.take_side_data("b").is_empty());
+    it.reported(2, &done(b"two"));
+    it.received(["b"]);
+    assert_eq!(it.take_side_data("b"), [&b"zero"[..], b"one", b"two"]);
+    assert!(it.take_side_data("b").is_empty());
+    assert!(it.take_side_data("unknown").is_empty());
+    assert_eq!(it.outcomes(), [(WireCode::Ok, 1)]);
+}
+
+#[test]
+fn side_data_of_failed_and_ended_requests_is_dropped() {
+    let mut it = fetching();
+    it.reported(0, &done(b"zero"));
+    it.reported(1, &fetched("b", WireCode::Closed).encode());
+    it.reported(2, &done(b"two"));
+    assert!(it.take_side_data("b").is_empty());
+
+    let mut it = fetching();
+    (0..RANKS).for_each(|rank| it.reported(rank, &done(b"early")));
+    end_fetching(&mut it, FinishReason::Abort);
+    assert!(it.take_side_data("b").is_empty());
+
+    let mut it = fetching();
+    end_fetching(&mut it, FinishReason::Abort);
+    (0..RANKS).for_each(|rank| it.reported(rank, &done(b"late")));
+    assert!(it.take_side_data("b").is_empty());
+    it.received(["b"]);
+    empty_step(&mut it);
+    assert_idle(&it);
+}
+
+#[test]
+fn outcomes_are_counted_by_code_and_unknown_codes_together() {
+    let mut it = scheduler(&[FULL], true);
+    let codes = [WireCode::Ok, WireCode::Other(900), WireCode::Ok, WireCode::Other(901)];
+    for (n, code) in codes.into_iter().enumerate() {
+        let (id, params) = (n.to_string(), consumes(&n.to_string()));
+        it.allocated(&request(&id, 10, &params), 0, 10, &[vec![1, 2, 3]]);
+        (0..RANKS).for_each(|rank| it.reported(rank, &fetched(&id, code).encode()));
+    }
+    let counts: Vec<u64> = it.outcomes().iter().map(|(_, count)| *count).collect();
+    assert_eq!((it.outcomes()[0].0, counts), (WireCode::Ok, vec![2, 2]));
+}
+
+#[test]
+fn malformed_notes_and_notes_of_unknown_ranks_or_requests_change_nothing() {
+    let mut it = fetching();
+    empty_step(&mut it);
+    it.reported(0, b"hello");
+    it.reported(RANKS, &fetched("b", WireCode::Closed).encode());
+    it.reported(0, &fetched("unknown", WireCode::Closed).encode());
+    it.reported(0, &lost("unknown", WireCode::Closed).encode());
+    it.reported(0, &Notes::default().encode());
+    assert!(empty_step(&mut it).is_empty());
+    for _ in 0..2 * RANKS {
+        it.reported(0, &fetched("b", WireCode::Ok).encode());
+    }
+    assert!(it.outcomes().is_empty(), "only one rank has reported");
+}
+
+#[test]
+fn without_notes_received_alone_ends_a_fetch() {
+    let mut it = fetching();
+    empty_step(&mut it);
+    it.received(["b", "unknown"]);
+    assert!(!it.has_pending_work());
+    it.reported(0, &fetched("b", WireCode::Closed).encode());
+    assert!(empty_step(&mut it).is_empty());
+    end_fetching(&mut it, FinishReason::Length);
+    assert!(empty_step(&mut it).is_empty());
+    assert_idle(&it);
+}
+
+#[test]
+fn an_engine_goes_on_stepping_while_metadata_or_reports_are_due() {
+    let mut it = computed(&[FULL], true);
+    assert!(!it.has_pending_work(), "a running request makes the engine step");
+    end(&mut it, FinishReason::Abort);
+    assert!(it.has_pending_work());
+    empty_step(&mut it);
+    assert!(!it.has_pending_work());
+}

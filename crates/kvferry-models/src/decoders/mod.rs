@@ -1,0 +1,45 @@
+//! One entry per decoder. Each asks for more than not to panic: what was decoded and encoded again
+//! is what it was, limits hold, lengths add up, and how the bytes were chopped makes no difference.
+
+pub mod agent;
+pub mod engine_handshake;
+pub mod frames;
+pub mod handoff;
+pub mod layouts;
+pub mod messages;
+pub mod rank_message;
+pub mod session;
+pub mod topologies;
+
+/// Between the parts of one input: the byte that begins no MessagePack value.
+const BETWEEN: [u8; 4] = [0xc1; 4];
+
+/// Three parts of an input; those that are not there are empty.
+///
+/// Parts are told apart by what is between them, and not by lengths that come first: a fuzzer
+/// changes one part and leaves the others what they are.
+fn parts(bytes: &[u8]) -> [&[u8]; 3] {
+    let mut rest = Some(bytes);
+    [(); 3].map(|()| {
+        let part = rest.unwrap_or_default();
+        let end = part.windows(BETWEEN.len()).position(|it| it == BETWEEN);
+        rest = end.map(|end| &part[end + BETWEEN.len()..]);
+        &part[..end.unwrap_or(part.len())]
+    })
+}
+
+/// One input of these parts.
+fn joined(parts: &[&[u8]]) -> Vec<u8> {
+    parts.join(&BETWEEN[..])
+}
+
+const fn least_common_multiple(a: u64, b: u64) -> u64 {
+    a / greatest_common_divisor(a, b) * b
+}
+
+const fn greatest_common_divisor(mut a: u64, mut b: u64) -> u64 {
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}

@@ -1,0 +1,932 @@
+//! Random requests on random ranks, with random faults of ranks and network, in virtual time. What
+//! must hold:
+//!
+//! * I1: each accepted offer and each accepted want ends exactly once, in bounded time;
+//! * I2: nothing is written to a consumer's block after its handoff ended there; a producer's block
+//!   is overwritten the moment its handoff ended there, and what a consumer calls done is right
+//!   nevertheless;
+//! * I3: if the consumers are done, so are the producers; if the producers are done, so are the
+//!   consumers, unless they lost sight of each other at that moment;
+//! * I5: either side may come first;
+//! * I8: at the end nothing is kept.
+//!
+//! The network loses connections, delays, delivers twice, delivers what belongs to an earlier
+//! connection, stalls; ranks are stopped, killed and started again.
+
+use super::Model;
+use kvferry_proto::fuzzing::{Met, Script};
+use kvferry_proto::handoff::{
+    BlockTable, Consumer, ConsumerAction, HandoffId, HandoffMessage, Limits, NULL_BLOCK, Outcome,
+    PeerId, Producer, ProducerAction, ProducerRank, Progress, ReadId, Refusal, Slice,
+};
+use kvferry_proto::{Timestamp, WireCode};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// The model.
+pub const MODEL: Model = Model {
+    name: "handoff_model",
+    run,
+    rows: &ROWS,
+    columns: &[
+        "before",
+        "offered",
+        "asking",
+        "reading",
+        "ending",
+        "confirming",
+        "unheard",
+        "confirmed",
+        "half",
+        "ended",
+    ],
+    unreachable: &[],
+    cases: (6000, 800),
+};
+
+const CUT: &str = "disconnect";
+const PARTITION: &str = "partition";
+const KILL_P: &str = "kill producer";
+const KILL_D: &str = "kill consumer";
+const STOP_P: &str = "stop producer";
+const STOP_D: &str = "stop consumer";
+const NAP_P: &str = "nap producer";
+const NAP_D: &str = "nap consumer";
+const DOUBLE: &str = "duplicate";
+const LATE: &str = "reorder";
+const SLOW: &str = "delay";
+const BAD_READ: &str = "read fails";
+const WITHDRAW: &str = "withdraw";
+const RESTART: &str = "preempt";
+const CANCEL: &str = "cancel";
+const FREE: &str = "free";
+const WAIT: &str = "time passes";
+const AGAIN: &str = "name reused";
+
+const ROWS: [&str; 18] = [
+    CUT, PARTITION, KILL_P, KILL_D, STOP_P, STOP_D, NAP_P, NAP_D, DOUBLE, LATE, SLOW, BAD_READ,
+    WITHDRAW, RESTART, CANCEL, FREE, WAIT, AGAIN,
+];
+
+/// States that do not last.
+const MOMENTS: [&str; 5] = ["reading", "ending", "confirming", "unheard", "confirmed"];
+
+const LAYERS: u32 = 3;
+const RANKS: usize = 2;
+const REQUESTS: usize = 4;
+const BLOCKS: u32 = 64;
+const BUDGET: Duration = Duration::from_secs(20);
+const SILENCE: Duration = Duration::from_secs(3);
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+fn limits() -> Limits {
+    Limits { tomb_ttl: Duration::from_secs(1_000_000), ..Limits::default() }
+}
+
+/// What the KV of a request is, at a producer rank, a position and a layer.
+fn truth(request: usize, rank: usize, token: u32, layer: u32) -> u64 {
+    let place = (request as u64) << 48 | (rank as u64) << 40 | u64::from(token) << 8;
+    (place | u64::from(layer)).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1
+}
+
+/// A rank with its KV, in one of its lives.
+struct Rank<M> {
+    life: PeerId,
+    machine: M,
+    /// Does nothing until then.
+    stopped: Option<Timestamp>,
+}
+
+/// A request at a producer rank.
+struct Made {
+    blocks: Vec<u32>,
+    tokens: u32,
+    progress: Progress,
+    complete: bool,
+    ended: Option<Outcome>,
+}
+
+/// A request at a consumer rank.
+struct Got {
+    values: BTreeMap<(usize, u32, u32), u64>,
+    ended: Option<Outcome>,
+}
+
+/// A read under way.
+struct Reading {
+    request: usize,
+    producer: usize,
+    life: PeerId,
+    places: Vec<(u32, u32, u32)>,
+    cancelled: bool,
+}
+
+#[derive(Clone, Debug)]
+enum Event {
+    ToProducer { to: PeerId, from: PeerId, message: HandoffMessage, connection: Option<u64> },
+    ToConsumer { to: PeerId, from: PeerId, message: HandoffMessage, connection: Option<u64> },
+    Step { consumer: usize, life: PeerId, read: ReadId },
+    Reconnect(usize, usize),
+    Silent(usize, usize, u64),
+    Wake(bool, usize),
+}
+
+/// What is between a producer and a consumer rank.
+#[derive(Default)]
+struct Wire {
+    up: bool,
+    /// Counts connections.
+    connection: u64,
+    /// Nothing arrives, and no end is notified.
+    dead: bool,
+    delay: u64,
+    /// The last thing that was sent, either way.
+    last: Option<Event>,
+    /// In order: nothing overtakes what was sent before.
+    busy: [Timestamp; 2],
+}
+
+struct World<'a, 'b> {
+    script: Script<'a>,
+    now: Timestamp,
+    events: BTreeMap<(Timestamp, u64), Event>,
+    events_made: u64,
+    lives: u64,
+    producers: Vec<Rank<Producer>>,
+    consumers: Vec<Rank<Consumer>>,
+    memory: Vec<[[u64; LAYERS as usize]; BLOCKS as usize]>,
+    free: Vec<BTreeSet<u32>>,
+    made: BTreeMap<(usize, usize), Made>,
+    got: BTreeMap<(usize, usize), Got>,
+    reads: BTreeMap<(usize, ReadId), Reading>,
+    wires: BTreeMap<(usize, usize), Wire>,
+    /// Ranks and names whose agreement is not judged: a life ended while they were under way.
+    disturbed: BTreeSet<usize>,
+    fail_next_read: bool,
+    met: Met<'b>,
+}
+
+fn id(request: usize) -> HandoffId {
+    HandoffId::new(&format!("request-{request}")).unwrap()
+}
+
+fn request_of(id: &HandoffId) -> usize {
+    id.as_str().strip_prefix("request-").unwrap().parse().unwrap()
+}
+
+fn run(bytes: &[u8], met: Met<'_>) {
+    let mut world = World::new(bytes, met);
+    while !world.script.is_empty() {
+        world.act();
+    }
+    world.settle();
+}
+
+/// As a fuzz target.
+pub fn fuzz(bytes: &[u8]) {
+    run(bytes, &mut |_, _| ());
+}
+
+impl<'a, 'b> World<'a, 'b> {
+    fn new(bytes: &'a [u8], met: Met<'b>) -> Self {
+        let mut script = Script::new(bytes);
+        let ranks = [1 + script.below(RANKS), 1 + script.below(RANKS)];
+        let mut world = World {
+            script,
+            now: Timestamp::default() + Duration::from_secs(1000),
+            events: BTreeMap::new(),
+            events_made: 0,
+            lives: 0,
+            producers: Vec::new(),
+            consumers: Vec::new(),
+            memory: vec![[[0; LAYERS as usize]; BLOCKS as usize]; ranks[0]],
+            free: vec![(0..BLOCKS).collect(); ranks[0]],
+            made: BTreeMap::new(),
+            got: BTreeMap::new(),
+            reads: BTreeMap::new(),
+            wires: BTreeMap::new(),
+            disturbed: BTreeSet::new(),
+            fail_next_read: false,
+            met,
+        };
+        for _ in 0..ranks[0] {
+            let rank = world.rank(Producer::new(limits()));
+            world.producers.push(rank);
+        }
+        for _ in 0..ranks[1] {
+            let rank = world.rank(Consumer::new(limits()));
+            world.consumers.push(rank);
+        }
+        for p in 0..ranks[0] {
+            for d in 0..ranks[1] {
+                world.wires.insert((p, d), Wire { up: true, delay: 1, ..Wire::default() });
+            }
+        }
+        world
+    }
+
+    fn rank<M>(&mut self, machine: M) -> Rank<M> {
+        self.lives += 1;
+        Rank { life: PeerId(self.lives), machine, stopped: None }
+    }
+
+    fn at(&mut self, when: Timestamp, event: Event) {
+        self.events_made += 1;
+        self.events.insert((when, self.events_made), event);
+    }
+
+    /// One operation or fault, at a random request and pair of ranks, after a random while.
+    fn act(&mut self) {
+        let pause = match self.script.below(4) {
+            0 => 0,
+            1 => self.script.below(4) as u64,
+            2 => self.script.below(40) as u64,
+            _ => self.script.below(40) as u64 * 10,
+        };
+        self.pass(ms(pause));
+        let (request, p) = (self.script.below(REQUESTS), self.script.below(self.producers.len()));
+        let d = self.script.below(self.consumers.len());
+        let what = self.script.below(72);
+        match what {
+            0..8 => self.offer_everywhere(request),
+            8..16 => self.want_everywhere(request),
+            16..26 => self.compute(request, p),
+            26..30 => self.finish_everywhere(request),
+            30..48 => self.disturb(ROWS[what - 30], request, p, d),
+            _ => {
+                let target = self.script.pick(&MOMENTS);
+                let fault = self.script.pick(&ROWS);
+                if self.approach(target, request, p, d) {
+                    self.disturb(fault, request, p, d);
+                }
+            }
+        }
+        self.work();
+    }
+
+    /// Goes on until a handoff is in a state that does not last.
+    fn approach(&mut self, target: &'static str, request: usize, p: usize, d: usize) -> bool {
+        self.offer_everywhere(request);
+        self.want_everywhere(request);
+        self.work();
+        let reading = if target == "ending" { "reading" } else { target };
+        for _ in 0..60 {
+            if target != "ending" || self.script.flip() {
+                self.compute(request, p);
+            }
+            if target != "reading" && target != "ending" {
+                self.finish_everywhere(request);
+            }
+            self.work();
+            let is_there = self.state(request, p, d) == reading;
+            let is_read = |reading: &Reading| reading.request == request;
+            if is_there && (target != "ending" || self.reads.values().any(is_read)) {
+                break;
+            }
+            self.pass(ms(1));
+        }
+        if target == "ending" && self.consumers[d].stopped.is_none() {
+            let machine = &mut self.consumers[d].machine;
+            drop(machine.cancel(&id(request), WireCode::Cancelled, "the client left", self.now));
+        }
+        self.state(request, p, d) == target
+    }
+
+    fn state(&self, request: usize, p: usize, d: usize) -> &'static str {
+        let id = id(request);
+        let made = self.made.get(&(request, p));
+        let got = self.got.get(&(request, d));
+        let here = self.consumers[d].machine.state(&id, self.producers[p].life);
+        let p_done = made.is_some_and(|made| made.ended.as_ref().is_some_and(Outcome::is_done));
+        match (here, made, got) {
+            (Some("confirming"), ..) if p_done => "unheard",
+            (Some(state), ..) => state,
+            (None, Some(made), None) if made.ended.is_none() => "offered",
+            (None, Some(made), Some(_)) if made.ended.is_none() => "half",
+            (None, Some(_), _) | (None, None, Some(_)) => "ended",
+            (None, None, None) => "before",
+        }
+    }
+
+    fn disturb(&mut self, fault: &'static str, request: usize, p: usize, d: usize) {
+        // Faults are rarer than they are drawn: most of what is tried is to get somewhere.
+        let state = self.state(request, p, d);
+        (self.met)(fault, state);
+        let id = id(request);
+        let now = self.now;
+        match fault {
+            CUT => self.cut(p, d, WireCode::Closed, true),
+            PARTITION => {
+                let wire = self.wires.get_mut(&(p, d)).unwrap();
+                wire.dead = true;
+                let connection = wire.connection;
+                self.at(now + SILENCE, Event::Silent(p, d, connection));
+            }
+            KILL_P => self.kill_producer(p),
+            KILL_D => self.kill_consumer(d),
+            STOP_P | NAP_P => {
+                let until = now + if fault == STOP_P { SILENCE * 2 } else { ms(200) };
+                self.producers[p].stopped = Some(until);
+                if fault == STOP_P {
+                    for d in 0..self.consumers.len() {
+                        let connection = self.wires[&(p, d)].connection;
+                        self.at(now + SILENCE, Event::Silent(p, d, connection));
+                    }
+                }
+                self.at(until, Event::Wake(true, p));
+            }
+            STOP_D | NAP_D => {
+                let until = now + if fault == STOP_D { SILENCE * 2 } else { ms(200) };
+                self.consumers[d].stopped = Some(until);
+                if fault == STOP_D {
+                    for p in 0..self.producers.len() {
+                        let connection = self.wires[&(p, d)].connection;
+                        self.at(now + SILENCE, Event::Silent(p, d, connection));
+                    }
+                }
+                self.at(until, Event::Wake(false, d));
+            }
+            DOUBLE => {
+                let last = self.wires[&(p, d)].last.clone();
+                last.into_iter().for_each(|event| self.at(now + ms(1), event));
+            }
+            LATE => {
+                // Of a connection that is gone by then, and handled all the same.
+                if let Some(mut event) = self.wires[&(p, d)].last.clone() {
+                    if let Event::ToProducer { connection, .. }
+                    | Event::ToConsumer { connection, .. } = &mut event
+                    {
+                        *connection = None;
+                    }
+                    self.at(now + ms(900), event);
+                }
+                self.cut(p, d, WireCode::Closed, true);
+            }
+            SLOW => self.wires.get_mut(&(p, d)).unwrap().delay = 1 + self.script.below(200) as u64,
+            BAD_READ => self.fail_next_read = true,
+            WITHDRAW => {
+                for p in 0..self.producers.len() {
+                    if self.producers[p].stopped.is_none() {
+                        let machine = &mut self.producers[p].machine;
+                        drop(machine.withdraw(&id, WireCode::Cancelled, "the client left", now));
+                    }
+                }
+            }
+            RESTART => self.preempt(request, p),
+            CANCEL => {
+                for d in 0..self.consumers.len() {
+                    if self.consumers[d].stopped.is_none() {
+                        let machine = &mut self.consumers[d].machine;
+                        drop(machine.cancel(&id, WireCode::Cancelled, "the client left", now));
+                    }
+                }
+            }
+            FREE => {
+                let from: Vec<_> = self.producers.iter().map(|rank| rank.life).collect();
+                for d in 0..self.consumers.len() {
+                    if self.consumers[d].stopped.is_none() {
+                        let machine = &mut self.consumers[d].machine;
+                        drop(machine.free(&id, &from, WireCode::NotNeeded, "", now));
+                    }
+                }
+            }
+            WAIT => {
+                let seconds = 5 + self.script.below(200) as u64;
+                self.pass(Duration::from_secs(seconds));
+            }
+            AGAIN => {
+                self.offer(request, p);
+                self.want(request, d);
+            }
+            other => unreachable!("{other}"),
+        }
+    }
+
+    fn offer_everywhere(&mut self, request: usize) {
+        (0..self.producers.len()).for_each(|p| self.offer(request, p));
+    }
+
+    fn offer(&mut self, request: usize, p: usize) {
+        if self.producers[p].stopped.is_some() {
+            return;
+        }
+        let known = self.made.contains_key(&(request, p));
+        match self.producers[p].machine.offer(&id(request), self.now) {
+            Ok(()) => {
+                assert!(!known, "a name is good for one handoff in a life");
+                let tokens = 1 + (request as u32 * 3 + 2) % 7;
+                let made = Made {
+                    blocks: Vec::new(),
+                    tokens,
+                    progress: Progress::NONE,
+                    complete: false,
+                    ended: None,
+                };
+                self.made.insert((request, p), made);
+            }
+            Err(Refusal::InUse | Refusal::Ended(_)) => {}
+            Err(refusal) => panic!("{refusal}"),
+        }
+    }
+
+    fn want_everywhere(&mut self, request: usize) {
+        (0..self.consumers.len()).for_each(|d| self.want(request, d));
+    }
+
+    fn want(&mut self, request: usize, d: usize) {
+        if self.consumers[d].stopped.is_some() {
+            return;
+        }
+        let readers = self.consumers.len() as u32;
+        let rank = |(p, rank): (usize, &Rank<Producer>)| ProducerRank {
+            peer: rank.life,
+            readers,
+            connected: self.wires[&(p, d)].up,
+        };
+        let from: Vec<_> = self.producers.iter().enumerate().map(rank).collect();
+        let known = self.got.contains_key(&(request, d));
+        match self.consumers[d].machine.want(&id(request), &from, BUDGET, self.now) {
+            Ok(()) => {
+                assert!(!known, "a name is good for one handoff in a life");
+                self.got.insert((request, d), Got { values: BTreeMap::new(), ended: None });
+            }
+            Err(Refusal::InUse | Refusal::Ended(_)) => {}
+            Err(refusal) => panic!("{refusal}"),
+        }
+    }
+
+    /// The next layer, or the next chunk.
+    fn compute(&mut self, request: usize, p: usize) {
+        let Some(made) = self.made.get_mut(&(request, p)) else { return };
+        if made.ended.is_some() || made.complete || self.producers[p].stopped.is_some() {
+            return;
+        }
+        let at = made.progress;
+        let next = if at.layers > 0 {
+            match at.layers + 1 {
+                LAYERS => Progress::tokens(at.layer_tokens),
+                layers => at.and(layers, at.layer_tokens),
+            }
+        } else if at.tokens < made.tokens {
+            let chunk = 1 + self.script.below(3) as u32;
+            at.and(1, (at.tokens + chunk).min(made.tokens))
+        } else {
+            return;
+        };
+        self.publish(request, p, next, false);
+    }
+
+    /// Computes up to `to` and says so.
+    fn publish(&mut self, request: usize, p: usize, to: Progress, last: bool) {
+        let made = self.made.get_mut(&(request, p)).unwrap();
+        let known = made.blocks.len();
+        while (made.blocks.len() as u32) < to.reach() {
+            let Some(block) = self.free[p].pop_last() else { return };
+            // Others are preferred, so that tables are not all in order.
+            made.blocks.push(block);
+        }
+        for rectangle in made.progress.until(&to, LAYERS) {
+            for layer in rectangle.layers {
+                for token in rectangle.tokens.clone() {
+                    let block = made.blocks[token as usize] as usize;
+                    self.memory[p][block][layer as usize] = truth(request, p, token, layer);
+                }
+            }
+        }
+        made.progress = to;
+        made.complete = last;
+        let added = BlockTable::new(known as u32, made.blocks[known..].to_vec());
+        let tables = if added.blocks.is_empty() { Vec::new() } else { vec![added] };
+        let machine = &mut self.producers[p].machine;
+        let side = last.then(|| vec![request as u8, p as u8]);
+        let said = match last {
+            true => machine.complete(&id(request), tables, to, side, self.now),
+            false => machine.advance(&id(request), tables, to),
+        };
+        assert_eq!(said, Ok(()), "it is under way");
+    }
+
+    fn finish_everywhere(&mut self, request: usize) {
+        for p in 0..self.producers.len() {
+            let Some(made) = self.made.get(&(request, p)) else { continue };
+            if made.ended.is_none() && !made.complete && self.producers[p].stopped.is_none() {
+                let all = Progress::tokens(made.tokens);
+                self.publish(request, p, all, true);
+            }
+        }
+    }
+
+    fn preempt(&mut self, request: usize, p: usize) {
+        if self.producers[p].stopped.is_some() {
+            return;
+        }
+        if self.producers[p].machine.restart(&id(request)).is_ok() {
+            self.take_back(request, p);
+            self.made.get_mut(&(request, p)).unwrap().progress = Progress::NONE;
+        }
+    }
+
+    /// The blocks of a request get other content at once, and other owners.
+    fn take_back(&mut self, request: usize, p: usize) {
+        let Some(made) = self.made.get_mut(&(request, p)) else { return };
+        for block in made.blocks.drain(..) {
+            self.memory[p][block as usize] = [0; LAYERS as usize];
+            self.free[p].insert(block);
+        }
+    }
+
+    fn cut(&mut self, p: usize, d: usize, code: WireCode, comes_back: bool) {
+        let wire = self.wires.get_mut(&(p, d)).unwrap();
+        if !wire.up {
+            return;
+        }
+        wire.up = false;
+        wire.dead = false;
+        wire.connection += 1;
+        let (producer, consumer) = (self.producers[p].life, self.consumers[d].life);
+        let gone = !comes_back;
+        self.producers[p].machine.lost(consumer, code, gone, self.now);
+        self.consumers[d].machine.lost(producer, code, gone, self.now);
+        let after = ms(self.script.below(150) as u64 * 10);
+        self.at(self.now + after, Event::Reconnect(p, d));
+    }
+
+    fn reconnect(&mut self, p: usize, d: usize) {
+        if self.producers[p].stopped.is_some() || self.consumers[d].stopped.is_some() {
+            let later = self.now + ms(100);
+            return self.at(later, Event::Reconnect(p, d));
+        }
+        let wire = self.wires.get_mut(&(p, d)).unwrap();
+        if wire.up {
+            return;
+        }
+        wire.up = true;
+        wire.delay = 1;
+        wire.busy = [self.now; 2];
+        let (producer, consumer) = (self.producers[p].life, self.consumers[d].life);
+        self.producers[p].machine.met(consumer);
+        self.consumers[d].machine.met(producer, self.now);
+    }
+
+    fn kill_producer(&mut self, p: usize) {
+        for request in 0..REQUESTS {
+            if let Some(made) = self.made.remove(&(request, p)) {
+                self.disturbed.insert(request);
+                self.free[p].extend(made.blocks);
+            }
+            if self.got.keys().any(|(other, _)| *other == request) {
+                self.disturbed.insert(request);
+            }
+        }
+        self.memory[p] = [[0; LAYERS as usize]; BLOCKS as usize];
+        for d in 0..self.consumers.len() {
+            // Refused when it is tried again, or answered by another life.
+            self.cut(p, d, WireCode::Closed, false);
+            let life = self.producers[p].life;
+            self.consumers[d].machine.lost(life, WireCode::StaleIncarnation, true, self.now);
+        }
+        self.producers[p] = self.rank(Producer::new(limits()));
+    }
+
+    fn kill_consumer(&mut self, d: usize) {
+        for request in 0..REQUESTS {
+            self.got.remove(&(request, d));
+            self.disturbed.insert(request);
+        }
+        self.reads.retain(|(consumer, _), _| *consumer != d);
+        for p in 0..self.producers.len() {
+            self.cut(p, d, WireCode::Closed, false);
+            let life = self.consumers[d].life;
+            self.producers[p].machine.lost(life, WireCode::StaleIncarnation, true, self.now);
+        }
+        self.consumers[d] = self.rank(Consumer::new(limits()));
+    }
+
+    /// Lets time pass, event by event.
+    fn pass(&mut self, time: Duration) {
+        let until = self.now + time;
+        loop {
+            self.work();
+            let timer = |rank_stopped: Option<Timestamp>, timer: Option<Timestamp>| match (
+                rank_stopped,
+                timer,
+            ) {
+                (None, Some(at)) => Some(at),
+                _ => None,
+            };
+            let timers = self.producers.iter().map(|r| timer(r.stopped, r.machine.next_timeout()));
+            let others = self.consumers.iter().map(|r| timer(r.stopped, r.machine.next_timeout()));
+            let event = self.events.keys().next().map(|(at, _)| *at);
+            let next = timers.chain(others).flatten().chain(event).min();
+            let Some(next) = next.filter(|next| *next <= until) else { break };
+            self.now = self.now.max(next);
+            while let Some((&key, _)) =
+                self.events.first_key_value().filter(|(key, _)| key.0 <= self.now)
+            {
+                let event = self.events.remove(&key).unwrap();
+                self.happen(event);
+            }
+            for rank in self.producers.iter_mut().filter(|rank| rank.stopped.is_none()) {
+                rank.machine.expire(self.now);
+            }
+            for rank in self.consumers.iter_mut().filter(|rank| rank.stopped.is_none()) {
+                rank.machine.expire(self.now);
+            }
+        }
+        self.now = until;
+        self.work();
+    }
+
+    fn happen(&mut self, event: Event) {
+        match event.clone() {
+            Event::ToProducer { to, from, message, connection } => {
+                let (Some(p), Some(d)) = (self.producer(to), self.consumer(from)) else { return };
+                let wire = &self.wires[&(p, d)];
+                if connection.is_some_and(|c| c != wire.connection || !wire.up) || wire.dead {
+                    return;
+                }
+                match self.producers[p].stopped {
+                    Some(until) => self.at(until + ms(1), event),
+                    None => self.producers[p].machine.receive(from, message, self.now),
+                }
+            }
+            Event::ToConsumer { to, from, message, connection } => {
+                let (Some(p), Some(d)) = (self.producer(from), self.consumer(to)) else { return };
+                let wire = &self.wires[&(p, d)];
+                if connection.is_some_and(|c| c != wire.connection || !wire.up) || wire.dead {
+                    return;
+                }
+                match self.consumers[d].stopped {
+                    Some(until) => self.at(until + ms(1), event),
+                    None => self.consumers[d].machine.receive(from, message, self.now),
+                }
+            }
+            Event::Step { consumer, life, read } => self.step(consumer, life, read),
+            Event::Reconnect(p, d) => self.reconnect(p, d),
+            Event::Silent(p, d, connection) => {
+                // A stopped rank notices when it goes on; here both notice at once.
+                if self.wires[&(p, d)].connection == connection {
+                    self.cut(p, d, WireCode::Silent, false);
+                }
+            }
+            Event::Wake(is_producer, rank) => {
+                let stopped = match is_producer {
+                    true => &mut self.producers[rank].stopped,
+                    false => &mut self.consumers[rank].stopped,
+                };
+                if stopped.is_some_and(|until| until <= self.now) {
+                    *stopped = None;
+                }
+            }
+        }
+        self.work();
+    }
+
+    fn producer(&self, life: PeerId) -> Option<usize> {
+        self.producers.iter().position(|rank| rank.life == life)
+    }
+
+    fn consumer(&self, life: PeerId) -> Option<usize> {
+        self.consumers.iter().position(|rank| rank.life == life)
+    }
+
+    /// A read copies a little, or finds that it can't.
+    fn step(&mut self, d: usize, life: PeerId, read: ReadId) {
+        if self.consumers[d].life != life {
+            return;
+        }
+        if let Some(until) = self.consumers[d].stopped {
+            return self.at(until + ms(1), Event::Step { consumer: d, life, read });
+        }
+        let Some(reading) = self.reads.get_mut(&(d, read)) else { return };
+        let p = reading.producer;
+        let wire = &self.wires[&(p, d)];
+        let is_same = self.producers[p].life == reading.life;
+        // A cancelled read may end later.
+        let end = if reading.cancelled && self.script.below(4) == 0 {
+            Some(Err((WireCode::Cancelled, String::new())))
+        } else if !is_same || !wire.up {
+            Some(Err((WireCode::Closed, String::new())))
+        } else if std::mem::take(&mut self.fail_next_read) {
+            Some(Err((WireCode::Checksum, "a piece differs".to_owned())))
+        } else if wire.dead {
+            let later = self.now + ms(100);
+            return self.at(later, Event::Step { consumer: d, life, read });
+        } else if let Some((token, layer, block)) = reading.places.pop() {
+            let request = reading.request;
+            let value = self.memory[p][block as usize][layer as usize];
+            let got = self.got.get_mut(&(request, d)).expect("it was wanted");
+            assert!(got.ended.is_none(), "I2: written to after it ended");
+            got.values.insert((p, token, layer), value);
+            let later = self.now + ms(self.script.below(8) as u64);
+            return self.at(later, Event::Step { consumer: d, life, read });
+        } else {
+            Some(Ok(()))
+        };
+        self.reads.remove(&(d, read));
+        let end = end.expect("it has ended");
+        self.consumers[d].machine.read_ended(read, end, self.now);
+    }
+
+    /// Does what the machines ask for, until they ask for nothing.
+    fn work(&mut self) {
+        for p in 0..self.producers.len() {
+            while self.producers[p].stopped.is_none()
+                && let Some(action) = self.producers[p].machine.poll()
+            {
+                self.do_for_producer(p, action);
+            }
+        }
+        for d in 0..self.consumers.len() {
+            while self.consumers[d].stopped.is_none()
+                && let Some(action) = self.consumers[d].machine.poll()
+            {
+                self.do_for_consumer(d, action);
+            }
+        }
+    }
+
+    fn do_for_producer(&mut self, p: usize, action: ProducerAction) {
+        match action {
+            ProducerAction::Send { to, message } => {
+                let from = self.producers[p].life;
+                let message = crossed(message);
+                if let Some(d) = self.consumer(to) {
+                    self.send(p, d, 0, |connection| Event::ToConsumer {
+                        to,
+                        from,
+                        message,
+                        connection,
+                    });
+                }
+            }
+            ProducerAction::Watch { .. } => {}
+            ProducerAction::Ended { id, outcome } => {
+                let request = request_of(&id);
+                let made = self.made.get_mut(&(request, p)).expect("I1: it was offered");
+                assert_eq!(made.ended, None, "I1: it ends once");
+                made.ended = Some(outcome);
+                self.take_back(request, p);
+            }
+        }
+    }
+
+    fn do_for_consumer(&mut self, d: usize, action: ConsumerAction) {
+        match action {
+            ConsumerAction::Send { to, message } => {
+                let from = self.consumers[d].life;
+                let message = crossed(message);
+                if let Some(p) = self.producer(to) {
+                    self.send(p, d, 1, |connection| Event::ToProducer {
+                        to,
+                        from,
+                        message,
+                        connection,
+                    });
+                }
+            }
+            ConsumerAction::Read { read, id, from, slice } => {
+                self.begin_read(d, read, &id, from, slice)
+            }
+            ConsumerAction::Watch { .. } => {}
+            ConsumerAction::CancelRead(read) => {
+                if let Some(reading) = self.reads.get_mut(&(d, read)) {
+                    reading.cancelled = true;
+                }
+            }
+            ConsumerAction::Ended { id, outcome, side_data } => {
+                let request = request_of(&id);
+                let is_read = self
+                    .reads
+                    .iter()
+                    .any(|((consumer, _), r)| *consumer == d && r.request == request);
+                assert!(!is_read, "I2: nothing is read any more");
+                let got = self.got.get_mut(&(request, d)).expect("I1: it was wanted");
+                assert_eq!(got.ended, None, "I1: it ends once");
+                if outcome.is_done() {
+                    let tokens = 1 + (request as u32 * 3 + 2) % 7;
+                    for p in 0..self.producers.len() {
+                        for (token, layer) in
+                            (0..tokens).flat_map(|t| (0..LAYERS).map(move |l| (t, l)))
+                        {
+                            let value = got.values.get(&(p, token, layer));
+                            assert_eq!(
+                                value,
+                                Some(&truth(request, p, token, layer)),
+                                "I2, I7: right bytes"
+                            );
+                        }
+                    }
+                    let mut sides: Vec<_> = side_data.into_iter().map(|(_, data)| data).collect();
+                    sides.sort();
+                    let expected: Vec<_> =
+                        (0..self.producers.len()).map(|p| vec![request as u8, p as u8]).collect();
+                    assert_eq!(sides, expected);
+                }
+                got.ended = Some(outcome);
+            }
+        }
+    }
+
+    fn begin_read(&mut self, d: usize, read: ReadId, id: &HandoffId, from: PeerId, slice: Slice) {
+        let request = request_of(id);
+        let table = self.consumers[d].machine.table(id, from).expect("it is under way");
+        let mut places = Vec::new();
+        for rectangle in slice.from.until(&slice.to, LAYERS) {
+            for token in rectangle.tokens {
+                let block = table[0].block(token).expect("what is ready has a block");
+                assert_ne!(block, NULL_BLOCK);
+                places.extend(rectangle.layers.clone().map(|layer| (token, layer, block)));
+            }
+        }
+        let Some(producer) = self.producer(from) else {
+            // It was killed a moment ago.
+            let lost = Err((WireCode::Closed, String::new()));
+            return self.consumers[d].machine.read_ended(read, lost, self.now);
+        };
+        let reading = Reading { request, producer, life: from, places, cancelled: false };
+        self.reads.insert((d, read), reading);
+        let life = self.consumers[d].life;
+        let soon = self.now + ms(self.script.below(8) as u64);
+        self.at(soon, Event::Step { consumer: d, life, read });
+    }
+
+    fn send(&mut self, p: usize, d: usize, way: usize, event: impl FnOnce(Option<u64>) -> Event) {
+        let wire = self.wires.get_mut(&(p, d)).unwrap();
+        if !wire.up {
+            return;
+        }
+        let event = event(Some(wire.connection));
+        let arrives = (self.now + ms(wire.delay)).max(wire.busy[way]);
+        wire.busy[way] = arrives;
+        wire.last = Some(event.clone());
+        self.at(arrives, event);
+    }
+
+    /// Stops all faults. Every handoff must end, with the same outcome on both sides.
+    fn settle(&mut self) {
+        for wire in self.wires.values_mut() {
+            wire.delay = 1;
+        }
+        self.pass(SILENCE * 3);
+        (0..REQUESTS).for_each(|request| self.finish_everywhere(request));
+        self.pass(BUDGET + Duration::from_secs(60) + limits().offer_ttl);
+        for ((request, p), made) in &self.made {
+            assert!(made.ended.is_some(), "I1: request {request} never ended at producer {p}");
+        }
+        for ((request, d), got) in &self.got {
+            assert!(got.ended.is_some(), "I1: request {request} never ended at consumer {d}");
+        }
+        assert!(self.reads.is_empty());
+        (0..REQUESTS).filter(|r| !self.disturbed.contains(r)).for_each(|r| self.agree(r));
+        // Tombstones, and farewells to lives that are over, go with time.
+        self.pass(limits().tomb_ttl + limits().offer_ttl);
+        for rank in &self.producers {
+            assert!(
+                rank.machine.gauges().iter().all(|(_, n)| *n == 0),
+                "I8: {:?}",
+                rank.machine.gauges()
+            );
+        }
+        for rank in &self.consumers {
+            assert!(
+                rank.machine.gauges().iter().all(|(_, n)| *n == 0),
+                "I8: {:?}",
+                rank.machine.gauges()
+            );
+        }
+    }
+
+    /// I3, over all ranks, as engines see it.
+    fn agree(&self, request: usize) {
+        let made: Vec<_> =
+            (0..self.producers.len()).filter_map(|p| self.made.get(&(request, p))).collect();
+        let got: Vec<_> =
+            (0..self.consumers.len()).filter_map(|d| self.got.get(&(request, d))).collect();
+        let ends = |outcomes: Vec<&Outcome>| -> Vec<String> {
+            outcomes.iter().map(ToString::to_string).collect()
+        };
+        let p_ends: Vec<_> = made.iter().filter_map(|made| made.ended.as_ref()).collect();
+        let d_ends: Vec<_> = got.iter().filter_map(|got| got.ended.as_ref()).collect();
+        let p_done = made.len() == self.producers.len() && p_ends.iter().all(|end| end.is_done());
+        let d_done = got.len() == self.consumers.len() && d_ends.iter().all(|end| end.is_done());
+        if d_done {
+            assert!(p_done, "I3: consumers are done and producers are not: {:?}", ends(p_ends));
+        } else if p_done {
+            let lost = [WireCode::Closed, WireCode::Silent, WireCode::Deadline];
+            let was_lost = d_ends.iter().any(|end| lost.contains(&end.code));
+            assert!(was_lost, "I3: producers are done and consumers are not: {:?}", ends(d_ends));
+        }
+    }
+}
+
+/// A message as it comes out at the other end.
+fn crossed(message: HandoffMessage) -> HandoffMessage {
+    let bytes = message.encode();
+    let read = HandoffMessage::decode(&bytes).expect("what is sent can be read");
+    assert_eq!(read, message);
+    read
+}

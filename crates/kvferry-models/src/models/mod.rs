@@ -1,0 +1,119 @@
+//! Models of state machines. A model reads operations and faults from bytes: with random bytes it is
+//! a property test, with bytes from a fuzzer it is a fuzz target.
+
+pub mod admission;
+pub mod engine_handshake;
+pub mod handoff;
+pub mod lane;
+pub mod parts;
+pub mod session;
+
+use crate::mutate::Random;
+use kvferry_proto::fuzzing::Met;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// A model, and the combinations that a run of it must try.
+#[derive(Clone, Copy, Debug)]
+pub struct Model {
+    /// As in [`crate::TARGETS`].
+    pub name: &'static str,
+    /// Panics on a finding, and reports each operation or fault with the state it was applied in.
+    pub run: fn(&[u8], Met<'_>),
+    /// Operations or faults.
+    pub rows: &'static [&'static str],
+    /// States.
+    pub columns: &'static [&'static str],
+    /// Combinations that can't occur: row, columns, reason.
+    pub unreachable: &'static [(&'static str, &'static [&'static str], &'static str)],
+    /// Random scripts in a run of the tests, and their longest length in bytes.
+    pub cases: (u32, usize),
+}
+
+/// Every model there is.
+pub const MODELS: &[Model] = &[
+    session::MODEL,
+    admission::MODEL,
+    lane::MODEL,
+    handoff::MODEL,
+    engine_handshake::MODEL,
+    parts::OUTBOX,
+    parts::INBOX,
+    parts::HEARTBEAT,
+    parts::STREAM_WINDOW,
+];
+
+/// How often each operation or fault was applied in each state.
+#[derive(Clone, Debug, Default)]
+pub struct Table(BTreeMap<(&'static str, &'static str), u64>);
+
+impl Table {
+    /// Counts one more time.
+    pub fn note(&mut self, row: &'static str, column: &'static str) {
+        *self.0.entry((row, column)).or_default() += 1;
+    }
+
+    fn count(&self, row: &str, column: &str) -> u64 {
+        self.0.iter().filter(|((r, c), _)| *r == row && *c == column).map(|(_, n)| n).sum()
+    }
+
+    /// The table as text, and its faults: reachable combinations that never occurred, and unreachable
+    /// ones that did.
+    pub fn against(&self, model: &Model) -> (String, Vec<String>) {
+        let why = |row: &str, column: &str| {
+            let listed =
+                model.unreachable.iter().find(|(r, c, _)| *r == row && c.contains(&column));
+            listed.map(|(.., why)| *why)
+        };
+        let width = model.columns.iter().map(|c| c.len()).max().unwrap_or(0).max(6) + 2;
+        let first = model.rows.iter().map(|r| r.len()).max().unwrap_or(0);
+        let mut text = format!("{:first$}", "");
+        let mut missing = Vec::new();
+        model.columns.iter().for_each(|column| text += &format!("{column:>width$}"));
+        for row in model.rows {
+            text += &format!("\n{row:first$}");
+            for column in model.columns {
+                let count = self.count(row, column);
+                let cell = match (why(row, column), count) {
+                    (Some(_), 0) => "-".to_owned(),
+                    (_, count) => count.to_string(),
+                };
+                text += &format!("{cell:>width$}");
+                match (why(row, column), count) {
+                    (None, 0) => missing.push(format!("{row:?} never met {column:?}")),
+                    (Some(why), 1..) => {
+                        missing.push(format!("{row:?} met {column:?}, which can't be: {why}"));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        for (row, column) in self.0.keys() {
+            if !model.rows.contains(row) || !model.columns.contains(column) {
+                missing.push(format!("{row:?} in {column:?} is not in the table"));
+            }
+        }
+        for (row, columns, why) in model.unreachable {
+            text += &format!("\n  - {row} in {}: {why}", columns.join(", "));
+        }
+        (text, missing)
+    }
+}
+
+impl fmt::Display for Model {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+/// A random script of at most so many bytes.
+pub fn script(random: &mut Random, len_max: usize) -> Vec<u8> {
+    let len = 1 + random.below(len_max);
+    std::iter::repeat_with(|| random.next() as u8).take(len).collect()
+}
+
+/// A few random scripts to begin with.
+pub fn random_seeds() -> Vec<Vec<u8>> {
+    let mut random = Random::new(1);
+    (0..8).map(|_| script(&mut random, 300)).collect()
+}

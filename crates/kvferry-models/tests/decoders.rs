@@ -1,0 +1,91 @@
+//! Every decoder and state machine on the kept corpus and on seeded mutations of it. What a fuzzer
+//! finds in hours is kept in `fuzz/corpus` and tried here in seconds, on any toolchain.
+#![allow(clippy::unwrap_used, reason = "a panic is a finding")]
+
+use kvferry_models::TARGETS;
+use kvferry_models::mutate::{Random, mutate};
+use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+fn fuzz_dir() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz")
+}
+
+/// The kept inputs of a target, in the order of their names.
+fn corpus(name: &str) -> Vec<Vec<u8>> {
+    let Ok(files) = std::fs::read_dir(fuzz_dir().join("corpus").join(name)) else {
+        return Vec::new();
+    };
+    let paths: BTreeSet<PathBuf> = files.map(|file| file.unwrap().path()).collect();
+    paths.into_iter().map(|path| std::fs::read(path).unwrap()).collect()
+}
+
+/// Runs each target on its seeds, its corpus, and one of `share` of its seeded mutations.
+fn survive(share: u32) {
+    let mut failed = Vec::new();
+    for target in TARGETS {
+        let began = Instant::now();
+        let (seeds, kept) = ((target.seeds)(), corpus(target.name));
+        let all: Vec<&Vec<u8>> = seeds.iter().chain(&kept).collect();
+        let mut random = Random::new(0xfe44);
+        let mutations = (0..target.mutations.div_ceil(share)).map(|_| {
+            let [of, other] = [0; 2].map(|_| all[random.below(all.len())]);
+            mutate(of, other, &mut random)
+        });
+        let inputs = all.iter().map(|bytes| bytes.to_vec()).chain(mutations);
+        for input in inputs {
+            if catch_unwind(AssertUnwindSafe(|| (target.run)(&input))).is_err() {
+                let file = std::env::temp_dir().join(format!("kvferry-finding-{}", target.name));
+                std::fs::write(&file, &input).unwrap();
+                failed.push(format!(
+                    "{}: {} bytes in {}",
+                    target.name,
+                    input.len(),
+                    file.display()
+                ));
+                break;
+            }
+        }
+        println!(
+            "{:20} {:3} seeds, {:4} kept, {:5} mutations, {:4} ms",
+            target.name,
+            seeds.len(),
+            kept.len(),
+            target.mutations.div_ceil(share),
+            began.elapsed().as_millis()
+        );
+    }
+    assert!(failed.is_empty(), "keep these in fuzz/corpus once they are understood: {failed:#?}");
+}
+
+#[test]
+fn every_target_survives_its_corpus_and_a_few_mutations_of_it() {
+    survive(16);
+}
+
+#[test]
+#[ignore = "slow: make test-slow"]
+fn every_target_survives_many_mutations_of_its_corpus() {
+    survive(1);
+}
+
+#[test]
+fn the_fuzz_package_and_the_corpus_have_exactly_these_targets() {
+    let ours: BTreeSet<String> = TARGETS.iter().map(|t| t.name.to_owned()).collect();
+    let names = |dir: &str, suffix: &str| -> BTreeSet<String> {
+        let files = std::fs::read_dir(fuzz_dir().join(dir)).unwrap();
+        let names = files.map(|file| file.unwrap().file_name().into_string().unwrap());
+        names.map(|name| name.trim_end_matches(suffix).to_owned()).collect()
+    };
+    assert_eq!(names("fuzz_targets", ".rs"), ours);
+    assert_eq!(names("corpus", ""), ours);
+    let manifest = std::fs::read_to_string(fuzz_dir().join("Cargo.toml")).unwrap();
+    for name in &ours {
+        assert!(
+            manifest.contains(&format!("name = \"{name}\"")),
+            "{name} is not in fuzz/Cargo.toml"
+        );
+    }
+}

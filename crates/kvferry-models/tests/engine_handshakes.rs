@@ -1,0 +1,714 @@
+//! What engine handshakes promise, one sentence each, in virtual time.
+
+use kvferry_models::engines::{card, own_engine, topology};
+use kvferry_proto::engine_handshake::{
+    EngineHandshakeAction, EngineHandshakeMessage, EngineHandshakes, EngineId, Failure, Introduce,
+    Introduced, OwnEngine, Pairing, Turned,
+};
+use kvferry_proto::handoff::PeerId;
+use kvferry_proto::message::BODY_MAX;
+use kvferry_proto::plan::RANKS_MAX;
+use kvferry_proto::{Timestamp, WireCode};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+const PRODUCER: PeerId = PeerId(1);
+const CONSUMER: PeerId = PeerId(100);
+const BUDGET: Duration = Duration::from_secs(30);
+const RECONNECT: Duration = Duration::from_secs(5);
+const NANO: Duration = Duration::from_nanos(1);
+/// Engines of the consumer and the producer, and a later life of the producer.
+const OURS: u128 = 1;
+const THEIRS: u128 = 2;
+const LATER: u128 = 3;
+const SMALL: usize = 8;
+/// So that two of them fit into one answer.
+const BIG: usize = BODY_MAX / 4;
+
+type Result<T> = std::result::Result<T, Failure>;
+
+/// A consumer rank, a producer rank, and what is between them.
+struct Pair {
+    now: Timestamp,
+    consumer: EngineHandshakes,
+    producer: EngineHandshakes,
+    up: bool,
+    /// What is under way, and whether to the producer.
+    wire: VecDeque<(bool, EngineHandshakeMessage)>,
+    /// What has arrived.
+    arrived: Vec<EngineHandshakeMessage>,
+    /// What the producer's rank is called by the consumer.
+    producer_id: PeerId,
+    met: Vec<(u64, Result<Arc<Pairing>>)>,
+    refused: Vec<String>,
+    watched: BTreeSet<PeerId>,
+}
+
+impl Pair {
+    /// Neither knows its own engine.
+    fn new() -> Self {
+        Self {
+            now: Timestamp::default() + Duration::from_secs(1000),
+            consumer: EngineHandshakes::new(RECONNECT),
+            producer: EngineHandshakes::new(RECONNECT),
+            up: true,
+            wire: VecDeque::new(),
+            arrived: Vec::new(),
+            producer_id: PRODUCER,
+            met: Vec::new(),
+            refused: Vec::new(),
+            watched: BTreeSet::new(),
+        }
+    }
+
+    /// Both know: a consumer of one rank that reads from all of these.
+    fn knowing(ranks: u32, card_len: usize) -> Self {
+        let mut pair = Self::new();
+        pair.consumer.know(consumer(ranks));
+        pair.producer.know(producer(ranks, card_len));
+        pair
+    }
+
+    fn meet(&mut self, ticket: u64) {
+        self.meet_within(ticket, BUDGET);
+    }
+
+    fn meet_within(&mut self, ticket: u64, budget: Duration) {
+        self.consumer.meet(ticket, self.producer_id, self.up, budget, self.now);
+        self.collect();
+    }
+
+    fn collect(&mut self) {
+        while let Some(action) = self.consumer.poll() {
+            match action {
+                EngineHandshakeAction::Send { to, message } => {
+                    assert_eq!(to, self.producer_id);
+                    self.send(true, message);
+                }
+                EngineHandshakeAction::Watch { peer, on: true } => {
+                    assert!(self.watched.insert(peer), "each is said once");
+                }
+                EngineHandshakeAction::Watch { peer, on: false } => {
+                    assert!(self.watched.remove(&peer), "each is said once");
+                }
+                EngineHandshakeAction::Met { ticket, result } => {
+                    let before = self.met.iter().filter(|(other, _)| *other == ticket).count();
+                    assert_eq!(before, 0, "ticket {ticket} ends once");
+                    self.met.push((ticket, result));
+                }
+                EngineHandshakeAction::Refused { .. } => panic!("the consumer is never asked"),
+            }
+        }
+        while let Some(action) = self.producer.poll() {
+            match action {
+                EngineHandshakeAction::Send { to, message } => {
+                    assert_eq!(to, CONSUMER);
+                    self.send(false, message);
+                }
+                EngineHandshakeAction::Refused { peer, detail } => {
+                    assert_eq!(peer, CONSUMER);
+                    self.refused.push(detail);
+                }
+                action => panic!("the producer begins no handshake: {action:?}"),
+            }
+        }
+    }
+
+    fn send(&mut self, to_producer: bool, message: EngineHandshakeMessage) {
+        let bytes = message.encode();
+        let decoded = EngineHandshakeMessage::decode(&bytes).expect("it can be sent");
+        assert_eq!(decoded, message);
+        if self.up {
+            self.wire.push_back((to_producer, decoded));
+        }
+    }
+
+    /// Has one message arrive.
+    fn step(&mut self) {
+        self.collect();
+        let (to_producer, message) = self.wire.pop_front().expect("one is under way");
+        self.deliver(to_producer, message);
+    }
+
+    fn deliver(&mut self, to_producer: bool, message: EngineHandshakeMessage) {
+        self.arrived.push(message.clone());
+        if to_producer {
+            self.producer.receive(CONSUMER, message);
+        } else {
+            self.consumer.receive(self.producer_id, message);
+        }
+        self.collect();
+    }
+
+    /// The producer says it, whatever it is.
+    fn hear(&mut self, message: impl Into<EngineHandshakeMessage>) {
+        self.deliver(false, message.into());
+    }
+
+    /// Until no machine has anything to send.
+    fn work(&mut self) {
+        self.collect();
+        while !self.wire.is_empty() {
+            assert!(self.arrived.len() < 1000, "it is no loop");
+            self.step();
+        }
+    }
+
+    fn cut(&mut self, code: WireCode, gone: bool) {
+        self.up = false;
+        self.wire.clear();
+        self.consumer.lost(self.producer_id, code, gone, self.now);
+        self.producer.lost(CONSUMER, code, gone, self.now);
+        self.collect();
+    }
+
+    fn reconnect(&mut self) {
+        self.up = true;
+        self.consumer.met(self.producer_id);
+        self.producer.met(CONSUMER);
+        self.collect();
+    }
+
+    fn pass(&mut self, time: Duration) {
+        self.now = self.now + time;
+        self.consumer.expire(self.now);
+        self.producer.expire(self.now);
+        self.collect();
+    }
+
+    /// The ranks that were asked for, one list per question.
+    fn asked(&self) -> Vec<Vec<u32>> {
+        let asked = self.arrived.iter().filter_map(|message| match message {
+            EngineHandshakeMessage::Introduce(introduce) => Some(introduce.ranks.clone()),
+            _ => None,
+        });
+        asked.collect()
+    }
+
+    #[track_caller]
+    fn pairing(&self) -> Arc<Pairing> {
+        let [(_, Ok(pairing))] = &self.met[..] else { panic!("{:?}", self.met) };
+        Arc::clone(pairing)
+    }
+
+    #[track_caller]
+    fn failure(&self) -> Failure {
+        let [(_, Err(failure))] = &self.met[..] else { panic!("{:?}", self.met) };
+        failure.clone()
+    }
+
+    fn ended(&self) -> Vec<u64> {
+        self.met.iter().map(|(ticket, _)| *ticket).collect()
+    }
+
+    /// Nothing is left.
+    #[track_caller]
+    fn assert_empty(&self) {
+        for (name, count) in self.consumer.gauges().into_iter().chain(self.producer.gauges()) {
+            assert_eq!(count, 0, "{name}");
+        }
+        assert!(self.watched.is_empty(), "{:?}", self.watched);
+        assert_eq!(self.consumer.next_timeout(), None);
+        assert_eq!(self.producer.next_timeout(), None);
+    }
+}
+
+fn consumer(heads: u32) -> OwnEngine {
+    own_engine(OURS, 0, topology(1, heads), SMALL)
+}
+
+fn producer(ranks: u32, card_len: usize) -> OwnEngine {
+    own_engine(THEIRS, 0, topology(ranks, ranks), card_len)
+}
+
+fn cards(id: u128, ranks: impl IntoIterator<Item = usize>, len: usize) -> BTreeMap<usize, Vec<u8>> {
+    ranks.into_iter().map(|rank| (rank, card(id, rank, len))).collect()
+}
+
+/// What a producer might say that shows these ranks.
+fn introduced(engine: &OwnEngine, ranks: impl IntoIterator<Item = usize>) -> Introduced {
+    let shown = ranks.into_iter().map(|rank| (rank as u32, engine.cards[rank].clone().into()));
+    Introduced {
+        engine: engine.id,
+        topology: engine.topology.encode(),
+        addresses: engine.addresses.clone(),
+        cards: shown.collect(),
+    }
+}
+
+#[test]
+fn engines_meet_in_one_round_trip_when_all_cards_fit() {
+    let mut pair = Pair::knowing(4, SMALL);
+    pair.meet(1);
+    assert_eq!(pair.watched, BTreeSet::from([PRODUCER]));
+    pair.work();
+    let kinds: Vec<_> = pair.arrived.iter().map(EngineHandshakeMessage::kind).collect();
+    assert_eq!(kinds, ["introduce", "introduced"]);
+    let pairing = pair.pairing();
+    assert_eq!(pairing.engine, EngineId(THEIRS));
+    assert_eq!(pairing.addresses, producer(4, SMALL).addresses);
+    assert_eq!(pairing.cards, cards(THEIRS, 0..4, SMALL));
+    assert_eq!(pairing.routing.sources_of(0), [0, 1, 2, 3]);
+    pair.assert_empty();
+}
+
+#[test]
+fn cards_that_do_not_fit_one_answer_are_asked_for_until_all_are_there() {
+    let mut pair = Pair::knowing(8, BIG);
+    pair.meet(1);
+    pair.work();
+    assert_eq!(pair.asked(), [vec![], vec![2, 3, 4, 5, 6, 7], vec![4, 5, 6, 7], vec![6, 7]]);
+    assert_eq!(pair.pairing().cards, cards(THEIRS, 0..8, BIG));
+    pair.assert_empty();
+}
+
+#[test]
+fn a_card_that_is_more_than_all_others_together_is_shown_alone() {
+    let mut pair = Pair::knowing(4, BODY_MAX / 2 + 1);
+    pair.meet(1);
+    pair.work();
+    assert_eq!(pair.asked(), [vec![], vec![1, 2, 3], vec![2, 3], vec![3]]);
+    assert_eq!(pair.pairing().cards.len(), 4);
+    pair.assert_empty();
+}
+
+#[test]
+fn the_cards_that_fit_first_may_all_be_of_ranks_that_the_reader_does_not_deal_with() {
+    let mut pair = Pair::new();
+    pair.consumer.know(own_engine(OURS, 7, topology(8, 8), SMALL));
+    pair.producer.know(producer(8, BIG));
+    pair.meet(1);
+    pair.work();
+    assert_eq!(pair.asked(), [vec![], vec![7]]);
+    assert_eq!(pair.pairing().cards, cards(THEIRS, [7], BIG), "and of no others");
+    pair.assert_empty();
+}
+
+#[test]
+fn a_consumer_that_gets_the_same_answer_twice_waits_for_the_missing_cards() {
+    let mut pair = Pair::knowing(4, BIG);
+    pair.meet(1);
+    pair.reconnect();
+    pair.work();
+    assert_eq!(pair.asked(), [vec![], vec![], vec![2, 3]], "nothing is asked for again");
+    assert_eq!(pair.pairing().cards, cards(THEIRS, 0..4, BIG));
+    pair.assert_empty();
+}
+
+#[test]
+fn a_producer_that_does_not_know_its_own_engine_yet_answers_when_it_does() {
+    let mut pair = Pair::new();
+    pair.consumer.know(consumer(4));
+    pair.meet(1);
+    pair.work();
+    assert_eq!(pair.producer.gauges()[1], ("engine_handshakes", 1));
+    assert_eq!(pair.arrived.len(), 1, "no answer yet");
+    pair.producer.know(producer(4, SMALL));
+    pair.work();
+    assert_eq!(pair.pairing().cards, cards(THEIRS, 0..4, SMALL));
+    pair.assert_empty();
+}
+
+#[test]
+fn who_waits_for_a_producer_is_forgotten_with_its_connection() {
+    let mut pair = Pair::new();
+    pair.consumer.know(consumer(4));
+    pair.meet(1);
+    pair.work();
+    pair.cut(WireCode::Closed, false);
+    assert_eq!(pair.producer.gauges()[1], ("engine_handshakes", 0));
+    pair.producer.know(producer(4, SMALL));
+    pair.reconnect();
+    pair.work();
+    assert_eq!(pair.arrived.len(), 3, "asked again, and answered once");
+    assert!(pair.pairing().cards.len() == 4);
+    pair.assert_empty();
+}
+
+#[test]
+fn i8_no_more_wait_for_a_producer_than_an_engine_has_ranks_a_few_times() {
+    let mut producer = EngineHandshakes::new(RECONNECT);
+    let ask = Introduce { topology: topology(1, 4).encode(), ranks: Vec::new() };
+    let many = 16 * RANKS_MAX as u64;
+    for peer in 0..many {
+        producer.receive(PeerId(peer), ask.clone().into());
+    }
+    let (_, waiting) = producer.gauges()[1];
+    assert!((RANKS_MAX..many as usize).contains(&waiting), "{waiting}");
+    // The others hear it at once.
+    let is_busy = |action: &EngineHandshakeAction| {
+        let EngineHandshakeAction::Send { message, .. } = action else { return false };
+        matches!(message, EngineHandshakeMessage::Turned(turned) if turned.code == WireCode::Busy)
+    };
+    let busy = std::iter::from_fn(|| producer.poll()).filter(is_busy).count();
+    assert_eq!(busy, many as usize - waiting);
+    producer.know(own_engine(THEIRS, 0, topology(1, 4), SMALL));
+    let answers = std::iter::from_fn(|| producer.poll()).count();
+    assert_eq!((answers, producer.gauges()[1].1), (waiting, 0));
+}
+
+#[test]
+fn a_consumer_that_does_not_know_its_own_engine_yet_asks_when_it_does() {
+    let mut pair = Pair::new();
+    pair.producer.know(producer(4, SMALL));
+    pair.meet(1);
+    pair.reconnect();
+    pair.work();
+    assert!(pair.arrived.is_empty(), "there is nothing to say yet");
+    pair.consumer.know(consumer(4));
+    pair.work();
+    assert_eq!(pair.asked().len(), 1);
+    assert_eq!(pair.pairing().cards.len(), 4);
+    pair.assert_empty();
+}
+
+#[test]
+fn who_becomes_another_engine_while_it_meets_one_starts_over() {
+    let mut pair = Pair::new();
+    pair.consumer.know(own_engine(OURS, 3, topology(4, 8), SMALL));
+    pair.producer.know(producer(8, BIG));
+    pair.meet(1);
+    pair.step();
+    pair.step();
+    assert!(pair.met.is_empty());
+    pair.consumer.know(own_engine(LATER, 0, topology(2, 8), SMALL));
+    pair.work();
+    let pairing = pair.pairing();
+    assert_eq!(pairing.routing.sources_of(0), [0, 1, 2, 3]);
+    assert_eq!(pairing.cards, cards(THEIRS, 0..4, BIG));
+    pair.assert_empty();
+}
+
+#[test]
+fn i1_several_tickets_for_one_peer_share_a_handshake_and_each_ends_once() {
+    let mut pair = Pair::knowing(4, SMALL);
+    (1..4).for_each(|ticket| pair.meet(ticket));
+    assert_eq!(pair.consumer.gauges()[0], ("meetings", 1));
+    pair.work();
+    assert_eq!(pair.asked().len(), 1);
+    assert_eq!(pair.ended(), [1, 2, 3]);
+    assert!(pair.met.iter().all(|(_, result)| result.is_ok()));
+    pair.assert_empty();
+    pair.meet(4);
+    pair.work();
+    assert_eq!(pair.asked().len(), 2, "another meeting is another engine_handshake");
+    assert_eq!(pair.ended(), [1, 2, 3, 4]);
+    pair.assert_empty();
+}
+
+#[test]
+fn a_mismatch_is_refused_on_both_sides_with_both_numbers_and_all_addresses() {
+    let mut pair = Pair::new();
+    pair.consumer.know(own_engine(OURS, 0, topology(1, 32), SMALL));
+    pair.producer.know(producer(8, SMALL));
+    pair.meet(1);
+    pair.work();
+    let failure = pair.failure();
+    assert_eq!(failure.code, WireCode::LayoutMismatch);
+    let [refused] = &pair.refused[..] else { panic!("once: {:?}", pair.refused) };
+    for detail in [refused, &failure.detail] {
+        assert!(detail.contains("32") && detail.contains('8'), "{detail}");
+    }
+    assert_eq!(failure.addresses, producer(8, SMALL).addresses);
+    pair.assert_empty();
+}
+
+#[test]
+fn a_producer_that_finds_no_mismatch_is_refused_by_the_consumer_that_does() {
+    let mut pair = Pair::new();
+    pair.consumer.know(own_engine(OURS, 0, topology(1, 32), SMALL));
+    pair.meet(1);
+    pair.hear(introduced(&producer(8, SMALL), 0..8));
+    let failure = pair.failure();
+    assert_eq!(failure.code, WireCode::LayoutMismatch);
+    assert!(failure.detail.contains("32") && failure.detail.contains('8'), "{failure:?}");
+    assert_eq!(failure.addresses, producer(8, SMALL).addresses);
+    pair.assert_empty();
+}
+
+#[test]
+fn a_topology_that_is_none_is_refused() {
+    let mut pair = Pair::knowing(4, SMALL);
+    let nonsense = Introduce { topology: b"nonsense".to_vec(), ranks: Vec::new() };
+    pair.deliver(true, nonsense.into());
+    assert_eq!(pair.refused.len(), 1);
+    let [(false, EngineHandshakeMessage::Turned(turned))] = pair.wire.make_contiguous() else {
+        panic!("{:?}", pair.wire)
+    };
+    assert_eq!(turned.code, WireCode::LayoutMismatch);
+    pair.assert_empty();
+}
+
+#[test]
+fn a_refusal_with_the_code_for_success_is_malformed() {
+    let mut pair = Pair::knowing(4, SMALL);
+    pair.meet(1);
+    pair.hear(Turned { code: WireCode::Ok, detail: String::new(), addresses: Vec::new() });
+    assert_eq!(pair.failure().code, WireCode::Malformed);
+    pair.assert_empty();
+}
+
+#[test]
+fn who_has_not_asked_yet_is_not_turned_away() {
+    let mut pair = Pair::new();
+    pair.producer.know(producer(4, SMALL));
+    pair.meet(1);
+    let (code, detail) = (WireCode::LayoutMismatch, "of another day".to_owned());
+    pair.hear(Turned { code, detail, addresses: Vec::new() });
+    pair.consumer.know(consumer(4));
+    pair.work();
+    assert_eq!(pair.pairing().cards.len(), 4);
+    pair.assert_empty();
+}
+
+#[test]
+fn a_reset_within_the_window_is_survived_and_what_is_known_stays_known() {
+    let mut pair = Pair::knowing(8, BIG);
+    pair.meet(1);
+    (0..2).for_each(|_| pair.step());
+    pair.cut(WireCode::Closed, false);
+    pair.pass(RECONNECT - NANO);
+    assert!(pair.met.is_empty());
+    pair.reconnect();
+    pair.pass(RECONNECT);
+    pair.work();
+    assert_eq!(pair.asked()[1], [2, 3, 4, 5, 6, 7]);
+    assert_eq!(pair.pairing().cards, cards(THEIRS, 0..8, BIG));
+    pair.assert_empty();
+}
+
+#[test]
+fn a_reset_beyond_the_window_is_a_failure_with_its_code_and_the_addresses_that_are_known() {
+    let mut pair = Pair::knowing(8, BIG);
+    pair.meet(1);
+    (0..2).for_each(|_| pair.step());
+    pair.cut(WireCode::Silent, false);
+    assert_eq!(pair.consumer.next_timeout(), Some(pair.now + RECONNECT));
+    pair.pass(RECONNECT - NANO);
+    assert!(pair.met.is_empty());
+    pair.cut(WireCode::Silent, false);
+    pair.pass(NANO);
+    let failure = pair.failure();
+    assert_eq!(failure.code, WireCode::Silent);
+    assert_eq!(failure.addresses, producer(8, BIG).addresses);
+    pair.assert_empty();
+}
+
+#[test]
+fn a_peer_that_is_gone_fails_all_its_tickets_at_once() {
+    let mut pair = Pair::knowing(4, SMALL);
+    pair.meet(1);
+    pair.meet(2);
+    pair.cut(WireCode::StaleIncarnation, true);
+    assert_eq!(pair.ended(), [1, 2]);
+    for (_, result) in &pair.met {
+        assert_eq!(result.as_ref().map_err(|e| e.code).err(), Some(WireCode::StaleIncarnation));
+    }
+    pair.assert_empty();
+}
+
+#[test]
+fn a_peer_that_goes_after_a_reset_fails_at_once() {
+    let mut pair = Pair::knowing(4, SMALL);
+    pair.meet(1);
+    pair.cut(WireCode::Closed, false);
+    pair.cut(WireCode::StaleIncarnation, true);
+    assert_eq!(pair.failure().code, WireCode::StaleIncarnation);
+    pair.assert_empty();
+}
+
+#[test]
+fn a_peer_that_was_never_there_is_not_asked_before_it_is() {
+    let mut pair = Pair::knowing(4, SMALL);
+    pair.up = false;
+    pair.meet(1);
+    assert_eq!(pair.watched.len(), 1);
+    pair.up = true;
+    pair.work();
+    assert!(pair.arrived.is_empty());
+    pair.reconnect();
+    pair.work();
+    assert_eq!(pair.pairing().cards.len(), 4);
+    pair.assert_empty();
+}
+
+#[test]
+fn i6_a_deadline_ends_its_own_ticket_to_the_nanosecond_and_no_other() {
+    let mut pair = Pair::new();
+    pair.consumer.know(consumer(4));
+    pair.meet_within(1, BUDGET);
+    pair.meet_within(2, Duration::from_secs(2));
+    pair.work();
+    assert_eq!(pair.consumer.next_timeout(), Some(pair.now + Duration::from_secs(2)));
+    pair.pass(Duration::from_secs(2) - NANO);
+    assert!(pair.met.is_empty());
+    pair.pass(NANO);
+    assert_eq!(pair.ended(), [2]);
+    assert_eq!(pair.failure().code, WireCode::Deadline);
+    assert_eq!(pair.watched.len(), 1, "the other goes on");
+    assert_eq!(pair.consumer.next_timeout(), Some(pair.now + BUDGET - Duration::from_secs(2)));
+    pair.producer.know(producer(4, SMALL));
+    pair.work();
+    assert_eq!(pair.ended(), [2, 1]);
+    assert!(pair.met[1].1.is_ok());
+    pair.assert_empty();
+}
+
+#[test]
+fn i6_a_failure_by_deadline_names_what_was_missing() {
+    let waits =
+        [(false, true, "its own engine"), (true, true, "did not answer"), (true, false, "reached")];
+    for (knows, up, why) in waits {
+        let mut pair = Pair::new();
+        pair.up = up;
+        if knows {
+            pair.consumer.know(consumer(4));
+        }
+        pair.meet(1);
+        pair.pass(BUDGET);
+        let failure = pair.failure();
+        assert_eq!(failure.code, WireCode::Deadline);
+        assert!(failure.detail.contains(why), "{failure:?}");
+        pair.assert_empty();
+    }
+}
+
+#[test]
+fn a_failure_by_deadline_has_the_addresses_that_are_known() {
+    let mut pair = Pair::knowing(8, BIG);
+    pair.meet(1);
+    (0..2).for_each(|_| pair.step());
+    pair.pass(BUDGET);
+    let failure = pair.failure();
+    assert_eq!(failure.code, WireCode::Deadline);
+    assert_eq!(failure.addresses, producer(8, BIG).addresses);
+    pair.assert_empty();
+}
+
+#[test]
+fn i12_an_answer_of_another_engine_life_in_the_middle_starts_over() {
+    let mut pair = Pair::knowing(4, BIG);
+    pair.meet(1);
+    (0..2).for_each(|_| pair.step());
+    pair.producer.know(own_engine(LATER, 0, topology(4, 4), BIG));
+    pair.work();
+    assert_eq!(pair.asked(), [vec![], vec![2, 3], vec![0, 1]]);
+    let pairing = pair.pairing();
+    assert_eq!(pairing.engine, EngineId(LATER));
+    assert_eq!(pairing.addresses, own_engine(LATER, 0, topology(4, 4), BIG).addresses);
+    assert_eq!(pairing.cards, cards(LATER, 0..4, BIG), "none of the life before");
+    pair.assert_empty();
+}
+
+#[test]
+fn a_producer_that_does_not_show_all_of_its_ranks_is_an_error_and_no_loop() {
+    let mut pair = Pair::knowing(4, SMALL);
+    pair.producer.know(OwnEngine { cards: Vec::new(), ..producer(4, SMALL) });
+    pair.meet(1);
+    pair.work();
+    let failure = pair.failure();
+    assert_eq!(failure.code, WireCode::Malformed);
+    assert_eq!(failure.addresses, producer(4, SMALL).addresses);
+    pair.assert_empty();
+}
+
+#[test]
+fn a_producer_that_shows_ever_the_same_of_its_ranks_is_not_asked_for_ever() {
+    let mut pair = Pair::knowing(4, SMALL);
+    pair.meet(1);
+    for _ in 0..20 {
+        pair.hear(introduced(&producer(4, SMALL), 0..2));
+    }
+    assert_eq!(pair.wire.len(), 2, "the first question, and the one for the rest");
+    pair.wire.clear();
+    pair.pass(BUDGET);
+    assert!(!pair.failure().code.is_ok());
+    pair.assert_empty();
+}
+
+#[test]
+fn as_many_addresses_as_ranks_or_it_is_an_error() {
+    for addresses in [0, 3, 5] {
+        let mut pair = Pair::knowing(4, SMALL);
+        let wrong = vec!["host:1".to_owned(); addresses];
+        pair.producer.know(OwnEngine { addresses: wrong, ..producer(4, SMALL) });
+        pair.meet(1);
+        pair.work();
+        let failure = pair.failure();
+        assert!(!failure.code.is_ok());
+        let said = format!("4 ranks, and {addresses} addresses");
+        assert!(failure.detail.contains(&said), "{failure:?}");
+        pair.assert_empty();
+    }
+}
+
+#[test]
+fn late_repeated_and_unasked_messages_do_no_harm() {
+    let mut pair = Pair::knowing(4, SMALL);
+    let engine = producer(4, SMALL);
+    let refusal = || Turned {
+        code: WireCode::LayoutMismatch,
+        detail: "of another day".into(),
+        addresses: Vec::new(),
+    };
+    let unasked = |pair: &mut Pair| {
+        pair.hear(introduced(&engine, 0..4));
+        pair.hear(introduced(&own_engine(LATER, 0, topology(4, 4), SMALL), 0..1));
+        pair.hear(refusal());
+        pair.hear(EngineHandshakeMessage::Unknown { kind: "later".into() });
+        pair.deliver(true, refusal().into());
+        pair.deliver(true, introduced(&engine, 0..4).into());
+        pair.consumer.met(PRODUCER);
+        pair.consumer.lost(PRODUCER, WireCode::Closed, true, pair.now);
+        pair.collect();
+        assert!(pair.wire.is_empty(), "no answer");
+        pair.assert_empty();
+    };
+    unasked(&mut pair);
+    assert!(pair.met.is_empty());
+    pair.meet(1);
+    pair.work();
+    unasked(&mut pair);
+    assert_eq!(pair.pairing().engine, EngineId(THEIRS));
+    // A question twice is two answers, of which the second comes late.
+    pair.deliver(true, Introduce { topology: topology(1, 4).encode(), ranks: vec![9] }.into());
+    pair.work();
+    assert_eq!(pair.ended(), [1]);
+    pair.assert_empty();
+}
+
+#[test]
+fn i12_a_meeting_that_moves_to_another_life_is_kept_and_starts_over_there() {
+    let mut pair = Pair::knowing(4, BIG);
+    pair.meet(1);
+    (0..2).for_each(|_| pair.step());
+    pair.wire.clear();
+    let later = PeerId(2);
+    pair.producer.know(own_engine(LATER, 0, topology(4, 4), BIG));
+    pair.consumer.moved(PRODUCER, later);
+    // A watch moves with the place at which both are met.
+    assert!(pair.watched.remove(&PRODUCER) && pair.watched.insert(later));
+    pair.producer_id = later;
+    // What the life before said late is nothing to the meeting.
+    pair.consumer.receive(PRODUCER, introduced(&producer(4, BIG), 2..4).into());
+    pair.reconnect();
+    pair.work();
+    assert_eq!(pair.asked(), [vec![], vec![], vec![2, 3]]);
+    assert_eq!(pair.pairing().cards, cards(LATER, 0..4, BIG));
+    pair.assert_empty();
+}
+
+#[test]
+fn i12_a_meeting_that_moves_keeps_its_deadline() {
+    let mut pair = Pair::knowing(4, SMALL);
+    pair.up = false;
+    pair.meet(1);
+    pair.consumer.moved(PRODUCER, PeerId(2));
+    pair.watched = BTreeSet::from([PeerId(2)]);
+    pair.pass(BUDGET - NANO);
+    assert!(pair.met.is_empty());
+    pair.pass(NANO);
+    assert_eq!(pair.failure().code, WireCode::Deadline);
+    pair.assert_empty();
+}

@@ -1,0 +1,821 @@
+//! What the handoff protocol promises, one sentence each, in virtual time.
+
+use kvferry_proto::handoff::{
+    Announced, Ask, BlockTable, Consumer, ConsumerAction, Generation, HandoffId, HandoffMessage,
+    Limits, Offer, Outcome, PeerId, Producer, ProducerAction, ProducerRank, Progress, ReadId,
+    Ready, Refusal, Slice, Stop,
+};
+use kvferry_proto::{Timestamp, WireCode};
+use std::collections::{BTreeSet, VecDeque};
+use std::time::Duration;
+
+const PRODUCER: PeerId = PeerId(1);
+const CONSUMER: PeerId = PeerId(100);
+const BUDGET: Duration = Duration::from_secs(30);
+/// Beyond every limit but the tombstones'.
+const LONG: Duration = Duration::from_secs(600);
+
+fn id() -> HandoffId {
+    HandoffId::new("xfer-1").expect("short enough")
+}
+
+fn done() -> Outcome {
+    Outcome::DONE
+}
+
+/// One producer rank and one or more consumer ranks, and what is between them.
+struct Ranks {
+    now: Timestamp,
+    limits: Limits,
+    producer: Producer,
+    consumers: Vec<Consumer>,
+    up: bool,
+    /// The connection is cut by the first message of this kind, which is lost.
+    loses: Option<&'static str>,
+    /// Reads that were asked for and have not ended.
+    reads: VecDeque<(usize, ReadId, Slice)>,
+    /// Whether reads end by themselves.
+    reads_end: bool,
+    slices: Vec<Slice>,
+    produced: Vec<Outcome>,
+    consumed: Vec<(usize, Outcome)>,
+    side_data: Vec<Vec<u8>>,
+    bytes: usize,
+    messages: usize,
+    watched: BTreeSet<(PeerId, PeerId)>,
+}
+
+impl Ranks {
+    fn new(consumers: usize) -> Self {
+        Self::with(consumers, Limits::default())
+    }
+
+    fn with(consumers: usize, limits: Limits) -> Self {
+        Self {
+            now: Timestamp::default() + Duration::from_secs(1000),
+            producer: Producer::new(limits.clone()),
+            consumers: (0..consumers).map(|_| Consumer::new(limits.clone())).collect(),
+            limits,
+            up: true,
+            loses: None,
+            reads: VecDeque::new(),
+            reads_end: true,
+            slices: Vec::new(),
+            produced: Vec::new(),
+            consumed: Vec::new(),
+            side_data: Vec::new(),
+            bytes: 0,
+            messages: 0,
+            watched: BTreeSet::new(),
+        }
+    }
+
+    fn offer(&mut self) {
+        assert_eq!(self.producer.offer(&id(), self.now), Ok(()));
+        self.work();
+    }
+
+    fn advance(&mut self, first: u32, blocks: u32, progress: Progress) {
+        let tables = vec![BlockTable::new(first, (first + 50..first + 50 + blocks).collect())];
+        assert_eq!(self.producer.advance(&id(), tables, progress), Ok(()));
+        self.work();
+    }
+
+    fn complete(&mut self, tokens: u32) {
+        let side = Some(b"token 7".to_vec());
+        let progress = Progress::tokens(tokens);
+        let said = self.producer.complete(&id(), Vec::new(), progress, side, self.now);
+        assert_eq!(said, Ok(()));
+        self.work();
+    }
+
+    /// Offers and computes everything.
+    fn produce(&mut self) {
+        self.offer();
+        self.advance(0, 4, Progress::tokens(4));
+        self.complete(4);
+    }
+
+    fn want(&mut self) {
+        (0..self.consumers.len()).for_each(|consumer| self.want_at(consumer));
+    }
+
+    fn want_at(&mut self, consumer: usize) {
+        let readers = self.consumers.len() as u32;
+        let from = [ProducerRank { peer: PRODUCER, readers, connected: self.up }];
+        assert_eq!(self.consumers[consumer].want(&id(), &from, BUDGET, self.now), Ok(()));
+        self.work();
+    }
+
+    /// Until no machine has anything to do.
+    fn work(&mut self) {
+        loop {
+            let mut idle = true;
+            while let Some(action) = self.producer.poll() {
+                idle = false;
+                self.for_producer(action);
+            }
+            for at in 0..self.consumers.len() {
+                while let Some(action) = self.consumers[at].poll() {
+                    idle = false;
+                    self.for_consumer(at, action);
+                }
+            }
+            if idle && self.reads_end && !self.reads.is_empty() {
+                self.end_read(Ok(()));
+            } else if idle {
+                return;
+            }
+        }
+    }
+
+    fn for_producer(&mut self, action: ProducerAction) {
+        match action {
+            ProducerAction::Send { to, message } => {
+                if self.crosses(&message) {
+                    let at = (to.0 - CONSUMER.0) as usize;
+                    self.consumers[at].receive(PRODUCER, message, self.now);
+                }
+            }
+            ProducerAction::Watch { peer, on } => self.watch(PRODUCER, peer, on),
+            ProducerAction::Ended { outcome, .. } => self.produced.push(outcome),
+        }
+    }
+
+    fn for_consumer(&mut self, at: usize, action: ConsumerAction) {
+        match action {
+            ConsumerAction::Send { message, .. } => {
+                if self.crosses(&message) {
+                    self.producer.receive(PeerId(CONSUMER.0 + at as u64), message, self.now);
+                }
+            }
+            ConsumerAction::Read { read, slice, .. } => {
+                self.slices.push(slice);
+                self.reads.push_back((at, read, slice));
+            }
+            ConsumerAction::CancelRead(_) => {}
+            ConsumerAction::Watch { peer, on } => {
+                self.watch(PeerId(CONSUMER.0 + at as u64), peer, on);
+            }
+            ConsumerAction::Ended { outcome, side_data, .. } => {
+                self.consumed.push((at, outcome));
+                self.side_data.extend(side_data.into_iter().map(|(_, data)| data));
+            }
+        }
+    }
+
+    fn watch(&mut self, by: PeerId, peer: PeerId, on: bool) {
+        let changed =
+            if on { self.watched.insert((by, peer)) } else { self.watched.remove(&(by, peer)) };
+        assert!(changed, "each is said once");
+    }
+
+    fn end_read(&mut self, result: Result<(), (WireCode, String)>) {
+        let (at, read, _) = self.reads.pop_front().expect("one is under way");
+        self.consumers[at].read_ended(read, result, self.now);
+    }
+
+    fn crosses(&mut self, message: &HandoffMessage) -> bool {
+        if !self.up {
+            return false;
+        }
+        if self.loses == Some(message.kind()) {
+            self.loses = None;
+            self.cut(WireCode::Closed, false);
+            return false;
+        }
+        self.bytes += message.encode().len();
+        self.messages += 1;
+        true
+    }
+
+    fn cut(&mut self, code: WireCode, gone: bool) {
+        self.up = false;
+        for at in 0..self.consumers.len() {
+            self.producer.lost(PeerId(CONSUMER.0 + at as u64), code, gone, self.now);
+            self.consumers[at].lost(PRODUCER, code, gone, self.now);
+        }
+    }
+
+    fn reconnect(&mut self) {
+        self.up = true;
+        for at in 0..self.consumers.len() {
+            self.producer.met(PeerId(CONSUMER.0 + at as u64));
+            self.consumers[at].met(PRODUCER, self.now);
+        }
+        self.work();
+    }
+
+    /// Lets time pass, and stops at each due time.
+    fn pass(&mut self, time: Duration) {
+        let until = self.now + time;
+        loop {
+            self.work();
+            let timeouts = self.consumers.iter().map(Consumer::next_timeout);
+            let next = timeouts.chain([self.producer.next_timeout()]).flatten().min();
+            let Some(next) = next.filter(|next| *next <= until) else { break };
+            self.now = self.now.max(next);
+            self.producer.expire(self.now);
+            self.consumers.iter_mut().for_each(|consumer| consumer.expire(self.now));
+        }
+        self.now = until;
+    }
+
+    /// How long it takes, to the millisecond, until both sides have ended.
+    fn time_to_end(&mut self, most: Duration) -> Duration {
+        let began = self.now;
+        self.work();
+        while self.produced.is_empty() || self.consumed.len() < self.consumers.len() {
+            assert!(self.now.saturating_since(began) < most, "it does not end");
+            self.pass(Duration::from_millis(1));
+        }
+        self.now.saturating_since(began)
+    }
+
+    fn assert_both(&self, code: WireCode) {
+        let codes: Vec<_> = self.produced.iter().map(|outcome| outcome.code).collect();
+        assert_eq!(codes, [code], "the producer, once");
+        let codes: Vec<_> = self.consumed.iter().map(|(_, outcome)| outcome.code).collect();
+        assert_eq!(codes, vec![code; self.consumers.len()], "each consumer, once");
+    }
+
+    /// Nothing is left, tombstones apart.
+    fn assert_empty(&self) {
+        let consumers = self.consumers.iter().flat_map(Consumer::gauges);
+        for (name, count) in consumers.chain(self.producer.gauges()) {
+            assert!(count == 0 || name == "tombstones", "{count} {name}");
+        }
+        assert!(self.watched.is_empty(), "{:?}", self.watched);
+    }
+}
+
+#[test]
+fn i5_the_producer_may_be_first() {
+    let mut ranks = Ranks::new(1);
+    ranks.produce();
+    ranks.pass(Duration::from_secs(60));
+    ranks.want();
+    ranks.assert_both(WireCode::Ok);
+    assert_eq!(ranks.side_data, [b"token 7"]);
+    ranks.assert_empty();
+}
+
+#[test]
+fn i5_the_consumer_may_be_first() {
+    let mut ranks = Ranks::new(1);
+    ranks.want();
+    assert_eq!(ranks.producer.state(&id()), Some("awaited"));
+    ranks.pass(Duration::from_secs(10));
+    ranks.produce();
+    ranks.assert_both(WireCode::Ok);
+    ranks.assert_empty();
+}
+
+#[test]
+fn i10_peers_are_watched_while_something_is_expected_of_them() {
+    let mut ranks = Ranks::new(1);
+    ranks.reads_end = false;
+    ranks.produce();
+    assert!(ranks.watched.is_empty(), "no consumer has asked yet");
+    ranks.want();
+    assert_eq!(ranks.watched, BTreeSet::from([(PRODUCER, CONSUMER), (CONSUMER, PRODUCER)]));
+    ranks.reads_end = true;
+    ranks.work();
+    ranks.assert_both(WireCode::Ok);
+    ranks.assert_empty();
+}
+
+#[test]
+fn layers_and_chunks_are_read_as_they_become_ready() {
+    let mut ranks = Ranks::new(1);
+    ranks.offer();
+    ranks.want();
+    let steps = [
+        (0, 2, Progress::NONE.and(1, 2)),
+        (2, 0, Progress::tokens(2)),
+        (2, 1, Progress::tokens(2).and(3, 3)),
+    ];
+    for (first, blocks, progress) in steps {
+        ranks.advance(first, blocks, progress);
+        assert_eq!(
+            ranks.slices.last().map(|slice| (slice.to, slice.last)),
+            Some((progress, false))
+        );
+    }
+    ranks.complete(3);
+    assert_eq!(ranks.slices.len(), 4, "and the rest");
+    ranks.assert_both(WireCode::Ok);
+}
+
+#[test]
+fn what_becomes_ready_while_all_reads_are_busy_is_read_in_one() {
+    let mut ranks = Ranks::with(1, Limits { reads: 1, ..Limits::default() });
+    ranks.reads_end = false;
+    ranks.offer();
+    ranks.want();
+    for layer in 1..20 {
+        ranks.advance(0, 1, Progress::NONE.and(layer, 1));
+    }
+    assert_eq!(ranks.slices.len(), 1);
+    ranks.reads_end = true;
+    ranks.complete(1);
+    assert_eq!(ranks.slices.len(), 2);
+    ranks.assert_both(WireCode::Ok);
+}
+
+#[test]
+fn an_offer_without_a_consumer_expires_and_is_refused_later() {
+    let mut ranks = Ranks::new(1);
+    ranks.offer();
+    // Not while it is computed.
+    ranks.pass(LONG);
+    assert_eq!(ranks.produced, []);
+    ranks.complete(0);
+    ranks.pass(ranks.limits.offer_ttl - Duration::from_millis(1));
+    assert_eq!(ranks.produced, []);
+    ranks.pass(Duration::from_millis(1));
+    assert_eq!(ranks.produced.len(), 1);
+    ranks.want();
+    ranks.assert_both(WireCode::Expired);
+    ranks.assert_empty();
+}
+
+#[test]
+fn an_offer_that_was_taken_does_not_expire() {
+    let limits = Limits { offer_ttl: Duration::from_secs(1), ..Limits::default() };
+    let mut ranks = Ranks::with(1, limits);
+    ranks.reads_end = false;
+    ranks.produce();
+    ranks.want();
+    ranks.pass(BUDGET / 2);
+    assert_eq!(ranks.produced, []);
+    ranks.reads_end = true;
+    ranks.work();
+    ranks.assert_both(WireCode::Ok);
+}
+
+#[test]
+fn a_handoff_withdrawn_by_its_producer_ends_at_its_consumer() {
+    for wanted_first in [true, false] {
+        let mut ranks = Ranks::new(1);
+        if wanted_first {
+            ranks.want();
+        }
+        ranks.offer();
+        ranks.advance(0, 2, Progress::tokens(2));
+        let said = ranks.producer.withdraw(&id(), WireCode::Cancelled, "stop token", ranks.now);
+        assert_eq!(said, Ok(()));
+        if !wanted_first {
+            ranks.work();
+            ranks.want();
+        }
+        ranks.work();
+        ranks.assert_both(WireCode::Cancelled);
+        assert_eq!(ranks.consumed[0].1.detail, "stop token");
+        ranks.assert_empty();
+    }
+}
+
+#[test]
+fn a_request_that_the_producer_rejects_before_it_is_offered_ends_for_its_consumer() {
+    for wanted_first in [true, false] {
+        let mut ranks = Ranks::new(1);
+        if wanted_first {
+            ranks.want();
+        }
+        let said = ranks.producer.withdraw(&id(), WireCode::TooLarge, "prompt too long", ranks.now);
+        assert_eq!(said, Ok(()));
+        if !wanted_first {
+            ranks.want();
+        }
+        ranks.work();
+        assert_eq!(ranks.consumed[0].1.code, WireCode::TooLarge);
+        assert_eq!(ranks.producer.offer(&id(), ranks.now), Err(Refusal::Ended(WireCode::TooLarge)));
+        ranks.assert_empty();
+    }
+}
+
+#[test]
+fn a_consumer_that_needs_nothing_frees_the_producer_even_before_it_offers() {
+    for offered_first in [true, false] {
+        let mut ranks = Ranks::new(1);
+        if offered_first {
+            ranks.produce();
+        }
+        let freed = ranks.consumers[0].free(&id(), &[PRODUCER], WireCode::NotNeeded, "", ranks.now);
+        assert_eq!(freed, Ok(()));
+        ranks.work();
+        if offered_first {
+            assert_eq!(ranks.produced[0].code, WireCode::NotNeeded);
+        } else {
+            let late = ranks.producer.offer(&id(), ranks.now);
+            assert_eq!(late, Err(Refusal::Ended(WireCode::NotNeeded)));
+        }
+        ranks.assert_empty();
+    }
+}
+
+#[test]
+fn a_lost_stop_message_is_sent_again() {
+    let mut ranks = Ranks::new(1);
+    ranks.produce();
+    ranks.loses = Some("stop");
+    let freed = ranks.consumers[0].free(&id(), &[PRODUCER], WireCode::NotNeeded, "", ranks.now);
+    assert_eq!(freed, Ok(()));
+    ranks.work();
+    assert_eq!(ranks.produced, []);
+    ranks.reconnect();
+    assert_eq!(ranks.produced[0].code, WireCode::NotNeeded);
+    ranks.assert_empty();
+}
+
+#[test]
+fn i3_whatever_message_is_lost_with_its_connection_the_handoff_goes_on() {
+    for kind in ["ask", "offer", "ready", "confirm", "confirmed"] {
+        let mut ranks = Ranks::new(1);
+        ranks.loses = Some(kind);
+        ranks.offer();
+        ranks.want();
+        ranks.advance(0, 2, Progress::tokens(2));
+        ranks.advance(2, 2, Progress::tokens(4));
+        ranks.complete(4);
+        assert!(!ranks.up, "{kind} was said");
+        assert_eq!(ranks.consumed, [], "{kind}");
+        ranks.pass(ranks.limits.reconnect / 2);
+        ranks.reconnect();
+        ranks.assert_both(WireCode::Ok);
+        ranks.assert_empty();
+    }
+}
+
+#[test]
+fn i3_the_producer_repeats_its_answer_as_often_as_it_is_asked() {
+    let mut ranks = Ranks::new(1);
+    ranks.produce();
+    ranks.loses = Some("confirmed");
+    ranks.want();
+    assert_eq!(ranks.produced, [done()]);
+    for _ in 0..3 {
+        ranks.loses = Some("confirmed");
+        ranks.reconnect();
+        assert_eq!(ranks.consumed, []);
+    }
+    ranks.reconnect();
+    ranks.assert_both(WireCode::Ok);
+}
+
+#[test]
+fn i3_a_cancel_after_everything_was_read_waits_for_the_confirmation() {
+    let mut ranks = Ranks::new(1);
+    ranks.produce();
+    ranks.loses = Some("confirmed");
+    ranks.want();
+    let now = ranks.now;
+    assert_eq!(ranks.consumers[0].cancel(&id(), WireCode::Cancelled, "", now), Ok(()));
+    ranks.work();
+    assert_eq!(ranks.consumed, []);
+    ranks.reconnect();
+    ranks.assert_both(WireCode::Ok);
+}
+
+#[test]
+fn i2_a_consumer_ends_when_the_last_of_its_reads_has() {
+    let mut ranks = Ranks::new(1);
+    ranks.reads_end = false;
+    ranks.produce();
+    ranks.want();
+    let now = ranks.now;
+    assert_eq!(ranks.consumers[0].cancel(&id(), WireCode::Cancelled, "left", now), Ok(()));
+    ranks.work();
+    assert_eq!(ranks.produced.len(), 1, "the producer's blocks are free at once");
+    ranks.pass(LONG);
+    assert_eq!(ranks.consumed, []);
+    ranks.end_read(Err((WireCode::Cancelled, String::new())));
+    ranks.work();
+    ranks.assert_both(WireCode::Cancelled);
+    ranks.assert_empty();
+}
+
+#[test]
+fn i2_after_a_preemption_everything_is_read_again_once_the_old_reads_have_ended() {
+    let mut ranks = Ranks::new(1);
+    ranks.reads_end = false;
+    ranks.want();
+    ranks.offer();
+    ranks.advance(0, 2, Progress::tokens(2));
+    assert_eq!(ranks.reads.len(), 1);
+    assert_eq!(ranks.producer.restart(&id()), Ok(()));
+    ranks.work();
+    let tables = vec![BlockTable::new(0, vec![90, 91])];
+    assert_eq!(ranks.producer.advance(&id(), tables, Progress::tokens(2)), Ok(()));
+    ranks.work();
+    assert_eq!(ranks.slices.len(), 1, "both would write to the same blocks");
+    ranks.end_read(Ok(()));
+    ranks.work();
+    assert_eq!(ranks.slices[1].from, Progress::NONE);
+    let table = ranks.consumers[0].table(&id(), PRODUCER).expect("under way");
+    assert_eq!(table[0].blocks, [90, 91]);
+    ranks.reads_end = true;
+    ranks.complete(2);
+    ranks.assert_both(WireCode::Ok);
+}
+
+#[test]
+fn i2_a_withdrawn_generation_is_never_confirmed() {
+    let mut ranks = Ranks::new(1);
+    ranks.reads_end = false;
+    ranks.produce();
+    ranks.want();
+    // The read ends well, and the answer to the producer's end is not here yet.
+    let now = ranks.now;
+    assert_eq!(ranks.producer.withdraw(&id(), WireCode::Revoked, "evicted", now), Ok(()));
+    ranks.end_read(Ok(()));
+    ranks.work();
+    ranks.assert_both(WireCode::Revoked);
+}
+
+#[test]
+fn a_read_that_fails_fails_the_handoff_with_its_reason_on_both_sides() {
+    let mut ranks = Ranks::new(1);
+    ranks.reads_end = false;
+    ranks.produce();
+    ranks.want();
+    ranks.end_read(Err((WireCode::Checksum, "piece 3 differs".to_owned())));
+    ranks.work();
+    ranks.assert_both(WireCode::Checksum);
+    assert_eq!(ranks.produced[0].detail, "piece 3 differs");
+    ranks.assert_empty();
+}
+
+#[test]
+fn a_read_lost_with_its_connection_is_done_again_from_where_it_was() {
+    let mut ranks = Ranks::new(1);
+    ranks.reads_end = false;
+    ranks.want();
+    ranks.offer();
+    ranks.advance(0, 2, Progress::tokens(2));
+    ranks.end_read(Ok(()));
+    ranks.advance(2, 2, Progress::tokens(4));
+    ranks.end_read(Err((WireCode::Closed, String::new())));
+    ranks.cut(WireCode::Closed, false);
+    ranks.reconnect();
+    assert_eq!(ranks.slices.last().expect("again").from, Progress::tokens(2));
+    ranks.reads_end = true;
+    ranks.complete(4);
+    ranks.assert_both(WireCode::Ok);
+}
+
+#[test]
+fn i6_a_peer_that_is_gone_ends_its_handoffs_at_once_and_one_that_was_reset_within_the_window() {
+    for (gone, bound) in [(true, Duration::ZERO), (false, Limits::default().reconnect)] {
+        for step in 0..4 {
+            let mut ranks = Ranks::new(1);
+            ranks.reads_end = false;
+            ranks.want();
+            ranks.offer();
+            if step > 0 {
+                ranks.advance(0, 2, Progress::tokens(2));
+            }
+            if step > 1 {
+                ranks.end_read(Ok(()));
+                ranks.work();
+            }
+            if step > 2 {
+                ranks.complete(2);
+            }
+            ranks.cut(WireCode::Closed, gone);
+            ranks.reads_end = true;
+            assert_eq!(ranks.time_to_end(LONG), bound, "gone: {gone}, step {step}");
+            ranks.assert_both(WireCode::Closed);
+            assert_eq!(ranks.produced[0].peer, Some(CONSUMER));
+            assert_eq!(ranks.consumed[0].1.peer, Some(PRODUCER));
+            ranks.pass(ranks.limits.offer_ttl);
+            ranks.assert_empty();
+        }
+    }
+}
+
+#[test]
+fn i6_a_connection_that_never_comes_up_costs_the_budget_and_no_more() {
+    let mut ranks = Ranks::new(1);
+    ranks.up = false;
+    ranks.want();
+    ranks.pass(BUDGET - Duration::from_millis(1));
+    assert_eq!(ranks.consumed, []);
+    ranks.pass(Duration::from_millis(1));
+    assert_eq!(ranks.consumed[0].1.code, WireCode::Deadline);
+}
+
+#[test]
+fn i6_a_producer_that_never_offers_costs_the_budget_and_is_named() {
+    let mut ranks = Ranks::new(1);
+    ranks.want();
+    ranks.pass(BUDGET);
+    let (_, outcome) = &ranks.consumed[0];
+    let expected = "deadline passed: the producer has not offered it (peer 1)";
+    assert_eq!(outcome.to_string(), expected);
+    ranks.pass(LONG);
+    ranks.assert_empty();
+}
+
+#[test]
+fn i6_a_consumer_that_never_confirms_is_given_up_after_its_budget() {
+    let mut ranks = Ranks::new(1);
+    ranks.produce();
+    // It never says a word again.
+    ranks.up = false;
+    let ask = Ask { id: id(), readers: 1, budget_ms: 5000 };
+    ranks.producer.receive(CONSUMER, ask.into(), ranks.now);
+    ranks.pass(Duration::from_secs(5) + ranks.limits.grace);
+    assert_eq!(ranks.produced[0].code, WireCode::Deadline);
+}
+
+#[test]
+fn all_readers_must_confirm_and_each_gets_an_answer() {
+    let mut ranks = Ranks::new(3);
+    ranks.produce();
+    ranks.want_at(0);
+    ranks.want_at(2);
+    assert_eq!(ranks.consumed, [(0, done()), (2, done())]);
+    assert_eq!(ranks.produced, []);
+    ranks.want_at(1);
+    ranks.assert_both(WireCode::Ok);
+    ranks.assert_empty();
+}
+
+#[test]
+fn one_reader_that_fails_ends_it_for_those_that_are_still_reading() {
+    let mut ranks = Ranks::new(2);
+    ranks.reads_end = false;
+    ranks.produce();
+    ranks.want();
+    let now = ranks.now;
+    assert_eq!(ranks.consumers[0].cancel(&id(), WireCode::Cancelled, "left", now), Ok(()));
+    ranks.work();
+    ranks.reads_end = true;
+    ranks.work();
+    ranks.assert_both(WireCode::Cancelled);
+    ranks.assert_empty();
+}
+
+#[test]
+fn a_second_consumer_of_the_same_name_is_refused_and_the_first_is_not_disturbed() {
+    let mut ranks = Ranks::new(1);
+    ranks.reads_end = false;
+    ranks.produce();
+    ranks.want();
+    let ask = Ask { id: id(), readers: 1, budget_ms: 5000 };
+    ranks.producer.receive(PeerId(999), ask.into(), ranks.now);
+    let refused = std::iter::from_fn(|| ranks.producer.poll()).any(|action| {
+        matches!(action, ProducerAction::Send { to: PeerId(999), message: HandoffMessage::Stop(stop) }
+            if stop.code == WireCode::Duplicate)
+    });
+    assert!(refused);
+    // Nor can it end what is not its own.
+    let stop =
+        Stop { id: id(), by_consumer: true, code: WireCode::Cancelled, detail: String::new() };
+    ranks.producer.receive(PeerId(999), stop.into(), ranks.now);
+    while ranks.producer.poll().is_some() {}
+    assert_eq!(ranks.producer.state(&id()), Some("serving"));
+    ranks.reads_end = true;
+    ranks.work();
+    ranks.assert_both(WireCode::Ok);
+}
+
+#[test]
+fn i1_a_name_is_good_for_one_handoff() {
+    let mut ranks = Ranks::new(1);
+    ranks.produce();
+    ranks.want();
+    let from = [ProducerRank { peer: PRODUCER, readers: 1, connected: true }];
+    let again = ranks.consumers[0].want(&id(), &from, BUDGET, ranks.now);
+    assert_eq!(again, Err(Refusal::Ended(WireCode::Ok)));
+    assert_eq!(ranks.producer.offer(&id(), ranks.now), Err(Refusal::Ended(WireCode::Ok)));
+    // Until no message of the first can be under way any more.
+    ranks.pass(ranks.limits.tomb_ttl);
+    ranks.produce();
+    ranks.want();
+    assert_eq!(ranks.produced, [done(), done()]);
+}
+
+#[test]
+fn i12_a_restarted_producer_refuses_earlier_handoffs_as_unknown() {
+    let mut ranks = Ranks::new(1);
+    ranks.produce();
+    ranks.loses = Some("confirm");
+    ranks.want();
+    ranks.producer = Producer::new(Limits::default());
+    ranks.watched.retain(|(by, _)| *by != PRODUCER);
+    ranks.produced.clear();
+    ranks.reconnect();
+    assert_eq!(ranks.consumed[0].1.code, WireCode::UnknownHandoff);
+    ranks.assert_empty();
+}
+
+#[test]
+fn i8_full_is_an_answer() {
+    let mut ranks = Ranks::with(1, Limits { handoffs: 1, ..Limits::default() });
+    let names = ["a", "b", "c"].map(|name| HandoffId::new(name).expect("short"));
+    let ask = |name: &HandoffId| Ask { id: name.clone(), readers: 1, budget_ms: 1000 };
+    ranks.producer.receive(CONSUMER, ask(&names[0]).into(), ranks.now);
+    // Whatever others ask for, what is here can be offered.
+    assert_eq!(ranks.producer.offer(&names[1], ranks.now), Ok(()));
+    assert_eq!(ranks.producer.offer(&names[2], ranks.now), Err(Refusal::Full { limit: 1 }));
+    ranks.producer.receive(PeerId(5), ask(&names[2]).into(), ranks.now);
+    let stop = Stop {
+        id: names[2].clone(),
+        by_consumer: false,
+        code: WireCode::Busy,
+        detail: "1 handoffs are under way".to_owned(),
+    };
+    let busy = ProducerAction::Send { to: PeerId(5), message: stop.into() };
+    assert!(std::iter::from_fn(|| ranks.producer.poll()).any(|action| action == busy));
+    assert_eq!(ranks.producer.offer(&names[0], ranks.now), Ok(()), "it has its place already");
+    ranks.producer.receive(PeerId(5), ask(&names[2]).into(), ranks.now);
+    let busy = |action| matches!(action, ProducerAction::Send { to: PeerId(5), .. });
+    assert!(!std::iter::from_fn(|| ranks.producer.poll()).any(busy));
+}
+
+#[test]
+fn i1_what_goes_on_after_it_was_complete_is_a_failure_and_nothing_is_read_after_the_end() {
+    let mut ranks = Ranks::new(1);
+    ranks.want();
+    let consumer = &mut ranks.consumers[0];
+    let announced = |count, tokens, last| Announced {
+        count,
+        tables: vec![BlockTable::new(0, vec![1, 2, 3, 4])],
+        progress: Progress::tokens(tokens),
+        last,
+        side_data: None,
+    };
+    let (id, generation) = (id(), Generation(7));
+    let offer = Offer { id: id.clone(), generation, announced: announced(1, 8, true) };
+    consumer.receive(PRODUCER, offer.into(), ranks.now);
+    let more = Ready { id: id.clone(), generation, announced: announced(2, 16, false) };
+    consumer.receive(PRODUCER, more.into(), ranks.now);
+    let mut reads = Vec::new();
+    let mut ended = Vec::new();
+    for _ in 0..3 {
+        while let Some(action) = consumer.poll() {
+            match action {
+                ConsumerAction::Read { read, .. } => reads.push(read),
+                ConsumerAction::Ended { outcome, .. } => {
+                    assert!(reads.is_empty(), "it has ended, and is read");
+                    ended.push(outcome.code);
+                }
+                _ => {}
+            }
+        }
+        for read in std::mem::take(&mut reads) {
+            consumer.read_ended(read, Ok(()), ranks.now);
+        }
+    }
+    assert_eq!(ended, [WireCode::Malformed]);
+}
+
+#[test]
+fn the_messages_of_8k_tokens_in_random_blocks_fit_into_4_kib() {
+    let mut ranks = Ranks::new(1);
+    ranks.want();
+    ranks.offer();
+    let mut state = 1_u64;
+    let mut block = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 33) as u32 % 60_000
+    };
+    for chunk in 0..4 {
+        let table = BlockTable::new(chunk * 128, (0..128).map(|_| block()).collect());
+        let progress = Progress::tokens((chunk + 1) * 2048);
+        assert_eq!(ranks.producer.advance(&id(), vec![table], progress), Ok(()));
+        ranks.work();
+    }
+    ranks.complete(8192);
+    ranks.assert_both(WireCode::Ok);
+    println!("{} messages, {} bytes", ranks.messages, ranks.bytes);
+    assert!(ranks.bytes <= 4096, "{}", ranks.bytes);
+}
+
+#[test]
+fn an_announcement_that_changes_a_block_is_refused() {
+    let mut ranks = Ranks::new(1);
+    ranks.want();
+    ranks.offer();
+    ranks.advance(0, 2, Progress::tokens(2));
+    let offer = Offer {
+        id: id(),
+        generation: Generation(1),
+        announced: Announced {
+            count: 2,
+            tables: vec![BlockTable::new(0, vec![1, 2])],
+            progress: Progress::tokens(2),
+            ..Default::default()
+        },
+    };
+    ranks.consumers[0].receive(PRODUCER, offer.into(), ranks.now);
+    ranks.work();
+    ranks.assert_both(WireCode::Malformed);
+    assert_eq!(
+        ranks.consumed[0].1.detail, "block 0 was announced as number 50, and now as 1",
+        "and the message says which"
+    );
+}

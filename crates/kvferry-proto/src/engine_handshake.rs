@@ -1,0 +1,642 @@
+//! The handshake of two engines: what a consumer rank learns of the producing engine before the
+//! first handoff.
+//!
+//! A consumer rank knows one address of the producing engine, of any of its ranks. It connects there,
+//! sends the topology of its own engine, and receives the topology of the producing engine, the
+//! addresses of its ranks, and their cards. From the two topologies both sides compute the same
+//! [`Routing`]. An engine that does not fit is refused, with the two numbers that differ, and both
+//! sides log it.
+//!
+//! ```text
+//! consumer rank                                   a rank of the producing engine
+//!   Introduce: own topology                   ──>   do the two fit?
+//!             <── Introduced: engine, topology, addresses, cards of some ranks
+//!   Introduce: ranks whose cards are missing  ──>   (only if some are)
+//!             <── Introduced
+//! ```
+//!
+//! The handshake happens once per pair of engine lives; handoffs do not need it again. A rank that
+//! does not know its own engine yet answers when it does. Cards are not interpreted here.
+//!
+//! # How a driver runs it
+//!
+//! [`EngineHandshakes`] is one rank's side, in both roles. Its methods fall into four classes, as those
+//! of [`crate::session`] do.
+//!
+//! * **What happened** goes in: [`EngineHandshakes::meet`], [`EngineHandshakes::know`],
+//!   [`EngineHandshakes::receive`], [`EngineHandshakes::met`], [`EngineHandshakes::lost`],
+//!   [`EngineHandshakes::moved`].
+//! * **What to do** comes out of [`EngineHandshakes::poll`], one action at a time.
+//! * **Time**: [`EngineHandshakes::expire`] is due at [`EngineHandshakes::next_timeout`].
+//! * **Queries** change nothing: [`EngineHandshakes::gauges`].
+//!
+//! After each call of a method of the first or third class the driver polls until there is no
+//! action left, and carries the actions out in order.
+//!
+//! Decoding a topology and routing between two of them takes milliseconds for engines of hundreds of
+//! ranks. A driver that keeps the machine behind a lock does that part without it:
+//! [`EngineHandshakes::examine`], [`Examination::run`], [`EngineHandshakes::accept`].
+
+use crate::code::WireCode;
+use crate::handoff::PeerId;
+use crate::message::{BODY_MAX, Check, DETAIL_MAX, MessageError, at_most, bodies, messages};
+use crate::plan::{RANKS_MAX, Routing, Topology};
+use crate::text::truncated;
+use crate::time::Timestamp;
+use serde::{Deserialize, Serialize};
+use serde_bytes::ByteBuf;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The longest address, in bytes.
+const ADDRESS_MAX: usize = crate::message::ADVERTISED_MAX;
+
+/// Bytes of cards in one answer at most. One longer card may be sent alone.
+const CARDS_MAX: usize = BODY_MAX / 2;
+
+/// Bounds on the questions that are kept until this rank knows its own engine: their number, and
+/// their bytes.
+const WAITING_MAX: usize = 4 * RANKS_MAX;
+const WAITING_BYTES_MAX: usize = 64 * 1024 * 1024;
+
+/// One life of an engine, drawn when its scheduler half starts.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct EngineId(pub u128);
+
+impl EngineId {
+    /// Parses the 32 hexadecimal digits that `Display` prints.
+    pub fn parse(digits: &str) -> Option<Self> {
+        let plain = digits.len() == 32 && digits.bytes().all(|byte| byte.is_ascii_hexdigit());
+        plain.then(|| u128::from_str_radix(digits, 16).ok().map(Self)).flatten()
+    }
+}
+
+impl fmt::Display for EngineId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+impl fmt::Debug for EngineId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// Consumer rank to a rank of the producing engine: asks for its engine. May be repeated.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Introduce {
+    /// [`Topology::encode`] of the consumer's engine.
+    #[serde(with = "serde_bytes")]
+    pub topology: Vec<u8>,
+    /// Ranks whose cards are requested. If empty, as many as fit into the answer.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ranks: Vec<u32>,
+}
+
+/// The answer of a rank whose engine fits.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Introduced {
+    /// The life of the engine.
+    pub engine: EngineId,
+    /// [`Topology::encode`] of it.
+    #[serde(with = "serde_bytes")]
+    pub topology: Vec<u8>,
+    /// Where the agent of each rank listens, `host:port`; at most [`RANKS_MAX`].
+    pub addresses: Vec<String>,
+    /// Cards of some of the ranks, by rank number.
+    pub cards: BTreeMap<u32, ByteBuf>,
+}
+
+/// The answer of a rank whose engine does not fit.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Turned {
+    /// Why.
+    pub code: WireCode,
+    /// Why, in words; at most [`DETAIL_MAX`] bytes.
+    pub detail: String,
+    /// Where the agent of each rank of the producing engine listens; at most [`RANKS_MAX`]. The
+    /// consumer needs them to decline the handoffs that these ranks keep.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub addresses: Vec<String>,
+}
+
+messages! {
+    /// A message of an engine handshake.
+    EngineHandshakeMessage, "engine_handshake":
+    "introduce" => /** See [`Introduce`]. */ Introduce;
+    "introduced" => /** See [`Introduced`]. */ Introduced;
+    "turned" => /** See [`Turned`]. */ Turned;
+}
+
+bodies!(EngineHandshakeMessage);
+
+impl Check for Introduce {
+    fn check(&self) -> Result<(), MessageError> {
+        at_most("ranks", self.ranks.len(), RANKS_MAX)
+    }
+}
+
+impl Check for Introduced {
+    fn check(&self) -> Result<(), MessageError> {
+        at_most("cards", self.cards.len(), RANKS_MAX)?;
+        check_addresses(&self.addresses)
+    }
+}
+
+impl Check for Turned {
+    fn check(&self) -> Result<(), MessageError> {
+        at_most("detail", self.detail.len(), DETAIL_MAX)?;
+        if self.code.is_ok() {
+            let detail = "refused with the code for success".to_owned();
+            return Err(MessageError::Malformed { kind: "turned", detail });
+        }
+        check_addresses(&self.addresses)
+    }
+}
+
+fn check_addresses(addresses: &[String]) -> Result<(), MessageError> {
+    at_most("addresses", addresses.len(), RANKS_MAX)?;
+    at_most("address", addresses.iter().map(String::len).max().unwrap_or(0), ADDRESS_MAX)
+}
+
+/// The engine of this rank.
+#[derive(Clone, Debug)]
+pub struct OwnEngine {
+    /// The life of the engine.
+    pub id: EngineId,
+    /// The number of this rank.
+    pub rank: usize,
+    /// Of the whole engine.
+    pub topology: Arc<Topology>,
+    /// Where the agent of each rank listens.
+    pub addresses: Vec<String>,
+    /// The card of each rank.
+    pub cards: Vec<Vec<u8>>,
+}
+
+/// A producing engine, as a consumer rank knows it after the handshake.
+#[derive(Clone, Debug)]
+pub struct Pairing {
+    /// The life of the engine.
+    pub engine: EngineId,
+    /// Which consumer rank reads what from which producer rank.
+    pub routing: Routing,
+    /// Where the agent of each rank listens.
+    pub addresses: Vec<String>,
+    /// Cards of the ranks that this rank reads from, by rank number.
+    pub cards: BTreeMap<usize, Vec<u8>>,
+}
+
+/// Why a handshake failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// Why.
+    pub code: WireCode,
+    /// Why, in words.
+    pub detail: String,
+    /// Where ranks of the producing engine listen. Empty if that is not known.
+    pub addresses: Vec<String>,
+}
+
+/// What the driver of [`EngineHandshakes`] has to do.
+#[derive(Clone, Debug)]
+pub enum EngineHandshakeAction {
+    /// Send a message. If the connection is gone, drop it: [`EngineHandshakes::met`] queues it again.
+    Send {
+        /// The rank of the other engine.
+        to: PeerId,
+        /// To be encoded as it is.
+        message: EngineHandshakeMessage,
+    },
+    /// Connect to the peer and start the heartbeat, or stop it. The heartbeat must run while a
+    /// handshake waits for the peer.
+    Watch {
+        /// The rank of the producing engine.
+        peer: PeerId,
+        /// `true` to start it.
+        on: bool,
+    },
+    /// A handshake has ended. Exactly once for every [`EngineHandshakes::meet`].
+    Met {
+        /// As given to [`EngineHandshakes::meet`].
+        ticket: u64,
+        /// The engine, or why the handshake failed.
+        result: Result<Arc<Pairing>, Failure>,
+    },
+    /// This rank refused an engine that asked for this one. For the log.
+    Refused {
+        /// The rank that asked.
+        peer: PeerId,
+        /// Why, in words.
+        detail: String,
+    },
+}
+
+/// A received message, together with the part of its handling that takes long.
+#[derive(Debug)]
+pub struct Examination {
+    from: PeerId,
+    message: EngineHandshakeMessage,
+    /// This rank's engine when the examination began.
+    own: Option<Arc<OwnEngine>>,
+    /// Whether the routing between the two engines is known already.
+    is_known: bool,
+    finding: Finding,
+}
+
+/// The result of an examination.
+#[derive(Debug)]
+enum Finding {
+    /// None was needed, or it has not run.
+    None,
+    /// The answer to a question. For a refused engine, also the reason.
+    Answer(EngineHandshakeMessage, Option<String>),
+    /// The producing engine that an answer describes.
+    Heard(Result<Heard, String>),
+}
+
+/// The engine handshakes of one rank, in both roles.
+#[derive(Debug)]
+pub struct EngineHandshakes {
+    own: Option<Arc<OwnEngine>>,
+    /// A handshake fails if a lost connection does not come back within this time.
+    reconnect: Duration,
+    meetings: HashMap<PeerId, Meeting>,
+    /// Questions that arrived before this rank knew its own engine; the latest of each peer.
+    waiting: HashMap<PeerId, Introduce>,
+    actions: VecDeque<EngineHandshakeAction>,
+}
+
+/// A handshake with a producing engine.
+#[derive(Debug)]
+struct Meeting {
+    /// Tickets that wait for it, with their deadlines.
+    tickets: Vec<(u64, Timestamp)>,
+    connected: bool,
+    /// The connection is lost: when the handshake fails, and with which code.
+    lost: Option<(Timestamp, WireCode)>,
+    heard: Option<Heard>,
+}
+
+/// What the producing engine has answered so far.
+#[derive(Debug)]
+struct Heard {
+    engine: EngineId,
+    routing: Routing,
+    addresses: Vec<String>,
+    cards: BTreeMap<usize, Vec<u8>>,
+}
+
+impl EngineHandshakes {
+    /// A rank that does not know its own engine yet.
+    pub fn new(reconnect: Duration) -> Self {
+        Self {
+            own: None,
+            reconnect,
+            meetings: HashMap::new(),
+            waiting: HashMap::new(),
+            actions: VecDeque::new(),
+        }
+    }
+
+    /// Sets this rank's engine and answers the questions that waited for it. Repeats its own
+    /// questions, because earlier answers were for another engine.
+    pub fn know(&mut self, own: OwnEngine) {
+        for (from, message) in self.set_own(own) {
+            self.receive(from, message);
+        }
+    }
+
+    /// As [`EngineHandshakes::know`], but returns the questions that waited. Each must be received
+    /// again.
+    #[must_use]
+    pub fn set_own(&mut self, own: OwnEngine) -> Vec<(PeerId, EngineHandshakeMessage)> {
+        self.own = Some(Arc::new(own));
+        self.meetings.values_mut().for_each(|meeting| meeting.heard = None);
+        let meetings: Vec<_> = self.meetings.keys().copied().collect();
+        meetings.into_iter().for_each(|peer| self.say(peer));
+        self.waiting.drain().map(|(peer, introduce)| (peer, introduce.into())).collect()
+    }
+
+    /// Begins a handshake with the engine of the rank `peer`. It ends with
+    /// [`EngineHandshakeAction::Met`], at the latest after `budget`.
+    pub fn meet(
+        &mut self,
+        ticket: u64,
+        peer: PeerId,
+        connected: bool,
+        budget: Duration,
+        now: Timestamp,
+    ) {
+        let is_new = !self.meetings.contains_key(&peer);
+        let meeting = self.meetings.entry(peer).or_insert_with(|| Meeting {
+            tickets: Vec::new(),
+            connected,
+            lost: None,
+            heard: None,
+        });
+        meeting.tickets.push((ticket, now + budget));
+        if is_new {
+            self.actions.push_back(EngineHandshakeAction::Watch { peer, on: true });
+            self.say(peer);
+        }
+    }
+
+    /// A message arrived from a peer: [`EngineHandshakes::examine`], [`Examination::run`] and
+    /// [`EngineHandshakes::accept`] in one call.
+    pub fn receive(&mut self, from: PeerId, message: EngineHandshakeMessage) {
+        let examination = self.examine(from, message).run();
+        self.accept(examination);
+    }
+
+    /// Begins to handle a message. Takes microseconds, as [`EngineHandshakes::accept`] does.
+    pub fn examine(&self, from: PeerId, message: EngineHandshakeMessage) -> Examination {
+        let heard = self.meetings.get(&from).and_then(|meeting| meeting.heard.as_ref());
+        let is_known = heard.is_some_and(|heard| {
+            matches!(&message, EngineHandshakeMessage::Introduced(it) if it.engine == heard.engine)
+        });
+        Examination { from, message, own: self.own.clone(), is_known, finding: Finding::None }
+    }
+
+    /// Acts on an examined message. If this rank's engine has changed since the examination began,
+    /// runs it again.
+    pub fn accept(&mut self, examination: Examination) {
+        let is_same = match (&examination.own, &self.own) {
+            (Some(then), Some(now)) => Arc::ptr_eq(then, now),
+            (then, now) => then.is_none() && now.is_none(),
+        };
+        let examination = if is_same {
+            examination
+        } else {
+            self.examine(examination.from, examination.message).run()
+        };
+        let Examination { from, message, finding, .. } = examination;
+        match (message, finding) {
+            (EngineHandshakeMessage::Introduce(introduce), finding) => {
+                self.introduced_to(from, introduce, finding);
+            }
+            (EngineHandshakeMessage::Introduced(it), finding) => self.heard(from, it, finding),
+            (EngineHandshakeMessage::Turned(turned), _) => {
+                // An answer that was not asked for is ignored.
+                if self.own.is_none() {
+                    return;
+                }
+                let Turned { code, detail, addresses } = turned;
+                let code = if code.is_ok() { WireCode::Malformed } else { code };
+                self.end(from, &Err(Failure { code, detail, addresses }));
+            }
+            (EngineHandshakeMessage::Unknown { .. }, _) => {}
+        }
+    }
+
+    /// The connection to a peer was lost. `gone` means that it will not come back.
+    pub fn lost(&mut self, peer: PeerId, code: WireCode, gone: bool, now: Timestamp) {
+        self.waiting.remove(&peer);
+        let Some(meeting) = self.meetings.get_mut(&peer) else { return };
+        meeting.connected = false;
+        let until = if gone { now } else { now + self.reconnect };
+        let until = meeting.lost.map_or(until, |(before, _)| before.min(until));
+        meeting.lost = Some((until, code));
+        self.expire(now);
+    }
+
+    /// A connection to a peer is up: the first, or another one.
+    pub fn met(&mut self, peer: PeerId) {
+        if let Some(meeting) = self.meetings.get_mut(&peer) {
+            (meeting.connected, meeting.lost) = (true, None);
+            self.say(peer);
+        }
+    }
+
+    /// The rank at the address of `before` has restarted and is now the peer `now`.
+    pub fn moved(&mut self, before: PeerId, now: PeerId) {
+        if let Some(mut meeting) = self.meetings.remove(&before) {
+            meeting.heard = None;
+            self.meetings.insert(now, meeting);
+        }
+    }
+
+    /// When [`EngineHandshakes::expire`] is due.
+    pub fn next_timeout(&self) -> Option<Timestamp> {
+        self.meetings.values().filter_map(Meeting::due).min()
+    }
+
+    /// Ends the handshakes whose deadlines have passed.
+    pub fn expire(&mut self, now: Timestamp) {
+        let due = |meeting: &Meeting| meeting.due().is_some_and(|due| due <= now);
+        let overdue: Vec<_> =
+            self.meetings.iter().filter(|(_, it)| due(it)).map(|(peer, _)| *peer).collect();
+        for peer in overdue {
+            let addresses = self.addresses_of(peer);
+            let meeting = self.meetings.get_mut(&peer).expect("found just now");
+            if let Some((_, code)) = meeting.lost.filter(|(until, _)| *until <= now) {
+                let detail = "the producing engine can't be reached".to_owned();
+                self.end(peer, &Err(Failure { code, detail, addresses }));
+                continue;
+            }
+            let (late, rest) = meeting.tickets.drain(..).partition(|(_, until)| *until <= now);
+            meeting.tickets = rest;
+            let why = match (&self.own, meeting.connected) {
+                (None, _) => "this rank does not know its own engine",
+                (_, false) => "the producing engine can't be reached",
+                _ => "the producing engine did not answer",
+            };
+            let late: Vec<(u64, Timestamp)> = late;
+            for (ticket, _) in late {
+                let failure = Failure {
+                    code: WireCode::Deadline,
+                    detail: why.to_owned(),
+                    addresses: addresses.clone(),
+                };
+                let met = EngineHandshakeAction::Met { ticket, result: Err(failure) };
+                self.actions.push_back(met);
+            }
+            self.forget_if_unwanted(peer);
+        }
+    }
+
+    /// The next action.
+    pub fn poll(&mut self) -> Option<EngineHandshakeAction> {
+        self.actions.pop_front()
+    }
+
+    /// Sizes of the collections, by name. Zero when no handshake is under way.
+    pub fn gauges(&self) -> [(&'static str, usize); 2] {
+        [("meetings", self.meetings.len()), ("engine_handshakes", self.waiting.len())]
+    }
+
+    /// Asks a producing engine for what it has not answered yet.
+    fn say(&mut self, peer: PeerId) {
+        let (Some(own), Some(meeting)) = (&self.own, self.meetings.get(&peer)) else { return };
+        if !meeting.connected {
+            return;
+        }
+        let ranks = meeting.heard.as_ref().map_or_else(Vec::new, |heard| heard.missing(own.rank));
+        let introduce = Introduce { topology: own.topology.encode(), ranks };
+        self.actions.push_back(EngineHandshakeAction::Send { to: peer, message: introduce.into() });
+    }
+
+    /// A rank of another engine wants to consume from this one.
+    fn introduced_to(&mut self, from: PeerId, introduce: Introduce, finding: Finding) {
+        if let Finding::Answer(message, refusal) = finding {
+            let refused =
+                refusal.map(|detail| EngineHandshakeAction::Refused { peer: from, detail });
+            self.actions.extend(refused);
+            return self.actions.push_back(EngineHandshakeAction::Send { to: from, message });
+        }
+        let bytes: usize = self.waiting.values().map(|it| it.topology.len()).sum();
+        if self.waiting.len() < WAITING_MAX && bytes + introduce.topology.len() <= WAITING_BYTES_MAX
+        {
+            self.waiting.insert(from, introduce);
+            return;
+        }
+        let detail = "too many ranks wait for this rank to know its own engine".to_owned();
+        let turned = Turned { code: WireCode::Busy, detail, addresses: Vec::new() };
+        self.actions.push_back(EngineHandshakeAction::Send { to: from, message: turned.into() });
+    }
+
+    /// A producing engine has described itself.
+    fn heard(&mut self, from: PeerId, it: Introduced, finding: Finding) {
+        let (Some(own), Some(meeting)) = (&self.own, self.meetings.get_mut(&from)) else { return };
+        let known = meeting.heard.take().filter(|heard| heard.engine == it.engine);
+        let is_first = known.is_none();
+        let heard = match (known, finding) {
+            (Some(known), _) => Ok(known),
+            (None, Finding::Heard(heard)) => heard,
+            // What was known when the examination began has been forgotten since.
+            (None, _) => Heard::new(own, &it),
+        };
+        let mut heard = match heard {
+            Ok(heard) => heard,
+            Err(detail) => {
+                let (code, addresses) = (WireCode::LayoutMismatch, it.addresses);
+                return self.end(from, &Err(Failure { code, detail, addresses }));
+            }
+        };
+        let missing = heard.missing(own.rank);
+        let shows_none = it.cards.is_empty();
+        let news = it.cards.into_iter().filter(|(rank, _)| missing.contains(rank));
+        let news: Vec<_> = news.map(|(rank, card)| (rank as usize, card.into_vec())).collect();
+        let is_news = is_first || !news.is_empty();
+        heard.cards.extend(news);
+        if heard.missing(own.rank).is_empty() {
+            let Heard { engine, routing, addresses, cards } = heard;
+            return self.end(from, &Ok(Arc::new(Pairing { engine, routing, addresses, cards })));
+        }
+        meeting.heard = Some(heard);
+        if is_news {
+            // The cards may all be of ranks that this rank does not read from. It names those now.
+            self.say(from);
+        } else if shows_none {
+            let detail = "the producing engine does not show all of its ranks".to_owned();
+            let (code, addresses) = (WireCode::Malformed, it.addresses);
+            self.end(from, &Err(Failure { code, detail, addresses }));
+        }
+        // Else the answer repeats an earlier one. The missing cards have been asked for since.
+    }
+
+    fn addresses_of(&self, peer: PeerId) -> Vec<String> {
+        let heard = self.meetings.get(&peer).and_then(|meeting| meeting.heard.as_ref());
+        heard.map_or_else(Vec::new, |heard| heard.addresses.clone())
+    }
+
+    fn end(&mut self, peer: PeerId, result: &Result<Arc<Pairing>, Failure>) {
+        let Some(meeting) = self.meetings.get_mut(&peer) else { return };
+        for (ticket, _) in meeting.tickets.drain(..) {
+            self.actions.push_back(EngineHandshakeAction::Met { ticket, result: result.clone() });
+        }
+        self.forget_if_unwanted(peer);
+    }
+
+    fn forget_if_unwanted(&mut self, peer: PeerId) {
+        if self.meetings.get(&peer).is_some_and(|meeting| meeting.tickets.is_empty()) {
+            self.meetings.remove(&peer);
+            self.actions.push_back(EngineHandshakeAction::Watch { peer, on: false });
+        }
+    }
+}
+
+impl Examination {
+    /// Does the part that takes long: milliseconds for engines of hundreds of ranks.
+    #[must_use]
+    pub fn run(mut self) -> Self {
+        if let Some(own) = self.own.as_ref().filter(|_| !self.is_known) {
+            self.finding = match &self.message {
+                EngineHandshakeMessage::Introduce(introduce) => own.answer(introduce),
+                EngineHandshakeMessage::Introduced(it) => Finding::Heard(Heard::new(own, it)),
+                _ => Finding::None,
+            };
+        }
+        self
+    }
+}
+
+impl OwnEngine {
+    /// The answer to a rank that wants to consume from this engine.
+    fn answer(&self, introduce: &Introduce) -> Finding {
+        let theirs = Topology::decode(&introduce.topology).map_err(|e| e.to_string());
+        let fits =
+            theirs.and_then(|it| Routing::new(&self.topology, &it).map_err(|e| e.to_string()));
+        let Err(detail) = fits else {
+            return Finding::Answer(self.card_of(&introduce.ranks).into(), None);
+        };
+        let said = truncated(&detail, DETAIL_MAX).to_owned();
+        let (code, addresses) = (WireCode::LayoutMismatch, self.addresses.clone());
+        let turned = Turned { code, detail: said, addresses };
+        Finding::Answer(turned.into(), Some(detail))
+    }
+
+    /// This engine's description with the cards of `ranks`, or with as many as fit.
+    fn card_of(&self, ranks: &[u32]) -> Introduced {
+        let mut cards = BTreeMap::new();
+        let mut bytes = 0;
+        let all = 0..self.cards.len() as u32;
+        let wanted: Vec<u32> = if ranks.is_empty() { all.collect() } else { ranks.to_vec() };
+        for rank in wanted {
+            let Some(card) = self.cards.get(rank as usize) else { continue };
+            bytes += card.len();
+            if bytes > CARDS_MAX && !cards.is_empty() {
+                break;
+            }
+            cards.insert(rank, ByteBuf::from(card.clone()));
+        }
+        Introduced {
+            engine: self.id,
+            topology: self.topology.encode(),
+            addresses: self.addresses.clone(),
+            cards,
+        }
+    }
+}
+
+impl Meeting {
+    fn due(&self) -> Option<Timestamp> {
+        let first = self.tickets.iter().map(|(_, until)| *until).min();
+        [first, self.lost.map(|(until, _)| until)].into_iter().flatten().min()
+    }
+}
+
+impl Heard {
+    fn new(own: &OwnEngine, it: &Introduced) -> Result<Self, String> {
+        let topology = Topology::decode(&it.topology).map_err(|e| e.to_string())?;
+        let routing = Routing::new(&topology, &own.topology).map_err(|e| e.to_string())?;
+        if it.addresses.len() != topology.ranks() {
+            let (ranks, addresses) = (topology.ranks(), it.addresses.len());
+            return Err(format!(
+                "the producing engine has {ranks} ranks, and {addresses} addresses"
+            ));
+        }
+        let (engine, addresses) = (it.engine, it.addresses.clone());
+        Ok(Self { engine, routing, addresses, cards: BTreeMap::new() })
+    }
+
+    /// Ranks that rank `reader` reads from and whose cards are missing.
+    fn missing(&self, reader: usize) -> Vec<u32> {
+        let sources = self.routing.sources_of(reader).iter();
+        sources.filter(|rank| !self.cards.contains_key(rank)).map(|rank| *rank as u32).collect()
+    }
+}

@@ -1,0 +1,417 @@
+//! The engine: a scheduler, its ranks, and the connector between them.
+
+mod phases;
+mod workers;
+
+use crate::config::{ConfigError, EngineConfig, Rank};
+use crate::contract::vllm::{ConnectorMeta, ConnectorOutput};
+use crate::contract::{Channel, Violation, trt, vllm};
+use crate::layout::{BlockId, KvCaches};
+use crate::lockstep::lockstep;
+use crate::model::Attention;
+use crate::quorum::{Countdown, Intersection, Report};
+use crate::request::{Output, Request, RequestId, RequestStatus, SubmitError};
+use crate::scheduler::{Plan, Scheduler, Seam};
+use crate::worker::{Forward, Ranks};
+use phases::{Phase, TrtRank, VllmRank, trt_phases, vllm_phases};
+use std::fmt;
+use std::sync::Arc;
+use thiserror::Error;
+use workers::Workers;
+
+/// The connector of an engine.
+#[derive(Debug)]
+pub enum Connector {
+    /// No connector.
+    None,
+    /// Called as by vLLM.
+    Vllm(vllm::Connector),
+    /// Called as by TensorRT-LLM.
+    Trt(trt::Connector),
+}
+
+/// A breach of the contract by the connector, or its failure.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum EngineError {
+    /// The connector broke the contract. The step is complete; [`Engine::violations`] may have more.
+    #[error(transparent)]
+    Violation(#[from] Violation),
+    /// TensorRT-LLM: a worker half failed. The engine cannot continue.
+    #[error("rank {rank}: {fault}")]
+    Worker {
+        /// The worker half's rank.
+        rank: Rank,
+        /// Why it failed.
+        fault: trt::WorkerFault,
+    },
+}
+
+/// Requests and blocks that were not given back.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("requests {requests:?} and blocks {blocks:?} (pool, block) are still held")]
+pub struct Leak {
+    /// Requests that are live, or whose blocks are held.
+    pub requests: Vec<RequestId>,
+    /// Blocks with users, as (pool, block).
+    pub blocks: Vec<(usize, BlockId)>,
+}
+
+/// The result of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepReport {
+    /// Tokens computed.
+    pub tokens: usize,
+    /// Requests that have not ended.
+    pub unfinished: usize,
+    /// Ended requests whose blocks the connector still holds.
+    pub held: usize,
+}
+
+/// An engine.
+pub struct Engine {
+    config: EngineConfig,
+    ranks: Arc<Ranks>,
+    scheduler: Scheduler,
+    workers: Workers,
+    scribbles: u64,
+    violations: Vec<Violation>,
+    events: Vec<serde_json::Value>,
+}
+
+impl Engine {
+    /// Sets up an engine and its connector's halves.
+    ///
+    /// # Errors
+    /// The settings contradict each other or the connector.
+    pub fn new(config: EngineConfig, connector: Connector) -> Result<Self, ConfigError> {
+        config.validate()?;
+        let ranks = config.ranks();
+        let (seam, mut workers) = match connector {
+            Connector::None => (Seam::None, Workers::None),
+            Connector::Vllm(vllm::Connector { scheduler, workers }) => {
+                let workers = Workers::Vllm { workers, countdown: Countdown::default() };
+                (Seam::Vllm(scheduler), workers)
+            }
+            Connector::Trt(trt::Connector { scheduler, workers }) => {
+                let saved = Intersection::new(Channel::Sending);
+                let loaded = Intersection::new(Channel::Recving);
+                (Seam::Trt(scheduler), Workers::Trt { workers, saved, loaded })
+            }
+        };
+        let count = match &workers {
+            Workers::None => ranks.len(),
+            Workers::Vllm { workers, .. } => workers.len(),
+            Workers::Trt { workers, .. } => workers.len(),
+        };
+        if count != ranks.len() {
+            return Err(ConfigError::Workers { workers: count, ranks: ranks.len() });
+        }
+        if let Seam::Trt(_) = seam {
+            let state = config.model.groups.iter().any(|it| it.attention == Attention::State);
+            for (refused, what) in [(config.pp > 1, "PP"), (state, "states")] {
+                if refused {
+                    return Err(ConfigError::NotWithTrt { what });
+                }
+            }
+        }
+        let caches = workers.caches(&config, &ranks)?;
+        let mut scheduler = Scheduler::new(&config, seam);
+        workers.register(&caches, &mut scheduler);
+        Ok(Self {
+            ranks: Arc::new(Ranks::new(config.model.clone(), config.tp, caches)),
+            config,
+            scheduler,
+            workers,
+            scribbles: 0,
+            violations: vec![],
+            events: vec![],
+        })
+    }
+
+    /// Its settings.
+    pub fn config(&self) -> &EngineConfig {
+        &self.config
+    }
+
+    /// Submits a request.
+    ///
+    /// # Errors
+    /// The request is invalid, or could never be served. The connector does not get it then: see
+    /// [`Engine::reject`].
+    pub fn submit(&mut self, request: Request) -> Result<(), SubmitError> {
+        self.scheduler.submit(request)
+    }
+
+    /// Rejects a request before it is scheduled. The connector gets it as aborted, so that the other side
+    /// frees the request's KV. vLLM's `notify_kv_transfer_request_rejected`.
+    ///
+    /// # Errors
+    /// A live request has this id.
+    pub fn reject(&mut self, request: Request) -> Result<(), SubmitError> {
+        self.scheduler.reject(request)
+    }
+
+    /// Aborts a request in any state. False if it is unknown or has ended.
+    pub fn abort(&mut self, id: &RequestId) -> bool {
+        self.scheduler.abort(id)
+    }
+
+    /// The state of a request; `None` once it has ended and its blocks are free.
+    pub fn status(&self, id: &RequestId) -> Option<RequestStatus> {
+        self.scheduler.status(id)
+    }
+
+    /// The blocks of a request, per group.
+    pub fn blocks(&self, id: &RequestId) -> Option<&[Vec<BlockId>]> {
+        self.scheduler.tables(id)
+    }
+
+    /// One rank's caches.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    pub fn caches(&self, rank: Rank) -> &Arc<KvCaches> {
+        &self.ranks.caches[rank.pp * self.config.tp + rank.tp]
+    }
+
+    /// Takes the outputs since the last call.
+    pub fn take_outputs(&mut self) -> Vec<Output> {
+        std::mem::take(&mut self.scheduler.outputs)
+    }
+
+    /// Takes the connector's cache events since the last call.
+    pub fn take_events(&mut self) -> Vec<serde_json::Value> {
+        std::mem::take(&mut self.events)
+    }
+
+    /// All breaches of the contract so far.
+    pub fn violations(&self) -> &[Violation] {
+        &self.violations
+    }
+
+    /// How often a request has lost its blocks to another.
+    pub fn preemptions(&self) -> u64 {
+        self.scheduler.preemptions
+    }
+
+    /// Whether another step would do anything.
+    pub fn has_work(&mut self) -> bool {
+        if self.scheduler.unfinished() > 0 || self.scheduler.has_news() {
+            return true;
+        }
+        match self.scheduler.seam() {
+            Seam::None => false,
+            Seam::Vllm(connector) => connector.has_pending_work(),
+            // TensorRT-LLM steps while a request is in transmission.
+            Seam::Trt(_) => self.scheduler.held() > 0,
+        }
+    }
+
+    /// Empties the prefix cache and the connector's. False if blocks are in use in either.
+    pub fn reset_prefix_cache(&mut self) -> bool {
+        let own = self.scheduler.cache.reset();
+        let theirs = match self.scheduler.seam() {
+            Seam::Vllm(connector) => connector.reset_cache(),
+            Seam::None | Seam::Trt(_) => true,
+        };
+        own && theirs
+    }
+
+    /// Checks that all requests and blocks have been given back.
+    ///
+    /// # Errors
+    /// Those that have not.
+    pub fn check_empty(&self) -> Result<(), Leak> {
+        let (requests, blocks) = (self.scheduler.live(), self.scheduler.cache.used());
+        if requests.is_empty() && blocks.is_empty() {
+            Ok(())
+        } else {
+            Err(Leak { requests, blocks })
+        }
+    }
+
+    /// One step: schedules, computes, and counts what the ranks report.
+    ///
+    /// # Errors
+    /// The first breach of the contract in this step.
+    pub fn step(&mut self) -> Result<StepReport, EngineError> {
+        let plan = self.scheduler.schedule();
+        let batch = self.scheduler.batch(&plan);
+        let forward = (!batch.is_empty()).then(|| Arc::new(Forward::new(&self.ranks, batch)));
+        match &self.workers {
+            Workers::None => {
+                let void = self.drain_void();
+                self.ranks.caches.iter().for_each(|caches| scribble(caches, &void));
+                let sampled = forward.map_or_else(Vec::new, |forward| forward.finish());
+                self.scheduler.update(&plan, &sampled, &[]);
+            }
+            Workers::Vllm { .. } => self.step_vllm(&plan, forward.as_ref()),
+            Workers::Trt { .. } => self.step_trt(&plan, forward.as_ref())?,
+        }
+        let new = std::mem::take(&mut self.scheduler.violations);
+        let first = new.first().cloned();
+        self.violations.extend(new);
+        match first {
+            Some(violation) => Err(violation.into()),
+            None => Ok(StepReport {
+                tokens: plan.tokens(),
+                unfinished: self.scheduler.unfinished(),
+                held: self.scheduler.held(),
+            }),
+        }
+    }
+
+    /// Takes the blocks whose content became invalid. They are overwritten, so that a block that is not
+    /// loaded never has the right bytes of an earlier request.
+    fn drain_void(&mut self) -> Vec<Void> {
+        let void = self.scheduler.cache.drain_void().into_iter();
+        void.map(|(group, block)| {
+            self.scribbles += 1;
+            Void { group, block, seed: self.scribbles }
+        })
+        .collect()
+    }
+
+    fn step_vllm(&mut self, plan: &Plan, forward: Option<&Arc<Forward>>) {
+        let output = self.scheduler.vllm_output(plan);
+        let void = self.drain_void();
+        let Seam::Vllm(connector) = self.scheduler.seam() else { return };
+        let meta: ConnectorMeta = connector.build_connector_meta(&output).into();
+        let expected = connector.get_finished_count().unwrap_or(self.ranks.caches.len());
+        let Workers::Vllm { workers, countdown } = &mut self.workers else { return };
+
+        let phases = vllm_phases(&self.ranks, self.config.launch, forward, plan.has_sync_loads);
+        let mut halves: Vec<_> = self
+            .ranks
+            .caches
+            .iter()
+            .zip(workers)
+            .map(|(caches, worker)| VllmRank {
+                rank: caches.layout.rank,
+                caches,
+                worker: &mut **worker,
+                report: Report::default(),
+            })
+            .collect();
+        let ranks = &self.ranks;
+        lockstep(self.config.threads, &mut halves, &phases, |half, phase, first| match phase {
+            Phase::Scribble => scribble(half.caches, &void),
+            phase => half.perform(*phase, first, ranks, forward, &meta, &plan.finished),
+        });
+        let reports = halves.into_iter().map(|half| (half.rank, half.report)).collect();
+        let sampled = forward.map_or_else(Vec::new, |forward| forward.finish());
+
+        let blocks: Vec<_> = self.config.groups.iter().map(|group| group.blocks).collect();
+        let output = countdown.count(reports, expected, &blocks, &mut self.scheduler);
+        self.scheduler.update(plan, &sampled, &output.invalid_block_ids);
+        if let Seam::Vllm(connector) = self.scheduler.seam() {
+            if !output.is_empty() {
+                connector.update_connector_output(&output);
+            }
+            self.events.extend(connector.take_events());
+        }
+        self.scheduler.transferred(&output);
+    }
+
+    fn step_trt(&mut self, plan: &Plan, forward: Option<&Arc<Forward>>) -> Result<(), EngineError> {
+        let output = self.scheduler.trt_output(plan);
+        let Seam::Trt(connector) = self.scheduler.seam() else { return Ok(()) };
+        let meta: Arc<[u8]> = connector.build_connector_meta(&output).into();
+        let void = self.drain_void();
+        self.ranks.caches.iter().for_each(|caches| scribble(caches, &void));
+        let Workers::Trt { workers, saved, loaded } = &mut self.workers else { return Ok(()) };
+
+        let phases = trt_phases(&self.ranks, self.config.launch, forward);
+        let mut halves: Vec<_> = self
+            .ranks
+            .caches
+            .iter()
+            .zip(workers)
+            .map(|(caches, worker)| TrtRank {
+                rank: caches.layout.rank,
+                worker: &mut **worker,
+                fault: None,
+                finished: (vec![], vec![]),
+            })
+            .collect();
+        let ranks = &self.ranks;
+        lockstep(self.config.threads, &mut halves, &phases, |half, phase, first| {
+            half.perform(*phase, first, ranks, forward, &meta);
+        });
+        check_faults(&halves)?;
+        let sampled = forward.map_or_else(Vec::new, |forward| forward.finish());
+        self.scheduler.update(plan, &sampled, &[]);
+
+        let saving = self.scheduler.take_saving();
+        lockstep(self.config.threads, &mut halves, &[()], |half, (), _| {
+            match half.worker.get_finished(&saving, &plan.loading) {
+                Ok(finished) => half.finished = finished,
+                Err(fault) => half.fault = Some(fault),
+            }
+        });
+        check_faults(&halves)?;
+        saved.hand_in(&saving);
+        loaded.hand_in(&plan.loading);
+        for half in &halves {
+            saved.report(half.rank, &half.finished.0, &mut self.scheduler);
+            loaded.report(half.rank, &half.finished.1, &mut self.scheduler);
+        }
+        let ids = |numbers: Vec<u64>, scheduler: &Scheduler| {
+            numbers.into_iter().filter_map(|number| scheduler.number_to_id(number)).collect()
+        };
+        let count = halves.len();
+        let output = ConnectorOutput {
+            finished_sending: ids(saved.take_complete(count), &self.scheduler),
+            finished_recving: ids(loaded.take_complete(count), &self.scheduler),
+            ..ConnectorOutput::default()
+        };
+        self.scheduler.transferred(&output);
+        Ok(())
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if let Workers::Vllm { workers, .. } = &mut self.workers {
+            for worker in workers {
+                worker.shutdown();
+            }
+        }
+        if let Seam::Vllm(connector) = self.scheduler.seam() {
+            connector.shutdown();
+        }
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine")
+            .field("ranks", &self.ranks.caches.len())
+            .field("unfinished", &self.scheduler.unfinished())
+            .field("held", &self.scheduler.held())
+            .finish_non_exhaustive()
+    }
+}
+
+struct Void {
+    group: usize,
+    block: BlockId,
+    seed: u64,
+}
+
+fn scribble(caches: &KvCaches, void: &[Void]) {
+    for Void { group, block, seed } in void {
+        let Rank { pp, tp } = caches.layout.rank;
+        caches.scribble(*group, *block, seed << 32 | (pp as u64) << 16 | tp as u64);
+    }
+}
+
+fn check_faults(halves: &[TrtRank<'_>]) -> Result<(), EngineError> {
+    for half in halves {
+        if let Some(fault) = &half.fault {
+            return Err(EngineError::Worker { rank: half.rank, fault: fault.clone() });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,171 @@
+//! What each rank does in a step, phase by phase.
+
+use crate::config::{Launch, Rank};
+use crate::contract::vllm::ConnectorMeta;
+use crate::contract::{trt, vllm};
+use crate::layout::KvCaches;
+use crate::quorum::Report;
+use crate::request::RequestId;
+use crate::worker::{Forward, LayerEvent, Ranks};
+use std::sync::Arc;
+
+/// A part of a step. Each ends on all ranks before the next begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    HandlePreemptions,
+    Scribble,
+    Bind,
+    StartLoad,
+    WaitForLayer(usize),
+    Compute(usize),
+    SaveLayer(usize),
+    ForwardDone,
+    WaitForSave,
+    Report,
+}
+
+pub(super) fn vllm_phases(
+    ranks: &Ranks,
+    launch: Launch,
+    forward: Option<&Arc<Forward>>,
+    has_sync_loads: bool,
+) -> Vec<Phase> {
+    let mut phases = vec![Phase::HandlePreemptions, Phase::Scribble, Phase::Bind];
+    let layers = layer_phases(ranks, launch, forward);
+    if has_sync_loads {
+        phases.push(Phase::StartLoad);
+        phases.extend(layers);
+    } else {
+        // Loads for later steps begin after the computation was launched.
+        phases.extend(layers);
+        phases.push(Phase::StartLoad);
+    }
+    phases.extend([Phase::WaitForSave, Phase::Report]);
+    phases
+}
+
+pub(super) fn trt_phases(
+    ranks: &Ranks,
+    launch: Launch,
+    forward: Option<&Arc<Forward>>,
+) -> Vec<Phase> {
+    let mut phases = vec![Phase::Bind, Phase::StartLoad];
+    phases.extend(layer_phases(ranks, launch, forward));
+    if forward.is_some() {
+        phases.push(Phase::ForwardDone);
+    }
+    phases.push(Phase::WaitForSave);
+    phases
+}
+
+/// A layer without a `Compute` phase is computed after all phases, or when a thread waits for it.
+fn layer_phases(ranks: &Ranks, launch: Launch, forward: Option<&Arc<Forward>>) -> Vec<Phase> {
+    let layers = if forward.is_some() { 0..ranks.model.layers.len() } else { 0..0 };
+    let mut phases = vec![];
+    for layer in layers {
+        phases.push(Phase::WaitForLayer(layer));
+        if launch == Launch::Eager {
+            phases.push(Phase::Compute(layer));
+        }
+        phases.push(Phase::SaveLayer(layer));
+    }
+    phases
+}
+
+/// Whether a rank has the layer.
+fn holds(ranks: &Ranks, rank: Rank, layer: usize) -> bool {
+    ranks.places[layer].0 == rank.pp
+}
+
+pub(super) struct VllmRank<'a> {
+    pub(super) rank: Rank,
+    pub(super) caches: &'a KvCaches,
+    pub(super) worker: &'a mut dyn vllm::WorkerConnector,
+    pub(super) report: Report,
+}
+
+impl VllmRank<'_> {
+    pub(super) fn perform(
+        &mut self,
+        phase: Phase,
+        first: bool,
+        ranks: &Ranks,
+        forward: Option<&Arc<Forward>>,
+        meta: &ConnectorMeta,
+        finished: &[RequestId],
+    ) {
+        match phase {
+            Phase::HandlePreemptions => self.worker.handle_preemptions(meta),
+            Phase::Bind => self.worker.bind_connector_metadata(meta),
+            Phase::StartLoad => self.worker.start_load_kv(),
+            Phase::WaitForLayer(layer) if holds(ranks, self.rank, layer) => {
+                self.worker.wait_for_layer_load(layer);
+            }
+            Phase::SaveLayer(layer) if holds(ranks, self.rank, layer) => {
+                let forward = forward.expect("layers are of a forward pass").clone();
+                self.worker.save_kv_layer(layer, &LayerEvent { forward, layer });
+            }
+            Phase::Compute(layer) if first => {
+                forward.expect("layers are of a forward pass").run_through(layer);
+            }
+            Phase::WaitForSave => self.worker.wait_for_save(),
+            Phase::Report => {
+                let results = self.worker.get_transfer_results(finished);
+                let invalid = self.worker.get_block_ids_with_load_errors();
+                let meta = self.worker.build_connector_worker_meta();
+                self.report = Report { results, invalid, meta };
+                self.worker.clear_connector_metadata();
+            }
+            Phase::WaitForLayer(_)
+            | Phase::SaveLayer(_)
+            | Phase::Compute(_)
+            | Phase::Scribble
+            | Phase::ForwardDone => {}
+        }
+    }
+}
+
+pub(super) struct TrtRank<'a> {
+    pub(super) rank: Rank,
+    pub(super) worker: &'a mut dyn trt::WorkerConnector,
+    pub(super) fault: Option<trt::WorkerFault>,
+    pub(super) finished: (Vec<u64>, Vec<u64>),
+}
+
+impl TrtRank<'_> {
+    pub(super) fn perform(
+        &mut self,
+        phase: Phase,
+        first: bool,
+        ranks: &Ranks,
+        forward: Option<&Arc<Forward>>,
+        meta: &Arc<[u8]>,
+    ) {
+        match phase {
+            Phase::Bind => self.worker.bind_connector_meta(meta),
+            Phase::StartLoad => {
+                if let Err(fault) = self.worker.start_load_kv() {
+                    self.fault = Some(fault);
+                }
+            }
+            Phase::WaitForLayer(layer) if holds(ranks, self.rank, layer) => {
+                self.worker.wait_for_layer_load(layer);
+            }
+            Phase::SaveLayer(layer) if holds(ranks, self.rank, layer) => {
+                let forward = forward.expect("layers are of a forward pass").clone();
+                self.worker.save_kv_layer(layer, &LayerEvent { forward, layer });
+            }
+            Phase::Compute(layer) if first => {
+                forward.expect("layers are of a forward pass").run_through(layer);
+            }
+            Phase::ForwardDone => self.worker.forward_done(),
+            Phase::WaitForSave => self.worker.wait_for_save(),
+            Phase::WaitForLayer(_)
+            | Phase::SaveLayer(_)
+            | Phase::Compute(_)
+            | Phase::HandlePreemptions
+            | Phase::Scribble
+            | Phase::Report => {}
+        }
+    }
+}

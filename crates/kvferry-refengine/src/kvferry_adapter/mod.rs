@@ -1,0 +1,289 @@
+//! kvferry's connector behind both seams. These adapters only translate.
+//!
+//! A [`KvferryAdapter`] is one engine's: a [`Scheduler`] and, per rank, an [`Agent`] and a [`Worker`] whose
+//! KV lies in the agent's memory ([`RegionMemory`]). The caller provides the agents, with transports,
+//! addresses and secrets. The halves share nothing: the engine carries bytes between them.
+//!
+//! | call of the seam | becomes |
+//! |---|---|
+//! | `allocate_kv_memory` | a region that peers may read |
+//! | `register_kv_caches` | [`Worker::start`] |
+//! | `get_handshake_metadata`, `set_xfer_handshake_metadata` | [`Worker::rank_metadata`], [`Scheduler::set_ranks`] |
+//! | `get_num_new_matched_tokens` | [`Scheduler::matched`] |
+//! | `update_state_after_alloc` | [`Scheduler::allocated`] |
+//! | `build_connector_meta` | [`Scheduler::step`] |
+//! | `handle_preemptions`; TensorRT-LLM: `bind_connector_meta` | [`Worker::apply`] |
+//! | `start_load_kv` | [`Worker::fetch`] |
+//! | `save_kv_layer` | [`Worker::layer_computed`], unless [`KvferryAdapterConfig::layer_events`] is off |
+//! | `wait_for_save` | [`Worker::step_computed`] |
+//! | `get_transfer_results`; TensorRT-LLM: `get_finished` | [`Worker::reports`] |
+//! | `update_connector_output` | [`Scheduler::reported`], [`Scheduler::sent`], [`Scheduler::received`] |
+//! | `request_finished` | [`Scheduler::finished`] |
+//!
+//! # What TensorRT-LLM's seam lacks
+//! * A way for the ranks to send metadata to the scheduler half. Real connectors make collective calls;
+//!   here an exchange within the process replaces them.
+//! * A way to report a failed load. `get_finished` returns a
+//!   [`WorkerFault`](crate::contract::trt::WorkerFault) with the request, the code and the reason, and
+//!   the engine ends: any other answer would vouch for wrong bytes.
+//! * Parameters of a response: the router must give the consumer the transfer's id and the producer's
+//!   address.
+
+mod memory;
+mod trt;
+mod vllm;
+
+pub use memory::RegionMemory;
+
+use crate::config::EngineConfig;
+use crate::contract;
+use crate::contract::RequestView;
+use crate::layout::{BlockId, KvCaches};
+use crate::memory::KvMemory;
+use crate::request::{FinishReason, RequestStatus};
+use crate::sync::lock;
+use crate::worker::LayerEvent;
+use kvferry::{Access, Agent, Region};
+use kvferry_connector::{
+    Announce, ComputeEvent, EngineId, GroupRule, Limits, NULL_BLOCK, Scheduler, SchedulerConfig,
+    Worker, WorkerConfig, WorkerObserver,
+};
+use kvferry_proto::WireCode;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+/// Settings of both halves.
+#[derive(Clone, Debug)]
+pub struct KvferryAdapterConfig {
+    /// See [`SchedulerConfig::timeout`].
+    pub timeout: Duration,
+    /// See [`SchedulerConfig::eager`]. If false, the tokens that a producer's request generated are its
+    /// side data: four bytes per token, little-endian.
+    pub eager: bool,
+    /// See [`WorkerConfig::announce`].
+    pub announce: Announce,
+    /// Bounds of the protocol.
+    pub limits: Limits,
+    /// Whether the engine calls the worker halves per layer. With full CUDA graphs it calls them per
+    /// step only.
+    pub layer_events: bool,
+}
+
+impl Default for KvferryAdapterConfig {
+    fn default() -> Self {
+        Self {
+            timeout: Duration::from_secs(30),
+            eager: true,
+            announce: Announce::Layers { pieces: 2 },
+            limits: Limits::default(),
+            layer_events: true,
+        }
+    }
+}
+
+/// One engine's connector: makes the halves and gives access to them.
+#[derive(Clone, Debug)]
+pub struct KvferryAdapter {
+    config: KvferryAdapterConfig,
+    engine: EngineConfig,
+    agents: Vec<Agent>,
+    scheduler: Arc<Mutex<Scheduler>>,
+    /// The worker halves that have started.
+    workers: Vec<Arc<OnceLock<Worker>>>,
+}
+
+impl KvferryAdapter {
+    /// The connector of an engine whose ranks have these agents, in their order. The first agent's
+    /// incarnation is the engine's id.
+    ///
+    /// # Panics
+    /// If there are not as many agents as ranks.
+    pub fn new(engine: &EngineConfig, agents: Vec<Agent>, config: KvferryAdapterConfig) -> Self {
+        let ranks = engine.ranks().len();
+        assert_eq!(agents.len(), ranks, "every rank has an agent");
+        let groups = engine.model.groups.iter().zip(&engine.groups).map(|(group, cache)| {
+            let block_tokens = u32::try_from(cache.block_tokens);
+            let block_tokens = block_tokens.expect("tokens of a block are counted in 32 bits");
+            GroupRule { kind: group.attention.kind(), block_tokens }
+        });
+        let scheduler = SchedulerConfig {
+            groups: groups.collect(),
+            ranks,
+            timeout: config.timeout,
+            eager: config.eager,
+        };
+        let id = EngineId(agents[0].incarnation().0);
+        Self {
+            config,
+            engine: engine.clone(),
+            agents,
+            scheduler: Arc::new(Mutex::new(Scheduler::new(scheduler, id))),
+            workers: (0..ranks).map(|_| Arc::default()).collect(),
+        }
+    }
+
+    /// Both halves for vLLM's seam; once.
+    pub fn vllm(&self) -> contract::vllm::Connector {
+        let scheduler = self.scheduler.clone();
+        let scheduler = vllm::Scheduler::new(scheduler, self.engine.ranks(), self.config.eager);
+        let workers = (0..self.workers.len()).map(|rank| vllm::Worker::new(self.half(rank)));
+        contract::vllm::Connector {
+            scheduler: Box::new(scheduler),
+            workers: workers.map(|worker| Box::new(worker) as Box<_>).collect(),
+        }
+    }
+
+    /// Both halves for TensorRT-LLM's seam; once.
+    pub fn trt(&self) -> contract::trt::Connector {
+        let exchange = trt::Exchange::new(self.workers.len(), self.scheduler.clone());
+        let scheduler = trt::Scheduler::new(self.scheduler.clone(), self.config.eager);
+        let workers = (0..self.workers.len())
+            .map(|rank| trt::Worker::new(self.half(rank), rank, exchange.clone()));
+        contract::trt::Connector {
+            scheduler: Box::new(scheduler),
+            workers: workers.map(|worker| Box::new(worker) as Box<_>).collect(),
+        }
+    }
+
+    fn half(&self, rank: usize) -> RankHalf {
+        let KvferryAdapterConfig { announce, limits, layer_events, .. } = self.config.clone();
+        RankHalf {
+            agent: self.agents[rank].clone(),
+            config: WorkerConfig { rank, announce, limits },
+            layer_events,
+            regions: vec![],
+            worker: self.workers[rank].clone(),
+            layers: vec![],
+            last: None,
+        }
+    }
+
+    /// `host:port` of a rank's agent. Any rank's can be a consumer's `remote_address`.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    pub fn address(&self, rank: usize) -> &str {
+        self.agents[rank].advertised()
+    }
+
+    /// See [`Worker::set_observer`].
+    ///
+    /// # Panics
+    /// If there is no such rank, or its engine has not been set up yet.
+    pub fn set_observer(&self, rank: usize, observer: Arc<dyn WorkerObserver>) {
+        self.workers[rank].get().expect("the engine is set up").set_observer(observer);
+    }
+
+    /// See [`Scheduler::take_side_data`].
+    pub fn take_side_data(&self, request: &str) -> Vec<Vec<u8>> {
+        lock(&self.scheduler).take_side_data(request)
+    }
+
+    /// See [`Scheduler::outcomes`].
+    pub fn outcomes(&self) -> Vec<(WireCode, u64)> {
+        lock(&self.scheduler).outcomes().to_vec()
+    }
+
+    /// Counts of what each half keeps, by its name and the gauge's.
+    pub fn gauges(&self) -> Vec<(String, usize)> {
+        let named = |half: &str, gauges: Vec<(&'static str, usize)>| {
+            let name = |(name, value)| (format!("{half}: {name}"), value);
+            gauges.into_iter().map(name).collect::<Vec<_>>()
+        };
+        let mut all = named("scheduler", lock(&self.scheduler).gauges());
+        for (rank, worker) in self.workers.iter().enumerate() {
+            if let Some(worker) = worker.get() {
+                all.extend(named(&format!("rank {rank}"), worker.gauges()));
+            }
+        }
+        all
+    }
+}
+
+/// What the worker halves of both seams share.
+struct RankHalf {
+    agent: Agent,
+    config: WorkerConfig,
+    layer_events: bool,
+    /// One per storage of the rank.
+    regions: Vec<Region>,
+    worker: Arc<OnceLock<Worker>>,
+    /// The rank's layers, numbered over the model.
+    layers: Vec<usize>,
+    /// Of the last layer of this step.
+    last: Option<LayerEvent>,
+}
+
+impl RankHalf {
+    fn allocate(&mut self, len: usize) -> Arc<dyn KvMemory> {
+        let region = self.agent.allocate(len, Access::READ).expect("there is memory for the cache");
+        self.regions.push(region.clone());
+        Arc::new(RegionMemory::new(region))
+    }
+
+    fn register(&mut self, caches: &KvCaches) {
+        let regions: Vec<_> = self.regions.iter().map(|it| (it.id(), it.len() as u64)).collect();
+        let layout = caches.layout.layout(&regions).expect("the regions are the rank's storages");
+        let worker = Worker::start(&self.agent, layout, &self.regions, self.config.clone());
+        let started = self.worker.set(worker.expect("the agent has no other message handler"));
+        started.expect("caches are registered once");
+        self.layers = caches.layout.layers.iter().map(|layer| layer.index).collect();
+    }
+
+    fn worker(&self) -> &Worker {
+        self.worker.get().expect("caches are registered first")
+    }
+
+    fn apply(&self, metadata: &[u8]) {
+        self.worker().apply(metadata).expect("the scheduler half's metadata");
+    }
+
+    fn layer_computed(&mut self, layer: usize, computed: &LayerEvent) {
+        if self.layer_events {
+            let place = self.layers.iter().position(|it| *it == layer);
+            let place = place.expect("hooks are called for the rank's own layers");
+            self.worker().layer_computed(place, Some(Box::new(computed.clone())));
+        }
+        self.last = Some(computed.clone());
+    }
+
+    fn step_computed(&mut self) {
+        let last = self.last.take().map(|event| Box::new(event) as Box<dyn ComputeEvent>);
+        self.worker().step_computed(last);
+    }
+}
+
+impl ComputeEvent for LayerEvent {
+    fn is_ready(&self) -> bool {
+        Self::is_ready(self)
+    }
+
+    fn wait(&self) {
+        Self::wait(self);
+    }
+}
+
+/// Blocks as metadata carry them.
+fn numbers(blocks: &[Vec<BlockId>]) -> Vec<Vec<u32>> {
+    let number = |block: &BlockId| if block.is_null() { NULL_BLOCK } else { block.0 };
+    blocks.iter().map(|group| group.iter().map(number).collect()).collect()
+}
+
+fn request<'a>(id: &'a str, view: &RequestView<'a>) -> kvferry_connector::Request<'a> {
+    kvferry_connector::Request { id, prompt_tokens: view.prompt.len() as u64, params: view.params }
+}
+
+/// How a request has ended.
+fn finish(view: &RequestView<'_>) -> kvferry_connector::FinishReason {
+    match view.status {
+        RequestStatus::Finished(FinishReason::Length) => kvferry_connector::FinishReason::Length,
+        RequestStatus::Finished(FinishReason::Stop) => kvferry_connector::FinishReason::Stop,
+        RequestStatus::Finished(FinishReason::Error) => kvferry_connector::FinishReason::Error,
+        _ => kvferry_connector::FinishReason::Abort,
+    }
+}
+
+/// The tokens that a request has generated, as side data.
+fn generated(view: &RequestView<'_>) -> Vec<u8> {
+    view.tokens[view.prompt.len()..].iter().flat_map(|token| token.to_le_bytes()).collect()
+}

@@ -1,0 +1,244 @@
+//! Requests that end early, or lose their blocks, on either side and in any state.
+
+use crate::kit::{
+    Flow, Node, Pair, bounded, config, dense, hybrid, kvferry_adapter, models, prompt, there,
+    windowed,
+};
+use kvferry_refengine::kvferry_adapter::KvferryAdapterConfig;
+use kvferry_refengine::{
+    FinishReason, Launch, LoadFailurePolicy, Request, RequestId, RequestStatus, Storage,
+};
+use std::collections::HashSet;
+use std::time::Instant;
+
+#[test]
+fn an_abort_in_any_state_of_either_side_gives_everything_back() {
+    let _watched = bounded();
+    let mut states = HashSet::new();
+    for model in models() {
+        for flow in Flow::ALL {
+            for tick in 0..16 {
+                for decode in [false, true] {
+                    let mut config = config(&model, 8, 64);
+                    (config.tp, config.chunk_tokens) = (2, 16);
+                    config.load_failure = LoadFailurePolicy::Recompute;
+                    let mut pair = Pair::new(flow, &config, &config);
+                    pair.hand_off("a", prompt(1, 40), 6);
+                    pair.hand_off("b", prompt(2, 40), 6);
+                    for _ in 0..tick {
+                        pair.tick();
+                    }
+                    let status = pair.status(!decode, "a");
+                    states.insert((decode, status));
+                    let began = Instant::now();
+                    let aborted = match decode {
+                        true => pair.decode.engine.abort(&"a".into()),
+                        false => pair.prefill.engine.abort(&there("a")),
+                    };
+                    let unfinished = !matches!(status, None | Some(RequestStatus::Finished(_)));
+                    assert_eq!(aborted, unfinished);
+                    pair.finish(&["b"]);
+                    match (decode, aborted, flow) {
+                        (true, true, _) => assert_eq!(pair.ended("a"), Some(FinishReason::Abort)),
+                        (false, true, Flow::Sequential) => assert_eq!(pair.ended("a"), None),
+                        // Computed by the decode engine, if it was admitted.
+                        _ => pair.assert_right("a"),
+                    }
+                    assert!(began.elapsed() < kvferry_adapter().timeout / 2, "an engine waited");
+                }
+            }
+        }
+    }
+    let finished = RequestStatus::Finished(FinishReason::Length);
+    for state in [
+        (false, None),
+        (false, Some(RequestStatus::Waiting)),
+        (false, Some(RequestStatus::Running)),
+        (false, Some(finished)),
+        (true, None),
+        (true, Some(RequestStatus::WaitingForRemoteKvs)),
+        (true, Some(RequestStatus::Running)),
+    ] {
+        assert!(states.contains(&state), "{state:?} of {states:?}");
+    }
+}
+
+#[test]
+fn a_consumer_does_not_wait_for_a_producer_request_that_was_never_scheduled() {
+    let _watched = bounded();
+    for reject in [true, false] {
+        for ahead in [0, 5] {
+            let mut config = config(&dense(), 8, 64);
+            config.load_failure = LoadFailurePolicy::Recompute;
+            let mut pair = Pair::new(Flow::ConsumerFirst, &config, &config);
+            pair.hand_off("a", prompt(1, 40), 6);
+            let at = pair.later.iter().position(|(_, prefill, _)| *prefill).unwrap();
+            let (_, _, request) = pair.later.remove(at);
+            for _ in 0..ahead {
+                pair.tick();
+            }
+            let began = Instant::now();
+            if reject {
+                pair.prefill.engine.reject(request).unwrap();
+            } else {
+                pair.prefill.engine.submit(request).unwrap();
+                assert!(pair.prefill.engine.abort(&there("a")));
+            }
+            pair.finish(&["a"]);
+            assert_eq!((pair.prefill.computed, pair.fetched().0), (0, 0));
+            assert!(began.elapsed() < kvferry_adapter().timeout / 2, "it was waited for");
+        }
+    }
+}
+
+#[test]
+fn a_consumer_request_that_was_never_scheduled_frees_the_producer() {
+    let _watched = bounded();
+    for flow in [Flow::Sequential, Flow::ProducerFirst] {
+        for reject in [true, false] {
+            let config = config(&hybrid(), 8, 64);
+            let mut pair = Pair::new(flow, &config, &config);
+            pair.hold_decodes = true;
+            pair.hand_off("a", prompt(1, 40), 6);
+            for _ in 0..20 {
+                pair.tick();
+            }
+            assert!(pair.prefill.engine.check_empty().is_err(), "its blocks are held");
+            let (_, _, request) = pair.later.pop().unwrap();
+            let began = Instant::now();
+            if reject {
+                pair.decode.engine.reject(request).unwrap();
+            } else {
+                pair.decode.engine.submit(request).unwrap();
+                assert!(pair.decode.engine.abort(&"a".into()));
+            }
+            pair.assert_empty();
+            assert_eq!(pair.ended("a"), Some(FinishReason::Abort));
+            assert_eq!(pair.fetched(), (0, 0));
+            assert!(began.elapsed() < kvferry_adapter().timeout / 2, "the producer was not told");
+        }
+    }
+}
+
+#[test]
+fn a_preempted_producer_request_is_handed_over_after_its_recomputation() {
+    let _watched = bounded();
+    for model in [dense(), windowed(), hybrid()] {
+        for launch in [Launch::Eager, Launch::Deferred] {
+            for flow in Flow::ALL {
+                let mut few = config(&model, 8, 16);
+                (few.chunk_tokens, few.step_tokens, few.launch) = (8, 24, launch);
+                (few.storage, few.prefix_caching) = (Storage::Separate, false);
+                let decode = config(&model, 8, 120);
+                let mut pair = Pair::new(flow, &few, &decode);
+                let ids: Vec<_> = (0..4).map(|n| format!("r{n}")).collect();
+                for (n, id) in ids.iter().enumerate() {
+                    pair.hand_off(id, prompt(n as u64, 70), 4);
+                }
+                pair.finish(&ids.iter().map(String::as_str).collect::<Vec<_>>());
+                assert!(pair.prefill.engine.preemptions() > 0, "nothing was preempted");
+                assert_eq!((pair.fetched(), pair.decode.computed), ((4, 0), 16), "{flow:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn reads_of_a_request_that_lost_its_blocks_are_not_accepted() {
+    let _watched = bounded();
+    let mut preempted = HashSet::new();
+    for tick in 12..32 {
+        let mut few = config(&dense(), 8, 16);
+        few.prefix_caching = false;
+        let mut decode = config(&dense(), 8, 64);
+        decode.load_failure = LoadFailurePolicy::Recompute;
+        let mut pair = Pair::new(Flow::ConsumerFirst, &few, &decode);
+        pair.hand_off("warm", prompt(9, 20), 1);
+        pair.run();
+        // Another request takes the blocks after this one is complete, while it goes on.
+        pair.prefill.engine.submit(Request::new("other", prompt(3, 40), 60)).unwrap();
+        (pair.flow, pair.hold_decodes, pair.prefill_tokens) = (Flow::ProducerFirst, true, 40);
+        pair.hand_off("a", prompt(1, 40), 4);
+        for _ in 0..tick {
+            pair.tick();
+        }
+        pair.hold_decodes = false;
+        let before = pair.prefill.engine.preemptions();
+        pair.tick();
+        pair.tick();
+        preempted.insert(pair.prefill.engine.preemptions() - before);
+        pair.finish(&["a"]);
+    }
+    assert!(preempted.contains(&1), "nothing was preempted when it was fetched");
+}
+
+#[test]
+fn a_preempted_consumer_request_computes_what_it_had_fetched() {
+    let _watched = bounded();
+    for model in [dense(), hybrid()] {
+        let prefill = config(&model, 8, 120);
+        let mut few = config(&model, 8, 14);
+        (few.max_running, few.prefix_caching) = (4, false);
+        let mut pair = Pair::new(Flow::Sequential, &prefill, &few);
+        let ids: Vec<_> = (0..6).map(|n| format!("r{n}")).collect();
+        for (n, id) in ids.iter().enumerate() {
+            pair.hand_off(id, prompt(n as u64, 25), 30);
+        }
+        pair.finish(&ids.iter().map(String::as_str).collect::<Vec<_>>());
+        assert!(pair.decode.engine.preemptions() > 0, "nothing was preempted");
+        assert_eq!(pair.fetched(), (6, 0));
+    }
+}
+
+#[test]
+fn a_producer_that_goes_on_decoding_hands_over_what_it_does_not_overwrite() {
+    let _watched = bounded();
+    for model in models() {
+        for flow in Flow::ALL {
+            for eager in [true, false] {
+                let mut config = config(&model, 8, 64);
+                config.load_failure = LoadFailurePolicy::Recompute;
+                let kvferry_adapter = KvferryAdapterConfig { eager, ..kvferry_adapter() };
+                let (prefill, decode) =
+                    (Node::new(&config, &kvferry_adapter), Node::new(&config, &kvferry_adapter));
+                let mut pair = Pair::of(flow, prefill, decode);
+                pair.prefill_tokens = 12;
+                pair.hand_off("a", prompt(1, 40), 6);
+                pair.assert_empty();
+                let answered = pair.prefilled.finished[&there("a")].params.is_some();
+                if flow != Flow::Sequential || answered {
+                    pair.assert_right("a");
+                }
+                if model == dense() {
+                    assert_eq!((answered, pair.fetched()), (true, (1, 0)));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn successive_requests_with_one_id_have_separate_handoffs() {
+    let _watched = bounded();
+    let config = config(&dense(), 8, 64);
+    let mut pair = Pair::new(Flow::Sequential, &config, &config);
+    for n in 0..5 {
+        pair.hand_off("a", prompt(n, 30), 4);
+        pair.finish(&["a"]);
+        (pair.outputs, pair.prefilled) = Default::default();
+    }
+    assert_eq!(pair.fetched(), (5, 0));
+}
+
+#[test]
+fn the_connector_ignores_requests_without_a_handoff() {
+    let _watched = bounded();
+    let config = config(&hybrid(), 8, 64);
+    let mut pair = Pair::new(Flow::ConsumerFirst, &config, &config);
+    pair.hand_off("a", prompt(1, 40), 6);
+    let plain = Request::new("plain", prompt(3, 50), 6);
+    pair.decode.engine.submit(plain.clone()).unwrap();
+    pair.wanted.insert(RequestId::from("plain"), (plain.prompt, 6));
+    pair.finish(&["a", "plain"]);
+    assert_eq!(pair.fetched(), (1, 0));
+}

@@ -1,0 +1,219 @@
+//! Fetches that fail.
+
+use crate::journal::Journal;
+use crate::kit::{
+    Flow, Node, Pair, bounded, config, dense, hybrid, kvferry_adapter, models, prompt, there,
+};
+use kvferry_connector::{ConsumerParams, HandoffId, Limits, producer_params};
+use kvferry_proto::WireCode;
+use kvferry_refengine::kvferry_adapter::KvferryAdapterConfig;
+use kvferry_refengine::{
+    EngineConfig, FinishReason, GroupSpec, LoadFailurePolicy, ModelSpec, Request, RequestId,
+    RequestStatus, continuation,
+};
+use std::time::{Duration, Instant};
+
+fn recomputing(model: &ModelSpec) -> EngineConfig {
+    let mut config = config(model, 8, 64);
+    config.load_failure = LoadFailurePolicy::Recompute;
+    config
+}
+
+/// Parameters of a decode request for a handoff at `pair`'s prefill engine.
+fn asks(pair: &Pair, transfer: &str, id: &str, n: u64) -> Request {
+    let address = pair.prefill.kvferry_adapter.address(0).to_owned();
+    let transfer = HandoffId::new(transfer).unwrap();
+    let offered = ConsumerParams { transfer, address, engine: None, tokens: None };
+    Request::new(id, prompt(n, 40), 6).with_params(offered.to_params())
+}
+
+#[test]
+fn a_fetch_without_an_offer_ends_at_its_deadline_and_is_computed() {
+    let _watched = bounded();
+    for model in models() {
+        for policy in [LoadFailurePolicy::Recompute, LoadFailurePolicy::Fail] {
+            let mut config = config(&model, 8, 64);
+            (config.tp, config.load_failure) = (2, policy);
+            let timeout = Duration::from_millis(400);
+            let decode = Node::new(&config, &KvferryAdapterConfig { timeout, ..kvferry_adapter() });
+            let mut pair =
+                Pair::of(Flow::Sequential, Node::new(&config, &kvferry_adapter()), decode);
+            let began = Instant::now();
+            let request = asks(&pair, "unheard of", "a", 1);
+            pair.wanted.insert("a".into(), (request.prompt.clone(), 6));
+            pair.decode.engine.submit(request).unwrap();
+            pair.assert_empty();
+            assert!(began.elapsed() >= timeout && began.elapsed() < timeout * 20);
+            assert_eq!(pair.fetched(), (0, 1));
+            match policy {
+                LoadFailurePolicy::Recompute => pair.assert_right("a"),
+                LoadFailurePolicy::Fail => assert_eq!(pair.ended("a"), Some(FinishReason::Error)),
+            }
+            // The two engines still hand off to each other.
+            pair.hand_off("b", prompt(2, 40), 6);
+            pair.finish(&["b"]);
+            assert_eq!(pair.fetched(), (1, 1));
+        }
+    }
+}
+
+#[test]
+fn a_failed_producer_request_ends_its_consumer_or_is_computed_by_policy() {
+    let _watched = bounded();
+    for policy in [LoadFailurePolicy::Recompute, LoadFailurePolicy::Fail] {
+        let mut config = config(&hybrid(), 8, 64);
+        (config.tp, config.load_failure, config.chunk_tokens) = (2, policy, 8);
+        let mut pair = Pair::new(Flow::ConsumerFirst, &config, &config);
+        pair.hand_off("a", prompt(1, 60), 6);
+        pair.tick_until(|pair| pair.status(true, "a") == Some(RequestStatus::Running));
+        pair.tick();
+        assert!(pair.prefill.engine.abort(&there("a")));
+        pair.assert_empty();
+        assert_eq!(pair.fetched(), (0, 1));
+        match policy {
+            LoadFailurePolicy::Recompute => pair.assert_right("a"),
+            LoadFailurePolicy::Fail => assert_eq!(pair.ended("a"), Some(FinishReason::Error)),
+        }
+    }
+}
+
+#[test]
+fn two_requests_for_one_handoff_produce_right_tokens() {
+    let _watched = bounded();
+    let config = recomputing(&dense());
+    let mut pair = Pair::new(Flow::ConsumerFirst, &config, &config);
+    pair.hand_off("a", prompt(1, 40), 6);
+    let again = pair.offered("a");
+    let again = Request::new("again", prompt(1, 40), 6).with_params(again);
+    pair.decode.engine.submit(again).unwrap();
+    pair.wanted.insert("again".into(), (prompt(1, 40), 6));
+    pair.finish(&["a", "again"]);
+    assert_eq!(pair.fetched(), (1, 0));
+}
+
+#[test]
+fn of_two_producer_requests_with_one_transfer_id_the_first_is_handed_over() {
+    let _watched = bounded();
+    let config = recomputing(&dense());
+    let mut pair = Pair::new(Flow::ProducerFirst, &config, &config);
+    let transfer = crate::kit::transfer("a");
+    let twin = Request::new("twin", prompt(9, 40), 1).with_params(producer_params(Some(&transfer)));
+    pair.hand_off("a", prompt(1, 40), 6);
+    pair.prefill.engine.submit(twin).unwrap();
+    pair.finish(&["a"]);
+    assert_eq!(pair.fetched(), (1, 0));
+    let ended = &pair.prefilled.finished[&RequestId::from("twin")];
+    assert_eq!((ended.reason, &ended.params), (FinishReason::Length, &None));
+}
+
+#[test]
+fn a_reused_transfer_id_fails_at_once_and_is_computed() {
+    let _watched = bounded();
+    let config = recomputing(&dense());
+    let mut pair = Pair::new(Flow::ProducerFirst, &config, &config);
+    pair.hand_off("a", prompt(1, 40), 6);
+    pair.finish(&["a"]);
+    let began = Instant::now();
+    let request = asks(&pair, crate::kit::transfer("a").as_str(), "late", 2);
+    pair.wanted.insert("late".into(), (request.prompt.clone(), 6));
+    pair.decode.engine.submit(request).unwrap();
+    pair.finish(&["late"]);
+    assert!(began.elapsed() < kvferry_adapter().timeout / 2, "it was waited for");
+}
+
+#[test]
+fn engines_of_different_models_refuse_each_other_with_both_numbers() {
+    let _watched = bounded();
+    let journal = Journal::keep();
+    let model = |bytes| ModelSpec::new(vec![GroupSpec::full(2, bytes)], 2);
+    for flow in Flow::ALL {
+        journal.take();
+        let (mut prefill, decode) = (recomputing(&model(8)), recomputing(&model(13)));
+        prefill.tp = 2;
+        let mut pair = Pair::new(flow, &prefill, &decode);
+        let began = Instant::now();
+        pair.hand_off("a", prompt(1, 40), 6);
+        pair.finish(&["a"]);
+        assert!(began.elapsed() < kvferry_adapter().timeout / 2, "{flow:?}: an engine waited");
+        assert_eq!(pair.decode.kvferry_adapter.outcomes(), [(WireCode::LayoutMismatch, 1)]);
+        // 16 and 26: keys and values are packed.
+        let journal = journal.take();
+        let names = |line: &&String| line.contains("16") && line.contains("26");
+        let outputs: Vec<_> = journal.iter().filter(names).collect();
+        let consumer = outputs.iter().any(|line| line.contains("KV can't be fetched"));
+        assert!(consumer, "{flow:?}: the consumer does not log it: {journal:#?}");
+        let producer = outputs.iter().any(|line| !line.contains("KV can't be fetched"));
+        assert!(producer, "{flow:?}: the producer does not log it: {journal:#?}");
+    }
+}
+
+#[test]
+fn engines_with_different_secrets_do_not_hand_off() {
+    let _watched = bounded();
+    let config = recomputing(&dense());
+    for flow in Flow::ALL {
+        // No authenticated peer tells the producer that its offer is not needed.
+        let limits = Limits { offer_ttl: Duration::from_millis(500), ..Limits::default() };
+        let prefill = KvferryAdapterConfig { limits, ..kvferry_adapter() };
+        let prefill = Node::with(&config, &prefill, "tcp", "ours");
+        let decode = Node::with(&config, &kvferry_adapter(), "tcp", "theirs");
+        let mut pair = Pair::of(flow, prefill, decode);
+        let began = Instant::now();
+        pair.hand_off("a", prompt(1, 40), 6);
+        pair.finish(&["a"]);
+        assert!(began.elapsed() < kvferry_adapter().timeout / 2, "{flow:?}: an engine waited");
+        assert_eq!(pair.fetched(), (0, 1));
+    }
+}
+
+#[test]
+fn a_consumer_computes_the_requests_of_a_producer_that_is_gone() {
+    let _watched = bounded();
+    for (flow, ticks) in [(Flow::Sequential, 0), (Flow::ConsumerFirst, 0), (Flow::ConsumerFirst, 6)]
+    {
+        let mut config = recomputing(&dense());
+        (config.tp, config.chunk_tokens) = (2, 8);
+        let mut pair = Pair::new(flow, &config, &config);
+        pair.hold_decodes = flow == Flow::Sequential;
+        pair.hand_off("a", prompt(1, 90), 6);
+        match flow {
+            Flow::Sequential => pair.tick_until(|pair| !pair.later.is_empty()),
+            _ => {
+                for _ in 0..3 + ticks {
+                    pair.tick();
+                }
+            }
+        }
+        // A new engine at the same address, without any requests.
+        pair.prefill = Node::new(&config, &kvferry_adapter());
+        pair.hold_decodes = false;
+        pair.later.retain(|(_, prefill, _)| !prefill);
+        let began = Instant::now();
+        pair.finish(&["a"]);
+        assert!(began.elapsed() < kvferry_adapter().timeout / 2, "{flow:?}: it was waited for");
+        // The new engine hands over.
+        pair.hand_off("b", prompt(2, 40), 6);
+        pair.finish(&["b"]);
+        assert_eq!(pair.fetched(), (1, 1));
+    }
+}
+
+#[test]
+fn a_request_with_invalid_parameters_is_computed_without_a_handoff() {
+    let _watched = bounded();
+    let config = recomputing(&dense());
+    let mut pair = Pair::new(Flow::Sequential, &config, &config);
+    let mut missing = asks(&pair, "x", "a", 1);
+    missing.params.as_mut().unwrap().remove("remote_address");
+    let mut nowhere = asks(&pair, "y", "b", 2);
+    let params = nowhere.params.as_mut().unwrap();
+    params.insert("remote_address".to_owned(), "127.0.0.1:1".into());
+    for request in [missing, nowhere] {
+        pair.wanted.insert(request.id.clone(), (request.prompt.clone(), 6));
+        pair.decode.engine.submit(request).unwrap();
+    }
+    pair.finish(&["a", "b"]);
+    assert_eq!(pair.fetched().0, 0);
+    let right = continuation(&dense(), &prompt(1, 40), 6);
+    assert_eq!(pair.outputs.of("a"), right);
+}

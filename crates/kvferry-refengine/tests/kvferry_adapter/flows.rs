@@ -1,0 +1,261 @@
+//! Orders of arrival, ways of announcing, and cached tokens.
+
+use crate::kit::{
+    Flow, Node, Pair, bounded, config, dense, hybrid, kvferry_adapter, models, prompt, windowed,
+};
+use kvferry_connector::Announce;
+use kvferry_refengine::kvferry_adapter::KvferryAdapterConfig;
+use kvferry_refengine::{FinishReason, Launch, LoadFailurePolicy, RequestStatus, continuation};
+use std::time::{Duration, Instant};
+
+const ANNOUNCE: [Announce; 4] = [
+    Announce::Layers { pieces: 1 },
+    Announce::Layers { pieces: 3 },
+    Announce::Chunks,
+    Announce::End,
+];
+
+#[test]
+fn a_second_engine_decodes_the_same_tokens_in_either_order_of_arrival() {
+    let _watched = bounded();
+    for model in models() {
+        for flow in Flow::ALL {
+            let config = config(&model, 8, 64);
+            let mut pair = Pair::new(flow, &config, &config);
+            for n in 0..4 {
+                pair.hand_off(&format!("r{n}"), prompt(n, 30 + 7 * n as usize), 8);
+            }
+            pair.finish(&["r0", "r1", "r2", "r3"]);
+            // The last token of each prompt and the tokens after it.
+            assert_eq!(pair.decode.computed, 4 * 8, "{flow:?}: something was not fetched");
+        }
+    }
+}
+
+#[test]
+fn tokens_are_right_with_every_way_of_announcing() {
+    let _watched = bounded();
+    for announce in ANNOUNCE {
+        for layer_events in [true, false] {
+            for launch in [Launch::Eager, Launch::Deferred] {
+                for flow in [Flow::ConsumerFirst, Flow::Sequential] {
+                    let mut config = config(&hybrid(), 8, 64);
+                    (config.launch, config.chunk_tokens) = (launch, 16);
+                    let kvferry_adapter =
+                        KvferryAdapterConfig { announce, layer_events, ..kvferry_adapter() };
+                    let prefill = Node::new(&config, &kvferry_adapter);
+                    let mut pair = Pair::of(flow, prefill, Node::new(&config, &kvferry_adapter));
+                    pair.hand_off("a", prompt(1, 90), 6);
+                    pair.hand_off("b", prompt(2, 33), 6);
+                    pair.finish(&["a", "b"]);
+                    assert_eq!(pair.decode.computed, 12, "{announce:?} {layer_events} {launch:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_is_fetched_before_it_is_computed() {
+    let _watched = bounded();
+    for announce in ANNOUNCE {
+        for layer_events in [true, false] {
+            let mut config = config(&dense(), 16, 70);
+            // A step of this many tokens takes far longer than their fetch.
+            (config.step_tokens, config.chunk_tokens) = (1000, 1000);
+            config.launch = Launch::Deferred;
+            let kvferry_adapter =
+                KvferryAdapterConfig { announce, layer_events, ..kvferry_adapter() };
+            let (prefill, decode) =
+                (Node::new(&config, &kvferry_adapter), Node::new(&config, &kvferry_adapter));
+            let mut pair = Pair::of(Flow::ConsumerFirst, prefill, decode);
+            pair.hand_off("warm", prompt(9, 20), 1);
+            pair.run();
+            pair.hand_off("a", prompt(1, 800), 2);
+            pair.finish(&["a"]);
+        }
+    }
+}
+
+#[test]
+fn computed_chunks_are_fetched_during_the_prefill_unless_announced_at_its_end() {
+    let _watched = bounded();
+    // Keys and values of four heads, in three layers.
+    let token_bytes = 4 * 2 * 12 * 3;
+    for announce in ANNOUNCE {
+        for layer_events in [true, false] {
+            let mut config = config(&dense(), 8, 64);
+            config.chunk_tokens = 16;
+            let kvferry_adapter =
+                KvferryAdapterConfig { announce, layer_events, ..kvferry_adapter() };
+            let (prefill, decode) =
+                (Node::new(&config, &kvferry_adapter), Node::new(&config, &kvferry_adapter));
+            let mut pair = Pair::of(Flow::ConsumerFirst, prefill, decode);
+            pair.hand_off("a", prompt(1, 96), 4);
+            pair.tick_until(|pair| pair.later.is_empty());
+            while pair.prefill.computed < 80 {
+                pair.prefill.step();
+            }
+            if announce == Announce::End {
+                std::thread::sleep(Duration::from_millis(50));
+                assert_eq!(pair.decode.bytes_read(), 0);
+            } else {
+                while pair.decode.bytes_read() < 80 * token_bytes {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+            assert!(pair.prefilled.finished.is_empty(), "its last chunk is not computed");
+            pair.finish(&["a"]);
+            assert_eq!(pair.decode.bytes_read(), 96 * token_bytes, "each byte once");
+        }
+    }
+}
+
+#[test]
+fn ranks_in_their_own_threads_hand_off() {
+    let _watched = bounded();
+    for launch in [Launch::Eager, Launch::Deferred] {
+        let mut config = config(&dense(), 8, 64);
+        (config.tp, config.threads, config.launch, config.chunk_tokens) = (2, true, launch, 16);
+        let mut pair = Pair::new(Flow::ConsumerFirst, &config, &config);
+        for n in 0..4 {
+            pair.hand_off(&format!("r{n}"), prompt(n, 70), 6);
+        }
+        pair.finish(&["r0", "r1", "r2", "r3"]);
+    }
+}
+
+#[test]
+fn handoffs_work_over_the_local_transport() {
+    let _watched = bounded();
+    for transports in ["tcp", "local", "tcp,local"] {
+        for model in models() {
+            let config = config(&model, 8, 64);
+            let node = || Node::with(&config, &kvferry_adapter(), transports, "of us all");
+            let mut pair = Pair::of(Flow::ConsumerFirst, node(), node());
+            pair.hand_off("a", prompt(1, 60), 5);
+            pair.hand_off("b", prompt(2, 41), 5);
+            pair.finish(&["a", "b"]);
+            assert_eq!(pair.decode.computed, 10, "{transports}");
+        }
+    }
+}
+
+#[test]
+fn cached_tokens_of_the_consumer_are_not_fetched() {
+    let _watched = bounded();
+    for model in models() {
+        for flow in Flow::ALL {
+            let config = config(&model, 8, 64);
+            let mut pair = Pair::new(flow, &config, &config);
+            // 41 tokens: with a state, 40 of them are handed over, a whole number of blocks.
+            for (n, len) in [41, 41, 57].into_iter().enumerate() {
+                pair.hand_off(&format!("r{n}"), prompt(1, len), 4);
+                pair.run();
+                pair.assert_right(&format!("r{n}"));
+                assert_eq!(pair.decode.computed, 4 * (n + 1));
+            }
+            pair.assert_empty();
+        }
+    }
+}
+
+#[test]
+fn a_consumer_with_all_tokens_cached_frees_the_producer() {
+    let _watched = bounded();
+    for flow in Flow::ALL {
+        let config = config(&hybrid(), 8, 64);
+        let mut pair = Pair::new(flow, &config, &config);
+        pair.hand_off("first", prompt(1, 41), 4);
+        pair.run();
+        // 40 tokens are handed over, a whole number of blocks.
+        let began = Instant::now();
+        pair.hand_off("second", prompt(1, 41), 4);
+        while pair.ended("second").is_none() {
+            pair.tick();
+            let status = pair.status(false, "second");
+            assert_ne!(status, Some(RequestStatus::WaitingForRemoteKvs), "{flow:?}: fetched");
+        }
+        pair.finish(&["first", "second"]);
+        assert!(
+            began.elapsed() < kvferry_adapter().timeout / 2,
+            "{flow:?}: the producer was not told"
+        );
+    }
+}
+
+#[test]
+fn a_consumer_that_arrives_before_its_producer_waits_without_computing() {
+    let _watched = bounded();
+    let config = config(&windowed(), 8, 64);
+    let mut pair = Pair::new(Flow::ConsumerFirst, &config, &config);
+    pair.hand_off("a", prompt(1, 50), 4);
+    let request = pair.later.pop().unwrap();
+    for _ in 0..30 {
+        pair.tick();
+        assert_eq!(pair.status(false, "a"), Some(RequestStatus::WaitingForRemoteKvs));
+    }
+    assert_eq!(pair.decode.computed, 0);
+    pair.later.push(request);
+    pair.finish(&["a"]);
+}
+
+#[test]
+fn side_data_is_carried_if_a_request_completes_with_its_end() {
+    let _watched = bounded();
+    let mut config = config(&dense(), 8, 64);
+    config.tp = 2;
+    for flow in Flow::ALL {
+        let kvferry_adapter = KvferryAdapterConfig { eager: false, ..kvferry_adapter() };
+        let (prefill, decode) =
+            (Node::new(&config, &kvferry_adapter), Node::new(&config, &kvferry_adapter));
+        let mut pair = Pair::of(flow, prefill, decode);
+        pair.hand_off("a", prompt(1, 50), 4);
+        let mut came = vec![];
+        while came.is_empty() && pair.tick() {
+            came = pair.decode.kvferry_adapter.take_side_data("a");
+        }
+        pair.finish(&["a"]);
+        assert!(!came.is_empty(), "{flow:?}: nothing came");
+        let first = pair.outputs.of("a")[0].to_le_bytes();
+        assert!(came.iter().all(|data| *data == first), "{flow:?}: {came:?}");
+    }
+}
+
+#[test]
+fn a_request_that_stopped_early_is_not_handed_over() {
+    let _watched = bounded();
+    let config = config(&dense(), 8, 64);
+    let stop = continuation(&dense(), &prompt(1, 30), 1)[0];
+    for eager in [true, false] {
+        let kvferry_adapter = KvferryAdapterConfig { eager, ..kvferry_adapter() };
+        let mut pair = Pair::of(
+            Flow::Sequential,
+            Node::new(&config, &kvferry_adapter),
+            Node::new(&config, &kvferry_adapter),
+        );
+        pair.prefill_stop = Some(stop);
+        pair.hand_off("a", prompt(1, 30), 4);
+        pair.assert_empty();
+        let ended = &pair.prefilled.finished[&crate::kit::there("a")];
+        assert_eq!((ended.reason, &ended.params), (FinishReason::Stop, &None));
+    }
+}
+
+#[test]
+fn a_consumer_of_a_request_that_stopped_early_does_not_wait_for_its_deadline() {
+    let _watched = bounded();
+    let mut config = config(&dense(), 8, 64);
+    config.load_failure = LoadFailurePolicy::Recompute;
+    for flow in [Flow::ConsumerFirst, Flow::ProducerFirst] {
+        let kvferry_adapter = KvferryAdapterConfig { eager: false, ..kvferry_adapter() };
+        let (prefill, decode) =
+            (Node::new(&config, &kvferry_adapter), Node::new(&config, &kvferry_adapter));
+        let mut pair = Pair::of(flow, prefill, decode);
+        pair.prefill_stop = Some(continuation(&dense(), &prompt(1, 30), 1)[0]);
+        let began = Instant::now();
+        pair.hand_off("a", prompt(1, 30), 4);
+        pair.finish(&["a"]);
+        assert!(began.elapsed() < kvferry_adapter.timeout / 2, "{:?}", began.elapsed());
+    }
+}

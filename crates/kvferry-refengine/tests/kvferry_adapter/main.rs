@@ -1,0 +1,14 @@
+//! kvferry's connector in the reference engine, over real agents of one process: a prefill and a
+//! decode engine, whose tokens are compared with the model's output without an engine.
+#![allow(clippy::unwrap_used, reason = "helpers of tests, in which a panic is a finding")]
+
+#[path = "../basics/mod.rs"]
+mod basics;
+mod endings;
+mod failures;
+mod flows;
+mod journal;
+mod kit;
+mod scenarios;
+mod shapes;
+mod trt;

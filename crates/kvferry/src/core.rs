@@ -1,0 +1,152 @@
+//! The state that every layer of an agent shares, from memory to sessions.
+//!
+//! Handlers hold a [`Core`], never the agent itself, so no handler keeps its own thread alive.
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::host::is_on_this_host;
+use crate::memory::Memory;
+use crate::notify::Inbox;
+use crate::quota::Quota;
+use crate::reactor::Threads;
+use crate::stats::Counters;
+use crate::suspend::SuspendDetector;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use kvferry_proto::{Incarnation, TransferId};
+use kvferry_sys::fd;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+/// The minimum time for connecting to a peer, however short the silence limit is.
+const HANDSHAKE_MIN: Duration = Duration::from_secs(1);
+
+/// The settings that several layers need.
+#[derive(Debug)]
+pub(crate) struct Settings {
+    pub(crate) name: String,
+    /// How long a peer may be silent while something is in progress.
+    pub(crate) silence: Duration,
+    /// The time of a transfer whose caller sets none.
+    pub(crate) timeout: Duration,
+}
+
+impl Settings {
+    pub(crate) fn ping_interval(&self) -> Duration {
+        self.silence / 6
+    }
+
+    /// The time for connecting to a peer, handshake included: the silence limit, but at least a
+    /// second for slow networks.
+    pub(crate) fn handshake_timeout(&self) -> Duration {
+        self.silence.max(HANDSHAKE_MIN)
+    }
+
+    /// The idle time after which the network may have dropped a connection.
+    pub(crate) fn idle_max(&self) -> Duration {
+        self.silence * 10
+    }
+
+    /// The time in which the peer of a long-idle session has to answer.
+    pub(crate) fn check_timeout(&self) -> Duration {
+        self.silence / 6
+    }
+}
+
+/// How many lanes and threads one transfer may use.
+#[derive(Debug)]
+pub(crate) struct Sizing {
+    /// Lanes to one peer, at most.
+    pub(crate) streams_per_peer: usize,
+    /// Lanes that a large batch is divided among if its caller does not choose.
+    pub(crate) stripe_default: usize,
+    /// Threads that a large batch within the host is divided among if its caller does not choose.
+    pub(crate) copiers_default: usize,
+}
+
+impl Sizing {
+    /// Large transfers to one peer that move at the same time. Within a host both ends share the
+    /// processors, and one stream occupies two of them: the sender's and the receiver's.
+    pub(crate) fn permits_max(&self, peer: SocketAddr) -> usize {
+        if is_on_this_host(peer) {
+            (kvferry_sys::thread::cores() / 2).max(1)
+        } else {
+            self.streams_per_peer
+        }
+    }
+}
+
+/// The state that every layer of an agent shares.
+#[derive(Debug)]
+pub(crate) struct Core {
+    /// This incarnation of the agent.
+    pub(crate) incarnation: Incarnation,
+    pub(crate) settings: Settings,
+    pub(crate) sizing: Sizing,
+    pub(crate) memory: Memory,
+    pub(crate) threads: Threads,
+    pub(crate) suspend: SuspendDetector,
+    pub(crate) inbox: Inbox,
+    pub(crate) counters: Counters,
+    /// Limits the connections that peers open.
+    pub(crate) quota: Quota,
+    next_transfer: AtomicU64,
+    /// The process's fork count when the agent started.
+    forks: u32,
+    closed: AtomicBool,
+}
+
+impl Core {
+    pub(crate) fn new(
+        incarnation: Incarnation,
+        settings: Settings,
+        sizing: Sizing,
+        threads: Threads,
+        suspend: SuspendDetector,
+    ) -> Self {
+        Self {
+            incarnation,
+            settings,
+            sizing,
+            memory: Memory::default(),
+            threads,
+            suspend,
+            inbox: Inbox::default(),
+            counters: Counters::default(),
+            quota: Quota::default(),
+            next_transfer: AtomicU64::new(1),
+            forks: fd::forks(),
+            closed: AtomicBool::new(false),
+        }
+    }
+
+    /// Fails after a fork and after a shutdown.
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.was_forked() {
+            return Err(Error::new(
+                ErrorKind::Forked,
+                "this process was forked from the one that started the agent; start another here",
+            ));
+        }
+        if self.is_closed() {
+            return Err(Error::new(ErrorKind::Shutdown, "the agent was shut down"));
+        }
+        Ok(())
+    }
+
+    /// Whether this process was forked after the agent started.
+    pub(crate) fn was_forked(&self) -> bool {
+        fd::forked_since(self.forks)
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// Marks the agent as shut down.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn next_transfer(&self) -> TransferId {
+        TransferId(self.next_transfer.fetch_add(1, Ordering::Relaxed))
+    }
+}

@@ -1,0 +1,311 @@
+//! Registering memory with an agent.
+
+use crate::agent::Agent;
+use crate::core::Core;
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::device::DeviceMemory;
+use crate::memory::region::{Access, Backing, Region, RegionTable};
+use crate::reactor::now;
+use crate::sync::Arc;
+use crate::transfer::batch::{Batch, RemotePart, check_address};
+use kvferry_proto::RegionId;
+use kvferry_sys::map::Mapping;
+use kvferry_sys::shared::Shared;
+use smallvec::SmallVec;
+use std::time::Duration;
+
+/// The smallest allocation that can be shared with other processes, in bytes. A smaller one is not
+/// worth a descriptor.
+const SHARED_MIN: usize = 1 << 20;
+
+impl Agent {
+    /// Registers `len` bytes of host memory at `addr`.
+    ///
+    /// Any alignment is fine, and any length except zero. A range that overlaps a registered one is
+    /// refused, even an identical one.
+    ///
+    /// # Safety
+    /// The range must stay mapped, readable and, if peers may write or this agent reads into it,
+    /// writable, until [`Agent::unregister`] of it has returned or the agent is shut down. Peers
+    /// write to it at any time, so no references to it may exist.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for zero bytes, null, or a range that wraps around; `Overlap`.
+    pub unsafe fn register(&self, addr: *mut u8, len: usize, access: Access) -> Result<Region> {
+        let core = self.core();
+        core.check()?;
+        core.memory.regions.insert(core.incarnation, addr as usize, len, access, Backing::Borrowed)
+    }
+
+    /// Registers several ranges, all or none.
+    ///
+    /// # Safety
+    /// As [`Agent::register`], for each range.
+    ///
+    /// # Errors
+    /// As [`Agent::register`], with the index of the range.
+    pub unsafe fn register_batch(
+        &self,
+        ranges: &[(*mut u8, usize)],
+        access: Access,
+    ) -> Result<Vec<Region>> {
+        let core = self.core();
+        core.check()?;
+        core.memory.regions.insert_all(core.incarnation, ranges, access)
+    }
+
+    /// Allocates `len` zeroed bytes, page-aligned, and registers them. The memory lives until the
+    /// last handle of the region is dropped.
+    ///
+    /// From 1 MiB on, agents of the same user on this host may map the memory as far as `access`
+    /// allows. Copying to and from mapped memory is as fast as within one process. It costs one
+    /// descriptor. Memory is private if it is smaller, or if `local` is not among the agent's
+    /// transports. From 2 MiB on the memory uses huge pages if the system has free ones. The pages
+    /// are taken now, from the caller's control group and by its NUMA policy, which takes about
+    /// half a second per GiB.
+    /// the agent's transports.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for zero bytes, `Io` if there is not enough memory.
+    pub fn allocate(&self, len: usize, access: Access) -> Result<Region> {
+        let core = self.core();
+        core.check()?;
+        if len == 0 {
+            return Err(Error::new(ErrorKind::InvalidArgument, "the region has no bytes"));
+        }
+        if core.memory.regions.registry_fd().is_none() || len < SHARED_MIN {
+            return self.allocate_private(len, access);
+        }
+        let shared = Shared::allocate("kvferry-region", len)
+            .and_then(|shared| {
+                if !access.write {
+                    // After this, no other process can make the descriptor writable.
+                    shared.seal_against_writes()?;
+                }
+                Ok(shared)
+            })
+            .map_err(|e| Error::io("memory can't be allocated", e).with("len", len))?;
+        let base = shared.as_ptr() as usize;
+        core.memory.regions.insert(
+            core.incarnation,
+            base,
+            len,
+            access,
+            Backing::Shared(Arc::new(shared)),
+        )
+    }
+
+    /// As [`Agent::allocate`], but in ordinary private memory, like a pool that an engine allocates
+    /// itself. For measuring transfers from such a pool.
+    ///
+    /// # Errors
+    /// As [`Agent::allocate`].
+    #[doc(hidden)]
+    pub fn allocate_private(&self, len: usize, access: Access) -> Result<Region> {
+        let core = self.core();
+        core.check()?;
+        let map = Mapping::anonymous(len)
+            .map_err(|e| Error::io("memory can't be allocated", e).with("len", len))?;
+        let base = map.as_ptr() as usize;
+        core.memory.regions.insert(core.incarnation, base, len, access, Backing::Owned(map))
+    }
+
+    /// Registers device memory, which is accessed by asynchronous copies.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the memory has no bytes.
+    pub fn register_device(&self, memory: Arc<dyn DeviceMemory>, access: Access) -> Result<Region> {
+        let core = self.core();
+        core.check()?;
+        let len = usize::try_from(memory.len()).map_err(|_| {
+            Error::new(
+                ErrorKind::TooLarge,
+                "the memory has more bytes than this process can address",
+            )
+        })?;
+        core.memory.regions.insert(core.incarnation, 0, len, access, Backing::Device(memory))
+    }
+
+    /// Gives a registered region a name by which peers find it
+    /// ([`Peer::region`](crate::Peer::region)) until it is unregistered.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the name does not have 1 to 256 bytes, or the region has a name
+    /// already; `Overlap` if another registered region has the name; `NotRegistered`.
+    pub fn name_region(&self, region: &Region, name: &str) -> Result<()> {
+        let core = self.core();
+        core.check()?;
+        core.memory.regions.set_name(region, name)
+    }
+
+    /// The registered region of that name, if there is one.
+    pub fn region(&self, name: &str) -> Option<Region> {
+        self.core().memory.regions.by_name(name)
+    }
+
+    /// The registered region that starts at `addr`, if there is one.
+    pub fn region_at(&self, addr: usize) -> Option<Region> {
+        self.core().memory.regions.starting_at(addr)
+    }
+
+    /// All registered regions, in the order of their registration.
+    pub fn regions(&self) -> Vec<Region> {
+        self.core().memory.regions.all()
+    }
+
+    /// Unregisters a region. When this returns, no copier touches the memory any more: neither this
+    /// agent, for peers or for its own transfers (which end with `Revoked`), nor a process of this
+    /// host that copies directly.
+    ///
+    /// # Errors
+    /// `NotRegistered` if the region is not registered with this agent; if another thread is
+    /// unregistering it, this error comes only when that thread is done. `Quarantined` if a process
+    /// of this host that may be writing to the region did not respond within the agent's silence
+    /// limit: the region is not registered any more, but its memory must not be used for anything
+    /// else before [`Region::is_quarantined`] is false or another call returns `Ok`.
+    pub fn unregister(&self, region: &Region) -> Result<()> {
+        self.core().check()?;
+        unregister(self.core(), std::slice::from_ref(region))
+    }
+
+    /// Unregisters several regions with one quiesce. Continues after an error and returns the first
+    /// one.
+    ///
+    /// # Errors
+    /// As [`Agent::unregister`].
+    pub fn unregister_batch(&self, regions: &[Region]) -> Result<()> {
+        self.core().check()?;
+        unregister(self.core(), regions)
+    }
+}
+
+fn unregister(core: &Core, regions: &[Region]) -> Result<()> {
+    let mut first = Ok(());
+    let mut removed = Vec::with_capacity(regions.len());
+    let mut not_ours = Vec::new();
+    for region in regions {
+        match core.memory.regions.remove(region) {
+            Ok(()) => removed.push(region),
+            Err(_) if region.0.is_quarantined() => {
+                first = first.and(wait_for_quarantine(core, region));
+            }
+            Err(_) if RegionTable::was_lifted(region) => {}
+            Err(e) => {
+                not_ours.push(region);
+                first = first.and(Err(e));
+            }
+        }
+    }
+    if !removed.is_empty() {
+        first = first.and(quiesce(core, &removed));
+        core.memory.regions.left(removed);
+    }
+    // Only now, because the other thread may wait for one of our regions.
+    for region in not_ours {
+        if region.0.incarnation == core.incarnation {
+            core.memory.regions.wait_until_left(region);
+        }
+    }
+    first
+}
+
+/// Waits until no copier touches regions that were removed; an error if one may still do so.
+fn quiesce(core: &Core, removed: &[&Region]) -> Result<()> {
+    let ids: SmallVec<[_; 16]> = removed.iter().map(|region| region.id()).collect();
+    core.memory.gates.quiesce_regions(&ids);
+    // Device copies that were started before the removal end on their own.
+    RegionTable::wait_for_copies(removed.iter().copied(), None);
+    let occupied = core.memory.writers.quiesce(Some(&ids), now() + core.settings.silence);
+    for region in removed {
+        core.memory.writers.unmap(&region.0);
+    }
+    if let Some(gate) = occupied.first() {
+        core.memory.regions.quarantine(removed.iter().copied(), &occupied);
+        return Err(quarantined(&gate.writer.name).with("region", removed[0].id()));
+    }
+    Ok(())
+}
+
+fn quarantined(writer: &str) -> Error {
+    Error::new(
+        ErrorKind::Quarantined,
+        "a process of this host that may be writing to the memory does not answer; do not reuse \
+         the memory, and unregister it again later",
+    )
+    .with("peer", writer)
+}
+
+fn wait_for_quarantine(core: &Core, region: &Region) -> Result<()> {
+    let until = now() + core.settings.silence;
+    while !RegionTable::was_lifted(region) {
+        if now() >= until {
+            return Err(quarantined("").with("region", region.id()));
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+impl RegionTable {
+    /// Unregisters everything; the caller quiesces. Returns the regions.
+    pub(crate) fn clear(&self) -> Vec<Region> {
+        let mut regions = self.all();
+        // Another thread may be unregistering the same region.
+        regions.retain(|region| self.remove(region).is_ok());
+        regions
+    }
+}
+
+impl Batch {
+    /// Adds `len` bytes at `local`, which need not be registered, and at the virtual address
+    /// `remote` in the peer's process.
+    ///
+    /// # Safety
+    /// The local range must be valid (for a read: writable, and without references to it) until the
+    /// outcome of every transfer that the batch is used in.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for zero bytes, null, or an address that wraps around. The batch is
+    /// unchanged.
+    pub unsafe fn push_raw(&mut self, local: *mut u8, remote: u64, len: u64) -> Result<()> {
+        let pair = std::iter::once(Ok((local, remote, len)));
+        // SAFETY: the caller makes the same promise.
+        unsafe { self.extend_raw(pair) }
+    }
+
+    /// Adds many pairs like [`Batch::push_raw`], faster than one by one: local address, address in
+    /// the peer's process, length in bytes.
+    ///
+    /// # Safety
+    /// As [`Batch::push_raw`].
+    ///
+    /// # Errors
+    /// The first error of `pairs`, or of [`Batch::push_raw`]. The batch is unchanged.
+    pub unsafe fn extend_raw<E: From<Error>>(
+        &mut self,
+        pairs: impl Iterator<Item = std::result::Result<(*mut u8, u64, u64), E>>,
+    ) -> std::result::Result<(), E> {
+        self.push_raw_parts(|locals, remotes| {
+            let count = pairs.size_hint().0;
+            locals.pieces.reserve(count);
+            remotes.reserve(count);
+            for pair in pairs {
+                let (local, remote, len) = pair?;
+                if local.is_null() {
+                    let what = "local memory is at null";
+                    return Err(Error::new(ErrorKind::InvalidArgument, what).into());
+                }
+                check_address(local as u64, len)?;
+                check_address(remote, len)?;
+                if locals.bytes.checked_add(len).is_none() {
+                    let what = "the lengths of the batch add up to more than 2^64 - 1 bytes";
+                    return Err(Error::new(ErrorKind::TooLarge, what).into());
+                }
+                // SAFETY: the caller promises the range until the transfer's outcome.
+                unsafe { locals.push_raw(local, len) };
+                remotes.push(RemotePart { region: RegionId::ABSOLUTE, offset: remote });
+            }
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,400 @@
+//! The listener: accepts connections and detects their protocol.
+//!
+//! A connection that is not authenticated yet holds one of 256 places, for at most the handshake
+//! timeout. While all places are held, the listener leaves new connections in the kernel's queue,
+//! until a handshake ends or a connection has held its place long enough to lose it
+//! ([`Handshakes::room_at`]). Each connection has its own handler and never blocks, so a slow
+//! connection does not delay others.
+
+use crate::core::Core;
+use crate::host::{keep_alive, keep_control_alive, prepare};
+use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next, Remote, now};
+use crate::session::control::Control;
+use crate::session::native::{Full, InboundLane, Native};
+use crate::session::sessions::Sessions;
+use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
+use crate::transfer::link::{Backend, Link};
+use crate::transport::tcp::InboundStream;
+use kvferry_proto::message::{Refused, StreamReady, encode};
+use kvferry_proto::{
+    Handshakes, Message, Opener, Opening, PENDING_MAX, Session, Sniff, Sniffer, StreamHello,
+    Timestamp, WireCode,
+};
+use kvferry_sys::poll::Interest;
+use kvferry_sys::socket::Socket;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd};
+
+pub(crate) struct Listener {
+    sessions: Weak<Sessions>,
+    socket: Socket,
+    places: Arc<Places>,
+}
+
+impl Listener {
+    /// `token` is the listener's own on the control thread.
+    pub(crate) fn new(sessions: &Arc<Sessions>, socket: Socket, token: u64) -> Self {
+        let core = &sessions.core;
+        let pending = Handshakes::new(PENDING_MAX, core.settings.handshake_timeout());
+        let places = Places {
+            control: core.threads.control.clone(),
+            listener: token,
+            state: Mutex::new(PlacesState { pending, is_awaited: false }),
+        };
+        Self { sessions: Arc::downgrade(sessions), socket, places: Arc::new(places) }
+    }
+}
+
+/// The places of connections that are not authenticated yet. A connection's key is its token on the
+/// control thread.
+struct Places {
+    control: Remote,
+    listener: u64,
+    state: Mutex<PlacesState>,
+}
+
+struct PlacesState {
+    pending: Handshakes<u64>,
+    /// The listener waits for a place.
+    is_awaited: bool,
+}
+
+impl Places {
+    fn state(&self) -> MutexGuard<'_, PlacesState> {
+        lock(&self.state)
+    }
+
+    /// The time until which the listener must wait for a place; `None` if there is one.
+    fn wait_until(&self, now: Timestamp) -> Option<Timestamp> {
+        let mut state = self.state();
+        let until = state.pending.room_at().filter(|at| *at > now);
+        state.is_awaited = until.is_some();
+        until
+    }
+
+    /// Releases a place. Returns whether the connection still held it.
+    fn leave(&self, token: u64) -> bool {
+        let (was_held, is_awaited) = {
+            let mut state = self.state();
+            (state.pending.done(&token), std::mem::take(&mut state.is_awaited))
+        };
+        if is_awaited {
+            self.control.wake(self.listener);
+        }
+        was_held
+    }
+}
+
+impl Handler for Listener {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.socket.as_fd())
+    }
+
+    fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
+        let Some(sessions) = self.sessions.upgrade() else { return Next::Close };
+        for _ in 0..ACCEPTS_PER_CALL {
+            if let Some(until) = self.places.wait_until(cx.now) {
+                return Next::Wait { interest: Interest::None, deadline: Some(until) };
+            }
+            match self.socket.accept() {
+                Ok((socket, from)) => {
+                    let token = cx.remote.token();
+                    let evicted = self.places.state().pending.admit(token, cx.now);
+                    if let Some(evicted) = evicted {
+                        // Its handler closes it: it does not hold a place any more.
+                        cx.remote.wake(evicted);
+                    }
+                    sessions.core.counters.handshakes_pending.one();
+                    let connection = NewConnection {
+                        sessions: Weak::clone(&self.sessions),
+                        socket: Some(socket),
+                        from,
+                        places: Arc::clone(&self.places),
+                        token,
+                        state: State::Sniffing(Sniffer::new()),
+                        counted: true,
+                    };
+                    cx.remote.add(token, Box::new(connection));
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                Err(e) => {
+                    // The process has no descriptor left, or the peer closed the connection.
+                    tracing::warn!(error = %e, "can't accept a connection; trying again in 50 ms");
+                    let later = cx.now + std::time::Duration::from_millis(50);
+                    return Next::Wait { interest: Interest::None, deadline: Some(later) };
+                }
+            }
+        }
+        Next::Wait { interest: Interest::Read, deadline: None }
+    }
+}
+
+enum State {
+    /// Reading the first eight bytes.
+    Sniffing(Sniffer),
+    /// The native protocol: reading the opening message.
+    Opening(Opener),
+    /// The protocol is known. The connection is handed over when the reactor has detached its
+    /// descriptor.
+    Identified(Identified),
+    HandedOver,
+}
+
+enum Identified {
+    Native(Opening),
+    /// The first eight bytes, as a little-endian integer.
+    Foreign(u64),
+}
+
+/// A connection that was accepted and whose purpose is not known yet.
+struct NewConnection {
+    sessions: Weak<Sessions>,
+    socket: Option<Socket>,
+    from: Option<SocketAddr>,
+    places: Arc<Places>,
+    token: u64,
+    state: State,
+    /// Counted in `handshakes_pending` by this value, not by its [`Admission`].
+    counted: bool,
+}
+
+impl NewConnection {
+    fn name(&self) -> String {
+        self.from.map_or_else(|| "unknown".to_owned(), |a| a.to_string())
+    }
+
+    fn step(&mut self) -> Option<Next> {
+        let socket = self.socket.as_ref().expect("there until detached");
+        let mut buffer = [0u8; 4096];
+        let want = match &self.state {
+            State::Sniffing(sniffer) => sniffer.wanted(),
+            _ => buffer.len(),
+        };
+        let n = match socket.recv(&mut buffer[..want]) {
+            Ok(0) => return Some(Next::Close),
+            Ok(n) => n,
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                return Some(Next::Wait { interest: Interest::Read, deadline: None });
+            }
+            Err(_) => return Some(Next::Close),
+        };
+        match &mut self.state {
+            State::Sniffing(sniffer) => match sniffer.feed(&buffer[..n]) {
+                Sniff::NeedMore => None,
+                Sniff::Native => {
+                    self.state = State::Opening(Opener::new());
+                    None
+                }
+                Sniff::Mooncake => {
+                    self.state = State::Identified(Identified::Foreign(sniffer.mooncake_len()));
+                    Some(Next::Detach)
+                }
+                Sniff::Unknown => {
+                    tracing::debug!(peer = %self.name(), "closed a connection: unknown protocol");
+                    Some(Next::Close)
+                }
+            },
+            State::Opening(opener) => match opener.feed(&buffer[..n]) {
+                Ok(None) => None,
+                Ok(Some(opening)) => {
+                    self.state = State::Identified(Identified::Native(opening));
+                    Some(Next::Detach)
+                }
+                Err(code) => {
+                    refuse(socket, code, "");
+                    Some(Next::Close)
+                }
+            },
+            State::Identified(_) | State::HandedOver => Some(Next::Close),
+        }
+    }
+}
+
+pub(super) fn refuse(socket: &Socket, code: WireCode, detail: &str) {
+    let refused = Refused { code, detail: detail.to_owned(), aux: 0 };
+    // The first bytes that we send on this connection fit the socket's buffer.
+    let _ = socket.send(&encode(&Message::Refused(refused)));
+}
+
+impl Handler for NewConnection {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.socket.as_ref().map(AsFd::as_fd)
+    }
+
+    fn handle(&mut self, cause: Cause, cx: &Cx<'_>) -> Next {
+        // Each connection checks all of them for expiry: at most 256.
+        {
+            let pending = &mut self.places.state().pending;
+            while let Some(late) = pending.pop_expired(cx.now) {
+                if late == self.token {
+                    return Next::Close;
+                }
+                cx.remote.wake(late);
+            }
+            if !pending.contains(&self.token) {
+                if matches!(self.state, State::Opening(_)) {
+                    refuse(self.socket.as_ref().expect("there until detached"), WireCode::Busy, "");
+                }
+                return Next::Close;
+            }
+        }
+        if cause.ready.closed {
+            return Next::Close;
+        }
+        loop {
+            match self.step() {
+                None => {}
+                Some(Next::Wait { interest, .. }) => {
+                    let pending = &mut self.places.state().pending;
+                    pending.waits(&self.token);
+                    return Next::Wait { interest, deadline: pending.next_timeout() };
+                }
+                Some(other) => return other,
+            }
+        }
+    }
+
+    fn detached(mut self: Box<Self>, cx: &Cx<'_>) {
+        let Some(sessions) = self.sessions.upgrade() else { return };
+        let socket = self.socket.take().expect("taken only here");
+        prepare(&socket);
+        let state = std::mem::replace(&mut self.state, State::HandedOver);
+        if let State::Identified(Identified::Native(Opening::Session { bytes })) = state {
+            // The session keeps the place, under the same token, until its handshake ends.
+            let Some(until) = self.places.state().pending.spoke(&self.token) else {
+                return refuse(&socket, WireCode::Busy, "");
+            };
+            self.counted = false;
+            let admission = Admission {
+                core: Arc::downgrade(&sessions.core),
+                places: Arc::clone(&self.places),
+                token: self.token,
+                until,
+            };
+            return accept_session(&sessions, socket, self.from, admission, &bytes);
+        }
+        let has_place = self.places.leave(self.token);
+        match state {
+            State::Identified(Identified::Native(Opening::Stream { .. })) if !has_place => {
+                refuse(&socket, WireCode::Busy, "");
+            }
+            _ if !has_place => {}
+            State::Identified(Identified::Native(Opening::Stream { hello, rest })) => {
+                accept_stream(&sessions, socket, &hello, rest);
+            }
+            State::Identified(Identified::Foreign(len)) => {
+                let is_served = sessions.services().accept(socket, len, cx);
+                if !is_served {
+                    tracing::debug!(
+                        peer = %self.name(),
+                        "closed a connection: no transport serves its protocol"
+                    );
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Drop for NewConnection {
+    fn drop(&mut self) {
+        if !self.counted {
+            // The session's `Admission` owns the place.
+            return;
+        }
+        self.places.leave(self.token);
+        if let Some(sessions) = self.sessions.upgrade() {
+            sessions.core.counters.handshakes_pending.less_one();
+        }
+    }
+}
+
+/// The place of a connection whose session handshake runs. Dropping it releases the place.
+pub(crate) struct Admission {
+    core: Weak<Core>,
+    places: Arc<Places>,
+    token: u64,
+    /// When the handshake times out.
+    until: Timestamp,
+}
+
+impl Admission {
+    /// False if the place was given to another connection.
+    pub(crate) fn is_held(&self) -> bool {
+        self.places.state().pending.contains(&self.token)
+    }
+}
+
+impl Drop for Admission {
+    fn drop(&mut self) {
+        self.places.leave(self.token);
+        if let Some(core) = self.core.upgrade() {
+            core.counters.handshakes_pending.less_one();
+        }
+    }
+}
+
+fn accept_session(
+    sessions: &Arc<Sessions>,
+    socket: Socket,
+    from: Option<SocketAddr>,
+    admission: Admission,
+    bytes: &[u8],
+) {
+    let Some(from) = from else { return };
+    keep_control_alive(&socket, sessions.core.settings.silence);
+    let Some(permit) = sessions.core.quota.session() else {
+        return refuse_full(&sessions.core, &socket, from, "sessions");
+    };
+    let here = socket.local_addr().ok();
+    let left = admission.until.saturating_since(now());
+    let session = match sessions.new_session_acceptor(from, here, left) {
+        Ok(session) => session,
+        Err(e) => {
+            tracing::error!(error = %e, "can't accept a session");
+            return;
+        }
+    };
+    let token = admission.token;
+    let native = Native::new(session, token);
+    native.session().receive(bytes, now());
+    let (core, backend) = (&sessions.core, Arc::clone(&native) as _);
+    let permits_max = core.sizing.permits_max(from);
+    let link = Link::new(Arc::clone(core), from.to_string(), from, backend, permits_max);
+    let control = Control::acceptor(sessions, link, native, socket, admission, permit);
+    core.threads.control.add(token, Box::new(control));
+}
+
+/// Refuses a connection because the process may use no more descriptors for connections of this kind.
+fn refuse_full(core: &Core, socket: &Socket, peer: SocketAddr, what: &str) {
+    core.counters.connections_refused.one();
+    tracing::debug!(%peer, "refused a connection: too many {what} for the descriptor limit of the process");
+    let why = format!("too many {what} for the descriptor limit of the process (RLIMIT_NOFILE)");
+    refuse(socket, WireCode::Busy, &why);
+}
+
+fn accept_stream(sessions: &Sessions, socket: Socket, hello: &StreamHello, rest: Vec<u8>) {
+    let (link, native) = match sessions.session_of(hello, Session::verify_stream) {
+        Ok(session) => session,
+        Err(code) => return refuse(&socket, code, ""),
+    };
+    let core = &sessions.core;
+    keep_alive(&socket, core.settings.silence);
+    let gate = core.memory.gates.gate();
+    let socket = Arc::new(socket);
+    let lane = InboundLane { socket: Some(Arc::clone(&socket)), gate: Arc::clone(&gate) };
+    let permit = match native.add_inbound(hello.stream, lane, &sessions.core.quota) {
+        Some(Ok(permit)) => permit,
+        Some(Err(Full)) => return refuse_full(core, &socket, link.peer_addr, "streams"),
+        None => return,
+    };
+    if socket.send(&encode(&Message::StreamReady(StreamReady {}))).is_err() {
+        gate.shut();
+        native.inbound_ended(hello.stream);
+        return;
+    }
+    let stream = InboundStream::new(link, hello.stream, socket, gate, rest, permit);
+    let remote = core.threads.io();
+    remote.add(remote.token(), Box::new(stream));
+}

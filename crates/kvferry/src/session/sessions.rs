@@ -1,0 +1,332 @@
+//! The tables of an agent's peers and links, by session and by address; the suspend timer.
+
+use crate::address;
+use crate::channel::MessageHandler;
+use crate::config::Checksum;
+use crate::core::Core;
+use crate::error::{Error, ErrorKind, Result};
+use crate::host::is_same_host;
+use crate::reactor::{self, Cause, Cx, Handler, Next, now};
+use crate::session::connect::PeerState;
+use crate::session::native::Native;
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{Arc, Mutex, OnceLock, Weak, lock};
+use crate::transfer::link::Link;
+use crate::transport::Services;
+use crate::transport::service::Directory;
+use kvferry_proto::{
+    ChecksumPolicy, Secret, Session, SessionConfig, SessionId, StreamHello, WireCode,
+};
+use kvferry_sys::poll::Interest;
+use kvferry_sys::random;
+use rustc_hash::FxHashMap;
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+/// The number of peers above which unused ones are removed.
+const PEERS_KEPT: usize = 4096;
+
+/// What this agent tells its peers about itself.
+pub(crate) struct Identity {
+    pub(crate) secret: Option<Secret>,
+    pub(crate) checksum: Checksum,
+    /// The `host:port` that the agent tells its peers.
+    pub(crate) advertised: String,
+    /// The address that the agent listens on.
+    pub(crate) local_addr: SocketAddr,
+}
+
+/// An accepted native session.
+type Accepted = (Arc<Link>, Arc<Native>);
+
+/// The peers and links of an agent.
+pub(crate) struct Sessions {
+    pub(crate) core: Arc<Core>,
+    pub(crate) identity: Identity,
+    /// The agent uses the native protocol.
+    pub(crate) speaks_native: bool,
+    services: OnceLock<Services>,
+    message_handler: OnceLock<Arc<dyn MessageHandler>>,
+    next_session: AtomicU64,
+    /// All live links; ended ones are removed later.
+    links: Mutex<Vec<Arc<Link>>>,
+    accepted: Mutex<FxHashMap<SessionId, Accepted>>,
+    peers: Mutex<HashMap<String, Arc<PeerState>>>,
+}
+
+impl std::fmt::Debug for Sessions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Sessions[{}]", self.identity.advertised)
+    }
+}
+
+impl Sessions {
+    pub(crate) fn new(core: Arc<Core>, identity: Identity, speaks_native: bool) -> Arc<Self> {
+        Arc::new(Self {
+            core,
+            identity,
+            speaks_native,
+            services: OnceLock::new(),
+            message_handler: OnceLock::new(),
+            next_session: AtomicU64::new(1),
+            links: Mutex::default(),
+            accepted: Mutex::default(),
+            peers: Mutex::default(),
+        })
+    }
+
+    /// Sets the transports, once, before the agent is used.
+    pub(crate) fn set_services(&self, services: Services) {
+        let _ = self.services.set(services);
+    }
+
+    pub(crate) fn services(&self) -> &Services {
+        self.services.get().expect("set when the agent starts")
+    }
+
+    /// The message handler, if one is set.
+    pub(crate) fn message_handler(&self) -> Option<&dyn MessageHandler> {
+        self.message_handler.get().map(Arc::as_ref)
+    }
+
+    /// Sets the message handler. Returns false if one is set already.
+    pub(crate) fn set_message_handler(&self, handler: Arc<dyn MessageHandler>) -> bool {
+        self.message_handler.set(handler).is_ok()
+    }
+
+    // ---- protocol sessions ----
+
+    fn session_config(&self, same_host: bool, advertised: String) -> SessionConfig {
+        let settings = &self.core.settings;
+        let mut config = SessionConfig::new(self.core.incarnation, settings.name.clone());
+        config.secret = self.identity.secret.clone();
+        config.checksum = match (self.identity.checksum, same_host) {
+            (Checksum::On, _) | (Checksum::Auto, false) => ChecksumPolicy::On,
+            (Checksum::Off, _) | (Checksum::Auto, true) => ChecksumPolicy::Off,
+        };
+        config.capabilities = self.services().announces();
+        config.advertised = advertised;
+        config.handshake_timeout = settings.handshake_timeout();
+        config.silence = settings.silence;
+        config.ping_interval = settings.ping_interval();
+        config
+    }
+
+    pub(crate) fn new_session_initiator(&self, peer: SocketAddr) -> Result<Session> {
+        let source = kvferry_sys::net::source_towards(peer)
+            .map_err(|e| Error::io("can't look up the route to the peer", e))?;
+        let same_host = is_same_host(source, peer);
+        let advertised = self.advertised_to(same_host, SocketAddr::new(source, 0));
+        let nonce = random::bytes().map_err(no_random)?;
+        Ok(Session::initiator(self.session_config(same_host, advertised), None, nonce, now()))
+    }
+
+    pub(crate) fn new_session_acceptor(
+        &self,
+        peer: SocketAddr,
+        here: Option<SocketAddr>,
+        handshake: Duration,
+    ) -> Result<Session> {
+        let here = here.unwrap_or(self.identity.local_addr);
+        let same_host = is_same_host(here.ip(), peer);
+        let advertised = self.advertised_to(same_host, here);
+        let id = SessionId(self.next_session.fetch_add(1, Ordering::Relaxed));
+        let nonce = random::bytes().map_err(no_random)?;
+        let mut config = self.session_config(same_host, advertised);
+        config.handshake_timeout = handshake;
+        Ok(Session::acceptor(config, id, nonce, now()))
+    }
+
+    /// The address to tell a peer: never a loopback address to a peer on another host.
+    fn advertised_to(&self, same_host: bool, here: SocketAddr) -> String {
+        let own: Option<SocketAddr> = self.identity.advertised.parse().ok();
+        match own {
+            Some(own) if own.ip().is_loopback() && !same_host => {
+                SocketAddr::new(here.ip(), own.port()).to_string()
+            }
+            _ => self.identity.advertised.clone(),
+        }
+    }
+
+    // ---- links ----
+
+    pub(crate) fn add_accepted(&self, id: SessionId, link: &Arc<Link>, native: &Arc<Native>) {
+        lock(&self.accepted).insert(id, (Arc::clone(link), Arc::clone(native)));
+    }
+
+    pub(crate) fn remove_accepted(&self, id: SessionId) {
+        lock(&self.accepted).remove(&id);
+    }
+
+    /// The session that a new connection names and whose key it proves. `verify` is
+    /// `Session::verify_stream` or `Session::verify_local`.
+    pub(crate) fn session_of(
+        &self,
+        hello: &StreamHello,
+        verify: fn(&mut Session, &StreamHello) -> std::result::Result<(), WireCode>,
+    ) -> std::result::Result<Accepted, WireCode> {
+        let found = lock(&self.accepted).get(&hello.session).cloned();
+        let verdict = found.ok_or(WireCode::UnknownSession).and_then(|(link, native)| {
+            let verdict = verify(&mut native.session(), hello);
+            verdict.map(|()| (link, native))
+        });
+        verdict.inspect_err(|code| {
+            self.core.counters.handshakes_failed.one();
+            tracing::warn!(session = %hello.session, %code, "refused a stream");
+        })
+    }
+
+    fn has_links(&self) -> bool {
+        let mut links = lock(&self.links);
+        links.retain(|link| link.end().is_none());
+        !links.is_empty()
+    }
+
+    /// Ends every session: this process was suspended for longer than the silence limit.
+    fn end_after_suspend(&self) {
+        self.close_all(WireCode::Slept, || {
+            Error::new(
+                ErrorKind::PeerSilent,
+                "this process was suspended for longer than the silence limit",
+            )
+        });
+    }
+
+    /// Ends every session. Peers get `code`.
+    pub(crate) fn close_all(&self, code: WireCode, error: impl Fn() -> Error) {
+        let links = std::mem::take(&mut *lock(&self.links));
+        for link in links {
+            link.close(code, error().with("peer", &link.address));
+        }
+    }
+
+    /// Removes every peer. Called after the threads have stopped.
+    pub(crate) fn clear(&self) {
+        lock(&self.peers).clear();
+        lock(&self.accepted).clear();
+    }
+
+    // ---- peers ----
+
+    pub(crate) fn peer(self: &Arc<Self>, address: &str) -> Result<Arc<PeerState>> {
+        // Resolve the name again if the last connection attempt failed.
+        let named = address.parse::<SocketAddr>().is_err();
+        let known = lock(&self.peers).get(address).map(Arc::clone);
+        if let Some(state) = known.filter(|state| !(named && state.is_unreached())) {
+            return Ok(state);
+        }
+        // Resolve without the lock: it may block.
+        let addrs = address::resolve_peer(address)?;
+        let mut peers = lock(&self.peers);
+        if peers.len() >= PEERS_KEPT {
+            peers.retain(|_, state| Arc::strong_count(state) > 1 || state.live().is_some());
+        }
+        // Keep the known state while the name has the same addresses.
+        if let Some(state) = peers.get(address).filter(|state| state.has_addrs(&addrs)) {
+            return Ok(Arc::clone(state));
+        }
+        let state = PeerState::new(self, address.to_owned(), addrs);
+        peers.insert(address.to_owned(), Arc::clone(&state));
+        Ok(state)
+    }
+}
+
+impl Directory for Sessions {
+    fn add(&self, link: &Arc<Link>) {
+        let first = {
+            let mut links = lock(&self.links);
+            links.retain(|link| link.end().is_none());
+            links.push(Arc::clone(link));
+            links.len() == 1
+        };
+        if first {
+            // The suspend detector does not run while there is no session.
+            self.core.suspend.beat(now());
+            self.core.threads.control.wake(reactor::FIRST);
+        }
+    }
+
+    fn verify_local(&self, hello: &StreamHello) -> std::result::Result<Arc<Link>, WireCode> {
+        self.session_of(hello, Session::verify_local).map(|(link, _)| link)
+    }
+}
+
+fn no_random(e: std::io::Error) -> Error {
+    Error::io("the kernel returned no random bytes", e)
+}
+
+/// Beats the suspend detector from the control thread while there are sessions.
+pub(crate) struct SuspendTimer {
+    sessions: Weak<Sessions>,
+    beating: bool,
+}
+
+impl SuspendTimer {
+    pub(crate) fn new(sessions: Weak<Sessions>) -> Self {
+        Self { sessions, beating: false }
+    }
+}
+
+impl Handler for SuspendTimer {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+        // Read the clock here: the time since the wait ended counts as well.
+        let at = now();
+        let Some(sessions) = self.sessions.upgrade() else { return Next::Close };
+        let core = &sessions.core;
+        if self.beating && !core.suspend.is_fresh(at) {
+            core.counters.slept.one();
+            tracing::warn!("this process was suspended; all sessions end");
+            sessions.end_after_suspend();
+        }
+        // Only now: until this beat, other threads see the old time and touch no memory.
+        core.suspend.beat(at);
+        self.beating = sessions.has_links();
+        let deadline = self.beating.then(|| at + core.suspend.every);
+        Next::Wait { interest: Interest::None, deadline }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Access, Agent, Batch, Options, Transports};
+    use std::net::TcpListener;
+
+    #[test]
+    fn an_agent_that_was_dropped_leaves_nothing_behind() {
+        let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let silent = silent.local_addr().expect("bound").to_string();
+        for names in ["tcp", "local", "mooncake", "all"] {
+            let start = |names: &str| {
+                let transports = Transports::parse(names).expect("names");
+                Agent::builder().transports(transports).mooncake(true).start().expect("an agent")
+            };
+            let (near, far) = (start(names), start("all"));
+            let alive: Vec<_> = [&near, &far]
+                .map(|agent| (Arc::downgrade(agent.core()), Arc::downgrade(agent.sessions())))
+                .into();
+            let from = near.allocate(4096, Access::NONE).expect("memory");
+            let _to = far.allocate(4096, Access::WRITE).expect("memory");
+            let peer = near.peer(far.advertised()).expect("an address");
+            let remote = peer.regions(None).expect("a list").remove(0);
+            let mut batch = Batch::new();
+            batch.push(&from, 0, &remote, 0, 4096).expect("inside");
+            peer.write(&batch, &Options::default()).expect("a healthy write");
+            let unanswered = near.peer(&silent).expect("an address");
+            let waits = unanswered.write_async(&batch, &Options::default());
+            drop((near, far));
+            assert!(waits.outcome().is_some(), "{names}: the search ended with the agent");
+            drop((peer, unanswered, waits, from, _to));
+            for (core, sessions) in alive {
+                assert!(sessions.upgrade().is_none(), "{names}: sessions are left");
+                assert!(core.upgrade().is_none(), "{names}: the core is left");
+            }
+        }
+    }
+}

@@ -1,0 +1,646 @@
+//! The connection between this agent and one incarnation of a peer, as transfers use it: routes,
+//! lanes, activity and the end.
+//!
+//! A link knows its peer through one [`Backend`] (a native session, a stock Mooncake process) and
+//! its transports through [`Route`]s, fastest first. It knows neither by name.
+//!
+//! When a link ends, it shuts down every lane's socket, which wakes the threads that wait on one;
+//! they find the reason in [`Link::end`].
+
+use super::lanes::{Lane, LaneGiven, Lanes, Open, StreamFault};
+use super::messages::MessageQueue;
+use crate::core::Core;
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::region::RemoteRegion;
+use crate::notify::Notification;
+use crate::reactor::now;
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::sync::{Arc, OnceLock, RwLock, read, write};
+use crate::transfer::Options;
+use crate::transfer::batch::Batch;
+use crate::transfer::job::{Job, JobLink, Op, RevokeDone, TransferStats};
+use crate::transfer::kind::{Capabilities, Transport, TransportKind};
+use crate::transfer::slot::Interrupt;
+use kvferry_proto::auth::MAC_LEN;
+use kvferry_proto::{PeerInfo, StreamId, Timestamp, WireCode};
+use smallvec::SmallVec;
+use std::fmt;
+use std::net::{Shutdown, SocketAddr};
+// For times, which need no memory order.
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+/// Called exactly once with the response to a request.
+pub(crate) type Answered = Box<dyn FnOnce(WireCode, Vec<u8>) + Send>;
+
+/// The peer behind a link, and the connection for control messages to it.
+///
+/// All methods may be called on any thread and do not block, except where they take a `timeout`.
+pub(crate) trait Backend: Send + Sync {
+    /// The peer's part of the native handshake; `None` before it is complete, and for peers that do
+    /// not speak the native protocol.
+    fn info(&self) -> Option<&PeerInfo> {
+        None
+    }
+
+    /// Opens one lane. The result comes through [`Link::lane_opened`] or [`Link::lane_failed`].
+    fn open_lane(&self, link: &Arc<Link>);
+
+    /// Wakes the peer's handler on the control thread.
+    fn wake(&self, core: &Core);
+
+    /// Asks the peer to stop touching memory through these streams. Calls `done` exactly once, with
+    /// whether the peer has confirmed it.
+    fn revoke(&self, _link: &Link, _streams: Vec<StreamId>, done: RevokeDone) {
+        done(false);
+    }
+
+    /// Sends a request over the control connection.
+    fn request(
+        &self,
+        _link: &Link,
+        _kind: u16,
+        _body: Vec<u8>,
+        _budget: Duration,
+        answered: Answered,
+    ) {
+        answered(WireCode::Unsupported, Vec::new());
+    }
+
+    /// Lists the regions that the peer makes accessible. Blocks.
+    fn regions(&self, link: &Arc<Link>, timeout: Duration) -> Result<Vec<RemoteRegion>>;
+
+    /// Looks up the peer's region of that name. Blocks.
+    fn region(&self, link: &Arc<Link>, _name: &str, _timeout: Duration) -> Result<RemoteRegion> {
+        let what = "the regions of a stock Mooncake peer have no names";
+        Err(Error::new(ErrorKind::Unsupported, what).with("peer", &link.address))
+    }
+
+    /// Measures one round trip. Blocks.
+    fn probe(&self, link: &Arc<Link>, timeout: Duration) -> Result<Duration>;
+
+    /// Sends a notification without data, for peers to which an empty write does not carry it.
+    /// Blocks.
+    fn notify(
+        &self,
+        _link: &Arc<Link>,
+        _notification: &Notification,
+        _timeout: Duration,
+    ) -> Option<Result<()>> {
+        None
+    }
+
+    /// Tells the peer that the session ends, for the reason in `code`.
+    fn close(&self, _code: WireCode) {}
+
+    /// Why the session is over or ending, if the link has not ended yet.
+    fn closing(&self, _link: &Link) -> Option<Error> {
+        None
+    }
+
+    /// The link has ended: fails every pending request.
+    fn ended(&self) {}
+
+    /// When [`Backend::expire`] is next due.
+    fn next_deadline(&self) -> Option<Timestamp> {
+        None
+    }
+
+    /// Fails the requests that the peer did not answer in time.
+    fn expire(&self, _link: &Link, _now: Timestamp) {}
+
+    /// A new local stream: its number, and the hello that proves the session's key on it.
+    fn local_hello(&self) -> Option<(StreamId, Vec<u8>)> {
+        None
+    }
+
+    /// The proof of the session's key with which the peer answers such a hello.
+    fn local_mac(&self, _stream: StreamId) -> Option<[u8; MAC_LEN]> {
+        None
+    }
+
+    /// A stream that the peer opened has ended; its gate is shut.
+    fn inbound_ended(&self, _stream: StreamId) {}
+}
+
+/// The result of offering a batch to a route.
+pub(crate) enum Offered {
+    /// The route moves the batch; the job gets its outcome.
+    Taken,
+    /// The route can't reach the batch's memory, for this reason; another route may.
+    Elsewhere(&'static str),
+    /// The peer would refuse it.
+    Refused(Error),
+}
+
+/// One transport's route to the peer of one link.
+pub(crate) trait Route: Send + Sync {
+    fn transport(&self) -> &'static dyn Transport;
+
+    fn kind(&self) -> TransportKind {
+        self.transport().kind()
+    }
+
+    /// Whether bytes cross the network, on lanes.
+    fn uses_lanes(&self) -> bool {
+        false
+    }
+
+    /// Whether the route can be used.
+    fn is_open(&self) -> bool {
+        true
+    }
+
+    /// Why the route reaches only a part of the peer's memory.
+    fn obstacle(&self) -> Option<&str> {
+        None
+    }
+
+    /// Moves a batch on the caller's thread, without a job and without allocating. `None` if the
+    /// batch needs a job: for a notification, device memory, several threads, or another route.
+    fn run_direct(
+        &self,
+        _link: &Arc<Link>,
+        _op: Op,
+        _batch: &Batch,
+        _options: &Options<'_>,
+        _timeout: Duration,
+    ) -> Option<Result<TransferStats>> {
+        None
+    }
+
+    /// Drives a job, on the caller's thread if that is fastest, until its last share has ended.
+    fn run(&self, link: &Arc<Link>, job: &Arc<Job>, interrupt: Interrupt<'_>) -> Offered;
+
+    /// Starts a job on I/O threads; returns at once.
+    fn submit(&self, link: &Arc<Link>, job: &Arc<Job>) -> Offered;
+
+    /// Why the peer is gone, if the route has evidence of that. Called when no route took a batch.
+    fn peer_loss(&self, _link: &Arc<Link>) -> Option<Error> {
+        None
+    }
+
+    /// The link has ended.
+    fn close(&self, _link: &Link) {}
+}
+
+/// The connection to one incarnation of a peer.
+pub(crate) struct Link {
+    pub(crate) core: Arc<Core>,
+    /// As the user wrote it; for errors.
+    pub(crate) address: String,
+    pub(crate) peer_addr: SocketAddr,
+    backend: Arc<dyn Backend>,
+    /// Fastest first.
+    routes: RwLock<SmallVec<[Arc<dyn Route>; 2]>>,
+    /// Why there is no faster route.
+    obstacle: OnceLock<String>,
+    lanes: Lanes,
+    /// Messages for the peer's message handler.
+    pub(crate) messages: MessageQueue,
+    /// Transfers of this side and requests of the peer that are in progress.
+    in_flight: AtomicUsize,
+    /// The control thread has been woken since the link was last idle for a heartbeat interval.
+    watched: AtomicBool,
+    /// When something was in progress last, on the agent's clock; valid while `watched` is not set.
+    used_ns: AtomicU64,
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Link[{}]", self.address)
+    }
+}
+
+impl Link {
+    /// A link without routes. At most `permits_max` large transfers move at the same time.
+    pub(crate) fn new(
+        core: Arc<Core>,
+        address: String,
+        peer_addr: SocketAddr,
+        backend: Arc<dyn Backend>,
+        permits_max: usize,
+    ) -> Arc<Self> {
+        let lanes = Lanes::new(core.sizing.streams_per_peer, permits_max);
+        Arc::new(Self {
+            core,
+            address,
+            peer_addr,
+            backend,
+            routes: RwLock::default(),
+            obstacle: OnceLock::new(),
+            lanes,
+            messages: MessageQueue::default(),
+            in_flight: AtomicUsize::new(0),
+            watched: AtomicBool::new(false),
+            used_ns: AtomicU64::new(now().as_nanos()),
+        })
+    }
+
+    /// Why the link ended, if it did.
+    pub(crate) fn end(&self) -> Option<&Error> {
+        self.lanes.end()
+    }
+
+    // ---- the peer ----
+
+    pub(crate) fn backend(&self) -> &dyn Backend {
+        &*self.backend
+    }
+
+    pub(crate) fn info(&self) -> Option<&PeerInfo> {
+        self.backend.info()
+    }
+
+    /// The incarnation of the peer; `None` with stock Mooncake peers.
+    pub(crate) fn incarnation(&self) -> Option<kvferry_proto::Incarnation> {
+        self.info().map(|info| info.incarnation)
+    }
+
+    pub(crate) fn checksum(&self) -> bool {
+        self.info().is_some_and(|info| info.checksum)
+    }
+
+    /// Sends a request to the peer; calls `answered` exactly once.
+    pub(crate) fn request(&self, kind: u16, body: Vec<u8>, budget: Duration, answered: Answered) {
+        self.backend.request(self, kind, body, budget, answered);
+    }
+
+    /// Why the session is over or ending, if the link has not ended yet.
+    pub(crate) fn session_end(&self) -> Option<Error> {
+        self.end().cloned().or_else(|| self.backend.closing(self))
+    }
+
+    /// Wakes the session's handler on the control thread.
+    pub(crate) fn wake_control(&self) {
+        self.backend.wake(&self.core);
+    }
+
+    /// Ends the session from this side, with a goodbye to the peer.
+    pub(crate) fn close(&self, code: WireCode, error: Error) {
+        self.backend.close(code);
+        self.terminate(error);
+        self.wake_control();
+    }
+
+    /// Ends the link, once: shuts down the lanes and fails everything that waits.
+    pub(crate) fn terminate(&self, error: Error) {
+        let Some((lanes, waiters)) = self.lanes.close(&error) else { return };
+        for route in std::mem::take(&mut *write(&self.routes)) {
+            route.close(self);
+        }
+        for lane in lanes {
+            lane.socket.reset_on_close();
+            lane.socket.shutdown(Shutdown::Both);
+            self.core.counters.streams.less_one();
+        }
+        self.backend.ended();
+        // Last: a transfer's waker is the user's code and may take its time.
+        for give in waiters {
+            give(Err(error.clone()));
+        }
+    }
+
+    // ---- routes ----
+
+    /// Adds a route that is faster than the existing ones.
+    pub(crate) fn add_route(&self, route: Arc<dyn Route>) {
+        write(&self.routes).insert(0, Arc::clone(&route));
+        if self.end().is_some() {
+            route.close(self);
+        }
+    }
+
+    /// Records why there is no faster route; later reasons are ignored.
+    pub(crate) fn set_obstacle(&self, obstacle: String) {
+        let _ = self.obstacle.set(obstacle);
+    }
+
+    /// Why not every byte takes the fastest route; `None` if the session had no choice.
+    pub(crate) fn obstacle(&self) -> Option<String> {
+        self.obstacle.get().cloned().or_else(|| {
+            read(&self.routes).iter().find_map(|route| route.obstacle().map(str::to_owned))
+        })
+    }
+
+    pub(crate) fn has_routes(&self) -> bool {
+        !read(&self.routes).is_empty()
+    }
+
+    /// The fastest open route, which most bytes take.
+    fn main_route(&self) -> Option<Arc<dyn Route>> {
+        let routes = read(&self.routes);
+        let open = || routes.iter().filter(|route| route.is_open());
+        open().find(|route| route.obstacle().is_none()).or_else(|| open().next()).map(Arc::clone)
+    }
+
+    /// The transport of the fastest open route; `None` once the link has ended.
+    pub(crate) fn kind(&self) -> Option<TransportKind> {
+        self.main_route().map(|route| route.kind())
+    }
+
+    /// The capabilities of the transport of the fastest open route.
+    pub(crate) fn capabilities(&self) -> Option<Capabilities> {
+        self.main_route().map(|route| route.transport().capabilities())
+    }
+
+    /// Offers something to each open route, fastest first, until one accepts it.
+    pub(crate) fn offer(
+        self: &Arc<Self>,
+        mut to: impl FnMut(&Arc<dyn Route>) -> Offered,
+    ) -> Result<(), Error> {
+        let mut obstacle = "no transport is attached";
+        for at in 0.. {
+            let Some(route) = read(&self.routes).get(at).map(Arc::clone) else { break };
+            if !route.is_open() {
+                obstacle = "the peer's memory is out of reach";
+                continue;
+            }
+            match to(&route) {
+                Offered::Taken => return Ok(()),
+                Offered::Elsewhere(why) => obstacle = why,
+                Offered::Refused(error) => return Err(error),
+            }
+        }
+        let routes = read(&self.routes).clone();
+        let lost = routes.iter().find_map(|route| route.peer_loss(self));
+        let end = lost.or_else(|| self.session_end());
+        Err(end.unwrap_or_else(|| self.no_route(obstacle)))
+    }
+
+    /// The error of a batch that no route accepts, or of a peer without any route.
+    pub(crate) fn no_route(&self, obstacle: &str) -> Error {
+        let obstacle = self.obstacle.get().map_or(obstacle, String::as_str);
+        let what = format!("no permitted transport reaches the peer's memory: {obstacle}");
+        Error::new(ErrorKind::Unsupported, what).with("peer", &self.address)
+    }
+
+    /// See [`Route::run_direct`].
+    pub(crate) fn run_direct(
+        self: &Arc<Self>,
+        op: Op,
+        batch: &Batch,
+        options: &Options<'_>,
+        timeout: Duration,
+    ) -> Option<Result<TransferStats>> {
+        let route = read(&self.routes).first().filter(|route| route.is_open()).map(Arc::clone)?;
+        route.run_direct(self, op, batch, options, timeout)
+    }
+
+    // ---- activity: the heartbeat runs only while something is in progress ----
+
+    /// Something starts. Costs an atomic increment; wakes the control thread only if nothing was in
+    /// progress for a heartbeat interval.
+    pub(crate) fn begin(&self) {
+        self.in_flight.fetch_add(1, Ordering::SeqCst);
+        self.watch();
+    }
+
+    fn watch(&self) {
+        if !self.watched.swap(true, Ordering::SeqCst) {
+            self.wake_control();
+        }
+    }
+
+    /// Whether something is in progress, or waits for a lane: only a live peer can let this side
+    /// open one.
+    fn is_busy(&self) -> bool {
+        self.in_flight.load(Ordering::SeqCst) > 0 || self.has_waiters()
+    }
+
+    /// Something that [`Link::begin`] counted has ended.
+    pub(crate) fn finish(&self) {
+        self.in_flight.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Whether the heartbeat has to run. The control thread calls this about once per interval.
+    /// While nothing is in progress, the next [`Link::begin`] wakes the control thread.
+    pub(crate) fn is_active(&self) -> bool {
+        if self.is_busy() {
+            return true;
+        }
+        self.was_used();
+        self.watched.store(false, Ordering::SeqCst);
+        // A `begin` between the two stores saw `watched` set and did not wake this thread; a later
+        // one wakes it. So look again.
+        if self.is_busy() {
+            self.watched.store(true, Ordering::SeqCst);
+            return true;
+        }
+        false
+    }
+
+    // ---- lanes; see `lanes` ----
+
+    fn open(self: &Arc<Self>, open: Open) {
+        for _ in 0..open.0 {
+            self.backend.open_lane(self);
+        }
+    }
+
+    /// A message crossed the control connection now.
+    pub(crate) fn was_used(&self) {
+        self.used_ns.store(now().as_nanos(), Ordering::Relaxed);
+    }
+
+    /// Whether nothing was in progress for so long that the network may have dropped the
+    /// connections. Copies within the host need no connection.
+    pub(crate) fn is_idle_for_long(&self) -> bool {
+        let used = Timestamp::from_nanos(self.used_ns.load(Ordering::Relaxed));
+        self.info().is_some()
+            && !self.watched.load(Ordering::SeqCst)
+            && now().saturating_since(used) > self.core.settings.idle_max()
+            && self.main_route().is_some_and(|route| route.uses_lanes())
+    }
+
+    /// Closes lanes that were idle for so long that the network may have dropped them.
+    fn close_idle(&self) {
+        if self.info().is_some() {
+            let closed = self.lanes.take_unused_since(now() - self.core.settings.idle_max());
+            closed.iter().for_each(|_| self.core.counters.streams.less_one());
+        }
+    }
+
+    /// See [`Lanes::idle`].
+    pub(crate) fn idle_lane(&self, bytes: u64) -> Option<Arc<Lane>> {
+        self.close_idle();
+        self.lanes.idle(bytes)
+    }
+
+    /// See [`Lanes::acquire`].
+    pub(crate) fn acquire(
+        self: &Arc<Self>,
+        bytes: u64,
+        deadline: Timestamp,
+        give: LaneGiven,
+    ) -> u64 {
+        let (id, open) = self.lanes.acquire(bytes, deadline, give);
+        if id != 0 {
+            self.open(open);
+            self.watch();
+        }
+        id
+    }
+
+    /// See [`Lanes::acquire_idle`].
+    pub(crate) fn acquire_idle(self: &Arc<Self>, more: usize) -> Vec<Arc<Lane>> {
+        self.close_idle();
+        let (lanes, open) = self.lanes.acquire_idle(more);
+        self.open(open);
+        lanes
+    }
+
+    /// See [`Lanes::pass_permit`].
+    pub(crate) fn pass_permit(self: &Arc<Self>, lane: &Lane) {
+        let open = self.lanes.pass_permit(lane);
+        self.open(open);
+    }
+
+    /// Opens the first lane ahead of need.
+    pub(crate) fn open_ahead(self: &Arc<Self>) {
+        self.open(self.lanes.ahead());
+    }
+
+    /// See [`Lanes::opened`].
+    pub(crate) fn lane_opened(self: &Arc<Self>, lane: Arc<Lane>) {
+        if self.lanes.opened(&lane) {
+            self.core.counters.streams.one();
+            self.put(lane);
+        }
+    }
+
+    /// See [`Lanes::failed`].
+    pub(crate) fn lane_failed(&self, error: &Error) {
+        self.lanes.failed(error);
+    }
+
+    /// Gives back a lane whose last request was answered.
+    pub(crate) fn put(self: &Arc<Self>, lane: Arc<Lane>) {
+        let open = self.lanes.put(lane);
+        self.open(open);
+    }
+
+    /// See [`Lanes::note_fault`].
+    pub(crate) fn note_fault(&self, stream: StreamId, fault: StreamFault) {
+        self.lanes.note_fault(stream, fault);
+    }
+
+    /// See [`Lanes::fault_of`].
+    pub(crate) fn fault_of(&self, stream: StreamId) -> Option<StreamFault> {
+        self.lanes.fault_of(stream)
+    }
+
+    /// Removes a lane that its peer closed. True if no transfer used it.
+    pub(crate) fn retire(&self, lane: &Lane) -> bool {
+        let was_idle = self.lanes.retire(lane);
+        if was_idle.is_some() {
+            self.core.counters.streams.less_one();
+        }
+        was_idle == Some(true)
+    }
+
+    /// Ends a lane: stops its copier, resets its socket, and lets another lane replace it.
+    pub(crate) fn kill(self: &Arc<Self>, lane: &Lane) {
+        lane.gate.shut_and_wait();
+        self.discard(lane);
+    }
+
+    /// Ends a lane whose gate is shut.
+    pub(crate) fn discard(self: &Arc<Self>, lane: &Lane) {
+        // The last holder closes the socket with a reset: the kernel drops what is still in the
+        // send buffer, and the peer's kernel drops what it has received.
+        lane.socket.reset_on_close();
+        let (removed, open) = self.lanes.kill(lane);
+        if removed {
+            self.core.counters.streams.less_one();
+        }
+        self.open(open);
+    }
+
+    /// See [`Lanes::has_lanes`].
+    pub(crate) fn has_lanes(&self, besides: usize) -> bool {
+        self.lanes.has_lanes(besides)
+    }
+
+    /// Whether a transfer waits for a lane.
+    pub(crate) fn has_waiters(&self) -> bool {
+        self.lanes.has_waiters()
+    }
+
+    /// When [`Link::expire`] is next due.
+    pub(crate) fn next_deadline(&self) -> Option<Timestamp> {
+        self.lanes.next_deadline().into_iter().chain(self.backend.next_deadline()).min()
+    }
+
+    /// Fails the requests and waiting transfers whose time has passed.
+    pub(crate) fn expire(&self, now: Timestamp) {
+        self.backend.expire(self, now);
+        self.lanes.expire(now);
+    }
+}
+
+impl JobLink for Link {
+    fn address(&self) -> &str {
+        &self.address
+    }
+
+    fn withdraw(&self, id: u64) -> bool {
+        self.lanes.withdraw(id)
+    }
+
+    fn revoke(&self, streams: Vec<StreamId>, done: RevokeDone) {
+        self.backend.revoke(self, streams, done);
+    }
+}
+
+/// The error for a peer whose address refuses connections.
+pub(crate) fn unreachable_peer(e: std::io::Error) -> Error {
+    Error::new(ErrorKind::Unreachable, "can't connect to the peer").caused_by(e)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::Agent;
+
+    /// A peer that is asked for nothing.
+    #[derive(Default)]
+    pub(crate) struct NoPeer {
+        has_ended: AtomicBool,
+    }
+
+    impl Backend for NoPeer {
+        fn open_lane(&self, _: &Arc<Link>) {}
+
+        fn wake(&self, _: &Core) {}
+
+        fn regions(&self, _: &Arc<Link>, _: Duration) -> Result<Vec<RemoteRegion>> {
+            Ok(Vec::new())
+        }
+
+        fn probe(&self, _: &Arc<Link>, timeout: Duration) -> Result<Duration> {
+            Ok(timeout)
+        }
+
+        fn ended(&self) {
+            self.has_ended.store(true, Ordering::SeqCst);
+        }
+    }
+
+    #[test]
+    fn a_transfer_that_waits_for_a_lane_fails_after_the_ended_link_has_stopped_all_else() {
+        let agent = Agent::builder().start().expect("an agent");
+        let (peer, at) = (Arc::new(NoPeer::default()), agent.local_addr());
+        let backend = Arc::clone(&peer) as _;
+        let link = Link::new(Arc::clone(agent.core()), "peer".into(), at, backend, 1);
+        let (tell, told) = std::sync::mpsc::channel();
+        let give = move |lane: Result<Arc<Lane>>| {
+            let kind = lane.err().map(|e| e.kind());
+            tell.send((kind, peer.has_ended.load(Ordering::SeqCst))).expect("the test waits");
+        };
+        link.acquire(1, now() + Duration::from_secs(60), Box::new(give));
+        link.terminate(Error::new(ErrorKind::PeerReset, "a test"));
+        assert_eq!(told.try_recv(), Ok((Some(ErrorKind::PeerReset), true)));
+        agent.shutdown();
+    }
+}

@@ -1,0 +1,63 @@
+//! The queue of messages for the control connection.
+
+use crate::sync::{Mutex, lock};
+use std::collections::VecDeque;
+
+#[derive(Debug, Default)]
+pub(crate) struct MessageQueue(Mutex<Queue>);
+
+#[derive(Debug, Default)]
+struct Queue {
+    waiting: VecDeque<Vec<u8>>,
+    waiting_bytes: usize,
+    /// Sent and not answered yet.
+    sent: usize,
+    sent_bytes: usize,
+    /// A thread is sending messages. Other threads only enqueue, which keeps the order.
+    busy: bool,
+}
+
+/// Waiting messages and bytes, at most.
+const WAITING_MAX: usize = 65_536;
+const WAITING_BYTES_MAX: usize = 16 * 1024 * 1024;
+/// Messages and bytes in progress, at most: well below the limit of a session.
+const SENT_MAX: usize = 256;
+const SENT_BYTES_MAX: usize = 1024 * 1024;
+
+impl MessageQueue {
+    /// False if the queue is full.
+    pub(crate) fn push(&self, message: Vec<u8>) -> bool {
+        let mut queue = lock(&self.0);
+        if queue.waiting.len() >= WAITING_MAX
+            || queue.waiting_bytes + message.len() > WAITING_BYTES_MAX
+        {
+            return false;
+        }
+        queue.waiting_bytes += message.len();
+        queue.waiting.push_back(message);
+        true
+    }
+
+    /// The next message to send. `None` if the queue is empty, too many messages are in progress,
+    /// or another thread is sending (unless `was_busy`: the caller is that thread).
+    pub(crate) fn next(&self, was_busy: bool) -> Option<Vec<u8>> {
+        let mut queue = lock(&self.0);
+        if queue.busy && !was_busy {
+            return None;
+        }
+        let may_send = queue.sent < SENT_MAX && queue.sent_bytes < SENT_BYTES_MAX;
+        let message = if may_send { queue.waiting.pop_front() } else { None };
+        queue.busy = message.is_some();
+        let len = message.as_ref().map_or(0, Vec::len);
+        queue.waiting_bytes -= len;
+        queue.sent_bytes += len;
+        queue.sent += usize::from(message.is_some());
+        message
+    }
+
+    pub(crate) fn answered(&self, len: usize) {
+        let mut queue = lock(&self.0);
+        queue.sent -= 1;
+        queue.sent_bytes -= len;
+    }
+}

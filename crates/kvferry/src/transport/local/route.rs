@@ -1,0 +1,147 @@
+//! The route of a peer within the host.
+
+use super::direct::copy_all;
+use super::share::LocalShare;
+use super::{Local, LocalPeer};
+use crate::core::Core;
+use crate::error::{Error, Result};
+use crate::sync::Arc;
+use crate::transfer::Options;
+use crate::transfer::batch::Batch;
+use crate::transfer::drive::{NoLane, background, drive, no_wake, shares};
+use crate::transfer::job::{Frames, Job, Op, TransferStats, is_stop};
+use crate::transfer::kind::Transport;
+use crate::transfer::link::{Link, Offered, Route};
+use crate::transfer::slot::{Interrupt, Watch};
+use super::copy::{Targets, Unreached};
+use crate::reactor::now;
+use smallvec::SmallVec;
+use std::time::Duration;
+
+/// Bytes below which waking another thread to copy does not pay: a millisecond's work.
+const COPIER_BYTES_MIN: u64 = 8 << 20;
+
+/// How many threads should copy `bytes`, the caller's included.
+fn copiers_for(core: &Core, bytes: u64, streams: Option<usize>) -> usize {
+    shares(core, bytes / COPIER_BYTES_MIN, core.sizing.copiers_default, streams)
+}
+
+pub(super) struct LocalRoute(pub(super) Arc<LocalPeer>);
+
+impl LocalRoute {
+    /// Resolves the remote ranges of a job, if all of them are within reach.
+    fn targets(&self, link: &Arc<Link>, job: &Job) -> std::result::Result<Arc<Targets>, Offered> {
+        match self.0.targets(&job.batch, job.op) {
+            Ok(targets) => Ok(Arc::new(targets)),
+            Err(Unreached::Elsewhere) => {
+                Err(Offered::Elsewhere("a region is not host memory within reach"))
+            }
+            Err(Unreached::Refused { code, pair }) => {
+                Err(Offered::Refused(self.0.refused(link, &job.batch, code, pair)))
+            }
+        }
+    }
+
+    /// Registers the shares of a job and starts all but `own` of them on I/O threads.
+    fn start(&self, link: &Arc<Link>, job: &Arc<Job>, targets: &Arc<Targets>, own: usize) {
+        let copiers = copiers_for(&job.core, job.batch.bytes(), job.streams);
+        let frames = Frames::Copies { bytes_min: COPIER_BYTES_MIN };
+        job.start_shares(copiers, Local::KIND, frames);
+        for _ in own..copiers {
+            background(job, link, NoLane, |wake| {
+                LocalShare::new(link, &self.0, job, targets, wake)
+            });
+        }
+    }
+}
+
+impl Route for LocalRoute {
+    fn transport(&self) -> &'static dyn Transport {
+        &Local
+    }
+
+    fn is_open(&self) -> bool {
+        self.0.is_attached()
+    }
+
+    fn obstacle(&self) -> Option<&str> {
+        self.0.obstacle()
+    }
+
+    fn run_direct(
+        &self,
+        link: &Arc<Link>,
+        op: Op,
+        batch: &Batch,
+        options: &Options<'_>,
+        timeout: Duration,
+    ) -> Option<Result<TransferStats>> {
+        if options.notify.is_some()
+            || copiers_for(&link.core, batch.bytes(), options.streams) > 1
+            || !batch.local.all_host()
+        {
+            return None;
+        }
+        let at = now();
+        let watch = Watch::new(at + timeout, options.interrupt, at);
+        let counters = &link.core.counters;
+        counters.transfers_in_flight.one();
+        let copied = copy_all(link, &self.0, op, batch, watch, no_wake());
+        counters.transfers_in_flight.less_one();
+        let copied = copied?;
+        counters.transfers_started.one();
+        let bytes = batch.bytes();
+        Some(match copied {
+            Ok(()) => {
+                counters.transfers_done.one();
+                match op {
+                    Op::Write => counters.bytes_written.add(bytes),
+                    Op::Read => counters.bytes_read.add(bytes),
+                }
+                let transport = Some(Local::KIND);
+                Ok(TransferStats { bytes, descriptors: batch.len(), streams: 1, transport })
+            }
+            Err(e) => {
+                if is_stop(e.kind()) {
+                    counters.transfers_cancelled.one();
+                } else {
+                    counters.transfers_failed.one();
+                }
+                // The caller's thread has copied.
+                Err(e.with("peer", &link.address).with_quiesced(true))
+            }
+        })
+    }
+
+    fn run(&self, link: &Arc<Link>, job: &Arc<Job>, interrupt: Interrupt<'_>) -> Offered {
+        let targets = match self.targets(link, job) {
+            Ok(targets) => targets,
+            Err(offered) => return offered,
+        };
+        self.start(link, job, &targets, 1);
+        drive(job, link, &[], interrupt, |wake| {
+            let share = LocalShare::new(link, &self.0, job, &targets, Arc::clone(wake));
+            SmallVec::from_buf([share])
+        });
+        Offered::Taken
+    }
+
+    fn submit(&self, link: &Arc<Link>, job: &Arc<Job>) -> Offered {
+        match self.targets(link, job) {
+            Ok(targets) => {
+                self.start(link, job, &targets, 0);
+                Offered::Taken
+            }
+            Err(offered) => offered,
+        }
+    }
+
+    fn peer_loss(&self, link: &Arc<Link>) -> Option<Error> {
+        self.0.gone(link)
+    }
+
+    fn close(&self, link: &Link) {
+        self.0.detach();
+        link.core.threads.control.wake(self.0.handler);
+    }
+}

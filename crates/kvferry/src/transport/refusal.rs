@@ -1,0 +1,27 @@
+//! Errors that all transports share.
+
+use crate::error::{Error, ErrorKind};
+use crate::transfer::batch::Batch;
+use crate::transfer::link::Link;
+use kvferry_proto::WireCode;
+
+/// The error of a batch that the peer refused, or that it would refuse.
+pub(crate) fn refusal(link: &Link, batch: &Batch, code: WireCode, pair: Option<usize>) -> Error {
+    let kind = ErrorKind::from_wire(code);
+    let error = Error::new(kind, format!("the peer refused: {code}")).with("peer", &link.address);
+    let Some(pair) = pair else { return error };
+    let error = error.with("descriptor", pair);
+    match (batch.local.pieces.get(pair), batch.remote.get(pair)) {
+        (Some(piece), Some(remote)) => error
+            .with("region", remote.region)
+            .with("offset", format_args!("{:#x}", remote.offset))
+            .with("len", piece.len),
+        _ => error,
+    }
+}
+
+/// The error of a batch whose local memory was unregistered or failed during the transfer.
+pub(crate) fn local_fault(code: WireCode, index: u32) -> Error {
+    let what = "local memory of the transfer can't be used any more";
+    Error::new(ErrorKind::from_wire(code), what).with("descriptor", index)
+}

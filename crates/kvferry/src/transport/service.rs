@@ -1,0 +1,101 @@
+//! The traits of a transport, except those that move bytes; see the parent module.
+
+use crate::core::Core;
+use crate::error::{Error, Result};
+use crate::reactor::Cx;
+use crate::sync::Arc;
+use crate::transfer::kind::{Transport, TransportKind};
+use crate::transfer::link::Link;
+use kvferry_proto::{StreamHello, WireCode};
+use kvferry_sys::socket::Socket;
+use std::net::SocketAddr;
+
+/// How a transport starts with an agent.
+pub(crate) trait Start: Transport {
+    /// Whether the transport uses kvferry's own sessions.
+    fn is_native(&self) -> bool {
+        true
+    }
+
+    /// Starts the part that serves peers. Called if the transport is permitted.
+    ///
+    /// # Errors
+    /// An error that prevents the agent's start. A transport that merely can't be used on this host
+    /// starts, and gives the reason when it is asked to attach.
+    fn start(&self, cx: &Startup<'_>) -> Result<Box<dyn Service>>;
+}
+
+/// An agent at the start of its transports.
+pub(crate) struct Startup<'a> {
+    pub(crate) core: &'a Arc<Core>,
+    /// Whether a transport that uses kvferry's own sessions is permitted.
+    pub(crate) allows_native: bool,
+    pub(crate) local_addr: SocketAddr,
+    /// The `host:port` that is advertised to peers.
+    pub(crate) advertised: &'a str,
+    pub(crate) has_secret: bool,
+    /// Whether checksums are required even within the host.
+    pub(crate) always_checksums: bool,
+    /// Whether peers that do not speak the native protocol are served.
+    pub(crate) serves_foreign: bool,
+    pub(crate) directory: &'a Arc<dyn Directory>,
+}
+
+/// The operations on an agent's sessions that transports need.
+pub(crate) trait Directory: Send + Sync {
+    /// Adds a link, so that the suspend detector runs and the link ends with the agent.
+    fn add(&self, link: &Arc<Link>);
+
+    /// The session whose key the hello of a local connection proves.
+    fn verify_local(&self, hello: &StreamHello) -> std::result::Result<Arc<Link>, WireCode>;
+}
+
+/// Called exactly once: with `None` if there is a route now, else with the reason why there is
+/// none.
+pub(crate) type Attached = Box<dyn FnOnce(Option<String>) + Send>;
+
+/// A transport of one running agent.
+pub(crate) trait Service: Send + Sync {
+    fn kind(&self) -> TransportKind;
+
+    /// Capability bits that the native handshake announces.
+    fn announces(&self) -> u64 {
+        0
+    }
+
+    /// Adds a route to the link of a native session that this side initiated, if possible. Called
+    /// only for transports that use kvferry's own sessions.
+    fn attach(&self, _link: &Arc<Link>, attached: Attached) {
+        attached(None);
+    }
+
+    /// The transport's own handshake, if it has one.
+    fn dialer(&self) -> Option<&dyn Dialer> {
+        None
+    }
+
+    /// Takes a connection on the agent's port whose first eight bytes are not the native magic but
+    /// `first`, little-endian. Gives the socket back if it does not belong to this transport.
+    fn accept(&self, socket: Socket, _first: u64, _cx: &Cx<'_>) -> Option<Socket> {
+        Some(socket)
+    }
+}
+
+/// Connects to peers by a transport's own handshake.
+pub(crate) trait Dialer {
+    /// Connects to the peer at `addr`, which the user calls `address`; calls `dialed` exactly once,
+    /// on any thread. With `native_too` the handshake also detects peers that speak the native
+    /// protocol.
+    fn dial(&self, address: &str, addr: SocketAddr, native_too: bool, dialed: OnDialed);
+}
+
+/// The result of a handshake.
+pub(crate) enum Dialed {
+    Link(Arc<Link>),
+    /// The peer speaks the native protocol.
+    Native,
+    Failed(Error),
+}
+
+/// Called exactly once with the result of a handshake.
+pub(crate) type OnDialed = Box<dyn FnOnce(Dialed) + Send>;

@@ -1,0 +1,541 @@
+//! Raw peers: the tests write the protocol's bytes themselves, malformed ones included.
+
+use super::*;
+use kvferry::ErrorKind;
+use kvferry_proto::local::PROBE_LEN;
+use kvferry_proto::message::{Refused, encode};
+use kvferry_proto::{
+    CAPABILITY_LOCAL, CloseReason, Flags, Incarnation, LocalPacket, MAGIC, Message, Op, Opener,
+    Opening, RegionId, RequestHeader, Secret, Session, SessionConfig, SessionEvent, SessionId,
+    Timestamp, TransferId, WireCode, WireDescriptor,
+};
+use kvferry_sys::shared::Shared;
+use kvferry_sys::unix::Channel;
+use kvferry_testkit::process::Child;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+fn clock() -> Timestamp {
+    use std::sync::OnceLock;
+    static START: OnceLock<Instant> = OnceLock::new();
+    let since = START.get_or_init(Instant::now).elapsed();
+    Timestamp::from_nanos(1 + since.as_nanos() as u64)
+}
+
+fn nonce() -> [u8; 32] {
+    Pattern::fresh().bytes(32).try_into().expect("32 bytes")
+}
+
+/// Sends a session's messages and reads answers until the session has an event.
+fn drive(session: &mut Session, socket: &mut TcpStream) -> SessionEvent {
+    let give_up = Instant::now() + Duration::from_secs(10);
+    let mut buffer = [0; 4096];
+    loop {
+        while let Some(bytes) = session.poll_transmit() {
+            if socket.write_all(&bytes).is_err() {
+                session.transport_closed(clock());
+            }
+        }
+        if let Some(event) = session.poll_event() {
+            return event;
+        }
+        assert!(Instant::now() < give_up, "the agent sends nothing");
+        match socket.read(&mut buffer) {
+            Ok(0) => session.transport_closed(clock()),
+            Ok(n) => session.receive(&buffer[..n], clock()),
+            Err(_) => session.handle_timeout(clock()),
+        }
+    }
+}
+
+/// A session that the test drives.
+pub(super) struct RawPeer {
+    session: Session,
+    _control: TcpStream,
+    address: String,
+}
+
+impl RawPeer {
+    pub(super) fn call(address: &str, config: SessionConfig) -> Result<Self, CloseReason> {
+        let mut control = TcpStream::connect(address).expect("the agent listens");
+        control.set_read_timeout(Some(Duration::from_millis(50))).expect("a socket");
+        let mut session = Session::initiator(config, None, nonce(), clock());
+        match drive(&mut session, &mut control) {
+            SessionEvent::Established(_) => {
+                Ok(Self { session, _control: control, address: address.to_owned() })
+            }
+            SessionEvent::Closed(reason) => Err(reason),
+            other => panic!("not part of a handshake: {other:?}"),
+        }
+    }
+
+    /// The first bytes of the next data stream.
+    fn stream_hello(&mut self) -> Vec<u8> {
+        self.session.stream_hello().expect("established").1
+    }
+
+    /// A data stream that the agent has accepted.
+    fn stream(&mut self) -> TcpStream {
+        let hello = self.stream_hello();
+        let (stream, answer) = offer(&self.address, &hello);
+        assert!(!answer.is_empty(), "a proper stream was not accepted");
+        stream
+    }
+}
+
+fn config() -> SessionConfig {
+    SessionConfig::new(Incarnation(0x57), "raw_peer")
+}
+
+/// Opens a connection with these bytes. Returns it and the answer.
+fn offer(address: &str, bytes: &[u8]) -> (TcpStream, Vec<u8>) {
+    let mut stream = TcpStream::connect(address).expect("the agent listens");
+    stream.write_all(bytes).expect("a fresh connection");
+    let answer = answer(&mut stream);
+    (stream, answer)
+}
+
+/// The bytes that arrive within 300 ms, or until the end of the stream.
+fn answer(stream: &mut TcpStream) -> Vec<u8> {
+    let mut answer = Vec::new();
+    stream.set_read_timeout(Some(Duration::from_millis(300))).expect("a socket");
+    let mut buffer = [0; 4096];
+    while let Ok(n) = stream.read(&mut buffer) {
+        if n == 0 {
+            break;
+        }
+        answer.extend_from_slice(&buffer[..n]);
+        // The answer is one message.
+        stream.set_read_timeout(Some(Duration::from_millis(30))).expect("a socket");
+    }
+    answer
+}
+
+#[test]
+fn disjoint_version_ranges_are_a_clear_error_on_both_sides() {
+    let _bound = bounded();
+    let agent = agent();
+    let mut future = config();
+    future.versions = (9, 11);
+    let reason =
+        RawPeer::call(agent.advertised(), future.clone()).err().expect("no version in common");
+    assert_eq!(reason.code, WireCode::VersionMismatch, "{reason:?}");
+    assert_eq!(agent.stats().handshakes_failed, 1);
+    // A wider range that contains our versions works.
+    let mut wide = config();
+    wide.versions = (1, 11);
+    RawPeer::call(agent.advertised(), wide).map(drop).expect("version 1 in common");
+
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("bound").to_string();
+    let answering = std::thread::spawn(move || {
+        let (mut socket, _) = listener.accept().expect("the agent calls");
+        socket.set_read_timeout(Some(Duration::from_millis(50))).expect("a socket");
+        let mut magic = [0; MAGIC.len()];
+        std::thread::sleep(Duration::from_millis(20));
+        socket.read_exact(&mut magic).expect("the magic");
+        assert_eq!(magic, MAGIC);
+        let mut session = Session::acceptor(future, SessionId(1), nonce(), clock());
+        drive(&mut session, &mut socket)
+    });
+    let peer = agent.peer(&address).expect("an address");
+    let error = peer.connect(Duration::from_secs(5)).expect_err("no version in common");
+    assert_eq!(error.kind(), ErrorKind::VersionMismatch, "{error:?}");
+    drop(answering.join());
+}
+
+/// A peer that announces `local` but does not listen on its local name, like a peer on another host.
+struct ElsewherePeer {
+    address: String,
+    ended: Arc<AtomicBool>,
+    thread: std::thread::JoinHandle<Session>,
+}
+
+impl ElsewherePeer {
+    fn start(incarnation: Incarnation) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("bound").to_string();
+        let ended = Arc::new(AtomicBool::new(false));
+        let until = Arc::clone(&ended);
+        let thread = std::thread::spawn(move || {
+            let (mut socket, _) = listener.accept().expect("the agent calls");
+            socket.set_read_timeout(Some(Duration::from_millis(20))).expect("a socket");
+            socket.read_exact(&mut [0; MAGIC.len()]).expect("the magic");
+            let mut config = SessionConfig::new(incarnation, "elsewhere");
+            config.capabilities = CAPABILITY_LOCAL;
+            let mut session = Session::acceptor(config, SessionId(1), nonce(), clock());
+            let mut buffer = [0; 4096];
+            while !until.load(Ordering::Relaxed) {
+                while let Some(event) = session.poll_event() {
+                    if let SessionEvent::Request { id, .. } = event {
+                        session.respond(id, WireCode::Ok, Vec::new());
+                    }
+                }
+                while let Some(bytes) = session.poll_transmit() {
+                    socket.write_all(&bytes).expect("the agent reads");
+                }
+                match socket.read(&mut buffer) {
+                    Ok(0) => break,
+                    Ok(n) => session.receive(&buffer[..n], clock()),
+                    Err(_) => session.handle_timeout(clock()),
+                }
+            }
+            session
+        });
+        Self { address, ended, thread }
+    }
+
+    /// Closes the connection and returns the session.
+    fn end(self) -> Session {
+        self.ended.store(true, Ordering::Relaxed);
+        self.thread.join().expect("no panic")
+    }
+}
+
+/// Listens on the abstract name of the agent with this incarnation.
+fn bind_local_name(incarnation: Incarnation) -> Channel {
+    Channel::listen(format!("kvferry/{incarnation}").as_bytes()).expect("a free name")
+}
+
+#[test]
+fn a_process_that_listens_on_a_peers_local_name_gets_no_proof_for_tcp_and_causes_no_wait() {
+    let _bound = bounded();
+    let incarnation = Incarnation(u128::from_le_bytes(nonce()[..16].try_into().expect("16")));
+    let impostor = bind_local_name(incarnation);
+    let elsewhere = ElsewherePeer::start(incarnation);
+    let agent = agent_over("local,tcp");
+    let peer = agent.peer(&elsewhere.address).expect("an address");
+    let began = Instant::now();
+    let summary = peer.connect(Duration::from_secs(5)).expect("over tcp");
+    assert_within(began, UNDELAYED, "connecting to a peer whose local name is taken");
+    let fallback = summary.fallback.expect("a reason");
+    assert!(fallback.contains("is not the peer"), "{fallback}");
+    let connection = impostor.accept().expect("the agent called");
+    let mut buffer = [0; 4096];
+    let len = connection.recv(&mut buffer).expect("a hello").len;
+    let Ok(Some(Opening::Stream { hello, .. })) = Opener::new().feed(&buffer[MAGIC.len()..len])
+    else {
+        panic!("not a hello: {:x?}", &buffer[..len]);
+    };
+    let mut session = elsewhere.end();
+    assert_eq!(session.verify_stream(&hello), Err(WireCode::AuthFailed), "it opens a stream");
+    assert_eq!(session.verify_local(&hello), Ok(()));
+}
+
+#[test]
+fn a_process_of_another_user_that_listens_on_a_peers_local_name_is_sent_nothing() {
+    let _bound = bounded();
+    if kvferry_sys::unix::user() != 0 {
+        println!("SKIPPED: a listener of another user: only root can be one");
+        return;
+    }
+    let incarnation = Incarnation(u128::from_le_bytes(nonce()[..16].try_into().expect("16")));
+    let listening = std::thread::spawn(move || {
+        let keep = -1;
+        // SAFETY: changes the user of this thread alone, which ends after it made a socket.
+        let rc = unsafe { libc::syscall(libc::SYS_setresuid, keep, 65_534, keep) };
+        assert_eq!(rc, 0, "root becomes another user");
+        bind_local_name(incarnation)
+    });
+    let impostor = listening.join().expect("a free name");
+    let elsewhere = ElsewherePeer::start(incarnation);
+    let agent = agent_over("local,tcp");
+    let peer = agent.peer(&elsewhere.address).expect("an address");
+    let began = Instant::now();
+    let summary = peer.connect(Duration::from_secs(5)).expect("over tcp");
+    assert_within(began, UNDELAYED, "connecting to a peer whose local name another user holds");
+    let fallback = summary.fallback.expect("a reason");
+    assert!(fallback.contains("another user"), "{fallback}");
+    let connection = impostor.accept().expect("the agent called");
+    let packet = connection.recv(&mut [0; 4096]);
+    assert!(
+        packet
+            .as_ref()
+            .map_or_else(|e| e.kind() == std::io::ErrorKind::ConnectionReset, |p| p.len == 0),
+        "{packet:?}"
+    );
+    drop(elsewhere.end());
+}
+
+/// The next packet of an agent's local socket.
+fn packet(channel: &Channel) -> (LocalPacket, Vec<OwnedFd>) {
+    let give_up = Instant::now() + stretched(Duration::from_secs(5));
+    let mut buffer = [0; 256];
+    loop {
+        match channel.recv(&mut buffer) {
+            Ok(packet) => {
+                let bytes = &buffer[..packet.len];
+                return (LocalPacket::decode(bytes).expect("a packet"), packet.fds);
+            }
+            Err(e) => assert_eq!(e.kind(), std::io::ErrorKind::WouldBlock, "{e}"),
+        }
+        assert!(Instant::now() < give_up, "the agent sends nothing");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Attaches to an agent of this host as a process that can't use `process_vm_readv`.
+fn attach(raw_peer: &mut RawPeer, agent: &Agent) -> Channel {
+    let name = format!("kvferry/{}", agent.incarnation());
+    let channel = Channel::connect(name.as_bytes()).expect("the agent listens");
+    let page = Shared::create("page", 64 * 256).expect("memory");
+    page.word(0).store(u64::from_le_bytes(*b"kvfgate\x01"), Ordering::SeqCst);
+    let (_, hello) = raw_peer.session.local_hello().expect("established");
+    channel.send(&hello, &[page.as_fd()]).expect("room");
+    let (offer, _) = packet(&channel);
+    assert!(matches!(offer, LocalPacket::Offer { code: WireCode::Ok, .. }), "{offer:?}");
+    let probe = LocalPacket::Probe { code: WireCode::Unsupported, bytes: [0; PROBE_LEN] };
+    channel.send(&probe.encode(), &[]).expect("room");
+    let (attached, _) = packet(&channel);
+    assert_eq!(attached, LocalPacket::Attached { code: WireCode::Ok });
+    channel
+}
+
+#[test]
+fn i11_a_process_of_this_host_maps_memory_as_its_access_says() {
+    let _bound = bounded();
+    let agent = agent_over("local,tcp");
+    let mut raw_peer = RawPeer::call(agent.advertised(), config()).expect("no secret is set");
+    let channel = attach(&mut raw_peer, &agent);
+    for access in [Access::NONE, Access::READ, Access::WRITE, Access::READ_WRITE] {
+        let region = agent.allocate(MIB, access).expect("memory");
+        refill(&region, 1);
+        channel.send(&LocalPacket::Map { region: region.id() }.encode(), &[]).expect("room");
+        let (LocalPacket::Mapped { code, .. }, mut fds) = packet(&channel) else {
+            panic!("not an answer");
+        };
+        if access == Access::NONE {
+            assert_eq!((code, fds.len()), (WireCode::UnknownRegion, 0), "{access}");
+            continue;
+        }
+        assert_eq!(code, WireCode::Ok, "{access}");
+        let fd = fds.pop().expect("its memory");
+        assert_eq!(
+            Shared::open(fd.try_clone().expect("one more"), MIB, true).is_ok(),
+            access.write
+        );
+        // Through another descriptor of the same memory.
+        let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+        if let Ok(mut file) = std::fs::OpenOptions::new().read(true).write(true).open(path) {
+            assert_eq!(file.write_all(b"x").is_ok(), access.write, "{access}");
+            assert_eq!(Shared::open(file.into(), MIB, true).is_ok(), access.write, "{access}");
+        }
+        Shared::open(fd, MIB, false).expect("readable");
+        let expected = Pattern::new(1).bytes(MIB);
+        assert_eq!(content(&region)[1..], expected[1..], "{access}");
+        agent.unregister(&region).expect("registered");
+        assert_eq!(packet(&channel).0, LocalPacket::Unmapped { region: region.id() });
+    }
+}
+
+#[test]
+fn six_hundred_handshakes_do_not_push_each_other_out() {
+    let _bound = bounded();
+    let tcp = Transports::parse("tcp").expect("a name");
+    // A long limit, so that a slow machine can serve all of them. There are 256 places.
+    let builder = Agent::builder().silence(Duration::from_secs(10)).transports(tcp);
+    let agent = builder.start().expect("an agent");
+    let mut peers: Vec<_> = (0..600)
+        .map(|number| {
+            let mut socket = TcpStream::connect(agent.advertised()).expect("the agent listens");
+            socket.set_read_timeout(Some(Duration::from_millis(50))).expect("a socket");
+            let config = SessionConfig::new(Incarnation(1 + number), "one of many");
+            let mut session = Session::initiator(config, None, nonce(), clock());
+            while let Some(bytes) = session.poll_transmit() {
+                socket.write_all(&bytes).expect("a fresh connection");
+            }
+            (session, socket)
+        })
+        .collect();
+    for (number, (session, socket)) in peers.iter_mut().enumerate() {
+        let event = drive(session, socket);
+        assert!(matches!(event, SessionEvent::Established(_)), "handshake {number}: {event:?}");
+    }
+    assert_eq!(agent.stats().handshakes_failed, 0);
+}
+
+#[test]
+fn connections_that_a_peer_refuses_as_busy_or_closes_are_retried() {
+    let _bound = bounded();
+    let agent = agent();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("bound").to_string();
+    let serving = std::thread::spawn(move || {
+        let accept = || {
+            let (mut socket, _) = listener.accept().expect("the agent calls");
+            socket.set_read_timeout(Some(Duration::from_millis(50))).expect("a socket");
+            let mut magic = [0; MAGIC.len()];
+            socket.read_exact(&mut magic).expect("the magic");
+            socket
+        };
+        for _ in 0..5 {
+            let refused = Refused { code: WireCode::Busy, detail: String::new(), aux: 0 };
+            accept().write_all(&encode(&Message::Refused(refused))).expect("connected");
+        }
+        drop(accept());
+        let mut socket = accept();
+        let mut session = Session::acceptor(config(), SessionId(1), nonce(), clock());
+        let event = drive(&mut session, &mut socket);
+        assert!(matches!(event, SessionEvent::Established(_)), "{event:?}");
+        // The last messages of the acceptor.
+        while let Some(bytes) = session.poll_transmit() {
+            socket.write_all(&bytes).expect("connected");
+        }
+        socket
+    });
+    let peer = agent.peer(&address).expect("an address");
+    peer.connect(Duration::from_secs(5)).expect("the seventh call is served");
+    drop(serving.join().expect("served"));
+}
+
+#[test]
+fn every_stream_proves_the_key_of_its_session() {
+    let _bound = bounded();
+    let agent = Agent::builder().secret(b"secret").start().expect("an agent");
+    let to = agent.allocate(4096, Access::WRITE).expect("memory");
+    let mut knows = config();
+    knows.secret = Secret::new(b"secret".to_vec());
+    let mut raw_peer = RawPeer::call(agent.advertised(), knows).expect("the right secret");
+    let streams = agent.stats().streams;
+    let proper = raw_peer.stream_hello();
+    for (what, at) in [("mac", proper.len() - 1), ("mac", proper.len() - 20)] {
+        let mut forged = proper.clone();
+        forged[at] ^= 1;
+        let (mut stream, _) = offer(agent.advertised(), &forged);
+        drop(stream.write_all(&write_frame(&to.remote(), 0, &[0xAB; 64])));
+        assert_eq!(agent.stats().streams, streams, "a stream with a forged {what} was accepted");
+    }
+    let (_kept, _) = offer(agent.advertised(), &proper);
+    eventually(Duration::from_secs(2), "a proper stream is accepted", || {
+        agent.stats().streams == streams + 1
+    });
+    let (mut replayed, _) = offer(agent.advertised(), &proper);
+    drop(replayed.write_all(&write_frame(&to.remote(), 0, &[0xAB; 64])));
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(agent.stats().streams, streams + 1, "a replayed stream was accepted");
+    assert!(content(&to).iter().all(|byte| *byte == 0), "a forged stream wrote");
+}
+
+fn header(descriptors: u32, payload_len: u64) -> RequestHeader {
+    RequestHeader {
+        op: Op::Write,
+        flags: Flags::NONE,
+        descriptors,
+        notify_len: 0,
+        payload_len,
+        transfer: TransferId(7),
+        budget_ms: 5000,
+        head_crc: 0,
+    }
+}
+
+/// A well-formed write.
+fn write_frame(to: &RemoteRegion, offset: u64, payload: &[u8]) -> Vec<u8> {
+    let mut table = Vec::new();
+    WireDescriptor { offset, len: payload.len() as u32, region: to.id }.write_to(&mut table);
+    let head = header(1, payload.len() as u64).seal(&table, &[]);
+    [&head[..], &table, payload].concat()
+}
+
+/// Malformed frames, each with its name.
+fn malformed(to: &RemoteRegion) -> Vec<(&'static str, Vec<u8>)> {
+    let good = write_frame(to, 0, &[0xAB; 256]);
+    let changed = |at: usize, bytes: &[u8]| {
+        let mut frame = good.clone();
+        frame[at..at + bytes.len()].copy_from_slice(bytes);
+        frame
+    };
+    let table = |descriptors: &[(u64, u32, u32)]| {
+        let mut table = Vec::new();
+        for (offset, len, region) in descriptors {
+            WireDescriptor { offset: *offset, len: *len, region: RegionId(*region) }
+                .write_to(&mut table);
+        }
+        table
+    };
+    let frame = |header: RequestHeader, table: &[u8], payload: &[u8]| {
+        [&header.seal(table, &[])[..], table, payload].concat()
+    };
+    let id = to.id.0;
+    let mut cases = vec![
+        ("nonsense", Pattern::new(5).bytes(4096)),
+        ("bad magic", changed(0, b"XXXX")),
+        ("bad version", changed(4, &[77])),
+        ("unknown operation", changed(5, &[99])),
+        ("unknown flags", changed(6, &[0xF0])),
+        ("reserved bytes", changed(40, &[1])),
+        ("wrong checksum of the head", changed(60, &[1, 2, 3, 4])),
+        ("a flipped offset", changed(64, &[0xFF])),
+        ("descriptors without end", changed(8, &[0xFF; 4])),
+        ("a notification without end", changed(12, &[0xFF; 4])),
+        ("payload without end", changed(16, &[0xFF; 8])),
+        ("the answer to nothing", [b"KVFr".as_slice(), &good[4..]].concat()),
+    ];
+    let wrong = [
+        ("sums that differ", header(1, 1 << 30), table(&[(0, 64, id)])),
+        (
+            "payload that is too short for its table",
+            header(2, 64),
+            table(&[(0, 64, id), (64, 64, id)]),
+        ),
+        ("sizes that overflow", header(2, 2), table(&[(0, u32::MAX, id), (0, 3, id)])),
+        ("a write of nothing", header(0, 0), Vec::new()),
+        ("a descriptor of nothing", header(1, 0), table(&[(0, 0, id)])),
+    ];
+    for (what, header, table) in wrong {
+        cases.push((what, frame(header, &table, &[0xAB; 64])));
+    }
+    let far = table(&[(to.len, 64, id)]);
+    cases.push(("a write beyond the region", frame(header(1, 64), &far, &[0xAB; 64])));
+    let unknown = table(&[(0, 64, 0xFFFF_FFFE)]);
+    cases.push(("a write to no region", frame(header(1, 64), &unknown, &[0xAB; 64])));
+    for (what, len) in [("a cut header", 30), ("a cut table", 70), ("half a frame", 200)] {
+        cases.push((what, good[..len].to_vec()));
+    }
+    cases
+}
+
+#[test]
+fn malformed_frames_write_nothing_and_delay_no_other_peer() {
+    let _bound = bounded();
+    let (mut child, address) = Child::with_agent(peer_config());
+    let region = child.allocate(64 * KIB, "rw", 2);
+    let protected = child.allocate(64 * KIB, "r", 3);
+    let agent = agent();
+    let from = source(&agent, 64 * KIB, 1);
+    let peer = agent.peer(&address).expect("an address");
+    peer.write(&batch(&from, &region.remote, 4096), &Options::default()).expect("a healthy write");
+    let wanted = child.memory(&region);
+    let before = child.resources();
+    let mut raw_peer = RawPeer::call(&address, config()).expect("no secret is set");
+    {
+        let mut stream = raw_peer.stream();
+        stream.write_all(&write_frame(&region.remote, 0, &wanted[..256])).expect("connected");
+        assert!(!answer(&mut stream).is_empty(), "a proper frame of the raw_peer is answered");
+    }
+    for (what, frame) in malformed(&region.remote) {
+        let mut stream = raw_peer.stream();
+        drop(stream.write_all(&frame));
+        drop(stream.shutdown(std::net::Shutdown::Write));
+        drop(answer(&mut stream));
+        let began = Instant::now();
+        peer.read(&batch(&from, &region.remote, 4096), &Options::default())
+            .unwrap_or_else(|e| panic!("a healthy read after {what}: {e:?}"));
+        assert_within(began, UNDELAYED, &format!("a healthy read after {what}"));
+        let mut now = child.memory(&region);
+        // A cut frame may have written its first 256 bytes.
+        now[..256].copy_from_slice(&wanted[..256]);
+        assert!(now == wanted, "{what}: something was written");
+    }
+    assert!(child.memory(&protected) == Pattern::new(3).bytes(64 * KIB));
+    drop(raw_peer);
+    eventually(Duration::from_secs(3), "nothing of the raw_peer is left", || {
+        let stats = child.call(json!({"op": "stats"}));
+        stats["requests_in_flight"] == 0 && stats["sessions"] == 1
+    });
+    let grown = child.resources().memory_bytes.saturating_sub(before.memory_bytes);
+    assert!(grown < 32 * MIB as u64, "malformed frames cost {grown} bytes of memory");
+}
