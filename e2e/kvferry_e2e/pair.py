@@ -48,7 +48,9 @@ class Pair:
     def check_handoff(self, prompt: Tokens) -> None:
         """One handoff ends with the tokens that the prefill instance generates alone."""
         answer = self.handoff(prompt)
-        ensure(answer.status == 200, f"{len(prompt)} tokens: {answer}")
+        if answer.status != 200:
+            last = self.prefill.records.last_write()
+            ensure(False, f"{len(prompt)} tokens: {answer}; the prefill's write ended with {last}")
         reference = self.alone(prompt)
         ensure(answer.tokens == reference, mismatch(prompt, answer.tokens, reference))
 

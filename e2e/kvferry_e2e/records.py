@@ -34,7 +34,10 @@ class Records:
 
     def last_write(self) -> str:
         """The result of the latest write, as text."""
-        write = self.writes()[-1]
+        writes = self.writes()
+        if not writes:
+            return "nothing: it has not written"
+        write = writes[-1]
         return " ".join(str(write[key]) for key in ("result", "why", "error") if key in write)
 
     def writes_begun(self) -> int:
