@@ -536,6 +536,25 @@ fn a_write_to_an_agent_that_shuts_down_reports_that_the_peer_is_gone() {
 }
 
 #[test]
+fn an_agent_that_does_not_allow_tcp_takes_no_bytes_over_it() {
+    let _bound = bounded();
+    let start = |kind| Agent::builder().transports(Transports::only(kind)).start();
+    let near = start(TransportKind::TCP).expect("an agent");
+    let far = start(TransportKind::LOCAL).expect("an agent");
+    let from = filled(&near, 4096, Access::NONE, 1);
+    let to = filled(&far, 4096, Access::READ_WRITE, 2);
+    let peer = near.peer(far.advertised()).expect("an address");
+    let moves = batch(&from, &to.remote(), 4096);
+    for refused in [peer.write(&moves, &Options::default()), peer.read(&moves, &Options::default())]
+    {
+        let e = refused.expect_err("the peer does not allow it");
+        assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
+        assert!(e.to_string().contains("the peer does not allow tcp"), "{e}");
+    }
+    assert!(content(&to) == Pattern::new(2).bytes(4096));
+}
+
+#[test]
 fn a_shutdown_ends_the_wait_for_a_notification_with_an_error() {
     let _bound = bounded();
     let (agent, other, sender) = (agent(), agent(), agent());

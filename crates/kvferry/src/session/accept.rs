@@ -14,7 +14,7 @@ use crate::session::native::{Full, InboundLane, Native};
 use crate::session::sessions::Sessions;
 use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
 use crate::transfer::link::{Backend, Link};
-use crate::transport::tcp::InboundStream;
+use crate::transport::tcp::{InboundStream, Tcp};
 use kvferry_proto::message::{Refused, StreamReady, encode};
 use kvferry_proto::{
     Handshakes, Message, Opener, Opening, PENDING_MAX, Session, Sniff, Sniffer, StreamHello,
@@ -375,6 +375,9 @@ fn refuse_full(core: &Core, socket: &Socket, peer: SocketAddr, what: &str) {
 }
 
 fn accept_stream(sessions: &Sessions, socket: Socket, hello: &StreamHello, rest: Vec<u8>) {
+    if !sessions.services().allow(Tcp::KIND) {
+        return refuse(&socket, WireCode::Unsupported, "");
+    }
     let (link, native) = match sessions.session_of(hello, Session::verify_stream) {
         Ok(session) => session,
         Err(code) => return refuse(&socket, code, ""),

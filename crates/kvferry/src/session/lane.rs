@@ -163,7 +163,10 @@ impl Handler for Dial {
                     }
                     Ok(Some(Message::Refused(refused))) => {
                         let kind = ErrorKind::from_wire(refused.code);
-                        let what = format!("the peer refused a stream: {}", refused.code);
+                        let what = match refused.code {
+                            WireCode::Unsupported => "the peer does not allow tcp".to_owned(),
+                            code => format!("the peer refused a stream: {code}"),
+                        };
                         let busy = refused.code == WireCode::Busy;
                         let retries = if busy { BUSY_RETRIES } else { 0 };
                         return self.retry(Error::new(kind, what), retries, cx.now);

@@ -182,6 +182,10 @@ impl Services {
         self.native.iter().chain(&self.foreign).map(|service| &**service)
     }
 
+    pub(crate) fn allow(&self, kind: TransportKind) -> bool {
+        self.all().any(|service| service.kind() == kind)
+    }
+
     pub(crate) fn announces(&self) -> u64 {
         self.all().map(|service| service.announces()).fold(0, |all, bits| all | bits)
     }
