@@ -1,48 +1,42 @@
 //! Small engines, for what is said of whole engines.
 
 use kvferry_proto::RegionId;
-use kvferry_proto::engine_handshake::{EngineId, OwnEngine};
+use kvferry_proto::engine_handshake::{EngineId, Introduced, OwnEngine};
 use kvferry_proto::layout::{
-    ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, Plane, Region, View,
+    ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, Packing, Plane, Region, Shape,
 };
 use kvferry_proto::plan::Topology;
 use std::sync::Arc;
 
-const BLOCKS: u32 = 4;
-const ROWS: u32 = 16;
-const CONTENT: u32 = 32;
+/// A rank with these heads of layers of full attention, whose blocks lie in the region `id`. A row
+/// is a token.
+pub fn layout(id: RegionId, heads: Heads, shape: &Shape, packing: Packing) -> Layout {
+    let Shape { rows, blocks, content, .. } = *shape;
+    let context = ContextShard::WHOLE;
+    let group =
+        Group { name: "full".into(), kind: Kind::Full, block_tokens: rows, blocks, context };
+    let views = packing.views(shape, 0, 0).unwrap().into_iter().enumerate();
+    let layers = views.map(|(at, view)| {
+        let encoding = Encoding::new("bfloat16", 16);
+        let plane = Plane { role: "kv".into(), encoding, heads, rows, content, view };
+        Layer { name: format!("model.layers.{at}"), group: 0, planes: vec![plane] }
+    });
+    let region = Region { id, len: shape.bytes().unwrap() };
+    Layout::new(vec![region], vec![group], layers.collect()).unwrap()
+}
 
 /// A rank of an engine of one layer, whose heads are dealt out evenly over its ranks.
-fn layout(rank: u32, ranks: u32, heads: u32) -> Layout {
+pub fn layout_of_rank(rank: u32, ranks: u32, heads: u32) -> Layout {
     let heads = Heads::shard(heads, rank, ranks).unwrap();
-    let head_stride = u64::from(ROWS * CONTENT);
-    let block_stride = head_stride * u64::from(heads.count);
-    let view = View {
-        region: 0,
-        base: 0,
-        block_stride,
-        kernel_blocks: 1,
-        kernel_stride: 0,
-        head_stride,
-        row_stride: u64::from(CONTENT),
-    };
-    let encoding = Encoding::new("bfloat16", 16);
-    let plane = Plane { role: "kv".into(), encoding, heads, rows: ROWS, content: CONTENT, view };
-    let group = Group {
-        name: "full".into(),
-        kind: Kind::Full,
-        block_tokens: ROWS,
-        blocks: BLOCKS,
-        context: ContextShard::WHOLE,
-    };
-    let layer = Layer { name: "model.layers.0".into(), group: 0, planes: vec![plane] };
-    let region = Region { id: RegionId(1), len: block_stride * u64::from(BLOCKS) };
-    Layout::new(vec![region], vec![group], vec![layer]).unwrap()
+    let (layers, kernel_blocks) = (1, 1);
+    let shape =
+        Shape { layers, blocks: 4, heads: heads.count, rows: 16, content: 32, kernel_blocks };
+    layout(RegionId(1), heads, &shape, Packing::Lbhnc)
 }
 
 /// An engine of so many ranks, of a model with so many heads: one of the two divides the other.
 pub fn topology(ranks: u32, heads: u32) -> Topology {
-    let layouts: Vec<_> = (0..ranks).map(|rank| layout(rank, ranks, heads)).collect();
+    let layouts: Vec<_> = (0..ranks).map(|rank| layout_of_rank(rank, ranks, heads)).collect();
     Topology::new(&layouts).unwrap()
 }
 
@@ -55,6 +49,17 @@ pub fn own_engine(id: u128, rank: usize, topology: Topology, card_len: usize) ->
         topology: Arc::new(topology),
         addresses: (0..ranks).map(|rank| format!("host-{id}:{rank}")).collect(),
         cards: (0..ranks).map(|rank| card(id, rank, card_len)).collect(),
+    }
+}
+
+/// An answer of an engine that shows these ranks.
+pub fn introduced(engine: &OwnEngine, ranks: std::ops::Range<usize>) -> Introduced {
+    let shown = ranks.map(|rank| (rank as u32, engine.cards[rank].clone().into()));
+    Introduced {
+        engine: engine.id,
+        topology: engine.topology.encode(),
+        addresses: engine.addresses.clone(),
+        cards: shown.collect(),
     }
 }
 

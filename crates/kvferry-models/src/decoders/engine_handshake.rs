@@ -1,9 +1,8 @@
 //! Messages of engine handshakes, and what two machines make of them.
 
-use crate::engines::{own_engine, topology};
+use crate::engines::{introduced, own_engine, topology};
 use kvferry_proto::engine_handshake::{
-    EngineHandshakeAction, EngineHandshakeMessage, EngineHandshakes, EngineId, Introduce,
-    Introduced, Turned,
+    EngineHandshakeAction, EngineHandshakeMessage, EngineHandshakes, Introduce, Introduced, Turned,
 };
 use kvferry_proto::handoff::PeerId;
 use kvferry_proto::message::{ADVERTISED_MAX, DETAIL_MAX};
@@ -17,7 +16,6 @@ const TICKET: u64 = 1;
 const BUDGET: Duration = Duration::from_secs(30);
 const RANKS: u32 = 4;
 
-/// One message.
 pub fn message(bytes: &[u8]) {
     match EngineHandshakeMessage::decode(bytes) {
         Ok(message) => {
@@ -100,12 +98,7 @@ fn told(message: &EngineHandshakeMessage) {
 /// What honest peers say, and some that are not.
 pub fn message_seeds() -> Vec<Vec<u8>> {
     let engine = own_engine(2, 0, topology(RANKS, RANKS), 8);
-    let shown = |ranks: std::ops::Range<usize>| Introduced {
-        engine: EngineId(2),
-        topology: engine.topology.encode(),
-        addresses: engine.addresses.clone(),
-        cards: ranks.map(|rank| (rank as u32, engine.cards[rank].clone().into())).collect(),
-    };
+    let shown = |ranks| introduced(&engine, ranks);
     let ours = topology(1, RANKS).encode();
     let messages: [EngineHandshakeMessage; 9] = [
         Introduce { topology: ours.clone(), ranks: Vec::new() }.into(),
