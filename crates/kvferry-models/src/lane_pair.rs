@@ -4,9 +4,7 @@
 //! Everything that must hold of any run is checked on the way and in [`LanePair::check`].
 
 use kvferry_proto::frame::Notification;
-use kvferry_proto::lane::{
-    Begin, Initiator, LaneError, Malformed, Next, Outcome, Placed, Receive, Target, Transmit,
-};
+use kvferry_proto::lane::{Begin, Initiator, Next, Outcome, Placed, Receive, Target, Transmit};
 use kvferry_proto::{
     Limits, Op, PieceDigest, RegionId, RequestHeader, Timestamp, TransferId, WireCode,
     WireDescriptor,
@@ -15,9 +13,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 use std::time::Duration;
 
-/// The direction of requests.
 pub const REQUESTS: usize = 0;
-/// The direction of answers.
 pub const ANSWERS: usize = 1;
 
 const TRANSFER: TransferId = TransferId(0x7a);
@@ -26,25 +22,17 @@ const REGION: RegionId = RegionId(3);
 /// A request of the initiator.
 #[derive(Clone, Debug)]
 pub struct Order {
-    /// What is asked for.
     pub op: Op,
     /// Where the bytes are in the initiator's memory.
     pub near: usize,
     /// Where they are in the target's; ranges beyond its end are refused.
     pub far: Vec<Range<usize>>,
-    /// A notification for the target.
     pub note: Option<Vec<u8>>,
 }
 
 impl Order {
-    /// Payload bytes.
-    pub fn len(&self) -> usize {
+    fn payload_len(&self) -> usize {
         self.far.iter().map(Range::len).sum()
-    }
-
-    /// Whether there is no payload.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     fn head(&self) -> Vec<u8> {
@@ -64,21 +52,17 @@ impl Order {
 /// How a request ended for the initiator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// Well.
     Done,
     /// By the target's answer: code and descriptor.
     Refused(WireCode, u32),
-    /// A read with damaged bytes.
     Damaged,
-    /// With the connection.
     Lost,
 }
 
 /// One direction of the network: bytes, each with the time at which it arrives.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Wire {
     bytes: VecDeque<(Timestamp, u8)>,
-    /// Bytes ever sent.
     pub sent: u64,
     /// No more bytes than that are on their way; then the sender waits.
     pub window: usize,
@@ -94,15 +78,7 @@ pub struct Wire {
 
 impl Wire {
     fn new() -> Self {
-        Self {
-            bytes: VecDeque::new(),
-            sent: 0,
-            window: usize::MAX,
-            splits: BTreeSet::new(),
-            flip: None,
-            reset_at: None,
-            ended: false,
-        }
+        Self { window: usize::MAX, ..Self::default() }
     }
 
     fn room(&self) -> usize {
@@ -144,18 +120,14 @@ struct Moving {
     ready: Timestamp,
 }
 
-/// See [the module](self).
 #[derive(Debug)]
 pub struct LanePair {
-    /// The time.
     pub now: Timestamp,
     /// Requests, by their number.
     pub orders: Vec<Order>,
-    /// How requests ended, in the order in which they did.
     pub ended: Vec<(usize, Ended)>,
     /// Notifications that the target's user got.
     pub delivered: Vec<Vec<u8>>,
-    /// Both directions.
     pub wires: [Wire; 2],
     /// The memory of either side takes so long to give or to take a piece. Zero for host memory.
     pub memory_delay: Duration,
@@ -165,11 +137,6 @@ pub struct LanePair {
     pub fails: Option<(usize, usize)>,
     /// The target's user takes no notification.
     pub busy: bool,
-    /// How the peer broke the protocol, as the initiator says.
-    pub initiator_error: Option<LaneError>,
-    /// The same, as the target says.
-    pub target_error: Option<Malformed>,
-    /// The most requests that were outstanding at once.
     pub outstanding_max: usize,
     near: Vec<u8>,
     far: Vec<u8>,
@@ -206,8 +173,6 @@ impl LanePair {
             chunk: usize::MAX,
             fails: None,
             busy: false,
-            initiator_error: None,
-            target_error: None,
             outstanding_max: 0,
             near: (0..memory).map(near_byte).collect(),
             far: (0..memory).map(far_byte).collect(),
@@ -231,7 +196,6 @@ impl LanePair {
         self.target = Target::new(Limits::default(), early);
     }
 
-    /// Runs until nothing happens any more.
     pub fn run(&mut self) {
         while self.step() {}
     }
@@ -239,7 +203,11 @@ impl LanePair {
     /// Does what can be done now, then goes to the next time at which something happens; whether
     /// there is one.
     pub fn step(&mut self) -> bool {
-        while !self.broken && (self.pump_initiator() | self.pump_target() | self.pump_network()) {}
+        let mut goes_on = true;
+        while goes_on && !self.broken {
+            goes_on = self.pump_initiator() | self.pump_target();
+            self.notice_end();
+        }
         if self.broken {
             return false;
         }
@@ -259,12 +227,10 @@ impl LanePair {
         }
     }
 
-    /// Whether both ends are between requests.
     pub fn is_between(&self) -> bool {
         self.initiator.is_between() && self.target.is_between()
     }
 
-    /// Whether the connection is gone.
     pub fn is_broken(&self) -> bool {
         self.broken
     }
@@ -295,14 +261,13 @@ impl LanePair {
 
     // ---- the network ----
 
-    fn pump_network(&mut self) -> bool {
+    fn notice_end(&mut self) {
         let reset = self.wires.iter().any(|wire| wire.reset_at == Some(wire.sent));
         // An end notices that the other has ended when it has taken everything.
         let ended = self.wires.iter().any(|wire| wire.ended && wire.bytes.is_empty());
         if reset || ended {
             self.reset();
         }
-        false
     }
 
     // ---- the initiator ----
@@ -323,8 +288,12 @@ impl LanePair {
     fn begin(&mut self) {
         let order = &self.orders[self.begun];
         let descriptors = order.far.len() as u32;
-        let begin =
-            Begin { op: order.op, descriptors, payload_len: order.len() as u64, budget_ms: 1000 };
+        let begin = Begin {
+            op: order.op,
+            descriptors,
+            payload_len: order.payload_len() as u64,
+            budget_ms: 1000,
+        };
         self.initiator.begin(begin, order.head(), self.begun);
         self.source = Moving { ready: self.now + self.memory_delay, ..Moving::default() };
         self.begun += 1;
@@ -387,10 +356,7 @@ impl LanePair {
                 self.outcome(outcome);
             }
             Ok(None) => {}
-            Err(error) => {
-                self.initiator_error = Some(error);
-                self.reset();
-            }
+            Err(_) => self.reset(),
         }
         n > 0
     }
@@ -399,7 +365,7 @@ impl LanePair {
     fn take_answered(&mut self, request: usize) {
         let order = &self.orders[request];
         let sink = std::mem::take(&mut self.sink);
-        assert_eq!((order.op, sink.staged.len()), (Op::Read, order.len()));
+        assert_eq!((order.op, sink.staged.len()), (Op::Read, order.payload_len()));
         self.near[order.near..][..sink.staged.len()].copy_from_slice(&sink.staged);
     }
 
@@ -421,8 +387,9 @@ impl LanePair {
         }
         let (now, chunk, delay) = (self.now, self.chunk, self.memory_delay);
         let serving = self.decided.saturating_sub(1);
-        let fails = self.fails.filter(|(of, at)| *of == serving && *at == self.server.at);
-        let fails = fails.is_some() && self.decided > 0;
+        let fails = self.fails.filter(|(of, _)| *of == serving && self.decided > 0);
+        let until_failure = fails.map_or(usize::MAX, |(_, at)| at.saturating_sub(self.server.at));
+        let fails = until_failure == 0;
         let [requests, answers] = &mut self.wires;
         let arrived = requests.arrived(now);
         match self.target.poll() {
@@ -430,7 +397,6 @@ impl LanePair {
                 let room = answers.room().min(malformed.answer.len());
                 answers.push(malformed.answer[..room].iter().copied(), now);
                 answers.ended = true;
-                self.target_error = Some(malformed);
             }
             Ok(Next::Nothing) => return false,
             Ok(Next::Receive(into)) => {
@@ -469,9 +435,7 @@ impl LanePair {
                 if self.server.ready > now {
                     return false;
                 }
-                let until = self.fails.filter(|(of, _)| *of == serving);
-                let until = until.map_or(usize::MAX, |(_, at)| at.saturating_sub(self.server.at));
-                let most = chunk.min(left as usize).min(until);
+                let most = chunk.min(left as usize).min(until_failure);
                 let n = if early.is_empty() { arrived.min(most) } else { early.len().min(most) };
                 let bytes: Vec<u8> = match early {
                     [] => requests.pop(n).collect(),
@@ -501,11 +465,10 @@ impl LanePair {
             }
             Ok(Next::Transmit(transmit)) => {
                 let far: Vec<usize> = self.orders[serving].far.iter().cloned().flatten().collect();
-                let until = self.fails.filter(|(of, _)| *of == serving);
-                let until = until.map_or(usize::MAX, |(_, at)| at.saturating_sub(self.server.at));
                 let memory = |at: usize| self.far[far[at]];
                 let server = &mut self.server;
-                let n = send(transmit, answers, server, chunk.min(until), delay, now, memory);
+                let n =
+                    send(transmit, answers, server, chunk.min(until_failure), delay, now, memory);
                 self.target.sent(n);
                 return n > 0;
             }
@@ -517,8 +480,8 @@ impl LanePair {
     fn take_written(&mut self, request: usize, bytes: u64, notification: Option<Notification>) {
         let order = &self.orders[request];
         let staged = std::mem::take(&mut self.server.staged);
-        let expects = if order.op == Op::Write { order.len() } else { 0 };
-        assert_eq!((staged.len(), bytes), (expects, order.len() as u64));
+        let expects = if order.op == Op::Write { order.payload_len() } else { 0 };
+        assert_eq!((staged.len(), bytes), (expects, order.payload_len() as u64));
         for (at, byte) in order.far.iter().cloned().flatten().zip(staged) {
             self.far[at] = byte;
         }
@@ -544,7 +507,7 @@ impl LanePair {
         let mut may = BTreeSet::new();
         for (request, ended) in &self.ended {
             let order = &self.orders[*request];
-            let near_range = order.near..order.near + order.len();
+            let near_range = order.near..order.near + order.payload_len();
             let places = near_range.clone().zip(order.far.iter().cloned().flatten());
             match (order.op, ended) {
                 (Op::Write, Ended::Done) if bytes_hold => {

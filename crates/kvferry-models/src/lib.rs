@@ -13,6 +13,7 @@
 //! tests of this crate replay the kept corpus and seeded mutations of it on any toolchain, and
 //! `fuzz/` hands the same functions to libFuzzer.
 #![allow(clippy::unwrap_used, reason = "helpers of tests, in which a panic is a finding")]
+#![allow(missing_docs, reason = "helpers of tests: documented where a name does not say it")]
 
 pub mod decoders;
 pub mod engines;
@@ -21,7 +22,6 @@ pub mod models;
 pub mod mutate;
 pub mod pair;
 
-/// A fuzz target.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
     /// As in `fuzz/fuzz_targets` and `fuzz/corpus`.
@@ -35,7 +35,7 @@ pub struct Target {
 }
 
 macro_rules! targets {
-    ($($name:ident: $run:path, $seeds:expr, $mutations:literal;)*) => {
+    ($($name:ident: $run:expr, $seeds:expr, $mutations:literal;)*) => {
         /// Every target there is.
         pub const TARGETS: &[Target] = &[$(Target {
             name: stringify!($name),
@@ -60,16 +60,16 @@ targets! {
     routings: decoders::topologies::routings, models::random_seeds, 8_000;
     opening: decoders::messages::opening, decoders::messages::opening_seeds, 40_000;
     session_bytes: decoders::session::bytes, decoders::session::seeds, 20_000;
-    session_model: models::session::fuzz, models::session::seeds, 10_000;
-    lane_model: models::lane::fuzz, models::lane::seeds, 10_000;
+    session_model: |bytes| models::session::MODEL.fuzz(bytes), models::session::seeds, 10_000;
+    lane_model: |bytes| models::lane::MODEL.fuzz(bytes), models::lane::seeds, 10_000;
     rank_message: decoders::rank_message::message, decoders::rank_message::seeds, 20_000;
-    handoff_model: models::handoff::fuzz, models::random_seeds, 3_000;
-    engine_handshake_model: models::engine_handshake::fuzz, models::random_seeds, 1_000;
-    admission_model: models::admission::fuzz, models::random_seeds, 4_000;
-    outbox_model: models::parts::outbox, models::random_seeds, 400;
-    inbox_model: models::parts::inbox, models::random_seeds, 100;
-    heartbeat_model: models::parts::heartbeat, models::random_seeds, 4_000;
-    stream_window_model: models::parts::stream_window, models::random_seeds, 4_000;
+    handoff_model: |bytes| models::handoff::MODEL.fuzz(bytes), models::random_seeds, 3_000;
+    engine_handshake_model: |bytes| models::engine_handshake::MODEL.fuzz(bytes), models::random_seeds, 1_000;
+    admission_model: |bytes| models::admission::MODEL.fuzz(bytes), models::random_seeds, 4_000;
+    outbox_model: |bytes| models::parts::OUTBOX.fuzz(bytes), models::random_seeds, 400;
+    inbox_model: |bytes| models::parts::INBOX.fuzz(bytes), models::random_seeds, 100;
+    heartbeat_model: |bytes| models::parts::HEARTBEAT.fuzz(bytes), models::random_seeds, 4_000;
+    stream_window_model: |bytes| models::parts::STREAM_WINDOW.fuzz(bytes), models::random_seeds, 4_000;
     mooncake_handshake: kvferry::fuzzing::mooncake_handshake, decoders::agent::handshakes, 60_000;
     mooncake_data: kvferry::fuzzing::mooncake_data, decoders::agent::data, 20_000;
     mooncake_layout: kvferry::fuzzing::mooncake_layout, models::random_seeds, 1_000;

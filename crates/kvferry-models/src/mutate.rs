@@ -5,12 +5,10 @@
 pub struct Random(u64);
 
 impl Random {
-    /// A generator that gives the same numbers for the same seed.
     pub const fn new(seed: u64) -> Self {
         Self(seed ^ 0x9e37_79b9_7f4a_7c15)
     }
 
-    /// The next number.
     pub const fn next(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
@@ -40,7 +38,6 @@ const EDGES: [u64; 12] = [
     u64::MAX,
 ];
 
-/// The longest input that mutations make.
 const LEN_MAX: usize = 8192;
 
 /// A mutation of `of`, possibly with parts of `other`.

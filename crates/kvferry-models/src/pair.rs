@@ -16,25 +16,20 @@ pub const B: usize = 1;
 
 /// The session's id at the acceptor.
 pub const SESSION: SessionId = SessionId(77);
-/// Of initiator and acceptor.
 pub const INCARNATION: [Incarnation; 2] = [Incarnation(0xa), Incarnation(0xb)];
 
-/// Milliseconds.
 pub const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// The configuration of a side, without a secret.
 pub fn config(side: usize) -> SessionConfig {
     SessionConfig::new(INCARNATION[side], ["alice", "bob"][side])
 }
 
-/// The configuration of a side that has a secret.
 pub fn with_secret(side: usize, secret: &str) -> SessionConfig {
     SessionConfig { secret: Secret::new(secret), ..config(side) }
 }
 
-/// What is on its way.
 #[derive(Debug)]
 enum Item {
     Bytes(Vec<u8>),
@@ -42,7 +37,7 @@ enum Item {
 }
 
 /// One direction of the network.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Link {
     latency: Duration,
     /// Holds everything, in order, as a full socket buffer or a lost route does.
@@ -56,13 +51,7 @@ struct Link {
 
 impl Link {
     fn new() -> Self {
-        Self {
-            latency: ms(1),
-            stalled: false,
-            ended: false,
-            items: VecDeque::new(),
-            log: Vec::new(),
-        }
+        Self { latency: ms(1), ..Self::default() }
     }
 
     fn push(&mut self, item: Item, now: Timestamp) {
@@ -79,9 +68,7 @@ impl Link {
 /// One end and its events so far.
 #[derive(Debug)]
 pub struct End {
-    /// The session.
     pub session: Session,
-    /// In order.
     pub events: Vec<SessionEvent>,
     sniffer: Option<Sniffer>,
     asleep_until: Option<Timestamp>,
@@ -101,9 +88,7 @@ impl End {
 /// Two sessions, two links, one clock.
 #[derive(Debug)]
 pub struct Pair {
-    /// The time.
     pub now: Timestamp,
-    /// Initiator and acceptor.
     pub ends: [End; 2],
     links: [Link; 2],
     /// Bytes come out of the socket in pieces of at most this.
@@ -111,7 +96,6 @@ pub struct Pair {
 }
 
 impl Pair {
-    /// Two sides before the handshake.
     pub fn new(a: SessionConfig, b: SessionConfig) -> Self {
         Self::expecting(None, a, b)
     }
@@ -144,7 +128,6 @@ impl Pair {
         pair
     }
 
-    /// Lets the handshake happen.
     pub fn establish(&mut self) {
         self.run_for(ms(100));
         for side in [A, B] {
@@ -156,7 +139,6 @@ impl Pair {
         }
     }
 
-    /// The session of a side.
     pub fn session(&mut self, side: usize) -> &mut Session {
         &mut self.ends[side].session
     }
@@ -167,7 +149,6 @@ impl Pair {
         std::mem::take(&mut self.ends[side].events)
     }
 
-    /// What that side knows of its peer.
     pub fn established_peer(&self, side: usize) -> Option<&PeerInfo> {
         self.ends[side].events.iter().find_map(|event| match event {
             SessionEvent::Established(peer) => Some(peer),
@@ -192,7 +173,6 @@ impl Pair {
 
     // Faults.
 
-    /// How long bytes from that side take.
     pub fn latency(&mut self, from: usize, latency: Duration) {
         self.links[from].latency = latency;
     }
@@ -270,12 +250,10 @@ impl Pair {
 
     // Time.
 
-    /// Advances the time by `duration`.
     pub fn run_for(&mut self, duration: Duration) {
         self.run_until(self.now + duration);
     }
 
-    /// Advances the time to `until`.
     pub fn run_until(&mut self, until: Timestamp) {
         while self.step(until) {}
         self.now = until;
@@ -406,12 +384,10 @@ impl Pair {
         messages
     }
 
-    /// How many frames that side has sent.
     pub fn frames_sent(&self, side: usize) -> usize {
         self.links[side].log.len()
     }
 
-    /// When that side has sent pings.
     pub fn pings_sent(&self, side: usize) -> Vec<Timestamp> {
         self.sent(side)
             .into_iter()

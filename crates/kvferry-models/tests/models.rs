@@ -23,7 +23,7 @@ fn check(name: &str) {
         panic!("{failure}");
     }
     let (text, missing) = table.borrow().against(model);
-    println!("{model}, {cases} scripts\n{text}");
+    println!("{name}, {cases} scripts\n{text}");
     assert!(missing.is_empty(), "{missing:#?}");
 }
 

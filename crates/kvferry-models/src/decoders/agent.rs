@@ -42,7 +42,6 @@ fn region() -> RemoteRegion {
     }
 }
 
-/// A region's description.
 pub fn regions() -> Vec<Vec<u8>> {
     vec![region().to_bytes()]
 }
@@ -52,7 +51,6 @@ pub fn services() -> Vec<Vec<u8>> {
     kvferry::fuzzing::service_bodies(&region())
 }
 
-/// Configurations.
 pub fn configs() -> Vec<Vec<u8>> {
     let golden = r#"{"version":1,"name":"decode-0","listen":"0.0.0.0:18515","advertise":null,"transports":"tcp,mooncake","io_threads":4,"streams_per_peer":8,"checksum":"on","silence_ms":3000,"timeout_ms":30000,"mooncake":true}"#;
     vec![golden.into(), Config::default().to_json().into(), b"{}".to_vec()]

@@ -19,12 +19,17 @@ const LIMITS: [Limits; 3] = [
 ///
 /// A fuzzer does not guess checksums: an odd byte says that they are to be put right first.
 pub fn request(bytes: &[u8]) {
+    stream(bytes, one_request);
+}
+
+/// Reads one header after the other with what follows it, given as `one(bytes, limits, seal)`.
+fn stream(bytes: &[u8], one: fn(&mut [u8], &Limits, bool) -> Option<usize>) {
     let mut script = Script::new(bytes);
     let options = script.byte();
     let limits = LIMITS[usize::from(options >> 1) % LIMITS.len()];
     let mut stream = script.rest().to_vec();
     let mut at = 0;
-    while let Some(len) = one_request(&mut stream[at..], &limits, options & 1 == 1) {
+    while let Some(len) = one(&mut stream[at..], &limits, options & 1 == 1) {
         at += len;
     }
 }
@@ -121,14 +126,7 @@ fn check_trailer(payload: &[u8], trailer: &[u8], checksummed: bool) {
 
 /// A stream of answers behind one byte of options, as for [`request`].
 pub fn response(bytes: &[u8]) {
-    let mut script = Script::new(bytes);
-    let options = script.byte();
-    let limits = LIMITS[usize::from(options >> 1) % LIMITS.len()];
-    let mut stream = script.rest().to_vec();
-    let mut at = 0;
-    while let Some(len) = one_response(&mut stream[at..], &limits, options & 1 == 1) {
-        at += len;
-    }
+    stream(bytes, one_response);
 }
 
 fn one_response(stream: &mut [u8], limits: &Limits, seal: bool) -> Option<usize> {

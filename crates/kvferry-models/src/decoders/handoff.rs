@@ -7,7 +7,6 @@ use kvferry_proto::handoff::{
 };
 use kvferry_proto::message::DETAIL_MAX;
 
-/// One message.
 pub fn message(bytes: &[u8]) {
     match HandoffMessage::decode(bytes) {
         Ok(message) => {

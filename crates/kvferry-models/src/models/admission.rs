@@ -9,7 +9,6 @@ use std::time::Duration;
 const CAPACITY: usize = 8;
 const DEADLINE: Duration = Duration::from_secs(5);
 
-/// The model.
 pub const MODEL: Model = Model {
     name: "admission_model",
     run,
@@ -22,11 +21,6 @@ pub const MODEL: Model = Model {
     )],
     cases: (4000, 200),
 };
-
-/// See [`MODEL`].
-pub fn fuzz(bytes: &[u8]) {
-    run(bytes, &mut |_, _| {});
-}
 
 fn run(bytes: &[u8], met: Met<'_>) {
     let mut script = Script::new(bytes);

@@ -22,7 +22,6 @@ use kvferry_proto::{Timestamp, WireCode};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-/// The model.
 pub const MODEL: Model = Model {
     name: "engine_handshake_model",
     run,
@@ -60,7 +59,6 @@ struct Place {
     up: bool,
     /// What is under way, and whether to the producer.
     wire: VecDeque<(bool, EngineHandshakeMessage)>,
-    /// What arrived last.
     last: Option<(bool, EngineHandshakeMessage)>,
     watched: bool,
     /// Whether the consumer received a card of it.
@@ -93,11 +91,6 @@ fn run(bytes: &[u8], met: Met<'_>) {
         world.act(row, place);
     }
     world.settle();
-}
-
-/// As a fuzz target.
-pub fn fuzz(bytes: &[u8]) {
-    run(bytes, &mut |_, _| ());
 }
 
 impl<'a> World<'a> {

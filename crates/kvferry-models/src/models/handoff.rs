@@ -14,6 +14,7 @@
 //! connection, stalls; ranks are stopped, killed and started again.
 
 use super::Model;
+use crate::pair::ms;
 use kvferry_proto::fuzzing::{Met, Script};
 use kvferry_proto::handoff::{
     BlockTable, Consumer, ConsumerAction, HandoffId, HandoffMessage, Limits, NULL_BLOCK, Outcome,
@@ -23,7 +24,6 @@ use kvferry_proto::{Timestamp, WireCode};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// The model.
 pub const MODEL: Model = Model {
     name: "handoff_model",
     run,
@@ -78,10 +78,6 @@ const BLOCKS: u32 = 64;
 const BUDGET: Duration = Duration::from_secs(20);
 const SILENCE: Duration = Duration::from_secs(3);
 
-fn ms(ms: u64) -> Duration {
-    Duration::from_millis(ms)
-}
-
 fn limits() -> Limits {
     Limits { tomb_ttl: Duration::from_secs(1_000_000), ..Limits::default() }
 }
@@ -92,6 +88,11 @@ fn truth(request: usize, rank: usize, token: u32, layer: u32) -> u64 {
     (place | u64::from(layer)).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1
 }
 
+/// How many tokens a request has.
+fn tokens_of(request: usize) -> u32 {
+    1 + (request as u32 * 3 + 2) % 7
+}
+
 /// A rank with its KV, in one of its lives.
 struct Rank<M> {
     life: PeerId,
@@ -100,22 +101,27 @@ struct Rank<M> {
     stopped: Option<Timestamp>,
 }
 
+impl<M> Rank<M> {
+    fn runs(&self) -> bool {
+        self.stopped.is_none()
+    }
+}
+
 /// A request at a producer rank.
 struct Made {
     blocks: Vec<u32>,
-    tokens: u32,
     progress: Progress,
     complete: bool,
     ended: Option<Outcome>,
 }
 
 /// A request at a consumer rank.
+#[derive(Default)]
 struct Got {
     values: BTreeMap<(usize, u32, u32), u64>,
     ended: Option<Outcome>,
 }
 
-/// A read under way.
 struct Reading {
     request: usize,
     producer: usize,
@@ -126,8 +132,7 @@ struct Reading {
 
 #[derive(Clone, Debug)]
 enum Event {
-    ToProducer { to: PeerId, from: PeerId, message: HandoffMessage, connection: Option<u64> },
-    ToConsumer { to: PeerId, from: PeerId, message: HandoffMessage, connection: Option<u64> },
+    Message { to: PeerId, from: PeerId, message: HandoffMessage, connection: Option<u64> },
     Step { consumer: usize, life: PeerId, read: ReadId },
     Reconnect(usize, usize),
     Silent(usize, usize, u64),
@@ -138,7 +143,6 @@ enum Event {
 #[derive(Default)]
 struct Wire {
     up: bool,
-    /// Counts connections.
     connection: u64,
     /// Nothing arrives, and no end is notified.
     dead: bool,
@@ -183,11 +187,6 @@ fn run(bytes: &[u8], met: Met<'_>) {
         world.act();
     }
     world.settle();
-}
-
-/// As a fuzz target.
-pub fn fuzz(bytes: &[u8]) {
-    run(bytes, &mut |_, _| ());
 }
 
 impl<'a, 'b> World<'a, 'b> {
@@ -288,7 +287,7 @@ impl<'a, 'b> World<'a, 'b> {
             }
             self.pass(ms(1));
         }
-        if target == "ending" && self.consumers[d].stopped.is_none() {
+        if target == "ending" && self.consumers[d].runs() {
             let machine = &mut self.consumers[d].machine;
             drop(machine.cancel(&id(request), WireCode::Cancelled, "the client left", self.now));
         }
@@ -327,27 +326,18 @@ impl<'a, 'b> World<'a, 'b> {
             }
             KILL_P => self.kill_producer(p),
             KILL_D => self.kill_consumer(d),
-            STOP_P | NAP_P => {
-                let until = now + if fault == STOP_P { SILENCE * 2 } else { ms(200) };
-                self.producers[p].stopped = Some(until);
-                if fault == STOP_P {
-                    for d in 0..self.consumers.len() {
-                        let connection = self.wires[&(p, d)].connection;
-                        self.at(now + SILENCE, Event::Silent(p, d, connection));
-                    }
-                }
-                self.at(until, Event::Wake(true, p));
-            }
-            STOP_D | NAP_D => {
-                let until = now + if fault == STOP_D { SILENCE * 2 } else { ms(200) };
-                self.consumers[d].stopped = Some(until);
-                if fault == STOP_D {
-                    for p in 0..self.producers.len() {
-                        let connection = self.wires[&(p, d)].connection;
-                        self.at(now + SILENCE, Event::Silent(p, d, connection));
-                    }
-                }
-                self.at(until, Event::Wake(false, d));
+            STOP_P | NAP_P | STOP_D | NAP_D => {
+                let is_producer = matches!(fault, STOP_P | NAP_P);
+                let is_long = matches!(fault, STOP_P | STOP_D);
+                let until = now + if is_long { SILENCE * 2 } else { ms(200) };
+                let rank = if is_producer { p } else { d };
+                *self.stopped(is_producer, rank) = Some(until);
+                let is_its = |at: &(usize, usize)| rank == if is_producer { at.0 } else { at.1 };
+                let wires = self.wires.iter().filter(|(at, _)| is_long && is_its(at));
+                let silent: Vec<_> =
+                    wires.map(|(&(p, d), wire)| Event::Silent(p, d, wire.connection)).collect();
+                silent.into_iter().for_each(|event| self.at(now + SILENCE, event));
+                self.at(until, Event::Wake(is_producer, rank));
             }
             DOUBLE => {
                 let last = self.wires[&(p, d)].last.clone();
@@ -356,9 +346,7 @@ impl<'a, 'b> World<'a, 'b> {
             LATE => {
                 // Of a connection that is gone by then, and handled all the same.
                 if let Some(mut event) = self.wires[&(p, d)].last.clone() {
-                    if let Event::ToProducer { connection, .. }
-                    | Event::ToConsumer { connection, .. } = &mut event
-                    {
+                    if let Event::Message { connection, .. } = &mut event {
                         *connection = None;
                     }
                     self.at(now + ms(900), event);
@@ -368,29 +356,20 @@ impl<'a, 'b> World<'a, 'b> {
             SLOW => self.wires.get_mut(&(p, d)).unwrap().delay = 1 + self.script.below(200) as u64,
             BAD_READ => self.fail_next_read = true,
             WITHDRAW => {
-                for p in 0..self.producers.len() {
-                    if self.producers[p].stopped.is_none() {
-                        let machine = &mut self.producers[p].machine;
-                        drop(machine.withdraw(&id, WireCode::Cancelled, "the client left", now));
-                    }
+                for rank in self.producers.iter_mut().filter(|rank| rank.runs()) {
+                    drop(rank.machine.withdraw(&id, WireCode::Cancelled, "the client left", now));
                 }
             }
             RESTART => self.preempt(request, p),
             CANCEL => {
-                for d in 0..self.consumers.len() {
-                    if self.consumers[d].stopped.is_none() {
-                        let machine = &mut self.consumers[d].machine;
-                        drop(machine.cancel(&id, WireCode::Cancelled, "the client left", now));
-                    }
+                for rank in self.consumers.iter_mut().filter(|rank| rank.runs()) {
+                    drop(rank.machine.cancel(&id, WireCode::Cancelled, "the client left", now));
                 }
             }
             FREE => {
                 let from: Vec<_> = self.producers.iter().map(|rank| rank.life).collect();
-                for d in 0..self.consumers.len() {
-                    if self.consumers[d].stopped.is_none() {
-                        let machine = &mut self.consumers[d].machine;
-                        drop(machine.free(&id, &from, WireCode::NotNeeded, "", now));
-                    }
+                for rank in self.consumers.iter_mut().filter(|rank| rank.runs()) {
+                    drop(rank.machine.free(&id, &from, WireCode::NotNeeded, "", now));
                 }
             }
             WAIT => {
@@ -410,21 +389,15 @@ impl<'a, 'b> World<'a, 'b> {
     }
 
     fn offer(&mut self, request: usize, p: usize) {
-        if self.producers[p].stopped.is_some() {
+        if !self.producers[p].runs() {
             return;
         }
         let known = self.made.contains_key(&(request, p));
         match self.producers[p].machine.offer(&id(request), self.now) {
             Ok(()) => {
                 assert!(!known, "a name is good for one handoff in a life");
-                let tokens = 1 + (request as u32 * 3 + 2) % 7;
-                let made = Made {
-                    blocks: Vec::new(),
-                    tokens,
-                    progress: Progress::NONE,
-                    complete: false,
-                    ended: None,
-                };
+                let (blocks, progress) = (Vec::new(), Progress::NONE);
+                let made = Made { blocks, progress, complete: false, ended: None };
                 self.made.insert((request, p), made);
             }
             Err(Refusal::InUse | Refusal::Ended(_)) => {}
@@ -437,7 +410,7 @@ impl<'a, 'b> World<'a, 'b> {
     }
 
     fn want(&mut self, request: usize, d: usize) {
-        if self.consumers[d].stopped.is_some() {
+        if !self.consumers[d].runs() {
             return;
         }
         let readers = self.consumers.len() as u32;
@@ -451,7 +424,7 @@ impl<'a, 'b> World<'a, 'b> {
         match self.consumers[d].machine.want(&id(request), &from, BUDGET, self.now) {
             Ok(()) => {
                 assert!(!known, "a name is good for one handoff in a life");
-                self.got.insert((request, d), Got { values: BTreeMap::new(), ended: None });
+                self.got.insert((request, d), Got::default());
             }
             Err(Refusal::InUse | Refusal::Ended(_)) => {}
             Err(refusal) => panic!("{refusal}"),
@@ -461,7 +434,7 @@ impl<'a, 'b> World<'a, 'b> {
     /// The next layer, or the next chunk.
     fn compute(&mut self, request: usize, p: usize) {
         let Some(made) = self.made.get_mut(&(request, p)) else { return };
-        if made.ended.is_some() || made.complete || self.producers[p].stopped.is_some() {
+        if made.ended.is_some() || made.complete || !self.producers[p].runs() {
             return;
         }
         let at = made.progress;
@@ -470,9 +443,9 @@ impl<'a, 'b> World<'a, 'b> {
                 LAYERS => Progress::tokens(at.layer_tokens),
                 layers => at.and(layers, at.layer_tokens),
             }
-        } else if at.tokens < made.tokens {
+        } else if at.tokens < tokens_of(request) {
             let chunk = 1 + self.script.below(3) as u32;
-            at.and(1, (at.tokens + chunk).min(made.tokens))
+            at.and(1, (at.tokens + chunk).min(tokens_of(request)))
         } else {
             return;
         };
@@ -512,15 +485,14 @@ impl<'a, 'b> World<'a, 'b> {
     fn finish_everywhere(&mut self, request: usize) {
         for p in 0..self.producers.len() {
             let Some(made) = self.made.get(&(request, p)) else { continue };
-            if made.ended.is_none() && !made.complete && self.producers[p].stopped.is_none() {
-                let all = Progress::tokens(made.tokens);
-                self.publish(request, p, all, true);
+            if made.ended.is_none() && !made.complete && self.producers[p].runs() {
+                self.publish(request, p, Progress::tokens(tokens_of(request)), true);
             }
         }
     }
 
     fn preempt(&mut self, request: usize, p: usize) {
-        if self.producers[p].stopped.is_some() {
+        if !self.producers[p].runs() {
             return;
         }
         if self.producers[p].machine.restart(&id(request)).is_ok() {
@@ -555,7 +527,7 @@ impl<'a, 'b> World<'a, 'b> {
     }
 
     fn reconnect(&mut self, p: usize, d: usize) {
-        if self.producers[p].stopped.is_some() || self.consumers[d].stopped.is_some() {
+        if !self.producers[p].runs() || !self.consumers[d].runs() {
             let later = self.now + ms(100);
             return self.at(later, Event::Reconnect(p, d));
         }
@@ -610,29 +582,24 @@ impl<'a, 'b> World<'a, 'b> {
         let until = self.now + time;
         loop {
             self.work();
-            let timer = |rank_stopped: Option<Timestamp>, timer: Option<Timestamp>| match (
-                rank_stopped,
-                timer,
-            ) {
-                (None, Some(at)) => Some(at),
-                _ => None,
-            };
-            let timers = self.producers.iter().map(|r| timer(r.stopped, r.machine.next_timeout()));
-            let others = self.consumers.iter().map(|r| timer(r.stopped, r.machine.next_timeout()));
+            let producers = self.producers.iter().filter(|rank| rank.runs());
+            let consumers = self.consumers.iter().filter(|rank| rank.runs());
+            let timers = producers.filter_map(|rank| rank.machine.next_timeout());
+            let others = consumers.filter_map(|rank| rank.machine.next_timeout());
             let event = self.events.keys().next().map(|(at, _)| *at);
-            let next = timers.chain(others).flatten().chain(event).min();
+            let next = timers.chain(others).chain(event).min();
             let Some(next) = next.filter(|next| *next <= until) else { break };
             self.now = self.now.max(next);
-            while let Some((&key, _)) =
-                self.events.first_key_value().filter(|(key, _)| key.0 <= self.now)
+            while let Some(first) = self.events.first_entry()
+                && first.key().0 <= self.now
             {
-                let event = self.events.remove(&key).unwrap();
+                let event = first.remove();
                 self.happen(event);
             }
-            for rank in self.producers.iter_mut().filter(|rank| rank.stopped.is_none()) {
+            for rank in self.producers.iter_mut().filter(|rank| rank.runs()) {
                 rank.machine.expire(self.now);
             }
-            for rank in self.consumers.iter_mut().filter(|rank| rank.stopped.is_none()) {
+            for rank in self.consumers.iter_mut().filter(|rank| rank.runs()) {
                 rank.machine.expire(self.now);
             }
         }
@@ -642,25 +609,19 @@ impl<'a, 'b> World<'a, 'b> {
 
     fn happen(&mut self, event: Event) {
         match event.clone() {
-            Event::ToProducer { to, from, message, connection } => {
-                let (Some(p), Some(d)) = (self.producer(to), self.consumer(from)) else { return };
+            Event::Message { to, from, message, connection } => {
+                let Some((p, d)) = self.places(from, to) else { return };
                 let wire = &self.wires[&(p, d)];
                 if connection.is_some_and(|c| c != wire.connection || !wire.up) || wire.dead {
                     return;
                 }
-                match self.producers[p].stopped {
+                let is_producer = self.producers[p].life == to;
+                let stopped = *self.stopped(is_producer, if is_producer { p } else { d });
+                match stopped {
                     Some(until) => self.at(until + ms(1), event),
-                    None => self.producers[p].machine.receive(from, message, self.now),
-                }
-            }
-            Event::ToConsumer { to, from, message, connection } => {
-                let (Some(p), Some(d)) = (self.producer(from), self.consumer(to)) else { return };
-                let wire = &self.wires[&(p, d)];
-                if connection.is_some_and(|c| c != wire.connection || !wire.up) || wire.dead {
-                    return;
-                }
-                match self.consumers[d].stopped {
-                    Some(until) => self.at(until + ms(1), event),
+                    None if is_producer => {
+                        self.producers[p].machine.receive(from, message, self.now);
+                    }
                     None => self.consumers[d].machine.receive(from, message, self.now),
                 }
             }
@@ -673,24 +634,26 @@ impl<'a, 'b> World<'a, 'b> {
                 }
             }
             Event::Wake(is_producer, rank) => {
-                let stopped = match is_producer {
-                    true => &mut self.producers[rank].stopped,
-                    false => &mut self.consumers[rank].stopped,
-                };
-                if stopped.is_some_and(|until| until <= self.now) {
-                    *stopped = None;
-                }
+                let now = self.now;
+                let stopped = self.stopped(is_producer, rank);
+                *stopped = stopped.filter(|until| *until > now);
             }
         }
         self.work();
     }
 
-    fn producer(&self, life: PeerId) -> Option<usize> {
-        self.producers.iter().position(|rank| rank.life == life)
+    fn stopped(&mut self, is_producer: bool, rank: usize) -> &mut Option<Timestamp> {
+        match is_producer {
+            true => &mut self.producers[rank].stopped,
+            false => &mut self.consumers[rank].stopped,
+        }
     }
 
-    fn consumer(&self, life: PeerId) -> Option<usize> {
-        self.consumers.iter().position(|rank| rank.life == life)
+    /// The ranks of two lives, a producer's and a consumer's in any order, unless one is over.
+    fn places(&self, a: PeerId, b: PeerId) -> Option<(usize, usize)> {
+        let producer = self.producers.iter().position(|rank| rank.life == a || rank.life == b)?;
+        let consumer = self.consumers.iter().position(|rank| rank.life == a || rank.life == b)?;
+        Some((producer, consumer))
     }
 
     /// A read copies a little, or finds that it can't.
@@ -707,11 +670,11 @@ impl<'a, 'b> World<'a, 'b> {
         let is_same = self.producers[p].life == reading.life;
         // A cancelled read may end later.
         let end = if reading.cancelled && self.script.below(4) == 0 {
-            Some(Err((WireCode::Cancelled, String::new())))
+            Err((WireCode::Cancelled, String::new()))
         } else if !is_same || !wire.up {
-            Some(Err((WireCode::Closed, String::new())))
+            Err((WireCode::Closed, String::new()))
         } else if std::mem::take(&mut self.fail_next_read) {
-            Some(Err((WireCode::Checksum, "a piece differs".to_owned())))
+            Err((WireCode::Checksum, "a piece differs".to_owned()))
         } else if wire.dead {
             let later = self.now + ms(100);
             return self.at(later, Event::Step { consumer: d, life, read });
@@ -724,24 +687,23 @@ impl<'a, 'b> World<'a, 'b> {
             let later = self.now + ms(self.script.below(8) as u64);
             return self.at(later, Event::Step { consumer: d, life, read });
         } else {
-            Some(Ok(()))
+            Ok(())
         };
         self.reads.remove(&(d, read));
-        let end = end.expect("it has ended");
         self.consumers[d].machine.read_ended(read, end, self.now);
     }
 
     /// Does what the machines ask for, until they ask for nothing.
     fn work(&mut self) {
         for p in 0..self.producers.len() {
-            while self.producers[p].stopped.is_none()
+            while self.producers[p].runs()
                 && let Some(action) = self.producers[p].machine.poll()
             {
                 self.do_for_producer(p, action);
             }
         }
         for d in 0..self.consumers.len() {
-            while self.consumers[d].stopped.is_none()
+            while self.consumers[d].runs()
                 && let Some(action) = self.consumers[d].machine.poll()
             {
                 self.do_for_consumer(d, action);
@@ -752,16 +714,7 @@ impl<'a, 'b> World<'a, 'b> {
     fn do_for_producer(&mut self, p: usize, action: ProducerAction) {
         match action {
             ProducerAction::Send { to, message } => {
-                let from = self.producers[p].life;
-                let message = crossed(message);
-                if let Some(d) = self.consumer(to) {
-                    self.send(p, d, 0, |connection| Event::ToConsumer {
-                        to,
-                        from,
-                        message,
-                        connection,
-                    });
-                }
+                self.send(self.producers[p].life, to, message);
             }
             ProducerAction::Watch { .. } => {}
             ProducerAction::Ended { id, outcome } => {
@@ -777,16 +730,7 @@ impl<'a, 'b> World<'a, 'b> {
     fn do_for_consumer(&mut self, d: usize, action: ConsumerAction) {
         match action {
             ConsumerAction::Send { to, message } => {
-                let from = self.consumers[d].life;
-                let message = crossed(message);
-                if let Some(p) = self.producer(to) {
-                    self.send(p, d, 1, |connection| Event::ToProducer {
-                        to,
-                        from,
-                        message,
-                        connection,
-                    });
-                }
+                self.send(self.consumers[d].life, to, message);
             }
             ConsumerAction::Read { read, id, from, slice } => {
                 self.begin_read(d, read, &id, from, slice)
@@ -799,26 +743,20 @@ impl<'a, 'b> World<'a, 'b> {
             }
             ConsumerAction::Ended { id, outcome, side_data } => {
                 let request = request_of(&id);
-                let is_read = self
-                    .reads
-                    .iter()
-                    .any(|((consumer, _), r)| *consumer == d && r.request == request);
+                let mut reads = self.reads.iter();
+                let is_read = reads.any(|((of, _), read)| *of == d && read.request == request);
                 assert!(!is_read, "I2: nothing is read any more");
                 let got = self.got.get_mut(&(request, d)).expect("I1: it was wanted");
                 assert_eq!(got.ended, None, "I1: it ends once");
                 if outcome.is_done() {
-                    let tokens = 1 + (request as u32 * 3 + 2) % 7;
-                    for p in 0..self.producers.len() {
-                        for (token, layer) in
-                            (0..tokens).flat_map(|t| (0..LAYERS).map(move |l| (t, l)))
-                        {
-                            let value = got.values.get(&(p, token, layer));
-                            assert_eq!(
-                                value,
-                                Some(&truth(request, p, token, layer)),
-                                "I2, I7: right bytes"
-                            );
-                        }
+                    let places = (0..self.producers.len()).flat_map(|p| {
+                        let tokens = 0..tokens_of(request);
+                        tokens.flat_map(move |token| (0..LAYERS).map(move |l| (p, token, l)))
+                    });
+                    for (p, token, layer) in places {
+                        let right = truth(request, p, token, layer);
+                        let value = got.values.get(&(p, token, layer));
+                        assert_eq!(value, Some(&right), "I2, I7: right bytes");
                     }
                     let mut sides: Vec<_> = side_data.into_iter().map(|(_, data)| data).collect();
                     sides.sort();
@@ -842,7 +780,7 @@ impl<'a, 'b> World<'a, 'b> {
                 places.extend(rectangle.layers.clone().map(|layer| (token, layer, block)));
             }
         }
-        let Some(producer) = self.producer(from) else {
+        let Some((producer, _)) = self.places(from, self.consumers[d].life) else {
             // It was killed a moment ago.
             let lost = Err((WireCode::Closed, String::new()));
             return self.consumers[d].machine.read_ended(read, lost, self.now);
@@ -854,12 +792,16 @@ impl<'a, 'b> World<'a, 'b> {
         self.at(soon, Event::Step { consumer: d, life, read });
     }
 
-    fn send(&mut self, p: usize, d: usize, way: usize, event: impl FnOnce(Option<u64>) -> Event) {
+    fn send(&mut self, from: PeerId, to: PeerId, message: HandoffMessage) {
+        let read = HandoffMessage::decode(&message.encode());
+        assert_eq!(read.as_ref(), Ok(&message), "what is sent can be read");
+        let Some((p, d)) = self.places(from, to) else { return };
+        let way = usize::from(self.producers[p].life == to);
         let wire = self.wires.get_mut(&(p, d)).unwrap();
         if !wire.up {
             return;
         }
-        let event = event(Some(wire.connection));
+        let event = Event::Message { to, from, message, connection: Some(wire.connection) };
         let arrives = (self.now + ms(wire.delay)).max(wire.busy[way]);
         wire.busy[way] = arrives;
         wire.last = Some(event.clone());
@@ -884,19 +826,10 @@ impl<'a, 'b> World<'a, 'b> {
         (0..REQUESTS).filter(|r| !self.disturbed.contains(r)).for_each(|r| self.agree(r));
         // Tombstones, and farewells to lives that are over, go with time.
         self.pass(limits().tomb_ttl + limits().offer_ttl);
-        for rank in &self.producers {
-            assert!(
-                rank.machine.gauges().iter().all(|(_, n)| *n == 0),
-                "I8: {:?}",
-                rank.machine.gauges()
-            );
-        }
-        for rank in &self.consumers {
-            assert!(
-                rank.machine.gauges().iter().all(|(_, n)| *n == 0),
-                "I8: {:?}",
-                rank.machine.gauges()
-            );
+        let producers = self.producers.iter().flat_map(|rank| rank.machine.gauges());
+        let consumers = self.consumers.iter().flat_map(|rank| rank.machine.gauges());
+        for (name, count) in producers.chain(consumers) {
+            assert_eq!(count, 0, "I8: {name}");
         }
     }
 
@@ -921,12 +854,4 @@ impl<'a, 'b> World<'a, 'b> {
             assert!(was_lost, "I3: producers are done and consumers are not: {:?}", ends(d_ends));
         }
     }
-}
-
-/// A message as it comes out at the other end.
-fn crossed(message: HandoffMessage) -> HandoffMessage {
-    let bytes = message.encode();
-    let read = HandoffMessage::decode(&bytes).expect("what is sent can be read");
-    assert_eq!(read, message);
-    read
 }

@@ -9,7 +9,6 @@ use kvferry_proto::Op;
 use kvferry_proto::fuzzing::{Met, Script};
 use std::time::Duration;
 
-/// The model.
 pub const MODEL: Model = Model {
     name: "lane_model",
     run,
@@ -26,13 +25,7 @@ const FLIP: &str = "flipped bit";
 const RESET: &str = "reset";
 const MEMORY: &str = "memory fails";
 
-/// Bytes of either memory.
 const LEN: usize = 4096;
-
-/// See [`MODEL`].
-pub fn fuzz(bytes: &[u8]) {
-    run(bytes, &mut |_, _| {});
-}
 
 /// A few requests of each kind, without and with checksums, undisturbed.
 pub fn seeds() -> Vec<Vec<u8>> {

@@ -11,7 +11,6 @@ pub mod session;
 use crate::mutate::Random;
 use kvferry_proto::fuzzing::Met;
 use std::collections::BTreeMap;
-use std::fmt;
 
 /// A model, and the combinations that a run of it must try.
 #[derive(Clone, Copy, Debug)]
@@ -20,9 +19,7 @@ pub struct Model {
     pub name: &'static str,
     /// Panics on a finding, and reports each operation or fault with the state it was applied in.
     pub run: fn(&[u8], Met<'_>),
-    /// Operations or faults.
     pub rows: &'static [&'static str],
-    /// States.
     pub columns: &'static [&'static str],
     /// Combinations that can't occur: row, columns, reason.
     pub unreachable: &'static [(&'static str, &'static [&'static str], &'static str)],
@@ -30,7 +27,13 @@ pub struct Model {
     pub cases: (u32, usize),
 }
 
-/// Every model there is.
+impl Model {
+    /// As a fuzz target.
+    pub fn fuzz(&self, bytes: &[u8]) {
+        (self.run)(bytes, &mut |_, _| {});
+    }
+}
+
 pub const MODELS: &[Model] = &[
     session::MODEL,
     admission::MODEL,
@@ -48,13 +51,8 @@ pub const MODELS: &[Model] = &[
 pub struct Table(BTreeMap<(&'static str, &'static str), u64>);
 
 impl Table {
-    /// Counts one more time.
     pub fn note(&mut self, row: &'static str, column: &'static str) {
         *self.0.entry((row, column)).or_default() += 1;
-    }
-
-    fn count(&self, row: &str, column: &str) -> u64 {
-        self.0.iter().filter(|((r, c), _)| *r == row && *c == column).map(|(_, n)| n).sum()
     }
 
     /// The table as text, and its faults: reachable combinations that never occurred, and unreachable
@@ -73,19 +71,21 @@ impl Table {
         for row in model.rows {
             text += &format!("\n{row:first$}");
             for column in model.columns {
-                let count = self.count(row, column);
+                let count = self.0.get(&(row, column)).copied().unwrap_or(0);
                 let cell = match (why(row, column), count) {
                     (Some(_), 0) => "-".to_owned(),
-                    (_, count) => count.to_string(),
+                    (Some(why), _) => {
+                        missing.push(format!("{row:?} met {column:?}, which can't be: {why}"));
+                        count.to_string()
+                    }
+                    (None, _) => {
+                        if count == 0 {
+                            missing.push(format!("{row:?} never met {column:?}"));
+                        }
+                        count.to_string()
+                    }
                 };
                 text += &format!("{cell:>width$}");
-                match (why(row, column), count) {
-                    (None, 0) => missing.push(format!("{row:?} never met {column:?}")),
-                    (Some(why), 1..) => {
-                        missing.push(format!("{row:?} met {column:?}, which can't be: {why}"));
-                    }
-                    _ => {}
-                }
             }
         }
         for (row, column) in self.0.keys() {
@@ -100,20 +100,11 @@ impl Table {
     }
 }
 
-impl fmt::Display for Model {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name)
-    }
-}
-
-/// A random script of at most so many bytes.
-pub fn script(random: &mut Random, len_max: usize) -> Vec<u8> {
-    let len = 1 + random.below(len_max);
-    std::iter::repeat_with(|| random.next() as u8).take(len).collect()
-}
-
-/// A few random scripts to begin with.
 pub fn random_seeds() -> Vec<Vec<u8>> {
     let mut random = Random::new(1);
-    (0..8).map(|_| script(&mut random, 300)).collect()
+    let mut script = || {
+        let len = 1 + random.below(300);
+        std::iter::repeat_with(|| random.next() as u8).take(len).collect()
+    };
+    (0..8).map(|_| script()).collect()
 }

@@ -19,7 +19,6 @@ use kvferry_proto::{
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// The model.
 pub const MODEL: Model = Model {
     name: "session_model",
     run,
@@ -87,13 +86,12 @@ const FAULTS: [&str; 16] = [
     SWAP, TRUNCATE, CORRUPT, FORGE,
 ];
 
-/// The configurations of both sides, and the reason for which they can establish no session, if any.
+/// The configurations of both sides.
 struct Setting {
     configs: [SessionConfig; 2],
     expected: Option<Incarnation>,
-    fault: Option<&'static str>,
-    /// The codes with which the refusing side may end the handshake.
-    codes: &'static [WireCode],
+    /// Why they can establish no session, and the code of the side that refuses.
+    fault: Option<(&'static str, WireCode)>,
 }
 
 /// One side's secret, versions and so on; agreeing ones most of the time.
@@ -107,46 +105,45 @@ fn setting(script: &mut Script<'_>) -> Setting {
         configs[A].capabilities = 0b0110;
         configs[B].capabilities = 0b0011;
     }
-    let mut setting = Setting { configs, expected: None, fault: None, codes: &[] };
+    let mut setting = Setting { configs, expected: None, fault: None };
     let [a, b] = &mut setting.configs;
     match script.below(24) {
         0 => {
             a.secret = Secret::new("one");
             b.secret = Secret::new("another");
-            (setting.fault, setting.codes) = (Some(SECRETS), &[WireCode::AuthFailed]);
+            setting.fault = Some((SECRETS, WireCode::AuthFailed));
         }
         1 => {
             let with = script.below(2);
             setting.configs[with].secret = Secret::new("hush");
             setting.configs[1 - with].secret = None;
-            setting.fault = Some(SECRETS);
-            setting.codes =
-                if with == A { &[WireCode::AuthUnsupported] } else { &[WireCode::AuthRequired] };
+            let codes = [WireCode::AuthUnsupported, WireCode::AuthRequired];
+            setting.fault = Some((SECRETS, codes[with]));
         }
         2 => {
             (a.versions, b.versions) =
                 if script.flip() { ((1, 1), (2, 3)) } else { ((2, 2), (1, 1)) };
-            (setting.fault, setting.codes) = (Some(VERSIONS), &[WireCode::VersionMismatch]);
+            setting.fault = Some((VERSIONS, WireCode::VersionMismatch));
         }
         3 => {
             a.fingerprint = Some(b"fp16".to_vec());
             b.fingerprint = Some(vec![8; 1000]);
-            (setting.fault, setting.codes) = (Some(LAYOUTS), &[WireCode::LayoutMismatch]);
+            setting.fault = Some((LAYOUTS, WireCode::LayoutMismatch));
         }
         4 => {
             setting.expected = Some(Incarnation(0xdead));
-            (setting.fault, setting.codes) = (Some(STALE), &[WireCode::StaleIncarnation]);
+            setting.fault = Some((STALE, WireCode::StaleIncarnation));
         }
         5 => setting.expected = Some(INCARNATION[B]),
         6 => (a.versions, b.versions) = ((1, 9), (1, 4)),
-        7 => configs_agree_on_layout(&mut setting.configs),
+        7 => {
+            for config in &mut setting.configs {
+                config.fingerprint = Some(b"bf16, 16 tokens".to_vec());
+            }
+        }
         _ => {}
     }
     setting
-}
-
-fn configs_agree_on_layout(configs: &mut [SessionConfig; 2]) {
-    configs.iter_mut().for_each(|c| c.fingerprint = Some(b"bf16, 16 tokens".to_vec()));
 }
 
 /// What one side has done and received.
@@ -190,11 +187,6 @@ struct World<'a> {
     streams: BTreeMap<StreamId, StreamHello>,
     let_in: BTreeSet<StreamId>,
     met: Met<'a>,
-}
-
-/// See [`MODEL`].
-pub fn fuzz(bytes: &[u8]) {
-    run(bytes, &mut |_, _| {});
 }
 
 /// Each setting there is, in a quiet hundred milliseconds and in a busy one.
@@ -344,58 +336,32 @@ impl World<'_> {
     fn fault(&mut self, side: usize, script: &mut Script<'_>) {
         let fault = script.pick(&FAULTS);
         let doing = self.doing(side);
-        let happened = match fault {
-            STALL => {
-                self.pair.stall(side, true);
-                true
-            }
-            PARTITION => {
-                self.pair.partition(true);
-                true
-            }
-            CUT => {
-                self.pair.cut();
-                true
-            }
-            KILL => {
-                self.pair.kill(side);
-                true
-            }
+        let mut happened = true;
+        match fault {
+            STALL => self.pair.stall(side, true),
+            PARTITION => self.pair.partition(true),
+            CUT => self.pair.cut(),
+            KILL => self.pair.kill(side),
             RESTART => {
                 self.pair.kill(side);
                 self.restart(side);
-                true
             }
-            NAP => {
-                self.pair.sleep(side, ms(1200));
-                true
-            }
-            SLEEP => {
-                self.pair.sleep(side, Duration::from_secs(60));
-                true
-            }
-            CLOCK_BACK => self.clock_back(side),
-            DELAY => {
-                self.pair.latency(side, ms(900));
-                true
-            }
-            GARBAGE => {
-                self.pair.inject(1 - side, &[0xff; 9]);
-                true
-            }
+            NAP => self.pair.sleep(side, ms(1200)),
+            SLEEP => self.pair.sleep(side, Duration::from_secs(60)),
+            CLOCK_BACK => happened = self.clock_back(side),
+            DELAY => self.pair.latency(side, ms(900)),
+            GARBAGE => self.pair.inject(1 - side, &[0xff; 9]),
             FORGE => {
                 let messages = every_message();
                 let message = &messages[script.below(messages.len())];
                 self.pair.inject(1 - side, &encode(message));
                 self.tampered = true;
-                true
             }
             tampering => {
-                let happened = self.tamper(side, tampering, script);
+                happened = self.tamper(side, tampering, script);
                 self.tampered |= happened;
-                happened
             }
-        };
+        }
         if happened {
             (self.met)(fault, doing);
             self.faults += 1;
@@ -416,9 +382,10 @@ impl World<'_> {
                     frames.insert(which, again);
                 }
                 SWAP => {
-                    let Some(next) = (frames.len() > 1).then(|| (which + 1) % frames.len()) else {
+                    if frames.len() == 1 {
                         return false;
-                    };
+                    }
+                    let next = (which + 1) % frames.len();
                     frames.swap(which, next);
                 }
                 TRUNCATE => frames[which].truncate(at % len),
@@ -527,7 +494,7 @@ impl World<'_> {
         assert_eq!(side.closed, 0, "{event:?} after the end");
         match event {
             SessionEvent::Established(info) => {
-                assert_eq!(self.setting.fault, None, "established all the same");
+                assert!(self.setting.fault.is_none(), "established all the same");
                 let first = self.pair.ends[at].events.iter().find(|event| {
                     // Requests made too early are answered at once, before anything else.
                     !matches!(event, SessionEvent::Response { code: WireCode::Closed, .. })
@@ -576,9 +543,9 @@ impl World<'_> {
                 let open = side.requests.values().filter(|answer| answer.is_none()).count();
                 assert_eq!(open, 0, "requests end before their session");
                 assert_eq!(reason.established, side.peer.is_some());
-                if let Some(fault) = self.setting.fault
+                if let Some((fault, code)) = self.setting.fault
                     && !reason.by_peer
-                    && self.setting.codes.contains(&reason.code)
+                    && reason.code == code
                 {
                     // Its last word is not one of the handshake.
                     let awaited = Self::awaited(at, self.pair.frames_sent(at) - 1);
@@ -643,14 +610,12 @@ impl World<'_> {
         if self.faults > 0 {
             return;
         }
-        let codes =
-            if self.setting.fault.is_some() { self.setting.codes } else { &[WireCode::Shutdown] };
+        let expected = self.setting.fault.map_or(WireCode::Shutdown, |(_, code)| code);
         let early = self.sides.iter().any(|side| side.closing);
         for reason in [a, b] {
             // Closed before the mismatch was found.
-            let known =
-                codes.contains(&reason.code) || (early && reason.code == WireCode::Shutdown);
-            assert!(known, "{reason:?}");
+            let is_early = early && reason.code == WireCode::Shutdown;
+            assert!(reason.code == expected || is_early, "{reason:?}");
         }
         assert!(!(a.by_peer && b.by_peer));
     }
