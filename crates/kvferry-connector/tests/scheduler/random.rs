@@ -10,29 +10,14 @@ use kvferry_connector::{
     Notes, Params, Scheduled, Scheduler, producer_params,
 };
 use kvferry_proto::WireCode;
+use kvferry_proto::fuzzing::Script;
 use kvferry_proto::layout::Kind;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
-const NAMES: u8 = 6;
+const NAMES: usize = 6;
 
-#[derive(Clone, Debug)]
-enum Op {
-    /// A request arrives; `announced` if the engine calls `arrived`.
-    Arrive { role: Role, prompt: u64, generates: u64, announced: bool },
-    /// A request arrives and is rejected.
-    Reject { role: Role },
-    /// A request with this many cached tokens is matched, and gets blocks if it is admitted.
-    Admit { which: usize, cached: u64, admitted: bool },
-    /// Running requests compute at most `chunk` tokens each. One of them may lose its blocks.
-    Step { chunk: u64, preempted: Option<usize> },
-    /// A request ends by anything but its length.
-    Finish { which: usize, how: FinishReason },
-    /// A rank reports a request, or loses a running one.
-    Report { which: usize, rank: usize, code: WireCode, noted: bool },
-}
-
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 enum Role {
     Nothing,
     Nonsense,
@@ -102,23 +87,43 @@ struct World {
     owners: BTreeMap<String, usize>,
 }
 
-fn params(role: &Role) -> Params {
-    match role {
-        Role::Nothing => Params::new(),
-        Role::Nonsense => {
-            let mut params = producer_params(None);
-            params.insert("do_remote_prefill".to_owned(), true.into());
-            params
+impl Role {
+    fn read(script: &mut Script<'_>) -> Self {
+        let name = script.below(NAMES) as u8;
+        match script.below(14) {
+            0 => Self::Nothing,
+            1 => Self::Nonsense,
+            2 | 3 => Self::Produce(None),
+            4..8 => Self::Produce(Some(name)),
+            _ => Self::Consume(name),
         }
-        Role::Produce(None) => producer_params(None),
-        Role::Produce(Some(name)) => produces(&name.to_string()),
-        Role::Consume(name) => consumes(&name.to_string()),
+    }
+
+    fn params(&self) -> Params {
+        match self {
+            Self::Nothing => Params::new(),
+            Self::Nonsense => {
+                let mut params = producer_params(None);
+                params.insert("do_remote_prefill".to_owned(), true.into());
+                params
+            }
+            Self::Produce(None) => producer_params(None),
+            Self::Produce(Some(name)) => produces(&name.to_string()),
+            Self::Consume(name) => consumes(&name.to_string()),
+        }
     }
 }
 
 impl Live {
     const fn is_done(&self) -> bool {
         self.computed >= self.prompt + self.generates - 1
+    }
+
+    /// It has lost its blocks, or they have not been fetched.
+    fn start_over(&mut self) {
+        self.blocks.iter_mut().for_each(Vec::clear);
+        self.carried.fill(0);
+        (self.computed, self.all, self.phase) = (0, true, Phase::Waiting);
     }
 
     fn consumes(&self, name: u8) -> bool {
@@ -143,39 +148,59 @@ impl World {
         }
     }
 
-    fn apply(&mut self, op: Op) {
-        match op {
-            Op::Arrive { role, prompt, generates, announced } => {
+    fn act(&mut self, script: &mut Script<'_>) {
+        match script.below(34) {
+            0..4 => {
+                let role = Role::read(script);
+                let (prompt, generates) = (1 + script.below(29), 1 + script.below(5));
                 // A request that is not announced is known when it has blocks: too late to cut its
                 // prompt, and to own its handoff.
                 let named = matches!(role, Role::Consume(_) | Role::Produce(Some(_)));
-                let announced = announced || named || self.groups.contains(&STATE);
-                self.arrive(role, prompt, generates, announced);
+                let announced = script.flip() || named || self.groups.contains(&STATE);
+                self.arrive(role, prompt as u64, generates as u64, announced);
             }
-            Op::Reject { role } => {
-                let id = self.arrive(role, 5, 1, false);
+            4 => {
+                // It is rejected.
+                let id = self.arrive(Role::read(script), 5, 1, false);
                 self.finish(&id, FinishReason::Abort);
             }
-            Op::Admit { which, cached, admitted } => {
-                if let Some(id) = self.pick(which, &[Phase::Waiting]) {
-                    self.admit(&id, cached, admitted);
+            5..13 => {
+                if let Some(id) = self.pick(script, &[Phase::Waiting]) {
+                    self.admit(&id, script.below(30) as u64, script.below(5) > 0);
                 }
             }
-            Op::Step { chunk, preempted } => self.step(chunk, preempted),
-            Op::Finish { which, how } => {
-                let phases = [Phase::Waiting, Phase::Loading, Phase::Running];
-                if let Some(id) = self.pick(which, &phases) {
-                    self.finish(&id, how);
+            13..21 => {
+                let loses_blocks = script.below(5) == 0;
+                let preempted = loses_blocks.then(|| self.pick(script, &[Phase::Running]));
+                self.step(1 + script.below(15) as u64, preempted.flatten());
+            }
+            21 => {
+                if let Some(id) =
+                    self.pick(script, &[Phase::Waiting, Phase::Loading, Phase::Running])
+                {
+                    let ends = [FinishReason::Stop, FinishReason::Abort, FinishReason::Error];
+                    self.finish(&id, script.pick(&ends));
                 }
             }
-            Op::Report { which, rank, code, noted } => self.report(which, rank, code, noted),
+            _ => {
+                if let Some(id) =
+                    self.pick(script, &[Phase::Running, Phase::Loading, Phase::Ending])
+                {
+                    let code = if script.below(5) == 0 { WireCode::Closed } else { WireCode::Ok };
+                    self.report(&id, script.below(RANKS), code, script.flip());
+                }
+            }
         }
     }
 
-    fn pick(&self, which: usize, phases: &[Phase]) -> Option<String> {
+    fn in_phase(&self, phases: &[Phase]) -> Vec<String> {
         let fitting = self.requests.iter().filter(|(_, live)| phases.contains(&live.phase));
-        let ids: Vec<&String> = fitting.map(|(id, _)| id).collect();
-        (!ids.is_empty()).then(|| ids[which % ids.len()].clone())
+        fitting.map(|(id, _)| id.clone()).collect()
+    }
+
+    fn pick(&self, script: &mut Script<'_>, phases: &[Phase]) -> Option<String> {
+        let mut ids = self.in_phase(phases);
+        (!ids.is_empty()).then(|| ids.swap_remove(script.below(ids.len())))
     }
 
     fn arrive(&mut self, role: Role, prompt: u64, generates: u64, announced: bool) -> String {
@@ -189,7 +214,7 @@ impl World {
         if !is_taken && let Role::Consume(name) = role {
             *self.owners.entry(name.to_string()).or_default() += 1;
         }
-        let params = params(&role);
+        let params = role.params();
         let role = if is_taken { Role::Nothing } else { role };
         if announced {
             self.scheduler.arrived(&request(&id, prompt, &params));
@@ -256,20 +281,12 @@ impl World {
         }
     }
 
-    fn step(&mut self, chunk: u64, preempted: Option<usize>) {
-        let preempted = preempted.and_then(|which| self.pick(which, &[Phase::Running]));
+    /// Running requests compute at most `chunk` tokens each. One of them may lose its blocks.
+    fn step(&mut self, chunk: u64, preempted: Option<String>) {
         if let Some(id) = &preempted {
-            let live = self.requests.get_mut(id).expect("live");
-            live.blocks.iter_mut().for_each(Vec::clear);
-            live.carried.fill(0);
-            (live.computed, live.all, live.phase) = (0, true, Phase::Waiting);
+            self.requests.get_mut(id).expect("live").start_over();
         }
-        let running: Vec<String> = self
-            .requests
-            .iter()
-            .filter(|(_, live)| live.phase == Phase::Running)
-            .map(|(id, _)| id.clone())
-            .collect();
+        let running = self.in_phase(&[Phase::Running]);
         let mut plan = vec![];
         for id in &running {
             let live = &self.requests[id];
@@ -424,61 +441,59 @@ impl World {
         }
     }
 
-    fn report(&mut self, which: usize, rank: usize, code: WireCode, noted: bool) {
-        let phases = [Phase::Running, Phase::Loading, Phase::Ending];
-        let Some(id) = self.pick(which, &phases) else { return };
-        let live = self.requests.get_mut(&id).expect("live");
+    /// A rank reports a request, or loses a running one.
+    fn report(&mut self, id: &str, rank: usize, code: WireCode, noted: bool) {
+        let live = self.requests.get_mut(id).expect("live");
         let is_consumer = matches!(live.role, Role::Consume(_));
         if live.phase == Phase::Running {
-            if !is_consumer && self.workers.offers.contains_key(&id) {
+            if !is_consumer && self.workers.offers.contains_key(id) {
                 live.was_lost |= !code.is_ok();
-                let lost = vec![outcome(&id, code)];
+                let lost = vec![outcome(id, code)];
                 self.scheduler.reported(rank, &Notes { lost, ..Notes::default() }.encode());
             }
             return;
         }
         let workers = &self.workers;
-        let is_known = workers.fetches.contains_key(&id) || workers.endings.contains_key(&id);
+        let is_known = workers.fetches.contains_key(id) || workers.endings.contains_key(id);
         if !is_known || std::mem::replace(&mut live.reported[rank], true) {
             return;
         }
         if is_consumer && noted {
-            let fetched = vec![outcome(&id, code)];
+            let fetched = vec![outcome(id, code)];
             self.scheduler.reported(rank, &Notes { fetched, ..Notes::default() }.encode());
         }
         if live.reported != [true; RANKS] {
             return;
         }
         if is_consumer {
-            self.scheduler.received([&id[..]]);
+            self.scheduler.received([id]);
         } else {
-            self.scheduler.sent([&id[..]]);
+            self.scheduler.sent([id]);
         }
         if live.phase == Phase::Ending {
-            self.leave(&id);
+            self.leave(id);
         } else {
             live.phase = Phase::Running;
             if !code.is_ok() {
                 // The engine computes it.
-                (live.computed, live.phase) = (0, Phase::Waiting);
-                live.blocks.iter_mut().for_each(Vec::clear);
-                live.carried.fill(0);
-                live.all = true;
+                live.start_over();
             }
         }
     }
 
     /// Ends all requests.
     fn end(mut self) {
-        while let Some(id) = self.pick(0, &[Phase::Waiting, Phase::Loading, Phase::Running]) {
+        for id in self.in_phase(&[Phase::Waiting, Phase::Loading, Phase::Running]) {
             self.finish(&id, FinishReason::Abort);
         }
         assert!(self.scheduler.has_pending_work() || self.requests.is_empty());
         let metadata = step(&mut self.scheduler, [], &[]);
         self.apply_metadata(metadata);
-        while let Some(id) = self.pick(0, &[Phase::Ending]) {
-            let rank = self.requests[&id].reported.iter().position(|reported| !reported);
-            self.report(0, rank.expect("a rank has not reported"), WireCode::Ok, true);
+        for id in self.in_phase(&[Phase::Ending]) {
+            let reported = self.requests[&id].reported;
+            for rank in (0..RANKS).filter(|rank| !reported[*rank]) {
+                self.report(&id, rank, WireCode::Ok, true);
+            }
         }
         let metadata = step(&mut self.scheduler, [], &[]);
         self.apply_metadata(metadata);
@@ -509,52 +524,16 @@ impl Workers {
     }
 }
 
-fn role() -> impl Strategy<Value = Role> {
-    prop_oneof![
-        1 => Just(Role::Nothing),
-        1 => Just(Role::Nonsense),
-        2 => Just(Role::Produce(None)),
-        4 => (0..NAMES).prop_map(|name| Role::Produce(Some(name))),
-        6 => (0..NAMES).prop_map(Role::Consume),
-    ]
-}
-
-fn op() -> impl Strategy<Value = Op> {
-    let hows =
-        prop_oneof![Just(FinishReason::Stop), Just(FinishReason::Abort), Just(FinishReason::Error)];
-    let codes = prop_oneof![4 => Just(WireCode::Ok), 1 => Just(WireCode::Closed)];
-    prop_oneof![
-        4 => (role(), 1..30_u64, 1..6_u64, any::<bool>()).prop_map(
-            |(role, prompt, generates, announced)| Op::Arrive { role, prompt, generates, announced }
-        ),
-        1 => role().prop_map(|role| Op::Reject { role }),
-        8 => (any::<usize>(), 0..30_u64, prop::bool::weighted(0.8)).prop_map(
-            |(which, cached, admitted)| Op::Admit { which, cached, admitted }
-        ),
-        8 => (1..16_u64, prop::option::weighted(0.2, any::<usize>()))
-            .prop_map(|(chunk, preempted)| Op::Step { chunk, preempted }),
-        1 => (any::<usize>(), hows).prop_map(|(which, how)| Op::Finish { which, how }),
-        12 => (any::<usize>(), 0..RANKS, codes, any::<bool>()).prop_map(
-            |(which, rank, code, noted)| Op::Report { which, rank, code, noted }
-        ),
-    ]
-}
-
 proptest! {
     #[test]
     fn every_handoff_ends_once_on_each_side_and_leaves_nothing(
-        groups in prop_oneof![
-            Just(vec![FULL]),
-            Just(vec![FULL, WINDOW]),
-            Just(vec![CHUNK, FULL, WINDOW]),
-            Just(vec![FULL, STATE]),
-        ],
-        eager in any::<bool>(),
-        ops in prop::collection::vec(op(), 1..150),
+        bytes in prop::collection::vec(any::<u8>(), 1..600),
     ) {
-        let mut world = World::new(&groups, eager);
-        for op in ops {
-            world.apply(op);
+        let mut script = Script::new(&bytes);
+        let groups = [&[FULL][..], &[FULL, WINDOW], &[CHUNK, FULL, WINDOW], &[FULL, STATE]];
+        let mut world = World::new(script.pick(&groups), script.flip());
+        while !script.is_empty() {
+            world.act(&mut script);
         }
         world.end();
     }

@@ -4,57 +4,30 @@ use super::{
     CHUNK, ENGINE, FULL, PRODUCER, RANKS, STATE, WINDOW, assert_idle, consumes, fetched, first,
     lost, next, offered, produces, request, scheduler, step, transfer,
 };
-use kvferry::{Access, Incarnation, RegionId, RemoteRegion};
+use kvferry::{Access, Incarnation, RemoteRegion};
 use kvferry_connector::{
     BlockTable, Cancel, ConnectorMetadata, ConsumerParams, EndingKind, EngineError, FetchRequest,
     FinishReason, Finished, Free, GroupRule, Match, NULL_BLOCK, Notes, Offer, Params, RankMetadata,
     Request, Role, Scheduler, producer_params,
 };
+use kvferry_models::engines::layout_of_rank;
 use kvferry_proto::WireCode;
-use kvferry_proto::layout::{
-    ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, Plane, Region, View,
-};
+use kvferry_proto::layout::{Kind, Region};
 use serde_json::json;
 
 const NULL: u32 = NULL_BLOCK;
 
 /// The metadata of tensor-parallel rank `rank`.
-fn rank_metadata(rank: u32, group: &str, heads: u32) -> Vec<u8> {
-    let group = Group {
-        name: group.to_owned(),
-        kind: Kind::Full,
-        block_tokens: 4,
-        blocks: 8,
-        context: ContextShard::WHOLE,
-    };
-    let view = View {
-        region: 0,
-        base: 0,
-        block_stride: 64,
-        kernel_blocks: 1,
-        kernel_stride: 64,
-        head_stride: 64,
-        row_stride: 16,
-    };
-    let plane = Plane {
-        role: "kv".to_owned(),
-        encoding: Encoding::new("bfloat16", 16),
-        heads: Heads { total: heads, start: rank, count: 1 },
-        rows: 4,
-        content: 16,
-        view,
-    };
-    let layer = Layer { name: "layer.0".to_owned(), group: 0, planes: vec![plane] };
-    let (id, len) = (RegionId(1), 512);
-    let layout =
-        Layout::new(vec![Region { id, len }], vec![group], vec![layer]).expect("a sound layout");
-    let incarnation = Incarnation(7);
-    let regions = vec![RemoteRegion { incarnation, id, addr: 4096, len, access: Access::READ }];
+fn rank_metadata(rank: u32) -> Vec<u8> {
+    let layout = layout_of_rank(rank, RANKS as u32, RANKS as u32);
+    let (incarnation, addr, access) = (Incarnation(7), 4096, Access::READ);
+    let remote = |it: &Region| RemoteRegion { incarnation, id: it.id, addr, len: it.len, access };
+    let regions = layout.regions().iter().map(remote).collect();
     RankMetadata { address: format!("10.0.0.1:{rank}"), layout, regions }.encode()
 }
 
 fn metadata_of_ranks() -> Vec<Vec<u8>> {
-    (0..RANKS as u32).map(|rank| rank_metadata(rank, "all", RANKS as u32)).collect()
+    (0..RANKS as u32).map(rank_metadata).collect()
 }
 
 /// The metadata of a step that computes nothing.
@@ -98,14 +71,14 @@ fn ranks_that_contradict_each_other_are_refused() {
     broken[1] = b"hello".to_vec();
     let refused = it.set_ranks(broken).expect_err("one is malformed");
     assert!(matches!(refused, EngineError::Rank { rank: 1, .. }), "{refused}");
-    let same = vec![rank_metadata(0, "all", RANKS as u32); RANKS];
+    let same = vec![rank_metadata(0); RANKS];
     let refused = it.set_ranks(same).expect_err("heads are on no rank");
     assert!(matches!(refused, EngineError::Topology(_)), "{refused}");
     assert_idle(&it);
 }
 
 #[test]
-fn a_request_is_offered_with_its_first_blocks_and_later_steps_carry_only_new_ones() {
+fn a_request_is_offered_with_its_first_blocks_and_later_steps_carry_only_new_ones_of_its_prompt() {
     let mut it = scheduler(&[FULL, FULL], true);
     let params = produces("x");
     it.arrived(&request("a", 10, &params));
@@ -127,55 +100,33 @@ fn a_request_is_offered_with_its_first_blocks_and_later_steps_carry_only_new_one
     let [compute] = &metadata.computes[..] else { panic!("{metadata:?}") };
     assert_eq!((compute.until, &compute.offer), (10, &None));
     assert_eq!(compute.blocks, tables(2, [&[9], &[5]]));
+    assert!(!it.produces("a"), "the prompt is computed");
+    assert!(step(&mut it, [next("a", 10, 1, &[&[6], &[]])], &[]).is_empty());
 }
 
 #[test]
-fn steps_after_the_prompt_carry_nothing() {
+fn requests_without_parameters_or_with_invalid_ones_get_no_handoff_and_leave_no_trace() {
     let mut it = scheduler(&[FULL], true);
-    it.arrived(&request("a", 4, &produces("x")));
-    assert_eq!(step(&mut it, [first("a", 4, &[&[7]])], &[]).computes.len(), 1);
-    assert!(!it.produces("a"));
-    assert!(step(&mut it, [next("a", 4, 1, &[&[8]])], &[]).is_empty());
-}
-
-#[test]
-fn requests_without_a_handoff_leave_no_trace() {
-    let mut it = scheduler(&[FULL], true);
-    for params in [None, Some(&Params::new())] {
+    let empty = json!({});
+    let invalid = [
+        json!({"do_remote_decode": true, "transfer_id": 7}),
+        json!({"do_remote_prefill": true}),
+        json!({"do_remote_prefill": true, "do_remote_decode": true}),
+    ];
+    let params = invalid.iter().chain([&empty]).map(|it| it.as_object());
+    for (params, arrives) in params.chain([None]).flat_map(|it| [(it, true), (it, false)]) {
         let request = Request { id: "a", prompt_tokens: 9, params };
-        it.arrived(&request);
+        if arrives {
+            it.arrived(&request);
+        }
+        assert_eq!(it.prompt_tokens_to_prefill(&request), 9);
         assert_eq!(it.matched(&request, 0), Match::NONE);
         it.allocated(&request, 0, 0, &[vec![1]]);
         assert!(!it.produces("a"));
         assert!(step(&mut it, [first("a", 9, &[&[1]])], &["a"]).is_empty());
-        assert_idle(&it);
         assert_eq!(it.finished(&request, FinishReason::Length, None), Finished::default());
+        assert!(empty_step(&mut it).is_empty());
         assert_idle(&it);
-    }
-}
-
-#[test]
-fn requests_with_invalid_parameters_get_no_handoff_and_leave_no_trace() {
-    let mut it = scheduler(&[FULL], true);
-    for params in [
-        json!({"do_remote_decode": true, "transfer_id": 7}),
-        json!({"do_remote_prefill": true}),
-        json!({"do_remote_prefill": true, "do_remote_decode": true}),
-    ] {
-        let params = params.as_object().expect("an object");
-        let request = request("a", 9, params);
-        for arrives in [true, false] {
-            if arrives {
-                it.arrived(&request);
-            }
-            assert_eq!(it.prompt_tokens_to_prefill(&request), 9);
-            assert_eq!(it.matched(&request, 0), Match::NONE);
-            it.allocated(&request, 0, 0, &[vec![1]]);
-            assert!(step(&mut it, [first("a", 9, &[&[1]])], &[]).is_empty());
-            assert_eq!(it.finished(&request, FinishReason::Length, None), Finished::default());
-            assert!(empty_step(&mut it).is_empty());
-            assert_idle(&it);
-        }
     }
 }
 
@@ -216,27 +167,6 @@ fn a_handoff_without_an_id_gets_a_unique_one() {
     names.dedup();
     assert_eq!(names.len(), 3);
     assert!(names.iter().all(|name| name.as_str().starts_with(&ENGINE.to_string())));
-}
-
-#[test]
-fn of_two_live_producers_of_one_handoff_only_the_first_is_handed_over() {
-    let mut it = scheduler(&[FULL], true);
-    let params = produces("x");
-    it.arrived(&request("a", 4, &params));
-    it.arrived(&request("b", 4, &params));
-    assert!(it.produces("a") && !it.produces("b"));
-    let metadata = step(&mut it, [first("a", 4, &[&[7]]), first("b", 4, &[&[8]])], &[]);
-    assert_eq!(metadata.computes.len(), 1);
-    assert!(!it.finished(&request("b", 4, &params), FinishReason::Length, None).held);
-    assert!(empty_step(&mut it).is_empty());
-    assert!(it.finished(&request("a", 4, &params), FinishReason::Length, None).held);
-    // Its id is in use while its blocks are held.
-    it.arrived(&request("c", 4, &params));
-    assert!(!it.produces("c"));
-    it.finished(&request("c", 4, &params), FinishReason::Abort, None);
-    it.sent(["a"]);
-    it.arrived(&request("d", 4, &params));
-    assert!(it.produces("d"));
 }
 
 #[test]
@@ -312,12 +242,7 @@ fn a_request_that_lost_its_blocks_is_restarted_and_offered_again_with_its_new_bl
     assert!(!it.produces("a"));
     step(&mut it, [], &["a"]);
     assert!(it.produces("a"), "it is computed once more");
-}
-
-#[test]
-fn a_second_step_with_all_blocks_is_a_restart_without_a_preemption() {
-    let mut it = scheduler(&[FULL], true);
-    it.arrived(&request("a", 8, &produces("x")));
+    // A second step with all blocks is a restart without a preemption.
     step(&mut it, [first("a", 5, &[&[1, 2]])], &[]);
     let metadata = step(&mut it, [first("a", 5, &[&[3, 4]])], &[]);
     assert_eq!(metadata.restarts, ["a"]);
@@ -341,6 +266,7 @@ fn end(it: &mut Scheduler, how: FinishReason) -> Finished {
 #[test]
 fn a_request_that_ends_by_its_length_is_held_until_it_is_sent_and_its_response_has_the_address() {
     let mut it = computed(&[FULL], true);
+    assert!(!it.has_pending_work(), "a running request makes the engine step");
     let finished = end(&mut it, FinishReason::Length);
     assert!(finished.held);
     let expected = ConsumerParams {
@@ -392,28 +318,6 @@ fn a_request_that_ends_before_its_prompt_is_computed_is_not_held() {
 }
 
 #[test]
-fn a_request_that_was_never_scheduled_is_withdrawn_if_the_router_knows_its_handoff() {
-    for arrives in [true, false] {
-        let mut it = scheduler(&[FULL], true);
-        for (params, is_known) in [(produces("x"), true), (producer_params(None), false)] {
-            let request = request("a", 8, &params);
-            if arrives {
-                it.arrived(&request);
-            }
-            assert_eq!(it.finished(&request, FinishReason::Abort, None), Finished::default());
-            let metadata = empty_step(&mut it);
-            if is_known {
-                assert_eq!(metadata.endings[0].transfer, transfer("x"));
-                assert_eq!(withdrawn(metadata), WireCode::Cancelled);
-            } else {
-                assert!(metadata.is_empty());
-            }
-            assert_idle(&it);
-        }
-    }
-}
-
-#[test]
 fn side_data_is_carried_only_if_the_handoff_completes_with_the_end() {
     for (eager, carried) in [(true, None), (false, Some(b"token".to_vec()))] {
         let mut it = computed(&[FULL], eager);
@@ -421,16 +325,6 @@ fn side_data_is_carried_only_if_the_handoff_completes_with_the_end() {
         assert!(it.finished(&request("a", 8, &params), FinishReason::Length, side_data).held);
         assert_eq!(ending(empty_step(&mut it)), EndingKind::Held { side_data: carried });
     }
-}
-
-#[test]
-fn a_handoff_that_was_lost_on_a_rank_is_not_held() {
-    let mut it = computed(&[FULL], true);
-    it.reported(1, &lost("a", WireCode::Expired).encode());
-    it.reported(2, &lost("a", WireCode::Closed).encode());
-    assert_eq!(end(&mut it, FinishReason::Length), Finished::default());
-    assert_eq!(withdrawn(empty_step(&mut it)), WireCode::Expired);
-    assert_idle(&it);
 }
 
 #[test]
@@ -450,11 +344,13 @@ fn a_request_whose_handoff_was_lost_is_only_restarted_and_withdrawn() {
     it.arrived(&request("a", 8, &produces("x")));
     step(&mut it, [first("a", 4, &[&[1]])], &[]);
     it.reported(0, &lost("a", WireCode::Cancelled).encode());
+    it.reported(2, &lost("a", WireCode::Closed).encode());
     assert!(step(&mut it, [next("a", 4, 2, &[&[2]])], &[]).is_empty());
     assert_eq!(step(&mut it, [], &["a"]).restarts, ["a"]);
     assert!(step(&mut it, [first("a", 8, &[&[3, 4]])], &[]).is_empty());
     assert!(!end(&mut it, FinishReason::Length).held);
-    assert_eq!(withdrawn(empty_step(&mut it)), WireCode::Cancelled);
+    assert_eq!(withdrawn(empty_step(&mut it)), WireCode::Cancelled, "the first reason");
+    assert_idle(&it);
 }
 
 #[test]
@@ -544,42 +440,6 @@ fn a_fetch_is_requested_once_with_all_blocks() {
     assert!(empty_step(&mut it).is_empty());
 }
 
-#[test]
-fn a_request_is_fetched_at_most_once() {
-    let mut it = fetching();
-    let params = consumes("x");
-    let request = request("b", 10, &params);
-    let nothing_again = |it: &mut Scheduler| {
-        assert_eq!(it.matched(&request, 0), Match::NONE);
-        it.allocated(&request, 10, 0, &[vec![1, 2, 3], vec![NULL, 5]]);
-        assert!(empty_step(it).is_empty());
-    };
-    empty_step(&mut it);
-    nothing_again(&mut it);
-    it.received(["b"]);
-    nothing_again(&mut it);
-    step(&mut it, [], &["b"]);
-    nothing_again(&mut it);
-    end_fetching(&mut it, FinishReason::Length);
-    assert!(empty_step(&mut it).is_empty());
-    assert_idle(&it);
-}
-
-#[test]
-fn a_failed_fetch_is_not_retried() {
-    let mut it = fetching();
-    empty_step(&mut it);
-    for rank in 0..RANKS {
-        it.reported(rank, &fetched("b", WireCode::Closed).encode());
-    }
-    it.received(["b"]);
-    empty_step(&mut it);
-    assert_eq!(it.matched(&request("b", 10, &consumes("x")), 0), Match::NONE);
-    end_fetching(&mut it, FinishReason::Length);
-    assert!(empty_step(&mut it).is_empty());
-    assert_idle(&it);
-}
-
 fn freed(metadata: &ConnectorMetadata) -> Vec<(&str, WireCode)> {
     metadata.frees.iter().map(|free| (free.transfer.as_str(), free.code)).collect()
 }
@@ -650,26 +510,6 @@ fn a_request_that_ends_during_its_fetch_is_cancelled_once_and_awaited() {
         it.received(["b"]);
         assert_idle(&it);
     }
-}
-
-#[test]
-fn of_two_live_consumers_of_one_handoff_only_the_first_fetches_or_frees_it() {
-    let mut it = scheduler(&[FULL], true);
-    let params = consumes("x");
-    let (b, c) = (request("b", 10, &params), request("c", 10, &params));
-    it.arrived(&b);
-    assert_eq!(it.matched(&c, 0), Match::NONE);
-    it.arrived(&c);
-    assert_eq!(it.matched(&c, 0), Match::NONE);
-    assert_eq!(it.matched(&b, 0), Match::Tokens(10));
-    it.allocated(&c, 0, 0, &[vec![1, 2, 3]]);
-    it.finished(&c, FinishReason::Abort, None);
-    let d = request("d", 10, &params);
-    it.finished(&d, FinishReason::Abort, None);
-    assert!(empty_step(&mut it).is_empty());
-    end_fetching(&mut it, FinishReason::Abort);
-    assert_eq!(freed(&empty_step(&mut it)).len(), 1);
-    assert_idle(&it);
 }
 
 #[test]
@@ -781,27 +621,4 @@ fn malformed_notes_and_notes_of_unknown_ranks_or_requests_change_nothing() {
         it.reported(0, &fetched("b", WireCode::Ok).encode());
     }
     assert!(it.outcomes().is_empty(), "only one rank has reported");
-}
-
-#[test]
-fn without_notes_received_alone_ends_a_fetch() {
-    let mut it = fetching();
-    empty_step(&mut it);
-    it.received(["b", "unknown"]);
-    assert!(!it.has_pending_work());
-    it.reported(0, &fetched("b", WireCode::Closed).encode());
-    assert!(empty_step(&mut it).is_empty());
-    end_fetching(&mut it, FinishReason::Length);
-    assert!(empty_step(&mut it).is_empty());
-    assert_idle(&it);
-}
-
-#[test]
-fn an_engine_goes_on_stepping_while_metadata_or_reports_are_due() {
-    let mut it = computed(&[FULL], true);
-    assert!(!it.has_pending_work(), "a running request makes the engine step");
-    end(&mut it, FinishReason::Abort);
-    assert!(it.has_pending_work());
-    empty_step(&mut it);
-    assert!(!it.has_pending_work());
 }
