@@ -6,14 +6,13 @@ use kvferry_connector::{
     EngineId, EngineMetadata, FetchRequest, Free, HandoffId, Limits, NULL_BLOCK, Notes, Offer,
     ReadPart, Worker, WorkerConfig, WorkerObserver,
 };
+use kvferry_models::engines::layout;
 use kvferry_proto::WireCode;
-use kvferry_proto::layout::{
-    ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, Packing, Plane, Region as Place,
-    Shape,
-};
+use kvferry_proto::layout::{Heads, Layout, Packing, Shape};
 use kvferry_testkit::Watchdog;
 use std::net::SocketAddr;
-use std::sync::{Arc, Condvar, Mutex};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 const LAYERS: u32 = 4;
@@ -34,13 +33,11 @@ struct Build {
     tp: u32,
     packing: Packing,
     content: u32,
-    announce: Announce,
 }
 
 impl Build {
     const fn new(id: u128, tp: u32) -> Self {
-        let announce = Announce::Layers { pieces: 4 };
-        Self { id, tp, packing: Packing::Lbhnc, content: CONTENT, announce }
+        Self { id, tp, packing: Packing::Lbhnc, content: CONTENT }
     }
 }
 
@@ -60,10 +57,10 @@ impl Engine {
     fn new(build: Build, transports: &str, secret: &[u8]) -> Self {
         let ranks: Vec<_> =
             (0..build.tp).map(|rank| RankOf::new(build, rank, transports, secret)).collect();
-        let metadata: Vec<_> =
+        let cards: Vec<_> =
             ranks.iter().map(|it| it.worker.rank_metadata().to_vec().into()).collect();
-        let engine = EngineMetadata { id: EngineId(build.id), ranks: metadata };
-        let metadata = ConnectorMetadata { engine: Some(engine), ..ConnectorMetadata::default() };
+        let engine = EngineMetadata { id: EngineId(build.id), ranks: cards };
+        let metadata = ConnectorMetadata { engine: Some(engine), ..metadata() };
         let engine = Self { address: ranks[0].address(), ranks };
         engine.apply(&metadata);
         engine
@@ -79,18 +76,17 @@ impl Engine {
         self.ranks.iter().for_each(|rank| rank.worker.fetch());
     }
 
-    fn compute(&self, request: &str, seed: u32, blocks: &[u32], tokens: std::ops::Range<u32>) {
+    fn compute(&self, request: &str, seed: u32, blocks: &[u32], tokens: Range<u32>) {
         let first = tokens.start == 0;
         let from = tokens.start.div_ceil(BLOCK_TOKENS);
         let to = tokens.end.div_ceil(BLOCK_TOKENS);
-        let offer = Offer { transfer: id(request), tokens: tokens_of(blocks), eager: true };
         let compute = Compute {
-            request: request.to_owned(),
-            offer: first.then_some(offer),
+            offer: compute(request, blocks).offer.filter(|_| first),
             until: tokens.end,
             blocks: vec![BlockTable::new(from, blocks[from as usize..to as usize].to_vec())],
+            ..compute(request, blocks)
         };
-        self.apply(&ConnectorMetadata { computes: vec![compute], ..ConnectorMetadata::default() });
+        self.apply(&ConnectorMetadata { computes: vec![compute], ..metadata() });
         for rank in &self.ranks {
             for layer in 0..LAYERS {
                 rank.fill(seed, blocks, tokens.clone(), layer);
@@ -103,26 +99,12 @@ impl Engine {
     fn hold(&self, request: &str) {
         let how = EndingKind::Held { side_data: None };
         let ending = Ending { request: request.to_owned(), transfer: id(request), how };
-        self.apply(&ConnectorMetadata { endings: vec![ending], ..ConnectorMetadata::default() });
+        self.apply(&ConnectorMetadata { endings: vec![ending], ..metadata() });
     }
 
-    fn fetch_request(
-        &self,
-        request: &str,
-        from: &str,
-        blocks: &[u32],
-        tokens: std::ops::Range<u32>,
-    ) {
-        let fetch = FetchRequest {
-            request: request.to_owned(),
-            transfer: id(request),
-            address: from.to_owned(),
-            engine: None,
-            tokens: (tokens.start, tokens.end),
-            blocks: vec![BlockTable::new(0, blocks.to_vec())],
-            budget_ms: BUDGET_MS,
-        };
-        self.apply(&ConnectorMetadata { fetches: vec![fetch], ..ConnectorMetadata::default() });
+    fn fetch_request(&self, request: &str, from: &str, blocks: &[u32], tokens: Range<u32>) {
+        let fetches = vec![fetch(request, from, blocks, tokens)];
+        self.apply(&ConnectorMetadata { fetches, ..metadata() });
         self.fetch();
     }
 
@@ -155,7 +137,7 @@ impl Engine {
         }
     }
 
-    fn assert_has(&self, seed: u32, blocks: &[u32], tokens: std::ops::Range<u32>) {
+    fn assert_has(&self, seed: u32, blocks: &[u32], tokens: Range<u32>) {
         self.ranks.iter().for_each(|rank| rank.check(seed, blocks, tokens.clone()));
     }
 
@@ -179,6 +161,39 @@ impl Engine {
     }
 }
 
+/// A producing and a consuming engine of one rank each.
+fn two_engines() -> (Engine, Engine) {
+    (Engine::new(Build::new(1, 1), "tcp", b""), Engine::new(Build::new(2, 1), "tcp", b""))
+}
+
+/// A step that computes nothing.
+fn metadata() -> ConnectorMetadata {
+    ConnectorMetadata::default()
+}
+
+fn fetch(request: &str, from: &str, blocks: &[u32], tokens: Range<u32>) -> FetchRequest {
+    FetchRequest {
+        request: request.to_owned(),
+        transfer: id(request),
+        address: from.to_owned(),
+        engine: None,
+        tokens: (tokens.start, tokens.end),
+        blocks: vec![BlockTable::new(0, blocks.to_vec())],
+        budget_ms: BUDGET_MS,
+    }
+}
+
+/// The only step of a request.
+fn compute(request: &str, blocks: &[u32]) -> Compute {
+    let tokens = tokens_of(blocks);
+    Compute {
+        request: request.to_owned(),
+        offer: Some(Offer { transfer: id(request), tokens, eager: true }),
+        until: tokens,
+        blocks: vec![BlockTable::new(0, blocks.to_vec())],
+    }
+}
+
 impl RankOf {
     fn new(build: Build, rank: u32, transports: &str, secret: &[u8]) -> Self {
         let builder = Agent::builder().transports(Transports::parse(transports).expect("names"));
@@ -199,33 +214,9 @@ impl RankOf {
         };
         let len = shape.bytes().expect("small");
         let memory = agent.allocate(len as usize, Access::READ).expect("memory");
-        let views = build.packing.views(&shape, 0, 0).expect("a sound layout");
-        let group = Group {
-            name: "full".to_owned(),
-            kind: Kind::Full,
-            block_tokens: BLOCK_TOKENS,
-            blocks: BLOCKS,
-            context: ContextShard::WHOLE,
-        };
-        let layers = views.into_iter().enumerate().map(|(at, view)| Layer {
-            name: format!("layer.{at}"),
-            group: 0,
-            planes: vec![Plane {
-                role: "kv".to_owned(),
-                encoding: Encoding::new("bytes", 8),
-                heads,
-                rows: BLOCK_TOKENS,
-                content: build.content,
-                view,
-            }],
-        });
-        let places = vec![Place { id: memory.id(), len }];
-        let layout = Layout::new(places, vec![group], layers.collect()).expect("a sound layout");
-        let config = WorkerConfig {
-            rank: rank as usize,
-            announce: build.announce,
-            limits: Limits::default(),
-        };
+        let layout = layout(memory.id(), heads, &shape, build.packing);
+        let (announce, limits) = (Announce::Layers { pieces: 4 }, Limits::default());
+        let config = WorkerConfig { rank: rank as usize, announce, limits };
         let regions = std::slice::from_ref(&memory);
         let worker = Worker::start(&agent, layout.clone(), regions, config).expect("it starts");
         Self { worker, memory, layout }
@@ -259,7 +250,7 @@ impl RankOf {
         })
     }
 
-    fn fill(&self, seed: u32, blocks: &[u32], tokens: std::ops::Range<u32>, layer: u32) {
+    fn fill(&self, seed: u32, blocks: &[u32], tokens: Range<u32>, layer: u32) {
         for token in tokens {
             for (at, bytes) in self.rows(seed, blocks, token, layer) {
                 self.memory.write_at(at, &bytes).expect("inside");
@@ -267,16 +258,20 @@ impl RankOf {
         }
     }
 
-    fn check(&self, seed: u32, blocks: &[u32], tokens: std::ops::Range<u32>) {
+    fn check(&self, seed: u32, blocks: &[u32], tokens: Range<u32>) {
         for token in tokens {
             for layer in 0..LAYERS {
-                for (at, bytes) in self.rows(seed, blocks, token, layer) {
-                    let mut there = vec![0; bytes.len()];
-                    self.memory.read_at(at, &mut there).expect("inside");
-                    assert_eq!(there, bytes, "token {token}, layer {layer}");
-                }
+                assert!(self.has(seed, blocks, token, layer), "token {token}, layer {layer}");
             }
         }
+    }
+
+    fn has(&self, seed: u32, blocks: &[u32], token: u32, layer: u32) -> bool {
+        self.rows(seed, blocks, token, layer).all(|(at, bytes)| {
+            let mut there = vec![0; bytes.len()];
+            self.memory.read_at(at, &mut there).expect("inside");
+            there == bytes
+        })
     }
 }
 
@@ -328,41 +323,25 @@ fn computed_kv_is_fetched_in_either_order_over_either_transport_between_any_rank
 
 /// An event that the test makes happen.
 #[derive(Clone, Default)]
-struct Signal(Arc<(Mutex<bool>, Condvar)>);
-
-impl Signal {
-    fn happen(&self) {
-        *self.0.0.lock().expect("no panic") = true;
-        self.0.1.notify_all();
-    }
-}
+struct Signal(Arc<OnceLock<()>>);
 
 impl ComputeEvent for Signal {
     fn is_ready(&self) -> bool {
-        *self.0.0.lock().expect("no panic")
+        self.0.get().is_some()
     }
 
     fn wait(&self) {
-        let happened = self.0.0.lock().expect("no panic");
-        drop(self.0.1.wait_while(happened, |happened| !*happened).expect("no panic"));
+        self.0.wait();
     }
 }
 
 #[test]
 fn a_layer_is_fetched_after_its_event_not_after_its_call() {
     let _bounded = bounded();
-    let p = Engine::new(Build::new(1, 1), "tcp", b"");
-    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    let (p, d) = two_engines();
     let (there, here) = (blocks(8, 1), blocks(8, 5));
     d.fetch_request("a", &p.address, &here, 0..32);
-    let offer = Offer { transfer: id("a"), tokens: 32, eager: true };
-    let compute = Compute {
-        request: "a".to_owned(),
-        offer: Some(offer),
-        until: 32,
-        blocks: vec![BlockTable::new(0, there.clone())],
-    };
-    p.apply(&ConnectorMetadata { computes: vec![compute], ..ConnectorMetadata::default() });
+    p.apply(&ConnectorMetadata { computes: vec![compute("a", &there)], ..metadata() });
     let events: Vec<Signal> = (0..LAYERS).map(|_| Signal::default()).collect();
     let rank = &p.ranks[0];
     for (layer, event) in events.iter().enumerate() {
@@ -371,19 +350,12 @@ fn a_layer_is_fetched_after_its_event_not_after_its_call() {
     rank.worker.step_computed(Some(Box::new(events[3].clone())));
     // The engine ends the step long before the device does.
     p.hold("a");
-    let is_there = |layer: u32| {
-        let rank = &d.ranks[0];
-        rank.rows(1, &here, 0, layer).all(|(at, bytes)| {
-            let mut there = vec![0; bytes.len()];
-            rank.memory.read_at(at, &mut there).expect("inside");
-            there == bytes
-        })
-    };
+    let is_there = |layer: u32| d.ranks[0].has(1, &here, 0, layer);
     for layer in 0..LAYERS {
         rank.fill(1, &there, 0..32, layer);
         std::thread::sleep(Duration::from_millis(30));
         assert!(!is_there(layer), "layer {layer} was fetched before it was computed");
-        events[layer as usize].happen();
+        events[layer as usize].0.get_or_init(|| ());
         let until = Instant::now() + Duration::from_secs(20);
         while !is_there(layer) {
             assert!(Instant::now() < until, "layer {layer} is never fetched");
@@ -400,12 +372,11 @@ fn a_layer_is_fetched_after_its_event_not_after_its_call() {
 #[test]
 fn a_request_that_loses_its_blocks_is_fetched_from_its_new_ones() {
     let _bounded = bounded();
-    let p = Engine::new(Build::new(1, 1), "tcp", b"");
-    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    let (p, d) = two_engines();
     let (before, there, here) = (blocks(8, 1), blocks(8, 9), blocks(8, 5));
     d.fetch_request("a", &p.address, &here, 0..32);
     p.compute("a", 7, &before, 0..20);
-    p.apply(&ConnectorMetadata { restarts: vec!["a".to_owned()], ..ConnectorMetadata::default() });
+    p.apply(&ConnectorMetadata { restarts: vec!["a".to_owned()], ..metadata() });
     // Another request's bytes.
     (0..LAYERS).for_each(|layer| p.ranks[0].fill(99, &before, 0..32, layer));
     p.compute("a", 8, &there, 0..32);
@@ -447,43 +418,35 @@ fn a_consumer_with_another_secret_fetches_nothing() {
 }
 
 #[test]
-fn a_fetch_from_a_wrong_address_fails_with_a_reason() {
+fn a_fetch_from_a_wrong_address_or_another_life_of_the_engine_fails_with_a_reason() {
     let _bounded = bounded();
-    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    let (p, d) = two_engines();
     for address in ["127.0.0.1:1", "no-such-host.invalid:99", "nonsense"] {
         d.fetch_request("a", address, &blocks(8, 5), 0..32);
         let failed = d.fetched("a");
         assert!(!failed[0].0.is_ok() && !failed[0].1.is_empty(), "{address}: {failed:?}");
     }
+    let fetch = fetch("b", &p.address, &blocks(8, 5), 0..32);
+    let fetches = vec![FetchRequest { engine: Some(EngineId(77)), ..fetch }];
+    d.apply(&ConnectorMetadata { fetches, ..metadata() });
+    d.fetch();
+    assert_eq!(d.fetched("b")[0].0, WireCode::StaleIncarnation);
     d.assert_idle();
 }
 
 #[test]
 fn a_fetch_that_is_cancelled_before_its_producer_is_known_frees_the_producer() {
     let _bounded = bounded();
-    let p = Engine::new(Build::new(1, 1), "tcp", b"");
-    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    let (p, d) = two_engines();
     p.compute("a", 1, &blocks(8, 1), 0..32);
     p.hold("a");
-    let fetch = FetchRequest {
-        request: "a".to_owned(),
-        transfer: id("a"),
-        address: p.address.clone(),
-        engine: None,
-        tokens: (0, 32),
-        blocks: vec![BlockTable::new(0, blocks(8, 5))],
-        budget_ms: BUDGET_MS,
-    };
+    let fetches = vec![fetch("a", &p.address, &blocks(8, 5), 0..32)];
     let cancel = Cancel {
         request: "a".to_owned(),
         code: WireCode::Cancelled,
         detail: "the client is gone".to_owned(),
     };
-    d.apply(&ConnectorMetadata {
-        fetches: vec![fetch],
-        cancels: vec![cancel],
-        ..ConnectorMetadata::default()
-    });
+    d.apply(&ConnectorMetadata { fetches, cancels: vec![cancel], ..metadata() });
     d.fetch();
     let ended = d.fetched("a");
     assert_eq!(ended[0], (WireCode::Cancelled, "the client is gone".to_owned()));
@@ -506,7 +469,7 @@ fn a_handoff_that_is_not_needed_is_freed_on_all_ranks() {
         code: WireCode::NotNeeded,
         budget_ms: BUDGET_MS,
     };
-    d.apply(&ConnectorMetadata { frees: vec![free], ..ConnectorMetadata::default() });
+    d.apply(&ConnectorMetadata { frees: vec![free], ..metadata() });
     d.fetch();
     p.assert_sent("a");
     p.assert_idle();
@@ -514,30 +477,9 @@ fn a_handoff_that_is_not_needed_is_freed_on_all_ranks() {
 }
 
 #[test]
-fn a_fetch_from_another_life_of_the_producing_engine_fails() {
-    let _bounded = bounded();
-    let p = Engine::new(Build::new(1, 1), "tcp", b"");
-    let d = Engine::new(Build::new(2, 1), "tcp", b"");
-    let fetch = FetchRequest {
-        request: "a".to_owned(),
-        transfer: id("a"),
-        address: p.address.clone(),
-        engine: Some(EngineId(77)),
-        tokens: (0, 32),
-        blocks: vec![BlockTable::new(0, blocks(8, 5))],
-        budget_ms: BUDGET_MS,
-    };
-    d.apply(&ConnectorMetadata { fetches: vec![fetch], ..ConnectorMetadata::default() });
-    d.fetch();
-    assert_eq!(d.fetched("a")[0].0, WireCode::StaleIncarnation);
-    d.assert_idle();
-}
-
-#[test]
 fn a_fetch_fails_if_the_producer_has_too_few_tokens_or_a_null_block() {
     let _bounded = bounded();
-    let p = Engine::new(Build::new(1, 1), "tcp", b"");
-    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    let (p, d) = two_engines();
     p.compute("short", 1, &blocks(4, 1), 0..16);
     d.fetch_request("short", &p.address, &blocks(8, 5), 0..32);
     let failed = d.fetched("short");
@@ -545,22 +487,16 @@ fn a_fetch_fails_if_the_producer_has_too_few_tokens_or_a_null_block() {
     assert!(failed[0].1.contains("16 of 32"), "{}", failed[0].1);
     let mut holes = blocks(8, 1);
     holes[3] = NULL_BLOCK;
-    let compute = Compute {
-        request: "holes".to_owned(),
-        offer: Some(Offer { transfer: id("holes"), tokens: 32, eager: true }),
-        until: 32,
-        blocks: vec![BlockTable::new(0, holes)],
-    };
-    p.apply(&ConnectorMetadata { computes: vec![compute], ..ConnectorMetadata::default() });
+    p.apply(&ConnectorMetadata { computes: vec![compute("holes", &holes)], ..metadata() });
     p.ranks[0].worker.step_computed(None);
     d.fetch_request("holes", &p.address, &blocks(8, 5), 0..32);
     let failed = d.fetched("holes");
     assert_eq!(failed[0].0, WireCode::LayoutMismatch);
     assert!(failed[0].1.contains("block 3"), "{}", failed[0].1);
-    p.hold("short");
-    p.assert_sent("short");
-    p.hold("holes");
-    p.assert_sent("holes");
+    for request in ["short", "holes"] {
+        p.hold(request);
+        p.assert_sent(request);
+    }
     p.assert_idle();
     d.assert_idle();
 }
@@ -619,8 +555,7 @@ fn an_observer_gets_every_byte_read_and_each_end_once() {
 #[test]
 fn dropping_a_worker_half_ends_its_handoffs_on_the_other_side() {
     let _bounded = bounded();
-    let mut p = Engine::new(Build::new(1, 1), "tcp", b"");
-    let mut d = Engine::new(Build::new(2, 1), "tcp", b"");
+    let (mut p, mut d) = two_engines();
     // A producer; its agent stays.
     d.fetch_request("a", &p.address, &blocks(8, 5), 0..32);
     p.compute("a", 1, &blocks(8, 1), 0..12);

@@ -4,11 +4,10 @@ use super::names::is_literal;
 use super::*;
 use crate::metadata::{Compute, FetchRequest, Offer};
 use kvferry::{Access, Peer};
+use kvferry_models::engines::layout;
 use kvferry_proto::engine_handshake::EngineId;
 use kvferry_proto::handoff::{BlockTable, Limits};
-use kvferry_proto::layout::{
-    ContextShard, Encoding, Group, Heads, Kind, Layer, Packing, Plane, Region as Place, Shape,
-};
+use kvferry_proto::layout::{Heads, Packing, Shape};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -23,22 +22,10 @@ fn start(engine: u128, look_up: impl FnOnce(&Agent) -> LookUp) -> (Worker, Agent
     let len = shape.bytes().expect("small");
     let memory = agent.allocate(len as usize, Access::READ).expect("memory");
     let heads = Heads::shard(1, 0, 1).expect("one head");
-    let view = Packing::Lbhnc.views(&shape, 0, 0).expect("a sound shape")[0];
-    let (role, encoding) = ("kv".to_owned(), Encoding::new("bytes", 8));
-    let plane = Plane { role, encoding, heads, rows: BLOCK_TOKENS, content: 8, view };
-    let group = Group {
-        name: "full".to_owned(),
-        kind: Kind::Full,
-        block_tokens: BLOCK_TOKENS,
-        blocks: 8,
-        context: ContextShard::WHOLE,
-    };
-    let layer = Layer { name: "layer".to_owned(), group: 0, planes: vec![plane] };
-    let layout = Layout::new(vec![Place { id: memory.id(), len }], vec![group], vec![layer]);
+    let layout = layout(memory.id(), heads, &shape, Packing::Lbhnc);
     let (announce, limits) = (Announce::Chunks, Limits::default());
     let config = WorkerConfig { rank: 0, announce, limits };
     let look_up = look_up(&agent);
-    let layout = layout.expect("a sound layout");
     let worker =
         Worker::start_with(&agent, layout, &[memory], config, look_up).expect("a worker half");
     let ranks = vec![worker.rank_metadata().to_vec().into()];
