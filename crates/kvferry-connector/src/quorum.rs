@@ -21,10 +21,9 @@ struct Tally {
     /// Side data by the number of the rank; `None` before the rank's report.
     reports: Vec<Option<Vec<Vec<u8>>>>,
     missing: usize,
-    failure: Option<(WireCode, String)>,
+    failure: Option<WireCode>,
 }
 
-/// The effect of a report.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Counted {
     /// The rank does not exist, or the request is not open.
@@ -55,7 +54,6 @@ impl Quorum {
         self.open.insert(request.to_owned(), tally);
     }
 
-    /// Counts a rank's report.
     pub(crate) fn report(&mut self, rank: usize, report: RequestOutcome) -> Counted {
         let RequestOutcome { request, code, detail, side_data } = report;
         let Some(tally) = self.open.get_mut(&request) else { return Counted::Unknown };
@@ -65,18 +63,17 @@ impl Quorum {
         }
         *place = Some(bounded(side_data.into_iter()).map(ByteBuf::into_vec).collect());
         tally.missing -= 1;
-        let first = !code.is_ok() && tally.failure.is_none();
+        let is_first_failure = !code.is_ok() && tally.failure.is_none();
+        if is_first_failure {
+            tally.failure = Some(code);
+        }
         if tally.missing > 0 {
-            if !first {
-                return Counted::Waiting;
-            }
-            tally.failure = Some((code, detail.clone()));
-            return Counted::Failing { code, detail };
+            let failing = Counted::Failing { code, detail };
+            return if is_first_failure { failing } else { Counted::Waiting };
         }
         let tally = self.open.remove(&request).expect("it was found above");
         match tally.failure {
-            Some((code, _)) => Counted::Complete { code, side_data: Vec::new() },
-            None if first => Counted::Complete { code, side_data: Vec::new() },
+            Some(code) => Counted::Complete { code, side_data: Vec::new() },
             None => {
                 let side_data = tally.reports.into_iter().flatten().flatten().collect();
                 Counted::Complete { code: WireCode::Ok, side_data }
@@ -89,7 +86,6 @@ impl Quorum {
         self.open.remove(request);
     }
 
-    /// How many requests are open.
     pub(crate) fn len(&self) -> usize {
         self.open.len()
     }
@@ -123,50 +119,12 @@ mod tests {
     }
 
     #[test]
-    fn a_request_is_complete_when_the_last_rank_reports_whatever_the_order() {
-        let mut quorum = Quorum::new(3);
-        quorum.open("a");
-        let done_with = |data: &[u8]| fetched("a", WireCode::Ok, &[data]);
-        assert_eq!(quorum.report(2, done_with(b"two")), Counted::Waiting);
-        assert_eq!(quorum.report(0, done_with(b"zero")), Counted::Waiting);
-        let side_data = vec![b"zero".to_vec(), b"one".to_vec(), b"two".to_vec()];
-        let complete = Counted::Complete { code: WireCode::Ok, side_data };
-        assert_eq!(quorum.report(1, done_with(b"one")), complete);
-        assert_eq!(quorum.len(), 0);
-    }
-
-    #[test]
-    fn the_first_failure_is_reported_at_once_and_the_request_ends_when_all_ranks_have_reported() {
-        let mut quorum = Quorum::new(3);
-        quorum.open("a");
-        let (silent, detail) = (WireCode::Silent, WireCode::Silent.to_string());
-        let failing = Counted::Failing { code: silent, detail };
-        assert_eq!(quorum.report(1, fetched("a", silent, &[])), failing);
-        assert_eq!(quorum.report(0, fetched("a", WireCode::Cancelled, &[])), Counted::Waiting);
-        let complete = Counted::Complete { code: silent, side_data: vec![] };
-        assert_eq!(quorum.report(2, fetched("a", WireCode::Ok, &[b"useless"])), complete);
-    }
-
-    #[test]
     fn a_failure_of_the_last_rank_is_the_outcome() {
         let mut quorum = Quorum::new(2);
         quorum.open("a");
         assert_eq!(quorum.report(1, done("a")), Counted::Waiting);
         let complete = Counted::Complete { code: WireCode::Closed, side_data: vec![] };
         assert_eq!(quorum.report(0, fetched("a", WireCode::Closed, &[])), complete);
-    }
-
-    #[test]
-    fn repeated_reports_and_reports_of_unknown_requests_or_ranks_change_nothing() {
-        let mut quorum = Quorum::new(2);
-        quorum.open("a");
-        assert_eq!(quorum.report(0, done("b")), Counted::Unknown);
-        assert_eq!(quorum.report(2, done("a")), Counted::Unknown);
-        assert_eq!(quorum.report(0, done("a")), Counted::Waiting);
-        assert_eq!(quorum.report(0, fetched("a", WireCode::Closed, &[])), Counted::Again);
-        let complete = Counted::Complete { code: WireCode::Ok, side_data: vec![] };
-        assert_eq!(quorum.report(1, done("a")), complete);
-        assert_eq!(quorum.report(1, done("a")), Counted::Unknown);
     }
 
     #[test]

@@ -10,7 +10,6 @@ use kvferry_proto::handoff::HandoffMessage;
 use kvferry_proto::rank_message::RankMessage;
 use std::sync::{Arc, Weak};
 
-/// Receives what peers send.
 pub(super) struct Handler(pub(super) Weak<Shared>);
 
 impl MessageHandler for Handler {

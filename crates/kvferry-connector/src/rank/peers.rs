@@ -21,7 +21,6 @@ pub(super) struct Place {
     /// The number of the life that was, or will be, met there.
     id: PeerId,
     life: Option<Incarnation>,
-    /// A channel is being opened.
     pub(super) opening: bool,
     /// Connect once, although no handoff needs it: a message is waiting.
     connect_once: bool,
@@ -44,7 +43,6 @@ impl Place {
     }
 }
 
-/// A life of a peer.
 #[derive(Debug)]
 struct Life {
     /// Its number as a consumer of ours.
@@ -56,7 +54,6 @@ struct Life {
     watch: Option<Watch>,
 }
 
-/// The numbers of a life.
 #[derive(Debug, Default)]
 pub(super) struct Numbers {
     /// As a consumer of ours.
@@ -334,7 +331,6 @@ impl Peers {
         });
     }
 
-    /// Addresses and lives that are kept.
     pub(super) fn len(&self) -> usize {
         self.places.len() + self.lives.len()
     }

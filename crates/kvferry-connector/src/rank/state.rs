@@ -56,7 +56,6 @@ pub(super) struct State {
     pub(super) closed: bool,
 }
 
-/// A read under way.
 pub(super) struct Running {
     pub(super) transfer: Transfer,
     pub(super) id: HandoffId,
@@ -67,7 +66,6 @@ pub(super) struct Running {
     pub(super) channel: Option<Channel>,
 }
 
-/// A call of the observer.
 pub(super) enum Notice {
     Ended(Event),
     LearnedEngine(u64, Result<Arc<Pairing>, Failure>),

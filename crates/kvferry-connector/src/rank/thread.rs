@@ -21,12 +21,6 @@ enum Action {
     Open { address: String, peer: Peer },
 }
 
-impl Action {
-    fn is_read(&self, wanted: ReadId) -> bool {
-        matches!(self, Self::Read { read, .. } if *read == wanted)
-    }
-}
-
 impl Shared {
     pub(super) fn run(self: &Arc<Self>) {
         loop {
@@ -135,7 +129,8 @@ impl Shared {
                         running.transfer.cancel();
                     } else {
                         // It has not begun.
-                        actions.retain(|action| !action.is_read(read));
+                        let is_it = |it: &Action| matches!(it, Action::Read { read: of, .. } if *of == read);
+                        actions.retain(|action| !is_it(action));
                         let unread = Err((WireCode::Cancelled, String::new()));
                         state.consumer.read_ended(read, unread, self.now());
                     }

@@ -11,30 +11,27 @@ use rustc_hash::{FxHashMap, FxHashSet};
 /// Requests by the engine's ids.
 #[derive(Debug)]
 pub(super) struct Consumed {
-    requests: FxHashMap<String, Request>,
+    pub(super) requests: FxHashMap<String, Request>,
     /// The handoffs of the requests that own them.
     transfers: FxHashSet<HandoffId>,
-    /// Fetches that at least one rank has not reported.
-    quorum: Quorum,
-    fetching: usize,
+    pub(super) quorum: Quorum,
+    pub(super) fetching: usize,
     budget_ms: u32,
-    outcomes: Vec<(WireCode, u64)>,
+    pub(super) outcomes: Vec<(WireCode, u64)>,
 }
 
 #[derive(Debug)]
-struct Request {
+pub(super) struct Request {
     from: ConsumerParams,
     /// The first live request with this handoff owns it: only that one fetches or frees it.
     owns: bool,
     stage: Stage,
-    /// The engine has ended it.
     ended: bool,
     side_data: Vec<Vec<u8>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// It may be fetched.
     Open,
     Fetching {
         /// The worker halves were told to end the fetch.
@@ -179,25 +176,6 @@ impl Consumed {
     pub(super) fn take_side_data(&mut self, request: &str) -> Vec<Vec<u8>> {
         let request = self.requests.get_mut(request);
         request.map_or_else(Vec::new, |request| std::mem::take(&mut request.side_data))
-    }
-
-    /// Counts of how fetches ended.
-    pub(super) fn outcomes(&self) -> &[(WireCode, u64)] {
-        &self.outcomes
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.requests.len()
-    }
-
-    /// How many requests are being fetched.
-    pub(super) const fn fetching(&self) -> usize {
-        self.fetching
-    }
-
-    /// How many fetches at least one rank has not reported.
-    pub(super) fn unreported(&self) -> usize {
-        self.quorum.len()
     }
 
     fn count(&mut self, code: WireCode) {

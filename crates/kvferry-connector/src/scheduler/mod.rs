@@ -28,7 +28,7 @@ use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::EngineId;
 use kvferry_proto::handoff::HandoffId;
 use kvferry_proto::layout::Kind;
-use produced::{Held, Produced};
+use produced::Produced;
 use rustc_hash::FxHashSet;
 use serde_bytes::ByteBuf;
 use std::time::Duration;
@@ -285,8 +285,9 @@ impl Scheduler {
         self.consumed.finished(request.id, code, &mut self.metadata);
         let side_data = side_data.filter(|_| !self.config.eager);
         let held = self.produced.finished(request.id, how, side_data, &mut self.metadata);
-        let params = held.as_ref().and_then(|held| self.offered(held));
-        Finished { held: held.is_some(), params }
+        let is_held = held.is_some();
+        let params = held.and_then(|(transfer, tokens)| self.offered(transfer, tokens));
+        Finished { held: is_held, params }
     }
 
     /// Takes [`crate::Reports::notes`] of a rank, before [`Scheduler::received`] and
@@ -328,23 +329,23 @@ impl Scheduler {
     /// Whether the engine must go on stepping although no request runs: metadata wait for the worker
     /// halves, or reports from them are due.
     pub fn has_pending_work(&self) -> bool {
-        self.produced.held() > 0 || self.consumed.fetching() > 0 || !self.metadata.is_empty()
+        self.produced.held > 0 || self.consumed.fetching > 0 || !self.metadata.is_empty()
     }
 
     /// Counts of how fetches ended, if the engine carries notes: [`WireCode::Ok`] on all ranks, or the
     /// code of the first failure.
     pub fn outcomes(&self) -> &[(WireCode, u64)] {
-        self.consumed.outcomes()
+        &self.consumed.outcomes
     }
 
     /// Counts of what is kept, by name. All are zero when nothing is under way.
     pub fn gauges(&self) -> Vec<(&'static str, usize)> {
         vec![
-            ("produced", self.produced.len()),
-            ("held", self.produced.held()),
-            ("consumed", self.consumed.len()),
-            ("fetching", self.consumed.fetching()),
-            ("unreported", self.consumed.unreported()),
+            ("produced", self.produced.requests.len()),
+            ("held", self.produced.held),
+            ("consumed", self.consumed.requests.len()),
+            ("fetching", self.consumed.fetching),
+            ("unreported", self.consumed.quorum.len()),
             ("refused", self.refused.len()),
         ]
     }
@@ -388,9 +389,8 @@ impl Scheduler {
     }
 
     /// The parameters for the consumer's request.
-    fn offered(&self, held: &Held) -> Option<Params> {
-        let (transfer, tokens) = (held.transfer.clone(), Some(u64::from(held.tokens)));
-        let address = self.address.clone()?;
+    fn offered(&self, transfer: HandoffId, tokens: u32) -> Option<Params> {
+        let (address, tokens) = (self.address.clone()?, Some(tokens.into()));
         Some(ConsumerParams { transfer, address, engine: Some(self.id), tokens }.to_params())
     }
 }

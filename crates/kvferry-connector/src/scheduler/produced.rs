@@ -10,14 +10,14 @@ use rustc_hash::{FxHashMap, FxHashSet};
 /// Requests by the engine's ids.
 #[derive(Debug, Default)]
 pub(super) struct Produced {
-    requests: FxHashMap<String, Request>,
-    /// The handoffs of the requests.
+    pub(super) requests: FxHashMap<String, Request>,
     transfers: FxHashSet<HandoffId>,
-    held: usize,
+    /// How many requests are held.
+    pub(super) held: usize,
 }
 
 #[derive(Debug)]
-struct Request {
+pub(super) struct Request {
     transfer: HandoffId,
     /// The worker halves or the router know the handoff's id.
     named: bool,
@@ -36,19 +36,11 @@ struct Request {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// It may be handed over.
     Open,
     /// The worker halves were told, before its end, that it is not handed over.
     Withdrawn,
     /// It has ended, and its blocks are kept for consumers.
     Held,
-}
-
-/// A request that has ended and is held.
-#[derive(Debug)]
-pub(super) struct Held {
-    pub(super) transfer: HandoffId,
-    pub(super) tokens: u32,
 }
 
 impl Produced {
@@ -94,7 +86,6 @@ impl Produced {
         })
     }
 
-    /// A request has lost its blocks.
     pub(super) fn preempted(&mut self, request: &str, metadata: &mut ConnectorMetadata) {
         let Some(known) = self.requests.get_mut(request) else { return };
         if known.stage == Stage::Open {
@@ -102,7 +93,6 @@ impl Produced {
         }
     }
 
-    /// A step computes a part of a request.
     pub(super) fn computed(
         &mut self,
         scheduled: Scheduled<'_>,
@@ -145,14 +135,14 @@ impl Produced {
         }
     }
 
-    /// A request has ended. Returns what is held of it.
+    /// A request has ended. Returns its handoff and tokens if it is held.
     pub(super) fn finished(
         &mut self,
         request: &str,
         how: FinishReason,
         side_data: Option<Vec<u8>>,
         metadata: &mut ConnectorMetadata,
-    ) -> Option<Held> {
+    ) -> Option<(HandoffId, u32)> {
         let known = self.requests.get_mut(request)?;
         match (known.stage, known.verdict(how)) {
             (Stage::Held, _) => return None,
@@ -160,13 +150,9 @@ impl Produced {
                 known.stage = Stage::Held;
                 self.held += 1;
                 let transfer = known.transfer.clone();
-                let how = EndingKind::Held { side_data };
-                metadata.endings.push(Ending {
-                    request: request.to_owned(),
-                    transfer: transfer.clone(),
-                    how,
-                });
-                return Some(Held { transfer, tokens: known.tokens });
+                let (request, how) = (request.to_owned(), EndingKind::Held { side_data });
+                metadata.endings.push(Ending { request, transfer: transfer.clone(), how });
+                return Some((transfer, known.tokens));
             }
             (Stage::Open, Some((code, detail))) => {
                 known.withdraw(request, code, &detail, metadata);
@@ -183,15 +169,6 @@ impl Produced {
             self.held -= 1;
             self.remove(request);
         }
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.requests.len()
-    }
-
-    /// How many requests are held.
-    pub(super) const fn held(&self) -> usize {
-        self.held
     }
 
     fn remove(&mut self, request: &str) {
@@ -232,7 +209,6 @@ impl Request {
         group.block_of(self.horizon(group))
     }
 
-    /// What the worker halves must know of a step.
     fn compute(&mut self, scheduled: Scheduled<'_>, groups: &[GroupRule], eager: bool) -> Compute {
         let offer = (!self.offered).then(|| Offer {
             transfer: self.transfer.clone(),
@@ -305,7 +281,6 @@ impl Request {
 }
 
 impl GroupRule {
-    /// The block that a token is in.
     fn block_of(&self, token: u64) -> u64 {
         token.checked_div(u64::from(self.block_tokens)).unwrap_or(0)
     }

@@ -44,7 +44,7 @@ impl Inner {
 
     /// The peer at an address that is known without a lookup.
     fn peer(&self, state: &State, address: &str) -> Result<Peer, RankError> {
-        match state.names.get(address) {
+        match state.names.known.get(address) {
             Some(peer) => Ok(peer.clone()),
             None => {
                 debug_assert!(is_literal(address), "names are looked up without the lock");
@@ -108,7 +108,6 @@ impl Inner {
         }
     }
 
-    /// An engine handshake has ended.
     pub(super) fn engine_learned(&self, ticket: u64, result: Result<Arc<Pairing>, Failure>) {
         let (address, id, known) = {
             let mut state = self.lock();
@@ -220,7 +219,6 @@ impl Inner {
         self.fetched(state, request, self::failure(*code, detail), Vec::new());
     }
 
-    /// A fetch has ended on this rank.
     fn fetched(&self, state: &mut State, request: String, how: Failure, side_data: SideData) {
         let Failure { code, detail, .. } = how;
         state.fetches.remove(&request);
@@ -239,7 +237,7 @@ impl Inner {
             Some(Stage::Pending) => {
                 let State { pending, learning, names, .. } = state;
                 let waiting = pending.iter_mut().chain(learning.values_mut());
-                for pending in waiting.chain(names.waiting()) {
+                for pending in waiting.chain(names.waiting.values_mut().flatten()) {
                     pending.action.give_up(&request, code);
                 }
                 self.fetched(state, request, failure(code, detail), Vec::new());
@@ -247,7 +245,6 @@ impl Inner {
         }
     }
 
-    /// The handoff of a fetch has ended.
     pub(super) fn consumed(&self, id: &HandoffId, outcome: &Outcome, side_data: SideData) {
         let mut state = self.lock();
         let Some((request, address)) = state.fetched_for.remove(id) else { return };
@@ -260,7 +257,7 @@ impl Inner {
         }
         if matches!(code, WireCode::StaleIncarnation | WireCode::UnknownRegion) {
             // A rank of the engine is not the one that the engine described.
-            state.engines.forget(&address);
+            state.engines.known.remove(&address);
         }
         self.fetched(&mut state, request, failure(code, detail), side_data);
     }

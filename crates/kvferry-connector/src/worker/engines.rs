@@ -12,7 +12,7 @@ const ENGINES_MAX: usize = 1024;
 /// Engines by the address under which requests name them, each with the time of its last use.
 #[derive(Debug, Default)]
 pub(super) struct Engines {
-    known: FxHashMap<String, (Arc<ProducerEngine>, u64)>,
+    pub(super) known: FxHashMap<String, (Arc<ProducerEngine>, u64)>,
     uses: u64,
 }
 
@@ -42,11 +42,6 @@ impl Engines {
         }
     }
 
-    pub(super) fn forget(&mut self, address: &str) {
-        self.known.remove(address);
-    }
-
-    /// Forgets the engines that have a rank in this life.
     pub(super) fn forget_rank(&mut self, life: Incarnation) {
         self.known.retain(|_, (engine, _)| !engine.has_rank(life));
     }
@@ -54,9 +49,5 @@ impl Engines {
     /// Addresses of the ranks that this rank reads from, if the engine is known.
     pub(super) fn addresses(&self, address: &str) -> Vec<String> {
         self.known.get(address).map_or_else(Vec::new, |(engine, _)| engine.addresses().collect())
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.known.len()
     }
 }

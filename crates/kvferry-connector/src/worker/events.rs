@@ -1,13 +1,14 @@
 //! Announcements that wait for events of the device.
 
 use super::request::{Part, ProducedRequest};
+use super::state::Inner;
 use super::types::{Announce, ComputeEvent};
 use crate::rank::Rank;
 use crate::sync::{lock, wait_while};
 use kvferry_proto::WireCode;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
 /// What to announce once an event has happened.
 pub(super) enum Job {
@@ -94,9 +95,9 @@ impl EventQueue {
         self.changed.notify_one();
     }
 
-    /// Waits for events and runs their jobs until the queue is closed. `with_rank` lends the rank for
-    /// one job: waiting must not keep the rank alive.
-    pub(super) fn serve(&self, announce: Announce, with_rank: impl Fn(&mut dyn FnMut(&Rank))) {
+    /// Waits for events and runs their jobs until the queue is closed. Waiting does not keep the
+    /// worker half alive: an event of the device may never happen.
+    pub(super) fn serve(&self, inner: &Weak<Inner>) {
         loop {
             let idle =
                 |state: &mut QueueState| !state.closed && (state.jobs.is_empty() || state.busy);
@@ -114,16 +115,14 @@ impl EventQueue {
                     computed.wait();
                 }
             }));
-            let mut job = Some(job);
-            with_rank(&mut |rank| match job.take() {
-                Some(job) if happened.is_ok() => job.run(rank, announce),
-                Some(job) => job.abandon(rank),
-                None => {}
-            });
+            let Some(inner) = inner.upgrade() else { return };
+            match happened {
+                Ok(()) => job.run(inner.rank(), inner.config.announce),
+                Err(_) => job.abandon(inner.rank()),
+            }
         }
     }
 
-    /// How many jobs wait or run.
     pub(super) fn len(&self) -> usize {
         let state = self.lock();
         state.jobs.len() + usize::from(state.busy)

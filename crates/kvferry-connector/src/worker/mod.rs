@@ -76,7 +76,7 @@ impl Worker {
         look_up: LookUp,
     ) -> Result<Self, WorkerError> {
         let metadata = RankMetadata::new(agent.advertised().to_owned(), layout.clone(), regions)?;
-        let (limits, announce) = (config.limits.clone(), config.announce);
+        let limits = config.limits.clone();
         let inner = Arc::new_cyclic(|me: &Weak<Inner>| Inner {
             me: Weak::clone(me),
             config,
@@ -94,15 +94,8 @@ impl Worker {
         inner.rank.set(rank).expect("only this call sets it");
         let worker = Self { inner };
         let queue = Arc::clone(&worker.inner.queue);
-        // The thread must not keep the worker alive: an event of the device may never happen.
         let inner = Arc::downgrade(&worker.inner);
-        let serve = move || {
-            queue.serve(announce, |with| {
-                if let Some(inner) = inner.upgrade() {
-                    with(inner.rank());
-                }
-            });
-        };
+        let serve = move || queue.serve(&inner);
         kvferry_sys::thread::spawn("kvferry-events".into(), serve).map_err(RankError::Thread)?;
         Ok(worker)
     }
@@ -230,12 +223,12 @@ impl Worker {
         let of_rank = self.inner.rank().gauges();
         let state = self.inner.lock();
         let own = [
-            ("engines", state.engines.len()),
+            ("engines", state.engines.known.len()),
             ("pending", state.pending.len() + state.learning.len()),
             ("fetches", state.fetches.len()),
             ("produced", state.produced.len()),
             ("metadata", state.requested.len() + state.cancels.len()),
-            ("lookups", state.names.looking_up()),
+            ("lookups", state.names.waiting.len()),
             ("reports", state.sent.len() + state.fetched.len() + state.lost.len()),
             ("jobs", self.inner.queue.len()),
         ];

@@ -1,6 +1,7 @@
 //! Host names of producing engines. Looking one up blocks, so it happens on a thread of its own; what
 //! needs the name waits here.
 
+use super::state::PendingAction;
 use kvferry::Peer;
 use rustc_hash::FxHashMap;
 use std::net::SocketAddr;
@@ -16,28 +17,17 @@ const NAMES_MAX: usize = 1024;
 pub(super) type LookUp = Arc<dyn Fn(&str) -> kvferry::Result<Peer> + Send + Sync>;
 
 /// Names that were looked up, and what waits for others.
-#[derive(Debug)]
-pub(super) struct Names<T> {
-    known: FxHashMap<String, Peer>,
+#[derive(Default)]
+pub(super) struct Names {
+    pub(super) known: FxHashMap<String, Peer>,
     /// By the address of the engine that it is for.
-    waiting: FxHashMap<String, Vec<T>>,
+    pub(super) waiting: FxHashMap<String, Vec<PendingAction>>,
 }
 
-impl<T> Default for Names<T> {
-    fn default() -> Self {
-        Self { known: FxHashMap::default(), waiting: FxHashMap::default() }
-    }
-}
-
-impl<T> Names<T> {
+impl Names {
     /// Whether the peer at an address is known without a lookup that blocks.
     pub(super) fn is_known(&self, address: &str) -> bool {
         is_literal(address) || self.known.contains_key(address)
-    }
-
-    /// The peer of a name that was looked up.
-    pub(super) fn get(&self, name: &str) -> Option<&Peer> {
-        self.known.get(name)
     }
 
     /// Whether the names of the engine at `address` are being looked up, or could be.
@@ -45,21 +35,16 @@ impl<T> Names<T> {
         self.waiting.len() < LOOKUPS_MAX || self.waiting.contains_key(address)
     }
 
-    /// Has `item` wait for the names of an engine. True if nothing waited for them before: the caller
-    /// starts the lookup.
-    pub(super) fn wait(&mut self, address: String, item: T) -> bool {
+    /// Has an action wait for the names of an engine. True if nothing waited for them before: the
+    /// caller starts the lookup.
+    pub(super) fn wait(&mut self, address: String, action: PendingAction) -> bool {
         let waiting = self.waiting.entry(address).or_default();
-        waiting.push(item);
+        waiting.push(action);
         waiting.len() == 1
     }
 
-    /// What waits for any name.
-    pub(super) fn waiting(&mut self) -> impl Iterator<Item = &mut T> {
-        self.waiting.values_mut().flatten()
-    }
-
     /// Takes what waits for the names of an engine: their lookup has ended.
-    pub(super) fn take(&mut self, address: &str) -> Vec<T> {
+    pub(super) fn take(&mut self, address: &str) -> Vec<PendingAction> {
         self.waiting.remove(address).unwrap_or_default()
     }
 
@@ -73,11 +58,6 @@ impl<T> Names<T> {
     /// Has a name looked up again when it is needed next: its host may have moved.
     pub(super) fn forget(&mut self, name: &str) {
         self.known.remove(name);
-    }
-
-    /// How many engines' names are being looked up.
-    pub(super) fn looking_up(&self) -> usize {
-        self.waiting.len()
     }
 }
 

@@ -70,14 +70,12 @@ impl Inner {
         self.arrived.notify_all();
     }
 
-    /// A request cannot be handed over any more.
     fn lost(&self, state: &mut State, request: String, code: WireCode, detail: String) {
         self.observe(|observer| observer.sent(&request));
         state.lost.push(RequestOutcome { request, code, detail, side_data: Vec::new() });
         self.arrived.notify_all();
     }
 
-    /// The handoff of an offered request has ended.
     pub(super) fn produced(&self, id: &HandoffId, outcome: Outcome) {
         let mut state = self.lock();
         let Some(request) = state.produced_as.get(id).cloned() else { return };

@@ -13,7 +13,6 @@ use rustc_hash::FxHashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// This rank's memory.
 #[derive(Debug)]
 pub(super) struct Memory {
     pub(super) layout: Layout,
@@ -73,7 +72,6 @@ impl ProducerEngine {
         self.sources().map(|source| source.address.clone())
     }
 
-    /// Whether one of its ranks is this life of an agent.
     pub(super) fn has_rank(&self, life: Incarnation) -> bool {
         let mut regions = self.ranks.iter().filter_map(|rank| rank.regions.values().next());
         regions.any(|region| region.incarnation == life)
@@ -119,7 +117,6 @@ impl ProducerRank {
 pub(super) struct FetchMapper {
     pub(super) memory: Arc<Memory>,
     pub(super) engine: Arc<ProducerEngine>,
-    /// The tokens to fetch.
     pub(super) tokens: Range<u64>,
     /// The request's blocks here, one table per group.
     pub(super) blocks: Vec<BlockTable>,

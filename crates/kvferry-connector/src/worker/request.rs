@@ -24,9 +24,7 @@ struct Inner {
     /// Complete with the last of `tokens`; else with the request's end.
     eager: bool,
     attempt: u32,
-    /// The rank knows it.
     offered: bool,
-    /// Blocks that were not announced yet.
     unannounced: Vec<BlockTable>,
     /// Tokens computed after the steps so far of this attempt.
     until: u32,
@@ -100,7 +98,6 @@ impl ProducedRequest {
         Ok(Some(Part { request: Arc::clone(self), attempt: inner.attempt, from, until }))
     }
 
-    /// The request has lost its blocks.
     pub(super) fn restart(&self, rank: &Rank) {
         let mut inner = self.lock();
         inner.attempt += 1;
@@ -218,7 +215,6 @@ impl Part {
         }
     }
 
-    /// All of the step is computed.
     pub(super) fn step(&self, rank: &Rank, announce: Announce) {
         let Some(mut inner) = self.current() else { return };
         if inner.eager && self.until >= inner.tokens {

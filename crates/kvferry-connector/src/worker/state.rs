@@ -20,14 +20,12 @@ use std::time::Duration;
 pub(super) struct Inner {
     pub(super) me: Weak<Inner>,
     pub(super) config: WorkerConfig,
-    /// This rank's encoded metadata.
     pub(super) metadata: Vec<u8>,
     pub(super) memory: Arc<Memory>,
     pub(super) look_up: LookUp,
     pub(super) rank: OnceLock<Rank>,
     pub(super) queue: Arc<EventQueue>,
     pub(super) state: Mutex<State>,
-    /// Signals that there is something to report.
     pub(super) arrived: Condvar,
     pub(super) observer: OnceLock<Arc<dyn WorkerObserver>>,
 }
@@ -37,11 +35,10 @@ pub(super) struct State {
     /// How many ranks this rank's engine has, once that is known.
     pub(super) ranks: Option<usize>,
     pub(super) engines: Engines,
-    pub(super) names: Names<PendingAction>,
+    pub(super) names: Names,
     /// Actions that wait for an engine handshake, by its ticket.
     pub(super) learning: FxHashMap<u64, PendingAction>,
     pub(super) tickets: u64,
-    /// Requests that are being fetched.
     pub(super) fetches: FxHashMap<String, Stage>,
     /// The request of each handoff that is being fetched, and the producing engine's address.
     pub(super) fetched_for: FxHashMap<HandoffId, (String, String)>,
@@ -74,7 +71,6 @@ pub(super) struct PendingAction {
     pub(super) action: Action,
 }
 
-/// What to do at a producing engine.
 pub(super) enum Action {
     Fetch(FetchRequest),
     Free(Free),
