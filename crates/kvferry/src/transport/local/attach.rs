@@ -27,6 +27,7 @@ use kvferry_sys::unix::{self, Channel, Packet};
 use kvferry_sys::{fd::Fd, process_vm};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
 
 const NOT_THE_PEER: &str = "the process that listens on the peer's local name is not the peer";
 
@@ -38,12 +39,16 @@ const NOT_THE_PEER: &str = "the process that listens on the peer's local name is
 /// trip: tens of microseconds within a host.
 const ROUNDS: u32 = 32;
 
+/// How long the peer's local socket may stay silent before the first of these requests. The peer answers
+/// sooner, unless its host is busy, and its first transfer does not wait for requests.
+const ROUNDS_AFTER: Duration = Duration::from_millis(10);
+
 /// Attaches to the peer of a newly established session, if it is on this host.
 pub(super) fn attach(link: &Arc<Link>, attached: Attached) {
     match begin(link) {
         Ok(Begun { channel, pid, page, stream }) => {
             let control = &link.core.threads.control;
-            let token = control.token();
+            let (token, began) = (control.token(), now());
             let handler = Attach {
                 link: Arc::clone(link),
                 token,
@@ -52,7 +57,8 @@ pub(super) fn attach(link: &Arc<Link>, attached: Attached) {
                 rounds: Rounds::default(),
                 stage: Stage::Offer { page, stream },
                 attached: Some(attached),
-                deadline: now() + link.core.settings.handshake_timeout(),
+                rounds_at: began + ROUNDS_AFTER,
+                deadline: began + link.core.settings.handshake_timeout(),
                 was_reset: false,
             };
             control.add(token, Box::new(handler));
@@ -143,6 +149,7 @@ struct Attach {
     rounds: Rounds,
     stage: Stage,
     attached: Option<Attached>,
+    rounds_at: Timestamp,
     deadline: Timestamp,
     was_reset: bool,
 }
@@ -359,8 +366,13 @@ impl Handler for Attach {
         if matches!(self.stage, Stage::Live(_)) {
             return Next::Wait { interest: Interest::Read, deadline: None };
         }
-        if matches!(self.stage, Stage::Offer { .. }) && !self.next_round() {
-            return self.fail(NOT_THE_PEER.into());
+        if matches!(self.stage, Stage::Offer { .. }) {
+            if cx.now < self.rounds_at {
+                return Next::Wait { interest: Interest::Read, deadline: Some(self.rounds_at) };
+            }
+            if !self.next_round() {
+                return self.fail(NOT_THE_PEER.into());
+            }
         }
         if cx.now >= self.deadline {
             return self.fail("the peer's local socket does not answer in time".into());
