@@ -204,36 +204,18 @@ pub struct Failure {
 
 /// What the driver of [`EngineHandshakes`] has to do.
 #[derive(Clone, Debug)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum EngineHandshakeAction {
     /// Send a message. If the connection is gone, drop it: [`EngineHandshakes::met`] queues it again.
-    Send {
-        /// The rank of the other engine.
-        to: PeerId,
-        /// To be encoded as it is.
-        message: EngineHandshakeMessage,
-    },
-    /// Connect to the peer and start the heartbeat, or stop it. The heartbeat must run while a
-    /// handshake waits for the peer.
-    Watch {
-        /// The rank of the producing engine.
-        peer: PeerId,
-        /// `true` to start it.
-        on: bool,
-    },
-    /// A handshake has ended. Exactly once for every [`EngineHandshakes::meet`].
-    Met {
-        /// As given to [`EngineHandshakes::meet`].
-        ticket: u64,
-        /// The engine, or why the handshake failed.
-        result: Result<Arc<Pairing>, Failure>,
-    },
-    /// This rank refused an engine that asked for this one. For the log.
-    Refused {
-        /// The rank that asked.
-        peer: PeerId,
-        /// Why, in words.
-        detail: String,
-    },
+    Send { to: PeerId, message: EngineHandshakeMessage },
+    /// Connect to a rank of the producing engine and start the heartbeat, or stop it. The heartbeat
+    /// must run while a handshake waits for the peer.
+    Watch { peer: PeerId, on: bool },
+    /// A handshake has ended, with the engine or with the reason for its failure. Exactly once for
+    /// every [`EngineHandshakes::meet`], with its ticket.
+    Met { ticket: u64, result: Result<Arc<Pairing>, Failure> },
+    /// This rank refused an engine, a rank of which asked for this one. For the log.
+    Refused { peer: PeerId, detail: String },
 }
 
 /// A received message, together with the part of its handling that takes long.

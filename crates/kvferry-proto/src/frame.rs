@@ -55,6 +55,7 @@ impl Default for Limits {
 /// Why bytes are refused as a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum FrameError {
     /// Not the start of a frame: the stream is out of step.
     #[error("not a frame: starts with {0:02x?}")]
@@ -73,14 +74,7 @@ pub enum FrameError {
     Reserved,
     /// More than the receiver takes.
     #[error("{what} {value} is beyond the limit of {limit}")]
-    Limit {
-        /// Which field.
-        what: &'static str,
-        /// What it says.
-        value: u64,
-        /// What is allowed.
-        limit: u64,
-    },
+    Limit { what: &'static str, value: u64, limit: u64 },
     /// Fields that contradict each other.
     #[error("inconsistent frame: {0}")]
     Inconsistent(&'static str),

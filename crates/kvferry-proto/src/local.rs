@@ -32,67 +32,36 @@ const _: () = assert!(FIXED + MAC_LEN == PACKET_LEN);
 
 /// One packet. Exhaustive on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum LocalPacket {
-    /// The acceptor agrees to transfers within the host, or refuses them.
-    Offer {
-        /// `Ok`, or why not.
-        code: WireCode,
-        /// Where the probe lies in the acceptor's process.
-        probe: u64,
-        /// The acceptor's proof that it holds the session's key.
-        mac: [u8; MAC_LEN],
-    },
-    /// What the initiator read.
-    Probe {
-        /// `Ok`, or `Unsupported` if the kernel refused to read.
-        code: WireCode,
-        /// The probe, if it could be read.
-        bytes: [u8; PROBE_LEN],
-    },
+    /// The acceptor agrees to transfers within the host, or refuses them. `probe` is the address of
+    /// the probe in the acceptor's process, `mac` its proof that it holds the session's key.
+    Offer { code: WireCode, probe: u64, mac: [u8; MAC_LEN] },
+    /// The probe that the initiator read; the code is `Unsupported` if the kernel refused to read.
+    Probe { code: WireCode, bytes: [u8; PROBE_LEN] },
     /// The initiator may begin, or is refused.
-    Attached {
-        /// `Ok`, or why not.
-        code: WireCode,
-    },
+    Attached { code: WireCode },
     /// The initiator wants to map a region.
-    Map {
-        /// Which.
-        region: RegionId,
-    },
-    /// The answer to `Map`. A descriptor of the region's memory comes with it.
-    Mapped {
-        /// Which.
-        region: RegionId,
-        /// `Ok`, or why it does not.
-        code: WireCode,
-        /// Its bytes.
-        len: u64,
-    },
+    Map { region: RegionId },
+    /// The answer to `Map`. A descriptor of the region's memory, of `len` bytes, comes with it.
+    Mapped { region: RegionId, code: WireCode, len: u64 },
     /// A region was unregistered: the initiator must unmap its memory.
-    Unmapped {
-        /// Which.
-        region: RegionId,
-    },
+    Unmapped { region: RegionId },
 }
 
 /// Why bytes are refused as a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum LocalError {
     /// The length differs from that of a packet.
     #[error("a packet of {len} bytes where {PACKET_LEN} were expected")]
-    Length {
-        /// How long it is.
-        len: usize,
-    },
+    Length { len: usize },
     /// The magic differs.
     #[error("a packet of another protocol")]
     Magic,
     /// A kind of a later version.
     #[error("a packet of unknown kind {kind}")]
-    Kind {
-        /// What it says.
-        kind: u16,
-    },
+    Kind { kind: u16 },
 }
 
 struct Fields {

@@ -222,31 +222,17 @@ pub struct StreamReady {}
 /// Why bytes are refused as a control message.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum MessageError {
-    /// The announced length exceeds the limit of this state.
+    /// The announced length, in bytes, exceeds the limit of this state.
     #[error("message of {len} bytes is beyond the limit of {limit}")]
-    TooLong {
-        /// The announced length, in bytes.
-        len: usize,
-        /// In bytes.
-        limit: usize,
-    },
+    TooLong { len: usize, limit: usize },
     /// The bytes are no MessagePack map with a kind, or lack fields of their kind.
     #[error("malformed {kind} message: {detail}")]
-    Malformed {
-        /// Which kind, or `control`.
-        kind: &'static str,
-        /// What is wrong.
-        detail: String,
-    },
+    Malformed { kind: &'static str, detail: String },
     /// A field is longer than it may be.
     #[error("{field} is longer than {limit}")]
-    FieldTooLong {
-        /// Which field.
-        field: &'static str,
-        /// What is allowed.
-        limit: usize,
-    },
+    FieldTooLong { field: &'static str, limit: usize },
 }
 
 impl MessageError {

@@ -26,25 +26,14 @@ pub struct BlockTable {
 /// Why a table is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum TableError {
     /// There is a gap between the known blocks and the added ones.
     #[error("blocks from index {first} on were added, but only {known} are known")]
-    Gap {
-        /// The first of the new ones.
-        first: u32,
-        /// The end of what is known.
-        known: u64,
-    },
-    /// A known block was announced with another number.
+    Gap { first: u32, known: u64 },
+    /// A known block was announced with another number. `index` is among the request's blocks.
     #[error("block {index} was announced as number {before}, and now as {now}")]
-    Changed {
-        /// Its index among the request's blocks.
-        index: u64,
-        /// Its number so far.
-        before: u32,
-        /// Its number in the later announcement.
-        now: u32,
-    },
+    Changed { index: u64, before: u32, now: u32 },
     /// More than [`BLOCKS_MAX`].
     #[error("more than {BLOCKS_MAX} blocks")]
     TooMany,

@@ -31,46 +31,22 @@ pub struct Slice {
 
 /// What the driver of a [`Consumer`] has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum ConsumerAction {
-    /// Send a message. If the connection is gone, drop it: [`Consumer::met`] queues again what the
-    /// peer needs.
-    Send {
-        /// The producer rank.
-        to: PeerId,
-        /// What.
-        message: HandoffMessage,
-    },
+    /// Send a message to a producer rank. If the connection is gone, drop it: [`Consumer::met`] queues
+    /// again what the peer needs.
+    Send { to: PeerId, message: HandoffMessage },
     /// Read from the peer's blocks ([`Consumer::table`]) into the blocks of the request, then call
     /// [`Consumer::read_ended`].
-    Read {
-        /// For [`Consumer::read_ended`].
-        read: ReadId,
-        /// The handoff.
-        id: HandoffId,
-        /// The producer rank to read from.
-        from: PeerId,
-        /// What.
-        slice: Slice,
-    },
+    Read { read: ReadId, id: HandoffId, from: PeerId, slice: Slice },
     /// Cancel a read. [`Consumer::read_ended`] is still due.
     CancelRead(ReadId),
-    /// Start or stop the heartbeat to the peer. It must run while a handoff waits for the peer.
-    Watch {
-        /// The producer rank.
-        peer: PeerId,
-        /// `true` to start it.
-        on: bool,
-    },
+    /// Start or stop the heartbeat to a producer rank. It must run while a handoff waits for the peer.
+    Watch { peer: PeerId, on: bool },
     /// The handoff has ended on this rank, and no read writes into its blocks any more. Exactly once
-    /// for every accepted [`Consumer::want`].
-    Ended {
-        /// Which.
-        id: HandoffId,
-        /// How.
-        outcome: Outcome,
-        /// Side data, by the peer that sent it; only of handoffs that are done.
-        side_data: Vec<(PeerId, Vec<u8>)>,
-    },
+    /// for every accepted [`Consumer::want`]. Side data comes with the peer that sent it, and only
+    /// from handoffs that are done.
+    Ended { id: HandoffId, outcome: Outcome, side_data: Vec<(PeerId, Vec<u8>)> },
 }
 
 /// The handoffs that one rank consumes. See [`crate::handoff`] for the protocol and for how it is

@@ -205,13 +205,11 @@ impl fmt::Display for Outcome {
 /// Why a call was refused. A refused call changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum Refusal {
     /// The name is empty or too long.
     #[error("a handoff's name has 1 to {ID_MAX} bytes, not {len}")]
-    BadId {
-        /// Bytes of the name.
-        len: usize,
-    },
+    BadId { len: usize },
     /// A handoff of this name is under way.
     #[error("a handoff of this name is under way")]
     InUse,
@@ -223,10 +221,7 @@ pub enum Refusal {
     Unknown,
     /// The limit of handoffs is reached.
     #[error("{limit} handoffs are under way, which is the limit")]
-    Full {
-        /// The limit.
-        limit: usize,
-    },
+    Full { limit: usize },
     /// The call contradicts earlier calls.
     #[error("{0}")]
     Misuse(&'static str),

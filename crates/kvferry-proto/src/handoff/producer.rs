@@ -15,30 +15,16 @@ use std::time::Duration;
 
 /// What the driver of a [`Producer`] has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum ProducerAction {
-    /// Send a message. If the connection is gone, drop it: [`Producer::met`] queues again what the
-    /// peer needs.
-    Send {
-        /// The consumer rank.
-        to: PeerId,
-        /// To be encoded as it is.
-        message: HandoffMessage,
-    },
-    /// Start or stop the heartbeat to the peer. It must run while a handoff waits for the peer.
-    Watch {
-        /// The consumer rank.
-        peer: PeerId,
-        /// `true` to start it.
-        on: bool,
-    },
+    /// Send a message to a consumer rank. If the connection is gone, drop it: [`Producer::met`] queues
+    /// again what the peer needs.
+    Send { to: PeerId, message: HandoffMessage },
+    /// Start or stop the heartbeat to a consumer rank. It must run while a handoff waits for the peer.
+    Watch { peer: PeerId, on: bool },
     /// The handoff has ended on this rank, and its blocks may be reused. Exactly once for every
-    /// accepted [`Producer::offer`].
-    Ended {
-        /// As given to [`Producer::offer`].
-        id: HandoffId,
-        /// The same at all consumers that confirmed, if it is done.
-        outcome: Outcome,
-    },
+    /// accepted [`Producer::offer`]. If it is done, it is at all consumers that confirmed.
+    Ended { id: HandoffId, outcome: Outcome },
 }
 
 /// The handoffs that one rank produces. See [`crate::handoff`] for the protocol and for how it is

@@ -53,50 +53,32 @@ pub enum Receive<'a> {
 
 /// How a request ended. Every request ends at most once, in the order in which they began.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum Outcome<T> {
     /// It was done; for a read, the bytes are in place.
     Done(T),
-    /// The target refused it.
-    Refused {
-        /// The request.
-        request: T,
-        /// Why.
-        code: WireCode,
-        /// The descriptor of the request's table that failed, if one did; else 0.
-        index: u32,
-    },
-    /// A read whose bytes differ from their checksums. The stream stays in step.
-    Damaged {
-        /// The request.
-        request: T,
-        /// The first checksummed piece that differs.
-        piece: usize,
-    },
+    /// The target refused it. `index` is the descriptor of the request's table that failed, if one did;
+    /// else 0.
+    Refused { request: T, code: WireCode, index: u32 },
+    /// A read whose bytes differ from their checksums, first in the checksummed piece `piece`. The
+    /// stream stays in step.
+    Damaged { request: T, piece: usize },
 }
 
 /// How the peer broke the protocol. The lane is of no further use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum LaneError {
     /// The head of the answer is malformed.
     #[error("a malformed answer: {0}")]
     Malformed(#[from] FrameError),
     /// The answer names another transfer.
     #[error("an answer to transfer {got} instead of {expected}")]
-    Transfer {
-        /// The transfer that the answer names.
-        got: TransferId,
-        /// The transfer of this lane.
-        expected: TransferId,
-    },
+    Transfer { got: TransferId, expected: TransferId },
     /// The answer's payload has another length than was asked for.
     #[error("an answer with {got} payload bytes instead of {expected}")]
-    Length {
-        /// What the answer announces.
-        got: u64,
-        /// What the request asked for.
-        expected: u64,
-    },
+    Length { got: u64, expected: u64 },
     /// The answer has checksums that were not asked for, or lacks those that were.
     #[error("an answer whose checksum flag differs from the request's")]
     Checksums,

@@ -17,100 +17,48 @@ pub(crate) const CONTEXT_MAX: u32 = 4096;
 /// Why a layout is refused.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum LayoutError {
     /// A count beyond its limit.
     #[error("{count} {what} are beyond the limit of {limit}")]
-    TooMany {
-        /// Of what.
-        what: &'static str,
-        /// How many there are.
-        count: usize,
-        /// How many may be.
-        limit: usize,
-    },
+    TooMany { what: &'static str, count: usize, limit: usize },
     /// A layer without planes.
     #[error("layer {0} has no planes")]
     NoPlanes(String),
     /// A name that is empty, too long or not printable.
     #[error("the name of a {what} is not 1 to {limit} printable bytes: {name:?}")]
-    Name {
-        /// Of what.
-        what: &'static str,
-        /// The name, with unprintable characters replaced.
-        name: String,
-        /// Bytes it may have.
-        limit: usize,
-    },
+    Name { what: &'static str, name: String, limit: usize },
     /// Two parts with the same name or id.
     #[error("two {what}s have the name {name}")]
-    Twice {
-        /// Of what.
-        what: &'static str,
-        /// Their name.
-        name: String,
-    },
+    Twice { what: &'static str, name: String },
     /// A region with the reserved id.
     #[error("a region has the id 0, which is reserved for absolute addresses")]
     Absolute,
     /// A group out of its ranges.
     #[error("group {group}: {fault}")]
-    Group {
-        /// Which.
-        group: String,
-        /// What is wrong.
-        fault: Fault,
-    },
+    Group { group: String, fault: Fault },
     /// A layer in a group that does not exist.
     #[error("layer {layer} is in group {group}, but there are only {groups} groups")]
-    NoGroup {
-        /// Which.
-        layer: String,
-        /// The index it gives.
-        group: usize,
-        /// How many there are.
-        groups: usize,
-    },
+    NoGroup { layer: String, group: usize, groups: usize },
     /// A plane out of its ranges or bounds.
     #[error("layer {layer}, plane {plane}: {fault}")]
-    Plane {
-        /// Of which layer.
-        layer: String,
-        /// Which.
-        plane: String,
-        /// What is wrong.
-        fault: Fault,
-    },
+    Plane { layer: String, plane: String, fault: Fault },
 }
 
 /// What is wrong with a group or plane.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum Fault {
     /// A number is zero.
     #[error("{0} is zero")]
     Zero(&'static str),
     /// A number is beyond its range.
     #[error("{what} is {value}, at most {limit} is allowed")]
-    TooLarge {
-        /// Which number.
-        what: &'static str,
-        /// What it is.
-        value: u64,
-        /// What it may be.
-        limit: u64,
-    },
+    TooLarge { what: &'static str, value: u64, limit: u64 },
     /// A number does not divide another.
     #[error("{divisor} {what} do not divide {value} {of}")]
-    Indivisible {
-        /// What the divisor counts.
-        what: &'static str,
-        /// The divisor.
-        divisor: u32,
-        /// What it shall divide.
-        of: &'static str,
-        /// How many of them.
-        value: u32,
-    },
+    Indivisible { what: &'static str, divisor: u32, of: &'static str, value: u32 },
     /// A state is spread over context-parallel ranks, although it has no tokens.
     #[error("a state cannot be spread over {0} context-parallel ranks")]
     SpreadState(u32),
@@ -119,40 +67,16 @@ pub enum Fault {
     SplitState(u32),
     /// Heads beyond those of the model.
     #[error("{count} heads from head {start} on are beyond the model's {total} heads")]
-    Heads {
-        /// The first.
-        start: u32,
-        /// How many.
-        count: u32,
-        /// In the model.
-        total: u32,
-    },
+    Heads { start: u32, count: u32, total: u32 },
     /// A region that does not exist.
     #[error("it lies in region {region}, but there are only {regions} regions")]
-    NoRegion {
-        /// The index it gives.
-        region: usize,
-        /// How many there are.
-        regions: usize,
-    },
-    /// The last byte is beyond the region's.
+    NoRegion { region: usize, regions: usize },
+    /// The last byte is beyond the region's; `end` is the largest number for beyond 2⁶⁴.
     #[error("it ends {end} bytes into a region of {len}")]
-    Bounds {
-        /// Where it ends; the largest number for beyond 2⁶⁴.
-        end: u64,
-        /// Bytes of the region.
-        len: u64,
-    },
+    Bounds { end: u64, len: u64 },
     /// Two elements overlap.
     #[error("the {axis} stride is {stride}, but what it steps over takes {extent} bytes")]
-    Overlap {
-        /// Which stride.
-        axis: &'static str,
-        /// What it is.
-        stride: u64,
-        /// What it must be at least.
-        extent: u64,
-    },
+    Overlap { axis: &'static str, stride: u64, extent: u64 },
 }
 
 /// Checks that `name` is 1 to `limit` printable bytes.

@@ -54,6 +54,7 @@ pub enum Between {
 /// What differs. Pairs are of the first and the second.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "`Display` names the fields")]
 pub enum Difference {
     /// Heads in the model.
     Heads(u32, u32),
@@ -71,49 +72,18 @@ pub enum Difference {
     BlockTokens(u32, u32),
     /// Context parallelism: the number of ranks, and the tokens of a run.
     Context((u32, u32), (u32, u32)),
-    /// A layer that only the first has.
-    OnlyFirst {
-        /// Layers of the first.
-        first: usize,
-        /// Layers of the second.
-        second: usize,
-    },
-    /// A layer that only the second has.
-    OnlySecond {
-        /// Layers of the first.
-        first: usize,
-        /// Layers of the second.
-        second: usize,
-    },
-    /// A head that is on no rank of an engine.
-    Unheld {
-        /// The head.
-        head: u32,
-        /// Heads in the model.
-        total: u32,
-        /// The context-parallel rank at which it is missing.
-        context: u32,
-        /// How many of those there are.
-        contexts: u32,
-    },
+    /// A layer that only the first has, and how many layers each has.
+    OnlyFirst { first: usize, second: usize },
+    /// A layer that only the second has, and how many layers each has.
+    OnlySecond { first: usize, second: usize },
+    /// A head that is on no rank of an engine at that context-parallel rank.
+    Unheld { head: u32, total: u32, context: u32, contexts: u32 },
     /// An engine without ranks.
     Ranks(usize, usize),
     /// More than can be planned.
-    TooMany {
-        /// Of what.
-        what: &'static str,
-        /// How many there are.
-        count: u64,
-        /// How many may be.
-        limit: u64,
-    },
-    /// A share of the work that the layouts do not have.
-    NotHeld {
-        /// The heads of the share.
-        wanted: (u32, u32),
-        /// The heads that the rank holds, first and count.
-        held: (u32, u32),
-    },
+    TooMany { what: &'static str, count: u64, limit: u64 },
+    /// A share of the work that the layouts do not have: the first head and their number.
+    NotHeld { wanted: (u32, u32), held: (u32, u32) },
     /// The fingerprints.
     Fingerprint(Fingerprint, Fingerprint),
 }

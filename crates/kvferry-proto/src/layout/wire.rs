@@ -30,15 +30,11 @@ const SHAPES_MAX: usize = LAYERS_MAX * PLANES_MAX;
 /// Why bytes are refused as a layout or topology.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum DecodeError {
     /// Longer than [`LAYOUT_MAX`].
     #[error("{len} bytes are beyond the limit of {limit}")]
-    TooLong {
-        /// In bytes.
-        len: usize,
-        /// In bytes.
-        limit: usize,
-    },
+    TooLong { len: usize, limit: usize },
     /// No MessagePack map, wrong fields, or a layout that is not sound.
     #[error("malformed: {0}")]
     Malformed(String),

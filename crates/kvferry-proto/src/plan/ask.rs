@@ -91,95 +91,37 @@ pub struct Unfilled {
 /// Why no plan can be made.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum PlanError {
     /// Block tables for more or fewer groups than the layout has.
     #[error("the {end} gives block tables for {given} groups and has {groups}")]
-    Groups {
-        /// Whose.
-        end: End,
-        /// How many tables there are.
-        given: usize,
-        /// How many groups there are.
-        groups: usize,
-    },
+    Groups { end: End, given: usize, groups: usize },
     /// The tokens are not a range, or too many.
     #[error("tokens {start} to {end} are not a range below {limit}")]
-    Tokens {
-        /// The first.
-        start: u64,
-        /// After the last.
-        end: u64,
-        /// What may be.
-        limit: u64,
-    },
-    /// A block is needed and not in the table.
+    Tokens { start: u64, end: u64, limit: u64 },
+    /// A block is needed and not in the table, which has blocks `first..after`. `block` counts the
+    /// request's blocks on that rank, `token` is a token of it that is wanted.
     #[error(
         "group {group}: block {block}, which has token {token}, is not among the {end}'s blocks {first} to {after}"
     )]
-    Missing {
-        /// Whose.
-        end: End,
-        /// In which group.
-        group: String,
-        /// Which of the request's blocks on that rank.
-        block: u64,
-        /// A token of it that is wanted.
-        token: u64,
-        /// The first block that is listed.
-        first: u64,
-        /// After the last block that is listed.
-        after: u64,
-    },
-    /// A block is needed and is a hole.
+    Missing { end: End, group: String, block: u64, token: u64, first: u64, after: u64 },
+    /// A block is needed and is a hole. `block` and `token` are as in [`PlanError::Missing`].
     #[error("group {group}: block {block}, which has token {token}, is a hole at the {end}")]
-    Hole {
-        /// Whose.
-        end: End,
-        /// In which group.
-        group: String,
-        /// Which of the request's blocks on that rank.
-        block: u64,
-        /// A token of it that is wanted.
-        token: u64,
-    },
-    /// A block id beyond the number of blocks.
+    Hole { end: End, group: String, block: u64, token: u64 },
+    /// A block id beyond the number of blocks. `block` is as in [`PlanError::Missing`].
     #[error(
         "group {group}: block {block} of the {end} has id {id}, but there are only {blocks} blocks"
     )]
-    Id {
-        /// Whose.
-        end: End,
-        /// In which group.
-        group: String,
-        /// Which of the request's blocks on that rank.
-        block: u64,
-        /// Its id.
-        id: u32,
-        /// How many there are.
-        blocks: u32,
-    },
+    Id { end: End, group: String, block: u64, id: u32, blocks: u32 },
     /// A block of the consumer would be written twice.
     #[error("group {group}: the consumer gives block id {id} twice")]
-    Twice {
-        /// In which group.
-        group: String,
-        /// The id.
-        id: u32,
-    },
+    Twice { group: String, id: u32 },
     /// The consumer reads a state and the producer has none.
     #[error("group {group}: the producer has no state, its {listed} blocks are holes")]
-    NoState {
-        /// In which group.
-        group: String,
-        /// How many blocks it lists.
-        listed: usize,
-    },
+    NoState { group: String, listed: usize },
     /// More than can be planned at once.
     #[error("the request falls into more than {limit} pieces")]
-    TooMany {
-        /// How many pieces a plan may have.
-        limit: u64,
-    },
+    TooMany { limit: u64 },
 }
 
 /// The units that `ask` is about, of each section of the map.

@@ -159,42 +159,22 @@ pub enum Side {
 
 /// An event for the layers above. Exhaustive on purpose: the driver must act on each.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum SessionEvent {
     /// The handshake succeeded. At most once, and before every event but `Closed` and the answers
     /// to requests that were made too early.
     Established(PeerInfo),
     /// The peer demands that its memory is not touched any more. Stop these streams, then call
-    /// [`Session::confirm_revoked`].
-    RevokeRequested {
-        /// For [`Session::confirm_revoked`].
-        id: u64,
-        /// The streams to stop.
-        streams: Vec<StreamId>,
-    },
-    /// The peer confirmed a revoke of this side: nothing at the peer touches memory through those
-    /// streams any more.
-    Revoked {
-        /// As returned by [`Session::revoke`].
-        id: u64,
-    },
-    /// A request of the peer, to be answered with [`Session::respond`].
-    Request {
-        /// For [`Session::respond`].
-        id: u64,
-        /// As in [`Session::request`].
-        kind: u16,
-        /// As in [`Session::request`].
-        body: Vec<u8>,
-    },
-    /// The answer to a request of this side; exactly one for each.
-    Response {
-        /// As returned by [`Session::request`].
-        id: u64,
-        /// From the peer, or `Deadline`, `Busy`, `TooLarge` or `Closed` from this session.
-        code: WireCode,
-        /// From the peer; empty with a code from this session.
-        body: Vec<u8>,
-    },
+    /// [`Session::confirm_revoked`] with the id.
+    RevokeRequested { id: u64, streams: Vec<StreamId> },
+    /// The peer confirmed the revoke of this side that [`Session::revoke`] returned this id for:
+    /// nothing at the peer touches memory through those streams any more.
+    Revoked { id: u64 },
+    /// A request of the peer, as in [`Session::request`], to be answered with [`Session::respond`].
+    Request { id: u64, kind: u16, body: Vec<u8> },
+    /// The answer to a request of this side; exactly one for each. The code is from the peer, or
+    /// `Deadline`, `Busy`, `TooLarge` or `Closed` from this session, then with an empty body.
+    Response { id: u64, code: WireCode, body: Vec<u8> },
     /// The session ended. Exactly once, after every other event.
     Closed(CloseReason),
 }
