@@ -39,7 +39,7 @@
 
 use crate::code::WireCode;
 use crate::handoff::PeerId;
-use crate::message::{BODY_MAX, Check, DETAIL_MAX, MessageError, at_most, bodies, messages};
+use crate::message::{BODY_MAX, DETAIL_MAX, MessageError, at_most, bodies, messages, refused};
 use crate::plan::{RANKS_MAX, Routing, Topology};
 use crate::text::truncated;
 use crate::time::Timestamp;
@@ -134,27 +134,23 @@ messages! {
 
 bodies!(EngineHandshakeMessage);
 
-impl Check for Introduce {
+impl EngineHandshakeMessage {
     fn check(&self) -> Result<(), MessageError> {
-        at_most("ranks", self.ranks.len(), RANKS_MAX)
-    }
-}
-
-impl Check for Introduced {
-    fn check(&self) -> Result<(), MessageError> {
-        at_most("cards", self.cards.len(), RANKS_MAX)?;
-        check_addresses(&self.addresses)
-    }
-}
-
-impl Check for Turned {
-    fn check(&self) -> Result<(), MessageError> {
-        at_most("detail", self.detail.len(), DETAIL_MAX)?;
-        if self.code.is_ok() {
-            let detail = "refused with the code for success".to_owned();
-            return Err(MessageError::Malformed { kind: "turned", detail });
+        match self {
+            Self::Introduce(m) => at_most("ranks", m.ranks.len(), RANKS_MAX),
+            Self::Introduced(m) => {
+                at_most("cards", m.cards.len(), RANKS_MAX)?;
+                check_addresses(&m.addresses)
+            }
+            Self::Turned(m) => {
+                at_most("detail", m.detail.len(), DETAIL_MAX)?;
+                if m.code.is_ok() {
+                    return Err(refused("turned", "refused with the code for success"));
+                }
+                check_addresses(&m.addresses)
+            }
+            Self::Unknown { .. } => Ok(()),
         }
-        check_addresses(&self.addresses)
     }
 }
 

@@ -7,11 +7,10 @@
 use crate::auth::{MAC_LEN, NONCE_LEN};
 use crate::code::WireCode;
 use crate::id::{Incarnation, SessionId, StreamId};
+use crate::pack;
 use crate::text::truncated;
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
-use std::io::Cursor;
 use thiserror::Error;
 
 /// The longest control message of an established session, in bytes.
@@ -40,9 +39,6 @@ pub const REVOKE_STREAMS_MAX: usize = 4096;
 
 /// The longest kind of an unknown message that is kept, in bytes.
 const KIND_MAX: usize = 32;
-
-/// How deep the values of unknown fields may be nested; ours are not nested at all.
-const DEPTH_MAX: usize = 16;
 
 /// Initiator to acceptor, first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -245,14 +241,8 @@ impl MessageError {
     }
 }
 
-/// Bounds of a message's fields, checked when it is parsed.
-pub(crate) trait Check {
-    fn check(&self) -> Result<(), MessageError> {
-        Ok(())
-    }
-}
-
-/// One line per message: the variant and its kind on the wire, which never changes.
+/// One line per message: the variant and its kind on the wire, which never changes. The type's method
+/// `check` has the bounds of the fields, which are checked when a message is parsed.
 macro_rules! messages {
     (
         $(#[$of:meta])* $all:ident, $what:literal:
@@ -293,15 +283,13 @@ macro_rules! messages {
                 kind: String,
                 bytes: &[u8],
             ) -> Result<Self, $crate::message::MessageError> {
-                use $crate::message::{Check as _, malformed, whole};
-                match kind.as_str() {
-                    $($kind => {
-                        let body: $name = whole(bytes).map_err(|e| malformed($kind, &e))?;
-                        body.check()?;
-                        Ok(Self::$name(body))
-                    })*
-                    _ => Ok(Self::Unknown { kind }),
-                }
+                use $crate::{message::malformed, pack};
+                let message = match kind.as_str() {
+                    $($kind => Self::$name(pack::decode(bytes).map_err(|e| malformed($kind, &e))?),)*
+                    _ => Self::Unknown { kind },
+                };
+                message.check()?;
+                Ok(message)
             }
 
             /// Appends the message's map.
@@ -391,7 +379,7 @@ pub(crate) const fn check_body_len(bytes: &[u8]) -> Result<(), MessageError> {
 pub(crate) fn kind_of(bytes: &[u8], what: &'static str) -> Result<String, MessageError> {
     // Walks over everything, and so bounds the depth for the second pass, too.
     let mut tag = rmp_serde::Deserializer::from_read_ref(bytes);
-    tag.set_max_depth(DEPTH_MAX);
+    tag.set_max_depth(pack::DEPTH_MAX);
     let tag = Tag::deserialize(&mut tag).map_err(|e| malformed(what, &e))?;
     Ok(truncated(&tag.t, KIND_MAX).to_owned())
 }
@@ -405,69 +393,41 @@ pub(crate) fn write<T: Serialize>(out: &mut Vec<u8>, kind: &str, body: Option<&T
     written.expect("a Vec takes any bytes, and messages are plain maps");
 }
 
-impl Check for Hello {
+impl Message {
     fn check(&self) -> Result<(), MessageError> {
-        at_most("name", self.name.len(), NAME_MAX)?;
-        at_most("advertised", self.advertised.len(), ADVERTISED_MAX)?;
-        at_most("fingerprint", self.fingerprint.as_ref().map_or(0, Vec::len), FINGERPRINT_MAX)?;
-        if self.versions.0 > self.versions.1 {
-            return Err(MessageError::Malformed {
-                kind: "hello",
-                detail: "version range is empty".to_owned(),
-            });
+        match self {
+            Self::Hello(m) => {
+                at_most("name", m.name.len(), NAME_MAX)?;
+                at_most("advertised", m.advertised.len(), ADVERTISED_MAX)?;
+                at_most(
+                    "fingerprint",
+                    m.fingerprint.as_ref().map_or(0, Vec::len),
+                    FINGERPRINT_MAX,
+                )?;
+                if m.versions.0 > m.versions.1 {
+                    return Err(refused("hello", "version range is empty"));
+                }
+                Ok(())
+            }
+            Self::Challenge(m) => at_most("name", m.name.len(), NAME_MAX),
+            Self::Ready(m) => at_most("advertised", m.advertised.len(), ADVERTISED_MAX),
+            Self::Refused(Refused { detail, .. }) | Self::Close(Close { detail, .. }) => {
+                at_most("detail", detail.len(), DETAIL_MAX)
+            }
+            Self::Revoke(m) => at_most("streams", m.streams.len(), REVOKE_STREAMS_MAX),
+            Self::Request(Request { body, .. }) | Self::Response(Response { body, .. }) => {
+                at_most("body", body.len(), BODY_MAX)
+            }
+            Self::Proof(_)
+            | Self::Ping(_)
+            | Self::Pong(_)
+            | Self::Revoked(_)
+            | Self::StreamHello(_)
+            | Self::StreamReady(_)
+            | Self::Unknown { .. } => Ok(()),
         }
-        Ok(())
     }
 }
-
-impl Check for Challenge {
-    fn check(&self) -> Result<(), MessageError> {
-        at_most("name", self.name.len(), NAME_MAX)
-    }
-}
-
-impl Check for Ready {
-    fn check(&self) -> Result<(), MessageError> {
-        at_most("advertised", self.advertised.len(), ADVERTISED_MAX)
-    }
-}
-
-impl Check for Refused {
-    fn check(&self) -> Result<(), MessageError> {
-        at_most("detail", self.detail.len(), DETAIL_MAX)
-    }
-}
-
-impl Check for Revoke {
-    fn check(&self) -> Result<(), MessageError> {
-        at_most("streams", self.streams.len(), REVOKE_STREAMS_MAX)
-    }
-}
-
-impl Check for Request {
-    fn check(&self) -> Result<(), MessageError> {
-        at_most("body", self.body.len(), BODY_MAX)
-    }
-}
-
-impl Check for Response {
-    fn check(&self) -> Result<(), MessageError> {
-        at_most("body", self.body.len(), BODY_MAX)
-    }
-}
-
-impl Check for Close {
-    fn check(&self) -> Result<(), MessageError> {
-        at_most("detail", self.detail.len(), DETAIL_MAX)
-    }
-}
-
-impl Check for Proof {}
-impl Check for Ping {}
-impl Check for Pong {}
-impl Check for Revoked {}
-impl Check for StreamHello {}
-impl Check for StreamReady {}
 
 /// The frame of `message`: length and map.
 pub fn encode(message: &Message) -> Vec<u8> {
@@ -545,19 +505,12 @@ impl Decoder {
     }
 }
 
-/// Parses `bytes` as exactly one value.
-pub(crate) fn whole<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, rmp_serde::decode::Error> {
-    let mut deserializer = rmp_serde::Deserializer::new(Cursor::new(bytes));
-    let value = T::deserialize(&mut deserializer)?;
-    if deserializer.position() == bytes.len() as u64 {
-        Ok(value)
-    } else {
-        Err(serde::de::Error::custom("bytes after the message"))
-    }
-}
-
 pub(crate) fn malformed(kind: &'static str, error: &rmp_serde::decode::Error) -> MessageError {
     MessageError::Malformed { kind, detail: error.to_string() }
+}
+
+pub(crate) fn refused(kind: &'static str, detail: &str) -> MessageError {
+    MessageError::Malformed { kind, detail: detail.to_owned() }
 }
 
 pub(crate) fn at_most(field: &'static str, len: usize, limit: usize) -> Result<(), MessageError> {

@@ -3,8 +3,8 @@
 use serde::Serialize;
 use serde::de::{DeserializeOwned, Error};
 
-/// How deep the values of unknown fields may be nested.
-const DEPTH_MAX: usize = 16;
+/// How deep the values of unknown fields may be nested; ours are five deep at most.
+pub(crate) const DEPTH_MAX: usize = 16;
 
 /// Encodes a value with named fields. Earlier versions ignore the fields that later ones add.
 ///

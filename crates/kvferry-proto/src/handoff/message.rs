@@ -2,7 +2,7 @@
 
 use super::{BLOCKS_MAX, BlockTable, Generation, HandoffId, Progress, TableError};
 use crate::code::WireCode;
-use crate::message::{Check, DETAIL_MAX, MessageError, at_most, bodies, messages};
+use crate::message::{DETAIL_MAX, MessageError, at_most, bodies, messages, refused};
 use serde::de::{Error as _, Expected, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -137,6 +137,23 @@ impl HandoffMessage {
             Self::Unknown { .. } => None,
         }
     }
+
+    fn check(&self) -> Result<(), MessageError> {
+        match self {
+            Self::Ask(m) if m.readers == 0 => Err(refused("ask", "no readers")),
+            Self::Offer(Offer { announced, .. }) | Self::Ready(Ready { announced, .. }) => {
+                let side_data = announced.side_data.as_ref().map_or(0, Vec::len);
+                at_most("tables", announced.tables.len(), GROUPS_MAX)?;
+                at_most("side_data", side_data, SIDE_DATA_MAX)?;
+                if !announced.progress.is_sound() {
+                    return Err(refused("handoff", "inconsistent progress"));
+                }
+                Ok(())
+            }
+            Self::Stop(m) => at_most("detail", m.detail.len(), DETAIL_MAX),
+            Self::Ask(_) | Self::Confirm(_) | Self::Confirmed(_) | Self::Unknown { .. } => Ok(()),
+        }
+    }
 }
 
 /// At most [`GROUPS_MAX`] groups with at most [`BLOCKS_MAX`] blocks together: a few bytes can stand
@@ -169,48 +186,6 @@ fn tables<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<BlockTable>,
 
     deserializer.deserialize_seq(Tables)
 }
-
-fn refused(kind: &'static str, detail: &str) -> MessageError {
-    MessageError::Malformed { kind, detail: detail.to_owned() }
-}
-
-impl Check for Ask {
-    fn check(&self) -> Result<(), MessageError> {
-        if self.readers == 0 { Err(refused("ask", "no readers")) } else { Ok(()) }
-    }
-}
-
-impl Check for Announced {
-    fn check(&self) -> Result<(), MessageError> {
-        at_most("tables", self.tables.len(), GROUPS_MAX)?;
-        at_most("side_data", self.side_data.as_ref().map_or(0, Vec::len), SIDE_DATA_MAX)?;
-        if !self.progress.is_sound() {
-            return Err(refused("handoff", "inconsistent progress"));
-        }
-        Ok(())
-    }
-}
-
-impl Check for Offer {
-    fn check(&self) -> Result<(), MessageError> {
-        self.announced.check()
-    }
-}
-
-impl Check for Ready {
-    fn check(&self) -> Result<(), MessageError> {
-        self.announced.check()
-    }
-}
-
-impl Check for Stop {
-    fn check(&self) -> Result<(), MessageError> {
-        at_most("detail", self.detail.len(), DETAIL_MAX)
-    }
-}
-
-impl Check for Confirm {}
-impl Check for Confirmed {}
 
 impl Announced {
     /// Adds a later announcement.

@@ -44,9 +44,10 @@ pub use wire::{DecodeError, LAYOUT_MAX};
 pub(crate) use check::{CONTEXT_MAX, gcd, is_name, printable};
 pub(crate) use context::Context;
 pub(crate) use spec::{blocks_fit, fingerprint_of, natural_order};
-pub(crate) use wire::{KindFields, Table, Version, at_most, from_bytes, to_bytes};
+pub(crate) use wire::{Table, Version, at_most, from_bytes};
 
 use crate::id::RegionId;
+use crate::pack;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -129,7 +130,7 @@ impl Layout {
 
     /// The encoded layout.
     pub fn encode(&self) -> Vec<u8> {
-        to_bytes(self)
+        pack::encode(self)
     }
 
     /// Decodes a layout. The bytes may come from an unauthenticated peer.
@@ -152,17 +153,19 @@ pub struct Region {
 }
 
 /// Layers that share a block table.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Group {
     /// The engine's name for it, for logs; unique in the layout, at most [`SHORT_NAME_MAX`] bytes.
     pub name: String,
     /// What its blocks are for.
+    #[serde(flatten)]
     pub kind: Kind,
     /// Tokens of a logical block, at least 1. Not used for a state.
     pub block_tokens: u32,
     /// Number of logical blocks, at least 1. Block ids are below it.
     pub blocks: u32,
     /// Which tokens of a request this rank holds.
+    #[serde(default, skip_serializing_if = "wire::is_default")]
     pub context: ContextShard,
 }
 
@@ -179,7 +182,8 @@ impl Group {
 }
 
 /// What the blocks of a group are for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "wire::KindFields", into = "wire::KindFields")]
 #[non_exhaustive]
 pub enum Kind {
     /// Attention over all tokens: no block is a hole.
@@ -215,14 +219,21 @@ impl Kind {
 ///
 /// With a run of one block that is page round-robin: the rank's i-th block is the request's block
 /// `rank + i * size`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ContextShard {
     /// Below `size`.
     pub rank: u32,
     /// Ranks that share the tokens of a request; 1 for all tokens here.
     pub size: u32,
     /// Tokens of a run; divides the block, 0 for a block.
+    #[serde(default)]
     pub interleave: u32,
+}
+
+impl Default for ContextShard {
+    fn default() -> Self {
+        Self::WHOLE
+    }
 }
 
 impl ContextShard {

@@ -4,14 +4,14 @@
 //! the whole changes. What layers have in common, which is all but the base, is sent once.
 
 use super::{
-    ContextShard, Encoding, GROUPS_MAX, Heads, Kind, LAYERS_MAX, LayoutError, PLANES_MAX,
-    REGIONS_MAX, Region, SHORT_NAME_MAX, View, check,
+    Encoding, GROUPS_MAX, Group, Heads, Kind, LAYERS_MAX, LayoutError, PLANES_MAX, REGIONS_MAX,
+    Region, SHORT_NAME_MAX, View, check,
 };
-use serde::de::{DeserializeOwned, Error as _, IgnoredAny, SeqAccess, Visitor};
+use crate::pack;
+use serde::de::{DeserializeOwned, Error as _, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::HashMap;
 use std::fmt;
-use std::io::Cursor;
 use std::marker::PhantomData;
 use thiserror::Error;
 
@@ -20,9 +20,6 @@ pub const LAYOUT_MAX: usize = 1 << 20;
 
 /// The version of this encoding.
 const VERSION: u16 = 1;
-
-/// How deep maps and lists may be nested; ours are five deep.
-const DEPTH_MAX: usize = 16;
 
 /// The most different shapes of planes: each plane may have its own.
 const SHAPES_MAX: usize = LAYERS_MAX * PLANES_MAX;
@@ -40,29 +37,13 @@ pub enum DecodeError {
     Malformed(String),
 }
 
-/// Encodes `value`. [`from_bytes`] refuses more than [`LAYOUT_MAX`] bytes.
-pub(crate) fn to_bytes(value: &impl Serialize) -> Vec<u8> {
-    rmp_serde::to_vec_named(value).expect("a Vec takes any bytes, and ours are plain maps")
-}
-
 /// Parses `bytes` as exactly one value.
 pub(crate) fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, DecodeError> {
     let (len, limit) = (bytes.len(), LAYOUT_MAX);
     if len > limit {
         return Err(DecodeError::TooLong { len, limit });
     }
-    let malformed = |e: rmp_serde::decode::Error| DecodeError::Malformed(e.to_string());
-    // Walks over everything, and so bounds the depth for the second pass, too.
-    let mut deserializer = rmp_serde::Deserializer::from_read_ref(bytes);
-    deserializer.set_max_depth(DEPTH_MAX);
-    IgnoredAny::deserialize(&mut deserializer).map_err(malformed)?;
-    let mut deserializer = rmp_serde::Deserializer::new(Cursor::new(bytes));
-    let value = T::deserialize(&mut deserializer).map_err(malformed)?;
-    if deserializer.position() == len as u64 {
-        Ok(value)
-    } else {
-        Err(DecodeError::Malformed("bytes after the end".to_owned()))
-    }
+    pack::decode(bytes).map_err(|e| DecodeError::Malformed(e.to_string()))
 }
 
 /// A version that this build reads.
@@ -128,20 +109,9 @@ pub(super) struct Layout {
     layers: Vec<Layer>,
 }
 
-#[derive(Serialize, Deserialize)]
-struct Group {
-    name: String,
-    #[serde(flatten)]
-    kind: KindFields,
-    block_tokens: u32,
-    blocks: u32,
-    #[serde(default, skip_serializing_if = "is_default")]
-    context: ContextFields,
-}
-
 /// A [`Kind`] as fields of a map.
 #[derive(Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub(crate) struct KindFields {
+pub(super) struct KindFields {
     kind: String,
     #[serde(default, skip_serializing_if = "is_default")]
     window: u32,
@@ -170,33 +140,6 @@ impl TryFrom<KindFields> for Kind {
             "state" => Ok(Self::State),
             other => Err(format!("unknown kind of group: {:?}", super::printable(other))),
         }
-    }
-}
-
-/// A [`ContextShard`] as a map; left out if the rank holds all tokens.
-#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct ContextFields {
-    rank: u32,
-    size: u32,
-    #[serde(default)]
-    interleave: u32,
-}
-
-impl Default for ContextFields {
-    fn default() -> Self {
-        ContextShard::WHOLE.into()
-    }
-}
-
-impl From<ContextShard> for ContextFields {
-    fn from(ContextShard { rank, size, interleave }: ContextShard) -> Self {
-        Self { rank, size, interleave }
-    }
-}
-
-impl From<ContextFields> for ContextShard {
-    fn from(ContextFields { rank, size, interleave }: ContextFields) -> Self {
-        Self { rank, size, interleave }
     }
 }
 
@@ -254,18 +197,7 @@ impl From<super::Layout> for Layout {
                     .collect(),
             })
             .collect();
-        let groups = layout
-            .groups
-            .into_iter()
-            .map(|group| Group {
-                name: group.name,
-                kind: group.kind.into(),
-                block_tokens: group.block_tokens,
-                blocks: group.blocks,
-                context: group.context.into(),
-            })
-            .collect();
-        let regions = layout.regions;
+        let (regions, groups) = (layout.regions, layout.groups);
         Self { v: Version::CURRENT, regions, groups, shapes: shapes.values, layers }
     }
 }
@@ -316,8 +248,6 @@ impl PlaneShape {
 pub(super) enum Unsound {
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    #[error("{0}")]
-    Kind(String),
     #[error("a plane has shape {0}, and there are {1}")]
     NoShape(usize, usize),
 }
@@ -326,19 +256,6 @@ impl TryFrom<Layout> for super::Layout {
     type Error = Unsound;
 
     fn try_from(wire: Layout) -> Result<Self, Unsound> {
-        let groups = wire
-            .groups
-            .into_iter()
-            .map(|group| {
-                Ok(super::Group {
-                    name: group.name,
-                    kind: group.kind.try_into().map_err(Unsound::Kind)?,
-                    block_tokens: group.block_tokens,
-                    blocks: group.blocks,
-                    context: group.context.into(),
-                })
-            })
-            .collect::<Result<_, Unsound>>()?;
         for shape in &wire.shapes {
             // Before a shape is multiplied by the planes that have it.
             check::name("plane", &shape.role, SHORT_NAME_MAX)?;
@@ -357,7 +274,7 @@ impl TryFrom<Layout> for super::Layout {
                 Ok(super::Layer { name: layer.name, group: layer.group, planes })
             })
             .collect::<Result<_, Unsound>>()?;
-        Ok(Self::new(wire.regions, groups, layers)?)
+        Ok(Self::new(wire.regions, wire.groups, layers)?)
     }
 }
 
@@ -382,6 +299,6 @@ impl<T: Clone + Eq + std::hash::Hash> Table<T> {
     }
 }
 
-pub(crate) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+pub(super) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }

@@ -6,8 +6,9 @@ mod wire;
 use crate::layout::ContextShard;
 use crate::layout::{
     Between, Context, DecodeError, Difference, Fingerprint, LAYERS_MAX, LayerSpec, Layout,
-    Mismatch, blocks_fit, fingerprint_of, from_bytes, natural_order, to_bytes,
+    Mismatch, blocks_fit, fingerprint_of, from_bytes, natural_order,
 };
+use crate::pack;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -106,7 +107,7 @@ impl Topology {
 
     /// The encoded topology.
     pub fn encode(&self) -> Vec<u8> {
-        to_bytes(self)
+        pack::encode(self)
     }
 
     /// Decodes a topology. The bytes may come from an unauthenticated peer.

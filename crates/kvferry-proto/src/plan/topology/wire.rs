@@ -2,9 +2,9 @@
 
 use super::{Holding, Known, LAYERS_MAX, RANKS_MAX, Slice};
 use crate::layout::{
-    CONTEXT_MAX, Context, Encoding, Kind, KindFields, LAYER_NAME_MAX, LayerSpec, Mismatch,
-    PLANES_MAX, PlaneSpec, RowDensity, SHORT_NAME_MAX, Table, Version, at_most, gcd, is_name,
-    natural_order, printable,
+    CONTEXT_MAX, Context, Encoding, Kind, LAYER_NAME_MAX, LayerSpec, Mismatch, PLANES_MAX,
+    PlaneSpec, RowDensity, SHORT_NAME_MAX, Table, Version, at_most, gcd, is_name, natural_order,
+    printable,
 };
 use serde::{Deserialize, Serialize};
 
@@ -24,7 +24,7 @@ pub(super) struct Topology {
 #[derive(Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 struct Shape {
     #[serde(flatten)]
-    kind: KindFields,
+    kind: Kind,
     block_tokens: u32,
     #[serde(deserialize_with = "at_most::<_, _, PLANES_MAX>")]
     planes: Vec<Plane>,
@@ -73,7 +73,7 @@ impl From<super::Topology> for Topology {
             .into_iter()
             .map(|Known { spec, block_tokens }| {
                 let planes = spec.planes.into_iter().map(Plane::from).collect();
-                let shape = Shape { kind: spec.kind.into(), block_tokens, planes };
+                let shape = Shape { kind: spec.kind, block_tokens, planes };
                 Layer { name: spec.name, shape: shapes.index(shape) }
             })
             .collect();
@@ -120,8 +120,6 @@ pub(super) enum Unsound {
     Mismatch(#[from] Mismatch),
     #[error("the name of a {0} is empty, too long or cannot be shown: {1:?}")]
     Name(&'static str, String),
-    #[error("{0}")]
-    Kind(String),
     #[error("layers are out of order or named twice")]
     Order,
     #[error("{0} is out of its range")]
@@ -169,7 +167,7 @@ impl TryFrom<Topology> for super::Topology {
 impl Shape {
     /// The layer this is, but for its name.
     fn checked(self) -> Result<Known, Unsound> {
-        let kind = self.kind.try_into().map_err(Unsound::Kind)?;
+        let kind = self.kind;
         let planes = self
             .planes
             .into_iter()
