@@ -5,7 +5,6 @@ use kvferry_proto::message::{Message, Ping, encode};
 use kvferry_proto::{
     Handshakes, MAGIC, Opener, Opening, Session, SessionId, Sniff, Sniffer, Timestamp, WireCode,
 };
-use proptest::prelude::*;
 use std::time::Duration;
 
 const NOW: Timestamp = Timestamp::from_nanos(5_000_000_000);
@@ -143,42 +142,4 @@ fn a_flood_of_connections_costs_a_fixed_number_of_places() {
     let mut one = Handshakes::new(0, ms(1));
     assert_eq!(one.admit(1, NOW), None);
     assert_eq!(one.admit(2, NOW), Some(1));
-}
-
-proptest! {
-    #[test]
-    fn every_connection_leaves_exactly_once(
-        ops in proptest::collection::vec((0u8..4, 0u64..3000), 1..200),
-    ) {
-        let mut pending = Handshakes::new(8, ms(5000));
-        let mut inside = std::collections::BTreeMap::new();
-        let mut now = NOW;
-        for (key, (op, wait)) in ops.into_iter().enumerate() {
-            now = now + ms(wait);
-            match op {
-                0 | 1 => {
-                    if let Some(evicted) = pending.admit(key, now) {
-                        prop_assert_eq!(inside.pop_first().map(|(key, _)| key), Some(evicted));
-                    }
-                    inside.insert(key, now + ms(5000));
-                }
-                2 => {
-                    let known = inside.keys().copied().nth(wait as usize % 8);
-                    let key = known.unwrap_or(usize::MAX);
-                    prop_assert_eq!(pending.done(&key), inside.remove(&key).is_some());
-                }
-                _ => while let Some(expired) = pending.pop_expired(now) {
-                    prop_assert!(inside.remove(&expired).is_some_and(|at| at <= now));
-                },
-            }
-            prop_assert_eq!(pending.len(), inside.len());
-            prop_assert!(pending.len() <= 8);
-            prop_assert_eq!(pending.next_timeout(), inside.values().copied().min());
-        }
-    }
-
-    #[test]
-    fn an_opener_survives_anything(bytes in proptest::collection::vec(any::<u8>(), 0..6000)) {
-        let _ = Opener::new().feed(&bytes);
-    }
 }

@@ -2,7 +2,7 @@
 
 use crate::pair::{A, B, INCARNATION, Pair, SESSION, config, ms, with_secret};
 use kvferry_proto::{
-    ChecksumPolicy, Incarnation, MAGIC, PREAUTH_MAX, SessionConfig, SessionEvent, WireCode,
+    ChecksumPolicy, Incarnation, PREAUTH_MAX, SessionConfig, SessionEvent, WireCode,
 };
 use std::time::Duration;
 
@@ -49,19 +49,12 @@ fn a_handshake_takes_two_round_trips() {
 }
 
 #[test]
-fn the_native_magic_comes_first() {
-    let mut pair = Pair::new(config(A), config(B));
-    assert!(pair.session(A).poll_transmit().unwrap().starts_with(&MAGIC));
-}
-
-#[test]
 fn bytes_may_come_one_at_a_time() {
     for chunk in [1, 2, 3, 7, 64] {
         let mut pair = Pair::new(with_secret(A, "s"), with_secret(B, "s"));
         pair.chunk = chunk;
         pair.establish();
-        let now = pair.now;
-        pair.session(A).close(WireCode::Ok, "", now);
+        pair.ends[A].session.close(WireCode::Ok, "", pair.now);
         pair.run_for(ms(10));
         assert_eq!(pair.ended(B), (WireCode::Ok, true));
     }
@@ -125,23 +118,15 @@ fn without_a_common_version_both_sides_hear_both_ranges() {
 }
 
 #[test]
-fn a_secret_only_the_acceptor_has_is_asked_for() {
-    let pair = Pair::new(config(A), with_secret(B, "hush"));
-    for detail in refused(pair, WireCode::AuthRequired, B) {
-        assert!(!detail.contains("hush"));
-    }
-}
-
-#[test]
-fn a_secret_only_the_initiator_has_is_insisted_on() {
-    refused(Pair::new(with_secret(A, "hush"), config(B)), WireCode::AuthUnsupported, B);
-}
-
-#[test]
-fn different_secrets_fail_on_both_sides_without_telling_them() {
-    let pair = Pair::new(with_secret(A, "hush"), with_secret(B, "tush"));
-    for detail in refused(pair, WireCode::AuthFailed, B) {
-        assert!(!detail.contains("ush"), "{detail}");
+fn secrets_that_differ_or_that_one_side_lacks_are_refused_and_not_shown() {
+    for (a, b, code) in [
+        (config(A), with_secret(B, "hush"), WireCode::AuthRequired),
+        (with_secret(A, "hush"), config(B), WireCode::AuthUnsupported),
+        (with_secret(A, "hush"), with_secret(B, "tush"), WireCode::AuthFailed),
+    ] {
+        for detail in refused(Pair::new(a, b), code, B) {
+            assert!(!detail.contains("ush"), "{detail}");
+        }
     }
 }
 
@@ -184,15 +169,20 @@ fn layouts_that_differ_are_refused_after_authentication_and_only_if_both_have_on
     refused(Pair::new(stranger, with(B, Some(b"fp8"))), WireCode::AuthFailed, B);
 }
 
+/// A handshake in which so many messages have arrived, of four, and the next is under way.
+fn after(messages: u64) -> Pair {
+    let mut pair = Pair::new(config(A), config(B));
+    pair.latency(A, ms(10));
+    pair.latency(B, ms(10));
+    pair.run_for(ms(10 * messages + 5));
+    pair
+}
+
 #[test]
 fn a_handshake_that_stalls_anywhere_ends_at_its_deadline() {
-    // Stalled after 0, 1, 2, 3 messages have arrived.
+    let start = Pair::new(config(A), config(B)).now;
     for messages in 0..4 {
-        let mut pair = Pair::new(config(A), config(B));
-        let start = pair.now;
-        pair.latency(A, ms(10));
-        pair.latency(B, ms(10));
-        pair.run_for(ms(10 * messages + 5));
+        let mut pair = after(messages);
         pair.partition(true);
         pair.run_for(Duration::from_secs(4));
         assert!(pair.closed(A).is_none() && pair.closed(B).is_none());
@@ -212,10 +202,7 @@ fn a_handshake_that_stalls_anywhere_ends_at_its_deadline() {
 #[test]
 fn a_handshake_that_is_cut_anywhere_ends_at_once() {
     for messages in 0..4 {
-        let mut pair = Pair::new(config(A), config(B));
-        pair.latency(A, ms(10));
-        pair.latency(B, ms(10));
-        pair.run_for(ms(10 * messages + 5));
+        let mut pair = after(messages);
         pair.cut();
         pair.run_for(ms(0));
         for side in [A, B] {
@@ -229,12 +216,8 @@ fn a_handshake_that_is_cut_anywhere_ends_at_once() {
 fn a_handshake_can_be_given_up_by_either_side_at_any_point() {
     for messages in 0..4 {
         for side in [A, B] {
-            let mut pair = Pair::new(config(A), config(B));
-            pair.latency(A, ms(10));
-            pair.latency(B, ms(10));
-            pair.run_for(ms(10 * messages + 5));
-            let now = pair.now;
-            pair.session(side).close(WireCode::Shutdown, "going home", now);
+            let mut pair = after(messages);
+            pair.ends[side].session.close(WireCode::Shutdown, "going home", pair.now);
             pair.run_until_idle();
             assert_eq!(pair.ended(side), (WireCode::Shutdown, false));
             assert_eq!(pair.ended(1 - side), (WireCode::Shutdown, true));
@@ -270,8 +253,7 @@ fn names_and_explanations_of_a_peer_are_fit_to_be_shown() {
     let mut pair = Pair::new(SessionConfig { name: "a\x1b[31m\nb".into(), ..config(A) }, config(B));
     pair.run_for(ms(10));
     assert_eq!(pair.established_peer(B).unwrap().name, "a\u{fffd}[31m\u{fffd}b");
-    let now = pair.now;
-    pair.session(A).close(WireCode::Ok, &"\x07\r".repeat(1000), now);
+    pair.ends[A].session.close(WireCode::Ok, &"\x07\r".repeat(1000), pair.now);
     pair.run_for(ms(10));
     let detail = &pair.closed(B).unwrap().detail;
     assert!(detail.len() <= 512 && !detail.chars().any(char::is_control));
@@ -280,9 +262,8 @@ fn names_and_explanations_of_a_peer_are_fit_to_be_shown() {
 #[test]
 fn requests_made_before_the_session_is_established_are_answered_at_once() {
     let mut pair = Pair::new(config(A), config(B));
-    let now = pair.now;
-    let id = pair.session(A).request(1, vec![], ms(10), now);
-    assert_eq!(pair.session(A).revoke(vec![], now), 0, "there is nothing to revoke yet");
+    let id = pair.ends[A].session.request(1, vec![], ms(10), pair.now);
+    assert_eq!(pair.ends[A].session.revoke(vec![], pair.now), 0, "there is nothing to revoke yet");
     assert!(pair.session(A).stream_hello().is_none());
     pair.run_for(ms(10));
     let answer = SessionEvent::Response { id, code: WireCode::Closed, body: vec![] };
