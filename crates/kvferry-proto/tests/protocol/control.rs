@@ -66,7 +66,8 @@ fn a_request_without_an_answer_ends_exactly_when_its_budget_does() {
 
 #[test]
 fn i1_i2_requests_end_before_their_session_and_revokes_without_a_confirmation() {
-    let faults: [(fn(&mut Pair), WireCode); 3] = [
+    type Fault = fn(&mut Pair);
+    let faults: [(Fault, WireCode); 3] = [
         (Pair::cut, WireCode::Closed),
         (|pair| pair.kill(B), WireCode::Closed),
         // Silence ends it, long before the budget of the requests.
