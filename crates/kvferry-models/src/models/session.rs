@@ -13,10 +13,9 @@ use crate::pair::{A, B, INCARNATION, Pair, SESSION, config, ms};
 use kvferry_proto::fuzzing::{Met, Script};
 use kvferry_proto::message::encode;
 use kvferry_proto::{
-    ChecksumPolicy, Decoder, Incarnation, MAGIC, Message, PREAUTH_MAX, PeerInfo, Secret,
-    SessionConfig, SessionEvent, StreamHello, StreamId, WireCode,
+    ChecksumPolicy, Incarnation, PeerInfo, Secret, SessionConfig, SessionEvent, StreamId, WireCode,
 };
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 pub const MODEL: Model = Model {
@@ -183,9 +182,6 @@ struct World<'a> {
     tampered: bool,
     restarted: bool,
     answers: u16,
-    /// Streams that were asked for, and which of them were let in.
-    streams: BTreeMap<StreamId, StreamHello>,
-    let_in: BTreeSet<StreamId>,
     met: Met<'a>,
 }
 
@@ -224,8 +220,6 @@ fn run(bytes: &[u8], met: Met<'_>) {
         tampered: false,
         restarted: false,
         answers: 0,
-        streams: BTreeMap::new(),
-        let_in: BTreeSet::new(),
         met,
     };
     // What costs most, not often.
@@ -286,50 +280,16 @@ impl World<'_> {
                     assert_eq!(side.revokes.insert(id, false), None);
                 }
             }
-            28..30 if !side.owed_revokes.is_empty() => {
+            28..31 if !side.owed_revokes.is_empty() => {
                 let id = side.owed_revokes.remove(0);
                 session.confirm_revoked(id);
                 side.confirmed.push(id);
             }
-            30 => self.stream(script),
             31 if script.below(4) == 0 => {
                 session.close(WireCode::Shutdown, "", now);
                 side.closing = true;
             }
             _ => {}
-        }
-    }
-
-    /// Opens a stream, or tries one that was opened once more.
-    fn stream(&mut self, script: &mut Script<'_>) {
-        if script.flip()
-            && let Some((id, bytes)) = self.pair.session(A).stream_hello()
-        {
-            let hello = Decoder::new(PREAUTH_MAX).read(&mut &bytes[MAGIC.len()..]);
-            let Ok(Some(Message::StreamHello(hello))) = hello else {
-                panic!("a session opens streams properly");
-            };
-            assert_eq!(self.streams.insert(id, hello), None, "a stream id is used once");
-        }
-        let Some((&id, hello)) =
-            self.streams.iter().nth(script.below(256) % self.streams.len().max(1))
-        else {
-            return;
-        };
-        if !self.pair.runs(B) {
-            return;
-        }
-        let acceptor = self.pair.session(B);
-        let expected = if !acceptor.is_established() {
-            Err(WireCode::UnknownSession)
-        } else if self.let_in.contains(&id) {
-            Err(WireCode::StreamReplayed)
-        } else {
-            Ok(())
-        };
-        assert_eq!(acceptor.verify_stream(hello), expected);
-        if expected.is_ok() {
-            self.let_in.insert(id);
         }
     }
 
@@ -430,11 +390,6 @@ impl World<'_> {
         afresh.run_for(ms(100));
         let reborn = afresh.established_peer(1 - side).map(|peer| peer.incarnation);
         assert_eq!(reborn, Some(Incarnation(0xfeed)));
-        for hello in self.streams.values() {
-            let refused = afresh.session(B).verify_stream(hello).expect_err("of another life");
-            let codes = [WireCode::StaleIncarnation, WireCode::AuthFailed];
-            assert!(codes.contains(&refused), "{refused:?}");
-        }
     }
 
     /// What the side a fault hits is doing just then; the first that applies.
