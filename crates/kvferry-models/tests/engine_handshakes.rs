@@ -453,17 +453,24 @@ fn a_reset_within_the_window_is_survived_and_what_is_known_stays_known() {
 }
 
 #[test]
-fn a_reset_beyond_the_window_is_a_failure_with_its_code_and_the_addresses_that_are_known() {
-    let mut pair = Pair::halfway(8);
-    pair.cut(WireCode::Silent, false);
-    assert_eq!(pair.consumer.next_timeout(), Some(pair.now + RECONNECT));
-    pair.pass(RECONNECT - NANO);
-    assert!(pair.met.is_empty());
-    pair.cut(WireCode::Silent, false);
-    pair.pass(NANO);
-    let failure = pair.failure();
-    assert_eq!(failure.code, WireCode::Silent);
-    assert_eq!(failure.addresses, producer(8, BIG).addresses);
+fn a_reset_beyond_the_window_or_a_deadline_is_a_failure_with_the_addresses_that_are_known() {
+    for (code, limit) in [(WireCode::Silent, RECONNECT), (WireCode::Deadline, BUDGET)] {
+        let mut pair = Pair::halfway(8);
+        let is_reset = code == WireCode::Silent;
+        if is_reset {
+            pair.cut(code, false);
+        }
+        assert_eq!(pair.consumer.next_timeout(), Some(pair.now + limit));
+        pair.pass(limit - NANO);
+        assert!(pair.met.is_empty());
+        if is_reset {
+            pair.cut(code, false);
+        }
+        pair.pass(NANO);
+        let failure = pair.failure();
+        assert_eq!(failure.code, code);
+        assert_eq!(failure.addresses, producer(8, BIG).addresses);
+    }
 }
 
 #[test]
@@ -536,15 +543,6 @@ fn i6_a_failure_by_deadline_names_what_was_missing() {
         assert_eq!(failure.code, WireCode::Deadline);
         assert!(failure.detail.contains(why), "{failure:?}");
     }
-}
-
-#[test]
-fn a_failure_by_deadline_has_the_addresses_that_are_known() {
-    let mut pair = Pair::halfway(8);
-    pair.pass(BUDGET);
-    let failure = pair.failure();
-    assert_eq!(failure.code, WireCode::Deadline);
-    assert_eq!(failure.addresses, producer(8, BIG).addresses);
 }
 
 #[test]

@@ -495,17 +495,6 @@ fn i2_after_a_preemption_everything_is_read_again_once_the_old_reads_have_ended(
 }
 
 #[test]
-fn i2_a_withdrawn_generation_is_never_confirmed() {
-    let mut ranks = Ranks::reading();
-    // The read ends well, and the answer to the producer's end is not here yet.
-    let now = ranks.now;
-    assert_eq!(ranks.producer.withdraw(&id(), WireCode::Revoked, "evicted", now), Ok(()));
-    ranks.end_read(Ok(()));
-    ranks.work();
-    ranks.assert_ended(WireCode::Revoked);
-}
-
-#[test]
 fn a_read_that_fails_fails_the_handoff_with_its_reason_on_both_sides() {
     let mut ranks = Ranks::reading();
     ranks.end_read(Err((WireCode::Checksum, "piece 3 differs".to_owned())));
