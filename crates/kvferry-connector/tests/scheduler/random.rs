@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 
 const NAMES: usize = 6;
 
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 enum Role {
     Nothing,
     Nonsense,
@@ -125,14 +125,6 @@ impl Live {
         self.carried.fill(0);
         (self.computed, self.all, self.phase) = (0, true, Phase::Waiting);
     }
-
-    fn consumes(&self, name: u8) -> bool {
-        matches!(self.role, Role::Consume(other) if other == name)
-    }
-
-    fn produces(&self, name: u8) -> bool {
-        matches!(self.role, Role::Produce(Some(other)) if other == name)
-    }
 }
 
 impl World {
@@ -206,11 +198,8 @@ impl World {
     fn arrive(&mut self, role: Role, prompt: u64, generates: u64, announced: bool) -> String {
         let id = format!("r{}", self.names);
         self.names += 1;
-        let is_taken = match role {
-            Role::Consume(name) => self.requests.values().any(|live| live.consumes(name)),
-            Role::Produce(Some(name)) => self.requests.values().any(|live| live.produces(name)),
-            _ => false,
-        };
+        let named = matches!(role, Role::Consume(_) | Role::Produce(Some(_)));
+        let is_taken = named && self.requests.values().any(|live| live.role == role);
         if !is_taken && let Role::Consume(name) = role {
             *self.owners.entry(name.to_string()).or_default() += 1;
         }

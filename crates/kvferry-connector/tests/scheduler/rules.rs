@@ -250,12 +250,11 @@ fn a_request_that_lost_its_blocks_is_restarted_and_offered_again_with_its_new_bl
 }
 
 /// A producer's request `a` of handoff `x`, whose prompt of 8 tokens is computed.
-fn computed(groups: &[GroupRule], eager: bool) -> Scheduler {
-    let mut it = scheduler(groups, eager);
+fn computed(eager: bool) -> Scheduler {
+    let mut it = scheduler(&[FULL], eager);
     it.set_ranks(metadata_of_ranks()).expect("an engine");
     it.arrived(&request("a", 8, &produces("x")));
-    let blocks: Vec<&[u32]> = groups.iter().map(|_| &[1, 2, 3, 4][..]).collect();
-    assert_eq!(step(&mut it, [first("a", 8, &blocks)], &[]).computes.len(), 1);
+    assert_eq!(step(&mut it, [first("a", 8, &[&[1, 2, 3, 4]])], &[]).computes.len(), 1);
     it
 }
 
@@ -265,7 +264,7 @@ fn end(it: &mut Scheduler, how: FinishReason) -> Finished {
 
 #[test]
 fn a_request_that_ends_by_its_length_is_held_until_it_is_sent_and_its_response_has_the_address() {
-    let mut it = computed(&[FULL], true);
+    let mut it = computed(true);
     assert!(!it.has_pending_work(), "a running request makes the engine step");
     let finished = end(&mut it, FinishReason::Length);
     assert!(finished.held);
@@ -285,34 +284,23 @@ fn a_request_that_ends_by_its_length_is_held_until_it_is_sent_and_its_response_h
 }
 
 #[test]
-fn a_request_that_ends_by_anything_but_its_length_is_withdrawn_with_a_reason() {
-    for (how, code) in [
-        (FinishReason::Stop, WireCode::NotNeeded),
-        (FinishReason::Abort, WireCode::Cancelled),
-        (FinishReason::Error, WireCode::Internal),
+fn a_request_that_ends_too_early_or_by_anything_but_its_length_is_withdrawn_with_a_reason() {
+    for (computed, how, expected) in [
+        (8, FinishReason::Stop, WireCode::NotNeeded),
+        (8, FinishReason::Abort, WireCode::Cancelled),
+        (8, FinishReason::Error, WireCode::Internal),
+        (7, FinishReason::Length, WireCode::Internal),
+        (0, FinishReason::Length, WireCode::Internal),
     ] {
-        let mut it = computed(&[FULL], true);
-        assert_eq!(end(&mut it, how), Finished::default());
-        let metadata = empty_step(&mut it);
-        let EndingKind::Withdrawn { detail, .. } = &metadata.endings[0].how else {
-            panic!("{metadata:?}")
-        };
-        assert!(!detail.is_empty());
-        assert_eq!(withdrawn(metadata), code);
-        assert_idle(&it);
-    }
-}
-
-#[test]
-fn a_request_that_ends_before_its_prompt_is_computed_is_not_held() {
-    for step_first in [false, true] {
         let mut it = scheduler(&[FULL], true);
         it.arrived(&request("a", 8, &produces("x")));
-        if step_first {
-            step(&mut it, [first("a", 7, &[&[1, 2]])], &[]);
+        if computed > 0 {
+            step(&mut it, [first("a", computed, &[&[1, 2]])], &[]);
         }
-        assert_eq!(end(&mut it, FinishReason::Length), Finished::default());
-        assert_eq!(withdrawn(empty_step(&mut it)), WireCode::Internal);
+        assert_eq!(end(&mut it, how), Finished::default());
+        let how = ending(empty_step(&mut it));
+        let EndingKind::Withdrawn { code, detail } = how else { panic!("{how:?}") };
+        assert_eq!((code, detail.is_empty()), (expected, false));
         assert_idle(&it);
     }
 }
@@ -320,7 +308,7 @@ fn a_request_that_ends_before_its_prompt_is_computed_is_not_held() {
 #[test]
 fn side_data_is_carried_only_if_the_handoff_completes_with_the_end() {
     for (eager, carried) in [(true, None), (false, Some(b"token".to_vec()))] {
-        let mut it = computed(&[FULL], eager);
+        let mut it = computed(eager);
         let (params, side_data) = (produces("x"), Some(b"token".to_vec()));
         assert!(it.finished(&request("a", 8, &params), FinishReason::Length, side_data).held);
         assert_eq!(ending(empty_step(&mut it)), EndingKind::Held { side_data: carried });
@@ -329,7 +317,7 @@ fn side_data_is_carried_only_if_the_handoff_completes_with_the_end() {
 
 #[test]
 fn a_handoff_that_is_done_on_a_rank_is_held_for_the_others() {
-    let mut it = computed(&[FULL], true);
+    let mut it = computed(true);
     it.reported(1, &lost("a", WireCode::Ok).encode());
     assert!(end(&mut it, FinishReason::Length).held);
     it.reported(2, &lost("a", WireCode::Expired).encode());
