@@ -141,10 +141,6 @@ impl Drop for Inner {
 struct Marker(Option<Arc<Slot<()>>>);
 
 impl Handler for Marker {
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
     fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
         if let Some(slot) = self.0.take() {
             slot.fill(());

@@ -4,135 +4,89 @@ use kvferry_proto::WireCode;
 use std::fmt;
 use std::sync::Arc;
 
-/// What went wrong, for programs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum ErrorKind {
+macro_rules! kinds {
+    ($($(#[$doc:meta])* $name:ident = $text:literal,)*) => {
+        /// What went wrong, for programs.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum ErrorKind {
+            $($(#[$doc])* $name,)*
+        }
+
+        impl ErrorKind {
+            /// Every kind, for tables and exhaustive tests.
+            pub const ALL: &'static [Self] = &[$(Self::$name,)*];
+
+            /// The kind's name in snake case, as in metrics and JSON.
+            pub const fn as_str(self) -> &'static str {
+                match self {
+                    $(Self::$name => $text,)*
+                }
+            }
+        }
+    };
+}
+
+kinds! {
     /// An argument is invalid: a zero length, lists of different lengths, a bad address.
-    InvalidArgument,
+    InvalidArgument = "invalid_argument",
     /// A range overlaps a registered one.
-    Overlap,
+    Overlap = "overlap",
     /// A range or region is not registered, or not any more.
-    NotRegistered,
+    NotRegistered = "not_registered",
     /// A descriptor reaches beyond its region.
-    OutOfBounds,
+    OutOfBounds = "out_of_bounds",
     /// The region does not permit the access.
-    AccessDenied,
+    AccessDenied = "access_denied",
     /// The region was unregistered while it was in use.
-    Revoked,
+    Revoked = "revoked",
     /// An unresponsive process may still write to memory that was unregistered.
-    Quarantined,
+    Quarantined = "quarantined",
     /// No connection to the peer could be made.
-    Unreachable,
+    Unreachable = "unreachable",
     /// The connection to the peer broke.
-    PeerReset,
+    PeerReset = "peer_reset",
     /// The peer is connected but silent.
-    PeerSilent,
+    PeerSilent = "peer_silent",
     /// The peer ended the session.
-    PeerClosed,
+    PeerClosed = "peer_closed",
     /// The peer requires a secret and this agent has none.
-    AuthRequired,
+    AuthRequired = "auth_required",
     /// This agent has a secret and the peer has none.
-    AuthUnsupported,
+    AuthUnsupported = "auth_unsupported",
     /// The secrets of the two agents differ.
-    AuthFailed,
+    AuthFailed = "auth_failed",
     /// The two agents share no protocol version.
-    VersionMismatch,
+    VersionMismatch = "version_mismatch",
     /// A handle belongs to an earlier incarnation of the peer.
-    StaleIncarnation,
+    StaleIncarnation = "stale_incarnation",
     /// The operation did not end within its time.
-    Deadline,
+    Deadline = "deadline",
     /// The caller cancelled the operation.
-    Cancelled,
+    Cancelled = "cancelled",
     /// The caller's interrupt check asked to stop.
-    Interrupted,
+    Interrupted = "interrupted",
     /// The received bytes differ from the sent bytes.
-    Checksum,
+    Checksum = "checksum",
     /// A limit of the protocol was exceeded.
-    TooLarge,
+    TooLarge = "too_large",
     /// A bounded queue is full.
-    Busy,
+    Busy = "busy",
     /// This agent is shut down.
-    Shutdown,
+    Shutdown = "shutdown",
     /// This process was forked from the one that started the agent.
-    Forked,
+    Forked = "forked",
     /// No permitted transport or protocol supports the operation.
-    Unsupported,
+    Unsupported = "unsupported",
     /// The peer violated the protocol.
-    Protocol,
+    Protocol = "protocol",
     /// The operating system reported an error.
-    Io,
+    Io = "io",
     /// A defect in kvferry.
-    Internal,
+    Internal = "internal",
 }
 
 impl ErrorKind {
-    /// Every kind, for tables and exhaustive tests.
-    pub const ALL: &'static [Self] = &[
-        Self::InvalidArgument,
-        Self::Overlap,
-        Self::NotRegistered,
-        Self::OutOfBounds,
-        Self::AccessDenied,
-        Self::Revoked,
-        Self::Quarantined,
-        Self::Unreachable,
-        Self::PeerReset,
-        Self::PeerSilent,
-        Self::PeerClosed,
-        Self::AuthRequired,
-        Self::AuthUnsupported,
-        Self::AuthFailed,
-        Self::VersionMismatch,
-        Self::StaleIncarnation,
-        Self::Deadline,
-        Self::Cancelled,
-        Self::Interrupted,
-        Self::Checksum,
-        Self::TooLarge,
-        Self::Busy,
-        Self::Shutdown,
-        Self::Forked,
-        Self::Unsupported,
-        Self::Protocol,
-        Self::Io,
-        Self::Internal,
-    ];
-
-    /// The kind's name in snake case, as in metrics and JSON.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::InvalidArgument => "invalid_argument",
-            Self::Overlap => "overlap",
-            Self::NotRegistered => "not_registered",
-            Self::OutOfBounds => "out_of_bounds",
-            Self::AccessDenied => "access_denied",
-            Self::Revoked => "revoked",
-            Self::Quarantined => "quarantined",
-            Self::Unreachable => "unreachable",
-            Self::PeerReset => "peer_reset",
-            Self::PeerSilent => "peer_silent",
-            Self::PeerClosed => "peer_closed",
-            Self::AuthRequired => "auth_required",
-            Self::AuthUnsupported => "auth_unsupported",
-            Self::AuthFailed => "auth_failed",
-            Self::VersionMismatch => "version_mismatch",
-            Self::StaleIncarnation => "stale_incarnation",
-            Self::Deadline => "deadline",
-            Self::Cancelled => "cancelled",
-            Self::Interrupted => "interrupted",
-            Self::Checksum => "checksum",
-            Self::TooLarge => "too_large",
-            Self::Busy => "busy",
-            Self::Shutdown => "shutdown",
-            Self::Forked => "forked",
-            Self::Unsupported => "unsupported",
-            Self::Protocol => "protocol",
-            Self::Io => "io",
-            Self::Internal => "internal",
-        }
-    }
-
     /// The kind that a peer's wire code maps to.
     pub(crate) fn from_wire(code: WireCode) -> Self {
         match code {

@@ -64,7 +64,11 @@ pub(crate) struct Cx<'a> {
 
 /// A handler that a reactor calls. Its descriptor never changes.
 pub(crate) trait Handler: Send {
-    fn fd(&self) -> Option<BorrowedFd<'_>>;
+    /// The descriptor that [`Next::Wait`] waits for, if there is one.
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
     fn handle(&mut self, cause: Cause, cx: &Cx<'_>) -> Next;
     /// Called after [`Next::Detach`], once the descriptor is not watched any more.
     fn detached(self: Box<Self>, _cx: &Cx<'_>) {}
@@ -531,10 +535,6 @@ mod tests {
     }
 
     impl Handler for Probe {
-        fn fd(&self) -> Option<BorrowedFd<'_>> {
-            None
-        }
-
         fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
             let is_due = self.due.is_some_and(|due| cx.now >= due);
             let _ = self.calls.send(is_due);
@@ -550,10 +550,6 @@ mod tests {
     struct Late;
 
     impl Handler for Late {
-        fn fd(&self) -> Option<BorrowedFd<'_>> {
-            None
-        }
-
         fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
             Next::Wait { interest: Interest::None, deadline: Some(cx.now) }
         }
@@ -631,10 +627,6 @@ mod tests {
     struct Panicking(mpsc::Sender<bool>);
 
     impl Handler for Panicking {
-        fn fd(&self) -> Option<BorrowedFd<'_>> {
-            None
-        }
-
         fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
             panic!("a panic in handle")
         }

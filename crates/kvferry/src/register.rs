@@ -63,7 +63,6 @@ impl Agent {
     /// transports. From 2 MiB on the memory uses huge pages if the system has free ones. The pages
     /// are taken now, from the caller's control group and by its NUMA policy, which takes about
     /// half a second per GiB.
-    /// the agent's transports.
     ///
     /// # Errors
     /// `InvalidArgument` for zero bytes, `Io` if there is not enough memory.

@@ -50,7 +50,7 @@ fn share(job: &Arc<Job>, link: &Arc<Link>) {
     while let Some(frame) = job.next_frame(&Limits::default()) {
         assert!(job.acknowledged(&frame).is_none(), "there is no notification");
     }
-    job.share_ended(&**link, None);
+    job.share_ended(link, None);
 }
 
 fn two_shares_against_cancel_and_wait() {

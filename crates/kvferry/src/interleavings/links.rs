@@ -9,7 +9,7 @@ use crate::memory::region::RemoteRegion;
 use crate::reactor::now;
 use crate::sync::Mutant;
 use crate::transfer::drive::{Drive, LaneRoute, OnLanes, Progress};
-use crate::transfer::job::{Job, JobLink};
+use crate::transfer::job::Job;
 use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
 use crate::transfer::lanes::Lane;
 use crate::transfer::link::{Backend, Link};
@@ -18,7 +18,6 @@ use kvferry_proto::{Limits, StreamId, Timestamp};
 use kvferry_sys::socket::Socket;
 use loom::thread;
 use std::net::SocketAddr;
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -63,16 +62,12 @@ struct Share {
 }
 
 impl Drive for Share {
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
     fn progress(&mut self, _: Timestamp) -> Progress {
         while let Some(frame) = self.job.next_frame(&Limits::default()) {
             self.job.acknowledged(&frame);
         }
         self.link.put(Arc::clone(&self.lane));
-        self.job.share_ended(&*self.link, None);
+        self.job.share_ended(&self.link, None);
         Progress::Done
     }
 }

@@ -7,7 +7,6 @@ use crate::sync::{Condvar, Mutant, Mutex};
 use crate::transfer::slot::Slot;
 use kvferry_sys::poll::Interest;
 use loom::thread;
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -20,10 +19,6 @@ struct Counted {
 }
 
 impl Handler for Counted {
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
     fn handle(&mut self, _: Cause, _: &Cx<'_>) -> Next {
         if *self.wanted.0.lock().expect("no holder panics") {
             *self.seen.0.lock().expect("no holder panics") = true;

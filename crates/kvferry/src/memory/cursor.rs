@@ -157,114 +157,66 @@ pub(crate) enum Fault {
     Io(io::Error),
 }
 
-/// Bytes to be sent, as ready host spans.
-pub(crate) trait Source: Send {
-    /// Bytes not yet taken.
-    fn remaining(&self) -> u64;
-
-    /// Lends at most `limit` bytes that are ready to `take`, which returns how many it took.
-    ///
-    /// # Errors
-    /// The memory can't be used any more, the copier was stopped, or `take` failed with an error
-    /// other than `WouldBlock`.
-    fn lend(
-        &mut self,
-        limit: usize,
-        take: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
-    ) -> Result<Lent, Fault>;
-}
-
-/// Memory for received bytes, as ready host spans.
-pub(crate) trait Sink: Send {
-    /// Bytes not yet filled.
-    fn remaining(&self) -> u64;
-
-    /// Lends memory for at most `limit` bytes to `fill`, which returns how many bytes it filled.
-    ///
-    /// # Errors
-    /// As [`Source::lend`].
-    fn lend(
-        &mut self,
-        limit: usize,
-        fill: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
-    ) -> Result<Lent, Fault>;
-
-    /// Whether all received bytes are in place. Called when no bytes remain.
-    ///
-    /// # Errors
-    /// A copy to the device failed, or the memory can't be used any more.
-    fn flush(&mut self) -> Result<Lent, Fault>;
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Direction {
+/// Whether a cursor's memory is read or written.
+#[derive(Clone, Copy)]
+pub(crate) enum Direction {
+    /// The memory is read: its bytes are sent.
     Out,
+    /// The memory is written: it receives bytes.
     In,
 }
 
+/// Uses lent spans; returns how many of their bytes it moved.
+type UseSpans<'a> = dyn FnMut(&[HostSpan]) -> io::Result<usize> + 'a;
+
+/// A call that moved bytes, as the result of [`Cursor::lend`].
+pub(crate) fn lent(result: io::Result<usize>) -> Result<Lent, Fault> {
+    match result {
+        Ok(moved) => Ok(Lent::Moved(moved)),
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(Lent::WouldBlock),
+        Err(e) => Err(Fault::Io(e)),
+    }
+}
+
 /// A range of a batch's pieces, read or written once from start to end.
-struct Cursor {
+pub(crate) struct Cursor {
+    direction: Direction,
     pieces: Arc<Pieces>,
     gate: Arc<Gate>,
     at: Position,
     remaining: u64,
-    direction: Direction,
     staging: Option<Staging>,
 }
 
-/// A source over a range of a batch's pieces.
-#[derive(Debug)]
-pub(crate) struct Gather(Cursor);
-
-impl Gather {
-    /// `len` bytes from `at` on, read inside `gate`. Memory that was not ready calls `wake` once it
-    /// may be.
-    pub(crate) fn new(
-        pieces: Arc<Pieces>,
-        at: Position,
-        len: u64,
-        gate: Arc<Gate>,
-        wake: Wake,
-    ) -> Self {
-        Self(Cursor::new(pieces, at, len, gate, wake, Direction::Out))
-    }
-}
-
-/// A sink over a range of a batch's pieces.
-#[derive(Debug)]
-pub(crate) struct Scatter(Cursor);
-
-impl Scatter {
-    /// `len` bytes from `at` on, written inside `gate`. Memory that was not ready calls `wake` once
+impl Cursor {
+    /// `len` bytes from `at` on, touched inside `gate`. Memory that was not ready calls `wake` once
     /// it may be.
     pub(crate) fn new(
-        pieces: Arc<Pieces>,
-        at: Position,
-        len: u64,
-        gate: Arc<Gate>,
-        wake: Wake,
-    ) -> Self {
-        Self(Cursor::new(pieces, at, len, gate, wake, Direction::In))
-    }
-}
-
-impl Cursor {
-    fn new(
-        pieces: Arc<Pieces>,
-        at: Position,
-        len: u64,
-        gate: Arc<Gate>,
-        wake: Wake,
         direction: Direction,
+        pieces: Arc<Pieces>,
+        at: Position,
+        len: u64,
+        gate: Arc<Gate>,
+        wake: Wake,
     ) -> Self {
         let staging = (!pieces.all_host()).then(|| Staging::new(wake, at, len));
-        Self { pieces, gate, at, remaining: len, direction, staging }
+        Self { direction, pieces, gate, at, remaining: len, staging }
     }
 
-    fn walk(
+    /// Bytes not yet moved.
+    pub(crate) fn remaining(&self) -> u64 {
+        self.remaining
+    }
+
+    /// Lends at most `limit` bytes that are ready to `use_spans`.
+    ///
+    /// # Errors
+    /// The memory can't be used any more, the copier was stopped, or `use_spans` failed with an
+    /// error other than `WouldBlock`.
+    pub(crate) fn lend(
         &mut self,
         limit: usize,
-        use_spans: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
+        use_spans: &mut UseSpans<'_>,
     ) -> Result<Lent, Fault> {
         if self.remaining == 0 {
             return Ok(Lent::Moved(0));
@@ -277,23 +229,25 @@ impl Cursor {
         }
     }
 
-    fn walk_host(
-        &mut self,
-        limit: usize,
-        use_spans: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
-    ) -> Result<Lent, Fault> {
+    /// Whether all received bytes are in place. Called when no bytes remain.
+    ///
+    /// # Errors
+    /// A copy to the device failed, or the memory can't be used any more.
+    pub(crate) fn flush(&mut self) -> Result<Lent, Fault> {
+        self.staging.as_mut().map_or(Ok(Lent::Moved(0)), Staging::flush)
+    }
+
+    fn walk_host(&mut self, limit: usize, use_spans: &mut UseSpans<'_>) -> Result<Lent, Fault> {
         let gate = Arc::clone(&self.gate);
         let _inside = gate.enter_to(self.pieces.touches()).map_err(|_| Fault::Shut)?;
         SPANS.with_borrow_mut(|spans| {
             spans.clear();
             self.gather(limit, spans)?;
-            let moved = match use_spans(spans) {
-                Ok(moved) => moved,
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(Lent::WouldBlock),
-                Err(e) => return Err(Fault::Io(e)),
-            };
-            self.advance(moved);
-            Ok(Lent::Moved(moved))
+            let lent = lent(use_spans(spans))?;
+            if let Lent::Moved(moved) = lent {
+                self.advance(moved);
+            }
+            Ok(lent)
         })
     }
 
@@ -352,11 +306,7 @@ impl Cursor {
         self.at.advance(&self.pieces, moved);
     }
 
-    fn walk_device(
-        &mut self,
-        limit: usize,
-        use_spans: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
-    ) -> Result<Lent, Fault> {
+    fn walk_device(&mut self, limit: usize, use_spans: &mut UseSpans<'_>) -> Result<Lent, Fault> {
         let staging = self.staging.as_mut().expect("made for pieces that are not all host");
         let ready = match self.direction {
             Direction::Out => staging.fetch(&self.pieces, &self.gate)?,
@@ -367,11 +317,8 @@ impl Cursor {
             return Err(Fault::Shut);
         }
         let span = span.truncated(span.len().min(limit));
-        let moved = match use_spans(&[span]) {
-            Ok(moved) => moved,
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(Lent::WouldBlock),
-            Err(e) => return Err(Fault::Io(e)),
-        };
+        let lent = lent(use_spans(&[span]))?;
+        let Lent::Moved(moved) = lent else { return Ok(lent) };
         // The bytes have left the socket, whether their copy succeeds or not, so they count as
         // moved.
         let staged = match self.direction {
@@ -382,53 +329,12 @@ impl Cursor {
             Direction::In => staging.filled(moved, &self.pieces, &self.gate),
         };
         self.advance(moved);
-        staged.map(|()| Lent::Moved(moved))
+        staged.map(|()| lent)
     }
 }
 
 fn index_of(piece: usize) -> u32 {
     u32::try_from(piece).unwrap_or(u32::MAX)
-}
-
-impl Source for Gather {
-    fn remaining(&self) -> u64 {
-        self.0.remaining
-    }
-
-    fn lend(
-        &mut self,
-        limit: usize,
-        take: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
-    ) -> Result<Lent, Fault> {
-        self.0.walk(limit, take)
-    }
-}
-
-impl Sink for Scatter {
-    fn remaining(&self) -> u64 {
-        self.0.remaining
-    }
-
-    fn lend(
-        &mut self,
-        limit: usize,
-        fill: &mut dyn FnMut(&[HostSpan]) -> io::Result<usize>,
-    ) -> Result<Lent, Fault> {
-        self.0.walk(limit, fill)
-    }
-
-    fn flush(&mut self) -> Result<Lent, Fault> {
-        match &mut self.0.staging {
-            Some(staging) => staging.flush(),
-            None => Ok(Lent::Moved(0)),
-        }
-    }
-}
-
-impl std::fmt::Debug for Cursor {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Cursor[{:?} at {:?}, {} left]", self.direction, self.at, self.remaining)
-    }
 }
 
 /// Staging buffers between device memory and a socket.

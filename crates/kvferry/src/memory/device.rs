@@ -7,7 +7,6 @@
 //! Wake-up: a cursor that finds no ready bytes returns `NotReady`; the completion of any of its
 //! copies calls the waker afterwards. A completion before that check is seen by the check, because
 //! the state is set before the waker is called.
-//! the look, because the state is set before the waker is called.
 
 use crate::memory::gate::Gate;
 use crate::memory::region::RegionInner;

@@ -54,7 +54,7 @@ fn resolve(table: &RegionTable, alive: &[Region], script: &mut Script<'_>) {
     let need = script.pick(&[Access::READ, Access::WRITE]);
     let expected = naive(alive, id, offset, len, need);
     let tables = table.read();
-    let found = tables.resolve(id, offset, len, need).map_err(|misfit| misfit.0);
+    let found = tables.resolve(id, offset, len, need);
     match (found, expected) {
         (Ok((region, at)), Ok((expected, expected_at))) => {
             assert_eq!((region.id, at), (expected.id(), expected_at));

@@ -9,7 +9,7 @@
 //! Looking a region up may take longer: every writer keeps an index of the table, and a ring of
 //! entry numbers beside the table tells it which entries have changed since.
 
-use crate::memory::region::{Access, Misfit, RegionInner};
+use crate::memory::region::{Access, RegionInner};
 use crate::sync::atomic::{Ordering, fence};
 use crate::sync::{Arc, RwLock, RwLockReadGuard, read, write};
 use kvferry_proto::{RegionId, WireCode};
@@ -180,14 +180,14 @@ impl Seen {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Missed {
     /// The owner would refuse the range with this code.
-    Misfit(Misfit),
+    Refused(WireCode),
     /// Another transport may reach it.
     Elsewhere,
 }
 
 impl From<WireCode> for Missed {
     fn from(code: WireCode) -> Self {
-        Self::Misfit(Misfit(code))
+        Self::Refused(code)
     }
 }
 
@@ -399,7 +399,7 @@ mod tests {
         let (table, view) = table();
         let a = add(&table, 0x1000, 0x1000);
         add(&table, 0x2000, 0x1000);
-        let misfit = |code| Err(Missed::Misfit(Misfit(code)));
+        let misfit = |code| Err(Missed::Refused(code));
         let absolute = RegionId::ABSOLUTE;
         assert_eq!(resolve(&view, absolute, 0x1004, 8), Ok((a.id(), 4)));
         assert_eq!(resolve(&view, a.id(), 4, 8), Ok((a.id(), 4)));
@@ -477,7 +477,7 @@ mod tests {
                         }
                         None => prop_assert_eq!(
                             found,
-                            Err(Missed::Misfit(Misfit(WireCode::UnknownRegion)))
+                            Err(Missed::Refused(WireCode::UnknownRegion))
                         ),
                     }
                 }

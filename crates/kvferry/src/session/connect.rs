@@ -21,7 +21,6 @@ use kvferry_proto::{Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
 use std::net::SocketAddr;
-use std::os::fd::BorrowedFd;
 
 /// Ended jobs kept per peer for reuse: enough for 16 concurrent callers.
 const JOBS_KEPT: usize = 16;
@@ -298,10 +297,6 @@ struct SearchDriver {
 }
 
 impl Handler for SearchDriver {
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
     fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
         let Some(sessions) = self.state.sessions.upgrade() else { return Next::Close };
         loop {

@@ -210,10 +210,6 @@ struct Redial {
 }
 
 impl Handler for Redial {
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
     fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
         if cx.now < self.at {
             return Next::Wait { interest: Interest::None, deadline: Some(self.at) };

@@ -31,6 +31,16 @@ pub(crate) struct InboundLane {
     pub(crate) gate: Arc<Gate>,
 }
 
+impl InboundLane {
+    fn shut(self) -> Arc<Gate> {
+        self.gate.shut();
+        if let Some(socket) = self.socket {
+            socket.shutdown(Shutdown::Both);
+        }
+        self.gate
+    }
+}
+
 /// The quota has no room for another stream.
 pub(crate) struct Full;
 
@@ -96,14 +106,7 @@ impl Native {
             let mut inbound = lock(&self.inbound);
             streams.iter().filter_map(|stream| inbound.remove(stream)).collect::<Vec<_>>()
         };
-        let shut = |lane: InboundLane| {
-            lane.gate.shut();
-            if let Some(socket) = lane.socket {
-                socket.shutdown(Shutdown::Both);
-            }
-            lane.gate
-        };
-        lanes.into_iter().map(shut).collect()
+        lanes.into_iter().map(InboundLane::shut).collect()
     }
 
     /// Removes the callback of a revoke that the peer has answered.
@@ -252,10 +255,7 @@ impl Backend for Native {
             inbound.drain().collect()
         };
         for (_, lane) in inbound {
-            lane.gate.shut();
-            if let Some(socket) = lane.socket {
-                socket.shutdown(Shutdown::Both);
-            }
+            lane.shut();
         }
         let revokes: Vec<_> = lock(&self.revokes).drain().collect();
         for (_, (_, done)) in revokes {

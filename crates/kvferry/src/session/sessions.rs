@@ -22,7 +22,6 @@ use kvferry_sys::random;
 use rustc_hash::FxHashMap;
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 /// The number of peers above which unused ones are removed.
@@ -270,10 +269,6 @@ impl SuspendTimer {
 }
 
 impl Handler for SuspendTimer {
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
     fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
         // Read the clock here: the time since the wait ended counts as well.
         let at = now();

@@ -50,7 +50,9 @@ pub(crate) enum Progress {
 /// One share of a transfer, driven by the caller's thread or by an I/O thread.
 pub(crate) trait Drive: Send {
     /// The descriptor that [`Progress::Wait`] waits for; it never changes.
-    fn fd(&self) -> Option<BorrowedFd<'_>>;
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 
     /// Does the work that needs no waiting, in bounded time.
     fn progress(&mut self, now: Timestamp) -> Progress;
@@ -105,20 +107,6 @@ fn lanes_for(job: &Job, link: &Arc<Link>, first: Arc<Lane>) -> SmallVec<[Arc<Lan
         lanes.extend(link.acquire_idle(wanted - 1));
     }
     lanes
-}
-
-impl<S: Drive + ?Sized> Drive for Box<S> {
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        (**self).fd()
-    }
-
-    fn progress(&mut self, now: Timestamp) -> Progress {
-        (**self).progress(now)
-    }
-
-    fn check_at(&self) -> Option<Timestamp> {
-        (**self).check_at()
-    }
 }
 
 /// Drives a job on the caller's thread until it has its outcome.
@@ -369,58 +357,34 @@ fn start<T: OnLanes>(route: &T, job: &Arc<Job>, link: &Arc<Link>, first: Arc<Lan
     let lanes = lanes_for(job, link, first);
     job.start_shares(lanes.len(), route.transport().kind(), Frames::Messages);
     for lane in lanes {
-        let on = OnLane { route: route.clone(), lane: Arc::clone(&lane) };
-        background(job, link, on, |wake| route.share(link, lane, job, wake));
+        let again = {
+            let route = route.clone();
+            move |job: &Arc<Job>, link: &Arc<Link>| submit_to_lanes(&route, job, link)
+        };
+        let share = |wake| route.share(link, Arc::clone(&lane), job, wake);
+        background(job, link, Some(&lane), again, share);
     }
 }
 
-/// The state of a share on an I/O thread besides the job.
-pub(crate) trait Holds: Send {
-    /// The lane; it may hold a permit.
-    fn lane(&self) -> Option<&Arc<Lane>> {
-        None
-    }
-
-    /// Called when the share yielded, to acquire another lane for the job.
-    fn again(&self, _job: &Arc<Job>, _link: &Arc<Link>) {}
-}
-
-/// A share without a lane.
-pub(crate) struct NoLane;
-
-impl Holds for NoLane {}
-
-struct OnLane<T> {
-    route: T,
-    lane: Arc<Lane>,
-}
-
-impl<T: OnLanes> Holds for OnLane<T> {
-    fn lane(&self) -> Option<&Arc<Lane>> {
-        Some(&self.lane)
-    }
-
-    fn again(&self, job: &Arc<Job>, link: &Arc<Link>) {
-        submit_to_lanes(&self.route, job, link);
-    }
-}
-
-/// Drives one share on an I/O thread.
-pub(crate) fn background<S: Drive + 'static, H: Holds + 'static>(
+/// Drives one share on an I/O thread. `lane` is the share's lane, which may hold a permit. If the
+/// share yields, `again` acquires another lane for the job.
+pub(crate) fn background<S: Drive + 'static>(
     job: &Arc<Job>,
     link: &Arc<Link>,
-    holds: H,
+    lane: Option<&Arc<Lane>>,
+    again: impl Fn(&Arc<Job>, &Arc<Link>) + Send + 'static,
     share: impl FnOnce(Wake) -> S,
 ) {
     link.begin();
     let threads = &link.core.threads;
-    let remote = if holds.lane().is_some() { threads.io() } else { threads.copier() };
+    let remote = if lane.is_some() { threads.io() } else { threads.copier() };
     let token = remote.token();
     job.add_handler(&remote, token);
     let background = Background {
         drive: share(remote.waker(token)),
-        permit_until: holds.lane().map(|_| now() + PERMIT_TIME),
-        holds,
+        permit_until: lane.map(|_| now() + PERMIT_TIME),
+        lane: lane.cloned(),
+        again,
         job: Arc::clone(job),
         link: Arc::clone(link),
         done: false,
@@ -429,16 +393,17 @@ pub(crate) fn background<S: Drive + 'static, H: Holds + 'static>(
 }
 
 /// A share on an I/O thread.
-struct Background<S, H: Holds> {
+struct Background<S, A> {
     drive: S,
-    holds: H,
+    lane: Option<Arc<Lane>>,
+    again: A,
     permit_until: Option<Timestamp>,
     job: Arc<Job>,
     link: Arc<Link>,
     done: bool,
 }
 
-impl<S: Drive, H: Holds> Handler for Background<S, H> {
+impl<S: Drive, A: Fn(&Arc<Job>, &Arc<Link>) + Send> Handler for Background<S, A> {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.drive.fd()
     }
@@ -448,7 +413,7 @@ impl<S: Drive, H: Holds> Handler for Background<S, H> {
             self.job.stop(deadline_passed());
         }
         if self.permit_until.take_if(|until| cx.now >= *until).is_some()
-            && let Some(lane) = self.holds.lane()
+            && let Some(lane) = &self.lane
         {
             self.link.pass_permit(lane);
         }
@@ -476,18 +441,18 @@ impl<S: Drive, H: Holds> Handler for Background<S, H> {
             }
             Progress::Yielded => {
                 self.done = true;
-                self.holds.again(&self.job, &self.link);
+                (self.again)(&self.job, &self.link);
                 Next::Close
             }
         }
     }
 }
 
-impl<S, H: Holds> Drop for Background<S, H> {
+impl<S, A> Drop for Background<S, A> {
     fn drop(&mut self) {
         self.link.finish();
         if !self.done {
-            if let Some(lane) = self.holds.lane() {
+            if let Some(lane) = &self.lane {
                 lane.gate.shut();
                 self.link.discard(lane);
             }
@@ -528,10 +493,6 @@ mod tests {
     }
 
     impl Drive for Panics {
-        fn fd(&self) -> Option<BorrowedFd<'_>> {
-            None
-        }
-
         fn progress(&mut self, _: Timestamp) -> Progress {
             panic!("a share of a test");
         }

@@ -13,10 +13,12 @@ use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::notify::Notification;
 use crate::reactor::{Remote, now};
+use crate::stats::Counters;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, lock, wait_timeout};
 use crate::transfer::batch::{Batch, Cutter, Frame};
 use crate::transfer::kind::TransportKind;
+use crate::transfer::link::Link;
 use kvferry_proto::{Limits, StreamId, Timestamp, TransferId};
 use kvferry_sys::poll::EventFd;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -30,18 +32,6 @@ pub(crate) const STRIPE_BYTES_MIN: u64 = 32 << 20;
 
 /// Called exactly once, with whether the peer has confirmed a revoke.
 pub(crate) type RevokeDone = Box<dyn FnOnce(bool) + Send>;
-
-/// The operations of a link that a job needs.
-pub(crate) trait JobLink: Send + Sync + std::fmt::Debug {
-    /// The peer's address as the user wrote it; for errors.
-    fn address(&self) -> &str;
-
-    /// Withdraws a request for a lane. False if it was granted or has failed already.
-    fn withdraw(&self, id: u64) -> bool;
-
-    /// Asks the peer to stop touching memory through these streams.
-    fn revoke(&self, streams: Vec<StreamId>, done: RevokeDone);
-}
 
 /// How a job's frames reach the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,7 +88,7 @@ struct State {
     /// Handlers of the shares on I/O threads.
     handlers: Vec<(Remote, u64)>,
     /// A request for a lane that is not granted yet.
-    waiting: Option<(Arc<dyn JobLink>, u64)>,
+    waiting: Option<(Arc<Link>, u64)>,
 }
 
 /// One transfer, from submission to outcome.
@@ -288,7 +278,7 @@ impl Job {
 
     /// A share has ended. `dirty` is its lane if the peer may still have requests of it in
     /// progress; the share has closed it.
-    pub(crate) fn share_ended(self: &Arc<Self>, link: &dyn JobLink, dirty: Option<StreamId>) {
+    pub(crate) fn share_ended(self: &Arc<Self>, link: &Link, dirty: Option<StreamId>) {
         let mut state = lock(&self.state);
         state.shares -= 1;
         state.dirty.extend(dirty);
@@ -314,7 +304,7 @@ impl Job {
                         "a transfer ended before it had moved all bytes",
                     )
                 });
-                let error = error.with("peer", link.address());
+                let error = error.with("peer", &link.address);
                 if state.dirty.is_empty() || self.op == Op::Read {
                     // The peer has no request of this job in progress, or the bytes of such a
                     // request can only reach a socket that is closed.
@@ -343,28 +333,11 @@ impl Job {
         if state.outcome.is_some() {
             return;
         }
-        let counters = &self.core.counters;
-        match &outcome {
-            Ok(moved) => {
-                counters.transfers_done.one();
-                match self.op {
-                    Op::Write => counters.bytes_written.add(moved.bytes),
-                    Op::Read => counters.bytes_read.add(moved.bytes),
-                }
-            }
-            Err(e) => {
-                if is_stop(e.kind()) {
-                    counters.transfers_cancelled.one();
-                } else {
-                    counters.transfers_failed.one();
-                }
-                if e.quiesced() == Some(false) {
-                    counters.transfers_unconfirmed.one();
-                }
-                tracing::debug!(transfer = %self.id, error = %e, "transfer ended early");
-            }
+        count_outcome(&self.core.counters, self.op, &outcome);
+        if let Err(e) = &outcome {
+            tracing::debug!(transfer = %self.id, error = %e, "transfer ended early");
         }
-        counters.transfers_in_flight.less_one();
+        self.core.counters.transfers_in_flight.less_one();
         state.outcome = Some(outcome);
         let wakers = std::mem::take(&mut state.wakers);
         state.handlers.clear();
@@ -456,13 +429,13 @@ impl Job {
     }
 
     /// Records the job's request for a lane. Withdraws it if the job was stopped meanwhile.
-    pub(crate) fn waits<L: JobLink + 'static>(&self, link: &Arc<L>, request: u64) {
+    pub(crate) fn waits(&self, link: &Arc<Link>, request: u64) {
         let withdraw = {
             let mut state = lock(&self.state);
             if request == 0 || state.shares > 0 || state.outcome.is_some() {
                 return;
             }
-            state.waiting = Some((Arc::clone(link) as Arc<dyn JobLink>, request));
+            state.waiting = Some((Arc::clone(link), request));
             self.is_stopped()
         };
         if withdraw && link.withdraw(request) {
@@ -477,8 +450,31 @@ impl Job {
     }
 }
 
+/// Counts the outcome of a transfer.
+pub(crate) fn count_outcome(counters: &Counters, op: Op, outcome: &Result<TransferStats>) {
+    match outcome {
+        Ok(moved) => {
+            counters.transfers_done.one();
+            match op {
+                Op::Write => counters.bytes_written.add(moved.bytes),
+                Op::Read => counters.bytes_read.add(moved.bytes),
+            }
+        }
+        Err(e) => {
+            if is_stop(e.kind()) {
+                counters.transfers_cancelled.one();
+            } else {
+                counters.transfers_failed.one();
+            }
+            if e.quiesced() == Some(false) {
+                counters.transfers_unconfirmed.one();
+            }
+        }
+    }
+}
+
 /// Whether an error of this kind means that the caller stopped the transfer.
-pub(crate) fn is_stop(kind: ErrorKind) -> bool {
+fn is_stop(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::Cancelled | ErrorKind::Deadline | ErrorKind::Interrupted)
 }
 

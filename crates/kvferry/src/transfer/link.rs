@@ -18,7 +18,7 @@ use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Arc, OnceLock, RwLock, read, write};
 use crate::transfer::Options;
 use crate::transfer::batch::Batch;
-use crate::transfer::job::{Job, JobLink, Op, RevokeDone, TransferStats};
+use crate::transfer::job::{Job, Op, RevokeDone, TransferStats};
 use crate::transfer::kind::{Capabilities, Transport, TransportKind};
 use crate::transfer::slot::Interrupt;
 use kvferry_proto::auth::MAC_LEN;
@@ -562,6 +562,16 @@ impl Link {
         self.lanes.has_lanes(besides)
     }
 
+    /// See [`Lanes::withdraw`].
+    pub(crate) fn withdraw(&self, id: u64) -> bool {
+        self.lanes.withdraw(id)
+    }
+
+    /// Asks the peer to stop touching memory through these streams.
+    pub(crate) fn revoke(&self, streams: Vec<StreamId>, done: RevokeDone) {
+        self.backend.revoke(self, streams, done);
+    }
+
     /// Whether a transfer waits for a lane.
     pub(crate) fn has_waiters(&self) -> bool {
         self.lanes.has_waiters()
@@ -576,20 +586,6 @@ impl Link {
     pub(crate) fn expire(&self, now: Timestamp) {
         self.backend.expire(self, now);
         self.lanes.expire(now);
-    }
-}
-
-impl JobLink for Link {
-    fn address(&self) -> &str {
-        &self.address
-    }
-
-    fn withdraw(&self, id: u64) -> bool {
-        self.lanes.withdraw(id)
-    }
-
-    fn revoke(&self, streams: Vec<StreamId>, done: RevokeDone) {
-        self.backend.revoke(self, streams, done);
     }
 }
 

@@ -158,12 +158,6 @@ pub(crate) struct Services {
     excluded: Option<TransportKind>,
 }
 
-impl fmt::Debug for Services {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.all().map(|service| service.kind())).finish()
-    }
-}
-
 impl Services {
     /// Starts the permitted transports.
     pub(crate) fn start(allowed: Transports, cx: &Startup<'_>) -> Result<Self> {

@@ -4,7 +4,7 @@ use crate::core::Core;
 use crate::error::{Error, Result};
 use crate::reactor::Cx;
 use crate::sync::Arc;
-use crate::transfer::kind::{Transport, TransportKind};
+use crate::transfer::kind::Transport;
 use crate::transfer::link::Link;
 use kvferry_proto::{StreamHello, WireCode};
 use kvferry_sys::socket::Socket;
@@ -56,8 +56,6 @@ pub(crate) type Attached = Box<dyn FnOnce(Option<String>) + Send>;
 
 /// A transport of one running agent.
 pub(crate) trait Service: Send + Sync {
-    fn kind(&self) -> TransportKind;
-
     /// Capability bits that the native handshake announces.
     fn announces(&self) -> u64 {
         0

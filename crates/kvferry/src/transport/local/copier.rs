@@ -3,7 +3,7 @@
 use super::copy::{Broken, Targets};
 use super::{CHUNK, LocalPeer};
 use crate::error::{Error, ErrorKind};
-use crate::memory::cursor::{Fault, Gather, Lent, Pieces, Position, Scatter, Sink, Source};
+use crate::memory::cursor::{Cursor, Direction, Fault, Lent, Pieces, Position};
 use crate::memory::device::Wake;
 use crate::memory::gate::Gate;
 use crate::transfer::link::Link;
@@ -24,13 +24,8 @@ pub(super) struct Way<'a> {
 /// A range of a batch that is being copied.
 pub(super) struct Copier {
     op: Op,
-    local: Local,
+    local: Cursor,
     at: Position,
-}
-
-enum Local {
-    From(Gather),
-    To(Scatter),
 }
 
 impl Copier {
@@ -43,19 +38,16 @@ impl Copier {
         gate: Arc<Gate>,
         wake: Wake,
     ) -> Self {
-        let pieces = Arc::clone(pieces);
-        let local = match op {
-            Op::Write => Local::From(Gather::new(pieces, at, bytes, gate, wake)),
-            Op::Read => Local::To(Scatter::new(pieces, at, bytes, gate, wake)),
+        let direction = match op {
+            Op::Write => Direction::Out,
+            Op::Read => Direction::In,
         };
+        let local = Cursor::new(direction, Arc::clone(pieces), at, bytes, gate, wake);
         Self { op, local, at }
     }
 
     pub(super) fn is_done(&self) -> bool {
-        match &self.local {
-            Local::From(source) => source.remaining() == 0,
-            Local::To(sink) => sink.remaining() == 0,
-        }
+        self.local.remaining() == 0
     }
 
     /// Copies one chunk.
@@ -81,10 +73,7 @@ impl Copier {
                 io::Error::from(io::ErrorKind::Other)
             })
         };
-        let result = match &mut self.local {
-            Local::From(source) => source.lend(CHUNK, &mut copy),
-            Local::To(sink) => sink.lend(CHUNK, &mut copy),
-        };
+        let result = self.local.lend(CHUNK, &mut copy);
         if let Some(broken) = broken {
             return Err(way.broken(broken));
         }
@@ -97,10 +86,7 @@ impl Copier {
 
     /// Whether all copied bytes are in place. Called when no bytes remain.
     pub(super) fn flush(&mut self, way: &Way<'_>) -> Result<Lent, Error> {
-        match &mut self.local {
-            Local::From(_) => Ok(Lent::Moved(0)),
-            Local::To(sink) => sink.flush().map_err(|fault| way.failed(fault)),
-        }
+        self.local.flush().map_err(|fault| way.failed(fault))
     }
 }
 

@@ -5,7 +5,7 @@ use crate::core::Core;
 use crate::error::{Error, ErrorKind};
 use crate::memory::cursor::{Pieces, Position};
 use crate::memory::gate::Touches;
-use crate::memory::region::{Access, Misfit};
+use crate::memory::region::Access;
 use crate::memory::registry::{Missed, Seen};
 use crate::memory::remote;
 use crate::memory::writers::WriterGate;
@@ -85,13 +85,13 @@ impl LocalPeer {
             Op::Read => Access::READ,
         };
         let mut found = self.look_up(targets, batch, need);
-        if matches!(found, Err((Missed::Misfit(_), _))) {
+        if matches!(found, Err((Missed::Refused(_), _))) {
             // Resolved once more in any case: another thread may have updated the index meanwhile.
             self.registry.catch_up();
             found = self.look_up(targets, batch, need);
         }
         found.map_err(|(missed, pair)| match missed {
-            Missed::Misfit(Misfit(code)) => Unreached::Refused { code, pair },
+            Missed::Refused(code) => Unreached::Refused { code, pair },
             Missed::Elsewhere => Unreached::Elsewhere,
         })
     }
@@ -172,14 +172,8 @@ impl LocalPeer {
         let mut copied = 0;
         let mut alive = None;
         for (span, range) in spans.iter().zip(walk.ranges()) {
-            let region = &walk.targets.regions[range.region as usize];
-            let Some(map) = &region.map else { break };
-            if alive != Some(range.region) {
-                if !self.registry.is_current(&region.seen) {
-                    return Err(Broken::Pair { code: WireCode::Revoked, pair: range.pair });
-                }
-                alive = Some(range.region);
-            }
+            let Some(map) = &walk.region(&range).map else { break };
+            walk.check_region(self, &range, &mut alive)?;
             let offset = usize::try_from(range.offset).expect("inside a mapping");
             match op {
                 Op::Write => map.span(offset, span.len()).copy_from_span(span),
@@ -195,16 +189,11 @@ impl LocalPeer {
             ranges.clear();
             let mut alive = None;
             for (span, range) in spans.iter().zip(walk.ranges()) {
-                let region = &walk.targets.regions[range.region as usize];
+                let region = walk.region(&range);
                 if region.map.is_some() {
                     break;
                 }
-                if alive != Some(range.region) {
-                    if !self.registry.is_current(&region.seen) {
-                        return Err(Broken::Pair { code: WireCode::Revoked, pair: range.pair });
-                    }
-                    alive = Some(range.region);
-                }
+                walk.check_region(self, &range, &mut alive)?;
                 let addr = region.seen.base.wrapping_add(range.offset);
                 let addr = usize::try_from(addr).expect("an address of this machine");
                 ranges.push(RemoteSpan::new(addr, span.len()));
@@ -272,6 +261,26 @@ impl Walk<'_> {
         })
     }
 
+    fn region(&self, range: &At) -> &TargetRegion {
+        &self.targets.regions[range.region as usize]
+    }
+
+    /// Whether the region of a range is registered. `alive` is the region that was seen last.
+    fn check_region(
+        &self,
+        peer: &LocalPeer,
+        range: &At,
+        alive: &mut Option<u32>,
+    ) -> Result<(), Broken> {
+        if *alive != Some(range.region) {
+            if !peer.registry.is_current(&self.region(range).seen) {
+                return Err(Broken::Pair { code: WireCode::Revoked, pair: range.pair });
+            }
+            *alive = Some(range.region);
+        }
+        Ok(())
+    }
+
     /// Whether the regions that `bytes` bytes were read from are still registered.
     fn check(&self, peer: &LocalPeer, copied: usize) -> Result<(), Broken> {
         let mut left = copied as u64;
@@ -280,13 +289,7 @@ impl Walk<'_> {
             if left == 0 {
                 return Ok(());
             }
-            if alive != Some(range.region) {
-                let region = &self.targets.regions[range.region as usize];
-                if !peer.registry.is_current(&region.seen) {
-                    return Err(Broken::Pair { code: WireCode::Revoked, pair: range.pair });
-                }
-                alive = Some(range.region);
-            }
+            self.check_region(peer, &range, &mut alive)?;
             let within = if range.pair == self.at.piece { self.at.within } else { 0 };
             left = left.saturating_sub(self.pieces.pieces[range.pair].len - within);
         }

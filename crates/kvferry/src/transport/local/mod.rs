@@ -110,10 +110,6 @@ struct LocalService {
 }
 
 impl Service for LocalService {
-    fn kind(&self) -> TransportKind {
-        Local::KIND
-    }
-
     fn announces(&self) -> u64 {
         if self.obstacle.is_none() { CAPABILITY_LOCAL } else { 0 }
     }
@@ -213,12 +209,12 @@ impl LocalPeer {
 mod tests {
     use super::route::LocalRoute;
     use super::*;
-    use crate::memory::region::{Access, RemoteRegion};
+    use crate::memory::region::Access;
     use crate::memory::registry::Registry;
     use crate::reactor::now;
     use crate::transfer::drive;
     use crate::transfer::job::{Job, Op};
-    use crate::transfer::link::Backend;
+    use crate::transfer::link::tests::NoPeer;
     use crate::transfer::slot::Watch;
     use crate::{Agent, Batch, Transports};
 
@@ -247,26 +243,9 @@ mod tests {
         (Arc::new(peer), there)
     }
 
-    /// The test sends no requests.
-    struct Silent;
-
-    impl Backend for Silent {
-        fn open_lane(&self, _link: &Arc<Link>) {}
-
-        fn wake(&self, _core: &Core) {}
-
-        fn regions(&self, _link: &Arc<Link>, _timeout: Duration) -> Result<Vec<RemoteRegion>> {
-            Ok(Vec::new())
-        }
-
-        fn probe(&self, _link: &Arc<Link>, timeout: Duration) -> Result<Duration> {
-            Ok(timeout)
-        }
-    }
-
     fn link(agent: &Agent) -> Arc<Link> {
         let at = agent.local_addr();
-        Link::new(Arc::clone(agent.core()), "peer".into(), at, Arc::new(Silent), 1)
+        Link::new(Arc::clone(agent.core()), "peer".into(), at, Arc::new(NoPeer::default()), 1)
     }
 
     #[test]

@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 use crate::sync::Arc;
 use crate::transfer::Options;
 use crate::transfer::batch::Batch;
-use crate::transfer::drive::{NoLane, background, drive, no_wake, shares};
-use crate::transfer::job::{Frames, Job, Op, TransferStats, is_stop};
+use crate::transfer::drive::{background, drive, no_wake, shares};
+use crate::transfer::job::{Frames, Job, Op, TransferStats, count_outcome};
 use crate::transfer::kind::Transport;
 use crate::transfer::link::{Link, Offered, Route};
 use crate::transfer::slot::{Interrupt, Watch};
@@ -48,9 +48,8 @@ impl LocalRoute {
         let frames = Frames::Copies { bytes_min: COPIER_BYTES_MIN };
         job.start_shares(copiers, Local::KIND, frames);
         for _ in own..copiers {
-            background(job, link, NoLane, |wake| {
-                LocalShare::new(link, &self.0, job, targets, wake)
-            });
+            let share = |wake| LocalShare::new(link, &self.0, job, targets, wake);
+            background(job, link, None, |_, _| {}, share);
         }
     }
 }
@@ -91,26 +90,14 @@ impl Route for LocalRoute {
         let copied = copied?;
         counters.transfers_started.one();
         let bytes = batch.bytes();
-        Some(match copied {
-            Ok(()) => {
-                counters.transfers_done.one();
-                match op {
-                    Op::Write => counters.bytes_written.add(bytes),
-                    Op::Read => counters.bytes_read.add(bytes),
-                }
-                let transport = Some(Local::KIND);
-                Ok(TransferStats { bytes, descriptors: batch.len(), streams: 1, transport })
-            }
-            Err(e) => {
-                if is_stop(e.kind()) {
-                    counters.transfers_cancelled.one();
-                } else {
-                    counters.transfers_failed.one();
-                }
-                // The caller's thread has copied.
-                Err(e.with("peer", &link.address).with_quiesced(true))
-            }
-        })
+        let (descriptors, transport) = (batch.len(), Some(Local::KIND));
+        let outcome = match copied {
+            Ok(()) => Ok(TransferStats { bytes, descriptors, streams: 1, transport }),
+            // The caller's thread has copied.
+            Err(e) => Err(e.with("peer", &link.address).with_quiesced(true)),
+        };
+        count_outcome(counters, op, &outcome);
+        Some(outcome)
     }
 
     fn run(&self, link: &Arc<Link>, job: &Arc<Job>, interrupt: Interrupt<'_>) -> Offered {

@@ -16,7 +16,6 @@ use crate::transfer::job::Job;
 use crate::transfer::drive::{Drive, Progress, STEP_BYTES};
 use crate::transport::refusal::refusal;
 use kvferry_proto::{Limits, Timestamp, WireCode};
-use std::os::fd::BorrowedFd;
 
 /// The bytes that a step counts for at least: a step of a thousand tiny pieces takes as long as one
 /// of as many bytes.
@@ -132,17 +131,13 @@ impl LocalShare {
             if let Some(gate) = self.peer.page.gate() {
                 gate.count(0, 0, 1);
             }
-            self.job.share_ended(&*self.link, None);
+            self.job.share_ended(&self.link, None);
         }
         Progress::Done
     }
 }
 
 impl Drive for LocalShare {
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
     fn progress(&mut self, now: Timestamp) -> Progress {
         let mut budget = STEP_BYTES;
         let mut at = now;

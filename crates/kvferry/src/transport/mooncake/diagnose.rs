@@ -62,14 +62,14 @@ impl Diagnosis {
                 self.link.open_ahead();
                 self.job.fail(refusal(&self.link, &self.job, pair, kind));
                 // The peer applies no byte of a refused request, and no later request.
-                self.job.share_ended(&*self.link, None);
+                self.job.share_ended(&self.link, None);
             }
             None => {
                 self.job.fail(self.error.clone());
                 if !alive {
                     end(&self.link, self.error);
                 }
-                self.job.share_ended(&*self.link, Some(self.lane));
+                self.job.share_ended(&self.link, Some(self.lane));
             }
         }
     }

@@ -15,7 +15,7 @@ use super::wire::{Opcode, Request, Status};
 use super::{KEEPALIVE, MooncakeServer};
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::cursor::{Fault, Gather, Lent, Pieces, Position, Scatter, Sink, Source};
+use crate::memory::cursor::{Cursor, Direction, Fault, Lent, Pieces, Position};
 use crate::memory::device::Wake;
 use crate::memory::gate::Gate;
 use crate::memory::region::Access;
@@ -211,10 +211,6 @@ struct Dispatcher {
 }
 
 impl Handler for Dispatcher {
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
     fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
         if let Some(connection) = self.connection.take() {
             self.to.add(self.token, connection);
@@ -228,22 +224,16 @@ enum State {
         bytes: [u8; Request::LEN],
         at: usize,
     },
-    /// Receiving payload; the received part of the next head is kept.
+    /// Receiving payload, then waiting for device copies; the received part of the next head is
+    /// kept.
     Write {
         request: Request,
-        sink: Scatter,
-        next: [u8; Request::LEN],
-        at: usize,
-    },
-    /// All payload has arrived; device copies are in progress.
-    Flush {
-        request: Request,
-        sink: Scatter,
+        sink: Cursor,
         next: [u8; Request::LEN],
         at: usize,
     },
     Read {
-        source: Gather,
+        source: Cursor,
     },
     /// Refused: sends the status, drops what arrives.
     Draining {
@@ -318,18 +308,6 @@ impl Connection {
                 self.begin(Request::decode(&bytes))
             }
             State::Write { request, sink, next, at } => self.write(request, sink, next, at, budget),
-            State::Flush { request, mut sink, next, at } => match sink.flush() {
-                Ok(Lent::NotReady) => {
-                    self.state = State::Flush { request, sink, next, at };
-                    Step::Memory
-                }
-                Ok(_) => {
-                    self.written(&request);
-                    self.state = State::Head { bytes: next, at };
-                    self.send_if_due(at > 0)
-                }
-                Err(fault) => self.fault(&fault),
-            },
             State::Read { source } => self.read(source, budget),
             State::Draining { until, half_closed } => self.drain(until, half_closed),
             State::Dead => Step::Over,
@@ -405,11 +383,11 @@ impl Connection {
         let (at, gate) = (Position::default(), Arc::clone(&self.gate));
         match request.opcode {
             Opcode::Write => {
-                let sink = Scatter::new(pieces, at, request.size, gate, wake);
+                let sink = Cursor::new(Direction::In, pieces, at, request.size, gate, wake);
                 self.state = State::Write { request, sink, next: [0; Request::LEN], at: 0 };
             }
             Opcode::Read => {
-                let source = Gather::new(pieces, at, request.size, gate, wake);
+                let source = Cursor::new(Direction::Out, pieces, at, request.size, gate, wake);
                 self.answer(&request, Status::Done);
                 self.core().counters.bytes_served.add(request.size);
                 self.core().counters.requests_served.one();
@@ -437,14 +415,24 @@ impl Connection {
     fn write(
         &mut self,
         request: Request,
-        mut sink: Scatter,
+        mut sink: Cursor,
         mut next: [u8; Request::LEN],
         mut at: usize,
         budget: &mut usize,
     ) -> Step {
         if sink.remaining() == 0 {
-            self.state = State::Flush { request, sink, next, at };
-            return Step::On;
+            return match sink.flush() {
+                Ok(Lent::NotReady) => {
+                    self.state = State::Write { request, sink, next, at };
+                    Step::Memory
+                }
+                Ok(_) => {
+                    self.written(&request);
+                    self.state = State::Head { bytes: next, at };
+                    self.send_if_due(at > 0)
+                }
+                Err(fault) => self.fault(&fault),
+            };
         }
         if !self.may_touch() {
             return Step::Over;
@@ -456,20 +444,14 @@ impl Connection {
             at += n - payload;
             Ok(payload)
         });
+        self.state = State::Write { request, sink, next, at };
         match result {
             Ok(Lent::Moved(n)) => {
                 *budget = budget.saturating_sub(n);
-                self.state = State::Write { request, sink, next, at };
                 Step::On
             }
-            Ok(Lent::WouldBlock) => {
-                self.state = State::Write { request, sink, next, at };
-                self.send_statuses().unwrap_or(Step::Read)
-            }
-            Ok(Lent::NotReady) => {
-                self.state = State::Write { request, sink, next, at };
-                self.send_statuses().unwrap_or(Step::Memory)
-            }
+            Ok(Lent::WouldBlock) => self.send_statuses().unwrap_or(Step::Read),
+            Ok(Lent::NotReady) => self.send_statuses().unwrap_or(Step::Memory),
             Err(fault) => self.fault(&fault),
         }
     }
@@ -481,7 +463,7 @@ impl Connection {
         self.answer(request, Status::Done);
     }
 
-    fn read(&mut self, mut source: Gather, budget: &mut usize) -> Step {
+    fn read(&mut self, mut source: Cursor, budget: &mut usize) -> Step {
         if source.remaining() == 0 {
             self.state = State::start();
             return Step::On;
@@ -497,20 +479,14 @@ impl Connection {
             Ok(n - of_due)
         });
         self.statuses_sent(of_due);
+        self.state = State::Read { source };
         match result {
             Ok(Lent::Moved(n)) => {
                 *budget = budget.saturating_sub(n);
-                self.state = State::Read { source };
                 Step::On
             }
-            Ok(Lent::WouldBlock) => {
-                self.state = State::Read { source };
-                Step::Write
-            }
-            Ok(Lent::NotReady) => {
-                self.state = State::Read { source };
-                self.send_statuses().unwrap_or(Step::Memory)
-            }
+            Ok(Lent::WouldBlock) => Step::Write,
+            Ok(Lent::NotReady) => self.send_statuses().unwrap_or(Step::Memory),
             Err(fault) => self.fault(&fault),
         }
     }
@@ -607,7 +583,7 @@ fn resolve(core: &Core, request: &Request) -> std::result::Result<Pieces, WireCo
     // The table takes lengths of native descriptors; longer ranges are checked here.
     let head = u32::try_from(request.size).unwrap_or(u32::MAX);
     let (region, offset) =
-        tables.resolve(RegionId::ABSOLUTE, request.addr, head, need).map_err(|misfit| misfit.0)?;
+        tables.resolve(RegionId::ABSOLUTE, request.addr, head, need)?;
     match offset.checked_add(request.size) {
         None => Err(WireCode::Overflow),
         Some(end) if end > region.len as u64 => Err(WireCode::Straddles),

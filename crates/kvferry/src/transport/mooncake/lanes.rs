@@ -191,10 +191,6 @@ pub(super) struct LinkKeeper {
 }
 
 impl Handler for LinkKeeper {
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
-
     fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
         let link = &self.link;
         if link.end().is_some() {

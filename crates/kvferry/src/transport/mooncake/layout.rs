@@ -49,43 +49,65 @@ pub(super) fn lay_out<'a>(
     spans: &[HostSpan],
     vector: &mut SendVector<'a>,
 ) {
-    let mut spans = spans.iter().copied();
-    let mut span = spans.next();
+    let mut spans = Spans::new(spans);
     for request in out {
         if request.head_at < Request::LEN && !vector.push_bytes(&request.head[request.head_at..]) {
             return;
         }
-        let mut left = request.left;
-        while left > 0 {
-            let Some(rest) = span else { return };
-            let (now, later) = take(rest, left);
-            if !vector.push_span(now) {
-                return;
-            }
-            left -= now.len() as u64;
-            span = if later.is_empty() { spans.next() } else { Some(later) };
+        if !spans.give(request.left, |span| vector.push_span(span)) {
+            return;
         }
     }
 }
 
-/// Splits a span after `left` bytes.
-fn take(span: HostSpan, left: u64) -> (HostSpan, HostSpan) {
-    span.split_at(span.len().min(usize::try_from(left).unwrap_or(usize::MAX)))
+/// Spans that are divided among requests, in order.
+struct Spans<'a> {
+    rest: std::slice::Iter<'a, HostSpan>,
+    current: Option<HostSpan>,
+}
+
+impl<'a> Spans<'a> {
+    fn new(spans: &'a [HostSpan]) -> Self {
+        let mut rest = spans.iter();
+        let current = rest.next().copied();
+        Self { rest, current }
+    }
+
+    /// Gives the next `bytes` bytes to `push`; false if the spans end before, or `push` is full.
+    fn give(&mut self, bytes: u64, mut push: impl FnMut(HostSpan) -> bool) -> bool {
+        let mut left = bytes;
+        while left > 0 {
+            let Some(span) = self.current else { return false };
+            let len = span.len().min(usize::try_from(left).unwrap_or(usize::MAX));
+            let (now, later) = span.split_at(len);
+            if !push(now) {
+                return false;
+            }
+            left -= len as u64;
+            self.current = if later.is_empty() { self.rest.next().copied() } else { Some(later) };
+        }
+        true
+    }
 }
 
 /// How many of the first `sent` bytes are payload.
-pub(super) fn payload_of(out: &VecDeque<Outgoing>, mut sent: usize) -> usize {
-    let mut payload = 0;
-    for request in out {
-        sent -= sent.min(Request::LEN - request.head_at);
-        let of_payload = usize::try_from(request.left).unwrap_or(usize::MAX).min(sent);
-        payload += of_payload;
-        sent -= of_payload;
-        if sent == 0 {
+pub(super) fn payload_of(out: &VecDeque<Outgoing>, sent: usize) -> usize {
+    count_payload(out.iter().map(|request| (Request::LEN - request.head_at, request.left)), sent)
+}
+
+/// How many of the first `moved` bytes of messages, each a head and a payload, are payload.
+fn count_payload(messages: impl Iterator<Item = (usize, u64)>, mut moved: usize) -> usize {
+    let mut sum = 0;
+    for (head, payload) in messages {
+        moved -= moved.min(head);
+        let of_payload = usize::try_from(payload).unwrap_or(usize::MAX).min(moved);
+        sum += of_payload;
+        moved -= of_payload;
+        if moved == 0 {
             break;
         }
     }
-    payload
+    sum
 }
 
 /// The destinations of answers to reads: a slot for each status, the sink's spans for payload.
@@ -116,40 +138,22 @@ impl Layout<'_> {
         spans: &[HostSpan],
         vector: &mut RecvVector<'v>,
     ) {
-        let mut spans = spans.iter().copied();
-        let mut span = spans.next();
+        let mut spans = Spans::new(spans);
         for ((status, payload), slot) in self.parts().zip(slots) {
-            if span.is_none() {
+            if spans.current.is_none() {
                 return;
             }
             if status > 0 && !vector.push_buffer(&mut slot[Status::LEN - status..]) {
                 return;
             }
-            let mut left = payload;
-            while left > 0 {
-                let Some(rest) = span else { return };
-                let (now, later) = take(rest, left);
-                if !vector.push_span(now) {
-                    return;
-                }
-                left -= now.len() as u64;
-                span = if later.is_empty() { spans.next() } else { Some(later) };
+            if !spans.give(payload, |span| vector.push_span(span)) {
+                return;
             }
         }
     }
 
     /// How many of the first `came` bytes are payload.
-    pub(super) fn payload_of(&self, mut came: usize) -> usize {
-        let mut sum = 0;
-        for (status, payload) in self.parts() {
-            came -= came.min(status);
-            let of_payload = usize::try_from(payload).unwrap_or(usize::MAX).min(came);
-            sum += of_payload;
-            came -= of_payload;
-            if came == 0 {
-                break;
-            }
-        }
-        sum
+    pub(super) fn payload_of(&self, came: usize) -> usize {
+        count_payload(self.parts(), came)
     }
 }

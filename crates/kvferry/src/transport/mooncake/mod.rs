@@ -143,10 +143,6 @@ struct MooncakeService {
 }
 
 impl Service for MooncakeService {
-    fn kind(&self) -> TransportKind {
-        Mooncake::KIND
-    }
-
     fn dialer(&self) -> Option<&dyn Dialer> {
         self.dials.then_some(self)
     }
@@ -168,7 +164,7 @@ impl Dialer for MooncakeService {
 struct OnStockPeer(Arc<MooncakePeer>);
 
 impl OnLanes for OnStockPeer {
-    type Share = Box<outbound::Share>;
+    type Share = outbound::Share;
 
     fn transport(&self) -> &'static dyn Transport {
         &Mooncake
@@ -176,6 +172,6 @@ impl OnLanes for OnStockPeer {
 
     fn share(&self, link: &Arc<Link>, lane: Arc<Lane>, job: &Arc<Job>, wake: Wake) -> Self::Share {
         let (peer, link, job) = (Arc::clone(&self.0), Arc::clone(link), Arc::clone(job));
-        Box::new(outbound::Share::new(peer, link, lane, job, wake))
+        outbound::Share::new(peer, link, lane, job, wake)
     }
 }

@@ -25,10 +25,11 @@ use super::peer::{end, notified, notify_frame};
 use super::stall_detector::StallDetector;
 use super::wire::{Kind, Opcode, Request, Status};
 use crate::error::{Error, ErrorKind};
-use crate::memory::cursor::{Fault, Gather, Lent, Position, Scatter, Sink, Source};
+use crate::memory::cursor::{Cursor, Direction, Fault, Lent, Position, lent};
 use crate::memory::device::Wake;
 use crate::notify::Notification;
 use crate::transfer::lanes::Lane;
+use crate::transport::refusal::local_fault;
 use crate::transfer::link::Link;
 use crate::transfer::batch::Frame;
 use crate::transfer::job::{Job, Op};
@@ -75,13 +76,13 @@ pub(super) struct Share {
     /// Payload bytes of `out`.
     out_bytes: u64,
     /// The memory of the frame being made, for writes.
-    source: Option<Gather>,
+    source: Option<Cursor>,
     /// Requests that are not completely answered, in order.
     awaited: VecDeque<Awaited>,
     /// Payload bytes of `awaited`, in either direction.
     awaited_bytes: u64,
     /// The destinations of reads: a sink for each incomplete frame.
-    sinks: VecDeque<Scatter>,
+    sinks: VecDeque<Cursor>,
     /// The received part of the next answer's status.
     status: [u8; Status::LEN],
     status_at: usize,
@@ -177,9 +178,10 @@ impl Share {
         let Some(frame) = self.job.next_frame(&self.limits) else { return false };
         let (pieces, at, len) = (Arc::clone(&self.job.batch.local), frame.at, frame.bytes);
         let (gate, wake) = (Arc::clone(&self.lane.gate), Arc::clone(&self.wake));
+        let cursor = |direction| Cursor::new(direction, pieces, at, len, gate, wake);
         match self.job.op {
-            Op::Write => self.source = Some(Gather::new(pieces, at, len, gate, wake)),
-            Op::Read => self.sinks.push_back(Scatter::new(pieces, at, len, gate, wake)),
+            Op::Write => self.source = Some(cursor(Direction::Out)),
+            Op::Read => self.sinks.push_back(cursor(Direction::In)),
         }
         let (at, left) = (frame.at, frame.bytes);
         self.making = Some(Making { frame, at, left, unfenced: (0, 0, frame.at.piece) });
@@ -263,11 +265,7 @@ impl Share {
                 let limit = usize::try_from(self.out_bytes).unwrap_or(usize::MAX).min(SEND_CHUNK);
                 source.lend(limit, &mut send)
             }
-            _ => match send(&[]) {
-                Ok(n) => Ok(Lent::Moved(n)),
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(Lent::WouldBlock),
-                Err(e) => Err(Fault::Io(e)),
-            },
+            _ => lent(send(&[])),
         };
         self.sent(sent);
         match result {
@@ -575,13 +573,7 @@ impl Share {
             Fault::Io(e) => self.lost(e),
             Fault::Shut => self.lost(io::ErrorKind::ConnectionAborted.into()),
             Fault::Memory { code, index } => {
-                self.job.fail(
-                    Error::new(
-                        ErrorKind::from_wire(code),
-                        "local memory of the transfer can't be used any more",
-                    )
-                    .with("descriptor", index),
-                );
+                self.job.fail(local_fault(code, index));
                 drop_lane(&self.peer, &self.link, &self.lane);
                 self.over(true)
             }
@@ -591,7 +583,7 @@ impl Share {
     /// Ends a broken lane. `dirty` if the peer may still have requests of it in progress.
     fn over(&mut self, dirty: bool) -> Step {
         self.ended = true;
-        self.job.share_ended(&*self.link, dirty.then_some(self.lane.id));
+        self.job.share_ended(&self.link, dirty.then_some(self.lane.id));
         Step::Over
     }
 
@@ -612,7 +604,7 @@ impl Share {
         self.ended = true;
         self.link.put(Arc::clone(&self.lane));
         if self.job.is_stopped() {
-            self.job.share_ended(&*self.link, None);
+            self.job.share_ended(&self.link, None);
             return Progress::Done;
         }
         if self.yielding.yields() && self.notification.is_none() {
@@ -620,7 +612,7 @@ impl Share {
         }
         match self.notification.take() {
             Some(notification) => self.notify(&notification),
-            None => self.job.share_ended(&*self.link, None),
+            None => self.job.share_ended(&self.link, None),
         }
         Progress::Done
     }
@@ -631,7 +623,7 @@ impl Share {
             Ok(request) => request,
             Err(e) => {
                 self.job.fail(e);
-                return self.job.share_ended(&*self.link, None);
+                return self.job.share_ended(&self.link, None);
             }
         };
         let (core, job, link) = (&self.link.core, Arc::clone(&self.job), Arc::clone(&self.link));
@@ -647,7 +639,7 @@ impl Share {
                 if let Err(e) = answer.and_then(|answer| notified(&answer)) {
                     job.fail(e.with("peer", &link.address));
                 }
-                job.share_ended(&*link, None);
+                job.share_ended(&link, None);
             }),
         );
     }

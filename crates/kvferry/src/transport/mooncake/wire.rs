@@ -270,7 +270,6 @@ impl Status {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
 
     fn descriptor(buffers: usize) -> Descriptor {
         let buffer = |i: usize| Buffer {
@@ -335,46 +334,6 @@ mod tests {
             assert_eq!(kind, Kind::Metadata);
             let read: Descriptor = serde_json::from_slice(json).expect("own output");
             assert_eq!(read.buffers.len() == buffers, buffers <= 10_000, "{buffers} buffers");
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
-            if let Some((_, json)) = split(&bytes) {
-                let _ = serde_json::from_slice::<Descriptor>(json);
-                let _ = serde_json::from_slice::<Caller>(json);
-                let _ = serde_json::from_slice::<Notify>(json);
-                let _ = serde_json::from_slice::<Alive>(json);
-            }
-            if let Some(head) = bytes.first_chunk::<{ Request::LEN }>() {
-                let request = Request::decode(head);
-                prop_assert_eq!(Request::decode(&request.encode()), request);
-            }
-            if let Some(word) = bytes.first_chunk::<{ Status::LEN }>()
-                && let Ok(status) = Status::decode(*word)
-            {
-                prop_assert_eq!(&status.encode(), word);
-            }
-        }
-
-        #[test]
-        fn a_cut_descriptor_is_an_error(cut in 0.0f64..1.0) {
-            let json = serde_json::to_vec(&descriptor(3)).expect("encodes");
-            let at = ((json.len() - 1) as f64 * cut) as usize;
-            prop_assert!(serde_json::from_slice::<Descriptor>(&json[..at]).is_err());
-        }
-
-        #[test]
-        fn requests_and_statuses_survive_a_round_trip(
-            size in any::<u64>(), addr in any::<u64>(), write in any::<bool>(),
-            status in any::<bool>(), code in any::<u32>(),
-        ) {
-            let opcode = if write { Opcode::Write } else { Opcode::Read };
-            let request = Request { size, addr, opcode, status };
-            prop_assert_eq!(Request::decode(&request.encode()), request);
-            let status = Status::decode(Status::Other(code).encode()).expect("has the magic");
-            prop_assert_eq!(status.encode(), Status::Other(code).encode());
         }
     }
 }

@@ -5,7 +5,7 @@
 
 use super::{digest_spans, transmit_once};
 use crate::core::Core;
-use crate::memory::cursor::{Fault, Gather, Lent, Piece, Pieces, Position, Scatter, Sink};
+use crate::memory::cursor::{Cursor, Direction, Fault, Lent, Piece, Pieces, Position};
 use crate::memory::device::Wake;
 use crate::memory::gate::Gate;
 use crate::memory::region::Access;
@@ -33,9 +33,9 @@ pub(crate) struct InboundStream {
     gate: Arc<Gate>,
     lane: Target,
     /// The memory of the current write, unless it failed.
-    sink: Option<Scatter>,
+    sink: Option<Cursor>,
     /// The memory of the current read.
-    source: Option<Gather>,
+    source: Option<Cursor>,
     /// The allocation for the next request's pieces; empty between requests.
     pieces: Arc<Pieces>,
     wake: Option<Wake>,
@@ -189,10 +189,11 @@ impl InboundStream {
         let gate = Arc::clone(&self.gate);
         let wake = self.wake.clone().expect("set by the first call of handle");
         let (at, len) = (Position::default(), header.payload_len);
+        let cursor = |direction| Cursor::new(direction, pieces, at, len, gate, wake);
         match header.op {
-            Op::Write => self.sink = Some(Scatter::new(pieces, at, len, gate, wake)),
+            Op::Write => self.sink = Some(cursor(Direction::In)),
             Op::Read => {
-                self.source = Some(Gather::new(pieces, at, len, gate, wake));
+                self.source = Some(cursor(Direction::Out));
                 let counters = &self.core().counters;
                 counters.bytes_served.add(len);
                 counters.requests_served.one();
@@ -204,7 +205,7 @@ impl InboundStream {
 
     /// Waits until all received bytes are in place; then the request is answered.
     fn flush(&mut self) -> Step {
-        match self.sink.as_mut().map(Sink::flush) {
+        match self.sink.as_mut().map(Cursor::flush) {
             Some(Ok(Lent::NotReady)) => return Step::Memory,
             Some(Err(fault)) => return self.sink_fault(&fault),
             // The answer to a failed request also confirms that none of its bytes arrive any more.
@@ -301,7 +302,7 @@ fn blocked(error: &io::Error, wait: Step) -> Step {
 /// Receives payload in one call; returns how many bytes left the socket, and the result.
 fn receive(
     socket: &Socket,
-    sink: &mut Scatter,
+    sink: &mut Cursor,
     early: &[u8],
     mut digest: Option<&mut PieceDigest>,
 ) -> (usize, Result<Lent, Fault>) {
@@ -363,7 +364,7 @@ fn resolve(
         }
         let (region, offset) = tables
             .resolve(descriptor.region, descriptor.offset, descriptor.len, need)
-            .map_err(|misfit| (misfit.0, index))?;
+            .map_err(|code| (code, index))?;
         pieces.push(region, offset, u64::from(descriptor.len));
     }
     drop(tables);

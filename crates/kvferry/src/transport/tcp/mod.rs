@@ -19,7 +19,7 @@ mod outbound;
 pub(crate) use inbound::InboundStream;
 
 use crate::error;
-use crate::memory::cursor::{Fault, Gather, Lent, Source};
+use crate::memory::cursor::{Cursor, Fault, Lent, lent};
 use crate::memory::device::Wake;
 use crate::transfer::drive::{LaneRoute, OnLanes, SEND_CHUNK};
 use crate::transfer::job::Job;
@@ -31,7 +31,6 @@ use kvferry_proto::PieceDigest;
 use kvferry_proto::lane::Transmit;
 use kvferry_sys::HostSpan;
 use kvferry_sys::socket::Socket;
-use std::io;
 use std::sync::Arc;
 
 /// The transport, its service, and its route; all are stateless.
@@ -68,10 +67,6 @@ impl Start for Tcp {
 }
 
 impl Service for Tcp {
-    fn kind(&self) -> TransportKind {
-        Self::KIND
-    }
-
     /// Lanes are opened on demand, the first one in advance.
     fn attach(&self, link: &Arc<Link>, attached: Attached) {
         link.add_route(Arc::new(LaneRoute(Self)));
@@ -96,7 +91,7 @@ impl OnLanes for Tcp {
 /// bytes were sent, and the result.
 fn transmit_once(
     socket: &Socket,
-    source: Option<&mut Gather>,
+    source: Option<&mut Cursor>,
     transmit: Transmit<'_>,
 ) -> (usize, Result<Lent, Fault>) {
     let Transmit { bytes, payload, mut digest } = transmit;
@@ -110,21 +105,9 @@ fn transmit_once(
             }
             Ok(of_payload)
         }),
-        _ => lent(socket.send(bytes), &mut sent),
+        _ => lent(socket.send(bytes).inspect(|n| sent = *n)),
     };
     (sent, result)
-}
-
-/// A call that moved bytes other than payload, as a result of [`Source::lend`].
-fn lent(result: io::Result<usize>, moved: &mut usize) -> Result<Lent, Fault> {
-    match result {
-        Ok(n) => {
-            *moved = n;
-            Ok(Lent::Moved(n))
-        }
-        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(Lent::WouldBlock),
-        Err(e) => Err(Fault::Io(e)),
-    }
 }
 
 /// Adds the first `len` bytes of the spans to a digest, right after they were moved.

@@ -3,9 +3,9 @@
 //! [`Initiator`] decides which bytes come next in either direction; this module moves them between
 //! the socket and the memory of the transfer.
 
-use super::{digest_spans, lent, transmit_once};
+use super::{digest_spans, transmit_once};
 use crate::error::{Error, ErrorKind};
-use crate::memory::cursor::{Fault, Gather, Lent, Scatter, Sink};
+use crate::memory::cursor::{Cursor, Direction, Fault, Lent, lent};
 use crate::memory::device::Wake;
 use crate::notify::Notification;
 use crate::transfer::batch::Frame;
@@ -32,9 +32,9 @@ pub(crate) struct Share {
     /// Requests carry their frames; a notification has none.
     requests: Initiator<Option<Frame>>,
     /// The memory of the write that is being sent.
-    source: Option<Gather>,
+    source: Option<Cursor>,
     /// The memory of the read whose answer is due.
-    sink: Option<Scatter>,
+    sink: Option<Cursor>,
     /// A notification to send once everything before it is answered.
     notification: Option<Notification>,
     yielding: Yielding,
@@ -110,7 +110,8 @@ impl Share {
         let notification = job.notify.as_ref().filter(|_| carries);
         self.begin(op, Some(frame), notification, now);
         self.source = (job.op == Op::Write).then(|| {
-            Gather::new(
+            Cursor::new(
+                Direction::Out,
                 Arc::clone(&job.batch.local),
                 frame.at,
                 frame.bytes,
@@ -151,7 +152,7 @@ impl Share {
         let (mut sent, mut result) = transmit_once(socket, self.source.as_mut(), transmit);
         if matches!(result, Ok(Lent::NotReady)) && !bytes.is_empty() {
             // The head need not wait for the memory.
-            result = lent(socket.send(bytes), &mut sent).map(|lent| match lent {
+            result = lent(socket.send(bytes).inspect(|n| sent = *n)).map(|lent| match lent {
                 Lent::Moved(_) => Lent::NotReady,
                 other => other,
             });
@@ -180,7 +181,8 @@ impl Share {
         let answering = self.requests.answering().flatten();
         let (socket, mut received) = (&self.lane.socket, 0);
         let place = |frame: Frame| {
-            Scatter::new(
+            Cursor::new(
+                Direction::In,
                 Arc::clone(&self.job.batch.local),
                 frame.at,
                 frame.bytes,
@@ -203,7 +205,7 @@ impl Share {
             }
             (Receive::Bytes { into, .. }, _) => {
                 let result = socket.recv(into).and_then(some);
-                lent(result, &mut received).map(|lent| match lent {
+                lent(result.inspect(|n| received = *n)).map(|lent| match lent {
                     Lent::Moved(_) => Lent::Moved(0),
                     other => other,
                 })
@@ -220,7 +222,7 @@ impl Share {
                 })
             }
             (Receive::Flush, _) => {
-                return match self.sink.as_mut().map_or(Ok(Lent::Moved(0)), Sink::flush) {
+                return match self.sink.as_mut().map_or(Ok(Lent::Moved(0)), Cursor::flush) {
                     Ok(Lent::NotReady) => Step::Memory,
                     Ok(_) => {
                         let outcome = self.requests.placed();
@@ -325,7 +327,7 @@ impl Share {
             return if self.job.share_yielded() { Progress::Yielded } else { Progress::Done };
         }
         self.link.put(Arc::clone(&self.lane));
-        self.job.share_ended(&*self.link, None);
+        self.job.share_ended(&self.link, None);
         Progress::Done
     }
 
@@ -339,7 +341,7 @@ impl Share {
         }
         self.ended = true;
         self.link.kill(&self.lane);
-        self.job.share_ended(&*self.link, Some(self.lane.id));
+        self.job.share_ended(&self.link, Some(self.lane.id));
         Progress::Done
     }
 }
