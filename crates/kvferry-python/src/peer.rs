@@ -227,8 +227,7 @@ impl Peer {
         nbytes: Option<&Bound<'_, PyAny>>,
         settings: Option<Settings>,
     ) -> PyResult<TransferStats> {
-        let work = Work::read(what, remote_addrs, nbytes);
-        self.run(py, work, settings, kvferry::Peer::write)
+        self.run(py, Work::read(what, remote_addrs, nbytes), settings, kvferry::Peer::write)
     }
 
     /// Reads the peer's memory into local memory and returns when it is there. Takes what `write`
@@ -245,8 +244,7 @@ impl Peer {
         nbytes: Option<&Bound<'_, PyAny>>,
         settings: Option<Settings>,
     ) -> PyResult<TransferStats> {
-        let work = Work::read(what, remote_addrs, nbytes);
-        self.run(py, work, settings, kvferry::Peer::read)
+        self.run(py, Work::read(what, remote_addrs, nbytes), settings, kvferry::Peer::read)
     }
 
     /// Starts a write in the background. Never blocks; errors of the transfer are its outcome. Bare
@@ -263,8 +261,12 @@ impl Peer {
         nbytes: Option<&Bound<'_, PyAny>>,
         settings: Option<Settings>,
     ) -> PyResult<Transfer> {
-        let work = Work::read(what, remote_addrs, nbytes);
-        self.submit(py, work, settings, kvferry::Peer::write_async)
+        self.submit(
+            py,
+            Work::read(what, remote_addrs, nbytes),
+            settings,
+            kvferry::Peer::write_async,
+        )
     }
 
     /// Starts a read in the background. See `write_async`.
@@ -280,15 +282,13 @@ impl Peer {
         nbytes: Option<&Bound<'_, PyAny>>,
         settings: Option<Settings>,
     ) -> PyResult<Transfer> {
-        let work = Work::read(what, remote_addrs, nbytes);
-        self.submit(py, work, settings, kvferry::Peer::read_async)
+        self.submit(py, Work::read(what, remote_addrs, nbytes), settings, kvferry::Peer::read_async)
     }
 
     /// Sends a notification without data. `timeout` is in seconds.
     #[pyo3(signature = (notification, *, timeout = None))]
     fn notify(&self, py: Python<'_>, notification: Notice, timeout: Option<f64>) -> PyResult<()> {
-        self.shared.agent(py)?;
-        let timeout = timeout.map(|timeout| seconds(py, timeout)).transpose()?;
+        let timeout = self.limit(py, timeout)?;
         blocking::run(py, |interrupt| {
             let options = Options { timeout, interrupt: Some(interrupt), ..Options::default() };
             self.peer.notify(notification.0, &options)

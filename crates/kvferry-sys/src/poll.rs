@@ -140,6 +140,26 @@ impl Epoll {
     }
 }
 
+fn poll_flags(interest: Interest) -> PollFlags {
+    match interest {
+        Interest::Read => PollFlags::IN,
+        Interest::Write | Interest::WriteOnly => PollFlags::OUT,
+        Interest::Both => PollFlags::IN | PollFlags::OUT,
+        Interest::Hangup => PollFlags::RDHUP,
+        Interest::None => PollFlags::empty(),
+    }
+}
+
+fn reported(fd: &PollFd<'_>) -> Ready {
+    let got = fd.revents();
+    Ready {
+        read: got.intersects(PollFlags::IN),
+        write: got.intersects(PollFlags::OUT),
+        peer_closed: got.intersects(PollFlags::RDHUP),
+        closed: got.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL),
+    }
+}
+
 /// Waits for one descriptor; an empty [`Ready`] if `timeout` has passed or a signal came.
 ///
 /// # Errors
@@ -149,27 +169,14 @@ pub fn wait_one(
     interest: Interest,
     timeout: Option<Duration>,
 ) -> io::Result<Ready> {
-    let want = match interest {
-        Interest::Read => PollFlags::IN,
-        Interest::Write | Interest::WriteOnly => PollFlags::OUT,
-        Interest::Both => PollFlags::IN | PollFlags::OUT,
-        Interest::Hangup => PollFlags::RDHUP,
-        Interest::None => PollFlags::empty(),
-    };
-    let mut fds = [PollFd::from_borrowed_fd(fd, want)];
+    let mut fds = [PollFd::from_borrowed_fd(fd, poll_flags(interest))];
     let timeout = timeout.map(timespec);
     match rustix::event::poll(&mut fds, timeout.as_ref()) {
         Ok(_) => {}
         Err(rustix::io::Errno::INTR) => return Ok(Ready::default()),
         Err(e) => return Err(e.into()),
     }
-    let got = fds[0].revents();
-    Ok(Ready {
-        read: got.intersects(PollFlags::IN),
-        write: got.intersects(PollFlags::OUT),
-        peer_closed: got.intersects(PollFlags::RDHUP),
-        closed: got.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL),
-    })
+    Ok(reported(&fds[0]))
 }
 
 /// Waits for the first of several descriptors, each with its own interest; `None` if `timeout` has
@@ -183,34 +190,14 @@ pub fn wait_any(
 ) -> io::Result<Vec<Ready>> {
     let mut set: Vec<_> = fds
         .iter()
-        .map(|(fd, interest)| {
-            let want = match interest {
-                Interest::Read => PollFlags::IN,
-                Interest::Write | Interest::WriteOnly => PollFlags::OUT,
-                Interest::Both => PollFlags::IN | PollFlags::OUT,
-                Interest::Hangup => PollFlags::RDHUP,
-                Interest::None => PollFlags::empty(),
-            };
-            PollFd::from_borrowed_fd(*fd, want)
-        })
+        .map(|(fd, interest)| PollFd::from_borrowed_fd(*fd, poll_flags(*interest)))
         .collect();
     let timeout = timeout.map(timespec);
     match rustix::event::poll(&mut set, timeout.as_ref()) {
         Ok(_) | Err(rustix::io::Errno::INTR) => {}
         Err(e) => return Err(e.into()),
     }
-    Ok(set
-        .iter()
-        .map(|p| {
-            let got = p.revents();
-            Ready {
-                read: got.intersects(PollFlags::IN),
-                write: got.intersects(PollFlags::OUT),
-                peer_closed: got.intersects(PollFlags::RDHUP),
-                closed: got.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL),
-            }
-        })
-        .collect())
+    Ok(set.iter().map(reported).collect())
 }
 
 /// An event descriptor: readable from a signal until it is cleared.

@@ -35,25 +35,31 @@ impl Entries {
     }
 }
 
-/// Buffers and spans to be sent in one call.
-pub struct SendVector<'a> {
+/// Spans, and buffers that are borrowed as `B`, for one call.
+pub struct Vector<B> {
     entries: Entries,
-    borrowed: PhantomData<&'a [u8]>,
+    borrowed: PhantomData<B>,
 }
 
-impl fmt::Debug for SendVector<'_> {
+/// Buffers and spans to be sent in one call.
+pub type SendVector<'a> = Vector<&'a [u8]>;
+
+/// Buffers and spans to be received into in one call.
+pub type RecvVector<'a> = Vector<&'a mut [u8]>;
+
+impl<B> fmt::Debug for Vector<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "SendVector[{} entries, {} bytes]", self.entries.count, self.entries.bytes)
+        write!(f, "Vector[{} entries, {} bytes]", self.entries.count, self.entries.bytes)
     }
 }
 
-impl Default for SendVector<'_> {
+impl<B> Default for Vector<B> {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl<'a> SendVector<'a> {
+impl<B> Vector<B> {
     /// An empty vector.
     pub const fn new() -> Self {
         Self { entries: Entries::new(), borrowed: PhantomData }
@@ -64,56 +70,25 @@ impl<'a> SendVector<'a> {
         self.entries.bytes
     }
 
+    /// Appends a span; false if the vector is full.
+    pub fn push_span(&mut self, span: HostSpan) -> bool {
+        self.entries.push(HostSpan::as_iovecs(&[span])[0])
+    }
+}
+
+impl<'a> SendVector<'a> {
     /// Appends a buffer; false if the vector is full.
     pub fn push_bytes(&mut self, bytes: &'a [u8]) -> bool {
         self.entries
             .push(libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() })
     }
-
-    /// Appends a span; false if the vector is full.
-    pub fn push_span(&mut self, span: HostSpan) -> bool {
-        self.entries.push(HostSpan::as_iovecs(&[span])[0])
-    }
-}
-
-/// Buffers and spans to be received into in one call.
-pub struct RecvVector<'a> {
-    entries: Entries,
-    borrowed: PhantomData<&'a mut [u8]>,
-}
-
-impl fmt::Debug for RecvVector<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RecvVector[{} entries, {} bytes]", self.entries.count, self.entries.bytes)
-    }
-}
-
-impl Default for RecvVector<'_> {
-    fn default() -> Self {
-        Self::new()
-    }
 }
 
 impl<'a> RecvVector<'a> {
-    /// An empty vector.
-    pub const fn new() -> Self {
-        Self { entries: Entries::new(), borrowed: PhantomData }
-    }
-
-    /// Bytes that the vector can receive.
-    pub const fn bytes(&self) -> usize {
-        self.entries.bytes
-    }
-
     /// Appends a buffer; false if the vector is full.
     pub fn push_buffer(&mut self, buffer: &'a mut [u8]) -> bool {
         self.entries
             .push(libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() })
-    }
-
-    /// Appends a span; false if the vector is full.
-    pub fn push_span(&mut self, span: HostSpan) -> bool {
-        self.entries.push(HostSpan::as_iovecs(&[span])[0])
     }
 }
 

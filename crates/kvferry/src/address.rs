@@ -16,8 +16,7 @@ use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 /// Parses `host:port`, `[v6]:port`, `:port` (every interface) or a bare port.
 pub(crate) fn parse_listen(text: &str) -> Result<SocketAddr> {
     let bad = |why: &str| {
-        Error::new(ErrorKind::InvalidArgument, format!("malformed address to listen on: {why}"))
-            .with("address", text)
+        Error::invalid(format!("malformed address to listen on: {why}")).with("address", text)
     };
     if let Ok(addr) = text.parse::<SocketAddr>() {
         return Ok(addr);
@@ -121,11 +120,8 @@ fn with_port(text: &str, port: u16) -> Result<String> {
     };
     match port {
         Some(port) if named => Ok(format!("{host}:{port}")),
-        _ => Err(Error::new(
-            ErrorKind::InvalidArgument,
-            "malformed address to advertise; write host or host:port",
-        )
-        .with("address", text)),
+        _ => Err(Error::invalid("malformed address to advertise; write host or host:port")
+            .with("address", text)),
     }
 }
 

@@ -7,7 +7,7 @@
 use crate::address;
 use crate::builder::AgentBuilder;
 use crate::channel::MessageHandler;
-use crate::config::{Checksum, Config};
+use crate::config::Config;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::region::RegionTable;
@@ -84,7 +84,7 @@ impl Inner {
     fn stop(&self) {
         self.core.close();
         self.core.inbox.close();
-        let error = || Error::new(ErrorKind::Shutdown, "the agent was shut down");
+        let error = || Error::shutdown();
         self.sessions.close_all(WireCode::Shutdown, error);
         // The control thread runs commands in order: when it runs the marker, it has written the
         // close messages.
@@ -207,9 +207,7 @@ impl Agent {
             .local_addr()
             .map_err(|e| Error::io("the local address of the port can't be read", e))?;
         let advertised = address::advertised(config.advertise.as_deref(), local_addr)?;
-        let transports = config.transports;
-        let has_secret = config.secret.is_some();
-        warn_if_open(local_addr, has_secret);
+        warn_if_open(local_addr, config.secret.is_some());
         if config.ptracer_any
             && let Err(e) = kvferry_sys::unix::let_any_process_attach()
         {
@@ -238,35 +236,22 @@ impl Agent {
             threads,
             SuspendDetector::new(config.silence(), now()),
         ));
-        let allows_native = transports.has_native();
         let identity = Identity {
             secret: config.secret.clone(),
             checksum: config.checksum,
-            advertised: advertised.clone(),
+            advertised,
             local_addr,
         };
-        let sessions = Sessions::new(Arc::clone(&core), identity, allows_native);
-        let always_checksums = config.checksum == Checksum::On;
-        let serves_foreign = config.mooncake;
+        let speaks_native = config.transports.has_native();
+        let sessions = Sessions::new(Arc::clone(&core), identity, speaks_native);
         let (stage, stopped) = (Mutex::new(Stage::Running), Condvar::new());
         // From here on a start that fails drops it, which stops its threads.
         let agent = Self(Arc::new(Inner { core, sessions, control, io, config, stage, stopped }));
         let (core, sessions) = (agent.core(), &agent.0.sessions);
         let directory: Arc<dyn Directory> = Arc::clone(sessions) as _;
-        let services = Services::start(
-            transports,
-            &Startup {
-                core,
-                allows_native,
-                local_addr,
-                advertised: &advertised,
-                has_secret,
-                always_checksums,
-                serves_foreign,
-                directory: &directory,
-            },
-        )?;
-        sessions.set_services(services);
+        let (config, advertised) = (&agent.0.config, agent.advertised());
+        let startup = Startup { core, config, local_addr, advertised, directory: &directory };
+        sessions.set_services(Services::start(&startup)?);
 
         let remote = &core.threads.control;
         remote.add(reactor::FIRST, Box::new(SuspendTimer::new(Arc::downgrade(sessions))));
@@ -274,7 +259,7 @@ impl Agent {
         remote.add(token, Box::new(Listener::new(sessions, socket, token)));
         tracing::info!(
             name = agent.name(), incarnation = %core.incarnation, listening = %local_addr,
-            %advertised, "agent started"
+            advertised, "agent started"
         );
         Ok(agent)
     }
@@ -333,7 +318,7 @@ impl Agent {
             return Ok(());
         }
         let what = "the agent has a message handler already";
-        Err(Error::new(ErrorKind::InvalidArgument, what))
+        Err(Error::invalid(what))
     }
 
     /// A peer by its `host:port`. Sends nothing: the first transfer, or [`Peer::connect`], connects.

@@ -37,11 +37,10 @@ impl Checksum {
             "auto" | "" => Ok(Self::Auto),
             "on" | "1" | "true" => Ok(Self::On),
             "off" | "0" | "false" => Ok(Self::Off),
-            _ => Err(Error::new(
-                ErrorKind::InvalidArgument,
-                "the checksum setting must be auto, on or off",
-            )
-            .with("value", text)),
+            _ => {
+                Err(Error::invalid("the checksum setting must be auto, on or off")
+                    .with("value", text))
+            }
         }
     }
 }
@@ -125,12 +124,9 @@ fn env(name: &str) -> Option<String> {
 fn env_number<T: std::str::FromStr>(name: &'static str) -> Result<Option<T>> {
     let Some(text) = env(name) else { return Ok(None) };
     text.trim().parse().map(Some).map_err(|_| {
-        Error::new(
-            ErrorKind::InvalidArgument,
-            "the environment variable must hold a number in range",
-        )
-        .with("variable", name)
-        .with("value", text)
+        Error::invalid("the environment variable must hold a number in range")
+            .with("variable", name)
+            .with("value", text)
     })
 }
 
@@ -158,10 +154,9 @@ fn secret_from(file: Option<OsString>, value: Option<OsString>) -> Result<Option
     Secret::new(value.into_vec()).map(Some).ok_or_else(|| empty_secret("KVFERRY_SECRET"))
 }
 
-/// The error for a secret of no bytes from `source`.
 pub(crate) fn empty_secret(source: &str) -> Error {
     let what = format!("{source} is empty; set a secret of at least one byte, or unset it");
-    Error::new(ErrorKind::InvalidArgument, what)
+    Error::invalid(what)
 }
 
 impl Config {
@@ -204,9 +199,8 @@ impl Config {
     /// `InvalidArgument` for malformed JSON, an unknown field or a value out of range;
     /// `VersionMismatch` for a later version.
     pub fn from_json(json: &str) -> Result<Self> {
-        let config: Self = serde_json::from_str(json).map_err(|e| {
-            Error::new(ErrorKind::InvalidArgument, "malformed configuration").caused_by(e)
-        })?;
+        let config: Self = serde_json::from_str(json)
+            .map_err(|e| Error::invalid("malformed configuration").caused_by(e))?;
         config.check()?;
         Ok(config)
     }
@@ -225,8 +219,7 @@ impl Config {
             if (min..=max).contains(&value) {
                 return Ok(());
             }
-            Err(Error::new(ErrorKind::InvalidArgument, format!("{what} must be {min} to {max}"))
-                .with("value", value))
+            Err(Error::invalid(format!("{what} must be {min} to {max}")).with("value", value))
         };
         if self.version == 0 || self.version > CONFIG_VERSION {
             return Err(Error::new(
@@ -241,7 +234,7 @@ impl Config {
         range("io_threads", self.io_threads() as u64, 1, 64)?;
         range("streams_per_peer", self.streams_per_peer() as u64, 1, 64)?;
         if self.name.is_empty() || self.name.len() > 256 {
-            return Err(Error::new(ErrorKind::InvalidArgument, "name must have 1 to 256 bytes"));
+            return Err(Error::invalid("name must have 1 to 256 bytes"));
         }
         Ok(())
     }

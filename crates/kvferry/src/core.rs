@@ -77,7 +77,6 @@ impl Sizing {
 /// The state that every layer of an agent shares.
 #[derive(Debug)]
 pub(crate) struct Core {
-    /// This incarnation of the agent.
     pub(crate) incarnation: Incarnation,
     pub(crate) settings: Settings,
     pub(crate) sizing: Sizing,
@@ -127,7 +126,7 @@ impl Core {
             ));
         }
         if self.is_closed() {
-            return Err(Error::new(ErrorKind::Shutdown, "the agent was shut down"));
+            return Err(Error::shutdown());
         }
         Ok(())
     }

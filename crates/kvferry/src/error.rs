@@ -87,7 +87,6 @@ kinds! {
 }
 
 impl ErrorKind {
-    /// The kind that a peer's wire code maps to.
     pub(crate) fn from_wire(code: WireCode) -> Self {
         match code {
             WireCode::OutOfBounds | WireCode::Straddles | WireCode::Overflow => Self::OutOfBounds,
@@ -148,6 +147,14 @@ impl Error {
             quiesced: None,
             source: None,
         }))
+    }
+
+    pub(crate) fn invalid(what: impl Into<String>) -> Self {
+        Self::new(ErrorKind::InvalidArgument, what)
+    }
+
+    pub(crate) fn shutdown() -> Self {
+        Self::new(ErrorKind::Shutdown, "the agent was shut down")
     }
 
     pub(crate) fn io(what: impl Into<String>, source: std::io::Error) -> Self {

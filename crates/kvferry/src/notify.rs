@@ -1,6 +1,6 @@
 //! The inbox of notifications from peers.
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::{Condvar, Mutex, MutexGuard, OnceLock, lock, wait, wait_timeout};
 use kvferry_proto::{Limits, WireCode};
 use kvferry_sys::poll::EventFd;
@@ -111,7 +111,7 @@ impl Inbox {
                 return Ok(Some(first));
             }
             if self.closed.load(Ordering::Acquire) {
-                return Err(Error::new(ErrorKind::Shutdown, "the agent was shut down"));
+                return Err(Error::shutdown());
             }
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             queue = match left {

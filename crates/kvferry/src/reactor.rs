@@ -220,7 +220,6 @@ impl Threads {
     }
 }
 
-/// A running reactor.
 #[derive(Debug)]
 pub(crate) struct Reactor {
     remote: Remote,

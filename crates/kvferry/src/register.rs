@@ -70,7 +70,7 @@ impl Agent {
         let core = self.core();
         core.check()?;
         if len == 0 {
-            return Err(Error::new(ErrorKind::InvalidArgument, "the region has no bytes"));
+            return Err(Error::invalid("the region has no bytes"));
         }
         if core.memory.regions.registry_fd().is_none() || len < SHARED_MIN {
             return self.allocate_private(len, access);
@@ -292,7 +292,7 @@ impl Batch {
                 let (local, remote, len) = pair?;
                 if local.is_null() {
                     let what = "local memory is at null";
-                    return Err(Error::new(ErrorKind::InvalidArgument, what).into());
+                    return Err(Error::invalid(what).into());
                 }
                 check_address(local as u64, len)?;
                 check_address(remote, len)?;

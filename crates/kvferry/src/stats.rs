@@ -86,7 +86,6 @@ counters! {
     slept,
 }
 
-/// One counter or gauge.
 #[derive(Debug, Default)]
 pub(crate) struct Counter(AtomicU64);
 

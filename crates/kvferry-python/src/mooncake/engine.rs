@@ -9,7 +9,8 @@
 use super::codes::{self, status};
 use super::handles::Handles;
 use super::managed::Managed;
-use super::metadata::{Directory, LookupError, host_of, join, own_segment, with_port};
+use super::metadata::{Directory, host_of, join, own_segment, with_port};
+use crate::blocking::lock;
 use crate::run_interruptible::{CHECK_INTERVAL, Interrupt, NoAnswer, run_interruptible};
 use kvferry::{
     Access, Agent, Batch, Config, Error, ErrorKind, Notification, Options, Peer, TransportKind,
@@ -18,7 +19,7 @@ use std::collections::HashMap;
 use std::fmt::Display;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// The most peers whose resolved names are kept. When it is reached the cache is cleared, and every
@@ -86,6 +87,10 @@ impl Refusal {
         Self::new(codes::INVALID, why)
     }
 
+    fn metadata(why: String) -> Self {
+        Self::new(codes::METADATA, why)
+    }
+
     /// Transfers return one code for every failure.
     fn uncoded(self) -> Self {
         Self { code: codes::INVALID, ..self }
@@ -104,12 +109,6 @@ impl From<Error> for Refusal {
             _ => codes::INVALID,
         };
         Self::coded(code, &error)
-    }
-}
-
-impl From<LookupError> for Refusal {
-    fn from(reason: LookupError) -> Self {
-        Self::new(codes::METADATA, reason.why())
     }
 }
 
@@ -478,7 +477,8 @@ impl Running {
     /// Publishes the engine's address and regions at the metadata server, if there is one.
     fn publish(&self) -> Answer<()> {
         if let Directory::Http(server) = &self.directory {
-            server.publish_location(&self.name, self.agent.advertised())?;
+            let location = self.agent.advertised();
+            server.publish_location(&self.name, location).map_err(Refusal::metadata)?;
         }
         self.publish_segment()
     }
@@ -487,7 +487,7 @@ impl Running {
         if let Directory::Http(server) = &self.directory
             && let Some(segment) = own_segment(self.agent.local_addr())
         {
-            server.publish_segment(&self.name, segment)?;
+            server.publish_segment(&self.name, segment).map_err(Refusal::metadata)?;
         }
         Ok(())
     }
@@ -508,7 +508,8 @@ impl Running {
             Directory::PeerToPeer => with_port(target),
             Directory::Http(server) => {
                 let (server, name) = (server.clone(), target.to_owned());
-                run_interruptible(interrupt, move || server.look_up(&name))??
+                run_interruptible(interrupt, move || server.look_up(&name))?
+                    .map_err(Refusal::metadata)?
             }
         };
         let unknown = |error: Error| Refusal::coded(codes::NAME, &error);
@@ -639,8 +640,4 @@ fn size(value: u64) -> Answer<usize> {
 
 fn pointer(addr: u64) -> Answer<*mut u8> {
     size(addr).map(std::ptr::with_exposed_provenance_mut)
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

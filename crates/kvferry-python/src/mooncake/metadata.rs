@@ -45,43 +45,27 @@ impl Directory {
     }
 }
 
-/// Why the server gave no address.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum LookupError {
-    /// It does not know the name.
-    Unknown(String),
-    /// The request failed, or the answer is malformed.
-    Failed(String),
-}
-
-impl LookupError {
-    pub(crate) fn why(&self) -> &str {
-        match self {
-            Self::Unknown(why) | Self::Failed(why) => why,
-        }
-    }
-}
-
 /// Mooncake's HTTP metadata server.
 #[derive(Clone, Debug)]
 pub(crate) struct Server {
     url: String,
 }
 
+/// The errors say why a request failed, for people.
 impl Server {
     /// The address at which the engine of this name accepts handshakes.
-    pub(crate) fn look_up(&self, name: &str) -> Result<String, LookupError> {
+    pub(crate) fn look_up(&self, name: &str) -> Result<String, String> {
         let (status, text) = self.call("GET", &location_key(name), None, SERVER_LIMIT)?;
         if status != 200 {
-            return Err(LookupError::Unknown(format!(
+            return Err(format!(
                 "the metadata server at {} does not know {name:?} (status {status})",
                 self.url
-            )));
+            ));
         }
         let malformed = || {
-            LookupError::Failed(format!(
+            format!(
                 "malformed answer of the metadata server: the value of {name:?} is not an address"
-            ))
+            )
         };
         let value: Value = serde_json::from_str(&text).map_err(|_| malformed())?;
         let host = value["ip_or_host_name"].as_str().filter(|host| !host.is_empty());
@@ -93,7 +77,7 @@ impl Server {
     }
 
     /// Publishes the address at which this engine accepts handshakes.
-    pub(crate) fn publish_location(&self, name: &str, advertised: &str) -> Result<(), LookupError> {
+    pub(crate) fn publish_location(&self, name: &str, advertised: &str) -> Result<(), String> {
         let (host, port) = advertised.rsplit_once(':').unwrap_or((advertised, "0"));
         let location = json!({
             "ip_or_host_name": host.trim_matches(['[', ']']),
@@ -103,11 +87,7 @@ impl Server {
     }
 
     /// Publishes this engine's segment descriptor under its name.
-    pub(crate) fn publish_segment(
-        &self,
-        name: &str,
-        mut segment: Value,
-    ) -> Result<(), LookupError> {
+    pub(crate) fn publish_segment(&self, name: &str, mut segment: Value) -> Result<(), String> {
         segment["name"] = name.into();
         for buffer in segment["buffers"].as_array_mut().into_iter().flatten() {
             buffer["name"] = name.into();
@@ -119,19 +99,19 @@ impl Server {
     pub(crate) fn forget(&self, name: &str) {
         for key in [segment_key(name), location_key(name)] {
             if let Err(failed) = self.call("DELETE", &key, None, FAREWELL_LIMIT) {
-                tracing::debug!("{}", failed.why());
+                tracing::debug!("{failed}");
                 return;
             }
         }
     }
 
-    fn put(&self, key: &str, value: &Value) -> Result<(), LookupError> {
+    fn put(&self, key: &str, value: &Value) -> Result<(), String> {
         match self.call("PUT", key, Some(value.to_string()), SERVER_LIMIT)? {
             (200, _) => Ok(()),
-            (status, _) => Err(LookupError::Failed(format!(
+            (status, _) => Err(format!(
                 "the metadata server at {} refused {key:?} (status {status})",
                 self.url
-            ))),
+            )),
         }
     }
 
@@ -141,12 +121,9 @@ impl Server {
         key: &str,
         body: Option<String>,
         limit: Duration,
-    ) -> Result<(u16, String), LookupError> {
+    ) -> Result<(u16, String), String> {
         let failed = |error: ureq::Error| {
-            LookupError::Failed(format!(
-                "the request to the metadata server at {} failed: {error}",
-                self.url
-            ))
+            format!("the request to the metadata server at {} failed: {error}", self.url)
         };
         let client: ureq::Agent = ureq::Agent::config_builder()
             .timeout_global(Some(limit))

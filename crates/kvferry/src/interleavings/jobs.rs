@@ -35,7 +35,6 @@ fn cancelled() -> Error {
     Error::new(ErrorKind::Cancelled, "the model cancels")
 }
 
-/// Checks that the job has ended, and was counted, once.
 fn ended_once(core: &Core, job: &Job) {
     let stats = core.counters.snapshot();
     let ended = stats.transfers_done + stats.transfers_cancelled + stats.transfers_failed;
@@ -100,7 +99,7 @@ fn request(cancel: fn(&Job), peer_ends: bool) {
     canceller.join().expect("the canceller ends");
     ender.into_iter().for_each(|ender| ender.join().expect("the ender ends"));
     ended_once(&core, &job);
-    assert!(!link.has_waiters());
+    assert!(!link.lanes.has_waiters());
 }
 
 #[test]
@@ -134,7 +133,7 @@ fn loom_i1_a_lane_that_comes_while_its_job_is_cancelled_is_used_or_given_back() 
         // An I/O thread would do this with the shares it was given.
         core.threads.io().play();
         ended_once(&core, &job);
-        assert!(!link.has_waiters());
+        assert!(!link.lanes.has_waiters());
         assert!(link.idle_lane(1).is_some(), "the lane is idle again");
     });
 }

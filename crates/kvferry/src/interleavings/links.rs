@@ -135,7 +135,7 @@ fn two_users_of_one_lane() {
         .collect();
     threads.into_iter().for_each(|thread| thread.join().expect("each is served"));
     // The lane and the permit were given back.
-    assert!(link.idle_lane(1 << 30).is_some() && !link.has_waiters());
+    assert!(link.idle_lane(1 << 30).is_some() && !link.lanes.has_waiters());
 }
 
 #[test]
@@ -164,7 +164,7 @@ fn loom_a_withdrawal_during_a_grant_succeeds_or_the_waiter_has_the_lane() {
             let (core, link) = (Arc::clone(&core), Arc::clone(&link));
             thread::spawn(move || link.lane_opened(lane(&core)))
         };
-        let withdrawn = link.withdraw(request);
+        let withdrawn = link.lanes.withdraw(request);
         opener.join().expect("the opener ends");
         let has_it = link.idle_lane(1).is_none();
         assert_ne!(withdrawn, has_it);

@@ -299,9 +299,7 @@ impl RemoteRegion {
     /// # Errors
     /// `InvalidArgument` if the bytes are not a region's description.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        pack::decode(bytes).map_err(|e| {
-            Error::new(ErrorKind::InvalidArgument, "not a region's description").caused_by(e)
-        })
+        pack::decode(bytes).map_err(|e| Error::invalid("not a region's description").caused_by(e))
     }
 }
 
@@ -383,20 +381,17 @@ impl Tables {
         backing: Backing,
     ) -> Result<Region> {
         if len == 0 {
-            return Err(Error::new(ErrorKind::InvalidArgument, "the region has no bytes"));
+            return Err(Error::invalid("the region has no bytes"));
         }
         let device = matches!(backing, Backing::Device(_));
         if !device {
             if base == 0 {
-                return Err(Error::new(ErrorKind::InvalidArgument, "the region starts at null"));
+                return Err(Error::invalid("the region starts at null"));
             }
             let end = base.checked_add(len).ok_or_else(|| {
-                Error::new(
-                    ErrorKind::InvalidArgument,
-                    "the region wraps around the end of the address space",
-                )
-                .with("addr", format_args!("{base:#x}"))
-                .with("len", len)
+                Error::invalid("the region wraps around the end of the address space")
+                    .with("addr", format_args!("{base:#x}"))
+                    .with("len", len)
             })?;
             self.lift();
             let touches = |r: &&Arc<RegionInner>| r.base < end && base < r.base + r.len;
@@ -581,11 +576,10 @@ impl RegionTable {
         self.read().by_id.len()
     }
 
-    /// Gives a region its name.
     pub(crate) fn set_name(&self, region: &Region, name: &str) -> Result<()> {
         if name.is_empty() || name.len() > NAME_MAX {
             let what = format!("a region's name must have 1 to {NAME_MAX} bytes");
-            return Err(Error::new(ErrorKind::InvalidArgument, what).with("len", name.len()));
+            return Err(Error::invalid(what).with("len", name.len()));
         }
         let mut tables = self.write();
         let ours = tables.by_id.get(&region.id().0).is_some_and(|r| Arc::ptr_eq(r, &region.0));
@@ -599,7 +593,7 @@ impl RegionTable {
                 .with("region", other));
         }
         if region.0.name.set(name.to_owned()).is_err() {
-            return Err(Error::new(ErrorKind::InvalidArgument, "the region has a name already")
+            return Err(Error::invalid("the region has a name already")
                 .with("region", region.id())
                 .with("name", name));
         }
@@ -607,7 +601,6 @@ impl RegionTable {
         Ok(())
     }
 
-    /// The registered region of that name.
     pub(crate) fn by_name(&self, name: &str) -> Option<Region> {
         let tables = self.read();
         let id = tables.by_name.get(name)?;

@@ -308,7 +308,6 @@ impl Index {
         }
     }
 
-    /// The region with that id, as it was looked up.
     pub(crate) fn known(&self, id: RegionId) -> Option<&Seen> {
         self.by_id.get(&id.0)
     }

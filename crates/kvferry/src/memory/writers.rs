@@ -100,7 +100,6 @@ impl Drop for WriterGate<'_> {
 }
 
 impl WriterGate<'_> {
-    /// Enters, to touch what `touches` names.
     pub(crate) fn enter(&self, touches: Touches) -> WriterInside<'_> {
         // A thread that loads this word and sees an earlier entry's end also sees all that was done
         // inside that entry.

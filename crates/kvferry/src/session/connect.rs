@@ -75,7 +75,6 @@ impl PeerState {
         })
     }
 
-    /// An ended job for reuse.
     pub(crate) fn ended_job(&self) -> Option<Arc<Job>> {
         lock(&self.ended_jobs).pop()
     }
@@ -105,7 +104,6 @@ impl PeerState {
         self.addrs == addrs
     }
 
-    /// The live link, if there is one.
     pub(crate) fn live(&self) -> Option<Arc<Link>> {
         let status = self.status();
         let link = match &*status {
@@ -116,7 +114,6 @@ impl PeerState {
         link.filter(|link| link.end().is_none()).map(Arc::clone)
     }
 
-    /// Removes and returns the live link.
     pub(crate) fn take_live(&self) -> Option<Arc<Link>> {
         let mut status = self.status();
         match std::mem::replace(&mut *status, Status::Idle) {
@@ -135,7 +132,7 @@ impl PeerState {
     /// the calling thread, before this returns, if the outcome is known.
     pub(crate) fn link(self: &Arc<Self>, on_link: OnLink) {
         let Some(sessions) = self.sessions.upgrade() else {
-            return on_link(Err(Error::new(ErrorKind::Shutdown, "the agent was shut down")));
+            return on_link(Err(Error::shutdown()));
         };
         let core = &sessions.core;
         let mut status = self.status();
@@ -285,7 +282,7 @@ impl PeerState {
             _ => return,
         };
         drop(status);
-        self.refuse(waiting, &Error::new(ErrorKind::Shutdown, "the agent was shut down"));
+        self.refuse(waiting, &Error::shutdown());
     }
 }
 
@@ -356,7 +353,6 @@ impl Attempt {
         dialer.dial(&address, addr, sessions.speaks_native, Box::new(dialed));
     }
 
-    /// Connects by the native handshake.
     fn connect_native(self, sessions: &Arc<Sessions>) {
         let (addr, core) = (self.addr, &sessions.core);
         let begun = sessions.new_session_initiator(addr).and_then(|session| {

@@ -440,6 +440,6 @@ impl Handler for Control {
 impl Drop for Control {
     fn drop(&mut self) {
         // Does nothing if the session has ended before.
-        self.end(Error::new(ErrorKind::Shutdown, "the agent was shut down"));
+        self.end(Error::shutdown());
     }
 }

@@ -29,7 +29,7 @@ fn dial(native: &Arc<Native>, link: &Arc<Link>, tries: u32) {
         let ended = link.session_end().unwrap_or_else(|| {
             Error::new(ErrorKind::Internal, "the session has no stream number left")
         });
-        return link.lane_failed(&ended);
+        return link.lanes.failed(&ended);
     };
     match Socket::connect(link.peer_addr) {
         Ok(socket) => {
@@ -49,7 +49,7 @@ fn dial(native: &Arc<Native>, link: &Arc<Link>, tries: u32) {
             };
             control.add(control.token(), Box::new(dial));
         }
-        Err(e) => link.lane_failed(&unreachable_peer(e).with("peer", &link.address)),
+        Err(e) => link.lanes.failed(&unreachable_peer(e).with("peer", &link.address)),
     }
 }
 
@@ -87,7 +87,7 @@ impl Dial {
 
     fn fail(&mut self, error: Error) -> Next {
         self.done = true;
-        self.link.lane_failed(&error.with("peer", &self.link.address));
+        self.link.lanes.failed(&error.with("peer", &self.link.address));
         Next::Close
     }
 
@@ -194,8 +194,7 @@ impl Handler for Dial {
 impl Drop for Dial {
     fn drop(&mut self) {
         if !self.done {
-            let end = Error::new(ErrorKind::Shutdown, "the agent was shut down");
-            self.link.lane_failed(&end);
+            self.link.lanes.failed(&Error::shutdown());
         }
     }
 }
@@ -223,7 +222,7 @@ impl Handler for Redial {
 impl Drop for Redial {
     fn drop(&mut self) {
         if !self.done {
-            self.link.lane_failed(&Error::new(ErrorKind::Shutdown, "the agent was shut down"));
+            self.link.lanes.failed(&Error::shutdown());
         }
     }
 }

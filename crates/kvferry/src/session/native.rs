@@ -155,7 +155,7 @@ impl Backend for Native {
     fn open_lane(&self, link: &Arc<Link>) {
         if self.session().side() == Side::Acceptor {
             let what = "only the side that opened a session opens its streams: the peer";
-            return link.lane_failed(&Error::new(ErrorKind::Unsupported, what));
+            return link.lanes.failed(&Error::new(ErrorKind::Unsupported, what));
         }
         if let Some(native) = self.this.upgrade() {
             lane::open(&native, link);

@@ -14,6 +14,7 @@ use crate::transfer::requests::{
     StreamFaultNote, encode,
 };
 use kvferry_proto::{StreamId, WireCode, pack};
+use serde::de::DeserializeOwned;
 
 /// The error that ends a session whose message handler panicked: whether the handler took the message
 /// is not known.
@@ -28,64 +29,63 @@ pub(crate) fn answer(
     kind: u16,
     body: &[u8],
 ) -> (WireCode, Vec<u8>) {
+    match serve(sessions, link, kind, body) {
+        Ok(body) => (WireCode::Ok, body),
+        Err(code) => (code, Vec::new()),
+    }
+}
+
+fn serve(
+    sessions: &Sessions,
+    link: &Arc<Link>,
+    kind: u16,
+    body: &[u8],
+) -> Result<Vec<u8>, WireCode> {
     let core = &link.core;
     match kind {
-        PROBE => (WireCode::Ok, Vec::new()),
-        MESSAGE => match sessions.message_handler() {
-            Some(message_handler) => {
-                let channel = Channel::new(link);
-                let received = || message_handler.received(&channel, body);
-                if contain("a message handler", received).is_none() {
-                    channel.close(panicked());
-                }
-                (WireCode::Ok, Vec::new())
+        PROBE => {}
+        MESSAGE => {
+            let handler = sessions.message_handler().ok_or(WireCode::Unsupported)?;
+            let channel = Channel::new(link);
+            if contain("a message handler", || handler.received(&channel, body)).is_none() {
+                channel.close(panicked());
             }
-            None => (WireCode::Unsupported, Vec::new()),
-        },
-        STREAM_FAULT => match pack::decode::<StreamFaultNote>(body) {
-            Ok(note) => {
-                let fault = StreamFault { code: WireCode::from_u16(note.code), index: note.index };
-                link.note_fault(StreamId(note.stream), fault);
-                (WireCode::Ok, Vec::new())
-            }
-            Err(_) => (WireCode::Malformed, Vec::new()),
-        },
+        }
+        STREAM_FAULT => {
+            let note: StreamFaultNote = parse(body)?;
+            let fault = StreamFault { code: WireCode::from_u16(note.code), index: note.index };
+            link.lanes.note_fault(StreamId(note.stream), fault);
+        }
         REGIONS => {
-            let Ok(query) = pack::decode::<RegionsQuery>(body) else {
-                return (WireCode::Malformed, Vec::new());
-            };
-            let mut regions: Vec<_> = core
-                .memory
-                .regions
-                .all()
+            let query: RegionsQuery = parse(body)?;
+            let all = core.memory.regions.all();
+            let reachable = all
                 .iter()
-                .filter(|r| r.id().0 > query.after && (r.access().read || r.access().write))
-                .map(Region::remote)
-                .take(PAGE + 1)
-                .collect();
+                .filter(|r| r.id().0 > query.after && (r.access().read || r.access().write));
+            let mut regions: Vec<_> = reachable.map(Region::remote).take(PAGE + 1).collect();
             let more = regions.len() > PAGE;
             regions.truncate(PAGE);
-            (WireCode::Ok, encode(&RegionsPage { regions, more }))
+            return Ok(encode(&RegionsPage { regions, more }));
         }
         REGION => {
             let name = std::str::from_utf8(body).unwrap_or_default();
             let named = core.memory.regions.by_name(name);
-            match named.filter(|r| r.access().read || r.access().write) {
-                Some(region) => (WireCode::Ok, region.remote().to_bytes()),
-                None => (WireCode::UnknownRegion, Vec::new()),
+            let reachable = named.filter(|r| r.access().read || r.access().write);
+            return Ok(reachable.ok_or(WireCode::UnknownRegion)?.remote().to_bytes());
+        }
+        NOTIFY => {
+            let Note { name, message } = parse(body)?;
+            let from = link.info().map_or_else(String::new, |info| info.name.clone());
+            match core.inbox.push(Notification { from, name, message }) {
+                WireCode::Ok => core.counters.notifications_received.one(),
+                code => return Err(code),
             }
         }
-        NOTIFY => match pack::decode::<Note>(body) {
-            Ok(Note { name, message }) => {
-                let from = link.info().map_or_else(String::new, |info| info.name.clone());
-                let code = core.inbox.push(Notification { from, name, message });
-                if code.is_ok() {
-                    core.counters.notifications_received.one();
-                }
-                (code, Vec::new())
-            }
-            Err(_) => (WireCode::Malformed, Vec::new()),
-        },
-        _ => (WireCode::Unsupported, Vec::new()),
+        _ => return Err(WireCode::Unsupported),
     }
+    Ok(Vec::new())
+}
+
+fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, WireCode> {
+    pack::decode(body).map_err(|_| WireCode::Malformed)
 }

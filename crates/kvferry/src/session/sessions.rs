@@ -37,7 +37,6 @@ pub(crate) struct Identity {
     pub(crate) local_addr: SocketAddr,
 }
 
-/// An accepted native session.
 type Accepted = (Arc<Link>, Arc<Native>);
 
 /// The peers and links of an agent.
@@ -85,7 +84,6 @@ impl Sessions {
         self.services.get().expect("set when the agent starts")
     }
 
-    /// The message handler, if one is set.
     pub(crate) fn message_handler(&self) -> Option<&dyn MessageHandler> {
         self.message_handler.get().map(Arc::as_ref)
     }

@@ -169,7 +169,7 @@ impl Batch {
 
 fn check_local(local: &Region, offset: u64, len: u64) -> Result<()> {
     if len == 0 {
-        return Err(Error::new(ErrorKind::InvalidArgument, "the range has no bytes"));
+        return Err(Error::invalid("the range has no bytes"));
     }
     if offset.checked_add(len).is_none_or(|end| end > local.len() as u64) {
         return Err(local.out_of_bounds(offset, len));
@@ -183,15 +183,12 @@ fn check_local(local: &Region, offset: u64, len: u64) -> Result<()> {
 
 pub(crate) fn check_address(remote: u64, len: u64) -> Result<()> {
     if len == 0 {
-        return Err(Error::new(ErrorKind::InvalidArgument, "the range has no bytes"));
+        return Err(Error::invalid("the range has no bytes"));
     }
     if remote.checked_add(len).is_none() {
-        return Err(Error::new(
-            ErrorKind::InvalidArgument,
-            "the range wraps around the end of the address space",
-        )
-        .with("address", format_args!("{remote:#x}"))
-        .with("len", len));
+        return Err(Error::invalid("the range wraps around the end of the address space")
+            .with("address", format_args!("{remote:#x}"))
+            .with("len", len));
     }
     Ok(())
 }
@@ -204,7 +201,6 @@ pub(crate) struct Frame {
     pub(crate) bytes: u64,
     /// Number of wire descriptors.
     pub(crate) descriptors: u32,
-    /// Whether the frame is the whole batch.
     pub(crate) whole: bool,
 }
 

@@ -87,7 +87,7 @@ impl Yielding {
     /// Called before each frame: whether other transfers should get the lane before it.
     pub(crate) fn before_frame(&mut self, link: &Link, job: &Job) -> bool {
         if self.has_begun && !self.yields {
-            self.yields = link.has_waiters() && !job.is_handed_out();
+            self.yields = link.lanes.has_waiters() && !job.is_handed_out();
         }
         self.has_begun = true;
         self.yields
@@ -457,7 +457,7 @@ impl<S, A> Drop for Background<S, A> {
                 self.link.discard(lane);
             }
             let error = if self.link.core.is_closed() {
-                Error::new(ErrorKind::Shutdown, "the agent was shut down")
+                Error::shutdown()
             } else {
                 let what = "an I/O thread gave the transfer up; the log says why";
                 Error::new(ErrorKind::Internal, what).with("peer", &self.link.address)
@@ -514,7 +514,7 @@ mod tests {
         let outcome = job.wait(Duration::from_secs(30)).expect("it ends");
         let error = outcome.expect_err("the share panicked");
         assert_eq!((error.kind(), error.quiesced()), (ErrorKind::Internal, Some(false)));
-        assert!(!link.has_lanes(0), "the lane still takes a place");
+        assert!(!link.lanes.has_lanes(0), "the lane still takes a place");
         assert_eq!(agent.stats().streams, 0);
         agent.shutdown();
     }

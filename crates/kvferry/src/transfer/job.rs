@@ -355,12 +355,10 @@ impl Job {
         }
     }
 
-    /// The outcome, if there is one.
     pub(crate) fn outcome(&self) -> Option<Result<TransferStats>> {
         lock(&self.state).outcome.clone()
     }
 
-    /// Waits for the outcome.
     pub(crate) fn wait(
         &self,
         timeout: impl Into<Option<Duration>>,
@@ -412,7 +410,7 @@ impl Job {
         // mark and withdraws the request itself.
         let waiting = lock(&self.state).waiting.take();
         if let Some((link, request)) = waiting
-            && link.withdraw(request)
+            && link.lanes.withdraw(request)
         {
             self.finish_unstarted();
         }
@@ -438,19 +436,17 @@ impl Job {
             state.waiting = Some((Arc::clone(link), request));
             self.is_stopped()
         };
-        if withdraw && link.withdraw(request) {
+        if withdraw && link.lanes.withdraw(request) {
             self.finish_unstarted();
         }
     }
 
-    /// Records a handler to wake when the job is stopped.
     pub(crate) fn add_handler(&self, remote: &Remote, token: u64) {
         let mut state = lock(&self.state);
         state.handlers.push((remote.clone(), token));
     }
 }
 
-/// Counts the outcome of a transfer.
 pub(crate) fn count_outcome(counters: &Counters, op: Op, outcome: &Result<TransferStats>) {
     match outcome {
         Ok(moved) => {
@@ -483,7 +479,7 @@ impl Drop for Job {
         // Only if the agent was shut down between submission and start. No thread can be waiting,
         // but the gauge must return to zero.
         if lock(&self.state).outcome.is_none() {
-            self.finish(Err(Error::new(ErrorKind::Shutdown, "the agent was shut down")));
+            self.finish(Err(Error::shutdown()));
         }
     }
 }

@@ -7,7 +7,7 @@
 //! When a link ends, it shuts down every lane's socket, which wakes the threads that wait on one;
 //! they find the reason in [`Link::end`].
 
-use super::lanes::{Lane, LaneGiven, Lanes, Open, StreamFault};
+use super::lanes::{Lane, LaneGiven, Lanes, Open};
 use super::messages::MessageQueue;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
@@ -43,7 +43,7 @@ pub(crate) trait Backend: Send + Sync {
         None
     }
 
-    /// Opens one lane. The result comes through [`Link::lane_opened`] or [`Link::lane_failed`].
+    /// Opens one lane. The result comes through [`Link::lane_opened`] or [`Lanes::failed`].
     fn open_lane(&self, link: &Arc<Link>);
 
     /// Wakes the peer's handler on the control thread.
@@ -195,8 +195,7 @@ pub(crate) struct Link {
     routes: RwLock<SmallVec<[Arc<dyn Route>; 2]>>,
     /// Why there is no faster route.
     obstacle: OnceLock<String>,
-    lanes: Lanes,
-    /// Messages for the peer's message handler.
+    pub(crate) lanes: Lanes,
     pub(crate) messages: MessageQueue,
     /// Transfers of this side and requests of the peer that are in progress.
     in_flight: AtomicUsize,
@@ -237,7 +236,6 @@ impl Link {
         })
     }
 
-    /// Why the link ended, if it did.
     pub(crate) fn end(&self) -> Option<&Error> {
         self.lanes.end()
     }
@@ -375,7 +373,6 @@ impl Link {
         Error::new(ErrorKind::Unsupported, what).with("peer", &self.address)
     }
 
-    /// See [`Route::run_direct`].
     pub(crate) fn run_direct(
         self: &Arc<Self>,
         op: Op,
@@ -405,7 +402,7 @@ impl Link {
     /// Whether something is in progress, or waits for a lane: only a live peer can let this side
     /// open one.
     fn is_busy(&self) -> bool {
-        self.in_flight.load(Ordering::SeqCst) > 0 || self.has_waiters()
+        self.in_flight.load(Ordering::SeqCst) > 0 || self.lanes.has_waiters()
     }
 
     /// Something that [`Link::begin`] counted has ended.
@@ -461,7 +458,6 @@ impl Link {
         }
     }
 
-    /// See [`Lanes::idle`].
     pub(crate) fn idle_lane(&self, bytes: u64) -> Option<Arc<Lane>> {
         self.close_idle();
         self.lanes.idle(bytes)
@@ -482,7 +478,6 @@ impl Link {
         id
     }
 
-    /// See [`Lanes::acquire_idle`].
     pub(crate) fn acquire_idle(self: &Arc<Self>, more: usize) -> Vec<Arc<Lane>> {
         self.close_idle();
         let (lanes, open) = self.lanes.acquire_idle(more);
@@ -490,7 +485,6 @@ impl Link {
         lanes
     }
 
-    /// See [`Lanes::pass_permit`].
     pub(crate) fn pass_permit(self: &Arc<Self>, lane: &Lane) {
         let open = self.lanes.pass_permit(lane);
         self.open(open);
@@ -501,7 +495,6 @@ impl Link {
         self.open(self.lanes.ahead());
     }
 
-    /// See [`Lanes::opened`].
     pub(crate) fn lane_opened(self: &Arc<Self>, lane: Arc<Lane>) {
         if self.lanes.opened(&lane) {
             self.core.counters.streams.one();
@@ -509,25 +502,10 @@ impl Link {
         }
     }
 
-    /// See [`Lanes::failed`].
-    pub(crate) fn lane_failed(&self, error: &Error) {
-        self.lanes.failed(error);
-    }
-
     /// Gives back a lane whose last request was answered.
     pub(crate) fn put(self: &Arc<Self>, lane: Arc<Lane>) {
         let open = self.lanes.put(lane);
         self.open(open);
-    }
-
-    /// See [`Lanes::note_fault`].
-    pub(crate) fn note_fault(&self, stream: StreamId, fault: StreamFault) {
-        self.lanes.note_fault(stream, fault);
-    }
-
-    /// See [`Lanes::fault_of`].
-    pub(crate) fn fault_of(&self, stream: StreamId) -> Option<StreamFault> {
-        self.lanes.fault_of(stream)
     }
 
     /// Removes a lane that its peer closed. True if no transfer used it.
@@ -557,24 +535,9 @@ impl Link {
         self.open(open);
     }
 
-    /// See [`Lanes::has_lanes`].
-    pub(crate) fn has_lanes(&self, besides: usize) -> bool {
-        self.lanes.has_lanes(besides)
-    }
-
-    /// See [`Lanes::withdraw`].
-    pub(crate) fn withdraw(&self, id: u64) -> bool {
-        self.lanes.withdraw(id)
-    }
-
     /// Asks the peer to stop touching memory through these streams.
     pub(crate) fn revoke(&self, streams: Vec<StreamId>, done: RevokeDone) {
         self.backend.revoke(self, streams, done);
-    }
-
-    /// Whether a transfer waits for a lane.
-    pub(crate) fn has_waiters(&self) -> bool {
-        self.lanes.has_waiters()
     }
 
     /// When [`Link::expire`] is next due.

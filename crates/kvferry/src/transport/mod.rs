@@ -21,7 +21,7 @@
 pub(crate) mod refusal;
 pub(crate) mod service;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::reactor::Cx;
 use crate::transfer::kind::TransportKind;
 use kvferry_sys::socket::Socket;
@@ -33,7 +33,6 @@ macro_rules! transports {
     ($($(#[$doc:meta])* $name:ident = $module:ident::$transport:ident;)*) => {
         $(pub(crate) mod $module;)*
 
-        /// Every transport of this build.
         static TABLE: &[&dyn Start] = &[$(&$module::$transport),*];
 
         impl TransportKind {
@@ -105,12 +104,12 @@ impl Transports {
             let bits = named.fold(0, |bits, transport| bits | bit(transport.kind()));
             if bits == 0 {
                 let what = format!("unknown transport; known are {} and all", Self::ALL);
-                return Err(Error::new(ErrorKind::InvalidArgument, what).with("transport", name));
+                return Err(Error::invalid(what).with("transport", name));
             }
             set |= bits;
         }
         if set == 0 {
-            return Err(Error::new(ErrorKind::InvalidArgument, "the list of transports is empty"));
+            return Err(Error::invalid("the list of transports is empty"));
         }
         Ok(Self(set))
     }
@@ -160,7 +159,8 @@ pub(crate) struct Services {
 
 impl Services {
     /// Starts the permitted transports.
-    pub(crate) fn start(allowed: Transports, cx: &Startup<'_>) -> Result<Self> {
+    pub(crate) fn start(cx: &Startup<'_>) -> Result<Self> {
+        let allowed = cx.config.transports;
         let (mut native, mut foreign) = (Vec::new(), Vec::new());
         for transport in TABLE.iter().filter(|transport| allowed.contains(transport.kind())) {
             let services = if transport.is_native() { &mut native } else { &mut foreign };

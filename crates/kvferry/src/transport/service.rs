@@ -1,5 +1,6 @@
 //! The traits of a transport, except those that move bytes; see the parent module.
 
+use crate::config::Config;
 use crate::core::Core;
 use crate::error::{Error, Result};
 use crate::reactor::Cx;
@@ -28,16 +29,10 @@ pub(crate) trait Start: Transport {
 /// An agent at the start of its transports.
 pub(crate) struct Startup<'a> {
     pub(crate) core: &'a Arc<Core>,
-    /// Whether a transport that uses kvferry's own sessions is permitted.
-    pub(crate) allows_native: bool,
+    pub(crate) config: &'a Config,
     pub(crate) local_addr: SocketAddr,
     /// The `host:port` that is advertised to peers.
     pub(crate) advertised: &'a str,
-    pub(crate) has_secret: bool,
-    /// Whether checksums are required even within the host.
-    pub(crate) always_checksums: bool,
-    /// Whether peers that do not speak the native protocol are served.
-    pub(crate) serves_foreign: bool,
     pub(crate) directory: &'a Arc<dyn Directory>,
 }
 

@@ -50,7 +50,6 @@ impl Copier {
         self.local.remaining() == 0
     }
 
-    /// Copies one chunk.
     pub(super) fn step(
         &mut self,
         way: &Way<'_>,

@@ -56,7 +56,6 @@ pub(crate) enum Unreached {
     Elsewhere,
 }
 
-/// Why a copy failed.
 #[derive(Debug)]
 pub(crate) enum Broken {
     /// The peer, or this session with it, is gone.

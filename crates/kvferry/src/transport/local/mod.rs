@@ -32,6 +32,7 @@ mod route;
 mod serve;
 mod share;
 
+use crate::config::Checksum;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::gate::Gate;
@@ -91,7 +92,7 @@ impl Transport for Local {
 
 impl Start for Local {
     fn start(&self, cx: &Startup<'_>) -> Result<Box<dyn Service>> {
-        let obstacle = if cx.always_checksums {
+        let obstacle = if cx.config.checksum == Checksum::On {
             Some("checksums are on, and copies within a host have none".to_owned())
         } else {
             serve::listen(cx.core, cx.directory).err().map(|e| {

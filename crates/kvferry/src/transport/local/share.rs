@@ -38,7 +38,6 @@ pub(crate) struct LocalShare {
     ended: bool,
 }
 
-/// The current frame.
 struct Current {
     frame: Frame,
     copier: Copier,

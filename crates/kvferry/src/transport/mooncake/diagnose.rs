@@ -30,7 +30,6 @@ pub(super) struct Diagnosis {
     pub(super) lane: StreamId,
     /// The pairs of the batch in progress, in the order of their requests.
     pub(super) pairs: RangeInclusive<usize>,
-    /// The error of the connection.
     pub(super) error: Error,
 }
 
@@ -99,7 +98,6 @@ pub(super) fn misfit(addr: u64, len: u64, buffers: &[Buffer]) -> Option<ErrorKin
     Some(kind)
 }
 
-/// The error of a refused pair.
 pub(super) fn refusal(link: &Link, job: &Job, pair: usize, kind: ErrorKind) -> Error {
     let what = match kind {
         ErrorKind::OutOfBounds => "the peer refused a range that reaches beyond its buffer",

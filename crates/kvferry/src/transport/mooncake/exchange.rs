@@ -23,7 +23,6 @@ pub(super) enum Failure {
     /// The peer accepted the connection and ended it without a byte of answer: it may speak another
     /// protocol.
     TurnedAway(Error),
-    /// Any other error.
     Failed(Error),
 }
 
@@ -210,6 +209,6 @@ impl Handler for Exchange {
 
 impl Drop for Exchange {
     fn drop(&mut self) {
-        self.fail(Error::new(ErrorKind::Shutdown, "the agent was shut down"));
+        self.fail(Error::shutdown());
     }
 }

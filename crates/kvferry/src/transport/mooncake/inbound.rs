@@ -71,7 +71,7 @@ struct Caller;
 
 impl Backend for Caller {
     fn open_lane(&self, link: &Arc<Link>) {
-        link.lane_failed(&cannot_be_asked(link));
+        link.lanes.failed(&cannot_be_asked(link));
     }
 
     fn wake(&self, _core: &Core) {}
@@ -255,7 +255,6 @@ enum Step {
     Read,
     Write,
     Memory,
-    /// The connection is over.
     Over,
 }
 
@@ -538,7 +537,6 @@ impl Connection {
         }
     }
 
-    /// The deadline for progress.
     fn deadline(&self) -> Option<Timestamp> {
         match self.state {
             State::Draining { until, .. } => Some(until),

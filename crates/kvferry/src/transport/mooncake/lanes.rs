@@ -41,7 +41,6 @@ impl LaneKeepers {
     }
 }
 
-/// Opens a lane to the data port.
 pub(super) fn open_lane(peer: &MooncakePeer, link: &Arc<Link>) {
     match Socket::connect(peer.data) {
         Ok(socket) => {
@@ -64,10 +63,10 @@ pub(super) fn open_lane(peer: &MooncakePeer, link: &Arc<Link>) {
 fn failed(link: &Arc<Link>, data: SocketAddr, error: &Error) {
     let error = error.clone().with("peer", &link.address).with("address", data);
     // Before the waiters get the error, because they may connect again at once.
-    if !link.has_lanes(1) {
+    if !link.lanes.has_lanes(1) {
         end(link, error.clone());
     }
-    link.lane_failed(&error);
+    link.lanes.failed(&error);
 }
 
 /// Ends a lane and its keeper.
@@ -148,7 +147,7 @@ impl LaneKeeper {
         if !cause.ready.closed && !cause.ready.peer_closed {
             return Next::Wait { interest: Interest::Hangup, deadline: None };
         }
-        if self.link.retire(lane) && !self.link.has_lanes(0) {
+        if self.link.retire(lane) && !self.link.lanes.has_lanes(0) {
             let error = Error::new(ErrorKind::PeerReset, "the peer closed its connections");
             end(&self.link, error.with("peer", &self.link.address));
         }
@@ -178,8 +177,7 @@ impl Drop for LaneKeeper {
     fn drop(&mut self) {
         self.keepers.tokens().remove(&self.id);
         if matches!(self.stage, Stage::Connecting(_)) {
-            let error = Error::new(ErrorKind::Shutdown, "the agent was shut down");
-            self.link.lane_failed(&error);
+            self.link.lanes.failed(&Error::shutdown());
         }
     }
 }
@@ -207,7 +205,7 @@ impl Drop for LinkKeeper {
         let link = &self.link;
         link.core.counters.sessions.less_one();
         if link.end().is_none() {
-            end(link, Error::new(ErrorKind::Shutdown, "the agent was shut down"));
+            end(link, Error::shutdown());
         }
     }
 }

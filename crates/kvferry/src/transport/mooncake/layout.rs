@@ -28,7 +28,6 @@ pub(super) struct Awaited {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Answer {
-    /// A status.
     Status,
     /// One byte of any value.
     Barrier,
@@ -152,7 +151,6 @@ impl Layout<'_> {
         }
     }
 
-    /// How many of the first `came` bytes are payload.
     pub(super) fn payload_of(&self, came: usize) -> usize {
         count_payload(self.parts(), came)
     }

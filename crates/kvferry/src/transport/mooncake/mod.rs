@@ -94,20 +94,22 @@ impl Start for Mooncake {
     }
 
     fn start(&self, cx: &Startup<'_>) -> Result<Box<dyn Service>> {
-        if cx.has_secret {
+        let has_secret = cx.config.secret.is_some();
+        let native_too = cx.config.transports.has_native();
+        if has_secret {
             let what = "a secret is set, and Mooncake's protocol has no authentication";
-            if !cx.allows_native {
+            if !native_too {
                 return Err(Error::new(crate::ErrorKind::Unsupported, what));
             }
             tracing::debug!("Mooncake's protocol is off: {what}");
         }
-        let serves = cx.serves_foreign && !cx.has_secret;
+        let serves = cx.config.mooncake && !has_secret;
         let data = serves.then(|| inbound::listen(cx.local_addr)).transpose()?;
         let server = Arc::new(MooncakeServer {
             core: Arc::clone(cx.core),
             directory: Arc::downgrade(cx.directory),
             advertised: cx.advertised.to_owned(),
-            native_too: cx.allows_native,
+            native_too,
             data_port: data.as_ref().map(|(_, port)| *port),
             pending: accept::PendingHandshakes::default(),
             connections: inbound::Connections::default(),
@@ -115,7 +117,7 @@ impl Start for Mooncake {
         if let Some((socket, _)) = data {
             inbound::serve(&server, socket);
         }
-        let dials = !cx.has_secret && (!cx.allows_native || cx.serves_foreign);
+        let dials = !has_secret && (!native_too || cx.config.mooncake);
         Ok(Box::new(MooncakeService { server, dials }))
     }
 }
@@ -159,7 +161,6 @@ impl Dialer for MooncakeService {
     }
 }
 
-/// The route to one stock peer.
 #[derive(Clone)]
 struct OnStockPeer(Arc<MooncakePeer>);
 

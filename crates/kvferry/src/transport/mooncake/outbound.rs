@@ -108,7 +108,6 @@ struct Making {
     unfenced: (u32, u64, usize),
 }
 
-/// The result of a step.
 enum Step {
     /// Bytes moved.
     On,
@@ -116,7 +115,6 @@ enum Step {
     Idle,
     /// The socket is not ready.
     Blocked,
-    /// The memory is not ready.
     Memory,
     /// The share has ended and reported to the job.
     Over,

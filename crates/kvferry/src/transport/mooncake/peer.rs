@@ -17,7 +17,6 @@ use std::net::{IpAddr, SocketAddr};
 use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
 use std::time::Duration;
 
-/// A stock peer.
 pub(super) struct MooncakePeer {
     server: Weak<MooncakeServer>,
     /// The address of its data port.
@@ -80,8 +79,7 @@ impl MooncakePeer {
 
     /// The request for the peer's descriptor.
     pub(super) fn request(&self) -> Result<Vec<u8>> {
-        let shut_down = || Error::new(ErrorKind::Shutdown, "the agent was shut down");
-        let server = self.server.upgrade().ok_or_else(shut_down)?;
+        let server = self.server.upgrade().ok_or_else(Error::shutdown)?;
         Ok(handshake_request(&server, false))
     }
 }
@@ -163,11 +161,9 @@ fn data_addr(descriptor: &Descriptor, at: SocketAddr) -> SocketAddr {
     addr
 }
 
-/// The frame of a notification.
 pub(super) fn notify_frame(notification: &Notification) -> Result<Vec<u8>> {
     let message = std::str::from_utf8(&notification.message).map_err(|e| {
-        Error::new(ErrorKind::InvalidArgument, "a Mooncake peer accepts only text notifications")
-            .caused_by(e)
+        Error::invalid("a Mooncake peer accepts only text notifications").caused_by(e)
     })?;
     let notify = Notify { name: notification.name.clone(), notify_msg: message.to_owned() };
     Ok(frame(Kind::Notify, &notify))

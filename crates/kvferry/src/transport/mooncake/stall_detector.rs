@@ -21,7 +21,6 @@ pub(super) struct StallDetector {
     /// The last check before a byte moved.
     moved_at: Option<Timestamp>,
     looked_at: Timestamp,
-    /// The next check.
     next: Timestamp,
 }
 

@@ -20,34 +20,24 @@ pub(super) const LENGTH: usize = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Setting up RDMA queue pairs, which kvferry does not support.
-    Connection,
+    Connection = 0,
     /// Exchange of segment descriptors.
-    Metadata,
+    Metadata = 1,
     /// A notification.
-    Notify,
-    /// A liveness probe.
-    Probe,
+    Notify = 2,
+    Probe = 3,
 }
 
 impl Kind {
+    const ALL: [Self; 4] = [Self::Connection, Self::Metadata, Self::Notify, Self::Probe];
+
     pub(super) const fn to_byte(self) -> u8 {
-        match self {
-            Self::Connection => 0,
-            Self::Metadata => 1,
-            Self::Notify => 2,
-            Self::Probe => 3,
-        }
+        self as u8
     }
 
     /// `None` for an unknown byte: releases without a type byte sent the JSON's brace in its place.
-    pub(super) const fn from_byte(byte: u8) -> Option<Self> {
-        match byte {
-            0 => Some(Self::Connection),
-            1 => Some(Self::Metadata),
-            2 => Some(Self::Notify),
-            3 => Some(Self::Probe),
-            _ => None,
-        }
+    pub(super) fn from_byte(byte: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.to_byte() == byte)
     }
 }
 
@@ -67,7 +57,6 @@ pub(super) fn split(body: &[u8]) -> Option<(Kind, &[u8])> {
     Some((Kind::from_byte(*first)?, json))
 }
 
-/// One registered buffer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Buffer {
     pub(super) name: String,

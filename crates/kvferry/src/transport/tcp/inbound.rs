@@ -47,7 +47,6 @@ pub(crate) struct InboundStream {
 /// Bytes of `pieces` that a stream keeps allocated for its next request.
 const PIECES_KEPT: usize = 256 * 1024;
 
-/// The result of a step.
 enum Step {
     /// Continue at once.
     On,
@@ -57,7 +56,6 @@ enum Step {
     Write,
     /// Wait for the memory, or for the peer's answer to a request.
     Memory,
-    /// The stream is over.
     Over,
 }
 

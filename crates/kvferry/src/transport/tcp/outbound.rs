@@ -43,13 +43,11 @@ pub(crate) struct Share {
     ended: bool,
 }
 
-/// The result of a step.
 enum Step {
     /// Continue at once.
     On,
     /// The socket is not ready.
     Blocked,
-    /// The memory is not ready.
     Memory,
     /// The lane can't be used any more; the job has the error.
     Broken,
@@ -279,7 +277,7 @@ impl Share {
     }
 
     fn lost(&self, e: io::Error) -> Step {
-        let fault = self.link.fault_of(self.lane.id);
+        let fault = self.link.lanes.fault_of(self.lane.id);
         let error = match (self.link.end(), fault) {
             (_, Some(fault)) => {
                 let frame = self.requests.answering().flatten();
