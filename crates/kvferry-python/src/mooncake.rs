@@ -14,7 +14,7 @@ use crate::batch::{Table, TableError, numbers};
 use crate::blocking::{self, Stop};
 use crate::error::Failure;
 use crate::run_interruptible::Interrupt;
-use engine::{Direction, MooncakeEngine, Moves};
+use engine::{MooncakeEngine, Moves};
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
@@ -133,11 +133,7 @@ fn moves(target: Text, write: bool, lists: [&Bound<'_, PyAny>; 3]) -> PyResult<M
             Err(TableError::Number(error)) => Err(error),
         }
     };
-    Ok(Moves {
-        direction: if write { Direction::Write } else { Direction::Read },
-        target: target.0,
-        batch: read().map_err(|e| type_error(py, e))?,
-    })
+    Ok(Moves { write, target: target.0, batch: read().map_err(|e| type_error(py, e))? })
 }
 
 #[pymethods]

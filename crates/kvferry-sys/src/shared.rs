@@ -281,19 +281,6 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     #[test]
-    fn bytes_written_through_one_mapping_are_read_through_another() {
-        let ours = Shared::create("kvferry-test", 4096).expect("memory");
-        let fd = ours.as_fd().try_clone_to_owned().expect("a descriptor");
-        let theirs = Shared::open(fd, 4096, true).expect("sealed and long enough");
-        ours.word(64).store(7, Ordering::SeqCst);
-        assert_eq!(theirs.load(64), 7);
-        theirs.span(100, 3).copy_from(b"abc");
-        let mut back = [0; 3];
-        ours.span(100, 3).copy_to(&mut back);
-        assert_eq!(&back, b"abc");
-    }
-
-    #[test]
     fn huge_pages_are_used_if_the_system_has_free_ones_and_small_pages_otherwise() {
         let free =
             std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");

@@ -70,13 +70,8 @@ pub enum AdvertisedBy {
     DefaultRoute,
 }
 
-/// The `host:port` that the agent tells its peers.
-pub(crate) fn advertised(option: Option<&str>, listening: SocketAddr) -> Result<String> {
-    advertised_by(option, listening).map(|(address, _)| address)
-}
-
 /// The `host:port` that the agent tells its peers, and the rule that chose it.
-pub(crate) fn advertised_by(
+pub(crate) fn advertised(
     option: Option<&str>,
     listening: SocketAddr,
 ) -> Result<(String, AdvertisedBy)> {
@@ -142,15 +137,16 @@ mod tests {
             ("node-3:17", "node-3:17"),
             ("fd00::7", "[fd00::7]:4000"),
         ] {
-            assert_eq!(advertised(Some(option), on("0.0.0.0:4000")).expect(option), advertised_as);
+            let (address, _) = advertised(Some(option), on("0.0.0.0:4000")).expect(option);
+            assert_eq!(address, advertised_as);
         }
         assert!(advertised(Some("a b"), on("0.0.0.0:4000")).is_err());
     }
 
     #[test]
     fn the_address_of_one_interface_is_advertised_unchanged() {
-        let advertised_as = advertised(None, on("127.0.0.1:9")).expect("loopback");
-        assert_eq!(advertised_as, "127.0.0.1:9");
+        let advertised = advertised(None, on("127.0.0.1:9")).expect("loopback");
+        assert_eq!(advertised, ("127.0.0.1:9".to_owned(), AdvertisedBy::Listening));
     }
 
     #[test]

@@ -84,8 +84,7 @@ impl Inner {
     fn stop(&self) {
         self.core.close();
         self.core.inbox.close();
-        let error = || Error::shutdown();
-        self.sessions.close_all(WireCode::Shutdown, error);
+        self.sessions.close_all(WireCode::Shutdown, Error::shutdown);
         // The control thread runs commands in order: when it runs the marker, it has written the
         // close messages.
         let written = Slot::new();
@@ -206,7 +205,7 @@ impl Agent {
         let local_addr = socket
             .local_addr()
             .map_err(|e| Error::io("the local address of the port can't be read", e))?;
-        let advertised = address::advertised(config.advertise.as_deref(), local_addr)?;
+        let (advertised, _) = address::advertised(config.advertise.as_deref(), local_addr)?;
         warn_if_open(local_addr, config.secret.is_some());
         if config.ptracer_any
             && let Err(e) = kvferry_sys::unix::let_any_process_attach()

@@ -286,7 +286,7 @@ impl Config {
     /// `InvalidArgument` if an address can't be parsed, `Io` if no interface has an address.
     pub fn addresses(&self) -> Result<(std::net::SocketAddr, String, AdvertisedBy)> {
         let listening = self.listen_addr()?;
-        let (advertised, by) = address::advertised_by(self.advertise.as_deref(), listening)?;
+        let (advertised, by) = address::advertised(self.advertise.as_deref(), listening)?;
         Ok((listening, advertised, by))
     }
 

@@ -12,6 +12,7 @@ use crate::transfer::job::{Job, Op, TransferStats};
 use crate::transfer::kind::{Capabilities, TransportKind};
 use crate::transfer::link::Link;
 use crate::transfer::requests::PROBE;
+use crate::transfer::slot::Interrupt;
 use crate::transfer::{Options, Transfer};
 use kvferry_proto::{Incarnation, Limits, Timestamp, WireCode};
 use serde::Serialize;
@@ -162,19 +163,17 @@ impl Peer {
         link.backend().probe(&link, timeout)
     }
 
-    fn timeout(&self, options: &Options<'_>) -> Duration {
-        options.timeout.unwrap_or_else(|| self.core.settings.timeout)
-    }
-
     fn job(&self, op: Op, batch: &Batch, options: &Options<'_>) -> Arc<Job> {
-        let (notify, timeout) = (options.notify.clone(), self.timeout(options));
-        if let Some(mut job) = self.state.ended_job()
-            && let Some(alone) = Arc::get_mut(&mut job)
+        let (core, timeout) = (Arc::clone(&self.core), self.limit(options.timeout));
+        let job =
+            Job::new(core, op, batch.clone(), options.notify.clone(), timeout, options.streams);
+        if let Some(mut ended) = self.state.ended_job()
+            && let Some(alone) = Arc::get_mut(&mut ended)
         {
-            alone.renew(op, batch.clone(), notify, timeout, options.streams);
-            return job;
+            *alone = job;
+            return ended;
         }
-        Job::new(Arc::clone(&self.core), op, batch.clone(), notify, timeout, options.streams)
+        Arc::new(job)
     }
 
     /// Refuses what can be refused before anything is sent.
@@ -221,30 +220,34 @@ impl Peer {
         // The fast path: a live session whose transport copies directly needs no job and no lane.
         if let Some(link) = self.state.live()
             && self.check(&link, batch, options.notify.as_ref()).is_ok()
-            && let Some(outcome) = link.run_direct(op, batch, options, self.timeout(options))
+            && let Some(outcome) = link.run_direct(op, batch, options, self.limit(options.timeout))
         {
             return outcome;
         }
         let job = self.job(op, batch, options);
-        let mut link = match self.state.wait_link(job.deadline, options.interrupt) {
+        let link = match self.link_for(&job, options.interrupt) {
             Ok(link) => link,
-            Err(e) => return finished(&job, e),
+            Err(e) => {
+                job.finish(Err(e.clone()));
+                return Err(e);
+            }
         };
-        let mut checked = self.check(&link, &job.batch, job.notify.as_ref());
-        if checked.as_ref().is_err_and(is_stale) && !self.is_there(&link, job.deadline) {
-            // The session was stale, not the batch: connect again.
-            link = match self.state.wait_link(job.deadline, options.interrupt) {
-                Ok(link) => link,
-                Err(e) => return finished(&job, e),
-            };
-            checked = self.check(&link, &job.batch, job.notify.as_ref());
-        }
-        if let Err(e) = checked {
-            return finished(&job, e);
-        }
         let outcome = drive::run(&job, &link, options.interrupt);
         self.state.keep_job(job);
         outcome
+    }
+
+    /// A link to the incarnation of the peer that the job's batch names.
+    fn link_for(&self, job: &Job, interrupt: Interrupt<'_>) -> Result<Arc<Link>> {
+        let link = self.state.wait_link(job.deadline, interrupt)?;
+        match self.check(&link, &job.batch, job.notify.as_ref()) {
+            Err(e) if is_stale(&e) && !self.is_there(&link, job.deadline) => {
+                // The session was stale, not the batch: connect again.
+                let link = self.state.wait_link(job.deadline, interrupt)?;
+                self.check(&link, &job.batch, job.notify.as_ref()).map(|()| link)
+            }
+            checked => checked.map(|()| link),
+        }
     }
 
     fn asynchronous(&self, op: Op, batch: &Batch, options: &Options<'_>) -> Transfer {
@@ -337,8 +340,9 @@ impl Peer {
     /// # Errors
     /// As [`Peer::write`]; `Busy` if the peer's queue is full.
     pub fn notify(&self, notification: Notification, options: &Options<'_>) -> Result<()> {
-        let link = self.link(self.timeout(options))?;
-        if let Some(sent) = link.backend().notify(&link, &notification, self.timeout(options)) {
+        let link = self.link(self.limit(options.timeout))?;
+        if let Some(sent) = link.backend().notify(&link, &notification, self.limit(options.timeout))
+        {
             return sent;
         }
         let options = Options { notify: Some(notification), ..options.clone() };
@@ -353,9 +357,4 @@ fn ended(link: &Link) -> Error {
 
 fn is_stale(error: &Error) -> bool {
     error.kind() == ErrorKind::StaleIncarnation
-}
-
-fn finished(job: &Job, error: Error) -> Result<TransferStats> {
-    job.finish(Err(error.clone()));
-    Err(error)
 }

@@ -282,8 +282,8 @@ impl Batch {
     /// The first error of `pairs`, or of [`Batch::push_raw`]. The batch is unchanged.
     pub unsafe fn extend_raw<E: From<Error>>(
         &mut self,
-        pairs: impl Iterator<Item = std::result::Result<(*mut u8, u64, u64), E>>,
-    ) -> std::result::Result<(), E> {
+        pairs: impl Iterator<Item = Result<(*mut u8, u64, u64), E>>,
+    ) -> Result<(), E> {
         self.push_raw_parts(|locals, remotes| {
             let count = pairs.size_hint().0;
             locals.pieces.reserve(count);

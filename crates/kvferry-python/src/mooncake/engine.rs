@@ -26,19 +26,11 @@ use std::time::Duration;
 /// name is resolved once more.
 const PEERS_MAX: usize = 4_096;
 
-/// The direction of a transfer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Direction {
-    /// From the peer's memory.
-    Read,
-    /// To the peer's memory.
-    Write,
-}
-
 /// What a transfer moves, and which way.
 #[derive(Debug)]
 pub(crate) struct Moves {
-    pub(crate) direction: Direction,
+    /// To the peer's memory, rather than from it.
+    pub(crate) write: bool,
     /// The peer's name.
     pub(crate) target: String,
     /// The pieces, or why the caller's lists are no batch.
@@ -267,12 +259,12 @@ impl MooncakeEngine {
         notify: Option<(String, String)>,
         interrupt: Interrupt<'_>,
     ) -> i32 {
-        let Moves { direction, target, batch } = moves;
+        let Moves { write, target, batch } = moves;
         let done = self.running().and_then(|running| {
             let peer = running.peer(&target, interrupt)?;
             let batch = batch.map_err(Refusal::invalid)?;
             running
-                .run(&peer, direction, &batch, notify, interrupt)
+                .run(&peer, write, &batch, notify, interrupt)
                 .inspect_err(|refusal| running.forget(&target, refusal))
         });
         self.code(done.map_err(Refusal::uncoded))
@@ -281,7 +273,7 @@ impl MooncakeEngine {
     /// Starts moving bytes. Returns the id that [`Self::wait`] and [`Self::check`] take, or
     /// [`codes::NO_ID`].
     pub(crate) fn submit(&self, moves: Moves, interrupt: Interrupt<'_>) -> u64 {
-        let Moves { direction, target, batch } = moves;
+        let Moves { write, target, batch } = moves;
         let submitted = self.running().and_then(|running| {
             let peer = running.peer(&target, interrupt)?;
             let batch = batch.map_err(Refusal::invalid)?;
@@ -294,9 +286,10 @@ impl MooncakeEngine {
                 .connect(&peer, interrupt)
                 .inspect_err(|refusal| running.forget(&target, refusal))?;
             let options = running.options(&batch);
-            let transfer = match direction {
-                Direction::Write => peer.write_async(&batch, &options),
-                Direction::Read => peer.read_async(&batch, &options),
+            let transfer = if write {
+                peer.write_async(&batch, &options)
+            } else {
+                peer.read_async(&batch, &options)
             };
             lock(&running.handles).add(transfer).map_err(|transfer| {
                 transfer.cancel();
@@ -561,7 +554,7 @@ impl Running {
     fn run(
         &self,
         peer: &Peer,
-        direction: Direction,
+        write: bool,
         batch: &Batch,
         notify: Option<(String, String)>,
         interrupt: Interrupt<'_>,
@@ -580,10 +573,7 @@ impl Running {
         if peer.transport() != Some(TransportKind::MOONCAKE) {
             options.notify = notification.take();
         }
-        match direction {
-            Direction::Write => peer.write(batch, &options),
-            Direction::Read => peer.read(batch, &options),
-        }?;
+        if write { peer.write(batch, &options) } else { peer.read(batch, &options) }?;
         // Mooncake's transfers carry no notification: a stock peer gets it after the data.
         if let Some(notification) = notification {
             peer.notify(notification, &options)?;

@@ -43,6 +43,15 @@ unsafe impl Sync for Memory {}
 // SAFETY: as above.
 unsafe impl Send for Memory {}
 
+/// Touches the memory inside the gate, if it is alive.
+fn touch_if_alive(gate: &Gate, touches: Touches, alive: &AtomicBool, memory: &Memory) {
+    let inside = gate.enter_to(touches).expect("never shut here");
+    if alive.load(Ordering::SeqCst) {
+        memory.touch();
+    }
+    drop(inside);
+}
+
 fn unregister_against_two_copies() {
     let gates = Arc::new(Gates::default());
     let (memory, alive) = (Memory::new(), Arc::new(AtomicBool::new(true)));
@@ -50,11 +59,7 @@ fn unregister_against_two_copies() {
         let (gate, memory, alive) = (gates.gate(), Arc::clone(&memory), Arc::clone(&alive));
         thread::spawn(move || {
             for _ in 0..2 {
-                let inside = gate.enter().expect("never shut here");
-                if alive.load(Ordering::SeqCst) {
-                    memory.touch();
-                }
-                drop(inside);
+                touch_if_alive(&gate, Touches::Any, &alive, &memory);
             }
             gate
         })
@@ -116,11 +121,7 @@ fn loom_i2_a_copier_that_comes_while_others_are_waited_for_finds_the_memory_gone
                 (Arc::clone(&gates), Arc::clone(&memory), Arc::clone(&alive));
             thread::spawn(move || {
                 let gate = gates.gate();
-                let inside = gate.enter().expect("never shut here");
-                if alive.load(Ordering::SeqCst) {
-                    memory.touch();
-                }
-                drop(inside);
+                touch_if_alive(&gate, Touches::Any, &alive, &memory);
                 gate
             })
         };
@@ -139,11 +140,7 @@ fn unregister_against_a_copier_that_names_its_region() {
     let copier = {
         let (gate, memory, alive) = (gates.gate(), Arc::clone(&memory), Arc::clone(&alive));
         thread::spawn(move || {
-            let inside = gate.enter_to(Touches::Only(ours)).expect("never shut here");
-            if alive.load(Ordering::SeqCst) {
-                memory.touch();
-            }
-            drop(inside);
+            touch_if_alive(&gate, Touches::Only(ours), &alive, &memory);
             drop(gate.enter_to(Touches::Only(other)).expect("never shut here"));
             gate
         })

@@ -28,7 +28,7 @@ fn job(core: &Arc<Core>) -> Arc<Job> {
         .expect("the first region overlaps none");
     let mut batch = Batch::new();
     batch.push_to_address(&region, 0, 0x2000, BYTES).expect("inside the region");
-    Job::new(Arc::clone(core), Op::Write, batch, None, LONG, None)
+    Arc::new(Job::new(Arc::clone(core), Op::Write, batch, None, LONG, None))
 }
 
 fn cancelled() -> Error {

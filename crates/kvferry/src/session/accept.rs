@@ -135,16 +135,12 @@ enum State {
     Sniffing(Sniffer),
     /// The native protocol: reading the opening message.
     Opening(Opener),
-    /// The protocol is known. The connection is handed over when the reactor has detached its
-    /// descriptor.
-    Identified(Identified),
-    HandedOver,
-}
-
-enum Identified {
+    // The protocol is known. The connection is handed over when the reactor has detached its
+    // descriptor.
     Native(Opening),
     /// The first eight bytes, as a little-endian integer.
     Foreign(u64),
+    HandedOver,
 }
 
 /// A connection that was accepted and whose purpose is not known yet.
@@ -187,7 +183,7 @@ impl NewConnection {
                     None
                 }
                 Sniff::Mooncake => {
-                    self.state = State::Identified(Identified::Foreign(sniffer.mooncake_len()));
+                    self.state = State::Foreign(sniffer.mooncake_len());
                     Some(Next::Detach)
                 }
                 Sniff::Unknown => {
@@ -198,7 +194,7 @@ impl NewConnection {
             State::Opening(opener) => match opener.feed(&buffer[..n]) {
                 Ok(None) => None,
                 Ok(Some(opening)) => {
-                    self.state = State::Identified(Identified::Native(opening));
+                    self.state = State::Native(opening);
                     Some(Next::Detach)
                 }
                 Err(code) => {
@@ -206,7 +202,7 @@ impl NewConnection {
                     Some(Next::Close)
                 }
             },
-            State::Identified(_) | State::HandedOver => Some(Next::Close),
+            State::Native(_) | State::Foreign(_) | State::HandedOver => Some(Next::Close),
         }
     }
 }
@@ -260,7 +256,7 @@ impl Handler for NewConnection {
         let socket = self.socket.take().expect("taken only here");
         prepare(&socket);
         let state = std::mem::replace(&mut self.state, State::HandedOver);
-        if let State::Identified(Identified::Native(Opening::Session { bytes })) = state {
+        if let State::Native(Opening::Session { bytes }) = state {
             // The session keeps the place, under the same token, until its handshake ends.
             let Some(until) = self.places.state().pending.spoke(&self.token) else {
                 return refuse(&socket, WireCode::Busy, "");
@@ -276,14 +272,14 @@ impl Handler for NewConnection {
         }
         let has_place = self.places.leave(self.token);
         match state {
-            State::Identified(Identified::Native(Opening::Stream { .. })) if !has_place => {
+            State::Native(Opening::Stream { .. }) if !has_place => {
                 refuse(&socket, WireCode::Busy, "");
             }
             _ if !has_place => {}
-            State::Identified(Identified::Native(Opening::Stream { hello, rest })) => {
+            State::Native(Opening::Stream { hello, rest }) => {
                 accept_stream(&sessions, socket, &hello, rest);
             }
-            State::Identified(Identified::Foreign(len)) => {
+            State::Foreign(len) => {
                 let is_served = sessions.services().accept(socket, len, cx);
                 if !is_served {
                     tracing::debug!(

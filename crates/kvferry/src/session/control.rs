@@ -326,29 +326,24 @@ impl Control {
 
 /// The error for users of a session that ended.
 pub(crate) fn close_error(reason: &CloseReason, address: &str) -> Error {
+    let code = reason.code.to_string();
     let (kind, what) = match reason.code {
         WireCode::Closed if reason.by_peer && reason.established => {
-            (ErrorKind::PeerReset, "the connection to the peer was lost".to_owned())
+            (ErrorKind::PeerReset, "the connection to the peer was lost")
         }
         WireCode::Closed if reason.by_peer => (
             ErrorKind::PeerReset,
-            "the peer closed the connection during the handshake; check that it is a kvferry agent"
-                .to_owned(),
+            "the peer closed the connection during the handshake; check that it is a kvferry agent",
         ),
         WireCode::Deadline if !reason.by_peer && !reason.established => {
-            (ErrorKind::PeerSilent, "the peer did not answer the handshake in time".to_owned())
+            (ErrorKind::PeerSilent, "the peer did not answer the handshake in time")
         }
-        WireCode::Silent => {
-            (ErrorKind::PeerSilent, "the peer sent nothing for the silence limit".to_owned())
+        WireCode::Silent => (ErrorKind::PeerSilent, "the peer sent nothing for the silence limit"),
+        WireCode::Slept => {
+            (ErrorKind::PeerSilent, "this process was suspended for longer than the silence limit")
         }
-        WireCode::Slept => (
-            ErrorKind::PeerSilent,
-            "this process was suspended for longer than the silence limit".to_owned(),
-        ),
-        WireCode::Shutdown if !reason.by_peer => {
-            (ErrorKind::Shutdown, "the agent was shut down".to_owned())
-        }
-        code => (ErrorKind::from_wire(code), format!("{code}")),
+        WireCode::Shutdown if !reason.by_peer => (ErrorKind::Shutdown, "the agent was shut down"),
+        other => (ErrorKind::from_wire(other), code.as_str()),
     };
     let error = Error::new(kind, what).with("peer", address);
     if reason.detail.is_empty() { error } else { error.with("detail", &reason.detail) }

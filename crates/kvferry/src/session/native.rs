@@ -89,7 +89,7 @@ impl Native {
         stream: StreamId,
         lane: InboundLane,
         quota: &Quota,
-    ) -> Option<std::result::Result<Permit, Full>> {
+    ) -> Option<Result<Permit, Full>> {
         let mut inbound = lock(&self.inbound);
         if self.ended.get().is_some() {
             return None;

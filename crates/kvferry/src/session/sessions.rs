@@ -162,8 +162,8 @@ impl Sessions {
     pub(crate) fn session_of(
         &self,
         hello: &StreamHello,
-        verify: fn(&mut Session, &StreamHello) -> std::result::Result<(), WireCode>,
-    ) -> std::result::Result<Accepted, WireCode> {
+        verify: fn(&mut Session, &StreamHello) -> Result<(), WireCode>,
+    ) -> Result<Accepted, WireCode> {
         let found = lock(&self.accepted).get(&hello.session).cloned();
         let verdict = found.ok_or(WireCode::UnknownSession).and_then(|(link, native)| {
             let verdict = verify(&mut native.session(), hello);
@@ -179,16 +179,6 @@ impl Sessions {
         let mut links = lock(&self.links);
         links.retain(|link| link.end().is_none());
         !links.is_empty()
-    }
-
-    /// Ends every session: this process was suspended for longer than the silence limit.
-    fn end_after_suspend(&self) {
-        self.close_all(WireCode::Slept, || {
-            Error::new(
-                ErrorKind::PeerSilent,
-                "this process was suspended for longer than the silence limit",
-            )
-        });
     }
 
     /// Ends every session. Peers get `code`.
@@ -245,7 +235,7 @@ impl Directory for Sessions {
         }
     }
 
-    fn verify_local(&self, hello: &StreamHello) -> std::result::Result<Arc<Link>, WireCode> {
+    fn verify_local(&self, hello: &StreamHello) -> Result<Arc<Link>, WireCode> {
         self.session_of(hello, Session::verify_local).map(|(link, _)| link)
     }
 }
@@ -275,7 +265,8 @@ impl Handler for SuspendTimer {
         if self.beating && !core.suspend.is_fresh(at) {
             core.counters.slept.one();
             tracing::warn!("this process was suspended; all sessions end");
-            sessions.end_after_suspend();
+            let what = "this process was suspended for longer than the silence limit";
+            sessions.close_all(WireCode::Slept, || Error::new(ErrorKind::PeerSilent, what));
         }
         // Only now: until this beat, other threads see the old time and touch no memory.
         core.suspend.beat(at);

@@ -155,8 +155,8 @@ impl Batch {
     /// Lets `fill` append pairs; removes them again if it fails.
     pub(crate) fn push_raw_parts<E>(
         &mut self,
-        fill: impl FnOnce(&mut Pieces, &mut Vec<RemotePart>) -> std::result::Result<(), E>,
-    ) -> std::result::Result<(), E> {
+        fill: impl FnOnce(&mut Pieces, &mut Vec<RemotePart>) -> Result<(), E>,
+    ) -> Result<(), E> {
         let (local, remote) = (Arc::make_mut(&mut self.local), Arc::make_mut(&mut self.remote));
         let (len, bytes) = (remote.len(), local.bytes);
         fill(local, remote).inspect_err(|_| {

@@ -509,7 +509,8 @@ mod tests {
         let region = agent.allocate_private(4096, Access::READ_WRITE).expect("memory");
         let mut batch = Batch::new();
         batch.push(&region, 0, &region.remote(), 0, 4096).expect("inside");
-        let job = Job::new(Arc::clone(core), Op::Write, batch, None, Duration::from_secs(60), None);
+        let timeout = Duration::from_secs(60);
+        let job = Arc::new(Job::new(Arc::clone(core), Op::Write, batch, None, timeout, None));
         submit(&job, &link);
         let outcome = job.wait(Duration::from_secs(30)).expect("it ends");
         let error = outcome.expect_err("the share panicked");

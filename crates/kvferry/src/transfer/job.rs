@@ -120,11 +120,11 @@ impl Job {
         notify: Option<Notification>,
         timeout: Duration,
         streams: Option<usize>,
-    ) -> Arc<Self> {
+    ) -> Self {
         core.counters.transfers_started.one();
         core.counters.transfers_in_flight.one();
         let cutter = Cutter::new(&batch);
-        Arc::new(Self {
+        Self {
             id: core.next_transfer(),
             core,
             op,
@@ -138,39 +138,16 @@ impl Job {
             changed: Condvar::new(),
             event: OnceLock::new(),
             stopped: AtomicBool::new(false),
-        })
+        }
     }
 
-    /// Drops the batch, the notification and the event of a job that has ended; keeps its
-    /// allocation.
+    /// Drops the batch, the notification and the event of a job that has ended. Its allocation can
+    /// take a new job.
     pub(crate) fn release(&mut self) {
         static NOTHING: std::sync::OnceLock<Batch> = std::sync::OnceLock::new();
         self.batch = NOTHING.get_or_init(Batch::new).clone();
         self.notify = None;
         self.event.take();
-    }
-
-    /// Starts a new transfer in a job that has ended and was released.
-    pub(crate) fn renew(
-        &mut self,
-        op: Op,
-        batch: Batch,
-        notify: Option<Notification>,
-        timeout: Duration,
-        streams: Option<usize>,
-    ) {
-        self.core.counters.transfers_started.one();
-        self.core.counters.transfers_in_flight.one();
-        self.id = self.core.next_transfer();
-        self.op = op;
-        *lock(&self.cutter) = (Cutter::new(&batch), FRAME_BYTES_MAX);
-        self.batch = batch;
-        self.deadline = now() + timeout;
-        self.notify = notify;
-        self.streams = streams;
-        self.moved_by.take();
-        *lock(&self.state) = State::default();
-        self.stopped.store(false, Ordering::Release);
     }
 
     // ---- for shares ----

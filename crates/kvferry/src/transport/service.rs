@@ -42,7 +42,7 @@ pub(crate) trait Directory: Send + Sync {
     fn add(&self, link: &Arc<Link>);
 
     /// The session whose key the hello of a local connection proves.
-    fn verify_local(&self, hello: &StreamHello) -> std::result::Result<Arc<Link>, WireCode>;
+    fn verify_local(&self, hello: &StreamHello) -> Result<Arc<Link>, WireCode>;
 }
 
 /// Called exactly once: with `None` if there is a route now, else with the reason why there is

@@ -128,7 +128,7 @@ impl Service for LocalService {
 struct LocalPeer {
     pid: i32,
     /// Whether the kernel permits copies by pid, and why not.
-    vm: std::result::Result<(), String>,
+    vm: Result<(), String>,
     channel: Arc<Channel>,
     /// The handler of the channel, on the control thread.
     pub(crate) handler: u64,
@@ -220,7 +220,7 @@ mod tests {
     use crate::{Agent, Batch, Transports};
 
     /// A peer in this process, and its end of the connection.
-    fn peer(registry: &Registry, vm: std::result::Result<(), String>) -> (Arc<LocalPeer>, Channel) {
+    fn peer(registry: &Registry, vm: Result<(), String>) -> (Arc<LocalPeer>, Channel) {
         static NUMBER: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let name = format!("kvferry-local-{}-{number}", std::process::id());
@@ -264,9 +264,9 @@ mod tests {
             link.add_route(Arc::new(LocalRoute(peer)));
             let moved = || {
                 let timeout = Duration::from_secs(60);
-                let job =
-                    Job::new(Arc::clone(agent.core()), op, batch.clone(), None, timeout, None);
-                drive::run(&job, &link, None).map(drop).map_err(|e| e.kind())
+                let core = Arc::clone(agent.core());
+                let job = Job::new(core, op, batch.clone(), None, timeout, None);
+                drive::run(&Arc::new(job), &link, None).map(drop).map_err(|e| e.kind())
             };
             assert_eq!(moved(), Err(ErrorKind::Unsupported), "the peer is alive but out of reach");
             drop(there);

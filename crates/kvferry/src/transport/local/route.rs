@@ -30,7 +30,7 @@ pub(super) struct LocalRoute(pub(super) Arc<LocalPeer>);
 
 impl LocalRoute {
     /// Resolves the remote ranges of a job, if all of them are within reach.
-    fn targets(&self, link: &Arc<Link>, job: &Job) -> std::result::Result<Arc<Targets>, Offered> {
+    fn targets(&self, link: &Arc<Link>, job: &Job) -> Result<Arc<Targets>, Offered> {
         match self.0.targets(&job.batch, job.op) {
             Ok(targets) => Ok(Arc::new(targets)),
             Err(Unreached::Elsewhere) => {

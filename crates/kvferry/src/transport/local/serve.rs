@@ -132,7 +132,7 @@ impl HandshakeConn {
         core: &Arc<Core>,
         bytes: &[u8],
         fds: Vec<OwnedFd>,
-    ) -> std::result::Result<(), WireCode> {
+    ) -> Result<(), WireCode> {
         match &mut self.stage {
             Stage::Hello => self.hello(core, bytes, fds),
             Stage::Probe { writer, bytes: expected, .. } => {
@@ -166,7 +166,7 @@ impl HandshakeConn {
         core: &Arc<Core>,
         bytes: &[u8],
         fds: Vec<OwnedFd>,
-    ) -> std::result::Result<(), WireCode> {
+    ) -> Result<(), WireCode> {
         let hello = parse_hello(bytes).ok_or(WireCode::Malformed)?;
         let page = fds.into_iter().next().ok_or(WireCode::Malformed)?;
         let directory = self.directory.upgrade().ok_or(WireCode::Closed)?;

@@ -44,7 +44,7 @@ fn answered(
     address: &str,
     addr: SocketAddr,
     native_too: bool,
-    answer: std::result::Result<Vec<u8>, Failure>,
+    answer: Result<Vec<u8>, Failure>,
 ) -> Dialed {
     let descriptor = match answer {
         // A native agent without this compatibility, or with a secret, closes the connection.

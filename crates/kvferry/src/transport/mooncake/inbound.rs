@@ -314,7 +314,7 @@ impl Connection {
     }
 
     /// Receives; before it waits, sends the due statuses.
-    fn recv(&mut self, into: &mut [u8]) -> std::result::Result<usize, Step> {
+    fn recv(&mut self, into: &mut [u8]) -> Result<usize, Step> {
         match self.socket.recv(into) {
             Ok(0) => Err(Step::Over),
             Ok(n) => Ok(n),
@@ -571,7 +571,7 @@ fn recv_ahead(
 }
 
 /// The memory that a request names: one region has to hold all of it.
-fn resolve(core: &Core, request: &Request) -> std::result::Result<Pieces, WireCode> {
+fn resolve(core: &Core, request: &Request) -> Result<Pieces, WireCode> {
     let need = match request.opcode {
         Opcode::Write => Access::WRITE,
         Opcode::Read => Access::READ,
