@@ -3,23 +3,7 @@
 //! Nothing here depends on what the bytes mean. The crate is published only because `kvferry` needs
 //! it; its interface changes without notice.
 //!
-//! | module | what it wraps |
-//! |---|---|
-//! | [`span`] | a range of host memory that stays mapped while it is in use |
-//! | [`fd`] | descriptors that a forked child closes |
-//! | [`socket`] | TCP sockets, gather and scatter over spans |
-//! | [`vectors`] | gather and scatter of buffers and spans mixed |
-//! | [`poll`] | epoll, event descriptors, waiting for one descriptor |
-//! | [`clock`] | `CLOCK_BOOTTIME`; other processes' processor time |
-//! | [`map`] | anonymous memory |
-//! | [`shared`] | memory shared between processes by descriptor |
-//! | [`alive`] | a mark in shared memory that the kernel sets when a thread ends |
-//! | [`unix`] | packets and descriptors between processes of one host, over unix sockets |
-//! | [`process_vm`] | copying between this process's memory and another's |
-//! | [`thread`] | native threads with all signals blocked |
-//! | [`net`] | addresses of this host |
-//! | [`probe`] | attempts that show what the kernel permits this process |
-//! | [`vendor`] | libibverbs, libcuda and libcufile, loaded at run time |
+//! Functions return the kernel's error unless their documentation names another.
 
 pub mod alive;
 pub mod clock;

@@ -42,9 +42,6 @@ pub struct InterfaceAddress {
 }
 
 /// The addresses of all interfaces, in the kernel's order.
-///
-/// # Errors
-/// The kernel's error.
 pub fn interface_addresses() -> io::Result<Vec<InterfaceAddress>> {
     let mut first = std::ptr::null_mut();
     // SAFETY: the call writes one pointer, to a list that this function owns until it frees it

@@ -89,25 +89,16 @@ impl Epoll {
     }
 
     /// Starts to watch `fd` for `interest`; its events carry `token`.
-    ///
-    /// # Errors
-    /// The kernel's error.
     pub fn add(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
         Ok(epoll::add(&self.0, fd, epoll::EventData::new_u64(token), flags(interest))?)
     }
 
     /// Changes the events that `fd` is watched for.
-    ///
-    /// # Errors
-    /// The kernel's error.
     pub fn modify(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
         Ok(epoll::modify(&self.0, fd, epoll::EventData::new_u64(token), flags(interest))?)
     }
 
     /// Stops watching `fd`.
-    ///
-    /// # Errors
-    /// The kernel's error.
     pub fn delete(&self, fd: impl AsFd) -> io::Result<()> {
         Ok(epoll::delete(&self.0, fd)?)
     }
@@ -161,9 +152,6 @@ fn reported(fd: &PollFd<'_>) -> Ready {
 }
 
 /// Waits for one descriptor; an empty [`Ready`] if `timeout` has passed or a signal came.
-///
-/// # Errors
-/// The kernel's error.
 pub fn wait_one(
     fd: BorrowedFd<'_>,
     interest: Interest,
@@ -181,9 +169,6 @@ pub fn wait_one(
 
 /// Waits for the first of several descriptors, each with its own interest; `None` if `timeout` has
 /// passed or a signal came.
-///
-/// # Errors
-/// The kernel's error.
 pub fn wait_any(
     fds: &[(BorrowedFd<'_>, Interest)],
     timeout: Option<Duration>,

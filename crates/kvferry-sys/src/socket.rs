@@ -48,9 +48,6 @@ impl Socket {
     }
 
     /// Accepts the next connection; `WouldBlock` if none waits.
-    ///
-    /// # Errors
-    /// The kernel's error.
     pub fn accept(&self) -> io::Result<(Self, Option<SocketAddr>)> {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let (fd, addr) = retry_on_intr(|| Ok(rustix::net::acceptfrom_with(self, flags)?))?;
@@ -83,9 +80,6 @@ impl Socket {
     }
 
     /// The address at this end.
-    ///
-    /// # Errors
-    /// The kernel's error.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         let any = rustix::net::getsockname(self)?;
         SocketAddr::try_from(any).map_err(|e| io::Error::other(e.to_string()))
@@ -103,9 +97,6 @@ impl Socket {
     }
 
     /// Sends small segments at once (`TCP_NODELAY`).
-    ///
-    /// # Errors
-    /// The kernel's error.
     pub fn set_nodelay(&self) -> io::Result<()> {
         Ok(sockopt::set_tcp_nodelay(self, true)?)
     }
@@ -121,9 +112,6 @@ impl Socket {
 
     /// Has the kernel probe a connection that was idle for `idle` (at least one second), and break
     /// it after four unanswered probes: after about twice that time.
-    ///
-    /// # Errors
-    /// The kernel's error.
     pub fn set_keepalive(&self, idle: Duration) -> io::Result<()> {
         const PROBES: u32 = 4;
         /// The kernel's unit is seconds.
@@ -137,27 +125,18 @@ impl Socket {
     /// Has the kernel break the connection if sent bytes stay unacknowledged, or can't be sent
     /// because the peer does not read, for this long. Keep-alive covers only connections without
     /// outstanding bytes.
-    ///
-    /// # Errors
-    /// The kernel's error.
     pub fn set_user_timeout(&self, timeout: Duration) -> io::Result<()> {
         let ms = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
         Ok(sockopt::set_tcp_user_timeout(self, ms)?)
     }
 
     /// Sets the size of both kernel buffers, in bytes, and turns off the kernel's automatic sizing.
-    ///
-    /// # Errors
-    /// The kernel's error.
     pub fn set_buffers(&self, bytes: usize) -> io::Result<()> {
         sockopt::set_socket_send_buffer_size(self, bytes)?;
         Ok(sockopt::set_socket_recv_buffer_size(self, bytes)?)
     }
 
     /// Makes the socket readable only when `bytes` bytes have arrived.
-    ///
-    /// # Errors
-    /// The kernel's error.
     pub fn set_receive_low_water(&self, bytes: usize) -> io::Result<()> {
         let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
         // SAFETY: the option takes one int; its address and size are passed.
@@ -190,9 +169,6 @@ impl Socket {
     }
 
     /// Bytes given to the kernel that the peer's kernel has not acknowledged.
-    ///
-    /// # Errors
-    /// The kernel's error.
     pub fn unacknowledged(&self) -> io::Result<usize> {
         let mut n: libc::c_int = 0;
         // SAFETY: `TIOCOUTQ` writes one int; its address is passed.

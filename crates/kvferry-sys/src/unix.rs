@@ -73,9 +73,6 @@ impl Channel {
     }
 
     /// Accepts the next connection; `WouldBlock` if none waits.
-    ///
-    /// # Errors
-    /// The kernel's error.
     pub fn accept(&self) -> io::Result<Self> {
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let fd = retry_on_intr(|| Ok(rustix::net::accept_with(self, flags)?))?;
@@ -83,9 +80,6 @@ impl Channel {
     }
 
     /// The credentials of the process that connected or listened.
-    ///
-    /// # Errors
-    /// The kernel's error.
     pub fn credentials(&self) -> io::Result<Credentials> {
         let mut raw = libc::ucred { pid: 0, uid: 0, gid: 0 };
         let mut len = size_of::<libc::ucred>() as libc::socklen_t;

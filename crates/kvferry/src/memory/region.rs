@@ -388,32 +388,25 @@ impl Tables {
             if base == 0 {
                 return Err(Error::invalid("the region starts at null"));
             }
+            let refused = |kind, what: &str| {
+                Error::new(kind, what).with("addr", format_args!("{base:#x}")).with("len", len)
+            };
             let end = base.checked_add(len).ok_or_else(|| {
-                Error::invalid("the region wraps around the end of the address space")
-                    .with("addr", format_args!("{base:#x}"))
-                    .with("len", len)
+                let what = "the region wraps around the end of the address space";
+                refused(ErrorKind::InvalidArgument, what)
             })?;
             self.lift();
             let touches = |r: &&Arc<RegionInner>| r.base < end && base < r.base + r.len;
             if let Some(other) = self.quarantined.iter().find(touches) {
-                return Err(Error::new(
-                    ErrorKind::Quarantined,
-                    "an unresponsive process may still write to the range",
-                )
-                .with("addr", format_args!("{base:#x}"))
-                .with("len", len)
-                .with("region", other.id));
+                let what = "an unresponsive process may still write to the range";
+                return Err(refused(ErrorKind::Quarantined, what).with("region", other.id));
             }
             if let Some(other) = self.overlapping(base, end) {
-                return Err(Error::new(
-                    ErrorKind::Overlap,
-                    "the range overlaps a registered region; unregister that one first",
-                )
-                .with("addr", format_args!("{base:#x}"))
-                .with("len", len)
-                .with("region", other.id)
-                .with("region_addr", format_args!("{:#x}", other.base))
-                .with("region_len", other.len));
+                let what = "the range overlaps a registered region; unregister that one first";
+                return Err(refused(ErrorKind::Overlap, what)
+                    .with("region", other.id)
+                    .with("region_addr", format_args!("{:#x}", other.base))
+                    .with("region_len", other.len));
             }
         }
         let id = self.next_id.checked_add(1).ok_or_else(|| {

@@ -242,10 +242,7 @@ impl Cutter {
                 .min(self.left - bytes);
             bytes += take;
             descriptors += 1;
-            at.within += take;
-            if at.within == piece.len {
-                at = Position { piece: at.piece + 1, within: 0 };
-            }
+            at.advance(&batch.local, take);
         }
         self.at = at;
         self.left -= bytes;
@@ -277,10 +274,7 @@ impl Frame {
             let len = u32::try_from(take).expect("at most DESCRIPTOR_BYTES_MAX");
             f(at.piece, remote.region, remote.offset + at.within, len);
             left -= take;
-            at.within += take;
-            if at.within == piece.len {
-                at = Position { piece: at.piece + 1, within: 0 };
-            }
+            at.advance(&batch.local, take);
         }
     }
 

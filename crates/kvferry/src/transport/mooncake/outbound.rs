@@ -195,10 +195,7 @@ impl Share {
         let size = (piece.len - making.at.within).min(REQUEST_BYTES_MAX).min(making.left);
         let addr = batch.remote[pair].offset + making.at.within;
         making.left -= size;
-        making.at.within += size;
-        if making.at.within == piece.len {
-            making.at = Position { piece: pair + 1, within: 0 };
-        }
+        making.at.advance(&batch.local, size);
         let last_of = (making.left == 0).then_some(making.frame);
         match self.job.op {
             Op::Read => {

@@ -100,17 +100,19 @@ mod tests {
         (socket, listener)
     }
 
+    fn assert_fresh(detector: &mut StallDetector, socket: &Socket, seconds: std::ops::Range<u64>) {
+        for n in seconds {
+            assert!(!detector.is_over(socket, second(n)), "second {n}");
+        }
+    }
+
     #[test]
     fn the_window_starts_at_the_check_before_the_last_byte_moved() {
         let (socket, _listener) = socket();
         let mut stall_detector = StallDetector::new(SILENCE);
-        for n in 0..7 {
-            assert!(!stall_detector.is_over(&socket, second(n)), "second {n}");
-        }
+        assert_fresh(&mut stall_detector, &socket, 0..7);
         stall_detector.received += 1;
-        for n in 7..13 {
-            assert!(!stall_detector.is_over(&socket, second(n)), "second {n}");
-        }
+        assert_fresh(&mut stall_detector, &socket, 7..13);
         assert!(stall_detector.is_over(&socket, second(13)));
     }
 
@@ -120,9 +122,7 @@ mod tests {
         let mut stall_detector = StallDetector::new(SILENCE);
         assert!(!stall_detector.is_over(&socket, second(0)));
         assert!(!stall_detector.is_over(&socket, second(100)), "a late check");
-        for n in 101..107 {
-            assert!(!stall_detector.is_over(&socket, second(n)), "second {n}");
-        }
+        assert_fresh(&mut stall_detector, &socket, 101..107);
         assert!(stall_detector.is_over(&socket, second(107)));
     }
 
@@ -133,9 +133,7 @@ mod tests {
         assert!(!stall_detector.is_over(&socket, second(0)));
         assert!(!stall_detector.is_over(&socket, second(6)));
         stall_detector.rest();
-        for n in 7..14 {
-            assert!(!stall_detector.is_over(&socket, second(n)), "second {n}");
-        }
+        assert_fresh(&mut stall_detector, &socket, 7..14);
         assert!(stall_detector.is_over(&socket, second(14)));
     }
 }

@@ -320,11 +320,10 @@ impl Share {
             return Progress::Memory;
         }
         self.ended = true;
+        self.link.put(Arc::clone(&self.lane));
         if self.yielding.yields() && !self.job.is_stopped() {
-            self.link.put(Arc::clone(&self.lane));
             return if self.job.share_yielded() { Progress::Yielded } else { Progress::Done };
         }
-        self.link.put(Arc::clone(&self.lane));
         self.job.share_ended(&self.link, None);
         Progress::Done
     }
