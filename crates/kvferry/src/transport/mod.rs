@@ -149,6 +149,7 @@ impl fmt::Debug for Transports {
 
 /// The transports of one running agent.
 pub(crate) struct Services {
+    allowed: Transports,
     /// Services that use kvferry's own sessions, slowest first.
     native: Vec<Box<dyn Service>>,
     /// Services with a handshake of their own.
@@ -169,7 +170,7 @@ impl Services {
         let fastest = TABLE.iter().rfind(|transport| transport.is_native());
         let excluded =
             fastest.map(|fastest| fastest.kind()).filter(|kind| !allowed.contains(*kind));
-        Ok(Self { native, foreign, excluded })
+        Ok(Self { allowed, native, foreign, excluded })
     }
 
     fn all(&self) -> impl Iterator<Item = &dyn Service> {
@@ -177,7 +178,7 @@ impl Services {
     }
 
     pub(crate) fn allow(&self, kind: TransportKind) -> bool {
-        self.all().any(|service| service.kind() == kind)
+        self.allowed.contains(kind)
     }
 
     pub(crate) fn announces(&self) -> u64 {
