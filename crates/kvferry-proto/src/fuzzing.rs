@@ -6,7 +6,7 @@
 
 use crate::layout::{ContextShard, LayerSpec};
 use crate::plan::Topology;
-use crate::session::models;
+pub use crate::session::models::{heartbeat, inbox, outbox, stream_window};
 use std::ops::Range;
 
 /// Called with an operation and the state it was applied in, for tables of what a run has tried.
@@ -71,26 +71,6 @@ impl<'a> Script<'a> {
     pub fn rest(&mut self) -> &'a [u8] {
         std::mem::take(&mut self.0)
     }
-}
-
-/// The queue of frames to the peer.
-pub fn outbox(script: &mut Script<'_>, met: Met<'_>) {
-    models::outbox(script, met);
-}
-
-/// The queue of events to the driver.
-pub fn inbox(script: &mut Script<'_>, met: Met<'_>) {
-    models::inbox(script, met);
-}
-
-/// The heartbeat.
-pub fn heartbeat(script: &mut Script<'_>, met: Met<'_>) {
-    models::heartbeat(script, met);
-}
-
-/// The window of used stream ids.
-pub fn stream_window(script: &mut Script<'_>, met: Met<'_>) {
-    models::stream_window(script, met);
 }
 
 /// What a rank holds of a layer.

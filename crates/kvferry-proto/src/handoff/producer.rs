@@ -113,15 +113,8 @@ impl Producer {
         if !entry_is_awaited && self.handoffs.len() - self.awaited >= self.limits.handoffs {
             return Err(Refusal::Full { limit: self.limits.handoffs });
         }
-        let generation = self.next_generation();
         self.awaited -= usize::from(entry_is_awaited);
-        let entry = self.handoffs.entry(id.clone()).or_default();
-        entry.offer = Some(Offered { generation, announced: Announced::default(), expires: None });
-        let readers: Vec<_> = entry.readers.keys().copied().collect();
-        for reader in readers {
-            self.send_offer(id, reader);
-        }
-        self.look_again(id);
+        self.begin(id);
         Ok(())
     }
 
@@ -175,15 +168,7 @@ impl Producer {
         if self.offered(id)?.announced.last {
             return Err(Refusal::Misuse("it was complete"));
         }
-        let generation = self.next_generation();
-        let entry = self.handoffs.get_mut(id).expect("it is offered");
-        let expires = None;
-        entry.offer = Some(Offered { generation, announced: Announced::default(), expires });
-        let readers: Vec<_> = entry.readers.keys().copied().collect();
-        for reader in readers {
-            self.send_offer(id, reader);
-        }
-        self.look_again(id);
+        self.begin(id);
         Ok(())
     }
 
@@ -206,7 +191,7 @@ impl Producer {
         }
         let outcome = Outcome::here(code, detail);
         if self.handoffs.contains_key(id) {
-            self.end(id, outcome, true, now);
+            self.end(id, outcome, now);
         } else {
             self.remember(id, outcome, now);
         }
@@ -217,7 +202,7 @@ impl Producer {
     pub fn close(&mut self, now: Timestamp) {
         let all: Vec<_> = self.handoffs.keys().cloned().collect();
         for id in all {
-            self.end(&id, Outcome::here(WireCode::Shutdown, "the producer has left"), true, now);
+            self.end(&id, Outcome::here(WireCode::Shutdown, "the producer has left"), now);
         }
     }
 
@@ -227,7 +212,7 @@ impl Producer {
         match message {
             HandoffMessage::Ask(ask) => self.asked(from, &ask, now),
             HandoffMessage::Confirm(confirm) => self.confirm(from, &confirm, now),
-            HandoffMessage::Stop(stop) if stop.by_consumer => self.stop(from, stop, now),
+            HandoffMessage::Stop(stop) if stop.by_consumer => self.stopped(from, stop, now),
             // Messages for consumers, and messages of later versions.
             HandoffMessage::Offer(_)
             | HandoffMessage::Ready(_)
@@ -276,7 +261,7 @@ impl Producer {
             entry.due = None;
             match entry.overdue(now) {
                 // The consumers that asked have stopped waiting, whether it is offered or not.
-                Some(outcome) => self.end(&id, outcome, true, now),
+                Some(outcome) => self.end(&id, outcome, now),
                 None => self.look_again(&id),
             }
         }
@@ -311,9 +296,17 @@ impl Producer {
         ]
     }
 
-    fn next_generation(&mut self) -> Generation {
+    /// Begins a generation, and offers it to the readers that have asked.
+    fn begin(&mut self, id: &HandoffId) {
         self.generations += 1;
-        Generation(self.generations)
+        let generation = Generation(self.generations);
+        let entry = self.handoffs.entry(id.clone()).or_default();
+        entry.offer = Some(Offered { generation, announced: Announced::default(), expires: None });
+        let readers: Vec<_> = entry.readers.keys().copied().collect();
+        for reader in readers {
+            self.send_offer(id, reader);
+        }
+        self.look_again(id);
     }
 
     fn offered(&mut self, id: &HandoffId) -> Result<&mut Offered, Refusal> {
@@ -344,9 +337,8 @@ impl Producer {
                 WireCode::Ok => WireCode::Duplicate,
                 code => code,
             };
-            let detail = cut(&tombstone.outcome.detail);
-            return self
-                .send(from, Stop { id: id.clone(), by_consumer: false, code, detail }.into());
+            let stop = stop(id, code, &tombstone.outcome.detail);
+            return self.send(from, stop);
         }
         // Whatever peers ask for, this side can offer what it has.
         let full = self.awaited >= self.limits.handoffs;
@@ -354,11 +346,7 @@ impl Producer {
             Some(entry) => entry,
             None if full => {
                 let detail = format!("{} handoffs are under way", self.limits.handoffs);
-                return self.send(
-                    from,
-                    Stop { id: id.clone(), by_consumer: false, code: WireCode::Busy, detail }
-                        .into(),
-                );
+                return self.send(from, stop(id, WireCode::Busy, &detail));
             }
             None => {
                 self.awaited += 1;
@@ -367,13 +355,7 @@ impl Producer {
         };
         let is_new = !entry.readers.contains_key(&from);
         if is_new && let Some(why) = entry.refuses(ask) {
-            let stop = Stop {
-                id: id.clone(),
-                by_consumer: false,
-                code: WireCode::Duplicate,
-                detail: why.to_owned(),
-            };
-            return self.send(from, stop.into());
+            return self.send(from, stop(id, WireCode::Duplicate, why));
         }
         entry.expected = ask.readers;
         let budget = Duration::from_millis(ask.budget_ms.into()).min(self.limits.budget);
@@ -388,9 +370,6 @@ impl Producer {
 
     fn confirm(&mut self, from: PeerId, confirm: &Confirm, now: Timestamp) {
         let id = &confirm.id;
-        let answer = |code: WireCode, detail: &str| -> HandoffMessage {
-            Stop { id: id.clone(), by_consumer: false, code, detail: detail.to_owned() }.into()
-        };
         let yes = Confirmed { id: id.clone(), generation: confirm.generation };
         if let Some(tombstone) = self.tombstones.get(id) {
             let was_valid =
@@ -398,17 +377,17 @@ impl Producer {
             let message = match (was_valid && tombstone.outcome.is_done(), tombstone.outcome.code) {
                 (true, _) => yes.into(),
                 (false, WireCode::Ok) => {
-                    answer(WireCode::Duplicate, "another consumer has read it")
+                    stop(id, WireCode::Duplicate, "another consumer has read it")
                 }
-                (false, code) => answer(code, &cut(&tombstone.outcome.detail)),
+                (false, code) => stop(id, code, &tombstone.outcome.detail),
             };
             return self.send(from, message);
         }
         let Some(entry) = self.handoffs.get_mut(id) else {
-            return self.send(from, answer(WireCode::UnknownHandoff, ""));
+            return self.send(from, stop(id, WireCode::UnknownHandoff, ""));
         };
         let (Some(offered), Some(reader)) = (&entry.offer, entry.readers.get_mut(&from)) else {
-            return self.send(from, answer(WireCode::UnknownHandoff, "it was never asked for"));
+            return self.send(from, stop(id, WireCode::UnknownHandoff, "it was never asked for"));
         };
         if offered.generation != confirm.generation || !offered.announced.last {
             // The offer of the new generation was sent, or is queued.
@@ -420,24 +399,19 @@ impl Producer {
         let entry = &self.handoffs[id];
         let confirmed = entry.readers.values().filter(|reader| reader.confirmed).count();
         if confirmed == entry.expected as usize {
-            self.end(id, Outcome::DONE, true, now);
+            self.end(id, Outcome::DONE, now);
         }
     }
 
     /// A consumer has ended a handoff. One reader ends it for all readers.
-    fn stop(&mut self, from: PeerId, stop: Stop, now: Timestamp) {
-        let id = stop.id.clone();
+    fn stopped(&mut self, from: PeerId, Stop { id, code, detail, .. }: Stop, now: Timestamp) {
         // An answer, so that the consumer stops repeating it.
-        self.send(
-            from,
-            Stop { id: id.clone(), by_consumer: false, code: stop.code, detail: String::new() }
-                .into(),
-        );
+        self.send(from, stop(&id, code, ""));
         if self.tombstones.get(&id).is_some() {
             return;
         }
-        let code = if stop.code.is_ok() { WireCode::Malformed } else { stop.code };
-        let outcome = Outcome::of(from, code, stop.detail);
+        let code = if code.is_ok() { WireCode::Malformed } else { code };
+        let outcome = Outcome::of(from, code, detail);
         match self.handoffs.get_mut(&id) {
             // Before a consumer has asked, any peer that knows the name may end it; after that,
             // only its readers.
@@ -445,7 +419,7 @@ impl Producer {
                 if entry.readers.remove(&from).is_some() {
                     self.watch(from, false);
                 }
-                self.end(&id, outcome, true, now);
+                self.end(&id, outcome, now);
             }
             Some(_) => {}
             None => self.remember(&id, outcome, now),
@@ -453,28 +427,20 @@ impl Producer {
     }
 
     /// Ends a handoff: queues a message to each reader, and [`ProducerAction::Ended`] if it was
-    /// offered. Keeps a tombstone if it was offered, or if an engine ended it.
-    fn end(&mut self, id: &HandoffId, outcome: Outcome, wanted: bool, now: Timestamp) {
+    /// offered. Keeps a tombstone.
+    fn end(&mut self, id: &HandoffId, outcome: Outcome, now: Timestamp) {
         let Some(mut entry) = self.handoffs.remove(id) else { return };
         self.awaited -= usize::from(entry.offer.is_none());
         self.schedule.set(id, &mut entry.due, None);
         entry.readers.keys().for_each(|reader| self.watch(*reader, false));
         if !outcome.is_done() {
-            let stop = Stop {
-                id: id.clone(),
-                by_consumer: false,
-                code: outcome.code,
-                detail: cut(&outcome.detail),
-            };
+            let stop = stop(id, outcome.code, &outcome.detail);
             for (reader, _) in entry.readers.iter().filter(|(_, reader)| reader.lost.is_none()) {
-                self.send(*reader, stop.clone().into());
+                self.send(*reader, stop.clone());
             }
         }
         let Some(offered) = entry.offer else {
-            if wanted {
-                self.remember(id, outcome, now);
-            }
-            return;
+            return self.remember(id, outcome, now);
         };
         let confirmed = entry.readers.iter().filter(|(_, reader)| reader.confirmed);
         let tombstone = Tombstone {
@@ -517,6 +483,10 @@ impl Producer {
         let due = entry.next_due();
         self.schedule.set(id, &mut entry.due, due);
     }
+}
+
+fn stop(id: &HandoffId, code: WireCode, detail: &str) -> HandoffMessage {
+    Stop { id: id.clone(), by_consumer: false, code, detail: cut(detail) }.into()
 }
 
 impl Entry {

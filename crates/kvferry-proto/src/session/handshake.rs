@@ -38,6 +38,21 @@ impl Refusal {
     }
 }
 
+/// Both sides have a secret, or neither has.
+fn agree_on_secrets(initiator: bool, acceptor: bool) -> Result<(), Refusal> {
+    match (initiator, acceptor) {
+        (false, true) => Err(Refusal::new(
+            WireCode::AuthRequired,
+            "the acceptor requires a secret, the initiator has none",
+        )),
+        (true, false) => Err(Refusal::new(
+            WireCode::AuthUnsupported,
+            "the initiator requires a secret, the acceptor has none",
+        )),
+        (true, true) | (false, false) => Ok(()),
+    }
+}
+
 impl Session {
     /// Queues the initiator's first bytes, magic included.
     pub(super) fn say_hello(&mut self, nonce: [u8; 32]) -> Vec<u8> {
@@ -112,21 +127,7 @@ impl Session {
                 aux: u64::from(ours.0) | u64::from(ours.1) << 16,
             });
         }
-        match (&self.cfg.secret, hello.authenticate) {
-            (Some(_), false) => {
-                return Err(Refusal::new(
-                    WireCode::AuthRequired,
-                    "the acceptor requires a secret, the initiator has none",
-                ));
-            }
-            (None, true) => {
-                return Err(Refusal::new(
-                    WireCode::AuthUnsupported,
-                    "the initiator requires a secret, the acceptor has none",
-                ));
-            }
-            (Some(_), true) | (None, false) => {}
-        }
+        agree_on_secrets(hello.authenticate, self.cfg.secret.is_some())?;
         let challenge = encode(&Message::Challenge(Challenge {
             version,
             capabilities: self.cfg.capabilities,
@@ -164,21 +165,7 @@ impl Session {
                 format!("expected incarnation {expected}, got {}", challenge.incarnation),
             ));
         }
-        match (&self.cfg.secret, challenge.authenticate) {
-            (Some(_), false) => {
-                return Err(Refusal::new(
-                    WireCode::AuthUnsupported,
-                    "the initiator requires a secret, the acceptor has none",
-                ));
-            }
-            (None, true) => {
-                return Err(Refusal::new(
-                    WireCode::AuthRequired,
-                    "the acceptor requires a secret, the initiator has none",
-                ));
-            }
-            (Some(_), true) | (None, false) => {}
-        }
+        agree_on_secrets(self.cfg.secret.is_some(), challenge.authenticate)?;
         let keys = HandshakeKeys::new(self.cfg.secret.as_ref(), hello, frame);
         self.outbox.push_pinned(encode(&Message::Proof(Proof { mac: keys.initiator_mac() })));
         Ok(State::Handshake(Awaiting::Ready { keys, challenge }))

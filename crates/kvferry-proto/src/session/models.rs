@@ -76,7 +76,8 @@ impl OutboxOracle {
     }
 }
 
-pub(crate) fn outbox(script: &mut Script<'_>, met: Met<'_>) {
+/// The queue of frames to the peer.
+pub fn outbox(script: &mut Script<'_>, met: Met<'_>) {
     let mut outbox = Outbox::default();
     let mut oracle = OutboxOracle::default();
     let mut n = 0u64;
@@ -160,7 +161,8 @@ fn pop_both(outbox: &mut Outbox, oracle: &mut OutboxOracle) {
     }
 }
 
-pub(crate) fn inbox(script: &mut Script<'_>, met: Met<'_>) {
+/// The queue of events to the driver.
+pub fn inbox(script: &mut Script<'_>, met: Met<'_>) {
     let mut inbox = Inbox::default();
     let mut oracle: VecDeque<SessionEvent> = VecDeque::new();
     let weigh = |event: &SessionEvent| match event {
@@ -217,7 +219,8 @@ pub(crate) fn inbox(script: &mut Script<'_>, met: Met<'_>) {
     assert_eq!(inbox.pop(), None);
 }
 
-pub(crate) fn heartbeat(script: &mut Script<'_>, met: Met<'_>) {
+/// The heartbeat.
+pub fn heartbeat(script: &mut Script<'_>, met: Met<'_>) {
     const INTERVAL: Duration = Duration::from_millis(500);
     const SILENCE: Duration = Duration::from_millis(3000);
     let mut now = Timestamp::default() + Duration::from_secs(1000);
@@ -272,7 +275,8 @@ pub(crate) fn heartbeat(script: &mut Script<'_>, met: Met<'_>) {
     }
 }
 
-pub(crate) fn stream_window(script: &mut Script<'_>, met: Met<'_>) {
+/// The window of used stream ids.
+pub fn stream_window(script: &mut Script<'_>, met: Met<'_>) {
     let mut window = StreamWindow::new();
     let mut used = BTreeSet::new();
     let mut highest = None::<u32>;
