@@ -206,30 +206,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn table() -> impl Strategy<Value = BlockTable> {
-        let run = prop_oneof![
-            (0..100_000_u32, 1..40_u32).prop_map(|(start, len)| (start..start + len).collect()),
-            (1..5_usize).prop_map(|len| vec![NULL_BLOCK; len]),
-            any::<u32>().prop_map(|block| vec![block]),
-        ];
-        (any::<u32>(), prop::collection::vec(run, 0..20))
-            .prop_map(|(first, runs): (u32, Vec<Vec<u32>>)| BlockTable::new(first, runs.concat()))
-    }
-
     proptest! {
-        #[test]
-        fn tables_survive_the_wire(table in table()) {
-            prop_assert_eq!(BlockTable::decode(&table.encode()), Ok(table));
-        }
-
-        #[test]
-        fn any_bytes_are_a_table_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            if let Ok(table) = BlockTable::decode(&bytes) {
-                prop_assert!(table.blocks.len() <= BLOCKS_MAX);
-                prop_assert_eq!(BlockTable::decode(&table.encode()), Ok(table));
-            }
-        }
-
         #[test]
         fn tables_announced_in_parts_that_overlap_add_up_to_the_whole(
             blocks in prop::collection::vec(0..1000_u32, 1..50), cut in 0..50_usize, back in 0..50_usize,

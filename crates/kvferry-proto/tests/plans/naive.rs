@@ -5,7 +5,7 @@ use kvferry_proto::fuzzing::Script;
 use kvferry_proto::layout::{Kind, Layout, NO_BLOCK, Packing, Plane};
 use kvferry_proto::plan::{Ask, Blocks, CopyOp, Map, Plan, Routing, Topology};
 use proptest::prelude::*;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -187,7 +187,7 @@ impl Case {
 
     /// Calls `each` with every cell of the blocks that a rank lists: layer, plane, head, row of the
     /// model, its tokens, the byte, and where it is.
-    fn cells(&self, rank: &Rank, tables: &Tables, mut each: impl FnMut(CellOf<'_>, (u32, usize))) {
+    fn cells(&self, rank: &Rank, tables: &Tables, mut each: impl FnMut(CellOf, (u32, usize))) {
         let layout = &rank.layout;
         for layer in layout.layers() {
             let number: usize = layer.name.split('.').nth(2).unwrap().parse().unwrap();
@@ -210,16 +210,8 @@ impl Case {
                             let (region, begin) = address(layout, plane, id, head, row);
                             for byte in 0..plane.content {
                                 let value = self.value(number, plane_at, head, row_of.row, byte);
-                                let tokens = row_of.tokens.clone();
-                                let kind = group.kind;
-                                let cell = CellOf {
-                                    group: layer.group,
-                                    block,
-                                    tokens,
-                                    kind,
-                                    value,
-                                    plane: of,
-                                };
+                                let (tokens, kind) = (row_of.tokens.clone(), group.kind);
+                                let cell = CellOf { group: layer.group, tokens, kind, value };
                                 each(cell, (region, begin + byte as usize));
                             }
                         }
@@ -272,7 +264,7 @@ impl Case {
         for (at, rank) in consumers.iter().enumerate() {
             let tables = self.tables(false, at, rank, self.tokens.end + self.beyond % 3 * 5);
             let mut memory = Self::memory(rank, UNSET + 1);
-            let mut written: HashMap<(u32, usize), ()> = HashMap::new();
+            let mut written: HashSet<(u32, usize)> = HashSet::new();
             for &source in routing.sources_of(at) {
                 assert!(routing.readers_of(source).contains(&at));
                 let (from_tables, from_memory) = &produced[source];
@@ -286,7 +278,7 @@ impl Case {
                         let to = usize::try_from(op.to.offset + byte).unwrap();
                         let value = from_memory[&op.from.region.0][from];
                         memory.get_mut(&op.to.region.0).unwrap()[to] = value;
-                        let twice = written.insert((op.to.region.0, to), ()).is_some();
+                        let twice = !written.insert((op.to.region.0, to));
                         assert!(!twice, "byte {to} of {:?} is written twice", op.to.region);
                     }
                 });
@@ -340,10 +332,10 @@ impl Case {
         producers: &[Rank],
         produced: &[(Tables, Memory)],
     ) {
-        let mut looked_at: HashMap<(u32, usize), ()> = HashMap::new();
+        let mut looked_at: HashSet<(u32, usize)> = HashSet::new();
         self.cells(rank, tables, |cell, place| {
             let found = memory[&place.0][place.1];
-            looked_at.insert(place, ());
+            looked_at.insert(place);
             let state = cell.kind == Kind::State;
             let wanted = if state {
                 !self.tokens.is_empty()
@@ -362,14 +354,14 @@ impl Case {
         });
         for (&region, cells) in memory {
             for (at, &cell) in cells.iter().enumerate() {
-                let known = looked_at.contains_key(&(region, at));
+                let known = looked_at.contains(&(region, at));
                 assert!(known || cell == UNSET + 1, "byte {at} of region {region} is in no block");
             }
         }
     }
 
     /// Whether the producer has the block that a row of tokens is in.
-    fn has(&self, cell: &CellOf<'_>, producers: &[Rank], produced: &[(Tables, Memory)]) -> bool {
+    fn has(&self, cell: &CellOf, producers: &[Rank], produced: &[(Tables, Memory)]) -> bool {
         let token = cell.tokens.start;
         let holds = producers.iter().zip(produced).any(|(rank, (tables, _))| {
             let held = tokens_held(&rank.layout, cell.group, self.reach());
@@ -384,15 +376,11 @@ impl Case {
 }
 
 #[derive(Debug)]
-struct CellOf<'a> {
+struct CellOf {
     group: usize,
-    #[expect(dead_code, reason = "shown when a test fails")]
-    block: usize,
     tokens: Range<u64>,
     kind: Kind,
     value: Cell,
-    #[expect(dead_code, reason = "shown when a test fails")]
-    plane: &'a PlaneModel,
 }
 
 /// The fewest copies for the same bytes: in the order of the consumer's memory, each as long as both

@@ -23,8 +23,13 @@ fn pair(kind: Kind, ours: u32, theirs: u32) -> (Layout, Layout) {
 
 fn map(kind: Kind, ours: u32, theirs: u32) -> Arc<Map> {
     let (producer, consumer) = pair(kind, ours, theirs);
-    let share = Share::overlap(&producer, &consumer).unwrap();
-    Arc::new(Map::new(&producer, &consumer, &share).unwrap())
+    between(&producer, &consumer)
+}
+
+/// The map for all that two ranks have in common.
+fn between(producer: &Layout, consumer: &Layout) -> Arc<Map> {
+    let share = Share::overlap(producer, consumer).unwrap();
+    Arc::new(Map::new(producer, consumer, &share).unwrap())
 }
 
 fn plan(
@@ -175,9 +180,7 @@ fn a_request_in_too_many_pieces_is_refused_before_it_takes_long() {
         let engine = Engine::plain(&model, 1, 1 << 16, Packing::Lbnhc);
         Engine { blocks: 400, ..engine }.with_context(context, interleave).layouts(&model).remove(0)
     };
-    let (producer, consumer) = (engine(2, 1), engine(1, 0));
-    let share = Share::overlap(&producer, &consumer).unwrap();
-    let map = Arc::new(Map::new(&producer, &consumer, &share).unwrap());
+    let map = between(&engine(2, 1), &engine(1, 0));
     let ids: Vec<u32> = (0..400).collect();
     let error = plan(&map, 0..1 << 30, start(&ids), start(&ids)).unwrap_err();
     assert_eq!(error, PlanError::TooMany { limit: 1 << 24 });
@@ -198,8 +201,7 @@ fn copies_beyond_all_numbers_are_counted_as_the_largest() {
     }
     let region = Region { len: u64::MAX, ..plain.regions()[0] };
     let layout = Layout::new(vec![region], plain.groups().to_vec(), layers).unwrap();
-    let share = Share::overlap(&layout, &layout).unwrap();
-    let map = Arc::new(Map::new(&layout, &layout, &share).unwrap());
+    let map = between(&layout, &layout);
     let plan = plan(&map, 0..1 << 22, start(&[0]), start(&[0])).unwrap();
     assert_eq!((plan.len(), plan.bytes()), (u64::MAX, u64::MAX));
     let first: Vec<_> = plan.copies().take(3).map(|op| (op.to.offset, op.len)).collect();
@@ -247,8 +249,7 @@ fn a_window_is_one_of_the_request_not_of_a_ranks_share_of_it() {
     let model = Model { classes: vec![class], layers: vec![0] };
     let engine = Engine::plain(&model, 1, 4, Packing::Lbnhc).with_context(2, 0);
     let rank = engine.layouts(&model).remove(0);
-    let share = Share::overlap(&rank, &rank).unwrap();
-    let map = Arc::new(Map::new(&rank, &rank, &share).unwrap());
+    let map = between(&rank, &rank);
     // This rank has the blocks of tokens 0 and 8; the window goes back to token 9 of 14.
     let hole = start(&[1, NO_BLOCK]);
     let error = plan(&map, 0..14, hole, start(&[4, 5])).unwrap_err();

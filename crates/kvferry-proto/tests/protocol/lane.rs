@@ -213,25 +213,6 @@ fn memory_that_fails_in_the_middle_of_an_answer_ends_the_stream() {
 }
 
 #[test]
-fn slow_memory_and_full_buffers_only_take_longer() {
-    for_each_setting(|checksum, _| {
-        for delay in [0, 1, 7] {
-            for (chunk, windows) in
-                [(usize::MAX, [1, 1]), (1, [usize::MAX; 2]), (9, [64, 3]), (30, [5, 100])]
-            {
-                let pair = run(checksum, &mixed(), |pair| {
-                    pair.memory_delay = Duration::from_millis(delay);
-                    pair.chunk = chunk;
-                    pair.wires[REQUESTS].window = windows[0];
-                    pair.wires[ANSWERS].window = windows[1];
-                });
-                assert_eq!(outcomes(&pair), expected(), "{delay} ms, {chunk}, {windows:?}");
-            }
-        }
-    });
-}
-
-#[test]
 fn i8_as_many_requests_as_the_pipeline_has_share_one_round_trip() {
     let orders: Vec<_> = (0..3 * PIPELINE as u8).map(|note| notify(&[note])).collect();
     let mut pair = LanePair::new(MEMORY, false, orders.clone());
