@@ -1,18 +1,17 @@
 //! The fabric over agents: two of them in this process, connected over loopback.
 
 use crate::fabric::{
-    Access, Aim, Effort, Endpoint, Fabric, Failure, Handle, Move, Note, Options, Outcome, Pair,
-    Region, TransferStats,
+    Aim, Effort, Endpoint, Fabric, Failure, Handle, Move, Outcome, Pair, Region, TransferStats, Way,
 };
-use crate::memory::{Memory, MemoryKind};
+use crate::memory::Memory;
+use crate::region::moved;
 use crate::slow::{Direction, SlowMemory};
 use kvferry::{
-    Agent, AgentBuilder, Batch, Checksum, CopyDone, DeviceMemory, HostSpan, Incarnation,
-    Notification, Peer, RegionId, RemoteRegion, Transfer, Transports,
+    Access, Agent, AgentBuilder, Batch, Checksum, CopyDone, DeviceMemory, HostSpan, Incarnation,
+    Notification, Options, Peer, RegionId, RemoteRegion, Transfer, Transports,
 };
-use kvferry_sys::poll::EventFd;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -20,16 +19,22 @@ use std::time::Duration;
 /// Makes pairs of agents with these settings.
 #[derive(Clone, Debug)]
 pub struct AgentFabric {
-    transports: &'static str,
-    checksum: Checksum,
-    streams: Option<usize>,
-    io_threads: Option<usize>,
-    secret: Option<&'static str>,
-    effort: Effort,
+    /// The names of the transports that the agents may use, separated by commas.
+    pub transports: &'static str,
+    /// Whether payload carries checksums.
+    pub checksum: Checksum,
+    /// The most streams between two agents.
+    pub streams: Option<usize>,
+    /// I/O threads of each agent.
+    pub io_threads: Option<usize>,
+    /// The secret of both agents.
+    pub secret: Option<&'static str>,
+    /// How much work the scenarios do.
+    pub effort: Effort,
 }
 
 impl AgentFabric {
-    /// Agents that use only the named transports, separated by commas.
+    /// Agents that use only these transports, and defaults otherwise.
     pub const fn new(transports: &'static str) -> Self {
         Self {
             transports,
@@ -39,41 +44,6 @@ impl AgentFabric {
             secret: None,
             effort: Effort::Full,
         }
-    }
-
-    /// Asks for less work per scenario.
-    #[must_use]
-    pub const fn brief(mut self) -> Self {
-        self.effort = Effort::Brief;
-        self
-    }
-
-    /// With or without checksums.
-    #[must_use]
-    pub const fn checksum(mut self, checksum: Checksum) -> Self {
-        self.checksum = checksum;
-        self
-    }
-
-    /// The most streams between two agents.
-    #[must_use]
-    pub const fn streams(mut self, streams: usize) -> Self {
-        self.streams = Some(streams);
-        self
-    }
-
-    /// I/O threads of each agent.
-    #[must_use]
-    pub const fn io_threads(mut self, threads: usize) -> Self {
-        self.io_threads = Some(threads);
-        self
-    }
-
-    /// The secret of both agents.
-    #[must_use]
-    pub const fn secret(mut self, secret: &'static str) -> Self {
-        self.secret = Some(secret);
-        self
     }
 
     fn builder(&self, name: &str) -> Result<AgentBuilder, kvferry::Error> {
@@ -115,7 +85,7 @@ impl Fabric for AgentFabric {
         self.transports != "mooncake"
     }
 
-    fn pair(&self, _: MemoryKind) -> Result<Pair, Failure> {
+    fn pair(&self) -> Result<Pair, Failure> {
         let near = self.builder("near").and_then(AgentBuilder::start).map_err(failure)?;
         let far = self.builder("far").and_then(AgentBuilder::start).map_err(failure)?;
         let end = |agent: &Agent, other: &Agent| -> Result<Arc<dyn Endpoint>, Failure> {
@@ -133,7 +103,7 @@ impl Fabric for AgentFabric {
 }
 
 /// An error as the suite compares it.
-pub fn failure(error: kvferry::Error) -> Failure {
+fn failure(error: kvferry::Error) -> Failure {
     Failure {
         kind: error.kind().as_str().to_owned(),
         quiesced: error.quiesced(),
@@ -186,7 +156,7 @@ fn batch(moves: &[Move], by_address: bool) -> Result<Batch, Failure> {
         let pushed = match m.aim {
             Aim::Honest => batch.push(&local, m.local_offset, &named, m.remote_offset, m.len),
             Aim::Forged => {
-                let access = kvferry::Access::READ_WRITE;
+                let access = Access::READ_WRITE;
                 let forged = RemoteRegion { len: u64::MAX, access, ..named };
                 batch.push(&local, m.local_offset, &forged, m.remote_offset, m.len)
             }
@@ -200,18 +170,6 @@ fn batch(moves: &[Move], by_address: bool) -> Result<Batch, Failure> {
     Ok(batch)
 }
 
-fn options(options: &Options) -> kvferry::Options<'static> {
-    kvferry::Options {
-        timeout: options.timeout,
-        notify: options.note.clone().map(|n| Notification::new(n.name, n.message)),
-        ..kvferry::Options::default()
-    }
-}
-
-fn note(notification: Notification) -> Note {
-    Note::new(notification.name, notification.message)
-}
-
 impl Endpoint for AgentEnd {
     fn register(
         &self,
@@ -220,16 +178,15 @@ impl Endpoint for AgentEnd {
         len: usize,
         access: Access,
     ) -> Result<Region, Failure> {
-        let rights = kvferry::Access { read: access.read, write: access.write };
         self.memories.lock().unwrap_or_else(PoisonError::into_inner).push(memory.clone());
         let inner = match memory.device() {
             Some(device) => {
                 assert_eq!((offset, len), (0, memory.len()), "a device is registered as a whole");
-                self.agent.register_device(Arc::new(device.clone()), rights)
+                self.agent.register_device(Arc::new(device.clone()), access)
             }
             // SAFETY: the memory is kept mapped by `memories` until the agent is gone, it is
             // writable, and no reference to its bytes exists.
-            None => unsafe { self.agent.register(memory.span(offset, len).as_ptr(), len, rights) },
+            None => unsafe { self.agent.register(memory.span(offset, len).as_ptr(), len, access) },
         };
         let inner = Arc::new(inner.map_err(failure)?);
         Ok(Region { memory: memory.clone(), offset, len, access, inner })
@@ -239,54 +196,43 @@ impl Endpoint for AgentEnd {
         self.agent.unregister(&region_of(region)).map_err(failure)
     }
 
-    fn write(&self, moves: &[Move], how: &Options) -> Outcome {
-        outcome(self.peer.write(&batch(moves, self.by_address)?, &options(how)))
+    fn transfer(&self, way: Way, moves: &[Move], how: &Options<'_>) -> Outcome {
+        outcome(moved(way, &self.peer, &batch(moves, self.by_address)?, how))
     }
 
-    fn read(&self, moves: &[Move], how: &Options) -> Outcome {
-        outcome(self.peer.read(&batch(moves, self.by_address)?, &options(how)))
+    fn start(&self, way: Way, moves: &[Move], how: &Options<'_>) -> Box<dyn Handle> {
+        let batch = batch(moves, self.by_address).expect("scenarios start only what fits itself");
+        Box::new(Running(match way {
+            Way::Write => self.peer.write_async(&batch, how),
+            Way::Read => self.peer.read_async(&batch, how),
+        }))
     }
 
-    fn write_async(&self, moves: &[Move], how: &Options) -> Box<dyn Handle> {
-        match batch(moves, self.by_address) {
-            Ok(batch) => Box::new(Running(self.peer.write_async(&batch, &options(how)))),
-            Err(failure) => Box::new(Refused::new(failure)),
-        }
+    fn notify(&self, note: Notification, how: &Options<'_>) -> Result<(), Failure> {
+        self.peer.notify(note, how).map_err(failure)
     }
 
-    fn read_async(&self, moves: &[Move], how: &Options) -> Box<dyn Handle> {
-        match batch(moves, self.by_address) {
-            Ok(batch) => Box::new(Running(self.peer.read_async(&batch, &options(how)))),
-            Err(failure) => Box::new(Refused::new(failure)),
-        }
+    fn take_notes(&self) -> Vec<Notification> {
+        self.agent.notifications()
     }
 
-    fn notify(&self, note: Note, how: &Options) -> Result<(), Failure> {
-        let notification = Notification::new(note.name, note.message);
-        self.peer.notify(notification, &options(how)).map_err(failure)
+    fn wait_note(&self, timeout: Duration) -> Option<Notification> {
+        self.agent.wait_notification(timeout).ok().flatten()
     }
 
-    fn take_notes(&self) -> Vec<Note> {
-        self.agent.notifications().into_iter().map(note).collect()
-    }
-
-    fn wait_note(&self, timeout: Duration) -> Option<Note> {
-        self.agent.wait_notification(timeout).ok().flatten().map(note)
-    }
-
-    fn gauges(&self) -> Vec<(String, u64)> {
+    fn gauges(&self) -> Vec<(&'static str, u64)> {
         let stats = self.agent.stats();
         let mut gauges = vec![
-            ("transfers_in_flight".to_owned(), stats.transfers_in_flight),
-            ("requests_in_flight".to_owned(), stats.requests_in_flight),
-            ("handshakes_pending".to_owned(), stats.handshakes_pending),
-            ("regions".to_owned(), stats.regions),
-            ("notifications".to_owned(), self.agent.notifications().len() as u64),
+            ("transfers_in_flight", stats.transfers_in_flight),
+            ("requests_in_flight", stats.requests_in_flight),
+            ("handshakes_pending", stats.handshakes_pending),
+            ("regions", stats.regions),
+            ("notifications", self.agent.notifications().len() as u64),
         ];
         if self.closed.load(Ordering::SeqCst) {
-            gauges.push(("sessions".to_owned(), stats.sessions));
-            gauges.push(("streams".to_owned(), stats.streams));
-            gauges.push(("gates".to_owned(), stats.gates));
+            gauges.push(("sessions", stats.sessions));
+            gauges.push(("streams", stats.streams));
+            gauges.push(("gates", stats.gates));
         }
         gauges
     }
@@ -314,35 +260,5 @@ impl Handle for Running {
 
     fn event_fd(&self) -> BorrowedFd<'_> {
         self.0.event_fd().expect("the process has descriptors left")
-    }
-}
-
-/// A transfer whose batch was refused before it began.
-struct Refused {
-    failure: Failure,
-    event: EventFd,
-}
-
-impl Refused {
-    fn new(failure: Failure) -> Self {
-        let event = EventFd::new().expect("the process has descriptors left");
-        event.signal();
-        Self { failure, event }
-    }
-}
-
-impl Handle for Refused {
-    fn poll(&self) -> Option<Outcome> {
-        Some(Err(self.failure.clone()))
-    }
-
-    fn wait(&self, _: Duration) -> Option<Outcome> {
-        self.poll()
-    }
-
-    fn cancel(&self) {}
-
-    fn event_fd(&self) -> BorrowedFd<'_> {
-        self.event.as_fd()
     }
 }

@@ -1,6 +1,8 @@
 //! The interface that the conformance suite needs of a transport: two connected endpoints.
 
-use crate::memory::{Memory, MemoryKind};
+use crate::memory::Memory;
+use crate::slow::SlowMemory;
+use kvferry::{Access, Notification, Options};
 use std::any::Any;
 use std::fmt;
 use std::os::fd::BorrowedFd;
@@ -16,7 +18,7 @@ pub trait Fabric: Send + Sync {
     ///
     /// # Errors
     /// If the endpoints can't be made.
-    fn pair(&self, memory: MemoryKind) -> Result<Pair, Failure>;
+    fn pair(&self) -> Result<Pair, Failure>;
 
     /// How much work the scenarios should do.
     fn effort(&self) -> Effort {
@@ -85,32 +87,26 @@ pub trait Endpoint: Send + Sync {
     /// If the region is not registered.
     fn unregister(&self, region: &Region) -> Result<(), Failure>;
 
-    /// Writes local bytes to the other side, and returns with the outcome.
-    fn write(&self, moves: &[Move], options: &Options) -> Outcome;
+    /// Moves bytes between regions of this side and of the other, and returns with the outcome.
+    fn transfer(&self, way: Way, moves: &[Move], options: &Options<'_>) -> Outcome;
 
-    /// Reads the other side's bytes, and returns with the outcome.
-    fn read(&self, moves: &[Move], options: &Options) -> Outcome;
-
-    /// Starts a write.
-    fn write_async(&self, moves: &[Move], options: &Options) -> Box<dyn Handle>;
-
-    /// Starts a read.
-    fn read_async(&self, moves: &[Move], options: &Options) -> Box<dyn Handle>;
+    /// Starts such a transfer.
+    fn start(&self, way: Way, moves: &[Move], options: &Options<'_>) -> Box<dyn Handle>;
 
     /// Sends a notification.
     ///
     /// # Errors
     /// If it could not be delivered.
-    fn notify(&self, note: Note, options: &Options) -> Result<(), Failure>;
+    fn notify(&self, note: Notification, options: &Options<'_>) -> Result<(), Failure>;
 
     /// Takes the notifications that have arrived here.
-    fn take_notes(&self) -> Vec<Note>;
+    fn take_notes(&self) -> Vec<Notification>;
 
     /// Waits for one notification and takes it.
-    fn wait_note(&self, timeout: Duration) -> Option<Note>;
+    fn wait_note(&self, timeout: Duration) -> Option<Notification>;
 
     /// Gauges that must be zero while nothing is registered, running or queued.
-    fn gauges(&self) -> Vec<(String, u64)>;
+    fn gauges(&self) -> Vec<(&'static str, u64)>;
 
     /// Shuts this endpoint down; its gauges then include what a live endpoint has, such as sessions.
     fn close(&self);
@@ -131,24 +127,27 @@ pub trait Handle: Send + Sync {
     fn event_fd(&self) -> BorrowedFd<'_>;
 }
 
-/// What a peer may do with a region.
+/// The direction of a transfer, seen from its initiator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Access {
-    /// Read it.
-    pub read: bool,
-    /// Write it.
-    pub write: bool,
+pub enum Way {
+    /// From the initiator's regions to the other side's.
+    Write,
+    /// From the other side's regions to the initiator's.
+    Read,
 }
 
-impl Access {
-    /// Neither: only its owner's transfers use the region.
-    pub const NONE: Self = Self { read: false, write: false };
-    /// Read only.
-    pub const READ: Self = Self { read: true, write: false };
-    /// Write only.
-    pub const WRITE: Self = Self { read: false, write: true };
-    /// Read and write.
-    pub const BOTH: Self = Self { read: true, write: true };
+impl Way {
+    /// Both directions.
+    pub const ALL: [Self; 2] = [Self::Write, Self::Read];
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Write => "write",
+            Self::Read => "read",
+        })
+    }
 }
 
 /// A registered range of some memory.
@@ -164,6 +163,13 @@ pub struct Region {
     pub access: Access,
     /// The transport's own handle.
     pub inner: Arc<dyn Any + Send + Sync>,
+}
+
+impl Region {
+    /// The device behind slow memory.
+    pub fn device(&self) -> &SlowMemory {
+        self.memory.device().expect("the memory is slow")
+    }
 }
 
 impl fmt::Debug for Region {
@@ -225,62 +231,16 @@ impl Move {
         self
     }
 
-    /// Updates the model of the remote memory for this move as a write.
-    pub fn expect_written(&self) {
-        self.remote.memory.expect_copy(
-            self.remote.offset + self.remote_offset as usize,
-            &self.local.memory,
-            self.local.offset + self.local_offset as usize,
-            self.len as usize,
-        );
-    }
-
-    /// Updates the model of the local memory for this move as a read.
-    pub fn expect_read(&self) {
-        self.local.memory.expect_copy(
-            self.local.offset + self.local_offset as usize,
-            &self.remote.memory,
-            self.remote.offset + self.remote_offset as usize,
-            self.len as usize,
-        );
-    }
-}
-
-/// The options of a transfer.
-#[derive(Clone, Debug, Default)]
-pub struct Options {
-    /// The deadline; the endpoint's own if not given.
-    pub timeout: Option<Duration>,
-    /// Delivered after the data.
-    pub note: Option<Note>,
-}
-
-impl Options {
-    /// With a deadline.
-    pub fn within(timeout: Duration) -> Self {
-        Self { timeout: Some(timeout), ..Self::default() }
-    }
-
-    /// With a notification after the data.
-    pub fn noting(mut self, note: Note) -> Self {
-        self.note = Some(note);
-        self
-    }
-}
-
-/// A notification.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Note {
-    /// The notification's name.
-    pub name: String,
-    /// Its payload.
-    pub message: Vec<u8>,
-}
-
-impl Note {
-    /// A notification.
-    pub fn new(name: impl Into<String>, message: impl Into<Vec<u8>>) -> Self {
-        Self { name: name.into(), message: message.into() }
+    /// Updates the model of the memory that this move changes.
+    pub fn expect(&self, way: Way) {
+        let local = (&self.local, self.local_offset as usize);
+        let remote = (&self.remote, self.remote_offset as usize);
+        let ((to, to_offset), (from, from_offset)) = match way {
+            Way::Write => (remote, local),
+            Way::Read => (local, remote),
+        };
+        let (at, source_at) = (to.offset + to_offset, from.offset + from_offset);
+        to.memory.expect_copy(at, &from.memory, source_at, self.len as usize);
     }
 }
 

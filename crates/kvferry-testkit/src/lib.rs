@@ -6,6 +6,7 @@
 //! | [`fabric`] | the interface that the suite needs of a transport |
 //! | [`agent`] | that interface over pairs of agents |
 //! | [`memory`], [`slow`] | memory with a model of its content, and memory that behaves like a device |
+//! | [`region`] | regions of an agent in this process |
 //! | [`process`] | peers in processes of their own, which a test kills, stops and inspects |
 //! | [`network`], [`netem`] | two hosts that can be cut off from each other; delay, reordering and loss |
 //! | [`watchdog`] | abort of tests that hang; limits of time on a loaded machine |
@@ -19,13 +20,14 @@ pub mod netem;
 pub mod network;
 pub mod pattern;
 pub mod process;
+pub mod region;
 pub mod slow;
 pub mod suite;
 pub mod violation;
 pub mod watchdog;
 
 pub use agent::AgentFabric;
-pub use fabric::{Effort, Endpoint, Fabric, Failure, Pair};
+pub use fabric::{Effort, Endpoint, Fabric, Failure, Pair, Way};
 pub use memory::{Memory, MemoryKind};
 pub use violation::Violation;
 pub use watchdog::{Watchdog, stretched};

@@ -61,9 +61,6 @@ struct Inner {
 
 impl Memory {
     /// `len` bytes of a kind, holding a fresh pattern.
-    ///
-    /// # Panics
-    /// If the machine is out of memory.
     pub fn new(kind: MemoryKind, len: usize) -> Self {
         let mapping =
             Arc::new(Mapping::anonymous(len + 2 * GUARD_BYTES).expect("the machine has memory"));
@@ -104,9 +101,6 @@ impl Memory {
     }
 
     /// A span of the memory, for a transport's raw access.
-    ///
-    /// # Panics
-    /// If the range is not inside the memory.
     pub fn span(&self, offset: usize, len: usize) -> HostSpan {
         assert!(offset <= self.len() && len <= self.len() - offset, "outside the memory");
         self.0.mapping.span(GUARD_BYTES + offset, len)
@@ -117,9 +111,6 @@ impl Memory {
     }
 
     /// What the memory holds now at `offset`.
-    ///
-    /// # Panics
-    /// If the range is not inside the memory.
     pub fn load(&self, offset: usize, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.span(offset, len).copy_to(&mut bytes);
@@ -127,9 +118,6 @@ impl Memory {
     }
 
     /// Writes as the owner of the memory; the model expects the bytes from here on.
-    ///
-    /// # Panics
-    /// If the range is not inside the memory.
     pub fn store(&self, offset: usize, bytes: &[u8]) {
         self.span(offset, bytes.len()).copy_from(bytes);
         self.expected()[offset..offset + bytes.len()].copy_from_slice(bytes);
@@ -157,9 +145,6 @@ impl Memory {
     }
 
     /// Makes the model expect the current content of a range.
-    ///
-    /// # Panics
-    /// If the range is not inside the memory.
     pub fn accept_range(&self, offset: usize, len: usize) {
         let now = self.load(offset, len);
         self.expected()[offset..offset + len].copy_from_slice(&now);
@@ -171,9 +156,6 @@ impl Memory {
     }
 
     /// Copies `len` bytes from the model of `source` to this model.
-    ///
-    /// # Panics
-    /// If a range is not inside its memory.
     pub fn expect_copy(&self, offset: usize, source: &Self, source_offset: usize, len: usize) {
         if Arc::ptr_eq(&self.0, &source.0) {
             self.expected().copy_within(source_offset..source_offset + len, offset);

@@ -6,7 +6,6 @@
 mod wire;
 
 use crate::fabric::{Effort, Fabric, Failure, Pair};
-use crate::memory::MemoryKind;
 use std::time::Duration;
 
 macro_rules! faults {
@@ -193,7 +192,7 @@ impl Fabric for InMemory {
         }
     }
 
-    fn pair(&self, _: MemoryKind) -> Result<Pair, Failure> {
+    fn pair(&self) -> Result<Pair, Failure> {
         Ok(wire::pair(self.fault))
     }
 

@@ -7,12 +7,12 @@
 
 use super::Fault;
 use crate::fabric::{
-    Access, Aim, Endpoint, Failure, Handle, Move, Note, Options, Outcome, Pair, Region,
-    TransferStats,
+    Aim, Endpoint, Failure, Handle, Move, Outcome, Pair, Region, TransferStats, Way,
 };
 use crate::memory::{Memory, MemoryKind};
 use crate::pattern::MARKER;
 use crate::slow::Direction;
+use kvferry::{Access, Notification, Options};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::poll::EventFd;
 use std::collections::{HashMap, VecDeque};
@@ -103,9 +103,9 @@ struct End {
 
 #[derive(Default)]
 struct Notes {
-    queue: VecDeque<Note>,
+    queue: VecDeque<Notification>,
     delivered: usize,
-    overtaken: Option<Note>,
+    overtaken: Option<Notification>,
 }
 
 struct Registered {
@@ -134,20 +134,21 @@ struct Resolved {
 }
 
 impl Resolved {
-    fn source(&self, write: bool) -> (&Arc<Registered>, u64) {
-        if write { (&self.local, self.local_at) } else { (&self.remote, self.remote_at) }
-    }
-
-    fn target(&self, write: bool) -> (&Arc<Registered>, u64) {
-        if write { (&self.remote, self.remote_at) } else { (&self.local, self.local_at) }
+    /// Where the bytes come from, and where they go.
+    fn ends(&self, way: Way) -> [(&Arc<Registered>, u64); 2] {
+        let (local, remote) = ((&self.local, self.local_at), (&self.remote, self.remote_at));
+        match way {
+            Way::Write => [local, remote],
+            Way::Read => [remote, local],
+        }
     }
 }
 
 struct Job {
     side: usize,
-    write: bool,
+    way: Way,
     moves: Vec<Move>,
-    note: Option<Note>,
+    note: Option<Notification>,
     deadline: Option<Instant>,
     cancelled: AtomicBool,
     refusals_before: u64,
@@ -155,14 +156,6 @@ struct Job {
     outcome: Mutex<Option<Outcome>>,
     ended: Condvar,
     event: EventFd,
-}
-
-impl Job {
-    /// Whether host and device memory meet in it.
-    fn is_mixed(&self) -> bool {
-        let mut moves = self.moves.iter();
-        moves.any(|m| m.local.memory.kind() != m.remote.memory.kind())
-    }
 }
 
 #[derive(Default)]
@@ -187,8 +180,10 @@ impl Job {
         }
     }
 
-    fn has_ended(&self) -> bool {
-        lock(&self.outcome).is_some()
+    /// Whether host and device memory meet in it.
+    fn is_mixed(&self) -> bool {
+        let mut moves = self.moves.iter();
+        moves.any(|m| m.local.memory.kind() != m.remote.memory.kind())
     }
 }
 
@@ -261,7 +256,7 @@ impl Wire {
             thread::sleep(Duration::from_millis(4));
             let late: Vec<_> = {
                 let mut timed = lock(&self.timed);
-                timed.retain(|job| !job.has_ended());
+                timed.retain(|job| lock(&job.outcome).is_none());
                 let now = Instant::now();
                 timed
                     .iter()
@@ -319,7 +314,7 @@ impl Wire {
         thread::spawn(move || {
             let Some((memory, at)) = lock(&job.progress).resolved.as_ref().and_then(|moves| {
                 let last = moves.last().filter(|m| m.len > 0)?;
-                let (target, at) = last.target(job.write);
+                let [_, (target, at)] = last.ends(job.way);
                 Some((target.memory.clone(), target.offset as u64 + at + last.len - 1))
             }) else {
                 return;
@@ -331,7 +326,7 @@ impl Wire {
         });
     }
 
-    fn deliver(&self, side: usize, note: Note) {
+    fn deliver(&self, side: usize, note: Notification) {
         let end = &self.ends[side];
         let mut notes = lock(&end.notes);
         notes.delivered += 1;
@@ -453,7 +448,7 @@ impl Wire {
             Some(Fault::SourceTakenOnce) => {
                 index > 0 && {
                     let (before, m) = (&moves[index - 1], &moves[index]);
-                    let ((_, a), (_, b)) = (before.source(job.write), m.source(job.write));
+                    let ([(_, a), _], [(_, b), _]) = (before.ends(job.way), m.ends(job.way));
                     a < b && b < a + before.len
                 }
             }
@@ -470,7 +465,7 @@ impl Wire {
         last: bool,
         own: &Arc<Mapping>,
     ) -> Result<(), Failure> {
-        let ((source, from), (target, to)) = (m.source(job.write), m.target(job.write));
+        let [(source, from), (target, to)] = m.ends(job.way);
         let mut len = len;
         let end_of_move = offset + len as u64 == m.len;
         match self.fault {
@@ -486,8 +481,12 @@ impl Wire {
             _ => {}
         }
         let ignores_gates = |region: &Arc<Registered>| match self.fault {
-            Some(Fault::WriteAfterUnregister) => job.write && Arc::ptr_eq(region, &m.remote),
-            Some(Fault::ReadAfterUnregister) => !job.write && Arc::ptr_eq(region, &m.remote),
+            Some(Fault::WriteAfterUnregister) => {
+                job.way == Way::Write && Arc::ptr_eq(region, &m.remote)
+            }
+            Some(Fault::ReadAfterUnregister) => {
+                job.way == Way::Read && Arc::ptr_eq(region, &m.remote)
+            }
             Some(Fault::LocalAfterUnregister) => Arc::ptr_eq(region, &m.local),
             _ => false,
         };
@@ -511,7 +510,7 @@ impl Wire {
             .memory
             .transport_copy(Direction::Out, at(source, from.wrapping_add(offset)), span)
             .and_then(|()| {
-                if self.has(Fault::StaleRead) && !job.write {
+                if self.has(Fault::StaleRead) && job.way == Way::Read {
                     self.remember(source.id, from + offset, span);
                 }
                 if self.has(Fault::SharedBuffer) {
@@ -562,22 +561,17 @@ impl Wire {
     }
 
     fn resolve(&self, job: &Job, m: &Move) -> Result<Resolved, Failure> {
-        let need = Access { read: !job.write, write: job.write };
+        let (read, write) = (job.way == Way::Read, job.way == Way::Write);
         let local = m.local.inner.clone().downcast::<Registered>().expect("a region of this wire");
         let named = m.remote.inner.clone().downcast::<Registered>().expect("a region of this wire");
         let unchecked =
-            self.has(Fault::UncheckedBounds) || (self.has(Fault::UncheckedReads) && !job.write);
+            self.has(Fault::UncheckedBounds) || (self.has(Fault::UncheckedReads) && read);
         let fits = |region: &Registered, at: u64, len: u64| {
-            let end = if self.has(Fault::WrappingBounds) {
-                Some(at.wrapping_add(len))
-            } else {
-                at.checked_add(len)
-            };
-            end.is_some_and(|end| end <= region.len)
+            let wrapped = self.has(Fault::WrappingBounds).then(|| at.wrapping_add(len));
+            wrapped.or_else(|| at.checked_add(len)).is_some_and(|end| end <= region.len)
         };
         let allowed = |access: Access| {
-            (access.read >= need.read && access.write >= need.write)
-                || self.has(Fault::UncheckedAccess)
+            (access.read >= read && access.write >= write) || self.has(Fault::UncheckedAccess)
         };
         if !local.alive.load(SeqCst) {
             return Err(Failure::new("not_registered"));
@@ -664,33 +658,6 @@ impl Side {
     fn end(&self) -> &End {
         &self.wire().ends[self.side]
     }
-
-    fn start(&self, moves: &[Move], options: &Options, write: bool) -> Box<dyn Handle> {
-        let wire = Arc::clone(self.wire());
-        let job = wire.submit(Job {
-            side: self.side,
-            write,
-            moves: moves.to_vec(),
-            note: options.note.clone(),
-            deadline: options.timeout.map(|t| Instant::now() + t),
-            cancelled: AtomicBool::new(false),
-            refusals_before: wire.refusals.load(SeqCst),
-            progress: Mutex::default(),
-            outcome: Mutex::default(),
-            ended: Condvar::new(),
-            event: EventFd::new().expect("the process has descriptors left"),
-        });
-        Box::new(Running { job, wire })
-    }
-
-    fn finish(&self, moves: &[Move], options: &Options, write: bool) -> Outcome {
-        let running = self.start(moves, options, write);
-        loop {
-            if let Some(outcome) = running.wait(Duration::from_secs(3600)) {
-                return outcome;
-            }
-        }
-    }
 }
 
 impl Endpoint for Side {
@@ -730,32 +697,43 @@ impl Endpoint for Side {
         Ok(())
     }
 
-    fn write(&self, moves: &[Move], options: &Options) -> Outcome {
-        self.finish(moves, options, true)
+    fn transfer(&self, way: Way, moves: &[Move], options: &Options<'_>) -> Outcome {
+        let running = self.start(way, moves, options);
+        loop {
+            if let Some(outcome) = running.wait(Duration::from_secs(3600)) {
+                return outcome;
+            }
+        }
     }
 
-    fn read(&self, moves: &[Move], options: &Options) -> Outcome {
-        self.finish(moves, options, false)
+    fn start(&self, way: Way, moves: &[Move], options: &Options<'_>) -> Box<dyn Handle> {
+        let wire = Arc::clone(self.wire());
+        let job = wire.submit(Job {
+            side: self.side,
+            way,
+            moves: moves.to_vec(),
+            note: options.notify.clone(),
+            deadline: options.timeout.map(|t| Instant::now() + t),
+            cancelled: AtomicBool::new(false),
+            refusals_before: wire.refusals.load(SeqCst),
+            progress: Mutex::default(),
+            outcome: Mutex::default(),
+            ended: Condvar::new(),
+            event: EventFd::new().expect("the process has descriptors left"),
+        });
+        Box::new(Running { job, wire })
     }
 
-    fn write_async(&self, moves: &[Move], options: &Options) -> Box<dyn Handle> {
-        self.start(moves, options, true)
-    }
-
-    fn read_async(&self, moves: &[Move], options: &Options) -> Box<dyn Handle> {
-        self.start(moves, options, false)
-    }
-
-    fn notify(&self, note: Note, _: &Options) -> Result<(), Failure> {
+    fn notify(&self, note: Notification, _: &Options<'_>) -> Result<(), Failure> {
         self.wire().deliver(1 - self.side, note);
         Ok(())
     }
 
-    fn take_notes(&self) -> Vec<Note> {
+    fn take_notes(&self) -> Vec<Notification> {
         lock(&self.end().notes).queue.drain(..).collect()
     }
 
-    fn wait_note(&self, timeout: Duration) -> Option<Note> {
+    fn wait_note(&self, timeout: Duration) -> Option<Notification> {
         let give_up = Instant::now() + timeout;
         let mut notes = lock(&self.end().notes);
         loop {
@@ -768,15 +746,14 @@ impl Endpoint for Side {
         }
     }
 
-    fn gauges(&self) -> Vec<(String, u64)> {
+    fn gauges(&self) -> Vec<(&'static str, u64)> {
         let end = self.end();
         let leaked = end.closed.load(SeqCst) && self.wire().has(Fault::LeakedSession);
-        let gauge = |name: &str, value: usize| (name.to_owned(), value as u64);
         vec![
-            gauge("transfers in flight", end.in_flight.load(SeqCst)),
-            gauge("regions", lock(&end.regions).len()),
-            gauge("notifications", lock(&end.notes).queue.len()),
-            gauge("sessions", usize::from(leaked)),
+            ("transfers in flight", end.in_flight.load(SeqCst) as u64),
+            ("regions", lock(&end.regions).len() as u64),
+            ("notifications", lock(&end.notes).queue.len() as u64),
+            ("sessions", u64::from(leaked)),
         ]
     }
 

@@ -1,16 +1,6 @@
 //! A transfer moves exactly the bytes of its descriptors.
 
-use super::rig::{Rig, Side, done, ended};
-use crate::fabric::{Access, Fabric, Move, Note};
-use crate::memory::MemoryKind;
-use crate::violation::{Violation, ensure};
-use std::thread;
-use std::time::Instant;
-
-type Result<T = ()> = std::result::Result<T, Violation>;
-
-const KIB: usize = 1024;
-const MIB: usize = 1024 * KIB;
+use super::*;
 
 /// Sizes around every boundary that a transport may have.
 const SIZES: [usize; 24] = [
@@ -18,14 +8,13 @@ const SIZES: [usize; 24] = [
     262_143, 262_144, 262_145, 1_048_575, 1_048_577, 5_000_011,
 ];
 
-pub(super) fn every_byte_lands_and_nothing_else(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+/// Targets in random steps with random gaps between them, never overlapping, from random sources.
+fn scattered(rig: &Rig<'_>, way: Way) -> Result {
     let (near, far) = rig.both(3 * MIB)?;
     let mut rng = rig.rng();
     for round in 0..rig.amount(8, 3) {
         near.memory.refill();
         far.memory.refill();
-        // Destinations in random steps with random gaps between them, never overlapping.
         let (mut moves, mut at) = (Vec::new(), rng.usize(..100));
         loop {
             let longest = if rng.usize(..8) == 0 { 300 * KIB } else { 9000 };
@@ -33,75 +22,71 @@ pub(super) fn every_byte_lands_and_nothing_else(fabric: &dyn Fabric, kind: Memor
             if at + len > far.len {
                 break;
             }
-            moves.push(Move::new(&near, rng.usize(..near.len - len), &far, at, len));
+            let source = rng.usize(..near.len - len);
+            moves.push(match way {
+                Write => Move::new(&near, source, &far, at, len),
+                Read => Move::new(&near, at, &far, source, len),
+            });
             at += len + rng.usize(..3) * rng.usize(..50);
         }
         rng.shuffle(&mut moves);
-        rig.written(&moves, "a scattered write")?;
-        rig.check(&format!("a scattered write, round {round}"))?;
+        rig.lands(way, &moves, &format!("a scattered {way}, round {round}"))?;
     }
-    rig.finish()
+    Ok(())
 }
 
-pub(super) fn done_means_all_bytes_are_there(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn every_byte_lands_and_nothing_else(rig: &Rig<'_>) -> Result {
+    scattered(rig, Write)
+}
+
+pub(super) fn reads_take_every_byte_and_touch_nothing_else(rig: &Rig<'_>) -> Result {
+    scattered(rig, Read)
+}
+
+pub(super) fn done_means_all_bytes_are_there(rig: &Rig<'_>) -> Result {
     let longest = SIZES.into_iter().max().unwrap_or(1);
     let (near, far) = rig.both(longest)?;
     for len in SIZES {
-        for write in [true, false] {
+        for way in Way::ALL {
             near.memory.refill();
             far.memory.refill();
             let moves = [Move::new(&near, longest - len, &far, 0, len)];
-            let handle = if write {
-                rig.near.write_async(&moves, &rig.options())
-            } else {
-                rig.near.read_async(&moves, &rig.options())
-            };
+            let what = format!("a {way} of {len} bytes, when it was done");
+            let handle = rig.start(way, &moves);
             let give_up = Instant::now() + rig.patience();
             let outcome = loop {
                 if let Some(outcome) = handle.poll() {
                     break outcome;
                 }
-                ensure!(Instant::now() < give_up, "a transfer of {len} bytes did not end");
+                ensure!(Instant::now() < give_up, "a {way} of {len} bytes did not end");
                 thread::yield_now();
             };
-            done(outcome, &moves, &format!("a transfer of {len} bytes"))?;
-            if write {
-                moves[0].expect_written();
-                far.memory.check(&format!("a write of {len} bytes, when it was done"))?;
-            } else {
-                moves[0].expect_read();
-                near.memory.check(&format!("a read of {len} bytes, when it was done"))?;
-            }
+            done(outcome, &moves, &what)?;
+            moves[0].expect(way);
+            rig.check(&what)?;
         }
     }
-    rig.finish()
+    Ok(())
 }
 
-pub(super) fn more_than_64_mib_land_whole(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+/// Writes these moves, then reads the same; checks both.
+fn there_and_back(rig: &Rig<'_>, moves: &[Move], far: &Region, what: &str) -> Result {
+    rig.lands(Write, moves, &format!("a write of {what}"))?;
+    far.memory.refill();
+    rig.lands(Read, moves, &format!("a read of {what}"))
+}
+
+pub(super) fn more_than_64_mib_land_whole(rig: &Rig<'_>) -> Result {
     let len = rig.amount(65 * MIB, 6 * MIB) + 13;
     let (near, far) = rig.both(len)?;
-    let whole = [Move::new(&near, 0, &far, 0, len)];
-    rig.written(&whole, "one big write")?;
-    far.memory.check("one big write")?;
-    far.memory.refill();
-    rig.fetched(&whole, "one big read")?;
-    near.memory.check("one big read")?;
-    let piece = 96 * KIB + 7;
-    let mut pieces: Vec<_> =
-        (0..len / piece).map(|i| Move::new(&near, i * piece, &far, i * piece, piece)).collect();
-    rig.rng().shuffle(&mut pieces);
+    there_and_back(rig, &[Move::new(&near, 0, &far, 0, len)], &far, "one big range")?;
+    let mut moves = pieces(&near, &far, 96 * KIB + 7);
+    rig.rng().shuffle(&mut moves);
     near.memory.refill();
-    rig.written(&pieces, "a big write of big pieces")?;
-    rig.finish()
+    rig.moved(Write, &moves, "a big write of big pieces")
 }
 
-pub(super) fn seventy_thousand_descriptors_land_whole(
-    fabric: &dyn Fabric,
-    kind: MemoryKind,
-) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn seventy_thousand_descriptors_land_whole(rig: &Rig<'_>) -> Result {
     let count = rig.amount(70_000, 7_000);
     let slot = 48;
     let (near, far) = rig.both(count * slot)?;
@@ -113,18 +98,18 @@ pub(super) fn seventy_thousand_descriptors_land_whole(
         .enumerate()
         .map(|(i, j)| Move::new(&near, i * slot, &far, j * slot, 1 + rng.usize(..slot)))
         .collect();
-    rig.written(&moves, &format!("a write of {count} descriptors"))?;
-    rig.check("after the write")?;
-    far.memory.refill();
-    rig.fetched(&moves, &format!("a read of {count} descriptors"))?;
-    rig.finish()
+    there_and_back(rig, &moves, &far, &format!("{count} descriptors"))?;
+    // The batch takes several messages. One notification arrives, after all of the data.
+    near.memory.refill();
+    done(rig.near.transfer(Write, &moves, &rig.noting("all of them", "")), &moves, "a write")?;
+    moves.iter().for_each(|m| m.expect(Write));
+    ensure!(rig.far.wait_note(rig.patience()).is_some(), "a write did not notify");
+    far.memory.check("when the notification came")?;
+    ensure!(rig.far.take_notes().is_empty(), "one batch notified twice");
+    Ok(())
 }
 
-pub(super) fn scattered_blocks_land_where_they_were_aimed(
-    fabric: &dyn Fabric,
-    kind: MemoryKind,
-) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn scattered_blocks_land_where_they_were_aimed(rig: &Rig<'_>) -> Result {
     let mut rng = rig.rng();
     for block in [512, 4 * KIB, 32 * KIB, 100 * KIB] {
         let count = rig.amount(64, 32);
@@ -137,40 +122,27 @@ pub(super) fn scattered_blocks_land_where_they_were_aimed(
             .zip(&to)
             .map(|(i, j)| Move::new(&near, i * block, &far, j * block, block))
             .collect();
-        rig.written(&moves, &format!("a write of {block}-byte blocks"))?;
-        rig.check(&format!("a write of {block}-byte blocks"))?;
-        far.memory.refill();
-        rig.fetched(&moves, &format!("a read of {block}-byte blocks"))?;
-        rig.check(&format!("a read of {block}-byte blocks"))?;
+        there_and_back(rig, &moves, &far, &format!("{block}-byte blocks"))?;
     }
-    rig.finish()
+    Ok(())
 }
 
-pub(super) fn overlapping_sources_are_read_as_often_as_asked(
-    fabric: &dyn Fabric,
-    kind: MemoryKind,
-) -> Result {
-    let rig = Rig::new(fabric, kind)?;
-    let far = rig.area(Side::Far, MIB, Access::BOTH)?;
-    let near = rig.area(Side::Near, MIB, Access::NONE)?;
+pub(super) fn overlapping_sources_are_read_as_often_as_asked(rig: &Rig<'_>) -> Result {
+    let (near, far) = rig.both(MIB)?;
     let step = 3001;
     // Each source overlaps the next by two thirds; the first is asked for ten times more.
     let mut moves: Vec<_> =
         (0..100).map(|i| Move::new(&near, i * step / 3, &far, i * step, step)).collect();
     moves.extend((100..110).map(|i| Move::new(&near, 0, &far, i * step, step)));
-    rig.written(&moves, "a write from overlapping sources")?;
-    rig.check("a write from overlapping sources")?;
+    rig.lands(Write, &moves, "a write from overlapping sources")?;
     let moves: Vec<_> =
         (0..100).map(|i| Move::new(&near, i * step, &far, i * step / 3, step)).collect();
-    rig.fetched(&moves, "a read of overlapping sources")?;
-    rig.finish()
+    rig.moved(Read, &moves, "a read of overlapping sources")
 }
 
-pub(super) fn misaligned_ends_land_whole(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn misaligned_ends_land_whole(rig: &Rig<'_>) -> Result {
     let slot = 12 * KIB;
-    let count = 17 * 17;
-    let (near, far) = rig.both(count * slot)?;
+    let (near, far) = rig.both(17 * 17 * slot)?;
     let mut rng = rig.rng();
     let mut moves = Vec::new();
     for from in 0..17 {
@@ -180,18 +152,10 @@ pub(super) fn misaligned_ends_land_whole(fabric: &dyn Fabric, kind: MemoryKind) 
             moves.push(Move::new(&near, at + from, &far, at + to, len));
         }
     }
-    rig.written(&moves, "a misaligned write")?;
-    rig.check("a misaligned write")?;
-    far.memory.refill();
-    rig.fetched(&moves, "a misaligned read")?;
-    rig.finish()
+    there_and_back(rig, &moves, &far, "misaligned ranges")
 }
 
-pub(super) fn zero_length_descriptors_move_nothing(
-    fabric: &dyn Fabric,
-    kind: MemoryKind,
-) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn zero_length_descriptors_move_nothing(rig: &Rig<'_>) -> Result {
     let (near, far) = rig.both(64 * KIB)?;
     let zero = |at| Move::new(&near, at, &far, at, 0);
     let batches = [
@@ -203,116 +167,65 @@ pub(super) fn zero_length_descriptors_move_nothing(
     ];
     for (i, moves) in batches.iter().enumerate() {
         near.memory.refill();
-        let outcome = rig.near.write(moves, &rig.options());
-        match outcome {
-            // They move nothing, or the batch is refused.
-            Ok(_) => {
-                done(outcome, moves, "a batch with zero-length descriptors")?;
-                moves.iter().for_each(Move::expect_written);
-            }
-            Err(failure) => {
-                ensure!(
-                    failure.kind == "invalid_argument",
-                    "zero length is a typed error or nothing, not: {failure}"
-                );
-                for m in moves {
-                    far.memory.accept_range(m.remote_offset as usize, m.len as usize);
-                }
+        let what = format!("batch {i} with zero-length descriptors");
+        let outcome = rig.transfer(Write, moves);
+        // They move nothing, or the batch is refused.
+        if outcome.is_ok() {
+            done(outcome, moves, &what)?;
+            moves.iter().for_each(|m| m.expect(Write));
+        } else {
+            failed(outcome, &["invalid_argument"], &what)?;
+            for m in moves {
+                far.memory.accept_range(m.remote_offset as usize, m.len as usize);
             }
         }
-        rig.check(&format!("batch {i} with zero-length descriptors"))?;
+        rig.check(&what)?;
     }
-    rig.written(&[Move::new(&near, 0, &far, 0, 64 * KIB)], "a healthy write afterwards")?;
-    rig.finish()
+    rig.moved(Write, &[Move::new(&near, 0, &far, 0, 64 * KIB)], "a healthy write afterwards")
 }
 
-pub(super) fn an_empty_batch_ends_at_once(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn an_empty_batch_ends_at_once(rig: &Rig<'_>) -> Result {
     let (near, far) = rig.both(KIB)?;
-    rig.written(&[Move::new(&near, 0, &far, 0, KIB)], "a first write")?;
-    let options = rig.options().noting(Note::new("empty", "batch"));
-    let handles = [
-        rig.near.write_async(&[], &rig.options()),
-        rig.near.read_async(&[], &rig.options()),
-        rig.near.write_async(&[], &options),
-    ];
-    for handle in handles {
-        match ended(&rig, &*handle, "an empty batch")? {
-            Err(failure) if failure.kind == "invalid_argument" => {}
-            outcome => drop(done(outcome, &[], "an empty batch")?),
-        }
+    rig.moved(Write, &[Move::new(&near, 0, &far, 0, KIB)], "a first write")?;
+    let noting = rig.near.start(Write, &[], &rig.noting("empty", "batch"));
+    for handle in [rig.start(Write, &[]), rig.start(Read, &[]), noting] {
+        rig.ended_or_failed(&*handle, &[], &["invalid_argument"], "an empty batch")?;
     }
-    while rig.far.wait_note(std::time::Duration::from_millis(50)).is_some() {}
-    rig.finish()
+    while rig.far.wait_note(Duration::from_millis(50)).is_some() {}
+    Ok(())
 }
 
-pub(super) fn reads_fetch_the_bytes_of_now(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn reads_fetch_the_bytes_of_now(rig: &Rig<'_>) -> Result {
     let (near, far) = rig.both(64 * KIB)?;
     let moves =
         [Move::new(&near, 0, &far, 0, 4096), Move::new(&near, 10_000, &far, 10_000, 50_000)];
     for round in 0..rig.amount(50, 10) {
-        rig.fetched(&moves, "a read")?;
-        rig.check(&format!("read {round} of bytes that the owner changed since the last"))?;
+        let what = format!("read {round} of bytes that the owner changed since the last");
+        rig.lands(Read, &moves, &what)?;
         far.memory.refill();
     }
-    rig.finish()
+    Ok(())
 }
 
-pub(super) fn reads_take_every_byte_and_touch_nothing_else(
-    fabric: &dyn Fabric,
-    kind: MemoryKind,
-) -> Result {
-    let rig = Rig::new(fabric, kind)?;
-    let (near, far) = rig.both(2 * MIB)?;
-    let mut rng = rig.rng();
-    for round in 0..rig.amount(8, 3) {
-        far.memory.refill();
-        let (mut moves, mut at) = (Vec::new(), rng.usize(..100));
-        loop {
-            let longest = if rng.usize(..8) == 0 { 200 * KIB } else { 7000 };
-            let len = 1 + rng.usize(..longest);
-            if at + len > near.len {
-                break;
-            }
-            moves.push(Move::new(&near, at, &far, rng.usize(..far.len - len), len));
-            at += len + rng.usize(..40);
-        }
-        rng.shuffle(&mut moves);
-        rig.fetched(&moves, "a scattered read")?;
-        rig.check(&format!("a scattered read, round {round}"))?;
-    }
-    rig.finish()
-}
-
-pub(super) fn both_directions_at_once(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn both_directions_at_once(rig: &Rig<'_>) -> Result {
     let len = rig.amount(6 * MIB, MIB);
-    let a = (rig.area(Side::Near, len, Access::NONE)?, rig.area(Side::Far, len, Access::BOTH)?);
-    let b = (rig.area(Side::Far, len, Access::NONE)?, rig.area(Side::Near, len, Access::BOTH)?);
-    let there = [Move::new(&a.0, 0, &a.1, 0, len)];
-    let back = [Move::new(&b.0, 0, &b.1, 0, len)];
+    let (near, far) = rig.both(len)?;
+    let there = [Move::new(&near, 0, &far, 0, len)];
+    let far = rig.area(Side::Far, len, Access::NONE)?;
+    let near = rig.area(Side::Near, len, Access::READ_WRITE)?;
+    let back = [Move::new(&far, 0, &near, 0, len)];
     for round in 0..rig.amount(6, 2) {
-        for region in [&a.0, &a.1, &b.0, &b.1] {
-            region.memory.refill();
-        }
-        let handles = if round % 2 == 0 {
-            there[0].expect_written();
-            back[0].expect_written();
-            [
-                rig.near.write_async(&there, &rig.options()),
-                rig.far.write_async(&back, &rig.options()),
-            ]
-        } else {
-            there[0].expect_read();
-            back[0].expect_read();
-            [rig.near.read_async(&there, &rig.options()), rig.far.read_async(&back, &rig.options())]
-        };
-        for (handle, moves) in handles.iter().zip([&there, &back]) {
-            let outcome = ended(&rig, &**handle, "one of two directions")?;
-            done(outcome, moves, "one of two directions")?;
+        let way = Way::ALL[round % 2];
+        let handles = [(Side::Near, &there), (Side::Far, &back)].map(|(side, moves)| {
+            moves[0].local.memory.refill();
+            moves[0].remote.memory.refill();
+            moves[0].expect(way);
+            (rig.end(side).start(way, moves, &rig.options()), moves)
+        });
+        for (handle, moves) in handles {
+            done(rig.ended(&*handle, "one of two directions")?, moves, "one of two directions")?;
         }
         rig.check("both directions at once")?;
     }
-    rig.finish()
+    Ok(())
 }

@@ -21,24 +21,30 @@ mod outcome;
 mod revoke;
 mod rig;
 
-pub use rig::{Rig, Side};
-
-use crate::fabric::Fabric;
-use crate::memory::MemoryKind;
-use crate::violation::Violation;
+use crate::fabric::Way::{self, Read, Write};
+use crate::fabric::{Aim, Fabric, Handle, Move, Outcome, Region};
+use crate::memory::{Memory, MemoryKind};
+use crate::violation::{Violation, ensure};
+use crate::watchdog::stretched;
+use kvferry::{Access, Notification, Options};
+use rig::{Rig, Side, done, failed, needs_device, pieces, watch, within};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, mpsc};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+type Result<T = ()> = std::result::Result<T, Violation>;
+
+const KIB: usize = 1024;
+const MIB: usize = 1024 * KIB;
 
 /// A promise and its test.
 #[derive(Clone, Copy)]
 pub struct Scenario {
     /// The promise.
     pub name: &'static str,
-    /// The test.
-    pub run: fn(&dyn Fabric, MemoryKind) -> Result<(), Violation>,
+    run: fn(&Rig<'_>) -> Result,
 }
 
 impl fmt::Debug for Scenario {
@@ -62,14 +68,18 @@ impl Scenario {
         fabric: &Arc<dyn Fabric>,
         kind: MemoryKind,
         limit: Duration,
-    ) -> Result<(), Violation> {
+    ) -> Result {
         let (tell, told) = mpsc::channel();
         let fabric = Arc::clone(fabric);
         thread::Builder::new()
             .name(self.name.into())
             .spawn(move || {
-                let result = catch_unwind(AssertUnwindSafe(|| (self.run)(&*fabric, kind)));
-                drop(tell.send(result));
+                let run = || {
+                    let rig = Rig::new(&*fabric, kind)?;
+                    (self.run)(&rig)?;
+                    rig.finish()
+                };
+                drop(tell.send(catch_unwind(AssertUnwindSafe(run))));
             })
             .map_err(|e| Violation::new(format!("no thread for the scenario: {e}")))?;
         match told.recv_timeout(limit) {

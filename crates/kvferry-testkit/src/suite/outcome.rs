@@ -1,24 +1,12 @@
 //! Every transfer has one outcome, in time.
 
-use super::rig::{Rig, Side, done, ended, failed, needs_device};
-use crate::fabric::{Access, Aim, Fabric, Handle, Move, Note, Options, Outcome, Region};
-use crate::memory::MemoryKind;
+use super::*;
 use crate::slow::SlowMemory;
-use crate::violation::{Violation, ensure};
-use crate::watchdog::stretched;
 use kvferry_sys::poll::{Interest, wait_one};
-use std::sync::mpsc;
-use std::thread;
-use std::time::{Duration, Instant};
-
-type Result<T = ()> = std::result::Result<T, Violation>;
-
-const KIB: usize = 1024;
-const MIB: usize = 1024 * KIB;
 
 /// How late a deadline may be: a transfer waits for a live peer's confirmation until the silence
 /// window has passed, and the machine may be loaded.
-fn slack(rig: &Rig) -> Duration {
+fn slack(rig: &Rig<'_>) -> Duration {
     stretched(rig.patience().mul_f32(0.4)).min(rig.patience())
 }
 
@@ -45,20 +33,17 @@ fn only_outcome(handle: &dyn Handle, patience: Duration, time: Duration) -> Resu
     Ok(first)
 }
 
-pub(super) fn an_outcome_never_changes(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn an_outcome_never_changes(rig: &Rig<'_>) -> Result {
     let (near, far) = rig.both(MIB)?;
-    let (whole, outside) = (
-        [Move::new(&near, 0, &far, 0, MIB)],
-        [Move::new(&near, 0, &far, MIB, 64).aimed(Aim::Forged)],
-    );
+    let whole = [Move::new(&near, 0, &far, 0, MIB)];
+    let outside = [Move::new(&near, 0, &far, MIB, 64).aimed(Aim::Forged)];
     for round in 0..rig.amount(12, 6) {
         let (moves, cancelled) = match round % 3 {
             0 => (&whole, false),
             1 => (&outside, false),
             _ => (&whole, true),
         };
-        let handle = rig.near.write_async(moves, &rig.options());
+        let handle = rig.start(Write, moves);
         if cancelled {
             handle.cancel();
         }
@@ -77,14 +62,10 @@ pub(super) fn an_outcome_never_changes(fabric: &dyn Fabric, kind: MemoryKind) ->
         ensure!(!(round % 3 == 1 && seen[0].is_ok()), "a write out of bounds was done");
         far.memory.accept();
     }
-    rig.finish()
+    Ok(())
 }
 
-pub(super) fn the_event_fd_is_readable_once_it_ended(
-    fabric: &dyn Fabric,
-    kind: MemoryKind,
-) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn the_event_fd_is_readable_once_it_ended(rig: &Rig<'_>) -> Result {
     let (near, far) = rig.both(2 * MIB)?;
     let healthy = [Move::new(&near, 0, &far, 0, 2 * MIB)];
     let outside = [Move::new(&near, 0, &far, 2 * MIB, 1).aimed(Aim::Forged)];
@@ -94,20 +75,17 @@ pub(super) fn the_event_fd_is_readable_once_it_ended(
         (&outside, false, false),
         (&healthy, true, false),
     ] {
-        let handle = rig.near.write_async(moves, &rig.options());
+        let handle = rig.start(Write, moves);
         if cancel {
             handle.cancel();
         }
         if after_end {
-            ended(&rig, &*handle, "a write")?.map_err(|e| Violation::new(e.to_string()))?;
+            rig.ended(&*handle, "a write")?.map_err(|e| Violation::new(e.to_string()))?;
         }
         let give_up = Instant::now() + rig.patience();
         loop {
-            let ready = wait_one(
-                handle.event_fd(),
-                Interest::Read,
-                Some(give_up.saturating_duration_since(Instant::now())),
-            );
+            let left = give_up.saturating_duration_since(Instant::now());
+            let ready = wait_one(handle.event_fd(), Interest::Read, Some(left));
             let ready = ready.map_err(|e| Violation::new(format!("the event fd: {e}")))?;
             if ready.read {
                 break;
@@ -124,26 +102,25 @@ pub(super) fn the_event_fd_is_readable_once_it_ended(
     // Not readable while the transfer runs: only a held device makes certain that it does.
     if let Some(device) = far.memory.device() {
         device.hold();
-        let handle = rig.near.write_async(&healthy, &rig.options());
+        let handle = rig.start(Write, &healthy);
         let ready = wait_one(handle.event_fd(), Interest::Read, Some(Duration::from_millis(40)));
         let early = ready.is_ok_and(|r| r.read);
         device.release();
         ensure!(!early, "the event fd was readable while the device was held");
-        done(ended(&rig, &*handle, "the held write")?, &healthy, "the held write")?;
-        healthy[0].expect_written();
+        done(rig.ended(&*handle, "the held write")?, &healthy, "the held write")?;
+        healthy[0].expect(Write);
     }
-    rig.finish()
+    Ok(())
 }
 
-pub(super) fn waiting_does_not_end_a_transfer(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn waiting_does_not_end_a_transfer(rig: &Rig<'_>) -> Result {
     let len = rig.amount(16 * MIB, 4 * MIB);
     let (near, far) = rig.both(len)?;
     let moves = [Move::new(&near, 0, &far, 0, len)];
     if let Some(device) = far.memory.device() {
         device.hold();
     }
-    let handle = rig.near.write_async(&moves, &rig.options());
+    let handle = rig.start(Write, &moves);
     let waited = Instant::now();
     let early = handle.wait(Duration::from_millis(30));
     if let Some(device) = far.memory.device() {
@@ -155,13 +132,12 @@ pub(super) fn waiting_does_not_end_a_transfer(fabric: &dyn Fabric, kind: MemoryK
         drop(handle.wait(Duration::ZERO));
         drop(handle.wait(Duration::from_micros(50)));
     }
-    done(ended(&rig, &*handle, "a write that was waited for")?, &moves, "a write")?;
-    moves[0].expect_written();
-    rig.finish()
+    done(rig.ended(&*handle, "a write that was waited for")?, &moves, "a write")?;
+    moves[0].expect(Write);
+    Ok(())
 }
 
-pub(super) fn a_wait_ends_with_its_transfer(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn a_wait_ends_with_its_transfer(rig: &Rig<'_>) -> Result {
     let len = rig.amount(8 * MIB, 2 * MIB);
     let (near, far) = rig.both(len)?;
     let healthy = [Move::new(&near, 0, &far, 0, len)];
@@ -170,9 +146,9 @@ pub(super) fn a_wait_ends_with_its_transfer(fabric: &dyn Fabric, kind: MemoryKin
     // Longer than anything that may be waited for here.
     let timeout = rig.patience() + Duration::from_secs(3600);
     for (moves, cancel) in [(&healthy, false), (&outside, false), (&healthy, true)] {
-        let handle = rig.near.write_async(moves, &rig.options());
+        let handle = rig.start(Write, moves);
         let late = thread::scope(|scope| {
-            let (rig, (tell, told)) = (&rig, mpsc::channel());
+            let (tell, told) = mpsc::channel();
             for _ in 0..3 {
                 let (tell, handle) = (tell.clone(), &handle);
                 scope.spawn(move || {
@@ -200,38 +176,33 @@ pub(super) fn a_wait_ends_with_its_transfer(fabric: &dyn Fabric, kind: MemoryKin
         ensure!(!late, "a transfer has an outcome and a thread that waits for it does not notice");
         far.memory.accept();
     }
-    rig.finish()
+    Ok(())
 }
 
-pub(super) fn dropped_handles_neither_cancel_nor_leak(
-    fabric: &dyn Fabric,
-    kind: MemoryKind,
-) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn dropped_handles_neither_cancel_nor_leak(rig: &Rig<'_>) -> Result {
     let (count, slot) = (rig.amount(40, 12), 128 * KIB);
     let (near, far) = rig.both(count * slot)?;
     for i in 0..count {
         let moves = [Move::new(&near, i * slot, &far, i * slot, slot)];
-        let options = rig.options().noting(Note::new("dropped", i.to_string()));
-        drop(rig.near.write_async(&moves, &options));
-        moves[0].expect_written();
+        drop(rig.near.start(Write, &moves, &rig.noting("dropped", i)));
+        moves[0].expect(Write);
     }
     for i in 0..count {
         let note = rig.far.wait_note(rig.patience());
         ensure!(note.is_some(), "only {i} of {count} dropped transfers were done");
     }
-    rig.finish()
+    Ok(())
 }
 
 /// A blocking and an asynchronous write, at once, to a device that makes no progress.
-fn deadlines_while_held(rig: &Rig, near: &Region, far: &Region, device: &SlowMemory) -> Result {
+fn deadlines_while_held(rig: &Rig<'_>, near: &Region, far: &Region, device: &SlowMemory) -> Result {
     let timeout = Duration::from_millis(120);
-    let (options, half) = (&Options::within(timeout), near.len / 2);
+    let (options, half) = (&within(timeout), near.len / 2);
     let halves = [0, half].map(|at| [Move::new(near, at, far, at, half)]);
     device.hold();
     let ended = thread::scope(|scope| {
         let [blocking, asynchronous] = &halves;
-        let run = |write: fn(&Rig, &[Move], &Options) -> Option<Outcome>, moves| {
+        let run = |write: fn(&Rig<'_>, &[Move], &Options<'_>) -> Option<Outcome>, moves| {
             let (tell, told) = mpsc::channel();
             scope.spawn(move || {
                 let began = Instant::now();
@@ -240,9 +211,9 @@ fn deadlines_while_held(rig: &Rig, near: &Region, far: &Region, device: &SlowMem
             told
         };
         let told = [
-            run(|rig, moves, options| Some(rig.near.write(moves, options)), blocking),
+            run(|rig, moves, options| Some(rig.near.transfer(Write, moves, options)), blocking),
             run(
-                |rig, moves, options| rig.near.write_async(moves, options).wait(rig.patience()),
+                |rig, moves, options| rig.near.start(Write, moves, options).wait(rig.patience()),
                 asynchronous,
             ),
         ];
@@ -267,26 +238,25 @@ fn deadlines_while_held(rig: &Rig, near: &Region, far: &Region, device: &SlowMem
     Ok(())
 }
 
-pub(super) fn a_deadline_is_honoured(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn a_deadline_is_honoured(rig: &Rig<'_>) -> Result {
     let len = rig.amount(24 * MIB, 8 * MIB);
     let (near, far) = rig.both(len)?;
     let moves = [Move::new(&near, 0, &far, 0, len)];
     // Most are too short; a transfer that was fast enough succeeds.
     for (i, timeout) in [0, 1, 1, 3, 6, 12].into_iter().map(Duration::from_millis).enumerate() {
         let began = Instant::now();
-        let options = Options::within(timeout);
+        let options = within(timeout);
         let outcome = match i % 3 {
-            0 => rig.near.write(&moves, &options),
-            1 => rig.near.read(&moves, &options),
+            0 => rig.near.transfer(Write, &moves, &options),
+            1 => rig.near.transfer(Read, &moves, &options),
             _ => {
-                let handle = rig.near.write_async(&moves, &options);
-                ended(&rig, &*handle, "a write with a deadline")?
+                let handle = rig.near.start(Write, &moves, &options);
+                rig.ended(&*handle, "a write with a deadline")?
             }
         };
         let took = began.elapsed();
         ensure!(
-            took < timeout + slack(&rig),
+            took < timeout + slack(rig),
             "a deadline of {timeout:?} was answered after {took:?}"
         );
         if outcome.is_err() {
@@ -298,61 +268,51 @@ pub(super) fn a_deadline_is_honoured(fabric: &dyn Fabric, kind: MemoryKind) -> R
     near.memory.accept();
     far.memory.accept();
     if let Some(device) = far.memory.device() {
-        deadlines_while_held(&rig, &near, &far, device)?;
+        deadlines_while_held(rig, &near, &far, device)?;
     }
-    rig.written(&moves, "a write after all those deadlines")?;
-    rig.finish()
+    rig.moved(Write, &moves, "a write after all those deadlines")
 }
 
-pub(super) fn a_failing_device_fails_its_transfer(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    if !needs_device(kind, "a failing device") {
+pub(super) fn a_failing_device_fails_its_transfer(rig: &Rig<'_>) -> Result {
+    if !needs_device(rig, "a failing device") {
         return Ok(());
     }
-    let rig = Rig::new(fabric, kind)?;
     let (near, far) = rig.both(MIB)?;
     let moves = [Move::new(&near, 0, &far, 0, MIB)];
-    for (side, write) in [(&near, true), (&near, false), (&far, true), (&far, false)] {
-        let device = side.memory.device().expect("the kind is slow");
-        device.fail_next(1);
-        let outcome = if write {
-            rig.near.write(&moves, &rig.options())
-        } else {
-            rig.near.read(&moves, &rig.options())
-        };
-        ensure!(outcome.is_err(), "a copy failed on the device and the transfer says done");
+    for (side, way) in [(&near, Write), (&near, Read), (&far, Write), (&far, Read)] {
+        side.device().fail_next(1);
+        ensure!(
+            rig.transfer(way, &moves).is_err(),
+            "a copy failed on the device and the transfer says done"
+        );
         rig.settle()?;
         thread::sleep(Duration::from_millis(20));
         near.memory.accept();
         far.memory.accept();
-        rig.written(&moves, "a write after the device failed one")?;
-        rig.check("after the device failed one copy")?;
+        rig.lands(Write, &moves, "a write after the device failed one copy")?;
     }
-    rig.finish()
+    Ok(())
 }
 
-pub(super) fn a_stuck_device_does_not_stop_other_regions(
-    fabric: &dyn Fabric,
-    kind: MemoryKind,
-) -> Result {
-    if !needs_device(kind, "a stuck device") {
+pub(super) fn a_stuck_device_does_not_stop_other_regions(rig: &Rig<'_>) -> Result {
+    if !needs_device(rig, "a stuck device") {
         return Ok(());
     }
-    let rig = Rig::new(fabric, kind)?;
     let (near, far) = rig.both(MIB)?;
-    let stuck = rig.area(Side::Far, MIB, Access::BOTH)?;
+    let stuck = rig.area(Side::Far, MIB, Access::READ_WRITE)?;
     let other = [Move::new(&near, 0, &far, 0, MIB)];
-    rig.written(&other, "a first write")?;
-    let device = stuck.memory.device().expect("the kind is slow");
+    rig.moved(Write, &other, "a first write")?;
+    let device = stuck.device();
     device.hold();
     let moves = [Move::new(&near, 0, &stuck, 0, MIB)];
-    let held = rig.near.write_async(&moves, &rig.options());
+    let held = rig.start(Write, &moves);
     let result = (0..5).try_for_each(|_| {
         near.memory.accept();
-        rig.written(&other, "a write to a healthy region while a device is stuck")
+        rig.moved(Write, &other, "a write to a healthy region while a device is stuck")
     });
     device.release();
     result?;
-    done(ended(&rig, &*held, "the held write")?, &moves, "the held write")?;
-    moves[0].expect_written();
-    rig.finish()
+    done(rig.ended(&*held, "the held write")?, &moves, "the held write")?;
+    moves[0].expect(Write);
+    Ok(())
 }

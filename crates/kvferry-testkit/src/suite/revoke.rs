@@ -1,41 +1,24 @@
 //! Memory returns to its owner only when no copier can access it.
 
-use super::rig::{Rig, Side, done, ended, failed, needs_device, watch};
-use crate::fabric::{Access, Fabric, Move};
-use crate::memory::MemoryKind;
+use super::*;
+use crate::fabric::TransferStats;
 use crate::pattern::Pattern;
-use crate::violation::{Violation, ensure};
-use std::sync::mpsc;
-use std::thread;
-use std::time::{Duration, Instant};
 
-type Result<T = ()> = std::result::Result<T, Violation>;
-
-const KIB: usize = 1024;
-const MIB: usize = 1024 * KIB;
 const WATCHED: Duration = Duration::from_millis(40);
 const GONE: [&str; 2] = ["revoked", "not_registered"];
 
-fn delays(rig: &Rig) -> Vec<Duration> {
-    [0, 100, 300, 700, 1_500, 3_000, 6_000][..rig.amount(7, 4)]
-        .iter()
-        .map(|us| Duration::from_micros(*us))
-        .collect()
+fn delays(rig: &Rig<'_>) -> impl Iterator<Item = (usize, Duration)> {
+    let us = [0, 100, 300, 700, 1_500, 3_000, 6_000];
+    us.into_iter().map(Duration::from_micros).take(rig.amount(7, 4)).enumerate()
 }
 
-pub(super) fn nothing_lands_after_unregister_returned(
-    fabric: &dyn Fabric,
-    kind: MemoryKind,
-) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn nothing_lands_after_unregister_returned(rig: &Rig<'_>) -> Result {
     let len = rig.amount(16 * MIB, 4 * MIB);
     let near = rig.area(Side::Near, len, Access::NONE)?;
-    for (i, delay) in delays(&rig).into_iter().enumerate() {
-        let far = rig.area(Side::Far, len, Access::BOTH)?;
-        let piece = if i % 2 == 0 { len } else { 4 * KIB };
-        let moves: Vec<_> =
-            (0..len / piece).map(|i| Move::new(&near, i * piece, &far, i * piece, piece)).collect();
-        let handle = rig.near.write_async(&moves, &rig.options());
+    for (i, delay) in delays(rig) {
+        let far = rig.area(Side::Far, len, Access::READ_WRITE)?;
+        let moves = pieces(&near, &far, if i % 2 == 0 { len } else { 4 * KIB });
+        let handle = rig.start(Write, &moves);
         thread::sleep(delay);
         let began = Instant::now();
         rig.unregister(Side::Far, &far)?;
@@ -43,108 +26,79 @@ pub(super) fn nothing_lands_after_unregister_returned(
         let at_return = far.memory.load(0, len);
         far.memory.refill();
         watch(&far.memory, WATCHED, "memory after unregister returned")?;
-        let outcome = ended(&rig, &*handle, "a write to a region that was unregistered")?;
+        let what = "a write to a region that was unregistered";
+        let is_done = rig.ended_or_failed(&*handle, &moves, &GONE, what)?;
         far.memory.check("memory after unregister returned and the write ended")?;
-        if outcome.is_ok() {
-            done(outcome, &moves, "a write that was faster than unregister")?;
-            ensure!(
-                at_return == near.memory.load(0, len),
-                "a write was done whose bytes had not arrived when the region was unregistered"
-            );
-        } else {
-            failed(outcome, &GONE, "a write to a region that was unregistered")?;
-        }
+        ensure!(
+            !is_done || at_return == near.memory.load(0, len),
+            "a write was done whose bytes had not arrived when the region was unregistered"
+        );
         far.memory.check_misuse()?;
     }
-    rig.finish()
+    Ok(())
 }
 
-pub(super) fn nothing_is_read_after_unregister_returned(
-    fabric: &dyn Fabric,
-    kind: MemoryKind,
-) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn nothing_is_read_after_unregister_returned(rig: &Rig<'_>) -> Result {
     let len = rig.amount(16 * MIB, 4 * MIB);
     let near = rig.area(Side::Near, len, Access::NONE)?;
-    for delay in delays(&rig) {
+    for (_, delay) in delays(rig) {
         let far = rig.area(Side::Far, len, Access::READ)?;
         let moves = [Move::new(&near, 0, &far, 0, len)];
-        let handle = rig.near.read_async(&moves, &rig.options());
+        let handle = rig.start(Read, &moves);
         thread::sleep(delay);
         rig.unregister(Side::Far, &far)?;
         far.memory.mark();
-        let outcome = ended(&rig, &*handle, "a read of a region that was unregistered")?;
+        let what = "a read of a region that was unregistered";
+        rig.ended_or_failed(&*handle, &moves, &GONE, what)?;
         thread::sleep(Duration::from_millis(15));
         ensure!(
             !near.memory.holds_marker(),
-            "a read took bytes that were written after unregister returned ({outcome:?})"
+            "a read took bytes that were written after unregister returned"
         );
-        if outcome.is_err() {
-            failed(outcome, &GONE, "a read of a region that was unregistered")?;
-        }
         near.memory.accept();
     }
-    rig.finish()
+    Ok(())
 }
 
-pub(super) fn a_local_region_is_left_alone_after_unregister_returned(
-    fabric: &dyn Fabric,
-    kind: MemoryKind,
-) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn a_local_region_is_left_alone_after_unregister_returned(rig: &Rig<'_>) -> Result {
     let len = rig.amount(16 * MIB, 4 * MIB);
-    let far = rig.area(Side::Far, len, Access::BOTH)?;
-    for (i, delay) in delays(&rig).into_iter().enumerate() {
+    let far = rig.area(Side::Far, len, Access::READ_WRITE)?;
+    for (i, delay) in delays(rig) {
         let near = rig.area(Side::Near, len, Access::NONE)?;
         let moves = [Move::new(&near, 0, &far, 0, len)];
-        let write = i % 2 == 0;
-        let handle = if write {
-            rig.near.write_async(&moves, &rig.options())
-        } else {
-            rig.near.read_async(&moves, &rig.options())
-        };
+        let way = Way::ALL[i % 2];
+        let handle = rig.start(way, &moves);
         thread::sleep(delay);
         rig.unregister(Side::Near, &near)?;
-        if write {
-            near.memory.mark();
-        } else {
-            near.memory.refill();
+        match way {
+            Write => near.memory.mark(),
+            Read => near.memory.refill(),
         }
-        let outcome = ended(&rig, &*handle, "a transfer whose local region was unregistered")?;
+        let what = format!("a {way} whose local region was unregistered");
+        let kinds = [GONE[0], GONE[1], "cancelled"];
+        rig.ended_or_failed(&*handle, &moves, &kinds, &what)?;
         watch(&near.memory, WATCHED, "local memory after unregister returned")?;
         ensure!(
             !far.memory.holds_marker(),
-            "a write sent bytes that were there only after unregister returned ({outcome:?})"
+            "a write sent bytes that were there only after unregister returned"
         );
-        if outcome.is_err() {
-            let kinds = [GONE[0], GONE[1], "cancelled"];
-            failed(outcome, &kinds, "a transfer whose local region was unregistered")?;
-        }
         far.memory.accept();
     }
-    rig.finish()
+    Ok(())
 }
 
-pub(super) fn unregister_waits_for_the_device(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    if !needs_device(kind, "unregister while a device copies") {
+pub(super) fn unregister_waits_for_the_device(rig: &Rig<'_>) -> Result {
+    if !needs_device(rig, "unregister while a device copies") {
         return Ok(());
     }
-    let rig = Rig::new(fabric, kind)?;
     let near = rig.area(Side::Near, MIB, Access::NONE)?;
-    for write in [true, false] {
-        let far = rig.area(Side::Far, MIB, Access::BOTH)?;
-        let device = far.memory.device().expect("the kind is slow").clone();
+    for way in Way::ALL {
+        let far = rig.area(Side::Far, MIB, Access::READ_WRITE)?;
+        let device = far.device();
         device.hold();
         let moves = [Move::new(&near, 0, &far, 0, MIB)];
-        let handle = if write {
-            rig.near.write_async(&moves, &rig.options())
-        } else {
-            rig.near.read_async(&moves, &rig.options())
-        };
-        let give_up = Instant::now() + rig.patience();
-        while device.pending() == 0 && Instant::now() < give_up {
-            thread::sleep(Duration::from_millis(1));
-        }
+        let handle = rig.start(way, &moves);
+        rig.wait_for_copies(device)?;
         let (tell, told) = mpsc::channel();
         let early = thread::scope(|scope| {
             scope.spawn(|| drop(tell.send(rig.unregister(Side::Far, &far))));
@@ -156,7 +110,7 @@ pub(super) fn unregister_waits_for_the_device(fabric: &dyn Fabric, kind: MemoryK
         told.recv().map_err(|_| Violation::new("unregister panicked"))??;
         device.free();
         far.memory.refill();
-        let outcome = ended(&rig, &*handle, "a transfer with a held device")?;
+        let outcome = rig.ended(&*handle, "a transfer with a held device")?;
         watch(&far.memory, WATCHED, "device memory after unregister returned")?;
         if outcome.is_err() {
             failed(outcome, &GONE, "a transfer with a held device")?;
@@ -164,29 +118,23 @@ pub(super) fn unregister_waits_for_the_device(fabric: &dyn Fabric, kind: MemoryK
         far.memory.check_misuse()?;
         near.memory.accept();
     }
-    rig.finish()
+    Ok(())
 }
 
-pub(super) fn regions_come_and_go(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn regions_come_and_go(rig: &Rig<'_>) -> Result {
     let near = rig.area(Side::Near, 64 * KIB, Access::NONE)?;
     for _ in 0..rig.amount(100, 30) {
-        let far = rig.area(Side::Far, 64 * KIB, Access::BOTH)?;
-        rig.written(&[Move::new(&near, 0, &far, 100, 5000)], "a write to a new region")?;
+        let far = rig.area(Side::Far, 64 * KIB, Access::READ_WRITE)?;
+        rig.moved(Write, &[Move::new(&near, 0, &far, 100, 5000)], "a write to a new region")?;
         rig.unregister(Side::Far, &far)?;
         far.memory.check("a region that was just unregistered")?;
-        let again = rig.far.unregister(&far);
-        failed(
-            again.map(|()| crate::fabric::TransferStats { bytes: 0, descriptors: 0 }),
-            &["not_registered"],
-            "a second unregister",
-        )?;
+        let again = rig.far.unregister(&far).map(|()| TransferStats { bytes: 0, descriptors: 0 });
+        failed(again, &["not_registered"], "a second unregister")?;
     }
-    rig.finish()
+    Ok(())
 }
 
-pub(super) fn unregister_leaves_no_copier_inside(fabric: &dyn Fabric, kind: MemoryKind) -> Result {
-    let rig = Rig::new(fabric, kind)?;
+pub(super) fn unregister_leaves_no_copier_inside(rig: &Rig<'_>) -> Result {
     let len = MIB;
     let near = rig.area(Side::Near, len, Access::NONE)?;
     let poison = Pattern::fresh().bytes(len);
@@ -194,7 +142,7 @@ pub(super) fn unregister_leaves_no_copier_inside(fabric: &dyn Fabric, kind: Memo
         let far = rig.area(Side::Far, len, Access::WRITE)?;
         let moves = [Move::new(&near, 0, &far, 0, len)];
         near.memory.refill();
-        let handle = rig.near.write_async(&moves, &rig.options());
+        let handle = rig.start(Write, &moves);
         // From the first byte on, a copier is inside most of the time.
         let give_up = Instant::now() + rig.patience();
         let untouched = far.memory.load(len - 64 * KIB, 8);
@@ -207,12 +155,10 @@ pub(super) fn unregister_leaves_no_copier_inside(fabric: &dyn Fabric, kind: Memo
         }
         rig.unregister(Side::Far, &far)?;
         far.memory.store(0, &poison);
-        let outcome = ended(&rig, &*handle, "a write to a region that was unregistered")?;
+        let what = "a write to a region that was unregistered";
+        rig.ended_or_failed(&*handle, &moves, &GONE, what)?;
         thread::sleep(Duration::from_millis(2));
         far.memory.check("memory right after unregister returned")?;
-        if outcome.is_err() {
-            failed(outcome, &GONE, "a write to a region that was unregistered")?;
-        }
     }
-    rig.finish()
+    Ok(())
 }

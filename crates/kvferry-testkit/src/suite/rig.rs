@@ -1,89 +1,79 @@
 //! The set-up of a scenario, the final checks, and helpers.
 
-use crate::fabric::{
-    Access, Effort, Endpoint, Fabric, Failure, Move, Options, Outcome, Region, TransferStats,
-};
+use super::Result;
+use crate::fabric::{Effort, Endpoint, Fabric, Failure, Handle, Move, Outcome, Region, Way};
 use crate::memory::{Memory, MemoryKind};
+use crate::slow::SlowMemory;
 use crate::violation::{Violation, ensure};
 use fastrand::Rng;
-use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use kvferry::{Access, Notification, Options};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// One end of the pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
+pub(super) enum Side {
     /// Starts most transfers.
     Near,
-    /// The other end.
     Far,
 }
 
 /// A pair of endpoints, and the regions that the scenario registered with them.
-pub struct Rig {
+pub(super) struct Rig<'a> {
+    pub(super) fabric: &'a dyn Fabric,
     /// Starts most transfers.
-    pub near: Arc<dyn Endpoint>,
-    /// The other end.
-    pub far: Arc<dyn Endpoint>,
+    pub(super) near: Arc<dyn Endpoint>,
+    pub(super) far: Arc<dyn Endpoint>,
     /// The memory under test.
-    pub kind: MemoryKind,
-    effort: Effort,
-    patience: Duration,
+    pub(super) kind: MemoryKind,
     regions: Mutex<Vec<(Side, Region)>>,
 }
 
-impl fmt::Debug for Rig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Rig({})", self.kind)
-    }
+/// Options with a deadline.
+pub(super) fn within(timeout: Duration) -> Options<'static> {
+    Options { timeout: Some(timeout), ..Options::default() }
 }
 
-impl Rig {
-    /// Two new endpoints.
-    ///
-    /// # Errors
-    /// If the fabric can't make them.
-    pub fn new(fabric: &dyn Fabric, kind: MemoryKind) -> Result<Self, Violation> {
+impl<'a> Rig<'a> {
+    pub(super) fn new(fabric: &'a dyn Fabric, kind: MemoryKind) -> Result<Self> {
         let pair = fabric
-            .pair(kind)
+            .pair()
             .map_err(|e| Violation::new(format!("the fabric can't make a pair: {e}")))?;
-        Ok(Self {
-            near: pair.near,
-            far: pair.far,
-            kind,
-            effort: fabric.effort(),
-            patience: fabric.patience(),
-            regions: Mutex::new(Vec::new()),
-        })
+        Ok(Self { fabric, near: pair.near, far: pair.far, kind, regions: Mutex::default() })
     }
 
     /// `full`, or `brief` if the fabric asks for less work.
-    pub fn amount(&self, full: usize, brief: usize) -> usize {
-        match self.effort {
+    pub(super) fn amount(&self, full: usize, brief: usize) -> usize {
+        match self.fabric.effort() {
             Effort::Full => full,
             Effort::Brief => brief,
         }
     }
 
     /// The longest that one healthy operation may take.
-    pub fn patience(&self) -> Duration {
-        self.patience
+    pub(super) fn patience(&self) -> Duration {
+        self.fabric.patience()
     }
 
     /// A generator that draws the same in every run, unless `KVFERRY_TESTKIT_SEED` is set.
-    pub fn rng(&self) -> Rng {
+    pub(super) fn rng(&self) -> Rng {
         let seed = std::env::var("KVFERRY_TESTKIT_SEED").ok().and_then(|s| s.parse().ok());
         Rng::with_seed(seed.unwrap_or(20))
     }
 
     /// Options with [`Rig::patience`] as the deadline.
-    pub fn options(&self) -> Options {
-        Options::within(self.patience)
+    pub(super) fn options(&self) -> Options<'static> {
+        within(self.patience())
     }
 
-    /// The endpoint of a side.
-    pub fn end(&self, side: Side) -> &Arc<dyn Endpoint> {
+    /// The same, with a notification after the data.
+    pub(super) fn noting(&self, name: &str, message: impl ToString) -> Options<'static> {
+        let note = Notification::new(name, message.to_string());
+        Options { notify: Some(note), ..self.options() }
+    }
+
+    pub(super) fn end(&self, side: Side) -> &Arc<dyn Endpoint> {
         match side {
             Side::Near => &self.near,
             Side::Far => &self.far,
@@ -91,25 +81,19 @@ impl Rig {
     }
 
     /// New memory, registered as a whole.
-    ///
-    /// # Errors
-    /// If the transport refuses to register it.
-    pub fn area(&self, side: Side, len: usize, access: Access) -> Result<Region, Violation> {
+    pub(super) fn area(&self, side: Side, len: usize, access: Access) -> Result<Region> {
         self.register(side, &Memory::new(self.kind, len), 0, len, access)
     }
 
     /// Registers a part of some memory.
-    ///
-    /// # Errors
-    /// If the transport refuses.
-    pub fn register(
+    pub(super) fn register(
         &self,
         side: Side,
         memory: &Memory,
         offset: usize,
         len: usize,
         access: Access,
-    ) -> Result<Region, Violation> {
+    ) -> Result<Region> {
         let region = self
             .end(side)
             .register(memory, offset, len, access)
@@ -118,56 +102,91 @@ impl Rig {
         Ok(region)
     }
 
-    fn regions(&self) -> std::sync::MutexGuard<'_, Vec<(Side, Region)>> {
+    fn regions(&self) -> MutexGuard<'_, Vec<(Side, Region)>> {
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A region of the near side and one of the far side, `len` bytes each.
-    ///
-    /// # Errors
-    /// If the transport refuses to register them.
-    pub fn both(&self, len: usize) -> Result<(Region, Region), Violation> {
+    pub(super) fn both(&self, len: usize) -> Result<(Region, Region)> {
         let near = self.area(Side::Near, len, Access::NONE)?;
-        Ok((near, self.area(Side::Far, len, Access::BOTH)?))
+        Ok((near, self.area(Side::Far, len, Access::READ_WRITE)?))
     }
 
     /// Unregisters a region before the end of the scenario.
-    ///
-    /// # Errors
-    /// If the transport can't.
-    pub fn unregister(&self, side: Side, region: &Region) -> Result<(), Violation> {
+    pub(super) fn unregister(&self, side: Side, region: &Region) -> Result {
         self.regions().retain(|(_, other)| !Arc::ptr_eq(&other.inner, &region.inner));
         self.end(side)
             .unregister(region)
             .map_err(|e| Violation::new(format!("a region can't be unregistered: {e}")))
     }
 
-    /// Writes from the near side, expects success, and updates the model.
-    ///
-    /// # Errors
-    /// If the transfer failed.
-    pub fn written(&self, moves: &[Move], what: &str) -> Result<(), Violation> {
-        done(self.near.write(moves, &self.options()), moves, what)?;
-        moves.iter().for_each(Move::expect_written);
+    /// A transfer of the near side.
+    pub(super) fn transfer(&self, way: Way, moves: &[Move]) -> Outcome {
+        self.near.transfer(way, moves, &self.options())
+    }
+
+    /// Starts a transfer of the near side.
+    pub(super) fn start(&self, way: Way, moves: &[Move]) -> Box<dyn Handle> {
+        self.near.start(way, moves, &self.options())
+    }
+
+    /// Moves bytes from the near side, expects success, and updates the model.
+    pub(super) fn moved(&self, way: Way, moves: &[Move], what: &str) -> Result {
+        done(self.transfer(way, moves), moves, what)?;
+        moves.iter().for_each(|m| m.expect(way));
         Ok(())
     }
 
-    /// Reads from the near side, expects success, and updates the model.
-    ///
-    /// # Errors
-    /// If the transfer failed.
-    pub fn fetched(&self, moves: &[Move], what: &str) -> Result<(), Violation> {
-        done(self.near.read(moves, &self.options()), moves, what)?;
-        moves.iter().for_each(Move::expect_read);
+    /// The same, then compares all memory with the model.
+    pub(super) fn lands(&self, way: Way, moves: &[Move], what: &str) -> Result {
+        self.moved(way, moves, what)?;
+        self.check(what)
+    }
+
+    /// Expects a failure of one of these kinds, and that nothing was moved.
+    pub(super) fn refused(&self, way: Way, moves: &[Move], kinds: &[&str], what: &str) -> Result {
+        failed(self.transfer(way, moves), kinds, what)?;
+        self.check(what)
+    }
+
+    /// Waits for the outcome of a handle, at most [`Rig::patience`].
+    pub(super) fn ended(&self, handle: &dyn Handle, what: &str) -> Result<Outcome> {
+        let patience = self.patience();
+        let late = || Violation::new(format!("{what} did not end within {patience:?}"));
+        handle.wait(patience).ok_or_else(late)
+    }
+
+    /// The same for a transfer that is expected to fail with one of these kinds, or to be done.
+    /// Returns whether it was done.
+    pub(super) fn ended_or_failed(
+        &self,
+        handle: &dyn Handle,
+        moves: &[Move],
+        kinds: &[&str],
+        what: &str,
+    ) -> Result<bool> {
+        let outcome = self.ended(handle, what)?;
+        let is_done = outcome.is_ok();
+        match is_done {
+            true => done(outcome, moves, what)?,
+            false => drop(failed(outcome, kinds, what)?),
+        }
+        Ok(is_done)
+    }
+
+    /// Waits until a device has work.
+    pub(super) fn wait_for_copies(&self, device: &SlowMemory) -> Result {
+        let give_up = Instant::now() + self.patience();
+        while device.pending() == 0 {
+            ensure!(Instant::now() < give_up, "the device is never asked to copy");
+            thread::sleep(Duration::from_millis(1));
+        }
         Ok(())
     }
 
     /// Waits until no device copies: after outcomes that do not imply that.
-    ///
-    /// # Errors
-    /// If copies never end.
-    pub fn settle(&self) -> Result<(), Violation> {
-        let give_up = Instant::now() + self.patience;
+    pub(super) fn settle(&self) -> Result {
+        let give_up = Instant::now() + self.patience();
         for (_, region) in self.regions().iter() {
             while region.memory.device().is_some_and(|device| device.pending() > 0) {
                 ensure!(Instant::now() < give_up, "copies of a device never end");
@@ -178,10 +197,7 @@ impl Rig {
     }
 
     /// Compares all memory with the model.
-    ///
-    /// # Errors
-    /// The first difference.
-    pub fn check(&self, what: &str) -> Result<(), Violation> {
+    pub(super) fn check(&self, what: &str) -> Result {
         for (side, region) in self.regions().iter() {
             region.memory.check(&format!("{what}, {side:?}"))?;
         }
@@ -189,11 +205,8 @@ impl Rig {
     }
 
     /// Waits until every gauge is zero.
-    ///
-    /// # Errors
-    /// The gauges that are not, after [`Rig::patience`].
-    pub fn expect_zero(&self, when: &str) -> Result<(), Violation> {
-        let give_up = Instant::now() + self.patience;
+    pub(super) fn expect_zero(&self, when: &str) -> Result {
+        let give_up = Instant::now() + self.patience();
         for side in [Side::Near, Side::Far] {
             loop {
                 let mut gauges = self.end(side).gauges();
@@ -210,10 +223,7 @@ impl Rig {
 
     /// Compares all memory with the model, unregisters everything, takes the devices back and
     /// expects every gauge at zero.
-    ///
-    /// # Errors
-    /// The first check that fails.
-    pub fn finish(self) -> Result<(), Violation> {
+    pub(super) fn finish(&self) -> Result {
         self.check("at the end")?;
         let regions = self.regions().clone();
         for (side, region) in &regions {
@@ -233,12 +243,14 @@ impl Rig {
     }
 }
 
+/// Moves of one size between the same offsets of two regions, as many as fit.
+pub(super) fn pieces(near: &Region, far: &Region, piece: usize) -> Vec<Move> {
+    let count = near.len.min(far.len) / piece;
+    (0..count).map(|i| Move::new(near, i * piece, far, i * piece, piece)).collect()
+}
+
 /// Expects that a transfer succeeded, with the right counts.
-pub(crate) fn done(
-    outcome: Outcome,
-    moves: &[Move],
-    what: &str,
-) -> Result<TransferStats, Violation> {
+pub(super) fn done(outcome: Outcome, moves: &[Move], what: &str) -> Result {
     let moved = outcome.map_err(|e| Violation::new(format!("{what} failed: {e}")))?;
     let bytes: u64 = moves.iter().map(|m| m.len).sum();
     ensure!(
@@ -248,41 +260,28 @@ pub(crate) fn done(
         moved.descriptors,
         moves.len()
     );
-    Ok(moved)
+    Ok(())
 }
 
 /// Expects that a transfer failed, for one of these reasons.
-pub(crate) fn failed(outcome: Outcome, kinds: &[&str], what: &str) -> Result<Failure, Violation> {
-    match outcome {
-        Ok(moved) => Err(Violation::new(format!(
-            "{what} should have failed ({}), it says {} bytes were moved",
-            kinds.join(" or "),
-            moved.bytes
-        ))),
-        Err(failure) => {
-            ensure!(
-                kinds.contains(&failure.kind.as_str()),
-                "{what} should have failed with {}, not: {failure}",
-                kinds.join(" or ")
-            );
-            Ok(failure)
+pub(super) fn failed(outcome: Outcome, kinds: &[&str], what: &str) -> Result<Failure> {
+    let kinds_text = kinds.join(" or ");
+    let failure = match outcome {
+        Ok(moved) => {
+            let text = format!("{what} should have failed ({kinds_text}), it says {moved:?}");
+            return Err(Violation::new(text));
         }
-    }
-}
-
-/// The outcome of a handle, which must come within the patience of the rig.
-pub(crate) fn ended(
-    rig: &Rig,
-    handle: &dyn crate::fabric::Handle,
-    what: &str,
-) -> Result<Outcome, Violation> {
-    handle
-        .wait(rig.patience())
-        .ok_or_else(|| Violation::new(format!("{what} did not end within {:?}", rig.patience())))
+        Err(failure) => failure,
+    };
+    ensure!(
+        kinds.contains(&failure.kind.as_str()),
+        "{what} should have failed with {kinds_text}, not: {failure}"
+    );
+    Ok(failure)
 }
 
 /// Checks memory every 8 ms for `time`.
-pub(crate) fn watch(memory: &Memory, time: Duration, what: &str) -> Result<(), Violation> {
+pub(super) fn watch(memory: &Memory, time: Duration, what: &str) -> Result {
     let end = Instant::now() + time;
     loop {
         memory.check(what)?;
@@ -293,10 +292,10 @@ pub(crate) fn watch(memory: &Memory, time: Duration, what: &str) -> Result<(), V
     }
 }
 
-/// Whether `kind` has a device; if not, prints that there is nothing to test.
-pub(crate) fn needs_device(kind: MemoryKind, what: &str) -> bool {
-    if kind == MemoryKind::Host {
+/// Whether the memory under test is a device's; if not, prints that there is nothing to test.
+pub(super) fn needs_device(rig: &Rig<'_>, what: &str) -> bool {
+    if rig.kind == MemoryKind::Host {
         println!("nothing to test: {what} is about device memory");
     }
-    kind == MemoryKind::Slow
+    rig.kind == MemoryKind::Slow
 }
