@@ -1,5 +1,6 @@
 //! Two hosts that can be cut off from each other: network namespaces with a bridge between them.
-//! A cut removes the far host's port from the bridge: packets are lost, and no reset is sent.
+//! A cut removes the far host's port from the bridge, or has netem lose every frame: packets are
+//! lost, and no reset is sent.
 
 use crate::netem::{Impairments, Netem};
 use std::io::Write;
@@ -59,10 +60,7 @@ impl Network {
     }
 
     /// Two hosts that reach each other through a bridge.
-    ///
-    /// # Errors
-    /// If the process is not root, or there is no `ip` command; the text says which.
-    pub fn new() -> Result<Self, String> {
+    fn new() -> Result<Self, String> {
         let network = Self::hosts()?;
         let between = &network.between;
         ip(&format!("-n {between} link add bridge type bridge"))?;
@@ -74,10 +72,7 @@ impl Network {
     }
 
     /// Two hosts with netem between them, which delays and loses nothing at first.
-    ///
-    /// # Errors
-    /// As [`Network::new`], and if raw sockets are not allowed.
-    pub fn with_netem() -> Result<Self, String> {
+    fn with_netem() -> Result<Self, String> {
         let mut network = Self::hosts()?;
         // Without segmentation offload a lost frame is 1 500 bytes, as on a wire, not 64 KiB.
         for host in [&network.near, &network.far] {
@@ -107,17 +102,11 @@ impl Network {
     }
 
     /// The impairments between the hosts.
-    ///
-    /// # Panics
-    /// If the network was made without netem.
     pub fn impairments(&self) -> &Impairments {
         &self.netem.as_ref().expect("a network with netem").impairments
     }
 
     /// Replaces the far host's address.
-    ///
-    /// # Panics
-    /// If the namespaces no longer exist.
     pub fn readdress(&self, from: &str, to: &str) {
         let far = &self.far;
         // In this order: without its first address, an interface drops the others of that subnet.
@@ -126,19 +115,23 @@ impl Network {
     }
 
     /// Loses everything between the hosts from here on, without a reset.
-    ///
-    /// # Panics
-    /// If the namespaces no longer exist.
     pub fn cut(&self) {
-        ip(&format!("-n {} link set to-far nomaster", self.between)).expect("it was a port");
+        match &self.netem {
+            Some(netem) => netem.impairments.lose(1000),
+            None => self.port_to_far("nomaster"),
+        }
     }
 
     /// Lets the hosts reach each other again.
-    ///
-    /// # Panics
-    /// If the namespaces no longer exist.
     pub fn heal(&self) {
-        ip(&format!("-n {} link set to-far master bridge", self.between)).expect("it was a port");
+        match &self.netem {
+            Some(netem) => netem.impairments.lose(0),
+            None => self.port_to_far("master bridge"),
+        }
+    }
+
+    fn port_to_far(&self, how: &str) {
+        ip(&format!("-n {} link set to-far {how}", self.between)).expect("it was a port");
     }
 }
 

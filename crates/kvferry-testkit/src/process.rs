@@ -1,4 +1,5 @@
-//! Peers in processes of their own, which a test can kill, stop and inspect.
+//! Peers in processes of their own, which a test can kill, stop and inspect. What a child can't do
+//! panics here, and so does a reply that does not come within 40 s.
 //!
 //! A child is the test binary itself, started again. A test file that needs children has one line
 //!
@@ -70,8 +71,6 @@ pub struct Refusal {
     pub text: String,
     /// As `kvferry::Error::quiesced`.
     pub quiesced: Option<bool>,
-    /// The time that the command took, measured in the child.
-    pub took: Duration,
 }
 
 /// What a process uses of the machine.
@@ -88,9 +87,6 @@ pub struct Resources {
 }
 
 /// The memory of a child at an address.
-///
-/// # Panics
-/// If the process has ended or the range is not mapped.
 pub fn memory_of(pid: u32, addr: u64, len: usize) -> Vec<u8> {
     let file = fs::File::open(format!("/proc/{pid}/mem")).expect("the process runs");
     let mut bytes = vec![0; len];
@@ -100,9 +96,6 @@ pub fn memory_of(pid: u32, addr: u64, len: usize) -> Vec<u8> {
 
 impl Resources {
     /// What a process uses now.
-    ///
-    /// # Panics
-    /// If there is no such process.
     pub fn of(pid: u32) -> Self {
         let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}"));
         let status = read("status").expect("the process exists");
@@ -128,9 +121,6 @@ impl Resources {
 
 impl Child {
     /// Starts a child without an agent.
-    ///
-    /// # Panics
-    /// If it can't be started; also if the test binary has no line `child_processes!()`.
     pub fn spawn() -> Self {
         Self::spawn_by(Command::new(
             std::env::current_exe().expect("Linux tells a process its executable"),
@@ -138,9 +128,6 @@ impl Child {
     }
 
     /// Starts a child in a network namespace.
-    ///
-    /// # Panics
-    /// As [`Child::spawn`].
     pub fn spawn_in(namespace: &str) -> Self {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", namespace]);
@@ -184,12 +171,8 @@ impl Child {
         child
     }
 
-    /// Starts a child with an agent, and returns the agent's address. `config` may have `name`, `listen`, `secret`, `silence_ms`,
-    /// `timeout_ms`, `checksum` (a boolean), `streams`, `io_threads`, `transports`, `ptracer_any`,
-    /// `mooncake`.
-    ///
-    /// # Panics
-    /// If the child or its agent can't be started.
+    /// Starts a child with an agent, and returns the agent's address. `config` has fields of
+    /// [`kvferry::Config`], and `secret`.
     pub fn with_agent(config: Value) -> (Self, String) {
         let mut child = Self::spawn();
         let address = child.start(config);
@@ -197,9 +180,6 @@ impl Child {
     }
 
     /// Starts the child's agent with settings as in [`Child::with_agent`], and returns its address.
-    ///
-    /// # Panics
-    /// If the agent can't be started.
     pub fn start(&mut self, config: Value) -> String {
         let reply = self.call(json!({"op": "start", "config": config}));
         reply["address"].as_str().expect("an address").to_owned()
@@ -224,7 +204,6 @@ impl Child {
             kind: error["kind"].as_str().unwrap_or_default().to_owned(),
             text: error["text"].as_str().unwrap_or_default().to_owned(),
             quiesced: error["quiesced"].as_bool(),
-            took: Duration::from_micros(reply["took_us"].as_u64().unwrap_or(0)),
         }))
     }
 
@@ -232,9 +211,6 @@ impl Child {
     ///
     /// # Errors
     /// The error that the command ended with.
-    ///
-    /// # Panics
-    /// If there is no reply within 40 s.
     pub fn try_call(&mut self, command: Value) -> Result<Value, Refusal> {
         let what = command.to_string();
         self.send(command);
@@ -243,9 +219,6 @@ impl Child {
     }
 
     /// Sends a command and waits for its reply.
-    ///
-    /// # Panics
-    /// If the command fails, or there is no reply within 40 s.
     pub fn call(&mut self, command: Value) -> Value {
         let what = command.to_string();
         match self.try_call(command) {
@@ -256,18 +229,12 @@ impl Child {
 
     /// Allocates a region in the child, filled with the pattern of `seed`. Peers may read it if
     /// `access` is "r", write it if "w", both if "rw".
-    ///
-    /// # Panics
-    /// If the child can't.
     pub fn allocate(&mut self, len: usize, access: &str, seed: u64) -> ChildRegion {
         self.allocate_as(json!({"len": len, "access": access, "seed": seed}))
     }
 
     /// As [`Child::allocate`], but the memory is only registered with the child's agent, not
     /// allocated by it: other processes can't map it.
-    ///
-    /// # Panics
-    /// If the child can't.
     pub fn allocate_private(&mut self, len: usize, access: &str, seed: u64) -> ChildRegion {
         self.allocate_as(json!({"len": len, "access": access, "seed": seed, "private": true}))
     }
@@ -276,8 +243,7 @@ impl Child {
         command["op"] = json!("allocate");
         let len = command["len"].as_u64().expect("a number") as usize;
         let reply = self.call(command);
-        let bytes = reply["remote"].as_array().expect("bytes");
-        let bytes: Vec<u8> = bytes.iter().map(|b| b.as_u64().unwrap_or(0) as u8).collect();
+        let bytes: Vec<u8> = serde_json::from_value(reply["remote"].clone()).expect("bytes");
         ChildRegion {
             id: reply["id"].as_u64().expect("an id"),
             addr: reply["addr"].as_u64().expect("an address"),
@@ -286,10 +252,40 @@ impl Child {
         }
     }
 
+    /// Fills a region with the pattern of `seed`.
+    pub fn fill(&mut self, region: &ChildRegion, seed: u64) {
+        self.call(json!({"op": "fill", "region": region.id, "seed": seed}));
+    }
+
+    /// Whether a region holds the pattern of `seed`.
+    pub fn matches(&mut self, region: &ChildRegion, seed: u64) -> bool {
+        self.call(json!({"op": "matches", "region": region.id, "seed": seed}))["matches"] == true
+    }
+
+    /// A digest of a region's content, for [`Child::changes`].
+    pub fn digest(&mut self, region: &ChildRegion) -> Value {
+        self.call(json!({"op": "digest", "region": region.id}))["digest"].clone()
+    }
+
+    /// Whether a region's content differs from a digest at any time within `time`.
+    pub fn changes(&mut self, region: &ChildRegion, digest: &Value, time: Duration) -> bool {
+        let ms = time.as_millis() as u64;
+        let watch = json!({"op": "watch", "region": region.id, "for_ms": ms, "digest": digest});
+        self.call(watch)["changed"] == true
+    }
+
+    /// The statistics of the child's agent.
+    pub fn stats(&mut self) -> Value {
+        self.call(json!({"op": "stats"}))
+    }
+
+    /// Stops a writer that the command `keep_writing` started. Returns its errors.
+    pub fn stop_writing(&mut self, writer: &Value) -> Vec<String> {
+        let report = self.call(json!({"op": "stop_writing", "writer": writer}));
+        serde_json::from_value(report["errors"].clone()).expect("texts")
+    }
+
     /// What the child's memory holds. Works while the child is stopped.
-    ///
-    /// # Panics
-    /// If the child has ended or the range is not mapped.
     pub fn memory(&self, region: &ChildRegion) -> Vec<u8> {
         memory_of(self.pid(), region.addr, region.len)
     }
@@ -316,15 +312,22 @@ impl Child {
         assert_eq!(result, 0, "the child can be signalled");
     }
 
+    /// Waits until each thread is in one of these states.
     fn wait_for_state(&self, wanted: &[char]) {
         let give_up = Instant::now() + Duration::from_secs(5);
         loop {
-            let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap_or_default();
-            let state = stat.rsplit(')').next().and_then(|rest| rest.trim().chars().next());
-            if state.is_none_or(|state| wanted.contains(&state)) {
+            let tasks = fs::read_dir(format!("/proc/{}/task", self.pid()));
+            let states: Vec<_> = tasks
+                .into_iter()
+                .flatten()
+                .flatten()
+                .filter_map(|task| fs::read_to_string(task.path().join("stat")).ok())
+                .filter_map(|stat| stat.rsplit(')').next()?.trim().chars().next())
+                .collect();
+            if states.iter().all(|state| wanted.contains(state)) {
                 return;
             }
-            assert!(Instant::now() < give_up, "child {} is {state:?}", self.pid());
+            assert!(Instant::now() < give_up, "the threads of child {} are {states:?}", self.pid());
             thread::sleep(Duration::from_millis(1));
         }
     }

@@ -19,14 +19,13 @@ mod transfers;
 use super::mesh::Mesh;
 use super::{CHILD, REPLY};
 use command::Command;
-use kvferry::{Agent, Channel, Checksum, MessageHandler, Peer, Transfer, Transports};
+use kvferry::{Agent, Channel, Config, MessageHandler, Peer, Transfer};
 use kvferry_sys::map::Mapping;
 use regions::Held;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::io::{BufRead, Write};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 use transfers::Writer;
 
 /// In a child: serves commands until the parent closes its end, and exits. Elsewhere: returns.
@@ -38,8 +37,7 @@ pub fn serve_if_child() {
     let mut server = Server::default();
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         let command: Value = serde_json::from_str(&line).expect("commands are JSON");
-        let began = Instant::now();
-        let mut reply = match server.serve(Command(&command)) {
+        let reply = match server.serve(Command(&command)) {
             Ok(reply) => reply,
             Err(error) => json!({"error": {
                 "kind": error.kind().as_str(),
@@ -47,7 +45,6 @@ pub fn serve_if_child() {
                 "quiesced": error.quiesced(),
             }}),
         };
-        reply["took_us"] = json!(began.elapsed().as_micros() as u64);
         // The test harness may have left its own line unfinished.
         let mut out = std::io::stdout().lock();
         drop(write!(out, "\n{REPLY}{reply}\n"));
@@ -72,43 +69,20 @@ struct Server {
     last_id: u64,
 }
 
-/// Starts an agent with the settings that [`Child::with_agent`](super::Child::with_agent) lists.
-fn start(config: &Value) -> Result<Agent, kvferry::Error> {
-    let mut builder = Agent::builder();
-    if let Some(name) = config["name"].as_str() {
-        builder = builder.name(name);
+/// Starts an agent with the settings that [`Child::with_agent`](super::Child::with_agent) lists;
+/// others come from the environment.
+fn start(settings: &Value) -> Result<Agent, kvferry::Error> {
+    let mut config = value(Config::from_env()?);
+    for (name, setting) in settings.as_object().expect("settings by name") {
+        config[name] = setting.clone();
     }
-    if let Some(listen) = config["listen"].as_str() {
-        builder = builder.listen(listen.parse::<std::net::SocketAddr>().expect("an address"));
+    let secret = config.as_object_mut().and_then(|config| config.remove("secret"));
+    let config = serde_json::from_value(config).expect("settings of an agent");
+    let builder = Agent::builder().config(config);
+    match secret.as_ref().and_then(Value::as_str) {
+        Some(secret) => builder.secret(secret.as_bytes()).start(),
+        None => builder.start(),
     }
-    if let Some(secret) = config["secret"].as_str() {
-        builder = builder.secret(secret.as_bytes());
-    }
-    if let Some(ms) = config["silence_ms"].as_u64() {
-        builder = builder.silence(Duration::from_millis(ms));
-    }
-    if let Some(ms) = config["timeout_ms"].as_u64() {
-        builder = builder.timeout(Duration::from_millis(ms));
-    }
-    if let Some(on) = config["checksum"].as_bool() {
-        builder = builder.checksum(if on { Checksum::On } else { Checksum::Off });
-    }
-    if let Some(n) = config["streams"].as_u64() {
-        builder = builder.streams_per_peer(n as usize);
-    }
-    if let Some(n) = config["io_threads"].as_u64() {
-        builder = builder.io_threads(n as usize);
-    }
-    if let Some(names) = config["transports"].as_str() {
-        builder = builder.transports(Transports::parse(names)?);
-    }
-    if let Some(on) = config["ptracer_any"].as_bool() {
-        builder = builder.ptracer_any(on);
-    }
-    if let Some(on) = config["mooncake"].as_bool() {
-        builder = builder.mooncake(on);
-    }
-    builder.start()
 }
 
 fn value(of: impl serde::Serialize) -> Value {
@@ -153,7 +127,6 @@ impl Server {
             "fill" => return self.fill(command),
             "digest" => return self.digest(command),
             "watch" => return self.watch(command),
-            "count_bytes" => return self.count_bytes(command),
             "matches" => return self.matches(command),
             "forget" => return self.forget(command),
             "unregister" => return self.unregister(command),

@@ -53,7 +53,7 @@ fn fairness(shares: &[f64]) -> f64 {
 
 fn config(transport: &str, listen: &str, silence: Duration) -> Value {
     json!({
-        "name": "node", "listen": listen, "transports": transport, "io_threads": 1, "streams": 1,
+        "name": "node", "listen": listen, "transports": transport, "io_threads": 1, "streams_per_peer": 1,
         "silence_ms": silence.as_millis() as u64,
     })
 }

@@ -7,8 +7,10 @@ use kvferry::{
     Access, Agent, Batch, Error, ErrorKind, Options, Peer, Region, RemoteRegion, Transfer,
     Transports,
 };
+use kvferry_testkit::Way;
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::process::{Child, ChildRegion, Resources};
+use kvferry_testkit::region::{content, filled, moved, refill};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::thread;
@@ -63,12 +65,6 @@ struct Soak {
     made: BTreeMap<&'static str, (usize, usize)>,
 }
 
-fn filled(agent: &Agent, access: Access) -> Region {
-    let region = agent.allocate(LEN, access).expect("memory");
-    region.write_at(0, &Pattern::new(1).bytes(LEN)).expect("owned memory");
-    region
-}
-
 fn config(transport: &str, listen: &str) -> Value {
     json!({
         "name": "peer", "listen": listen, "transports": transport,
@@ -117,8 +113,8 @@ impl Soak {
         Self {
             rng: Rng::with_seed(1),
             transport,
-            from: filled(&agent, Access::NONE),
-            inbound: filled(&agent, Access::WRITE),
+            from: filled(&agent, LEN, Access::NONE, 1),
+            inbound: filled(&agent, LEN, Access::WRITE, 1),
             agent,
             child,
             address,
@@ -151,20 +147,19 @@ impl Soak {
     /// Writes, lets the peer check the bytes, and reads them back.
     fn healthy(&mut self, after: &str) {
         let seed = self.rng.u64(..);
-        self.from.write_at(0, &Pattern::new(seed).bytes(LEN)).expect("owned memory");
+        refill(&self.from, seed);
         let began = Instant::now();
-        self.peer
-            .write(&plain(&self.from, &self.to.remote), &Options::default())
-            .unwrap_or_else(|e| panic!("a healthy write after {after}: {e:?}"));
-        let matches = self.child.call(json!({"op": "matches", "region": self.to.id, "seed": seed}));
-        assert!(matches["matches"] == true, "wrong bytes after {after}");
+        let plain = plain(&self.from, &self.to.remote);
+        let healthy = |way| {
+            moved(way, &self.peer, &plain, &Options::default())
+                .unwrap_or_else(|e| panic!("a healthy {way} after {after}: {e:?}"));
+        };
+        healthy(Way::Write);
+        assert!(self.child.matches(&self.to, seed), "wrong bytes after {after}");
         self.from.write_at(0, &vec![0; LEN]).expect("owned memory");
-        self.peer
-            .read(&plain(&self.from, &self.to.remote), &Options::default())
-            .unwrap_or_else(|e| panic!("a healthy read after {after}: {e:?}"));
-        let mut bytes = vec![0; LEN];
-        self.from.read_at(0, &mut bytes).expect("owned memory");
-        assert!(bytes == Pattern::new(seed).bytes(LEN), "wrong bytes came back after {after}");
+        healthy(Way::Read);
+        let wrong = content(&self.from) != Pattern::new(seed).bytes(LEN);
+        assert!(!wrong, "wrong bytes came back after {after}");
         assert!(began.elapsed() < PATIENCE, "{:?} after {after}", began.elapsed());
     }
 
@@ -210,12 +205,8 @@ impl Soak {
                 let mut batch = Batch::new();
                 let beyond = LEN as u64 - self.rng.u64(..4096);
                 batch.push(&self.from, 0, &forged, beyond, 4097).expect("a forgery fits itself");
-                let write = self.rng.usize(..2) == 0;
-                let outcome = if write {
-                    self.peer.write(&batch, &Options::default())
-                } else {
-                    self.peer.read(&batch, &Options::default())
-                };
+                let way = Way::ALL[self.rng.usize(..2)];
+                let outcome = moved(way, &self.peer, &batch, &Options::default());
                 let hit = only(outcome.map(drop), &[Kind::OutOfBounds]);
                 assert!(hit, "a bad range was served");
                 hit
@@ -232,7 +223,7 @@ impl Soak {
                 let transfer = self.begin();
                 self.agent.unregister(&self.from).expect("registered");
                 let hit = only(ended(&transfer), &[Kind::Revoked, Kind::NotRegistered]);
-                self.from = filled(&self.agent, Access::NONE);
+                self.from = filled(&self.agent, LEN, Access::NONE, 1);
                 hit
             }
             "a disconnect" => {
@@ -243,11 +234,10 @@ impl Soak {
             "a write by the peer" => {
                 let block = self.block();
                 let seed = self.rng.u64(..);
-                self.child.call(json!({"op": "fill", "region": self.to.id, "seed": seed}));
+                self.child.fill(&self.to, seed);
                 self.child.call(self.command("write", block));
-                let mut bytes = vec![0; LEN];
-                self.inbound.read_at(0, &mut bytes).expect("owned memory");
-                assert!(bytes == Pattern::new(seed).bytes(LEN), "the peer wrote wrong bytes");
+                let held = content(&self.inbound);
+                assert!(held == Pattern::new(seed).bytes(LEN), "the peer wrote wrong bytes");
                 true
             }
             "a cancel by the peer" => {
@@ -333,11 +323,6 @@ fn memory() -> u64 {
     Resources::of(std::process::id()).memory_bytes
 }
 
-/// The least of some samples: the use between cycles, not a peak within one.
-fn least(samples: &[u64]) -> u64 {
-    samples.iter().copied().min().unwrap_or(0)
-}
-
 fn repeated_faults_leak_nothing(transport: &'static str) {
     let time = Duration::from_secs(seconds()) / 2;
     let _alone = alone(2 * time + Duration::from_secs(120));
@@ -354,8 +339,9 @@ fn repeated_faults_leak_nothing(transport: &'static str) {
         assert!(*made > 0, "{what} never happened");
     }
     let middle = WARM + (used.len() - WARM) / 2;
-    let (warm, end) = (least(&used[WARM - 10..WARM + 10]), least(&used[used.len() - 20..]));
-    let middle = least(&used[middle - 10..middle + 10]);
+    // The least of some samples: the use between cycles, not a peak within one.
+    let least = |from: usize| used[from..from + 20].iter().copied().min().unwrap_or(0);
+    let (warm, middle, end) = (least(WARM - 10), least(middle - 10), least(used.len() - 20));
     say(&format!(
         "{} cycles in {:.0?}; {} KiB after {WARM} cycles, {} in the middle, {} at the end",
         used.len(),

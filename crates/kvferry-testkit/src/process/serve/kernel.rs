@@ -24,9 +24,6 @@ pub(super) fn catch_signals() {
 }
 
 /// Has the kernel refuse `process_vm_readv` and `process_vm_writev` to every thread of this process.
-///
-/// # Panics
-/// If the kernel does not take the filter.
 pub(super) fn deny_process_vm() {
     // A classic filter: load the number of the call, then two comparisons.
     let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
@@ -61,9 +58,6 @@ pub(super) fn become_user(uid: u32) -> bool {
 }
 
 /// Limits the number of descriptors that this process may have open.
-///
-/// # Panics
-/// If `limit` is above the hard limit.
 pub(super) fn limit_descriptors(limit: u64) {
     let limit = Rlimit { current: Some(limit), ..getrlimit(Resource::Nofile) };
     setrlimit(Resource::Nofile, limit).expect("not above the hard limit");

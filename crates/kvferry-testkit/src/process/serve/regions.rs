@@ -78,11 +78,7 @@ impl Server {
 
     pub(super) fn fill(&self, command: Command<'_>) -> Outcome {
         let held = self.region(command);
-        let content = match command.get("byte").as_u64() {
-            Some(byte) => vec![byte as u8; held.region.len()],
-            None => Pattern::new(command.number("seed")).bytes(held.region.len()),
-        };
-        held.store(&content)?;
+        held.store(&Pattern::new(command.number("seed")).bytes(held.region.len()))?;
         Ok(json!({}))
     }
 
@@ -94,23 +90,14 @@ impl Server {
     pub(super) fn watch(&self, command: Command<'_>) -> Outcome {
         let end = Instant::now() + command.millis("for_ms");
         let wanted = command.number("digest");
-        let mut looks = 0;
         loop {
-            looks += 1;
             if digest(&self.region(command).load()) != wanted {
-                return Ok(json!({"changed": true, "looks": looks}));
+                return Ok(json!({"changed": true}));
             }
             if Instant::now() >= end {
-                return Ok(json!({"changed": false, "looks": looks}));
+                return Ok(json!({"changed": false}));
             }
         }
-    }
-
-    /// How many bytes of the memory have a value.
-    pub(super) fn count_bytes(&self, command: Command<'_>) -> Outcome {
-        let byte = command.number("byte") as u8;
-        let bytes = self.region(command).load();
-        Ok(json!({"count": bytes.iter().filter(|b| **b == byte).count()}))
     }
 
     pub(super) fn matches(&self, command: Command<'_>) -> Outcome {

@@ -2,12 +2,12 @@
 
 use super::command::Command;
 use super::{Outcome, Server};
-use kvferry::{Batch, Notification, Options, Peer, RemoteRegion, TransferStats};
+use kvferry::{Batch, Options, Peer, RemoteRegion, TransferStats};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// A thread that writes one batch again and again.
 pub(super) struct Writer {
@@ -22,7 +22,6 @@ fn moved(stats: TransferStats) -> Value {
 pub(super) fn options(command: Command<'_>) -> Options<'static> {
     Options {
         timeout: command.get("timeout_ms").as_u64().map(Duration::from_millis),
-        notify: command.get("notify").as_str().map(|name| Notification::new(name, name)),
         ..Options::default()
     }
 }
@@ -82,16 +81,13 @@ impl Server {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let thread = thread::spawn(move || {
-            let (mut done, mut longest, mut errors) = (0u64, Duration::ZERO, Vec::new());
+            let mut errors = Vec::new();
             while !stopped.load(Ordering::SeqCst) {
-                let began = Instant::now();
-                match peer.write(&batch, &options) {
-                    Ok(_) => done += 1,
-                    Err(e) => errors.push(format!("{}: {e}", e.kind())),
+                if let Err(e) = peer.write(&batch, &options) {
+                    errors.push(format!("{}: {e}", e.kind()));
                 }
-                longest = longest.max(began.elapsed());
             }
-            json!({"done": done, "longest_us": longest.as_micros() as u64, "errors": errors})
+            json!({"errors": errors})
         });
         let id = self.new_id();
         self.writers.insert(id, Writer { stop, thread });
