@@ -1,8 +1,7 @@
 //! Messages between agents.
 
 use super::*;
-use kvferry::{Channel, Error, ErrorKind, Incarnation, MessageHandler};
-use kvferry_testkit::process::Child;
+use kvferry::{Channel, Error, Incarnation, MessageHandler};
 use std::sync::{Arc, Mutex};
 
 /// A message handler that records its calls.
@@ -129,7 +128,7 @@ fn a_stopped_peer_is_noticed_while_a_watch_is_held() {
     let (child, address) = echo();
     let channel = channel_to(&agent, &address);
     child.stop();
-    std::thread::sleep(2 * SILENCE);
+    thread::sleep(2 * SILENCE);
     assert_eq!(log.end(), None, "no heartbeat runs without a watch");
     let watch = channel.watch();
     eventually(3 * SILENCE, "silence is reported", || log.end() == Some(ErrorKind::PeerSilent));

@@ -1,15 +1,12 @@
 //! Peers that are killed and restarted.
 
 use super::*;
-use kvferry::ErrorKind;
-use kvferry_testkit::process::Child;
-use std::thread;
 
 /// The error kinds for a lost connection.
 const GONE: [ErrorKind; 2] = [ErrorKind::PeerReset, ErrorKind::PeerClosed];
 
-fn port(address: &str) -> &str {
-    address.rsplit(':').next().expect("host:port")
+fn assert_gone(error: &kvferry::Error) {
+    assert!(error.kind() == ErrorKind::Unreachable || GONE.contains(&error.kind()), "{error:?}");
 }
 
 #[test]
@@ -48,10 +45,7 @@ fn a_killed_peer_fails_calls_at_once() {
         // Later calls do not wait for a dead peer.
         let began = Instant::now();
         let error = peer.write(&batch, &Options::default()).expect_err("the peer is dead");
-        assert!(
-            error.kind() == ErrorKind::Unreachable || GONE.contains(&error.kind()),
-            "{error:?}"
-        );
+        assert_gone(&error);
         assert_within(began, NOTICED, "a call to a dead peer");
     }
     assert_eq!(agent.stats().transfers_in_flight, 0);
@@ -60,17 +54,14 @@ fn a_killed_peer_fails_calls_at_once() {
 #[test]
 fn a_restarted_peer_is_reconnected_and_old_handles_are_refused() {
     let _bound = bounded();
-    let agent = agent();
-    let from = source(&agent, MIB, 1);
-    let (mut child, address) = Child::with_agent(peer_config());
-    let old = child.allocate(MIB, "rw", 2);
-    let peer = agent.peer(&address).expect("an address");
-    peer.write(&batch(&from, &old.remote, 4096), &Options::default()).expect("a healthy write");
+    let Pair { agent, from, mut child, address, region: old, peer } = pair(MIB);
+    let stale = batch(&from, &old.remote, 4096);
+    peer.write(&stale, &Options::default()).expect("a healthy write");
     child.kill();
 
     // At the same address.
     let mut config = peer_config();
-    config["listen"] = json!(format!("127.0.0.1:{}", port(&address)));
+    config["listen"] = json!(address);
     let (mut second, again) = Child::with_agent(config);
     assert_eq!(address, again);
     let new = second.allocate(MIB, "rw", 3);
@@ -78,16 +69,14 @@ fn a_restarted_peer_is_reconnected_and_old_handles_are_refused() {
     peer.write(&batch(&from, &new.remote, 4096), &Options::default())
         .expect("the first call to the restarted peer");
     assert_within(began, UNDELAYED, "the first call to a restarted peer");
-    assert!(second.call(json!({"op": "matches", "region": new.id, "seed": 1}))["matches"] == true);
+    assert!(second.matches(&new, 1));
     let before = second.memory(&new);
     for _ in 0..3 {
         let began = Instant::now();
         for outcome in [
-            peer.write(&batch(&from, &old.remote, 4096), &Options::default()),
-            peer.read(&batch(&from, &old.remote, 4096), &Options::default()),
-            peer.write_async(&batch(&from, &old.remote, MIB), &Options::default())
-                .wait(Duration::from_secs(5))
-                .expect("refused at once"),
+            peer.write(&stale, &Options::default()),
+            peer.read(&stale, &Options::default()),
+            peer.write_async(&stale, &Options::default()).wait(SILENCE).expect("refused at once"),
         ] {
             let error = outcome.expect_err("the handle is from before the restart");
             assert_eq!(error.kind(), ErrorKind::StaleIncarnation, "{error:?}");
@@ -109,11 +98,7 @@ fn a_restarted_peer_is_reconnected_and_old_handles_are_refused() {
 #[test]
 fn a_call_to_a_peer_killed_while_idle_is_not_delayed() {
     let _bound = bounded();
-    let agent = agent();
-    let from = source(&agent, 64 * KIB, 1);
-    let (mut child, address) = Child::with_agent(peer_config());
-    let region = child.allocate(64 * KIB, "w", 2);
-    let peer = agent.peer(&address).expect("an address");
+    let Pair { agent: _agent, from, mut child, region, peer, .. } = pair(64 * KIB);
     let moves = batch(&from, &region.remote, 4096);
     peer.write(&moves, &Options::default()).expect("a healthy write");
     child.kill();
@@ -121,10 +106,7 @@ fn a_call_to_a_peer_killed_while_idle_is_not_delayed() {
         let began = Instant::now();
         let error = peer.write(&moves, &Options::default()).expect_err("no process listens");
         assert_within(began, NOTICED, "a call to a peer that died while idle");
-        assert!(
-            error.kind() == ErrorKind::Unreachable || GONE.contains(&error.kind()),
-            "{error:?}"
-        );
+        assert_gone(&error);
     }
 }
 

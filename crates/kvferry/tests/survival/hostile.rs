@@ -2,11 +2,9 @@
 
 use super::*;
 use kvferry_proto::MAGIC;
-use kvferry_testkit::process::Child;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread;
 
 over!(tcp: unauthenticated_connections_delay_no_peer_and_use_little_memory, a_peer_connects_while_more_connections_than_places_are_pending);
 over!(local: unauthenticated_connections_delay_no_peer_and_use_little_memory, a_peer_connects_while_more_connections_than_places_are_pending);
@@ -104,8 +102,7 @@ fn unauthenticated_connections_delay_no_peer_and_use_little_memory(transport: &s
             peer.write(&batch(&from, &region.remote, 4096), &Options::default())
                 .expect("the first write of a peer");
             assert_within(began, UNDELAYED, "the first write of a peer");
-            let matches = child.call(json!({"op": "matches", "region": region.id, "seed": round}));
-            assert!(matches["matches"] == true);
+            assert!(child.matches(&region, round));
         }
         ended.store(true, Ordering::SeqCst);
     });
@@ -115,7 +112,7 @@ fn unauthenticated_connections_delay_no_peer_and_use_little_memory(transport: &s
     assert!(grown < 48 * MIB as u64, "the connections used {grown} bytes of memory");
     // A handshake times out after the silence limit, at least a second; times three.
     eventually(Duration::from_secs(3), "pending handshakes are closed", || {
-        child.call(json!({"op": "stats"}))["handshakes_pending"] == 0
+        child.stats()["handshakes_pending"] == 0
     });
     drop((idle, dripping));
     eventually(Duration::from_secs(5), "their descriptors are closed", || {
@@ -138,6 +135,6 @@ fn a_peer_connects_while_more_connections_than_places_are_pending(transport: &st
             .unwrap_or_else(|e| panic!("a peer beside {} pending connections: {e:?}", crowd.len()));
         assert_within(began, UNDELAYED, "the first write of a peer beside pending connections");
     }
-    let pending = child.call(json!({"op": "stats"}))["handshakes_pending"].clone();
+    let pending = child.stats()["handshakes_pending"].clone();
     assert!(pending.as_u64() <= Some(300), "{pending} connections are pending");
 }

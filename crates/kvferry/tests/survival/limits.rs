@@ -1,8 +1,6 @@
 //! More connections than the process has file descriptors for.
 
 use super::*;
-use kvferry::ErrorKind;
-use kvferry_testkit::process::Child;
 
 /// A target with a limit of `descriptors` file descriptors.
 fn target(transports: &str, descriptors: usize) -> (Child, String, ChildRegion) {
@@ -32,7 +30,7 @@ fn sessions_beyond_a_quarter_of_the_descriptors_are_refused_as_busy_until_one_en
         assert!(error.to_string().contains("descriptor limit"), "{error}");
         assert_eq!(agent.stats().sessions_opened, 0);
     }
-    let stats = child.call(json!({"op": "stats"}));
+    let stats = child.stats();
     assert_eq!((&stats["sessions"], &stats["connections_refused"]), (&json!(40), &json!(20)));
     // The accepted sessions work.
     for (number, (agent, _)) in inside.iter().enumerate().step_by(10) {
@@ -64,10 +62,9 @@ fn further_streams_beyond_a_quarter_of_the_descriptors_are_refused_and_transfers
             let options = Options { streams: Some(64), ..within(within_ten()) };
             peer.write(&moves, &options).expect("there is one stream at least");
         }
-        let seed = json!({"op": "matches", "region": region.id, "seed": number});
-        assert!(child.call(seed)["matches"] == true);
+        assert!(child.matches(&region, number as u64));
     }
-    let stats = child.call(json!({"op": "stats"}));
+    let stats = child.stats();
     assert!((3..=18).contains(&stats["streams"].as_u64().expect("a number")), "{stats}");
     assert!(stats["connections_refused"].as_u64() > Some(0), "{stats}");
 }
@@ -87,7 +84,7 @@ fn processes_that_copy_by_themselves_beyond_their_share_of_the_descriptors_go_ov
     let local = moved.filter(|kind| *kind == Some(kvferry::TransportKind::LOCAL)).count();
     // A quarter of 80 descriptors, three for each process.
     assert_eq!(local, 6);
-    let stats = child.call(json!({"op": "stats"}));
+    let stats = child.stats();
     assert_eq!((&stats["writers"], &stats["connections_refused"]), (&json!(6), &json!(4)));
 }
 

@@ -9,20 +9,20 @@ mod death;
 mod hostile;
 mod limits;
 mod local;
-mod netem;
-mod partition;
+mod network;
 mod relay;
 mod resources;
 mod secrets;
 mod silence;
-mod targets;
 mod unauthenticated;
 
-use kvferry::{Access, Agent, Batch, Options, Region, RemoteRegion, Transports};
-use kvferry_testkit::pattern::Pattern;
-use kvferry_testkit::process::ChildRegion;
-use kvferry_testkit::{Watchdog, stretched};
+use kvferry::{Access, Agent, Batch, ErrorKind, Options, Peer, Region, RemoteRegion, Transports};
+use kvferry_testkit::pattern::{MARKER, Pattern};
+use kvferry_testkit::process::{Child, ChildRegion};
+use kvferry_testkit::region::{batch, content, filled, moved, refill};
+use kvferry_testkit::{Watchdog, Way, stretched};
 use serde_json::{Value, json};
+use std::thread;
 use std::time::{Duration, Instant};
 
 kvferry_testkit::child_processes!();
@@ -47,6 +47,9 @@ const MIB: usize = 1024 * KIB;
 
 /// The silence limit that these tests set: the default of 3 s would make them slow.
 const SILENCE: Duration = Duration::from_secs(1);
+
+/// Silence is noticed after one silence limit, times three.
+const HEARD: Duration = Duration::from_secs(3);
 
 /// A reset is noticed in 0.1 s, times three.
 const NOTICED: Duration = Duration::from_millis(300);
@@ -82,29 +85,32 @@ fn peer_config_over(transports: &str) -> Value {
 
 /// Memory of this process, filled with the pattern of this seed.
 fn source(agent: &Agent, len: usize, seed: u64) -> Region {
-    let region = agent.allocate(len, Access::NONE).expect("memory");
-    refill(&region, seed);
-    region
+    filled(agent, len, Access::NONE, seed)
 }
 
-fn refill(region: &Region, seed: u64) {
-    region.write_at(0, &Pattern::new(seed).bytes(region.len())).expect("owned memory");
+/// An agent here, a peer in another process, and memory on both sides.
+struct Pair {
+    agent: Agent,
+    /// Holds the pattern of seed 1.
+    from: Region,
+    child: Child,
+    address: String,
+    /// Holds the pattern of seed 2. Peers may read and write it.
+    region: ChildRegion,
+    peer: Peer,
 }
 
-fn content(region: &Region) -> Vec<u8> {
-    let mut bytes = vec![0; region.len()];
-    region.read_at(0, &mut bytes).expect("owned memory");
-    bytes
+/// A pair over tcp, `len` bytes on each side.
+fn pair(len: usize) -> Pair {
+    let (mut child, address) = Child::with_agent(peer_config());
+    let region = child.allocate(len, "rw", 2);
+    pair_with(agent(), child, address, region)
 }
 
-/// A batch of blocks of one size, at the same offsets on both sides.
-fn batch(local: &Region, remote: &RemoteRegion, block: usize) -> Batch {
-    let len = local.len().min(remote.len as usize);
-    let mut batch = Batch::with_capacity(len / block);
-    for at in (0..len / block).map(|i| (i * block) as u64) {
-        batch.push(local, at, remote, at, block as u64).expect("inside both");
-    }
-    batch
+fn pair_with(agent: Agent, child: Child, address: String, region: ChildRegion) -> Pair {
+    let from = source(&agent, region.len, 1);
+    let peer = agent.peer(&address).expect("an address");
+    Pair { agent, from, child, address, region, peer }
 }
 
 fn within(timeout: Duration) -> Options<'static> {

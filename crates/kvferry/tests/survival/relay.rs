@@ -2,15 +2,13 @@
 
 use super::*;
 use fastrand::Rng;
-use kvferry::{Checksum, ErrorKind};
+use kvferry::Checksum;
 use kvferry_sys::map::Mapping;
-use kvferry_testkit::process::Child;
 use kvferry_testkit::slow::SlowMemory;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread;
 
 /// One byte to flip: its connection, direction and offset.
 #[derive(Clone, Copy, Debug)]
@@ -276,7 +274,8 @@ fn held_device(agent: &Agent, len: usize) -> (SlowMemory, Region) {
 fn a_damaged_transfer_ends_only_after_the_copies_to_its_device() {
     let _bound = bounded();
     let len = 64 * KIB;
-    for write in [true, false] {
+    for way in Way::ALL {
+        let write = way == Way::Write;
         let (near, far) = (checked("near"), checked("far"));
         // In the payload of the first request, or of its answer.
         let flip = Flip { connection: 1, towards_target: write, at: 1000 };

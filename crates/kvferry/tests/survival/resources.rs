@@ -1,11 +1,18 @@
 //! Memory, descriptors, threads and CPU time of agents.
 
 use super::*;
-use kvferry_testkit::process::Child;
-use std::thread;
+use kvferry_sys::map::Mapping;
 
-over!(tcp: started_and_stopped_agents_leak_nothing, connected_and_disconnected_peers_leak_nothing);
-over!(local: started_and_stopped_agents_leak_nothing, connected_and_disconnected_peers_leak_nothing);
+over!(
+    tcp: started_and_stopped_agents_leak_nothing,
+    connected_and_disconnected_peers_leak_nothing,
+    signals_do_not_disturb_transfers,
+);
+over!(
+    local: started_and_stopped_agents_leak_nothing,
+    connected_and_disconnected_peers_leak_nothing,
+    signals_do_not_disturb_transfers,
+);
 
 /// The largest growth of a process after the first round, in bytes.
 const GROWTH: u64 = MIB as u64;
@@ -45,7 +52,7 @@ fn connected_and_disconnected_peers_leak_nothing(transport: &str) {
         let near = child.call(asked);
         let mut far = json!({});
         eventually(Duration::from_secs(5), "the target ends the sessions", || {
-            far = target.call(json!({"op": "stats"}));
+            far = target.stats();
             (&far["sessions"], &far["streams"]) == (&json!(0), &json!(0))
         });
         let far = target.resources();
@@ -59,7 +66,7 @@ fn connected_and_disconnected_peers_leak_nothing(transport: &str) {
     let (near_then, far_then) = connect_and_disconnect(1000);
     assert_no_growth(&near, &near_then, "1000 connections, at the caller");
     assert_no_growth(&far, &far_then, "1000 connections, at the target");
-    assert!(target.call(json!({"op": "matches", "region": to.id, "seed": 1}))["matches"] == true);
+    assert!(target.matches(&to, 1));
 }
 
 #[test]
@@ -67,7 +74,7 @@ fn an_idle_agent_with_eight_sessions_uses_no_cpu() {
     let _bound = bounded();
     let (mut child, _) = Child::with_agent(json!({}));
     child.call(json!({"op": "sessions", "count": 8}));
-    let stats = child.call(json!({"op": "stats"}));
+    let stats = child.stats();
     assert_eq!(stats["sessions"], 8, "{stats}");
     thread::sleep(Duration::from_millis(300));
     let before = child.resources().cpu;
@@ -149,23 +156,25 @@ fn sixty_four_agents_write_to_and_read_from_each_other() {
     });
 }
 
-#[test]
-fn signals_do_not_disturb_tcp_transfers() {
+fn signals_do_not_disturb_transfers(transport: &str) {
     let _bound = bounded();
-    let agent = agent();
-    let len = 8 * MIB;
-    let to = agent.allocate(len, Access::READ_WRITE).expect("memory");
+    let len = 16 * MIB;
+    // Not memory of the agent, which `local` would map: copies are system calls.
+    let to = Mapping::anonymous(len).expect("memory");
+    let agent = agent_over(transport);
+    // SAFETY: the agent is shut down before the mapping goes, and the bytes are only copied.
+    let region = unsafe { agent.register(to.as_ptr(), len, Access::READ_WRITE) }.expect("free");
     let mut child = Child::spawn();
-    child.start(peer_config());
+    child.start(peer_config_over(transport));
     child.call(json!({"op": "catch_signals"}));
     let from = child.allocate(len, "", 1);
     for (op, block) in [("write", len), ("write", 4096), ("read", 64 * KIB), ("write", 512)] {
-        refill(&to, 1);
+        to.span(0, len).copy_from(&Pattern::new(1).bytes(len));
         let (mut signals, mut rounds) = (0, 0);
-        // The number of signals per call varies; the total must reach 20.
-        while rounds < 10 || signals <= 20 {
+        // The number of signals per call varies; the total must reach 40.
+        while rounds < 20 || signals <= 40 {
             rounds += 1;
-            child.send(command(op, agent.advertised(), &from, &to.remote(), block));
+            child.send(command(op, agent.advertised(), &from, &region.remote(), block));
             let done = loop {
                 child.interrupt();
                 signals += 1;
@@ -175,8 +184,11 @@ fn signals_do_not_disturb_tcp_transfers() {
             };
             done.unwrap_or_else(|e| panic!("{op} in blocks of {block}: {e:?}"));
         }
-        assert!(content(&to) == Pattern::new(1).bytes(len), "{op} in blocks of {block}");
+        let mut bytes = vec![0; len];
+        to.span(0, len).copy_to(&mut bytes);
+        assert!(bytes == Pattern::new(1).bytes(len), "{op} in blocks of {block}");
     }
+    agent.shutdown();
 }
 
 fn masks_of_native_threads(pid: u32) -> Vec<u64> {
@@ -255,6 +267,6 @@ fn six_hundred_peers_that_connect_at_once_all_succeed() {
         .collect();
     let failed: Vec<_> = outcomes.iter().filter_map(|outcome| outcome.as_ref().err()).collect();
     assert!(failed.is_empty(), "{} of 600 failed: {:?}", failed.len(), failed[0]);
-    let stats = child.call(json!({"op": "stats"}));
+    let stats = child.stats();
     assert_eq!(stats["sessions"], 600, "{stats}");
 }

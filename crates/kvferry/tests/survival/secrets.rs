@@ -1,8 +1,6 @@
 //! Secrets: right, wrong or missing, on either side.
 
 use super::*;
-use kvferry::ErrorKind;
-use kvferry_testkit::process::Child;
 
 const RIGHT: &str = "correct horse battery staple";
 const WRONG: &str = "incorrect donkey";
@@ -63,7 +61,7 @@ fn a_wrong_or_missing_secret_is_a_clear_error_on_both_sides() {
             assert_within(began, 4 * NOTICED, &what);
         }
         assert!(child.memory(&region) == before, "{what}: memory was written");
-        let stats = child.call(json!({"op": "stats"}));
+        let stats = child.stats();
         assert!(stats["handshakes_failed"].as_u64() >= Some(1), "{what}: {stats}");
         assert_eq!(stats["sessions"], 0, "{what}");
         // The same from the other side.
@@ -87,7 +85,7 @@ fn connections_with_a_wrong_secret_do_not_delay_the_right_one() {
     let region = child.allocate(64 * KIB, "w", 2);
     let wrong = with_secret(Some(WRONG));
     let wrong = wrong.peer(&address).expect("an address");
-    std::thread::scope(|scope| {
+    thread::scope(|scope| {
         scope.spawn(|| {
             for _ in 0..50 {
                 drop(wrong.connect(Duration::from_secs(1)));

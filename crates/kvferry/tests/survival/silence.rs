@@ -1,14 +1,7 @@
 //! Peers that are stopped: connected, but silent.
 
 use super::*;
-use kvferry::ErrorKind;
-use kvferry_testkit::pattern::MARKER;
-use kvferry_testkit::process::Child;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
-
-/// Silence is noticed after one silence limit, times three.
-const HEARD: Duration = Duration::from_secs(3);
 
 /// Ends the loop of another thread on drop, also if the test fails.
 struct Ends<'a>(&'a AtomicBool);
@@ -19,20 +12,12 @@ impl Drop for Ends<'_> {
     }
 }
 
-fn mark(region: &Region) {
-    region.write_at(0, &vec![MARKER; region.len()]).expect("owned memory");
-}
-
 #[test]
 fn a_stopped_peer_is_noticed_by_heartbeat_and_delays_no_other_peer() {
     let _bound = bounded();
-    let agent = agent();
-    let from = source(&agent, 32 * MIB, 1);
-    let (mut stopped, address) = Child::with_agent(peer_config());
+    let Pair { agent, from, child: mut stopped, region, peer, .. } = pair(32 * MIB);
     let (mut healthy, other) = Child::with_agent(peer_config());
-    let region = stopped.allocate(32 * MIB, "rw", 2);
     let healthy_region = healthy.allocate(MIB, "w", 3);
-    let peer = agent.peer(&address).expect("an address");
     peer.write(&batch(&from, &region.remote, MIB), &Options::default()).expect("a healthy write");
 
     let ended = AtomicBool::new(false);
@@ -72,18 +57,13 @@ fn a_stopped_peer_is_noticed_by_heartbeat_and_delays_no_other_peer() {
         assert!(longest < stretched(UNDELAYED), "another peer's call took {longest:?} meanwhile");
         assert!(calls > 20, "another peer was served {calls} times only");
     });
-    assert!(
-        stopped.call(json!({"op": "matches", "region": region.id, "seed": 1}))["matches"] == true
-    );
+    assert!(stopped.matches(&region, 1));
 }
 
 #[test]
 fn a_peer_stopped_before_the_first_connection_is_noticed_in_time() {
     let _bound = bounded();
-    let agent = agent();
-    let from = source(&agent, MIB, 1);
-    let (mut child, address) = Child::with_agent(peer_config());
-    let region = child.allocate(MIB, "rw", 2);
+    let Pair { agent, from, child, address, region, .. } = pair(MIB);
     let moves = batch(&from, &region.remote, 4096);
     let mut late = Vec::new();
     // The kernel of a stopped peer still accepts connections: for the session or the first stream.
@@ -95,21 +75,15 @@ fn a_peer_stopped_before_the_first_connection_is_noticed_in_time() {
             peer.disconnect();
         }
         child.stop();
-        for write in [true, false] {
+        for way in Way::ALL {
             let began = Instant::now();
-            let outcome = if write {
-                peer.write(&moves, &Options::default())
-            } else {
-                peer.read(&moves, &Options::default())
-            };
+            let outcome = moved(way, &peer, &moves, &Options::default());
             let error = outcome.expect_err("the peer is stopped");
+            let took = began.elapsed();
             // Not stretched: the limit has room for a fourfold load.
-            late.extend((began.elapsed() > HEARD + SILENCE).then(|| {
-                format!(
-                    "connected: {connected}, write: {write}, after {:?}: {error:?}",
-                    began.elapsed()
-                )
-            }));
+            if took > HEARD + SILENCE {
+                late.push(format!("connected: {connected}, {way} after {took:?}: {error:?}"));
+            }
             let kinds = [ErrorKind::PeerSilent, ErrorKind::Deadline, ErrorKind::Unreachable];
             assert!(kinds.contains(&error.kind()), "{error:?}");
         }
@@ -127,16 +101,16 @@ fn a_peer_stopped_before_the_first_connection_is_noticed_in_time() {
 fn a_stopped_target_discards_the_bytes_that_its_kernel_held() {
     let _bound = bounded();
     let agent = agent();
-    let cases: [(&str, usize, usize, Option<u64>, bool); 8] = [
+    let cases: [(&str, usize, usize, Option<u64>, &str); 8] = [
         // Name, length, block, milliseconds from write to stop (`None`: stop first), checksum.
-        ("one block in the kernel", 4 * KIB, 4 * KIB, None, false),
-        ("small blocks in the kernel", 64 * KIB, 512, None, true),
-        ("a megabyte in the kernel", MIB, 4 * KIB, None, false),
-        ("more than the kernel takes", 24 * MIB, 24 * MIB, None, false),
-        ("blocks, stopped at once", 24 * MIB, 32 * KIB, Some(0), false),
-        ("blocks, stopped in the middle", 24 * MIB, 32 * KIB, Some(3), true),
-        ("one range, stopped in the middle", 24 * MIB, 24 * MIB, Some(6), false),
-        ("one range, stopped later", 24 * MIB, 24 * MIB, Some(12), false),
+        ("one block in the kernel", 4 * KIB, 4 * KIB, None, "off"),
+        ("small blocks in the kernel", 64 * KIB, 512, None, "on"),
+        ("a megabyte in the kernel", MIB, 4 * KIB, None, "off"),
+        ("more than the kernel takes", 24 * MIB, 24 * MIB, None, "off"),
+        ("blocks, stopped at once", 24 * MIB, 32 * KIB, Some(0), "off"),
+        ("blocks, stopped in the middle", 24 * MIB, 32 * KIB, Some(3), "on"),
+        ("one range, stopped in the middle", 24 * MIB, 24 * MIB, Some(6), "off"),
+        ("one range, stopped later", 24 * MIB, 24 * MIB, Some(12), "off"),
     ];
     let mut children: Vec<_> = cases
         .iter()
@@ -145,8 +119,8 @@ fn a_stopped_target_discards_the_bytes_that_its_kernel_held() {
             config["checksum"] = json!(checksum);
             let (mut child, address) = Child::with_agent(config);
             let region = child.allocate(*len, "w", 2);
-            let peer = agent.peer(&address).expect("an address");
-            let from = source(&agent, *len, 1);
+            let Pair { from, child, region, peer, .. } =
+                pair_with(agent.clone(), child, address, region);
             // Opens the streams that the first round uses.
             peer.write(&batch(&from, &region.remote, *len), &Options::default()).expect("healthy");
             (child, region, peer, from)
@@ -154,12 +128,8 @@ fn a_stopped_target_discards_the_bytes_that_its_kernel_held() {
         .collect();
     for round in 0..2 {
         for (child, region, _, from) in &mut children {
-            child.send(json!({"op": "fill", "region": region.id, "seed": 2}));
+            child.fill(region, 2);
             refill(from, 1);
-        }
-        for (child, ..) in &mut children {
-            let filled = child.reply_within(Duration::from_secs(20)).expect("it answers");
-            filled.expect("owned memory");
         }
         let mut running = Vec::new();
         for ((_, len, block, delay, _), (child, region, peer, from)) in
@@ -189,7 +159,7 @@ fn a_stopped_target_discards_the_bytes_that_its_kernel_held() {
                 assert_within(began, HEARD, what);
                 assert_eq!(error.kind(), ErrorKind::PeerSilent, "{what}: {error:?}");
                 unconfirmed += usize::from(error.quiesced() == Some(false));
-                mark(from);
+                from.write_at(0, &vec![MARKER; from.len()]).expect("owned memory");
             }
         }
         assert!(unconfirmed >= 5, "only {unconfirmed} transfers were caught by the stop");
@@ -206,12 +176,9 @@ fn a_stopped_target_discards_the_bytes_that_its_kernel_held() {
             if *done {
                 continue;
             }
-            let digest = child.call(json!({"op": "digest", "region": region.id}))["digest"].clone();
-            let watch = json!({
-                "op": "watch", "region": region.id, "for_ms": 250, "digest": digest,
-            });
-            let watched = child.call(watch);
-            assert!(watched["changed"] == false, "{what}, round {round}: {watched}");
+            let digest = child.digest(region);
+            let changed = child.changes(region, &digest, Duration::from_millis(250));
+            assert!(!changed, "{what}, round {round}");
             assert!(
                 child.memory(region) == *held,
                 "{what}, round {round}: the target applied bytes that its kernel had held"
@@ -224,8 +191,7 @@ fn a_stopped_target_discards_the_bytes_that_its_kernel_held() {
             peer.write(&batch(from, &region.remote, *block), &Options::default())
                 .unwrap_or_else(|e| panic!("{what}, after it was resumed: {e:?}"));
             assert_within(began, 2 * UNDELAYED, "the first call to a resumed peer");
-            let matches = child.call(json!({"op": "matches", "region": region.id, "seed": 9}));
-            assert!(matches["matches"] == true, "{what}");
+            assert!(child.matches(region, 9), "{what}");
         }
     }
 }
@@ -233,11 +199,7 @@ fn a_stopped_target_discards_the_bytes_that_its_kernel_held() {
 #[test]
 fn a_short_stop_fails_no_transfer() {
     let _bound = bounded();
-    let agent = agent();
-    let from = source(&agent, 32 * MIB, 1);
-    let (mut child, address) = Child::with_agent(peer_config());
-    let region = child.allocate(32 * MIB, "w", 2);
-    let peer = agent.peer(&address).expect("an address");
+    let Pair { agent: _agent, from, mut child, region, peer, .. } = pair(32 * MIB);
     peer.connect(Duration::from_secs(5)).expect("the peer is there");
     child.stop();
     let transfer = peer.write_async(&batch(&from, &region.remote, 64 * KIB), &Options::default());
@@ -247,9 +209,7 @@ fn a_short_stop_fails_no_transfer() {
         .wait(Duration::from_secs(10))
         .expect("it ends")
         .expect("a stop of a quarter of the silence limit fails no transfer");
-    assert!(
-        child.call(json!({"op": "matches", "region": region.id, "seed": 1}))["matches"] == true
-    );
+    assert!(child.matches(&region, 1));
 }
 
 #[test]
@@ -284,49 +244,44 @@ fn a_stopped_writer_does_not_resume_its_old_request() {
     child.resume();
     // The writer may write again in a new session, but its old request must not go on. The command
     // to stop was sent before it was resumed.
-    let report = child
-        .reply_within(Duration::from_secs(20))
-        .expect("the writer stops")
-        .expect("stopping can't fail");
-    let errors = report["errors"].as_array().expect("a list").clone();
-    assert!(!errors.is_empty(), "the write that was stopped can't have been done: {report}");
+    let report = child.reply_within(Duration::from_secs(20)).expect("the writer stops");
+    let report = report.expect("stopping can't fail");
+    assert_ne!(
+        report["errors"],
+        json!([]),
+        "the write that was stopped can't have been done: {report}"
+    );
 }
 
 #[test]
 fn a_blocked_call_can_be_interrupted() {
     let _bound = bounded();
-    let agent = agent();
-    let from = source(&agent, 32 * MIB, 1);
-    let (mut child, address) = Child::with_agent(peer_config());
-    let region = child.allocate(32 * MIB, "rw", 2);
-    let peer = agent.peer(&address).expect("an address");
+    let Pair { agent: _agent, from, child, region, peer, .. } = pair(32 * MIB);
     let moves = batch(&from, &region.remote, MIB);
-    for write in [true, false] {
+    for way in Way::ALL {
         // Opens the streams that the next call uses.
         peer.write(&moves, &Options::default()).expect("a healthy write");
         child.stop();
         let began = Instant::now();
         let interrupt = || began.elapsed() > Duration::from_millis(150);
         let options = Options { interrupt: Some(&interrupt), ..Options::default() };
-        let outcome =
-            if write { peer.write(&moves, &options) } else { peer.read(&moves, &options) };
+        let outcome = moved(way, &peer, &moves, &options);
         let error = outcome.expect_err("the peer is stopped");
         // The interrupt is checked every 100 ms; then the call waits for the peer to confirm.
         assert_within(began, Duration::from_millis(250) + 2 * SILENCE, "an interrupted call");
         assert_eq!(error.kind(), ErrorKind::Interrupted, "{error:?}");
-        if write {
+        if way == Way::Write {
             assert_eq!(error.quiesced(), Some(false), "{error:?}");
         }
         child.resume();
         peer.write(&moves, &Options::default()).expect("a healthy write");
     }
     // With a peer that answers, an interrupted call returns at once.
-    for write in [true, false] {
+    for way in Way::ALL {
         let began = Instant::now();
         let interrupt = || true;
         let options = Options { interrupt: Some(&interrupt), ..Options::default() };
-        let outcome =
-            if write { peer.write(&moves, &options) } else { peer.read(&moves, &options) };
+        let outcome = moved(way, &peer, &moves, &options);
         assert_within(began, UNDELAYED, "an interrupted call to a healthy peer");
         if let Err(error) = outcome {
             assert_eq!(error.kind(), ErrorKind::Interrupted, "{error:?}");
@@ -338,12 +293,8 @@ fn a_blocked_call_can_be_interrupted() {
 #[test]
 fn calls_to_a_peer_known_to_be_silent_fail_at_once_until_a_probe_finds_it_back() {
     let _bound = bounded();
-    let agent = agent();
-    let from = source(&agent, MIB, 1);
-    let (mut child, address) = Child::with_agent(peer_config());
-    let region = child.allocate(MIB, "rw", 2);
+    let Pair { agent: _agent, from, child, region, peer, .. } = pair(MIB);
     let moves = batch(&from, &region.remote, 4096);
-    let peer = agent.peer(&address).expect("an address");
     // Silence is noticed during a transfer, or while connecting.
     for connected in [true, false] {
         if connected {

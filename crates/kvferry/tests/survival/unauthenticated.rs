@@ -1,7 +1,6 @@
 //! Raw peers: the tests write the protocol's bytes themselves, malformed ones included.
 
 use super::*;
-use kvferry::ErrorKind;
 use kvferry_proto::local::PROBE_LEN;
 use kvferry_proto::message::{Refused, encode};
 use kvferry_proto::{
@@ -11,7 +10,6 @@ use kvferry_proto::{
 };
 use kvferry_sys::shared::Shared;
 use kvferry_sys::unix::Channel;
-use kvferry_testkit::process::Child;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -49,6 +47,22 @@ fn drive(session: &mut Session, socket: &mut TcpStream) -> SessionEvent {
             Err(_) => session.handle_timeout(clock()),
         }
     }
+}
+
+fn listen() -> (TcpListener, String) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("bound").to_string();
+    (listener, address)
+}
+
+/// Accepts the control connection of an agent, and reads up to its first message.
+fn accept(listener: &TcpListener) -> TcpStream {
+    let (mut socket, _) = listener.accept().expect("the agent calls");
+    let mut magic = [0; MAGIC.len()];
+    socket.read_exact(&mut magic).expect("the magic");
+    assert_eq!(magic, MAGIC);
+    socket.set_read_timeout(Some(Duration::from_millis(50))).expect("a socket");
+    socket
 }
 
 /// A session that the test drives.
@@ -129,15 +143,9 @@ fn disjoint_version_ranges_are_a_clear_error_on_both_sides() {
     wide.versions = (1, 11);
     RawPeer::call(agent.advertised(), wide).map(drop).expect("version 1 in common");
 
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let address = listener.local_addr().expect("bound").to_string();
-    let answering = std::thread::spawn(move || {
-        let (mut socket, _) = listener.accept().expect("the agent calls");
-        socket.set_read_timeout(Some(Duration::from_millis(50))).expect("a socket");
-        let mut magic = [0; MAGIC.len()];
-        std::thread::sleep(Duration::from_millis(20));
-        socket.read_exact(&mut magic).expect("the magic");
-        assert_eq!(magic, MAGIC);
+    let (listener, address) = listen();
+    let answering = thread::spawn(move || {
+        let mut socket = accept(&listener);
         let mut session = Session::acceptor(future, SessionId(1), nonce(), clock());
         drive(&mut session, &mut socket)
     });
@@ -151,19 +159,16 @@ fn disjoint_version_ranges_are_a_clear_error_on_both_sides() {
 struct ElsewherePeer {
     address: String,
     ended: Arc<AtomicBool>,
-    thread: std::thread::JoinHandle<Session>,
+    thread: thread::JoinHandle<Session>,
 }
 
 impl ElsewherePeer {
     fn start(incarnation: Incarnation) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let address = listener.local_addr().expect("bound").to_string();
+        let (listener, address) = listen();
         let ended = Arc::new(AtomicBool::new(false));
         let until = Arc::clone(&ended);
-        let thread = std::thread::spawn(move || {
-            let (mut socket, _) = listener.accept().expect("the agent calls");
-            socket.set_read_timeout(Some(Duration::from_millis(20))).expect("a socket");
-            socket.read_exact(&mut [0; MAGIC.len()]).expect("the magic");
+        let thread = thread::spawn(move || {
+            let mut socket = accept(&listener);
             let mut config = SessionConfig::new(incarnation, "elsewhere");
             config.capabilities = CAPABILITY_LOCAL;
             let mut session = Session::acceptor(config, SessionId(1), nonce(), clock());
@@ -200,11 +205,17 @@ fn bind_local_name(incarnation: Incarnation) -> Channel {
     Channel::listen(format!("kvferry/{incarnation}").as_bytes()).expect("a free name")
 }
 
-#[test]
-fn a_process_that_listens_on_a_peers_local_name_gets_no_proof_for_tcp_and_causes_no_wait() {
-    let _bound = bounded();
-    let incarnation = Incarnation(u128::from_le_bytes(nonce()[..16].try_into().expect("16")));
-    let impostor = bind_local_name(incarnation);
+fn any_incarnation() -> Incarnation {
+    Incarnation(u128::from_le_bytes(nonce()[..16].try_into().expect("16 of 32 bytes")))
+}
+
+/// Connects an agent to a peer whose local name `impostor` holds. Asserts that the agent goes over
+/// tcp at once and says why. Returns the agent, the peer, and the agent's connection to the impostor.
+fn connect_beside(
+    impostor: &Channel,
+    incarnation: Incarnation,
+    reason: &str,
+) -> (Agent, ElsewherePeer, Channel) {
     let elsewhere = ElsewherePeer::start(incarnation);
     let agent = agent_over("local,tcp");
     let peer = agent.peer(&elsewhere.address).expect("an address");
@@ -212,8 +223,16 @@ fn a_process_that_listens_on_a_peers_local_name_gets_no_proof_for_tcp_and_causes
     let summary = peer.connect(Duration::from_secs(5)).expect("over tcp");
     assert_within(began, UNDELAYED, "connecting to a peer whose local name is taken");
     let fallback = summary.fallback.expect("a reason");
-    assert!(fallback.contains("is not the peer"), "{fallback}");
-    let connection = impostor.accept().expect("the agent called");
+    assert!(fallback.contains(reason), "{fallback}");
+    (agent, elsewhere, impostor.accept().expect("the agent called"))
+}
+
+#[test]
+fn a_process_that_listens_on_a_peers_local_name_gets_no_proof_for_tcp_and_causes_no_wait() {
+    let _bound = bounded();
+    let incarnation = any_incarnation();
+    let impostor = bind_local_name(incarnation);
+    let (_agent, elsewhere, connection) = connect_beside(&impostor, incarnation, "is not the peer");
     let mut buffer = [0; 4096];
     let len = connection.recv(&mut buffer).expect("a hello").len;
     let Ok(Some(Opening::Stream { hello, .. })) = Opener::new().feed(&buffer[MAGIC.len()..len])
@@ -232,8 +251,8 @@ fn a_process_of_another_user_that_listens_on_a_peers_local_name_is_sent_nothing(
         println!("SKIPPED: a listener of another user: only root can be one");
         return;
     }
-    let incarnation = Incarnation(u128::from_le_bytes(nonce()[..16].try_into().expect("16")));
-    let listening = std::thread::spawn(move || {
+    let incarnation = any_incarnation();
+    let listening = thread::spawn(move || {
         let keep = -1;
         // SAFETY: changes the user of this thread alone, which ends after it made a socket.
         let rc = unsafe { libc::syscall(libc::SYS_setresuid, keep, 65_534, keep) };
@@ -241,15 +260,7 @@ fn a_process_of_another_user_that_listens_on_a_peers_local_name_is_sent_nothing(
         bind_local_name(incarnation)
     });
     let impostor = listening.join().expect("a free name");
-    let elsewhere = ElsewherePeer::start(incarnation);
-    let agent = agent_over("local,tcp");
-    let peer = agent.peer(&elsewhere.address).expect("an address");
-    let began = Instant::now();
-    let summary = peer.connect(Duration::from_secs(5)).expect("over tcp");
-    assert_within(began, UNDELAYED, "connecting to a peer whose local name another user holds");
-    let fallback = summary.fallback.expect("a reason");
-    assert!(fallback.contains("another user"), "{fallback}");
-    let connection = impostor.accept().expect("the agent called");
+    let (_agent, elsewhere, connection) = connect_beside(&impostor, incarnation, "another user");
     let packet = connection.recv(&mut [0; 4096]);
     assert!(
         packet
@@ -273,7 +284,7 @@ fn packet(channel: &Channel) -> (LocalPacket, Vec<OwnedFd>) {
             Err(e) => assert_eq!(e.kind(), std::io::ErrorKind::WouldBlock, "{e}"),
         }
         assert!(Instant::now() < give_up, "the agent sends nothing");
-        std::thread::sleep(Duration::from_millis(1));
+        thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -361,22 +372,14 @@ fn six_hundred_handshakes_do_not_push_each_other_out() {
 fn connections_that_a_peer_refuses_as_busy_or_closes_are_retried() {
     let _bound = bounded();
     let agent = agent();
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let address = listener.local_addr().expect("bound").to_string();
-    let serving = std::thread::spawn(move || {
-        let accept = || {
-            let (mut socket, _) = listener.accept().expect("the agent calls");
-            socket.set_read_timeout(Some(Duration::from_millis(50))).expect("a socket");
-            let mut magic = [0; MAGIC.len()];
-            socket.read_exact(&mut magic).expect("the magic");
-            socket
-        };
+    let (listener, address) = listen();
+    let serving = thread::spawn(move || {
         for _ in 0..5 {
             let refused = Refused { code: WireCode::Busy, detail: String::new(), aux: 0 };
-            accept().write_all(&encode(&Message::Refused(refused))).expect("connected");
+            accept(&listener).write_all(&encode(&Message::Refused(refused))).expect("connected");
         }
-        drop(accept());
-        let mut socket = accept();
+        drop(accept(&listener));
+        let mut socket = accept(&listener);
         let mut session = Session::acceptor(config(), SessionId(1), nonce(), clock());
         let event = drive(&mut session, &mut socket);
         assert!(matches!(event, SessionEvent::Established(_)), "{event:?}");
@@ -414,7 +417,7 @@ fn every_stream_proves_the_key_of_its_session() {
     });
     let (mut replayed, _) = offer(agent.advertised(), &proper);
     drop(replayed.write_all(&write_frame(&to.remote(), 0, &[0xAB; 64])));
-    std::thread::sleep(Duration::from_millis(50));
+    thread::sleep(Duration::from_millis(50));
     assert_eq!(agent.stats().streams, streams + 1, "a replayed stream was accepted");
     assert!(content(&to).iter().all(|byte| *byte == 0), "a forged stream wrote");
 }
@@ -533,7 +536,7 @@ fn malformed_frames_write_nothing_and_delay_no_other_peer() {
     assert!(child.memory(&protected) == Pattern::new(3).bytes(64 * KIB));
     drop(raw_peer);
     eventually(Duration::from_secs(3), "nothing of the raw_peer is left", || {
-        let stats = child.call(json!({"op": "stats"}));
+        let stats = child.stats();
         stats["requests_in_flight"] == 0 && stats["sessions"] == 1
     });
     let grown = child.resources().memory_bytes.saturating_sub(before.memory_bytes);
