@@ -2,13 +2,15 @@
 
 use kvferry::{
     Access, Agent, Batch, Channel, CopyDone, DeviceMemory, Error, ErrorKind, HostSpan,
-    MessageHandler, Notification, Options, Region, RemoteRegion, Transfer, TransferStats,
-    TransportKind, Transports,
+    MessageHandler, Notification, Options, Region, RemoteRegion, Transfer, TransportKind,
+    Transports,
 };
 use kvferry_sys::map::Mapping;
 use kvferry_testkit::pattern::Pattern;
+use kvferry_testkit::region::{batch, content, filled};
 use kvferry_testkit::slow::SlowMemory;
 use kvferry_testkit::{Watchdog, stretched};
+use std::future::poll_fn;
 use std::os::fd::BorrowedFd;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,27 +28,6 @@ fn bounded() -> Watchdog {
 
 fn agent() -> Agent {
     Agent::builder().start().expect("an agent starts")
-}
-
-fn filled(agent: &Agent, len: usize, access: Access, seed: u64) -> Region {
-    let region = agent.allocate(len, access).expect("memory");
-    region.write_at(0, &Pattern::new(seed).bytes(len)).expect("owned memory");
-    region
-}
-
-fn content(region: &Region) -> Vec<u8> {
-    let mut bytes = vec![0; region.len()];
-    region.read_at(0, &mut bytes).expect("owned memory");
-    bytes
-}
-
-fn batch(local: &Region, remote: &RemoteRegion, block: usize) -> Batch {
-    let len = local.len().min(remote.len as usize);
-    let mut batch = Batch::with_capacity(len / block);
-    for at in (0..len / block).map(|i| (i * block) as u64) {
-        batch.push(local, at, remote, at, block as u64).expect("inside both");
-    }
-    batch
 }
 
 fn kind<T: std::fmt::Debug>(result: Result<T, Error>) -> ErrorKind {
@@ -74,85 +55,9 @@ fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Ends when all of them have.
-struct All(Vec<(Transfer, Option<Result<TransferStats, Error>>)>);
-
-impl Future for All {
-    type Output = Vec<Result<TransferStats, Error>>;
-
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        for (transfer, outcome) in &mut self.0 {
-            if outcome.is_none()
-                && let Poll::Ready(ended) = Pin::new(transfer).poll(context)
-            {
-                *outcome = Some(ended);
-            }
-        }
-        if self.0.iter().any(|(_, outcome)| outcome.is_none()) {
-            return Poll::Pending;
-        }
-        Poll::Ready(self.0.drain(..).filter_map(|(_, outcome)| outcome).collect())
-    }
-}
-
 fn readable(fd: BorrowedFd<'_>, timeout: Duration) -> bool {
     use kvferry_sys::poll::{Interest, wait_one};
     wait_one(fd, Interest::Read, Some(timeout)).expect("poll").read
-}
-
-#[test]
-fn ten_callers_with_five_hundred_blocks_each_all_succeed() {
-    let _bound = bounded();
-    let (near, far) = (agent(), agent());
-    let block = 32 * KIB;
-    let len = 500 * block;
-    let peer = near.peer(far.advertised()).expect("an address");
-    let pairs: Vec<_> = (0..10)
-        .map(|seed| {
-            let to = far.allocate(len, Access::READ_WRITE).expect("memory");
-            (filled(&near, len, Access::NONE, seed), to)
-        })
-        .collect();
-    thread::scope(|scope| {
-        for (from, to) in &pairs {
-            let peer = &peer;
-            scope.spawn(move || {
-                let moves = batch(from, &to.remote(), block);
-                for _ in 0..4 {
-                    let moved = peer.write(&moves, &Options::default()).expect("no call fails");
-                    assert_eq!((moved.bytes, moved.descriptors), (len as u64, 500));
-                }
-            });
-        }
-    });
-    for (seed, (_, to)) in (0..).zip(&pairs) {
-        assert!(content(to) == Pattern::new(seed).bytes(len), "the blocks of caller {seed}");
-    }
-}
-
-#[test]
-fn seventy_thousand_descriptors_are_a_normal_batch() {
-    let _bound = bounded();
-    for (names, kind) in [("tcp", TransportKind::TCP), ("tcp,local", TransportKind::LOCAL)] {
-        let transports = Transports::parse(names).expect("names");
-        let start = || Agent::builder().transports(transports).start().expect("an agent starts");
-        let (near, far) = (start(), start());
-        let len = 70_000 * 512;
-        let from = filled(&near, len, Access::NONE, 1);
-        let to = far.allocate(len, Access::READ_WRITE).expect("memory");
-        let peer = near.peer(far.advertised()).expect("an address");
-        let note = Notification::new("all of them", "");
-        let options = Options { notify: Some(note), ..Options::default() };
-        let moved = peer.write(&batch(&from, &to.remote(), 512), &options).expect("done");
-        assert_eq!(moved.descriptors, 70_000);
-        assert_eq!(moved.transport, Some(kind));
-        assert!(content(&to) == Pattern::new(1).bytes(len));
-        // The batch takes several messages. One notification arrives, after all of the data.
-        let note =
-            far.wait_notification(Duration::from_secs(5)).expect("open").expect("it was sent");
-        assert_eq!((note.name.as_str(), note.from.as_str()), ("all of them", near.name()));
-        assert!(far.notifications().is_empty());
-    }
 }
 
 #[test]
@@ -166,7 +71,16 @@ fn transfers_are_futures() {
     let peer = near.peer(far.advertised()).expect("an address");
     let start =
         |to: &Region| peer.write_async(&batch(&from, &to.remote(), 4096), &Options::default());
-    let outcomes = block_on(All(to.iter().map(|to| (start(to), None)).collect()));
+    // One task for all of them. Those that have ended are polled again.
+    let mut running: Vec<_> = to.iter().map(start).collect();
+    let outcomes: Vec<_> = block_on(poll_fn(|context| {
+        let polled = running.iter_mut().map(|transfer| Pin::new(transfer).poll(context));
+        let polled: Vec<_> = polled.collect();
+        if polled.iter().any(Poll::is_pending) {
+            return Poll::Pending;
+        }
+        Poll::Ready(running.iter().filter_map(Transfer::outcome).collect())
+    }));
     assert_eq!(outcomes.len(), count);
     for (outcome, to) in outcomes.into_iter().zip(&to) {
         assert_eq!(outcome.expect("done").bytes, len as u64);
@@ -635,42 +549,30 @@ fn ended_late<T: Send>(device: &SlowMemory, calls: &[&(dyn Fn() -> T + Sync)]) -
 }
 
 #[test]
-fn every_shutdown_call_waits_for_the_copies_of_a_device() {
+fn every_shutdown_and_unregister_call_waits_for_the_copies_of_a_device() {
     let _bound = bounded();
-    let (near, far) = (agent(), agent());
-    let (device, to) = held_device(&far, 64 * KIB);
-    let writing = held_write(&near, &far, &device, &to);
-    let shutdown = || far.shutdown();
-    let ended = ended_late(&device, &[&shutdown, &shutdown, &shutdown]);
-    assert_eq!(ended, [((), false); 3], "the device was still copying");
-    writing.wait(Duration::from_secs(20)).expect("it ends").expect_err("the peer is gone");
-    assert!(!to.is_quarantined());
-}
-
-#[test]
-fn every_unregister_call_waits_for_the_copies_of_a_device() {
-    let _bound = bounded();
-    let (near, far) = (agent(), agent());
-    let (device, to) = held_device(&far, 64 * KIB);
-    let writing = held_write(&near, &far, &device, &to);
-    let one = || far.unregister(&to).map_err(|e| e.kind());
-    let many = || far.unregister_batch(std::slice::from_ref(&to)).map_err(|e| e.kind());
     let gone = Err(ErrorKind::NotRegistered);
-    let ended = ended_late(&device, &[&one, &one, &many]);
-    assert_eq!(ended, [(Ok(()), false), (gone, false), (gone, false)]);
-    drop(writing.wait(Duration::from_secs(20)).expect("it ends"));
-}
-
-#[test]
-fn a_shutdown_waits_for_the_unregister_of_another_thread() {
-    let _bound = bounded();
-    let (near, far) = (agent(), agent());
-    let (device, to) = held_device(&far, 64 * KIB);
-    let writing = held_write(&near, &far, &device, &to);
-    let unregister = || drop(far.unregister(&to));
-    let ended = ended_late(&device, &[&unregister, &|| far.shutdown()]);
-    assert_eq!(ended, [((), false); 2], "the device was still copying");
-    drop(writing.wait(Duration::from_secs(20)).expect("it ends"));
+    for case in ["shutdowns", "unregisters", "a shutdown during an unregister"] {
+        let (near, far) = (agent(), agent());
+        let (device, to) = held_device(&far, 64 * KIB);
+        let writing = held_write(&near, &far, &device, &to);
+        let shutdown = || {
+            far.shutdown();
+            Ok(())
+        };
+        let one = || far.unregister(&to).map_err(|e| e.kind());
+        let many = || far.unregister_batch(std::slice::from_ref(&to)).map_err(|e| e.kind());
+        let (calls, outcomes): ([&(dyn Fn() -> _ + Sync); 3], _) = match case {
+            "shutdowns" => ([&shutdown, &shutdown, &shutdown], [Ok(()); 3]),
+            "unregisters" => ([&one, &one, &many], [Ok(()), gone, gone]),
+            _ => ([&one, &shutdown, &shutdown], [Ok(()); 3]),
+        };
+        let ended = ended_late(&device, &calls);
+        assert_eq!(ended, outcomes.map(|outcome| (outcome, false)), "{case}");
+        let outcome = writing.wait(Duration::from_secs(20)).expect("it ends");
+        assert!(case != "shutdowns" || outcome.is_err(), "the peer is gone");
+        assert!(!to.is_quarantined());
+    }
 }
 
 /// Writes 4 KiB, three times, and checks them.
