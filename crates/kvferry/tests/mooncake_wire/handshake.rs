@@ -28,9 +28,9 @@ pub(crate) fn handshake(address: &str, kind: u8, json: &str) -> Option<(u8, Valu
     Some((*kind, serde_json::from_slice(json).expect("JSON")))
 }
 
-pub(crate) fn descriptor_of(agent: &Agent) -> Value {
+pub(crate) fn descriptor_of(address: &str) -> Value {
     let own = r#"{"name":"a:1","protocol":"tcp","tcp_data_port":1,"buffers":[]}"#;
-    let (kind, json) = handshake(agent.advertised(), 1, own).expect("an answer");
+    let (kind, json) = handshake(address, 1, own).expect("an answer");
     assert_eq!(kind, 1);
     json
 }
@@ -50,13 +50,10 @@ fn move_one(from: &Agent, to: &Agent) -> Option<TransportKind> {
 }
 
 #[test]
-fn two_agents_recognise_each_other_by_the_handshake_and_speak_the_native_protocol() {
-    assert_eq!(move_one(&agent(true), &agent(true)), Some(TransportKind::LOCAL));
-}
-
-#[test]
-fn an_agent_without_mooncake_is_reached_by_the_native_protocol() {
-    assert_eq!(move_one(&agent(true), &agent(false)), Some(TransportKind::LOCAL));
+fn agents_with_and_without_mooncake_speak_the_native_protocol_with_each_other() {
+    for mooncake in [true, false] {
+        assert_eq!(move_one(&agent(true), &agent(mooncake)), Some(TransportKind::LOCAL));
+    }
 }
 
 #[test]
@@ -64,7 +61,7 @@ fn the_descriptor_names_the_data_port_and_the_reachable_buffers() {
     let agent = agent(true);
     let rw = agent.allocate(8192, Access::READ_WRITE).expect("memory");
     let _hidden = agent.allocate(4096, Access::NONE).expect("memory");
-    let json = descriptor_of(&agent);
+    let json = descriptor_of(agent.advertised());
     assert_eq!(json["protocol"], "tcp");
     assert_eq!(json["tcp_data_host"], "127.0.0.1");
     assert_eq!(json["tcp_proto_version"], 2);
@@ -135,7 +132,7 @@ fn silent_connections_delay_no_peer_and_are_closed() {
         })
         .collect();
     let start = Instant::now();
-    descriptor_of(&agent);
+    descriptor_of(agent.advertised());
     assert!(start.elapsed() < stretched(Duration::from_secs(1)), "took {:?}", start.elapsed());
     for mut stream in idle {
         stream.set_read_timeout(Some(2 * LONG)).expect("a timeout");

@@ -3,7 +3,8 @@
 use crate::fake::{BASE, Behaviour, Fake};
 use crate::{LONG, PAGE, agent, builder, bytes_of, filled, pattern, scattered, turned};
 use kvferry::{Batch, ErrorKind, Notification, Options, Peer, RegionId, TransportKind};
-use kvferry_testkit::stretched;
+use kvferry_testkit::region::moved;
+use kvferry_testkit::{Way, stretched};
 use proptest::prelude::*;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -58,8 +59,7 @@ fn transfers_succeed_with_a_peer_that_moves_a_few_bytes_at_a_time() {
 #[test]
 fn requests_are_sent_ahead_of_their_answers() {
     // This peer answers only after it has read all requests.
-    let behaviour = Behaviour { answers_after: 200, ..Behaviour::default() };
-    round_trip(Behaviour { answers_after: 200, ..behaviour }, 64, 200, 1);
+    round_trip(Behaviour { answers_after: 200, ..Behaviour::default() }, 64, 200, 1);
 }
 
 #[test]
@@ -113,11 +113,10 @@ fn a_refused_range_is_named_and_the_next_transfer_is_not_delayed() {
         (BASE - 1, ErrorKind::NotRegistered),
         (u64::MAX - PAGE as u64, ErrorKind::NotRegistered),
     ] {
-        for read in [false, true] {
+        for way in Way::ALL {
             let mut batch = scattered(&source, BASE, PAGE, 50);
             batch.push_to_address(&source, 0, addr, PAGE as u64).expect("no wrapping");
-            let result =
-                if read { peer.read(&batch, &options()) } else { peer.write(&batch, &options()) };
+            let result = moved(way, &peer, &batch, &options());
             let e = result.expect_err("refused");
             assert_eq!((e.kind(), e.context("descriptor")), (kind, Some("50")), "{e}");
             assert_eq!(e.quiesced(), Some(true));
@@ -250,15 +249,14 @@ fn lanes_that_the_peer_closed_are_not_used_again() {
 #[test]
 fn what_is_no_status_is_a_protocol_error() {
     for lie in [0, u64::MAX, 0x4d43_5456_0000_0007] {
-        for read in [false, true] {
+        for way in Way::ALL {
             let fake =
                 Fake::start(PAGE, Behaviour { false_status: Some(lie), ..Behaviour::default() });
             let agent = agent();
             let peer = peer(&agent, &fake);
             let local = filled(&agent, 1, PAGE);
             let batch = scattered(&local, BASE, PAGE, 1);
-            let result =
-                if read { peer.read(&batch, &options()) } else { peer.write(&batch, &options()) };
+            let result = moved(way, &peer, &batch, &options());
             assert_eq!(result.expect_err("a lie").kind(), ErrorKind::Protocol);
         }
     }

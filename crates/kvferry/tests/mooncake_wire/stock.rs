@@ -4,7 +4,6 @@
 //! fails, each test prints why it is skipped, and passes.
 
 use crate::{LONG, PAGE, agent, builder, bytes_of, filled, handshake, pattern, scattered, turned};
-use crate::{signal, stop};
 use kvferry::{
     Access, Agent, Batch, ErrorKind, Incarnation, Notification, Options, Peer, RegionId,
     RemoteRegion, TransportKind,
@@ -184,6 +183,25 @@ macro_rules! stock {
             None => return,
         }
     };
+}
+
+fn signal(child: &Child, name: &str) {
+    let id = child.id().to_string();
+    assert!(Command::new("kill").args([name, &id]).status().expect("it runs").success());
+}
+
+/// Stops a process and waits until each of its threads has stopped.
+fn stop(child: &Child) {
+    signal(child, "-STOP");
+    let threads = format!("/proc/{}/task", child.id());
+    let stopped = |thread: std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(thread.path().join("stat")).expect("the process runs");
+        stat.rsplit(") ").next().is_some_and(|state| state.starts_with('T'))
+    };
+    let until = Instant::now() + LONG;
+    while !std::fs::read_dir(&threads).expect("the process runs").flatten().all(stopped) {
+        assert!(Instant::now() < until, "it does not stop");
+    }
 }
 
 // ---- stock to us ----

@@ -1,12 +1,13 @@
 //! kvferry as target: another implementation writes and reads its memory.
 
-use crate::{LONG, PAGE, agent, builder, bytes_of, filled, mooncake_only, pattern, scattered};
-use crate::{handshake, signal, stop, turned};
-use kvferry::{Access, Agent, ErrorKind, Options, TransportKind};
+use crate::{LONG, PAGE, agent, bytes_of, filled, handshake, pattern};
+use kvferry::{Access, Agent};
+use kvferry_testkit::pattern::MARKER;
+use kvferry_testkit::process::Child;
 use kvferry_testkit::stretched;
-use std::io::{BufRead, BufReader, Read, Write};
+use serde_json::json;
+use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,15 +17,19 @@ const READ: u8 = 0;
 const WRITE: u8 = 1;
 const V2: u8 = 0x80;
 
-fn data_port(agent: &Agent) -> u16 {
-    let json = handshake::descriptor_of(agent);
+fn data_port(address: &str) -> u16 {
+    let json = handshake::descriptor_of(address);
     u16::try_from(json["tcp_data_port"].as_u64().expect("a number")).expect("a port")
 }
 
-fn connect(agent: &Agent) -> TcpStream {
-    let stream = TcpStream::connect(("127.0.0.1", data_port(agent))).expect("listening");
+fn connect_to(port: u16) -> TcpStream {
+    let stream = TcpStream::connect(("127.0.0.1", port)).expect("listening");
     stream.set_read_timeout(Some(LONG)).expect("a timeout");
     stream
+}
+
+fn connect(agent: &Agent) -> TcpStream {
+    connect_to(data_port(agent.advertised()))
 }
 
 fn request(opcode: u8, addr: usize, size: u64) -> Vec<u8> {
@@ -52,10 +57,6 @@ fn ends(stream: &mut TcpStream) -> bool {
 }
 
 fn settles(what: &str, f: impl Fn() -> bool) {
-    settles_mut(what, f);
-}
-
-fn settles_mut(what: &str, mut f: impl FnMut() -> bool) {
     let until = Instant::now() + LONG;
     while !f() {
         assert!(Instant::now() < until, "{what}");
@@ -164,32 +165,10 @@ fn requests_out_of_range_are_refused_and_end_the_connection() {
 }
 
 #[test]
-fn nothing_lands_after_an_unregister_returned() {
-    let agent = agent();
-    for _ in 0..4 {
-        let region = agent.allocate(1 << 20, Access::READ_WRITE).expect("memory");
-        let addr = region.addr();
-        let mut stream = connect(&agent);
-        let writer = thread::spawn(move || {
-            let bytes = write_request(WRITE | V2, addr, &vec![1; 1 << 20]);
-            // Until the agent closes the connection.
-            while stream.write_all(&bytes).is_ok() {}
-        });
-        let before = agent.stats().bytes_received;
-        settles("nothing arrives", || agent.stats().bytes_received > before);
-        agent.unregister(&region).expect("registered");
-        region.write_at(0, &vec![9; 1 << 20]).expect("in bounds");
-        thread::sleep(Duration::from_millis(2));
-        assert!(bytes_of(&region).iter().all(|b| *b == 9), "a byte landed late");
-        writer.join().expect("no panic");
-    }
-}
-
-#[test]
 fn garbage_and_idle_connections_on_the_data_port_delay_no_peer() {
     let agent = agent();
     let region = filled(&agent, 1, PAGE);
-    let port = data_port(&agent);
+    let port = data_port(agent.advertised());
     let mut idle: Vec<_> = (0..200)
         .map(|i| {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).expect("listening");
@@ -203,8 +182,7 @@ fn garbage_and_idle_connections_on_the_data_port_delay_no_peer() {
         &[0xff; 100],
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 a TLS hello of a kind",
     ] {
-        let mut stream = TcpStream::connect(("127.0.0.1", port)).expect("listening");
-        stream.set_read_timeout(Some(LONG)).expect("a timeout");
+        let mut stream = connect_to(port);
         stream.write_all(opening).expect("written");
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer);
@@ -228,9 +206,8 @@ fn garbage_and_idle_connections_on_the_data_port_delay_no_peer() {
 fn when_all_places_are_taken_the_oldest_silent_connection_is_closed() {
     let agent = agent();
     let region = filled(&agent, 1, PAGE);
-    let port = data_port(&agent);
-    let mut first = TcpStream::connect(("127.0.0.1", port)).expect("listening");
-    first.set_read_timeout(Some(LONG)).expect("a timeout");
+    let port = data_port(agent.advertised());
+    let mut first = connect_to(port);
     let idle: Vec<_> =
         (0..1023).map_while(|_| TcpStream::connect(("127.0.0.1", port)).ok()).collect();
     if idle.len() < 1023 {
@@ -261,93 +238,27 @@ fn an_agent_shuts_down_under_connections() {
 }
 
 #[test]
-fn two_agents_that_may_speak_nothing_else_speak_mooncake() {
-    const BLOCKS: usize = 70_000;
-    let (one, other) =
-        (mooncake_only().start().expect("a port"), mooncake_only().start().expect("a port"));
-    let source = filled(&one, 1, BLOCKS * 512);
-    let sink = other.allocate(BLOCKS * 512, Access::READ_WRITE).expect("memory");
-    let peer = one.peer(other.advertised()).expect("an address");
-    let batch = scattered(&source, sink.addr() as u64, 512, BLOCKS);
-    let options = Options { timeout: Some(LONG), ..Options::default() };
-    let moved = peer.write(&batch, &options).expect("written");
-    assert_eq!((moved.transport, moved.descriptors), (Some(TransportKind::MOONCAKE), BLOCKS));
-    assert!(bytes_of(&sink) == turned(&bytes_of(&source), 512));
-    source.write_at(0, &vec![0; BLOCKS * 512]).expect("in bounds");
-    peer.read(&batch, &options).expect("read");
-    assert!(bytes_of(&source) == pattern(1, BLOCKS * 512));
-
-    other.unregister(&sink).expect("registered");
-    let e = peer.write(&batch, &options).expect_err("unregistered");
-    assert!(matches!(e.kind(), ErrorKind::NotRegistered | ErrorKind::OutOfBounds), "{e}");
-    assert!(e.context("descriptor").is_some());
-}
-
-#[test]
-fn a_target_without_compatibility_has_no_data_port() {
-    let agent = builder().mooncake(false).start().expect("a port");
-    assert_eq!(handshake::handshake(agent.advertised(), 1, "{}"), None);
-}
-
-/// The other process of the test below; not a test itself.
-#[test]
-fn an_agent_for_another_process() {
-    if std::env::var_os("KVFERRY_TEST_TARGET").is_none() {
-        return;
-    }
-    let agent = builder().silence(Duration::from_millis(400)).start().expect("a port");
-    let region = agent.allocate(2 * PAGE, Access::READ_WRITE).expect("memory");
-    println!("target: {} {}", data_port(&agent), region.addr());
-    for line in std::io::stdin().lines() {
-        line.expect("a question");
-        let written = bytes_of(&region).iter().filter(|b| **b != 0).count();
-        println!("target: {written} {}", agent.stats().requests_in_flight);
-    }
-}
-
-#[test]
 fn a_stopped_agent_discards_the_bytes_that_its_kernel_held() {
-    let mut child = Command::new(std::env::current_exe().expect("it runs"))
-        .args(["--exact", "target::an_agent_for_another_process", "--nocapture"])
-        .env("KVFERRY_TEST_TARGET", "1")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("it runs");
-    let mut stdin = child.stdin.take().expect("piped");
-    let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
-    let mut answer = || loop {
-        let line = lines.next().expect("the process runs").expect("text");
-        if let Some((_, words)) = line.split_once("target: ") {
-            let numbers: Vec<usize> = words.split(' ').map(|w| w.parse().expect("one")).collect();
-            return (numbers[0], numbers[1]);
-        }
-    };
-    let (port, addr) = answer();
-    let mut stream =
-        TcpStream::connect(("127.0.0.1", u16::try_from(port).expect("a port"))).expect("listening");
-    stream.set_read_timeout(Some(LONG)).expect("a timeout");
-    let request = write_request(WRITE | V2, addr, &[1; 2 * PAGE]);
+    let config = json!({"name": "target", "mooncake": true, "silence_ms": 400});
+    let (mut child, address) = Child::with_agent(config);
+    let region = child.allocate(2 * PAGE, "rw", 1);
+    let port = data_port(&address);
+    let addr = usize::try_from(region.addr).expect("an address");
+    let request = write_request(WRITE | V2, addr, &[MARKER; 2 * PAGE]);
     let (first, second) = request.split_at(24 + PAGE);
+    let mut stream = connect_to(port);
     stream.write_all(first).expect("written");
-    let mut written = 0;
-    settles_mut("the first half is not applied", || {
-        writeln!(stdin, "?").expect("the process runs");
-        (written, _) = answer();
-        written == PAGE
-    });
-    stop(&child);
+    let written = |child: &Child| child.memory(&region).iter().filter(|b| **b == MARKER).count();
+    settles("the first half is not applied", || written(&child) == PAGE);
+    child.stop();
     stream.write_all(second).expect("its kernel takes it");
     thread::sleep(Duration::from_secs(1));
-    signal(&child, "-CONT");
+    child.resume();
     assert!(ends(&mut stream), "no status");
-    writeln!(stdin, "?").expect("the process runs");
-    assert_eq!(answer(), (PAGE, 0), "the second half came too late");
+    assert_eq!(child.stats()["requests_in_flight"], 0);
+    assert_eq!(written(&child), PAGE, "the second half came too late");
     // A new connection is served.
-    let mut stream =
-        TcpStream::connect(("127.0.0.1", u16::try_from(port).expect("a port"))).expect("listening");
+    let mut stream = connect_to(port);
     stream.write_all(&request).expect("written");
     assert_eq!(status(&mut stream), OK);
-    drop(stdin);
-    child.wait().expect("it ends");
 }
