@@ -10,7 +10,7 @@ use kvferry_refengine::{
     continuation,
 };
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, mpsc};
 
 fn scripted(config: &EngineConfig) -> (Engine, Script) {
     let script = Script::new();
@@ -171,7 +171,7 @@ fn metadata_has_what_is_new_of_each_request() {
 #[test]
 fn a_connector_without_an_answer_is_asked_again_and_delays_no_other_request() {
     let (mut engine, script) = scripted(&tp(1));
-    script.state().answer = Match::Unknown;
+    script.state().answer = Some(Match::Unknown);
     submit(&mut engine, "a", 2);
     for _ in 0..3 {
         assert_eq!(engine.step().unwrap().tokens, 0);
@@ -334,18 +334,14 @@ fn a_second_report_of_a_rank_does_not_count_for_another() {
     script.sent(1, "a");
     engine.step().unwrap();
     script.sent(1, "a");
-    assert_eq!(
-        broken(&mut engine),
-        [Violation::ReportedTwice { rank: rank(1), channel: Channel::Sending, id: "a".into() }]
-    );
+    let (channel, id) = (Channel::Sending, RequestId::from("a"));
+    let twice = Violation::ReportedTwice { rank: rank(1), channel, id: id.clone() };
+    assert_eq!(broken(&mut engine), [twice]);
     script.sent(0, "a");
     engine.step().unwrap();
     engine.check_empty().unwrap();
     script.sent(0, "a");
-    assert_eq!(
-        broken(&mut engine),
-        [Violation::AlreadyEnded { rank: rank(0), channel: Channel::Sending, id: "a".into() }]
-    );
+    assert_eq!(broken(&mut engine), [Violation::AlreadyEnded { rank: rank(0), channel, id }]);
 }
 
 #[test]
@@ -354,17 +350,11 @@ fn reports_of_requests_that_are_not_held_or_still_run_are_violations() {
     submit(&mut engine, "a", 3);
     engine.step().unwrap();
     script.sent(0, "a");
-    let id = RequestId::from("a");
-    assert_eq!(
-        broken(&mut engine),
-        [Violation::NotFinished { rank: rank(0), channel: Channel::Sending, id: id.clone() }]
-    );
+    let (rank, channel, id) = (rank(0), Channel::Sending, RequestId::from("a"));
+    assert_eq!(broken(&mut engine), [Violation::NotFinished { rank, channel, id: id.clone() }]);
     run(&mut engine);
     script.sent(0, "a");
-    assert_eq!(
-        broken(&mut engine),
-        [Violation::NotHeld { rank: rank(0), channel: Channel::Sending, id }]
-    );
+    assert_eq!(broken(&mut engine), [Violation::NotHeld { rank, channel, id }]);
     engine.check_empty().unwrap();
 }
 
@@ -429,13 +419,10 @@ fn an_impossible_match_counts_as_no_match() {
         script.matches(tokens, load_async);
         submit(&mut engine, "a", 3);
         assert_eq!(broken(&mut engine), [violation]);
-        let mut outputs = crate::kit::Outputs::default();
-        outputs.add(engine.take_outputs());
-        while engine.has_work() {
-            engine.step().unwrap();
-            outputs.add(engine.take_outputs());
-        }
-        assert_eq!(outputs.of("a"), continuation(&model, &prompt(1, 20), 3));
+        // The step with the violation has computed its first token.
+        let right = continuation(&model, &prompt(1, 20), 3);
+        assert_eq!(engine.take_outputs()[0].tokens, right[..1]);
+        assert_eq!(run(&mut engine).of("a"), &right[1..]);
     }
 }
 
@@ -487,15 +474,15 @@ fn a_layer_is_computed_after_its_event_not_after_its_call() {
         for threads in [false, true] {
             let mut config = tp(2);
             (config.launch, config.threads) = (launch, threads);
-            let probe = Seen::default();
-            let script = Script::new();
-            let mut connector = script.connector(2);
-            connector.workers[1] = Box::new(Probe { caches: None, seen: probe.clone() });
-            let mut engine = Engine::new(config.clone(), Connector::Vllm(connector)).unwrap();
+            let (seen, rows) = mpsc::channel();
+            let hooked = Hooked::saving(move |caches, layer, computed| {
+                seen.send((layer, computed.is_ready(), first_row(caches, layer))).unwrap();
+            });
+            let mut engine = Engine::new(config, hooked.connector(2, 1)).unwrap();
             submit(&mut engine, "a", 1);
             engine.step().unwrap();
             let caches = engine.caches(rank(1));
-            for (layer, ready, seen) in probe.lock().unwrap().drain(..) {
+            for (layer, ready, seen) in rows.try_iter() {
                 assert_eq!(ready, launch == Launch::Eager);
                 let now = first_row(caches, layer);
                 assert_eq!(seen, if ready { now } else { vec![0; 24] });
@@ -504,82 +491,86 @@ fn a_layer_is_computed_after_its_event_not_after_its_call() {
     }
 }
 
-/// The first row of a layer in the first block that is taken.
-fn first_row(caches: &KvCaches, layer: usize) -> Vec<u8> {
-    caches.row(&caches.layout.layers[layer], 0, BlockId(1), 0, 0)
-}
-
-/// Reads a layer's bytes when it is called.
-struct Probe {
+/// A worker half that does only this.
+struct Hooked {
+    memory: Option<AllocateMemory>,
+    start_load: fn(),
+    save: Box<dyn FnMut(&KvCaches, usize, &LayerEvent) + Send>,
     caches: Option<Arc<KvCaches>>,
-    seen: Seen,
 }
 
-/// The layer, whether its event had happened, and a row, per call.
-type Seen = Arc<Mutex<Vec<(usize, bool, Vec<u8>)>>>;
+type AllocateMemory = Box<dyn FnMut(usize) -> Arc<dyn KvMemory> + Send>;
 
-impl WorkerConnector for Probe {
+impl Hooked {
+    fn saving(save: impl FnMut(&KvCaches, usize, &LayerEvent) + Send + 'static) -> Self {
+        Self { memory: None, start_load: || {}, save: Box::new(save), caches: None }
+    }
+
+    /// A connector of `ranks` ranks, of which `rank` has this worker half.
+    fn connector(self, ranks: usize, rank: usize) -> Connector {
+        let mut connector = Script::new().connector(ranks);
+        connector.workers[rank] = Box::new(self);
+        Connector::Vllm(connector)
+    }
+}
+
+impl WorkerConnector for Hooked {
+    fn allocate_kv_memory(
+        &mut self,
+        _rank: Rank,
+        _storage: usize,
+        len_bytes: usize,
+    ) -> Option<Arc<dyn KvMemory>> {
+        self.memory.as_mut().map(|allocate| allocate(len_bytes))
+    }
+
     fn register_kv_caches(&mut self, caches: &Arc<KvCaches>) {
         self.caches = Some(caches.clone());
     }
 
     fn bind_connector_metadata(&mut self, _meta: &ConnectorMeta) {}
 
-    fn start_load_kv(&mut self) {}
+    fn start_load_kv(&mut self) {
+        (self.start_load)();
+    }
 
     fn save_kv_layer(&mut self, layer: usize, computed: &LayerEvent) {
-        let row = first_row(self.caches.as_ref().unwrap(), layer);
-        self.seen.lock().unwrap().push((layer, computed.is_ready(), row));
+        (self.save)(self.caches.as_ref().unwrap(), layer, computed);
     }
 
     fn get_transfer_results(&mut self, _finished: &[RequestId]) -> TransferResults {
         TransferResults::default()
     }
+}
+
+/// The first row of a layer in the first block that is taken.
+fn first_row(caches: &KvCaches, layer: usize) -> Vec<u8> {
+    caches.row(&caches.layout.layers[layer], 0, BlockId(1), 0, 0)
 }
 
 #[test]
 fn waiting_for_a_layer_computes_it_in_any_thread() {
     let mut config = tp(2);
     config.launch = Launch::Deferred;
-    let script = Script::new();
-    let mut connector = script.connector(2);
-    connector.workers[0] = Box::new(Waiter(None));
-    let mut engine = Engine::new(config, Connector::Vllm(connector)).unwrap();
-    submit(&mut engine, "a", 3);
-    assert_eq!(run(&mut engine).of("a"), continuation(&dense(), &prompt(1, 20), 3));
-}
-
-/// Waits for each layer twice: in its own thread, and in another.
-struct Waiter(Option<Arc<KvCaches>>);
-
-impl WorkerConnector for Waiter {
-    fn register_kv_caches(&mut self, caches: &Arc<KvCaches>) {
-        self.0 = Some(caches.clone());
-    }
-
-    fn bind_connector_metadata(&mut self, _meta: &ConnectorMeta) {}
-
-    fn start_load_kv(&mut self) {}
-
-    fn save_kv_layer(&mut self, layer: usize, computed: &LayerEvent) {
+    // Waits for each layer twice: in another thread, and in its own.
+    let hooked = Hooked::saving(|caches, layer, computed| {
         assert!(!computed.is_ready());
         let other = computed.clone();
         std::thread::spawn(move || other.wait()).join().unwrap();
         computed.wait();
         assert!(computed.is_ready());
-        assert_ne!(first_row(self.0.as_ref().unwrap(), layer), vec![0; 24]);
-    }
-
-    fn get_transfer_results(&mut self, _finished: &[RequestId]) -> TransferResults {
-        TransferResults::default()
-    }
+        assert_ne!(first_row(caches, layer), vec![0; 24]);
+    });
+    let mut engine = Engine::new(config, hooked.connector(2, 0)).unwrap();
+    submit(&mut engine, "a", 3);
+    assert_eq!(run(&mut engine).of("a"), continuation(&dense(), &prompt(1, 20), 3));
 }
 
 /// Memory of the connector that counts written bytes.
 #[derive(Debug)]
 struct Counted {
     memory: HeapMemory,
-    written: AtomicUsize,
+    written: Arc<AtomicUsize>,
 }
 
 impl KvMemory for Counted {
@@ -597,42 +588,17 @@ impl KvMemory for Counted {
     }
 }
 
-struct Owner {
-    memory: Arc<Mutex<Vec<Arc<Counted>>>>,
-    short_bytes: usize,
-}
-
-impl WorkerConnector for Owner {
-    fn allocate_kv_memory(
-        &mut self,
-        _rank: Rank,
-        _storage: usize,
-        len_bytes: usize,
-    ) -> Option<Arc<dyn KvMemory>> {
-        let memory = HeapMemory::new(len_bytes - self.short_bytes);
-        let memory = Arc::new(Counted { memory, written: 0.into() });
-        self.memory.lock().unwrap().push(memory.clone());
-        Some(memory)
-    }
-
-    fn register_kv_caches(&mut self, _caches: &Arc<KvCaches>) {}
-
-    fn bind_connector_metadata(&mut self, _meta: &ConnectorMeta) {}
-
-    fn start_load_kv(&mut self) {}
-
-    fn get_transfer_results(&mut self, _finished: &[RequestId]) -> TransferResults {
-        TransferResults::default()
-    }
-}
-
 #[test]
 fn a_connector_can_allocate_the_memory() {
     for short_bytes in [0, 1] {
-        let memory = Arc::<Mutex<Vec<_>>>::default();
-        let mut connector = Script::new().connector(1);
-        connector.workers[0] = Box::new(Owner { memory: memory.clone(), short_bytes });
-        let engine = Engine::new(tp(1), Connector::Vllm(connector));
+        let written = Arc::new(AtomicUsize::new(0));
+        let counted = written.clone();
+        let mut hooked = Hooked::saving(|_, _, _| {});
+        hooked.memory = Some(Box::new(move |len_bytes| {
+            let memory = HeapMemory::new(len_bytes - short_bytes);
+            Arc::new(Counted { memory, written: counted.clone() })
+        }));
+        let engine = Engine::new(tp(1), hooked.connector(1, 0));
         if short_bytes > 0 {
             let refused = engine.unwrap_err().to_string();
             assert_eq!(refused, "rank pp0tp0: the connector allocated 73727 bytes, expected 73728");
@@ -641,30 +607,19 @@ fn a_connector_can_allocate_the_memory() {
         let mut engine = engine.unwrap();
         submit(&mut engine, "a", 1);
         run(&mut engine);
-        let written = memory.lock().unwrap()[0].written.load(Ordering::Relaxed);
+        let written = written.load(Ordering::Relaxed);
         assert!(written >= 20 * 3 * 4 * 24, "{written}");
     }
 }
 
 #[test]
 fn a_panicking_rank_ends_the_step_with_and_without_threads() {
-    struct Bomb;
-    impl WorkerConnector for Bomb {
-        fn register_kv_caches(&mut self, _caches: &Arc<KvCaches>) {}
-        fn bind_connector_metadata(&mut self, _meta: &ConnectorMeta) {}
-        fn start_load_kv(&mut self) {
-            panic!("no");
-        }
-        fn get_transfer_results(&mut self, _finished: &[RequestId]) -> TransferResults {
-            TransferResults::default()
-        }
-    }
     for threads in [false, true] {
         let mut config = tp(4);
         config.threads = threads;
-        let mut connector = Script::new().connector(4);
-        connector.workers[2] = Box::new(Bomb);
-        let mut engine = Engine::new(config, Connector::Vllm(connector)).unwrap();
+        let mut hooked = Hooked::saving(|_, _, _| {});
+        hooked.start_load = || panic!("no");
+        let mut engine = Engine::new(config, hooked.connector(4, 2)).unwrap();
         submit(&mut engine, "a", 1);
         let step = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| engine.step()));
         assert_eq!(*step.unwrap_err().downcast_ref::<&str>().unwrap(), "no");

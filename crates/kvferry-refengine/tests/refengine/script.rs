@@ -15,9 +15,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Script(Arc<Mutex<State>>);
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct State {
-    pub(crate) answer: Match,
+    /// No tokens if there is none.
+    pub(crate) answer: Option<Match>,
     pub(crate) prompt_cut: Option<usize>,
     /// The answer of `request_finished`.
     pub(crate) holds: bool,
@@ -36,35 +37,7 @@ pub(crate) struct State {
     pub(crate) plans: Vec<SchedulerOutput>,
     pub(crate) trt_plans: Vec<trt::SchedulerOutput>,
     pub(crate) pins: Option<BlockPins>,
-    pub(crate) events: Vec<(usize, LayerEvent)>,
-    pub(crate) caches: Vec<Arc<KvCaches>>,
     pub(crate) statuses: Vec<RequestStatus>,
-}
-
-impl Default for State {
-    fn default() -> Self {
-        Self {
-            answer: Match::NONE,
-            prompt_cut: None,
-            holds: false,
-            params: None,
-            finished_count: None,
-            pending: false,
-            results: BTreeMap::new(),
-            invalid: BTreeMap::new(),
-            worker_meta: None,
-            trt_finished: BTreeMap::new(),
-            trt_states: vec![],
-            log: vec![],
-            outputs: vec![],
-            plans: vec![],
-            trt_plans: vec![],
-            pins: None,
-            events: vec![],
-            caches: vec![],
-            statuses: vec![],
-        }
-    }
 }
 
 impl Script {
@@ -91,7 +64,7 @@ impl Script {
     }
 
     pub(crate) fn matches(&self, tokens: usize, load_async: bool) {
-        self.state().answer = Match::Tokens { tokens, load_async };
+        self.state().answer = Some(Match::Tokens { tokens, load_async });
     }
 
     pub(crate) fn sent(&self, rank: usize, id: &str) {
@@ -145,7 +118,7 @@ impl SchedulerConnector for Half {
 
     fn get_num_new_matched_tokens(&mut self, request: &RequestView<'_>, computed: usize) -> Match {
         self.log(format!("get_num_new_matched_tokens {} {computed}", request.id));
-        self.0.state().answer
+        self.0.state().answer.unwrap_or(Match::NONE)
     }
 
     fn update_state_after_alloc(
@@ -195,9 +168,8 @@ impl SchedulerConnector for Half {
 }
 
 impl WorkerConnector for Half {
-    fn register_kv_caches(&mut self, caches: &Arc<KvCaches>) {
+    fn register_kv_caches(&mut self, _caches: &Arc<KvCaches>) {
         self.log("register_kv_caches");
-        self.0.state().caches.push(caches.clone());
     }
 
     fn get_handshake_metadata(&mut self) -> Vec<u8> {
@@ -227,9 +199,8 @@ impl WorkerConnector for Half {
         self.log(format!("wait_for_layer_load {layer}"));
     }
 
-    fn save_kv_layer(&mut self, layer: usize, computed: &LayerEvent) {
+    fn save_kv_layer(&mut self, layer: usize, _computed: &LayerEvent) {
         self.log(format!("save_kv_layer {layer}"));
-        self.0.state().events.push((layer, computed.clone()));
     }
 
     fn wait_for_save(&mut self) {
@@ -265,7 +236,7 @@ impl trt::SchedulerConnector for Half {
         self.log(format!("get_num_new_matched_tokens {} {computed}", request.number));
         let mut state = self.0.state();
         state.trt_states.push(trt::RequestState::of(request, false));
-        match state.answer {
+        match state.answer.unwrap_or(Match::NONE) {
             Match::Tokens { tokens, load_async } => (tokens, load_async),
             Match::Unknown => panic!("TensorRT-LLM has no such answer"),
         }
@@ -291,9 +262,8 @@ impl trt::SchedulerConnector for Half {
 }
 
 impl trt::WorkerConnector for Half {
-    fn register_kv_caches(&mut self, caches: &Arc<KvCaches>) {
+    fn register_kv_caches(&mut self, _caches: &Arc<KvCaches>) {
         self.log("register_kv_caches");
-        self.0.state().caches.push(caches.clone());
     }
 
     fn bind_connector_meta(&mut self, _meta: &Arc<[u8]>) {
