@@ -186,16 +186,3 @@ fn a_block_of_an_earlier_request_changes_a_token() {
     write(&caches, 1, a, &stale);
     assert_ne!(run(&mut engine).of("a"), right);
 }
-
-#[test]
-fn exchanging_equal_heads_of_a_rank_changes_a_token() {
-    // Rows of two heads at one position differ.
-    let (engine, _) = prefilled(&config(&dense(), 8, 64));
-    let caches = engine.caches(Rank { pp: 0, tp: 0 });
-    let block = engine.blocks(&RequestId::from("a")).unwrap()[0][0];
-    let view = &caches.layout.layers[0];
-    let rows: Vec<_> = (0..4).map(|head| caches.row(view, 0, block, head, 0)).collect();
-    for (n, row) in rows.iter().enumerate() {
-        assert!(!rows[..n].contains(row));
-    }
-}

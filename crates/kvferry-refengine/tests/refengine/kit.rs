@@ -53,11 +53,6 @@ pub(crate) struct Pair {
     pub(crate) outputs: Outputs,
     /// The request for the decode engine once the prefill engine has answered.
     wanted: BTreeMap<RequestId, (Vec<u32>, usize)>,
-    /// Requests for the decode engine.
-    pub(crate) decodes: Vec<Request>,
-    /// Keep decode requests instead of submitting them.
-    pub(crate) hold_decodes: bool,
-    pub(crate) prefill_stop: Option<u32>,
     /// Tokens that the decode engine has computed.
     pub(crate) decoded: usize,
 }
@@ -69,35 +64,24 @@ impl Pair {
         prefill: &EngineConfig,
         decode: &EngineConfig,
     ) -> Self {
-        Self::of(&InProcess::new(mode, faults), prefill, decode)
-    }
-
-    pub(crate) fn of(
-        in_process: &InProcess,
-        prefill: &EngineConfig,
-        decode: &EngineConfig,
-    ) -> Self {
+        let in_process = InProcess::new(mode, faults);
         let engine = |config: &EngineConfig| {
             Engine::new(config.clone(), Connector::Vllm(in_process.vllm(config))).unwrap()
         };
         Self {
             prefill: engine(prefill),
             decode: engine(decode),
-            in_process: in_process.clone(),
+            in_process,
             prefilled: Outputs::default(),
             outputs: Outputs::default(),
             wanted: BTreeMap::new(),
-            decodes: vec![],
-            hold_decodes: false,
-            prefill_stop: None,
             decoded: 0,
         }
     }
 
     pub(crate) fn hand_off(&mut self, id: &str, prompt: Vec<u32>, max_tokens: usize) {
         let there = RequestId::from(format!("{id}-prefill"));
-        let mut request = Request::new(there.clone(), prompt.clone(), 1).with_params(produce());
-        request.stop_token = self.prefill_stop;
+        let request = Request::new(there.clone(), prompt.clone(), 1).with_params(produce());
         self.prefill.submit(request).unwrap();
         self.wanted.insert(there, (prompt, max_tokens));
     }
@@ -116,15 +100,10 @@ impl Pair {
             {
                 let id = output.id.as_str().trim_end_matches("-prefill");
                 let request = Request::new(id, prompt.clone(), *max_tokens);
-                self.decodes.push(request.with_params(params));
+                self.decode.submit(request.with_params(params)).unwrap();
+                worked = true;
             }
             self.prefilled.add(vec![output]);
-        }
-        if !self.hold_decodes {
-            worked |= !self.decodes.is_empty();
-            for request in self.decodes.drain(..) {
-                self.decode.submit(request).unwrap();
-            }
         }
         if self.decode.has_work() {
             self.decoded += self.decode.step().unwrap().tokens;
@@ -158,9 +137,5 @@ impl Pair {
         self.prefill.check_empty().unwrap();
         self.decode.check_empty().unwrap();
         assert_eq!(self.in_process.offers(), 0);
-    }
-
-    pub(crate) fn into_decode(self) -> Engine {
-        self.decode
     }
 }

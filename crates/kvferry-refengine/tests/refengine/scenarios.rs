@@ -1,11 +1,10 @@
-//! Random requests, preemptions, aborts and failures, and how long they take.
+//! Random requests, preemptions, aborts and failures.
 
-use crate::kit::{Pair, Random, config, dense, hybrid, models, prompt, windowed};
+use crate::kit::{Pair, Random, config, models, prompt};
 use kvferry_refengine::in_process::{FailureKey, Faults, LoadMode};
 use kvferry_refengine::{
     EngineConfig, FinishReason, Launch, LoadFailurePolicy, Packing, RequestId,
 };
-use std::time::Instant;
 
 fn random_config(random: &mut Random, base: &EngineConfig) -> EngineConfig {
     let mut config = base.clone();
@@ -90,56 +89,4 @@ fn random_scenarios_produce_right_tokens_and_leave_nothing() {
     }
     println!("{preemptions} preemptions, {failures} failed loads, {aborted} aborts");
     assert!(preemptions > 100 && failures > 100 && aborted > 100);
-}
-
-#[test]
-#[ignore = "slow: make test-slow"]
-fn a_thousand_small_scenarios_take_seconds() {
-    for (what, model) in [("dense", dense()), ("windowed", windowed()), ("hybrid", hybrid())] {
-        let began = Instant::now();
-        let mut steps_tokens = 0;
-        for seed in 0..334 {
-            let mut random = Random::new(seed);
-            let mut config = config(&model, 16, 32);
-            config.tp = random.pick(&[1, 2]);
-            let mode = LoadMode::Async { steps: 3 };
-            let mut pair = Pair::new(mode, Faults::none(seed), &config, &config);
-            for n in 0..3 {
-                let len = 40 + random.below(160);
-                pair.hand_off(&format!("r{n}"), prompt(seed * 3 + n, len), 16);
-                steps_tokens += len + 16;
-            }
-            pair.run();
-            for n in 0..3 {
-                assert_eq!(pair.decoded_of(&format!("r{n}")), Some(FinishReason::Length));
-            }
-            pair.assert_right("r1");
-            pair.assert_empty();
-        }
-        println!("334 scenarios, {what}, {steps_tokens} tokens: {:?}", began.elapsed());
-    }
-}
-
-#[test]
-fn print_the_cost_of_a_byte_of_attention() {
-    for (layout, threads) in [(Packing::Lbhnc, false), (Packing::Bhlnc, false)] {
-        let model =
-            kvferry_refengine::ModelSpec::new(vec![kvferry_refengine::GroupSpec::full(8, 64)], 4);
-        let mut config = config(&model, 16, 70);
-        (config.layout, config.threads) = (layout, threads);
-        (config.step_tokens, config.chunk_tokens) = (1024, 1024);
-        let mut engine = crate::kit::engine(config);
-        engine.submit(kvferry_refengine::Request::new("a", prompt(1, 800), 100)).unwrap();
-        let began = Instant::now();
-        engine.step().unwrap();
-        let prefill = began.elapsed();
-        let began = Instant::now();
-        let mut bytes = 0.0;
-        for at in 0..99 {
-            engine.step().unwrap();
-            bytes += f64::from(801 + at) * 4.0 * 8.0 * 128.0;
-        }
-        let each = began.elapsed().as_secs_f64() * 1e9 / bytes;
-        println!("{layout}: 800 tokens in {prefill:?}, then {each:.2} ns per byte read");
-    }
 }
