@@ -25,9 +25,7 @@ fn an_abort_in_any_state_of_either_side_gives_everything_back() {
                     let mut pair = Pair::new(flow, &config, &config);
                     pair.hand_off("a", prompt(1, 40), 6);
                     pair.hand_off("b", prompt(2, 40), 6);
-                    for _ in 0..tick {
-                        pair.tick();
-                    }
+                    pair.ticks(tick);
                     let status = pair.status(!decode, "a");
                     states.insert((decode, status));
                     let began = Instant::now();
@@ -63,6 +61,17 @@ fn an_abort_in_any_state_of_either_side_gives_everything_back() {
     }
 }
 
+/// Rejects a request, or aborts it before it is scheduled.
+fn end_unscheduled(node: &mut Node, request: Request, reject: bool) {
+    let id = request.id.clone();
+    if reject {
+        node.engine.reject(request).unwrap();
+    } else {
+        node.engine.submit(request).unwrap();
+        assert!(node.engine.abort(&id));
+    }
+}
+
 #[test]
 fn a_consumer_does_not_wait_for_a_producer_request_that_was_never_scheduled() {
     let _watched = bounded();
@@ -74,16 +83,9 @@ fn a_consumer_does_not_wait_for_a_producer_request_that_was_never_scheduled() {
             pair.hand_off("a", prompt(1, 40), 6);
             let at = pair.later.iter().position(|(_, prefill, _)| *prefill).unwrap();
             let (_, _, request) = pair.later.remove(at);
-            for _ in 0..ahead {
-                pair.tick();
-            }
+            pair.ticks(ahead);
             let began = Instant::now();
-            if reject {
-                pair.prefill.engine.reject(request).unwrap();
-            } else {
-                pair.prefill.engine.submit(request).unwrap();
-                assert!(pair.prefill.engine.abort(&there("a")));
-            }
+            end_unscheduled(&mut pair.prefill, request, reject);
             pair.finish(&["a"]);
             assert_eq!((pair.prefill.computed, pair.fetched().0), (0, 0));
             assert!(began.elapsed() < kvferry_adapter().timeout / 2, "it was waited for");
@@ -100,18 +102,11 @@ fn a_consumer_request_that_was_never_scheduled_frees_the_producer() {
             let mut pair = Pair::new(flow, &config, &config);
             pair.hold_decodes = true;
             pair.hand_off("a", prompt(1, 40), 6);
-            for _ in 0..20 {
-                pair.tick();
-            }
+            pair.ticks(20);
             assert!(pair.prefill.engine.check_empty().is_err(), "its blocks are held");
             let (_, _, request) = pair.later.pop().unwrap();
             let began = Instant::now();
-            if reject {
-                pair.decode.engine.reject(request).unwrap();
-            } else {
-                pair.decode.engine.submit(request).unwrap();
-                assert!(pair.decode.engine.abort(&"a".into()));
-            }
+            end_unscheduled(&mut pair.decode, request, reject);
             pair.assert_empty();
             assert_eq!(pair.ended("a"), Some(FinishReason::Abort));
             assert_eq!(pair.fetched(), (0, 0));
@@ -159,13 +154,10 @@ fn reads_of_a_request_that_lost_its_blocks_are_not_accepted() {
         pair.prefill.engine.submit(Request::new("other", prompt(3, 40), 60)).unwrap();
         (pair.flow, pair.hold_decodes, pair.prefill_tokens) = (Flow::ProducerFirst, true, 40);
         pair.hand_off("a", prompt(1, 40), 4);
-        for _ in 0..tick {
-            pair.tick();
-        }
+        pair.ticks(tick);
         pair.hold_decodes = false;
         let before = pair.prefill.engine.preemptions();
-        pair.tick();
-        pair.tick();
+        pair.ticks(2);
         preempted.insert(pair.prefill.engine.preemptions() - before);
         pair.finish(&["a"]);
     }
@@ -199,9 +191,7 @@ fn a_producer_that_goes_on_decoding_hands_over_what_it_does_not_overwrite() {
                 let mut config = config(&model, 8, 64);
                 config.load_failure = LoadFailurePolicy::Recompute;
                 let kvferry_adapter = KvferryAdapterConfig { eager, ..kvferry_adapter() };
-                let (prefill, decode) =
-                    (Node::new(&config, &kvferry_adapter), Node::new(&config, &kvferry_adapter));
-                let mut pair = Pair::of(flow, prefill, decode);
+                let mut pair = Pair::alike(flow, &config, &kvferry_adapter);
                 pair.prefill_tokens = 12;
                 pair.hand_off("a", prompt(1, 40), 6);
                 pair.assert_empty();

@@ -43,8 +43,7 @@ fn tokens_are_right_with_every_way_of_announcing() {
                     (config.launch, config.chunk_tokens) = (launch, 16);
                     let kvferry_adapter =
                         KvferryAdapterConfig { announce, layer_events, ..kvferry_adapter() };
-                    let prefill = Node::new(&config, &kvferry_adapter);
-                    let mut pair = Pair::of(flow, prefill, Node::new(&config, &kvferry_adapter));
+                    let mut pair = Pair::alike(flow, &config, &kvferry_adapter);
                     pair.hand_off("a", prompt(1, 90), 6);
                     pair.hand_off("b", prompt(2, 33), 6);
                     pair.finish(&["a", "b"]);
@@ -66,9 +65,7 @@ fn nothing_is_fetched_before_it_is_computed() {
             config.launch = Launch::Deferred;
             let kvferry_adapter =
                 KvferryAdapterConfig { announce, layer_events, ..kvferry_adapter() };
-            let (prefill, decode) =
-                (Node::new(&config, &kvferry_adapter), Node::new(&config, &kvferry_adapter));
-            let mut pair = Pair::of(Flow::ConsumerFirst, prefill, decode);
+            let mut pair = Pair::alike(Flow::ConsumerFirst, &config, &kvferry_adapter);
             pair.hand_off("warm", prompt(9, 20), 1);
             pair.run();
             pair.hand_off("a", prompt(1, 800), 2);
@@ -88,9 +85,7 @@ fn computed_chunks_are_fetched_during_the_prefill_unless_announced_at_its_end() 
             config.chunk_tokens = 16;
             let kvferry_adapter =
                 KvferryAdapterConfig { announce, layer_events, ..kvferry_adapter() };
-            let (prefill, decode) =
-                (Node::new(&config, &kvferry_adapter), Node::new(&config, &kvferry_adapter));
-            let mut pair = Pair::of(Flow::ConsumerFirst, prefill, decode);
+            let mut pair = Pair::alike(Flow::ConsumerFirst, &config, &kvferry_adapter);
             pair.hand_off("a", prompt(1, 96), 4);
             pair.tick_until(|pair| pair.later.is_empty());
             while pair.prefill.computed < 80 {
@@ -177,10 +172,8 @@ fn a_consumer_with_all_tokens_cached_frees_the_producer() {
             assert_ne!(status, Some(RequestStatus::WaitingForRemoteKvs), "{flow:?}: fetched");
         }
         pair.finish(&["first", "second"]);
-        assert!(
-            began.elapsed() < kvferry_adapter().timeout / 2,
-            "{flow:?}: the producer was not told"
-        );
+        let soon = began.elapsed() < kvferry_adapter().timeout / 2;
+        assert!(soon, "{flow:?}: the producer was not told");
     }
 }
 
@@ -207,9 +200,7 @@ fn side_data_is_carried_if_a_request_completes_with_its_end() {
     config.tp = 2;
     for flow in Flow::ALL {
         let kvferry_adapter = KvferryAdapterConfig { eager: false, ..kvferry_adapter() };
-        let (prefill, decode) =
-            (Node::new(&config, &kvferry_adapter), Node::new(&config, &kvferry_adapter));
-        let mut pair = Pair::of(flow, prefill, decode);
+        let mut pair = Pair::alike(flow, &config, &kvferry_adapter);
         pair.hand_off("a", prompt(1, 50), 4);
         let mut came = vec![];
         while came.is_empty() && pair.tick() {
@@ -229,11 +220,7 @@ fn a_request_that_stopped_early_is_not_handed_over() {
     let stop = continuation(&dense(), &prompt(1, 30), 1)[0];
     for eager in [true, false] {
         let kvferry_adapter = KvferryAdapterConfig { eager, ..kvferry_adapter() };
-        let mut pair = Pair::of(
-            Flow::Sequential,
-            Node::new(&config, &kvferry_adapter),
-            Node::new(&config, &kvferry_adapter),
-        );
+        let mut pair = Pair::alike(Flow::Sequential, &config, &kvferry_adapter);
         pair.prefill_stop = Some(stop);
         pair.hand_off("a", prompt(1, 30), 4);
         pair.assert_empty();
@@ -249,9 +236,7 @@ fn a_consumer_of_a_request_that_stopped_early_does_not_wait_for_its_deadline() {
     config.load_failure = LoadFailurePolicy::Recompute;
     for flow in [Flow::ConsumerFirst, Flow::ProducerFirst] {
         let kvferry_adapter = KvferryAdapterConfig { eager: false, ..kvferry_adapter() };
-        let (prefill, decode) =
-            (Node::new(&config, &kvferry_adapter), Node::new(&config, &kvferry_adapter));
-        let mut pair = Pair::of(flow, prefill, decode);
+        let mut pair = Pair::alike(flow, &config, &kvferry_adapter);
         pair.prefill_stop = Some(continuation(&dense(), &prompt(1, 30), 1)[0]);
         let began = Instant::now();
         pair.hand_off("a", prompt(1, 30), 4);

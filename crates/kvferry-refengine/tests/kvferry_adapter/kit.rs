@@ -38,36 +38,35 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    pub(crate) fn new(config: &EngineConfig, kvferry_adapter: &KvferryAdapterConfig) -> Self {
-        Self::with(config, kvferry_adapter, "tcp", "")
+    pub(crate) fn new(config: &EngineConfig, adapter: &KvferryAdapterConfig) -> Self {
+        Self::with(config, adapter, "tcp", "")
     }
 
     pub(crate) fn with(
         config: &EngineConfig,
-        kvferry_adapter: &KvferryAdapterConfig,
+        adapter: &KvferryAdapterConfig,
         transports: &str,
         secret: &str,
     ) -> Self {
-        let (kvferry_adapter, agents) =
-            Self::kvferry_adapter(config, kvferry_adapter, transports, secret);
-        let engine = Engine::new(config.clone(), Connector::Vllm(kvferry_adapter.vllm())).unwrap();
-        Self { engine, kvferry_adapter, agents, computed: 0 }
+        let vllm = |adapter: &KvferryAdapter| Connector::Vllm(adapter.vllm());
+        Self::behind(vllm, config, adapter, transports, secret)
     }
 
-    pub(crate) fn trt(config: &EngineConfig, kvferry_adapter: &KvferryAdapterConfig) -> Self {
-        let (kvferry_adapter, agents) = Self::kvferry_adapter(config, kvferry_adapter, "tcp", "");
-        let engine = Engine::new(config.clone(), Connector::Trt(kvferry_adapter.trt())).unwrap();
-        Self { engine, kvferry_adapter, agents, computed: 0 }
+    pub(crate) fn trt(config: &EngineConfig, adapter: &KvferryAdapterConfig) -> Self {
+        Self::behind(|adapter| Connector::Trt(adapter.trt()), config, adapter, "tcp", "")
     }
 
-    fn kvferry_adapter(
+    fn behind(
+        seam: impl Fn(&KvferryAdapter) -> Connector,
         config: &EngineConfig,
-        kvferry_adapter: &KvferryAdapterConfig,
+        adapter: &KvferryAdapterConfig,
         transports: &str,
         secret: &str,
-    ) -> (KvferryAdapter, Vec<Agent>) {
+    ) -> Self {
         let agents: Vec<_> = config.ranks().iter().map(|_| agent(transports, secret)).collect();
-        (KvferryAdapter::new(config, agents.clone(), kvferry_adapter.clone()), agents)
+        let kvferry_adapter = KvferryAdapter::new(config, agents.clone(), adapter.clone());
+        let engine = Engine::new(config.clone(), seam(&kvferry_adapter)).unwrap();
+        Self { engine, kvferry_adapter, agents, computed: 0 }
     }
 
     /// Bytes that its ranks have read from peers.
@@ -129,7 +128,7 @@ pub(crate) struct Pair {
 }
 
 pub(crate) fn kvferry_adapter() -> KvferryAdapterConfig {
-    KvferryAdapterConfig { timeout: Duration::from_secs(30), ..KvferryAdapterConfig::default() }
+    KvferryAdapterConfig::default()
 }
 
 /// The id of the prefill engine's request.
@@ -143,11 +142,13 @@ pub(crate) fn transfer(id: &str) -> HandoffId {
 
 impl Pair {
     pub(crate) fn new(flow: Flow, prefill: &EngineConfig, decode: &EngineConfig) -> Self {
-        Self::of(
-            flow,
-            Node::new(prefill, &kvferry_adapter()),
-            Node::new(decode, &kvferry_adapter()),
-        )
+        let node = |config| Node::new(config, &kvferry_adapter());
+        Self::of(flow, node(prefill), node(decode))
+    }
+
+    /// Two engines of the same settings, both with these connectors.
+    pub(crate) fn alike(flow: Flow, config: &EngineConfig, adapter: &KvferryAdapterConfig) -> Self {
+        Self::of(flow, Node::new(config, adapter), Node::new(config, adapter))
     }
 
     pub(crate) fn of(flow: Flow, prefill: Node, decode: Node) -> Self {
@@ -238,6 +239,18 @@ impl Pair {
         while self.tick() {}
     }
 
+    pub(crate) fn ticks(&mut self, count: usize) {
+        for _ in 0..count {
+            self.tick();
+        }
+    }
+
+    /// A handoff from beginning to end.
+    pub(crate) fn works(&mut self, id: &str, n: u64) {
+        self.hand_off(id, prompt(n, 40), 6);
+        self.finish(&[id]);
+    }
+
     pub(crate) fn tick_until(&mut self, mut reached: impl FnMut(&Self) -> bool) {
         while !reached(self) {
             assert!(self.tick(), "nothing more happens");
@@ -245,10 +258,9 @@ impl Pair {
     }
 
     pub(crate) fn status(&self, prefill: bool, id: &str) -> Option<RequestStatus> {
-        if prefill {
-            self.prefill.engine.status(&there(id))
-        } else {
-            self.decode.engine.status(&id.into())
+        match prefill {
+            true => self.prefill.engine.status(&there(id)),
+            false => self.decode.engine.status(&id.into()),
         }
     }
 
@@ -283,7 +295,6 @@ impl Pair {
         }
     }
 
-    /// Runs to the end; asserts that these requests produced the right tokens and that nothing is left.
     /// How many requests the decode engine fetched, and how many of the fetches failed on a rank.
     pub(crate) fn fetched(&self) -> (u64, u64) {
         let outcomes = self.decode.kvferry_adapter.outcomes();
@@ -294,6 +305,7 @@ impl Pair {
         (count(true), count(false))
     }
 
+    /// Runs to the end; asserts that these requests produced the right tokens and that nothing is left.
     pub(crate) fn finish(&mut self, ids: &[&str]) {
         self.run();
         for id in ids {

@@ -76,9 +76,7 @@ fn an_abort_during_a_load_takes_effect_after_it() {
         let mut pair = pair(Flow::ConsumerFirst, &dense(), 2, 2);
         pair.hand_off("a", prompt(1, 40), 6);
         pair.hand_off("b", prompt(2, 40), 6);
-        for _ in 0..tick {
-            pair.tick();
-        }
+        pair.ticks(tick);
         pair.decode.engine.abort(&"a".into());
         pair.finish(&["b"]);
     }
