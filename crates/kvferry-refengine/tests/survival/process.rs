@@ -8,6 +8,7 @@ use kvferry_refengine::{
     Connector, Engine, EngineConfig, FinishReason, GroupSpec, LoadFailurePolicy, ModelSpec, Params,
     Request, RequestId,
 };
+use kvferry_testkit::stretched;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
@@ -23,13 +24,10 @@ const EVENT: &str = "EVENT ";
 pub(crate) struct Setup {
     pub(crate) tp: usize,
     pub(crate) blocks: usize,
-    pub(crate) chunk_tokens: usize,
     pub(crate) transports: String,
-    pub(crate) silence_ms: u64,
     pub(crate) timeout_ms: u64,
     /// How long an offer waits for a consumer that may have died before it asked.
     pub(crate) offer_ttl_ms: u64,
-    pub(crate) secret: String,
     pub(crate) checksum: bool,
     pub(crate) recompute: bool,
     /// Where the agent of each rank listens, and the address that it advertises.
@@ -37,7 +35,6 @@ pub(crate) struct Setup {
     pub(crate) advertise: Vec<String>,
     /// Steps only on command.
     pub(crate) manual: bool,
-    pub(crate) head_bytes: usize,
 }
 
 /// The silence limit of these tests: a third of the production default, because bounds are tripled.
@@ -48,31 +45,25 @@ impl Setup {
         Self {
             tp,
             blocks: 256,
-            chunk_tokens: 64,
             transports: "tcp".to_owned(),
-            silence_ms: SILENCE.as_millis() as u64,
             timeout_ms: 20_000,
             offer_ttl_ms: 120_000,
-            secret: String::new(),
             checksum: false,
             recompute: false,
             listen: vec!["127.0.0.1:0".to_owned(); tp],
             advertise: vec![],
             manual: false,
-            head_bytes: 16,
         }
     }
 
-    pub(crate) fn model(&self) -> ModelSpec {
-        let groups =
-            vec![GroupSpec::full(4, self.head_bytes), GroupSpec::window(2, self.head_bytes, 40)];
-        ModelSpec::new(groups, 4)
+    pub(crate) fn model() -> ModelSpec {
+        ModelSpec::new(vec![GroupSpec::full(4, 16), GroupSpec::window(2, 16, 40)], 4)
     }
 
     fn engine(&self) -> EngineConfig {
-        let mut engine = config(&self.model(), 16, self.blocks);
+        let mut engine = config(&Self::model(), 16, self.blocks);
         engine.tp = self.tp;
-        (engine.chunk_tokens, engine.step_tokens) = (self.chunk_tokens, 4 * self.chunk_tokens);
+        (engine.chunk_tokens, engine.step_tokens) = (64, 4 * 64);
         engine.max_tokens = 2048;
         if self.recompute {
             engine.load_failure = LoadFailurePolicy::Recompute;
@@ -84,15 +75,14 @@ impl Setup {
         let builder = Agent::builder()
             .transports(Transports::parse(&self.transports).expect("transports"))
             .io_threads(1)
-            .silence(Duration::from_millis(self.silence_ms))
+            .silence(SILENCE)
             .checksum(if self.checksum { Checksum::On } else { Checksum::Off })
             .listen(self.listen[rank].parse::<SocketAddr>().expect("an address"));
         let builder = match self.advertise.get(rank) {
             Some(address) => builder.advertise(address.as_str()),
             None => builder,
         };
-        let secret = self.secret.as_bytes();
-        if secret.is_empty() { builder } else { builder.secret(secret) }.start().expect("it starts")
+        builder.start().expect("it starts")
     }
 }
 
@@ -260,17 +250,8 @@ pub(crate) struct EngineProcess {
     /// The advertised addresses of its ranks, and those they listen on.
     pub(crate) addresses: Vec<String>,
     pub(crate) listening: Vec<String>,
-    /// Events that came while another one was awaited.
-    early: Vec<Outputs>,
-}
-
-/// Output of a request.
-#[derive(Debug)]
-struct Outputs {
-    id: String,
-    tokens: Vec<u32>,
-    /// How it ended, if it did.
-    reason: Option<String>,
+    /// Outputs that came while another event was awaited: the request, its tokens, how it ended.
+    early: Vec<(String, Vec<u32>, Option<String>)>,
 }
 
 /// How a request ended.
@@ -342,7 +323,7 @@ impl EngineProcess {
     }
 
     pub(crate) fn signal(&self, signal: &str) {
-        let pid = self.process.id().to_string();
+        let pid = self.pid().to_string();
         let done = Command::new("kill").args([signal, &pid]).status().expect("kill is there");
         assert!(done.success());
     }
@@ -382,7 +363,7 @@ impl EngineProcess {
 
     fn keep(&mut self, event: Event) {
         if let Event::Output { id, tokens, reason } = event {
-            self.early.push(Outputs { id, tokens, reason });
+            self.early.push((id, tokens, reason));
         }
     }
 
@@ -390,10 +371,10 @@ impl EngineProcess {
     pub(crate) fn ended(&mut self, id: &str, time: Duration) -> Option<Ended> {
         let until = Instant::now() + time;
         loop {
-            let last = self.early.iter().find(|it| it.id == id && it.reason.is_some());
-            if let Some(reason) = last.and_then(|it| it.reason.clone()) {
-                let mine = self.early.extract_if(.., |it| it.id == id);
-                return Some(Ended { tokens: mine.flat_map(|it| it.tokens).collect(), reason });
+            let mut mine = self.early.iter().filter(|(of, ..)| of == id);
+            if let Some(reason) = mine.find_map(|(.., reason)| reason.clone()) {
+                let mine = self.early.extract_if(.., |(of, ..)| of == id);
+                return Some(Ended { tokens: mine.flat_map(|it| it.1).collect(), reason });
             }
             let event = self.next(until.saturating_duration_since(Instant::now()))?;
             self.keep(event);
@@ -405,14 +386,10 @@ impl EngineProcess {
         while let Ok(event) = self.events.try_recv() {
             self.keep(event);
         }
-        let over: Vec<String> =
-            self.early.iter().filter(|it| it.reason.is_some()).map(|it| it.id.clone()).collect();
-        over.into_iter()
-            .map(|id| {
-                let ended = self.ended(&id, Duration::ZERO).expect("it is over");
-                (id, ended)
-            })
-            .collect()
+        let over = self.early.iter().filter(|(.., reason)| reason.is_some());
+        let over: Vec<_> = over.map(|(id, ..)| id.clone()).collect();
+        let ended = |id: String| self.ended(&id, Duration::ZERO).map(|ended| (id, ended));
+        over.into_iter().filter_map(ended).collect()
     }
 
     pub(crate) fn status(&mut self) -> Status {
@@ -423,6 +400,16 @@ impl EngineProcess {
                 event => self.keep(event),
             }
         }
+    }
+
+    /// Waits for a request that must end; a handoff takes far less.
+    pub(crate) fn ends(&mut self, id: &str) -> Ended {
+        let ended = self.ended(id, stretched(Duration::from_secs(20)));
+        ended.unwrap_or_else(|| panic!("{id} never ends"))
+    }
+
+    pub(crate) fn assert_emptied(&mut self, time: Duration) {
+        self.emptied(stretched(time)).expect("all blocks are given back");
     }
 
     /// Waits until nothing is held. After the timeout, returns what still is.

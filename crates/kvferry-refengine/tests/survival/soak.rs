@@ -4,7 +4,7 @@ use crate::basics::{Random, prompt};
 use crate::process::{EngineProcess, Setup};
 use crate::relay::Relay;
 use kvferry_connector::{ConsumerParams, HandoffId, producer_params};
-use kvferry_refengine::{ModelSpec, continuation};
+use kvferry_refengine::continuation;
 use kvferry_testkit::{Watchdog, stretched};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -67,7 +67,6 @@ impl Soak {
         let base = |tp| Setup {
             checksum: true,
             blocks: 512,
-            silence_ms: 1000,
             timeout_ms: 15_000,
             offer_ttl_ms: 5_000,
             ..Setup::new(tp)
@@ -82,7 +81,7 @@ impl Soak {
         // One fails requests that it can't load, the other computes them.
         let decode = [(1, false), (2, true)]
             .map(|(tp, recompute)| EngineProcess::start(&Setup { recompute, ..base(tp) }));
-        let model: ModelSpec = decode[0].setup.model();
+        let model = Setup::model();
         let prompts = (0..PROMPTS).map(|n| {
             let prompt = prompt(n as u64, 20 + n * 3);
             let right = continuation(&model, &prompt, MAX_TOKENS);

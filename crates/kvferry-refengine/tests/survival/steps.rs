@@ -1,9 +1,9 @@
 //! Each fault at each step of a handoff.
 
 use crate::basics::prompt;
-use crate::process::{Ended, EngineProcess, SILENCE, Setup};
+use crate::process::{EngineProcess, SILENCE, Setup};
 use crate::relay::Relay;
-use kvferry_connector::{ConsumerParams, HandoffId, Params, producer_params};
+use kvferry_connector::{ConsumerParams, HandoffId, producer_params};
 use kvferry_refengine::continuation;
 use kvferry_testkit::{Watchdog, stretched};
 use std::time::{Duration, Instant};
@@ -64,30 +64,25 @@ impl World {
         let relays: Vec<_> = (0..prefill.tp).map(|_| Relay::new()).collect();
         let advertise = relays.iter().map(|relay| relay.address.clone()).collect();
         let prefill = EngineProcess::start(&Setup { advertise, ..prefill.clone() });
-        let world = Self { relays, prefill, decode: EngineProcess::start(decode) };
+        let mut world = Self { relays, prefill, decode: EngineProcess::start(decode) };
         for (relay, target) in world.relays.iter().zip(&world.prefill.listening) {
             relay.to(target);
         }
+        world.works("before", 1);
         world
     }
 
-    fn prompt(&self, n: u64) -> Vec<u32> {
-        prompt(n, TOKENS)
-    }
-
-    fn offered(&self, id: &str) -> Params {
-        let address = self.relays[0].address.clone();
-        ConsumerParams { transfer: transfer(id), address, engine: None, tokens: None }.to_params()
+    /// Prefill steps only on command.
+    fn stepped() -> Self {
+        Self::new(&Setup { manual: true, ..Setup::new(2) }, &Setup::new(1))
     }
 
     fn ask(&mut self, id: &str, n: u64) {
-        let (prompt, params) = (self.prompt(n), self.offered(id));
-        self.decode.submit(id, &prompt, SAYS, Some(params));
+        ask(&mut self.decode, &self.relays[0].address, id, n);
     }
 
     fn give(&mut self, id: &str, n: u64) {
-        let prompt = self.prompt(n);
-        self.prefill.submit(id, &prompt, 1, Some(producer_params(Some(&transfer(id)))));
+        give(&mut self.prefill, id, n);
     }
 
     /// Brings a handoff to a stage.
@@ -129,14 +124,19 @@ impl World {
         if self.prefill.setup.manual {
             self.prefill.steps(CHUNKS);
         }
-        let ended = self.decode.ended(id, stretched(Duration::from_secs(20)));
-        self.is_right(n, &ended.unwrap_or_else(|| panic!("{id} never ends")));
+        self.ends_right(id, n);
     }
 
-    fn is_right(&self, n: u64, ended: &Ended) {
-        let model = self.decode.setup.model();
+    fn ends_right(&mut self, id: &str, n: u64) {
+        let ended = self.decode.ends(id);
         assert_eq!(ended.reason, "length");
-        assert_eq!(ended.tokens, continuation(&model, &self.prompt(n), SAYS));
+        assert_eq!(ended.tokens, continuation(&Setup::model(), &prompt(n, TOKENS), SAYS));
+    }
+
+    /// Asserts that both sides give back all blocks.
+    fn assert_emptied(&mut self) {
+        self.decode.assert_emptied(Duration::from_secs(5));
+        self.prefill.assert_emptied(Duration::from_secs(10));
     }
 }
 
@@ -144,11 +144,20 @@ fn transfer(id: &str) -> HandoffId {
     HandoffId::new(&format!("xfer-{id}")).expect("short")
 }
 
+fn ask(decode: &mut EngineProcess, address: &str, id: &str, n: u64) {
+    let (transfer, address) = (transfer(id), address.to_owned());
+    let offered = ConsumerParams { transfer, address, engine: None, tokens: None };
+    decode.submit(id, &prompt(n, TOKENS), SAYS, Some(offered.to_params()));
+}
+
+fn give(prefill: &mut EngineProcess, id: &str, n: u64) {
+    let params = producer_params(Some(&transfer(id)));
+    prefill.submit(id, &prompt(n, TOKENS), 1, Some(params));
+}
+
 /// Injects a fault into the prefill engine at each stage. The consumer does not wait for long.
 fn a_producer_with(fault: Fault) {
-    let prefill = Setup { manual: true, ..Setup::new(2) };
-    let mut world = World::new(&prefill, &Setup::new(1));
-    world.works("before", 1);
+    let (_bounded, mut world) = (bounded(), World::stepped());
     for (n, stage) in (10..).zip(Stage::ALL) {
         let id = format!("{fault:?}-{stage:?}");
         world.reach(stage, &id, n);
@@ -169,8 +178,7 @@ fn a_producer_with(fault: Fault) {
                 world.give(&id, n);
             }
             world.prefill.steps(CHUNKS + 1);
-            let ended = world.decode.ended(&id, stretched(Duration::from_secs(20)));
-            world.is_right(n, &ended.unwrap_or_else(|| panic!("{id} never ends")));
+            world.ends_right(&id, n);
         } else {
             let bound = if fault == Fault::Kill { RESET } else { SILENT };
             let ended = world.decode.ended(&id, stretched(bound)).unwrap_or_else(|| {
@@ -188,13 +196,9 @@ fn a_producer_with(fault: Fault) {
                 world.prefill.steps(CHUNKS);
             }
         }
-        world.decode.emptied(stretched(Duration::from_secs(5))).expect("all blocks are given back");
+        world.decode.assert_emptied(Duration::from_secs(5));
         world.works(&format!("after-{id}"), n + 100);
-        world.decode.emptied(stretched(Duration::from_secs(5))).expect("all blocks are given back");
-        world
-            .prefill
-            .emptied(stretched(Duration::from_secs(10)))
-            .expect("all blocks are given back");
+        world.assert_emptied();
     }
     let status = world.decode.status();
     println!("{fault:?}: {:?}", status.outcomes);
@@ -202,53 +206,42 @@ fn a_producer_with(fault: Fault) {
 
 #[test]
 fn a_producer_killed_at_any_step_ends_the_request_soon_and_its_next_life_serves() {
-    let _bounded = bounded();
     a_producer_with(Fault::Kill);
 }
 
 #[test]
 fn a_producer_stopped_at_any_step_ends_the_request_after_the_silence_limit() {
-    let _bounded = bounded();
     a_producer_with(Fault::Stop);
 }
 
 #[test]
 fn a_partition_at_any_step_ends_the_request_after_the_silence_limit() {
-    let _bounded = bounded();
     a_producer_with(Fault::Partition);
 }
 
 #[test]
 fn connections_reset_at_any_step_come_back_and_the_request_succeeds() {
-    let _bounded = bounded();
     a_producer_with(Fault::Reset);
 }
 
 #[test]
 fn streams_reset_within_a_session_are_replaced_and_the_request_succeeds() {
-    let _bounded = bounded();
-    let prefill = Setup { manual: true, ..Setup::new(2) };
-    let mut world = World::new(&prefill, &Setup::new(1));
-    world.works("before", 1);
+    let (_bounded, mut world) = (bounded(), World::stepped());
     for n in 10..14 {
         let id = format!("streams-{n}");
         world.reach(Stage::Reading, &id, n);
         world.relays.iter().for_each(Relay::cut_data);
         world.heal();
-        let ended = world.decode.ended(&id, stretched(Duration::from_secs(20)));
-        world.is_right(n, &ended.unwrap_or_else(|| panic!("{id} never ends")));
+        world.ends_right(&id, n);
     }
-    world.decode.emptied(stretched(Duration::from_secs(5))).expect("all blocks are given back");
-    world.prefill.emptied(stretched(Duration::from_secs(10))).expect("all blocks are given back");
+    world.assert_emptied();
     let outcomes = world.decode.status().outcomes;
     assert!(outcomes.iter().all(|(code, _)| code == "done"), "{outcomes:?}");
 }
 
 /// Injects a fault into the decode engine at each stage. The prefill engine gets its blocks back soon.
 fn a_consumer_with(fault: Fault) {
-    let prefill = Setup { manual: true, ..Setup::new(2) };
-    let mut world = World::new(&prefill, &Setup::new(1));
-    world.works("before", 1);
+    let (_bounded, mut world) = (bounded(), World::stepped());
     for (n, stage) in (10..).zip(&Stage::ALL[..4]) {
         let id = format!("{fault:?}-{stage:?}");
         world.reach(*stage, &id, n);
@@ -276,31 +269,22 @@ fn a_consumer_with(fault: Fault) {
             // The session survived, and the answer comes now.
             world.give(&id, n);
             world.prefill.steps(CHUNKS);
-            let ended = world.decode.ended(&id, stretched(Duration::from_secs(10)));
-            world.is_right(n, &ended.unwrap_or_else(|| panic!("{id} never ends")));
+            world.ends_right(&id, n);
         } else if fault == Fault::Stop {
-            let ended = world.decode.ended(&id, stretched(Duration::from_secs(10)));
-            let ended = ended.unwrap_or_else(|| panic!("{id} never ends"));
-            assert_eq!(ended.reason, "error", "{id}");
+            assert_eq!(world.decode.ends(&id).reason, "error", "{id}");
         }
         world.works(&format!("after-{id}"), n + 100);
-        world.decode.emptied(stretched(Duration::from_secs(5))).expect("all blocks are given back");
-        world
-            .prefill
-            .emptied(stretched(Duration::from_secs(10)))
-            .expect("all blocks are given back");
+        world.assert_emptied();
     }
 }
 
 #[test]
 fn a_producer_gets_its_blocks_back_soon_when_its_consumer_is_killed_at_any_step() {
-    let _bounded = bounded();
     a_consumer_with(Fault::Kill);
 }
 
 #[test]
 fn a_producer_gets_its_blocks_back_when_its_consumer_is_stopped_at_any_step() {
-    let _bounded = bounded();
     a_consumer_with(Fault::Stop);
 }
 
@@ -310,7 +294,6 @@ fn a_byte_flipped_in_flight_is_detected_and_the_request_is_computed() {
     let prefill = Setup { checksum: true, ..Setup::new(2) };
     let decode = Setup { checksum: true, recompute: true, ..Setup::new(1) };
     let mut world = World::new(&prefill, &decode);
-    world.works("before", 1);
     let mut flipped = 0;
     for n in 0..24 {
         // Anywhere in a rank's bytes of a handoff: headers, payload, checksums.
@@ -320,8 +303,7 @@ fn a_byte_flipped_in_flight_is_detected_and_the_request_is_computed() {
         world.works(&format!("flip-{n}"), 10 + n);
         flipped += usize::from(world.relays[n as usize % 2].flipped() > before);
     }
-    world.decode.emptied(stretched(Duration::from_secs(5))).expect("all blocks are given back");
-    world.prefill.emptied(stretched(Duration::from_secs(10))).expect("all blocks are given back");
+    world.assert_emptied();
     let outcomes = world.decode.status().outcomes;
     println!("{flipped} bytes were flipped: {outcomes:?}");
     assert!(flipped >= 12, "{flipped} of 24");
@@ -336,14 +318,8 @@ fn a_killed_or_stopped_engine_on_the_same_host_is_noticed() {
     let mut decode = EngineProcess::start(&local(1));
     for (n, fault) in [(1, Fault::Kill), (2, Fault::Stop), (3, Fault::Kill)] {
         let id = format!("{fault:?}-{n}");
-        let offered = ConsumerParams {
-            transfer: transfer(&id),
-            address: prefill.addresses[1].clone(),
-            engine: None,
-            tokens: None,
-        };
-        decode.submit(&id, &prompt(n, TOKENS), SAYS, Some(offered.to_params()));
-        prefill.submit(&id, &prompt(n, TOKENS), 1, Some(producer_params(Some(&transfer(&id)))));
+        ask(&mut decode, &prefill.addresses[1], &id, n);
+        give(&mut prefill, &id, n);
         prefill.steps(2);
         std::thread::sleep(Duration::from_millis(100));
         let began = Instant::now();
@@ -363,8 +339,8 @@ fn a_killed_or_stopped_engine_on_the_same_host_is_noticed() {
         } else {
             prefill.signal("-CONT");
             prefill.steps(CHUNKS);
-            prefill.emptied(stretched(Duration::from_secs(10))).expect("all blocks are given back");
+            prefill.assert_emptied(Duration::from_secs(10));
         }
-        decode.emptied(stretched(Duration::from_secs(5))).expect("all blocks are given back");
+        decode.assert_emptied(Duration::from_secs(5));
     }
 }
