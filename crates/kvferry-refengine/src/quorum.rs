@@ -5,7 +5,7 @@ use crate::contract::vllm::{ConnectorOutput, TransferResults};
 use crate::contract::{Channel, Violation};
 use crate::layout::BlockId;
 use crate::request::RequestId;
-use crate::scheduler::{Scheduler, Standing};
+use crate::scheduler::Scheduler;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 /// What one rank reports after a step.
@@ -35,24 +35,19 @@ impl Countdown {
     ) -> ConnectorOutput {
         let mut output = ConnectorOutput::default();
         for (rank, Report { results, invalid, meta }) in reports {
+            let (sent, received) = (&results.finished_sending, &results.finished_recving);
             for (channel, ids, waiting, done) in [
-                (
-                    Channel::Sending,
-                    &results.finished_sending,
-                    &mut self.sending,
-                    &mut output.finished_sending,
-                ),
-                (
-                    Channel::Recving,
-                    &results.finished_recving,
-                    &mut self.recving,
-                    &mut output.finished_recving,
-                ),
+                (Channel::Sending, sent, &mut self.sending, &mut output.finished_sending),
+                (Channel::Recving, received, &mut self.recving, &mut output.finished_recving),
             ] {
                 for id in ids {
                     let twice = waiting.get(id).is_some_and(|ranks| ranks.contains(&rank))
                         || done.contains(id);
-                    if let Some(violation) = audit(scheduler, rank, channel, id, twice) {
+                    let violation = match twice {
+                        true => Some(Violation::ReportedTwice { rank, channel, id: id.clone() }),
+                        false => scheduler.breach(rank, channel, id),
+                    };
+                    if let Some(violation) = violation {
                         scheduler.violations.push(violation);
                         continue;
                     }
@@ -103,29 +98,6 @@ fn collect_invalid(
         } else if !output.invalid_block_ids.contains(&block) {
             output.invalid_block_ids.push(block);
         }
-    }
-}
-
-fn audit(
-    scheduler: &Scheduler,
-    rank: Rank,
-    channel: Channel,
-    id: &RequestId,
-    twice: bool,
-) -> Option<Violation> {
-    let id = id.clone();
-    if twice {
-        return Some(Violation::ReportedTwice { rank, channel, id });
-    }
-    match scheduler.standing(&id, channel) {
-        Standing::Expected => None,
-        Standing::Unknown => {
-            Some(Violation::UnknownId { rank, channel, id: id.as_str().to_owned() })
-        }
-        Standing::Ended => Some(Violation::AlreadyEnded { rank, channel, id }),
-        Standing::NotHeld => Some(Violation::NotHeld { rank, channel, id }),
-        Standing::NotFinished => Some(Violation::NotFinished { rank, channel, id }),
-        Standing::NotLoading => Some(Violation::NotLoading { rank, channel, id }),
     }
 }
 

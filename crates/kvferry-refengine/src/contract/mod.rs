@@ -15,6 +15,20 @@ pub use violation::{Channel, Violation};
 use crate::block_pool::BlockHash;
 use crate::request::{Params, RequestId, RequestStatus};
 
+/// Both halves of a connector: see [`vllm::Connector`], [`trt::Connector`].
+pub struct Connector<S: ?Sized, W: ?Sized> {
+    /// The scheduler half.
+    pub scheduler: Box<S>,
+    /// The worker half of each rank, in the order of [`crate::EngineConfig::ranks`].
+    pub workers: Vec<Box<W>>,
+}
+
+impl<S: ?Sized, W: ?Sized> std::fmt::Debug for Connector<S, W> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Connector").field("workers", &self.workers.len()).finish_non_exhaustive()
+    }
+}
+
 /// A request as a connector's scheduler half sees it.
 #[derive(Clone, Debug)]
 pub struct RequestView<'a> {

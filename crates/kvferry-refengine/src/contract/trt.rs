@@ -168,15 +168,4 @@ pub trait WorkerConnector: Send {
 }
 
 /// Both halves.
-pub struct Connector {
-    /// The scheduler half.
-    pub scheduler: Box<dyn SchedulerConnector>,
-    /// The worker half of each rank, in the order of [`crate::EngineConfig::ranks`].
-    pub workers: Vec<Box<dyn WorkerConnector>>,
-}
-
-impl std::fmt::Debug for Connector {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Connector").field("workers", &self.workers.len()).finish_non_exhaustive()
-    }
-}
+pub type Connector = super::Connector<dyn SchedulerConnector, dyn WorkerConnector>;

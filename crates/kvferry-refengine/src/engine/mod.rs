@@ -13,7 +13,7 @@ use crate::quorum::{Countdown, Intersection, Report};
 use crate::request::{Output, Request, RequestId, RequestStatus, SubmitError};
 use crate::scheduler::{Plan, Scheduler, Seam};
 use crate::worker::{Forward, Ranks};
-use phases::{Phase, TrtRank, VllmRank, trt_phases, vllm_phases};
+use phases::{Phase, Step, TrtRank, VllmRank, trt_phases, vllm_phases};
 use std::fmt;
 use std::sync::Arc;
 use thiserror::Error;
@@ -200,7 +200,7 @@ impl Engine {
         if self.scheduler.unfinished() > 0 || self.scheduler.has_news() {
             return true;
         }
-        match self.scheduler.seam() {
+        match &mut self.scheduler.seam {
             Seam::None => false,
             Seam::Vllm(connector) => connector.has_pending_work(),
             // TensorRT-LLM steps while a request is in transmission.
@@ -211,7 +211,7 @@ impl Engine {
     /// Empties the prefix cache and the connector's. False if blocks are in use in either.
     pub fn reset_prefix_cache(&mut self) -> bool {
         let own = self.scheduler.cache.reset();
-        let theirs = match self.scheduler.seam() {
+        let theirs = match &mut self.scheduler.seam {
             Seam::Vllm(connector) => connector.reset_cache(),
             Seam::None | Seam::Trt(_) => true,
         };
@@ -276,7 +276,7 @@ impl Engine {
     fn step_vllm(&mut self, plan: &Plan, forward: Option<&Arc<Forward>>) {
         let output = self.scheduler.vllm_output(plan);
         let void = self.drain_void();
-        let Seam::Vllm(connector) = self.scheduler.seam() else { return };
+        let Seam::Vllm(connector) = &mut self.scheduler.seam else { return };
         let meta: ConnectorMeta = connector.build_connector_meta(&output).into();
         let expected = connector.get_finished_count().unwrap_or(self.ranks.caches.len());
         let Workers::Vllm { workers, countdown } = &mut self.workers else { return };
@@ -288,24 +288,25 @@ impl Engine {
             .iter()
             .zip(workers)
             .map(|(caches, worker)| VllmRank {
-                rank: caches.layout.rank,
                 caches,
                 worker: &mut **worker,
                 report: Report::default(),
             })
             .collect();
-        let ranks = &self.ranks;
+        let step = Step { ranks: &self.ranks, forward };
         lockstep(self.config.threads, &mut halves, &phases, |half, phase, first| match phase {
             Phase::Scribble => scribble(half.caches, &void),
-            phase => half.perform(*phase, first, ranks, forward, &meta, &plan.finished),
+            Phase::Compute(layer) if first => step.compute(*layer),
+            phase => half.perform(*phase, &step, &meta, &plan.finished),
         });
-        let reports = halves.into_iter().map(|half| (half.rank, half.report)).collect();
+        let report = |half: VllmRank<'_>| (half.caches.layout.rank, half.report);
+        let reports = halves.into_iter().map(report).collect();
         let sampled = forward.map_or_else(Vec::new, |forward| forward.finish());
 
         let blocks: Vec<_> = self.config.groups.iter().map(|group| group.blocks).collect();
         let output = countdown.count(reports, expected, &blocks, &mut self.scheduler);
         self.scheduler.update(plan, &sampled, &output.invalid_block_ids);
-        if let Seam::Vllm(connector) = self.scheduler.seam() {
+        if let Seam::Vllm(connector) = &mut self.scheduler.seam {
             if !output.is_empty() {
                 connector.update_connector_output(&output);
             }
@@ -316,7 +317,7 @@ impl Engine {
 
     fn step_trt(&mut self, plan: &Plan, forward: Option<&Arc<Forward>>) -> Result<(), EngineError> {
         let output = self.scheduler.trt_output(plan);
-        let Seam::Trt(connector) = self.scheduler.seam() else { return Ok(()) };
+        let Seam::Trt(connector) = &mut self.scheduler.seam else { return Ok(()) };
         let meta: Arc<[u8]> = connector.build_connector_meta(&output).into();
         let void = self.drain_void();
         self.ranks.caches.iter().for_each(|caches| scribble(caches, &void));
@@ -329,21 +330,22 @@ impl Engine {
             .iter()
             .zip(workers)
             .map(|(caches, worker)| TrtRank {
-                rank: caches.layout.rank,
+                caches,
                 worker: &mut **worker,
                 fault: None,
                 finished: (vec![], vec![]),
             })
             .collect();
-        let ranks = &self.ranks;
-        lockstep(self.config.threads, &mut halves, &phases, |half, phase, first| {
-            half.perform(*phase, first, ranks, forward, &meta);
+        let step = Step { ranks: &self.ranks, forward };
+        lockstep(self.config.threads, &mut halves, &phases, |half, phase, first| match phase {
+            Phase::Compute(layer) if first => step.compute(*layer),
+            phase => half.perform(*phase, &step, &meta),
         });
         check_faults(&halves)?;
         let sampled = forward.map_or_else(Vec::new, |forward| forward.finish());
         self.scheduler.update(plan, &sampled, &[]);
 
-        let saving = self.scheduler.take_saving();
+        let saving = std::mem::take(&mut self.scheduler.saving);
         lockstep(self.config.threads, &mut halves, &[()], |half, (), _| {
             match half.worker.get_finished(&saving, &plan.loading) {
                 Ok(finished) => half.finished = finished,
@@ -354,8 +356,9 @@ impl Engine {
         saved.hand_in(&saving);
         loaded.hand_in(&plan.loading);
         for half in &halves {
-            saved.report(half.rank, &half.finished.0, &mut self.scheduler);
-            loaded.report(half.rank, &half.finished.1, &mut self.scheduler);
+            let rank = half.caches.layout.rank;
+            saved.report(rank, &half.finished.0, &mut self.scheduler);
+            loaded.report(rank, &half.finished.1, &mut self.scheduler);
         }
         let ids = |numbers: Vec<u64>, scheduler: &Scheduler| {
             numbers.into_iter().filter_map(|number| scheduler.number_to_id(number)).collect()
@@ -378,7 +381,7 @@ impl Drop for Engine {
                 worker.shutdown();
             }
         }
-        if let Seam::Vllm(connector) = self.scheduler.seam() {
+        if let Seam::Vllm(connector) = &mut self.scheduler.seam {
             connector.shutdown();
         }
     }
@@ -410,7 +413,8 @@ fn scribble(caches: &KvCaches, void: &[Void]) {
 fn check_faults(halves: &[TrtRank<'_>]) -> Result<(), EngineError> {
     for half in halves {
         if let Some(fault) = &half.fault {
-            return Err(EngineError::Worker { rank: half.rank, fault: fault.clone() });
+            let rank = half.caches.layout.rank;
+            return Err(EngineError::Worker { rank, fault: fault.clone() });
         }
     }
     Ok(())

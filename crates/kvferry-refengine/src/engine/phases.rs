@@ -1,6 +1,6 @@
 //! What each rank does in a step, phase by phase.
 
-use crate::config::{Launch, Rank};
+use crate::config::Launch;
 use crate::contract::vllm::ConnectorMeta;
 use crate::contract::{trt, vllm};
 use crate::layout::KvCaches;
@@ -72,13 +72,33 @@ fn layer_phases(ranks: &Ranks, launch: Launch, forward: Option<&Arc<Forward>>) -
     phases
 }
 
-/// Whether a rank has the layer.
-fn holds(ranks: &Ranks, rank: Rank, layer: usize) -> bool {
-    ranks.places[layer].0 == rank.pp
+/// What the phases of a step need.
+pub(super) struct Step<'a> {
+    pub(super) ranks: &'a Ranks,
+    pub(super) forward: Option<&'a Arc<Forward>>,
+}
+
+impl Step<'_> {
+    /// Whether a rank has the layer.
+    fn holds(&self, caches: &KvCaches, layer: usize) -> bool {
+        self.ranks.places[layer].0 == caches.layout.rank.pp
+    }
+
+    fn forward(&self) -> &Arc<Forward> {
+        self.forward.expect("layers are of a forward pass")
+    }
+
+    fn event(&self, layer: usize) -> LayerEvent {
+        LayerEvent { forward: self.forward().clone(), layer }
+    }
+
+    /// Computes a layer, on all ranks at once.
+    pub(super) fn compute(&self, layer: usize) {
+        self.forward().run_through(layer);
+    }
 }
 
 pub(super) struct VllmRank<'a> {
-    pub(super) rank: Rank,
     pub(super) caches: &'a KvCaches,
     pub(super) worker: &'a mut dyn vllm::WorkerConnector,
     pub(super) report: Report,
@@ -88,9 +108,7 @@ impl VllmRank<'_> {
     pub(super) fn perform(
         &mut self,
         phase: Phase,
-        first: bool,
-        ranks: &Ranks,
-        forward: Option<&Arc<Forward>>,
+        step: &Step<'_>,
         meta: &ConnectorMeta,
         finished: &[RequestId],
     ) {
@@ -98,15 +116,11 @@ impl VllmRank<'_> {
             Phase::HandlePreemptions => self.worker.handle_preemptions(meta),
             Phase::Bind => self.worker.bind_connector_metadata(meta),
             Phase::StartLoad => self.worker.start_load_kv(),
-            Phase::WaitForLayer(layer) if holds(ranks, self.rank, layer) => {
+            Phase::WaitForLayer(layer) if step.holds(self.caches, layer) => {
                 self.worker.wait_for_layer_load(layer);
             }
-            Phase::SaveLayer(layer) if holds(ranks, self.rank, layer) => {
-                let forward = forward.expect("layers are of a forward pass").clone();
-                self.worker.save_kv_layer(layer, &LayerEvent { forward, layer });
-            }
-            Phase::Compute(layer) if first => {
-                forward.expect("layers are of a forward pass").run_through(layer);
+            Phase::SaveLayer(layer) if step.holds(self.caches, layer) => {
+                self.worker.save_kv_layer(layer, &step.event(layer));
             }
             Phase::WaitForSave => self.worker.wait_for_save(),
             Phase::Report => {
@@ -116,56 +130,32 @@ impl VllmRank<'_> {
                 self.report = Report { results, invalid, meta };
                 self.worker.clear_connector_metadata();
             }
-            Phase::WaitForLayer(_)
-            | Phase::SaveLayer(_)
-            | Phase::Compute(_)
-            | Phase::Scribble
-            | Phase::ForwardDone => {}
+            _ => {}
         }
     }
 }
 
 pub(super) struct TrtRank<'a> {
-    pub(super) rank: Rank,
+    pub(super) caches: &'a KvCaches,
     pub(super) worker: &'a mut dyn trt::WorkerConnector,
     pub(super) fault: Option<trt::WorkerFault>,
     pub(super) finished: (Vec<u64>, Vec<u64>),
 }
 
 impl TrtRank<'_> {
-    pub(super) fn perform(
-        &mut self,
-        phase: Phase,
-        first: bool,
-        ranks: &Ranks,
-        forward: Option<&Arc<Forward>>,
-        meta: &Arc<[u8]>,
-    ) {
+    pub(super) fn perform(&mut self, phase: Phase, step: &Step<'_>, meta: &Arc<[u8]>) {
         match phase {
             Phase::Bind => self.worker.bind_connector_meta(meta),
-            Phase::StartLoad => {
-                if let Err(fault) = self.worker.start_load_kv() {
-                    self.fault = Some(fault);
-                }
-            }
-            Phase::WaitForLayer(layer) if holds(ranks, self.rank, layer) => {
+            Phase::StartLoad => self.fault = self.worker.start_load_kv().err(),
+            Phase::WaitForLayer(layer) if step.holds(self.caches, layer) => {
                 self.worker.wait_for_layer_load(layer);
             }
-            Phase::SaveLayer(layer) if holds(ranks, self.rank, layer) => {
-                let forward = forward.expect("layers are of a forward pass").clone();
-                self.worker.save_kv_layer(layer, &LayerEvent { forward, layer });
-            }
-            Phase::Compute(layer) if first => {
-                forward.expect("layers are of a forward pass").run_through(layer);
+            Phase::SaveLayer(layer) if step.holds(self.caches, layer) => {
+                self.worker.save_kv_layer(layer, &step.event(layer));
             }
             Phase::ForwardDone => self.worker.forward_done(),
             Phase::WaitForSave => self.worker.wait_for_save(),
-            Phase::WaitForLayer(_)
-            | Phase::SaveLayer(_)
-            | Phase::Compute(_)
-            | Phase::HandlePreemptions
-            | Phase::Scribble
-            | Phase::Report => {}
+            _ => {}
         }
     }
 }

@@ -61,7 +61,7 @@ impl Workers {
                     worker.register_kv_caches(caches);
                 }
                 let pins = scheduler.cache.pins();
-                let Seam::Vllm(connector) = scheduler.seam() else { return };
+                let Seam::Vllm(connector) = &mut scheduler.seam else { return };
                 connector.bind_block_pools(pins);
                 connector.get_finished_count();
                 let handshakes: Vec<_> = workers

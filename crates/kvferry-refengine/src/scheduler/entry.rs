@@ -44,17 +44,6 @@ pub(super) struct Entry {
     pub(super) external: usize,
 }
 
-/// Whether a rank may report a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Standing {
-    Expected,
-    Unknown,
-    Ended,
-    NotHeld,
-    NotFinished,
-    NotLoading,
-}
-
 impl Entry {
     pub(super) fn view(&self) -> RequestView<'_> {
         RequestView {

@@ -21,7 +21,6 @@ use crate::contract::Violation;
 use crate::layout::BlockId;
 use crate::request::{FinishReason, Output, Request, RequestId, RequestStatus, SubmitError};
 use entry::Entry;
-pub(crate) use entry::Standing;
 pub(crate) use plan::Plan;
 use rustc_hash::FxHashMap;
 pub(crate) use seam::Seam;
@@ -29,7 +28,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 pub(crate) struct Scheduler {
     pub(crate) cache: CacheManager,
-    seam: Seam,
+    pub(crate) seam: Seam,
     requests: BTreeMap<u64, Entry>,
     numbers: FxHashMap<RequestId, u64>,
     waiting: VecDeque<u64>,
@@ -41,7 +40,7 @@ pub(crate) struct Scheduler {
     finished: Vec<RequestId>,
     restarted: Vec<RequestId>,
     /// TensorRT-LLM: requests that began to save, by number.
-    saving: Vec<u64>,
+    pub(crate) saving: Vec<u64>,
     retired: FxHashMap<RequestId, (u64, bool)>,
     retired_order: VecDeque<(u64, RequestId)>,
     pub(crate) outputs: Vec<Output>,
@@ -89,10 +88,6 @@ impl Scheduler {
             violations: vec![],
             preemptions: 0,
         }
-    }
-
-    pub(crate) fn seam(&mut self) -> &mut Seam {
-        &mut self.seam
     }
 
     fn entry(&self, number: u64) -> &Entry {
@@ -235,10 +230,6 @@ impl Scheduler {
     /// How many requests keep blocks after their end.
     pub(crate) fn held(&self) -> usize {
         self.requests.values().filter(|it| it.sending || it.receiving).count()
-    }
-
-    pub(crate) fn take_saving(&mut self) -> Vec<u64> {
-        std::mem::take(&mut self.saving)
     }
 
     pub(crate) fn number_to_id(&self, number: u64) -> Option<RequestId> {

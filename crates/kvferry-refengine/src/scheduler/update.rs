@@ -1,11 +1,11 @@
 //! Results of a step: sampled tokens, ends of requests, the ranks' reports.
 
 use super::Scheduler;
-use super::entry::{Entry, Load, Standing};
+use super::entry::{Entry, Load};
 use super::plan::Plan;
-use crate::config::LoadFailurePolicy;
-use crate::contract::Channel;
+use crate::config::{LoadFailurePolicy, Rank};
 use crate::contract::vllm::ConnectorOutput;
+use crate::contract::{Channel, Violation};
 use crate::layout::BlockId;
 use crate::request::{FinishReason, Finished, Output, RequestId, RequestStatus};
 
@@ -166,27 +166,25 @@ impl Scheduler {
         }
     }
 
-    /// Whether a rank may report `id` on `channel`.
-    pub(crate) fn standing(&self, id: &RequestId, channel: Channel) -> Standing {
+    /// Why a rank may not report `id` on `channel`; `None` if it may.
+    pub(crate) fn breach(&self, rank: Rank, channel: Channel, id: &RequestId) -> Option<Violation> {
         let entry = self.numbers.get(id).map(|number| self.entry(*number));
-        match (channel, entry) {
-            (Channel::Sending, Some(entry)) if entry.sending => Standing::Expected,
+        let id = id.clone();
+        Some(match (channel, entry) {
+            (Channel::Sending, Some(entry)) if entry.sending => return None,
             (Channel::Sending, Some(entry)) => match entry.status {
-                RequestStatus::Finished(_) => Standing::NotHeld,
-                _ => Standing::NotFinished,
+                RequestStatus::Finished(_) => Violation::NotHeld { rank, channel, id },
+                _ => Violation::NotFinished { rank, channel, id },
             },
-            (Channel::Recving | Channel::Failed, Some(entry)) => {
-                if entry.is_loading() || entry.receiving {
-                    Standing::Expected
-                } else {
-                    Standing::NotLoading
+            (_, Some(entry)) if entry.is_loading() || entry.receiving => return None,
+            (_, Some(_)) => Violation::NotLoading { rank, channel, id },
+            (_, None) => match self.retired.get(&id) {
+                Some((_, false)) if channel == Channel::Sending => {
+                    Violation::NotHeld { rank, channel, id }
                 }
-            }
-            (channel, None) => match self.retired.get(id) {
-                Some((_, false)) if channel == Channel::Sending => Standing::NotHeld,
-                Some(_) => Standing::Ended,
-                None => Standing::Unknown,
+                Some(_) => Violation::AlreadyEnded { rank, channel, id },
+                None => Violation::UnknownId { rank, channel, id: id.as_str().to_owned() },
             },
-        }
+        })
     }
 }
