@@ -1,8 +1,9 @@
-//! A connector that copies KV between engines of one process, to test the seams. It does what the
-//! contract requires and no more, with ranks of equal TP and any layout.
+//! A connector that copies KV between engines of one process, to test what kvferry's own never does
+//! behind vLLM's seam: loads within a step, and failures by block. It does what the contract requires and
+//! no more, with ranks of equal TP and any layout.
 //!
 //! A producer's request has [`produce`] as its `kv_transfer_params`; its response has the parameters for
-//! the consumer's request. TensorRT-LLM's seam has no parameters: there the prompt matches the two.
+//! the consumer's request.
 //!
 //! ```text
 //! producer                                consumer
@@ -12,7 +13,6 @@
 //! each rank reports it sent          <--  the last rank has read, or the offer is withdrawn
 //! ```
 
-mod trt;
 mod vllm;
 
 use crate::config::EngineConfig;
@@ -84,11 +84,9 @@ pub struct InProcess {
 struct Offer {
     engine: usize,
     request: RequestId,
-    number: u64,
     /// Tokens in the cache.
     tokens: usize,
     blocks: Vec<Vec<BlockId>>,
-    prompt: Vec<u32>,
     /// How many ranks have read it.
     read: usize,
 }
@@ -97,7 +95,6 @@ struct Offer {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Order {
     request: RequestId,
-    number: u64,
     transfer: u64,
     /// Loads tokens `first..end`.
     first: usize,
@@ -117,7 +114,7 @@ struct Hub {
     engines: Vec<Vec<Option<Arc<KvCaches>>>>,
     offers: BTreeMap<u64, Offer>,
     /// Per producing engine and rank: what is no longer read.
-    sent: FxHashMap<(usize, usize), Vec<(RequestId, u64)>>,
+    sent: FxHashMap<(usize, usize), Vec<RequestId>>,
     next_transfer: u64,
     loads: u64,
     failures: u64,
@@ -143,33 +140,17 @@ impl InProcess {
         lock(&self.hub)
     }
 
-    /// Both halves of a connector for one more engine, for vLLM's seam.
+    /// Both halves of a connector for one more engine.
     pub fn vllm(&self, config: &EngineConfig) -> contract::vllm::Connector {
-        let engine = self.join(config);
+        let mut hub = self.hub();
+        hub.engines.push(vec![None; config.ranks().len()]);
+        let engine = hub.engines.len() - 1;
         contract::vllm::Connector {
             scheduler: Box::new(vllm::Scheduler::new(self.clone(), engine, config)),
             workers: (0..config.ranks().len())
                 .map(|rank| Box::new(vllm::Worker::new(self.clone(), engine, rank)) as Box<_>)
                 .collect(),
         }
-    }
-
-    /// Both halves of a connector for one more engine, for TensorRT-LLM's seam: a producer's,
-    /// or a consumer's.
-    pub fn trt(&self, config: &EngineConfig, produces: bool) -> contract::trt::Connector {
-        let engine = self.join(config);
-        contract::trt::Connector {
-            scheduler: Box::new(trt::Scheduler::new(self.clone(), engine, produces)),
-            workers: (0..config.ranks().len())
-                .map(|rank| Box::new(trt::Worker::new(self.clone(), engine, rank)) as Box<_>)
-                .collect(),
-        }
-    }
-
-    fn join(&self, config: &EngineConfig) -> usize {
-        let mut hub = self.hub();
-        hub.engines.push(vec![None; config.ranks().len()]);
-        hub.engines.len() - 1
     }
 
     /// Offers that were not taken, or that are being read.
@@ -198,10 +179,8 @@ impl Hub {
         let offer = Offer {
             engine,
             request: request.id.clone(),
-            number: request.number,
             tokens: request.computed.min(request.prompt.len()),
             blocks: blocks.to_vec(),
-            prompt: request.prompt.to_vec(),
             read: 0,
         };
         self.offers.insert(transfer, offer);
@@ -212,8 +191,7 @@ impl Hub {
     fn release(&mut self, transfer: u64) {
         let Some(offer) = self.offers.remove(&transfer) else { return };
         for rank in 0..self.engines[offer.engine].len() {
-            let sent = self.sent.entry((offer.engine, rank)).or_default();
-            sent.push((offer.request.clone(), offer.number));
+            self.sent.entry((offer.engine, rank)).or_default().push(offer.request.clone());
         }
     }
 
@@ -224,10 +202,6 @@ impl Hub {
         if offer.read == ranks {
             self.release(transfer);
         }
-    }
-
-    fn take_sent(&mut self, engine: usize, rank: usize) -> Vec<(RequestId, u64)> {
-        self.sent.remove(&(engine, rank)).unwrap_or_default()
     }
 
     fn random(&self, transfer: u64, role: u64, of: u64) -> u64 {
@@ -249,10 +223,6 @@ impl Hub {
             LoadMode::Sync => 0,
             LoadMode::Async { steps } => 1 + self.random(transfer, 16 + rank as u64, steps.max(1)),
         }
-    }
-
-    fn is_async(&self) -> bool {
-        matches!(self.mode, LoadMode::Async { .. })
     }
 
     /// Copies one layer of an order. A failing rank leaves out the last block and returns it.

@@ -1,6 +1,6 @@
 //! Both halves behind vLLM's seam.
 
-use super::{FailureKey, InProcess, Order};
+use super::{FailureKey, InProcess, LoadMode, Order};
 use crate::config::EngineConfig;
 use crate::contract::RequestView;
 use crate::contract::vllm::{
@@ -62,7 +62,7 @@ impl SchedulerConnector for Scheduler {
             return Match::NONE;
         };
         let hub = self.in_process.hub();
-        let load_async = hub.is_async();
+        let load_async = hub.mode != LoadMode::Sync;
         let most = request.prompt.len() - usize::from(!load_async || self.has_state);
         let there = hub.offers.get(&transfer).map_or(0, |offer| offer.tokens.min(most));
         let tokens = there.saturating_sub(num_computed_tokens);
@@ -85,7 +85,7 @@ impl SchedulerConnector for Scheduler {
             hub.release(transfer);
             return;
         }
-        let load_async = hub.is_async();
+        let load_async = hub.mode != LoadMode::Sync;
         if load_async {
             self.loading.insert(request.id.clone());
         }
@@ -96,7 +96,6 @@ impl SchedulerConnector for Scheduler {
         let end = end.min(hub.offers[&transfer].tokens);
         self.metadata.push(Order {
             request: request.id.clone(),
-            number: request.number,
             transfer,
             first: end - num_external_tokens,
             end,
@@ -233,10 +232,7 @@ impl WorkerConnector for Worker {
     fn get_transfer_results(&mut self, _finished_req_ids: &[RequestId]) -> TransferResults {
         let mut results = TransferResults::default();
         let steps = self.steps;
-        let (due, later) = std::mem::take(&mut self.later)
-            .into_iter()
-            .partition::<Vec<_>, _>(|(due, _)| *due <= steps);
-        self.later = later;
+        let due: Vec<_> = self.later.extract_if(.., |(due, _)| *due <= steps).collect();
         for (_, order) in due {
             let left_out = self.copy(&order);
             let mut hub = self.in_process.hub();
@@ -253,8 +249,8 @@ impl WorkerConnector for Worker {
             results.finished_recving.push(order.request);
             hub.read(order.transfer, ranks);
         }
-        let sent = self.in_process.hub().take_sent(self.engine, self.rank);
-        results.finished_sending = sent.into_iter().map(|(id, _)| id).collect();
+        let sent = self.in_process.hub().sent.remove(&(self.engine, self.rank));
+        results.finished_sending = sent.unwrap_or_default();
         results
     }
 

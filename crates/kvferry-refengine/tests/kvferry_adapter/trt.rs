@@ -2,14 +2,17 @@
 
 use crate::kit::{Flow, Node, Pair, bounded, config, dense, kvferry_adapter, prompt, windowed};
 use kvferry_refengine::kvferry_adapter::KvferryAdapterConfig;
-use kvferry_refengine::{EngineError, GroupSpec, Launch, ModelSpec, Packing};
+use kvferry_refengine::{
+    EngineError, FinishReason, GroupSpec, Launch, ModelSpec, Packing, RequestId, RequestStatus,
+};
+use std::collections::HashSet;
 use std::time::Duration;
 
 fn pair(flow: Flow, model: &ModelSpec, from: usize, to: usize) -> Pair {
     let mut prefill = config(model, 8, 64);
     (prefill.tp, prefill.chunk_tokens, prefill.launch) = (from, 16, Launch::Deferred);
     let mut decode = config(model, 8, 64);
-    (decode.tp, decode.layout) = (to, Packing::Bhlnc);
+    (decode.tp, decode.layout, decode.threads) = (to, Packing::Bhlnc, to == 2);
     Pair::of(flow, Node::trt(&prefill, &kvferry_adapter()), Node::trt(&decode, &kvferry_adapter()))
 }
 
@@ -70,14 +73,23 @@ fn a_failed_load_ends_the_engine_with_the_request_the_code_and_the_reason() {
 }
 
 #[test]
-fn an_abort_during_a_load_takes_effect_after_it() {
+fn an_abort_during_a_load_takes_effect_after_it_and_gives_everything_back() {
     let _watched = bounded();
+    let (id, mut seen) = (RequestId::from("a"), HashSet::new());
     for tick in 0..12 {
         let mut pair = pair(Flow::ConsumerFirst, &dense(), 2, 2);
         pair.hand_off("a", prompt(1, 40), 6);
         pair.hand_off("b", prompt(2, 40), 6);
         pair.ticks(tick);
-        pair.decode.engine.abort(&"a".into());
+        let status = pair.status(false, "a");
+        seen.insert(status);
+        assert_eq!(pair.decode.engine.abort(&id), status.is_some());
+        let loading = status == Some(RequestStatus::WaitingForRemoteKvs);
+        assert_eq!(pair.decode.engine.status(&id).is_some(), loading);
         pair.finish(&["b"]);
+        if status.is_some() {
+            assert_eq!(pair.ended("a"), Some(FinishReason::Abort));
+        }
     }
+    assert!(seen.contains(&Some(RequestStatus::WaitingForRemoteKvs)), "{seen:?}");
 }

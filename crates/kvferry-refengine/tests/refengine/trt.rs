@@ -1,13 +1,12 @@
 //! TensorRT-LLM's seam.
 
-use crate::kit::{Outputs, Random, config, dense, hybrid, prompt, run, windowed};
+use crate::kit::{config, dense, hybrid, prompt, run, windowed};
 use crate::script::Script;
 use kvferry_refengine::contract::trt::RequestState;
 use kvferry_refengine::contract::{Channel, Violation};
-use kvferry_refengine::in_process::{FailureKey, Faults, InProcess, LoadMode};
 use kvferry_refengine::{
-    ConfigError, Connector, Engine, EngineConfig, EngineError, FinishReason, Rank, Request,
-    RequestId, RequestStatus, continuation,
+    ConfigError, Connector, Engine, EngineConfig, EngineError, GroupSpec, ModelSpec, Rank, Request,
+    RequestStatus, continuation,
 };
 
 fn scripted(config: &EngineConfig) -> (Engine, Script) {
@@ -100,8 +99,7 @@ fn metadata_carries_only_what_is_new() {
 
 #[test]
 fn pages_that_left_a_window_become_minus_one_in_place() {
-    let model =
-        kvferry_refengine::ModelSpec::new(vec![kvferry_refengine::GroupSpec::window(2, 8, 10)], 2);
+    let model = ModelSpec::new(vec![GroupSpec::window(2, 8, 10)], 2);
     let (mut engine, script) = scripted(&config(&model, 8, 32));
     engine.submit(Request::new("a", prompt(1, 30), 4)).unwrap();
     run(&mut engine);
@@ -177,189 +175,4 @@ fn settings_that_tensorrt_llm_refuses_are_refused() {
     assert_eq!(refused(&config(&hybrid(), 8, 32)), ConfigError::NotWithTrt { what: "states" });
     let few = Engine::new(tp(2), Connector::Trt(Script::new().trt(1))).unwrap_err();
     assert_eq!(few, ConfigError::Workers { workers: 1, ranks: 2 });
-}
-
-/// A prefill and a decode engine.
-struct Two {
-    prefill: Engine,
-    decode: Engine,
-    in_process: InProcess,
-    outputs: Outputs,
-}
-
-impl Two {
-    fn new(config: &EngineConfig, mode: LoadMode, faults: Faults) -> Self {
-        let in_process = InProcess::new(mode, faults);
-        let engine = |produces| {
-            let connector = Connector::Trt(in_process.trt(config, produces));
-            Engine::new(config.clone(), connector).unwrap()
-        };
-        Self {
-            prefill: engine(true),
-            decode: engine(false),
-            in_process,
-            outputs: Outputs::default(),
-        }
-    }
-
-    fn prefill(&mut self, requests: &[Request]) {
-        for request in requests {
-            let request = Request::new(request.id.clone(), request.prompt.clone(), 1);
-            self.prefill.submit(request).unwrap();
-        }
-        while self.in_process.offers() < requests.len() {
-            self.prefill.step().unwrap();
-        }
-    }
-
-    /// Steps each engine that has work. False if neither has.
-    fn tick(&mut self) -> Result<bool, EngineError> {
-        let mut worked = false;
-        for engine in [&mut self.prefill, &mut self.decode] {
-            if engine.has_work() {
-                engine.step()?;
-                worked = true;
-            }
-        }
-        self.outputs.add(self.decode.take_outputs());
-        Ok(worked)
-    }
-
-    fn run(&mut self) -> Result<(), EngineError> {
-        for _ in 0..100_000 {
-            if !self.tick()? {
-                break;
-            }
-        }
-        self.prefill.check_empty().unwrap();
-        self.decode.check_empty().unwrap();
-        Ok(())
-    }
-}
-
-#[test]
-fn a_second_engine_decodes_the_tokens_that_one_engine_would() {
-    for model in [dense(), windowed()] {
-        for mode in [LoadMode::Sync, LoadMode::Async { steps: 1 }, LoadMode::Async { steps: 5 }] {
-            for (tp, threads) in [(1, false), (2, true), (4, false)] {
-                let mut config = config(&model, 8, 64);
-                (config.tp, config.threads) = (tp, threads);
-                let mut two = Two::new(&config, mode, Faults::none(4));
-                let requests = crate::kit::requests(4, 30, 9);
-                two.prefill(&requests);
-                for request in &requests {
-                    two.decode.submit(request.clone()).unwrap();
-                }
-                two.run().unwrap();
-                for request in &requests {
-                    let right = continuation(&model, &request.prompt, 9);
-                    assert_eq!(two.outputs.of(request.id.as_str()), right);
-                }
-                assert_eq!(two.in_process.loads(), (4, 0));
-            }
-        }
-    }
-}
-
-#[test]
-fn a_request_aborted_in_any_state_gives_everything_back() {
-    let mut seen = std::collections::HashSet::new();
-    for tick in 0..14 {
-        let config = tp(2);
-        let mut two = Two::new(&config, LoadMode::Async { steps: 5 }, Faults::none(tick));
-        let requests = crate::kit::requests(2, 30, 6);
-        two.prefill(&requests);
-        for request in &requests {
-            two.decode.submit(request.clone()).unwrap();
-        }
-        for _ in 0..tick {
-            two.decode.step().unwrap();
-        }
-        let id = RequestId::from("r0");
-        let status = two.decode.status(&id);
-        seen.insert(status);
-        let aborted = two.decode.abort(&id);
-        assert_eq!(aborted, status.is_some());
-        // It cannot be cancelled while it loads. The abort takes effect afterwards.
-        let loading = status == Some(RequestStatus::WaitingForRemoteKvs);
-        assert_eq!(two.decode.status(&id).is_some(), loading);
-        two.run().unwrap();
-        if aborted {
-            assert_eq!(two.outputs.finished[&id].reason, FinishReason::Abort);
-        }
-        assert_eq!(two.outputs.of("r1"), continuation(&dense(), &requests[1].prompt, 6));
-        assert_eq!(two.in_process.offers(), 0);
-    }
-    assert!(seen.len() >= 4, "{seen:?}");
-}
-
-#[test]
-fn a_worker_that_cannot_load_ends_the_engine() {
-    for mode in [LoadMode::Sync, LoadMode::Async { steps: 3 }] {
-        let faults = Faults { seed: 1, percent: 100, key: FailureKey::Request };
-        let mut two = Two::new(&tp(2), mode, faults);
-        let requests = crate::kit::requests(1, 30, 6);
-        two.prefill(&requests);
-        two.decode.submit(requests[0].clone()).unwrap();
-        let error = two.run().unwrap_err();
-        assert!(matches!(error, EngineError::Worker { .. }));
-        assert!(error.to_string().ends_with("transfer 1 failed"), "{error}");
-    }
-}
-
-#[test]
-fn random_scenarios_produce_right_tokens_and_leave_nothing() {
-    for seed in 0..30 {
-        let mut random = Random::new(seed);
-        let model = random.pick(&[dense(), windowed()]);
-        let mut config = config(&model, random.pick(&[4, 8]), 40);
-        config.tp = random.pick(&[1, 2]);
-        (config.chunk_tokens, config.max_running) = (1 + random.below(40), 1 + random.below(6));
-        let steps = 1 + random.below(6) as u64;
-        let mode = random.pick(&[LoadMode::Sync, LoadMode::Async { steps }]);
-        let mut two = Two::new(&config, mode, Faults::none(seed));
-        let requests: Vec<_> = (0..40)
-            .map(|n| {
-                let mut tokens = if random.percent(50) { prompt(seed, 12) } else { vec![] };
-                tokens.extend(prompt(seed << 32 | n, 2 + random.below(40)));
-                Request::new(format!("r{n}"), tokens, 1 + random.below(20))
-            })
-            .collect();
-        let (mut next, mut aborted) = (0, vec![]);
-        while next < requests.len() {
-            // Prefilled some steps before the decode request, or not at all.
-            let request = &requests[next];
-            if random.percent(80) {
-                let first = Request::new(request.id.clone(), request.prompt.clone(), 1);
-                two.prefill.submit(first).unwrap();
-            }
-            for _ in 0..random.below(6) {
-                two.tick().unwrap();
-            }
-            two.decode.submit(request.clone()).unwrap();
-            next += 1;
-            let victim = &requests[next - 1 - random.below(next.min(5))].id;
-            if random.percent(20) && two.decode.abort(victim) {
-                aborted.push(victim.clone());
-            }
-        }
-        while two.decode.has_work() {
-            two.tick().unwrap();
-        }
-        // The prefill for a request that came too early is never fetched.
-        while two.prefill.has_work() {
-            two.in_process.withdraw();
-            two.tick().unwrap();
-        }
-        two.run().unwrap();
-        for request in &requests {
-            if aborted.contains(&request.id) {
-                assert_eq!(two.outputs.finished[&request.id].reason, FinishReason::Abort);
-                continue;
-            }
-            let right = continuation(&model, &request.prompt, request.max_tokens);
-            assert_eq!(two.outputs.of(request.id.as_str()), right, "{seed}, {}", request.id);
-        }
-        assert!(two.prefill.violations().is_empty() && two.decode.violations().is_empty());
-    }
 }
