@@ -443,7 +443,7 @@ impl KvCaches {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::GroupCache;
+    use crate::config::{ConfigError, GroupCache};
     use crate::model::GroupSpec;
 
     fn config(layout: Packing, storage: Storage) -> EngineConfig {
@@ -536,7 +536,15 @@ mod tests {
         }
     }
 
-    use crate::config::ConfigError;
+    #[test]
+    fn a_layout_needs_the_regions_of_its_storages() {
+        let config = EngineConfig::new(ModelSpec::new(vec![GroupSpec::full(2, 8)], 2));
+        let layout = RankLayout::new(&config, config.ranks()[0]);
+        let len = layout.storages[0] as u64;
+        assert!(layout.layout(&[(RegionId(1), len)]).is_ok());
+        assert!(layout.layout(&[(RegionId(1), len - 1)]).is_err());
+        assert!(layout.layout(&[]).is_err());
+    }
 
     #[test]
     fn fewer_heads_than_ranks_are_held_by_several() {

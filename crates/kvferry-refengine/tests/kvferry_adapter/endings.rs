@@ -5,9 +5,7 @@ use crate::kit::{
     windowed,
 };
 use kvferry_refengine::kvferry_adapter::KvferryAdapterConfig;
-use kvferry_refengine::{
-    FinishReason, Launch, LoadFailurePolicy, Request, RequestId, RequestStatus, Storage,
-};
+use kvferry_refengine::{FinishReason, Launch, LoadFailurePolicy, Request, RequestStatus, Storage};
 use std::collections::HashSet;
 use std::time::Instant;
 
@@ -218,17 +216,4 @@ fn successive_requests_with_one_id_have_separate_handoffs() {
         (pair.outputs, pair.prefilled) = Default::default();
     }
     assert_eq!(pair.fetched(), (5, 0));
-}
-
-#[test]
-fn the_connector_ignores_requests_without_a_handoff() {
-    let _watched = bounded();
-    let config = config(&hybrid(), 8, 64);
-    let mut pair = Pair::new(Flow::ConsumerFirst, &config, &config);
-    pair.hand_off("a", prompt(1, 40), 6);
-    let plain = Request::new("plain", prompt(3, 50), 6);
-    pair.decode.engine.submit(plain.clone()).unwrap();
-    pair.wanted.insert(RequestId::from("plain"), (plain.prompt, 6));
-    pair.finish(&["a", "plain"]);
-    assert_eq!(pair.fetched(), (1, 0));
 }

@@ -4,12 +4,11 @@ use crate::journal::Journal;
 use crate::kit::{
     Flow, Node, Pair, bounded, config, dense, hybrid, kvferry_adapter, models, prompt, there,
 };
-use kvferry_connector::{ConsumerParams, HandoffId, Limits, producer_params};
+use kvferry_connector::{ConsumerParams, HandoffId};
 use kvferry_proto::WireCode;
 use kvferry_refengine::kvferry_adapter::KvferryAdapterConfig;
 use kvferry_refengine::{
-    EngineConfig, FinishReason, GroupSpec, LoadFailurePolicy, ModelSpec, Request, RequestId,
-    RequestStatus,
+    EngineConfig, FinishReason, GroupSpec, LoadFailurePolicy, ModelSpec, Request, RequestStatus,
 };
 use std::time::{Duration, Instant};
 
@@ -77,35 +76,6 @@ fn a_failed_producer_request_ends_its_consumer_or_is_computed_by_policy() {
 }
 
 #[test]
-fn two_requests_for_one_handoff_produce_right_tokens() {
-    let _watched = bounded();
-    let config = recomputing(&dense());
-    let mut pair = Pair::new(Flow::ConsumerFirst, &config, &config);
-    pair.hand_off("a", prompt(1, 40), 6);
-    let again = pair.offered("a");
-    let again = Request::new("again", prompt(1, 40), 6).with_params(again);
-    pair.decode.engine.submit(again).unwrap();
-    pair.wanted.insert("again".into(), (prompt(1, 40), 6));
-    pair.finish(&["a", "again"]);
-    assert_eq!(pair.fetched(), (1, 0));
-}
-
-#[test]
-fn of_two_producer_requests_with_one_transfer_id_the_first_is_handed_over() {
-    let _watched = bounded();
-    let config = recomputing(&dense());
-    let mut pair = Pair::new(Flow::ProducerFirst, &config, &config);
-    let transfer = crate::kit::transfer("a");
-    let twin = Request::new("twin", prompt(9, 40), 1).with_params(producer_params(Some(&transfer)));
-    pair.hand_off("a", prompt(1, 40), 6);
-    pair.prefill.engine.submit(twin).unwrap();
-    pair.finish(&["a"]);
-    assert_eq!(pair.fetched(), (1, 0));
-    let ended = &pair.prefilled.finished[&RequestId::from("twin")];
-    assert_eq!((ended.reason, &ended.params), (FinishReason::Length, &None));
-}
-
-#[test]
 fn a_reused_transfer_id_fails_at_once_and_is_computed() {
     let _watched = bounded();
     let config = recomputing(&dense());
@@ -145,24 +115,6 @@ fn engines_of_different_models_refuse_each_other_with_both_numbers() {
 }
 
 #[test]
-fn engines_with_different_secrets_do_not_hand_off() {
-    let _watched = bounded();
-    let config = recomputing(&dense());
-    for flow in Flow::ALL {
-        // No authenticated peer tells the producer that its offer is not needed.
-        let limits = Limits { offer_ttl: Duration::from_millis(500), ..Limits::default() };
-        let prefill = KvferryAdapterConfig { limits, ..kvferry_adapter() };
-        let prefill = Node::with(&config, &prefill, "tcp", "ours");
-        let decode = Node::with(&config, &kvferry_adapter(), "tcp", "theirs");
-        let mut pair = Pair::of(flow, prefill, decode);
-        let began = Instant::now();
-        pair.works("a", 1);
-        assert!(began.elapsed() < kvferry_adapter().timeout / 2, "{flow:?}: an engine waited");
-        assert_eq!(pair.fetched(), (0, 1));
-    }
-}
-
-#[test]
 fn a_consumer_computes_the_requests_of_a_producer_that_is_gone() {
     let _watched = bounded();
     for (flow, ticks) in [(Flow::Sequential, 0), (Flow::ConsumerFirst, 0), (Flow::ConsumerFirst, 6)]
@@ -187,22 +139,4 @@ fn a_consumer_computes_the_requests_of_a_producer_that_is_gone() {
         pair.works("b", 2);
         assert_eq!(pair.fetched(), (1, 1));
     }
-}
-
-#[test]
-fn a_request_with_invalid_parameters_is_computed_without_a_handoff() {
-    let _watched = bounded();
-    let config = recomputing(&dense());
-    let mut pair = Pair::new(Flow::Sequential, &config, &config);
-    let mut missing = asks(&pair, "x", "a", 1);
-    missing.params.as_mut().unwrap().remove("remote_address");
-    let mut nowhere = asks(&pair, "y", "b", 2);
-    let params = nowhere.params.as_mut().unwrap();
-    params.insert("remote_address".to_owned(), "127.0.0.1:1".into());
-    for request in [missing, nowhere] {
-        pair.wanted.insert(request.id.clone(), (request.prompt.clone(), 6));
-        pair.decode.engine.submit(request).unwrap();
-    }
-    pair.finish(&["a", "b"]);
-    assert_eq!(pair.fetched().0, 0);
 }

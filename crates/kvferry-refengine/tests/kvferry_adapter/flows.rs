@@ -1,7 +1,7 @@
 //! Orders of arrival, ways of announcing, and cached tokens.
 
 use crate::kit::{
-    Flow, Node, Pair, bounded, config, dense, hybrid, kvferry_adapter, models, prompt, windowed,
+    Flow, Pair, bounded, config, dense, hybrid, kvferry_adapter, models, prompt, windowed,
 };
 use kvferry_connector::Announce;
 use kvferry_refengine::kvferry_adapter::KvferryAdapterConfig;
@@ -117,22 +117,6 @@ fn ranks_in_their_own_threads_hand_off() {
             pair.hand_off(&format!("r{n}"), prompt(n, 70), 6);
         }
         pair.finish(&["r0", "r1", "r2", "r3"]);
-    }
-}
-
-#[test]
-fn handoffs_work_over_the_local_transport() {
-    let _watched = bounded();
-    for transports in ["tcp", "local", "tcp,local"] {
-        for model in models() {
-            let config = config(&model, 8, 64);
-            let node = || Node::with(&config, &kvferry_adapter(), transports, "of us all");
-            let mut pair = Pair::of(Flow::ConsumerFirst, node(), node());
-            pair.hand_off("a", prompt(1, 60), 5);
-            pair.hand_off("b", prompt(2, 41), 5);
-            pair.finish(&["a", "b"]);
-            assert_eq!(pair.decode.computed, 10, "{transports}");
-        }
     }
 }
 

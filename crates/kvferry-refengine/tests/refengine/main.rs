@@ -7,7 +7,6 @@ mod contract;
 mod flips;
 mod handoffs;
 mod kit;
-mod layouts;
 mod scenarios;
 mod script;
 mod tokens;

@@ -8,17 +8,6 @@ use kvferry_refengine::{
 use proptest::prelude::*;
 
 #[test]
-fn tokens_are_the_same_with_any_number_of_ranks() {
-    for model in models() {
-        for (tp, pp) in [(1, 1), (2, 1), (4, 1), (8, 1), (1, 3), (2, 2), (4, 3)] {
-            let mut config = config(&model, 8, 64);
-            (config.tp, config.pp) = (tp, pp);
-            assert_right(engine(config), &requests(4, 37, 9));
-        }
-    }
-}
-
-#[test]
 fn tokens_are_the_same_in_every_layout_and_storage() {
     for model in models() {
         for layout in Packing::ALL {
@@ -29,19 +18,6 @@ fn tokens_are_the_same_in_every_layout_and_storage() {
                 let mut config = config(&model, 8, 200);
                 (config.layout, config.storage, config.tp) = (layout, storage, 2);
                 assert_right(engine(config), &requests(3, 30, 9));
-            }
-        }
-    }
-}
-
-#[test]
-fn tokens_are_the_same_with_any_chunks_and_blocks() {
-    for model in models() {
-        for chunk_tokens in [1, 3, 16, 17, 64] {
-            for block_tokens in [1, 4, 16, 30] {
-                let mut config = config(&model, block_tokens, 400);
-                (config.chunk_tokens, config.step_tokens) = (chunk_tokens, 40);
-                assert_right(engine(config), &requests(3, 40, 6));
             }
         }
     }
@@ -230,7 +206,7 @@ proptest! {
     #[test]
     fn whatever_the_setup_tokens_are_right(
         model in 0..3usize,
-        (tp, pp) in (prop::sample::select(vec![1usize, 2, 4]), 1..4usize),
+        (tp, pp) in (prop::sample::select(vec![1usize, 2, 4, 8]), 1..4usize),
         layout in prop::sample::select(Packing::ALL.to_vec()),
         (chunk, step) in (1..40usize, 1..60usize),
         blocks in prop::collection::vec(1..20usize, 5),
