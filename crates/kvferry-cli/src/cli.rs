@@ -9,7 +9,7 @@ use kvferry_bench::options::{
     Checksums, HandoffOptions, Measure, Op, Part, Placement, Shape, Size, Streams, TransferOptions,
 };
 use kvferry_bench::units::parse_bytes;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::doctor::helper::Probe;
 
@@ -200,15 +200,6 @@ pub(crate) enum DemoTransport {
     Tcp,
 }
 
-impl DemoTransport {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            DemoTransport::Local => "local",
-            DemoTransport::Tcp => "tcp",
-        }
-    }
-}
-
 /// When a router gives a request to the decode engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -219,17 +210,8 @@ pub(crate) enum Flow {
     Sequential,
 }
 
-impl Flow {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Flow::Concurrent => "concurrent",
-            Flow::Sequential => "sequential",
-        }
-    }
-}
-
 /// When a prefill engine announces blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum AnnounceWhen {
     /// After each half of the layers of a chunk
@@ -240,14 +222,10 @@ pub(crate) enum AnnounceWhen {
     End,
 }
 
-impl AnnounceWhen {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            AnnounceWhen::Layers => "layers",
-            AnnounceWhen::Chunks => "chunks",
-            AnnounceWhen::End => "end",
-        }
-    }
+/// A value as it is written on the command line.
+pub(crate) fn name(value: &impl ValueEnum) -> String {
+    let value = value.to_possible_value().expect("every value can be asked for");
+    value.get_name().to_owned()
 }
 
 /// Numbers of ranks among which the model's heads can be shared.

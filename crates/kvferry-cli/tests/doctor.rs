@@ -1,6 +1,5 @@
 //! The doctor as its users run it: on this host, and against agents, benches and other programs.
 
-use std::collections::HashSet;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
@@ -52,29 +51,6 @@ fn this_host_is_described_and_every_shortcoming_has_its_fix() {
     assert_eq!(code, i32::from(bad > 0), "{report}");
     for finding in findings(&report) {
         assert_eq!(finding["mark"] == "ok", finding["fix"].is_null(), "{finding}");
-    }
-    let known: HashSet<&str> =
-        findings(&report).iter().filter_map(|finding| finding["id"].as_str()).collect();
-    for id in [
-        "kernel",
-        "cores",
-        "pidfd",
-        "process_vm",
-        "same_host",
-        "memfd",
-        "huge_pages",
-        "memlock",
-        "open_files",
-        "io_uring",
-        "listen",
-        "advertise",
-        "transports",
-        "nic",
-        "rdma",
-        "cuda",
-        "gds",
-    ] {
-        assert!(known.contains(id), "{id} is missing");
     }
 }
 

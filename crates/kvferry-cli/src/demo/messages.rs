@@ -26,35 +26,17 @@ pub(super) struct Setup {
     pub(super) config: EngineConfig,
     /// As in `KVFERRY_TRANSPORTS`.
     pub(super) transports: String,
-    pub(super) announce: When,
+    pub(super) announce: AnnounceWhen,
     /// Budget of a fetch.
     pub(super) timeout_ms: u64,
 }
 
-/// [`Announce`], as the pipe carries it.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-pub(super) enum When {
-    Layers { pieces: u32 },
-    Chunks,
-    End,
-}
-
-impl From<AnnounceWhen> for When {
-    fn from(when: AnnounceWhen) -> When {
+impl From<AnnounceWhen> for Announce {
+    fn from(when: AnnounceWhen) -> Announce {
         match when {
-            AnnounceWhen::Layers => When::Layers { pieces: 2 },
-            AnnounceWhen::Chunks => When::Chunks,
-            AnnounceWhen::End => When::End,
-        }
-    }
-}
-
-impl From<When> for Announce {
-    fn from(when: When) -> Announce {
-        match when {
-            When::Layers { pieces } => Announce::Layers { pieces },
-            When::Chunks => Announce::Chunks,
-            When::End => Announce::End,
+            AnnounceWhen::Layers => Announce::Layers { pieces: 2 },
+            AnnounceWhen::Chunks => Announce::Chunks,
+            AnnounceWhen::End => Announce::End,
         }
     }
 }

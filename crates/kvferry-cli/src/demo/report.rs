@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::cli::{AnnounceWhen, DemoTransport, Flow};
+use crate::cli::{AnnounceWhen, DemoTransport, Flow, name};
 use crate::output;
 use kvferry_bench::failure::Failure;
 use kvferry_bench::machine::{self, Machine};
@@ -214,9 +214,9 @@ impl Report {
                 self.decode,
                 self.decode_tp,
                 self.in_flight,
-                self.transport.name(),
-                self.flow.name(),
-                self.announce.name()
+                name(&self.transport),
+                name(&self.flow),
+                name(&self.announce)
             ),
             format!(
                 "kvferry {}, {}, {} cores, Linux {}",

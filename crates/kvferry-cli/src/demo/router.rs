@@ -287,19 +287,14 @@ impl<'a> Router<'a> {
         let first = if is_prefill { 0 } else { flight.said };
         let right = &flight.asked.right[first.min(SAYS)..];
         if let Some(at) = (0..said.tokens.len()).find(|&at| right.get(at) != said.tokens.get(at)) {
-            let wrong = WrongToken {
-                number,
-                at: first + at,
-                said: said.tokens[at],
-                by_prefill: is_prefill,
-            };
-            let right = right.get(at).copied();
-            let (prefill, decode) = (flight.prefill, flight.decode);
-            return Err(wrong.describe(
-                right,
-                &self.engines[prefill].name,
-                &self.engines[decode].name,
-            ));
+            let right = right.get(at).map_or_else(|| "nothing".to_string(), u32::to_string);
+            let [prefill, decode, who] =
+                [flight.prefill, flight.decode, from].map(|at| &self.engines[at].name);
+            let (said, at) = (said.tokens[at], first + at);
+            return Err(Failure::Check(format!(
+                "WRONG TOKEN: request {number}, from {prefill} to {decode}: {who} says {said} as \
+                 token {at}, the model {right}"
+            )));
         }
         flight.outcome.verified += said.tokens.len() as u32;
         if is_prefill {
@@ -506,7 +501,7 @@ impl Engine {
             name: name.replace(' ', "-"),
             config: config.clone(),
             transports: plan.transports().to_string(),
-            announce: plan.options.announce.into(),
+            announce: plan.options.announce,
             timeout_ms: FETCH.as_millis() as u64,
         };
         let (commands, address) = (Some(commands), String::new());
@@ -529,26 +524,6 @@ impl Engine {
         if let Some(commands) = &mut self.commands {
             let _ = commands.send(command);
         }
-    }
-}
-
-struct WrongToken {
-    number: usize,
-    /// Index of the token.
-    at: usize,
-    said: u32,
-    by_prefill: bool,
-}
-
-impl WrongToken {
-    fn describe(&self, right: Option<u32>, prefill: &str, decode: &str) -> Failure {
-        let WrongToken { number, at, said, by_prefill } = self;
-        let who = if *by_prefill { prefill } else { decode };
-        let right = right.map_or_else(|| "nothing".to_string(), |token| token.to_string());
-        Failure::Check(format!(
-            "WRONG TOKEN: request {number}, from {prefill} to {decode}: {who} says {said} as token \
-             {at}, the model {right}"
-        ))
     }
 }
 
