@@ -9,6 +9,13 @@ pub(crate) fn shuffled(blocks: u32, rng: &mut Rng) -> Vec<u32> {
     order
 }
 
+/// A request's blocks, anywhere in a pool.
+pub(crate) fn table(pool: u32, blocks: u32, rng: &mut Rng) -> Vec<u32> {
+    let mut table = shuffled(pool, rng);
+    table.truncate(blocks as usize);
+    table
+}
+
 /// Where the block `index` of `count` goes in a batch: the same scatter as the floor program's.
 pub(crate) fn scattered(index: usize, count: usize) -> usize {
     const STRIDE: usize = 7919;

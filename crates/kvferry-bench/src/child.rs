@@ -53,12 +53,16 @@ impl Child {
         Ok(Child { process, pipe })
     }
 
+    fn pipe(&mut self) -> &mut Lines<ChildStdout, ChildStdin> {
+        self.pipe.as_mut().expect("the pipe is open until the child is dropped")
+    }
+
     /// Asks the child, and waits for its answer without a limit.
     ///
     /// # Errors
     /// What the child failed with, or that it has ended.
     pub fn ask<Q: Serialize, A: DeserializeOwned>(&mut self, ask: &Q) -> Result<A, Failure> {
-        let pipe = self.pipe.as_mut().expect("the pipe is open until the child is dropped");
+        let pipe = self.pipe();
         pipe.ask(ask).map_err(|error| Failure::Failed(format!("the helper process: {error}")))?
     }
 
@@ -75,8 +79,7 @@ impl Child {
 
     /// Asks the child; [`Child::hear_within`] returns the answer.
     pub(crate) fn tell<Q: Serialize>(&mut self, ask: &Q) -> Result<(), Failure> {
-        let pipe = self.pipe.as_mut().expect("the pipe is open until the child is dropped");
-        pipe.send(ask).map_err(|error| Failure::Failed(format!("the process: {error}")))
+        self.pipe().send(ask).map_err(|error| Failure::Failed(format!("the process: {error}")))
     }
 
     /// The child's next answer, if it comes in time.
@@ -84,8 +87,7 @@ impl Child {
         &mut self,
         patience: Duration,
     ) -> Result<A, Failure> {
-        let pipe = self.pipe.as_mut().expect("the pipe is open until the child is dropped");
-        let heard: io::Result<Option<Answer<A>>> = pipe.receive_within(patience);
+        let heard: io::Result<Option<Answer<A>>> = self.pipe().receive_within(patience);
         match heard {
             Ok(Some(answer)) => answer,
             Ok(None) => Err(Failure::Failed(self.how_it_ended()?)),
@@ -122,8 +124,7 @@ impl Child {
 
     /// The first line of a child that reports without being asked.
     pub(crate) fn hello<A: DeserializeOwned>(&mut self) -> Result<A, Failure> {
-        let pipe = self.pipe.as_mut().expect("the pipe is open until the child is dropped");
-        let hello: Option<Answer<A>> = pipe.receive()?;
+        let hello: Option<Answer<A>> = self.pipe().receive()?;
         hello.ok_or_else(|| Failure::Failed("the helper process ended at once".into()))?
     }
 
@@ -171,6 +172,14 @@ where
             break;
         }
     }
+    Ok(())
+}
+
+/// In the child: says one thing, and waits until the parent closes the pipe.
+pub(crate) fn hold<T: Serialize>(hello: T) -> Result<(), Failure> {
+    let mut pipe = Lines::new(io::stdin(), io::stdout());
+    pipe.send::<Answer<T>>(&Ok(hello))?;
+    while pipe.receive::<serde_json::Value>()?.is_some() {}
     Ok(())
 }
 

@@ -5,7 +5,7 @@
 
 use fastrand::Rng;
 
-use crate::blocks::shuffled;
+use crate::blocks::table;
 use crate::failure::Failure;
 use crate::stats::Spread;
 
@@ -39,12 +39,7 @@ fn over(settings: &Settings, transport: &str) -> Result<Vec<Row>, Failure> {
     let mut rng = Rng::with_seed(super::SEED);
     let mut sent = Vec::new();
     for round in 0..=settings.rounds {
-        let mut tables = || {
-            let mut blocks = shuffled(POOL, &mut rng);
-            blocks.truncate((TOKENS / BLOCK_TOKENS) as usize);
-            blocks
-        };
-        let (blocks, here) = (tables(), tables());
+        let [blocks, here] = [0, 1].map(|_| table(POOL, TOKENS / BLOCK_TOKENS, &mut rng));
         // As long as the ids of routers.
         let request = format!("cmpl-{:032x}", rng.u64(..) as u128 * (round as u128 + 1));
         let before = control_bytes(&mut producer, &consumer)?;

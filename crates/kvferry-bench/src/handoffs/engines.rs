@@ -31,7 +31,7 @@ use crate::layer_times::LayerTimes;
 use crate::stats::{Spread, quantile_of};
 
 use super::Settings;
-use super::rank::PATIENCE;
+use super::rank::{PATIENCE, failed};
 use super::report::Row;
 
 const BLOCK_TOKENS: usize = 128;
@@ -87,15 +87,14 @@ fn over(settings: &Settings, transport: &str) -> Result<Vec<Row>, Failure> {
 
 /// The time of an engine for as many prompts without handoffs: most of the time of handoffs, too.
 fn without_handoffs(count: usize) -> Result<Duration, Failure> {
-    let engine = Engine::new(config(), Connector::None);
-    let mut engine = engine.map_err(|error| Failure::Failed(error.to_string()))?;
+    let mut engine = Engine::new(config(), Connector::None).map_err(failed)?;
     let began = Instant::now();
     for request in 0..count as u64 {
         let request = Request::new(name(request), prompt(request), 1);
-        engine.submit(request).map_err(|error| Failure::Failed(error.to_string()))?;
+        engine.submit(request).map_err(failed)?;
     }
     while engine.has_work() {
-        engine.step().map_err(|error| Failure::Failed(error.to_string()))?;
+        engine.step().map_err(failed)?;
         drop(engine.take_outputs());
     }
     Ok(began.elapsed())
@@ -157,20 +156,19 @@ impl Node {
         let mut connector = kvferry_adapter.vllm();
         let timed = |inner| times.of(inner, LAYERS);
         connector.workers = connector.workers.into_iter().map(timed).collect();
-        let engine = Engine::new(config, Connector::Vllm(connector));
-        let engine = engine.map_err(|error| Failure::Failed(error.to_string()))?;
+        let engine = Engine::new(config, Connector::Vllm(connector)).map_err(failed)?;
         Ok(Node { engine, address, times })
     }
 
     fn submit(&mut self, request: u64, params: Params) -> Result<(), Failure> {
         let request = Request::new(name(request), prompt(request), 1).with_params(params);
-        self.engine.submit(request).map_err(|error| Failure::Failed(error.to_string()))
+        self.engine.submit(request).map_err(failed)
     }
 
     /// A step, and then a pause if it computed nothing. Compares the tokens of requests that have ended,
     /// and returns their number.
     fn step(&mut self, pause: impl FnOnce()) -> Result<usize, Failure> {
-        let step = self.engine.step().map_err(|error| Failure::Failed(error.to_string()))?;
+        let step = self.engine.step().map_err(failed)?;
         if step.tokens == 0 {
             pause();
         }
@@ -286,7 +284,7 @@ impl Node {
                 self.submit(next, producer_params(Some(&transfer(next))))?;
                 (next, held) = (next + 1, held + 1);
             }
-            let step = self.engine.step().map_err(|error| Failure::Failed(error.to_string()))?;
+            let step = self.engine.step().map_err(failed)?;
             held = step.held + step.unfinished;
             drop(self.engine.take_outputs());
             if step.tokens == 0 {

@@ -6,17 +6,15 @@
 
 use std::time::Duration;
 
-use kvferry_connector::ConnectorMetadata;
-
 use fastrand::Rng;
 
-use crate::blocks::shuffled;
+use crate::blocks::table;
 use crate::failure::Failure;
 use crate::machine;
 use crate::stats::Spread;
 
 use super::producer::{Ask, Prefill, Producer, Used};
-use super::rank::{Build, Geometry, Rank, Ready, compute, held};
+use super::rank::{Build, Geometry, Rank, Ready};
 use super::report::Row;
 use super::{PIECES, Settings};
 
@@ -147,11 +145,7 @@ impl Pair {
     ) -> Result<Pair, Failure> {
         let build = |engine| Build { engine, transport: transport.to_owned(), ready, geometry };
         let mut rng = Rng::with_seed(super::SEED);
-        let tables = [0, 1].map(|_| {
-            let mut blocks = shuffled(POOL, &mut rng);
-            blocks.truncate((TOKENS / BLOCK_TOKENS) as usize);
-            blocks
-        });
+        let tables = [0, 1].map(|_| table(POOL, TOKENS / BLOCK_TOKENS, &mut rng));
         let (producer, consumer) = (Producer::start(&build(1))?, Rank::start(&build(2))?);
         let mut pair = Pair { producer, consumer, tables, handoffs: 0 };
         pair.producer.ask::<()>(&Ask::Fill(super::SEED))?;
@@ -173,13 +167,7 @@ impl Pair {
     pub(super) fn ready_beforehand(&mut self) -> Result<Duration, Failure> {
         let name = self.next_name();
         let [there, here] = self.tables.clone();
-        let blocks = kvferry_connector::BlockTable::new(0, there);
-        let computes = vec![compute(&name, 0..TOKENS, TOKENS, blocks)];
-        self.producer.apply(&ConnectorMetadata { computes, ..ConnectorMetadata::default() })?;
-        self.producer.apply(&ConnectorMetadata {
-            endings: vec![held(&name)],
-            ..ConnectorMetadata::default()
-        })?;
+        self.producer.produce(&name, TOKENS, there)?;
         let began = machine::shared_clock();
         self.consumer.fetch(&name, &self.producer.address, &here, TOKENS)?;
         self.consumer.next_reports()?;

@@ -5,28 +5,26 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvferry_proto::RegionId;
-use kvferry_proto::layout::{
-    ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, Mismatch, Packing, Plane, Region,
-    Shape,
-};
+use kvferry_proto::layout::{Encoding, Layout, Mismatch, Packing};
 use kvferry_proto::plan::{Ask, Blocks, Cursor, Map, Plan, Routing, Share, Topology};
 
 use fastrand::Rng;
 
-use crate::blocks::shuffled;
+use crate::blocks::table;
 use crate::failure::Failure;
 use crate::stats::{Spread, median};
 
 use super::Settings;
 use super::exposed::{BLOCK_TOKENS, LAYERS, TOKENS};
+use super::rank::{Geometry, failed, layout};
 use super::report::Row;
 
 const PRODUCERS: u32 = 2;
 const CONSUMERS: u32 = 4;
-const HEADS: u32 = 8;
-/// K and V of 128 elements of two bytes.
-const CONTENT: u32 = 512;
 const POOL: u32 = 4096;
+/// K and V of 128 elements of two bytes, of eight heads.
+const GEOMETRY: Geometry =
+    Geometry { layers: LAYERS, blocks: POOL, block_tokens: BLOCK_TOKENS, heads: 8, content: 512 };
 /// Plans of one round.
 const REPEATS: usize = 21;
 /// Copies that a plan yields at a time.
@@ -39,7 +37,7 @@ pub(super) fn run(settings: &Settings) -> Result<Vec<Row>, Failure> {
     let mut rows = Vec::new();
     for packing in Packing::ALL {
         settings.bar.set_message(format!("plan, {packing}"));
-        let bench = Bench::new(packing).map_err(|error| Failure::Failed(error.to_string()))?;
+        let bench = Bench::new(packing).map_err(failed)?;
         let rounds = |work: &mut dyn FnMut(usize)| {
             Spread::of((0..settings.rounds).map(|_| round(work)).collect())
         };
@@ -94,18 +92,18 @@ struct Bench {
 
 impl Bench {
     fn new(packing: Packing) -> Result<Bench, Mismatch> {
-        let layouts = |ranks| (0..ranks).map(|rank| layout(packing, rank, ranks)).collect();
-        let (producers, consumers): (Vec<_>, Vec<_>) = (layouts(PRODUCERS), layouts(CONSUMERS));
+        let (geometry, encoding) = (GEOMETRY, Encoding::new("bfloat16", 16));
+        let layouts = |ranks| -> Vec<_> {
+            let of = |rank| layout(&geometry, packing, (rank, ranks), &encoding, RegionId(1));
+            (0..ranks).map(|rank| of(rank).expect("the shape is sound")).collect()
+        };
+        let (producers, consumers) = (layouts(PRODUCERS), layouts(CONSUMERS));
         let routing = Routing::new(&Topology::new(&producers)?, &Topology::new(&consumers)?)?;
         let (from, to) = (0, routing.readers_of(0)[0]);
         let share = routing.share(from, to);
         let map = Arc::new(Map::new(&producers[from], &consumers[to], &share)?);
         let mut rng = Rng::with_seed(super::SEED);
-        let mut table = || {
-            let mut blocks = shuffled(POOL, &mut rng);
-            blocks.truncate((TOKENS / BLOCK_TOKENS) as usize);
-            blocks
-        };
+        let mut table = || table(POOL, TOKENS / BLOCK_TOKENS, &mut rng);
         let tables = (0..REPEATS).map(|_| [table(), table()]).collect();
         Ok(Bench { producers, consumers, from, to, share, map, tables })
     }
@@ -124,38 +122,4 @@ impl Bench {
         let map = Map::new(&self.producers[self.from], &self.consumers[self.to], &self.share);
         self.plan(&Arc::new(map.expect("it was built before")), at)
     }
-}
-
-fn layout(packing: Packing, rank: u32, ranks: u32) -> Layout {
-    let heads = Heads::shard(HEADS, rank, ranks).expect("it divides");
-    let shape = Shape {
-        layers: LAYERS,
-        blocks: POOL,
-        heads: heads.count,
-        rows: BLOCK_TOKENS,
-        content: CONTENT,
-        kernel_blocks: 1,
-    };
-    let region = Region { id: RegionId(1), len: shape.bytes().expect("it can be counted") };
-    let group = Group {
-        name: "full".to_owned(),
-        kind: Kind::Full,
-        block_tokens: BLOCK_TOKENS,
-        blocks: POOL,
-        context: ContextShard::WHOLE,
-    };
-    let views = packing.views(&shape, 0, 0).expect("the shape is sound");
-    let layers = views.into_iter().enumerate().map(|(layer, view)| Layer {
-        name: format!("model.layers.{layer}.self_attn.attn"),
-        group: 0,
-        planes: vec![Plane {
-            role: "kv".to_owned(),
-            encoding: Encoding::new("bfloat16", 16),
-            heads,
-            rows: BLOCK_TOKENS,
-            content: CONTENT,
-            view,
-        }],
-    });
-    Layout::new(vec![region], vec![group], layers.collect()).expect("the shape is sound")
 }

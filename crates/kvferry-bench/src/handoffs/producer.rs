@@ -78,6 +78,19 @@ impl Producer {
         self.ask(&Ask::Apply(metadata.encode()))
     }
 
+    /// Computes a request's tokens at once, and holds them until they are fetched.
+    pub(super) fn produce(
+        &mut self,
+        name: &str,
+        tokens: u32,
+        blocks: Vec<u32>,
+    ) -> Result<(), Failure> {
+        let computes = vec![compute(name, 0..tokens, tokens, BlockTable::new(0, blocks))];
+        self.apply(&ConnectorMetadata { computes, ..ConnectorMetadata::default() })?;
+        let endings = vec![held(name)];
+        self.apply(&ConnectorMetadata { endings, ..ConnectorMetadata::default() })
+    }
+
     /// Begins to compute; [`Producer::computed`] returns the moment of the last layer.
     pub(super) fn prefill(&mut self, prefill: Prefill) -> Result<(), Failure> {
         self.child.tell(&Ask::Prefill(prefill))
@@ -149,10 +162,8 @@ fn compute_by_timer(rank: &Rank, prefill: &Prefill) -> Result<Duration, Failure>
         last.wait();
         computed = last.0;
     }
-    rank.apply(&ConnectorMetadata {
-        endings: vec![held(request)],
-        ..ConnectorMetadata::default()
-    })?;
+    let endings = vec![held(request)];
+    rank.apply(&ConnectorMetadata { endings, ..ConnectorMetadata::default() })?;
     Ok(computed)
 }
 

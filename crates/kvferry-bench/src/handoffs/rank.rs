@@ -7,7 +7,7 @@ use std::time::Duration;
 use kvferry::{Access, Agent, Region, Transports};
 use kvferry_connector::{
     Announce, BlockTable, Compute, ConnectorMetadata, Ending, EndingKind, EngineId, EngineMetadata,
-    FetchRequest, HandoffId, Limits, Offer, Reports, Worker, WorkerConfig, WorkerError,
+    FetchRequest, HandoffId, Limits, Offer, Reports, Worker, WorkerConfig,
 };
 use kvferry_proto::layout::{
     ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, Packing, Plane, Region as Place,
@@ -94,7 +94,8 @@ impl Rank {
         let geometry = build.geometry;
         // Private, as memory that an engine allocated.
         let memory = agent.allocate_private(geometry.bytes() as usize, Access::READ)?;
-        let layout = layout(&geometry, memory.id())?;
+        let bytes = Encoding::new("bytes", 8);
+        let layout = layout(&geometry, Packing::Lbhnc, (0, 1), &bytes, memory.id())?;
         let limits = Limits::default();
         let config = WorkerConfig { rank: 0, announce: build.ready.into(), limits };
         let regions = std::slice::from_ref(&memory);
@@ -118,10 +119,8 @@ impl Rank {
         blocks: &[u32],
         tokens: u32,
     ) -> Result<(), Failure> {
-        self.apply(&ConnectorMetadata {
-            fetches: vec![fetch_request(request, from, blocks, tokens)],
-            ..ConnectorMetadata::default()
-        })?;
+        let fetches = vec![fetch_request(request, from, blocks, tokens)];
+        self.apply(&ConnectorMetadata { fetches, ..ConnectorMetadata::default() })?;
         self.worker.fetch();
         Ok(())
     }
@@ -172,7 +171,7 @@ impl Rank {
     }
 }
 
-pub(super) fn failed(error: WorkerError) -> Failure {
+pub(super) fn failed(error: impl std::fmt::Display) -> Failure {
     Failure::Failed(error.to_string())
 }
 
@@ -218,12 +217,20 @@ pub(super) fn held(request: &str) -> Ending {
     Ending { request: request.to_owned(), transfer: id(request), how }
 }
 
-fn layout(geometry: &Geometry, region: kvferry::RegionId) -> Result<Layout, Failure> {
+/// The layout of one rank of `ranks` in an engine of this shape.
+pub(super) fn layout(
+    geometry: &Geometry,
+    packing: Packing,
+    (rank, ranks): (u32, u32),
+    encoding: &Encoding,
+    region: kvferry::RegionId,
+) -> Result<Layout, Failure> {
     let Geometry { layers, blocks, block_tokens, heads, content } = *geometry;
     let unsound = || Failure::Usage("no cache has this shape".to_owned());
-    let shape = Shape { layers, blocks, heads, rows: block_tokens, content, kernel_blocks: 1 };
-    let views = Packing::Lbhnc.views(&shape, 0, 0).ok_or_else(unsound)?;
-    let heads = Heads::shard(heads, 0, 1).ok_or_else(unsound)?;
+    let heads = Heads::shard(heads, rank, ranks).ok_or_else(unsound)?;
+    let rows = block_tokens;
+    let shape = Shape { layers, blocks, heads: heads.count, rows, content, kernel_blocks: 1 };
+    let views = packing.views(&shape, 0, 0).ok_or_else(unsound)?;
     let group = Group {
         name: "full".to_owned(),
         kind: Kind::Full,
@@ -236,14 +243,14 @@ fn layout(geometry: &Geometry, region: kvferry::RegionId) -> Result<Layout, Fail
         group: 0,
         planes: vec![Plane {
             role: "kv".to_owned(),
-            encoding: Encoding::new("bytes", 8),
+            encoding: encoding.clone(),
             heads,
-            rows: block_tokens,
+            rows,
             content,
             view,
         }],
     });
-    let places = vec![Place { id: region, len: geometry.bytes() }];
-    let layout = Layout::new(places, vec![group], layers.collect());
-    layout.map_err(|error| Failure::Usage(error.to_string()))
+    let places = vec![Place { id: region, len: shape.bytes().ok_or_else(unsound)? }];
+    Layout::new(places, vec![group], layers.collect())
+        .map_err(|error| Failure::Usage(error.to_string()))
 }

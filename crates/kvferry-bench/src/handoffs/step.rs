@@ -12,8 +12,8 @@
 use std::time::{Duration, Instant};
 
 use kvferry_connector::{
-    BlockTable, ConnectorMetadata, ConsumerParams, EngineId, FinishReason, GroupRule, Params,
-    Request, Scheduled, Scheduler, SchedulerConfig, producer_params,
+    ConnectorMetadata, ConsumerParams, EngineId, FinishReason, GroupRule, Params, Request,
+    Scheduled, Scheduler, SchedulerConfig, producer_params,
 };
 use kvferry_proto::layout::Kind;
 
@@ -23,9 +23,7 @@ use crate::stats::{Spread, median};
 
 use super::exposed::{BLOCK_TOKENS, LAYERS};
 use super::producer::{Producer, Step};
-use super::rank::{
-    Build, Geometry, PATIENCE, Rank, Ready, compute, failed, fetch_request, held, id,
-};
+use super::rank::{Build, Geometry, PATIENCE, Rank, Ready, failed, fetch_request, id};
 use super::report::Row;
 use super::{PIECES, Settings};
 
@@ -151,32 +149,20 @@ impl Engine {
         };
         let mut scheduler = Scheduler::new(config, EngineId(2));
         let introduced = scheduler.set_ranks(vec![rank.worker.rank_metadata().to_vec()]);
-        introduced.map_err(|error| Failure::Failed(error.to_string()))?;
+        introduced.map_err(failed)?;
         let prefill_tokens = steps * CHUNK_TOKENS;
         let address = rank.agent.advertised().to_owned();
         // The peer has produced the requests that will be admitted.
         for admitted in 0..steps * ADMITTED {
             let name = format!("admitted-{admitted}");
-            let table = BlockTable::new(0, whole(SHORT_TOKENS));
-            let computes = vec![compute(&name, 0..SHORT_TOKENS, SHORT_TOKENS, table)];
-            peer.apply(&ConnectorMetadata { computes, ..ConnectorMetadata::default() })?;
-            peer.apply(&ConnectorMetadata {
-                endings: vec![held(&name)],
-                ..ConnectorMetadata::default()
-            })?;
+            peer.produce(&name, SHORT_TOKENS, whole(SHORT_TOKENS))?;
         }
-        let fetches = (0..PREFILLED).map(|n| {
-            fetch_request(
-                &format!("prefilled-{n}"),
-                &address,
-                &whole(prefill_tokens),
-                prefill_tokens,
-            )
-        });
-        peer.apply(&ConnectorMetadata {
-            fetches: fetches.collect(),
-            ..ConnectorMetadata::default()
-        })?;
+        let fetch = |n| {
+            let name = format!("prefilled-{n}");
+            fetch_request(&name, &address, &whole(prefill_tokens), prefill_tokens)
+        };
+        let fetches = (0..PREFILLED).map(fetch).collect();
+        peer.apply(&ConnectorMetadata { fetches, ..ConnectorMetadata::default() })?;
         let received = Vec::new();
         let mut engine =
             Engine { rank, scheduler, peer, until: 0, prefill_tokens, admitted: 0, received };

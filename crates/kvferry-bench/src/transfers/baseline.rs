@@ -9,7 +9,6 @@ use std::time::Instant;
 use crate::child;
 use crate::failure::Failure;
 use crate::helper;
-use crate::lines::{Answer, Lines};
 use crate::options::{Op, Size};
 use crate::stats::median;
 
@@ -28,17 +27,11 @@ const TRIALS: usize = 3;
 pub(crate) fn hold(bytes: usize) -> Result<(), Failure> {
     child::die_with_parent()?;
     let memory = Pages::filled(1, bytes);
-    let mut pipe = Lines::new(io::stdin(), io::stdout());
-    pipe.send::<Answer<usize>>(&Ok(memory.as_ptr() as usize))?;
-    while pipe.receive::<()>()?.is_some() {}
-    Ok(())
+    child::hold(memory.as_ptr() as usize)
 }
 
 /// Bytes per second of `process_vm_readv` from another process, `threads` at once, each with its share
 /// of `bytes` in blocks.
-///
-/// # Errors
-/// If no process can be started, or the kernel refuses to read its memory.
 ///
 /// # Errors
 /// If no process can be started, or the kernel refuses to read its memory.

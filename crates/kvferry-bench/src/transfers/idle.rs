@@ -2,19 +2,16 @@
 
 use std::time::{Duration, Instant};
 
-use kvferry::{Access, Agent, Batch, Options, Peer};
-
 use crate::failure::Failure;
 use crate::machine::agent_time;
-use crate::options::Op;
 use crate::stats::Spread;
 
 use super::messages::{Ask, Reach};
 use super::report::{Bound, Row};
-use super::{Bench, start_agent, transfer};
+use super::sessions::Sessions;
+use super::{Bench, start_agent};
 
 const SESSIONS: usize = 8;
-const BLOCK_BYTES: usize = 4096;
 
 /// Processor time right after a transfer is still the transfer's.
 const SETTLE: Duration = Duration::from_millis(500);
@@ -24,14 +21,16 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
     bench.bar.inc_length(rounds as u64 + 1);
     bench.step("opening 8 sessions");
     let agent = start_agent(bench.settings, bench.transport)?;
-    let sessions = Sessions::open(bench, &agent)?;
+    let reaches: Vec<Reach> = bench.link.ask(&Ask::Agents(SESSIONS))?;
+    let sessions = Sessions::open(&agent, &reaches)?;
     let (mut ours, mut theirs, mut ready) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..rounds {
         bench.step(&format!("round {}/{rounds}: idling", round + 1));
         let (there, started) = (bench.link.usage()?.cpu, Instant::now());
         ours.push(percent_of_a_core(bench.settings.idle_for)?);
         theirs.push(percent(bench.link.usage()?.cpu - there, started.elapsed()));
-        ready.push(sessions.transfer_on_each()?.as_secs_f64() * 1e6);
+        // The slowest.
+        ready.push(sessions.write(SESSIONS, |call| call)?.into_iter().fold(0.0, f64::max));
     }
     let row = |work, unit, rounds| Row::new("idle", work, unit, Spread::of(rounds));
     Ok(vec![
@@ -51,34 +50,4 @@ pub(super) fn percent_of_a_core(idle_for: Duration) -> Result<f64, Failure> {
 
 fn percent(used: Duration, of: Duration) -> f64 {
     used.as_secs_f64() / of.as_secs_f64() * 100.0
-}
-
-struct Sessions {
-    peers: Vec<(Peer, Batch)>,
-}
-
-impl Sessions {
-    fn open(bench: &mut Bench<'_>, agent: &Agent) -> Result<Sessions, Failure> {
-        let ours = agent.allocate(BLOCK_BYTES, Access::NONE)?;
-        let reaches: Vec<Reach> = bench.link.ask(&Ask::Agents(SESSIONS))?;
-        let open = |reach: &Reach| {
-            let mut batch = Batch::with_capacity(1);
-            batch.push(&ours, 0, &reach.region.0, 0, BLOCK_BYTES as u64)?;
-            let peer = agent.peer(&reach.agent)?;
-            transfer(&peer, Op::Write, &batch, &Options::default())?;
-            Ok::<_, Failure>((peer, batch))
-        };
-        Ok(Sessions { peers: reaches.iter().map(open).collect::<Result<_, _>>()? })
-    }
-
-    /// The time of the slowest.
-    fn transfer_on_each(&self) -> Result<Duration, Failure> {
-        let mut slowest = Duration::ZERO;
-        for (peer, batch) in &self.peers {
-            let started = Instant::now();
-            transfer(peer, Op::Write, batch, &Options::default())?;
-            slowest = slowest.max(started.elapsed());
-        }
-        Ok(slowest)
-    }
 }

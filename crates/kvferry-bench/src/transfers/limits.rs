@@ -12,7 +12,7 @@ use super::floor::{BUFFERS, CHUNKS, STREAMS};
 use super::messages::{Ask, Program};
 use super::pages::Pages;
 use super::report::Choice;
-use super::subject::{Cell, InProcess, Subject, calls_here, fastest, verify_here};
+use super::subject::{Cell, InProcess, Subject, fastest};
 use super::verify::Memory;
 use super::{Bench, raw};
 
@@ -38,7 +38,7 @@ impl FloorProgram {
     }
 }
 
-impl Subject for FloorProgram {
+impl InProcess for FloorProgram {
     fn who(&self) -> &'static str {
         "floor"
     }
@@ -59,22 +59,6 @@ impl Subject for FloorProgram {
         Ok(())
     }
 
-    fn calls(
-        &mut self,
-        bench: &mut Bench<'_>,
-        cell: &Cell,
-        calls: usize,
-        limit: Duration,
-    ) -> Result<Vec<f64>, Failure> {
-        calls_here(self, bench, cell, calls, limit)
-    }
-
-    fn verify(&mut self, bench: &mut Bench<'_>, cell: &Cell) -> Result<Option<String>, Failure> {
-        verify_here(self, bench, cell)
-    }
-}
-
-impl InProcess for FloorProgram {
     fn one(&mut self, bench: &mut Bench<'_>, cell: &Cell, batch: usize) -> Result<(), Failure> {
         let (floor, table) = (&mut bench.floors[self.now], &cell.load.batches[batch]);
         let done = match cell.op {
@@ -160,7 +144,7 @@ impl ProcessVm {
     }
 }
 
-impl Subject for ProcessVm {
+impl InProcess for ProcessVm {
     fn who(&self) -> &'static str {
         "process_vm"
     }
@@ -180,22 +164,6 @@ impl Subject for ProcessVm {
         Ok(())
     }
 
-    fn calls(
-        &mut self,
-        bench: &mut Bench<'_>,
-        cell: &Cell,
-        calls: usize,
-        limit: Duration,
-    ) -> Result<Vec<f64>, Failure> {
-        calls_here(self, bench, cell, calls, limit)
-    }
-
-    fn verify(&mut self, bench: &mut Bench<'_>, cell: &Cell) -> Result<Option<String>, Failure> {
-        verify_here(self, bench, cell)
-    }
-}
-
-impl InProcess for ProcessVm {
     fn one(&mut self, bench: &mut Bench<'_>, cell: &Cell, batch: usize) -> Result<(), Failure> {
         let table = &cell.load.batches[batch];
         Ok(self.target.copy(cell.op, &mut bench.floor_memory, table, self.now)?)

@@ -429,8 +429,7 @@ impl<'a> Bench<'a> {
         floor_streams: usize,
     ) -> Result<Bench<'a>, Failure> {
         let bytes = link.region().len as usize;
-        let mut arena = agent.allocate_private(bytes, Access::NONE)?;
-        verify::poison(&mut arena, bytes)?;
+        let arena = verify::touched(agent.allocate_private(bytes, Access::NONE)?)?;
         Ok(Bench {
             settings,
             transport,

@@ -1,13 +1,11 @@
 //! kvferry as a subject: an agent of this process, its peer at the target, memory at both.
 
-use std::time::Duration;
-
 use kvferry::{Access, Agent, Batch, Checksum, Options, Peer, Region, RemoteRegion};
 
 use crate::failure::Failure;
 
 use super::messages::Program;
-use super::subject::{Cell, InProcess, Subject, calls_here, verify_here};
+use super::subject::{Cell, InProcess};
 use super::verify::{self, Memory};
 use super::{Bench, agent_builder, batch_between, transfer};
 
@@ -40,7 +38,7 @@ impl Ours {
     pub(super) fn checked(bench: &Bench<'_>) -> Result<Ours, Failure> {
         let builder = agent_builder(bench.settings, bench.transport)?.checksum(Checksum::On);
         let agent = builder.start()?;
-        let memory = filled(agent.allocate_private(bench.arena.len(), Access::NONE)?)?;
+        let memory = verify::touched(agent.allocate_private(bench.arena.len(), Access::NONE)?)?;
         let peer = agent.peer(&bench.link.agent_address)?;
         Ok(Ours { who: "checksums", peer, memory, _agent: Some(agent), ..Ours::registered(bench) })
     }
@@ -48,21 +46,14 @@ impl Ours {
     /// Between memory that the agents allocated and may share. `None` if the target has none.
     pub(super) fn shared(bench: &Bench<'_>) -> Result<Option<Ours>, Failure> {
         let Some(remote) = bench.link.shared().cloned() else { return Ok(None) };
-        let memory = filled(bench.agent.allocate(bench.arena.len(), Access::NONE)?)?;
+        let memory = verify::touched(bench.agent.allocate(bench.arena.len(), Access::NONE)?)?;
         let program = Program::Shared;
         let ours = Ours::registered(bench);
         Ok(Some(Ours { who: "kvferry, allocated", program, memory, remote, ..ours }))
     }
 }
 
-/// Touches every page: the first transfer must not pay for that.
-fn filled(mut region: Region) -> Result<Region, Failure> {
-    let bytes = region.len();
-    verify::poison(&mut region, bytes)?;
-    Ok(region)
-}
-
-impl Subject for Ours {
+impl InProcess for Ours {
     fn who(&self) -> &'static str {
         self.who
     }
@@ -74,22 +65,6 @@ impl Subject for Ours {
         Ok(())
     }
 
-    fn calls(
-        &mut self,
-        bench: &mut Bench<'_>,
-        cell: &Cell,
-        calls: usize,
-        limit: Duration,
-    ) -> Result<Vec<f64>, Failure> {
-        calls_here(self, bench, cell, calls, limit)
-    }
-
-    fn verify(&mut self, bench: &mut Bench<'_>, cell: &Cell) -> Result<Option<String>, Failure> {
-        verify_here(self, bench, cell)
-    }
-}
-
-impl InProcess for Ours {
     fn one(&mut self, _: &mut Bench<'_>, cell: &Cell, batch: usize) -> Result<(), Failure> {
         let options = Options { streams: cell.streams.0, ..Options::default() };
         transfer(&self.peer, cell.op, &self.batches[batch], &options)

@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 
 use crate::child::Child;
 use crate::failure::Failure;
+use crate::helper;
 use crate::machine::random;
 use crate::options::Op;
 
@@ -75,15 +76,13 @@ pub(super) fn beside(transport: &str, python: &Path, bytes: usize) -> Vec<PeerEn
 
 /// Fails unless the interpreter has `kvferry_peers`.
 pub(super) fn check(python: &Path) -> Result<(), Failure> {
-    let mut probe = Command::new(python);
-    probe.args(["-c", "import kvferry_peers"]).stdin(Stdio::null());
-    match probe.stdout(Stdio::null()).stderr(Stdio::null()).status() {
-        Ok(status) if status.success() => Ok(()),
-        _ => Err(Failure::Usage(format!(
-            "--peers {}: it can't `import kvferry_peers`; `make bench-peers` installs what is needed",
-            python.display()
-        ))),
+    if helper::imports(python, "kvferry_peers") {
+        return Ok(());
     }
+    Err(Failure::Usage(format!(
+        "--peers {}: it can't `import kvferry_peers`; `make bench-peers` installs what is needed",
+        python.display()
+    )))
 }
 
 const START_PATIENCE: Duration = Duration::from_secs(60);

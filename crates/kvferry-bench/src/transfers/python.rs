@@ -3,7 +3,7 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 use serde::de::DeserializeOwned;
@@ -14,7 +14,7 @@ use crate::failure::Failure;
 use crate::machine::random;
 use crate::options::{Op, Size};
 use crate::stats::{Spread, median};
-use crate::units;
+use crate::{helper, units};
 
 use super::Bench;
 use super::messages::Program;
@@ -41,12 +41,7 @@ pub(super) fn find(asked: Option<&Path>) -> Result<PathBuf, String> {
         Some(asked) => vec![asked.to_owned()],
         None => likely.into_iter().flatten().collect(),
     };
-    let has_kvferry = |python: &&PathBuf| {
-        let mut probe = Command::new(python);
-        probe.args(["-c", "import kvferry"]).stdin(Stdio::null());
-        probe.stdout(Stdio::null()).stderr(Stdio::null());
-        probe.status().is_ok_and(|status| status.success())
-    };
+    let has_kvferry = |python: &&PathBuf| helper::imports(python, "kvferry");
     tried.iter().find(has_kvferry).cloned().ok_or_else(|| {
         let tried: Vec<_> = tried.iter().map(|python| python.display().to_string()).collect();
         format!("no `import kvferry` in {}; `make build` makes .venv", tried.join(", "))

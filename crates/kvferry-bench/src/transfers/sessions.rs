@@ -7,9 +7,9 @@ use std::time::Instant;
 
 use kvferry::{Access, Agent, Batch, Options, Peer, Region};
 
-use crate::child::{Child, die_with_parent};
+use crate::child::{Child, die_with_parent, hold};
 use crate::failure::Failure;
-use crate::lines::{Answer, Described, Lines};
+use crate::lines::Described;
 use crate::options::Op;
 use crate::stats::{Spread, quantile_of};
 use crate::{helper, machine, units};
@@ -48,10 +48,7 @@ pub(crate) fn run_agents(count: usize) -> Result<(), Failure> {
         agent: agent.advertised().to_string(),
         region: Described(region.remote()),
     };
-    let mut pipe = Lines::new(io::stdin(), io::stdout());
-    pipe.send::<Answer<Vec<Reach>>>(&Ok(agents.iter().map(reach).collect()))?;
-    while pipe.receive::<()>()?.is_some() {}
-    Ok(())
+    hold(agents.iter().map(reach).collect::<Vec<_>>())
 }
 
 pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
@@ -130,14 +127,14 @@ pub(super) fn run(bench: &mut Bench<'_>) -> Result<Vec<Row>, Failure> {
 }
 
 /// Sessions of one agent, each with a block to write.
-struct Sessions<'a> {
+pub(super) struct Sessions<'a> {
     agent: &'a Agent,
     block: Region,
     peers: Vec<(Peer, Batch)>,
 }
 
 impl<'a> Sessions<'a> {
-    fn open(agent: &'a Agent, reaches: &[Reach]) -> Result<Sessions<'a>, Failure> {
+    pub(super) fn open(agent: &'a Agent, reaches: &[Reach]) -> Result<Sessions<'a>, Failure> {
         let block = agent.allocate_private(BLOCK_BYTES, Access::NONE)?;
         let mut sessions = Sessions { agent, block, peers: Vec::new() };
         sessions.extend(reaches)?;
@@ -156,7 +153,11 @@ impl<'a> Sessions<'a> {
     }
 
     /// Microseconds of each of so many calls, over the session that `choose` returns for it.
-    fn write(&self, calls: usize, choose: fn(usize) -> usize) -> Result<Vec<f64>, Failure> {
+    pub(super) fn write(
+        &self,
+        calls: usize,
+        choose: fn(usize) -> usize,
+    ) -> Result<Vec<f64>, Failure> {
         let call = |call| {
             let (peer, batch) = &self.peers[choose(call)];
             let started = Instant::now();

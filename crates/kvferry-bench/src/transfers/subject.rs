@@ -104,7 +104,23 @@ pub(super) trait Subject {
 }
 
 /// A subject of this process, which moves between memory here and memory of the bench's target.
-pub(super) trait InProcess: Subject {
+pub(super) trait InProcess {
+    /// See [`Subject::who`].
+    fn who(&self) -> &'static str;
+
+    /// See [`Subject::prepare`].
+    fn prepare(&mut self, _: &mut Bench<'_>, _: &Cell) -> Result<(), Failure> {
+        Ok(())
+    }
+
+    /// See [`Subject::tune`].
+    fn tune(&mut self, bench: &mut Bench<'_>, cell: &Cell) -> Result<(), Failure>
+    where
+        Self: Sized,
+    {
+        turn(self, bench, cell, bench.settings.turn_bytes / 2).map(drop)
+    }
+
     /// Moves one batch of the cell, and returns when it has ended.
     fn one(&mut self, bench: &mut Bench<'_>, cell: &Cell, batch: usize) -> Result<(), Failure>;
 
@@ -115,41 +131,49 @@ pub(super) trait InProcess: Subject {
     fn program(&self) -> Program;
 }
 
-/// [`Subject::calls`] of an [`InProcess`].
-pub(super) fn calls_here<C: InProcess>(
-    subject: &mut C,
-    bench: &mut Bench<'_>,
-    cell: &Cell,
-    calls: usize,
-    limit: Duration,
-) -> Result<Vec<f64>, Failure> {
-    let (began, mut took) = (Instant::now(), Vec::with_capacity(calls));
-    while took.len() < calls && (took.len() < 2 || began.elapsed() < limit) {
-        let started = Instant::now();
-        for batch in 0..cell.load.batches.len() {
-            subject.one(bench, cell, batch)?;
-        }
-        took.push(started.elapsed().as_secs_f64());
+impl<S: InProcess> Subject for S {
+    fn who(&self) -> &'static str {
+        InProcess::who(self)
     }
-    Ok(took)
-}
 
-/// [`Subject::verify`] of an [`InProcess`].
-pub(super) fn verify_here<C: InProcess>(
-    subject: &mut C,
-    bench: &mut Bench<'_>,
-    cell: &Cell,
-) -> Result<Option<String>, Failure> {
-    subject.prepare(bench, cell)?;
-    for (batch, table) in cell.load.batches.iter().enumerate() {
-        let prepared = prepare_memory(subject, bench, cell.op, table.span())?;
-        subject.one(bench, cell, batch)?;
-        let tables = std::slice::from_ref(table);
-        if let Some(wrong) = check_destination(subject, bench, cell.op, prepared, tables)? {
-            return Ok(Some(wrong));
-        }
+    fn prepare(&mut self, bench: &mut Bench<'_>, cell: &Cell) -> Result<(), Failure> {
+        InProcess::prepare(self, bench, cell)
     }
-    Ok(None)
+
+    fn tune(&mut self, bench: &mut Bench<'_>, cell: &Cell) -> Result<(), Failure> {
+        InProcess::tune(self, bench, cell)
+    }
+
+    fn calls(
+        &mut self,
+        bench: &mut Bench<'_>,
+        cell: &Cell,
+        calls: usize,
+        limit: Duration,
+    ) -> Result<Vec<f64>, Failure> {
+        let (began, mut took) = (Instant::now(), Vec::with_capacity(calls));
+        while took.len() < calls && (took.len() < 2 || began.elapsed() < limit) {
+            let started = Instant::now();
+            for batch in 0..cell.load.batches.len() {
+                self.one(bench, cell, batch)?;
+            }
+            took.push(started.elapsed().as_secs_f64());
+        }
+        Ok(took)
+    }
+
+    fn verify(&mut self, bench: &mut Bench<'_>, cell: &Cell) -> Result<Option<String>, Failure> {
+        InProcess::prepare(self, bench, cell)?;
+        for (batch, table) in cell.load.batches.iter().enumerate() {
+            let prepared = prepare_memory(self, bench, cell.op, table.span())?;
+            self.one(bench, cell, batch)?;
+            let tables = std::slice::from_ref(table);
+            if let Some(wrong) = check_destination(self, bench, cell.op, prepared, tables)? {
+                return Ok(Some(wrong));
+            }
+        }
+        Ok(None)
+    }
 }
 
 /// Verifies a subject `when`: before or after the rounds. A wrong byte ends the bench.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use kvferry::{Access, Agent, Region};
 use serde_json::Value;
 
-use crate::child::{die_with_parent, value};
+use crate::child::{die_with_parent, hold, value};
 use crate::failure::Failure;
 use crate::lines::{Answer, Described, Lines};
 use crate::machine::random;
@@ -41,13 +41,9 @@ pub(crate) fn run_child(core: Option<usize>) -> Result<(), Failure> {
     core.map_or(Ok(()), pin)?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let target = Target::start(&listener)?;
-    let hello: Answer<SocketAddr> = Ok(listener.local_addr()?);
-    let mut pipe = Lines::new(io::stdin(), io::stdout());
-    pipe.send(&hello)?;
+    let address = listener.local_addr()?;
     std::thread::spawn(move || target.serve(&listener));
-    // The parent sends nothing more; the end of the pipe ends this process.
-    while pipe.receive::<Value>()?.is_some() {}
-    Ok(())
+    hold(address)
 }
 
 /// Serves benches of other hosts, one at a time, until the process ends: `kvferry bench --serve`.
@@ -287,9 +283,9 @@ impl Bench<'_> {
             *memory.lock().expect(LOCK) = Pages::filled(2, sizes.floor);
         }
         let agent = &self.target.agent;
-        let region = touched(agent.allocate_private(sizes.arena, Access::READ_WRITE)?)?;
+        let region = verify::touched(agent.allocate_private(sizes.arena, Access::READ_WRITE)?)?;
         if sizes.shared > 0 {
-            self.shared = Some(touched(agent.allocate(sizes.shared, Access::READ_WRITE)?)?);
+            self.shared = Some(verify::touched(agent.allocate(sizes.shared, Access::READ_WRITE)?)?);
         }
         let described = |region: &Region| Described(region.remote());
         let opened = Opened {
@@ -309,7 +305,7 @@ impl Bench<'_> {
         (0..count)
             .map(|_| {
                 let agent = start_agent("bench-spare", self.target.listens_on)?;
-                let region = touched(agent.allocate(SPARE_BYTES, Access::READ_WRITE)?)?;
+                let region = verify::touched(agent.allocate(SPARE_BYTES, Access::READ_WRITE)?)?;
                 let reach = Reach {
                     agent: agent.advertised().to_string(),
                     region: Described(region.remote()),
@@ -365,11 +361,4 @@ impl Drop for Bench<'_> {
             let _ = self.target.agent.unregister(&region);
         }
     }
-}
-
-/// Touches every page: the first transfer must not pay for that.
-fn touched(mut region: Region) -> Result<Region, Failure> {
-    let bytes = region.len();
-    verify::poison(&mut region, bytes)?;
-    Ok(region)
 }

@@ -108,6 +108,13 @@ pub(crate) fn poison(memory: &mut (impl Memory + ?Sized), span: usize) -> Result
     Ok(poison)
 }
 
+/// Touches every page: the first transfer must not pay for that.
+pub(crate) fn touched(mut region: Region) -> Result<Region, Failure> {
+    let bytes = region.len();
+    poison(&mut region, bytes)?;
+    Ok(region)
+}
+
 /// What is wrong in the first `span` bytes of a destination, if anything.
 pub(crate) fn check(
     memory: &(impl Memory + ?Sized),
