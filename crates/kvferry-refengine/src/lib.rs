@@ -12,7 +12,6 @@
 //! * [`EngineConfig`]: ranks, blocks, layouts, limits; [`RankLayout`]: the place of every byte.
 //! * [`Engine`]: requests in, tokens out, step by step.
 //! * [`contract`]: the two connector seams, and the violations of their contracts.
-//! * [`in_process`]: a connector that copies between engines of one process, to test the engine.
 //! * [`kvferry_adapter`]: kvferry's own connector behind them.
 //!
 //! ```
@@ -36,7 +35,6 @@ mod config;
 pub mod contract;
 mod digest;
 mod engine;
-pub mod in_process;
 pub mod kvferry_adapter;
 mod layout;
 mod lockstep;

@@ -12,7 +12,7 @@ use kvferry_refengine::{
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 
-fn scripted(config: &EngineConfig) -> (Engine, Script) {
+pub(crate) fn scripted(config: &EngineConfig) -> (Engine, Script) {
     let script = Script::new();
     let connector = script.connector(config.ranks().len());
     (Engine::new(config.clone(), Connector::Vllm(connector)).unwrap(), script)
@@ -495,10 +495,11 @@ fn a_layer_is_computed_after_its_event_not_after_its_call() {
 struct Hooked {
     memory: Option<AllocateMemory>,
     start_load: fn(),
-    save: Box<dyn FnMut(&KvCaches, usize, &LayerEvent) + Send>,
+    save: SaveLayer,
     caches: Option<Arc<KvCaches>>,
 }
 
+type SaveLayer = Box<dyn FnMut(&KvCaches, usize, &LayerEvent) + Send>;
 type AllocateMemory = Box<dyn FnMut(usize) -> Arc<dyn KvMemory> + Send>;
 
 impl Hooked {

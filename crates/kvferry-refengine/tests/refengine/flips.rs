@@ -105,10 +105,10 @@ fn a_byte_of_a_replicated_head_matters_on_each_rank_that_has_the_head() {
     assert_eq!(flips, 4 * PROMPT * 2);
 }
 
-type Rows = Vec<Vec<u8>>;
+pub(crate) type Rows = Vec<Vec<u8>>;
 
 /// All rows of one block of one layer.
-fn read(caches: &KvCaches, layer: usize, block: BlockId) -> Rows {
+pub(crate) fn read(caches: &KvCaches, layer: usize, block: BlockId) -> Rows {
     let view = &caches.layout.layers[layer];
     let mut rows = vec![];
     for (plane, it) in view.planes.iter().enumerate() {
@@ -119,7 +119,7 @@ fn read(caches: &KvCaches, layer: usize, block: BlockId) -> Rows {
     rows
 }
 
-fn write(caches: &KvCaches, layer: usize, block: BlockId, rows: &Rows) {
+pub(crate) fn write(caches: &KvCaches, layer: usize, block: BlockId, rows: &Rows) {
     let view = &caches.layout.layers[layer];
     let mut rows = rows.iter();
     for (plane, it) in view.planes.iter().enumerate() {
