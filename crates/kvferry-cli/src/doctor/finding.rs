@@ -85,6 +85,11 @@ impl Finding {
         Finding::new(Mark::Bad, id, finding)
     }
 
+    /// A note with these words instead, if `is_worse`, and what to do about it.
+    pub(super) fn note_if(self, is_worse: bool, words: impl Into<String>, fix: &str) -> Finding {
+        if is_worse { Finding::note(self.id, words).fix(fix) } else { self }
+    }
+
     /// What to do about the finding.
     pub(super) fn fix(mut self, fix: impl Into<String>) -> Finding {
         self.fix = Some(fix.into());

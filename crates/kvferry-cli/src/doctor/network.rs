@@ -266,34 +266,25 @@ fn buffers(host: &Host) -> Option<Finding> {
 
 fn backlog(host: &Host) -> Option<Finding> {
     let limit = host.number("proc/sys/net/core/somaxconn")?;
-    let finding = if limit < BACKLOG {
-        Finding::note("backlog", format!("{limit}: many peers that call at once must call again"))
-            .fix(format!("sysctl -w net.core.somaxconn={BACKLOG}"))
-    } else {
-        Finding::ok("backlog", format!("{limit} connections"))
-    };
-    Some(finding.fact("somaxconn", limit))
+    let short = format!("{limit}: many peers that call at once must call again");
+    let fix = format!("sysctl -w net.core.somaxconn={BACKLOG}");
+    let finding = Finding::ok("backlog", format!("{limit} connections"));
+    Some(finding.note_if(limit < BACKLOG, short, &fix).fact("somaxconn", limit))
 }
 
 fn abort(host: &Host) -> Option<Finding> {
     let on = host.number(&format!("{TCP}/tcp_abort_on_overflow"))? > 0;
-    let finding = if on {
-        Finding::note("tcp_abort", "on: a burst of callers is reset instead of asked to wait")
-            .fix("sysctl -w net.ipv4.tcp_abort_on_overflow=0")
-    } else {
-        Finding::ok("tcp_abort", "off: a full backlog resets no connection")
-    };
+    let finding = Finding::ok("tcp_abort", "off: a full backlog resets no connection");
+    let worse = "on: a burst of callers is reset instead of asked to wait";
+    let finding = finding.note_if(on, worse, "sysctl -w net.ipv4.tcp_abort_on_overflow=0");
     Some(finding.of("tcp abort").fact("on", on))
 }
 
 fn slow_start(host: &Host) -> Option<Finding> {
     let on = host.number(&format!("{TCP}/tcp_slow_start_after_idle"))? > 0;
-    let finding = if on {
-        Finding::note("slow_start", "on: a stream that was idle begins slowly, at every handoff")
-            .fix("sysctl -w net.ipv4.tcp_slow_start_after_idle=0")
-    } else {
-        Finding::ok("slow_start", "off")
-    };
+    let worse = "on: a stream that was idle begins slowly, at every handoff";
+    let fix = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0";
+    let finding = Finding::ok("slow_start", "off").note_if(on, worse, fix);
     Some(finding.of("slow start").fact("on", on))
 }
 
@@ -303,11 +294,8 @@ fn ports(host: &Host) -> Option<Finding> {
     let (Some(Ok(first)), Some(Ok(last))) = (ends.next(), ends.next()) else { return None };
     let count = last.saturating_sub(first) + 1;
     let words = format!("{first} to {last} to call from");
-    let finding = if count < PORTS {
-        Finding::note("ports", words).fix("sysctl -w net.ipv4.ip_local_port_range='32768 60999'")
-    } else {
-        Finding::ok("ports", words)
-    };
+    let fix = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'";
+    let finding = Finding::ok("ports", words.as_str()).note_if(count < PORTS, words, fix);
     Some(finding.of("ports").fact("count", count))
 }
 

@@ -180,23 +180,18 @@ const THP: &str = "sys/kernel/mm/transparent_hugepage";
 
 fn transparent(host: &Host) -> Option<Finding> {
     let mode = host.chosen(&format!("{THP}/enabled"))?;
-    let finding = if mode == "never" {
-        Finding::note("thp", "never: ordinary memory has small pages only")
-            .fix(format!("echo madvise > /{THP}/enabled"))
-    } else {
-        Finding::ok("thp", mode.clone())
-    };
+    let worse = "never: ordinary memory has small pages only";
+    let fix = format!("echo madvise > /{THP}/enabled");
+    let finding = Finding::ok("thp", mode.as_str()).note_if(mode == "never", worse, &fix);
     Some(finding.of("thp").fact("mode", mode))
 }
 
 fn shared_transparent(host: &Host) -> Option<Finding> {
     let mode = host.chosen(&format!("{THP}/shmem_enabled"))?;
-    let finding = if ["never", "deny"].contains(&mode.as_str()) {
-        Finding::note("thp_shared", format!("{mode}: memory shared by descriptor has small pages"))
-            .fix(format!("echo advise > /{THP}/shmem_enabled"))
-    } else {
-        Finding::ok("thp_shared", mode.clone())
-    };
+    let never = ["never", "deny"].contains(&mode.as_str());
+    let worse = format!("{mode}: memory shared by descriptor has small pages");
+    let fix = format!("echo advise > /{THP}/shmem_enabled");
+    let finding = Finding::ok("thp_shared", mode.as_str()).note_if(never, worse, &fix);
     Some(finding.of("thp, shared").fact("mode", mode))
 }
 

@@ -36,13 +36,9 @@ fn kernel(tries: &Tries) -> Finding {
         _ => (0, 0),
     };
     let words = format!("Linux {}, {}", tries.kernel, tries.c_library);
-    let finding = if version >= KERNEL {
-        Finding::ok("kernel", words)
-    } else {
-        let (major, minor) = KERNEL;
-        Finding::note("kernel", format!("{words}: older than {major}.{minor}"))
-            .fix("a newer kernel; kvferry does without what this one lacks, and is slower")
-    };
+    let older = format!("{words}: older than {}.{}", KERNEL.0, KERNEL.1);
+    let fix = "a newer kernel; kvferry does without what this one lacks, and is slower";
+    let finding = Finding::ok("kernel", words).note_if(version < KERNEL, older, fix);
     finding.fact("release", tries.kernel.as_str()).fact("c_library", tries.c_library.as_str())
 }
 
@@ -165,11 +161,8 @@ fn memory(host: &Host) -> Option<Finding> {
         }
         _ => free,
     };
-    let finding = if room < 1 << 30 {
-        Finding::note("memory", words).fix("free some, or raise the control group's memory limit")
-    } else {
-        Finding::ok("memory", words)
-    };
+    let fix = "free some, or raise the control group's memory limit";
+    let finding = Finding::ok("memory", words.as_str()).note_if(room < 1 << 30, words, fix);
     Some(finding.fact("total", total).fact("available", room).fact("limit", limit))
 }
 
@@ -190,12 +183,9 @@ fn numa(host: &Host) -> Finding {
 fn clock(host: &Host) -> Option<Finding> {
     let source = host.text("sys/devices/system/clocksource/clocksource0/current_clocksource")?;
     let slow = ["hpet", "acpi_pm", "jiffies", "pit", "xen"].contains(&source.as_str());
-    let finding = if slow {
-        Finding::note("clock", format!("{source}: reading it costs a microsecond or more"))
-            .fix("boot with clocksource=tsc where the processor's counter is stable")
-    } else {
-        Finding::ok("clock", source.clone())
-    };
+    let worse = format!("{source}: reading it costs a microsecond or more");
+    let fix = "boot with clocksource=tsc where the processor's counter is stable";
+    let finding = Finding::ok("clock", source.as_str()).note_if(slow, worse, fix);
     Some(finding.fact("source", source))
 }
 
