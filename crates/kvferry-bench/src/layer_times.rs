@@ -3,8 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvferry_refengine::contract::vllm::{ConnectorMeta, TransferResults, WorkerConnector};
-use kvferry_refengine::{BlockId, KvCaches, KvMemory, LayerEvent, Rank, RequestId};
+use kvferry_refengine::Engine;
 
 use crate::machine::shared_clock;
 
@@ -17,6 +16,18 @@ pub struct LayerTimes {
 }
 
 impl LayerTimes {
+    /// Records the steps of an engine behind vLLM's seam.
+    pub fn of(engine: &mut Engine) -> Arc<LayerTimes> {
+        let times = Arc::<LayerTimes>::default();
+        let (noted, last) = (Arc::clone(&times), engine.config().model.layers.len() - 1);
+        engine.on_layer(move |layer, is_computed| match (layer, is_computed) {
+            (0, false) => note(&noted.began),
+            (layer, true) if layer == last => note(&noted.ended),
+            _ => {}
+        });
+        times
+    }
+
     /// When the step's first layer began.
     pub fn began(&self) -> u64 {
         self.began.load(Ordering::Relaxed)
@@ -26,93 +37,9 @@ impl LayerTimes {
     pub fn ended(&self) -> u64 {
         self.ended.load(Ordering::Relaxed)
     }
-
-    /// Wraps a worker half, which then records the steps of a model with `layers` layers.
-    pub fn of(
-        self: &Arc<Self>,
-        inner: Box<dyn WorkerConnector>,
-        layers: usize,
-    ) -> Box<dyn WorkerConnector> {
-        Box::new(Timed { inner, layers, times: Arc::clone(self) })
-    }
 }
 
 fn note(moment: &AtomicU64) {
     let now = u64::try_from(shared_clock().as_nanos()).unwrap_or(u64::MAX);
     moment.store(now, Ordering::Relaxed);
-}
-
-struct Timed {
-    inner: Box<dyn WorkerConnector>,
-    layers: usize,
-    times: Arc<LayerTimes>,
-}
-
-impl WorkerConnector for Timed {
-    fn allocate_kv_memory(
-        &mut self,
-        rank: Rank,
-        storage: usize,
-        len_bytes: usize,
-    ) -> Option<Arc<dyn KvMemory>> {
-        self.inner.allocate_kv_memory(rank, storage, len_bytes)
-    }
-
-    fn register_kv_caches(&mut self, caches: &Arc<KvCaches>) {
-        self.inner.register_kv_caches(caches);
-    }
-
-    fn get_handshake_metadata(&mut self) -> Vec<u8> {
-        self.inner.get_handshake_metadata()
-    }
-
-    fn handle_preemptions(&mut self, meta: &ConnectorMeta) {
-        self.inner.handle_preemptions(meta);
-    }
-
-    fn bind_connector_metadata(&mut self, meta: &ConnectorMeta) {
-        self.inner.bind_connector_metadata(meta);
-    }
-
-    fn clear_connector_metadata(&mut self) {
-        self.inner.clear_connector_metadata();
-    }
-
-    fn start_load_kv(&mut self) {
-        self.inner.start_load_kv();
-    }
-
-    fn wait_for_layer_load(&mut self, layer: usize) {
-        if layer == 0 {
-            note(&self.times.began);
-        }
-        self.inner.wait_for_layer_load(layer);
-    }
-
-    fn save_kv_layer(&mut self, layer: usize, computed: &LayerEvent) {
-        if layer + 1 == self.layers {
-            note(&self.times.ended);
-        }
-        self.inner.save_kv_layer(layer, computed);
-    }
-
-    fn wait_for_save(&mut self) {
-        self.inner.wait_for_save();
-    }
-
-    fn get_transfer_results(&mut self, finished: &[RequestId]) -> TransferResults {
-        self.inner.get_transfer_results(finished)
-    }
-
-    fn get_block_ids_with_load_errors(&mut self) -> Vec<BlockId> {
-        self.inner.get_block_ids_with_load_errors()
-    }
-
-    fn build_connector_worker_meta(&mut self) -> Option<Vec<u8>> {
-        self.inner.build_connector_worker_meta()
-    }
-
-    fn shutdown(&mut self) {
-        self.inner.shutdown();
-    }
 }

@@ -152,11 +152,9 @@ impl Node {
         let kvferry_adapter =
             KvferryAdapter::new(&config, vec![agent], KvferryAdapterConfig::default());
         let address = kvferry_adapter.address(0).to_owned();
-        let times = Arc::<LayerTimes>::default();
-        let mut connector = kvferry_adapter.vllm();
-        let timed = |inner| times.of(inner, LAYERS);
-        connector.workers = connector.workers.into_iter().map(timed).collect();
-        let engine = Engine::new(config, Connector::Vllm(connector)).map_err(failed)?;
+        let connector = Connector::Vllm(kvferry_adapter.vllm());
+        let mut engine = Engine::new(config, connector).map_err(failed)?;
+        let times = LayerTimes::of(&mut engine);
         Ok(Node { engine, address, times })
     }
 

@@ -53,19 +53,20 @@ fn of_transport(report: &Report, transport: &str) -> Vec<Picture> {
     let ops = [(Op::Write, "Writing"), (Op::Read, "Reading")];
     let name = |op: Op, what: &str| format!("{transport}-{}{what}", op.name());
     let mut pictures = Vec::new();
-    for (op, verb) in ops {
-        let title = format!("{verb} scattered blocks {place}");
-        let words = Words { title: &title, subtitle: "GB/s, higher is better" };
-        let rows = select(report, "throughput", transport, op);
-        pictures.extend(over_sizes(name(op, ""), &words, Axis::FromZero, &rows, main_figure));
-    }
-    for (op, verb) in ops {
-        let title = format!("What it costs: {} {place}", verb.to_lowercase());
-        let subtitle = "processor seconds per GB, both sides together; lower is better";
-        let words = Words { title: &title, subtitle };
-        let rows = select(report, "cpu", transport, op);
-        let name = name(op, "-cpu");
-        pictures.extend(over_sizes(name, &words, Axis::Logarithmic, &rows, main_figure));
+    let cost = "processor seconds per GB, both sides together; lower is better";
+    for (what, part, subtitle, axis) in [
+        ("", "throughput", "GB/s, higher is better", Axis::FromZero),
+        ("-cpu", "cpu", cost, Axis::Logarithmic),
+    ] {
+        for (op, verb) in ops {
+            let title = match part {
+                "cpu" => format!("What it costs: {} {place}", verb.to_lowercase()),
+                _ => format!("{verb} scattered blocks {place}"),
+            };
+            let words = Words { title: &title, subtitle };
+            let rows = select(report, part, transport, op);
+            pictures.extend(over_sizes(name(op, what), &words, axis, &rows, main_figure));
+        }
     }
     for (op, verb) in ops {
         let rows = select(report, "latency", transport, op);

@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 
 use kvferry::{Agent, Transports};
 use kvferry_connector::{ReadPart, WireCode, WorkerObserver};
-use kvferry_refengine::contract::vllm;
 use kvferry_refengine::kvferry_adapter::{KvferryAdapter, KvferryAdapterConfig};
 use kvferry_refengine::{Connector, Engine, FinishReason, Output, Rank, Request, RequestId};
 
@@ -126,13 +125,10 @@ impl Node {
             ..KvferryAdapterConfig::default()
         };
         let kvferry_adapter = KvferryAdapter::new(&setup.config, agents, config);
-        let times = Arc::<LayerTimes>::default();
-        let vllm::Connector { scheduler, mut workers } = kvferry_adapter.vllm();
-        let first = times.of(workers.remove(0), setup.config.model.layers.len());
-        workers.insert(0, first);
-        let connector = Connector::Vllm(vllm::Connector { scheduler, workers });
-        let engine = Engine::new(setup.config.clone(), connector)
+        let connector = Connector::Vllm(kvferry_adapter.vllm());
+        let mut engine = Engine::new(setup.config.clone(), connector)
             .map_err(|error| Failure::Usage(format!("{}: {error}", setup.name)))?;
+        let times = LayerTimes::of(&mut engine);
         for rank in 0..ranks.len() {
             kvferry_adapter.set_observer(rank, Arc::new(Bell(Mutex::new(wake.clone()))));
         }

@@ -77,7 +77,11 @@ pub struct Engine {
     scribbles: u64,
     violations: Vec<Violation>,
     events: Vec<serde_json::Value>,
+    on_layer: Option<LayerHook>,
 }
+
+/// Called with each layer before it is computed (false), and once it has been launched (true).
+type LayerHook = Box<dyn Fn(usize, bool) + Send + Sync>;
 
 impl Engine {
     /// Sets up an engine and its connector's halves.
@@ -126,6 +130,7 @@ impl Engine {
             scribbles: 0,
             violations: vec![],
             events: vec![],
+            on_layer: None,
         })
     }
 
@@ -183,6 +188,13 @@ impl Engine {
     /// Takes the connector's cache events since the last call.
     pub fn take_events(&mut self) -> Vec<serde_json::Value> {
         std::mem::take(&mut self.events)
+    }
+
+    /// Calls `hook` with each layer of a step behind vLLM's seam, on the thread of the first rank: before
+    /// the layer is computed with false, and once it has been launched with true. The connector learns of
+    /// the layer afterwards.
+    pub fn on_layer(&mut self, hook: impl Fn(usize, bool) + Send + Sync + 'static) {
+        self.on_layer = Some(Box::new(hook));
     }
 
     /// All breaches of the contract so far.
@@ -293,11 +305,20 @@ impl Engine {
                 report: Report::default(),
             })
             .collect();
-        let step = Step { ranks: &self.ranks, forward };
+        let (step, on_layer) = (Step { ranks: &self.ranks, forward }, self.on_layer.as_ref());
         lockstep(self.config.threads, &mut halves, &phases, |half, phase, first| match phase {
             Phase::Scribble => scribble(half.caches, &void),
             Phase::Compute(layer) if first => step.compute(*layer),
-            phase => half.perform(*phase, &step, &meta, &plan.finished),
+            phase => {
+                if let (true, Some(hook)) = (first, on_layer) {
+                    match *phase {
+                        Phase::WaitForLayer(layer) => hook(layer, false),
+                        Phase::SaveLayer(layer) => hook(layer, true),
+                        _ => {}
+                    }
+                }
+                half.perform(*phase, &step, &meta, &plan.finished);
+            }
         });
         let report = |half: VllmRank<'_>| (half.caches.layout.rank, half.report);
         let reports = halves.into_iter().map(report).collect();

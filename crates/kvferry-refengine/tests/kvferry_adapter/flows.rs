@@ -1,8 +1,6 @@
 //! Orders of arrival, ways of announcing, and cached tokens.
 
-use crate::kit::{
-    Flow, Pair, bounded, config, dense, hybrid, kvferry_adapter, models, prompt, windowed,
-};
+use crate::kit::{Flow, Pair, bounded, config, dense, hybrid, kvferry_adapter, models, prompt};
 use kvferry_connector::Announce;
 use kvferry_refengine::kvferry_adapter::KvferryAdapterConfig;
 use kvferry_refengine::{FinishReason, Launch, LoadFailurePolicy, RequestStatus, continuation};
@@ -107,20 +105,6 @@ fn computed_chunks_are_fetched_during_the_prefill_unless_announced_at_its_end() 
 }
 
 #[test]
-fn ranks_in_their_own_threads_hand_off() {
-    let _watched = bounded();
-    for launch in [Launch::Eager, Launch::Deferred] {
-        let mut config = config(&dense(), 8, 64);
-        (config.tp, config.threads, config.launch, config.chunk_tokens) = (2, true, launch, 16);
-        let mut pair = Pair::new(Flow::ConsumerFirst, &config, &config);
-        for n in 0..4 {
-            pair.hand_off(&format!("r{n}"), prompt(n, 70), 6);
-        }
-        pair.finish(&["r0", "r1", "r2", "r3"]);
-    }
-}
-
-#[test]
 fn cached_tokens_of_the_consumer_are_not_fetched() {
     let _watched = bounded();
     for model in models() {
@@ -159,22 +143,6 @@ fn a_consumer_with_all_tokens_cached_frees_the_producer() {
         let soon = began.elapsed() < kvferry_adapter().timeout / 2;
         assert!(soon, "{flow:?}: the producer was not told");
     }
-}
-
-#[test]
-fn a_consumer_that_arrives_before_its_producer_waits_without_computing() {
-    let _watched = bounded();
-    let config = config(&windowed(), 8, 64);
-    let mut pair = Pair::new(Flow::ConsumerFirst, &config, &config);
-    pair.hand_off("a", prompt(1, 50), 4);
-    let request = pair.later.pop().unwrap();
-    for _ in 0..30 {
-        pair.tick();
-        assert_eq!(pair.status(false, "a"), Some(RequestStatus::WaitingForRemoteKvs));
-    }
-    assert_eq!(pair.decode.computed, 0);
-    pair.later.push(request);
-    pair.finish(&["a"]);
 }
 
 #[test]

@@ -61,24 +61,6 @@ fn a_cached_prefix_is_not_computed_again() {
 }
 
 #[test]
-fn concurrent_requests_can_share_a_prefix() {
-    for model in models() {
-        let shared = prompt(9, 48);
-        let requests: Vec<_> = (0..6)
-            .map(|n| {
-                let mut prompt = shared.clone();
-                prompt.extend(crate::kit::prompt(100 + n, 3 + n as usize));
-                Request::new(format!("r{n}"), prompt, 20)
-            })
-            .collect();
-        let mut config = config(&model, 8, 100);
-        config.step_tokens = 50;
-        let engine = assert_right(engine(config), &requests);
-        assert_right(engine, &requests);
-    }
-}
-
-#[test]
 fn preempted_requests_produce_the_same_tokens() {
     for model in models() {
         for prefix_caching in [true, false] {
@@ -139,30 +121,6 @@ fn a_request_ends_at_its_stop_token() {
     let stopped = run(&mut engine);
     assert_eq!(stopped.of("a"), &outputs[..5]);
     assert_eq!(stopped.finished[&RequestId::from("a")].reason, FinishReason::Stop);
-}
-
-#[test]
-fn a_request_can_be_aborted_in_any_state() {
-    for model in models() {
-        for steps in 0..12 {
-            let mut config = config(&model, 4, 26);
-            (config.chunk_tokens, config.step_tokens) = (7, 20);
-            let mut engine = engine(config);
-            for request in requests(6, 20, 30) {
-                engine.submit(request).unwrap();
-            }
-            for _ in 0..steps {
-                engine.step().unwrap();
-            }
-            for n in 0..6 {
-                assert!(engine.abort(&RequestId::from(format!("r{n}"))));
-                assert!(!engine.abort(&RequestId::from(format!("r{n}"))));
-            }
-            engine.check_empty().unwrap();
-            run(&mut engine);
-            assert_right(engine, &requests(6, 20, 30));
-        }
-    }
 }
 
 #[test]
