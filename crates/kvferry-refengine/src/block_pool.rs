@@ -267,19 +267,6 @@ mod tests {
     }
 
     #[test]
-    fn a_pin_outlives_the_request() {
-        let pools = Arc::new(Mutex::new(vec![BlockPool::new(3)]));
-        let pins = BlockPins { pools: pools.clone(), pool_of_group: [0, 0].into() };
-        assert!(!pins.pin(1, BlockId(1)) && !pins.pin(1, BlockId(9)));
-        let id = pools.lock().unwrap()[0].take().unwrap();
-        assert!(pins.pin(1, id));
-        pools.lock().unwrap()[0].release(id);
-        assert_eq!(pools.lock().unwrap()[0].used(), [id]);
-        pins.unpin(1, id);
-        assert_eq!(pools.lock().unwrap()[0].used(), []);
-    }
-
-    #[test]
     fn a_hash_covers_all_tokens_before_it() {
         let first = BlockHash::next(None, &[1, 2]);
         assert_ne!(BlockHash::next(Some(&first), &[3]), BlockHash::next(None, &[3]));

@@ -18,7 +18,7 @@ pub(crate) fn scripted(config: &EngineConfig) -> (Engine, Script) {
     (Engine::new(config.clone(), Connector::Vllm(connector)).unwrap(), script)
 }
 
-fn tp(ranks: usize) -> EngineConfig {
+pub(crate) fn tp(ranks: usize) -> EngineConfig {
     let mut config = config(&dense(), 8, 32);
     config.tp = ranks;
     config
@@ -461,6 +461,7 @@ fn a_pinned_block_outlives_its_request() {
     engine.step().unwrap();
     let block = engine.blocks(&"a".into()).unwrap()[0][1];
     let pins = script.state().pins.clone().unwrap();
+    assert!(!pins.pin(0, BlockId(9)) && !pins.pin(0, BlockId(99)), "only blocks with users");
     assert!(pins.pin(0, block));
     run(&mut engine);
     assert_eq!(engine.check_empty().unwrap_err().blocks, [(0, block)]);

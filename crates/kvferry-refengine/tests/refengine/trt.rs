@@ -1,5 +1,6 @@
 //! TensorRT-LLM's seam.
 
+use crate::contract::tp;
 use crate::kit::{config, dense, hybrid, prompt, run, windowed};
 use crate::script::Script;
 use kvferry_refengine::contract::trt::RequestState;
@@ -13,12 +14,6 @@ fn scripted(config: &EngineConfig) -> (Engine, Script) {
     let script = Script::new();
     let connector = script.trt(config.ranks().len());
     (Engine::new(config.clone(), Connector::Trt(connector)).unwrap(), script)
-}
-
-fn tp(ranks: usize) -> EngineConfig {
-    let mut config = config(&dense(), 8, 32);
-    config.tp = ranks;
-    config
 }
 
 fn finished(script: &Script, rank: usize, saved: &[u64], loaded: &[u64]) {
