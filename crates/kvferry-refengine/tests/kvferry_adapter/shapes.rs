@@ -20,30 +20,12 @@ fn assert_hand_off(flow: Flow, prefill: &EngineConfig, decode: &EngineConfig) {
     assert_eq!(pair.decode.computed, 12, "something was not fetched");
 }
 
-#[test]
-fn engines_of_different_ranks_hand_off() {
-    let _watched = bounded();
-    let shapes = [
-        ((1, 1), (2, 1)),
-        ((2, 1), (1, 1)),
-        ((2, 1), (4, 1)),
-        ((4, 1), (2, 1)),
-        ((1, 1), (1, 2)),
-        ((1, 2), (1, 1)),
-        ((2, 2), (1, 3)),
-        ((1, 3), (4, 2)),
-        ((4, 1), (4, 1)),
-    ];
-    for (from, to) in shapes {
-        for flow in [Flow::Sequential, Flow::ConsumerFirst] {
-            let model = hybrid();
-            assert_hand_off(flow, &ranks(&model, from), &ranks(&model, to));
-        }
-    }
-}
+/// TP and PP ranks of a producer and of a consumer.
+const RANKS: [((usize, usize), (usize, usize)); 5] =
+    [((1, 1), (4, 1)), ((4, 1), (1, 1)), ((2, 2), (2, 1)), ((2, 2), (1, 3)), ((1, 3), (4, 2))];
 
 #[test]
-fn every_kind_of_group_is_handed_over_alone() {
+fn every_kind_of_group_is_handed_over_between_engines_of_different_ranks() {
     let _watched = bounded();
     for group in [
         GroupSpec::full(4, 8),
@@ -57,9 +39,9 @@ fn every_kind_of_group_is_handed_over_alone() {
         GroupSpec::state(4, 9, 40),
         GroupSpec::state(1, 9, 40),
     ] {
-        for (from, to) in [((1, 1), (4, 1)), ((4, 1), (1, 1)), ((2, 2), (2, 1))] {
+        for (n, (from, to)) in RANKS.into_iter().enumerate() {
             let model = ModelSpec::new(vec![group.clone()], 3);
-            assert_hand_off(Flow::ConsumerFirst, &ranks(&model, from), &ranks(&model, to));
+            assert_hand_off(Flow::ALL[n % 3], &ranks(&model, from), &ranks(&model, to));
         }
     }
 }

@@ -21,7 +21,6 @@ struct State {
     held_data: AtomicBool,
     /// Bytes to pass back on data connections before one is flipped; `usize::MAX` for never.
     flip_in: AtomicUsize,
-    flipped: AtomicUsize,
     /// Whether each carries data.
     open: Mutex<Vec<(TcpStream, Arc<AtomicBool>)>>,
     ended: AtomicBool,
@@ -71,10 +70,6 @@ impl Relay {
     /// Flips a bit on data connections towards the client, after this many more bytes.
     pub(crate) fn flip_after(&self, bytes: usize) {
         self.state.flip_in.store(bytes, Ordering::SeqCst);
-    }
-
-    pub(crate) fn flipped(&self) -> usize {
-        self.state.flipped.load(Ordering::SeqCst)
     }
 }
 
@@ -148,7 +143,6 @@ impl State {
         if left < bytes.len() {
             bytes[left] ^= 0x10;
             self.flip_in.store(usize::MAX, Ordering::SeqCst);
-            self.flipped.fetch_add(1, Ordering::SeqCst);
         } else {
             self.flip_in.store(left - bytes.len(), Ordering::SeqCst);
         }

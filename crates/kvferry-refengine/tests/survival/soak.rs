@@ -5,6 +5,7 @@ use crate::process::{EngineProcess, Setup};
 use crate::relay::Relay;
 use kvferry_connector::{ConsumerParams, HandoffId, producer_params};
 use kvferry_refengine::continuation;
+use kvferry_testkit::process::Resources;
 use kvferry_testkit::{Watchdog, stretched};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -43,12 +44,6 @@ struct Soak {
     random: Random,
     tally: Tally,
     begun: usize,
-}
-
-fn rss_kib(pid: u32) -> usize {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
-    let line = status.lines().find(|line| line.starts_with("VmRSS:")).expect("it has memory");
-    line.split_whitespace().nth(1).and_then(|n| n.parse().ok()).expect("a number")
 }
 
 impl Soak {
@@ -275,6 +270,10 @@ impl Soak {
     }
 }
 
+fn resident_kib(soak: &Soak) -> u64 {
+    Resources::of(soak.decode[1].pid()).memory_bytes / 1024
+}
+
 #[test]
 #[ignore = "slow: make test-slow"]
 fn thousands_of_handoffs_with_random_faults_end_right_and_leave_nothing() {
@@ -288,12 +287,12 @@ fn thousands_of_handoffs_with_random_faults_end_right_and_leave_nothing() {
     // Allocators and caches of peers have reached their size by then.
     soak.run(handoffs / 4);
     soak.assert_empty();
-    let before = rss_kib(soak.decode[1].pid());
+    let before = resident_kib(&soak);
     for part in 2..=4 {
         soak.run(handoffs * part / 4);
     }
     soak.assert_empty();
-    let after = rss_kib(soak.decode[1].pid());
+    let after = resident_kib(&soak);
     println!("{:?}, RSS {before} -> {after} KiB: {:#?}", began.elapsed(), soak.tally);
     println!("{:?}", soak.decode[1].status().outcomes);
     assert!(soak.tally["right"] > handoffs / 2, "most handoffs have no fault");
