@@ -54,18 +54,15 @@ pub enum Launch {
 
 /// Settings of an engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs, reason = "the types say the rest")]
 pub struct EngineConfig {
-    /// The model.
     pub model: ModelSpec,
     /// Ranks that share each layer's heads.
     pub tp: usize,
     /// Ranks that share the layers.
     pub pp: usize,
-    /// The cache of each group of the model.
     pub groups: Vec<GroupCache>,
-    /// The order of axes in a storage.
     pub layout: Packing,
-    /// How groups share storages.
     pub storage: Storage,
     /// Whether there is a prefix cache.
     pub prefix_caching: bool,
@@ -77,9 +74,7 @@ pub struct EngineConfig {
     pub max_running: usize,
     /// Tokens of a request at most, with its prompt.
     pub max_tokens: usize,
-    /// What to do with a request whose load failed.
     pub load_failure: LoadFailurePolicy,
-    /// When a step computes its layers.
     pub launch: Launch,
     /// Call each rank's connector in a thread of its own.
     pub threads: bool,

@@ -165,20 +165,17 @@ pub struct GroupView {
 
 /// The layout of one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs, reason = "the types say the rest")]
 pub struct RankLayout {
-    /// The rank.
     pub rank: Rank,
     /// TP ranks of the engine.
     pub tp: usize,
     /// PP stages of the engine.
     pub pp: usize,
-    /// The order of axes.
     pub order: Packing,
     /// The length of each storage in bytes. Each storage holds at least one layer.
     pub storages: Vec<usize>,
-    /// The groups of the model.
     pub groups: Vec<GroupView>,
-    /// The layers that this rank holds.
     pub layers: Vec<LayerView>,
 }
 

@@ -104,10 +104,9 @@ pub enum RequestStatus {
 
 /// Output of a request in one step.
 #[derive(Clone, Debug, PartialEq)]
+#[allow(missing_docs, reason = "the names say the rest")]
 pub struct Output {
-    /// The request.
     pub id: RequestId,
-    /// New tokens.
     pub tokens: Vec<u32>,
     /// How it ended, if it ended with these tokens.
     pub finished: Option<Finished>,

@@ -33,15 +33,8 @@ const BOTTOM: f64 = 66.0;
 const DODGE: f64 = 5.0;
 const LABEL_STEP: f64 = 17.0;
 
-/// Words around the lines.
-#[derive(Debug)]
-pub(crate) struct Words<'a> {
-    pub(crate) title: &'a str,
-    pub(crate) subtitle: &'a str,
-}
-
-pub(crate) fn draw(words: &Words<'_>, axis: Axis, lines: &[Line]) -> Canvas {
-    let mut canvas = Canvas::new(WIDTH, HEIGHT, words.title, words.subtitle);
+pub(crate) fn draw([title, subtitle]: [&str; 2], axis: Axis, lines: &[Line]) -> Canvas {
+    let mut canvas = Canvas::new(WIDTH, HEIGHT, title, subtitle);
     let axes = Axes::new(axis, lines);
     axes.draw(&mut canvas);
     // The first line is drawn last, on top.

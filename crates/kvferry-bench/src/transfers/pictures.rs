@@ -2,7 +2,7 @@
 
 use crate::options::Op;
 use crate::plot::canvas::Canvas;
-use crate::plot::chart::{self, Axis, Line, Words};
+use crate::plot::chart::{self, Axis, Line};
 use crate::plot::dots::{self, Dots};
 use crate::plot::style::looks;
 
@@ -63,9 +63,9 @@ fn of_transport(report: &Report, transport: &str) -> Vec<Picture> {
                 "cpu" => format!("What it costs: {} {place}", verb.to_lowercase()),
                 _ => format!("{verb} scattered blocks {place}"),
             };
-            let words = Words { title: &title, subtitle };
             let rows = select(report, part, transport, op);
-            pictures.extend(over_sizes(name(op, what), &words, axis, &rows, main_figure));
+            let name = name(op, what);
+            pictures.extend(over_sizes(name, [&title, subtitle], axis, &rows, main_figure));
         }
     }
     for (op, verb) in ops {
@@ -75,12 +75,11 @@ fn of_transport(report: &Report, transport: &str) -> Vec<Picture> {
     for (op, verb) in ops {
         let title = format!("With and without checksums: {} {place}", verb.to_lowercase());
         let subtitle = "GB/s, higher is better; CRC32C per 256 KiB, computed and compared";
-        let words = Words { title: &title, subtitle };
         let rows = select(report, "throughput", transport, op);
         if rows.iter().any(|row| row.figure("checksums").is_some()) {
             let drawn = |who: &str| matches!(who, "kvferry" | "checksums" | "floor");
             let name = name(op, "-checksums");
-            pictures.extend(over_sizes(name, &words, Axis::FromZero, &rows, drawn));
+            pictures.extend(over_sizes(name, [&title, subtitle], Axis::FromZero, &rows, drawn));
         }
     }
     pictures
@@ -94,7 +93,7 @@ fn select<'a>(report: &'a Report, part: &str, transport: &str, op: Op) -> Vec<&'
 /// `None` if no row has a size.
 fn over_sizes(
     name: String,
-    words: &Words<'_>,
+    words: [&str; 2],
     axis: Axis,
     rows: &[&Row],
     drawn: fn(&str) -> bool,

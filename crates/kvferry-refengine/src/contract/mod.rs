@@ -31,20 +31,18 @@ impl<S: ?Sized, W: ?Sized> std::fmt::Debug for Connector<S, W> {
 
 /// A request as a connector's scheduler half sees it.
 #[derive(Clone, Debug)]
+#[allow(missing_docs, reason = "the names say the rest")]
 pub struct RequestView<'a> {
     /// Its id in vLLM.
     pub id: &'a RequestId,
     /// Its id in TensorRT-LLM: a number that no other request of this engine ever has.
     pub number: u64,
-    /// Its prompt.
     pub prompt: &'a [u32],
     /// Its prompt and the tokens generated so far.
     pub tokens: &'a [u32],
     /// How many of `tokens` are in the cache.
     pub computed: usize,
-    /// Its `kv_transfer_params`.
     pub params: Option<&'a Params>,
-    /// Its state.
     pub status: RequestStatus,
     /// The hash of every block that its tokens fill, per group.
     pub block_hashes: &'a [Vec<BlockHash>],

@@ -58,10 +58,9 @@ impl Match {
 
 /// A request's first appearance in a step, or its first after a load.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the names say the rest")]
 pub struct NewRequestData {
-    /// Its id.
     pub id: RequestId,
-    /// Its prompt.
     pub prompt: Vec<u32>,
     /// All its blocks, per group.
     pub block_ids: Vec<Vec<BlockId>>,
