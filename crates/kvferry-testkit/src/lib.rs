@@ -30,4 +30,4 @@ pub use agent::AgentFabric;
 pub use fabric::{Effort, Endpoint, Fabric, Failure, Pair, Way};
 pub use memory::{Memory, MemoryKind};
 pub use violation::Violation;
-pub use watchdog::{Watchdog, stretched};
+pub use watchdog::{Watchdog, stretched, timed};

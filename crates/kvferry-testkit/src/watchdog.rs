@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A limit of time, extended on a loaded machine.
 ///
@@ -18,6 +18,18 @@ pub fn stretched(limit: Duration) -> Duration {
     let running: f64 = fields.nth(2).and_then(|field| field.parse().ok()).unwrap_or(0.0);
     let cores = thread::available_parallelism().map_or(1.0, |n| n.get() as f64);
     limit.mul_f64((average.max(running) / cores).clamp(1.0, 20.0))
+}
+
+/// Makes a call. Asserts that it takes at most `limit`, as [`stretched`] extends it.
+///
+/// # Panics
+/// If it takes longer.
+pub fn timed<T>(limit: Duration, what: &str, call: impl FnOnce() -> T) -> T {
+    let began = Instant::now();
+    let result = call();
+    let (took, limit) = (began.elapsed(), stretched(limit));
+    assert!(took <= limit, "{what} took {took:?}, at most {limit:?} is allowed");
+    result
 }
 
 /// Aborts the process, with a message, unless it is dropped in time.

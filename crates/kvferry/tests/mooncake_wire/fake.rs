@@ -159,17 +159,11 @@ fn word(bytes: &[u8]) -> u64 {
 }
 
 impl Shared {
-    fn handshake(&self, mut stream: TcpStream) {
-        let mut len = [0; 8];
-        if stream.read_exact(&mut len).is_err() {
-            return;
-        }
-        let mut body = vec![0; usize::try_from(word(&len)).expect("a length")];
-        stream.read_exact(&mut body).expect("a whole frame");
-        let json: Value = serde_json::from_slice(&body[1..]).expect("JSON");
-        let answer = match body[0] {
+    fn handshake(&self, stream: TcpStream) {
+        crate::answer(stream, |kind, json| match kind {
             1 => self.descriptor(),
             2 => {
+                let json: Value = serde_json::from_str(json).expect("JSON");
                 let text = |key: &str| json[key].as_str().expect("text").to_owned();
                 let said = (text("name"), text("notify_msg"));
                 self.notified.lock().expect("no panic").push(said);
@@ -177,14 +171,7 @@ impl Shared {
             }
             3 => json!({"status": "success"}),
             other => panic!("a handshake of type {other}"),
-        };
-        let json = answer.to_string();
-        let mut frame = (json.len() as u64 + 1).to_le_bytes().to_vec();
-        frame.push(body[0]);
-        frame.extend_from_slice(json.as_bytes());
-        stream.write_all(&frame).expect("room");
-        let _ = stream.shutdown(Shutdown::Write);
-        let _ = stream.read(&mut [0; 1]);
+        });
     }
 
     fn descriptor(&self) -> Value {

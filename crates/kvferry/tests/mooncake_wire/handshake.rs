@@ -1,12 +1,12 @@
 //! The Mooncake handshake on the shared port.
 
-use crate::LONG;
+use crate::{LONG, frame, settles};
 use kvferry::{Access, Agent, Batch, ErrorKind, Options, TransportKind, Transports};
-use kvferry_testkit::stretched;
+use kvferry_testkit::timed;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 fn agent(mooncake: bool) -> Agent {
     Agent::builder().name("test").mooncake(mooncake).start().expect("loopback has ports")
@@ -16,10 +16,7 @@ fn agent(mooncake: bool) -> Agent {
 pub(crate) fn handshake(address: &str, kind: u8, json: &str) -> Option<(u8, Value)> {
     let mut stream = TcpStream::connect(address).expect("listening");
     stream.set_read_timeout(Some(LONG)).expect("a timeout");
-    let mut frame = (json.len() as u64 + 1).to_le_bytes().to_vec();
-    frame.push(kind);
-    frame.extend_from_slice(json.as_bytes());
-    stream.write_all(&frame).ok()?;
+    stream.write_all(&frame(kind, json)).ok()?;
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).ok()?;
     let (len, body) = answer.split_first_chunk::<8>()?;
@@ -112,9 +109,8 @@ fn malformed_handshakes_get_no_answer() {
         stream.write_all(opening).expect("written");
         let mut answer = Vec::new();
         // The agent closes or resets the connection at once.
-        let start = Instant::now();
-        let _ = stream.read_to_end(&mut answer);
-        assert!(answer.is_empty() && start.elapsed() < stretched(Duration::from_secs(2)));
+        let _ = timed(Duration::from_secs(2), "a refusal", || stream.read_to_end(&mut answer));
+        assert!(answer.is_empty());
     }
     assert!(agent.stats().handshakes_failed >= 6);
 }
@@ -131,18 +127,12 @@ fn silent_connections_delay_no_peer_and_are_closed() {
             stream
         })
         .collect();
-    let start = Instant::now();
-    descriptor_of(agent.advertised());
-    assert!(start.elapsed() < stretched(Duration::from_secs(1)), "took {:?}", start.elapsed());
+    timed(Duration::from_secs(1), "a handshake", || descriptor_of(agent.advertised()));
     for mut stream in idle {
         stream.set_read_timeout(Some(2 * LONG)).expect("a timeout");
         assert!(matches!(stream.read(&mut [0; 1]), Ok(0) | Err(_)));
     }
-    let until = Instant::now() + LONG;
-    while agent.stats().handshakes_pending > 0 {
-        assert!(Instant::now() < until, "handshakes are left over");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    settles("handshakes are left over", || agent.stats().handshakes_pending == 0);
 }
 
 #[test]

@@ -1,10 +1,10 @@
 //! kvferry as initiator: it writes and reads the memory of another implementation.
 
 use crate::fake::{BASE, Behaviour, Fake};
-use crate::{LONG, PAGE, agent, builder, bytes_of, filled, pattern, scattered, turned};
+use crate::{LONG, PAGE, agent, builder, bytes_of, filled, pattern, scattered, settles, turned};
 use kvferry::{Batch, ErrorKind, Notification, Options, Peer, RegionId, TransportKind};
 use kvferry_testkit::region::moved;
-use kvferry_testkit::{Way, stretched};
+use kvferry_testkit::{Way, stretched, timed};
 use proptest::prelude::*;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -120,13 +120,8 @@ fn a_refused_range_is_named_and_the_next_transfer_is_not_delayed() {
             let e = result.expect_err("refused");
             assert_eq!((e.kind(), e.context("descriptor")), (kind, Some("50")), "{e}");
             assert_eq!(e.quiesced(), Some(true));
-            let start = Instant::now();
-            peer.write(&good, &options()).expect("healthy");
-            assert!(
-                start.elapsed() < stretched(Duration::from_millis(500)),
-                "took {:?}",
-                start.elapsed()
-            );
+            let limit = Duration::from_millis(500);
+            timed(limit, "a healthy write", || peer.write(&good, &options())).expect("healthy");
         }
     }
     assert_eq!(agent.stats().sessions_opened, 1, "a refusal does not end the session");
@@ -166,9 +161,8 @@ fn a_peer_that_stalls_is_silent_after_the_silence_window() {
             let bounds = Duration::from_millis(400)..stretched(Duration::from_millis(1500));
             assert!(bounds.contains(&took), "{behaviour:?}: took {took:?}");
             // The next call connects again at once.
-            let start = Instant::now();
-            peer.connect(LONG).expect("its handshake works");
-            assert!(start.elapsed() < stretched(Duration::from_millis(300)));
+            timed(Duration::from_millis(300), "the next call", || peer.connect(LONG))
+                .expect("its handshake works");
         }
     }
 }
@@ -217,11 +211,7 @@ fn a_peer_that_dies_while_nothing_is_under_way_costs_no_call() {
     let batch = scattered(&source, BASE, PAGE, 1);
     peer.write(&batch, &options()).expect("written");
     drop(first);
-    let until = Instant::now() + LONG;
-    while peer.transport().is_some() {
-        assert!(Instant::now() < until, "the end of the peer goes unnoticed");
-        thread::sleep(Duration::from_millis(1));
-    }
+    settles("the end of the peer goes unnoticed", || peer.transport().is_none());
     let _second = Fake::start_at(&address, PAGE, Behaviour::default());
     peer.write(&batch, &options()).expect("the first call after the restart");
     assert_eq!(agent.stats().transfers_failed, 0);
@@ -239,11 +229,7 @@ fn lanes_that_the_peer_closed_are_not_used_again() {
         fake.cut();
         thread::sleep(Duration::from_millis(5));
     }
-    let until = Instant::now() + LONG;
-    while agent.stats().streams > 0 {
-        assert!(Instant::now() < until, "streams are left over");
-        thread::sleep(Duration::from_millis(5));
-    }
+    settles("streams are left over", || agent.stats().streams == 0);
 }
 
 #[test]

@@ -14,7 +14,10 @@ kvferry_testkit::child_processes!();
 
 use kvferry::{Access, Agent, AgentBuilder, Batch, Region};
 use kvferry_testkit::region::content as bytes_of;
-use std::time::Duration;
+use serde_json::Value;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::time::{Duration, Instant};
 
 /// The time limit of calls that succeed.
 const LONG: Duration = Duration::from_secs(10);
@@ -56,4 +59,36 @@ fn scattered(local: &Region, remote: u64, block: usize, blocks: usize) -> Batch 
 /// The bytes at the other side after a [`scattered`] batch.
 fn turned(bytes: &[u8], block: usize) -> Vec<u8> {
     bytes.rchunks(block).flatten().copied().collect()
+}
+
+/// Waits until a condition holds.
+fn settles(what: &str, condition: impl Fn() -> bool) {
+    let until = Instant::now() + LONG;
+    while !condition() {
+        assert!(Instant::now() < until, "{what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A frame of the handshake.
+fn frame(kind: u8, json: &str) -> Vec<u8> {
+    let mut frame = (json.len() as u64 + 1).to_le_bytes().to_vec();
+    frame.push(kind);
+    frame.extend_from_slice(json.as_bytes());
+    frame
+}
+
+/// Answers the handshake that comes on a connection, if one comes.
+fn answer(mut stream: TcpStream, answer: impl FnOnce(u8, &str) -> Value) {
+    let mut len = [0; 8];
+    if stream.read_exact(&mut len).is_err() {
+        return;
+    }
+    let mut body = vec![0; usize::try_from(u64::from_le_bytes(len)).expect("a length")];
+    stream.read_exact(&mut body).expect("a whole frame");
+    let json = std::str::from_utf8(&body[1..]).expect("text");
+    let json = answer(body[0], json).to_string();
+    stream.write_all(&frame(body[0], &json)).expect("room");
+    let _ = stream.shutdown(Shutdown::Write);
+    let _ = stream.read(&mut [0; 1]);
 }

@@ -10,10 +10,10 @@ use kvferry::{
 };
 use kvferry_testkit::network::Network;
 use kvferry_testkit::process::memory_of;
-use kvferry_testkit::stretched;
+use kvferry_testkit::{stretched, timed};
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -374,13 +374,8 @@ fn a_stock_target_refuses_and_goes_on_at_once() {
             if round < 4 { peer.write(&batch, &options()) } else { peer.read(&batch, &options()) };
         let e = result.expect_err("refused");
         assert_eq!((e.kind(), e.context("descriptor")), (kind, Some("60")), "{e}");
-        let start = Instant::now();
-        peer.write(&good, &options()).expect("healthy");
-        assert!(
-            start.elapsed() < stretched(Duration::from_millis(300)),
-            "took {:?}",
-            start.elapsed()
-        );
+        timed(Duration::from_millis(300), "a healthy write", || peer.write(&good, &options()))
+            .expect("healthy");
     }
     assert!(stock.holds(hidden, 1, PAGE));
     assert!(stock.holds_turned(remote, 3, PAGE, 100));
@@ -484,13 +479,11 @@ fn a_stopped_stock_target_is_silent_and_delays_nothing_after_it_resumes() {
         assert_eq!((e.kind(), e.quiesced()), (ErrorKind::PeerSilent, Some(false)), "{e}");
         let bounds = Duration::from_millis(900)..stretched(Duration::from_secs(3));
         assert!(bounds.contains(&took), "took {took:?}");
-        let start = Instant::now();
-        healthy.write(&small, &options()).expect("another peer");
-        assert!(start.elapsed() < stretched(Duration::from_millis(500)));
+        let limit = Duration::from_millis(500);
+        timed(limit, "another peer", || healthy.write(&small, &options())).expect("healthy");
         signal(&stock.child, "-CONT");
-        let start = Instant::now();
-        peer.write(&batch, &options()).expect("the target is resumed");
-        assert!(start.elapsed() < stretched(Duration::from_secs(1)), "took {:?}", start.elapsed());
+        timed(Duration::from_secs(1), "the first write", || peer.write(&batch, &options()))
+            .expect("the target is resumed");
         assert!(stock.holds(remote, 3, len));
     }
 }
@@ -532,9 +525,7 @@ fn a_stock_target_behind_a_network_that_loses_everything_is_silent_until_it_heal
         let silent = |e: &Value| e.as_str().is_some_and(|e| e.starts_with("peer_silent"));
         assert!(!errors.is_empty() && errors.iter().all(silent), "{report}");
         network.heal();
-        let start = Instant::now();
-        writer.call(write);
-        assert!(start.elapsed() < stretched(Duration::from_secs(2)), "took {:?}", start.elapsed());
+        timed(Duration::from_secs(2), "a write after it healed", || writer.call(write));
         let held = memory_of(stock.child.id(), address, LEN);
         assert!(held == writer.memory(&from), "not what was written");
     }
@@ -592,21 +583,10 @@ impl Relay {
     }
 }
 
-fn relay(mut stream: TcpStream, target: &str, change: fn(&mut Value)) {
-    let mut len = [0; 8];
-    if stream.read_exact(&mut len).is_err() {
-        return;
-    }
-    let mut body = vec![0; usize::try_from(u64::from_le_bytes(len)).expect("a length")];
-    stream.read_exact(&mut body).expect("a whole frame");
-    let json = std::str::from_utf8(&body[1..]).expect("text");
-    let (kind, mut answer) = handshake::handshake(target, body[0], json).expect("an answer");
-    change(&mut answer);
-    let json = answer.to_string();
-    let mut frame = (json.len() as u64 + 1).to_le_bytes().to_vec();
-    frame.push(kind);
-    frame.extend_from_slice(json.as_bytes());
-    stream.write_all(&frame).expect("room");
-    let _ = stream.shutdown(Shutdown::Write);
-    let _ = stream.read(&mut [0; 1]);
+fn relay(stream: TcpStream, target: &str, change: fn(&mut Value)) {
+    crate::answer(stream, |kind, json| {
+        let (_, mut answer) = handshake::handshake(target, kind, json).expect("an answer");
+        change(&mut answer);
+        answer
+    });
 }
