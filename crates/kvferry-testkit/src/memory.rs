@@ -167,9 +167,6 @@ impl Memory {
     }
 
     /// Compares every byte, guards included, with the model.
-    ///
-    /// # Errors
-    /// The first byte that differs.
     pub fn check(&self, what: &str) -> Result<(), Violation> {
         let expected = self.expected();
         let mut piece = vec![0; (256 * 1024).min(self.len().max(1))];
@@ -197,9 +194,6 @@ impl Memory {
     }
 
     /// Compares the guards with what they were filled with.
-    ///
-    /// # Errors
-    /// The first byte that differs.
     pub fn check_guards(&self, what: &str) -> Result<(), Violation> {
         let wanted = GUARD.bytes(GUARD_BYTES);
         let mut guard = vec![0; GUARD_BYTES];
@@ -215,9 +209,6 @@ impl Memory {
     }
 
     /// Checks that slow memory was used as a device allows.
-    ///
-    /// # Errors
-    /// All misuses.
     pub fn check_misuse(&self) -> Result<(), Violation> {
         let misuse = self.device().map(SlowMemory::misuse).unwrap_or_default();
         ensure!(misuse.is_empty(), "the device was misused: {}", misuse.join("; "));
@@ -226,9 +217,6 @@ impl Memory {
 
     /// A copy by a transport: `offset` counts from the memory's start and may reach into the
     /// guards. On slow memory it takes as long as the device needs.
-    ///
-    /// # Errors
-    /// If the device failed.
     pub fn transport_copy(
         &self,
         direction: Direction,

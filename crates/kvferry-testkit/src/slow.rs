@@ -60,7 +60,6 @@ struct State {
     freed: bool,
     ended: bool,
     misuse: Vec<String>,
-    finished: u64,
 }
 
 struct Copy {
@@ -160,7 +159,6 @@ impl Shared {
             // Only this thread removes copies, and new ones are appended: the index is still valid.
             if state.copies[chosen].pieces.is_empty() {
                 let copy = state.copies.swap_remove(chosen);
-                state.finished += 1;
                 let result = if state.failing > 0 {
                     state.failing -= 1;
                     Err(io::Error::other("the device failed this copy on purpose"))
@@ -203,7 +201,6 @@ impl SlowMemory {
                 freed: false,
                 ended: false,
                 misuse: Vec::new(),
-                finished: 0,
             }),
             changed: Condvar::new(),
         });
@@ -257,9 +254,6 @@ impl SlowMemory {
     }
 
     /// Copies, and returns when the copy has ended.
-    ///
-    /// # Errors
-    /// If the copy is outside the memory, or [`SlowMemory::fail_next`] made it fail.
     pub fn copy_now(&self, direction: Direction, offset: u64, host: HostSpan) -> io::Result<()> {
         let (tell, told) = std::sync::mpsc::channel();
         self.start(direction, offset, host, Box::new(move |result| drop(tell.send(result))));
@@ -291,11 +285,6 @@ impl SlowMemory {
     pub fn pending_in(&self) -> usize {
         let state = self.shared.state();
         state.copies.iter().filter(|copy| copy.direction == Direction::In).count()
-    }
-
-    /// Copies that have ended.
-    pub fn finished(&self) -> u64 {
-        self.shared.state().finished
     }
 
     /// The owner takes the memory back: any copy from here on is misuse.

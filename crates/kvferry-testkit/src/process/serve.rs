@@ -128,7 +128,6 @@ impl Server {
             "digest" => return self.digest(command),
             "watch" => return self.watch(command),
             "matches" => return self.matches(command),
-            "forget" => return self.forget(command),
             "unregister" => return self.unregister(command),
             "release" => return self.release(command),
 

@@ -327,8 +327,7 @@ fn mapped_memory_is_unmapped_when_its_owner_unregisters_it() {
         peer.write(&batch(&from, &region.remote, MIB), &Options::default()).expect("done");
         mapped().len() > before.len()
     });
-    child.call(json!({"op": "unregister", "region": region.id}));
-    child.call(json!({"op": "forget", "region": region.id}));
+    child.call(json!({"op": "release", "region": region.id}));
     eventually(Duration::from_secs(5), "the mapping is gone", || mapped() == before);
     let error = peer
         .write(&batch(&from, &region.remote, MIB), &Options::default())

@@ -106,24 +106,16 @@ impl Server {
         Ok(json!({"matches": bytes == wanted}))
     }
 
-    pub(super) fn forget(&mut self, command: Command<'_>) -> Outcome {
-        if let Some(held) = self.regions.remove(&command.number("region")) {
-            // The agent may still have the region: its memory stays mapped.
-            self.forgotten.extend(held.private);
-        }
-        Ok(json!({}))
-    }
-
     pub(super) fn unregister(&self, command: Command<'_>) -> Outcome {
-        let held = self.region(command);
-        self.agent().unregister(&held.region)?;
-        Ok(json!({"digest": digest(&held.load())}))
+        self.agent().unregister(&self.region(command).region)?;
+        Ok(json!({}))
     }
 
     /// Unregisters the region if it still is registered, and drops it.
     pub(super) fn release(&mut self, command: Command<'_>) -> Outcome {
         if let Some(held) = self.regions.remove(&command.number("region")) {
             drop(self.agent().unregister(&held.region));
+            // The agent may still have the region: its memory stays mapped.
             self.forgotten.extend(held.private);
         }
         Ok(json!({}))
