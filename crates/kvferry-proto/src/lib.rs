@@ -4,23 +4,6 @@
 //! nonces and an explicit [`Timestamp`] go in; bytes, events and the next timer come out. Every
 //! path of the protocol therefore runs in virtual time, both ends in one thread.
 //!
-//! # What is where
-//!
-//! * [`code`]: result codes on the wire.
-//! * [`frame`]: data frames, the fixed little-endian headers of a stream, and their checksums.
-//! * [`lane`]: the two ends of one stream of data frames.
-//! * [`message`]: control messages, MessagePack maps behind a length.
-//! * [`auth`]: mutual authentication by a shared secret, and the key of a session.
-//! * [`session`]: the state machine of one control connection.
-//! * [`handoff`]: one request's KV from producer to consumer, a state machine for each.
-//! * [`engine_handshake`]: what the ranks of two engines exchange before the first handoff.
-//! * [`rank_message`]: which of these protocols a message between two ranks belongs to.
-//! * [`layout`]: how the KV blocks of one rank lie in its regions, and what must be equal at both ends.
-//! * [`plan`]: which bytes of a producer rank become which bytes of a consumer rank.
-//! * [`pack`]: small bodies in MessagePack.
-//! * [`local`]: packets between two agents of one host.
-//! * [`admission`]: what a listener does with a connection before the peer has proved itself.
-//!
 //! # A connection's life
 //!
 //! ```text

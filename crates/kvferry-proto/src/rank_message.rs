@@ -46,32 +46,12 @@ impl RankMessage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::code::WireCode;
-    use crate::engine_handshake::Turned;
-    use crate::handoff::{Confirm, Generation, HandoffId};
 
     #[test]
     fn no_kind_of_message_belongs_to_two_protocols() {
         for kind in HandoffMessage::KINDS {
             assert!(!EngineHandshakeMessage::KINDS.contains(kind), "{kind} is in both");
         }
-    }
-
-    #[test]
-    fn the_kind_of_a_message_decides_which_protocol_it_is_parsed_as() {
-        let id = HandoffId::new("xfer-1").expect("a name");
-        let confirm = HandoffMessage::from(Confirm { id, generation: Generation(1) });
-        let decoded = RankMessage::decode(&confirm.encode()).expect("well-formed");
-        assert_eq!(decoded, RankMessage::Handoff(confirm));
-
-        let (code, detail) = (WireCode::LayoutMismatch, "16 heads, not 8".to_owned());
-        let turned = EngineHandshakeMessage::from(Turned { code, detail, addresses: Vec::new() });
-        let decoded = RankMessage::decode(&turned.encode()).expect("well-formed");
-        assert_eq!(decoded, RankMessage::EngineHandshake(turned));
-
-        let later = HandoffMessage::Unknown { kind: "later".to_owned() };
-        let decoded = RankMessage::decode(&later.encode()).expect("well-formed");
-        assert_eq!(decoded, RankMessage::Unknown { kind: "later".to_owned() });
     }
 
     #[test]

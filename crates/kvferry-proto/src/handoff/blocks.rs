@@ -59,16 +59,6 @@ impl BlockTable {
         self.blocks.get(at).copied().filter(|block| *block != NULL_BLOCK)
     }
 
-    /// The blocks from index `from` on.
-    #[must_use]
-    pub fn tail(&self, from: u64) -> Self {
-        let skip =
-            usize::try_from(from.saturating_sub(u64::from(self.first))).unwrap_or(usize::MAX);
-        let skip = skip.min(self.blocks.len());
-        let first = u32::try_from(u64::from(self.first) + skip as u64).unwrap_or(u32::MAX);
-        Self { first, blocks: self.blocks[skip..].to_vec() }
-    }
-
     /// Adds blocks that a peer announced later. Known blocks may be repeated, or be missing by now.
     ///
     /// # Errors
@@ -214,7 +204,8 @@ mod tests {
             let whole = BlockTable::new(7, blocks);
             let cut = cut.min(whole.blocks.len());
             let mut known = BlockTable::new(7, whole.blocks[..cut].to_vec());
-            let more = whole.tail(whole.first as u64 + cut.saturating_sub(back) as u64);
+            let from = cut.saturating_sub(back);
+            let more = BlockTable::new(7 + from as u32, whole.blocks[from..].to_vec());
             if cut > 0 || more.first == 7 {
                 prop_assert_eq!(known.merge(&more), Ok(()));
                 prop_assert_eq!(known, whole);

@@ -454,11 +454,6 @@ impl Session {
         self.send(&Message::Response(Response { id, code, body }));
     }
 
-    /// When the peer stops waiting for the answer to its request `id`; `None` if it was answered.
-    pub fn request_deadline(&self, id: u64) -> Option<Timestamp> {
-        self.owed_responses.get(&id).copied()
-    }
-
     /// Acceptor: whether a connection may become a stream of this session. Uses up the stream id.
     ///
     /// # Errors

@@ -46,38 +46,23 @@ fn equal(packing: Packing, ours: &[u32], theirs: &[u32]) -> u64 {
 }
 
 #[test]
-fn blocks_apart_take_a_copy_per_piece_that_is_contiguous_in_a_block() {
-    let (ours, theirs) = ([1, 5, 3, 9], [2, 8, 4, 6]);
-    let layers = LAYERS as u64;
-    for (packing, copies) in [
-        (Packing::Lbhnc, 4 * layers),
-        (Packing::Lbnhc, 4 * layers),
-        (Packing::Lhbnc, 4 * layers * u64::from(HEADS)),
-        (Packing::Blhnc, 4),
-        (Packing::Blnhc, 4),
-        (Packing::Bhlnc, 4),
+fn blocks_apart_take_a_copy_per_contiguous_piece_and_blocks_in_a_row_at_both_ends_one_together() {
+    let (layers, heads) = (LAYERS as u64, u64::from(HEADS));
+    let row = [10, 11, 12, 13];
+    for (packing, apart, in_a_row) in [
+        (Packing::Lbhnc, 4 * layers, layers),
+        (Packing::Lbnhc, 4 * layers, layers),
+        (Packing::Lhbnc, 4 * layers * heads, layers * heads),
+        (Packing::Blhnc, 4, 1),
+        (Packing::Blnhc, 4, 1),
+        (Packing::Bhlnc, 4, 1),
     ] {
-        assert_eq!(equal(packing, &ours, &theirs), copies, "{packing}");
-    }
-}
-
-#[test]
-fn blocks_in_a_row_at_both_ends_are_one_copy() {
-    let (ours, theirs) = ([10, 11, 12, 13], [2, 3, 4, 5]);
-    let layers = LAYERS as u64;
-    for (packing, copies) in [
-        (Packing::Lbhnc, layers),
-        (Packing::Lbnhc, layers),
-        (Packing::Lhbnc, layers * u64::from(HEADS)),
-        (Packing::Blhnc, 1),
-        (Packing::Blnhc, 1),
-        (Packing::Bhlnc, 1),
-    ] {
-        assert_eq!(equal(packing, &ours, &theirs), copies, "{packing}");
+        assert_eq!(equal(packing, &[1, 5, 3, 9], &[2, 8, 4, 6]), apart, "{packing}");
+        assert_eq!(equal(packing, &row, &[2, 3, 4, 5]), in_a_row, "{packing}");
     }
     // In a row at one end only.
-    assert_eq!(equal(Packing::Blhnc, &ours, &[2, 4, 6, 8]), 4);
-    assert_eq!(equal(Packing::Blhnc, &ours, &[5, 4, 3, 2]), 4);
+    assert_eq!(equal(Packing::Blhnc, &row, &[2, 4, 6, 8]), 4);
+    assert_eq!(equal(Packing::Blhnc, &row, &[5, 4, 3, 2]), 4);
 }
 
 #[test]

@@ -49,9 +49,7 @@ fn answers_may_come_in_any_order() {
 #[test]
 fn a_request_without_an_answer_ends_exactly_when_its_budget_does() {
     let mut pair = Pair::established();
-    let now = pair.now;
     let id = ask(&mut pair, A, ms(750));
-    assert_eq!(pair.session(B).request_deadline(id), Some(now + ms(751)), "with the latency");
     pair.run_for(ms(750) - ms(5) - Duration::from_nanos(1));
     assert_eq!(pair.take_events(A), []);
     pair.run_for(Duration::from_nanos(1));

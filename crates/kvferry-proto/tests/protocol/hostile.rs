@@ -225,21 +225,14 @@ fn a_flood_of_requests_is_refused_then_pushed_back_then_ended() {
 }
 
 #[test]
-fn a_flood_of_large_requests_is_pushed_back_then_ended_by_their_bytes() {
-    let request =
+fn floods_of_revokes_and_of_large_requests_end_the_session() {
+    let large =
         |id| Message::Request(Request { id, kind: 1, budget_ms: 0, body: vec![1; 500_000] });
-    let few = flood(request, 10);
+    let few = flood(large, 10);
     assert!(few.is_established() && !few.wants_read());
-    let mut many = flood(request, 100);
-    let (.., events) = drain(&mut many);
-    assert!(matches!(events.last(), Some(SessionEvent::Closed(r)) if r.code == WireCode::Busy));
-}
-
-#[test]
-fn a_flood_of_revokes_ends_the_session() {
-    for streams in [0, 4096] {
-        let revoke = |id| Message::Revoke(Revoke { id, streams: vec![StreamId(1); streams] });
-        let mut session = flood(revoke, 3000);
+    let revoke =
+        |streams| move |id| Message::Revoke(Revoke { id, streams: vec![StreamId(1); streams] });
+    for mut session in [flood(large, 100), flood(revoke(0), 3000), flood(revoke(4096), 3000)] {
         let (.., events) = drain(&mut session);
         assert!(matches!(events.last(), Some(SessionEvent::Closed(r)) if r.code == WireCode::Busy));
     }

@@ -274,13 +274,9 @@ fn an_answer_to_another_request_than_the_oldest_breaks_the_lane() {
     let length = LaneError::Length { got: 9, expected: 8 };
     assert_eq!(with(|header| header.payload_len = 9), Err(length));
     assert_eq!(with(|header| header.flags = Flags::CHECKSUM), Err(LaneError::Checksums));
+    assert_eq!(answered(reading(true), &good().encode(), 0), Err(LaneError::Checksums));
     let malformed = answered(reading(false), &[0; ResponseHeader::LEN], 0);
     assert!(matches!(malformed, Err(LaneError::Malformed(_))), "{malformed:?}");
-}
-
-#[test]
-fn i7_an_answer_without_the_checksums_that_were_asked_for_breaks_the_lane() {
-    assert_eq!(answered(reading(true), &good().encode(), 0), Err(LaneError::Checksums));
 }
 
 #[test]
