@@ -175,6 +175,23 @@ fn either_side_can_end_a_handoff_and_the_other_gets_the_reason() {
 }
 
 #[test]
+fn a_producer_gets_its_blocks_back_when_its_consumer_shuts_down() {
+    let _bound = bounded();
+    let (p, mut d) = (Node::new("tcp"), Node::new("tcp"));
+    p.rank.offer(&id(1)).expect("a new name");
+    d.fetch(1, 8, &p.address(), &p.pool.remote());
+    let give_up = Instant::now() + stretched(Duration::from_secs(5));
+    while !p.rank.gauges().contains(&("watched", 1)) {
+        assert!(Instant::now() < give_up, "the consumer never asks");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    d.agent.shutdown();
+    let outcome = p.produced();
+    assert_eq!(outcome.code, WireCode::Closed, "{outcome}");
+    p.assert_empty();
+}
+
+#[test]
 fn a_peer_may_have_two_addresses() {
     let _bound = bounded();
     let (mut p, mut d) = (Node::new("tcp"), Node::new("tcp"));

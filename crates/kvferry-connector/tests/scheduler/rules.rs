@@ -306,6 +306,16 @@ fn a_request_that_ends_too_early_or_by_anything_but_its_length_is_withdrawn_with
 }
 
 #[test]
+fn a_request_that_was_never_scheduled_is_withdrawn_only_if_the_router_knows_its_handoff() {
+    for (params, endings) in [(produces("x"), 1), (producer_params(None), 0)] {
+        let mut it = scheduler(&[FULL], true);
+        it.finished(&request("a", 8, &params), FinishReason::Abort, None);
+        assert_eq!(empty_step(&mut it).endings.len(), endings);
+        assert_idle(&it);
+    }
+}
+
+#[test]
 fn side_data_is_carried_only_if_the_handoff_completes_with_the_end() {
     for (eager, carried) in [(true, None), (false, Some(b"token".to_vec()))] {
         let mut it = computed(eager);

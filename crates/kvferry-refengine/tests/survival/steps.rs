@@ -194,8 +194,15 @@ fn a_producer_with(fault: Fault) {
         world.works(&format!("after-{id}"), n + 100);
         world.assert_emptied();
     }
-    let status = world.decode.status();
-    println!("{fault:?}: {:?}", status.outcomes);
+    let outcomes = world.decode.status().outcomes;
+    println!("{fault:?}: {outcomes:?}");
+    // What the consumer had asked for before the fault, at four stages, ended with the fault's reason.
+    let (reason, least) = match fault {
+        Fault::Kill => ("closed", 4),
+        Fault::Stop | Fault::Partition => ("peer is silent", 4),
+        Fault::Reset => ("done", 11),
+    };
+    assert!(outcomes.iter().any(|(code, n)| code == reason && *n >= least), "{outcomes:?}");
 }
 
 #[test]
