@@ -60,12 +60,13 @@ struct World {
 }
 
 impl World {
-    /// Prefill steps only on command.
-    fn new() -> Self {
+    /// Prefill steps only on command. With checksums, the decode engine computes what fails to load.
+    fn new(checksum: bool) -> Self {
+        let setup = |tp| Setup { checksum, recompute: checksum, ..Setup::new(tp) };
         let relays = vec![Relay::new(), Relay::new()];
         let advertise = relays.iter().map(|relay| relay.address.clone()).collect();
-        let prefill = EngineProcess::start(&Setup { manual: true, advertise, ..Setup::new(2) });
-        let mut world = Self { relays, prefill, decode: EngineProcess::start(&Setup::new(1)) };
+        let prefill = EngineProcess::start(&Setup { manual: true, advertise, ..setup(2) });
+        let mut world = Self { relays, prefill, decode: EngineProcess::start(&setup(1)) };
         for (relay, target) in world.relays.iter().zip(&world.prefill.listening) {
             relay.to(target);
         }
@@ -151,7 +152,7 @@ fn give(prefill: &mut EngineProcess, id: &str, n: u64) {
 
 /// Injects a fault into the prefill engine at each stage. The consumer does not wait for long.
 fn a_producer_with(fault: Fault) {
-    let (_bounded, mut world) = (bounded(), World::new());
+    let (_bounded, mut world) = (bounded(), World::new(false));
     for (n, stage) in (10..).zip(Stage::ALL) {
         let id = format!("{fault:?}-{stage:?}");
         world.reach(stage, &id, n);
@@ -227,7 +228,7 @@ fn connections_reset_at_any_step_come_back_and_the_request_succeeds() {
 
 #[test]
 fn streams_reset_within_a_session_are_replaced_and_the_request_succeeds() {
-    let (_bounded, mut world) = (bounded(), World::new());
+    let (_bounded, mut world) = (bounded(), World::new(false));
     for n in 10..14 {
         let id = format!("streams-{n}");
         world.reach(Stage::Reading, &id, n);
@@ -242,7 +243,7 @@ fn streams_reset_within_a_session_are_replaced_and_the_request_succeeds() {
 
 /// Injects a fault into the decode engine at each stage. The prefill engine gets its blocks back soon.
 fn a_consumer_with(fault: Fault) {
-    let (_bounded, mut world) = (bounded(), World::new());
+    let (_bounded, mut world) = (bounded(), World::new(false));
     for (n, stage) in (10..).zip(&Stage::ALL[..4]) {
         let id = format!("{fault:?}-{stage:?}");
         world.reach(*stage, &id, n);
@@ -287,6 +288,19 @@ fn a_producer_gets_its_blocks_back_soon_when_its_consumer_is_killed_at_any_step(
 #[test]
 fn a_producer_gets_its_blocks_back_when_its_consumer_is_stopped_at_any_step() {
     a_consumer_with(Fault::Stop);
+}
+
+#[test]
+fn a_byte_flipped_in_flight_is_detected_and_the_request_is_computed() {
+    let (_bounded, mut world) = (bounded(), World::new(true));
+    for n in 0..24 {
+        // Anywhere in a rank's bytes of a handoff: headers, payload, checksums.
+        world.relays[n % 2].flip_after((n * 1_733) % 30_000);
+        world.works(&format!("flip-{n}"), 10 + n as u64);
+    }
+    world.assert_emptied();
+    let outcomes = world.decode.status().outcomes;
+    assert!(outcomes.iter().any(|(code, _)| code.contains("checksum")), "{outcomes:?}");
 }
 
 #[test]
