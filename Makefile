@@ -192,6 +192,8 @@ lint: lint-rust lint-python ## Check formatting and style of everything
 
 lint-rust:
 	$(CARGO) fmt --all --check
+	@# A macro declares these modules, so that `cargo fmt` does not find them.
+	rustfmt --check --edition 2024 crates/kvferry/src/transport/*/*.rs
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; else echo 'cargo-deny is not installed: deny.toml is not checked'; fi
 

@@ -7,11 +7,11 @@ use crate::error::Error;
 use crate::memory::cursor::Position;
 use crate::memory::device::Wake;
 use crate::reactor::now;
-use crate::transfer::link::Link;
 use crate::sync::Arc;
 use crate::transfer::batch::Batch;
-use crate::transfer::slot::Watch;
 use crate::transfer::job::Op;
+use crate::transfer::link::Link;
+use crate::transfer::slot::Watch;
 use std::cell::RefCell;
 
 thread_local! {

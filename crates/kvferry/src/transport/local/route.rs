@@ -1,10 +1,12 @@
 //! The route of a peer within the host.
 
+use super::copy::{Targets, Unreached};
 use super::direct::copy_all;
 use super::share::LocalShare;
 use super::{Local, LocalPeer};
 use crate::core::Core;
 use crate::error::{Error, Result};
+use crate::reactor::now;
 use crate::sync::Arc;
 use crate::transfer::Options;
 use crate::transfer::batch::Batch;
@@ -13,8 +15,6 @@ use crate::transfer::job::{Frames, Job, Op, TransferStats, count_outcome};
 use crate::transfer::kind::Transport;
 use crate::transfer::link::{Link, Offered, Route};
 use crate::transfer::slot::{Interrupt, Watch};
-use super::copy::{Targets, Unreached};
-use crate::reactor::now;
 use smallvec::SmallVec;
 use std::time::Duration;
 

@@ -1,15 +1,15 @@
 //! The target's side: lets processes of the same user on this host reach this agent's memory.
 
 use super::name_of;
-use crate::transport::service::Directory;
 use crate::core::Core;
 use crate::error::{Error, Result};
 use crate::memory::region::RegionInner;
 use crate::memory::registry::Registry;
 use crate::memory::writers::Writer;
-use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next};
 use crate::quota::Permit;
+use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next};
 use crate::sync::{Arc, Weak, lock};
+use crate::transport::service::Directory;
 use kvferry_proto::auth::MAC_LEN;
 use kvferry_proto::local::PROBE_LEN;
 use kvferry_proto::{
@@ -127,12 +127,7 @@ struct HandshakeConn {
 
 impl HandshakeConn {
     /// Handles one packet; an error is the code to refuse with.
-    fn take(
-        &mut self,
-        core: &Arc<Core>,
-        bytes: &[u8],
-        fds: Vec<OwnedFd>,
-    ) -> Result<(), WireCode> {
+    fn take(&mut self, core: &Arc<Core>, bytes: &[u8], fds: Vec<OwnedFd>) -> Result<(), WireCode> {
         match &mut self.stage {
             Stage::Hello => self.hello(core, bytes, fds),
             Stage::Probe { writer, bytes: expected, .. } => {
@@ -161,12 +156,7 @@ impl HandshakeConn {
         }
     }
 
-    fn hello(
-        &mut self,
-        core: &Arc<Core>,
-        bytes: &[u8],
-        fds: Vec<OwnedFd>,
-    ) -> Result<(), WireCode> {
+    fn hello(&mut self, core: &Arc<Core>, bytes: &[u8], fds: Vec<OwnedFd>) -> Result<(), WireCode> {
         let hello = parse_hello(bytes).ok_or(WireCode::Malformed)?;
         let page = fds.into_iter().next().ok_or(WireCode::Malformed)?;
         let directory = self.directory.upgrade().ok_or(WireCode::Closed)?;

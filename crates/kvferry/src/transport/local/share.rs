@@ -8,12 +8,12 @@ use crate::memory::cursor::Lent;
 use crate::memory::device::Wake;
 use crate::memory::gate::Gate;
 use crate::notify::Notification;
-use crate::transfer::link::Link;
-use crate::transfer::requests::{NOTIFY, Note, encode};
 use crate::sync::{Arc, OnceLock};
 use crate::transfer::batch::Frame;
-use crate::transfer::job::Job;
 use crate::transfer::drive::{Drive, Progress, STEP_BYTES};
+use crate::transfer::job::Job;
+use crate::transfer::link::Link;
+use crate::transfer::requests::{NOTIFY, Note, encode};
 use crate::transport::refusal::refusal;
 use kvferry_proto::{Limits, Timestamp, WireCode};
 

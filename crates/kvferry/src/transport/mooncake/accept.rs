@@ -4,21 +4,21 @@
 //! delay all others by fifteen seconds. Here each connection has its own handler with a deadline.
 //! Their number is bounded; beyond it, the oldest is closed.
 
+use super::MooncakeServer;
 use super::wire::{
     Alive, Buffer, Caller, Descriptor, Kind, Mark, NoEndpoint, Notify, REQUEST_MAX, SUCCESS, frame,
     split,
 };
-use super::MooncakeServer;
 use crate::memory::region::Backing;
 use crate::notify::Notification;
 use crate::reactor::{Cause, Cx, Handler, Next};
+use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use kvferry_proto::{Handshakes, Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
 use std::io;
 use std::net::{IpAddr, Shutdown, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
-use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use std::time::Duration;
 
 /// The time for one handshake, until the peer has closed the connection.

@@ -86,8 +86,13 @@ fn stock(
     // The number of connections that a stock peer can serve well is unknown, so permits do not
     // limit them.
     let permits_max = usize::MAX;
-    let link =
-        Link::new(Arc::clone(core), address.to_owned(), addr, Arc::clone(&mooncake) as _, permits_max);
+    let link = Link::new(
+        Arc::clone(core),
+        address.to_owned(),
+        addr,
+        Arc::clone(&mooncake) as _,
+        permits_max,
+    );
     link.add_route(Arc::new(LaneRoute(OnStockPeer(mooncake))));
     core.counters.sessions.one();
     core.counters.sessions_opened.one();

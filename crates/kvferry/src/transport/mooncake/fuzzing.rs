@@ -48,7 +48,10 @@ pub fn mooncake_handshake(bytes: &[u8]) {
         };
         assert_eq!(peer.data.port(), descriptor.tcp_data_port);
         assert!(!peer.data.ip().is_unspecified(), "the data address is specified");
-        assert!(called.ip().is_loopback() || !peer.data.ip().is_loopback(), "a remote peer's data is not on loopback");
+        assert!(
+            called.ip().is_loopback() || !peer.data.ip().is_loopback(),
+            "a remote peer's data is not on loopback"
+        );
     }
 }
 

@@ -19,9 +19,10 @@ use crate::memory::cursor::{Cursor, Direction, Fault, Lent, Pieces, Position};
 use crate::memory::device::Wake;
 use crate::memory::gate::Gate;
 use crate::memory::region::Access;
-use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next, Remote, now};
 use crate::memory::region::RemoteRegion;
 use crate::quota;
+use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next, Remote, now};
+use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
 use crate::transfer::drive::{RECEIVE_CHUNK, SEND_CHUNK, STEP_BYTES};
 use crate::transfer::link::{Backend, Link};
 use kvferry_proto::{RegionId, Timestamp, WireCode};
@@ -33,7 +34,6 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::{Shutdown, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
-use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
 use std::time::Duration;
 
 /// Connections served at the same time.
@@ -122,7 +122,10 @@ impl Connections {
         };
         if let Some((_, link, remote, token)) = evicted {
             if let Some(link) = link.upgrade() {
-                link.terminate(Error::new(ErrorKind::Busy, "closed, unused, for a newer connection"));
+                link.terminate(Error::new(
+                    ErrorKind::Busy,
+                    "closed, unused, for a newer connection",
+                ));
             }
             remote.wake(token);
         }
@@ -580,8 +583,7 @@ fn resolve(core: &Core, request: &Request) -> Result<Pieces, WireCode> {
     let tables = core.memory.regions.read();
     // The table takes lengths of native descriptors; longer ranges are checked here.
     let head = u32::try_from(request.size).unwrap_or(u32::MAX);
-    let (region, offset) =
-        tables.resolve(RegionId::ABSOLUTE, request.addr, head, need)?;
+    let (region, offset) = tables.resolve(RegionId::ABSOLUTE, request.addr, head, need)?;
     match offset.checked_add(request.size) {
         None => Err(WireCode::Overflow),
         Some(end) if end > region.len as u64 => Err(WireCode::Straddles),

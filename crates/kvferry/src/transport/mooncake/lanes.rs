@@ -10,6 +10,7 @@ use super::KEEPALIVE;
 use super::peer::{MooncakePeer, end};
 use crate::error::{Error, ErrorKind};
 use crate::reactor::{Cause, Cx, Handler, Next};
+use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::transfer::lanes::Lane;
 use crate::transfer::link::{Link, unreachable_peer};
 use kvferry_proto::{StreamId, Timestamp};
@@ -20,7 +21,6 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
-use crate::sync::{Arc, Mutex, MutexGuard, lock};
 
 /// The keepers of a link's lanes, by lane.
 #[derive(Debug, Default)]
@@ -112,7 +112,8 @@ impl LaneKeeper {
         let Stage::Connecting(socket) = &self.stage else {
             unreachable!("the handler is only called while connecting")
         };
-        let deadline = *self.deadline.get_or_insert(now + self.link.core.settings.handshake_timeout());
+        let deadline =
+            *self.deadline.get_or_insert(now + self.link.core.settings.handshake_timeout());
         if let Some(ended) = self.link.end() {
             let ended = ended.clone();
             return self.fail(&ended);

@@ -1,20 +1,20 @@
 //! The data known about a stock peer, and requests to it.
 
+use super::MooncakeServer;
 use super::connect::{handshake_request, understood};
 use super::exchange::{Failure, ask};
 use super::lanes::{LaneKeepers, open_lane};
 use super::wire::{Alive, Buffer, Descriptor, Kind, Notify, SUCCESS, frame};
-use super::MooncakeServer;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::region::{Access, RemoteRegion};
 use crate::notify::Notification;
 use crate::reactor::now;
+use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
 use crate::transfer::link::{Backend, Link};
 use crate::transfer::slot::Slot;
 use kvferry_proto::{Incarnation, RegionId};
 use std::net::{IpAddr, SocketAddr};
-use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
 use std::time::Duration;
 
 pub(super) struct MooncakePeer {
@@ -108,8 +108,7 @@ impl Backend for MooncakePeer {
         let regions = regions.collect();
         if !self.update(fresh) {
             // Another process has the address now; the next call connects to it.
-            let error =
-                Error::new(ErrorKind::PeerReset, "another process has replaced the peer");
+            let error = Error::new(ErrorKind::PeerReset, "another process has replaced the peer");
             end(link, error.with("peer", &link.address));
         }
         Ok(regions)

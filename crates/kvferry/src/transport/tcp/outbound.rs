@@ -15,9 +15,7 @@ use crate::transfer::lanes::Lane;
 use crate::transfer::link::Link;
 use crate::transport::refusal::{local_fault, refusal};
 use kvferry_proto::lane::{Begin, Initiator, LaneError, Outcome, Receive};
-use kvferry_proto::{
-    Limits, RequestHeader, Timestamp, WireCode, WireDescriptor, frame,
-};
+use kvferry_proto::{Limits, RequestHeader, Timestamp, WireCode, WireDescriptor, frame};
 use kvferry_sys::poll::Interest;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
