@@ -170,6 +170,27 @@ fn a_handoff_without_an_id_gets_a_unique_one() {
 }
 
 #[test]
+fn of_two_live_producers_of_one_handoff_only_the_first_is_handed_over() {
+    let mut it = scheduler(&[FULL], true);
+    let params = produces("x");
+    it.arrived(&request("a", 4, &params));
+    it.arrived(&request("b", 4, &params));
+    assert!(it.produces("a") && !it.produces("b"));
+    let metadata = step(&mut it, [first("a", 4, &[&[7]]), first("b", 4, &[&[8]])], &[]);
+    assert_eq!(metadata.computes.len(), 1);
+    assert!(!it.finished(&request("b", 4, &params), FinishReason::Length, None).held);
+    assert!(empty_step(&mut it).is_empty());
+    assert!(it.finished(&request("a", 4, &params), FinishReason::Length, None).held);
+    // Its id is in use while its blocks are held.
+    it.arrived(&request("c", 4, &params));
+    assert!(!it.produces("c"));
+    it.finished(&request("c", 4, &params), FinishReason::Abort, None);
+    it.sent(["a"]);
+    it.arrived(&request("d", 4, &params));
+    assert!(it.produces("d"));
+}
+
+#[test]
 fn blocks_that_leave_the_window_before_the_prompt_ends_are_null_from_the_first_step() {
     let mut it = scheduler(&[FULL, WINDOW, CHUNK], true);
     // The last of 13 tokens looks back to token 7, which is in block 3; its chunk begins with 8.
@@ -508,6 +529,26 @@ fn a_request_that_ends_during_its_fetch_is_cancelled_once_and_awaited() {
         it.received(["b"]);
         assert_idle(&it);
     }
+}
+
+#[test]
+fn of_two_live_consumers_of_one_handoff_only_the_first_fetches_or_frees_it() {
+    let mut it = scheduler(&[FULL], true);
+    let params = consumes("x");
+    let (b, c) = (request("b", 10, &params), request("c", 10, &params));
+    it.arrived(&b);
+    assert_eq!(it.matched(&c, 0), Match::NONE);
+    it.arrived(&c);
+    assert_eq!(it.matched(&c, 0), Match::NONE);
+    assert_eq!(it.matched(&b, 0), Match::Tokens(10));
+    it.allocated(&c, 0, 0, &[vec![1, 2, 3]]);
+    it.finished(&c, FinishReason::Abort, None);
+    let d = request("d", 10, &params);
+    it.finished(&d, FinishReason::Abort, None);
+    assert!(empty_step(&mut it).is_empty());
+    end_fetching(&mut it, FinishReason::Abort);
+    assert_eq!(freed(&empty_step(&mut it)).len(), 1);
+    assert_idle(&it);
 }
 
 #[test]
