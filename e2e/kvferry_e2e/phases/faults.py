@@ -20,8 +20,9 @@ PROMPT_TOKENS = 1500
 # Slow enough that a transfer of that prompt (6 MB) takes far longer than the steps of the test.
 SLOW_BYTES_PER_S = 256 << 10
 UNDER_WAY_BYTES = 512 << 10
-# A dead peer is noticed within a second of its connections being closed.
-AT_ONCE_S = 1.0
+# A dead peer is noticed within a second of its connections being closed, if kvferry's threads run. Here they
+# share a core with an engine that polls (see `ON_BUSY_CORES`): three times as long.
+AT_ONCE_S = 3.0
 _CRASH = r".*(panicked at|Fatal Python error|Segmentation fault|Error in _sender_worker).*"
 
 
