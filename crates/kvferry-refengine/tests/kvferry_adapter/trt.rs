@@ -85,7 +85,8 @@ fn an_abort_during_a_load_takes_effect_after_it_and_gives_everything_back() {
         seen.insert(status);
         assert_eq!(pair.decode.engine.abort(&id), status.is_some());
         let loading = status == Some(RequestStatus::WaitingForRemoteKvs);
-        assert_eq!(pair.decode.engine.status(&id).is_some(), loading);
+        // It stays until the load has ended, which may be the case already.
+        assert!(loading || pair.decode.engine.status(&id).is_none());
         pair.finish(&["b"]);
         if status.is_some() {
             assert_eq!(pair.ended("a"), Some(FinishReason::Abort));
