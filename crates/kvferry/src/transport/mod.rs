@@ -154,8 +154,6 @@ pub(crate) struct Services {
     native: Vec<Box<dyn Service>>,
     /// Services with a handshake of their own.
     foreign: Vec<Box<dyn Service>>,
-    /// The fastest transport for native sessions, if the agent's settings exclude it.
-    excluded: Option<TransportKind>,
 }
 
 impl Services {
@@ -167,10 +165,7 @@ impl Services {
             let services = if transport.is_native() { &mut native } else { &mut foreign };
             services.push(transport.start(cx)?);
         }
-        let fastest = TABLE.iter().rfind(|transport| transport.is_native());
-        let excluded =
-            fastest.map(|fastest| fastest.kind()).filter(|kind| !allowed.contains(*kind));
-        Ok(Self { allowed, native, foreign, excluded })
+        Ok(Self { allowed, native, foreign })
     }
 
     fn all(&self) -> impl Iterator<Item = &dyn Service> {
@@ -192,7 +187,8 @@ impl Services {
 
     /// Why sessions do not use the fastest transport although both ends may have it.
     pub(crate) fn obstacle(&self) -> Option<String> {
-        self.excluded.map(|kind| format!("this agent does not allow {kind}"))
+        let fastest = TABLE.iter().rfind(|transport| transport.is_native())?.kind();
+        (!self.allow(fastest)).then(|| format!("this agent does not allow {fastest}"))
     }
 
     /// The services that use native sessions, slowest first.
