@@ -11,7 +11,7 @@ use std::time::Duration;
 
 const PRODUCER: PeerId = PeerId(1);
 const CONSUMER: PeerId = PeerId(100);
-const BUDGET: Duration = Duration::from_secs(30);
+const BUDGET: Duration = Duration::from_secs(60);
 /// Beyond every limit but the tombstones'.
 const LONG: Duration = Duration::from_secs(600);
 const MILLI: Duration = Duration::from_millis(1);
@@ -67,6 +67,11 @@ impl Ranks {
             bytes: 0,
             watched: BTreeSet::new(),
         }
+    }
+
+    fn expect(&mut self) {
+        assert_eq!(self.producer.expect(&id(), self.now), Ok(()));
+        self.work();
     }
 
     fn offer(&mut self) {
@@ -135,10 +140,22 @@ impl Ranks {
     }
 
     fn want_at(&mut self, consumer: usize) {
-        let readers = self.consumers.len() as u32;
-        let from = [ProducerRank { peer: PRODUCER, readers, connected: self.up }];
-        assert_eq!(self.consumers[consumer].want(&id(), &from, BUDGET, self.now), Ok(()));
+        let (from, budget) = (self.sources(), self.limits.cap);
+        assert_eq!(self.consumers[consumer].want(&id(), &from, budget, self.now), Ok(()));
         self.work();
+    }
+
+    fn claim(&mut self) {
+        let from = self.sources();
+        for consumer in &mut self.consumers {
+            assert_eq!(consumer.claim(&id(), &from, self.now), Ok(()));
+        }
+        self.work();
+    }
+
+    fn sources(&self) -> [ProducerRank; 1] {
+        let readers = self.consumers.len() as u32;
+        [ProducerRank { peer: PRODUCER, readers, connected: self.up }]
     }
 
     /// Until no machine has anything to do.
@@ -425,9 +442,11 @@ fn a_consumer_that_needs_nothing_frees_the_producer_even_before_it_offers_or_aft
 
 #[test]
 fn i3_whatever_message_is_lost_with_its_connection_the_handoff_goes_on() {
-    for kind in ["ask", "offer", "ready", "confirm", "confirmed"] {
+    for kind in ["ask", "expected", "offer", "ready", "confirm", "confirmed"] {
         let mut ranks = Ranks::new(1);
         ranks.loses = Some(kind);
+        ranks.claim();
+        ranks.expect();
         ranks.offer();
         ranks.want();
         ranks.advance(0, 2, Progress::tokens(2));
@@ -550,18 +569,183 @@ fn i6_a_peer_that_is_gone_ends_its_handoffs_at_once_and_one_that_was_reset_withi
 }
 
 #[test]
-fn i6_a_producer_that_cannot_be_reached_or_never_offers_costs_the_budget_and_is_named() {
-    let silent = "deadline passed: the producer has not offered it (peer 1)";
-    for (up, expected) in [(false, "deadline passed"), (true, silent)] {
+fn i6_a_request_that_never_arrives_at_its_producer_costs_the_rendezvous_time_and_is_named() {
+    let Limits { rendezvous, grace, .. } = Limits::default();
+    let unreached = "deadline passed: the producer has not answered (peer 1)";
+    let unknown = "unknown handoff: no such request arrived at the producer within 30 s (peer 1)";
+    for (up, time, expected) in
+        [(false, rendezvous + grace, unreached), (true, rendezvous, unknown)]
+    {
         let mut ranks = Ranks::new(1);
         ranks.up = up;
         ranks.want();
-        ranks.pass(BUDGET - MILLI);
+        ranks.pass(time - MILLI);
         assert_eq!(ranks.consumed, []);
         ranks.pass(MILLI);
-        let outcome = ranks.consumed[0].1.to_string();
-        assert!(outcome.starts_with(expected), "{outcome}");
+        assert_eq!(ranks.consumed[0].1.to_string(), expected);
         ranks.pass(LONG);
+        ranks.assert_empty();
+    }
+}
+
+#[test]
+fn a_consumer_whose_prompt_is_another_than_the_producers_is_told_so() {
+    let name = |digit: &str| HandoffId::new(&format!("t#{}", digit.repeat(32))).expect("short");
+    for (theirs, is_other) in [(name("b"), true), (HandoffId::new("t2").expect("short"), false)] {
+        for is_offered in [false, true] {
+            let mut ranks = Ranks::new(1);
+            ranks.producer.expect(&theirs, ranks.now).expect("new");
+            if is_offered {
+                ranks.producer.offer(&theirs, ranks.now).expect("expected");
+            }
+            let from = ranks.sources();
+            let wanted = ranks.consumers[0].want(&name("a"), &from, BUDGET, ranks.now);
+            assert_eq!(wanted, Ok(()));
+            ranks.pass(ranks.limits.rendezvous);
+            let detail = &ranks.consumed[0].1.detail;
+            let other = "the producer's request of this transfer id has another prompt";
+            assert_eq!(detail == other, is_other, "{detail}");
+        }
+    }
+}
+
+#[test]
+fn a_request_that_waits_two_minutes_at_its_consumer_before_it_is_scheduled_finds_its_kv_there() {
+    for producer_first in [true, false] {
+        let mut ranks = Ranks::new(2);
+        if producer_first {
+            ranks.produce();
+            ranks.pass(ranks.limits.offer_ttl - MILLI);
+            ranks.claim();
+        } else {
+            ranks.claim();
+            ranks.produce();
+        }
+        ranks.pass(4 * ranks.limits.offer_ttl - Duration::from_secs(1));
+        assert_eq!((&ranks.produced[..], &ranks.slices[..]), (&[][..], &[][..]));
+        ranks.want();
+        let all = Slice { from: Progress::NONE, to: Progress::tokens(4), last: true };
+        assert_eq!(ranks.slices, [all, all]);
+        ranks.assert_ended(WireCode::Ok);
+    }
+}
+
+#[test]
+fn a_request_that_waits_two_minutes_at_its_producer_is_waited_for() {
+    for is_claimed in [false, true] {
+        for asks_first in [false, true] {
+            let mut ranks = Ranks::new(1);
+            if !asks_first {
+                ranks.expect();
+                ranks.pass(Duration::from_secs(60));
+            }
+            if is_claimed {
+                ranks.claim()
+            } else {
+                ranks.want()
+            }
+            if asks_first {
+                ranks.pass(ranks.limits.rendezvous - MILLI);
+                ranks.expect();
+            }
+            ranks.pass(Duration::from_secs(200));
+            assert_eq!(ranks.producer.state(&id()), Some("expected"));
+            assert_eq!(ranks.consumed, []);
+            ranks.produce();
+            if is_claimed {
+                ranks.want();
+            }
+            ranks.assert_ended(WireCode::Ok);
+        }
+    }
+}
+
+#[test]
+fn i6_a_claimer_that_dies_ends_the_offer_within_the_reconnection_window() {
+    // After the silence window the connection's end says that the peer is gone.
+    for (code, gone) in [(WireCode::Closed, false), (WireCode::Silent, true)] {
+        let mut ranks = Ranks::new(1);
+        ranks.produce();
+        ranks.claim();
+        ranks.cut(code, gone);
+        if !gone {
+            ranks.pass(ranks.limits.reconnect - MILLI);
+            assert_eq!(ranks.produced, []);
+        }
+        ranks.pass(MILLI);
+        assert_eq!(ranks.produced_codes(), [code]);
+        assert_eq!(ranks.consumed, [], "a claim ends unsaid");
+        ranks.assert_empty();
+    }
+}
+
+#[test]
+fn a_claim_that_fails_is_not_reported_and_a_later_fetch_starts_afresh() {
+    let mut ranks = Ranks::new(1);
+    ranks.claim();
+    ranks.pass(ranks.limits.rendezvous);
+    assert_eq!(ranks.consumed, []);
+    ranks.assert_empty();
+    ranks.produce();
+    ranks.want();
+    ranks.assert_ended(WireCode::Ok);
+    // The producer was restarted between the claim and the fetch.
+    let mut ranks = Ranks::new(1);
+    ranks.claim();
+    let from = [ProducerRank { peer: PeerId(2), readers: 1, connected: true }];
+    assert_eq!(ranks.consumers[0].want(&id(), &from, BUDGET, ranks.now), Ok(()));
+    let asks = std::iter::from_fn(|| ranks.consumers[0].poll()).any(|action| {
+        matches!(action, ConsumerAction::Send { to: PeerId(2), message: HandoffMessage::Ask(_) })
+    });
+    assert!(asks);
+}
+
+#[test]
+fn a_claim_that_is_freed_cancelled_or_closed_frees_the_producer() {
+    for way in ["free", "cancel", "close"] {
+        for is_offered in [true, false] {
+            let mut ranks = Ranks::new(1);
+            ranks.expect();
+            if is_offered {
+                ranks.produce();
+            }
+            ranks.claim();
+            let (consumer, now) = (&mut ranks.consumers[0], ranks.now);
+            let code = WireCode::Shutdown;
+            let ended = match way {
+                "free" => consumer.free(&id(), &[PRODUCER], code, "", now),
+                "cancel" => consumer.cancel(&id(), code, "", now),
+                _ => {
+                    consumer.close(now);
+                    Ok(())
+                }
+            };
+            assert_eq!(ended, Ok(()), "{way}");
+            ranks.work();
+            assert_eq!(ranks.produced_codes(), [code][..usize::from(is_offered)]);
+            assert_eq!(ranks.offer_again(), Err(Refusal::Ended(code)), "{way}");
+            assert_eq!(ranks.consumed, [], "{way}");
+            ranks.assert_empty();
+        }
+    }
+}
+
+#[test]
+fn an_expectation_ends_with_its_request_or_at_the_cap_and_its_consumer_gets_the_reason() {
+    for is_withdrawn in [true, false] {
+        let mut ranks = Ranks::new(1);
+        ranks.expect();
+        ranks.pass(Duration::from_secs(1));
+        ranks.want();
+        let code = if is_withdrawn { WireCode::Cancelled } else { WireCode::Deadline };
+        if is_withdrawn {
+            ranks.withdraw(code, "the client left");
+        } else {
+            ranks.pass(ranks.limits.cap);
+        }
+        assert_eq!(ranks.consumed[0].1.code, code);
+        assert_eq!(ranks.offer_again(), Err(Refusal::Ended(code)));
+        assert_eq!(ranks.produced, [], "it was never offered");
         ranks.assert_empty();
     }
 }

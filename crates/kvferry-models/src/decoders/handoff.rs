@@ -2,8 +2,8 @@
 
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::{
-    Announced, Ask, BLOCKS_MAX, BlockTable, Confirm, Confirmed, GROUPS_MAX, Generation, HandoffId,
-    HandoffMessage, ID_MAX, NULL_BLOCK, Offer, Progress, Ready, SIDE_DATA_MAX, Stop,
+    Announced, Ask, BLOCKS_MAX, BlockTable, Confirm, Confirmed, Expected, GROUPS_MAX, Generation,
+    HandoffId, HandoffMessage, ID_MAX, NULL_BLOCK, Offer, Progress, Ready, SIDE_DATA_MAX, Stop,
 };
 use kvferry_proto::message::DETAIL_MAX;
 
@@ -32,6 +32,7 @@ fn check(message: &HandoffMessage) {
             assert!(announced.tables.iter().all(|table| table.blocks.len() <= BLOCKS_MAX));
             assert!(announced.side_data.as_ref().is_none_or(|data| data.len() <= SIDE_DATA_MAX));
         }
+        HandoffMessage::Expected(m) => id(&m.id),
         HandoffMessage::Confirm(m) => id(&m.id),
         HandoffMessage::Confirmed(m) => id(&m.id),
         HandoffMessage::Stop(m) => {
@@ -57,8 +58,9 @@ pub fn message_seeds() -> Vec<Vec<u8>> {
         side_data: Some(vec![1, 2, 3]),
     };
     let ready = Announced { progress: Progress::tokens(64), ..Announced::default() };
-    let messages: [HandoffMessage; 7] = [
+    let messages: [HandoffMessage; 8] = [
         Ask { id: id(), readers: 2, budget_ms: 30_000 }.into(),
+        Expected { id: id() }.into(),
         Offer { id: id(), generation, announced }.into(),
         Ready { id: id(), generation, announced: ready }.into(),
         Confirm { id: id(), generation }.into(),

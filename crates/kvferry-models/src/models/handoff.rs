@@ -1,7 +1,8 @@
 //! Random requests on random ranks, with random faults of ranks and network, in virtual time. What
 //! must hold:
 //!
-//! * I1: each accepted offer and each accepted want ends exactly once, in bounded time;
+//! * I1: each accepted offer and each accepted want ends exactly once, in bounded time; a claim ends
+//!   unsaid;
 //! * I2: nothing is written to a consumer's block after its handoff ended there; a producer's block
 //!   is overwritten the moment its handoff ended there, and what a consumer calls done is right
 //!   nevertheless;
@@ -30,6 +31,8 @@ pub const MODEL: Model = Model {
     rows: &ROWS,
     columns: &[
         "before",
+        "expected",
+        "claimed",
         "offered",
         "asking",
         "reading",
@@ -69,7 +72,8 @@ const ROWS: [&str; 18] = [
 ];
 
 /// States that do not last.
-const MOMENTS: [&str; 5] = ["reading", "ending", "confirming", "unheard", "confirmed"];
+const MOMENTS: [&str; 7] =
+    ["expected", "claimed", "reading", "ending", "confirming", "unheard", "confirmed"];
 
 const LAYERS: u32 = 3;
 const RANKS: usize = 2;
@@ -250,8 +254,10 @@ impl<'a, 'b> World<'a, 'b> {
         let d = self.script.below(self.consumers.len());
         let what = self.script.below(72);
         match what {
-            0..8 => self.offer_everywhere(request),
-            8..16 => self.want_everywhere(request),
+            0..2 => self.expect_everywhere(request),
+            2..8 => self.offer_everywhere(request),
+            8..12 => self.claim_everywhere(request),
+            12..16 => self.want_everywhere(request),
             16..26 => self.compute(request, p),
             26..30 => self.finish_everywhere(request),
             30..48 => self.disturb(ROWS[what - 30], request, p, d),
@@ -268,6 +274,22 @@ impl<'a, 'b> World<'a, 'b> {
 
     /// Goes on until a handoff is in a state that does not last.
     fn approach(&mut self, target: &'static str, request: usize, p: usize, d: usize) -> bool {
+        match target {
+            "expected" => {
+                self.expect_everywhere(request);
+                return self.state(request, p, d) == target;
+            }
+            "claimed" => {
+                self.claim_everywhere(request);
+                if self.script.flip() {
+                    self.offer_everywhere(request);
+                    self.compute(request, p);
+                    self.pass(ms(2));
+                }
+                return self.state(request, p, d) == target;
+            }
+            _ => {}
+        }
         self.offer_everywhere(request);
         self.want_everywhere(request);
         self.work();
@@ -306,7 +328,10 @@ impl<'a, 'b> World<'a, 'b> {
             (None, Some(made), None) if made.ended.is_none() => "offered",
             (None, Some(made), Some(_)) if made.ended.is_none() => "half",
             (None, Some(_), _) | (None, None, Some(_)) => "ended",
-            (None, None, None) => "before",
+            (None, None, None) => match self.producers[p].machine.state(&id) {
+                Some("expected") => "expected",
+                _ => "before",
+            },
         }
     }
 
@@ -384,6 +409,16 @@ impl<'a, 'b> World<'a, 'b> {
         }
     }
 
+    fn expect_everywhere(&mut self, request: usize) {
+        for p in 0..self.producers.len() {
+            let known = self.made.contains_key(&(request, p));
+            if self.producers[p].runs() {
+                let expected = self.producers[p].machine.expect(&id(request), self.now);
+                assert!(expected.is_err() || !known, "a name is good for one handoff in a life");
+            }
+        }
+    }
+
     fn offer_everywhere(&mut self, request: usize) {
         (0..self.producers.len()).for_each(|p| self.offer(request, p));
     }
@@ -405,6 +440,27 @@ impl<'a, 'b> World<'a, 'b> {
         }
     }
 
+    /// The producers' ranks as a consumer rank sees them.
+    fn sources(&self, d: usize) -> Vec<ProducerRank> {
+        let readers = self.consumers.len() as u32;
+        let rank = |(p, rank): (usize, &Rank<Producer>)| ProducerRank {
+            peer: rank.life,
+            readers,
+            connected: self.wires[&(p, d)].up,
+        };
+        self.producers.iter().enumerate().map(rank).collect()
+    }
+
+    fn claim_everywhere(&mut self, request: usize) {
+        for d in 0..self.consumers.len() {
+            let (from, known) = (self.sources(d), self.got.contains_key(&(request, d)));
+            if self.consumers[d].runs() {
+                let claimed = self.consumers[d].machine.claim(&id(request), &from, self.now);
+                assert!(claimed.is_err() || !known, "a name is good for one handoff in a life");
+            }
+        }
+    }
+
     fn want_everywhere(&mut self, request: usize) {
         (0..self.consumers.len()).for_each(|d| self.want(request, d));
     }
@@ -413,14 +469,7 @@ impl<'a, 'b> World<'a, 'b> {
         if !self.consumers[d].runs() {
             return;
         }
-        let readers = self.consumers.len() as u32;
-        let rank = |(p, rank): (usize, &Rank<Producer>)| ProducerRank {
-            peer: rank.life,
-            readers,
-            connected: self.wires[&(p, d)].up,
-        };
-        let from: Vec<_> = self.producers.iter().enumerate().map(rank).collect();
-        let known = self.got.contains_key(&(request, d));
+        let (from, known) = (self.sources(d), self.got.contains_key(&(request, d)));
         match self.consumers[d].machine.want(&id(request), &from, BUDGET, self.now) {
             Ok(()) => {
                 assert!(!known, "a name is good for one handoff in a life");
@@ -815,7 +864,7 @@ impl<'a, 'b> World<'a, 'b> {
         }
         self.pass(SILENCE * 3);
         (0..REQUESTS).for_each(|request| self.finish_everywhere(request));
-        self.pass(BUDGET + Duration::from_secs(60) + limits().offer_ttl);
+        self.pass(limits().cap + Duration::from_secs(60) + limits().offer_ttl);
         for ((request, p), made) in &self.made {
             assert!(made.ended.is_some(), "I1: request {request} never ended at producer {p}");
         }

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::code::WireCode;
 use crate::time::Timestamp;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
 /// Identifies a read. Counts up and is never reused.
@@ -44,7 +44,7 @@ pub enum ConsumerAction {
     /// Start or stop the heartbeat to a producer rank. It must run while a handoff waits for the peer.
     Watch { peer: PeerId, on: bool },
     /// The handoff has ended on this rank, and no read writes into its blocks any more. Exactly once
-    /// for every accepted [`Consumer::want`]. Side data comes with the peer that sent it, and only
+    /// for every accepted [`Consumer::want`], never for a [`Consumer::claim`]. Side data comes with the peer that sent it, and only
     /// from handoffs that are done.
     Ended { id: HandoffId, outcome: Outcome, side_data: Vec<(PeerId, Vec<u8>)> },
 }
@@ -70,6 +70,11 @@ pub struct Consumer {
 #[derive(Debug)]
 struct Entry {
     deadline: Timestamp,
+    /// Until when each producer must offer or expect it. They say so themselves; this is for
+    /// producers that do not.
+    rendezvous: Timestamp,
+    /// Asked for, and not fetched yet: nothing is read, and the driver is not told of its end.
+    claimed: bool,
     sources: BTreeMap<PeerId, Source>,
     /// The outcome, decided but not reported while reads are under way.
     ending: Option<Outcome>,
@@ -108,8 +113,10 @@ enum Link {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// It has not offered anything yet.
+    /// It has not answered yet.
     Asking,
+    /// The request is in the producer's queue.
+    Expected,
     Reading,
     /// Everything is fetched, and the confirmation was requested.
     Confirming,
@@ -157,8 +164,27 @@ impl Consumer {
         }
     }
 
-    /// Asks for a request's KV. The blocks of this rank are allocated; the engine must not use them
-    /// until [`ConsumerAction::Ended`].
+    /// Asks for a request's KV before blocks are allocated for it: the request has arrived at this
+    /// engine, where it may wait in a queue. Its producers keep the KV while this rank lives, for at
+    /// most [`Limits::cap`]. Nothing is read before [`Consumer::want`] continues it;
+    /// [`Consumer::free`] and [`Consumer::cancel`] end it. If it fails, the driver is not told, and
+    /// [`Consumer::want`] asks afresh.
+    ///
+    /// # Errors
+    /// As [`Consumer::want`].
+    pub fn claim(
+        &mut self,
+        id: &HandoffId,
+        from: &[ProducerRank],
+        now: Timestamp,
+    ) -> Result<(), Refusal> {
+        self.expire(now);
+        self.check_new(id)?;
+        self.ask(id, from, now + self.limits.cap, true, now)
+    }
+
+    /// Asks for a request's KV, or continues a [claim](Consumer::claim). The blocks of this rank are
+    /// allocated; the engine must not use them until [`ConsumerAction::Ended`].
     ///
     /// # Errors
     /// [`Refusal::InUse`], [`Refusal::Ended`], [`Refusal::Full`]; [`Refusal::Misuse`] without
@@ -171,11 +197,35 @@ impl Consumer {
         now: Timestamp,
     ) -> Result<(), Refusal> {
         self.expire(now);
+        if let Some(claim) = self.handoffs.get_mut(id).filter(|entry| entry.claimed) {
+            let is_it = |it: &ProducerRank| {
+                claim.sources.get(&it.peer).is_some_and(|source| source.readers == it.readers)
+            };
+            if from.len() == claim.sources.len() && from.iter().all(is_it) {
+                claim.claimed = false;
+                claim.deadline = claim.deadline.min(now + budget);
+                from.iter().for_each(|rank| self.go_on(id, rank.peer, now));
+                self.look_again(id);
+                return Ok(());
+            }
+            // A producer was restarted since.
+            self.forget_claim(id);
+        }
         self.check_new(id)?;
+        self.ask(id, from, now + budget, false, now)
+    }
+
+    fn ask(
+        &mut self,
+        id: &HandoffId,
+        from: &[ProducerRank],
+        deadline: Timestamp,
+        claimed: bool,
+        now: Timestamp,
+    ) -> Result<(), Refusal> {
         if self.handoffs.len() >= self.limits.handoffs {
             return Err(Refusal::Full { limit: self.limits.handoffs });
         }
-        let deadline = now + budget;
         // Before the first connection, the driver reports a failure to connect by `lost`.
         let apart = Link::Down { until: deadline, code: WireCode::Deadline };
         let source = |rank: &ProducerRank| {
@@ -188,7 +238,9 @@ impl Consumer {
         if from.iter().any(|rank| rank.readers == 0) {
             return Err(Refusal::Misuse("a producer rank has this reader at least"));
         }
-        let entry = Entry { deadline, sources, ending: None, due: None };
+        // The producers' own answers come first.
+        let rendezvous = now + self.limits.rendezvous + self.limits.grace;
+        let entry = Entry { deadline, rendezvous, claimed, sources, ending: None, due: None };
         self.handoffs.insert(id.clone(), entry);
         from.iter().for_each(|rank| self.watch(rank.peer, true));
         for rank in from.iter().filter(|rank| rank.connected) {
@@ -198,8 +250,9 @@ impl Consumer {
         Ok(())
     }
 
-    /// Declines a handoff that this rank never asked for, so that the producers free its blocks: the
-    /// request is in the cache already, or was aborted or rejected before it was scheduled.
+    /// Declines a handoff that this rank has not fetched, so that the producers free its blocks: the
+    /// request is in the cache already, or was aborted or rejected before it was scheduled. Ends a
+    /// [claim](Consumer::claim).
     ///
     /// # Errors
     /// [`Refusal::InUse`]: the handoff is under way, use [`Consumer::cancel`]. [`Refusal::Ended`].
@@ -212,15 +265,18 @@ impl Consumer {
         now: Timestamp,
     ) -> Result<(), Refusal> {
         self.expire(now);
+        let claimed_from = self.forget_claim(id);
         self.check_new(id)?;
-        for &peer in from {
+        let peers: BTreeSet<_> = claimed_from.iter().chain(from).copied().collect();
+        for peer in peers {
             self.bid_farewell(id, peer, &Outcome::here(code, detail), now);
         }
         self.tombstones.bury(id.clone(), code, now, &self.limits);
         Ok(())
     }
 
-    /// Ends a handoff from this side. Its blocks are free with [`ConsumerAction::Ended`].
+    /// Ends a handoff from this side. Its blocks are free with [`ConsumerAction::Ended`]. A claim ends
+    /// as by [`Consumer::free`].
     ///
     /// If everything has been read and only the confirmation is missing, the handoff still waits
     /// for it: the producer may have ended it as *done*, and both sides must agree.
@@ -235,6 +291,9 @@ impl Consumer {
         now: Timestamp,
     ) -> Result<(), Refusal> {
         let entry = self.handoffs.get(id).ok_or(Refusal::Unknown)?;
+        if entry.claimed {
+            return self.free(id, &[], code, detail, now);
+        }
         if !entry.is_settled() {
             self.fail(id, Outcome::here(code, detail), now);
         }
@@ -245,7 +304,11 @@ impl Consumer {
     pub fn close(&mut self, now: Timestamp) {
         let all: Vec<_> = self.handoffs.keys().cloned().collect();
         for id in all {
-            self.fail(&id, Outcome::here(WireCode::Shutdown, "the consumer has left"), now);
+            let (code, detail) = (WireCode::Shutdown, "the consumer has left");
+            match self.handoffs[&id].claimed {
+                true => drop(self.free(&id, &[], code, detail, now)),
+                false => self.fail(&id, Outcome::here(code, detail), now),
+            }
         }
     }
 
@@ -259,6 +322,7 @@ impl Consumer {
             HandoffMessage::Ready(ready) => {
                 self.announced(from, &ready.id, ready.generation, &ready.announced, false, now);
             }
+            HandoffMessage::Expected(it) => self.expected(from, &it.id),
             HandoffMessage::Confirmed(yes) => self.confirmed(from, &yes.id, yes.generation, now),
             HandoffMessage::Stop(stop) if !stop.by_consumer => self.stopped(from, stop, now),
             // Messages for producers, and messages of later versions.
@@ -416,8 +480,9 @@ impl Consumer {
         let entry = self.handoffs.get(id)?;
         let source = entry.sources.get(&peer)?;
         Some(match (&entry.ending, source.stage) {
+            _ if entry.claimed => "claimed",
             (Some(_), _) => "ending",
-            (None, Stage::Asking) => "asking",
+            (None, Stage::Asking | Stage::Expected) => "asking",
             (None, Stage::Reading) => "reading",
             (None, Stage::Confirming) => "confirming",
             (None, Stage::Confirmed) => "confirmed",
@@ -426,9 +491,11 @@ impl Consumer {
 
     /// Sizes of the collections, by name. When no handoff is under way all are zero, except for the
     /// tombstones and for the farewells to peers without a connection.
-    pub fn gauges(&self) -> [(&'static str, usize); 6] {
+    pub fn gauges(&self) -> [(&'static str, usize); 7] {
+        let claimed = self.handoffs.values().filter(|entry| entry.claimed).count();
         [
-            ("wanted", self.handoffs.len()),
+            ("claimed", claimed),
+            ("wanted", self.handoffs.len() - claimed),
             ("reads", self.reads.len()),
             ("watched", self.watched.len()),
             ("actions", self.actions.len()),
@@ -450,7 +517,7 @@ impl Consumer {
         let entry = &self.handoffs[id];
         let source = &entry.sources[&to];
         let message: HandoffMessage = match source.stage {
-            Stage::Asking | Stage::Reading => {
+            Stage::Asking | Stage::Expected | Stage::Reading => {
                 let budget = entry.deadline.saturating_since(now).as_millis();
                 let budget_ms = u32::try_from(budget).unwrap_or(u32::MAX);
                 Ask { id: id.clone(), readers: source.readers, budget_ms }.into()
@@ -471,11 +538,7 @@ impl Consumer {
         now: Timestamp,
     ) {
         let Some(entry) = self.handoffs.get_mut(id) else {
-            // The producer does not know that this rank does not need it any more.
-            let code = self.tombstones.get(id).copied().unwrap_or(WireCode::UnknownHandoff);
-            let code = if code.is_ok() { WireCode::Duplicate } else { code };
-            let stop = Stop { id: id.clone(), by_consumer: true, code, detail: String::new() };
-            return self.actions.push_back(ConsumerAction::Send { to: from, message: stop.into() });
+            return self.decline(from, id);
         };
         let Some(source) = entry.sources.get_mut(&from) else { return };
         let settled = matches!(source.stage, Stage::Confirming | Stage::Confirmed);
@@ -513,9 +576,35 @@ impl Consumer {
         }
     }
 
+    /// The request has arrived at a producer's engine.
+    fn expected(&mut self, from: PeerId, id: &HandoffId) {
+        match self.handoffs.get_mut(id) {
+            Some(entry) => {
+                if let Some(source) = entry.sources.get_mut(&from)
+                    && source.stage == Stage::Asking
+                {
+                    source.stage = Stage::Expected;
+                    self.look_again(id);
+                }
+            }
+            None => self.decline(from, id),
+        }
+    }
+
+    /// Answers a producer that does not know that this rank does not need a handoff any more.
+    fn decline(&mut self, to: PeerId, id: &HandoffId) {
+        let code = self.tombstones.get(id).copied().unwrap_or(WireCode::UnknownHandoff);
+        let code = if code.is_ok() { WireCode::Duplicate } else { code };
+        let stop = Stop { id: id.clone(), by_consumer: true, code, detail: String::new() };
+        self.actions.push_back(ConsumerAction::Send { to, message: stop.into() });
+    }
+
     /// Issues reads of what is ready, and requests the confirmation when everything is read.
     fn go_on(&mut self, id: &HandoffId, from: PeerId, now: Timestamp) {
         let entry = self.handoffs.get_mut(id).expect("it is under way");
+        if entry.claimed {
+            return;
+        }
         let source = entry.sources.get_mut(&from).expect("of this handoff");
         if source.stage != Stage::Reading || source.draining > 0 || source.link != Link::Up {
             return;
@@ -577,6 +666,10 @@ impl Consumer {
     /// Begins to end a handoff: cancels its reads and notifies its producers.
     fn fail(&mut self, id: &HandoffId, outcome: Outcome, now: Timestamp) {
         let entry = self.handoffs.get_mut(id).expect("it is under way");
+        if entry.claimed {
+            self.forget_claim(id);
+            return;
+        }
         if entry.ending.is_some() {
             return;
         }
@@ -613,6 +706,18 @@ impl Consumer {
         self.tombstones.bury(id.clone(), outcome.code, now, &self.limits);
         let side_data = side_data.collect();
         self.actions.push_back(ConsumerAction::Ended { id: id.clone(), outcome, side_data });
+    }
+
+    /// Forgets a claim as if it had never been made, and returns the producers that were asked.
+    fn forget_claim(&mut self, id: &HandoffId) -> Vec<PeerId> {
+        if self.handoffs.get(id).is_none_or(|entry| !entry.claimed) {
+            return Vec::new();
+        }
+        let mut claim = self.handoffs.remove(id).expect("it is there");
+        self.schedule.set(id, &mut claim.due, None);
+        let peers: Vec<_> = claim.sources.into_keys().collect();
+        peers.iter().for_each(|peer| self.watch(*peer, false));
+        peers
     }
 
     fn watch(&mut self, peer: PeerId, on: bool) {
@@ -670,6 +775,12 @@ impl Entry {
         self.sources.values().all(settled)
     }
 
+    /// A producer that has neither offered nor expects it.
+    fn asking(&self) -> Option<PeerId> {
+        let mut sources = self.sources.iter();
+        sources.find(|(_, source)| source.stage == Stage::Asking).map(|(peer, _)| *peer)
+    }
+
     fn next_due(&self, grace: Duration) -> Option<Timestamp> {
         if self.ending.is_some() {
             return None;
@@ -678,7 +789,8 @@ impl Entry {
             Link::Down { until, .. } if source.stage != Stage::Confirmed => Some(until),
             _ => None,
         });
-        lost.chain([self.deadline(grace)]).min()
+        let asking = self.asking().map(|_| self.rendezvous);
+        lost.chain(asking).chain([self.deadline(grace)]).min()
     }
 
     fn overdue(&self, now: Timestamp, grace: Duration) -> Option<Outcome> {
@@ -693,13 +805,17 @@ impl Entry {
                 return Some(Outcome::of(*peer, code, "the producer was lost"));
             }
         }
+        if let Some(peer) = self.asking().filter(|_| self.rendezvous <= now) {
+            let detail = "the producer has not answered";
+            return Some(Outcome::of(peer, WireCode::Deadline, detail));
+        }
         if self.deadline(grace) > now {
             return None;
         }
         let (peer, source) =
             self.sources.iter().find(|(_, source)| source.stage != Stage::Confirmed)?;
         let detail = match source.stage {
-            Stage::Asking => "the producer has not offered it",
+            Stage::Asking | Stage::Expected => "the producer has not offered it",
             Stage::Confirming => "the producer did not confirm what was read",
             Stage::Reading | Stage::Confirmed => "not all of it was ready and read",
         };

@@ -3,7 +3,7 @@
 use super::{BLOCKS_MAX, BlockTable, Generation, HandoffId, Progress, TableError};
 use crate::code::WireCode;
 use crate::message::{DETAIL_MAX, MessageError, at_most, bodies, messages, refused};
-use serde::de::{Error as _, Expected, SeqAccess, Visitor};
+use serde::de::{self, Error as _, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 /// The most KV groups of a model.
@@ -22,6 +22,14 @@ pub struct Ask {
     pub readers: u32,
     /// Milliseconds from now on that the consumer waits.
     pub budget_ms: u32,
+}
+
+/// Producer to consumer, in answer to [`Ask`] or later: the request has arrived at the producer's engine
+/// and will be offered. It may wait there for minutes before it is computed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Expected {
+    /// Which.
+    pub id: HandoffId,
 }
 
 /// What a producer announces: all it has, or what is new.
@@ -115,6 +123,7 @@ messages! {
     /// Exhaustive on purpose: both sides must decide about each in each state.
     HandoffMessage, "handoff":
     "ask" => /** See [`Ask`]. */ Ask;
+    "expected" => /** See [`Expected`]. */ Expected;
     "offer" => /** See [`Offer`]. */ Offer;
     "ready" => /** See [`Ready`]. */ Ready;
     "confirm" => /** See [`Confirm`]. */ Confirm;
@@ -129,6 +138,7 @@ impl HandoffMessage {
     pub fn id(&self) -> Option<&HandoffId> {
         match self {
             Self::Ask(m) => Some(&m.id),
+            Self::Expected(m) => Some(&m.id),
             Self::Offer(m) => Some(&m.id),
             Self::Ready(m) => Some(&m.id),
             Self::Confirm(m) => Some(&m.id),
@@ -151,7 +161,11 @@ impl HandoffMessage {
                 Ok(())
             }
             Self::Stop(m) => at_most("detail", m.detail.len(), DETAIL_MAX),
-            Self::Ask(_) | Self::Confirm(_) | Self::Confirmed(_) | Self::Unknown { .. } => Ok(()),
+            Self::Ask(_)
+            | Self::Expected(_)
+            | Self::Confirm(_)
+            | Self::Confirmed(_)
+            | Self::Unknown { .. } => Ok(()),
         }
     }
 }
@@ -175,7 +189,7 @@ fn tables<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<BlockTable>,
                 if tables.len() == GROUPS_MAX || blocks > BLOCKS_MAX {
                     return Err(A::Error::custom(format_args!(
                         "more than {}",
-                        &self as &dyn Expected
+                        &self as &dyn de::Expected
                     )));
                 }
                 tables.push(table);

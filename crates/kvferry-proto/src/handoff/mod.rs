@@ -7,10 +7,11 @@
 //!
 //! The methods of both fall into four classes, as those of [`crate::session`] do.
 //!
-//! * **What happened** goes in: what the engine wants ([`Producer::offer`], [`Producer::advance`],
-//!   [`Producer::complete`], [`Producer::restart`], [`Producer::withdraw`]; [`Consumer::want`],
-//!   [`Consumer::free`], [`Consumer::cancel`]), messages of peers (`receive`), the state of the
-//!   connections to them (`met`, `lost`), and reads that have ended ([`Consumer::read_ended`]).
+//! * **What happened** goes in: what the engine wants ([`Producer::expect`], [`Producer::offer`],
+//!   [`Producer::advance`], [`Producer::complete`], [`Producer::restart`], [`Producer::withdraw`];
+//!   [`Consumer::claim`], [`Consumer::want`], [`Consumer::free`], [`Consumer::cancel`]), messages of
+//!   peers (`receive`), the state of the connections to them (`met`, `lost`), and reads that have
+//!   ended ([`Consumer::read_ended`]).
 //! * **What to do** comes out of `poll`, one action at a time.
 //! * **Time**: `expire` is due at `next_timeout`.
 //! * **Queries** change nothing, such as [`Consumer::table`] and `gauges`.
@@ -28,14 +29,30 @@
 //!
 //! ```text
 //! producer rank                                      consumer rank
-//!   offer ──────────┐                       ┌──────── want       in either order
+//!   expect ─────────┐                       ┌──────── claim      the request arrives; in either order
 //!                   │  <──────── Ask ───────┘
-//!                   └─────────── Offer ─────>         blocks, how far they are ready
+//!                   └──────── Expected ─────>         it may wait in the producer's queue
+//!   offer ─────────────────────── Offer ────>         blocks, how far they are ready
+//!                                                     want       has blocks now, and begins to read
 //!   advance ──────────────────── Ready ─────>         read ... read
 //!   complete ─────────────────── Ready, last >        read the rest
 //!                      <──────── Confirm ───          was the generation valid throughout?
 //!   ended: done  ─────────────── Confirmed ──>        ended: done
 //! ```
+//!
+//! Either side may skip its first step: `offer` without `expect`, `want` without `claim`.
+//!
+//! # Who waits for whom, and how long
+//!
+//! Requests wait in the queues of both engines, for minutes if the engines are busy. So there are
+//! three times, not one budget:
+//!
+//! * Until the other side's *request has arrived*: [`Limits::rendezvous`] for a consumer whose producer
+//!   neither offers nor expects the handoff, [`Limits::offer_ttl`] for a complete offer that no
+//!   consumer has asked for.
+//! * While both wait, heartbeats run. A peer that is silent or gone ends the wait, as does either
+//!   request's end.
+//! * [`Limits::cap`] bounds all of it.
 //!
 //! # Why a block is never reused too early, and a wrong one never served
 //!
@@ -70,8 +87,8 @@ mod watched;
 pub use blocks::{BLOCKS_MAX, BlockTable, NULL_BLOCK, TableError};
 pub use consumer::{Consumer, ConsumerAction, ProducerRank, ReadId, Slice};
 pub use message::{
-    Announced, Ask, Confirm, Confirmed, GROUPS_MAX, HandoffMessage, Offer, Ready, SIDE_DATA_MAX,
-    Stop,
+    Announced, Ask, Confirm, Confirmed, Expected, GROUPS_MAX, HandoffMessage, Offer, Ready,
+    SIDE_DATA_MAX, Stop,
 };
 pub use producer::{Producer, ProducerAction};
 pub use progress::{Progress, Rectangle};
@@ -107,6 +124,17 @@ impl HandoffId {
     /// The text.
     pub fn as_str(&self) -> &str {
         &self.0
+    }
+
+    /// The router's part of the name: what stands before the last `#`, if the 32 hexadecimal digits of
+    /// a prompt follow; else all of it.
+    pub fn transfer(&self) -> &str {
+        let is_prompt =
+            |it: &str| it.len() == 32 && it.bytes().all(|byte| byte.is_ascii_hexdigit());
+        match self.0.rsplit_once('#') {
+            Some((transfer, prompt)) if is_prompt(prompt) => transfer,
+            _ => &self.0,
+        }
     }
 }
 
@@ -245,16 +273,19 @@ impl Refusal {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Handoffs under way on one side of one rank. A producer keeps as many again that were asked
-    /// for and not offered yet.
+    /// for, and neither expected nor offered yet.
     pub handoffs: usize,
     /// Ended handoffs that are remembered, so that late messages get the same answer.
     pub tombstones: usize,
     /// How long they are remembered.
     pub tomb_ttl: Duration,
-    /// How long a complete offer waits for a consumer.
+    /// How long a consumer waits until its producer offers or expects the handoff.
+    pub rendezvous: Duration,
+    /// How long a complete offer waits until a consumer asks for it.
     pub offer_ttl: Duration,
-    /// Upper bound on the budget that a consumer announces.
-    pub budget: Duration,
+    /// How long anything waits at most: an expectation until it is offered, a claim until it is
+    /// fetched, a producer for a consumer that has asked.
+    pub cap: Duration,
     /// How long after the loss of a connection the handoffs that need it fail, unless it comes
     /// back. They fail at once if the peer is known to be gone.
     pub reconnect: Duration,
@@ -271,8 +302,9 @@ impl Default for Limits {
             handoffs: 16 * 1024,
             tombstones: 64 * 1024,
             tomb_ttl: Duration::from_secs(3600),
+            rendezvous: Duration::from_secs(30),
             offer_ttl: Duration::from_secs(120),
-            budget: Duration::from_secs(600),
+            cap: Duration::from_secs(480),
             reconnect: Duration::from_millis(750),
             grace: Duration::from_secs(3),
             reads: 4,

@@ -1,6 +1,6 @@
 //! The side that has the KV.
 
-use super::message::{Announced, Ask, Confirm, Confirmed, Offer, Ready, Stop};
+use super::message::{Announced, Ask, Confirm, Confirmed, Expected, Offer, Ready, Stop};
 use super::schedule::Schedule;
 use super::tombstones::Tombstones;
 use super::watched::Watched;
@@ -10,8 +10,12 @@ use super::{
 };
 use crate::code::WireCode;
 use crate::time::Timestamp;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Bound;
 use std::time::Duration;
+
+/// How many handoffs of one transfer id are looked at to tell whether their prompts differ.
+const PROMPTS_MAX: usize = 64;
 
 /// What the driver of a [`Producer`] has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,8 +36,9 @@ pub enum ProducerAction {
 #[derive(Debug)]
 pub struct Producer {
     limits: Limits,
-    handoffs: HashMap<HandoffId, Entry>,
-    /// Entries that were asked for and not offered yet.
+    /// In order, so that those of one transfer id are beside each other.
+    handoffs: BTreeMap<HandoffId, Entry>,
+    /// Entries at [`Stage::Awaited`].
     awaited: usize,
     tombstones: Tombstones<Tombstone>,
     schedule: Schedule,
@@ -42,15 +47,24 @@ pub struct Producer {
     actions: VecDeque<ProducerAction>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Entry {
-    /// `None` if a consumer asked before the engine offered.
-    offer: Option<Offered>,
+    stage: Stage,
     /// Consumer ranks that must confirm; zero until one asks.
-    expected: u32,
+    must_confirm: u32,
     readers: BTreeMap<PeerId, Reader>,
     /// When this entry is due in the schedule.
     due: Option<Timestamp>,
+}
+
+#[derive(Debug)]
+enum Stage {
+    /// A consumer has asked, and the request has not arrived at this engine. Until when the consumer
+    /// waits for that.
+    Awaited(Timestamp),
+    /// The request has arrived. Until when it must be offered.
+    Expected(Timestamp),
+    Offered(Offered),
 }
 
 #[derive(Debug)]
@@ -84,7 +98,7 @@ impl Producer {
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
-            handoffs: HashMap::new(),
+            handoffs: BTreeMap::new(),
             awaited: 0,
             tombstones: Tombstones::default(),
             schedule: Schedule::default(),
@@ -94,6 +108,24 @@ impl Producer {
         }
     }
 
+    /// A request has arrived at this engine and will be offered; it may wait in the engine's queue.
+    /// Consumers that ask are told, and wait for as long as it does. It ends with
+    /// [`Producer::withdraw`], or if it is not offered within [`Limits::cap`]. The driver is not told
+    /// of its end: [`Producer::offer`] is refused then.
+    ///
+    /// # Errors
+    /// As [`Producer::offer`].
+    pub fn expect(&mut self, id: &HandoffId, now: Timestamp) -> Result<(), Refusal> {
+        self.check_new(id, now)?;
+        if self.handoffs.get(id).is_some_and(|entry| !entry.is_awaited()) {
+            return Err(Refusal::InUse);
+        }
+        self.enter(id, Stage::Expected(now + self.limits.cap));
+        let readers: Vec<_> = self.handoffs[id].readers.keys().copied().collect();
+        readers.into_iter().for_each(|reader| self.answer(id, reader));
+        Ok(())
+    }
+
     /// Offers a request's KV. No block needs to be ready yet. The engine must not reuse the blocks
     /// until [`ProducerAction::Ended`], or until [`Producer::restart`] or [`Producer::withdraw`].
     ///
@@ -101,19 +133,10 @@ impl Producer {
     /// [`Refusal::Ended`] if the consumer declined it before it was offered; [`Refusal::InUse`];
     /// [`Refusal::Full`].
     pub fn offer(&mut self, id: &HandoffId, now: Timestamp) -> Result<(), Refusal> {
-        self.expire(now);
-        if let Some(tombstone) = self.tombstones.get(id) {
-            return Err(Refusal::Ended(tombstone.outcome.code));
-        }
-        let entry = self.handoffs.get(id);
-        if entry.is_some_and(|entry| entry.offer.is_some()) {
+        self.check_new(id, now)?;
+        if self.handoffs.get(id).is_some_and(|entry| entry.offer().is_some()) {
             return Err(Refusal::InUse);
         }
-        let entry_is_awaited = entry.is_some();
-        if !entry_is_awaited && self.handoffs.len() - self.awaited >= self.limits.handoffs {
-            return Err(Refusal::Full { limit: self.limits.handoffs });
-        }
-        self.awaited -= usize::from(entry_is_awaited);
         self.begin(id);
         Ok(())
     }
@@ -152,8 +175,7 @@ impl Producer {
         }
         self.announce(id, Announced { count: 0, tables, progress, last: true, side_data })?;
         let expires = now + self.limits.offer_ttl;
-        let entry = self.handoffs.get_mut(id).expect("it was announced");
-        entry.offer.as_mut().expect("it was announced").expires = Some(expires);
+        self.offered(id).expect("it was announced").expires = Some(expires);
         self.look_again(id);
         Ok(())
     }
@@ -216,6 +238,7 @@ impl Producer {
             // Messages for consumers, and messages of later versions.
             HandoffMessage::Offer(_)
             | HandoffMessage::Ready(_)
+            | HandoffMessage::Expected(_)
             | HandoffMessage::Confirmed(_)
             | HandoffMessage::Stop(_)
             | HandoffMessage::Unknown { .. } => {}
@@ -260,8 +283,9 @@ impl Producer {
             let entry = self.handoffs.get_mut(&id).expect("what is due is there");
             entry.due = None;
             match entry.overdue(now) {
+                Some(Overdue::Rendezvous) => self.give_up_awaited(&id),
                 // The consumers that asked have stopped waiting, whether it is offered or not.
-                Some(outcome) => self.end(&id, outcome, now),
+                Some(Overdue::Ends(outcome)) => self.end(&id, outcome, now),
                 None => self.look_again(&id),
             }
         }
@@ -276,42 +300,69 @@ impl Producer {
     /// The state of a handoff, as one word; `None` if it is not under way.
     pub fn state(&self, id: &HandoffId) -> Option<&'static str> {
         let entry = self.handoffs.get(id)?;
-        Some(match (&entry.offer, entry.readers.is_empty()) {
-            (None, _) => "awaited",
-            (Some(_), true) => "offered",
-            (Some(_), false) => "serving",
+        Some(match (&entry.stage, entry.readers.is_empty()) {
+            (Stage::Awaited(_), _) => "awaited",
+            (Stage::Expected(_), _) => "expected",
+            (Stage::Offered(_), true) => "offered",
+            (Stage::Offered(_), false) => "serving",
         })
     }
 
     /// Sizes of the collections, by name. All but the tombstones are zero when no handoff is under
     /// way.
-    pub fn gauges(&self) -> [(&'static str, usize); 5] {
-        let offered = self.handoffs.values().filter(|entry| entry.offer.is_some()).count();
+    pub fn gauges(&self) -> [(&'static str, usize); 6] {
+        let offered = self.handoffs.values().filter(|entry| entry.offer().is_some()).count();
         [
             ("offered", offered),
-            ("awaited", self.handoffs.len() - offered),
+            ("expected", self.handoffs.len() - offered - self.awaited),
+            ("awaited", self.awaited),
             ("watched", self.watched.len()),
             ("actions", self.actions.len()),
             ("tombstones", self.tombstones.len()),
         ]
     }
 
+    /// Whether the engine may expect or offer a handoff.
+    fn check_new(&mut self, id: &HandoffId, now: Timestamp) -> Result<(), Refusal> {
+        self.expire(now);
+        if let Some(tombstone) = self.tombstones.get(id) {
+            return Err(Refusal::Ended(tombstone.outcome.code));
+        }
+        let is_own = self.handoffs.contains_key(id);
+        if !is_own && self.handoffs.len() - self.awaited >= self.limits.handoffs {
+            return Err(Refusal::Full { limit: self.limits.handoffs });
+        }
+        Ok(())
+    }
+
+    /// Takes a handoff to a stage.
+    fn enter(&mut self, id: &HandoffId, stage: Stage) {
+        if let Some(entry) = self.handoffs.get_mut(id) {
+            self.awaited -= usize::from(entry.is_awaited());
+            entry.stage = stage;
+        } else {
+            let entry = Entry { stage, must_confirm: 0, readers: BTreeMap::new(), due: None };
+            self.handoffs.insert(id.clone(), entry);
+        }
+        self.awaited += usize::from(self.handoffs[id].is_awaited());
+        self.look_again(id);
+    }
+
     /// Begins a generation, and offers it to the readers that have asked.
     fn begin(&mut self, id: &HandoffId) {
         self.generations += 1;
         let generation = Generation(self.generations);
-        let entry = self.handoffs.entry(id.clone()).or_default();
-        entry.offer = Some(Offered { generation, announced: Announced::default(), expires: None });
-        let readers: Vec<_> = entry.readers.keys().copied().collect();
-        for reader in readers {
-            self.send_offer(id, reader);
-        }
-        self.look_again(id);
+        let announced = Announced::default();
+        self.enter(id, Stage::Offered(Offered { generation, announced, expires: None }));
+        let readers: Vec<_> = self.handoffs[id].readers.keys().copied().collect();
+        readers.into_iter().for_each(|reader| self.answer(id, reader));
     }
 
     fn offered(&mut self, id: &HandoffId) -> Result<&mut Offered, Refusal> {
-        let entry = self.handoffs.get_mut(id);
-        entry.and_then(|entry| entry.offer.as_mut()).ok_or(Refusal::Unknown)
+        match self.handoffs.get_mut(id).map(|entry| &mut entry.stage) {
+            Some(Stage::Offered(offered)) => Ok(offered),
+            _ => Err(Refusal::Unknown),
+        }
     }
 
     fn announce(&mut self, id: &HandoffId, mut news: Announced) -> Result<(), Refusal> {
@@ -342,29 +393,26 @@ impl Producer {
         }
         // Whatever peers ask for, this side can offer what it has.
         let full = self.awaited >= self.limits.handoffs;
-        let entry = match self.handoffs.get_mut(id) {
-            Some(entry) => entry,
-            None if full => {
+        if !self.handoffs.contains_key(id) {
+            if full {
                 let detail = format!("{} handoffs are under way", self.limits.handoffs);
                 return self.send(from, stop(id, WireCode::Busy, &detail));
             }
-            None => {
-                self.awaited += 1;
-                self.handoffs.entry(id.clone()).or_default()
-            }
-        };
+            self.enter(id, Stage::Awaited(now + self.limits.rendezvous));
+        }
+        let entry = self.handoffs.get_mut(id).expect("there now");
         let is_new = !entry.readers.contains_key(&from);
         if is_new && let Some(why) = entry.refuses(ask) {
             return self.send(from, stop(id, WireCode::Duplicate, why));
         }
-        entry.expected = ask.readers;
-        let budget = Duration::from_millis(ask.budget_ms.into()).min(self.limits.budget);
+        entry.must_confirm = ask.readers;
+        let budget = Duration::from_millis(ask.budget_ms.into()).min(self.limits.cap);
         let until = now + budget + self.limits.grace;
         let confirmed = entry.readers.get(&from).is_some_and(|reader| reader.confirmed);
         if entry.readers.insert(from, Reader { until, lost: None, confirmed }).is_none() {
             self.watch(from, true);
         }
-        self.send_offer(id, from);
+        self.answer(id, from);
         self.look_again(id);
     }
 
@@ -386,19 +434,20 @@ impl Producer {
         let Some(entry) = self.handoffs.get_mut(id) else {
             return self.send(from, stop(id, WireCode::UnknownHandoff, ""));
         };
-        let (Some(offered), Some(reader)) = (&entry.offer, entry.readers.get_mut(&from)) else {
+        let (Stage::Offered(offered), Some(reader)) = (&entry.stage, entry.readers.get_mut(&from))
+        else {
             return self.send(from, stop(id, WireCode::UnknownHandoff, "it was never asked for"));
         };
         if offered.generation != confirm.generation || !offered.announced.last {
             // The offer of the new generation was sent, or is queued.
-            return self.send_offer(id, from);
+            return self.answer(id, from);
         }
         reader.confirmed = true;
         self.send(from, yes.into());
         self.look_again(id);
         let entry = &self.handoffs[id];
         let confirmed = entry.readers.values().filter(|reader| reader.confirmed).count();
-        if confirmed == entry.expected as usize {
+        if confirmed == entry.must_confirm as usize {
             self.end(id, Outcome::DONE, now);
         }
     }
@@ -430,7 +479,7 @@ impl Producer {
     /// offered. Keeps a tombstone.
     fn end(&mut self, id: &HandoffId, outcome: Outcome, now: Timestamp) {
         let Some(mut entry) = self.handoffs.remove(id) else { return };
-        self.awaited -= usize::from(entry.offer.is_none());
+        self.awaited -= usize::from(entry.is_awaited());
         self.schedule.set(id, &mut entry.due, None);
         entry.readers.keys().for_each(|reader| self.watch(*reader, false));
         if !outcome.is_done() {
@@ -439,7 +488,7 @@ impl Producer {
                 self.send(*reader, stop.clone());
             }
         }
-        let Some(offered) = entry.offer else {
+        let Stage::Offered(offered) = entry.stage else {
             return self.remember(id, outcome, now);
         };
         let confirmed = entry.readers.iter().filter(|(_, reader)| reader.confirmed);
@@ -450,6 +499,36 @@ impl Producer {
         };
         self.tombstones.bury(id.clone(), tombstone, now, &self.limits);
         self.actions.push_back(ProducerAction::Ended { id: id.clone(), outcome });
+    }
+
+    /// Tells the consumers of a handoff that no such request arrived here. If it arrives later, and
+    /// they ask again, the handoff begins afresh.
+    fn give_up_awaited(&mut self, id: &HandoffId) {
+        let Some(entry) = self.handoffs.remove(id) else { return };
+        self.awaited -= 1;
+        let detail = self.why_not_here(id);
+        for (reader, state) in entry.readers {
+            self.watch(reader, false);
+            if state.lost.is_none() {
+                self.send(reader, stop(id, WireCode::UnknownHandoff, &detail));
+            }
+        }
+    }
+
+    /// Why this engine has no request for a handoff, in words.
+    fn why_not_here(&self, id: &HandoffId) -> String {
+        let transfer = id.transfer();
+        let later = self.handoffs.range::<str, _>((Bound::Included(transfer), Bound::Unbounded));
+        let of_transfer = later.take_while(|(other, _)| other.as_str().starts_with(transfer));
+        let differs = |(other, entry): (&HandoffId, &Entry)| {
+            other.transfer() == transfer && !entry.is_awaited()
+        };
+        if of_transfer.take(PROMPTS_MAX).any(differs) {
+            "the producer's request of this transfer id has another prompt".to_owned()
+        } else {
+            let seconds = self.limits.rendezvous.as_secs_f64();
+            format!("no such request arrived at the producer within {seconds} s")
+        }
     }
 
     /// Remembers that a handoff ended before it was offered.
@@ -469,12 +548,20 @@ impl Producer {
         self.actions.push_back(ProducerAction::Send { to, message });
     }
 
-    fn send_offer(&mut self, id: &HandoffId, to: PeerId) {
+    /// Answers a reader's question with what is here: all that is announced, or that it is expected.
+    fn answer(&mut self, id: &HandoffId, to: PeerId) {
         let entry = &self.handoffs[id];
-        let connected = entry.readers.get(&to).is_some_and(|reader| reader.lost.is_none());
-        if let (true, Some(offered)) = (connected, &entry.offer) {
-            let (generation, announced) = (offered.generation, offered.announced.clone());
-            self.send(to, Offer { id: id.clone(), generation, announced }.into());
+        if entry.readers.get(&to).is_none_or(|reader| reader.lost.is_some()) {
+            return;
+        }
+        let id = id.clone();
+        match &entry.stage {
+            Stage::Awaited(_) => {}
+            Stage::Expected(_) => self.send(to, Expected { id }.into()),
+            Stage::Offered(Offered { generation, announced, .. }) => {
+                let (generation, announced) = (*generation, announced.clone());
+                self.send(to, Offer { id, generation, announced }.into());
+            }
         }
     }
 
@@ -489,14 +576,29 @@ fn stop(id: &HandoffId, code: WireCode, detail: &str) -> HandoffMessage {
     Stop { id: id.clone(), by_consumer: false, code, detail: cut(detail) }.into()
 }
 
+/// What becomes of a handoff whose deadline has passed.
+enum Overdue {
+    /// Its request has not arrived here.
+    Rendezvous,
+    Ends(Outcome),
+}
+
 impl Entry {
+    const fn is_awaited(&self) -> bool {
+        matches!(self.stage, Stage::Awaited(_))
+    }
+
+    const fn offer(&self) -> Option<&Offered> {
+        if let Stage::Offered(offered) = &self.stage { Some(offered) } else { None }
+    }
+
     /// Why a consumer that asks for the first time is refused.
     fn refuses(&self, ask: &Ask) -> Option<&'static str> {
         if self.readers.is_empty() {
             None
-        } else if ask.readers != self.expected {
+        } else if ask.readers != self.must_confirm {
             Some("others who asked for it count another number of readers")
-        } else if self.readers.len() >= self.expected as usize {
+        } else if self.readers.len() >= self.must_confirm as usize {
             Some("all its readers have asked for it")
         } else {
             None
@@ -504,43 +606,56 @@ impl Entry {
     }
 
     fn next_due(&self) -> Option<Timestamp> {
-        if self.readers.is_empty() {
-            return self.offer.as_ref().and_then(|offer| offer.expires);
-        }
         let due =
             |reader: &Reader| reader.lost.map_or(reader.until, |(at, _)| at.min(reader.until));
         // A reader that has confirmed is not waited for.
-        self.readers.values().filter(|reader| !reader.confirmed).map(due).min().or_else(|| {
-            // All readers that asked have confirmed; others have not asked yet.
-            self.readers.values().map(|reader| reader.until).max()
-        })
+        let open = self.readers.values().filter(|reader| !reader.confirmed).map(due).min();
+        match &self.stage {
+            Stage::Awaited(until) | Stage::Expected(until) => {
+                Some(open.map_or(*until, |open| open.min(*until)))
+            }
+            Stage::Offered(offered) if self.readers.is_empty() => offered.expires,
+            // If all readers that asked have confirmed, others have not asked yet.
+            Stage::Offered(_) => {
+                open.or_else(|| self.readers.values().map(|reader| reader.until).max())
+            }
+        }
     }
 
-    /// The outcome, if a deadline has passed.
-    fn overdue(&self, now: Timestamp) -> Option<Outcome> {
+    /// What becomes of it, if a deadline has passed.
+    fn overdue(&self, now: Timestamp) -> Option<Overdue> {
         if self.next_due().is_none_or(|due| due > now) {
             return None;
         }
-        if self.readers.is_empty() {
-            return Some(Outcome::here(WireCode::Expired, "no consumer asked for it in time"));
+        match &self.stage {
+            Stage::Awaited(until) if *until <= now => return Some(Overdue::Rendezvous),
+            Stage::Expected(until) if *until <= now => {
+                let detail = "the request waited too long in the producer's queue";
+                return Some(Overdue::Ends(Outcome::here(WireCode::Deadline, detail)));
+            }
+            _ if self.readers.is_empty() => {
+                let detail = "no consumer asked for it in time";
+                return Some(Overdue::Ends(Outcome::here(WireCode::Expired, detail)));
+            }
+            _ => {}
         }
         let open = || self.readers.iter().filter(|(_, reader)| !reader.confirmed);
         for (peer, reader) in open() {
             if let Some((at, code)) = reader.lost
                 && at <= now
             {
-                return Some(Outcome::of(*peer, code, "a consumer was lost"));
+                return Some(Overdue::Ends(Outcome::of(*peer, code, "a consumer was lost")));
             }
         }
         let late = open().find(|(_, reader)| reader.until <= now).map(|(peer, _)| *peer);
-        Some(match late {
+        Some(Overdue::Ends(match late {
             Some(peer) => {
                 Outcome::of(peer, WireCode::Deadline, "a consumer did not confirm in time")
             }
             None => {
                 Outcome::here(WireCode::Deadline, "not all of its readers asked for it in time")
             }
-        })
+        }))
     }
 }
 
