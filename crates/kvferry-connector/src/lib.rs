@@ -21,7 +21,7 @@
 //! | the protocol and its guarantees | `kvferry_proto::handoff` |
 //! | what two engines learn of each other first | `kvferry_proto::engine_handshake`, `rank_metadata.rs` |
 //! | deciding; counting the ranks' reports | `scheduler/`, `quorum.rs` |
-//! | the parameters of a request; what the halves send each other | `params.rs`, `metadata.rs` |
+//! | the parameters of a request; what the halves send each other | `params.rs`, `prompt.rs`, `metadata.rs` |
 //! | announcing what is computed | `worker/producer.rs`, `worker/request.rs`, `worker/events.rs` |
 //! | fetching | `worker/consumer.rs`, `worker/producer_engine.rs` |
 //! | driving the protocol: messages, reads, timers, peers | `rank/` |
@@ -30,6 +30,7 @@ mod clock;
 mod codes;
 mod metadata;
 mod params;
+mod prompt;
 mod quorum;
 mod rank;
 mod rank_metadata;
@@ -43,14 +44,16 @@ pub use kvferry_proto::handoff::{
     BlockTable, HandoffId, Limits, NULL_BLOCK, Outcome, Progress, Rectangle, Refusal, Slice,
 };
 pub use metadata::{
-    Cancel, Compute, ConnectorMetadata, Ending, EndingKind, EngineError, EngineMetadata,
-    FetchRequest, Free, MetadataError, Notes, Offer, RequestOutcome,
+    Cancel, Claim, Compute, ConnectorMetadata, Ending, EndingKind, EngineError, EngineMetadata,
+    Expect, FetchRequest, Free, MetadataError, Notes, Offer, RequestOutcome,
 };
 pub use params::{ConsumerParams, Params, ParamsError, Role, producer_params};
+pub use prompt::PromptId;
 pub use rank::{Event, Rank, RankError, ReadMapper, ReadPart, ReadRequest, SideData, Source};
 pub use rank_metadata::{RankMetadata, RankMetadataError};
 pub use scheduler::{
-    FinishReason, Finished, GroupRule, Match, Request, Scheduled, Scheduler, SchedulerConfig,
+    FinishReason, Finished, GroupRule, Match, Refused, Request, Scheduled, Scheduler,
+    SchedulerConfig,
 };
 pub use worker::{
     Announce, ComputeEvent, Reports, Worker, WorkerConfig, WorkerError, WorkerObserver,

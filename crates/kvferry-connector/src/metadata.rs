@@ -28,6 +28,12 @@ pub struct ConnectorMetadata {
     /// Producer: requests that this step computes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub computes: Vec<Compute>,
+    /// Producer: requests that have arrived and will be offered in a later step.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub expects: Vec<Expect>,
+    /// Consumer: requests that have arrived and will be fetched, or freed, in a later step.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub claims: Vec<Claim>,
     /// Consumer: requests to fetch.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub fetches: Vec<FetchRequest>,
@@ -103,6 +109,32 @@ pub struct Compute {
     pub blocks: Vec<BlockTable>,
 }
 
+/// A producer's request that has arrived, whose handoff's id the router knows. It may wait for minutes
+/// before its first [`Compute`]; its [`Ending`] comes in any case.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Expect {
+    /// The engine's id of the request.
+    pub request: String,
+    /// The handoff.
+    pub transfer: HandoffId,
+}
+
+/// A consumer's request that has arrived. It may wait for minutes before a [`FetchRequest`] or [`Free`]
+/// of its handoff ends the claim. A later claim of the same handoff replaces this one: the request has
+/// ended, and another one with the same handoff takes its place.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Claim {
+    /// The engine's id of the request.
+    pub request: String,
+    /// The handoff.
+    pub transfer: HandoffId,
+    /// As in [`FetchRequest::address`].
+    pub address: String,
+    /// The life of the producing engine that is meant, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engine: Option<EngineId>,
+}
+
 /// What a producer offers of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
@@ -135,8 +167,20 @@ pub enum EndingKind {
         side_data: Option<Vec<u8>>,
     },
     /// Nothing can be fetched.
-    #[allow(missing_docs, reason = "the reason, as a code and in words")]
-    Withdrawn { code: WireCode, detail: String },
+    Withdrawn {
+        /// Why.
+        code: WireCode,
+        /// Why, in words.
+        detail: String,
+        /// The engine keeps its blocks until all ranks have withdrawn it and report it sent.
+        #[serde(default, skip_serializing_if = "is_false")]
+        held: bool,
+    },
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+const fn is_false(value: &bool) -> bool {
+    !*value
 }
 
 /// A consumer's request to fetch.
@@ -146,7 +190,7 @@ pub struct FetchRequest {
     pub request: String,
     /// The handoff.
     pub transfer: HandoffId,
-    /// `host:port` of an agent of the producing engine.
+    /// `host:port` of an agent of the producing engine, or `http://host:port` of its bootstrap server.
     pub address: String,
     /// The life of that engine that is meant, if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -164,7 +208,7 @@ pub struct FetchRequest {
 pub struct Free {
     /// The handoff.
     pub transfer: HandoffId,
-    /// `host:port` of an agent of the producing engine.
+    /// As in [`FetchRequest::address`].
     pub address: String,
     /// The life of that engine that is meant, if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]

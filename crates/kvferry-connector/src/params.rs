@@ -7,11 +7,17 @@
 //! | `do_remote_decode` | a producer's request | true: keep its KV for a consumer |
 //! | `do_remote_prefill` | a consumer's request | true: a producer has, or will have, its KV |
 //! | `transfer_id` | both | the handoff's id; a producer without one draws its own |
+//! | `remote_request_id` | a consumer's | the same, for routers that pass on only NIXL's names |
 //! | `remote_address` | a consumer's | `host:port` of the agent of any rank of the producing engine |
+//! | `remote_host`, `remote_port` | a consumer's | the same, with NIXL's names |
+//! | `remote_bootstrap_addr` | a consumer's | `http://host:port` of the producer's bootstrap server, with Mooncake's name |
 //! | `remote_engine_id` | a consumer's, optional | the life of that engine, from its response |
 //! | `remote_num_tokens` | a consumer's, optional | how many tokens the producer has the KV of |
 //!
-//! Concurrent: a router gives both requests one `transfer_id`, and the consumer's the address.
+//! Of several ids or addresses the first in this table is used. `null` is the same as a key that is
+//! not there.
+//!
+//! Concurrent: a router gives both requests one `transfer_id`, and the consumer's an address.
 //! Sequential: the producer's response carries what the consumer's request needs ([`ConsumerParams`]).
 
 use kvferry_proto::engine_handshake::EngineId;
@@ -39,7 +45,7 @@ pub enum Role {
 pub struct ConsumerParams {
     /// The handoff's id.
     pub transfer: HandoffId,
-    /// `host:port` of an agent of the producing engine.
+    /// `host:port` of an agent of the producing engine, or `http://host:port` of its bootstrap server.
     pub address: String,
     /// The life of that engine that is meant, if it is known.
     pub engine: Option<EngineId>,
@@ -57,6 +63,18 @@ pub struct ParamsError {
     pub problem: &'static str,
 }
 
+/// The producer runs another connector: NIXL's and Mooncake's engine ids are no digits.
+const FOREIGN: &str = "is not 32 hexadecimal digits: the producer does not run KVFerryConnector";
+
+const HTTP: &str = "http://";
+
+impl ParamsError {
+    /// Whether the request's producer runs another connector.
+    pub fn is_foreign(&self) -> bool {
+        self.problem == FOREIGN
+    }
+}
+
 impl Role {
     /// What the parameters ask for; `None` if they ask for no handoff.
     ///
@@ -71,45 +89,52 @@ impl Role {
             (true, true) => {
                 Err(wrong("do_remote_decode", "and do_remote_prefill exclude each other"))
             }
-            (true, false) => Ok(Some(Self::Produce { transfer: transfer(params)? })),
-            (false, true) => {
-                let transfer = transfer(params)?.ok_or(wrong("transfer_id", "is missing"))?;
-                let address = text(params, "remote_address")?
-                    .filter(|address| !address.is_empty())
-                    .ok_or(wrong("remote_address", "is missing"))?;
-                let engine = match text(params, "remote_engine_id")? {
-                    None => None,
-                    Some(id) => Some(EngineId::parse(id).ok_or(wrong(
-                        "remote_engine_id",
-                        "is not an engine's id: 32 hexadecimal digits",
-                    ))?),
-                };
-                let tokens = match params.get("remote_num_tokens") {
-                    None | Some(Value::Null) => None,
-                    Some(value) => {
-                        Some(value.as_u64().ok_or(wrong("remote_num_tokens", "is not a number"))?)
-                    }
-                };
-                let address = address.to_owned();
-                Ok(Some(Self::Consume(ConsumerParams { transfer, address, engine, tokens })))
+            (true, false) => {
+                Ok(Some(Self::Produce { transfer: transfer(params, &["transfer_id"])? }))
             }
+            (false, true) => Ok(Some(Self::Consume(ConsumerParams::parse(params)?))),
         }
     }
 }
 
 impl ConsumerParams {
-    /// The parameters of a consumer's request.
+    fn parse(params: &Params) -> Result<Self, ParamsError> {
+        let engine = match text(params, "remote_engine_id")? {
+            None => None,
+            Some(id) => Some(EngineId::parse(id).ok_or(wrong("remote_engine_id", FOREIGN))?),
+        };
+        let transfer = transfer(params, &["transfer_id", "remote_request_id"])?;
+        let transfer = transfer.ok_or(wrong("transfer_id", "is missing"))?;
+        let address = address(params)?.ok_or(wrong("remote_address", "is missing"))?;
+        let tokens = number(params, "remote_num_tokens")?;
+        Ok(Self { transfer, address, engine, tokens })
+    }
+
+    /// The parameters of a consumer's request. NIXL's names repeat what they can: some routers pass
+    /// on only those.
     pub fn to_params(&self) -> Params {
         let mut params = Params::new();
-        params.insert("do_remote_prefill".to_owned(), json!(true));
-        params.insert("do_remote_decode".to_owned(), json!(false));
-        params.insert("transfer_id".to_owned(), json!(self.transfer.as_str()));
-        params.insert("remote_address".to_owned(), json!(self.address));
+        let mut insert = |key: &str, value| params.insert(key.to_owned(), value);
+        insert("do_remote_prefill", json!(true));
+        insert("do_remote_decode", json!(false));
+        insert("transfer_id", json!(self.transfer.as_str()));
+        insert("remote_request_id", json!(self.transfer.as_str()));
+        if self.address.starts_with(HTTP) {
+            insert("remote_bootstrap_addr", json!(self.address));
+        } else {
+            insert("remote_address", json!(self.address));
+            if let Some((host, port)) = self.address.rsplit_once(':')
+                && let Ok(port) = port.parse::<u16>()
+            {
+                insert("remote_host", json!(host.trim_matches(['[', ']'])));
+                insert("remote_port", json!(port));
+            }
+        }
         if let Some(engine) = self.engine {
-            params.insert("remote_engine_id".to_owned(), json!(engine.to_string()));
+            insert("remote_engine_id", json!(engine.to_string()));
         }
         if let Some(tokens) = self.tokens {
-            params.insert("remote_num_tokens".to_owned(), json!(tokens));
+            insert("remote_num_tokens", json!(tokens));
         }
         params
     }
@@ -144,10 +169,46 @@ fn text<'a>(params: &'a Params, key: &'static str) -> Result<Option<&'a str>, Pa
     }
 }
 
-fn transfer(params: &Params) -> Result<Option<HandoffId>, ParamsError> {
-    let Some(name) = text(params, "transfer_id")? else { return Ok(None) };
-    let id = HandoffId::new(name);
-    id.map(Some).map_err(|_| wrong("transfer_id", "must have 1 to 256 bytes"))
+fn number(params: &Params, key: &'static str) -> Result<Option<u64>, ParamsError> {
+    match params.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(value) => value.as_u64().map(Some).ok_or(wrong(key, "is not a number")),
+    }
+}
+
+/// The handoff's id under the first of `keys` that is there.
+fn transfer(params: &Params, keys: &[&'static str]) -> Result<Option<HandoffId>, ParamsError> {
+    for key in keys {
+        if let Some(name) = text(params, key)? {
+            let id = HandoffId::new(name);
+            return id.map(Some).map_err(|_| wrong(key, "must have 1 to 256 bytes"));
+        }
+    }
+    Ok(None)
+}
+
+/// Where the producing engine can be asked.
+fn address(params: &Params) -> Result<Option<String>, ParamsError> {
+    let given = |key| Ok(text(params, key)?.filter(|text| !text.is_empty()));
+    if let Some(address) = given("remote_address")? {
+        return Ok(Some(address.to_owned()));
+    }
+    if let Some(host) = given("remote_host")? {
+        let port = number(params, "remote_port")?.ok_or(wrong("remote_port", "is missing"))?;
+        let port = u16::try_from(port).map_err(|_| wrong("remote_port", "is not a port"))?;
+        let is_ipv6 = host.contains(':') && !host.starts_with('[');
+        return Ok(Some(if is_ipv6 {
+            format!("[{host}]:{port}")
+        } else {
+            format!("{host}:{port}")
+        }));
+    }
+    let Some(bootstrap) = given("remote_bootstrap_addr")? else { return Ok(None) };
+    let bare = bootstrap.strip_prefix(HTTP).unwrap_or(bootstrap).trim_end_matches('/');
+    if bare.is_empty() || bare.contains('/') {
+        return Err(wrong("remote_bootstrap_addr", "is not http://host:port"));
+    }
+    Ok(Some(format!("{HTTP}{bare}")))
 }
 
 #[cfg(test)]
@@ -167,6 +228,59 @@ mod tests {
             tokens: Some(8191),
         };
         assert_eq!(Role::parse(Some(&offered.to_params())), Ok(Some(Role::Consume(offered))));
+    }
+
+    #[test]
+    fn a_router_that_passes_on_only_nixls_names_reaches_the_producer() {
+        let nixl = ["do_remote_prefill", "do_remote_decode", "remote_engine_id", "remote_host"];
+        let nixl = [&nixl[..], &["remote_port", "remote_request_id", "remote_block_ids"]].concat();
+        for address in ["10.0.0.1:4711", "prefill-0.local:4711", "[fd00::1]:4711"] {
+            let offered = ConsumerParams {
+                transfer: HandoffId::new("xfer-1").expect("short"),
+                address: address.to_owned(),
+                engine: Some(EngineId(7 << 100)),
+                tokens: None,
+            };
+            let mut params = offered.to_params();
+            params.retain(|key, _| nixl.contains(&key.as_str()));
+            assert_eq!(Role::parse(Some(&params)), Ok(Some(Role::Consume(offered))));
+        }
+    }
+
+    #[test]
+    fn a_bootstrap_address_is_taken_if_there_is_no_other() {
+        for (given, expected) in [
+            ("http://10.0.0.1:8998", "http://10.0.0.1:8998"),
+            ("http://10.0.0.1:8998/", "http://10.0.0.1:8998"),
+            ("prefill:8998", "http://prefill:8998"),
+        ] {
+            let mut it = params(json!({"do_remote_prefill": true, "transfer_id": "x",
+                                       "remote_bootstrap_addr": given, "remote_host": null}));
+            let Ok(Some(Role::Consume(consumes))) = Role::parse(Some(&it)) else {
+                panic!("{it:?}")
+            };
+            assert_eq!(consumes.address, expected);
+            assert_eq!(Role::parse(Some(&consumes.to_params())), Ok(Some(Role::Consume(consumes))));
+            it.insert("remote_address".to_owned(), json!("a:1"));
+            let Ok(Some(Role::Consume(consumes))) = Role::parse(Some(&it)) else {
+                panic!("{it:?}")
+            };
+            assert_eq!(consumes.address, "a:1");
+        }
+    }
+
+    #[test]
+    fn a_producer_of_another_connector_is_recognised() {
+        for (engine, is_foreign) in [
+            (json!("5a2b7c0e-95d5-4c0c-a4a1-2f4a3b1d9c3e_dp0"), true),
+            (json!("zz"), true),
+            (json!(7), false),
+        ] {
+            let it = params(json!({"do_remote_prefill": true, "remote_engine_id": engine,
+                                   "remote_request_id": "cmpl-1", "remote_host": "a"}));
+            let error = Role::parse(Some(&it)).expect_err("no engine of this connector");
+            assert_eq!((error.key, error.is_foreign()), ("remote_engine_id", is_foreign));
+        }
     }
 
     #[test]
@@ -198,6 +312,20 @@ mod tests {
                 json!({"do_remote_prefill": true, "transfer_id": "x", "remote_address": "a:1",
                        "remote_num_tokens": -3}),
                 "remote_num_tokens",
+            ),
+            (
+                json!({"do_remote_prefill": true, "transfer_id": "x", "remote_host": "a"}),
+                "remote_port",
+            ),
+            (
+                json!({"do_remote_prefill": true, "transfer_id": "x", "remote_host": "a",
+                       "remote_port": 70000}),
+                "remote_port",
+            ),
+            (
+                json!({"do_remote_prefill": true, "transfer_id": "x",
+                       "remote_bootstrap_addr": "https://a:1"}),
+                "remote_bootstrap_addr",
             ),
         ] {
             assert_eq!(Role::parse(Some(&params(value))).expect_err("wrong").key, key);

@@ -146,6 +146,7 @@ impl Engine {
             ranks: 1,
             timeout: PATIENCE,
             eager: true,
+            null_block: None,
         };
         let mut scheduler = Scheduler::new(config, EngineId(2));
         let introduced = scheduler.set_ranks(vec![rank.worker.rank_metadata().to_vec()]);
@@ -192,7 +193,7 @@ impl Engine {
         self.rank.worker.step_computed(None);
         for request in &requests {
             assert!(
-                self.scheduler.finished(request, FinishReason::Length, None).held,
+                self.scheduler.finished(request, FinishReason::Length, None, None).held,
                 "all of it was computed"
             );
         }
@@ -253,7 +254,7 @@ impl Engine {
         timed(requests, || {
             for (params, name) in &ended {
                 let request = request(name, SHORT_TOKENS + 1, params);
-                self.scheduler.finished(&request, FinishReason::Length, None);
+                self.scheduler.finished(&request, FinishReason::Length, None, None);
             }
             for (name, params) in &admitted {
                 self.fetch(name, params);
@@ -310,7 +311,7 @@ impl Engine {
 }
 
 fn request<'a>(id: &'a str, tokens: u32, params: &'a Params) -> Request<'a> {
-    Request { id, prompt_tokens: tokens.into(), params: Some(params) }
+    Request { id, prompt_tokens: tokens.into(), params: Some(params), prompt: None }
 }
 
 fn timed<T>(took: &mut Duration, work: impl FnOnce() -> T) -> T {

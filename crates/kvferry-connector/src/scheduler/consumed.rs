@@ -1,19 +1,21 @@
 //! Requests that fetch their KV from another engine.
 
 use super::Match;
-use crate::metadata::{Cancel, ConnectorMetadata, FetchRequest, Free, RequestOutcome};
+use crate::metadata::{Cancel, Claim, ConnectorMetadata, FetchRequest, Free, RequestOutcome};
 use crate::params::ConsumerParams;
 use crate::quorum::{Counted, Quorum};
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::{BlockTable, HandoffId};
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashMap;
+use std::collections::hash_map::Entry;
 
 /// Requests by the engine's ids.
 #[derive(Debug)]
 pub(super) struct Consumed {
     pub(super) requests: FxHashMap<String, Request>,
-    /// The handoffs of the requests that own them.
-    transfers: FxHashSet<HandoffId>,
+    handoffs: FxHashMap<HandoffId, Handoff>,
+    /// Requests whose claim the next metadata carry, if nothing else ends their handoff before.
+    claiming: Vec<String>,
     pub(super) quorum: Quorum,
     pub(super) fetching: usize,
     budget_ms: u32,
@@ -23,8 +25,6 @@ pub(super) struct Consumed {
 #[derive(Debug)]
 pub(super) struct Request {
     from: ConsumerParams,
-    /// The first live request with this handoff owns it: only that one fetches or frees it.
-    owns: bool,
     stage: Stage,
     ended: bool,
     side_data: Vec<Vec<u8>>,
@@ -32,11 +32,32 @@ pub(super) struct Request {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
+    /// It has no blocks yet.
     Open,
     Fetching {
         /// The worker halves were told to end the fetch.
         cancelled: bool,
     },
+    /// It was fetched, or it is computed.
+    Taken,
+}
+
+/// What the live requests with one handoff share. There are several if a request asks for several
+/// answers (`n > 1`). The first of them that gets blocks fetches it. The others wait for that, and find
+/// the tokens in the engine's cache or compute them.
+#[derive(Debug)]
+struct Handoff {
+    state: HandoffState,
+    /// How many of `requests` are [`Stage::Open`].
+    open: usize,
+    /// In the order of their arrival. The first one's claim holds.
+    requests: Vec<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum HandoffState {
+    Open,
+    Fetching,
     /// It was fetched or freed.
     Taken,
 }
@@ -45,7 +66,8 @@ impl Consumed {
     pub(super) fn new(ranks: usize, budget_ms: u32) -> Self {
         Self {
             requests: FxHashMap::default(),
-            transfers: FxHashSet::default(),
+            handoffs: FxHashMap::default(),
+            claiming: Vec::new(),
             quorum: Quorum::new(ranks),
             fetching: 0,
             budget_ms,
@@ -53,12 +75,16 @@ impl Consumed {
         }
     }
 
-    /// Adds a request. True if it owns its handoff.
-    pub(super) fn add(&mut self, request: &str, from: ConsumerParams) -> bool {
-        let owns = self.transfers.insert(from.transfer.clone());
-        let new = Request { from, owns, stage: Stage::Open, ended: false, side_data: Vec::new() };
+    pub(super) fn add(&mut self, request: &str, from: ConsumerParams) {
+        let new = Handoff { state: HandoffState::Open, open: 0, requests: Vec::new() };
+        let handoff = self.handoffs.entry(from.transfer.clone()).or_insert(new);
+        handoff.open += 1;
+        handoff.requests.push(request.to_owned());
+        if handoff.requests.len() == 1 {
+            self.claiming.push(request.to_owned());
+        }
+        let new = Request { from, stage: Stage::Open, ended: false, side_data: Vec::new() };
         self.requests.insert(request.to_owned(), new);
-        owns
     }
 
     pub(super) fn contains(&self, request: &str) -> bool {
@@ -68,30 +94,42 @@ impl Consumed {
     /// How much of a known request can be fetched, of `usable` tokens.
     pub(super) fn matched(&self, request: &str, computed: u64, usable: u64) -> Option<Match> {
         let request = self.requests.get(request)?;
-        let open = request.owns && request.stage == Stage::Open;
-        Some(if open { request.from.matched(computed, usable) } else { Match::NONE })
+        let is_open = request.stage == Stage::Open;
+        Some(if is_open { self.matched_open(&request.from, computed, usable) } else { Match::NONE })
     }
 
-    /// As [`Consumed::matched`] of a request that was not added.
-    pub(super) fn matched_unseen(
-        &self,
-        from: &ConsumerParams,
-        computed: u64,
-        usable: u64,
-    ) -> Match {
-        let open = !self.transfers.contains(&from.transfer);
-        if open { from.matched(computed, usable) } else { Match::NONE }
+    /// As [`Consumed::matched`] of a request that has no blocks, whether it was added or not.
+    pub(super) fn matched_open(&self, from: &ConsumerParams, computed: u64, usable: u64) -> Match {
+        let all = from.matched(computed, usable);
+        match self.handoffs.get(&from.transfer).map(|handoff| handoff.state) {
+            None | Some(HandoffState::Open) => all,
+            // When it is fetched, the engine may have the tokens in its cache.
+            Some(HandoffState::Fetching) if all != Match::NONE => Match::Unknown,
+            Some(HandoffState::Fetching | HandoffState::Taken) => Match::NONE,
+        }
+    }
+
+    /// Adds the claims of requests that have arrived and wait.
+    pub(super) fn claim(&mut self, metadata: &mut ConnectorMetadata) {
+        for request in self.claiming.drain(..) {
+            let Some(Request { from, .. }) = self.requests.get(&request) else { continue };
+            let ConsumerParams { transfer, address, engine, .. } = from.clone();
+            let handoff = self.handoffs.get(&transfer);
+            if handoff.is_some_and(|handoff| handoff.state == HandoffState::Open) {
+                metadata.claims.push(Claim { request, transfer, address, engine });
+            }
+        }
     }
 
     /// A request has got blocks, to fetch the tokens of a range that may be empty.
     ///
-    /// A request that does not own its handoff is fetched too, because the engine waits for it. The
+    /// A request whose handoff another one fetches is fetched too, because the engine waits for it. The
     /// worker halves refuse it and report that.
     pub(super) fn allocated(
         &mut self,
         request: &str,
         tokens: (u32, u32),
-        blocks: &[Vec<u32>],
+        blocks: Vec<BlockTable>,
         metadata: &mut ConnectorMetadata,
     ) {
         let Some(known) = self.requests.get_mut(request) else { return };
@@ -99,8 +137,12 @@ impl Consumed {
             return;
         }
         if tokens.0 == tokens.1 {
-            known.free(WireCode::NotNeeded, self.budget_ms, metadata);
+            self.close(request, WireCode::NotNeeded, metadata);
             return;
+        }
+        if let Some(handoff) = self.handoffs.get_mut(&known.from.transfer) {
+            handoff.state = HandoffState::Fetching;
+            handoff.open -= 1;
         }
         known.stage = Stage::Fetching { cancelled: false };
         self.fetching += 1;
@@ -112,7 +154,7 @@ impl Consumed {
             address,
             engine,
             tokens,
-            blocks: blocks.iter().map(|blocks| BlockTable::new(0, blocks.clone())).collect(),
+            blocks,
             budget_ms: self.budget_ms,
         });
     }
@@ -132,7 +174,7 @@ impl Consumed {
             return;
         }
         if known.stage == Stage::Open {
-            known.free(code, self.budget_ms, metadata);
+            self.close(request, code, metadata);
         }
         self.remove(request);
     }
@@ -166,6 +208,9 @@ impl Consumed {
         let Some(known) = self.requests.get_mut(request) else { return };
         let Stage::Fetching { .. } = known.stage else { return };
         known.stage = Stage::Taken;
+        if let Some(handoff) = self.handoffs.get_mut(&known.from.transfer) {
+            handoff.state = HandoffState::Taken;
+        }
         self.fetching -= 1;
         self.quorum.forget(request);
         if known.ended {
@@ -190,25 +235,36 @@ impl Consumed {
         }
     }
 
+    /// An open request will not be fetched. If no other one may be, the producer is told.
+    fn close(&mut self, request: &str, code: WireCode, metadata: &mut ConnectorMetadata) {
+        let Some(known) = self.requests.get_mut(request) else { return };
+        known.stage = Stage::Taken;
+        let ConsumerParams { transfer, address, engine, .. } = &known.from;
+        let Some(handoff) = self.handoffs.get_mut(transfer) else { return };
+        handoff.open -= 1;
+        if handoff.open == 0 && handoff.state == HandoffState::Open {
+            handoff.state = HandoffState::Taken;
+            let (transfer, address, budget_ms) =
+                (transfer.clone(), address.clone(), self.budget_ms);
+            metadata.frees.push(Free { transfer, address, engine: *engine, code, budget_ms });
+        }
+    }
+
     fn remove(&mut self, request: &str) {
-        if let Some(request) = self.requests.remove(request)
-            && request.owns
-        {
-            self.transfers.remove(&request.from.transfer);
+        let Some(Request { from, .. }) = self.requests.remove(request) else { return };
+        let Entry::Occupied(mut entry) = self.handoffs.entry(from.transfer) else { return };
+        let requests = &mut entry.get_mut().requests;
+        let was_first = requests.first().is_some_and(|first| first == request);
+        requests.retain(|other| other != request);
+        match requests.first() {
+            None => drop(entry.remove()),
+            Some(next) if was_first => self.claiming.push(next.clone()),
+            Some(_) => {}
         }
     }
 }
 
 impl Request {
-    /// Tells the producer that no rank needs it.
-    fn free(&mut self, code: WireCode, budget_ms: u32, metadata: &mut ConnectorMetadata) {
-        self.stage = Stage::Taken;
-        if self.owns {
-            let ConsumerParams { transfer, address, engine, .. } = self.from.clone();
-            metadata.frees.push(Free { transfer, address, engine, code, budget_ms });
-        }
-    }
-
     /// Ends its fetch on all ranks, once.
     fn cancel(
         &mut self,

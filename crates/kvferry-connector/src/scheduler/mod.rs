@@ -5,32 +5,41 @@
 //! with what the step has that concerns handoffs, not with the requests there are.
 //!
 //! # A producer's request
-//! The engine calls `arrived`, `step` whenever it computes a part of the request, and `finished`. Only
-//! a request that ends with [`FinishReason::Length`] is handed over; its blocks are held until all
-//! ranks report it sent. Any other end withdraws it, whether it was offered or not. Computing beyond
-//! the prompt withdraws it too if that overwrites what is handed over: a state changes in place, and
-//! blocks that leave a window are reused.
+//! The engine calls `arrived`, `step` whenever it computes a part of the request, and `finished`. A
+//! request that ends after its prompt was computed, by its length or by a stop token, is handed over;
+//! its blocks are held until all ranks report it sent. Any other end withdraws it; if it was offered,
+//! its blocks are held until all ranks have done so. Computing beyond the prompt withdraws it too if
+//! that overwrites what is handed over: a state changes in place, and blocks that leave a window are
+//! reused.
 //!
 //! # A consumer's request
 //! The engine calls `matched` any number of times, `allocated` once with tokens to fetch, and
 //! `finished` at any time. KV that is not fetched, because it is in the cache, or because the request
 //! ended or was rejected before it got blocks, is freed at the producer. A fetch that fails on one rank
 //! is cancelled on the others, so that all ranks report it soon. A failed fetch is not retried: the
-//! engine computes the request.
+//! engine computes the request. Of several live requests with one handoff (`n > 1`) the first that gets
+//! blocks fetches it; the others wait for that.
+//!
+//! # Refusals
+//! A request whose parameters can't be served is computed as if it had none: see [`Refused`].
 
 mod consumed;
 mod produced;
+mod refused;
 
 use crate::metadata::{ConnectorMetadata, EngineError, EngineMetadata, Notes};
 use crate::params::{ConsumerParams, Params, Role};
+use crate::prompt::PromptId;
 use consumed::Consumed;
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::EngineId;
-use kvferry_proto::handoff::HandoffId;
+use kvferry_proto::handoff::{BlockTable, HandoffId, NULL_BLOCK};
 use kvferry_proto::layout::Kind;
-use produced::Produced;
-use rustc_hash::FxHashSet;
+use produced::{End, Produced};
+pub use refused::Refused;
+use refused::{Refusal, Refusals};
 use serde_bytes::ByteBuf;
+use serde_json::json;
 use std::time::Duration;
 
 /// Settings of a scheduler half.
@@ -45,6 +54,8 @@ pub struct SchedulerConfig {
     /// True: a producer's handoff is complete with the last token of the prompt, one step earlier.
     /// False: it is complete with the request's end, and may carry side data.
     pub eager: bool,
+    /// The number that stands for no block in the engine's tables, besides [`NULL_BLOCK`].
+    pub null_block: Option<u32>,
 }
 
 /// A group of layers that share block tables.
@@ -66,6 +77,9 @@ pub struct Request<'a> {
     pub prompt_tokens: u64,
     /// Its `kv_transfer_params`.
     pub params: Option<&'a Params>,
+    /// The identity of its prompt before any cut, for the call that adds the request. `None` if it is not
+    /// known, as with prompt embeddings: then the KV of another prompt is not recognised.
+    pub prompt: Option<PromptId>,
 }
 
 /// How much of a request can be fetched.
@@ -94,7 +108,7 @@ pub struct Scheduled<'a> {
     /// True if `blocks` are all it has: it is new, or has lost its blocks. Else they are those that it
     /// got since the last step that it was in.
     pub all: bool,
-    /// Block numbers per group; [`crate::NULL_BLOCK`] where there is no block.
+    /// Block numbers per group; [`NULL_BLOCK`] or the engine's own null block where there is none.
     pub blocks: Vec<Vec<u32>>,
 }
 
@@ -131,8 +145,7 @@ pub struct Scheduler {
     drawn: u64,
     produced: Produced,
     consumed: Consumed,
-    /// Live requests with invalid parameters. They get no handoff.
-    refused: FxHashSet<String>,
+    refused: Refusals,
     metadata: ConnectorMetadata,
 }
 
@@ -146,7 +159,7 @@ impl Scheduler {
             drawn: 0,
             produced: Produced::default(),
             consumed: Consumed::new(config.ranks, budget_ms),
-            refused: FxHashSet::default(),
+            refused: Refusals::default(),
             metadata: ConnectorMetadata::default(),
             config,
         }
@@ -176,24 +189,20 @@ impl Scheduler {
             return;
         }
         let tokens = u32::try_from(self.prefill(request.prompt_tokens));
-        let refused = match (Role::parse(request.params), tokens) {
+        let refused = match (role(request), tokens) {
             (Ok(None), _) => return,
-            (Err(error), _) => Some(error.to_string()),
-            (Ok(Some(_)), Err(_)) => Some("the prompt is too long".to_owned()),
+            (Err(refusal), _) => Some(refusal),
+            (Ok(Some(_)), Err(_)) => Some(Refusal::new(Refused::LongPrompt)),
             (Ok(Some(Role::Produce { transfer })), Ok(tokens)) => {
-                self.produce(request.id, transfer, tokens)
+                self.produce(request, transfer, tokens)
             }
             (Ok(Some(Role::Consume(from))), Ok(_)) => {
-                let (transfer, owns) = (from.transfer.clone(), self.consumed.add(request.id, from));
-                if !owns {
-                    tracing::warn!(request = ?request.id, %transfer, "another request fetches this handoff");
-                }
+                self.consumed.add(request.id, from);
                 None
             }
         };
-        if let Some(reason) = refused {
-            tracing::warn!(request = ?request.id, reason, "the request gets no handoff");
-            self.refused.insert(request.id.to_owned());
+        if let Some(refusal) = refused {
+            self.refused.add(request.id, &refusal);
         }
     }
 
@@ -204,8 +213,8 @@ impl Scheduler {
         if let Some(tokens) = self.produced.tokens(request.id) {
             return u64::from(tokens);
         }
-        let produces = !self.is_known(request.id)
-            && matches!(Role::parse(request.params), Ok(Some(Role::Produce { .. })));
+        let produces =
+            !self.is_known(request.id) && matches!(role(request), Ok(Some(Role::Produce { .. })));
         if produces { self.prefill(request.prompt_tokens) } else { request.prompt_tokens }
     }
 
@@ -218,14 +227,14 @@ impl Scheduler {
         if self.is_known(request.id) || u32::try_from(usable).is_err() {
             return Match::NONE;
         }
-        match Role::parse(request.params) {
-            Ok(Some(Role::Consume(from))) => self.consumed.matched_unseen(&from, computed, usable),
+        match role(request) {
+            Ok(Some(Role::Consume(from))) => self.consumed.matched_open(&from, computed, usable),
             _ => Match::NONE,
         }
     }
 
-    /// A request has got blocks: all of them per group, with [`crate::NULL_BLOCK`] where nothing is
-    /// fetched. `external` tokens after the `computed` ones are to be fetched.
+    /// A request has got blocks: all of them per group, with [`NULL_BLOCK`] or the engine's own null block
+    /// where nothing is fetched. `external` tokens after the `computed` ones are to be fetched.
     pub fn allocated(
         &mut self,
         request: &Request<'_>,
@@ -237,7 +246,12 @@ impl Scheduler {
         let tokens = u32::try_from(computed)
             .and_then(|start| Ok((start, u32::try_from(computed.saturating_add(external))?)));
         match tokens {
-            Ok(tokens) => self.consumed.allocated(request.id, tokens, blocks, &mut self.metadata),
+            Ok(tokens) => {
+                let null = self.config.null_block;
+                let table = |blocks: &Vec<u32>| BlockTable::new(0, holes(blocks.clone(), null));
+                let blocks = blocks.iter().map(table).collect();
+                self.consumed.allocated(request.id, tokens, blocks, &mut self.metadata);
+            }
             Err(_) => {
                 tracing::warn!(request = ?request.id, computed, external, "too many tokens to fetch");
             }
@@ -259,21 +273,28 @@ impl Scheduler {
         for request in preempted {
             self.produced.preempted(request, &mut self.metadata);
         }
-        let SchedulerConfig { groups, eager, .. } = &self.config;
+        let SchedulerConfig { groups, eager, null_block, .. } = &self.config;
         let scheduled = scheduled.into_iter();
         self.metadata.computes.reserve(scheduled.size_hint().0);
-        for scheduled in scheduled {
+        for mut scheduled in scheduled {
+            for blocks in &mut scheduled.blocks {
+                *blocks = holes(std::mem::take(blocks), *null_block);
+            }
             self.produced.computed(scheduled, groups, *eager, &mut self.metadata);
         }
+        self.produced.expect(&mut self.metadata);
+        self.consumed.claim(&mut self.metadata);
         std::mem::take(&mut self.metadata)
     }
 
-    /// A request has ended, whether it is known here or not. `side_data` is for the consumer's engine;
-    /// it is dropped if [`SchedulerConfig::eager`].
+    /// A request has ended, whether it is known here or not. `blocks` are all that it has at its end, per
+    /// group, if the engine says so. `side_data` is for the consumer's engine; it is dropped if
+    /// [`SchedulerConfig::eager`].
     pub fn finished(
         &mut self,
         request: &Request<'_>,
         how: FinishReason,
+        _blocks: Option<&[Vec<u32>]>,
         side_data: Option<Vec<u8>>,
     ) -> Finished {
         self.arrived(request);
@@ -284,10 +305,13 @@ impl Scheduler {
         };
         self.consumed.finished(request.id, code, &mut self.metadata);
         let side_data = side_data.filter(|_| !self.config.eager);
-        let held = self.produced.finished(request.id, how, side_data, &mut self.metadata);
-        let is_held = held.is_some();
-        let params = held.and_then(|(transfer, tokens)| self.offered(transfer, tokens));
-        Finished { held: is_held, params }
+        match self.produced.finished(request.id, how, side_data, &mut self.metadata) {
+            End::Free => Finished::default(),
+            End::Withdrawn => Finished { held: true, params: None },
+            End::Offered(transfer, tokens) => {
+                Finished { held: true, params: self.offered(transfer, tokens) }
+            }
+        }
     }
 
     /// Takes [`crate::Reports::notes`] of a rank, before [`Scheduler::received`] and
@@ -338,6 +362,11 @@ impl Scheduler {
         &self.consumed.outcomes
     }
 
+    /// Counts of requests that got no handoff, by reason.
+    pub fn refusals(&self) -> &[(Refused, u64)] {
+        self.refused.counts()
+    }
+
     /// Counts of what is kept, by name. All are zero when nothing is under way.
     pub fn gauges(&self) -> Vec<(&'static str, usize)> {
         vec![
@@ -371,26 +400,59 @@ impl Scheduler {
     /// Adds a producer's request. Returns why it cannot be handed over.
     fn produce(
         &mut self,
-        request: &str,
+        request: &Request<'_>,
         transfer: Option<HandoffId>,
         tokens: u32,
-    ) -> Option<String> {
+    ) -> Option<Refusal> {
         let named = transfer.is_some();
-        let transfer = transfer.unwrap_or_else(|| self.draw());
-        let added = self.produced.add(request, transfer.clone(), named, tokens);
-        (!added).then(|| format!("another request has the transfer_id {transfer}"))
+        let transfer = transfer.unwrap_or_else(|| self.draw(request.prompt));
+        let added = self.produced.add(request.id, transfer, named, tokens);
+        (!added).then(|| Refusal::new(Refused::Duplicate))
     }
 
     /// An id that no other handoff of any engine draws.
-    fn draw(&mut self) -> HandoffId {
+    fn draw(&mut self, prompt: Option<PromptId>) -> HandoffId {
         self.drawn += 1;
         let name = format!("{}-{}", self.id, self.drawn);
-        HandoffId::new(&name).expect("at most 53 bytes")
+        let id = HandoffId::new(&name).expect("at most 53 bytes");
+        prompt.map_or(id.clone(), |prompt| prompt.identify(id).expect("short, without digits"))
     }
 
     /// The parameters for the consumer's request.
     fn offered(&self, transfer: HandoffId, tokens: u32) -> Option<Params> {
         let (address, tokens) = (self.address.clone()?, Some(tokens.into()));
-        Some(ConsumerParams { transfer, address, engine: Some(self.id), tokens }.to_params())
+        let from = ConsumerParams { transfer, address, engine: Some(self.id), tokens };
+        let mut params = from.to_params();
+        // Routers pass these on as they do NIXL's. The worker halves exchange what they stand for.
+        let no_blocks = vec![json!([]); self.config.groups.len()];
+        params.insert("remote_block_ids".to_owned(), json!(no_blocks));
+        params.insert("tp_size".to_owned(), json!(self.config.ranks));
+        Some(params)
     }
+}
+
+/// What a request asks for, with the handoff of its own prompt.
+fn role(request: &Request<'_>) -> Result<Option<Role>, Refusal> {
+    let identify = |transfer| match request.prompt {
+        Some(prompt) => Ok(prompt.identify(transfer)?),
+        None => Ok::<_, Refusal>(transfer),
+    };
+    Ok(match Role::parse(request.params)? {
+        Some(Role::Produce { transfer: Some(transfer) }) => {
+            Some(Role::Produce { transfer: Some(identify(transfer)?) })
+        }
+        Some(Role::Consume(from)) => {
+            let transfer = identify(from.transfer)?;
+            Some(Role::Consume(ConsumerParams { transfer, ..from }))
+        }
+        role => role,
+    })
+}
+
+/// Blocks with [`NULL_BLOCK`] for the engine's own null block.
+fn holes(mut blocks: Vec<u32>, null: Option<u32>) -> Vec<u32> {
+    if let Some(null) = null {
+        blocks.iter_mut().filter(|block| **block == null).for_each(|block| *block = NULL_BLOCK);
+    }
+    blocks
 }

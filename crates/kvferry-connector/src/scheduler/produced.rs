@@ -1,7 +1,7 @@
 //! Requests whose KV this engine hands over.
 
 use super::{FinishReason, GroupRule, Scheduled};
-use crate::metadata::{Compute, ConnectorMetadata, Ending, EndingKind, Offer};
+use crate::metadata::{Compute, ConnectorMetadata, Ending, EndingKind, Expect, Offer};
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::{BlockTable, HandoffId, NULL_BLOCK};
 use kvferry_proto::layout::Kind;
@@ -12,6 +12,8 @@ use rustc_hash::{FxHashMap, FxHashSet};
 pub(super) struct Produced {
     pub(super) requests: FxHashMap<String, Request>,
     transfers: FxHashSet<HandoffId>,
+    /// Requests that have arrived since the last step, whose handoff's id the router knows.
+    arrived: Vec<String>,
     /// How many requests are held.
     pub(super) held: usize,
 }
@@ -39,8 +41,19 @@ enum Stage {
     Open,
     /// The worker halves were told, before its end, that it is not handed over.
     Withdrawn,
-    /// It has ended, and its blocks are kept for consumers.
+    /// It has ended, and its blocks are kept until all ranks report it sent.
     Held,
+}
+
+/// What becomes of a request that ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// Its blocks are free.
+    Free,
+    /// Its blocks are held until all ranks have withdrawn it.
+    Withdrawn,
+    /// Its blocks are held for a consumer of this handoff of so many tokens.
+    Offered(HandoffId, u32),
 }
 
 impl Produced {
@@ -54,6 +67,9 @@ impl Produced {
     ) -> bool {
         if !self.transfers.insert(transfer.clone()) {
             return false;
+        }
+        if named {
+            self.arrived.push(request.to_owned());
         }
         let new = Request {
             transfer,
@@ -116,6 +132,7 @@ impl Produced {
                 scheduled.request,
                 WireCode::Unsupported,
                 "the producer overwrote the KV by computing beyond the prompt",
+                false,
                 metadata,
             );
             return;
@@ -135,32 +152,48 @@ impl Produced {
         }
     }
 
-    /// A request has ended. Returns its handoff and tokens if it is held.
+    /// Announces the requests that have arrived and wait.
+    pub(super) fn expect(&mut self, metadata: &mut ConnectorMetadata) {
+        for request in self.arrived.drain(..) {
+            let Some(known) = self.requests.get(&request) else { continue };
+            if known.stage == Stage::Open && !known.offered {
+                metadata.expects.push(Expect { request, transfer: known.transfer.clone() });
+            }
+        }
+    }
+
+    /// A request has ended.
     pub(super) fn finished(
         &mut self,
         request: &str,
         how: FinishReason,
         side_data: Option<Vec<u8>>,
         metadata: &mut ConnectorMetadata,
-    ) -> Option<(HandoffId, u32)> {
-        let known = self.requests.get_mut(request)?;
-        match (known.stage, known.verdict(how)) {
-            (Stage::Held, _) => return None,
+    ) -> End {
+        let Some(known) = self.requests.get_mut(request) else { return End::Free };
+        let end = match (known.stage, known.verdict(how)) {
+            (Stage::Held, _) => return End::Free,
             (Stage::Open, None) => {
-                known.stage = Stage::Held;
-                self.held += 1;
                 let transfer = known.transfer.clone();
                 let (request, how) = (request.to_owned(), EndingKind::Held { side_data });
                 metadata.endings.push(Ending { request, transfer: transfer.clone(), how });
-                return Some((transfer, known.tokens));
+                End::Offered(transfer, known.tokens)
             }
             (Stage::Open, Some((code, detail))) => {
-                known.withdraw(request, code, &detail, metadata);
+                // A consumer may be reading until all ranks have withdrawn it.
+                let held = known.offered;
+                known.withdraw(request, code, &detail, held, metadata);
+                if held { End::Withdrawn } else { End::Free }
             }
-            (Stage::Withdrawn, _) => {}
+            (Stage::Withdrawn, _) => End::Free,
+        };
+        if end == End::Free {
+            self.remove(request);
+        } else {
+            known.stage = Stage::Held;
+            self.held += 1;
         }
-        self.remove(request);
-        None
+        end
     }
 
     /// No consumer reads the blocks of a held request any more.
@@ -242,12 +275,15 @@ impl Request {
     /// Why a request with this end is not handed over; `None` if it is.
     fn verdict(&self, how: FinishReason) -> Option<(WireCode, String)> {
         let (code, detail) = match how {
-            FinishReason::Length if self.lost.is_some() => return self.lost.clone(),
-            FinishReason::Length if self.is_complete() => return None,
-            FinishReason::Length => {
+            FinishReason::Length | FinishReason::Stop => {
+                if self.lost.is_some() {
+                    return self.lost.clone();
+                }
+                if self.is_complete() {
+                    return None;
+                }
                 (WireCode::Internal, "the request ended before its prompt was computed")
             }
-            FinishReason::Stop => (WireCode::NotNeeded, "the producer generated a stop token"),
             FinishReason::Abort => (WireCode::Cancelled, "the producer's request was aborted"),
             FinishReason::Error => (WireCode::Internal, "the producer's request failed"),
         };
@@ -269,11 +305,12 @@ impl Request {
         request: &str,
         code: WireCode,
         detail: &str,
+        held: bool,
         metadata: &mut ConnectorMetadata,
     ) {
         self.stage = Stage::Withdrawn;
         if self.named {
-            let how = EndingKind::Withdrawn { code, detail: detail.to_owned() };
+            let how = EndingKind::Withdrawn { code, detail: detail.to_owned(), held };
             let (request, transfer) = (request.to_owned(), self.transfer.clone());
             metadata.endings.push(Ending { request, transfer, how });
         }

@@ -112,8 +112,9 @@ impl Worker {
     /// [`WorkerError::Metadata`]; [`WorkerError::Engine`] and [`WorkerError::Misuse`] for the metadata
     /// that describe the engine.
     pub fn apply(&self, metadata: &[u8]) -> Result<(), WorkerError> {
-        let ConnectorMetadata { engine, restarts, endings, computes, fetches, frees, cancels } =
-            ConnectorMetadata::decode(metadata)?;
+        let ConnectorMetadata {
+            engine, restarts, endings, computes, fetches, frees, cancels, ..
+        } = ConnectorMetadata::decode(metadata)?;
         let inner = &self.inner;
         if let Some(engine) = engine {
             inner.set_own_engine(engine)?;

@@ -47,10 +47,14 @@ impl Inner {
         let Ending { request, transfer, how } = ending;
         let known = state.produced.get(&request).map(|(_, produced)| Arc::clone(produced));
         match (how, known) {
-            (EndingKind::Withdrawn { code, detail }, known) => {
+            (EndingKind::Withdrawn { code, detail, held }, known) => {
                 let produced = known.unwrap_or_else(|| Arc::new(ProducedRequest::new(transfer)));
                 produced.withdraw(self.rank(), code, &detail);
-                state.forget(&request);
+                if held {
+                    self.sent(state, request);
+                } else {
+                    state.forget(&request);
+                }
             }
             (EndingKind::Held { side_data }, Some(produced)) => {
                 self.run_job(None, Job::Finish(Arc::clone(&produced), side_data));

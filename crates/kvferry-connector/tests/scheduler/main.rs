@@ -22,7 +22,8 @@ const STATE: GroupRule = GroupRule { kind: Kind::State, block_tokens: 4 };
 
 fn scheduler(groups: &[GroupRule], eager: bool) -> Scheduler {
     let timeout = Duration::from_secs(7);
-    let config = SchedulerConfig { groups: groups.to_vec(), ranks: RANKS, timeout, eager };
+    let (groups, null_block) = (groups.to_vec(), Some(0));
+    let config = SchedulerConfig { groups, ranks: RANKS, timeout, eager, null_block };
     Scheduler::new(config, ENGINE)
 }
 
@@ -46,7 +47,7 @@ fn produces(name: &str) -> Params {
 }
 
 fn request<'a>(id: &'a str, prompt_tokens: u64, params: &'a Params) -> Request<'a> {
-    Request { id, prompt_tokens, params: Some(params) }
+    Request { id, prompt_tokens, params: Some(params), prompt: None }
 }
 
 /// A request's first step, or its first after it lost its blocks.

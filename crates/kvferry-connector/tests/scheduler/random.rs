@@ -53,6 +53,8 @@ struct Live {
     /// Ranks that have reported it, if it is loading or held.
     reported: [bool; RANKS],
     was_lost: bool,
+    /// Its end must be handed over.
+    handed_over: bool,
     /// It has had blocks.
     had_blocks: bool,
 }
@@ -83,7 +85,7 @@ struct World {
     workers: Workers,
     names: usize,
     blocks: u32,
-    /// How many requests owned each handoff: each fetches or frees it.
+    /// How often a handoff had its first live request: it is fetched or freed each time.
     owners: BTreeMap<String, usize>,
 }
 
@@ -198,12 +200,12 @@ impl World {
     fn arrive(&mut self, role: Role, prompt: u64, generates: u64, announced: bool) -> String {
         let id = format!("r{}", self.names);
         self.names += 1;
-        let named = matches!(role, Role::Consume(_) | Role::Produce(Some(_)));
-        let is_taken = named && self.requests.values().any(|live| live.role == role);
-        if !is_taken && let Role::Consume(name) = role {
+        let is_live = self.requests.values().any(|live| live.role == role);
+        if !is_live && let Role::Consume(name) = role {
             *self.owners.entry(name.to_string()).or_default() += 1;
         }
         let params = role.params();
+        let is_taken = is_live && matches!(role, Role::Produce(Some(_)));
         let role = if is_taken { Role::Nothing } else { role };
         if announced {
             self.scheduler.arrived(&request(&id, prompt, &params));
@@ -222,6 +224,7 @@ impl World {
             carried: vec![0; groups],
             reported: [false; RANKS],
             was_lost: false,
+            handed_over: false,
             had_blocks: false,
         };
         self.requests.insert(id.clone(), live);
@@ -232,13 +235,18 @@ impl World {
         let live = &self.requests[id];
         let cached = cached.min(live.prompt - 1);
         let view = request(id, live.prompt, &live.params);
+        let is_loading = |other: &Live| {
+            other.role == live.role && matches!(other.phase, Phase::Loading | Phase::Ending)
+        };
         let Match::Tokens(external) = self.scheduler.matched(&view, cached) else {
-            panic!("it never answers Unknown");
+            assert!(self.requests.values().any(is_loading), "{id} waits for nothing");
+            return;
         };
         assert_eq!(self.scheduler.matched(&view, cached), Match::Tokens(external));
         let is_consumer = matches!(live.role, Role::Consume(_));
         assert!(is_consumer || external == 0, "{id}: {live:?}");
         assert!(!live.had_blocks || external == 0, "{id} is fetched twice");
+        assert!(external == 0 || !self.requests.values().any(is_loading), "{id} is being fetched");
         if !admitted {
             return;
         }
@@ -370,11 +378,12 @@ impl World {
         }
     }
 
-    /// Whether a request that ends by `how` must be held.
-    fn must_be_held(&self, id: &str, how: FinishReason) -> bool {
+    /// Whether a request that ends by `how` must be handed over.
+    fn must_be_handed_over(&self, id: &str, how: FinishReason) -> bool {
         let live = &self.requests[id];
         let is_produced = matches!(live.role, Role::Produce(_));
-        if !is_produced || how != FinishReason::Length || live.was_lost {
+        let ends = matches!(how, FinishReason::Length | FinishReason::Stop);
+        if !is_produced || !ends || live.was_lost || live.computed < live.prompt {
             return false;
         }
         self.groups.iter().zip(&live.blocks).all(|(group, blocks)| match group.kind {
@@ -387,13 +396,16 @@ impl World {
     }
 
     fn finish(&mut self, id: &str, how: FinishReason) {
-        let held = self.must_be_held(id, how);
+        let handed_over = self.must_be_handed_over(id, how);
+        // Consumers may read what was offered until all ranks have withdrawn it.
+        let held = handed_over || self.workers.offers.contains_key(id);
         let live = self.requests.get_mut(id).expect("live");
         let is_loading = live.phase == Phase::Loading;
         let view = request(id, live.prompt, &live.params);
-        let finished = self.scheduler.finished(&view, how, Some(vec![1]));
+        let finished = self.scheduler.finished(&view, how, None, Some(vec![1]));
         assert_eq!(finished.held, held, "{id} {how:?}: {live:?}");
         assert!(finished.params.is_none(), "the address is not known");
+        live.handed_over = handed_over;
         if held {
             live.reported = [false; RANKS];
         }
@@ -415,7 +427,7 @@ impl World {
             Role::Produce(name) => {
                 let held =
                     endings.iter().filter(|how| matches!(how, EndingKind::Held { .. })).count();
-                assert_eq!(held, usize::from(live.phase == Phase::Ending), "{id}");
+                assert_eq!(held, usize::from(live.handed_over), "{id}");
                 assert!(endings.len() == 1 || name.is_none() && endings.is_empty(), "{id}");
                 assert!(!workers.offers.contains_key(id), "{id} is still offered");
             }

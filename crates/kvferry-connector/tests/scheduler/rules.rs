@@ -6,9 +6,9 @@ use super::{
 };
 use kvferry::{Access, Incarnation, RemoteRegion};
 use kvferry_connector::{
-    BlockTable, Cancel, ConnectorMetadata, ConsumerParams, EndingKind, EngineError, FetchRequest,
-    FinishReason, Finished, Free, GroupRule, Match, NULL_BLOCK, Notes, Offer, Params, RankMetadata,
-    Request, Role, Scheduler, producer_params,
+    BlockTable, Cancel, Claim, ConnectorMetadata, ConsumerParams, EndingKind, EngineError, Expect,
+    FetchRequest, FinishReason, Finished, Free, GroupRule, Match, NULL_BLOCK, Notes, Offer, Params,
+    PromptId, RankMetadata, Refused, Request, Role, Scheduler, producer_params,
 };
 use kvferry_models::engines::layout_of_rank;
 use kvferry_proto::WireCode;
@@ -115,7 +115,7 @@ fn requests_without_parameters_or_with_invalid_ones_get_no_handoff_and_leave_no_
     ];
     let params = invalid.iter().chain([&empty]).map(|it| it.as_object());
     for (params, arrives) in params.chain([None]).flat_map(|it| [(it, true), (it, false)]) {
-        let request = Request { id: "a", prompt_tokens: 9, params };
+        let request = Request { id: "a", prompt_tokens: 9, params, prompt: None };
         if arrives {
             it.arrived(&request);
         }
@@ -124,7 +124,7 @@ fn requests_without_parameters_or_with_invalid_ones_get_no_handoff_and_leave_no_
         it.allocated(&request, 0, 0, &[vec![1]]);
         assert!(!it.produces("a"));
         assert!(step(&mut it, [first("a", 9, &[&[1]])], &["a"]).is_empty());
-        assert_eq!(it.finished(&request, FinishReason::Length, None), Finished::default());
+        assert_eq!(it.finished(&request, FinishReason::Length, None, None), Finished::default());
         assert!(empty_step(&mut it).is_empty());
         assert_idle(&it);
     }
@@ -140,7 +140,7 @@ fn a_prompt_of_more_than_u32_max_tokens_gets_no_handoff() {
         it.arrived(&request);
         assert_eq!(it.matched(&request, 0), Match::NONE);
         assert!(!it.produces("a"));
-        assert_eq!(it.finished(&request, FinishReason::Length, None), Finished::default());
+        assert_eq!(it.finished(&request, FinishReason::Length, None, None), Finished::default());
         assert!(empty_step(&mut it).is_empty());
         assert_idle(&it);
     }
@@ -160,7 +160,8 @@ fn a_handoff_without_an_id_gets_a_unique_one() {
         let metadata = step(&mut it, [first(id, 4, &[&[7]])], &[]);
         names.push(metadata.computes[0].offer.clone().expect("the first time").transfer);
         if id == "a" {
-            it.finished(&request, FinishReason::Abort, None);
+            it.finished(&request, FinishReason::Abort, None, None);
+            it.sent([id]);
         }
     }
     names.sort();
@@ -178,13 +179,13 @@ fn of_two_live_producers_of_one_handoff_only_the_first_is_handed_over() {
     assert!(it.produces("a") && !it.produces("b"));
     let metadata = step(&mut it, [first("a", 4, &[&[7]]), first("b", 4, &[&[8]])], &[]);
     assert_eq!(metadata.computes.len(), 1);
-    assert!(!it.finished(&request("b", 4, &params), FinishReason::Length, None).held);
+    assert!(!it.finished(&request("b", 4, &params), FinishReason::Length, None, None).held);
     assert!(empty_step(&mut it).is_empty());
-    assert!(it.finished(&request("a", 4, &params), FinishReason::Length, None).held);
+    assert!(it.finished(&request("a", 4, &params), FinishReason::Length, None, None).held);
     // Its id is in use while its blocks are held.
     it.arrived(&request("c", 4, &params));
     assert!(!it.produces("c"));
-    it.finished(&request("c", 4, &params), FinishReason::Abort, None);
+    it.finished(&request("c", 4, &params), FinishReason::Abort, None, None);
     it.sent(["a"]);
     it.arrived(&request("d", 4, &params));
     assert!(it.produces("d"));
@@ -280,48 +281,55 @@ fn computed(eager: bool) -> Scheduler {
 }
 
 fn end(it: &mut Scheduler, how: FinishReason) -> Finished {
-    it.finished(&request("a", 8, &produces("x")), how, None)
+    it.finished(&request("a", 8, &produces("x")), how, None, None)
 }
 
 #[test]
-fn a_request_that_ends_by_its_length_is_held_until_it_is_sent_and_its_response_has_the_address() {
-    let mut it = computed(true);
-    assert!(!it.has_pending_work(), "a running request makes the engine step");
-    let finished = end(&mut it, FinishReason::Length);
-    assert!(finished.held);
-    let expected = ConsumerParams {
-        transfer: transfer("x"),
-        address: "10.0.0.1:0".to_owned(),
-        engine: Some(ENGINE),
-        tokens: Some(8),
-    };
-    let parsed = Role::parse(finished.params.as_ref());
-    assert_eq!(parsed, Ok(Some(Role::Consume(expected))));
-    assert_eq!(ending(empty_step(&mut it)), EndingKind::Held { side_data: None });
-    assert!(it.has_pending_work());
-    it.sent(["unknown", "a"]);
-    it.sent(["a"]);
-    assert_idle(&it);
+fn a_request_that_ends_is_held_until_it_is_sent_and_its_response_has_the_address() {
+    for how in [FinishReason::Length, FinishReason::Stop] {
+        let mut it = computed(true);
+        assert!(!it.has_pending_work(), "a running request makes the engine step");
+        let finished = end(&mut it, how);
+        assert!(finished.held, "{how:?}");
+        let expected = ConsumerParams {
+            transfer: transfer("x"),
+            address: "10.0.0.1:0".to_owned(),
+            engine: Some(ENGINE),
+            tokens: Some(8),
+        };
+        let parsed = Role::parse(finished.params.as_ref());
+        assert_eq!(parsed, Ok(Some(Role::Consume(expected))));
+        assert_eq!(ending(empty_step(&mut it)), EndingKind::Held { side_data: None });
+        assert!(it.has_pending_work());
+        it.sent(["unknown", "a"]);
+        it.sent(["a"]);
+        assert_idle(&it);
+    }
 }
 
 #[test]
-fn a_request_that_ends_too_early_or_by_anything_but_its_length_is_withdrawn_with_a_reason() {
+fn a_request_that_ends_too_early_or_is_aborted_or_fails_is_withdrawn_with_a_reason() {
     for (computed, how, expected) in [
-        (8, FinishReason::Stop, WireCode::NotNeeded),
         (8, FinishReason::Abort, WireCode::Cancelled),
         (8, FinishReason::Error, WireCode::Internal),
         (7, FinishReason::Length, WireCode::Internal),
+        (7, FinishReason::Stop, WireCode::Internal),
         (0, FinishReason::Length, WireCode::Internal),
+        (0, FinishReason::Abort, WireCode::Cancelled),
     ] {
         let mut it = scheduler(&[FULL], true);
         it.arrived(&request("a", 8, &produces("x")));
         if computed > 0 {
             step(&mut it, [first("a", computed, &[&[1, 2]])], &[]);
         }
-        assert_eq!(end(&mut it, how), Finished::default());
+        // Consumers may read the blocks of an offered request until all ranks have withdrawn it.
+        let offered = computed > 0;
+        assert_eq!(end(&mut it, how), Finished { held: offered, params: None });
         let how = ending(empty_step(&mut it));
-        let EndingKind::Withdrawn { code, detail } = how else { panic!("{how:?}") };
-        assert_eq!((code, detail.is_empty()), (expected, false));
+        let EndingKind::Withdrawn { code, detail, held } = how else { panic!("{how:?}") };
+        assert_eq!((code, detail.is_empty(), held), (expected, false, offered));
+        assert_eq!(it.has_pending_work(), offered);
+        it.sent(["a"]);
         assert_idle(&it);
     }
 }
@@ -330,7 +338,7 @@ fn a_request_that_ends_too_early_or_by_anything_but_its_length_is_withdrawn_with
 fn a_request_that_was_never_scheduled_is_withdrawn_only_if_the_router_knows_its_handoff() {
     for (params, endings) in [(produces("x"), 1), (producer_params(None), 0)] {
         let mut it = scheduler(&[FULL], true);
-        it.finished(&request("a", 8, &params), FinishReason::Abort, None);
+        it.finished(&request("a", 8, &params), FinishReason::Abort, None, None);
         assert_eq!(empty_step(&mut it).endings.len(), endings);
         assert_idle(&it);
     }
@@ -341,7 +349,7 @@ fn side_data_is_carried_only_if_the_handoff_completes_with_the_end() {
     for (eager, carried) in [(true, None), (false, Some(b"token".to_vec()))] {
         let mut it = computed(eager);
         let (params, side_data) = (produces("x"), Some(b"token".to_vec()));
-        assert!(it.finished(&request("a", 8, &params), FinishReason::Length, side_data).held);
+        assert!(it.finished(&request("a", 8, &params), FinishReason::Length, None, side_data).held);
         assert_eq!(ending(empty_step(&mut it)), EndingKind::Held { side_data: carried });
     }
 }
@@ -367,7 +375,7 @@ fn a_request_whose_handoff_was_lost_is_only_restarted_and_withdrawn() {
     assert!(step(&mut it, [next("a", 4, 2, &[&[2]])], &[]).is_empty());
     assert_eq!(step(&mut it, [], &["a"]).restarts, ["a"]);
     assert!(step(&mut it, [first("a", 8, &[&[3, 4]])], &[]).is_empty());
-    assert!(!end(&mut it, FinishReason::Length).held);
+    assert!(!end(&mut it, FinishReason::Length).held, "its new blocks were not offered");
     assert_eq!(withdrawn(empty_step(&mut it)), WireCode::Cancelled, "the first reason");
     assert_idle(&it);
 }
@@ -434,7 +442,7 @@ fn fetching() -> Scheduler {
 
 fn end_fetching(it: &mut Scheduler, how: FinishReason) {
     let params = consumes("x");
-    assert_eq!(it.finished(&request("b", 10, &params), how, None), Finished::default());
+    assert_eq!(it.finished(&request("b", 10, &params), how, None, None), Finished::default());
 }
 
 #[test]
@@ -532,23 +540,172 @@ fn a_request_that_ends_during_its_fetch_is_cancelled_once_and_awaited() {
 }
 
 #[test]
-fn of_two_live_consumers_of_one_handoff_only_the_first_fetches_or_frees_it() {
+fn of_several_requests_with_one_handoff_the_first_with_blocks_fetches_it_and_the_others_wait() {
     let mut it = scheduler(&[FULL], true);
     let params = consumes("x");
-    let (b, c) = (request("b", 10, &params), request("c", 10, &params));
+    let [b, c, d] = ["b", "c", "d"].map(|id| request(id, 10, &params));
     it.arrived(&b);
-    assert_eq!(it.matched(&c, 0), Match::NONE);
     it.arrived(&c);
-    assert_eq!(it.matched(&c, 0), Match::NONE);
-    assert_eq!(it.matched(&b, 0), Match::Tokens(10));
-    it.allocated(&c, 0, 0, &[vec![1, 2, 3]]);
-    it.finished(&c, FinishReason::Abort, None);
-    let d = request("d", 10, &params);
-    it.finished(&d, FinishReason::Abort, None);
-    assert!(empty_step(&mut it).is_empty());
-    end_fetching(&mut it, FinishReason::Abort);
-    assert_eq!(freed(&empty_step(&mut it)).len(), 1);
+    it.arrived(&d);
+    for request in [&b, &c, &d] {
+        assert_eq!(it.matched(request, 4), Match::Tokens(6));
+    }
+    it.allocated(&c, 4, 6, &[vec![1, 2, 3]]);
+    for request in [&b, &d] {
+        assert_eq!(it.matched(request, 4), Match::Unknown);
+        assert_eq!(it.matched(request, 10), Match::NONE, "all of it is cached");
+    }
+    // It ends, but its blocks are still written.
+    it.finished(&c, FinishReason::Abort, None, None);
+    let metadata = empty_step(&mut it);
+    assert_eq!((metadata.fetches.len(), metadata.cancels.len()), (1, 1));
+    assert_eq!(it.matched(&b, 4), Match::Unknown);
+    it.received(["c"]);
+    for request in [&b, &d] {
+        assert_eq!(it.matched(request, 4), Match::NONE, "it is cached, or computed");
+        it.allocated(request, 4, 0, &[vec![1, 2, 3]]);
+        it.finished(request, FinishReason::Length, None, None);
+    }
+    assert!(empty_step(&mut it).is_empty(), "it is neither fetched again nor freed");
     assert_idle(&it);
+}
+
+#[test]
+fn a_request_that_ends_before_it_loads_leaves_the_handoff_to_the_next_and_the_last_one_frees_it() {
+    let mut it = scheduler(&[FULL], true);
+    let params = consumes("x");
+    let [b, c, d] = ["b", "c", "d"].map(|id| request(id, 10, &params));
+    for request in [&b, &c, &d] {
+        it.arrived(request);
+    }
+    let claims = |it: &mut Scheduler| {
+        let claims = empty_step(it).claims.into_iter();
+        claims.map(|claim| claim.request).collect::<Vec<_>>()
+    };
+    assert_eq!(claims(&mut it), ["b"]);
+    end_fetching(&mut it, FinishReason::Abort);
+    assert_eq!(claims(&mut it), ["c"]);
+    // It is in the cache.
+    it.allocated(&c, 10, 0, &[vec![1, 2, 3]]);
+    assert_eq!(it.matched(&d, 0), Match::Tokens(10));
+    it.finished(&c, FinishReason::Length, None, None);
+    assert_eq!(claims(&mut it), ["d"]);
+    it.finished(&d, FinishReason::Abort, None, None);
+    assert_eq!(freed(&empty_step(&mut it)), [("x", WireCode::Cancelled)]);
+    assert_idle(&it);
+}
+
+#[test]
+fn requests_that_wait_are_announced_once_with_the_step_after_their_arrival() {
+    let mut it = scheduler(&[FULL], true);
+    let (drawn, named, consumed) = (producer_params(None), produces("x"), consumes("y"));
+    it.arrived(&request("a", 8, &drawn));
+    it.arrived(&request("b", 8, &named));
+    it.arrived(&request("c", 10, &consumed));
+    let expect = Expect { request: "b".to_owned(), transfer: transfer("x") };
+    let claim = Claim {
+        request: "c".to_owned(),
+        transfer: transfer("y"),
+        address: "10.0.0.9:4711".to_owned(),
+        engine: Some(PRODUCER),
+    };
+    let (expects, claims) = (vec![expect], vec![claim]);
+    let expected = ConnectorMetadata { expects, claims, ..ConnectorMetadata::default() };
+    assert_eq!(empty_step(&mut it), expected, "nobody can know the id that was drawn");
+    assert!(empty_step(&mut it).is_empty());
+    // Requests that do not wait are only offered, fetched, freed or withdrawn.
+    let (named, consumed, freed) = (produces("v"), consumes("w"), consumes("z"));
+    it.arrived(&request("d", 4, &named));
+    it.allocated(&request("e", 10, &consumed), 0, 10, &[vec![1, 2, 3]]);
+    it.finished(&request("f", 10, &freed), FinishReason::Abort, None, None);
+    let metadata = step(&mut it, [first("d", 4, &[&[7]])], &[]);
+    let counts = (metadata.computes.len(), metadata.fetches.len(), metadata.frees.len());
+    assert_eq!(counts, (1, 1, 1));
+    assert!(metadata.expects.is_empty() && metadata.claims.is_empty());
+}
+
+#[test]
+fn handoffs_of_different_prompts_differ_and_a_consumer_with_another_prompt_computes_it() {
+    let mut it = scheduler(&[FULL], true);
+    it.set_ranks(metadata_of_ranks()).expect("an engine");
+    let [one, two] = [1, 2].map(|token| Some(PromptId::new(&[], &[token; 4])));
+    for params in [produces("x"), producer_params(None)] {
+        // One transfer_id for all prompts of a batch.
+        let [a, b] = [("a", one), ("b", two)]
+            .map(|(id, prompt)| Request { prompt, ..request(id, 4, &params) });
+        it.arrived(&a);
+        it.arrived(&b);
+        let metadata = step(&mut it, [first("a", 4, &[&[7]]), first("b", 4, &[&[8]])], &[]);
+        assert_eq!(metadata.computes.len(), 2);
+        let ends = [a, b].map(|request| it.finished(&request, FinishReason::Length, None, None));
+        let responses = ends.map(|end| end.params.expect("handed over"));
+        it.sent(["a", "b"]);
+        // Decode gets the first response.
+        let [first, second] = [("c", one), ("d", two)]
+            .map(|(id, prompt)| Request { prompt, ..request(id, 4, &responses[0]) });
+        assert_eq!(it.matched(&first, 0), Match::Tokens(4));
+        assert_eq!(it.matched(&second, 0), Match::NONE);
+        it.arrived(&second);
+        assert_eq!(it.finished(&second, FinishReason::Abort, None, None), Finished::default());
+        assert!(empty_step(&mut it).frees.is_empty(), "another request fetches it");
+        assert_eq!(it.refusals().last().map(|(why, _)| *why), Some(Refused::OtherPrompt));
+        // Without an identity nothing is compared.
+        let unknown = request("e", 4, &responses[0]);
+        assert_eq!(it.matched(&unknown, 0), Match::Tokens(4));
+        empty_step(&mut it);
+    }
+    // In the concurrent flow both sides append their own.
+    let (producer, consumer) = (produces("x"), consumes("x"));
+    it.arrived(&Request { prompt: one, ..request("f", 4, &producer) });
+    it.arrived(&Request { prompt: one, ..request("g", 4, &consumer) });
+    let metadata = empty_step(&mut it);
+    assert_eq!(metadata.expects[0].transfer, metadata.claims[0].transfer);
+    let expected = format!("x#{}", one.expect("known"));
+    assert_eq!(metadata.claims[0].transfer.as_str(), expected);
+}
+
+#[test]
+fn a_response_has_what_routers_pass_on_under_nixls_names() {
+    let params = end(&mut computed(true), FinishReason::Length).params.expect("handed over");
+    for (key, value) in [
+        ("do_remote_prefill", json!(true)),
+        ("do_remote_decode", json!(false)),
+        ("remote_engine_id", json!(ENGINE.to_string())),
+        ("remote_request_id", json!("x")),
+        ("remote_host", json!("10.0.0.1")),
+        ("remote_port", json!(0)),
+        ("remote_block_ids", json!([[]])),
+        ("tp_size", json!(RANKS)),
+    ] {
+        assert_eq!(params.get(key), Some(&value), "{key}");
+    }
+}
+
+#[test]
+fn refusals_are_counted_by_reason() {
+    let mut it = scheduler(&[FULL], true);
+    let foreign = json!({"do_remote_prefill": true, "remote_engine_id": "a-b", "transfer_id": "x"});
+    let invalid = json!({"do_remote_prefill": true});
+    let taken = json!({"do_remote_decode": true, "transfer_id": "x"});
+    let all = [&foreign, &invalid, &foreign, &taken, &taken];
+    for (n, params) in all.into_iter().enumerate() {
+        it.arrived(&request(&n.to_string(), 9, params.as_object().expect("an object")));
+    }
+    let counts =
+        [(Refused::ForeignProducer, 2), (Refused::InvalidParams, 1), (Refused::Duplicate, 1)];
+    assert_eq!(it.refusals(), counts);
+}
+
+#[test]
+fn the_null_block_of_the_engine_is_no_block() {
+    let mut it = scheduler(&[FULL, WINDOW], true);
+    it.arrived(&request("a", 8, &produces("x")));
+    let metadata = step(&mut it, [first("a", 8, &[&[1, 2], &[0, 0, 5, 6]])], &[]);
+    assert_eq!(metadata.computes[0].blocks[1], BlockTable::new(0, vec![NULL, NULL, 5, 6]));
+    let blocks = [vec![1, 2, 3], vec![0, 0, 0, 5, 6]];
+    it.allocated(&request("b", 10, &consumes("y")), 0, 10, &blocks);
+    let fetch = &empty_step(&mut it).fetches[0];
+    assert_eq!(fetch.blocks[1], BlockTable::new(0, vec![NULL, NULL, NULL, 5, 6]));
 }
 
 #[test]
@@ -560,7 +717,7 @@ fn a_request_with_blocks_is_fetched_even_if_another_one_owns_its_handoff() {
     it.allocated(&request("c", 10, &params), 0, 10, &[vec![4, 5, 6]]);
     assert_eq!(empty_step(&mut it).fetches.len(), 2);
     it.received(["b", "c"]);
-    it.finished(&request("c", 10, &params), FinishReason::Length, None);
+    it.finished(&request("c", 10, &params), FinishReason::Length, None, None);
     end_fetching(&mut it, FinishReason::Length);
     assert!(empty_step(&mut it).is_empty());
     assert_idle(&it);

@@ -45,7 +45,7 @@ use crate::sync::lock;
 use crate::worker::LayerEvent;
 use kvferry::{Access, Agent, Region};
 use kvferry_connector::{
-    Announce, ComputeEvent, EngineId, GroupRule, Limits, NULL_BLOCK, Scheduler, SchedulerConfig,
+    Announce, ComputeEvent, EngineId, GroupRule, Limits, PromptId, Scheduler, SchedulerConfig,
     Worker, WorkerConfig, WorkerObserver,
 };
 use kvferry_proto::WireCode;
@@ -111,6 +111,7 @@ impl KvferryAdapter {
             ranks,
             timeout: config.timeout,
             eager: config.eager,
+            null_block: Some(BlockId::NULL.0),
         };
         let id = EngineId(agents[0].incarnation().0);
         Self {
@@ -263,14 +264,15 @@ impl ComputeEvent for LayerEvent {
     }
 }
 
-/// Blocks as metadata carry them.
+/// Block numbers as vLLM has them: 0 where there is no block.
 fn numbers(blocks: &[Vec<BlockId>]) -> Vec<Vec<u32>> {
-    let number = |block: &BlockId| if block.is_null() { NULL_BLOCK } else { block.0 };
-    blocks.iter().map(|group| group.iter().map(number).collect()).collect()
+    blocks.iter().map(|group| group.iter().map(|block| block.0).collect()).collect()
 }
 
 fn request<'a>(id: &'a str, view: &RequestView<'a>) -> kvferry_connector::Request<'a> {
-    kvferry_connector::Request { id, prompt_tokens: view.prompt.len() as u64, params: view.params }
+    let prompt = view.params.map(|_| PromptId::new(&[], view.prompt));
+    let prompt_tokens = view.prompt.len() as u64;
+    kvferry_connector::Request { id, prompt_tokens, params: view.params, prompt }
 }
 
 /// How a request has ended.

@@ -142,11 +142,12 @@ impl SchedulerConnector for Scheduler {
         half.step(scheduled, []).encode()
     }
 
-    fn request_finished(&mut self, view: &RequestView<'_>, _block_ids: &[Vec<i32>]) -> bool {
+    fn request_finished(&mut self, view: &RequestView<'_>, block_ids: &[Vec<i32>]) -> bool {
         self.matched.remove(&view.number);
         let side_data = (!self.eager).then(|| generated(view));
         let id = view.number.to_string();
-        lock(&self.half).finished(&request(&id, view), finish(view), side_data).held
+        let (request, blocks) = (request(&id, view), numbers(block_ids));
+        lock(&self.half).finished(&request, finish(view), Some(&blocks), side_data).held
     }
 }
 

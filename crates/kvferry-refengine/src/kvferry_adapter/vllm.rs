@@ -119,12 +119,13 @@ impl SchedulerConnector for Scheduler {
     fn request_finished(
         &mut self,
         view: &RequestView<'_>,
-        _block_ids: &[Vec<BlockId>],
+        block_ids: &[Vec<BlockId>],
     ) -> (bool, Option<Params>) {
         self.computed.remove(view.id);
         let side_data = (!self.eager).then(|| generated(view));
         let request = request(view.id.as_str(), view);
-        let finished = lock(&self.half).finished(&request, finish(view), side_data);
+        let blocks = numbers(block_ids);
+        let finished = lock(&self.half).finished(&request, finish(view), Some(&blocks), side_data);
         (finished.held, finished.params)
     }
 

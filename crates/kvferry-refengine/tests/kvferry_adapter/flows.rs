@@ -1,9 +1,11 @@
 //! Orders of arrival, ways of announcing, and cached tokens.
 
-use crate::kit::{Flow, Pair, bounded, config, dense, hybrid, kvferry_adapter, models, prompt};
-use kvferry_connector::Announce;
+use crate::kit::{
+    Flow, Pair, bounded, config, dense, hybrid, kvferry_adapter, models, prompt, there, transfer,
+};
+use kvferry_connector::{Announce, producer_params};
 use kvferry_refengine::kvferry_adapter::KvferryAdapterConfig;
-use kvferry_refengine::{FinishReason, Launch, LoadFailurePolicy, RequestStatus, continuation};
+use kvferry_refengine::{FinishReason, Launch, Request, RequestStatus, continuation};
 use std::time::{Duration, Instant};
 
 const ANNOUNCE: [Announce; 4] = [
@@ -166,33 +168,62 @@ fn side_data_is_carried_if_a_request_completes_with_its_end() {
 }
 
 #[test]
-fn a_request_that_stopped_early_is_not_handed_over() {
+fn a_request_whose_first_token_ends_it_is_handed_over() {
     let _watched = bounded();
     let config = config(&dense(), 8, 64);
     let stop = continuation(&dense(), &prompt(1, 30), 1)[0];
-    for eager in [true, false] {
+    for (flow, eager) in Flow::ALL.into_iter().flat_map(|flow| [(flow, true), (flow, false)]) {
         let kvferry_adapter = KvferryAdapterConfig { eager, ..kvferry_adapter() };
-        let mut pair = Pair::alike(Flow::Sequential, &config, &kvferry_adapter);
+        let mut pair = Pair::alike(flow, &config, &kvferry_adapter);
         pair.prefill_stop = Some(stop);
         pair.hand_off("a", prompt(1, 30), 4);
-        pair.assert_empty();
-        let ended = &pair.prefilled.finished[&crate::kit::there("a")];
-        assert_eq!((ended.reason, &ended.params), (FinishReason::Stop, &None));
+        pair.finish(&["a"]);
+        let ended = &pair.prefilled.finished[&there("a")];
+        assert_eq!((ended.reason, pair.fetched()), (FinishReason::Stop, (1, 0)), "{flow:?}");
+    }
+}
+
+/// Hands requests over that all have the transfer id `batch`: their prompts by number.
+fn batch(pair: &mut Pair, prompts: &[u64]) {
+    for (at, n) in prompts.iter().enumerate() {
+        let (id, prompt) = (format!("a{at}"), prompt(*n, 40));
+        pair.wanted.insert(id.as_str().into(), (prompt.clone(), 6));
+        let produces = producer_params(Some(&transfer("batch")));
+        let first = Request::new(there(&id), prompt.clone(), 1).with_params(produces);
+        let second = Request::new(id.as_str(), prompt, 6).with_params(pair.offered("batch"));
+        let ahead = if pair.flow == Flow::ProducerFirst { (0, 3) } else { (3, 0) };
+        pair.later.extend([(ahead.0, true, first), (ahead.1, false, second)]);
     }
 }
 
 #[test]
-fn a_consumer_of_a_request_that_stopped_early_does_not_wait_for_its_deadline() {
+fn requests_with_one_transfer_id_get_the_kv_of_their_own_prompts() {
     let _watched = bounded();
-    let mut config = config(&dense(), 8, 64);
-    config.load_failure = LoadFailurePolicy::Recompute;
+    let config = config(&dense(), 8, 64);
     for flow in [Flow::ConsumerFirst, Flow::ProducerFirst] {
-        let kvferry_adapter = KvferryAdapterConfig { eager: false, ..kvferry_adapter() };
-        let mut pair = Pair::alike(flow, &config, &kvferry_adapter);
-        pair.prefill_stop = Some(continuation(&dense(), &prompt(1, 30), 1)[0]);
-        let began = Instant::now();
-        pair.hand_off("a", prompt(1, 30), 4);
-        pair.finish(&["a"]);
-        assert!(began.elapsed() < kvferry_adapter.timeout / 2, "{:?}", began.elapsed());
+        let mut pair = Pair::new(flow, &config, &config);
+        batch(&mut pair, &[1, 2, 3]);
+        pair.finish(&["a0", "a1", "a2"]);
+        assert_eq!(pair.fetched(), (3, 0), "{flow:?}");
+    }
+}
+
+#[test]
+fn of_several_requests_for_one_prompt_one_is_fetched_and_the_others_wait_for_it() {
+    let _watched = bounded();
+    for (flow, prefix_caching) in [Flow::ConsumerFirst, Flow::ProducerFirst]
+        .into_iter()
+        .flat_map(|it| [(it, true), (it, false)])
+    {
+        let mut config = config(&dense(), 8, 64);
+        config.prefix_caching = prefix_caching;
+        let mut pair = Pair::new(flow, &config, &config);
+        batch(&mut pair, &[1, 1, 1]);
+        pair.finish(&["a0", "a1", "a2"]);
+        assert_eq!(pair.fetched(), (1, 0), "{flow:?}");
+        // The prefill computes the prompt once or three times; decode computes what no load gave it.
+        let computed = pair.decode.computed;
+        let most = if prefix_caching { 3 * (6 + 8) } else { 2 * 40 + 3 * 6 };
+        assert!(computed <= most, "{flow:?} {prefix_caching}: {computed}");
     }
 }

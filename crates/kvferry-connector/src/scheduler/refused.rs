@@ -1,0 +1,106 @@
+//! Requests that get no handoff.
+
+use crate::params::ParamsError;
+use crate::prompt::Unidentified;
+use rustc_hash::FxHashSet;
+use serde::{Deserialize, Serialize};
+
+/// Why a request gets no handoff. It is computed as if it had no parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Refused {
+    /// Its parameters are invalid.
+    InvalidParams,
+    /// Its producer runs another connector.
+    ForeignProducer,
+    /// Its `transfer_id` is of a request with another prompt.
+    OtherPrompt,
+    /// Its prompt has more than `u32::MAX` tokens.
+    LongPrompt,
+    /// Another live request of this producer has its `transfer_id`.
+    Duplicate,
+}
+
+/// A reason, in words too.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    reason: Refused,
+    detail: String,
+}
+
+impl Refusal {
+    pub(super) fn new(reason: Refused) -> Self {
+        let detail = match reason {
+            Refused::LongPrompt => "the prompt is too long",
+            Refused::Duplicate => "another live request has this transfer_id",
+            _ => "",
+        };
+        Self { reason, detail: detail.to_owned() }
+    }
+}
+
+impl From<ParamsError> for Refusal {
+    fn from(error: ParamsError) -> Self {
+        let foreign = error.is_foreign();
+        let reason = if foreign { Refused::ForeignProducer } else { Refused::InvalidParams };
+        Self { reason, detail: error.to_string() }
+    }
+}
+
+impl From<Unidentified> for Refusal {
+    fn from(error: Unidentified) -> Self {
+        let reason = match error {
+            Unidentified::OtherPrompt => Refused::OtherPrompt,
+            Unidentified::TooLong => Refused::InvalidParams,
+        };
+        Self { reason, detail: error.to_string() }
+    }
+}
+
+/// Live requests that get no handoff, and how many there have been.
+#[derive(Debug, Default)]
+pub(super) struct Refusals {
+    live: FxHashSet<String>,
+    counts: Vec<(Refused, u64)>,
+}
+
+impl Refusals {
+    pub(super) fn add(&mut self, request: &str, refusal: &Refusal) {
+        let Refusal { reason, detail } = refusal;
+        self.live.insert(request.to_owned());
+        let at = self.counts.iter().position(|(other, _)| other == reason);
+        let at = at.unwrap_or_else(|| {
+            self.counts.push((*reason, 0));
+            self.counts.len() - 1
+        });
+        let count = &mut self.counts[at].1;
+        *count += 1;
+        if is_logged(*count) {
+            let count = *count;
+            tracing::warn!(request, ?reason, detail, count, "the request gets no handoff");
+        }
+    }
+
+    pub(super) fn contains(&self, request: &str) -> bool {
+        self.live.contains(request)
+    }
+
+    pub(super) fn remove(&mut self, request: &str) {
+        self.live.remove(request);
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.live.len()
+    }
+
+    pub(super) fn counts(&self) -> &[(Refused, u64)] {
+        &self.counts
+    }
+}
+
+/// Whether the line of the `count`th event of a kind is logged: a client may cause one with each of its
+/// requests.
+pub(super) const fn is_logged(count: u64) -> bool {
+    count.is_power_of_two() || count.is_multiple_of(1024)
+}
