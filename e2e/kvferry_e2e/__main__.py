@@ -8,18 +8,21 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from kvferry_e2e.environment import vllm_environment
-from kvferry_e2e.instance import Instance, Role, Setup
+from kvferry_e2e.environment import Environment, vllm_environment
+from kvferry_e2e.instance import Connector, Instance, Role
 from kvferry_e2e.overlay import kvferry_overlay, mooncake_overlay, newest_wheel
 from kvferry_e2e.pair import Pair
-from kvferry_e2e.phases import correctness, corruption, disconnects, faults
-from kvferry_e2e.prompts import Prompts
+from kvferry_e2e.phases import connector, correctness, corruption, disconnects, faults
+from kvferry_e2e.phases.connector import Cluster
+from kvferry_e2e.prompts import LENGTHS, Prompts
 from kvferry_e2e.report import Report
+from kvferry_e2e.router import EXAMPLES, Kind, Router, example, routers_environment
+from kvferry_e2e.server import Server, Setup
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CHECKSUMS_ON = {"KVFERRY_CHECKSUM": "on"}
@@ -34,10 +37,16 @@ ON_BUSY_CORES = {"KVFERRY_SILENCE_MS": "20000"}
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="e2e/run", description=__doc__)
     parser.add_argument(
+        "--connector",
+        choices=("kvferry", "mooncake"),
+        default="mooncake",
+        help="only KVFerryConnector, or only vLLM's MooncakeConnector on kvferry",
+    )
+    parser.add_argument(
         "--engine",
         choices=("kvferry", "mooncake"),
         default="kvferry",
-        help="the implementation of mooncake.engine (mooncake: the stock engine, as a baseline)",
+        help="for MooncakeConnector, the implementation of mooncake.engine (mooncake: the stock engine, as a baseline)",
     )
     parser.add_argument(
         "--wheel",
@@ -49,43 +58,154 @@ def arguments() -> argparse.Namespace:
 
 
 class Run:
-    """The instances of one run. `close` ends them all."""
+    """The servers of one run. `close` ends them all."""
 
-    def __init__(self, report: Report, setup: Setup) -> None:
+    def __init__(self, report: Report, setup: Setup, connector: Connector) -> None:
         self.report = report
         self.setup = setup
-        self.instances: list[Instance] = []
+        self.connector = connector
+        self.servers: list[Server] = []
 
-    def start(self, name: str, role: Role, *, caching: bool, like: Instance | None = None, **env: str) -> Instance:
+    def start(
+        self,
+        name: str,
+        role: Role,
+        *options: str,
+        caching: bool,
+        like: Instance | None = None,
+        tensor_parallel: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> Instance:
         """`like`: a dead instance whose ports the new one reuses, as a restarted server does."""
-        instance = Instance(name, role, self.setup, caching, env)
+        instance = Instance(
+            name=name,
+            role=role,
+            setup=self.setup,
+            connector=self.connector,
+            prefix_caching=caching,
+            tensor_parallel=tensor_parallel,
+            options=options,
+            env=env or {},
+        )
         if like is not None:
             instance.port, instance.bootstrap = like.port, like.bootstrap
-        self.instances.append(instance)
+        self.servers.append(instance)
         return instance.start()
 
-    def ready(self, *instances: Instance) -> None:
-        for instance in instances:
-            self.report.say(f"{instance.name} ready after {instance.wait_ready():.0f} s")
+    def route(self, name: str, kind: Kind, commands: Path, cluster: Cluster) -> Router:
+        router = Router(
+            name=name,
+            kind=kind,
+            setup=self.setup,
+            commands=commands,
+            prefills=cluster.prefills,
+            decodes=cluster.decodes,
+        )
+        self.servers.append(router)
+        return router.start()
+
+    def ready(self, *servers: Server) -> None:
+        for server in servers:
+            self.report.say(f"{server.name} ready after {server.wait_ready():.0f} s")
 
     def close(self) -> None:
-        for instance in self.instances:
-            instance.release()
+        for server in self.servers:
+            server.release()
 
 
-def phases(run: Run, engine: str) -> None:
+def connector_phases(run: Run) -> None:
+    """KVFerryConnector behind routers. Starting an instance takes a minute: each serves as many checks as it can."""
+    report, prompts = run.report, Prompts(seed=2026)
+    commands = routers_environment(report.say)
+    prefill, decode = run.start("p1", "prefill", caching=False), run.start("d1", "decode", caching=False)
+    run.ready(prefill, decode)
+    cluster = Cluster([prefill], [decode])
+    nixl = run.route("vllm-router", "vllm-router", commands, cluster)
+    mooncake = run.route("vllm-router mooncake", "vllm-router mooncake", commands, cluster)
+    smg = run.route("smg", "smg", commands, cluster)
+    run.ready(nixl, mooncake, smg)
+
+    connector.lengths(report, cluster, nixl, prompts, (*LENGTHS, connector.LONGEST))
+    connector.lengths(report, cluster, mooncake, prompts, (1, 2, 127, 128, 129, 500, 1500, connector.LONGEST))
+    connector.lengths(report, cluster, smg, prompts, (1, 127, 128, 129, 500, 1500))
+    for router in (nixl, mooncake, smg):
+        connector.ends_at_once(report, cluster, router, prompts)
+        connector.logprobs(report, cluster, router, prompts)
+        connector.several_answers(report, cluster, router, prompts)
+    connector.only_nixls_names(report, cluster, prompts)
+    connector.foreign_engine(report, cluster, prompts)
+    connector.streams(report, cluster, nixl, prompts)
+    connector.clients_leave(report, cluster, prompts)
+    connector.concurrent(report, cluster, nixl, prompts, connector.MANY)
+    connector.concurrent(report, cluster, mooncake, prompts, connector.MANY)
+    connector.batch(report, cluster, mooncake, prompts, loaded=3)
+    _examples(run, commands, cluster, prompts)
+    # Offers that nobody takes: their blocks are free when the offer expires, or the instance dies.
+    connector.batch(report, cluster, nixl, prompts, loaded=1)
+    connector.wrong_prompt(report, cluster, prompts)
+    smg.kill()
+
+    # Decode dies first, then prefill. The third instance starts beside them.
+    connector.decode_dies(report, cluster, nixl, prompts)
+    decode = run.start("d2", "decode", caching=True, like=decode)
+    both = run.start("tp2", "prefill", caching=False, tensor_parallel=2)
+    run.ready(decode)
+    cluster = Cluster([prefill], [decode])
+    connector.restarted(report, cluster, (nixl, mooncake), prompts, "decode")
+    kept = connector.prefill_dies(report, cluster, nixl, prompts)
+    chunks = ("--max-num-batched-tokens", "256", "--enable-chunked-prefill")
+    prefill = run.start("p2", "prefill", *chunks, caching=True, like=prefill)
+    run.ready(prefill, both)
+    cluster = Cluster([prefill], [decode])
+    connector.restarted(report, cluster, (nixl, mooncake), prompts, "prefill")
+    connector.compare(report, cluster, kept)
+    connector.chunked(report, prefill)
+    for router in (nixl, mooncake):
+        connector.prefix_hits(report, cluster, router, prompts)
+        connector.prefix_hits_concurrent(report, cluster, router, prompts)
+    nixl.kill()
+    mooncake.kill()
+
+    wide = Cluster([prefill, both], [decode])
+    router = run.route("2P1D", "vllm-router", commands, wide)
+    run.ready(router)
+    connector.spread(report, wide, router, prompts, "TP 1 and TP 2 to TP 1")
+    router.kill()
+    wide = Cluster([prefill], [decode, both])
+    router = run.route("1P2D", "vllm-router mooncake", commands, wide)
+    run.ready(router)
+    connector.spread(report, wide, router, prompts, "TP 1 to TP 1 and TP 2")
+    router.kill()
+    instances = [server for server in run.servers if isinstance(server, Instance)]
+    faults.stops_when_asked(report, (prefill, decode, both))
+    faults.no_crash_in_logs(report, instances)
+
+
+def _examples(run: Run, commands: Path, cluster: Cluster, prompts: Prompts) -> None:
+    kinds: tuple[Kind, ...] = ("toy proxy", "mooncake proxy")
+    for kind in kinds:
+        if example(kind) is None:
+            run.report.skip(f"{kind} of vLLM's examples", f"vllm-examples/{EXAMPLES[kind]} is not in the cache")
+            continue
+        router = run.route(kind, kind, commands, cluster)
+        run.ready(router)
+        connector.lengths(run.report, cluster, router, prompts, (1, 129, 1500))
+        router.kill()
+
+
+def mooncake_phases(run: Run, engine: str) -> None:
     """Starting an instance takes a minute. The faults need new instances in any case, so they run
     between the two big phases.
     """
     report, prompts = run.report, Prompts(seed=2024)
-    prefill = run.start("prefill-1", "prefill", caching=False, KVFERRY_LOG="info")
+    prefill = run.start("prefill-1", "prefill", caching=False, env={"KVFERRY_LOG": "info"})
     near = run.start("decode-0", "decode", caching=False)
     run.ready(prefill, near)
     if engine == "kvferry":
         correctness.concurrent(report, Pair(prefill, near), prompts, ", within the host")
         correctness.bytes_were_copied(report, prefill)
     near.kill()
-    decode = run.start("decode-1", "decode", caching=False, **OVER_TCP)
+    decode = run.start("decode-1", "decode", caching=False, env=OVER_TCP)
     run.ready(decode)
     pair = Pair(prefill, decode)
     correctness.engines_are(report, pair, engine)
@@ -97,7 +217,7 @@ def phases(run: Run, engine: str) -> None:
 
     faults.decode_dies_while_written_to(report, pair, prompts)
     decode.kill()
-    decode = run.start("decode-2", "decode", caching=True, like=decode, **CHECKSUMS_ON)
+    decode = run.start("decode-2", "decode", caching=True, like=decode, env=CHECKSUMS_ON)
     run.ready(decode)
     pair = Pair(prefill, decode)
     with report.check("restarted decode: right tokens"):
@@ -105,7 +225,7 @@ def phases(run: Run, engine: str) -> None:
 
     lost = faults.prefill_dies(report, pair, prompts)
     prefill.kill()
-    prefill = run.start("prefill-2", "prefill", caching=True, like=prefill, **CHECKSUMS_ON)
+    prefill = run.start("prefill-2", "prefill", caching=True, like=prefill, env=CHECKSUMS_ON)
     run.ready(prefill)
     pair = Pair(prefill, decode)
     with report.check("restarted prefill: right tokens"):
@@ -124,8 +244,8 @@ def phases(run: Run, engine: str) -> None:
             "control: flipped bytes never used, checksums on",
             "Mooncake has no checksums",
         )
-    faults.stops_when_asked(report, pair)
-    faults.no_crash_in_logs(report, run.instances)
+    faults.stops_when_asked(report, (pair.prefill, pair.decode))
+    faults.no_crash_in_logs(report, [server for server in run.servers if isinstance(server, Instance)])
 
 
 @contextmanager
@@ -137,6 +257,28 @@ def _only_one_run(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             sys.exit(f"another run uses {folder}")
         yield
+
+
+@contextmanager
+def _run(
+    report: Report, venv: Environment, target: Path, wheel: Path | None, name: Connector, engine: str
+) -> Iterator[Run]:
+    folder = target / "run" / name
+    folder.mkdir(parents=True)
+    if engine == "mooncake":
+        site, env = mooncake_overlay(venv, report.say), {}
+    else:
+        assert wheel is not None
+        site, env = kvferry_overlay(venv, wheel, target / "site", report.say), dict(ON_BUSY_CORES)
+        if name == "MooncakeConnector":
+            env |= {"KVFERRY_SHIMS": "mooncake"}
+    with tempfile.TemporaryDirectory(prefix="kvferry-e2e-", ignore_cleanup_errors=True) as scratch:
+        run = Run(report, Setup(venv, site, folder, Path(scratch), env), name)
+        report.say(f"logs of the servers: {folder.relative_to(CHECKOUT)}")
+        try:
+            yield run
+        finally:
+            run.close()
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
@@ -154,25 +296,26 @@ def main() -> int:
         venv = stack.enter_context(vllm_environment(report.say))
         if options.build_only:
             return 0
-        folder = target / "run"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        shutil.rmtree(target / "run", ignore_errors=True)
         if options.engine == "mooncake":
-            site, engine_env = mooncake_overlay(venv, report.say), {}
-        else:
-            wheel = options.wheel or newest_wheel(CHECKOUT)
-            if wheel is None:
-                sys.exit("no wheel in target/wheels: run `make build` first")
-            site = kvferry_overlay(venv, wheel, target / "site", report.say)
-            engine_env = {"KVFERRY_SHIMS": "mooncake", **ON_BUSY_CORES}
-        scratch = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-e2e-", ignore_cleanup_errors=True))
-        )
-        run = Run(report, Setup(venv, site, folder, scratch, engine_env))
-        stack.callback(run.close)
-        report.say(f"logs of the servers: {folder.relative_to(CHECKOUT)}")
-        with report.check("the run was completed"):
-            phases(run, options.engine)
+            options.connector = "mooncake"
+        wheel = options.wheel or newest_wheel(CHECKOUT)
+        if wheel is None and options.engine == "kvferry":
+            sys.exit("no wheel in target/wheels: run `make build` first")
+        connectors: list[Connector] = []
+        if options.connector != "kvferry":
+            connectors.append("MooncakeConnector")
+        if options.connector != "mooncake":
+            connectors.append("KVFerryConnector")
+        for name in connectors:
+            with (
+                _run(report, venv, target, wheel, name, options.engine) as run,
+                report.check(f"the run with {name} was completed"),
+            ):
+                if name == "KVFerryConnector":
+                    connector_phases(run)
+                else:
+                    mooncake_phases(run, options.engine)
     return report.finish()
 
 

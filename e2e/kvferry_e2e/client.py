@@ -13,12 +13,15 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 MODEL = "tiny"
 NEW_TOKENS = 24
 HOST = "127.0.0.1"
+P = TypeVar("P")
 Tokens = list[int]
+# Token ids, a text, or several of either in one request.
+Prompt = Tokens | str | list[Tokens] | list[str]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class Answer:
     @property
     def tokens(self) -> Tokens:
         return list(self.body["choices"][0]["token_ids"])
+
+    @property
+    def choices(self) -> list[Tokens]:
+        """The tokens of each choice, in order."""
+        ordered = sorted(self.body["choices"], key=lambda choice: choice["index"])
+        return [list(choice["token_ids"]) for choice in ordered]
 
     def __str__(self) -> str:
         return f"HTTP {self.status} {json.dumps(self.body)[:200]}"
@@ -47,7 +56,7 @@ def get(port: int, path: str, timeout_s: float = 30) -> str:
     return body
 
 
-def _body(prompt: Tokens, new_tokens: int, params: dict[str, Any] | None, stream: bool = False) -> bytes:
+def _body(prompt: Prompt, new_tokens: int, params: dict[str, Any] | None, **more: Any) -> bytes:
     body: dict[str, Any] = {
         "model": MODEL,
         "prompt": prompt,
@@ -55,7 +64,8 @@ def _body(prompt: Tokens, new_tokens: int, params: dict[str, Any] | None, stream
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
-        "stream": stream,
+        "stream": False,
+        **more,
     }
     if params is not None:
         body["kv_transfer_params"] = params
@@ -64,21 +74,26 @@ def _body(prompt: Tokens, new_tokens: int, params: dict[str, Any] | None, stream
 
 def complete(
     port: int,
-    prompt: Tokens,
+    prompt: Prompt,
     new_tokens: int = NEW_TOKENS,
     params: dict[str, Any] | None = None,
     timeout_s: float = 120,
+    **more: Any,
 ) -> Answer:
+    """`more`: other fields of the request."""
     connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
     try:
         connection.request(
             "POST",
             "/v1/completions",
-            _body(prompt, new_tokens, params),
+            _body(prompt, new_tokens, params, **more),
             {"Content-Type": "application/json"},
         )
         response = connection.getresponse()
-        return Answer(response.status, json.loads(response.read()))
+        text = response.read()
+        # vllm-router reports its own errors as text.
+        is_json = response.getheader("Content-Type", "").startswith("application/json")
+        return Answer(response.status, json.loads(text) if is_json else {"error": text.decode(errors="replace")})
     finally:
         connection.close()
 
@@ -148,7 +163,7 @@ def handoff(route: Route, prompt: Tokens, timeout_s: float = 120) -> Answer:
     return answer
 
 
-def in_parallel(call: Callable[[Tokens], Answer], prompts: Sequence[Tokens], width: int) -> list[Answer]:
+def in_parallel(call: Callable[[P], Answer], prompts: Sequence[P], width: int) -> list[Answer]:
     with ThreadPoolExecutor(width) as pool:
         return list(pool.map(call, prompts))
 

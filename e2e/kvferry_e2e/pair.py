@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvferry_e2e.client import Answer, Counters, Route, Tokens, complete, handoff
+from kvferry_e2e.client import Answer, Counters, Prompt, Route, Tokens, complete, handoff
 from kvferry_e2e.instance import ABORT_TIMEOUT_S, Instance
 from kvferry_e2e.relay import Relay
 from kvferry_e2e.report import ensure
@@ -90,9 +90,9 @@ class Pair:
             relay.close()
 
 
-def mismatch(prompt: Sequence[int], seen: Tokens, reference: Tokens) -> str:
+def mismatch(prompt: Prompt, seen: Tokens, reference: Tokens) -> str:
     at = next(
         (i for i, (a, b) in enumerate(zip(seen, reference, strict=False)) if a != b),
         min(len(seen), len(reference)),
     )
-    return f"prompt of {len(prompt)} tokens: token {at} differs: {seen} instead of {reference}"
+    return f"prompt of length {len(prompt)}: token {at} differs: {seen} instead of {reference}"

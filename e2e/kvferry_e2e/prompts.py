@@ -5,6 +5,7 @@ block.
 from __future__ import annotations
 
 import random
+import string
 
 from kvferry_e2e.client import Tokens
 
@@ -27,6 +28,10 @@ class Prompts:
 
     def fresh(self, length: int) -> Tokens:
         return [self._random.randrange(2, VOCABULARY) for _ in range(length)]
+
+    def text(self, characters: int) -> str:
+        """About one token for each character, for routers that take texts only."""
+        return "".join(self._random.choices(string.ascii_letters + " ", k=characters))
 
     def of_all_lengths(self) -> list[Tokens]:
         return [self.fresh(length) for length in LENGTHS]

@@ -142,9 +142,8 @@ def no_crash_in_logs(report: Report, instances: Sequence[Instance]) -> None:
             ensure(found is None, f"{instance.log}: {found and found.group()}")
 
 
-def stops_when_asked(report: Report, pair: Pair, within_s: float = 60) -> None:
+def stops_when_asked(report: Report, instances: Sequence[Instance], within_s: float = 60) -> None:
     """An engine that hangs at exit blocks a deployment's roll-out."""
-    instances = (pair.prefill, pair.decode)
     start = time.monotonic()
     for instance in instances:
         instance.ask_to_stop()
