@@ -200,6 +200,20 @@ class _Server(ThreadingHTTPServer):
         _log.debug("connection from %s failed", client_address, exc_info=True)
 
 
+def place(parallel: Any, own_host: str) -> tuple[int, str | None]:
+    """The data-parallel rank of this engine at its server, and the server's host; None if this process serves.
+
+    `parallel`: vLLM's ``ParallelConfig``. As Mooncake has it: where each host or each engine has its own API server,
+    it also has its own bootstrap server; else the whole deployment has one.
+    """
+    if parallel.local_engines_only:
+        rank, host = parallel.data_parallel_rank_local or 0, own_host
+    else:
+        rank = parallel.data_parallel_index
+        host = parallel.master_addr if parallel.nnodes_within_dp > 1 else parallel.data_parallel_master_ip
+    return (rank, None) if rank == 0 else (rank, host)
+
+
 class BootstrapServer:
     """Serves until `close`. Without the port (`error` says why) it keeps quiet: only Mooncake's flow needs it."""
 

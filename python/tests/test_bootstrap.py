@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,29 @@ def test_all_interfaces_take_both_families() -> None:
         server.host = host  # type: ignore[attr-defined]
         assert ask(server, "GET", "/query") == (200, {})
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (0, None)),
+        ({"data_parallel_index": 3}, (3, "master")),
+        ({"data_parallel_index": 3, "nnodes_within_dp": 2}, (3, "first-node")),
+        ({"local_engines_only": True, "data_parallel_index": 2, "data_parallel_rank_local": 0}, (0, None)),
+        ({"local_engines_only": True, "data_parallel_index": 2}, (0, None)),
+        ({"local_engines_only": True, "data_parallel_index": 3, "data_parallel_rank_local": 1}, (1, "own")),
+    ],
+)
+def test_each_set_of_engines_behind_one_api_server_has_one_server(changes: dict[str, Any], expected: Any) -> None:
+    parallel = {
+        "local_engines_only": False,
+        "data_parallel_index": 0,
+        "data_parallel_rank_local": None,
+        "nnodes_within_dp": 1,
+        "data_parallel_master_ip": "master",
+        "master_addr": "first-node",
+    }
+    assert _bootstrap.place(SimpleNamespace(**parallel | changes), "own") == expected
 
 
 def test_a_registration_needs_a_url() -> None:
