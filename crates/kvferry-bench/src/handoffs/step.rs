@@ -146,6 +146,7 @@ impl Engine {
             ranks: 1,
             timeout: PATIENCE,
             eager: true,
+            recomputed_tokens: 0,
             null_block: None,
         };
         let mut scheduler = Scheduler::new(config, EngineId(2));
@@ -311,7 +312,7 @@ impl Engine {
 }
 
 fn request<'a>(id: &'a str, tokens: u32, params: &'a Params) -> Request<'a> {
-    Request { id, prompt_tokens: tokens.into(), params: Some(params), prompt: None }
+    Request { id, prompt_tokens: tokens.into(), max_tokens: 1, params: Some(params), prompt: None }
 }
 
 fn timed<T>(took: &mut Duration, work: impl FnOnce() -> T) -> T {

@@ -51,9 +51,15 @@ pub struct SchedulerConfig {
     pub ranks: usize,
     /// How long a fetch may take, from `allocated` to its end.
     pub timeout: Duration,
-    /// True: a producer's handoff is complete with the last token of the prompt, one step earlier.
-    /// False: it is complete with the request's end, and may carry side data.
+    /// True: the handoff of a request that generates one token is complete with the last token of the
+    /// prompt, one step earlier. Else it is complete with the request's end, and may carry side data:
+    /// the engine may reuse blocks of a request that goes on before the worker halves learn of it.
     pub eager: bool,
+    /// How many tokens at the end of a prompt the consumer computes again at least: as many as a
+    /// drafter of several tokens looks ahead (vLLM: `num_prefill_lookahead_tokens - 1`). With states,
+    /// windows or chunks it is at least 1: what the last token of the prompt reads is not kept beyond
+    /// that token.
+    pub recomputed_tokens: u32,
     /// The number that stands for no block in the engine's tables, besides [`NULL_BLOCK`].
     pub null_block: Option<u32>,
 }
@@ -75,6 +81,8 @@ pub struct Request<'a> {
     /// Tokens of its prompt, also after the engine has cut the prompt to
     /// [`Scheduler::prompt_tokens_to_prefill`].
     pub prompt_tokens: u64,
+    /// How many tokens it generates at most.
+    pub max_tokens: u64,
     /// Its `kv_transfer_params`.
     pub params: Option<&'a Params>,
     /// The identity of its prompt before any cut, for the call that adds the request. `None` if it is not
@@ -206,9 +214,9 @@ impl Scheduler {
         }
     }
 
-    /// How many tokens of the prompt the engine prefills. A producer with states leaves out the last
-    /// token: the consumer computes that token again, from the state before it. An engine that cuts
-    /// prompts calls [`Scheduler::arrived`] first.
+    /// How many tokens of the prompt the engine prefills. A producer leaves out those that the consumer
+    /// computes again: see [`SchedulerConfig::recomputed_tokens`]. An engine that cuts prompts calls
+    /// [`Scheduler::arrived`] first.
     pub fn prompt_tokens_to_prefill(&self, request: &Request<'_>) -> u64 {
         if let Some(tokens) = self.produced.tokens(request.id) {
             return u64::from(tokens);
@@ -248,8 +256,9 @@ impl Scheduler {
         match tokens {
             Ok(tokens) => {
                 let null = self.config.null_block;
-                let table = |blocks: &Vec<u32>| BlockTable::new(0, holes(blocks.clone(), null));
-                let blocks = blocks.iter().map(table).collect();
+                let blocks = blocks.iter().map(|blocks| holes(blocks.clone(), null));
+                let tables = blocks.zip(&self.config.groups);
+                let blocks = tables.map(|(blocks, group)| group.table(blocks, tokens.1)).collect();
                 self.consumed.allocated(request.id, tokens, blocks, &mut self.metadata);
             }
             Err(_) => {
@@ -273,14 +282,14 @@ impl Scheduler {
         for request in preempted {
             self.produced.preempted(request, &mut self.metadata);
         }
-        let SchedulerConfig { groups, eager, null_block, .. } = &self.config;
+        let SchedulerConfig { groups, null_block, .. } = &self.config;
         let scheduled = scheduled.into_iter();
         self.metadata.computes.reserve(scheduled.size_hint().0);
         for mut scheduled in scheduled {
             for blocks in &mut scheduled.blocks {
                 *blocks = holes(std::mem::take(blocks), *null_block);
             }
-            self.produced.computed(scheduled, groups, *eager, &mut self.metadata);
+            self.produced.computed(scheduled, groups, &mut self.metadata);
         }
         self.produced.expect(&mut self.metadata);
         self.consumed.claim(&mut self.metadata);
@@ -288,13 +297,13 @@ impl Scheduler {
     }
 
     /// A request has ended, whether it is known here or not. `blocks` are all that it has at its end, per
-    /// group, if the engine says so. `side_data` is for the consumer's engine; it is dropped if
-    /// [`SchedulerConfig::eager`].
+    /// group, if the engine says so: a request whose offered blocks it has freed or moved is withdrawn.
+    /// `side_data` is for the consumer's engine; it is dropped if the handoff is complete already.
     pub fn finished(
         &mut self,
         request: &Request<'_>,
         how: FinishReason,
-        _blocks: Option<&[Vec<u32>]>,
+        blocks: Option<&[Vec<u32>]>,
         side_data: Option<Vec<u8>>,
     ) -> Finished {
         self.arrived(request);
@@ -304,8 +313,14 @@ impl Scheduler {
             FinishReason::Length | FinishReason::Stop => WireCode::NotNeeded,
         };
         self.consumed.finished(request.id, code, &mut self.metadata);
-        let side_data = side_data.filter(|_| !self.config.eager);
-        match self.produced.finished(request.id, how, side_data, &mut self.metadata) {
+        let null = self.config.null_block;
+        let real = |blocks: &[Vec<u32>]| {
+            blocks.iter().map(|blocks| holes(blocks.clone(), null)).collect::<Vec<_>>()
+        };
+        let blocks = blocks.filter(|_| self.produced.contains(request.id)).map(real);
+        let (blocks, groups) = (blocks.as_deref(), &self.config.groups);
+        let metadata = &mut self.metadata;
+        match self.produced.finished(request.id, how, blocks, groups, side_data, metadata) {
             End::Free => Finished::default(),
             End::Withdrawn => Finished { held: true, params: None },
             End::Offered(transfer, tokens) => {
@@ -387,8 +402,8 @@ impl Scheduler {
 
     /// How many tokens at the end of a prompt the consumer computes again.
     fn recomputed(&self, prompt_tokens: u64) -> u64 {
-        let state = self.config.groups.iter().any(|group| group.kind == Kind::State);
-        u64::from(state).min(prompt_tokens)
+        let least = self.config.groups.iter().any(|group| group.kind != Kind::Full);
+        u64::from(self.config.recomputed_tokens.max(least.into())).min(prompt_tokens)
     }
 
     /// How many tokens of a prompt a producer prefills, at least one.
@@ -405,8 +420,9 @@ impl Scheduler {
         tokens: u32,
     ) -> Option<Refusal> {
         let named = transfer.is_some();
+        let eager = self.config.eager && request.max_tokens <= 1;
         let transfer = transfer.unwrap_or_else(|| self.draw(request.prompt));
-        let added = self.produced.add(request.id, transfer, named, tokens);
+        let added = self.produced.add(request.id, transfer, named, tokens, eager);
         (!added).then(|| Refusal::new(Refused::Duplicate))
     }
 
@@ -428,6 +444,18 @@ impl Scheduler {
         params.insert("remote_block_ids".to_owned(), json!(no_blocks));
         params.insert("tp_size".to_owned(), json!(self.config.ranks));
         Some(params)
+    }
+}
+
+impl GroupRule {
+    /// The blocks of a request whose first `tokens` tokens are fetched. The block of a state is the one
+    /// of its last token: later ones are scratch space of speculative decoding.
+    fn table(&self, blocks: Vec<u32>, tokens: u32) -> BlockTable {
+        let at = tokens.saturating_sub(1) / self.block_tokens.max(1);
+        match blocks.get(at as usize) {
+            Some(&block) if self.kind == Kind::State => BlockTable::new(at, vec![block]),
+            _ => BlockTable::new(0, blocks),
+        }
     }
 }
 

@@ -6,6 +6,7 @@ use kvferry_proto::WireCode;
 use kvferry_proto::handoff::{BlockTable, HandoffId, NULL_BLOCK};
 use kvferry_proto::layout::Kind;
 use rustc_hash::{FxHashMap, FxHashSet};
+use std::ops::Range;
 
 /// Requests by the engine's ids.
 #[derive(Debug, Default)]
@@ -25,10 +26,12 @@ pub(super) struct Request {
     named: bool,
     /// Tokens to hand over.
     tokens: u32,
+    /// Complete with these tokens; else with the request's end.
+    eager: bool,
     /// The worker halves know the request's current blocks.
     offered: bool,
-    /// How many blocks the worker halves know, per group.
-    known: Vec<u32>,
+    /// Its blocks in the steps so far, per group.
+    blocks: Vec<Vec<u32>>,
     /// Tokens whose KV exists after the last step.
     until: u32,
     /// How its handoff ended on a rank, if that was before the request's end.
@@ -64,6 +67,7 @@ impl Produced {
         transfer: HandoffId,
         named: bool,
         tokens: u32,
+        eager: bool,
     ) -> bool {
         if !self.transfers.insert(transfer.clone()) {
             return false;
@@ -75,8 +79,9 @@ impl Produced {
             transfer,
             named,
             tokens,
+            eager,
             offered: false,
-            known: Vec::new(),
+            blocks: Vec::new(),
             until: 0,
             lost: None,
             stage: Stage::Open,
@@ -113,7 +118,6 @@ impl Produced {
         &mut self,
         scheduled: Scheduled<'_>,
         groups: &[GroupRule],
-        eager: bool,
         metadata: &mut ConnectorMetadata,
     ) {
         let Some(request) = self.requests.get_mut(scheduled.request) else { return };
@@ -138,7 +142,7 @@ impl Produced {
             return;
         }
         if !request.is_complete() {
-            metadata.computes.push(request.compute(scheduled, groups, eager));
+            metadata.computes.push(request.compute(scheduled, groups));
         }
     }
 
@@ -162,16 +166,19 @@ impl Produced {
         }
     }
 
-    /// A request has ended.
+    /// A request has ended, with these blocks. `side_data` is dropped if its handoff is complete.
     pub(super) fn finished(
         &mut self,
         request: &str,
         how: FinishReason,
+        blocks: Option<&[Vec<u32>]>,
+        groups: &[GroupRule],
         side_data: Option<Vec<u8>>,
         metadata: &mut ConnectorMetadata,
     ) -> End {
         let Some(known) = self.requests.get_mut(request) else { return End::Free };
-        let end = match (known.stage, known.verdict(how)) {
+        let side_data = side_data.filter(|_| !known.eager);
+        let end = match (known.stage, known.verdict(how, blocks, groups)) {
             (Stage::Held, _) => return End::Free,
             (Stage::Open, None) => {
                 let transfer = known.transfer.clone();
@@ -217,11 +224,6 @@ impl Request {
         self.offered && self.until >= self.tokens
     }
 
-    /// The first token that the model reads when the last one handed over is computed again.
-    fn horizon(&self, group: &GroupRule) -> u64 {
-        group.kind.horizon(u64::from(self.tokens).saturating_sub(1))
-    }
-
     /// Whether a step computes so far beyond the tokens to hand over that it overwrites some of them: a
     /// state changes in place, and blocks that leave a window are reused.
     fn is_overwritten(&self, scheduled: &Scheduled<'_>, groups: &[GroupRule]) -> bool {
@@ -230,57 +232,82 @@ impl Request {
             && groups.iter().any(|group| match group.kind {
                 Kind::Full => false,
                 Kind::State => true,
-                kind => group.block_of(kind.horizon(scheduled.computed)) > self.from(group),
+                kind => {
+                    let from = group.block_of(kind.horizon(scheduled.computed));
+                    from > self.range(group).start as u64
+                }
             })
     }
 
-    /// The first block of a group that is handed over.
+    /// The blocks of a group that are handed over.
     ///
-    /// Earlier blocks have left the window, or the chunk, when the prompt is computed. The engine reuses
-    /// them then, or even before, so a consumer must never read them.
-    fn from(&self, group: &GroupRule) -> u64 {
-        group.block_of(self.horizon(group))
+    /// Earlier ones have left the window, or the chunk, when the next token is computed. The engine
+    /// frees them when the request ends, or even before, so a consumer must never read them. Of a state
+    /// only the block of the last token is handed over: earlier ones have earlier states, and later ones
+    /// are scratch space of speculative decoding.
+    fn range(&self, group: &GroupRule) -> Range<usize> {
+        let (tokens, size) = (u64::from(self.tokens), u64::from(group.block_tokens.max(1)));
+        let end = tokens.div_ceil(size);
+        let from = match group.kind {
+            Kind::State => end.saturating_sub(1),
+            kind => group.block_of(kind.horizon(tokens)),
+        };
+        from as usize..end as usize
     }
 
-    fn compute(&mut self, scheduled: Scheduled<'_>, groups: &[GroupRule], eager: bool) -> Compute {
+    fn compute(&mut self, scheduled: Scheduled<'_>, groups: &[GroupRule]) -> Compute {
         let offer = (!self.offered).then(|| Offer {
             transfer: self.transfer.clone(),
             tokens: self.tokens,
-            eager,
+            eager: self.eager,
         });
         (self.offered, self.named) = (true, true);
         let until = scheduled.computed.saturating_add(scheduled.tokens);
         self.until = u32::try_from(until).unwrap_or(u32::MAX);
-        self.known.resize(groups.len(), 0);
-        let mut has_new_blocks = false;
+        self.blocks.resize(groups.len(), Vec::new());
         let mut tables = Vec::with_capacity(groups.len());
-        for (blocks, (at, group)) in scheduled.blocks.into_iter().zip(groups.iter().enumerate()) {
-            let first = self.known[at];
-            has_new_blocks |= !blocks.is_empty();
-            self.known[at] = first.saturating_add(u32::try_from(blocks.len()).unwrap_or(u32::MAX));
-            tables.push(BlockTable::new(first, self.needed(blocks, first, group)));
+        for (new, (at, group)) in scheduled.blocks.into_iter().zip(groups.iter().enumerate()) {
+            let (range, first) = (self.range(group), self.blocks[at].len());
+            self.blocks[at].extend_from_slice(&new);
+            tables.push(if group.kind == Kind::State {
+                // A state moves from block to block until the last token is computed.
+                let state =
+                    self.blocks[at].get(range.clone()).filter(|_| until >= self.tokens.into());
+                BlockTable::new(range.start as u32, state.unwrap_or_default().to_vec())
+            } else {
+                BlockTable::new(first as u32, needed(new, first, range.start))
+            });
         }
-        let blocks = if has_new_blocks { tables } else { Vec::new() };
+        let has_blocks = tables.iter().any(|table| !table.blocks.is_empty());
+        let blocks = if has_blocks { tables } else { Vec::new() };
         Compute { request: scheduled.request.to_owned(), offer, until: self.until, blocks }
     }
 
-    /// Blocks of a group from its `first` on; null where a block is not handed over.
-    fn needed(&self, mut blocks: Vec<u32>, first: u32, group: &GroupRule) -> Vec<u32> {
-        let left = self.from(group).saturating_sub(u64::from(first));
-        let left = usize::try_from(left).unwrap_or(usize::MAX).min(blocks.len());
-        blocks[..left].fill(NULL_BLOCK);
-        blocks
+    /// The first group in which the engine has freed or moved a block that is handed over, if the
+    /// request ended with these blocks.
+    fn moved(&self, blocks: &[Vec<u32>], groups: &[GroupRule]) -> Option<usize> {
+        let mut tables = self.blocks.iter().zip(groups).zip(blocks);
+        tables.position(|((announced, group), last)| {
+            self.range(group).any(|at| announced.get(at) != last.get(at))
+        })
     }
 
     /// Why a request with this end is not handed over; `None` if it is.
-    fn verdict(&self, how: FinishReason) -> Option<(WireCode, String)> {
+    fn verdict(
+        &self,
+        how: FinishReason,
+        blocks: Option<&[Vec<u32>]>,
+        groups: &[GroupRule],
+    ) -> Option<(WireCode, String)> {
         let (code, detail) = match how {
             FinishReason::Length | FinishReason::Stop => {
                 if self.lost.is_some() {
                     return self.lost.clone();
                 }
                 if self.is_complete() {
-                    return None;
+                    let group = blocks.and_then(|blocks| self.moved(blocks, groups))?;
+                    let why = "the producer freed or moved blocks that it had offered";
+                    return Some((WireCode::Revoked, format!("{why}, of group {group}")));
                 }
                 (WireCode::Internal, "the request ended before its prompt was computed")
             }
@@ -295,7 +322,7 @@ impl Request {
             metadata.restarts.push(request.to_owned());
         }
         self.offered = false;
-        self.known.clear();
+        self.blocks.clear();
         self.until = 0;
     }
 
@@ -315,6 +342,13 @@ impl Request {
             metadata.endings.push(Ending { request, transfer, how });
         }
     }
+}
+
+/// Blocks of a group from its `first` on; null where a block is not handed over.
+fn needed(mut blocks: Vec<u32>, first: usize, from: usize) -> Vec<u32> {
+    let left = from.saturating_sub(first).min(blocks.len());
+    blocks[..left].fill(NULL_BLOCK);
+    blocks
 }
 
 impl GroupRule {

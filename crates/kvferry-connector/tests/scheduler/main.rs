@@ -20,11 +20,19 @@ const WINDOW: GroupRule = GroupRule { kind: Kind::Window { tokens: 6 }, block_to
 const CHUNK: GroupRule = GroupRule { kind: Kind::Chunk { tokens: 8 }, block_tokens: 2 };
 const STATE: GroupRule = GroupRule { kind: Kind::State, block_tokens: 4 };
 
+fn config(groups: &[GroupRule], eager: bool) -> SchedulerConfig {
+    SchedulerConfig {
+        groups: groups.to_vec(),
+        ranks: RANKS,
+        timeout: Duration::from_secs(7),
+        eager,
+        recomputed_tokens: 0,
+        null_block: Some(0),
+    }
+}
+
 fn scheduler(groups: &[GroupRule], eager: bool) -> Scheduler {
-    let timeout = Duration::from_secs(7);
-    let (groups, null_block) = (groups.to_vec(), Some(0));
-    let config = SchedulerConfig { groups, ranks: RANKS, timeout, eager, null_block };
-    Scheduler::new(config, ENGINE)
+    Scheduler::new(config(groups, eager), ENGINE)
 }
 
 fn transfer(name: &str) -> HandoffId {
@@ -47,7 +55,7 @@ fn produces(name: &str) -> Params {
 }
 
 fn request<'a>(id: &'a str, prompt_tokens: u64, params: &'a Params) -> Request<'a> {
-    Request { id, prompt_tokens, params: Some(params), prompt: None }
+    Request { id, prompt_tokens, max_tokens: 1, params: Some(params), prompt: None }
 }
 
 /// A request's first step, or its first after it lost its blocks.

@@ -7,7 +7,7 @@ use super::{
 };
 use kvferry_connector::{
     BlockTable, Compute, ConnectorMetadata, EndingKind, FinishReason, GroupRule, Match, NULL_BLOCK,
-    Notes, Params, Scheduled, Scheduler, producer_params,
+    Notes, Params, Request, Scheduled, Scheduler, producer_params,
 };
 use kvferry_proto::WireCode;
 use kvferry_proto::fuzzing::Script;
@@ -117,6 +117,10 @@ impl Role {
 }
 
 impl Live {
+    fn view<'a>(&'a self, id: &'a str) -> Request<'a> {
+        Request { max_tokens: self.generates, ..request(id, self.prompt, &self.params) }
+    }
+
     const fn is_done(&self) -> bool {
         self.computed >= self.prompt + self.generates - 1
     }
@@ -150,7 +154,7 @@ impl World {
                 // A request that is not announced is known when it has blocks: too late to cut its
                 // prompt, and to own its handoff.
                 let named = matches!(role, Role::Consume(_) | Role::Produce(Some(_)));
-                let announced = script.flip() || named || self.groups.contains(&STATE);
+                let announced = script.flip() || named || self.groups != [FULL];
                 self.arrive(role, prompt as u64, generates as u64, announced);
             }
             4 => {
@@ -208,7 +212,8 @@ impl World {
         let is_taken = is_live && matches!(role, Role::Produce(Some(_)));
         let role = if is_taken { Role::Nothing } else { role };
         if announced {
-            self.scheduler.arrived(&request(&id, prompt, &params));
+            let view = request(&id, prompt, &params);
+            self.scheduler.arrived(&Request { max_tokens: generates, ..view });
         }
         let prompt = self.scheduler.prompt_tokens_to_prefill(&request(&id, prompt, &params));
         let groups = self.groups.len();
@@ -234,7 +239,7 @@ impl World {
     fn admit(&mut self, id: &str, cached: u64, admitted: bool) {
         let live = &self.requests[id];
         let cached = cached.min(live.prompt - 1);
-        let view = request(id, live.prompt, &live.params);
+        let view = live.view(id);
         let is_loading = |other: &Live| {
             other.role == live.role && matches!(other.phase, Phase::Loading | Phase::Ending)
         };
@@ -252,7 +257,7 @@ impl World {
         }
         self.allocate(id, cached + external);
         let live = self.requests.get_mut(id).expect("live");
-        let view = request(id, live.prompt, &live.params);
+        let view = live.view(id);
         self.scheduler.allocated(&view, cached, external, &live.blocks);
         live.computed = cached + external;
         live.had_blocks = true;
@@ -362,14 +367,20 @@ impl World {
             for (at, group) in self.groups.iter().enumerate() {
                 let table = &offer.tables[at];
                 let size = u64::from(group.block_tokens);
+                if group.kind == Kind::State {
+                    let last = ((live.prompt - 1) / size) as u32;
+                    let is_complete = u64::from(offer.until) == live.prompt;
+                    assert_eq!(table.blocks.len(), usize::from(is_complete), "{id}");
+                    let is = live.blocks[at].get(last as usize).filter(|_| is_complete);
+                    assert_eq!(table.block(last), is.copied(), "{id}");
+                    continue;
+                }
                 let needed = u64::from(offer.until).div_ceil(size);
                 assert_eq!((table.first, table.blocks.len() as u64), (0, needed), "{id}");
-                let horizon = group.kind.horizon(live.prompt - 1);
+                let horizon = group.kind.horizon(live.prompt);
                 for (n, (carried, is)) in table.blocks.iter().zip(&live.blocks[at]).enumerate() {
                     if (n as u64 + 1) * size <= horizon {
                         assert_eq!(*carried, NULL_BLOCK, "{id}: block {n} leaves {group:?}");
-                    } else if group.kind == Kind::State {
-                        assert!(carried == is || *is == NULL_BLOCK, "{id}: state {n}");
                     } else {
                         assert_eq!(carried, is, "{id}: block {n} of {group:?}");
                     }
@@ -383,26 +394,30 @@ impl World {
         let live = &self.requests[id];
         let is_produced = matches!(live.role, Role::Produce(_));
         let ends = matches!(how, FinishReason::Length | FinishReason::Stop);
-        if !is_produced || !ends || live.was_lost || live.computed < live.prompt {
+        let is_withdrawn = self.workers.endings.contains_key(id);
+        if !is_produced || !ends || live.was_lost || is_withdrawn || live.computed < live.prompt {
             return false;
         }
         self.groups.iter().zip(&live.blocks).all(|(group, blocks)| match group.kind {
             Kind::State => live.computed == live.prompt,
             kind => {
-                let first = kind.horizon(live.prompt - 1) / u64::from(group.block_tokens);
-                !blocks[first as usize..].contains(&NULL_BLOCK)
+                let size = u64::from(group.block_tokens);
+                let (first, end) = (kind.horizon(live.prompt) / size, live.prompt.div_ceil(size));
+                !blocks[first as usize..end as usize].contains(&NULL_BLOCK)
             }
         })
     }
 
     fn finish(&mut self, id: &str, how: FinishReason) {
+        // The engine frees what has left the windows before it lists the blocks.
+        self.allocate(id, 0);
         let handed_over = self.must_be_handed_over(id, how);
         // Consumers may read what was offered until all ranks have withdrawn it.
         let held = handed_over || self.workers.offers.contains_key(id);
         let live = self.requests.get_mut(id).expect("live");
         let is_loading = live.phase == Phase::Loading;
-        let view = request(id, live.prompt, &live.params);
-        let finished = self.scheduler.finished(&view, how, None, Some(vec![1]));
+        let view = live.view(id);
+        let finished = self.scheduler.finished(&view, how, Some(&live.blocks), Some(vec![1]));
         assert_eq!(finished.held, held, "{id} {how:?}: {live:?}");
         assert!(finished.params.is_none(), "the address is not known");
         live.handed_over = handed_over;
@@ -519,7 +534,9 @@ impl Workers {
         known.until = until;
         known.tables.resize(blocks.len().max(known.tables.len()), BlockTable::default());
         for (table, more) in known.tables.iter_mut().zip(&blocks) {
-            assert_eq!(u64::from(more.first), table.end(), "{request}: no overlap and no gap");
+            let follows = u64::from(more.first) == table.end();
+            // The only block of a state is not its first.
+            assert!(follows || table.blocks.is_empty(), "{request}: no overlap and no gap");
             table.merge(more).expect("they are contiguous");
         }
     }

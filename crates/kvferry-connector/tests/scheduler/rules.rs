@@ -1,14 +1,14 @@
 //! One rule of the contract per test.
 
 use super::{
-    CHUNK, ENGINE, FULL, PRODUCER, RANKS, STATE, WINDOW, assert_idle, consumes, fetched, first,
-    lost, next, offered, produces, request, scheduler, step, transfer,
+    CHUNK, ENGINE, FULL, PRODUCER, RANKS, STATE, WINDOW, assert_idle, config, consumes, fetched,
+    first, lost, next, offered, produces, request, scheduler, step, transfer,
 };
 use kvferry::{Access, Incarnation, RemoteRegion};
 use kvferry_connector::{
     BlockTable, Cancel, Claim, ConnectorMetadata, ConsumerParams, EndingKind, EngineError, Expect,
     FetchRequest, FinishReason, Finished, Free, GroupRule, Match, NULL_BLOCK, Notes, Offer, Params,
-    PromptId, RankMetadata, Refused, Request, Role, Scheduler, producer_params,
+    PromptId, RankMetadata, Refused, Request, Role, Scheduler, SchedulerConfig, producer_params,
 };
 use kvferry_models::engines::layout_of_rank;
 use kvferry_proto::WireCode;
@@ -115,7 +115,7 @@ fn requests_without_parameters_or_with_invalid_ones_get_no_handoff_and_leave_no_
     ];
     let params = invalid.iter().chain([&empty]).map(|it| it.as_object());
     for (params, arrives) in params.chain([None]).flat_map(|it| [(it, true), (it, false)]) {
-        let request = Request { id: "a", prompt_tokens: 9, params, prompt: None };
+        let request = Request { id: "a", prompt_tokens: 9, max_tokens: 1, params, prompt: None };
         if arrives {
             it.arrived(&request);
         }
@@ -194,57 +194,122 @@ fn of_two_live_producers_of_one_handoff_only_the_first_is_handed_over() {
 #[test]
 fn blocks_that_leave_the_window_before_the_prompt_ends_are_null_from_the_first_step() {
     let mut it = scheduler(&[FULL, WINDOW, CHUNK], true);
-    // The last of 13 tokens looks back to token 7, which is in block 3; its chunk begins with 8.
-    it.arrived(&request("a", 13, &produces("x")));
-    let (full, blocks): (&[u32], &[u32]) = (&[20, 21], &[30, 31, 32, 33]);
+    // The last of 14 tokens looks back to token 8, which is in block 4; its chunk begins with 8.
+    it.arrived(&request("a", 14, &produces("x")));
+    let (full, blocks): (&[u32], &[u32]) = (&[20, 21], &[30, 31, 32, 33, 34]);
     let metadata = step(&mut it, [first("a", 8, &[full, blocks, blocks])], &[]);
     let blocks_of = |metadata: &ConnectorMetadata| metadata.computes[0].blocks.clone();
-    assert_eq!(
-        blocks_of(&metadata),
-        [
-            BlockTable::new(0, full.to_vec()),
-            BlockTable::new(0, vec![NULL, NULL, NULL, 33]),
-            BlockTable::new(0, vec![NULL; 4]),
-        ]
-    );
-    let (full, blocks): (&[u32], &[u32]) = (&[22, 23], &[34, 35, 36]);
+    let left = BlockTable::new(0, vec![NULL, NULL, NULL, NULL, 34]);
+    assert_eq!(blocks_of(&metadata), [BlockTable::new(0, full.to_vec()), left.clone(), left]);
+    let (full, blocks): (&[u32], &[u32]) = (&[22, 23], &[35, 36]);
     let metadata = step(&mut it, [next("a", 8, 5, &[full, blocks, blocks])], &[]);
-    assert_eq!(
-        blocks_of(&metadata),
-        [
-            BlockTable::new(2, full.to_vec()),
-            BlockTable::new(4, blocks.to_vec()),
-            BlockTable::new(4, blocks.to_vec()),
-        ]
-    );
+    let new = BlockTable::new(5, blocks.to_vec());
+    assert_eq!(blocks_of(&metadata), [BlockTable::new(2, full.to_vec()), new.clone(), new]);
 }
 
 #[test]
-fn all_blocks_of_a_state_are_listed() {
+fn only_the_block_of_a_states_last_token_is_offered_and_only_with_the_last_step() {
     let mut it = scheduler(&[STATE], true);
-    it.arrived(&request("a", 17, &produces("x")));
-    let blocks: &[u32] = &[NULL, 5, 6, 7];
-    let metadata = step(&mut it, [first("a", 16, &[blocks])], &[]);
-    assert_eq!(metadata.computes[0].blocks, [BlockTable::new(0, blocks.to_vec())]);
+    it.arrived(&request("a", 16, &produces("x")));
+    let scratch: &[u32] = &[5, 6, 7];
+    let metadata = step(&mut it, [first("a", 4, &[scratch])], &[]);
+    assert!(metadata.computes[0].blocks.is_empty(), "the state moves on");
+    // The engine moves scratch blocks of speculative decoding behind the state.
+    let metadata = step(&mut it, [next("a", 4, 11, &[&[6, 7, 8]])], &[]);
+    assert_eq!(metadata.computes[0].blocks, [BlockTable::new(3, vec![6])]);
+    let last = [vec![0, 0, 0, 6, 7, 8]];
+    let finished =
+        it.finished(&request("a", 15, &produces("x")), FinishReason::Length, Some(&last), None);
+    assert!(finished.held);
+    assert_eq!(ending(empty_step(&mut it)), EndingKind::Held { side_data: None });
+    // The consumer's scratch blocks are not taken for the state.
+    let params = consumes("y");
+    it.allocated(&request("b", 16, &params), 0, 15, &[vec![0, 0, 0, 1, 2, 3]]);
+    assert_eq!(empty_step(&mut it).fetches[0].blocks, [BlockTable::new(3, vec![1])]);
 }
 
 #[test]
-fn a_producer_with_states_leaves_the_last_token_to_the_consumer() {
-    let mut it = scheduler(&[FULL, STATE], true);
-    let params = produces("x");
-    assert_eq!(it.prompt_tokens_to_prefill(&request("a", 9, &params)), 8);
-    it.arrived(&request("a", 9, &params));
-    assert_eq!(it.prompt_tokens_to_prefill(&request("a", 9, &params)), 8);
-    // The engine has cut the prompt.
-    assert_eq!(it.prompt_tokens_to_prefill(&request("a", 8, &params)), 8);
-    let metadata = step(&mut it, [first("a", 8, &[&[1, 2], &[3, 4]])], &[]);
-    assert_eq!(metadata.computes[0].offer.as_ref().expect("the first time").tokens, 8);
-    let (other, none) = (consumes("y"), Params::new());
-    assert_eq!(it.prompt_tokens_to_prefill(&request("b", 9, &other)), 9);
-    assert_eq!(it.prompt_tokens_to_prefill(&request("b", 9, &none)), 9);
-    assert_eq!(it.prompt_tokens_to_prefill(&request("b", 1, &produces("z"))), 1);
-    let it = scheduler(&[FULL], true);
-    assert_eq!(it.prompt_tokens_to_prefill(&request("a", 9, &params)), 9);
+fn a_request_whose_offered_blocks_were_freed_or_moved_before_its_end_is_withdrawn() {
+    let groups = [FULL, WINDOW, STATE];
+    let all: [&[u32]; 3] = [&[1, 2, 3], &[10, 11, 12, 13, 14], &[20, 21, 22]];
+    // 9 tokens are handed over: a window begins in block 2, the state is in block 2.
+    for (group, block, last, held) in [
+        (0, 0, 1, true),
+        (0, 0, 9, false),
+        (0, 2, 0, false),
+        (1, 0, 0, true),
+        (1, 1, 0, true),
+        (1, 2, 0, false),
+        (1, 4, 19, false),
+        (2, 1, 0, true),
+        (2, 2, 0, false),
+        (2, 2, 29, false),
+    ] {
+        for how in [FinishReason::Length, FinishReason::Stop] {
+            let mut it = scheduler(&groups, true);
+            let params = produces("x");
+            it.arrived(&request("a", 10, &params));
+            step(&mut it, [first("a", 9, &all)], &[]);
+            let mut blocks = all.map(<[u32]>::to_vec);
+            blocks[group][block] = last;
+            let finished = it.finished(&request("a", 9, &params), how, Some(&blocks), None);
+            assert!(finished.held, "until all ranks have withdrawn it");
+            let case = format!("{group} {block} {last}");
+            match ending(empty_step(&mut it)) {
+                EndingKind::Held { .. } => assert!(held, "{case}"),
+                EndingKind::Withdrawn { code, held: is_held, .. } => {
+                    assert_eq!((code, is_held, held), (WireCode::Revoked, true, false), "{case}");
+                }
+            }
+            // The engine may list only what was computed.
+            it.sent(["a"]);
+            assert_idle(&it);
+        }
+    }
+}
+
+#[test]
+fn a_request_that_goes_on_after_its_prompt_is_complete_only_with_its_end() {
+    for (max_tokens, eager) in [(1, true), (2, false)] {
+        let mut it = scheduler(&[FULL], true);
+        let params = produces("x");
+        let request = Request { max_tokens, ..request("a", 8, &params) };
+        it.arrived(&request);
+        let metadata = step(&mut it, [first("a", 8, &[&[1, 2]])], &[]);
+        assert_eq!(metadata.computes[0].offer.as_ref().expect("the first time").eager, eager);
+        it.finished(&request, FinishReason::Stop, None, Some(b"data".to_vec()));
+        let side_data = (!eager).then(|| b"data".to_vec());
+        assert_eq!(ending(empty_step(&mut it)), EndingKind::Held { side_data });
+    }
+}
+
+#[test]
+fn a_producer_leaves_the_tokens_that_the_consumer_computes_again_to_it() {
+    for (groups, recomputed_tokens, left) in [
+        (&[FULL][..], 0, 0),
+        (&[FULL], 3, 3),
+        (&[FULL, STATE], 0, 1),
+        (&[FULL, WINDOW], 0, 1),
+        (&[CHUNK], 0, 1),
+        (&[FULL, STATE], 3, 3),
+    ] {
+        let mut it =
+            Scheduler::new(SchedulerConfig { recomputed_tokens, ..config(groups, true) }, ENGINE);
+        let (params, other, none) = (produces("x"), consumes("y"), Params::new());
+        let cut = 9 - left;
+        assert_eq!(it.prompt_tokens_to_prefill(&request("a", 9, &params)), cut);
+        it.arrived(&request("a", 9, &params));
+        assert_eq!(it.prompt_tokens_to_prefill(&request("a", 9, &params)), cut);
+        // The engine has cut the prompt.
+        assert_eq!(it.prompt_tokens_to_prefill(&request("a", cut, &params)), cut);
+        let metadata = step(&mut it, [first("a", cut, &vec![&[1, 2, 3][..]; groups.len()])], &[]);
+        let offer = metadata.computes[0].offer.as_ref().expect("the first time");
+        assert_eq!(u64::from(offer.tokens), cut);
+        assert_eq!(it.prompt_tokens_to_prefill(&request("b", 9, &other)), 9);
+        assert_eq!(it.matched(&request("b", 9, &other), 0), Match::Tokens(cut));
+        assert_eq!(it.prompt_tokens_to_prefill(&request("b", 9, &none)), 9);
+        assert_eq!(it.prompt_tokens_to_prefill(&request("b", 1, &produces("z"))), 1);
+    }
 }
 
 #[test]
@@ -382,20 +447,26 @@ fn a_request_whose_handoff_was_lost_is_only_restarted_and_withdrawn() {
 
 #[test]
 fn a_request_that_computes_over_its_window_or_state_is_withdrawn_at_once_and_once() {
-    // The window of the token after the prompt begins at the same token as the last one's, or at the
-    // next, which begins a block.
+    // The window of the second token after the 7 handed over begins one token later: in the same block,
+    // or in the next.
     let tight = GroupRule { kind: Kind::Window { tokens: 5 }, block_tokens: 2 };
-    for (group, overwrites) in [(FULL, false), (WINDOW, false), (tight, true), (STATE, true)] {
+    let other = GroupRule { kind: Kind::Window { tokens: 4 }, block_tokens: 2 };
+    for (group, overwrites) in [(FULL, false), (other, false), (tight, true), (STATE, true)] {
         let mut it = scheduler(&[group], true);
         let params = produces("x");
         it.arrived(&request("a", 8, &params));
         let prompt = it.prompt_tokens_to_prefill(&request("a", 8, &params));
         step(&mut it, [first("a", prompt, &[&[1, 2, 3, 4]])], &[]);
-        let metadata = step(&mut it, [next("a", prompt, 1, &[&[5]])], &[]);
+        let mut metadata = step(&mut it, [next("a", prompt, 1, &[&[5]])], &[]);
+        let mut until = prompt + 1;
+        if metadata.is_empty() {
+            metadata = step(&mut it, [next("a", until, 1, &[&[]])], &[]);
+            until += 1;
+        }
         if overwrites {
             assert_eq!(withdrawn(metadata), WireCode::Unsupported, "{group:?}");
             assert!(!it.produces("a"));
-            assert!(step(&mut it, [next("a", prompt + 1, 1, &[&[]])], &["a"]).is_empty());
+            assert!(step(&mut it, [next("a", until, 1, &[&[]])], &["a"]).is_empty());
             assert_eq!(end(&mut it, FinishReason::Length), Finished::default());
             assert!(empty_step(&mut it).is_empty());
         } else {
@@ -411,7 +482,7 @@ fn a_request_that_computes_over_its_window_or_state_is_withdrawn_at_once_and_onc
 #[test]
 fn tokens_to_fetch_are_those_that_the_producer_has_minus_cached_and_unusable_ones() {
     for (groups, prompt, there, computed, expected) in [
-        (&[FULL, WINDOW][..], 10, None, 0, 10),
+        (&[FULL, WINDOW][..], 10, None, 0, 9),
         (&[FULL], 10, None, 4, 6),
         (&[FULL], 10, Some(7), 4, 3),
         (&[FULL], 10, Some(700), 4, 6),

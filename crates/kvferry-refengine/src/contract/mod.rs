@@ -42,6 +42,8 @@ pub struct RequestView<'a> {
     pub tokens: &'a [u32],
     /// How many of `tokens` are in the cache.
     pub computed: usize,
+    /// How many tokens it generates at most.
+    pub max_tokens: usize,
     pub params: Option<&'a Params>,
     pub status: RequestStatus,
     /// The hash of every block that its tokens fill, per group.

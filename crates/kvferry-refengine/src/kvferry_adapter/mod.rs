@@ -111,6 +111,7 @@ impl KvferryAdapter {
             ranks,
             timeout: config.timeout,
             eager: config.eager,
+            recomputed_tokens: 0,
             null_block: Some(BlockId::NULL.0),
         };
         let id = EngineId(agents[0].incarnation().0);
@@ -272,7 +273,8 @@ fn numbers(blocks: &[Vec<BlockId>]) -> Vec<Vec<u32>> {
 fn request<'a>(id: &'a str, view: &RequestView<'a>) -> kvferry_connector::Request<'a> {
     let prompt = view.params.map(|_| PromptId::new(&[], view.prompt));
     let prompt_tokens = view.prompt.len() as u64;
-    kvferry_connector::Request { id, prompt_tokens, params: view.params, prompt }
+    let max_tokens = view.max_tokens as u64;
+    kvferry_connector::Request { id, prompt_tokens, max_tokens, params: view.params, prompt }
 }
 
 /// How a request has ended.

@@ -52,6 +52,7 @@ impl Entry {
             prompt: &self.tokens[..self.prompt_len],
             tokens: &self.tokens,
             computed: self.computed,
+            max_tokens: self.max_tokens,
             params: self.params.as_ref(),
             status: self.status,
             block_hashes: &self.hashes,
