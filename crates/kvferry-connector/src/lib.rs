@@ -39,7 +39,7 @@ mod sync;
 mod worker;
 
 pub use kvferry_proto::WireCode;
-pub use kvferry_proto::engine_handshake::EngineId;
+pub use kvferry_proto::engine_handshake::{EngineId, Model};
 pub use kvferry_proto::handoff::{
     BlockTable, HandoffId, Limits, NULL_BLOCK, Outcome, Progress, Rectangle, Refusal, Slice,
 };

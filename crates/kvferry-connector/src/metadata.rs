@@ -66,6 +66,9 @@ impl EngineMetadata {
         let ranks = self.ranks.iter().enumerate().map(decode).collect::<Result<Vec<_>, _>>()?;
         let topology = Topology::new(ranks.iter().map(|rank| &rank.layout))?;
         for (second, rank) in ranks.iter().enumerate() {
+            if rank.model != ranks[0].model {
+                return Err(EngineError::Model { first: 0, second });
+            }
             if let Some(first) = ranks[..second].iter().position(|it| it.address == rank.address) {
                 let address = rank.address.clone();
                 return Err(EngineError::Address { first, second, address });
@@ -89,6 +92,9 @@ pub enum EngineError {
     /// Two ranks have one address, which can lead to only one of them.
     #[error("ranks {first} and {second} both have the address {address}: give each its own")]
     Address { first: usize, second: usize, address: String },
+    /// Two ranks compute with different models.
+    #[error("ranks {first} and {second} have different models")]
+    Model { first: usize, second: usize },
     /// The ranks' layouts contradict each other.
     #[error(transparent)]
     Topology(#[from] kvferry_proto::layout::Mismatch),

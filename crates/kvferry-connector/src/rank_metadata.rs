@@ -1,6 +1,7 @@
 //! How a rank describes itself: its layout, its regions, and where its agent listens.
 
 use kvferry::{Region, RemoteRegion};
+use kvferry_proto::engine_handshake::Model;
 use kvferry_proto::layout::Layout;
 use kvferry_proto::pack;
 use serde::{Deserialize, Serialize};
@@ -11,6 +12,8 @@ use thiserror::Error;
 pub struct RankMetadata {
     /// `host:port` of its agent.
     pub address: String,
+    /// What its engine computes with; the same on all ranks of an engine.
+    pub model: Model,
     /// Where its blocks lie.
     pub layout: Layout,
     /// The regions of the layout, in its order.
@@ -31,11 +34,16 @@ pub enum RankMetadataError {
     #[error("the layout's region {region} of {len} bytes is not among the regions")]
     #[allow(missing_docs, reason = "the fields are in the message")]
     Region { region: kvferry::RegionId, len: u64 },
+    /// The description of the model is too long.
+    #[error("a model has at most 16 properties, whose names and values have at most 1024 bytes")]
+    Model,
 }
 
 #[derive(Serialize, Deserialize)]
 struct Wire {
     address: String,
+    #[serde(default, skip_serializing_if = "Model::is_empty")]
+    model: Model,
     #[serde(with = "serde_bytes")]
     layout: Vec<u8>,
     regions: Vec<RemoteRegion>,
@@ -45,20 +53,22 @@ impl RankMetadata {
     /// Describes a rank whose agent peers reach at `address`.
     ///
     /// # Errors
-    /// [`RankMetadataError::Region`].
+    /// [`RankMetadataError::Region`], [`RankMetadataError::Model`].
     pub fn new(
         address: String,
+        model: Model,
         layout: Layout,
         regions: &[Region],
     ) -> Result<Self, RankMetadataError> {
         let regions = regions.iter().map(Region::remote).collect();
-        Self { address, layout, regions }.checked()
+        Self { address, model, layout, regions }.checked()
     }
 
     /// Encodes the metadata for the wire.
     pub fn encode(&self) -> Vec<u8> {
         pack::encode(&Wire {
             address: self.address.clone(),
+            model: self.model.clone(),
             layout: self.layout.encode(),
             regions: self.regions.clone(),
         })
@@ -69,11 +79,14 @@ impl RankMetadata {
     /// # Errors
     /// All of [`RankMetadataError`].
     pub fn decode(bytes: &[u8]) -> Result<Self, RankMetadataError> {
-        let Wire { address, layout, regions } = pack::decode(bytes)?;
-        Self { address, layout: Layout::decode(&layout)?, regions }.checked()
+        let Wire { address, model, layout, regions } = pack::decode(bytes)?;
+        Self { address, model, layout: Layout::decode(&layout)?, regions }.checked()
     }
 
     fn checked(self) -> Result<Self, RankMetadataError> {
+        if !self.model.is_sound() {
+            return Err(RankMetadataError::Model);
+        }
         let regions = self.layout.regions();
         for (at, region) in regions.iter().enumerate() {
             let there = self.regions.get(at);

@@ -1,7 +1,7 @@
 //! Small engines, for what is said of whole engines.
 
 use kvferry_proto::RegionId;
-use kvferry_proto::engine_handshake::{EngineId, Introduced, OwnEngine};
+use kvferry_proto::engine_handshake::{EngineId, Introduced, Model, OwnEngine};
 use kvferry_proto::layout::{
     ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, Packing, Plane, Region, Shape,
 };
@@ -47,6 +47,7 @@ pub fn own_engine(id: u128, rank: usize, topology: Topology, card_len: usize) ->
         id: EngineId(id),
         rank,
         topology: Arc::new(topology),
+        model: Model::default(),
         addresses: (0..ranks).map(|rank| format!("host-{id}:{rank}")).collect(),
         cards: (0..ranks).map(|rank| card(id, rank, card_len)).collect(),
     }
@@ -58,9 +59,15 @@ pub fn introduced(engine: &OwnEngine, ranks: std::ops::Range<usize>) -> Introduc
     Introduced {
         engine: engine.id,
         topology: engine.topology.encode(),
+        model: engine.model.clone(),
         addresses: engine.addresses.clone(),
         cards: shown.collect(),
     }
+}
+
+/// A model of this name.
+pub fn model(name: &str) -> Model {
+    Model([("model".to_owned(), name.to_owned())].into())
 }
 
 /// What a rank says of itself.

@@ -1,9 +1,9 @@
 //! What engine handshakes promise, one sentence each, in virtual time.
 
-use kvferry_models::engines::{card, introduced, own_engine, topology};
+use kvferry_models::engines::{card, introduced, model, own_engine, topology};
 use kvferry_proto::engine_handshake::{
     EngineHandshakeAction, EngineHandshakeMessage, EngineHandshakes, EngineId, Failure, Introduce,
-    OwnEngine, Pairing, Turned,
+    Model, OwnEngine, Pairing, Turned,
 };
 use kvferry_proto::handoff::PeerId;
 use kvferry_proto::message::BODY_MAX;
@@ -318,7 +318,8 @@ fn who_waits_for_a_producer_is_forgotten_with_its_connection() {
 #[test]
 fn i8_no_more_wait_for_a_producer_than_an_engine_has_ranks_a_few_times() {
     let mut producer = EngineHandshakes::new(RECONNECT);
-    let ask = Introduce { topology: topology(1, 4).encode(), ranks: Vec::new() };
+    let (model, ranks) = (Model::default(), Vec::new());
+    let ask = Introduce { topology: topology(1, 4).encode(), model, ranks };
     let many = 16 * RANKS_MAX as u64;
     for peer in 0..many {
         producer.receive(PeerId(peer), ask.clone().into());
@@ -407,9 +408,47 @@ fn a_mismatch_is_refused_with_both_numbers_and_all_addresses_whichever_side_find
 }
 
 #[test]
+fn engines_of_two_models_refuse_each_other_with_both_values_whichever_side_finds_it() {
+    for producer_finds_it in [true, false] {
+        let mut pair = Pair::new();
+        pair.consumer.know(OwnEngine { model: model("llama"), ..consumer(4) });
+        pair.meet(1);
+        let theirs = OwnEngine { model: model("mistral"), ..producer(4, SMALL) };
+        if producer_finds_it {
+            pair.producer.know(theirs.clone());
+            pair.work();
+            assert_eq!(pair.refused.len(), 1);
+        } else {
+            pair.hear(introduced(&theirs, 0..4));
+        }
+        let failure = pair.failure();
+        assert_eq!(failure.code, WireCode::ModelMismatch);
+        for detail in pair.refused.iter().chain([&failure.detail]) {
+            assert!(detail.contains("mistral") && detail.contains("llama"), "{detail}");
+        }
+        assert_eq!(failure.addresses, theirs.addresses);
+    }
+}
+
+#[test]
+fn properties_of_a_model_that_one_engine_does_not_give_are_not_compared() {
+    let mut more = model("llama");
+    more.0.insert("revision".to_owned(), "7".to_owned());
+    for (theirs, ours) in [(model("llama"), more.clone()), (more, Model::default())] {
+        let mut pair = Pair::new();
+        pair.consumer.know(OwnEngine { model: ours, ..consumer(4) });
+        pair.producer.know(OwnEngine { model: theirs, ..producer(4, SMALL) });
+        pair.meet(1);
+        pair.work();
+        assert_eq!(pair.pairing().cards.len(), 4);
+    }
+}
+
+#[test]
 fn a_topology_that_is_none_is_refused() {
     let mut pair = Pair::knowing(4, SMALL);
-    let nonsense = Introduce { topology: b"nonsense".to_vec(), ranks: Vec::new() };
+    let (model, ranks) = (Model::default(), Vec::new());
+    let nonsense = Introduce { topology: b"nonsense".to_vec(), model, ranks };
     pair.deliver(true, nonsense.into());
     assert_eq!(pair.refused.len(), 1);
     let [(false, EngineHandshakeMessage::Turned(turned))] = pair.wire.make_contiguous() else {

@@ -118,6 +118,8 @@ codes! {
     30 => NotNeeded, "not needed";
     /// Another handoff has or had this name.
     31 => Duplicate, "duplicate name";
+    /// The two sides compute with different models.
+    32 => ModelMismatch, "models do not match";
 }
 
 impl WireCode {

@@ -4,13 +4,13 @@
 //! A consumer rank knows one address of the producing engine, of any of its ranks. It connects there,
 //! sends the topology of its own engine, and receives the topology of the producing engine, the
 //! addresses of its ranks, and their cards. From the two topologies both sides compute the same
-//! [`Routing`]. An engine that does not fit is refused, with the two numbers that differ, and both
-//! sides log it.
+//! [`Routing`]. An engine that does not fit, or computes with another [`Model`], is refused, with the two
+//! numbers or texts that differ, and both sides log it.
 //!
 //! ```text
 //! consumer rank                                   a rank of the producing engine
-//!   Introduce: own topology                   ──>   do the two fit?
-//!             <── Introduced: engine, topology, addresses, cards of some ranks
+//!   Introduce: own topology, model            ──>   do the two fit?
+//!             <── Introduced: engine, topology, model, addresses, cards of some ranks
 //!   Introduce: ranks whose cards are missing  ──>   (only if some are)
 //!             <── Introduced
 //! ```
@@ -61,6 +61,10 @@ const CARDS_MAX: usize = BODY_MAX / 2;
 const WAITING_MAX: usize = 4 * RANKS_MAX;
 const WAITING_BYTES_MAX: usize = 64 * 1024 * 1024;
 
+/// Bounds of a [`Model`]: properties, and bytes of the name or the value of one.
+const PROPERTIES_MAX: usize = 16;
+const PROPERTY_LEN_MAX: usize = 1024;
+
 /// One life of an engine, drawn when its scheduler half starts.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -86,12 +90,51 @@ impl fmt::Debug for EngineId {
     }
 }
 
+/// What an engine computes with: the values of named properties, such as `model`, `revision`,
+/// `quantization` and `hash`. KV of one model is worthless to another, even if the layouts match.
+///
+/// At most 16 properties; names and values have at most 1024 bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Model(pub BTreeMap<String, String>);
+
+impl Model {
+    /// Whether nothing is known of it.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whether the bounds are kept.
+    pub fn is_sound(&self) -> bool {
+        self.check().is_ok()
+    }
+
+    fn check(&self) -> Result<(), MessageError> {
+        let len = self.0.iter().flat_map(|(name, value)| [name.len(), value.len()]).max();
+        at_most("model", self.0.len(), PROPERTIES_MAX)?;
+        at_most("model", len.unwrap_or(0), PROPERTY_LEN_MAX)
+    }
+
+    /// The properties that a producer and a consumer both give, with different values; in words.
+    fn compare(producer: &Self, consumer: &Self) -> Result<(), String> {
+        let differ = producer.0.iter().filter_map(|(name, theirs)| {
+            let ours = consumer.0.get(name).filter(|ours| *ours != theirs)?;
+            Some(format!("{name:?} is {theirs:?} at the producer and {ours:?} at the consumer"))
+        });
+        let differ: Vec<_> = differ.collect();
+        if differ.is_empty() { Ok(()) } else { Err(differ.join(", ")) }
+    }
+}
+
 /// Consumer rank to a rank of the producing engine: asks for its engine. May be repeated.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Introduce {
     /// [`Topology::encode`] of the consumer's engine.
     #[serde(with = "serde_bytes")]
     pub topology: Vec<u8>,
+    /// The model of the consumer's engine.
+    #[serde(default, skip_serializing_if = "Model::is_empty")]
+    pub model: Model,
     /// Ranks whose cards are requested. If empty, as many as fit into the answer.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub ranks: Vec<u32>,
@@ -105,6 +148,9 @@ pub struct Introduced {
     /// [`Topology::encode`] of it.
     #[serde(with = "serde_bytes")]
     pub topology: Vec<u8>,
+    /// The model of it.
+    #[serde(default, skip_serializing_if = "Model::is_empty")]
+    pub model: Model,
     /// Where the agent of each rank listens, `host:port`; at most [`RANKS_MAX`].
     pub addresses: Vec<String>,
     /// Cards of some of the ranks, by rank number.
@@ -137,8 +183,12 @@ bodies!(EngineHandshakeMessage);
 impl EngineHandshakeMessage {
     fn check(&self) -> Result<(), MessageError> {
         match self {
-            Self::Introduce(m) => at_most("ranks", m.ranks.len(), RANKS_MAX),
+            Self::Introduce(m) => {
+                m.model.check()?;
+                at_most("ranks", m.ranks.len(), RANKS_MAX)
+            }
             Self::Introduced(m) => {
+                m.model.check()?;
                 at_most("cards", m.cards.len(), RANKS_MAX)?;
                 check_addresses(&m.addresses)
             }
@@ -168,6 +218,8 @@ pub struct OwnEngine {
     pub rank: usize,
     /// Of the whole engine.
     pub topology: Arc<Topology>,
+    /// What it computes with.
+    pub model: Model,
     /// Where the agent of each rank listens.
     pub addresses: Vec<String>,
     /// The card of each rank.
@@ -234,8 +286,11 @@ enum Finding {
     /// The answer to a question. For a refused engine, also the reason.
     Answer(EngineHandshakeMessage, Option<String>),
     /// The producing engine that an answer describes.
-    Heard(Result<Heard, String>),
+    Heard(Result<Heard, Misfit>),
 }
+
+/// Why two engines do not fit.
+type Misfit = (WireCode, String);
 
 /// The engine handshakes of one rank, in both roles.
 #[derive(Debug)]
@@ -454,7 +509,8 @@ impl EngineHandshakes {
             return;
         }
         let ranks = meeting.heard.as_ref().map_or_else(Vec::new, |heard| heard.missing(own.rank));
-        let introduce = Introduce { topology: own.topology.encode(), ranks };
+        let (topology, model) = (own.topology.encode(), own.model.clone());
+        let introduce = Introduce { topology, model, ranks };
         self.actions.push_back(EngineHandshakeAction::Send { to: peer, message: introduce.into() });
     }
 
@@ -490,8 +546,8 @@ impl EngineHandshakes {
         };
         let mut heard = match heard {
             Ok(heard) => heard,
-            Err(detail) => {
-                let (code, addresses) = (WireCode::LayoutMismatch, it.addresses);
+            Err((code, detail)) => {
+                let addresses = it.addresses;
                 return self.end(from, &Err(Failure { code, detail, addresses }));
             }
         };
@@ -556,14 +612,17 @@ impl Examination {
 impl OwnEngine {
     /// The answer to a rank that wants to consume from this engine.
     fn answer(&self, introduce: &Introduce) -> Finding {
-        let theirs = Topology::decode(&introduce.topology).map_err(|e| e.to_string());
-        let fits =
-            theirs.and_then(|it| Routing::new(&self.topology, &it).map_err(|e| e.to_string()));
-        let Err(detail) = fits else {
+        let layouts = |detail: String| (WireCode::LayoutMismatch, detail);
+        let fits = compare_models(&self.model, &introduce.model).and_then(|()| {
+            let theirs =
+                Topology::decode(&introduce.topology).map_err(|e| layouts(e.to_string()))?;
+            Routing::new(&self.topology, &theirs).map_err(|e| layouts(e.to_string()))
+        });
+        let Err((code, detail)) = fits else {
             return Finding::Answer(self.card_of(&introduce.ranks).into(), None);
         };
         let said = truncated(&detail, DETAIL_MAX).to_owned();
-        let (code, addresses) = (WireCode::LayoutMismatch, self.addresses.clone());
+        let addresses = self.addresses.clone();
         let turned = Turned { code, detail: said, addresses };
         Finding::Answer(turned.into(), Some(detail))
     }
@@ -585,10 +644,15 @@ impl OwnEngine {
         Introduced {
             engine: self.id,
             topology: self.topology.encode(),
+            model: self.model.clone(),
             addresses: self.addresses.clone(),
             cards,
         }
     }
+}
+
+fn compare_models(producer: &Model, consumer: &Model) -> Result<(), Misfit> {
+    Model::compare(producer, consumer).map_err(|detail| (WireCode::ModelMismatch, detail))
 }
 
 impl Meeting {
@@ -599,14 +663,16 @@ impl Meeting {
 }
 
 impl Heard {
-    fn new(own: &OwnEngine, it: &Introduced) -> Result<Self, String> {
-        let topology = Topology::decode(&it.topology).map_err(|e| e.to_string())?;
-        let routing = Routing::new(&topology, &own.topology).map_err(|e| e.to_string())?;
+    fn new(own: &OwnEngine, it: &Introduced) -> Result<Self, Misfit> {
+        compare_models(&it.model, &own.model)?;
+        let layouts = |detail: String| (WireCode::LayoutMismatch, detail);
+        let topology = Topology::decode(&it.topology).map_err(|e| layouts(e.to_string()))?;
+        let routing = Routing::new(&topology, &own.topology).map_err(|e| layouts(e.to_string()))?;
         if it.addresses.len() != topology.ranks() {
             let (ranks, addresses) = (topology.ranks(), it.addresses.len());
-            return Err(format!(
+            return Err(layouts(format!(
                 "the producing engine has {ranks} ranks, and {addresses} addresses"
-            ));
+            )));
         }
         let (engine, addresses) = (it.engine, it.addresses.clone());
         Ok(Self { engine, routing, addresses, cards: BTreeMap::new() })

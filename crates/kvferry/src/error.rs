@@ -112,7 +112,9 @@ impl ErrorKind {
             WireCode::Silent | WireCode::Slept => Self::PeerSilent,
             WireCode::UnknownSession | WireCode::Closed | WireCode::Shutdown => Self::PeerClosed,
             WireCode::Internal => Self::Internal,
-            WireCode::LayoutMismatch | WireCode::Unsupported => Self::Unsupported,
+            WireCode::LayoutMismatch | WireCode::ModelMismatch | WireCode::Unsupported => {
+                Self::Unsupported
+            }
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use kvferry::{Access, Agent, Region, Transports};
 use kvferry_connector::{
     Announce, BlockTable, Compute, ConnectorMetadata, Ending, EndingKind, EngineId, EngineMetadata,
-    FetchRequest, HandoffId, Limits, Offer, Reports, Worker, WorkerConfig,
+    FetchRequest, HandoffId, Limits, Model, Offer, Reports, Worker, WorkerConfig,
 };
 use kvferry_proto::layout::{
     ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, Packing, Plane, Region as Place,
@@ -97,7 +97,8 @@ impl Rank {
         let bytes = Encoding::new("bytes", 8);
         let layout = layout(&geometry, Packing::Lbhnc, (0, 1), &bytes, memory.id())?;
         let limits = Limits::default();
-        let config = WorkerConfig { rank: 0, announce: build.ready.into(), limits };
+        let config =
+            WorkerConfig { rank: 0, model: Model::default(), announce: build.ready.into(), limits };
         let regions = std::slice::from_ref(&memory);
         let worker = Worker::start(&agent, layout.clone(), regions, config).map_err(failed)?;
         Ok(Rank { agent, worker, memory, layout, geometry })

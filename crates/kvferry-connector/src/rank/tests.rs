@@ -3,7 +3,7 @@
 use super::*;
 use kvferry::{Channel, MessageHandler};
 use kvferry_models::engines::{own_engine, topology};
-use kvferry_proto::engine_handshake::{EngineHandshakeMessage, EngineHandshakes, Introduce};
+use kvferry_proto::engine_handshake::{EngineHandshakeMessage, EngineHandshakes, Introduce, Model};
 use kvferry_proto::handoff::PeerId;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -35,7 +35,8 @@ fn the_rank_is_not_locked_while_an_engine_handshake_is_worked_out() {
     let peer = consumer.peer(producer.advertised()).expect("an address");
     peer.open_channel(Box::new(move |met| drop(sender.send(met))));
     let channel = receiver.recv().expect("an answer").expect("a channel");
-    let question = Introduce { topology: topology(RANKS, RANKS).encode(), ranks: vec![0] };
+    let (topology_of, model) = (topology(RANKS, RANKS).encode(), Model::default());
+    let question = Introduce { topology: topology_of, model, ranks: vec![0] };
     let own = own_engine(1, 0, topology(RANKS, RANKS), 8);
     let mut machine = EngineHandshakes::new(Duration::ZERO);
     machine.know(own);

@@ -5,7 +5,7 @@ use super::*;
 use crate::metadata::{Compute, FetchRequest, Offer};
 use kvferry::{Access, Peer};
 use kvferry_models::engines::layout;
-use kvferry_proto::engine_handshake::EngineId;
+use kvferry_proto::engine_handshake::{EngineId, Model};
 use kvferry_proto::handoff::{BlockTable, Limits};
 use kvferry_proto::layout::{Heads, Packing, Shape};
 use std::net::SocketAddr;
@@ -24,7 +24,7 @@ fn start(engine: u128, look_up: impl FnOnce(&Agent) -> LookUp) -> (Worker, Agent
     let heads = Heads::shard(1, 0, 1).expect("one head");
     let layout = layout(memory.id(), heads, &shape, Packing::Lbhnc);
     let (announce, limits) = (Announce::Chunks, Limits::default());
-    let config = WorkerConfig { rank: 0, announce, limits };
+    let config = WorkerConfig { rank: 0, model: Model::default(), announce, limits };
     let look_up = look_up(&agent);
     let worker =
         Worker::start_with(&agent, layout, &[memory], config, look_up).expect("a worker half");

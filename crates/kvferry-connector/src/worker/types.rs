@@ -4,6 +4,7 @@ use crate::metadata::{EngineError, MetadataError};
 use crate::rank::{RankError, ReadPart};
 use crate::rank_metadata::RankMetadataError;
 use kvferry_proto::WireCode;
+use kvferry_proto::engine_handshake::Model;
 use kvferry_proto::handoff::Limits;
 use thiserror::Error;
 
@@ -27,6 +28,8 @@ pub enum Announce {
 pub struct WorkerConfig {
     /// The number of this rank in its engine, from 0.
     pub rank: usize,
+    /// What the engine computes with. Engines of different models refuse each other. Empty if unknown.
+    pub model: Model,
     /// How often a prefill is announced.
     pub announce: Announce,
     /// Bounds of the protocol.

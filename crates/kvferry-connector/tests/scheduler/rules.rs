@@ -7,8 +7,9 @@ use super::{
 use kvferry::{Access, Incarnation, RemoteRegion};
 use kvferry_connector::{
     BlockTable, Cancel, Claim, ConnectorMetadata, ConsumerParams, EndingKind, EngineError, Expect,
-    FetchRequest, FinishReason, Finished, Free, GroupRule, Match, NULL_BLOCK, Notes, Offer, Params,
-    PromptId, RankMetadata, Refused, Request, Role, Scheduler, SchedulerConfig, producer_params,
+    FetchRequest, FinishReason, Finished, Free, GroupRule, Match, Model, NULL_BLOCK, Notes, Offer,
+    Params, PromptId, RankMetadata, Refused, Request, Role, Scheduler, SchedulerConfig,
+    producer_params,
 };
 use kvferry_models::engines::layout_of_rank;
 use kvferry_proto::WireCode;
@@ -23,7 +24,8 @@ fn rank_metadata(rank: u32) -> Vec<u8> {
     let (incarnation, addr, access) = (Incarnation(7), 4096, Access::READ);
     let remote = |it: &Region| RemoteRegion { incarnation, id: it.id, addr, len: it.len, access };
     let regions = layout.regions().iter().map(remote).collect();
-    RankMetadata { address: format!("10.0.0.1:{rank}"), layout, regions }.encode()
+    RankMetadata { address: format!("10.0.0.1:{rank}"), model: Model::default(), layout, regions }
+        .encode()
 }
 
 fn metadata_of_ranks() -> Vec<Vec<u8>> {

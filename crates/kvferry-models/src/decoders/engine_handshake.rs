@@ -1,8 +1,9 @@
 //! Messages of engine handshakes, and what two machines make of them.
 
-use crate::engines::{introduced, own_engine, topology};
+use crate::engines::{introduced, model, own_engine, topology};
 use kvferry_proto::engine_handshake::{
-    EngineHandshakeAction, EngineHandshakeMessage, EngineHandshakes, Introduce, Introduced, Turned,
+    EngineHandshakeAction, EngineHandshakeMessage, EngineHandshakes, Introduce, Introduced, Model,
+    Turned,
 };
 use kvferry_proto::handoff::PeerId;
 use kvferry_proto::message::{ADVERTISED_MAX, DETAIL_MAX};
@@ -101,11 +102,16 @@ pub fn message_seeds() -> Vec<Vec<u8>> {
     let shown = |ranks| introduced(&engine, ranks);
     let ours = topology(1, RANKS).encode();
     let messages: [EngineHandshakeMessage; 9] = [
-        Introduce { topology: ours.clone(), ranks: Vec::new() }.into(),
-        Introduce { topology: ours, ranks: vec![2, 3, u32::MAX] }.into(),
-        Introduce { topology: topology(1, 2 * RANKS).encode(), ranks: Vec::new() }.into(),
+        Introduce { topology: ours.clone(), model: model("a"), ranks: Vec::new() }.into(),
+        Introduce { topology: ours, model: Model::default(), ranks: vec![2, 3, u32::MAX] }.into(),
+        Introduce {
+            topology: topology(1, 2 * RANKS).encode(),
+            model: Model::default(),
+            ranks: Vec::new(),
+        }
+        .into(),
         shown(0..4).into(),
-        shown(0..2).into(),
+        Introduced { model: model("b"), ..shown(0..2) }.into(),
         Introduced { addresses: Vec::new(), cards: BTreeMap::new(), ..shown(0..1) }.into(),
         Turned {
             code: WireCode::LayoutMismatch,

@@ -45,8 +45,8 @@ use crate::sync::lock;
 use crate::worker::LayerEvent;
 use kvferry::{Access, Agent, Region};
 use kvferry_connector::{
-    Announce, ComputeEvent, EngineId, GroupRule, Limits, PromptId, Scheduler, SchedulerConfig,
-    Worker, WorkerConfig, WorkerObserver,
+    Announce, ComputeEvent, EngineId, GroupRule, Limits, Model, PromptId, Scheduler,
+    SchedulerConfig, Worker, WorkerConfig, WorkerObserver,
 };
 use kvferry_proto::WireCode;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -151,7 +151,7 @@ impl KvferryAdapter {
         let KvferryAdapterConfig { announce, limits, layer_events, .. } = self.config.clone();
         RankHalf {
             agent: self.agents[rank].clone(),
-            config: WorkerConfig { rank, announce, limits },
+            config: WorkerConfig { rank, model: Model::default(), announce, limits },
             layer_events,
             regions: vec![],
             worker: self.workers[rank].clone(),
