@@ -2,15 +2,16 @@
 
 use kvferry::{Access, Agent, Region, Transports};
 use kvferry_connector::{
-    Announce, BlockTable, Cancel, Compute, ComputeEvent, ConnectorMetadata, Ending, EndingKind,
-    EngineId, EngineMetadata, FetchRequest, Free, HandoffId, Limits, NULL_BLOCK, Notes, Offer,
-    ReadPart, Worker, WorkerConfig, WorkerObserver,
+    Announce, BlockTable, Cancel, Claim, Compute, ComputeEvent, ConnectorMetadata, Ending,
+    EndingKind, EngineId, EngineMetadata, Expect, FetchRequest, Free, HandoffId, Limits,
+    NULL_BLOCK, Notes, Offer, ReadPart, Worker, WorkerConfig, WorkerError, WorkerObserver,
 };
-use kvferry_models::engines::layout;
+use kvferry_models::engines::{layout, model};
 use kvferry_proto::WireCode;
 use kvferry_proto::layout::{Heads, Layout, Packing, Shape};
 use kvferry_testkit::Watchdog;
-use std::net::SocketAddr;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -33,11 +34,14 @@ struct Build {
     tp: u32,
     packing: Packing,
     content: u32,
+    model: &'static str,
+    limits: fn() -> Limits,
 }
 
 impl Build {
     const fn new(id: u128, tp: u32) -> Self {
-        Self { id, tp, packing: Packing::Lbhnc, content: CONTENT }
+        let (packing, content, limits) = (Packing::Lbhnc, CONTENT, Limits::default);
+        Self { id, tp, packing, content, model: "llama", limits }
     }
 }
 
@@ -100,6 +104,23 @@ impl Engine {
         let how = EndingKind::Held { side_data: None };
         let ending = Ending { request: request.to_owned(), transfer: id(request), how };
         self.apply(&ConnectorMetadata { endings: vec![ending], ..metadata() });
+    }
+
+    fn claim(&self, request: &str, from: &str) {
+        let (transfer, address) = (id(request), from.to_owned());
+        let claim = Claim { request: request.to_owned(), transfer, address, engine: None };
+        self.apply(&ConnectorMetadata { claims: vec![claim], ..metadata() });
+        self.fetch();
+    }
+
+    fn await_gauge(&self, name: &str) {
+        let until = Instant::now() + Duration::from_secs(20);
+        for rank in &self.ranks {
+            while !rank.worker.gauges().iter().any(|(is, count)| *is == name && *count > 0) {
+                assert!(Instant::now() < until, "{name} stays zero: {:?}", rank.worker.gauges());
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
     }
 
     fn fetch_request(&self, request: &str, from: &str, blocks: &[u32], tokens: Range<u32>) {
@@ -215,8 +236,9 @@ impl RankOf {
         let len = shape.bytes().expect("small");
         let memory = agent.allocate(len as usize, Access::READ).expect("memory");
         let layout = layout(memory.id(), heads, &shape, build.packing);
-        let (announce, limits) = (Announce::Layers { pieces: 4 }, Limits::default());
-        let config = WorkerConfig { rank: rank as usize, announce, limits };
+        let (announce, limits) = (Announce::Layers { pieces: 4 }, (build.limits)());
+        let model = model(build.model);
+        let config = WorkerConfig { rank: rank as usize, model, announce, limits };
         let regions = std::slice::from_ref(&memory);
         let worker = Worker::start(&agent, layout.clone(), regions, config).expect("it starts");
         Self { worker, memory, layout }
@@ -403,6 +425,278 @@ fn engines_with_different_layouts_refuse_each_other_with_both_numbers() {
     p.assert_sent("a");
     p.assert_idle();
     d.assert_idle();
+}
+
+/// Whoever's request has not arrived within half a second is not waited for.
+fn short_limits() -> Limits {
+    let short = Duration::from_millis(500);
+    Limits { offer_ttl: short, rendezvous: short, ..Limits::default() }
+}
+
+const BEYOND_SHORT: Duration = Duration::from_secs(1);
+
+#[test]
+fn a_claimed_offer_waits_for_its_consumer_and_others_expire() {
+    let _bounded = bounded();
+    for tp in [1, 2] {
+        let p = Engine::new(Build { limits: short_limits, ..Build::new(1, 2) }, "tcp", b"");
+        let d = Engine::new(Build::new(2, tp), "tcp", b"");
+        let (there, here) = (blocks(8, 1), blocks(8, 5));
+        d.claim("a", &p.address);
+        d.await_gauge("claimed");
+        p.compute("a", 1, &there, 0..32);
+        p.hold("a");
+        p.compute("b", 1, &there, 0..32);
+        p.hold("b");
+        p.assert_sent("b");
+        std::thread::sleep(BEYOND_SHORT);
+        assert!(!d.ranks[0].has(1, &here, 0, 0), "nothing is read before there are blocks");
+        d.fetch_request("a", &p.address, &here, 0..32);
+        d.assert_fetched("a");
+        d.assert_has(1, &here, 0..32);
+        p.assert_sent("a");
+        d.fetch_request("b", &p.address, &here, 0..32);
+        assert!(d.fetched("b").iter().all(|(code, _)| *code == WireCode::Expired));
+        p.assert_idle();
+        d.assert_idle();
+    }
+}
+
+#[test]
+fn an_expected_request_is_waited_for_and_one_that_never_arrives_fails_its_consumer() {
+    let _bounded = bounded();
+    let p = Engine::new(Build { limits: short_limits, ..Build::new(1, 1) }, "tcp", b"");
+    let d = Engine::new(Build::new(2, 2), "tcp", b"");
+    let (there, here) = (blocks(8, 1), blocks(8, 5));
+    d.fetch_request("b", &p.address, &here, 0..32);
+    for (code, detail) in d.fetched("b") {
+        assert_eq!(code, WireCode::UnknownHandoff);
+        assert!(detail.contains("no such request arrived at the producer"), "{detail}");
+    }
+    let expect = Expect { request: "a".to_owned(), transfer: id("a") };
+    p.apply(&ConnectorMetadata { expects: vec![expect], ..metadata() });
+    d.fetch_request("a", &p.address, &here, 0..32);
+    std::thread::sleep(BEYOND_SHORT);
+    p.compute("a", 1, &there, 0..32);
+    d.assert_fetched("a");
+    d.assert_has(1, &here, 0..32);
+    p.hold("a");
+    p.assert_sent("a");
+    p.assert_idle();
+    d.assert_idle();
+}
+
+#[test]
+fn the_end_of_an_expected_or_claimed_request_ends_its_handoff_on_the_other_side() {
+    let _bounded = bounded();
+    let (p, mut d) = two_engines();
+    // A producer's, never computed.
+    let expect = Expect { request: "a".to_owned(), transfer: id("a") };
+    p.apply(&ConnectorMetadata { expects: vec![expect], ..metadata() });
+    d.fetch_request("a", &p.address, &blocks(8, 5), 0..32);
+    p.await_gauge("watched");
+    let (code, detail) = (WireCode::Cancelled, "the client left".to_owned());
+    let how = EndingKind::Withdrawn { code, detail, held: false };
+    let ending = Ending { request: "a".to_owned(), transfer: id("a"), how };
+    p.apply(&ConnectorMetadata { endings: vec![ending], ..metadata() });
+    assert_eq!(d.fetched("a")[0].0, WireCode::Cancelled);
+    // A consumer's, never fetched.
+    d.claim("b", &p.address);
+    d.await_gauge("claimed");
+    p.compute("b", 1, &blocks(8, 1), 0..32);
+    p.hold("b");
+    let (transfer, address) = (id("b"), p.address.clone());
+    let (code, budget_ms) = (WireCode::Cancelled, BUDGET_MS);
+    let free = Free { transfer, address, engine: None, code, budget_ms };
+    d.apply(&ConnectorMetadata { frees: vec![free], ..metadata() });
+    d.fetch();
+    p.assert_sent("b");
+    d.assert_idle();
+    // A consumer that dies.
+    d.claim("c", &p.address);
+    d.await_gauge("claimed");
+    p.compute("c", 1, &blocks(8, 1), 0..32);
+    p.hold("c");
+    drop(d.ranks.pop().expect("a rank"));
+    p.assert_sent("c");
+    p.assert_idle();
+}
+
+#[test]
+fn engines_with_different_models_refuse_each_other_and_the_producer_frees_its_blocks() {
+    let _bounded = bounded();
+    let p = Engine::new(Build::new(1, 2), "tcp", b"");
+    let d = Engine::new(Build { model: "mistral", ..Build::new(2, 1) }, "tcp", b"");
+    p.compute("a", 1, &blocks(8, 1), 0..32);
+    p.hold("a");
+    d.fetch_request("a", &p.address, &blocks(8, 5), 0..32);
+    let failed = d.fetched("a");
+    assert_eq!(failed[0].0, WireCode::ModelMismatch);
+    assert!(failed[0].1.contains("llama") && failed[0].1.contains("mistral"), "{failed:?}");
+    p.assert_sent("a");
+    p.assert_idle();
+    d.assert_idle();
+}
+
+#[test]
+fn a_bad_engine_card_is_reported_after_restarts_and_endings_were_carried_out() {
+    let _bounded = bounded();
+    let p = Engine::new(Build::new(1, 1), "tcp", b"");
+    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    let card = p.ranks[0].worker.rank_metadata().to_vec();
+    let bad = [vec![b"nonsense".to_vec().into()], vec![card.clone().into(), card.into()]];
+    for (request, ranks) in ["a", "b"].into_iter().zip(bad) {
+        d.fetch_request(request, &p.address, &blocks(8, 5), 0..32);
+        p.compute(request, 1, &blocks(8, 1), 0..12);
+        let (code, detail) = (WireCode::Cancelled, "the client left".to_owned());
+        let how = EndingKind::Withdrawn { code, detail, held: false };
+        let ending = Ending { request: request.to_owned(), transfer: id(request), how };
+        let engine = Some(EngineMetadata { id: EngineId(1), ranks });
+        let metadata = ConnectorMetadata { engine, endings: vec![ending], ..metadata() };
+        let error = p.ranks[0].worker.apply(&metadata.encode()).expect_err("a bad card");
+        assert!(matches!(error, WorkerError::Engine(_)), "{error}");
+        assert_eq!(d.fetched(request)[0].0, WireCode::Cancelled);
+    }
+    p.assert_idle();
+}
+
+/// A server that gives each caller the next answer; the last one again and again.
+fn http_server(answers: Vec<String>) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let url = format!("http://{}", listener.local_addr().expect("bound"));
+    std::thread::spawn(move || {
+        for (at, stream) in listener.incoming().enumerate() {
+            let mut stream = stream.expect("a caller");
+            let mut question = [0; 1024];
+            let len = stream.read(&mut question).expect("a question");
+            assert!(question[..len].starts_with(b"GET /query HTTP/1.0\r\n"));
+            // The caller need not read all of it.
+            drop(stream.write_all(answers[at.min(answers.len() - 1)].as_bytes()));
+        }
+    });
+    url
+}
+
+fn json_answer(engines: &[(u128, &str)]) -> String {
+    let entry = |(rank, (id, address)): (usize, &(u128, &str))| {
+        let address = format!(r#"{{"0":{{"0":"{address}"}}}}"#);
+        format!(r#""{rank}":{{"engine_id":"{}","worker_addr":{address}}}"#, EngineId(*id))
+    };
+    let entries: Vec<_> = engines.iter().enumerate().map(entry).collect();
+    format!("HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n{{{}}}", entries.join(","))
+}
+
+#[test]
+fn a_bootstrap_address_leads_to_the_engine_whose_id_the_request_names() {
+    let _bounded = bounded();
+    let (p, q) =
+        (Engine::new(Build::new(1, 1), "tcp", b""), Engine::new(Build::new(3, 1), "tcp", b""));
+    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    // A name is looked up in a second step.
+    let by_name = q.address.replace("127.0.0.1", "localhost");
+    let both = http_server(vec![json_answer(&[(1, &p.address), (3, &by_name)])]);
+    let one = http_server(vec![json_answer(&[(1, &p.address)])]);
+    let (there, here) = (blocks(8, 1), blocks(8, 5));
+    let cases =
+        [("a", &both, Some(1)), ("b", &both, Some(3)), ("c", &both, Some(3)), ("d", &one, None)];
+    for (seed, (request, url, engine)) in (1..).zip(cases) {
+        let producer = if engine == Some(3) { &q } else { &p };
+        producer.compute(request, seed, &there, 0..32);
+        let fetch = fetch(request, url, &here, 0..32);
+        let fetches = vec![FetchRequest { engine: engine.map(EngineId), ..fetch }];
+        d.apply(&ConnectorMetadata { fetches, ..metadata() });
+        d.fetch();
+        d.assert_fetched(request);
+        d.assert_has(seed, &here, 0..32);
+        producer.hold(request);
+        producer.assert_sent(request);
+    }
+    d.assert_idle();
+}
+
+#[test]
+fn a_bootstrap_server_that_is_of_no_use_is_named_with_what_was_wrong() {
+    let _bounded = bounded();
+    let (_p, d) = two_engines();
+    let endless = format!("HTTP/1.0 200 OK\r\n\r\n{}", " ".repeat(2 << 20));
+    let answers = [
+        (json_answer(&[(7, "a:1"), (8, "b:1")]), None, "2 engines", WireCode::Malformed),
+        (
+            json_answer(&[(7, "a:1")]),
+            Some(1),
+            "none of its 1 engines has the id 000",
+            WireCode::StaleIncarnation,
+        ),
+        ("HTTP/1.0 404 Not Found\r\n\r\n".to_owned(), None, "404", WireCode::Malformed),
+        ("HTTP/1.0 200 OK\r\n\r\n[1]".to_owned(), None, "expected a map", WireCode::Malformed),
+        ("SSH-2.0".to_owned(), None, "SSH-2.0", WireCode::Malformed),
+        (endless, None, "more than 1048576 bytes", WireCode::Closed),
+    ];
+    let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let silent = (format!("http://{}", silent.local_addr().expect("bound")), silent);
+    let servers = answers
+        .into_iter()
+        .map(|(answer, engine, what, code)| (http_server(vec![answer]), engine, what, code));
+    let others = [
+        ("http://127.0.0.1:1".to_owned(), None, "refused", WireCode::Closed),
+        (silent.0.clone(), None, "too long", WireCode::Closed),
+    ];
+    for (url, engine, what, code) in servers.chain(others) {
+        let fetch = fetch("a", &url, &blocks(8, 5), 0..32);
+        let fetches = vec![FetchRequest { engine: engine.map(EngineId), ..fetch }];
+        d.apply(&ConnectorMetadata { fetches, ..metadata() });
+        d.fetch();
+        let (is, why) = d.fetched("a").remove(0);
+        assert!(is == code && why.contains(&url) && why.contains(what), "{is}: {why}");
+    }
+    d.assert_idle();
+}
+
+#[test]
+fn boundaries_at_layers_that_are_never_reported_are_announced_with_the_next_one() {
+    let _bounded = bounded();
+    let (p, d) = two_engines();
+    let (there, here) = (blocks(8, 1), blocks(8, 5));
+    let (producer, worker) = (&p.ranks[0], &p.ranks[0].worker);
+    assert!((0..4).all(|layer| !worker.wants_layer(layer)), "nothing is handed over");
+    d.fetch_request("a", &p.address, &here, 0..32);
+    p.apply(&ConnectorMetadata { computes: vec![compute("a", &there)], ..metadata() });
+    (0..LAYERS).for_each(|layer| producer.fill(1, &there, 0..32, layer));
+    assert_eq!([0, 1, 2, 3].map(|layer| worker.wants_layer(layer)), [true, true, true, false]);
+    // Layers 0 and 2 have no attention.
+    worker.layer_computed(1, None);
+    let until = Instant::now() + Duration::from_secs(20);
+    while !(0..2).all(|layer| d.ranks[0].has(1, &here, 0, layer)) {
+        assert!(Instant::now() < until, "layers 0 and 1 are never fetched");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!([0, 1, 2, 3].map(|layer| worker.wants_layer(layer)), [false, false, true, false]);
+    worker.step_computed(None);
+    d.assert_fetched("a");
+    d.assert_has(1, &here, 0..32);
+}
+
+#[test]
+fn a_closed_worker_half_has_ended_all_fetches_and_its_memory_is_read_by_no_peer() {
+    let _bounded = bounded();
+    let (p, d) = two_engines();
+    d.fetch_request("a", &p.address, &blocks(8, 5), 0..32);
+    p.compute("a", 1, &blocks(8, 1), 0..12);
+    std::thread::scope(|scope| {
+        // Each call returns only when all is over.
+        for _ in 0..2 {
+            scope.spawn(|| {
+                d.ranks[0].worker.close();
+                assert!(!d.ranks[0].memory.is_registered());
+            });
+        }
+    });
+    assert_eq!(d.fetched("a")[0].0, WireCode::Shutdown);
+    d.fetch_request("b", &p.address, &blocks(8, 5), 0..32);
+    assert_eq!(d.fetched("b")[0].0, WireCode::Shutdown);
+    p.ranks[0].worker.close();
+    p.ranks[0].worker.close();
+    assert!(!p.ranks[0].memory.is_registered());
 }
 
 #[test]

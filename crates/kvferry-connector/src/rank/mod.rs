@@ -23,14 +23,14 @@ mod types;
 mod wakeup;
 
 use crate::sync::{lock, wait_while};
-use kvferry::{Agent, Error, Peer};
+use kvferry::{Agent, Error, Peer, Region};
 use kvferry_proto::engine_handshake::OwnEngine;
-use kvferry_proto::handoff::{BlockTable, HandoffId, Limits, ProducerRank, Progress, Refusal};
+use kvferry_proto::handoff::{BlockTable, HandoffId, Limits, Progress, Refusal};
 use kvferry_proto::{Timestamp, WireCode};
 use messages::Handler;
 use state::{Notice, Shared, State};
 use std::sync::{Arc, Mutex, Weak};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 pub(crate) use types::RankObserver;
 pub use types::{Event, RankError, ReadMapper, ReadPart, ReadRequest, SideData, Source};
@@ -38,7 +38,9 @@ pub use types::{Event, RankError, ReadMapper, ReadPart, ReadRequest, SideData, S
 /// One rank's handoffs. Dropping it ends them all.
 pub struct Rank {
     shared: Arc<Shared>,
+    /// Locked until it is joined.
     thread: Mutex<Option<JoinHandle<()>>>,
+    thread_id: ThreadId,
     /// The process that the thread is in. A fork of it has neither the thread nor a usable lock.
     process: u32,
 }
@@ -70,8 +72,16 @@ impl Rank {
         let runner = Arc::clone(&shared);
         let thread = kvferry_sys::thread::spawn("kvferry-handoff".into(), move || runner.run())
             .map_err(RankError::Thread)?;
-        let thread = Mutex::new(Some(thread));
-        Ok(Self { shared, thread, process: std::process::id() })
+        let (thread_id, thread) = (thread.thread().id(), Mutex::new(Some(thread)));
+        Ok(Self { shared, thread, thread_id, process: std::process::id() })
+    }
+
+    /// Says that a request has arrived at this engine and will be offered; it may wait in a queue.
+    ///
+    /// # Errors
+    /// As [`Rank::offer`].
+    pub fn expect(&self, id: &HandoffId) -> Result<(), RankError> {
+        self.change(|state, now| state.producer.expect(id, now))
     }
 
     /// Offers a request's KV before any of it is ready. Its blocks must not be reused until
@@ -155,14 +165,19 @@ impl Rank {
         mapper: Box<dyn ReadMapper>,
     ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let ranks = from.iter().map(|&(ref peer, readers)| {
-                let (peer, connected) = state.peers.place(peer);
-                ProducerRank { peer, readers, connected }
-            });
-            let ranks: Vec<_> = ranks.collect();
+            let ranks = state.producer_ranks(from);
             state.consumer.want(id, &ranks, budget, now)?;
             state.mappers.insert(id.clone(), mapper);
             Ok(())
+        })
+    }
+
+    /// Asks for a request's KV that will be fetched or freed later: it waits in this engine's queue.
+    /// Never blocks. There is no event of its end.
+    pub(crate) fn claim_from(&self, id: &HandoffId, from: &[(Peer, u32)]) -> Result<(), RankError> {
+        self.change(|state, now| {
+            let ranks = state.producer_ranks(from);
+            state.consumer.claim(id, &ranks, now)
         })
     }
 
@@ -197,7 +212,7 @@ impl Rank {
         })
     }
 
-    /// Ends a fetch. Its blocks are free when [`Event::Consumed`] says so.
+    /// Ends a fetch or a claim. The blocks of a fetch are free when [`Event::Consumed`] says so.
     ///
     /// # Errors
     /// [`Refusal::Unknown`] if it has ended already.
@@ -267,19 +282,27 @@ impl Rank {
     }
 
     /// Ends everything. Nothing is read any more when this returns, unless the observer calls it.
-    pub(crate) fn close(&self) {
-        if std::process::id() != self.process {
-            return;
+    /// False in a fork, where there is nothing to end.
+    pub(crate) fn close(&self) -> bool {
+        if self.check_process().is_err() {
+            return false;
         }
         self.shared.lock().closed = true;
         self.shared.wakeup.wake();
         self.shared.arrived.notify_all();
-        if let Some(thread) = lock(&self.thread).take()
-            && thread.thread().id() != std::thread::current().id()
+        if std::thread::current().id() != self.thread_id
+            && let thread = &mut *lock(&self.thread)
+            && let Some(thread) = thread.take()
         {
             // It panics only on a broken invariant, and the panic has been reported.
             drop(thread.join());
         }
+        true
+    }
+
+    /// Takes memory away from peers. Nothing reads or writes it when this returns.
+    pub(crate) fn unregister(&self, regions: &[Region]) -> kvferry::Result<()> {
+        self.shared.agent.unregister_batch(regions)
     }
 
     /// Changes the machines under the lock, then wakes the thread.

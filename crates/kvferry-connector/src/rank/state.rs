@@ -5,11 +5,13 @@ use super::types::{Event, RankObserver, ReadMapper, ReadPart};
 use super::wakeup::Wakeup;
 use crate::clock::now;
 use crate::sync::lock;
-use kvferry::{Agent, Channel, Transfer};
+use kvferry::{Agent, Channel, Peer, Transfer};
 use kvferry_proto::engine_handshake::{
     EngineHandshakeMessage as HandshakeMessage, EngineHandshakes as Handshakes, Failure, Pairing,
 };
-use kvferry_proto::handoff::{Consumer, HandoffId, Limits, Outcome, PeerId, Producer, ReadId};
+use kvferry_proto::handoff::{
+    Consumer, HandoffId, Limits, Outcome, PeerId, Producer, ProducerRank, ReadId,
+};
 use kvferry_proto::{Incarnation, Timestamp};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
@@ -130,6 +132,15 @@ impl State {
             self.consumer.met(supplier, now);
             self.handshakes.met(supplier);
         }
+    }
+
+    /// Producer ranks, each with its number of readers, as the machine knows them.
+    pub(super) fn producer_ranks(&mut self, from: &[(Peer, u32)]) -> Vec<ProducerRank> {
+        let rank = |&(ref peer, readers): &(Peer, u32)| {
+            let (peer, connected) = self.peers.place(peer);
+            ProducerRank { peer, readers, connected }
+        };
+        from.iter().map(rank).collect()
     }
 
     /// Whether to try a read again that lost its stream.

@@ -1,11 +1,12 @@
 //! The worker half of a consumer.
 
-use super::names::{LOOKUPS_MAX, is_literal};
+use super::bootstrap;
+use super::names::{Found, LOOKUPS_MAX, is_literal};
 use super::producer_engine::{FetchMapper, ProducerEngine};
 use super::state::{Action, Inner, PendingAction, Stage, State};
 use crate::clock::now;
 use crate::codes::code_of;
-use crate::metadata::{Cancel, FetchRequest, Free, RequestOutcome};
+use crate::metadata::{Cancel, Claim, FetchRequest, Free, RequestOutcome};
 use crate::quorum::bounded;
 use crate::rank::{RankError, SideData};
 use kvferry::Peer;
@@ -18,7 +19,15 @@ use std::sync::{Arc, Weak};
 impl Inner {
     /// Runs an action at a producing engine. Learns the engine and looks its names up first, if it must.
     /// On the rank's thread.
-    pub(super) fn run(&self, state: &mut State, pending: PendingAction) {
+    pub(super) fn run(&self, state: &mut State, mut pending: PendingAction) {
+        let (address, id) = (pending.action.address(), pending.action.engine());
+        if bootstrap::is_url(address) {
+            let Some(behind) = state.names.engine(address, id) else {
+                let names = vec![address.to_owned()];
+                return self.look_up(state, pending, names);
+            };
+            pending.action.set_address(behind.clone());
+        }
         let address = pending.action.address();
         let engine = state.engines.get(address, pending.action.engine());
         let mut names = match &engine {
@@ -68,7 +77,7 @@ impl Inner {
         let thread = {
             let engine = engine.clone();
             kvferry_sys::thread::spawn("kvferry-lookup".into(), move || {
-                let find = |name: String| {
+                let find_peer = |name: String| {
                     if now() >= deadline {
                         let detail = format!("looking up {name} took too long");
                         return Err(failure(WireCode::Deadline, detail));
@@ -76,7 +85,13 @@ impl Inner {
                     let peer = look_up(&name).map_err(|e| failure_of(&RankError::Agent(e)))?;
                     Ok((name, peer))
                 };
-                let found = names.into_iter().map(find).collect();
+                let found = if bootstrap::is_url(&engine) {
+                    let found = bootstrap::query(&engine).map(Found::Engines);
+                    found.map_err(|(code, detail)| failure(code, detail))
+                } else {
+                    let found = names.into_iter().map(find_peer).collect();
+                    Result::map(found, Found::Peers)
+                };
                 if let Some(inner) = me.upgrade() {
                     inner.looked_up(&engine, found);
                 }
@@ -90,22 +105,38 @@ impl Inner {
         }
     }
 
-    fn looked_up(&self, engine: &str, found: Result<Vec<(String, Peer)>, Failure>) {
+    fn looked_up(&self, address: &str, found: Result<Found, Failure>) {
         let mut state = self.lock();
-        let waiting = state.names.take(engine);
-        match found {
-            Ok(names) => {
+        let waiting = state.names.take(address);
+        let engines = match found {
+            Ok(Found::Peers(names)) => {
                 state.names.learn(names);
                 state.pending.extend(waiting);
                 drop(state);
-                self.rank().call_observer();
+                return self.rank().call_observer();
             }
-            Err(failure) => {
-                for pending in waiting {
-                    self.fail(&mut state, pending.action, &failure);
+            Ok(Found::Engines(engines)) => Ok(engines),
+            Err(failure) => Err(failure),
+        };
+        for mut pending in waiting {
+            let id = pending.action.engine();
+            let pick = |engines: &bootstrap::Engines| match engines.pick(address, id) {
+                Ok(found) => Ok(found.to_owned()),
+                Err((code, detail)) => Err(failure(code, detail)),
+            };
+            match engines.as_ref().map_err(Failure::clone).and_then(pick) {
+                Ok(found) => {
+                    if let Some(id) = id {
+                        state.names.learn_engine(address.to_owned(), id, found.clone());
+                    }
+                    pending.action.set_address(found);
+                    state.pending.push(pending);
                 }
+                Err(failure) => self.fail(&mut state, pending.action, &failure),
             }
         }
+        drop(state);
+        self.rank().call_observer();
     }
 
     pub(super) fn engine_learned(&self, ticket: u64, result: Result<Arc<Pairing>, Failure>) {
@@ -159,6 +190,12 @@ impl Inner {
         let peers: Vec<_> = sources.iter().map(|(peer, _)| peer.clone()).collect();
         let fetch = match pending.action {
             Action::Fetch(fetch) => fetch,
+            Action::Claim(Claim { transfer, .. }) => {
+                if let Err(error) = self.rank().claim_from(&transfer, &sources) {
+                    tracing::debug!(%transfer, %error, "a handoff can't be claimed");
+                }
+                return;
+            }
             Action::Free(Free { transfer, code, .. }) => {
                 if let Err(error) = self.rank().free_at(&transfer, &peers, code, "") {
                     tracing::debug!(%transfer, %error, "a handoff can't be freed");
@@ -196,6 +233,11 @@ impl Inner {
         let Failure { code, detail, addresses } = failure;
         let fetch = match action {
             Action::Fetch(fetch) => fetch,
+            Action::Claim(Claim { transfer, .. }) => {
+                // The fetch that follows tries again.
+                tracing::debug!(%transfer, %code, detail, "a handoff can't be claimed");
+                return;
+            }
             Action::Free(Free { transfer, .. }) => {
                 // The producer's offer ends by its timer.
                 tracing::debug!(%transfer, %code, "a handoff can't be freed");
@@ -210,9 +252,12 @@ impl Inner {
         let share = addresses.iter().skip(self.config.rank).step_by(state.ranks.unwrap_or(1));
         let share = share.filter(|address| is_literal(address));
         let peers: Vec<_> = share.filter_map(|it| self.peer(state, it).ok()).collect();
-        if !peers.is_empty()
-            && let Err(error) = self.rank().free_at(&transfer, &peers, *code, detail)
-        {
+        let told = match peers.is_empty() {
+            // There may be a claim.
+            true => self.rank().cancel(&transfer, *code, detail),
+            false => self.rank().free_at(&transfer, &peers, *code, detail),
+        };
+        if let Err(error) = told {
             tracing::debug!(%transfer, %error, "the producer can't be told of a failed fetch");
         }
         let detail = format!("{detail} (producer {address})");
@@ -226,6 +271,19 @@ impl Inner {
         self.observe(|observer| observer.received(&request, code, &detail));
         state.fetched.push(RequestOutcome { request, code, detail, side_data });
         self.arrived.notify_all();
+    }
+
+    /// Reports all fetches as failed: this half is closed.
+    pub(super) fn end_fetches(&self, state: &mut State) {
+        state.pending.clear();
+        state.learning.clear();
+        state.names.waiting.clear();
+        state.fetched_for.clear();
+        let requests: Vec<_> = state.fetches.keys().cloned().collect();
+        for request in requests {
+            let detail = "this rank's connector was closed".to_owned();
+            self.fetched(state, request, failure(WireCode::Shutdown, detail), Vec::new());
+        }
     }
 
     pub(super) fn cancel(&self, state: &mut State, cancel: Cancel) {

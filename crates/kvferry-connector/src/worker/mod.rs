@@ -7,10 +7,11 @@
 //! |---|---|
 //! | `kvferry-handoff`, of the [`Rank`] | learns producing engines, begins fetches, handles their ends |
 //! | `kvferry-events` | waits for events of the device |
-//! | `kvferry-lookup`, one per address, short-lived | looks host names up |
+//! | `kvferry-lookup`, one per address, short-lived | looks host names up, asks bootstrap servers |
 //!
 //! Locks are taken in this order: the worker's state, a produced request, the rank.
 
+mod bootstrap;
 mod consumer;
 mod engines;
 mod events;
@@ -75,7 +76,8 @@ impl Worker {
         config: WorkerConfig,
         look_up: LookUp,
     ) -> Result<Self, WorkerError> {
-        let metadata = RankMetadata::new(agent.advertised().to_owned(), layout.clone(), regions)?;
+        let (address, model) = (agent.advertised().to_owned(), config.model.clone());
+        let metadata = RankMetadata::new(address, model, layout.clone(), regions)?;
         let limits = config.limits.clone();
         let inner = Arc::new_cyclic(|me: &Weak<Inner>| Inner {
             me: Weak::clone(me),
@@ -110,15 +112,21 @@ impl Worker {
     ///
     /// # Errors
     /// [`WorkerError::Metadata`]; [`WorkerError::Engine`] and [`WorkerError::Misuse`] for the metadata
-    /// that describe the engine.
+    /// that describe the engine, after the rest has been carried out.
     pub fn apply(&self, metadata: &[u8]) -> Result<(), WorkerError> {
         let ConnectorMetadata {
-            engine, restarts, endings, computes, fetches, frees, cancels, ..
+            engine,
+            restarts,
+            endings,
+            computes,
+            expects,
+            claims,
+            fetches,
+            frees,
+            cancels,
         } = ConnectorMetadata::decode(metadata)?;
         let inner = &self.inner;
-        if let Some(engine) = engine {
-            inner.set_own_engine(engine)?;
-        }
+        let engine = engine.map_or(Ok(()), |engine| inner.set_own_engine(engine));
         let mut state = inner.lock();
         for request in &restarts {
             if let Some((_, produced)) = state.produced.get(request) {
@@ -128,18 +136,23 @@ impl Worker {
         for ending in endings {
             inner.end(&mut state, ending);
         }
-        state.step = None;
+        (state.step, state.announced) = (None, 0);
         state.parts.clear();
         for compute in computes {
             inner.compute(&mut state, compute);
         }
+        for expect in &expects {
+            inner.expect(expect);
+        }
+        let claims = claims.into_iter().map(Action::Claim);
         let fetches = fetches.into_iter().map(Action::Fetch);
-        state.requested.extend(fetches.chain(frees.into_iter().map(Action::Free)));
+        let frees = frees.into_iter().map(Action::Free);
+        state.requested.extend(claims.chain(fetches).chain(frees));
         state.cancels.extend(cancels);
-        Ok(())
+        engine
     }
 
-    /// Begins the fetches of the step's metadata. The blocks of their requests belong to this half
+    /// Begins the claims and fetches of the step's metadata. The blocks of their requests belong to this half
     /// until they are reported as received.
     pub fn fetch(&self) {
         let inner = &self.inner;
@@ -151,11 +164,14 @@ impl Worker {
                 let before = state.fetches.insert(fetch.request.clone(), Stage::Pending);
                 debug_assert!(before.is_none(), "a request is fetched once");
             }
-            let deadline = now() + action.budget();
+            let deadline = now() + action.budget(&inner.config.limits);
             state.pending.push(PendingAction { deadline, action });
         }
         for cancel in std::mem::take(&mut state.cancels) {
             inner.cancel(&mut state, cancel);
+        }
+        if state.closed {
+            inner.end_fetches(&mut state);
         }
         drop(state);
         if is_busy {
@@ -163,20 +179,30 @@ impl Worker {
         }
     }
 
+    /// Whether [`Worker::layer_computed`] would announce anything at the end of this layer. If not, an
+    /// engine need neither record an event nor make that call.
+    pub fn wants_layer(&self, layer: usize) -> bool {
+        let inner = &self.inner;
+        let Announce::Layers { pieces } = inner.config.announce else { return false };
+        let layers = inner.memory.layout.layers().len();
+        let pieces = (pieces as usize).clamp(1, layers);
+        let state = inner.lock();
+        let is_busy = state.step.is_some() || !state.parts.is_empty();
+        // `step_computed` announces the last piece.
+        let ends_piece = (layer + 1) * pieces / layers > state.announced * pieces / layers;
+        is_busy && layer + 1 < layers && ends_piece
+    }
+
     /// A layer of the step was launched, numbered as in the rank's layout; `computed` tells when it is
-    /// done, `None` if it is. In the order of the layers.
+    /// done, `None` if it is. In the order of the layers. Layers may be left out: what ends with them
+    /// is announced with the next one, and the last with [`Worker::step_computed`].
     pub fn layer_computed(&self, layer: usize, computed: Option<Box<dyn ComputeEvent>>) {
         let inner = &self.inner;
-        let Announce::Layers { pieces } = inner.config.announce else { return };
-        let layers = inner.memory.layout.layers().len();
-        let (done, pieces) = (layer + 1, (pieces as usize).clamp(1, layers));
-        // `step_computed` announces the last piece.
-        let ends_piece = done * pieces / layers > layer * pieces / layers;
-        if done >= layers || !ends_piece {
-            return;
-        }
-        if let Some(parts) = inner.step() {
-            inner.run_job(computed, Job::Layers(parts, done as u32));
+        if self.wants_layer(layer)
+            && let Some(parts) = inner.step()
+        {
+            inner.lock().announced = layer + 1;
+            inner.run_job(computed, Job::Layers(parts, layer as u32 + 1));
         }
     }
 
@@ -218,6 +244,25 @@ impl Worker {
         drop(self.inner.observer.set(observer));
     }
 
+    /// Ends everything, and unregisters the regions: nothing reads or writes KV memory when this
+    /// returns. It takes at most the agent's silence limit. Fetches that are under way, and later ones,
+    /// are reported as failed. May be called again; dropping the half calls it.
+    pub fn close(&self) {
+        let inner = &self.inner;
+        inner.queue.close();
+        if !inner.rank().close() {
+            return;
+        }
+        if let Err(error) = inner.rank().unregister(&inner.memory.regions())
+            && error.kind() != kvferry::ErrorKind::NotRegistered
+        {
+            tracing::error!(%error, "KV memory can't be taken away from a peer");
+        }
+        let mut state = inner.lock();
+        state.closed = true;
+        inner.end_fetches(&mut state);
+    }
+
     /// Counts of what is kept, by name. All but tombstones, known engines and connected peers are zero
     /// when nothing is under way.
     pub fn gauges(&self) -> Vec<(&'static str, usize)> {
@@ -239,8 +284,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.inner.queue.close();
-        self.inner.rank().close();
+        self.close();
     }
 }
 
@@ -256,6 +300,7 @@ impl Inner {
             id: engine.id,
             rank,
             topology: Arc::new(topology),
+            model: ranks[0].model.clone(),
             addresses: ranks.into_iter().map(|rank| rank.address).collect(),
             cards: engine.ranks.into_iter().map(serde_bytes::ByteBuf::into_vec).collect(),
         };

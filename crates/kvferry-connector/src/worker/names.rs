@@ -1,8 +1,10 @@
-//! Host names of producing engines. Looking one up blocks, so it happens on a thread of its own; what
-//! needs the name waits here.
+//! Host names and bootstrap servers of producing engines. Looking one up blocks, so it happens on a
+//! thread of its own; what needs the name waits here.
 
+use super::bootstrap;
 use super::state::PendingAction;
 use kvferry::Peer;
+use kvferry_proto::engine_handshake::EngineId;
 use rustc_hash::FxHashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -13,6 +15,13 @@ pub(super) const LOOKUPS_MAX: usize = 32;
 /// Names that are kept at most.
 const NAMES_MAX: usize = 1024;
 
+/// What a lookup found.
+pub(super) enum Found {
+    Peers(Vec<(String, Peer)>),
+    /// The engines behind a bootstrap server.
+    Engines(bootstrap::Engines),
+}
+
 /// Finds a peer by its `host:port`. Blocks while it looks a name up.
 pub(super) type LookUp = Arc<dyn Fn(&str) -> kvferry::Result<Peer> + Send + Sync>;
 
@@ -20,6 +29,9 @@ pub(super) type LookUp = Arc<dyn Fn(&str) -> kvferry::Result<Peer> + Send + Sync
 #[derive(Default)]
 pub(super) struct Names {
     pub(super) known: FxHashMap<String, Peer>,
+    /// Engines behind bootstrap servers: by the server's address and the engine's id, `host:port` of an
+    /// agent. A restarted engine has another id.
+    engines: FxHashMap<(String, EngineId), String>,
     /// By the address of the engine that it is for.
     pub(super) waiting: FxHashMap<String, Vec<PendingAction>>,
 }
@@ -55,9 +67,22 @@ impl Names {
         self.known.extend(names);
     }
 
+    /// The address of an engine behind a bootstrap server.
+    pub(super) fn engine(&self, url: &str, engine: Option<EngineId>) -> Option<&String> {
+        self.engines.get(&(url.to_owned(), engine?))
+    }
+
+    pub(super) fn learn_engine(&mut self, url: String, engine: EngineId, address: String) {
+        if self.engines.len() >= NAMES_MAX {
+            self.engines.clear();
+        }
+        self.engines.insert((url, engine), address);
+    }
+
     /// Has a name looked up again when it is needed next: its host may have moved.
     pub(super) fn forget(&mut self, name: &str) {
         self.known.remove(name);
+        self.engines.retain(|_, address| address != name);
     }
 }
 

@@ -3,7 +3,7 @@
 use super::events::Job;
 use super::request::{Part, ProducedRequest};
 use super::state::{Inner, State};
-use crate::metadata::{Compute, Ending, EndingKind, RequestOutcome};
+use crate::metadata::{Compute, Ending, EndingKind, Expect, RequestOutcome};
 use crate::rank::RankError;
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::{HandoffId, Outcome};
@@ -17,6 +17,14 @@ impl Inner {
             state.step = Some(std::mem::take(&mut state.parts).into());
         }
         state.step.clone()
+    }
+
+    /// A request has arrived that will be offered.
+    pub(super) fn expect(&self, Expect { request, transfer }: &Expect) {
+        if let Err(error) = self.rank().expect(transfer) {
+            // The offer is refused, too, and that is reported.
+            tracing::debug!(request, %transfer, %error, "a handoff can't be expected");
+        }
     }
 
     pub(super) fn compute(&self, state: &mut State, compute: Compute) {
@@ -63,7 +71,10 @@ impl Inner {
                 }
             }
             // It was never offered here. The scheduler half did not know that yet.
-            (EndingKind::Held { .. }, None) => self.sent(state, request),
+            (EndingKind::Held { .. }, None) => {
+                ProducedRequest::new(transfer).hold(self.rank());
+                self.sent(state, request);
+            }
         }
     }
 

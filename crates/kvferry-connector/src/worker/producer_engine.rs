@@ -43,6 +43,10 @@ impl Memory {
         Self { layout, regions: regions.iter().map(|it| (it.id(), it.clone())).collect() }
     }
 
+    pub(super) fn regions(&self) -> Vec<Region> {
+        self.regions.values().cloned().collect()
+    }
+
     fn is_state(&self, layer: &str) -> bool {
         let layer = self.layout.layers().iter().find(|it| it.name == layer);
         layer.is_some_and(|layer| self.layout.groups()[layer.group].kind == Kind::State)

@@ -6,13 +6,13 @@ use super::names::{LookUp, Names};
 use super::producer_engine::Memory;
 use super::request::{Part, ProducedRequest};
 use super::types::{ComputeEvent, WorkerConfig, WorkerObserver};
-use crate::metadata::{Cancel, FetchRequest, Free, RequestOutcome};
+use crate::metadata::{Cancel, Claim, FetchRequest, Free, RequestOutcome};
 use crate::rank::Rank;
 use crate::sync::lock;
 use kvferry_proto::Timestamp;
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::EngineId;
-use kvferry_proto::handoff::HandoffId;
+use kvferry_proto::handoff::{HandoffId, Limits};
 use rustc_hash::FxHashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
@@ -52,9 +52,12 @@ pub(super) struct State {
     /// What the current step computes: `parts` until the engine reports its first layer.
     pub(super) parts: Vec<Part>,
     pub(super) step: Option<Arc<[Part]>>,
+    /// Layers of the current step that were announced.
+    pub(super) announced: usize,
     pub(super) sent: Vec<String>,
     pub(super) fetched: Vec<RequestOutcome>,
     pub(super) lost: Vec<RequestOutcome>,
+    pub(super) closed: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -72,6 +75,7 @@ pub(super) struct PendingAction {
 }
 
 pub(super) enum Action {
+    Claim(Claim),
     Fetch(FetchRequest),
     Free(Free),
 }
@@ -129,13 +133,16 @@ impl Action {
 
     pub(super) const fn engine(&self) -> Option<EngineId> {
         match self {
+            Self::Claim(claim) => claim.engine,
             Self::Fetch(fetch) => fetch.engine,
             Self::Free(free) => free.engine,
         }
     }
 
-    pub(super) const fn budget(&self) -> Duration {
+    pub(super) const fn budget(&self, limits: &Limits) -> Duration {
         Duration::from_millis(match self {
+            // Its engine must be found in this time; from then on the claim has its own.
+            Self::Claim(_) => return limits.rendezvous,
             Self::Fetch(fetch) => fetch.budget_ms as u64,
             Self::Free(free) => free.budget_ms as u64,
         })
@@ -143,8 +150,18 @@ impl Action {
 
     pub(super) fn address(&self) -> &str {
         match self {
+            Self::Claim(claim) => &claim.address,
             Self::Fetch(fetch) => &fetch.address,
             Self::Free(free) => &free.address,
+        }
+    }
+
+    /// Replaces the address of a bootstrap server by that of an agent.
+    pub(super) fn set_address(&mut self, address: String) {
+        match self {
+            Self::Claim(claim) => claim.address = address,
+            Self::Fetch(fetch) => fetch.address = address,
+            Self::Free(free) => free.address = address,
         }
     }
 }
