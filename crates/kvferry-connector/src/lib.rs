@@ -53,7 +53,7 @@ pub use rank::{Event, Rank, RankError, ReadMapper, ReadPart, ReadRequest, SideDa
 pub use rank_metadata::{RankMetadata, RankMetadataError};
 pub use scheduler::{
     FinishReason, Finished, GroupRule, Match, Refused, Request, Scheduled, Scheduler,
-    SchedulerConfig,
+    SchedulerConfig, Stats,
 };
 pub use worker::{
     Announce, ComputeEvent, Reports, Worker, WorkerConfig, WorkerError, WorkerObserver,

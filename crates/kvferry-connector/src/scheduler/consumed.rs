@@ -1,6 +1,6 @@
 //! Requests that fetch their KV from another engine.
 
-use super::Match;
+use super::{Match, Stats};
 use crate::metadata::{Cancel, Claim, ConnectorMetadata, FetchRequest, Free, RequestOutcome};
 use crate::params::ConsumerParams;
 use crate::quorum::{Counted, Quorum};
@@ -20,12 +20,15 @@ pub(super) struct Consumed {
     pub(super) fetching: usize,
     budget_ms: u32,
     pub(super) outcomes: Vec<(WireCode, u64)>,
+    pub(super) stats: Stats,
 }
 
 #[derive(Debug)]
 pub(super) struct Request {
     from: ConsumerParams,
     stage: Stage,
+    /// How many tokens are fetched.
+    tokens: u32,
     ended: bool,
     side_data: Vec<Vec<u8>>,
 }
@@ -72,6 +75,7 @@ impl Consumed {
             fetching: 0,
             budget_ms,
             outcomes: Vec::new(),
+            stats: Stats::default(),
         }
     }
 
@@ -83,7 +87,8 @@ impl Consumed {
         if handoff.requests.len() == 1 {
             self.claiming.push(request.to_owned());
         }
-        let new = Request { from, stage: Stage::Open, ended: false, side_data: Vec::new() };
+        let (stage, side_data) = (Stage::Open, Vec::new());
+        let new = Request { from, stage, tokens: 0, ended: false, side_data };
         self.requests.insert(request.to_owned(), new);
     }
 
@@ -145,6 +150,7 @@ impl Consumed {
             handoff.open -= 1;
         }
         known.stage = Stage::Fetching { cancelled: false };
+        known.tokens = tokens.1.saturating_sub(tokens.0);
         self.fetching += 1;
         self.quorum.open(request);
         let ConsumerParams { transfer, address, engine, .. } = known.from.clone();
@@ -195,6 +201,7 @@ impl Consumed {
                 if !known.ended {
                     known.side_data = side_data;
                 }
+                self.stats.count_fetch(code, known.tokens);
                 self.count(code);
             }
             Counted::Unknown | Counted::Again | Counted::Waiting => {
@@ -215,6 +222,15 @@ impl Consumed {
         self.quorum.forget(request);
         if known.ended {
             self.remove(request);
+        }
+    }
+
+    /// Cancels all running fetches.
+    pub(super) fn reset(&mut self, detail: &str, metadata: &mut ConnectorMetadata) {
+        for (request, known) in &mut self.requests {
+            if let Stage::Fetching { .. } = known.stage {
+                known.cancel(request, WireCode::Cancelled, detail, metadata);
+            }
         }
     }
 
@@ -244,6 +260,7 @@ impl Consumed {
         handoff.open -= 1;
         if handoff.open == 0 && handoff.state == HandoffState::Open {
             handoff.state = HandoffState::Taken;
+            self.stats.freed += 1;
             let (transfer, address, budget_ms) =
                 (transfer.clone(), address.clone(), self.budget_ms);
             metadata.frees.push(Free { transfer, address, engine: *engine, code, budget_ms });

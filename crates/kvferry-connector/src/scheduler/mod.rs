@@ -26,6 +26,7 @@
 mod consumed;
 mod produced;
 mod refused;
+mod stats;
 
 use crate::metadata::{ConnectorMetadata, EngineError, EngineMetadata, Notes};
 use crate::params::{ConsumerParams, Params, Role};
@@ -40,6 +41,7 @@ pub use refused::Refused;
 use refused::{Refusal, Refusals};
 use serde_bytes::ByteBuf;
 use serde_json::json;
+pub use stats::Stats;
 use std::time::Duration;
 
 /// Settings of a scheduler half.
@@ -375,6 +377,22 @@ impl Scheduler {
     /// code of the first failure.
     pub fn outcomes(&self) -> &[(WireCode, u64)] {
         &self.consumed.outcomes
+    }
+
+    /// The engine drops its cache, since its weights have changed, for example. Withdraws all offers,
+    /// complete or not, and cancels all running fetches. Blocks are held and requests awaited as before.
+    pub fn reset_cache(&mut self) {
+        let detail = "the engine has dropped its cache";
+        self.produced.reset(detail, &mut self.metadata);
+        self.consumed.reset(detail, &mut self.metadata);
+    }
+
+    /// Takes what was counted since the last call.
+    pub fn take_stats(&mut self) -> Stats {
+        let mut stats = std::mem::take(&mut self.produced.stats);
+        stats.add(&std::mem::take(&mut self.consumed.stats));
+        stats.add(&std::mem::take(&mut self.refused.stats));
+        stats
     }
 
     /// Counts of requests that got no handoff, by reason.

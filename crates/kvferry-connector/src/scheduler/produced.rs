@@ -1,6 +1,6 @@
 //! Requests whose KV this engine hands over.
 
-use super::{FinishReason, GroupRule, Scheduled};
+use super::{FinishReason, GroupRule, Scheduled, Stats};
 use crate::metadata::{Compute, ConnectorMetadata, Ending, EndingKind, Expect, Offer};
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::{BlockTable, HandoffId, NULL_BLOCK};
@@ -17,6 +17,7 @@ pub(super) struct Produced {
     arrived: Vec<String>,
     /// How many requests are held.
     pub(super) held: usize,
+    pub(super) stats: Stats,
 }
 
 #[derive(Debug)]
@@ -132,6 +133,7 @@ impl Produced {
             return;
         }
         if request.is_overwritten(&scheduled, groups) {
+            self.stats.count_withdrawal(WireCode::Unsupported);
             request.withdraw(
                 scheduled.request,
                 WireCode::Unsupported,
@@ -184,15 +186,27 @@ impl Produced {
                 let transfer = known.transfer.clone();
                 let (request, how) = (request.to_owned(), EndingKind::Held { side_data });
                 metadata.endings.push(Ending { request, transfer: transfer.clone(), how });
+                self.stats.offered += 1;
+                self.stats.offered_tokens += u64::from(known.tokens);
                 End::Offered(transfer, known.tokens)
             }
             (Stage::Open, Some((code, detail))) => {
                 // A consumer may be reading until all ranks have withdrawn it.
                 let held = known.offered;
+                self.stats.count_withdrawal(code);
                 known.withdraw(request, code, &detail, held, metadata);
                 if held { End::Withdrawn } else { End::Free }
             }
-            (Stage::Withdrawn, _) => End::Free,
+            // The worker halves may not know it yet: a reset withdraws between steps.
+            (Stage::Withdrawn, _) => {
+                match metadata.endings.iter_mut().find(|it| it.request == request) {
+                    Some(Ending { how: EndingKind::Withdrawn { held, .. }, .. }) => {
+                        *held = true;
+                        End::Withdrawn
+                    }
+                    _ => End::Free,
+                }
+            }
         };
         if end == End::Free {
             self.remove(request);
@@ -201,6 +215,20 @@ impl Produced {
             self.held += 1;
         }
         end
+    }
+
+    /// Withdraws every offer, complete or not. Held requests stay held until all ranks have done so.
+    pub(super) fn reset(&mut self, detail: &str, metadata: &mut ConnectorMetadata) {
+        for (request, known) in &mut self.requests {
+            let stage = known.stage;
+            if stage == Stage::Held || stage == Stage::Open && known.offered {
+                self.stats.count_withdrawal(WireCode::Revoked);
+                known.withdraw(request, WireCode::Revoked, detail, false, metadata);
+            }
+            if stage == Stage::Held {
+                known.stage = stage;
+            }
+        }
     }
 
     /// No consumer reads the blocks of a held request any more.

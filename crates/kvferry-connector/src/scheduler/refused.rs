@@ -1,5 +1,6 @@
 //! Requests that get no handoff.
 
+use super::Stats;
 use crate::params::ParamsError;
 use crate::prompt::Unidentified;
 use rustc_hash::FxHashSet;
@@ -63,12 +64,14 @@ impl From<Unidentified> for Refusal {
 pub(super) struct Refusals {
     live: FxHashSet<String>,
     counts: Vec<(Refused, u64)>,
+    pub(super) stats: Stats,
 }
 
 impl Refusals {
     pub(super) fn add(&mut self, request: &str, refusal: &Refusal) {
         let Refusal { reason, detail } = refusal;
         self.live.insert(request.to_owned());
+        self.stats.count_refusal(*reason);
         let at = self.counts.iter().position(|(other, _)| other == reason);
         let at = at.unwrap_or_else(|| {
             self.counts.push((*reason, 0));

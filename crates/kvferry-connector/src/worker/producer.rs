@@ -60,7 +60,7 @@ impl Inner {
                 produced.withdraw(self.rank(), code, &detail);
                 if held {
                     self.sent(state, request);
-                } else {
+                } else if !produced.is_held() {
                     state.forget(&request);
                 }
             }

@@ -152,6 +152,11 @@ impl ProducedRequest {
         inner.ended.is_some() || !inner.offered
     }
 
+    /// Whether its end is reported once it has ended.
+    pub(super) fn is_held(&self) -> bool {
+        self.lock().held
+    }
+
     /// Its handoff has ended. True if the request is held.
     pub(super) fn ended(&self, outcome: Outcome) -> bool {
         let mut inner = self.lock();

@@ -8,7 +8,7 @@ use kvferry::{Access, Incarnation, RemoteRegion};
 use kvferry_connector::{
     BlockTable, Cancel, Claim, ConnectorMetadata, ConsumerParams, EndingKind, EngineError, Expect,
     FetchRequest, FinishReason, Finished, Free, GroupRule, Match, Model, NULL_BLOCK, Notes, Offer,
-    Params, PromptId, RankMetadata, Refused, Request, Role, Scheduler, SchedulerConfig,
+    Params, PromptId, RankMetadata, Refused, Request, Role, Scheduler, SchedulerConfig, Stats,
     producer_params,
 };
 use kvferry_models::engines::layout_of_rank;
@@ -767,6 +767,79 @@ fn refusals_are_counted_by_reason() {
     let counts =
         [(Refused::ForeignProducer, 2), (Refused::InvalidParams, 1), (Refused::Duplicate, 1)];
     assert_eq!(it.refusals(), counts);
+}
+
+#[test]
+fn a_reset_withdraws_all_offers_and_cancels_all_fetches() {
+    let mut it = scheduler(&[FULL], true);
+    let [held, running, waiting] = ["x", "y", "z"].map(produces);
+    let consumed = consumes("w");
+    it.arrived(&request("waiting", 8, &waiting));
+    it.arrived(&request("held", 8, &held));
+    it.arrived(&request("running", 8, &running));
+    it.allocated(&request("fetched", 10, &consumed), 0, 10, &[vec![4, 5, 6]]);
+    step(&mut it, [first("held", 8, &[&[1, 2]]), first("running", 4, &[&[3]])], &[]);
+    assert!(it.finished(&request("held", 8, &held), FinishReason::Length, None, None).held);
+    empty_step(&mut it);
+
+    it.reset_cache();
+    // It ends before the worker halves know.
+    assert!(it.finished(&request("running", 8, &running), FinishReason::Abort, None, None).held);
+    let metadata = empty_step(&mut it);
+    let mut endings = metadata.endings;
+    endings.sort_by(|a, b| a.request.cmp(&b.request));
+    for (ending, (request, is_held)) in endings.iter().zip([("held", false), ("running", true)]) {
+        let EndingKind::Withdrawn { code, held, .. } = ending.how else { panic!("{ending:?}") };
+        assert_eq!((&ending.request[..], code, held), (request, WireCode::Revoked, is_held));
+    }
+    assert_eq!(endings.len(), 2);
+    assert_eq!(metadata.cancels[0].request, "fetched");
+    assert!(it.has_pending_work());
+    it.sent(["held", "running"]);
+    it.received(["fetched"]);
+    it.finished(&request("fetched", 10, &consumed), FinishReason::Length, None, None);
+
+    assert_eq!(step(&mut it, [first("waiting", 8, &[&[1, 2]])], &[]).computes.len(), 1);
+    assert!(it.finished(&request("waiting", 8, &waiting), FinishReason::Stop, None, None).held);
+    it.sent(["waiting"]);
+    empty_step(&mut it);
+    assert_idle(&it);
+}
+
+#[test]
+fn counts_of_an_interval_are_taken_once_and_can_be_added_and_carried() {
+    let mut it = computed(true);
+    end(&mut it, FinishReason::Length);
+    it.sent(["a"]);
+    it.arrived(&request("b", 8, &produces("y")));
+    step(&mut it, [first("b", 4, &[&[1]])], &[]);
+    it.finished(&request("b", 8, &produces("y")), FinishReason::Abort, None, None);
+    let (invalid, consumed) = (json!({"do_remote_prefill": true}), ["v", "w", "z"].map(consumes));
+    it.arrived(&request("c", 9, invalid.as_object().expect("an object")));
+    it.allocated(&request("d", 10, &consumed[0]), 4, 6, &[vec![1, 2, 3]]);
+    it.allocated(&request("e", 10, &consumed[1]), 4, 6, &[vec![4, 5, 6]]);
+    it.finished(&request("f", 10, &consumed[2]), FinishReason::Abort, None, None);
+    for rank in 0..RANKS {
+        it.reported(rank, &fetched("d", WireCode::Ok).encode());
+        it.reported(rank, &fetched("e", WireCode::LayoutMismatch).encode());
+    }
+    let count = |name: &str| [(name.to_owned(), 1)].into();
+    let expected = Stats {
+        fetched: [("ok".to_owned(), 1), ("layout_mismatch".to_owned(), 1)].into(),
+        fetched_tokens: 6,
+        freed: 1,
+        offered: 1,
+        offered_tokens: 8,
+        withdrawn: count("cancelled"),
+        refused: count("invalid_params"),
+    };
+    let stats = it.take_stats();
+    assert_eq!(stats, expected);
+    assert!(it.take_stats().is_empty());
+    let json = serde_json::to_string(&stats).expect("counts");
+    let mut sum: Stats = serde_json::from_str(&json).expect("counts");
+    sum.add(&stats);
+    assert_eq!((sum.fetched["ok"], sum.offered_tokens, sum.refused["invalid_params"]), (2, 16, 2));
 }
 
 #[test]
