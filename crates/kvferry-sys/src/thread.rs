@@ -1,7 +1,44 @@
-//! Native threads with all signals blocked.
+//! Native threads with all signals blocked, on the processors that the process was started with.
+//!
+//! A thread inherits its creator's affinity. Engines pin the threads that compute, and call kvferry on
+//! them; kvferry's threads would then share one processor with a thread that never sleeps.
+//! [`choose_cpus`] is called once, when kvferry is loaded; where it is not called, threads inherit.
 
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::io;
+use std::sync::OnceLock;
 use std::thread::JoinHandle;
+
+/// The processors of [`spawn`]'s threads.
+static CPUS: OnceLock<CpuSet> = OnceLock::new();
+
+/// Has the threads of [`spawn`] run on these processors, whatever the affinity of their creators:
+///
+/// 1. those of the environment variable `KVFERRY_CPUS`, such as `0-3,8`;
+/// 2. if the environment has OpenMP bind threads, which it did to this one when its library was
+///    loaded: those of the parent process;
+/// 3. those of this thread.
+///
+/// Only the first call has an effect.
+///
+/// # Errors
+/// `InvalidInput` if `KVFERRY_CPUS` is malformed.
+pub fn choose_cpus() -> io::Result<()> {
+    let var = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let parent = || sched_getaffinity(rustix::process::getppid()).ok();
+    let cpus = match var("KVFERRY_CPUS") {
+        Some(list) => parse(&list).ok_or_else(|| {
+            let why = format!("KVFERRY_CPUS is a list of processors such as 0-3,8, not {list:?}");
+            io::Error::new(io::ErrorKind::InvalidInput, why)
+        })?,
+        None => match parent().filter(|_| openmp_binds(var)) {
+            Some(parent) => parent,
+            None => sched_getaffinity(None)?,
+        },
+    };
+    let _ = CPUS.set(cpus);
+    Ok(())
+}
 
 /// Starts a thread with every signal blocked, so that the host process's signal handlers never run
 /// on it.
@@ -12,6 +49,10 @@ pub fn spawn<T: Send + 'static>(
     name: String,
     body: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
+    let body = move || {
+        leave_creators_cpus();
+        body()
+    };
     // A new thread inherits its creator's signal mask: block, start, restore.
     // SAFETY: the sets are initialised by the calls before they are read.
     unsafe {
@@ -28,7 +69,80 @@ pub fn spawn<T: Send + 'static>(
     }
 }
 
-/// Processors that this process may run on, at least one.
+/// Processors that the threads of [`spawn`] may run on, at least one.
 pub fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
+    static CORES: OnceLock<usize> = OnceLock::new();
+    let count = || std::thread::available_parallelism().map_or(1, usize::from);
+    if CPUS.get().is_none() {
+        return count();
+    }
+    *CORES.get_or_init(|| {
+        // This counts what the calling thread may use.
+        let counted = spawn("kvferry-cores".into(), count).map(JoinHandle::join);
+        counted.map_or(1, |counted| counted.unwrap_or(1))
+    })
+}
+
+fn leave_creators_cpus() {
+    if let Some(cpus) = CPUS.get() {
+        // If none of them is available any more, the thread stays where its creator is.
+        let _ = sched_setaffinity(None, cpus);
+    }
+}
+
+/// Whether OpenMP's libraries pin the thread that loads them.
+fn openmp_binds(var: impl Fn(&str) -> Option<String>) -> bool {
+    let bind = var("OMP_PROC_BIND").is_some_and(|how| !how.eq_ignore_ascii_case("false"));
+    let binds = |name: &str| var(name).is_some();
+    bind || binds("GOMP_CPU_AFFINITY") || binds("KMP_AFFINITY") || binds("OMP_PLACES")
+}
+
+fn parse(list: &str) -> Option<CpuSet> {
+    let mut cpus = CpuSet::new();
+    for part in list.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last): (usize, usize) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+        if first > last || last >= CpuSet::MAX_CPU {
+            return None;
+        }
+        (first..=last).for_each(|cpu| cpus.set(cpu));
+    }
+    Some(cpus)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processors_are_listed_one_by_one_or_in_ranges() {
+        let cpus = parse("0-2, 8").expect("valid");
+        assert_eq!((0..20).filter(|cpu| cpus.is_set(*cpu)).collect::<Vec<_>>(), [0, 1, 2, 8]);
+        for malformed in ["", "a", "3-1", "1-", "99999", "0,,1"] {
+            assert!(parse(malformed).is_none(), "{malformed:?}");
+        }
+    }
+
+    #[test]
+    fn openmp_binds_threads_if_the_environment_says_where_and_not_that_it_must_not() {
+        let binds = |set: &'static [(&str, &str)]| {
+            openmp_binds(|name| Some(set.iter().find(|(key, _)| *key == name)?.1.to_owned()))
+        };
+        assert!(!binds(&[]) && !binds(&[("OMP_PROC_BIND", "false")]));
+        assert!(binds(&[("OMP_PROC_BIND", "true")]) && binds(&[("GOMP_CPU_AFFINITY", "0")]));
+    }
+
+    #[test]
+    fn threads_run_on_all_processors_of_the_process_although_their_creator_is_pinned_to_one() {
+        let (all, before) = (sched_getaffinity(None).expect("this thread"), cores());
+        choose_cpus().expect("no list in the environment");
+        let first = (0..CpuSet::MAX_CPU).find(|cpu| all.is_set(*cpu)).expect("one at least");
+        let mut one = CpuSet::new();
+        one.set(first);
+        sched_setaffinity(None, &one).expect("it runs there");
+        let there = spawn("free".into(), || sched_getaffinity(None).expect("this thread"));
+        assert!(there.expect("it starts").join().expect("no panic") == all);
+        assert_eq!(cores(), before);
+        assert!(sched_getaffinity(None).expect("this thread") == one, "the creator stays");
+    }
 }
