@@ -11,6 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 struct Group {
     attention: Attention,
     block_tokens: usize,
+    /// See [`crate::GroupCache::scratch`].
+    scratch: usize,
     pool: usize,
 }
 
@@ -25,6 +27,32 @@ impl Group {
     }
 }
 
+impl Group {
+    /// Gives a state the block for the last of `total` tokens, with the scratch blocks behind it. Entries
+    /// that are skipped are null; scratch blocks there move to the end.
+    fn move_on(
+        &self,
+        table: &mut Vec<BlockId>,
+        total: usize,
+        has_scratch: bool,
+        mut take: impl FnMut() -> BlockId,
+    ) {
+        let (had, end) = (table.len(), total.div_ceil(self.block_tokens) + self.scratch);
+        if end <= had {
+            return;
+        }
+        let state = end - self.scratch - 1;
+        table.resize(had.max(state), BlockId::NULL);
+        for at in if has_scratch { had - self.scratch..had.min(state) } else { 0..0 } {
+            let moved = std::mem::replace(&mut table[at], BlockId::NULL);
+            table.push(moved);
+        }
+        while table.len() < end {
+            table.push(take());
+        }
+    }
+}
+
 /// The blocks of one request.
 #[derive(Debug, Default)]
 pub(crate) struct Tables {
@@ -32,6 +60,8 @@ pub(crate) struct Tables {
     pub(crate) blocks: Vec<Vec<BlockId>>,
     /// How many of them were offered to the prefix cache, per group.
     offered: Vec<usize>,
+    /// Whether the last blocks of groups that have scratch blocks are these.
+    has_scratch: bool,
 }
 
 impl Tables {
@@ -78,6 +108,7 @@ impl CacheManager {
             .map(|(at, (group, cache))| Group {
                 attention: group.attention,
                 block_tokens: cache.block_tokens,
+                scratch: cache.scratch,
                 pool: if shared { 0 } else { at },
             })
             .collect();
@@ -104,7 +135,7 @@ impl CacheManager {
 
     pub(crate) fn tables(&self) -> Tables {
         let groups = self.groups.len();
-        Tables { blocks: vec![vec![]; groups], offered: vec![0; groups] }
+        Tables { blocks: vec![vec![]; groups], offered: vec![0; groups], has_scratch: false }
     }
 
     /// Adds the hashes of the blocks that `tokens` fill.
@@ -180,7 +211,15 @@ impl CacheManager {
         for (at, group) in self.groups.iter().enumerate() {
             let (first, blocks) = (group.left_behind(next), total.div_ceil(group.block_tokens));
             let have = tables.blocks[at].len() + cached(at).len();
-            needed[group.pool] += blocks.saturating_sub(have.max(first));
+            needed[group.pool] += if group.scratch == 0 {
+                blocks.saturating_sub(have.max(first))
+            } else if blocks + group.scratch <= have {
+                0
+            } else {
+                // At most the block of the state, and the scratch blocks once.
+                let scratch = if tables.has_scratch { 0 } else { group.scratch };
+                scratch + usize::from(have < blocks || tables.has_scratch)
+            };
             let idle = |id: &&BlockId| !id.is_null() && pools[group.pool].refs(**id) == 0;
             needed[group.pool] += cached(at).iter().skip(first).filter(idle).count();
         }
@@ -204,6 +243,12 @@ impl CacheManager {
         for (at, group) in self.groups.iter().enumerate() {
             let (table, first) = (&mut tables.blocks[at], group.left_behind(next));
             let had = table.len();
+            if group.scratch > 0 {
+                let take = || pools[group.pool].take().expect("free blocks were counted above");
+                group.move_on(table, total, tables.has_scratch, take);
+                new.push(table.get(had..).unwrap_or_default().to_vec());
+                continue;
+            }
             for block in had..total.div_ceil(group.block_tokens) {
                 table.push(if block < first {
                     BlockId::NULL
@@ -213,7 +258,13 @@ impl CacheManager {
             }
             new.push(table[had..].to_vec());
         }
+        tables.has_scratch = true;
         Some(new)
+    }
+
+    /// Frees the blocks that an ended request no longer reads: vLLM does before it lists them.
+    pub(crate) fn leave_behind_at_end(&self, tables: &mut Tables, computed: usize) {
+        self.leave_behind(&mut self.pools(), tables, computed);
     }
 
     fn leave_behind(&self, pools: &mut [BlockPool], tables: &mut Tables, next: usize) {
@@ -263,6 +314,7 @@ impl CacheManager {
             }
         }
         tables.offered.fill(0);
+        tables.has_scratch = false;
     }
 
     /// For the scarcest pool: blocks that a request of `total` tokens may need at once, and its
@@ -287,7 +339,7 @@ impl CacheManager {
                 Attention::Window { tokens } => {
                     all.min((tokens + chunk).div_ceil(group.block_tokens) + 1)
                 }
-                Attention::State => all.min(chunk.div_ceil(group.block_tokens) + 2),
+                Attention::State => all.min(chunk.div_ceil(group.block_tokens) + 2) + group.scratch,
             };
         }
         demand

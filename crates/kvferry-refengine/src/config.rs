@@ -14,12 +14,16 @@ pub struct GroupCache {
     pub kernel_split: usize,
     /// Blocks including the null block, at least 2.
     pub blocks: usize,
+    /// Of a state: blocks of a request behind the block of its state, as speculative decoding has them
+    /// in vLLM ("align" mode). When the state moves on, they follow it, and the entries between are
+    /// null.
+    pub scratch: usize,
 }
 
 impl GroupCache {
     /// `blocks` blocks of `block_tokens`, not split.
     pub const fn new(block_tokens: usize, blocks: usize) -> Self {
-        Self { block_tokens, kernel_split: 1, blocks }
+        Self { block_tokens, kernel_split: 1, blocks, scratch: 0 }
     }
 }
 
@@ -155,6 +159,9 @@ impl EngineConfig {
                     return Err(ConfigError::TooSmall { what, value, least });
                 }
             }
+            if cache.scratch > 0 && group.attention != Attention::State {
+                return Err(ConfigError::NoScratch);
+            }
             if let Attention::Window { tokens: 0 } = group.attention {
                 return Err(ConfigError::TooSmall { what: "window", value: 0, least: 1 });
             }
@@ -233,6 +240,9 @@ pub enum ConfigError {
     /// Kernel blocks of a state or of shared storages.
     #[error("neither states nor blocks of shared storages can be split")]
     NoSplit,
+    /// Scratch blocks of attention.
+    #[error("only states have scratch blocks")]
+    NoScratch,
     /// Blocks of this layout are not contiguous.
     #[error("groups cannot share a storage of layout {layout}: its blocks are not contiguous")]
     NotShareable { layout: Packing },

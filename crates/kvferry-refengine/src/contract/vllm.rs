@@ -24,7 +24,8 @@
 //!   that `start_load_kv` the engine may overwrite them.
 //! * The connector owns the blocks of a finished request if `request_finished` returned true, until all
 //!   ranks have reported it sent.
-//! * The connector may read the blocks of a preempted request until `handle_preemptions` returns.
+//! * The blocks of a preempted request, and of an ended one that is not held, may be overwritten before
+//!   `handle_preemptions` is called.
 //! * Other blocks may change after `wait_for_save`.
 
 use super::RequestView;
@@ -156,8 +157,9 @@ pub trait SchedulerConnector: Send {
     fn on_new_request(&mut self, _request: &RequestView<'_>) {}
 
     /// How much of the prompt to prefill; asked once, after `on_new_request`. The consumer of a
-    /// prompt computes its last token again. A state cannot be taken back by one token, so a
-    /// producer of states leaves out the last: vLLM's connectors cut the request's prompt in place.
+    /// prompt computes its last token again. A state cannot be taken back by one token, and a window
+    /// moves on with the last token, so a producer of these leaves out the last: vLLM's connectors cut
+    /// the request's prompt in place.
     fn prompt_tokens_to_prefill(&mut self, request: &RequestView<'_>) -> usize {
         request.prompt.len()
     }
@@ -188,7 +190,7 @@ pub trait SchedulerConnector: Send {
     /// What the workers reported; called unless that is empty.
     fn update_connector_output(&mut self, _output: &ConnectorOutput) {}
 
-    /// A request has ended, with these blocks per group: exactly once per request, even if it was never
+    /// A request has ended, with these blocks per group, without those that have left the windows: exactly once per request, even if it was never
     /// scheduled or was rejected ([`crate::Engine::reject`]: the id is new then). Returns whether the
     /// connector owns the blocks until the request is reported sent, and the response's parameters.
     fn request_finished(
@@ -237,8 +239,8 @@ pub trait WorkerConnector: Send {
         vec![]
     }
 
-    /// Called every step, before `bind_connector_metadata`. When it returns, blocks of requests
-    /// preempted in this step must no longer be read.
+    /// Called every step, before `bind_connector_metadata`. When it returns, what is read of blocks of
+    /// requests preempted in this step must no longer be accepted.
     fn handle_preemptions(&mut self, _meta: &ConnectorMeta) {}
 
     /// The metadata of the step.

@@ -30,7 +30,8 @@ pub(super) fn vllm_phases(
     forward: Option<&Arc<Forward>>,
     has_sync_loads: bool,
 ) -> Vec<Phase> {
-    let mut phases = vec![Phase::HandlePreemptions, Phase::Scribble, Phase::Bind];
+    // As vLLM's second model runner: it zeroes new blocks before the connector learns of the step.
+    let mut phases = vec![Phase::Scribble, Phase::HandlePreemptions, Phase::Bind];
     let layers = layer_phases(ranks, launch, forward);
     if has_sync_loads {
         phases.push(Phase::StartLoad);

@@ -129,6 +129,11 @@ impl SchedulerConnector for Scheduler {
         (finished.held, finished.params)
     }
 
+    fn reset_cache(&mut self) -> bool {
+        lock(&self.half).reset_cache();
+        true
+    }
+
     fn has_pending_work(&mut self) -> bool {
         lock(&self.half).has_pending_work()
     }

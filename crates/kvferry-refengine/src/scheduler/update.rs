@@ -51,6 +51,9 @@ impl Scheduler {
         let entry = self.requests.get_mut(&number).expect("only live requests end");
         entry.receiving = entry.is_loading();
         entry.status = RequestStatus::Finished(reason);
+        if !self.seam.is_trt() {
+            self.cache.leave_behind_at_end(&mut entry.tables, entry.computed);
+        }
         let (sending, params) = self.seam.finished(&entry.view(), &entry.tables.blocks);
         entry.sending = sending;
         if sending {

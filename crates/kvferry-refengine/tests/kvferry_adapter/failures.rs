@@ -141,3 +141,26 @@ fn a_consumer_computes_the_requests_of_a_producer_that_is_gone() {
         assert_eq!(pair.fetched(), (1, 1));
     }
 }
+
+#[test]
+fn after_a_reset_of_the_producers_cache_its_offers_are_never_loaded() {
+    let _watched = bounded();
+    let config = recomputing(&dense());
+    let mut pair = Pair::new(Flow::Sequential, &config, &config);
+    pair.hold_decodes = true;
+    pair.hand_off("a", prompt(1, 40), 6);
+    pair.tick_until(|pair| !pair.later.is_empty());
+    assert!(!pair.prefill.engine.reset_prefix_cache(), "its blocks are held");
+    // The ranks withdraw it, and the blocks come back.
+    while pair.prefill.engine.has_work() {
+        pair.tick();
+    }
+    pair.prefill.engine.check_empty().unwrap();
+    assert!(pair.prefill.engine.reset_prefix_cache());
+    pair.hold_decodes = false;
+    let began = Instant::now();
+    pair.finish(&["a"]);
+    assert_eq!(pair.fetched(), (0, 1));
+    assert!(began.elapsed() < kvferry_adapter().timeout / 2, "it was waited for");
+    pair.works("b", 2);
+}

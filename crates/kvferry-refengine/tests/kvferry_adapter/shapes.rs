@@ -2,7 +2,7 @@
 
 use crate::kit::{Flow, Pair, Random, bounded, config, hybrid, prompt, windowed};
 use kvferry_refengine::{
-    EngineConfig, GroupCache, GroupSpec, LoadFailurePolicy, ModelSpec, Packing, Storage,
+    Attention, EngineConfig, GroupCache, GroupSpec, LoadFailurePolicy, ModelSpec, Packing, Storage,
 };
 
 fn ranks(model: &ModelSpec, (tp, pp): (usize, usize)) -> EngineConfig {
@@ -108,5 +108,24 @@ fn a_window_whose_first_block_is_half_overwritten_is_not_accepted() {
         // A prefix of it needs more of the first block of the window.
         pair.hand_off("b", prompt(1, len - 3), 6);
         pair.finish(&["a", "b"]);
+    }
+}
+
+#[test]
+fn scratch_blocks_of_speculative_decoding_are_never_taken_for_the_state() {
+    let _watched = bounded();
+    let with = |scratch, chunk| {
+        let mut config = ranks(&hybrid(), (1, 1));
+        config.chunk_tokens = chunk;
+        for (group, cache) in config.model.groups.iter().zip(&mut config.groups) {
+            cache.scratch = if group.attention == Attention::State { scratch } else { 0 };
+        }
+        config
+    };
+    for (flow, chunk) in Flow::ALL.into_iter().flat_map(|flow| [(flow, 5), (flow, 20), (flow, 64)])
+    {
+        for (from, to) in [(2, 0), (0, 3), (1, 2)] {
+            assert_hand_off(flow, &with(from, chunk), &with(to, chunk));
+        }
     }
 }

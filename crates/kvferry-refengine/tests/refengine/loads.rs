@@ -6,8 +6,8 @@ use crate::flips::{read, write};
 use crate::kit::{dense, hybrid, models, prompt, run, windowed};
 use crate::script::Script;
 use kvferry_refengine::{
-    BlockId, Engine, EngineConfig, FinishReason, GroupSpec, Launch, LoadFailurePolicy, ModelSpec,
-    Request, RequestStatus, continuation,
+    Attention, BlockId, Engine, EngineConfig, FinishReason, GroupSpec, Launch, LoadFailurePolicy,
+    ModelSpec, Request, RequestStatus, continuation,
 };
 
 /// Five blocks and a half.
@@ -21,9 +21,10 @@ fn submit(engine: &mut Engine, len: usize) {
     engine.submit(Request::new("a", prompt(1, len), 6)).unwrap();
 }
 
-/// Tokens that a load may bring.
+/// Tokens that a load may bring. What the last one reads is not kept beyond it, but by full attention.
 fn loadable(model: &ModelSpec, len: usize, load_async: bool) -> usize {
-    len - usize::from(!load_async || model.has_state())
+    let keeps_all = model.groups.iter().all(|group| group.attention == Attention::Full);
+    len - usize::from(!load_async || !keeps_all)
 }
 
 /// An engine that has computed the prompt and holds its blocks.

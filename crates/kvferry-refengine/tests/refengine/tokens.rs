@@ -2,8 +2,8 @@
 
 use crate::kit::{assert_right, config, engine, hybrid, models, prompt, requests, run, windowed};
 use kvferry_refengine::{
-    ConfigError, Connector, Engine, FinishReason, GroupCache, Packing, Request, RequestId, Storage,
-    SubmitError, continuation,
+    Attention, ConfigError, Connector, Engine, FinishReason, GroupCache, Packing, Request,
+    RequestId, Storage, SubmitError, continuation,
 };
 use proptest::prelude::*;
 
@@ -26,8 +26,8 @@ fn tokens_are_the_same_in_every_layout_and_storage() {
 #[test]
 fn tokens_are_the_same_with_block_sizes_per_group_and_kernel_blocks() {
     let mut config = config(&hybrid(), 8, 64);
-    config.groups[0] = GroupCache { block_tokens: 12, kernel_split: 3, blocks: 40 };
-    config.groups[1] = GroupCache { block_tokens: 4, kernel_split: 2, blocks: 60 };
+    config.groups[0] = GroupCache { kernel_split: 3, ..GroupCache::new(12, 40) };
+    config.groups[1] = GroupCache { kernel_split: 2, ..GroupCache::new(4, 60) };
     config.groups[2].block_tokens = 6;
     for layout in Packing::ALL {
         config.layout = layout;
@@ -186,5 +186,19 @@ proptest! {
             .map(|(n, (len, max_tokens, seed))| Request::new(format!("r{n}"), prompt(seed, len), max_tokens))
             .collect();
         assert_right(engine(config), &requests);
+    }
+}
+
+#[test]
+fn tokens_are_right_with_scratch_blocks_behind_states_that_move() {
+    for (scratch, chunk, blocks) in [(1, 64, 64), (2, 5, 64), (3, 17, 24), (2, 20, 24)] {
+        let mut config = config(&hybrid(), 8, blocks);
+        config.chunk_tokens = chunk;
+        for (group, cache) in config.model.groups.iter().zip(&mut config.groups) {
+            cache.scratch = if group.attention == Attention::State { scratch } else { 0 };
+        }
+        let engine = assert_right(engine(config), &requests(5, 40, 12));
+        // Few blocks: requests lose theirs.
+        assert_eq!(engine.preemptions() > 0, blocks == 24, "{scratch} {chunk}");
     }
 }
