@@ -615,6 +615,41 @@ fn a_bootstrap_address_leads_to_the_engine_whose_id_the_request_names() {
 }
 
 #[test]
+fn routers_may_send_the_id_of_an_engines_earlier_life_to_decode() {
+    let _bounded = bounded();
+    let (old, new) =
+        (Engine::new(Build::new(1, 1), "tcp", b""), Engine::new(Build::new(3, 1), "tcp", b""));
+    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    let answers = [&old.address, &new.address].into_iter().zip([1, 3]);
+    let url = http_server(answers.map(|(address, id)| json_answer(&[(id, address)])).collect());
+    let (there, here) = (blocks(8, 1), blocks(8, 5));
+    let hand_over = |producer: &Engine, request: &str, seed| {
+        producer.compute(request, seed, &there, 0..32);
+        let fetch = fetch(request, &url, &here, 0..32);
+        let fetch = FetchRequest { engine: Some(EngineId(1)), ..fetch };
+        let FetchRequest { request: id, transfer, address, engine, .. } = fetch.clone();
+        let claims = vec![Claim { request: id, transfer, address, engine }];
+        d.apply(&ConnectorMetadata { claims, ..metadata() });
+        d.apply(&ConnectorMetadata { fetches: vec![fetch], ..metadata() });
+        d.fetch();
+        d.assert_fetched(request);
+        d.assert_has(seed, &here, 0..32);
+        producer.hold(request);
+        producer.assert_sent(request);
+    };
+    hand_over(&old, "a", 1);
+    drop(old);
+    let engines = || d.ranks[0].worker.gauges().iter().find(|it| it.0 == "engines").map(|it| it.1);
+    let until = Instant::now() + Duration::from_secs(20);
+    while engines() != Some(0) {
+        assert!(Instant::now() < until, "the loss of the old engine is not noticed");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    hand_over(&new, "b", 2);
+    hand_over(&new, "c", 3);
+}
+
+#[test]
 fn a_bootstrap_server_that_is_of_no_use_is_named_with_what_was_wrong() {
     let _bounded = bounded();
     let (_p, d) = two_engines();
@@ -622,9 +657,9 @@ fn a_bootstrap_server_that_is_of_no_use_is_named_with_what_was_wrong() {
     let answers = [
         (json_answer(&[(7, "a:1"), (8, "b:1")]), None, "2 engines", WireCode::Malformed),
         (
-            json_answer(&[(7, "a:1")]),
+            json_answer(&[(7, "a:1"), (8, "b:1")]),
             Some(1),
-            "none of its 1 engines has the id 000",
+            "none of its 2 engines has the id 000",
             WireCode::StaleIncarnation,
         ),
         ("HTTP/1.0 404 Not Found\r\n\r\n".to_owned(), None, "404", WireCode::Malformed),

@@ -60,7 +60,9 @@ pub(super) fn query(url: &str) -> Result<Engines, (WireCode, String)> {
 }
 
 impl Engines {
-    /// The address of the engine that is meant, or of the only one.
+    /// The engine that is meant, or else the only one: routers ask for ids when they start, and send
+    /// that of an engine's earlier life as long as they run. A handoff's id is the same in both
+    /// requests, so an engine that was not meant does not have it.
     ///
     /// # Errors
     /// In words, with the server's address.
@@ -68,14 +70,14 @@ impl Engines {
         &self,
         url: &str,
         engine: Option<EngineId>,
-    ) -> Result<&str, (WireCode, String)> {
-        let found = match (engine, &self.0[..]) {
-            (Some(id), all) => all.iter().find(|(of, _)| *of == id),
-            (None, [only]) => Some(only),
-            (None, _) => None,
-        };
+    ) -> Result<(EngineId, String), (WireCode, String)> {
+        let named = engine.and_then(|id| self.0.iter().find(|(of, _)| *of == id));
+        let found = named.or(match &self.0[..] {
+            [only] => Some(only),
+            _ => None,
+        });
         let known = self.0.len();
-        found.map(|(_, address)| address.as_str()).ok_or_else(|| match engine {
+        found.cloned().ok_or_else(|| match engine {
             Some(id) => (
                 WireCode::StaleIncarnation,
                 format!("bootstrap server {url}: none of its {known} engines has the id {id}"),

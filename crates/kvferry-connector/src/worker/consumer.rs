@@ -26,7 +26,7 @@ impl Inner {
                 let names = vec![address.to_owned()];
                 return self.look_up(state, pending, names);
             };
-            pending.action.set_address(behind.clone());
+            pending.action.set_engine(behind.clone());
         }
         let address = pending.action.address();
         let engine = state.engines.get(address, pending.action.engine());
@@ -120,16 +120,15 @@ impl Inner {
         };
         for mut pending in waiting {
             let id = pending.action.engine();
-            let pick = |engines: &bootstrap::Engines| match engines.pick(address, id) {
-                Ok(found) => Ok(found.to_owned()),
-                Err((code, detail)) => Err(failure(code, detail)),
+            let pick = |engines: &bootstrap::Engines| {
+                engines.pick(address, id).map_err(|(code, detail)| failure(code, detail))
             };
             match engines.as_ref().map_err(Failure::clone).and_then(pick) {
                 Ok(found) => {
                     if let Some(id) = id {
                         state.names.learn_engine(address.to_owned(), id, found.clone());
                     }
-                    pending.action.set_address(found);
+                    pending.action.set_engine(found);
                     state.pending.push(pending);
                 }
                 Err(failure) => self.fail(&mut state, pending.action, &failure),
@@ -233,9 +232,10 @@ impl Inner {
         let Failure { code, detail, addresses } = failure;
         let fetch = match action {
             Action::Fetch(fetch) => fetch,
-            Action::Claim(Claim { transfer, .. }) => {
-                // The fetch that follows tries again.
+            Action::Claim(Claim { transfer, address, .. }) => {
+                // The fetch that follows tries again, also where the engine may be by then.
                 tracing::debug!(%transfer, %code, detail, "a handoff can't be claimed");
+                state.forget_names(&address);
                 return;
             }
             Action::Free(Free { transfer, .. }) => {

@@ -42,8 +42,10 @@ impl Engines {
         }
     }
 
-    pub(super) fn forget_rank(&mut self, life: Incarnation) {
-        self.known.retain(|_, (engine, _)| !engine.has_rank(life));
+    /// The addresses under which requests name engines that have this rank.
+    pub(super) fn with_rank(&self, life: Incarnation) -> Vec<String> {
+        let having = self.known.iter().filter(|(_, (engine, _))| engine.has_rank(life));
+        having.map(|(address, _)| address.clone()).collect()
     }
 
     /// Addresses of the ranks that this rank reads from, if the engine is known.

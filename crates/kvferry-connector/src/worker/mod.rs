@@ -321,7 +321,11 @@ impl RankObserver for Inner {
     }
 
     fn lost_peer(&self, incarnation: Incarnation) {
-        self.lock().engines.forget_rank(incarnation);
+        let mut state = self.lock();
+        for address in state.engines.with_rank(incarnation) {
+            state.forget_names(&address);
+            state.engines.known.remove(&address);
+        }
     }
 
     fn called(&self) {

@@ -29,9 +29,9 @@ pub(super) type LookUp = Arc<dyn Fn(&str) -> kvferry::Result<Peer> + Send + Sync
 #[derive(Default)]
 pub(super) struct Names {
     pub(super) known: FxHashMap<String, Peer>,
-    /// Engines behind bootstrap servers: by the server's address and the engine's id, `host:port` of an
-    /// agent. A restarted engine has another id.
-    engines: FxHashMap<(String, EngineId), String>,
+    /// Engines behind bootstrap servers: by the server's address and the id in requests, the engine and
+    /// `host:port` of an agent of it. A restarted engine has another id, requests may have the old one.
+    engines: FxHashMap<(String, EngineId), (EngineId, String)>,
     /// By the address of the engine that it is for.
     pub(super) waiting: FxHashMap<String, Vec<PendingAction>>,
 }
@@ -67,22 +67,22 @@ impl Names {
         self.known.extend(names);
     }
 
-    /// The address of an engine behind a bootstrap server.
-    pub(super) fn engine(&self, url: &str, engine: Option<EngineId>) -> Option<&String> {
-        self.engines.get(&(url.to_owned(), engine?))
+    /// The engine behind a bootstrap server that requests with this id mean, and an agent of it.
+    pub(super) fn engine(&self, url: &str, asked: Option<EngineId>) -> Option<&(EngineId, String)> {
+        self.engines.get(&(url.to_owned(), asked?))
     }
 
-    pub(super) fn learn_engine(&mut self, url: String, engine: EngineId, address: String) {
+    pub(super) fn learn_engine(&mut self, url: String, asked: EngineId, found: (EngineId, String)) {
         if self.engines.len() >= NAMES_MAX {
             self.engines.clear();
         }
-        self.engines.insert((url, engine), address);
+        self.engines.insert((url, asked), found);
     }
 
     /// Has a name looked up again when it is needed next: its host may have moved.
     pub(super) fn forget(&mut self, name: &str) {
         self.known.remove(name);
-        self.engines.retain(|_, address| address != name);
+        self.engines.retain(|_, (_, address)| address != name);
     }
 }
 

@@ -156,12 +156,13 @@ impl Action {
         }
     }
 
-    /// Replaces the address of a bootstrap server by that of an agent.
-    pub(super) fn set_address(&mut self, address: String) {
-        match self {
-            Self::Claim(claim) => claim.address = address,
-            Self::Fetch(fetch) => fetch.address = address,
-            Self::Free(free) => free.address = address,
-        }
+    /// Replaces the address of a bootstrap server by an engine behind it and an agent of that engine.
+    pub(super) fn set_engine(&mut self, (id, agent): (EngineId, String)) {
+        let (engine, address) = match self {
+            Self::Claim(claim) => (&mut claim.engine, &mut claim.address),
+            Self::Fetch(fetch) => (&mut fetch.engine, &mut fetch.address),
+            Self::Free(free) => (&mut free.engine, &mut free.address),
+        };
+        (*engine, *address) = (Some(id), agent);
     }
 }
