@@ -182,15 +182,7 @@ impl Worker {
     /// Whether [`Worker::layer_computed`] would announce anything at the end of this layer. If not, an
     /// engine need neither record an event nor make that call.
     pub fn wants_layer(&self, layer: usize) -> bool {
-        let inner = &self.inner;
-        let Announce::Layers { pieces } = inner.config.announce else { return false };
-        let layers = inner.memory.layout.layers().len();
-        let pieces = (pieces as usize).clamp(1, layers);
-        let state = inner.lock();
-        let is_busy = state.step.is_some() || !state.parts.is_empty();
-        // `step_computed` announces the last piece.
-        let ends_piece = (layer + 1) * pieces / layers > state.announced * pieces / layers;
-        is_busy && layer + 1 < layers && ends_piece
+        self.inner.ends_piece(&self.inner.lock(), layer)
     }
 
     /// A layer of the step was launched, numbered as in the rank's layout; `computed` tells when it is
@@ -198,10 +190,12 @@ impl Worker {
     /// is announced with the next one, and the last with [`Worker::step_computed`].
     pub fn layer_computed(&self, layer: usize, computed: Option<Box<dyn ComputeEvent>>) {
         let inner = &self.inner;
-        if self.wants_layer(layer)
-            && let Some(parts) = inner.step()
+        let mut state = inner.lock();
+        if inner.ends_piece(&state, layer)
+            && let Some(parts) = state.step()
         {
-            inner.lock().announced = layer + 1;
+            state.announced = layer + 1;
+            drop(state);
             inner.run_job(computed, Job::Layers(parts, layer as u32 + 1));
         }
     }
@@ -210,8 +204,10 @@ impl Worker {
     /// Once per step.
     pub fn step_computed(&self, computed: Option<Box<dyn ComputeEvent>>) {
         let inner = &self.inner;
-        if let Some(parts) = inner.step() {
-            inner.lock().step = None;
+        let mut state = inner.lock();
+        if let Some(parts) = state.step() {
+            state.step = None;
+            drop(state);
             inner.run_job(computed, Job::Step(parts));
         }
     }

@@ -3,6 +3,7 @@
 use super::events::Job;
 use super::request::{Part, ProducedRequest};
 use super::state::{Inner, State};
+use super::types::Announce;
 use crate::metadata::{Compute, Ending, EndingKind, Expect, RequestOutcome};
 use crate::rank::RankError;
 use kvferry_proto::WireCode;
@@ -10,13 +11,16 @@ use kvferry_proto::handoff::{HandoffId, Outcome};
 use std::sync::Arc;
 
 impl Inner {
-    /// What the current step computes of requests that are handed over; none if nothing.
-    pub(super) fn step(&self) -> Option<Arc<[Part]>> {
-        let mut state = self.lock();
-        if state.step.is_none() && !state.parts.is_empty() {
-            state.step = Some(std::mem::take(&mut state.parts).into());
-        }
-        state.step.clone()
+    /// Whether a piece of the current step's layers ends with this layer. Layers that are not reported
+    /// belong to the next one that is.
+    pub(super) fn ends_piece(&self, state: &State, layer: usize) -> bool {
+        let Announce::Layers { pieces } = self.config.announce else { return false };
+        let layers = self.memory.layout.layers().len();
+        let pieces = (pieces as usize).clamp(1, layers);
+        let is_busy = state.step.is_some() || !state.parts.is_empty();
+        let (done, before) = (layer + 1, state.announced);
+        // The end of the step announces the last piece.
+        is_busy && done < layers && done * pieces / layers > before * pieces / layers
     }
 
     /// A request has arrived that will be offered.
@@ -106,6 +110,14 @@ impl Inner {
 }
 
 impl State {
+    /// What the current step computes of requests that are handed over; none if nothing.
+    pub(super) fn step(&mut self) -> Option<Arc<[Part]>> {
+        if self.step.is_none() && !self.parts.is_empty() {
+            self.step = Some(std::mem::take(&mut self.parts).into());
+        }
+        self.step.clone()
+    }
+
     fn forget(&mut self, request: &str) {
         if let Some((transfer, _)) = self.produced.remove(request) {
             self.produced_as.remove(&transfer);
