@@ -153,7 +153,13 @@ impl Produced {
         let Some(known) = self.requests.get_mut(request) else { return };
         // A handoff that is done on this rank is still read on others.
         if known.stage == Stage::Open && known.lost.is_none() && !code.is_ok() {
-            tracing::warn!(request, %code, detail, "a handoff ended before its request");
+            let why = "a handoff ended before its request";
+            if matches!(code, WireCode::NotNeeded | WireCode::Cancelled) {
+                // The consumer's client may cause it with each request.
+                tracing::debug!(request, %code, detail, "{why}");
+            } else {
+                tracing::warn!(request, %code, detail, "{why}");
+            }
             known.lost = Some((code, detail));
         }
     }

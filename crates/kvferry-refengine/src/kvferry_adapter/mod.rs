@@ -19,6 +19,7 @@
 //! | `get_transfer_results`; TensorRT-LLM: `get_finished` | [`Worker::reports`] |
 //! | `update_connector_output` | [`Scheduler::reported`], [`Scheduler::sent`], [`Scheduler::received`] |
 //! | `request_finished` | [`Scheduler::finished`] |
+//! | `reset_cache` | [`Scheduler::reset_cache`] |
 //!
 //! # What TensorRT-LLM's seam lacks
 //! * A way for the ranks to send metadata to the scheduler half. Real connectors make collective calls;

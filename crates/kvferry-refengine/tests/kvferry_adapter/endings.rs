@@ -24,6 +24,13 @@ fn an_abort_in_any_state_of_either_side_gives_everything_back() {
                     pair.hand_off("a", prompt(1, 40), 6);
                     pair.hand_off("b", prompt(2, 40), 6);
                     pair.ticks(tick);
+                    if decode && tick == 15 {
+                        // How many ticks a load takes depends on the machine.
+                        let runs = Some(RequestStatus::Running);
+                        pair.tick_until(|pair| {
+                            pair.status(false, "a") == runs || pair.ended("a").is_some()
+                        });
+                    }
                     let status = pair.status(!decode, "a");
                     states.insert((decode, status));
                     let began = Instant::now();
@@ -216,4 +223,25 @@ fn successive_requests_with_one_id_have_separate_handoffs() {
         (pair.outputs, pair.prefilled) = Default::default();
     }
     assert_eq!(pair.fetched(), (5, 0));
+}
+
+#[test]
+fn the_blocks_of_an_aborted_offer_are_held_until_all_ranks_have_withdrawn_it() {
+    let _watched = bounded();
+    let mut config = config(&hybrid(), 8, 64);
+    (config.tp, config.chunk_tokens) = (2, 8);
+    config.load_failure = LoadFailurePolicy::Recompute;
+    for flow in [Flow::ConsumerFirst, Flow::ProducerFirst] {
+        let mut pair = Pair::new(flow, &config, &config);
+        pair.hand_off("a", prompt(1, 60), 6);
+        pair.tick_until(|pair| pair.status(true, "a") == Some(RequestStatus::Running));
+        pair.tick();
+        assert!(pair.prefill.engine.abort(&there("a")));
+        let aborted = Some(RequestStatus::Finished(FinishReason::Abort));
+        assert_eq!(pair.status(true, "a"), aborted, "a consumer may read its blocks");
+        pair.prefill.step();
+        assert_eq!(pair.status(true, "a"), None, "no consumer accepts what it reads of them");
+        pair.prefill.engine.check_empty().unwrap();
+        pair.finish(&["a"]);
+    }
 }

@@ -68,8 +68,11 @@ fn engines_of_different_blocks_and_storages_hand_off() {
             let mut config = ranks(&model, (random.pick(&[1, 2]), 1));
             config.storage = random.pick(&[Storage::Separate, Storage::Shared]);
             config.layout = random.pick(&[Packing::Lbhnc, Packing::Bhlnc, Packing::Blnhc]);
-            for cache in &mut config.groups {
+            for (group, cache) in model.groups.iter().zip(&mut config.groups) {
                 *cache = GroupCache::new(random.pick(&[4, 8, 16]), 120);
+                if group.attention == Attention::State {
+                    cache.scratch = random.pick(&[0, 2]);
+                }
             }
             if config.storage == Storage::Separate && model.groups.len() == 2 {
                 config.groups[0].kernel_split = 2;
