@@ -500,6 +500,14 @@ fn the_end_of_an_expected_or_claimed_request_ends_its_handoff_on_the_other_side(
     let ending = Ending { request: "a".to_owned(), transfer: id("a"), how };
     p.apply(&ConnectorMetadata { endings: vec![ending], ..metadata() });
     assert_eq!(d.fetched("a")[0].0, WireCode::Cancelled);
+    // One that ends held, although nothing of it was computed here.
+    let expect = Expect { request: "h".to_owned(), transfer: id("h") };
+    p.apply(&ConnectorMetadata { expects: vec![expect], ..metadata() });
+    d.fetch_request("h", &p.address, &blocks(8, 5), 0..32);
+    p.await_gauge("watched");
+    p.hold("h");
+    p.assert_sent("h");
+    assert_eq!(d.fetched("h")[0].0, WireCode::Busy);
     // A consumer's, never fetched.
     d.claim("b", &p.address);
     d.await_gauge("claimed");

@@ -591,7 +591,8 @@ fn i6_a_request_that_never_arrives_at_its_producer_costs_the_rendezvous_time_and
 #[test]
 fn a_consumer_whose_prompt_is_another_than_the_producers_is_told_so() {
     let name = |digit: &str| HandoffId::new(&format!("t#{}", digit.repeat(32))).expect("short");
-    for (theirs, is_other) in [(name("b"), true), (HandoffId::new("t2").expect("short"), false)] {
+    let t2 = HandoffId::new(&format!("t2#{}", "b".repeat(32))).expect("short");
+    for (theirs, is_other) in [(name("b"), true), (t2, false)] {
         for is_offered in [false, true] {
             let mut ranks = Ranks::new(1);
             ranks.producer.expect(&theirs, ranks.now).expect("new");
@@ -839,7 +840,10 @@ fn i8_full_is_an_answer() {
     ranks.producer.receive(CONSUMER, ask(&names[0]), ranks.now);
     // Whatever others ask for, what is here can be offered.
     assert_eq!(ranks.producer.offer(&names[1], ranks.now), Ok(()));
-    assert_eq!(ranks.producer.offer(&names[2], ranks.now), Err(Refusal::Full { limit: 1 }));
+    let full = Err(Refusal::Full { limit: 1 });
+    assert_eq!(ranks.producer.offer(&names[2], ranks.now), full);
+    assert_eq!(ranks.producer.expect(&names[2], ranks.now), full);
+    assert_eq!(ranks.producer.expect(&names[1], ranks.now), Err(Refusal::InUse));
     ranks.producer.receive(PeerId(5), ask(&names[2]), ranks.now);
     let stop = Stop {
         id: names[2].clone(),

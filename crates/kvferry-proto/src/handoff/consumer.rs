@@ -587,7 +587,9 @@ impl Consumer {
                     self.look_again(id);
                 }
             }
-            None => self.decline(from, id),
+            None if self.tombstones.get(id).is_some() => self.decline(from, id),
+            // A claim that failed. A fetch will ask again.
+            None => {}
         }
     }
 

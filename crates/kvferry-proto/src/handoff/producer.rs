@@ -10,7 +10,7 @@ use super::{
 };
 use crate::code::WireCode;
 use crate::time::Timestamp;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Bound;
 use std::time::Duration;
 
@@ -36,10 +36,9 @@ pub enum ProducerAction {
 #[derive(Debug)]
 pub struct Producer {
     limits: Limits,
-    /// In order, so that those of one transfer id are beside each other.
-    handoffs: BTreeMap<HandoffId, Entry>,
-    /// Entries at [`Stage::Awaited`].
-    awaited: usize,
+    handoffs: HashMap<HandoffId, Entry>,
+    /// Those that are expected or offered, in order: those of one transfer id are beside each other.
+    own: BTreeSet<HandoffId>,
     tombstones: Tombstones<Tombstone>,
     schedule: Schedule,
     watched: Watched,
@@ -98,8 +97,8 @@ impl Producer {
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
-            handoffs: BTreeMap::new(),
-            awaited: 0,
+            handoffs: HashMap::new(),
+            own: BTreeSet::new(),
             tombstones: Tombstones::default(),
             schedule: Schedule::default(),
             watched: Watched::default(),
@@ -117,7 +116,7 @@ impl Producer {
     /// As [`Producer::offer`].
     pub fn expect(&mut self, id: &HandoffId, now: Timestamp) -> Result<(), Refusal> {
         self.check_new(id, now)?;
-        if self.handoffs.get(id).is_some_and(|entry| !entry.is_awaited()) {
+        if self.own.contains(id) {
             return Err(Refusal::InUse);
         }
         self.enter(id, Stage::Expected(now + self.limits.cap));
@@ -314,8 +313,8 @@ impl Producer {
         let offered = self.handoffs.values().filter(|entry| entry.offer().is_some()).count();
         [
             ("offered", offered),
-            ("expected", self.handoffs.len() - offered - self.awaited),
-            ("awaited", self.awaited),
+            ("expected", self.own.len() - offered),
+            ("awaited", self.handoffs.len() - self.own.len()),
             ("watched", self.watched.len()),
             ("actions", self.actions.len()),
             ("tombstones", self.tombstones.len()),
@@ -328,8 +327,7 @@ impl Producer {
         if let Some(tombstone) = self.tombstones.get(id) {
             return Err(Refusal::Ended(tombstone.outcome.code));
         }
-        let is_own = self.handoffs.contains_key(id);
-        if !is_own && self.handoffs.len() - self.awaited >= self.limits.handoffs {
+        if !self.handoffs.contains_key(id) && self.own.len() >= self.limits.handoffs {
             return Err(Refusal::Full { limit: self.limits.handoffs });
         }
         Ok(())
@@ -337,14 +335,15 @@ impl Producer {
 
     /// Takes a handoff to a stage.
     fn enter(&mut self, id: &HandoffId, stage: Stage) {
+        if !matches!(stage, Stage::Awaited(_)) {
+            self.own.insert(id.clone());
+        }
         if let Some(entry) = self.handoffs.get_mut(id) {
-            self.awaited -= usize::from(entry.is_awaited());
             entry.stage = stage;
         } else {
             let entry = Entry { stage, must_confirm: 0, readers: BTreeMap::new(), due: None };
             self.handoffs.insert(id.clone(), entry);
         }
-        self.awaited += usize::from(self.handoffs[id].is_awaited());
         self.look_again(id);
     }
 
@@ -392,7 +391,7 @@ impl Producer {
             return self.send(from, stop);
         }
         // Whatever peers ask for, this side can offer what it has.
-        let full = self.awaited >= self.limits.handoffs;
+        let full = self.handoffs.len() - self.own.len() >= self.limits.handoffs;
         if !self.handoffs.contains_key(id) {
             if full {
                 let detail = format!("{} handoffs are under way", self.limits.handoffs);
@@ -479,7 +478,7 @@ impl Producer {
     /// offered. Keeps a tombstone.
     fn end(&mut self, id: &HandoffId, outcome: Outcome, now: Timestamp) {
         let Some(mut entry) = self.handoffs.remove(id) else { return };
-        self.awaited -= usize::from(entry.is_awaited());
+        self.own.remove(id);
         self.schedule.set(id, &mut entry.due, None);
         entry.readers.keys().for_each(|reader| self.watch(*reader, false));
         if !outcome.is_done() {
@@ -505,7 +504,6 @@ impl Producer {
     /// they ask again, the handoff begins afresh.
     fn give_up_awaited(&mut self, id: &HandoffId) {
         let Some(entry) = self.handoffs.remove(id) else { return };
-        self.awaited -= 1;
         let detail = self.why_not_here(id);
         for (reader, state) in entry.readers {
             self.watch(reader, false);
@@ -518,12 +516,9 @@ impl Producer {
     /// Why this engine has no request for a handoff, in words.
     fn why_not_here(&self, id: &HandoffId) -> String {
         let transfer = id.transfer();
-        let later = self.handoffs.range::<str, _>((Bound::Included(transfer), Bound::Unbounded));
-        let of_transfer = later.take_while(|(other, _)| other.as_str().starts_with(transfer));
-        let differs = |(other, entry): (&HandoffId, &Entry)| {
-            other.transfer() == transfer && !entry.is_awaited()
-        };
-        if of_transfer.take(PROMPTS_MAX).any(differs) {
+        let later = self.own.range::<str, _>((Bound::Included(transfer), Bound::Unbounded));
+        let mut nearest = later.take(PROMPTS_MAX);
+        if nearest.any(|other| other.transfer() == transfer) {
             "the producer's request of this transfer id has another prompt".to_owned()
         } else {
             let seconds = self.limits.rendezvous.as_secs_f64();
@@ -584,10 +579,6 @@ enum Overdue {
 }
 
 impl Entry {
-    const fn is_awaited(&self) -> bool {
-        matches!(self.stage, Stage::Awaited(_))
-    }
-
     const fn offer(&self) -> Option<&Offered> {
         if let Stage::Offered(offered) = &self.stage { Some(offered) } else { None }
     }
