@@ -2,7 +2,8 @@
 
 use crate::kit::{Flow, Pair, Random, bounded, config, hybrid, prompt, windowed};
 use kvferry_refengine::{
-    Attention, EngineConfig, GroupCache, GroupSpec, LoadFailurePolicy, ModelSpec, Packing, Storage,
+    Attention, EngineConfig, GroupCache, GroupSpec, LoadFailurePolicy, ModelSpec, Packing, Request,
+    Storage,
 };
 
 fn ranks(model: &ModelSpec, (tp, pp): (usize, usize)) -> EngineConfig {
@@ -130,5 +131,25 @@ fn scratch_blocks_of_speculative_decoding_are_never_taken_for_the_state() {
         for (from, to) in [(2, 0), (0, 3), (1, 2)] {
             assert_hand_off(flow, &with(from, chunk), &with(to, chunk));
         }
+    }
+}
+
+#[test]
+fn a_block_that_leaves_the_window_when_the_prompt_ends_is_neither_offered_nor_needed() {
+    let _watched = bounded();
+    // For every offset of the window in its first block.
+    for len in 30..46 {
+        let mut config = ranks(&windowed(), (1, 1));
+        config.prefix_caching = false;
+        let mut pair = Pair::new(Flow::Sequential, &config, &config);
+        pair.hold_decodes = true;
+        pair.hand_off("a", prompt(1, len), 6);
+        pair.tick_until(|pair| !pair.later.is_empty());
+        // The blocks that are free again are overwritten.
+        pair.prefill.engine.submit(Request::new("other", prompt(2, 20), 2)).unwrap();
+        pair.ticks(4);
+        pair.hold_decodes = false;
+        pair.finish(&["a"]);
+        assert_eq!((pair.fetched(), pair.decode.computed), ((1, 0), 6), "{len}");
     }
 }
