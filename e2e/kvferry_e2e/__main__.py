@@ -140,18 +140,18 @@ def connector_phases(run: Run) -> None:
     connector.concurrent(report, cluster, mooncake, prompts, connector.MANY)
     connector.batch(report, cluster, mooncake, prompts, loaded=3)
     _examples(run, commands, cluster, prompts)
-    # Offers that nobody takes: their blocks are free when the offer expires, or the instance dies.
-    connector.batch(report, cluster, nixl, prompts, loaded=1)
-    connector.wrong_prompt(report, cluster, prompts)
     smg.kill()
 
     # Decode dies first, then prefill. The third instance starts beside them.
-    connector.decode_dies(report, cluster, nixl, prompts)
+    connector.decode_dies(report, cluster, mooncake, prompts)
     decode = run.start("d2", "decode", caching=True, like=decode)
     both = run.start("tp2", "prefill", caching=False, tensor_parallel=2)
     run.ready(decode)
     cluster = Cluster([prefill], [decode])
     connector.restarted(report, cluster, (nixl, mooncake), prompts, "decode")
+    # Offers that no decode takes: the prefill keeps their blocks until the offers expire, or it dies.
+    connector.batch(report, cluster, nixl, prompts, loaded=1)
+    connector.wrong_prompt(report, cluster, prompts)
     kept = connector.prefill_dies(report, cluster, nixl, prompts)
     chunks = ("--max-num-batched-tokens", "256", "--enable-chunked-prefill")
     prefill = run.start("p2", "prefill", *chunks, caching=True, like=prefill)
@@ -163,6 +163,7 @@ def connector_phases(run: Run) -> None:
     for router in (nixl, mooncake):
         connector.prefix_hits(report, cluster, router, prompts)
         connector.prefix_hits_concurrent(report, cluster, router, prompts)
+        connector.several_answers(report, cluster, router, prompts)
     nixl.kill()
     mooncake.kill()
 

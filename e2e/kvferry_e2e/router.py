@@ -84,8 +84,9 @@ class Router(Server):
             return [str(self.commands / "python"), str(example(self.kind)), *here, *words]
         flow = "mooncake" if "mooncake" in self.kind else "nixl"
         routing = ["--policy", "round_robin", "--vllm-pd-disaggregation", "--kv-connector", flow]
-        # A request that fails is not sent again: the test wants its error.
+        # A request that fails is not sent again: the test wants its error. A restarted server is used at once.
         quiet = ["--disable-retries", "--disable-circuit-breaker", "--prometheus-port", str(self.metrics)]
+        quiet += ["--health-check-interval-secs", "1", "--health-success-threshold", "1"]
         return [str(self.commands / "vllm-router"), *here, *routing, *quiet, *words]
 
     def environment(self) -> dict[str, str]:

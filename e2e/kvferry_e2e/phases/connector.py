@@ -140,7 +140,9 @@ def concurrent(report: Report, cluster: Cluster, router: Router, prompts: Prompt
 
 
 def several_answers(report: Report, cluster: Cluster, router: Router, prompts: Prompts) -> None:
-    """`n` = 2: two samples of one prompt, which decode loads once or twice and never computes (smg: without P/D)."""
+    """`n` = 2: two samples of one prompt. Decode loads it once, and shares it where prefix caching is on. smg sends
+    such requests to decode only.
+    """
     with report.check(f"{router.name}: n = 2") as note:
         prompt, before = _fresh(router, prompts, 700), cluster.sources()
         sampling = {"n": 2, "temperature": 1.0, "seed": 11}
@@ -148,8 +150,10 @@ def several_answers(report: Report, cluster: Cluster, router: Router, prompts: P
         _right(cluster, prompt, answer, **sampling)
         ensure(answer.choices[0] != answer.choices[1], "both samples are the same")
         if router.kind != "smg":
-            computed, _, _ = (now - then for now, then in zip(cluster.sources(), before, strict=True))
-            ensure(computed <= 2, f"decode computed {computed:.0f} prompt tokens")
+            caching = all(decode.prefix_caching for decode in cluster.decodes)
+            most = BLOCK_TOKENS if caching else 701
+            computed, _, loaded = (int(now - then) for now, then in zip(cluster.sources(), before, strict=True))
+            ensure(computed <= most and loaded >= 699, f"decode computed {computed} prompt tokens, loaded {loaded}")
         note.text = cluster.expect_blocks_back()
 
 
@@ -341,7 +345,9 @@ class UnderLoad:
 
 
 def decode_dies(report: Report, cluster: Cluster, router: Router, prompts: Prompts) -> None:
-    """Kills the decode; the caller starts another."""
+    """Kills the decode; the caller starts another. In Mooncake's flow, since in NIXL's the prefill can't know which
+    decode would have come, and keeps its offers until they expire.
+    """
     (decode,), (prefill,) = cluster.decodes, cluster.prefills
     with report.check("decode SIGKILLed under load: prefill frees the blocks, answers are right or errors") as note:
         load = UnderLoad.while_(router, [prompts.fresh(1000) for _ in range(8)], decode.kill)
