@@ -134,6 +134,7 @@ def connector_phases(run: Run) -> None:
         connector.several_answers(report, cluster, router, prompts)
     connector.only_nixls_names(report, cluster, prompts)
     connector.foreign_engine(report, cluster, prompts)
+    connector.rejected(report, cluster, prompts)
     connector.streams(report, cluster, nixl, prompts)
     connector.clients_leave(report, cluster, prompts)
     connector.concurrent(report, cluster, nixl, prompts, connector.MANY)

@@ -304,6 +304,16 @@ def only_nixls_names(report: Report, cluster: Cluster, prompts: Prompts) -> None
         cluster.expect_loaded(before, 1, len(prompt))
 
 
+def rejected(report: Report, cluster: Cluster, prompts: Prompts) -> None:
+    """A request that decode's API server rejects, so that its engine never sees the prompt."""
+    with report.check("decode rejects a request: prefill frees its blocks") as note:
+        prompt = prompts.fresh(500)
+        params = _offer(cluster.prefills[0], prompt)
+        answer = complete(cluster.decodes[0].port, prompt, MAX_MODEL_TOKENS, params=params)
+        ensure(answer.status == 400, f"decode accepts {MAX_MODEL_TOKENS} new tokens: {answer}")
+        note.text = cluster.expect_blocks_back()
+
+
 def foreign_engine(report: Report, cluster: Cluster, prompts: Prompts) -> None:
     with report.check("parameters of NixlConnector: decode computes"):
         prompt = prompts.fresh(300)
