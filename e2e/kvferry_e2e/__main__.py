@@ -39,8 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--connector",
         choices=("kvferry", "mooncake"),
-        default="mooncake",
-        help="only KVFerryConnector, or only vLLM's MooncakeConnector on kvferry",
+        help="only KVFerryConnector, or only vLLM's MooncakeConnector on kvferry (default: both)",
     )
     parser.add_argument(
         "--engine",
