@@ -307,10 +307,9 @@ def only_nixls_names(report: Report, cluster: Cluster, prompts: Prompts) -> None
 def rejected(report: Report, cluster: Cluster, prompts: Prompts) -> None:
     """A request that decode's API server rejects, so that its engine never sees the prompt."""
     with report.check("decode rejects a request: prefill frees its blocks") as note:
-        prompt = prompts.fresh(500)
-        params = _offer(cluster.prefills[0], prompt)
-        answer = complete(cluster.decodes[0].port, prompt, MAX_MODEL_TOKENS, params=params)
-        ensure(answer.status == 400, f"decode accepts {MAX_MODEL_TOKENS} new tokens: {answer}")
+        params = _offer(cluster.prefills[0], prompts.fresh(500))
+        answer = complete(cluster.decodes[0].port, prompts.fresh(MAX_MODEL_TOKENS + 1), params=params)
+        ensure(answer.status == 400, f"decode accepts a prompt of {MAX_MODEL_TOKENS + 1} tokens: {answer}")
         note.text = cluster.expect_blocks_back()
 
 
