@@ -15,9 +15,13 @@ __all__ = [
     "PeerSummary",
     "Region",
     "RemoteRegion",
+    "SchedulerHalf",
     "Transfer",
     "TransferStats",
+    "WorkerHalf",
     "__version__",
+    "log_to_stderr",
+    "prompt_id",
 ]
 
 __version__: Final[str]
@@ -359,3 +363,174 @@ class MooncakeEngine:
     def first_address(self, segment: _Text) -> int: ...
     def notifications(self) -> list[tuple[str, str]]: ...
     def probe(self, target: _Text) -> int: ...
+
+# kvferry.connector
+
+# Block numbers, one list per group.
+_Blocks: TypeAlias = Sequence[Sequence[int]]
+
+def log_to_stderr(filter: str) -> None:
+    """Writes kvferry's events that pass `filter` ("warn", "kvferry=debug", …) to stderr, unless ``KVFERRY_LOG`` has them
+    written already.
+    """
+
+def prompt_id(tokens: Sequence[int], extra: Sequence[str] = ()) -> bytes:
+    """The identity of a prompt: 16 bytes. Both engines compute it, and only KV of the same prompt is loaded.
+
+    `extra`: what else the KV depends on, in an order that both engines use, such as the name of a LoRA or a cache salt.
+    """
+
+@final
+class SchedulerHalf:
+    """Decides, where requests are scheduled, what is handed over. One per engine. Calls take microseconds.
+
+    `groups` are the engine's groups of layers in the order of its block tables: the kind (``full``, ``window``,
+    ``chunk``, ``state``), the tokens of the window or chunk (else 0), and the tokens of a block of all context-parallel
+    ranks together. `ranks`: how many ranks the engine has. `timeout`: seconds that a handoff may take in all. `eager`: the
+    handoff of a request that generates one token is complete when its prompt is computed; else with the request's end,
+    and may carry side data. `recomputed_tokens`: how many tokens at the end of a prompt a consumer computes again at
+    least. `null_block`: the engine's number for no block.
+
+    Any thread may call it. Requests are named by the engine's ids.
+    """
+
+    def __new__(
+        cls,
+        groups: Sequence[tuple[str, int, int]],
+        *,
+        ranks: int,
+        timeout: float,
+        eager: bool = True,
+        recomputed_tokens: int = 0,
+        null_block: int | None = None,
+    ) -> SchedulerHalf: ...
+    @property
+    def engine_id(self) -> str:
+        """32 hexadecimal digits, drawn for this life of the engine."""
+
+    def set_ranks(self, cards: Sequence[bytes]) -> None:
+        """`WorkerHalf.card` of all ranks, in their order, once. Raises ValueError if they contradict each other."""
+
+    def arrived(
+        self, id: str, prompt_tokens: int, max_tokens: int, params: dict[str, Any] | None, prompt: bytes | None
+    ) -> None:
+        """A request has arrived, which generates at most `max_tokens`, with its ``kv_transfer_params`` and its `prompt_id`. Later calls for the same request
+        need neither.
+        """
+
+    def prompt_tokens_to_prefill(self, id: str, prompt_tokens: int) -> int:
+        """How many tokens of its prompt a producer prefills: with recurrent states fewer than the prompt has."""
+
+    def matched(self, id: str, prompt_tokens: int, computed: int) -> int | None:
+        """How many tokens can be loaded beyond the `computed` ones; None if that is not known yet."""
+
+    def allocated(self, id: str, prompt_tokens: int, computed: int, external: int, blocks: _Blocks) -> None:
+        """A request has got all its blocks, to load `external` tokens beyond the `computed` ones."""
+
+    def produces(self, id: str) -> bool:
+        """Whether `step` must get the steps of this request."""
+
+    def step(self, scheduled: Sequence[tuple[str, int, int, bool, _Blocks]], preempted: Sequence[str]) -> bytes:
+        """The step for `WorkerHalf.apply` of every rank; empty if there is nothing to do.
+
+        `scheduled`: requests that produce, each with the tokens cached before the step, the tokens that the step
+        computes, whether the blocks are all it has (it is new, or was preempted), and these or else its new blocks.
+        `preempted`: requests that lost their blocks.
+        """
+
+    def finished(
+        self,
+        id: str,
+        prompt_tokens: int,
+        params: dict[str, Any] | None,
+        prompt: bytes | None,
+        reason: Literal["length", "stop", "abort", "error"],
+        blocks: _Blocks | None,
+        side_data: bytes | None = None,
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended, known or not, with these blocks. True if its blocks must be kept until `sent` reports it;
+        and the ``kv_transfer_params`` of its response.
+        """
+
+    def reported(self, rank: int, notes: bytes) -> None:
+        """Takes the last item of `WorkerHalf.reports`, before `sent` and `received` of the same step."""
+
+    def sent(self, ids: Sequence[str]) -> None:
+        """All ranks have reported these requests as sent."""
+
+    def received(self, ids: Sequence[str]) -> None:
+        """All ranks have reported these requests as received."""
+
+    def take_side_data(self, id: str) -> list[bytes]:
+        """Side data of a request that was loaded, one item per rank of the producer that it was loaded from."""
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must go on stepping although no request runs."""
+
+    def reset_cache(self) -> None:
+        """The engine drops its cache: all offers are withdrawn and all loads are cancelled."""
+
+    def take_stats(self) -> dict[str, Any] | None:
+        """What was counted since the last call, None if nothing was: loads that ended (`fetched`), withdrawn offers
+        (`withdrawn`) and requests without a handoff (`refused`), each by reason; `fetched_tokens`, `freed`, `offered`,
+        `offered_tokens`.
+        """
+
+    def gauges(self) -> dict[str, int]:
+        """Counts of what is kept, by name: all zero when nothing is under way."""
+
+@final
+class WorkerHalf:
+    """One rank's side: announces what is computed, loads, and reports what has ended. Calls return at once.
+
+    `layout` is a JSON object as docs/layout.md describes it; its regions are `regions`, registered with `agent`. `rank` is
+    this rank's number in its engine. `timeout`: as for the scheduler half. `model`: properties of what the engine computes with; engines that give one property
+    different values refuse each other. `announce`: ``layers`` (each chunk of a prefill in `pieces` of layers), ``chunks``
+    or ``end``. Raises ValueError if the layout is not sound.
+
+    Any thread may call it.
+    """
+
+    def __new__(
+        cls,
+        agent: Agent,
+        layout: str,
+        regions: Sequence[Region],
+        *,
+        rank: int,
+        timeout: float,
+        model: dict[str, str] = ...,
+        announce: Literal["layers", "chunks", "end"] = "layers",
+        pieces: int = 2,
+    ) -> WorkerHalf: ...
+    @property
+    def card(self) -> bytes:
+        """This rank, described for `SchedulerHalf.set_ranks`."""
+
+    def apply(self, metadata: bytes) -> None:
+        """Takes a step, before anything is computed or overwritten. Raises ValueError for metadata of another version."""
+
+    def fetch(self) -> None:
+        """Begins the loads of the step."""
+
+    def layer_computed(self, layer: int) -> None:
+        """A layer of the step is computed, numbered as in the layout."""
+
+    def step_computed(self) -> None:
+        """All layers of the step are computed. Once per step."""
+
+    def reports(self) -> tuple[list[str], list[str], list[str], bytes | None]:
+        """What has ended since the last call: requests sent, requests received, those of them that failed, and notes for
+        `SchedulerHalf.reported`.
+        """
+
+    def take_loads(self) -> list[tuple[str, float, int, tuple[str, str] | None]]:
+        """Loads that ended since the last call: the request, seconds from the first read to the end, bytes, and for a
+        failed one what went wrong, and the reason in words.
+        """
+
+    def gauges(self) -> dict[str, int]:
+        """Counts of what is kept, by name."""
+
+    def close(self) -> None:
+        """Ends everything. A second call does nothing; other calls raise ValueError after it."""

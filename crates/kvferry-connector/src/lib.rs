@@ -43,6 +43,7 @@ pub use kvferry_proto::engine_handshake::{EngineId, Model};
 pub use kvferry_proto::handoff::{
     BlockTable, HandoffId, Limits, NULL_BLOCK, Outcome, Progress, Rectangle, Refusal, Slice,
 };
+pub use kvferry_proto::layout::{Kind, Layout};
 pub use metadata::{
     Cancel, Claim, Compute, ConnectorMetadata, Ending, EndingKind, EngineError, EngineMetadata,
     Expect, FetchRequest, Free, MetadataError, Notes, Offer, RequestOutcome,

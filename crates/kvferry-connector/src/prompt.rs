@@ -53,6 +53,16 @@ impl PromptId {
         Self(u128::from_be_bytes(*hash.as_bytes().first_chunk().expect("a hash has 32 bytes")))
     }
 
+    /// The identity that [`PromptId::to_bytes`] returned.
+    pub const fn from_bytes(bytes: [u8; 16]) -> Self {
+        Self(u128::from_be_bytes(bytes))
+    }
+
+    /// The identity as bytes.
+    pub const fn to_bytes(self) -> [u8; 16] {
+        self.0.to_be_bytes()
+    }
+
     fn parse(digits: &str) -> Option<Self> {
         let plain = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
         let plain = digits.len() == SUFFIX - 1 && digits.bytes().all(plain);

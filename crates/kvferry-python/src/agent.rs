@@ -401,6 +401,11 @@ impl Agent {
 }
 
 impl Agent {
+    /// The core's agent.
+    pub(crate) fn core(&self, py: Python<'_>) -> PyResult<&kvferry::Agent> {
+        self.0.agent(py)
+    }
+
     /// Names a new region; unregisters it if it can't have the name.
     fn name_region(
         &self,

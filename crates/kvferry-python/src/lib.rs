@@ -19,12 +19,14 @@
 //! | `batch` | `Batch`, and reading lists of addresses |
 //! | `transfer` | `Transfer` |
 //! | `notification` | `Notification` |
+//! | `connector` | `SchedulerHalf`, `WorkerHalf`: what engines' connectors are made of |
 //! | `mooncake` | `MooncakeEngine`, which `kvferry.mooncake` is made of |
 //! | `blocking`, `run_interruptible`, `error`, `log` | the rules above, exceptions, `KVFERRY_LOG` |
 
 mod agent;
 mod batch;
 mod blocking;
+mod connector;
 mod error;
 mod log;
 mod memory;
@@ -54,5 +56,9 @@ pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<peer::Peer>()?;
     module.add_class::<peer::PeerSummary>()?;
     module.add_class::<transfer::Transfer>()?;
-    module.add_class::<mooncake::NativeEngine>()
+    module.add_class::<mooncake::NativeEngine>()?;
+    module.add_class::<connector::scheduler::SchedulerHalf>()?;
+    module.add_class::<connector::worker::WorkerHalf>()?;
+    module.add_function(pyo3::wrap_pyfunction!(connector::scheduler::prompt_id, module)?)?;
+    module.add_function(pyo3::wrap_pyfunction!(log::log_to_stderr, module)?)
 }

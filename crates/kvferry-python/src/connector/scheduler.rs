@@ -1,0 +1,200 @@
+//! The scheduler half.
+
+use super::{Group, group_rule, refused, values};
+use crate::blocking::lock;
+use kvferry_connector::{
+    EngineId, FinishReason, Match, PromptId, Request, Scheduled, Scheduler, SchedulerConfig,
+};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
+use pyo3::types::{PyBytes, PyDict};
+use std::sync::Mutex;
+use std::time::Duration;
+
+/// A request in a step: its id, tokens in the cache before the step, tokens that the step computes,
+/// whether the blocks are all it has, and the blocks per group.
+type Step = (PyBackedStr, u64, u64, bool, Vec<Vec<u32>>);
+
+/// Decides, where requests are scheduled, what is handed over. One per engine.
+#[pyclass(frozen, module = "kvferry.connector")]
+pub(crate) struct SchedulerHalf {
+    half: Mutex<Scheduler>,
+    id: EngineId,
+}
+
+/// A request that was added before, or asks for nothing.
+fn known(id: &str, prompt_tokens: u64) -> Request<'_> {
+    Request { id, prompt_tokens, max_tokens: 0, params: None, prompt: None }
+}
+
+/// The identity of a prompt, for [`SchedulerHalf::arrived`]: 16 bytes.
+#[pyfunction]
+#[pyo3(signature = (tokens, extra = Vec::new()))]
+pub(crate) fn prompt_id<'py>(
+    py: Python<'py>,
+    tokens: Vec<u32>,
+    extra: Vec<PyBackedStr>,
+) -> Bound<'py, PyBytes> {
+    let extra: Vec<_> = extra.iter().map(|key| key.as_bytes()).collect();
+    PyBytes::new(py, &PromptId::new(&extra, &tokens).to_bytes())
+}
+
+#[pymethods]
+impl SchedulerHalf {
+    #[new]
+    #[pyo3(signature = (groups, *, ranks, timeout, eager = true, recomputed_tokens = 0, null_block = None))]
+    fn new(
+        groups: Vec<Group>,
+        ranks: usize,
+        timeout: f64,
+        eager: bool,
+        recomputed_tokens: u32,
+        null_block: Option<u32>,
+    ) -> PyResult<Self> {
+        let groups = groups.into_iter().map(group_rule).collect::<PyResult<_>>()?;
+        let timeout = Duration::try_from_secs_f64(timeout).map_err(refused)?;
+        let config =
+            SchedulerConfig { groups, ranks, timeout, eager, recomputed_tokens, null_block };
+        let id = EngineId(u128::from_le_bytes(kvferry_sys::random::bytes().map_err(refused)?));
+        Ok(Self { half: Mutex::new(Scheduler::new(config, id)), id })
+    }
+
+    /// 32 hexadecimal digits, drawn for this life of the engine.
+    #[getter]
+    fn engine_id(&self) -> String {
+        self.id.to_string()
+    }
+
+    fn set_ranks(&self, cards: Vec<Vec<u8>>) -> PyResult<()> {
+        lock(&self.half).set_ranks(cards).map_err(refused)
+    }
+
+    fn arrived(
+        &self,
+        id: &str,
+        prompt_tokens: u64,
+        max_tokens: u64,
+        params: Option<&Bound<'_, PyDict>>,
+        prompt: Option<[u8; 16]>,
+    ) {
+        let (params, prompt) = (values::params(params), prompt.map(PromptId::from_bytes));
+        let params = params.as_ref();
+        let request = Request { id, prompt_tokens, max_tokens, params, prompt };
+        lock(&self.half).arrived(&request);
+    }
+
+    fn prompt_tokens_to_prefill(&self, id: &str, prompt_tokens: u64) -> u64 {
+        lock(&self.half).prompt_tokens_to_prefill(&known(id, prompt_tokens))
+    }
+
+    fn matched(&self, id: &str, prompt_tokens: u64, computed: u64) -> Option<u64> {
+        match lock(&self.half).matched(&known(id, prompt_tokens), computed) {
+            Match::Unknown => None,
+            Match::Tokens(tokens) => Some(tokens),
+        }
+    }
+
+    fn allocated(
+        &self,
+        id: &str,
+        prompt_tokens: u64,
+        computed: u64,
+        external: u64,
+        blocks: Vec<Vec<u32>>,
+    ) {
+        lock(&self.half).allocated(&known(id, prompt_tokens), computed, external, &blocks);
+    }
+
+    fn produces(&self, id: &str) -> bool {
+        lock(&self.half).produces(id)
+    }
+
+    fn step<'py>(
+        &self,
+        py: Python<'py>,
+        scheduled: Vec<Step>,
+        preempted: Vec<PyBackedStr>,
+    ) -> Bound<'py, PyBytes> {
+        let scheduled =
+            scheduled.iter().map(|(request, computed, tokens, all, blocks)| Scheduled {
+                request,
+                computed: *computed,
+                tokens: *tokens,
+                all: *all,
+                blocks: blocks.clone(),
+            });
+        let preempted = preempted.iter().map(|id| &**id);
+        PyBytes::new(py, &lock(&self.half).step(scheduled, preempted).encode())
+    }
+
+    #[pyo3(signature = (id, prompt_tokens, params, prompt, reason, blocks, side_data = None))]
+    #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python call")]
+    fn finished<'py>(
+        &self,
+        py: Python<'py>,
+        id: &str,
+        prompt_tokens: u64,
+        params: Option<&Bound<'py, PyDict>>,
+        prompt: Option<[u8; 16]>,
+        reason: &str,
+        blocks: Option<Vec<Vec<u32>>>,
+        side_data: Option<Vec<u8>>,
+    ) -> PyResult<(bool, Option<Bound<'py, PyDict>>)> {
+        let how = match reason {
+            "length" => FinishReason::Length,
+            "stop" => FinishReason::Stop,
+            "abort" => FinishReason::Abort,
+            "error" => FinishReason::Error,
+            other => {
+                return Err(PyValueError::new_err(format!("no reason of an end: {other:?}")));
+            }
+        };
+        let (params, prompt) = (values::params(params), prompt.map(PromptId::from_bytes));
+        let params = params.as_ref();
+        let request = Request { id, prompt_tokens, max_tokens: 0, params, prompt };
+        let finished = lock(&self.half).finished(&request, how, blocks.as_deref(), side_data);
+        let params = finished.params.map(|params| values::dict(py, &params)).transpose()?;
+        Ok((finished.held, params))
+    }
+
+    fn reported(&self, rank: usize, notes: &[u8]) {
+        lock(&self.half).reported(rank, notes);
+    }
+
+    fn sent(&self, ids: Vec<PyBackedStr>) {
+        lock(&self.half).sent(ids.iter().map(|id| &**id));
+    }
+
+    fn received(&self, ids: Vec<PyBackedStr>) {
+        lock(&self.half).received(ids.iter().map(|id| &**id));
+    }
+
+    fn take_side_data(&self, id: &str) -> Vec<Vec<u8>> {
+        lock(&self.half).take_side_data(id)
+    }
+
+    fn has_pending_work(&self) -> bool {
+        lock(&self.half).has_pending_work()
+    }
+
+    fn reset_cache(&self) {
+        lock(&self.half).reset_cache();
+    }
+
+    fn take_stats<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let stats = lock(&self.half).take_stats();
+        if stats.is_empty() {
+            return Ok(None);
+        }
+        values::python(py, &serde_json::to_value(stats).map_err(refused)?).map(Some)
+    }
+
+    fn gauges<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let gauges = PyDict::new(py);
+        for (name, value) in lock(&self.half).gauges() {
+            gauges.set_item(name, value)?;
+        }
+        Ok(gauges)
+    }
+}

@@ -1,0 +1,179 @@
+//! The worker half.
+
+use super::refused;
+use crate::agent::Agent;
+use crate::blocking::{self, Stop, lock};
+use crate::memory::Region;
+use kvferry_connector::{
+    Announce, Layout, Limits, Model, ReadPart, WireCode, Worker, WorkerConfig, WorkerObserver,
+};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// Ends of loads that are kept for [`WorkerHalf::take_loads`]; the oldest is dropped first.
+const LOADS_MAX: usize = 65_536;
+
+/// The end of a load: the request, seconds from its first read to its end, bytes; if it failed, what
+/// went wrong and the reason in words.
+type Load = (String, f64, u64, Option<(String, String)>);
+
+/// One rank's side: announces what is computed, fetches, reports what has ended.
+#[pyclass(frozen, module = "kvferry.connector")]
+pub(crate) struct WorkerHalf(Arc<Half>);
+
+struct Half {
+    /// `None` once it is closed.
+    worker: Mutex<Option<Arc<Worker>>>,
+    card: Vec<u8>,
+    loads: Arc<Loads>,
+}
+
+impl Stop for Half {
+    fn stop(&self) {
+        let worker = lock(&self.worker).take();
+        if let Some(worker) = worker {
+            worker.close();
+        }
+    }
+}
+
+/// How loads ended, until Python takes them.
+#[derive(Default)]
+struct Loads(Mutex<LoadsState>);
+
+#[derive(Default)]
+struct LoadsState {
+    /// When the first read of a load began, and the bytes read so far.
+    running: HashMap<String, (Instant, u64)>,
+    ended: VecDeque<Load>,
+}
+
+impl Loads {
+    fn lock(&self) -> MutexGuard<'_, LoadsState> {
+        lock(&self.0)
+    }
+}
+
+impl WorkerObserver for Loads {
+    fn received(&self, request: &str, code: WireCode, detail: &str) {
+        let mut state = self.lock();
+        let (seconds, bytes) = match state.running.remove(request) {
+            Some((began, bytes)) => (began.elapsed().as_secs_f64(), bytes),
+            None => (0.0, 0),
+        };
+        if state.ended.len() == LOADS_MAX {
+            state.ended.pop_front();
+        }
+        let failure = (!code.is_ok()).then(|| (code.to_string(), detail.to_owned()));
+        let end = (request.to_owned(), seconds, bytes, failure);
+        state.ended.push_back(end);
+    }
+
+    fn sent(&self, _request: &str) {}
+
+    fn read(&self, request: &str, part: ReadPart) {
+        let mut state = self.lock();
+        match state.running.get_mut(request) {
+            Some((_, bytes)) => *bytes += part.bytes,
+            None => drop(state.running.insert(request.to_owned(), (part.began, part.bytes))),
+        }
+    }
+}
+
+impl WorkerHalf {
+    fn worker(&self) -> PyResult<Arc<Worker>> {
+        lock(&self.0.worker).clone().ok_or_else(|| refused("the worker half is closed"))
+    }
+}
+
+#[pymethods]
+impl WorkerHalf {
+    #[new]
+    #[pyo3(signature = (agent, layout, regions, *, rank, timeout, model = BTreeMap::new(), announce = "layers", pieces = 2))]
+    #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python call")]
+    fn new(
+        py: Python<'_>,
+        agent: &Bound<'_, Agent>,
+        layout: &str,
+        regions: Vec<Bound<'_, Region>>,
+        rank: usize,
+        timeout: f64,
+        model: BTreeMap<String, String>,
+        announce: &str,
+        pieces: u32,
+    ) -> PyResult<Self> {
+        let agent = agent.get().core(py)?;
+        let layout: Layout = serde_json::from_str(layout).map_err(refused)?;
+        let regions: Vec<_> = regions.iter().map(|region| region.get().region.clone()).collect();
+        let announce = match announce {
+            "layers" => Announce::Layers { pieces },
+            "chunks" => Announce::Chunks,
+            "end" => Announce::End,
+            other => return Err(refused(format!("no way of announcing: {other:?}"))),
+        };
+        let cap = Duration::try_from_secs_f64(timeout).map_err(refused)?;
+        let limits = Limits { cap, ..Limits::default() };
+        let config = WorkerConfig { rank, model: Model(model), announce, limits };
+        let worker =
+            py.detach(|| Worker::start(agent, layout, &regions, config)).map_err(refused)?;
+        let loads = Arc::new(Loads::default());
+        worker.set_observer(Arc::<Loads>::clone(&loads));
+        let card = worker.rank_metadata().to_vec();
+        let half = Arc::new(Half { worker: Mutex::new(Some(Arc::new(worker))), card, loads });
+        blocking::stop_at_exit(py, &half);
+        Ok(Self(half))
+    }
+
+    #[getter]
+    fn card<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.card)
+    }
+
+    fn apply(&self, metadata: &[u8]) -> PyResult<()> {
+        self.worker()?.apply(metadata).map_err(refused)
+    }
+
+    fn fetch(&self) -> PyResult<()> {
+        self.worker()?.fetch();
+        Ok(())
+    }
+
+    fn layer_computed(&self, layer: usize) -> PyResult<()> {
+        self.worker()?.layer_computed(layer, None);
+        Ok(())
+    }
+
+    fn step_computed(&self) -> PyResult<()> {
+        self.worker()?.step_computed(None);
+        Ok(())
+    }
+
+    #[expect(clippy::type_complexity, reason = "it is a tuple for Python")]
+    fn reports<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<(Vec<String>, Vec<String>, Vec<String>, Option<Bound<'py, PyBytes>>)> {
+        let reports = self.worker()?.reports();
+        let notes = reports.notes.map(|notes| PyBytes::new(py, &notes));
+        Ok((reports.sent, reports.received, reports.failed, notes))
+    }
+
+    fn take_loads(&self) -> Vec<Load> {
+        std::mem::take(&mut self.0.loads.lock().ended).into()
+    }
+
+    fn gauges<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let gauges = PyDict::new(py);
+        for (name, value) in self.worker()?.gauges() {
+            gauges.set_item(name, value)?;
+        }
+        Ok(gauges)
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.0.stop());
+    }
+}

@@ -1,0 +1,169 @@
+"""The halves of a connector, driven as an engine drives them: two engines of one rank each, in this process."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from kvferry import Agent
+from kvferry.connector import SchedulerHalf, WorkerHalf, prompt_id
+
+BLOCKS, TOKENS, CONTENT, LAYERS = 16, 4, 64, 3
+BLOCK = TOKENS * CONTENT
+PROMPT = list(range(10))
+
+
+class Engine:
+    """A scheduler half and the worker half of its one rank. Layer by layer, all blocks of a layer lie together."""
+
+    def __init__(self) -> None:
+        self.agent = Agent(listen="127.0.0.1:0")
+        self.region = self.agent.allocate(LAYERS * BLOCKS * BLOCK)
+        self.memory = self.region.memory()
+        self.scheduler = SchedulerHalf([("full", 0, TOKENS)], ranks=1, timeout=20, null_block=0)
+        self.worker = WorkerHalf(self.agent, self.layout(), [self.region], rank=0, timeout=20)
+        self.scheduler.set_ranks([self.worker.card])
+        self.sent: list[str] = []
+        self.received: list[str] = []
+        self.failed: list[str] = []
+
+    def layout(self) -> str:
+        shape = {
+            "role": "kv", "encoding": "float32", "bits": 32, "heads_total": 1, "head_start": 0, "heads": 1,
+            "rows": TOKENS, "content": CONTENT, "block_stride": BLOCK, "kernel_blocks": 1, "kernel_stride": BLOCK,
+            "head_stride": CONTENT, "row_stride": CONTENT,
+        }  # fmt: skip
+        layers = [
+            {"name": f"layers.{at}", "group": 0, "planes": [{"shape": 0, "region": 0, "base": at * BLOCKS * BLOCK}]}
+            for at in range(LAYERS)
+        ]
+        group = {"name": "0", "kind": "full", "block_tokens": TOKENS, "blocks": BLOCKS}
+        regions = [{"id": self.region.id, "len": self.region.nbytes}]
+        return json.dumps({"v": 1, "regions": regions, "groups": [group], "shapes": [shape], "layers": layers})
+
+    def step(self, *scheduled: Any) -> None:
+        """One step of an engine: `scheduled` is computed."""
+        self.worker.apply(self.scheduler.step(scheduled, []))
+        self.worker.fetch()
+        for layer in range(LAYERS):
+            self.worker.layer_computed(layer)
+        self.worker.step_computed()
+        sent, received, failed, notes = self.worker.reports()
+        if notes is not None:
+            self.scheduler.reported(0, notes)
+        self.scheduler.sent(sent)
+        self.scheduler.received(received)
+        self.sent += sent
+        self.received += received
+        self.failed += failed
+
+    def until(self, ended: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not ended():
+            assert time.monotonic() < deadline, (self.scheduler.gauges(), self.worker.gauges())
+            self.step()
+            time.sleep(0.001)
+
+    def block(self, layer: int, block: int) -> memoryview:
+        start = (layer * BLOCKS + block) * BLOCK
+        return self.memory[start : start + BLOCK]
+
+
+@pytest.fixture
+def engines() -> Iterator[tuple[Engine, Engine]]:
+    both = Engine(), Engine()
+    yield both
+    for engine in both:
+        engine.worker.close()
+        engine.agent.shutdown()
+
+
+def produce(engine: Engine, request: str, params: dict[str, Any], blocks: list[int], prompt: list[int] = PROMPT) -> Any:
+    """Prefills a request, whose one token is then generated."""
+    identity = prompt_id(prompt)
+    engine.scheduler.arrived(request, len(prompt), 1, params, identity)
+    for at, block in enumerate(blocks):
+        for layer in range(LAYERS):
+            engine.block(layer, block)[:] = bytes([layer * 16 + at + 1]) * BLOCK
+    engine.step((request, 0, len(prompt), True, [blocks]))
+    held, answer = engine.scheduler.finished(request, len(prompt), params, identity, "length", [blocks])
+    assert held
+    return answer
+
+
+def consume(
+    engine: Engine, request: str, params: dict[str, Any], blocks: list[int], prompt: list[int] = PROMPT
+) -> int | None:
+    engine.scheduler.arrived(request, len(prompt), 8, params, prompt_id(prompt))
+    matched = engine.scheduler.matched(request, len(prompt), 0)
+    engine.scheduler.allocated(request, len(prompt), 0, matched or 0, [blocks])
+    return matched
+
+
+def finish(engine: Engine, request: str) -> None:
+    assert engine.scheduler.finished(request, len(PROMPT), None, None, "length", None) == (False, None)
+
+
+def test_the_blocks_of_a_request_arrive_and_both_sides_report_it_once(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    answer = produce(prefill, "p", {"do_remote_decode": True}, [3, 1, 2])
+    assert answer["remote_engine_id"] == prefill.scheduler.engine_id
+    assert consume(decode, "d", answer, [7, 9, 8]) == len(PROMPT)
+    decode.until(lambda: bool(decode.received))
+    assert (decode.received, decode.failed) == (["d"], [])
+    for layer in range(LAYERS):
+        for at, block in enumerate([7, 9, 8]):
+            content = bytes([layer * 16 + at + 1]) * BLOCK
+            used = min(TOKENS, len(PROMPT) - at * TOKENS) * CONTENT
+            assert bytes(decode.block(layer, block)[:used]) == content[:used]
+    finish(decode, "d")
+    prefill.until(lambda: bool(prefill.sent))
+    assert prefill.sent == ["p"]
+    ((request, seconds, nbytes, failure),) = decode.worker.take_loads()
+    assert (request, nbytes, failure) == ("d", LAYERS * len(PROMPT) * CONTENT, None)
+    assert seconds > 0
+    for engine in engines:
+        assert not engine.scheduler.has_pending_work()
+        assert set(engine.scheduler.gauges().values()) == {0}
+
+
+def test_a_request_with_another_prompt_loads_nothing(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    answer = produce(prefill, "p", {"do_remote_decode": True}, [3, 1, 2])
+    assert consume(decode, "d", answer, [7, 9, 8], prompt=[1, *PROMPT[1:]]) == 0
+
+
+def test_a_load_from_an_engine_that_is_gone_fails_and_says_why(engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    answer = produce(prefill, "p", {"do_remote_decode": True}, [3, 1, 2])
+    prefill.worker.close()
+    prefill.agent.shutdown()
+    consume(decode, "d", answer, [7, 9, 8])
+    decode.until(lambda: bool(decode.received))
+    assert decode.failed == ["d"]
+    ((_, _, _, failure),) = decode.worker.take_loads()
+    assert failure is not None
+    assert prefill.agent.address in failure[1]
+
+
+def test_a_closed_half_refuses_calls_and_closes_again(engines: tuple[Engine, Engine]) -> None:
+    worker = engines[0].worker
+    worker.close()
+    worker.close()
+    with pytest.raises(ValueError, match="closed"):
+        worker.fetch()
+
+
+def test_wrong_arguments_raise_and_name_what_is_wrong(engines: tuple[Engine, Engine]) -> None:
+    engine = engines[0]
+    with pytest.raises(ValueError, match="ring"):
+        SchedulerHalf([("ring", 0, 4)], ranks=1, timeout=1)
+    with pytest.raises(ValueError, match="expected metadata from 2 ranks"):
+        SchedulerHalf([("full", 0, 4)], ranks=2, timeout=1).set_ranks([engine.worker.card])
+    with pytest.raises(ValueError, match="missing field"):
+        WorkerHalf(engine.agent, "{}", [engine.region], rank=0, timeout=20)
+    with pytest.raises(ValueError, match="malformed"):
+        engine.worker.apply(b"nonsense")
