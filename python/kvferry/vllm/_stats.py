@@ -1,0 +1,134 @@
+"""What `KVFerryConnector` counts, for vLLM's log and for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+# Seconds, and bytes from 64 KiB to 64 GiB.
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_BYTES = tuple(float(2**power) for power in range(16, 37, 2))
+
+
+_REASONED = {
+    "failed_loads": "Loads of a request's KV that failed, per rank, by reason.",
+    "refused_requests": "Requests whose parameters ask for a handoff, but that get none, by reason.",
+    "withdrawn_offers": "Requests of a prefill whose KV was withdrawn, by reason.",
+}
+_PLAIN = {
+    "offered_requests": "Requests of a prefill that ended and whose KV is handed over.",
+    "offered_tokens": "Tokens of these requests.",
+    "loaded_tokens": "Tokens of a decode's requests whose KV was loaded.",
+    "freed_requests": "Requests of a decode whose KV at the prefill was not needed.",
+}
+
+
+class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
+    """`data`: lists with an item per load that succeeded, counts by reason, and plain counts."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.reset()
+        self.data.update(data or {})
+
+    def reset(self) -> None:
+        reasoned: dict[str, Any] = {name: {} for name in _REASONED}
+        self.data: dict[str, Any] = {"load_seconds": [], "load_bytes": [], **reasoned, **dict.fromkeys(_PLAIN, 0)}
+
+    def loaded(self, seconds: float, nbytes: int) -> None:
+        self.data["load_seconds"].append(seconds)
+        self.data["load_bytes"].append(nbytes)
+
+    def count(self, what: str, reason: str, number: int = 1) -> None:
+        """`what`: one of `_REASONED`."""
+        counts = self.data[what]
+        counts[reason] = counts.get(reason, 0) + number
+
+    def aggregate(self, other: KVConnectorStats) -> KVFerryStats:
+        for name, values in other.data.items():
+            if isinstance(values, dict):
+                for reason, number in values.items():
+                    self.count(name, reason, number)
+            else:
+                # Lists grow, and numbers are added up.
+                self.data[name] += values
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        seconds, sizes = self.data["load_seconds"], self.data["load_bytes"]
+        reduced: dict[str, int | float] = {"loads": len(seconds)}
+        if seconds:
+            ordered = sorted(seconds)
+            reduced["median load (ms)"] = round(ordered[len(ordered) // 2] * 1e3, 3)
+            reduced["longest load (ms)"] = round(ordered[-1] * 1e3, 3)
+            reduced["loaded (MiB)"] = round(sum(sizes) / 2**20, 3)
+        for what in _PLAIN:
+            if self.data[what]:
+                reduced[what.replace("_", " ")] = self.data[what]
+        for what in _REASONED:
+            for reason, number in sorted(self.data[what].items()):
+                reduced[f"{what.replace('_', ' ')}: {reason}"] = number
+        return reduced
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    @staticmethod
+    def of_scheduler(taken: dict[str, Any]) -> KVFerryStats:
+        """`taken`: from `SchedulerHalf.take_stats`. How loads ended is counted where they end, per rank."""
+        stats = KVFerryStats()
+        stats.data["refused_requests"] = taken["refused"]
+        stats.data["withdrawn_offers"] = taken["withdrawn"]
+        stats.data["offered_requests"] = taken["offered"]
+        stats.data["offered_tokens"] = taken["offered_tokens"]
+        stats.data["loaded_tokens"] = taken["fetched_tokens"]
+        stats.data["freed_requests"] = taken["freed"]
+        return stats
+
+
+class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The counters and histograms ``vllm:kvferry_*``."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+        def histogram(name: str, documentation: str, buckets: Iterable[float]) -> Any:
+            made = self._histogram_cls(
+                name=f"vllm:kvferry_{name}", documentation=documentation, buckets=buckets, labelnames=labelnames
+            )
+            return create_metric_per_engine(made, self.per_engine_labelvalues)
+
+        def counter(name: str, documentation: str, *more: str) -> Any:
+            return self._counter_cls(
+                name=f"vllm:kvferry_{name}", documentation=documentation, labelnames=[*labelnames, *more]
+            )
+
+        self._seconds = histogram(
+            "load_seconds", "Seconds from the first read of a request's KV to its last, per rank.", _SECONDS
+        )
+        self._bytes = histogram("load_bytes", "Bytes of KV that a request loaded, per rank.", _BYTES)
+        self._reasoned = {name: counter(name, about, "reason") for name, about in _REASONED.items()}
+        self._plain = {
+            name: create_metric_per_engine(counter(name, about), self.per_engine_labelvalues)
+            for name, about in _PLAIN.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for seconds in transfer_stats_data["load_seconds"]:
+            self._seconds[engine_idx].observe(seconds)
+        for nbytes in transfer_stats_data["load_bytes"]:
+            self._bytes[engine_idx].observe(nbytes)
+        for name, metric in self._reasoned.items():
+            for reason, number in transfer_stats_data[name].items():
+                metric.labels(*self.per_engine_labelvalues[engine_idx], reason).inc(number)
+        for name, plain in self._plain.items():
+            plain[engine_idx].inc(transfer_stats_data[name])
