@@ -32,6 +32,8 @@ LONGEST = MAX_MODEL_TOKENS - NEW_TOKENS
 MANY = 100
 # A step of the engine and a message to the other side, on busy cores.
 BLOCKS_BACK_S = 10.0
+# How long prefill holds the blocks of a request that no decode asks for (`Limits::offer_ttl`).
+UNCLAIMED_S = 30.0
 # The connector reports a dead peer within 1 s of the reset; the engine takes a step more, on busy cores.
 FAILED_WITHIN_S = 10.0
 LOGPROB_TOLERANCE = 1e-3
@@ -361,7 +363,8 @@ def decode_dies(report: Report, cluster: Cluster, router: Router, prompts: Promp
     with report.check("decode SIGKILLed under load: prefill frees the blocks, answers are right or errors") as note:
         load = UnderLoad.while_(router, [prompts.fresh(1000) for _ in range(8)], decode.kill)
         ensure(prefill.alive(), "the prefill died too")
-        note.text = f"{load.check(cluster)}; {cluster.expect_blocks_back()}"
+        # A request that decode had not yet told prefill of is an offer that nobody asks for.
+        note.text = f"{load.check(cluster)}; {cluster.expect_blocks_back(UNCLAIMED_S + BLOCKS_BACK_S)}"
 
 
 def prefill_dies(report: Report, cluster: Cluster, router: Router, prompts: Prompts) -> list[tuple[Tokens, Answer]]:

@@ -303,7 +303,7 @@ impl Default for Limits {
             tombstones: 64 * 1024,
             tomb_ttl: Duration::from_secs(3600),
             rendezvous: Duration::from_secs(30),
-            offer_ttl: Duration::from_secs(120),
+            offer_ttl: Duration::from_secs(30),
             cap: Duration::from_secs(480),
             reconnect: Duration::from_millis(750),
             grace: Duration::from_secs(3),
