@@ -141,16 +141,19 @@ def concurrent(report: Report, cluster: Cluster, router: Router, prompts: Prompt
         note.text = f"in {took:.0f} s; {cluster.expect_blocks_back()}"
 
 
-def several_answers(report: Report, cluster: Cluster, router: Router, prompts: Prompts) -> None:
+def several_answers(
+    report: Report, cluster: Cluster, router: Router, prompts: Prompts, *, seeded: bool = True
+) -> None:
     """`n` = 2: two samples of one prompt. Decode loads it once, and shares it where prefix caching is on. smg sends
     such requests to decode only.
     """
     with report.check(f"{router.name}: n = 2") as note:
         prompt, before = _fresh(router, prompts, 700), cluster.sources()
-        sampling = {"n": 2, "temperature": 1.0, "seed": 11}
+        # With a seed, vLLM on the CPU dies of a prefill in chunks. Without one, only the most probable token is certain.
+        sampling = {"n": 2, "temperature": 1.0, **({"seed": 11} if seeded else {"top_k": 1})}
         answer = _ask(router, prompt, **sampling)
         _right(cluster, prompt, answer, **sampling)
-        ensure(answer.choices[0] != answer.choices[1], "both samples are the same")
+        ensure((answer.choices[0] != answer.choices[1]) == seeded, "samples are equal with a seed, or differ without")
         if router.kind != "smg":
             caching = all(decode.prefix_caching for decode in cluster.decodes)
             most = BLOCK_TOKENS if caching else 701
