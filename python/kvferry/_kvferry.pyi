@@ -374,7 +374,7 @@ def log_to_stderr(filter: str) -> None:
     written already.
     """
 
-def prompt_id(tokens: Sequence[int], extra: Sequence[str] = ()) -> bytes:
+def prompt_id(tokens: Sequence[int], extra: Sequence[str] = ...) -> bytes:
     """The identity of a prompt: 16 bytes. Both engines compute it, and only KV of the same prompt is loaded.
 
     `extra`: what else the KV depends on, in an order that both engines use, such as the name of a LoRA or a cache salt.

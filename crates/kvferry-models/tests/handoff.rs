@@ -307,7 +307,7 @@ fn i5_either_side_may_be_first() {
         let mut ranks = Ranks::new(1);
         if producer_first {
             ranks.produce();
-            ranks.pass(Duration::from_secs(60));
+            ranks.pass(Limits::default().offer_ttl - Duration::from_secs(1));
             ranks.want();
         } else {
             ranks.want();
