@@ -11,7 +11,8 @@ use std::time::Instant;
 
 fn fuzz_dir() -> PathBuf {
     // Asked when it runs: a build that moves to another checkout is not compiled again.
-    let package = std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo and nextest say where the package is");
+    let package =
+        std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo and nextest say where the package is");
     Path::new(&package).join("../../fuzz")
 }
 
