@@ -87,8 +87,13 @@ wheel-dist: $(VENV)/.dist-tools ## Build the wheel to publish, for manylinux_2_1
 wheel-measured: wheel-dist
 	@$(BIN)/pip install --quiet --force-reinstall --no-deps target/dist/kvferry-*.whl
 
-demo: command ## Hand requests from prefill to decode engines, verify every token, draw target/demo.html
+ifdef VLLM
+demo: wheel
+	e2e/demo $(DEMO_ARGS)
+else
+demo: command ## Hand requests from prefill to decode engines, verify every token, draw target/demo.html (VLLM=1: real vLLM)
 	target/release/kvferry demo $(if $(filter --plot%,$(DEMO_ARGS)),,--plot target/demo.html) $(DEMO_ARGS)
+endif
 
 test: test-rust test-docs loom test-python ## Run the tests: Rust, documentation, models of the synchronisation, Python
 
