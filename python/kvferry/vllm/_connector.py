@@ -70,6 +70,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     _cache_hit_source = CacheHitSource.P2P
 
+    # Of the object's role: one of the two, and `_side` is the same object.
+    _scheduler: _Scheduler
+    _worker: _Worker
+    _side: _Scheduler | _Worker
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if "KVFERRY_LOG" not in os.environ:
@@ -79,12 +84,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise UnsupportedCacheError(
                 "KVFerryConnector does not support prefill context parallelism: its ranks have one name"
             )
-        self._scheduler: _Scheduler | None = None
-        self._worker: _Worker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = _Scheduler(vllm_config, kv_cache_config, settings)
+            self._side = self._scheduler = _Scheduler(vllm_config, kv_cache_config, settings)
         else:
-            self._worker = _Worker(vllm_config, kv_cache_config, settings)
+            self._side = self._worker = _Worker(vllm_config, kv_cache_config, settings)
 
     # What vLLM asks of the class.
 
@@ -105,13 +108,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # The scheduler's side.
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        self._scheduling.ranks(metadata)
+        self._scheduler.ranks(metadata)
 
     def on_new_request(self, request: Any) -> None:
-        self._scheduling.arrived(request)
+        self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduling.matched(request, num_computed_tokens)
+        return self._scheduler.matched(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         # A load fills all groups that are handed over, so vLLM need not zero their blocks.
@@ -119,86 +122,75 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return groups
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduling.allocated(request, blocks, num_external_tokens)
+        self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVFerryMetadata:
-        return self._scheduling.step(scheduler_output)
+        return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduling.reported(connector_output)
+        self._scheduler.reported(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.finished(request, (block_ids,))
+        return self._scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.finished(request, block_ids)
+        return self._scheduler.finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduling.half.has_pending_work()
+        return self._scheduler.half.has_pending_work()
 
     def reset_cache(self) -> bool:
-        self._scheduling.half.reset_cache()
+        self._scheduler.half.reset_cache()
         return True
 
     # The worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._working.register(kv_caches)
+        self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVFerryHandshakeMetadata | None:
-        return self._working.handshake()
+        return self._worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVFerryMetadata) -> None:
-        self._working.apply(kv_connector_metadata)
+        self._worker.apply(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVFerryMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._working.apply(connector_metadata)
+        self._worker.apply(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._working.fetch()
+        self._worker.fetch()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Requests wait for their loads in the scheduler, not here."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        self._working.layer_computed(layer_name)
+        # vLLM calls this for each layer in each step.
+        if self._worker.computes:
+            self._worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        self._working.step_computed()
+        self._worker.step_computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._working.results()
+        return self._worker.results()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self._working.results()
+        results = self._worker.results()
         return results.finished_sending, results.finished_recving
 
     def build_connector_worker_meta(self) -> KVFerryWorkerMetadata | None:
-        return self._working.notes()
+        return self._worker.notes()
 
     # Both sides.
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
-        return self._worker.stats() if self._worker else self._scheduling.stats()
+        return self._side.stats()
 
     def shutdown(self) -> None:
-        if self._worker:
-            self._worker.close()
-        if self._scheduler:
-            self._scheduler.close()
-
-    @property
-    def _scheduling(self) -> _Scheduler:
-        assert self._scheduler is not None, "called in the role of the worker"
-        return self._scheduler
-
-    @property
-    def _working(self) -> _Worker:
-        assert self._worker is not None, "called in the role of the scheduler"
-        return self._worker
+        self._side.close()
 
 
 _Reason: TypeAlias = Literal["length", "stop", "abort", "error"]
@@ -317,9 +309,8 @@ class _Scheduler:
 
     def step(self, output: Any) -> KVFerryMetadata:
         scheduled: list[tuple[str, int, int, bool, Sequence[list[int]]]] = []
-        produced = self._produced
-        if produced:
-            tokens = output.num_scheduled_tokens
+        produced, tokens = self._produced, output.num_scheduled_tokens
+        if not produced.isdisjoint(tokens):
             for new in output.scheduled_new_reqs:
                 request_id = new.req_id
                 if request_id in produced:
@@ -409,7 +400,8 @@ class _Worker:
         self._rank = 0
         self._layers: dict[str, int] = {}
         self._applied: KVFerryMetadata | None = None
-        self._computes = False
+        # Whether this step computes KV that is handed over.
+        self.computes = False
         self._notes: bytes | None = None
 
     def register(self, kv_caches: dict[str, Any]) -> None:
@@ -449,7 +441,7 @@ class _Worker:
         """Once per step: before blocks are overwritten."""
         if metadata is self._applied or self._half is None:
             return
-        self._applied, self._computes = metadata, metadata.computes
+        self._applied, self.computes = metadata, metadata.computes
         if metadata.data:
             try:
                 self._half.apply(metadata.data)
@@ -462,13 +454,13 @@ class _Worker:
             self._half.fetch()
 
     def layer_computed(self, layer: str) -> None:
-        if self._computes and self._half is not None:
+        if self._half is not None:
             at = self._layers.get(layer)
             if at is not None:
                 self._half.layer_computed(at)
 
     def step_computed(self) -> None:
-        if self._computes and self._half is not None:
+        if self.computes and self._half is not None:
             self._half.step_computed()
 
     def results(self) -> KVConnectorTransferResults:
