@@ -23,7 +23,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e bench bench-handoff bench-peers \
+.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e bench bench-handoff bench-peers bench-vllm \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
@@ -149,6 +149,9 @@ bench-handoff: command-dist ## Measure what handoffs cost beyond moving their by
 
 bench-peers: command-dist wheel-measured ## Measure beside Mooncake and NIXL (installs them in the cache first)
 	$(call part,side by side,bench/peers/run $(BENCH_ARGS))
+
+bench-vllm: command-dist wheel-measured ## Measure KVFerryConnector beside MooncakeConnector and NixlConnector, on real vLLM
+	$(call part,real vLLM side by side,bench/vllm/run --wheel target/dist/kvferry-*.whl $(BENCH_ARGS))
 
 # Counts instead of measuring time. `rustix_use_libc`: its system calls go through libc, where they are counted.
 bench-counted: ## Count system calls, allocations and copies of fixed batches; compare with bench/counted.json

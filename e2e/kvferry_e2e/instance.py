@@ -1,4 +1,4 @@
-"""One vLLM server, with vLLM's MooncakeConnector or with KVFerryConnector."""
+"""One vLLM server, with KVFerryConnector or with one of vLLM's connectors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry_e2e.records import Records
 from kvferry_e2e.server import Server, free_port
 
 Role = Literal["prefill", "decode"]
-Connector = Literal["MooncakeConnector", "KVFerryConnector"]
+Connector = Literal["MooncakeConnector", "NixlConnector", "KVFerryConnector"]
 # The connector's own time-out, lowered from its 480 s. A prefill keeps unsent blocks and waits for
 # its own computation that long; a decode waits 60 s longer for a silent prefill
 # (`receive_kv_from_single_worker`).
@@ -26,12 +26,15 @@ PLUG = Path(__file__).parent.parent / "plug"
 
 @dataclass(kw_only=True)
 class Instance(Server):
-    """`role` chooses the core, and for MooncakeConnector the KV role; KVFerryConnector has both roles."""
+    """`role` chooses the core, and for MooncakeConnector the KV role; the others have both roles. `recorded`: whether
+    the calls of MooncakeConnector's engine are recorded.
+    """
 
     role: Role
     connector: Connector = "MooncakeConnector"
     prefix_caching: bool = False
     tensor_parallel: int = 1
+    recorded: bool = True
     options: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     bootstrap: int = field(default_factory=free_port)
@@ -47,6 +50,8 @@ class Instance(Server):
     def transfer_config(self) -> dict[str, Any]:
         if self.connector == "KVFerryConnector":
             return {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
+        if self.connector == "NixlConnector":
+            return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
         return {
             "kv_connector": "MooncakeConnector",
             "kv_role": "kv_producer" if self.role == "prefill" else "kv_consumer",
@@ -79,16 +84,20 @@ class Instance(Server):
         if self.tensor_parallel > 1:
             # A rank bound to the core of a polling engine may not run for a minute, measured on Linux 6.18.
             bound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        mooncake = {
-            "PYTHONPATH": f"{PLUG}:{self.setup.site}",
-            "KVFERRY_E2E_RECORD": str(self.records.folder),
-            "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(ABORT_TIMEOUT_S),
-        }
+        own: dict[str, str] = {}
+        if self.connector == "MooncakeConnector":
+            own = {
+                "PYTHONPATH": f"{PLUG}:{self.setup.site}",
+                "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(ABORT_TIMEOUT_S),
+                **({"KVFERRY_E2E_RECORD": str(self.records.folder)} if self.recorded else {}),
+            }
+        if self.connector == "NixlConnector":
+            own = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.bootstrap)}
         return {
             **kept,
             # KVFerryConnector needs nothing but the wheel.
             "PYTHONPATH": str(self.setup.site),
-            **(mooncake if self.connector == "MooncakeConnector" else {}),
+            **own,
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONUNBUFFERED": "1",
             # Killed servers leave sockets and files behind; here they are removed with the run.

@@ -127,6 +127,13 @@ class Server(ABC):
         self.release()
         return sent, gone
 
+    def pause(self) -> None:
+        """SIGSTOP to all processes of the server."""
+        os.killpg(self.group, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self.group, signal.SIGCONT)
+
     def ask_to_stop(self) -> None:
         """SIGTERM to the server's first process, as an operator does."""
         if self.alive():

@@ -1,0 +1,1 @@
+"""KVFerryConnector beside the connectors that vLLM has: `bench/vllm/run`."""
