@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
+from kvferry_e2e.client import HOST
 from kvferry_e2e.environment import Environment, vllm_environment
 from kvferry_e2e.instance import Connector, Instance, Role
 from kvferry_e2e.overlay import kvferry_overlay, mooncake_overlay, newest_wheel
@@ -110,6 +113,36 @@ class Run:
     def close(self) -> None:
         for server in self.servers:
             server.release()
+
+
+def contract_phase(run: Run) -> None:
+    """Engine cores with vLLM's schedulers, in a process of their own per model runner: see `kvferry_e2e.contract`."""
+    setup = run.setup
+    for runner in ("0", "1"):
+        found = setup.folder / f"core-{runner}.json"
+        command = [
+            str(setup.environment.python),
+            "-m",
+            "kvferry_e2e.contract",
+            str(setup.environment.model),
+            str(found),
+        ]
+        env = {
+            **os.environ,
+            "PYTHONPATH": f"{CHECKOUT / 'e2e'}:{setup.site}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HOST_IP": HOST,
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            # A port of the kernel's choice.
+            "VLLM_MOONCAKE_BOOTSTRAP_PORT": "0",
+            "VLLM_USE_V2_MODEL_RUNNER": runner,
+            **setup.engine_env,
+        }
+        with open(setup.folder / f"core-{runner}.log", "w", encoding="utf-8") as log:
+            subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=600, check=False)
+        run.report.take(found)
 
 
 def connector_phases(run: Run) -> None:
@@ -314,6 +347,7 @@ def main() -> int:
                 report.check(f"the run with {name} was completed"),
             ):
                 if name == "KVFerryConnector":
+                    contract_phase(run)
                     connector_phases(run)
                 else:
                     mooncake_phases(run, options.engine)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 
 class CheckError(AssertionError):
@@ -60,6 +62,14 @@ class Report:
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.began:6.1f} s] {text}", flush=True)
+
+    def take(self, lines: Path) -> None:
+        """The checks that another process wrote."""
+        for line in json.loads(lines.read_text()):
+            self._add(_Line(**line))
+
+    def write(self, lines: Path) -> None:
+        lines.write_text(json.dumps([asdict(line) for line in self.lines]))
 
     def _add(self, line: _Line) -> None:
         self.lines.append(line)

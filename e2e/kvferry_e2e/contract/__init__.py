@@ -1,0 +1,1 @@
+"""KVFerryConnector in vLLM's own engine core and schedulers, with a model whose KV can be checked at every position."""

@@ -1,0 +1,109 @@
+"""A model whose tokens and KV follow from the tokens before: each value in a cache is right or wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
+
+VOCABULARY = 320
+WINDOW = 40
+# Real KV heads of the tiny Llama, whose configuration the engines take.
+HEADS = 2
+HEAD_SIZE = 8
+
+
+class Sequence:
+    """A prompt and what the model says after it."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.prompt = len(prompt)
+        self._hashes: list[int] = []
+        self._last = 17
+        for token in prompt:
+            self._push(token)
+
+    def _push(self, token: int) -> None:
+        self._last = (self._last * 1_000_003 + token + 1) & 0x7FFFFFFF
+        self._hashes.append(self._last)
+
+    def token(self, position: int) -> int:
+        """The token at a position after the prompt."""
+        while len(self._hashes) < position:
+            self._push(self._next())
+        return 3 + self._hashes[position - 1] % (VOCABULARY - 3)
+
+    def _next(self) -> int:
+        return 3 + self._last % (VOCABULARY - 3)
+
+    def answer(self, tokens: int) -> list[int]:
+        return [self.token(self.prompt + at) for at in range(tokens)]
+
+    def hashes(self, begin: int, end: int) -> torch.Tensor:
+        """A number per position that depends on all tokens up to it."""
+        while len(self._hashes) < end:
+            self._push(self._next())
+        return torch.tensor(self._hashes[begin:end], dtype=torch.int32)
+
+
+def value(hashes: torch.Tensor, layer: int, head: int) -> torch.Tensor:
+    return hashes ^ (layer * 7919 + head * 104_729)
+
+
+class Caches:
+    """The KV of one rank, for all groups, as vLLM's own code lays it out."""
+
+    def __init__(self, kv_cache_config: Any, rank: int, ranks: int) -> None:
+        layout = KVCacheLayout[kv_cache_config.kv_cache_layout]
+        self.tensors = allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
+        self._groups = kv_cache_config.kv_cache_groups
+        self._heads = [rank * (HEADS // ranks) + at for at in range(HEADS // ranks)]
+
+    def zero(self, blocks: list[int]) -> None:
+        for tensor in self.tensors.values():
+            tensor[blocks] = 0
+
+    def wrong(self, sequence: Sequence, table: list[list[int]], computed: int) -> str | None:
+        """What the model would read for the next token and is not there; None if all is right."""
+        for number, group in enumerate(self._groups):
+            spec = group.kv_cache_spec
+            begin = max(0, computed - spec.sliding_window + 1) if isinstance(spec, SlidingWindowSpec) else 0
+            for layer, name in enumerate(group.layer_names):
+                tensor = self.tensors[name].view(torch.int32)
+                if isinstance(spec, MambaSpec):
+                    if computed and int(tensor[table[number][0], 0, 0, 0]) != int(
+                        sequence.hashes(computed - 1, computed)[0]
+                    ):
+                        return f"group {number}: the state is not that after {computed} tokens"
+                    continue
+                blocks, offsets = self._slots(table[number], spec.block_size, begin, computed)
+                for local, head in enumerate(self._heads):
+                    expected = value(sequence.hashes(begin, computed), layer, head)
+                    for content in (0, -1):
+                        bad = (tensor[blocks, local, offsets, content] != expected).nonzero().flatten().tolist()
+                        if bad:
+                            at = [begin + it for it in bad[:4]]
+                            return f"group {number}, {name}, head {head}: wrong at {at} of {computed}"
+        return None
+
+    def compute(self, sequence: Sequence, table: list[list[int]], begin: int, end: int, layer: str) -> None:
+        for number, group in enumerate(self._groups):
+            if layer not in group.layer_names:
+                continue
+            spec, tensor = group.kv_cache_spec, self.tensors[layer].view(torch.int32)
+            if isinstance(spec, MambaSpec):
+                tensor[table[number][0], 0, 0, :] = int(sequence.hashes(end - 1, end)[0])
+                continue
+            blocks, offsets = self._slots(table[number], spec.block_size, begin, end)
+            assert 0 not in blocks, "a token is written into the null block"
+            for local, head in enumerate(self._heads):
+                values = value(sequence.hashes(begin, end), group.layer_names.index(layer), head)
+                tensor[blocks, local, offsets] = values[:, None].expand(-1, tensor.shape[-1])
+
+    @staticmethod
+    def _slots(table: list[int], block_tokens: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(begin, end)
+        return torch.tensor(table, dtype=torch.long)[positions // block_tokens], positions % block_tokens
