@@ -399,6 +399,11 @@ class _Worker:
         self._half: WorkerHalf | None = None
         self._rank = 0
         self._layers: dict[str, int] = {}
+        # Of the step: all layers before this one are computed, and these after it.
+        self._next_layer = 0
+        self._early: set[int] = set()
+        # In micro-batches a layer runs several times in a step, and only the last time computes all of it.
+        self._by_layer = not getattr(vllm_config.parallel_config, "use_ubatching", False)
         self._applied: KVFerryMetadata | None = None
         # Whether this step computes KV that is handed over.
         self.computes = False
@@ -442,6 +447,8 @@ class _Worker:
         if metadata is self._applied or self._half is None:
             return
         self._applied, self.computes = metadata, metadata.computes
+        self._next_layer = 0
+        self._early.clear()
         if metadata.data:
             try:
                 self._half.apply(metadata.data)
@@ -454,10 +461,16 @@ class _Worker:
             self._half.fetch()
 
     def layer_computed(self, layer: str) -> None:
-        if self._half is not None:
-            at = self._layers.get(layer)
-            if at is not None:
-                self._half.layer_computed(at)
+        """The half takes layers in their order, each as "all up to this one". A model may compute them in another."""
+        at = self._layers.get(layer)
+        if at is None or at < self._next_layer or not self._by_layer or self._half is None:
+            return
+        self._early.add(at)
+        if at == self._next_layer:
+            while self._next_layer in self._early:
+                self._early.remove(self._next_layer)
+                self._next_layer += 1
+            self._half.layer_computed(self._next_layer - 1)
 
     def step_computed(self) -> None:
         if self.computes and self._half is not None:
