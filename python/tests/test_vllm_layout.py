@@ -183,3 +183,10 @@ def test_the_address_comes_from_the_setting_then_from_vllms_own(
     config: dict[str, Any], environ: dict[str, str], expected: str | None
 ) -> None:
     assert Settings.of(config).listen(environ) == expected
+
+
+@pytest.mark.parametrize("name", ["KVFERRY_SECRET", "KVFERRY_SECRET_FILE"])
+def test_a_secret_is_known_from_the_setting_and_from_the_environment(name: str) -> None:
+    assert not Settings.of({}).has_secret({})
+    assert Settings.of({}).has_secret({name: "x"})
+    assert Settings.of({"secret_file": "/secret"}).has_secret({})

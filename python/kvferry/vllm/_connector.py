@@ -428,9 +428,8 @@ class _Worker:
         timeout = self._settings.timeout
         self._half = WorkerHalf(agent, made.json, regions, rank=self._rank, timeout=timeout, model=model)
         self._agent = agent
-        config = agent.config
         exposed = not agent.local_address[0].startswith("127.") and agent.local_address[0] != "::1"
-        if exposed and not config.get("has_secret"):
+        if exposed and not self._settings.has_secret():
             logger.warning_once(
                 "KVFerryConnector: every host that reaches %s can read the KV cache; set a secret "
                 "(secret_file in kv_connector_extra_config, or KVFERRY_SECRET_FILE) on all engines",
@@ -497,7 +496,8 @@ class _Worker:
             else:
                 code, detail = failure
                 stats.count("failed_loads", code)
-                logger.warning("KVFerryConnector: the KV of request %s was not loaded: %s", request_id, detail or code)
+                reason = f"{code}: {detail}" if detail else code
+                logger.warning("KVFerryConnector: the KV of request %s was not loaded: %s", request_id, reason)
         return stats
 
     def close(self) -> None:

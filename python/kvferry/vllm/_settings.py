@@ -73,6 +73,10 @@ class Settings:
             raise ValueError(f"kv_connector_extra_config: secret_file {self.secret_file} is empty")
         return secret
 
+    def has_secret(self, environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether peers need a secret."""
+        return bool(self.secret_file or environ.get("KVFERRY_SECRET_FILE") or environ.get("KVFERRY_SECRET"))
+
 
 def _with_port(address: str) -> str:
     if address.startswith("["):
