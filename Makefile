@@ -23,7 +23,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e bench bench-handoff bench-peers bench-vllm \
+.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-handoff bench-peers bench-vllm \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
@@ -140,6 +140,9 @@ soak: ## Every fault again and again for SOAK_SECONDS, half of it over each tran
 
 e2e: build ## Run real vLLM, prefill and decode, on kvferry (builds its environment in the cache first)
 	$(call part,end to end,e2e/run $(E2E_ARGS))
+
+e2e-long: build ## The longer checks on real vLLM: other models, a queue of two minutes, a soak
+	$(call part,end to end,e2e/run --connector kvferry --parts models soak survival --queue-seconds 120)
 
 bench: command-dist wheel-measured ## Measure beside the machine's own limits
 	target/dist/kvferry bench $(BENCH_ARGS)

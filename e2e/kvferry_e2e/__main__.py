@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from kvferry_e2e.client import HOST
 from kvferry_e2e.environment import Environment, vllm_environment
 from kvferry_e2e.instance import Connector, Instance, Role
 from kvferry_e2e.overlay import kvferry_overlay, mooncake_overlay, newest_wheel
 from kvferry_e2e.pair import Pair
-from kvferry_e2e.phases import connector, correctness, corruption, disconnects, faults
+from kvferry_e2e.phases import connector, correctness, corruption, disconnects, faults, models, soak, survival
 from kvferry_e2e.phases.connector import Cluster
 from kvferry_e2e.prompts import LENGTHS, Prompts
+from kvferry_e2e.relay import Relay
 from kvferry_e2e.report import Report
 from kvferry_e2e.router import EXAMPLES, Kind, Router, example, routers_environment
-from kvferry_e2e.server import Server, Setup
+from kvferry_e2e.server import Server, Setup, free_port
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CHECKSUMS_ON = {"KVFERRY_CHECKSUM": "on"}
@@ -55,6 +58,19 @@ def arguments() -> argparse.Namespace:
         type=Path,
         help="the kvferry wheel to test (default: the newest in target/wheels)",
     )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=tuple(PARTS),
+        default=DEFAULT_PARTS,
+        help="with KVFerryConnector, what to check (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--queue-seconds",
+        type=float,
+        default=40,
+        help="how long a request queues at decode; more than the 30 s that an offer waits (default: %(default)s)",
+    )
     parser.add_argument("--build-only", action="store_true", help="build the vLLM environment and stop")
     return parser.parse_args()
 
@@ -62,10 +78,11 @@ def arguments() -> argparse.Namespace:
 class Run:
     """The servers of one run. `close` ends them all."""
 
-    def __init__(self, report: Report, setup: Setup, connector: Connector) -> None:
+    def __init__(self, report: Report, setup: Setup, connector: Connector, queue_s: float) -> None:
         self.report = report
         self.setup = setup
         self.connector = connector
+        self.queue_s = queue_s
         self.servers: list[Server] = []
 
     def start(
@@ -75,19 +92,19 @@ class Run:
         *options: str,
         caching: bool,
         like: Instance | None = None,
-        tensor_parallel: int = 1,
         env: Mapping[str, str] | None = None,
+        **more: Any,
     ) -> Instance:
-        """`like`: a dead instance whose ports the new one reuses, as a restarted server does."""
+        """`like`: a dead instance whose ports the new one reuses, as a restarted server does. `more`: other fields."""
         instance = Instance(
             name=name,
             role=role,
             setup=self.setup,
             connector=self.connector,
             prefix_caching=caching,
-            tensor_parallel=tensor_parallel,
             options=options,
             env=env or {},
+            **more,
         )
         if like is not None:
             instance.port, instance.bootstrap = like.port, like.bootstrap
@@ -145,7 +162,7 @@ def contract_phase(run: Run) -> None:
         run.report.take(found)
 
 
-def connector_phases(run: Run) -> None:
+def router_phases(run: Run) -> None:
     """KVFerryConnector behind routers. Starting an instance takes a minute: each serves as many checks as it can."""
     report, prompts = run.report, Prompts(seed=2026)
     commands = routers_environment(report.say)
@@ -215,6 +232,107 @@ def connector_phases(run: Run) -> None:
     faults.no_crash_in_logs(report, instances)
 
 
+def survival_phases(run: Run) -> None:
+    """What goes wrong between live engines. The strangers start while a request queues."""
+    report, prompts = run.report, Prompts(seed=2028)
+    secret, other = _secret(run, "a secret"), _secret(run, "another secret")
+    link = _link(run, secret)
+    run.ready(link.prefill, link.decode)
+    survival.beside_example(report, link, prompts)
+
+    small: dict[str, Any] = {"caching": False, "cache_mib": 128}
+    strangers = [
+        run.start("other-secret", "decode", settings=_over_tcp(other), **small),
+        run.start("other-model", "decode", settings=_over_tcp(secret), model="other", **small),
+        run.start("other-blocks", "decode", "--block-size", "64", settings=_over_tcp(secret), **small),
+    ]
+    survival.queued(report, link, prompts, run.queue_s)
+    run.ready(*strangers)
+    reasons = ("the secrets differ", "models do not match", "layouts do not match")
+    for stranger, reason in zip(strangers, reasons, strict=True):
+        survival.refused(report, link, stranger, prompts, reason)
+    survival.refused_blocks_back(report, link, strangers)
+    for stranger in strangers:
+        stranger.kill()
+    survival.damaged(report, link, prompts)
+    survival.prefill_stops(report, link, prompts)
+    survival.decode_stops(report, link, prompts)
+    survival.partition(report, link, prompts)
+    faults.stops_when_asked(report, (link.prefill, link.decode))
+    link.relay.close()
+    faults.no_crash_in_logs(report, [link.prefill, link.decode, *strangers])
+
+
+def _secret(run: Run, text: str) -> Path:
+    file = run.setup.scratch / text.replace(" ", "-")
+    file.write_text(text)
+    return file
+
+
+def _over_tcp(secret: Path) -> dict[str, str]:
+    return {"secret_file": str(secret), "transports": "tcp"}
+
+
+def _link(run: Run, secret: Path) -> survival.Link:
+    """A prefill and a decode with checksums and vLLM's ExampleConnector beside; a relay carries their bytes."""
+    port = free_port()
+    relay = Relay(HOST, port, from_target=True)
+    soon: dict[str, Any] = {"unbound": True, "policy": "recompute", "beside_example": True, "cache_mib": 256}
+    # Close to the default of 3 s, and longer than threads wait for a core: see `ON_BUSY_CORES`.
+    env = CHECKSUMS_ON | {"KVFERRY_SILENCE_MS": "5000"}
+    prefill = run.start(
+        "p",
+        "prefill",
+        caching=False,
+        env=env | {"KVFERRY_ADVERTISE": f"{HOST}:{relay.port}"},
+        settings=_over_tcp(secret) | {"address": f"0.0.0.0:{port}"},
+        **soon,
+    )
+    # One request at a time, so that others can make a request wait.
+    decode = run.start("d", "decode", "--max-num-seqs", "1", caching=False, env=env, settings=_over_tcp(secret), **soon)
+    return survival.Link(prefill, decode, relay)
+
+
+def model_phases(run: Run) -> None:
+    """Models with windows and states, pipeline stages, data parallelism, speculative decoding."""
+    report, prompts = run.report, Prompts(seed=2027)
+    for model in ("window", "state"):
+        prefill = run.start(f"{model}-p", "prefill", caching=False, cache_mib=256, model=model)
+        decode = run.start(f"{model}-d", "decode", caching=False, cache_mib=256, model=model)
+        run.ready(prefill, decode)
+        models.hands_over(report, Cluster([prefill], [decode]), prompts, model)
+        faults.stops_when_asked(report, (prefill, decode))
+    stages = run.start("pp2", "prefill", "--pipeline-parallel-size", "2", caching=False, cache_mib=256, unbound=True)
+    guesses = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})
+    decode = run.start("ngram", "decode", "--speculative-config", guesses, caching=False, cache_mib=256)
+    run.ready(stages, decode)
+    models.hands_over(report, Cluster([stages], [decode]), prompts, "PP 2 to speculative decoding")
+    models.guesses(report, decode, prompts)
+    faults.stops_when_asked(report, (stages, decode))
+    several = run.start("dp2", "prefill", "--data-parallel-size", "2", caching=False, cache_mib=256, unbound=True)
+    decode = run.start("dp2-d", "decode", "--data-parallel-size", "2", caching=False, cache_mib=256, unbound=True)
+    run.ready(several, decode)
+    models.hands_over(report, Cluster([several], [decode]), prompts, "DP 2 to DP 2")
+    faults.stops_when_asked(report, (several, decode))
+    faults.no_crash_in_logs(report, [server for server in run.servers if isinstance(server, Instance)])
+
+
+def soak_phases(run: Run) -> None:
+    report, prompts = run.report, Prompts(seed=2029)
+    prefill, decode = run.start("s1", "prefill", caching=False), run.start("s-d", "decode", caching=False)
+    run.ready(prefill, decode)
+
+    def restart(prefill: Instance) -> Instance:
+        prefill.kill()
+        again = run.start("s2", "prefill", caching=False, like=prefill)
+        run.ready(again)
+        return again
+
+    prefill = soak.soak(report, prefill, decode, prompts, 500, restart)
+    faults.stops_when_asked(report, (prefill, decode))
+    faults.no_crash_in_logs(report, [server for server in run.servers if isinstance(server, Instance)])
+
+
 def _examples(run: Run, commands: Path, cluster: Cluster, prompts: Prompts) -> None:
     kinds: tuple[Kind, ...] = ("toy proxy", "mooncake proxy")
     for kind in kinds:
@@ -282,6 +400,17 @@ def mooncake_phases(run: Run, engine: str) -> None:
     faults.no_crash_in_logs(report, [server for server in run.servers if isinstance(server, Instance)])
 
 
+# Parts that are not run by default take longer.
+PARTS: dict[str, Callable[[Run], None]] = {
+    "core": contract_phase,
+    "routers": router_phases,
+    "survival": survival_phases,
+    "models": model_phases,
+    "soak": soak_phases,
+}
+DEFAULT_PARTS = ("core", "routers", "survival")
+
+
 @contextmanager
 def _only_one_run(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
@@ -295,11 +424,11 @@ def _only_one_run(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _run(
-    report: Report, venv: Environment, target: Path, wheel: Path | None, name: Connector, engine: str
+    report: Report, venv: Environment, target: Path, wheel: Path | None, name: Connector, options: argparse.Namespace
 ) -> Iterator[Run]:
     folder = target / "run" / name
     folder.mkdir(parents=True)
-    if engine == "mooncake":
+    if options.engine == "mooncake":
         site, env = mooncake_overlay(venv, report.say), {}
     else:
         assert wheel is not None
@@ -307,7 +436,7 @@ def _run(
         if name == "MooncakeConnector":
             env |= {"KVFERRY_SHIMS": "mooncake"}
     with tempfile.TemporaryDirectory(prefix="kvferry-e2e-", ignore_cleanup_errors=True) as scratch:
-        run = Run(report, Setup(venv, site, folder, Path(scratch), env), name)
+        run = Run(report, Setup(venv, site, folder, Path(scratch), env), name, options.queue_seconds)
         report.say(f"logs of the servers: {folder.relative_to(CHECKOUT)}")
         try:
             yield run
@@ -343,12 +472,12 @@ def main() -> int:
             connectors.append("KVFerryConnector")
         for name in connectors:
             with (
-                _run(report, venv, target, wheel, name, options.engine) as run,
+                _run(report, venv, target, wheel, name, options) as run,
                 report.check(f"the run with {name} was completed"),
             ):
                 if name == "KVFerryConnector":
-                    contract_phase(run)
-                    connector_phases(run)
+                    for part in options.parts:
+                        PARTS[part](run)
                 else:
                     mooncake_phases(run, options.engine)
     return report.finish()

@@ -1,4 +1,4 @@
-"""The vLLM environment of the instances, and the model they serve.
+"""The vLLM environment of the instances, and the models they serve.
 
 vLLM is large and slow to install: it is installed once per machine, in the user's cache, outside any
 checkout.
@@ -6,11 +6,13 @@ checkout.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
 import shutil
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +33,12 @@ MAKE_MODEL = HERE / "make_model.py"
 @dataclass(frozen=True)
 class Environment:
     python: Path
-    model: Path
+    # A folder per name in make_model.py.
+    models: Path
+
+    @property
+    def model(self) -> Path:
+        return self.models / "llama"
 
 
 def cache_root() -> Path:
@@ -49,24 +56,24 @@ def vllm_environment(say: Say) -> Iterator[Environment]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(folder.name + ".lock"), "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        if _missing(folder):
+        if not _is_ready(folder):
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Check again: another run may have built it while this one waited.
             if not _is_ready(folder):
                 _build(folder, say)
-            if not _model(folder).exists():
-                _make_model(folder, say)
             fcntl.flock(lock, fcntl.LOCK_SH)
-        yield Environment(_python(folder), _model(folder))
+        if not _models(folder).exists():
+            _make_models(folder, say)
+        yield Environment(_python(folder), _models(folder))
 
 
 def _python(folder: Path) -> Path:
     return folder / "venv" / "bin" / "python"
 
 
-def _model(folder: Path) -> Path:
-    """Named by the hash of the script, so that a changed model gets another folder."""
-    return folder / f"model-{hashlib.sha256(MAKE_MODEL.read_bytes()).hexdigest()[:8]}"
+def _models(folder: Path) -> Path:
+    """Named by the hash of the script, so that changed models get another folder."""
+    return folder / f"models-{hashlib.sha256(MAKE_MODEL.read_bytes()).hexdigest()[:8]}"
 
 
 def _recipe() -> str:
@@ -78,10 +85,6 @@ def _recipe() -> str:
 def _is_ready(folder: Path) -> bool:
     marker = folder / "ready"
     return marker.exists() and marker.read_text() == _recipe()
-
-
-def _missing(folder: Path) -> bool:
-    return not _is_ready(folder) or not _model(folder).exists()
 
 
 def _build(folder: Path, say: Say) -> None:
@@ -114,12 +117,14 @@ def _build(folder: Path, say: Say) -> None:
     (folder / "ready").write_text(_recipe())
 
 
-def _make_model(folder: Path, say: Say) -> None:
-    partial = folder / "model.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+def _make_models(folder: Path, say: Say) -> None:
+    # Another run may make the same at the same time.
+    partial = Path(tempfile.mkdtemp(prefix="models.partial-", dir=folder))
     command = (str(_python(folder)), str(MAKE_MODEL), str(partial))
-    run_step("the tiny model", command, folder / "build.log", say)
-    partial.rename(_model(folder))
+    run_step("the tiny models", command, folder / "build.log", say)
+    with contextlib.suppress(OSError):
+        partial.rename(_models(folder))
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _requirements(wheel: Path) -> list[str]:

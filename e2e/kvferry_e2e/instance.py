@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from kvferry_e2e.client import HOST, MODEL, Counters
+from kvferry_e2e.client import HOST, MODEL, Counters, get
 from kvferry_e2e.records import Records
 from kvferry_e2e.server import Server, free_port
 
@@ -31,10 +31,21 @@ class Instance(Server):
     """
 
     role: Role
+    model: str = "llama"
     connector: Connector = "MooncakeConnector"
     prefix_caching: bool = False
     tensor_parallel: int = 1
     recorded: bool = True
+    # Not bound to a core: several ranks, or threads of kvferry that must run within a second.
+    unbound: bool = False
+    # For the KV cache.
+    cache_mib: int = 1024
+    # `kv_load_failure_policy` of vLLM.
+    policy: Literal["fail", "recompute"] = "fail"
+    # Settings of KVFerryConnector.
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    # Inside of MultiConnector, with vLLM's ExampleConnector.
+    beside_example: bool = False
     options: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     bootstrap: int = field(default_factory=free_port)
@@ -43,13 +54,29 @@ class Instance(Server):
     def records(self) -> Records:
         return Records(self.setup.folder / self.name)
 
+    @property
+    def stored(self) -> Path:
+        """Where ExampleConnector keeps prompts."""
+        return self.setup.scratch / f"{self.name}-example"
+
     def start(self) -> Self:
         self.records.folder.mkdir(parents=True)
         return super().start()
 
     def transfer_config(self) -> dict[str, Any]:
         if self.connector == "KVFerryConnector":
-            return {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
+            ours: dict[str, Any] = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
+            ours["kv_connector_extra_config"] = dict(self.settings)
+            if not self.beside_example:
+                return {**ours, "kv_load_failure_policy": self.policy}
+            stored = {"shared_storage_path": str(self.stored)}
+            example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": stored}
+            return {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": self.policy,
+                "kv_connector_extra_config": {"connectors": [ours, example]},
+            }
         if self.connector == "NixlConnector":
             return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
         return {
@@ -60,13 +87,14 @@ class Instance(Server):
 
     def command(self) -> list[str]:
         options = {
-            "--model": str(self.setup.environment.model),
+            "--model": str(self.setup.environment.models / self.model),
             "--served-model-name": MODEL,
             # The kernel for bfloat16 crashes on virtual machines without AMX tiles.
             "--dtype": "float32",
             "--max-model-len": str(MAX_MODEL_TOKENS),
             "--host": HOST,
             "--port": str(self.port),
+            "--kv-cache-memory-bytes": str(self.cache_mib << 20),
             "--tensor-parallel-size": str(self.tensor_parallel),
             "--kv-transfer-config": json.dumps(self.transfer_config()),
         }
@@ -81,7 +109,7 @@ class Instance(Server):
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "KVFERRY_", "MC_", "PYTHON"))}
         cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
         bound = {"VLLM_CPU_OMP_THREADS_BIND": cores[0 if self.role == "prefill" else -1]}
-        if self.tensor_parallel > 1:
+        if self.tensor_parallel > 1 or self.unbound:
             # A rank bound to the core of a polling engine may not run for a minute, measured on Linux 6.18.
             bound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         own: dict[str, str] = {}
@@ -108,12 +136,16 @@ class Instance(Server):
             "VLLM_CACHE_ROOT": str(self.setup.folder / "vllm-cache"),
             "VLLM_CONFIG_ROOT": str(self.setup.folder / "vllm-config"),
             "VLLM_HOST_IP": HOST,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             **bound,
             "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(self.bootstrap),
             **self.setup.engine_env,
             **self.env,
         }
+
+    def metric(self, name: str, label: str = "") -> float:
+        """The sum of a metric's values whose labels contain `label`; 0 if there are none."""
+        lines = [line.rpartition(" ") for line in get(self.port, "/metrics").splitlines()]
+        return sum(float(value) for key, _, value in lines if key.split("{")[0] == name and label in key)
 
     def counters(self) -> Counters:
         return Counters.of(self.port)

@@ -1,6 +1,7 @@
-"""A TCP relay between prefill and decode that can slow a stream down or damage it.
+"""A TCP relay between prefill and decode that can slow a stream down, damage it, or keep its bytes.
 
-It forwards bytes of any protocol to the decode's engine. It parses only Mooncake's handshake: the
+It forwards bytes of any protocol. The payload flows towards the target with MooncakeConnector, whose prefill writes to
+decode, and from it with KVFerryConnector, whose decode reads from prefill. It parses only Mooncake's handshake: the
 answer of a stock peer names a second port for the data, which the relay replaces by a port of its
 own. A connection is such a handshake if its first eight bytes, read as a little-endian length, are
 small; kvferry's own protocol starts with a larger value.
@@ -21,9 +22,7 @@ _CHUNK_BYTES = 32 << 10
 
 @dataclass
 class Damage:
-    """Flip `length` bytes of the first stream that carries `skip` bytes towards the decode from now
-    on.
-    """
+    """Flip `length` bytes of the first stream that carries `skip` bytes of payload from now on."""
 
     skip: int
     length: int
@@ -33,7 +32,7 @@ class Damage:
 
 @dataclass
 class _Stream:
-    """The bytes of one connection towards the decode since `damage` was set."""
+    """The payload of one connection since `damage` was set."""
 
     damage: Damage | None = None
     carried: int = 0
@@ -42,14 +41,20 @@ class _Stream:
 class Relay:
     """Runs its own event loop in a thread, which reads the attributes that the test sets."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, from_target: bool = False) -> None:
+        """`from_target`: where the payload flows from."""
         self.target = (host, port)
+        self.from_target = from_target
+        # Keeps all bytes, as a network that is partitioned does; TCP sends them later.
+        self.held = False
         self.bytes_per_s: float | None = None
         self.damage: Damage | None = None
         self.carried = 0
         self.port = 0
         self._data_ports: dict[int, int] = {}
         self._servers: list[asyncio.Server] = []
+        # asyncio itself does not keep tasks alive.
+        self._tasks: set[asyncio.Task[None] | None] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
         self._thread.start()
@@ -74,11 +79,14 @@ class Relay:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             # A cancelled task means that the relay was closed; asyncio would log it as an error.
             ends = (OSError, asyncio.IncompleteReadError, asyncio.CancelledError)
+            task = asyncio.current_task()
+            self._tasks.add(task)
             try:
                 with contextlib.suppress(*ends):
                     await self._serve(reader, writer, host, port, handshakes)
             finally:
                 writer.transport.abort()
+                self._tasks.discard(task)
 
         server = await asyncio.start_server(serve, host, 0, limit=_CHUNK_BYTES)
         self._servers.append(server)
@@ -92,6 +100,7 @@ class Relay:
         port: int,
         handshakes: bool,
     ) -> None:
+        await self._while_held()
         up_reader, up_writer = await asyncio.open_connection(host, port, limit=_CHUNK_BYTES)
         for side in (writer, up_writer):
             side.transport.set_write_buffer_limits(high=_CHUNK_BYTES)
@@ -100,14 +109,14 @@ class Relay:
                 first = await reader.readexactly(8)
                 up_writer.write(first)
                 if int.from_bytes(first, "little") <= _MAX_HANDSHAKE_BYTES:
-                    forward = asyncio.create_task(self._pump(reader, up_writer, towards_decode=False))
+                    forward = asyncio.create_task(self._pump(reader, up_writer, payload=False))
                     await self._answer_handshake(up_reader, writer, host)
-                    await self._pump(up_reader, writer, towards_decode=False)
+                    await self._pump(up_reader, writer, payload=False)
                     await forward
                     return
             await asyncio.gather(
-                self._pump(reader, up_writer, towards_decode=True),
-                self._pump(up_reader, writer, towards_decode=False),
+                self._pump(reader, up_writer, payload=not self.from_target),
+                self._pump(up_reader, writer, payload=self.from_target),
             )
         finally:
             up_writer.transport.abort()
@@ -127,18 +136,23 @@ class Relay:
         writer.write(len(frame).to_bytes(8, "little") + frame)
         await writer.drain()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, towards_decode: bool) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, payload: bool) -> None:
         """Forwards until the end of the stream. On an error the caller aborts both sides."""
         stream = _Stream()
         while chunk := await reader.read(_CHUNK_BYTES):
-            if towards_decode:
+            if payload:
                 self.carried += len(chunk)
                 chunk = self._damaged(stream, chunk)
                 if self.bytes_per_s:
                     await asyncio.sleep(len(chunk) / self.bytes_per_s)
+            await self._while_held()
             writer.write(chunk)
             await writer.drain()
         writer.write_eof()
+
+    async def _while_held(self) -> None:
+        while self.held:
+            await asyncio.sleep(0.02)
 
     def _damaged(self, stream: _Stream, chunk: bytes) -> bytes:
         damage = self.damage

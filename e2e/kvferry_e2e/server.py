@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -133,6 +133,15 @@ class Server(ABC):
 
     def resume(self) -> None:
         os.killpg(self.group, signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Inside the block, none of its processes runs (SIGSTOP)."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def ask_to_stop(self) -> None:
         """SIGTERM to the server's first process, as an operator does."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm.config.vllm
+
 from kvferry_e2e.contract.engine import BLOCK_TOKENS, Engine, Kind, Outcome, run
 from kvferry_e2e.contract.model import VOCABULARY, WINDOW, Sequence
 from kvferry_e2e.report import Note, Report, ensure

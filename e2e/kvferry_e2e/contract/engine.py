@@ -12,7 +12,6 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
-from kvferry_e2e.contract.model import HEAD_SIZE, HEADS, WINDOW, Caches, Sequence
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -23,6 +22,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from kvferry_e2e.contract.model import HEAD_SIZE, HEADS, WINDOW, Caches, Sequence
 
 Kind = Literal["full", "window", "state"]
 BLOCK_TOKENS = 16

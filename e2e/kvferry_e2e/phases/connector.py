@@ -90,7 +90,7 @@ def _ask(router: Router, prompt: Prompt, **more: Any) -> Answer:
     return complete(router.port, prompt, **more)
 
 
-def _right(cluster: Cluster, prompt: Prompt, answer: Answer, **more: Any) -> None:
+def expect_right(cluster: Cluster, prompt: Prompt, answer: Answer, **more: Any) -> None:
     ensure(answer.status == 200, str(answer))
     reference = cluster.alone(prompt, **more)
     for seen, expected in zip(answer.choices, reference.choices, strict=True):
@@ -118,7 +118,7 @@ def lengths(report: Report, cluster: Cluster, router: Router, prompts: Prompts, 
     def one(length: int) -> None:
         prompt, before = _fresh(router, prompts, length), cluster.sources()
         answer = _ask(router, prompt)
-        _right(cluster, prompt, answer)
+        expect_right(cluster, prompt, answer)
         cluster.expect_loaded(before, 1, _tokens([answer]))
 
     with report.check(f"{router.name}: a single instance's tokens, prompt loaded") as note:
@@ -141,18 +141,16 @@ def concurrent(report: Report, cluster: Cluster, router: Router, prompts: Prompt
         note.text = f"in {took:.0f} s; {cluster.expect_blocks_back()}"
 
 
-def several_answers(
-    report: Report, cluster: Cluster, router: Router, prompts: Prompts, *, seeded: bool = True
-) -> None:
+def several_answers(report: Report, cluster: Cluster, router: Router, prompts: Prompts, *, seeded: bool = True) -> None:
     """`n` = 2: two samples of one prompt. Decode loads it once, and shares it where prefix caching is on. smg sends
     such requests to decode only.
     """
     with report.check(f"{router.name}: n = 2") as note:
         prompt, before = _fresh(router, prompts, 700), cluster.sources()
-        # With a seed, vLLM on the CPU dies of a prefill in chunks. Without one, only the most probable token is certain.
+        # With a seed, vLLM on the CPU dies of a prefill in chunks. Without one, only the likeliest token is certain.
         sampling = {"n": 2, "temperature": 1.0, **({"seed": 11} if seeded else {"top_k": 1})}
         answer = _ask(router, prompt, **sampling)
-        _right(cluster, prompt, answer, **sampling)
+        expect_right(cluster, prompt, answer, **sampling)
         ensure((answer.choices[0] != answer.choices[1]) == seeded, "samples are equal with a seed, or differ without")
         if router.kind != "smg":
             caching = all(decode.prefix_caching for decode in cluster.decodes)
@@ -187,7 +185,7 @@ def ends_at_once(report: Report, cluster: Cluster, router: Router, prompts: Prom
         before = cluster.sources()
         ends = {"stop_token_ids": [first]}
         answer = _ask(router, prompt, **ends)
-        _right(cluster, prompt, answer, **ends)
+        expect_right(cluster, prompt, answer, **ends)
         choice = answer.body["choices"][0]
         ensure(choice["finish_reason"] == "stop", f"finish_reason {choice['finish_reason']}")
         cluster.expect_loaded(before, 1, _tokens([answer]))
@@ -226,13 +224,13 @@ def prefix_hits(report: Report, cluster: Cluster, router: Router, prompts: Promp
             for cached, prompt in cases:
                 before = cluster.sources()
                 answer = _ask(router, prompt)
-                _right(cluster, prompt, answer)
+                expect_right(cluster, prompt, answer)
                 cluster.expect_loaded(before, 1, len(prompt), cached)
                 hits += cached
         for length in (5, 384, 700):
             prompt = prompts.fresh(length)
             for _ in range(2):
-                _right(cluster, prompt, _ask(router, prompt))
+                expect_right(cluster, prompt, _ask(router, prompt))
         note.text = f"{hits} tokens were hits; {cluster.expect_blocks_back()}"
 
 
@@ -242,7 +240,7 @@ def prefix_hits_concurrent(report: Report, cluster: Cluster, router: Router, pro
     with report.check(f"{router.name}: prefix caching, {len(many)} requests at once") as note:
         answers = in_parallel(lambda prompt: _ask(router, prompt), many, len(many))
         for prompt, answer in zip(many, answers, strict=True):
-            _right(cluster, prompt, answer)
+            expect_right(cluster, prompt, answer)
         note.text = cluster.expect_blocks_back()
 
 
@@ -282,13 +280,13 @@ def wrong_prompt(report: Report, cluster: Cluster, prompts: Prompts) -> None:
     """Two requests with one transfer id and different prompts: neither gets the other's blocks."""
     prefill, decode = cluster.prefills[0], cluster.decodes[0]
     with report.check("parameters of another prompt: decode computes, never wrong tokens"):
-        params = _offer(prefill, prompts.fresh(400))
+        params = offer(prefill, prompts.fresh(400))
         other = prompts.fresh(400)
         answer = complete(decode.port, other, params=params)
-        _right(cluster, other, answer)
+        expect_right(cluster, other, answer)
 
 
-def _offer(prefill: Instance, prompt: Tokens) -> dict[str, Any]:
+def offer(prefill: Instance, prompt: Tokens) -> dict[str, Any]:
     """Asks prefill as routers of NIXL's flow do; returns its parameters for decode."""
     answer = complete(prefill.port, prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False})
     ensure(answer.status == 200, f"the prefill: {answer}")
@@ -303,16 +301,16 @@ def only_nixls_names(report: Report, cluster: Cluster, prompts: Prompts) -> None
     names |= {"remote_host", "remote_port", "remote_block_ids", "tp_size"}
     with report.check("decode needs only the names that NixlConnector has"):
         prompt, before = prompts.fresh(500), cluster.sources()
-        params = {k: v for k, v in _offer(cluster.prefills[0], prompt).items() if k in names}
+        params = {k: v for k, v in offer(cluster.prefills[0], prompt).items() if k in names}
         answer = complete(cluster.decodes[0].port, prompt, params=params)
-        _right(cluster, prompt, answer)
+        expect_right(cluster, prompt, answer)
         cluster.expect_loaded(before, 1, len(prompt))
 
 
 def rejected(report: Report, cluster: Cluster, prompts: Prompts) -> None:
     """A request that decode's API server rejects, so that its engine never sees the prompt."""
     with report.check("decode rejects a request: prefill frees its blocks") as note:
-        params = _offer(cluster.prefills[0], prompts.fresh(500))
+        params = offer(cluster.prefills[0], prompts.fresh(500))
         answer = complete(cluster.decodes[0].port, prompts.fresh(MAX_MODEL_TOKENS + 1), params=params)
         ensure(answer.status == 400, f"decode accepts a prompt of {MAX_MODEL_TOKENS + 1} tokens: {answer}")
         note.text = cluster.expect_blocks_back()
@@ -324,7 +322,7 @@ def foreign_engine(report: Report, cluster: Cluster, prompts: Prompts) -> None:
         params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2, 3]]}
         params |= {"remote_engine_id": "0f0f0f0f-1111-2222-3333-444444444444", "remote_request_id": "cmpl-1"}
         params |= {"remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 1}
-        _right(cluster, prompt, complete(cluster.decodes[0].port, prompt, params=params))
+        expect_right(cluster, prompt, complete(cluster.decodes[0].port, prompt, params=params))
 
 
 @dataclass
@@ -353,7 +351,7 @@ class UnderLoad:
         right = 0
         for prompt, answer in zip(self.prompts, self.answers, strict=True):
             if answer is not None and answer.status == 200:
-                _right(cluster, prompt, answer)
+                expect_right(cluster, prompt, answer)
                 right += 1
         return f"{right} of {len(self.prompts)} answered, the others failed"
 
@@ -376,7 +374,7 @@ def prefill_dies(report: Report, cluster: Cluster, router: Router, prompts: Prom
     lost = prompts.fresh(700)
     kept: list[tuple[Tokens, Answer]] = []
     with report.check("prefill SIGKILLed under load: decode frees the blocks") as note:
-        params = _offer(prefill, lost)
+        params = offer(prefill, lost)
         load = UnderLoad.while_(router, [prompts.fresh(1000) for _ in range(8)], prefill.kill)
         ensure(decode.alive(), "the decode died too")
         note.text = cluster.expect_blocks_back()
@@ -407,7 +405,7 @@ def restarted(report: Report, cluster: Cluster, routers: Sequence[Router], promp
                 answer = _ask(router, prompt)
                 if answer.status != 200:
                     return False
-                _right(cluster, prompt, answer)
+                expect_right(cluster, prompt, answer)
                 cluster.expect_loaded(before, 1, len(prompt))
                 took.append(time.monotonic() - start)
                 return True
@@ -419,7 +417,7 @@ def restarted(report: Report, cluster: Cluster, routers: Sequence[Router], promp
 def compare(report: Report, cluster: Cluster, kept: Sequence[tuple[Tokens, Answer]]) -> None:
     with report.check("prefill SIGKILLed: what was answered is right") as note:
         for prompt, answer in kept:
-            _right(cluster, prompt, answer)
+            expect_right(cluster, prompt, answer)
         note.text = f"{len(kept)} answers"
 
 
@@ -438,7 +436,7 @@ def spread(report: Report, cluster: Cluster, router: Router, prompts: Prompts, w
         before = {d.name: d.counters() for d in cluster.decodes}
         answers = in_parallel(lambda prompt: _ask(router, prompt), many, 8)
         for prompt, answer in zip(many, answers, strict=True):
-            _right(cluster, prompt, answer)
+            expect_right(cluster, prompt, answer)
         cluster.expect_loaded(first, len(many), _tokens(answers))
         loaded = {d.name: int(d.counters().transferred - before[d.name].transferred) for d in cluster.decodes}
         ensure(all(loaded.values()), f"a decode loaded nothing: {loaded}")
