@@ -25,7 +25,7 @@ from kvferry_vllm_bench.rows import Row, as_json, table
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 ROWS = ("concurrent", "sequential", "connector", "step")
-ROUNDS = 21
+ROUNDS = 31
 COMMAND = CHECKOUT / "target" / "dist" / "kvferry"
 # Each server polls on one core, and the driver needs one too: see `ON_BUSY_CORES` of the end-to-end test.
 KVFERRY = {"KVFERRY_SILENCE_MS": "20000"}

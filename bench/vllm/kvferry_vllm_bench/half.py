@@ -53,13 +53,15 @@ class Half:
             self._until("finished_sending", name, finished=name)
         _say({"free": True})
 
-    def decode(self, name: str, prompt: list[int], params: dict[str, Any]) -> None:
-        """Answers with the time when the connector reported the request."""
-        engine, made = self.engine, request(name, prompt, params)
-        blocks = self._blocks(prompt, 20)
+    def decode(self, name: str, prompt: list[int]) -> None:
+        """Waits for the parameters, a line of their own, and answers with the time when the connector reported the
+        request.
+        """
+        engine, blocks = self.engine, self._blocks(prompt, 20)
         for tensor in engine.tensors.values():
             tensor[blocks] = 0
-        _say({"begins": True})
+        _say({"waits": True})
+        made = request(name, prompt, json.loads(sys.stdin.readline()))
         engine.arrived(made)
         engine.allocate(made, blocks)
         received = self._until("finished_recving", name)

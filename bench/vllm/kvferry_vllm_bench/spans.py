@@ -67,7 +67,7 @@ class Half:
                 command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True
             )
 
-    def order(self, **what: Any) -> None:
+    def order(self, what: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
@@ -107,25 +107,25 @@ class Halves:
         """Milliseconds."""
         transfer = new_transfer_id()
         name = f"cmpl-{transfer}"
+        self.decode.order({"name": f"{name}-d", "prompt": prompt})
+        self.decode.answer()
         if flow == "concurrent":
-            params: dict[str, Any] = {
+            consumed = {
                 "do_remote_decode": False,
                 "do_remote_prefill": True,
                 "remote_engine_id": self.engine_id,
                 "remote_bootstrap_addr": f"http://{HOST}:{self.prefill.bootstrap}",
                 "transfer_id": transfer,
             }
-            self.decode.order(name=name + "-d", prompt=prompt, params=params)
-            self.decode.answer()
+            self.decode.order(consumed)
             time.sleep(AHEAD_S)
             produced = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer}
-            self.prefill.order(name=name + "-p", prompt=prompt, params=produced)
+            self.prefill.order({"name": f"{name}-p", "prompt": prompt, "params": produced})
             computed = self.prefill.answer()
         else:
-            self.prefill.order(name=name + "-p", prompt=prompt, params=NIXL_PARAMS)
+            self.prefill.order({"name": f"{name}-p", "prompt": prompt, "params": NIXL_PARAMS})
             computed = self.prefill.answer()
-            self.decode.order(name=name + "-d", prompt=prompt, params=computed["params"])
-            self.decode.answer()
+            self.decode.order(computed["params"])
         received = self.decode.answer()
         if not received["right"]:
             raise RuntimeError(f"{self.connector} loaded other bytes than prefill has")
@@ -137,18 +137,18 @@ class Halves:
 def start(
     stack: ExitStack, environment: Environment, sites: Mapping[Connector, Path], folder: Path, say: Say
 ) -> list[Halves]:
+    """Two processes for each connector, which import vLLM at the same time."""
     every = []
     for connector, site in sites.items():
-        halves = [
-            Half(environment, connector, role, site, folder / f"spans-{connector}-{role}.log")
-            for role in ("prefill", "decode")
-        ]
-        for half in halves:
-            stack.callback(half.close)
-        pair = Halves(connector, *halves)
+        halves = []
+        for role in ("prefill", "decode"):
+            log = folder / f"spans-{connector}-{role}.log"
+            halves.append(Half(environment, connector, role, site, log))
+            stack.callback(halves[-1].close)
+        every.append(Halves(connector, *halves))
+    for pair in every:
         pair.ready()
-        say(f"the connectors alone: {connector} is ready")
-        every.append(pair)
+        say(f"the connectors alone: {pair.connector} is ready")
     return every
 
 
