@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvferry import Agent, __version__
@@ -33,6 +32,14 @@ from kvferry.vllm._stats import KVFerryPromMetrics, KVFerryStats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    _P2P: Any = CacheHitSource.P2P
+except ImportError:
+    # vLLM 0.31 does not tell cache hits apart.
+    _P2P = None
 
 # Below vLLM's own logger, so that its settings hold.
 logger: Any = init_logger("vllm.kvferry")
@@ -68,7 +75,7 @@ class KVFerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Hands the KV cache of requests from prefill to decode instances of vLLM. See docs/vllm.md."""
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = _P2P
 
     # Of the object's role: one of the two, and `_side` is the same object.
     _scheduler: _Scheduler
