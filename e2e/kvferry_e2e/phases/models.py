@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry_e2e.client import Tokens, complete, in_parallel
+from kvferry_e2e.client import complete, in_parallel
 from kvferry_e2e.instance import Instance
 from kvferry_e2e.phases.connector import LONGEST, Cluster, expect_right, offer
 from kvferry_e2e.prompts import Prompts
@@ -33,12 +33,8 @@ def hands_over(report: Report, cluster: Cluster, prompts: Prompts, what: str) ->
         note.text = cluster.expect_blocks_back()
 
 
-def guesses(report: Report, decode: Instance, prompts: Prompts) -> None:
-    """Speculative decoding is on: a prompt that repeats itself has guesses that are accepted."""
+def guesses(report: Report, decode: Instance) -> None:
     with report.check(f"{decode.name}: speculative decoding is on") as note:
-        some = prompts.fresh(20)
-        prompt: Tokens = some * 5
-        complete(decode.port, prompt)
         drafted = decode.metric("vllm:spec_decode_num_draft_tokens_total")
         ensure(drafted > 0, "no token was drafted")
         note.text = f"{drafted:.0f} tokens drafted"

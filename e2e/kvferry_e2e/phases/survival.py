@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvferry_e2e.client import Answer, Tokens, abandonable, complete
+from kvferry_e2e.client import Answer, Tokens, abandonable, complete, get
 from kvferry_e2e.instance import MAX_MODEL_TOKENS, Instance
 from kvferry_e2e.pair import eventually, mismatch
 from kvferry_e2e.phases.connector import BLOCKS_BACK_S, UNCLAIMED_S, Cluster, expect_right, offer
@@ -26,6 +26,8 @@ UNDER_WAY_BYTES = 256 << 10
 # A silent peer is reported within 3 s by default. Here kvferry's threads share cores with engines that poll.
 SILENT_S = 3 * 3.0
 DAMAGED_BYTES = 1
+# A part of each secret.
+HIDDEN = "kept-to-themselves"
 # What a prefill logs of a decode that it refuses, by the reason that decode gives.
 REFUSED = {
     "the secrets differ": "the secrets differ",
@@ -128,6 +130,13 @@ def refused_blocks_back(report: Report, link: Link, strangers: Sequence[Instance
     with report.check("refused: all blocks are free again") as note:
         everyone = Cluster([link.prefill, *strangers], [link.decode])
         note.text = everyone.expect_blocks_back(UNCLAIMED_S + BLOCKS_BACK_S)
+
+
+def no_secret_shown(report: Report, instances: Sequence[Instance]) -> None:
+    with report.check("no log and no metric shows a secret"):
+        for instance in instances:
+            ensure(HIDDEN not in instance.log_text(), f"the log of {instance.name} does")
+            ensure(HIDDEN not in get(instance.port, "/metrics"), f"the metrics of {instance.name} do")
 
 
 def _counted(decode: Instance, reason: str) -> None:
