@@ -485,8 +485,8 @@ class WorkerHalf:
 
     `layout` is a JSON object as docs/layout.md describes it; its regions are `regions`, registered with `agent`. `rank` is
     this rank's number in its engine. `timeout`: as for the scheduler half. `model`: properties of what the engine computes with; engines that give one property
-    different values refuse each other. `announce`: ``layers`` (each chunk of a prefill in `pieces` of layers), ``chunks``
-    or ``end``. Raises ValueError if the layout is not sound.
+    different values refuse each other. `announce`: ``layers`` (chunks of a prefill in up to `pieces` of layers of 1 MiB
+    at least, the last piece of a prompt halved until it is a 64th), ``chunks`` or ``end``. Raises ValueError if the layout is not sound.
 
     Any thread may call it.
     """

@@ -236,7 +236,7 @@ impl RankOf {
         let len = shape.bytes().expect("small");
         let memory = agent.allocate(len as usize, Access::READ).expect("memory");
         let layout = layout(memory.id(), heads, &shape, build.packing);
-        let (announce, limits) = (Announce::Layers { pieces: 4 }, (build.limits)());
+        let (announce, limits) = (Announce::Layers { pieces: 4, least_bytes: 0 }, (build.limits)());
         let model = model(build.model);
         let config = WorkerConfig { rank: rank as usize, model, announce, limits };
         let regions = std::slice::from_ref(&memory);

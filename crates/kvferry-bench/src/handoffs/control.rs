@@ -33,7 +33,7 @@ pub(super) fn run(settings: &Settings) -> Result<Vec<Row>, Failure> {
 fn over(settings: &Settings, transport: &str) -> Result<Vec<Row>, Failure> {
     let geometry =
         Geometry { layers: LAYERS, blocks: POOL, block_tokens: BLOCK_TOKENS, heads: 1, content: 1 };
-    let ready = Ready::Layers { pieces: PIECES };
+    let ready = Ready::Layers { least_bytes: 0 };
     let build = |engine| Build { engine, transport: transport.to_owned(), ready, geometry };
     let (mut producer, consumer) = (Producer::start(&build(1))?, Rank::start(&build(2))?);
     let mut rng = Rng::with_seed(super::SEED);
@@ -56,7 +56,9 @@ fn over(settings: &Settings, transport: &str) -> Result<Vec<Row>, Failure> {
     let each = Spread::of(sent);
     let engine_handshake = Spread::of(vec![first - each.median]);
     let chunks = TOKENS / CHUNK_TOKENS;
-    let what = format!("{TOKENS} tokens, {LAYERS} layers, {chunks} × {PIECES} pieces");
+    let what = format!(
+        "{TOKENS} tokens, {LAYERS} layers, {chunks} chunks in up to {PIECES} pieces, the last halved"
+    );
     Ok(vec![
         Row::new("control", what, "KiB", each).over(transport).at_most(KIB_MAX),
         Row::new("control", "handshakes of agents and engines, once", "KiB", engine_handshake)

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry::{Agent, Transports};
-use kvferry_connector::{ConsumerParams, HandoffId, producer_params};
+use kvferry_connector::{Announce, ConsumerParams, HandoffId, producer_params};
 use kvferry_refengine::kvferry_adapter::{KvferryAdapter, KvferryAdapterConfig};
 use kvferry_refengine::{
     Connector, Engine, EngineConfig, GroupCache, GroupSpec, ModelSpec, Params, Request,
@@ -149,8 +149,9 @@ impl Node {
     fn start(transport: &str) -> Result<Node, Failure> {
         let agent = Agent::builder().transports(Transports::parse(transport)?).start()?;
         let config = config();
-        let kvferry_adapter =
-            KvferryAdapter::new(&config, vec![agent], KvferryAdapterConfig::default());
+        let settings =
+            KvferryAdapterConfig { announce: Announce::LAYERS, ..KvferryAdapterConfig::default() };
+        let kvferry_adapter = KvferryAdapter::new(&config, vec![agent], settings);
         let address = kvferry_adapter.address(0).to_owned();
         let connector = Connector::Vllm(kvferry_adapter.vllm());
         let mut engine = Engine::new(config, connector).map_err(failed)?;

@@ -7,6 +7,7 @@
 use std::time::Duration;
 
 use fastrand::Rng;
+use kvferry_connector::Announce;
 
 use crate::blocks::table;
 use crate::failure::Failure;
@@ -28,7 +29,7 @@ const CONTENT: u32 = 256;
 /// A pool has some more blocks than the request, which must stay as they are.
 const POOL: u32 = TOKENS / BLOCK_TOKENS * 17 / 16;
 
-const WITH_LAYERS_MAX: f64 = 0.15;
+const WITH_LAYERS_MAX: f64 = 0.06;
 /// More than the last chunk.
 const WITHOUT_LAYERS_MORE: f64 = 0.05;
 /// Computing takes this many times the transfer.
@@ -40,8 +41,8 @@ pub(super) fn run(settings: &mut Settings) -> Result<Vec<Row>, Failure> {
     for transport in settings.options.transports.clone() {
         let chunks = TOKENS / CHUNK_TOKENS;
         let without = 1.0 / f64::from(chunks) + WITHOUT_LAYERS_MORE;
-        let layers = Ready::Layers { pieces: PIECES };
-        let with = format!("layer events, {PIECES} pieces a chunk");
+        let layers = Ready::Layers { least_bytes: Announce::LEAST_BYTES };
+        let with = format!("layer events, up to {PIECES} pieces a chunk, the last halved");
         rows.extend(over(settings, &transport, geometry, layers, &with, WITH_LAYERS_MAX)?);
         let no_layers = format!("no layer events, {chunks} chunks");
         rows.extend(over(settings, &transport, geometry, Ready::Chunks, &no_layers, without)?);

@@ -25,8 +25,8 @@ pub use report::Report;
 /// Seed of the block tables: they are the same in every run.
 const SEED: u64 = 20_240_817;
 
-/// Pieces in which a producer announces a chunk, as the reference engine does by default. The last piece
-/// is exposed: with 4 chunks that is an eighth of the transfer.
+/// Pieces in which a producer announces a chunk, as it does by default. The last piece of the prompt is
+/// halved until it is a 64th of the prompt.
 const PIECES: u32 = 2;
 
 /// Seven or more to judge by.

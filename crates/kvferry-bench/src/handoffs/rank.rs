@@ -19,6 +19,8 @@ use crate::failure::Failure;
 use crate::transfers::tables::Pair;
 use crate::transfers::verify;
 
+use super::PIECES;
+
 /// Longer than any handoff here takes.
 pub(super) const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -47,14 +49,14 @@ impl Geometry {
 /// When a producer announces blocks: [`Announce`], as the pipe carries it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Ready {
-    Layers { pieces: u32 },
+    Layers { least_bytes: u64 },
     Chunks,
 }
 
 impl From<Ready> for Announce {
     fn from(ready: Ready) -> Announce {
         match ready {
-            Ready::Layers { pieces } => Announce::Layers { pieces },
+            Ready::Layers { least_bytes } => Announce::Layers { pieces: PIECES, least_bytes },
             Ready::Chunks => Announce::Chunks,
         }
     }

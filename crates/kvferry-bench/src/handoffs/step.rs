@@ -21,11 +21,11 @@ use crate::failure::Failure;
 use crate::machine;
 use crate::stats::{Spread, median};
 
+use super::Settings;
 use super::exposed::{BLOCK_TOKENS, LAYERS};
 use super::producer::{Producer, Step};
 use super::rank::{Build, Geometry, PATIENCE, Rank, Ready, failed, fetch_request, id};
 use super::report::Row;
-use super::{PIECES, Settings};
 
 const HELD: u32 = 64;
 const PREFILLED: u32 = 64;
@@ -137,7 +137,7 @@ impl Engine {
         let build = |engine| Build {
             engine,
             transport: "local".to_owned(),
-            ready: Ready::Layers { pieces: PIECES },
+            ready: Ready::Layers { least_bytes: 0 },
             geometry,
         };
         let (mut peer, rank) = (Producer::start(&build(1))?, Rank::without_engine(&build(2))?);

@@ -34,7 +34,7 @@ pub(super) struct Setup {
 impl From<AnnounceWhen> for Announce {
     fn from(when: AnnounceWhen) -> Announce {
         match when {
-            AnnounceWhen::Layers => Announce::Layers { pieces: 2 },
+            AnnounceWhen::Layers => Announce::LAYERS,
             AnnounceWhen::Chunks => Announce::Chunks,
             AnnounceWhen::End => Announce::End,
         }

@@ -7,13 +7,14 @@ use crate::rank::Rank;
 use crate::sync::{lock, wait_while};
 use kvferry_proto::WireCode;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
 /// What to announce once an event has happened.
 pub(super) enum Job {
-    /// The first layers of a step, this many.
-    Layers(Arc<[Part]>, u32),
+    /// Layers of a step, after those that a piece ended with last.
+    Layers(Arc<[Part]>, Range<u32>),
     Step(Arc<[Part]>),
     /// The end of a request, with its side data.
     Finish(Arc<ProducedRequest>, Option<Vec<u8>>),
@@ -22,7 +23,7 @@ pub(super) enum Job {
 impl Job {
     fn run(self, rank: &Rank, announce: Announce) {
         match self {
-            Self::Layers(parts, layers) => parts.iter().for_each(|part| part.layers(rank, layers)),
+            Self::Layers(parts, layers) => parts.iter().for_each(|part| part.layers(rank, &layers)),
             Self::Step(parts) => parts.iter().for_each(|part| part.step(rank, announce)),
             Self::Finish(request, side_data) => request.finish(rank, side_data),
         }

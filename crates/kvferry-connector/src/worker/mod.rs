@@ -16,6 +16,7 @@ mod consumer;
 mod engines;
 mod events;
 mod names;
+mod pieces;
 mod producer;
 mod producer_engine;
 mod request;
@@ -138,6 +139,7 @@ impl Worker {
         }
         (state.step, state.announced) = (None, 0);
         state.parts.clear();
+        state.pieces.clear();
         for compute in computes {
             inner.compute(&mut state, compute);
         }
@@ -194,9 +196,10 @@ impl Worker {
         if inner.ends_piece(&state, layer)
             && let Some(parts) = state.step()
         {
-            state.announced = layer + 1;
+            let done = layer as u32 + 1;
+            let before = std::mem::replace(&mut state.announced, done);
             drop(state);
-            inner.run_job(computed, Job::Layers(parts, layer as u32 + 1));
+            inner.run_job(computed, Job::Layers(parts, before..done));
         }
     }
 
@@ -207,6 +210,7 @@ impl Worker {
         let mut state = inner.lock();
         if let Some(parts) = state.step() {
             state.step = None;
+            state.pieces.clear();
             drop(state);
             inner.run_job(computed, Job::Step(parts));
         }

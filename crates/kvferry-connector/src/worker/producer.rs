@@ -1,9 +1,9 @@
 //! The worker half of a producer.
 
 use super::events::Job;
+use super::pieces::Pieces;
 use super::request::{Part, ProducedRequest};
 use super::state::{Inner, State};
-use super::types::Announce;
 use crate::metadata::{Compute, Ending, EndingKind, Expect, RequestOutcome};
 use crate::rank::RankError;
 use kvferry_proto::WireCode;
@@ -14,13 +14,8 @@ impl Inner {
     /// Whether a piece of the current step's layers ends with this layer. Layers that are not reported
     /// belong to the next one that is.
     pub(super) fn ends_piece(&self, state: &State, layer: usize) -> bool {
-        let Announce::Layers { pieces } = self.config.announce else { return false };
-        let layers = self.memory.layout.layers().len();
-        let pieces = (pieces as usize).clamp(1, layers);
-        let is_busy = state.step.is_some() || !state.parts.is_empty();
-        let (done, before) = (layer + 1, state.announced);
-        // The end of the step announces the last piece.
-        is_busy && done < layers && done * pieces / layers > before * pieces / layers
+        let done = u32::try_from(layer + 1).unwrap_or(u32::MAX);
+        state.pieces.iter().any(|pieces| pieces.end_between(state.announced, done))
     }
 
     /// A request has arrived that will be offered.
@@ -42,8 +37,19 @@ impl Inner {
             state.produced.insert(request.clone(), (transfer, produced));
         }
         let Some((_, produced)) = state.produced.get(&request) else { return };
-        match produced.compute(self.rank(), offer, until, blocks) {
-            Ok(part) => state.parts.extend(part),
+        let (memory, announce) = (&self.memory, self.config.announce);
+        let layers = memory.layout.layers().len() as u32;
+        let pieces =
+            |chunk: &_, tokens| Pieces::new(announce, layers, memory.token_bytes, chunk, tokens);
+        match produced.compute(self.rank(), offer, until, blocks, pieces) {
+            Ok(None) => {}
+            Ok(Some(part)) => {
+                let pieces = part.pieces();
+                if !state.pieces.contains(&pieces) {
+                    state.pieces.push(pieces);
+                }
+                state.parts.push(part);
+            }
             Err(error) => {
                 tracing::warn!(request, %error, "a request's KV can't be offered");
                 let code = match &error {

@@ -7,7 +7,7 @@ use kvferry::{Batch, Incarnation, Region, RegionId, RemoteRegion};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{EngineId, Pairing};
 use kvferry_proto::handoff::BlockTable;
-use kvferry_proto::layout::{Kind, Layout};
+use kvferry_proto::layout::{Group, Kind, Layer, Layout, Plane};
 use kvferry_proto::plan::{Ask, Blocks, Map, Plan};
 use rustc_hash::FxHashMap;
 use std::ops::Range;
@@ -16,6 +16,8 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub(super) struct Memory {
     pub(super) layout: Layout,
+    /// Of a token in all layers, at most. States are not counted: they are read at the end.
+    pub(super) token_bytes: u64,
     regions: FxHashMap<RegionId, Region>,
 }
 
@@ -40,7 +42,20 @@ struct ProducerRank {
 
 impl Memory {
     pub(super) fn new(layout: Layout, regions: &[Region]) -> Self {
-        Self { layout, regions: regions.iter().map(|it| (it.id(), it.clone())).collect() }
+        let of_layer = |layer: &Layer| {
+            let Group { kind, block_tokens, context, .. } = &layout.groups()[layer.group];
+            let bytes =
+                |it: &Plane| u64::from(it.heads.count) * u64::from(it.rows) * u64::from(it.content);
+            let block: u64 = layer.planes.iter().map(bytes).sum();
+            if *kind == Kind::State {
+                0
+            } else {
+                block / u64::from(*block_tokens) / u64::from(context.size)
+            }
+        };
+        let token_bytes = layout.layers().iter().map(of_layer).sum();
+        let regions = regions.iter().map(|it| (it.id(), it.clone())).collect();
+        Self { layout, token_bytes, regions }
     }
 
     pub(super) fn regions(&self) -> Vec<Region> {

@@ -4,12 +4,14 @@
 //! computed when an event has happened, perhaps much later. In between the request may lose its blocks
 //! and be computed again. Each time is an *attempt*; events of an earlier attempt are dropped.
 
+use super::pieces::Pieces;
 use super::types::Announce;
 use crate::metadata::Offer;
 use crate::rank::{Rank, RankError};
 use crate::sync::lock;
 use kvferry_proto::WireCode;
 use kvferry_proto::handoff::{BlockTable, HandoffId, Outcome, Progress, Refusal};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A producer's request. Its lock is held for one call of the rank at a time.
@@ -41,6 +43,7 @@ pub(super) struct Part {
     /// Tokens computed before and after the step.
     from: u32,
     until: u32,
+    pieces: Pieces,
 }
 
 impl ProducedRequest {
@@ -63,7 +66,8 @@ impl ProducedRequest {
         lock(&self.0)
     }
 
-    /// A step is going to compute up to token `until`; `blocks` are new.
+    /// A step is going to compute up to token `until`; `blocks` are new. `pieces` is given the
+    /// chunk, and how many tokens are handed over.
     ///
     /// # Errors
     /// The rank refuses the offer.
@@ -73,6 +77,7 @@ impl ProducedRequest {
         offer: Option<Offer>,
         until: u32,
         blocks: Vec<BlockTable>,
+        pieces: impl FnOnce(&Range<u32>, u32) -> Pieces,
     ) -> Result<Option<Part>, RankError> {
         let mut inner = self.lock();
         if inner.ended.is_some() {
@@ -95,7 +100,8 @@ impl ProducedRequest {
             return Ok(None);
         }
         inner.until = until;
-        Ok(Some(Part { request: Arc::clone(self), attempt: inner.attempt, from, until }))
+        let pieces = pieces(&(from..until), inner.tokens);
+        Ok(Some(Part { request: Arc::clone(self), attempt: inner.attempt, from, until, pieces }))
     }
 
     pub(super) fn restart(&self, rank: &Rank) {
@@ -213,10 +219,16 @@ impl Part {
         &self.request
     }
 
-    /// The first `layers` layers of the step are computed.
-    pub(super) fn layers(&self, rank: &Rank, layers: u32) {
-        if let Some(mut inner) = self.current() {
-            inner.advance(rank, Progress::tokens(self.from).and(layers, self.until));
+    pub(super) const fn pieces(&self) -> Pieces {
+        self.pieces
+    }
+
+    /// These layers of the step are computed, too.
+    pub(super) fn layers(&self, rank: &Rank, layers: &Range<u32>) {
+        if self.pieces.end_between(layers.start, layers.end)
+            && let Some(mut inner) = self.current()
+        {
+            inner.advance(rank, Progress::tokens(self.from).and(layers.end, self.until));
         }
     }
 

@@ -3,6 +3,7 @@
 use super::engines::Engines;
 use super::events::{EventQueue, Job};
 use super::names::{LookUp, Names};
+use super::pieces::Pieces;
 use super::producer_engine::Memory;
 use super::request::{Part, ProducedRequest};
 use super::types::{ComputeEvent, WorkerConfig, WorkerObserver};
@@ -52,8 +53,10 @@ pub(super) struct State {
     /// What the current step computes: `parts` until the engine reports its first layer.
     pub(super) parts: Vec<Part>,
     pub(super) step: Option<Arc<[Part]>>,
-    /// Layers of the current step that were announced.
-    pub(super) announced: usize,
+    /// How the parts of the current step are announced, each way once.
+    pub(super) pieces: Vec<Pieces>,
+    /// Layers of the current step with which a piece has ended.
+    pub(super) announced: u32,
     pub(super) sent: Vec<String>,
     pub(super) fetched: Vec<RequestOutcome>,
     pub(super) lost: Vec<RequestOutcome>,

@@ -11,16 +11,25 @@ use thiserror::Error;
 /// How often a producer's worker half announces that something is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Announce {
-    /// While prefill computes: each chunk in this many pieces of layers, at least 1. More pieces
-    /// expose less of the transfer and cost a control message each.
+    /// While prefill computes. The last piece of a prompt is halved until it is a 64th of the prompt: all
+    /// earlier ones are read before the prompt has been computed. Each piece costs a control message.
     Layers {
-        /// Pieces of a chunk.
+        /// Pieces of layers, at least 1, of the first chunk and of the last two. Others are whole.
         pieces: u32,
+        /// A piece has about as many bytes at least; a chunk with fewer is one piece.
+        least_bytes: u64,
     },
     /// After each chunk.
     Chunks,
     /// Once, when all is ready.
     End,
+}
+
+impl Announce {
+    /// For engines that report layers: two pieces a chunk.
+    pub const LAYERS: Self = Self::Layers { pieces: 2, least_bytes: Self::LEAST_BYTES };
+    /// 1 MiB: the announcement and the read of a piece cost about the time that copying this takes.
+    pub const LEAST_BYTES: u64 = 1 << 20;
 }
 
 /// Settings of a worker half.

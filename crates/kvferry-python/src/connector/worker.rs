@@ -109,7 +109,7 @@ impl WorkerHalf {
         let layout: Layout = serde_json::from_str(layout).map_err(refused)?;
         let regions: Vec<_> = regions.iter().map(|region| region.get().region.clone()).collect();
         let announce = match announce {
-            "layers" => Announce::Layers { pieces },
+            "layers" => Announce::Layers { pieces, least_bytes: Announce::LEAST_BYTES },
             "chunks" => Announce::Chunks,
             "end" => Announce::End,
             other => return Err(refused(format!("no way of announcing: {other:?}"))),

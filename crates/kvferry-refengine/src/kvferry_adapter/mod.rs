@@ -75,7 +75,8 @@ impl Default for KvferryAdapterConfig {
         Self {
             timeout: Duration::from_secs(30),
             eager: true,
-            announce: Announce::Layers { pieces: 2 },
+            // Tests have small caches.
+            announce: Announce::Layers { pieces: 2, least_bytes: 0 },
             limits: Limits::default(),
             layer_events: true,
         }

@@ -9,8 +9,8 @@ use kvferry_refengine::{FinishReason, Launch, Request, RequestStatus, continuati
 use std::time::{Duration, Instant};
 
 const ANNOUNCE: [Announce; 4] = [
-    Announce::Layers { pieces: 1 },
-    Announce::Layers { pieces: 3 },
+    Announce::Layers { pieces: 1, least_bytes: 0 },
+    Announce::Layers { pieces: 3, least_bytes: 0 },
     Announce::Chunks,
     Announce::End,
 ];

@@ -47,7 +47,7 @@ fn random_config(random: &mut Random, model: &ModelSpec) -> EngineConfig {
 
 fn random_ferry(random: &mut Random) -> KvferryAdapterConfig {
     let pieces = 1 + random.below(4) as u32;
-    let layers = Announce::Layers { pieces };
+    let layers = Announce::Layers { pieces, least_bytes: 0 };
     KvferryAdapterConfig {
         eager: random.percent(70),
         announce: random.pick(&[layers, layers, Announce::Chunks, Announce::End]),

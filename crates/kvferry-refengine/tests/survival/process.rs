@@ -122,7 +122,7 @@ fn becomes_an_engine() {
     let listening = agents.iter().map(|agent| agent.local_addr().to_string()).collect();
     let kvferry_adapter = KvferryAdapterConfig {
         timeout: Duration::from_millis(setup.timeout_ms),
-        announce: Announce::Layers { pieces: 2 },
+        announce: Announce::Layers { pieces: 2, least_bytes: 0 },
         limits: Limits {
             offer_ttl: Duration::from_millis(setup.offer_ttl_ms),
             ..Limits::default()
