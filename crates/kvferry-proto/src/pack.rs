@@ -1,7 +1,10 @@
 //! Small bodies in MessagePack: maps with named fields.
 
+use rmp_serde::decode::Error as DecodeError;
+use serde::Deserialize;
 use serde::Serialize;
-use serde::de::{DeserializeOwned, Error};
+use serde::de::{DeserializeOwned, Error, IgnoredAny};
+use std::io::ErrorKind;
 
 /// How deep the values of unknown fields may be nested; ours are five deep at most.
 pub(crate) const DEPTH_MAX: usize = 16;
@@ -18,11 +21,17 @@ pub fn encode<T: Serialize>(value: &T) -> Vec<u8> {
 ///
 /// # Errors
 /// The bytes are malformed, nested too deeply, or followed by others.
-pub fn decode<T: DeserializeOwned>(mut bytes: &[u8]) -> Result<T, rmp_serde::decode::Error> {
-    let mut deserializer = rmp_serde::Deserializer::new(&mut bytes);
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, DecodeError> {
+    // Reads from the slice without copying names and bytes first.
+    let mut deserializer = rmp_serde::Deserializer::from_read_ref(bytes);
     deserializer.set_max_depth(DEPTH_MAX);
     let value = T::deserialize(&mut deserializer)?;
-    if bytes.is_empty() { Ok(value) } else { Err(Error::custom("bytes after the value")) }
+    match IgnoredAny::deserialize(&mut deserializer) {
+        Err(DecodeError::InvalidMarkerRead(end)) if end.kind() == ErrorKind::UnexpectedEof => {
+            Ok(value)
+        }
+        _ => Err(DecodeError::custom("bytes after the value")),
+    }
 }
 
 #[cfg(test)]
@@ -33,7 +42,10 @@ mod tests {
     fn bytes_behind_a_value_and_deep_nesting_are_refused() {
         let bytes = encode(&(1, "x"));
         assert_eq!(decode::<(u8, String)>(&bytes).expect("own output"), (1, "x".to_owned()));
-        assert!(decode::<(u8, String)>(&[&bytes[..], &[0xc0]].concat()).is_err());
+        // A whole value, and the beginning of one.
+        for more in [0xc0, 0xd9] {
+            assert!(decode::<(u8, String)>(&[&bytes[..], &[more]].concat()).is_err());
+        }
         // An array in an array in an array ...
         let mut deep = vec![0x91; 5000];
         deep.push(0xc0);

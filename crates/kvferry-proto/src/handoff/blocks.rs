@@ -2,6 +2,7 @@
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use std::borrow::Cow;
 use thiserror::Error;
 
 /// A missing block: it left the attention window, or was never needed. It is not read.
@@ -116,7 +117,8 @@ impl BlockTable {
     fn decode(mut bytes: &[u8]) -> Result<Self, TableError> {
         let first = take(&mut bytes).and_then(|n| u32::try_from(n).ok());
         let first = first.ok_or(TableError::Malformed)?;
-        let mut blocks = Vec::new();
+        // A run takes two bytes at least, and most runs are one block.
+        let mut blocks = Vec::with_capacity(bytes.len() / 2);
         let mut next = 0_i64;
         while !bytes.is_empty() {
             let head = take(&mut bytes).ok_or(TableError::Malformed)?;
@@ -152,7 +154,7 @@ impl Serialize for BlockTable {
 
 impl<'de> Deserialize<'de> for BlockTable {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let bytes: serde_bytes::ByteBuf = Deserialize::deserialize(deserializer)?;
+        let bytes: Cow<'_, [u8]> = serde_bytes::deserialize(deserializer)?;
         Self::decode(&bytes).map_err(D::Error::custom)
     }
 }

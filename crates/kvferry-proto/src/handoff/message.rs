@@ -213,11 +213,15 @@ impl Announced {
             if self.tables.len() != news.tables.len() {
                 return Err(TableError::Malformed);
             }
-            let mut tables = self.tables.clone();
-            for (known, more) in tables.iter_mut().zip(&news.tables) {
+            if let ([known], [more]) = (&mut self.tables[..], &news.tables[..]) {
                 known.merge(more)?;
+            } else {
+                let mut tables = self.tables.clone();
+                for (known, more) in tables.iter_mut().zip(&news.tables) {
+                    known.merge(more)?;
+                }
+                self.tables = tables;
             }
-            self.tables = tables;
         }
         self.count = news.count;
         self.progress = self.progress.max(news.progress);
