@@ -34,6 +34,7 @@ use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 pub(crate) use types::RankObserver;
 pub use types::{Event, RankError, ReadMapper, ReadPart, ReadRequest, SideData, Source};
+use wakeup::Held;
 
 /// One rank's handoffs. Dropping it ends them all.
 pub struct Rank {
@@ -253,6 +254,11 @@ impl Rank {
             }
             Ok(())
         }));
+    }
+
+    /// Has the thread carry out the changes that follow only when the guard is dropped, all at once.
+    pub(crate) fn hold(&self) -> Held<'_> {
+        self.shared.wakeup.hold()
     }
 
     /// Takes the events since the last call.

@@ -21,6 +21,8 @@ enum Action {
     Open { address: String, peer: Peer },
 }
 
+type Outgoing = (Channel, HandoffMessage);
+
 impl Shared {
     pub(super) fn run(self: &Arc<Self>) {
         loop {
@@ -34,7 +36,7 @@ impl Shared {
             state.handshakes.expire(now);
             self.poll_reads(&mut state, now);
             let mut state = self.work_out_handshake(state);
-            let mut actions = self.take_actions(&mut state);
+            let (mut actions, outgoing) = self.take_actions(&mut state);
             let State { peers, consumer, .. } = &mut *state;
             let retry = peers.retry(consumer.unheard(), now);
             let unmet = state.peers.take_unmet().into_iter();
@@ -46,6 +48,7 @@ impl Shared {
             let notices = std::mem::take(&mut state.notices);
             let is_idle = actions.is_empty() && notices.is_empty() && state.inbox.is_empty();
             drop(state);
+            self.send(outgoing);
             self.notify(notices);
             if is_idle {
                 self.wakeup.wait(due.map(|due| due.saturating_since(self.now())));
@@ -94,9 +97,10 @@ impl Shared {
         let now = self.now();
         state.producer.close(now);
         state.consumer.close(now);
-        drop(self.take_actions(&mut state));
+        let (_, outgoing) = self.take_actions(&mut state);
         let reads: Vec<_> = state.reads.drain().map(|(_, running)| running.transfer).collect();
         drop(state);
+        self.send(outgoing);
         reads.iter().for_each(Transfer::cancel);
         for transfer in reads {
             // The agent ends a cancelled read after the silence limit at the latest.
@@ -105,11 +109,14 @@ impl Shared {
     }
 
     /// Does what the machines ask for, and returns what needs the lock to be free.
-    fn take_actions(&self, state: &mut State) -> Vec<Action> {
-        let mut actions = Vec::new();
+    fn take_actions(&self, state: &mut State) -> (Vec<Action>, Vec<Outgoing>) {
+        let (mut actions, mut outgoing) = (Vec::new(), Vec::new());
+        let mut send = |state: &State, to, message| {
+            outgoing.extend(state.peers.channel(to).cloned().map(|it| (it, message)));
+        };
         while let Some(action) = state.producer.poll() {
             match action {
-                ProducerAction::Send { to, message } => self.send(state, to, &message),
+                ProducerAction::Send { to, message } => send(state, to, message),
                 ProducerAction::Watch { peer, on } => state.peers.watch(peer, on),
                 ProducerAction::Ended { id, outcome } => {
                     let outcome = state.with_address(outcome);
@@ -119,7 +126,7 @@ impl Shared {
         }
         while let Some(action) = state.consumer.poll() {
             match action {
-                ConsumerAction::Send { to, message } => self.send(state, to, &message),
+                ConsumerAction::Send { to, message } => send(state, to, message),
                 ConsumerAction::Watch { peer, on } => state.peers.watch(peer, on),
                 ConsumerAction::Read { read, id, from, slice } => {
                     actions.push(Action::Read { read, id, from, slice });
@@ -161,7 +168,7 @@ impl Shared {
                 }
             }
         }
-        actions
+        (actions, outgoing)
     }
 
     /// Passes an event to the observer, or keeps it until the engine asks.
@@ -174,21 +181,26 @@ impl Shared {
         }
     }
 
-    fn send(&self, state: &mut State, to: PeerId, message: &HandoffMessage) {
-        let Some(channel) = state.peers.channel(to) else { return };
-        let Err(error) = channel.send(message.encode()) else { return };
-        if channel.end().is_some() {
-            // The machines repeat what matters over the next session.
-            return;
-        }
-        tracing::warn!(peer = channel.peer_name(), %error, "a handoff's message can't be sent");
-        match (error.kind(), message.id()) {
-            (ErrorKind::TooLarge, Some(id)) => {
-                let why = "its blocks and side data are too much for a message";
-                drop(state.producer.withdraw(id, WireCode::TooLarge, why, self.now()));
+    /// Encodes and sends messages, without the lock: calls of the engine need it meanwhile.
+    fn send(&self, outgoing: Vec<Outgoing>) {
+        for (channel, message) in outgoing {
+            let Err(error) = channel.send(message.encode()) else { continue };
+            if channel.end().is_some() {
+                // The machines repeat what matters over the next session.
+                continue;
             }
-            // The peer takes no messages. The next session begins with what matters.
-            _ => channel.close(error),
+            tracing::warn!(peer = channel.peer_name(), %error, "a handoff's message can't be sent");
+            match (error.kind(), message.id()) {
+                (ErrorKind::TooLarge, Some(id)) => {
+                    let why = "its blocks and side data are too much for a message";
+                    let withdrawn =
+                        self.lock().producer.withdraw(id, WireCode::TooLarge, why, self.now());
+                    drop(withdrawn);
+                    self.wakeup.wake();
+                }
+                // The peer takes no messages. The next session begins with what matters.
+                _ => channel.close(error),
+            }
         }
     }
 }

@@ -22,6 +22,7 @@ pub(super) enum Job {
 
 impl Job {
     fn run(self, rank: &Rank, announce: Announce) {
+        let _together = rank.hold();
         match self {
             Self::Layers(parts, layers) => parts.iter().for_each(|part| part.layers(rank, &layers)),
             Self::Step(parts) => parts.iter().for_each(|part| part.step(rank, announce)),

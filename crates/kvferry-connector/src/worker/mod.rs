@@ -128,6 +128,7 @@ impl Worker {
         } = ConnectorMetadata::decode(metadata)?;
         let inner = &self.inner;
         let engine = engine.map_or(Ok(()), |engine| inner.set_own_engine(engine));
+        let _together = inner.rank().hold();
         let mut state = inner.lock();
         for request in &restarts {
             if let Some((_, produced)) = state.produced.get(request) {
