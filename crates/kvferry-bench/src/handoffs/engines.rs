@@ -44,6 +44,8 @@ const HEAD_BYTES: usize = 32;
 /// Concurrent handoffs, where many are measured.
 const IN_FLIGHT: usize = 64;
 const MS_MAX: f64 = 1.0;
+/// Requests per second with handoffs, of those without.
+const OF_ALONE_MIN: f64 = 0.85;
 /// Pause of an engine after a step that computed nothing, where the pause is not measured.
 const PAUSE: Duration = Duration::from_micros(200);
 
@@ -71,6 +73,7 @@ fn over(settings: &Settings, transport: &str) -> Result<Vec<Row>, Failure> {
         rate.push(many as f64 / pair.many(many)?.as_secs_f64());
         alone.push(many as f64 / without_handoffs(many)?.as_secs_f64());
     }
+    let of_alone = rate.iter().zip(&alone).map(|(rate, alone)| rate / alone).collect();
     let bytes = crate::units::bytes((BLOCK_TOKENS * LAYERS * HEADS * 2 * HEAD_BYTES) as u64);
     let row = |what: String, unit, values| {
         Row::new("one block", what, unit, Spread::of(values)).over(transport)
@@ -80,6 +83,12 @@ fn over(settings: &Settings, transport: &str) -> Result<Vec<Row>, Failure> {
         row(format!("{of}: p50"), "ms", p50).at_most(MS_MAX),
         row(format!("{of}: p99"), "ms", p99),
         row("the first between two engines".to_owned(), "ms", first),
+        row(
+            format!("{many} handoffs, {IN_FLIGHT} in flight, of the rate without handoffs"),
+            "of it",
+            of_alone,
+        )
+        .at_least(OF_ALONE_MIN),
         row(format!("{many} handoffs, {IN_FLIGHT} in flight"), "per s", rate),
         row(format!("{many} prompts of one engine, no handoffs"), "per s", alone),
     ])
