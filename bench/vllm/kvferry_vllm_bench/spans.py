@@ -145,7 +145,7 @@ def start(
             log = folder / f"spans-{connector}-{role}.log"
             halves.append(Half(environment, connector, role, site, log))
             stack.callback(halves[-1].close)
-        every.append(Halves(connector, *halves))
+        every.append(Halves(connector, halves[0], halves[1]))
     for pair in every:
         pair.ready()
         say(f"the connectors alone: {pair.connector} is ready")
