@@ -144,7 +144,7 @@ class Bench:
         self._tell(" ".join(f"admitted-{self.admitted + n}" for n in range(STEPS * ADMITTED)))
         assert self._answer() == "computed"
 
-    def step(self, moving: bool) -> list[float]:
+    def step(self, moving: bool, takes_s: float = STEP_TAKES_S) -> list[float]:
         """Seconds of each of the parts: requests that come and go, then `CALLS`."""
         side, engine = self.side, self.side.engine
         chunks, admitted = self.decoded, []
@@ -167,7 +167,7 @@ class Bench:
         if step.output.failed_recving:
             raise RuntimeError(f"{step.output.failed_recving} could not be loaded")
         self.received = [self.requests.pop(name) for name in step.output.finished_recving or ()]
-        time.sleep(STEP_TAKES_S)
+        time.sleep(takes_s)
         return [requests, *step.took]
 
     def check(self) -> None:
@@ -187,14 +187,15 @@ class Bench:
 def main(model: str, rounds: int) -> None:
     out = own_output()
     bench = Bench(model, rounds)
-    times: dict[str, list[list[list[float]]]] = {"moving": [], "nothing": []}
+    times: dict[str, list[list[list[float]]]] = {"moving": [], "nothing": [], "nothing_at_once": []}
     bench.prepare()
     bench.step(moving=False)
     for done in range(rounds):
         if done:
             bench.prepare()
         for name, rows in times.items():
-            rows.append([bench.step(moving=name == "moving") for _ in range(STEPS)])
+            takes_s = 0 if name == "nothing_at_once" else STEP_TAKES_S
+            rows.append([bench.step(name == "moving", takes_s) for _ in range(STEPS)])
         print(f"step: round {done + 1} of {rounds}", file=sys.stderr, flush=True)
     bench.check()
     bench.close()

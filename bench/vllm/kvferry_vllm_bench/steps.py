@@ -33,6 +33,7 @@ def measure(environment: Environment, site: Path, command: Path, folder: Path, s
         at_most(PART, "all moving, through Python", "µs", moving, TIMES_RUST * rust),
         Row(PART, "all moving, in Rust", "µs", "", rust, (rust, rust), None),
         at_most(PART, "nothing moving, through Python", "µs", nothing, NOTHING_US),
+        shown(PART, "nothing moving, steps without a pause", "µs", _medians(taken["nothing_at_once"])),
     ]
     for name, steps in (("all moving", taken["moving"]), ("nothing moving", taken["nothing"])):
         for at, part in enumerate(taken["parts"]):
