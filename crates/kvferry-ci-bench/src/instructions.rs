@@ -3,14 +3,21 @@
 
 use crate::Failure;
 use crate::kept::Figures;
+use kvferry_connector::{
+    ConnectorMetadata, EngineId, GroupRule, HandoffId, Request, Scheduled, Scheduler,
+    SchedulerConfig, producer_params,
+};
 use kvferry_proto::frame::verify_head;
+use kvferry_proto::layout::Kind;
 use kvferry_proto::message::{Decoder, Message, Ping, encode};
 use kvferry_proto::{
     CONTROL_MAX, Flags, Incarnation, Limits, Op, RegionId, RequestHeader, Session, SessionConfig,
     SessionId, Timestamp, TransferId, WireDescriptor,
 };
+use std::cell::RefCell;
 use std::hint::black_box;
 use std::process::Command;
+use std::time::Duration;
 
 const DESCRIPTORS: u32 = 1024;
 const FEW: u64 = 5;
@@ -23,6 +30,7 @@ const WORKS: &[(&str, fn())] = &[
     ("cut a batch of 1024 pairs into frames, with their tables", cut_batch),
     ("encode and decode a control message", control_message),
     ("a handshake, both sides", handshake),
+    ("a step of 64 prefills that are handed over, its metadata made and decoded", connector_step),
 ];
 
 /// Does a work so many times; what callgrind runs.
@@ -124,4 +132,69 @@ fn handshake() {
     b.receive(&a.poll_transmit().expect("proves"), now);
     a.receive(&b.poll_transmit().expect("is ready"), now);
     assert!(black_box(a.is_established() && b.is_established()));
+}
+
+const PREFILLS: u32 = 64;
+/// Of each prefill in each step: two blocks.
+const CHUNK_TOKENS: u32 = 32;
+const BLOCK_TOKENS: u32 = 16;
+
+/// A scheduler half with its prefills, and their tokens that are computed.
+struct Prefills {
+    scheduler: Scheduler,
+    names: Vec<String>,
+    computed: u32,
+}
+
+thread_local! {
+    static PREFILLED: RefCell<Prefills> = RefCell::new(Prefills::new());
+}
+
+impl Prefills {
+    fn new() -> Self {
+        let config = SchedulerConfig {
+            groups: vec![GroupRule { kind: Kind::Full, block_tokens: BLOCK_TOKENS }],
+            ranks: 1,
+            timeout: Duration::from_secs(60),
+            eager: true,
+            recomputed_tokens: 0,
+            null_block: None,
+        };
+        let mut scheduler = Scheduler::new(config, EngineId(1));
+        let names: Vec<_> = (0..PREFILLS).map(|n| format!("prefilled-{n}")).collect();
+        for name in &names {
+            let transfer = HandoffId::new(name).expect("short");
+            let params = producer_params(Some(&transfer));
+            scheduler.arrived(&Request {
+                id: name,
+                prompt_tokens: 1 << 20,
+                max_tokens: 1,
+                params: Some(&params),
+                prompt: None,
+            });
+        }
+        Self { scheduler, names, computed: 0 }
+    }
+
+    fn step(&mut self) -> Vec<u8> {
+        let computed = self.computed;
+        self.computed += CHUNK_TOKENS;
+        let (first, end) = (computed / BLOCK_TOKENS, self.computed / BLOCK_TOKENS);
+        // Blocks anywhere in a pool.
+        let block = |at: u32| at.wrapping_mul(2_654_435_761) % 4096;
+        let scheduled = self.names.iter().map(|request| Scheduled {
+            request,
+            computed: computed.into(),
+            tokens: CHUNK_TOKENS.into(),
+            all: computed == 0,
+            blocks: vec![(first..end).map(block).collect()],
+        });
+        self.scheduler.step(scheduled, []).encode()
+    }
+}
+
+#[inline(never)]
+fn connector_step() {
+    let metadata = PREFILLED.with_borrow_mut(Prefills::step);
+    black_box(ConnectorMetadata::decode(black_box(&metadata)).expect("own output"));
 }
