@@ -182,6 +182,16 @@ impl Engine {
     }
 }
 
+/// Waits until a producer's rank has heard of a consumer.
+fn await_consumer(producer: &Engine) {
+    let until = Instant::now() + Duration::from_secs(50);
+    let is_heard = |(name, n): (&str, usize)| name == "watched" && n > 0;
+    while !producer.ranks[0].worker.gauges().into_iter().any(is_heard) {
+        assert!(Instant::now() < until, "the producer hears of no consumer");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// A producing and a consuming engine of one rank each.
 fn two_engines() -> (Engine, Engine) {
     (Engine::new(Build::new(1, 1), "tcp", b""), Engine::new(Build::new(2, 1), "tcp", b""))
@@ -896,7 +906,7 @@ fn dropping_a_worker_half_ends_its_handoffs_on_the_other_side() {
     // A producer; its agent stays.
     d.fetch_request("a", &p.address, &blocks(8, 5), 0..32);
     p.compute("a", 1, &blocks(8, 1), 0..12);
-    std::thread::sleep(Duration::from_millis(50));
+    await_consumer(&p);
     let gone = p.ranks.pop().expect("a rank");
     let memory = gone.memory.clone();
     drop(gone);
@@ -907,7 +917,7 @@ fn dropping_a_worker_half_ends_its_handoffs_on_the_other_side() {
     let p = Engine::new(Build::new(3, 1), "tcp", b"");
     p.compute("b", 1, &blocks(8, 1), 0..16);
     d.fetch_request("b", &p.address, &blocks(8, 5), 0..32);
-    std::thread::sleep(Duration::from_millis(50));
+    await_consumer(&p);
     drop(d.ranks.pop().expect("a rank"));
     let producer = &p.ranks[0].worker;
     assert!(producer.wait(Duration::from_secs(50)), "the producer never notices");
