@@ -182,24 +182,25 @@ fn a_quick_bench_of_handoffs_measures_everything_and_judges_what_has_a_bound() {
     assert_eq!(report["schema"], "kvferry.bench-handoff/1");
     assert_eq!(report["ok"], code(&output) == Some(0), "{}", errors(&output));
     let rows = report["rows"].as_array().expect("rows");
-    let judged = |part: &str, transport: Option<&str>, most: f64| {
-        rows.iter().any(|row| {
+    let judged = |part: &str, transport: Option<&str>, bound: &str, limit: f64| {
+        let judged = rows.iter().any(|row| {
             row["part"] == part
                 && row["transport"].as_str() == transport
-                && row["required"]["at_most"] == most
+                && row["required"][bound] == limit
                 && row["reached"]["median"].as_f64() > Some(0.0)
                 && row["ok"].is_boolean()
-        })
+        });
+        assert!(judged, "{part}, {transport:?}, {bound} {limit}: {report}");
     };
-    for transport in ["local", "tcp"] {
-        for (part, most) in
-            [("exposed", 0.15), ("exposed", 0.3), ("control", 4.0), ("one block", 1.0)]
-        {
-            assert!(judged(part, Some(transport), most), "{part}, {transport}: {report}");
-        }
+    for transport in [Some("local"), Some("tcp")] {
+        judged("exposed", transport, "at_most", 0.06);
+        judged("exposed", transport, "at_most", 0.3);
+        judged("control", transport, "at_most", 4.0);
+        judged("one block", transport, "at_most", 1.0);
+        judged("one block", transport, "at_least", 0.85);
     }
     for (part, most) in [("step", 200.0), ("plan", 1.0), ("plan", 20.0)] {
-        assert!(judged(part, None, most), "{part}: {report}");
+        judged(part, None, "at_most", most);
     }
 }
 
