@@ -3,14 +3,22 @@
 //! A thread inherits its creator's affinity. Engines pin the threads that compute, and call kvferry on
 //! them; kvferry's threads would then share one processor with a thread that never sleeps.
 //! [`choose_cpus`] is called once, when kvferry is loaded; where it is not called, threads inherit.
+//!
+//! Engines also have threads that poll and never sleep. Beside such a thread, a thread with the usual time
+//! slice of milliseconds waits for up to that long each time that it wakes up: kvferry's have a shorter one.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::io;
 use std::sync::OnceLock;
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 /// The processors of [`spawn`]'s threads.
 static CPUS: OnceLock<CpuSet> = OnceLock::new();
+
+/// The time slice of [`spawn`]'s threads: the shortest that Linux accepts. They get no larger share of
+/// a processor by it. Linux before 6.12 has one slice for all threads.
+const SLICE: Duration = Duration::from_micros(100);
 
 /// Has the threads of [`spawn`] run on these processors, whatever the affinity of their creators:
 ///
@@ -51,6 +59,7 @@ pub fn spawn<T: Send + 'static>(
 ) -> io::Result<JoinHandle<T>> {
     let body = move || {
         leave_creators_cpus();
+        shorten_slice();
         body()
     };
     // A new thread inherits its creator's signal mask: block, start, restore.
@@ -90,6 +99,28 @@ fn leave_creators_cpus() {
     }
 }
 
+/// Gives this thread [`SLICE`], unless it has a real-time or idle policy.
+fn shorten_slice() {
+    if let Some(before) = scheduling()
+        && before.sched_policy == libc::SCHED_OTHER as u32
+    {
+        let attributes = libc::sched_attr { sched_runtime: SLICE.as_nanos() as u64, ..before };
+        // SAFETY: the kernel reads `attributes`, whose size it has.
+        // Where it is refused, the thread has the usual slice.
+        unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
+    }
+}
+
+/// How this thread is scheduled.
+fn scheduling() -> Option<libc::sched_attr> {
+    let len = size_of::<libc::sched_attr>();
+    // SAFETY: all fields are integers, for which zero is a value.
+    let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel writes at most `len` bytes.
+    let rc = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, len, 0) };
+    (rc == 0).then_some(attributes)
+}
+
 /// Whether OpenMP's libraries pin the thread that loads them.
 fn openmp_binds(var: impl Fn(&str) -> Option<String>) -> bool {
     let bind = var("OMP_PROC_BIND").is_some_and(|how| !how.eq_ignore_ascii_case("false"));
@@ -121,6 +152,21 @@ mod tests {
         for malformed in ["", "a", "3-1", "1-", "99999", "0,,1"] {
             assert!(parse(malformed).is_none(), "{malformed:?}");
         }
+    }
+
+    #[test]
+    fn threads_have_a_short_time_slice_and_their_creator_keeps_its_own() {
+        let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").expect("Linux");
+        let mut parts = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+        let mut next = || parts.next().and_then(Result::ok).unwrap_or(0_u32);
+        if (next(), next()) < (6, 12) {
+            return eprintln!("SKIPPED: Linux {release} has one time slice for all threads");
+        }
+        let slice = || scheduling().expect("this thread").sched_runtime;
+        let before = slice();
+        let there = spawn("short".into(), slice).expect("it starts").join().expect("no panic");
+        assert_eq!((there, slice()), (100_000, before));
+        assert!(before > there);
     }
 
     #[test]
