@@ -194,7 +194,8 @@ def router_phases(run: Run) -> None:
 
     # Decode dies first, then prefill. The third instance starts beside them.
     connector.decode_dies(report, cluster, mooncake, prompts)
-    decode = run.start("d2", "decode", caching=True, like=decode)
+    # Four workers poll on two cores: none is bound to a core: see `Instance.unbound`.
+    decode = run.start("d2", "decode", caching=True, like=decode, unbound=True)
     both = run.start("tp2", "prefill", caching=False, tensor_parallel=2)
     run.ready(decode)
     cluster = Cluster([prefill], [decode])
@@ -204,7 +205,7 @@ def router_phases(run: Run) -> None:
     connector.wrong_prompt(report, cluster, prompts)
     kept = connector.prefill_dies(report, cluster, nixl, prompts)
     chunks = ("--max-num-batched-tokens", "256", "--enable-chunked-prefill")
-    prefill = run.start("p2", "prefill", *chunks, caching=True, like=prefill)
+    prefill = run.start("p2", "prefill", *chunks, caching=True, like=prefill, unbound=True)
     run.ready(prefill, both)
     cluster = Cluster([prefill], [decode])
     connector.restarted(report, cluster, (nixl, mooncake), prompts, "prefill")

@@ -36,7 +36,7 @@ class Instance(Server):
     prefix_caching: bool = False
     tensor_parallel: int = 1
     recorded: bool = True
-    # Not bound to a core: several ranks, or threads of kvferry that must run within a second.
+    # Not bound to a core: beside several ranks, or for threads of kvferry that must run within a second.
     unbound: bool = False
     # For the KV cache.
     cache_mib: int = 1024
