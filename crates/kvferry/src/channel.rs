@@ -64,12 +64,23 @@ impl Channel {
         self.0.end()
     }
 
-    /// Queues a message. Does not block.
+    /// Sends a message. Does not block: what the socket does not take now follows later.
     ///
     /// # Errors
     /// `TooLarge` for more than [`Channel::MESSAGE_MAX`] bytes; `Busy` if 16 MiB or 65 536 messages
     /// are queued because the peer does not take them; [`Channel::end`] if the session has ended.
     pub fn send(&self, message: Vec<u8>) -> Result<()> {
+        self.queue(message)?;
+        self.flush();
+        Ok(())
+    }
+
+    /// Queues a message, which leaves with [`Channel::flush`] at the latest: several messages then
+    /// leave in one system call. Does not block.
+    ///
+    /// # Errors
+    /// As [`Channel::send`].
+    pub fn queue(&self, message: Vec<u8>) -> Result<()> {
         if message.len() > Self::MESSAGE_MAX {
             return Err(Error::new(ErrorKind::TooLarge, "the message is too long")
                 .with("len", message.len())
@@ -89,6 +100,11 @@ impl Channel {
         Ok(())
     }
 
+    /// Sends what was queued. Does not block.
+    pub fn flush(&self) {
+        self.0.flush();
+    }
+
     /// Ends the session and fails its transfers, with `error`.
     pub fn close(&self, error: Error) {
         self.0.close(WireCode::Closed, error);
@@ -102,7 +118,7 @@ impl Channel {
     }
 }
 
-/// Sends queued messages, as far as the session has room for requests.
+/// Passes queued messages to the session, as far as it has room for requests.
 fn send_queued(link: &Arc<Link>) {
     let mut was_busy = false;
     while let Some(message) = link.messages.next(was_busy) {
@@ -114,13 +130,14 @@ fn send_queued(link: &Arc<Link>) {
                 // The session has ended; its own error is reported instead.
             } else if code.is_ok() {
                 send_queued(&of);
+                of.flush();
             } else {
                 let what = format!("the peer refused a message: {code}");
                 let error = Error::new(ErrorKind::from_wire(code), what);
                 of.close(WireCode::Closed, error.with("peer", &of.address));
             }
         };
-        link.request(MESSAGE, message, budget, Box::new(answered));
+        link.queue_request(MESSAGE, message, budget, Box::new(answered));
     }
 }
 

@@ -358,6 +358,16 @@ impl Session {
         self.outbox.said_bytes()
     }
 
+    /// Whether [`Session::poll_transmit`] has a frame.
+    pub fn has_frames(&self) -> bool {
+        !self.outbox.is_empty()
+    }
+
+    /// Whether [`Session::poll_event`] has an event.
+    pub fn has_events(&self) -> bool {
+        !self.inbox.is_empty()
+    }
+
     /// The next event.
     pub fn poll_event(&mut self) -> Option<SessionEvent> {
         self.inbox.pop()

@@ -93,6 +93,11 @@ impl Outbox {
         Some(frame)
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        let heartbeat = self.pong.is_some() || self.ping.is_some();
+        self.frames.is_empty() && !heartbeat
+    }
+
     /// Whether `len` more bytes leave room for answers that must be sent.
     pub(super) fn has_room_for(&self, len: usize) -> bool {
         self.frames.len() < OUTBOX_MAX / 2 && self.bytes + len <= OUTBOX_BYTES_MAX / 2
@@ -129,6 +134,10 @@ impl Inbox {
         let event = self.events.pop_front()?;
         self.bytes -= weight(&event);
         Some(event)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.events.is_empty()
     }
 
     pub(super) fn is_full(&self) -> bool {

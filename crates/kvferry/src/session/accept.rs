@@ -353,7 +353,8 @@ fn accept_session(
         }
     };
     let token = admission.token;
-    let native = Native::new(session, token);
+    let socket = Arc::new(socket);
+    let native = Native::new(session, &socket, token);
     native.session().receive(bytes, now());
     let (core, backend) = (&sessions.core, Arc::clone(&native) as _);
     let permits_max = core.sizing.permits_max(from);

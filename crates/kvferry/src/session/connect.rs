@@ -365,7 +365,8 @@ impl Attempt {
             Err(e) => return self.ended(core, Err(e)),
         };
         let token = self.id;
-        let native = Native::new(session, token);
+        let socket = Arc::new(socket);
+        let native = Native::new(session, &socket, token);
         let permits_max = core.sizing.permits_max(addr);
         let backend = Arc::clone(&native) as _;
         let address = self.peer.address.clone();

@@ -9,7 +9,7 @@ use crate::quota::Permit;
 use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::session::accept::{Admission, refuse};
 use crate::session::connect::Attempt;
-use crate::session::native::Native;
+use crate::session::native::{Native, Wrote};
 use crate::session::service;
 use crate::session::sessions::Sessions;
 use crate::sync::{Arc, MutexGuard, Weak};
@@ -34,10 +34,8 @@ pub(crate) struct Control {
     sessions: Weak<Sessions>,
     link: Arc<Link>,
     native: Arc<Native>,
-    socket: Socket,
+    socket: Arc<Socket>,
     connecting: bool,
-    out: Vec<u8>,
-    out_at: usize,
     on_established: Option<Established>,
     /// The attempt to connect that opened the connection; `None` if the peer opened it.
     attempt: Option<Attempt>,
@@ -66,7 +64,7 @@ impl Control {
         sessions: &Arc<Sessions>,
         link: Arc<Link>,
         native: Arc<Native>,
-        socket: Socket,
+        socket: Arc<Socket>,
         attempt: Attempt,
         on_established: Established,
     ) -> Self {
@@ -81,7 +79,7 @@ impl Control {
         sessions: &Arc<Sessions>,
         link: Arc<Link>,
         native: Arc<Native>,
-        socket: Socket,
+        socket: Arc<Socket>,
         admission: Admission,
         permit: Permit,
     ) -> Self {
@@ -91,15 +89,18 @@ impl Control {
         control
     }
 
-    fn new(sessions: &Arc<Sessions>, link: Arc<Link>, native: Arc<Native>, socket: Socket) -> Self {
+    fn new(
+        sessions: &Arc<Sessions>,
+        link: Arc<Link>,
+        native: Arc<Native>,
+        socket: Arc<Socket>,
+    ) -> Self {
         Self {
             sessions: Arc::downgrade(sessions),
             link,
             native,
             socket,
             connecting: false,
-            out: Vec::new(),
-            out_at: 0,
             on_established: None,
             attempt: None,
             answered: false,
@@ -141,36 +142,6 @@ impl Control {
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Err(_) => return self.session().transport_closed(now),
-            }
-        }
-    }
-
-    /// Writes the session's messages. Returns whether the socket is full.
-    fn transmit(&mut self, now: Timestamp) -> bool {
-        loop {
-            if self.out_at == self.out.len() {
-                self.out.clear();
-                self.out_at = 0;
-                let (next, said_bytes) = {
-                    let mut session = self.session();
-                    let before = session.said_bytes();
-                    (session.poll_transmit(), session.said_bytes() - before)
-                };
-                self.link.core.counters.control_bytes_sent.add(said_bytes);
-                match next {
-                    Some(bytes) => self.out = bytes,
-                    None => return false,
-                }
-            }
-            match self.socket.send(&self.out[self.out_at..]) {
-                Ok(n) => self.out_at += n,
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return true,
-                Err(_) => {
-                    self.out.clear();
-                    self.out_at = 0;
-                    self.session().transport_closed(now);
-                    return false;
-                }
             }
         }
     }
@@ -393,6 +364,8 @@ impl Handler for Control {
             self.link.core.counters.handshakes_failed.one();
             return Next::Close;
         }
+        // What this call queues leaves at its end, together.
+        let mut writes = self.native.begin_writing();
         self.session().handle_timeout(cx.now);
         if cause.ready.read || cause.ready.closed || cause.ready.peer_closed {
             self.receive(cx.now);
@@ -401,14 +374,18 @@ impl Handler for Control {
         // Handling an event may produce bytes and further events.
         let mut full;
         loop {
-            if self.events() {
-                // Send the last messages if the socket takes them without waiting.
-                self.transmit(cx.now);
+            let is_over = self.events();
+            if !is_over {
+                self.confirm_revokes();
+                self.update_heartbeat(cx.now);
+            }
+            // Of a session that is over, the last messages if the socket takes them without waiting.
+            writes = writes || self.native.begin_writing();
+            full = writes && self.native.write(&self.link.core, cx.now) == Wrote::Full;
+            writes = false;
+            if is_over {
                 return Next::Close;
             }
-            self.confirm_revokes();
-            self.update_heartbeat(cx.now);
-            full = self.transmit(cx.now);
             if !self.session().is_closed() {
                 break;
             }
@@ -434,6 +411,7 @@ impl Handler for Control {
 
 impl Drop for Control {
     fn drop(&mut self) {
+        self.native.hang_up();
         // Does nothing if the session has ended before.
         self.end(Error::shutdown());
     }

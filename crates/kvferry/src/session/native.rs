@@ -8,6 +8,7 @@ use crate::quota::{Permit, Quota};
 use crate::reactor::now;
 use crate::session::control::close_error;
 use crate::session::lane;
+use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Mutex, OnceLock, Weak, lock};
 use crate::transfer::job::RevokeDone;
 use crate::transfer::link::{Answered, Backend, Link};
@@ -17,6 +18,7 @@ use kvferry_proto::auth::MAC_LEN;
 use kvferry_proto::{PeerInfo, Session, Side, StreamId, Timestamp, WireCode};
 use kvferry_sys::socket::Socket;
 use rustc_hash::FxHashMap;
+use std::io;
 use std::net::Shutdown;
 use std::time::Duration;
 
@@ -41,6 +43,29 @@ impl InboundLane {
     }
 }
 
+/// Bytes of frames that leave in one system call, or one frame if it is longer.
+const WRITTEN_TOGETHER: usize = 64 * 1024;
+
+/// How writing the session's frames ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wrote {
+    All,
+    /// The socket takes no more now.
+    Full,
+    /// The connection is lost; the session knows.
+    Lost,
+}
+
+/// The way to the peer.
+#[derive(Default)]
+struct Wire {
+    /// `None` when the session is over.
+    socket: Option<Arc<Socket>>,
+    /// Frames of which `at` bytes were written.
+    out: Vec<u8>,
+    at: usize,
+}
+
 /// The quota has no room for another stream.
 pub(crate) struct Full;
 
@@ -49,6 +74,9 @@ pub(crate) struct Native {
     /// A reference to this value, for handlers that open lanes.
     this: Weak<Self>,
     session: Mutex<Session>,
+    /// A thread writes the session's frames, also those that others queue meanwhile.
+    writing: AtomicBool,
+    wire: Mutex<Wire>,
     /// The token of the control connection's handler, on the control thread.
     token: u64,
     info: OnceLock<PeerInfo>,
@@ -61,10 +89,13 @@ pub(crate) struct Native {
 }
 
 impl Native {
-    pub(crate) fn new(session: Session, token: u64) -> Arc<Self> {
+    pub(crate) fn new(session: Session, socket: &Arc<Socket>, token: u64) -> Arc<Self> {
+        let wire = Wire { socket: Some(Arc::clone(socket)), ..Wire::default() };
         Arc::new_cyclic(|this| Self {
             this: Weak::clone(this),
             session: Mutex::new(session),
+            writing: AtomicBool::new(false),
+            wire: Mutex::new(wire),
             token,
             info: OnceLock::new(),
             inbound: Mutex::default(),
@@ -80,6 +111,60 @@ impl Native {
 
     pub(crate) fn set_info(&self, info: PeerInfo) {
         let _ = self.info.set(info);
+    }
+
+    /// Has this thread write the session's frames, those that any thread queues from now on, too:
+    /// it must call [`Native::write`]. False if another thread does.
+    pub(crate) fn begin_writing(&self) -> bool {
+        !self.writing.swap(true, Ordering::SeqCst)
+    }
+
+    /// Writes the session's frames. Only after [`Native::begin_writing`], which it ends. Unless it
+    /// wrote all of them, the control thread has to go on.
+    pub(crate) fn write(&self, core: &Core, now: Timestamp) -> Wrote {
+        loop {
+            let wrote = self.write_frames(core, now);
+            self.writing.store(false, Ordering::SeqCst);
+            // A thread that found `writing` set has left its frame to this one.
+            if wrote != Wrote::All || !self.session().has_frames() || !self.begin_writing() {
+                return wrote;
+            }
+        }
+    }
+
+    fn write_frames(&self, core: &Core, now: Timestamp) -> Wrote {
+        let mut wire = lock(&self.wire);
+        let Wire { socket: Some(socket), out, at } = &mut *wire else { return Wrote::All };
+        loop {
+            if *at == out.len() {
+                (*at, *out) = (0, Vec::new());
+                let mut session = self.session();
+                let said_bytes = session.said_bytes();
+                while out.len() < WRITTEN_TOGETHER
+                    && let Some(frame) = session.poll_transmit()
+                {
+                    if out.is_empty() { *out = frame } else { out.extend(frame) }
+                }
+                core.counters.control_bytes_sent.add(session.said_bytes() - said_bytes);
+                if out.is_empty() {
+                    return Wrote::All;
+                }
+            }
+            match socket.send(&out[*at..]) {
+                Ok(n) => *at += n,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Wrote::Full,
+                Err(_) => {
+                    (*at, *out) = (0, Vec::new());
+                    self.session().transport_closed(now);
+                    return Wrote::Lost;
+                }
+            }
+        }
+    }
+
+    /// Nothing is written any more.
+    pub(crate) fn hang_up(&self) {
+        *lock(&self.wire) = Wire::default();
     }
 
     /// Registers a stream that the peer opened, if the quota has room for it. `None` if the session
@@ -186,6 +271,7 @@ impl Backend for Native {
         {
             let mut session = self.session();
             let mut requests = lock(&self.requests);
+            let had_events = session.has_events();
             let id = if self.ended.get().is_some() {
                 0
             } else {
@@ -194,11 +280,27 @@ impl Backend for Native {
             if id != 0 {
                 requests.insert(id, answered);
                 drop(requests);
+                let is_refused = !had_events && session.has_events();
                 drop(session);
-                return self.wake(&link.core);
+                if is_refused {
+                    // The session has answered by itself.
+                    self.wake(&link.core);
+                }
+                return;
             }
         }
         answered(WireCode::Closed, Vec::new());
+    }
+
+    fn flush(&self, link: &Link) {
+        if self.info.get().is_none() {
+            return self.wake(&link.core);
+        }
+        if self.begin_writing() && self.write(&link.core, now()) != Wrote::All {
+            return self.wake(&link.core);
+        }
+        // While the heartbeat runs, the control thread looks at the deadlines of requests by itself.
+        link.watch();
     }
 
     fn regions(&self, link: &Arc<Link>, timeout: Duration) -> Result<Vec<RemoteRegion>> {

@@ -67,6 +67,9 @@ pub(crate) trait Backend: Send + Sync {
         answered(WireCode::Unsupported, Vec::new());
     }
 
+    /// Sends the requests that were made.
+    fn flush(&self, _link: &Link) {}
+
     /// Lists the regions that the peer makes accessible. Blocks.
     fn regions(&self, link: &Arc<Link>, timeout: Duration) -> Result<Vec<RemoteRegion>>;
 
@@ -261,7 +264,24 @@ impl Link {
 
     /// Sends a request to the peer; calls `answered` exactly once.
     pub(crate) fn request(&self, kind: u16, body: Vec<u8>, budget: Duration, answered: Answered) {
+        self.queue_request(kind, body, budget, answered);
+        self.flush();
+    }
+
+    /// As [`Link::request`], but leaves when [`Link::flush`] is called.
+    pub(crate) fn queue_request(
+        &self,
+        kind: u16,
+        body: Vec<u8>,
+        budget: Duration,
+        answered: Answered,
+    ) {
         self.backend.request(self, kind, body, budget, answered);
+    }
+
+    /// Sends the requests that were made, on this thread if the socket takes them.
+    pub(crate) fn flush(&self) {
+        self.backend.flush(self);
     }
 
     /// Why the session is over or ending, if the link has not ended yet.
@@ -393,7 +413,8 @@ impl Link {
         self.watch();
     }
 
-    fn watch(&self) {
+    /// Starts the heartbeat; it ends by itself if nothing is in progress.
+    pub(crate) fn watch(&self) {
         if !self.watched.swap(true, Ordering::SeqCst) {
             self.wake_control();
         }
