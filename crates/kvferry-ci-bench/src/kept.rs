@@ -21,6 +21,7 @@ fn tolerance(name: &str) -> (f64, u64) {
         "bytes allocated" if waits => (0.0, 128),
         "other calls" | "allocations" | "bytes allocated" => (0.0, 0),
         "instructions" => (0.01, 0),
+        "wake-ups" => (0.0, 0),
         "bytes copied" => (0.5, 1024),
         "calls that move bytes" => (0.1, 1),
         _ => (1.0, 5),

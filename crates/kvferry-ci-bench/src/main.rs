@@ -1,6 +1,6 @@
 //! Benchmarks that count instead of measuring time, so that a busy machine makes no difference:
-//! system calls, allocations and bytes copied of fixed batches, on both sides, in steady state, and
-//! instructions of fixed work of the protocol.
+//! system calls, allocations and bytes copied of fixed batches, on both sides, in steady state,
+//! wake-ups of threads for a handoff, and instructions of fixed work of the protocol.
 //!
 //! `kvferry-ci-bench FILE` counts and compares with what FILE keeps: one number per line, so that a
 //! regression shows in a diff. It exits with 1 if anything got worse by more than its tolerance.
@@ -12,6 +12,7 @@
 //! strace is installed, its list of calls is compared with ours. Instructions come from callgrind.
 
 mod counters;
+mod handoffs;
 mod instructions;
 mod kept;
 mod target;
@@ -27,6 +28,8 @@ fn main() -> ExitCode {
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let result = match words.as_slice() {
         ["target", transport] => target::serve(transport).map(|()| true),
+        ["producer", transport] => handoffs::produce(transport).map(|()| true),
+        ["handoffs"] => handoffs::count().map(|_| true),
         ["work", name, rounds] => instructions::work(name, rounds).map(|()| true),
         ["transfers"] => transfers::count(transfers::FEW_ROUNDS).map(|_| true),
         [file] => compare(file, false),
@@ -48,6 +51,7 @@ fn compare(file: &str, keep: bool) -> Result<bool, Failure> {
     transfers::uncounted_calls()?;
     let mut figures = Figures::default();
     figures.extend(transfers::count(transfers::ROUNDS)?);
+    figures.extend(handoffs::count()?);
     figures.extend(instructions::count()?);
     figures.write("target/bench/counted.json")?;
     if keep {

@@ -1,7 +1,8 @@
-//! Channels and their messages. All but `open` runs on the agent's control thread.
+//! Channels and their messages. All but `open` runs on the agent's control thread, which then does
+//! what the machines ask for: nobody has to be woken to answer a message.
 
 use super::peers::Numbers;
-use super::state::Shared;
+use super::state::{By, Shared};
 use crate::codes::{code_of, may_return};
 use kvferry::{Channel, Error, MessageHandler, Peer};
 use kvferry_proto::WireCode;
@@ -16,7 +17,7 @@ impl MessageHandler for Handler {
     fn began(&self, channel: &Channel) {
         let Some(shared) = self.0.upgrade() else { return };
         shared.lock().began(channel, shared.now());
-        shared.wakeup.wake();
+        shared.drive(By::Agent);
     }
 
     fn received(&self, channel: &Channel, message: &[u8]) {
@@ -32,7 +33,7 @@ impl MessageHandler for Handler {
             }
             Err(error) => tracing::warn!(peer, %error, "skipped a malformed message"),
         }
-        shared.wakeup.wake();
+        shared.drive(By::Agent);
     }
 
     fn ended(&self, channel: &Channel, error: &Error) {
@@ -61,8 +62,8 @@ impl MessageHandler for Handler {
             state.lost.push(channel.incarnation());
         }
         drop(state);
-        // The thread connects again at once to a peer that is still needed: it may live.
-        shared.wakeup.wake();
+        // The rank's thread connects again at once to a peer that is still needed: it may live.
+        shared.drive(By::Agent);
     }
 }
 
@@ -107,7 +108,7 @@ impl Shared {
         }));
     }
 
-    fn opened(&self, address: &str, opened: kvferry::Result<Channel>) {
+    fn opened(self: &Arc<Self>, address: &str, opened: kvferry::Result<Channel>) {
         let mut state = self.lock();
         let now = self.now();
         // The end of a channel that has ended by now would not be reported again.
@@ -135,6 +136,6 @@ impl Shared {
             },
         }
         drop(state);
-        self.wakeup.wake();
+        self.drive(By::Agent);
     }
 }

@@ -1,15 +1,16 @@
 //! One rank's handoffs over its agent.
 //!
 //! The state machines of the protocol are behind one lock, which is held for one step of theirs at a
-//! time. One thread does what they ask for: it sends, reads, opens channels and keeps the time, and
-//! sleeps while there is nothing to do. Calls, messages and reads that end only change the machines
-//! and wake it.
+//! time. The agent's thread on which a message arrives or a read ends changes them and does what they
+//! ask for, so that nobody has to be woken: it sends, begins reads and calls the observer. One thread
+//! at a time does so; others leave it to that one. The rank's thread keeps the time, opens channels,
+//! and does what takes long and what follows from calls.
 //!
 //! | for | open |
 //! |---|---|
 //! | calls | `mod.rs`, `types.rs` |
 //! | what is behind the lock | `state.rs`, `peers.rs` |
-//! | what the thread does | `thread.rs`, `reads.rs`, `wakeup.rs` |
+//! | what the machines ask for, the rank's thread | `thread.rs`, `reads.rs`, `wakeup.rs` |
 //! | what the agent's control thread reports | `messages.rs` |
 
 mod messages;
@@ -28,13 +29,12 @@ use kvferry_proto::engine_handshake::OwnEngine;
 use kvferry_proto::handoff::{BlockTable, HandoffId, Limits, Progress, Refusal};
 use kvferry_proto::{Timestamp, WireCode};
 use messages::Handler;
-use state::{Notice, Shared, State};
+use state::{Held, Notice, Shared, State};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 pub(crate) use types::RankObserver;
 pub use types::{Event, RankError, ReadMapper, ReadPart, ReadRequest, SideData, Source};
-use wakeup::Held;
 
 /// One rank's handoffs. Dropping it ends them all.
 pub struct Rank {
@@ -245,20 +245,25 @@ impl Rank {
         })
     }
 
-    /// Has the rank's thread call [`RankObserver::called`] soon.
-    pub(crate) fn call_observer(&self) {
+    /// Has [`RankObserver::called`] called soon, for so many actions.
+    pub(crate) fn call_observer(&self, actions: usize) {
         // In a fork there is no observer to call.
-        drop(self.change(|state, _| {
-            if !matches!(state.notices.back(), Some(Notice::Called)) {
-                state.notices.push_back(Notice::Called);
-            }
-            Ok(())
-        }));
+        if actions == 0 || self.check_process().is_err() {
+            return;
+        }
+        let mut state = self.shared.lock();
+        if !matches!(state.notices.back(), Some(Notice::Called)) {
+            state.notices.push_back(Notice::Called);
+        }
+        self.shared.changed(state, actions);
     }
 
-    /// Has the thread carry out the changes that follow only when the guard is dropped, all at once.
+    /// Carries out the changes that follow only when the guard is dropped, all at once: on the thread
+    /// that drops it if they are few, which takes no longer than waking another one. An engine's step
+    /// that changes many requests does not pay for their messages. Dropped without any lock of the
+    /// observer.
     pub(crate) fn hold(&self) -> Held<'_> {
-        self.shared.wakeup.hold()
+        Held::new(self.check_process().is_ok().then_some(&self.shared))
     }
 
     /// Takes the events since the last call.
@@ -293,10 +298,16 @@ impl Rank {
         if self.check_process().is_err() {
             return false;
         }
-        self.shared.lock().closed = true;
+        let me = std::thread::current().id();
+        let mut state = self.shared.lock();
+        state.closed = true;
+        // The thread must end before the rank's thread does.
+        let is_driver = state.driver == Some(me);
+        drop(state);
         self.shared.wakeup.wake();
         self.shared.arrived.notify_all();
-        if std::thread::current().id() != self.thread_id
+        if !is_driver
+            && me != self.thread_id
             && let thread = &mut *lock(&self.thread)
             && let Some(thread) = thread.take()
         {
@@ -311,14 +322,15 @@ impl Rank {
         self.shared.agent.unregister_batch(regions)
     }
 
-    /// Changes the machines under the lock, then wakes the thread.
+    /// Changes the machines under the lock, and has that carried out.
     fn change(
         &self,
         change: impl FnOnce(&mut State, Timestamp) -> Result<(), Refusal>,
     ) -> Result<(), RankError> {
         self.check_process()?;
-        let changed = change(&mut self.shared.lock(), self.shared.now());
-        self.shared.wakeup.wake();
+        let mut state = self.shared.lock();
+        let changed = change(&mut state, self.shared.now());
+        self.shared.changed(state, 1);
         Ok(changed?)
     }
 

@@ -67,6 +67,8 @@ pub(super) struct Peers {
     numbers: u64,
     places: FxHashMap<String, Place>,
     lives: FxHashMap<Incarnation, Life>,
+    /// [`Peers::take_unmet`], [`Peers::retry`] and [`Peers::forget_idle`] may find something.
+    changed: bool,
     /// Whether any place has a `retry`.
     retrying: bool,
     place_of: FxHashMap<PeerId, String>,
@@ -122,10 +124,12 @@ impl Peers {
         if let Some((_, place)) = self.place_of(id) {
             place.connect_once = true;
         }
+        self.changed = true;
     }
 
     /// Peers to open a channel to; each counts as being opened from now on.
     pub(super) fn take_unmet(&mut self) -> Vec<(String, Peer)> {
+        self.changed = false;
         let mut unmet = Vec::new();
         for (address, place) in &mut self.places {
             let is_needed = place.is_watched() || place.connect_once;
@@ -176,6 +180,7 @@ impl Peers {
     /// The channel to an address did not open: the number there, and whether the peer connected to us
     /// meanwhile.
     pub(super) fn not_met_at(&mut self, address: &str) -> Option<(PeerId, bool)> {
+        self.changed = true;
         let place = self.places.get_mut(address)?;
         place.opening = false;
         Some((place.id, place.is_up(&self.lives)))
@@ -262,6 +267,7 @@ impl Peers {
     pub(super) fn ended(&mut self, channel: &Channel) -> (Numbers, bool) {
         let numbers = self.numbers_of(channel);
         let incarnation = channel.incarnation();
+        self.changed = true;
         let Some(life) = self.lives.get_mut(&incarnation) else { return (numbers, false) };
         life.channels.retain(|other| other != channel);
         let is_up = !life.channels.is_empty();
@@ -275,6 +281,7 @@ impl Peers {
 
     /// Starts or stops the heartbeat to a peer for its handoffs.
     pub(super) fn watch(&mut self, id: PeerId, on: bool) {
+        self.changed |= self.channel(id).is_none();
         if let Some(incarnation) = self.life_of.get(&id).copied() {
             if let Some(life) = self.lives.get_mut(&incarnation) {
                 life.watched = on;
@@ -291,6 +298,7 @@ impl Peers {
     }
 
     fn watch_place(&mut self, id: PeerId, change: impl FnOnce(&mut Place)) {
+        self.changed |= self.channel(id).is_none();
         let Some((_, place)) = self.place_of(id) else { return };
         change(place);
         if let Some(incarnation) = place.life {
@@ -329,6 +337,11 @@ impl Peers {
             }
             keep
         });
+    }
+
+    /// Whether the rank's thread has to look after peers.
+    pub(super) const fn are_changed(&self) -> bool {
+        self.changed
     }
 
     pub(super) fn len(&self) -> usize {

@@ -1,6 +1,6 @@
 //! Reads: submitted when a part of a handoff became ready, polled when the agent wakes them.
 
-use super::state::{Notice, Running, Shared, State};
+use super::state::{By, Notice, Running, Shared, State};
 use super::types::{ReadPart, ReadRequest};
 use crate::codes::code_of;
 use crate::sync::lock;
@@ -97,15 +97,15 @@ impl Shared {
         }
     }
 
+    /// The thread that drives the machines calls it, and goes on.
     fn read_ended(&self, read: ReadId, result: Result<(), (WireCode, String)>) {
         self.lock().consumer.read_ended(read, result, self.now());
-        self.wakeup.wake();
     }
 
-    /// Has the read polled on the rank's thread.
-    fn wake(&self, read: ReadId) {
+    /// Has the read polled: on this thread, or on the one that drives the machines.
+    fn wake(self: &Arc<Self>, read: ReadId) {
         lock(&self.woken).push(read);
-        self.wakeup.wake();
+        self.drive(By::Agent);
     }
 }
 

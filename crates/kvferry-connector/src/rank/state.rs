@@ -1,6 +1,7 @@
 //! What is behind a rank's lock: the state machines, the peers, the reads under way.
 
 use super::peers::{Numbers, Peers};
+use super::thread::Action;
 use super::types::{Event, RankObserver, ReadMapper, ReadPart};
 use super::wakeup::Wakeup;
 use crate::clock::now;
@@ -16,6 +17,7 @@ use kvferry_proto::{Incarnation, Timestamp};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
+use std::thread::ThreadId;
 use std::time::Instant;
 
 /// Messages of engine handshakes that wait at most. The rest is dropped: consumers ask again when
@@ -25,6 +27,26 @@ const HANDSHAKES_MAX: usize = 4096;
 /// How often reads of a handoff are tried again over a session that lives but for their streams. A
 /// fault that resets one stream of a peer may have reset all of them.
 const RETRIES_MAX: u32 = 64;
+
+/// Blocks of a handoff whose reads are left to the rank's thread: mapping them takes longer than
+/// waking it.
+const BLOCKS_LONG: usize = 256;
+
+/// Changes that the thread which made them carries out by itself.
+const FEW: usize = 2;
+
+/// Who drives the machines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum By {
+    RankThread,
+    /// A thread of the agent, on which something has happened.
+    Agent,
+    /// A thread of the engine, which stays no longer than its own call needs.
+    Caller,
+}
+
+/// Changes are carried out when this is dropped. See [`super::Rank::hold`].
+pub(crate) struct Held<'a>(Option<&'a Arc<Shared>>);
 
 pub(super) struct Shared {
     pub(super) agent: Agent,
@@ -55,6 +77,20 @@ pub(super) struct State {
     /// one and works them out without the lock: the agent's control thread, which takes the lock
     /// for each message, must not wait for that.
     pub(super) inbox: VecDeque<(PeerId, HandshakeMessage)>,
+    /// Reads that are left to the rank's thread.
+    pub(super) left: Vec<Action>,
+    /// The thread that does what the machines ask for.
+    pub(super) driver: Option<ThreadId>,
+    /// Another thread has left work to the driver.
+    pub(super) is_left_more: bool,
+    /// The rank's thread waits for the driver to end.
+    pub(super) is_awaited: bool,
+    /// When the rank's thread wakes up by itself.
+    pub(super) due: Option<Timestamp>,
+    /// How many [`Held`] there are.
+    held: usize,
+    /// Changes meanwhile.
+    changes: usize,
     pub(super) closed: bool,
 }
 
@@ -94,6 +130,13 @@ impl Shared {
             notices: VecDeque::new(),
             lost: Vec::new(),
             inbox: VecDeque::new(),
+            left: Vec::new(),
+            driver: None,
+            is_left_more: false,
+            is_awaited: false,
+            due: None,
+            held: 0,
+            changes: 0,
             closed: false,
         };
         Self {
@@ -112,6 +155,44 @@ impl Shared {
 
     pub(super) fn now(&self) -> Timestamp {
         now()
+    }
+
+    /// Has so many changes carried out: by the rank's thread, or by who holds them.
+    pub(super) fn changed(&self, mut state: MutexGuard<'_, State>, changes: usize) {
+        if state.held > 0 {
+            state.changes += changes;
+        } else {
+            drop(state);
+            self.wakeup.wake();
+        }
+    }
+}
+
+impl<'a> Held<'a> {
+    /// Without `shared`, there is nothing to hold.
+    pub(super) fn new(shared: Option<&'a Arc<Shared>>) -> Self {
+        if let Some(shared) = shared {
+            shared.lock().held += 1;
+        }
+        Self(shared)
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        let Some(shared) = self.0 else { return };
+        let mut state = shared.lock();
+        state.held -= 1;
+        if state.held > 0 {
+            return;
+        }
+        let changes = std::mem::take(&mut state.changes);
+        drop(state);
+        match changes {
+            0 => {}
+            1..=FEW => shared.drive(By::Caller),
+            _ => shared.wakeup.wake(),
+        }
     }
 }
 
@@ -178,6 +259,33 @@ impl State {
             outcome.detail += &format!("{separator}(peer {address})");
         }
         outcome
+    }
+
+    /// Whether the driver should leave what remains to the rank's thread.
+    pub(super) fn is_to_leave(&self, by: By) -> bool {
+        match by {
+            By::RankThread => false,
+            By::Agent => self.is_awaited,
+            By::Caller => self.is_left_more,
+        }
+    }
+
+    /// Whether an action is left to the rank's thread.
+    pub(super) fn takes_long(&self, action: &Action) -> bool {
+        let Action::Read { id, from, .. } = action else { return false };
+        let tables = self.consumer.table(id, *from).unwrap_or_default();
+        tables.iter().map(|table| table.blocks.len()).sum::<usize>() > BLOCKS_LONG
+    }
+
+    /// Whether the rank's thread has something to do before it wakes up by itself.
+    pub(super) fn needs_thread(&self) -> bool {
+        let is_earlier = match (self.next_timeout(), self.due) {
+            (Some(next), Some(due)) => next < due,
+            (next, _) => next.is_some(),
+        };
+        let has_work = !(self.left.is_empty() && self.notices.is_empty() && self.inbox.is_empty());
+        let is_unheard = self.consumer.unheard().next().is_some();
+        self.closed || is_earlier || has_work || is_unheard || self.peers.are_changed()
     }
 
     pub(super) fn next_timeout(&self) -> Option<Timestamp> {

@@ -1,67 +1,127 @@
-//! The rank's thread: keeps the time, does what the state machines ask for, and calls the observer.
+//! Does what the state machines ask for, and calls the observer: on the thread that has changed
+//! them, or on the rank's thread, which keeps the time.
 
-use super::state::{Notice, Shared, State};
+use super::state::{By, Notice, Shared, State};
 use super::types::Event;
-use kvferry::{Channel, ErrorKind, Peer, Transfer};
+use kvferry::{Channel, ErrorKind, Transfer};
 use kvferry_proto::WireCode;
-use kvferry_proto::engine_handshake::{
-    EngineHandshakeAction as HandshakeAction, EngineHandshakeMessage as HandshakeMessage,
-};
-use kvferry_proto::handoff::{
-    ConsumerAction, HandoffId, HandoffMessage, PeerId, ProducerAction, ReadId, Slice,
-};
-use std::collections::VecDeque;
+use kvferry_proto::engine_handshake::EngineHandshakeAction as HandshakeAction;
+use kvferry_proto::handoff::{ConsumerAction, HandoffId, PeerId, ProducerAction, ReadId, Slice};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::Duration;
 
-/// What the thread does without the lock.
-enum Action {
+/// What is done without the lock.
+pub(super) enum Action {
     Read { read: ReadId, id: HandoffId, from: PeerId, slice: Slice },
-    Open { address: String, peer: Peer },
+    CancelRead(Transfer),
 }
 
-type Outgoing = (Channel, HandoffMessage);
+/// A message, and the handoff that it is of.
+struct Outgoing {
+    channel: Channel,
+    bytes: Vec<u8>,
+    id: Option<HandoffId>,
+}
 
 impl Shared {
+    /// Keeps the time, looks after peers, and does what other threads leave to this one.
     pub(super) fn run(self: &Arc<Self>) {
         loop {
             let mut state = self.lock();
-            if state.closed {
+            if state.closed && state.driver.is_none() {
                 return self.close(state);
             }
             let now = self.now();
             state.producer.expire(now);
             state.consumer.expire(now);
             state.handshakes.expire(now);
-            self.poll_reads(&mut state, now);
-            let mut state = self.work_out_handshake(state);
-            let (mut actions, outgoing) = self.take_actions(&mut state);
+            drop(self.work_out_handshake(state));
+            // While another thread drives, machines may not have said yet which peers they need. It
+            // wakes this one.
+            let Some(mut state) = self.carry_out(By::RankThread) else {
+                self.wakeup.wait(None);
+                continue;
+            };
             let State { peers, consumer, .. } = &mut *state;
             let retry = peers.retry(consumer.unheard(), now);
-            let unmet = state.peers.take_unmet().into_iter();
-            actions.extend(unmet.map(|(address, peer)| Action::Open { address, peer }));
+            let unmet = state.peers.take_unmet();
             state.peers.forget_idle();
-            let due = state.next_timeout().into_iter().chain(retry).min();
+            state.due = state.next_timeout().into_iter().chain(retry).min();
+            let left = state.due.map(|due| due.saturating_since(self.now()));
+            let is_idle = unmet.is_empty() && state.inbox.is_empty();
+            drop(state);
+            for (address, peer) in unmet {
+                self.open(address, &peer);
+            }
+            if is_idle {
+                self.wakeup.wait(left);
+            }
+        }
+    }
+
+    /// Does what the machines ask for, on a thread that has changed them. If another thread is at it,
+    /// that one goes on to do it: messages and notices keep their order. What may take long is left to
+    /// the rank's thread. Called without any lock of the rank and of its observer.
+    pub(super) fn drive(self: &Arc<Self>, by: By) {
+        let Some(mut state) = self.carry_out(by) else { return };
+        let is_left = state.is_to_leave(by);
+        state.is_awaited = false;
+        if is_left || state.needs_thread() {
+            drop(state);
+            self.wakeup.wake();
+        }
+    }
+
+    /// Does what the machines ask for. Returns when they ask for nothing more, still locked, or if this
+    /// thread should not stay; `None` if another thread is at it.
+    fn carry_out(self: &Arc<Self>, by: By) -> Option<MutexGuard<'_, State>> {
+        let _driving = Driving(self);
+        let mut state = self.lock();
+        let me = std::thread::current().id();
+        let is_thread = by == By::RankThread;
+        if state.driver.is_some() || state.closed {
+            state.is_left_more |= state.driver != Some(me);
+            state.is_awaited |= is_thread;
+            return None;
+        }
+        state.driver = Some(me);
+        state.is_left_more = false;
+        while !(state.closed || state.is_to_leave(by)) {
+            self.poll_reads(&mut state, self.now());
+            let (messages, mut actions) = self.take_actions(&mut state);
+            if is_thread {
+                actions.append(&mut state.left);
+            } else {
+                let (long, short) = actions.into_iter().partition(|it| state.takes_long(it));
+                actions = short;
+                state.left.extend::<Vec<_>>(long);
+            }
             let lost = std::mem::take(&mut state.lost);
             state.notices.extend(lost.into_iter().map(Notice::LostPeer));
-            let notices = std::mem::take(&mut state.notices);
-            let is_idle = actions.is_empty() && notices.is_empty() && state.inbox.is_empty();
-            drop(state);
-            self.send(outgoing);
-            self.notify(notices);
-            if is_idle {
-                self.wakeup.wait(due.map(|due| due.saturating_since(self.now())));
+            // Copies are planned when an engine was learned, which takes milliseconds.
+            let is_long = |notice: &Notice| matches!(notice, Notice::LearnedEngine(..));
+            let until = state.notices.iter().position(|it| !is_thread && is_long(it));
+            let until = until.unwrap_or(state.notices.len());
+            let notices: Vec<_> = state.notices.drain(..until).collect();
+            if messages.is_empty() && actions.is_empty() && notices.is_empty() {
+                break;
             }
+            drop(state);
+            self.send(messages);
+            self.notify(notices);
             for action in actions {
                 match action {
                     Action::Read { read, id, from, slice } => {
                         self.begin_read(read, &id, from, slice);
                     }
-                    Action::Open { address, peer } => self.open(address, &peer),
+                    Action::CancelRead(transfer) => transfer.cancel(),
                 }
             }
+            state = self.lock();
         }
+        state.driver = None;
+        Some(state)
     }
 
     /// Works out the next message of an engine handshake, without the lock.
@@ -75,7 +135,7 @@ impl Shared {
         state
     }
 
-    fn notify(&self, notices: VecDeque<Notice>) {
+    fn notify(&self, notices: Vec<Notice>) {
         let Some(observer) = self.observer.as_ref().and_then(Weak::upgrade) else { return };
         for notice in notices {
             let notified = catch_unwind(AssertUnwindSafe(|| match notice {
@@ -97,10 +157,10 @@ impl Shared {
         let now = self.now();
         state.producer.close(now);
         state.consumer.close(now);
-        let (_, outgoing) = self.take_actions(&mut state);
+        let (messages, _) = self.take_actions(&mut state);
         let reads: Vec<_> = state.reads.drain().map(|(_, running)| running.transfer).collect();
         drop(state);
-        self.send(outgoing);
+        self.send(messages);
         reads.iter().for_each(Transfer::cancel);
         for transfer in reads {
             // The agent ends a cancelled read after the silence limit at the latest.
@@ -108,15 +168,14 @@ impl Shared {
         }
     }
 
-    /// Does what the machines ask for, and returns what needs the lock to be free.
-    fn take_actions(&self, state: &mut State) -> (Vec<Action>, Vec<Outgoing>) {
-        let (mut actions, mut outgoing) = (Vec::new(), Vec::new());
-        let mut send = |state: &State, to, message| {
-            outgoing.extend(state.peers.channel(to).cloned().map(|it| (it, message)));
-        };
+    /// What the machines ask for: messages, which are sent first, and what follows.
+    fn take_actions(&self, state: &mut State) -> (Vec<Outgoing>, Vec<Action>) {
+        let (mut messages, mut actions) = (Vec::new(), Vec::new());
         while let Some(action) = state.producer.poll() {
             match action {
-                ProducerAction::Send { to, message } => send(state, to, message),
+                ProducerAction::Send { to, message } => {
+                    messages.extend(Outgoing::new(state, to, message.id(), || message.encode()));
+                }
                 ProducerAction::Watch { peer, on } => state.peers.watch(peer, on),
                 ProducerAction::Ended { id, outcome } => {
                     let outcome = state.with_address(outcome);
@@ -126,18 +185,21 @@ impl Shared {
         }
         while let Some(action) = state.consumer.poll() {
             match action {
-                ConsumerAction::Send { to, message } => send(state, to, message),
+                ConsumerAction::Send { to, message } => {
+                    messages.extend(Outgoing::new(state, to, message.id(), || message.encode()));
+                }
                 ConsumerAction::Watch { peer, on } => state.peers.watch(peer, on),
                 ConsumerAction::Read { read, id, from, slice } => {
                     actions.push(Action::Read { read, id, from, slice });
                 }
                 ConsumerAction::CancelRead(read) => {
                     if let Some(running) = state.reads.get(&read) {
-                        running.transfer.cancel();
+                        actions.push(Action::CancelRead(running.transfer.clone()));
                     } else {
                         // It has not begun.
                         let is_it = |it: &Action| matches!(it, Action::Read { read: of, .. } if *of == read);
                         actions.retain(|action| !is_it(action));
+                        state.left.retain(|action| !is_it(action));
                         let unread = Err((WireCode::Cancelled, String::new()));
                         state.consumer.read_ended(read, unread, self.now());
                     }
@@ -157,7 +219,9 @@ impl Shared {
         }
         while let Some(action) = state.handshakes.poll() {
             match action {
-                HandshakeAction::Send { to, message } => send_handshake(state, to, &message),
+                HandshakeAction::Send { to, message } => {
+                    messages.extend(Outgoing::new(state, to, None, || message.encode()));
+                }
                 HandshakeAction::Watch { peer, on } => state.peers.watch_handshake(peer, on),
                 HandshakeAction::Met { ticket, result } => {
                     state.notices.push_back(Notice::LearnedEngine(ticket, result));
@@ -168,7 +232,7 @@ impl Shared {
                 }
             }
         }
-        (actions, outgoing)
+        (messages, actions)
     }
 
     /// Passes an event to the observer, or keeps it until the engine asks.
@@ -181,37 +245,58 @@ impl Shared {
         }
     }
 
-    /// Encodes and sends messages, without the lock: calls of the engine need it meanwhile.
-    fn send(&self, outgoing: Vec<Outgoing>) {
-        for (channel, message) in outgoing {
-            let Err(error) = channel.send(message.encode()) else { continue };
+    fn send(&self, messages: Vec<Outgoing>) {
+        let mut channels: Vec<Channel> = Vec::new();
+        for Outgoing { channel, bytes, id } in messages {
+            let queued = channel.queue(bytes);
+            if !channels.contains(&channel) {
+                channels.push(channel.clone());
+            }
+            let Err(error) = queued else { continue };
             if channel.end().is_some() {
                 // The machines repeat what matters over the next session.
                 continue;
             }
-            tracing::warn!(peer = channel.peer_name(), %error, "a handoff's message can't be sent");
-            match (error.kind(), message.id()) {
+            tracing::warn!(peer = channel.peer_name(), %error, "a rank's message can't be sent");
+            match (error.kind(), id) {
                 (ErrorKind::TooLarge, Some(id)) => {
                     let why = "its blocks and side data are too much for a message";
-                    let withdrawn =
-                        self.lock().producer.withdraw(id, WireCode::TooLarge, why, self.now());
-                    drop(withdrawn);
-                    self.wakeup.wake();
+                    let mut state = self.lock();
+                    drop(state.producer.withdraw(&id, WireCode::TooLarge, why, self.now()));
                 }
                 // The peer takes no messages. The next session begins with what matters.
                 _ => channel.close(error),
             }
         }
+        channels.iter().for_each(Channel::flush);
     }
 }
 
-fn send_handshake(state: &State, to: PeerId, message: &HandshakeMessage) {
-    let Some(channel) = state.peers.channel(to) else { return };
-    if let Err(error) = channel.send(message.encode())
-        && channel.end().is_none()
-    {
-        let peer = channel.peer_name();
-        tracing::warn!(peer, %error, "a message of an engine handshake can't be sent");
-        channel.close(error);
+/// If the thread that drives the machines panics, another one goes on.
+struct Driving<'a>(&'a Shared);
+
+impl Drop for Driving<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let mut state = self.0.lock();
+            if state.driver == Some(std::thread::current().id()) {
+                state.driver = None;
+            }
+            drop(state);
+            self.0.wakeup.wake();
+        }
+    }
+}
+
+impl Outgoing {
+    /// `None` if there is no channel to the peer.
+    fn new(
+        state: &State,
+        to: PeerId,
+        id: Option<&HandoffId>,
+        encode: impl FnOnce() -> Vec<u8>,
+    ) -> Option<Self> {
+        let channel = state.peers.channel(to)?.clone();
+        Some(Self { channel, bytes: encode(), id: id.cloned() })
     }
 }

@@ -48,7 +48,8 @@ pub struct ReadRequest<'a> {
 
 /// Maps what became ready of one handoff onto byte ranges.
 ///
-/// The rank's thread calls it once per [`ReadRequest`] and waits for the result.
+/// Called once per [`ReadRequest`], on the rank's thread or, if the handoff has few blocks, on one of
+/// the agent's, which wait for the result.
 pub trait ReadMapper: Send {
     /// Copies from the producer's regions to regions of this rank's agent. May be empty.
     ///
@@ -73,7 +74,7 @@ pub struct ReadPart {
     pub bytes: u64,
     /// When the read was submitted.
     pub began: Instant,
-    /// When the rank's thread saw that it had ended.
+    /// When the rank saw that it had ended.
     pub ended: Instant,
 }
 
@@ -97,7 +98,8 @@ pub enum RankError {
 
 /// Hears of a rank's events as they happen.
 ///
-/// The rank's thread calls it, one call after the other, without any lock of the rank.
+/// Called on the rank's thread or one of the agent's, one call after the other, without any lock of
+/// the rank. It must not block.
 pub(crate) trait RankObserver: Send + Sync {
     fn ended(&self, event: Event);
 

@@ -18,7 +18,6 @@ use std::sync::{Arc, Weak};
 
 impl Inner {
     /// Runs an action at a producing engine. Learns the engine and looks its names up first, if it must.
-    /// On the rank's thread.
     pub(super) fn run(&self, state: &mut State, mut pending: PendingAction) {
         let (address, id) = (pending.action.address(), pending.action.engine());
         if bootstrap::is_url(address) {
@@ -113,7 +112,7 @@ impl Inner {
                 state.names.learn(names);
                 state.pending.extend(waiting);
                 drop(state);
-                return self.rank().call_observer();
+                return self.rank().call_observer(1);
             }
             Ok(Found::Engines(engines)) => Ok(engines),
             Err(failure) => Err(failure),
@@ -135,7 +134,7 @@ impl Inner {
             }
         }
         drop(state);
-        self.rank().call_observer();
+        self.rank().call_observer(1);
     }
 
     pub(super) fn engine_learned(&self, ticket: u64, result: Result<Arc<Pairing>, Failure>) {

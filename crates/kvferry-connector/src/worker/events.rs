@@ -22,7 +22,6 @@ pub(super) enum Job {
 
 impl Job {
     fn run(self, rank: &Rank, announce: Announce) {
-        let _together = rank.hold();
         match self {
             Self::Layers(parts, layers) => parts.iter().for_each(|part| part.layers(rank, &layers)),
             Self::Step(parts) => parts.iter().for_each(|part| part.step(rank, announce)),
@@ -82,6 +81,7 @@ impl EventQueue {
         rank: &Rank,
         announce: Announce,
     ) {
+        let _together = rank.hold();
         let mut state = self.lock();
         let is_first = state.jobs.is_empty() && !state.busy;
         if is_first && computed.as_ref().is_none_or(|event| event.is_ready()) {
@@ -110,7 +110,7 @@ impl EventQueue {
             let (computed, job) = state.jobs.pop_front().expect("not idle");
             state.busy = true;
             drop(state);
-            let _busy = Busy(self);
+            let busy = Busy(self);
             // The event is the engine's code and may panic.
             let happened = catch_unwind(AssertUnwindSafe(|| {
                 if let Some(computed) = &computed {
@@ -118,10 +118,13 @@ impl EventQueue {
                 }
             }));
             let Some(inner) = inner.upgrade() else { return };
+            let together = inner.rank().hold();
             match happened {
                 Ok(()) => job.run(inner.rank(), inner.config.announce),
                 Err(_) => job.abandon(inner.rank()),
             }
+            drop(busy);
+            drop(together);
         }
     }
 

@@ -1,11 +1,13 @@
 //! The worker half: one per rank, in the process that has the rank's KV memory.
 //!
 //! It carries out the scheduler half's [`ConnectorMetadata`] and reports what has ended. Calls of the
-//! engine's thread return at once. What takes time happens on other threads:
+//! engine's thread return at once; one that changes a request or two sends their messages by itself.
+//! What takes time happens on other threads:
 //!
 //! | thread | does |
 //! |---|---|
-//! | `kvferry-handoff`, of the [`Rank`] | learns producing engines, begins fetches, handles their ends |
+//! | threads of the agent | answer messages, begin reads, handle the ends of fetches |
+//! | `kvferry-handoff`, of the [`Rank`] | keeps the time, learns producing engines, sends for steps that change many requests |
 //! | `kvferry-events` | waits for events of the device |
 //! | `kvferry-lookup`, one per address, short-lived | looks host names up, asks bootstrap servers |
 //!
@@ -127,8 +129,8 @@ impl Worker {
             cancels,
         } = ConnectorMetadata::decode(metadata)?;
         let inner = &self.inner;
-        let engine = engine.map_or(Ok(()), |engine| inner.set_own_engine(engine));
         let _together = inner.rank().hold();
+        let engine = engine.map_or(Ok(()), |engine| inner.set_own_engine(engine));
         let mut state = inner.lock();
         for request in &restarts {
             if let Some((_, produced)) = state.produced.get(request) {
@@ -159,9 +161,10 @@ impl Worker {
     /// until they are reported as received.
     pub fn fetch(&self) {
         let inner = &self.inner;
+        let _together = inner.rank().hold();
         let mut state = inner.lock();
         let requested = std::mem::take(&mut state.requested);
-        let is_busy = !requested.is_empty();
+        let actions = requested.len();
         for action in requested {
             if let Action::Fetch(fetch) = &action {
                 let before = state.fetches.insert(fetch.request.clone(), Stage::Pending);
@@ -177,9 +180,7 @@ impl Worker {
             inner.end_fetches(&mut state);
         }
         drop(state);
-        if is_busy {
-            inner.rank().call_observer();
-        }
+        inner.rank().call_observer(actions);
     }
 
     /// Whether [`Worker::layer_computed`] would announce anything at the end of this layer. If not, an

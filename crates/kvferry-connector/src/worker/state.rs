@@ -48,7 +48,7 @@ pub(super) struct State {
     /// What [`super::Worker::apply`] was given for the next [`super::Worker::fetch`].
     pub(super) requested: Vec<Action>,
     pub(super) cancels: Vec<Cancel>,
-    /// What the rank's thread does next, in this order.
+    /// What is done when the rank calls its observer next, in this order.
     pub(super) pending: Vec<PendingAction>,
     /// What the current step computes: `parts` until the engine reports its first layer.
     pub(super) parts: Vec<Part>,

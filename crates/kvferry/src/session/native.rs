@@ -134,7 +134,8 @@ impl Native {
 
     fn write_frames(&self, core: &Core, now: Timestamp) -> Wrote {
         let mut wire = lock(&self.wire);
-        let Wire { socket: Some(socket), out, at } = &mut *wire else { return Wrote::All };
+        // Frames may be left: with `All`, `write` would try again for ever.
+        let Wire { socket: Some(socket), out, at } = &mut *wire else { return Wrote::Lost };
         loop {
             if *at == out.len() {
                 (*at, *out) = (0, Vec::new());
