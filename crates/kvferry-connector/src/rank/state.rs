@@ -157,9 +157,12 @@ impl Shared {
         now()
     }
 
-    /// Has so many changes carried out: by the rank's thread, or by who holds them.
+    /// Has so many changes carried out: by this thread if it drives, by who holds them, or by the rank's
+    /// thread.
     pub(super) fn changed(&self, mut state: MutexGuard<'_, State>, changes: usize) {
-        if state.held > 0 {
+        if state.driver == Some(std::thread::current().id()) {
+            // The observer, which it has called, has changed something.
+        } else if state.held > 0 {
             state.changes += changes;
         } else {
             drop(state);
