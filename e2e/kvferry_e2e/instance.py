@@ -115,7 +115,7 @@ class Instance(Server):
         own: dict[str, str] = {}
         if self.connector == "MooncakeConnector":
             own = {
-                "PYTHONPATH": f"{PLUG}:{self.setup.site}",
+                "KVFERRY_E2E_MOONCAKE": "1",
                 "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(ABORT_TIMEOUT_S),
                 **({"KVFERRY_E2E_RECORD": str(self.records.folder)} if self.recorded else {}),
             }
@@ -123,8 +123,8 @@ class Instance(Server):
             own = {"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.bootstrap)}
         return {
             **kept,
-            # KVFerryConnector needs nothing but the wheel.
-            "PYTHONPATH": str(self.setup.site),
+            # KVFerryConnector needs nothing but the wheel. The plug has engines poll without `sched_yield`.
+            "PYTHONPATH": f"{PLUG}:{self.setup.site}",
             **own,
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONUNBUFFERED": "1",
