@@ -46,10 +46,9 @@ class Half:
 
     def __init__(self, environment: Environment, connector: str, role: str, site: Path, log: Path) -> None:
         self.bootstrap = free_port()
-        path = [str(HERE.parent), str(site), *([str(PLUG)] if connector == "MooncakeConnector" else [])]
         env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "KVFERRY_", "MC_", "PYTHON"))}
         env |= {
-            "PYTHONPATH": ":".join(path),
+            "PYTHONPATH": f"{HERE.parent}:{site}:{PLUG}",
             "PYTHONDONTWRITEBYTECODE": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -60,6 +59,8 @@ class Half:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.bootstrap),
         }
+        if connector == "MooncakeConnector":
+            env["KVFERRY_E2E_MOONCAKE"] = "1"
         command = [str(environment.python), "-m", "kvferry_vllm_bench.half", str(environment.model), connector, role]
         self._log = log
         with open(log, "ab") as out:
