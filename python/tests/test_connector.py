@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,3 +168,16 @@ def test_wrong_arguments_raise_and_name_what_is_wrong(engines: tuple[Engine, Eng
         WorkerHalf(engine.agent, "{}", [engine.region], rank=0, timeout=20)
     with pytest.raises(ValueError, match="malformed"):
         engine.worker.apply(b"nonsense")
+
+
+def test_the_layout_that_the_docs_show_is_sound_and_its_planes_stay_in_their_region() -> None:
+    page = (Path(__file__).parents[2] / "docs/layout.md").read_text()
+    layout = json.loads(page.split("```json\n")[1].split("```")[0])
+    agent = Agent(listen="127.0.0.1:0")
+    region = agent.allocate(layout["regions"][0]["len"])
+    layout["regions"][0]["id"] = region.id
+    layout["layers"][1]["planes"][0]["base"] = region.nbytes // 2 + 32768 * 64
+    assert WorkerHalf(agent, json.dumps(layout), [region], rank=0, timeout=20).card
+    layout["layers"][1]["planes"][0]["base"] += 1
+    with pytest.raises(ValueError, match="region"):
+        WorkerHalf(agent, json.dumps(layout), [region], rank=0, timeout=20)
