@@ -1,10 +1,11 @@
 //! One rank's handoffs over its agent.
 //!
 //! The state machines of the protocol are behind one lock, which is held for one step of theirs at a
-//! time. The agent's thread on which a message arrives or a read ends changes them and does what they
-//! ask for, so that nobody has to be woken: it sends, begins reads and calls the observer. One thread
-//! at a time does so; others leave it to that one. The rank's thread keeps the time, opens channels,
-//! and does what takes long and what follows from calls.
+//! time. A message arrives, or a read ends, on a thread of the agent. That thread changes the machines
+//! and then does what they ask for: it sends messages, begins reads and calls the observer. No other
+//! thread is woken for that. Only one thread at a time does this, the *driver*; the others leave their
+//! work to it. The rank's own thread keeps the time, opens channels, and does long work and what calls
+//! of the engine ask for.
 //!
 //! | for | open |
 //! |---|---|
@@ -258,10 +259,10 @@ impl Rank {
         self.shared.changed(state, actions);
     }
 
-    /// Carries out the changes that follow only when the guard is dropped, all at once: on the thread
-    /// that drops it if they are few, which takes no longer than waking another one. An engine's step
-    /// that changes many requests does not pay for their messages. Dropped without any lock of the
-    /// observer.
+    /// Collects the changes that follow until the guard is dropped: few are carried out by the thread
+    /// that drops it, which takes no longer than waking another one, many by the rank's thread, so that
+    /// an engine's step does not pay for their messages. If the rank's thread runs for another reason,
+    /// it carries them out earlier. The guard is dropped without any lock of the observer.
     pub(crate) fn hold(&self) -> Held<'_> {
         Held::new(self.check_process().is_ok().then_some(&self.shared))
     }

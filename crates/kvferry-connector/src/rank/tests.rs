@@ -1,9 +1,11 @@
 //! What needs the inside of a rank.
 
 use super::*;
-use kvferry::{Channel, MessageHandler};
+use kvferry::{Channel, Incarnation, MessageHandler};
 use kvferry_models::engines::{own_engine, topology};
-use kvferry_proto::engine_handshake::{EngineHandshakeMessage, EngineHandshakes, Introduce, Model};
+use kvferry_proto::engine_handshake::{
+    EngineHandshakeMessage, EngineHandshakes, Failure, Introduce, Model, Pairing,
+};
 use kvferry_proto::handoff::PeerId;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -67,4 +69,67 @@ fn the_rank_is_not_locked_while_an_engine_handshake_is_worked_out() {
     waits.sort_unstable();
     let median = waits[waits.len() / 2];
     assert!(median < takes / 10, "the lock takes {median:?}, one handshake takes {takes:?}");
+}
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Signals each call.
+struct Called(std::sync::mpsc::Sender<ThreadId>);
+
+impl RankObserver for Called {
+    fn ended(&self, _event: Event) {}
+    fn learned_engine(&self, _ticket: u64, _result: Result<Arc<Pairing>, Failure>) {}
+    fn lost_peer(&self, _incarnation: Incarnation) {}
+    fn read(&self, _id: &HandoffId, _part: ReadPart) {}
+    fn called(&self) {
+        self.0.send(std::thread::current().id()).ok();
+    }
+}
+
+/// A rank whose observer's calls are received, and whose thread waits for something to do.
+fn observed_rank(
+    agent: &Agent,
+) -> (Rank, Arc<dyn RankObserver>, std::sync::mpsc::Receiver<ThreadId>) {
+    let (sender, calls) = std::sync::mpsc::channel();
+    let observer: Arc<dyn RankObserver> = Arc::new(Called(sender));
+    let rank = Rank::observed(agent, &Limits::default(), Some(Arc::downgrade(&observer)));
+    let rank = rank.expect("the agent has no handler");
+    rank.call_observer(1);
+    calls.recv_timeout(PATIENCE).expect("a call");
+    while rank.shared.lock().driver.is_some() {
+        std::thread::yield_now();
+    }
+    (rank, observer, calls)
+}
+
+#[test]
+fn held_changes_are_carried_out_when_they_are_released_and_not_before() {
+    // Few changes are carried out by the thread that releases them, many by the rank's.
+    for (actions, is_own) in [(1, true), (3, false)] {
+        let agent = agent();
+        let (rank, _observer, calls) = observed_rank(&agent);
+        let (outer, inner) = (rank.hold(), rank.hold());
+        rank.call_observer(actions);
+        drop(inner);
+        assert!(calls.recv_timeout(Duration::from_millis(20)).is_err(), "{actions}: still held");
+        drop(outer);
+        let by = if is_own { std::thread::current().id() } else { rank.thread_id };
+        assert_eq!(calls.recv_timeout(PATIENCE).expect("released"), by, "{actions}");
+    }
+}
+
+#[test]
+fn changes_that_are_released_by_a_panic_are_carried_out() {
+    let agent = agent();
+    let (rank, _observer, calls) = observed_rank(&agent);
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let _held = rank.hold();
+        rank.call_observer(1);
+        panic!("as an engine's step may");
+    }));
+    assert!(panicked.is_err());
+    calls.recv_timeout(PATIENCE).expect("released");
+    // The rank goes on.
+    rank.call_observer(1);
+    calls.recv_timeout(PATIENCE).expect("a call");
 }

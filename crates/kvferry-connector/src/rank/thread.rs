@@ -36,9 +36,9 @@ impl Shared {
             state.producer.expire(now);
             state.consumer.expire(now);
             state.handshakes.expire(now);
-            drop(self.work_out_handshake(state));
-            // While another thread drives, machines may not have said yet which peers they need. It
-            // wakes this one.
+            self.work_out_handshake(state);
+            // The machines name the peers that they need while a thread carries out their requests.
+            // Another thread that is still doing so wakes this one at its end.
             let Some(mut state) = self.carry_out(By::RankThread) else {
                 self.wakeup.wait(None);
                 continue;
@@ -76,7 +76,7 @@ impl Shared {
     /// Does what the machines ask for. Returns when they ask for nothing more, still locked, or if this
     /// thread should not stay; `None` if another thread is at it.
     fn carry_out(self: &Arc<Self>, by: By) -> Option<MutexGuard<'_, State>> {
-        let _driving = Driving(self);
+        let _driving = Driving::new(self);
         let mut state = self.lock();
         let me = std::thread::current().id();
         let is_thread = by == By::RankThread;
@@ -125,14 +125,12 @@ impl Shared {
     }
 
     /// Works out the next message of an engine handshake, without the lock.
-    fn work_out_handshake<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        let Some((from, message)) = state.inbox.pop_front() else { return state };
+    fn work_out_handshake(&self, mut state: MutexGuard<'_, State>) {
+        let Some((from, message)) = state.inbox.pop_front() else { return };
         let examination = state.handshakes.examine(from, message);
         drop(state);
         let examination = examination.run();
-        let mut state = self.lock();
-        state.handshakes.accept(examination);
-        state
+        self.lock().handshakes.accept(examination);
     }
 
     fn notify(&self, notices: Vec<Notice>) {
@@ -272,18 +270,28 @@ impl Shared {
     }
 }
 
-/// If the thread that drives the machines panics, another one goes on.
-struct Driving<'a>(&'a Shared);
+/// If the thread that drives the machines panics while it does so, another one goes on.
+struct Driving<'a> {
+    shared: &'a Shared,
+    /// The thread drives as it unwinds. The lock may be held when this is dropped.
+    was_panicking: bool,
+}
+
+impl<'a> Driving<'a> {
+    fn new(shared: &'a Shared) -> Self {
+        Self { shared, was_panicking: std::thread::panicking() }
+    }
+}
 
 impl Drop for Driving<'_> {
     fn drop(&mut self) {
-        if std::thread::panicking() {
-            let mut state = self.0.lock();
+        if std::thread::panicking() && !self.was_panicking {
+            let mut state = self.shared.lock();
             if state.driver == Some(std::thread::current().id()) {
                 state.driver = None;
             }
             drop(state);
-            self.0.wakeup.wake();
+            self.shared.wakeup.wake();
         }
     }
 }
