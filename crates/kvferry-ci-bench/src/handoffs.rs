@@ -30,10 +30,8 @@ use kvferry_connector::{
     Announce, BlockTable, Compute, ConnectorMetadata, Ending, EndingKind, EngineId, EngineMetadata,
     FetchRequest, HandoffId, Limits, Model, Offer, Worker, WorkerConfig,
 };
-use kvferry_proto::layout::{
-    ContextShard, Encoding, Group, Heads, Kind, Layer, Layout, Packing, Plane,
-    Region as LayoutRegion, Shape,
-};
+use kvferry_models::engines::layout;
+use kvferry_proto::layout::{Heads, Packing, Shape};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
@@ -73,7 +71,7 @@ impl Half {
         };
         let bytes = shape.bytes().ok_or("the shape is too large")?;
         let memory = agent.allocate_private(usize::try_from(bytes)?, Access::READ)?;
-        let layout = layout(&shape, &memory, bytes)?;
+        let layout = layout(memory.id(), Heads::all(shape.heads), &shape, Packing::Lbhnc);
         let (model, limits) = (Model::default(), Limits::default());
         let config = WorkerConfig { rank: 0, model, announce: Announce::Chunks, limits };
         let worker = Worker::start(&agent, layout, std::slice::from_ref(&memory), config)?;
@@ -131,32 +129,6 @@ impl Half {
         };
         if reports.failed.is_empty() { Ok(()) } else { Err("a handoff failed".into()) }
     }
-}
-
-fn layout(shape: &Shape, memory: &Region, bytes: u64) -> Result<Layout, Failure> {
-    let views = Packing::Lbhnc.views(shape, 0, 0).ok_or("the shape is too large")?;
-    let group = Group {
-        name: "full".to_owned(),
-        kind: Kind::Full,
-        block_tokens: shape.rows,
-        blocks: shape.blocks,
-        context: ContextShard::WHOLE,
-    };
-    let heads = Heads::shard(shape.heads, 0, 1).ok_or("the shape has no heads")?;
-    let layers = views.into_iter().enumerate().map(|(at, view)| Layer {
-        name: format!("layer {at}"),
-        group: 0,
-        planes: vec![Plane {
-            role: "kv".to_owned(),
-            encoding: Encoding::new("bytes", 8),
-            heads,
-            rows: shape.rows,
-            content: shape.content,
-            view,
-        }],
-    });
-    let region = LayoutRegion { id: memory.id(), len: bytes };
-    Ok(Layout::new(vec![region], vec![group], layers.collect())?)
 }
 
 /// How often each thread of this process has gone to sleep.
