@@ -194,7 +194,7 @@ def router_phases(run: Run) -> None:
 
     # Decode dies first, then prefill. The third instance starts beside them.
     connector.decode_dies(report, cluster, mooncake, prompts)
-    # Four workers poll on two cores: none is bound to a core: see `Instance.unbound`.
+    # Four workers poll on two cores, so none of them is bound to one. See `Instance.unbound`.
     decode = run.start("d2", "decode", caching=True, like=decode, unbound=True)
     both = run.start("tp2", "prefill", caching=False, tensor_parallel=2)
     run.ready(decode)

@@ -11,7 +11,7 @@ The connector under test stays unmodified. This module changes three things arou
 * for MooncakeConnector, a recorder (`recorder.py`) wraps its `TransferEngine`. It records the
   engine's origin and every call, and can send a prefill's writes through the test's relay.
 
-They happen at the import of the patched module; processes that never import it are not affected.
+Each happens at the import of the patched module; processes that never import it are not affected.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-//! Channels and their messages. All but `open` runs on the agent's control thread, which then does
-//! what the machines ask for: nobody has to be woken to answer a message.
+//! Channels and their messages. All but `open` runs on the agent's control thread. That thread also
+//! does what the machines then ask for, so answering a message wakes no other thread.
 
 use super::peers::Numbers;
 use super::state::{By, Shared};

@@ -161,7 +161,7 @@ impl Shared {
     /// thread.
     pub(super) fn changed(&self, mut state: MutexGuard<'_, State>, changes: usize) {
         if state.driver == Some(std::thread::current().id()) {
-            // The observer, which it has called, has changed something.
+            // This thread has called the observer, which changed something. It goes on driving.
         } else if state.held > 0 {
             state.changes += changes;
         } else {

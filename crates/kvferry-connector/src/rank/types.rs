@@ -48,8 +48,8 @@ pub struct ReadRequest<'a> {
 
 /// Maps what became ready of one handoff onto byte ranges.
 ///
-/// Called once per [`ReadRequest`], on the rank's thread or, if the handoff has few blocks, on one of
-/// the agent's, which wait for the result.
+/// Called once per [`ReadRequest`], and the calling thread waits for the result. It is the rank's thread
+/// or, if the handoff has few blocks, a thread of the agent or of the engine.
 pub trait ReadMapper: Send {
     /// Copies from the producer's regions to regions of this rank's agent. May be empty.
     ///
@@ -98,8 +98,8 @@ pub enum RankError {
 
 /// Hears of a rank's events as they happen.
 ///
-/// Called on the rank's thread or one of the agent's, one call after the other, without any lock of
-/// the rank. It must not block.
+/// Called on the rank's thread, or on a thread of the agent or of the engine, one call after the other,
+/// without any lock of the rank. It must not block.
 pub(crate) trait RankObserver: Send + Sync {
     fn ended(&self, event: Event);
 
