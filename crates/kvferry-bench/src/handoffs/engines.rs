@@ -16,7 +16,7 @@ use kvferry::{Agent, Transports};
 use kvferry_connector::{Announce, ConsumerParams, HandoffId, producer_params};
 use kvferry_refengine::kvferry_adapter::{KvferryAdapter, KvferryAdapterConfig};
 use kvferry_refengine::{
-    Connector, Engine, EngineConfig, GroupCache, GroupSpec, ModelSpec, Params, Request,
+    Connector, Engine, EngineConfig, GroupCache, GroupSpec, ModelSpec, Output, Params, Request,
     continuation,
 };
 use serde::{Deserialize, Serialize};
@@ -173,24 +173,28 @@ impl Node {
         self.engine.submit(request).map_err(failed)
     }
 
-    /// A step, and then a pause if it computed nothing. Compares the tokens of requests that have ended,
-    /// and returns their number.
-    fn step(&mut self, pause: impl FnOnce()) -> Result<usize, Failure> {
+    /// A step, and then a pause if it computed nothing. Returns the requests that have ended.
+    fn step(&mut self, pause: impl FnOnce()) -> Result<Vec<Output>, Failure> {
         let step = self.engine.step().map_err(failed)?;
         if step.tokens == 0 {
             pause();
         }
-        let outputs = self.engine.take_outputs();
-        for output in &outputs {
-            let number = output.id.as_str().trim_start_matches("request-").parse();
-            let number =
-                number.map_err(|_| Failure::Check(format!("{} was never submitted", output.id)))?;
-            if output.tokens != continuation(&model(), &prompt(number), 1) {
-                return Err(Failure::Check(format!("{}: a wrong token", output.id)));
-            }
-        }
-        Ok(outputs.len())
+        Ok(self.engine.take_outputs())
     }
+}
+
+/// Compares tokens with the model's own, which takes as long as computing the prompt: never within a time
+/// that is measured.
+fn check(outputs: &[Output]) -> Result<(), Failure> {
+    for output in outputs {
+        let number = output.id.as_str().trim_start_matches("request-").parse();
+        let number =
+            number.map_err(|_| Failure::Check(format!("{} was never submitted", output.id)))?;
+        if output.tokens != continuation(&model(), &prompt(number), 1) {
+            return Err(Failure::Check(format!("{}: a wrong token", output.id)));
+        }
+    }
+    Ok(())
 }
 
 /// The decode engine, and the process of the prefill engine.
@@ -220,21 +224,24 @@ impl Pair {
         self.requests += 1;
         self.submit(request)?;
         self.prefill.tell(&Ask::Prefill(request))?;
-        self.run_until_ended(1)?;
+        let output = self.run_until_ended()?;
+        check(&output)?;
         let began = self.decode.times.began();
         let computed: u64 = self.prefill.hear_within(PATIENCE)?;
         Ok(began.saturating_sub(computed) as f64 / 1e6)
     }
 
-    fn run_until_ended(&mut self, count: usize) -> Result<(), Failure> {
-        let (mut ended, until) = (0, Instant::now() + PATIENCE);
-        while ended < count {
-            ended += self.decode.step(std::thread::yield_now)?;
+    fn run_until_ended(&mut self) -> Result<Vec<Output>, Failure> {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let outputs = self.decode.step(std::thread::yield_now)?;
+            if !outputs.is_empty() {
+                return Ok(outputs);
+            }
             if Instant::now() > until {
                 return Err(Failure::Failed("a handoff between two engines does not end".into()));
             }
         }
-        Ok(())
     }
 
     /// Many handoffs.
@@ -243,19 +250,20 @@ impl Pair {
         self.requests = end;
         let began = Instant::now();
         self.prefill.tell(&Ask::Many(first, end))?;
-        let (mut next, mut ended) = (first, first);
-        while ended < end {
-            while next < end && next - ended < IN_FLIGHT as u64 {
+        let (mut next, mut outputs) = (first, Vec::with_capacity(count));
+        while outputs.len() < count {
+            while next < end && (next - first) as usize - outputs.len() < IN_FLIGHT {
                 self.submit(next)?;
                 next += 1;
             }
-            ended += self.decode.step(|| std::thread::sleep(PAUSE))? as u64;
+            outputs.extend(self.decode.step(|| std::thread::sleep(PAUSE))?);
             if began.elapsed() > PATIENCE {
                 return Err(Failure::Failed("handoffs between two engines do not end".into()));
             }
         }
         let took = began.elapsed();
         self.prefill.hear_within::<()>(PATIENCE)?;
+        check(&outputs)?;
         Ok(took)
     }
 }
