@@ -1,6 +1,10 @@
 //! Anonymous memory.
 
+use crate::retry_on_intr;
+use crate::shared::{TAKE_STEP, available};
 use crate::span::HostSpan;
+use rustix::io::Errno;
+use rustix::mm::Advice;
 use std::io;
 use std::ptr::NonNull;
 
@@ -39,6 +43,32 @@ impl Mapping {
         Ok(Self { base, len })
     }
 
+    /// As [`Mapping::anonymous`], and takes the pages now, where the kernel can (Linux 5.14).
+    ///
+    /// # Errors
+    /// As [`Mapping::anonymous`]; `OutOfMemory` if the system has less memory.
+    pub fn populated(len: usize) -> io::Result<Self> {
+        let mapping = Self::anonymous(len)?;
+        // The kernel would kill a process, perhaps another one, rather than refuse.
+        if available().is_some_and(|available| len as u64 > available) {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        let step = usize::try_from(TAKE_STEP).expect("it fits into an address space");
+        for at in (0..len).step_by(step) {
+            let size = step.min(len - at);
+            // SAFETY: the range is inside the mapping. Populating changes no byte.
+            let taken = retry_on_intr(|| unsafe {
+                let first = mapping.base.as_ptr().add(at).cast();
+                Ok(rustix::mm::madvise(first, size, Advice::LinuxPopulateWrite)?)
+            });
+            match taken {
+                Err(e) if Errno::from_io_error(&e) == Some(Errno::INVAL) => break,
+                taken => taken?,
+            }
+        }
+        Ok(mapping)
+    }
+
     /// Where the mapping starts.
     pub fn as_ptr(&self) -> *mut u8 {
         self.base.as_ptr()
@@ -75,5 +105,36 @@ impl Drop for Mapping {
         // SAFETY: exactly the range that was mapped; the value is gone afterwards. `munmap` can
         // only fail if the range is not mapped, and then there is nothing to undo.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Bytes of pages that this mapping has.
+    fn taken(mapping: &Mapping) -> usize {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").expect("this is Linux");
+        let range = format!("{:x}-", mapping.as_ptr().addr());
+        let entry = smaps.lines().skip_while(|line| !line.starts_with(&range));
+        let kib = entry.filter_map(|line| line.strip_prefix("Rss:")).next().expect("a mapping");
+        kib.trim().trim_end_matches(" kB").parse::<usize>().expect("a number") * 1024
+    }
+
+    #[test]
+    fn a_populated_mapping_has_its_pages_before_the_first_touch() {
+        let len = usize::try_from(TAKE_STEP).expect("small") + 4097;
+        let mapping = Mapping::populated(len).expect("memory");
+        assert!(taken(&mapping) >= len, "{} of {len}", taken(&mapping));
+        let mut bytes = [1; 8];
+        mapping.span(len - 8, 8).copy_to(&mut bytes);
+        assert_eq!(bytes, [0; 8]);
+    }
+
+    #[test]
+    fn more_memory_than_the_system_has_is_refused() {
+        let available = usize::try_from(available().expect("this is Linux")).expect("64 bits");
+        let refused = Mapping::populated(2 * available).expect_err("twice what there is");
+        assert_eq!(refused.kind(), io::ErrorKind::OutOfMemory, "{refused}");
     }
 }

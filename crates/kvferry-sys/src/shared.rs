@@ -18,7 +18,7 @@ pub const HUGE_PAGE: usize = 2 << 20;
 
 /// Bytes populated by one system call: a signal undoes the work of the call, which is then
 /// repeated.
-const TAKE_STEP: u64 = 64 << 20;
+pub(crate) const TAKE_STEP: u64 = 64 << 20;
 const _: () = assert!(TAKE_STEP.is_multiple_of(HUGE_PAGE as u64));
 
 /// When pages are taken from the system, and of which size.
@@ -81,7 +81,7 @@ fn take_pages(fd: &Fd, len: u64) -> io::Result<()> {
 
 /// Bytes of memory that the system can provide without its out-of-memory killer, by its own
 /// estimate. Huge pages are not included.
-fn available() -> Option<u64> {
+pub(crate) fn available() -> Option<u64> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
     let kib = |name| {
         let value = meminfo.lines().find_map(|line| line.strip_prefix(name))?;

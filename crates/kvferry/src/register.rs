@@ -60,9 +60,9 @@ impl Agent {
     /// From 1 MiB on, agents of the same user on this host may map the memory as far as `access`
     /// allows. Copying to and from mapped memory is as fast as within one process. It costs one
     /// descriptor. Memory is private if it is smaller, or if `local` is not among the agent's
-    /// transports. From 2 MiB on the memory uses huge pages if the system has free ones. The pages
+    /// transports. From 2 MiB on shared memory uses huge pages if the system has free ones. The pages
     /// are taken now, from the caller's control group and by its NUMA policy, which takes about
-    /// half a second per GiB.
+    /// half a second per GiB. (Private memory takes them at the first touch before Linux 5.14.)
     ///
     /// # Errors
     /// `InvalidArgument` for zero bytes, `Io` if there is not enough memory.
@@ -73,7 +73,7 @@ impl Agent {
             return Err(Error::invalid("the region has no bytes"));
         }
         if core.memory.regions.registry_fd().is_none() || len < SHARED_MIN {
-            return self.allocate_private(len, access);
+            return self.insert_private(Mapping::populated(len), len, access);
         }
         let shared = Shared::allocate("kvferry-region", len)
             .and_then(|shared| {
@@ -94,17 +94,25 @@ impl Agent {
         )
     }
 
-    /// As [`Agent::allocate`], but in ordinary private memory, like a pool that an engine allocates
-    /// itself. For measuring transfers from such a pool.
+    /// As [`Agent::allocate`], but in ordinary private memory whose pages are taken at the first touch,
+    /// like a pool that an engine allocates itself. For measuring transfers from such a pool.
     ///
     /// # Errors
     /// As [`Agent::allocate`].
     #[doc(hidden)]
     pub fn allocate_private(&self, len: usize, access: Access) -> Result<Region> {
+        self.core().check()?;
+        self.insert_private(Mapping::anonymous(len), len, access)
+    }
+
+    fn insert_private(
+        &self,
+        map: std::io::Result<Mapping>,
+        len: usize,
+        access: Access,
+    ) -> Result<Region> {
         let core = self.core();
-        core.check()?;
-        let map = Mapping::anonymous(len)
-            .map_err(|e| Error::io("memory can't be allocated", e).with("len", len))?;
+        let map = map.map_err(|e| Error::io("memory can't be allocated", e).with("len", len))?;
         let base = map.as_ptr() as usize;
         core.memory.regions.insert(core.incarnation, base, len, access, Backing::Owned(map))
     }
