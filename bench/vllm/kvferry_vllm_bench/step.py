@@ -11,6 +11,9 @@
 These are the requests of `kvferry bench-handoff --measures step`. In each step that moves, two more are admitted,
 fetched and finished. The peer is a second process of this program. A step without news computes a token of each of 64
 requests that are not handed over. Only the calls are timed, not the making of vLLM's own objects.
+
+Steps without news follow each other at once, or after the pause that the steps that move have, in which the processor
+sleeps and its caches cool down. What that costs is shown by a connector whose methods do nothing, in the same steps.
 """
 
 from __future__ import annotations
@@ -20,7 +23,16 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from copy import copy
 from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
 
 from kvferry_vllm_bench.engine import CALLS, Cache, Chunk, Engine, output_of, own_output, request
 
@@ -45,6 +57,42 @@ def _blocks(first: int, tokens: int) -> list[int]:
 
 def _prompt(tokens: int) -> list[int]:
     return [7] * tokens
+
+
+class Nothing(KVConnectorBase_V1):  # type: ignore[misc]
+    """The least that a connector can be."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        return
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        return
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+
+def without_connector(engine: Engine) -> Engine:
+    """The same calls to a connector that does nothing."""
+    other = copy(engine)
+    other.scheduler = Nothing(engine.config, KVConnectorRole.SCHEDULER, engine.caches)
+    other.worker = Nothing(engine.config, KVConnectorRole.WORKER, engine.caches)
+    return other
 
 
 class Side:
@@ -118,6 +166,7 @@ class Bench:
         self.admitted = 0
         self.received: list[Any] = []
         self.requests: dict[str, Any] = {}
+        self.nothing = without_connector(self.side.engine)
         self._populate()
 
     def _tell(self, line: str) -> None:
@@ -170,6 +219,12 @@ class Bench:
         time.sleep(takes_s)
         return [requests, *step.took]
 
+    def floor(self, takes_s: float) -> list[float]:
+        """As a step without news, with a connector that does nothing."""
+        step = self.nothing.step(output_of(self.decoded))
+        time.sleep(takes_s)
+        return list(step.took)
+
     def check(self) -> None:
         """All requests are still live."""
         for _ in range(5):
@@ -187,15 +242,21 @@ class Bench:
 def main(model: str, rounds: int) -> None:
     out = own_output()
     bench = Bench(model, rounds)
-    times: dict[str, list[list[list[float]]]] = {"moving": [], "nothing": [], "nothing_at_once": []}
+    measures: dict[str, Callable[[], list[float]]] = {
+        "moving": lambda: bench.step(moving=True),
+        "nothing": lambda: bench.step(moving=False, takes_s=0),
+        "nothing_paused": lambda: bench.step(moving=False),
+        "floor": lambda: bench.floor(takes_s=0),
+        "floor_paused": lambda: bench.floor(STEP_TAKES_S),
+    }
+    times: dict[str, list[list[list[float]]]] = {name: [] for name in measures}
     bench.prepare()
     bench.step(moving=False)
     for done in range(rounds):
         if done:
             bench.prepare()
-        for name, rows in times.items():
-            takes_s = 0 if name == "nothing_at_once" else STEP_TAKES_S
-            rows.append([bench.step(name == "moving", takes_s) for _ in range(STEPS)])
+        for name, measure in measures.items():
+            times[name].append([measure() for _ in range(STEPS)])
         print(f"step: round {done + 1} of {rounds}", file=sys.stderr, flush=True)
     bench.check()
     bench.close()

@@ -33,7 +33,14 @@ def measure(environment: Environment, site: Path, command: Path, folder: Path, s
         at_most(PART, "all moving, through Python", "µs", moving, TIMES_RUST * rust),
         Row(PART, "all moving, in Rust", "µs", "", rust, (rust, rust), None),
         at_most(PART, "nothing moving, through Python", "µs", nothing, NOTHING_US),
-        shown(PART, "nothing moving, steps without a pause", "µs", _medians(taken["nothing_at_once"])),
+        shown(PART, "nothing moving, a connector that does nothing", "µs", _medians(taken["floor"])),
+        shown(PART, "nothing moving, 20 ms between steps", "µs", _medians(taken["nothing_paused"])),
+        shown(
+            PART,
+            "nothing moving, 20 ms between steps, a connector that does nothing",
+            "µs",
+            _medians(taken["floor_paused"]),
+        ),
     ]
     for name, steps in (("all moving", taken["moving"]), ("nothing moving", taken["nothing"])):
         for at, part in enumerate(taken["parts"]):
