@@ -40,7 +40,9 @@ class Half:
         return list(range(first, first + -(-len(prompt) // CACHE.block_tokens)))
 
     def prefill(self, name: str, prompt: list[int], params: dict[str, Any]) -> None:
-        """Answers with the time when the last layer was computed, and later that nothing is held any more."""
+        """Answers with the times when the last layer was computed and when the parameters for the decode were made, and
+        later that nothing is held any more.
+        """
         engine, made = self.engine, request(name, prompt, params)
         blocks = self._blocks(prompt, 1)
         engine.arrived(made)
@@ -48,20 +50,21 @@ class Half:
         step = engine.step(output_of([Chunk(made, 0, len(prompt), blocks)]))
         made.num_computed_tokens = len(prompt)
         held, answer = engine.finish(made, blocks)
-        _say({"computed": step.computed, "params": answer})
+        _say({"computed": step.computed, "answered": time.perf_counter(), "params": answer})
         if held:
             self._until("finished_sending", name, finished=name)
         _say({"free": True})
 
     def decode(self, name: str, prompt: list[int]) -> None:
-        """Waits for the parameters, a line of their own, and answers with the time when the connector reported the
-        request.
+        """Waits for the parameters, a line of their own, and answers with the times when the connector got the request
+        and when it reported it.
         """
         engine, blocks = self.engine, self._blocks(prompt, 20)
         for tensor in engine.tensors.values():
             tensor[blocks] = 0
         _say({"waits": True})
         made = request(name, prompt, json.loads(sys.stdin.readline()))
+        arrived = time.perf_counter()
         engine.arrived(made)
         engine.allocate(made, blocks)
         received = self._until("finished_recving", name)
@@ -69,7 +72,7 @@ class Half:
             torch.equal(tensor[blocks][: len(blocks) - 1], self.written[layer][1 : len(blocks)])
             for layer, tensor in engine.tensors.items()
         )
-        _say({"received": received, "right": right})
+        _say({"arrived": arrived, "received": received, "right": right})
         engine.finish(made, blocks)
         engine.step(output_of([], [name]))
 

@@ -1,7 +1,8 @@
 """The connectors alone: from the last layer computed to the request reported as received.
 
 Two processes per connector call its objects as vLLM does (`half.py`), without a model and without HTTP. Those not in
-turn are stopped. What is loaded is compared.
+turn are stopped. What is loaded is compared. In the sequential flow the time from prefill's answer to the decode's
+request, which is this program's and vLLM's, does not count.
 """
 
 from __future__ import annotations
@@ -132,6 +133,8 @@ class Halves:
             raise RuntimeError(f"{self.connector} loaded other bytes than prefill has")
         self.prefill.answer()
         took: float = received["received"] - computed["computed"]
+        if flow == "sequential":
+            took -= received["arrived"] - computed["answered"]
         return 1e3 * took
 
 
