@@ -81,6 +81,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     _scheduler: _Scheduler
     _worker: _Worker
     _side: _Scheduler | _Worker
+    # Whether this step computes KV that is handed over.
+    _computes = False
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -166,6 +168,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVFerryMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._worker.apply(connector_metadata)
+        self._computes = connector_metadata.computes
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.fetch()
@@ -175,11 +178,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         # vLLM calls this for each layer in each step.
-        if self._worker.computes:
+        if self._computes:
             self._worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        self._worker.step_computed()
+        if self._computes:
+            self._worker.step_computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.results()
@@ -412,8 +416,8 @@ class _Worker:
         # In micro-batches a layer runs several times in a step, and only the last time computes all of it.
         self._by_layer = not getattr(vllm_config.parallel_config, "use_ubatching", False)
         self._applied: KVFerryMetadata | None = None
-        # Whether this step computes KV that is handed over.
-        self.computes = False
+        # What was applied may have loads, which have not begun.
+        self._has_loads = False
         self._notes: bytes | None = None
 
     def register(self, kv_caches: dict[str, Any]) -> None:
@@ -452,10 +456,11 @@ class _Worker:
         """Once per step: before blocks are overwritten."""
         if metadata is self._applied or self._half is None:
             return
-        self._applied, self.computes = metadata, metadata.computes
+        self._applied = metadata
         self._next_layer = 0
         self._early.clear()
         if metadata.data:
+            self._has_loads = True
             try:
                 self._half.apply(metadata.data)
             except ValueError as error:
@@ -463,7 +468,8 @@ class _Worker:
                 logger.error("KVFerryConnector: %s", error)
 
     def fetch(self) -> None:
-        if self._half is not None:
+        if self._has_loads and self._half is not None:
+            self._has_loads = False
             self._half.fetch()
 
     def layer_computed(self, layer: str) -> None:
@@ -479,7 +485,7 @@ class _Worker:
             self._half.layer_computed(self._next_layer - 1)
 
     def step_computed(self) -> None:
-        if self.computes and self._half is not None:
+        if self._half is not None:
             self._half.step_computed()
 
     def results(self) -> KVConnectorTransferResults:
