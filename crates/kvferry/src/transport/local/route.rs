@@ -18,12 +18,15 @@ use crate::transfer::slot::{Interrupt, Watch};
 use smallvec::SmallVec;
 use std::time::Duration;
 
-/// Bytes below which waking another thread to copy does not pay: a millisecond's work.
-const COPIER_BYTES_MIN: u64 = 8 << 20;
+/// Bytes below which a caller copies alone: a millisecond's work. Another thread would have to be woken,
+/// and a job made.
+const CALLER_BYTES_MIN: u64 = 8 << 20;
+/// Bytes below which one thread copies a job that is not its caller's. Threads are woken either way.
+const COPIER_BYTES_MIN: u64 = 1 << 20;
 
-/// How many threads should copy `bytes`, the caller's included.
-fn copiers_for(core: &Core, bytes: u64, streams: Option<usize>) -> usize {
-    shares(core, bytes / COPIER_BYTES_MIN, core.sizing.copiers_default, streams)
+/// How many threads should copy `bytes`, if each has at least `least`.
+fn copiers_for(core: &Core, bytes: u64, least: u64, streams: Option<usize>) -> usize {
+    shares(core, bytes / least, core.sizing.copiers_default, streams)
 }
 
 pub(super) struct LocalRoute(pub(super) Arc<LocalPeer>);
@@ -44,8 +47,9 @@ impl LocalRoute {
 
     /// Registers the shares of a job and starts all but `own` of them on I/O threads.
     fn start(&self, link: &Arc<Link>, job: &Arc<Job>, targets: &Arc<Targets>, own: usize) {
-        let copiers = copiers_for(&job.core, job.batch.bytes(), job.streams);
-        let frames = Frames::Copies { bytes_min: COPIER_BYTES_MIN };
+        let bytes_min = if own == 0 { COPIER_BYTES_MIN } else { CALLER_BYTES_MIN };
+        let copiers = copiers_for(&job.core, job.batch.bytes(), bytes_min, job.streams);
+        let frames = Frames::Copies { bytes_min };
         job.start_shares(copiers, Local::KIND, frames);
         for _ in own..copiers {
             let share = |wake| LocalShare::new(link, &self.0, job, targets, wake);
@@ -76,7 +80,7 @@ impl Route for LocalRoute {
         timeout: Duration,
     ) -> Option<Result<TransferStats>> {
         if options.notify.is_some()
-            || copiers_for(&link.core, batch.bytes(), options.streams) > 1
+            || copiers_for(&link.core, batch.bytes(), CALLER_BYTES_MIN, options.streams) > 1
             || !batch.local.all_host()
         {
             return None;
