@@ -116,15 +116,20 @@ impl Position {
         }
     }
 
-    /// Moves on by `n` bytes.
+    /// Moves on by `bytes`.
     pub(crate) fn advance(&mut self, pieces: &Pieces, mut bytes: u64) {
         while bytes > 0 {
-            let left = pieces.pieces[self.piece].len - self.within;
-            if bytes < left {
-                self.within += bytes;
-                return;
-            }
-            bytes -= left;
+            let piece = &pieces.pieces[self.piece];
+            let part = bytes.min(piece.len - self.within);
+            self.advance_within(piece, part);
+            bytes -= part;
+        }
+    }
+
+    /// Moves on by `bytes` of the current piece, which is `piece` and has as many left.
+    pub(crate) fn advance_within(&mut self, piece: &Piece, bytes: u64) {
+        self.within += bytes;
+        if self.within == piece.len {
             *self = Self { piece: self.piece + 1, within: 0 };
         }
     }

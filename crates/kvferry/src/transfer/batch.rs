@@ -242,7 +242,7 @@ impl Cutter {
                 .min(self.left - bytes);
             bytes += take;
             descriptors += 1;
-            at.advance(&batch.local, take);
+            at.advance_within(piece, take);
         }
         self.at = at;
         self.left -= bytes;
@@ -274,7 +274,7 @@ impl Frame {
             let len = u32::try_from(take).expect("at most DESCRIPTOR_BYTES_MAX");
             f(at.piece, remote.region, remote.offset + at.within, len);
             left -= take;
-            at.advance(&batch.local, take);
+            at.advance_within(piece, take);
         }
     }
 
