@@ -134,8 +134,10 @@ without engines, caches and handoffs. At the end no engine may hold a request, a
 Columns:
   latency          from the last layer that prefill computes until the last decode rank has received
                    everything
+  waiting          median of the latency's part before the first read: the decode engine computes a
+                   step of other requests, and a fetch begins with a step
   transfer         from the first read to the same end
-  exposed          latency as a part of the transfer
+  exposed          the rest of the latency as a part of the transfer
   GB/s             bytes of a request by the time in which any of them were being read
   machine's limit  plain code, nothing else running: blocks of the same size by process_vm_readv
                    (local) or over loopback (tcp), on a thread per reading rank, at most one per

@@ -37,7 +37,7 @@ fn engines(more: &[&str]) -> Value {
         .expect("the command starts");
     assert_eq!(code(&output), Some(0), "{}", errors(&output));
     let report = json(&output);
-    assert_eq!(report["schema"], "kvferry.demo/2");
+    assert_eq!(report["schema"], "kvferry.demo/3");
     assert_eq!(
         (&report["failed"], &report["held"]),
         (&Value::Array(vec![]), &Value::Array(vec![]))
@@ -49,7 +49,8 @@ fn engines(more: &[&str]) -> Value {
     for size in report["sizes"].as_array().expect("sizes") {
         let figure = |name: &str| size["figures"][name].as_f64().expect("a number");
         let (p50, p99) = (figure("latency_p50_ms"), figure("latency_p99_ms"));
-        assert!(0.0 < p50 && p50 <= p99 && p50 <= figure("transfer_ms"), "{size}");
+        assert!(0.0 < p50 && p50 <= p99 && figure("waiting_ms") <= p50, "{size}");
+        assert!(figure("exposed_ms") <= figure("transfer_ms"), "{size}");
         assert!(figure("exposed") > 0.0 && figure("exposed") <= 1.0, "{size}");
         assert!(figure("gb_per_s") > 0.0 && figure("limit_gb_per_s") > 0.0, "{size}");
     }

@@ -12,7 +12,8 @@ use super::report::{Figures, Report};
 const METHOD: &str = "Engines are processes with a scheduler, a small model of integers and a paged KV cache; every \
 byte of KV that a token may see goes into it, so that a wrong byte is a wrong token. All times are on one clock. A \
 handoff's latency begins when prefill has computed the last layer of the prompt and ends when the last decode rank \
-has received everything; the transfer begins with the first read. Throughput is a request's bytes by the time in \
+has received everything; the transfer begins with the first read. If that is later, the decode engine was computing a \
+step of other requests: a fetch begins with a step. Throughput is a request's bytes by the time in \
 which any of them were being read, while the engines compute on the same cores; the machine's limit was measured \
 just before, with nothing else running.";
 
@@ -48,7 +49,7 @@ pub(super) fn html(report: &Report) -> String {
     };
     let pictures = [
         columns::ranges(&latency, &columns(|it| [it.latency_p50_ms, it.latency_p99_ms])),
-        columns::ranges(&exposure, &columns(|it| [it.latency_p50_ms, it.transfer_ms])),
+        columns::ranges(&exposure, &columns(|it| [it.exposed_ms, it.transfer_ms])),
         columns::bars(&throughput, &columns(|it| [it.gb_per_s, it.limit_gb_per_s])),
     ];
     let complaint = report.complaint().unwrap_or_default();

@@ -62,9 +62,14 @@ pub(super) struct Figures {
     /// what the handoff adds to a request's time.
     pub(super) latency_p50_ms: f64,
     pub(super) latency_p99_ms: f64,
+    /// The part of the latency before the first read, if that began later: the decode engine computes a
+    /// step of other requests, and fetches begin with the next one.
+    pub(super) waiting_ms: f64,
     /// From the first read to the same end.
     pub(super) transfer_ms: f64,
-    /// Latency as a part of the transfer.
+    /// The rest of the latency.
+    pub(super) exposed_ms: f64,
+    /// That as a part of the transfer.
     exposed: f64,
     /// Bytes by the time in which any byte of the request was being read.
     pub(super) gb_per_s: f64,
@@ -81,7 +86,10 @@ struct Failed {
 /// One handoff, in seconds.
 struct Handoff {
     latency: f64,
+    waiting: f64,
     transfer: f64,
+    /// What of the transfer adds to the request's time.
+    exposed: f64,
     reading: f64,
     bytes: u64,
 }
@@ -111,7 +119,7 @@ impl Report {
             Some(Failed { request, reason })
         };
         Report {
-            schema: "kvferry.demo/2",
+            schema: "kvferry.demo/3",
             version: env!("CARGO_PKG_VERSION"),
             machine: Machine::here(),
             prefill: plan.options.prefill,
@@ -151,6 +159,7 @@ impl Report {
             "requests",
             "latency p50",
             "p99",
+            "waiting",
             "transfer",
             "exposed",
             "GB/s",
@@ -174,12 +183,13 @@ impl Report {
                 Some(it) => row.extend([
                     ms(it.latency_p50_ms),
                     ms(it.latency_p99_ms),
+                    ms(it.waiting_ms),
                     ms(it.transfer_ms),
                     units::figure(it.exposed),
                     units::figure(it.gb_per_s),
                     units::figure(it.limit_gb_per_s),
                 ]),
-                None => row.extend(std::iter::repeat_n("–".to_string(), 6)),
+                None => row.extend(std::iter::repeat_n("–".to_string(), 7)),
             }
             row.push(units::count(size.tokens_verified));
             row
@@ -260,8 +270,10 @@ impl Figures {
         Some(Figures {
             latency_p50_ms: quantile_of(&mut latencies, 0.5),
             latency_p99_ms: quantile_of(&mut latencies, 0.99),
+            waiting_ms: median(&all(|it| it.waiting * 1e3)),
             transfer_ms: median(&all(|it| it.transfer * 1e3)),
-            exposed: median(&all(|it| it.latency / it.transfer)),
+            exposed_ms: median(&all(|it| it.exposed * 1e3)),
+            exposed: median(&all(|it| it.exposed / it.transfer)),
             gb_per_s: median(&rates),
             limit_gb_per_s: limit / 1e9,
         })
@@ -275,11 +287,13 @@ impl Handoff {
         let mut parts: Vec<(u64, u64)> =
             outcome.parts.iter().map(|part| (part.began_ns, part.ended_ns)).collect();
         parts.sort_unstable();
-        let began = computed.min(parts.first()?.0);
+        let began = parts.first()?.0;
         let seconds = |ns: u64| ns as f64 / 1e9;
         Some(Handoff {
             latency: seconds(received.saturating_sub(computed)),
+            waiting: seconds(began.saturating_sub(computed)),
             transfer: seconds(received.saturating_sub(began).max(1)),
+            exposed: seconds(received.saturating_sub(began.max(computed)).max(1)),
             reading: seconds(covered(&parts).max(1)),
             bytes: outcome.parts.iter().map(|part| part.bytes).sum(),
         })
@@ -321,13 +335,19 @@ mod tests {
         let handoff = Handoff::of(&outcome).expect("it was handed over");
         let ns = |seconds: f64| (seconds * 1e9).round() as u64;
         assert_eq!(ns(handoff.latency), 200);
+        assert_eq!(ns(handoff.waiting), 0);
         assert_eq!(ns(handoff.transfer), 1_000);
+        assert_eq!(ns(handoff.exposed), 200);
         assert_eq!(ns(handoff.reading), 400);
-        // Nothing is read before everything is computed: all of it is latency.
+        // Nothing is read before everything is computed: all of the transfer is exposed, but not what
+        // comes before it.
         outcome.parts.truncate(0);
         outcome.parts.push(part(1_050, 1_150));
         let handoff = Handoff::of(&outcome).expect("it was handed over");
-        assert_eq!(ns(handoff.transfer), ns(handoff.latency));
+        assert_eq!(ns(handoff.latency), 200);
+        assert_eq!(ns(handoff.waiting), 50);
+        assert_eq!(ns(handoff.transfer), 150);
+        assert_eq!(ns(handoff.exposed), 150);
         assert!(Handoff::of(&Outcome::default()).is_none());
     }
 }
