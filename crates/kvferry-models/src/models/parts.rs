@@ -7,7 +7,7 @@ use kvferry_proto::fuzzing::{self, Script};
 pub const OUTBOX: Model = Model {
     name: "outbox_model",
     run: |bytes, met| fuzzing::outbox(&mut Script::new(bytes), met),
-    rows: &["push", "pop", "pin", "ping", "pong", "calm", "clear"],
+    rows: &["push", "wait", "release", "pop", "pin", "ping", "pong", "calm", "clear"],
     columns: &["empty", "some", "long", "full"],
     unreachable: &[],
     cases: (8000, 300),

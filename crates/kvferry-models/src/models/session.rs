@@ -269,9 +269,15 @@ impl World<'_> {
             }
             24..26 if !side.owed.is_empty() => {
                 let id = side.owed.remove(0);
-                self.answers += 1;
-                let code = WireCode::Other(1000 + self.answers);
-                session.respond(id, code, vec![]);
+                let code = if script.flip() {
+                    session.acknowledge(id);
+                    WireCode::Ok
+                } else {
+                    self.answers += 1;
+                    let code = WireCode::Other(1000 + self.answers);
+                    session.respond(id, code, vec![]);
+                    code
+                };
                 side.answered.insert(id, code);
             }
             26..28 => {
@@ -476,7 +482,9 @@ impl World<'_> {
                 assert_eq!(answer.replace(code), None, "answered twice");
                 match code {
                     _ if tampered => {}
-                    WireCode::Other(_) => assert_eq!(peer.answered.get(&id), Some(&code)),
+                    WireCode::Ok | WireCode::Other(_) => {
+                        assert_eq!(peer.answered.get(&id), Some(&code));
+                    }
                     WireCode::Deadline | WireCode::Closed | WireCode::Busy => {}
                     code => panic!("unexpected code {code:?}"),
                 }

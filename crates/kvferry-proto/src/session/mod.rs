@@ -59,7 +59,7 @@ use crate::text::{sanitized, truncated};
 use crate::time::Timestamp;
 use handshake::Awaiting;
 use heartbeat::Heartbeat;
-pub use queues::{EVENT_BYTES_MAX, EVENTS_MAX, OUTBOX_BYTES_MAX, OUTBOX_MAX};
+pub use queues::{EVENT_BYTES_MAX, EVENTS_MAX, OUTBOX_BYTES_MAX, OUTBOX_MAX, WAITING_MAX};
 use queues::{Full, Inbox, Outbox};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -76,6 +76,8 @@ type HelloMac = fn(&SessionKey, SessionId, StreamId) -> [u8; MAC_LEN];
 
 /// Requests outstanding in one direction of a session.
 pub const REQUESTS_MAX: usize = 1024;
+/// How long an answer may wait for another frame. See [`Session::acknowledge`].
+pub const ANSWER_DELAY: Duration = Duration::from_millis(10);
 
 /// Revokes outstanding in one direction of a session.
 pub const REVOKES_MAX: usize = 1024;
@@ -239,6 +241,8 @@ pub struct Session {
     revokes: BTreeSet<u64>,
     /// Unanswered requests of the peer, with their deadlines at the peer.
     owed_responses: BTreeMap<u64, Timestamp>,
+    /// When answers that wait in the outbox leave.
+    waits_until: Option<Timestamp>,
     /// Unconfirmed revokes of the peer.
     owed_revokes: BTreeSet<u64>,
     last_stream: u32,
@@ -330,6 +334,9 @@ impl Session {
             self.requests.remove(&id);
             self.answer_ourselves(id, WireCode::Deadline);
         }
+        if self.waits_until.is_some_and(|at| at <= now) {
+            self.outbox.release();
+        }
         if let Some(seq) = self.heartbeat.next_ping(now) {
             self.outbox.set_ping(Ping { seq, active: self.active });
         }
@@ -344,8 +351,9 @@ impl Session {
             State::Closing { until, .. } => Some(*until),
             State::Closed => return None,
         };
+        let waiting = self.waits_until.filter(|_| self.outbox.has_waiting());
         // At most REQUESTS_MAX entries, on a connection that is not in the data path.
-        own.into_iter().chain(self.requests.values().copied()).min()
+        own.into_iter().chain(waiting).chain(self.requests.values().copied()).min()
     }
 
     /// The next frame for the socket. Frames are written in the order in which they are returned.
@@ -462,6 +470,27 @@ impl Session {
             (code, body)
         };
         self.send(&Message::Response(Response { id, code, body }));
+    }
+
+    /// Answers a request of the peer with `Ok` and no body, when it costs least: behind the next frame,
+    /// with [`WAITING_MAX`] such answers, or after [`ANSWER_DELAY`]. No effect if it was answered or the
+    /// session ended.
+    pub fn acknowledge(&mut self, id: u64) {
+        let until = self.now + ANSWER_DELAY;
+        match self.owed_responses.get(&id) {
+            // The peer waits no longer than that.
+            Some(deadline) if *deadline <= until => {
+                return self.respond(id, WireCode::Ok, Vec::new());
+            }
+            Some(_) => drop(self.owed_responses.remove(&id)),
+            None => return,
+        }
+        if !self.outbox.has_waiting() {
+            self.waits_until = Some(until);
+        }
+        let response = Response { id, code: WireCode::Ok, body: Vec::new() };
+        let queued = self.outbox.push_waiting(encode(&Message::Response(response)));
+        self.check_sent(queued);
     }
 
     /// Acceptor: whether a connection may become a stream of this session. Uses up the stream id.
@@ -607,6 +636,7 @@ impl Session {
             requests: BTreeMap::new(),
             revokes: BTreeSet::new(),
             owed_responses: BTreeMap::new(),
+            waits_until: None,
             owed_revokes: BTreeSet::new(),
             last_stream: 0,
             streams: StreamWindow::new(),
@@ -768,7 +798,12 @@ impl Session {
     }
 
     fn send(&mut self, message: &Message) {
-        if let Err(Full) = self.outbox.push(encode(message)) {
+        let queued = self.outbox.push(encode(message));
+        self.check_sent(queued);
+    }
+
+    fn check_sent(&mut self, queued: Result<(), Full>) {
+        if let Err(Full) = queued {
             self.outbox.clear();
             self.abort(WireCode::Busy, "the peer does not read");
         }
@@ -780,7 +815,7 @@ impl Session {
     }
 
     fn send_close(&mut self, code: WireCode, detail: &str) {
-        self.outbox.clear_heartbeat();
+        self.outbox.clear_optional();
         let detail = truncated(detail, DETAIL_MAX).to_owned();
         self.outbox.push_unbounded(encode(&Message::Close(Close { code, detail })));
     }
@@ -799,7 +834,7 @@ impl Session {
     /// The only way into `Closed`: answers every outstanding request, then queues the end.
     fn finish(&mut self, code: WireCode, by_peer: bool, detail: &str) {
         self.state = State::Closed;
-        self.outbox.clear_heartbeat();
+        self.outbox.clear_optional();
         for id in std::mem::take(&mut self.requests).into_keys() {
             self.answer_ourselves(id, WireCode::Closed);
         }

@@ -3,7 +3,7 @@
 use super::SessionEvent;
 use super::heartbeat::Heartbeat;
 use super::queues::{
-    EVENT_BYTES_MAX, EVENTS_MAX, Full, Inbox, OUTBOX_BYTES_MAX, OUTBOX_MAX, Outbox,
+    EVENT_BYTES_MAX, EVENTS_MAX, Full, Inbox, OUTBOX_BYTES_MAX, OUTBOX_MAX, Outbox, WAITING_MAX,
 };
 use super::streams::StreamWindow;
 use crate::fuzzing::{Met, Script};
@@ -49,15 +49,34 @@ struct OutboxOracle {
     pinned: usize,
     ping: Option<u64>,
     pong: Option<u64>,
+    waiting: VecDeque<Vec<u8>>,
 }
 
 impl OutboxOracle {
+    fn fits(&self, frame: &[u8]) -> bool {
+        let frames = self.frames.len() + self.waiting.len();
+        frames < OUTBOX_MAX && self.bytes + frame.len() <= OUTBOX_BYTES_MAX
+    }
+
     fn push(&mut self, frame: Vec<u8>) {
         self.bytes += frame.len();
         self.frames.push_back(frame);
     }
 
+    /// What waits leaves behind the first frame that does not.
     fn pop(&mut self) -> Option<Result<Vec<u8>, Message>> {
+        let popped = self.pop_next();
+        if popped.is_some() {
+            self.release();
+        }
+        popped
+    }
+
+    fn release(&mut self) {
+        self.frames.append(&mut self.waiting);
+    }
+
+    fn pop_next(&mut self) -> Option<Result<Vec<u8>, Message>> {
         if self.pinned == 0 {
             let pong = self.pong.take().map(|seq| Message::Pong(Pong { seq }));
             let beat = pong.or_else(|| {
@@ -84,7 +103,8 @@ pub fn outbox(script: &mut Script<'_>, met: Met<'_>) {
     while !script.is_empty() {
         let state = fullness(oracle.frames.len(), OUTBOX_MAX, outbox.is_long());
         let op = script
-            .pick(&["push", "push", "push", "pop", "pop", "pin", "ping", "pong", "calm", "clear"]);
+            .pick(&["push", "push", "push", "wait", "pop", "pop", "pin", "ping", "pong", "other"]);
+        let op = if op == "other" { script.pick(&["calm", "clear", "release"]) } else { op };
         met(op, state);
         let times = times(script);
         // Large ones one at a time: many small ones fill the queue in another way.
@@ -99,14 +119,31 @@ pub fn outbox(script: &mut Script<'_>, met: Met<'_>) {
             match op {
                 "push" => {
                     let frame = frame(len);
-                    let fits = oracle.frames.len() < OUTBOX_MAX
-                        && oracle.bytes + frame.len() <= OUTBOX_BYTES_MAX;
+                    let fits = oracle.fits(&frame);
                     assert_eq!(outbox.push(frame.clone()), if fits { Ok(()) } else { Err(Full) });
                     if fits {
                         oracle.push(frame);
                     } else {
                         break;
                     }
+                }
+                "wait" => {
+                    let frame = frame(len);
+                    let fits = oracle.fits(&frame);
+                    let queued = outbox.push_waiting(frame.clone());
+                    assert_eq!(queued, if fits { Ok(()) } else { Err(Full) });
+                    if fits {
+                        oracle.bytes += frame.len();
+                        oracle.waiting.push_back(frame);
+                        if oracle.waiting.len() == WAITING_MAX {
+                            oracle.release();
+                        }
+                    }
+                    break;
+                }
+                "release" => {
+                    outbox.release();
+                    oracle.release();
                 }
                 "pin" => {
                     // Only what a handshake says: a handful.
@@ -126,8 +163,9 @@ pub fn outbox(script: &mut Script<'_>, met: Met<'_>) {
                     oracle.pong = Some(n);
                 }
                 "calm" => {
-                    outbox.clear_heartbeat();
+                    outbox.clear_optional();
                     (oracle.ping, oracle.pong) = (None, None);
+                    oracle.bytes -= oracle.waiting.drain(..).map(|it| it.len()).sum::<usize>();
                 }
                 "clear" => {
                     outbox.clear();
@@ -142,7 +180,12 @@ pub fn outbox(script: &mut Script<'_>, met: Met<'_>) {
             oracle.frames.len() < OUTBOX_MAX / 2 && oracle.bytes + 1000 <= OUTBOX_BYTES_MAX / 2
         );
         assert!(oracle.bytes <= OUTBOX_BYTES_MAX);
+        let beats = oracle.ping.is_some() || oracle.pong.is_some();
+        assert_eq!(outbox.is_empty(), oracle.frames.is_empty() && !beats);
+        assert_eq!(outbox.has_waiting(), !oracle.waiting.is_empty());
     }
+    outbox.release();
+    oracle.release();
     while !oracle.frames.is_empty() || oracle.ping.is_some() || oracle.pong.is_some() {
         pop_both(&mut outbox, &mut oracle);
     }

@@ -12,6 +12,8 @@ pub const OUTBOX_BYTES_MAX: usize = 8 * 1024 * 1024;
 pub const EVENTS_MAX: usize = 8192;
 /// The most bytes in events that wait for the driver.
 pub const EVENT_BYTES_MAX: usize = 8 * 1024 * 1024;
+/// The most frames that wait for company.
+pub const WAITING_MAX: usize = 16;
 
 /// The queue is full; nothing was added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +31,8 @@ pub(super) struct Outbox {
     pinned: usize,
     ping: Option<Ping>,
     pong: Option<Pong>,
+    /// Frames that leave behind the next other frame. Without one they stay until they are released.
+    waiting: Vec<Vec<u8>>,
     /// Bytes of popped frames, without heartbeats.
     said_bytes: u64,
 }
@@ -41,10 +45,16 @@ impl Outbox {
     }
 
     pub(super) fn push(&mut self, frame: Vec<u8>) -> Result<(), Full> {
-        if self.frames.len() >= OUTBOX_MAX || self.bytes + frame.len() > OUTBOX_BYTES_MAX {
+        self.check_room(&frame)?;
+        self.push_unbounded(frame);
+        Ok(())
+    }
+
+    fn check_room(&self, frame: &[u8]) -> Result<(), Full> {
+        let frames = self.frames.len() + self.waiting.len();
+        if frames >= OUTBOX_MAX || self.bytes + frame.len() > OUTBOX_BYTES_MAX {
             return Err(Full);
         }
-        self.push_unbounded(frame);
         Ok(())
     }
 
@@ -62,10 +72,31 @@ impl Outbox {
         self.pong = Some(pong);
     }
 
-    /// Drops pending heartbeats: nothing may follow a `Close`.
-    pub(super) fn clear_heartbeat(&mut self) {
+    /// Queues a frame that may wait for others.
+    pub(super) fn push_waiting(&mut self, frame: Vec<u8>) -> Result<(), Full> {
+        self.check_room(&frame)?;
+        self.bytes += frame.len();
+        self.waiting.push(frame);
+        if self.waiting.len() == WAITING_MAX {
+            self.release();
+        }
+        Ok(())
+    }
+
+    pub(super) fn has_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// No frame waits any more.
+    pub(super) fn release(&mut self) {
+        self.frames.extend(self.waiting.drain(..));
+    }
+
+    /// Drops pending heartbeats and frames that wait: nothing may follow a `Close`.
+    pub(super) fn clear_optional(&mut self) {
         self.ping = None;
         self.pong = None;
+        self.bytes -= self.waiting.drain(..).map(|frame| frame.len()).sum::<usize>();
     }
 
     /// Drops everything. Popped frames are whole, so later frames stay in step.
@@ -78,6 +109,14 @@ impl Outbox {
     }
 
     pub(super) fn pop(&mut self) -> Option<Vec<u8>> {
+        let frame = self.pop_next();
+        if frame.is_some() {
+            self.release();
+        }
+        frame
+    }
+
+    fn pop_next(&mut self) -> Option<Vec<u8>> {
         if self.pinned == 0 {
             if let Some(pong) = self.pong.take() {
                 return Some(encode(&Message::Pong(pong)));

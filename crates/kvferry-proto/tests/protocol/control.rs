@@ -2,6 +2,7 @@
 
 use crate::pair::{A, B, Pair, ms};
 use kvferry_proto::message::BODY_MAX;
+use kvferry_proto::session::{ANSWER_DELAY, WAITING_MAX};
 use kvferry_proto::{SessionEvent, StreamId, WireCode};
 use std::time::Duration;
 
@@ -44,6 +45,52 @@ fn answers_may_come_in_any_order() {
     let expected: Vec<_> =
         ids.iter().rev().map(|id| response(*id, WireCode::Ok, &[*id as u8])).collect();
     assert_eq!(pair.take_events(A), expected);
+}
+
+#[test]
+fn an_acknowledgement_leaves_behind_the_next_frame_or_with_others_or_after_its_delay() {
+    // The pair takes 1 ms for a frame, and the clock of a session stands still without one.
+    let soon = ANSWER_DELAY / 2;
+    let mut pair = Pair::established();
+    let id = ask(&mut pair, A, MINUTE);
+    pair.session(B).acknowledge(id);
+    pair.run_for(soon - ms(5));
+    assert_eq!(pair.take_events(A), [], "nothing else was said");
+    let question = pair.ends[B].session.request(7, b"who".to_vec(), MINUTE, pair.now);
+    pair.run_for(ms(5));
+    let asked = SessionEvent::Request { id: question, kind: 7, body: b"who".to_vec() };
+    assert_eq!(pair.take_events(A), [asked, response(id, WireCode::Ok, b"")]);
+
+    let ids: Vec<_> = (0..WAITING_MAX).map(|_| ask(&mut pair, A, MINUTE)).collect();
+    for id in &ids[1..] {
+        pair.session(B).acknowledge(*id);
+        assert!(!pair.session(B).has_frames());
+    }
+    pair.session(B).acknowledge(ids[0]);
+    assert!(pair.session(B).has_frames());
+    pair.run_for(ms(5));
+    assert_eq!(pair.take_events(A).len(), WAITING_MAX);
+
+    let id = ask(&mut pair, A, MINUTE);
+    pair.session(B).acknowledge(id);
+    pair.session(B).acknowledge(id);
+    pair.run_for(ANSWER_DELAY + ms(5));
+    assert_eq!(pair.take_events(A), [response(id, WireCode::Ok, b"")]);
+    // One that would come too late leaves at once.
+    let id = ask(&mut pair, A, ANSWER_DELAY);
+    pair.session(B).acknowledge(id);
+    assert!(pair.session(B).has_frames());
+}
+
+#[test]
+fn nothing_is_acknowledged_behind_a_close() {
+    let mut pair = Pair::established();
+    let id = ask(&mut pair, A, MINUTE);
+    pair.session(B).acknowledge(id);
+    let now = pair.now;
+    pair.session(B).close(WireCode::Shutdown, "", now);
+    assert!(pair.session(B).poll_transmit().is_some());
+    assert_eq!(pair.session(B).poll_transmit(), None);
 }
 
 #[test]

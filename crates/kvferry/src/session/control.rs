@@ -14,6 +14,7 @@ use crate::session::service;
 use crate::session::sessions::Sessions;
 use crate::sync::{Arc, MutexGuard, Weak};
 use crate::transfer::link::{Answered, Link};
+use crate::transfer::requests::MESSAGE;
 use crate::transport::service::Directory;
 use kvferry_proto::{CloseReason, PeerInfo, SessionEvent, SessionId, Side, Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
@@ -167,7 +168,13 @@ impl Control {
                         Some(sessions) => service::answer(&sessions, &self.link, kind, &body),
                         None => (WireCode::Shutdown, Vec::new()),
                     };
-                    self.session().respond(id, code, body);
+                    let mut session = self.session();
+                    if kind == MESSAGE && code.is_ok() {
+                        // The sender goes on without the answer.
+                        session.acknowledge(id);
+                    } else {
+                        session.respond(id, code, body);
+                    }
                 }
                 Some(SessionEvent::Response { id, code, body }) => {
                     match self.native.take_request(id) {
