@@ -8,19 +8,19 @@
 //! |---|---|---|
 //! | the consumer asks | consumer's engine | |
 //! | the producer learns of it, and says that it has | producer's control | the peer |
-//! | the consumer's message is answered | consumer's control | the peer |
+//! | the consumer takes note | consumer's control | the peer |
 //! | the block is computed: the producer announces it | producer's engine | |
-//! | the consumer begins to read, and answers | consumer's control | the peer |
-//! | the announcement is answered | producer's control | the peer |
+//! | the consumer begins to read | consumer's control | the peer |
 //! | the read is added to a thread that waits for its bytes, and asks for them | consumer's I/O | consumer's control |
 //! | the producer sends the bytes | producer's I/O | the peer |
 //! | the bytes arrive; the consumer asks for confirmation | consumer's I/O | the peer, unless it still polls |
 //! | the producer confirms and is done | producer's control | the peer |
-//! | the consumer is done, and answers | consumer's control | the peer |
-//! | the confirmation is answered | producer's control | the peer |
+//! | the consumer is done | consumer's control | the peer |
 //!
 //! So within a process one thread wakes another once, and otherwise each message wakes the thread that
-//! does what follows from it. The rank's thread only keeps the time.
+//! does what follows from it: 8 wake-ups. Each message is answered, too; an answer leaves behind the next
+//! message, or after a while with those that have waited with it, which is another wake-up on each side.
+//! The rank's thread only keeps the time.
 
 use crate::Failure;
 use crate::kept::Figures;
