@@ -35,13 +35,14 @@ struct Build {
     packing: Packing,
     content: u32,
     model: &'static str,
+    dtype: &'static str,
     limits: fn() -> Limits,
 }
 
 impl Build {
     const fn new(id: u128, tp: u32) -> Self {
         let (packing, content, limits) = (Packing::Lbhnc, CONTENT, Limits::default);
-        Self { id, tp, packing, content, model: "llama", limits }
+        Self { id, tp, packing, content, model: "llama", dtype: "bfloat16", limits }
     }
 }
 
@@ -247,7 +248,8 @@ impl RankOf {
         let memory = agent.allocate(len as usize, Access::READ).expect("memory");
         let layout = layout(memory.id(), heads, &shape, build.packing);
         let (announce, limits) = (Announce::Layers { pieces: 4, least_bytes: 0 }, (build.limits)());
-        let model = model(build.model);
+        let mut model = model(build.model);
+        model.0.insert("dtype".to_owned(), build.dtype.to_owned());
         let config = WorkerConfig { rank: rank as usize, model, announce, limits };
         let regions = std::slice::from_ref(&memory);
         let worker = Worker::start(&agent, layout.clone(), regions, config).expect("it starts");
@@ -543,17 +545,25 @@ fn the_end_of_an_expected_or_claimed_request_ends_its_handoff_on_the_other_side(
 #[test]
 fn engines_with_different_models_refuse_each_other_and_the_producer_frees_its_blocks() {
     let _bounded = bounded();
-    let p = Engine::new(Build::new(1, 2), "tcp", b"");
-    let d = Engine::new(Build { model: "mistral", ..Build::new(2, 1) }, "tcp", b"");
-    p.compute("a", 1, &blocks(8, 1), 0..32);
-    p.hold("a");
-    d.fetch_request("a", &p.address, &blocks(8, 5), 0..32);
-    let failed = d.fetched("a");
-    assert_eq!(failed[0].0, WireCode::ModelMismatch);
-    assert!(failed[0].1.contains("llama") && failed[0].1.contains("mistral"), "{failed:?}");
-    p.assert_sent("a");
-    p.assert_idle();
-    d.assert_idle();
+    let other = Build::new(2, 1);
+    // Values of 2 bytes each, so that the layouts do not differ.
+    let others = [
+        (Build { model: "mistral", ..other }, "llama", "mistral"),
+        (Build { dtype: "float16", ..other }, "bfloat16", "float16"),
+    ];
+    for (other, own, theirs) in others {
+        let p = Engine::new(Build::new(1, 2), "tcp", b"");
+        let d = Engine::new(other, "tcp", b"");
+        p.compute("a", 1, &blocks(8, 1), 0..32);
+        p.hold("a");
+        d.fetch_request("a", &p.address, &blocks(8, 5), 0..32);
+        let failed = d.fetched("a");
+        assert_eq!(failed[0].0, WireCode::ModelMismatch);
+        assert!(failed[0].1.contains(own) && failed[0].1.contains(theirs), "{failed:?}");
+        p.assert_sent("a");
+        p.assert_idle();
+        d.assert_idle();
+    }
 }
 
 #[test]

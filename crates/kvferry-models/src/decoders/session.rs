@@ -76,7 +76,7 @@ fn story(kind: u8, busy: bool, bytes: &[u8], chunk: usize) -> Story {
     // Answers whatever was asked, while the session lasts.
     for event in story.events.clone() {
         match event {
-            SessionEvent::Request { id, .. } if id % 2 == 0 => session.acknowledge(id),
+            SessionEvent::Request { id, .. } if id % 2 == 0 => session.acknowledge(id, now),
             SessionEvent::Request { id, .. } => session.respond(id, WireCode::Ok, vec![1]),
             SessionEvent::RevokeRequested { id, .. } => session.confirm_revoked(id),
             _ => {}

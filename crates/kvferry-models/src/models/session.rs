@@ -270,7 +270,7 @@ impl World<'_> {
             24..26 if !side.owed.is_empty() => {
                 let id = side.owed.remove(0);
                 let code = if script.flip() {
-                    session.acknowledge(id);
+                    session.acknowledge(id, now);
                     WireCode::Ok
                 } else {
                     self.answers += 1;

@@ -345,15 +345,20 @@ impl Session {
 
     /// When [`Session::handle_timeout`] is due; `None` for an idle session.
     pub fn next_timeout(&self) -> Option<Timestamp> {
+        let waiting = self.waits_until.filter(|_| self.outbox.has_waiting() && !self.is_closed());
+        self.next_deadline().into_iter().chain(waiting).min()
+    }
+
+    /// The next timer that fires late only if this machine was suspended.
+    fn next_deadline(&self) -> Option<Timestamp> {
         let own = match &self.state {
             State::Handshake(_) => Some(self.handshake_deadline),
             State::Established => self.heartbeat.next_timeout(),
             State::Closing { until, .. } => Some(*until),
             State::Closed => return None,
         };
-        let waiting = self.waits_until.filter(|_| self.outbox.has_waiting());
         // At most REQUESTS_MAX entries, on a connection that is not in the data path.
-        own.into_iter().chain(waiting).chain(self.requests.values().copied()).min()
+        own.into_iter().chain(self.requests.values().copied()).min()
     }
 
     /// The next frame for the socket. Frames are written in the order in which they are returned.
@@ -475,7 +480,10 @@ impl Session {
     /// Answers a request of the peer with `Ok` and no body, when it costs least: behind the next frame,
     /// with [`WAITING_MAX`] such answers, or after [`ANSWER_DELAY`]. No effect if it was answered or the
     /// session ended.
-    pub fn acknowledge(&mut self, id: u64) {
+    pub fn acknowledge(&mut self, id: u64, now: Timestamp) {
+        if !self.wake(now) {
+            return;
+        }
         let until = self.now + ANSWER_DELAY;
         match self.owed_responses.get(&id) {
             // The peer waits no longer than that.
@@ -646,7 +654,7 @@ impl Session {
     /// Advances the time and ends the session if a deadline has passed. Returns whether the
     /// session goes on.
     fn wake(&mut self, now: Timestamp) -> bool {
-        let due = self.next_timeout();
+        let due = self.next_deadline();
         self.now = self.now.max(now);
         match &self.state {
             State::Closing { until, .. } => {

@@ -21,6 +21,11 @@ fn ask(pair: &mut Pair, side: usize, budget: Duration) -> u64 {
     id
 }
 
+fn acknowledge(pair: &mut Pair, id: u64) {
+    let now = pair.now;
+    pair.session(B).acknowledge(id, now);
+}
+
 #[test]
 fn a_request_is_answered_once_in_both_directions_even_if_the_answerer_repeats_itself() {
     for side in [A, B] {
@@ -49,11 +54,10 @@ fn answers_may_come_in_any_order() {
 
 #[test]
 fn an_acknowledgement_leaves_behind_the_next_frame_or_with_others_or_after_its_delay() {
-    // The pair takes 1 ms for a frame, and the clock of a session stands still without one.
     let soon = ANSWER_DELAY / 2;
     let mut pair = Pair::established();
     let id = ask(&mut pair, A, MINUTE);
-    pair.session(B).acknowledge(id);
+    acknowledge(&mut pair, id);
     pair.run_for(soon - ms(5));
     assert_eq!(pair.take_events(A), [], "nothing else was said");
     let question = pair.ends[B].session.request(7, b"who".to_vec(), MINUTE, pair.now);
@@ -63,22 +67,35 @@ fn an_acknowledgement_leaves_behind_the_next_frame_or_with_others_or_after_its_d
 
     let ids: Vec<_> = (0..WAITING_MAX).map(|_| ask(&mut pair, A, MINUTE)).collect();
     for id in &ids[1..] {
-        pair.session(B).acknowledge(*id);
+        acknowledge(&mut pair, *id);
         assert!(!pair.session(B).has_frames());
     }
-    pair.session(B).acknowledge(ids[0]);
+    acknowledge(&mut pair, ids[0]);
     assert!(pair.session(B).has_frames());
     pair.run_for(ms(5));
     assert_eq!(pair.take_events(A).len(), WAITING_MAX);
 
     let id = ask(&mut pair, A, MINUTE);
-    pair.session(B).acknowledge(id);
-    pair.session(B).acknowledge(id);
+    acknowledge(&mut pair, id);
+    acknowledge(&mut pair, id);
     pair.run_for(ANSWER_DELAY + ms(5));
     assert_eq!(pair.take_events(A), [response(id, WireCode::Ok, b"")]);
     // One that would come too late leaves at once.
     let id = ask(&mut pair, A, ANSWER_DELAY);
-    pair.session(B).acknowledge(id);
+    acknowledge(&mut pair, id);
+    assert!(pair.session(B).has_frames());
+}
+
+#[test]
+fn an_acknowledgement_that_leaves_late_ends_no_session() {
+    let mut pair = Pair::established();
+    let id = ask(&mut pair, A, MINUTE);
+    // The session has not heard the time for a while.
+    pair.now = pair.now + MINUTE / 2;
+    acknowledge(&mut pair, id);
+    let late = pair.now + MINUTE;
+    pair.session(B).handle_timeout(late);
+    assert!(!pair.session(B).is_closed());
     assert!(pair.session(B).has_frames());
 }
 
@@ -86,7 +103,7 @@ fn an_acknowledgement_leaves_behind_the_next_frame_or_with_others_or_after_its_d
 fn nothing_is_acknowledged_behind_a_close() {
     let mut pair = Pair::established();
     let id = ask(&mut pair, A, MINUTE);
-    pair.session(B).acknowledge(id);
+    acknowledge(&mut pair, id);
     let now = pair.now;
     pair.session(B).close(WireCode::Shutdown, "", now);
     assert!(pair.session(B).poll_transmit().is_some());

@@ -6,7 +6,7 @@ use crate::error::{Error, ErrorKind};
 use crate::host::keep_control_alive;
 use crate::memory::gate::Gate;
 use crate::quota::Permit;
-use crate::reactor::{Cause, Cx, Handler, Next};
+use crate::reactor::{Cause, Cx, Handler, Next, now};
 use crate::session::accept::{Admission, refuse};
 use crate::session::connect::Attempt;
 use crate::session::native::{Native, Wrote};
@@ -171,7 +171,7 @@ impl Control {
                     let mut session = self.session();
                     if kind == MESSAGE && code.is_ok() {
                         // The sender goes on without the answer.
-                        session.acknowledge(id);
+                        session.acknowledge(id, now());
                     } else {
                         session.respond(id, code, body);
                     }
