@@ -21,14 +21,12 @@ fn tolerance(name: &str) -> (f64, u64) {
         "bytes allocated" if waits => (0.0, 128),
         "other calls" | "allocations" | "bytes allocated" => (0.0, 0),
         "instructions" => (0.01, 0),
-        // A block's bytes arrive in parts. A control thread sees two messages at once, or answers that
-        // waited.
+        // A block's bytes arrive in parts.
         "wake-ups" if name.contains("I/O threads") => (0.0, 3),
-        "wake-ups" if name.contains("control threads") => (0.0, 1),
         "wake-ups" => (0.0, 0),
         "bytes copied" => (0.5, 1024),
-        "calls that move bytes" => (0.4, 1),
-        _ => (1.0, 10),
+        "calls that move bytes" => (0.1, 1),
+        _ => (1.0, 5),
     }
 }
 
