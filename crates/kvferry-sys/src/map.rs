@@ -1,7 +1,7 @@
 //! Anonymous memory.
 
 use crate::retry_on_intr;
-use crate::shared::{TAKE_STEP, available};
+use crate::shared::{TAKE_STEP, check_available};
 use crate::span::HostSpan;
 use rustix::io::Errno;
 use rustix::mm::Advice;
@@ -49,10 +49,7 @@ impl Mapping {
     /// As [`Mapping::anonymous`]; `OutOfMemory` if the system has less memory.
     pub fn populated(len: usize) -> io::Result<Self> {
         let mapping = Self::anonymous(len)?;
-        // The kernel would kill a process, perhaps another one, rather than refuse.
-        if available().is_some_and(|available| len as u64 > available) {
-            return Err(io::ErrorKind::OutOfMemory.into());
-        }
+        check_available(len)?;
         let step = usize::try_from(TAKE_STEP).expect("it fits into an address space");
         for at in (0..len).step_by(step) {
             let size = step.min(len - at);
@@ -111,6 +108,7 @@ impl Drop for Mapping {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shared::available;
 
     /// Bytes of pages that this mapping has.
     fn taken(mapping: &Mapping) -> usize {

@@ -79,6 +79,15 @@ fn take_pages(fd: &Fd, len: u64) -> io::Result<()> {
     Ok(())
 }
 
+/// Refuses what the system can't provide: the kernel would kill a process, perhaps another one, rather
+/// than refuse.
+pub(crate) fn check_available(len: usize) -> io::Result<()> {
+    if available().is_some_and(|available| len as u64 > available) {
+        return Err(io::ErrorKind::OutOfMemory.into());
+    }
+    Ok(())
+}
+
 /// Bytes of memory that the system can provide without its out-of-memory killer, by its own
 /// estimate. Huge pages are not included.
 pub(crate) fn available() -> Option<u64> {
@@ -134,11 +143,11 @@ impl Shared {
         let shared = Self { fd, mapping, len, writable: true, huge };
         match pages {
             Pages::Lazy => {}
-            // The kernel would kill a process, perhaps another one, rather than refuse.
-            Pages::Taken if available().is_some_and(|available| len as u64 > available) => {
-                return Err(io::ErrorKind::OutOfMemory.into());
+            Pages::Taken => {
+                check_available(len)?;
+                take_pages(&shared.fd, mapped as u64)?;
             }
-            Pages::Taken | Pages::Huge => take_pages(&shared.fd, mapped as u64)?,
+            Pages::Huge => take_pages(&shared.fd, mapped as u64)?,
         }
         rustix::fs::fcntl_add_seals(&shared.fd, SealFlags::SHRINK | SealFlags::GROW)?;
         Ok(shared)
