@@ -46,7 +46,8 @@ impl Mapping {
     /// As [`Mapping::anonymous`], and takes the pages now, where the kernel can (Linux 5.14).
     ///
     /// # Errors
-    /// As [`Mapping::anonymous`]; `OutOfMemory` if the system has less memory.
+    /// As [`Mapping::anonymous`]; `OutOfMemory` if the system has less memory than 64 MiB or more
+    /// that are asked for.
     pub fn populated(len: usize) -> io::Result<Self> {
         let mapping = Self::anonymous(len)?;
         check_available(len)?;
