@@ -114,6 +114,33 @@ impl Fd {
     }
 }
 
+/// Tracks a descriptor that another value owns.
+#[derive(Debug)]
+pub(crate) struct Tracked {
+    fd: RawFd,
+    forks: u32,
+}
+
+impl Tracked {
+    pub(crate) fn new(fd: RawFd) -> Self {
+        open().insert(fd);
+        Self { fd, forks: forks() }
+    }
+
+    /// Closes the descriptor, by dropping its owner.
+    pub(crate) fn close(self, close: impl FnOnce()) {
+        let mut open = open();
+        open.remove(&self.fd);
+        // As for `Fd`: a fork in between must not see a number that is free again.
+        close();
+    }
+
+    /// Whether this process was forked after the descriptor was made.
+    pub(crate) fn was_forked(&self) -> bool {
+        forked_since(self.forks)
+    }
+}
+
 impl AsFd for Fd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_ref().expect("only drop takes the descriptor").as_fd()

@@ -8,6 +8,7 @@
 pub mod alive;
 pub mod clock;
 pub mod fd;
+pub mod file;
 pub mod map;
 pub mod net;
 pub mod poll;
@@ -19,6 +20,7 @@ pub mod socket;
 pub mod span;
 pub mod thread;
 pub mod unix;
+pub mod uring;
 pub mod vectors;
 pub mod vendor;
 

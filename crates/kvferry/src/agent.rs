@@ -267,6 +267,10 @@ impl Agent {
         &self.0.core
     }
 
+    pub(crate) fn services(&self) -> &Services {
+        self.0.sessions.services()
+    }
+
     #[cfg(test)]
     pub(crate) fn sessions(&self) -> &Arc<Sessions> {
         &self.0.sessions

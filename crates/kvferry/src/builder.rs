@@ -4,6 +4,7 @@ use crate::agent::Agent;
 use crate::config::{Checksum, Config, empty_secret};
 use crate::error::Result;
 use crate::transport::Transports;
+use crate::transport::file::FileEngine;
 use kvferry_proto::Secret;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -22,6 +23,7 @@ pub struct AgentBuilder {
     io_threads: Option<usize>,
     streams_per_peer: Option<usize>,
     checksum: Option<Checksum>,
+    file_engine: Option<FileEngine>,
     silence: Option<Duration>,
     timeout: Option<Duration>,
     mooncake: Option<bool>,
@@ -99,6 +101,13 @@ impl AgentBuilder {
         self
     }
 
+    /// How files are read and written. Default: io_uring if the system permits it, else threads.
+    #[must_use]
+    pub fn file_engine(mut self, engine: FileEngine) -> Self {
+        self.file_engine = Some(engine);
+        self
+    }
+
     /// How long a peer may be silent during a transfer before its session ends with `PeerSilent`,
     /// 0.1 to 600 s. Default: 3 s.
     #[must_use]
@@ -149,6 +158,7 @@ impl AgentBuilder {
         config.io_threads = self.io_threads.or(config.io_threads);
         config.streams_per_peer = self.streams_per_peer.or(config.streams_per_peer);
         config.checksum = self.checksum.unwrap_or(config.checksum);
+        config.file_engine = self.file_engine.unwrap_or(config.file_engine);
         config.silence_ms = self.silence.map_or(config.silence_ms, ms);
         config.timeout_ms = self.timeout.map_or(config.timeout_ms, ms);
         config.mooncake = self.mooncake.unwrap_or(config.mooncake);

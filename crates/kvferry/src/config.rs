@@ -7,6 +7,7 @@ use crate::core::{Settings, Sizing};
 use crate::error::{Error, ErrorKind, Result};
 use crate::transfer::TransportKind;
 use crate::transport::Transports;
+use crate::transport::file::FileEngine;
 use kvferry_proto::Secret;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -57,6 +58,7 @@ impl Checksum {
 /// | `io_threads` | `KVFERRY_IO_THREADS` | half of the cores, 1 to 64 |
 /// | `streams_per_peer` | `KVFERRY_STREAMS` | 2 × I/O threads, 4 to 64 |
 /// | `checksum` | `KVFERRY_CHECKSUM` | auto |
+/// | `file_engine` | `KVFERRY_FILE_ENGINE` | auto |
 /// | `silence_ms` | `KVFERRY_SILENCE_MS` | 3000 |
 /// | `timeout_ms` | `KVFERRY_TIMEOUT_MS` | 30000 |
 /// | `mooncake` | – | false |
@@ -85,6 +87,8 @@ pub struct Config {
     pub streams_per_peer: Option<usize>,
     /// Whether payload carries checksums.
     pub checksum: Checksum,
+    /// How files are read and written.
+    pub file_engine: FileEngine,
     /// How long a peer may be silent during a transfer before its session ends, in milliseconds,
     /// 100 to 600 000.
     pub silence_ms: u64,
@@ -109,6 +113,7 @@ impl Default for Config {
             io_threads: None,
             streams_per_peer: None,
             checksum: Checksum::Auto,
+            file_engine: FileEngine::Auto,
             silence_ms: 3_000,
             timeout_ms: 30_000,
             mooncake: false,
@@ -180,6 +185,9 @@ impl Config {
         )?;
         config.io_threads = env_number("KVFERRY_IO_THREADS")?;
         config.streams_per_peer = env_number("KVFERRY_STREAMS")?;
+        if let Some(text) = env("KVFERRY_FILE_ENGINE") {
+            config.file_engine = FileEngine::parse(&text)?;
+        }
         if let Some(text) = env("KVFERRY_CHECKSUM") {
             config.checksum = Checksum::parse(&text)?;
         }

@@ -15,6 +15,7 @@
 //! | the states of a transfer | `transfer/` |
 //! | how a batch crosses TCP | `transport/tcp/` |
 //! | stock Mooncake peers | `transport/mooncake/` |
+//! | files | `transport/file/` |
 //! | the protocols themselves, without I/O | the crate `kvferry-proto` |
 
 mod address;
@@ -25,6 +26,7 @@ mod channel;
 mod config;
 mod core;
 mod error;
+mod files;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
@@ -50,6 +52,7 @@ pub use builder::AgentBuilder;
 pub use channel::{Channel, MessageHandler, Watch};
 pub use config::{CONFIG_VERSION, Checksum, Config};
 pub use error::{Error, ErrorKind, Result};
+pub use files::Files;
 pub use kvferry_proto::{Incarnation, RegionId, Secret};
 pub use kvferry_sys::HostSpan;
 pub use memory::{Access, CopyDone, DeviceMemory, Region, RemoteRegion};
@@ -58,3 +61,4 @@ pub use peer::{Peer, PeerSummary};
 pub use stats::Stats;
 pub use transfer::{Batch, Capabilities, Fence, Options, Transfer, TransferStats, TransportKind};
 pub use transport::Transports;
+pub use transport::file::{DirectIo, FileEngine, FileOptions, FileRegion};

@@ -19,6 +19,7 @@ pub(crate) mod device;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod fuzzing;
 pub(crate) mod gate;
+pub(crate) mod held;
 pub(crate) mod region;
 pub(crate) mod registry;
 pub(crate) mod remote;

@@ -372,6 +372,14 @@ impl Tables {
         self.quarantined.retain(|region| region.is_quarantined());
     }
 
+    fn next_id(&mut self) -> Result<RegionId> {
+        let id = self.next_id.checked_add(1).ok_or_else(|| {
+            Error::new(ErrorKind::TooLarge, "this agent has registered 2^32 regions; start another")
+        })?;
+        self.next_id = id;
+        Ok(RegionId(id))
+    }
+
     fn insert(
         &mut self,
         incarnation: Incarnation,
@@ -409,12 +417,9 @@ impl Tables {
                     .with("region_len", other.len));
             }
         }
-        let id = self.next_id.checked_add(1).ok_or_else(|| {
-            Error::new(ErrorKind::TooLarge, "this agent has registered 2^32 regions; start another")
-        })?;
-        self.next_id = id;
+        let id = self.next_id()?;
         let region = Arc::new(RegionInner {
-            id: RegionId(id),
+            id,
             incarnation,
             base,
             len,
@@ -425,7 +430,7 @@ impl Tables {
             copies: AtomicUsize::new(0),
             quarantine: Mutex::default(),
         });
-        self.by_id.insert(id, Arc::clone(&region));
+        self.by_id.insert(id.0, Arc::clone(&region));
         if !device {
             self.by_addr.insert(base, Arc::clone(&region));
         }
@@ -467,6 +472,11 @@ impl RegionTable {
 
     fn write(&self) -> RwLockWriteGuard<'_, Tables> {
         write(&self.0)
+    }
+
+    /// The id of a new region that is kept elsewhere.
+    pub(crate) fn next_id(&self) -> Result<RegionId> {
+        self.write().next_id()
     }
 
     pub(crate) fn insert(

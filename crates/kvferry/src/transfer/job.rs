@@ -403,6 +403,17 @@ impl Job {
         }
     }
 
+    /// A share has ended although its bytes may still move: a device does not answer. Ends the job with
+    /// the error that stopped it.
+    pub(crate) fn abandon(&self) {
+        let mut state = lock(&self.state);
+        state.shares -= 1;
+        let error = state.error.take().unwrap_or_else(|| {
+            Error::new(ErrorKind::Internal, "a transfer was abandoned without a reason")
+        });
+        self.set_outcome(state, Err(error.with_quiesced(false)));
+    }
+
     /// Records the job's request for a lane. Withdraws it if the job was stopped meanwhile.
     pub(crate) fn waits(&self, link: &Arc<Link>, request: u64) {
         let withdraw = {

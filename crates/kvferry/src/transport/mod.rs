@@ -24,39 +24,55 @@ pub(crate) mod service;
 use crate::error::{Error, Result};
 use crate::reactor::Cx;
 use crate::transfer::kind::TransportKind;
+use file::Storage;
 use kvferry_sys::socket::Socket;
 use serde::{Deserialize, Serialize};
 use service::{Dialer, Service, Start, Startup};
 use std::fmt;
 
 macro_rules! transports {
-    ($($(#[$doc:meta])* $name:ident = $module:ident::$transport:ident;)*) => {
+    (
+        to peers { $($(#[$doc:meta])* $name:ident = $module:ident::$transport:ident;)* }
+        without a peer {
+            $($(#[$own_doc:meta])* $own:ident = $own_module:ident::$own_transport:ident;)*
+        }
+    ) => {
         $(pub(crate) mod $module;)*
+        $(pub(crate) mod $own_module;)*
 
         static TABLE: &[&dyn Start] = &[$(&$module::$transport),*];
+        static WITHOUT_PEER: &[&dyn Start] = &[$(&$own_module::$own_transport),*];
 
         impl TransportKind {
             $($(#[$doc])* pub const $name: Self = $module::$transport::KIND;)*
+            $($(#[$own_doc])* pub const $own: Self = $own_module::$own_transport::KIND;)*
         }
 
         impl Transports {
-            /// Every transport this build has.
+            /// Every transport to peers that this build has.
             pub const ALL: Self = Self((1 << [$(stringify!($name)),*].len()) - 1);
         }
     };
 }
 
-// The table of transports, slowest first.
+// The table of transports, those to peers slowest first. Those without a peer need no permission.
 transports! {
-    /// kvferry's own protocol over TCP.
-    TCP = tcp::Tcp;
-    /// Copies between the memories of two processes of one host and one user.
-    LOCAL = local::Local;
-    /// Mooncake's protocol over TCP, for stock Mooncake peers.
-    MOONCAKE = mooncake::Mooncake;
+    to peers {
+        /// kvferry's own protocol over TCP.
+        TCP = tcp::Tcp;
+        /// Copies between the memories of two processes of one host and one user.
+        LOCAL = local::Local;
+        /// Mooncake's protocol over TCP, for stock Mooncake peers.
+        MOONCAKE = mooncake::Mooncake;
+    }
+    without a peer {
+        /// Between memory and files of this host.
+        FILE = file::File;
+    }
 }
 
-/// A set of permitted transports.
+/// A set of permitted transports to peers. Files are not among them: an agent that may use `tcp` only
+/// can open files.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Transports(u32);
 
@@ -115,9 +131,9 @@ impl Transports {
     }
 }
 
+/// Zero for a transport without a peer.
 fn bit(kind: TransportKind) -> u32 {
-    let at = TABLE.iter().position(|transport| transport.kind() == kind);
-    1 << at.expect("every kind is in the table")
+    TABLE.iter().position(|transport| transport.kind() == kind).map_or(0, |at| 1 << at)
 }
 
 impl fmt::Display for Transports {
@@ -154,6 +170,7 @@ pub(crate) struct Services {
     native: Vec<Box<dyn Service>>,
     /// Services with a handshake of their own.
     foreign: Vec<Box<dyn Service>>,
+    without_peer: Vec<Box<dyn Service>>,
 }
 
 impl Services {
@@ -165,7 +182,15 @@ impl Services {
             let services = if transport.is_native() { &mut native } else { &mut foreign };
             services.push(transport.start(cx)?);
         }
-        Ok(Self { allowed, native, foreign })
+        let without_peer = WITHOUT_PEER.iter().map(|transport| transport.start(cx));
+        let without_peer = without_peer.collect::<Result<_>>()?;
+        Ok(Self { allowed, native, foreign, without_peer })
+    }
+
+    /// The agent's files.
+    pub(crate) fn storage(&self) -> &Storage {
+        let storage = self.without_peer.iter().find_map(|service| service.storage());
+        storage.expect("files are in the table")
     }
 
     fn all(&self) -> impl Iterator<Item = &dyn Service> {

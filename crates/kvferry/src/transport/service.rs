@@ -7,6 +7,7 @@ use crate::reactor::Cx;
 use crate::sync::Arc;
 use crate::transfer::kind::Transport;
 use crate::transfer::link::Link;
+use crate::transport::file::Storage;
 use kvferry_proto::{StreamHello, WireCode};
 use kvferry_sys::socket::Socket;
 use std::net::SocketAddr;
@@ -60,6 +61,11 @@ pub(crate) trait Service: Send + Sync {
     /// only for transports that use kvferry's own sessions.
     fn attach(&self, _link: &Arc<Link>, attached: Attached) {
         attached(None);
+    }
+
+    /// The agent's files, if this is the transport of files.
+    fn storage(&self) -> Option<&Storage> {
+        None
     }
 
     /// The transport's own handshake, if it has one.

@@ -1,0 +1,246 @@
+//! Files that are read and written at offsets.
+
+use crate::fd::Fd;
+use crate::retry_on_intr;
+use crate::span::HostSpan;
+use rustix::fs::{AtFlags, FallocateFlags, FileType, Mode, OFlags, StatxFlags};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
+
+/// Bytes of a page: what the kernel's page cache reads and writes at once.
+pub const PAGE: u64 = 4096;
+
+/// How a file is opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct How {
+    /// Readable.
+    pub read: bool,
+    /// Writable.
+    pub write: bool,
+    /// Made if it does not exist, with mode 0600.
+    pub create: bool,
+    /// Past the page cache (`O_DIRECT`).
+    pub direct: bool,
+}
+
+/// What has to be aligned for access past the page cache; each a power of two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Alignment {
+    /// Addresses in memory.
+    pub memory: u64,
+    /// Offsets in the file, and lengths.
+    pub offset: u64,
+}
+
+/// An open file. Closed in a forked child.
+#[derive(Debug)]
+pub struct File(Fd);
+
+impl File {
+    /// Opens a file.
+    ///
+    /// # Errors
+    /// The kernel's error; `EINVAL` if the file system has no access past the page cache.
+    pub fn open(path: &Path, how: How) -> io::Result<Self> {
+        let mut flags = match (how.read, how.write) {
+            (_, false) => OFlags::RDONLY,
+            (false, true) => OFlags::WRONLY,
+            (true, true) => OFlags::RDWR,
+        };
+        flags |= OFlags::CLOEXEC;
+        flags.set(OFlags::CREATE, how.create);
+        flags.set(OFlags::DIRECT, how.direct);
+        let fd = retry_on_intr(|| Ok(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?))?;
+        Ok(Self(Fd::new(fd)))
+    }
+
+    /// Takes an open file.
+    pub fn from_fd(fd: OwnedFd) -> Self {
+        Self(Fd::new(fd))
+    }
+
+    /// Opens the same file once more, past the page cache.
+    ///
+    /// # Errors
+    /// As [`File::open`]; also if `/proc` is not mounted.
+    pub fn reopen_direct(&self, read: bool, write: bool) -> io::Result<Self> {
+        let path = format!("/proc/self/fd/{}", self.0.as_raw_fd());
+        Self::open(Path::new(&path), How { read, write, create: false, direct: true })
+    }
+
+    /// Bytes of the file; `None` if it is neither a regular file nor a block device.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn len(&self) -> io::Result<Option<u64>> {
+        let stat = rustix::fs::fstat(&self.0)?;
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile => Ok(u64::try_from(stat.st_size).ok()),
+            FileType::BlockDevice => {
+                let end = rustix::fs::seek(&self.0, rustix::fs::SeekFrom::End(0))?;
+                Ok(Some(end))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Whether reads and writes are allowed, by how the file was opened.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn access(&self) -> io::Result<(bool, bool)> {
+        let mode = rustix::fs::fcntl_getfl(&self.0)? & OFlags::RWMODE;
+        Ok((mode != OFlags::WRONLY, mode == OFlags::WRONLY || mode == OFlags::RDWR))
+    }
+
+    /// Makes the file at least `len` bytes long and has its file system reserve the blocks. A file
+    /// system that can't reserve blocks only gets the length.
+    ///
+    /// # Errors
+    /// The kernel's error, such as `ENOSPC`.
+    pub fn reserve(&self, len: u64) -> io::Result<()> {
+        let reserved =
+            retry_on_intr(|| Ok(rustix::fs::fallocate(&self.0, FallocateFlags::empty(), 0, len)?));
+        match reserved {
+            Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) => {
+                if self.len()?.is_some_and(|now| now < len) {
+                    retry_on_intr(|| Ok(rustix::fs::ftruncate(&self.0, len)?))?;
+                }
+                Ok(())
+            }
+            reserved => reserved,
+        }
+    }
+
+    /// Waits until what was written is on the device, with what is needed to read it again.
+    ///
+    /// # Errors
+    /// The kernel's error. What was written before may be lost then, and a second call may say otherwise.
+    pub fn sync_data(&self) -> io::Result<()> {
+        retry_on_intr(|| Ok(rustix::fs::fdatasync(&self.0)?))
+    }
+
+    /// What a file that was opened past the page cache needs to be aligned; a page where the kernel does
+    /// not say (before Linux 6.1).
+    pub fn alignment(&self) -> Alignment {
+        let page = Alignment { memory: PAGE, offset: PAGE };
+        let asked = rustix::fs::statx(&self.0, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
+        let Ok(stat) = asked else { return page };
+        let (memory, offset) = (stat.stx_dio_mem_align.into(), stat.stx_dio_offset_align.into());
+        let has_answer = stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0;
+        let is_sane = |n: u64| n.is_power_of_two() && n <= 1 << 20;
+        if has_answer && is_sane(memory) && is_sane(offset) {
+            Alignment { memory, offset }
+        } else {
+            page
+        }
+    }
+
+    /// Reads up to `span.len()` bytes at `offset` into the span. 0 at the end of the file.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn read_at(&self, span: HostSpan, offset: u64) -> io::Result<usize> {
+        let at = position(offset)?;
+        retry_on_intr(|| {
+            // SAFETY: the span is valid for writes of its length, as its maker promised.
+            let moved =
+                unsafe { libc::pread(self.0.as_raw_fd(), span.as_ptr().cast(), span.len(), at) };
+            crate::check(moved)
+        })
+    }
+
+    /// Writes up to `span.len()` bytes of the span at `offset`.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn write_at(&self, span: HostSpan, offset: u64) -> io::Result<usize> {
+        let at = position(offset)?;
+        retry_on_intr(|| {
+            // SAFETY: the span is valid for reads of its length, as its maker promised.
+            let moved =
+                unsafe { libc::pwrite(self.0.as_raw_fd(), span.as_ptr().cast(), span.len(), at) };
+            crate::check(moved)
+        })
+    }
+}
+
+impl AsFd for File {
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl AsRawFd for File {
+    fn as_raw_fd(&self) -> std::os::fd::RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+fn position(offset: u64) -> io::Result<libc::off_t> {
+    libc::off_t::try_from(offset).map_err(|_| {
+        io::Error::new(io::ErrorKind::InvalidInput, "an offset in a file is at most 2^63 - 1")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::map::Mapping;
+
+    fn how() -> How {
+        How { read: true, write: true, create: true, direct: false }
+    }
+
+    fn temporary(name: &str) -> std::path::PathBuf {
+        std::env::temp_dir().join(format!("kvferry-sys-{}-{name}", std::process::id()))
+    }
+
+    #[test]
+    fn bytes_that_were_written_at_an_offset_are_read_there() {
+        let path = temporary("offset");
+        let file = File::open(&path, how()).expect("a file");
+        let memory = Mapping::anonymous(8192).expect("memory");
+        memory.span(0, 5).copy_from(b"block");
+        assert_eq!(file.write_at(memory.span(0, 5), 10_000).expect("space"), 5);
+        assert_eq!(file.len().expect("a file"), Some(10_005));
+        assert_eq!(file.read_at(memory.span(4096, 64), 10_000).expect("a file"), 5, "to its end");
+        let mut back = [0; 5];
+        memory.span(4096, 5).copy_to(&mut back);
+        assert_eq!(&back, b"block");
+        assert_eq!(file.read_at(memory.span(0, 64), 20_000).expect("a file"), 0, "behind its end");
+        file.sync_data().expect("a file system");
+        std::fs::remove_file(&path).expect("made above");
+    }
+
+    #[test]
+    fn a_reserved_file_has_its_length_and_is_not_shortened() {
+        let path = temporary("reserved");
+        let file = File::open(&path, how()).expect("a file");
+        file.reserve(100_000).expect("space");
+        file.reserve(10).expect("space");
+        assert_eq!(file.len().expect("a file"), Some(100_000));
+        assert_eq!(file.access().expect("open"), (true, true));
+        std::fs::remove_file(&path).expect("made above");
+    }
+
+    #[test]
+    fn alignment_is_a_power_of_two() {
+        let path = temporary("alignment");
+        let file = File::open(&path, how()).expect("a file");
+        let alignment = file.alignment();
+        assert!(alignment.memory.is_power_of_two() && alignment.offset.is_power_of_two());
+        std::fs::remove_file(&path).expect("made above");
+    }
+
+    #[test]
+    fn an_offset_beyond_the_kernels_is_refused() {
+        let path = temporary("beyond");
+        let file = File::open(&path, how()).expect("a file");
+        let memory = Mapping::anonymous(1).expect("memory");
+        let e = file.read_at(memory.span(0, 1), u64::MAX).expect_err("no such offset");
+        assert_eq!(e.kind(), io::ErrorKind::InvalidInput);
+        std::fs::remove_file(&path).expect("made above");
+    }
+}

@@ -1,0 +1,187 @@
+//! [`Files`]: moving bytes between this agent's memory and files of its host.
+
+use crate::agent::Agent;
+use crate::core::Core;
+use crate::error::{Error, ErrorKind, Result};
+use crate::transfer::batch::Batch;
+use crate::transfer::drive;
+use crate::transfer::job::{Job, Op, TransferStats};
+use crate::transfer::{Options, Transfer};
+use crate::transport::file::{FileOptions, FileRegion, Storage};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+
+impl Agent {
+    /// Opens a range of a file as a region that batches can name as their remote side. Blocks as long as
+    /// the file system does.
+    ///
+    /// ```
+    /// use kvferry::{Access, Agent, Batch, FileOptions, Options};
+    ///
+    /// let agent = Agent::builder().name("offload").start()?;
+    /// let pool = agent.allocate(1 << 20, Access::NONE)?;
+    /// # let folder = std::env::temp_dir().join(format!("kvferry-doc-{}", std::process::id()));
+    /// # std::fs::create_dir_all(&folder).expect("a folder for temporary files");
+    /// let file = agent.open_file(folder.join("kv"), &FileOptions::create(1 << 20))?;
+    ///
+    /// // Two blocks of 64 KiB to the file, and one of them back to another place.
+    /// let mut offload = Batch::new();
+    /// offload.push(&pool, 0, &file.remote(), 0, 65_536)?;
+    /// offload.push(&pool, 524_288, &file.remote(), 65_536, 65_536)?;
+    /// agent.files().write(&offload, &Options::default())?;
+    ///
+    /// let mut onboard = Batch::new();
+    /// onboard.push(&pool, 131_072, &file.remote(), 65_536, 65_536)?;
+    /// agent.files().read(&onboard, &Options::default())?;
+    /// agent.close_file(&file)?;
+    /// # std::fs::remove_dir_all(&folder).expect("made above");
+    /// # Ok::<(), kvferry::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `Io` with the file's path; `InvalidArgument` for an empty range; `OutOfBounds` if a range to be
+    /// read reaches beyond the file's end; `Unsupported` if the settings ask for io_uring and the system
+    /// does not permit it.
+    pub fn open_file(&self, path: impl AsRef<Path>, options: &FileOptions) -> Result<FileRegion> {
+        let (storage, id) = self.storage()?;
+        storage.shared.table.open((self.core().incarnation, id), path.as_ref(), options)
+    }
+
+    /// As [`Agent::open_file`], for a descriptor, which the agent takes: a file without a name, or a
+    /// device.
+    ///
+    /// # Errors
+    /// As [`Agent::open_file`]; `AccessDenied` if the descriptor was opened for less.
+    pub fn register_file(&self, fd: OwnedFd, options: &FileOptions) -> Result<FileRegion> {
+        let (storage, id) = self.storage()?;
+        storage.shared.table.adopt((self.core().incarnation, id), fd, options)
+    }
+
+    /// Closes a file region: later transfers refuse it. Transfers that have begun keep the file open
+    /// until they end.
+    ///
+    /// # Errors
+    /// `NotRegistered` if the region is not open at this agent.
+    pub fn close_file(&self, file: &FileRegion) -> Result<()> {
+        self.core().check()?;
+        self.services().storage().shared.table.close(file)
+    }
+
+    /// The agent's files.
+    pub fn files(&self) -> Files {
+        Files { agent: self.clone() }
+    }
+
+    /// The files of the agent, ready to be used, and the id of a new region.
+    fn storage(&self) -> Result<(&Storage, kvferry_proto::RegionId)> {
+        self.core().check()?;
+        let storage = self.services().storage();
+        storage.shared.engine.choose()?;
+        Ok((storage, self.core().memory.regions.next_id()?))
+    }
+}
+
+/// The files of an agent. Clones are the same. All methods may be called from any thread.
+///
+/// The remote side of a batch names file regions of the same agent ([`FileRegion::remote`]), the local
+/// side its host memory. A batch may name several files. Pairs are moved in any order.
+///
+/// Bytes that were written are there for every reader of the file once the transfer is done. They are on
+/// the device after [`FileRegion::sync`].
+#[derive(Clone, Debug)]
+pub struct Files {
+    agent: Agent,
+}
+
+impl Files {
+    /// Writes memory to files (offload). Blocks; the calling thread does the work that does not wait for
+    /// a device.
+    ///
+    /// After it returns, kvferry does not read the memory, unless [`Error::quiesced`] is `Some(false)`:
+    /// the device did not answer in time, and unregistering the memory waits for it.
+    ///
+    /// # Errors
+    /// `Io` with the file, the offset and the number of the pair: a full disk, a device's error, the
+    /// file's end. `OutOfBounds`, `AccessDenied`, `NotRegistered`, `Revoked`, `StaleIncarnation`;
+    /// `Unsupported` for device memory and with a notification. `Deadline`, `Interrupted`. After an
+    /// error, some of the bytes may be in the file.
+    pub fn write(&self, batch: &Batch, options: &Options<'_>) -> Result<TransferStats> {
+        self.blocking(Op::Write, batch, options)
+    }
+
+    /// Reads files into memory (onboard). Blocks, as [`Files::write`].
+    ///
+    /// # Errors
+    /// As [`Files::write`].
+    pub fn read(&self, batch: &Batch, options: &Options<'_>) -> Result<TransferStats> {
+        self.blocking(Op::Read, batch, options)
+    }
+
+    /// Like [`Files::write`], but returns at once. An error is the outcome of the transfer.
+    pub fn write_async(&self, batch: &Batch, options: &Options<'_>) -> Transfer {
+        self.asynchronous(Op::Write, batch, options)
+    }
+
+    /// Like [`Files::read`], but returns at once. An error is the outcome of the transfer.
+    pub fn read_async(&self, batch: &Batch, options: &Options<'_>) -> Transfer {
+        self.asynchronous(Op::Read, batch, options)
+    }
+
+    /// How files are read and written: `uring`, or `posix` and the reason why it is not `uring`. `None`
+    /// before the first file was opened. Text for people.
+    pub fn engine(&self) -> Option<String> {
+        self.agent.services().storage().shared.engine.text().map(str::to_owned)
+    }
+
+    fn core(&self) -> &Arc<Core> {
+        self.agent.core()
+    }
+
+    fn job(&self, op: Op, batch: &Batch, options: &Options<'_>) -> Arc<Job> {
+        let timeout = options.timeout.unwrap_or(self.core().settings.timeout);
+        Arc::new(Job::new(Arc::clone(self.core()), op, batch.clone(), None, timeout, None))
+    }
+
+    /// Refuses what can be refused before anything is read or written.
+    fn check(&self, batch: &Batch, options: &Options<'_>) -> Result<()> {
+        self.core().check()?;
+        if options.notify.is_some() {
+            let what = "nobody is behind a file who could be notified";
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        match batch.incarnation {
+            Some(named) if named != self.core().incarnation => Err(Error::new(
+                ErrorKind::StaleIncarnation,
+                "the batch names regions of another agent, or of an earlier one",
+            )
+            .with("named", named)),
+            _ => Ok(()),
+        }
+    }
+
+    fn blocking(&self, op: Op, batch: &Batch, options: &Options<'_>) -> Result<TransferStats> {
+        self.check(batch, options)?;
+        let job = self.job(op, batch, options);
+        if batch.is_empty() {
+            job.finish(Ok(nothing()));
+            return Ok(nothing());
+        }
+        let link = &self.agent.services().storage().link;
+        drive::run(&job, link, options.interrupt)
+    }
+
+    fn asynchronous(&self, op: Op, batch: &Batch, options: &Options<'_>) -> Transfer {
+        let job = self.job(op, batch, options);
+        match self.check(batch, options) {
+            Err(e) => job.finish(Err(e)),
+            Ok(()) if batch.is_empty() => job.finish(Ok(nothing())),
+            Ok(()) => drive::submit(&job, &self.agent.services().storage().link),
+        }
+        Transfer(job)
+    }
+}
+
+fn nothing() -> TransferStats {
+    TransferStats { bytes: 0, descriptors: 0, streams: 0, transport: None }
+}

@@ -1,0 +1,192 @@
+//! The two engines, and the queues of operations that they give.
+
+use super::posix::{Pool, PoolQueue};
+use crate::error::{Error, Result};
+use crate::memory::held::Held;
+use crate::sync::{Arc, Mutex, OnceLock, lock};
+use kvferry_sys::file::File;
+use kvferry_sys::span::HostSpan;
+use kvferry_sys::uring::{Ring, Way};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+
+/// Operations under way in one queue, at most.
+const DEPTH: usize = 64;
+/// Queues that are kept for the next transfers. Each takes some ten KiB.
+const IDLE_QUEUES: usize = 16;
+
+/// How files are read and written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FileEngine {
+    /// io_uring if the system permits it, else threads.
+    #[default]
+    Auto,
+    /// io_uring: opening a file fails where the system does not permit it.
+    Uring,
+    /// Threads that call `pread` and `pwrite`.
+    Posix,
+}
+
+impl FileEngine {
+    pub(crate) fn parse(text: &str) -> Result<Self> {
+        match text.to_ascii_lowercase().as_str() {
+            "auto" | "" => Ok(Self::Auto),
+            "uring" | "io_uring" => Ok(Self::Uring),
+            "posix" => Ok(Self::Posix),
+            _ => Err(Error::invalid("the file engine must be auto, uring or posix")
+                .with("value", text)),
+        }
+    }
+}
+
+/// One read or write of a contiguous range. Holds all that it needs.
+pub(super) struct Operation {
+    pub(super) way: Way,
+    pub(super) file: Arc<File>,
+    /// In the file, not in the region.
+    pub(super) offset: u64,
+    pub(super) span: HostSpan,
+    pub(super) _held: Held,
+    /// The pair of the batch.
+    pub(super) pair: usize,
+}
+
+/// Operations under way. One share uses it at a time.
+///
+/// Device memory that an engine can reach, as GPUDirect Storage can, would be another kind of memory of
+/// an [`Operation`], and its engine another implementation of this.
+pub(super) trait Queue: Send {
+    /// Operations that were pushed and not returned by [`Queue::completed`].
+    fn in_flight(&self) -> usize;
+
+    fn is_full(&self) -> bool {
+        self.in_flight() >= DEPTH
+    }
+
+    /// Adds an operation; the caller has looked whether the queue is full.
+    fn push(&mut self, operation: Operation);
+
+    /// Starts what was pushed.
+    fn submit(&mut self) -> io::Result<()>;
+
+    /// Takes an operation that has ended, and the bytes it moved.
+    fn completed(&mut self) -> Option<(Operation, io::Result<usize>)>;
+
+    /// Readable while there are completions.
+    fn fd(&self) -> BorrowedFd<'_>;
+}
+
+impl Queue for Ring<Operation> {
+    fn in_flight(&self) -> usize {
+        self.in_flight()
+    }
+
+    fn push(&mut self, operation: Operation) {
+        let (file, span) = (Arc::clone(&operation.file), operation.span);
+        self.push(&file, operation.way, operation.offset, span, operation);
+    }
+
+    fn submit(&mut self) -> io::Result<()> {
+        self.submit()
+    }
+
+    fn completed(&mut self) -> Option<(Operation, io::Result<usize>)> {
+        self.completed()
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.as_fd()
+    }
+}
+
+/// The engine of an agent; chosen when the first file is opened.
+pub(crate) struct Engine {
+    asked: FileEngine,
+    chosen: OnceLock<Chosen>,
+    idle: Mutex<Vec<Box<dyn Queue>>>,
+}
+
+struct Chosen {
+    /// The threads, if io_uring is not used.
+    pool: Option<Arc<Pool>>,
+    /// The engine, and why it is not io_uring.
+    text: String,
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine").field("asked", &self.asked).finish_non_exhaustive()
+    }
+}
+
+impl Engine {
+    pub(super) fn new(asked: FileEngine) -> Self {
+        Self { asked, chosen: OnceLock::new(), idle: Mutex::default() }
+    }
+
+    /// Chooses the engine, at the first call.
+    pub(crate) fn choose(&self) -> Result<()> {
+        if self.chosen.get().is_some() {
+            return Ok(());
+        }
+        let ring = match self.asked {
+            FileEngine::Posix => Err("posix: as the setting file_engine says".to_owned()),
+            _ => Ring::<Operation>::new(DEPTH).map_err(|e| {
+                let hint = match e.kind() {
+                    io::ErrorKind::PermissionDenied => {
+                        "; a container's seccomp profile or kernel.io_uring_disabled forbids it"
+                    }
+                    _ => "",
+                };
+                format!("posix: io_uring can't be used: {e}{hint}")
+            }),
+        };
+        let chosen = match ring {
+            Ok(ring) => {
+                self.put(Box::new(ring));
+                Chosen { pool: None, text: "uring".to_owned() }
+            }
+            Err(why) if self.asked == FileEngine::Uring => {
+                return Err(Error::new(
+                    crate::error::ErrorKind::Unsupported,
+                    "io_uring can't be used; set the file engine to posix or auto",
+                )
+                .with("reason", why));
+            }
+            Err(text) => Chosen { pool: Some(Arc::new(Pool::new())), text },
+        };
+        tracing::info!(engine = chosen.text, "files");
+        let _ = self.chosen.set(chosen);
+        Ok(())
+    }
+
+    /// The engine's name, and why it is not io_uring; `None` before a file was opened.
+    pub(crate) fn text(&self) -> Option<&str> {
+        self.chosen.get().map(|chosen| chosen.text.as_str())
+    }
+
+    /// A queue without operations.
+    pub(super) fn take(&self) -> Result<Box<dyn Queue>> {
+        self.choose()?;
+        if let Some(queue) = lock(&self.idle).pop() {
+            return Ok(queue);
+        }
+        let pool = self.chosen.get().and_then(|chosen| chosen.pool.as_ref());
+        let made: io::Result<Box<dyn Queue>> = match pool {
+            Some(pool) => PoolQueue::new(pool).map(|queue| Box::new(queue) as _),
+            None => Ring::<Operation>::new(DEPTH).map(|ring| Box::new(ring) as _),
+        };
+        made.map_err(|e| Error::io("a queue for files can't be made", e))
+    }
+
+    /// Keeps a queue without operations for the next transfer.
+    pub(super) fn put(&self, queue: Box<dyn Queue>) {
+        let mut idle = lock(&self.idle);
+        if idle.len() < IDLE_QUEUES {
+            idle.push(queue);
+        }
+    }
+}

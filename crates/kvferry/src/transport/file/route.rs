@@ -1,0 +1,56 @@
+//! The only route of the files' link.
+
+use super::share::{FileShare, Targets};
+use super::{File, Shared};
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::Arc;
+use crate::transfer::drive::{background, drive};
+use crate::transfer::job::{Frames, Job};
+use crate::transfer::kind::Transport;
+use crate::transfer::link::{Link, Offered, Route};
+use crate::transfer::slot::Interrupt;
+use smallvec::SmallVec;
+
+pub(super) struct FileRoute(pub(super) Arc<Shared>);
+
+impl FileRoute {
+    fn share(&self, link: &Arc<Link>, job: &Arc<Job>) -> Result<FileShare> {
+        if !job.batch.local.all_host() {
+            let what =
+                "device memory can't be moved to or from a file; copy it to host memory first";
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        let targets = Targets::of(&job.batch, job.op, &self.0)?;
+        let share = FileShare::new(&self.0, link, job, targets)?;
+        job.start_shares(1, File::KIND, Frames::Messages);
+        Ok(share)
+    }
+}
+
+impl Route for FileRoute {
+    fn transport(&self) -> &'static dyn Transport {
+        &File
+    }
+
+    fn run(&self, link: &Arc<Link>, job: &Arc<Job>, interrupt: Interrupt<'_>) -> Offered {
+        match self.share(link, job) {
+            Ok(share) => {
+                link.begin();
+                drive(job, link, &[], interrupt, |_| SmallVec::from_iter([share]));
+                link.finish();
+                Offered::Taken
+            }
+            Err(e) => Offered::Refused(e),
+        }
+    }
+
+    fn submit(&self, link: &Arc<Link>, job: &Arc<Job>) -> Offered {
+        match self.share(link, job) {
+            Ok(share) => {
+                background(job, link, None, |_, _| {}, |_| share);
+                Offered::Taken
+            }
+            Err(e) => Offered::Refused(e),
+        }
+    }
+}

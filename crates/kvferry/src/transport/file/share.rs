@@ -1,0 +1,475 @@
+//! One transfer between memory and files: keeps a queue full of operations until all have ended.
+
+use super::engine::{Operation, Queue};
+use super::region::FileInner;
+use super::Shared;
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::cursor::Position;
+use crate::memory::gate::Gate;
+use crate::memory::held::{Held, NotHeld};
+use crate::reactor::{Cause, Cx, Handler, Next};
+use crate::sync::Arc;
+use crate::transfer::batch::{Batch, Frame};
+use crate::transfer::drive::{Drive, Progress, STEP_BYTES};
+use crate::transfer::job::{Job, Op};
+use crate::transfer::link::Link;
+use kvferry_proto::{Limits, RegionId, Timestamp};
+use kvferry_sys::poll::Interest;
+use kvferry_sys::uring::Way;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+/// Bytes of one operation at most. An operation can't be stopped.
+const OPERATION_BYTES_MAX: u64 = 1 << 20;
+/// How long a stopped transfer whose deadline has passed waits for the device.
+const DEVICE_GRACE: Duration = Duration::from_millis(20);
+
+/// The file regions of a batch.
+pub(super) struct Targets {
+    files: Vec<Arc<FileInner>>,
+    /// For each pair, its file; empty if there is one file only.
+    of_pair: Vec<u32>,
+}
+
+impl Targets {
+    /// Looks up all file regions that a batch names.
+    pub(super) fn of(batch: &Batch, op: Op, shared: &Shared) -> Result<Self> {
+        let mut targets = Self { files: Vec::new(), of_pair: Vec::new() };
+        let mut known: Vec<RegionId> = Vec::new();
+        for (pair, (part, piece)) in batch.remote.iter().zip(&batch.local.pieces).enumerate() {
+            let index = match known.iter().rposition(|id| *id == part.region) {
+                Some(index) => index,
+                None => {
+                    let file = shared.table.get(part.region).ok_or_else(|| {
+                        let what = "the batch names a file region that is not open";
+                        let error = Error::new(ErrorKind::NotRegistered, what);
+                        error.with("region", part.region).with("pair", pair)
+                    })?;
+                    if known.len() == 1 {
+                        targets.of_pair = vec![0; pair];
+                    }
+                    known.push(part.region);
+                    targets.files.push(file);
+                    known.len() - 1
+                }
+            };
+            let checked = targets.files[index].check(part.offset, piece.len, op == Op::Write);
+            checked.map_err(|e| e.with("pair", pair))?;
+            if known.len() > 1 {
+                let index = u32::try_from(index).expect("fewer files than pairs");
+                targets.of_pair.push(index);
+            }
+        }
+        Ok(targets)
+    }
+
+    fn get(&self, pair: usize) -> &FileInner {
+        let index = self.of_pair.get(pair).copied().unwrap_or_default();
+        &self.files[index as usize]
+    }
+}
+
+pub(super) struct FileShare {
+    shared: Arc<Shared>,
+    link: Arc<Link>,
+    job: Arc<Job>,
+    targets: Targets,
+    gate: Arc<Gate>,
+    limits: Limits,
+    /// Kept until the share is dropped: the descriptor that its driver waits for.
+    queue: Option<Box<dyn Queue>>,
+    /// All frames so far; they are complete when the last operation is.
+    frames: Vec<Frame>,
+    /// The next byte of the last frame without an operation, and how many there are.
+    at: Position,
+    left: u64,
+    /// What is left of operations that moved a part.
+    rest: Vec<Operation>,
+    stopped_at: Option<Timestamp>,
+    has_ended: bool,
+}
+
+impl FileShare {
+    pub(super) fn new(
+        shared: &Arc<Shared>,
+        link: &Arc<Link>,
+        job: &Arc<Job>,
+        targets: Targets,
+    ) -> Result<Self> {
+        Ok(Self {
+            queue: Some(shared.engine.take()?),
+            shared: Arc::clone(shared),
+            link: Arc::clone(link),
+            job: Arc::clone(job),
+            targets,
+            gate: job.core.memory.gates.gate(),
+            limits: Limits::default(),
+            frames: Vec::new(),
+            at: Position::default(),
+            left: 0,
+            rest: Vec::new(),
+            stopped_at: None,
+            has_ended: false,
+        })
+    }
+
+    fn queue(&mut self) -> &mut dyn Queue {
+        &mut **self.queue.as_mut().expect("only drop takes the queue")
+    }
+
+    /// Takes the result of an operation.
+    fn completed(&mut self, mut operation: Operation, moved: io::Result<usize>) {
+        let len = operation.span.len();
+        match moved {
+            Ok(moved) if moved == len => {}
+            Ok(0) => {
+                let (kind, what) = match operation.way {
+                    Way::Read => (io::ErrorKind::UnexpectedEof, "the file ends before the range"),
+                    Way::Write => (io::ErrorKind::WriteZero, "the file takes no more bytes"),
+                };
+                self.fail(&operation, Error::io(what, kind.into()));
+            }
+            Ok(moved) => {
+                operation.span = operation.span.split_at(moved.min(len)).1;
+                operation.offset += moved as u64;
+                self.rest.push(operation);
+            }
+            Err(e) if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {
+                self.rest.push(operation);
+            }
+            Err(e) => {
+                let what = match operation.way {
+                    Way::Read => "the file can't be read",
+                    Way::Write => "the file can't be written",
+                };
+                self.fail(&operation, Error::io(what, e));
+            }
+        }
+    }
+
+    fn fail(&self, operation: &Operation, error: Error) {
+        let path = self.targets.get(operation.pair).path();
+        let error = error.with("file", path.display()).with("offset", operation.offset);
+        self.job.fail(error.with("len", operation.span.len()).with("pair", operation.pair));
+    }
+
+    /// The next operation; `None` if all were made or the job is stopped.
+    fn next(&mut self) -> Result<Option<Operation>> {
+        if self.job.is_stopped() {
+            return Ok(None);
+        }
+        if let Some(operation) = self.rest.pop() {
+            return Ok(Some(operation));
+        }
+        if self.left == 0 {
+            let Some(frame) = self.job.next_frame(&self.limits) else { return Ok(None) };
+            (self.at, self.left) = (frame.at, frame.bytes);
+            self.frames.push(frame);
+        }
+        let (at, batch) = (self.at, &self.job.batch);
+        let (piece, part) = (&batch.local.pieces[at.piece], &batch.remote[at.piece]);
+        let len = (piece.len - at.within).min(self.left);
+        let base = batch.local.regions.get(piece.region as usize).map_or(0, |r| r.base as u64);
+        let memory = base.wrapping_add(piece.offset + at.within);
+        let file = self.targets.get(at.piece);
+        let target = file.target(part.offset + at.within, len, memory, OPERATION_BYTES_MAX);
+        let size = usize::try_from(target.len).expect("at most OPERATION_BYTES_MAX");
+        let (held, span) = Held::new(&batch.local, &self.gate, at, size).map_err(|e| {
+            let error = match e {
+                NotHeld::Unregistered => {
+                    Error::new(ErrorKind::Revoked, "the local region was unregistered")
+                }
+                NotHeld::Unsupported => Error::new(
+                    ErrorKind::Unsupported,
+                    "device memory can't be moved to or from a file; copy it to host memory first",
+                ),
+            };
+            error.with("pair", at.piece)
+        })?;
+        self.at.advance_within(piece, target.len);
+        self.left -= target.len;
+        Ok(Some(Operation {
+            way: if self.job.op == Op::Write { Way::Write } else { Way::Read },
+            file: target.file,
+            offset: target.offset,
+            span,
+            _held: held,
+            pair: at.piece,
+        }))
+    }
+
+    /// Fills the queue, up to the bytes of one step. True if there was room for more.
+    fn fill(&mut self) -> bool {
+        let mut budget = STEP_BYTES;
+        while budget > 0 && !self.queue().is_full() {
+            match self.next() {
+                Ok(Some(operation)) => {
+                    budget = budget.saturating_sub(operation.span.len());
+                    self.queue().push(operation);
+                }
+                Ok(None) => break,
+                Err(e) => self.job.fail(e),
+            }
+        }
+        if let Err(e) = self.queue().submit() {
+            self.job.fail(Error::io("operations on files can't be started", e));
+        }
+        budget == 0
+    }
+
+    /// Ends the share of a stopped job once the device has stopped.
+    fn stop(&mut self, now: Timestamp) -> Progress {
+        self.rest.clear();
+        if self.queue().in_flight() == 0 {
+            return self.end();
+        }
+        let stopped_at = *self.stopped_at.get_or_insert(now);
+        if now >= self.job.deadline && now.saturating_since(stopped_at) >= DEVICE_GRACE {
+            // The operations keep their memory until the device answers.
+            self.has_ended = true;
+            self.job.abandon();
+            return Progress::Done;
+        }
+        Progress::Wait(Interest::Read)
+    }
+
+    fn end(&mut self) -> Progress {
+        self.has_ended = true;
+        self.job.share_ended(&self.link, None);
+        Progress::Done
+    }
+}
+
+impl Drive for FileShare {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.queue.as_ref().map(|queue| queue.fd())
+    }
+
+    fn progress(&mut self, now: Timestamp) -> Progress {
+        if self.has_ended {
+            return Progress::Done;
+        }
+        while let Some((operation, moved)) = self.queue().completed() {
+            self.completed(operation, moved);
+        }
+        if self.job.core.is_closed() {
+            self.job.stop(Error::shutdown());
+        }
+        let has_more = !self.job.is_stopped() && self.fill();
+        if self.job.is_stopped() {
+            return self.stop(now);
+        }
+        if has_more {
+            return Progress::Again;
+        }
+        if self.queue().in_flight() > 0 {
+            return Progress::Wait(Interest::Read);
+        }
+        for frame in &self.frames {
+            let note = self.job.acknowledged(frame);
+            debug_assert!(note.is_none(), "refused before the transfer began");
+        }
+        self.end()
+    }
+}
+
+impl Drop for FileShare {
+    fn drop(&mut self) {
+        let Some(mut queue) = self.queue.take() else { return };
+        // Operations end without the share; the loop does not wait for them.
+        while queue.completed().is_some() {}
+        if queue.in_flight() == 0 {
+            self.shared.engine.put(queue);
+        } else if !self.job.core.is_closed() {
+            let control = &self.job.core.threads.control;
+            control.add(control.token(), Box::new(Leftover(queue)));
+        }
+    }
+}
+
+/// The queue of a transfer that has ended before its operations.
+struct Leftover(Box<dyn Queue>);
+
+impl Handler for Leftover {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.0.fd())
+    }
+
+    fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+        while self.0.completed().is_some() {}
+        match self.0.in_flight() {
+            0 => Next::Close,
+            _ => Next::Wait { interest: Interest::Read, deadline: None },
+        }
+    }
+}
+
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Access, Agent, FileOptions, Options};
+    use kvferry_sys::poll::EventFd;
+    use std::collections::VecDeque;
+    use std::sync::Mutex;
+    use std::thread;
+    use std::time::Instant;
+
+    /// A queue whose operations end when the test says so, with the result that it says.
+    #[derive(Clone)]
+    struct Scripted(Arc<Script>);
+
+    struct Script {
+        pushed: Mutex<VecDeque<Operation>>,
+        ended: Mutex<VecDeque<(Operation, io::Result<usize>)>>,
+        event: EventFd,
+    }
+
+    impl Scripted {
+        fn new() -> Self {
+            let event = EventFd::new().expect("a descriptor");
+            Self(Arc::new(Script { pushed: Mutex::default(), ended: Mutex::default(), event }))
+        }
+
+        /// Ends the operation that was pushed first; false if there is none.
+        fn end_one(&self, result: impl FnOnce(&Operation) -> io::Result<usize>) -> bool {
+            let Some(operation) = self.0.pushed.lock().expect("no panic").pop_front() else {
+                return false;
+            };
+            let result = result(&operation);
+            self.0.ended.lock().expect("no panic").push_back((operation, result));
+            self.0.event.signal();
+            true
+        }
+    }
+
+    impl Queue for Scripted {
+        fn in_flight(&self) -> usize {
+            let pushed = self.0.pushed.lock().expect("no panic").len();
+            pushed + self.0.ended.lock().expect("no panic").len()
+        }
+
+        fn push(&mut self, operation: Operation) {
+            self.0.pushed.lock().expect("no panic").push_back(operation);
+        }
+
+        fn submit(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn completed(&mut self) -> Option<(Operation, io::Result<usize>)> {
+            let mut ended = self.0.ended.lock().expect("no panic");
+            if ended.is_empty() {
+                self.0.event.clear();
+            }
+            ended.pop_front()
+        }
+
+        fn fd(&self) -> BorrowedFd<'_> {
+            use std::os::fd::AsFd;
+            self.0.event.as_fd()
+        }
+    }
+
+    struct Rig {
+        agent: Agent,
+        queue: Scripted,
+        memory: crate::Region,
+        file: crate::FileRegion,
+        batch: Batch,
+    }
+
+    /// A batch of 100 000 bytes that the scripted queue moves.
+    fn rig(name: &str) -> Rig {
+        let agent = Agent::builder().name(name).start().expect("an agent");
+        let path = std::env::temp_dir().join(format!("kvferry-{}-{name}", std::process::id()));
+        let file = agent.open_file(&path, &FileOptions::create(100_000)).expect("a file");
+        std::fs::remove_file(&path).expect("made above");
+        let memory = agent.allocate_private(100_000, Access::NONE).expect("memory");
+        let mut batch = Batch::new();
+        batch.push(&memory, 0, &file.remote(), 0, 100_000).expect("inside");
+        let queue = Scripted::new();
+        agent.services().storage().shared.engine.put(Box::new(queue.clone()));
+        Rig { agent, queue, memory, file, batch }
+    }
+
+    fn within(timeout: Duration) -> Options<'static> {
+        Options { timeout: Some(timeout), ..Options::default() }
+    }
+
+    #[test]
+    fn a_device_that_does_not_answer_ends_the_transfer_in_time_and_keeps_the_memory() {
+        let rig = rig("silent");
+        let timeout = Duration::from_millis(100);
+        let began = Instant::now();
+        let transfer = rig.agent.files().read_async(&rig.batch, &within(timeout));
+        let e = transfer.wait(Duration::from_secs(30)).expect("it ends").expect_err("no answer");
+        assert_eq!((e.kind(), e.quiesced()), (ErrorKind::Deadline, Some(false)), "{e}");
+        assert!(began.elapsed() >= timeout);
+        let (agent, memory) = (rig.agent.clone(), rig.memory.clone());
+        let unregistering = thread::spawn(move || agent.unregister(&memory));
+        thread::sleep(Duration::from_millis(50));
+        assert!(!unregistering.is_finished(), "the device may still write to the memory");
+        while rig.queue.end_one(|operation| Ok(operation.span.len())) {}
+        unregistering.join().expect("no panic").expect("registered");
+        assert_eq!(rig.agent.stats().transfers_unconfirmed, 1);
+        rig.agent.shutdown();
+    }
+
+    #[test]
+    fn a_part_that_was_moved_is_followed_by_the_rest() {
+        let rig = rig("parts");
+        let transfer = rig.agent.files().write_async(&rig.batch, &within(Duration::from_secs(30)));
+        let mut moved: Vec<(u64, usize)> = Vec::new();
+        let mut calls = 0;
+        while transfer.outcome().is_none() {
+            let ended = rig.queue.end_one(|operation| {
+                calls += 1;
+                let len = operation.span.len();
+                match calls % 3 {
+                    0 => Err(io::ErrorKind::Interrupted.into()),
+                    _ => {
+                        let part = len.div_ceil(3).max(1000).min(len);
+                        moved.push((operation.offset, part));
+                        Ok(part)
+                    }
+                }
+            });
+            if !ended {
+                thread::sleep(Duration::from_micros(100));
+            }
+        }
+        transfer.outcome().expect("seen above").expect("all moved");
+        moved.sort_unstable();
+        let mut at = 0;
+        for (offset, len) in moved {
+            assert_eq!(offset, at, "each byte once");
+            at += len as u64;
+        }
+        assert_eq!(at, 100_000);
+        rig.agent.shutdown();
+    }
+
+    #[test]
+    fn one_failure_is_the_outcome_once_all_other_operations_have_ended() {
+        let rig = rig("failure");
+        let transfer = rig.agent.files().write_async(&rig.batch, &within(Duration::from_secs(30)));
+        let mut first = true;
+        let give_up = Instant::now() + Duration::from_secs(30);
+        while transfer.outcome().is_none() {
+            assert!(Instant::now() < give_up, "it does not end");
+            rig.queue.end_one(|operation| match std::mem::take(&mut first) {
+                true => Err(io::Error::from_raw_os_error(5)),
+                false => Ok(operation.span.len()),
+            });
+            thread::sleep(Duration::from_micros(100));
+        }
+        let e = transfer.outcome().expect("seen above").expect_err("the device failed");
+        assert_eq!((e.kind(), e.quiesced()), (ErrorKind::Io, Some(true)), "{e}");
+        assert_eq!(e.context("file"), Some(&*rig.file.path().display().to_string()));
+        assert_eq!(rig.queue.in_flight(), 0);
+        rig.agent.unregister(&rig.memory).expect("nothing uses it");
+        rig.agent.shutdown();
+    }
+}

@@ -1,0 +1,444 @@
+//! Batches between memory and files: each sentence with io_uring and with threads.
+
+use kvferry::{
+    Access, Agent, Batch, DirectIo, ErrorKind, FileEngine, FileOptions, FileRegion, Notification,
+    Options, Region, TransportKind,
+};
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+const KIB: u64 = 1024;
+const MIB: u64 = 1024 * KIB;
+
+/// An agent, and a folder that is removed with it.
+struct Rig {
+    agent: Agent,
+    folder: PathBuf,
+}
+
+impl Rig {
+    /// `None` if the engine can't be used here.
+    fn new(engine: FileEngine) -> Option<Self> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let folder =
+            std::env::temp_dir().join(format!("kvferry-file-{}-{count}", std::process::id()));
+        fs::create_dir_all(&folder).expect("a folder for temporary files");
+        let agent = Agent::builder().name("files").file_engine(engine).start().expect("an agent");
+        let rig = Self { agent, folder };
+        match rig.agent.open_file(rig.folder.join("probe"), &FileOptions::create(1)) {
+            Ok(_) => Some(rig),
+            Err(e) if e.kind() == ErrorKind::Unsupported => {
+                println!("SKIPPED: io_uring: {e}");
+                None
+            }
+            Err(e) => panic!("a file can't be opened: {e}"),
+        }
+    }
+
+    fn memory(&self, len: u64) -> Region {
+        self.agent
+            .allocate_private(usize::try_from(len).expect("small"), Access::NONE)
+            .expect("memory")
+    }
+
+    fn file(&self, name: &str, options: &FileOptions) -> FileRegion {
+        self.agent.open_file(self.folder.join(name), options).expect("a file")
+    }
+
+    fn write(&self, batch: &Batch) -> kvferry::Result<kvferry::TransferStats> {
+        self.agent.files().write(batch, &Options::default())
+    }
+
+    fn read(&self, batch: &Batch) -> kvferry::Result<kvferry::TransferStats> {
+        self.agent.files().read(batch, &Options::default())
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        self.agent.shutdown();
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// A test for each engine.
+macro_rules! sentences {
+    ($($name:ident)*) => {
+        mod uring {
+            $(#[test] fn $name() { super::Rig::new(super::FileEngine::Uring).inspect(super::$name); })*
+        }
+        mod posix {
+            $(#[test] fn $name() {
+                super::$name(&super::Rig::new(super::FileEngine::Posix).expect("always there"));
+            })*
+        }
+    };
+}
+
+sentences! {
+    scattered_blocks_and_parts_of_blocks_land_where_they_were_aimed
+    ranges_of_any_alignment_go_past_the_page_cache_and_back
+    a_batch_may_name_several_files
+    a_batch_of_thousands_of_blocks_lands_whole
+    the_end_of_a_file_is_an_error_that_names_file_and_offset
+    a_full_device_is_an_error_and_the_next_transfer_works
+    what_is_refused_names_the_file
+    a_transfer_that_was_dropped_ends_by_itself
+    a_cancelled_transfer_ends_and_leaves_its_memory_alone
+    a_deadline_that_has_passed_ends_a_transfer
+    memory_is_unregistered_once_no_operation_uses_it
+    a_closed_file_is_refused_and_transfers_that_have_begun_end
+    threads_at_once_all_land
+    a_range_of_a_file_is_a_region
+    a_descriptor_is_a_region
+    shutdown_ends_transfers
+}
+
+fn bytes(seed: u64, len: u64) -> Vec<u8> {
+    let mut rng = fastrand::Rng::with_seed(seed);
+    (0..len).map(|_| rng.u8(..)).collect()
+}
+
+fn fill(region: &Region, seed: u64) -> Vec<u8> {
+    let bytes = bytes(seed, region.len() as u64);
+    region.write_at(0, &bytes).expect("inside");
+    bytes
+}
+
+fn content(region: &Region) -> Vec<u8> {
+    let mut bytes = vec![0; region.len()];
+    region.read_at(0, &mut bytes).expect("inside");
+    bytes
+}
+
+fn one(memory: &Region, file: &FileRegion, len: u64) -> Batch {
+    let mut batch = Batch::new();
+    batch.push(memory, 0, &file.remote(), 0, len).expect("inside");
+    batch
+}
+
+fn scattered_blocks_and_parts_of_blocks_land_where_they_were_aimed(rig: &Rig) {
+    for direct in [DirectIo::Off, DirectIo::Auto] {
+        let name = format!("scattered-{direct:?}");
+        let file = rig.file(&name, &FileOptions::create(4 * MIB).direct(direct));
+        let (from, to) = (rig.memory(4 * MIB), rig.memory(4 * MIB));
+        let source = fill(&from, 1);
+        let mut expected = vec![0; 4 << 20];
+        let (mut out, mut back) = (Batch::new(), Batch::new());
+        let mut rng = fastrand::Rng::with_seed(2);
+        for block in 0..64 {
+            // A part of each block of 64 KiB, to the place of another block.
+            let (start, len) = (rng.u64(..30_000), rng.u64(1..30_000));
+            let (near, far) = (block * 64 * KIB + start, (63 - block) * 64 * KIB + rng.u64(..1000));
+            out.push(&from, near, &file.remote(), far, len).expect("inside");
+            back.push(&to, near, &file.remote(), far, len).expect("inside");
+            let range =
+                usize::try_from(near).expect("small")..usize::try_from(near + len).expect("small");
+            expected[range.clone()].copy_from_slice(&source[range]);
+        }
+        let stats = rig.write(&out).expect("space");
+        assert_eq!((stats.bytes, stats.descriptors), (out.bytes(), 64));
+        assert_eq!(stats.transport, Some(TransportKind::FILE));
+        rig.read(&back).expect("written above");
+        assert!(content(&to) == expected, "{direct:?}");
+    }
+}
+
+fn ranges_of_any_alignment_go_past_the_page_cache_and_back(rig: &Rig) {
+    let file = rig.file("aligned", &FileOptions::create(3 * MIB));
+    println!("past the page cache: {}", file.is_direct());
+    let (from, to) = (rig.memory(3 * MIB), rig.memory(3 * MIB));
+    let source = fill(&from, 3);
+    let mut rng = fastrand::Rng::with_seed(4);
+    for round in 0..60 {
+        let len = [rng.u64(1..200), rng.u64(1..20_000), rng.u64(1..2 * MIB)][round % 3];
+        let offset = rng.u64(..MIB) & [!0, !511, !4095][rng.usize(..3)];
+        let near = rng.u64(..MIB / 2) & [!0, !3, !511, !4095][rng.usize(..4)];
+        let mut out = Batch::new();
+        out.push(&from, near, &file.remote(), offset, len).expect("inside");
+        rig.write(&out).expect("space");
+        let mut back = Batch::new();
+        back.push(&to, near, &file.remote(), offset, len).expect("inside");
+        rig.read(&back).expect("written above");
+        let range =
+            usize::try_from(near).expect("small")..usize::try_from(near + len).expect("small");
+        assert!(
+            content(&to)[range.clone()] == source[range],
+            "{len} bytes at {offset}, memory {near}"
+        );
+    }
+    // Through the page cache, the file has the same bytes.
+    let whole = one(&from, &file, 3 * MIB);
+    rig.write(&whole).expect("space");
+    assert!(fs::read(file.path()).expect("made above") == source);
+}
+
+fn a_batch_may_name_several_files(rig: &Rig) {
+    let files: Vec<_> =
+        (0..3).map(|i| rig.file(&format!("several-{i}"), &FileOptions::create(64 * KIB))).collect();
+    let memory = rig.memory(192 * KIB);
+    let source = fill(&memory, 5);
+    let mut batch = Batch::new();
+    for block in 0..48 {
+        let (file, at) = (&files[block as usize % 3], block / 3 * 4 * KIB);
+        batch.push(&memory, block * 4 * KIB, &file.remote(), at, 4 * KIB).expect("inside");
+    }
+    rig.write(&batch).expect("space");
+    for (i, file) in files.iter().enumerate() {
+        let of_file = source.chunks(4096).skip(i).step_by(3).flatten().copied();
+        assert!(fs::read(file.path()).expect("made above") == of_file.collect::<Vec<_>>());
+    }
+}
+
+fn a_batch_of_thousands_of_blocks_lands_whole(rig: &Rig) {
+    let (blocks, len) = (5000, 4 * KIB);
+    let file = rig.file("thousands", &FileOptions::create(blocks * len));
+    let (from, to) = (rig.memory(blocks * len), rig.memory(blocks * len));
+    let source = fill(&from, 6);
+    let mut order: Vec<u64> = (0..blocks).collect();
+    fastrand::Rng::with_seed(7).shuffle(&mut order);
+    let (mut out, mut back) = (Batch::new(), Batch::new());
+    for (i, at) in order.into_iter().enumerate() {
+        out.push(&from, i as u64 * len, &file.remote(), at * len, len).expect("inside");
+        back.push(&to, i as u64 * len, &file.remote(), at * len, len).expect("inside");
+    }
+    let files = rig.agent.files();
+    files.write_async(&out, &Options::default()).wait(None).expect("no limit").expect("space");
+    files.read_async(&back, &Options::default()).wait(None).expect("no limit").expect("written");
+    assert!(content(&to) == source);
+    assert_eq!(rig.agent.stats().transfers_in_flight, 0);
+}
+
+fn the_end_of_a_file_is_an_error_that_names_file_and_offset(rig: &Rig) {
+    let file = rig.file("short", &FileOptions::create(MIB));
+    fs::OpenOptions::new()
+        .write(true)
+        .open(file.path())
+        .expect("made")
+        .set_len(100_000)
+        .expect("shorter");
+    let memory = rig.memory(MIB);
+    let e = rig.read(&one(&memory, &file, MIB)).expect_err("the file is shorter");
+    assert_eq!((e.kind(), e.quiesced()), (ErrorKind::Io, Some(true)), "{e}");
+    assert_eq!(e.context("file"), Some(&*file.path().display().to_string()));
+    assert!(
+        e.context("offset").is_some_and(|at| at.parse::<u64>().is_ok_and(|at| at >= 100_000)),
+        "{e}"
+    );
+    assert!(e.to_string().contains("the file ends before the range"), "{e}");
+}
+
+fn a_full_device_is_an_error_and_the_next_transfer_works(rig: &Rig) {
+    let full = fs::OpenOptions::new().read(true).write(true).open("/dev/full").expect("a Linux");
+    let options = FileOptions::read_write().range(0, MIB);
+    let full = rig.agent.register_file(full.into(), &options).expect("a device");
+    let memory = rig.memory(MIB);
+    let e = rig.write(&one(&memory, &full, MIB)).expect_err("it is full");
+    assert_eq!((e.kind(), e.context("pair")), (ErrorKind::Io, Some("0")), "{e}");
+    assert!(e.to_string().contains("No space left"), "{e}");
+    let file = rig.file("after", &FileOptions::create(MIB));
+    rig.write(&one(&memory, &file, MIB)).expect("space");
+}
+
+fn what_is_refused_names_the_file(rig: &Rig) {
+    let path = rig.folder.join("refused");
+    let missing = rig.agent.open_file(&path, &FileOptions::read_only()).expect_err("not there");
+    assert_eq!(missing.kind(), ErrorKind::Io);
+    assert_eq!(missing.context("file"), Some(&*path.display().to_string()));
+    fs::write(&path, b"").expect("a file");
+    let empty = rig.agent.open_file(&path, &FileOptions::read_only()).expect_err("empty");
+    assert_eq!(empty.kind(), ErrorKind::InvalidArgument, "{empty}");
+    fs::write(&path, bytes(8, 8192)).expect("a file");
+    let beyond = FileOptions::read_only().range(4096, 4097);
+    let beyond = rig.agent.open_file(&path, &beyond).expect_err("beyond the end");
+    assert_eq!(beyond.kind(), ErrorKind::OutOfBounds, "{beyond}");
+
+    let (memory, file) = (rig.memory(8192), rig.file("refused", &FileOptions::read_only()));
+    let e = rig.write(&one(&memory, &file, 8192)).expect_err("read-only");
+    assert_eq!(e.kind(), ErrorKind::AccessDenied, "{e}");
+    assert_eq!(e.context("file"), Some(&*path.display().to_string()));
+    let beyond = Batch::new().push(&memory, 0, &file.remote(), 1, 8192).expect_err("beyond");
+    assert_eq!(beyond.kind(), ErrorKind::OutOfBounds, "{beyond}");
+
+    let notify = Some(Notification::new("name", "text"));
+    let options = Options { notify, ..Options::default() };
+    let e = rig.agent.files().read(&one(&memory, &file, 8), &options).expect_err("nobody there");
+    assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
+
+    let other = Agent::builder().name("other").start().expect("an agent");
+    let e =
+        other.files().read(&one(&memory, &file, 8), &Options::default()).expect_err("not its own");
+    assert_eq!(e.kind(), ErrorKind::StaleIncarnation, "{e}");
+    let mut batch = Batch::new();
+    batch.push(&memory, 0, &memory.remote(), 0, 8).expect("inside");
+    let e = rig.read(&batch).expect_err("memory is no file");
+    assert_eq!(e.kind(), ErrorKind::NotRegistered, "{e}");
+    assert_eq!(rig.read(&Batch::new()).expect("nothing to do").bytes, 0);
+}
+
+fn a_transfer_that_was_dropped_ends_by_itself(rig: &Rig) {
+    let file = rig.file("dropped", &FileOptions::create(16 * MIB));
+    let memory = rig.memory(16 * MIB);
+    let source = fill(&memory, 9);
+    drop(rig.agent.files().write_async(&one(&memory, &file, 16 * MIB), &Options::default()));
+    let give_up = Instant::now() + Duration::from_secs(30);
+    while rig.agent.stats().transfers_done == 0 {
+        assert!(Instant::now() < give_up, "it does not end");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(fs::read(file.path()).expect("made above") == source);
+}
+
+fn a_cancelled_transfer_ends_and_leaves_its_memory_alone(rig: &Rig) {
+    let file = rig.file("cancelled", &FileOptions::create(32 * MIB));
+    let memory = rig.memory(32 * MIB);
+    rig.write(&one(&memory, &file, 32 * MIB)).expect("space");
+    let mut cancelled = 0;
+    for delay in [0, 0, 50, 200, 500, 1000, 2000, 5000, 20_000] {
+        let transfer =
+            rig.agent.files().read_async(&one(&memory, &file, 32 * MIB), &Options::default());
+        std::thread::sleep(Duration::from_micros(delay));
+        transfer.cancel();
+        let outcome = transfer.wait(Duration::from_secs(30)).expect("it ends");
+        if let Err(e) = &outcome {
+            assert_eq!((e.kind(), e.quiesced()), (ErrorKind::Cancelled, Some(true)), "{e}");
+            cancelled += 1;
+        }
+        memory.write_at(0, &vec![0xaa; 32 << 20]).expect("inside");
+        std::thread::sleep(Duration::from_millis(2));
+        assert!(content(&memory).iter().all(|byte| *byte == 0xaa), "after {outcome:?}");
+    }
+    assert!(cancelled > 0, "none was cancelled before it was done");
+}
+
+fn a_deadline_that_has_passed_ends_a_transfer(rig: &Rig) {
+    let file = rig.file("late", &FileOptions::create(32 * MIB));
+    let memory = rig.memory(32 * MIB);
+    let options = Options { timeout: Some(Duration::ZERO), ..Options::default() };
+    for blocking in [true, false] {
+        let batch = one(&memory, &file, 32 * MIB);
+        let e = match blocking {
+            true => rig.agent.files().write(&batch, &options),
+            false => {
+                let transfer = rig.agent.files().write_async(&batch, &options);
+                transfer.wait(Duration::from_secs(30)).expect("it ends")
+            }
+        };
+        assert_eq!(e.expect_err("no time").kind(), ErrorKind::Deadline);
+    }
+    let asked = AtomicBool::new(false);
+    let interrupt = || {
+        asked.store(true, Ordering::SeqCst);
+        true
+    };
+    let options = Options { interrupt: Some(&interrupt), ..Options::default() };
+    // Fast enough, or interrupted: both are right.
+    if let Err(e) = rig.agent.files().write(&one(&memory, &file, 32 * MIB), &options) {
+        assert_eq!(e.kind(), ErrorKind::Interrupted, "{e}");
+        assert!(asked.load(Ordering::SeqCst));
+    }
+}
+
+fn memory_is_unregistered_once_no_operation_uses_it(rig: &Rig) {
+    let file = rig.file("unregistered", &FileOptions::create(32 * MIB));
+    for delay in [0, 100, 1000, 3000] {
+        let memory = rig.memory(32 * MIB);
+        let transfer =
+            rig.agent.files().read_async(&one(&memory, &file, 32 * MIB), &Options::default());
+        std::thread::sleep(Duration::from_micros(delay));
+        rig.agent.unregister(&memory).expect("registered");
+        // The handle keeps the memory mapped, so that a late byte would be seen.
+        let outcome = transfer.wait(Duration::from_secs(30)).expect("it ends");
+        if let Err(e) = outcome {
+            assert_eq!(e.kind(), ErrorKind::Revoked, "{e}");
+        }
+    }
+}
+
+fn a_closed_file_is_refused_and_transfers_that_have_begun_end(rig: &Rig) {
+    let file = rig.file("closed", &FileOptions::create(8 * MIB));
+    let memory = rig.memory(8 * MIB);
+    let transfer =
+        rig.agent.files().write_async(&one(&memory, &file, 8 * MIB), &Options::default());
+    rig.agent.close_file(&file).expect("open");
+    transfer.wait(Duration::from_secs(30)).expect("it ends").expect("it had begun");
+    let e = rig.write(&one(&memory, &file, 8)).expect_err("closed");
+    assert_eq!((e.kind(), e.context("pair")), (ErrorKind::NotRegistered, Some("0")), "{e}");
+    assert_eq!(rig.agent.close_file(&file).expect_err("closed").kind(), ErrorKind::NotRegistered);
+}
+
+fn threads_at_once_all_land(rig: &Rig) {
+    let file = rig.file("threads", &FileOptions::create(32 * MIB));
+    std::thread::scope(|scope| {
+        for thread in 0..8 {
+            let file = &file;
+            scope.spawn(move || {
+                let (from, to) = (rig.memory(4 * MIB), rig.memory(4 * MIB));
+                for round in 0..4 {
+                    let source = fill(&from, thread * 16 + round);
+                    let (mut out, mut back) = (Batch::new(), Batch::new());
+                    for block in 0..64 {
+                        let (near, far) = (block * 64 * KIB, (thread * 64 + 63 - block) * 64 * KIB);
+                        out.push(&from, near, &file.remote(), far, 64 * KIB).expect("inside");
+                        back.push(&to, near, &file.remote(), far, 64 * KIB).expect("inside");
+                    }
+                    rig.write(&out).expect("space");
+                    rig.read(&back).expect("written");
+                    assert!(content(&to) == source, "thread {thread}, round {round}");
+                }
+            });
+        }
+    });
+}
+
+fn a_range_of_a_file_is_a_region(rig: &Rig) {
+    let path = rig.folder.join("range");
+    let source = bytes(10, 100_000);
+    fs::write(&path, &source).expect("a file");
+    let file = rig.file("range", &FileOptions::read_only().range(5000, 50_000));
+    assert_eq!((file.len(), file.path()), (50_000, &*path));
+    let memory = rig.memory(50_000);
+    rig.read(&one(&memory, &file, 50_000)).expect("inside");
+    assert!(content(&memory) == source[5000..55_000]);
+}
+
+fn a_descriptor_is_a_region(rig: &Rig) {
+    let path = rig.folder.join("descriptor");
+    fs::write(&path, bytes(11, 8192)).expect("a file");
+    let read_only: OwnedFd = fs::File::open(&path).expect("made above").into();
+    let e = rig.agent.register_file(read_only, &FileOptions::read_write()).expect_err("read-only");
+    assert_eq!(e.kind(), ErrorKind::AccessDenied, "{e}");
+    let both = fs::OpenOptions::new().read(true).write(true).open(&path).expect("made above");
+    fs::remove_file(&path).expect("made above");
+    let file = rig.agent.register_file(both.into(), &FileOptions::read_write()).expect("open");
+    let (from, to) = (rig.memory(8192), rig.memory(8192));
+    let source = fill(&from, 12);
+    rig.write(&one(&from, &file, 8192)).expect("space");
+    file.sync().expect("a file system");
+    rig.read(&one(&to, &file, 8192)).expect("written");
+    assert!(content(&to) == source, "a file without a name");
+}
+
+fn shutdown_ends_transfers(rig: &Rig) {
+    let file = rig.file("shutdown", &FileOptions::create(32 * MIB));
+    let memory = rig.memory(32 * MIB);
+    let transfers: Vec<_> = (0..4)
+        .map(|_| rig.agent.files().write_async(&one(&memory, &file, 32 * MIB), &Options::default()))
+        .collect();
+    let late = one(&memory, &file, 8);
+    rig.agent.shutdown();
+    for transfer in transfers {
+        let outcome = transfer.wait(Duration::from_secs(30)).expect("it ends");
+        if let Err(e) = outcome {
+            assert_eq!(e.kind(), ErrorKind::Shutdown, "{e}");
+        }
+    }
+    let e = rig.write(&late).expect_err("shut down");
+    assert_eq!(e.kind(), ErrorKind::Shutdown, "{e}");
+    let e = rig.agent.open_file(file.path(), &FileOptions::read_only()).expect_err("shut down");
+    assert_eq!(e.kind(), ErrorKind::Shutdown, "{e}");
+}
