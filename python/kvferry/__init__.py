@@ -51,6 +51,8 @@ from kvferry._errors import (
 from kvferry._kvferry import (
     Agent,
     Batch,
+    FileRegion,
+    Files,
     Notification,
     Peer,
     PeerSummary,
@@ -73,6 +75,8 @@ __all__ = [
     "ChecksumError",
     "DeadlineError",
     "Error",
+    "FileRegion",
+    "Files",
     "ForkedError",
     "InternalError",
     "InterruptedError",

@@ -1,6 +1,8 @@
 """The native module. Import its classes from `kvferry` and `kvferry.mooncake`."""
 
 from collections.abc import Generator, Sequence
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, SupportsIndex, TypeAlias, final, overload
 
@@ -9,6 +11,8 @@ from typing_extensions import Buffer
 __all__ = [
     "Agent",
     "Batch",
+    "FileRegion",
+    "Files",
     "MooncakeEngine",
     "Notification",
     "Peer",
@@ -27,6 +31,8 @@ __all__ = [
 __version__: Final[str]
 
 _Access: TypeAlias = Literal["rw", "r", "w", "none"]
+# Past the page cache: where the file system can, never, or else opening fails.
+_Direct: TypeAlias = Literal["auto", "off", "require"]
 
 class _Array(Protocol):
     """A numpy array."""
@@ -73,6 +79,7 @@ class Agent:
         io_threads: int | None = None,
         mooncake: bool | None = None,
         ptracer_any: bool | None = None,
+        file_engine: Literal["auto", "uring", "posix"] | None = None,
     ) -> Agent: ...
     @property
     def name(self) -> str: ...
@@ -92,6 +99,27 @@ class Agent:
     def region(self, name: str) -> Region | None: ...
     def regions(self) -> list[Region]: ...
     def peer(self, address: str) -> Peer: ...
+    def open_file(
+        self,
+        path: str | PathLike[str],
+        access: Literal["r", "rw"] = "r",
+        *,
+        create: bool = False,
+        offset: int = 0,
+        nbytes: int | None = None,
+        direct: _Direct = "auto",
+    ) -> FileRegion: ...
+    def register_file(
+        self,
+        fd: int,
+        access: Literal["r", "rw"] = "r",
+        *,
+        offset: int = 0,
+        nbytes: int | None = None,
+        direct: _Direct = "auto",
+    ) -> FileRegion: ...
+    @property
+    def files(self) -> Files: ...
     def notifications(self) -> list[Notification]: ...
     def wait_notification(self, timeout: float | None = None) -> Notification | None: ...
     def notification_fd(self) -> int: ...
@@ -290,6 +318,33 @@ class TransferStats:
     def streams(self) -> int: ...
     @property
     def transport(self) -> str | None: ...
+
+@final
+class FileRegion:
+    """A range of a file of this host."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def is_direct(self) -> bool: ...
+    def remote(self) -> RemoteRegion: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
+
+@final
+class Files:
+    """The files of an agent."""
+
+    @property
+    def engine(self) -> str | None: ...
+    def write(self, batch: Batch, *, timeout: float | None = None) -> TransferStats: ...
+    def read(self, batch: Batch, *, timeout: float | None = None) -> TransferStats: ...
+    def write_async(self, batch: Batch, *, timeout: float | None = None) -> Transfer: ...
+    def read_async(self, batch: Batch, *, timeout: float | None = None) -> Transfer: ...
 
 @final
 class PeerSummary:

@@ -2,6 +2,7 @@
 
 use crate::blocking::{self, Stop, lock};
 use crate::error;
+use crate::files::{self, FileRegion, Files, Opening};
 use crate::memory::{Region, Span, parse_access};
 use crate::notification::Notification;
 use crate::peer::Peer;
@@ -11,6 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyString};
 use std::collections::HashMap;
 use std::os::fd::AsRawFd;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -142,7 +144,7 @@ impl Agent {
     #[pyo3(signature = (
         name = None, *, listen = None, advertise = None, secret = None, transports = None, checksum = None,
         silence = None, timeout = None, streams_per_peer = None, io_threads = None, mooncake = None,
-        ptracer_any = None
+        ptracer_any = None, file_engine = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
     fn new(
@@ -159,6 +161,7 @@ impl Agent {
         io_threads: Option<usize>,
         mooncake: Option<bool>,
         ptracer_any: Option<bool>,
+        file_engine: Option<&str>,
     ) -> PyResult<Self> {
         let mut config = Config::from_env().map_err(|e| error::exception(py, &e))?;
         if let Some(name) = name {
@@ -185,6 +188,9 @@ impl Agent {
         config.io_threads = io_threads.or(config.io_threads);
         config.mooncake = mooncake.unwrap_or(config.mooncake);
         config.ptracer_any = ptracer_any.unwrap_or(config.ptracer_any);
+        if let Some(engine) = file_engine {
+            config.file_engine = files::parse_engine(py, engine)?;
+        }
 
         let agent = blocking::run(py, |_| kvferry::Agent::start(config))?;
         let shared = Arc::new(Shared { agent, holds: Mutex::default(), pid: std::process::id() });
@@ -333,6 +339,47 @@ impl Agent {
             blocking::run_on_own_thread(py, move || agent.peer(&address))?
         };
         Ok(Peer::new(peer, &self.0))
+    }
+
+    /// Opens a range of a file as a region that batches can name as their remote side.
+    ///
+    /// `access` is "r" or "rw". With `create` the file is made if it does not exist, and the space for
+    /// `nbytes` bytes at `offset` is reserved. Without `nbytes` the region is the whole file. `direct`
+    /// says whether aligned ranges go past the page cache: "auto" (where the file system can), "off" or
+    /// "require".
+    #[pyo3(signature = (path, access = "r", *, create = false, offset = 0, nbytes = None, direct = "auto"))]
+    #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
+    fn open_file(
+        &self,
+        py: Python<'_>,
+        path: PathBuf,
+        access: &str,
+        create: bool,
+        offset: u64,
+        nbytes: Option<u64>,
+        direct: &str,
+    ) -> PyResult<FileRegion> {
+        files::open(py, &self.0, path, &Opening { access, create, offset, nbytes, direct })
+    }
+
+    /// As `open_file`, for an open descriptor, which is duplicated: a file without a name, or a device.
+    #[pyo3(signature = (fd, access = "r", *, offset = 0, nbytes = None, direct = "auto"))]
+    fn register_file(
+        &self,
+        py: Python<'_>,
+        fd: i32,
+        access: &str,
+        offset: u64,
+        nbytes: Option<u64>,
+        direct: &str,
+    ) -> PyResult<FileRegion> {
+        files::adopt(py, &self.0, fd, &Opening { access, create: false, offset, nbytes, direct })
+    }
+
+    /// Moves batches between this agent's memory and its file regions.
+    #[getter]
+    fn files(&self, py: Python<'_>) -> PyResult<Files> {
+        Files::of(py, &self.0)
     }
 
     /// Takes the notifications that have arrived.

@@ -18,6 +18,7 @@
 //! | `peer` | `Peer`, `PeerSummary`, `TransferStats` |
 //! | `batch` | `Batch`, and reading lists of addresses |
 //! | `transfer` | `Transfer` |
+//! | `files` | `FileRegion`, `Files` |
 //! | `notification` | `Notification` |
 //! | `connector` | `SchedulerHalf`, `WorkerHalf`: what engines' connectors are made of |
 //! | `mooncake` | `MooncakeEngine`, which `kvferry.mooncake` is made of |
@@ -28,6 +29,7 @@ mod batch;
 mod blocking;
 mod connector;
 mod error;
+mod files;
 mod log;
 mod memory;
 mod mooncake;
@@ -49,6 +51,8 @@ pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<agent::Agent>()?;
     module.add_class::<batch::Batch>()?;
+    module.add_class::<files::FileRegion>()?;
+    module.add_class::<files::Files>()?;
     module.add_class::<memory::Region>()?;
     module.add_class::<memory::RemoteRegion>()?;
     module.add_class::<notification::Notification>()?;
