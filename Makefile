@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+BENCH_FILE_ARGS ?=
 BENCH_HANDOFF_ARGS ?=
 DEMO_ARGS ?=
 E2E_ARGS ?=
@@ -23,7 +24,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-handoff bench-peers bench-vllm \
+.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-handoff bench-peers bench-vllm \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
@@ -146,6 +147,9 @@ e2e-long: build ## The longer checks on real vLLM: other models, a queue of two 
 
 bench: command-dist wheel-measured ## Measure beside the machine's own limits
 	target/dist/kvferry bench $(BENCH_ARGS)
+
+bench-file: command-dist ## Measure memory to files beside fio (apt-get install fio); fails if it is slower
+	target/dist/kvferry bench file --check $(BENCH_FILE_ARGS)
 
 bench-handoff: command-dist ## Measure what handoffs cost beyond moving their bytes; fails if it is too much
 	target/dist/kvferry bench-handoff $(BENCH_HANDOFF_ARGS)

@@ -1,7 +1,8 @@
-//! What `kvferry bench` and `kvferry bench-handoff` measure, and how figures are drawn.
+//! What `kvferry bench`, `kvferry bench file` and `kvferry bench-handoff` measure, and how figures are
+//! drawn.
 //!
 //! [`transfers`] measures reads and writes beside plain programs and other engines in the same
-//! rounds. [`handoffs`] measures what a handoff costs beyond moving its bytes. Both take options in
+//! rounds. [`files`] measures files beside fio. [`handoffs`] measures what a handoff costs beyond moving its bytes. Both take options in
 //! which every default is filled in, and return a report that knows its table, its verdicts and its
 //! JSON. [`plot`] draws. The other modules are tools that the command uses, too.
 //!
@@ -14,6 +15,7 @@
 mod blocks;
 pub mod child;
 pub mod failure;
+pub mod files;
 pub mod handoffs;
 pub mod helper;
 pub mod layer_times;
@@ -22,6 +24,7 @@ pub mod machine;
 pub mod model;
 pub mod options;
 pub mod plot;
+pub mod report;
 pub mod stats;
 pub mod table;
 pub mod transfers;

@@ -63,6 +63,23 @@ pub struct HandoffOptions {
     pub quick: bool,
 }
 
+/// What [`crate::files`] measures.
+#[derive(Debug, Clone)]
+pub struct FileBench {
+    /// Where the file is made. `None`: the folder of temporary files.
+    pub folder: Option<PathBuf>,
+    /// Bytes of the file, rounded up to 64 MiB.
+    pub bytes: u64,
+    /// Block sizes, at most 64 MiB; one at least.
+    pub sizes: Vec<u64>,
+    /// How kvferry reads and writes.
+    pub engine: kvferry::FileEngine,
+    /// `None`: 7, or 2 if `quick`.
+    pub rounds: Option<usize>,
+    /// Small and short.
+    pub quick: bool,
+}
+
 /// What is measured of handoffs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Measure {

@@ -6,11 +6,31 @@ use std::path::Path;
 use kvferry_bench::failure::Failure;
 use kvferry_bench::{handoffs, transfers};
 
-use crate::cli::{BenchArgs, BenchHandoffArgs};
+use crate::cli::{BenchArgs, BenchFileArgs, BenchHandoffArgs, BenchOf};
 use crate::files;
 use crate::output::{self, Report};
 
-pub(crate) fn transfers(args: &BenchArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
+    match &args.of {
+        None => transfers(args),
+        Some(BenchOf::File(args)) => files(args),
+    }
+}
+
+fn files(args: &BenchFileArgs) -> Result<(), Failure> {
+    args.folder.as_deref().map_or(Ok(()), kvferry_bench::files::check_folder)?;
+    let bar = output::step_bar(args.quiet);
+    let measured = kvferry_bench::files::measure(&args.options(), &bar);
+    bar.finish_and_clear();
+    let report = measured?;
+    output::show(&report, args.json)?;
+    match report.shortfall() {
+        Some(shortfall) if args.check => Err(Failure::Check(shortfall)),
+        _ => Ok(()),
+    }
+}
+
+fn transfers(args: &BenchArgs) -> Result<(), Failure> {
     if args.serve {
         return transfers::serve(args.listen);
     }
@@ -54,7 +74,7 @@ impl Report for transfers::Report {
     }
 }
 
-impl Report for handoffs::Report {
+impl Report for kvferry_bench::report::Report {
     fn text(&self) -> String {
         self.to_table()
     }

@@ -4,9 +4,11 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use kvferry::FileEngine;
 use kvferry_bench::model::{Dtype, Model};
 use kvferry_bench::options::{
-    Checksums, HandoffOptions, Measure, Op, Part, Placement, Shape, Size, Streams, TransferOptions,
+    Checksums, FileBench, HandoffOptions, Measure, Op, Part, Placement, Shape, Size, Streams,
+    TransferOptions,
 };
 use kvferry_bench::units::parse_bytes;
 use serde::{Deserialize, Serialize};
@@ -271,8 +273,10 @@ With KVFERRY_SECRET_FILE set, --serve serves only hosts with the same secret; wi
 that can connect. Its agent listens on the same address.";
 
 #[derive(Debug, Clone, Args)]
-#[command(after_long_help = BENCH_EXAMPLES)]
+#[command(after_long_help = BENCH_EXAMPLES, args_conflicts_with_subcommands = true)]
 pub(crate) struct BenchArgs {
+    #[command(subcommand)]
+    pub(crate) of: Option<BenchOf>,
     /// Be the target of a bench on another host, until interrupted
     #[arg(long, conflicts_with = "target")]
     pub(crate) serve: bool,
@@ -401,6 +405,85 @@ pub(crate) struct BenchHandoffArgs {
     /// No progress bar and no remarks
     #[arg(long, short)]
     pub(crate) quiet: bool,
+}
+
+/// Benches of other things than transfers between agents.
+#[derive(Debug, Clone, Subcommand)]
+pub(crate) enum BenchOf {
+    /// Measure memory to files and back, beside fio in the same rounds
+    File(BenchFileArgs),
+}
+
+const BENCH_FILE_EXAMPLES: &str = "\
+Examples:
+  kvferry bench file --quick                       a minute, in the folder of temporary files
+  kvferry bench file --folder /mnt/nvme --check    seven rounds on that file system, with bounds
+  kvferry bench file --sizes 2MiB --engine posix   one size, without io_uring
+
+The file is written in blocks of random order and read: through the page cache (buffered, cached), with
+an empty page cache (cold), and past it (direct). fio does the same with io_uring, registered buffers and
+files, and as many bytes under way. Without fio (apt-get install fio) nothing is judged.";
+
+/// Measure memory to files and back, beside fio in the same rounds.
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = BENCH_FILE_EXAMPLES)]
+pub(crate) struct BenchFileArgs {
+    /// Where the file is made, and removed in the end [default: the folder of temporary files]
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) folder: Option<PathBuf>,
+    /// Bytes of the file [default: 512MiB, with --quick 128MiB]
+    #[arg(long, value_parser = parse_bytes, value_name = "SIZE")]
+    pub(crate) bytes: Option<u64>,
+    /// Block sizes, up to 64 MiB
+    #[arg(long, value_delimiter = ',', value_parser = parse_bytes, value_name = "SIZE",
+          default_value = "4KiB,32KiB,256KiB,1MiB,16MiB")]
+    pub(crate) sizes: Vec<u64>,
+    /// How files are read and written
+    #[arg(long, value_enum, default_value = "auto")]
+    pub(crate) engine: Engine,
+    /// Rounds; seven or more to judge by [default: 7, with --quick 2]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(crate) rounds: Option<u32>,
+    /// Small and short
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Exit with 1 if a figure misses its bound
+    #[arg(long)]
+    pub(crate) check: bool,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// No progress bar
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
+}
+
+/// How files are read and written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Engine {
+    /// io_uring if the system permits it, else threads
+    Auto,
+    /// io_uring
+    Uring,
+    /// Threads that call pread and pwrite
+    Posix,
+}
+
+impl BenchFileArgs {
+    pub(crate) fn options(&self) -> FileBench {
+        FileBench {
+            folder: self.folder.clone(),
+            bytes: self.bytes.unwrap_or(if self.quick { 128 << 20 } else { 512 << 20 }),
+            sizes: self.sizes.clone(),
+            engine: match self.engine {
+                Engine::Auto => FileEngine::Auto,
+                Engine::Uring => FileEngine::Uring,
+                Engine::Posix => FileEngine::Posix,
+            },
+            rounds: self.rounds.map(|rounds| rounds as usize),
+            quick: self.quick,
+        }
+    }
 }
 
 impl BenchArgs {

@@ -24,7 +24,7 @@ use cli::{Cli, Command};
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Demo(args) => interruptible(|| demo::run(&args)),
-        Command::Bench(args) => interruptible(|| bench::transfers(&args)),
+        Command::Bench(args) => interruptible(|| bench::run(&args)),
         Command::BenchHandoff(args) => interruptible(|| bench::handoffs(&args)),
         Command::Doctor(args) => interruptible(|| doctor::run(&args)),
         Command::Version { json } => version::run(json),

@@ -206,6 +206,31 @@ fn a_quick_bench_of_handoffs_measures_everything_and_judges_what_has_a_bound() {
 }
 
 #[test]
+fn a_bench_of_files_verifies_what_it_moved_and_leaves_no_file() {
+    let folder = std::env::temp_dir().join(format!("kvferry-cli-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let at = folder.to_str().expect("plain letters");
+    for engine in ["auto", "posix"] {
+        let line = ["bench", "file", "--quick", "--json", "--folder", at, "--bytes", "64MiB"];
+        let output = run(&[&line[..], &["--sizes", "32KiB,2MiB", "--engine", engine]].concat());
+        assert_eq!(code(&output), Some(0), "{}", errors(&output));
+        let report = json(&output);
+        assert_eq!(report["schema"], "kvferry.bench-file/1");
+        assert_eq!(report["verified"], true);
+        let rows = report["rows"].as_array().expect("rows");
+        for what in ["buffered write 32 KiB, kvferry", "cold read 2 MiB, kvferry"] {
+            let row = rows.iter().find(|row| row["what"] == what).expect(what);
+            assert!(row["reached"]["median"].as_f64() > Some(0.0), "{row}");
+        }
+    }
+    let left: Vec<_> = std::fs::read_dir(&folder).expect("made above").collect();
+    assert!(left.is_empty(), "{left:?}");
+    std::fs::remove_dir(&folder).expect("empty");
+    let missing = run(&["bench", "file", "--folder", "/nowhere/at/all"]);
+    assert_eq!(code(&missing), Some(2), "{}", errors(&missing));
+}
+
+#[test]
 fn a_bench_moves_the_tables_of_a_model_and_of_a_trace() {
     let file = std::env::temp_dir().join(format!("kvferry-trace-{}", std::process::id()));
     let trace = "[[0, 8192, 4096], [20000, 5, 100]]\n\

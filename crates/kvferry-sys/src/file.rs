@@ -121,6 +121,24 @@ impl File {
         retry_on_intr(|| Ok(rustix::fs::fdatasync(&self.0)?))
     }
 
+    /// Drops what the page cache has of the file and needs not write. A hint.
+    pub fn forget_cached(&self) {
+        let _ = rustix::fs::fadvise(&self.0, 0, None, rustix::fs::Advice::DontNeed);
+    }
+
+    /// Reads the first `len` bytes of the file into the page cache.
+    pub fn will_need(&self, len: u64) {
+        // Not by advice, which returns before the bytes are there.
+        let mut buffer = vec![0; 1 << 20];
+        let mut at = 0;
+        while at < len {
+            match rustix::io::pread(&self.0, &mut buffer, at) {
+                Ok(0) | Err(_) => break,
+                Ok(n) => at += n as u64,
+            }
+        }
+    }
+
     /// What a file that was opened past the page cache needs to be aligned; a page where the kernel does
     /// not say (before Linux 6.1).
     pub fn alignment(&self) -> Alignment {

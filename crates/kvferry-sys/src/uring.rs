@@ -8,6 +8,7 @@
 
 use crate::fd;
 use crate::file::File;
+use crate::poll::Interest;
 use crate::retry_on_intr;
 use crate::span::HostSpan;
 use io_uring::{IoUring, Probe, opcode, types};
@@ -120,6 +121,30 @@ impl<T> Ring<T> {
         Ok(())
     }
 
+    /// Submits what was queued and waits until an operation has ended, for `timeout` at most, in one system
+    /// call. Returns early if a signal came.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn wait(&mut self, timeout: Duration) -> io::Result<()> {
+        if !self.ring.params().is_feature_ext_arg() {
+            self.submit()?;
+            return crate::poll::wait_one(self.as_fd(), Interest::Read, Some(timeout)).map(drop);
+        }
+        let timeout = types::Timespec::from(timeout);
+        let args = types::SubmitArgs::new().timespec(&timeout);
+        match self.ring.submitter().submit_with_args(1, &args) {
+            Ok(taken) => self.unsubmitted = self.unsubmitted.saturating_sub(taken),
+            // What was queued is taken before the wait, whose end by time or signal hides how many.
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ETIME | libc::EINTR)) => {
+                self.unsubmitted = self.ring.submission().len();
+            }
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY)) => {}
+            Err(e) => return Err(e),
+        }
+        Ok(())
+    }
+
     /// Takes one operation that has ended: its owner, and the bytes it moved.
     pub fn completed(&mut self) -> Option<(T, io::Result<usize>)> {
         let entry = self.ring.completion().next()?;
@@ -141,7 +166,7 @@ impl<T> Ring<T> {
             if left.is_zero() {
                 return;
             }
-            let _ = crate::poll::wait_one(self.as_fd(), crate::poll::Interest::Read, Some(left));
+            let _ = crate::poll::wait_one(self.as_fd(), Interest::Read, Some(left));
         }
     }
 }

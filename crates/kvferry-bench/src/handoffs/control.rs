@@ -12,8 +12,8 @@ use crate::stats::Spread;
 use super::exposed::{BLOCK_TOKENS, CHUNK_TOKENS, LAYERS, TOKENS};
 use super::producer::{Ask, Prefill, Producer, Used};
 use super::rank::{Build, Geometry, Rank, Ready};
-use super::report::Row;
 use super::{PIECES, Settings};
+use crate::report::Row;
 
 const KIB_MAX: f64 = 4.0;
 /// Blocks of a pool of 64 GiB, if each had 2 MiB.

@@ -32,7 +32,7 @@ use crate::stats::{Spread, quantile_of};
 
 use super::Settings;
 use super::rank::{PATIENCE, failed};
-use super::report::Row;
+use crate::report::Row;
 
 const BLOCK_TOKENS: usize = 128;
 /// The last token is computed by decode, not handed over.

@@ -16,8 +16,8 @@ use crate::stats::Spread;
 
 use super::producer::{Ask, Prefill, Producer, Used};
 use super::rank::{Build, Geometry, Rank, Ready};
-use super::report::Row;
 use super::{PIECES, Settings};
+use crate::report::Row;
 
 pub(super) const TOKENS: u32 = 8192;
 pub(super) const CHUNK_TOKENS: u32 = 2048;

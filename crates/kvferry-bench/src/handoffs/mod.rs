@@ -10,7 +10,6 @@ mod exposed;
 mod plan;
 pub(crate) mod producer;
 mod rank;
-mod report;
 mod second;
 mod step;
 
@@ -19,9 +18,10 @@ use indicatif::ProgressBar;
 
 use crate::failure::Failure;
 use crate::options::{HandoffOptions, Measure};
+use crate::report::Report;
 
-pub use report::Report;
-
+/// The form of the report's JSON.
+const SCHEMA: &str = "kvferry.bench-handoff/1";
 /// Seed of the block tables: they are the same in every run.
 const SEED: u64 = 20_240_817;
 
@@ -67,5 +67,5 @@ pub fn measure(options: &HandoffOptions, bar: &ProgressBar) -> Result<Report, Fa
         });
         settings.bar.inc(1);
     }
-    Ok(Report::new(settings.options.quick, settings.remarks, rows))
+    Ok(Report::new(SCHEMA, settings.options.quick, settings.remarks, rows))
 }

@@ -17,7 +17,7 @@ use crate::stats::{Spread, median};
 use super::Settings;
 use super::exposed::{BLOCK_TOKENS, LAYERS, TOKENS};
 use super::rank::{Geometry, failed, layout};
-use super::report::Row;
+use crate::report::Row;
 
 const PRODUCERS: u32 = 2;
 const CONSUMERS: u32 = 4;

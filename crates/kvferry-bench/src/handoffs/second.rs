@@ -8,7 +8,7 @@ use crate::units;
 use super::Settings;
 use super::exposed::{Pair, geometry};
 use super::rank::Ready;
-use super::report::Row;
+use crate::report::Row;
 
 /// Rate over `local`, of the rate over TCP.
 const LEAST: f64 = 1.0;

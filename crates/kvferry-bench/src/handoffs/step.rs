@@ -25,7 +25,7 @@ use super::Settings;
 use super::exposed::{BLOCK_TOKENS, LAYERS};
 use super::producer::{Producer, Step};
 use super::rank::{Build, Geometry, PATIENCE, Rank, Ready, failed, fetch_request, id};
-use super::report::Row;
+use crate::report::Row;
 
 const HELD: u32 = 64;
 const PREFILLED: u32 = 64;

@@ -212,14 +212,14 @@ fn io_uring(host: &Host, tries: &Tries) -> Finding {
         (Ok(()), _) => Finding::ok("io_uring", "can be set up"),
         (Err(_), Some(level @ 1..)) => {
             Finding::missing("io_uring", format!("kernel.io_uring_disabled is {level}"))
-                .fix("sysctl -w kernel.io_uring_disabled=0; only storage would use it")
+                .fix("sysctl -w kernel.io_uring_disabled=0; files are read and written by threads without it")
         }
         (Err(rustix::io::Errno::NOSYS), _) => {
             Finding::missing("io_uring", "this kernel is built without it")
-                .fix("a kernel with CONFIG_IO_URING; only storage would use it")
+                .fix("a kernel with CONFIG_IO_URING; files are read and written by threads without it")
         }
         (Err(why), _) => Finding::missing("io_uring", format!("refused: {why}")).fix(
-            "allow io_uring_setup in the container's seccomp profile; only storage would use it",
+            "allow io_uring_setup in the container's seccomp profile; files are read and written by threads without it",
         ),
     };
     let finding = finding.of("io_uring");

@@ -13,6 +13,7 @@ use crate::transfer::slot::{INTERRUPT_EVERY, Interrupt, deadline_passed, interru
 use kvferry_proto::Timestamp;
 use kvferry_sys::poll::{self, EventFd, Interest};
 use smallvec::SmallVec;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
@@ -51,6 +52,11 @@ pub(crate) enum Progress {
 pub(crate) trait Drive: Send {
     /// The descriptor that [`Progress::Wait`] waits for; it never changes.
     fn fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// Waits for its descriptor by its own means, on the caller's thread. `None`: by `poll`.
+    fn wait(&mut self, _timeout: Duration) -> Option<io::Result<()>> {
         None
     }
 
@@ -244,7 +250,7 @@ pub(crate) fn drive<S: Drive>(
             std::thread::yield_now();
         } else {
             lingering = None;
-            wait(job, &shares, wakeup.as_deref(), permit_until, interrupt.is_some());
+            wait(job, &mut shares, wakeup.as_deref(), permit_until, interrupt.is_some());
         }
         at = now();
     }
@@ -270,7 +276,7 @@ pub(crate) fn no_wake() -> Wake {
 /// Waits until a share can go on.
 fn wait<S: Drive>(
     job: &Job,
-    shares: &[Share<S>],
+    shares: &mut [Share<S>],
     wakeup: Option<&EventFd>,
     until: Option<Timestamp>,
     ask: bool,
@@ -285,21 +291,23 @@ fn wait<S: Drive>(
     if ask {
         timeout = timeout.min(INTERRUPT_EVERY);
     }
-    for share in shares {
+    for share in &*shares {
         if let Some(check) = share.drive.check_at() {
             timeout = timeout.min(check.saturating_since(at));
         }
     }
-    let result = match (shares, wakeup) {
+    let result = match (&mut *shares, wakeup) {
         ([share], None) => {
-            let (Progress::Wait(interest), Some(fd)) = (share.last, share.drive.fd()) else {
-                return;
-            };
-            poll::wait_one(fd, interest, Some(timeout)).map(drop)
+            let Progress::Wait(interest) = share.last else { return };
+            let waited = share.drive.wait(timeout);
+            waited.unwrap_or_else(|| match share.drive.fd() {
+                Some(fd) => poll::wait_one(fd, interest, Some(timeout)).map(drop),
+                None => Ok(()),
+            })
         }
-        _ => {
+        (shares, wakeup) => {
             let mut fds: Vec<(BorrowedFd<'_>, Interest)> = Vec::with_capacity(shares.len() + 1);
-            for share in shares {
+            for share in &*shares {
                 if let (Progress::Wait(interest), Some(fd)) = (share.last, share.drive.fd()) {
                     fds.push((fd, interest));
                 }

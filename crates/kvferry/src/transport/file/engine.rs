@@ -5,12 +5,14 @@ use crate::error::{Error, Result};
 use crate::memory::held::Held;
 use crate::sync::{Arc, Mutex, OnceLock, lock};
 use kvferry_sys::file::File;
+use kvferry_sys::poll::{self, Interest};
 use kvferry_sys::span::HostSpan;
 use kvferry_sys::uring::{Ring, Way};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
 
 /// Operations under way in one queue, at most.
 const DEPTH: usize = 64;
@@ -36,8 +38,10 @@ impl FileEngine {
             "auto" | "" => Ok(Self::Auto),
             "uring" | "io_uring" => Ok(Self::Uring),
             "posix" => Ok(Self::Posix),
-            _ => Err(Error::invalid("the file engine must be auto, uring or posix")
-                .with("value", text)),
+            _ => {
+                Err(Error::invalid("the file engine must be auto, uring or posix")
+                    .with("value", text))
+            }
         }
     }
 }
@@ -75,6 +79,12 @@ pub(super) trait Queue: Send {
     /// Takes an operation that has ended, and the bytes it moved.
     fn completed(&mut self) -> Option<(Operation, io::Result<usize>)>;
 
+    /// Starts what was pushed and waits until an operation has ended, for `timeout` at most.
+    fn wait(&mut self, timeout: Duration) -> io::Result<()> {
+        self.submit()?;
+        poll::wait_one(self.fd(), Interest::Read, Some(timeout)).map(drop)
+    }
+
     /// Readable while there are completions.
     fn fd(&self) -> BorrowedFd<'_>;
 }
@@ -95,6 +105,10 @@ impl Queue for Ring<Operation> {
 
     fn completed(&mut self) -> Option<(Operation, io::Result<usize>)> {
         self.completed()
+    }
+
+    fn wait(&mut self, timeout: Duration) -> io::Result<()> {
+        self.wait(timeout)
     }
 
     fn fd(&self) -> BorrowedFd<'_> {

@@ -188,13 +188,9 @@ impl Table {
         path: &Path,
         options: &FileOptions,
     ) -> Result<FileRegion> {
-        let how = How {
-            read: true,
-            write: options.write,
-            create: options.create,
-            direct: false,
-        };
-        let file = File::open(path, how).map_err(|e| failed("the file can't be opened", e, path))?;
+        let how = How { read: true, write: options.write, create: options.create, direct: false };
+        let file =
+            File::open(path, how).map_err(|e| failed("the file can't be opened", e, path))?;
         self.insert((incarnation, id), path.to_owned(), file, options)
     }
 
@@ -227,7 +223,9 @@ impl Table {
         if asked.is_some_and(|end| end.is_none_or(|end| i64::try_from(end).is_err())) {
             return Err(invalid("the range ends beyond the largest offset of a file"));
         }
-        if options.create && let Some(Some(end)) = asked {
+        if options.create
+            && let Some(Some(end)) = asked
+        {
             let reserved = file.reserve(end);
             reserved.map_err(|e| failed("the space for the file can't be reserved", e, &path))?;
         }
@@ -240,11 +238,14 @@ impl Table {
             return Err(invalid("the region has no bytes"));
         }
         if options.len.is_some() && whole.is_some_and(|whole| len > whole) && !options.write {
-            return Err(Error::new(ErrorKind::OutOfBounds, "the range reaches beyond the file's end")
-                .with("file", path.display())
-                .with("offset", options.offset)
-                .with("len", len)
-                .with("file_len", size.unwrap_or_default()));
+            return Err(Error::new(
+                ErrorKind::OutOfBounds,
+                "the range reaches beyond the file's end",
+            )
+            .with("file", path.display())
+            .with("offset", options.offset)
+            .with("len", len)
+            .with("file_len", size.unwrap_or_default()));
         }
         let direct = match options.direct {
             DirectIo::Off => None,

@@ -14,14 +14,14 @@ use smallvec::SmallVec;
 pub(super) struct FileRoute(pub(super) Arc<Shared>);
 
 impl FileRoute {
-    fn share(&self, link: &Arc<Link>, job: &Arc<Job>) -> Result<FileShare> {
+    fn share(&self, link: &Arc<Link>, job: &Arc<Job>, is_callers: bool) -> Result<FileShare> {
         if !job.batch.local.all_host() {
             let what =
                 "device memory can't be moved to or from a file; copy it to host memory first";
             return Err(Error::new(ErrorKind::Unsupported, what));
         }
         let targets = Targets::of(&job.batch, job.op, &self.0)?;
-        let share = FileShare::new(&self.0, link, job, targets)?;
+        let share = FileShare::new(&self.0, link, job, targets, is_callers)?;
         job.start_shares(1, File::KIND, Frames::Messages);
         Ok(share)
     }
@@ -33,7 +33,7 @@ impl Route for FileRoute {
     }
 
     fn run(&self, link: &Arc<Link>, job: &Arc<Job>, interrupt: Interrupt<'_>) -> Offered {
-        match self.share(link, job) {
+        match self.share(link, job, true) {
             Ok(share) => {
                 link.begin();
                 drive(job, link, &[], interrupt, |_| SmallVec::from_iter([share]));
@@ -45,7 +45,7 @@ impl Route for FileRoute {
     }
 
     fn submit(&self, link: &Arc<Link>, job: &Arc<Job>) -> Offered {
-        match self.share(link, job) {
+        match self.share(link, job, false) {
             Ok(share) => {
                 background(job, link, None, |_, _| {}, |_| share);
                 Offered::Taken

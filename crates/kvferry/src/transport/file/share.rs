@@ -1,8 +1,8 @@
 //! One transfer between memory and files: keeps a queue full of operations until all have ended.
 
+use super::Shared;
 use super::engine::{Operation, Queue};
 use super::region::FileInner;
-use super::Shared;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::cursor::Position;
 use crate::memory::gate::Gate;
@@ -77,6 +77,8 @@ pub(super) struct FileShare {
     targets: Targets,
     gate: Arc<Gate>,
     limits: Limits,
+    /// Whether the caller's thread drives the share: it starts operations when it waits, in one call.
+    is_callers: bool,
     /// Kept until the share is dropped: the descriptor that its driver waits for.
     queue: Option<Box<dyn Queue>>,
     /// All frames so far; they are complete when the last operation is.
@@ -96,8 +98,10 @@ impl FileShare {
         link: &Arc<Link>,
         job: &Arc<Job>,
         targets: Targets,
+        is_callers: bool,
     ) -> Result<Self> {
         Ok(Self {
+            is_callers,
             queue: Some(shared.engine.take()?),
             shared: Arc::clone(shared),
             link: Arc::clone(link),
@@ -135,7 +139,9 @@ impl FileShare {
                 operation.offset += moved as u64;
                 self.rest.push(operation);
             }
-            Err(e) if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {
+            Err(e)
+                if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) =>
+            {
                 self.rest.push(operation);
             }
             Err(e) => {
@@ -212,7 +218,9 @@ impl FileShare {
                 Err(e) => self.job.fail(e),
             }
         }
-        if let Err(e) = self.queue().submit() {
+        if !self.is_callers
+            && let Err(e) = self.queue().submit()
+        {
             self.job.fail(Error::io("operations on files can't be started", e));
         }
         budget == 0
@@ -231,7 +239,12 @@ impl FileShare {
             self.job.abandon();
             return Progress::Done;
         }
-        Progress::Wait(Interest::Read)
+        self.waits()
+    }
+
+    /// A caller's thread waits by the queue's own means, which also start what was pushed.
+    fn waits(&self) -> Progress {
+        Progress::Wait(if self.is_callers { Interest::None } else { Interest::Read })
     }
 
     fn end(&mut self) -> Progress {
@@ -242,6 +255,10 @@ impl FileShare {
 }
 
 impl Drive for FileShare {
+    fn wait(&mut self, timeout: Duration) -> Option<io::Result<()>> {
+        Some(self.queue().wait(timeout))
+    }
+
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.queue.as_ref().map(|queue| queue.fd())
     }
@@ -264,7 +281,7 @@ impl Drive for FileShare {
             return Progress::Again;
         }
         if self.queue().in_flight() > 0 {
-            return Progress::Wait(Interest::Read);
+            return self.waits();
         }
         for frame in &self.frames {
             let note = self.job.acknowledged(frame);
@@ -277,7 +294,8 @@ impl Drive for FileShare {
 impl Drop for FileShare {
     fn drop(&mut self) {
         let Some(mut queue) = self.queue.take() else { return };
-        // Operations end without the share; the loop does not wait for them.
+        // Operations end without the share; nothing waits for them here.
+        let _ = queue.submit();
         while queue.completed().is_some() {}
         if queue.in_flight() == 0 {
             self.shared.engine.put(queue);
@@ -304,7 +322,6 @@ impl Handler for Leftover {
         }
     }
 }
-
 
 #[cfg(test)]
 mod tests {

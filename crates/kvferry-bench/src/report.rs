@@ -9,7 +9,7 @@ use crate::{table, units};
 
 /// One figure.
 #[derive(Debug, Serialize)]
-pub(super) struct Row {
+pub(crate) struct Row {
     /// The measure.
     part: &'static str,
     /// `null` where no transport is involved.
@@ -23,7 +23,7 @@ pub(super) struct Row {
 }
 
 impl Row {
-    pub(super) fn new(
+    pub(crate) fn new(
         part: &'static str,
         what: impl Into<String>,
         unit: &'static str,
@@ -33,18 +33,18 @@ impl Row {
         Row { part, transport: None, what, unit, required: None, reached, ok: None }
     }
 
-    pub(super) fn over(mut self, transport: &str) -> Row {
+    pub(crate) fn over(mut self, transport: &str) -> Row {
         self.transport = Some(transport.to_owned());
         self
     }
 
     /// Judges the median.
-    pub(super) fn at_most(self, bound: f64) -> Row {
+    pub(crate) fn at_most(self, bound: f64) -> Row {
         self.judged(Bound::AtMost(bound))
     }
 
     /// Judges the median.
-    pub(super) fn at_least(self, bound: f64) -> Row {
+    pub(crate) fn at_least(self, bound: f64) -> Row {
         self.judged(Bound::AtLeast(bound))
     }
 
@@ -62,7 +62,7 @@ impl Row {
     }
 }
 
-/// What handoffs cost; its JSON is `kvferry.bench-handoff/1`.
+/// The figures of a bench.
 #[derive(Debug, Serialize)]
 pub struct Report {
     schema: &'static str,
@@ -78,9 +78,15 @@ pub struct Report {
 }
 
 impl Report {
-    pub(super) fn new(quick: bool, remarks: Vec<String>, rows: Vec<Row>) -> Report {
+    /// `schema` names the form of the JSON.
+    pub(crate) fn new(
+        schema: &'static str,
+        quick: bool,
+        remarks: Vec<String>,
+        rows: Vec<Row>,
+    ) -> Report {
         Report {
-            schema: "kvferry.bench-handoff/1",
+            schema,
             version: env!("CARGO_PKG_VERSION"),
             machine: Machine::here(),
             quick,
@@ -131,7 +137,7 @@ impl Report {
             text.push_str(&format!("\nnote: {remark}\n"));
         }
         let verdict = self.shortfall().unwrap_or_else(|| "all figures meet their bounds".into());
-        text.push_str(&format!("\nbytes and tokens verified; {verdict}\n"));
+        text.push_str(&format!("\nall bytes verified; {verdict}\n"));
         text
     }
 }
@@ -144,9 +150,9 @@ mod tests {
     fn a_figure_beyond_its_bound_is_named_and_one_without_a_bound_is_shown() {
         let row = |what, value| Row::new("control", what, "KiB", Spread::of(vec![value]));
         let good = vec![row("few", 4.0).over("tcp").at_most(4.0), row("shown", 9.0)];
-        assert!(Report::new(false, vec![], good).shortfall().is_none());
+        assert!(Report::new("test/1", false, vec![], good).shortfall().is_none());
         let bad = vec![row("many", 4.1).over("tcp").at_most(4.0), row("few", 1.0).at_most(4.0)];
-        let report = Report::new(false, vec!["less memory".into()], bad);
+        let report = Report::new("test/1", false, vec!["less memory".into()], bad);
         let short = report.shortfall().expect("one");
         assert_eq!(short, "1 of 2 figures miss their bounds: control, tcp: many");
         let text = report.to_table();
