@@ -24,12 +24,18 @@ use std::time::Duration;
 #[pyclass(frozen, weakref, module = "kvferry")]
 pub(crate) struct Agent(Arc<Shared>);
 
+/// A registered Python buffer.
+struct Hold {
+    region: kvferry::Region,
+    buffer: Py<PyAny>,
+}
+
 /// The core's agent, and the Python buffers that it may access.
 pub(crate) struct Shared {
     agent: kvferry::Agent,
     /// The buffers, by region id. Threads that are attached to the interpreter hold the lock for a
     /// few instructions only.
-    holds: Mutex<HashMap<u32, Py<PyAny>>>,
+    holds: Mutex<HashMap<u32, Hold>>,
     pid: u32,
 }
 
@@ -59,11 +65,11 @@ impl Shared {
     /// Releases all buffers, after the agent was shut down.
     fn release_all(&self) {
         let released = std::mem::take(&mut *lock(&self.holds));
-        if self.agent.stats().regions_quarantined == 0 {
-            drop(released);
-        } else {
-            // A process that does not answer may still write to them: never free them.
-            std::mem::forget(released);
+        for Hold { region, buffer } in released.into_values() {
+            if region.is_quarantined() {
+                // A process or a device that does not answer may still write to it: never free it.
+                std::mem::forget(buffer);
+            }
         }
     }
 }
@@ -251,6 +257,7 @@ impl Agent {
         let region = unsafe { agent.register(pointer(span.addr), span.len, access) }
             .map_err(|e| error::exception(py, &e))?;
         if let Some(hold) = span.hold {
+            let hold = Hold { region: region.clone(), buffer: hold };
             lock(&self.0.holds).insert(region.id().0, hold);
         }
         self.name_region(py, region, name)
@@ -274,6 +281,7 @@ impl Agent {
         let mut holds = lock(&self.0.holds);
         for (region, span) in regions.iter().zip(spans) {
             if let Some(hold) = span.hold {
+                let hold = Hold { region: region.clone(), buffer: hold };
                 holds.insert(region.id().0, hold);
             }
         }

@@ -114,30 +114,51 @@ impl Fd {
     }
 }
 
-/// Tracks a descriptor that another value owns.
+/// A tracked owner of a descriptor whose close may take long: of a file, or of a ring. It is closed
+/// without the lock, so a child that is forked at that moment may keep it, until it ends or runs another
+/// program.
 #[derive(Debug)]
-pub(crate) struct Tracked {
-    fd: RawFd,
+pub(crate) struct Tracked<T: AsRawFd> {
+    owner: T,
     forks: u32,
 }
 
-impl Tracked {
-    pub(crate) fn new(fd: RawFd) -> Self {
-        open().insert(fd);
-        Self { fd, forks: forks() }
-    }
-
-    /// Closes the descriptor, by dropping its owner.
-    pub(crate) fn close(self, close: impl FnOnce()) {
-        let mut open = open();
-        open.remove(&self.fd);
-        // As for `Fd`: a fork in between must not see a number that is free again.
-        close();
+impl<T: AsRawFd> Tracked<T> {
+    pub(crate) fn new(owner: T) -> Self {
+        open().insert(owner.as_raw_fd());
+        Self { owner, forks: forks() }
     }
 
     /// Whether this process was forked after the descriptor was made.
     pub(crate) fn was_forked(&self) -> bool {
         forked_since(self.forks)
+    }
+}
+
+impl<T: AsRawFd> std::ops::Deref for Tracked<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.owner
+    }
+}
+
+impl<T: AsRawFd> std::ops::DerefMut for Tracked<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.owner
+    }
+}
+
+impl<T: AsRawFd + AsFd> AsFd for Tracked<T> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.owner.as_fd()
+    }
+}
+
+impl<T: AsRawFd> Drop for Tracked<T> {
+    /// Before the owner is dropped, which closes the descriptor.
+    fn drop(&mut self) {
+        open().remove(&self.owner.as_raw_fd());
     }
 }
 

@@ -1,6 +1,6 @@
 //! Files that are read and written at offsets.
 
-use crate::fd::Fd;
+use crate::fd::Tracked;
 use crate::retry_on_intr;
 use crate::span::HostSpan;
 use rustix::fs::{AtFlags, FallocateFlags, FileType, Mode, OFlags, StatxFlags};
@@ -8,8 +8,10 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 
-/// Bytes of a page: what the kernel's page cache reads and writes at once.
-pub const PAGE: u64 = 4096;
+/// Bytes of a page: the least that the kernel's page cache reads and writes at once. 4 KiB at least.
+pub fn page() -> u64 {
+    (rustix::param::page_size() as u64).max(4096)
+}
 
 /// How a file is opened.
 #[derive(Clone, Copy, Debug, Default)]
@@ -35,7 +37,7 @@ pub struct Alignment {
 
 /// An open file. Closed in a forked child.
 #[derive(Debug)]
-pub struct File(Fd);
+pub struct File(Tracked<OwnedFd>);
 
 impl File {
     /// Opens a file.
@@ -52,12 +54,12 @@ impl File {
         flags.set(OFlags::CREATE, how.create);
         flags.set(OFlags::DIRECT, how.direct);
         let fd = retry_on_intr(|| Ok(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?))?;
-        Ok(Self(Fd::new(fd)))
+        Ok(Self(Tracked::new(fd)))
     }
 
     /// Takes an open file.
     pub fn from_fd(fd: OwnedFd) -> Self {
-        Self(Fd::new(fd))
+        Self(Tracked::new(fd))
     }
 
     /// Opens the same file once more, past the page cache.
@@ -78,7 +80,10 @@ impl File {
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile => Ok(u64::try_from(stat.st_size).ok()),
             FileType::BlockDevice => {
+                // The position is shared with whoever has the descriptor, too.
+                let before = rustix::fs::tell(&self.0)?;
                 let end = rustix::fs::seek(&self.0, rustix::fs::SeekFrom::End(0))?;
+                rustix::fs::seek(&self.0, rustix::fs::SeekFrom::Start(before))?;
                 Ok(Some(end))
             }
             _ => Ok(None),
@@ -94,18 +99,20 @@ impl File {
         Ok((mode != OFlags::WRONLY, mode == OFlags::WRONLY || mode == OFlags::RDWR))
     }
 
-    /// Makes the file at least `len` bytes long and has its file system reserve the blocks. A file
-    /// system that can't reserve blocks only gets the length.
+    /// Makes the file long enough for `len` bytes at `offset`, and has its file system reserve their
+    /// blocks. A file system that can't reserve blocks only gets the length.
     ///
     /// # Errors
     /// The kernel's error, such as `ENOSPC`.
-    pub fn reserve(&self, len: u64) -> io::Result<()> {
-        let reserved =
-            retry_on_intr(|| Ok(rustix::fs::fallocate(&self.0, FallocateFlags::empty(), 0, len)?));
+    pub fn reserve(&self, offset: u64, len: u64) -> io::Result<()> {
+        let reserved = retry_on_intr(|| {
+            Ok(rustix::fs::fallocate(&self.0, FallocateFlags::empty(), offset, len)?)
+        });
         match reserved {
             Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) => {
-                if self.len()?.is_some_and(|now| now < len) {
-                    retry_on_intr(|| Ok(rustix::fs::ftruncate(&self.0, len)?))?;
+                let end = offset.saturating_add(len);
+                if self.len()?.is_some_and(|now| now < end) {
+                    retry_on_intr(|| Ok(rustix::fs::ftruncate(&self.0, end)?))?;
                 }
                 Ok(())
             }
@@ -142,7 +149,7 @@ impl File {
     /// What a file that was opened past the page cache needs to be aligned; a page where the kernel does
     /// not say (before Linux 6.1).
     pub fn alignment(&self) -> Alignment {
-        let page = Alignment { memory: PAGE, offset: PAGE };
+        let page = Alignment { memory: page(), offset: page() };
         let asked = rustix::fs::statx(&self.0, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
         let Ok(stat) = asked else { return page };
         let (memory, offset) = (stat.stx_dio_mem_align.into(), stat.stx_dio_offset_align.into());
@@ -236,8 +243,8 @@ mod tests {
     fn a_reserved_file_has_its_length_and_is_not_shortened() {
         let path = temporary("reserved");
         let file = File::open(&path, how()).expect("a file");
-        file.reserve(100_000).expect("space");
-        file.reserve(10).expect("space");
+        file.reserve(0, 100_000).expect("space");
+        file.reserve(50, 10).expect("space");
         assert_eq!(file.len().expect("a file"), Some(100_000));
         assert_eq!(file.access().expect("open"), (true, true));
         std::fs::remove_file(&path).expect("made above");

@@ -39,12 +39,11 @@ struct Flight<T> {
 
 /// A queue of reads and writes. One thread uses it at a time.
 pub struct Ring<T> {
-    ring: ManuallyDrop<IoUring>,
+    ring: ManuallyDrop<fd::Tracked<IoUring>>,
     /// By the number that the kernel gives back.
     flights: ManuallyDrop<Vec<Option<Flight<T>>>>,
     /// Numbers without a flight.
     free: Vec<usize>,
-    tracked: ManuallyDrop<fd::Tracked>,
     /// Operations that were queued and not submitted.
     unsubmitted: usize,
 }
@@ -64,12 +63,10 @@ impl<T> Ring<T> {
             let why = "this kernel's io_uring can't read and write files";
             return Err(io::Error::new(io::ErrorKind::Unsupported, why));
         }
-        let tracked = fd::Tracked::new(ring.as_raw_fd());
         Ok(Self {
-            ring: ManuallyDrop::new(ring),
+            ring: ManuallyDrop::new(fd::Tracked::new(ring)),
             flights: ManuallyDrop::new((0..entries).map(|_| None).collect()),
             free: (0..entries).rev().collect(),
-            tracked: ManuallyDrop::new(tracked),
             unsubmitted: 0,
         })
     }
@@ -82,6 +79,11 @@ impl<T> Ring<T> {
     /// Whether no further operation fits.
     pub fn is_full(&self) -> bool {
         self.free.is_empty()
+    }
+
+    /// Whether the kernel has taken everything that was queued.
+    pub fn is_submitted(&self) -> bool {
+        self.unsubmitted == 0
     }
 
     /// Queues an operation. The span is used until `owner` comes back from [`Ring::completed`].
@@ -187,7 +189,7 @@ impl<T> fmt::Debug for Ring<T> {
 
 impl<T> Drop for Ring<T> {
     fn drop(&mut self) {
-        if self.tracked.was_forked() {
+        if self.ring.was_forked() {
             // The parent's ring and the parent's operations.
             return;
         }
@@ -196,11 +198,10 @@ impl<T> Drop for Ring<T> {
             return;
         }
         // SAFETY: dropped once, here, and not used any more. No operation is under way.
-        let (ring, tracked) =
-            unsafe { (ManuallyDrop::take(&mut self.ring), ManuallyDrop::take(&mut self.tracked)) };
-        tracked.close(|| drop(ring));
-        // SAFETY: as above.
-        unsafe { ManuallyDrop::drop(&mut self.flights) };
+        unsafe {
+            ManuallyDrop::drop(&mut self.ring);
+            ManuallyDrop::drop(&mut self.flights);
+        }
     }
 }
 

@@ -26,8 +26,9 @@ impl Agent {
     ///
     /// # Safety
     /// The range must stay mapped, readable and, if peers may write or this agent reads into it,
-    /// writable, until [`Agent::unregister`] of it has returned or the agent is shut down. Peers
-    /// write to it at any time, so no references to it may exist.
+    /// writable, until [`Agent::unregister`] of it has returned, or the agent is shut down and
+    /// [`Region::is_quarantined`] is false. Peers write to it at any time, so no references to it may
+    /// exist.
     ///
     /// # Errors
     /// `InvalidArgument` for zero bytes, null, or a range that wraps around; `Overlap`.

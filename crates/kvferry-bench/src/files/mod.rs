@@ -218,7 +218,7 @@ impl Place {
                 (Mode::Direct, Op::Write),
                 (Mode::Direct, Op::Read),
             ] {
-                let aligned = block.is_multiple_of(kvferry_sys::file::PAGE);
+                let aligned = block.is_multiple_of(kvferry_sys::file::page());
                 if mode.is_direct() && !(self.direct_file.is_direct() && aligned) {
                     continue;
                 }

@@ -36,13 +36,15 @@ impl Held {
             _ => return Err(NotHeld::Unsupported),
         };
         let _inside = gate.enter().map_err(|_| NotHeld::Unregistered)?;
+        // Counted before the look: a thread that unregisters the region marks it first and looks at the
+        // count after that, so one of the two sees the other. That holds for a region of another agent,
+        // too, which does not know this gate.
+        region.copies.fetch_add(1, Ordering::SeqCst);
+        let held = Self(Arc::clone(region));
         if !region.is_alive() {
             return Err(NotHeld::Unregistered);
         }
-        // Counted inside the gate: a thread that unregisters the region waits until the gate was left,
-        // and looks at the count after that.
-        region.copies.fetch_add(1, Ordering::SeqCst);
-        Ok((Self(Arc::clone(region)), region.span(piece.offset + at.within, len)))
+        Ok((held, region.span(piece.offset + at.within, len)))
     }
 }
 

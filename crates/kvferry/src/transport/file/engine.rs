@@ -1,8 +1,9 @@
 //! The two engines, and the queues of operations that they give.
 
 use super::posix::{Pool, PoolQueue};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::memory::held::Held;
+use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Arc, Mutex, OnceLock, lock};
 use kvferry_sys::file::File;
 use kvferry_sys::poll::{self, Interest};
@@ -11,6 +12,7 @@ use kvferry_sys::uring::{Ring, Way};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::io;
+use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
@@ -18,6 +20,8 @@ use std::time::Duration;
 const DEPTH: usize = 64;
 /// Queues that are kept for the next transfers. Each takes some ten KiB.
 const IDLE_QUEUES: usize = 16;
+/// Transfers with files under way at once: each takes a queue, which takes a descriptor.
+const LEASED_MAX: usize = 256;
 
 /// How files are read and written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -76,6 +80,15 @@ pub(super) trait Queue: Send {
     /// Starts what was pushed.
     fn submit(&mut self) -> io::Result<()>;
 
+    /// Whether everything that was submitted was taken; else [`Queue::submit`] has to be called again.
+    fn is_submitted(&self) -> bool {
+        true
+    }
+
+    /// Gives up operations that have not begun, where that is possible: they come back from
+    /// [`Queue::completed`] as interrupted. May be called again and again.
+    fn stop(&mut self);
+
     /// Takes an operation that has ended, and the bytes it moved.
     fn completed(&mut self) -> Option<(Operation, io::Result<usize>)>;
 
@@ -103,6 +116,15 @@ impl Queue for Ring<Operation> {
         self.submit()
     }
 
+    fn is_submitted(&self) -> bool {
+        self.is_submitted()
+    }
+
+    fn stop(&mut self) {
+        // What is queued can't be taken back; the kernel has it complete as soon as it takes it.
+        let _ = self.submit();
+    }
+
     fn completed(&mut self) -> Option<(Operation, io::Result<usize>)> {
         self.completed()
     }
@@ -121,6 +143,35 @@ pub(crate) struct Engine {
     asked: FileEngine,
     chosen: OnceLock<Chosen>,
     idle: Mutex<Vec<Box<dyn Queue>>>,
+    /// Queues that are not idle.
+    leased: Arc<AtomicUsize>,
+}
+
+/// A queue in use.
+pub(super) struct Leased {
+    /// Kept until drop.
+    queue: Option<Box<dyn Queue>>,
+    leased: Arc<AtomicUsize>,
+}
+
+impl Deref for Leased {
+    type Target = dyn Queue;
+
+    fn deref(&self) -> &Self::Target {
+        &**self.queue.as_ref().expect("taken when it is given back")
+    }
+}
+
+impl DerefMut for Leased {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut **self.queue.as_mut().expect("taken when it is given back")
+    }
+}
+
+impl Drop for Leased {
+    fn drop(&mut self) {
+        self.leased.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 struct Chosen {
@@ -138,7 +189,8 @@ impl fmt::Debug for Engine {
 
 impl Engine {
     pub(super) fn new(asked: FileEngine) -> Self {
-        Self { asked, chosen: OnceLock::new(), idle: Mutex::default() }
+        let (chosen, idle, leased) = (OnceLock::new(), Mutex::default(), Arc::default());
+        Self { asked, chosen, idle, leased }
     }
 
     /// Chooses the engine, at the first call.
@@ -160,12 +212,12 @@ impl Engine {
         };
         let chosen = match ring {
             Ok(ring) => {
-                self.put(Box::new(ring));
+                self.keep(Box::new(ring));
                 Chosen { pool: None, text: "uring".to_owned() }
             }
             Err(why) if self.asked == FileEngine::Uring => {
                 return Err(Error::new(
-                    crate::error::ErrorKind::Unsupported,
+                    ErrorKind::Unsupported,
                     "io_uring can't be used; set the file engine to posix or auto",
                 )
                 .with("reason", why));
@@ -183,11 +235,22 @@ impl Engine {
     }
 
     /// A queue without operations.
-    pub(super) fn take(&self) -> Result<Box<dyn Queue>> {
+    pub(super) fn take(&self) -> Result<Leased> {
         self.choose()?;
-        if let Some(queue) = lock(&self.idle).pop() {
-            return Ok(queue);
+        if self.leased.fetch_add(1, Ordering::Relaxed) >= LEASED_MAX {
+            self.leased.fetch_sub(1, Ordering::Relaxed);
+            let what = "too many transfers with files are under way; wait until some have ended";
+            return Err(Error::new(ErrorKind::Busy, what).with("max", LEASED_MAX));
         }
+        let mut leased = Leased { queue: None, leased: Arc::clone(&self.leased) };
+        leased.queue = Some(match lock(&self.idle).pop() {
+            Some(queue) => queue,
+            None => self.make()?,
+        });
+        Ok(leased)
+    }
+
+    fn make(&self) -> Result<Box<dyn Queue>> {
         let pool = self.chosen.get().and_then(|chosen| chosen.pool.as_ref());
         let made: io::Result<Box<dyn Queue>> = match pool {
             Some(pool) => PoolQueue::new(pool).map(|queue| Box::new(queue) as _),
@@ -196,11 +259,51 @@ impl Engine {
         made.map_err(|e| Error::io("a queue for files can't be made", e))
     }
 
+    /// Takes back a queue without operations.
+    pub(super) fn put(&self, mut leased: Leased) {
+        if let Some(queue) = leased.queue.take() {
+            self.keep(queue);
+        }
+    }
+
     /// Keeps a queue without operations for the next transfer.
-    pub(super) fn put(&self, queue: Box<dyn Queue>) {
+    pub(super) fn keep(&self, queue: Box<dyn Queue>) {
         let mut idle = lock(&self.idle);
         if idle.len() < IDLE_QUEUES {
             idle.push(queue);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_transfers_at_once_than_there_are_queues_are_refused_until_one_ends() {
+        let engine = Engine::new(FileEngine::Posix);
+        let mut leased: Vec<_> = (0..LEASED_MAX).map(|_| engine.take().expect("a place")).collect();
+        let refused = engine.take().err().expect("all are taken");
+        assert_eq!((refused.kind(), refused.context("max")), (ErrorKind::Busy, Some("256")));
+        engine.put(leased.pop().expect("many"));
+        drop(leased.pop());
+        let again =
+            [engine.take().expect("one was given back"), engine.take().expect("one dropped")];
+        assert!(engine.take().is_err());
+        drop((leased, again));
+        assert_eq!(engine.leased.load(Ordering::Relaxed), 0);
+        assert!(lock(&engine.idle).len() <= IDLE_QUEUES);
+    }
+
+    #[test]
+    fn the_engine_and_why_it_was_chosen_are_known() {
+        let engine = Engine::new(FileEngine::Posix);
+        assert_eq!(engine.text(), None);
+        engine.choose().expect("always there");
+        assert_eq!(engine.text(), Some("posix: as the setting file_engine says"));
+        for (text, expected) in [("auto", FileEngine::Auto), ("URING", FileEngine::Uring)] {
+            assert_eq!(FileEngine::parse(text).expect("a name"), expected);
+        }
+        assert!(FileEngine::parse("aio").is_err());
     }
 }

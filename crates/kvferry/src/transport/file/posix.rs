@@ -1,6 +1,7 @@
 //! Threads that call `pread` and `pwrite`, for systems that forbid io_uring.
 
 use super::engine::{Operation, Queue};
+use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Condvar, Mutex, lock, wait, wait_timeout};
 use kvferry_sys::poll::EventFd;
 use kvferry_sys::thread;
@@ -41,6 +42,15 @@ struct Task {
 struct Results {
     ended: Mutex<VecDeque<(Operation, io::Result<usize>)>>,
     event: EventFd,
+    /// Operations that have not begun are not to be carried out.
+    stopped: AtomicBool,
+}
+
+impl Results {
+    fn end(&self, operation: Operation, moved: io::Result<usize>) {
+        lock(&self.ended).push_back((operation, moved));
+        self.event.signal();
+    }
 }
 
 impl Pool {
@@ -50,23 +60,30 @@ impl Pool {
         Self(Arc::new(State { work, changed, threads_max }))
     }
 
-    fn start(&self, tasks: &mut Vec<Task>) -> io::Result<()> {
+    /// Has the threads carry out tasks. If there is none, and none can be started, the tasks fail.
+    fn start(&self, tasks: &mut Vec<Task>) {
         let mut work = lock(&self.0.work);
-        let wanted = (work.queue.len() + tasks.len()).min(self.0.threads_max);
-        while work.threads < wanted && work.sleeping < tasks.len() {
+        let busy = work.threads - work.sleeping;
+        let wanted = (busy + work.queue.len() + tasks.len()).min(self.0.threads_max);
+        while work.threads < wanted {
             let state = Arc::clone(&self.0);
             let name = format!("kvferry-file-{}", work.threads);
             match thread::spawn(name, move || state.run()) {
                 Ok(_) => work.threads += 1,
                 // Those that there are do the work.
                 Err(_) if work.threads > 0 => break,
-                Err(e) => return Err(e),
+                Err(e) => {
+                    for Task { operation, results } in tasks.drain(..) {
+                        let why = format!("no thread can be started: {e}");
+                        results.end(operation, Err(io::Error::new(e.kind(), why)));
+                    }
+                    return;
+                }
             }
         }
         work.queue.extend(tasks.drain(..));
         drop(work);
         self.0.changed.notify_all();
-        Ok(())
     }
 }
 
@@ -86,11 +103,13 @@ impl State {
             drop(work);
             let (file, span) = (&operation.file, operation.span);
             let moved = match operation.way {
+                _ if results.stopped.load(Ordering::Acquire) => {
+                    Err(io::ErrorKind::Interrupted.into())
+                }
                 Way::Read => file.read_at(span, operation.offset),
                 Way::Write => file.write_at(span, operation.offset),
             };
-            lock(&results.ended).push_back((operation, moved));
-            results.event.signal();
+            results.end(operation, moved);
             work = lock(&self.work);
         }
         work.threads -= 1;
@@ -126,7 +145,8 @@ pub(super) struct PoolQueue {
 
 impl PoolQueue {
     pub(super) fn new(pool: &Arc<Pool>) -> io::Result<Self> {
-        let results = Results { ended: Mutex::default(), event: EventFd::new()? };
+        let (ended, stopped) = (Mutex::default(), AtomicBool::new(false));
+        let results = Results { ended, event: EventFd::new()?, stopped };
         let (pool, results) = (Arc::clone(pool), Arc::new(results));
         Ok(Self { pool, results, pushed: Vec::new(), in_flight: 0 })
     }
@@ -143,9 +163,19 @@ impl Queue for PoolQueue {
     }
 
     fn submit(&mut self) -> io::Result<()> {
-        match self.pushed.is_empty() {
-            true => Ok(()),
-            false => self.pool.start(&mut self.pushed),
+        if !self.pushed.is_empty() {
+            self.pool.start(&mut self.pushed);
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) {
+        if self.in_flight == 0 {
+            return;
+        }
+        self.results.stopped.store(true, Ordering::Release);
+        for Task { operation, results } in self.pushed.drain(..) {
+            results.end(operation, Err(io::ErrorKind::Interrupted.into()));
         }
     }
 
@@ -158,6 +188,10 @@ impl Queue for PoolQueue {
         let done = ended.pop_front()?;
         drop(ended);
         self.in_flight -= 1;
+        if self.in_flight == 0 {
+            // The next transfer begins anew.
+            self.results.stopped.store(false, Ordering::Release);
+        }
         Some(done)
     }
 

@@ -5,7 +5,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::region::{Access, RemoteRegion};
 use crate::sync::{Arc, RwLock, read, write};
 use kvferry_proto::Incarnation;
-use kvferry_sys::file::{Alignment, File, How, PAGE};
+use kvferry_sys::file::{Alignment, File, How, page};
 use rustc_hash::FxHashMap;
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -89,6 +89,11 @@ impl FileInner {
         &self.path
     }
 
+    /// The file through the page cache, which takes any range.
+    pub(super) fn buffered(&self) -> &Arc<File> {
+        &self.file
+    }
+
     /// The first operation for the `len` bytes at `offset` of the region and at the address `memory`: at
     /// most `len_max` bytes.
     pub(super) fn target(&self, offset: u64, len: u64, memory: u64, len_max: u64) -> Target {
@@ -97,7 +102,7 @@ impl FileInner {
         let len = len.min(len_max);
         let Some((file, alignment)) = &self.direct else { return buffered(len) };
         // Whole pages: what goes through the page cache must not share a page with what does not.
-        let page = alignment.offset.max(PAGE);
+        let page = alignment.offset.max(page());
         let head = offset.next_multiple_of(page) - offset;
         let is_aligned = (memory + head).is_multiple_of(alignment.memory);
         let whole = len.saturating_sub(head) / page * page;
@@ -224,9 +229,9 @@ impl Table {
             return Err(invalid("the range ends beyond the largest offset of a file"));
         }
         if options.create
-            && let Some(Some(end)) = asked
+            && let Some(len) = options.len
         {
-            let reserved = file.reserve(end);
+            let reserved = file.reserve(options.offset, len);
             reserved.map_err(|e| failed("the space for the file can't be reserved", e, &path))?;
         }
         let size = file.len().map_err(|e| failed("the file's length can't be read", e, &path))?;

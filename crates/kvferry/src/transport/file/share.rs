@@ -1,7 +1,7 @@
 //! One transfer between memory and files: keeps a queue full of operations until all have ended.
 
 use super::Shared;
-use super::engine::{Operation, Queue};
+use super::engine::{Leased, Operation, Queue};
 use super::region::FileInner;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::cursor::Position;
@@ -24,6 +24,8 @@ use std::time::Duration;
 const OPERATION_BYTES_MAX: u64 = 1 << 20;
 /// How long a stopped transfer whose deadline has passed waits for the device.
 const DEVICE_GRACE: Duration = Duration::from_millis(20);
+/// When operations that the kernel did not take are given to it again.
+const RESUBMIT_AFTER: Duration = Duration::from_millis(10);
 
 /// The file regions of a batch.
 pub(super) struct Targets {
@@ -80,7 +82,7 @@ pub(super) struct FileShare {
     /// Whether the caller's thread drives the share: it starts operations when it waits, in one call.
     is_callers: bool,
     /// Kept until the share is dropped: the descriptor that its driver waits for.
-    queue: Option<Box<dyn Queue>>,
+    queue: Option<Leased>,
     /// All frames so far; they are complete when the last operation is.
     frames: Vec<Frame>,
     /// The next byte of the last frame without an operation, and how many there are.
@@ -88,6 +90,8 @@ pub(super) struct FileShare {
     left: u64,
     /// What is left of operations that moved a part.
     rest: Vec<Operation>,
+    /// Bytes of the operations that have ended.
+    moved: u64,
     stopped_at: Option<Timestamp>,
     has_ended: bool,
 }
@@ -113,6 +117,7 @@ impl FileShare {
             at: Position::default(),
             left: 0,
             rest: Vec::new(),
+            moved: 0,
             stopped_at: None,
             has_ended: false,
         })
@@ -126,7 +131,7 @@ impl FileShare {
     fn completed(&mut self, mut operation: Operation, moved: io::Result<usize>) {
         let len = operation.span.len();
         match moved {
-            Ok(moved) if moved == len => {}
+            Ok(moved) if moved == len => self.moved += len as u64,
             Ok(0) => {
                 let (kind, what) = match operation.way {
                     Way::Read => (io::ErrorKind::UnexpectedEof, "the file ends before the range"),
@@ -135,15 +140,14 @@ impl FileShare {
                 self.fail(&operation, Error::io(what, kind.into()));
             }
             Ok(moved) => {
+                self.moved += moved as u64;
                 operation.span = operation.span.split_at(moved.min(len)).1;
                 operation.offset += moved as u64;
+                // What is left may not be aligned.
+                operation.file = Arc::clone(self.targets.get(operation.pair).buffered());
                 self.rest.push(operation);
             }
-            Err(e)
-                if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) =>
-            {
-                self.rest.push(operation);
-            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => self.rest.push(operation),
             Err(e) => {
                 let what = match operation.way {
                     Way::Read => "the file can't be read",
@@ -226,14 +230,19 @@ impl FileShare {
         budget == 0
     }
 
-    /// Ends the share of a stopped job once the device has stopped.
+    /// Ends the share of a stopped job once the device has stopped, or does not answer.
     fn stop(&mut self, now: Timestamp) -> Progress {
         self.rest.clear();
+        self.queue().stop();
         if self.queue().in_flight() == 0 {
             return self.end();
         }
         let stopped_at = *self.stopped_at.get_or_insert(now);
-        if now >= self.job.deadline && now.saturating_since(stopped_at) >= DEVICE_GRACE {
+        let grace = match now >= self.job.deadline {
+            true => DEVICE_GRACE,
+            false => self.job.core.settings.silence,
+        };
+        if now.saturating_since(stopped_at) >= grace {
             // The operations keep their memory until the device answers.
             self.has_ended = true;
             self.job.abandon();
@@ -249,6 +258,13 @@ impl FileShare {
 
     fn end(&mut self) -> Progress {
         self.has_ended = true;
+        // Also of a job that was stopped too late.
+        if self.moved == self.job.batch.bytes() {
+            for frame in &self.frames {
+                let note = self.job.acknowledged(frame);
+                debug_assert!(note.is_none(), "refused before the transfer began");
+            }
+        }
         self.job.share_ended(&self.link, None);
         Progress::Done
     }
@@ -283,42 +299,48 @@ impl Drive for FileShare {
         if self.queue().in_flight() > 0 {
             return self.waits();
         }
-        for frame in &self.frames {
-            let note = self.job.acknowledged(frame);
-            debug_assert!(note.is_none(), "refused before the transfer began");
-        }
         self.end()
+    }
+
+    fn check_at(&self) -> Option<Timestamp> {
+        // The kernel took no more; perhaps nothing that is under way will wake the share.
+        let queue = self.queue.as_ref()?;
+        (!queue.is_submitted() && !self.is_callers).then(|| crate::reactor::now() + RESUBMIT_AFTER)
     }
 }
 
 impl Drop for FileShare {
     fn drop(&mut self) {
-        let Some(mut queue) = self.queue.take() else { return };
+        let Some(mut leased) = self.queue.take() else { return };
         // Operations end without the share; nothing waits for them here.
-        let _ = queue.submit();
-        while queue.completed().is_some() {}
-        if queue.in_flight() == 0 {
-            self.shared.engine.put(queue);
+        leased.stop();
+        while leased.completed().is_some() {}
+        if leased.in_flight() == 0 {
+            self.shared.engine.put(leased);
         } else if !self.job.core.is_closed() {
             let control = &self.job.core.threads.control;
-            control.add(control.token(), Box::new(Leftover(queue)));
+            control.add(control.token(), Box::new(Leftover(leased)));
         }
     }
 }
 
 /// The queue of a transfer that has ended before its operations.
-struct Leftover(Box<dyn Queue>);
+struct Leftover(Leased);
 
 impl Handler for Leftover {
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.0.fd())
     }
 
-    fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+    fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
+        self.0.stop();
         while self.0.completed().is_some() {}
         match self.0.in_flight() {
             0 => Next::Close,
-            _ => Next::Wait { interest: Interest::Read, deadline: None },
+            _ => {
+                let again = (!self.0.is_submitted()).then(|| cx.now + RESUBMIT_AFTER);
+                Next::Wait { interest: Interest::Read, deadline: again }
+            }
         }
     }
 }
@@ -375,6 +397,8 @@ mod tests {
             Ok(())
         }
 
+        fn stop(&mut self) {}
+
         fn completed(&mut self) -> Option<(Operation, io::Result<usize>)> {
             let mut ended = self.0.ended.lock().expect("no panic");
             if ended.is_empty() {
@@ -399,7 +423,8 @@ mod tests {
 
     /// A batch of 100 000 bytes that the scripted queue moves.
     fn rig(name: &str) -> Rig {
-        let agent = Agent::builder().name(name).start().expect("an agent");
+        let silence = Duration::from_millis(200);
+        let agent = Agent::builder().name(name).silence(silence).start().expect("an agent");
         let path = std::env::temp_dir().join(format!("kvferry-{}-{name}", std::process::id()));
         let file = agent.open_file(&path, &FileOptions::create(100_000)).expect("a file");
         std::fs::remove_file(&path).expect("made above");
@@ -407,7 +432,7 @@ mod tests {
         let mut batch = Batch::new();
         batch.push(&memory, 0, &file.remote(), 0, 100_000).expect("inside");
         let queue = Scripted::new();
-        agent.services().storage().shared.engine.put(Box::new(queue.clone()));
+        agent.services().storage().shared.engine.keep(Box::new(queue.clone()));
         Rig { agent, queue, memory, file, batch }
     }
 
@@ -431,6 +456,22 @@ mod tests {
         while rig.queue.end_one(|operation| Ok(operation.span.len())) {}
         unregistering.join().expect("no panic").expect("registered");
         assert_eq!(rig.agent.stats().transfers_unconfirmed, 1);
+        rig.agent.shutdown();
+    }
+
+    #[test]
+    fn a_cancelled_transfer_waits_for_a_silent_device_as_long_as_for_a_silent_peer() {
+        let rig = rig("cancelled");
+        let transfer = rig.agent.files().read_async(&rig.batch, &within(Duration::from_secs(600)));
+        thread::sleep(Duration::from_millis(20));
+        let began = Instant::now();
+        transfer.cancel();
+        let e = transfer.wait(Duration::from_secs(30)).expect("it ends").expect_err("no answer");
+        assert_eq!((e.kind(), e.quiesced()), (ErrorKind::Cancelled, Some(false)), "{e}");
+        assert!(began.elapsed() >= Duration::from_millis(190), "{:?}", began.elapsed());
+        assert!(!rig.memory.is_quarantined(), "it is registered");
+        while rig.queue.end_one(|operation| Ok(operation.span.len())) {}
+        rig.agent.unregister(&rig.memory).expect("registered");
         rig.agent.shutdown();
     }
 
