@@ -1,8 +1,8 @@
-//! What `kvferry bench`, `kvferry bench file` and `kvferry bench-handoff` measure, and how figures are
+//! What `kvferry bench`, `kvferry bench file | store` and `kvferry bench-handoff` measure, and how figures are
 //! drawn.
 //!
 //! [`transfers`] measures reads and writes beside plain programs and other engines in the same
-//! rounds. [`files`] measures files beside fio. [`handoffs`] measures what a handoff costs beyond moving its bytes. Both take options in
+//! rounds. [`files`] measures files beside fio, [`store`] the hits of a trace. [`handoffs`] measures what a handoff costs beyond moving its bytes. Both take options in
 //! which every default is filled in, and return a report that knows its table, its verdicts and its
 //! JSON. [`plot`] draws. The other modules are tools that the command uses, too.
 //!
@@ -26,6 +26,7 @@ pub mod options;
 pub mod plot;
 pub mod report;
 pub mod stats;
+pub mod store;
 pub mod table;
 pub mod transfers;
 pub mod units;

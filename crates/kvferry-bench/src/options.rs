@@ -80,6 +80,15 @@ pub struct FileBench {
     pub quick: bool,
 }
 
+/// What [`crate::store`] replays.
+#[derive(Debug, Clone)]
+pub struct StoreBench {
+    /// A request per line.
+    pub trace: PathBuf,
+    /// Capacities in blocks; one at least.
+    pub blocks: Vec<usize>,
+}
+
 /// What is measured of handoffs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Measure {

@@ -69,7 +69,7 @@ pub struct Report {
     version: &'static str,
     machine: Machine,
     quick: bool,
-    /// Always true: a wrong byte or token ends a bench without a report.
+    /// Whether bytes or tokens were compared. A wrong one ends a bench without a report.
     verified: bool,
     ok: bool,
     /// What was not done as asked for.
@@ -106,12 +106,22 @@ impl Report {
         (!short.is_empty()).then(|| format!("{count}: {}", names.join("; ")))
     }
 
+    /// Without anything that moves: a replay, which has one round and the same figures each time.
+    #[must_use]
+    pub(crate) fn of_replay(self) -> Report {
+        Report { verified: false, ..self }
+    }
+
     /// The report for people.
     pub fn to_table(&self) -> String {
         let machine = &self.machine;
         let quick = if self.quick { "; --quick is too short to judge by" } else { "" };
+        let figures = match self.verified {
+            true => format!("medians of rounds [quartiles]{quick}"),
+            false => "the same in every run".to_owned(),
+        };
         let mut text = format!(
-            "kvferry {} on {}, {} cores, Linux {}\nmedians of rounds [quartiles]{quick}\n\n",
+            "kvferry {} on {}, {} cores, Linux {}\n{figures}\n\n",
             self.version, machine.cpu, machine.cpus, machine.kernel
         );
         let line = |row: &Row| {
@@ -122,22 +132,20 @@ impl Report {
                 Some(false) => "SHORT",
                 None => "",
             };
-            vec![
-                row.name(),
-                required,
-                units::figure(reached.median),
-                format!("[{} {}]", units::figure(reached.q1), units::figure(reached.q3)),
-                row.unit.to_owned(),
-                verdict.to_owned(),
-            ]
+            let spread = format!("[{} {}]", units::figure(reached.q1), units::figure(reached.q3));
+            let spread = if self.verified { spread } else { String::new() };
+            let (unit, verdict) = (row.unit.to_owned(), verdict.to_owned());
+            vec![row.name(), required, units::figure(reached.median), spread, unit, verdict]
         };
         let lines: Vec<_> = self.rows.iter().map(line).collect();
-        text.push_str(&table::aligned(&["", "required", "reached", "[quartiles]", "", ""], &lines));
+        let spread = if self.verified { "[quartiles]" } else { "" };
+        text.push_str(&table::aligned(&["", "required", "reached", spread, "", ""], &lines));
         for remark in &self.remarks {
             text.push_str(&format!("\nnote: {remark}\n"));
         }
         let verdict = self.shortfall().unwrap_or_else(|| "all figures meet their bounds".into());
-        text.push_str(&format!("\nall bytes verified; {verdict}\n"));
+        let verified = if self.verified { "all bytes verified; " } else { "" };
+        text.push_str(&format!("\n{verified}{verdict}\n"));
         text
     }
 }

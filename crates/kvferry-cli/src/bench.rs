@@ -1,12 +1,13 @@
-//! `kvferry bench` and `kvferry bench-handoff`: the library measures, this prints, judges and writes.
+//! `kvferry bench`, `bench file`, `bench store` and `kvferry bench-handoff`: the library measures, this prints, judges and writes.
 
 use std::fs;
 use std::path::Path;
 
 use kvferry_bench::failure::Failure;
+use kvferry_bench::options::StoreBench;
 use kvferry_bench::{handoffs, transfers};
 
-use crate::cli::{BenchArgs, BenchFileArgs, BenchHandoffArgs, BenchOf};
+use crate::cli::{BenchArgs, BenchFileArgs, BenchHandoffArgs, BenchOf, BenchStoreArgs};
 use crate::files;
 use crate::output::{self, Report};
 
@@ -14,6 +15,24 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     match &args.of {
         None => transfers(args),
         Some(BenchOf::File(args)) => files(args),
+        Some(BenchOf::Store(args)) => store(args),
+    }
+}
+
+fn store(args: &BenchStoreArgs) -> Result<(), Failure> {
+    let blocks = args.blocks.iter().map(|&blocks| blocks as usize).collect();
+    let options = StoreBench { trace: args.trace.clone(), blocks };
+    let bar = output::step_bar(args.quiet);
+    let measured = kvferry_bench::store::measure(&options, &bar);
+    bar.finish_and_clear();
+    judged(&measured?, args.json, args.check)
+}
+
+fn judged(report: &kvferry_bench::report::Report, json: bool, check: bool) -> Result<(), Failure> {
+    output::show(report, json)?;
+    match report.shortfall() {
+        Some(shortfall) if check => Err(Failure::Check(shortfall)),
+        _ => Ok(()),
     }
 }
 
@@ -22,12 +41,7 @@ fn files(args: &BenchFileArgs) -> Result<(), Failure> {
     let bar = output::step_bar(args.quiet);
     let measured = kvferry_bench::files::measure(&args.options(), &bar);
     bar.finish_and_clear();
-    let report = measured?;
-    output::show(&report, args.json)?;
-    match report.shortfall() {
-        Some(shortfall) if args.check => Err(Failure::Check(shortfall)),
-        _ => Ok(()),
-    }
+    judged(&measured?, args.json, args.check)
 }
 
 fn transfers(args: &BenchArgs) -> Result<(), Failure> {

@@ -412,6 +412,43 @@ pub(crate) struct BenchHandoffArgs {
 pub(crate) enum BenchOf {
     /// Measure memory to files and back, beside fio in the same rounds
     File(BenchFileArgs),
+    /// Replay a trace of requests: hits of the store's policy beside LRU and the optimum
+    Store(BenchStoreArgs),
+}
+
+const BENCH_STORE_EXAMPLES: &str = "\
+Examples:
+  kvferry bench store --trace conversation_trace.jsonl
+  kvferry bench store --trace conversation_trace.jsonl --blocks 50000 --json
+
+A trace has one request per line, as the Mooncake project publishes them:
+  {\"timestamp\": 27482, \"input_length\": 6955, \"output_length\": 52, \"hash_ids\": [46, 47, 48]}
+timestamp is in milliseconds. hash_ids name the blocks of the prompt, the first one first; equal ids mean
+an equal prompt up to and with that block. Other fields are ignored.
+
+A hit is a block that is there together with all blocks before it. A replay is exact: it has the same
+result each time.";
+
+/// Replay a trace of requests: hits of the store's policy beside LRU and the optimum.
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = BENCH_STORE_EXAMPLES)]
+pub(crate) struct BenchStoreArgs {
+    /// The trace
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: PathBuf,
+    /// Capacities, in blocks
+    #[arg(long, value_delimiter = ',', default_value = "1000,10000,30000", value_name = "COUNT",
+          value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) blocks: Vec<u32>,
+    /// Exit with 1 if less than a quarter of the gap between LRU and the optimum is closed
+    #[arg(long)]
+    pub(crate) check: bool,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// No progress bar
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
 }
 
 const BENCH_FILE_EXAMPLES: &str = "\

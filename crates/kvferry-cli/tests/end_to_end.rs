@@ -211,14 +211,15 @@ fn a_bench_of_files_verifies_what_it_moved_and_leaves_no_file() {
     std::fs::create_dir_all(&folder).expect("a folder");
     let at = folder.to_str().expect("plain letters");
     for engine in ["auto", "posix"] {
-        let line = ["bench", "file", "--quick", "--json", "--folder", at, "--bytes", "64MiB"];
-        let output = run(&[&line[..], &["--sizes", "32KiB,2MiB", "--engine", engine]].concat());
+        let line = ["bench", "file", "--quick", "--rounds", "1", "--json", "--folder", at];
+        let more = ["--bytes", "64MiB", "--sizes", "2MiB", "--engine", engine];
+        let output = run(&[&line[..], &more].concat());
         assert_eq!(code(&output), Some(0), "{}", errors(&output));
         let report = json(&output);
         assert_eq!(report["schema"], "kvferry.bench-file/1");
         assert_eq!(report["verified"], true);
         let rows = report["rows"].as_array().expect("rows");
-        for what in ["buffered write 32 KiB, kvferry", "cold read 2 MiB, kvferry"] {
+        for what in ["buffered write 2 MiB, kvferry", "cold read 2 MiB, kvferry"] {
             let row = rows.iter().find(|row| row["what"] == what).expect(what);
             assert!(row["reached"]["median"].as_f64() > Some(0.0), "{row}");
         }
@@ -228,6 +229,36 @@ fn a_bench_of_files_verifies_what_it_moved_and_leaves_no_file() {
     std::fs::remove_dir(&folder).expect("empty");
     let missing = run(&["bench", "file", "--folder", "/nowhere/at/all"]);
     assert_eq!(code(&missing), Some(2), "{}", errors(&missing));
+}
+
+#[test]
+fn a_bench_of_the_store_replays_a_trace_beside_last_use_and_the_optimum() {
+    let file = std::env::temp_dir().join(format!("kvferry-requests-{}", std::process::id()));
+    let at = file.to_str().expect("plain letters");
+    // A loop over more chains than fit, which an order by last use never hits.
+    let request = |i: u64| {
+        let first = i % 60 * 10;
+        format!("{{\"timestamp\": {}, \"hash_ids\": [{first}, {}]}}\n", i * 1000, first + 1)
+    };
+    let trace: String = (0..3000).map(request).collect();
+    std::fs::write(&file, &trace).expect("a file can be written");
+    let output = run(&["bench", "store", "--trace", at, "--blocks", "100", "--check", "--json"]);
+    assert_eq!(code(&output), Some(0), "{}", errors(&output));
+    let report = json(&output);
+    assert_eq!(report["schema"], "kvferry.bench-store/1");
+    let rows = report["rows"].as_array().expect("rows");
+    let value = |what: &str| {
+        let row = rows.iter().find(|row| row["what"] == format!("100 blocks, second half: {what}"));
+        row.expect(what)["reached"]["median"].as_f64().expect("a number")
+    };
+    assert_eq!(value("least recently used"), 0.0);
+    assert!(value("kvferry") > 60.0 && value("kvferry") <= value("the optimum"), "{report}");
+
+    std::fs::write(&file, trace.replacen("hash_ids", "hashes", 1)).expect("a file can be written");
+    let output = run(&["bench", "store", "--trace", at]);
+    std::fs::remove_file(&file).expect("it was written above");
+    assert_eq!(code(&output), Some(2));
+    assert!(errors(&output).contains("line 1: missing field `hash_ids`"), "{}", errors(&output));
 }
 
 #[test]

@@ -1,0 +1,345 @@
+//! How likely a run is used again, by class and age: learned, and forgotten slowly.
+//!
+//! Time since the last use is divided into bins, two per octave of milliseconds. For each class and
+//! bin two counts are kept: how many runs were still waiting when they reached that age, and how many
+//! were used again in it. Their ratio is the hazard. A class with few observations borrows from the
+//! more general class above it: classes form a tree of [`LEVELS`] levels, of which each adds one trait.
+//!
+//! Observation: each use of a run begins an *interval*, which ends when the run's last block is used
+//! again. A bounded number of intervals is kept, the latest; one cursor per bin walks over them as
+//! they reach that age. An interval that is dropped before counts for the ages that it has reached.
+
+use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
+
+/// Half octaves of milliseconds: 2^24 ms are more than four hours.
+const BINS: usize = 48;
+const LEVELS: usize = 5;
+/// Classes of all levels at most: further ones share the class above them.
+const NODES_MAX: usize = 4096;
+/// Observations that the class above stands for, at each level; it has seen more, so it counts more
+/// the more special the class is.
+const BORROWED: [f32; LEVELS] = [1.0, 2.0, 4.0, 8.0, 16.0];
+/// The weight of a bin's neighbours.
+const NEIGHBOURS: f32 = 0.25;
+/// After that many requests, what was observed counts less by this factor.
+const LEARN_EVERY: u32 = 50;
+const FORGET: f32 = 0.98;
+const HAZARD_MAX: f32 = 0.999;
+
+/// What classes are made of.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Traits {
+    /// How often the block was used, this time included.
+    pub(super) uses: u32,
+    /// Whether it is the last of its prompt.
+    pub(super) is_end: bool,
+    /// Blocks of the request that were not known before.
+    pub(super) new: usize,
+    /// How often the last known block of the request was used before: of a conversation, its turns.
+    pub(super) turns: u32,
+    /// Milliseconds since the block was used before.
+    pub(super) gap: u64,
+}
+
+impl Traits {
+    /// One number per level, the most telling first.
+    fn path(self) -> [u8; LEVELS] {
+        let few = |n: u32| {
+            let size = if n <= 4 { n } else { 2 + bits(u64::from(n)) };
+            u8::try_from(size.min(12)).expect("at most 12")
+        };
+        let new = u8::try_from(bits(self.new as u64).min(7)).expect("at most 7");
+        let history = match self.uses {
+            1 => few(self.turns.min(15)),
+            _ => 16 + u8::try_from(bin(self.gap) / 4).expect("at most 12"),
+        };
+        [0, few(self.uses), u8::from(self.is_end), new, history]
+    }
+}
+
+/// Significant bits of a number.
+fn bits(n: u64) -> u32 {
+    u64::BITS - n.leading_zeros()
+}
+
+/// The bin of an age.
+fn bin(age: u64) -> usize {
+    let age = age.saturating_add(1);
+    let octave = age.ilog2();
+    let is_upper_half = u128::from(age).pow(2) >= 1 << (2 * octave + 1);
+    (2 * octave as usize + usize::from(is_upper_half)).min(BINS - 1)
+}
+
+/// The age at which a bin begins.
+fn begin(bin: usize) -> f64 {
+    2f64.powf(bin as f64 / 2.0) - 1.0
+}
+
+/// A class of the lowest level that it has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct ClassId(u32);
+
+/// An interval, numbered from the first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct IntervalId(u64);
+
+#[derive(Debug)]
+struct Interval {
+    began: u64,
+    class: ClassId,
+    is_open: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Counts {
+    waiting: [f32; BINS],
+    used: [f32; BINS],
+}
+
+#[derive(Debug)]
+struct Class {
+    /// Its node of each level; the last ones may be the same.
+    nodes: [u32; LEVELS],
+    /// Expected uses per millisecond kept, at the beginning of each bin.
+    worth: [f64; BINS + 1],
+}
+
+#[derive(Debug)]
+pub(super) struct Reuse {
+    capacity: usize,
+    intervals: VecDeque<Interval>,
+    /// The number of the first of `intervals`.
+    first: u64,
+    /// For each bin, the interval that reaches it next.
+    cursors: [u64; BINS],
+    /// By level and path to it.
+    nodes: FxHashMap<(u8, [u8; LEVELS]), u32>,
+    counts: Vec<Counts>,
+    class_of: FxHashMap<[u32; LEVELS], ClassId>,
+    classes: Vec<Class>,
+    begins: [f64; BINS + 1],
+    requests: u32,
+}
+
+impl Reuse {
+    /// At most `capacity` intervals are observed.
+    pub(super) fn new(capacity: usize) -> Self {
+        Self {
+            capacity,
+            intervals: VecDeque::new(),
+            first: 0,
+            cursors: [0; BINS],
+            nodes: FxHashMap::default(),
+            counts: Vec::new(),
+            class_of: FxHashMap::default(),
+            classes: Vec::new(),
+            begins: std::array::from_fn(begin),
+            requests: 0,
+        }
+    }
+
+    pub(super) fn class(&mut self, traits: Traits) -> ClassId {
+        let path = traits.path();
+        let mut nodes = [0; LEVELS];
+        for level in 0..LEVELS {
+            let mut prefix = [0; LEVELS];
+            prefix[..=level].copy_from_slice(&path[..=level]);
+            let key = (u8::try_from(level).expect("few levels"), prefix);
+            let next = u32::try_from(self.counts.len()).expect("at most NODES_MAX");
+            nodes[level] = match self.nodes.get(&key) {
+                Some(node) => *node,
+                None if level > 0 && self.counts.len() >= NODES_MAX => nodes[level - 1],
+                None => {
+                    let nothing = Counts { waiting: [0.0; BINS], used: [0.0; BINS] };
+                    self.counts.push(nothing);
+                    self.nodes.insert(key, next);
+                    next
+                }
+            };
+        }
+        if let Some(class) = self.class_of.get(&nodes) {
+            return *class;
+        }
+        let class = ClassId(u32::try_from(self.classes.len()).expect("at most NODES_MAX"));
+        let worth = self.worths(&nodes);
+        self.classes.push(Class { nodes, worth });
+        self.class_of.insert(nodes, class);
+        class
+    }
+
+    /// Begins an interval: a run is used.
+    pub(super) fn begin(&mut self, now: u64, class: ClassId) -> IntervalId {
+        self.intervals.push_back(Interval { began: now, class, is_open: true });
+        IntervalId(self.first + self.intervals.len() as u64 - 1)
+    }
+
+    /// Ends an interval: the run is used again.
+    pub(super) fn used(&mut self, interval: IntervalId, now: u64) {
+        let at = interval.0.checked_sub(self.first).and_then(|at| usize::try_from(at).ok());
+        let Some(interval_at) = at.and_then(|at| self.intervals.get_mut(at)) else { return };
+        if !std::mem::replace(&mut interval_at.is_open, false) {
+            return;
+        }
+        let reached = bin(now - interval_at.began);
+        for node in distinct(&self.classes[interval_at.class.0 as usize].nodes) {
+            let counts = &mut self.counts[node as usize];
+            counts.used[reached] += 1.0;
+            for (bin, cursor) in self.cursors.iter().enumerate().take(reached + 1) {
+                // What the cursor has passed was counted as waiting there.
+                if *cursor <= interval.0 {
+                    counts.waiting[bin] += 1.0;
+                }
+            }
+        }
+    }
+
+    /// Observes what has reached the next age, and learns from time to time. Once for each request.
+    pub(super) fn pass_time(&mut self, now: u64) {
+        for (bin_of_cursor, cursor) in self.cursors.iter_mut().enumerate() {
+            *cursor = (*cursor).max(self.first);
+            while let Some(interval) = usize::try_from(*cursor - self.first)
+                .ok()
+                .and_then(|at| self.intervals.get(at))
+                .filter(|interval| bin(now - interval.began) >= bin_of_cursor)
+            {
+                if interval.is_open {
+                    for node in distinct(&self.classes[interval.class.0 as usize].nodes) {
+                        self.counts[node as usize].waiting[bin_of_cursor] += 1.0;
+                    }
+                }
+                *cursor += 1;
+            }
+        }
+        while self.intervals.len() > self.capacity {
+            self.intervals.pop_front();
+            self.first += 1;
+        }
+        if self.requests.is_multiple_of(LEARN_EVERY) {
+            for counts in &mut self.counts {
+                counts.waiting.iter_mut().chain(&mut counts.used).for_each(|n| *n *= FORGET);
+            }
+            for class in 0..self.classes.len() {
+                self.classes[class].worth = self.worths(&self.classes[class].nodes);
+            }
+        }
+        self.requests = self.requests.wrapping_add(1);
+    }
+
+    /// What a block of a class is worth that was last used `age` milliseconds ago: expected uses per
+    /// millisecond kept.
+    pub(super) fn worth(&self, class: ClassId, age: u64) -> f64 {
+        let worth = &self.classes[class.0 as usize].worth;
+        let bin = bin(age);
+        let (begin, end) = (self.begins[bin], self.begins[bin + 1]);
+        let part = ((age as f64 - begin) / (end - begin)).clamp(0.0, 1.0);
+        worth[bin] * (1.0 - part) + worth[bin + 1] * part
+    }
+
+    /// The probability to be used in each bin, for what has reached it: from the most general class to the
+    /// most special.
+    fn hazards(&self, nodes: &[u32; LEVELS]) -> [f32; BINS] {
+        let mut hazards = [0.0; BINS];
+        for (level, node) in nodes.iter().enumerate() {
+            if level > 0 && nodes[level - 1] == *node {
+                break;
+            }
+            let Counts { waiting, used } = &self.counts[*node as usize];
+            let smooth = |counts: &[f32; BINS], bin: usize| {
+                let before = bin.checked_sub(1).map_or(0.0, |before| counts[before]);
+                let after = counts.get(bin + 1).copied().unwrap_or_default();
+                counts[bin] + NEIGHBOURS * (before + after)
+            };
+            hazards = std::array::from_fn(|bin| {
+                let (waiting, used) = (smooth(waiting, bin), smooth(used, bin));
+                let borrowed = BORROWED[level];
+                ((used + borrowed * hazards[bin]) / (waiting + borrowed)).min(HAZARD_MAX)
+            });
+        }
+        hazards
+    }
+
+    /// For each bin, the best over all later ones of: the probability to be used by then, by the expected
+    /// time kept until then.
+    fn worths(&self, nodes: &[u32; LEVELS]) -> [f64; BINS + 1] {
+        let hazards = self.hazards(nodes);
+        let length = |bin: usize| self.begins[bin + 1] - self.begins[bin];
+        let best_from = |first: usize| {
+            let (mut waits, mut kept, mut best) = (1.0, 0.0, 0.0);
+            for (bin, hazard) in hazards.iter().enumerate().skip(first) {
+                let waits_after = waits * (1.0 - f64::from(*hazard));
+                kept += length(bin) * (waits + waits_after) / 2.0;
+                waits = waits_after;
+                best = f64::max(best, (1.0 - waits) / kept);
+            }
+            best
+        };
+        std::array::from_fn(best_from)
+    }
+}
+
+/// The nodes of a class without those that stand for a level that it has not.
+fn distinct(nodes: &[u32; LEVELS]) -> impl Iterator<Item = u32> + use<> {
+    let nodes = *nodes;
+    (0..LEVELS)
+        .filter(move |level| *level == 0 || nodes[level - 1] != nodes[*level])
+        .map(move |level| nodes[level])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bins_are_half_octaves() {
+        for (age, expected) in
+            [(0, 0), (1, 2), (2, 3), (3, 4), (4, 4), (5, 5), (7, 6), (u64::MAX, 47)]
+        {
+            assert_eq!(bin(age), expected, "{age}");
+        }
+        for age in 0..100_000u64 {
+            let bin = bin(age);
+            let within = begin(bin)..begin(bin + 1);
+            assert!(bin == BINS - 1 || within.contains(&(age as f64)), "{age} in {within:?}");
+        }
+    }
+
+    fn traits(new: usize) -> Traits {
+        Traits { uses: 1, is_end: false, new, turns: 0, gap: 0 }
+    }
+
+    #[test]
+    fn a_class_that_comes_back_is_worth_more_until_the_age_at_which_it_does() {
+        let mut reuse = Reuse::new(10_000);
+        let (returns, never) = (reuse.class(traits(1)), reuse.class(traits(64)));
+        assert_ne!(returns, never);
+        for request in 0..500u64 {
+            let now = request * 10_000;
+            let interval = reuse.begin(now, returns);
+            reuse.begin(now, never);
+            reuse.pass_time(now);
+            reuse.used(interval, now + 5_000);
+        }
+        assert!(reuse.worth(returns, 0) > 20.0 * reuse.worth(never, 0));
+        assert!(reuse.worth(returns, 3_000) > reuse.worth(returns, 0), "the use is nearer");
+        assert!(reuse.worth(returns, 60_000) < reuse.worth(returns, 0), "it did not come");
+    }
+
+    #[test]
+    fn what_is_kept_is_bounded() {
+        let mut reuse = Reuse::new(100);
+        for request in 0..10_000u32 {
+            let class = reuse.class(Traits {
+                uses: request,
+                is_end: request % 2 == 0,
+                new: request as usize % 300,
+                turns: request % 40,
+                gap: u64::from(request).pow(3),
+            });
+            reuse.begin(u64::from(request), class);
+            reuse.pass_time(u64::from(request));
+        }
+        assert!(reuse.intervals.len() <= 100);
+        assert!(reuse.counts.len() <= NODES_MAX + LEVELS);
+    }
+}
