@@ -89,6 +89,12 @@ impl Agent {
 ///
 /// Bytes that were written are there for every reader of the file once the transfer is done. They are on
 /// the device after [`FileRegion::sync`].
+///
+/// A device that does not answer, such as a network file system whose server is gone, ends no transfer late.
+/// But the kernel does not let go of the memory, nor, with io_uring, of the thread that started the
+/// operation: `unregister` of the memory, the end of that thread, and a shutdown of the agent if it was one
+/// of its threads, wait until the device answers. So an interrupt check must not unregister the memory of
+/// its own transfer.
 #[derive(Clone, Debug)]
 pub struct Files {
     agent: Agent,
