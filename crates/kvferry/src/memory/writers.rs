@@ -371,11 +371,14 @@ mod tests {
         let gate = page.gate().expect("a free one");
         drop(gate.enter(Touches::Any));
         std::thread::scope(|scope| {
-            let inside = gate.enter(Touches::Any);
+            let mut inside = gate.enter(Touches::Any);
             let waiting = scope.spawn(|| writers.quiesce(None, soon(5_000)));
-            crate::sync::thread::sleep(Duration::from_millis(5));
-            drop(inside);
-            let _again = gate.enter(Touches::Any);
+            // Outside for so short that a thread that waits for the gate to be left would not see it.
+            while !waiting.is_finished() {
+                crate::sync::thread::sleep(Duration::from_millis(20));
+                drop(inside);
+                inside = gate.enter(Touches::Any);
+            }
             assert!(waiting.join().expect("no panic").is_empty());
         });
     }
