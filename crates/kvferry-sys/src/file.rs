@@ -1,6 +1,7 @@
 //! Files that are read and written at offsets.
 
 use crate::fd::Tracked;
+use crate::pins::Pins;
 use crate::retry_on_intr;
 use crate::span::HostSpan;
 use rustix::fs::{AtFlags, FallocateFlags, FileType, Mode, OFlags, StatxFlags};
@@ -37,7 +38,11 @@ pub struct Alignment {
 
 /// An open file. Closed in a forked child.
 #[derive(Debug)]
-pub struct File(Tracked<OwnedFd>);
+pub struct File {
+    /// Before the descriptor: rings let go of the file before it is closed.
+    pins: Pins,
+    fd: Tracked<OwnedFd>,
+}
 
 impl File {
     /// Opens a file.
@@ -54,12 +59,17 @@ impl File {
         flags.set(OFlags::CREATE, how.create);
         flags.set(OFlags::DIRECT, how.direct);
         let fd = retry_on_intr(|| Ok(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?))?;
-        Ok(Self(Tracked::new(fd)))
+        Ok(Self::from_fd(fd))
     }
 
     /// Takes an open file.
     pub fn from_fd(fd: OwnedFd) -> Self {
-        Self(Tracked::new(fd))
+        Self { pins: Pins::new(), fd: Tracked::new(fd) }
+    }
+
+    /// The registrations of the file with rings.
+    pub(crate) fn pins(&self) -> &Pins {
+        &self.pins
     }
 
     /// Opens the same file once more, past the page cache.
@@ -67,7 +77,7 @@ impl File {
     /// # Errors
     /// As [`File::open`]; also if `/proc` is not mounted.
     pub fn reopen_direct(&self, read: bool, write: bool) -> io::Result<Self> {
-        let path = format!("/proc/self/fd/{}", self.0.as_raw_fd());
+        let path = format!("/proc/self/fd/{}", self.fd.as_raw_fd());
         Self::open(Path::new(&path), How { read, write, create: false, direct: true })
     }
 
@@ -76,14 +86,14 @@ impl File {
     /// # Errors
     /// The kernel's error.
     pub fn len(&self) -> io::Result<Option<u64>> {
-        let stat = rustix::fs::fstat(&self.0)?;
+        let stat = rustix::fs::fstat(&self.fd)?;
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile => Ok(u64::try_from(stat.st_size).ok()),
             FileType::BlockDevice => {
                 // The position is shared with whoever has the descriptor, too.
-                let before = rustix::fs::tell(&self.0)?;
-                let end = rustix::fs::seek(&self.0, rustix::fs::SeekFrom::End(0))?;
-                rustix::fs::seek(&self.0, rustix::fs::SeekFrom::Start(before))?;
+                let before = rustix::fs::tell(&self.fd)?;
+                let end = rustix::fs::seek(&self.fd, rustix::fs::SeekFrom::End(0))?;
+                rustix::fs::seek(&self.fd, rustix::fs::SeekFrom::Start(before))?;
                 Ok(Some(end))
             }
             _ => Ok(None),
@@ -95,7 +105,7 @@ impl File {
     /// # Errors
     /// The kernel's error.
     pub fn access(&self) -> io::Result<(bool, bool)> {
-        let mode = rustix::fs::fcntl_getfl(&self.0)? & OFlags::RWMODE;
+        let mode = rustix::fs::fcntl_getfl(&self.fd)? & OFlags::RWMODE;
         Ok((mode != OFlags::WRONLY, mode == OFlags::WRONLY || mode == OFlags::RDWR))
     }
 
@@ -106,13 +116,13 @@ impl File {
     /// The kernel's error, such as `ENOSPC`.
     pub fn reserve(&self, offset: u64, len: u64) -> io::Result<()> {
         let reserved = retry_on_intr(|| {
-            Ok(rustix::fs::fallocate(&self.0, FallocateFlags::empty(), offset, len)?)
+            Ok(rustix::fs::fallocate(&self.fd, FallocateFlags::empty(), offset, len)?)
         });
         match reserved {
             Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP) => {
                 let end = offset.saturating_add(len);
                 if self.len()?.is_some_and(|now| now < end) {
-                    retry_on_intr(|| Ok(rustix::fs::ftruncate(&self.0, end)?))?;
+                    retry_on_intr(|| Ok(rustix::fs::ftruncate(&self.fd, end)?))?;
                 }
                 Ok(())
             }
@@ -125,12 +135,12 @@ impl File {
     /// # Errors
     /// The kernel's error. What was written before may be lost then, and a second call may say otherwise.
     pub fn sync_data(&self) -> io::Result<()> {
-        retry_on_intr(|| Ok(rustix::fs::fdatasync(&self.0)?))
+        retry_on_intr(|| Ok(rustix::fs::fdatasync(&self.fd)?))
     }
 
     /// Drops what the page cache has of the file and needs not write. A hint.
     pub fn forget_cached(&self) {
-        let _ = rustix::fs::fadvise(&self.0, 0, None, rustix::fs::Advice::DontNeed);
+        let _ = rustix::fs::fadvise(&self.fd, 0, None, rustix::fs::Advice::DontNeed);
     }
 
     /// Reads the first `len` bytes of the file into the page cache.
@@ -139,7 +149,7 @@ impl File {
         let mut buffer = vec![0; 1 << 20];
         let mut at = 0;
         while at < len {
-            match rustix::io::pread(&self.0, &mut buffer, at) {
+            match rustix::io::pread(&self.fd, &mut buffer, at) {
                 Ok(0) | Err(_) => break,
                 Ok(n) => at += n as u64,
             }
@@ -150,7 +160,7 @@ impl File {
     /// not say (before Linux 6.1).
     pub fn alignment(&self) -> Alignment {
         let page = Alignment { memory: page(), offset: page() };
-        let asked = rustix::fs::statx(&self.0, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
+        let asked = rustix::fs::statx(&self.fd, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
         let Ok(stat) = asked else { return page };
         let (memory, offset) = (stat.stx_dio_mem_align.into(), stat.stx_dio_offset_align.into());
         let has_answer = stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0;
@@ -171,7 +181,7 @@ impl File {
         retry_on_intr(|| {
             // SAFETY: the span is valid for writes of its length, as its maker promised.
             let moved =
-                unsafe { libc::pread(self.0.as_raw_fd(), span.as_ptr().cast(), span.len(), at) };
+                unsafe { libc::pread(self.fd.as_raw_fd(), span.as_ptr().cast(), span.len(), at) };
             crate::check(moved)
         })
     }
@@ -185,7 +195,7 @@ impl File {
         retry_on_intr(|| {
             // SAFETY: the span is valid for reads of its length, as its maker promised.
             let moved =
-                unsafe { libc::pwrite(self.0.as_raw_fd(), span.as_ptr().cast(), span.len(), at) };
+                unsafe { libc::pwrite(self.fd.as_raw_fd(), span.as_ptr().cast(), span.len(), at) };
             crate::check(moved)
         })
     }
@@ -193,13 +203,13 @@ impl File {
 
 impl AsFd for File {
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
-        self.0.as_fd()
+        self.fd.as_fd()
     }
 }
 
 impl AsRawFd for File {
     fn as_raw_fd(&self) -> std::os::fd::RawFd {
-        self.0.as_raw_fd()
+        self.fd.as_raw_fd()
     }
 }
 

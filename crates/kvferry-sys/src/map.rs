@@ -43,7 +43,9 @@ impl Mapping {
         Ok(Self { base, len })
     }
 
-    /// As [`Mapping::anonymous`], and takes the pages now, where the kernel can (Linux 5.14).
+    /// As [`Mapping::anonymous`], and takes the pages now, where the kernel can (Linux 5.14). They are huge
+    /// pages if the system has free ones and does not forbid them: a device moves contiguous memory in
+    /// fewer parts.
     ///
     /// # Errors
     /// As [`Mapping::anonymous`]; `OutOfMemory` if the system has less memory than 64 MiB or more
@@ -51,6 +53,10 @@ impl Mapping {
     pub fn populated(len: usize) -> io::Result<Self> {
         let mapping = Self::anonymous(len)?;
         check_available(len)?;
+        // SAFETY: the range is the mapping. Advice changes no byte.
+        let _ = unsafe {
+            rustix::mm::madvise(mapping.base.as_ptr().cast(), len, Advice::LinuxHugepage)
+        };
         let step = usize::try_from(TAKE_STEP).expect("it fits into an address space");
         for at in (0..len).step_by(step) {
             let size = step.min(len - at);

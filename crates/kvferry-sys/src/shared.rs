@@ -11,7 +11,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 /// Size in bytes of the huge pages that [`Shared::allocate`] requests.
 pub const HUGE_PAGE: usize = 2 << 20;
@@ -54,6 +54,22 @@ struct Range {
 unsafe impl Send for Shared {}
 // SAFETY: shared access only yields atomics, spans and raw copies.
 unsafe impl Sync for Shared {}
+
+#[inline]
+fn prefetch(at: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint, which has no effect on memory.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: a hint, which has no effect on memory.
+    unsafe {
+        std::arch::asm!("prfm pldl1keep, [{at}]", at = in(reg) at, options(nostack, readonly));
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    let _ = at;
+}
 
 fn map(fd: &Fd, len: usize, writable: bool) -> io::Result<Range> {
     let mut protection = ProtFlags::READ;
@@ -212,6 +228,7 @@ impl Shared {
         self.huge
     }
 
+    #[inline]
     fn raw_word(&self, offset: usize) -> &AtomicU64 {
         assert!(
             offset.is_multiple_of(8) && offset.checked_add(8).is_some_and(|end| end <= self.len),
@@ -227,6 +244,7 @@ impl Shared {
     ///
     /// # Panics
     /// If the offset is not a multiple of 8 inside the mapping.
+    #[inline]
     pub fn load(&self, offset: usize) -> u64 {
         self.raw_word(offset).load(std::sync::atomic::Ordering::SeqCst)
     }
@@ -235,9 +253,46 @@ impl Shared {
     ///
     /// # Panics
     /// If the offset is not a multiple of 8 inside the mapping, or the mapping is read-only.
+    #[inline]
     pub fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(self.writable, "the mapping is read-only");
         self.raw_word(offset)
+    }
+
+    /// The `N` 32-bit words from byte `offset` on. Words that are accessed as 32 bits are never
+    /// accessed as 64 bits.
+    ///
+    /// # Panics
+    /// If the words are not inside the mapping, `offset` is not a multiple of 4, or the mapping is
+    /// read-only.
+    #[inline]
+    pub fn words32<const N: usize>(&self, offset: usize) -> &[AtomicU32; N] {
+        let end = offset.checked_add(size_of::<[AtomicU32; N]>());
+        assert!(
+            self.writable && offset.is_multiple_of(4) && end.is_some_and(|end| end <= self.len),
+            "words are aligned and inside a writable mapping"
+        );
+        // SAFETY: inside a writable mapping that lives as long as `self`, and aligned. Zeroed memory
+        // is a value of atomics, which may be shared.
+        unsafe { &*self.mapping.base.as_ptr().add(offset).cast() }
+    }
+
+    /// Asks the processor for the cache line of byte `offset`, if that is inside the mapping.
+    #[inline]
+    pub fn prefetch(&self, offset: usize) {
+        if offset < self.len {
+            // SAFETY: inside the mapping.
+            prefetch(unsafe { self.mapping.base.as_ptr().add(offset) });
+        }
+    }
+
+    /// Asks for transparent huge pages, which the system may refuse.
+    pub fn advise_huge_pages(&self) {
+        let Range { base, len } = &self.mapping;
+        // SAFETY: exactly this mapping; the advice changes no content.
+        let _ = unsafe {
+            rustix::mm::madvise(base.as_ptr().cast(), *len, rustix::mm::Advice::LinuxHugepage)
+        };
     }
 
     /// The bytes `offset..offset + len` as a span.
@@ -351,6 +406,20 @@ mod tests {
         let mut back = [0; 3];
         here.span(0, 3).copy_to(&mut back);
         assert_eq!(&back, b"abc");
+    }
+
+    #[test]
+    fn words_of_32_bits_are_inside_the_mapping() {
+        let shared = Shared::create("kvferry-test", 4096).expect("memory");
+        shared.words32::<2>(4088)[1].store(7, Ordering::SeqCst);
+        assert_eq!(shared.load(4088), u64::from_ne_bytes([0, 0, 0, 0, 7, 0, 0, 0]));
+        shared.advise_huge_pages();
+        shared.prefetch(4095);
+        shared.prefetch(usize::MAX);
+        for offset in [4092, 2, usize::MAX - 3] {
+            let words = || shared.words32::<2>(offset)[0].load(Ordering::SeqCst);
+            assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(words)).is_err());
+        }
     }
 
     #[test]

@@ -16,6 +16,10 @@ unsafe impl Send for HostSpan {}
 // SAFETY: as above; no method changes a span through a shared reference.
 unsafe impl Sync for HostSpan {}
 
+/// The buffer of [`HostSpan::for_each_copy`]: digests are slower over shorter pieces, and a longer one does
+/// not fit into the first-level cache beside its source.
+const COPY_BYTES: usize = 16 << 10;
+
 impl HostSpan {
     /// A span over `len` bytes at `ptr`.
     ///
@@ -65,7 +69,7 @@ impl HostSpan {
     /// Calls `f` with the bytes of the span, copied piece by piece to a bounded buffer on the
     /// stack. For digests: the memory may change at any time, so no reference to it may exist.
     pub fn for_each_copy(&self, mut f: impl FnMut(&[u8])) {
-        let mut buffer = [0u8; 4096];
+        let mut buffer = [0u8; COPY_BYTES];
         let mut at = 0;
         while at < self.len() {
             let n = buffer.len().min(self.len() - at);

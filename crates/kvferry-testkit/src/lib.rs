@@ -8,6 +8,7 @@
 //! | [`memory`], [`slow`] | memory with a model of its content, and memory that behaves like a device |
 //! | [`region`] | regions of an agent in this process |
 //! | [`process`] | peers in processes of their own, which a test kills, stops and inspects |
+//! | [`forked`] | code in a forked process |
 //! | [`network`], [`netem`] | two hosts that can be cut off from each other; delay, reordering and loss |
 //! | [`watchdog`] | abort of tests that hang; limits of time on a loaded machine |
 //! | [`broken`] | a small transport in memory, and the faults in it that the suite must notice |
@@ -15,6 +16,7 @@
 pub mod agent;
 pub mod broken;
 pub mod fabric;
+pub mod forked;
 pub mod memory;
 pub mod netem;
 pub mod network;

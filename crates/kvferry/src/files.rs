@@ -134,10 +134,16 @@ impl Files {
         self.asynchronous(Op::Read, batch, options)
     }
 
-    /// How files are read and written: `uring`, or `posix` and the reason why it is not `uring`. `None`
-    /// before the first file was opened. Text for people.
+    /// How files are read and written: `uring`, with the reason if memory can't be registered with it, or
+    /// `posix` and the reason why it is not `uring`. `None` before the first file was opened. Text for people.
     pub fn engine(&self) -> Option<String> {
-        self.agent.services().storage().shared.engine.text().map(str::to_owned)
+        self.agent.services().storage().shared.engine.text()
+    }
+
+    /// Operations so far whose memory was registered with io_uring. For tests and measurements.
+    #[doc(hidden)]
+    pub fn registered_operations(&self) -> u64 {
+        self.agent.services().storage().shared.engine.registered_operations()
     }
 
     fn core(&self) -> &Arc<Core> {

@@ -30,6 +30,9 @@ impl Agent {
     /// [`Region::is_quarantined`] is false. Peers write to it at any time, so no references to it may
     /// exist.
     ///
+    /// Nor may its pages be replaced, by `madvise(MADV_DONTNEED)` or by mapping anything else over them:
+    /// transfers with files may go on with the former pages.
+    ///
     /// # Errors
     /// `InvalidArgument` for zero bytes, null, or a range that wraps around; `Overlap`.
     pub unsafe fn register(&self, addr: *mut u8, len: usize, access: Access) -> Result<Region> {
@@ -63,7 +66,8 @@ impl Agent {
     /// descriptor. Memory is private if it is smaller, or if `local` is not among the agent's
     /// transports. From 2 MiB on shared memory uses huge pages if the system has free ones. The pages
     /// are taken now, from the caller's control group and by its NUMA policy, which takes about
-    /// half a second per GiB. (Private memory takes them at the first touch before Linux 5.14.)
+    /// half a second per GiB. (Private memory takes them at the first touch before Linux 5.14. It is of
+    /// huge pages if the system has free ones and does not forbid them.)
     ///
     /// # Errors
     /// `InvalidArgument` for zero bytes, `Io` if there is not enough memory.

@@ -4,6 +4,7 @@ use kvferry::{
     Access, Agent, Batch, DirectIo, ErrorKind, FileEngine, FileOptions, FileRegion, Notification,
     Options, Region, TransportKind,
 };
+use kvferry_sys::map::Mapping;
 use std::fs;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -95,6 +96,9 @@ sentences! {
     threads_at_once_all_land
     a_range_of_a_file_is_a_region
     a_descriptor_is_a_region
+    memory_that_is_used_often_is_registered_until_it_is_unregistered
+    registered_memory_is_unregistered_while_transfers_run
+    a_region_of_more_than_a_gibibyte_is_registered_in_parts
     shutdown_ends_transfers
 }
 
@@ -441,4 +445,143 @@ fn shutdown_ends_transfers(rig: &Rig) {
     assert_eq!(e.kind(), ErrorKind::Shutdown, "{e}");
     let e = rig.agent.open_file(file.path(), &FileOptions::read_only()).expect_err("shut down");
     assert_eq!(e.kind(), ErrorKind::Shutdown, "{e}");
+}
+
+/// A batch that moves the whole of `memory` in blocks of 512 KiB, to and from the same offsets.
+fn blocks(memory: &Region, file: &FileRegion) -> Batch {
+    let mut batch = Batch::new();
+    let len = memory.len() as u64;
+    for at in (0..len).step_by(512 << 10) {
+        batch.push(memory, at, &file.remote(), at, (len - at).min(512 * KIB)).expect("inside");
+    }
+    batch
+}
+
+/// Whether operations on the file use registered memory once it was used often.
+fn registers(rig: &Rig, file: &FileRegion) -> bool {
+    let engine = rig.agent.files().engine().expect("a file is open");
+    println!("engine: {engine}; past the page cache: {}", file.is_direct());
+    engine == "uring" && file.is_direct()
+}
+
+fn memory_that_is_used_often_is_registered_until_it_is_unregistered(rig: &Rig) {
+    let file = rig.file("often", &FileOptions::create(24 * MIB));
+    let mut map = Mapping::anonymous(24 << 20).expect("memory");
+    for round in 0..4 {
+        // SAFETY: unregistered below, before the memory is unmapped.
+        let memory = unsafe { rig.agent.register(map.as_ptr(), map.len(), Access::NONE) };
+        let memory = memory.expect("free");
+        let source = bytes(20 + round, 24 * MIB);
+        map.span(0, source.len()).copy_from(&source);
+        let before = rig.agent.files().registered_operations();
+        for _ in 0..3 {
+            rig.write(&blocks(&memory, &file)).expect("space");
+        }
+        map.span(0, source.len()).copy_from(&vec![0; source.len()]);
+        rig.read(&blocks(&memory, &file)).expect("written above");
+        let registered = rig.agent.files().registered_operations() - before;
+        assert_eq!(registered > 0, registers(rig, &file), "{registered} operations");
+        let mut back = vec![0; source.len()];
+        map.span(0, back.len()).copy_to(&mut back);
+        assert!(back == source, "round {round}");
+        rig.agent.unregister(&memory).expect("registered");
+        // Other pages, most likely at the same address: a registration that was left would move the
+        // former ones.
+        let at = map.as_ptr();
+        drop(map);
+        map = Mapping::anonymous(24 << 20).expect("memory");
+        println!("the same address: {}", map.as_ptr() == at);
+    }
+}
+
+fn registered_memory_is_unregistered_while_transfers_run(rig: &Rig) {
+    let file = rig.file("running", &FileOptions::create(24 * MIB));
+    for delay in [0, 200, 1000, 3000, 10_000] {
+        let memory = rig.memory(24 * MIB);
+        for _ in 0..2 {
+            rig.write(&blocks(&memory, &file)).expect("space");
+        }
+        let transfers = [(); 3]
+            .map(|()| rig.agent.files().read_async(&blocks(&memory, &file), &Options::default()));
+        std::thread::sleep(Duration::from_micros(delay));
+        rig.agent.unregister(&memory).expect("registered");
+        memory.write_at(0, &vec![0xaa; memory.len()]).expect("inside");
+        for transfer in transfers {
+            if let Err(e) = transfer.wait(Duration::from_secs(30)).expect("it ends") {
+                assert_eq!(e.kind(), ErrorKind::Revoked, "{e}");
+            }
+        }
+        assert!(content(&memory).iter().all(|byte| *byte == 0xaa), "after {delay} µs");
+    }
+}
+
+fn a_region_of_more_than_a_gibibyte_is_registered_in_parts(rig: &Rig) {
+    let (window, distance) = (4 * MIB, (1 << 30) - 2 * MIB);
+    let file = rig.file("long", &FileOptions::create(window));
+    // No page is taken before it is used; a part that is registered takes all of its pages.
+    let memory = rig.memory((1 << 30) + 64 * MIB);
+    let source = bytes(30, window);
+    let (mut out, mut back) = (Batch::new(), Batch::new());
+    for at in (0..window).step_by(64 << 10) {
+        out.push(&memory, distance + at, &file.remote(), at, 64 * KIB).expect("inside");
+        back.push(&memory, distance + at, &file.remote(), window - at - 64 * KIB, 64 * KIB)
+            .expect("inside");
+    }
+    let start = usize::try_from(distance).expect("a 64-bit system");
+    memory.write_at(start, &source).expect("inside");
+    // More than one part is long, on both sides of the gibibyte.
+    for _ in 0..12 {
+        rig.write(&out).expect("space");
+    }
+    let registered = rig.agent.files().registered_operations();
+    assert_eq!(registered > 0, registers(rig, &file), "{registered} operations");
+    rig.read(&back).expect("written above");
+    let mut read = vec![0; source.len()];
+    memory.read_at(start, &mut read).expect("inside");
+    assert!(read.chunks(64 << 10).rev().flatten().eq(&source), "blocks in reverse order");
+    rig.agent.unregister(&memory).expect("registered");
+}
+
+/// In a process of its own: the limit is the process's, the capability to pass it the thread's.
+#[test]
+fn a_low_limit_of_locked_memory_only_means_that_none_is_registered() {
+    const NAME: &str = "a_low_limit_of_locked_memory_only_means_that_none_is_registered";
+    if std::env::var_os("KVFERRY_TEST_LIMITED").is_none() {
+        let this = std::env::current_exe().expect("a running program");
+        let mut limited = std::process::Command::new(this);
+        limited.args(["--exact", NAME, "--nocapture"]).env("KVFERRY_TEST_LIMITED", "1");
+        assert!(limited.status().expect("a process").success());
+        return;
+    }
+    let limit = libc::rlimit { rlim_cur: 64 << 10, rlim_max: 64 << 10 };
+    // SAFETY: a plain system call with a valid argument.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) }, 0);
+    drop_ipc_lock();
+    let Some(rig) = Rig::new(FileEngine::Uring) else { return };
+    let file = rig.file("limited", &FileOptions::create(24 * MIB));
+    let memory = rig.memory(24 * MIB);
+    let source = fill(&memory, 40);
+    for _ in 0..3 {
+        rig.write(&blocks(&memory, &file)).expect("space");
+    }
+    assert!(fs::read(file.path()).expect("made above") == source);
+    assert_eq!(rig.agent.files().registered_operations(), 0);
+    let engine = rig.agent.files().engine().expect("a file is open");
+    let expected = "the limit of locked memory, ulimit -l";
+    assert!(engine.contains(expected) || !file.is_direct(), "{engine}");
+}
+
+/// Gives up the right to lock more memory than the limit, in this thread.
+fn drop_ipc_lock() {
+    const CAP_IPC_LOCK: u32 = 14;
+    const VERSION_3: u32 = 0x2008_0522;
+    let header = [VERSION_3, 0];
+    // Effective, permitted and inheritable, of the lower and of the upper half.
+    let mut sets = [0u32; 6];
+    // SAFETY: both calls get a header and sets of the size that this version has.
+    unsafe {
+        assert_eq!(libc::syscall(libc::SYS_capget, header.as_ptr(), sets.as_mut_ptr()), 0);
+        sets[..3].iter_mut().for_each(|set| *set &= !(1 << CAP_IPC_LOCK));
+        assert_eq!(libc::syscall(libc::SYS_capset, header.as_ptr(), sets.as_ptr()), 0);
+    }
 }

@@ -1,12 +1,20 @@
 //! Host memory that the kernel or another thread touches beyond one call: of a read or write of a
 //! file that is under way.
 
+use crate::error::{Error, ErrorKind, Result};
 use crate::memory::cursor::{Piece, Pieces, Position};
 use crate::memory::gate::Gate;
-use crate::memory::region::RegionInner;
+use crate::memory::region::{Region, RegionInner};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 use kvferry_sys::span::HostSpan;
+use kvferry_sys::uring::Range;
+
+/// Bytes of a region that are registered with the kernel at once. A registration keeps the pages in memory
+/// and takes some 0.1 ms per MiB.
+const RANGE_BYTES: usize = 16 << 20;
+/// Ranges overlap by the bytes of the longest operation, so that each lies in one range.
+pub(crate) const OVERLAP_BYTES: usize = 1 << 20;
 
 /// Why memory can't be held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,27 +37,69 @@ impl Held {
         gate: &Gate,
         at: Position,
         len: usize,
-    ) -> Result<(Self, HostSpan), NotHeld> {
+    ) -> std::result::Result<(Self, HostSpan), NotHeld> {
         let piece: &Piece = &pieces.pieces[at.piece];
         let region = match pieces.regions.get(piece.region as usize) {
             Some(region) if !region.is_device() => region,
             _ => return Err(NotHeld::Unsupported),
         };
         let _inside = gate.enter().map_err(|_| NotHeld::Unregistered)?;
+        let held = Self::begin(region).ok_or(NotHeld::Unregistered)?;
+        Ok((held, region.span(piece.offset + at.within, len)))
+    }
+
+    /// `None` if the region was unregistered.
+    fn begin(region: &Arc<RegionInner>) -> Option<Self> {
         // Counted before the look: a thread that unregisters the region marks it first and looks at the
         // count after that, so one of the two sees the other. That holds for a region of another agent,
         // too, which does not know this gate.
         region.copies.fetch_add(1, Ordering::SeqCst);
         let held = Self(Arc::clone(region));
-        if !region.is_alive() {
-            return Err(NotHeld::Unregistered);
-        }
-        Ok((held, region.span(piece.offset + at.within, len)))
+        region.is_alive().then_some(held)
+    }
+}
+
+impl Held {
+    /// The range of the region that may be registered for operations on `span`; `None` for a span that is
+    /// longer than ranges overlap.
+    pub(crate) fn range(&self, span: HostSpan) -> Option<Range<'_>> {
+        let region = &self.0;
+        let number = (span.as_ptr() as usize).wrapping_sub(region.base) / RANGE_BYTES;
+        let first = number * RANGE_BYTES;
+        let len = region.len.checked_sub(first)?.min(RANGE_BYTES + OVERLAP_BYTES);
+        let whole = region.span(first as u64, len);
+        let is_inside = span.as_ptr() as usize + span.len() <= whole.as_ptr() as usize + len;
+        is_inside.then_some(Range { pins: &region.pins, number: number as u64, span: whole })
     }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
         self.0.copies.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Region {
+    /// Calls `f` with the bytes of a range of host memory, in order, copied piece by piece to a buffer of
+    /// a few KiB: for checksums. A transfer may write the memory at the same time; each byte has its
+    /// value at the time of its copy. Unregistering the region waits until this returns.
+    ///
+    /// # Errors
+    /// `OutOfBounds`, `NotRegistered`; `Unsupported` for device memory. `f` was not called.
+    pub fn for_each_copy(&self, offset: u64, len: u64, f: impl FnMut(&[u8])) -> Result<()> {
+        if offset.checked_add(len).is_none_or(|end| end > self.0.len as u64) {
+            return Err(self.out_of_bounds(offset, len));
+        }
+        if self.0.is_device() {
+            let what = "the processor can't read device memory";
+            return Err(Error::new(ErrorKind::Unsupported, what).with("region", self.0.id));
+        }
+        let Some(held) = Held::begin(&self.0) else {
+            return Err(Error::new(ErrorKind::NotRegistered, "the region was unregistered")
+                .with("region", self.0.id));
+        };
+        let len = usize::try_from(len).expect("at most the region's length");
+        held.0.span(offset, len).for_each_copy(f);
+        Ok(())
     }
 }

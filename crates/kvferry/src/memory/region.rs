@@ -13,6 +13,7 @@ use kvferry_proto::pack;
 use kvferry_proto::{Incarnation, RegionId, Timestamp, WireCode};
 use kvferry_sys::alive::AliveMark;
 use kvferry_sys::map::Mapping;
+use kvferry_sys::pins::Pins;
 use kvferry_sys::shared::Shared;
 use kvferry_sys::span::HostSpan;
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -80,6 +81,8 @@ pub(crate) struct RegionInner {
     pub(crate) base: usize,
     pub(crate) len: usize,
     pub(crate) access: Access,
+    /// Registrations of the memory with the kernel. Before `backing`: they end before memory is unmapped.
+    pub(crate) pins: Pins,
     pub(crate) backing: Backing,
     name: OnceLock<String>,
     alive: AtomicBool,
@@ -143,7 +146,8 @@ impl RegionInner {
         debug_assert!(!matches!(self.backing, Backing::Device(_)), "host memory only");
         // SAFETY: the range is inside the region. A borrowed region is mapped until it is
         // unregistered (`Agent::register`'s contract), an owned one until its last handle is
-        // dropped; and `unregister` returns only after the caller has left the gate it holds.
+        // dropped; and `unregister` returns only after the caller has left the gate it holds, and after
+        // `pins` was closed, which ends registrations of the span with the kernel.
         unsafe { HostSpan::new((self.base as *mut u8).add(offset), len) }
     }
 }
@@ -424,6 +428,7 @@ impl Tables {
             base,
             len,
             access,
+            pins: Pins::new(),
             backing,
             name: OnceLock::new(),
             alive: AtomicBool::new(true),
@@ -548,8 +553,8 @@ impl RegionTable {
         }
     }
 
-    /// Waits until no device copies to or from these unregistered regions. Returns one that a
-    /// device still copies if `until` passes first.
+    /// Waits until no device copies to or from these unregistered regions, then ends the registrations
+    /// of their memory with the kernel. Returns one that a device still copies if `until` passes first.
     pub(crate) fn wait_for_copies<'a>(
         regions: impl IntoIterator<Item = &'a Region>,
         until: Option<Timestamp>,
@@ -561,6 +566,8 @@ impl RegionTable {
                 }
                 thread::sleep(LOOK_EVERY);
             }
+            // A registration is made while a copy is counted, so none follows.
+            region.0.pins.close();
         }
         None
     }

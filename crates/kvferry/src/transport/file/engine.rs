@@ -3,7 +3,7 @@
 use super::posix::{Pool, PoolQueue};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::held::Held;
-use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::sync::{Arc, Mutex, OnceLock, lock};
 use kvferry_sys::file::File;
 use kvferry_sys::poll::{self, Interest};
@@ -17,8 +17,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 /// Operations under way in one queue, at most.
-const DEPTH: usize = 64;
-/// Queues that are kept for the next transfers. Each takes some ten KiB.
+const DEPTH: usize = 256;
+/// A waiting thread wakes up when one of so many operations has ended. The device works on the others.
+const WAKE_SHARE: usize = 4;
+/// Queues that are kept for the next transfers. Each takes some thirty KiB.
 const IDLE_QUEUES: usize = 16;
 /// Transfers with files under way at once: each takes a queue, which takes a descriptor.
 const LEASED_MAX: usize = 256;
@@ -57,7 +59,10 @@ pub(super) struct Operation {
     /// In the file, not in the region.
     pub(super) offset: u64,
     pub(super) span: HostSpan,
-    pub(super) _held: Held,
+    /// Past the page cache: the device reads or writes the memory, whose pages the kernel has to keep
+    /// meanwhile. Through the page cache, bytes are copied.
+    pub(super) is_direct: bool,
+    pub(super) held: Held,
     /// The pair of the batch.
     pub(super) pair: usize,
 }
@@ -92,7 +97,8 @@ pub(super) trait Queue: Send {
     /// Takes an operation that has ended, and the bytes it moved.
     fn completed(&mut self) -> Option<(Operation, io::Result<usize>)>;
 
-    /// Starts what was pushed and waits until an operation has ended, for `timeout` at most.
+    /// Starts what was pushed and waits until operations have ended, for `timeout` at most: one, or a
+    /// part of those under way, so that a thread wakes up less often.
     fn wait(&mut self, timeout: Duration) -> io::Result<()> {
         self.submit()?;
         poll::wait_one(self.fd(), Interest::Read, Some(timeout)).map(drop)
@@ -102,39 +108,74 @@ pub(super) trait Queue: Send {
     fn fd(&self) -> BorrowedFd<'_>;
 }
 
-impl Queue for Ring<Operation> {
+/// What the rings of an agent have in common.
+#[derive(Default)]
+struct Rings {
+    /// Operations whose memory was registered with the kernel.
+    registered: AtomicU64,
+    /// Why a ring can't register memory.
+    refusal: OnceLock<String>,
+}
+
+struct RingQueue {
+    ring: Ring<Operation>,
+    rings: Arc<Rings>,
+}
+
+impl RingQueue {
+    fn new(rings: &Arc<Rings>) -> io::Result<Self> {
+        Ok(Self { ring: Ring::new(DEPTH)?, rings: Arc::clone(rings) })
+    }
+}
+
+impl Queue for RingQueue {
     fn in_flight(&self) -> usize {
-        self.in_flight()
+        self.ring.in_flight()
     }
 
     fn push(&mut self, operation: Operation) {
-        let (file, span) = (Arc::clone(&operation.file), operation.span);
-        self.push(&file, operation.way, operation.offset, span, operation);
+        let Operation { way, offset, span, is_direct, .. } = operation;
+        let range = if is_direct { operation.held.range(span) } else { None };
+        let place = range.and_then(|range| self.ring.place(range, span));
+        if place.is_some() {
+            self.rings.registered.fetch_add(1, Ordering::Relaxed);
+        } else if let Some(e) = self.ring.refusal()
+            && self.rings.refusal.get().is_none()
+        {
+            let hint = match e.kind() {
+                io::ErrorKind::OutOfMemory => " (the limit of locked memory, ulimit -l)",
+                _ => "",
+            };
+            let _ = self.rings.refusal.set(format!("{e}{hint}"));
+        }
+        let file = Arc::clone(&operation.file);
+        self.ring.push(&file, way, offset, span, place, operation);
     }
 
     fn submit(&mut self) -> io::Result<()> {
-        self.submit()
+        self.ring.submit()
     }
 
     fn is_submitted(&self) -> bool {
-        self.is_submitted()
+        self.ring.is_submitted()
     }
 
     fn stop(&mut self) {
         // What is queued can't be taken back; the kernel has it complete as soon as it takes it.
-        let _ = self.submit();
+        let _ = self.ring.submit();
     }
 
     fn completed(&mut self) -> Option<(Operation, io::Result<usize>)> {
-        self.completed()
+        self.ring.completed()
     }
 
     fn wait(&mut self, timeout: Duration) -> io::Result<()> {
-        self.wait(timeout)
+        let count = (self.ring.in_flight() / WAKE_SHARE).max(1);
+        self.ring.wait(count, timeout)
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        self.as_fd()
+        self.ring.as_fd()
     }
 }
 
@@ -142,6 +183,7 @@ impl Queue for Ring<Operation> {
 pub(crate) struct Engine {
     asked: FileEngine,
     chosen: OnceLock<Chosen>,
+    rings: Arc<Rings>,
     idle: Mutex<Vec<Box<dyn Queue>>>,
     /// Queues that are not idle.
     leased: Arc<AtomicUsize>,
@@ -190,7 +232,7 @@ impl fmt::Debug for Engine {
 impl Engine {
     pub(super) fn new(asked: FileEngine) -> Self {
         let (chosen, idle, leased) = (OnceLock::new(), Mutex::default(), Arc::default());
-        Self { asked, chosen, idle, leased }
+        Self { asked, chosen, rings: Arc::default(), idle, leased }
     }
 
     /// Chooses the engine, at the first call.
@@ -200,7 +242,7 @@ impl Engine {
         }
         let ring = match self.asked {
             FileEngine::Posix => Err("posix: as the setting file_engine says".to_owned()),
-            _ => Ring::<Operation>::new(DEPTH).map_err(|e| {
+            _ => RingQueue::new(&self.rings).map_err(|e| {
                 let hint = match e.kind() {
                     io::ErrorKind::PermissionDenied => {
                         "; a container's seccomp profile or kernel.io_uring_disabled forbids it"
@@ -229,9 +271,19 @@ impl Engine {
         Ok(())
     }
 
-    /// The engine's name, and why it is not io_uring; `None` before a file was opened.
-    pub(crate) fn text(&self) -> Option<&str> {
-        self.chosen.get().map(|chosen| chosen.text.as_str())
+    /// The engine's name, why it is not io_uring, and why io_uring registers no memory; `None` before a
+    /// file was opened.
+    pub(crate) fn text(&self) -> Option<String> {
+        let text = &self.chosen.get()?.text;
+        Some(match self.rings.refusal.get() {
+            Some(why) => format!("{text}, without registered memory: {why}"),
+            None => text.clone(),
+        })
+    }
+
+    /// Operations so far whose memory was registered with the kernel.
+    pub(crate) fn registered_operations(&self) -> u64 {
+        self.rings.registered.load(Ordering::Relaxed)
     }
 
     /// A queue without operations.
@@ -254,7 +306,7 @@ impl Engine {
         let pool = self.chosen.get().and_then(|chosen| chosen.pool.as_ref());
         let made: io::Result<Box<dyn Queue>> = match pool {
             Some(pool) => PoolQueue::new(pool).map(|queue| Box::new(queue) as _),
-            None => Ring::<Operation>::new(DEPTH).map(|ring| Box::new(ring) as _),
+            None => RingQueue::new(&self.rings).map(|queue| Box::new(queue) as _),
         };
         made.map_err(|e| Error::io("a queue for files can't be made", e))
     }
@@ -300,7 +352,7 @@ mod tests {
         let engine = Engine::new(FileEngine::Posix);
         assert_eq!(engine.text(), None);
         engine.choose().expect("always there");
-        assert_eq!(engine.text(), Some("posix: as the setting file_engine says"));
+        assert_eq!(engine.text().as_deref(), Some("posix: as the setting file_engine says"));
         for (text, expected) in [("auto", FileEngine::Auto), ("URING", FileEngine::Uring)] {
             assert_eq!(FileEngine::parse(text).expect("a name"), expected);
         }

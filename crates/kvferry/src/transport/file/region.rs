@@ -82,11 +82,17 @@ pub(super) struct Target {
     /// In the file.
     pub(super) offset: u64,
     pub(super) len: u64,
+    /// Past the page cache.
+    pub(super) is_direct: bool,
 }
 
 impl FileInner {
     pub(super) fn path(&self) -> &Path {
         &self.path
+    }
+
+    pub(super) fn is_direct(&self) -> bool {
+        self.direct.is_some()
     }
 
     /// The file through the page cache, which takes any range.
@@ -98,7 +104,7 @@ impl FileInner {
     /// most `len_max` bytes.
     pub(super) fn target(&self, offset: u64, len: u64, memory: u64, len_max: u64) -> Target {
         let offset = self.offset + offset;
-        let buffered = |len| Target { file: Arc::clone(&self.file), offset, len };
+        let buffered = |len| Target { file: Arc::clone(&self.file), offset, len, is_direct: false };
         let len = len.min(len_max);
         let Some((file, alignment)) = &self.direct else { return buffered(len) };
         // Whole pages: what goes through the page cache must not share a page with what does not.
@@ -108,7 +114,7 @@ impl FileInner {
         let whole = len.saturating_sub(head) / page * page;
         match (is_aligned && whole > 0, head) {
             (false, _) => buffered(len),
-            (true, 0) => Target { file: Arc::clone(file), offset, len: whole },
+            (true, 0) => Target { file: Arc::clone(file), offset, len: whole, is_direct: true },
             (true, head) => buffered(head),
         }
     }
@@ -152,7 +158,7 @@ impl FileRegion {
 
     /// Whether ranges that are aligned go past the page cache.
     pub fn is_direct(&self) -> bool {
-        self.0.direct.is_some()
+        self.0.is_direct()
     }
 
     /// The region as the remote side of a batch: [`Batch::push`](crate::Batch::push).

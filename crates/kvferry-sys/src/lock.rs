@@ -1,0 +1,70 @@
+//! Locks on files (`flock`), held by the open file: they end with the process.
+
+use crate::fd::Fd;
+use crate::retry_on_intr;
+use rustix::fs::{FlockOperation, Mode, OFlags, flock};
+use rustix::io::Errno;
+use std::io;
+use std::path::Path;
+
+/// An open file that can be locked. Dropping it, the end of the process, and `fork` in the child release the
+/// lock.
+#[derive(Debug)]
+pub struct LockFile(Fd);
+
+impl LockFile {
+    /// Opens the file, made with mode 0600 if it does not exist.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
+        let open = || Ok(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?);
+        Ok(Self(Fd::new(retry_on_intr(open)?)))
+    }
+
+    /// Takes the lock for this file alone, if no other open file has it. A shared lock that it has becomes
+    /// exclusive.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn try_exclusive(&self) -> io::Result<bool> {
+        self.lock(FlockOperation::NonBlockingLockExclusive)
+    }
+
+    /// Takes the lock together with others, if no other open file has it alone. An exclusive lock that it
+    /// has becomes shared.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn try_shared(&self) -> io::Result<bool> {
+        self.lock(FlockOperation::NonBlockingLockShared)
+    }
+
+    fn lock(&self, operation: FlockOperation) -> io::Result<bool> {
+        match retry_on_intr(|| Ok(flock(&self.0, operation)?)) {
+            Ok(()) => Ok(true),
+            Err(e) if Errno::from_io_error(&e) == Some(Errno::WOULDBLOCK) => Ok(false),
+            Err(e) => Err(e),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_file_excludes_the_others_until_it_is_dropped_or_shares() {
+        let path = std::env::temp_dir().join(format!("kvferry-lock-{}", std::process::id()));
+        let [one, other] = [(); 2].map(|()| LockFile::open(&path).expect("a file"));
+        assert!(one.try_exclusive().expect("locks"));
+        assert!(!other.try_exclusive().expect("locks") && !other.try_shared().expect("locks"));
+        assert!(one.try_shared().expect("locks") && other.try_shared().expect("locks"));
+        assert!(!one.try_exclusive().expect("locks"));
+        // A lock that was not made stronger may be lost: `flock` gives it up first.
+        drop(other);
+        assert!(one.try_exclusive().expect("locks"));
+        std::fs::remove_file(&path).expect("made above");
+    }
+}
