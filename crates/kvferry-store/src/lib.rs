@@ -1,8 +1,50 @@
 //! kvferry's store of KV blocks.
 //!
-//! What is here: the [`policy`], which decides what stays in a tier of bounded size. It is a value:
-//! no clock, no I/O, no thread. `kvferry bench store --trace FILE` replays a trace with it.
+//! [`Store`] keeps blocks on local disks, for all processes of a host. Its parts, each on its own:
+//! - [`policy`] decides which blocks leave. It is a value: no clock, no I/O, no thread. `kvferry bench
+//!   store --trace FILE` replays a trace with it.
+//! - [`index`] tells the processes where each block lies, in memory that they share.
+//! - [`log`] writes blocks to segments on a disk and finds them again after a restart.
+//! - [`inspect`] reads a store's files, and [`clean`] removes what it does not need, without an agent: `kvferry
+//!   store`.
+//!
+//! The life of a block: [`Space::put`] computes its sum, writes it to this process's segment, and inserts it
+//! into the index. [`Space::get`] finds it there, reads it, and compares the sum. The *keeper*, one of the
+//! processes, hears of both from all of them, and frees space: it removes the blocks that are worth least
+//! from the index, and copies what is left of a segment to another one.
+//!
+//! No block is pinned while it is read. A reader that is overtaken by the keeper finds a wrong sum, looks again,
+//! and finds the block at its new place, or misses it.
 
 #![forbid(unsafe_code)]
 
+pub mod clean;
+mod clock;
+mod core;
+mod disk;
+mod error;
+pub mod index;
+pub mod inspect;
+mod keeper;
+mod key;
+pub mod log;
+mod membership;
+mod memory;
+mod options;
+mod pending;
 pub mod policy;
+mod recover;
+mod stats;
+mod store;
+mod sync;
+mod worker;
+mod writer;
+
+pub use error::{Error, Result};
+pub use key::{HASH_LEN_MAX, HASH_LEN_MIN, Key, Namespace};
+pub use memory::{BLOCK_LEN_MAX, BlockMemory};
+pub use options::StoreOptions;
+pub use pending::Pending;
+pub use policy::Then;
+pub use stats::Stats;
+pub use store::{Put, Retain, Space, Store};

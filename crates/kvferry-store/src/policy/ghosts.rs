@@ -48,4 +48,10 @@ impl Ghosts {
     pub(super) fn len(&self) -> usize {
         self.by_key.len()
     }
+
+    pub(super) fn bytes(&self) -> usize {
+        // A hash map adds a byte for each entry, and keeps an eighth free.
+        self.by_key.capacity() * 8 / 7 * (size_of::<(Key, Ghost)>() + 1)
+            + self.by_age.capacity() * size_of::<(Key, IntervalId)>()
+    }
 }

@@ -7,101 +7,116 @@
 //! expected to bring for the place it takes: the best ratio, over all times to come, of the
 //! probability that it is used again by then to the expected time that it is kept until then (the
 //! Gittins index of a job that is either used or given up). The probabilities are learned while the
-//! cache is used, by *class* of run and by age ([`reuse`]). Classes tell apart the turns of a
+//! cache is used, by *class* of run and by age (`reuse`). Classes tell apart the turns of a
 //! conversation, prompts that many requests share, and prompts that come once: after an answer, a
 //! conversation goes on within minutes or never, which an order by last use does not see.
 //!
 //! The run that is worth least leaves, from its end. It may be one of the request that has just come:
 //! so the policy decides about admission, too.
 //!
-//! What has left is remembered for a while ([`ghosts`]), so that a block that comes back has its
+//! What has left is remembered for a while (`ghosts`), so that a block that comes back has its
 //! history, and the time of its absence is learned from.
+//!
+//! A block has a priority ([`Retention`]), which comes before its worth. Priorities and worths order
+//! the blocks that have nothing behind them; so a block stays as long as the highest priority behind it
+//! wants, and no maximum over a tree has to be kept.
+//!
+//! # Driving it
+//!
+//! A policy is a value: no clock, no I/O, no thread. Times are milliseconds on one clock of the caller;
+//! a time before the last one counts as the last one.
+//!
+//! - *Events in*: [`Policy::used`] for each request, [`Policy::added`] for what is stored,
+//!   [`Policy::removed`] for what has left without the policy.
+//! - *Decisions out*: [`Policy::evict`] when room is needed, [`Policy::evict_due`] now and then.
+//!
+//! Between processes, events may be lost, late or given twice: the newest one is believed. A block that is not known is
+//! not evicted, and one that has left may be evicted again, so the caller asks its index before it
+//! believes an eviction; [`Policy::rebuild`] begins anew with what the index holds.
 
+mod blocks;
 mod ghosts;
+mod keyed;
+mod lost;
+mod rebuild;
+mod requests;
+mod retention;
 mod reuse;
+mod runs;
 #[cfg(test)]
 mod tests;
 
+pub use keyed::Keyed;
+pub use rebuild::Kept;
+pub use retention::{Retention, Then};
+
+use blocks::{Blocks, Link, PENDING};
 use fastrand::Rng;
 use ghosts::{Ghost, Ghosts};
+use requests::{Request, Requests};
 use reuse::{ClassId, IntervalId, Reuse, Traits};
-use rustc_hash::FxHashMap;
-use std::collections::VecDeque;
+use runs::{New, Runs};
+use rustc_hash::{FxHashMap, FxHashSet};
+
+/// A block's number in the caller's index, which may use it again for another block later.
+pub type Slot = u32;
 
 /// A block's name: of its content and of all before it. Equal keys are the same block.
 pub type Key = u64;
 
-/// Runs that are compared when one has to leave. All of them would be a little better, and slower
-/// without bound.
-const SAMPLE: usize = 256;
-/// Runs that are remembered after they have left, as a share of the capacity; and at least.
+/// Runs that are compared when one has to leave: those that were worth least the last time, and some that
+/// are drawn. To compare all of them brings no more hits.
+const POOL: usize = 64;
+const DRAWN: usize = 64;
+/// Runs that are remembered after they have left, as a share of the slots; at least; and at most.
 const REMEMBERED: f64 = 0.5;
 const REMEMBERED_MIN: usize = 4096;
+const REMEMBERED_MAX: usize = 1 << 16;
 /// The choice of samples is the same in every run.
 const SEED: u64 = 20_251_123;
 
-/// A cached block.
-#[derive(Debug)]
-struct Block {
-    run: u32,
-    /// Cached blocks directly behind it.
-    children: u32,
-    parent: Option<Key>,
-}
-
-/// Consecutive blocks of a chain that were last used together, and equally often.
-#[derive(Debug)]
-struct Run {
-    /// The first is the nearest to the chain's beginning.
-    blocks: VecDeque<Key>,
-    class: ClassId,
-    /// When they were last used, and how often they have been.
-    used_at: u64,
-    uses: u32,
-    interval: IntervalId,
-    /// How many blocks it had at first.
-    len: u32,
-    /// Its place among the candidates, if its last block has no cached block behind it.
-    candidate: Option<usize>,
-    /// Its end has left and is remembered.
-    is_remembered: bool,
-}
-
 /// What is known of a block when it is used.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Known {
     /// Zero: nothing.
     uses: u32,
     used_at: u64,
 }
 
-/// The blocks of a tier of bounded size, and their order of leaving.
+/// Consecutive blocks of a request of which the same is known.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    len: usize,
+    known: Known,
+    retention: Retention,
+}
+
+/// The blocks of a tier, and their order of leaving.
 #[derive(Debug)]
 pub struct Policy {
-    capacity: usize,
-    blocks: FxHashMap<Key, Block>,
-    runs: Vec<Option<Run>>,
-    free: Vec<u32>,
-    /// Runs whose end may leave.
-    candidates: Vec<u32>,
+    blocks: Blocks,
+    runs: Runs,
+    pins: FxHashMap<Slot, u32>,
+    /// Slots of removed blocks that have blocks behind them.
+    holes: FxHashSet<Slot>,
+    requests: Requests,
     ghosts: Ghosts,
     reuse: Reuse,
     rng: Rng,
-    /// The time of the last request.
     now: u64,
 }
 
 impl Policy {
-    /// A tier of `capacity` blocks, one at least.
-    pub fn new(capacity: usize) -> Self {
-        let capacity = capacity.max(1);
-        let remembered = ((capacity as f64 * REMEMBERED) as usize).max(REMEMBERED_MIN);
+    /// A policy of the slots `0..slots`, of 2^31 - 2 at most.
+    pub fn new(slots: usize) -> Self {
+        let share = (slots as f64 * REMEMBERED) as usize;
+        let remembered = share.clamp(REMEMBERED_MIN, REMEMBERED_MAX);
         Self {
-            capacity,
-            blocks: FxHashMap::default(),
-            runs: Vec::new(),
-            free: Vec::new(),
-            candidates: Vec::new(),
+            blocks: Blocks::new(slots),
+            runs: Runs::new(),
+            pins: FxHashMap::default(),
+            holes: FxHashSet::default(),
+            requests: Requests::default(),
             ghosts: Ghosts::new(remembered),
             reuse: Reuse::new(remembered),
             rng: Rng::with_seed(SEED),
@@ -109,231 +124,508 @@ impl Policy {
         }
     }
 
-    /// Blocks that are cached.
+    /// Blocks that are known.
     pub fn len(&self) -> usize {
-        self.blocks.len()
+        self.blocks.known()
     }
 
-    /// Whether no block is cached.
+    /// Whether no block is known.
     pub fn is_empty(&self) -> bool {
-        self.blocks.is_empty()
+        self.len() == 0
     }
 
-    /// Whether a block is cached.
-    pub fn contains(&self, key: Key) -> bool {
-        self.blocks.contains_key(&key)
+    /// Whether the block of a slot is known.
+    pub fn contains(&self, slot: Slot) -> bool {
+        self.blocks.is_known(slot)
     }
 
-    /// A request at `now` (milliseconds, on any clock) uses the blocks of `chain`, the first of its prompt
-    /// first. Returns how many of them, from the beginning, were cached. What is cached of the chain
-    /// afterwards is what the policy keeps: the caller stores the blocks that [`Policy::contains`] names,
-    /// and drops those of `left`, to which the blocks that had to leave are added.
+    /// A request used the blocks of `chain`, the first of its prompt first; `missing` more of its prompt
+    /// were not cached. Call it for every request, also if it found nothing.
     ///
-    /// A clock that goes back counts as one that stands still. A key that is twice in the chain ends it.
-    pub fn request(&mut self, now: u64, chain: &[Key], left: &mut Vec<Key>) -> usize {
-        self.now = now.max(self.now);
-        let chain = self.well_formed(chain);
-        let hits = chain.iter().take_while(|key| self.blocks.contains_key(key)).count();
-        let known = self.look_up(chain);
-        let classes = self.classes(chain, &known);
-        self.form_runs(chain, &known, &classes);
+    /// The chain ends for the policy at a slot that it does not know. A block that it knows behind another
+    /// one is moved to where the chain has it.
+    pub fn used(&mut self, now_ms: u64, chain: &[Slot], missing: usize) {
+        self.now = self.now.max(now_ms);
+        self.runs.expire(self.now);
+        self.runs.forget_chosen();
+        let cached = &chain[..self.follow(chain)];
+        let parts = self.leave_runs(cached);
+        let turns = parts.last().map_or(0, |part| part.known.uses);
+        let is_whole = missing == 0 && cached.len() == chain.len();
+        let request =
+            Request { tail: cached.last().copied(), at: self.now, missing, new: missing, turns };
+        self.form_runs(cached, parts, &request, is_whole);
+        self.requests.remember(request);
         self.reuse.pass_time(self.now);
-        while self.blocks.len() > self.capacity {
-            self.evict(left);
-        }
-        hits
     }
 
-    /// The part of a chain in which every cached block has the parent that it was cached with, and no
-    /// block is twice.
-    fn well_formed<'a>(&self, chain: &'a [Key]) -> &'a [Key] {
-        let mut seen = rustc_hash::FxHashSet::default();
-        let mut parent = None;
-        for (i, key) in chain.iter().enumerate() {
-            let agrees = self.blocks.get(key).is_none_or(|block| block.parent == parent);
-            if !agrees || !seen.insert(*key) {
-                return &chain[..i];
-            }
-            parent = Some(*key);
-        }
-        chain
-    }
-
-    fn run(&self, id: u32) -> &Run {
-        self.runs[id as usize].as_ref().expect("blocks and candidates name runs that exist")
-    }
-
-    fn run_mut(&mut self, id: u32) -> &mut Run {
-        self.runs[id as usize].as_mut().expect("blocks and candidates name runs that exist")
-    }
-
-    /// What is known of the blocks of a chain, cached or not. Ends the intervals of what is used again.
-    fn look_up(&mut self, chain: &[Key]) -> Vec<Known> {
-        let mut known = vec![Known::default(); chain.len()];
-        for (i, key) in chain.iter().enumerate() {
-            if let Some(block) = self.blocks.get(key) {
-                let run = self.run(block.run);
-                known[i] = Known { uses: run.uses, used_at: run.used_at };
-                // A run is observed by its end: what is used of a chain is used from its beginning.
-                if run.blocks.back() == Some(key) && !run.is_remembered {
-                    let interval = run.interval;
-                    self.reuse.used(interval, self.now);
-                }
-            }
-            if let Some(ghost) = self.ghosts.take(*key) {
-                self.reuse.used(ghost.interval, self.now);
-                // The ghost stands for its whole run.
-                for j in (0..=i).rev().take(ghost.len as usize) {
-                    if known[j].uses == 0 {
-                        known[j] = Known { uses: ghost.uses, used_at: ghost.used_at };
-                    } else if j < i {
-                        break;
-                    }
-                }
-            }
-        }
-        known
-    }
-
-    fn classes(&mut self, chain: &[Key], known: &[Known]) -> Vec<ClassId> {
-        let continued = known.iter().take_while(|it| it.uses > 0).count();
-        let turns = continued.checked_sub(1).map_or(0, |last| known[last].uses);
-        let new = chain.len() - continued;
-        let traits = |i: usize| Traits {
-            uses: known[i].uses + 1,
-            is_end: i + 1 == chain.len(),
-            new,
-            turns,
-            gap: self.now - known[i].used_at,
+    /// Blocks were stored, in the order of their prompt, the first behind `parent`. [`Policy::used`] comes
+    /// before: a request is found again by `parent` and by how many blocks it misses, and tells what its
+    /// blocks are worth. A prompt may be stored in pieces; if requests overlap, less is learned from
+    /// pieces. The end of the retention is rounded up as [`Retention::to_bits`] does.
+    ///
+    /// A slot that the policy knows behind another parent holds a new block now. A parent that is not
+    /// known may be added later.
+    pub fn added(
+        &mut self,
+        now_ms: u64,
+        parent: Option<Slot>,
+        blocks: &[(Slot, Key)],
+        retention: Retention,
+    ) {
+        self.now = self.now.max(now_ms);
+        let mut request = self.requests.take(parent, blocks.len()).unwrap_or(Request {
+            tail: parent,
+            at: self.now,
+            missing: blocks.len(),
+            new: blocks.len(),
+            turns: parent.and_then(|parent| self.known(parent)).map_or(0, |known| known.uses),
+        });
+        let is_slot = |slot: &Slot| (*slot as usize) < self.blocks.slots();
+        let blocks = &blocks[..blocks.iter().take_while(|(slot, _)| is_slot(slot)).count()];
+        let mut before = match parent {
+            Some(parent) if !is_slot(&parent) => Link::Lost,
+            parent => Link::from(parent),
         };
-        (0..chain.len()).map(traits).map(|traits| self.reuse.class(traits)).collect()
+        let mut first = 0;
+        for (i, &(slot, _)) in blocks.iter().enumerate() {
+            if self.blocks.is_known(slot) || self.holes.contains(&slot) {
+                self.form_added(&blocks[first..i], &mut request, retention);
+                first = i;
+            }
+            if self.blocks.is_known(slot) && self.blocks.link(slot) == before {
+                first = i + 1;
+            } else {
+                self.make_unknown(slot);
+                let link = match before {
+                    Link::Behind(before) if self.is_behind(before, slot) => {
+                        self.form_added(&blocks[first..i], &mut request, retention);
+                        first = i;
+                        Link::Lost
+                    }
+                    before => before,
+                };
+                self.blocks.insert(slot, link, PENDING);
+                self.count_child(link);
+            }
+            request.tail = Some(slot);
+            before = Link::Behind(slot);
+        }
+        self.form_added(&blocks[first..], &mut request, retention);
+        self.requests.remember(request);
     }
 
-    /// Moves the blocks of a chain to new runs.
-    fn form_runs(&mut self, chain: &[Key], known: &[Known], classes: &[ClassId]) {
-        let mut formed = Vec::new();
-        let mut first = 0;
-        while first < chain.len() {
-            let alike =
-                |i: &usize| classes[*i] == classes[first] && known[*i].uses == known[first].uses;
-            let len = (first..chain.len()).take_while(alike).count();
-            let id = self.free.pop().unwrap_or_else(|| {
-                self.runs.push(None);
-                u32::try_from(self.runs.len() - 1).expect("fewer runs than blocks of 2^32")
-            });
-            for i in first..first + len {
-                self.leave_run(chain[i]);
-                let parent = i.checked_sub(1).map(|before| chain[before]);
-                if let Some(block) = self.blocks.get_mut(&chain[i]) {
-                    block.run = id;
-                } else {
-                    self.blocks.insert(chain[i], Block { run: id, children: 0, parent });
-                    if let Some(parent) = parent.and_then(|parent| self.blocks.get_mut(&parent)) {
-                        parent.children += 1;
-                    }
+    /// A block has left for another reason than that the policy said so. What is behind it is of no use
+    /// until a request finds it behind another block: it is due to leave ([`Policy::evict_due`]).
+    ///
+    /// The caller asks its index first whether the slot holds another block already.
+    pub fn removed(&mut self, slot: Slot) {
+        let Some(id) = self.blocks.run(slot) else { return };
+        if self.pins.remove(&slot).is_some() {
+            self.blocks.drop_child(slot);
+        }
+        let id = self.divide_behind(id, slot);
+        self.runs.get_mut(id).is_remembered = true;
+        self.leave_end(id, slot);
+        if self.blocks.children(slot) > 0 {
+            self.holes.insert(slot);
+        }
+    }
+
+    /// Keeps a block and all before it until it is unpinned as often. False if it is not known. Pins end
+    /// with the block if it is removed, and do not outlive the policy.
+    pub fn pin(&mut self, slot: Slot) -> bool {
+        if !self.blocks.is_known(slot) {
+            return false;
+        }
+        let pins = self.pins.entry(slot).or_default();
+        *pins = pins.saturating_add(1);
+        if *pins == 1 {
+            // A pin counts as a block behind it.
+            self.count_child(Link::Behind(slot));
+        }
+        true
+    }
+
+    /// Ends a pin. False if there is none.
+    pub fn unpin(&mut self, slot: Slot) -> bool {
+        let Some(pins) = self.pins.get_mut(&slot) else { return false };
+        *pins -= 1;
+        if *pins == 0 {
+            self.pins.remove(&slot);
+            self.drop_child(Link::Behind(slot));
+        }
+        true
+    }
+
+    /// The block that leaves next, which has none behind it; the policy forgets it. `key_of` gives the key
+    /// of a slot; it is asked at most once, for that block. `None`: all known blocks are pinned, or before
+    /// one that is.
+    pub fn evict(&mut self, now_ms: u64, key_of: impl FnOnce(Slot) -> Key) -> Option<Slot> {
+        let (id, _) = self.least_worth(now_ms)?;
+        Some(self.take_last(id, key_of))
+    }
+
+    /// As [`Policy::evict`], of the blocks that leave even if there is room: their retention has ended so,
+    /// or they were behind a block that was removed.
+    pub fn evict_due(&mut self, now_ms: u64, key_of: impl FnOnce(Slot) -> Key) -> Option<Slot> {
+        let (id, is_due) = self.least_worth(now_ms)?;
+        is_due.then(|| self.take_last(id, key_of))
+    }
+
+    /// Memory that is reserved, in bytes. Of the slots, only that is touched which was used.
+    pub fn bytes(&self) -> usize {
+        self.blocks.bytes() + self.runs.bytes() + self.ghosts.bytes() + self.reuse.bytes()
+    }
+
+    fn known(&self, slot: Slot) -> Option<Known> {
+        let run = self.runs.get(self.blocks.run(slot)?);
+        Some(Known { uses: run.uses, used_at: run.used_at })
+    }
+
+    /// How many blocks of a chain are known, from its first. Moves those that are known elsewhere.
+    fn follow(&mut self, chain: &[Slot]) -> usize {
+        let mut before = Link::Root;
+        for (i, &slot) in chain.iter().enumerate() {
+            if !self.blocks.is_known(slot) {
+                return i;
+            }
+            if self.blocks.link(slot) != before {
+                // What is before it is a chain from its root. Only a block of that would close a circle.
+                if chain[..i].contains(&slot) {
+                    return i;
+                }
+                self.move_behind(slot, before);
+            }
+            before = Link::Behind(slot);
+        }
+        chain.len()
+    }
+
+    /// Takes blocks out of their runs, which they are the first of. Says what was known of them. Ends the
+    /// intervals of runs that are used to their end.
+    fn leave_runs(&mut self, chain: &[Slot]) -> Vec<Part> {
+        let mut parts: Vec<Part> = Vec::new();
+        let mut rest = chain;
+        while let Some(id) = rest.first().and_then(|first| self.blocks.run(*first)) {
+            let len = rest.iter().take_while(|slot| self.blocks.run(**slot) == Some(id)).count();
+            let run = *self.runs.get(id);
+            // A run is observed by its end: what is used of a chain is used from its beginning.
+            if rest[len - 1] == run.last && !run.is_remembered {
+                self.reuse.used(run.interval, self.now);
+            }
+            let known = Known { uses: run.uses, used_at: run.used_at };
+            parts.push(Part { len, known, retention: run.retention() });
+            self.runs.shrink(id, u32::try_from(len).expect("at most the run"));
+            rest = &rest[len..];
+        }
+        parts
+    }
+
+    /// Forms the runs of blocks that were added one behind the other.
+    fn form_added(&mut self, blocks: &[(Slot, Key)], request: &mut Request, retention: Retention) {
+        if blocks.is_empty() {
+            return;
+        }
+        let before = self.blocks.before(blocks[0].0);
+        let (known, of_run_before) = self.remembered(blocks);
+        self.correct_piece(before, of_run_before, known[0], request);
+        if request.new == request.missing {
+            let continued = known.iter().take_while(|known| known.uses > 0).count();
+            if let Some(last) = continued.checked_sub(1) {
+                request.turns = known[last].uses;
+                request.new = request.new.saturating_sub(continued);
+                self.correct_classes(before, request);
+            }
+        }
+        request.missing = request.missing.saturating_sub(blocks.len());
+        let alike = known.chunk_by(|a, b| a == b);
+        let part = |known: &[Known]| Part { len: known.len(), known: known[0], retention };
+        let parts = alike.map(part).collect();
+        let slots: Vec<Slot> = blocks.iter().map(|(slot, _)| *slot).collect();
+        self.form_runs(&slots, parts, request, request.missing == 0);
+    }
+
+    /// Corrects the classes of the runs that a request used, up to `tail`: less of it is new than seemed.
+    fn correct_classes(&mut self, tail: Option<Slot>, request: &Request) {
+        let mut corrected = None;
+        let mut block = tail;
+        while let Some(slot) = block
+            && let Some(id) = self.blocks.run(slot)
+            && self.runs.get(id).used_at == request.at
+        {
+            if corrected.replace(id) != Some(id) {
+                let (class, interval) = (self.runs.get(id).class, self.runs.get(id).interval);
+                let class = self.reuse.class_with_new(class, request.new);
+                self.runs.get_mut(id).class = class;
+                self.reuse.move_to(interval, class);
+            }
+            block = self.blocks.before(slot);
+        }
+    }
+
+    /// Corrects the run of the piece before: its last `len` blocks had left with those that come now.
+    fn correct_piece(
+        &mut self,
+        last: Option<Slot>,
+        len: usize,
+        known: Known,
+        request: &mut Request,
+    ) {
+        let Some((last, mut id)) = last.and_then(|last| Some((last, self.blocks.run(last)?)))
+        else {
+            return;
+        };
+        let run = *self.runs.get(id);
+        if run.last != last || run.uses > 1 || run.used_at != request.at || len == 0 {
+            return;
+        }
+        let len = len.min(run.len as usize);
+        let mut blocks = std::iter::successors(Some(last), |block| self.blocks.before(*block));
+        if let Some(before) = blocks.nth(len).filter(|_| len < run.len as usize) {
+            self.divide_behind(id, before);
+            id = self.blocks.run(last).expect("it is known");
+        }
+        request.new = request.new.saturating_sub(len);
+        let uses = known.uses.saturating_add(1);
+        let class = self.reuse.class(Traits {
+            uses,
+            is_end: false,
+            new: request.new,
+            turns: request.turns,
+            gap: request.at.saturating_sub(known.used_at),
+        });
+        self.reuse.move_to(run.interval, class);
+        let run = self.runs.get_mut(id);
+        (run.uses, run.class, run.whole) = (uses, class, run.len);
+    }
+
+    /// What is known of blocks that have left; and of how many before them the same is known as of the
+    /// first.
+    fn remembered(&mut self, blocks: &[(Slot, Key)]) -> (Vec<Known>, usize) {
+        let mut known = vec![Known::default(); blocks.len()];
+        let mut of_run_before = 0;
+        for (i, (_, key)) in blocks.iter().enumerate() {
+            let Some(ghost) = self.ghosts.take(*key) else { continue };
+            self.reuse.used(ghost.interval, self.now);
+            if known[0].uses == 0 {
+                of_run_before = (ghost.len as usize).saturating_sub(i + 1);
+            }
+            // The ghost stands for its whole run.
+            for j in (0..=i).rev().take(ghost.len as usize) {
+                if known[j].uses == 0 {
+                    known[j] = Known { uses: ghost.uses, used_at: ghost.used_at };
+                } else if j < i {
+                    of_run_before = 0;
+                    break;
                 }
             }
-            self.runs[id as usize] = Some(Run {
-                blocks: chain[first..first + len].iter().copied().collect(),
-                class: classes[first],
-                used_at: self.now,
-                uses: known[first].uses + 1,
-                interval: self.reuse.begin(self.now, classes[first]),
-                len: u32::try_from(len).unwrap_or(u32::MAX),
-                candidate: None,
-                is_remembered: false,
+        }
+        (known, of_run_before)
+    }
+
+    /// Forms runs of blocks that follow each other and are in none. `is_whole`: the last one ends its
+    /// prompt.
+    fn form_runs(
+        &mut self,
+        slots: &[Slot],
+        mut parts: Vec<Part>,
+        request: &Request,
+        is_whole: bool,
+    ) {
+        if let Some(last) = parts.last_mut().filter(|_| is_whole) {
+            last.len -= 1;
+            let end = Part { len: 1, ..*last };
+            parts.push(end);
+        }
+        let mut formed: Vec<(ClassId, Part)> = Vec::with_capacity(parts.len());
+        for (i, part) in parts.iter().enumerate().filter(|(_, part)| part.len > 0) {
+            let class = self.reuse.class(Traits {
+                uses: part.known.uses.saturating_add(1),
+                is_end: is_whole && i + 1 == parts.len(),
+                new: request.new,
+                turns: request.turns,
+                gap: request.at.saturating_sub(part.known.used_at),
             });
-            formed.push(id);
-            first += len;
-        }
-        for id in formed {
-            self.become_candidate(id);
-        }
-    }
-
-    /// Takes a block that is used again out of its run, whose first it is.
-    fn leave_run(&mut self, key: Key) {
-        let Some(id) = self.blocks.get(&key).map(|block| block.run) else { return };
-        let run = self.run_mut(id);
-        let first = run.blocks.pop_front();
-        debug_assert_eq!(first, Some(key), "a chain is used from its beginning");
-        if run.blocks.is_empty() {
-            self.end_run(id);
-        }
-    }
-
-    fn end_run(&mut self, id: u32) {
-        self.leave_candidates(id);
-        self.runs[id as usize] = None;
-        self.free.push(id);
-    }
-
-    /// Makes a run a candidate if nothing is behind its last block.
-    fn become_candidate(&mut self, id: u32) {
-        let run = self.run(id);
-        let last = run.blocks.back().expect("runs have blocks");
-        if run.candidate.is_none() && self.blocks[last].children == 0 {
-            self.run_mut(id).candidate = Some(self.candidates.len());
-            self.candidates.push(id);
-        }
-    }
-
-    fn leave_candidates(&mut self, id: u32) {
-        let Some(place) = self.run_mut(id).candidate.take() else { return };
-        self.candidates.swap_remove(place);
-        if let Some(moved) = self.candidates.get(place).copied() {
-            self.run_mut(moved).candidate = Some(place);
-        }
-    }
-
-    /// The candidate that is worth least, of a sample. The oldest of equals.
-    fn least_worth(&mut self) -> u32 {
-        let all = self.candidates.len();
-        let mut least: Option<(f64, u64, u32)> = None;
-        for i in 0..all.min(SAMPLE) {
-            let place = if all <= SAMPLE { i } else { self.rng.usize(..all) };
-            let id = self.candidates[place];
-            let run = self.run(id);
-            let worth = self.reuse.worth(run.class, self.now - run.used_at);
-            let candidate = (worth, run.used_at, id);
-            if least.is_none_or(|least| candidate < least) {
-                least = Some(candidate);
-            }
-        }
-        least.expect("the end of a chain is a candidate").2
-    }
-
-    /// Has blocks leave from the end of one run.
-    fn evict(&mut self, left: &mut Vec<Key>) {
-        let id = self.least_worth();
-        while self.blocks.len() > self.capacity {
-            let run = self.run_mut(id);
-            let key = run.blocks.pop_back().expect("runs have blocks");
-            let is_empty = run.blocks.is_empty();
-            if !std::mem::replace(&mut run.is_remembered, true) {
-                let (uses, used_at, len) = (run.uses, run.used_at, run.len);
-                let interval = run.interval;
-                self.ghosts.remember(key, Ghost { uses, used_at, len, interval });
-            }
-            if is_empty {
-                self.end_run(id);
-            }
-            let parent = self.blocks.remove(&key).and_then(|block| block.parent);
-            left.push(key);
-            let Some(parent) = parent.and_then(|parent| self.blocks.get_mut(&parent)) else {
-                return;
+            let is_like = |(of, before): &&mut (ClassId, Part)| {
+                *of == class
+                    && before.known.uses == part.known.uses
+                    && before.retention == part.retention
             };
-            parent.children -= 1;
-            let (children, run_of_parent) = (parent.children, parent.run);
-            if run_of_parent != id {
-                // The run was used up; perhaps the end of the one before it may leave now.
-                self.become_candidate(run_of_parent);
-                return;
-            }
-            if children > 0 {
-                self.leave_candidates(id);
-                return;
+            match formed.last_mut().filter(is_like) {
+                Some((_, before)) => before.len += part.len,
+                None => formed.push((class, *part)),
             }
         }
+        let mut rest = slots;
+        for (class, part) in formed {
+            let (slots, behind) = rest.split_at(part.len);
+            self.form_run(slots, class, &part, request.at);
+            rest = behind;
+        }
+    }
+
+    /// Forms one run, or lengthens the one before it if that is alike and of the same time.
+    fn form_run(&mut self, slots: &[Slot], class: ClassId, part: &Part, at: u64) {
+        let (Some(first), Some(last)) = (slots.first(), slots.last()) else { return };
+        let mut new = New {
+            last: *last,
+            len: u32::try_from(slots.len()).expect("fewer blocks than slots"),
+            uses: part.known.uses.saturating_add(1),
+            used_at: at,
+            interval: IntervalId::NONE,
+            class,
+            retention: part.retention,
+        };
+        let before = self.blocks.before(*first).and_then(|before| {
+            self.blocks.run(before).filter(|id| self.runs.get(*id).last == before)
+        });
+        let id = match before.filter(|id| self.runs.lengthen(*id, &new)) {
+            Some(id) => id,
+            None => {
+                new.interval = self.reuse.begin(at, class);
+                self.runs.form(new, self.now)
+            }
+        };
+        for slot in slots {
+            self.blocks.set_run(*slot, id);
+        }
+        self.review(id);
+    }
+
+    /// Makes a run a candidate, or none.
+    fn review(&mut self, id: u32) {
+        match self.blocks.children(self.runs.get(id).last) {
+            0 => self.runs.enter(id),
+            _ => self.runs.leave(id),
+        }
+    }
+
+    /// Counts one more behind a block.
+    fn count_child(&mut self, link: Link) {
+        let Link::Behind(slot) = link else { return };
+        self.blocks.add_child(slot);
+        self.review_end(slot);
+    }
+
+    /// Counts one less behind a block.
+    fn drop_child(&mut self, link: Link) {
+        let Link::Behind(slot) = link else { return };
+        if self.blocks.drop_child(slot) == 0 {
+            self.holes.remove(&slot);
+        }
+        self.review_end(slot);
+    }
+
+    /// Reviews the run of which a block is the last, if it is.
+    fn review_end(&mut self, slot: Slot) {
+        let id = self.blocks.run(slot).filter(|id| *id != PENDING);
+        if let Some(id) = id.filter(|id| self.runs.get(*id).last == slot) {
+            self.review(id);
+        }
+    }
+
+    /// Whether a block is `slot` or behind it.
+    fn is_behind(&self, block: Slot, slot: Slot) -> bool {
+        let mut chain = std::iter::successors(Some(block), |block| self.blocks.before(*block));
+        block == slot || self.blocks.children(slot) > 0 && chain.any(|block| block == slot)
+    }
+
+    /// Makes a slot one whose block is not known and which nothing is behind, except what awaits it.
+    fn make_unknown(&mut self, slot: Slot) {
+        self.removed(slot);
+        if self.holes.contains(&slot) {
+            self.settle();
+        }
+    }
+
+    fn move_behind(&mut self, slot: Slot, link: Link) {
+        let before = self.blocks.link(slot);
+        if let Link::Behind(before) = before
+            && let Some(id) = self.blocks.run(before)
+            && self.blocks.run(slot) == Some(id)
+        {
+            self.divide_behind(id, before);
+        }
+        self.blocks.set_link(slot, link);
+        self.count_child(link);
+        self.drop_child(before);
+    }
+
+    /// Divides a run so that one of its blocks is the last of a run. Returns that run.
+    fn divide_behind(&mut self, id: u32, slot: Slot) -> u32 {
+        let run = *self.runs.get(id);
+        let from_end = std::iter::successors(Some(run.last), |block| self.blocks.before(*block));
+        let behind = from_end.take_while(|block| *block != slot).count();
+        if behind == 0 {
+            return id;
+        }
+        let len = run.len - u32::try_from(behind).expect("at most the run");
+        let divided = self.runs.divide(id, slot, len);
+        let mut block = Some(slot);
+        for _ in 0..len {
+            let of_run = block.expect("the blocks of a run are linked");
+            self.blocks.set_run(of_run, divided);
+            block = self.blocks.before(of_run);
+        }
+        divided
+    }
+
+    /// The candidate of the lowest level that is worth least, as far as is known; the oldest of equals.
+    /// And whether it is due to leave.
+    fn least_worth(&mut self, now_ms: u64) -> Option<(u32, bool)> {
+        self.now = self.now.max(now_ms);
+        self.settle();
+        self.runs.expire(self.now);
+        if let Some(chosen) = self.runs.chosen() {
+            return Some((chosen, false));
+        }
+        let (candidates, is_due) = self.runs.lowest()?;
+        if is_due {
+            return Some((*candidates.last()?, true));
+        }
+        let mut compared = self.runs.pool().to_vec();
+        if candidates.len() <= POOL {
+            compared = candidates.to_vec();
+        } else {
+            let drawn = DRAWN.max(POOL - compared.len());
+            compared.extend((0..drawn).map(|_| candidates[self.rng.usize(..candidates.len())]));
+        }
+        let mut worths: Vec<(f64, u64, u32)> = compared
+            .into_iter()
+            .map(|id| {
+                let run = self.runs.get(id);
+                let age = self.now.saturating_sub(run.used_at);
+                (self.reuse.worth(run.class, age), run.used_at, id)
+            })
+            .collect();
+        worths.sort_unstable_by(|a, b| a.0.total_cmp(&b.0).then((a.1, a.2).cmp(&(b.1, b.2))));
+        worths.dedup();
+        self.runs.set_pool(worths.into_iter().take(POOL).map(|(_, _, id)| id).collect());
+        self.runs.chosen().map(|chosen| (chosen, false))
+    }
+
+    /// Takes the last block of a candidate.
+    fn take_last(&mut self, id: u32, key_of: impl FnOnce(Slot) -> Key) -> Slot {
+        let run = self.runs.get_mut(id);
+        let slot = run.last;
+        if !std::mem::replace(&mut run.is_remembered, true) {
+            let (uses, used_at, len) = (run.uses, run.used_at, run.whole);
+            let interval = run.interval;
+            self.ghosts.remember(key_of(slot), Ghost { uses, used_at, len, interval });
+        }
+        self.leave_end(id, slot);
+        slot
+    }
+
+    /// Takes the last block out of a run, and of what is known.
+    fn leave_end(&mut self, id: u32, slot: Slot) {
+        let before = self.blocks.link(slot);
+        self.blocks.remove(slot);
+        if let Link::Behind(before) = before {
+            self.runs.get_mut(id).last = before;
+        }
+        self.runs.shrink(id, 1);
+        self.drop_child(before);
     }
 }

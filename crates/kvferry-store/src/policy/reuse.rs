@@ -49,13 +49,19 @@ impl Traits {
             let size = if n <= 4 { n } else { 2 + bits(u64::from(n)) };
             u8::try_from(size.min(12)).expect("at most 12")
         };
-        let new = u8::try_from(bits(self.new as u64).min(7)).expect("at most 7");
         let history = match self.uses {
             1 => few(self.turns.min(15)),
             _ => 16 + u8::try_from(bin(self.gap) / 4).expect("at most 12"),
         };
-        [0, few(self.uses), u8::from(self.is_end), new, history]
+        [0, few(self.uses), u8::from(self.is_end), level_of_new(self.new), history]
     }
+}
+
+/// The place of [`Traits::new`] in a path.
+const LEVEL_OF_NEW: usize = 3;
+
+fn level_of_new(new: usize) -> u8 {
+    u8::try_from(bits(new as u64).min(7)).expect("at most 7")
 }
 
 /// Significant bits of a number.
@@ -84,6 +90,11 @@ pub(super) struct ClassId(u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct IntervalId(u64);
 
+impl IntervalId {
+    /// One that is not observed.
+    pub(super) const NONE: Self = Self(u64::MAX);
+}
+
 #[derive(Debug)]
 struct Interval {
     began: u64,
@@ -99,6 +110,7 @@ struct Counts {
 
 #[derive(Debug)]
 struct Class {
+    path: [u8; LEVELS],
     /// Its node of each level; the last ones may be the same.
     nodes: [u32; LEVELS],
     /// Expected uses per millisecond kept, at the beginning of each bin.
@@ -140,7 +152,17 @@ impl Reuse {
     }
 
     pub(super) fn class(&mut self, traits: Traits) -> ClassId {
-        let path = traits.path();
+        self.class_of_path(traits.path())
+    }
+
+    /// The class that differs from `class` in [`Traits::new`].
+    pub(super) fn class_with_new(&mut self, class: ClassId, new: usize) -> ClassId {
+        let mut path = self.classes[class.0 as usize].path;
+        path[LEVEL_OF_NEW] = level_of_new(new);
+        self.class_of_path(path)
+    }
+
+    fn class_of_path(&mut self, path: [u8; LEVELS]) -> ClassId {
         let mut nodes = [0; LEVELS];
         for level in 0..LEVELS {
             let mut prefix = [0; LEVELS];
@@ -163,26 +185,41 @@ impl Reuse {
         }
         let class = ClassId(u32::try_from(self.classes.len()).expect("at most NODES_MAX"));
         let worth = self.worths(&nodes);
-        self.classes.push(Class { nodes, worth });
+        self.classes.push(Class { path, nodes, worth });
         self.class_of.insert(nodes, class);
         class
     }
 
     /// Begins an interval: a run is used.
     pub(super) fn begin(&mut self, now: u64, class: ClassId) -> IntervalId {
+        if self.intervals.len() == self.capacity {
+            self.intervals.pop_front();
+            self.first += 1;
+        }
         self.intervals.push_back(Interval { began: now, class, is_open: true });
         IntervalId(self.first + self.intervals.len() as u64 - 1)
     }
 
+    /// Observes an interval as one of another class from now on.
+    pub(super) fn move_to(&mut self, interval: IntervalId, class: ClassId) {
+        if let Some(interval) = self.interval_mut(interval) {
+            interval.class = class;
+        }
+    }
+
+    fn interval_mut(&mut self, interval: IntervalId) -> Option<&mut Interval> {
+        let at = usize::try_from(interval.0.checked_sub(self.first)?).ok()?;
+        self.intervals.get_mut(at)
+    }
+
     /// Ends an interval: the run is used again.
     pub(super) fn used(&mut self, interval: IntervalId, now: u64) {
-        let at = interval.0.checked_sub(self.first).and_then(|at| usize::try_from(at).ok());
-        let Some(interval_at) = at.and_then(|at| self.intervals.get_mut(at)) else { return };
-        if !std::mem::replace(&mut interval_at.is_open, false) {
+        let Some(ended) = self.interval_mut(interval) else { return };
+        if !std::mem::replace(&mut ended.is_open, false) {
             return;
         }
-        let reached = bin(now - interval_at.began);
-        for node in distinct(&self.classes[interval_at.class.0 as usize].nodes) {
+        let (class, reached) = (ended.class, bin(now.saturating_sub(ended.began)));
+        for node in distinct(&self.classes[class.0 as usize].nodes) {
             let counts = &mut self.counts[node as usize];
             counts.used[reached] += 1.0;
             for (bin, cursor) in self.cursors.iter().enumerate().take(reached + 1) {
@@ -201,7 +238,7 @@ impl Reuse {
             while let Some(interval) = usize::try_from(*cursor - self.first)
                 .ok()
                 .and_then(|at| self.intervals.get(at))
-                .filter(|interval| bin(now - interval.began) >= bin_of_cursor)
+                .filter(|interval| bin(now.saturating_sub(interval.began)) >= bin_of_cursor)
             {
                 if interval.is_open {
                     for node in distinct(&self.classes[interval.class.0 as usize].nodes) {
@@ -210,10 +247,6 @@ impl Reuse {
                 }
                 *cursor += 1;
             }
-        }
-        while self.intervals.len() > self.capacity {
-            self.intervals.pop_front();
-            self.first += 1;
         }
         if self.requests.is_multiple_of(LEARN_EVERY) {
             for counts in &mut self.counts {
@@ -224,6 +257,12 @@ impl Reuse {
             }
         }
         self.requests = self.requests.wrapping_add(1);
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.intervals.capacity() * size_of::<Interval>()
+            + self.counts.capacity() * size_of::<Counts>()
+            + self.classes.capacity() * size_of::<Class>()
     }
 
     /// What a block of a class is worth that was last used `age` milliseconds ago: expected uses per
@@ -323,6 +362,21 @@ mod tests {
         assert!(reuse.worth(returns, 0) > 20.0 * reuse.worth(never, 0));
         assert!(reuse.worth(returns, 3_000) > reuse.worth(returns, 0), "the use is nearer");
         assert!(reuse.worth(returns, 60_000) < reuse.worth(returns, 0), "it did not come");
+    }
+
+    #[test]
+    fn an_interval_counts_for_the_class_to_which_it_was_moved() {
+        let mut reuse = Reuse::new(100);
+        let (before, class) = (reuse.class(traits(64)), reuse.class(traits(0)));
+        assert_eq!(reuse.class_with_new(before, 0), class);
+        let interval = reuse.begin(0, before);
+        reuse.move_to(interval, class);
+        reuse.used(interval, 5_000);
+        let used = |class: ClassId| {
+            let [.., node] = reuse.classes[class.0 as usize].nodes;
+            reuse.counts[node as usize].used.iter().sum::<f32>()
+        };
+        assert_eq!((used(before), used(class)), (0.0, 1.0));
     }
 
     #[test]

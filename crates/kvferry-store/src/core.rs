@@ -1,0 +1,51 @@
+//! What the parts of a store in one process share.
+
+use crate::clock::Clock;
+use crate::disk::Directories;
+use crate::index::{Member, Segment, SegmentState};
+use crate::log::Superblock;
+use crate::stats::Counters;
+use std::fmt::Display;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Milliseconds between two log lines about faults of the disks.
+const FAULTS_EVERY_MS: u64 = 10_000;
+
+#[derive(Debug)]
+pub(crate) struct Core {
+    pub(crate) disk: Directories,
+    pub(crate) superblock: Superblock,
+    pub(crate) member: Member,
+    pub(crate) clock: Clock,
+    pub(crate) counters: Counters,
+    /// When a fault may be logged again.
+    quiet_until_ms: AtomicU64,
+}
+
+impl Core {
+    pub(crate) fn new(disk: Directories, superblock: Superblock, member: Member) -> Self {
+        let clock = Clock::new(superblock.created_ms);
+        let (counters, quiet_until_ms) = (Counters::default(), AtomicU64::new(0));
+        Self { disk, superblock, member, clock, counters, quiet_until_ms }
+    }
+
+    /// Segments that no process uses.
+    pub(crate) fn free_segments(&self) -> usize {
+        let is_free = |segment: &Segment| segment.state == SegmentState::Free;
+        self.member.segments().filter(|(_, segment)| is_free(segment)).count()
+    }
+
+    /// Logs that a device failed, unless that was just said.
+    pub(crate) fn fault(&self, doing: &str, segment: u32, error: &impl Display) {
+        let now = self.clock.now_ms();
+        let until = self.quiet_until_ms.load(Relaxed);
+        let next = now + FAULTS_EVERY_MS;
+        let is_mine = now >= until
+            && self.quiet_until_ms.compare_exchange(until, next, Relaxed, Relaxed).is_ok();
+        if is_mine {
+            let file = self.disk.path_of(segment);
+            let file = file.display();
+            tracing::warn!(%error, "the store can't {doing} {file}; its blocks are missed");
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! The segments of a store as files, in one directory or several.
+//!
+//! Segment `n` is in directory `n % directories`. Blocks are moved by the agent's file transport; headers and
+//! footers, and what the collector copies, by plain reads and writes.
+
+use crate::error::Result;
+use crate::log;
+use crate::memory::{BlockMemory, PAGE_OF_ZEROS, padding};
+use crate::sync::lock;
+use kvferry::{Access, Agent, Batch, DirectIo, FileOptions, FileRegion, Options, Region};
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// Segments whose files are kept open. Each takes up to three descriptors.
+const OPEN_MAX: usize = 96;
+
+/// What a device that can't read says.
+const EIO: i32 = 5;
+
+#[derive(Debug)]
+pub(crate) struct Directories {
+    agent: Agent,
+    paths: Vec<PathBuf>,
+    segment_bytes: u64,
+    direct: DirectIo,
+    /// What the padding of blocks is written from.
+    zeros: Region,
+    open: Mutex<Open>,
+    /// Files whose names are not known to be on the disk.
+    new: Mutex<FxHashSet<u32>>,
+}
+
+#[derive(Debug, Default)]
+struct Open {
+    files: FxHashMap<u32, (Arc<Segment>, u64)>,
+    /// Counts uses, to find the file that was not used for longest.
+    uses: u64,
+}
+
+/// An open segment. Closes its region when the last operation on it has ended.
+#[derive(Debug)]
+struct Segment {
+    agent: Agent,
+    file: File,
+    region: FileRegion,
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // Fails if the agent was shut down, which closed the region.
+        let _ = self.agent.close_file(&self.region);
+    }
+}
+
+impl Directories {
+    pub(crate) fn new(
+        agent: &Agent,
+        paths: &[PathBuf],
+        segment_bytes: u64,
+        direct: DirectIo,
+    ) -> Result<Self> {
+        let zeros = agent.allocate(PAGE_OF_ZEROS.len(), Access::NONE)?;
+        Ok(Self {
+            agent: agent.clone(),
+            paths: paths.to_vec(),
+            segment_bytes,
+            direct,
+            zeros,
+            open: Mutex::default(),
+            new: Mutex::default(),
+        })
+    }
+
+    pub(crate) fn path_of(&self, segment: u32) -> PathBuf {
+        self.paths[segment as usize % self.paths.len()].join(log::superblock::segment_file(segment))
+    }
+
+    fn open_files(&self) -> MutexGuard<'_, Open> {
+        lock(&self.open)
+    }
+
+    fn new_files(&self) -> MutexGuard<'_, FxHashSet<u32>> {
+        lock(&self.new)
+    }
+
+    fn segment(&self, segment: u32) -> io::Result<Arc<Segment>> {
+        let mut open = self.open_files();
+        open.uses += 1;
+        let now = open.uses;
+        if let Some((known, used)) = open.files.get_mut(&segment) {
+            *used = now;
+            return Ok(Arc::clone(known));
+        }
+        let new = self.open_segment(segment, &FileOptions::read_write())?;
+        if open.files.len() >= OPEN_MAX
+            && let Some(oldest) = open.files.iter().min_by_key(|(_, (_, used))| *used)
+        {
+            let oldest = *oldest.0;
+            open.files.remove(&oldest);
+        }
+        open.files.insert(segment, (Arc::clone(&new), now));
+        Ok(new)
+    }
+
+    fn open_segment(&self, segment: u32, options: &FileOptions) -> io::Result<Arc<Segment>> {
+        let path = self.path_of(segment);
+        let options = options.clone().direct(self.direct);
+        let region = self.agent.open_file(&path, &options).map_err(io::Error::other)?;
+        let file = File::options().read(true).write(true).open(&path).inspect_err(|_| {
+            let _ = self.agent.close_file(&region);
+        })?;
+        Ok(Arc::new(Segment { agent: self.agent.clone(), file, region }))
+    }
+
+    /// Adds a block, and what fills its last page if `pad`, to a batch.
+    fn push(
+        &self,
+        batch: &mut Batch,
+        segment: &Segment,
+        at: u64,
+        block: &BlockMemory,
+        pad: bool,
+    ) -> Result<()> {
+        let remote = segment.region.remote();
+        block.push_to(batch, &remote, at)?;
+        let padding = padding(block.len()) as u64;
+        if pad && padding > 0 {
+            batch.push(&self.zeros, 0, &remote, at + block.len(), padding)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the segment's file unless it exists. One of another length is made anew.
+    pub(crate) fn ensure(&self, segment: u32) -> io::Result<()> {
+        match std::fs::metadata(self.path_of(segment)) {
+            Ok(file) if file.len() == self.segment_bytes => {
+                return self.segment(segment).map(|_| ());
+            }
+            Ok(_) => log::Disk::remove(self, segment)?,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => self.close(segment),
+            Err(e) => return Err(e),
+        }
+        log::Disk::create(self, segment).inspect_err(|_| {
+            let _ = log::Disk::remove(self, segment);
+        })
+    }
+
+    /// Whether bytes of a segment are gone for every process: the file is gone or too short, or the device can't
+    /// read them.
+    pub(crate) fn is_lost(&self, segment: u32, offset: u64, len: u32) -> bool {
+        let mut bytes = vec![0; usize::try_from(len).expect("at most a segment")];
+        let read = File::open(self.path_of(segment))
+            .and_then(|file| file.read_exact_at(&mut bytes, offset));
+        let is_gone = |e: io::Error| {
+            matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
+                || e.raw_os_error() == Some(EIO)
+        };
+        read.is_err_and(is_gone)
+    }
+
+    /// Closes a segment's file once nothing reads it.
+    pub(crate) fn close(&self, segment: u32) {
+        self.open_files().files.remove(&segment);
+    }
+
+    /// Bytes of all segments' files.
+    pub(crate) fn bytes(&self) -> u64 {
+        let mut bytes = 0;
+        for path in &self.paths {
+            let Ok(entries) = std::fs::read_dir(path) else { continue };
+            for entry in entries.flatten() {
+                let is_segment = entry.file_name().to_str().and_then(log::superblock::segment_of);
+                bytes += is_segment.and(entry.metadata().ok()).map_or(0, |it| it.len());
+            }
+        }
+        bytes
+    }
+
+    /// Removes files of segments that the store, as it is opened, does not have: they are beyond its
+    /// capacity, of another length, or in the wrong directory. For the first process that opens it.
+    pub(crate) fn discard_others(&self, segments: u32) -> io::Result<()> {
+        for (number, path) in self.paths.iter().enumerate() {
+            for entry in std::fs::read_dir(path)? {
+                let entry = entry?;
+                let name = entry.file_name();
+                let Some(segment) = name.to_str().and_then(log::superblock::segment_of) else {
+                    continue;
+                };
+                let is_here = segment as usize % self.paths.len() == number;
+                let is_whole = entry.metadata()?.len() == self.segment_bytes;
+                if segment >= segments || !is_here || !is_whole {
+                    std::fs::remove_file(entry.path())?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn directory_of(&self, segment: u32) -> &Path {
+        &self.paths[segment as usize % self.paths.len()]
+    }
+}
+
+impl log::Disk for Directories {
+    type Memory = BlockMemory;
+
+    fn segments(&self) -> io::Result<Vec<u32>> {
+        let mut segments = Vec::new();
+        for (number, path) in self.paths.iter().enumerate() {
+            for entry in std::fs::read_dir(path)? {
+                let name = entry?.file_name();
+                let segment = name.to_str().and_then(log::superblock::segment_of);
+                segments.extend(segment.filter(|it| *it as usize % self.paths.len() == number));
+            }
+        }
+        segments.sort_unstable();
+        Ok(segments)
+    }
+
+    fn create(&self, segment: u32) -> io::Result<()> {
+        let options = FileOptions::create(self.segment_bytes);
+        self.open_segment(segment, &options)?;
+        self.new_files().insert(segment);
+        Ok(())
+    }
+
+    fn remove(&self, segment: u32) -> io::Result<()> {
+        self.open_files().files.remove(&segment);
+        std::fs::remove_file(self.path_of(segment))
+    }
+
+    fn read_at(&self, segment: u32, offset: u64, into: &mut [u8]) -> io::Result<()> {
+        self.segment(segment)?.file.read_exact_at(into, offset)
+    }
+
+    fn write_at(&self, segment: u32, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.segment(segment)?.file.write_all_at(bytes, offset)
+    }
+
+    fn write_blocks(
+        &self,
+        segment: u32,
+        header: (u64, &[u8]),
+        blocks: &[(u64, BlockMemory)],
+    ) -> io::Result<()> {
+        let segment = self.segment(segment)?;
+        let mut batch = Batch::with_capacity(blocks.len());
+        for (at, block) in blocks {
+            self.push(&mut batch, &segment, *at, block, true).map_err(io::Error::other)?;
+        }
+        segment.file.write_all_at(header.1, header.0)?;
+        let done = self.agent.files().write(&batch, &Options::default());
+        done.map(|_| ()).map_err(io::Error::other)
+    }
+
+    fn read_blocks(&self, blocks: &[(u32, u64, BlockMemory)]) -> io::Result<()> {
+        let mut batch = Batch::with_capacity(blocks.len());
+        // The files stay open until the batch has ended.
+        let mut files = Vec::with_capacity(blocks.len());
+        for (segment, at, block) in blocks {
+            let file = self.segment(*segment)?;
+            self.push(&mut batch, &file, *at, block, false).map_err(io::Error::other)?;
+            files.push(file);
+        }
+        let done = self.agent.files().read(&batch, &Options::default());
+        done.map(|_| ()).map_err(io::Error::other)
+    }
+
+    fn sync(&self, segment: u32) -> io::Result<()> {
+        self.segment(segment)?.file.sync_data()?;
+        if self.new_files().contains(&segment) {
+            File::open(self.directory_of(segment))?.sync_all()?;
+            self.new_files().remove(&segment);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,149 @@
+//! Reading the hash chains.
+
+use super::Index;
+use super::slot::{Entry, Link, SlotId, State};
+use crate::Key;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Acquire;
+
+/// Slots that a reader looks at, over all its beginnings, before it answers "not there". There are
+/// about as many buckets as slots, so a chain this long is a damaged one.
+pub(super) const MAX_HOPS: usize = 4096;
+
+// How far ahead of the key that is looked up a batch prefetches: its bucket, its first slot, and the
+// second if the first is another key's. A cache miss takes as long as a few lookups from the cache.
+const BUCKETS_AHEAD: usize = 24;
+const SLOTS_AHEAD: usize = 16;
+const SECONDS_AHEAD: usize = 8;
+const ON_THEIR_WAY: usize = (BUCKETS_AHEAD + 1).next_power_of_two();
+
+impl Index {
+    #[inline]
+    pub(super) fn bucket_of(&self, key: &Key) -> u32 {
+        let [a, b] = key.0;
+        let mixed = u128::from(a ^ 0x9e37_79b9_7f4a_7c15) * u128::from(b ^ 0xd1b5_4a32_d192_ed03);
+        let hash = (mixed >> 64) as u64 ^ mixed as u64;
+        ((u128::from(hash) * u128::from(self.layout.bucket_count)) >> 64) as u32
+    }
+
+    #[inline]
+    pub(super) fn bucket(&self, bucket: u32) -> &AtomicU32 {
+        &self.shared.words32::<1>(self.bucket_offset(bucket))[0]
+    }
+
+    pub(super) fn bucket_offset(&self, bucket: u32) -> usize {
+        self.layout.buckets + bucket as usize * size_of::<u32>()
+    }
+
+    /// Where a reader of a bucket's chain goes.
+    #[inline]
+    pub(super) fn follow(&self, link: Option<Link>, bucket: u32) -> Step {
+        match link {
+            Some(Link::Slot(slot)) if slot < self.layout.geometry.slots => Step::Slot(slot),
+            Some(Link::End(end)) if end == bucket => Step::End,
+            _ => Step::OtherChain,
+        }
+    }
+
+    #[inline]
+    pub(super) fn first(&self, bucket: u32) -> Step {
+        let raw = self.bucket(bucket).load(Acquire);
+        self.follow(Some(Link::from_bucket(raw, bucket)), bucket)
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Step {
+    Slot(SlotId),
+    /// The whole chain was seen.
+    End,
+    /// A slot was reused, and the reader came into another chain.
+    OtherChain,
+}
+
+pub(super) fn find(index: &Index, key: &Key) -> Option<Entry> {
+    find_in(index, index.bucket_of(key), key)
+}
+
+#[inline]
+fn find_in(index: &Index, bucket: u32, key: &Key) -> Option<Entry> {
+    let mut step = index.first(bucket);
+    for _ in 0..MAX_HOPS {
+        step = match step {
+            Step::End => return None,
+            Step::OtherChain => index.first(bucket),
+            Step::Slot(id) => {
+                let slot = index.slot(id);
+                let version = slot.version();
+                if version.state() == State::Live && slot.key() == *key {
+                    match slot.read(version) {
+                        Some(entry) if entry.key == *key => return Some(entry),
+                        _ => index.first(bucket),
+                    }
+                } else {
+                    index.follow(Link::from_next(slot.next()), bucket)
+                }
+            }
+        };
+    }
+    None
+}
+
+pub(super) fn find_prefix(index: &Index, keys: &[Key], out: &mut Vec<Entry>) -> usize {
+    let before = out.len();
+    let mut ahead = Ahead { index, keys, buckets: [0; ON_THEIR_WAY] };
+    (0..BUCKETS_AHEAD).for_each(|i| ahead.advance(i));
+    for (i, key) in keys.iter().enumerate() {
+        ahead.advance(i + BUCKETS_AHEAD);
+        match find_in(index, ahead.bucket(i), key) {
+            Some(entry) => out.push(entry),
+            None => break,
+        }
+    }
+    out.len() - before
+}
+
+/// Prefetches for a batch, in stages.
+struct Ahead<'a> {
+    index: &'a Index,
+    keys: &'a [Key],
+    /// Of the keys on their way, by their position modulo the length.
+    buckets: [u32; ON_THEIR_WAY],
+}
+
+impl Ahead<'_> {
+    #[inline]
+    fn bucket(&self, i: usize) -> u32 {
+        self.buckets[i % self.buckets.len()]
+    }
+
+    /// Begins with the `i`th key, and goes on with those before it.
+    #[inline]
+    fn advance(&mut self, i: usize) {
+        let index = self.index;
+        if let Some(key) = self.keys.get(i) {
+            let bucket = index.bucket_of(key);
+            self.buckets[i % self.buckets.len()] = bucket;
+            index.shared.prefetch(index.bucket_offset(bucket));
+        }
+        if let Some(i) = self.behind(i, SLOTS_AHEAD)
+            && let Step::Slot(slot) = index.first(self.bucket(i))
+        {
+            index.prefetch_slot(slot);
+        }
+        if let Some(i) = self.behind(i, SECONDS_AHEAD)
+            && let bucket = self.bucket(i)
+            && let Step::Slot(slot) = index.first(bucket)
+            && let slot = index.slot(slot)
+            && slot.key() != self.keys[i]
+            && let Step::Slot(second) = index.follow(Link::from_next(slot.next()), bucket)
+        {
+            index.prefetch_slot(second);
+        }
+    }
+
+    /// The key that is `ahead` of the one looked up, when the `i`th begins.
+    fn behind(&self, i: usize, ahead: usize) -> Option<usize> {
+        i.checked_sub(BUCKETS_AHEAD - ahead).filter(|&i| i < self.keys.len())
+    }
+}

@@ -1,0 +1,126 @@
+//! Where each part of the index lies in the shared memory.
+
+use super::bitmap::Bitmap;
+use super::events::RING_LEN;
+use super::member::{MAX_MEMBERS, MEMBER_LEN};
+use super::segment::SEGMENT_LEN;
+use super::slot::SLOT_LEN;
+use super::stripe::{STRIPE_LEN, STRIPES};
+use kvferry_sys::shared::Shared;
+use std::io;
+use std::sync::atomic::Ordering::{Relaxed, Release};
+
+/// Slots of an index. A link needs one more value, and one bit for the ends of chains.
+pub const MAX_SLOTS: u32 = (1 << 31) - 1;
+/// Segments of an index.
+pub const MAX_SEGMENTS: u32 = 1 << 20;
+
+/// Parts begin at multiples of it.
+pub(super) const PAGE: usize = 4096;
+
+/// `kvfidx` and the version of the layout.
+const MAGIC: u64 = u64::from_le_bytes(*b"kvfidx\x00\x01");
+
+// Words of the header. Those that writers change have a cache line of their own.
+const AT_MAGIC: usize = 0;
+const AT_SLOTS: usize = 8;
+const AT_SEGMENTS: usize = 16;
+const AT_SEGMENT_PAGES: usize = 24;
+pub(super) const LIVE: usize = 64;
+pub(super) const HIGH_WATER: usize = 128;
+pub(super) const NEXT_INCARNATION: usize = 192;
+
+/// The sizes that an index is made with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// Blocks at most, from 1 to [`MAX_SLOTS`].
+    pub slots: u32,
+    /// From 1 to [`MAX_SEGMENTS`].
+    pub segments: u32,
+    /// The segment of a page is its number divided by this. All pages have numbers of 32 bits.
+    pub pages_per_segment: u32,
+}
+
+/// Offsets in bytes.
+#[derive(Debug)]
+pub(super) struct Layout {
+    pub(super) geometry: Geometry,
+    pub(super) bucket_count: u32,
+    pub(super) members: usize,
+    pub(super) stripes: usize,
+    pub(super) rings: usize,
+    pub(super) segments: usize,
+    pub(super) taken_segments: Bitmap,
+    pub(super) taken_slots: Bitmap,
+    pub(super) buckets: usize,
+    pub(super) slots: usize,
+    pub(super) len: usize,
+}
+
+impl Layout {
+    pub(super) fn new(geometry: Geometry) -> io::Result<Self> {
+        let Geometry { slots, segments, pages_per_segment } = geometry;
+        let pages = u64::from(segments) * u64::from(pages_per_segment);
+        if !(1..=MAX_SLOTS).contains(&slots)
+            || !(1..=MAX_SEGMENTS).contains(&segments)
+            || !(1..=1 << 32).contains(&pages)
+        {
+            let why = format!("an index can't have this geometry: {geometry:?}");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
+        // Fewer than slots: with the bitmap, and what the policy has of it, a block takes less than 64 bytes.
+        let bucket_count = slots - slots / 16 * 3;
+        let mut end = PAGE;
+        let mut reserve = |len: usize| {
+            let at = end;
+            end = (at + len).next_multiple_of(PAGE);
+            at
+        };
+        let members = reserve(MAX_MEMBERS * MEMBER_LEN);
+        let stripes = reserve(STRIPES as usize * STRIPE_LEN);
+        let rings = reserve(MAX_MEMBERS * RING_LEN);
+        let segment_table = reserve(segments as usize * SEGMENT_LEN);
+        let taken_segments = Bitmap::new(segments, &mut reserve);
+        let taken_slots = Bitmap::new(slots, &mut reserve);
+        let buckets = reserve(bucket_count as usize * size_of::<u32>());
+        let slot_table = reserve(slots as usize * SLOT_LEN);
+        Ok(Self {
+            geometry,
+            bucket_count,
+            members,
+            stripes,
+            rings,
+            segments: segment_table,
+            taken_segments,
+            taken_slots,
+            buckets,
+            slots: slot_table,
+            len: end,
+        })
+    }
+
+    /// Writes the header, the magic number last.
+    pub(super) fn initialise(&self, shared: &Shared) {
+        let Geometry { slots, segments, pages_per_segment } = self.geometry;
+        self.taken_segments.initialise(shared);
+        self.taken_slots.initialise(shared);
+        shared.word(AT_SLOTS).store(slots.into(), Relaxed);
+        shared.word(AT_SEGMENTS).store(segments.into(), Relaxed);
+        shared.word(AT_SEGMENT_PAGES).store(pages_per_segment.into(), Relaxed);
+        shared.word(NEXT_INCARNATION).store(1, Relaxed);
+        shared.word(AT_MAGIC).store(MAGIC, Release);
+    }
+
+    /// The layout of an index whose first page is `header`.
+    pub(super) fn read(header: &Shared) -> io::Result<Self> {
+        let invalid = || io::Error::new(io::ErrorKind::InvalidData, "not an index of this version");
+        let number = |at| u32::try_from(header.load(at)).map_err(|_| invalid());
+        if header.load(AT_MAGIC) != MAGIC {
+            return Err(invalid());
+        }
+        let slots = number(AT_SLOTS)?;
+        let segments = number(AT_SEGMENTS)?;
+        let pages_per_segment = number(AT_SEGMENT_PAGES)?;
+        Self::new(Geometry { slots, segments, pages_per_segment }).map_err(|_| invalid())
+    }
+}

@@ -1,0 +1,232 @@
+//! The processes that change the index.
+//!
+//! A member has a number, and a generation that tells it from earlier members of the number. A
+//! thread of its process holds a mark that the kernel sets when the process ends, so every other
+//! member sees a death with one load.
+
+use super::Index;
+use super::slot::SlotId;
+use kvferry_sys::alive::{self, AliveMark};
+use std::io;
+use std::ops::Deref;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+/// Members at one time.
+pub const MAX_MEMBERS: usize = 64;
+
+/// A cache line each: the state; the mark; the event ring's head and what did not fit; its tail.
+pub(super) const MEMBER_LEN: usize = 256;
+const STATE: usize = 0;
+const MARK: usize = 64;
+pub(super) const HEAD: usize = 128;
+pub(super) const LOST: usize = 136;
+pub(super) const REBUILD: usize = 144;
+pub(super) const TAIL: usize = 192;
+
+/// A member, distinct from all earlier ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MemberId {
+    /// Below [`MAX_MEMBERS`].
+    pub number: u8,
+    /// Counts the members that had this number.
+    pub generation: u32,
+}
+
+impl MemberId {
+    /// Never 0.
+    pub(super) fn to_word(self) -> u64 {
+        u64::from(self.generation) << 8 | (u64::from(self.number) + 1)
+    }
+
+    pub(super) fn from_word(word: u64) -> Self {
+        Self { number: (word as u8).wrapping_sub(1), generation: (word >> 8) as u32 }
+    }
+}
+
+/// Whether a number is given to a member: the low byte of its state. The generation is above it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Use {
+    Unused,
+    /// The member makes its mark. It owns nothing yet.
+    Joining,
+    Joined,
+}
+
+impl Use {
+    fn with(self, generation: u32) -> u64 {
+        u64::from(generation) << 8 | self as u64
+    }
+
+    fn split(word: u64) -> (Self, u32) {
+        let generation = (word >> 8) as u32;
+        match word as u8 {
+            0 => (Self::Unused, generation),
+            1 => (Self::Joining, generation),
+            _ => (Self::Joined, generation),
+        }
+    }
+}
+
+impl Index {
+    /// Makes this process a member, until the value is dropped.
+    ///
+    /// # Errors
+    /// `StorageFull` if all numbers are given: [`Member::sweep`] gives back those of dead members.
+    /// Else the kernel's error.
+    pub fn join(self: &Arc<Self>) -> io::Result<Member> {
+        kvferry_sys::fd::install_fork_handlers()?;
+        let (mark, id) = Mark::make(self)?;
+        let (index, forks) = (Arc::clone(self), kvferry_sys::fd::forks());
+        Ok(Member { index, id, mark: Some(mark), events: Mutex::default(), forks })
+    }
+
+    /// Whether the process of a member still runs and has not left.
+    pub fn is_alive(&self, member: MemberId) -> bool {
+        self.member(member.number) == Some(member) && !self.has_died(member)
+    }
+
+    /// The members, dead ones that were not swept included.
+    pub fn members(&self) -> impl Iterator<Item = MemberId> + '_ {
+        (0..MAX_MEMBERS as u8).filter_map(|number| self.member(number))
+    }
+
+    /// Whether a member's process ended without leaving.
+    pub fn has_died(&self, member: MemberId) -> bool {
+        usize::from(member.number) < MAX_MEMBERS
+            && self.member_word(member.number, STATE).load(Acquire)
+                == Use::Joined.with(member.generation)
+            && alive::has_ended(&self.shared, self.member_offset(member.number) + MARK)
+    }
+
+    fn member(&self, number: u8) -> Option<MemberId> {
+        if usize::from(number) >= MAX_MEMBERS {
+            return None;
+        }
+        let (used, generation) = Use::split(self.member_word(number, STATE).load(Acquire));
+        (used == Use::Joined).then_some(MemberId { number, generation })
+    }
+
+    /// Takes a number for this thread. A process that is killed between the two stores keeps its number
+    /// for good; so there is nothing between them that takes long.
+    fn take_number(&self) -> io::Result<(AliveMark, MemberId)> {
+        let id = (0..MAX_MEMBERS as u8).find_map(|number| {
+            let state = self.member_word(number, STATE);
+            let before = state.load(Relaxed);
+            let (used, generation) = Use::split(before);
+            let generation = generation.wrapping_add(1);
+            let joining = Use::Joining.with(generation);
+            let taken = used == Use::Unused
+                && state.compare_exchange(before, joining, AcqRel, Relaxed).is_ok();
+            taken.then_some(MemberId { number, generation })
+        });
+        let id = id.ok_or(io::ErrorKind::StorageFull)?;
+        let mark = AliveMark::new(Arc::clone(&self.shared), self.member_offset(id.number) + MARK);
+        let used = if mark.is_ok() { Use::Joined } else { Use::Unused };
+        self.member_word(id.number, STATE).store(used.with(id.generation), Release);
+        Ok((mark?, id))
+    }
+
+    /// Gives back the number of a member that leaves or is dead.
+    pub(super) fn forget(&self, member: MemberId) {
+        let joined = Use::Joined.with(member.generation);
+        let unused = Use::Unused.with(member.generation);
+        let state = self.member_word(member.number, STATE);
+        // If this fails, another keeper was faster.
+        let _ = state.compare_exchange(joined, unused, AcqRel, Relaxed);
+    }
+
+    pub(super) fn member_word(&self, number: u8, at: usize) -> &AtomicU64 {
+        self.shared.word(self.member_offset(number) + at)
+    }
+
+    fn member_offset(&self, number: u8) -> usize {
+        self.layout.members + usize::from(number) * MEMBER_LEN
+    }
+}
+
+/// A process's membership. All threads of the process share it; a forked child must not use it.
+///
+/// A member leaves when this is dropped. Segments that it still owns are found by
+/// [`Index::held_by`], like a dead member's.
+#[derive(Debug)]
+pub struct Member {
+    pub(super) index: Arc<Index>,
+    id: MemberId,
+    /// `None` while it is dropped.
+    mark: Option<Mark>,
+    /// One thread writes events at a time. The words of one event, kept for their allocation.
+    pub(super) events: Mutex<Vec<SlotId>>,
+    forks: u32,
+}
+
+impl Member {
+    /// This member.
+    pub fn id(&self) -> MemberId {
+        self.id
+    }
+}
+
+impl Deref for Member {
+    type Target = Index;
+
+    fn deref(&self) -> &Index {
+        &self.index
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        let Some(mark) = self.mark.take() else { return };
+        if kvferry_sys::forked_since(self.forks) {
+            // The thread of the mark is the parent's.
+            return std::mem::forget(mark);
+        }
+        mark.leave();
+    }
+}
+
+/// The alive mark, with the thread that it is tied to: any other thread of the process may end
+/// while the member goes on.
+#[derive(Debug)]
+struct Mark {
+    leave: Sender<()>,
+    thread: JoinHandle<()>,
+}
+
+impl Mark {
+    /// Takes a number and marks it as alive, on a new thread.
+    fn make(index: &Arc<Index>) -> io::Result<(Self, MemberId)> {
+        let index = Arc::clone(index);
+        let (leave, left) = mpsc::channel();
+        let (made, is_made) = mpsc::channel();
+        let thread = kvferry_sys::thread::spawn("kvferry-member".into(), move || {
+            let joined = index.take_number();
+            let _ = made.send(joined.as_ref().map(|&(_, id)| id).map_err(io::Error::kind));
+            if let Ok((mark, id)) = joined {
+                // Returns when the member drops its end.
+                let _ = left.recv();
+                drop(mark);
+                index.forget(id);
+            }
+        })?;
+        match is_made.recv() {
+            Ok(Ok(id)) => Ok((Self { leave, thread }, id)),
+            Ok(Err(io::ErrorKind::StorageFull)) => {
+                let why = format!("the index has {MAX_MEMBERS} members already");
+                Err(io::Error::new(io::ErrorKind::StorageFull, why))
+            }
+            Ok(Err(kind)) => Err(kind.into()),
+            Err(_) => Err(io::Error::other("the thread of the mark ended")),
+        }
+    }
+
+    fn leave(self) {
+        drop(self.leave);
+        // It does not panic.
+        let _ = self.thread.join();
+    }
+}

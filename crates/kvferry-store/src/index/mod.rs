@@ -1,0 +1,144 @@
+//! The index of blocks, in memory that up to 64 processes share.
+//!
+//! It maps a [`Key`] to the place of a block on disk. An [`Index`] is a mapping of the memory and
+//! reads it; a [`Member`] is a process that also changes it. One member, the keeper, drains the
+//! events of all members, removes what the policy gives up, and repairs what dead members left.
+//!
+//! # Readers
+//! [`Index::find`] takes no lock and never waits. A bucket's chain of slots ends with a marker that
+//! names the bucket: a reader that followed a reused slot into another chain notices it at the end
+//! and begins again. Each slot has a version, which changes before and after its words do. After 4096
+//! slots a reader gives up and answers "not there", which costs a miss.
+//!
+//! # Writers
+//! A writer locks the stripe that the bucket belongs to. Chains change by single stores that keep
+//! them whole, so a lock is taken over from a dead member without repair. A lock whose owner is
+//! stopped is given up after [`PATIENCE`]: [`Inserted::Contended`].
+//!
+//! # What a dead member leaves
+//! A slot that it held: its state names the member, and [`Member::sweep`] frees it. Segments: see
+//! [`Index::held_by`]. Counters that are off by what it was changing: see [`Member::recount`].
+//!
+//! # Memory
+//! | part | bytes | holds |
+//! |---|---|---|
+//! | header | 4 KiB | geometry, counters |
+//! | members | 64 × 256 | state, alive mark, ends of the event ring |
+//! | stripes | 4096 × 64 | the member that changes chains of the stripe |
+//! | rings | 64 × 1 MiB | events for the keeper |
+//! | segments | 32 each | state and owner, incarnation, live pages and blocks |
+//! | bitmaps | ⅛ for a slot or segment | which slots and segments are taken |
+//! | buckets | 13/16 × 4 for a slot | the first slot of a chain |
+//! | slots | 52 each | a block: see [`Entry`] |
+//!
+//! Zeroes are an empty index, so pages are taken from the system as blocks come. The lowest free
+//! slot is taken first.
+
+mod bitmap;
+mod chain;
+mod events;
+mod layout;
+mod member;
+mod repair;
+mod segment;
+mod slot;
+mod stripe;
+#[cfg(test)]
+mod tests;
+mod write;
+
+pub use events::{Drained, Event, RING_LEN};
+pub use layout::{Geometry, MAX_SEGMENTS, MAX_SLOTS};
+pub use member::{MAX_MEMBERS, Member, MemberId};
+pub use segment::{Segment, SegmentState};
+pub use slot::{Entry, SlotId};
+pub use stripe::PATIENCE;
+pub use write::{Inserted, New};
+
+use crate::Key;
+use kvferry_sys::shared::Shared;
+use layout::{Layout, PAGE};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// A mapping of the index. Reading needs no more than this; for changes, see [`Index::join`].
+#[derive(Debug)]
+pub struct Index {
+    shared: Arc<Shared>,
+    layout: Layout,
+}
+
+impl Index {
+    /// Makes an empty index.
+    ///
+    /// # Errors
+    /// `InvalidInput` if the geometry is out of range, else the kernel's error.
+    pub fn create(geometry: Geometry) -> io::Result<Self> {
+        let layout = Layout::new(geometry)?;
+        let shared = Arc::new(Shared::create("kvferry-index", layout.len)?);
+        shared.advise_huge_pages();
+        layout.initialise(&shared);
+        Ok(Self { shared, layout })
+    }
+
+    /// Maps an index that another process made. `memory` is a descriptor of its [`Index::memory`].
+    ///
+    /// # Errors
+    /// `InvalidData` if the memory is not an index of this version, else the kernel's error.
+    pub fn open(memory: OwnedFd) -> io::Result<Self> {
+        let header = Shared::open(memory, PAGE, true)?;
+        let layout = Layout::read(&header)?;
+        let memory = header.as_fd().try_clone_to_owned()?;
+        let shared = Arc::new(Shared::open(memory, layout.len, true)?);
+        shared.advise_huge_pages();
+        Ok(Self { shared, layout })
+    }
+
+    /// The memory, whose descriptor other processes need for [`Index::open`].
+    pub fn memory(&self) -> &Shared {
+        &self.shared
+    }
+
+    /// The sizes that the index was made with.
+    pub fn geometry(&self) -> Geometry {
+        self.layout.geometry
+    }
+
+    /// Blocks in the index. After the death of a member, right again after [`Member::recount`].
+    pub fn live(&self) -> u64 {
+        self.shared.word(layout::LIVE).load(Relaxed)
+    }
+
+    /// The block of `key`, if it is there.
+    pub fn find(&self, key: &Key) -> Option<Entry> {
+        chain::find(self, key)
+    }
+
+    /// Appends to `out` the blocks of the longest prefix of `keys` that is there. Returns its length.
+    pub fn find_prefix(&self, keys: &[Key], out: &mut Vec<Entry>) -> usize {
+        chain::find_prefix(self, keys, out)
+    }
+
+    /// The block in `slot`, if there is one.
+    pub fn entry(&self, slot: SlotId) -> Option<Entry> {
+        (slot < self.layout.geometry.slots).then(|| self.slot(slot).entry()).flatten()
+    }
+
+    /// All blocks, by slot. Blocks that come or go meanwhile may be left out.
+    pub fn iter(&self) -> impl Iterator<Item = Entry> + '_ {
+        (0..self.high_water()).filter_map(|slot| self.entry(slot))
+    }
+
+    /// Sets when a block was last used, if it still is `entry`'s.
+    pub fn touch(&self, entry: &Entry, now: u32) {
+        self.slot(entry.slot).touch(entry, now);
+    }
+
+    /// Slots from this one on were never used.
+    fn high_water(&self) -> u32 {
+        let high = self.shared.word(layout::HIGH_WATER).load(Relaxed);
+        u32::try_from(high).unwrap_or(u32::MAX).min(self.layout.geometry.slots)
+    }
+}

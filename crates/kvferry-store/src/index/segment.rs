@@ -1,0 +1,187 @@
+//! The segments of the disk: who writes which, and what lives in them.
+
+use super::Index;
+use super::layout;
+use super::member::{Member, MemberId};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+
+// A segment's words, of 64 bits.
+const STATE: usize = 0;
+const INCARNATION: usize = 8;
+/// Pages in the low half, blocks in the high half.
+const LIVE: usize = 16;
+pub(super) const SEGMENT_LEN: usize = 32;
+
+/// Bytes of a page of the disk.
+const PAGE: u32 = 4096;
+
+/// What may be done with a segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum SegmentState {
+    /// Nothing lives in it.
+    Free,
+    /// The member appends blocks to it.
+    Active(MemberId),
+    /// It takes no more blocks.
+    Sealed,
+    /// The member moves what lives in it elsewhere.
+    Collecting(MemberId),
+}
+
+/// A segment, as it was when it was read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Who may change it.
+    pub state: SegmentState,
+    /// Distinguishes what was written since it was last claimed from what was written before.
+    pub incarnation: u64,
+    /// Pages of data of the blocks in it, without what the log adds.
+    pub live_pages: u32,
+    /// Blocks in it.
+    pub live_blocks: u32,
+}
+
+const KIND: u64 = 0b11;
+
+impl SegmentState {
+    fn to_word(self) -> u64 {
+        match self {
+            Self::Free => 0,
+            Self::Active(member) => 1 | member.to_word() << 2,
+            Self::Sealed => 2,
+            Self::Collecting(member) => 3 | member.to_word() << 2,
+        }
+    }
+
+    fn from_word(word: u64) -> Self {
+        let member = MemberId::from_word(word >> 2);
+        match word & KIND {
+            0 => Self::Free,
+            1 => Self::Active(member),
+            2 => Self::Sealed,
+            _ => Self::Collecting(member),
+        }
+    }
+
+    /// The member that alone may change the segment.
+    pub fn owner(self) -> Option<MemberId> {
+        match self {
+            Self::Active(member) | Self::Collecting(member) => Some(member),
+            Self::Free | Self::Sealed => None,
+        }
+    }
+}
+
+impl Member {
+    /// Takes the lowest free segment, with a new incarnation. `None`: none is free.
+    pub fn claim(&self) -> Option<u32> {
+        loop {
+            let segment = self.layout.taken_segments.take(&self.shared)?;
+            // It fails if a repair found the segment free between this and another member's taking.
+            if self.set_segment(segment, SegmentState::Free, SegmentState::Active(self.id())) {
+                let incarnation = self.shared.word(layout::NEXT_INCARNATION).fetch_add(1, Relaxed);
+                self.segment_word(segment, LIVE).store(0, Relaxed);
+                self.segment_word(segment, INCARNATION).store(incarnation, Release);
+                return Some(segment);
+            }
+        }
+    }
+}
+
+impl Index {
+    /// The segment of this number.
+    ///
+    /// # Panics
+    /// If the index has no such segment. This holds for all methods that take one.
+    pub fn segment(&self, segment: u32) -> Segment {
+        let word = |at| self.segment_word(segment, at).load(Acquire);
+        let live = word(LIVE);
+        Segment {
+            state: SegmentState::from_word(word(STATE)),
+            incarnation: word(INCARNATION),
+            live_pages: live as u32,
+            live_blocks: (live >> 32) as u32,
+        }
+    }
+
+    /// Changes a segment's state from `from` to `to`, if it is `from`. Of several members that try,
+    /// one succeeds.
+    pub fn set_segment(&self, segment: u32, from: SegmentState, to: SegmentState) -> bool {
+        let state = self.segment_word(segment, STATE);
+        let done = state.compare_exchange(from.to_word(), to.to_word(), AcqRel, Relaxed).is_ok();
+        if done && to == SegmentState::Free {
+            self.layout.taken_segments.give(&self.shared, segment);
+        }
+        done
+    }
+
+    /// Notes what a segment contains already, when the index is filled from the disk: a free segment
+    /// becomes sealed. Later incarnations are higher. For the process that made the index, before
+    /// others open it.
+    pub fn restore_segment(&self, segment: u32, incarnation: u64) -> bool {
+        let restored = self.set_segment(segment, SegmentState::Free, SegmentState::Sealed);
+        if restored {
+            let next = incarnation.saturating_add(1);
+            self.shared.word(layout::NEXT_INCARNATION).fetch_max(next, Relaxed);
+            self.segment_word(segment, INCARNATION).store(incarnation, Release);
+            self.layout.taken_segments.put(&self.shared, segment);
+        }
+        restored
+    }
+
+    /// The segments that a member owns, alive or not.
+    pub fn held_by(&self, member: MemberId) -> impl Iterator<Item = (u32, Segment)> + '_ {
+        self.segments().filter(move |(_, segment)| segment.state.owner() == Some(member))
+    }
+
+    /// All segments.
+    pub fn segments(&self) -> impl Iterator<Item = (u32, Segment)> + '_ {
+        (0..self.layout.geometry.segments).map(|number| (number, self.segment(number)))
+    }
+
+    /// Counts a block that comes into the segment of `page`.
+    pub(super) fn credit(&self, page: u32, len: u32) {
+        if let Some(live) = self.live_word(page) {
+            live.fetch_add(weight(len), Relaxed);
+        }
+    }
+
+    /// Counts a block that leaves the segment of `page`.
+    pub(super) fn debit(&self, page: u32, len: u32) {
+        let Some(live) = self.live_word(page) else { return };
+        let weight = weight(len);
+        // After a death, a counter may be lower than what is taken away.
+        let _ = live.fetch_update(Relaxed, Relaxed, |live| {
+            let pages = (live as u32).saturating_sub(weight as u32);
+            let blocks = ((live >> 32) as u32).saturating_sub(1);
+            Some(u64::from(blocks) << 32 | u64::from(pages))
+        });
+    }
+
+    /// The number of the segment of `page`, if there is one.
+    pub(super) fn segment_of(&self, page: u32) -> Option<u32> {
+        let geometry = self.layout.geometry;
+        let segment = page / geometry.pages_per_segment;
+        (segment < geometry.segments).then_some(segment)
+    }
+
+    /// Pages in the low half, blocks in the high half.
+    pub(super) fn live_in(&self, segment: u32) -> &AtomicU64 {
+        self.segment_word(segment, LIVE)
+    }
+
+    fn live_word(&self, page: u32) -> Option<&AtomicU64> {
+        self.segment_of(page).map(|segment| self.live_in(segment))
+    }
+
+    fn segment_word(&self, segment: u32, at: usize) -> &AtomicU64 {
+        assert!(segment < self.layout.geometry.segments, "the index has no segment {segment}");
+        self.shared.word(self.layout.segments + segment as usize * SEGMENT_LEN + at)
+    }
+}
+
+/// What a block of `len` bytes adds to a segment's counters.
+pub(super) fn weight(len: u32) -> u64 {
+    1 << 32 | u64::from(len.div_ceil(PAGE))
+}

@@ -1,0 +1,415 @@
+//! Frees space: what the keeper does, on its worker thread.
+//!
+//! Some segments are kept free, for the processes that put blocks. When fewer are, the segment with the least
+//! in it is collected: what lives in it is copied to a segment of the keeper's own. Before that, blocks are
+//! evicted until so little is in it that copying is worth it. Writers leave the last free segment to the
+//! keeper.
+
+use crate::core::Core;
+use crate::index::{Entry, Event, Segment, SegmentState};
+use crate::key::Key;
+use crate::log::format::{EXTENT_RECORDS, bytes_of, pages_of};
+use crate::log::{self, Appender, Disk, Record};
+use crate::policy::{Kept, Policy, Retention};
+use crate::stats::Counters;
+use crate::writer::{begin_segment, seal};
+use crc_fast::CrcAlgorithm;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+
+/// The part of a segment's pages that may live when it is collected. The more, the more is kept, and the more
+/// is copied for each new block: at most four times as much.
+const LIVE_SHARE: f64 = 0.8;
+/// Segments that may be collected one after another, each of which needs another segment for what it held. More
+/// of them mean that their blocks fill segments badly, and that copying them gains nothing.
+const FRUITLESS_MAX: u32 = 8;
+/// Pages of a segment that are not data, at least: headers and the footer.
+const OVERHEAD_PAGES: u32 = 4;
+/// Pages that are evicted before the segments are looked at again, as a part of a segment.
+const EVICTED_SHARE: u32 = 8;
+/// The part of the index's slots that blocks may take.
+const SLOT_SHARE: f64 = 0.98;
+/// Free segments: for each process, and of all segments at most. Two at least, because writers leave one to
+/// the keeper.
+const FREE_PER_PROCESS: u32 = 2;
+const FREE_SHARE: u32 = 8;
+/// Data that is copied at once.
+const COPY_BYTES: usize = 4 << 20;
+
+#[derive(Debug)]
+pub(crate) struct Keeper {
+    core: Arc<Core>,
+    policy: Policy,
+    /// Where what lives is copied to.
+    own: Option<Appender>,
+    /// Counts the segments that were begun for it.
+    begun: u64,
+    /// Segments that can't be read stay as they are.
+    broken: Vec<u32>,
+}
+
+impl Keeper {
+    /// Of a process that has just become the keeper.
+    pub(crate) fn new(core: Arc<Core>) -> Self {
+        let policy = rebuild(&core);
+        let mut keeper = Self { core, policy, own: None, begun: 0, broken: Vec::new() };
+        keeper.repair();
+        keeper
+    }
+
+    /// Gives back what processes have left that died.
+    pub(crate) fn repair(&mut self) {
+        let member = &self.core.member;
+        let dead: Vec<_> = member.members().filter(|it| member.has_died(*it)).collect();
+        if dead.is_empty() {
+            return;
+        }
+        for dead in dead {
+            if self.drain(dead.number) {
+                self.policy = rebuild(&self.core);
+            }
+            for (number, segment) in self.core.member.held_by(dead) {
+                // What it wrote is as good as before. Nothing may live where it was about to write.
+                let to = match segment.live_blocks {
+                    0 => SegmentState::Free,
+                    _ => SegmentState::Sealed,
+                };
+                self.core.member.set_segment(number, segment.state, to);
+            }
+            // If it fails, the next process that leaves has it tried again.
+            self.core.member.sweep(dead);
+        }
+        self.core.member.recount();
+    }
+
+    /// Takes the events, and frees space if there is too little.
+    pub(crate) fn look(&mut self, is_stopping: &AtomicBool) {
+        let mut lost = false;
+        for number in 0..crate::index::MAX_MEMBERS {
+            lost |= self.drain(u8::try_from(number).expect("few members"));
+        }
+        let is_behind = (self.policy.len() as u64) < self.core.member.live() / 10 * 9;
+        if lost || is_behind {
+            self.policy = rebuild(&self.core);
+        }
+        self.evict_due();
+        self.keep_slots();
+        self.keep_segments(is_stopping);
+    }
+
+    /// Takes the events of a process. Returns whether the policy must be made anew.
+    fn drain(&mut self, number: u8) -> bool {
+        let (member, policy) = (&self.core.member, &mut self.policy);
+        let drained = member.drain(number, |event| match event {
+            Event::Used { now_ms, missing, slots } => {
+                policy.used(now_ms, slots, missing as usize);
+            }
+            Event::Added { now_ms, parent, slots } => {
+                let entries: Vec<_> = slots.iter().filter_map(|slot| member.entry(*slot)).collect();
+                let mut parent = parent;
+                for alike in entries.chunk_by(|one, next| one.retention == next.retention) {
+                    let blocks: Vec<_> = alike.iter().map(|it| (it.slot, it.key.0[0])).collect();
+                    let retention = Retention::from_bits(alike[0].retention);
+                    policy.added(now_ms, parent, &blocks, retention);
+                    parent = alike.last().map(|it| it.slot);
+                }
+            }
+            Event::Removed { slot } => {
+                if member.entry(slot).is_none() {
+                    policy.removed(slot);
+                }
+            }
+        });
+        drained.rebuild
+    }
+
+    fn evict_due(&mut self) {
+        let now = self.core.clock.now_ms();
+        let member = &self.core.member;
+        let key_of = |slot| member.entry(slot).map_or(0, |entry| entry.key.0[0]);
+        while let Some(slot) = self.policy.evict_due(now, key_of) {
+            remove(&self.core, slot);
+        }
+    }
+
+    /// Evicts one block. Returns its pages; `None` if no block can leave.
+    fn evict(&mut self) -> Option<u32> {
+        let now = self.core.clock.now_ms();
+        let member = &self.core.member;
+        let key_of = |slot| member.entry(slot).map_or(0, |entry| entry.key.0[0]);
+        let slot = self.policy.evict(now, key_of)?;
+        Some(remove(&self.core, slot))
+    }
+
+    fn keep_slots(&mut self) {
+        let slots = f64::from(self.core.member.geometry().slots);
+        while self.core.member.live() as f64 > slots * SLOT_SHARE && self.evict().is_some() {}
+    }
+
+    fn keep_segments(&mut self, is_stopping: &AtomicBool) {
+        let geometry = self.core.member.geometry();
+        let processes = u32::try_from(self.core.member.members().count()).unwrap_or(u32::MAX);
+        let wanted = free_wanted(processes, geometry.segments);
+        if self.core.free_segments() < wanted as usize {
+            // A process that died while no keeper was there to see it may have left some.
+            self.repair();
+        }
+        let (mut limit, mut fruitless) = (geometry.pages_per_segment, 0);
+        loop {
+            if self.core.free_segments() >= wanted as usize || is_stopping.load(Relaxed) {
+                return;
+            }
+            if self.own.is_none()
+                && let Err(e) = self.begin_own()
+            {
+                self.core.fault("begin", 0, &e);
+            }
+            let Some((number, segment)) = self.least_filled() else { return };
+            if segment.live_pages <= limit.min(worth(geometry.pages_per_segment, &segment)) {
+                let begun = self.begun;
+                if !self.collect_one(number) {
+                    return;
+                }
+                fruitless = if self.begun == begun { 0 } else { fruitless + 1 };
+                if fruitless > FRUITLESS_MAX {
+                    limit = segment.live_pages - segment.live_pages.div_ceil(EVICTED_SHARE);
+                    fruitless = 0;
+                }
+                continue;
+            }
+            let mut excess = geometry.pages_per_segment / EVICTED_SHARE;
+            while excess > 0 {
+                let Some(pages) = self.evict() else { return };
+                excess = excess.saturating_sub(pages);
+            }
+        }
+    }
+
+    fn least_filled(&self) -> Option<(u32, Segment)> {
+        let may_be = |(number, segment): &(u32, Segment)| {
+            segment.state == SegmentState::Sealed && !self.broken.contains(number)
+        };
+        let segments = self.core.member.segments().filter(may_be);
+        segments.min_by_key(|(_, segment)| (segment.live_pages, segment.incarnation))
+    }
+
+    /// Frees a sealed segment. False if it stays as it is.
+    fn collect_one(&mut self, number: u32) -> bool {
+        let mine = SegmentState::Collecting(self.core.member.id());
+        if !self.core.member.set_segment(number, SegmentState::Sealed, mine) {
+            return false;
+        }
+        let to = match self.collect(number) {
+            Ok(Collected::All) if self.core.member.segment(number).live_blocks == 0 => {
+                SegmentState::Free
+            }
+            // Its headers are damaged: they do not name all blocks.
+            Ok(Collected::All) => match self.drop_blocks(number, |counters| &counters.corrupt) {
+                true => SegmentState::Free,
+                false => SegmentState::Sealed,
+            },
+            Ok(Collected::NotAll) => SegmentState::Sealed,
+            Ok(Collected::NoRoom) => match self.drop_blocks(number, |counters| &counters.evicted) {
+                true => SegmentState::Free,
+                false => SegmentState::Sealed,
+            },
+            Err(e) => {
+                self.core.fault("collect", number, &e);
+                self.drop_blocks(number, |counters| &counters.failed);
+                self.broken.push(number);
+                SegmentState::Sealed
+            }
+        };
+        if to == SegmentState::Free {
+            self.core.disk.close(number);
+        }
+        self.core.member.set_segment(number, mine, to) && to == SegmentState::Free
+    }
+
+    /// Copies what lives in a segment.
+    fn collect(&mut self, segment: u32) -> io::Result<Collected> {
+        let core = Arc::clone(&self.core);
+        let scanned = log::recover::scan(&core.disk, &core.superblock, segment);
+        let records = scanned.map_err(io::Error::other)?.map_or(Vec::new(), |it| it.records);
+        let live: Vec<(Entry, Record)> = records
+            .into_iter()
+            .filter_map(|record| {
+                let entry = core.member.find(&Key(record.block.key))?;
+                let here = core.superblock.geometry.place(segment, record.page);
+                (entry.page == here).then_some((entry, record))
+            })
+            .collect();
+        let mut rest = live.as_slice();
+        while !rest.is_empty() {
+            let mut bytes = 0;
+            let fits = |(entry, _): &&(Entry, Record)| {
+                bytes += bytes_of(pages_of(entry.len));
+                bytes <= COPY_BYTES as u64
+            };
+            let count = rest.iter().take(EXTENT_RECORDS).take_while(fits).count().max(1);
+            let (some, others) = rest.split_at(count);
+            match self.copy(segment, some)? {
+                Collected::All => {}
+                other => return Ok(other),
+            }
+            rest = others;
+        }
+        // What was copied is on the disk before its old place is written again.
+        if let Some(own) = &self.own {
+            core.disk.sync(own.segment())?;
+        }
+        Ok(Collected::All)
+    }
+
+    /// Copies blocks of a segment to the keeper's own.
+    fn copy(&mut self, from: u32, blocks: &[(Entry, Record)]) -> io::Result<Collected> {
+        let core = Arc::clone(&self.core);
+        let mut right = Vec::with_capacity(blocks.len());
+        for (entry, record) in blocks {
+            let mut data = vec![0; page_bytes(entry.len)];
+            core.disk.read_at(from, bytes_of(record.page), &mut data)?;
+            let sum = crc_fast::checksum(CrcAlgorithm::Crc64Nvme, &data) ^ record.block.check;
+            if sum == entry.sum {
+                right.push((entry, record, data));
+            } else if core.member.remove(entry) {
+                core.fault("verify a block of", from, &"its bytes are not what was put");
+                Counters::add(&core.counters.corrupt, 1);
+                core.member.note_removed(entry.slot);
+            }
+        }
+        let mut rest = right.as_slice();
+        while !rest.is_empty() {
+            let described: Vec<_> = rest.iter().map(|(_, record, _)| record.block).collect();
+            let planned = self.own.as_mut().and_then(|own| own.plan(&described));
+            let Some(extent) = planned else {
+                match self.begin_own() {
+                    Ok(true) => continue,
+                    Ok(false) => {}
+                    // Such as: the disk is full. The segment that is collected exists, and can be begun.
+                    Err(e) => core.fault("begin a segment after", from, &e),
+                }
+                return Ok(Collected::NoRoom);
+            };
+            let (at, header) = extent.header();
+            let to = extent.segment();
+            let some = &rest[..extent.records().len()];
+            let mut written = core.disk.write_at(to, at, &header.0);
+            for (record, (.., data)) in extent.records().iter().zip(some) {
+                written =
+                    written.and_then(|()| core.disk.write_at(to, bytes_of(record.page), data));
+            }
+            let mut is_moved = true;
+            if written.is_ok() {
+                for (record, (entry, ..)) in extent.records().iter().zip(some) {
+                    let page = core.superblock.geometry.place(to, record.page);
+                    // Not, if the block was removed meanwhile, or a stopped process holds its lock.
+                    is_moved &= core.member.relocate(entry, page) || !is_there(&core, entry);
+                    core.counters.bytes_collected.fetch_add(entry.len.into(), Relaxed);
+                }
+            }
+            let count = some.len();
+            self.own.as_mut().expect("it planned").finished(extent, written.is_ok());
+            if let Err(e) = written {
+                core.fault("write", to, &e);
+                self.stop();
+                return Ok(Collected::NotAll);
+            }
+            if !is_moved {
+                return Ok(Collected::NotAll);
+            }
+            rest = &rest[count..];
+        }
+        Ok(Collected::All)
+    }
+
+    /// Begins another segment of the keeper's own. False if none is free.
+    fn begin_own(&mut self) -> io::Result<bool> {
+        if let Some(mut full) = self.own.take() {
+            seal(&self.core, &mut full);
+        }
+        self.own = begin_segment(&self.core)?;
+        self.begun += u64::from(self.own.is_some());
+        Ok(self.own.is_some())
+    }
+
+    /// Removes the blocks of a segment, and counts them. False if some could not be removed.
+    fn drop_blocks(&mut self, segment: u32, counter: fn(&Counters) -> &AtomicU64) -> bool {
+        let core = Arc::clone(&self.core);
+        let mut is_empty = true;
+        for entry in core.member.iter() {
+            if core.superblock.geometry.locate(entry.page).0 != segment {
+                continue;
+            }
+            if core.member.remove(&entry) {
+                self.policy.removed(entry.slot);
+                Counters::add(counter(&core.counters), 1);
+            } else {
+                is_empty &= !is_there(&core, &entry);
+            }
+        }
+        is_empty
+    }
+
+    /// Seals the keeper's own segment.
+    pub(crate) fn stop(&mut self) {
+        if let Some(mut own) = self.own.take() {
+            seal(&self.core, &mut own);
+        }
+    }
+}
+
+/// Segments that the keeper of so many processes keeps free.
+pub(crate) fn free_wanted(processes: u32, segments: u32) -> u32 {
+    let most = (segments / FREE_SHARE).max(FREE_PER_PROCESS);
+    processes.saturating_mul(FREE_PER_PROCESS).clamp(FREE_PER_PROCESS, most)
+}
+
+/// How the copying of a segment ended.
+enum Collected {
+    /// Nothing lives in it.
+    All,
+    /// A block could not be moved: a process that is stopped holds its lock, or it could not be written.
+    NotAll,
+    /// No segment is free to copy to.
+    NoRoom,
+}
+
+/// Pages that may live in a segment that is collected: a share of what blocks of its length can fill.
+fn worth(pages_per_segment: u32, segment: &Segment) -> u32 {
+    let mean = segment.live_pages.checked_div(segment.live_blocks).unwrap_or(0).max(1);
+    let room = pages_per_segment.saturating_sub(OVERHEAD_PAGES);
+    (f64::from(room / mean * mean) * LIVE_SHARE) as u32
+}
+
+/// Whether a block is where it was. It may have been used since.
+fn is_there(core: &Core, entry: &Entry) -> bool {
+    let now = core.member.entry(entry.slot);
+    now.is_some_and(|now| now.key == entry.key && now.page == entry.page)
+}
+
+fn page_bytes(len: u32) -> usize {
+    usize::try_from(bytes_of(pages_of(len))).expect("at most a segment")
+}
+
+/// Removes the block of a slot from the index. Returns its pages.
+fn remove(core: &Core, slot: u32) -> u32 {
+    let Some(entry) = core.member.entry(slot) else { return 0 };
+    if !core.member.remove(&entry) {
+        return 0;
+    }
+    Counters::add(&core.counters.evicted, 1);
+    pages_of(entry.len)
+}
+
+/// A policy of the blocks that the index has.
+fn rebuild(core: &Core) -> Policy {
+    let kept = |entry: Entry| Kept {
+        slot: entry.slot,
+        parent: entry.parent,
+        used_at_ms: u64::from(entry.used_at) * 1000,
+        retention: Retention::from_bits(entry.retention),
+    };
+    let slots = core.member.geometry().slots as usize;
+    Policy::rebuild(slots, core.member.iter().map(kept))
+}

@@ -1,0 +1,242 @@
+//! A store's directory: the superblock, and the names of the segments' files.
+//!
+//! Creating and upgrading a store replaces the superblock's file. The caller holds a lock on the
+//! directory meanwhile.
+
+use super::format::{Geometry, VERSION, array_at, u32_at, u64_at};
+use super::{Error, Result};
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::Path;
+
+/// The superblock's file.
+pub const FILE: &str = "kvferry.store";
+/// A superblock that is being written. What an interrupted write left here is overwritten.
+pub const NEW_FILE: &str = "kvferry.store.new";
+
+const MAGIC: [u8; 8] = *b"kvfstore";
+/// The magic and the version, which each format has here.
+const PREFIX_BYTES: usize = 16;
+const BYTES: usize = 56;
+
+/// What all segments of a store share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Superblock {
+    /// Random; each segment carries it.
+    pub store: [u8; 16],
+    /// The size of the segments.
+    pub geometry: Geometry,
+    /// When the store was created, Unix milliseconds.
+    pub created_ms: u64,
+}
+
+/// Reads the superblock of an older format.
+struct Upgrade {
+    from: u32,
+    decode: fn(&[u8]) -> Option<Superblock>,
+}
+
+/// The older formats that this release reads.
+const UPGRADES: &[Upgrade] = &[];
+
+impl Superblock {
+    /// Opens a store's directory, or returns `None` if there is no store in it. A store of an older
+    /// format that this release reads gets a superblock of the current one.
+    pub fn open(directory: &Path) -> Result<Option<Self>> {
+        let Some((superblock, version)) = Self::read(directory)? else { return Ok(None) };
+        if version != VERSION {
+            superblock.write(directory)?;
+        }
+        Ok(Some(superblock))
+    }
+
+    /// The superblock of a store's directory and the format that it has there, which may be older than
+    /// this release's. `None` if there is no store in the directory.
+    pub fn read(directory: &Path) -> Result<Option<(Self, u32)>> {
+        match fs::read(directory.join(FILE)) {
+            Ok(bytes) => decode(&bytes, UPGRADES).map(Some),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(Error::Directory { doing: "read kvferry.store", source }),
+        }
+    }
+
+    /// Makes `directory`, which exists, a store's. The superblock that it may have is replaced.
+    pub fn write(&self, directory: &Path) -> Result<()> {
+        self.replace(directory)
+            .map_err(|source| Error::Directory { doing: "write kvferry.store", source })
+    }
+
+    fn replace(&self, directory: &Path) -> io::Result<()> {
+        let new = directory.join(NEW_FILE);
+        let mut file = File::create(&new)?;
+        file.write_all(&self.encode())?;
+        file.sync_all()?;
+        fs::rename(new, directory.join(FILE))?;
+        File::open(directory)?.sync_all()
+    }
+
+    fn encode(&self) -> [u8; BYTES] {
+        let mut bytes = [0; BYTES];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[12..16].copy_from_slice(&(!VERSION).to_le_bytes());
+        bytes[16..32].copy_from_slice(&self.store);
+        bytes[32..40].copy_from_slice(&self.geometry.segment_bytes().to_le_bytes());
+        bytes[40..48].copy_from_slice(&self.created_ms.to_le_bytes());
+        let crc = crc_fast::crc64_nvme(&bytes[..48]);
+        bytes[48..].copy_from_slice(&crc.to_le_bytes());
+        bytes
+    }
+
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; BYTES] = bytes.try_into().ok()?;
+        if crc_fast::crc64_nvme(&bytes[..48]) != u64_at(bytes, 48) {
+            return None;
+        }
+        Some(Self {
+            store: array_at(bytes, 16),
+            geometry: Geometry::new(u64_at(bytes, 32))?,
+            created_ms: u64_at(bytes, 40),
+        })
+    }
+}
+
+/// The superblock and the version that its bytes have.
+fn decode(bytes: &[u8], upgrades: &[Upgrade]) -> Result<(Superblock, u32)> {
+    let magic = &bytes[..bytes.len().min(MAGIC.len())];
+    if !MAGIC.starts_with(magic) {
+        return Err(Error::Foreign { file: FILE });
+    }
+    let damaged = Error::Damaged(FILE);
+    if bytes.len() < PREFIX_BYTES || u32_at(bytes, 8) != !u32_at(bytes, 12) {
+        return Err(damaged);
+    }
+    let version = u32_at(bytes, 8);
+    let superblock = match version {
+        VERSION => Superblock::decode(bytes),
+        found if found > VERSION => return Err(Error::NewerFormat { found, known: VERSION }),
+        found => match upgrades.iter().find(|upgrade| upgrade.from == found) {
+            Some(upgrade) => (upgrade.decode)(bytes),
+            None => return Err(Error::UnknownFormat { found }),
+        },
+    };
+    Ok((superblock.ok_or(damaged)?, version))
+}
+
+/// The name of a segment's file.
+pub fn segment_file(segment: u32) -> String {
+    format!("segment-{segment:08}")
+}
+
+/// The segment that a file's name names, if it is a segment's.
+pub fn segment_of(file: &str) -> Option<u32> {
+    let segment = file.strip_prefix("segment-")?.parse().ok()?;
+    (segment_file(segment) == file).then_some(segment)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn store() -> Superblock {
+        let geometry = Geometry::new(64 << 20).expect("the size is in bounds");
+        Superblock { store: *b"0123456789abcdef", geometry, created_ms: 1_763_900_000_000 }
+    }
+
+    fn with_version(version: u32) -> Vec<u8> {
+        let mut bytes = store().encode();
+        bytes[8..12].copy_from_slice(&version.to_le_bytes());
+        bytes[12..16].copy_from_slice(&(!version).to_le_bytes());
+        bytes.to_vec()
+    }
+
+    fn directory(name: &str) -> std::path::PathBuf {
+        let path =
+            std::env::temp_dir().join(format!("kvferry-superblock-{name}-{}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        path
+    }
+
+    #[test]
+    fn a_superblock_that_was_written_is_read_again_also_over_an_interrupted_write() {
+        let directory = directory("round-trip");
+        assert_eq!(Superblock::open(&directory).unwrap(), None);
+        fs::write(directory.join(NEW_FILE), [0xff; 100]).unwrap();
+        assert_eq!(Superblock::open(&directory).unwrap(), None);
+        store().write(&directory).unwrap();
+        assert_eq!(Superblock::open(&directory).unwrap(), Some(store()));
+        assert!(!directory.join(NEW_FILE).exists());
+        fs::remove_dir_all(directory).unwrap();
+    }
+
+    #[test]
+    fn the_bytes_of_version_1_do_not_change() {
+        let bytes = store().encode();
+        assert_eq!(bytes[..32], *b"kvfstore\x01\0\0\0\xfe\xff\xff\xff0123456789abcdef");
+        assert_eq!(crc_fast::crc64_nvme(&bytes), 0x0cef_cfc4_d490_91bd);
+    }
+
+    #[test]
+    fn a_newer_format_is_refused_with_its_version() {
+        let mut bytes = with_version(7);
+        bytes.truncate(20);
+        match decode(&bytes, UPGRADES) {
+            Err(Error::NewerFormat { found: 7, known: VERSION }) => (),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn an_older_format_is_upgraded_where_it_is_known_and_refused_where_it_is_not() {
+        let upgrade = Upgrade {
+            from: 0,
+            decode: |bytes| (bytes[16..32] == store().store).then_some(store()),
+        };
+        let (superblock, version) = decode(&with_version(0), &[upgrade]).unwrap();
+        assert_eq!((superblock, version), (store(), 0));
+        assert!(matches!(
+            decode(&with_version(0), UPGRADES),
+            Err(Error::UnknownFormat { found: 0 })
+        ));
+    }
+
+    #[test]
+    fn a_foreign_file_is_refused() {
+        let foreign: [&[u8]; 3] = [b"{}", b"a file of another program", &[0; 4096]];
+        for bytes in foreign {
+            assert!(matches!(decode(bytes, UPGRADES), Err(Error::Foreign { file: FILE })));
+        }
+    }
+
+    #[test]
+    fn a_torn_superblock_is_refused_at_each_length_and_with_each_bit_flipped() {
+        let whole = store().encode();
+        for len in 0..BYTES {
+            assert!(matches!(decode(&whole[..len], UPGRADES), Err(Error::Damaged(FILE))));
+        }
+        for bit in 0..BYTES * 8 {
+            let mut bytes = whole;
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            match decode(&bytes, UPGRADES) {
+                Err(Error::Foreign { .. }) => assert!(bit < 64),
+                Err(Error::Damaged(FILE)) => assert!(bit >= 64),
+                other => panic!("bit {bit}: {other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_written_is_a_typed_error() {
+        let error = store().write(Path::new("/dev/null/none")).unwrap_err();
+        assert!(matches!(error, Error::Directory { .. }), "{error:?}");
+    }
+
+    #[test]
+    fn segment_files_have_eight_digits() {
+        assert_eq!(segment_file(7), "segment-00000007");
+        assert_eq!(segment_of("segment-00000007"), Some(7));
+        for other in ["segment-7", "segment-0000000x", "segment-+0000007", "kvferry.store"] {
+            assert_eq!(segment_of(other), None);
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! How a store is opened.
+
+use crate::error::{Error, Result};
+use kvferry::DirectIo;
+use std::path::PathBuf;
+
+/// Bytes of a segment: at least, at most, and in steps of.
+const SEGMENT_BYTES: (u64, u64, u64) = (1 << 20, 1 << 32, 1 << 20);
+/// Segments that a store is cut into, if the caller does not say how long they are.
+const SEGMENTS: u64 = 256;
+/// Segments of a store, at least: one is written, one is free, one is collected into, and one or more hold
+/// what is kept.
+const SEGMENTS_MIN: u64 = 8;
+/// Bytes of disk per block, if the caller does not say how many blocks there may be.
+const BYTES_PER_BLOCK: u64 = 32 << 10;
+
+/// Where a store is, and how large it may become.
+///
+/// ```
+/// use kvferry_store::StoreOptions;
+///
+/// let options = StoreOptions::new("/var/cache/kv", 100 << 30).blocks_max(1_000_000);
+/// ```
+#[derive(Clone, Debug)]
+pub struct StoreOptions {
+    pub(crate) directories: Vec<PathBuf>,
+    pub(crate) capacity: u64,
+    pub(crate) segment_bytes: Option<u64>,
+    pub(crate) blocks_max: Option<u32>,
+    pub(crate) direct: DirectIo,
+}
+
+impl StoreOptions {
+    /// A store in `directory`, which is made if it does not exist. All its files together never have more
+    /// than `capacity` bytes.
+    ///
+    /// The directory, its capacity and the options below are those of the process that makes the store.
+    /// Another capacity may be given later: a smaller one removes segments.
+    pub fn new(directory: impl Into<PathBuf>, capacity: u64) -> Self {
+        Self {
+            directories: vec![directory.into()],
+            capacity,
+            segment_bytes: None,
+            blocks_max: None,
+            direct: DirectIo::Off,
+        }
+    }
+
+    /// One more directory, on another device. Segments are spread over the directories evenly. The order
+    /// of the directories must stay the same.
+    #[must_use]
+    pub fn and_directory(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.directories.push(directory.into());
+        self
+    }
+
+    /// Bytes of a segment: 1 MiB to 4 GiB, in whole MiB. By default a 256th of the capacity. A process that
+    /// puts blocks has a segment of its own, and space is freed by segments.
+    #[must_use]
+    pub fn segment_bytes(self, bytes: u64) -> Self {
+        Self { segment_bytes: Some(bytes), ..self }
+    }
+
+    /// How many blocks there may be. Each takes some 64 bytes of memory, whether or not it exists, once as
+    /// many blocks have been there at the same time. By default, one for each 32 KiB of the capacity.
+    #[must_use]
+    pub fn blocks_max(self, blocks: u32) -> Self {
+        Self { blocks_max: Some(blocks), ..self }
+    }
+
+    /// Whether blocks go past the page cache. By default they do not: what was used last is then read from
+    /// memory that nothing else needs.
+    #[must_use]
+    pub fn direct(self, direct: DirectIo) -> Self {
+        Self { direct, ..self }
+    }
+
+    /// The capacity in segments, of the size that an existing store has, or of that of a new one.
+    pub(crate) fn geometry(&self, existing: Option<u64>) -> Result<Geometry> {
+        let (min, max, step) = SEGMENT_BYTES;
+        let default = (self.capacity / SEGMENTS / step * step).clamp(min, max);
+        let segment_bytes = existing.or(self.segment_bytes).unwrap_or(default);
+        if !(min..=max).contains(&segment_bytes) || !segment_bytes.is_multiple_of(step) {
+            return Err(Error::InvalidArgument(format!(
+                "segments have 1 MiB to 4 GiB, in whole MiB, got {segment_bytes} bytes"
+            )));
+        }
+        // What else is in the directories: the file that says what they are.
+        let segments = self.capacity.saturating_sub(1 << 16) / segment_bytes;
+        // A place is the number of a page, 32 bits.
+        let segments = segments.min((1 << 32) / (segment_bytes >> 12) - 1);
+        if segments < SEGMENTS_MIN {
+            return Err(Error::InvalidArgument(format!(
+                "a capacity of {} bytes has only {segments} segments of {segment_bytes} bytes, \
+                 {SEGMENTS_MIN} are needed",
+                self.capacity
+            )));
+        }
+        let blocks = self.capacity / BYTES_PER_BLOCK;
+        let blocks_max = self.blocks_max.unwrap_or(u32::try_from(blocks).unwrap_or(u32::MAX));
+        Ok(Geometry {
+            segments: u32::try_from(segments).expect("fewer than pages"),
+            segment_bytes,
+            blocks_max: blocks_max.clamp(1024, 1 << 31),
+        })
+    }
+}
+
+/// A store in numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Geometry {
+    pub(crate) segments: u32,
+    pub(crate) segment_bytes: u64,
+    pub(crate) blocks_max: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_segments_together_stay_below_the_capacity() {
+        for capacity in [9 << 20, 100 << 20, (3 << 30) + 12_345, 1 << 40, 1 << 45] {
+            let geometry = StoreOptions::new("kv", capacity).geometry(None).expect("large enough");
+            let bytes = u64::from(geometry.segments) * geometry.segment_bytes;
+            assert!(bytes + (1 << 16) <= capacity, "{geometry:?}");
+            assert!(bytes * 10 >= capacity.min(1 << 44) * 7, "{geometry:?} of {capacity}");
+            assert!(bytes >> 12 < 1 << 32);
+        }
+    }
+
+    #[test]
+    fn a_capacity_that_is_too_small_is_refused() {
+        assert!(StoreOptions::new("kv", 5 << 20).geometry(None).is_err());
+        assert!(StoreOptions::new("kv", 1 << 30).segment_bytes(1 << 30).geometry(None).is_err());
+        assert!(StoreOptions::new("kv", 1 << 30).segment_bytes(5000).geometry(None).is_err());
+    }
+}

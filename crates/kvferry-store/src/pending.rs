@@ -1,0 +1,290 @@
+//! Results that come later, and the threads that bring them.
+
+use crate::error::{Error, Result};
+use crate::sync::lock;
+use kvferry_sys::poll::EventFd;
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::pin::Pin;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// An operation of a store that is under way. Clones are the same operation; dropping them does not stop it.
+#[derive(Debug)]
+pub struct Pending<T>(Arc<Shared<T>>);
+
+impl<T> Clone for Pending<T> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+#[derive(Debug)]
+struct Shared<T> {
+    state: Mutex<State<T>>,
+    done: Condvar,
+    event: OnceLock<EventFd>,
+}
+
+#[derive(Debug)]
+struct State<T> {
+    outcome: Option<Arc<Result<T>>>,
+    /// One for each task that waits.
+    wakers: Vec<Waker>,
+}
+
+impl<T> Pending<T> {
+    /// An operation, and the promise to end it.
+    pub(crate) fn new() -> (Self, Promise<T>) {
+        let state = Mutex::new(State { outcome: None, wakers: Vec::new() });
+        let shared = Shared { state, done: Condvar::new(), event: OnceLock::new() };
+        let pending = Self(Arc::new(shared));
+        (pending.clone(), Promise(Some(pending)))
+    }
+
+    fn finish(&self, outcome: Result<T>) {
+        let wakers = {
+            let mut state = lock(&self.0.state);
+            debug_assert!(state.outcome.is_none(), "one outcome");
+            state.outcome = Some(Arc::new(outcome));
+            self.0.done.notify_all();
+            if let Some(event) = self.0.event.get() {
+                event.signal();
+            }
+            std::mem::take(&mut state.wakers)
+        };
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    /// The outcome, or `None` while it runs.
+    pub fn outcome(&self) -> Option<Arc<Result<T>>> {
+        lock(&self.0.state).outcome.clone()
+    }
+
+    /// Waits for the outcome, for at most `timeout` if given; `None` if the time passed first.
+    pub fn wait(&self, timeout: Option<Duration>) -> Option<Arc<Result<T>>> {
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut state = lock(&self.0.state);
+        loop {
+            if let Some(outcome) = &state.outcome {
+                return Some(Arc::clone(outcome));
+            }
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            state = match left {
+                None => self.0.done.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(Duration::ZERO) => return None,
+                Some(left) => {
+                    let waited = self.0.done.wait_timeout(state, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+    }
+
+    /// A descriptor that is readable once the operation has ended.
+    ///
+    /// # Errors
+    /// If the process has no free descriptor.
+    pub fn event_fd(&self) -> io::Result<BorrowedFd<'_>> {
+        if self.0.event.get().is_none() {
+            let new = EventFd::new()?;
+            // Under the lock of the outcome, so that its end is not missed.
+            let state = lock(&self.0.state);
+            let event = self.0.event.get_or_init(|| new);
+            if state.outcome.is_some() {
+                event.signal();
+            }
+        }
+        Ok(self.0.event.get().expect("made above").as_fd())
+    }
+}
+
+impl<T> Future for Pending<T> {
+    type Output = Arc<Result<T>>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut state = lock(&self.0.state);
+        match &state.outcome {
+            Some(outcome) => Poll::Ready(Arc::clone(outcome)),
+            None => {
+                if !state.wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
+                    state.wakers.push(cx.waker().clone());
+                }
+                Poll::Pending
+            }
+        }
+    }
+}
+
+/// Ends an operation, with `Closed` if it is dropped.
+#[derive(Debug)]
+pub(crate) struct Promise<T>(Option<Pending<T>>);
+
+impl<T> Promise<T> {
+    pub(crate) fn finish(mut self, outcome: Result<T>) {
+        if let Some(pending) = self.0.take() {
+            pending.finish(outcome);
+        }
+    }
+}
+
+impl<T> Drop for Promise<T> {
+    fn drop(&mut self) {
+        if let Some(pending) = self.0.take() {
+            pending.finish(Err(Error::Closed));
+        }
+    }
+}
+
+type Task = Box<dyn FnOnce() + Send>;
+
+/// Threads that carry out operations in the background. They are started with the first one.
+pub(crate) struct Pool {
+    threads_max: usize,
+    /// Bytes that may wait, unless nothing does.
+    bytes_max: u64,
+    queue: Arc<Queue>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+#[derive(Default)]
+struct Queue {
+    tasks: Mutex<Tasks>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Tasks {
+    waiting: VecDeque<(u64, Task)>,
+    bytes: u64,
+    idle: usize,
+    is_closed: bool,
+}
+
+impl Pool {
+    pub(crate) fn new(threads_max: usize, bytes_max: u64) -> Self {
+        Self { threads_max, bytes_max, queue: Arc::default(), threads: Mutex::default() }
+    }
+
+    /// Has a task of `bytes` carried out. False if too many bytes wait and `may_refuse`: the task is dropped.
+    ///
+    /// # Errors
+    /// `Closed`.
+    pub(crate) fn submit(&self, bytes: u64, may_refuse: bool, task: Task) -> Result<bool> {
+        let mut tasks = lock(&self.queue.tasks);
+        if tasks.is_closed {
+            return Err(Error::Closed);
+        }
+        if may_refuse && !tasks.waiting.is_empty() && tasks.bytes + bytes > self.bytes_max {
+            return Ok(false);
+        }
+        tasks.waiting.push_back((bytes, task));
+        tasks.bytes += bytes;
+        let is_short = tasks.idle < tasks.waiting.len();
+        drop(tasks);
+        self.queue.changed.notify_one();
+        if is_short {
+            self.start_one();
+        }
+        Ok(true)
+    }
+
+    fn start_one(&self) {
+        let mut threads = lock(&self.threads);
+        if threads.len() >= self.threads_max {
+            return;
+        }
+        let queue = Arc::clone(&self.queue);
+        // If no thread can be started, the tasks wait for those that run, or for `close`.
+        let new = kvferry_sys::thread::spawn("kvferry-store-io".into(), move || queue.serve());
+        threads.extend(new);
+    }
+
+    /// Carries out what waits, and ends the threads. Idempotent. A thread of the pool that calls it ends later.
+    pub(crate) fn close(&self) {
+        lock(&self.queue.tasks).is_closed = true;
+        self.queue.changed.notify_all();
+        let this = std::thread::current().id();
+        for thread in std::mem::take(&mut *lock(&self.threads)) {
+            if thread.thread().id() != this {
+                let _ = thread.join();
+            }
+        }
+        self.queue.serve();
+    }
+}
+
+impl Queue {
+    /// Carries out tasks until the pool is closed and none is left.
+    fn serve(&self) {
+        let mut tasks = lock(&self.tasks);
+        loop {
+            if let Some((bytes, task)) = tasks.waiting.pop_front() {
+                tasks.bytes -= bytes;
+                drop(tasks);
+                // A panic ends the task, whose promise says so, and not the thread.
+                let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(task));
+                tasks = lock(&self.tasks);
+            } else if tasks.is_closed {
+                return;
+            } else {
+                tasks.idle += 1;
+                tasks = self.changed.wait(tasks).unwrap_or_else(PoisonError::into_inner);
+                tasks.idle -= 1;
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Pool[{} threads]", self.threads_max)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+    use std::task::Wake;
+
+    struct Woken(AtomicUsize);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, SeqCst);
+        }
+    }
+
+    #[test]
+    fn each_task_that_waits_for_an_operation_is_woken_once() {
+        let (pending, promise) = Pending::new();
+        let tasks = [(); 3].map(|()| Arc::new(Woken(AtomicUsize::new(0))));
+        for task in tasks.iter().chain(&tasks) {
+            let waker = Waker::from(Arc::clone(task));
+            let polled = Pin::new(&mut pending.clone()).poll(&mut Context::from_waker(&waker));
+            assert!(polled.is_pending());
+        }
+        promise.finish(Ok(()));
+        assert_eq!(tasks.map(|task| task.0.load(SeqCst)), [1; 3]);
+        assert!(pending.outcome().is_some());
+    }
+
+    #[test]
+    fn a_task_may_close_its_pool() {
+        let pool = Arc::new(Pool::new(2, 100));
+        let (pending, promise) = Pending::new();
+        let closes = Arc::clone(&pool);
+        let task = move || {
+            closes.close();
+            promise.finish(Ok(()));
+        };
+        pool.submit(0, false, Box::new(task)).expect("it is open");
+        let outcome = pending.wait(Some(Duration::from_secs(20))).expect("an outcome");
+        assert!(outcome.is_ok(), "{outcome:?}");
+    }
+}

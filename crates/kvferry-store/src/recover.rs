@@ -1,0 +1,64 @@
+//! Fills the index from the disk.
+
+use crate::disk::Directories;
+use crate::error::{Error, Result};
+use crate::index::{self, Index, Inserted, New};
+use crate::key::Key;
+use crate::log::{self, Superblock};
+use crate::options::Geometry;
+use std::sync::Arc;
+
+/// Makes the index of a store that no other process has open. Segments that can't be read are left out; their
+/// blocks are missed.
+pub(crate) fn fill(
+    disk: &Directories,
+    superblock: &Superblock,
+    geometry: Geometry,
+) -> Result<Arc<Index>> {
+    let failed = |source| Error::Directory { path: disk.path_of(0), source };
+    disk.discard_others(geometry.segments).map_err(failed)?;
+    let index = Index::create(index::Geometry {
+        slots: geometry.blocks_max,
+        segments: geometry.segments,
+        pages_per_segment: superblock.geometry.pages(),
+    });
+    let index = Arc::new(index.map_err(failed)?);
+    let member = index.join().map_err(failed)?;
+    let mut scanned: Vec<_> = log::recover::scan_all(disk, superblock)
+        .map_err(|e| failed(std::io::Error::other(e)))?
+        .into_iter()
+        .filter_map(|(segment, scanned)| match scanned {
+            Ok(scanned) => scanned,
+            Err(error) => {
+                let file = disk.path_of(segment);
+                let file = file.display();
+                tracing::warn!(%error, "the store can't read {file}; its blocks are missed");
+                None
+            }
+        })
+        .collect();
+    // In the order in which they were written: a parent is there before what is behind it, mostly.
+    scanned.sort_by_key(|it| it.header.incarnation);
+    for it in &scanned {
+        let segment = it.header.segment;
+        member.restore_segment(segment, it.header.incarnation);
+        for record in &it.records {
+            let block = &record.block;
+            let parent = block.parent.and_then(|key| member.find(&Key(key)));
+            let new = New {
+                sum: block.sum,
+                parent: parent.map(|entry| entry.slot),
+                page: superblock.geometry.place(segment, record.page),
+                len: block.len,
+                retention: block.retention,
+                now: block.time,
+            };
+            if let Inserted::Full = member.insert(Key(block.key), new) {
+                tracing::warn!("the store has more blocks than it may have; some are missed");
+                return Ok(index);
+            }
+        }
+    }
+    drop(member);
+    Ok(index)
+}

@@ -1,0 +1,73 @@
+//! What a store counts.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        #[derive(Debug, Default)]
+        pub(crate) struct Counters {
+            $(pub(crate) $name: AtomicU64,)*
+        }
+
+        /// What this process has done with a store since it opened it, and what the store holds now.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub struct Stats {
+            $($(#[$doc])* pub $name: u64,)*
+            /// Blocks in the store.
+            pub blocks: u64,
+            /// Bytes of all segments that exist, garbage included.
+            pub disk_bytes: u64,
+            /// Bytes that the store may take.
+            pub capacity_bytes: u64,
+            /// Processes that have the store open.
+            pub processes: u64,
+            /// 1 if this process is the one that frees space.
+            pub is_keeper: u64,
+        }
+
+        impl Counters {
+            pub(crate) fn read(&self) -> Stats {
+                Stats { $($name: self.$name.load(Relaxed),)* ..Stats::default() }
+            }
+        }
+
+        impl Stats {
+            /// The counters, by name.
+            pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [$((stringify!($name), self.$name),)*].into_iter()
+            }
+        }
+    };
+}
+
+counters! {
+    /// Blocks that were asked for.
+    asked,
+    /// Of these, blocks that were read and whose sums were right.
+    hits,
+    /// Bytes of hits.
+    bytes_read,
+    /// Blocks that were stored.
+    stored,
+    /// Bytes of stored blocks.
+    bytes_written,
+    /// Blocks that were not stored because they were there.
+    present,
+    /// Blocks that were not stored because no space was free, or too many waited.
+    refused,
+    /// Blocks that were not stored, or not read, because of a device's error.
+    failed,
+    /// Blocks that were found damaged, and removed.
+    corrupt,
+    /// Blocks that had to leave for others.
+    evicted,
+    /// Bytes of blocks that were copied to free their segments.
+    bytes_collected,
+}
+
+impl Counters {
+    pub(crate) fn add(counter: &AtomicU64, n: usize) {
+        counter.fetch_add(n as u64, Relaxed);
+    }
+}

@@ -1,0 +1,176 @@
+//! Puts blocks into this process's segment.
+
+use crate::core::Core;
+use crate::index::SegmentState;
+use crate::log::{self, Appender, Disk, Extent, SegmentHeader};
+use crate::memory::BlockMemory;
+use crate::sync::lock;
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// After a device's error no segment is begun for this long.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// A block that is to be stored.
+#[derive(Clone, Debug)]
+pub(crate) struct Candidate {
+    pub(crate) block: log::Block,
+    pub(crate) memory: BlockMemory,
+}
+
+/// The segments that this process writes to: one, and those that are full and not yet sealed.
+#[derive(Debug, Default)]
+pub(crate) struct Writer {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    active: Option<Arc<Mutex<Appender>>>,
+    full: Vec<Arc<Mutex<Appender>>>,
+    /// No segment is begun before.
+    paused_until: Option<Instant>,
+}
+
+/// Why blocks were not stored.
+#[derive(Debug)]
+pub(crate) enum NotWritten {
+    /// No segment is free.
+    Full,
+    /// A device failed.
+    Failed,
+}
+
+impl Writer {
+    /// Writes the first of `blocks`: those that fit into one extent. Then `publish` puts them into the
+    /// index; their segment is not sealed before. Returns how many that were.
+    pub(crate) fn write(
+        &self,
+        core: &Core,
+        blocks: &[Candidate],
+        publish: impl FnOnce(u32, &[log::Record]),
+    ) -> (usize, Result<(), NotWritten>) {
+        let described: Vec<_> =
+            blocks.iter().take(log::format::EXTENT_RECORDS).map(|it| it.block).collect();
+        let (appender, extent) = match self.plan(core, &described) {
+            Ok(planned) => planned,
+            Err(why) => return (blocks.len(), Err(why)),
+        };
+        let count = extent.records().len();
+        let memory = blocks[..count].iter().map(|it| it.memory.clone());
+        let written = extent.write(&core.disk, memory);
+        match &written {
+            Ok(()) => publish(extent.segment(), extent.records()),
+            Err(e) => core.fault("write", extent.segment(), e),
+        }
+        lock(&appender).finished(extent, written.is_ok());
+        (count, written.map_err(|_| NotWritten::Failed))
+    }
+
+    fn plan(
+        &self,
+        core: &Core,
+        blocks: &[log::Block],
+    ) -> Result<(Arc<Mutex<Appender>>, Extent), NotWritten> {
+        let mut state = lock(&self.state);
+        if let Some(active) = &state.active
+            && let Some(extent) = lock(active).plan(blocks)
+        {
+            return Ok((Arc::clone(active), extent));
+        }
+        if let Some(until) = state.paused_until
+            && Instant::now() < until
+        {
+            return Err(NotWritten::Failed);
+        }
+        // The last one is the keeper's, which needs it to free others.
+        let is_free = core.free_segments() > 1;
+        let new = match is_free.then(|| begin_segment(core)).transpose().map(Option::flatten) {
+            Ok(Some(new)) => new,
+            Ok(None) => return Err(NotWritten::Full),
+            Err(e) => {
+                if state.paused_until.is_none() {
+                    tracing::warn!(error = %e, "the store can't begin a segment; blocks are not stored");
+                }
+                state.paused_until = Some(Instant::now() + PAUSE);
+                return Err(NotWritten::Failed);
+            }
+        };
+        state.paused_until = None;
+        let new = Arc::new(Mutex::new(new));
+        let full = state.active.replace(Arc::clone(&new));
+        state.full.extend(full);
+        let extent = lock(&new).plan(blocks).ok_or(NotWritten::Failed)?;
+        Ok((new, extent))
+    }
+
+    /// Seals segments that are full, and the one that is not if `all`. Slow: it waits for the disk.
+    pub(crate) fn seal(&self, core: &Core, all: bool) {
+        let full = {
+            let mut state = lock(&self.state);
+            if all {
+                let active = state.active.take();
+                state.full.extend(active);
+            }
+            state.full.clone()
+        };
+        for appender in full {
+            let mut locked = lock(&appender);
+            if locked.in_flight() > 0 {
+                continue;
+            }
+            seal(core, &mut locked);
+            drop(locked);
+            // Not before: a call of `sync` waits for it.
+            lock(&self.state).full.retain(|it| !Arc::ptr_eq(it, &appender));
+        }
+    }
+
+    /// Whether a segment waits to be sealed.
+    pub(crate) fn has_full(&self) -> bool {
+        !lock(&self.state).full.is_empty()
+    }
+
+    /// Returns when what was put before is on the disk.
+    pub(crate) fn sync(&self, core: &Core) -> io::Result<()> {
+        let appenders: Vec<_> = {
+            let state = lock(&self.state);
+            state.active.iter().chain(&state.full).cloned().collect()
+        };
+        appenders.into_iter().try_for_each(|appender| {
+            // Waits while it is sealed, and holds up no put meanwhile.
+            let segment = lock(&appender).segment();
+            core.disk.sync(segment)
+        })
+    }
+}
+
+/// Begins a free segment, if there is one.
+pub(crate) fn begin_segment(core: &Core) -> io::Result<Option<Appender>> {
+    let Some(segment) = core.member.claim() else { return Ok(None) };
+    let began = core.disk.ensure(segment).and_then(|()| {
+        let header = SegmentHeader {
+            store: core.superblock.store,
+            segment,
+            incarnation: core.member.segment(segment).incarnation,
+            nonce: kvferry_sys::random::bytes()?,
+            created_ms: core.superblock.created_ms + core.clock.now_ms(),
+        };
+        Appender::begin(&core.disk, core.superblock.geometry, header).map_err(io::Error::other)
+    });
+    if began.is_err() {
+        let mine = SegmentState::Active(core.member.id());
+        core.member.set_segment(segment, mine, SegmentState::Free);
+    }
+    began.map(Some)
+}
+
+/// Seals a segment. One that can't be sealed is as good, and slower to open after a restart.
+pub(crate) fn seal(core: &Core, appender: &mut Appender) {
+    if let Err(e) = appender.seal(&core.disk) {
+        core.fault("seal", appender.segment(), &e);
+    }
+    let mine = SegmentState::Active(core.member.id());
+    core.member.set_segment(appender.segment(), mine, SegmentState::Sealed);
+}

@@ -1,0 +1,516 @@
+//! Faults: of disks, of the caller, and of processes that end in the middle.
+
+use crate::{Engine, Folder, MIB, POOL, content, options, prompt};
+use kvferry::Access;
+use kvferry_store::{BlockMemory, Error, Namespace, Put, Retain, Store};
+use kvferry_testkit::forked::in_forked_process;
+use std::fs::{File, Permissions};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+const LEN: u64 = 64 << 10;
+/// Prompts that a test puts, and blocks of each.
+const PROMPTS: u64 = 24;
+const BLOCKS: usize = 6;
+
+fn put_all(engine: &Engine) -> Put {
+    let mut all = Put::default();
+    for seed in 0..PROMPTS {
+        let put = engine.put(&prompt(seed, BLOCKS), 0);
+        all.stored += put.stored;
+        all.present += put.present;
+        all.refused += put.refused;
+        all.failed += put.failed;
+    }
+    all
+}
+
+/// Leaves a store in the folder with what `put_all` puts.
+fn drop_after_put(folder: &Folder) {
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    assert_eq!(put_all(&engine).stored, PROMPTS as usize * BLOCKS);
+}
+
+/// Gets each block by itself. `Engine::get` compares the bytes.
+fn get_all(engine: &Engine) -> usize {
+    let one = |seed, at| engine.get(&prompt(seed, at + 1), at);
+    (0..PROMPTS).flat_map(|seed| (0..BLOCKS).map(move |at| one(seed, at))).sum()
+}
+
+fn segments(folder: &Path) -> Vec<PathBuf> {
+    let files = std::fs::read_dir(folder).expect("a folder").map(|it| it.expect("a file").path());
+    let is_segment = |path: &PathBuf| path.to_string_lossy().contains("segment-");
+    let mut segments: Vec<_> = files.filter(is_segment).collect();
+    segments.sort();
+    segments
+}
+
+/// A small file system, mounted at a folder.
+struct Tmpfs(Folder);
+
+impl Tmpfs {
+    /// `None`, with a line that says so, if this process may not mount.
+    fn mount(name: &str, kib: u64) -> Option<Self> {
+        let folder = Folder::new(name);
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &format!("size={kib}k"), "kvferry"]).arg(folder.path());
+        if mount.output().is_ok_and(|done| done.status.success()) {
+            return Some(Self(folder));
+        }
+        println!("skipped: a full disk, because this process may not mount a tmpfs");
+        None
+    }
+
+    fn grow(&self, kib: u64) {
+        let mut mount = Command::new("mount");
+        mount.args(["-o", &format!("remount,size={kib}k")]).arg(self.0.path());
+        assert!(mount.status().expect("mount runs").success());
+    }
+}
+
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(self.0.path()).status();
+    }
+}
+
+/// Puts prompts until `bytes` were stored. The store must free space for them.
+fn fill(engine: &Engine, len: u64, bytes: u64) {
+    let (mut stored, mut seed, began) = (0, 1000, Instant::now());
+    while stored < bytes {
+        let put = engine.put(&prompt(seed, 2), 0);
+        stored += put.stored as u64 * len;
+        if put.refused > 0 {
+            assert!(began.elapsed() < Duration::from_secs(20), "{:?}", engine.store.stats());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        seed += 1;
+    }
+}
+
+#[test]
+fn the_smallest_store_frees_space() {
+    let folder = Folder::new("smallest");
+    let engine = Engine::open(&options(folder.path(), 9 * MIB), LEN);
+    fill(&engine, LEN, 40 * MIB);
+}
+
+#[test]
+fn blocks_that_fill_segments_badly_leave_too() {
+    // Two of these fit into a segment, and leave a fifth of it unused.
+    let len = 400 << 10;
+    let folder = Folder::new("badly");
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), len);
+    fill(&engine, len, 60 * MIB);
+    engine.store.close();
+}
+
+#[test]
+fn a_store_that_is_dropped_while_operations_run_ends_them_and_can_be_opened_again() {
+    let folder = Folder::new("dropped");
+    let prompt = prompt(1, POOL);
+    for round in 0..30 {
+        let Engine { agent, store, kv, pool, .. } =
+            Engine::open(&options(folder.path(), 32 * MIB), LEN);
+        let memory = |block: usize| BlockMemory::new(&pool, block as u64 * LEN, LEN);
+        let put = |block| {
+            let (one, memory) = (&prompt[block..=block], [memory(block)]);
+            kv.put_async(one, 0, &memory, Retain::default()).expect("it is open")
+        };
+        let pending: Vec<_> = (0..POOL).map(put).collect();
+        if round % 2 == 0 {
+            store.close();
+        }
+        drop((store, kv));
+        for pending in pending {
+            let outcome = pending.wait(Some(Duration::from_secs(20))).expect("an outcome");
+            let is_right = match outcome.as_ref() {
+                Ok(put) => put.stored + put.present == 1,
+                Err(e) => matches!(e, Error::Closed),
+            };
+            assert!(is_right, "{outcome:?}");
+        }
+        drop(agent);
+    }
+}
+
+#[test]
+fn puts_gets_and_a_close_on_many_threads_at_once_end_as_they_should() {
+    let folder = Folder::new("threads");
+    let hits = AtomicUsize::new(0);
+    for round in 0..10 {
+        let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+        std::thread::scope(|scope| {
+            for thread in 0..8 {
+                let (engine, hits) = (&engine, &hits);
+                scope.spawn(move || {
+                    for seed in 0.. {
+                        let prompt = prompt(round * 1_000_000 + thread * 10_000 + seed, 2);
+                        let [to, from] = [thread as usize * 2, thread as usize * 2 + 1];
+                        engine.fill(to, &content(&prompt[0], LEN));
+                        let (put, get) = ([engine.memory(to)], [engine.memory(from)]);
+                        match engine.kv.put(&prompt, 0, &put, Retain::default()) {
+                            Ok(put) => assert_eq!(put.failed, 0),
+                            Err(e) => return assert!(matches!(e, Error::Closed), "{e}"),
+                        }
+                        match engine.kv.get(&prompt, 0, &get) {
+                            Ok(0) => {}
+                            Ok(_) => {
+                                assert!(engine.bytes(from) == content(&prompt[0], LEN));
+                                hits.fetch_add(1, SeqCst);
+                            }
+                            Err(e) => return assert!(matches!(e, Error::Closed), "{e}"),
+                        }
+                    }
+                });
+            }
+            std::thread::sleep(Duration::from_millis(30 + round * 3));
+            engine.store.close();
+        });
+        assert_eq!(engine.store.stats().corrupt, 0);
+    }
+    assert!(hits.load(SeqCst) > 0);
+}
+
+#[test]
+fn a_store_can_be_opened_at_each_moment_of_anothers_close() {
+    let folder = Folder::new("close-open");
+    let options = options(folder.path(), 32 * MIB);
+    let agent = kvferry::Agent::builder().name("engine").start().expect("an agent");
+    let is_done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !is_done.load(SeqCst) {
+                    Store::open(&agent, &options).expect("a store").close();
+                }
+            });
+        }
+        for _ in 0..100 {
+            let began = Instant::now();
+            let store = Store::open(&agent, &options).expect("a store");
+            assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+            assert_eq!(store.space(&Namespace::new("model")).lookup(&prompt(1, 1)).ok(), Some(0));
+        }
+        is_done.store(true, SeqCst);
+    });
+}
+
+#[test]
+fn a_disk_that_others_fill_costs_puts_and_once_it_has_space_again_they_work() {
+    let Some(disk) = Tmpfs::mount("full", 16 << 10) else { return };
+    let engine = Engine::open(&options(disk.0.path(), 24 * MIB), LEN);
+    for seed in 0..4 {
+        assert_eq!(engine.put(&prompt(seed, BLOCKS), 0).stored, BLOCKS);
+    }
+    let others = disk.0.path().join("others");
+    // It writes until the disk is full.
+    let _ = std::fs::write(&others, vec![1; 16 << 20]);
+    let put = put_all(&engine);
+    assert!(put.failed > 0 && put.stored + put.present >= 4 * BLOCKS, "{put:?}");
+    let there = get_all(&engine);
+    assert!(there >= 4 * BLOCKS && there >= put.stored, "{there} of {put:?}");
+    assert_eq!(engine.store.stats().failed, put.failed as u64);
+    std::fs::remove_file(&others).expect("written above");
+    std::thread::sleep(Duration::from_millis(1100));
+    let put = put_all(&engine);
+    assert_eq!((put.stored + put.present, put.failed), (PROMPTS as usize * BLOCKS, 0));
+    assert_eq!(get_all(&engine), PROMPTS as usize * BLOCKS);
+}
+
+#[test]
+fn a_disk_that_is_full_when_a_segment_is_made_costs_no_other_segment() {
+    let Some(disk) = Tmpfs::mount("last-segment", 7600) else { return };
+    // Eight segments, of which seven fit.
+    let engine = Engine::open(&options(disk.0.path(), 9 * MIB), LEN);
+    for _ in 0..20 {
+        for seed in 0..PROMPTS {
+            let prompt = prompt(seed, BLOCKS);
+            engine.put(&prompt, 0);
+            engine.get(&prompt, 0);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let stats = engine.store.stats();
+    assert!(stats.blocks > 40 && stats.corrupt == 0, "{stats:?}");
+    disk.grow(16 << 10);
+    std::thread::sleep(Duration::from_millis(1100));
+    fill(&engine, LEN, 40 * MIB);
+    assert!(engine.store.stats().blocks > 40, "{:?}", engine.store.stats());
+}
+
+#[test]
+fn blocks_of_a_segment_that_is_cut_or_deleted_are_missed_and_can_be_put_again() {
+    for is_deleted in [false, true] {
+        let folder = Folder::new("cut");
+        drop_after_put(&folder);
+        let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+        let segments = segments(folder.path());
+        for segment in &segments[1..4] {
+            match is_deleted {
+                true => std::fs::remove_file(segment).expect("it exists"),
+                false => {
+                    let file = File::options().write(true).open(segment).expect("it exists");
+                    file.set_len(100_000).expect("it is cut");
+                }
+            }
+        }
+        let there = get_all(&engine);
+        let all = PROMPTS as usize * BLOCKS;
+        assert!((all / 2..all).contains(&there), "{there}");
+        assert!(engine.store.stats().failed > 0);
+        // A block is found missing once those before it are there again.
+        let rounds = (0..3 * BLOCKS).take_while(|_| {
+            assert_eq!(put_all(&engine).failed, 0);
+            get_all(&engine) < all
+        });
+        assert!(rounds.count() < 3 * BLOCKS, "{:?}", engine.store.stats());
+        // The space is used again.
+        fill(&engine, LEN, 60 * MIB);
+        assert_eq!(engine.store.stats().corrupt, 0);
+    }
+}
+
+#[test]
+fn blocks_of_files_that_are_read_only_are_missed_until_they_can_be_opened_again() {
+    let folder = Folder::new("read-only");
+    drop_after_put(&folder);
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    let set_mode = |mode| {
+        for segment in segments(folder.path()) {
+            std::fs::set_permissions(segment, Permissions::from_mode(mode)).expect("own files");
+        }
+    };
+    set_mode(0o444);
+    let first = &segments(folder.path())[0];
+    if File::options().write(true).open(first).is_ok() {
+        println!("skipped: read-only files, because this process may write to them");
+        return;
+    }
+    assert_eq!(get_all(&engine), 0);
+    assert!(engine.store.stats().failed >= PROMPTS);
+    assert_eq!(engine.put(&prompt(PROMPTS, BLOCKS), 0).stored, BLOCKS, "to a new segment");
+    set_mode(0o644);
+    assert_eq!(get_all(&engine), PROMPTS as usize * BLOCKS);
+    assert_eq!(engine.store.stats().corrupt, 0);
+}
+
+#[test]
+fn a_directory_that_is_removed_under_a_store_costs_hits_and_nothing_else() {
+    let folder = Folder::new("removed");
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    assert_eq!(put_all(&engine).stored, PROMPTS as usize * BLOCKS);
+    std::fs::remove_dir_all(folder.path()).expect("it exists");
+    for _ in 0..40 {
+        let put = put_all(&engine);
+        assert_eq!(put.stored + put.present + put.refused + put.failed, PROMPTS as usize * BLOCKS);
+        get_all(&engine);
+    }
+    engine.store.close();
+}
+
+#[test]
+fn flipped_bytes_of_segments_are_never_read_as_a_block_and_are_counted() {
+    let folder = Folder::new("flipped");
+    for seed in 0..8 {
+        let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+        put_all(&engine);
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let flip = |rng: &mut fastrand::Rng| {
+            for path in segments(folder.path()) {
+                let file = File::options().read(true).write(true).open(path).expect("a segment");
+                for _ in 0..4 {
+                    // One of two is in a page of the log: the first, or the last.
+                    let at = match rng.u8(..4) {
+                        0 => rng.u64(..4096),
+                        1 => MIB - 1 - rng.u64(..4096),
+                        _ => rng.u64(..MIB),
+                    };
+                    let mut byte = [0];
+                    file.read_exact_at(&mut byte, at).expect("inside");
+                    file.write_all_at(&[byte[0] ^ (1 << rng.u8(..8))], at).expect("inside");
+                }
+            }
+        };
+        flip(&mut rng);
+        let before = get_all(&engine);
+        let corrupt = engine.store.stats().corrupt;
+        assert!(corrupt > 0 && before > 0, "{before} there, {corrupt} corrupt");
+        flip(&mut rng);
+        fill(&engine, LEN, 30 * MIB);
+        get_all(&engine);
+        drop(engine);
+        flip(&mut rng);
+        let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+        get_all(&engine);
+    }
+}
+
+#[test]
+fn a_newer_store_and_what_is_no_store_are_refused() {
+    let folder = Folder::new("format");
+    drop(Engine::open(&options(folder.path(), 24 * MIB), LEN));
+    let file = folder.path().join("kvferry.store");
+    let right = std::fs::read(&file).expect("made by the store");
+    let mut newer = right.clone();
+    newer[8..12].copy_from_slice(&9u32.to_le_bytes());
+    newer[12..16].copy_from_slice(&(!9u32).to_le_bytes());
+    for wrong in [newer, b"[package]".to_vec(), right[..40].to_vec()] {
+        std::fs::write(&file, &wrong).expect("written");
+        match Engine::try_open(&options(folder.path(), 24 * MIB), LEN) {
+            Err(Error::Format { path, .. }) => assert_eq!(path, folder.path()),
+            other => panic!("{:?}", other.err()),
+        }
+        assert_eq!(std::fs::read(&file).expect("there"), wrong, "it is as it was");
+    }
+    std::fs::write(&file, right).expect("written");
+    drop(Engine::open(&options(folder.path(), 24 * MIB), LEN));
+}
+
+#[test]
+fn namespaces_with_equal_hashes_have_blocks_of_their_own() {
+    let folder = Folder::new("equal-hashes");
+    let engine = Engine::open(&options(folder.path(), 32 * MIB), LEN);
+    let prompt = prompt(1, 1);
+    let spaces: Vec<_> =
+        (0..4).map(|shard| engine.store.space(&Namespace::new("model").shard(shard, 4))).collect();
+    for (at, space) in spaces.iter().enumerate() {
+        engine.fill(at, &content(&[at as u8; 32], LEN));
+        let put = space.put(&prompt, 0, &[engine.memory(at)], Retain::default());
+        assert_eq!(put.expect("a put").stored, 1);
+    }
+    for (at, space) in spaces.iter().enumerate() {
+        assert_eq!(space.get(&prompt, 0, &[engine.memory(10)]).expect("a get"), 1);
+        assert!(engine.bytes(10) == content(&[at as u8; 32], LEN));
+    }
+}
+
+#[test]
+fn sixteen_threads_get_one_block_a_thousand_times() {
+    let folder = Folder::new("one-block");
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    let prompt = prompt(1, 1);
+    engine.put(&prompt, 0);
+    std::thread::scope(|scope| {
+        for thread in 0..16 {
+            let (engine, prompt) = (&engine, &prompt);
+            scope.spawn(move || {
+                for _ in 0..1000 / 16 {
+                    engine.fill(thread, &[0; 16]);
+                    let got = engine.kv.get(prompt, 0, &[engine.memory(thread)]);
+                    assert_eq!(got.expect("a get"), 1);
+                    assert!(engine.bytes(thread) == content(&prompt[0], LEN));
+                }
+            });
+        }
+    });
+    assert_eq!(engine.store.stats().hits, 16 * (1000 / 16));
+}
+
+#[test]
+fn memory_that_is_not_registered_is_an_error_and_costs_no_block() {
+    let folder = Folder::new("unregistered");
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    let prompt = prompt(1, 2);
+    engine.put(&prompt[..1], 0);
+    let region = engine.agent.allocate(2 * LEN as usize, Access::NONE).expect("memory");
+    engine.agent.unregister(&region).expect("registered");
+    let memory = [BlockMemory::new(&region, 0, LEN), BlockMemory::new(&region, LEN, LEN)];
+    let got = engine.kv.get(&prompt[..1], 0, &memory[..1]);
+    assert!(matches!(got, Err(Error::Agent(_))), "{got:?}");
+    let put = engine.kv.put(&prompt, 1, &memory[1..], Retain::default());
+    assert!(matches!(put, Err(Error::Agent(_))), "{put:?}");
+    let stats = engine.store.stats();
+    assert_eq!((stats.failed, stats.corrupt, stats.blocks), (0, 0, 1));
+    assert_eq!(engine.get(&prompt, 0), 1);
+}
+
+#[test]
+fn calls_in_a_forked_process_fail_and_the_parent_goes_on() {
+    let folder = Folder::new("forked");
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    let prompt = prompt(1, 4);
+    engine.put(&prompt, 0);
+    let memory = [engine.memory(0)];
+    let refused = in_forked_process(|| {
+        let calls = [
+            engine.kv.lookup(&prompt).err(),
+            engine.kv.get(&prompt, 0, &memory).err(),
+            engine.kv.put(&prompt, 0, &memory, Retain::default()).err(),
+            engine.kv.get_async(&prompt, 0, &memory).err(),
+            engine.kv.put_async(&prompt, 0, &memory, Retain::default()).err(),
+            engine.store.sync().err(),
+        ];
+        engine.store.close();
+        calls.iter().flatten().filter(|e| matches!(e, Error::Closed)).count() as u8
+    });
+    assert_eq!(refused, Some(6));
+    assert_eq!(engine.get(&prompt, 0), 4);
+    assert_eq!(put_all(&engine).stored, PROMPTS as usize * BLOCKS - 4);
+    // The forked process did not keep the store.
+    drop(engine);
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    assert_eq!((engine.get(&prompt, 0), engine.store.stats().is_keeper), (4, 1));
+}
+
+#[test]
+fn an_operation_in_the_background_with_a_wrong_argument_is_refused_at_once() {
+    let folder = Folder::new("wrong");
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    let prompt = prompt(1, 2);
+    let region = engine.agent.allocate(4096, Access::NONE).expect("memory");
+    let long = [(); 2].map(|()| BlockMemory::new(&region, 0, u64::MAX));
+    for memory in [&long[..], &[engine.memory(0), engine.memory(1), engine.memory(2)]] {
+        let put = engine.kv.put_async(&prompt, 0, memory, Retain::default());
+        assert!(matches!(put, Err(Error::InvalidArgument(_))));
+        let get = engine.kv.get_async(&prompt, 0, memory);
+        assert!(matches!(get, Err(Error::InvalidArgument(_))));
+    }
+}
+
+/// Counts the warnings of the store.
+struct Warnings(Arc<AtomicUsize>);
+
+impl tracing::Subscriber for Warnings {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.target().starts_with("kvferry_store") && *metadata.level() <= tracing::Level::WARN
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, _: &tracing::Event<'_>) {
+        self.0.fetch_add(1, SeqCst);
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn many_faults_of_a_disk_are_one_log_line() {
+    let folder = Folder::new("one-line");
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    assert_eq!(put_all(&engine).stored, PROMPTS as usize * BLOCKS);
+    for segment in segments(folder.path()) {
+        let file = File::options().write(true).open(segment).expect("it exists");
+        file.set_len(4096).expect("it is cut");
+    }
+    let warnings = Arc::new(AtomicUsize::new(0));
+    let counter = Warnings(Arc::clone(&warnings));
+    let there = tracing::subscriber::with_default(counter, || get_all(&engine));
+    assert_eq!((there, warnings.load(SeqCst)), (0, 1));
+    // A footer that is written behind the cut makes the file whole again: then it reads as zeros.
+    let stats = engine.store.stats();
+    assert!(stats.failed + stats.corrupt >= PROMPTS, "{stats:?}");
+}

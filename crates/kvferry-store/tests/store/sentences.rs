@@ -1,0 +1,167 @@
+//! What the store promises to one process.
+
+use crate::{Engine, Folder, MIB, POOL, content, options, prompt};
+use kvferry::Access;
+use kvferry_store::{BlockMemory, Error, Namespace, Retain};
+use std::time::Duration;
+
+const LEN: u64 = 64 << 10;
+
+#[test]
+fn what_was_put_is_read_back_from_the_beginning_on() {
+    let folder = Folder::new("put-get");
+    let engine = Engine::open(&options(folder.path(), 32 * MIB), LEN);
+    let prompt = prompt(1, 20);
+    assert_eq!(engine.kv.lookup(&prompt).expect("looks"), 0);
+    let put = engine.put(&prompt[..12], 0);
+    assert_eq!((put.stored, put.present, put.refused, put.failed), (12, 0, 0, 0));
+    assert_eq!(engine.kv.lookup(&prompt).expect("looks"), 12);
+    assert_eq!(engine.get(&prompt, 0), 12);
+    assert_eq!(engine.get(&prompt, 5), 7, "from the sixth block on");
+    assert_eq!(engine.get(&prompt, 12), 0);
+    let put = engine.put(&prompt, 10);
+    assert_eq!((put.stored, put.present), (8, 2), "two were there");
+    assert_eq!(engine.get(&prompt, 0), 20);
+    let stats = engine.store.stats();
+    assert_eq!((stats.blocks, stats.hits, stats.corrupt), (20, 39, 0));
+}
+
+#[test]
+fn blocks_of_other_namespaces_are_not_found() {
+    let folder = Folder::new("namespaces");
+    let engine = Engine::open(&options(folder.path(), 32 * MIB), LEN);
+    let prompt = prompt(1, 4);
+    engine.put(&prompt, 0);
+    for other in [Namespace::new("other"), Namespace::new("model").shard(1, 2)] {
+        assert_eq!(engine.store.space(&other).lookup(&prompt).expect("looks"), 0);
+    }
+}
+
+#[test]
+fn a_block_may_be_in_pieces_and_of_any_length() {
+    let folder = Folder::new("pieces");
+    let engine = Engine::open(&options(folder.path(), 32 * MIB), LEN);
+    let prompt = prompt(7, 5);
+    for (len, hash) in [1, 4095, 4097, 40_000, 65_535].into_iter().zip(&prompt) {
+        let region = engine.agent.allocate(3 * 65_536, Access::NONE).expect("memory");
+        let bytes = content(hash, len);
+        let (half, at) = (len / 2, 65_541);
+        region.write_at(at, &bytes[..half as usize]).expect("inside");
+        region.write_at(3, &bytes[half as usize..]).expect("inside");
+        let memory = BlockMemory::new(&region, at as u64, half).and(&region, 3, len - half);
+        let one = [*hash];
+        let put = engine.kv.put(&one, 0, &[memory], Retain::default()).expect("a put");
+        assert_eq!(put.stored, 1);
+        let whole = BlockMemory::new(&region, 131_072, len);
+        assert_eq!(engine.kv.get(&one, 0, &[whole]).expect("a get"), 1);
+        let mut back = vec![0; len as usize];
+        region.read_at(131_072, &mut back).expect("inside");
+        assert!(back == bytes, "{len} bytes");
+        let other = BlockMemory::new(&region, 131_072, len + 1);
+        assert_eq!(engine.kv.get(&one, 0, &[other]).expect("a get"), 0, "another length");
+    }
+}
+
+#[test]
+fn blocks_are_there_after_the_store_was_closed_or_dropped() {
+    let folder = Folder::new("reopen");
+    let prompt = prompt(3, 40);
+    for round in 0..4 {
+        let engine = Engine::open(&options(folder.path(), 64 * MIB), LEN);
+        assert_eq!(engine.get(&prompt, 0), round * 10);
+        engine.put(&prompt[..(round + 1) * 10], round * 10);
+        if round % 2 == 0 {
+            engine.store.close();
+            assert!(matches!(engine.kv.lookup(&prompt), Err(Error::Closed)));
+        }
+    }
+}
+
+#[test]
+fn the_bound_holds_while_much_more_is_put_than_fits() {
+    let folder = Folder::new("bound");
+    let capacity = 24 * MIB;
+    let engine = Engine::open(&options(folder.path(), capacity), LEN);
+    let on_disk = || {
+        let files = std::fs::read_dir(folder.path()).expect("a folder");
+        files.map(|file| file.expect("a file").metadata().expect("its length").len()).sum::<u64>()
+    };
+    let mut stored = 0;
+    for seed in 0..400 {
+        let prompt = prompt(seed, 8);
+        // A put is refused while the keeper frees space.
+        let mut at = 0;
+        let began = std::time::Instant::now();
+        while at < prompt.len() && began.elapsed() < Duration::from_secs(20) {
+            let put = engine.put(&prompt, at);
+            at += put.stored + put.present;
+            stored += put.stored;
+            assert_eq!(put.failed, 0);
+            if put.refused > 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        assert_eq!(at, prompt.len(), "the keeper frees space");
+        assert!(on_disk() <= capacity, "{} of {capacity}", on_disk());
+        if seed >= 2 {
+            engine.get(&crate::prompt(seed - 2, 8), 0);
+        }
+    }
+    let stats = engine.store.stats();
+    assert!(stored as u64 * LEN > 8 * capacity);
+    assert!(stats.evicted > 0 && stats.bytes_collected > 0 && stats.corrupt == 0, "{stats:?}");
+    assert!(stats.blocks * LEN > capacity / 2, "most of the disk is used: {stats:?}");
+    assert!(stats.hits > 1000, "{stats:?}");
+}
+
+#[test]
+fn blocks_of_a_low_priority_leave_first() {
+    let folder = Folder::new("retention");
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    let kept = prompt(1, 32);
+    let keep = Retain { priority: 100, ..Retain::default() };
+    let put = |prompt: &[[u8; 32]], retain| {
+        let memory: Vec<_> = (0..prompt.len()).map(|block| engine.memory(block)).collect();
+        for (at, hash) in prompt.iter().enumerate() {
+            engine.fill(at, &content(hash, LEN));
+        }
+        let mut at = 0;
+        while at < prompt.len() {
+            let put = engine.kv.put(prompt, at, &memory[at..], retain).expect("a put");
+            at += put.stored + put.present;
+            std::thread::sleep(Duration::from_millis(u64::from(put.refused > 0)));
+        }
+    };
+    put(&kept, keep);
+    for seed in 10..100 {
+        put(&prompt(seed, POOL / 8), Retain::default());
+    }
+    assert_eq!(engine.get(&kept, 0), 32);
+}
+
+#[test]
+fn what_is_in_the_background_ends_once_and_before_a_close() {
+    let folder = Folder::new("async");
+    let engine = Engine::open(&options(folder.path(), 32 * MIB), LEN);
+    let prompt = prompt(1, 8);
+    for (at, hash) in prompt.iter().enumerate() {
+        engine.fill(at, &content(hash, LEN));
+    }
+    let memory: Vec<_> = (0..8).map(|block| engine.memory(block)).collect();
+    let put = engine.kv.put_async(&prompt, 0, &memory, Retain::default()).expect("a put");
+    let outcome = put.wait(Some(Duration::from_secs(20))).expect("an outcome");
+    assert_eq!(outcome.as_ref().as_ref().expect("no error").stored, 8);
+    let memory: Vec<_> = (8..16).map(|block| engine.memory(block)).collect();
+    let get = engine.kv.get_async(&prompt, 0, &memory).expect("a get");
+    let outcome = get.wait(None).expect("an outcome");
+    assert_eq!(*outcome.as_ref().as_ref().expect("no error"), 8);
+    assert!(engine.bytes(15) == content(&prompt[7], LEN));
+    let gets: Vec<_> =
+        (0..64).map(|_| engine.kv.get_async(&prompt, 0, &memory).expect("a get")).collect();
+    engine.store.close();
+    for get in gets {
+        let outcome = get.outcome().expect("carried out before the close");
+        assert_eq!(*outcome.as_ref().as_ref().expect("no error"), 8);
+    }
+    assert!(matches!(engine.kv.get_async(&prompt, 0, &memory), Err(Error::Closed)));
+}
