@@ -153,13 +153,13 @@ class TooLargeError(Error, ValueError):
 
 
 class BusyError(Error):
-    """A bounded queue is full."""
+    """A bounded queue is full, or the processes of a store do not answer."""
 
     kind = "busy"
 
 
 class ShutdownError(Error):
-    """This agent is shut down."""
+    """This agent is shut down, or this store is closed."""
 
     kind = "shutdown"
 

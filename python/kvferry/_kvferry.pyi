@@ -3,23 +3,28 @@
 from collections.abc import Generator, Sequence
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Literal, Protocol, SupportsIndex, TypeAlias, final, overload
+from types import GenericAlias, TracebackType
+from typing import Any, Final, Generic, Literal, Protocol, SupportsIndex, TypeAlias, TypeVar, final, overload
 
 from typing_extensions import Buffer
 
 __all__ = [
     "Agent",
     "Batch",
+    "Blocks",
     "FileRegion",
     "Files",
     "MooncakeEngine",
     "Notification",
     "Peer",
     "PeerSummary",
+    "Pending",
+    "Put",
     "Region",
     "RemoteRegion",
     "SchedulerHalf",
+    "Space",
+    "Store",
     "Transfer",
     "TransferStats",
     "WorkerHalf",
@@ -345,6 +350,168 @@ class Files:
     def read(self, batch: Batch, *, timeout: float | None = None) -> TransferStats: ...
     def write_async(self, batch: Batch, *, timeout: float | None = None) -> Transfer: ...
     def read_async(self, batch: Batch, *, timeout: float | None = None) -> Transfer: ...
+
+_T_co = TypeVar("_T_co", covariant=True)
+# A range of a region: offset and length in bytes.
+_Piece: TypeAlias = tuple[Region, int, int]
+# One item per block.
+_Memory: TypeAlias = Blocks | Sequence[_Piece | Sequence[_Piece]]
+
+@final
+class Store:
+    """Blocks of KV on local disks, shared by the processes of a host.
+
+    Opens the store in `directory`, or makes it; with several directories, on several devices, segments are spread over
+    them, and their order must stay the same. All files together never have more than `capacity` bytes; a smaller one
+    than before removes segments. `segment_bytes` (whole MiB), `blocks_max` and the directories are those of the process
+    that makes the store. `direct`: whether blocks go past the page cache.
+
+    Several processes may open the same directories, and see each other's blocks at once. What a disk does wrong costs
+    hits and is counted in `stats`; a block comes back as it was put, or not at all. Any thread may call it. Close it, or
+    leave its ``with`` block, before the agent is shut down.
+
+    A wrong argument raises InvalidArgumentError; a directory that can't be used, or holds something else, IoError;
+    processes of the store that can't be reached, BusyError; a store that was closed, ShutdownError.
+    """
+
+    def __new__(
+        cls,
+        agent: Agent,
+        directory: str | PathLike[str] | Sequence[str | PathLike[str]],
+        capacity: int,
+        *,
+        segment_bytes: int | None = None,
+        blocks_max: int | None = None,
+        direct: _Direct = "off",
+    ) -> Store: ...
+    def space(
+        self,
+        model: str,
+        *,
+        layout: bytes = b"",
+        tenant: bytes = b"",
+        adapter: str = "",
+        group: int = 0,
+        shard: tuple[int, int] = (0, 1),
+    ) -> Space:
+        """The blocks of a namespace: what two blocks must have in common, besides their hash, to be the same.
+
+        `model`: its name and the revision of its weights. `layout`: how the bytes of a block are laid out. `tenant`: a
+        salt; tenants do not see each other's blocks. `adapter`: the name and revision of a LoRA. `group`: the group of
+        layers. `shard`: the part of a block that this rank has, of how many.
+        """
+
+    def sync(self) -> None:
+        """Returns when the blocks that this process has put before would survive a loss of power."""
+
+    def stats(self) -> dict[str, int]:
+        """What this process has done with the store since it opened it, and what the store holds now, by name."""
+
+    def close(self) -> None:
+        """Waits for what runs in the background, and seals what this process has written. A second close does nothing."""
+
+    def __enter__(self) -> Store: ...
+    def __exit__(self, *_exception: type[BaseException] | BaseException | TracebackType | None) -> None: ...
+
+@final
+class Space:
+    """The blocks of one namespace of a store.
+
+    A prompt is given by the hashes of its blocks, 16 to 64 bytes each, the first block first. The memory of blocks is
+    registered with the store's agent: `Blocks`, or a sequence with one item per block, ``(region, offset, nbytes)`` or a
+    sequence of these. It is the memory of the prompt's blocks from number `first` on.
+
+    `get` and `put` are not interrupted: Ctrl-C takes effect when they return. The wait for an operation in the background
+    ends with it, and the operation goes on.
+    """
+
+    def lookup(self, hashes: Sequence[bytes]) -> int:
+        """How many blocks of a prompt, from its beginning, are in the store. This is no use of them."""
+
+    def touch(self, hashes: Sequence[bytes]) -> int:
+        """Counts as a use of the blocks of a prompt that are in the store, where they are not read because the engine has
+        them. Returns how many.
+        """
+
+    def get(self, hashes: Sequence[bytes], memory: _Memory, first: int = 0) -> int:
+        """Reads blocks into memory. Returns how many were read, one after another from number `first` on: 0 if a block
+        before is missing. Memory behind these may have been written, with anything.
+        """
+
+    def put(
+        self,
+        hashes: Sequence[bytes],
+        memory: _Memory,
+        first: int = 0,
+        *,
+        priority: int = 35,
+        duration: float | None = None,
+        leave: bool = False,
+    ) -> Put:
+        """Stores blocks; those that are there are not written again. The memory may be changed when this returns.
+
+        Blocks of a lower `priority`, 0 to 100, leave first when the store is full. `duration`: seconds after which the
+        priority is the default again or, with `leave`, the blocks leave at the next occasion.
+        """
+
+    def get_async(self, hashes: Sequence[bytes], memory: _Memory, first: int = 0) -> Pending[int]:
+        """As `get`, in the background. The memory belongs to the store until the operation has ended."""
+
+    def put_async(
+        self,
+        hashes: Sequence[bytes],
+        memory: _Memory,
+        first: int = 0,
+        *,
+        priority: int = 35,
+        duration: float | None = None,
+        leave: bool = False,
+    ) -> Pending[Put]:
+        """As `put`, in the background. The memory belongs to the store until the operation has ended. Where 256 MiB wait to
+        be written, all blocks are refused at once.
+        """
+
+@final
+class Blocks:
+    """Where the bytes of blocks are in memory: one block per offset in a region. Reusable."""
+
+    def __new__(cls, region: Region, offsets: _Numbers, nbytes: _Numbers) -> Blocks: ...
+    def add_pieces(self, region: Region, offsets: _Numbers, nbytes: _Numbers) -> None:
+        """Adds a piece to the end of each block, such as its part of the next layer: one offset per block."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def __len__(self) -> int: ...
+
+@final
+class Pending(Generic[_T_co]):
+    """An operation of a store in the background. It has exactly one outcome. Dropping the object does not stop it, and
+    neither does cancelling a task that awaits it.
+    """
+
+    def done(self) -> bool: ...
+    def poll(self) -> _T_co | None: ...
+    def wait(self, timeout: float | None = None) -> _T_co | None: ...
+    def fileno(self) -> int: ...
+    def __await__(self) -> Generator[Any, None, _T_co]: ...
+    @classmethod
+    def __class_getitem__(cls, key: Any) -> GenericAlias: ...
+
+@final
+class Put:
+    """What became of the blocks of a put: stored now; not stored because they were there, because no space was free or too
+    many waited, or because of a device's error.
+    """
+
+    @property
+    def stored(self) -> int: ...
+    @property
+    def present(self) -> int: ...
+    @property
+    def refused(self) -> int: ...
+    @property
+    def failed(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
 
 @final
 class PeerSummary:

@@ -40,9 +40,14 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
+    /// Whether this process was forked from the one that started the agent.
+    pub(crate) fn is_forked(&self) -> bool {
+        std::process::id() != self.pid
+    }
+
     /// The agent, unless this process was forked from the one that started it.
     pub(crate) fn agent(&self, py: Python<'_>) -> PyResult<&kvferry::Agent> {
-        if std::process::id() == self.pid {
+        if !self.is_forked() {
             return Ok(&self.agent);
         }
         Err(error::new(
@@ -55,7 +60,7 @@ impl Shared {
 
 impl Stop for Shared {
     fn stop(&self) {
-        if std::process::id() == self.pid {
+        if !self.is_forked() {
             self.agent.shutdown();
         }
     }
@@ -76,7 +81,7 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        if std::process::id() != self.pid {
+        if self.is_forked() {
             // In a forked child nothing accesses the buffers, and a thread of the parent may have held
             // any lock of the agent at the fork.
             return;
@@ -447,7 +452,7 @@ impl Agent {
         py: Python<'_>,
         _exception: &Bound<'_, pyo3::types::PyTuple>,
     ) -> PyResult<()> {
-        if std::process::id() == self.0.pid { self.shutdown(py) } else { Ok(()) }
+        if self.0.is_forked() { Ok(()) } else { self.shutdown(py) }
     }
 
     fn __repr__(&self) -> String {
@@ -459,6 +464,10 @@ impl Agent {
     /// The core's agent.
     pub(crate) fn core(&self, py: Python<'_>) -> PyResult<&kvferry::Agent> {
         self.0.agent(py)
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.0
     }
 
     /// Names a new region; unregisters it if it can't have the name.

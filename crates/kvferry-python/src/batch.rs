@@ -228,7 +228,7 @@ impl<'py> Table<'py> {
 }
 
 /// One column of a [`Table`].
-enum Column<'py> {
+pub(crate) enum Column<'py> {
     List(Bound<'py, PyList>),
     Numbers(Vec<u64>),
     /// The same number in every row.
@@ -243,7 +243,7 @@ impl<'py> Column<'py> {
         }
     }
 
-    fn or_number(obj: &Bound<'py, PyAny>) -> PyResult<Self> {
+    pub(crate) fn or_number(obj: &Bound<'py, PyAny>) -> PyResult<Self> {
         if obj.cast::<PyList>().is_err()
             && let Ok(number) = obj.extract()
         {
@@ -252,7 +252,7 @@ impl<'py> Column<'py> {
         Self::read(obj)
     }
 
-    fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         match self {
             Self::List(list) => list.len(),
             Self::Numbers(numbers) => numbers.len(),
@@ -261,7 +261,7 @@ impl<'py> Column<'py> {
     }
 
     #[inline]
-    fn get(&self, at: usize) -> PyResult<u64> {
+    pub(crate) fn get(&self, at: usize) -> PyResult<u64> {
         match self {
             Self::List(list) => list_item(list, at),
             Self::Numbers(numbers) => Ok(numbers[at]),

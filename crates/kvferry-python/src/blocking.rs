@@ -30,12 +30,12 @@ pub(crate) fn run<T: Send, E: Into<Failure> + Send>(
 }
 
 /// Runs a call that has a time limit but takes no interrupt; see [`run_interruptible()`].
-pub(crate) fn run_on_own_thread<T: Send + 'static>(
+pub(crate) fn run_on_own_thread<T: Send + 'static, E: Into<Failure> + Send + 'static>(
     py: Python<'_>,
-    call: impl FnOnce() -> Result<T, kvferry::Error> + Send + 'static,
+    call: impl FnOnce() -> Result<T, E> + Send + 'static,
 ) -> PyResult<T> {
     run(py, |interrupt| match run_interruptible(interrupt, call) {
-        Ok(result) => result.map_err(Failure::Core),
+        Ok(result) => result.map_err(Into::into),
         Err(NoAnswer::Interrupted) => Err(Failure::Interrupted),
         Err(NoAnswer::Thread(error)) => Err(Failure::Thread(error)),
     })
@@ -147,7 +147,8 @@ pub(crate) fn stop_agents_at_exit(module: &Bound<'_, PyModule>) -> PyResult<()> 
 fn stop_agents(py: Python<'_>) {
     let live: Vec<_> = lock(&LIVE).iter().filter_map(Weak::upgrade).collect();
     let _ = EXITING_THREAD.set(std::thread::current().id());
-    py.detach(|| live.iter().for_each(|it| it.stop()));
+    // In reverse order: what was made later may need what was made before, as a store needs its agent.
+    py.detach(|| live.iter().rev().for_each(|it| it.stop()));
 }
 
 pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -12,6 +12,7 @@ use pyo3::types::{PyDict, PyType};
 #[derive(Debug)]
 pub(crate) enum Failure {
     Core(kvferry::Error),
+    Store(kvferry_store::Error),
     /// A signal handler raised. Python sees the handler's exception instead.
     Interrupted,
     Thread(std::io::Error),
@@ -23,10 +24,17 @@ impl From<kvferry::Error> for Failure {
     }
 }
 
+impl From<kvferry_store::Error> for Failure {
+    fn from(error: kvferry_store::Error) -> Self {
+        Self::Store(error)
+    }
+}
+
 impl Failure {
     pub(crate) fn into_exception(self, py: Python<'_>) -> PyErr {
         match self {
             Self::Core(error) => exception(py, &error),
+            Self::Store(error) => store_exception(py, &error),
             Self::Interrupted if blocking::thread_must_end() => PySystemExit::new_err(()),
             Self::Interrupted => new(py, ErrorKind::Interrupted, "the call was interrupted"),
             Self::Thread(error) => new(
@@ -57,6 +65,21 @@ pub(crate) fn exception(py: Python<'_>, error: &kvferry::Error) -> PyErr {
     facts()
         .and_then(|facts| class(py, error.kind())?.call((error.to_string(),), Some(&facts)))
         .map_or_else(|unable| unable, PyErr::from_value)
+}
+
+/// The exception for an error of a store.
+pub(crate) fn store_exception(py: Python<'_>, error: &kvferry_store::Error) -> PyErr {
+    use kvferry_store::Error;
+    let kind = match error {
+        Error::Agent(error) => return exception(py, error),
+        _ if blocking::thread_must_end() => return PySystemExit::new_err(()),
+        Error::InvalidArgument(_) => ErrorKind::InvalidArgument,
+        Error::Directory { .. } | Error::Format { .. } => ErrorKind::Io,
+        Error::Busy { .. } => ErrorKind::Busy,
+        Error::Closed => ErrorKind::Shutdown,
+        _ => ErrorKind::Internal,
+    };
+    new(py, kind, &error.to_string())
 }
 
 /// An exception with no error of the core behind it.

@@ -25,6 +25,18 @@ pub(crate) fn parse_engine(py: Python<'_>, name: &str) -> PyResult<FileEngine> {
     }
 }
 
+pub(crate) fn parse_direct(py: Python<'_>, text: &str) -> PyResult<DirectIo> {
+    match text {
+        "auto" => Ok(DirectIo::Auto),
+        "off" => Ok(DirectIo::Off),
+        "require" => Ok(DirectIo::Require),
+        other => Err(error::invalid(
+            py,
+            &format!("direct must be \"auto\", \"off\" or \"require\", not {other:?}"),
+        )),
+    }
+}
+
 /// The keywords with which a file is opened.
 pub(crate) struct Opening<'a> {
     pub(crate) access: &'a str,
@@ -53,15 +65,7 @@ impl Opening<'_> {
             (None, 0) => options,
             (None, _) => return Err(error::invalid(py, "an offset needs nbytes")),
         };
-        match self.direct {
-            "auto" => Ok(options),
-            "off" => Ok(options.direct(DirectIo::Off)),
-            "require" => Ok(options.direct(DirectIo::Require)),
-            other => Err(error::invalid(
-                py,
-                &format!("direct must be \"auto\", \"off\" or \"require\", not {other:?}"),
-            )),
-        }
+        Ok(options.direct(parse_direct(py, self.direct)?))
     }
 }
 

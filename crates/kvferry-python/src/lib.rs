@@ -19,6 +19,9 @@
 //! | `batch` | `Batch`, and reading lists of addresses |
 //! | `transfer` | `Transfer` |
 //! | `files` | `FileRegion`, `Files` |
+//! | `store` | `Store`, `Space` |
+//! | `store_blocks` | `Blocks`, and reading hashes and the memory of blocks |
+//! | `store_pending` | `Pending`, `Put` |
 //! | `notification` | `Notification` |
 //! | `connector` | `SchedulerHalf`, `WorkerHalf`: what engines' connectors are made of |
 //! | `mooncake` | `MooncakeEngine`, which `kvferry.mooncake` is made of |
@@ -36,6 +39,9 @@ mod mooncake;
 mod notification;
 mod peer;
 mod run_interruptible;
+mod store;
+mod store_blocks;
+mod store_pending;
 mod transfer;
 
 use pyo3::prelude::*;
@@ -60,6 +66,11 @@ pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<peer::Peer>()?;
     module.add_class::<peer::PeerSummary>()?;
     module.add_class::<transfer::Transfer>()?;
+    module.add_class::<store::Store>()?;
+    module.add_class::<store::Space>()?;
+    module.add_class::<store_blocks::Blocks>()?;
+    module.add_class::<store_pending::Pending>()?;
+    module.add_class::<store_pending::Put>()?;
     module.add_class::<mooncake::NativeEngine>()?;
     module.add_class::<connector::scheduler::SchedulerHalf>()?;
     module.add_class::<connector::worker::WorkerHalf>()?;

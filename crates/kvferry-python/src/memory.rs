@@ -23,6 +23,11 @@ impl Region {
         Self { region, shared: Arc::clone(shared) }
     }
 
+    /// The agent that it is registered with.
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
     /// Whether kvferry allocated the memory, which then lives as long as this object.
     fn is_owned(&self) -> bool {
         self.region.read_at(0, &mut []).is_ok()

@@ -1,0 +1,304 @@
+//! The block store.
+
+use crate::agent::{Agent, Shared, seconds};
+use crate::blocking::{self, Stop};
+use crate::error;
+use crate::files::parse_direct;
+use crate::store_blocks::{Hashes, memory_of};
+use crate::store_pending::{Pending, Put, Value};
+use kvferry_store::{Namespace, Retain, Stats, StoreOptions, Then};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// A store that was opened, and its agent.
+pub(crate) struct Open {
+    // Dropped before its agent.
+    store: kvferry_store::Store,
+    agent: Arc<Shared>,
+}
+
+impl Open {
+    /// Raises in a process that was forked from the one that opened the store.
+    pub(crate) fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.agent.agent(py).map(drop)
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.store.close());
+    }
+}
+
+impl Stop for Open {
+    fn stop(&self) {
+        // Does nothing in a forked child.
+        self.store.close();
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        if self.agent.is_forked() {
+            // A thread of the parent may have held any lock of the store at the fork: drop nothing.
+            return std::mem::forget(self.store.clone());
+        }
+        // Closing joins native threads: detach meanwhile, if the dropping thread is attached.
+        if Python::try_attach(|py| self.close(py)).is_none() {
+            self.store.close();
+        }
+    }
+}
+
+/// Blocks of KV on local disks, shared by the processes of a host.
+#[pyclass(frozen, weakref, module = "kvferry")]
+pub(crate) struct Store {
+    open: Arc<Open>,
+    first: PathBuf,
+}
+
+/// One directory, or a sequence of them.
+struct Directories(Vec<PathBuf>);
+
+impl FromPyObject<'_, '_> for Directories {
+    type Error = PyErr;
+
+    fn extract(obj: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        match obj.extract::<PathBuf>() {
+            Ok(one) => Ok(Self(vec![one])),
+            Err(not_a_path) => obj.extract().map(Self).map_err(|_| not_a_path),
+        }
+    }
+}
+
+#[pymethods]
+impl Store {
+    #[new]
+    #[pyo3(signature = (agent, directory, capacity, *, segment_bytes = None, blocks_max = None, direct = "off"))]
+    fn new(
+        agent: &Bound<'_, Agent>,
+        directory: Directories,
+        capacity: u64,
+        segment_bytes: Option<u64>,
+        blocks_max: Option<u32>,
+        direct: &str,
+    ) -> PyResult<Self> {
+        let py = agent.py();
+        let shared = agent.get().shared();
+        let mut directories = directory.0.into_iter();
+        let first = directories
+            .next()
+            .ok_or_else(|| error::invalid(py, "a store has at least one directory"))?;
+        let mut options = directories
+            .fold(StoreOptions::new(&first, capacity), StoreOptions::and_directory)
+            .direct(parse_direct(py, direct)?);
+        if let Some(bytes) = segment_bytes {
+            options = options.segment_bytes(bytes);
+        }
+        if let Some(blocks) = blocks_max {
+            options = options.blocks_max(blocks);
+        }
+        let core = shared.agent(py)?.clone();
+        let store =
+            blocking::run_on_own_thread(py, move || kvferry_store::Store::open(&core, &options))?;
+        let open = Arc::new(Open { store, agent: Arc::clone(shared) });
+        blocking::stop_at_exit(py, &open);
+        Ok(Self { open, first })
+    }
+
+    /// The blocks of one namespace: all that two blocks must have in common, besides their hash, to
+    /// be the same.
+    #[pyo3(
+        signature = (model, *, layout = b"".as_slice(), tenant = b"".as_slice(), adapter = "", group = 0, shard = (0, 1)),
+        text_signature = "($self, model, *, layout=b'', tenant=b'', adapter='', group=0, shard=(0, 1))"
+    )]
+    #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
+    fn space(
+        &self,
+        py: Python<'_>,
+        model: &str,
+        layout: &[u8],
+        tenant: &[u8],
+        adapter: &str,
+        group: u32,
+        shard: (u32, u32),
+    ) -> PyResult<Space> {
+        self.open.check(py)?;
+        let namespace = Namespace::new(model)
+            .layout(layout)
+            .tenant(tenant)
+            .adapter(adapter)
+            .group(group)
+            .shard(shard.0, shard.1);
+        Ok(Space {
+            space: self.open.store.space(&namespace),
+            model: model.to_owned(),
+            open: Arc::clone(&self.open),
+        })
+    }
+
+    /// Returns when the blocks that this process has put before would survive a loss of power.
+    fn sync(&self, py: Python<'_>) -> PyResult<()> {
+        self.open.check(py)?;
+        let store = self.open.store.clone();
+        blocking::run_on_own_thread(py, move || store.sync())
+    }
+
+    /// What this process has done with the store since it opened it, and what the store holds now,
+    /// by name.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        self.open.check(py)?;
+        let stats = py.detach(|| self.open.store.stats());
+        let Stats { blocks, disk_bytes, capacity_bytes, processes, is_keeper, .. } = stats;
+        let now = [
+            ("blocks", blocks),
+            ("disk_bytes", disk_bytes),
+            ("capacity_bytes", capacity_bytes),
+            ("processes", processes),
+            ("is_keeper", is_keeper),
+        ];
+        let by_name = PyDict::new(py);
+        for (name, value) in stats.counters().chain(now) {
+            by_name.set_item(name, value)?;
+        }
+        Ok(by_name)
+    }
+
+    /// Waits for what runs in the background, and seals what this process has written. Later calls
+    /// raise ShutdownError; a second close does nothing.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.open.check(py)?;
+        self.open.close(py);
+        Ok(())
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, pyo3::types::PyTuple>) {
+        self.open.close(py);
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<kvferry.Store {}>", self.first.display())
+    }
+}
+
+/// The blocks of one namespace of a store.
+#[pyclass(frozen, module = "kvferry")]
+pub(crate) struct Space {
+    space: kvferry_store::Space,
+    model: String,
+    open: Arc<Open>,
+}
+
+/// How long blocks are to stay.
+fn retain(py: Python<'_>, priority: u8, duration: Option<f64>, leave: bool) -> PyResult<Retain> {
+    if priority > 100 {
+        return Err(error::invalid(py, &format!("a priority is 0 to 100, not {priority}")));
+    }
+    if leave && duration.is_none() {
+        return Err(error::invalid(py, "leave needs a duration"));
+    }
+    let duration = duration.map(|duration| seconds(py, duration)).transpose()?;
+    Ok(Retain { priority, duration, then: if leave { Then::Leave } else { Then::Default } })
+}
+
+impl Space {
+    fn pending<T: Value>(
+        &self,
+        py: Python<'_>,
+        submit: impl FnOnce() -> kvferry_store::Result<kvferry_store::Pending<T>> + Send,
+    ) -> PyResult<Pending> {
+        Ok(Pending::new(blocking::run(py, |_| submit())?, &self.open))
+    }
+}
+
+#[pymethods]
+impl Space {
+    /// How many blocks of a prompt, from its beginning, are in the store. This is no use of them.
+    fn lookup(&self, py: Python<'_>, hashes: Hashes) -> PyResult<usize> {
+        self.open.check(py)?;
+        blocking::run(py, |_| self.space.lookup(&hashes.slices()))
+    }
+
+    /// Counts as a use of the blocks of a prompt that are in the store. Returns how many.
+    fn touch(&self, py: Python<'_>, hashes: Hashes) -> PyResult<usize> {
+        self.open.check(py)?;
+        blocking::run(py, |_| self.space.touch(&hashes.slices()))
+    }
+
+    /// Reads blocks of a prompt into memory: those from the `first` on, one for each memory. Returns
+    /// how many were read, one after another from the first.
+    #[pyo3(signature = (hashes, memory, first = 0))]
+    fn get(
+        &self,
+        py: Python<'_>,
+        hashes: Hashes,
+        memory: &Bound<'_, PyAny>,
+        first: usize,
+    ) -> PyResult<usize> {
+        self.open.check(py)?;
+        let memory = memory_of(memory, &self.open.agent)?;
+        blocking::run(py, |_| self.space.get(&hashes.slices(), first, &memory))
+    }
+
+    /// Stores blocks of a prompt: those from the `first` on, one for each memory. Blocks that are
+    /// there are not written again.
+    #[pyo3(signature = (hashes, memory, first = 0, *, priority = 35, duration = None, leave = false))]
+    #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
+    fn put(
+        &self,
+        py: Python<'_>,
+        hashes: Hashes,
+        memory: &Bound<'_, PyAny>,
+        first: usize,
+        priority: u8,
+        duration: Option<f64>,
+        leave: bool,
+    ) -> PyResult<Put> {
+        self.open.check(py)?;
+        let retain = retain(py, priority, duration, leave)?;
+        let memory = memory_of(memory, &self.open.agent)?;
+        blocking::run(py, |_| self.space.put(&hashes.slices(), first, &memory, retain)).map(Put)
+    }
+
+    /// As `get`, in the background. Errors of the memory are its outcome.
+    #[pyo3(signature = (hashes, memory, first = 0))]
+    fn get_async(
+        &self,
+        py: Python<'_>,
+        hashes: Hashes,
+        memory: &Bound<'_, PyAny>,
+        first: usize,
+    ) -> PyResult<Pending> {
+        self.open.check(py)?;
+        let memory = memory_of(memory, &self.open.agent)?;
+        self.pending(py, || self.space.get_async(&hashes.slices(), first, &memory))
+    }
+
+    /// As `put`, in the background. Where 256 MiB wait to be written, all blocks are refused at once.
+    #[pyo3(signature = (hashes, memory, first = 0, *, priority = 35, duration = None, leave = false))]
+    #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
+    fn put_async(
+        &self,
+        py: Python<'_>,
+        hashes: Hashes,
+        memory: &Bound<'_, PyAny>,
+        first: usize,
+        priority: u8,
+        duration: Option<f64>,
+        leave: bool,
+    ) -> PyResult<Pending> {
+        self.open.check(py)?;
+        let retain = retain(py, priority, duration, leave)?;
+        let memory = memory_of(memory, &self.open.agent)?;
+        self.pending(py, || self.space.put_async(&hashes.slices(), first, &memory, retain))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<kvferry.Space {:?}>", self.model)
+    }
+}
