@@ -20,10 +20,19 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
 }
 
 fn store(args: &BenchStoreArgs) -> Result<(), Failure> {
-    let blocks = args.blocks.iter().map(|&blocks| blocks as usize).collect();
-    let options = StoreBench { trace: args.trace.clone(), blocks };
+    if let (Some(count), Some(folder)) = (args.fill, &args.folder) {
+        return kvferry_bench::store::speed::fill(folder, count, args.quick);
+    }
+    args.folder.as_deref().map_or(Ok(()), kvferry_bench::files::check_folder)?;
     let bar = output::step_bar(args.quiet);
-    let measured = kvferry_bench::store::measure(&options, &bar);
+    let measured = match &args.trace {
+        Some(trace) => {
+            let blocks = args.blocks.iter().map(|&blocks| blocks as usize).collect();
+            let options = StoreBench { trace: trace.clone(), blocks };
+            kvferry_bench::store::measure(&options, &bar)
+        }
+        None => kvferry_bench::store::speed::measure(&args.speed(), &bar),
+    };
     bar.finish_and_clear();
     judged(&measured?, args.json, args.check)
 }

@@ -7,8 +7,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvferry::FileEngine;
 use kvferry_bench::model::{Dtype, Model};
 use kvferry_bench::options::{
-    Checksums, FileBench, HandoffOptions, Measure, Op, Part, Placement, Shape, Size, Streams,
-    TransferOptions,
+    Checksums, FileBench, HandoffOptions, Measure, Op, Part, Placement, Shape, Size, StoreSpeed,
+    Streams, TransferOptions,
 };
 use kvferry_bench::units::parse_bytes;
 use serde::{Deserialize, Serialize};
@@ -25,7 +25,7 @@ Start with:
 Exit codes:
   0  success
   1  a byte or token was wrong, a request of a demo failed, a figure missed its bound under
-     --check, or the doctor found something bad
+     --check, the doctor found something bad, or a block of a store is bad
   2  the command line is wrong
   3  the peer does not answer, or refuses this agent
   4  a transfer or a helper process failed
@@ -51,6 +51,8 @@ pub(crate) enum Command {
     BenchHandoff(BenchHandoffArgs),
     /// Check this host, or the way to an agent elsewhere
     Doctor(DoctorArgs),
+    /// Look at a store of blocks on disk, verify it, and remove what it does not need
+    Store(StoreArgs),
     /// Print the version
     Version {
         /// Print JSON
@@ -116,6 +118,142 @@ pub(crate) struct DoctorArgs {
     /// Print the findings as JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+const STORE_EXAMPLES: &str = "\
+Examples:
+  kvferry store stat /mnt/nvme/kv
+  kvferry store ls /mnt/nvme/kv --blocks --namespace 8f3c21d07a5be946
+  kvferry store verify /mnt/nvme/kv --json | jq '.bad'
+  kvferry store gc /mnt/nvme/kv --capacity 100GiB --dry-run
+
+A store in several directories is given as it was made: all of them, in the same order.
+
+stat, ls and verify change nothing, and work while processes have the store open. They show what is
+in the files. The files do not say which blocks were evicted: such a block is shown until its segment
+is used again. A block that was copied to another segment is shown in both until then.
+
+Exit codes:
+  0  success
+  1  verify found a bad block, or a segment that it can't read
+  2  the command line is wrong, or there is no store that can be read
+  4  gc: a process has the store open, or a file can't be changed";
+
+/// Look at a store of blocks on disk, verify it, and remove what it does not need.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = STORE_EXAMPLES)]
+pub(crate) struct StoreArgs {
+    #[command(subcommand)]
+    pub(crate) action: StoreAction,
+}
+
+#[derive(Debug, Clone, Subcommand)]
+pub(crate) enum StoreAction {
+    /// Show what a store is, and how much is in it
+    Stat(StoreStatArgs),
+    /// List segments, or blocks
+    Ls(StoreLsArgs),
+    /// Read all blocks and compare them with their checksums
+    Verify(StoreVerifyArgs),
+    /// Remove files that no process needs, while no process has the store open
+    Gc(StoreGcArgs),
+}
+
+#[derive(Debug, Clone, Args)]
+pub(crate) struct StoreStatArgs {
+    /// The store's directories, in their order
+    #[arg(required = true, value_name = "DIR")]
+    pub(crate) directories: Vec<PathBuf>,
+    /// Print the result as JSON, schema kvferry.store-stat/1
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+const STORE_LS_EXAMPLES: &str = "\
+Segments are sealed (full, and complete), open (being written, or its process was killed), free (no
+valid header), foreign (another store's), unreadable, or of a wrong length. Only the first two have
+blocks. A later incarnation is a later use of a segment.
+
+A namespace is a number that stands for model, layout, tenant, adapter, group and shard. Its name is
+not in the files.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = STORE_LS_EXAMPLES)]
+pub(crate) struct StoreLsArgs {
+    /// The store's directories, in their order
+    #[arg(required = true, value_name = "DIR")]
+    pub(crate) directories: Vec<PathBuf>,
+    /// List blocks instead of segments
+    #[arg(long)]
+    pub(crate) blocks: bool,
+    /// Only blocks of this namespace, and segments that have some
+    #[arg(long, value_name = "ID", value_parser = parse_namespace)]
+    pub(crate) namespace: Option<u64>,
+    /// Print the result as JSON, schema kvferry.store-ls/1
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+const STORE_VERIFY_EXAMPLES: &str = "\
+A bad block is never returned to an engine: it is missed. In a segment that is not sealed, it may be
+one that a process is writing, or was writing when it was killed; such blocks are read again after a
+second. Bad blocks leave with their segment, when the store needs space.
+
+Blocks in segments that a process has begun to use again are not verified, and counted as replaced.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = STORE_VERIFY_EXAMPLES)]
+pub(crate) struct StoreVerifyArgs {
+    /// The store's directories, in their order
+    #[arg(required = true, value_name = "DIR")]
+    pub(crate) directories: Vec<PathBuf>,
+    /// Print the result as JSON, schema kvferry.store-verify/1
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// No progress bar
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
+}
+
+const STORE_GC_EXAMPLES: &str = "\
+Always removed: segments without a valid header or without blocks, files of a wrong length, and
+what an interrupted write left. Segments of killed processes are sealed: the next start reads them
+at once.
+
+--capacity removes the oldest segments until a process can open the store with this capacity and
+lose no other block. It may give segments other numbers; a power cut in that moment loses one of
+them. A process that opens the store with a smaller capacity removes segments by number, not by age.
+
+What it can't do: remove single blocks, or those of a namespace from segments that have blocks of
+others; remove evicted blocks, which the files do not tell apart; repair bad blocks. Segments that
+can't be read, or are another store's, stay.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = STORE_GC_EXAMPLES)]
+pub(crate) struct StoreGcArgs {
+    /// The store's directories: all of them, in their order
+    #[arg(required = true, value_name = "DIR")]
+    pub(crate) directories: Vec<PathBuf>,
+    /// Remove the oldest segments, down to this capacity
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub(crate) capacity: Option<u64>,
+    /// Remove segments that have only blocks of this namespace
+    #[arg(long, value_name = "ID", value_parser = parse_namespace)]
+    pub(crate) namespace: Option<u64>,
+    /// Only show what would be done
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+    /// Print the result as JSON, schema kvferry.store-gc/1
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// A namespace's number, as `kvferry store` shows it.
+fn parse_namespace(text: &str) -> Result<u64, String> {
+    let digits = text.strip_prefix("0x").unwrap_or(text);
+    let is_hex = (1..=16).contains(&digits.len()) && digits.chars().all(|c| c.is_ascii_hexdigit());
+    let id = is_hex.then(|| u64::from_str_radix(digits, 16).ok()).flatten();
+    id.ok_or_else(|| format!("`{text}` is not a namespace such as 8f3c21d07a5be946"))
 }
 
 const DEMO_EXAMPLES: &str = "\
@@ -412,12 +550,14 @@ pub(crate) struct BenchHandoffArgs {
 pub(crate) enum BenchOf {
     /// Measure memory to files and back, beside fio in the same rounds
     File(BenchFileArgs),
-    /// Replay a trace of requests: hits of the store's policy beside LRU and the optimum
+    /// Measure the store of blocks; with --trace, its hits beside LRU and the optimum
     Store(BenchStoreArgs),
 }
 
 const BENCH_STORE_EXAMPLES: &str = "\
 Examples:
+  kvferry bench store --quick                      a minute, too short to judge by
+  kvferry bench store --folder /mnt/nvme --check   seven rounds on that file system, with bounds
   kvferry bench store --trace conversation_trace.jsonl
   kvferry bench store --trace conversation_trace.jsonl --blocks 50000 --json
 
@@ -429,18 +569,38 @@ an equal prompt up to and with that block. Other fields are ignored.
 A hit is a block that is there together with all blocks before it. A replay is exact: it has the same
 result each time.";
 
-/// Replay a trace of requests: hits of the store's policy beside LRU and the optimum.
+/// Measure the store of blocks: puts and gets beside the file transport, and the index by itself. With --trace,
+/// replay requests instead: hits of the store's policy beside LRU and the optimum.
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = BENCH_STORE_EXAMPLES)]
 pub(crate) struct BenchStoreArgs {
-    /// The trace
-    #[arg(long, value_name = "FILE")]
-    pub(crate) trace: PathBuf,
+    /// A trace to replay
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["folder", "bytes", "sizes", "rounds", "quick"])]
+    pub(crate) trace: Option<PathBuf>,
     /// Capacities, in blocks
     #[arg(long, value_delimiter = ',', default_value = "1000,10000,30000", value_name = "COUNT",
-          value_parser = clap::value_parser!(u32).range(1..))]
+          value_parser = clap::value_parser!(u32).range(1..), requires = "trace")]
     pub(crate) blocks: Vec<u32>,
-    /// Exit with 1 if less than a quarter of the gap between LRU and the optimum is closed
+    /// Where the store is made, and removed in the end [default: the folder of temporary files]
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) folder: Option<PathBuf>,
+    /// Bytes of the blocks of a round [default: 1GiB, with --quick 128MiB]
+    #[arg(long, value_parser = parse_bytes, value_name = "SIZE")]
+    pub(crate) bytes: Option<u64>,
+    /// Fill a store with COUNT blocks; with --quick, be killed then
+    #[arg(long, hide = true, value_name = "COUNT", requires = "folder")]
+    pub(crate) fill: Option<u64>,
+    /// Block sizes
+    #[arg(long, value_delimiter = ',', value_parser = parse_bytes, value_name = "SIZE",
+          default_value = "128KiB,2MiB")]
+    pub(crate) sizes: Vec<u64>,
+    /// Rounds; seven or more to judge by [default: 7, with --quick 2]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(crate) rounds: Option<u32>,
+    /// Small and short
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Exit with 1 if a figure misses its bound
     #[arg(long)]
     pub(crate) check: bool,
     /// Print the result as JSON
@@ -451,6 +611,18 @@ pub(crate) struct BenchStoreArgs {
     pub(crate) quiet: bool,
 }
 
+impl BenchStoreArgs {
+    pub(crate) fn speed(&self) -> StoreSpeed {
+        StoreSpeed {
+            folder: self.folder.clone(),
+            bytes: self.bytes.unwrap_or(if self.quick { 128 << 20 } else { 1 << 30 }),
+            sizes: self.sizes.clone(),
+            rounds: self.rounds.map(|rounds| rounds as usize),
+            quick: self.quick,
+        }
+    }
+}
+
 const BENCH_FILE_EXAMPLES: &str = "\
 Examples:
   kvferry bench file --quick                       a minute, in the folder of temporary files
@@ -459,7 +631,8 @@ Examples:
 
 The file is written in blocks of random order and read: through the page cache (buffered, cached), with
 an empty page cache (cold), and past it (direct). fio does the same with io_uring, registered buffers and
-files, and as many bytes under way. Without fio (apt-get install fio) nothing is judged.";
+files, in as much memory. Without fio (apt-get install fio) its rows are missing. --peers measures NIXL,
+too; `make bench-file-peers` installs it first.";
 
 /// Measure memory to files and back, beside fio in the same rounds.
 #[derive(Debug, Clone, Args)]
@@ -478,6 +651,9 @@ pub(crate) struct BenchFileArgs {
     /// How files are read and written
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) engine: Engine,
+    /// A Python interpreter with NIXL and `kvferry_peers`, to measure NIXL's POSIX plug-in, too
+    #[arg(long, value_name = "PYTHON")]
+    pub(crate) peers: Option<PathBuf>,
     /// Rounds; seven or more to judge by [default: 7, with --quick 2]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) rounds: Option<u32>,
@@ -517,6 +693,7 @@ impl BenchFileArgs {
                 Engine::Uring => FileEngine::Uring,
                 Engine::Posix => FileEngine::Posix,
             },
+            peers: self.peers.clone(),
             rounds: self.rounds.map(|rounds| rounds as usize),
             quick: self.quick,
         }

@@ -1,6 +1,6 @@
 //! The `kvferry` command: it shows KV cache moving between engines, and measures how fast.
 //!
-//! `cli.rs` has the arguments and their help, `demo/`, `bench.rs` and `doctor/` the commands,
+//! `cli.rs` has the arguments and their help, `demo/`, `bench.rs`, `doctor/` and `store/` the commands,
 //! `output.rs` and `files.rs` what they print and write. `kvferry-bench` measures and draws.
 
 #![forbid(unsafe_code)]
@@ -11,6 +11,7 @@ mod demo;
 mod doctor;
 mod files;
 mod output;
+mod store;
 mod version;
 
 use std::process::ExitCode;
@@ -27,6 +28,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => interruptible(|| bench::run(&args)),
         Command::BenchHandoff(args) => interruptible(|| bench::handoffs(&args)),
         Command::Doctor(args) => interruptible(|| doctor::run(&args)),
+        Command::Store(args) => interruptible(|| store::run(&args)),
         Command::Version { json } => version::run(json),
         Command::DemoEngine => demo::node::run(),
         Command::BenchHelper { arguments } => helper::run(&arguments),

@@ -1,0 +1,443 @@
+//! `kvferry store` on stores that this test makes.
+
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use kvferry::{Access, Agent, Region};
+use kvferry_store::{BlockMemory, Namespace, Retain, Store, StoreOptions};
+use serde_json::Value;
+
+const MIB: u64 = 1 << 20;
+const LEN: u64 = 64 << 10;
+/// Blocks of a prompt: a segment of 1 MiB has room for one prompt.
+const BLOCKS: usize = 8;
+
+/// A folder of its own, removed at the end.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let name = format!("kvferry-cli-store-{name}-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir_all(&path).expect("a folder for temporary files");
+        Self(path)
+    }
+
+    fn text(&self) -> &str {
+        self.0.to_str().expect("plain letters")
+    }
+
+    fn segment(&self, number: &Value) -> PathBuf {
+        self.0.join(format!("segment-{:08}", number.as_u64().expect("a number")))
+    }
+
+    /// The files as they would be if the processes that have the store open were killed now.
+    fn killed(&self, name: &str) -> Self {
+        let copy = Self::new(name);
+        for entry in std::fs::read_dir(&self.0).expect("it exists") {
+            let entry = entry.expect("it can be read");
+            std::fs::copy(entry.path(), copy.0.join(entry.file_name())).expect("a copy");
+        }
+        copy
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// An engine that has a store open.
+struct Engine {
+    _agent: Agent,
+    store: Store,
+    pool: Region,
+}
+
+impl Engine {
+    fn open(options: &StoreOptions) -> Self {
+        let agent = Agent::builder().start().expect("an agent");
+        let bytes = BLOCKS * usize::try_from(LEN).expect("short");
+        let pool = agent.allocate(bytes, Access::NONE).expect("memory");
+        let store = Store::open(&agent, options).expect("a store");
+        Self { _agent: agent, store, pool }
+    }
+
+    fn memory(&self) -> Vec<BlockMemory> {
+        (0..BLOCKS as u64).map(|at| BlockMemory::new(&self.pool, at * LEN, LEN)).collect()
+    }
+
+    fn put(&self, model: &str, seed: u8) {
+        let mut bytes = vec![0; self.pool.len()];
+        fastrand::Rng::with_seed(seed.into()).fill(&mut bytes);
+        self.pool.write_at(0, &bytes).expect("inside the pool");
+        let space = self.store.space(&Namespace::new(model));
+        let put = space.put(&prompt(seed), 0, &self.memory(), Retain::default()).expect("a put");
+        assert_eq!(put.stored, BLOCKS);
+    }
+
+    /// How many blocks of a prompt there are, and are right.
+    fn get(&self, model: &str, seed: u8) -> usize {
+        let space = self.store.space(&Namespace::new(model));
+        space.get(&prompt(seed), 0, &self.memory()).expect("a get")
+    }
+}
+
+/// The hashes of the blocks of a prompt.
+fn prompt(seed: u8) -> Vec<[u8; 32]> {
+    let hash = |block| std::array::from_fn(|at| if at % 2 == 0 { seed } else { block });
+    (0..BLOCKS as u8).map(hash).collect()
+}
+
+fn options(folder: &Folder, segments: u64) -> StoreOptions {
+    StoreOptions::new(&folder.0, (segments + 1) * MIB).segment_bytes(MIB)
+}
+
+fn id(model: &str) -> String {
+    format!("{:016x}", Namespace::new(model).id())
+}
+
+/// A closed store: a segment for each prompt of `model`, the first one oldest.
+fn made(folder: &Folder, model: &str, prompts: std::ops::Range<u8>) {
+    for seed in prompts {
+        let engine = Engine::open(&options(folder, 24));
+        engine.put(model, seed);
+        engine.store.close();
+    }
+}
+
+fn store(line: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    command.arg("store").args(line).output().expect("the command starts")
+}
+
+/// The report of a command that ends with `code`.
+fn report(code: i32, line: &[&str]) -> Value {
+    let output = store(&[line, &["--json"]].concat());
+    assert_eq!(output.status.code(), Some(code), "{}", errors(&output));
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"))
+}
+
+fn text(code: i32, line: &[&str]) -> String {
+    let output = store(line);
+    assert_eq!(output.status.code(), Some(code), "{}", errors(&output));
+    String::from_utf8(output.stdout).expect("text")
+}
+
+fn errors(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn files(folder: &Folder) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(&folder.0).expect("it exists");
+    let mut files: Vec<_> = entries.map(|it| it.expect("it can be read").path()).collect();
+    files.sort();
+    files
+}
+
+fn overwrite(file: &Path, at: u64, bytes: &[u8]) {
+    let file = std::fs::File::options().write(true).open(file).expect("it exists");
+    file.write_all_at(bytes, at).expect("it can be written");
+}
+
+#[test]
+fn stat_counts_segments_blocks_and_namespaces_of_a_store_that_is_open() {
+    let folder = Folder::new("stat");
+    let engine = Engine::open(&options(&folder, 24));
+    engine.put("llama", 1);
+    engine.put("llama", 2);
+    engine.put("qwen", 3);
+    let open = report(0, &["stat", folder.text()]);
+    assert_eq!((&open["schema"], &open["format"]), (&"kvferry.store-stat/1".into(), &1.into()));
+    assert_eq!((&open["blocks"], &open["copies"]), (&24.into(), &0.into()), "{open}");
+    assert_eq!((&open["bytes"], &open["segment_bytes"]), (&(24 * LEN).into(), &MIB.into()));
+    // The first segment is full, and sealed in the background.
+    assert!(open["segments"]["open"].as_u64() >= Some(1), "{open}");
+    let namespaces = serde_json::json!([
+        {"namespace": id("llama"), "blocks": 16, "bytes": 16 * LEN},
+        {"namespace": id("qwen"), "blocks": 8, "bytes": 8 * LEN},
+    ]);
+    assert_eq!(open["namespaces"], namespaces);
+    engine.store.close();
+    let closed = report(0, &["stat", folder.text()]);
+    assert_eq!((&closed["segments"]["open"], &closed["blocks"]), (&0.into(), &24.into()));
+    assert_eq!(closed["segments"]["sealed"], closed["segments"]["all"], "{closed}");
+    let created = closed["created_unix_ms"].as_u64().expect("a time");
+    let oldest = closed["oldest_unix_ms"].as_u64().expect("a time");
+    assert!(created <= oldest && oldest <= created + 60_000, "{closed}");
+    let shown = text(0, &["stat", folder.text()]);
+    assert!(shown.contains("\nblocks    24, 1.5 MiB of data\n"), "{shown}");
+    assert!(shown.contains(&format!("\n{}", id("qwen"))), "{shown}");
+}
+
+#[test]
+fn ls_lists_segments_and_blocks_of_all_namespaces_or_one() {
+    let folder = Folder::new("ls");
+    made(&folder, "llama", 1..3);
+    made(&folder, "qwen", 3..4);
+    let listed = report(0, &["ls", folder.text()]);
+    assert_eq!(listed["schema"], "kvferry.store-ls/1");
+    let segments = listed["segments"].as_array().expect("segments");
+    assert_eq!(segments.len(), 3, "{listed}");
+    for segment in segments {
+        assert_eq!((&segment["state"], &segment["blocks"]), (&"sealed".into(), &8.into()));
+        assert!(segment["created_unix_ms"].as_u64() > Some(1_700_000_000_000), "{segment}");
+    }
+    let blocks = report(0, &["ls", folder.text(), "--blocks", "--namespace", &id("qwen")]);
+    let blocks = blocks["blocks"].as_array().expect("blocks");
+    assert_eq!(blocks.len(), 8);
+    assert!(blocks.iter().all(|it| it["namespace"] == id("qwen").as_str() && it["bytes"] == LEN));
+    assert!(blocks.iter().all(|it| it["key"].as_str().is_some_and(|key| key.len() == 32)));
+    let theirs = report(0, &["ls", folder.text(), "--namespace", &id("qwen")]);
+    assert_eq!(theirs["segments"].as_array().map(Vec::len), Some(1));
+    let shown = text(0, &["ls", folder.text(), "--blocks"]);
+    assert_eq!(shown.lines().count(), 1 + 24, "{shown}");
+    assert!(text(0, &["ls", folder.text()]).lines().skip(1).all(|line| line.contains("sealed")));
+}
+
+#[test]
+fn verify_names_each_bad_block_and_finds_none_in_a_store_that_is_right() {
+    let folder = Folder::new("verify");
+    made(&folder, "llama", 1..4);
+    let right = report(0, &["verify", folder.text()]);
+    assert_eq!(
+        (&right["schema"], &right["blocks"]),
+        (&"kvferry.store-verify/1".into(), &24.into())
+    );
+    assert_eq!((&right["bad"], &right["read_bytes"]), (&Value::Array(vec![]), &(24 * LEN).into()));
+    assert!(right["gb_per_s"].as_f64() > Some(0.0));
+
+    let blocks = report(0, &["ls", folder.text(), "--blocks"]);
+    let victim = &blocks["blocks"][13];
+    let file = folder.segment(&victim["segment"]);
+    let at = victim["page"].as_u64().expect("a page") * 4096 + 70;
+    let mut byte = [0];
+    std::fs::File::open(&file).and_then(|it| it.read_exact_at(&mut byte, at)).expect("a byte");
+    overwrite(&file, at, &[byte[0] ^ 1]);
+    let wrong = report(1, &["verify", folder.text()]);
+    let bad = wrong["bad"].as_array().expect("bad blocks");
+    assert_eq!(bad.len(), 1, "{wrong}");
+    for field in ["key", "segment", "page", "namespace"] {
+        assert_eq!(bad[0][field], victim[field], "{field}");
+    }
+    let shown = text(1, &["verify", folder.text(), "--quiet"]);
+    assert!(shown.contains(victim["key"].as_str().expect("text")), "{shown}");
+    assert!(shown.contains("its bytes are not what was put\n"), "{shown}");
+    assert!(shown.ends_with(": 1 bad\n"), "{shown}");
+
+    // A file that was cut is a segment that can't be read.
+    std::fs::File::options().write(true).open(&file).and_then(|it| it.set_len(5000)).expect("cut");
+    let cut = report(1, &["verify", folder.text()]);
+    assert_eq!(cut["unreadable"][0]["why"], "it has 5000 bytes");
+}
+
+#[test]
+fn verify_takes_nothing_for_bad_that_a_process_writes_or_replaces_meanwhile() {
+    let folder = Folder::new("busy");
+    let engine = Engine::open(&options(&folder, 8));
+    let mut outputs = Vec::new();
+    let (stop, written) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let space = engine.store.space(&Namespace::new("llama"));
+            for seed in (0..=u64::MAX).take_while(|_| !stop.load(Ordering::Relaxed)) {
+                let mut bytes = vec![0; engine.pool.len()];
+                fastrand::Rng::with_seed(seed).fill(&mut bytes);
+                engine.pool.write_at(0, &bytes).expect("inside the pool");
+                let hash = |block: u64| blocks_hash(seed, block);
+                let prompt: Vec<_> = (0..BLOCKS as u64).map(hash).collect();
+                let put = space.put(&prompt, 0, &engine.memory(), Retain::default());
+                let stored = put.expect("a put").stored as u64;
+                written.fetch_add(stored, Ordering::Relaxed);
+                if stored == 0 {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+        });
+        for _ in 0..3 {
+            let before = written.load(Ordering::Relaxed);
+            let began = Instant::now();
+            while written.load(Ordering::Relaxed) < before + 500
+                && began.elapsed() < Duration::from_secs(30)
+            {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            outputs.push(store(&["verify", folder.text()]));
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    for output in outputs {
+        assert_eq!(output.status.code(), Some(0), "{output:?}");
+    }
+    let stats = engine.store.stats();
+    assert!(stats.stored >= 1500 && stats.corrupt == 0, "{stats:?}");
+}
+
+fn blocks_hash(seed: u64, block: u64) -> [u8; 32] {
+    let mut hash = [0; 32];
+    hash[..8].copy_from_slice(&seed.to_le_bytes());
+    hash[8..16].copy_from_slice(&block.to_le_bytes());
+    hash
+}
+
+#[test]
+fn a_directory_without_a_store_and_a_wrong_command_line_have_exit_code_2() {
+    let folder = Folder::new("none");
+    let empty = folder.text();
+    for command in ["stat", "ls", "verify", "gc"] {
+        let output = store(&[command, empty]);
+        assert_eq!(output.status.code(), Some(2), "{command}");
+        assert!(errors(&output).contains("no store is here"), "{}", errors(&output));
+        assert_eq!(store(&[command, "/nowhere/at/all"]).status.code(), Some(2));
+        assert_eq!(store(&[command]).status.code(), Some(2));
+    }
+    assert!(files(&folder).is_empty(), "looking makes no file");
+    made(&folder, "llama", 1..2);
+    for line in [
+        &["stat", empty, empty][..],
+        &["ls", empty, "--namespace", "llama"],
+        &["gc", empty, "--capacity", "2MiB"],
+    ] {
+        assert_eq!(store(line).status.code(), Some(2), "{line:?}");
+    }
+    std::fs::write(folder.0.join("kvferry.store"), "something else").expect("a file");
+    let output = store(&["verify", empty]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(errors(&output).contains("does not belong to a kvferry store"), "{}", errors(&output));
+}
+
+#[test]
+fn gc_leaves_a_store_alone_that_a_process_has_open() {
+    let folder = Folder::new("in-use");
+    let engine = Engine::open(&options(&folder, 24));
+    engine.put("llama", 1);
+    let output = store(&["gc", folder.text()]);
+    assert_eq!(output.status.code(), Some(4));
+    assert!(errors(&output).contains("a process has the store open"), "{}", errors(&output));
+    engine.put("llama", 2);
+    assert_eq!(engine.get("llama", 1) + engine.get("llama", 2), 16);
+    engine.store.close();
+    report(0, &["gc", folder.text()]);
+}
+
+#[test]
+fn gc_seals_what_killed_processes_left_and_removes_what_is_no_segment() {
+    let folder = Folder::new("killed-original");
+    made(&folder, "llama", 1..3);
+    let engine = Engine::open(&options(&folder, 24));
+    engine.put("llama", 3);
+    let killed = folder.killed("killed");
+    engine.store.close();
+    let at = killed.text();
+    let blocks = report(0, &["ls", at, "--blocks"]);
+    // The header of the first segment is damaged, and other files are left.
+    overwrite(&killed.segment(&blocks["blocks"][0]["segment"]), 100, b"damage");
+    std::fs::write(killed.0.join("kvferry.store.new"), "half").expect("a file");
+    std::fs::write(killed.0.join("segment-00000020"), "short").expect("a file");
+    std::fs::write(killed.0.join("notes"), "of a person").expect("a file");
+
+    let before = files(&killed);
+    let planned = report(0, &["gc", at, "--dry-run"]);
+    assert_eq!(files(&killed), before, "a dry run changes nothing");
+    assert_eq!(report(0, &["stat", at])["segments"]["open"], 1);
+    let done = report(0, &["gc", at]);
+    assert_eq!((&planned["dry_run"], &done["dry_run"]), (&true.into(), &false.into()));
+    assert_eq!(planned["steps"], done["steps"]);
+    let mut why: Vec<_> = done["steps"].as_array().expect("steps").iter().collect();
+    why.sort_by_key(|step| step["why"].as_str());
+    let why: Vec<_> = why.iter().map(|step| step["why"].as_str().unwrap_or("seal")).collect();
+    assert_eq!(why, ["seal", "header", "length", "temporary"]);
+    assert_eq!((&done["removed_files"], &done["sealed"]), (&3.into(), &1.into()));
+    assert!(killed.0.join("notes").exists());
+
+    let stat = report(0, &["stat", at]);
+    assert_eq!((&stat["segments"]["all"], &stat["segments"]["sealed"]), (&2.into(), &2.into()));
+    assert_eq!(report(0, &["gc", at])["steps"], Value::Array(vec![]), "nothing is left to do");
+    report(0, &["verify", at]);
+    let engine = Engine::open(&options(&killed, 24));
+    assert_eq!([1, 2, 3].map(|seed| engine.get("llama", seed)), [0, 8, 8]);
+}
+
+#[test]
+fn gc_with_a_capacity_keeps_what_is_newest_for_a_process_that_opens_the_store_with_it() {
+    let folder = Folder::new("capacity");
+    made(&folder, "llama", 0..20);
+    let capacity = (9 * MIB).to_string();
+    let done = report(0, &["gc", folder.text(), "--capacity", &capacity]);
+    assert_eq!(
+        (&done["removed_files"], &done["removed_blocks"]),
+        (&14.into(), &112.into()),
+        "{done}"
+    );
+    assert_eq!(done["renumbered"], 6, "{done}");
+    assert!(text(0, &["gc", folder.text(), "--capacity", &capacity]).starts_with("0 files"));
+    assert_eq!(report(0, &["verify", folder.text()])["blocks"], 48);
+    let engine = Engine::open(&options(&folder, 8));
+    for seed in 0..20 {
+        assert_eq!(engine.get("llama", seed), if seed < 14 { 0 } else { BLOCKS }, "{seed}");
+    }
+}
+
+#[test]
+fn gc_with_a_capacity_keeps_what_is_newest_in_each_directory() {
+    let (first, second) = (Folder::new("two-first"), Folder::new("two-second"));
+    let with = |segments| options(&first, segments).and_directory(&second.0);
+    for seed in 0..20 {
+        let engine = Engine::open(&with(24));
+        engine.put("llama", seed);
+        engine.store.close();
+    }
+    let both = [first.text(), second.text()];
+    let swapped = store(&["gc", both[1], both[0]]);
+    assert_eq!(swapped.status.code(), Some(2), "{}", errors(&swapped));
+    let capacity = (9 * MIB).to_string();
+    let done = report(0, &["gc", both[0], both[1], "--capacity", &capacity]);
+    assert_eq!(done["removed_files"], 14, "{done}");
+    assert_eq!(report(0, &["stat", both[0], both[1]])["blocks"], 48);
+    let engine = Engine::open(&with(8));
+    let found: usize = (12..20).map(|seed| engine.get("llama", seed)).sum();
+    assert_eq!(found, 6 * BLOCKS);
+}
+
+#[test]
+fn gc_removes_whole_segments_of_a_namespace_and_counts_what_it_leaves() {
+    let folder = Folder::new("namespace");
+    made(&folder, "llama", 1..3);
+    made(&folder, "qwen", 3..4);
+    let engine = Engine::open(&options(&folder, 24));
+    let space = engine.store.space(&Namespace::new("llama"));
+    let some = &engine.memory()[..4];
+    space.put(&prompt(4)[..4], 0, some, Retain::default()).expect("a put");
+    let space = engine.store.space(&Namespace::new("qwen"));
+    space.put(&prompt(4)[..4], 0, some, Retain::default()).expect("a put");
+    engine.store.close();
+    let done = report(0, &["gc", folder.text(), "--namespace", &id("llama")]);
+    assert_eq!(
+        (&done["removed_files"], &done["removed_blocks"]),
+        (&2.into(), &16.into()),
+        "{done}"
+    );
+    assert_eq!(done["namespace_blocks_left"], 4);
+    let left = report(0, &["stat", folder.text()]);
+    assert_eq!((&left["namespaces"][0]["blocks"], &left["blocks"]), (&12.into(), &16.into()));
+}
+
+#[test]
+fn gc_never_removes_segments_of_another_store() {
+    let (folder, other) = (Folder::new("mine"), Folder::new("theirs"));
+    made(&folder, "llama", 1..2);
+    made(&other, "llama", 1..2);
+    let theirs = files(&other).into_iter().find(|it| it.to_string_lossy().contains("segment-"));
+    let stranger = folder.0.join("segment-00000013");
+    let renamed = std::fs::copy(theirs.expect("a segment"), &stranger);
+    renamed.expect("a copy");
+    let done = report(0, &["gc", folder.text()]);
+    assert_eq!((&done["steps"], &done["segments_left"]), (&Value::Array(vec![]), &1.into()));
+    assert!(stranger.exists());
+    assert_eq!(report(0, &["stat", folder.text()])["segments"]["foreign"], 1);
+}
