@@ -10,25 +10,28 @@ import os
 import sys
 from typing import Any
 
-from kvferry_peers.engine import Engine
-
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
-COMMANDS = ("open", "connect", "plan", "fill", "poison", "check", "call", "together")
+ENGINES = ("mooncake", "nixl", "nixl-no-progress-thread", "nixl-file-aio", "nixl-file-uring")
+COMMANDS = ("open", "connect", "plan", "fill", "poison", "check", "call", "together", "run")
 
 
-def engine(name: str, role: str) -> Engine:
+def engine(name: str, role: str) -> Any:
     # Only the one asked for: each brings libraries and threads of its own.
     if name == "mooncake":
         from kvferry_peers.mooncake_engine import MooncakeEngine
 
         return MooncakeEngine()
+    if name.startswith("nixl-file-"):
+        from kvferry_peers.nixl_files import NixlFiles
+
+        return NixlFiles(name.removeprefix("nixl-file-"))
     from kvferry_peers.nixl_engine import NixlEngine
 
     # A target makes no calls, so a thread has to make progress for it.
     return NixlEngine(progress_thread=role == "target" or name == "nixl")
 
 
-def answer(side: Engine, line: str) -> dict[str, Any]:
+def answer(side: Any, line: str) -> dict[str, Any]:
     try:
         command, arguments = json.loads(line)
         if command not in COMMANDS:
@@ -40,7 +43,7 @@ def answer(side: Engine, line: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("engine", choices=["mooncake", "nixl", "nixl-no-progress-thread"])
+    parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("role", choices=["target", "initiator"])
     asked = parser.parse_args()
     # Ends with the bench, even if that is killed.

@@ -29,9 +29,11 @@ def image(seed: int, nbytes: int) -> bytearray:
 class Memory:
     """Private anonymous pages, as an engine's pool has, all of them there."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, huge: bool = False) -> None:
         self.nbytes = nbytes
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if huge:
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._poison = 0
         self.poison(nbytes)

@@ -74,6 +74,23 @@ pub struct FileBench {
     pub sizes: Vec<u64>,
     /// How kvferry reads and writes.
     pub engine: kvferry::FileEngine,
+    /// A Python interpreter with NIXL and `kvferry_peers`. `None`: NIXL is not measured.
+    pub peers: Option<PathBuf>,
+    /// `None`: 7, or 2 if `quick`.
+    pub rounds: Option<usize>,
+    /// Small and short.
+    pub quick: bool,
+}
+
+/// What [`crate::store::speed`] moves.
+#[derive(Debug, Clone)]
+pub struct StoreSpeed {
+    /// Where the store is made. `None`: the folder of temporary files.
+    pub folder: Option<PathBuf>,
+    /// Bytes of the blocks of one round.
+    pub bytes: u64,
+    /// Block sizes; one at least.
+    pub sizes: Vec<u64>,
     /// `None`: 7, or 2 if `quick`.
     pub rounds: Option<usize>,
     /// Small and short.

@@ -1,9 +1,14 @@
-//! Memory to files and back, beside fio in the same rounds: `kvferry bench file`.
+//! Memory to files and back, beside fio and NIXL in the same rounds: `kvferry bench file`.
 //!
-//! Each moves blocks of a file of its own, of the same length in the same folder, in a random order and with
-//! as many bytes under way. fio gets io_uring with registered buffers and files.
+//! Each moves blocks of a file of the same length in the same folder, in a random order, to and from as
+//! much memory. fio gets io_uring with registered buffers and files; NIXL its POSIX plug-in with either of
+//! its queues.
+//!
+//! A run moves the file several times: fio counts in milliseconds, and from the start of each thread,
+//! which is late where threads are more than cores. Both overstate the rate of a short run.
 
 mod fio;
+mod nixl;
 
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
@@ -22,17 +27,23 @@ use crate::report::{Report, Row};
 use crate::stats::Spread;
 use crate::units;
 
+use nixl::Nixl;
+
 /// The form of the report's JSON.
 const SCHEMA: &str = "kvferry.bench-file/1";
 /// Seven or more to judge by.
 const ROUNDS: usize = 7;
 const QUICK_ROUNDS: usize = 2;
-/// Memory of one thread, twice of what is under way at once: blocks of a batch share it.
-const MEMORY_BYTES: u64 = 2 * IN_FLIGHT;
-/// Operations of kvferry under way at once, and bytes of one, at most.
-const DEPTH: u64 = 64;
-const OPERATION: u64 = 1 << 20;
-const IN_FLIGHT: u64 = DEPTH * OPERATION;
+/// Memory of one thread, at most.
+const MEMORY_BYTES: u64 = 64 << 20;
+/// Operations of fio under way at once, and their bytes, as far as blocks allow.
+const DEPTH: u64 = 256;
+const DEPTH_MIN: u64 = 4;
+const IN_FLIGHT: u64 = 32 << 20;
+/// Bytes that a run moves: of a cached file, which is the fastest, and of the others.
+const CACHED_BYTES: u64 = 2 << 30;
+const BYTES: u64 = 1 << 30;
+const QUICK_SHARE: u64 = 8;
 /// What is moved of blocks below 32 KiB, which take longer.
 const SMALL_BYTES: u64 = 128 << 20;
 /// Of fio's figure: from 32 KiB on, and below.
@@ -63,10 +74,15 @@ struct Case {
 }
 
 impl Case {
-    /// Bytes of memory that its blocks share: twice of what is under way at once. fio has half of that; all
-    /// of the memory at once would be slower, for it does not fit into the processor's cache.
-    fn memory(self) -> u64 {
-        (2 * DEPTH * self.block.min(OPERATION)).clamp(self.block, MEMORY_BYTES)
+    /// Operations of fio under way at once.
+    fn depth(self) -> u64 {
+        (IN_FLIGHT / self.block).clamp(DEPTH_MIN, DEPTH)
+    }
+
+    /// Blocks of memory that the file's blocks share: as many as fio has. All of the file in memory would
+    /// be slower for everyone, for it does not fit into the processor's cache.
+    fn places(self) -> u64 {
+        self.depth().min((MEMORY_BYTES / self.block).max(1))
     }
 
     fn name(self) -> String {
@@ -81,6 +97,20 @@ impl Case {
     }
 }
 
+/// GB/s of one case, round by round.
+struct Rates {
+    ours: Vec<f64>,
+    fio: Vec<f64>,
+    nixl: Vec<(&'static str, Vec<f64>)>,
+}
+
+impl Rates {
+    fn new(nixl: &[Option<Nixl>]) -> Rates {
+        let nixl = nixl.iter().flatten().map(|nixl| (nixl.who, Vec::new())).collect();
+        Rates { ours: Vec::new(), fio: Vec::new(), nixl }
+    }
+}
+
 /// Measures what `options` ask for; `bar` shows the progress.
 ///
 /// # Errors
@@ -90,48 +120,74 @@ pub fn measure(options: &FileBench, bar: &ProgressBar) -> Result<Report, Failure
     let mut remarks = Vec::new();
     let fio = fio::find();
     if fio.is_none() {
-        remarks.push("fio is not here (apt-get install fio): nothing is judged".to_owned());
+        remarks.push("fio is not here (apt-get install fio): no rows beside it".to_owned());
     }
     let place = Place::new(options)?;
-    remarks.push(format!("files: {}", place.agent.files().engine().unwrap_or_default()));
     if !place.direct_file.is_direct() {
         remarks.push("the file system has no access past the page cache: no direct rows".into());
     }
     let cases = place.cases(options);
     bar.inc_length((cases.len() * rounds) as u64);
-    let mut rates: Vec<[Vec<f64>; 2]> = cases.iter().map(|_| [vec![], vec![]]).collect();
-    for round in 0..rounds {
-        for (case, [ours, theirs]) in cases.iter().zip(&mut rates) {
-            bar.set_message(format!("round {}/{rounds}: {}", round + 1, case.name()));
-            let mut baseline = || -> Result<(), Failure> {
-                if let Some(fio) = &fio {
-                    place.prepare(*case, &place.fio_path)?;
-                    let len = place.amount(*case);
-                    theirs.push(fio.run(&place.fio_path, *case, place.len, len, IN_FLIGHT)?);
-                }
-                Ok(())
-            };
-            // In turns: what one has written, the device may still move during the other's.
-            if round % 2 == 1 {
-                baseline()?;
+    let mut nixl: Vec<Option<Nixl>> =
+        match nixl::start(options.peers.as_deref(), THREADS, MEMORY_BYTES) {
+            Ok(nixl) => nixl.into_iter().map(Some).collect(),
+            Err(why) => {
+                remarks.push(why);
+                Vec::new()
             }
-            ours.push(place.run(*case, round as u64)?);
-            if round % 2 == 0 {
-                baseline()?;
+        };
+    let mut rates: Vec<Rates> = cases.iter().map(|_| Rates::new(&nixl)).collect();
+    for round in 0..rounds {
+        for (case, rates) in cases.iter().zip(&mut rates) {
+            bar.set_message(format!("round {}/{rounds}: {}", round + 1, case.name()));
+            let subjects = 2 + nixl.len();
+            // In turns: what one has written, the device may still move during the other's.
+            for subject in (0..subjects).map(|i| (i + round) % subjects) {
+                match (subject, &fio) {
+                    (0, _) => rates.ours.push(place.run(*case, round as u64)?),
+                    (1, Some(fio)) => {
+                        place.prepare(*case, &place.fio_path)?;
+                        rates.fio.push(fio.run(
+                            &place.fio_path,
+                            *case,
+                            place.len,
+                            place.amount(*case),
+                        )?);
+                    }
+                    (1, None) => {}
+                    (peer, _) => {
+                        let peer = peer - 2;
+                        let Some(engine) = &mut nixl[peer] else { continue };
+                        place.prepare(*case, &place.fio_path)?;
+                        let blocks = place.blocks(*case, round as u64);
+                        match engine.run(&place.fio_path, *case, case.places(), &blocks) {
+                            Ok(rate) => rates.nixl[peer].1.push(rate),
+                            Err(e) => {
+                                remarks.push(format!("{}: {}: {e}", engine.who, case.name()));
+                                nixl[peer] = None;
+                            }
+                        }
+                    }
+                }
             }
             bar.inc(1);
         }
     }
+    let share = place.agent.files().registered_operations();
+    remarks.push(format!("files: {}", place.agent.files().engine().unwrap_or_default()));
+    remarks.push(format!("operations of kvferry from registered memory: {share}"));
     let mut rows = Vec::new();
-    for (case, [ours, theirs]) in cases.into_iter().zip(rates) {
+    for (case, Rates { ours, fio, nixl }) in cases.into_iter().zip(rates) {
         let name = case.name();
-        if !theirs.is_empty() {
-            let bound = if case.block < 32 << 10 { SHARE_SMALL } else { SHARE };
+        let bound = if case.block < 32 << 10 { SHARE_SMALL } else { SHARE };
+        let others = std::iter::once(("fio", fio, bound));
+        let others = others.chain(nixl.into_iter().map(|(who, rates)| (who, rates, 1.0)));
+        for (who, theirs, bound) in others.filter(|(_, theirs, _)| theirs.len() == ours.len()) {
             let share = Spread::ratio(&ours, &theirs);
             rows.push(
-                Row::new("file", format!("{name}, share of fio's"), "", share).at_least(bound),
+                Row::new("file", format!("{name}, share of {who}'s"), "", share).at_least(bound),
             );
-            rows.push(Row::new("file", format!("{name}, fio"), "GB/s", Spread::of(theirs)));
+            rows.push(Row::new("file", format!("{name}, {who}"), "GB/s", Spread::of(theirs)));
         }
         rows.push(Row::new("file", format!("{name}, kvferry"), "GB/s", Spread::of(ours)));
     }
@@ -149,6 +205,8 @@ struct Place {
     buffered_file: FileRegion,
     direct_file: FileRegion,
     memory: Vec<Region>,
+    pattern: Vec<u8>,
+    is_quick: bool,
 }
 
 impl Drop for Place {
@@ -175,21 +233,32 @@ impl Place {
         let buffered_file = agent.open_file(&path, &how.clone().direct(DirectIo::Off))?;
         let direct_file = agent.open_file(&path, &how.direct(DirectIo::Auto))?;
         let allocate =
-            |_| agent.allocate(usize::try_from(MEMORY_BYTES).expect("128 MiB"), Access::NONE);
+            |_| agent.allocate(usize::try_from(MEMORY_BYTES).expect("64 MiB"), Access::NONE);
         let memory = (0..THREADS).map(allocate).collect::<Result<Vec<_>, _>>()?;
         let piece = options.sizes.iter().copied().fold(4096, gcd).max(8);
         let piece = usize::try_from(piece).expect("at most 4096");
-        let place = Place { agent, path, fio_path, len, piece, buffered_file, direct_file, memory };
+        let pattern = (0..MEMORY_BYTES / 8).flat_map(|i| pattern(i).to_le_bytes()).collect();
+        let is_quick = options.quick;
+        let place = Place {
+            agent,
+            path,
+            fio_path,
+            len,
+            piece,
+            buffered_file,
+            direct_file,
+            memory,
+            pattern,
+            is_quick,
+        };
         place.fill()?;
         Ok(place)
     }
 
     /// Writes every byte of the file: a place that was only reserved reads as zeros, faster than data.
     fn fill(&self) -> Result<(), Failure> {
-        let pattern: Vec<u8> =
-            (0..MEMORY_BYTES / 8).flat_map(|i| pattern(i).to_le_bytes()).collect();
         for memory in &self.memory {
-            memory.write_at(0, &pattern)?;
+            memory.write_at(0, &self.pattern)?;
         }
         let how = kvferry::FileOptions::create(self.len).direct(DirectIo::Off);
         let of_fio = self.agent.open_file(&self.fio_path, &how)?;
@@ -210,7 +279,7 @@ impl Place {
     fn cases(&self, options: &FileBench) -> Vec<Case> {
         let mut cases = Vec::new();
         for &block in &options.sizes {
-            let block = block.clamp(8, IN_FLIGHT);
+            let block = block.clamp(8, MEMORY_BYTES);
             for (mode, op) in [
                 (Mode::Buffered, Op::Write),
                 (Mode::Buffered, Op::Read),
@@ -229,9 +298,34 @@ impl Place {
         cases
     }
 
-    /// Bytes that a case moves.
+    /// Bytes that a case moves: all threads together.
     fn amount(&self, case: Case) -> u64 {
-        if case.block < 32 << 10 { self.len.min(SMALL_BYTES) } else { self.len }
+        let quick = if self.is_quick { QUICK_SHARE } else { 1 };
+        match case.mode {
+            _ if case.block < 32 << 10 => self.len.min(SMALL_BYTES),
+            Mode::Cold => self.len,
+            Mode::Buffered if case.op == Op::Read => CACHED_BYTES / quick,
+            _ => BYTES / quick,
+        }
+    }
+
+    /// The blocks that each thread moves, in its order. Threads have parts of the file of their own.
+    fn blocks(&self, case: Case, seed: u64) -> Vec<Vec<u64>> {
+        let all: Vec<u64> = (0..self.len / case.block).collect();
+        let each = self.amount(case) / case.threads as u64 / case.block;
+        let each = usize::try_from(each).expect("small").max(1);
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let mut one = |part: &[u64]| {
+            let mut blocks = Vec::with_capacity(each);
+            while blocks.len() < each {
+                let mut turn = part.to_vec();
+                rng.shuffle(&mut turn);
+                turn.truncate(each - blocks.len());
+                blocks.append(&mut turn);
+            }
+            blocks
+        };
+        all.chunks(all.len().div_ceil(case.threads)).map(&mut one).collect()
     }
 
     /// The state of the page cache that a case begins with.
@@ -250,17 +344,14 @@ impl Place {
     /// GB/s of all threads together.
     fn run(&self, case: Case, seed: u64) -> Result<f64, Failure> {
         self.prepare(case, &self.path)?;
-        let blocks: Vec<u64> = (0..self.len / case.block).collect();
-        let amount = self.amount(case) / case.threads as u64;
-        let start = Barrier::new(case.threads);
+        let blocks = self.blocks(case, seed);
+        let start = Barrier::new(blocks.len());
         thread::scope(|scope| {
-            let each = blocks.chunks(blocks.len().div_ceil(case.threads)).zip(&self.memory);
-            let running: Vec<_> = each
+            let running: Vec<_> = blocks
+                .iter()
+                .zip(&self.memory)
                 .map(|(blocks, memory)| {
-                    let mut blocks = blocks.to_vec();
-                    fastrand::Rng::with_seed(seed).shuffle(&mut blocks);
-                    blocks.truncate(usize::try_from(amount / case.block).expect("small").max(1));
-                    let batch = self.batch(case, &blocks, memory);
+                    let batch = self.batch(case, blocks, memory);
                     let start = &start;
                     scope.spawn(move || {
                         start.wait();
@@ -290,7 +381,7 @@ impl Place {
         let file = if case.mode.is_direct() { &self.direct_file } else { &self.buffered_file };
         let remote = file.remote();
         let mut batch = Batch::with_capacity(blocks.len());
-        let places = (case.memory() / case.block).max(1);
+        let places = case.places();
         for (i, block) in blocks.iter().enumerate() {
             let near = i as u64 % places * case.block;
             batch.push(memory, near, &remote, block * case.block, case.block)?;
@@ -307,11 +398,19 @@ impl Place {
         Ok(moved?.bytes)
     }
 
-    /// Whether what was read are pieces of the pattern; writes the pattern anew.
+    /// Reads as many blocks as there are places, each to its own, and checks that they are pieces of the
+    /// pattern. What the timed reads left can't be checked: two may write to one place at once.
     fn verify(&self, case: Case) -> Result<(), Failure> {
-        let mut bytes = vec![0; usize::try_from(case.block).expect("at most 64 MiB")];
-        for memory in &self.memory[..case.threads] {
-            memory.read_at(0, &mut bytes)?;
+        let bytes = case.places() * case.block;
+        let mut bytes = vec![0xff; usize::try_from(bytes).expect("at most 64 MiB")];
+        for (memory, mut blocks) in self.memory.iter().zip(self.blocks(case, 0)) {
+            bytes.fill(0xff);
+            memory.write_at(0, &bytes)?;
+            blocks.truncate(usize::try_from(case.places()).expect("small"));
+            let len = blocks.len() * usize::try_from(case.block).expect("at most 64 MiB");
+            self.move_all(case, &self.batch(case, &blocks, memory)?)?;
+            let bytes = &mut bytes[..len];
+            memory.read_at(0, bytes)?;
             // What was written in smaller blocks came from anywhere in memory.
             for piece in bytes.chunks(self.piece) {
                 let first = u64::from_le_bytes(piece[..8].try_into().expect("eight bytes"));
@@ -325,10 +424,8 @@ impl Place {
                 }
             }
         }
-        let pattern: Vec<u8> =
-            (0..MEMORY_BYTES / 8).flat_map(|i| pattern(i).to_le_bytes()).collect();
         for memory in &self.memory[..case.threads] {
-            memory.write_at(0, &pattern)?;
+            memory.write_at(0, &self.pattern)?;
         }
         Ok(())
     }

@@ -4,10 +4,11 @@
 //! the future. A replay is exact: the same trace has the same hits.
 
 mod baselines;
+pub mod speed;
 mod trace;
 
 use indicatif::ProgressBar;
-use kvferry_store::policy::Policy;
+use kvferry_store::policy::Keyed;
 
 use crate::failure::Failure;
 use crate::options::StoreBench;
@@ -54,10 +55,11 @@ pub fn measure(options: &StoreBench, bar: &ProgressBar) -> Result<Report, Failur
 
 /// The hits of each request.
 fn policy(requests: &[Request], blocks: usize) -> Vec<usize> {
-    let (mut policy, mut left) = (Policy::new(blocks), Vec::new());
+    let longest = requests.iter().map(|request| request.blocks.len()).max().unwrap_or_default();
+    let (mut tier, mut left) = (Keyed::new(blocks, longest), Vec::new());
     let hits = requests.iter().map(|request| {
         left.clear();
-        policy.request(request.at, &request.blocks, &mut left)
+        tier.request(request.at, &request.blocks, &mut left)
     });
     hits.collect()
 }
