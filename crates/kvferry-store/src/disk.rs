@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::log;
 use crate::memory::{BlockMemory, PAGE_OF_ZEROS, padding};
 use crate::sync::lock;
-use kvferry::{Access, Agent, Batch, DirectIo, FileOptions, FileRegion, Options, Region};
+use kvferry::{Access, Agent, Batch, DirectIo, FileOptions, FileRegion, Options, Region, Transfer};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::fs::File;
 use std::io;
@@ -53,6 +53,42 @@ impl Drop for Segment {
     fn drop(&mut self) {
         // Fails if the agent was shut down, which closed the region.
         let _ = self.agent.close_file(&self.region);
+    }
+}
+
+/// Blocks that are being read or written. Dropping it waits until that has ended: their memory is the caller's
+/// again after that.
+#[derive(Debug)]
+pub(crate) struct UnderWay {
+    began: io::Result<Transfer>,
+    _files: Vec<Arc<Segment>>,
+}
+
+impl UnderWay {
+    fn begin(began: io::Result<(Transfer, Vec<Arc<Segment>>)>) -> Self {
+        match began {
+            Ok((transfer, files)) => Self { began: Ok(transfer), _files: files },
+            Err(e) => Self { began: Err(e), _files: Vec::new() },
+        }
+    }
+
+    /// Waits for the end.
+    pub(crate) fn end(mut self) -> io::Result<()> {
+        match std::mem::replace(&mut self.began, Err(io::ErrorKind::Other.into())) {
+            Ok(transfer) => {
+                let outcome = transfer.wait(None).expect("waits without an end");
+                outcome.map(|_| ()).map_err(io::Error::other)
+            }
+            Err(e) => Err(e),
+        }
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        if let Ok(transfer) = &self.began {
+            let _ = transfer.wait(None);
+        }
     }
 }
 
@@ -132,6 +168,57 @@ impl Directories {
             batch.push(&self.zeros, 0, &remote, at + block.len(), padding)?;
         }
         Ok(())
+    }
+
+    /// Writes the header of an extent; the batch writes its blocks. The file stays open as long as it is held.
+    fn writes(
+        &self,
+        segment: u32,
+        header: (u64, &[u8]),
+        blocks: &[(u64, BlockMemory)],
+    ) -> io::Result<(Batch, Arc<Segment>)> {
+        let segment = self.segment(segment)?;
+        let mut batch = Batch::with_capacity(blocks.len());
+        for (at, block) in blocks {
+            self.push(&mut batch, &segment, *at, block, true).map_err(io::Error::other)?;
+        }
+        segment.file.write_all_at(header.1, header.0)?;
+        Ok((batch, segment))
+    }
+
+    /// The batch reads blocks. The files stay open as long as they are held.
+    fn reads(&self, blocks: &[(u32, u64, BlockMemory)]) -> io::Result<(Batch, Vec<Arc<Segment>>)> {
+        let mut batch = Batch::with_capacity(blocks.len());
+        let mut files: Vec<Arc<Segment>> = Vec::with_capacity(1);
+        let mut last = None;
+        for (segment, at, block) in blocks {
+            if last != Some(segment) {
+                files.push(self.segment(*segment)?);
+                last = Some(segment);
+            }
+            let file = files.last().expect("pushed with the first block");
+            self.push(&mut batch, file, *at, block, false).map_err(io::Error::other)?;
+        }
+        Ok((batch, files))
+    }
+
+    /// As [`log::Disk::write_blocks`], but returns at once.
+    pub(crate) fn begin_write(
+        &self,
+        segment: u32,
+        header: (u64, &[u8]),
+        blocks: &[(u64, BlockMemory)],
+    ) -> UnderWay {
+        UnderWay::begin(self.writes(segment, header, blocks).map(|(batch, file)| {
+            (self.agent.files().write_async(&batch, &Options::default()), vec![file])
+        }))
+    }
+
+    /// As [`log::Disk::read_blocks`], but returns at once.
+    pub(crate) fn begin_read(&self, blocks: &[(u32, u64, BlockMemory)]) -> UnderWay {
+        UnderWay::begin(self.reads(blocks).map(|(batch, files)| {
+            (self.agent.files().read_async(&batch, &Options::default()), files)
+        }))
     }
 
     /// Makes the segment's file unless it exists. One of another length is made anew.
@@ -247,25 +334,13 @@ impl log::Disk for Directories {
         header: (u64, &[u8]),
         blocks: &[(u64, BlockMemory)],
     ) -> io::Result<()> {
-        let segment = self.segment(segment)?;
-        let mut batch = Batch::with_capacity(blocks.len());
-        for (at, block) in blocks {
-            self.push(&mut batch, &segment, *at, block, true).map_err(io::Error::other)?;
-        }
-        segment.file.write_all_at(header.1, header.0)?;
+        let (batch, _file) = self.writes(segment, header, blocks)?;
         let done = self.agent.files().write(&batch, &Options::default());
         done.map(|_| ()).map_err(io::Error::other)
     }
 
     fn read_blocks(&self, blocks: &[(u32, u64, BlockMemory)]) -> io::Result<()> {
-        let mut batch = Batch::with_capacity(blocks.len());
-        // The files stay open until the batch has ended.
-        let mut files = Vec::with_capacity(blocks.len());
-        for (segment, at, block) in blocks {
-            let file = self.segment(*segment)?;
-            self.push(&mut batch, &file, *at, block, false).map_err(io::Error::other)?;
-            files.push(file);
-        }
+        let (batch, _files) = self.reads(blocks)?;
         let done = self.agent.files().read(&batch, &Options::default());
         done.map(|_| ()).map_err(io::Error::other)
     }

@@ -62,12 +62,54 @@ impl BlockMemory {
 
     /// The sum of the bytes, followed by zeros up to a whole page.
     pub(crate) fn sum(&self) -> Result<u64> {
+        self.sum_of_each(|_| Ok(()))
+    }
+
+    /// As [`BlockMemory::sum`]; `f` gets the bytes, in order, a few KiB at a time.
+    pub(crate) fn sum_of_each(&self, mut f: impl FnMut(&[u8]) -> Result<()>) -> Result<u64> {
         let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
+        let mut outcome = Ok(());
         for piece in &self.pieces {
-            piece.region.for_each_copy(piece.offset, piece.len, |bytes| digest.update(bytes))?;
+            piece.region.for_each_copy(piece.offset, piece.len, |bytes| {
+                if outcome.is_ok() {
+                    digest.update(bytes);
+                    outcome = f(bytes);
+                }
+            })?;
         }
+        outcome?;
         digest.update(&PAGE_OF_ZEROS[..padding(self.len)]);
         Ok(digest.finalize())
+    }
+
+    /// Copies a block of the same length to this memory.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for another length; `Agent` for memory that is not registered.
+    pub(crate) fn copy_from(&self, from: &Self) -> Result<()> {
+        if self.len != from.len {
+            return Err(Error::InvalidArgument(format!(
+                "memory of {} bytes for a block of {}",
+                self.len, from.len
+            )));
+        }
+        let (mut ours, mut theirs) = (self.pieces.iter(), from.pieces.iter());
+        let (mut to, mut of) = (ours.next().cloned(), theirs.next().cloned());
+        while let (Some(into), Some(source)) = (&mut to, &mut of) {
+            let len = into.len.min(source.len);
+            into.region.copy_from(into.offset, &source.region, source.offset, len)?;
+            for piece in [&mut *into, source] {
+                piece.offset += len;
+                piece.len -= len;
+            }
+            if into.len == 0 {
+                to = ours.next().cloned();
+            }
+            if of.as_ref().is_some_and(|piece| piece.len == 0) {
+                of = theirs.next().cloned();
+            }
+        }
+        Ok(())
     }
 
     /// Adds the pieces to a batch whose remote side is a file.

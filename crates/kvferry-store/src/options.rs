@@ -28,6 +28,7 @@ pub struct StoreOptions {
     pub(crate) segment_bytes: Option<u64>,
     pub(crate) blocks_max: Option<u32>,
     pub(crate) direct: DirectIo,
+    pub(crate) host_bytes: u64,
 }
 
 impl StoreOptions {
@@ -43,6 +44,7 @@ impl StoreOptions {
             segment_bytes: None,
             blocks_max: None,
             direct: DirectIo::Off,
+            host_bytes: 0,
         }
     }
 
@@ -73,6 +75,19 @@ impl StoreOptions {
     #[must_use]
     pub fn direct(self, direct: DirectIo) -> Self {
         Self { direct, ..self }
+    }
+
+    /// A tier in host memory, of this process alone: 0, the default, for none, or 1 MiB and more, which are
+    /// allocated at once.
+    ///
+    /// What is put is copied there and written to the disk in the background; what is read stays there.
+    /// [`Space::put`](crate::Space::put) then returns before its blocks are on the disk: other processes find
+    /// them a little later, and a process that is killed loses those that were not written.
+    /// [`Store::sync`](crate::Store::sync) waits for them. Of use where blocks go past the page cache, or
+    /// where the disk is slower than the engine.
+    #[must_use]
+    pub fn host_bytes(self, bytes: u64) -> Self {
+        Self { host_bytes: bytes, ..self }
     }
 
     /// The capacity in segments, of the size that an existing store has, or of that of a new one.

@@ -20,6 +20,12 @@ macro_rules! counters {
             pub disk_bytes: u64,
             /// Bytes that the store may take.
             pub capacity_bytes: u64,
+            /// Blocks in this process's tier in host memory.
+            pub host_blocks: u64,
+            /// Bytes that they take.
+            pub host_bytes: u64,
+            /// Of these, bytes of blocks that are not on the disk yet.
+            pub waiting_bytes: u64,
             /// Processes that have the store open.
             pub processes: u64,
             /// 1 if this process is the one that frees space.
@@ -46,6 +52,12 @@ counters! {
     asked,
     /// Of these, blocks that were read and whose sums were right.
     hits,
+    /// Of these, blocks that were in host memory.
+    host_hits,
+    /// Of the hits, blocks that another call was reading at the same time.
+    shared_hits,
+    /// Blocks that were read from the disk, also to look at them once more.
+    disk_reads,
     /// Bytes of hits.
     bytes_read,
     /// Blocks that were stored.

@@ -3,9 +3,12 @@
 use crate::core::Core;
 use crate::disk::Directories;
 use crate::error::{Error, Result};
+use crate::flights::Flights;
+use crate::get::Wanted;
+use crate::host::{HOST_BYTES_MIN, Host};
 use crate::index::{Entry, Inserted, New, SlotId};
 use crate::key::{Identity, Key, Namespace};
-use crate::log::{self, Disk, Superblock};
+use crate::log::{self, Superblock};
 use crate::membership::{Membership, join};
 use crate::memory::BlockMemory;
 use crate::options::StoreOptions;
@@ -13,12 +16,12 @@ use crate::pending::{Pending, Pool};
 use crate::policy::{Retention, Then};
 use crate::recover;
 use crate::stats::{Counters, Stats};
+use crate::sync::lock;
 use crate::worker::Worker;
-use crate::writer::{Candidate, NotWritten};
 use kvferry::Agent;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 /// Threads that read and write in the background, and bytes of puts that may wait for them.
@@ -63,13 +66,17 @@ const CHUNK_BYTES: u64 = 2 << 20;
 pub struct Store(Arc<Inner>);
 
 #[derive(Debug)]
-struct Inner {
-    core: Arc<Core>,
-    worker: Arc<Worker>,
+pub(crate) struct Inner {
+    pub(crate) core: Arc<Core>,
+    pub(crate) worker: Arc<Worker>,
     membership: Membership,
     pool: Pool,
-    /// For parts of calls; these have no parts themselves.
-    parts: Pool,
+    /// Tasks of the pool join the loads that are under way in the order in which they wait for it.
+    in_order: Mutex<()>,
+    pub(crate) host: Option<Arc<Host>>,
+    /// One thread, which writes what is in host memory, in the order in which it was put.
+    pub(crate) behind: Pool,
+    flights: Arc<Flights>,
     capacity: u64,
     is_closed: AtomicBool,
     /// Held, shared, by each call that reads or writes, and alone by `close`: what such a call wrote after another
@@ -87,6 +94,12 @@ impl Store {
     /// # Errors
     /// `InvalidArgument`; `Directory`, `Format` and `Busy`; `Agent` if the agent was shut down.
     pub fn open(agent: &Agent, options: &StoreOptions) -> Result<Self> {
+        if (1..HOST_BYTES_MIN).contains(&options.host_bytes) {
+            return Err(Error::InvalidArgument(format!(
+                "a tier in host memory has {HOST_BYTES_MIN} bytes or more, got {}",
+                options.host_bytes
+            )));
+        }
         for path in &options.directories {
             let failed = |source| Error::Directory { path: path.clone(), source };
             std::fs::create_dir_all(path).map_err(failed)?;
@@ -105,6 +118,10 @@ impl Store {
             },
         )?;
         let failed = |source| Error::Directory { path: first.clone(), source };
+        let host = match options.host_bytes {
+            0 => None,
+            bytes => Some(Arc::new(Host::new(agent, bytes)?)),
+        };
         let member = joined.index.join().map_err(failed)?;
         let core = Arc::new(Core::new(disk(&superblock)?, superblock, member));
         let worker = Worker::start(Arc::clone(&core)).map_err(failed)?;
@@ -116,7 +133,10 @@ impl Store {
             worker,
             membership,
             pool: Pool::new(IO_THREADS, WAITING_BYTES),
-            parts: Pool::new(IO_THREADS, u64::MAX),
+            in_order: Mutex::default(),
+            host,
+            behind: Pool::new(1, u64::MAX),
+            flights: Arc::default(),
             capacity: options.capacity,
             is_closed: AtomicBool::new(false),
             calls: RwLock::new(()),
@@ -138,6 +158,9 @@ impl Store {
     /// `Closed`; `Directory` with the error of a device.
     pub fn sync(&self) -> Result<()> {
         let _call = self.0.enter()?;
+        let (pending, promise) = Pending::new();
+        self.0.behind.submit(0, false, Box::new(move || promise.finish(Ok(()))))?;
+        pending.wait(None);
         let path = self.0.core.disk.path_of(0);
         self.0.worker.writer.sync(&self.0.core).map_err(|source| Error::Directory { path, source })
     }
@@ -145,10 +168,14 @@ impl Store {
     /// What this process has done, and what the store holds.
     pub fn stats(&self) -> Stats {
         let core = &self.0.core;
+        let held = self.0.host.as_ref().map(|host| host.held()).unwrap_or_default();
         Stats {
             blocks: core.member.live(),
             disk_bytes: core.disk.bytes(),
             capacity_bytes: self.0.capacity,
+            host_blocks: held.blocks,
+            host_bytes: held.bytes,
+            waiting_bytes: held.waiting,
             processes: core.member.members().count() as u64,
             is_keeper: u64::from(self.0.membership.is_keeper()),
             ..core.counters.read()
@@ -211,23 +238,13 @@ impl Inner {
         }
         // Calls that began before end; none begins.
         drop(self.calls.write());
-        self.parts.close();
+        self.behind.close();
         self.worker.stop();
         self.membership.stop();
     }
 
-    /// Carries out a part of a call on another thread.
-    fn beside<T: Send + Sync + 'static>(
-        &self,
-        part: impl FnOnce() -> Result<T> + Send + 'static,
-    ) -> Result<Pending<T>> {
-        let (pending, promise) = Pending::new();
-        self.parts.submit(0, false, Box::new(move || promise.finish(part())))?;
-        Ok(pending)
-    }
-
     /// Has the keeper look at what it must do.
-    fn wake_keeper(&self) {
+    pub(crate) fn wake_keeper(&self) {
         if self.membership.is_keeper() {
             self.worker.wake();
         } else {
@@ -285,7 +302,7 @@ pub struct Put {
 }
 
 impl Put {
-    fn add(&mut self, other: Self) {
+    pub(crate) fn add(&mut self, other: Self) {
         self.stored += other.stored;
         self.present += other.present;
         self.refused += other.refused;
@@ -298,16 +315,8 @@ impl Put {
 /// A prompt is given by the hashes of its blocks, the first block first. Hashes have 16 to 64 bytes.
 #[derive(Clone, Debug)]
 pub struct Space {
-    store: Arc<Inner>,
-    identity: Identity,
-}
-
-/// How a read of a block ended.
-enum Read {
-    Right,
-    /// The block was moved: it may be right at its new place.
-    Moved(Entry),
-    Wrong,
+    pub(crate) store: Arc<Inner>,
+    pub(crate) identity: Identity,
 }
 
 impl Space {
@@ -327,8 +336,9 @@ impl Space {
     /// As [`Space::lookup`].
     pub fn touch<H: AsRef<[u8]>>(&self, prompt: &[H]) -> Result<usize> {
         let _call = self.store.enter()?;
-        let found = self.find(&self.keys(prompt)?);
-        self.note_use(&found, prompt.len() - found.len());
+        let keys = self.keys(prompt)?;
+        let found = self.find(&keys);
+        self.note_use(&keys, &found, prompt.len() - found.len());
         Ok(found.len())
     }
 
@@ -345,23 +355,9 @@ impl Space {
         memory: &[BlockMemory],
     ) -> Result<usize> {
         let _call = self.store.enter()?;
-        check_range(prompt.len(), first, memory)?;
-        let found = self.find(&self.keys(prompt)?);
-        self.note_use(&found, prompt.len() - found.len());
-        let counters = &self.store.core.counters;
-        Counters::add(&counters.asked, memory.len());
-        let entries = found.get(first..).unwrap_or_default();
-        let wanted: Vec<_> = entries
-            .iter()
-            .zip(memory)
-            .take_while(|(entry, memory)| u64::from(entry.len) == memory.len())
-            .collect();
-        let checks = prompt[first..].iter().map(|hash| self.identity.check(hash.as_ref()));
-        let read = self.read(&wanted, checks)?;
-        let bytes: u64 = memory[..read].iter().map(BlockMemory::len).sum();
-        Counters::add(&counters.hits, read);
-        counters.bytes_read.fetch_add(bytes, Ordering::Relaxed);
-        Ok(read)
+        let wanted = self.wanted(prompt, first, memory)?;
+        let joined = self.store.flights.join(wanted.blocks());
+        self.load(&wanted, joined)
     }
 
     /// Stores blocks of a prompt: those from the `first` on, one for each memory. Blocks that are there are
@@ -390,81 +386,7 @@ impl Space {
                 long.len()
             )));
         }
-        let keys = self.keys(&prompt[first.saturating_sub(1)..first + memory.len()])?;
-        let (before, keys) = keys.split_at(first.min(1));
-        let retention = retain.retention(core.clock.now_ms());
-        let mut put = Put::default();
-        let mut parent = before.first().and_then(|key| core.member.find(key)).map(|it| it.slot);
-        let mut absent = Vec::new();
-        for (at, (key, memory)) in keys.iter().zip(memory).enumerate() {
-            match core.member.find(key) {
-                Some(there) => {
-                    put.present += 1;
-                    if absent.is_empty() {
-                        parent = Some(there.slot);
-                    }
-                }
-                None => absent.push((first + at, memory)),
-            }
-        }
-        // While some blocks are written, the sums of the next ones are computed.
-        let mut under_way: Option<Pending<(Put, Option<SlotId>)>> = None;
-        let mut rest =
-            chunks(&absent, |(_, memory)| u32::try_from(memory.len()).unwrap_or(u32::MAX));
-        let mut outcome = Ok(());
-        let mut chunk = rest.next();
-        while let Some(now) = chunk {
-            chunk = rest.next();
-            let new = now
-                .iter()
-                .map(|(at, memory)| self.candidate(prompt, *at, memory, retention))
-                .collect::<Result<Vec<_>>>();
-            if let Some(earlier) = under_way.take() {
-                let (some, last) = ended(earlier)?;
-                put.add(some);
-                parent = last;
-            }
-            match (new, chunk) {
-                (Ok(new), Some(_)) => {
-                    let (space, parent) = (self.clone(), parent);
-                    let write = move || Ok(space.write(&new, parent));
-                    under_way = Some(self.store.beside(write)?);
-                }
-                (Ok(new), None) => put.add(self.write(&new, parent).0),
-                (Err(e), _) => {
-                    outcome = Err(e);
-                    break;
-                }
-            }
-        }
-        Counters::add(&core.counters.stored, put.stored);
-        Counters::add(&core.counters.present, put.present);
-        Counters::add(&core.counters.refused, put.refused);
-        Counters::add(&core.counters.failed, put.failed);
-        outcome.map(|()| put)
-    }
-
-    fn candidate<H: AsRef<[u8]>>(
-        &self,
-        prompt: &[H],
-        at: usize,
-        memory: &BlockMemory,
-        retention: Retention,
-    ) -> Result<Candidate> {
-        let hash = prompt[at].as_ref();
-        let before = at.checked_sub(1).map(|before| self.identity.key(prompt[before].as_ref()));
-        let check = self.identity.check(hash);
-        let block = log::Block {
-            key: self.identity.key(hash)?.0,
-            parent: before.transpose()?.map(|key| key.0),
-            sum: memory.sum()? ^ check,
-            check,
-            namespace: self.identity.id,
-            len: memory.checked_len()?,
-            retention: retention.to_bits(),
-            time: self.store.core.clock.now_s(),
-        };
-        Ok(Candidate { block, memory: memory.clone() })
+        self.store_blocks(prompt, first, memory, retain.retention(core.clock.now_ms()))
     }
 
     /// As [`Space::get`], in the background. The memory belongs to the store until the operation has ended.
@@ -477,11 +399,16 @@ impl Space {
         first: usize,
         memory: &[BlockMemory],
     ) -> Result<Pending<usize>> {
-        check_range(prompt.len(), first, memory)?;
-        let (pending, promise) = Pending::new();
-        let (space, prompt, memory) = (self.clone(), own(prompt), memory.to_vec());
-        let task = move || promise.finish(space.get(&prompt, first, &memory));
+        let wanted = self.wanted(prompt, first, memory)?;
         self.store.check()?;
+        let (pending, promise) = Pending::new();
+        let _in_order = lock(&self.store.in_order);
+        let joined = self.store.flights.join(wanted.blocks());
+        let space = self.clone();
+        let task = move || {
+            let call = space.store.enter();
+            promise.finish(call.and_then(|_call| space.load(&wanted, joined)));
+        };
         self.store.pool.submit(0, false, Box::new(task))?;
         Ok(pending)
     }
@@ -513,168 +440,62 @@ impl Space {
         Ok(pending)
     }
 
-    fn keys<H: AsRef<[u8]>>(&self, prompt: &[H]) -> Result<Vec<Key>> {
+    pub(crate) fn keys<H: AsRef<[u8]>>(&self, prompt: &[H]) -> Result<Vec<Key>> {
         prompt.iter().map(|hash| self.identity.key(hash.as_ref())).collect()
     }
 
-    /// The blocks of the longest prefix that is there.
-    fn find(&self, keys: &[Key]) -> Vec<Entry> {
+    fn wanted<H: AsRef<[u8]>>(
+        &self,
+        prompt: &[H],
+        first: usize,
+        memory: &[BlockMemory],
+    ) -> Result<Wanted> {
+        check_range(prompt.len(), first, memory)?;
+        let end = first + memory.len();
+        let checks = prompt[first..end].iter().map(|hash| self.identity.check(hash.as_ref()));
+        Ok(Wanted {
+            keys: self.keys(&prompt[..end])?,
+            first,
+            checks: checks.collect(),
+            memory: memory.to_vec(),
+            prompt: prompt.len(),
+        })
+    }
+
+    /// The blocks of the longest prefix that is there. Those that are in host memory only have no entry.
+    pub(crate) fn find(&self, keys: &[Key]) -> Vec<Option<Entry>> {
+        let mut entries = Vec::with_capacity(keys.len());
         let mut found = Vec::with_capacity(keys.len());
-        self.store.core.member.find_prefix(keys, &mut found);
-        found
+        loop {
+            entries.clear();
+            self.store.core.member.find_prefix(&keys[found.len()..], &mut entries);
+            found.extend(entries.iter().copied().map(Some));
+            let Some(host) = &self.store.host else { return found };
+            let in_host = host.prefix(&keys[found.len()..]);
+            if in_host == 0 {
+                return found;
+            }
+            found.extend(std::iter::repeat_n(None, in_host));
+        }
     }
 
-    fn note_use(&self, found: &[Entry], missing: usize) {
+    pub(crate) fn note_use(&self, keys: &[Key], found: &[Option<Entry>], missing: usize) {
         let core = &self.store.core;
-        let now = core.clock.now_s();
-        for entry in found {
-            core.member.touch(entry, now);
-        }
-        let slots: Vec<_> = found.iter().map(|entry| entry.slot).collect();
+        let (now, now_ms) = (core.clock.now_s(), core.clock.now_ms());
+        let on_disk = || found.iter().flatten();
+        on_disk().for_each(|entry| core.member.touch(entry, now));
+        let slots: Vec<_> = on_disk().map(|entry| entry.slot).collect();
         let missing = u32::try_from(missing).unwrap_or(u32::MAX);
-        if core.member.note_used(core.clock.now_ms(), missing, &slots) {
+        if core.member.note_used(now_ms, missing, &slots) {
             self.store.wake_keeper();
         }
-    }
-
-    /// Reads blocks; returns how many, from the first, were right. While the sums of some are computed, the
-    /// next ones are read.
-    fn read(
-        &self,
-        wanted: &[(&Entry, &BlockMemory)],
-        checks: impl Iterator<Item = u64>,
-    ) -> Result<usize> {
-        let mut checks = checks;
-        let mut right = 0;
-        let mut rest = chunks(wanted, |(entry, _)| entry.len);
-        let mut chunk = rest.next();
-        let mut under_way = None;
-        while let Some(now) = chunk {
-            let is_read = match under_way.take() {
-                Some(earlier) => ended(earlier)?,
-                None => self.store.core.disk.read_blocks(&self.places(now)).is_ok(),
-            };
-            chunk = rest.next();
-            if let Some(next) = chunk {
-                let (core, places) = (Arc::clone(&self.store.core), self.places(next));
-                let read = move || Ok(core.disk.read_blocks(&places).is_ok());
-                under_way = Some(self.store.beside(read)?);
-            }
-            let count = self.judge_all(now, &mut checks, is_read);
-            right += count.as_ref().map_or(0, |count| *count);
-            if !count.as_ref().is_ok_and(|count| *count == now.len()) {
-                // The memory is the caller's again when this returns.
-                under_way.map_or(Ok(true), ended)?;
-                return count.map(|_| right);
-            }
+        if let Some(host) = &self.store.host {
+            host.note_use(now_ms, keys);
         }
-        Ok(right)
-    }
-
-    /// How many of the blocks that were read are right, from the first.
-    fn judge_all(
-        &self,
-        wanted: &[(&Entry, &BlockMemory)],
-        checks: &mut impl Iterator<Item = u64>,
-        is_read: bool,
-    ) -> Result<usize> {
-        for (at, ((entry, memory), check)) in wanted.iter().zip(checks).enumerate() {
-            let mut read = match is_read {
-                true => self.judge(entry, memory, check)?,
-                // One by one, to find what can be read.
-                false => self.read_one(entry, memory, check)?,
-            };
-            if let Read::Moved(moved) = read {
-                read = self.read_one(&moved, memory, check)?;
-            }
-            match read {
-                Read::Right => {}
-                Read::Moved(_) | Read::Wrong => return Ok(at),
-            }
-        }
-        Ok(wanted.len())
-    }
-
-    fn places(&self, wanted: &[(&Entry, &BlockMemory)]) -> Vec<(u32, u64, BlockMemory)> {
-        wanted.iter().map(|(entry, memory)| self.place(entry, memory)).collect()
-    }
-
-    fn place(&self, entry: &Entry, memory: &BlockMemory) -> (u32, u64, BlockMemory) {
-        let (segment, page) = self.store.core.superblock.geometry.locate(entry.page);
-        (segment, log::format::bytes_of(page), memory.clone())
-    }
-
-    fn read_one(&self, entry: &Entry, memory: &BlockMemory, check: u64) -> Result<Read> {
-        let core = &self.store.core;
-        let place = self.place(entry, memory);
-        let (segment, at, _) = place;
-        match core.disk.read_blocks(&[place]) {
-            Ok(()) => self.judge(entry, memory, check),
-            Err(e) => {
-                // Memory that is not registered is the caller's fault, and this says so.
-                memory.sum()?;
-                core.fault("read", segment, &e);
-                Counters::add(&core.counters.failed, 1);
-                // It leaves, so that it can be put again.
-                if core.disk.is_lost(segment, at, entry.len) && core.member.remove(entry) {
-                    core.member.note_removed(entry.slot);
-                }
-                Ok(Read::Wrong)
-            }
-        }
-    }
-
-    /// Compares what was read with the sum. A block that is damaged leaves the store.
-    fn judge(&self, entry: &Entry, memory: &BlockMemory, check: u64) -> Result<Read> {
-        let core = &self.store.core;
-        if memory.sum()? ^ check == entry.sum {
-            return Ok(Read::Right);
-        }
-        match core.member.find(&entry.key) {
-            Some(now) if now != *entry && now.page != entry.page && now.len == entry.len => {
-                Ok(Read::Moved(now))
-            }
-            Some(now) if now.page == entry.page && now.slot == entry.slot => {
-                let (segment, _) = core.superblock.geometry.locate(entry.page);
-                if core.member.remove(&now) {
-                    core.fault("verify a block of", segment, &"its bytes are not what was put");
-                    Counters::add(&core.counters.corrupt, 1);
-                    core.member.note_removed(entry.slot);
-                }
-                Ok(Read::Wrong)
-            }
-            _ => Ok(Read::Wrong),
-        }
-    }
-
-    /// Writes blocks and puts them into the index. Returns the slot of the last one, too.
-    fn write(&self, new: &[Candidate], parent: Option<SlotId>) -> (Put, Option<SlotId>) {
-        let core = &self.store.core;
-        let mut put = Put::default();
-        let (mut parent, mut rest) = (parent, new);
-        while !rest.is_empty() {
-            let (count, done) = self.store.worker.writer.write(core, rest, |segment, records| {
-                parent = self.publish(segment, records, parent, &mut put);
-            });
-            match done {
-                Ok(()) => {}
-                Err(NotWritten::Full) => {
-                    put.refused += count;
-                    self.store.wake_keeper();
-                }
-                Err(NotWritten::Failed) => put.failed += count,
-            }
-            rest = &rest[count..];
-        }
-        if self.store.worker.writer.has_full() {
-            self.store.worker.wake();
-            self.store.wake_keeper();
-        }
-        (put, parent)
     }
 
     /// Puts written blocks into the index. Returns the slot of the last one.
-    fn publish(
+    pub(crate) fn publish(
         &self,
         segment: u32,
         records: &[log::Record],
@@ -719,7 +540,7 @@ impl Space {
 }
 
 /// Cuts blocks into parts of [`CHUNK_BYTES`], which are worth a thread of their own.
-fn chunks<T>(blocks: &[T], len: impl Fn(&T) -> u32) -> impl Iterator<Item = &[T]> {
+pub(crate) fn chunks<T>(blocks: &[T], len: impl Fn(&T) -> u32) -> impl Iterator<Item = &[T]> {
     let mut rest = blocks;
     std::iter::from_fn(move || {
         let mut bytes = 0;
@@ -733,16 +554,6 @@ fn chunks<T>(blocks: &[T], len: impl Fn(&T) -> u32) -> impl Iterator<Item = &[T]
         rest = others;
         (count > 0).then_some(chunk)
     })
-}
-
-/// The outcome of an operation of [`Inner::beside`].
-fn ended<T: Clone>(operation: Pending<T>) -> Result<T> {
-    let outcome = operation.wait(None).ok_or(Error::Closed)?;
-    drop(operation);
-    match Arc::try_unwrap(outcome) {
-        Ok(outcome) => outcome,
-        Err(shared) => shared.as_ref().as_ref().cloned().map_err(|_| Error::Closed),
-    }
 }
 
 fn own<H: AsRef<[u8]>>(prompt: &[H]) -> Vec<Vec<u8>> {

@@ -1,6 +1,7 @@
 //! Puts blocks into this process's segment.
 
 use crate::core::Core;
+use crate::disk::UnderWay;
 use crate::index::SegmentState;
 use crate::log::{self, Appender, Disk, Extent, SegmentHeader};
 use crate::memory::BlockMemory;
@@ -42,30 +43,68 @@ pub(crate) enum NotWritten {
     Failed,
 }
 
-impl Writer {
-    /// Writes the first of `blocks`: those that fit into one extent. Then `publish` puts them into the
-    /// index; their segment is not sealed before. Returns how many that were.
-    pub(crate) fn write(
-        &self,
+/// Blocks that are being written. Their segment is not sealed meanwhile. Dropping it waits for their end.
+#[derive(Debug)]
+pub(crate) struct BlocksUnderWay {
+    appender: Arc<Mutex<Appender>>,
+    /// Both are there until the end.
+    extent: Option<Extent>,
+    writing: Option<UnderWay>,
+}
+
+impl BlocksUnderWay {
+    /// The first so many of those that were given are being written.
+    pub(crate) fn count(&self) -> usize {
+        self.extent.as_ref().map_or(0, |extent| extent.records().len())
+    }
+
+    /// Waits for the end. Then `publish` puts the blocks into the index; their segment is not sealed before.
+    pub(crate) fn end(
+        mut self,
         core: &Core,
-        blocks: &[Candidate],
         publish: impl FnOnce(u32, &[log::Record]),
-    ) -> (usize, Result<(), NotWritten>) {
-        let described: Vec<_> =
-            blocks.iter().take(log::format::EXTENT_RECORDS).map(|it| it.block).collect();
-        let (appender, extent) = match self.plan(core, &described) {
-            Ok(planned) => planned,
-            Err(why) => return (blocks.len(), Err(why)),
+    ) -> Result<(), NotWritten> {
+        let (Some(extent), Some(writing)) = (&self.extent, self.writing.take()) else {
+            return Err(NotWritten::Failed);
         };
-        let count = extent.records().len();
-        let memory = blocks[..count].iter().map(|it| it.memory.clone());
-        let written = extent.write(&core.disk, memory);
+        let written = writing.end();
         match &written {
             Ok(()) => publish(extent.segment(), extent.records()),
             Err(e) => core.fault("write", extent.segment(), e),
         }
-        lock(&appender).finished(extent, written.is_ok());
-        (count, written.map_err(|_| NotWritten::Failed))
+        self.finish(written.is_ok());
+        written.map_err(|_| NotWritten::Failed)
+    }
+
+    fn finish(&mut self, is_written: bool) {
+        if let Some(extent) = self.extent.take() {
+            lock(&self.appender).finished(extent, is_written);
+        }
+    }
+}
+
+impl Drop for BlocksUnderWay {
+    fn drop(&mut self) {
+        drop(self.writing.take());
+        self.finish(false);
+    }
+}
+
+impl Writer {
+    /// Begins to write the first of `blocks`: those that fit into one extent.
+    pub(crate) fn begin(
+        &self,
+        core: &Core,
+        blocks: &[Candidate],
+    ) -> Result<BlocksUnderWay, NotWritten> {
+        let described: Vec<_> =
+            blocks.iter().take(log::format::EXTENT_RECORDS).map(|it| it.block).collect();
+        let (appender, extent) = self.plan(core, &described)?;
+        let memory = blocks[..extent.records().len()].iter().map(|it| it.memory.clone());
+        let (at, header) = extent.header();
+        let writing =
+            core.disk.begin_write(extent.segment(), (at, &header.0), &extent.blocks(memory));
+        Ok(BlocksUnderWay { appender, extent: Some(extent), writing: Some(writing) })
     }
 
     fn plan(

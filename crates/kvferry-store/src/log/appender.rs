@@ -160,6 +160,14 @@ impl Extent {
         memory: impl IntoIterator<Item = D::Memory>,
     ) -> io::Result<()> {
         let (at, header) = self.header();
+        disk.write_blocks(self.segment(), (at, &header.0), &self.blocks(memory))
+    }
+
+    /// The memory of each block, with the offset that it is to be written to.
+    ///
+    /// # Panics
+    /// If there is not one memory for each record.
+    pub fn blocks<M>(&self, memory: impl IntoIterator<Item = M>) -> Vec<(u64, M)> {
         let offsets = self.records.iter().map(|record| bytes_of(record.page));
         let mut memory = memory.into_iter();
         let blocks: Vec<_> = offsets.zip(memory.by_ref()).collect();
@@ -167,7 +175,7 @@ impl Extent {
             blocks.len() == self.records.len() && memory.next().is_none(),
             "an extent is written from one memory per block"
         );
-        disk.write_blocks(self.segment(), (at, &header.0), &blocks)
+        blocks
     }
 }
 

@@ -1,6 +1,7 @@
 //! The store as its users have it: real files, real processes.
 
 mod faults;
+mod host;
 mod processes;
 mod sentences;
 
@@ -63,6 +64,11 @@ impl Engine {
 
     pub(crate) fn memory(&self, block: usize) -> BlockMemory {
         BlockMemory::new(&self.pool, block as u64 * self.len, self.len)
+    }
+
+    /// The first bytes of a block's memory.
+    pub(crate) fn part(&self, block: usize, len: u64) -> BlockMemory {
+        BlockMemory::new(&self.pool, block as u64 * self.len, len)
     }
 
     fn memories(&self, count: usize) -> Vec<BlockMemory> {

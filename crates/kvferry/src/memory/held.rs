@@ -87,19 +87,37 @@ impl Region {
     /// # Errors
     /// `OutOfBounds`, `NotRegistered`; `Unsupported` for device memory. `f` was not called.
     pub fn for_each_copy(&self, offset: u64, len: u64, f: impl FnMut(&[u8])) -> Result<()> {
+        let (held, len) = self.hold(offset, len)?;
+        held.0.span(offset, len).for_each_copy(f);
+        Ok(())
+    }
+
+    /// Copies a range of another region to this one; both are host memory, of any agents of this process. A
+    /// transfer may write the memory at the same time; each byte has its value at the time of its copy.
+    /// Unregistering the regions waits until this returns.
+    ///
+    /// # Errors
+    /// `OutOfBounds`, `NotRegistered`; `Unsupported` for device memory. Nothing was copied.
+    pub fn copy_from(&self, offset: u64, from: &Self, from_offset: u64, len: u64) -> Result<()> {
+        let (source, _) = from.hold(from_offset, len)?;
+        let (into, len) = self.hold(offset, len)?;
+        into.0.span(offset, len).copy_from_span(&source.0.span(from_offset, len));
+        Ok(())
+    }
+
+    /// A use of a range of host memory.
+    fn hold(&self, offset: u64, len: u64) -> Result<(Held, usize)> {
         if offset.checked_add(len).is_none_or(|end| end > self.0.len as u64) {
             return Err(self.out_of_bounds(offset, len));
         }
         if self.0.is_device() {
-            let what = "the processor can't read device memory";
+            let what = "the processor can't access device memory";
             return Err(Error::new(ErrorKind::Unsupported, what).with("region", self.0.id));
         }
         let Some(held) = Held::begin(&self.0) else {
             return Err(Error::new(ErrorKind::NotRegistered, "the region was unregistered")
                 .with("region", self.0.id));
         };
-        let len = usize::try_from(len).expect("at most the region's length");
-        held.0.span(offset, len).for_each_copy(f);
-        Ok(())
+        Ok((held, usize::try_from(len).expect("at most the region's length")))
     }
 }

@@ -1,0 +1,185 @@
+//! Loads of blocks that are under way: of two calls that load a block at the same time, one reads it.
+//!
+//! The first call that wants a block *leads*: it reads the block into its own memory, and copies it to the memory
+//! of the calls that *follow*. A leader ends its loads before it waits for those of others, and before it ends,
+//! so nobody waits in a circle. A call in the background joins when it is submitted, in the order of its pool,
+//! so its leaders have begun before it.
+
+use crate::key::Key;
+use crate::memory::BlockMemory;
+use crate::pending::{Pending, Promise};
+use crate::sync::lock;
+use rustc_hash::FxHashMap;
+use std::collections::hash_map::Entry;
+use std::sync::{Arc, Mutex};
+
+#[derive(Debug, Default)]
+pub(crate) struct Flights(Mutex<FxHashMap<Key, Vec<Follower>>>);
+
+#[derive(Debug)]
+struct Follower {
+    memory: BlockMemory,
+    check: u64,
+    promise: Promise<bool>,
+}
+
+/// What one call has to do with the loads of its blocks. When it is dropped, nobody waits for it, and nobody
+/// writes to its memory.
+#[derive(Debug)]
+pub(crate) struct Joined {
+    flights: Arc<Flights>,
+    keys: Vec<Key>,
+    roles: Vec<Role>,
+}
+
+#[derive(Debug)]
+enum Role {
+    Lead,
+    Follow(Pending<bool>),
+    Ended,
+}
+
+impl Flights {
+    /// `blocks`: the name of each block, and where this call wants it.
+    pub(crate) fn join<'a>(
+        self: &Arc<Self>,
+        blocks: impl Iterator<Item = (Key, u64, &'a BlockMemory)>,
+    ) -> Joined {
+        let mut flights = lock(&self.0);
+        let (keys, roles) = blocks
+            .map(|(key, check, memory)| {
+                let role = match flights.entry(key) {
+                    Entry::Vacant(none) => {
+                        none.insert(Vec::new());
+                        Role::Lead
+                    }
+                    Entry::Occupied(mut led) => {
+                        let (pending, promise) = Pending::new();
+                        led.get_mut().push(Follower { memory: memory.clone(), check, promise });
+                        Role::Follow(pending)
+                    }
+                };
+                (key, role)
+            })
+            .unzip();
+        Joined { flights: Arc::clone(self), keys, roles }
+    }
+}
+
+impl Joined {
+    pub(crate) fn leads(&self, block: usize) -> bool {
+        matches!(self.roles[block], Role::Lead)
+    }
+
+    /// Ends the load of a block that this call leads. `landed`: where its bytes are now, and the check of its
+    /// name; `None` if it could not be loaded.
+    pub(crate) fn land(&mut self, block: usize, landed: Option<(&BlockMemory, u64)>) {
+        if !self.leads(block) {
+            return;
+        }
+        self.roles[block] = Role::Ended;
+        let followers = lock(&self.flights.0).remove(&self.keys[block]).unwrap_or_default();
+        for follower in followers {
+            let is_there = landed.is_some_and(|(memory, check)| {
+                // Memory that can't be written is the follower's fault, who finds it by itself.
+                check == follower.check && follower.memory.copy_from(memory).is_ok()
+            });
+            follower.promise.finish(Ok(is_there));
+        }
+    }
+
+    /// Waits for a block that another call leads. True if it is there. False for others.
+    pub(crate) fn wait(&mut self, block: usize) -> bool {
+        match std::mem::replace(&mut self.roles[block], Role::Ended) {
+            Role::Follow(pending) => {
+                pending.wait(None).is_some_and(|outcome| matches!(*outcome, Ok(true)))
+            }
+            role => {
+                self.roles[block] = role;
+                false
+            }
+        }
+    }
+}
+
+impl Drop for Joined {
+    fn drop(&mut self) {
+        (0..self.roles.len()).for_each(|block| self.land(block, None));
+        for block in 0..self.roles.len() {
+            self.wait(block);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvferry::{Access, Agent, Region};
+
+    const LEN: u64 = 4096;
+    const KEY: Key = Key([7, 9]);
+    const CHECK: u64 = 5;
+
+    struct Place {
+        _agent: Agent,
+        region: Region,
+    }
+
+    impl Place {
+        fn new(blocks: u64) -> Self {
+            let agent = Agent::builder().name("flights").start().expect("an agent");
+            let len = usize::try_from(blocks * LEN).expect("short");
+            let region = agent.allocate(len, Access::NONE).expect("memory");
+            Self { _agent: agent, region }
+        }
+
+        fn memory(&self, block: u64) -> BlockMemory {
+            BlockMemory::new(&self.region, block * LEN, LEN)
+        }
+
+        fn byte(&self, block: u64) -> u8 {
+            let mut byte = [0];
+            self.region
+                .read_at(usize::try_from(block * LEN).expect("short"), &mut byte)
+                .expect("inside");
+            byte[0]
+        }
+    }
+
+    #[test]
+    fn a_thousand_loads_of_one_block_at_the_same_time_are_one_read() {
+        let (place, flights) = (Place::new(1000), Arc::<Flights>::default());
+        let memory: Vec<_> = (0..1000).map(|block| place.memory(block)).collect();
+        let join = |memory| flights.join([(KEY, CHECK, memory)].into_iter());
+        let mut joined: Vec<_> = memory.iter().map(join).collect();
+        let leaders = joined.iter().filter(|joined| joined.leads(0)).count();
+        assert_eq!((leaders, joined[0].leads(0)), (1, true));
+        place.region.write_at(0, &[42; LEN as usize]).expect("inside");
+        joined[0].land(0, Some((&memory[0], CHECK)));
+        for (block, joined) in (0..1000).zip(&mut joined).skip(1) {
+            assert!(joined.wait(0));
+            assert_eq!(place.byte(block), 42);
+        }
+        // It is over: the next load is a new one.
+        assert!(flights.join([(KEY, CHECK, &memory[1])].into_iter()).leads(0));
+    }
+
+    #[test]
+    fn who_follows_a_load_that_fails_or_is_given_up_or_of_another_name_is_told() {
+        let (place, flights) = (Place::new(2), Arc::<Flights>::default());
+        let [ours, theirs] = [0, 1].map(|block| place.memory(block));
+        place.region.write_at(0, &[42; LEN as usize]).expect("inside");
+        for how in ["fails", "is given up", "of another name"] {
+            let mut leader = flights.join([(KEY, CHECK, &ours)].into_iter());
+            let check = if how == "of another name" { CHECK + 1 } else { CHECK };
+            let mut follower = flights.join([(KEY, check, &theirs)].into_iter());
+            match how {
+                "fails" => leader.land(0, None),
+                "is given up" => drop(leader),
+                _ => leader.land(0, Some((&ours, CHECK))),
+            }
+            assert!(!follower.wait(0), "{how}");
+            assert_eq!(place.byte(1), 0, "{how}");
+        }
+    }
+}

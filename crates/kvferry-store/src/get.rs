@@ -1,0 +1,262 @@
+//! Reads blocks: from host memory, from the disk, or together with another call.
+
+use crate::disk::UnderWay;
+use crate::error::Result;
+use crate::flights::Joined;
+use crate::host;
+use crate::index::Entry;
+use crate::key::Key;
+use crate::log::{self, Disk};
+use crate::memory::BlockMemory;
+use crate::policy::Retention;
+use crate::stats::Counters;
+use crate::store::{Space, chunks};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// Parts of a call that are read while another one is compared with its sums.
+const READ_AHEAD: usize = 4;
+
+/// Blocks that a call wants.
+#[derive(Debug)]
+pub(crate) struct Wanted {
+    /// Of the prompt, from its beginning to the last block that is wanted.
+    pub(crate) keys: Vec<Key>,
+    /// The first block that is wanted.
+    pub(crate) first: usize,
+    /// Of each block that is wanted: the check of its name, and its memory.
+    pub(crate) checks: Vec<u64>,
+    pub(crate) memory: Vec<BlockMemory>,
+    /// Blocks of the prompt in all.
+    pub(crate) prompt: usize,
+}
+
+impl Wanted {
+    fn count(&self) -> usize {
+        self.memory.len()
+    }
+
+    fn key(&self, block: usize) -> Key {
+        self.keys[self.first + block]
+    }
+
+    pub(crate) fn names(&self) -> impl Iterator<Item = (Key, u64)> {
+        (0..self.count()).map(|block| (self.key(block), self.checks[block]))
+    }
+
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = (Key, u64, &BlockMemory)> {
+        self.names().zip(&self.memory).map(|((key, check), memory)| (key, check, memory))
+    }
+}
+
+/// A block that this call reads.
+#[derive(Clone, Copy)]
+struct Own<'a> {
+    block: usize,
+    entry: &'a Entry,
+    memory: &'a BlockMemory,
+    check: u64,
+}
+
+/// How a read of a block ended.
+enum Read {
+    Right,
+    /// The block was moved: it may be right at its new place.
+    Moved(Entry),
+    Wrong,
+}
+
+impl Space {
+    /// Loads blocks; returns how many, from the first, are there.
+    pub(crate) fn load(&self, wanted: &Wanted, mut joined: Joined) -> Result<usize> {
+        let core = &self.store.core;
+        let found = self.find(&wanted.keys);
+        self.note_use(&wanted.keys, &found, wanted.prompt - found.len());
+        Counters::add(&core.counters.asked, wanted.count());
+        let places = found.get(wanted.first..).unwrap_or_default();
+        let mut is_there = vec![false; wanted.count()];
+        self.copy_from_host(wanted, places, &mut joined, &mut is_there);
+        let own = |(block, place): (usize, &'_ Option<Entry>)| {
+            let entry = place.as_ref()?;
+            let memory = &wanted.memory[block];
+            let fits = u64::from(entry.len) == memory.len();
+            (fits && joined.leads(block)).then_some((block, *entry))
+        };
+        let own: Vec<(usize, Entry)> = places.iter().enumerate().filter_map(own).collect();
+        let read = self.read_own(wanted, &own, &mut joined, &mut is_there);
+        // Nobody waits for a block that this call does not have.
+        (0..wanted.count()).for_each(|block| joined.land(block, None));
+        read?;
+        for (block, place) in places.iter().enumerate() {
+            if joined.wait(block) {
+                is_there[block] = true;
+                Counters::add(&core.counters.shared_hits, 1);
+            } else if let Some(entry) = place
+                && !is_there[block]
+                && is_there[..block].iter().all(|is_there| *is_there)
+                && u64::from(entry.len) == wanted.memory[block].len()
+            {
+                // Another call could not read it, or this one after a block that is there now.
+                let own = self.own(wanted, block, entry);
+                is_there[block] = matches!(self.read_again(own)?, Read::Right);
+            }
+        }
+        let right = is_there.iter().take_while(|is_there| **is_there).count();
+        self.keep_in_host(wanted, &own, &is_there[..right]);
+        let bytes: u64 = wanted.memory[..right].iter().map(BlockMemory::len).sum();
+        Counters::add(&core.counters.hits, right);
+        core.counters.bytes_read.fetch_add(bytes, Relaxed);
+        Ok(right)
+    }
+
+    fn own<'a>(&self, wanted: &'a Wanted, block: usize, entry: &'a Entry) -> Own<'a> {
+        Own { block, entry, memory: &wanted.memory[block], check: wanted.checks[block] }
+    }
+
+    fn copy_from_host(
+        &self,
+        wanted: &Wanted,
+        places: &[Option<Entry>],
+        joined: &mut Joined,
+        is_there: &mut [bool],
+    ) {
+        let Some(host) = &self.store.host else { return };
+        for (block, held) in host.find(wanted.names().take(places.len())).into_iter().enumerate() {
+            let Some(held) = held else { continue };
+            let memory = &wanted.memory[block];
+            if joined.leads(block) && memory.copy_from(&held.memory()).is_ok() {
+                is_there[block] = true;
+                Counters::add(&self.store.core.counters.host_hits, 1);
+                joined.land(block, Some((memory, wanted.checks[block])));
+            }
+        }
+    }
+
+    /// Reads blocks that this call leads, and ends their loads. Stops at the first one that is wrong. While some
+    /// are compared with their sums, the next ones are read.
+    fn read_own(
+        &self,
+        wanted: &Wanted,
+        own: &[(usize, Entry)],
+        joined: &mut Joined,
+        is_there: &mut [bool],
+    ) -> Result<()> {
+        let own: Vec<Own<'_>> = own
+            .iter()
+            .filter(|(block, _)| !is_there[*block])
+            .map(|(block, entry)| self.own(wanted, *block, entry))
+            .collect();
+        let mut parts = chunks(&own, |own| own.entry.len);
+        let Some(first) = parts.next() else { return Ok(()) };
+        let disk = &self.store.core.disk;
+        let mut ahead: VecDeque<(&[Own<'_>], UnderWay)> = VecDeque::with_capacity(READ_AHEAD);
+        let begin = |part| (part, disk.begin_read(&self.places(part)));
+        ahead.extend(parts.by_ref().take(READ_AHEAD).map(begin));
+        // By this thread, which has nothing else to do.
+        let mut is_read = disk.read_blocks(&self.places(first)).is_ok();
+        let mut now = first;
+        loop {
+            for own in now {
+                // One by one where the part can't be read, to find what can.
+                let mut read = if is_read { self.judge(*own)? } else { self.read_one(*own)? };
+                if let Read::Moved(moved) = read {
+                    read = self.read_one(Own { entry: &moved, ..*own })?;
+                }
+                if !matches!(read, Read::Right) {
+                    return Ok(());
+                }
+                is_there[own.block] = true;
+                joined.land(own.block, Some((own.memory, own.check)));
+            }
+            let Some((part, reading)) = ahead.pop_front() else { return Ok(()) };
+            ahead.extend(parts.next().map(begin));
+            is_read = reading.end().is_ok();
+            now = part;
+        }
+    }
+
+    fn read_again(&self, own: Own<'_>) -> Result<Read> {
+        match self.read_one(own)? {
+            Read::Moved(moved) => self.read_one(Own { entry: &moved, ..own }),
+            read => Ok(read),
+        }
+    }
+
+    /// Keeps blocks that were read, from the first, in host memory.
+    fn keep_in_host(&self, wanted: &Wanted, own: &[(usize, Entry)], is_there: &[bool]) {
+        let Some(host) = &self.store.host else { return };
+        let now = self.store.core.clock.now_ms();
+        for (block, entry) in own.iter().take_while(|(block, _)| *block < is_there.len()) {
+            let (memory, key) = (&wanted.memory[*block], wanted.key(*block));
+            if host.prefix(&[key]) == 1 {
+                continue;
+            }
+            let Some(extent) = host.reserve(now, memory.len(), false) else { return };
+            // The memory is the caller's, who could have changed it since it was compared. So it is once more.
+            let sum = extent.fill_and_sum(memory);
+            if sum.is_ok_and(|sum| sum ^ wanted.checks[*block] == entry.sum) {
+                let new = host::Block::new(key, wanted.checks[*block], memory.len(), extent);
+                let parent =
+                    (wanted.first + block).checked_sub(1).map(|before| wanted.keys[before]);
+                let retention = Retention::from_bits(entry.retention);
+                host.add(now, parent, &[Arc::new(new)], retention, false);
+            }
+        }
+    }
+
+    fn places(&self, part: &[Own<'_>]) -> Vec<(u32, u64, BlockMemory)> {
+        Counters::add(&self.store.core.counters.disk_reads, part.len());
+        part.iter().map(|own| self.place(own.entry, own.memory)).collect()
+    }
+
+    fn place(&self, entry: &Entry, memory: &BlockMemory) -> (u32, u64, BlockMemory) {
+        let (segment, page) = self.store.core.superblock.geometry.locate(entry.page);
+        (segment, log::format::bytes_of(page), memory.clone())
+    }
+
+    fn read_one(&self, own: Own<'_>) -> Result<Read> {
+        let core = &self.store.core;
+        let place = self.place(own.entry, own.memory);
+        let (segment, at, _) = place;
+        Counters::add(&core.counters.disk_reads, 1);
+        match core.disk.read_blocks(&[place]) {
+            Ok(()) => self.judge(own),
+            Err(e) => {
+                // Memory that is not registered is the caller's fault, and this says so.
+                own.memory.sum()?;
+                core.fault("read", segment, &e);
+                Counters::add(&core.counters.failed, 1);
+                // It leaves, so that it can be put again.
+                if core.disk.is_lost(segment, at, own.entry.len) && core.member.remove(own.entry) {
+                    core.member.note_removed(own.entry.slot);
+                }
+                Ok(Read::Wrong)
+            }
+        }
+    }
+
+    /// Compares what was read with the sum. A block that is damaged leaves the store.
+    fn judge(&self, own: Own<'_>) -> Result<Read> {
+        let core = &self.store.core;
+        let entry = own.entry;
+        if own.memory.sum()? ^ own.check == entry.sum {
+            return Ok(Read::Right);
+        }
+        match core.member.find(&entry.key) {
+            Some(now) if now != *entry && now.page != entry.page && now.len == entry.len => {
+                Ok(Read::Moved(now))
+            }
+            Some(now) if now.page == entry.page && now.slot == entry.slot => {
+                let (segment, _) = core.superblock.geometry.locate(entry.page);
+                if core.member.remove(&now) {
+                    core.fault("verify a block of", segment, &"its bytes are not what was put");
+                    Counters::add(&core.counters.corrupt, 1);
+                    core.member.note_removed(entry.slot);
+                }
+                Ok(Read::Wrong)
+            }
+            _ => Ok(Read::Wrong),
+        }
+    }
+}
