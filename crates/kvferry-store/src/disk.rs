@@ -111,6 +111,11 @@ impl Directories {
         })
     }
 
+    /// Whether blocks go past the page cache, where the file system allows it.
+    pub(crate) fn is_direct(&self) -> bool {
+        self.direct != DirectIo::Off
+    }
+
     pub(crate) fn path_of(&self, segment: u32) -> PathBuf {
         self.paths[segment as usize % self.paths.len()].join(log::superblock::segment_file(segment))
     }

@@ -10,13 +10,16 @@ use crate::log::{self, Disk};
 use crate::memory::BlockMemory;
 use crate::policy::Retention;
 use crate::stats::Counters;
-use crate::store::{Space, chunks};
+use crate::store::{CHUNK_BYTES, Space, chunks};
+use crate::team::IsLast;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Parts of a call that are read while another one is compared with its sums.
-const READ_AHEAD: usize = 4;
+const READ_AHEAD: usize = 16;
+/// Bytes of a part that stay in a processor's cache until they are compared.
+const CACHED_BYTES: u64 = 512 << 10;
 
 /// Blocks that a call wants.
 #[derive(Debug)]
@@ -51,11 +54,11 @@ impl Wanted {
 }
 
 /// A block that this call reads.
-#[derive(Clone, Copy)]
-struct Own<'a> {
+#[derive(Clone)]
+struct Own {
     block: usize,
-    entry: &'a Entry,
-    memory: &'a BlockMemory,
+    entry: Entry,
+    memory: BlockMemory,
     check: u64,
 }
 
@@ -99,7 +102,7 @@ impl Space {
             {
                 // Another call could not read it, or this one after a block that is there now.
                 let own = self.own(wanted, block, entry);
-                is_there[block] = matches!(self.read_again(own)?, Read::Right);
+                is_there[block] = matches!(self.read_again(&own)?, Read::Right);
             }
         }
         let right = is_there.iter().take_while(|is_there| **is_there).count();
@@ -110,8 +113,9 @@ impl Space {
         Ok(right)
     }
 
-    fn own<'a>(&self, wanted: &'a Wanted, block: usize, entry: &'a Entry) -> Own<'a> {
-        Own { block, entry, memory: &wanted.memory[block], check: wanted.checks[block] }
+    fn own(&self, wanted: &Wanted, block: usize, entry: &Entry) -> Own {
+        let memory = wanted.memory[block].clone();
+        Own { block, entry: *entry, memory, check: wanted.checks[block] }
     }
 
     fn copy_from_host(
@@ -142,43 +146,79 @@ impl Space {
         joined: &mut Joined,
         is_there: &mut [bool],
     ) -> Result<()> {
-        let own: Vec<Own<'_>> = own
+        let own: Vec<Own> = own
             .iter()
             .filter(|(block, _)| !is_there[*block])
             .map(|(block, entry)| self.own(wanted, *block, entry))
             .collect();
-        let mut parts = chunks(&own, |own| own.entry.len);
-        let Some(first) = parts.next() else { return Ok(()) };
         let disk = &self.store.core.disk;
-        let mut ahead: VecDeque<(&[Own<'_>], UnderWay)> = VecDeque::with_capacity(READ_AHEAD);
+        let is_cached = !disk.is_direct();
+        let part_bytes = if is_cached { CACHED_BYTES } else { CHUNK_BYTES };
+        let mut parts = chunks(&own, part_bytes, |own| own.entry.len);
+        let mut end = |part: &[Own], right: usize| {
+            for own in &part[..right] {
+                is_there[own.block] = true;
+                joined.land(own.block, Some((&own.memory, own.check)));
+            }
+        };
+        let Some(first) = parts.next() else { return Ok(()) };
+        let second = parts.next();
+        let mut parts = second.into_iter().chain(parts);
+        if is_cached && second.is_some() {
+            // Copied by the processors: each compares what it has copied.
+            let parts: Vec<Vec<Own>> =
+                std::iter::once(first).chain(parts).map(<[Own]>::to_vec).collect();
+            let count = parts.len();
+            let (space, parts) = (self.clone(), Arc::new(parts));
+            let read = Arc::clone(&parts);
+            let results = self.store.team.share(count, move |part| {
+                let own = &read[part];
+                let is_read = space.store.core.disk.read_blocks(&space.places(own)).is_ok();
+                let right = space.judge_all(own, is_read);
+                let is_last = !right.as_ref().is_ok_and(|right| *right == own.len());
+                (right, if is_last { IsLast::Yes } else { IsLast::No })
+            });
+            for (part, right) in parts.iter().zip(results) {
+                end(part, right.unwrap_or(Ok(0))?);
+            }
+            return Ok(());
+        }
+        let mut ahead: VecDeque<(&[Own], UnderWay)> = VecDeque::with_capacity(READ_AHEAD);
         let begin = |part| (part, disk.begin_read(&self.places(part)));
         ahead.extend(parts.by_ref().take(READ_AHEAD).map(begin));
         // By this thread, which has nothing else to do.
         let mut is_read = disk.read_blocks(&self.places(first)).is_ok();
         let mut now = first;
         loop {
-            for own in now {
-                // One by one where the part can't be read, to find what can.
-                let mut read = if is_read { self.judge(*own)? } else { self.read_one(*own)? };
-                if let Read::Moved(moved) = read {
-                    read = self.read_one(Own { entry: &moved, ..*own })?;
-                }
-                if !matches!(read, Read::Right) {
-                    return Ok(());
-                }
-                is_there[own.block] = true;
-                joined.land(own.block, Some((own.memory, own.check)));
-            }
-            let Some((part, reading)) = ahead.pop_front() else { return Ok(()) };
+            let right = self.judge_all(now, is_read)?;
+            end(now, right);
+            let Some((part, reading)) = ahead.pop_front().filter(|_| right == now.len()) else {
+                return Ok(());
+            };
             ahead.extend(parts.next().map(begin));
             is_read = reading.end().is_ok();
             now = part;
         }
     }
 
-    fn read_again(&self, own: Own<'_>) -> Result<Read> {
+    /// How many blocks of a part that was read are right, from the first.
+    fn judge_all(&self, part: &[Own], is_read: bool) -> Result<usize> {
+        for (at, own) in part.iter().enumerate() {
+            // One by one where the part can't be read, to find what can.
+            let mut read = if is_read { self.judge(own)? } else { self.read_one(own)? };
+            if let Read::Moved(moved) = read {
+                read = self.read_one(&Own { entry: moved, ..own.clone() })?;
+            }
+            if !matches!(read, Read::Right) {
+                return Ok(at);
+            }
+        }
+        Ok(part.len())
+    }
+
+    fn read_again(&self, own: &Own) -> Result<Read> {
         match self.read_one(own)? {
-            Read::Moved(moved) => self.read_one(Own { entry: &moved, ..own }),
+            Read::Moved(moved) => self.read_one(&Own { entry: moved, ..own.clone() }),
             read => Ok(read),
         }
     }
@@ -205,9 +245,9 @@ impl Space {
         }
     }
 
-    fn places(&self, part: &[Own<'_>]) -> Vec<(u32, u64, BlockMemory)> {
+    fn places(&self, part: &[Own]) -> Vec<(u32, u64, BlockMemory)> {
         Counters::add(&self.store.core.counters.disk_reads, part.len());
-        part.iter().map(|own| self.place(own.entry, own.memory)).collect()
+        part.iter().map(|own| self.place(&own.entry, &own.memory)).collect()
     }
 
     fn place(&self, entry: &Entry, memory: &BlockMemory) -> (u32, u64, BlockMemory) {
@@ -215,9 +255,9 @@ impl Space {
         (segment, log::format::bytes_of(page), memory.clone())
     }
 
-    fn read_one(&self, own: Own<'_>) -> Result<Read> {
+    fn read_one(&self, own: &Own) -> Result<Read> {
         let core = &self.store.core;
-        let place = self.place(own.entry, own.memory);
+        let place = self.place(&own.entry, &own.memory);
         let (segment, at, _) = place;
         Counters::add(&core.counters.disk_reads, 1);
         match core.disk.read_blocks(&[place]) {
@@ -228,7 +268,7 @@ impl Space {
                 core.fault("read", segment, &e);
                 Counters::add(&core.counters.failed, 1);
                 // It leaves, so that it can be put again.
-                if core.disk.is_lost(segment, at, own.entry.len) && core.member.remove(own.entry) {
+                if core.disk.is_lost(segment, at, own.entry.len) && core.member.remove(&own.entry) {
                     core.member.note_removed(own.entry.slot);
                 }
                 Ok(Read::Wrong)
@@ -237,9 +277,9 @@ impl Space {
     }
 
     /// Compares what was read with the sum. A block that is damaged leaves the store.
-    fn judge(&self, own: Own<'_>) -> Result<Read> {
+    fn judge(&self, own: &Own) -> Result<Read> {
         let core = &self.store.core;
-        let entry = own.entry;
+        let entry = &own.entry;
         if own.memory.sum()? ^ own.check == entry.sum {
             return Ok(Read::Right);
         }

@@ -41,6 +41,7 @@ mod recover;
 mod stats;
 mod store;
 mod sync;
+mod team;
 mod worker;
 mod writer;
 

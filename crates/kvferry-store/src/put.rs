@@ -9,13 +9,13 @@ use crate::memory::BlockMemory;
 use crate::pending::Pending;
 use crate::policy::Retention;
 use crate::stats::Counters;
-use crate::store::{Put, Space, chunks};
+use crate::store::{CHUNK_BYTES, Put, Space, chunks};
 use crate::writer::{BlocksUnderWay, Candidate, NotWritten};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// Parts of a call that are written while the sums of another one are computed.
-const WRITE_BEHIND: usize = 4;
+const WRITE_BEHIND: usize = 16;
 
 /// A block of a prompt that is not in the store.
 #[derive(Clone, Debug)]
@@ -132,7 +132,9 @@ impl Space {
     fn put_now(&self, absent: &[Absent], retention: Retention, put: &mut Put) -> Result<()> {
         let mut writing = Writing::new(self, absent.first().and_then(|it| it.parent));
         let mut outcome = Ok(());
-        for part in chunks(absent, |it| u32::try_from(it.memory.len()).unwrap_or(u32::MAX)) {
+        for part in
+            chunks(absent, CHUNK_BYTES, |it| u32::try_from(it.memory.len()).unwrap_or(u32::MAX))
+        {
             let candidate = |absent: &Absent| {
                 let sum = absent.memory.sum()?;
                 self.candidate(absent, absent.memory.clone(), sum, retention)
@@ -153,7 +155,7 @@ impl Space {
     fn write_all(&self, new: Vec<Candidate>, put: &mut Put) {
         let parent = new.first().and_then(|it| it.block.parent).map(Key);
         let mut writing = Writing::new(self, parent);
-        for part in chunks(&new, |it| it.block.len) {
+        for part in chunks(&new, CHUNK_BYTES, |it| it.block.len) {
             writing.write(part, put);
         }
         writing.end(put);

@@ -17,6 +17,7 @@ use crate::policy::{Retention, Then};
 use crate::recover;
 use crate::stats::{Counters, Stats};
 use crate::sync::lock;
+use crate::team::Team;
 use crate::worker::Worker;
 use kvferry::Agent;
 use std::path::Path;
@@ -28,7 +29,7 @@ use std::time::Duration;
 const IO_THREADS: usize = 4;
 const WAITING_BYTES: u64 = 256 << 20;
 /// Bytes that one thread reads or writes while another computes the sums of as many.
-const CHUNK_BYTES: u64 = 2 << 20;
+pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
 
 /// A store of KV blocks. Clones are the same store. All methods may be called from any thread.
 ///
@@ -77,6 +78,7 @@ pub(crate) struct Inner {
     /// One thread, which writes what is in host memory, in the order in which it was put.
     pub(crate) behind: Pool,
     flights: Arc<Flights>,
+    pub(crate) team: Team,
     capacity: u64,
     is_closed: AtomicBool,
     /// Held, shared, by each call that reads or writes, and alone by `close`: what such a call wrote after another
@@ -128,6 +130,7 @@ impl Store {
         let membership = Membership::start(joined, Arc::clone(&worker))
             .inspect_err(|_| worker.stop())
             .map_err(failed)?;
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let inner = Inner {
             core,
             worker,
@@ -136,6 +139,7 @@ impl Store {
             in_order: Mutex::default(),
             host,
             behind: Pool::new(1, u64::MAX),
+            team: Team::new(cores.min(IO_THREADS)),
             flights: Arc::default(),
             capacity: options.capacity,
             is_closed: AtomicBool::new(false),
@@ -239,6 +243,7 @@ impl Inner {
         // Calls that began before end; none begins.
         drop(self.calls.write());
         self.behind.close();
+        self.team.close();
         self.worker.stop();
         self.membership.stop();
     }
@@ -539,13 +544,17 @@ impl Space {
     }
 }
 
-/// Cuts blocks into parts of [`CHUNK_BYTES`], which are worth a thread of their own.
-pub(crate) fn chunks<T>(blocks: &[T], len: impl Fn(&T) -> u32) -> impl Iterator<Item = &[T]> {
+/// Cuts blocks into parts of at least `part_bytes`.
+pub(crate) fn chunks<T>(
+    blocks: &[T],
+    part_bytes: u64,
+    len: impl Fn(&T) -> u32,
+) -> impl Iterator<Item = &[T]> {
     let mut rest = blocks;
     std::iter::from_fn(move || {
         let mut bytes = 0;
         let is_more = |block: &&T| {
-            let is_more = bytes < CHUNK_BYTES;
+            let is_more = bytes < part_bytes;
             bytes += u64::from(len(block));
             is_more
         };
