@@ -127,7 +127,7 @@ Examples:
   kvferry store verify /mnt/nvme/kv --json | jq '.bad'
   kvferry store gc /mnt/nvme/kv --capacity 100GiB --dry-run
 
-A store in several directories is given as it was made: all of them, in the same order.
+A store in several directories is given whole: all of them, in any order.
 
 stat, ls and verify change nothing, and work while processes have the store open. They show what is
 in the files. The files do not say which blocks were evicted: such a block is shown until its segment
@@ -161,7 +161,7 @@ pub(crate) enum StoreAction {
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct StoreStatArgs {
-    /// The store's directories, in their order
+    /// The store's directories
     #[arg(required = true, value_name = "DIR")]
     pub(crate) directories: Vec<PathBuf>,
     /// Print the result as JSON, schema kvferry.store-stat/1
@@ -180,7 +180,7 @@ not in the files.";
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = STORE_LS_EXAMPLES)]
 pub(crate) struct StoreLsArgs {
-    /// The store's directories, in their order
+    /// The store's directories
     #[arg(required = true, value_name = "DIR")]
     pub(crate) directories: Vec<PathBuf>,
     /// List blocks instead of segments
@@ -204,7 +204,7 @@ Blocks in segments that a process has begun to use again are not verified, and c
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = STORE_VERIFY_EXAMPLES)]
 pub(crate) struct StoreVerifyArgs {
-    /// The store's directories, in their order
+    /// The store's directories
     #[arg(required = true, value_name = "DIR")]
     pub(crate) directories: Vec<PathBuf>,
     /// Print the result as JSON, schema kvferry.store-verify/1
@@ -231,7 +231,7 @@ can't be read, or are another store's, stay.";
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = STORE_GC_EXAMPLES)]
 pub(crate) struct StoreGcArgs {
-    /// The store's directories: all of them, in their order
+    /// The store's directories: all of them
     #[arg(required = true, value_name = "DIR")]
     pub(crate) directories: Vec<PathBuf>,
     /// Remove the oldest segments, down to this capacity

@@ -393,10 +393,10 @@ fn gc_with_a_capacity_keeps_what_is_newest_in_each_directory() {
         engine.store.close();
     }
     let both = [first.text(), second.text()];
-    let swapped = store(&["gc", both[1], both[0]]);
-    assert_eq!(swapped.status.code(), Some(2), "{}", errors(&swapped));
+    let one = store(&["gc", both[1]]);
+    assert_eq!(one.status.code(), Some(2), "{}", errors(&one));
     let capacity = (9 * MIB).to_string();
-    let done = report(0, &["gc", both[0], both[1], "--capacity", &capacity]);
+    let done = report(0, &["gc", both[1], both[0], "--capacity", &capacity]);
     assert_eq!(done["removed_files"], 14, "{done}");
     assert_eq!(report(0, &["stat", both[0], both[1]])["blocks"], 48);
     let engine = Engine::open(&with(8));

@@ -100,13 +100,14 @@ pub enum Why {
 }
 
 impl Cleaner {
-    /// Locks the store in `directories`, all of it, in their order, and scans its segments.
+    /// Locks the store in `directories`, all of them, and scans its segments.
     ///
     /// # Errors
     /// As [`Files::open`]; `InUse` if a process has the store open, or is opening it; `Format` if a segment is
-    /// in another directory than the order says.
+    /// in a directory that is not its own.
     pub fn open(directories: &[PathBuf]) -> Result<Self> {
         let files = Files::open_to_write(directories)?;
+        let directories = files.directories();
         let first = &directories[0];
         // As a process that joins: `join` first, so that none meets `members` locked by a process that
         // is no member.
@@ -126,8 +127,7 @@ impl Cleaner {
             let place = segment.number as usize % directories.len();
             if segment.path.parent() != Some(&directories[place]) {
                 let what = format!(
-                    "{} belongs in another directory: give all directories of the store, in their \
-                     order",
+                    "{} belongs in another directory: move or remove it",
                     segment.path.display()
                 );
                 return Err(Error::Format { path: first.clone(), what });
@@ -142,10 +142,12 @@ impl Cleaner {
     /// `InvalidArgument` for a capacity that no process could open the store with.
     pub fn plan(&self, wishes: Wishes) -> Result<Plan> {
         let mut plan = Plan::default();
-        let temporary = self.files.directories()[0].join(superblock::NEW_FILE);
-        if let Ok(metadata) = temporary.metadata() {
-            let (disk_bytes, why) = (metadata.len(), Why::Temporary);
-            plan.steps.push(Step::Remove { path: temporary, disk_bytes, blocks: 0, why });
+        for directory in self.files.directories() {
+            let temporary = directory.join(superblock::NEW_FILE);
+            if let Ok(metadata) = temporary.metadata() {
+                let (disk_bytes, why) = (metadata.len(), Why::Temporary);
+                plan.steps.push(Step::Remove { path: temporary, disk_bytes, blocks: 0, why });
+            }
         }
         let mut kept = Vec::new();
         let mut taken = BTreeSet::new();

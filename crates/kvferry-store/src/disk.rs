@@ -3,8 +3,9 @@
 //! Segment `n` is in directory `n % directories`. Blocks are moved by the agent's file transport; headers and
 //! footers, and what the collector copies, by plain reads and writes.
 
+use crate::arrange::{Directory, State};
 use crate::error::Result;
-use crate::log;
+use crate::log::{self, Superblock};
 use crate::memory::{BlockMemory, PAGE_OF_ZEROS, padding};
 use crate::sync::lock;
 use kvferry::{Access, Agent, Batch, DirectIo, FileOptions, FileRegion, Options, Region, Transfer};
@@ -24,7 +25,10 @@ const EIO: i32 = 5;
 #[derive(Debug)]
 pub(crate) struct Directories {
     agent: Agent,
+    /// In the order of their numbers.
     paths: Vec<PathBuf>,
+    /// Directories that could not be read when the store was opened.
+    lost: Vec<bool>,
     segment_bytes: u64,
     direct: DirectIo,
     /// What the padding of blocks is written from.
@@ -95,15 +99,16 @@ impl Drop for UnderWay {
 impl Directories {
     pub(crate) fn new(
         agent: &Agent,
-        paths: &[PathBuf],
-        segment_bytes: u64,
+        directories: &[Directory],
+        superblock: &Superblock,
         direct: DirectIo,
     ) -> Result<Self> {
         let zeros = agent.allocate(PAGE_OF_ZEROS.len(), Access::NONE)?;
         Ok(Self {
             agent: agent.clone(),
-            paths: paths.to_vec(),
-            segment_bytes,
+            paths: directories.iter().map(|it| it.path.clone()).collect(),
+            lost: directories.iter().map(|it| matches!(it.state, State::Lost(_))).collect(),
+            segment_bytes: superblock.geometry.segment_bytes(),
             direct,
             zeros,
             open: Mutex::default(),
@@ -275,7 +280,7 @@ impl Directories {
     /// Removes files of segments that the store, as it is opened, does not have: they are beyond its
     /// capacity, of another length, or in the wrong directory. For the first process that opens it.
     pub(crate) fn discard_others(&self, segments: u32) -> io::Result<()> {
-        for (number, path) in self.paths.iter().enumerate() {
+        for (number, path) in self.readable() {
             for entry in std::fs::read_dir(path)? {
                 let entry = entry?;
                 let name = entry.file_name();
@@ -292,6 +297,11 @@ impl Directories {
         Ok(())
     }
 
+    /// The directories that are not lost, with their numbers.
+    fn readable(&self) -> impl Iterator<Item = (usize, &PathBuf)> {
+        self.paths.iter().enumerate().filter(|(number, _)| !self.lost[*number])
+    }
+
     fn directory_of(&self, segment: u32) -> &Path {
         &self.paths[segment as usize % self.paths.len()]
     }
@@ -302,7 +312,7 @@ impl log::Disk for Directories {
 
     fn segments(&self) -> io::Result<Vec<u32>> {
         let mut segments = Vec::new();
-        for (number, path) in self.paths.iter().enumerate() {
+        for (number, path) in self.readable() {
             for entry in std::fs::read_dir(path)? {
                 let name = entry?.file_name();
                 let segment = name.to_str().and_then(log::superblock::segment_of);

@@ -22,6 +22,7 @@
 //! # }
 //! ```
 
+use crate::arrange::{self, Arranged, Directory, arrange};
 use crate::error::{Error, Result};
 use crate::log::recover::{self, Fault, Scanned};
 use crate::log::{self, Disk, PAGE_BYTES, Record, SegmentHeader, Superblock, superblock};
@@ -81,11 +82,11 @@ pub struct Verified {
 }
 
 impl Files {
-    /// Finds the store in `directories`, which are given in the order in which it was made with them.
+    /// Finds the store in `directories`: all of them, in any order.
     ///
     /// # Errors
-    /// `InvalidArgument` without a directory, or with one twice; `Directory` if one can't be read; `Format` if
-    /// the first one has no store, or one that this release does not read.
+    /// `InvalidArgument` without a directory; `Directory` if one can't be read; `Format` if they have no store, or
+    /// one that this release does not read, or are not the directories of one store.
     pub fn open(directories: &[PathBuf]) -> Result<Self> {
         Self::with(directories, false)
     }
@@ -98,35 +99,25 @@ impl Files {
         let Some(first) = directories.first() else {
             return Err(Error::InvalidArgument("no directory was given".into()));
         };
-        let mut seen = Vec::new();
-        for path in directories {
-            let failed = |source| Error::Directory { path: path.clone(), source };
-            let whole = path.canonicalize().map_err(failed)?;
-            if seen.contains(&whole) {
-                let twice = format!("{} was given twice", path.display());
-                return Err(Error::InvalidArgument(twice));
+        let Arranged { superblock, format, directories } = arrange(directories)?;
+        let mut paths = Vec::new();
+        for Directory { path, state } in directories {
+            match state {
+                arrange::State::Lost(source) => return Err(Error::Directory { path, source }),
+                _ => paths.push(path),
             }
-            seen.push(whole);
         }
-        let format = |what| Error::Format { path: first.clone(), what };
-        let (superblock, version) = Superblock::read(first)
-            .map_err(|error| match error {
-                log::Error::Directory { source, .. } => {
-                    Error::Directory { path: first.clone(), source }
-                }
-                other => format(other.to_string()),
-            })?
-            .ok_or_else(|| {
-                let file = superblock::FILE;
-                format(format!("no store is here: {file} is in the first directory of a store"))
-            })?;
+        let superblock = superblock.ok_or_else(|| {
+            let what = format!("no store is here: a store's directory has {}", superblock::FILE);
+            Error::Format { path: first.clone(), what }
+        })?;
         let disk = FileDisk {
-            directories: directories.to_vec(),
+            directories: paths,
             is_writable,
             last: Mutex::default(),
             files: Mutex::default(),
         };
-        Ok(Self { disk, superblock, format: version })
+        Ok(Self { disk, superblock, format })
     }
 
     /// What the store's segments share.
@@ -139,7 +130,7 @@ impl Files {
         self.format
     }
 
-    /// The store's directories.
+    /// The store's directories, in the order of their numbers.
     pub fn directories(&self) -> &[PathBuf] {
         &self.disk.directories
     }

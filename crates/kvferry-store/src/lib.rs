@@ -18,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+mod arrange;
 pub mod clean;
 mod clock;
 mod core;
@@ -33,6 +34,7 @@ mod key;
 pub mod log;
 mod membership;
 mod memory;
+mod opening;
 mod options;
 mod pending;
 pub mod policy;

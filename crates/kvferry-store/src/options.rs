@@ -48,8 +48,10 @@ impl StoreOptions {
         }
     }
 
-    /// One more directory, on another device. Segments are spread over the directories evenly. The order
-    /// of the directories must stay the same.
+    /// One more directory, on another device. Segments are spread over the directories evenly.
+    ///
+    /// All directories of the store are given each time, in any order: each one says which it is. One that is
+    /// missing or can't be read costs its own blocks.
     #[must_use]
     pub fn and_directory(mut self, directory: impl Into<PathBuf>) -> Self {
         self.directories.push(directory.into());

@@ -1,16 +1,16 @@
 //! [`Store`]: blocks of KV on local disks, shared by the processes of a host.
 
 use crate::core::Core;
-use crate::disk::Directories;
 use crate::error::{Error, Result};
 use crate::flights::Flights;
 use crate::get::Wanted;
 use crate::host::{HOST_BYTES_MIN, Host};
 use crate::index::{Entry, Inserted, New, SlotId};
 use crate::key::{Identity, Key, Namespace};
-use crate::log::{self, Superblock};
+use crate::log;
 use crate::membership::{Membership, join};
 use crate::memory::BlockMemory;
+use crate::opening::Opening;
 use crate::options::StoreOptions;
 use crate::pending::{Pending, Pool};
 use crate::policy::{Retention, Then};
@@ -20,7 +20,6 @@ use crate::sync::lock;
 use crate::team::Team;
 use crate::worker::Worker;
 use kvferry::Agent;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
@@ -102,30 +101,24 @@ impl Store {
                 options.host_bytes
             )));
         }
-        for path in &options.directories {
-            let failed = |source| Error::Directory { path: path.clone(), source };
-            std::fs::create_dir_all(path).map_err(failed)?;
-        }
-        let first = &options.directories[0];
-        let disk = |superblock: &Superblock| {
-            let bytes = superblock.geometry.segment_bytes();
-            Directories::new(agent, &options.directories, bytes, options.direct)
-        };
+        let opening = Opening::new(agent, options)?;
+        let first = opening.first();
         let (superblock, joined) = join(
-            first,
-            || open_superblock(first, options),
+            &first,
+            || opening.open_superblock(),
             |superblock| {
                 let geometry = options.geometry(Some(superblock.geometry.segment_bytes()))?;
-                recover::fill(&disk(superblock)?, superblock, geometry)
+                recover::fill(&opening.disk(superblock, true)?, superblock, geometry)
             },
         )?;
+        let disk = opening.disk(&superblock, false)?;
         let failed = |source| Error::Directory { path: first.clone(), source };
         let host = match options.host_bytes {
             0 => None,
             bytes => Some(Arc::new(Host::new(agent, bytes)?)),
         };
         let member = joined.index.join().map_err(failed)?;
-        let core = Arc::new(Core::new(disk(&superblock)?, superblock, member));
+        let core = Arc::new(Core::new(disk, superblock, member));
         let worker = Worker::start(Arc::clone(&core)).map_err(failed)?;
         let membership = Membership::start(joined, Arc::clone(&worker))
             .inspect_err(|_| worker.stop())
@@ -191,27 +184,6 @@ impl Store {
     pub fn close(&self) {
         self.0.close();
     }
-}
-
-/// The superblock of a directory's store, which is made if there is none.
-fn open_superblock(directory: &Path, options: &StoreOptions) -> Result<Superblock> {
-    let path = || directory.to_path_buf();
-    let format = |e: log::Error| match e {
-        log::Error::Directory { source, .. } => Error::Directory { path: path(), source },
-        other => Error::Format { path: path(), what: other.to_string() },
-    };
-    if let Some(found) = Superblock::open(directory).map_err(format)? {
-        return Ok(found);
-    }
-    let bytes = options.geometry(None)?.segment_bytes;
-    let new = Superblock {
-        store: kvferry_sys::random::bytes()
-            .map_err(|source| Error::Directory { path: path(), source })?,
-        geometry: log::Geometry::new(bytes).expect("`StoreOptions::geometry` keeps the bounds"),
-        created_ms: crate::clock::Clock::unix_ms(),
-    };
-    new.write(directory).map_err(format)?;
-    Ok(new)
 }
 
 impl Inner {

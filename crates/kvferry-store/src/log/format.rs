@@ -1,14 +1,19 @@
-//! The bytes of a store on disk, version 1.
+//! The bytes of a store on disk, version 2.
 //!
 //! Integers are little-endian. A *page* is 4096 bytes; a *sum* is a CRC-64/NVME. All times and the
 //! fields marked *opaque* are the writer's; a reader of the log does not interpret them.
 //!
-//! # Directory
+//! # Directories
+//!
+//! A store has one directory or several. Each has these files:
 //!
 //! | file               | content                                                           |
 //! |--------------------|-------------------------------------------------------------------|
 //! | `kvferry.store`    | the superblock, replaced only by an atomic rename                 |
 //! | `segment-00000000` | segment 0 (eight decimal digits), of the superblock's segment size |
+//!
+//! Segment *n* is in the directory whose number is *n* modulo the count of directories. Directory 0 also has the
+//! files `join` and `members`, which are empty and locked by processes.
 //!
 //! # Superblock
 //!
@@ -20,7 +25,14 @@
 //! | 16..32 | store id, random                                     |
 //! | 32..40 | segment size in bytes: whole pages, 1 MiB to 4 GiB   |
 //! | 40..48 | creation time, Unix milliseconds                     |
-//! | 48..56 | sum of bytes 0..48                                   |
+//! | 48..52 | number of this directory, from 0 on                  |
+//! | 52..56 | count of the store's directories                     |
+//! | 56..64 | sum of bytes 0..56                                   |
+//!
+//! The superblocks of a store differ only in the number of the directory.
+//!
+//! Version 1 had a superblock in directory 0 only. It did not say the number and the count: bytes 48..56 were the
+//! sum of bytes 0..48, and the end. The segments of version 1 are the same.
 //!
 //! # Segment
 //!
@@ -46,7 +58,7 @@
 //! |--------|-------------------------------------------------|
 //! | 0..8   | sum of bytes 8..4096                            |
 //! | 8..16  | magic `kvfsegmt`                                |
-//! | 16..20 | format version                                  |
+//! | 16..20 | version of the segment's format: 1              |
 //! | 20..24 | segment number                                  |
 //! | 24..40 | store id                                        |
 //! | 40..48 | incarnation: grows with each use in the store   |
@@ -93,7 +105,9 @@ use crc_fast::{CrcAlgorithm, Digest};
 /// The unit of the log.
 pub const PAGE_BYTES: usize = 4096;
 /// The format that this release writes.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
+/// The format of segments.
+const SEGMENT_VERSION: u32 = 1;
 /// Records of one extent at most: as many as fit into its header page.
 pub const EXTENT_RECORDS: usize = (PAGE_BYTES - RECORDS_AT) / RECORD_BYTES;
 
@@ -283,7 +297,7 @@ impl SegmentHeader {
         let mut page = Page::zeroed();
         let bytes = &mut page.0;
         bytes[8..16].copy_from_slice(&SEGMENT_MAGIC);
-        bytes[16..20].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[16..20].copy_from_slice(&SEGMENT_VERSION.to_le_bytes());
         bytes[20..24].copy_from_slice(&self.segment.to_le_bytes());
         bytes[24..40].copy_from_slice(&self.store);
         bytes[40..48].copy_from_slice(&self.incarnation.to_le_bytes());
@@ -297,7 +311,7 @@ impl SegmentHeader {
     /// The header in a segment's page 0, or `None` for a free segment.
     pub fn decode(page: &[u8], store: &[u8; 16], segment: u32) -> Option<Self> {
         let holds = page[8..16] == SEGMENT_MAGIC
-            && u32_at(page, 16) == VERSION
+            && u32_at(page, 16) == SEGMENT_VERSION
             && u64_at(page, 0) == crc_fast::crc64_nvme(&page[8..PAGE_BYTES]);
         let header = Self {
             store: array_at(page, 24),
@@ -311,8 +325,13 @@ impl SegmentHeader {
 
     /// Whether a page 0 belongs to a segment of another store.
     pub fn is_of_another_store(page: &[u8], store: &[u8; 16]) -> bool {
-        let theirs = array_at(page, 24);
-        theirs != *store && Self::decode(page, &theirs, u32_at(page, 20)).is_some()
+        Self::store_of(page).is_some_and(|theirs| theirs != *store)
+    }
+
+    /// The store that a page 0 belongs to; `None` for a free segment.
+    pub fn store_of(page: &[u8]) -> Option<[u8; 16]> {
+        let store = array_at(page, 24);
+        Self::decode(page, &store, u32_at(page, 20)).map(|_| store)
     }
 
     /// The sum of `parts`, one behind the other, seeded with the nonce.

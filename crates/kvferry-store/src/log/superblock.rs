@@ -1,7 +1,7 @@
-//! A store's directory: the superblock, and the names of the segments' files.
+//! A store's directories: the superblock of each, and the names of the segments' files.
 //!
-//! Creating and upgrading a store replaces the superblock's file. The caller holds a lock on the
-//! directory meanwhile.
+//! Creating and upgrading a store replaces the superblocks' files. The caller holds a lock on the store
+//! meanwhile.
 
 use super::format::{Geometry, VERSION, array_at, u32_at, u64_at};
 use super::{Error, Result};
@@ -17,9 +17,9 @@ pub const NEW_FILE: &str = "kvferry.store.new";
 const MAGIC: [u8; 8] = *b"kvfstore";
 /// The magic and the version, which each format has here.
 const PREFIX_BYTES: usize = 16;
-const BYTES: usize = 56;
+const BYTES: usize = 64;
 
-/// What all segments of a store share.
+/// What a directory says of itself: its store, and which of the store's directories it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Superblock {
     /// Random; each segment carries it.
@@ -28,6 +28,10 @@ pub struct Superblock {
     pub geometry: Geometry,
     /// When the store was created, Unix milliseconds.
     pub created_ms: u64,
+    /// The number of the directory, from 0 on.
+    pub directory: u32,
+    /// How many directories the store has. 0 in format 1, which does not say.
+    pub directories: u32,
 }
 
 /// Reads the superblock of an older format.
@@ -37,19 +41,9 @@ struct Upgrade {
 }
 
 /// The older formats that this release reads.
-const UPGRADES: &[Upgrade] = &[];
+const UPGRADES: &[Upgrade] = &[Upgrade { from: 1, decode: decode_v1 }];
 
 impl Superblock {
-    /// Opens a store's directory, or returns `None` if there is no store in it. A store of an older
-    /// format that this release reads gets a superblock of the current one.
-    pub fn open(directory: &Path) -> Result<Option<Self>> {
-        let Some((superblock, version)) = Self::read(directory)? else { return Ok(None) };
-        if version != VERSION {
-            superblock.write(directory)?;
-        }
-        Ok(Some(superblock))
-    }
-
     /// The superblock of a store's directory and the format that it has there, which may be older than
     /// this release's. `None` if there is no store in the directory.
     pub fn read(directory: &Path) -> Result<Option<(Self, u32)>> {
@@ -68,10 +62,15 @@ impl Superblock {
 
     fn replace(&self, directory: &Path) -> io::Result<()> {
         let new = directory.join(NEW_FILE);
+        reached()?;
         let mut file = File::create(&new)?;
+        reached()?;
         file.write_all(&self.encode())?;
+        reached()?;
         file.sync_all()?;
+        reached()?;
         fs::rename(new, directory.join(FILE))?;
+        reached()?;
         File::open(directory)?.sync_all()
     }
 
@@ -83,21 +82,72 @@ impl Superblock {
         bytes[16..32].copy_from_slice(&self.store);
         bytes[32..40].copy_from_slice(&self.geometry.segment_bytes().to_le_bytes());
         bytes[40..48].copy_from_slice(&self.created_ms.to_le_bytes());
-        let crc = crc_fast::crc64_nvme(&bytes[..48]);
-        bytes[48..].copy_from_slice(&crc.to_le_bytes());
+        bytes[48..52].copy_from_slice(&self.directory.to_le_bytes());
+        bytes[52..56].copy_from_slice(&self.directories.to_le_bytes());
+        let crc = crc_fast::crc64_nvme(&bytes[..56]);
+        bytes[56..].copy_from_slice(&crc.to_le_bytes());
         bytes
     }
 
     fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; BYTES] = bytes.try_into().ok()?;
-        if crc_fast::crc64_nvme(&bytes[..48]) != u64_at(bytes, 48) {
+        if crc_fast::crc64_nvme(&bytes[..56]) != u64_at(bytes, 56) {
             return None;
         }
+        let (directory, directories) = (u32_at(bytes, 48), u32_at(bytes, 52));
+        let superblock = Self { directory, directories, ..Self::decode_fields(bytes)? };
+        (directory < directories).then_some(superblock)
+    }
+
+    /// The fields that all formats have.
+    fn decode_fields(bytes: &[u8]) -> Option<Self> {
         Some(Self {
             store: array_at(bytes, 16),
             geometry: Geometry::new(u64_at(bytes, 32))?,
             created_ms: u64_at(bytes, 40),
+            directory: 0,
+            directories: 0,
         })
+    }
+}
+
+fn decode_v1(bytes: &[u8]) -> Option<Superblock> {
+    let bytes: &[u8; 56] = bytes.try_into().ok()?;
+    let holds = crc_fast::crc64_nvme(&bytes[..48]) == u64_at(bytes, 48);
+    holds.then(|| Superblock::decode_fields(bytes)).flatten()
+}
+
+/// A point where tests let the power fail.
+#[cfg(not(test))]
+fn reached() -> io::Result<()> {
+    Ok(())
+}
+
+#[cfg(test)]
+pub(crate) use cut::reached;
+
+/// Power that fails after a number of steps of this thread.
+#[cfg(test)]
+pub(crate) mod cut {
+    use std::cell::Cell;
+    use std::io;
+
+    thread_local!(static LEFT: Cell<Option<u32>> = const { Cell::new(None) });
+
+    /// `None`: it does not fail.
+    pub(crate) fn after(steps: Option<u32>) {
+        LEFT.set(steps);
+    }
+
+    pub(crate) fn reached() -> io::Result<()> {
+        match LEFT.get() {
+            None => Ok(()),
+            Some(0) => Err(io::Error::other("the power has failed")),
+            Some(left) => {
+                LEFT.set(Some(left - 1));
+                Ok(())
+            }
+        }
     }
 }
 
@@ -140,7 +190,18 @@ mod tests {
 
     fn store() -> Superblock {
         let geometry = Geometry::new(64 << 20).expect("the size is in bounds");
-        Superblock { store: *b"0123456789abcdef", geometry, created_ms: 1_763_900_000_000 }
+        let (directory, directories) = (1, 3);
+        let store = *b"0123456789abcdef";
+        Superblock { store, geometry, created_ms: 1_763_900_000_000, directory, directories }
+    }
+
+    /// The bytes that the release before wrote for `store`.
+    fn bytes_of_version_1() -> Vec<u8> {
+        let mut bytes = store().encode()[..48].to_vec();
+        bytes[8..16].copy_from_slice(b"\x01\0\0\0\xfe\xff\xff\xff");
+        let sum = crc_fast::crc64_nvme(&bytes);
+        bytes.extend(sum.to_le_bytes());
+        bytes
     }
 
     fn with_version(version: u32) -> Vec<u8> {
@@ -160,20 +221,39 @@ mod tests {
     #[test]
     fn a_superblock_that_was_written_is_read_again_also_over_an_interrupted_write() {
         let directory = directory("round-trip");
-        assert_eq!(Superblock::open(&directory).unwrap(), None);
+        assert_eq!(Superblock::read(&directory).unwrap(), None);
         fs::write(directory.join(NEW_FILE), [0xff; 100]).unwrap();
-        assert_eq!(Superblock::open(&directory).unwrap(), None);
+        assert_eq!(Superblock::read(&directory).unwrap(), None);
         store().write(&directory).unwrap();
-        assert_eq!(Superblock::open(&directory).unwrap(), Some(store()));
+        assert_eq!(Superblock::read(&directory).unwrap(), Some((store(), VERSION)));
         assert!(!directory.join(NEW_FILE).exists());
         fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]
-    fn the_bytes_of_version_1_do_not_change() {
+    fn the_bytes_of_version_2_do_not_change() {
         let bytes = store().encode();
-        assert_eq!(bytes[..32], *b"kvfstore\x01\0\0\0\xfe\xff\xff\xff0123456789abcdef");
+        assert_eq!(bytes[..32], *b"kvfstore\x02\0\0\0\xfd\xff\xff\xff0123456789abcdef");
         assert_eq!(crc_fast::crc64_nvme(&bytes), 0x0cef_cfc4_d490_91bd);
+    }
+
+    #[test]
+    fn version_1_is_read_as_it_was_written() {
+        let bytes = bytes_of_version_1();
+        assert_eq!(crc_fast::crc64_nvme(&bytes), 0x0cef_cfc4_d490_91bd);
+        let old = Superblock { directory: 0, directories: 0, ..store() };
+        assert_eq!(decode(&bytes, UPGRADES).unwrap(), (old, 1));
+        for len in 16..bytes.len() {
+            assert!(matches!(decode(&bytes[..len], UPGRADES), Err(Error::Damaged(FILE))));
+        }
+    }
+
+    #[test]
+    fn a_number_that_is_not_below_the_count_is_damage() {
+        for (directory, directories) in [(0, 0), (1, 1), (7, 3)] {
+            let bytes = Superblock { directory, directories, ..store() }.encode();
+            assert!(matches!(decode(&bytes, UPGRADES), Err(Error::Damaged(FILE))));
+        }
     }
 
     #[test]

@@ -16,7 +16,8 @@ const EIO: i32 = 5;
 const EROFS: i32 = 30;
 
 fn superblock(pages: u32) -> Superblock {
-    Superblock { store: STORE, geometry: Geometry::tiny(pages), created_ms: 0 }
+    let geometry = Geometry::tiny(pages);
+    Superblock { store: STORE, geometry, created_ms: 0, directory: 0, directories: 1 }
 }
 
 fn segment_header(segment: u32, incarnation: u64) -> SegmentHeader {
@@ -613,7 +614,8 @@ fn blocks_of_extents_that_failed_are_not_in_the_footer() {
 fn the_largest_block_fits_into_an_empty_segment_and_one_byte_more_does_not() {
     let geometry = Geometry::new(Geometry::MIN_SEGMENT_BYTES).unwrap();
     let disk = SimDisk::new(geometry, 1);
-    let store = Superblock { store: STORE, geometry, created_ms: 0 };
+    let (directory, directories) = (0, 1);
+    let store = Superblock { store: STORE, geometry, created_ms: 0, directory, directories };
     let mut appender = Appender::begin(&disk, geometry, segment_header(0, 1)).unwrap();
     let mut data = random_data(1, geometry.max_block_bytes() as usize + 1);
     assert!(appender.plan(&[block(1, &data)]).is_none());
@@ -808,7 +810,8 @@ impl Disk for FileDisk {
 fn threads_that_write_extents_of_one_segment_in_files_find_all_of_them_again() {
     let geometry = Geometry::new(4 << 20).unwrap();
     let disk = FileDisk::new("threads", geometry);
-    let store = Superblock { store: STORE, geometry, created_ms: 1 };
+    let (directory, directories) = (0, 1);
+    let store = Superblock { store: STORE, geometry, created_ms: 1, directory, directories };
     store.write(&disk.directory).unwrap();
     disk.create(0).unwrap();
     disk.create(1).unwrap();
@@ -830,7 +833,7 @@ fn threads_that_write_extents_of_one_segment_in_files_find_all_of_them_again() {
     let mut appender = appender.into_inner().unwrap();
     appender.seal(&disk).unwrap();
 
-    assert_eq!(Superblock::open(&disk.directory).unwrap(), Some(store));
+    assert_eq!(Superblock::read(&disk.directory).unwrap(), Some((store, format::VERSION)));
     let mut segments = scan_all(&disk, &store).unwrap();
     segments.sort_unstable_by_key(|(segment, _)| *segment);
     let [(0, Ok(None)), (1, Ok(Some(scanned)))] = segments.as_slice() else {
@@ -854,7 +857,8 @@ fn threads_that_write_extents_of_one_segment_in_files_find_all_of_them_again() {
 fn a_million_blocks_are_listed_in_well_under_a_second() {
     let geometry = Geometry::new(4 << 30).unwrap();
     let disk = FileDisk::new("million", geometry);
-    let store = Superblock { store: STORE, geometry, created_ms: 1 };
+    let (directory, directories) = (0, 1);
+    let store = Superblock { store: STORE, geometry, created_ms: 1, directory, directories };
     disk.create(0).unwrap();
     let mut appender = Appender::begin(&disk, geometry, segment_header(0, 1)).unwrap();
     let blocks: Vec<_> = (1..=EXTENT_RECORDS as u64).map(|key| block(key, &[0; 4096])).collect();

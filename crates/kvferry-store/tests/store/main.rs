@@ -1,5 +1,6 @@
 //! The store as its users have it: real files, real processes.
 
+mod directories;
 mod faults;
 mod host;
 mod processes;

@@ -1,0 +1,494 @@
+//! Which directories a store has, and in which order.
+//!
+//! Each directory says which store it belongs to, which number it has there, and how many directories there are: its
+//! superblock. So the caller may give the directories in any order. [`arrange`] reads the superblocks and changes
+//! nothing; what does not fit is refused. [`Arranged::mark`] writes the superblocks that are missing.
+//!
+//! Directories may lack a superblock:
+//! - all of them, if there is no store yet;
+//! - all but number 0 in a store of format 1, whose segments tell where they belong, by their numbers;
+//! - an empty one, in the place of one that was lost. It gets the number that no other has.
+//!
+//! A directory that can't be read is lost: the store goes on without its segments.
+
+use crate::error::{Error, Result};
+use crate::log::format::VERSION;
+use crate::log::{self, PAGE_BYTES, SegmentHeader, Superblock, superblock};
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// Fewer segments than these do not show that a store of format 1 has more directories than were given.
+const TELLING_SEGMENTS: usize = 4;
+/// Counts of directories that are looked for there.
+const COUNTS: usize = 16;
+
+/// The directories of a store.
+#[derive(Debug)]
+pub(crate) struct Arranged {
+    /// Of the directories that have a superblock, the one of the lowest number. `None`: there is no store yet.
+    pub(crate) superblock: Option<Superblock>,
+    /// The version of that superblock.
+    pub(crate) format: u32,
+    /// In the order of their numbers.
+    pub(crate) directories: Vec<Directory>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Directory {
+    pub(crate) path: PathBuf,
+    pub(crate) state: State,
+}
+
+#[derive(Debug)]
+pub(crate) enum State {
+    /// Its superblock says what it is.
+    Marked,
+    /// It has no superblock of this release's format, and belongs to the store.
+    Unmarked,
+    /// It can't be read.
+    Lost(io::Error),
+}
+
+/// What is in a directory.
+enum Found {
+    Store(Superblock, u32),
+    /// No superblock.
+    Segments(Segments),
+    Lost(io::Error),
+}
+
+#[derive(Default)]
+struct Segments {
+    numbers: BTreeSet<u32>,
+    /// The stores that their headers name.
+    stores: BTreeSet<[u8; 16]>,
+}
+
+/// Reads what the directories are.
+///
+/// # Errors
+/// `Format`, with the directory that is not as it must be; `Directory` if there is no store and one of
+/// the directories can't be read.
+pub(crate) fn arrange(paths: &[PathBuf]) -> Result<Arranged> {
+    refuse_repeated(paths)?;
+    let found = paths.iter().map(|path| look(path)).collect::<Result<Vec<_>>>()?;
+    let stores = paths.iter().zip(&found).filter_map(|(path, found)| match found {
+        Found::Store(superblock, version) => Some((path, *superblock, *version)),
+        _ => None,
+    });
+    let stores: Vec<_> = stores.collect();
+    let Some((reference, known)) = refuse_mixed(&stores, paths.len())? else {
+        return none_yet(paths, found);
+    };
+    let first = stores.iter().min_by_key(|(_, superblock, _)| superblock.directory);
+    let (_, superblock, format) = *first.expect("there is a store");
+    let numbers = number_all(paths, &found, reference, &known)?;
+    let mut directories: Vec<_> = paths
+        .iter()
+        .zip(found)
+        .zip(numbers)
+        .map(|((path, found), number)| {
+            let state = match found {
+                Found::Store(_, VERSION) => State::Marked,
+                Found::Store(..) | Found::Segments(_) => State::Unmarked,
+                Found::Lost(error) => State::Lost(error),
+            };
+            (number, Directory { path: path.clone(), state })
+        })
+        .collect();
+    directories.sort_by_key(|(number, _)| *number);
+    let directories = directories.into_iter().map(|(_, it)| it).collect();
+    Ok(Arranged { superblock: Some(superblock), format, directories })
+}
+
+impl Arranged {
+    /// The directory whose files the processes lock: the first one that is not lost.
+    pub(crate) fn first(&self) -> &Path {
+        let is_there = |it: &&Directory| !matches!(it.state, State::Lost(_));
+        &self.directories.iter().find(is_there).unwrap_or(&self.directories[0]).path
+    }
+
+    /// Makes a store of directories that are none. The first superblock is written first: what an interrupted call
+    /// leaves is a store with directories that are not marked.
+    pub(crate) fn make(&mut self, new: Superblock) -> Result<Superblock> {
+        let superblock = Superblock { directories: self.count(), directory: 0, ..new };
+        for (number, directory) in (0..).zip(&mut self.directories) {
+            let written = Superblock { directory: number, ..superblock }.write(&directory.path);
+            written.map_err(|error| log_error(&directory.path, error))?;
+            directory.state = State::Marked;
+        }
+        self.superblock = Some(superblock);
+        Ok(superblock)
+    }
+
+    /// Marks the directories of a store that are not: that upgrades a store of format 1, and adopts an empty
+    /// directory. The first one is marked last: until then, an older release opens the store.
+    ///
+    /// Where a directory can't be written to, its blocks are read as before.
+    pub(crate) fn mark(&mut self) {
+        let count = self.count();
+        let Some(superblock) = self.superblock else { return };
+        for (number, directory) in (0..count).zip(&mut self.directories).rev() {
+            if !matches!(directory.state, State::Unmarked) {
+                continue;
+            }
+            let new = Superblock { directory: number, directories: count, ..superblock };
+            match new.write(&directory.path) {
+                Ok(()) => directory.state = State::Marked,
+                Err(error) => {
+                    let path = directory.path.display();
+                    let error = log_error(&directory.path, error);
+                    tracing::warn!(%error, "the store can't write what it is to {path}");
+                    // A later one would be a step of the upgrade that an older release does not expect.
+                    return;
+                }
+            }
+        }
+    }
+
+    fn count(&self) -> u32 {
+        u32::try_from(self.directories.len()).expect("a caller names fewer directories")
+    }
+}
+
+/// Reads what a directory is.
+fn look(path: &Path) -> Result<Found> {
+    match Superblock::read(path) {
+        Ok(Some((superblock, version))) => Ok(Found::Store(superblock, version)),
+        Ok(None) => Ok(look_at_segments(path).map_or_else(Found::Lost, Found::Segments)),
+        Err(log::Error::Directory { source, .. }) => Ok(Found::Lost(source)),
+        Err(error) => Err(log_error(path, error)),
+    }
+}
+
+fn look_at_segments(path: &Path) -> io::Result<Segments> {
+    let mut segments = Segments::default();
+    for entry in fs::read_dir(path)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let Some(number) = name.to_str().and_then(superblock::segment_of) else { continue };
+        segments.numbers.insert(number);
+        let mut page = [0; PAGE_BYTES];
+        let read = File::open(entry.path()).and_then(|file| file.read_exact_at(&mut page, 0));
+        segments.stores.extend(read.ok().and_then(|()| SegmentHeader::store_of(&page)));
+    }
+    Ok(segments)
+}
+
+fn refuse_repeated(paths: &[PathBuf]) -> Result<()> {
+    let mut seen = BTreeSet::new();
+    for path in paths {
+        // The same directory under two names, such as by a link or a bind mount, has the same number.
+        let Ok(metadata) = fs::metadata(path) else { continue };
+        if !seen.insert((metadata.dev(), metadata.ino())) {
+            return Err(format(path, "it was given twice: give each directory of a store once"));
+        }
+    }
+    Ok(())
+}
+
+/// Compares the superblocks. Returns the path of one and the superblock with what all share; `None` without any.
+fn refuse_mixed<'a>(
+    stores: &[(&'a PathBuf, Superblock, u32)],
+    given: usize,
+) -> Result<Option<(&'a PathBuf, Superblock)>> {
+    let marked = stores.iter().find(|(.., version)| *version == VERSION);
+    let Some((reference, known, version)) = marked.or(stores.first()) else { return Ok(None) };
+    for (path, superblock, _) in stores {
+        if superblock.store != known.store {
+            let what = format!(
+                "it belongs to another store than {}: give the directories of one store",
+                reference.display()
+            );
+            return Err(format(path, what));
+        }
+        let is_alike = |it: &Superblock| {
+            let known = (known.geometry, known.created_ms, known.directories);
+            (it.geometry, it.created_ms, it.directories) == known || it.directories == 0
+        };
+        if !is_alike(superblock) {
+            let what = format!(
+                "its kvferry.store does not agree with that of {}: one is a copy of an earlier \
+                 state; give the directories that were last used",
+                reference.display()
+            );
+            return Err(format(path, what));
+        }
+    }
+    if *version == VERSION && known.directories as usize != given {
+        let what = format!(
+            "the store has {} directories, {given} were given: give all of them, also one that is \
+             lost",
+            known.directories
+        );
+        return Err(format(reference, what));
+    }
+    Ok(Some((*reference, *known)))
+}
+
+/// The directories of a store that does not exist yet, in the order in which they were given.
+fn none_yet(paths: &[PathBuf], found: Vec<Found>) -> Result<Arranged> {
+    let mut directories = Vec::new();
+    for (path, found) in paths.iter().zip(found) {
+        match found {
+            Found::Lost(source) if source.kind() != io::ErrorKind::NotFound => {
+                return Err(Error::Directory { path: path.clone(), source });
+            }
+            Found::Segments(segments) if !segments.stores.is_empty() => {
+                let what = "it has segments of a store whose kvferry.store is not in the \
+                            directories that were given: give all directories of the store, or \
+                            remove the segments";
+                return Err(format(path, what));
+            }
+            _ => directories.push(Directory { path: path.clone(), state: State::Unmarked }),
+        }
+    }
+    Ok(Arranged { superblock: None, format: VERSION, directories })
+}
+
+/// The number of each directory.
+fn number_all(
+    paths: &[PathBuf],
+    found: &[Found],
+    reference: &Path,
+    known: &Superblock,
+) -> Result<Vec<usize>> {
+    let count = paths.len();
+    let mut by_number: Vec<Option<usize>> = vec![None; count];
+    let mut take = |at: usize, number: usize| match by_number[number].replace(at) {
+        None => Ok(()),
+        Some(other) => {
+            let what = format!(
+                "it is directory {number} of the store, as {} is: one is a copy; give the \
+                 original, and the store's other directories",
+                paths[other].display()
+            );
+            Err(format(&paths[at], what))
+        }
+    };
+    for (at, found) in found.iter().enumerate() {
+        match found {
+            Found::Store(superblock, _) => take(at, superblock.directory as usize)?,
+            Found::Segments(segments) if !segments.numbers.is_empty() => {
+                let number = number_by_segments(&paths[at], segments, count, reference, known)?;
+                take(at, number)?;
+            }
+            Found::Segments(_) | Found::Lost(_) => {}
+        }
+    }
+    // What says nothing has its own place, or one that is left.
+    let silent: Vec<_> = (0..count).filter(|at| !by_number.contains(&Some(*at))).collect();
+    for at in &silent {
+        by_number[*at].get_or_insert(*at);
+    }
+    for at in silent {
+        if !by_number.contains(&Some(at)) {
+            let place = by_number.iter_mut().find(|it| it.is_none());
+            *place.expect("as many numbers as directories") = Some(at);
+        }
+    }
+    let mut numbers = vec![0; count];
+    for (number, at) in by_number.into_iter().enumerate() {
+        numbers[at.expect("each number was given")] = number;
+    }
+    if known.directories == 0 {
+        refuse_too_few(paths, &numbers)?;
+    }
+    Ok(numbers)
+}
+
+/// The number of a directory without a superblock: its segments have it modulo the count.
+fn number_by_segments(
+    path: &Path,
+    segments: &Segments,
+    count: usize,
+    reference: &Path,
+    known: &Superblock,
+) -> Result<usize> {
+    if segments.stores.iter().any(|store| *store != known.store) {
+        let what = format!(
+            "it has segments of another store than {}: give the directories of one store",
+            reference.display()
+        );
+        return Err(format(path, what));
+    }
+    let numbers: BTreeSet<_> = segments.numbers.iter().map(|it| *it as usize % count).collect();
+    match (numbers.first(), numbers.len()) {
+        (Some(number), 1) => Ok(*number),
+        _ => {
+            let what = format!(
+                "its segments are not those of one of {count} directories: give all directories \
+                 that the store was made with"
+            );
+            Err(format(path, what))
+        }
+    }
+}
+
+/// A store of format 1 does not say how many directories it has. Its segments do, mostly: their numbers have
+/// no gaps.
+fn refuse_too_few(paths: &[PathBuf], numbers: &[usize]) -> Result<()> {
+    let mut segments = Vec::new();
+    for (path, number) in paths.iter().zip(numbers) {
+        let Ok(found) = look_at_segments(path) else { continue };
+        if found.numbers.iter().any(|it| *it as usize % paths.len() != *number) {
+            let what = format!(
+                "its segments are not those of the directory with number {number} of {}: give all \
+                 directories that the store was made with",
+                paths.len()
+            );
+            return Err(format(path, what));
+        }
+        segments.extend(found.numbers.into_iter().map(|it| (it as usize, *number)));
+    }
+    let has = |count: usize| segments.iter().all(|(segment, number)| segment % count == *number);
+    let more = (paths.len() + 1..=COUNTS).find(|count| has(*count));
+    match more {
+        Some(count) if segments.len() >= TELLING_SEGMENTS => {
+            let at = numbers.iter().position(|number| *number == 0).unwrap_or(0);
+            let what = format!(
+                "its segments are those of a store with {count} directories, {} were given: give \
+                 all of them",
+                paths.len()
+            );
+            Err(format(&paths[at], what))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn format(path: &Path, what: impl Into<String>) -> Error {
+    Error::Format { path: path.to_path_buf(), what: what.into() }
+}
+
+fn log_error(path: &Path, error: log::Error) -> Error {
+    match error {
+        log::Error::Directory { source, .. } => {
+            Error::Directory { path: path.to_path_buf(), source }
+        }
+        other => format(path, other.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::log::superblock::{FILE, NEW_FILE, cut};
+    use crate::{BlockMemory, Namespace, Retain, Store, StoreOptions};
+    use kvferry::{Access, Agent};
+
+    const LEN: u64 = 64 << 10;
+    const BLOCKS: u64 = 60;
+
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new(name: &str) -> Self {
+            let name = format!("kvferry-arrange-{name}-{}", std::process::id());
+            let path = std::env::temp_dir().join(name);
+            let _ = fs::remove_dir_all(&path);
+            Self(path)
+        }
+
+        fn directories(&self) -> [PathBuf; 3] {
+            ["a", "b", "c"].map(|name| self.0.join(name))
+        }
+
+        fn options(&self) -> StoreOptions {
+            let [first, second, third] = self.directories();
+            let options = StoreOptions::new(first, 24 << 20).segment_bytes(1 << 20);
+            options.and_directory(second).and_directory(third)
+        }
+
+        /// Puts the blocks, or gets them. Returns how many were stored, or found.
+        fn with_store(&self, is_put: bool) -> usize {
+            let agent = Agent::builder().start().expect("an agent");
+            let pool = agent.allocate(LEN as usize, Access::NONE).expect("memory");
+            let store = Store::open(&agent, &self.options()).expect("a store");
+            let space = store.space(&Namespace::new("model"));
+            let memory = [BlockMemory::new(&pool, 0, LEN)];
+            let each = |block: u64| {
+                let prompt = [*blake3::hash(&block.to_le_bytes()).as_bytes()];
+                pool.write_at(0, &[if is_put { block as u8 } else { 0 }; 8]).expect("inside");
+                match is_put {
+                    true => {
+                        space.put(&prompt, 0, &memory, Retain::default()).expect("a put").stored
+                    }
+                    false => space.get(&prompt, 0, &memory).expect("a get"),
+                }
+            };
+            let count = (0..BLOCKS).map(each).sum();
+            store.close();
+            count
+        }
+
+        /// Makes it what the release before would have written.
+        fn downgrade(&self) {
+            let [first, others @ ..] = self.directories();
+            let mut bytes = fs::read(first.join(FILE)).expect("a superblock");
+            bytes.truncate(48);
+            bytes[8..16].copy_from_slice(b"\x01\0\0\0\xfe\xff\xff\xff");
+            let sum = crc_fast::crc64_nvme(&bytes);
+            bytes.extend(sum.to_le_bytes());
+            fs::write(first.join(FILE), bytes).expect("written");
+            others.iter().for_each(|it| fs::remove_file(it.join(FILE)).expect("it exists"));
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn power_that_fails_at_each_step_of_an_upgrade_leaves_a_store_that_opens() {
+        let folder = Folder::new("upgrade");
+        assert_eq!(folder.with_store(true), BLOCKS as usize);
+        for steps in 0.. {
+            folder.downgrade();
+            let mut arranged = arrange(&folder.directories()).expect("a store of format 1");
+            assert_eq!(arranged.format, 1);
+            cut::after(Some(steps));
+            arranged.mark();
+            cut::after(None);
+            // A file that was not synced may have any bytes.
+            for directory in folder.directories() {
+                if directory.join(NEW_FILE).exists() {
+                    fs::write(directory.join(NEW_FILE), [0xff; 31]).expect("written");
+                }
+            }
+            let is_whole = arranged.directories.iter().all(|it| matches!(it.state, State::Marked));
+            assert_eq!(folder.with_store(false), BLOCKS as usize, "after {steps} steps");
+            let again = arrange(&folder.directories()).expect("a store");
+            assert_eq!(again.format, VERSION);
+            assert!(again.directories.iter().all(|it| matches!(it.state, State::Marked)));
+            if is_whole {
+                assert_eq!(steps, 15, "five steps for each directory");
+                return;
+            }
+        }
+    }
+
+    #[test]
+    fn power_that_fails_at_each_step_of_making_a_store_leaves_one_that_opens() {
+        for steps in 0..=15 {
+            let folder = Folder::new("make");
+            folder.directories().iter().for_each(|it| fs::create_dir_all(it).expect("a folder"));
+            let mut arranged = arrange(&folder.directories()).expect("no store yet");
+            let geometry = log::Geometry::new(1 << 20).expect("in bounds");
+            let (directory, directories) = (0, 1);
+            let store = [7; 16];
+            let new = Superblock { store, geometry, created_ms: 1, directory, directories };
+            cut::after(Some(steps));
+            let made = arranged.make(new);
+            cut::after(None);
+            assert_eq!(made.is_ok(), steps == 15);
+            assert_eq!(folder.with_store(true), BLOCKS as usize, "after {steps} steps");
+            assert_eq!(folder.with_store(false), BLOCKS as usize, "after {steps} steps");
+        }
+    }
+}

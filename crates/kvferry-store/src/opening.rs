@@ -1,0 +1,109 @@
+//! How a process opens the directories of a store: it finds out what they are, and the first process marks them.
+
+use crate::arrange::{Arranged, State, arrange};
+use crate::clock::Clock;
+use crate::disk::Directories;
+use crate::error::{Error, Result};
+use crate::log::{self, Superblock};
+use crate::options::StoreOptions;
+use crate::sync::lock;
+use kvferry::Agent;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::sync::Mutex;
+
+/// A store that is being opened.
+pub(crate) struct Opening<'a> {
+    agent: &'a Agent,
+    options: &'a StoreOptions,
+    arranged: Mutex<Arranged>,
+}
+
+impl<'a> Opening<'a> {
+    /// Looks at the directories. Where there is no store yet, they are made if they do not exist.
+    pub(crate) fn new(agent: &'a Agent, options: &'a StoreOptions) -> Result<Self> {
+        let arranged = arrange(&options.directories)?;
+        if arranged.superblock.is_none() {
+            // Before anything is made.
+            options.geometry(None)?;
+            for path in &options.directories {
+                let failed = |source| Error::Directory { path: path.clone(), source };
+                std::fs::create_dir_all(path).map_err(failed)?;
+            }
+        }
+        Ok(Self { agent, options, arranged: Mutex::new(arranged) })
+    }
+
+    /// The directory whose files the processes lock.
+    pub(crate) fn first(&self) -> PathBuf {
+        lock(&self.arranged).first().to_path_buf()
+    }
+
+    /// The store's superblock, which is made if there is none. The caller has locked the first directory.
+    pub(crate) fn open_superblock(&self) -> Result<Superblock> {
+        // Another process may have made the store since it was looked at, with the directories in another order.
+        let _locks = match lock(&self.arranged).superblock {
+            None => lock_all(&self.options.directories)?,
+            Some(_) => Vec::new(),
+        };
+        let mut now = arrange(&self.options.directories)?;
+        let first = self.first();
+        if now.first() != first {
+            let detail = "; the directories have changed meanwhile: try again".into();
+            return Err(Error::Busy { path: first, detail });
+        }
+        let superblock = match now.superblock {
+            Some(superblock) => superblock,
+            None => now.make(self.new_superblock()?)?,
+        };
+        *lock(&self.arranged) = now;
+        Ok(superblock)
+    }
+
+    fn new_superblock(&self) -> Result<Superblock> {
+        let bytes = self.options.geometry(None)?.segment_bytes;
+        Ok(Superblock {
+            store: kvferry_sys::random::bytes()
+                .map_err(|source| Error::Directory { path: self.first(), source })?,
+            geometry: log::Geometry::new(bytes).expect("`StoreOptions::geometry` keeps the bounds"),
+            created_ms: Clock::unix_ms(),
+            directory: 0,
+            directories: 1,
+        })
+    }
+
+    /// The files. The first process that opens the store marks the directories that are not, and says which ones
+    /// are lost.
+    pub(crate) fn disk(&self, superblock: &Superblock, is_first: bool) -> Result<Directories> {
+        let mut arranged = lock(&self.arranged);
+        if is_first {
+            arranged.mark();
+            for directory in &arranged.directories {
+                if let State::Lost(error) = &directory.state {
+                    let path = directory.path.display();
+                    tracing::warn!(%error, "the store has lost {path}; its blocks are missed");
+                }
+            }
+        }
+        Directories::new(self.agent, &arranged.directories, superblock, self.options.direct)
+    }
+}
+
+/// Locks directories, so that no other process makes a store of them, whatever it calls the first. A file system
+/// that has no locks of directories does without.
+fn lock_all(paths: &[PathBuf]) -> Result<Vec<File>> {
+    let mut in_order = BTreeMap::new();
+    for path in paths {
+        let failed = |source| Error::Directory { path: path.clone(), source };
+        let directory = File::open(path).map_err(failed)?;
+        let metadata = directory.metadata().map_err(failed)?;
+        in_order.insert((metadata.dev(), metadata.ino()), directory);
+    }
+    let directories: Vec<_> = in_order.into_values().collect();
+    for directory in &directories {
+        let _ = directory.lock();
+    }
+    Ok(directories)
+}

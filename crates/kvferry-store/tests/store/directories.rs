@@ -1,0 +1,159 @@
+//! Stores in several directories.
+
+use crate::{Engine, Folder, MIB, options, prompt};
+use kvferry_store::{Error, StoreOptions};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+const LEN: u64 = 64 << 10;
+const PROMPTS: u64 = 24;
+const BLOCKS: usize = 6;
+
+/// The directories of a store, in a folder.
+fn directories(folder: &Folder, names: &[&str]) -> StoreOptions {
+    let mut paths = names.iter().map(|name| folder.path().join(name));
+    let first = options(&paths.next().expect("a name"), 24 * MIB);
+    paths.fold(first, StoreOptions::and_directory)
+}
+
+/// Puts blocks into a store, which is closed then.
+fn made(options: &StoreOptions) {
+    let engine = Engine::open(options, LEN);
+    let stored: usize = (0..PROMPTS).map(|seed| engine.put(&prompt(seed, BLOCKS), 0).stored).sum();
+    assert_eq!(stored, PROMPTS as usize * BLOCKS);
+}
+
+fn found(engine: &Engine) -> usize {
+    let one = |seed, at| engine.get(&prompt(seed, at + 1), at);
+    (0..PROMPTS).flat_map(|seed| (0..BLOCKS).map(move |at| one(seed, at))).sum()
+}
+
+/// All files below a folder, with their bytes.
+fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut files = BTreeMap::new();
+    for entry in std::fs::read_dir(folder).expect("a folder") {
+        let path = entry.expect("it can be read").path();
+        match path.is_dir() {
+            true => files.extend(self::files(&path)),
+            false => drop(files.insert(path.clone(), std::fs::read(path).expect("a file"))),
+        }
+    }
+    files
+}
+
+/// What is wrong with a directory, by its name.
+fn refused(folder: &Folder, names: &[&str]) -> (String, String) {
+    let before = files(folder.path());
+    let refused = Engine::try_open(&directories(folder, names), LEN).err();
+    assert!(files(folder.path()) == before, "{names:?}: nothing is changed");
+    match refused {
+        Some(Error::Format { path, what }) => {
+            let name = path.file_name().expect("a name").to_str().expect("plain letters");
+            (name.to_owned(), what)
+        }
+        other => panic!("{names:?}: {other:?}"),
+    }
+}
+
+/// Makes a store what the release before wrote: its first directory has a superblock of format 1, the others none.
+fn downgrade(folder: &Folder, names: &[&str]) {
+    for (number, name) in names.iter().enumerate() {
+        let file = folder.path().join(name).join("kvferry.store");
+        let mut bytes = std::fs::read(&file).expect("a superblock");
+        if number > 0 {
+            std::fs::remove_file(file).expect("it was read");
+            continue;
+        }
+        bytes.truncate(48);
+        bytes[8..16].copy_from_slice(b"\x01\0\0\0\xfe\xff\xff\xff");
+        let sum = crc_fast::crc64_nvme(&bytes);
+        bytes.extend(sum.to_le_bytes());
+        std::fs::write(file, bytes).expect("written");
+    }
+}
+
+#[test]
+fn directories_may_be_given_in_any_order() {
+    let folder = Folder::new("order");
+    made(&directories(&folder, &["a", "b", "c"]));
+    for names in [["a", "b", "c"], ["b", "c", "a"], ["c", "b", "a"], ["b", "a", "c"]] {
+        let engine = Engine::open(&directories(&folder, &names), LEN);
+        assert_eq!(found(&engine), PROMPTS as usize * BLOCKS, "{names:?}");
+        // Also while another process has it open.
+        let other = Engine::open(&directories(&folder, &["c", "a", "b"]), LEN);
+        assert_eq!(found(&other), PROMPTS as usize * BLOCKS, "{names:?}");
+    }
+}
+
+#[test]
+fn directories_that_are_not_those_of_one_store_are_refused_and_nothing_is_changed() {
+    let folder = Folder::new("refused");
+    made(&directories(&folder, &["a", "b", "c"]));
+    made(&directories(&folder, &["d", "e"]));
+    let copied = folder.path().join("copy");
+    std::fs::create_dir(&copied).expect("a folder");
+    for (from, bytes) in files(&folder.path().join("b")) {
+        std::fs::write(copied.join(from.file_name().expect("a file")), bytes).expect("written");
+    }
+    let stray = folder.path().join("stray");
+    std::fs::create_dir(&stray).expect("a folder");
+    let segment = "segment-00000001";
+    std::fs::copy(folder.path().join("b").join(segment), stray.join(segment)).expect("a copy");
+    std::os::unix::fs::symlink(folder.path().join("a"), folder.path().join("link"))
+        .expect("a link");
+
+    let refused = |names: &[&str]| refused(&folder, names);
+    let cases: &[(&[&str], &str, &str)] = &[
+        (&["a"], "a", "has 3 directories, 1 were given: give all of them"),
+        (&["b", "a"], "b", "has 3 directories, 2 were given"),
+        (&["a", "b", "c", "new"], "a", "has 3 directories, 4 were given"),
+        (&["a", "b", "a"], "a", "given twice"),
+        (&["link", "b", "a"], "a", "given twice"),
+        (&["a", "d", "c"], "d", "another store"),
+        (&["new", "a", "b", "d"], "d", "another store"),
+        (&["new", "b"], "b", "has 3 directories, 2 were given"),
+        (&["d", "b"], "b", "another store"),
+        (&["a", "b", "copy"], "copy", "one is a copy"),
+        (&["stray"], "stray", "segments of a store"),
+        (&["new", "stray"], "stray", "segments of a store"),
+        (&["d", "stray"], "stray", "segments of another store"),
+    ];
+    for (names, path, what) in cases {
+        let (named, said) = refused(names);
+        assert!(named == *path && said.contains(what), "{names:?}: {named}: {said}");
+    }
+    assert!(!folder.path().join("new").exists(), "no directory is made");
+    assert_eq!(found(&Engine::open(&directories(&folder, &["a", "b", "c"]), LEN)), 144);
+    assert_eq!(found(&Engine::open(&directories(&folder, &["e", "d"]), LEN)), 144);
+}
+
+#[test]
+fn a_store_of_format_1_is_upgraded_and_has_its_blocks() {
+    for (given, names) in [
+        (["a", "b", "c"], ["a", "b", "c"]),
+        (["c", "a", "b"], ["a", "b", "c"]),
+        (["b", "c", "a"], ["a", "b", "c"]),
+    ] {
+        let folder = Folder::new("format-1");
+        made(&directories(&folder, &names));
+        downgrade(&folder, &names);
+        for (wrong, what) in [
+            (&["a"][..], "with 3 directories, 1 were given"),
+            (&["a", "b"], "not those of"),
+            (&["a", "b", "c", "d"], "not those of"),
+        ] {
+            let (_, said) = refused(&folder, wrong);
+            assert!(said.contains(what), "{wrong:?}: {said}");
+        }
+        let engine = Engine::open(&directories(&folder, &given), LEN);
+        assert_eq!(found(&engine), PROMPTS as usize * BLOCKS);
+        drop(engine);
+        for (number, name) in (0u32..).zip(names) {
+            let file = folder.path().join(name).join("kvferry.store");
+            let bytes = std::fs::read(file).expect("a superblock");
+            assert_eq!((bytes[8], bytes.len()), (2, 64));
+            assert_eq!(bytes[48..56], [number.to_le_bytes(), 3u32.to_le_bytes()].concat());
+        }
+        assert_eq!(found(&Engine::open(&directories(&folder, &given), LEN)), 144);
+    }
+}
