@@ -153,7 +153,7 @@ fn stat_counts_segments_blocks_and_namespaces_of_a_store_that_is_open() {
     engine.put("llama", 2);
     engine.put("qwen", 3);
     let open = report(0, &["stat", folder.text()]);
-    assert_eq!((&open["schema"], &open["format"]), (&"kvferry.store-stat/1".into(), &1.into()));
+    assert_eq!((&open["schema"], &open["format"]), (&"kvferry.store-stat/1".into(), &2.into()));
     assert_eq!((&open["blocks"], &open["copies"]), (&24.into(), &0.into()), "{open}");
     assert_eq!((&open["bytes"], &open["segment_bytes"]), (&(24 * LEN).into(), &MIB.into()));
     // The first segment is full, and sealed in the background.
