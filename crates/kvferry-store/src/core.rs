@@ -35,6 +35,12 @@ impl Core {
         self.member.segments().filter(|(_, segment)| is_free(segment)).count()
     }
 
+    /// Segments that no process can use at the moment.
+    pub(crate) fn withheld_segments(&self) -> usize {
+        let is_withheld = |segment: &Segment| segment.state == SegmentState::Withheld;
+        self.member.segments().filter(|(_, segment)| is_withheld(segment)).count()
+    }
+
     /// Logs that a device failed, unless that was just said.
     pub(crate) fn fault(&self, doing: &str, segment: u32, error: &impl Display) {
         let now = self.clock.now_ms();

@@ -15,12 +15,17 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 /// Segments whose files are kept open. Each takes up to three descriptors.
 const OPEN_MAX: usize = 96;
 
 /// What a device that can't read says.
 const EIO: i32 = 5;
+/// What the system says when it is short of descriptors or memory: no fault of a device.
+const PASSING: [i32; 5] = [4, 11, 12, 23, 24];
+/// How long it is known whether a directory can be written to.
+const KNOWN_FOR: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(crate) struct Directories {
@@ -29,6 +34,9 @@ pub(crate) struct Directories {
     paths: Vec<PathBuf>,
     /// Directories that could not be read when the store was opened.
     lost: Vec<bool>,
+    /// Directories that have a superblock, so that another file system in their place is noticed.
+    marked: Vec<bool>,
+    store: [u8; 16],
     segment_bytes: u64,
     direct: DirectIo,
     /// What the padding of blocks is written from.
@@ -36,6 +44,8 @@ pub(crate) struct Directories {
     open: Mutex<Open>,
     /// Files whose names are not known to be on the disk.
     new: Mutex<FxHashSet<u32>>,
+    /// Which directories could be written to, and when that was found out.
+    writable: Mutex<Option<(Instant, Arc<[bool]>)>>,
 }
 
 #[derive(Debug, Default)]
@@ -51,6 +61,8 @@ struct Segment {
     agent: Agent,
     file: File,
     region: FileRegion,
+    /// False if the file system is read-only, or this user may only read.
+    is_writable: bool,
 }
 
 impl Drop for Segment {
@@ -107,12 +119,15 @@ impl Directories {
         Ok(Self {
             agent: agent.clone(),
             paths: directories.iter().map(|it| it.path.clone()).collect(),
+            marked: directories.iter().map(|it| matches!(it.state, State::Marked)).collect(),
+            store: superblock.store,
             lost: directories.iter().map(|it| matches!(it.state, State::Lost(_))).collect(),
             segment_bytes: superblock.geometry.segment_bytes(),
             direct,
             zeros,
             open: Mutex::default(),
             new: Mutex::default(),
+            writable: Mutex::default(),
         })
     }
 
@@ -133,15 +148,32 @@ impl Directories {
         lock(&self.new)
     }
 
+    /// An open segment, to be read.
     fn segment(&self, segment: u32) -> io::Result<Arc<Segment>> {
+        self.opened(segment, false)
+    }
+
+    /// An open segment, to be written.
+    fn segment_to_write(&self, segment: u32) -> io::Result<Arc<Segment>> {
+        self.opened(segment, true)
+    }
+
+    fn opened(&self, segment: u32, is_writable: bool) -> io::Result<Arc<Segment>> {
         let mut open = self.open_files();
         open.uses += 1;
         let now = open.uses;
-        if let Some((known, used)) = open.files.get_mut(&segment) {
+        if let Some((known, used)) = open.files.get_mut(&segment)
+            && (known.is_writable || !is_writable)
+        {
             *used = now;
             return Ok(Arc::clone(known));
         }
-        let new = self.open_segment(segment, &FileOptions::read_write())?;
+        let new = match self.open_segment(segment, FileOptions::read_write(), true) {
+            Err(e) if is_read_only(&e) && !is_writable => {
+                self.open_segment(segment, FileOptions::read_only(), false)?
+            }
+            new => new?,
+        };
         if open.files.len() >= OPEN_MAX
             && let Some(oldest) = open.files.iter().min_by_key(|(_, (_, used))| *used)
         {
@@ -152,14 +184,19 @@ impl Directories {
         Ok(new)
     }
 
-    fn open_segment(&self, segment: u32, options: &FileOptions) -> io::Result<Arc<Segment>> {
+    fn open_segment(
+        &self,
+        segment: u32,
+        options: FileOptions,
+        is_writable: bool,
+    ) -> io::Result<Arc<Segment>> {
         let path = self.path_of(segment);
-        let options = options.clone().direct(self.direct);
-        let region = self.agent.open_file(&path, &options).map_err(io::Error::other)?;
-        let file = File::options().read(true).write(true).open(&path).inspect_err(|_| {
+        let options = options.direct(self.direct);
+        let region = self.agent.open_file(&path, &options).map_err(system_error)?;
+        let file = File::options().read(true).write(is_writable).open(&path).inspect_err(|_| {
             let _ = self.agent.close_file(&region);
         })?;
-        Ok(Arc::new(Segment { agent: self.agent.clone(), file, region }))
+        Ok(Arc::new(Segment { agent: self.agent.clone(), file, region, is_writable }))
     }
 
     /// Adds a block, and what fills its last page if `pad`, to a batch.
@@ -187,7 +224,7 @@ impl Directories {
         header: (u64, &[u8]),
         blocks: &[(u64, BlockMemory)],
     ) -> io::Result<(Batch, Arc<Segment>)> {
-        let segment = self.segment(segment)?;
+        let segment = self.segment_to_write(segment)?;
         let mut batch = Batch::with_capacity(blocks.len());
         for (at, block) in blocks {
             self.push(&mut batch, &segment, *at, block, true).map_err(io::Error::other)?;
@@ -235,15 +272,70 @@ impl Directories {
     pub(crate) fn ensure(&self, segment: u32) -> io::Result<()> {
         match std::fs::metadata(self.path_of(segment)) {
             Ok(file) if file.len() == self.segment_bytes => {
-                return self.segment(segment).map(|_| ());
+                return self.segment_to_write(segment).map(|_| ());
             }
             Ok(_) => log::Disk::remove(self, segment)?,
             Err(e) if e.kind() == io::ErrorKind::NotFound => self.close(segment),
             Err(e) => return Err(e),
         }
+        self.check_directory(self.number_of(segment))?;
         log::Disk::create(self, segment).inspect_err(|_| {
             let _ = log::Disk::remove(self, segment);
         })
+    }
+
+    /// Fails if the directory is not the store's any more, such as the empty folder that a device was mounted at.
+    fn check_directory(&self, number: usize) -> io::Result<()> {
+        if !self.marked[number] && !self.lost[number] {
+            return Ok(());
+        }
+        let path = &self.paths[number];
+        match Superblock::read(path) {
+            Ok(Some((it, _))) if it.store == self.store && it.directory as usize == number => {
+                Ok(())
+            }
+            Err(log::Error::Directory { source, .. }) => Err(source),
+            _ => {
+                let what = format!("{} is not a directory of the store any more", path.display());
+                Err(io::Error::new(io::ErrorKind::NotFound, what))
+            }
+        }
+    }
+
+    /// Whether segments of each directory, by its number, can be written to.
+    pub(crate) fn writable(&self) -> Arc<[bool]> {
+        let mut known = lock(&self.writable);
+        if let Some((at, writable)) = &*known
+            && at.elapsed() < KNOWN_FOR
+        {
+            return Arc::clone(writable);
+        }
+        let is_writable = |path: &PathBuf| {
+            let superblock = path.join(log::superblock::FILE);
+            match File::options().write(true).open(superblock) {
+                Ok(_) => true,
+                // Of format 1.
+                Err(e) => e.kind() == io::ErrorKind::NotFound && path.exists(),
+            }
+        };
+        let writable: Arc<[bool]> = self.paths.iter().map(is_writable).collect();
+        *known = Some((Instant::now(), Arc::clone(&writable)));
+        writable
+    }
+
+    /// Whether segments of any directory can be written to.
+    pub(crate) fn is_any_writable(&self) -> bool {
+        self.writable().contains(&true)
+    }
+
+    /// The number of a segment's directory.
+    pub(crate) fn number_of(&self, segment: u32) -> usize {
+        segment as usize % self.paths.len()
+    }
+
+    /// Whether a segment's directory could not be read when the store was opened.
+    pub(crate) fn is_in_lost_directory(&self, segment: u32) -> bool {
+        self.lost[self.number_of(segment)]
     }
 
     /// Whether bytes of a segment are gone for every process: the file is gone or too short, or the device can't
@@ -289,8 +381,12 @@ impl Directories {
                 };
                 let is_here = segment as usize % self.paths.len() == number;
                 let is_whole = entry.metadata()?.len() == self.segment_bytes;
-                if segment >= segments || !is_here || !is_whole {
-                    std::fs::remove_file(entry.path())?;
+                if segment < segments && is_here && is_whole {
+                    continue;
+                }
+                match std::fs::remove_file(entry.path()) {
+                    Err(e) if !is_read_only(&e) => return Err(e),
+                    _ => {}
                 }
             }
         }
@@ -305,6 +401,33 @@ impl Directories {
     fn directory_of(&self, segment: u32) -> &Path {
         &self.paths[segment as usize % self.paths.len()]
     }
+}
+
+/// Whether a device or a file system failed, and not this process.
+pub(crate) fn is_of_device(error: &io::Error) -> bool {
+    match error.raw_os_error() {
+        Some(code) => !PASSING.contains(&code),
+        None => error.kind() == io::ErrorKind::NotFound,
+    }
+}
+
+/// Whether a file may only be read.
+fn is_read_only(error: &io::Error) -> bool {
+    use io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+    matches!(error.kind(), ReadOnlyFilesystem | PermissionDenied)
+}
+
+/// The system's error that an agent's error stems from, if there is one.
+fn system_error(error: kvferry::Error) -> io::Error {
+    let mut cause = std::error::Error::source(&error);
+    while let Some(next) = cause {
+        let code = next.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
+        if let Some(code) = code {
+            return io::Error::from_raw_os_error(code);
+        }
+        cause = next.source();
+    }
+    io::Error::other(error)
 }
 
 impl log::Disk for Directories {
@@ -325,7 +448,7 @@ impl log::Disk for Directories {
 
     fn create(&self, segment: u32) -> io::Result<()> {
         let options = FileOptions::create(self.segment_bytes);
-        self.open_segment(segment, &options)?;
+        self.open_segment(segment, options, true)?;
         self.new_files().insert(segment);
         Ok(())
     }
@@ -340,7 +463,7 @@ impl log::Disk for Directories {
     }
 
     fn write_at(&self, segment: u32, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.segment(segment)?.file.write_all_at(bytes, offset)
+        self.segment_to_write(segment)?.file.write_all_at(bytes, offset)
     }
 
     fn write_blocks(

@@ -17,6 +17,7 @@ use crc_fast::CrcAlgorithm;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
 
 /// The part of a segment's pages that may live when it is collected. The more, the more is kept, and the more
 /// is copied for each new block: at most four times as much.
@@ -36,6 +37,12 @@ const FREE_PER_PROCESS: u32 = 2;
 const FREE_SHARE: u32 = 8;
 /// Data that is copied at once.
 const COPY_BYTES: usize = 4 << 20;
+/// How often withheld segments are tried again, while space is needed.
+const RETRY_EVERY: Duration = Duration::from_secs(1);
+
+/// How often, and how many times, the keeper looks for a segment to copy to until it takes none as free.
+const LAST_EVERY: Duration = Duration::from_millis(1);
+const LAST_TRIES: u32 = 5;
 
 #[derive(Debug)]
 pub(crate) struct Keeper {
@@ -45,15 +52,15 @@ pub(crate) struct Keeper {
     own: Option<Appender>,
     /// Counts the segments that were begun for it.
     begun: u64,
-    /// Segments that can't be read stay as they are.
-    broken: Vec<u32>,
+    /// When withheld segments were last tried.
+    retried_at: Option<Instant>,
 }
 
 impl Keeper {
     /// Of a process that has just become the keeper.
     pub(crate) fn new(core: Arc<Core>) -> Self {
         let policy = rebuild(&core);
-        let mut keeper = Self { core, policy, own: None, begun: 0, broken: Vec::new() };
+        let mut keeper = Self { core, policy, own: None, begun: 0, retried_at: None };
         keeper.repair();
         keeper
     }
@@ -150,7 +157,11 @@ impl Keeper {
     fn keep_segments(&mut self, is_stopping: &AtomicBool) {
         let geometry = self.core.member.geometry();
         let processes = u32::try_from(self.core.member.members().count()).unwrap_or(u32::MAX);
-        let wanted = free_wanted(processes, geometry.segments);
+        let withheld = u32::try_from(self.core.withheld_segments()).unwrap_or(u32::MAX);
+        let wanted = free_wanted(processes, geometry.segments.saturating_sub(withheld));
+        if withheld > 0 && self.core.free_segments() < wanted as usize {
+            self.retry_withheld();
+        }
         if self.core.free_segments() < wanted as usize {
             // A process that died while no keeper was there to see it may have left some.
             self.repair();
@@ -186,9 +197,39 @@ impl Keeper {
         }
     }
 
+    /// Tries whether withheld segments can be used again, one after another in each directory until one fails.
+    fn retry_withheld(&mut self) {
+        if self.retried_at.is_some_and(|at| at.elapsed() < RETRY_EVERY) {
+            return;
+        }
+        self.retried_at = Some(Instant::now());
+        let core = &self.core;
+        let mine = SegmentState::Collecting(core.member.id());
+        let mut failing = Vec::new();
+        for (number, segment) in core.member.segments() {
+            let directory = core.disk.number_of(number);
+            if segment.state != SegmentState::Withheld
+                || failing.contains(&directory)
+                || !core.member.set_segment(number, SegmentState::Withheld, mine)
+            {
+                continue;
+            }
+            let to = match core.disk.ensure(number) {
+                Ok(()) => SegmentState::Free,
+                Err(_) => {
+                    failing.push(directory);
+                    SegmentState::Withheld
+                }
+            };
+            core.member.set_segment(number, mine, to);
+        }
+    }
+
+    /// The segment to collect: one that can be used again then.
     fn least_filled(&self) -> Option<(u32, Segment)> {
+        let writable = self.core.disk.writable();
         let may_be = |(number, segment): &(u32, Segment)| {
-            segment.state == SegmentState::Sealed && !self.broken.contains(number)
+            segment.state == SegmentState::Sealed && writable[self.core.disk.number_of(*number)]
         };
         let segments = self.core.member.segments().filter(may_be);
         segments.min_by_key(|(_, segment)| (segment.live_pages, segment.incarnation))
@@ -216,15 +257,16 @@ impl Keeper {
             },
             Err(e) => {
                 self.core.fault("collect", number, &e);
-                self.drop_blocks(number, |counters| &counters.failed);
-                self.broken.push(number);
-                SegmentState::Sealed
+                match self.drop_blocks(number, |counters| &counters.failed) {
+                    true => SegmentState::Withheld,
+                    false => SegmentState::Sealed,
+                }
             }
         };
-        if to == SegmentState::Free {
+        if to != SegmentState::Sealed {
             self.core.disk.close(number);
         }
-        self.core.member.set_segment(number, mine, to) && to == SegmentState::Free
+        self.core.member.set_segment(number, mine, to) && to != SegmentState::Sealed
     }
 
     /// Copies what lives in a segment.
@@ -328,7 +370,14 @@ impl Keeper {
         if let Some(mut full) = self.own.take() {
             seal(&self.core, &mut full);
         }
-        self.own = begin_segment(&self.core)?;
+        // A writer that takes the last segment gives it back at once.
+        for _ in 0..LAST_TRIES {
+            self.own = begin_segment(&self.core, 0)?;
+            if self.own.is_some() {
+                break;
+            }
+            std::thread::sleep(LAST_EVERY);
+        }
         self.begun += u64::from(self.own.is_some());
         Ok(self.own.is_some())
     }

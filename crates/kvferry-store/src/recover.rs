@@ -24,6 +24,9 @@ pub(crate) fn fill(
     });
     let index = Arc::new(index.map_err(failed)?);
     let member = index.join().map_err(failed)?;
+    for segment in (0..geometry.segments).filter(|it| disk.is_in_lost_directory(*it)) {
+        index.withhold_segment(segment);
+    }
     let mut scanned: Vec<_> = log::recover::scan_all(disk, superblock)
         .map_err(|e| failed(std::io::Error::other(e)))?
         .into_iter()

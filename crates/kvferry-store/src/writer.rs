@@ -1,7 +1,7 @@
 //! Puts blocks into this process's segment.
 
 use crate::core::Core;
-use crate::disk::UnderWay;
+use crate::disk::{UnderWay, is_of_device};
 use crate::index::SegmentState;
 use crate::log::{self, Appender, Disk, Extent, SegmentHeader};
 use crate::memory::BlockMemory;
@@ -10,7 +10,7 @@ use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// After a device's error no segment is begun for this long.
+/// After an error that is no device's, no segment is begun for this long.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// A block that is to be stored.
@@ -124,9 +124,10 @@ impl Writer {
             return Err(NotWritten::Failed);
         }
         // The last one is the keeper's, which needs it to free others.
-        let is_free = core.free_segments() > 1;
-        let new = match is_free.then(|| begin_segment(core)).transpose().map(Option::flatten) {
+        let new = match begin_segment(core, 1) {
             Ok(Some(new)) => new,
+            // Segments can only be freed where they can be written to.
+            Ok(None) if !core.disk.is_any_writable() => return Err(NotWritten::Failed),
             Ok(None) => return Err(NotWritten::Full),
             Err(e) => {
                 if state.paused_until.is_none() {
@@ -185,24 +186,48 @@ impl Writer {
     }
 }
 
-/// Begins a free segment, if there is one.
-pub(crate) fn begin_segment(core: &Core) -> io::Result<Option<Appender>> {
-    let Some(segment) = core.member.claim() else { return Ok(None) };
-    let began = core.disk.ensure(segment).and_then(|()| {
-        let header = SegmentHeader {
-            store: core.superblock.store,
-            segment,
-            incarnation: core.member.segment(segment).incarnation,
-            nonce: kvferry_sys::random::bytes()?,
-            created_ms: core.superblock.created_ms + core.clock.now_ms(),
+/// Begins a free segment, if there are more than `left`. A segment whose device has no space for it, or fails, is
+/// withheld, and the next one is tried.
+///
+/// # Errors
+/// What is no device's fault: this process is short of descriptors, or its agent was shut down.
+pub(crate) fn begin_segment(core: &Core, left: usize) -> io::Result<Option<Appender>> {
+    let mine = SegmentState::Active(core.member.id());
+    while core.free_segments() > left
+        && let Some(segment) = core.member.claim()
+    {
+        if core.free_segments() < left {
+            // Another process was faster.
+            core.member.set_segment(segment, mine, SegmentState::Free);
+            return Ok(None);
+        }
+        let error = match begin(core, segment) {
+            Ok(new) => return Ok(Some(new)),
+            Err(error) => error,
         };
-        Appender::begin(&core.disk, core.superblock.geometry, header).map_err(io::Error::other)
-    });
-    if began.is_err() {
-        let mine = SegmentState::Active(core.member.id());
-        core.member.set_segment(segment, mine, SegmentState::Free);
+        if !is_of_device(&error) {
+            core.member.set_segment(segment, mine, SegmentState::Free);
+            return Err(error);
+        }
+        core.fault("begin", segment, &error);
+        core.member.set_segment(segment, mine, SegmentState::Withheld);
     }
-    began.map(Some)
+    Ok(None)
+}
+
+fn begin(core: &Core, segment: u32) -> io::Result<Appender> {
+    core.disk.ensure(segment)?;
+    let header = SegmentHeader {
+        store: core.superblock.store,
+        segment,
+        incarnation: core.member.segment(segment).incarnation,
+        nonce: kvferry_sys::random::bytes()?,
+        created_ms: core.superblock.created_ms + core.clock.now_ms(),
+    };
+    Appender::begin(&core.disk, core.superblock.geometry, header).map_err(|error| match error {
+        log::Error::Segment { source, .. } => source,
+        other => io::Error::other(other),
+    })
 }
 
 /// Seals a segment. One that can't be sealed is as good, and slower to open after a restart.

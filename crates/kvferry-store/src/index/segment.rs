@@ -25,6 +25,8 @@ pub enum SegmentState {
     Active(MemberId),
     /// It takes no more blocks.
     Sealed,
+    /// It can't be used: its device has no space for it, or fails. Nothing lives in it.
+    Withheld,
     /// The member moves what lives in it elsewhere.
     Collecting(MemberId),
 }
@@ -43,6 +45,8 @@ pub struct Segment {
 }
 
 const KIND: u64 = 0b11;
+/// `Sealed` with this is `Withheld`.
+const WITHHELD: u64 = 1 << 2;
 
 impl SegmentState {
     fn to_word(self) -> u64 {
@@ -50,6 +54,7 @@ impl SegmentState {
             Self::Free => 0,
             Self::Active(member) => 1 | member.to_word() << 2,
             Self::Sealed => 2,
+            Self::Withheld => 2 | WITHHELD,
             Self::Collecting(member) => 3 | member.to_word() << 2,
         }
     }
@@ -59,6 +64,7 @@ impl SegmentState {
         match word & KIND {
             0 => Self::Free,
             1 => Self::Active(member),
+            2 if word & WITHHELD != 0 => Self::Withheld,
             2 => Self::Sealed,
             _ => Self::Collecting(member),
         }
@@ -68,7 +74,7 @@ impl SegmentState {
     pub fn owner(self) -> Option<MemberId> {
         match self {
             Self::Active(member) | Self::Collecting(member) => Some(member),
-            Self::Free | Self::Sealed => None,
+            Self::Free | Self::Sealed | Self::Withheld => None,
         }
     }
 }
@@ -128,6 +134,13 @@ impl Index {
             self.layout.taken_segments.put(&self.shared, segment);
         }
         restored
+    }
+
+    /// Withholds a free segment, when the index is filled from the disk: as [`Index::restore_segment`].
+    pub fn withhold_segment(&self, segment: u32) {
+        if self.set_segment(segment, SegmentState::Free, SegmentState::Withheld) {
+            self.layout.taken_segments.put(&self.shared, segment);
+        }
     }
 
     /// The segments that a member owns, alive or not.

@@ -1,9 +1,13 @@
 //! Stores in several directories.
 
+use crate::faults::Warnings;
 use crate::{Engine, Folder, MIB, options, prompt};
 use kvferry_store::{Error, StoreOptions};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::time::{Duration, Instant};
 
 const LEN: u64 = 64 << 10;
 const PROMPTS: u64 = 24;
@@ -156,4 +160,82 @@ fn a_store_of_format_1_is_upgraded_and_has_its_blocks() {
         }
         assert_eq!(found(&Engine::open(&directories(&folder, &given), LEN)), 144);
     }
+}
+
+/// Puts the blocks again and again until all are found.
+fn put_until_found(engine: &Engine) {
+    let began = Instant::now();
+    while found(engine) < PROMPTS as usize * BLOCKS {
+        (0..PROMPTS).for_each(|seed| drop(engine.put(&prompt(seed, BLOCKS), 0)));
+        assert!(began.elapsed() < Duration::from_secs(60), "{:?}", engine.store.stats());
+    }
+}
+
+fn has_segments(directory: &Path) -> bool {
+    let names = std::fs::read_dir(directory).expect("a folder").map(|it| it.expect("a file"));
+    names.into_iter().any(|it| it.file_name().to_string_lossy().starts_with("segment-"))
+}
+
+#[test]
+fn a_directory_that_is_lost_costs_its_own_blocks_and_an_empty_one_takes_its_place() {
+    let names = ["a", "b", "c"];
+    for lost in names {
+        let folder = Folder::new("lost");
+        let with = directories(&folder, &names);
+        made(&with);
+        let (path, away) = (folder.path().join(lost), folder.path().join("away"));
+        std::fs::rename(&path, &away).expect("it exists");
+        if lost == "b" {
+            std::fs::write(&path, "no directory").expect("written");
+        }
+        let warnings = Arc::new(AtomicUsize::new(0));
+        let counter = Warnings(Arc::clone(&warnings));
+        let engine = tracing::subscriber::with_default(counter, || Engine::open(&with, LEN));
+        assert_eq!(warnings.load(SeqCst), 1, "one log line");
+        let there = found(&engine);
+        assert!((1..PROMPTS as usize * BLOCKS).contains(&there), "{there}");
+        put_until_found(&engine);
+        let other = Engine::open(&directories(&folder, &["c", "b", "a"]), LEN);
+        assert_eq!(found(&other), PROMPTS as usize * BLOCKS);
+        assert_eq!(engine.store.stats().corrupt, 0);
+        drop((engine, other));
+        assert_eq!(path.exists(), lost == "b", "no directory is made in its place");
+        let _ = std::fs::remove_file(&path);
+        std::fs::create_dir(&path).expect("a folder");
+        let engine = Engine::open(&with, LEN);
+        assert_eq!(found(&engine), PROMPTS as usize * BLOCKS);
+        for seed in 100..130 {
+            engine.put(&prompt(seed, BLOCKS), 0);
+        }
+        assert!(has_segments(&path), "{lost} was adopted");
+    }
+}
+
+#[test]
+fn a_directory_that_fails_while_in_use_costs_its_own_blocks_until_it_is_back() {
+    let folder = Folder::new("fails");
+    let with = directories(&folder, &["a", "b", "c"]);
+    let engine = Engine::open(&with, LEN);
+    put_until_found(&engine);
+    let (path, away) = (folder.path().join("b"), folder.path().join("away"));
+    std::fs::rename(&path, &away).expect("it exists");
+    // As an empty mount point.
+    std::fs::create_dir(&path).expect("a folder");
+    for seed in 1000..1100 {
+        engine.put(&prompt(seed, BLOCKS), 0);
+    }
+    put_until_found(&engine);
+    assert!(!has_segments(&path), "nothing is written to what is not the store's");
+    std::fs::remove_dir(&path).expect("it is empty");
+    std::fs::rename(&away, &path).expect("it exists");
+    let segments = || std::fs::read_dir(&path).expect("a folder").count();
+    let (before, began) = (segments(), Instant::now());
+    let mut seed = 2000;
+    while segments() == before && engine.store.stats().disk_bytes < 22 * MIB {
+        engine.put(&prompt(seed, BLOCKS), 0);
+        seed += 1;
+        assert!(began.elapsed() < Duration::from_secs(60), "{:?}", engine.store.stats());
+    }
+    put_until_found(&engine);
+    assert_eq!(engine.store.stats().corrupt, 0);
 }

@@ -61,7 +61,7 @@ impl Tmpfs {
         if mount.output().is_ok_and(|done| done.status.success()) {
             return Some(Self(folder));
         }
-        println!("skipped: a full disk, because this process may not mount a tmpfs");
+        println!("SKIPPED: a file system of its own, because this process may not mount a tmpfs");
         None
     }
 
@@ -211,15 +211,15 @@ fn a_disk_that_others_fill_costs_puts_and_once_it_has_space_again_they_work() {
     // It writes until the disk is full.
     let _ = std::fs::write(&others, vec![1; 16 << 20]);
     let put = put_all(&engine);
-    assert!(put.failed > 0 && put.stored + put.present >= 4 * BLOCKS, "{put:?}");
-    let there = get_all(&engine);
-    assert!(there >= 4 * BLOCKS && there >= put.stored, "{there} of {put:?}");
-    assert_eq!(engine.store.stats().failed, put.failed as u64);
+    assert!(put.refused > 0 && put.failed == 0, "{put:?}");
+    assert!(get_all(&engine) > 0, "{:?}", engine.store.stats());
     std::fs::remove_file(&others).expect("written above");
-    std::thread::sleep(Duration::from_millis(1100));
-    let put = put_all(&engine);
-    assert_eq!((put.stored + put.present, put.failed), (PROMPTS as usize * BLOCKS, 0));
-    assert_eq!(get_all(&engine), PROMPTS as usize * BLOCKS);
+    let began = Instant::now();
+    while get_all(&engine) < PROMPTS as usize * BLOCKS {
+        assert_eq!(put_all(&engine).failed, 0);
+        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", engine.store.stats());
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 #[test]
@@ -241,6 +241,34 @@ fn a_disk_that_is_full_when_a_segment_is_made_costs_no_other_segment() {
     std::thread::sleep(Duration::from_millis(1100));
     fill(&engine, LEN, 40 * MIB);
     assert!(engine.store.stats().blocks > 40, "{:?}", engine.store.stats());
+}
+
+#[test]
+fn on_a_disk_that_is_smaller_than_the_capacity_new_blocks_replace_old_ones() {
+    let Some(disk) = Tmpfs::mount("smaller", 12 << 10) else { return };
+    let engine = Engine::open(&options(disk.0.path(), 24 * MIB), LEN);
+    for round in 0..4 {
+        fill(&engine, LEN, 20 * MIB);
+        let first = 10_000 * (1 + round);
+        for seed in first..first + 4 {
+            let prompt = prompt(seed, BLOCKS);
+            let began = Instant::now();
+            while engine.get(&prompt, 0) < BLOCKS {
+                engine.put(&prompt, 0);
+                assert!(began.elapsed() < Duration::from_secs(20), "{:?}", engine.store.stats());
+            }
+        }
+    }
+    let stats = engine.store.stats();
+    assert_eq!((stats.failed, stats.corrupt), (0, 0), "{stats:?}");
+    assert!(stats.blocks * LEN > 5 * MIB && stats.disk_bytes <= 12 * MIB, "{stats:?}");
+    // With more space, there are more segments.
+    disk.grow(32 << 10);
+    let began = Instant::now();
+    while engine.store.stats().disk_bytes < 22 * MIB {
+        fill(&engine, LEN, MIB);
+        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", engine.store.stats());
+    }
 }
 
 #[test]
@@ -276,7 +304,7 @@ fn blocks_of_a_segment_that_is_cut_or_deleted_are_missed_and_can_be_put_again() 
 }
 
 #[test]
-fn blocks_of_files_that_are_read_only_are_missed_until_they_can_be_opened_again() {
+fn blocks_of_files_that_are_read_only_are_read_and_new_ones_go_to_new_files() {
     let folder = Folder::new("read-only");
     drop_after_put(&folder);
     let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
@@ -288,11 +316,10 @@ fn blocks_of_files_that_are_read_only_are_missed_until_they_can_be_opened_again(
     set_mode(0o444);
     let first = &segments(folder.path())[0];
     if File::options().write(true).open(first).is_ok() {
-        println!("skipped: read-only files, because this process may write to them");
+        println!("SKIPPED: read-only files, because this process may write to them");
         return;
     }
-    assert_eq!(get_all(&engine), 0);
-    assert!(engine.store.stats().failed >= PROMPTS);
+    assert_eq!(get_all(&engine), PROMPTS as usize * BLOCKS);
     assert_eq!(engine.put(&prompt(PROMPTS, BLOCKS), 0).stored, BLOCKS, "to a new segment");
     set_mode(0o644);
     assert_eq!(get_all(&engine), PROMPTS as usize * BLOCKS);
@@ -473,7 +500,7 @@ fn an_operation_in_the_background_with_a_wrong_argument_is_refused_at_once() {
 }
 
 /// Counts the warnings of the store.
-struct Warnings(Arc<AtomicUsize>);
+pub(crate) struct Warnings(pub(crate) Arc<AtomicUsize>);
 
 impl tracing::Subscriber for Warnings {
     fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
