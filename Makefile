@@ -24,7 +24,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-handoff bench-peers bench-vllm \
+.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-peers bench-vllm \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
@@ -156,6 +156,10 @@ bench-file-peers: command-dist ## The same beside NIXL, too (installs it in the 
 
 bench-store: command-dist ## Measure the store beside the file transport, and the index; fails if it is slower
 	target/dist/kvferry bench store --check $(BENCH_STORE_ARGS)
+
+# BENCH_STORE_ARGS="--folder FOLDER --trace FILE"
+bench-store-peers: wheel-measured ## Measure the store beside vLLM's fs tier and LMCache (installs them in the cache first)
+	$(call part,stores side by side,bench/store/run --wheel target/dist/kvferry-*.whl $(BENCH_STORE_ARGS))
 
 bench-handoff: command-dist ## Measure what handoffs cost beyond moving their bytes; fails if it is too much
 	target/dist/kvferry bench-handoff $(BENCH_HANDOFF_ARGS)
