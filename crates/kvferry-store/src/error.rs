@@ -46,6 +46,14 @@ pub enum Error {
         /// What is wrong, and what to do.
         what: String,
     },
+    /// An object store can't be used as asked.
+    #[error("the object store {location}: {what}")]
+    Objects {
+        /// Its URL, without secrets.
+        location: String,
+        /// What is wrong, and what to do.
+        what: String,
+    },
     /// The agent refused: memory that is not registered, an agent that was shut down.
     #[error(transparent)]
     Agent(#[from] kvferry::Error),

@@ -5,6 +5,7 @@
 //!   store --trace FILE` replays a trace with it.
 //! - [`index`] tells the processes where each block lies, in memory that they share.
 //! - [`log`] writes blocks to segments on a disk and finds them again after a restart.
+//! - [`objects`] uploads blocks to an object store and fetches them from it.
 //! - [`inspect`] reads a store's files, and [`clean`] removes what it does not need, without an agent: `kvferry
 //!   store`.
 //!
@@ -34,6 +35,7 @@ mod key;
 pub mod log;
 mod membership;
 mod memory;
+pub mod objects;
 mod opening;
 mod options;
 mod pending;

@@ -1,6 +1,7 @@
 //! How a store is opened.
 
 use crate::error::{Error, Result};
+use crate::objects::ObjectTier;
 use kvferry::DirectIo;
 use std::path::PathBuf;
 
@@ -29,6 +30,7 @@ pub struct StoreOptions {
     pub(crate) blocks_max: Option<u32>,
     pub(crate) direct: DirectIo,
     pub(crate) host_bytes: u64,
+    pub(crate) objects: Option<ObjectTier>,
 }
 
 impl StoreOptions {
@@ -45,6 +47,7 @@ impl StoreOptions {
             blocks_max: None,
             direct: DirectIo::Off,
             host_bytes: 0,
+            objects: None,
         }
     }
 
@@ -90,6 +93,13 @@ impl StoreOptions {
     #[must_use]
     pub fn host_bytes(self, bytes: u64) -> Self {
         Self { host_bytes: bytes, ..self }
+    }
+
+    /// An object store, to which this process uploads the blocks that it puts, and from which
+    /// [`Space::prefetch`](crate::Space::prefetch) brings blocks. By default there is none.
+    #[must_use]
+    pub fn objects(self, tier: ObjectTier) -> Self {
+        Self { objects: Some(tier), ..self }
     }
 
     /// The capacity in segments, of the size that an existing store has, or of that of a new one.

@@ -226,6 +226,9 @@ impl<'a> Writing<'a> {
         let parent = &mut self.parent;
         let ended = first.end(&space.store.core, |segment, records| {
             *parent = space.publish(segment, records, *parent, put);
+            if let Some(objects) = &space.store.objects {
+                objects.stored(records);
+            }
         });
         if ended.is_err() {
             put.failed += count;

@@ -30,6 +30,10 @@ macro_rules! counters {
             pub processes: u64,
             /// 1 if this process is the one that frees space.
             pub is_keeper: u64,
+            /// Blocks that wait for their upload, or are being uploaded.
+            pub uploads_waiting: u64,
+            /// 1 if the object store fails: no requests are made for a while.
+            pub is_away: u64,
         }
 
         impl Counters {
@@ -76,6 +80,21 @@ counters! {
     evicted,
     /// Bytes of blocks that were copied to free their segments.
     bytes_collected,
+    /// Blocks that were uploaded to the object store, or were there.
+    uploaded,
+    /// Blocks that were not uploaded: too many waited, they had left the disk, or uploading them failed for good.
+    upload_dropped,
+    /// Requests to upload a block that failed. A block is tried three times.
+    upload_failed,
+    /// Blocks that were fetched from the object store.
+    fetched,
+    /// Blocks that a prefetch did not find in the object store, or did not ask for because they were not there
+    /// before, or the object store was away.
+    fetch_missed,
+    /// Requests to fetch a block that failed.
+    fetch_failed,
+    /// Objects that were not what was uploaded.
+    fetch_corrupt,
 }
 
 impl Counters {

@@ -1,5 +1,7 @@
 //! [`Store`]: blocks of KV on local disks, shared by the processes of a host.
 
+mod prefetch;
+
 use crate::core::Core;
 use crate::error::{Error, Result};
 use crate::flights::Flights;
@@ -10,6 +12,7 @@ use crate::key::{Identity, Key, Namespace};
 use crate::log;
 use crate::membership::{Membership, join};
 use crate::memory::BlockMemory;
+use crate::objects::Tier;
 use crate::opening::Opening;
 use crate::options::StoreOptions;
 use crate::pending::{Pending, Pool};
@@ -70,6 +73,7 @@ pub(crate) struct Inner {
     pub(crate) core: Arc<Core>,
     pub(crate) worker: Arc<Worker>,
     membership: Membership,
+    pub(crate) objects: Option<Tier>,
     pool: Pool,
     /// Tasks of the pool join the loads that are under way in the order in which they wait for it.
     in_order: Mutex<()>,
@@ -124,10 +128,18 @@ impl Store {
             .inspect_err(|_| worker.stop())
             .map_err(failed)?;
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let started = options.objects.as_ref().map(|tier| Tier::start(tier, &core)).transpose();
+        let objects = started
+            .inspect_err(|_| {
+                worker.stop();
+                membership.stop();
+            })
+            .map_err(failed)?;
         let inner = Inner {
             core,
             worker,
             membership,
+            objects,
             pool: Pool::new(IO_THREADS, WAITING_BYTES),
             in_order: Mutex::default(),
             host,
@@ -175,12 +187,15 @@ impl Store {
             waiting_bytes: held.waiting,
             processes: core.member.members().count() as u64,
             is_keeper: u64::from(self.0.membership.is_keeper()),
+            uploads_waiting: self.0.objects.as_ref().map_or(0, Tier::uploads_waiting) as u64,
+            is_away: self.0.objects.as_ref().is_some_and(Tier::is_away).into(),
             ..core.counters.read()
         }
     }
 
-    /// Carries out what waits in the background, and seals what this process has written. Later calls fail with
-    /// `Closed`. Idempotent; the last clone that is dropped closes the store, too.
+    /// Carries out what waits in the background, uploads blocks for a bounded time
+    /// ([`ObjectTier::close_timeout`](crate::objects::ObjectTier::close_timeout)), and seals what this process has
+    /// written. Later calls fail with `Closed`. Idempotent; the last clone that is dropped closes the store, too.
     pub fn close(&self) {
         self.0.close();
     }
@@ -216,6 +231,9 @@ impl Inner {
         drop(self.calls.write());
         self.behind.close();
         self.team.close();
+        if let Some(objects) = &self.objects {
+            objects.close();
+        }
         self.worker.stop();
         self.membership.stop();
     }

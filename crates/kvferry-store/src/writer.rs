@@ -107,6 +107,31 @@ impl Writer {
         Ok(BlocksUnderWay { appender, extent: Some(extent), writing: Some(writing) })
     }
 
+    /// Writes the first of `blocks`: those that fit into one extent, whose bytes `write` has. Then `publish` puts
+    /// them into the index; their segment is not sealed before. Returns how many that were: 0 if no extent could be
+    /// planned.
+    pub(crate) fn write_with(
+        &self,
+        core: &Core,
+        blocks: &[log::Block],
+        write: impl FnOnce(&Extent) -> io::Result<()>,
+        publish: impl FnOnce(u32, &[log::Record]),
+    ) -> (usize, Result<(), NotWritten>) {
+        let described = &blocks[..blocks.len().min(log::format::EXTENT_RECORDS)];
+        let (appender, extent) = match self.plan(core, described) {
+            Ok(planned) => planned,
+            Err(why) => return (0, Err(why)),
+        };
+        let count = extent.records().len();
+        let written = write(&extent);
+        match &written {
+            Ok(()) => publish(extent.segment(), extent.records()),
+            Err(e) => core.fault("write", extent.segment(), e),
+        }
+        lock(&appender).finished(extent, written.is_ok());
+        (count, written.map_err(|_| NotWritten::Failed))
+    }
+
     fn plan(
         &self,
         core: &Core,

@@ -56,7 +56,7 @@ impl Retention {
     }
 
     /// What it is at a time: without an end that has passed. `None`: the block is to leave.
-    pub(super) fn at(self, now_ms: u64) -> Option<Self> {
+    pub(crate) fn at(self, now_ms: u64) -> Option<Self> {
         match (self.until_s, self.then) {
             (Some(until_s), then) if u64::from(until_s) * 1000 <= now_ms => match then {
                 Then::Default => Some(Self::DEFAULT),

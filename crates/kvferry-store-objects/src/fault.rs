@@ -1,0 +1,52 @@
+//! What a log line says of an error of an object store.
+
+use kvferry_store::objects::Fault;
+
+/// Characters of a fault at most.
+const LEN_MAX: usize = 300;
+
+/// One line, without what servers repeat of a request: an answer to a wrong signature has the session's token.
+pub(crate) fn fault(error: &object_store::Error) -> Fault {
+    Fault(one_line(&error.to_string()))
+}
+
+pub(crate) fn one_line(text: &str) -> String {
+    let mut line = match text.split_once('<') {
+        None => text.to_owned(),
+        Some((before, answer)) => {
+            let code = element(answer, "Code").unwrap_or("an error");
+            let message = element(answer, "Message").map(|it| format!(": {it}"));
+            format!("{before}{code}{}", message.unwrap_or_default())
+        }
+    };
+    line = line.split_whitespace().collect::<Vec<_>>().join(" ");
+    if let Some((end, _)) = line.char_indices().nth(LEN_MAX) {
+        line.truncate(end);
+        line.push('…');
+    }
+    line
+}
+
+fn element<'a>(xml: &'a str, name: &str) -> Option<&'a str> {
+    let (_, begins) = xml.split_once(&format!("<{name}>"))?;
+    begins.split_once("</").map(|(text, _)| text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_in_xml_is_its_code_and_message() {
+        let text = "Server returned non-2xx status code: 403 Forbidden: <?xml version=\"1.0\"?>\n<Error>\
+                    <Code>SignatureDoesNotMatch</Code><Message>It does not\nmatch.</Message>\
+                    <CanonicalRequest>x-amz-security-token:hidden</CanonicalRequest></Error>";
+        let expected = "Server returned non-2xx status code: 403 Forbidden: SignatureDoesNotMatch: It does not match.";
+        assert_eq!(one_line(text), expected);
+    }
+
+    #[test]
+    fn a_long_answer_is_cut() {
+        assert_eq!(one_line(&"é".repeat(5000)).chars().count(), LEN_MAX + 1);
+    }
+}

@@ -1,0 +1,420 @@
+//! Fetches: the blocks of a prompt that are missing here are read from the object store and put on the disk.
+//!
+//! One thread does it. It asks for a window of missing blocks, in the order of the prompt, and for the next one,
+//! four times as long, once all of them have arrived: a prompt that the object store does not have costs one
+//! request. Blocks are written in the order of the prompt, up to the first that could not be fetched, so that the
+//! policy sees them as it sees those of a put.
+//!
+//! A block that two prefetches want is asked for once: a *flight*.
+
+use super::content::{HEADER_BYTES, Unusable, Wanted, name_of, verify};
+use super::outage::Admission;
+use super::remembered::Remembered;
+use super::{Done, Got, Outcome, Shared};
+use crate::key::Key;
+use crate::log::Block;
+use crate::log::format::{bytes_of, pages_of};
+use crate::pending::Promise;
+use crate::policy::Retention;
+use crate::stats::Counters;
+use crate::store::Space;
+use crate::sync::lock;
+use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
+use std::io;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+/// Blocks of a window at most, and how much longer the next one is.
+const WINDOW_MAX: usize = 64;
+const WINDOW_GROWTH: usize = 4;
+/// Bytes of a window at most, as far as the length of blocks is known. They are in memory.
+const WINDOW_BYTES: u64 = 32 << 20;
+/// Prefetches under way at most, and those that wait. Further ones fetch nothing.
+const ACTIVE_MAX: usize = 16;
+const WAITING_MAX: usize = 1024;
+/// Absent keys that are remembered at most.
+const ABSENT_MAX: usize = 1 << 16;
+/// Milliseconds between two log lines about damaged objects.
+const DAMAGED_EVERY_MS: u64 = 10_000;
+
+/// One call of [`Space::prefetch`].
+#[derive(Debug)]
+pub(crate) struct Prefetch {
+    space: Space,
+    blocks: Vec<Wanted>,
+    promise: Promise<usize>,
+    /// Blocks of the prompt, from its beginning, that are here.
+    here: usize,
+    window: usize,
+    /// Blocks of the window, by their place in the prompt.
+    asked: Vec<(usize, Answer)>,
+    /// Of these, blocks that have not arrived.
+    open: usize,
+}
+
+impl Prefetch {
+    pub(crate) fn new(space: Space, blocks: Vec<Wanted>, promise: Promise<usize>) -> Self {
+        Self { space, blocks, promise, here: 0, window: 1, asked: Vec::new(), open: 0 }
+    }
+
+    fn finish(mut self) {
+        self.look();
+        self.promise.finish(Ok(self.here));
+    }
+
+    /// Looks how much is here.
+    fn look(&mut self) {
+        self.here += self.space.prefix_of(&self.blocks[self.here..]);
+    }
+
+    /// Puts the blocks that have arrived on the disk, up to the first that has not. Returns whether there is
+    /// more to ask for.
+    fn take(&mut self) -> crate::Result<bool> {
+        let asked = std::mem::take(&mut self.asked);
+        let arrived: Vec<_> = asked
+            .iter()
+            .map_while(|(at, answer)| match answer {
+                Answer::Block(fetched) => Some((*at, fetched)),
+                _ => None,
+            })
+            .collect();
+        let is_whole = arrived.len() == asked.len();
+        // Another prefetch may have written some.
+        let missing = |(at, _): &(usize, &Arc<Fetched>)| !self.space.has(&self.blocks[*at].key);
+        let arrived: Vec<_> = arrived.into_iter().filter(missing).collect();
+        for run in arrived.chunk_by(|(one, _), (next, _)| one + 1 == *next) {
+            let parent = run[0].0.checked_sub(1).map(|before| self.blocks[before].key);
+            let fetched: Vec<_> = run.iter().map(|(_, fetched)| fetched.as_ref()).collect();
+            self.space.write_fetched(parent, &fetched)?;
+        }
+        let before = self.here;
+        self.look();
+        self.window = (self.window * WINDOW_GROWTH).min(WINDOW_MAX);
+        Ok(is_whole && self.here > before)
+    }
+}
+
+/// A block that has arrived and is right.
+#[derive(Debug)]
+pub(crate) struct Fetched {
+    block: Block,
+    content: Vec<u8>,
+}
+
+impl Fetched {
+    /// What its record says, stored at a time.
+    pub(crate) fn block(&self, now_s: u32) -> Block {
+        Block { time: now_s, ..self.block }
+    }
+
+    /// Its bytes, followed by zeros up to a whole page.
+    pub(crate) fn data(&self) -> &[u8] {
+        &self.content[HEADER_BYTES..]
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Answer {
+    Waiting,
+    Missing,
+    Block(Arc<Fetched>),
+}
+
+/// A block that was asked for.
+#[derive(Debug)]
+struct Flight {
+    wanted: Wanted,
+    /// Kept until the first prefetch that waited has it on the disk.
+    answer: Option<Answer>,
+    waiters: Vec<u64>,
+}
+
+#[derive(Debug)]
+enum Event {
+    Begin(Box<Prefetch>),
+    Ended { key: Key, is_probe: bool, outcome: Outcome<Got> },
+    Stop,
+}
+
+#[derive(Debug)]
+pub(super) struct Handle {
+    events: Sender<Event>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Handle {
+    pub(super) fn start(shared: &Arc<Shared>) -> io::Result<Self> {
+        let (events, received) = channel();
+        let fetcher = Fetcher::new(Arc::clone(shared), events.clone());
+        let run = move || fetcher.serve(&received);
+        let thread = kvferry_sys::thread::spawn("kvferry-store-down".into(), run)?;
+        Ok(Self { events, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Begins a prefetch. After [`Handle::stop`] it ends with `Closed`.
+    pub(super) fn begin(&self, prefetch: Box<Prefetch>) {
+        let _ = self.events.send(Event::Begin(prefetch));
+    }
+
+    /// Ends prefetches with `Closed`, and the thread. Idempotent.
+    pub(super) fn stop(&self) {
+        let _ = self.events.send(Event::Stop);
+        if let Some(thread) = lock(&self.thread).take()
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Fetcher {
+    shared: Arc<Shared>,
+    /// For the ends of requests. They hold nothing else of the store.
+    events: Sender<Event>,
+    active: FxHashMap<u64, Prefetch>,
+    waiting: VecDeque<Box<Prefetch>>,
+    /// The number of the next prefetch.
+    next: u64,
+    flights: FxHashMap<Key, Flight>,
+    /// Flights whose requests were not made yet.
+    unsent: VecDeque<Key>,
+    in_flight: usize,
+    absent: Remembered,
+    /// Of the block that arrived last.
+    block_bytes: u64,
+    quiet_until_ms: u64,
+}
+
+impl Fetcher {
+    fn new(shared: Arc<Shared>, events: Sender<Event>) -> Self {
+        let absent_ms = u64::try_from(shared.tier.absent_for.as_millis()).unwrap_or(u64::MAX);
+        Self {
+            shared,
+            events,
+            active: FxHashMap::default(),
+            waiting: VecDeque::new(),
+            next: 0,
+            flights: FxHashMap::default(),
+            unsent: VecDeque::new(),
+            in_flight: 0,
+            absent: Remembered::new(ABSENT_MAX, absent_ms),
+            block_bytes: 1,
+            quiet_until_ms: 0,
+        }
+    }
+
+    fn serve(mut self, events: &Receiver<Event>) {
+        while let Ok(event) = events.recv() {
+            match event {
+                Event::Begin(prefetch) => self.begin(prefetch),
+                Event::Ended { key, is_probe, outcome } => {
+                    self.in_flight -= 1;
+                    let answer = self.judge(key, is_probe, outcome);
+                    self.deliver(key, &answer);
+                }
+                Event::Stop => return,
+            }
+            self.advance();
+        }
+    }
+
+    fn count(&self, counter: fn(&Counters) -> &std::sync::atomic::AtomicU64) {
+        Counters::add(counter(&self.shared.core.counters), 1);
+    }
+
+    fn begin(&mut self, prefetch: Box<Prefetch>) {
+        if self.waiting.len() < WAITING_MAX {
+            self.waiting.push_back(prefetch);
+        } else {
+            prefetch.finish();
+        }
+    }
+
+    /// Starts prefetches and makes requests, as many as there may be.
+    fn advance(&mut self) {
+        loop {
+            while self.active.len() < ACTIVE_MAX
+                && let Some(mut prefetch) = self.waiting.pop_front()
+            {
+                self.next += 1;
+                prefetch.look();
+                self.go_on(self.next, *prefetch);
+            }
+            self.send();
+            if self.active.len() == ACTIVE_MAX || self.waiting.is_empty() {
+                return;
+            }
+        }
+    }
+
+    /// Puts what has arrived on the disk and asks for the next window, or ends the prefetch.
+    fn go_on(&mut self, number: u64, mut prefetch: Prefetch) {
+        loop {
+            if !prefetch.asked.is_empty() {
+                for (at, _) in &prefetch.asked {
+                    let key = prefetch.blocks[*at].key;
+                    if self.flights.get(&key).is_some_and(|flight| flight.answer.is_some()) {
+                        self.flights.remove(&key);
+                    }
+                }
+                match prefetch.take() {
+                    Ok(true) => {}
+                    Ok(false) => return prefetch.finish(),
+                    Err(e) => return prefetch.promise.finish(Err(e)),
+                }
+            }
+            self.ask(number, &mut prefetch);
+            if prefetch.open > 0 {
+                self.active.insert(number, prefetch);
+                return;
+            }
+            if prefetch.asked.is_empty() {
+                return prefetch.finish();
+            }
+        }
+    }
+
+    /// Asks for the next missing blocks: those behind them that are here are passed over.
+    fn ask(&mut self, number: u64, prefetch: &mut Prefetch) {
+        let now_ms = self.shared.now_ms();
+        let by_bytes = usize::try_from(WINDOW_BYTES / self.block_bytes).unwrap_or(usize::MAX);
+        let window = prefetch.window.min(by_bytes.max(1));
+        for at in prefetch.here..prefetch.blocks.len() {
+            let wanted = prefetch.blocks[at];
+            if prefetch.asked.len() >= window {
+                return;
+            }
+            if prefetch.space.has(&wanted.key) {
+                continue;
+            }
+            let is_away =
+                matches!(lock(&self.shared.outage).look(now_ms), Admission::NotBefore { .. });
+            match self.flights.get_mut(&wanted.key) {
+                // Two names of blocks with one key: the second one waits for another time.
+                Some(flight) if flight.wanted != wanted => return,
+                Some(Flight { answer: Some(answer), .. }) => {
+                    prefetch.asked.push((at, answer.clone()));
+                    continue;
+                }
+                Some(flight) => flight.waiters.push(number),
+                None if is_away || self.absent.contains(&wanted.key, now_ms) => {
+                    if prefetch.asked.is_empty() {
+                        self.count(|counters| &counters.fetch_missed);
+                    }
+                    return;
+                }
+                None => {
+                    let flight = Flight { wanted, answer: None, waiters: vec![number] };
+                    self.flights.insert(wanted.key, flight);
+                    self.unsent.push_back(wanted.key);
+                }
+            }
+            prefetch.asked.push((at, Answer::Waiting));
+            prefetch.open += 1;
+        }
+    }
+
+    /// Makes requests, as many as there may be. Where the object store is away, blocks are missing at once.
+    fn send(&mut self) {
+        while self.in_flight < self.shared.tier.concurrency
+            && let Some(key) = self.unsent.pop_front()
+        {
+            let Some(flight) = self.flights.get(&key) else { continue };
+            let name = name_of(flight.wanted.namespace, key);
+            let admission = lock(&self.shared.outage).admit(self.shared.now_ms());
+            if let Admission::NotBefore { .. } = admission {
+                self.count(|counters| &counters.fetch_missed);
+                self.deliver(key, &Answer::Missing);
+                continue;
+            }
+            let is_probe = admission == Admission::Probe;
+            let geometry = self.shared.core.superblock.geometry;
+            let len_max = u64::from(geometry.max_block_bytes()) + HEADER_BYTES as u64;
+            let events = self.events.clone();
+            let done = Done::new(move |outcome| {
+                let _ = events.send(Event::Ended { key, is_probe, outcome });
+            });
+            self.in_flight += 1;
+            self.shared.tier.objects.get(&name, len_max, done);
+        }
+    }
+
+    /// What a request has brought.
+    fn judge(&mut self, key: Key, is_probe: bool, outcome: Outcome<Got>) -> Answer {
+        self.shared.note(&outcome, is_probe);
+        let now_ms = self.shared.now_ms();
+        let Some(wanted) = self.flights.get(&key).map(|flight| flight.wanted) else {
+            return Answer::Missing;
+        };
+        let verified = match outcome {
+            Err(_) => {
+                self.count(|counters| &counters.fetch_failed);
+                return Answer::Missing;
+            }
+            Ok(Got::Absent) => Err(Unusable::Unknown),
+            Ok(Got::TooLong) => Err(Unusable::Damaged("it is longer than a block can be here")),
+            Ok(Got::Found(content)) => {
+                verify(&content, &wanted, self.shared.created_s()).map(|block| (block, content))
+            }
+        };
+        let verified = verified.and_then(|(block, content)| {
+            let has_left = Retention::from_bits(block.retention).at(now_ms).is_none();
+            if has_left { Err(Unusable::Unknown) } else { Ok((block, content)) }
+        });
+        match verified {
+            Ok((block, content)) => {
+                self.count(|counters| &counters.fetched);
+                self.block_bytes = block.len.into();
+                Answer::Block(Arc::new(pad(block, content)))
+            }
+            Err(why) => {
+                match why {
+                    Unusable::Unknown => self.count(|counters| &counters.fetch_missed),
+                    Unusable::Damaged(what) => self.damaged(&wanted, now_ms, what),
+                }
+                self.absent.insert(key, now_ms);
+                Answer::Missing
+            }
+        }
+    }
+
+    fn damaged(&mut self, wanted: &Wanted, now_ms: u64, what: &str) {
+        self.count(|counters| &counters.fetch_corrupt);
+        lock(&self.shared.damaged).insert(wanted.key, now_ms);
+        if now_ms >= self.quiet_until_ms {
+            self.quiet_until_ms = now_ms + DAMAGED_EVERY_MS;
+            let (location, name) =
+                (self.shared.tier.objects.location(), name_of(wanted.namespace, wanted.key));
+            tracing::warn!("the object {name} of {location} is not used: {what}; it is missed");
+        }
+    }
+
+    /// Tells the prefetches that wait for a block.
+    fn deliver(&mut self, key: Key, answer: &Answer) {
+        let Some(flight) = self.flights.get_mut(&key) else { return };
+        flight.answer = Some(answer.clone());
+        for number in std::mem::take(&mut flight.waiters) {
+            let Some(prefetch) = self.active.get_mut(&number) else { continue };
+            let Prefetch { asked, blocks, open, .. } = prefetch;
+            for (at, waiting) in asked.iter_mut() {
+                if blocks[*at].key == key && matches!(waiting, Answer::Waiting) {
+                    *waiting = answer.clone();
+                    *open -= 1;
+                }
+            }
+            if *open == 0
+                && let Some(prefetch) = self.active.remove(&number)
+            {
+                self.go_on(number, prefetch);
+            }
+        }
+    }
+}
+
+fn pad(block: Block, mut content: Vec<u8>) -> Fetched {
+    let data_bytes = usize::try_from(bytes_of(pages_of(block.len))).expect("at most a segment");
+    content.resize(HEADER_BYTES + data_bytes, 0);
+    Fetched { block, content }
+}

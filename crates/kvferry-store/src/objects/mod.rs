@@ -1,0 +1,304 @@
+//! The object tier: blocks that were put are uploaded to an object store, and blocks that are missing here are
+//! fetched from it.
+//!
+//! - [`Objects`] is what the tier needs of an object store. `kvferry-store-objects` has it for S3, GCS, Azure and
+//!   directories.
+//! - [`ObjectTier`] says how a store uses it: [`StoreOptions::objects`](crate::StoreOptions::objects).
+//! - `upload` reads new blocks back from the disk and uploads them; `fetch` carries out
+//!   [`Space::prefetch`](crate::Space::prefetch). Each has one thread, which never waits for a request.
+//! - `content` documents every byte of an object; `outage` decides when requests are made; `remembered` keeps the
+//!   keys that the object store does not have.
+//!
+//! Nothing else in the store waits for the object store: `lookup`, `get` and `put` work as if there was none. A
+//! request that fails, an object that is damaged, cut or another block's, and an object store that is away cost
+//! hits, and are counted.
+
+pub(crate) mod content;
+pub(crate) mod fetch;
+mod outage;
+mod remembered;
+mod upload;
+
+use crate::core::Core;
+use crate::key::Key;
+use crate::log;
+use crate::sync::lock;
+use outage::{Outage, Patience};
+use remembered::Remembered;
+use std::fmt;
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// Keys of objects that are known to be damaged, and how long they are known.
+const DAMAGED_MAX: usize = 4096;
+const DAMAGED_FOR_MS: u64 = 3_600_000;
+
+/// An object store: objects by name, whose bytes are written and read whole.
+///
+/// Requests run in the background, and end within a time that the object store bounds. Both calls return at once,
+/// never block, and end each request by its [`Done`], exactly once, from any thread. The last reference to the
+/// object store may be dropped anywhere, within a `Done` too.
+pub trait Objects: Send + Sync + fmt::Debug {
+    /// Begins to read an object of at most `len_max` bytes. Not more than these are read.
+    fn get(&self, name: &str, len_max: u64, done: Done<Got>);
+
+    /// Begins to write an object.
+    fn put(&self, name: &str, content: Vec<u8>, if_exists: IfExists, done: Done<()>);
+
+    /// Where it is, for log lines: no secrets.
+    fn location(&self) -> &str;
+}
+
+/// How the reading of an object ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Got {
+    /// The object's bytes.
+    Found(Vec<u8>),
+    /// There is no object of that name.
+    Absent,
+    /// There is one, with more bytes than were allowed.
+    TooLong,
+}
+
+/// What becomes of an object that exists when it is to be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IfExists {
+    /// It stays as it is, which is a success.
+    Keep,
+    /// It is replaced.
+    Replace,
+}
+
+/// Why a request failed, for a log line: no secrets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault(pub String);
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+type Outcome<T> = Result<T, Fault>;
+
+/// Ends one request. One that is dropped has failed.
+pub struct Done<T>(Option<Box<dyn FnOnce(Outcome<T>) + Send>>);
+
+impl<T> Done<T> {
+    /// Has a function called with the outcome.
+    pub fn new(call: impl FnOnce(Outcome<T>) + Send + 'static) -> Self {
+        Self(Some(Box::new(call)))
+    }
+
+    /// Ends the request.
+    pub fn end(mut self, outcome: Outcome<T>) {
+        if let Some(call) = self.0.take() {
+            call(outcome);
+        }
+    }
+}
+
+impl<T> Drop for Done<T> {
+    fn drop(&mut self) {
+        if let Some(call) = self.0.take() {
+            call(Err(Fault("the request was given up".into())));
+        }
+    }
+}
+
+impl<T> fmt::Debug for Done<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Done")
+    }
+}
+
+/// How a store uses an object store.
+///
+/// A host can fetch what another one uploaded if both name the model, the layout, the tenant, the adapter, the
+/// group and the shard alike.
+#[derive(Clone, Debug)]
+pub struct ObjectTier {
+    objects: Arc<dyn Objects>,
+    priority_min: u8,
+    concurrency: usize,
+    waiting_blocks: usize,
+    waiting_bytes: u64,
+    absent_for: Duration,
+    close_timeout: Duration,
+    patience: Patience,
+}
+
+impl ObjectTier {
+    /// With the defaults below.
+    pub fn new(objects: Arc<dyn Objects>) -> Self {
+        Self {
+            objects,
+            priority_min: 0,
+            concurrency: 16,
+            waiting_blocks: 16_384,
+            waiting_bytes: 4 << 30,
+            absent_for: Duration::from_secs(5),
+            close_timeout: Duration::from_secs(5),
+            patience: Patience {
+                failures_max: 3,
+                away_min: Duration::from_secs(1),
+                away_max: Duration::from_secs(60),
+            },
+        }
+    }
+
+    /// Blocks of a lower priority are not uploaded. 0 by default: all are.
+    #[must_use]
+    pub fn priority_min(self, priority: u8) -> Self {
+        Self { priority_min: priority, ..self }
+    }
+
+    /// Requests under way at most: so many uploads, and so many fetches. 16 by default, at least 1.
+    #[must_use]
+    pub fn concurrency(self, requests: usize) -> Self {
+        Self { concurrency: requests.max(1), ..self }
+    }
+
+    /// Blocks that may wait for their upload, and their bytes, which are on the disk meanwhile. 16 384 blocks and
+    /// 4 GiB by default. Further ones are not uploaded.
+    #[must_use]
+    pub fn waiting_max(self, blocks: usize, bytes: u64) -> Self {
+        Self { waiting_blocks: blocks, waiting_bytes: bytes, ..self }
+    }
+
+    /// How long it is remembered that the object store does not have a block. 5 s by default.
+    #[must_use]
+    pub fn absent_for(self, time: Duration) -> Self {
+        Self { absent_for: time, ..self }
+    }
+
+    /// How long [`Store::close`](crate::Store::close) goes on uploading what waits. 5 s by default. It does not
+    /// wait for an object store that is away.
+    #[must_use]
+    pub fn close_timeout(self, time: Duration) -> Self {
+        Self { close_timeout: time, ..self }
+    }
+
+    /// After how many failures in a row the object store is away, and for how long: first, and at most, as the time
+    /// doubles while it does not answer. After 3 failures for 1 s to 60 s by default.
+    #[must_use]
+    pub fn away(self, failures: u32, first: Duration, at_most: Duration) -> Self {
+        let failures_max = failures.max(1);
+        Self {
+            patience: Patience { failures_max, away_min: first, away_max: at_most.max(first) },
+            ..self
+        }
+    }
+}
+
+/// What both directions of an open store's tier share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    tier: ObjectTier,
+    core: Arc<Core>,
+    outage: Mutex<Outage>,
+    uploads: Arc<upload::Queue>,
+    /// Keys of damaged objects, which the next upload replaces.
+    damaged: Mutex<Remembered>,
+}
+
+impl Shared {
+    fn now_ms(&self) -> u64 {
+        self.core.clock.now_ms()
+    }
+
+    /// When the store was made, in Unix seconds.
+    fn created_s(&self) -> u64 {
+        self.core.superblock.created_ms / 1000
+    }
+
+    fn is_away(&self) -> bool {
+        lock(&self.outage).is_away()
+    }
+
+    /// Takes note of how a request ended, and logs when the object store goes away and when it is back.
+    fn note<T>(&self, outcome: &Outcome<T>, is_probe: bool) {
+        let location = self.tier.objects.location();
+        let is_changed = match outcome {
+            Ok(_) => {
+                let is_back = lock(&self.outage).succeeded();
+                if is_back {
+                    tracing::info!("the object store {location} answers again");
+                }
+                is_back
+            }
+            Err(fault) => {
+                if lock(&self.outage).failed(self.now_ms(), is_probe) {
+                    tracing::warn!(
+                        "the object store {location} fails; until it answers again, blocks are neither \
+                         fetched nor uploaded: {fault}"
+                    );
+                }
+                is_probe
+            }
+        };
+        if is_changed {
+            self.uploads.wake();
+        }
+    }
+}
+
+/// The object tier of an open store.
+#[derive(Debug)]
+pub(crate) struct Tier {
+    shared: Arc<Shared>,
+    uploader: upload::Uploader,
+    fetcher: fetch::Handle,
+}
+
+impl Tier {
+    pub(crate) fn start(tier: &ObjectTier, core: &Arc<Core>) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            tier: tier.clone(),
+            core: Arc::clone(core),
+            outage: Mutex::new(Outage::new(tier.patience)),
+            uploads: Arc::default(),
+            damaged: Mutex::new(Remembered::new(DAMAGED_MAX, DAMAGED_FOR_MS)),
+        });
+        let uploader = upload::Uploader::start(&shared)?;
+        let fetcher = fetch::Handle::start(&shared).inspect_err(|_| uploader.stop())?;
+        Ok(Self { shared, uploader, fetcher })
+    }
+
+    /// Has blocks uploaded that were just stored.
+    pub(crate) fn stored(&self, records: &[log::Record]) {
+        self.uploader.offer(records);
+    }
+
+    pub(crate) fn prefetch(&self, prefetch: Box<fetch::Prefetch>) {
+        self.fetcher.begin(prefetch);
+    }
+
+    /// Waits until no upload waits or is under way. False if the time passed first.
+    pub(crate) fn flush(&self, timeout: Duration) -> bool {
+        self.shared.uploads.wait_idle(timeout, || false)
+    }
+
+    /// Uploads what waits, for a time, and ends the threads. Idempotent.
+    pub(crate) fn close(&self) {
+        self.fetcher.stop();
+        self.shared.uploads.refuse();
+        let timeout = self.shared.tier.close_timeout;
+        self.shared.uploads.wait_idle(timeout, || self.shared.is_away());
+        self.uploader.stop();
+    }
+
+    pub(crate) fn is_away(&self) -> bool {
+        self.shared.is_away()
+    }
+
+    /// Blocks that wait for their upload, or are being uploaded.
+    pub(crate) fn uploads_waiting(&self) -> usize {
+        self.shared.uploads.len()
+    }
+}
+
+fn key_of(block: &log::Block) -> Key {
+    Key(block.key)
+}

@@ -1,0 +1,329 @@
+//! Uploads: new blocks are read back from the disk and written to the object store.
+//!
+//! One thread does it. A request's end puts its outcome into the queue, and the thread takes it from there; so
+//! whatever thread ends requests holds nothing but the queue.
+
+use super::content::{HEADER_BYTES, header, name_of};
+use super::outage::Admission;
+use super::{Done, IfExists, Outcome, Shared, key_of};
+use crate::log::format::{bytes_of, pages_of};
+use crate::log::{self, Block, Disk};
+use crate::policy::Retention;
+use crate::stats::Counters;
+use crate::sync::lock;
+use crc_fast::{CrcAlgorithm, checksum};
+use rustc_hash::FxHashSet;
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Bytes of uploads under way, beside the first one: they are in memory.
+const IN_FLIGHT_BYTES: u64 = 256 << 20;
+/// How often a block's upload is tried.
+const TRIES_MAX: u32 = 3;
+/// How often a block that is moved meanwhile is read.
+const READS_MAX: u32 = 3;
+
+/// Blocks that wait for their upload.
+#[derive(Debug, Default)]
+pub(crate) struct Queue {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    waiting: VecDeque<Job>,
+    /// Of the blocks that wait or are being uploaded.
+    keys: FxHashSet<[u64; 2]>,
+    /// Of those that wait.
+    bytes: u64,
+    ended: Vec<(Sent, Outcome<()>)>,
+    /// Uploads under way, and their bytes.
+    in_flight: usize,
+    in_flight_bytes: u64,
+    /// No block is taken any more.
+    is_refusing: bool,
+    is_stopping: bool,
+}
+
+#[derive(Debug)]
+struct Job {
+    block: Block,
+    tries: u32,
+}
+
+/// An upload under way.
+#[derive(Debug)]
+struct Sent {
+    job: Job,
+    is_probe: bool,
+}
+
+impl Queue {
+    /// Has the thread look at the queue again.
+    pub(super) fn wake(&self) {
+        // Under the lock, so that a thread that is about to wait does not miss it.
+        let _state = lock(&self.state);
+        self.changed.notify_all();
+    }
+
+    pub(super) fn len(&self) -> usize {
+        lock(&self.state).keys.len()
+    }
+
+    pub(super) fn refuse(&self) {
+        lock(&self.state).is_refusing = true;
+    }
+
+    /// Waits until no block is left. False if the time passed, or `is_vain`, first.
+    pub(super) fn wait_idle(&self, timeout: Duration, is_vain: impl Fn() -> bool) -> bool {
+        let until = Instant::now().checked_add(timeout);
+        let mut state = lock(&self.state);
+        while !state.keys.is_empty() {
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if state.is_stopping || left == Some(Duration::ZERO) || is_vain() {
+                return false;
+            }
+            state = match left {
+                Some(left) => {
+                    let waited = self.changed.wait_timeout(state, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+        true
+    }
+
+    fn ended(&self, sent: Sent, outcome: Outcome<()>) {
+        lock(&self.state).ended.push((sent, outcome));
+        self.changed.notify_all();
+    }
+}
+
+impl State {
+    fn take(&mut self, concurrency: usize) -> Option<Job> {
+        let len = u64::from(self.waiting.front()?.block.len);
+        let is_much = self.in_flight > 0 && self.in_flight_bytes + len > IN_FLIGHT_BYTES;
+        if self.in_flight >= concurrency || is_much {
+            return None;
+        }
+        let job = self.waiting.pop_front()?;
+        self.bytes -= len;
+        self.in_flight += 1;
+        self.in_flight_bytes += len;
+        Some(job)
+    }
+
+    /// What was taken is no longer under way.
+    fn landed(&mut self, block: &Block) {
+        self.in_flight -= 1;
+        self.in_flight_bytes -= u64::from(block.len);
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Uploader {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Uploader {
+    pub(super) fn start(shared: &Arc<Shared>) -> io::Result<Self> {
+        let run = Arc::clone(shared);
+        let thread = kvferry_sys::thread::spawn("kvferry-store-up".into(), move || serve(&run))?;
+        Ok(Self { shared: Arc::clone(shared), thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Adds blocks to the queue. Those that it has no room for are dropped, and counted.
+    pub(super) fn offer(&self, records: &[log::Record]) {
+        let tier = &self.shared.tier;
+        let mut dropped = 0;
+        let mut state = lock(&self.shared.uploads.state);
+        for record in records {
+            let block = record.block;
+            if Retention::from_bits(block.retention).priority < tier.priority_min
+                || state.keys.contains(&block.key)
+            {
+                continue;
+            }
+            let bytes = state.bytes + u64::from(block.len);
+            let is_full = state.waiting.len() >= tier.waiting_blocks || bytes > tier.waiting_bytes;
+            if is_full || state.is_refusing {
+                dropped += 1;
+                continue;
+            }
+            state.bytes = bytes;
+            state.keys.insert(block.key);
+            state.waiting.push_back(Job { block, tries: 0 });
+        }
+        drop(state);
+        self.shared.uploads.changed.notify_all();
+        Counters::add(&self.shared.core.counters.upload_dropped, dropped);
+    }
+
+    /// Ends the thread. What still waits is dropped, and counted. Idempotent.
+    pub(super) fn stop(&self) {
+        let left = {
+            let mut state = lock(&self.shared.uploads.state);
+            state.is_stopping = true;
+            state.is_refusing = true;
+            state.waiting.clear();
+            state.bytes = 0;
+            std::mem::take(&mut state.keys).len()
+        };
+        Counters::add(&self.shared.core.counters.upload_dropped, left);
+        self.shared.uploads.changed.notify_all();
+        if let Some(thread) = lock(&self.thread).take()
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What the thread does next.
+enum Next {
+    Settle(Vec<(Sent, Outcome<()>)>),
+    Upload(Job),
+    Stop,
+}
+
+fn serve(shared: &Shared) {
+    loop {
+        match next(shared) {
+            Next::Settle(ended) => {
+                ended.into_iter().for_each(|(sent, outcome)| settle(shared, sent, outcome));
+            }
+            Next::Upload(job) => upload(shared, job),
+            Next::Stop => return,
+        }
+    }
+}
+
+/// Waits until there is something to do.
+fn next(shared: &Shared) -> Next {
+    let queue = &shared.uploads;
+    let mut state = lock(&queue.state);
+    loop {
+        if state.is_stopping {
+            return Next::Stop;
+        }
+        if !state.ended.is_empty() {
+            return Next::Settle(std::mem::take(&mut state.ended));
+        }
+        let now_ms = shared.now_ms();
+        // Not while nothing waits: there is nothing to wake up for.
+        let look = (!state.waiting.is_empty()).then(|| lock(&shared.outage).look(now_ms));
+        state = match look {
+            Some(Admission::Yes | Admission::Probe) => {
+                if let Some(job) = state.take(shared.tier.concurrency) {
+                    return Next::Upload(job);
+                }
+                queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+            }
+            Some(Admission::NotBefore { ms }) if ms < u64::MAX => {
+                let left = Duration::from_millis(ms.saturating_sub(now_ms));
+                let waited = queue.changed.wait_timeout(state, left);
+                waited.unwrap_or_else(PoisonError::into_inner).0
+            }
+            _ => queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+        };
+    }
+}
+
+fn upload(shared: &Shared, job: Job) {
+    let queue = Arc::clone(&shared.uploads);
+    let Some(content) = read(shared, &job.block) else {
+        // It has left the disk.
+        finish(shared, &job.block, |counters| &counters.upload_dropped);
+        return;
+    };
+    let admission = lock(&shared.outage).admit(shared.now_ms());
+    let is_probe = match admission {
+        Admission::Yes => false,
+        Admission::Probe => true,
+        Admission::NotBefore { .. } => return again(shared, job, true),
+    };
+    let is_damaged = lock(&shared.damaged).contains(&key_of(&job.block), shared.now_ms());
+    let if_exists = if is_damaged { IfExists::Replace } else { IfExists::Keep };
+    let name = name_of(job.block.namespace, key_of(&job.block));
+    let sent = Sent { job, is_probe };
+    let done = Done::new(move |outcome| queue.ended(sent, outcome));
+    shared.tier.objects.put(&name, content, if_exists, done);
+}
+
+/// The bytes of a block's object; `None` if the block is not on the disk any more.
+fn read(shared: &Shared, block: &Block) -> Option<Vec<u8>> {
+    let core = &shared.core;
+    let data_bytes = usize::try_from(bytes_of(pages_of(block.len))).expect("at most a segment");
+    for _ in 0..READS_MAX {
+        let entry = core.member.find(&key_of(block)).filter(|it| it.sum == block.sum)?;
+        let (segment, page) = core.superblock.geometry.locate(entry.page);
+        let mut content = vec![0; HEADER_BYTES + data_bytes];
+        core.disk.read_at(segment, bytes_of(page), &mut content[HEADER_BYTES..]).ok()?;
+        // The sum covers the padding, which is not uploaded. Wrong: the block was moved or removed meanwhile.
+        let sum = checksum(CrcAlgorithm::Crc64Nvme, &content[HEADER_BYTES..]) ^ block.check;
+        if sum == block.sum {
+            content[..HEADER_BYTES].copy_from_slice(&header(block, shared.created_s()));
+            content.truncate(HEADER_BYTES + block.len as usize);
+            return Some(content);
+        }
+    }
+    None
+}
+
+fn settle(shared: &Shared, sent: Sent, outcome: Outcome<()>) {
+    let Sent { mut job, is_probe } = sent;
+    shared.note(&outcome, is_probe);
+    let counters = &shared.core.counters;
+    match outcome {
+        Ok(()) => {
+            lock(&shared.damaged).remove(&key_of(&job.block));
+            finish(shared, &job.block, |counters| &counters.uploaded);
+        }
+        Err(_) => {
+            Counters::add(&counters.upload_failed, 1);
+            // A probe says nothing about its block.
+            job.tries += u32::from(!is_probe);
+            match job.tries < TRIES_MAX {
+                true => again(shared, job, is_probe),
+                false => finish(shared, &job.block, |counters| &counters.upload_dropped),
+            }
+        }
+    }
+}
+
+/// Puts a block back that was not uploaded: behind the others, or before them.
+fn again(shared: &Shared, job: Job, is_first: bool) {
+    let mut state = lock(&shared.uploads.state);
+    state.landed(&job.block);
+    if state.is_stopping {
+        // It was counted.
+        return;
+    }
+    state.bytes += u64::from(job.block.len);
+    match is_first {
+        true => state.waiting.push_front(job),
+        false => state.waiting.push_back(job),
+    }
+    drop(state);
+    // `close` looks whether the object store is away now.
+    shared.uploads.changed.notify_all();
+}
+
+/// Counts what became of a block, unless it was counted when the thread was stopped.
+fn finish(shared: &Shared, block: &Block, counter: fn(&Counters) -> &std::sync::atomic::AtomicU64) {
+    let mut state = lock(&shared.uploads.state);
+    state.landed(block);
+    let is_mine = state.keys.remove(&block.key);
+    if is_mine {
+        // Before the queue is seen empty.
+        Counters::add(counter(&shared.core.counters), 1);
+    }
+    drop(state);
+    shared.uploads.changed.notify_all();
+}

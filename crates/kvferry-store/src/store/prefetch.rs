@@ -1,0 +1,106 @@
+//! What a store does with its object tier.
+
+use super::{Inner, Space, Store};
+use crate::error::Result;
+use crate::key::Key;
+use crate::log::format::bytes_of;
+use crate::log::{self, Disk, Extent};
+use crate::objects::content::Wanted;
+use crate::objects::fetch::{Fetched, Prefetch};
+use crate::pending::Pending;
+use crate::stats::Counters;
+use crate::writer::NotWritten;
+use std::time::Duration;
+
+impl Store {
+    /// Waits until the blocks that this process has put before are uploaded to the object store, or dropped.
+    /// False if `timeout` passed first. True at once without an object store.
+    ///
+    /// # Errors
+    /// `Closed`.
+    pub fn flush_objects(&self, timeout: Duration) -> Result<bool> {
+        self.0.check()?;
+        Ok(self.0.objects.as_ref().is_none_or(|objects| objects.flush(timeout)))
+    }
+}
+
+impl Space {
+    /// Brings blocks of a prompt that are missing here from the object store to the disk, one after another, in
+    /// the background. The outcome is how many blocks of the prompt, from its beginning, are here at the end.
+    ///
+    /// It ends at the first block that the object store does not have, or that can't be brought. A prompt that is
+    /// not there costs one request, and none if that was found out within the last seconds. This is no use of the
+    /// blocks.
+    ///
+    /// # Errors
+    /// `Closed`; `InvalidArgument` for a hash that is too short or too long.
+    pub fn prefetch<H: AsRef<[u8]>>(&self, prompt: &[H]) -> Result<Pending<usize>> {
+        let _call = self.store.enter()?;
+        let keys = self.keys(prompt)?;
+        let here = self.find(&keys).len();
+        let (pending, promise) = Pending::new();
+        match &self.store.objects {
+            Some(objects) if here < keys.len() => {
+                let wanted = |(key, hash): (Key, &H)| Wanted {
+                    key,
+                    namespace: self.identity.id,
+                    check: self.identity.check(hash.as_ref()),
+                };
+                let blocks = keys.into_iter().zip(prompt).map(wanted).collect();
+                objects.prefetch(Box::new(Prefetch::new(self.clone(), blocks, promise)));
+            }
+            _ => promise.finish(Ok(here)),
+        }
+        Ok(pending)
+    }
+
+    /// How many blocks are here, from the first.
+    pub(crate) fn prefix_of(&self, blocks: &[Wanted]) -> usize {
+        let keys: Vec<_> = blocks.iter().map(|it| it.key).collect();
+        self.find(&keys).len()
+    }
+
+    pub(crate) fn has(&self, key: &Key) -> bool {
+        self.store.core.member.find(key).is_some()
+    }
+
+    /// Puts blocks on the disk that were fetched, one behind another in a prompt, the first one behind `parent`.
+    pub(crate) fn write_fetched(&self, parent: Option<Key>, fetched: &[&Fetched]) -> Result<()> {
+        let _call = self.store.enter()?;
+        let Inner { core, worker, .. } = &*self.store;
+        let now_s = core.clock.now_s();
+        let blocks: Vec<_> = fetched.iter().map(|it| it.block(now_s)).collect();
+        let mut parent = parent.and_then(|key| core.member.find(&key)).map(|entry| entry.slot);
+        let (mut put, mut done) = (super::Put::default(), 0);
+        while done < blocks.len() {
+            let write = |extent: &Extent| -> std::io::Result<()> {
+                let (at, header) = extent.header();
+                core.disk.write_at(extent.segment(), at, &header.0)?;
+                extent.records().iter().zip(&fetched[done..]).try_for_each(|(record, it)| {
+                    core.disk.write_at(extent.segment(), bytes_of(record.page), it.data())
+                })
+            };
+            let publish = |segment: u32, records: &[log::Record]| {
+                parent = self.publish(segment, records, parent, &mut put);
+            };
+            let (count, written) = worker.writer.write_with(core, &blocks[done..], write, publish);
+            let left = if count == 0 { blocks.len() - done } else { count };
+            match written {
+                Ok(()) => {}
+                Err(NotWritten::Full) => {
+                    put.refused += left;
+                    self.store.wake_keeper();
+                }
+                Err(NotWritten::Failed) => put.failed += left,
+            }
+            done += left;
+        }
+        Counters::add(&core.counters.refused, put.refused);
+        Counters::add(&core.counters.failed, put.failed);
+        if worker.writer.has_full() {
+            worker.wake();
+            self.store.wake_keeper();
+        }
+        Ok(())
+    }
+}
