@@ -92,6 +92,14 @@ impl Keeper {
 
     /// Takes the events, and frees space if there is too little.
     pub(crate) fn look(&mut self, is_stopping: &AtomicBool) {
+        self.hear();
+        self.evict_due();
+        self.keep_slots();
+        self.keep_segments(is_stopping);
+    }
+
+    /// Takes the events of all processes.
+    fn hear(&mut self) {
         let mut lost = false;
         for number in 0..crate::index::MAX_MEMBERS {
             lost |= self.drain(u8::try_from(number).expect("few members"));
@@ -100,9 +108,6 @@ impl Keeper {
         if lost || is_behind {
             self.policy = rebuild(&self.core);
         }
-        self.evict_due();
-        self.keep_slots();
-        self.keep_segments(is_stopping);
     }
 
     /// Takes the events of a process. Returns whether the policy must be made anew.
@@ -189,6 +194,8 @@ impl Keeper {
                 }
                 continue;
             }
+            // What was put since then may be worth less than all that is known.
+            self.hear();
             let mut excess = geometry.pages_per_segment / EVICTED_SHARE;
             while excess > 0 {
                 let Some(pages) = self.evict() else { return };
