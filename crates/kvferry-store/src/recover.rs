@@ -30,6 +30,8 @@ pub(crate) fn fill(
     let mut scanned: Vec<_> = log::recover::scan_all(disk, superblock)
         .map_err(|e| failed(std::io::Error::other(e)))?
         .into_iter()
+        // Others are left where files can't be removed.
+        .filter(|(segment, _)| *segment < geometry.segments)
         .filter_map(|(segment, scanned)| match scanned {
             Ok(scanned) => scanned,
             Err(error) => {

@@ -7,20 +7,30 @@ use rustix::io::Errno;
 use std::io;
 use std::path::Path;
 
+const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
+
 /// An open file that can be locked. Dropping it, the end of the process, and `fork` in the child release the
 /// lock.
 #[derive(Debug)]
 pub struct LockFile(Fd);
 
 impl LockFile {
-    /// Opens the file, made with mode 0600 if it does not exist.
+    /// Opens the file, made with mode 0600 if it does not exist. A file that may only be read can be locked, too.
     ///
     /// # Errors
     /// The kernel's error.
     pub fn open(path: &Path) -> io::Result<Self> {
-        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
-        let open = || Ok(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?);
-        Ok(Self(Fd::new(retry_on_intr(open)?)))
+        let open = |flags: OFlags| {
+            let open = || Ok(rustix::fs::open(path, flags | OFlags::CLOEXEC, MODE)?);
+            retry_on_intr(open).map(|fd| Self(Fd::new(fd)))
+        };
+        open(OFlags::RDWR | OFlags::CREATE).or_else(|error| match Errno::from_io_error(&error) {
+            // The first error says more.
+            Some(Errno::ROFS | Errno::ACCESS | Errno::PERM) => {
+                open(OFlags::RDONLY).map_err(|_| error)
+            }
+            _ => Err(error),
+        })
     }
 
     /// Takes the lock for this file alone, if no other open file has it. A shared lock that it has becomes

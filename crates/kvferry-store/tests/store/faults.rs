@@ -66,8 +66,12 @@ impl Tmpfs {
     }
 
     fn grow(&self, kib: u64) {
+        self.remount(&format!("size={kib}k"));
+    }
+
+    fn remount(&self, how: &str) {
         let mut mount = Command::new("mount");
-        mount.args(["-o", &format!("remount,size={kib}k")]).arg(self.0.path());
+        mount.args(["-o", &format!("remount,{how}")]).arg(self.0.path());
         assert!(mount.status().expect("mount runs").success());
     }
 }
@@ -303,27 +307,115 @@ fn blocks_of_a_segment_that_is_cut_or_deleted_are_missed_and_can_be_put_again() 
     }
 }
 
-#[test]
-fn blocks_of_files_that_are_read_only_are_read_and_new_ones_go_to_new_files() {
-    let folder = Folder::new("read-only");
-    drop_after_put(&folder);
-    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
-    let set_mode = |mode| {
-        for segment in segments(folder.path()) {
-            std::fs::set_permissions(segment, Permissions::from_mode(mode)).expect("own files");
-        }
+/// Runs an ignored test of this file as a user who is bound by permissions.
+fn as_plain_user(name: &str) {
+    let this = std::env::current_exe().expect("the path of this program");
+    let folder = std::env::temp_dir();
+    let mut other = Command::new("setpriv");
+    other.args(["--reuid=65534", "--regid=65534", "--clear-groups", "--"]);
+    other.arg(this).args(["--exact", &format!("faults::{name}"), "--ignored", "--nocapture"]);
+    let Ok(done) = other.env("KVFERRY_STORE_TEST_PLAIN", "1").current_dir(folder).output() else {
+        println!("SKIPPED: {name}: this system has no setpriv");
+        return;
     };
-    set_mode(0o444);
-    let first = &segments(folder.path())[0];
-    if File::options().write(true).open(first).is_ok() {
-        println!("SKIPPED: read-only files, because this process may write to them");
+    let said = String::from_utf8_lossy(&done.stdout);
+    // This user may not become another one, or that one may not run this program.
+    if !said.contains("running 1 test") {
+        let why = String::from_utf8_lossy(&done.stderr);
+        println!("SKIPPED: {name}: can't run as another user: {why}");
         return;
     }
+    assert!(done.status.success(), "{said}{}", String::from_utf8_lossy(&done.stderr));
+}
+
+fn set_mode(paths: &[PathBuf], mode: u32) {
+    for path in paths {
+        std::fs::set_permissions(path, Permissions::from_mode(mode)).expect("own files");
+    }
+}
+
+#[test]
+fn a_store_that_its_user_may_only_read_opens_and_its_blocks_are_read() {
+    as_plain_user("plain_user_reads");
+}
+
+#[test]
+#[ignore = "needs a user who is bound by permissions: the test above"]
+fn plain_user_reads() {
+    if std::env::var_os("KVFERRY_STORE_TEST_PLAIN").is_none() {
+        return;
+    }
+    let folder = Folder::new("plain");
+    drop_after_put(&folder);
+    // New files can't be made, but those that exist can be written to: the store lives in them.
+    let all: Vec<_> = std::fs::read_dir(folder.path()).expect("a folder").flatten().collect();
+    let files: Vec<_> = all.iter().map(|file| file.path()).collect();
+    let directory = [folder.path().to_path_buf()];
+    set_mode(&directory, 0o555);
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
     assert_eq!(get_all(&engine), PROMPTS as usize * BLOCKS);
-    assert_eq!(engine.put(&prompt(PROMPTS, BLOCKS), 0).stored, BLOCKS, "to a new segment");
-    set_mode(0o644);
-    assert_eq!(get_all(&engine), PROMPTS as usize * BLOCKS);
+    fill(&engine, LEN, 20 * MIB);
+    assert_eq!(segments(folder.path()).len() + 3, files.len(), "no segment was made");
+    put_all(&engine);
+    let there = get_all(&engine);
+    assert!(there > 0, "{:?}", engine.store.stats());
+    drop(engine);
+    // No file can be written to.
+    set_mode(&files, 0o444);
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    let there = get_all(&engine);
+    assert!(there > 0, "{:?}", engine.store.stats());
+    let put = engine.put(&prompt(PROMPTS, BLOCKS), 0);
+    assert_eq!(put.failed, BLOCKS, "{put:?}");
+    assert_eq!(get_all(&engine), there, "nothing was evicted in vain");
+    // Segments are opened again for writing once they can be.
+    set_mode(&files, 0o644);
+    let began = Instant::now();
+    while engine.get(&prompt(PROMPTS, BLOCKS), 0) < BLOCKS {
+        engine.put(&prompt(PROMPTS, BLOCKS), 0);
+        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", engine.store.stats());
+    }
     assert_eq!(engine.store.stats().corrupt, 0);
+    set_mode(&directory, 0o755);
+    drop(engine);
+    // While it is in use.
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    let there = get_all(&engine);
+    set_mode(&files, 0o444);
+    assert_eq!(get_all(&engine), there);
+    assert_eq!(engine.put(&prompt(PROMPTS + 1, BLOCKS), 0).failed, 0, "to a new segment");
+}
+
+#[test]
+fn a_store_on_a_file_system_that_is_read_only_opens_and_its_blocks_are_read() {
+    let Some(disk) = Tmpfs::mount("read-only", 32 << 10) else { return };
+    drop_after_put(&disk.0);
+    let with = options(disk.0.path(), 24 * MIB);
+    disk.remount("ro");
+    let engine = Engine::open(&with, LEN);
+    let other = Engine::open(&with, LEN);
+    for engine in [&engine, &other] {
+        assert_eq!(get_all(engine), PROMPTS as usize * BLOCKS);
+        for seed in PROMPTS..PROMPTS * 2 {
+            let put = engine.put(&prompt(seed, BLOCKS), 0);
+            assert_eq!(put.failed, BLOCKS, "{put:?}");
+        }
+        assert_eq!(get_all(engine), PROMPTS as usize * BLOCKS, "nothing was evicted in vain");
+    }
+    // A store of another format, or of a smaller capacity, can't be changed here.
+    drop((engine, other));
+    let engine = Engine::open(&options(disk.0.path(), 9 * MIB), LEN);
+    assert!((1..PROMPTS as usize * BLOCKS).contains(&get_all(&engine)));
+    drop(engine);
+    let engine = Engine::open(&with, LEN);
+    assert_eq!(get_all(&engine), PROMPTS as usize * BLOCKS);
+    disk.remount("rw");
+    let began = Instant::now();
+    while engine.get(&prompt(PROMPTS, BLOCKS), 0) < BLOCKS {
+        engine.put(&prompt(PROMPTS, BLOCKS), 0);
+        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", engine.store.stats());
+    }
+    assert_eq!(get_all(&engine), PROMPTS as usize * BLOCKS);
 }
 
 #[test]
