@@ -35,6 +35,8 @@ const SLOT_SHARE: f64 = 0.98;
 /// the keeper.
 const FREE_PER_PROCESS: u32 = 2;
 const FREE_SHARE: u32 = 8;
+/// Huge pages that are made each time the keeper looks: what waits for it waits for so many milliseconds, at most.
+const HUGE_PAGES: usize = 16;
 /// Data that is copied at once.
 const COPY_BYTES: usize = 4 << 20;
 /// How often withheld segments are tried again, while space is needed.
@@ -96,6 +98,7 @@ impl Keeper {
         self.evict_due();
         self.keep_slots();
         self.keep_segments(is_stopping);
+        self.core.member.collapse(HUGE_PAGES);
     }
 
     /// Takes the events of all processes.

@@ -74,12 +74,34 @@ fn prefetch(at: *const u8) {
 fn map(fd: &Fd, len: usize, writable: bool) -> io::Result<Range> {
     let mut protection = ProtFlags::READ;
     protection.set(ProtFlags::WRITE, writable);
-    // SAFETY: a new mapping at an address that the kernel chooses overlaps nothing.
-    let p = unsafe {
-        rustix::mm::mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, fd, 0)
-    }?;
+    let wanted = aligned_address(len);
+    // SAFETY: the wanted address is a hint: a new mapping overlaps nothing.
+    let p = unsafe { rustix::mm::mmap(wanted, len, protection, MapFlags::SHARED, fd, 0) }?;
     let base = NonNull::new(p.cast()).expect("the kernel maps page zero only on request");
     Ok(Range { base, len })
+}
+
+/// A free address that is a multiple of [`HUGE_PAGE`], for a mapping that has room for one. Otherwise, or if
+/// another thread maps something there first, the kernel chooses the address, and [`Shared::collapse`] fails.
+fn aligned_address(len: usize) -> *mut std::ffi::c_void {
+    let null = std::ptr::null_mut();
+    if len < HUGE_PAGE {
+        return null;
+    }
+    let Some(room) = len.checked_add(HUGE_PAGE) else { return null };
+    // SAFETY: a new mapping at an address that the kernel chooses overlaps nothing.
+    let found = unsafe {
+        rustix::mm::mmap_anonymous(
+            null,
+            room,
+            ProtFlags::empty(),
+            MapFlags::PRIVATE | MapFlags::NORESERVE,
+        )
+    };
+    let Ok(found) = found else { return null };
+    // SAFETY: exactly the range that was mapped; nothing refers to it.
+    let _ = unsafe { rustix::mm::munmap(found, room) };
+    found.map_addr(|at| at.next_multiple_of(HUGE_PAGE))
 }
 
 /// Takes all pages of a file from the system. Without this, a first touch that finds no free huge
@@ -295,6 +317,24 @@ impl Shared {
         };
     }
 
+    /// Copies the pages of `at..at + len` into huge pages, which all processes then map. Blocks for a millisecond
+    /// per huge page. Needs no reserved huge pages, and works where the system's settings make none of shared
+    /// memory by themselves. Pages that were never touched are taken, too.
+    ///
+    /// # Errors
+    /// `InvalidInput` unless both are multiples of [`HUGE_PAGE`] inside the mapping, or if the system can't do it
+    /// (before Linux 6.1); else the kernel's error: the system has no free huge page, or a page is in use.
+    pub fn collapse(&self, at: usize, len: usize) -> io::Result<()> {
+        let Range { base, len: mapped } = &self.mapping;
+        let is_inside = at.checked_add(len).is_some_and(|end| end <= *mapped);
+        if !is_inside || !(base.as_ptr().addr() | at | len).is_multiple_of(HUGE_PAGE) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // SAFETY: inside the mapping; the advice changes no content.
+        let done = unsafe { libc::madvise(base.as_ptr().add(at).cast(), len, libc::MADV_COLLAPSE) };
+        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
     /// The bytes `offset..offset + len` as a span.
     ///
     /// # Panics
@@ -368,6 +408,27 @@ mod tests {
         drop((ours, theirs));
         let huge = Shared::allocate("kvferry-test", usize::MAX / 4);
         assert!(huge.is_err(), "no system has that much memory");
+    }
+
+    #[test]
+    fn collapsed_memory_keeps_its_bytes_for_all_that_map_it() {
+        let ours = Shared::create("kvferry-test", 2 * HUGE_PAGE + 4096).expect("memory");
+        let fd = ours.as_fd().try_clone_to_owned().expect("a descriptor");
+        let theirs = Shared::open(fd, ours.len(), true).expect("sealed and long enough");
+        ours.span(HUGE_PAGE - 3, 6).copy_from(b"before");
+        for (at, len) in [(4096, HUGE_PAGE), (0, 4096), (2 * HUGE_PAGE, HUGE_PAGE)] {
+            let e = ours.collapse(at, len).expect_err("not whole huge pages of the mapping");
+            assert_eq!(e.kind(), io::ErrorKind::InvalidInput, "{at} {len}");
+        }
+        if let Err(e) = ours.collapse(0, 2 * HUGE_PAGE) {
+            println!("SKIPPED: huge pages: {e}");
+        }
+        let mut back = [0; 6];
+        theirs.span(HUGE_PAGE - 3, 6).copy_to(&mut back);
+        assert_eq!(&back, b"before");
+        theirs.span(HUGE_PAGE - 3, 6).copy_from(b"behind");
+        ours.span(HUGE_PAGE - 3, 6).copy_to(&mut back);
+        assert_eq!(&back, b"behind");
     }
 
     #[test]

@@ -10,11 +10,10 @@ use std::sync::atomic::Ordering::Acquire;
 /// about as many buckets as slots, so a chain this long is a damaged one.
 pub(super) const MAX_HOPS: usize = 4096;
 
-// How far ahead of the key that is looked up a batch prefetches: its bucket, its first slot, and the
-// second if the first is another key's. A cache miss takes as long as a few lookups from the cache.
-const BUCKETS_AHEAD: usize = 24;
-const SLOTS_AHEAD: usize = 16;
-const SECONDS_AHEAD: usize = 8;
+// How far ahead of the key that is looked up a batch prefetches: its bucket, and then slot after slot of its chain,
+// until one has the key. A cache miss takes as long as two or three lookups from the cache.
+const BUCKETS_AHEAD: usize = 20;
+const SLOTS_AHEAD: [usize; 4] = [16, 12, 8, 4];
 const ON_THEIR_WAY: usize = (BUCKETS_AHEAD + 1).next_power_of_two();
 
 impl Index {
@@ -62,12 +61,14 @@ pub(super) enum Step {
 }
 
 pub(super) fn find(index: &Index, key: &Key) -> Option<Entry> {
-    find_in(index, index.bucket_of(key), key)
+    let bucket = index.bucket_of(key);
+    find_from(index, bucket, index.first(bucket), key)
 }
 
+/// Looks on in a chain. The slots before `step` are other keys'.
 #[inline]
-fn find_in(index: &Index, bucket: u32, key: &Key) -> Option<Entry> {
-    let mut step = index.first(bucket);
+fn find_from(index: &Index, bucket: u32, step: Step, key: &Key) -> Option<Entry> {
+    let mut step = step;
     for _ in 0..MAX_HOPS {
         step = match step {
             Step::End => return None,
@@ -91,11 +92,12 @@ fn find_in(index: &Index, bucket: u32, key: &Key) -> Option<Entry> {
 
 pub(super) fn find_prefix(index: &Index, keys: &[Key], out: &mut Vec<Entry>) -> usize {
     let before = out.len();
-    let mut ahead = Ahead { index, keys, buckets: [0; ON_THEIR_WAY] };
+    let mut ahead = Ahead { index, keys, lookups: [Lookup::default(); ON_THEIR_WAY] };
     (0..BUCKETS_AHEAD).for_each(|i| ahead.advance(i));
     for (i, key) in keys.iter().enumerate() {
         ahead.advance(i + BUCKETS_AHEAD);
-        match find_in(index, ahead.bucket(i), key) {
+        let Lookup { bucket, step } = ahead.lookups[i % ON_THEIR_WAY];
+        match find_from(index, bucket, step, key) {
             Some(entry) => out.push(entry),
             None => break,
         }
@@ -103,47 +105,65 @@ pub(super) fn find_prefix(index: &Index, keys: &[Key], out: &mut Vec<Entry>) -> 
     out.len() - before
 }
 
+/// Of a key: its bucket, and where in the chain its lookup is.
+#[derive(Clone, Copy)]
+struct Lookup {
+    bucket: u32,
+    step: Step,
+}
+
+impl Default for Lookup {
+    fn default() -> Self {
+        Self { bucket: 0, step: Step::OtherChain }
+    }
+}
+
 /// Prefetches for a batch, in stages.
 struct Ahead<'a> {
     index: &'a Index,
     keys: &'a [Key],
     /// Of the keys on their way, by their position modulo the length.
-    buckets: [u32; ON_THEIR_WAY],
+    lookups: [Lookup; ON_THEIR_WAY],
 }
 
 impl Ahead<'_> {
-    #[inline]
-    fn bucket(&self, i: usize) -> u32 {
-        self.buckets[i % self.buckets.len()]
-    }
-
     /// Begins with the `i`th key, and goes on with those before it.
     #[inline]
     fn advance(&mut self, i: usize) {
-        let index = self.index;
         if let Some(key) = self.keys.get(i) {
-            let bucket = index.bucket_of(key);
-            self.buckets[i % self.buckets.len()] = bucket;
-            index.shared.prefetch(index.bucket_offset(bucket));
+            let bucket = self.index.bucket_of(key);
+            self.lookups[i % ON_THEIR_WAY] = Lookup { bucket, step: Step::OtherChain };
+            self.index.shared.prefetch(self.index.bucket_offset(bucket));
         }
-        if let Some(i) = self.behind(i, SLOTS_AHEAD)
-            && let Step::Slot(slot) = index.first(self.bucket(i))
-        {
-            index.prefetch_slot(slot);
+        let [first, others @ ..] = SLOTS_AHEAD;
+        if let Some((_, lookup)) = self.behind(i, first) {
+            let step = self.index.first(lookup.bucket);
+            self.go_on(i, first, step);
         }
-        if let Some(i) = self.behind(i, SECONDS_AHEAD)
-            && let bucket = self.bucket(i)
-            && let Step::Slot(slot) = index.first(bucket)
-            && let slot = index.slot(slot)
-            && slot.key() != self.keys[i]
-            && let Step::Slot(second) = index.follow(Link::from_next(slot.next()), bucket)
-        {
-            index.prefetch_slot(second);
+        for ahead in others {
+            if let Some((key, lookup)) = self.behind(i, ahead)
+                && let Step::Slot(slot) = lookup.step
+                && let slot = self.index.slot(slot)
+                && slot.key() != *key
+            {
+                let step = self.index.follow(Link::from_next(slot.next()), lookup.bucket);
+                self.go_on(i, ahead, step);
+            }
         }
     }
 
     /// The key that is `ahead` of the one looked up, when the `i`th begins.
-    fn behind(&self, i: usize, ahead: usize) -> Option<usize> {
-        i.checked_sub(BUCKETS_AHEAD - ahead).filter(|&i| i < self.keys.len())
+    #[inline]
+    fn behind(&self, i: usize, ahead: usize) -> Option<(&Key, Lookup)> {
+        let i = i.checked_sub(BUCKETS_AHEAD - ahead)?;
+        Some((self.keys.get(i)?, self.lookups[i % ON_THEIR_WAY]))
+    }
+
+    #[inline]
+    fn go_on(&mut self, i: usize, ahead: usize, step: Step) {
+        self.lookups[(i + ahead - BUCKETS_AHEAD) % ON_THEIR_WAY].step = step;
+        if let Step::Slot(slot) = step {
+            self.index.prefetch_slot(slot);
+        }
     }
 }

@@ -32,11 +32,13 @@
 //! | slots | 52 each | a block: see [`Entry`] |
 //!
 //! Zeroes are an empty index, so pages are taken from the system as blocks come. The lowest free
-//! slot is taken first.
+//! slot is taken first. The keeper copies pages that blocks have filled into huge ones
+//! ([`Index::collapse`]).
 
 mod bitmap;
 mod chain;
 mod events;
+mod huge;
 mod layout;
 mod member;
 mod repair;
@@ -61,6 +63,7 @@ use layout::{Layout, PAGE};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// A mapping of the index. Reading needs no more than this; for changes, see [`Index::join`].
@@ -68,6 +71,8 @@ use std::sync::atomic::Ordering::Relaxed;
 pub struct Index {
     shared: Arc<Shared>,
     layout: Layout,
+    /// Huge pages that [`Index::collapse`] is done with.
+    collapsed: AtomicUsize,
 }
 
 impl Index {
@@ -80,7 +85,7 @@ impl Index {
         let shared = Arc::new(Shared::create("kvferry-index", layout.len)?);
         shared.advise_huge_pages();
         layout.initialise(&shared);
-        Ok(Self { shared, layout })
+        Ok(Self { shared, layout, collapsed: AtomicUsize::new(0) })
     }
 
     /// Maps an index that another process made. `memory` is a descriptor of its [`Index::memory`].
@@ -93,7 +98,7 @@ impl Index {
         let memory = header.as_fd().try_clone_to_owned()?;
         let shared = Arc::new(Shared::open(memory, layout.len, true)?);
         shared.advise_huge_pages();
-        Ok(Self { shared, layout })
+        Ok(Self { shared, layout, collapsed: AtomicUsize::new(0) })
     }
 
     /// The memory, whose descriptor other processes need for [`Index::open`].

@@ -159,7 +159,7 @@ impl Index {
         self.shared.prefetch(at + SLOT_LEN - 1);
     }
 
-    fn slot_offset(&self, id: SlotId) -> usize {
+    pub(super) fn slot_offset(&self, id: SlotId) -> usize {
         self.layout.slots + id as usize * SLOT_LEN
     }
 }

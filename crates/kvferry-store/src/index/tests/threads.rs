@@ -125,3 +125,34 @@ fn threads_that_share_few_numbers_never_own_one_twice_and_lose_none() {
     all.sort_unstable();
     assert_eq!(all, (0..len).collect::<Vec<_>>());
 }
+
+#[test]
+fn huge_pages_hold_what_small_pages_held_while_the_index_is_read_and_changed() {
+    let slots = 300_000;
+    let index = index(slots);
+    let filler = index.join().expect("a member");
+    assert!(!index.collapse(1), "nothing is filled");
+    (0..slots).for_each(|n| drop(insert(&filler, u64::from(n), 0)));
+    let taken = || rustix::fs::fstat(index.memory()).expect("open").st_blocks * 512;
+    let before = taken();
+    let runs = AtomicBool::new(true);
+    let running = || runs.load(SeqCst);
+    thread::scope(|scope| {
+        let changes = index.join().expect("a member");
+        scope.spawn(move || churn(&changes, 1, running));
+        let reads = &index;
+        scope.spawn(move || look(reads, 2, running));
+        let mut calls = 1;
+        while index.collapse(2) {
+            calls += 1;
+        }
+        runs.store(false, SeqCst);
+        assert!(calls <= 9, "{calls} calls for less than 18 huge pages");
+    });
+    assert!(taken() <= before, "{} of {before}", taken());
+    assert!(!index.collapse(100), "all is done");
+    verify(&index);
+    for n in KEYS..slots.into() {
+        assert_is_whole(&index.find(&key(n)).expect("it was inserted"), n);
+    }
+}
