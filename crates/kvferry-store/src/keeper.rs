@@ -6,7 +6,7 @@
 //! keeper.
 
 use crate::core::Core;
-use crate::index::{Entry, Event, Segment, SegmentState};
+use crate::index::{Entry, Event, Segment, SegmentState, SlotId};
 use crate::key::Key;
 use crate::log::format::{EXTENT_RECORDS, bytes_of, pages_of};
 use crate::log::{self, Appender, Disk, Record};
@@ -14,6 +14,7 @@ use crate::policy::{Kept, Policy, Retention};
 use crate::stats::Counters;
 use crate::writer::{begin_segment, seal};
 use crc_fast::CrcAlgorithm;
+use rustc_hash::FxHashSet;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -50,6 +51,7 @@ const LAST_TRIES: u32 = 5;
 pub(crate) struct Keeper {
     core: Arc<Core>,
     policy: Policy,
+    pins: Pins,
     /// Where what lives is copied to.
     own: Option<Appender>,
     /// Counts the segments that were begun for it.
@@ -62,7 +64,8 @@ impl Keeper {
     /// Of a process that has just become the keeper.
     pub(crate) fn new(core: Arc<Core>) -> Self {
         let policy = rebuild(&core);
-        let mut keeper = Self { core, policy, own: None, begun: 0, retried_at: None };
+        let pins = Pins::default();
+        let mut keeper = Self { core, policy, pins, own: None, begun: 0, retried_at: None };
         keeper.repair();
         keeper
     }
@@ -77,6 +80,7 @@ impl Keeper {
         for dead in dead {
             if self.drain(dead.number) {
                 self.policy = rebuild(&self.core);
+                self.pins = Pins::default();
             }
             for (number, segment) in self.core.member.held_by(dead) {
                 // What it wrote is as good as before. Nothing may live where it was about to write.
@@ -110,7 +114,9 @@ impl Keeper {
         let is_behind = (self.policy.len() as u64) < self.core.member.live() / 10 * 9;
         if lost || is_behind {
             self.policy = rebuild(&self.core);
+            self.pins = Pins::default();
         }
+        self.pins.follow(&self.core, &mut self.policy);
     }
 
     /// Takes the events of a process. Returns whether the policy must be made anew.
@@ -415,6 +421,48 @@ impl Keeper {
         if let Some(mut own) = self.own.take() {
             seal(&self.core, &mut own);
         }
+    }
+}
+
+/// The leases that the policy knows of.
+#[derive(Debug, Default)]
+struct Pins {
+    slots: FxHashSet<SlotId>,
+    /// [`crate::index::Index::pins_changed`] when they were read.
+    changed: u64,
+    /// When the first of them ends.
+    ends_s: u32,
+}
+
+impl Pins {
+    /// Pins what is leased, and unpins what is not any more.
+    fn follow(&mut self, core: &Core, policy: &mut Policy) {
+        let (now, changed) = (core.clock.now_s(), core.member.pins_changed());
+        if changed == self.changed && now < self.ends_s {
+            return;
+        }
+        let leased: Vec<_> = core.member.pins(now).collect();
+        let slots: FxHashSet<_> = leased.iter().map(|(slot, _)| *slot).collect();
+        self.slots.retain(|slot| {
+            let is_leased = slots.contains(slot);
+            if !is_leased {
+                policy.unpin(*slot);
+            }
+            is_leased
+        });
+        let mut all_known = true;
+        for slot in slots {
+            if !self.slots.contains(&slot) {
+                match policy.pin(slot) {
+                    true => _ = self.slots.insert(slot),
+                    // Its event is still to come, or it has left.
+                    false => all_known = false,
+                }
+            }
+        }
+        self.changed = changed;
+        let ends = leased.iter().map(|(_, until_s)| *until_s).min().unwrap_or(u32::MAX);
+        self.ends_s = if all_known { ends } else { 0 };
     }
 }
 

@@ -56,4 +56,4 @@ pub use options::StoreOptions;
 pub use pending::Pending;
 pub use policy::Then;
 pub use stats::Stats;
-pub use store::{Put, Retain, Space, Store};
+pub use store::{Pin, Put, Retain, Space, Store};

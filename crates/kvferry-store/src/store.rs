@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::flights::Flights;
 use crate::get::Wanted;
 use crate::host::{HOST_BYTES_MIN, Host};
-use crate::index::{Entry, Inserted, New, SlotId};
+use crate::index::{Entry, Inserted, New, PinId, SlotId};
 use crate::key::{Identity, Key, Namespace};
 use crate::log;
 use crate::membership::{Membership, join};
@@ -305,6 +305,31 @@ impl Put {
     }
 }
 
+/// A lease of blocks: they stay in the store until it is dropped, or ends.
+#[derive(Debug)]
+pub struct Pin {
+    store: Arc<Inner>,
+    id: Option<PinId>,
+    blocks: usize,
+}
+
+impl Pin {
+    /// How many blocks, from the beginning of the prompt.
+    pub fn blocks(&self) -> usize {
+        self.blocks
+    }
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        if let Some(id) = &self.id
+            && self.store.check().is_ok()
+        {
+            self.store.core.member.unpin(id);
+        }
+    }
+}
+
 /// The blocks of one namespace of a store. Clones are the same.
 ///
 /// A prompt is given by the hashes of its blocks, the first block first. Hashes have 16 to 64 bytes.
@@ -335,6 +360,33 @@ impl Space {
         let found = self.find(&keys);
         self.note_use(&keys, &found, prompt.len() - found.len());
         Ok(found.len())
+    }
+
+    /// Keeps the blocks of a prompt that are on the disk, from its beginning, until the value is dropped or
+    /// `lease` has passed, whichever is first: a process that dies keeps nothing for longer. Returns with how many
+    /// blocks they are: none if 4096 leases of all processes hold.
+    ///
+    /// A block that leaves at this moment may be counted and gone: [`Space::get`] tells. What a device loses is
+    /// lost.
+    ///
+    /// # Errors
+    /// `Closed`; `InvalidArgument` for a hash that is too short or too long.
+    pub fn pin<H: AsRef<[u8]>>(&self, prompt: &[H], lease: Duration) -> Result<Pin> {
+        let _call = self.store.enter()?;
+        let core = &self.store.core;
+        let keys = self.keys(prompt)?;
+        let on_disk = |keys| self.find(keys).into_iter().map_while(|entry| entry).collect();
+        let found: Vec<Entry> = on_disk(&keys);
+        let now = core.clock.now_s();
+        let seconds = lease.as_secs().saturating_add(u64::from(lease.subsec_nanos() > 0));
+        let until =
+            now.saturating_add(u32::try_from(seconds).unwrap_or(u32::MAX)).saturating_add(1);
+        let id = found.last().and_then(|last| core.member.pin(last.slot, now, until));
+        let blocks = match &id {
+            Some(_) => on_disk(&keys[..found.len()]).len(),
+            None => 0,
+        };
+        Ok(Pin { store: Arc::clone(&self.store), id, blocks })
     }
 
     /// Reads blocks of a prompt into memory: those from the `first` on, one for each memory. Returns how many

@@ -3,6 +3,7 @@
 use super::bitmap::Bitmap;
 use super::events::RING_LEN;
 use super::member::{MAX_MEMBERS, MEMBER_LEN};
+use super::pins::PINS_LEN;
 use super::segment::SEGMENT_LEN;
 use super::slot::SLOT_LEN;
 use super::stripe::{STRIPE_LEN, STRIPES};
@@ -19,7 +20,7 @@ pub const MAX_SEGMENTS: u32 = 1 << 20;
 pub(super) const PAGE: usize = 4096;
 
 /// `kvfidx` and the version of the layout.
-const MAGIC: u64 = u64::from_le_bytes(*b"kvfidx\x00\x02");
+const MAGIC: u64 = u64::from_le_bytes(*b"kvfidx\x00\x03");
 
 // Words of the header. Those that writers change have a cache line of their own.
 const AT_MAGIC: usize = 0;
@@ -29,6 +30,7 @@ const AT_SEGMENT_PAGES: usize = 24;
 pub(super) const LIVE: usize = 64;
 pub(super) const HIGH_WATER: usize = 128;
 pub(super) const NEXT_INCARNATION: usize = 192;
+pub(super) const PINS_CHANGED: usize = 256;
 
 /// The sizes that an index is made with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +51,7 @@ pub(super) struct Layout {
     pub(super) members: usize,
     pub(super) stripes: usize,
     pub(super) rings: usize,
+    pub(super) pins: usize,
     pub(super) segments: usize,
     pub(super) taken_segments: Bitmap,
     pub(super) taken_slots: Bitmap,
@@ -79,6 +82,7 @@ impl Layout {
         let members = reserve(MAX_MEMBERS * MEMBER_LEN);
         let stripes = reserve(STRIPES as usize * STRIPE_LEN);
         let rings = reserve(MAX_MEMBERS * RING_LEN);
+        let pins = reserve(PINS_LEN);
         let segment_table = reserve(segments as usize * SEGMENT_LEN);
         let taken_segments = Bitmap::new(segments, &mut reserve);
         let taken_slots = Bitmap::new(slots, &mut reserve);
@@ -90,6 +94,7 @@ impl Layout {
             members,
             stripes,
             rings,
+            pins,
             segments: segment_table,
             taken_segments,
             taken_slots,

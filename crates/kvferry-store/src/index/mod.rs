@@ -26,6 +26,7 @@
 //! | members | 64 × 256 | state, alive mark, ends of the event ring |
 //! | stripes | 4096 × 64 | the member that changes chains of the stripe |
 //! | rings | 64 × 1 MiB | events for the keeper |
+//! | pins | 4096 × 8 | leases: a slot, and until when |
 //! | segments | 32 each | state and owner, incarnation, live pages and blocks |
 //! | bitmaps | ⅛ for a slot or segment | which slots and segments are taken |
 //! | buckets | 13/16 × 4 for a slot | the first slot of a chain |
@@ -41,6 +42,7 @@ mod events;
 mod huge;
 mod layout;
 mod member;
+mod pins;
 mod repair;
 mod segment;
 mod slot;
@@ -52,6 +54,7 @@ mod write;
 pub use events::{Drained, Event, RING_LEN};
 pub use layout::{Geometry, MAX_SEGMENTS, MAX_SLOTS};
 pub use member::{MAX_MEMBERS, Member, MemberId};
+pub use pins::{MAX_PINS, PinId};
 pub use segment::{Segment, SegmentState};
 pub use slot::{Entry, SlotId};
 pub use stripe::PATIENCE;

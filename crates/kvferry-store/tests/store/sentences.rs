@@ -166,3 +166,35 @@ fn what_is_in_the_background_ends_once_and_before_a_close() {
     }
     assert!(matches!(engine.kv.get_async(&prompt, 0, &memory), Err(Error::Closed)));
 }
+
+#[test]
+fn pinned_blocks_stay_until_their_lease_ends() {
+    let folder = Folder::new("pins");
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    let other = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    let [kept, short] = [1, 2].map(|seed| prompt(seed, 32));
+    engine.put(&kept, 0);
+    engine.put(&short, 0);
+    let hour = Duration::from_secs(3600);
+    // By another process than the one that evicts.
+    let pin = other.kv.pin(&kept, hour).expect("pins");
+    let given_back = other.kv.pin(&short, hour).expect("pins");
+    assert_eq!((pin.blocks(), given_back.blocks()), (32, 32));
+    drop(given_back);
+    let churn = |from: u64| {
+        for seed in from..from + 20 {
+            let prompt = prompt(seed, POOL / 2);
+            while engine.put(&prompt, 0).refused > 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    };
+    churn(10);
+    assert_eq!(engine.get(&kept, 0), 32);
+    assert!(engine.get(&short, 0) < 32);
+    drop(pin);
+    churn(50);
+    assert!(engine.get(&kept, 0) < 32);
+    let absent = engine.kv.pin(&prompt(1000, 3), hour).expect("pins");
+    assert_eq!(absent.blocks(), 0);
+}
