@@ -203,6 +203,10 @@ impl Keeper {
                 }
                 continue;
             }
+            if self.waits_for_seal() {
+                // Nothing in them can leave before. The write that ends wakes this thread.
+                return;
+            }
             // What was put since then may be worth less than all that is known.
             self.hear();
             let mut excess = geometry.pages_per_segment / EVICTED_SHARE;
@@ -211,6 +215,13 @@ impl Keeper {
                 excess = excess.saturating_sub(pages);
             }
         }
+    }
+
+    /// Whether this process has full segments that this thread has not sealed, and so can't collect.
+    fn waits_for_seal(&self) -> bool {
+        let held = self.core.member.held_by(self.core.member.id());
+        let active = held.filter(|(_, it)| matches!(it.state, SegmentState::Active(_))).count();
+        active > 1 + usize::from(self.own.is_some())
     }
 
     /// Tries whether withheld segments can be used again, one after another in each directory until one fails.

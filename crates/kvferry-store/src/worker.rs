@@ -80,6 +80,8 @@ impl Worker {
                 keeper = None;
             }
             let work = || {
+                // First: the keeper frees sealed segments only, and would evict more than it must.
+                self.writer.seal(&self.core, false);
                 if is_keeper {
                     let new = || Keeper::new(Arc::clone(&self.core));
                     let keeper = keeper.get_or_insert_with(new);
@@ -88,7 +90,6 @@ impl Worker {
                     }
                     keeper.look(&self.is_stopping);
                 }
-                self.writer.seal(&self.core, false);
             };
             if catch_unwind(AssertUnwindSafe(work)).is_err() {
                 // What it knows may be half changed. The index is as it was: all processes change it so that it
