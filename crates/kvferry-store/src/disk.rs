@@ -407,7 +407,8 @@ impl Directories {
 pub(crate) fn is_of_device(error: &io::Error) -> bool {
     match error.raw_os_error() {
         Some(code) => !PASSING.contains(&code),
-        None => error.kind() == io::ErrorKind::NotFound,
+        // A file that is gone, or cut.
+        None => matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof),
     }
 }
 

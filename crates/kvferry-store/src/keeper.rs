@@ -6,6 +6,7 @@
 //! keeper.
 
 use crate::core::Core;
+use crate::disk::is_of_device;
 use crate::index::{Entry, Event, Segment, SegmentState, SlotId};
 use crate::key::Key;
 use crate::log::format::{EXTENT_RECORDS, bytes_of, pages_of};
@@ -40,6 +41,9 @@ const FREE_SHARE: u32 = 8;
 const HUGE_PAGES: usize = 16;
 /// Data that is copied at once.
 const COPY_BYTES: usize = 4 << 20;
+/// Blocks of a segment that can't be read, until the segment counts as unreadable: a device that fails may take
+/// seconds for each.
+const UNREADABLE_MAX: u32 = 16;
 /// How often withheld segments are tried again, while space is needed.
 const RETRY_EVERY: Duration = Duration::from_secs(1);
 
@@ -56,6 +60,8 @@ pub(crate) struct Keeper {
     own: Option<Appender>,
     /// Counts the segments that were begun for it.
     begun: u64,
+    /// Blocks of the segment that is collected that can't be read.
+    unreadable: u32,
     /// When withheld segments were last tried.
     retried_at: Option<Instant>,
 }
@@ -65,7 +71,8 @@ impl Keeper {
     pub(crate) fn new(core: Arc<Core>) -> Self {
         let policy = rebuild(&core);
         let pins = Pins::default();
-        let mut keeper = Self { core, policy, pins, own: None, begun: 0, retried_at: None };
+        let mut keeper =
+            Self { core, policy, pins, own: None, begun: 0, unreadable: 0, retried_at: None };
         keeper.repair();
         keeper
     }
@@ -282,6 +289,11 @@ impl Keeper {
                 true => SegmentState::Free,
                 false => SegmentState::Sealed,
             },
+            // This process is short of descriptors or memory.
+            Err(e) if !is_of_device(&e) => {
+                self.core.fault("collect", number, &e);
+                SegmentState::Sealed
+            }
             Err(e) => {
                 self.core.fault("collect", number, &e);
                 match self.drop_blocks(number, |counters| &counters.failed) {
@@ -300,7 +312,7 @@ impl Keeper {
     fn collect(&mut self, segment: u32) -> io::Result<Collected> {
         let core = Arc::clone(&self.core);
         let scanned = log::recover::scan(&core.disk, &core.superblock, segment);
-        let records = scanned.map_err(io::Error::other)?.map_or(Vec::new(), |it| it.records);
+        let records = scanned.map_err(log::Error::into_io)?.map_or(Vec::new(), |it| it.records);
         let live: Vec<(Entry, Record)> = records
             .into_iter()
             .filter_map(|record| {
@@ -309,6 +321,7 @@ impl Keeper {
                 (entry.page == here).then_some((entry, record))
             })
             .collect();
+        self.unreadable = 0;
         let mut rest = live.as_slice();
         while !rest.is_empty() {
             let mut bytes = 0;
@@ -331,13 +344,24 @@ impl Keeper {
         Ok(Collected::All)
     }
 
-    /// Copies blocks of a segment to the keeper's own.
+    /// Copies blocks of a segment to the keeper's own. A block that can't be read is removed.
     fn copy(&mut self, from: u32, blocks: &[(Entry, Record)]) -> io::Result<Collected> {
         let core = Arc::clone(&self.core);
         let mut right = Vec::with_capacity(blocks.len());
         for (entry, record) in blocks {
             let mut data = vec![0; page_bytes(entry.len)];
-            core.disk.read_at(from, bytes_of(record.page), &mut data)?;
+            if let Err(e) = core.disk.read_at(from, bytes_of(record.page), &mut data) {
+                self.unreadable += 1;
+                if !is_of_device(&e) || self.unreadable > UNREADABLE_MAX {
+                    return Err(e);
+                }
+                core.fault("read a block of", from, &e);
+                if core.member.remove(entry) {
+                    Counters::add(&core.counters.failed, 1);
+                    self.policy.removed(entry.slot);
+                }
+                continue;
+            }
             let sum = crc_fast::checksum(CrcAlgorithm::Crc64Nvme, &data) ^ record.block.check;
             if sum == entry.sum {
                 right.push((entry, record, data));
@@ -530,4 +554,116 @@ fn rebuild(core: &Core) -> Policy {
     };
     let slots = core.member.geometry().slots as usize;
     Policy::rebuild(slots, core.member.iter().map(kept))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::index::New;
+    use crate::log::Block;
+    use crate::memory::BlockMemory;
+    use crate::opening::Opening;
+    use crate::options::StoreOptions;
+    use crate::recover;
+    use crate::writer::{Candidate, Writer};
+    use kvferry::{Access, Agent, Region};
+    use std::path::PathBuf;
+
+    const LEN: u32 = 60_000;
+
+    struct Folder(PathBuf);
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    /// A store of segments of 1 MiB, without threads.
+    fn core(name: &str) -> (Arc<Core>, Agent, Folder) {
+        let name = format!("kvferry-keeper-{name}-{}", std::process::id());
+        let folder = Folder(std::env::temp_dir().join(name));
+        let _ = std::fs::remove_dir_all(&folder.0);
+        let agent = Agent::builder().start().expect("an agent");
+        let options = StoreOptions::new(&folder.0, 24 << 20).segment_bytes(1 << 20);
+        let opening = Opening::new(&agent, &options).expect("directories");
+        let superblock = opening.open_superblock().expect("a superblock");
+        let disk = opening.disk(&superblock, true).expect("files");
+        let geometry = options.geometry(None).expect("in bounds");
+        let index = recover::fill(&disk, &superblock, geometry).expect("an index");
+        let member = index.join().expect("a member");
+        (Arc::new(Core::new(disk, superblock, member)), agent, folder)
+    }
+
+    /// Puts a block with these bytes. Returns its segment.
+    fn put(core: &Core, writer: &Writer, pool: &Region, key: u64) -> u32 {
+        let mut bytes = vec![0; LEN as usize];
+        fastrand::Rng::with_seed(key).fill(&mut bytes);
+        pool.write_at(0, &bytes).expect("inside");
+        let memory = BlockMemory::new(pool, 0, LEN.into());
+        let sum = memory.sum().expect("registered");
+        let (parent, check, namespace, retention, time) = (None, 0, 7, 0, 0);
+        let block =
+            Block { key: [key, key], parent, sum, check, namespace, len: LEN, retention, time };
+        let mut to = 0;
+        let (count, written) =
+            writer.write(core, &[Candidate { block, memory }], |segment, new| {
+                let page = core.superblock.geometry.place(segment, new[0].page);
+                let new = New { sum, parent: None, page, len: LEN, retention, now: 0 };
+                core.member.insert(Key([key, key]), new);
+                to = segment;
+            });
+        assert!(count == 1 && written.is_ok(), "{written:?} of {key}");
+        to
+    }
+
+    /// Whether a block is in the index, and its bytes are right.
+    fn is_right(core: &Core, key: u64) -> bool {
+        let Some(entry) = core.member.find(&Key([key, key])) else { return false };
+        let (segment, page) = core.superblock.geometry.locate(entry.page);
+        let mut data = vec![0; page_bytes(entry.len)];
+        core.disk.read_at(segment, bytes_of(page), &mut data).expect("it was copied");
+        crc_fast::checksum(CrcAlgorithm::Crc64Nvme, &data) == entry.sum
+    }
+
+    #[test]
+    fn a_block_that_cannot_be_read_when_its_segment_is_collected_costs_only_itself() {
+        for is_sealed in [true, false] {
+            let (core, agent, _folder) = core("unreadable");
+            let pool = agent.allocate(LEN as usize, Access::NONE).expect("memory");
+            let writer = Writer::default();
+            let segments: Vec<_> = (1..=12).map(|key| put(&core, &writer, &pool, key)).collect();
+            assert!(segments.iter().all(|it| *it == segments[0]));
+            let segment = segments[0];
+            if is_sealed {
+                writer.seal(&core, true);
+            } else {
+                // Its process was killed: it has no footer.
+                let mine = SegmentState::Active(core.member.id());
+                assert!(core.member.set_segment(segment, mine, SegmentState::Sealed));
+            }
+            // A file that is cut can't be read behind the cut. 4 blocks are behind.
+            let (_, cut) = core
+                .superblock
+                .geometry
+                .locate(core.member.find(&Key([9, 9])).expect("put above").page);
+            let path = core.disk.path_of(segment);
+            let file = std::fs::File::options().write(true).open(&path).expect("it exists");
+            file.set_len(bytes_of(cut)).expect("it is cut");
+            let mut keeper = Keeper::new(Arc::clone(&core));
+            assert!(keeper.collect_one(segment));
+            let right: Vec<_> = (1..=12).map(|key| is_right(&core, key)).collect();
+            assert_eq!(right, [[true; 8].as_slice(), &[false; 4]].concat(), "{is_sealed}");
+            let stats = core.counters.read();
+            assert_eq!(stats.failed + stats.corrupt, 4, "{stats:?}");
+            assert_eq!(core.member.segment(segment).state, SegmentState::Free);
+            // It is used again.
+            let writer = Writer::default();
+            for key in 100..150 {
+                put(&core, &writer, &pool, key);
+            }
+            assert!((100..150).all(|key| is_right(&core, key)));
+            keeper.stop();
+        }
+    }
 }

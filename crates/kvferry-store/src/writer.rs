@@ -249,10 +249,7 @@ fn begin(core: &Core, segment: u32) -> io::Result<Appender> {
         nonce: kvferry_sys::random::bytes()?,
         created_ms: core.superblock.created_ms + core.clock.now_ms(),
     };
-    Appender::begin(&core.disk, core.superblock.geometry, header).map_err(|error| match error {
-        log::Error::Segment { source, .. } => source,
-        other => io::Error::other(other),
-    })
+    Appender::begin(&core.disk, core.superblock.geometry, header).map_err(log::Error::into_io)
 }
 
 /// Seals a segment. One that can't be sealed is as good, and slower to open after a restart.

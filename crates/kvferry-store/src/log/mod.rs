@@ -88,6 +88,16 @@ pub enum Error {
     },
 }
 
+impl Error {
+    /// The device's error, if it is one.
+    pub(crate) fn into_io(self) -> io::Error {
+        match self {
+            Self::Directory { source, .. } | Self::Segment { source, .. } => source,
+            other => io::Error::other(other),
+        }
+    }
+}
+
 /// The result of an operation on the log.
 pub type Result<T> = std::result::Result<T, Error>;
 

@@ -1,7 +1,7 @@
 //! Finds the blocks of a segment again.
 //!
 //! [`scan`] reads the footer of a sealed segment, and looks for extent headers in any other, in up to
-//! all of its pages. It does not read data: the reader of a block compares the sum. [`verify`] compares
+//! all of its pages, those excepted that can't be read. It does not read data: the reader of a block compares the sum. [`verify`] compares
 //! the sums of all blocks of a segment.
 
 use super::appender::write_footer;
@@ -16,6 +16,9 @@ const TAIL_PAGES: u32 = 32;
 /// where it goes on page by page.
 const WINDOW_PAGES: u32 = 16;
 const WINDOW_PAGES_MAX: u32 = 1024;
+/// Pages of a segment that can't be read, until the segment counts as unreadable: a device that fails may take seconds
+/// for each.
+const UNREADABLE_MAX: u32 = 16;
 /// Data that is verified at once.
 const VERIFY_BYTES: u64 = 1 << 20;
 
@@ -149,12 +152,17 @@ fn read_footer<D: Disk>(
 }
 
 fn walk<D: Disk>(disk: &D, geometry: Geometry, header: &SegmentHeader) -> io::Result<Scanned> {
-    let mut window = Window { first: 0, bytes: Vec::new() };
+    let mut window = Window { first: 0, bytes: Vec::new(), unreadable: 0 };
     let mut records = Vec::new();
     let mut page = 1;
     let mut end = 1;
     while page < geometry.pages() {
-        let bytes = window.page(disk, geometry, header.segment, page)?;
+        let bytes = match window.page(disk, geometry, header.segment, page) {
+            Ok(bytes) => bytes,
+            Err(error) if records.is_empty() => return Err(error),
+            // Such as: the file is cut. What was found is as good as before.
+            Err(_) => break,
+        };
         if let Some(extent) = header.decode_extent(page, bytes) {
             let before = records.len();
             records.extend(extent.filter(|record| is_between(record, page + 1, geometry.pages())));
@@ -182,6 +190,8 @@ fn end_of(records: &[Record]) -> u32 {
 struct Window {
     first: u32,
     bytes: Vec<u8>,
+    /// Pages that were asked for and can't be read.
+    unreadable: u32,
 }
 
 impl Window {
@@ -200,9 +210,26 @@ impl Window {
             let wanted = wanted.min(geometry.pages() - page);
             self.bytes.resize(bytes_of(wanted) as usize, 0);
             self.first = page;
-            disk.read_at(segment, bytes_of(page), &mut self.bytes)?;
+            if disk.read_at(segment, bytes_of(page), &mut self.bytes).is_err() {
+                self.read_one(disk, segment)?;
+            }
         }
         let at = bytes_of(page - self.first) as usize;
         Ok(&self.bytes[at..at + PAGE_BYTES])
+    }
+
+    /// Reads only the first page. One that can't be read holds no header: it reads as zeros.
+    fn read_one<D: Disk>(&mut self, disk: &D, segment: u32) -> io::Result<()> {
+        self.bytes.clear();
+        self.bytes.resize(PAGE_BYTES, 0);
+        let Err(error) = disk.read_at(segment, bytes_of(self.first), &mut self.bytes) else {
+            return Ok(());
+        };
+        self.unreadable += 1;
+        if self.unreadable > UNREADABLE_MAX {
+            return Err(error);
+        }
+        self.bytes.fill(0);
+        Ok(())
     }
 }

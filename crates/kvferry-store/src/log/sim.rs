@@ -38,6 +38,8 @@ struct State {
     events: Vec<Event>,
     calls: u64,
     faults: Option<Faults>,
+    /// Pages that can't be read, by segment.
+    bad: Option<(u32, std::ops::Range<u32>)>,
     rng: Rng,
 }
 
@@ -50,12 +52,24 @@ impl SimDisk {
 
     pub(super) fn of(image: Image) -> Self {
         let rng = Rng::with_seed(1);
-        Self(Mutex::new(State { image, events: Vec::new(), calls: 0, faults: None, rng }))
+        Self(Mutex::new(State {
+            image,
+            events: Vec::new(),
+            calls: 0,
+            faults: None,
+            bad: None,
+            rng,
+        }))
     }
 
     pub(super) fn with_faults(self, calls: std::ops::Range<u64>, errno: i32) -> Self {
         self.state().faults = Some(Faults { calls, errno });
         self
+    }
+
+    /// Pages of a segment that can't be read.
+    pub(super) fn spoil(&self, segment: u32, pages: std::ops::Range<u32>) {
+        self.state().bad = Some((segment, pages));
     }
 
     pub(super) fn heal(&self) {
@@ -156,6 +170,15 @@ impl Disk for SimDisk {
     fn read_at(&self, segment: u32, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
         let mut state = self.state();
         state.call()?;
+        let page = |offset: usize| (offset / PAGE_BYTES) as u32;
+        let (first, last) = (page(offset as usize), page(offset as usize + bytes.len() - 1));
+        if let Some((bad, pages)) = &state.bad
+            && *bad == segment
+            && first < pages.end
+            && last >= pages.start
+        {
+            return Err(io::Error::from_raw_os_error(5));
+        }
         let from = &state.segment(segment)?[offset as usize..][..bytes.len()];
         bytes.copy_from_slice(from);
         Ok(())

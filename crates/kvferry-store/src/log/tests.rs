@@ -880,3 +880,52 @@ fn a_million_blocks_are_listed_in_well_under_a_second() {
         assert_eq!(scanned.records, appender.written());
     }
 }
+
+#[test]
+fn a_page_that_cannot_be_read_costs_the_extent_that_it_describes_and_no_other() {
+    let store = superblock(64);
+    for is_sealed in [false, true] {
+        let disk = SimDisk::new(store.geometry, 1);
+        let mut appender = Appender::begin(&disk, store.geometry, segment_header(0, 1)).unwrap();
+        let mut extents = Vec::new();
+        for first in [1u64, 10, 20, 30] {
+            let data: Vec<_> = (first..first + 4).map(|key| random_data(key, 5000)).collect();
+            let blocks: Vec<_> = (first..).zip(&data).map(|(key, data)| block(key, data)).collect();
+            let extent = appender.plan(&blocks).expect("room");
+            extent.write(&disk, data.iter().map(|data| memory(data))).unwrap();
+            let header = (extent.header().0 / PAGE_BYTES as u64) as u32;
+            extents.push((header, extent.records().to_vec()));
+            appender.finished(extent, true);
+        }
+        if is_sealed {
+            appender.seal(&disk).unwrap();
+        }
+        for page in 0..store.geometry.pages() {
+            disk.spoil(0, page..page + 1);
+            let scanned = match scan(&disk, &store, 0) {
+                Ok(scanned) => scanned.expect("it is in use"),
+                Err(Error::Segment { .. }) => {
+                    assert_eq!(page, 0, "only the segment's header is needed");
+                    continue;
+                }
+                Err(other) => panic!("{other:?}"),
+            };
+            for (header, records) in &extents {
+                let is_there = records.iter().all(|it| scanned.records.contains(it));
+                assert_eq!(is_there, is_sealed || *header != page, "page {page}");
+                for record in records.iter().filter(|it| scanned.records.contains(it)) {
+                    let is_bad = verify(&disk, &scanned).iter().any(|(bad, _)| bad == record);
+                    let holds = (u64::from(record.page)..record.end()).contains(&page.into());
+                    assert_eq!(is_bad, holds, "page {page}");
+                }
+            }
+        }
+        // From a page on, such as where a file was cut: what is before is found.
+        for page in 1..store.geometry.pages() {
+            disk.spoil(0, page..store.geometry.pages());
+            let found = scan(&disk, &store, 0).map_or(0, |it| it.expect("in use").records.len());
+            let before = extents.iter().filter(|(header, _)| *header < page);
+            assert_eq!(found, before.map(|(_, records)| records.len()).sum::<usize>(), "{page}");
+        }
+    }
+}
