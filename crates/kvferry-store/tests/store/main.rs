@@ -3,6 +3,7 @@
 mod directories;
 mod faults;
 mod host;
+mod objects;
 mod processes;
 mod sentences;
 
