@@ -606,14 +606,14 @@ mod tests {
         let block =
             Block { key: [key, key], parent, sum, check, namespace, len: LEN, retention, time };
         let mut to = 0;
-        let (count, written) =
-            writer.write(core, &[Candidate { block, memory }], |segment, new| {
-                let page = core.superblock.geometry.place(segment, new[0].page);
-                let new = New { sum, parent: None, page, len: LEN, retention, now: 0 };
-                core.member.insert(Key([key, key]), new);
-                to = segment;
-            });
-        assert!(count == 1 && written.is_ok(), "{written:?} of {key}");
+        let writing = writer.begin(core, &[Candidate { block, memory }]).expect("room");
+        let written = writing.end(core, |segment, new| {
+            let page = core.superblock.geometry.place(segment, new[0].page);
+            let new = New { sum, parent: None, page, len: LEN, retention, now: 0 };
+            core.member.insert(Key([key, key]), new);
+            to = segment;
+        });
+        assert!(written.is_ok(), "{written:?} of {key}");
         to
     }
 
