@@ -370,7 +370,12 @@ class Store:
     hits and is counted in `stats`; a block comes back as it was put, or not at all. Any thread may call it. Close it, or
     leave its ``with`` block, before the agent is shut down.
 
-    A wrong argument raises InvalidArgumentError; a directory that can't be used, or holds something else, IoError;
+    `objects`: the URL of an object store, ``s3://bucket/prefix``, ``gs://…``, ``az://…`` or ``file:///directory``. Blocks that
+    this process puts are uploaded to it in the background, and `Space.prefetch` brings blocks from it. `object_options`
+    override the environment's AWS_*, GOOGLE_* and AZURE_* (such as ``aws_endpoint_url``), or say how it is used:
+    ``concurrency``, ``request_timeout``, ``priority_min`` and others, see docs/store.md.
+
+    A wrong argument raises InvalidArgumentError; a directory or an object store that can't be used, IoError;
     processes of the store that can't be reached, BusyError; a store that was closed, ShutdownError.
     """
 
@@ -383,6 +388,8 @@ class Store:
         segment_bytes: int | None = None,
         blocks_max: int | None = None,
         direct: _Direct = "off",
+        objects: str | None = None,
+        object_options: dict[str, str | float] | None = None,
     ) -> Store: ...
     def space(
         self,
@@ -404,11 +411,18 @@ class Store:
     def sync(self) -> None:
         """Returns when the blocks that this process has put before would survive a loss of power."""
 
+    def flush_objects(self, timeout: float | None = None) -> bool:
+        """Waits until the blocks that this process has put before are uploaded to the object store, or dropped. False if
+        `timeout` seconds passed first.
+        """
+
     def stats(self) -> dict[str, int]:
         """What this process has done with the store since it opened it, and what the store holds now, by name."""
 
     def close(self) -> None:
-        """Waits for what runs in the background, and seals what this process has written. A second close does nothing."""
+        """Waits for what runs in the background, uploads blocks for a bounded time (5 s, ``close_timeout``), and seals what
+        this process has written. A second close does nothing.
+        """
 
     def __enter__(self) -> Store: ...
     def __exit__(self, *_exception: type[BaseException] | BaseException | TracebackType | None) -> None: ...
@@ -470,6 +484,17 @@ class Space:
         """As `put`, in the background. The memory belongs to the store until the operation has ended. Where 256 MiB wait to
         be written, all blocks are refused at once.
         """
+
+    def prefetch(self, hashes: Sequence[bytes]) -> int:
+        """Brings blocks that are missing here from the object store to the disk, one after another, up to the first that is
+        not there or can't be brought. Returns how many blocks of the prompt, from its beginning, are here then. This is no
+        use of them.
+
+        A prompt that the object store does not have costs one request, and none within the next seconds.
+        """
+
+    def prefetch_async(self, hashes: Sequence[bytes]) -> Pending[int]:
+        """As `prefetch`, in the background."""
 
 @final
 class Blocks:

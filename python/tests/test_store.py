@@ -266,10 +266,19 @@ def test_the_counters_have_names(agent: kvferry.Agent, store: kvferry.Store) -> 
         "corrupt": 0,
         "evicted": 0,
         "bytes_collected": 0,
+        "uploaded": 0,
+        "upload_dropped": 0,
+        "upload_failed": 0,
+        "fetched": 0,
+        "fetch_missed": 0,
+        "fetch_failed": 0,
+        "fetch_corrupt": 0,
         "blocks": 4,
         "capacity_bytes": CAPACITY,
         "processes": 1,
         "is_keeper": 1,
+        "uploads_waiting": 0,
+        "is_away": 0,
     }
 
 

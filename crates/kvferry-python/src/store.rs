@@ -7,8 +7,9 @@ use crate::files::parse_direct;
 use crate::store_blocks::{Hashes, memory_of};
 use crate::store_pending::{Pending, Put, Value};
 use kvferry_store::{Namespace, Retain, Stats, StoreOptions, Then};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyFloat, PyInt, PyString};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -71,10 +72,29 @@ impl FromPyObject<'_, '_> for Directories {
     }
 }
 
+/// The items of a dict, as text: options may be given as numbers, too.
+fn text_items(dict: &Bound<'_, PyDict>) -> PyResult<Vec<(String, String)>> {
+    dict.iter()
+        .map(|(key, value)| {
+            let is_value = value.is_instance_of::<PyString>()
+                || value.is_instance_of::<PyInt>()
+                || value.is_instance_of::<PyFloat>();
+            if !is_value {
+                let what = "the values of object_options are strings, numbers or booleans";
+                return Err(PyTypeError::new_err(what));
+            }
+            Ok((key.extract()?, value.str()?.extract()?))
+        })
+        .collect()
+}
+
 #[pymethods]
 impl Store {
     #[new]
-    #[pyo3(signature = (agent, directory, capacity, *, segment_bytes = None, blocks_max = None, direct = "off"))]
+    #[pyo3(
+        signature = (agent, directory, capacity, *, segment_bytes = None, blocks_max = None, direct = "off", objects = None, object_options = None)
+    )]
+    #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
     fn new(
         agent: &Bound<'_, Agent>,
         directory: Directories,
@@ -82,6 +102,8 @@ impl Store {
         segment_bytes: Option<u64>,
         blocks_max: Option<u32>,
         direct: &str,
+        objects: Option<String>,
+        object_options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let py = agent.py();
         let shared = agent.get().shared();
@@ -99,8 +121,23 @@ impl Store {
             options = options.blocks_max(blocks);
         }
         let core = shared.agent(py)?.clone();
-        let store =
-            blocking::run_on_own_thread(py, move || kvferry_store::Store::open(&core, &options))?;
+        let object_options = object_options.map(text_items).transpose()?;
+        if objects.is_none() && object_options.is_some() {
+            return Err(error::invalid(
+                py,
+                "object_options needs objects, the URL that they are for",
+            ));
+        }
+        let store = blocking::run_on_own_thread(py, move || {
+            let options = match objects {
+                Some(url) => {
+                    let given = object_options.unwrap_or_default();
+                    options.objects(kvferry_store_objects::open(&url, &given)?)
+                }
+                None => options,
+            };
+            kvferry_store::Store::open(&core, &options)
+        })?;
         let open = Arc::new(Open { store, agent: Arc::clone(shared) });
         blocking::stop_at_exit(py, &open);
         Ok(Self { open, first })
@@ -144,18 +181,37 @@ impl Store {
         blocking::run_on_own_thread(py, move || store.sync())
     }
 
+    /// Waits until the blocks that this process has put before are uploaded, or dropped. False if
+    /// `timeout` seconds passed first.
+    #[pyo3(signature = (timeout = None))]
+    fn flush_objects(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        self.open.check(py)?;
+        let timeout = timeout.map(|timeout| seconds(py, timeout)).transpose()?;
+        let flush = |slice| match self.open.store.flush_objects(slice) {
+            Ok(false) => None,
+            ended => Some(ended),
+        };
+        match blocking::wait(py, timeout, flush)? {
+            Some(ended) => ended.map_err(|error| error::store_exception(py, &error)),
+            None => Ok(false),
+        }
+    }
+
     /// What this process has done with the store since it opened it, and what the store holds now,
     /// by name.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.open.check(py)?;
         let stats = py.detach(|| self.open.store.stats());
         let Stats { blocks, disk_bytes, capacity_bytes, processes, is_keeper, .. } = stats;
+        let Stats { uploads_waiting, is_away, .. } = stats;
         let now = [
             ("blocks", blocks),
             ("disk_bytes", disk_bytes),
             ("capacity_bytes", capacity_bytes),
             ("processes", processes),
             ("is_keeper", is_keeper),
+            ("uploads_waiting", uploads_waiting),
+            ("is_away", is_away),
         ];
         let by_name = PyDict::new(py);
         for (name, value) in stats.counters().chain(now) {
@@ -296,6 +352,25 @@ impl Space {
         let retain = retain(py, priority, duration, leave)?;
         let memory = memory_of(memory, &self.open.agent)?;
         self.pending(py, || self.space.put_async(&hashes.slices(), first, &memory, retain))
+    }
+
+    /// Brings blocks of a prompt that are missing here from the object store, one after another.
+    /// Returns how many blocks of the prompt, from its beginning, are here then.
+    fn prefetch(&self, py: Python<'_>, hashes: Hashes) -> PyResult<usize> {
+        self.open.check(py)?;
+        let pending = blocking::run(py, |_| self.space.prefetch(&hashes.slices()))?;
+        let outcome = blocking::wait(py, None, |slice| pending.wait(Some(slice)))?;
+        match outcome.as_deref() {
+            Some(Ok(here)) => Ok(*here),
+            Some(Err(error)) => Err(error::store_exception(py, error)),
+            None => Err(error::store_exception(py, &kvferry_store::Error::Closed)),
+        }
+    }
+
+    /// As `prefetch`, in the background.
+    fn prefetch_async(&self, py: Python<'_>, hashes: Hashes) -> PyResult<Pending> {
+        self.open.check(py)?;
+        self.pending(py, || self.space.prefetch(&hashes.slices()))
     }
 
     fn __repr__(&self) -> String {
