@@ -19,6 +19,7 @@ __all__ = [
     "Peer",
     "PeerSummary",
     "Pending",
+    "Pin",
     "Put",
     "Region",
     "RemoteRegion",
@@ -370,6 +371,10 @@ class Store:
     hits and is counted in `stats`; a block comes back as it was put, or not at all. Any thread may call it. Close it, or
     leave its ``with`` block, before the agent is shut down.
 
+    `host_bytes`: a tier in host memory, of this process alone, of 1 MiB or more. A put then returns once its blocks are in
+    memory; they are written in the background. Other processes find them a little later, and a process that is killed
+    loses those that were not written; `sync` waits for them.
+
     `objects`: the URL of an object store, ``s3://bucket/prefix``, ``gs://…``, ``az://…`` or ``file:///directory``. Blocks that
     this process puts are uploaded to it in the background, and `Space.prefetch` brings blocks from it. `object_options`
     override the environment's AWS_*, GOOGLE_* and AZURE_* (such as ``aws_endpoint_url``), or say how it is used:
@@ -388,6 +393,7 @@ class Store:
         segment_bytes: int | None = None,
         blocks_max: int | None = None,
         direct: _Direct = "off",
+        host_bytes: int = 0,
         objects: str | None = None,
         object_options: dict[str, str | float] | None = None,
     ) -> Store: ...
@@ -485,9 +491,14 @@ class Space:
         be written, all blocks are refused at once.
         """
 
+    def pin(self, hashes: Sequence[bytes], lease: float) -> Pin:
+        """Keeps the blocks of a prompt that are on the disk, from its beginning, until the pin is released, or `lease`
+        seconds have passed. None are kept if 4096 leases of all processes hold.
+        """
+
     def prefetch(self, hashes: Sequence[bytes]) -> int:
         """Brings blocks that are missing here from the object store to the disk, one after another, up to the first that is
-        not there or can't be brought. Returns how many blocks of the prompt, from its beginning, are here then. This is no
+        not there or can't be brought, and those on the disk to host memory, where the store has such tiers. Returns how many blocks of the prompt, from its beginning, are here then. This is no
         use of them.
 
         A prompt that the object store does not have costs one request, and none within the next seconds.
@@ -521,6 +532,20 @@ class Pending(Generic[_T_co]):
     def __await__(self) -> Generator[Any, None, _T_co]: ...
     @classmethod
     def __class_getitem__(cls, key: Any) -> GenericAlias: ...
+
+@final
+class Pin:
+    """A lease of blocks, which stay in the store until it is released, its ``with`` block ends, or its time has passed."""
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks, from the beginning of the prompt."""
+
+    def release(self) -> None:
+        """Lets the blocks leave. A second call does nothing."""
+
+    def __enter__(self) -> Pin: ...
+    def __exit__(self, *_exception: type[BaseException] | BaseException | TracebackType | None) -> None: ...
 
 @final
 class Put:

@@ -257,6 +257,9 @@ def test_the_counters_have_names(agent: kvferry.Agent, store: kvferry.Store) -> 
     assert stats == {
         "asked": 4,
         "hits": 4,
+        "host_hits": 0,
+        "shared_hits": 0,
+        "disk_reads": 4,
         "bytes_read": 4 * BLOCK,
         "stored": 4,
         "bytes_written": 4 * BLOCK,
@@ -276,6 +279,9 @@ def test_the_counters_have_names(agent: kvferry.Agent, store: kvferry.Store) -> 
         "blocks": 4,
         "capacity_bytes": CAPACITY,
         "processes": 1,
+        "host_blocks": 0,
+        "host_bytes": 0,
+        "waiting_bytes": 0,
         "is_keeper": 1,
         "uploads_waiting": 0,
         "is_away": 0,
@@ -558,3 +564,34 @@ def test_stores_leak_no_descriptor_and_no_thread(tmp_path: Path, children: Calla
     assert child.run(code) == first
     assert first[1] == 1
     assert child.finish() == (0, "")
+
+
+def test_a_tier_in_host_memory_is_read_before_the_disk(agent: kvferry.Agent, tmp_path: Path) -> None:
+    source, target = Pool(agent, 8), Pool(agent, 8)
+    with kvferry.Store(agent, tmp_path / "kv", CAPACITY, host_bytes=4 * MIB) as store:
+        space = store.space("model@1")
+        assert counts(space.put(hashes(8), source.blocks)) == (8, 0, 0, 0)
+        assert space.get(hashes(8), target.blocks) == 8
+        store.sync()
+        stats = store.stats()
+        assert (stats["host_hits"], stats["disk_reads"], stats["host_blocks"]) == (8, 0, 8)
+        assert (stats["host_bytes"], stats["waiting_bytes"]) == (8 * BLOCK, 0)
+    assert target.data == source.data
+    with kvferry.Store(agent, tmp_path / "kv", CAPACITY, host_bytes=4 * MIB) as store:
+        assert store.space("model@1").prefetch(hashes(9)) == 8
+        assert store.stats()["host_blocks"] == 8
+    with pytest.raises(kvferry.InvalidArgumentError, match="a tier in host memory has"):
+        kvferry.Store(agent, tmp_path / "kv", CAPACITY, host_bytes=KIB)
+
+
+def test_a_pin_tells_how_many_blocks_it_keeps(agent: kvferry.Agent, store: kvferry.Store) -> None:
+    space = store.space("model@1")
+    space.put(hashes(4), Pool(agent, 4).blocks)
+    with space.pin(hashes(6), lease=60.0) as pin:
+        assert (pin.blocks, repr(pin)) == (4, "<kvferry.Pin of 4 blocks>")
+    pin.release()
+    assert space.pin(hashes(2, "other"), 60).blocks == 0
+    with pytest.raises(kvferry.InvalidArgumentError):
+        space.pin(hashes(4), -1.0)
+    store.close()
+    pin.release()

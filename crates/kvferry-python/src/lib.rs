@@ -68,6 +68,7 @@ pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<transfer::Transfer>()?;
     module.add_class::<store::Store>()?;
     module.add_class::<store::Space>()?;
+    module.add_class::<store::Pin>()?;
     module.add_class::<store_blocks::Blocks>()?;
     module.add_class::<store_pending::Pending>()?;
     module.add_class::<store_pending::Put>()?;

@@ -11,7 +11,7 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFloat, PyInt, PyString};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A store that was opened, and its agent.
 pub(crate) struct Open {
@@ -92,7 +92,7 @@ fn text_items(dict: &Bound<'_, PyDict>) -> PyResult<Vec<(String, String)>> {
 impl Store {
     #[new]
     #[pyo3(
-        signature = (agent, directory, capacity, *, segment_bytes = None, blocks_max = None, direct = "off", objects = None, object_options = None)
+        signature = (agent, directory, capacity, *, segment_bytes = None, blocks_max = None, direct = "off", host_bytes = 0, objects = None, object_options = None)
     )]
     #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
     fn new(
@@ -102,6 +102,7 @@ impl Store {
         segment_bytes: Option<u64>,
         blocks_max: Option<u32>,
         direct: &str,
+        host_bytes: u64,
         objects: Option<String>,
         object_options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
@@ -113,7 +114,8 @@ impl Store {
             .ok_or_else(|| error::invalid(py, "a store has at least one directory"))?;
         let mut options = directories
             .fold(StoreOptions::new(&first, capacity), StoreOptions::and_directory)
-            .direct(parse_direct(py, direct)?);
+            .direct(parse_direct(py, direct)?)
+            .host_bytes(host_bytes);
         if let Some(bytes) = segment_bytes {
             options = options.segment_bytes(bytes);
         }
@@ -203,11 +205,14 @@ impl Store {
         self.open.check(py)?;
         let stats = py.detach(|| self.open.store.stats());
         let Stats { blocks, disk_bytes, capacity_bytes, processes, is_keeper, .. } = stats;
-        let Stats { uploads_waiting, is_away, .. } = stats;
+        let Stats { host_blocks, host_bytes, waiting_bytes, uploads_waiting, is_away, .. } = stats;
         let now = [
             ("blocks", blocks),
             ("disk_bytes", disk_bytes),
             ("capacity_bytes", capacity_bytes),
+            ("host_blocks", host_blocks),
+            ("host_bytes", host_bytes),
+            ("waiting_bytes", waiting_bytes),
             ("processes", processes),
             ("is_keeper", is_keeper),
             ("uploads_waiting", uploads_waiting),
@@ -354,8 +359,21 @@ impl Space {
         self.pending(py, || self.space.put_async(&hashes.slices(), first, &memory, retain))
     }
 
-    /// Brings blocks of a prompt that are missing here from the object store, one after another.
-    /// Returns how many blocks of the prompt, from its beginning, are here then.
+    /// Keeps the blocks of a prompt that are on the disk until the pin is released, or `lease` seconds
+    /// have passed.
+    fn pin(&self, py: Python<'_>, hashes: Hashes, lease: f64) -> PyResult<Pin> {
+        self.open.check(py)?;
+        let lease = seconds(py, lease)?;
+        let pin = blocking::run(py, |_| self.space.pin(&hashes.slices(), lease))?;
+        Ok(Pin {
+            blocks: pin.blocks(),
+            lease: Mutex::new(Some(pin)),
+            _open: Arc::clone(&self.open),
+        })
+    }
+
+    /// Brings blocks of a prompt that are missing here from the object store to the disk, one after
+    /// another, and those on the disk to host memory, where there are such tiers. Returns how many blocks of the prompt, from its beginning, are here then.
     fn prefetch(&self, py: Python<'_>, hashes: Hashes) -> PyResult<usize> {
         self.open.check(py)?;
         let pending = blocking::run(py, |_| self.space.prefetch(&hashes.slices()))?;
@@ -375,5 +393,41 @@ impl Space {
 
     fn __repr__(&self) -> String {
         format!("<kvferry.Space {:?}>", self.model)
+    }
+}
+
+/// A lease of blocks, which stay in the store until it is released, or ends.
+#[pyclass(frozen, module = "kvferry")]
+pub(crate) struct Pin {
+    // Dropped before its store.
+    lease: Mutex<Option<kvferry_store::Pin>>,
+    blocks: usize,
+    _open: Arc<Open>,
+}
+
+#[pymethods]
+impl Pin {
+    /// How many blocks, from the beginning of the prompt.
+    #[getter]
+    fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    /// Lets the blocks leave. A second call does nothing.
+    fn release(&self) {
+        drop(self.lease.lock().unwrap_or_else(PoisonError::into_inner).take());
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, _exception: &Bound<'_, pyo3::types::PyTuple>) {
+        self.release();
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<kvferry.Pin of {} blocks>", self.blocks)
     }
 }

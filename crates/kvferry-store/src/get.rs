@@ -223,6 +223,41 @@ impl Space {
         }
     }
 
+    /// Brings blocks of a prompt, from its beginning, from the disk to host memory. This is no use of them. Stops
+    /// where none can leave for them.
+    pub(crate) fn warm(&self, keys: &[Key], checks: &[u64]) -> Result<()> {
+        let Some(host) = &self.store.host else { return Ok(()) };
+        let now = self.store.core.clock.now_ms();
+        let found = self.find(keys);
+        let held = host.find(keys.iter().copied().zip(checks.iter().copied()));
+        let absent = |(block, entry): (usize, Option<Entry>)| {
+            entry.filter(|_| held[block].is_none()).map(|entry| (block, entry))
+        };
+        let absent: Vec<_> = found.into_iter().enumerate().filter_map(absent).collect();
+        for part in chunks(&absent, CHUNK_BYTES, |(_, entry)| entry.len) {
+            let (mut own, mut extents) = (Vec::new(), Vec::new());
+            for (block, entry) in part {
+                let len = u64::from(entry.len);
+                let Some(extent) = host.reserve(now, len, false) else { break };
+                let (memory, check) = (extent.memory(len), checks[*block]);
+                own.push(Own { block: *block, entry: *entry, memory, check });
+                extents.push(extent);
+            }
+            let is_read = self.store.core.disk.read_blocks(&self.places(&own)).is_ok();
+            let right = self.judge_all(&own, is_read)?;
+            for (own, extent) in own.iter().zip(extents).take(right) {
+                let new = host::Block::new(own.entry.key, own.check, own.memory.len(), extent);
+                let parent = own.block.checked_sub(1).map(|before| keys[before]);
+                let retention = Retention::from_bits(own.entry.retention);
+                host.add(now, parent, &[Arc::new(new)], retention, false);
+            }
+            if right < part.len() {
+                break;
+            }
+        }
+        Ok(())
+    }
+
     /// Keeps blocks that were read, from the first, in host memory.
     fn keep_in_host(&self, wanted: &Wanted, own: &[(usize, Entry)], is_there: &[bool]) {
         let Some(host) = &self.store.host else { return };

@@ -61,7 +61,7 @@ impl Prefetch {
 
     fn finish(mut self) {
         self.look();
-        self.promise.finish(Ok(self.here));
+        self.space.end_prefetch(self.blocks, self.here, self.promise);
     }
 
     /// Looks how much is here.

@@ -7,7 +7,7 @@ use crate::log::format::bytes_of;
 use crate::log::{self, Disk, Extent};
 use crate::objects::content::Wanted;
 use crate::objects::fetch::{Fetched, Prefetch};
-use crate::pending::Pending;
+use crate::pending::{Pending, Promise};
 use crate::stats::Counters;
 use crate::writer::NotWritten;
 use std::time::Duration;
@@ -25,8 +25,8 @@ impl Store {
 }
 
 impl Space {
-    /// Brings blocks of a prompt that are missing here from the object store to the disk, one after another, in
-    /// the background. The outcome is how many blocks of the prompt, from its beginning, are here at the end.
+    /// Brings blocks of a prompt that are missing here from the object store to the disk, one after another, and
+    /// those on the disk to host memory, if there are such tiers, in the background. The outcome is how many blocks of the prompt, from its beginning, are here at the end.
     ///
     /// It ends at the first block that the object store does not have, or that can't be brought. A prompt that is
     /// not there costs one request, and none if that was found out within the last seconds. This is no use of the
@@ -38,20 +38,38 @@ impl Space {
         let _call = self.store.enter()?;
         let keys = self.keys(prompt)?;
         let here = self.find(&keys).len();
+        let wanted = |(key, hash): (Key, &H)| Wanted {
+            key,
+            namespace: self.identity.id,
+            check: self.identity.check(hash.as_ref()),
+        };
+        let blocks: Vec<_> = keys.into_iter().zip(prompt).map(wanted).collect();
         let (pending, promise) = Pending::new();
         match &self.store.objects {
-            Some(objects) if here < keys.len() => {
-                let wanted = |(key, hash): (Key, &H)| Wanted {
-                    key,
-                    namespace: self.identity.id,
-                    check: self.identity.check(hash.as_ref()),
-                };
-                let blocks = keys.into_iter().zip(prompt).map(wanted).collect();
+            Some(objects) if here < blocks.len() => {
                 objects.prefetch(Box::new(Prefetch::new(self.clone(), blocks, promise)));
             }
-            _ => promise.finish(Ok(here)),
+            _ => self.end_prefetch(blocks, here, promise),
         }
         Ok(pending)
+    }
+
+    /// Brings blocks that are on the disk to host memory, if there is such a tier, and ends the prefetch. `here`:
+    /// how many are here, from the first.
+    pub(crate) fn end_prefetch(&self, blocks: Vec<Wanted>, here: usize, promise: Promise<usize>) {
+        if self.store.host.is_none() || here == 0 {
+            return promise.finish(Ok(here));
+        }
+        let space = self.clone();
+        let task = move || {
+            let (keys, checks): (Vec<_>, Vec<_>) =
+                blocks[..here].iter().map(|it| (it.key, it.check)).unzip();
+            // What can't be brought there is read from the disk.
+            let warmed = space.store.enter().and_then(|_call| space.warm(&keys, &checks));
+            promise.finish(warmed.map(|()| here));
+        };
+        // Without the pool, as the store was closed, the promise says so.
+        let _ = self.store.pool.submit(0, false, Box::new(task));
     }
 
     /// How many blocks are here, from the first.

@@ -26,6 +26,20 @@ fn what_was_put_or_got_is_in_host_memory() {
 }
 
 #[test]
+fn a_prefetch_brings_blocks_from_the_disk_to_host_memory() {
+    let folder = Folder::new("host-prefetch");
+    let prompt = prompt(1, 48);
+    Engine::open(&options(folder.path(), 32 * MIB), LEN).put(&prompt[..40], 0);
+    let engine = Engine::open(&options(folder.path(), 32 * MIB).host_bytes(8 * MIB), LEN);
+    let here = engine.kv.prefetch(&prompt).expect("begins").wait(None).expect("ends");
+    assert!(matches!(*here, Ok(40)), "{here:?}");
+    assert_eq!(engine.store.stats().host_blocks, 40);
+    assert_eq!(engine.get(&prompt, 0), 40);
+    let stats = engine.store.stats();
+    assert_eq!((stats.host_hits, stats.disk_reads), (40, 40));
+}
+
+#[test]
 fn after_a_sync_others_find_what_was_put() {
     let folder = Folder::new("host-sync");
     let one = Engine::open(&options(folder.path(), 32 * MIB).host_bytes(4 * MIB), LEN);
