@@ -144,6 +144,12 @@ impl Directories {
         lock(&self.open)
     }
 
+    /// While this is held, the making of a segment does not end.
+    #[cfg(test)]
+    pub(crate) fn hold_creates(&self) -> MutexGuard<'_, FxHashSet<u32>> {
+        self.new_files()
+    }
+
     fn new_files(&self) -> MutexGuard<'_, FxHashSet<u32>> {
         lock(&self.new)
     }

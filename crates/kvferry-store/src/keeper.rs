@@ -597,19 +597,22 @@ mod tests {
 
     /// Puts a block with these bytes. Returns its segment.
     fn put(core: &Core, writer: &Writer, pool: &Region, key: u64) -> u32 {
-        let mut bytes = vec![0; LEN as usize];
+        put_long(core, writer, pool, key, LEN)
+    }
+
+    fn put_long(core: &Core, writer: &Writer, pool: &Region, key: u64, len: u32) -> u32 {
+        let mut bytes = vec![0; len as usize];
         fastrand::Rng::with_seed(key).fill(&mut bytes);
         pool.write_at(0, &bytes).expect("inside");
-        let memory = BlockMemory::new(pool, 0, LEN.into());
+        let memory = BlockMemory::new(pool, 0, len.into());
         let sum = memory.sum().expect("registered");
         let (parent, check, namespace, retention, time) = (None, 0, 7, 0, 0);
-        let block =
-            Block { key: [key, key], parent, sum, check, namespace, len: LEN, retention, time };
+        let block = Block { key: [key, key], parent, sum, check, namespace, len, retention, time };
         let mut to = 0;
         let writing = writer.begin(core, &[Candidate { block, memory }]).expect("room");
         let written = writing.end(core, |segment, new| {
             let page = core.superblock.geometry.place(segment, new[0].page);
-            let new = New { sum, parent: None, page, len: LEN, retention, now: 0 };
+            let new = New { sum, parent: None, page, len, retention, now: 0 };
             core.member.insert(Key([key, key]), new);
             to = segment;
         });
@@ -665,5 +668,30 @@ mod tests {
             assert!((100..150).all(|key| is_right(&core, key)));
             keeper.stop();
         }
+    }
+
+    #[test]
+    fn a_block_that_fits_into_the_active_segment_does_not_wait_for_another_to_be_made() {
+        let (core, agent, _folder) = core("create");
+        let pools = [(); 2].map(|()| agent.allocate(900 << 10, Access::NONE).expect("memory"));
+        let writer = Writer::default();
+        let first = put_long(&core, &writer, &pools[0], 1, 800 << 10);
+        let (done, is_done) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            let held = core.disk.hold_creates();
+            let (core, writer, pools) = (&core, &writer, &pools);
+            let long = scope.spawn(|| put_long(core, writer, &pools[0], 2, 800 << 10));
+            let active = || core.member.held_by(core.member.id()).count();
+            while active() < 2 {
+                std::thread::yield_now();
+            }
+            scope.spawn(move || done.send(put(core, writer, &pools[1], 3)));
+            let short = is_done.recv_timeout(Duration::from_secs(20));
+            assert!(!long.is_finished());
+            drop(held);
+            assert_eq!(short, Ok(first));
+            assert_ne!(long.join().expect("it is stored"), first);
+        });
+        assert!((1..=3).all(|key| is_right(&core, key)));
     }
 }

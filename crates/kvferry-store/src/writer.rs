@@ -24,14 +24,20 @@ pub(crate) struct Candidate {
 #[derive(Debug, Default)]
 pub(crate) struct Writer {
     state: Mutex<State>,
+    /// Held while a segment is begun; before `state` where both are.
+    beginning: Mutex<Beginning>,
+}
+
+#[derive(Debug, Default)]
+struct Beginning {
+    /// No segment is begun before.
+    paused_until: Option<Instant>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     active: Option<Arc<Mutex<Appender>>>,
     full: Vec<Arc<Mutex<Appender>>>,
-    /// No segment is begun before.
-    paused_until: Option<Instant>,
 }
 
 /// Why blocks were not stored.
@@ -137,37 +143,49 @@ impl Writer {
         core: &Core,
         blocks: &[log::Block],
     ) -> Result<(Arc<Mutex<Appender>>, Extent), NotWritten> {
-        let mut state = lock(&self.state);
-        if let Some(active) = &state.active
-            && let Some(extent) = lock(active).plan(blocks)
-        {
-            return Ok((Arc::clone(active), extent));
+        if let Some(planned) = self.plan_in_active(blocks) {
+            return Ok(planned);
         }
-        if let Some(until) = state.paused_until
+        // One thread begins a segment, which waits for the device. Others that need one wait for it; those whose
+        // blocks fit into the active one do not.
+        let mut beginning = lock(&self.beginning);
+        if let Some(planned) = self.plan_in_active(blocks) {
+            return Ok(planned);
+        }
+        if let Some(until) = beginning.paused_until
             && Instant::now() < until
         {
             return Err(NotWritten::Failed);
         }
         // The last one is the keeper's, which needs it to free others.
-        let new = match begin_segment(core, 1) {
+        let mut new = match begin_segment(core, 1) {
             Ok(Some(new)) => new,
             // Segments can only be freed where they can be written to.
             Ok(None) if !core.disk.is_any_writable() => return Err(NotWritten::Failed),
             Ok(None) => return Err(NotWritten::Full),
             Err(e) => {
-                if state.paused_until.is_none() {
+                if beginning.paused_until.is_none() {
                     tracing::warn!(error = %e, "the store can't begin a segment; blocks are not stored");
                 }
-                state.paused_until = Some(Instant::now() + PAUSE);
+                beginning.paused_until = Some(Instant::now() + PAUSE);
                 return Err(NotWritten::Failed);
             }
         };
-        state.paused_until = None;
+        beginning.paused_until = None;
+        // Before other threads see it, so that there is room.
+        let extent = new.plan(blocks);
         let new = Arc::new(Mutex::new(new));
+        let mut state = lock(&self.state);
         let full = state.active.replace(Arc::clone(&new));
         state.full.extend(full);
-        let extent = lock(&new).plan(blocks).ok_or(NotWritten::Failed)?;
-        Ok((new, extent))
+        Ok((new, extent.ok_or(NotWritten::Failed)?))
+    }
+
+    fn plan_in_active(&self, blocks: &[log::Block]) -> Option<(Arc<Mutex<Appender>>, Extent)> {
+        let state = lock(&self.state);
+        let active = state.active.as_ref()?;
+        let extent = lock(active).plan(blocks)?;
+        Some((Arc::clone(active), extent))
     }
 
     /// Seals segments that are full, and the one that is not if `all`. Slow: it waits for the disk.
