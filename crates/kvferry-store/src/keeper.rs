@@ -339,7 +339,8 @@ impl Keeper {
         }
         // What was copied is on the disk before its old place is written again.
         if let Some(own) = &self.own {
-            core.disk.sync(own.segment())?;
+            let synced = core.disk.sync(own.segment());
+            synced.inspect_err(|_| core.member.note_unsynced(own.segment()))?;
         }
         Ok(Collected::All)
     }
@@ -418,9 +419,7 @@ impl Keeper {
 
     /// Begins another segment of the keeper's own. False if none is free.
     fn begin_own(&mut self) -> io::Result<bool> {
-        if let Some(mut full) = self.own.take() {
-            seal(&self.core, &mut full);
-        }
+        self.stop();
         // A writer that takes the last segment gives it back at once.
         for _ in 0..LAST_TRIES {
             self.own = begin_segment(&self.core, 0)?;
@@ -453,8 +452,10 @@ impl Keeper {
 
     /// Seals the keeper's own segment.
     pub(crate) fn stop(&mut self) {
-        if let Some(mut own) = self.own.take() {
-            seal(&self.core, &mut own);
+        if let Some(mut own) = self.own.take()
+            && !seal(&self.core, &mut own)
+        {
+            self.core.member.note_unsynced(own.segment());
         }
     }
 }
@@ -693,5 +694,43 @@ mod tests {
             assert_ne!(long.join().expect("it is stored"), first);
         });
         assert!((1..=3).all(|key| is_right(&core, key)));
+    }
+
+    #[test]
+    fn after_a_sync_that_failed_each_sync_fails_until_the_blocks_have_left() {
+        let (core, agent, _folder) = core("sync");
+        let pool = agent.allocate(LEN as usize, Access::NONE).expect("memory");
+        for is_sealed in [true, false] {
+            let writer = Writer::default();
+            let segment = put(&core, &writer, &pool, 1);
+            assert!(writer.sync(&core).is_ok());
+            // A file that is gone can't be synced.
+            std::fs::remove_file(core.disk.path_of(segment)).expect("it exists");
+            core.disk.close(segment);
+            if is_sealed {
+                writer.seal(&core, true);
+            }
+            for _ in 0..2 {
+                let (failed, _) = writer.sync(&core).expect_err("it can't be synced");
+                assert_eq!(failed, segment);
+            }
+            let entry = core.member.find(&Key([1, 1])).expect("it is in the index");
+            assert!(core.member.remove(&entry));
+            if is_sealed {
+                assert!(writer.sync(&core).is_ok());
+            }
+            put(&core, &Writer::default(), &pool, 2);
+            let entry = core.member.find(&Key([2, 2])).expect("it is in the index");
+            core.member.remove(&entry);
+        }
+        // What the keeper has copied concerns each process.
+        let writer = Writer::default();
+        let segment = put(&core, &writer, &pool, 3);
+        assert!(writer.sync(&core).is_ok());
+        core.member.note_unsynced(segment);
+        assert!(writer.sync(&core).is_err());
+        let entry = core.member.find(&Key([3, 3])).expect("it is in the index");
+        core.member.remove(&entry);
+        assert!(writer.sync(&core).is_ok());
     }
 }

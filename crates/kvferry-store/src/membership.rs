@@ -19,10 +19,10 @@ use crate::log::Superblock;
 use crate::sync::lock;
 use kvferry_sys::fd::Fd;
 use kvferry_sys::lock::LockFile;
-use kvferry_sys::poll::{EventFd, Interest, wait_any};
+use kvferry_sys::poll::{EventFd, Interest, Ready, wait_any};
 use kvferry_sys::unix::{Channel, user};
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -34,6 +34,8 @@ use std::time::{Duration, Instant};
 const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// How long a process does nothing after the system could not wait.
+const POLL_AGAIN: Duration = Duration::from_millis(50);
 
 /// The files that are locked.
 pub(crate) const JOIN: &str = "join";
@@ -282,7 +284,7 @@ impl<K: Keep> Run<K> {
                         (listener.as_fd(), Interest::Read),
                     ];
                     fds.extend(followers.iter().map(|it| (it.channel.as_fd(), Interest::Read)));
-                    let Ok(ready) = wait_any(&fds, None) else { return };
+                    let Some(ready) = wait(&fds) else { continue };
                     let (ready, of_followers) = ready.split_at(2);
                     let ready_followers: Vec<_> =
                         of_followers.iter().map(|ready| ready.any()).collect();
@@ -309,7 +311,7 @@ impl<K: Keep> Run<K> {
                         (self.shared.stop.as_fd(), Interest::Read),
                         (keeper.as_fd(), Interest::Read),
                     ];
-                    let Ok(ready) = wait_any(&fds, None) else { return };
+                    let Some(ready) = wait(&fds) else { continue };
                     // A keeper says nothing after its answer, so it is gone.
                     if ready[1].any() {
                         self.elect();
@@ -346,6 +348,22 @@ impl<K: Keep> Run<K> {
         if let Place::Follower(keeper) = &self.place {
             // If it fails, the keeper is gone, and the next election says it again.
             let _ = keeper.send(&[MEMBER], &[]);
+        }
+    }
+}
+
+/// Waits for one of the descriptors. `None` if the system can't, such as for lack of memory: the caller tries
+/// again.
+fn wait(fds: &[(BorrowedFd<'_>, Interest)]) -> Option<Vec<Ready>> {
+    static IS_TOLD: AtomicBool = AtomicBool::new(false);
+    match wait_any(fds, None) {
+        Ok(ready) => Some(ready),
+        Err(error) => {
+            if !IS_TOLD.swap(true, Ordering::Relaxed) {
+                tracing::warn!(%error, "the store can't wait for other processes; it tries again");
+            }
+            std::thread::sleep(POLL_AGAIN);
+            None
         }
     }
 }

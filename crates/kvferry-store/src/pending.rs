@@ -28,6 +28,8 @@ struct Shared<T> {
     state: Mutex<State<T>>,
     done: Condvar,
     event: OnceLock<EventFd>,
+    /// The process that the operation runs in.
+    forks: u32,
 }
 
 #[derive(Debug)]
@@ -41,7 +43,8 @@ impl<T> Pending<T> {
     /// An operation, and the promise to end it.
     pub(crate) fn new() -> (Self, Promise<T>) {
         let state = Mutex::new(State { outcome: None, wakers: Vec::new() });
-        let shared = Shared { state, done: Condvar::new(), event: OnceLock::new() };
+        let forks = kvferry_sys::fd::forks();
+        let shared = Shared { state, done: Condvar::new(), event: OnceLock::new(), forks };
         let pending = Self(Arc::new(shared));
         (pending.clone(), Promise(Some(pending)))
     }
@@ -60,13 +63,20 @@ impl<T> Pending<T> {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// The outcome, or `None` while it runs.
+    /// The outcome, or `None` while it runs; `Closed` in a process that was forked while it ran.
     pub fn outcome(&self) -> Option<Arc<Result<T>>> {
+        if self.is_forked() {
+            return Some(self.outcome_after_fork());
+        }
         lock(&self.0.state).outcome.clone()
     }
 
-    /// Waits for the outcome, for at most `timeout` if given; `None` if the time passed first.
+    /// Waits for the outcome, for at most `timeout` if given; `None` if the time passed first. `Closed`, at once, in
+    /// a process that was forked while it ran.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Arc<Result<T>>> {
+        if self.is_forked() {
+            return Some(self.outcome_after_fork());
+        }
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut state = lock(&self.0.state);
         loop {
@@ -83,6 +93,16 @@ impl<T> Pending<T> {
                 }
             };
         }
+    }
+
+    fn is_forked(&self) -> bool {
+        kvferry_sys::fd::forked_since(self.0.forks)
+    }
+
+    /// The operation's thread is in the parent, and the lock may have been taken there.
+    fn outcome_after_fork(&self) -> Arc<Result<T>> {
+        let known = self.0.state.try_lock().ok().and_then(|state| state.outcome.clone());
+        known.unwrap_or_else(|| Arc::new(Err(Error::Closed)))
     }
 
     /// A descriptor that is readable once the operation has ended.
@@ -107,6 +127,9 @@ impl<T> Future for Pending<T> {
     type Output = Arc<Result<T>>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if self.is_forked() {
+            return Poll::Ready(self.outcome_after_fork());
+        }
         let mut state = lock(&self.0.state);
         match &state.outcome {
             Some(outcome) => Poll::Ready(Arc::clone(outcome)),

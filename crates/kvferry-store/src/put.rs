@@ -13,6 +13,7 @@ use crate::store::{CHUNK_BYTES, Put, Space, chunks};
 use crate::writer::{BlocksUnderWay, Candidate, NotWritten};
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::AcqRel;
 
 /// Parts of a call that are written while the sums of another one are computed.
 const WRITE_BEHIND: usize = 16;
@@ -109,6 +110,7 @@ impl Space {
                 let counters = &space.store.core.counters;
                 Counters::add(&counters.refused, put.refused);
                 Counters::add(&counters.failed, put.failed);
+                space.store.lost.fetch_or(put.failed > 0, AcqRel);
                 host.written(blocks.iter().map(|block| block.key));
             };
             self.store.behind.submit(0, false, Box::new(task))?;

@@ -4,6 +4,7 @@ use crate::disk::Directories;
 use crate::error::{Error, Result};
 use crate::index::{self, Index, Inserted, New};
 use crate::key::Key;
+use crate::log::recover::Scanned;
 use crate::log::{self, Superblock};
 use crate::options::Geometry;
 use std::sync::Arc;
@@ -45,24 +46,36 @@ pub(crate) fn fill(
     // In the order in which they were written: a parent is there before what is behind it, mostly.
     scanned.sort_by_key(|it| it.header.incarnation);
     for it in &scanned {
-        let segment = it.header.segment;
-        member.restore_segment(segment, it.header.incarnation);
-        for record in &it.records {
+        member.restore_segment(it.header.segment, it.header.incarnation);
+    }
+    // False if the index is full.
+    let insert = |it: &Scanned| {
+        it.records.iter().all(|record| {
             let block = &record.block;
             let parent = block.parent.and_then(|key| member.find(&Key(key)));
             let new = New {
                 sum: block.sum,
                 parent: parent.map(|entry| entry.slot),
-                page: superblock.geometry.place(segment, record.page),
+                page: superblock.geometry.place(it.header.segment, record.page),
                 len: block.len,
                 retention: block.retention,
                 now: block.time,
             };
-            if let Inserted::Full = member.insert(Key(block.key), new) {
-                tracing::warn!("the store has more blocks than it may have; some are missed");
-                return Ok(index);
-            }
-        }
+            member.insert(Key(block.key), new) != Inserted::Full
+        })
+    };
+    let mut room = geometry.blocks_max as usize;
+    let fits = |it: &&Scanned| {
+        let left = room.checked_sub(it.records.len());
+        room = left.unwrap_or(0);
+        left.is_some()
+    };
+    let newest = scanned.iter().rev().take_while(fits).count();
+    let (older, newest) = scanned.split_at(scanned.len() - newest);
+    let _ = newest.iter().all(insert);
+    // Blocks that are there twice have left room.
+    if !older.iter().rev().all(insert) {
+        tracing::warn!("the store has more blocks than it may have; the oldest ones are missed");
     }
     drop(member);
     Ok(index)

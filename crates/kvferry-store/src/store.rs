@@ -23,6 +23,7 @@ use crate::sync::lock;
 use crate::team::Team;
 use crate::worker::Worker;
 use kvferry::Agent;
+use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
@@ -80,6 +81,8 @@ pub(crate) struct Inner {
     pub(crate) host: Option<Arc<Host>>,
     /// One thread, which writes what is in host memory, in the order in which it was put.
     pub(crate) behind: Pool,
+    /// Blocks in host memory could not be written, which the next `sync` says.
+    pub(crate) lost: AtomicBool,
     flights: Arc<Flights>,
     pub(crate) team: Team,
     capacity: u64,
@@ -144,6 +147,7 @@ impl Store {
             in_order: Mutex::default(),
             host,
             behind: Pool::new(1, u64::MAX),
+            lost: AtomicBool::new(false),
             team: Team::new(cores.min(IO_THREADS)),
             flights: Arc::default(),
             capacity: options.capacity,
@@ -164,14 +168,22 @@ impl Store {
     /// block that was put.
     ///
     /// # Errors
-    /// `Closed`; `Directory` with the error of a device.
+    /// `Closed`; `Directory` with the error of a device, also if it came earlier, and until the blocks that it
+    /// concerns have left the store.
     pub fn sync(&self) -> Result<()> {
         let _call = self.0.enter()?;
         let (pending, promise) = Pending::new();
         self.0.behind.submit(0, false, Box::new(move || promise.finish(Ok(()))))?;
         pending.wait(None);
-        let path = self.0.core.disk.path_of(0);
-        self.0.worker.writer.sync(&self.0.core).map_err(|source| Error::Directory { path, source })
+        let core = &self.0.core;
+        if self.0.lost.swap(false, Ordering::AcqRel) {
+            let what = "blocks that were in host memory could not be written";
+            let (path, source) = (core.disk.path_of(0), io::Error::other(what));
+            return Err(Error::Directory { path, source });
+        }
+        let failed =
+            |(segment, source)| Error::Directory { path: core.disk.path_of(segment), source };
+        self.0.worker.writer.sync(core).map_err(failed)
     }
 
     /// What this process has done, and what the store holds.

@@ -38,6 +38,8 @@ struct Beginning {
 struct State {
     active: Option<Arc<Mutex<Appender>>>,
     full: Vec<Arc<Mutex<Appender>>>,
+    /// Segments, with their incarnations, that could not be synced: a later sync may say otherwise and be wrong.
+    unsynced: Vec<(u32, u64)>,
 }
 
 /// Why blocks were not stored.
@@ -203,10 +205,13 @@ impl Writer {
             if locked.in_flight() > 0 {
                 continue;
             }
-            seal(core, &mut locked);
+            let is_synced = seal(core, &mut locked);
+            let use_of = (locked.segment(), locked.incarnation());
             drop(locked);
+            let mut state = lock(&self.state);
+            state.unsynced.extend((!is_synced).then_some(use_of));
             // Not before: a call of `sync` waits for it.
-            lock(&self.state).full.retain(|it| !Arc::ptr_eq(it, &appender));
+            state.full.retain(|it| !Arc::ptr_eq(it, &appender));
         }
     }
 
@@ -215,17 +220,37 @@ impl Writer {
         !lock(&self.state).full.is_empty()
     }
 
-    /// Returns when what was put before is on the disk.
-    pub(crate) fn sync(&self, core: &Core) -> io::Result<()> {
+    /// Returns when what was put before is on the disk, or is not in the index any more. Fails with the segment
+    /// that could not be synced, now or before.
+    pub(crate) fn sync(&self, core: &Core) -> Result<(), (u32, io::Error)> {
         let appenders: Vec<_> = {
             let state = lock(&self.state);
             state.active.iter().chain(&state.full).cloned().collect()
         };
-        appenders.into_iter().try_for_each(|appender| {
+        for appender in appenders {
             // Waits while it is sealed, and holds up no put meanwhile.
-            let segment = lock(&appender).segment();
-            core.disk.sync(segment)
-        })
+            let (segment, incarnation) = {
+                let locked = lock(&appender);
+                (locked.segment(), locked.incarnation())
+            };
+            if let Err(error) = core.disk.sync(segment) {
+                lock(&self.state).unsynced.push((segment, incarnation));
+                return Err((segment, error));
+            }
+        }
+        let mut state = lock(&self.state);
+        state.unsynced.retain(|(segment, incarnation)| {
+            let now = core.member.segment(*segment);
+            now.incarnation == *incarnation && now.live_blocks > 0
+        });
+        match state.unsynced.first().map(|(segment, _)| *segment).or(core.member.unsynced()) {
+            None => Ok(()),
+            Some(segment) => {
+                let what =
+                    "an earlier sync of the segment failed: its blocks may be lost with the power";
+                Err((segment, io::Error::other(what)))
+            }
+        }
     }
 }
 
@@ -270,11 +295,14 @@ fn begin(core: &Core, segment: u32) -> io::Result<Appender> {
     Appender::begin(&core.disk, core.superblock.geometry, header).map_err(log::Error::into_io)
 }
 
-/// Seals a segment. One that can't be sealed is as good, and slower to open after a restart.
-pub(crate) fn seal(core: &Core, appender: &mut Appender) {
-    if let Err(e) = appender.seal(&core.disk) {
-        core.fault("seal", appender.segment(), &e);
+/// Seals a segment. One that can't be sealed is as good while there is power, and slower to open after a restart.
+/// Returns whether it is on the disk.
+pub(crate) fn seal(core: &Core, appender: &mut Appender) -> bool {
+    let sealed = appender.seal(&core.disk);
+    if let Err(e) = &sealed {
+        core.fault("seal", appender.segment(), e);
     }
     let mine = SegmentState::Active(core.member.id());
     core.member.set_segment(appender.segment(), mine, SegmentState::Sealed);
+    sealed.is_ok()
 }

@@ -11,6 +11,8 @@ const STATE: usize = 0;
 const INCARNATION: usize = 8;
 /// Pages in the low half, blocks in the high half.
 const LIVE: usize = 16;
+/// Not zero if what was copied to it may not be on the disk.
+const UNSYNCED: usize = 24;
 pub(super) const SEGMENT_LEN: usize = 32;
 
 /// Bytes of a page of the disk.
@@ -88,6 +90,7 @@ impl Member {
             if self.set_segment(segment, SegmentState::Free, SegmentState::Active(self.id())) {
                 let incarnation = self.shared.word(layout::NEXT_INCARNATION).fetch_add(1, Relaxed);
                 self.segment_word(segment, LIVE).store(0, Relaxed);
+                self.segment_word(segment, UNSYNCED).store(0, Relaxed);
                 self.segment_word(segment, INCARNATION).store(incarnation, Release);
                 return Some(segment);
             }
@@ -141,6 +144,19 @@ impl Index {
         if self.set_segment(segment, SegmentState::Free, SegmentState::Withheld) {
             self.layout.taken_segments.put(&self.shared, segment);
         }
+    }
+
+    /// Notes that blocks of any member that were copied to a segment may not be on the disk.
+    pub fn note_unsynced(&self, segment: u32) {
+        self.segment_word(segment, UNSYNCED).store(1, Release);
+    }
+
+    /// A segment for which [`Index::note_unsynced`] was called, and which still has blocks.
+    pub fn unsynced(&self) -> Option<u32> {
+        let is_unsynced = |(number, segment): &(u32, Segment)| {
+            segment.live_blocks > 0 && self.segment_word(*number, UNSYNCED).load(Acquire) != 0
+        };
+        self.segments().find(is_unsynced).map(|(number, _)| number)
     }
 
     /// The segments that a member owns, alive or not.

@@ -577,6 +577,50 @@ fn calls_in_a_forked_process_fail_and_the_parent_goes_on() {
 }
 
 #[test]
+fn an_operation_that_runs_during_a_fork_is_closed_in_the_forked_process() {
+    let folder = Folder::new("forked-pending");
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    let prompt = prompt(1, 8);
+    let memory: Vec<_> = (0..8).map(|block| engine.memory(block)).collect();
+    let done = engine.kv.put_async(&prompt, 0, &memory, Retain::default()).expect("a put");
+    assert!(done.wait(None).is_some());
+    // Many, so that some still wait.
+    let gets = || engine.kv.get_async(&prompt, 0, &memory).expect("a get");
+    let gets: Vec<_> = (0..200).map(|_| gets()).collect();
+    let ended = in_forked_process(|| {
+        let is_known = done.wait(None).is_some_and(|it| it.is_ok());
+        let ended = |it: &&kvferry_store::Pending<usize>| it.wait(None).is_some();
+        u8::from(is_known) + gets.iter().filter(ended).count() as u8
+    });
+    assert_eq!(ended, Some(201));
+    for get in gets {
+        assert_eq!(*get.wait(None).expect("it ends").as_ref().as_ref().expect("no error"), 8);
+    }
+}
+
+#[test]
+fn a_store_with_more_blocks_than_it_may_have_keeps_those_of_the_newest_segments() {
+    let folder = Folder::new("newest");
+    let with = |blocks| options(folder.path(), 24 * MIB).blocks_max(blocks);
+    let engine = Engine::open(&with(4096), 4096);
+    for seed in 0..300 {
+        assert_eq!(engine.put(&prompt(seed, BLOCKS), 0).stored, BLOCKS);
+    }
+    drop(engine);
+    let engine = Engine::open(&with(1024), 4096);
+    let there = |seeds: std::ops::Range<u64>| -> usize {
+        seeds.map(|seed| engine.get(&prompt(seed, BLOCKS), 0)).sum()
+    };
+    assert_eq!(there(180..300), 120 * BLOCKS, "{:?}", engine.store.stats());
+    assert_eq!(there(0..50), 0);
+    // Those that were left out leave their segments.
+    drop(engine);
+    let engine = Engine::open(&with(1024), LEN);
+    fill(&engine, LEN, 40 * MIB);
+    assert_eq!(engine.store.stats().corrupt, 0);
+}
+
+#[test]
 fn an_operation_in_the_background_with_a_wrong_argument_is_refused_at_once() {
     let folder = Folder::new("wrong");
     let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);

@@ -185,6 +185,37 @@ fn while_the_keeper_is_stopped_the_others_read_and_are_refused_at_worst() {
 }
 
 #[test]
+fn a_keeper_that_the_system_refuses_to_let_wait_answers_once_it_may() {
+    let folder = Folder::new("keeper-limit");
+    let mut keeper = Other::start(folder.path(), SMALL, 1, 5);
+    while keeper.next() != Some(0) {}
+    let pid = keeper.child.id().to_string();
+    // Below the number of descriptors that it waits for, which is an error.
+    let limit = |limit: &str| {
+        let mut prlimit = Command::new("prlimit");
+        prlimit.args(["--pid", &pid, &format!("--nofile={limit}:")]);
+        prlimit.status().is_ok_and(|done| done.success())
+    };
+    if !limit("1") {
+        println!("SKIPPED: prlimit can't set another process's limits");
+        return;
+    }
+    std::thread::scope(|scope| {
+        let opened = scope.spawn(|| Engine::try_open(&options(folder.path(), SMALL), LEN));
+        // Each change of the keeper's descriptors ends its wait, and it waits again.
+        for _ in 0..20 {
+            assert!(limit("1"));
+            std::thread::sleep(Duration::from_millis(5));
+            assert!(limit("1024"));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let engine = opened.join().expect("no panic").expect("the keeper answers");
+        assert_eq!(engine.get(&prompt(1, BLOCKS), 0), BLOCKS);
+        assert_eq!(engine.store.stats().is_keeper, 0);
+    });
+}
+
+#[test]
 fn a_lock_that_outlives_its_process_for_a_moment_only_delays_the_next_one() {
     let folder = Folder::new("lock");
     drop(Engine::open(&options(folder.path(), SMALL), LEN));
