@@ -17,14 +17,13 @@ import pytest
 from conftest import LOOPBACK
 from faulty_proxy import Fault, FaultyProxy
 from kit import Child, eventually, run_python
+from moto.server import ThreadedMotoServer
 from test_store import BLOCK, CAPACITY, Pool, counts, hashes
-
-moto_server = pytest.importorskip("moto.server")
 
 
 @pytest.fixture(scope="module")
 def s3_port() -> Iterator[int]:
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
     yield port
@@ -161,14 +160,15 @@ def test_a_damaged_object_is_missed_counted_and_replaced(agent: kvferry.Agent, b
     bucket.proxy.faults = [None, "flip"]
     with bucket.store(agent, tmp_path / "here") as store:
         space = store.space("model@1")
-        assert space.prefetch(hashes(4)) == 1 + store.stats()["fetched"] - 3
+        # The first block is the first window, and one of the three of the second window is damaged.
+        assert 1 <= space.prefetch(hashes(4)) < 4
         assert store.stats()["fetch_corrupt"] == 1
-        here = space.lookup(hashes(4))
-        assert here < 4
-        # The engine computes it again; the object is replaced, which needs a second request without a condition.
+        # The engine computes the missing ones again. Only the damaged object is replaced.
         assert space.put(hashes(4), source.blocks).stored >= 1
         assert store.flush_objects(60)
-        assert space.get(hashes(4), target.blocks) == 4
+    with bucket.store(agent, tmp_path / "third") as store:
+        space = store.space("model@1")
+        assert (space.prefetch(hashes(4)), space.get(hashes(4), target.blocks)) == (4, 4)
         assert target.data == source.data
 
 
@@ -334,11 +334,12 @@ def test_threads_and_descriptors_of_the_object_tier_end_with_the_store(
             agent, {str(tmp_path / "with")!r}, {CAPACITY}, objects={bucket.url!r}, object_options=options
         ) as store:
             region = agent.allocate(4096)
-            store.space("model").put([os.urandom(32)], [(region, 0, 4096)])
+            store.space("model").put_async([os.urandom(32)], [(region, 0, 4096)]).wait()
             assert store.flush_objects(30) and store.space("model").prefetch([os.urandom(32)]) == 0
             meanwhile = threads()
+        after = threads()
         del store, agent, region
-    before, len(meanwhile) >= 4, threads(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    before, len(meanwhile) >= 4, after, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     """
     first = child.run(code)
     assert first[:3] == ([], True, [])

@@ -189,7 +189,7 @@ struct Fetcher {
 
 impl Fetcher {
     fn new(shared: Arc<Shared>, events: Sender<Event>) -> Self {
-        let absent_ms = u64::try_from(shared.tier.absent_for.as_millis()).unwrap_or(u64::MAX);
+        let absent_ms = u64::try_from(shared.settings.absent_for.as_millis()).unwrap_or(u64::MAX);
         Self {
             shared,
             events,
@@ -318,7 +318,7 @@ impl Fetcher {
 
     /// Makes requests, as many as there may be. Where the object store is away, blocks are missing at once.
     fn send(&mut self) {
-        while self.in_flight < self.shared.tier.concurrency
+        while self.in_flight < self.shared.settings.concurrency
             && let Some(key) = self.unsent.pop_front()
         {
             let Some(flight) = self.flights.get(&key) else { continue };
@@ -337,7 +337,7 @@ impl Fetcher {
                 let _ = events.send(Event::Ended { key, is_probe, outcome });
             });
             self.in_flight += 1;
-            self.shared.tier.objects.get(&name, len_max, done);
+            self.shared.get(&name, len_max, done);
         }
     }
 
@@ -385,8 +385,7 @@ impl Fetcher {
         lock(&self.shared.damaged).insert(wanted.key, now_ms);
         if now_ms >= self.quiet_until_ms {
             self.quiet_until_ms = now_ms + DAMAGED_EVERY_MS;
-            let (location, name) =
-                (self.shared.tier.objects.location(), name_of(wanted.namespace, wanted.key));
+            let (location, name) = (&self.shared.location, name_of(wanted.namespace, wanted.key));
             tracing::warn!("the object {name} of {location} is not used: {what}; it is missed");
         }
     }

@@ -120,6 +120,11 @@ impl<T> fmt::Debug for Done<T> {
 #[derive(Clone, Debug)]
 pub struct ObjectTier {
     objects: Arc<dyn Objects>,
+    settings: Settings,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Settings {
     priority_min: u8,
     concurrency: usize,
     waiting_blocks: usize,
@@ -129,11 +134,9 @@ pub struct ObjectTier {
     patience: Patience,
 }
 
-impl ObjectTier {
-    /// With the defaults below.
-    pub fn new(objects: Arc<dyn Objects>) -> Self {
+impl Default for Settings {
+    fn default() -> Self {
         Self {
-            objects,
             priority_min: 0,
             concurrency: 16,
             waiting_blocks: 16_384,
@@ -147,55 +150,67 @@ impl ObjectTier {
             },
         }
     }
+}
+
+impl ObjectTier {
+    /// With the defaults below.
+    pub fn new(objects: Arc<dyn Objects>) -> Self {
+        Self { objects, settings: Settings::default() }
+    }
+
+    fn with(mut self, change: impl FnOnce(&mut Settings)) -> Self {
+        change(&mut self.settings);
+        self
+    }
 
     /// Blocks of a lower priority are not uploaded. 0 by default: all are.
     #[must_use]
     pub fn priority_min(self, priority: u8) -> Self {
-        Self { priority_min: priority, ..self }
+        self.with(|it| it.priority_min = priority)
     }
 
     /// Requests under way at most: so many uploads, and so many fetches. 16 by default, at least 1.
     #[must_use]
     pub fn concurrency(self, requests: usize) -> Self {
-        Self { concurrency: requests.max(1), ..self }
+        self.with(|it| it.concurrency = requests.max(1))
     }
 
     /// Blocks that may wait for their upload, and their bytes, which are on the disk meanwhile. 16 384 blocks and
     /// 4 GiB by default. Further ones are not uploaded.
     #[must_use]
     pub fn waiting_max(self, blocks: usize, bytes: u64) -> Self {
-        Self { waiting_blocks: blocks, waiting_bytes: bytes, ..self }
+        self.with(|it| (it.waiting_blocks, it.waiting_bytes) = (blocks, bytes))
     }
 
     /// How long it is remembered that the object store does not have a block. 5 s by default.
     #[must_use]
     pub fn absent_for(self, time: Duration) -> Self {
-        Self { absent_for: time, ..self }
+        self.with(|it| it.absent_for = time)
     }
 
     /// How long [`Store::close`](crate::Store::close) goes on uploading what waits. 5 s by default. It does not
     /// wait for an object store that is away.
     #[must_use]
     pub fn close_timeout(self, time: Duration) -> Self {
-        Self { close_timeout: time, ..self }
+        self.with(|it| it.close_timeout = time)
     }
 
     /// After how many failures in a row the object store is away, and for how long: first, and at most, as the time
     /// doubles while it does not answer. After 3 failures for 1 s to 60 s by default.
     #[must_use]
     pub fn away(self, failures: u32, first: Duration, at_most: Duration) -> Self {
-        let failures_max = failures.max(1);
-        Self {
-            patience: Patience { failures_max, away_min: first, away_max: at_most.max(first) },
-            ..self
-        }
+        let (failures_max, away_max) = (failures.max(1), at_most.max(first));
+        self.with(|it| it.patience = Patience { failures_max, away_min: first, away_max })
     }
 }
 
 /// What both directions of an open store's tier share.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    tier: ObjectTier,
+    settings: Settings,
+    /// `None` once the store is closed: it may have threads, which end with it.
+    objects: Mutex<Option<Arc<dyn Objects>>>,
+    location: String,
     core: Arc<Core>,
     outage: Mutex<Outage>,
     uploads: Arc<upload::Queue>,
@@ -217,9 +232,23 @@ impl Shared {
         lock(&self.outage).is_away()
     }
 
+    fn get(&self, name: &str, len_max: u64, done: Done<Got>) {
+        let objects = lock(&self.objects).clone();
+        if let Some(objects) = objects {
+            objects.get(name, len_max, done);
+        }
+    }
+
+    fn put(&self, name: &str, content: Vec<u8>, if_exists: IfExists, done: Done<()>) {
+        let objects = lock(&self.objects).clone();
+        if let Some(objects) = objects {
+            objects.put(name, content, if_exists, done);
+        }
+    }
+
     /// Takes note of how a request ended, and logs when the object store goes away and when it is back.
     fn note<T>(&self, outcome: &Outcome<T>, is_probe: bool) {
-        let location = self.tier.objects.location();
+        let location = &self.location;
         let is_changed = match outcome {
             Ok(_) => {
                 let is_back = lock(&self.outage).succeeded();
@@ -255,9 +284,11 @@ pub(crate) struct Tier {
 impl Tier {
     pub(crate) fn start(tier: &ObjectTier, core: &Arc<Core>) -> io::Result<Self> {
         let shared = Arc::new(Shared {
-            tier: tier.clone(),
+            settings: tier.settings,
+            objects: Mutex::new(Some(Arc::clone(&tier.objects))),
+            location: tier.objects.location().to_owned(),
             core: Arc::clone(core),
-            outage: Mutex::new(Outage::new(tier.patience)),
+            outage: Mutex::new(Outage::new(tier.settings.patience)),
             uploads: Arc::default(),
             damaged: Mutex::new(Remembered::new(DAMAGED_MAX, DAMAGED_FOR_MS)),
         });
@@ -284,9 +315,11 @@ impl Tier {
     pub(crate) fn close(&self) {
         self.fetcher.stop();
         self.shared.uploads.refuse();
-        let timeout = self.shared.tier.close_timeout;
+        let timeout = self.shared.settings.close_timeout;
         self.shared.uploads.wait_idle(timeout, || self.shared.is_away());
         self.uploader.stop();
+        let objects = lock(&self.shared.objects).take();
+        drop(objects);
     }
 
     pub(crate) fn is_away(&self) -> bool {

@@ -140,18 +140,19 @@ impl Uploader {
 
     /// Adds blocks to the queue. Those that it has no room for are dropped, and counted.
     pub(super) fn offer(&self, records: &[log::Record]) {
-        let tier = &self.shared.tier;
+        let settings = self.shared.settings;
         let mut dropped = 0;
         let mut state = lock(&self.shared.uploads.state);
         for record in records {
             let block = record.block;
-            if Retention::from_bits(block.retention).priority < tier.priority_min
+            if Retention::from_bits(block.retention).priority < settings.priority_min
                 || state.keys.contains(&block.key)
             {
                 continue;
             }
             let bytes = state.bytes + u64::from(block.len);
-            let is_full = state.waiting.len() >= tier.waiting_blocks || bytes > tier.waiting_bytes;
+            let is_full =
+                state.waiting.len() >= settings.waiting_blocks || bytes > settings.waiting_bytes;
             if is_full || state.is_refusing {
                 dropped += 1;
                 continue;
@@ -220,7 +221,7 @@ fn next(shared: &Shared) -> Next {
         let look = (!state.waiting.is_empty()).then(|| lock(&shared.outage).look(now_ms));
         state = match look {
             Some(Admission::Yes | Admission::Probe) => {
-                if let Some(job) = state.take(shared.tier.concurrency) {
+                if let Some(job) = state.take(shared.settings.concurrency) {
                     return Next::Upload(job);
                 }
                 queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
@@ -253,7 +254,7 @@ fn upload(shared: &Shared, job: Job) {
     let name = name_of(job.block.namespace, key_of(&job.block));
     let sent = Sent { job, is_probe };
     let done = Done::new(move |outcome| queue.ended(sent, outcome));
-    shared.tier.objects.put(&name, content, if_exists, done);
+    shared.put(&name, content, if_exists, done);
 }
 
 /// The bytes of a block's object; `None` if the block is not on the disk any more.
