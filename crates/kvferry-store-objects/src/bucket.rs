@@ -179,3 +179,70 @@ impl fmt::Debug for Bucket {
         write!(f, "Bucket[{}]", self.location)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::faulty::{self, Faulty};
+    use std::sync::atomic::Ordering::SeqCst;
+    use std::time::Instant;
+
+    const TIMEOUT: Duration = Duration::from_secs(10);
+
+    fn requests(store: &Faulty) -> Requests {
+        Requests {
+            store: Arc::new(store.clone()),
+            prefix: Path::from("a/b"),
+            timeout: TIMEOUT,
+            must_replace: AtomicBool::new(false),
+        }
+    }
+
+    /// Runs in virtual time.
+    fn block_on<T>(future: impl Future<Output = T>) -> T {
+        let runtime = Builder::new_current_thread().enable_time().start_paused(true).build();
+        runtime.expect("a runtime").block_on(future)
+    }
+
+    #[test]
+    fn a_request_without_an_answer_fails_at_its_timeout() {
+        let began = Instant::now();
+        let requests = requests(&Faulty::new(|_| Some(faulty::Fault::Hang)));
+        let (outcome, took) = block_on(async {
+            let began = tokio::time::Instant::now();
+            let outcome = requests.within(requests.get("x", 100)).await;
+            (outcome, began.elapsed())
+        });
+        assert_eq!(outcome, Err(Fault("no answer within 10s".into())));
+        assert!(took >= TIMEOUT && took < TIMEOUT * 2 && began.elapsed() < TIMEOUT);
+    }
+
+    #[test]
+    fn an_answer_that_comes_late_within_the_timeout_is_taken() {
+        let late = TIMEOUT - Duration::from_millis(1);
+        let store = Faulty::new(move |_| Some(faulty::Fault::Late(late)));
+        let requests = requests(&store);
+        let got = block_on(async {
+            requests.within(requests.put("x", vec![1, 2].into(), IfExists::Keep)).await?;
+            requests.within(requests.get("x", 2)).await
+        });
+        assert_eq!(got, Ok(Got::Found(vec![1, 2])));
+    }
+
+    #[test]
+    fn an_object_is_kept_or_replaced_as_asked() {
+        let store = Faulty::new(|_| None);
+        let requests = requests(&store);
+        let got = block_on(async {
+            assert_eq!(requests.get("x", 9).await?, Got::Absent);
+            requests.put("x", vec![1].into(), IfExists::Keep).await?;
+            requests.put("x", vec![2].into(), IfExists::Keep).await?;
+            assert_eq!(requests.get("x", 9).await?, Got::Found(vec![1]));
+            requests.put("x", vec![3; 9].into(), IfExists::Replace).await?;
+            assert_eq!(requests.get("x", 9).await?, Got::Found(vec![3; 9]));
+            requests.get("x", 8).await
+        });
+        assert_eq!(got.expect("an answer"), Got::TooLong);
+        assert_eq!(store.requests.load(SeqCst), 7);
+    }
+}

@@ -26,7 +26,11 @@
 mod bucket;
 mod connect;
 mod fault;
+#[cfg(test)]
+mod faulty;
 mod options;
+#[cfg(test)]
+mod tests;
 
 pub use bucket::Bucket;
 pub use options::OPTIONS;
