@@ -258,7 +258,8 @@ fn objects_are_below_the_prefix_of_the_url() {
 
 #[test]
 fn a_url_or_option_that_cannot_be_used_is_named_without_its_secrets() {
-    let cases: [(&str, &[(&str, &str)], &str); 8] = [
+    type Case = (&'static str, &'static [(&'static str, &'static str)], &'static str);
+    let cases: [Case; 8] = [
         ("bucket", &[], "can't be parsed"),
         ("ftp://user:hidden@host/x", &[], "ftp://user@host/x is no object store"),
         ("memory:///", &[], "is no object store"),
