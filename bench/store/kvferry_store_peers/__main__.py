@@ -7,13 +7,14 @@ new store in an empty folder of the same file system, in a new random order.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
-import os
 import random
 import shutil
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvferry_e2e.progress import Progress
 
 from kvferry_store_peers.judge import KVFERRY, Rounds, Row, as_json, judged, table
 from kvferry_store_peers.processes import TurnTaker, lmcache_overlay
-from kvferry_store_peers.turns import DISK, Answer, Asked
+from kvferry_store_peers.turns import DISK, Answer, Asked, forget
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 PEERS = ("vllm-fs", "lmcache-disk")
@@ -34,6 +35,9 @@ ROUNDS = 7
 # Of a store whose bound must not matter. Only what is put takes space.
 CAPACITY_BYTES = 64 << 30
 KEPT_FREE_BYTES = 4 << 30
+# ext4 does not use the inode of a deleted file for 5 seconds, and meanwhile looks for others each time a file is made.
+# So the folders of a case are removed at its end.
+RECENTLY_DELETED_S = 6.0
 
 
 def arguments() -> argparse.Namespace:
@@ -65,7 +69,7 @@ class Case:
     name: str
     asked: Asked
     stores: tuple[str, ...]
-    # On disk at once.
+    # On disk after a turn.
     needed_bytes: int
 
 
@@ -113,16 +117,24 @@ class Bench:
 
     def run(self, case: Case) -> list[Row]:
         """The first round does not count: it loads libraries and takes memory from the system."""
+        needed = case.needed_bytes * (self._options.rounds + 1) * len(case.stores)
         free = shutil.disk_usage(self._options.folder).free - KEPT_FREE_BYTES
-        if case.needed_bytes > free:
-            self.skipped.append(f"{case.name}: needs {case.needed_bytes} bytes on disk, {max(free, 0)} may be used")
+        if needed > free:
+            self.skipped.append(f"{case.name}: needs {needed} bytes on disk, {max(free, 0)} may be used")
             return []
+        with tempfile.TemporaryDirectory(prefix="kvferry-bench-store-", dir=self._options.folder) as folder:
+            rounds = self._rounds(case, Path(folder))
+        time.sleep(RECENTLY_DELETED_S)
+        self._progress.say(f"{case.name}: done")
+        return judged(case.name, rounds, case.asked.direct)
+
+    def _rounds(self, case: Case, folder: Path) -> Rounds:
         rounds: Rounds = {store: {} for store in case.stores}
         stores = list(case.stores)
         for number in range(self._options.rounds + 1):
             self._chance.shuffle(stores)
             for store in list(stores):
-                answer = self._turn(case, store)
+                answer = self._turn(case, store, folder / f"{number}-{store}")
                 if answer.failed or answer.skipped:
                     # Its earlier rounds don't count: the rounds of all stores are compared one by one.
                     rounds.pop(store)
@@ -130,17 +142,13 @@ class Bench:
                 elif number > 0:
                     for what, figure in answer.figures.items():
                         rounds[store].setdefault(what, []).append(figure)
-        self._progress.say(f"{case.name}: done")
-        return judged(case.name, rounds, case.asked.direct)
+        return rounds
 
-    def _turn(self, case: Case, store: str) -> Answer:
-        folder = Path(tempfile.mkdtemp(prefix="kvferry-bench-store-", dir=self._options.folder))
-        try:
-            # What an earlier turn, or the removal of its files, has left for the disk to do.
-            os.sync()
-            answer = self._takers[store].take(Asked(**{**vars(case.asked), "folder": str(folder)}))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    def _turn(self, case: Case, store: str, folder: Path) -> Answer:
+        folder.mkdir()
+        answer = self._takers[store].take(dataclasses.replace(case.asked, folder=str(folder)))
+        # Neither what is to be written nor what is in the page cache is left to the next turn.
+        forget(folder)
         if answer.failed:
             self.failed.append(f"{case.name}, {store}: {answer.failed}")
         elif answer.skipped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import mmap
 import os
@@ -68,6 +69,7 @@ def put_and_get(kind: type[Store], asked: Asked) -> dict[str, Figure]:
     folder = Path(asked.folder)
     store = kind(folder, asked.block_bytes, per_round * asked.per_call, asked.direct, asked.bound_bytes)
     figures: dict[str, Figure] = {}
+    take_pages(folder, asked.blocks * asked.block_bytes)
 
     def note(what: str, spent: Spent, refused: int = 0) -> None:
         moved = (asked.blocks - refused) * asked.block_bytes
@@ -102,6 +104,7 @@ def replay(kind: type[Store], asked: Asked) -> dict[str, Figure]:
     """One request at a time: look up its blocks, get the prefix that is there, put the others, and wait."""
     rows = max(map(len, asked.prompts))
     store = kind(Path(asked.folder), asked.block_bytes, rows, asked.direct, asked.bound_bytes)
+    take_pages(Path(asked.folder), len(set(itertools.chain(*asked.prompts))) * asked.block_bytes)
     looked, got, put = Spent(), Spent(), Spent()
     hits, stored, refused = 0, 0, 0
     try:
@@ -165,13 +168,39 @@ def files(folder: Path) -> Iterator[Path]:
 
 
 def settle(folder: Path, drop: bool) -> None:
-    """Writes dirty pages back, so that this does not run beside what is timed; `drop` also empties the page cache."""
+    """Writes dirty pages back, so that this does not run beside what is timed; `drop` also empties the page cache.
+
+    Before that, it reads the files once: the first time is slow for any program where the machine is a virtual one,
+    whose host has neither the file's blocks nor the guest's free pages in memory.
+    """
+    if drop:
+        forget(folder)
+        buffer = mmap.mmap(-1, 1 << 20)
+        for path in files(folder):
+            with open(path, "rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+        forget(folder)
+    else:
+        for path in files(folder):
+            with open(path, "rb") as file:
+                os.fsync(file)
+
+
+def forget(folder: Path) -> None:
+    """Writes dirty pages back, and empties the page cache."""
     for path in files(folder):
-        file = os.open(path, os.O_RDONLY)
-        os.fsync(file)
-        if drop:
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
+        with open(path, "rb") as file:
+            os.fsync(file)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def take_pages(folder: Path, length: int) -> None:
+    """Has the host of a virtual machine give memory for a page cache of this length, before something is timed."""
+    with open(folder / "pages", "wb", buffering=0) as file:
+        for _ in range(0, length, 1 << 20):
+            file.write(bytes(1 << 20))
+    os.unlink(folder / "pages")
 
 
 def take(kind: type[Store], asked: Asked) -> Answer:
