@@ -114,13 +114,19 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    pub(crate) fn key(&self, hash: &[u8]) -> Result<Key> {
-        if !(HASH_LEN_MIN..=HASH_LEN_MAX).contains(&hash.len()) {
-            return Err(Error::InvalidArgument(format!(
-                "a block's hash has {HASH_LEN_MIN} to {HASH_LEN_MAX} bytes, got {}",
-                hash.len()
-            )));
+    /// Whether a block may have this hash.
+    pub(crate) fn check_hash(hash: &[u8]) -> Result<()> {
+        if (HASH_LEN_MIN..=HASH_LEN_MAX).contains(&hash.len()) {
+            return Ok(());
         }
+        Err(Error::InvalidArgument(format!(
+            "a block's hash has {HASH_LEN_MIN} to {HASH_LEN_MAX} bytes, got {}",
+            hash.len()
+        )))
+    }
+
+    pub(crate) fn key(&self, hash: &[u8]) -> Result<Key> {
+        Self::check_hash(hash)?;
         let key = [word(hash) ^ self.mask[0], word(&hash[8..]) ^ self.mask[1]];
         // Zero means "none"; one name in 2^128 shares another's key, and the check tells them apart.
         Ok(Key(if key == [0, 0] { [1, 0] } else { key }))

@@ -14,6 +14,8 @@
 //! processes, hears of both from all of them, and frees space: it removes the blocks that are worth least
 //! from the index, and copies what is left of a segment to another one.
 //!
+//! Two tiers may be around the disk: host memory of the process, in front of it, and an object store ([`objects`]).
+//!
 //! No block is pinned while it is read. A reader that is overtaken by the keeper finds a wrong sum, looks again,
 //! and finds the block at its new place, or misses it.
 

@@ -31,6 +31,8 @@ use std::time::Duration;
 /// Threads that read and write in the background, and bytes of puts that may wait for them.
 const IO_THREADS: usize = 4;
 const WAITING_BYTES: u64 = 256 << 20;
+/// Blocks of a prompt that are looked for first. Most prompts have none, or many more.
+const FIRST_WINDOW: usize = 16;
 /// Bytes that one thread reads or writes while another computes the sums of as many.
 pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
 
@@ -359,7 +361,7 @@ impl Space {
     /// `Closed`; `InvalidArgument` for a hash that is too short or too long.
     pub fn lookup<H: AsRef<[u8]>>(&self, prompt: &[H]) -> Result<usize> {
         let _call = self.store.enter()?;
-        Ok(self.find(&self.keys(prompt)?).len())
+        Ok(self.find_prompt(prompt)?.1.len())
     }
 
     /// Counts as a use of the blocks of a prompt that are in the store. Returns how many.
@@ -368,8 +370,7 @@ impl Space {
     /// As [`Space::lookup`].
     pub fn touch<H: AsRef<[u8]>>(&self, prompt: &[H]) -> Result<usize> {
         let _call = self.store.enter()?;
-        let keys = self.keys(prompt)?;
-        let found = self.find(&keys);
+        let (keys, found) = self.find_prompt(prompt)?;
         self.note_use(&keys, &found, prompt.len() - found.len());
         Ok(found.len())
     }
@@ -500,7 +501,11 @@ impl Space {
     }
 
     pub(crate) fn keys<H: AsRef<[u8]>>(&self, prompt: &[H]) -> Result<Vec<Key>> {
-        prompt.iter().map(|hash| self.identity.key(hash.as_ref())).collect()
+        let mut keys = Vec::with_capacity(prompt.len());
+        for hash in prompt {
+            keys.push(self.identity.key(hash.as_ref())?);
+        }
+        Ok(keys)
     }
 
     fn wanted<H: AsRef<[u8]>>(
@@ -521,10 +526,28 @@ impl Space {
         })
     }
 
+    /// As [`Space::find`], with the keys that were needed to find that there are no more.
+    fn find_prompt<H: AsRef<[u8]>>(&self, prompt: &[H]) -> Result<(Vec<Key>, Vec<Option<Entry>>)> {
+        for hash in prompt {
+            Identity::check_hash(hash.as_ref())?;
+        }
+        let (mut keys, mut found) = (Vec::new(), Vec::new());
+        let mut window = FIRST_WINDOW;
+        loop {
+            let end = prompt.len().min(keys.len() + window);
+            keys.extend(self.keys(&prompt[keys.len()..end])?);
+            found.extend(self.find(&keys[found.len()..]));
+            if found.len() < keys.len() || end == prompt.len() {
+                return Ok((keys, found));
+            }
+            window *= 4;
+        }
+    }
+
     /// The blocks of the longest prefix that is there. Those that are in host memory only have no entry.
     pub(crate) fn find(&self, keys: &[Key]) -> Vec<Option<Entry>> {
-        let mut entries = Vec::with_capacity(keys.len());
-        let mut found = Vec::with_capacity(keys.len());
+        // Their memory grows with what is found: a miss costs next to nothing.
+        let (mut entries, mut found) = (Vec::new(), Vec::new());
         loop {
             entries.clear();
             self.store.core.member.find_prefix(&keys[found.len()..], &mut entries);
@@ -549,7 +572,7 @@ impl Space {
             self.store.wake_keeper();
         }
         if let Some(host) = &self.store.host {
-            host.note_use(now_ms, keys);
+            host.note_use(now_ms, &keys[..found.len()], missing as usize);
         }
     }
 

@@ -7,7 +7,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use indicatif::ProgressBar;
 use kvferry::{
@@ -16,6 +16,7 @@ use kvferry::{
 use kvferry_store::index::{Geometry, Index, Inserted, MAX_MEMBERS, New, RING_LEN};
 use kvferry_store::policy::{Policy, Retention};
 use kvferry_store::{BlockMemory, Key, Namespace, Retain, Store, StoreOptions};
+use kvferry_sys::clock::process_cpu_time;
 
 use crate::failure::Failure;
 use crate::options::{Op, StoreSpeed};
@@ -43,6 +44,15 @@ const OPENED_QUICK: u64 = 50_000;
 const TIMED: usize = 100_000;
 const PREFIX: usize = 1000;
 
+/// Until what was put is written, and how long an idle store is looked at.
+const SETTLED: Duration = Duration::from_millis(500);
+const IDLE: Duration = Duration::from_secs(1);
+/// What the kernel's bookkeeping of a process that sleeps may be.
+const IDLE_CPU_US: f64 = 100.0;
+/// A fiftieth of what an engine's scheduler alone spends on a request of as many blocks: 1 µs for a block.
+const MISS_CPU_US: f64 = PREFIX as f64 / 50.0;
+const MISSED: u64 = 200;
+
 type Hash = [u8; 32];
 
 /// Measures what `options` ask for; `bar` shows the progress.
@@ -59,7 +69,7 @@ pub fn measure(options: &StoreSpeed, bar: &ProgressBar) -> Result<Report, Failur
             cases.push(Case { block, direct });
         }
     }
-    bar.inc_length((cases.len() * rounds) as u64 + 2);
+    bar.inc_length((cases.len() * rounds) as u64 + 3);
     let mut rates: Vec<[[Vec<f64>; 2]; 2]> = cases.iter().map(|_| Default::default()).collect();
     for round in 0..rounds {
         for (case, rates) in cases.iter().zip(&mut rates) {
@@ -91,6 +101,9 @@ pub fn measure(options: &StoreSpeed, bar: &ProgressBar) -> Result<Report, Failur
     }
     bar.set_message("the index");
     rows.extend(index(options.quick)?);
+    bar.inc(1);
+    bar.set_message("nothing to do, and misses");
+    rows.extend(place.costs(options.quick)?);
     bar.inc(1);
     bar.set_message("opening");
     rows.extend(place.opening(options.quick)?);
@@ -267,6 +280,45 @@ impl Place {
         Ok(rates)
     }
 
+    /// What an open store costs while nobody asks for anything, and requests whose blocks it does not have.
+    fn costs(&self, quick: bool) -> Result<Vec<Row>, Failure> {
+        let cpu = || {
+            let used = process_cpu_time(std::process::id());
+            used.map_err(|e| Failure::Failed(format!("the processor time of this process: {e}")))
+        };
+        let folder = self.folder.join("costs");
+        let options = StoreOptions::new(&folder, self.bytes + (1 << 30)).segment_bytes(SEGMENT);
+        let store = Store::open(&self.agent, &options).map_err(failed)?;
+        let space = store.space(&Namespace::new("bench"));
+        let memory = self.blocks(Case { block: 128 << 10, direct: DirectIo::Off });
+        space.put(&prompt(1, memory.len()), 0, &memory, Retain::default()).map_err(failed)?;
+        std::thread::sleep(SETTLED);
+        let mut idle = Vec::new();
+        for _ in 0..if quick { 1 } else { ROUNDS } {
+            let before = cpu()?;
+            std::thread::sleep(IDLE);
+            idle.push((cpu()? - before).as_secs_f64() * 1e6 / IDLE.as_secs_f64());
+        }
+        let idle = Row::new("store", "nothing to do", "µs/s", Spread::of(idle));
+        let prompts: Vec<_> = (0..MISSED).map(|at| prompt(100 + at, PREFIX)).collect();
+        let mut missed = Vec::new();
+        for _ in 0..ROUNDS {
+            let before = cpu()?;
+            for prompt in &prompts {
+                let found = space.lookup(prompt).map_err(failed)?;
+                if found + space.touch(prompt).map_err(failed)? > 0 {
+                    return Err(Failure::Check("a block that was never put".into()));
+                }
+            }
+            missed.push((cpu()? - before).as_secs_f64() * 1e6 / prompts.len() as f64);
+        }
+        let name = format!("CPU of a request of {PREFIX} blocks that misses");
+        let missed = Row::new("store", name, "µs", Spread::of(missed)).at_most(MISS_CPU_US);
+        store.close();
+        let _ = std::fs::remove_dir_all(&folder);
+        Ok(vec![idle.at_most(IDLE_CPU_US), missed])
+    }
+
     /// Seconds to open a store that was closed, and one whose process was killed.
     fn opening(&self, quick: bool) -> Result<Vec<Row>, Failure> {
         let count = if quick { OPENED_QUICK } else { OPENED };
@@ -377,6 +429,8 @@ fn index(quick: bool) -> Result<Vec<Row>, Failure> {
             return Err(Failure::Failed(format!("the index: {inserted:?} of {key:?}")));
         }
     }
+    // As the keeper does.
+    while index.collapse(1) {}
     let chosen: Vec<Key> = (0..TIMED).map(|_| keys[rng.usize(..keys.len())]).collect();
     let mut rows = Vec::new();
     let mut timed = |what: &str, each: &mut dyn FnMut(&Key)| {

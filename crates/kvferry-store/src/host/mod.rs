@@ -109,12 +109,12 @@ impl Host {
         names.map(find).collect()
     }
 
-    /// A request used these blocks, the first of its prompt first.
-    pub(crate) fn note_use(&self, now_ms: u64, keys: &[Key]) {
+    /// A request used these blocks, the first of its prompt first; `missing` more were nowhere.
+    pub(crate) fn note_use(&self, now_ms: u64, keys: &[Key], missing: usize) {
         let mut state = lock(&self.state);
         let state = &mut *state;
         let chain: Vec<Slot> = keys.iter().map_while(|key| state.slots.get(key).copied()).collect();
-        state.policy.used(now_ms, &chain, keys.len() - chain.len());
+        state.policy.used(now_ms, &chain, keys.len() - chain.len() + missing);
     }
 
     /// Memory for a block of `len` bytes, for which others leave. `None` if none can, or if the block is to
