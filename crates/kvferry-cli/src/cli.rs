@@ -51,7 +51,7 @@ pub(crate) enum Command {
     BenchHandoff(BenchHandoffArgs),
     /// Check this host, or the way to an agent elsewhere
     Doctor(DoctorArgs),
-    /// Look at a store of blocks on disk, verify it, and remove what it does not need
+    /// Look at a store of blocks on disk, verify it, clean it, export and import blocks
     Store(StoreArgs),
     /// Print the version
     Version {
@@ -126,20 +126,25 @@ Examples:
   kvferry store ls /mnt/nvme/kv --blocks --namespace 8f3c21d07a5be946
   kvferry store verify /mnt/nvme/kv --json | jq '.bad'
   kvferry store gc /mnt/nvme/kv --capacity 100GiB --dry-run
+  kvferry store export kv.blocks /mnt/nvme/kv
+  kvferry store import kv.blocks /mnt/nvme/kv --capacity 500GiB
+  kvferry store export - /mnt/nvme/kv | ssh other kvferry store import - /mnt/kv --capacity 500GiB
 
 A store in several directories is given whole: all of them, in any order.
 
-stat, ls and verify change nothing, and work while processes have the store open. They show what is
-in the files. The files do not say which blocks were evicted: such a block is shown until its segment
+stat, ls, verify and export change nothing, and work while processes have the store open. They show
+what is in the files. The files do not say which blocks were evicted: such a block is shown until its segment
 is used again. A block that was copied to another segment is shown in both until then.
 
 Exit codes:
   0  success
-  1  verify found a bad block, or a segment that it can't read
+  1  verify or export found a bad block, or a segment that can't be read; import found that the file is
+     damaged or cut, and imported the rest
   2  the command line is wrong, or there is no store that can be read
-  4  gc: a process has the store open, or a file can't be changed";
+  4  gc: a process has the store open, or a file can't be changed; export: the file can't be written;
+     import: blocks could not be stored";
 
-/// Look at a store of blocks on disk, verify it, and remove what it does not need.
+/// Look at a store of blocks on disk, verify it, clean it, export and import blocks.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = STORE_EXAMPLES)]
 pub(crate) struct StoreArgs {
@@ -157,6 +162,10 @@ pub(crate) enum StoreAction {
     Verify(StoreVerifyArgs),
     /// Remove files that no process needs, while no process has the store open
     Gc(StoreGcArgs),
+    /// Write blocks to a file, to be imported into another store
+    Export(StoreExportArgs),
+    /// Put the blocks of an exported file into a store
+    Import(StoreImportArgs),
 }
 
 #[derive(Debug, Clone, Args)]
@@ -246,6 +255,69 @@ pub(crate) struct StoreGcArgs {
     /// Print the result as JSON, schema kvferry.store-gc/1
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+const STORE_EXPORT_EXAMPLES: &str = "\
+Each block is compared with its checksum, and is in the file once. A block that is bad, or that can't
+be read, is left out. In a segment that is not sealed, it may be one that a process is writing; such
+blocks are read again after a second. Blocks that were evicted are exported until their segment is
+used again.
+
+The file describes and checks itself, record by record; crates/kvferry-store/src/archive/format.rs
+documents every byte.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = STORE_EXPORT_EXAMPLES)]
+pub(crate) struct StoreExportArgs {
+    /// The file to write, which is replaced; - for standard output
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+    /// The store's directories
+    #[arg(required = true, value_name = "DIR")]
+    pub(crate) directories: Vec<PathBuf>,
+    /// Only blocks of this namespace
+    #[arg(long, value_name = "ID", value_parser = parse_namespace)]
+    pub(crate) namespace: Option<u64>,
+    /// Print the result as JSON, schema kvferry.store-export/1; on standard error if FILE is -
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// No progress bar
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
+}
+
+const STORE_IMPORT_EXAMPLES: &str = "\
+Processes may have the store open. If there is no store in DIR, it is made.
+
+--capacity is the one that engines open the store with. It counts if no process has the store open; one
+that is too small for what is there is refused.
+
+Each block is compared with its checksum before it is stored. Blocks that are there are skipped. Where
+the file is damaged or cut, all other blocks are imported, and the exit code is 1. Blocks keep their
+namespace, priority, and the time at which their retention ends; a block that was to leave before now
+is skipped. If the store is full, imported blocks replace others, as those that engines put.";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = STORE_IMPORT_EXAMPLES)]
+pub(crate) struct StoreImportArgs {
+    /// The file to read; - for standard input
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+    /// The store's directories: all of them
+    #[arg(required = true, value_name = "DIR")]
+    pub(crate) directories: Vec<PathBuf>,
+    /// The capacity of the store
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub(crate) capacity: u64,
+    /// Only blocks of this namespace
+    #[arg(long, value_name = "ID", value_parser = parse_namespace)]
+    pub(crate) namespace: Option<u64>,
+    /// Print the result as JSON, schema kvferry.store-import/1
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// No progress bar
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
 }
 
 /// A namespace's number, as `kvferry store` shows it.

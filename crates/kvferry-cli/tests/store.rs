@@ -441,3 +441,147 @@ fn gc_never_removes_segments_of_another_store() {
     assert!(stranger.exists());
     assert_eq!(report(0, &["stat", folder.text()])["segments"]["foreign"], 1);
 }
+
+/// A file for exported blocks, in a folder.
+fn exported(folder: &Folder, name: &str) -> String {
+    folder.0.join(name).to_str().expect("plain letters").to_owned()
+}
+
+const CAPACITY: &str = "24MiB";
+
+#[test]
+fn blocks_that_were_exported_are_found_in_the_store_that_they_are_imported_into() {
+    let (folder, other, out) = (Folder::new("from"), Folder::new("to"), Folder::new("out"));
+    made(&folder, "llama", 1..4);
+    made(&folder, "qwen", 4..6);
+    let file = exported(&out, "all");
+    // While an engine has the store open, and on with what it writes.
+    let engine = Engine::open(&options(&folder, 24));
+    engine.put("llama", 6);
+    let done = report(0, &["export", &file, folder.text()]);
+    assert_eq!((&done["blocks"], &done["damaged"]), (&48.into(), &0.into()), "{done}");
+    assert_eq!(done["bytes"], 48 * LEN);
+    drop(engine);
+    let done = report(0, &["import", &file, other.text(), "--capacity", CAPACITY]);
+    assert_eq!((&done["stored"], &done["present"]), (&48.into(), &0.into()), "{done}");
+    report(0, &["verify", other.text()]);
+    // Beside an engine, which finds them at once.
+    let engine = Engine::open(&options(&other, 23));
+    assert_eq!([1, 2, 3, 6].map(|seed| engine.get("llama", seed)), [BLOCKS; 4]);
+    assert_eq!([4, 5].map(|seed| engine.get("qwen", seed)), [BLOCKS; 2]);
+    let done = report(0, &["import", &file, other.text(), "--capacity", CAPACITY]);
+    assert_eq!((&done["stored"], &done["present"]), (&0.into(), &48.into()), "{done}");
+    assert!(
+        text(0, &["import", &file, other.text(), "--capacity", CAPACITY]).contains("48 present")
+    );
+    // The bytes are those that were put.
+    let mut bytes = vec![0; engine.pool.len()];
+    fastrand::Rng::with_seed(2).fill(&mut bytes);
+    assert_eq!(engine.get("llama", 2), BLOCKS);
+    let mut back = vec![0; engine.pool.len()];
+    engine.pool.read_at(0, &mut back).expect("inside the pool");
+    assert!(back == bytes);
+}
+
+#[test]
+fn export_and_import_of_a_namespace_leave_the_others_and_work_in_a_pipe() {
+    let (folder, other, out) = (Folder::new("of"), Folder::new("into"), Folder::new("pipe"));
+    made(&folder, "llama", 1..3);
+    made(&folder, "qwen", 3..4);
+    let file = exported(&out, "all");
+    let piped = store(&["export", "-", folder.text(), "--namespace", &id("qwen"), "--quiet"]);
+    assert!(piped.status.success() && errors(&piped).contains("8 blocks"), "{}", errors(&piped));
+    std::fs::write(&file, &piped.stdout).expect("written");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    command.args(["store", "import", "-", other.text(), "--capacity", CAPACITY, "--json"]);
+    let stdin = std::fs::File::open(&file).expect("written above");
+    let done = command.stdin(stdin).output().expect("the command starts");
+    let done: Value = serde_json::from_slice(&done.stdout).expect("a report");
+    assert_eq!((&done["stored"], &done["is_cut"]), (&8.into(), &false.into()), "{done}");
+    report(0, &["export", &file, folder.text()]);
+    let only = ["import", &file, other.text(), "--capacity", CAPACITY, "--namespace", &id("llama")];
+    let done = report(0, &only);
+    assert_eq!((&done["stored"], &done["other_namespaces"]), (&16.into(), &8.into()), "{done}");
+    let engine = Engine::open(&options(&other, 23));
+    assert_eq!((engine.get("llama", 1), engine.get("qwen", 3)), (BLOCKS, BLOCKS));
+}
+
+#[test]
+fn a_file_that_is_damaged_or_cut_is_imported_but_for_the_damage() {
+    let (folder, out) = (Folder::new("whole"), Folder::new("damaged"));
+    made(&folder, "llama", 1..4);
+    let file = exported(&out, "blocks");
+    report(0, &["export", &file, folder.text()]);
+    let whole = std::fs::read(&file).expect("written above");
+    let record = 112 + usize::try_from(LEN).expect("short");
+    let import = |bytes: &[u8], name: &str| {
+        std::fs::write(&file, bytes).expect("written");
+        let into = Folder::new(name);
+        report(1, &["import", &file, into.text(), "--capacity", CAPACITY])
+    };
+    // In the data of a block, and in the header of another.
+    let mut bytes = whole.clone();
+    bytes[64 + 3 * record + 5000] ^= 1;
+    bytes[64 + 7 * record + 60] ^= 1;
+    let done = import(&bytes, "flipped");
+    assert_eq!((&done["stored"], &done["missing"]), (&22.into(), &2.into()), "{done}");
+    assert_eq!((&done["damaged"], &done["is_cut"]), (&2.into(), &false.into()), "{done}");
+    // Bytes are missing.
+    let bytes = [&whole[..64 + 2 * record + 70], &whole[64 + 4 * record - 7..]].concat();
+    let done = import(&bytes, "missing");
+    assert_eq!((&done["stored"], &done["missing"]), (&22.into(), &2.into()), "{done}");
+    // The beginning is missing, or the end.
+    let done = import(&whole[30..], "beginning");
+    assert_eq!((&done["stored"], &done["is_cut"]), (&24.into(), &false.into()), "{done}");
+    let done = import(&whole[..64 + 10 * record + 100], "end");
+    assert_eq!((&done["stored"], &done["is_cut"]), (&10.into(), &true.into()), "{done}");
+    // What is no export at all.
+    let into = Folder::new("no-export");
+    std::fs::write(&file, b"[package]").expect("written");
+    let refused = store(&["import", &file, into.text(), "--capacity", CAPACITY]);
+    assert_eq!(refused.status.code(), Some(2), "{}", errors(&refused));
+}
+
+#[test]
+fn export_leaves_bad_blocks_out_and_says_so() {
+    let (folder, out) = (Folder::new("bad"), Folder::new("bad-out"));
+    made(&folder, "llama", 1..3);
+    let blocks = report(0, &["ls", folder.text(), "--blocks"]);
+    let page = blocks["blocks"][2]["page"].as_u64().expect("a number");
+    overwrite(&folder.segment(&blocks["blocks"][2]["segment"]), page * 4096 + 50, b"damage");
+    let file = exported(&out, "blocks");
+    let done = report(1, &["export", &file, folder.text()]);
+    assert_eq!((&done["blocks"], &done["damaged"]), (&15.into(), &1.into()), "{done}");
+    let into = Folder::new("bad-into");
+    let done = report(0, &["import", &file, into.text(), "--capacity", CAPACITY]);
+    assert_eq!((&done["stored"], &done["damaged"]), (&15.into(), &0.into()), "{done}");
+}
+
+#[test]
+fn import_with_a_capacity_that_would_remove_segments_is_refused() {
+    let (folder, out) = (Folder::new("smaller"), Folder::new("smaller-out"));
+    made(&folder, "llama", 0..20);
+    let file = exported(&out, "blocks");
+    report(0, &["export", &file, folder.text()]);
+    let before = files(&folder);
+    let refused = store(&["import", &file, folder.text(), "--capacity", "9MiB"]);
+    assert_eq!(refused.status.code(), Some(2), "{}", errors(&refused));
+    assert!(errors(&refused).contains("engines open it with"), "{}", errors(&refused));
+    assert_eq!(files(&folder), before);
+}
+
+#[test]
+fn more_blocks_than_a_store_has_room_for_replace_others() {
+    let (folder, into, out) =
+        (Folder::new("large"), Folder::new("small"), Folder::new("large-out"));
+    made(&folder, "llama", 0..22);
+    let file = exported(&out, "blocks");
+    report(0, &["export", &file, folder.text()]);
+    let capacity = (10 * MIB).to_string();
+    let options = options(&into, 9).segment_bytes(MIB);
+    drop(Engine::open(&options));
+    let done = report(0, &["import", &file, into.text(), "--capacity", &capacity]);
+    assert_eq!((&done["stored"], &done["refused"]), (&176.into(), &0.into()), "{done}");
+    let blocks = report(0, &["stat", into.text()])["blocks"].as_u64().expect("a number");
+    assert!(blocks >= 40, "{blocks}");
+}

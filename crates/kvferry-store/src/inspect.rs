@@ -26,6 +26,7 @@ use crate::arrange::{self, Arranged, Directory, arrange};
 use crate::error::{Error, Result};
 use crate::log::recover::{self, Fault, Scanned};
 use crate::log::{self, Disk, PAGE_BYTES, Record, SegmentHeader, Superblock, superblock};
+use crate::options::StoreOptions;
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -135,6 +136,18 @@ impl Files {
         &self.disk.directories
     }
 
+    /// Whether a process that opens the store with this capacity finds all segments below it, and so removes none.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a capacity that no process could open the store with; `Directory` if a directory can't be
+    /// listed.
+    pub fn fit_into(&self, capacity: u64) -> Result<bool> {
+        let bytes = self.superblock.geometry.segment_bytes();
+        let options = StoreOptions::new(&self.disk.directories[0], capacity);
+        let segments = options.geometry(Some(bytes))?.segments;
+        Ok(self.disk.list()?.keys().all(|number| *number < segments))
+    }
+
     /// When a block was put, in milliseconds of Unix time, rounded down to seconds of the store's time.
     pub fn put_at_ms(&self, record: &Record) -> u64 {
         self.superblock.created_ms + u64::from(record.block.time) * 1000
@@ -193,7 +206,7 @@ impl Files {
     }
 
     /// Whether a process has begun another use of a segment, or removed it, since `header` was read.
-    fn is_replaced(&self, header: &SegmentHeader) -> bool {
+    pub(crate) fn is_replaced(&self, header: &SegmentHeader) -> bool {
         let mut page = [0; PAGE_BYTES];
         match self.disk.read_at(header.segment, 0, &mut page) {
             Ok(()) => {

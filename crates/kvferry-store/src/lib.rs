@@ -8,6 +8,7 @@
 //! - [`objects`] uploads blocks to an object store and fetches them from it.
 //! - [`inspect`] reads a store's files, and [`clean`] removes what it does not need, without an agent: `kvferry
 //!   store`.
+//! - [`archive`] writes blocks of a store to a stream, and puts them into another store.
 //!
 //! The life of a block: [`Space::put`] computes its sum, writes it to this process's segment, and inserts it
 //! into the index. [`Space::get`] finds it there, reads it, and compares the sum. The *keeper*, one of the
@@ -21,6 +22,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod archive;
 mod arrange;
 pub mod clean;
 mod clock;

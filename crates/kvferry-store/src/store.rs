@@ -188,6 +188,35 @@ impl Store {
         self.0.worker.writer.sync(core).map_err(failed)
     }
 
+    /// Writes blocks that come with their names, each the parent of the next. Blocks are refused from one on.
+    pub(crate) fn put_chain(&self, blocks: &[Candidate], parent: Option<Key>) -> Result<Put> {
+        let _call = self.0.enter()?;
+        let core = &self.0.core;
+        let parent = parent.and_then(|key| core.member.find(&key)).map(|entry| entry.slot);
+        // A space only for its store: the names are in the blocks.
+        let (put, _) = self.space(&Namespace::new("")).write(blocks, parent);
+        Counters::add(&core.counters.stored, put.stored);
+        Counters::add(&core.counters.present, put.present);
+        Counters::add(&core.counters.failed, put.failed);
+        Ok(put)
+    }
+
+    /// Whether a block is there.
+    pub(crate) fn has(&self, key: &Key) -> Result<bool> {
+        let _call = self.0.enter()?;
+        Ok(self.0.core.member.find(key).is_some())
+    }
+
+    /// The longest block that a segment has room for.
+    pub(crate) fn max_block_bytes(&self) -> u32 {
+        self.0.core.superblock.geometry.max_block_bytes()
+    }
+
+    /// When the store was made, in Unix milliseconds, and the seconds since.
+    pub(crate) fn times(&self) -> (u64, u32) {
+        (self.0.core.superblock.created_ms, self.0.core.clock.now_s())
+    }
+
     /// What this process has done, and what the store holds.
     pub fn stats(&self) -> Stats {
         let core = &self.0.core;

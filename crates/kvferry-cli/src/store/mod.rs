@@ -1,9 +1,12 @@
-//! `kvferry store`: looks at a store on disk, verifies it, and removes what it does not need.
+//! `kvferry store`: looks at a store on disk, verifies it, removes what it does not need, exports and imports
+//! blocks.
 //!
-//! `kvferry_store::inspect` and `kvferry_store::clean` do the work. A file here is a subcommand: what it counts,
+//! `kvferry_store::inspect`, `clean` and `archive` do the work. A file here is a subcommand: what it counts,
 //! and how it shows it.
 
+mod export;
 mod gc;
+mod import;
 mod ls;
 mod stat;
 mod time;
@@ -23,6 +26,8 @@ pub(crate) fn run(args: &StoreArgs) -> Result<(), Failure> {
         StoreAction::Ls(args) => ls::run(args),
         StoreAction::Verify(args) => verify::run(args),
         StoreAction::Gc(args) => gc::run(args),
+        StoreAction::Export(args) => export::run(args),
+        StoreAction::Import(args) => import::run(args),
     }
 }
 
