@@ -24,7 +24,7 @@ pub(crate) struct Core {
 
 impl Core {
     pub(crate) fn new(disk: Directories, superblock: Superblock, member: Member) -> Self {
-        let clock = Clock::new(superblock.created_ms);
+        let clock = Clock::from_word(member.clock());
         let (counters, quiet_until_ms) = (Counters::default(), AtomicU64::new(0));
         Self { disk, superblock, member, clock, counters, quiet_until_ms }
     }

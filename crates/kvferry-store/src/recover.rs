@@ -1,5 +1,6 @@
 //! Fills the index from the disk.
 
+use crate::clock::Clock;
 use crate::disk::Directories;
 use crate::error::{Error, Result};
 use crate::index::{self, Index, Inserted, New};
@@ -45,6 +46,13 @@ pub(crate) fn fill(
         .collect();
     // In the order in which they were written: a parent is there before what is behind it, mostly.
     scanned.sort_by_key(|it| it.header.incarnation);
+    let newest_ms = scanned.iter().flat_map(|it| {
+        let begun_ms = it.header.created_ms.saturating_sub(superblock.created_ms);
+        let put_ms = it.records.iter().map(|it| u64::from(it.block.time) * 1000);
+        put_ms.chain([begun_ms])
+    });
+    let clock = Clock::begin(superblock.created_ms, newest_ms.max().unwrap_or(0));
+    index.set_clock(clock.to_word());
     for it in &scanned {
         member.restore_segment(it.header.segment, it.header.incarnation);
     }

@@ -27,6 +27,7 @@ const AT_MAGIC: usize = 0;
 const AT_SLOTS: usize = 8;
 const AT_SEGMENTS: usize = 16;
 const AT_SEGMENT_PAGES: usize = 24;
+pub(super) const CLOCK: usize = 32;
 pub(super) const LIVE: usize = 64;
 pub(super) const HIGH_WATER: usize = 128;
 pub(super) const NEXT_INCARNATION: usize = 192;

@@ -114,6 +114,17 @@ impl Index {
         self.layout.geometry
     }
 
+    /// Sets what all members have as their clock; opaque. For the process that made the index, before others open
+    /// it.
+    pub fn set_clock(&self, clock: u64) {
+        self.shared.word(layout::CLOCK).store(clock, Relaxed);
+    }
+
+    /// What [`Index::set_clock`] has set; 0 by default.
+    pub fn clock(&self) -> u64 {
+        self.shared.word(layout::CLOCK).load(Relaxed)
+    }
+
     /// Blocks in the index. After the death of a member, right again after [`Member::recount`].
     pub fn live(&self) -> u64 {
         self.shared.word(layout::LIVE).load(Relaxed)
