@@ -157,11 +157,19 @@ impl Arranged {
 /// Reads what a directory is.
 fn look(path: &Path) -> Result<Found> {
     match Superblock::read(path) {
-        Ok(Some((superblock, version))) => Ok(Found::Store(superblock, version)),
+        Ok(Some((superblock, version))) => Ok(match list(path) {
+            Ok(()) => Found::Store(superblock, version),
+            Err(error) => Found::Lost(error),
+        }),
         Ok(None) => Ok(look_at_segments(path).map_or_else(Found::Lost, Found::Segments)),
         Err(log::Error::Directory { source, .. }) => Ok(Found::Lost(source)),
         Err(error) => Err(log_error(path, error)),
     }
+}
+
+/// Fails if a directory can't be listed.
+fn list(path: &Path) -> io::Result<()> {
+    fs::read_dir(path)?.try_for_each(|entry| entry.map(drop))
 }
 
 fn look_at_segments(path: &Path) -> io::Result<Segments> {

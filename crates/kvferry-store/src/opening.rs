@@ -13,12 +13,15 @@ use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A store that is being opened.
 pub(crate) struct Opening<'a> {
     agent: &'a Agent,
     options: &'a StoreOptions,
     arranged: Mutex<Arranged>,
+    /// Another process has made the store meanwhile, and has locked another directory.
+    is_overtaken: AtomicBool,
 }
 
 impl<'a> Opening<'a> {
@@ -33,7 +36,13 @@ impl<'a> Opening<'a> {
                 std::fs::create_dir_all(path).map_err(failed)?;
             }
         }
-        Ok(Self { agent, options, arranged: Mutex::new(arranged) })
+        let is_overtaken = AtomicBool::new(false);
+        Ok(Self { agent, options, arranged: Mutex::new(arranged), is_overtaken })
+    }
+
+    /// Whether the store has to be opened once more, with another directory first.
+    pub(crate) fn is_overtaken(&self) -> bool {
+        self.is_overtaken.load(Ordering::Relaxed)
     }
 
     /// The directory whose files the processes lock.
@@ -51,6 +60,7 @@ impl<'a> Opening<'a> {
         let mut now = arrange(&self.options.directories)?;
         let first = self.first();
         if now.first() != first {
+            self.is_overtaken.store(true, Ordering::Relaxed);
             let detail = "; the directories have changed meanwhile: try again".into();
             return Err(Error::Busy { path: first, detail });
         }

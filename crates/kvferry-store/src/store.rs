@@ -33,6 +33,8 @@ const IO_THREADS: usize = 4;
 const WAITING_BYTES: u64 = 256 << 20;
 /// Blocks of a prompt that are looked for first. Most prompts have none, or many more.
 const FIRST_WINDOW: usize = 16;
+/// Tries to open a store that other processes make meanwhile, with their directories in another order.
+const OVERTAKEN_MAX: u32 = 3;
 /// Bytes that one thread reads or writes while another computes the sums of as many.
 pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
 
@@ -110,16 +112,27 @@ impl Store {
                 options.host_bytes
             )));
         }
-        let opening = Opening::new(agent, options)?;
+        let join = |opening: &Opening<'_>| {
+            join(
+                &opening.first(),
+                || opening.open_superblock(),
+                |superblock| {
+                    let geometry = options.geometry(Some(superblock.geometry.segment_bytes()))?;
+                    recover::fill(&opening.disk(superblock, true)?, superblock, geometry)
+                },
+            )
+        };
+        let mut opening = Opening::new(agent, options)?;
+        let mut joined = join(&opening);
+        for _ in 0..OVERTAKEN_MAX {
+            if !opening.is_overtaken() {
+                break;
+            }
+            opening = Opening::new(agent, options)?;
+            joined = join(&opening);
+        }
         let first = opening.first();
-        let (superblock, joined) = join(
-            &first,
-            || opening.open_superblock(),
-            |superblock| {
-                let geometry = options.geometry(Some(superblock.geometry.segment_bytes()))?;
-                recover::fill(&opening.disk(superblock, true)?, superblock, geometry)
-            },
-        )?;
+        let (superblock, joined) = joined?;
         let disk = opening.disk(&superblock, false)?;
         let failed = |source| Error::Directory { path: first.clone(), source };
         let host = match options.host_bytes {

@@ -90,6 +90,25 @@ fn directories_may_be_given_in_any_order() {
 }
 
 #[test]
+fn processes_that_make_a_store_at_once_with_its_directories_in_another_order_make_one() {
+    for _ in 0..15 {
+        let folder = Folder::new("at-once");
+        let orders = [["a", "b", "c"], ["c", "a", "b"], ["b", "c", "a"], ["c", "b", "a"]];
+        let with = orders.map(|names| directories(&folder, &names));
+        let engines: Vec<_> = std::thread::scope(|scope| {
+            let opened: Vec<_> =
+                with.iter().map(|with| scope.spawn(|| Engine::open(with, LEN))).collect();
+            opened.into_iter().map(|it| it.join().expect("a store")).collect()
+        });
+        assert_eq!(engines[0].put(&prompt(1, BLOCKS), 0).stored, BLOCKS);
+        for engine in &engines {
+            assert_eq!(engine.get(&prompt(1, BLOCKS), 0), BLOCKS);
+            assert_eq!(engine.store.stats().processes, 4);
+        }
+    }
+}
+
+#[test]
 fn directories_that_are_not_those_of_one_store_are_refused_and_nothing_is_changed() {
     let folder = Folder::new("refused");
     made(&directories(&folder, &["a", "b", "c"]));

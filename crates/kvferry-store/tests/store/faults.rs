@@ -55,13 +55,17 @@ struct Tmpfs(Folder);
 impl Tmpfs {
     /// `None`, with a line that says so, if this process may not mount.
     fn mount(name: &str, kib: u64) -> Option<Self> {
+        Self::mount_with(name, &format!("size={kib}k"))
+    }
+
+    fn mount_with(name: &str, how: &str) -> Option<Self> {
         let folder = Folder::new(name);
         let mut mount = Command::new("mount");
-        mount.args(["-t", "tmpfs", "-o", &format!("size={kib}k"), "kvferry"]).arg(folder.path());
+        mount.args(["-t", "tmpfs", "-o", how, "kvferry"]).arg(folder.path());
         if mount.output().is_ok_and(|done| done.status.success()) {
             return Some(Self(folder));
         }
-        println!("SKIPPED: a file system of its own, because this process may not mount a tmpfs");
+        println!("SKIPPED: {name}: this process may not mount a tmpfs with {how}");
         None
     }
 
@@ -276,6 +280,24 @@ fn on_a_disk_that_is_smaller_than_the_capacity_new_blocks_replace_old_ones() {
 }
 
 #[test]
+fn under_a_quota_that_is_smaller_than_the_capacity_new_blocks_replace_old_ones() {
+    let how = "size=64m,mode=777,usrquota,usrquota_block_hardlimit=12m";
+    let Some(disk) = Tmpfs::mount_with("quota", how) else { return };
+    as_plain_user("plain_user_has_a_quota", disk.0.path());
+}
+
+#[test]
+#[ignore = "needs a user who has a quota: the test above"]
+fn plain_user_has_a_quota() {
+    let Some(folder) = std::env::var_os("KVFERRY_STORE_TEST_PLAIN") else { return };
+    let engine = Engine::open(&options(&Path::new(&folder).join("store"), 24 * MIB), LEN);
+    fill(&engine, LEN, 60 * MIB);
+    let stats = engine.store.stats();
+    assert_eq!((stats.failed, stats.corrupt), (0, 0), "{stats:?}");
+    assert!(stats.blocks * LEN > 5 * MIB && stats.disk_bytes <= 12 * MIB, "{stats:?}");
+}
+
+#[test]
 fn blocks_of_a_segment_that_is_cut_or_deleted_are_missed_and_can_be_put_again() {
     for is_deleted in [false, true] {
         let folder = Folder::new("cut");
@@ -308,13 +330,12 @@ fn blocks_of_a_segment_that_is_cut_or_deleted_are_missed_and_can_be_put_again() 
 }
 
 /// Runs an ignored test of this file as a user who is bound by permissions.
-fn as_plain_user(name: &str) {
+fn as_plain_user(name: &str, folder: &Path) {
     let this = std::env::current_exe().expect("the path of this program");
-    let folder = std::env::temp_dir();
     let mut other = Command::new("setpriv");
     other.args(["--reuid=65534", "--regid=65534", "--clear-groups", "--"]);
     other.arg(this).args(["--exact", &format!("faults::{name}"), "--ignored", "--nocapture"]);
-    let Ok(done) = other.env("KVFERRY_STORE_TEST_PLAIN", "1").current_dir(folder).output() else {
+    let Ok(done) = other.env("KVFERRY_STORE_TEST_PLAIN", folder).current_dir("/").output() else {
         println!("SKIPPED: {name}: this system has no setpriv");
         return;
     };
@@ -336,7 +357,7 @@ fn set_mode(paths: &[PathBuf], mode: u32) {
 
 #[test]
 fn a_store_that_its_user_may_only_read_opens_and_its_blocks_are_read() {
-    as_plain_user("plain_user_reads");
+    as_plain_user("plain_user_reads", &std::env::temp_dir());
 }
 
 #[test]
