@@ -26,6 +26,7 @@ impl Core {
     pub(crate) fn new(disk: Directories, superblock: Superblock, member: Member) -> Self {
         let clock = Clock::from_word(member.clock());
         let (counters, quiet_until_ms) = (Counters::default(), AtomicU64::new(0));
+        Counters::add(&counters.lost_directories, disk.lost());
         Self { disk, superblock, member, clock, counters, quiet_until_ms }
     }
 

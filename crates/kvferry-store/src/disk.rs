@@ -339,6 +339,11 @@ impl Directories {
         segment as usize % self.paths.len()
     }
 
+    /// How many directories could not be read when the store was opened.
+    pub(crate) fn lost(&self) -> usize {
+        self.lost.iter().filter(|it| **it).count()
+    }
+
     /// Whether a segment's directory could not be read when the store was opened.
     pub(crate) fn is_in_lost_directory(&self, segment: u32) -> bool {
         self.lost[self.number_of(segment)]

@@ -95,6 +95,8 @@ counters! {
     fetch_failed,
     /// Objects that were not what was uploaded.
     fetch_corrupt,
+    /// Directories that could not be read when this process opened the store.
+    lost_directories,
 }
 
 impl Counters {
