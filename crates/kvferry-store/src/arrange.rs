@@ -359,8 +359,9 @@ fn refuse_too_few(paths: &[PathBuf], numbers: &[usize]) -> Result<()> {
             let at = numbers.iter().position(|number| *number == 0).unwrap_or(0);
             let what = format!(
                 "its segments are those of a store with {count} directories, {} were given: give \
-                 all of them",
-                paths.len()
+                 all of them; if there are no others, make an empty file {} in it",
+                paths.len(),
+                superblock::segment_file(u32::try_from(paths.len()).unwrap_or(u32::MAX))
             );
             Err(format(&paths[at], what))
         }

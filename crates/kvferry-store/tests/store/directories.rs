@@ -151,6 +151,22 @@ fn directories_that_are_not_those_of_one_store_are_refused_and_nothing_is_change
 }
 
 #[test]
+fn a_store_of_format_1_that_seems_to_lack_directories_can_be_opened_by_its_owner() {
+    let folder = Folder::new("format-1-gaps");
+    made(&directories(&folder, &["a"]));
+    downgrade(&folder, &["a"]);
+    // As after `kvferry store gc --namespace`.
+    for segment in (1..24).step_by(2) {
+        let _ = std::fs::remove_file(folder.path().join(format!("a/segment-{segment:08}")));
+    }
+    let (_, said) = refused(&folder, &["a"]);
+    assert!(said.ends_with("make an empty file segment-00000001 in it"), "{said}");
+    std::fs::write(folder.path().join("a/segment-00000001"), "").expect("written");
+    let engine = Engine::open(&directories(&folder, &["a"]), LEN);
+    assert!(found(&engine) > BLOCKS);
+}
+
+#[test]
 fn a_store_of_format_1_is_upgraded_and_has_its_blocks() {
     for (given, names) in [
         (["a", "b", "c"], ["a", "b", "c"]),
