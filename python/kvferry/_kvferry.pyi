@@ -1,6 +1,6 @@
 """The native module. Import its classes from `kvferry` and `kvferry.mooncake`."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import GenericAlias, TracebackType
@@ -395,7 +395,7 @@ class Store:
         direct: _Direct = "off",
         host_bytes: int = 0,
         objects: str | None = None,
-        object_options: dict[str, str | float] | None = None,
+        object_options: Mapping[str, str | float] | None = None,
     ) -> Store: ...
     def space(
         self,

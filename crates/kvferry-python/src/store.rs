@@ -9,7 +9,7 @@ use crate::store_pending::{Pending, Put, Value};
 use kvferry_store::{Namespace, Retain, Stats, StoreOptions, Then};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyFloat, PyInt, PyString};
+use pyo3::types::{PyDict, PyFloat, PyInt, PyMapping, PyString};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -72,10 +72,13 @@ impl FromPyObject<'_, '_> for Directories {
     }
 }
 
-/// The items of a dict, as text: options may be given as numbers, too.
-fn text_items(dict: &Bound<'_, PyDict>) -> PyResult<Vec<(String, String)>> {
-    dict.iter()
-        .map(|(key, value)| {
+/// The items of a mapping, as text: options may be given as numbers, too.
+fn text_items(mapping: &Bound<'_, PyMapping>) -> PyResult<Vec<(String, String)>> {
+    mapping
+        .items()?
+        .iter()
+        .map(|item| {
+            let (key, value): (String, Bound<'_, PyAny>) = item.extract()?;
             let is_value = value.is_instance_of::<PyString>()
                 || value.is_instance_of::<PyInt>()
                 || value.is_instance_of::<PyFloat>();
@@ -83,7 +86,7 @@ fn text_items(dict: &Bound<'_, PyDict>) -> PyResult<Vec<(String, String)>> {
                 let what = "the values of object_options are strings, numbers or booleans";
                 return Err(PyTypeError::new_err(what));
             }
-            Ok((key.extract()?, value.str()?.extract()?))
+            Ok((key, value.str()?.extract()?))
         })
         .collect()
 }
@@ -104,7 +107,7 @@ impl Store {
         direct: &str,
         host_bytes: u64,
         objects: Option<String>,
-        object_options: Option<&Bound<'_, PyDict>>,
+        object_options: Option<&Bound<'_, PyMapping>>,
     ) -> PyResult<Self> {
         let py = agent.py();
         let shared = agent.get().shared();

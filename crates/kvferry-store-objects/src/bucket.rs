@@ -117,7 +117,7 @@ impl Requests {
     ) -> std::result::Result<T, Fault> {
         match tokio::time::timeout(self.timeout, request).await {
             Ok(outcome) => outcome.map_err(|e| fault(&e)),
-            Err(_) => Err(Fault(format!("no answer within {:?}", self.timeout))),
+            Err(_) => Err(Fault::Failed(format!("no answer within {:?}", self.timeout))),
         }
     }
 
@@ -213,7 +213,7 @@ mod tests {
             let outcome = requests.within(requests.get("x", 100)).await;
             (outcome, began.elapsed())
         });
-        assert_eq!(outcome, Err(Fault("no answer within 10s".into())));
+        assert_eq!(outcome, Err(Fault::Failed("no answer within 10s".into())));
         assert!(took >= TIMEOUT && took < TIMEOUT * 2 && began.elapsed() < TIMEOUT);
     }
 

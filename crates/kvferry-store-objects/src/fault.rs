@@ -7,7 +7,13 @@ const LEN_MAX: usize = 300;
 
 /// One line, without what servers repeat of a request: an answer to a wrong signature has the session's token.
 pub(crate) fn fault(error: &object_store::Error) -> Fault {
-    Fault(one_line(&error.to_string()))
+    use object_store::Error::{NotFound, PermissionDenied, Unauthenticated};
+    let text = one_line(&error.to_string());
+    match error {
+        // Of a write: there is no such bucket.
+        PermissionDenied { .. } | Unauthenticated { .. } | NotFound { .. } => Fault::Refused(text),
+        _ => Fault::Failed(text),
+    }
 }
 
 pub(crate) fn one_line(text: &str) -> String {

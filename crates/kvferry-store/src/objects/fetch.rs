@@ -8,7 +8,7 @@
 //! A block that two prefetches want is asked for once: a *flight*.
 
 use super::content::{HEADER_BYTES, Unusable, Wanted, name_of, verify};
-use super::outage::Admission;
+use super::outage::{Direction, Permit};
 use super::remembered::Remembered;
 use super::{Done, Got, Outcome, Shared};
 use crate::key::Key;
@@ -134,7 +134,7 @@ struct Flight {
 #[derive(Debug)]
 enum Event {
     Begin(Box<Prefetch>),
-    Ended { key: Key, is_probe: bool, outcome: Outcome<Got> },
+    Ended { key: Key, permit: Permit, outcome: Outcome<Got> },
     Stop,
 }
 
@@ -209,9 +209,9 @@ impl Fetcher {
         while let Ok(event) = events.recv() {
             match event {
                 Event::Begin(prefetch) => self.begin(prefetch),
-                Event::Ended { key, is_probe, outcome } => {
+                Event::Ended { key, permit, outcome } => {
                     self.in_flight -= 1;
-                    let answer = self.judge(key, is_probe, outcome);
+                    let answer = self.judge(key, permit, outcome);
                     self.deliver(key, &answer);
                 }
                 Event::Stop => return,
@@ -289,8 +289,7 @@ impl Fetcher {
             if prefetch.space.has(&wanted.key) {
                 continue;
             }
-            let is_away =
-                matches!(lock(&self.shared.outage).look(now_ms), Admission::NotBefore { .. });
+            let is_away = lock(&self.shared.gate).look(Direction::Down, now_ms).is_some();
             match self.flights.get_mut(&wanted.key) {
                 // Two names of blocks with one key: the second one waits for another time.
                 Some(flight) if flight.wanted != wanted => return,
@@ -323,18 +322,17 @@ impl Fetcher {
         {
             let Some(flight) = self.flights.get(&key) else { continue };
             let name = name_of(flight.wanted.namespace, key);
-            let admission = lock(&self.shared.outage).admit(self.shared.now_ms());
-            if let Admission::NotBefore { .. } = admission {
+            let permit = lock(&self.shared.gate).admit(Direction::Down, self.shared.now_ms());
+            let Some(permit) = permit else {
                 self.count(|counters| &counters.fetch_missed);
                 self.deliver(key, &Answer::Missing);
                 continue;
-            }
-            let is_probe = admission == Admission::Probe;
+            };
             let geometry = self.shared.core.superblock.geometry;
             let len_max = u64::from(geometry.max_block_bytes()) + HEADER_BYTES as u64;
             let events = self.events.clone();
             let done = Done::new(move |outcome| {
-                let _ = events.send(Event::Ended { key, is_probe, outcome });
+                let _ = events.send(Event::Ended { key, permit, outcome });
             });
             self.in_flight += 1;
             self.shared.get(&name, len_max, done);
@@ -342,8 +340,8 @@ impl Fetcher {
     }
 
     /// What a request has brought.
-    fn judge(&mut self, key: Key, is_probe: bool, outcome: Outcome<Got>) -> Answer {
-        self.shared.note(&outcome, is_probe);
+    fn judge(&mut self, key: Key, permit: Permit, outcome: Outcome<Got>) -> Answer {
+        self.shared.note(Direction::Down, permit, &outcome);
         let now_ms = self.shared.now_ms();
         let Some(wanted) = self.flights.get(&key).map(|flight| flight.wanted) else {
             return Answer::Missing;

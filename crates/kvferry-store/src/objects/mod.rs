@@ -23,7 +23,7 @@ use crate::core::Core;
 use crate::key::Key;
 use crate::log;
 use crate::sync::lock;
-use outage::{Outage, Patience};
+use outage::{Change, Direction, End, Gate, Patience, Permit};
 use remembered::Remembered;
 use std::fmt;
 use std::io;
@@ -70,13 +70,19 @@ pub enum IfExists {
     Replace,
 }
 
-/// Why a request failed, for a log line: no secrets.
+/// Why a request failed. The text is for a log line: no secrets.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fault(pub String);
+pub enum Fault {
+    /// There was no answer, or the server failed. It may be repeated.
+    Failed(String),
+    /// The object store does not allow it: by these credentials, or because there is no such bucket.
+    Refused(String),
+}
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        let (Self::Failed(what) | Self::Refused(what)) = self;
+        f.write_str(what)
     }
 }
 
@@ -102,7 +108,7 @@ impl<T> Done<T> {
 impl<T> Drop for Done<T> {
     fn drop(&mut self) {
         if let Some(call) = self.0.take() {
-            call(Err(Fault("the request was given up".into())));
+            call(Err(Fault::Failed("the request was given up".into())));
         }
     }
 }
@@ -212,7 +218,7 @@ pub(crate) struct Shared {
     objects: Mutex<Option<Arc<dyn Objects>>>,
     location: String,
     core: Arc<Core>,
-    outage: Mutex<Outage>,
+    gate: Mutex<Gate>,
     uploads: Arc<upload::Queue>,
     /// Keys of damaged objects, which the next upload replaces.
     damaged: Mutex<Remembered>,
@@ -229,7 +235,7 @@ impl Shared {
     }
 
     fn is_away(&self) -> bool {
-        lock(&self.outage).is_away()
+        lock(&self.gate).is_away()
     }
 
     fn get(&self, name: &str, len_max: u64, done: Done<Got>) {
@@ -247,27 +253,32 @@ impl Shared {
     }
 
     /// Takes note of how a request ended, and logs when the object store goes away and when it is back.
-    fn note<T>(&self, outcome: &Outcome<T>, is_probe: bool) {
-        let location = &self.location;
-        let is_changed = match outcome {
-            Ok(_) => {
-                let is_back = lock(&self.outage).succeeded();
-                if is_back {
-                    tracing::info!("the object store {location} answers again");
-                }
-                is_back
-            }
-            Err(fault) => {
-                if lock(&self.outage).failed(self.now_ms(), is_probe) {
-                    tracing::warn!(
-                        "the object store {location} fails; until it answers again, blocks are neither \
-                         fetched nor uploaded: {fault}"
-                    );
-                }
-                is_probe
-            }
+    fn note<T>(&self, direction: Direction, permit: Permit, outcome: &Outcome<T>) {
+        let end = match outcome {
+            Ok(_) => End::Answered,
+            Err(Fault::Refused(_)) => End::Refused,
+            Err(Fault::Failed(_)) => End::Failed,
         };
-        if is_changed {
+        let change = lock(&self.gate).ended(direction, permit, end, self.now_ms());
+        let location = &self.location;
+        match (change, outcome) {
+            (Change::Back, _) => tracing::info!("the object store {location} answers again"),
+            (Change::Away, Err(fault)) => tracing::warn!(
+                "the object store {location} fails; until it answers again, blocks are neither fetched nor \
+                 uploaded: {fault}"
+            ),
+            (Change::AwayInDirection, Err(fault)) => {
+                let what = match direction {
+                    Direction::Up => "uploads",
+                    Direction::Down => "fetches",
+                };
+                tracing::warn!(
+                    "the object store {location} refuses {what}; it is asked again: {fault}"
+                );
+            }
+            _ => {}
+        }
+        if change != Change::None || permit.is_probe() {
             self.uploads.wake();
         }
     }
@@ -288,7 +299,7 @@ impl Tier {
             objects: Mutex::new(Some(Arc::clone(&tier.objects))),
             location: tier.objects.location().to_owned(),
             core: Arc::clone(core),
-            outage: Mutex::new(Outage::new(tier.settings.patience)),
+            gate: Mutex::new(Gate::new(tier.settings.patience)),
             uploads: Arc::default(),
             damaged: Mutex::new(Remembered::new(DAMAGED_MAX, DAMAGED_FOR_MS)),
         });
@@ -316,7 +327,9 @@ impl Tier {
         self.fetcher.stop();
         self.shared.uploads.refuse();
         let timeout = self.shared.settings.close_timeout;
-        self.shared.uploads.wait_idle(timeout, || self.shared.is_away());
+        self.shared
+            .uploads
+            .wait_idle(timeout, || lock(&self.shared.gate).is_away_in(Direction::Up));
         self.uploader.stop();
         let objects = lock(&self.shared.objects).take();
         drop(objects);

@@ -1,7 +1,8 @@
-//! Whether the object store answers.
+//! Whether the object store answers, and what it allows.
 //!
 //! After some failures in a row it is *away*: no request is made for a time that grows. Then one request, the
-//! probe, finds out whether it is back. The state is a value: its caller gives it the time.
+//! probe, finds out whether it is back. Refusals count for their direction only: a host whose credentials do not
+//! allow uploads goes on fetching. All of it is a value: its caller gives it the time.
 
 use std::time::Duration;
 
@@ -14,8 +15,126 @@ pub(crate) struct Patience {
     pub(crate) away_max: Duration,
 }
 
+/// What requests are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Up,
+    Down,
+}
+
+/// How a request ended, as far as it says something of the object store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    Answered,
+    /// It answered that it does not allow this.
+    Refused,
+    Failed,
+}
+
+/// A request that may be made. Its end must be told.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Permit {
+    probes_answers: bool,
+    probes_refusals: bool,
+}
+
+impl Permit {
+    /// Whether it is to find out whether the object store is back.
+    pub(crate) fn is_probe(self) -> bool {
+        self.probes_answers || self.probes_refusals
+    }
+}
+
+/// What the end of a request has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Change {
+    None,
+    /// No requests for a while, which was not so before: of any kind, or of the request's direction.
+    Away,
+    AwayInDirection,
+    Back,
+}
+
+/// Decides for both directions.
 #[derive(Debug)]
-pub(crate) struct Outage {
+pub(crate) struct Gate {
+    answers: Outage,
+    refusals: [Outage; 2],
+}
+
+impl Gate {
+    pub(crate) fn new(patience: Patience) -> Self {
+        let outage = || Outage::new(patience);
+        Self { answers: outage(), refusals: [outage(), outage()] }
+    }
+
+    pub(crate) fn is_away(&self) -> bool {
+        self.answers.is_away() || self.refusals.iter().any(Outage::is_away)
+    }
+
+    /// Whether no request of a direction is made for a while.
+    pub(crate) fn is_away_in(&self, direction: Direction) -> bool {
+        self.answers.is_away() || self.refusals[direction as usize].is_away()
+    }
+
+    /// When a request may be made: `None`: now.
+    pub(crate) fn look(&self, direction: Direction, now_ms: u64) -> Option<u64> {
+        let not_before = |outage: &Outage| match outage.look(now_ms) {
+            Admission::NotBefore { ms } => Some(ms),
+            Admission::Yes | Admission::Probe => None,
+        };
+        not_before(&self.answers).max(not_before(&self.refusals[direction as usize]))
+    }
+
+    /// Asks for one request.
+    pub(crate) fn admit(&mut self, direction: Direction, now_ms: u64) -> Option<Permit> {
+        if self.look(direction, now_ms).is_some() {
+            return None;
+        }
+        let refusals = &mut self.refusals[direction as usize];
+        Some(Permit {
+            probes_answers: self.answers.admit(now_ms) == Admission::Probe,
+            probes_refusals: refusals.admit(now_ms) == Admission::Probe,
+        })
+    }
+
+    /// A request has ended.
+    pub(crate) fn ended(
+        &mut self,
+        direction: Direction,
+        permit: Permit,
+        end: End,
+        now_ms: u64,
+    ) -> Change {
+        let refusals = &mut self.refusals[direction as usize];
+        match end {
+            End::Answered => {
+                let was_away = self.answers.succeeded() | refusals.succeeded();
+                if was_away { Change::Back } else { Change::None }
+            }
+            End::Refused => {
+                let was_away = self.answers.succeeded();
+                match refusals.failed(now_ms, permit.probes_refusals) {
+                    true => Change::AwayInDirection,
+                    false if was_away => Change::Back,
+                    false => Change::None,
+                }
+            }
+            End::Failed => {
+                if permit.probes_refusals {
+                    refusals.failed(now_ms, true);
+                }
+                match self.answers.failed(now_ms, permit.probes_answers) {
+                    true => Change::Away,
+                    false => Change::None,
+                }
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Outage {
     patience: Patience,
     failures: u32,
     away: Option<Away>,
@@ -30,7 +149,7 @@ struct Away {
 
 /// Whether a request may be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Admission {
+enum Admission {
     Yes,
     /// Yes, to find out whether the object store is back. Its outcome must be told.
     Probe,
@@ -41,16 +160,16 @@ pub(crate) enum Admission {
 }
 
 impl Outage {
-    pub(crate) fn new(patience: Patience) -> Self {
+    fn new(patience: Patience) -> Self {
         Self { patience, failures: 0, away: None }
     }
 
-    pub(crate) fn is_away(&self) -> bool {
+    fn is_away(&self) -> bool {
         self.away.is_some()
     }
 
     /// What [`Outage::admit`] would say.
-    pub(crate) fn look(&self, now_ms: u64) -> Admission {
+    fn look(&self, now_ms: u64) -> Admission {
         match self.away {
             None => Admission::Yes,
             Some(Away { is_probed: true, .. }) => Admission::NotBefore { ms: u64::MAX },
@@ -62,7 +181,7 @@ impl Outage {
     }
 
     /// Asks for one request.
-    pub(crate) fn admit(&mut self, now_ms: u64) -> Admission {
+    fn admit(&mut self, now_ms: u64) -> Admission {
         let admission = self.look(now_ms);
         if let (Admission::Probe, Some(away)) = (admission, &mut self.away) {
             away.is_probed = true;
@@ -71,13 +190,13 @@ impl Outage {
     }
 
     /// A request was answered. Returns whether the object store is back with it.
-    pub(crate) fn succeeded(&mut self) -> bool {
+    fn succeeded(&mut self) -> bool {
         self.failures = 0;
         self.away.take().is_some()
     }
 
     /// A request failed. Returns whether the object store is away with it, and was not before.
-    pub(crate) fn failed(&mut self, now_ms: u64, is_probe: bool) -> bool {
+    fn failed(&mut self, now_ms: u64, is_probe: bool) -> bool {
         let longest = ms(self.patience.away_max);
         match &mut self.away {
             Some(away) => {
@@ -165,5 +284,56 @@ mod tests {
         assert_eq!(outage.admit(1000), Admission::Probe);
         assert!(!outage.failed(1000, false));
         assert_eq!(outage.look(1000), Admission::NotBefore { ms: u64::MAX });
+    }
+
+    #[test]
+    fn refused_uploads_do_not_keep_fetches_back() {
+        use Direction::{Down, Up};
+        let mut gate = Gate::new(PATIENCE);
+        let changes: Vec<_> = (0..3)
+            .map(|_| {
+                let permit = gate.admit(Up, 0).expect("it is not away");
+                gate.ended(Up, permit, End::Refused, 0)
+            })
+            .collect();
+        assert_eq!(changes, [Change::None, Change::None, Change::AwayInDirection]);
+        assert_eq!((gate.look(Up, 0), gate.look(Down, 0)), (Some(1000), None));
+        assert!(gate.is_away() && gate.is_away_in(Up) && !gate.is_away_in(Down));
+        let permit = gate.admit(Down, 0).expect("fetches are allowed");
+        assert_eq!(gate.ended(Down, permit, End::Answered, 0), Change::None);
+        let probe = gate.admit(Up, 1000).expect("its time has passed");
+        assert!(probe.is_probe() && gate.admit(Up, 1000).is_none());
+        assert_eq!(gate.ended(Up, probe, End::Answered, 1000), Change::Back);
+        assert!(!gate.is_away());
+    }
+
+    #[test]
+    fn failures_of_one_direction_keep_the_other_back() {
+        use Direction::{Down, Up};
+        let mut gate = Gate::new(PATIENCE);
+        for _ in 0..3 {
+            let permit = gate.admit(Up, 0).expect("it is not away");
+            gate.ended(Up, permit, End::Failed, 0);
+        }
+        assert_eq!(gate.admit(Down, 999), None);
+        let probe = gate.admit(Down, 1000).expect("its time has passed");
+        assert_eq!(gate.admit(Up, 1000), None);
+        // It answers, if only to refuse.
+        assert_eq!(gate.ended(Down, probe, End::Refused, 1000), Change::Back);
+        assert!(gate.admit(Up, 1000).is_some());
+    }
+
+    #[test]
+    fn a_probe_of_what_is_allowed_that_gets_no_answer_is_repeated() {
+        use Direction::Up;
+        let mut gate = Gate::new(PATIENCE);
+        for _ in 0..3 {
+            let permit = gate.admit(Up, 0).expect("it is not away");
+            gate.ended(Up, permit, End::Refused, 0);
+        }
+        let probe = gate.admit(Up, 1000).expect("its time has passed");
+        assert_eq!(gate.ended(Up, probe, End::Failed, 1000), Change::None);
+        assert_eq!(gate.look(Up, 1000), Some(3000));
+        assert!(gate.admit(Up, 3000).expect("its time has passed").is_probe());
     }
 }

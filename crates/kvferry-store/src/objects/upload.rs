@@ -4,7 +4,7 @@
 //! whatever thread ends requests holds nothing but the queue.
 
 use super::content::{HEADER_BYTES, header, name_of};
-use super::outage::Admission;
+use super::outage::{Direction, Permit};
 use super::{Done, IfExists, Outcome, Shared, key_of};
 use crate::log::format::{bytes_of, pages_of};
 use crate::log::{self, Block, Disk};
@@ -59,7 +59,7 @@ struct Job {
 #[derive(Debug)]
 struct Sent {
     job: Job,
-    is_probe: bool,
+    permit: Permit,
 }
 
 impl Queue {
@@ -218,20 +218,24 @@ fn next(shared: &Shared) -> Next {
         }
         let now_ms = shared.now_ms();
         // Not while nothing waits: there is nothing to wake up for.
-        let look = (!state.waiting.is_empty()).then(|| lock(&shared.outage).look(now_ms));
-        state = match look {
-            Some(Admission::Yes | Admission::Probe) => {
+        let not_before_ms = match state.waiting.is_empty() {
+            true => None,
+            false => lock(&shared.gate).look(Direction::Up, now_ms),
+        };
+        state = match not_before_ms {
+            None => {
                 if let Some(job) = state.take(shared.settings.concurrency) {
                     return Next::Upload(job);
                 }
                 queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
             }
-            Some(Admission::NotBefore { ms }) if ms < u64::MAX => {
+            // A probe is under way.
+            Some(u64::MAX) => queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            Some(ms) => {
                 let left = Duration::from_millis(ms.saturating_sub(now_ms));
                 let waited = queue.changed.wait_timeout(state, left);
                 waited.unwrap_or_else(PoisonError::into_inner).0
             }
-            _ => queue.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
         };
     }
 }
@@ -243,16 +247,12 @@ fn upload(shared: &Shared, job: Job) {
         finish(shared, &job.block, |counters| &counters.upload_dropped);
         return;
     };
-    let admission = lock(&shared.outage).admit(shared.now_ms());
-    let is_probe = match admission {
-        Admission::Yes => false,
-        Admission::Probe => true,
-        Admission::NotBefore { .. } => return again(shared, job, true),
-    };
+    let permit = lock(&shared.gate).admit(Direction::Up, shared.now_ms());
+    let Some(permit) = permit else { return again(shared, job, true) };
     let is_damaged = lock(&shared.damaged).contains(&key_of(&job.block), shared.now_ms());
     let if_exists = if is_damaged { IfExists::Replace } else { IfExists::Keep };
     let name = name_of(job.block.namespace, key_of(&job.block));
-    let sent = Sent { job, is_probe };
+    let sent = Sent { job, permit };
     let done = Done::new(move |outcome| queue.ended(sent, outcome));
     shared.put(&name, content, if_exists, done);
 }
@@ -278,8 +278,9 @@ fn read(shared: &Shared, block: &Block) -> Option<Vec<u8>> {
 }
 
 fn settle(shared: &Shared, sent: Sent, outcome: Outcome<()>) {
-    let Sent { mut job, is_probe } = sent;
-    shared.note(&outcome, is_probe);
+    let Sent { mut job, permit } = sent;
+    shared.note(Direction::Up, permit, &outcome);
+    let is_probe = permit.is_probe();
     let counters = &shared.core.counters;
     match outcome {
         Ok(()) => {

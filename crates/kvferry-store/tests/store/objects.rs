@@ -31,6 +31,7 @@ struct Held {
     puts: Vec<String>,
     does_fail: bool,
     does_drop: bool,
+    does_refuse_puts: bool,
     is_held: bool,
     /// What carries out requests that are held.
     held: Vec<Box<dyn FnOnce() + Send>>,
@@ -89,7 +90,7 @@ impl Memory {
                 return drop(done);
             }
             let outcome = match state.does_fail {
-                true => Err(Fault("503".into())),
+                true => Err(Fault::Failed("503".into())),
                 false => Ok(carry_out(&mut state)),
             };
             drop(state);
@@ -124,6 +125,9 @@ impl Objects for Remote {
     fn put(&self, name: &str, content: Vec<u8>, if_exists: IfExists, done: Done<()>) {
         let name = name.to_owned();
         self.0.set(|state| state.puts.push(name.clone()));
+        if self.0.state().does_refuse_puts {
+            return done.end(Err(Fault::Refused("403".into())));
+        }
         self.0.request(done, move |state| match if_exists {
             IfExists::Replace => drop(state.objects.insert(name, content)),
             IfExists::Keep => drop(state.objects.entry(name).or_insert(content)),
@@ -410,6 +414,26 @@ fn an_object_store_that_fails_is_left_alone_and_found_again() {
         std::thread::yield_now();
     }
     assert_eq!((engine.store.stats().is_away, engine.get(&there, 0)), (0, 5));
+}
+
+#[test]
+fn a_host_that_may_not_upload_fetches() {
+    let (memory, folder) = (Memory::new(), Folder::new("read-only"));
+    let there = uploaded(&memory, 5);
+    let long = Duration::from_secs(3600);
+    let engine = Engine::open(&with_objects(&folder, tier(&memory).away(3, long, long)), LEN);
+    memory.set(|state| state.does_refuse_puts = true);
+    engine.put(&prompt(2, 20), 0);
+    let began = std::time::Instant::now();
+    while engine.store.stats().upload_failed < 3 {
+        assert!(began.elapsed() < SOON, "{:?}", engine.store.stats());
+        std::thread::yield_now();
+    }
+    assert_eq!((prefetch(&engine, &there), engine.get(&there, 0)), (5, 5));
+    assert_eq!(engine.store.stats().is_away, 1);
+    // Closing does not wait for what is refused.
+    engine.store.close();
+    assert_eq!(engine.store.stats().upload_dropped, 20);
 }
 
 #[test]
