@@ -124,9 +124,7 @@ def test_a_prefetch_can_be_awaited_polled_and_waited_for(agent: kvferry.Agent, b
 
 
 @pytest.mark.parametrize("fault", ["503", "cut", "reset", "slow"])
-def test_a_fault_that_passes_costs_no_hit(
-    agent: kvferry.Agent, bucket: Bucket, tmp_path: Path, fault: Fault
-) -> None:
+def test_a_fault_that_passes_costs_no_hit(agent: kvferry.Agent, bucket: Bucket, tmp_path: Path, fault: Fault) -> None:
     bucket.proxy.faults = [None, fault, None, fault]
     source, target = put(bucket, agent, tmp_path, 8), Pool(agent, 8)
     bucket.proxy.faults = [None, fault, None, fault]
@@ -220,9 +218,7 @@ def test_nothing_but_a_prefetch_waits_for_a_server_that_hangs(
         assert pending.wait(30) == 4
 
 
-def test_ctrl_c_ends_the_wait_for_a_prefetch(
-    bucket: Bucket, tmp_path: Path, children: Callable[..., Child]
-) -> None:
+def test_ctrl_c_ends_the_wait_for_a_prefetch(bucket: Bucket, tmp_path: Path, children: Callable[..., Child]) -> None:
     child = children(
         f"""
         import kvferry
@@ -240,6 +236,26 @@ def test_ctrl_c_ends_the_wait_for_a_prefetch(
     with pytest.raises(Exception, match="KeyboardInterrupt"):
         child.result()
     child.run("store.close()")
+
+
+@pytest.mark.parametrize("level", ["kvferry_store=info", "trace"])
+def test_an_outage_and_its_end_are_one_log_line_each_without_secrets(
+    level: str, bucket: Bucket, tmp_path: Path, children: Callable[..., Child]
+) -> None:
+    options = bucket.options(retries=0, aws_session_token="hidden token")
+    child = children(START.format(directory=str(tmp_path), url=bucket.url, options=options), env={"KVFERRY_LOG": level})
+    with bucket.proxy.outage():
+        child.run("for _ in range(9): space.prefetch(hashes)")
+        assert child.run("store.stats()['is_away']") == 1
+    child.run("while store.stats()['is_away']: space.prefetch(hashes)")
+    child.run("store.close()")
+    status, logged = child.finish()
+    lines = [line for line in logged.splitlines() if "object store" in line]
+    assert (status, len(lines)) == (0, 2), logged
+    assert f"WARN kvferry_store::objects: the object store {bucket.url} fails" in lines[0]
+    assert f"INFO kvferry_store::objects: the object store {bucket.url} answers again" in lines[1]
+    for secret in ("hidden token", "a secret that no error shows", "Signature"):
+        assert secret not in logged
 
 
 def test_a_directory_is_an_object_store(agent: kvferry.Agent, tmp_path: Path) -> None:

@@ -3,6 +3,11 @@
 use pyo3::prelude::*;
 use tracing_subscriber::EnvFilter;
 
+/// What the HTTP client of object stores says at lower levels has headers, and so credentials. A filter that names
+/// these crates itself still gets it.
+const QUIET: &str =
+    "h2=warn,hyper=warn,hyper_util=warn,object_store=warn,reqwest=warn,rustls=warn,tower=warn";
+
 /// Writes the core's events to stderr if `KVFERRY_LOG` is set.
 pub(crate) fn start() {
     if let Some(filter) = std::env::var("KVFERRY_LOG").ok().filter(|filter| !filter.is_empty()) {
@@ -15,7 +20,7 @@ pub(crate) fn start() {
 #[pyfunction]
 pub(crate) fn log_to_stderr(filter: &str) {
     let _ = tracing_subscriber::fmt()
-        .with_env_filter(EnvFilter::builder().parse_lossy(filter))
+        .with_env_filter(EnvFilter::builder().parse_lossy(format!("{QUIET},{filter}")))
         .with_writer(std::io::stderr)
         .try_init();
 }
