@@ -229,7 +229,7 @@ impl<'a> Writing<'a> {
         let ended = first.end(&space.store.core, |segment, records| {
             *parent = space.publish(segment, records, *parent, put);
             if let Some(objects) = &space.store.objects {
-                objects.stored(records);
+                objects.stored(segment, records);
             }
         });
         if ended.is_err() {

@@ -308,9 +308,15 @@ impl Tier {
         Ok(Self { shared, uploader, fetcher })
     }
 
-    /// Has blocks uploaded that were just stored.
-    pub(crate) fn stored(&self, records: &[log::Record]) {
-        self.uploader.offer(records);
+    /// Has blocks uploaded that were just stored. Those that the index has elsewhere were there before.
+    pub(crate) fn stored(&self, segment: u32, records: &[log::Record]) {
+        let core = &self.shared.core;
+        let is_new = |record: &&log::Record| {
+            let place = core.superblock.geometry.place(segment, record.page);
+            core.member.find(&key_of(&record.block)).is_some_and(|entry| entry.page == place)
+        };
+        let new: Vec<_> = records.iter().filter(is_new).map(|record| record.block).collect();
+        self.uploader.offer(&new);
     }
 
     pub(crate) fn prefetch(&self, prefetch: Box<fetch::Prefetch>) {

@@ -7,7 +7,7 @@ use super::content::{HEADER_BYTES, header, name_of};
 use super::outage::{Direction, Permit};
 use super::{Done, IfExists, Outcome, Shared, key_of};
 use crate::log::format::{bytes_of, pages_of};
-use crate::log::{self, Block, Disk};
+use crate::log::{Block, Disk};
 use crate::policy::Retention;
 use crate::stats::Counters;
 use crate::sync::lock;
@@ -139,12 +139,11 @@ impl Uploader {
     }
 
     /// Adds blocks to the queue. Those that it has no room for are dropped, and counted.
-    pub(super) fn offer(&self, records: &[log::Record]) {
+    pub(super) fn offer(&self, blocks: &[Block]) {
         let settings = self.shared.settings;
         let mut dropped = 0;
         let mut state = lock(&self.shared.uploads.state);
-        for record in records {
-            let block = record.block;
+        for block in blocks.iter().copied() {
             if Retention::from_bits(block.retention).priority < settings.priority_min
                 || state.keys.contains(&block.key)
             {

@@ -417,6 +417,44 @@ fn an_object_store_that_fails_is_left_alone_and_found_again() {
 }
 
 #[test]
+fn a_prefetch_of_more_than_the_store_holds_ends_and_leaves_right_blocks() {
+    let (memory, folder) = (Memory::new(), Folder::new("too-much"));
+    let prompt = prompt(1, 600);
+    let large = Folder::new("too-much-source");
+    let source = Engine::open(&options(large.path(), 96 * MIB).objects(tier(&memory)), LEN);
+    for first in (0..600).step_by(POOL) {
+        source.put(&prompt[..600.min(first + POOL)], first);
+    }
+    assert_eq!(flush(&source).uploaded, 600);
+    let engine = engine(&folder, &memory);
+    let here = prefetch(&engine, &prompt);
+    assert!(here < 600, "{here} blocks in {CAPACITY} bytes");
+    let there = engine.kv.lookup(&prompt).expect("it is open");
+    assert_eq!(engine.get(&prompt[..there.min(POOL)], 0), there.min(POOL));
+}
+
+#[test]
+fn puts_and_prefetches_of_one_prompt_at_once_agree() {
+    let memory = Memory::new();
+    let there = uploaded(&memory, 60);
+    for round in 0..5 {
+        let folder = Folder::new("at-once");
+        let engine = engine(&folder, &memory);
+        std::thread::scope(|threads| {
+            for _ in 0..3 {
+                threads.spawn(|| prefetch(&engine, &there));
+            }
+            threads.spawn(|| engine.put(&there, 0));
+        });
+        assert_eq!((prefetch(&engine, &there), engine.get(&there, 0)), (60, 60), "{round}");
+        let stats = flush(&engine);
+        assert_eq!((stats.corrupt, stats.fetch_corrupt, stats.upload_dropped), (0, 0, 0));
+        // What was fetched was not uploaded again: only what the put has stored.
+        assert_eq!(stats.uploaded, stats.stored);
+    }
+}
+
+#[test]
 fn a_host_that_may_not_upload_fetches() {
     let (memory, folder) = (Memory::new(), Folder::new("read-only"));
     let there = uploaded(&memory, 5);
