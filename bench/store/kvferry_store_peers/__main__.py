@@ -125,8 +125,9 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="kvferry-bench-store-", dir=self._options.folder) as folder:
             rounds = self._rounds(case, Path(folder))
         time.sleep(RECENTLY_DELETED_S)
-        self._progress.say(f"{case.name}: done")
-        return judged(case.name, rounds, case.asked.direct)
+        rows = judged(case.name, rounds, case.asked.direct)
+        self._progress.say(f"{case.name}: done\n{table(rows)}")
+        return rows
 
     def _rounds(self, case: Case, folder: Path) -> Rounds:
         rounds: Rounds = {store: {} for store in case.stores}

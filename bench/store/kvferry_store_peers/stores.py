@@ -288,6 +288,8 @@ class VllmFs(Store):
 
     def close(self) -> None:
         self._tier.shutdown()
+        # vLLM's objects live on and hold views of the memory.
+        self._memory.madvise(mmap.MADV_REMOVE)
 
     def _run(self, calls: list[Call], submit: Callable[[Any], None], is_promotion: bool, spent: Spent) -> None:
         import numpy as np
@@ -432,6 +434,7 @@ class LmcacheDisk(Store):
 
     def close(self) -> None:
         self._disk.close()
+        self._cpu.memory_allocator.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
