@@ -106,7 +106,7 @@ impl Space {
             let task = move || {
                 // What was not written is counted, and stays in host memory as long as there is room.
                 let mut put = Put::default();
-                space.write_all(taken, &mut put);
+                space.write_all(&taken, &mut put);
                 let counters = &space.store.core.counters;
                 Counters::add(&counters.refused, put.refused);
                 Counters::add(&counters.failed, put.failed);
@@ -153,11 +153,11 @@ impl Space {
         outcome
     }
 
-    /// Writes blocks whose sums are known.
-    fn write_all(&self, new: Vec<Candidate>, put: &mut Put) {
+    /// Writes blocks whose sums are known, each behind the one before it.
+    pub(crate) fn write_all(&self, new: &[Candidate], put: &mut Put) {
         let parent = new.first().and_then(|it| it.block.parent).map(Key);
         let mut writing = Writing::new(self, parent);
-        for part in chunks(&new, CHUNK_BYTES, |it| it.block.len) {
+        for part in chunks(new, CHUNK_BYTES, |it| it.block.len) {
             writing.write(part, put);
         }
         writing.end(put);

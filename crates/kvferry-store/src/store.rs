@@ -22,6 +22,7 @@ use crate::stats::{Counters, Stats};
 use crate::sync::lock;
 use crate::team::Team;
 use crate::worker::Worker;
+use crate::writer::Candidate;
 use kvferry::Agent;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -201,16 +202,16 @@ impl Store {
         self.0.worker.writer.sync(core).map_err(failed)
     }
 
-    /// Writes blocks that come with their names, each the parent of the next. Blocks are refused from one on.
-    pub(crate) fn put_chain(&self, blocks: &[Candidate], parent: Option<Key>) -> Result<Put> {
+    /// Writes blocks that come with their names, each the parent of the next.
+    pub(crate) fn put_chain(&self, blocks: &[Candidate]) -> Result<Put> {
         let _call = self.0.enter()?;
-        let core = &self.0.core;
-        let parent = parent.and_then(|key| core.member.find(&key)).map(|entry| entry.slot);
+        let mut put = Put::default();
         // A space only for its store: the names are in the blocks.
-        let (put, _) = self.space(&Namespace::new("")).write(blocks, parent);
-        Counters::add(&core.counters.stored, put.stored);
-        Counters::add(&core.counters.present, put.present);
-        Counters::add(&core.counters.failed, put.failed);
+        self.space(&Namespace::new("")).write_all(blocks, &mut put);
+        let counters = &self.0.core.counters;
+        Counters::add(&counters.stored, put.stored);
+        Counters::add(&counters.present, put.present);
+        Counters::add(&counters.failed, put.failed);
         Ok(put)
     }
 
