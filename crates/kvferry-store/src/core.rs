@@ -44,15 +44,27 @@ impl Core {
 
     /// Logs that a device failed, unless that was just said.
     pub(crate) fn fault(&self, doing: &str, segment: u32, error: &impl Display) {
-        let now = self.clock.now_ms();
-        let until = self.quiet_until_ms.load(Relaxed);
-        let next = now + FAULTS_EVERY_MS;
-        let is_mine = now >= until
-            && self.quiet_until_ms.compare_exchange(until, next, Relaxed, Relaxed).is_ok();
-        if is_mine {
+        if self.may_log() {
             let file = self.disk.path_of(segment);
             let file = file.display();
             tracing::warn!(%error, "the store can't {doing} {file}; its blocks are missed");
         }
+    }
+
+    /// Logs that a segment can't be begun, unless a fault was just logged.
+    pub(crate) fn withheld(&self, segment: u32, error: &impl Display) {
+        if self.may_log() {
+            let file = self.disk.path_of(segment);
+            let file = file.display();
+            tracing::warn!(%error, "the store can't begin {file}; it has less space for now");
+        }
+    }
+
+    /// Whether a fault may be logged now.
+    fn may_log(&self) -> bool {
+        let now = self.clock.now_ms();
+        let until = self.quiet_until_ms.load(Relaxed);
+        let next = now + FAULTS_EVERY_MS;
+        now >= until && self.quiet_until_ms.compare_exchange(until, next, Relaxed, Relaxed).is_ok()
     }
 }

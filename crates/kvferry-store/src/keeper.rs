@@ -684,6 +684,7 @@ mod tests {
             let long = scope.spawn(|| put_long(core, writer, &pools[0], 2, 800 << 10));
             let active = || core.member.held_by(core.member.id()).count();
             while active() < 2 {
+                assert!(!long.is_finished());
                 std::thread::yield_now();
             }
             scope.spawn(move || done.send(put(core, writer, &pools[1], 3)));

@@ -277,7 +277,7 @@ pub(crate) fn begin_segment(core: &Core, left: usize) -> io::Result<Option<Appen
             core.member.set_segment(segment, mine, SegmentState::Free);
             return Err(error);
         }
-        core.fault("begin", segment, &error);
+        core.withheld(segment, &error);
         core.member.set_segment(segment, mine, SegmentState::Withheld);
     }
     Ok(None)
