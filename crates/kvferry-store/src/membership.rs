@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 
 /// How long a process waits for others that open the store, and for an answer of the keeper. Reading a store
 /// from the disk takes seconds.
-const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
+pub(crate) const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// How long a process does nothing after the system could not wait.

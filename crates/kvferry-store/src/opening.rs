@@ -5,11 +5,12 @@ use crate::clock::Clock;
 use crate::disk::Directories;
 use crate::error::{Error, Result};
 use crate::log::{self, Superblock};
+use crate::membership::{JOIN_TIMEOUT, wait_until};
 use crate::options::StoreOptions;
 use crate::sync::lock;
 use kvferry::Agent;
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -113,7 +114,16 @@ fn lock_all(paths: &[PathBuf]) -> Result<Vec<File>> {
     }
     let directories: Vec<_> = in_order.into_values().collect();
     for directory in &directories {
-        let _ = directory.lock();
+        let is_locked = || match directory.try_lock() {
+            Err(TryLockError::WouldBlock) => Ok(false),
+            Ok(()) | Err(TryLockError::Error(_)) => Ok(true),
+        };
+        let busy = || {
+            let detail = "; one has been making a store of its directories for a minute".into();
+            Error::Busy { path: paths[0].clone(), detail }
+        };
+        let failed = |source| Error::Directory { path: paths[0].clone(), source };
+        wait_until(JOIN_TIMEOUT, is_locked).map_err(failed)?.ok_or_else(busy)?;
     }
     Ok(directories)
 }
