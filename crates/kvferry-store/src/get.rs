@@ -169,7 +169,7 @@ impl Space {
             let parts: Vec<Vec<Own>> =
                 std::iter::once(first).chain(parts).map(<[Own]>::to_vec).collect();
             let count = parts.len();
-            let (space, parts) = (self.clone(), Arc::new(parts));
+            let (space, parts) = (self.for_task(), Arc::new(parts));
             let read = Arc::clone(&parts);
             let results = self.store.team.share(count, move |part| {
                 let own = &read[part];

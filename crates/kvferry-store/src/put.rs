@@ -102,7 +102,7 @@ impl Space {
         }
         put.stored += taken.len();
         if !taken.is_empty() {
-            let (space, host) = (self.clone(), Arc::clone(host));
+            let (space, host) = (self.for_task(), Arc::clone(host));
             let task = move || {
                 // What was not written is counted, and stays in host memory as long as there is room.
                 let mut put = Put::default();
@@ -120,7 +120,7 @@ impl Space {
             return outcome;
         }
         let (pending, promise) = Pending::new();
-        let space = self.clone();
+        let space = self.for_task();
         let task = move || {
             let mut put = Put::default();
             promise.finish(space.put_now(&beyond, retention, &mut put).map(|()| put));

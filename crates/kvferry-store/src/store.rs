@@ -72,7 +72,18 @@ pub(crate) const CHUNK_BYTES: u64 = 2 << 20;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct Store(Arc<Inner>);
+pub struct Store(Arc<Inner>, Arc<Open>);
+
+/// What users hold of a store, but not its own threads: the last one that is dropped closes it, and returns when
+/// that is done.
+#[derive(Debug)]
+struct Open(Arc<Inner>);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
 
 #[derive(Debug)]
 pub(crate) struct Inner {
@@ -171,12 +182,15 @@ impl Store {
             calls: RwLock::new(()),
             forks: kvferry_sys::fd::forks(),
         };
-        Ok(Self(Arc::new(inner)))
+        let inner = Arc::new(inner);
+        let open = Arc::new(Open(Arc::clone(&inner)));
+        Ok(Self(inner, open))
     }
 
     /// The blocks of a namespace.
     pub fn space(&self, namespace: &Namespace) -> Space {
-        Space { store: Arc::clone(&self.0), identity: namespace.identity() }
+        let (store, open) = (Arc::clone(&self.0), Some(Arc::clone(&self.1)));
+        Space { store, identity: namespace.identity(), _open: open }
     }
 
     /// Returns when the blocks that this process has put before would survive a loss of power. Without it,
@@ -305,12 +319,6 @@ impl Inner {
     }
 }
 
-impl Drop for Inner {
-    fn drop(&mut self) {
-        self.close();
-    }
-}
-
 /// How long blocks are to stay: what TensorRT-LLM's `KvCacheRetentionConfig` says of a range of tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Retain {
@@ -394,9 +402,16 @@ impl Drop for Pin {
 pub struct Space {
     pub(crate) store: Arc<Inner>,
     pub(crate) identity: Identity,
+    /// `None` in a task of the store itself.
+    _open: Option<Arc<Open>>,
 }
 
 impl Space {
+    /// For a task in the background, which the store waits for when it is closed.
+    pub(crate) fn for_task(&self) -> Self {
+        Self { store: Arc::clone(&self.store), identity: self.identity.clone(), _open: None }
+    }
+
     /// How many blocks of a prompt, from its beginning, are in the store. This is no use of them: call
     /// [`Space::touch`] where they are not read because the engine has them.
     ///
@@ -507,7 +522,7 @@ impl Space {
         let (pending, promise) = Pending::new();
         let _in_order = lock(&self.store.in_order);
         let joined = self.store.flights.join(wanted.blocks());
-        let space = self.clone();
+        let space = self.for_task();
         let task = move || {
             let call = space.store.enter();
             promise.finish(call.and_then(|_call| space.load(&wanted, joined)));
@@ -530,7 +545,7 @@ impl Space {
     ) -> Result<Pending<Put>> {
         check_range(prompt.len(), first, memory)?;
         let (pending, promise) = Pending::new();
-        let (space, prompt, memory) = (self.clone(), own(prompt), memory.to_vec());
+        let (space, prompt, memory) = (self.for_task(), own(prompt), memory.to_vec());
         let (bytes, count) = (memory.iter().map(BlockMemory::len).sum(), memory.len());
         self.store.check()?;
         let task = move || promise.finish(space.put(&prompt, first, &memory, retain));

@@ -47,7 +47,7 @@ impl Space {
         let (pending, promise) = Pending::new();
         match &self.store.objects {
             Some(objects) if here < blocks.len() => {
-                objects.prefetch(Box::new(Prefetch::new(self.clone(), blocks, promise)));
+                objects.prefetch(Box::new(Prefetch::new(self.for_task(), blocks, promise)));
             }
             _ => self.end_prefetch(blocks, here, promise),
         }
@@ -60,7 +60,7 @@ impl Space {
         if self.store.host.is_none() || here == 0 {
             return promise.finish(Ok(here));
         }
-        let space = self.clone();
+        let space = self.for_task();
         let task = move || {
             let (keys, checks): (Vec<_>, Vec<_>) =
                 blocks[..here].iter().map(|it| (it.key, it.check)).unzip();
