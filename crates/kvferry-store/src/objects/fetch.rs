@@ -80,19 +80,19 @@ impl Prefetch {
                 _ => None,
             })
             .collect();
-        let is_whole = arrived.len() == asked.len();
+        let mut is_all_here = arrived.len() == asked.len();
         // Another prefetch may have written some.
         let missing = |(at, _): &(usize, &Arc<Fetched>)| !self.space.has(&self.blocks[*at].key);
         let arrived: Vec<_> = arrived.into_iter().filter(missing).collect();
         for run in arrived.chunk_by(|(one, _), (next, _)| one + 1 == *next) {
             let parent = run[0].0.checked_sub(1).map(|before| self.blocks[before].key);
             let fetched: Vec<_> = run.iter().map(|(_, fetched)| fetched.as_ref()).collect();
-            self.space.write_fetched(parent, &fetched)?;
+            is_all_here &= self.space.write_fetched(parent, &fetched)?;
         }
         let before = self.here;
         self.look();
         self.window = (self.window * WINDOW_GROWTH).min(WINDOW_MAX);
-        Ok(is_whole && self.here > before)
+        Ok(is_all_here && self.here > before)
     }
 }
 

@@ -83,7 +83,8 @@ impl Space {
     }
 
     /// Puts blocks on the disk that were fetched, one behind another in a prompt, the first one behind `parent`.
-    pub(crate) fn write_fetched(&self, parent: Option<Key>, fetched: &[&Fetched]) -> Result<()> {
+    /// Returns whether all of them are here.
+    pub(crate) fn write_fetched(&self, parent: Option<Key>, fetched: &[&Fetched]) -> Result<bool> {
         let _call = self.store.enter()?;
         let Inner { core, worker, .. } = &*self.store;
         let now_s = core.clock.now_s();
@@ -119,6 +120,6 @@ impl Space {
             worker.wake();
             self.store.wake_keeper();
         }
-        Ok(())
+        Ok(put.refused == 0 && put.failed == 0)
     }
 }
