@@ -22,9 +22,10 @@ use crate::sync::lock;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::io;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 /// Blocks of a window at most, and how much longer the next one is.
 const WINDOW_MAX: usize = 64;
@@ -36,6 +37,9 @@ const ACTIVE_MAX: usize = 16;
 const WAITING_MAX: usize = 1024;
 /// Absent keys that are remembered at most.
 const ABSENT_MAX: usize = 1 << 16;
+/// How long blocks that have arrived wait for space on the disk, after one of them got some, and how often it is tried.
+const NO_ROOM_MS: u64 = 1000;
+const NO_ROOM_AGAIN: Duration = Duration::from_millis(2);
 /// Milliseconds between two log lines about damaged objects.
 const DAMAGED_EVERY_MS: u64 = 10_000;
 
@@ -60,6 +64,8 @@ impl Prefetch {
     }
 
     fn finish(mut self) {
+        // Blocks at the beginning may have left again.
+        self.here = 0;
         self.look();
         self.space.end_prefetch(self.blocks, self.here, self.promise);
     }
@@ -69,31 +75,65 @@ impl Prefetch {
         self.here += self.space.prefix_of(&self.blocks[self.here..]);
     }
 
-    /// Puts the blocks that have arrived on the disk, up to the first that has not. Returns whether there is
-    /// more to ask for.
-    fn take(&mut self) -> crate::Result<bool> {
-        let asked = std::mem::take(&mut self.asked);
-        let arrived: Vec<_> = asked
+    /// Puts the blocks that have arrived on the disk, up to the first that has not.
+    fn take(&mut self) -> crate::Result<Taken> {
+        let arrived: Vec<_> = self
+            .asked
             .iter()
             .map_while(|(at, answer)| match answer {
                 Answer::Block(fetched) => Some((*at, fetched)),
                 _ => None,
             })
             .collect();
-        let mut is_all_here = arrived.len() == asked.len();
+        let is_whole = arrived.len() == self.asked.len();
         // Another prefetch may have written some.
         let missing = |(at, _): &(usize, &Arc<Fetched>)| !self.space.has(&self.blocks[*at].key);
         let arrived: Vec<_> = arrived.into_iter().filter(missing).collect();
+        let (mut stored, mut refused, mut failed) = (0, 0, 0);
         for run in arrived.chunk_by(|(one, _), (next, _)| one + 1 == *next) {
+            if refused + failed > 0 {
+                // What is behind a hole is not written before it.
+                refused += run.len();
+                continue;
+            }
             let parent = run[0].0.checked_sub(1).map(|before| self.blocks[before].key);
             let fetched: Vec<_> = run.iter().map(|(_, fetched)| fetched.as_ref()).collect();
-            is_all_here &= self.space.write_fetched(parent, &fetched)?;
+            let put = self.space.write_fetched(parent, &fetched)?;
+            stored += put.stored;
+            refused += put.refused;
+            failed += put.failed;
+        }
+        if refused > 0 && failed == 0 {
+            return Ok(Taken::NoRoom { stored, refused });
         }
         let before = self.here;
+        self.asked.clear();
         self.look();
         self.window = (self.window * WINDOW_GROWTH).min(WINDOW_MAX);
-        Ok(is_all_here && self.here > before)
+        let is_more = is_whole && failed == 0 && self.here > before;
+        Ok(if is_more { Taken::More } else { Taken::End })
     }
+}
+
+/// How putting blocks on the disk ended.
+enum Taken {
+    /// There is more to ask for.
+    More,
+    End,
+    /// Some wait in memory for the keeper to free space.
+    NoRoom {
+        stored: usize,
+        refused: usize,
+    },
+}
+
+/// A prefetch whose blocks wait for space on the disk.
+#[derive(Debug)]
+struct Stalled {
+    number: u64,
+    prefetch: Prefetch,
+    /// When it began to wait in vain.
+    since_ms: u64,
 }
 
 /// A block that has arrived and is right.
@@ -174,6 +214,8 @@ struct Fetcher {
     /// For the ends of requests. They hold nothing else of the store.
     events: Sender<Event>,
     active: FxHashMap<u64, Prefetch>,
+    /// They count as active, too.
+    stalled: Vec<Stalled>,
     waiting: VecDeque<Box<Prefetch>>,
     /// The number of the next prefetch.
     next: u64,
@@ -194,6 +236,7 @@ impl Fetcher {
             shared,
             events,
             active: FxHashMap::default(),
+            stalled: Vec::new(),
             waiting: VecDeque::new(),
             next: 0,
             flights: FxHashMap::default(),
@@ -206,15 +249,25 @@ impl Fetcher {
     }
 
     fn serve(mut self, events: &Receiver<Event>) {
-        while let Ok(event) = events.recv() {
+        loop {
+            let event = match self.stalled.is_empty() {
+                true => events.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                false => events.recv_timeout(NO_ROOM_AGAIN),
+            };
             match event {
-                Event::Begin(prefetch) => self.begin(prefetch),
-                Event::Ended { key, permit, outcome } => {
+                Ok(Event::Begin(prefetch)) => self.begin(prefetch),
+                Ok(Event::Ended { key, permit, outcome }) => {
                     self.in_flight -= 1;
                     let answer = self.judge(key, permit, outcome);
                     self.deliver(key, &answer);
                 }
-                Event::Stop => return,
+                Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => return,
+                Err(RecvTimeoutError::Timeout) => {
+                    for Stalled { number, prefetch, since_ms } in std::mem::take(&mut self.stalled)
+                    {
+                        self.go_on(number, prefetch, since_ms);
+                    }
+                }
             }
             self.advance();
         }
@@ -235,33 +288,44 @@ impl Fetcher {
     /// Starts prefetches and makes requests, as many as there may be.
     fn advance(&mut self) {
         loop {
-            while self.active.len() < ACTIVE_MAX
+            while self.active.len() + self.stalled.len() < ACTIVE_MAX
                 && let Some(mut prefetch) = self.waiting.pop_front()
             {
                 self.next += 1;
                 prefetch.look();
-                self.go_on(self.next, *prefetch);
+                self.go_on(self.next, *prefetch, self.shared.now_ms());
             }
             self.send();
-            if self.active.len() == ACTIVE_MAX || self.waiting.is_empty() {
+            if self.active.len() + self.stalled.len() >= ACTIVE_MAX || self.waiting.is_empty() {
                 return;
             }
         }
     }
 
-    /// Puts what has arrived on the disk and asks for the next window, or ends the prefetch.
-    fn go_on(&mut self, number: u64, mut prefetch: Prefetch) {
+    /// Puts what has arrived on the disk and asks for the next window, or ends the prefetch. `since_ms`: since when
+    /// what has arrived waits for space.
+    fn go_on(&mut self, number: u64, mut prefetch: Prefetch, since_ms: u64) {
         loop {
             if !prefetch.asked.is_empty() {
-                for (at, _) in &prefetch.asked {
-                    let key = prefetch.blocks[*at].key;
+                let keys: Vec<_> =
+                    prefetch.asked.iter().map(|(at, _)| prefetch.blocks[*at].key).collect();
+                let taken = prefetch.take();
+                if let Ok(Taken::NoRoom { stored, refused }) = taken {
+                    let now_ms = self.shared.now_ms();
+                    let since_ms = if stored > 0 { now_ms } else { since_ms };
+                    if now_ms.saturating_sub(since_ms) < NO_ROOM_MS {
+                        return self.stalled.push(Stalled { number, prefetch, since_ms });
+                    }
+                    Counters::add(&self.shared.core.counters.refused, refused);
+                }
+                for key in keys {
                     if self.flights.get(&key).is_some_and(|flight| flight.answer.is_some()) {
                         self.flights.remove(&key);
                     }
                 }
-                match prefetch.take() {
-                    Ok(true) => {}
-                    Ok(false) => return prefetch.finish(),
+                match taken {
+                    Ok(Taken::More) => {}
+                    Ok(Taken::End | Taken::NoRoom { .. }) => return prefetch.finish(),
                     Err(e) => return prefetch.promise.finish(Err(e)),
                 }
             }
@@ -404,7 +468,7 @@ impl Fetcher {
             if *open == 0
                 && let Some(prefetch) = self.active.remove(&number)
             {
-                self.go_on(number, prefetch);
+                self.go_on(number, prefetch, self.shared.now_ms());
             }
         }
     }

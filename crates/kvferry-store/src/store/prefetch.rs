@@ -1,6 +1,6 @@
 //! What a store does with its object tier.
 
-use super::{Inner, Space, Store};
+use super::{Inner, Put, Space, Store};
 use crate::error::Result;
 use crate::key::Key;
 use crate::log::format::bytes_of;
@@ -8,7 +8,6 @@ use crate::log::{self, Disk, Extent};
 use crate::objects::content::Wanted;
 use crate::objects::fetch::{Fetched, Prefetch};
 use crate::pending::{Pending, Promise};
-use crate::stats::Counters;
 use crate::writer::NotWritten;
 use std::time::Duration;
 
@@ -83,14 +82,14 @@ impl Space {
     }
 
     /// Puts blocks on the disk that were fetched, one behind another in a prompt, the first one behind `parent`.
-    /// Returns whether all of them are here.
-    pub(crate) fn write_fetched(&self, parent: Option<Key>, fetched: &[&Fetched]) -> Result<bool> {
+    /// What is refused may be tried again once the keeper has freed space.
+    pub(crate) fn write_fetched(&self, parent: Option<Key>, fetched: &[&Fetched]) -> Result<Put> {
         let _call = self.store.enter()?;
         let Inner { core, worker, .. } = &*self.store;
         let now_s = core.clock.now_s();
         let blocks: Vec<_> = fetched.iter().map(|it| it.block(now_s)).collect();
         let mut parent = parent.and_then(|key| core.member.find(&key)).map(|entry| entry.slot);
-        let (mut put, mut done) = (super::Put::default(), 0);
+        let (mut put, mut done) = (Put::default(), 0);
         while done < blocks.len() {
             let write = |extent: &Extent| -> std::io::Result<()> {
                 let (at, header) = extent.header();
@@ -114,12 +113,10 @@ impl Space {
             }
             done += left;
         }
-        Counters::add(&core.counters.refused, put.refused);
-        Counters::add(&core.counters.failed, put.failed);
         if worker.writer.has_full() {
             worker.wake();
             self.store.wake_keeper();
         }
-        Ok(put.refused == 0 && put.failed == 0)
+        Ok(put)
     }
 }

@@ -434,6 +434,23 @@ fn a_prefetch_of_more_than_the_store_holds_ends_and_leaves_right_blocks() {
 }
 
 #[test]
+fn a_prefetch_into_a_full_store_waits_for_space_and_asks_for_each_block_once() {
+    let (memory, folder) = (Memory::new(), Folder::new("full-store"));
+    let there = uploaded(&memory, 60);
+    let engine = Engine::open(&with_objects(&folder, tier(&memory).priority_min(101)), LEN);
+    let (mut stored, began) = (0, std::time::Instant::now());
+    for seed in 100.. {
+        stored += engine.put(&prompt(seed, 8), 0).stored as u64;
+        if stored * LEN > 3 * CAPACITY {
+            break;
+        }
+        assert!(began.elapsed() < SOON, "{:?}", engine.store.stats());
+    }
+    assert_eq!((prefetch(&engine, &there), engine.get(&there, 0)), (60, 60));
+    assert_eq!(memory.gets(), 60);
+}
+
+#[test]
 fn puts_and_prefetches_of_one_prompt_at_once_agree() {
     let memory = Memory::new();
     let there = uploaded(&memory, 60);
