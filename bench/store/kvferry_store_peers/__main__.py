@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure [the working folder]")
     parser.add_argument("--trace", type=Path, help="a trace of requests with hash_ids, to replay as well")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"7 or more to judge by [{ROUNDS}]")
-    parser.add_argument("--mib", type=int, default=512, help="to put and get in a turn [512]")
+    parser.add_argument("--mib", type=int, default=512, help="to put and get in a turn, 0 for the trace only [512]")
     parser.add_argument(
         "--trace-mib", type=int, default=1024, help="distinct blocks of the trace, from its begin [1024]"
     )
@@ -80,7 +80,8 @@ def cases(options: argparse.Namespace) -> list[Case]:
         name, all_stores = f"{mode} {kib} KiB", (KVFERRY, *options.peers)
         blocks = (options.mib << 20) // size
         asked = Asked("", size, direct, CAPACITY_BYTES, blocks, options.per_call)
-        found.append(Case(name, asked, (DISK, *all_stores), blocks * size))
+        if blocks:
+            found.append(Case(name, asked, (DISK, *all_stores), blocks * size))
         if options.trace:
             prompts, unique = first_prompts(options.trace, (options.trace_mib << 20) // size)
             asked = Asked("", size, direct, CAPACITY_BYTES, prompts=prompts)
@@ -177,7 +178,12 @@ def main() -> None:
         for taker in takers.values():
             stack.callback(taker.stop)
         bench = Bench(options, takers, progress)
-        rows = [row for case in cases(options) for row in bench.run(case)]
+        rows: list[Row] = []
+        try:
+            for case in cases(options):
+                rows += bench.run(case)
+        except KeyboardInterrupt:
+            bench.failed.append("interrupted")
         sys.exit(report(options, rows, bench))
 
 
