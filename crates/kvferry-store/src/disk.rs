@@ -7,6 +7,7 @@ use crate::arrange::{Directory, State};
 use crate::error::Result;
 use crate::log::{self, Superblock};
 use crate::memory::{BlockMemory, PAGE_OF_ZEROS, padding};
+use crate::steps::{Op, Step, step, sync_directory};
 use crate::sync::lock;
 use kvferry::{Access, Agent, Batch, DirectIo, FileOptions, FileRegion, Options, Region, Transfer};
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -78,13 +79,16 @@ impl Drop for Segment {
 pub(crate) struct UnderWay {
     began: io::Result<Transfer>,
     _files: Vec<Arc<Segment>>,
+    step: Option<Step>,
 }
 
 impl UnderWay {
-    fn begin(began: io::Result<(Transfer, Vec<Arc<Segment>>)>) -> Self {
+    fn begin(began: io::Result<(Transfer, Vec<Arc<Segment>>, Step)>) -> Self {
         match began {
-            Ok((transfer, files)) => Self { began: Ok(transfer), _files: files },
-            Err(e) => Self { began: Err(e), _files: Vec::new() },
+            Ok((transfer, files, step)) => {
+                Self { began: Ok(transfer), _files: files, step: Some(step) }
+            }
+            Err(e) => Self { began: Err(e), _files: Vec::new(), step: None },
         }
     }
 
@@ -93,6 +97,9 @@ impl UnderWay {
         match std::mem::replace(&mut self.began, Err(io::ErrorKind::Other.into())) {
             Ok(transfer) => {
                 let outcome = transfer.wait(None).expect("waits without an end");
+                if let Some(step) = self.step.take() {
+                    step.end(outcome.is_ok());
+                }
                 outcome.map(|_| ()).map_err(io::Error::other)
             }
             Err(e) => Err(e),
@@ -197,6 +204,7 @@ impl Directories {
         is_writable: bool,
     ) -> io::Result<Arc<Segment>> {
         let path = self.path_of(segment);
+        step(|| Op::Open { path: path.clone(), to_write: is_writable }, || Ok(()))?;
         let options = options.direct(self.direct);
         let region = self.agent.open_file(&path, &options).map_err(system_error)?;
         let file = File::options().read(true).write(is_writable).open(&path).inspect_err(|_| {
@@ -230,12 +238,16 @@ impl Directories {
         header: (u64, &[u8]),
         blocks: &[(u64, BlockMemory)],
     ) -> io::Result<(Batch, Arc<Segment>)> {
-        let segment = self.segment_to_write(segment)?;
+        let number = segment;
+        let segment = self.segment_to_write(number)?;
         let mut batch = Batch::with_capacity(blocks.len());
         for (at, block) in blocks {
             self.push(&mut batch, &segment, *at, block, true).map_err(io::Error::other)?;
         }
-        segment.file.write_all_at(header.1, header.0)?;
+        step(
+            || Op::write(self.path_of(number), header.0, header.1),
+            || segment.file.write_all_at(header.1, header.0),
+        )?;
         Ok((batch, segment))
     }
 
@@ -262,15 +274,17 @@ impl Directories {
         header: (u64, &[u8]),
         blocks: &[(u64, BlockMemory)],
     ) -> UnderWay {
-        UnderWay::begin(self.writes(segment, header, blocks).map(|(batch, file)| {
-            (self.agent.files().write_async(&batch, &Options::default()), vec![file])
+        UnderWay::begin(self.writes(segment, header, blocks).and_then(|(batch, file)| {
+            let step = Step::begin(|| Op::write_blocks(self.path_of(segment), blocks))?;
+            Ok((self.agent.files().write_async(&batch, &Options::default()), vec![file], step))
         }))
     }
 
     /// As [`log::Disk::read_blocks`], but returns at once.
     pub(crate) fn begin_read(&self, blocks: &[(u32, u64, BlockMemory)]) -> UnderWay {
-        UnderWay::begin(self.reads(blocks).map(|(batch, files)| {
-            (self.agent.files().read_async(&batch, &Options::default()), files)
+        UnderWay::begin(self.reads(blocks).and_then(|(batch, files)| {
+            let step = Step::begin(|| Op::Read(self.path_of(blocks[0].0)))?;
+            Ok((self.agent.files().read_async(&batch, &Options::default()), files, step))
         }))
     }
 
@@ -318,7 +332,8 @@ impl Directories {
         }
         let is_writable = |path: &PathBuf| {
             let superblock = path.join(log::superblock::FILE);
-            match File::options().write(true).open(superblock) {
+            let open = || File::options().write(true).open(&superblock);
+            match step(|| Op::Open { path: superblock.clone(), to_write: true }, open) {
                 Ok(_) => true,
                 // Of format 1.
                 Err(e) => e.kind() == io::ErrorKind::NotFound && path.exists(),
@@ -353,8 +368,11 @@ impl Directories {
     /// read them.
     pub(crate) fn is_lost(&self, segment: u32, offset: u64, len: u32) -> bool {
         let mut bytes = vec![0; usize::try_from(len).expect("at most a segment")];
-        let read = File::open(self.path_of(segment))
-            .and_then(|file| file.read_exact_at(&mut bytes, offset));
+        let path = self.path_of(segment);
+        let read = step(
+            || Op::Read(path.clone()),
+            || File::open(&path).and_then(|file| file.read_exact_at(&mut bytes, offset)),
+        );
         let is_gone = |e: io::Error| {
             matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
                 || e.raw_os_error() == Some(EIO)
@@ -395,7 +413,8 @@ impl Directories {
                 if segment < segments && is_here && is_whole {
                     continue;
                 }
-                match std::fs::remove_file(entry.path()) {
+                let path = entry.path();
+                match step(|| Op::Remove(path.clone()), || std::fs::remove_file(&path)) {
                     Err(e) if !is_read_only(&e) => return Err(e),
                     _ => {}
                 }
@@ -460,22 +479,31 @@ impl log::Disk for Directories {
 
     fn create(&self, segment: u32) -> io::Result<()> {
         let options = FileOptions::create(self.segment_bytes);
-        self.open_segment(segment, options, true)?;
+        step(
+            || Op::Create { path: self.path_of(segment), len: self.segment_bytes },
+            || self.open_segment(segment, options, true),
+        )?;
         self.new_files().insert(segment);
         Ok(())
     }
 
     fn remove(&self, segment: u32) -> io::Result<()> {
         self.open_files().files.remove(&segment);
-        std::fs::remove_file(self.path_of(segment))
+        let path = self.path_of(segment);
+        step(|| Op::Remove(path.clone()), || std::fs::remove_file(&path))
     }
 
     fn read_at(&self, segment: u32, offset: u64, into: &mut [u8]) -> io::Result<()> {
-        self.segment(segment)?.file.read_exact_at(into, offset)
+        let file = self.segment(segment)?;
+        step(|| Op::Read(self.path_of(segment)), || file.file.read_exact_at(into, offset))
     }
 
     fn write_at(&self, segment: u32, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        self.segment_to_write(segment)?.file.write_all_at(bytes, offset)
+        let file = self.segment_to_write(segment)?;
+        step(
+            || Op::write(self.path_of(segment), offset, bytes),
+            || file.file.write_all_at(bytes, offset),
+        )
     }
 
     fn write_blocks(
@@ -485,22 +513,34 @@ impl log::Disk for Directories {
         blocks: &[(u64, BlockMemory)],
     ) -> io::Result<()> {
         let (batch, _file) = self.writes(segment, header, blocks)?;
-        let done = self.agent.files().write(&batch, &Options::default());
-        done.map(|_| ()).map_err(io::Error::other)
+        let write = || self.agent.files().write(&batch, &Options::default());
+        step(
+            || Op::write_blocks(self.path_of(segment), blocks),
+            || write().map(|_| ()).map_err(io::Error::other),
+        )
     }
 
     fn read_blocks(&self, blocks: &[(u32, u64, BlockMemory)]) -> io::Result<()> {
         let (batch, _files) = self.reads(blocks)?;
-        let done = self.agent.files().read(&batch, &Options::default());
-        done.map(|_| ()).map_err(io::Error::other)
+        let read = || self.agent.files().read(&batch, &Options::default());
+        step(
+            || Op::Read(self.path_of(blocks[0].0)),
+            || read().map(|_| ()).map_err(io::Error::other),
+        )
     }
 
     fn sync(&self, segment: u32) -> io::Result<()> {
-        self.segment(segment)?.file.sync_data()?;
-        if self.new_files().contains(&segment) {
-            File::open(self.directory_of(segment))?.sync_all()?;
-            self.new_files().remove(&segment);
-        }
-        Ok(())
+        step(
+            || Op::SyncSegment(self.path_of(segment)),
+            || {
+                let file = self.segment(segment)?;
+                step(|| Op::Sync(self.path_of(segment)), || file.file.sync_data())?;
+                if self.new_files().contains(&segment) {
+                    sync_directory(self.directory_of(segment))?;
+                    self.new_files().remove(&segment);
+                }
+                Ok(())
+            },
+        )
     }
 }

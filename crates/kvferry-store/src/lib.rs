@@ -47,6 +47,7 @@ pub mod policy;
 mod put;
 mod recover;
 mod stats;
+mod steps;
 mod store;
 mod sync;
 mod team;

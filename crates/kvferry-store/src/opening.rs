@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::log::{self, Superblock};
 use crate::membership::{JOIN_TIMEOUT, wait_until};
 use crate::options::StoreOptions;
+use crate::steps::{Op, step};
 use crate::sync::lock;
 use kvferry::Agent;
 use std::collections::BTreeMap;
@@ -34,7 +35,8 @@ impl<'a> Opening<'a> {
             options.geometry(None)?;
             for path in &options.directories {
                 let failed = |source| Error::Directory { path: path.clone(), source };
-                std::fs::create_dir_all(path).map_err(failed)?;
+                let make = || std::fs::create_dir_all(path);
+                step(|| Op::MakeDirectory(path.clone()), make).map_err(failed)?;
             }
         }
         let is_overtaken = AtomicBool::new(false);

@@ -5,6 +5,7 @@
 
 use super::format::{Geometry, VERSION, array_at, u32_at, u64_at};
 use super::{Error, Result};
+use crate::steps::{Op, step, sync_directory};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
@@ -61,17 +62,19 @@ impl Superblock {
     }
 
     fn replace(&self, directory: &Path) -> io::Result<()> {
-        let new = directory.join(NEW_FILE);
+        let (new, to) = (directory.join(NEW_FILE), directory.join(FILE));
+        let bytes = self.encode();
         reached()?;
-        let mut file = File::create(&new)?;
+        let mut file = step(|| Op::Create { path: new.clone(), len: 0 }, || File::create(&new))?;
         reached()?;
-        file.write_all(&self.encode())?;
+        step(|| Op::write(new.clone(), 0, &bytes), || file.write_all(&bytes))?;
         reached()?;
-        file.sync_all()?;
+        step(|| Op::Sync(new.clone()), || file.sync_all())?;
         reached()?;
-        fs::rename(new, directory.join(FILE))?;
+        let rename = || Op::Rename { from: new.clone(), to: to.clone() };
+        step(rename, || fs::rename(&new, &to))?;
         reached()?;
-        File::open(directory)?.sync_all()
+        sync_directory(directory)
     }
 
     fn encode(&self) -> [u8; BYTES] {

@@ -1,0 +1,98 @@
+//! Where the store reads and changes files. Tests can record these steps and let them fail. Other builds carry
+//! them out, and nothing else.
+
+use crate::memory::BlockMemory;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+
+pub(crate) use unrecorded::Step;
+
+/// A step. Parts of [`Op::SyncSegment`] are steps, too.
+#[derive(Clone, Debug)]
+#[expect(dead_code, reason = "only tests look at it")]
+pub(crate) enum Op {
+    MakeDirectory(PathBuf),
+    /// The file is empty, then has `len` zeros.
+    Create {
+        path: PathBuf,
+        len: u64,
+    },
+    /// An existing file is opened.
+    Open {
+        path: PathBuf,
+        to_write: bool,
+    },
+    Read(PathBuf),
+    Write {
+        path: PathBuf,
+        pieces: Vec<(u64, Vec<u8>)>,
+    },
+    Sync(PathBuf),
+    SyncDirectory(PathBuf),
+    Rename {
+        from: PathBuf,
+        to: PathBuf,
+    },
+    Remove(PathBuf),
+    /// A segment with its name.
+    SyncSegment(PathBuf),
+}
+
+impl Op {
+    pub(crate) fn write(path: PathBuf, at: u64, bytes: &[u8]) -> Self {
+        Self::Write { path, pieces: vec![(at, bytes.to_vec())] }
+    }
+
+    /// Blocks, padded to whole pages.
+    pub(crate) fn write_blocks(path: PathBuf, blocks: &[(u64, BlockMemory)]) -> Self {
+        let piece = |(at, memory): &(u64, BlockMemory)| {
+            let mut bytes = Vec::new();
+            let collect = |part: &[u8]| {
+                bytes.extend_from_slice(part);
+                Ok(())
+            };
+            let read = memory.sum_of_each(collect);
+            bytes.resize(bytes.len() + crate::memory::padding(memory.len()), 0);
+            read.ok().map(|_| (*at, bytes))
+        };
+        Self::Write { path, pieces: blocks.iter().filter_map(piece).collect() }
+    }
+}
+
+/// Carries a step out.
+pub(crate) fn step<T>(
+    op: impl FnOnce() -> Op,
+    run: impl FnOnce() -> io::Result<T>,
+) -> io::Result<T> {
+    let step = Step::begin(op)?;
+    let outcome = run();
+    step.end(outcome.is_ok());
+    outcome
+}
+
+/// Returns when the names of a directory's files survive a loss of power.
+pub(crate) fn sync_directory(path: &Path) -> io::Result<()> {
+    step(|| Op::SyncDirectory(path.to_path_buf()), || File::open(path)?.sync_all())
+}
+
+mod unrecorded {
+    use super::Op;
+    use std::io;
+
+    /// A step that was begun and has not ended.
+    #[derive(Debug)]
+    pub(crate) struct Step(());
+
+    impl Step {
+        #[inline]
+        #[expect(clippy::unnecessary_wraps, reason = "it fails in tests")]
+        pub(crate) fn begin(_: impl FnOnce() -> Op) -> io::Result<Self> {
+            Ok(Self(()))
+        }
+
+        #[inline]
+        #[expect(clippy::unused_self, reason = "it ends in tests")]
+        pub(crate) fn end(self, _is_ok: bool) {}
+    }
+}
