@@ -7,13 +7,14 @@ use crate::error::{Error, Result};
 use crate::log::{self, Superblock};
 use crate::membership::{JOIN_TIMEOUT, wait_until};
 use crate::options::StoreOptions;
-use crate::steps::{Op, step};
+use crate::steps::{Op, step, sync_directory};
 use crate::sync::lock;
 use kvferry::Agent;
 use std::collections::BTreeMap;
 use std::fs::{File, TryLockError};
+use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -34,9 +35,8 @@ impl<'a> Opening<'a> {
             // Before anything is made.
             options.geometry(None)?;
             for path in &options.directories {
-                let failed = |source| Error::Directory { path: path.clone(), source };
-                let make = || std::fs::create_dir_all(path);
-                step(|| Op::MakeDirectory(path.clone()), make).map_err(failed)?;
+                make_directory(path)
+                    .map_err(|source| Error::Directory { path: path.clone(), source })?;
             }
         }
         let is_overtaken = AtomicBool::new(false);
@@ -102,6 +102,32 @@ impl<'a> Opening<'a> {
         }
         Directories::new(self.agent, &arranged.directories, superblock, self.options.direct)
     }
+}
+
+/// Makes a directory unless it exists. It survives a loss of power then: a store whose files were synced is gone if
+/// its directory is.
+fn make_directory(path: &Path) -> io::Result<()> {
+    let above = |path: &Path| match path.parent() {
+        Some(above) if above.as_os_str().is_empty() => Some(PathBuf::from(".")),
+        above => above.map(Path::to_path_buf),
+    };
+    // Also if it exists: a process may have been killed behind this step.
+    let mut unsynced: Vec<_> = above(path).into_iter().collect();
+    while let Some(last) = unsynced.last()
+        && !last.exists()
+        && let Some(next) = above(last)
+    {
+        unsynced.push(next);
+    }
+    step(|| Op::MakeDirectory(path.to_path_buf()), || std::fs::create_dir_all(path))?;
+    for directory in unsynced {
+        match sync_directory(&directory) {
+            // One that this user may not read was not made by this user.
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {}
+            synced => synced?,
+        }
+    }
+    Ok(())
 }
 
 /// Locks directories, so that no other process makes a store of them, whatever it calls the first. A file system
