@@ -43,8 +43,8 @@ pub(crate) struct Directories {
     /// What the padding of blocks is written from.
     zeros: Region,
     open: Mutex<Open>,
-    /// Files whose names are not known to be on the disk.
-    new: Mutex<FxHashSet<u32>>,
+    /// Files whose names this process has synced. Another process may have made a file and been killed.
+    named: Mutex<FxHashSet<u32>>,
     /// Which directories could be written to, and when that was found out.
     writable: Mutex<Option<(Instant, Arc<[bool]>)>>,
 }
@@ -133,7 +133,7 @@ impl Directories {
             direct,
             zeros,
             open: Mutex::default(),
-            new: Mutex::default(),
+            named: Mutex::default(),
             writable: Mutex::default(),
         })
     }
@@ -154,11 +154,11 @@ impl Directories {
     /// While this is held, the making of a segment does not end.
     #[cfg(test)]
     pub(crate) fn hold_creates(&self) -> MutexGuard<'_, FxHashSet<u32>> {
-        self.new_files()
+        self.named()
     }
 
-    fn new_files(&self) -> MutexGuard<'_, FxHashSet<u32>> {
-        lock(&self.new)
+    fn named(&self) -> MutexGuard<'_, FxHashSet<u32>> {
+        lock(&self.named)
     }
 
     /// An open segment, to be read.
@@ -483,7 +483,7 @@ impl log::Disk for Directories {
             || Op::Create { path: self.path_of(segment), len: self.segment_bytes },
             || self.open_segment(segment, options, true),
         )?;
-        self.new_files().insert(segment);
+        self.named().remove(&segment);
         Ok(())
     }
 
@@ -535,9 +535,9 @@ impl log::Disk for Directories {
             || {
                 let file = self.segment(segment)?;
                 step(|| Op::Sync(self.path_of(segment)), || file.file.sync_data())?;
-                if self.new_files().contains(&segment) {
+                if !self.named().contains(&segment) {
                     sync_directory(self.directory_of(segment))?;
-                    self.new_files().remove(&segment);
+                    self.named().insert(segment);
                 }
                 Ok(())
             },
