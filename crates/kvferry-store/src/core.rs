@@ -3,9 +3,10 @@
 use crate::clock::Clock;
 use crate::disk::Directories;
 use crate::index::{Member, Segment, SegmentState};
-use crate::log::Superblock;
+use crate::log::{self, Superblock};
 use crate::stats::Counters;
 use std::fmt::Display;
+use std::io::ErrorKind;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Milliseconds between two log lines about faults of the disks.
@@ -40,6 +41,21 @@ impl Core {
     pub(crate) fn withheld_segments(&self) -> usize {
         let is_withheld = |segment: &Segment| segment.state == SegmentState::Withheld;
         self.member.segments().filter(|(_, segment)| is_withheld(segment)).count()
+    }
+
+    /// Frees a segment, in which no block lives, on the disk. Returns the state that it is to have.
+    pub(crate) fn freed(&self, segment: u32) -> SegmentState {
+        match log::free(&self.disk, segment) {
+            Ok(()) => SegmentState::Free,
+            // Its process died before it made the file.
+            Err(log::Error::Segment { source, .. }) if source.kind() == ErrorKind::NotFound => {
+                SegmentState::Free
+            }
+            Err(e) => {
+                self.fault("free", segment, &e);
+                SegmentState::Withheld
+            }
+        }
     }
 
     /// Logs that a device failed, unless that was just said.

@@ -92,7 +92,7 @@ impl Keeper {
             for (number, segment) in self.core.member.held_by(dead) {
                 // What it wrote is as good as before. Nothing may live where it was about to write.
                 let to = match segment.live_blocks {
-                    0 => SegmentState::Free,
+                    0 => self.core.freed(number),
                     _ => SegmentState::Sealed,
                 };
                 self.core.member.set_segment(number, segment.state, to);
@@ -248,7 +248,8 @@ impl Keeper {
             {
                 continue;
             }
-            let to = match core.disk.ensure(number) {
+            let free = || log::free(&core.disk, number).map_err(io::Error::other);
+            let to = match core.disk.ensure(number).and_then(|()| free()) {
                 Ok(()) => SegmentState::Free,
                 Err(_) => {
                     failing.push(directory);
@@ -302,6 +303,7 @@ impl Keeper {
                 }
             }
         };
+        let to = if to == SegmentState::Free { self.core.freed(number) } else { to };
         if to != SegmentState::Sealed {
             self.core.disk.close(number);
         }

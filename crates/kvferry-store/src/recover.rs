@@ -3,11 +3,12 @@
 use crate::clock::Clock;
 use crate::disk::Directories;
 use crate::error::{Error, Result};
-use crate::index::{self, Index, Inserted, New};
+use crate::index::{self, Entry, Index, Inserted, Member, New};
 use crate::key::Key;
-use crate::log::recover::Scanned;
+use crate::log::recover::{Scanned, verify};
 use crate::log::{self, Superblock};
 use crate::options::Geometry;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// Makes the index of a store that no other process has open. Segments that can't be read are left out; their
@@ -37,6 +38,8 @@ pub(crate) fn fill(
         .filter_map(|(segment, scanned)| match scanned {
             Ok(scanned) => scanned,
             Err(error) => {
+                // The keeper frees it once it can be written. Until then its footer names what is in it.
+                index.withhold_segment(segment);
                 let file = disk.path_of(segment);
                 let file = file.display();
                 tracing::warn!(%error, "the store can't read {file}; its blocks are missed");
@@ -53,6 +56,8 @@ pub(crate) fn fill(
     });
     let clock = Clock::begin(superblock.created_ms, newest_ms.max().unwrap_or(0));
     index.set_clock(clock.to_word());
+    let sealed = scanned.iter().filter(|it| it.is_sealed).map(|it| it.header.segment);
+    let sealed: BTreeSet<u32> = sealed.collect();
     for it in &scanned {
         member.restore_segment(it.header.segment, it.header.incarnation);
     }
@@ -69,7 +74,22 @@ pub(crate) fn fill(
                 retention: block.retention,
                 now: block.time,
             };
-            member.insert(Key(block.key), new) != Inserted::Full
+            match member.insert(Key(block.key), new) {
+                Inserted::Full => return false,
+                // Each whole copy is as good. What a sealed segment lists was synced before; in others, a block may
+                // be torn that is whole where it was before.
+                Inserted::Exists(there) => {
+                    let (segment, _) = superblock.geometry.locate(there.page);
+                    let alone = || Scanned { records: vec![*record], ..*it };
+                    let is_whole = it.is_sealed
+                        || !sealed.contains(&segment) && verify(disk, &alone()).is_empty();
+                    if is_whole {
+                        replace(&member, &there, new);
+                    }
+                }
+                Inserted::New(_) | Inserted::Contended => {}
+            }
+            true
         })
     };
     let mut room = geometry.blocks_max as usize;
@@ -87,4 +107,13 @@ pub(crate) fn fill(
     }
     drop(member);
     Ok(index)
+}
+
+/// A block gives way to another copy of it.
+fn replace(member: &Member, there: &Entry, new: New) {
+    if (there.sum, there.len) == (new.sum, new.len) {
+        member.relocate(there, new.page);
+    } else if member.remove(there) {
+        member.insert(there.key, new);
+    }
 }

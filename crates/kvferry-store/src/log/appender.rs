@@ -11,7 +11,8 @@
 //! of the segment are as good as before.
 
 use super::format::{
-    Block, EXTENT_RECORDS, Geometry, Page, Record, SegmentHeader, bytes_of, footer_pages, pages_of,
+    Block, EXTENT_RECORDS, Geometry, PAGE_BYTES, Page, Record, SegmentHeader, bytes_of,
+    footer_pages, pages_of,
 };
 use super::{Disk, Error, OnSegment, Result};
 use std::io;
@@ -41,8 +42,8 @@ pub struct Extent {
 }
 
 impl Appender {
-    /// Starts a use of the segment that `header` names. It exists on the disk, and nothing that is still
-    /// needed is in it: blocks that were copied from it to other segments have been synced there.
+    /// Starts a use of the segment that `header` names. It exists on the disk and is free ([`free`]): blocks that
+    /// were copied from it to other segments have been synced there.
     pub fn begin<D: Disk>(disk: &D, geometry: Geometry, header: SegmentHeader) -> Result<Self> {
         // Not synced: the sync that makes the first block durable also does so for this page.
         disk.write_at(header.segment, 0, &header.encode().0)
@@ -132,6 +133,14 @@ impl Appender {
     pub fn used_pages(&self) -> u32 {
         self.next
     }
+}
+
+/// Makes a segment free: recovery finds nothing in it. It is done before the next use begins. If only the next
+/// header said so, the power could fail when that had not reached the disk, but data had: the old footer would then
+/// name blocks that are no more.
+pub fn free<D: Disk>(disk: &D, segment: u32) -> Result<()> {
+    disk.write_at(segment, 0, &[0; PAGE_BYTES]).on(segment, "remove the header")?;
+    disk.sync(segment).on(segment, "sync the removal of the header")
 }
 
 impl Extent {

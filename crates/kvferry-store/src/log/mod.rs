@@ -13,7 +13,7 @@
 //! other block fails it.
 //!
 //! The log does not know which blocks were removed: a removed block is found again after a restart
-//! until its segment is reused.
+//! until its segment is freed.
 
 mod appender;
 mod disk;
@@ -26,7 +26,7 @@ mod sim;
 #[cfg(test)]
 mod tests;
 
-pub use appender::{Appender, Extent};
+pub use appender::{Appender, Extent, free};
 pub use disk::Disk;
 pub use format::{Block, Geometry, PAGE_BYTES, Record, SegmentHeader};
 pub use superblock::Superblock;
