@@ -9,6 +9,7 @@ use crate::log::recover::{Scanned, verify};
 use crate::log::{self, Superblock};
 use crate::options::Geometry;
 use std::collections::BTreeSet;
+use std::error::Error as _;
 use std::sync::Arc;
 
 /// Makes the index of a store that no other process has open. Segments that can't be read are left out; their
@@ -30,6 +31,7 @@ pub(crate) fn fill(
     for segment in (0..geometry.segments).filter(|it| disk.is_in_lost_directory(*it)) {
         index.withhold_segment(segment);
     }
+    let mut unreadable = Vec::new();
     let mut scanned: Vec<_> = log::recover::scan_all(disk, superblock)
         .map_err(|e| failed(std::io::Error::other(e)))?
         .into_iter()
@@ -40,13 +42,20 @@ pub(crate) fn fill(
             Err(error) => {
                 // The keeper frees it once it can be written. Until then its footer names what is in it.
                 index.withhold_segment(segment);
-                let file = disk.path_of(segment);
-                let file = file.display();
-                tracing::warn!(%error, "the store can't read {file}; its blocks are missed");
+                unreadable.push((segment, error));
                 None
             }
         })
         .collect();
+    if let Some((segment, error)) = unreadable.first() {
+        let (file, others) = (disk.path_of(*segment), unreadable.len() - 1);
+        let file = file.display();
+        let error = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+        tracing::warn!(
+            error,
+            "the store can't read {file}, nor {others} other segments; their blocks are missed"
+        );
+    }
     // In the order in which they were written: a parent is there before what is behind it, mostly.
     scanned.sort_by_key(|it| it.header.incarnation);
     let newest_ms = scanned.iter().flat_map(|it| {
