@@ -437,12 +437,8 @@ mod tests {
         /// Makes it what the release before would have written.
         fn downgrade(&self) {
             let [first, others @ ..] = self.directories();
-            let mut bytes = fs::read(first.join(FILE)).expect("a superblock");
-            bytes.truncate(48);
-            bytes[8..16].copy_from_slice(b"\x01\0\0\0\xfe\xff\xff\xff");
-            let sum = crc_fast::crc64_nvme(&bytes);
-            bytes.extend(sum.to_le_bytes());
-            fs::write(first.join(FILE), bytes).expect("written");
+            let bytes = fs::read(first.join(FILE)).expect("a superblock");
+            fs::write(first.join(FILE), superblock::downgrade_bytes(&bytes)).expect("written");
             others.iter().for_each(|it| fs::remove_file(it.join(FILE)).expect("it exists"));
         }
     }

@@ -385,6 +385,11 @@ impl Directories {
         self.open_files().files.remove(&segment);
     }
 
+    /// Tells tests that the keeper has removed a block.
+    pub(crate) fn note_evicted(&self, key: [u64; 2]) {
+        let _ = step(|| Op::Evicted(self.path_of(0), key), || Ok(()));
+    }
+
     /// Bytes of all segments' files.
     pub(crate) fn bytes(&self) -> u64 {
         let mut bytes = 0;

@@ -444,6 +444,7 @@ impl Keeper {
             }
             if core.member.remove(&entry) {
                 self.policy.removed(entry.slot);
+                core.disk.note_evicted(entry.key.0);
                 Counters::add(counter(&core.counters), 1);
             } else {
                 is_empty &= !is_there(&core, &entry);
@@ -543,6 +544,7 @@ fn remove(core: &Core, slot: u32) -> u32 {
     if !core.member.remove(&entry) {
         return 0;
     }
+    core.disk.note_evicted(entry.key.0);
     Counters::add(&core.counters.evicted, 1);
     pages_of(entry.len)
 }

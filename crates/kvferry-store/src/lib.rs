@@ -44,6 +44,8 @@ mod opening;
 mod options;
 mod pending;
 pub mod policy;
+#[cfg(test)]
+mod power;
 mod put;
 mod recover;
 mod stats;

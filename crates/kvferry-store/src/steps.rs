@@ -1,16 +1,19 @@
-//! Where the store reads and changes files. Tests can record these steps and let them fail. Other builds carry
-//! them out, and nothing else.
+//! Where the store reads and changes files. Tests record these steps, cut the power at each of them, and let
+//! each fail (`power/`). Other builds carry them out, and nothing else.
 
 use crate::memory::BlockMemory;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
+#[cfg(test)]
+pub(crate) use crate::power::recorder::Step;
+#[cfg(not(test))]
 pub(crate) use unrecorded::Step;
 
 /// A step. Parts of [`Op::SyncSegment`] are steps, too.
 #[derive(Clone, Debug)]
-#[expect(dead_code, reason = "only tests look at it")]
+#[cfg_attr(not(test), expect(dead_code, reason = "only tests look at it"))]
 pub(crate) enum Op {
     MakeDirectory(PathBuf),
     /// The file is empty, then has `len` zeros.
@@ -37,6 +40,8 @@ pub(crate) enum Op {
     Remove(PathBuf),
     /// A segment with its name.
     SyncSegment(PathBuf),
+    /// No operation on a file: a block had to leave a store that has this file.
+    Evicted(PathBuf, [u64; 2]),
 }
 
 impl Op {
@@ -76,6 +81,7 @@ pub(crate) fn sync_directory(path: &Path) -> io::Result<()> {
     step(|| Op::SyncDirectory(path.to_path_buf()), || File::open(path)?.sync_all())
 }
 
+#[cfg(not(test))]
 mod unrecorded {
     use super::Op;
     use std::io;

@@ -176,6 +176,16 @@ fn decode(bytes: &[u8], upgrades: &[Upgrade]) -> Result<(Superblock, u32)> {
     Ok((superblock.ok_or(damaged)?, version))
 }
 
+/// What the release before would have written for a superblock.
+#[cfg(test)]
+pub(crate) fn downgrade_bytes(bytes: &[u8]) -> Vec<u8> {
+    let mut bytes = bytes[..48].to_vec();
+    bytes[8..16].copy_from_slice(b"\x01\0\0\0\xfe\xff\xff\xff");
+    let sum = crc_fast::crc64_nvme(&bytes);
+    bytes.extend(sum.to_le_bytes());
+    bytes
+}
+
 /// The name of a segment's file.
 pub fn segment_file(segment: u32) -> String {
     format!("segment-{segment:08}")
@@ -200,11 +210,7 @@ mod tests {
 
     /// The bytes that the release before wrote for `store`.
     fn bytes_of_version_1() -> Vec<u8> {
-        let mut bytes = store().encode()[..48].to_vec();
-        bytes[8..16].copy_from_slice(b"\x01\0\0\0\xfe\xff\xff\xff");
-        let sum = crc_fast::crc64_nvme(&bytes);
-        bytes.extend(sum.to_le_bytes());
-        bytes
+        downgrade_bytes(&store().encode())
     }
 
     fn with_version(version: u32) -> Vec<u8> {

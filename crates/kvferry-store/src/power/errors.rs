@@ -1,0 +1,362 @@
+//! Errors of devices, at each operation on a file.
+
+use super::recorder::{Fault, Recording};
+use super::{CAPACITY, Engine, Folder, PATIENCE, Process, bytes_of_segments, hash, options};
+use crate::sync::lock;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const EIO: i32 = 5;
+const ENOSPC: i32 = 28;
+const EROFS: i32 = 30;
+const EDQUOT: i32 = 122;
+/// Cases at the same time: they mostly wait until the store tries again.
+const THREADS: usize = 12;
+const QUICK: Duration = Duration::from_secs(10);
+/// The slow test, at most.
+const SLOW: Duration = Duration::from_secs(100);
+/// A case that takes longer hangs.
+const HANGS: Duration = Duration::from_secs(180);
+/// Blocks of the store that is there before.
+const BEFORE: std::ops::Range<u64> = 1..260;
+/// Log lines about faults come at most so often.
+const LINES_EVERY: Duration = Duration::from_secs(10);
+
+/// A store that the failing operations find.
+#[derive(Clone, Copy, Debug)]
+enum Start {
+    /// None: it is made.
+    New,
+    /// One that is full, so that space must be freed.
+    Full,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    number: usize,
+    start: Start,
+    fault: Fault,
+}
+
+/// What the store logs.
+#[derive(Debug, Default)]
+struct Lines(Mutex<Vec<String>>);
+
+fn lines() -> &'static Lines {
+    static LINES: OnceLock<&'static Lines> = OnceLock::new();
+    LINES.get_or_init(|| {
+        let lines: &'static Lines = Box::leak(Box::default());
+        tracing::subscriber::set_global_default(lines).expect("no other test sets one");
+        lines
+    })
+}
+
+impl Lines {
+    /// Takes the lines about a folder.
+    fn take(&self, folder: &Path) -> Vec<String> {
+        let folder = folder.to_string_lossy();
+        lock(&self.0).extract_if(.., |line| line.contains(&*folder)).collect()
+    }
+
+    fn panics(&self) -> bool {
+        lock(&self.0).iter().any(|line| line.contains("panicked"))
+    }
+}
+
+/// A line, as it is made.
+#[derive(Default)]
+struct Line(String);
+
+impl tracing::field::Visit for Line {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+        use std::fmt::Write;
+        let _ = write!(self.0, "{field}={value:?} ");
+    }
+}
+
+impl tracing::Subscriber for &'static Lines {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        metadata.target().starts_with("kvferry_store") && *metadata.level() <= tracing::Level::WARN
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        let mut line = Line::default();
+        event.record(&mut line);
+        lock(&self.0).push(line.0);
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// What a case has shown.
+#[derive(Clone, Debug, Default)]
+struct Outcome {
+    /// Calls that returned an error.
+    errors: usize,
+    /// Blocks that were counted as failed or refused.
+    failed: u64,
+    /// What was logged.
+    lines: Vec<String>,
+    /// The operations that failed.
+    injected: Vec<String>,
+    operations: usize,
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).expect("a folder");
+    for entry in fs::read_dir(from).expect("a folder").map(|it| it.expect("an entry")) {
+        let to = to.join(entry.file_name());
+        if entry.path().is_dir() {
+            copy(&entry.path(), &to);
+        } else {
+            fs::copy(entry.path(), to).expect("room for a store");
+        }
+    }
+}
+
+/// Makes a store that is full. Stores have names in common with their copies, so that each case makes its own.
+fn fill(engine: &Engine, folder: &Path) {
+    let process = Process::open(engine, &options(folder), 0).expect("a store");
+    for blocks in BEFORE.collect::<Vec<_>>().chunks(3) {
+        let since = Instant::now();
+        while engine.put(&process.kv, 0, blocks).expect("memory is registered").refused > 0 {
+            assert!(since.elapsed() < PATIENCE);
+            thread::yield_now();
+        }
+    }
+    process.store.close();
+}
+
+fn check(holds: bool, what: impl FnOnce() -> String) -> Result<(), String> {
+    if holds { Ok(()) } else { Err(what()) }
+}
+
+/// Puts, gets and syncs while a fault is there. Returns the blocks that were stored.
+fn work(process: &Process<'_>, outcome: &mut Outcome) -> Result<Vec<u64>, String> {
+    let (mut stored, mut failed) = (Vec::new(), 0);
+    for first in (1000..1080).step_by(2) {
+        let put = process.engine.put(&process.kv, 0, &[first, first + 1]);
+        let put = put.map_err(|e| format!("a put returned {e}"))?;
+        let sum = put.stored + put.present + put.refused + put.failed;
+        check(sum == 2, || format!("the parts of {put:?} are not 2"))?;
+        failed += put.failed as u64;
+        if put.stored == 2 {
+            stored.extend([first, first + 1]);
+        }
+        for block in [first, first - 1000, first + 1] {
+            process.engine.get(&process.kv, 0, block)?;
+        }
+        if first % 20 == 0 {
+            outcome.errors += usize::from(process.store.sync().is_err());
+        }
+        let bytes = process.store.stats().disk_bytes;
+        check(bytes <= CAPACITY, || format!("{bytes} bytes are more than the capacity"))?;
+    }
+    let stats = process.store.stats();
+    check(stats.failed >= failed, || format!("{failed} blocks were not stored: {stats:?}"))?;
+    outcome.failed = stats.failed + stats.refused;
+    Ok(stored)
+}
+
+fn run(engine: &Engine, template: &Path, folder: &Path, case: Case) -> Result<Outcome, String> {
+    let _ = fs::remove_dir_all(folder);
+    match case.start {
+        Start::New => fs::create_dir_all(folder).expect("a folder"),
+        Start::Full => copy(template, folder),
+    }
+    let (began, mut outcome) = (Instant::now(), Outcome::default());
+    let recording = Recording::start(folder);
+    recording.fail(Some(case.fault));
+    let process = match Process::open(engine, &options(folder), 0) {
+        Ok(process) => process,
+        Err(_) => {
+            outcome.errors += 1;
+            recording.fail(None);
+            Process::open(engine, &options(folder), 0)
+                .map_err(|e| format!("it does not open without errors either: {e}"))?
+        }
+    };
+    let stored = work(&process, &mut outcome)?;
+    if case.number.is_multiple_of(2) {
+        // With the errors.
+        process.store.close();
+    }
+    (outcome.operations, outcome.injected) = recording.injected();
+    recording.fail(None);
+    if !case.number.is_multiple_of(2) {
+        (5000..5003).try_for_each(|block| engine.must_have(&process.kv, 0, block))?;
+        process.store.close();
+    }
+    let corrupt = process.store.stats().corrupt;
+    check(corrupt == 0, || format!("{corrupt} blocks are corrupt"))?;
+    outcome.lines = lines().take(folder);
+    // One when it is opened, one later.
+    let allowed = 2 + began.elapsed().as_secs() / LINES_EVERY.as_secs();
+    let lines = &outcome.lines;
+    check(lines.len() as u64 <= allowed, || format!("{} lines: {lines:#?}", lines.len()))?;
+    // Without errors, all that is there is right.
+    let process = Process::open(engine, &options(folder), 0)
+        .map_err(|e| format!("it does not open again: {e}"))?;
+    let mut missing = Vec::new();
+    for block in BEFORE.chain(1000..1080) {
+        if !engine.get(&process.kv, 0, block)? && stored.contains(&block) {
+            missing.push(block);
+        }
+    }
+    (6000..6003).try_for_each(|block| engine.must_have(&process.kv, 0, block))?;
+    process.store.close();
+    let stats = process.store.stats();
+    // A segment that could not be sealed may list blocks whose write failed.
+    check(stats.failed == 0, || format!("opened again: {stats:?}"))?;
+    let bytes = bytes_of_segments(folder);
+    check(bytes <= CAPACITY, || format!("{bytes} bytes are more than the capacity"))?;
+    let left = recording.evicted();
+    missing.retain(|block| {
+        let key = process.kv.keys(&[hash(*block)]).expect("a hash")[0];
+        !left.contains(&key.0)
+    });
+    // A block that can't be read is gone.
+    check(missing.is_empty() || case.fault.errno == EIO, || format!("{missing:?} are missed"))?;
+    Ok(outcome)
+}
+
+/// Runs cases on threads, until the time is over. Returns what they have shown.
+fn run_all(cases: Vec<Case>, time: Duration) -> Vec<(Case, Outcome)> {
+    lines();
+    let (count, cases) = (cases.len(), Arc::new(cases));
+    let (next, began) = (Arc::new(AtomicUsize::new(0)), Instant::now());
+    let (done, ended) = mpsc::channel();
+    let under_way: Arc<Mutex<BTreeMap<usize, Instant>>> = Arc::default();
+    for number in 0..THREADS.min(count) {
+        let (cases, next, done) = (Arc::clone(&cases), Arc::clone(&next), done.clone());
+        let under_way = Arc::clone(&under_way);
+        thread::spawn(move || {
+            let folder = Folder::new(&format!("errors-{number}"));
+            let (template, work) = (folder.0.join("full"), folder.0.join("work"));
+            let engine = Engine::start();
+            fs::create_dir_all(&template).expect("a folder");
+            fill(&engine, &template);
+            while let Some(case) = cases.get(next.fetch_add(1, SeqCst))
+                && began.elapsed() < time
+            {
+                lock(&under_way).insert(case.number, Instant::now());
+                let outcome = run(&engine, &template, &work, *case);
+                lock(&under_way).remove(&case.number);
+                if done.send((*case, outcome)).is_err() {
+                    return;
+                }
+            }
+        });
+    }
+    drop(done);
+    let mut outcomes = Vec::new();
+    loop {
+        match ended.recv_timeout(HANGS) {
+            Ok((case, outcome)) => match outcome {
+                Ok(outcome) => outcomes.push((case, outcome)),
+                Err(what) => panic!("{case:?}: {what}"),
+            },
+            Err(mpsc::RecvTimeoutError::Disconnected) => break,
+            Err(mpsc::RecvTimeoutError::Timeout) => panic!("hangs: {:?}", lock(&under_way)),
+        }
+    }
+    assert!(!lines().panics(), "{:?}", lines());
+    outcomes
+}
+
+/// All cases: each operation of a workload, with each error, once or from then on.
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for start in [Start::New, Start::Full] {
+        let never = Fault { at: usize::MAX, stays: false, errno: EIO, is_of_syncs: false };
+        let outcomes = run_all(vec![Case { number: 0, start, fault: never }], PATIENCE);
+        let operations = outcomes[0].1.operations;
+        for at in 0..operations {
+            let other = [ENOSPC, EROFS, EDQUOT][at % 3];
+            for (errno, stays) in [(EIO, false), (EIO, true), (other, false), (other, true)] {
+                let fault = Fault { at, stays, errno, is_of_syncs: false };
+                cases.push(Case { number: cases.len(), start, fault });
+            }
+        }
+    }
+    cases
+}
+
+fn judge(cases: usize, outcomes: &[(Case, Outcome)]) {
+    let hit = outcomes.iter().filter(|(_, it)| !it.injected.is_empty()).count();
+    let errors: usize = outcomes.iter().map(|(_, it)| it.errors).sum();
+    let failed: u64 = outcomes.iter().map(|(_, it)| it.failed).sum();
+    println!(
+        "{} of {cases} cases; in {hit} an operation failed; {errors} calls returned an error, {failed} \
+         blocks were counted",
+        outcomes.len()
+    );
+    assert!(hit > outcomes.len() / 4 && errors > 0 && failed > 0);
+    for (case, it) in outcomes {
+        let is_silent = it.errors == 0 && it.failed == 0 && it.lines.is_empty();
+        // What could not be read or opened at once was tried once more.
+        let is_again = |op: &String| op.starts_with("Read(") || op.starts_with("Open ");
+        let is_harmless = !case.fault.stays && it.injected.iter().all(is_again);
+        assert!(
+            !is_silent || it.injected.is_empty() || is_harmless,
+            "nothing said: {case:?} {:?}",
+            it.injected
+        );
+    }
+}
+
+#[test]
+fn an_error_of_a_device_costs_blocks_and_nothing_else() {
+    let mut cases = cases();
+    fastrand::shuffle(&mut cases);
+    judge(cases.len(), &run_all(cases.clone(), QUICK));
+}
+
+#[test]
+fn a_sync_says_that_a_full_segment_could_not_be_synced() {
+    lines();
+    let (engine, folder) = (Engine::start(), Folder::new("sync-fails"));
+    let recording = Recording::start(&folder.0);
+    let process = Process::open(&engine, &options(&folder.0), 0).expect("a store");
+    recording.fail(Some(Fault { at: 0, stays: true, errno: EIO, is_of_syncs: true }));
+    let (began, mut block) = (Instant::now(), 0);
+    let name = folder.0.to_string_lossy();
+    let is_seal = |line: &String| line.contains("can't seal") && line.contains(&*name);
+    while !lock(&lines().0).iter().any(is_seal) {
+        block += 1;
+        engine.put(&process.kv, 0, &[block]).expect("memory is registered");
+        assert!(began.elapsed() < PATIENCE, "no segment was sealed");
+    }
+    recording.fail(None);
+    // The log line comes before its segment is known to be unsynced.
+    let is_said = || process.store.sync().is_err();
+    let began = Instant::now();
+    while !is_said() {
+        assert!(began.elapsed() < PATIENCE, "no call of `sync` says it");
+    }
+    process.store.sync().expect("it was said once");
+    assert_eq!(lines().take(&folder.0).len(), 1);
+}
+
+#[test]
+#[ignore = "slow: make test-slow"]
+fn an_error_of_a_device_at_each_operation_costs_blocks_and_nothing_else() {
+    let mut cases = cases();
+    fastrand::shuffle(&mut cases);
+    judge(cases.len(), &run_all(cases.clone(), SLOW));
+}

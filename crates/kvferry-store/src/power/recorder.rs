@@ -1,0 +1,229 @@
+//! Records the steps of the stores below a folder, and lets some fail.
+
+use crate::steps::Op;
+use crate::sync::lock;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+static RECORDERS: Mutex<Vec<Arc<Recorder>>> = Mutex::new(Vec::new());
+
+/// What happened, in order. Steps of several threads overlap.
+#[derive(Clone, Debug)]
+pub(crate) enum Event {
+    Begin(usize, Op),
+    /// The step, and whether it succeeded.
+    End(usize, bool),
+    Note(Note),
+}
+
+/// What the test did.
+#[derive(Clone, Debug)]
+pub(crate) enum Note {
+    /// A block was stored by a put that began when there were so many events.
+    Stored { process: usize, block: u64, began: usize },
+    /// A process has synced or closed its store: what it had put before is durable.
+    Synced { process: usize, began: usize },
+}
+
+impl Event {
+    /// The same, with so many events before the first.
+    pub(crate) fn later(self, events: usize) -> Self {
+        match self {
+            Self::Note(Note::Stored { process, block, began }) => {
+                Self::Note(Note::Stored { process, block, began: began + events })
+            }
+            Self::Note(Note::Synced { process, began }) => {
+                Self::Note(Note::Synced { process, began: began + events })
+            }
+            step => step,
+        }
+    }
+}
+
+/// Steps that fail: the one of this number, or all from it on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fault {
+    pub(crate) at: usize,
+    pub(crate) stays: bool,
+    pub(crate) errno: i32,
+    /// Only syncs of files fail.
+    pub(crate) is_of_syncs: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct Recorder {
+    root: PathBuf,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    events: Vec<Event>,
+    steps: usize,
+    fault: Option<Fault>,
+    /// Operations on files, of which some may fail.
+    operations: usize,
+    /// Those that were made to fail.
+    injected: Vec<String>,
+}
+
+/// A recorder of a folder, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Recording(Arc<Recorder>);
+
+impl Recording {
+    pub(crate) fn start(root: &Path) -> Self {
+        let recorder = Recorder { root: root.to_path_buf(), state: Mutex::default() };
+        let recorder = Arc::new(recorder);
+        lock(&RECORDERS).push(Arc::clone(&recorder));
+        Self(recorder)
+    }
+
+    /// Events so far.
+    pub(crate) fn now(&self) -> usize {
+        lock(&self.0.state).events.len()
+    }
+
+    pub(crate) fn note(&self, note: Note) {
+        lock(&self.0.state).events.push(Event::Note(note));
+    }
+
+    pub(crate) fn take(&self) -> Vec<Event> {
+        std::mem::take(&mut lock(&self.0.state).events)
+    }
+
+    /// The keys of blocks that had to leave.
+    pub(crate) fn evicted(&self) -> Vec<[u64; 2]> {
+        let evicted = |event: &Event| match event {
+            Event::Begin(_, Op::Evicted(_, key)) => Some(*key),
+            _ => None,
+        };
+        lock(&self.0.state).events.iter().filter_map(evicted).collect()
+    }
+
+    pub(crate) fn fail(&self, fault: Option<Fault>) {
+        lock(&self.0.state).fault = fault;
+    }
+
+    /// How many operations on files there were, and which of them were made to fail.
+    pub(crate) fn injected(&self) -> (usize, Vec<String>) {
+        let state = lock(&self.0.state);
+        (state.operations, state.injected.clone())
+    }
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        lock(&RECORDERS).retain(|it| !Arc::ptr_eq(it, &self.0));
+    }
+}
+
+impl Op {
+    pub(crate) fn path(&self) -> &Path {
+        match self {
+            Self::Create { path, .. } | Self::Open { path, .. } | Self::Write { path, .. } => path,
+            Self::MakeDirectory(path)
+            | Self::Read(path)
+            | Self::Sync(path)
+            | Self::SyncDirectory(path)
+            | Self::Rename { from: path, .. }
+            | Self::Remove(path)
+            | Self::SyncSegment(path)
+            | Self::Evicted(path, _) => path,
+        }
+    }
+
+    pub(crate) fn is_sync(&self) -> bool {
+        matches!(self, Self::Sync(_) | Self::SyncDirectory(_) | Self::SyncSegment(_))
+    }
+
+    /// Without bytes.
+    fn name(&self) -> String {
+        match self {
+            Self::Write { path, pieces } => {
+                let at: Vec<_> = pieces.iter().map(|(at, bytes)| (at, bytes.len())).collect();
+                format!("Write({}, {at:?})", path.display())
+            }
+            other => format!("{other:?}"),
+        }
+    }
+
+    /// Whether a device could answer the operation with this error.
+    fn can_fail_with(&self, errno: i32) -> bool {
+        const EROFS: i32 = 30;
+        const EIO: i32 = 5;
+        match self {
+            Self::SyncSegment(_) | Self::Evicted(..) => false,
+            Self::Read(_) | Self::Sync(_) | Self::SyncDirectory(_) => errno == EIO,
+            Self::Open { to_write, .. } => errno == EIO || errno == EROFS && *to_write,
+            Self::Remove(_) => errno == EIO || errno == EROFS,
+            // Blocks of a file that exists are reserved, and an open file is written also if the file system
+            // has become read-only.
+            Self::Write { .. }
+            | Self::MakeDirectory(_)
+            | Self::Create { .. }
+            | Self::Rename { .. } => true,
+        }
+    }
+}
+
+impl State {
+    /// The number of the step, unless it changes nothing.
+    fn begin(&mut self, op: Op) -> io::Result<Option<usize>> {
+        if !matches!(op, Op::SyncSegment(_) | Op::Evicted(..)) {
+            let number = self.operations;
+            self.operations += 1;
+            if let Some(fault) = self.fault
+                && (number == fault.at || fault.stays && number > fault.at)
+                && op.can_fail_with(fault.errno)
+                && (!fault.is_of_syncs || matches!(op, Op::Sync(_)))
+            {
+                self.injected.push(op.name());
+                return Err(io::Error::from_raw_os_error(fault.errno));
+            }
+        }
+        if matches!(op, Op::Read(_) | Op::Open { .. }) {
+            return Ok(None);
+        }
+        let step = self.steps;
+        self.steps += 1;
+        self.events.push(Event::Begin(step, op));
+        Ok(Some(step))
+    }
+}
+
+/// A step that was begun. If it is dropped, nobody knows how it ended.
+#[derive(Debug)]
+pub(crate) struct Step(Option<(Arc<Recorder>, usize)>);
+
+impl Step {
+    pub(crate) fn begin(op: impl FnOnce() -> Op) -> io::Result<Self> {
+        if lock(&RECORDERS).is_empty() {
+            return Ok(Self(None));
+        }
+        let op = op();
+        let recorders = lock(&RECORDERS);
+        let recorder = recorders.iter().find(|it| op.path().starts_with(&it.root)).cloned();
+        drop(recorders);
+        let Some(recorder) = recorder else { return Ok(Self(None)) };
+        let step = lock(&recorder.state).begin(op)?;
+        Ok(Self(step.map(|step| (recorder, step))))
+    }
+
+    pub(crate) fn end(mut self, is_ok: bool) {
+        self.note_end(is_ok);
+    }
+
+    fn note_end(&mut self, is_ok: bool) {
+        if let Some((recorder, step)) = self.0.take() {
+            lock(&recorder.state).events.push(Event::End(step, is_ok));
+        }
+    }
+}
+
+impl Drop for Step {
+    fn drop(&mut self) {
+        self.note_end(false);
+    }
+}
