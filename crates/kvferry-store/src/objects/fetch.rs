@@ -51,6 +51,8 @@ pub(crate) struct Prefetch {
     promise: Promise<usize>,
     /// Blocks of the prompt, from its beginning, that are here.
     here: usize,
+    /// The most that were.
+    reached: usize,
     window: usize,
     /// Blocks of the window, by their place in the prompt.
     asked: Vec<(usize, Answer)>,
@@ -60,7 +62,8 @@ pub(crate) struct Prefetch {
 
 impl Prefetch {
     pub(crate) fn new(space: Space, blocks: Vec<Wanted>, promise: Promise<usize>) -> Self {
-        Self { space, blocks, promise, here: 0, window: 1, asked: Vec::new(), open: 0 }
+        let (here, reached, window) = (0, 0, 1);
+        Self { space, blocks, promise, here, reached, window, asked: Vec::new(), open: 0 }
     }
 
     fn finish(mut self) {
@@ -89,7 +92,7 @@ impl Prefetch {
         // Another prefetch may have written some.
         let missing = |(at, _): &(usize, &Arc<Fetched>)| !self.space.has(&self.blocks[*at].key);
         let arrived: Vec<_> = arrived.into_iter().filter(missing).collect();
-        let (mut stored, mut refused, mut failed) = (0, 0, 0);
+        let (mut refused, mut failed) = (0, 0);
         for run in arrived.chunk_by(|(one, _), (next, _)| one + 1 == *next) {
             if refused + failed > 0 {
                 // What is behind a hole is not written before it.
@@ -99,12 +102,15 @@ impl Prefetch {
             let parent = run[0].0.checked_sub(1).map(|before| self.blocks[before].key);
             let fetched: Vec<_> = run.iter().map(|(_, fetched)| fetched.as_ref()).collect();
             let put = self.space.write_fetched(parent, &fetched)?;
-            stored += put.stored;
             refused += put.refused;
             failed += put.failed;
         }
         if refused > 0 && failed == 0 {
-            return Ok(Taken::NoRoom { stored, refused });
+            // In a store that is smaller than the prompt, blocks leave for those behind them: that brings nothing.
+            let here = self.here + self.space.prefix_of(&self.blocks[self.here..]);
+            let did_grow = here > self.reached;
+            self.reached = self.reached.max(here);
+            return Ok(Taken::NoRoom { did_grow, refused });
         }
         let before = self.here;
         self.asked.clear();
@@ -122,7 +128,8 @@ enum Taken {
     End,
     /// Some wait in memory for the keeper to free space.
     NoRoom {
-        stored: usize,
+        /// More of the prompt is here than ever before.
+        did_grow: bool,
         refused: usize,
     },
 }
@@ -310,9 +317,9 @@ impl Fetcher {
                 let keys: Vec<_> =
                     prefetch.asked.iter().map(|(at, _)| prefetch.blocks[*at].key).collect();
                 let taken = prefetch.take();
-                if let Ok(Taken::NoRoom { stored, refused }) = taken {
+                if let Ok(Taken::NoRoom { did_grow, refused }) = taken {
                     let now_ms = self.shared.now_ms();
-                    let since_ms = if stored > 0 { now_ms } else { since_ms };
+                    let since_ms = if did_grow { now_ms } else { since_ms };
                     if now_ms.saturating_sub(since_ms) < NO_ROOM_MS {
                         return self.stalled.push(Stalled { number, prefetch, since_ms });
                     }
