@@ -141,7 +141,15 @@ class Kvferry(Store):
         self._agent = kvferry.Agent(name="bench")
         self._region = self._agent.allocate(rows * block_bytes, "none")
         self._rows = Rows(self._region.memory(), block_bytes)
-        self._store = kvferry.Store(self._agent, folder, bound_bytes, direct="require" if direct else "off")
+        # By default a 256th of the capacity, which is too little for the blocks of a store as small as a bench's.
+        segment_bytes = max(bound_bytes // 256, min(8 * block_bytes, bound_bytes // 16)) >> 20 << 20
+        self._store = kvferry.Store(
+            self._agent,
+            folder,
+            bound_bytes,
+            segment_bytes=max(segment_bytes, 1 << 20),
+            direct="require" if direct else "off",
+        )
         self._space = self._store.space("bench")
 
     @staticmethod
