@@ -56,7 +56,7 @@ def judged(case: str, rounds: Rounds, is_direct: bool) -> list[Row]:
             continue
         for what, theirs in figures.items():
             if ours.get(what) and theirs[0].moved_bytes:
-                kind = what.split()[0] if is_direct or "cold" in what else ""
+                kind = what.split(",")[0].split()[0] if is_direct or "cold" in what else ""
                 rows.append(_row(case, what, peer, ours[what], theirs, disk.get(kind, [])))
     return rows
 
