@@ -1,6 +1,6 @@
 //! Stores blocks: to the disk, or to host memory first.
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::host;
 use crate::index::SlotId;
 use crate::key::Key;
@@ -251,7 +251,6 @@ impl<'a> Writing<'a> {
 
 /// The outcome of an operation that nobody else waits for.
 fn ended<T: Clone>(operation: Pending<T>) -> Result<T> {
-    use crate::error::Error;
     let outcome = operation.wait(None).ok_or(Error::Closed)?;
     drop(operation);
     match Arc::try_unwrap(outcome) {

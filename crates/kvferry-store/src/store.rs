@@ -388,7 +388,7 @@ impl Pin {
 impl Drop for Pin {
     fn drop(&mut self) {
         if let Some(id) = &self.id
-            && self.store.check().is_ok()
+            && !kvferry_sys::fd::forked_since(self.store.forks)
         {
             self.store.core.member.unpin(id);
         }

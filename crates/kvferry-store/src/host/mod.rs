@@ -121,7 +121,9 @@ impl Host {
     /// wait and too many do.
     pub(crate) fn reserve(&self, now_ms: u64, len: u64, is_waiting: bool) -> Option<Extent> {
         let mut state = lock(&self.state);
-        if is_waiting && state.waiting + len > self.bytes / WAITING_SHARE {
+        let most = self.bytes / WAITING_SHARE;
+        // One that is as long would have all others leave.
+        if len > most || is_waiting && state.waiting + len > most {
             return None;
         }
         loop {
