@@ -8,8 +8,8 @@
 use crate::error::{Error, Result};
 use crate::inspect::{Files, Segment, State, sync_directory};
 use crate::keeper::free_wanted;
-use crate::log::recover::{self, Scanned};
-use crate::log::{Disk, superblock};
+use crate::log::recover::{self, Fault, Scanned};
+use crate::log::{Disk, Record, superblock};
 use crate::membership;
 use crate::options::StoreOptions;
 use kvferry_sys::lock::LockFile;
@@ -266,6 +266,12 @@ impl Cleaner {
     fn seal(&mut self, segment: u32) -> io::Result<()> {
         let superblock = *self.files.superblock();
         let mut scanned = self.used(segment)?.clone();
+        // A loss of power may have torn some. What a footer lists is taken for whole.
+        let faults = recover::verify(self.files.disk(), &scanned);
+        let is_torn = |record: &Record| {
+            faults.iter().any(|(it, fault)| it == record && matches!(fault, Fault::Sum))
+        };
+        scanned.records.retain(|record| !is_torn(record));
         recover::seal(self.files.disk(), &superblock, &mut scanned).map_err(io::Error::other)
     }
 
