@@ -179,6 +179,8 @@ fn run(engine: &Engine, template: &Path, folder: &Path, case: Case) -> Result<Ou
         Start::New => fs::create_dir_all(folder).expect("a folder"),
         Start::Full => copy(template, folder),
     }
+    // What the end of the case before has said.
+    lines().take(folder);
     let (began, mut outcome) = (Instant::now(), Outcome::default());
     let recording = Recording::start(folder);
     recording.fail(Some(case.fault));
