@@ -16,8 +16,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Parts of a call that are read while another one is compared with its sums.
-const READ_AHEAD: usize = 16;
+/// Parts of a call that are read from a device while another one is compared with its sums, and their bytes.
+const READ_AHEAD: usize = 32;
+const READ_BYTES: u64 = 1 << 20;
 /// Bytes of a part that stay in a processor's cache until they are compared.
 const CACHED_BYTES: u64 = 512 << 10;
 
@@ -158,7 +159,7 @@ impl Space {
             .collect();
         let disk = &self.store.core.disk;
         let is_cached = !disk.is_direct();
-        let part_bytes = if is_cached { CACHED_BYTES } else { CHUNK_BYTES };
+        let part_bytes = if is_cached { CACHED_BYTES } else { READ_BYTES };
         let mut parts = chunks(&own, part_bytes, |own| own.entry.len);
         let mut end = |part: &[Own], right: usize| {
             for own in &part[..right] {
