@@ -3,7 +3,7 @@
 use crate::disk::UnderWay;
 use crate::error::Result;
 use crate::flights::Joined;
-use crate::host;
+use crate::host::{self, Extent, Host};
 use crate::index::Entry;
 use crate::key::Key;
 use crate::log::{self, Disk};
@@ -81,15 +81,14 @@ impl Space {
         let places = found.get(wanted.first..).unwrap_or_default();
         let mut is_there = vec![false; wanted.count()];
         self.copy_from_host(wanted, places, &mut joined, &mut is_there);
-        let own = |(block, place): (usize, &'_ Option<Entry>)| {
-            let entry = place.as_ref()?;
-            let memory = &wanted.memory[block];
-            let fits = u64::from(entry.len) == memory.len();
-            (fits && joined.leads(block)).then_some((block, *entry))
+        let own = |(block, place): (usize, &Option<Entry>)| {
+            let own = self.own(wanted, block, place.as_ref()?);
+            let fits = u64::from(own.entry.len) == own.memory.len();
+            (fits && joined.leads(block)).then_some(own)
         };
-        let own: Vec<(usize, Entry)> = places.iter().enumerate().filter_map(own).collect();
-        let read = self.read_own(wanted, &own, &mut joined, &mut is_there);
-        // Nobody waits for a block that this call does not have.
+        let own: Vec<Own> = places.iter().enumerate().filter_map(own).collect();
+        let read = self.read_own(&own, &mut joined, &mut is_there);
+        // The calls that wait for blocks which this one could not load go on by themselves.
         (0..wanted.count()).for_each(|block| joined.land(block, None));
         read?;
         for (block, place) in places.iter().enumerate() {
@@ -108,7 +107,7 @@ impl Space {
             {
                 // Another call could not read it, or this one after a block that is there now.
                 let own = self.own(wanted, block, entry);
-                is_there[block] = matches!(self.read_again(&own)?, Read::Right);
+                is_there[block] = self.is_right(&own, self.read_one(&own)?)?;
             }
         }
         let right = is_there.iter().take_while(|is_there| **is_there).count();
@@ -145,22 +144,11 @@ impl Space {
 
     /// Reads blocks that this call leads, and ends their loads. Stops at the first one that is wrong. While some
     /// are compared with their sums, the next ones are read.
-    fn read_own(
-        &self,
-        wanted: &Wanted,
-        own: &[(usize, Entry)],
-        joined: &mut Joined,
-        is_there: &mut [bool],
-    ) -> Result<()> {
-        let own: Vec<Own> = own
-            .iter()
-            .filter(|(block, _)| !is_there[*block])
-            .map(|(block, entry)| self.own(wanted, *block, entry))
-            .collect();
+    fn read_own(&self, own: &[Own], joined: &mut Joined, is_there: &mut [bool]) -> Result<()> {
         let disk = &self.store.core.disk;
         let is_cached = !disk.is_direct();
         let part_bytes = if is_cached { CACHED_BYTES } else { READ_BYTES };
-        let mut parts = chunks(&own, part_bytes, |own| own.entry.len);
+        let mut parts = chunks(own, part_bytes, |own| own.entry.len);
         let mut end = |part: &[Own], right: usize| {
             for own in &part[..right] {
                 is_there[own.block] = true;
@@ -211,22 +199,21 @@ impl Space {
     fn judge_all(&self, part: &[Own], is_read: bool) -> Result<usize> {
         for (at, own) in part.iter().enumerate() {
             // One by one where the part can't be read, to find what can.
-            let mut read = if is_read { self.judge(own)? } else { self.read_one(own)? };
-            if let Read::Moved(moved) = read {
-                read = self.read_one(&Own { entry: moved, ..own.clone() })?;
-            }
-            if !matches!(read, Read::Right) {
+            let read = if is_read { self.judge(own)? } else { self.read_one(own)? };
+            if !self.is_right(own, read)? {
                 return Ok(at);
             }
         }
         Ok(part.len())
     }
 
-    fn read_again(&self, own: &Own) -> Result<Read> {
-        match self.read_one(own)? {
-            Read::Moved(moved) => self.read_one(&Own { entry: moved, ..own.clone() }),
-            read => Ok(read),
-        }
+    /// Whether a block is right, where it was read or, if it was moved, where it is now.
+    fn is_right(&self, own: &Own, read: Read) -> Result<bool> {
+        let read = match read {
+            Read::Moved(moved) => self.read_one(&Own { entry: moved, ..own.clone() })?,
+            read => read,
+        };
+        Ok(matches!(read, Read::Right))
     }
 
     /// Brings blocks of a prompt, from its beginning, from the disk to host memory. This is no use of them. Stops
@@ -252,10 +239,7 @@ impl Space {
             let is_read = self.store.core.disk.read_blocks(&self.places(&own)).is_ok();
             let right = self.judge_all(&own, is_read)?;
             for (own, extent) in own.iter().zip(extents).take(right) {
-                let new = host::Block::new(own.entry.key, own.check, own.memory.len(), extent);
-                let parent = own.block.checked_sub(1).map(|before| keys[before]);
-                let retention = Retention::from_bits(own.entry.retention);
-                host.add(now, parent, &[Arc::new(new)], retention, false);
+                add_to_host(host, now, own, extent, &keys[..own.block]);
             }
             if right < part.len() {
                 break;
@@ -265,23 +249,18 @@ impl Space {
     }
 
     /// Keeps blocks that were read, from the first, in host memory.
-    fn keep_in_host(&self, wanted: &Wanted, own: &[(usize, Entry)], is_there: &[bool]) {
+    fn keep_in_host(&self, wanted: &Wanted, own: &[Own], is_there: &[bool]) {
         let Some(host) = &self.store.host else { return };
         let now = self.store.core.clock.now_ms();
-        for (block, entry) in own.iter().take_while(|(block, _)| *block < is_there.len()) {
-            let (memory, key) = (&wanted.memory[*block], wanted.key(*block));
-            if host.prefix(&[key]) == 1 {
+        for own in own.iter().take_while(|own| own.block < is_there.len()) {
+            if host.prefix(&[own.entry.key]) == 1 {
                 continue;
             }
-            let Some(extent) = host.reserve(now, memory.len(), false) else { return };
+            let Some(extent) = host.reserve(now, own.memory.len(), false) else { return };
             // The memory is the caller's, who could have changed it since it was compared. So it is once more.
-            let sum = extent.fill_and_sum(memory);
-            if sum.is_ok_and(|sum| sum ^ wanted.checks[*block] == entry.sum) {
-                let new = host::Block::new(key, wanted.checks[*block], memory.len(), extent);
-                let parent =
-                    (wanted.first + block).checked_sub(1).map(|before| wanted.keys[before]);
-                let retention = Retention::from_bits(entry.retention);
-                host.add(now, parent, &[Arc::new(new)], retention, false);
+            let sum = extent.fill_and_sum(&own.memory);
+            if sum.is_ok_and(|sum| sum ^ own.check == own.entry.sum) {
+                add_to_host(host, now, own, extent, &wanted.keys[..wanted.first + own.block]);
             }
         }
     }
@@ -340,4 +319,11 @@ impl Space {
             _ => Ok(Read::Wrong),
         }
     }
+}
+
+/// Adds a block whose bytes are in `extent`. `before`: the blocks of its prompt before it.
+fn add_to_host(host: &Host, now_ms: u64, own: &Own, extent: Extent, before: &[Key]) {
+    let new = host::Block::new(own.entry.key, own.check, own.memory.len(), extent);
+    let retention = Retention::from_bits(own.entry.retention);
+    host.add(now_ms, before.last().copied(), &[Arc::new(new)], retention, false);
 }

@@ -21,9 +21,10 @@ const WRITE_BEHIND: usize = 16;
 /// A block of a prompt that is not in the store.
 #[derive(Clone, Debug)]
 pub(crate) struct Absent {
-    /// The whole name's check, and what the index knows the block and the one before it by.
     key: Key,
+    /// The key of the block before it.
     parent: Option<Key>,
+    /// Of the whole name.
     check: u64,
     memory: BlockMemory,
 }
@@ -87,17 +88,19 @@ impl Space {
                 beyond = Some(absent);
                 break;
             };
-            let sum = match extent.fill_and_sum(&absent.memory) {
-                Ok(sum) => sum,
+            let filled = extent.fill_and_sum(&absent.memory);
+            let new =
+                filled.and_then(|sum| self.candidate(&absent, extent.memory(len), sum, retention));
+            match new {
+                Ok(new) => taken.push(new),
                 Err(e) => {
                     outcome = Err(e);
                     break;
                 }
-            };
+            }
             let block = Arc::new(host::Block::new(absent.key, absent.check, len, extent));
             // One by one, so that the next reservation knows of it.
             host.add(now, absent.parent, std::slice::from_ref(&block), retention, true);
-            taken.push(self.candidate(&absent, block.memory(), sum, retention)?);
             blocks.push(block);
         }
         put.stored += taken.len();
@@ -249,7 +252,7 @@ impl<'a> Writing<'a> {
     }
 }
 
-/// The outcome of an operation that nobody else waits for.
+/// The outcome of an operation that only this call waits for.
 fn ended<T: Clone>(operation: Pending<T>) -> Result<T> {
     let outcome = operation.wait(None).ok_or(Error::Closed)?;
     drop(operation);

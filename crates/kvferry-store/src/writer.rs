@@ -55,8 +55,9 @@ pub(crate) enum NotWritten {
 #[derive(Debug)]
 pub(crate) struct BlocksUnderWay {
     appender: Arc<Mutex<Appender>>,
-    /// Both are there until the end.
+    /// `None` once the appender knows how its write ended.
     extent: Option<Extent>,
+    /// `None` once it has ended.
     writing: Option<UnderWay>,
 }
 
@@ -72,13 +73,21 @@ impl BlocksUnderWay {
         core: &Core,
         publish: impl FnOnce(u32, &[log::Record]),
     ) -> Result<(), NotWritten> {
-        let (Some(extent), Some(writing)) = (&self.extent, self.writing.take()) else {
-            return Err(NotWritten::Failed);
-        };
-        let written = writing.end();
-        match &written {
-            Ok(()) => publish(extent.segment(), extent.records()),
-            Err(e) => core.fault("write", extent.segment(), e),
+        let written = self.writing.take().map_or(Ok(()), UnderWay::end);
+        self.conclude(core, written, publish)
+    }
+
+    fn conclude(
+        mut self,
+        core: &Core,
+        written: io::Result<()>,
+        publish: impl FnOnce(u32, &[log::Record]),
+    ) -> Result<(), NotWritten> {
+        if let Some(extent) = &self.extent {
+            match &written {
+                Ok(()) => publish(extent.segment(), extent.records()),
+                Err(e) => core.fault("write", extent.segment(), e),
+            }
         }
         self.finish(written.is_ok());
         written.map_err(|_| NotWritten::Failed)
@@ -132,12 +141,8 @@ impl Writer {
         };
         let count = extent.records().len();
         let written = write(&extent);
-        match &written {
-            Ok(()) => publish(extent.segment(), extent.records()),
-            Err(e) => core.fault("write", extent.segment(), e),
-        }
-        lock(&appender).finished(extent, written.is_ok());
-        (count, written.map_err(|_| NotWritten::Failed))
+        let blocks = BlocksUnderWay { appender, extent: Some(extent), writing: None };
+        (count, blocks.conclude(core, written, publish))
     }
 
     fn plan(
