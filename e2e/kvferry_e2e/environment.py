@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email import message_from_bytes
@@ -65,6 +65,22 @@ def vllm_environment(say: Say) -> Iterator[Environment]:
         if not _models(folder).exists():
             _make_models(folder, say)
         yield Environment(_python(folder), _models(folder))
+
+
+def package_overlay(environment: Environment, name: str, version: str, packages: Sequence[str], say: Say) -> Path:
+    """A folder for PYTHONPATH with packages beside the vLLM environment's, made once per machine."""
+    site = cache_root() / f"{name.lower()}-{version}-py{sys.version_info.major}{sys.version_info.minor}"
+    site.parent.mkdir(parents=True, exist_ok=True)
+    ready = site / "ready"
+    with open(site.with_name(site.name + ".lock"), "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not ready.exists():
+            shutil.rmtree(site, ignore_errors=True)
+            pip = [str(environment.python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+            command = [*pip, "--no-deps", "--target", str(site), *packages]
+            run_step(f"{name} {version}", command, site.with_name(site.name + ".log"), say)
+            ready.touch()
+    return site
 
 
 def _python(folder: Path) -> Path:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import select
-import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-from kvferry_e2e.environment import Environment, cache_root
-from kvferry_e2e.steps import Say, run_step
+from kvferry_e2e.environment import Environment, package_overlay
+from kvferry_e2e.steps import Say
 
 from kvferry_store_peers.turns import Answer, Asked, Figure
 
@@ -42,19 +39,7 @@ QUIET = {
 
 
 def lmcache_overlay(environment: Environment, say: Say) -> Path:
-    """A folder for PYTHONPATH beside vLLM's environment, made once per machine."""
-    site = cache_root() / f"lmcache-{LMCACHE}-py{sys.version_info.major}{sys.version_info.minor}"
-    site.parent.mkdir(parents=True, exist_ok=True)
-    ready = site / "ready"
-    with open(site.with_name(site.name + ".lock"), "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not ready.exists():
-            shutil.rmtree(site, ignore_errors=True)
-            pip = [str(environment.python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
-            command = [*pip, "--no-deps", "--target", str(site), *LMCACHE_PACKAGES]
-            run_step(f"LMCache {LMCACHE}", command, site.with_name(site.name + ".log"), say)
-            ready.touch()
-    return site
+    return package_overlay(environment, "LMCache", LMCACHE, LMCACHE_PACKAGES, say)
 
 
 class TurnTaker:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
-from kvferry_e2e.environment import Environment, cache_root
-from kvferry_e2e.steps import Say, run_step
+from kvferry_e2e.environment import Environment, package_overlay
+from kvferry_e2e.steps import Say
 
 NIXL = "1.5.1"
 # NIXL chooses the build by torch's CUDA, also where there is no GPU; torch 2.13 has 13.
@@ -20,17 +17,7 @@ PROBE = "import os; from nixl._api import nixl_agent; os._exit(0)"
 
 
 def nixl_overlay(environment: Environment, say: Say) -> Path:
-    site = cache_root() / f"nixl-{NIXL}-py{sys.version_info.major}{sys.version_info.minor}"
-    site.parent.mkdir(parents=True, exist_ok=True)
-    ready = site / "ready"
-    with open(site.with_name(site.name + ".lock"), "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not ready.exists():
-            shutil.rmtree(site, ignore_errors=True)
-            pip = [str(environment.python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
-            command = [*pip, "--no-deps", "--target", str(site), *PACKAGES]
-            run_step(f"NIXL {NIXL}", command, site.with_name(site.name + ".log"), say)
-            ready.touch()
+    site = package_overlay(environment, "NIXL", NIXL, PACKAGES, say)
     probe = subprocess.run(
         [str(environment.python), "-c", PROBE],
         env=os.environ | {"PYTHONPATH": str(site)},
