@@ -420,7 +420,7 @@ class LmcacheDisk(Store):
                     raise PeerError(f"{len(waiting)} puts never ended")
         for held in itertools.chain(*made):
             held.ref_count_down()
-        # It tells nobody which blocks it has skipped: they count as stored.
+        # LMCache does not report the blocks that it has skipped: they count as stored.
         return 0
 
     def get(self, calls: list[Call], order: Order, spent: Spent) -> None:

@@ -2,7 +2,7 @@
 //!
 //! The first call that wants a block *leads*: it reads the block into its own memory, and copies it to the memory
 //! of the calls that *follow*. A leader ends its loads before it waits for those of others, and before it ends,
-//! so nobody waits in a circle. A call in the background joins when it is submitted, in the order of its pool,
+//! so calls never wait for each other in a circle. A call in the background joins when it is submitted, in the order of its pool,
 //! so its leaders have begun before it.
 
 use crate::key::Key;
@@ -23,8 +23,8 @@ struct Follower {
     promise: Promise<bool>,
 }
 
-/// What one call has to do with the loads of its blocks. When it is dropped, nobody waits for it, and nobody
-/// writes to its memory.
+/// The loads that one call leads, and those that it follows. Dropping it ends the first without a block, and waits
+/// for the others, so that no other call writes to this one's memory afterwards.
 #[derive(Debug)]
 pub(crate) struct Joined {
     flights: Arc<Flights>,

@@ -280,7 +280,8 @@ impl Place {
         Ok(rates)
     }
 
-    /// What an open store costs while nobody asks for anything, and requests whose blocks it does not have.
+    /// The processor time that an open store takes while it gets no calls, and for requests whose blocks it does not
+    /// have.
     fn costs(&self, quick: bool) -> Result<Vec<Row>, Failure> {
         let cpu = || {
             let used = process_cpu_time(std::process::id());

@@ -1,8 +1,8 @@
 //! The tier in host memory: blocks of this process, in front of the disk.
 //!
-//! It belongs to one process, unlike the disk tier: nobody else can take its memory away while it is copied, and
+//! It belongs to one process, unlike the disk tier: no other process can reuse its memory while it is copied, and
 //! a process that dies leaves nothing behind. A block that is copied out is held by a reference; its memory is
-//! free once the block has left and nobody holds it.
+//! free once the block has left and the last reference is dropped.
 //!
 //! What is put is copied here, and its caller goes on. It is *waiting* until it is on the disk, and does not
 //! leave before. At most half of the tier waits: what is put beyond that goes to the disk directly.

@@ -193,7 +193,7 @@ impl State {
     }
 }
 
-/// A step that was begun. If it is dropped, nobody knows how it ended.
+/// A step that was begun. One that is dropped counts as failed.
 #[derive(Debug)]
 pub(crate) struct Step(Option<(Arc<Recorder>, usize)>);
 

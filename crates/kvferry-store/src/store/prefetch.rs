@@ -25,7 +25,8 @@ impl Store {
 
 impl Space {
     /// Brings blocks of a prompt that are missing here from the object store to the disk, one after another, and
-    /// those on the disk to host memory, if there are such tiers, in the background. The outcome is how many blocks of the prompt, from its beginning, are here at the end.
+    /// those on the disk to host memory, if there are such tiers, in the background. The outcome is how many blocks
+    /// of the prompt, from its beginning, are here at the end.
     ///
     /// It ends at the first block that the object store does not have, or that can't be brought. A prompt that is
     /// not there costs one request, and none if that was found out within the last seconds. This is no use of the

@@ -64,7 +64,7 @@ impl Drop for Other {
 #[test]
 #[ignore = "the other process of the tests below"]
 fn other() {
-    // Whoever runs all ignored tests runs this one, too.
+    // `make test-slow` runs all ignored tests. Without a parent, this one has nothing to do.
     let Ok(folder) = std::env::var("KVFERRY_STORE_TEST") else { return };
     let puts = std::env::var("KVFERRY_STORE_TEST_PUTS").expect("given with the folder");
     let mut numbers = puts.split(' ').map(|number| number.parse::<u64>().expect("a number"));

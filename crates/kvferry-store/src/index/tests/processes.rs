@@ -31,7 +31,7 @@ fn spawn(index: &Index, role: &str, die_at: Option<&str>) -> Child {
 #[test]
 #[ignore = "the child process that other tests start"]
 fn a_child_of_other_tests() {
-    // Whoever runs all ignored tests runs this one, too.
+    // `make test-slow` runs all ignored tests. Without a parent, this one has nothing to do.
     let Ok(memory) = std::env::var(MEMORY) else { return };
     let memory = std::fs::File::options().read(true).write(true).open(memory);
     let index = Arc::new(Index::open(memory.expect("of the parent").into()).expect("an index"));
