@@ -83,9 +83,15 @@ fn prepare() -> Result<PathBuf, String> {
         make(&at)?;
     }
     if imports(&python).is_err() {
-        // The wheel needs system libraries, and only root can install them.
-        let libraries = ["libibverbs1", "libnuma1", "libcurl4"];
-        let _ = run(Command::new("apt-get").args(["install", "-qq", "-y"]).args(libraries));
+        // The wheel needs system libraries, and only root can install them: one test at a time, each a process. On a
+        // fresh machine apt-get knows no packages before its first update.
+        let lock = std::fs::File::create(at.with_extension("lock")).map_err(|e| e.to_string())?;
+        lock.lock().map_err(|e| e.to_string())?;
+        if imports(&python).is_err() {
+            let libraries = ["libibverbs1", "libnuma1", "libcurl4"];
+            let _ = run(Command::new("apt-get").args(["update", "-qq"]));
+            let _ = run(Command::new("apt-get").args(["install", "-qq", "-y"]).args(libraries));
+        }
     }
     imports(&python)?;
     Ok(python)
