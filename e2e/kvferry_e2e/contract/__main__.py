@@ -185,6 +185,20 @@ def prefix_hits(suite: Suite, asynchronous: bool, note: Note) -> None:
         note.text = f"tokens loaded: {loaded}"
 
 
+def shared_step(suite: Suite, asynchronous: bool, note: Note) -> None:
+    """Prefill computes two prompts in one step, and the second shares blocks that the first computes there."""
+    with suite.pair(caching=True, asynchronous=asynchronous) as pair:
+        stem = suite.prompts.fresh(80)
+        prompts = [stem + suite.prompts.fresh(tokens) for tokens in (5, 30)]
+        asked = [(prompt, pair.both(prompt)) for prompt in prompts]
+        pair.finish()
+        for prompt, outcome in asked:
+            pair.right(prompt, outcome, computed=1)
+        cached = [it.prefill.num_cached_tokens for it in pair.prefill.outcomes.values()]
+        ensure(cached == [0, 80], f"prefill had {cached} tokens in its cache")
+        pair.settled()
+
+
 def few_blocks(suite: Suite, asynchronous: bool, note: Note) -> None:
     """test_cannot_recv, test_cannot_schedule_after_recv: decode has no blocks for all, and preempts requests."""
     with suite.pair(asynchronous=asynchronous, decode={"blocks": 40}) as pair:
@@ -428,6 +442,7 @@ def main(model: str, lines: Path) -> int:
         how = ", async" if asynchronous else ""
         check(f"beside local requests{how}", partial(interleaved, suite, asynchronous))
         check(f"prefix hits{how}", partial(prefix_hits, suite, asynchronous))
+        check(f"prefix of the same step{how}", partial(shared_step, suite, asynchronous))
         check(f"few blocks at decode{how}", partial(few_blocks, suite, asynchronous))
         check(f"prefill is preempted{how}", partial(preempted_prefill, suite, asynchronous))
         check(f"clients leave{how}", partial(aborted, suite, asynchronous))

@@ -114,16 +114,17 @@ class _Rank:
         begins = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         begins |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         sampled = []
-        for name, begin in begins.items():
-            running = self._running[name]
-            wrong = self.caches.wrong(running.sequence, running.tables, begin)
-            if wrong:
-                self.wrong.append(f"{name}, rank {self.rank}: {wrong}")
         for layer in self.caches.tensors:
+            # A step updates a state in place. Attention reads after the tokens of all requests have been written: a
+            # request may share the blocks of one that computes them in the same step.
+            if self.caches.is_state(layer):
+                self._check(layer, begins)
             for name, begin in begins.items():
                 running = self._running[name]
                 end = begin + output.num_scheduled_tokens[name]
                 self.caches.compute(running.sequence, running.tables, begin, end, layer)
+            if not self.caches.is_state(layer):
+                self._check(layer, begins)
             if begins:
                 self.connector.save_kv_layer(layer, self.caches.tensors[layer], None)
         for name, begin in begins.items():
@@ -136,6 +137,13 @@ class _Rank:
                 self.wrong.append(f"{name}: {end} tokens scheduled, {running.known} known")
             sampled.append(tokens)
         return list(begins), sampled
+
+    def _check(self, layer: str, begins: dict[str, int]) -> None:
+        for name, begin in begins.items():
+            running = self._running[name]
+            wrong = self.caches.wrong(running.sequence, running.tables, begin, layer)
+            if wrong:
+                self.wrong.append(f"{name}, rank {self.rank}: {wrong}")
 
 
 class ModelExecutor(Executor):

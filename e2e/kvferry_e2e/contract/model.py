@@ -66,42 +66,44 @@ class Caches:
         for tensor in self.tensors.values():
             tensor[blocks] = 0
 
-    def wrong(self, sequence: Sequence, table: list[list[int]], computed: int) -> str | None:
-        """What the model would read for the next token and is not there; None if all is right."""
-        for number, group in enumerate(self._groups):
-            spec = group.kv_cache_spec
-            begin = max(0, computed - spec.sliding_window + 1) if isinstance(spec, SlidingWindowSpec) else 0
-            for layer, name in enumerate(group.layer_names):
-                tensor = self.tensors[name].view(torch.int32)
-                if isinstance(spec, MambaSpec):
-                    if computed and int(tensor[table[number][0], 0, 0, 0]) != int(
-                        sequence.hashes(computed - 1, computed)[0]
-                    ):
-                        return f"group {number}: the state is not that after {computed} tokens"
-                    continue
-                blocks, offsets = self._slots(table[number], spec.block_size, begin, computed)
-                for local, head in enumerate(self._heads):
-                    expected = value(sequence.hashes(begin, computed), layer, head)
-                    for content in (0, -1):
-                        bad = (tensor[blocks, local, offsets, content] != expected).nonzero().flatten().tolist()
-                        if bad:
-                            at = [begin + it for it in bad[:4]]
-                            return f"group {number}, {name}, head {head}: wrong at {at} of {computed}"
+    def group(self, layer: str) -> int:
+        return next(at for at, group in enumerate(self._groups) if layer in group.layer_names)
+
+    def is_state(self, layer: str) -> bool:
+        return isinstance(self._groups[self.group(layer)].kv_cache_spec, MambaSpec)
+
+    def wrong(self, sequence: Sequence, table: list[list[int]], computed: int, layer: str) -> str | None:
+        """What a layer would read of the tokens before `computed` and is not there; None if all is right."""
+        number = self.group(layer)
+        group, tensor = self._groups[number], self.tensors[layer].view(torch.int32)
+        spec = group.kv_cache_spec
+        if isinstance(spec, MambaSpec):
+            if computed and int(tensor[table[number][0], 0, 0, 0]) != int(sequence.hashes(computed - 1, computed)[0]):
+                return f"group {number}, {layer}: the state is not that after {computed} tokens"
+            return None
+        begin = max(0, computed - spec.sliding_window + 1) if isinstance(spec, SlidingWindowSpec) else 0
+        blocks, offsets = self._slots(table[number], spec.block_size, begin, computed)
+        for local, head in enumerate(self._heads):
+            expected = value(sequence.hashes(begin, computed), group.layer_names.index(layer), head)
+            for content in (0, -1):
+                bad = (tensor[blocks, local, offsets, content] != expected).nonzero().flatten().tolist()
+                if bad:
+                    at = [begin + it for it in bad[:4]]
+                    return f"group {number}, {layer}, head {head}: wrong at {at} of {computed}"
         return None
 
     def compute(self, sequence: Sequence, table: list[list[int]], begin: int, end: int, layer: str) -> None:
-        for number, group in enumerate(self._groups):
-            if layer not in group.layer_names:
-                continue
-            spec, tensor = group.kv_cache_spec, self.tensors[layer].view(torch.int32)
-            if isinstance(spec, MambaSpec):
-                tensor[table[number][0], 0, 0, :] = int(sequence.hashes(end - 1, end)[0])
-                continue
-            blocks, offsets = self._slots(table[number], spec.block_size, begin, end)
-            assert 0 not in blocks, "a token is written into the null block"
-            for local, head in enumerate(self._heads):
-                values = value(sequence.hashes(begin, end), group.layer_names.index(layer), head)
-                tensor[blocks, local, offsets] = values[:, None].expand(-1, tensor.shape[-1])
+        number = self.group(layer)
+        group, tensor = self._groups[number], self.tensors[layer].view(torch.int32)
+        spec = group.kv_cache_spec
+        if isinstance(spec, MambaSpec):
+            tensor[table[number][0], 0, 0, :] = int(sequence.hashes(end - 1, end)[0])
+            return
+        blocks, offsets = self._slots(table[number], spec.block_size, begin, end)
+        assert 0 not in blocks, "a token is written into the null block"
+        for local, head in enumerate(self._heads):
+            values = value(sequence.hashes(begin, end), group.layer_names.index(layer), head)
+            tensor[blocks, local, offsets] = values[:, None].expand(-1, tensor.shape[-1])
 
     @staticmethod
     def _slots(table: list[int], block_tokens: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
