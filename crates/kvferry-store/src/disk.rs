@@ -6,7 +6,7 @@
 use crate::arrange::{Directory, State};
 use crate::error::Result;
 use crate::log::{self, Superblock};
-use crate::memory::{BlockMemory, PAGE_OF_ZEROS, padding};
+use crate::memory::{BlockMemory, PAGE, PAGE_OF_ZEROS, padding};
 use crate::steps::{Op, Step, step, sync_directory};
 use crate::sync::lock;
 use kvferry::{Access, Agent, Batch, DirectIo, FileOptions, FileRegion, Options, Region, Transfer};
@@ -20,6 +20,9 @@ use std::time::{Duration, Instant};
 
 /// Segments whose files are kept open. Each takes up to three descriptors.
 const OPEN_MAX: usize = 96;
+
+/// Headers of extents that are written at once, beside their blocks.
+const HEADERS: usize = 64;
 
 /// What a device that can't read says.
 const EIO: i32 = 5;
@@ -42,6 +45,7 @@ pub(crate) struct Directories {
     direct: DirectIo,
     /// What the padding of blocks is written from.
     zeros: Region,
+    headers: Arc<Headers>,
     open: Mutex<Open>,
     /// Files whose names this process has synced. Another process may have made a file and been killed.
     named: Mutex<FxHashSet<u32>>,
@@ -54,6 +58,48 @@ struct Open {
     files: FxHashMap<u32, (Arc<Segment>, u64)>,
     /// Counts uses, to find the file that was not used for longest.
     uses: u64,
+}
+
+/// Memory for the headers of extents that are being written. A header is written in one transfer with its blocks: a
+/// thread that wrote it to the file itself would wait for the blocks of the extent before, as a file has one writer
+/// at a time.
+#[derive(Debug)]
+struct Headers {
+    region: Region,
+    free: Mutex<Vec<usize>>,
+}
+
+/// A header in memory. It must outlive the transfer that writes it.
+#[derive(Debug)]
+struct Header {
+    of: Arc<Headers>,
+    number: usize,
+}
+
+impl Headers {
+    fn new(agent: &Agent) -> Result<Self> {
+        let region = agent.allocate(HEADERS * PAGE, Access::NONE)?;
+        Ok(Self { region, free: Mutex::new((0..HEADERS).collect()) })
+    }
+
+    /// A copy of `bytes`, which are a page; `None` if all memory is in use.
+    fn copy(self: &Arc<Self>, bytes: &[u8]) -> Option<Header> {
+        let number = lock(&self.free).pop()?;
+        let header = Header { of: Arc::clone(self), number };
+        self.region.write_at(header.offset(), bytes).is_ok().then_some(header)
+    }
+}
+
+impl Header {
+    fn offset(&self) -> usize {
+        self.number * PAGE
+    }
+}
+
+impl Drop for Header {
+    fn drop(&mut self) {
+        lock(&self.of.free).push(self.number);
+    }
 }
 
 /// An open segment. Closes its region when the last operation on it has ended.
@@ -78,17 +124,24 @@ impl Drop for Segment {
 #[derive(Debug)]
 pub(crate) struct UnderWay {
     began: io::Result<Transfer>,
-    _files: Vec<Arc<Segment>>,
+    _uses: Uses,
     step: Option<Step>,
 }
 
+/// What a transfer uses beside the memory of blocks.
+#[derive(Debug, Default)]
+struct Uses {
+    _files: Vec<Arc<Segment>>,
+    _header: Option<Header>,
+}
+
 impl UnderWay {
-    fn begin(began: io::Result<(Transfer, Vec<Arc<Segment>>, Step)>) -> Self {
+    fn begin(began: io::Result<(Transfer, Uses, Step)>) -> Self {
         match began {
-            Ok((transfer, files, step)) => {
-                Self { began: Ok(transfer), _files: files, step: Some(step) }
+            Ok((transfer, uses, step)) => {
+                Self { began: Ok(transfer), _uses: uses, step: Some(step) }
             }
-            Err(e) => Self { began: Err(e), _files: Vec::new(), step: None },
+            Err(e) => Self { began: Err(e), _uses: Uses::default(), step: None },
         }
     }
 
@@ -132,6 +185,7 @@ impl Directories {
             segment_bytes: superblock.geometry.segment_bytes(),
             direct,
             zeros,
+            headers: Arc::new(Headers::new(agent)?),
             open: Mutex::default(),
             named: Mutex::default(),
             writable: Mutex::default(),
@@ -231,28 +285,36 @@ impl Directories {
         Ok(())
     }
 
-    /// Writes the header of an extent; the batch writes its blocks. The file stays open as long as it is held.
+    /// The batch writes the header of an extent and its blocks.
     fn writes(
         &self,
         segment: u32,
-        header: (u64, &[u8]),
+        (header_at, header): (u64, &[u8]),
         blocks: &[(u64, BlockMemory)],
-    ) -> io::Result<(Batch, Arc<Segment>)> {
+    ) -> io::Result<(Batch, Uses)> {
         let number = segment;
         let segment = self.segment_to_write(number)?;
-        let mut batch = Batch::with_capacity(blocks.len());
+        let mut batch = Batch::with_capacity(1 + blocks.len());
+        let copy = self.headers.copy(header);
+        if let Some(copy) = &copy {
+            let memory = BlockMemory::new(&self.headers.region, copy.offset() as u64, PAGE as u64);
+            memory
+                .push_to(&mut batch, &segment.region.remote(), header_at)
+                .map_err(io::Error::other)?;
+        }
         for (at, block) in blocks {
             self.push(&mut batch, &segment, *at, block, true).map_err(io::Error::other)?;
         }
-        step(
-            || Op::write(self.path_of(number), header.0, header.1),
-            || segment.file.write_all_at(header.1, header.0),
-        )?;
-        Ok((batch, segment))
+        let write = || match &copy {
+            Some(_) => Ok(()),
+            None => segment.file.write_all_at(header, header_at),
+        };
+        step(|| Op::write(self.path_of(number), header_at, header), write)?;
+        Ok((batch, Uses { _files: vec![segment], _header: copy }))
     }
 
     /// The batch reads blocks. The files stay open as long as they are held.
-    fn reads(&self, blocks: &[(u32, u64, BlockMemory)]) -> io::Result<(Batch, Vec<Arc<Segment>>)> {
+    fn reads(&self, blocks: &[(u32, u64, BlockMemory)]) -> io::Result<(Batch, Uses)> {
         let mut batch = Batch::with_capacity(blocks.len());
         let mut files: Vec<Arc<Segment>> = Vec::with_capacity(1);
         let mut last = None;
@@ -264,7 +326,7 @@ impl Directories {
             let file = files.last().expect("pushed with the first block");
             self.push(&mut batch, file, *at, block, false).map_err(io::Error::other)?;
         }
-        Ok((batch, files))
+        Ok((batch, Uses { _files: files, _header: None }))
     }
 
     /// As [`log::Disk::write_blocks`], but returns at once.
@@ -274,17 +336,17 @@ impl Directories {
         header: (u64, &[u8]),
         blocks: &[(u64, BlockMemory)],
     ) -> UnderWay {
-        UnderWay::begin(self.writes(segment, header, blocks).and_then(|(batch, file)| {
+        UnderWay::begin(self.writes(segment, header, blocks).and_then(|(batch, uses)| {
             let step = Step::begin(|| Op::write_blocks(self.path_of(segment), blocks))?;
-            Ok((self.agent.files().write_async(&batch, &Options::default()), vec![file], step))
+            Ok((self.agent.files().write_async(&batch, &Options::default()), uses, step))
         }))
     }
 
     /// As [`log::Disk::read_blocks`], but returns at once.
     pub(crate) fn begin_read(&self, blocks: &[(u32, u64, BlockMemory)]) -> UnderWay {
-        UnderWay::begin(self.reads(blocks).and_then(|(batch, files)| {
+        UnderWay::begin(self.reads(blocks).and_then(|(batch, uses)| {
             let step = Step::begin(|| Op::Read(self.path_of(blocks[0].0)))?;
-            Ok((self.agent.files().read_async(&batch, &Options::default()), files, step))
+            Ok((self.agent.files().read_async(&batch, &Options::default()), uses, step))
         }))
     }
 
@@ -517,7 +579,7 @@ impl log::Disk for Directories {
         header: (u64, &[u8]),
         blocks: &[(u64, BlockMemory)],
     ) -> io::Result<()> {
-        let (batch, _file) = self.writes(segment, header, blocks)?;
+        let (batch, _uses) = self.writes(segment, header, blocks)?;
         let write = || self.agent.files().write(&batch, &Options::default());
         step(
             || Op::write_blocks(self.path_of(segment), blocks),
@@ -526,7 +588,7 @@ impl log::Disk for Directories {
     }
 
     fn read_blocks(&self, blocks: &[(u32, u64, BlockMemory)]) -> io::Result<()> {
-        let (batch, _files) = self.reads(blocks)?;
+        let (batch, _uses) = self.reads(blocks)?;
         let read = || self.agent.files().read(&batch, &Options::default());
         step(
             || Op::Read(self.path_of(blocks[0].0)),

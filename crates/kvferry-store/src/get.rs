@@ -7,7 +7,7 @@ use crate::host::{self, Extent, Host};
 use crate::index::Entry;
 use crate::key::Key;
 use crate::log::{self, Disk};
-use crate::memory::BlockMemory;
+use crate::memory::{BlockMemory, padded};
 use crate::policy::Retention;
 use crate::stats::Counters;
 use crate::store::{CHUNK_BYTES, Space, chunks};
@@ -167,8 +167,7 @@ impl Space {
             let read = Arc::clone(&parts);
             let results = self.store.team.share(count, move |part| {
                 let own = &read[part];
-                let is_read = space.store.core.disk.read_blocks(&space.places(own)).is_ok();
-                let right = space.judge_all(own, is_read);
+                let right = space.read_part(own);
                 let is_last = !right.as_ref().is_ok_and(|right| *right == own.len());
                 (right, if is_last { IsLast::Yes } else { IsLast::No })
             });
@@ -181,18 +180,39 @@ impl Space {
         let begin = |part| (part, disk.begin_read(&self.places(part)));
         ahead.extend(parts.by_ref().take(READ_AHEAD).map(begin));
         // By this thread, which has nothing else to do.
-        let mut is_read = disk.read_blocks(&self.places(first)).is_ok();
-        let mut now = first;
+        let (mut now, mut right) = (first, self.read_part(first)?);
         loop {
-            let right = self.judge_all(now, is_read)?;
             end(now, right);
             let Some((part, reading)) = ahead.pop_front().filter(|_| right == now.len()) else {
                 return Ok(());
             };
             ahead.extend(parts.next().map(begin));
-            is_read = reading.end().is_ok();
-            now = part;
+            let is_read = reading.end().is_ok();
+            (now, right) = (part, self.judge_all(part, is_read)?);
         }
+    }
+
+    /// Reads blocks by this thread. Returns how many are right, from the first.
+    fn read_part(&self, part: &[Own]) -> Result<usize> {
+        let disk = &self.store.core.disk;
+        let [own] = part else {
+            return self.judge_all(part, disk.read_blocks(&self.places(part)).is_ok());
+        };
+        // A block that does not fit into the processor's cache is compared as it is copied.
+        let len = own.memory.len();
+        let step = if disk.is_direct() { len } else { CACHED_BYTES };
+        let (segment, at, _) = self.place(&own.entry, &own.memory);
+        Counters::add(&self.store.core.counters.disk_reads, 1);
+        let mut crc = 0;
+        for done in (0..len).step_by(usize::try_from(step).expect("a block's length")) {
+            let memory = own.memory.part(done, step.min(len - done));
+            if disk.read_blocks(&[(segment, at + done, memory.clone())]).is_err() {
+                return self.judge_all(part, false);
+            }
+            crc = memory.crc(crc)?;
+        }
+        let read = self.judge_sum(own, padded(crc, len))?;
+        Ok(usize::from(self.is_right(own, read)?))
     }
 
     /// How many blocks of a part that was read are right, from the first.
@@ -296,11 +316,16 @@ impl Space {
         }
     }
 
-    /// Compares what was read with the sum. A block that is damaged leaves the store.
+    /// Compares what was read with the sum.
     fn judge(&self, own: &Own) -> Result<Read> {
+        self.judge_sum(own, own.memory.sum()?)
+    }
+
+    /// A block that is damaged leaves the store. `sum`: of what was read.
+    fn judge_sum(&self, own: &Own, sum: u64) -> Result<Read> {
         let core = &self.store.core;
         let entry = &own.entry;
-        if own.memory.sum()? ^ own.check == entry.sum {
+        if sum ^ own.check == entry.sum {
             return Ok(Read::Right);
         }
         match core.member.find(&entry.key) {

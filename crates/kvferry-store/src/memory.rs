@@ -60,26 +60,56 @@ impl BlockMemory {
         })
     }
 
-    /// The sum of the bytes, followed by zeros up to a whole page.
-    pub(crate) fn sum(&self) -> Result<u64> {
-        self.sum_of_each(|_| Ok(()))
+    /// A part of the bytes: `len` from `at` on, which it has.
+    pub(crate) fn part(&self, at: u64, len: u64) -> Self {
+        let (mut before, mut rest) = (at, len);
+        let mut part = Self::default();
+        for piece in &self.pieces {
+            let skipped = before.min(piece.len);
+            let taken = rest.min(piece.len - skipped);
+            part = part.and(&piece.region, piece.offset + skipped, taken);
+            before -= skipped;
+            rest -= taken;
+        }
+        debug_assert_eq!(part.len, len, "a part that the memory has not");
+        part
     }
 
-    /// As [`BlockMemory::sum`]; `f` gets the bytes, in order, a few KiB at a time.
-    pub(crate) fn sum_of_each(&self, mut f: impl FnMut(&[u8]) -> Result<()>) -> Result<u64> {
-        let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
-        let mut outcome = Ok(());
+    /// The sum of the bytes, followed by zeros up to a whole page.
+    pub(crate) fn sum(&self) -> Result<u64> {
+        Ok(padded(self.crc(0)?, self.len))
+    }
+
+    /// The CRC of bytes whose CRC is `before`, and then these.
+    pub(crate) fn crc(&self, before: u64) -> Result<u64> {
+        let mut crc = before;
         for piece in &self.pieces {
-            piece.region.for_each_copy(piece.offset, piece.len, |bytes| {
-                if outcome.is_ok() {
-                    digest.update(bytes);
-                    outcome = f(bytes);
-                }
-            })?;
+            crc = piece.region.crc64(piece.offset, piece.len, crc)?;
         }
-        outcome?;
-        digest.update(&PAGE_OF_ZEROS[..padding(self.len)]);
-        Ok(digest.finalize())
+        Ok(crc)
+    }
+
+    /// Copies the bytes to `offset` of a region; returns the sum of what was copied.
+    pub(crate) fn copy_and_sum(&self, into: &Region, offset: u64) -> Result<u64> {
+        let (mut crc, mut at) = (0, offset);
+        for piece in &self.pieces {
+            crc = into.copy_from_with_crc64(at, &piece.region, piece.offset, piece.len, crc)?;
+            at += piece.len;
+        }
+        Ok(padded(crc, self.len))
+    }
+
+    /// The bytes, where the agent allocated the memory.
+    pub(crate) fn to_vec(&self) -> Result<Vec<u8>> {
+        let bytes_of = |len: u64| usize::try_from(len).expect("inside a region");
+        let mut bytes = vec![0; bytes_of(self.len)];
+        let mut rest = &mut bytes[..];
+        for piece in &self.pieces {
+            let (now, behind) = rest.split_at_mut(bytes_of(piece.len));
+            piece.region.read_at(bytes_of(piece.offset), now)?;
+            rest = behind;
+        }
+        Ok(bytes)
     }
 
     /// Copies a block of the same length to this memory.
@@ -126,6 +156,13 @@ impl BlockMemory {
 /// Bytes of a page, to which data is aligned in segments.
 pub(crate) const PAGE: usize = 4096;
 pub(crate) static PAGE_OF_ZEROS: [u8; PAGE] = [0; PAGE];
+
+/// The sum of a block of `len` bytes that have this CRC.
+pub(crate) fn padded(crc: u64, len: u64) -> u64 {
+    let mut digest = Digest::new_with_init_state(CrcAlgorithm::Crc64Nvme, !crc);
+    digest.update(&PAGE_OF_ZEROS[..padding(len)]);
+    digest.finalize()
+}
 
 /// Bytes from the end of `len` bytes to the end of their last page.
 pub(crate) fn padding(len: u64) -> usize {

@@ -52,16 +52,11 @@ impl Op {
     /// Blocks, padded to whole pages.
     pub(crate) fn write_blocks(path: PathBuf, blocks: &[(u64, BlockMemory)]) -> Self {
         let piece = |(at, memory): &(u64, BlockMemory)| {
-            let mut bytes = Vec::new();
-            let collect = |part: &[u8]| {
-                bytes.extend_from_slice(part);
-                Ok(())
-            };
-            let read = memory.sum_of_each(collect);
+            let mut bytes = memory.to_vec().expect("the agent allocated the memory");
             bytes.resize(bytes.len() + crate::memory::padding(memory.len()), 0);
-            read.ok().map(|_| (*at, bytes))
+            (*at, bytes)
         };
-        Self::Write { path, pieces: blocks.iter().filter_map(piece).collect() }
+        Self::Write { path, pieces: blocks.iter().map(piece).collect() }
     }
 }
 

@@ -7,6 +7,7 @@
 
 pub mod alive;
 pub mod clock;
+mod crc64;
 pub mod fd;
 pub mod file;
 pub mod lock;

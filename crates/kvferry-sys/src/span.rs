@@ -5,7 +5,7 @@ use std::fmt;
 /// `len` bytes of host memory at `ptr`, in the layout of the kernel's vectored calls.
 ///
 /// Other threads, other processes and devices may write the memory at any time. So it is never
-/// turned into a slice; it is only passed to the kernel or copied by raw copies.
+/// turned into a slice; it is only passed to the kernel, copied by raw copies, or read by volatile loads.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub struct HostSpan(libc::iovec);

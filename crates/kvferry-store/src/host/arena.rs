@@ -61,12 +61,7 @@ impl Extent {
     /// Copies a block to it. Returns the block's sum, of the bytes that were copied.
     pub(crate) fn fill_and_sum(&self, from: &BlockMemory) -> Result<u64> {
         debug_assert!(from.len() <= self.len);
-        let mut at = usize::try_from(self.at).expect("inside the arena");
-        from.sum_of_each(|bytes| {
-            let written = self.arena.region.write_at(at, bytes);
-            at += bytes.len();
-            Ok(written?)
-        })
+        from.copy_and_sum(&self.arena.region, self.at)
     }
 }
 

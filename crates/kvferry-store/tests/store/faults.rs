@@ -76,7 +76,17 @@ impl Tmpfs {
     fn remount(&self, how: &str) {
         let mut mount = Command::new("mount");
         mount.args(["-o", &format!("remount,{how}")]).arg(self.0.path());
-        assert!(mount.status().expect("mount runs").success());
+        // The kernel gives back the files of an io_uring a little after it was closed.
+        let began = Instant::now();
+        loop {
+            let done = mount.output().expect("mount runs");
+            if done.status.success() {
+                return;
+            }
+            let why = String::from_utf8_lossy(&done.stderr);
+            assert!(began.elapsed() < Duration::from_secs(20), "{why}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 }
 

@@ -80,16 +80,34 @@ impl Drop for Held {
 }
 
 impl Region {
-    /// Calls `f` with the bytes of a range of host memory, in order, copied piece by piece to a buffer of
-    /// a few KiB: for checksums. A transfer may write the memory at the same time; each byte has its
-    /// value at the time of its copy. Unregistering the region waits until this returns.
+    /// The CRC-64/NVME of bytes that have the CRC `before` (0 for none), followed by those of a range of host memory.
+    /// A transfer may write the memory at the same time; each byte has one of its values. Unregistering the region
+    /// waits until this returns.
     ///
     /// # Errors
-    /// `OutOfBounds`, `NotRegistered`; `Unsupported` for device memory. `f` was not called.
-    pub fn for_each_copy(&self, offset: u64, len: u64, f: impl FnMut(&[u8])) -> Result<()> {
+    /// `OutOfBounds`, `NotRegistered`; `Unsupported` for device memory.
+    pub fn crc64(&self, offset: u64, len: u64, before: u64) -> Result<u64> {
         let (held, len) = self.hold(offset, len)?;
-        held.0.span(offset, len).for_each_copy(f);
-        Ok(())
+        Ok(held.0.span(offset, len).crc64(before))
+    }
+
+    /// As [`Region::copy_from`]; returns the CRC as [`Region::crc64`] of the bytes that were copied. If the ranges
+    /// overlap, the copy has unspecified bytes.
+    ///
+    /// # Errors
+    /// As [`Region::copy_from`].
+    pub fn copy_from_with_crc64(
+        &self,
+        offset: u64,
+        from: &Self,
+        from_offset: u64,
+        len: u64,
+        before: u64,
+    ) -> Result<u64> {
+        let (source, _) = from.hold(from_offset, len)?;
+        let (into, len) = self.hold(offset, len)?;
+        let source = source.0.span(from_offset, len);
+        Ok(into.0.span(offset, len).copy_from_span_with_crc64(&source, before))
     }
 
     /// Copies a range of another region to this one; both are host memory, of any agents of this process. A
