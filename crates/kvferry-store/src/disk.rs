@@ -123,7 +123,8 @@ impl Drop for Segment {
 /// again after that.
 #[derive(Debug)]
 pub(crate) struct UnderWay {
-    began: io::Result<Transfer>,
+    /// `None` if it has ended.
+    began: io::Result<Option<Transfer>>,
     _uses: Uses,
     step: Option<Step>,
 }
@@ -139,30 +140,30 @@ impl UnderWay {
     fn begin(began: io::Result<(Transfer, Uses, Step)>) -> Self {
         match began {
             Ok((transfer, uses, step)) => {
-                Self { began: Ok(transfer), _uses: uses, step: Some(step) }
+                Self { began: Ok(Some(transfer)), _uses: uses, step: Some(step) }
             }
-            Err(e) => Self { began: Err(e), _uses: Uses::default(), step: None },
+            Err(e) => Self::ended(Err(e)),
         }
+    }
+
+    fn ended(outcome: io::Result<()>) -> Self {
+        Self { began: outcome.map(|()| None), _uses: Uses::default(), step: None }
     }
 
     /// Waits for the end.
     pub(crate) fn end(mut self) -> io::Result<()> {
-        match std::mem::replace(&mut self.began, Err(io::ErrorKind::Other.into())) {
-            Ok(transfer) => {
-                let outcome = transfer.wait(None).expect("waits without an end");
-                if let Some(step) = self.step.take() {
-                    step.end(outcome.is_ok());
-                }
-                outcome.map(|_| ()).map_err(io::Error::other)
-            }
-            Err(e) => Err(e),
+        let Some(transfer) = std::mem::replace(&mut self.began, Ok(None))? else { return Ok(()) };
+        let outcome = transfer.wait(None).expect("waits without an end");
+        if let Some(step) = self.step.take() {
+            step.end(outcome.is_ok());
         }
+        outcome.map(|_| ()).map_err(io::Error::other)
     }
 }
 
 impl Drop for UnderWay {
     fn drop(&mut self) {
-        if let Ok(transfer) = &self.began {
+        if let Ok(Some(transfer)) = &self.began {
             let _ = transfer.wait(None);
         }
     }
@@ -329,13 +330,18 @@ impl Directories {
         Ok((batch, Uses { _files: files, _header: None }))
     }
 
-    /// As [`log::Disk::write_blocks`], but returns at once.
+    /// As [`log::Disk::write_blocks`], but returns at once where the device is what takes its time. Into the page cache
+    /// this thread copies the blocks itself, whose sums it has just computed: they are in its processor's cache.
     pub(crate) fn begin_write(
         &self,
         segment: u32,
         header: (u64, &[u8]),
         blocks: &[(u64, BlockMemory)],
     ) -> UnderWay {
+        if !self.is_direct() {
+            let written = log::Disk::write_blocks(self, segment, header, blocks);
+            return UnderWay::ended(written);
+        }
         UnderWay::begin(self.writes(segment, header, blocks).and_then(|(batch, uses)| {
             let step = Step::begin(|| Op::write_blocks(self.path_of(segment), blocks))?;
             Ok((self.agent.files().write_async(&batch, &Options::default()), uses, step))

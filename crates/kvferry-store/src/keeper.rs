@@ -570,7 +570,7 @@ mod tests {
     use crate::opening::Opening;
     use crate::options::StoreOptions;
     use crate::recover;
-    use crate::writer::{Candidate, Writer};
+    use crate::writer::{Candidate, Which, Writer};
     use kvferry::{Access, Agent, Region};
     use std::path::PathBuf;
 
@@ -644,7 +644,7 @@ mod tests {
             assert!(segments.iter().all(|it| *it == segments[0]));
             let segment = segments[0];
             if is_sealed {
-                writer.seal(&core, true);
+                writer.seal(&core, Which::All);
             } else {
                 // Its process was killed: it has no footer.
                 let mine = SegmentState::Active(core.member.id());
@@ -701,6 +701,59 @@ mod tests {
         assert!((1..=3).all(|key| is_right(&core, key)));
     }
 
+    /// Puts blocks of a segment each.
+    fn fill(core: &Core, writer: &Writer, pool: &Region, segments: u64) {
+        (1..=segments).for_each(|key| drop(put_long(core, writer, pool, key, 900_000)));
+    }
+
+    fn unsealed(core: &Core) -> usize {
+        let held = core.member.held_by(core.member.id());
+        held.filter(|(_, it)| matches!(it.state, SegmentState::Active(_))).count()
+    }
+
+    #[test]
+    fn while_puts_go_on_an_eighth_of_the_store_waits_for_its_seal() {
+        let (core, agent, _folder) = core("excess");
+        let pool = agent.allocate(900_000, Access::NONE).expect("memory");
+        let writer = Writer::default();
+        fill(&core, &writer, &pool, 8);
+        assert_eq!(unsealed(&core), 8, "each has a segment");
+        writer.seal(&core, Which::Excess);
+        // The segment that is written to, and an eighth of 23.
+        assert_eq!(core.member.geometry().segments, 23);
+        assert_eq!(unsealed(&core), 1 + 2);
+        assert!(writer.has_full());
+        writer.seal(&core, Which::Full);
+        assert_eq!(unsealed(&core), 1);
+        assert!(!writer.has_full());
+        writer.seal(&core, Which::All);
+        assert_eq!(unsealed(&core), 0);
+        assert!((1..=8).all(|key| is_right(&core, key)));
+        agent.shutdown();
+    }
+
+    #[test]
+    fn when_puts_pause_or_space_is_short_full_segments_are_sealed() {
+        for (segments, is_short) in [(3, false), (20, true)] {
+            let (core, agent, _folder) = core(&format!("pause-{segments}"));
+            let pool = agent.allocate(900_000, Access::NONE).expect("memory");
+            let worker = crate::worker::Worker::start(Arc::clone(&core)).expect("a thread");
+            fill(&core, &worker.writer, &pool, segments);
+            worker.wake();
+            let began = Instant::now();
+            while worker.writer.has_full() {
+                assert!(began.elapsed() < Duration::from_secs(20), "{} wait", unsealed(&core));
+                std::thread::sleep(Duration::from_millis(1));
+                if is_short {
+                    // The puts go on.
+                    worker.writer.note_begun();
+                }
+            }
+            worker.stop();
+            agent.shutdown();
+        }
+    }
+
     #[test]
     fn after_a_sync_that_failed_each_sync_fails_until_the_blocks_have_left() {
         let (core, agent, _folder) = core("sync");
@@ -713,7 +766,7 @@ mod tests {
             std::fs::remove_file(core.disk.path_of(segment)).expect("it exists");
             core.disk.close(segment);
             if is_sealed {
-                writer.seal(&core, true);
+                writer.seal(&core, Which::All);
             }
             for _ in 0..2 {
                 let (failed, _) = writer.sync(&core).expect_err("it can't be synced");

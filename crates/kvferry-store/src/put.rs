@@ -245,7 +245,7 @@ impl<'a> Writing<'a> {
             self.end_first(put);
         }
         let store = &self.space.store;
-        if store.worker.writer.has_full() {
+        if store.worker.writer.is_awaited() {
             store.worker.wake();
             store.wake_keeper();
         }

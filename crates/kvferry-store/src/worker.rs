@@ -1,15 +1,19 @@
 //! The thread of a process that seals its segments and, in the keeper, frees space.
 
 use crate::core::Core;
-use crate::keeper::Keeper;
+use crate::keeper::{Keeper, free_wanted};
 use crate::membership::Keep;
 use crate::sync::lock;
-use crate::writer::Writer;
+use crate::writer::{Which, Writer};
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// No put for so long is a pause.
+const PAUSE: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
 pub(crate) struct Worker {
@@ -30,6 +34,12 @@ struct Tasks {
     /// Processes have left: there may be something to repair.
     repair: bool,
     stop: bool,
+}
+
+impl Tasks {
+    fn is_pause(&self) -> bool {
+        !(self.look || self.begin || self.repair || self.stop)
+    }
 }
 
 impl Worker {
@@ -70,8 +80,11 @@ impl Worker {
     fn run(&self) {
         let mut is_keeper = false;
         let mut keeper: Option<Keeper> = None;
+        let mut begun = 0;
         loop {
             let tasks = self.next_tasks();
+            let is_quiet = self.writer.begun() == begun;
+            begun = self.writer.begun();
             if tasks.stop {
                 break;
             }
@@ -81,7 +94,11 @@ impl Worker {
             }
             let work = || {
                 // First: the keeper frees sealed segments only, and would evict more than it must.
-                self.writer.seal(&self.core, false);
+                let which = if is_quiet || self.is_short() { Which::Full } else { Which::Excess };
+                self.writer.seal(&self.core, which);
+                if tasks.is_pause() {
+                    return;
+                }
                 if is_keeper {
                     let new = || Keeper::new(Arc::clone(&self.core));
                     let keeper = keeper.get_or_insert_with(new);
@@ -101,13 +118,28 @@ impl Worker {
         if let Some(keeper) = &mut keeper {
             keeper.stop();
         }
-        self.writer.seal(&self.core, true);
+        self.writer.seal(&self.core, Which::All);
     }
 
+    /// Whether the keeper may soon need the space of segments that are not sealed.
+    fn is_short(&self) -> bool {
+        let processes = u32::try_from(self.core.member.members().count()).unwrap_or(u32::MAX);
+        let wanted = free_wanted(processes, self.core.member.geometry().segments);
+        self.core.free_segments() <= 2 * wanted as usize
+    }
+
+    /// Waits for tasks; while segments wait to be sealed, for no longer than puts pause.
     fn next_tasks(&self) -> Tasks {
-        let idle = |tasks: &mut Tasks| !(tasks.look || tasks.begin || tasks.repair || tasks.stop);
-        let waited = self.changed.wait_while(lock(&self.tasks), idle);
-        std::mem::take(&mut *waited.unwrap_or_else(PoisonError::into_inner))
+        let idle = |tasks: &mut Tasks| tasks.is_pause();
+        let tasks = lock(&self.tasks);
+        let mut tasks = if self.writer.has_full() {
+            let waited = self.changed.wait_timeout_while(tasks, PAUSE, idle);
+            waited.unwrap_or_else(PoisonError::into_inner).0
+        } else {
+            let waited = self.changed.wait_while(tasks, idle);
+            waited.unwrap_or_else(PoisonError::into_inner)
+        };
+        std::mem::take(&mut *tasks)
     }
 }
 

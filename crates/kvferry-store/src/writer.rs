@@ -7,6 +7,7 @@ use crate::log::{self, Appender, Disk, Extent, SegmentHeader};
 use crate::memory::BlockMemory;
 use crate::sync::lock;
 use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,33 @@ pub(crate) struct Writer {
     state: Mutex<State>,
     /// Held while a segment is begun; before `state` where both are.
     beginning: Mutex<Beginning>,
+    begun: AtomicU64,
+    /// Whether the thread that seals waits for a write: for the first after a segment was full, or for the last into
+    /// one.
+    is_awaited: AtomicBool,
+}
+
+/// Which segments are sealed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Which {
+    /// Those that are full, except for the last ones while puts go on: a sync beside them takes the half of their
+    /// speed.
+    Excess,
+    /// Those that are full.
+    Full,
+    /// Also the one that is not.
+    All,
+}
+
+/// Bytes of full segments that wait until the puts pause, at most. No more than an eighth of the store.
+const UNSEALED_BYTES: u64 = 1 << 30;
+
+/// Full segments that wait until the puts pause, at most.
+fn unsealed_max(core: &Core) -> usize {
+    let geometry = core.superblock.geometry;
+    let bytes = UNSEALED_BYTES
+        .min(geometry.segment_bytes() * u64::from(core.member.geometry().segments) / 8);
+    usize::try_from(bytes / geometry.segment_bytes()).unwrap_or(usize::MAX)
 }
 
 #[derive(Debug, Default)]
@@ -150,6 +178,7 @@ impl Writer {
         core: &Core,
         blocks: &[log::Block],
     ) -> Result<(Arc<Mutex<Appender>>, Extent), NotWritten> {
+        self.begun.fetch_add(1, Relaxed);
         if let Some(planned) = self.plan_in_active(blocks) {
             return Ok(planned);
         }
@@ -185,6 +214,7 @@ impl Writer {
         let mut state = lock(&self.state);
         let full = state.active.replace(Arc::clone(&new));
         state.full.extend(full);
+        self.is_awaited.store(true, Relaxed);
         Ok((new, extent.ok_or(NotWritten::Failed)?))
     }
 
@@ -195,19 +225,22 @@ impl Writer {
         Some((Arc::clone(active), extent))
     }
 
-    /// Seals segments that are full, and the one that is not if `all`. Slow: it waits for the disk.
-    pub(crate) fn seal(&self, core: &Core, all: bool) {
+    /// Seals segments. Slow: it waits for the disk.
+    pub(crate) fn seal(&self, core: &Core, which: Which) {
         let full = {
             let mut state = lock(&self.state);
-            if all {
+            if which == Which::All {
                 let active = state.active.take();
                 state.full.extend(active);
             }
-            state.full.clone()
+            let excess = state.full.len().saturating_sub(unsealed_max(core));
+            let count = if which == Which::Excess { excess } else { state.full.len() };
+            state.full[..count].to_vec()
         };
         for appender in full {
             let mut locked = lock(&appender);
             if locked.in_flight() > 0 {
+                self.is_awaited.store(true, Relaxed);
                 continue;
             }
             let is_synced = seal(core, &mut locked);
@@ -218,6 +251,22 @@ impl Writer {
             // Not before: a call of `sync` waits for it.
             state.full.retain(|it| !Arc::ptr_eq(it, &appender));
         }
+    }
+
+    /// Counts the extents that were begun.
+    pub(crate) fn begun(&self) -> u64 {
+        self.begun.load(Relaxed)
+    }
+
+    /// As if an extent was begun.
+    #[cfg(test)]
+    pub(crate) fn note_begun(&self) {
+        self.begun.fetch_add(1, Relaxed);
+    }
+
+    /// Whether the thread that seals is to be woken, now that a write has ended. Says so once.
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.is_awaited.load(Relaxed) && self.is_awaited.swap(false, Relaxed)
     }
 
     /// Whether a segment waits to be sealed.

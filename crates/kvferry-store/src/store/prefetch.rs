@@ -114,7 +114,7 @@ impl Space {
             }
             done += left;
         }
-        if worker.writer.has_full() {
+        if worker.writer.is_awaited() {
             worker.wake();
             self.store.wake_keeper();
         }
