@@ -1,0 +1,150 @@
+//! What a manager is made of, and what can go wrong for its caller.
+
+use crate::retention::PRIORITY_MAX;
+use std::fmt;
+
+/// The pools of one group of layers, or of one attention window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GroupConfig {
+    /// Pages of the engine.
+    pub primary_blocks: u32,
+    /// Blocks in host memory, or files. 0: nothing is offloaded.
+    pub secondary_blocks: u32,
+}
+
+/// What a [`BlockManager`](crate::BlockManager) is made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Of all groups.
+    pub tokens_per_block: u32,
+    /// A sequence has as many blocks in each group.
+    pub groups: Vec<GroupConfig>,
+    /// Events that are kept until the caller takes them.
+    pub events: usize,
+    /// Blocks of a lower priority are removed instead of offloaded.
+    pub secondary_offload_min_priority: u8,
+    /// Whether blocks are reused of which only the first tokens are wanted. Keeps the tokens of stored blocks: four
+    /// bytes each.
+    pub partial_reuse: bool,
+    /// Whether such a block is copied where it can't be taken over, because it is in use or others follow it.
+    pub copy_on_partial_reuse: bool,
+}
+
+impl Config {
+    /// With TensorRT-LLM's defaults.
+    pub fn new(tokens_per_block: u32, groups: impl Into<Vec<GroupConfig>>) -> Self {
+        Self {
+            tokens_per_block,
+            groups: groups.into(),
+            events: 1024,
+            secondary_offload_min_priority: 30,
+            partial_reuse: true,
+            copy_on_partial_reuse: true,
+        }
+    }
+
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        let wrong = |text: String| Err(Error::Config(text));
+        if self.tokens_per_block == 0 {
+            return wrong("tokens_per_block is 0: a block has at least one token".into());
+        }
+        if self.groups.is_empty() || self.groups.len() > usize::from(u16::MAX) {
+            return wrong(format!("{} groups: 1 to {} are supported", self.groups.len(), u16::MAX));
+        }
+        if self.secondary_offload_min_priority > PRIORITY_MAX {
+            let given = self.secondary_offload_min_priority;
+            return wrong(format!(
+                "secondary_offload_min_priority is {given}: at most {PRIORITY_MAX}"
+            ));
+        }
+        for (at, group) in self.groups.iter().enumerate() {
+            let blocks = u64::from(group.primary_blocks) + u64::from(group.secondary_blocks);
+            if group.primary_blocks == 0 {
+                return wrong(format!("group {at} has no primary blocks"));
+            }
+            if blocks > u64::from(u32::MAX / 2) {
+                return wrong(format!(
+                    "group {at} has {blocks} blocks: at most {} are supported",
+                    u32::MAX / 2
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A call that can't be carried out. It has changed nothing, unless its variant says otherwise.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Error {
+    /// The text says what is wrong.
+    Config(String),
+    /// A request whose parts don't fit each other; the text says which.
+    Request(String),
+    /// Too few blocks are free or evictable. Try again when sequences or transfers have ended.
+    OutOfBlocks {
+        /// Where.
+        group: u16,
+        /// How many primary blocks are needed.
+        needed: u32,
+        /// How many are free or can be evicted.
+        available: u32,
+    },
+    /// Blocks can be evicted when transfers of blocks behind them have ended. Other blocks have been evicted. Try again
+    /// after the next [`BlockManager::finished`](crate::BlockManager::finished).
+    AwaitTransfers {
+        /// Where.
+        group: u16,
+    },
+    /// The sequence was freed, or is of another manager.
+    UnknownSequence,
+    /// The pin has ended, or is of another manager.
+    UnknownPin,
+    /// The transfer has ended, or is of another manager.
+    UnknownTransfer,
+    /// The sequence waits for transfers.
+    NotReady {
+        /// How many.
+        transfers: u32,
+    },
+    /// A key differs from that of the sequence's stored block.
+    KeyMismatch {
+        /// Which block.
+        block: u32,
+    },
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Config(text) => write!(f, "block manager: {text}"),
+            Self::Request(text) => write!(f, "{text}"),
+            Self::OutOfBlocks { group, needed, available } => write!(
+                f,
+                "group {group} is out of blocks: {needed} needed, {available} free or evictable; \
+                 free or preempt a sequence, or wait for transfers"
+            ),
+            Self::AwaitTransfers { group } => write!(
+                f,
+                "group {group} is out of blocks until transfers have ended: try again after the next one"
+            ),
+            Self::UnknownSequence => {
+                write!(f, "unknown sequence: it was freed, or is of another manager")
+            }
+            Self::UnknownPin => write!(f, "unknown pin: it has ended, or is of another manager"),
+            Self::UnknownTransfer => {
+                write!(f, "unknown transfer: it has ended, or is of another manager")
+            }
+            Self::NotReady { transfers } => {
+                write!(f, "the sequence waits for {transfers} transfers: wait until it is ready")
+            }
+            Self::KeyMismatch { block } => write!(
+                f,
+                "the key of block {block} differs from that of the sequence's stored block: \
+                 keys are those of the sequence from its first block on"
+            ),
+        }
+    }
+}
+
+impl std::error::Error for Error {}

@@ -1,0 +1,238 @@
+//! Copies that the caller is to make, and what waits for them.
+//!
+//! A transfer waits for others in two cases: the page that it writes is still read by an offload, or the block that it
+//! reads is still written by one. It is handed out when these have ended.
+
+use crate::NONE;
+use crate::events::Tier;
+use crate::key::Key;
+use crate::retention::{FilePlace, TransferMode};
+use crate::sequence::SequenceId;
+use smallvec::SmallVec;
+use std::sync::Arc;
+
+/// A block of a pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Block {
+    /// The pool.
+    pub tier: Tier,
+    /// Its number in the pool, from 0.
+    pub index: u32,
+}
+
+/// Names a transfer until it is finished.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct TransferId(pub(crate) u64);
+
+/// A copy to make. Until [`BlockManager::finished`](crate::BlockManager::finished), neither block is used otherwise.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// For [`BlockManager::finished`](crate::BlockManager::finished).
+    pub id: TransferId,
+    /// The group of both blocks.
+    pub group: u16,
+    /// Where the bytes are. In a file mode, a secondary block stands for the file.
+    pub from: Block,
+    /// Where they are to be.
+    pub to: Block,
+    /// How many tokens of the block are to be copied, from its start.
+    pub tokens: u32,
+    /// The name of what is copied.
+    pub key: Key,
+    /// How it is copied. Between two primary blocks: [`TransferMode::Dram`].
+    pub mode: TransferMode,
+    /// In a file mode, where the file is.
+    pub directory: Option<Arc<str>>,
+}
+
+impl Transfer {
+    /// In a file mode, the file's name in the directory. It comes from what the block has, never from where it is.
+    pub fn file_name(&self) -> String {
+        file_name(self.key, self.group)
+    }
+}
+
+pub(crate) fn file_name(key: Key, group: u16) -> String {
+    format!("{key}-{group}.kv")
+}
+
+/// How a transfer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The target has the bytes. A caller that keeps checksums has verified them.
+    Done,
+    /// The target has nothing of use.
+    Failed,
+}
+
+/// What the caller is to do, in this order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Action {
+    /// Make this copy, and call [`BlockManager::finished`](crate::BlockManager::finished) when it has ended.
+    Copy(Transfer),
+    /// The file of a block is no longer needed. A later copy may write it again: files of one name are in order.
+    Discard {
+        /// Where the file is.
+        directory: Arc<str>,
+        /// The group of the block.
+        group: u16,
+        /// The file's name, as [`Transfer::file_name`].
+        file_name: String,
+    },
+    /// All blocks of a sequence may be used: the first `reused_tokens` tokens of them need not be computed.
+    Ready {
+        /// The sequence.
+        sequence: SequenceId,
+        /// What is in its blocks.
+        reused_tokens: u32,
+    },
+    /// A copy for a sequence has failed: fewer tokens are reused. The sequence has its first `blocks` blocks only,
+    /// [`BlockManager::append`](crate::BlockManager::append) gives it others.
+    Cut {
+        /// The sequence.
+        sequence: SequenceId,
+        /// What is in its blocks when it is ready.
+        reused_tokens: u32,
+        /// How many blocks it has left, in each group.
+        blocks: u32,
+    },
+}
+
+/// What a transfer is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A node leaves its page, which somebody else may have been given.
+    Offload,
+    /// A node gets a page.
+    Onboard,
+    /// Part of a node is copied to a page of a sequence.
+    Partial,
+}
+
+/// What is known of a transfer besides what it waits for.
+#[derive(Clone, Debug)]
+pub(crate) struct Job {
+    pub(crate) kind: Kind,
+    pub(crate) group: u16,
+    pub(crate) from: Block,
+    pub(crate) to: Block,
+    pub(crate) node: u32,
+    pub(crate) tokens: u32,
+    pub(crate) key: Key,
+    pub(crate) file: FilePlace,
+}
+
+#[derive(Debug)]
+pub(crate) struct Entry {
+    /// None: the entry is free.
+    pub(crate) job: Option<Job>,
+    generation: u32,
+    is_issued: bool,
+    /// Transfers that must end before this one starts.
+    pub(crate) blocked_on: u32,
+    /// What it reads was not written: it will fail without being handed out.
+    pub(crate) is_doomed: bool,
+    /// The page that it reads (offload) or writes (partial copy) has no owner any more.
+    pub(crate) frees_page: bool,
+    /// Sequences that are not ready before it has ended.
+    pub(crate) waiters: SmallVec<[u32; 4]>,
+    pub(crate) dependents: SmallVec<[u32; 2]>,
+}
+
+/// All transfers that have not ended.
+#[derive(Debug, Default)]
+pub(crate) struct Transfers {
+    entries: Vec<Entry>,
+    free: Vec<u32>,
+}
+
+impl Transfers {
+    /// A new one. It is handed out by [`Transfers::issue`], not before all that it depends on have ended.
+    pub(crate) fn open(&mut self, job: Job, after: [Option<u32>; 2]) -> u32 {
+        let id = match self.free.pop() {
+            Some(id) => id,
+            None => {
+                self.entries.push(Entry {
+                    job: None,
+                    generation: 0,
+                    is_issued: false,
+                    blocked_on: 0,
+                    is_doomed: false,
+                    frees_page: false,
+                    waiters: SmallVec::new(),
+                    dependents: SmallVec::new(),
+                });
+                self.entries.len() as u32 - 1
+            }
+        };
+        for before in after.into_iter().flatten() {
+            self.entries[before as usize].dependents.push(id);
+        }
+        let entry = &mut self.entries[id as usize];
+        entry.job = Some(job);
+        entry.is_issued = false;
+        entry.is_doomed = false;
+        entry.frees_page = false;
+        entry.blocked_on = after.into_iter().flatten().count() as u32;
+        id
+    }
+
+    /// What the caller gets.
+    pub(crate) fn issue(&mut self, id: u32) -> Transfer {
+        let entry = &mut self.entries[id as usize];
+        entry.is_issued = true;
+        let job = entry.job.as_ref().expect("an open transfer");
+        Transfer {
+            id: TransferId(u64::from(entry.generation) << 32 | u64::from(id)),
+            group: job.group,
+            from: job.from,
+            to: job.to,
+            tokens: job.tokens,
+            key: job.key,
+            mode: job.file.mode,
+            directory: job.file.directory.clone(),
+        }
+    }
+
+    /// None: no transfer of this name was handed out, or it has ended.
+    pub(crate) fn find(&self, id: TransferId) -> Option<u32> {
+        let at = id.0 as u32;
+        let entry = self.entries.get(at as usize)?;
+        let is_it = u64::from(entry.generation) == id.0 >> 32 && entry.is_issued;
+        (is_it && entry.job.is_some()).then_some(at)
+    }
+
+    pub(crate) fn entry(&mut self, id: u32) -> &mut Entry {
+        &mut self.entries[id as usize]
+    }
+
+    pub(crate) fn job(&self, id: u32) -> &Job {
+        self.entries[id as usize].job.as_ref().expect("an open transfer")
+    }
+
+    /// Forgets it.
+    pub(crate) fn close(&mut self, id: u32) {
+        let entry = &mut self.entries[id as usize];
+        entry.job = None;
+        entry.generation = entry.generation.wrapping_add(1);
+        entry.waiters.clear();
+        entry.dependents.clear();
+        self.free.push(id);
+    }
+
+    /// A sequence no longer waits for a transfer. False if it did not.
+    pub(crate) fn forget_waiter(&mut self, id: u32, sequence: u32) -> bool {
+        if id == NONE {
+            return false;
+        }
+        let waiters = &mut self.entries[id as usize].waiters;
+        let at = waiters.iter().position(|&waiter| waiter == sequence);
+        at.map(|at| waiters.swap_remove(at)).is_some()
+    }
+
+    pub(crate) fn open_jobs(&self) -> impl Iterator<Item = (u32, &Entry, &Job)> {
+        let entries = self.entries.iter().enumerate();
+        entries.filter_map(|(id, entry)| Some((id as u32, entry, entry.job.as_ref()?)))
+    }
+}
