@@ -264,7 +264,16 @@ impl Group {
             return;
         }
         if let Some(directory) = node.file.directory.clone() {
-            let (group, file_name) = (self.index, file_name(node.key, self.index));
+            let (key, group) = (node.key, self.index);
+            // The block may have been computed and offloaded again since this node died.
+            let other = self.tree.find(key).map(|other| self.tree.node(other));
+            let is_needed = other.is_some_and(|other| {
+                other.slot != NONE && other.file.directory.as_ref() == Some(&directory)
+            });
+            if is_needed {
+                return self.free_slots.push(slot);
+            }
+            let file_name = file_name(key, group);
             shared.actions.push_back(Action::Discard { directory, group, file_name });
         }
         self.free_slots.push(slot);
@@ -311,6 +320,8 @@ impl Group {
             }
             _ => (Block { tier: Tier::Secondary, index: node.slot }, node.file.clone()),
         };
+        let (key, is_in_slot) = (node.key, from.tier == Tier::Secondary);
+        self.tree.node_mut(at).slot_readers += u32::from(is_in_slot);
         let job = Job {
             kind: Kind::Partial,
             group: self.index,
@@ -318,7 +329,7 @@ impl Group {
             to: Block { tier: Tier::Primary, index: taken.page },
             node: at,
             tokens,
-            key: node.key,
+            key,
             file,
         };
         let transfer = shared.start(job, [taken.vacated_by, None]);

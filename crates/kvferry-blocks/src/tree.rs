@@ -47,6 +47,8 @@ pub(crate) struct Node {
     pub(crate) depth: u32,
     /// Sequences, pins and partial copies that use it.
     pub(crate) holders: u32,
+    /// Of these, copies that read its slot. It keeps the slot until they have ended.
+    pub(crate) slot_readers: u32,
     pub(crate) page: u32,
     pub(crate) slot: u32,
     /// The last transfer that concerns its place.
@@ -125,6 +127,7 @@ impl Tree {
             primary_children: 0,
             depth: if parent == NONE { 0 } else { self.node(parent).depth + 1 },
             holders: 0,
+            slot_readers: 0,
             page: NONE,
             slot: NONE,
             transfer: NONE,

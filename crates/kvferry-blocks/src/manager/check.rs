@@ -156,7 +156,7 @@ impl BlockManager {
             }
             let owns = (node.page != NONE, node.slot != NONE, node.transfer != NONE);
             let wanted = match node.place {
-                Place::Primary => (true, false, false),
+                Place::Primary => (true, node.slot_readers > 0, false),
                 Place::Secondary => (false, true, false),
                 Place::Offloading => (false, true, true),
                 Place::Onboarding => (true, true, true),

@@ -107,7 +107,9 @@ impl BlockManager {
             (_, Outcome::Done) => {
                 node.place = Place::Primary;
                 group.idle += u32::from(holders == 0);
-                group.free_slot(job.node, shared);
+                if node.slot_readers == 0 {
+                    group.free_slot(job.node, shared);
+                }
                 group.requeue(job.node);
                 let kind = EventKind::MovedTo { key: job.key, tier: Tier::Primary };
                 shared.events.push(job.group, kind);
@@ -119,10 +121,18 @@ impl BlockManager {
     fn copied(&mut self, at: u32, job: &Job, outcome: Outcome, frees_page: bool) -> Option<Cut> {
         let (group, shared) = (&mut self.groups[usize::from(job.group)], &mut self.shared);
         group.page_settled(job.to.index, at, frees_page);
-        let depth = group.tree.node(job.node).depth;
-        let is_lost = outcome == Outcome::Failed && job.from.tier == Tier::Secondary;
-        if is_lost && group.tree.node(job.node).place == Place::Secondary {
-            group.kill(job.node, shared);
+        let node = group.tree.node_mut(job.node);
+        let depth = node.depth;
+        if job.from.tier == Tier::Secondary {
+            node.slot_readers -= 1;
+            match (node.place, outcome) {
+                (Place::Secondary, Outcome::Failed) => group.kill(job.node, shared),
+                // It was onboarded meanwhile.
+                (Place::Primary, _) if node.slot_readers == 0 => {
+                    group.free_slot(job.node, shared);
+                }
+                _ => {}
+            }
         }
         group.unhold(job.node, shared);
         let cut = Cut { blocks: depth, keeps_blocks: true };

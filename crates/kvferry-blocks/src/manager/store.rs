@@ -120,7 +120,7 @@ impl Group {
                     self.primary_child_came(parent);
                     shared.events.push(
                         self.index,
-                        EventKind::Stored { key: key, parent: parent_key, tokens: block, priority },
+                        EventKind::Stored { key, parent: parent_key, tokens: block, priority },
                     );
                     row.nodes.push(node);
                     continue;

@@ -1,0 +1,4 @@
+//! The block manager as an engine has it.
+
+mod random;
+mod world;
