@@ -228,7 +228,7 @@ impl Transfers {
         }
         let waiters = &mut self.entries[id as usize].waiters;
         let at = waiters.iter().position(|&waiter| waiter == sequence);
-        at.map(|at| waiters.swap_remove(at)).is_some()
+        at.map(|at| waiters.remove(at)).is_some()
     }
 
     pub(crate) fn open_jobs(&self) -> impl Iterator<Item = (u32, &Entry, &Job)> {

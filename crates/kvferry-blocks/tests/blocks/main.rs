@@ -1,4 +1,8 @@
 //! The block manager as an engine has it.
 
+mod compare;
+mod model;
+mod model_finish;
+mod model_ops;
 mod random;
 mod world;

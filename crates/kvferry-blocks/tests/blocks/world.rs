@@ -185,7 +185,7 @@ impl World {
     }
 
     /// Copies from and to files of one name are in order.
-    fn first_of_file(&self, at: usize) -> usize {
+    pub(crate) fn first_of_file(&self, at: usize) -> usize {
         let file = |transfer: &Transfer| {
             self.file(transfer, transfer.to).or_else(|| self.file(transfer, transfer.from))
         };
