@@ -147,7 +147,7 @@ proptest! {
     #[test]
     fn the_manager_does_what_the_naive_model_does(
         config in random::config(),
-        ops in prop::collection::vec(random::op(), 1..120),
+        ops in prop::collection::vec(random::op(), 1..160),
     ) {
         let (world, model) = (World::new(&config), Model::new(&config));
         let mut both = Both { world, model, ids: Vec::new(), announced: BTreeMap::new() };

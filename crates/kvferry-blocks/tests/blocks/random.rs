@@ -24,13 +24,13 @@ pub(crate) enum Op {
 pub(crate) fn op() -> impl Strategy<Value = Op> {
     let which = 0..64usize;
     prop_oneof![
-        6 => (any::<u32>(), 1..14usize, any::<u8>())
+        7 => ((0..8u32).prop_map(prompt), 1..14usize, any::<u8>())
             .prop_map(|(prompt, len, retention)| Op::Allocate { prompt, len, retention }),
         2 => (which.clone(), any::<u32>(), 1..6usize)
             .prop_map(|(which, tokens, len)| Op::Append { which, tokens, len }),
-        6 => which.clone().prop_map(|which| Op::Compute { which }),
-        2 => which.clone().prop_map(|which| Op::Store { which }),
-        5 => (which.clone(), prop::bool::weighted(0.2))
+        9 => which.clone().prop_map(|which| Op::Compute { which }),
+        3 => which.clone().prop_map(|which| Op::Store { which }),
+        7 => (which.clone(), prop::bool::weighted(0.2))
             .prop_map(|(which, is_aborted)| Op::Free { which, is_aborted }),
         1 => which.clone().prop_map(|which| Op::Pin { which }),
         1 => which.clone().prop_map(|which| Op::Unpin { which }),
@@ -41,7 +41,7 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
 }
 
 pub(crate) fn config() -> impl Strategy<Value = Config> {
-    let group = (5..14u32, 0..8u32).prop_map(|(primary_blocks, secondary_blocks)| GroupConfig {
+    let group = (5..20u32, 0..12u32).prop_map(|(primary_blocks, secondary_blocks)| GroupConfig {
         primary_blocks,
         secondary_blocks,
     });
@@ -54,6 +54,11 @@ pub(crate) fn config() -> impl Strategy<Value = Config> {
             ..Config::new(tokens_per_block, groups)
         },
     )
+}
+
+/// One of few prompts; the highest bit is its salt.
+fn prompt(number: u32) -> u32 {
+    number.wrapping_mul(0x9e37_79b9)
 }
 
 /// Tokens of few kinds: prompts have prefixes in common.
@@ -142,7 +147,7 @@ proptest! {
     #[test]
     fn no_block_has_two_owners_or_other_content_than_the_manager_says(
         config in config(),
-        ops in prop::collection::vec(op(), 1..120),
+        ops in prop::collection::vec(op(), 1..160),
     ) {
         let mut world = World::new(&config);
         for op in &ops {
