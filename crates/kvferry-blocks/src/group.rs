@@ -107,13 +107,13 @@ impl Group {
     pub(crate) fn unhold(&mut self, at: u32, shared: &mut Shared) {
         let node = self.tree.node_mut(at);
         node.holders -= 1;
+        if node.place == Place::Dead {
+            return self.retire(at, shared);
+        }
         if node.holders > 0 {
             return;
         }
         node.last_use = shared.next_tick();
-        if node.place == Place::Dead {
-            return self.retire(at, shared);
-        }
         self.idle += u32::from(node.place == Place::Primary);
         if let Retention { priority, duration_ms: Some(duration_ms) } = node.retention
             && priority != PRIORITY_DEFAULT
@@ -245,15 +245,19 @@ impl Group {
     /// Frees what a dead node owns, unless it is in use.
     pub(crate) fn retire(&mut self, at: u32, shared: &mut Shared) {
         let node = self.tree.node_mut(at);
-        if node.holders > 0 || node.transfer != NONE {
+        // Copies that read the slot do not need the page.
+        if node.holders > node.slot_readers || node.transfer != NONE {
             return;
         }
+        let is_done = node.holders == 0;
         match std::mem::replace(&mut node.page, NONE) {
             NONE => {}
             page => self.free_pages.push(page),
         }
-        self.free_slot(at, shared);
-        self.tree.release(at);
+        if is_done {
+            self.free_slot(at, shared);
+            self.tree.release(at);
+        }
     }
 
     /// The node no longer needs its slot.

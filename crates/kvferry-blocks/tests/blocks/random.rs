@@ -142,7 +142,7 @@ pub(crate) fn apply(world: &mut World, op: &Op) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, max_shrink_iters: 20_000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 6000, failure_persistence: None, max_shrink_iters: 20_000, ..ProptestConfig::default() })]
 
     #[test]
     fn no_block_has_two_owners_or_other_content_than_the_manager_says(
