@@ -20,6 +20,9 @@ use crate::tree::{Place, Tree};
 /// Below the priority in a key of an eviction queue: counts of releases.
 const AGE_BITS: u32 = 56;
 
+/// Retentions that end when a block is taken, or released with a retention: more than one, so that they are made up for.
+const EXPIRIES_PER_BLOCK: u32 = 2;
+
 /// A page for whoever asked for one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Taken {
@@ -119,6 +122,7 @@ impl Group {
             && priority != PRIORITY_DEFAULT
         {
             self.expiring.insert(at, shared.now_ms.saturating_add(duration_ms));
+            self.expire(EXPIRIES_PER_BLOCK, shared);
         }
         self.requeue(at);
     }
@@ -134,18 +138,21 @@ impl Group {
         }
     }
 
-    /// Ends the retention of at most `most` nodes.
-    pub(crate) fn expire(&mut self, most: usize, shared: &mut Shared) {
-        for _ in 0..most {
+    /// Ends the retention of at most `most` nodes. Returns whether there are more to end.
+    pub(crate) fn expire(&mut self, most: u32, shared: &mut Shared) -> bool {
+        for done in 0.. {
             match self.expiring.peek() {
-                Some((until_ms, at)) if until_ms <= shared.now_ms => {
+                Some((until_ms, _)) if until_ms > shared.now_ms => break,
+                Some(_) if done == most => return true,
+                Some((_, at)) => {
                     self.expiring.remove(at);
                     self.retain(at, Retention::DEFAULT, shared);
                     self.requeue(at);
                 }
-                _ => return,
+                None => break,
             }
         }
+        false
     }
 
     /// A page that is free, or that the node gives up which is worth least. None: all are held.
@@ -153,6 +160,7 @@ impl Group {
         if let Some(page) = self.free_pages.pop() {
             return Some(Taken { page, vacated_by: None });
         }
+        self.expire(EXPIRIES_PER_BLOCK, shared);
         let (key, victim) = self.primary_queue.peek()?;
         let priority = (key >> AGE_BITS) as u8;
         let slot = match priority >= shared.offload_priority_min {

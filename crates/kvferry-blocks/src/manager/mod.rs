@@ -17,9 +17,6 @@ use crate::shared::Shared;
 use crate::transfer::Action;
 use crate::tree::{Place, Tree};
 
-/// Nodes of a group whose retention ends in one call, at most, so that no call takes long.
-const EXPIRIES_PER_CALL: usize = 64;
-
 /// Names a pin until it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PinId(u64);
@@ -62,6 +59,7 @@ pub struct BlockManager {
     free_pins: Vec<u32>,
     partial_reuse: bool,
     copy_on_partial_reuse: bool,
+    expiries_per_call: u32,
 }
 
 /// What happens goes in here, and in `allocate`, `append`, `store`, `free` and `finished`.
@@ -91,15 +89,19 @@ impl BlockManager {
             free_pins: Vec::new(),
             partial_reuse: config.partial_reuse,
             copy_on_partial_reuse: config.copy_on_partial_reuse,
+            expiries_per_call: config.expiries_per_call,
         })
     }
 
-    /// Time passes: retentions end, of each group at most 64 in this call. All calls with a time do the same.
-    pub fn advance(&mut self, now_ms: u64) {
+    /// Time passes: retentions end, of each group at most [`Config::expiries_per_call`]. All calls with a time do the
+    /// same. Returns whether more retentions should have ended by now.
+    pub fn advance(&mut self, now_ms: u64) -> bool {
         self.shared.now_ms = self.shared.now_ms.max(now_ms);
+        let mut is_late = false;
         for group in &mut self.groups {
-            group.expire(EXPIRIES_PER_CALL, &mut self.shared);
+            is_late |= group.expire(self.expiries_per_call, &mut self.shared);
         }
+        is_late
     }
 
     /// The stored blocks of a sequence stay in primary until [`BlockManager::unpin`], also when it is freed.

@@ -51,6 +51,7 @@ pub(crate) fn config() -> impl Strategy<Value = Config> {
             partial_reuse,
             copy_on_partial_reuse,
             events: 1 << 16,
+            expiries_per_call: u32::MAX,
             ..Config::new(tokens_per_block, groups)
         },
     )

@@ -1,0 +1,269 @@
+//! How long the operations of the block manager take when its pools are full: required, reached, spread.
+//!
+//! `cargo run --release -p kvferry-blocks --example manager_latency [BLOCKS] [GROUPS]`
+//!
+//! Half of the blocks are primary, half secondary. Prompts have a part in common with earlier ones. A figure is the time of
+//! a call, divided by the blocks that it concerns in all groups; the median of the runs, and their quartiles. The copies
+//! end at once; what that takes in the manager is a figure of its own.
+
+use kvferry_blocks::{
+    Action, BlockManager, Config, Error, GroupConfig, Key, Outcome, Request, Retention,
+    RetentionConfig, SequenceId, TokenRange, TransferId,
+};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+const RUNS: usize = 9;
+const SAMPLES: usize = 400;
+const TOKENS_PER_BLOCK: u32 = 16;
+/// Blocks of a prompt in each group, and how many of these it has in common with others.
+const BLOCKS: usize = 64;
+const COMMON: usize = 16;
+/// Prompts from this number on have nothing in common.
+const ALONE: usize = 1 << 40;
+/// Required of one block.
+const P50_MAX: Duration = Duration::from_micros(2);
+const P99_MAX: Duration = Duration::from_micros(20);
+
+fn main() -> ExitCode {
+    let mut args = std::env::args().skip(1).map(|arg| arg.parse().expect("a number"));
+    let blocks: usize = args.next().unwrap_or(1_000_000);
+    let groups: usize = args.next().unwrap_or(8);
+    let pool = u32::try_from(blocks / groups / 2).expect("blocks in a group");
+    let group = GroupConfig { primary_blocks: pool, secondary_blocks: pool };
+    let config = Config { events: 1 << 14, ..Config::new(TOKENS_PER_BLOCK, vec![group; groups]) };
+    let began = Instant::now();
+    let manager = BlockManager::new(&config).expect("a right config");
+    let mut engine = Engine::new(manager, groups);
+    let mut prompts = 0;
+    // Each prompt adds the blocks that it has not in common.
+    while prompts < (2 * pool as usize).div_ceil(BLOCKS - COMMON) + 100 {
+        engine.serve(prompts, None);
+        prompts += 1;
+    }
+    println!("{blocks} blocks, {groups} groups: filled in {:.1?}", began.elapsed());
+    let mut figures: [Figure; 10] = [
+        Figure::new("match"),
+        Figure::new("allocate: one block in each group"),
+        Figure::new("free: one block in each group"),
+        Figure::new("allocate: all evicted and offloaded"),
+        Figure::new("allocate: a quarter reused"),
+        Figure::new("allocate: all onboarded"),
+        Figure::new("finished"),
+        Figure::new("append one block"),
+        Figure::new("store"),
+        Figure::new("free"),
+    ];
+    for _ in 0..RUNS {
+        for _ in 0..SAMPLES {
+            engine.serve(prompts, Some(&mut figures));
+            prompts += 1;
+        }
+        figures.iter_mut().for_each(Figure::end_run);
+    }
+    println!("{:38}  {:>8} {:>9} {:>21}", "of one block", "required", "p50", "[spread]");
+    let is_short = figures.iter().filter(|figure| figure.print()).count() > 0;
+    println!("longest calls, each with a prompt of {BLOCKS} blocks in each group at most:");
+    for figure in &figures {
+        println!("{:38}  {:.1?}", figure.name, figure.longest);
+    }
+    println!("events dropped: {}", engine.manager.events_dropped());
+    if is_short { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+}
+
+const MATCH: usize = 0;
+const ONE: usize = 1;
+const FREE_ONE: usize = 2;
+const FRESH: usize = 3;
+const REUSED: usize = 4;
+const ONBOARDED: usize = 5;
+const FINISHED: usize = 6;
+const APPEND: usize = 7;
+const STORE: usize = 8;
+const FREE: usize = 9;
+
+type Figures<'a> = Option<&'a mut [Figure; 10]>;
+
+struct Engine {
+    manager: BlockManager,
+    groups: u32,
+    retention: [RetentionConfig; 4],
+    copies: Vec<TransferId>,
+    now_ms: u64,
+}
+
+fn key(prompt: usize, block: usize) -> Key {
+    let mixed = (prompt as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ block as u64;
+    let mixed = (mixed ^ mixed >> 31).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    Key([mixed ^ mixed >> 29, (prompt as u64) << 20 | block as u64])
+}
+
+/// The first blocks are those of one of the prompts before.
+fn keys(prompt: usize, common: usize) -> Vec<Key> {
+    let shared = (0..common).map(|block| key(prompt - prompt % 8, block));
+    shared.chain((common..BLOCKS).map(|block| key(prompt, block))).collect()
+}
+
+impl Engine {
+    fn new(manager: BlockManager, groups: usize) -> Self {
+        let of = |priority, duration_ms| {
+            let retention = Retention { priority, duration_ms };
+            RetentionConfig::new([TokenRange { start: 0, end: None, retention }])
+                .expect("a right range")
+        };
+        let retention = [of(35, None), of(50, Some(200)), of(35, None), of(80, Some(1000))];
+        Self { manager, groups: groups as u32, retention, copies: Vec::new(), now_ms: 0 }
+    }
+
+    /// Several prompts that need different things; what each call takes.
+    fn serve(&mut self, prompt: usize, mut figures: Figures<'_>) {
+        let all = self.groups * BLOCKS as u32;
+        let fresh = keys(prompt + ALONE, 0);
+        self.request(&fresh, prompt, FRESH, figures.as_deref_mut());
+        let short = [key(prompt, BLOCKS)];
+        self.request(&short, prompt, ONE, figures.as_deref_mut());
+        let shared = keys(prompt, COMMON);
+        self.request(&shared, prompt, REUSED, figures.as_deref_mut());
+        // Of a prompt that is in secondary by now.
+        let before = keys(prompt - prompt.min(self.depth()) + ALONE, 0);
+        let began = Instant::now();
+        let found = self.manager.find_prefix(&before);
+        let took = began.elapsed();
+        if found.blocks == BLOCKS as u32 && found.secondary_blocks + 1 >= found.blocks {
+            if let Some(figures) = figures.as_deref_mut() {
+                figures[MATCH].add(took, all);
+            }
+            self.request(&before, prompt, ONBOARDED, figures);
+        }
+    }
+
+    /// How many prompts ago the blocks were used that lie in the middle of secondary.
+    fn depth(&self) -> usize {
+        let usage = self.manager.usage(0).expect("a group");
+        let primary = usage.primary_cached as usize + usage.primary_free as usize;
+        primary * 3 / 2 / (2 * BLOCKS)
+    }
+
+    fn request(&mut self, keys: &[Key], prompt: usize, kind: usize, mut figures: Figures<'_>) {
+        self.now_ms += 1;
+        let blocks = keys.len() as u32;
+        let prompt_tokens = blocks * TOKENS_PER_BLOCK;
+        let retention = self.retention[prompt % self.retention.len()].clone();
+        let request = Request { prompt_tokens, keys, tokens: &[], salt: 0, retention: &retention };
+        let began = Instant::now();
+        let allocated = self.manager.allocate(&request, self.now_ms);
+        let took = began.elapsed();
+        let allocated = allocated.expect("one sequence at a time");
+        let all = self.groups * blocks;
+        if let Some(figures) = figures.as_deref_mut() {
+            figures[kind].add(took, all);
+        }
+        self.finish(figures.as_deref_mut());
+        let id = allocated.sequence;
+        self.append(id, figures.as_deref_mut()).expect("blocks for one sequence");
+        let began = Instant::now();
+        let stored = self.manager.store(id, keys, &[]).expect("right keys");
+        let took = began.elapsed();
+        assert_eq!(stored, blocks);
+        let new = blocks - allocated.reused_tokens / TOKENS_PER_BLOCK;
+        let began = Instant::now();
+        self.manager.free(id, &[], &[], self.now_ms).expect("it runs");
+        let freed = began.elapsed();
+        if let Some(figures) = figures {
+            if new > 0 && kind != ONE {
+                figures[STORE].add(took, self.groups * new);
+            }
+            figures[if kind == ONE { FREE_ONE } else { FREE }].add(freed, all);
+        }
+        while self.manager.poll_event().is_some() {}
+    }
+
+    fn append(&mut self, id: SequenceId, mut figures: Figures<'_>) -> Result<(), Error> {
+        let began = Instant::now();
+        let blocks = self.manager.append(id, TOKENS_PER_BLOCK, self.now_ms)?;
+        if let Some(figures) = figures.as_deref_mut() {
+            figures[APPEND].add(began.elapsed(), self.groups * blocks);
+        }
+        self.finish(figures);
+        Ok(())
+    }
+
+    /// All copies end.
+    fn finish(&mut self, mut figures: Figures<'_>) {
+        loop {
+            while let Some(action) = self.manager.poll_action() {
+                if let Action::Copy(transfer) = action {
+                    self.copies.push(transfer.id);
+                }
+            }
+            if self.copies.is_empty() {
+                break;
+            }
+            for copy in self.copies.drain(..) {
+                let began = Instant::now();
+                self.manager.finished(copy, Outcome::Done, self.now_ms).expect("once");
+                let took = began.elapsed();
+                if let Some(figures) = figures.as_deref_mut() {
+                    figures[FINISHED].add(took, 1);
+                }
+            }
+        }
+    }
+}
+
+/// The times of an operation for one block.
+struct Figure {
+    name: &'static str,
+    run: Vec<Duration>,
+    /// Of a call, whatever number of blocks it concerned.
+    longest: Duration,
+    /// Of each run: the median and the 99th percentile.
+    runs: [Vec<Duration>; 2],
+}
+
+impl Figure {
+    fn new(name: &'static str) -> Self {
+        Self { name, run: Vec::new(), longest: Duration::ZERO, runs: Default::default() }
+    }
+
+    fn add(&mut self, took: Duration, blocks: u32) {
+        self.longest = self.longest.max(took);
+        self.run.push(took / blocks);
+    }
+
+    fn end_run(&mut self) {
+        self.run.sort_unstable();
+        if !self.run.is_empty() {
+            for (runs, share) in self.runs.iter_mut().zip([0.5, 0.99]) {
+                runs.push(at_share(&self.run, share));
+            }
+        }
+        self.run.clear();
+    }
+
+    /// Whether it is short.
+    fn print(&self) -> bool {
+        let mut is_short = self.runs[0].is_empty();
+        for (runs, (name, max)) in self.runs.iter().zip([("p50", P50_MAX), ("p99", P99_MAX)]) {
+            let mut runs = runs.clone();
+            runs.sort_unstable();
+            let [low, reached, high] = [0.25, 0.5, 0.75].map(|share| at_share(&runs, share));
+            let is_ok = !runs.is_empty() && reached <= max;
+            is_short |= !is_ok;
+            println!(
+                "{:34} {name}  {:>8} {:>9} {:>21} {}",
+                self.name,
+                format!("≤ {max:.0?}"),
+                format!("{reached:.2?}"),
+                format!("[{low:.2?} {high:.2?}]"),
+                if is_ok { "ok" } else { "SHORT" }
+            );
+        }
+        is_short
+    }
+}
+
+fn at_share(sorted: &[Duration], share: f64) -> Duration {
+    let last = sorted.len().saturating_sub(1);
+    sorted.get((last as f64 * share).round() as usize).copied().unwrap_or_default()
+}
