@@ -29,8 +29,8 @@ pub struct Config {
     /// Whether such a block is copied where it can't be taken over, because it is in use or others follow it.
     pub copy_on_partial_reuse: bool,
     /// Blocks of a group whose retention ends in one call, at most, besides two for each block that the call takes or
-    /// releases. If many end at once, the others follow in later calls: no call takes long.
-    pub expiries_per_call: u32,
+    /// releases; and as many whose prefix was removed. The others follow in later calls, so that no call takes long.
+    pub background_per_call: u32,
 }
 
 impl Config {
@@ -43,7 +43,7 @@ impl Config {
             secondary_offload_min_priority: 30,
             partial_reuse: true,
             copy_on_partial_reuse: true,
-            expiries_per_call: 4,
+            background_per_call: 8,
         }
     }
 

@@ -21,7 +21,8 @@ use crate::tree::{Place, Tree};
 const AGE_BITS: u32 = 56;
 
 /// Retentions that end when a block is taken, or released with a retention: more than one, so that they are made up for.
-const EXPIRIES_PER_BLOCK: u32 = 2;
+/// As many nodes with a dead parent die when a block is taken.
+const BACKGROUND_PER_BLOCK: u32 = 2;
 
 /// A page for whoever asked for one.
 #[derive(Clone, Copy, Debug)]
@@ -47,8 +48,8 @@ pub(crate) struct Group {
     pub(crate) expiring: IndexedHeap,
     /// Nodes in primary that nobody holds.
     pub(crate) idle: u32,
-    /// For walks through subtrees.
-    stack: Vec<u32>,
+    /// Dead nodes whose children are yet to die. These can't be found by a prompt any more.
+    reaped: Vec<u32>,
 }
 
 impl Group {
@@ -65,7 +66,7 @@ impl Group {
             secondary_queue: IndexedHeap::new(nodes),
             expiring: IndexedHeap::new(nodes),
             idle: 0,
-            stack: Vec::new(),
+            reaped: Vec::new(),
         }
     }
 
@@ -122,7 +123,7 @@ impl Group {
             && priority != PRIORITY_DEFAULT
         {
             self.expiring.insert(at, shared.now_ms.saturating_add(duration_ms));
-            self.expire(EXPIRIES_PER_BLOCK, shared);
+            self.expire(BACKGROUND_PER_BLOCK, shared);
         }
         self.requeue(at);
     }
@@ -157,10 +158,13 @@ impl Group {
 
     /// A page that is free, or that the node gives up which is worth least. None: all are held.
     pub(crate) fn take_page(&mut self, shared: &mut Shared) -> Option<Taken> {
+        if self.free_pages.is_empty() {
+            self.expire(BACKGROUND_PER_BLOCK, shared);
+            self.reap(BACKGROUND_PER_BLOCK, shared);
+        }
         if let Some(page) = self.free_pages.pop() {
             return Some(Taken { page, vacated_by: None });
         }
-        self.expire(EXPIRIES_PER_BLOCK, shared);
         let (key, victim) = self.primary_queue.peek()?;
         let priority = (key >> AGE_BITS) as u8;
         let slot = match priority >= shared.offload_priority_min {
@@ -222,32 +226,56 @@ impl Group {
         }
     }
 
-    /// The node and all behind it can't be found any more. What they own is freed when it is in no use.
-    pub(crate) fn kill(&mut self, top: u32, shared: &mut Shared) {
-        let node = self.tree.node(top);
+    /// The node and all behind it can't be found any more. What they own is freed when it is in no use; what many nodes
+    /// own, in later calls.
+    pub(crate) fn kill(&mut self, at: u32, shared: &mut Shared) {
+        self.kill_one(at, shared);
+        self.reap(shared.background_per_call, shared);
+    }
+
+    /// The node can't be found any more. Its children have a dead parent, so no prompt finds them.
+    pub(crate) fn kill_one(&mut self, at: u32, shared: &mut Shared) {
+        self.tree.detach(at);
+        self.tree.forget(at);
+        self.primary_queue.remove(at);
+        self.secondary_queue.remove(at);
+        self.expiring.remove(at);
+        let node = self.tree.node_mut(at);
+        let was_idle = node.place == Place::Primary && node.holders == 0;
+        self.idle -= u32::from(was_idle);
         let (parent, was_in_primary) = (node.parent, node.place.is_in_primary());
-        self.tree.detach(top);
-        let mut stack = std::mem::take(&mut self.stack);
-        stack.push(top);
-        while let Some(at) = stack.pop() {
-            stack.extend(self.tree.children(at));
-            self.tree.forget(at);
-            self.primary_queue.remove(at);
-            self.secondary_queue.remove(at);
-            self.expiring.remove(at);
-            let node = self.tree.node_mut(at);
-            let was_idle = node.place == Place::Primary && node.holders == 0;
-            self.idle -= u32::from(was_idle);
-            node.place = Place::Dead;
-            shared.events.push(self.index, EventKind::Removed { key: node.key });
-            self.retire(at, shared);
+        node.place = Place::Dead;
+        shared.events.push(self.index, EventKind::Removed { key: node.key });
+        if node.first_child != NONE {
+            node.is_reaped = true;
+            self.reaped.push(at);
         }
-        self.stack = stack;
+        self.retire(at, shared);
         match parent {
             NONE => {}
             _ if was_in_primary => self.primary_child_left(parent),
             _ => self.requeue(parent),
         }
+    }
+
+    /// At most `most` nodes die whose parents are dead. Returns whether there are more.
+    pub(crate) fn reap(&mut self, most: u32, shared: &mut Shared) -> bool {
+        let mut left = most;
+        while let Some(&parent) = self.reaped.last() {
+            match self.tree.node(parent).first_child {
+                NONE => {
+                    self.reaped.pop();
+                    self.tree.node_mut(parent).is_reaped = false;
+                    self.retire(parent, shared);
+                }
+                _ if left == 0 => return true,
+                child => {
+                    left -= 1;
+                    self.kill_one(child, shared);
+                }
+            }
+        }
+        false
     }
 
     /// Frees what a dead node owns, unless it is in use.
@@ -264,7 +292,9 @@ impl Group {
         }
         if is_done {
             self.free_slot(at, shared);
-            self.tree.release(at);
+            if !self.tree.node(at).is_reaped {
+                self.tree.release(at);
+            }
         }
     }
 

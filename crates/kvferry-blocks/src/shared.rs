@@ -1,5 +1,6 @@
 //! What the groups of a manager have in common.
 
+use crate::config::Config;
 use crate::events::EventRing;
 use crate::transfer::{Action, Job, Transfers};
 use std::collections::VecDeque;
@@ -15,18 +16,21 @@ pub(crate) struct Shared {
     tick: u64,
     pub(crate) offload_priority_min: u8,
     pub(crate) tokens_per_block: u32,
+    /// See [`Config`](crate::Config).
+    pub(crate) background_per_call: u32,
 }
 
 impl Shared {
-    pub(crate) fn new(events: EventRing, offload_priority_min: u8, tokens_per_block: u32) -> Self {
+    pub(crate) fn new(config: &Config) -> Self {
         Self {
             transfers: Transfers::default(),
             actions: VecDeque::with_capacity(1024),
-            events,
+            events: EventRing::new(config.events),
             now_ms: 0,
             tick: 0,
-            offload_priority_min,
-            tokens_per_block,
+            offload_priority_min: config.secondary_offload_min_priority,
+            tokens_per_block: config.tokens_per_block,
+            background_per_call: config.background_per_call,
         }
     }
 

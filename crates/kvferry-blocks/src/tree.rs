@@ -54,6 +54,8 @@ pub(crate) struct Node {
     /// The last transfer that concerns its place.
     pub(crate) transfer: u32,
     has_tokens: bool,
+    /// It is dead, and its children are yet to die: its number is not used again before.
+    pub(crate) is_reaped: bool,
     /// Of the request that stored it.
     salt: u64,
     pub(crate) place: Place,
@@ -73,6 +75,7 @@ pub(crate) struct Tree {
     /// Tokens of each node; empty if they are not kept.
     tokens: Vec<u32>,
     tokens_per_block: usize,
+    capacity: usize,
 }
 
 impl Tree {
@@ -85,6 +88,7 @@ impl Tree {
             first_root: NONE,
             tokens,
             tokens_per_block,
+            capacity,
         }
     }
 
@@ -113,7 +117,12 @@ impl Tree {
         None
     }
 
-    /// A node that can be found. Its caller sets its place.
+    /// Whether all nodes are in use. Each owns a block, or has children that are yet to die.
+    pub(crate) fn is_full(&self) -> bool {
+        self.free.is_empty() && self.nodes.len() == self.capacity
+    }
+
+    /// A node that can be found. The tree must not be full. Its caller sets its place.
     pub(crate) fn link(&mut self, key: Key, parent: u32, tokens: &[u32], salt: u64) -> u32 {
         let bucket = self.bucket(key);
         let sibling = *self.first_child(parent);
@@ -132,6 +141,7 @@ impl Tree {
             slot: NONE,
             transfer: NONE,
             has_tokens: !tokens.is_empty() && !self.tokens.is_empty(),
+            is_reaped: false,
             salt,
             place: Place::Dead,
             retention: Retention { priority: PRIORITY_DEFAULT, duration_ms: None },

@@ -9,7 +9,7 @@ pub use allocate::{Allocation, Request};
 
 use crate::NONE;
 use crate::config::{Config, Error};
-use crate::events::{Event, EventKind, EventRing};
+use crate::events::{Event, EventKind};
 use crate::group::Group;
 use crate::key::Key;
 use crate::sequence::{SequenceId, Sequences};
@@ -59,7 +59,6 @@ pub struct BlockManager {
     free_pins: Vec<u32>,
     partial_reuse: bool,
     copy_on_partial_reuse: bool,
-    expiries_per_call: u32,
 }
 
 /// What happens goes in here, and in `allocate`, `append`, `store`, `free` and `finished`.
@@ -67,9 +66,7 @@ impl BlockManager {
     /// With empty pools.
     pub fn new(config: &Config) -> Result<Self, Error> {
         config.check()?;
-        let ring = EventRing::new(config.events);
-        let mut shared =
-            Shared::new(ring, config.secondary_offload_min_priority, config.tokens_per_block);
+        let mut shared = Shared::new(config);
         let mut groups = Vec::with_capacity(config.groups.len());
         for (at, group) in config.groups.iter().enumerate() {
             let (pages, slots) = (group.primary_blocks, group.secondary_blocks);
@@ -89,17 +86,18 @@ impl BlockManager {
             free_pins: Vec::new(),
             partial_reuse: config.partial_reuse,
             copy_on_partial_reuse: config.copy_on_partial_reuse,
-            expiries_per_call: config.expiries_per_call,
         })
     }
 
-    /// Time passes: retentions end, of each group at most [`Config::expiries_per_call`]. All calls with a time do the
-    /// same. Returns whether more retentions should have ended by now.
+    /// Time passes: retentions end, of each group at most [`Config::background_per_call`]. All calls with a time do the
+    /// same. Returns whether work is left that was put off; then an idle engine may call it again.
     pub fn advance(&mut self, now_ms: u64) -> bool {
         self.shared.now_ms = self.shared.now_ms.max(now_ms);
         let mut is_late = false;
         for group in &mut self.groups {
-            is_late |= group.expire(self.expiries_per_call, &mut self.shared);
+            let most = self.shared.background_per_call;
+            is_late |= group.expire(most, &mut self.shared);
+            is_late |= group.reap(most, &mut self.shared);
         }
         is_late
     }

@@ -100,12 +100,22 @@ impl Group {
             }
             let parent = at.checked_sub(1).map_or(NONE, |before| row.nodes[before]);
             let first_token = at as u32 * block;
-            let node = match self.tree.find(key) {
+            let found = self.tree.find(key);
+            // A node whose prefix was removed is yet to die.
+            let is_orphan = found.is_some_and(|node| self.is_orphan(node));
+            if let (Some(node), true) = (found, is_orphan) {
+                self.kill_one(node, shared);
+            }
+            let node = match found.filter(|_| !is_orphan) {
                 Some(node) => match self.adopt(node, parent, page, shared) {
                     true => node,
                     false => return,
                 },
                 None => {
+                    while self.tree.is_full() && self.reap(1, shared) {}
+                    if self.tree.is_full() {
+                        return;
+                    }
                     let from = first_token as usize;
                     let tokens = tokens.get(from..from + block as usize).unwrap_or_default();
                     let node = self.tree.link(key, parent, tokens, wish.salt);
@@ -131,6 +141,11 @@ impl Group {
             }
             row.nodes.push(node);
         }
+    }
+
+    fn is_orphan(&self, at: u32) -> bool {
+        let parent = self.tree.node(at).parent;
+        parent != NONE && self.tree.node(parent).place == Place::Dead
     }
 
     /// Holds a node that another sequence has stored, of the same content as `page`. A node in secondary gets the page.

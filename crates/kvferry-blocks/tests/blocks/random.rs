@@ -51,7 +51,7 @@ pub(crate) fn config() -> impl Strategy<Value = Config> {
             partial_reuse,
             copy_on_partial_reuse,
             events: 1 << 16,
-            expiries_per_call: u32::MAX,
+            background_per_call: u32::MAX,
             ..Config::new(tokens_per_block, groups)
         },
     )
@@ -143,7 +143,7 @@ pub(crate) fn apply(world: &mut World, op: &Op) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 6000, failure_persistence: None, max_shrink_iters: 20_000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 4000, failure_persistence: None, max_shrink_iters: 20_000, ..ProptestConfig::default() })]
 
     #[test]
     fn no_block_has_two_owners_or_other_content_than_the_manager_says(
@@ -156,5 +156,23 @@ proptest! {
             world.check();
         }
         world.settle(&config);
+    }
+
+    #[test]
+    fn work_that_is_put_off_harms_no_block(
+        config in config(),
+        background_per_call in 0..3u32,
+        ops in prop::collection::vec(op(), 1..160),
+    ) {
+        let config = Config { background_per_call, ..config };
+        let mut world = World::new(&config);
+        for op in &ops {
+            apply(&mut world, op);
+            world.check();
+        }
+        world.settle(&config);
+        while background_per_call > 0 && world.manager.advance(world.now_ms) {
+            world.check();
+        }
     }
 }

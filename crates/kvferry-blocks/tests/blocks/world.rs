@@ -130,7 +130,9 @@ impl World {
         let running = &self.running[at];
         let computed = &running.tokens[..running.computed];
         let keys = keys_of(running.salt, computed, self.block);
-        self.manager.store(running.id, &keys, computed)
+        let stored = self.manager.store(running.id, &keys, computed);
+        self.act();
+        stored
     }
 
     pub(crate) fn free(&mut self, at: usize, is_aborted: bool) {
@@ -151,6 +153,7 @@ impl World {
     pub(crate) fn unpin(&mut self, at: usize) {
         let pin = self.pins.swap_remove(at);
         self.manager.unpin(pin, self.now_ms).expect("pinned");
+        self.act();
         assert_eq!(self.manager.unpin(pin, self.now_ms), Err(Error::UnknownPin));
     }
 
