@@ -5,4 +5,5 @@ mod model;
 mod model_finish;
 mod model_ops;
 mod random;
+mod sentences;
 mod world;
