@@ -102,7 +102,7 @@ pub enum Action {
 /// What a transfer is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// A node leaves its page, which somebody else may have been given.
+    /// A node leaves its page, which already belongs to a sequence or to another node.
     Offload,
     /// A node gets a page.
     Onboard,

@@ -43,7 +43,7 @@ pub struct Match {
 pub struct Usage {
     /// Primary blocks without content.
     pub primary_free: u32,
-    /// Primary blocks with content that nobody uses: they can be reused, or evicted.
+    /// Primary blocks with content that no sequence uses: they can be reused, or evicted.
     pub primary_cached: u32,
     /// Secondary blocks without content.
     pub secondary_free: u32,

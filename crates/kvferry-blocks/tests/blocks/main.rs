@@ -1,6 +1,7 @@
 //! The block manager as an engine has it.
 
 mod compare;
+mod eviction;
 mod model;
 mod model_finish;
 mod model_ops;
