@@ -67,7 +67,7 @@ impl Group {
         Some((taken.page, transfer))
     }
 
-    /// Takes the page of a node that nobody uses; the node is gone.
+    /// Takes the page of a node without a holder; the node is gone.
     pub(crate) fn take_over(&mut self, at: u32, shared: &mut Shared) -> u32 {
         let page = std::mem::replace(&mut self.tree.node_mut(at).page, NONE);
         self.kill(at, shared);

@@ -92,7 +92,7 @@ impl BlockManager {
             if job.group != number {
                 continue;
             }
-            // A page that nobody wants any more belongs to the transfer.
+            // A page that a sequence has given up belongs to the transfer.
             if entry.frees_page {
                 let block = if job.kind == Kind::Offload { job.from } else { job.to };
                 pages.add(block.index, format!("transfer {id}"))?;

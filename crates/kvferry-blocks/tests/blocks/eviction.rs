@@ -1,6 +1,6 @@
 //! Which blocks leave, and which stay.
 
-use crate::sentences::{BLOCK, cached, config, events, finish_all, prompt, serve, world, worth};
+use crate::sentences::{cached, config, events, finish_all, prompt, serve, world, worth};
 use crate::world::World;
 use kvferry_blocks::{
     Config, Error, EventKind, Match, Outcome, Retention, RetentionConfig, TokenRange,

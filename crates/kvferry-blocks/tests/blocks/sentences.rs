@@ -65,7 +65,7 @@ fn a_prompt_reuses_its_longest_stored_prefix_and_computes_at_least_one_token() {
 }
 
 #[test]
-fn a_block_that_nobody_uses_is_taken_over_for_its_first_tokens_and_one_in_use_is_copied() {
+fn an_idle_block_is_taken_over_for_its_first_tokens_and_one_with_others_behind_it_is_copied() {
     let mut world = world(32, 0);
     let default = RetentionConfig::default();
     let first = prompt(1, 8);
