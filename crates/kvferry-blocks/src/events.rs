@@ -39,22 +39,36 @@ pub enum EventKind {
         /// The block's name.
         key: Key,
     },
-    /// A block has moved: its copy has succeeded.
-    MovedTo {
+    /// A block has moved, which means that its copy has succeeded, or its priority has changed.
+    Updated {
         /// The block's name.
         key: Key,
-        /// Where it is now.
-        tier: Tier,
+        /// None: it has not moved.
+        tier: Option<Diff<Tier>>,
+        /// None: it has the same priority.
+        priority: Option<Diff<u8>>,
     },
-    /// A block's priority has changed.
-    Reprioritized {
-        /// The block's name.
-        key: Key,
-        /// The priority before.
-        old: u8,
-        /// The priority now.
-        new: u8,
-    },
+}
+
+impl EventKind {
+    pub(crate) fn offloaded(key: Key) -> Self {
+        let tier = Some(Diff { old: Tier::Primary, new: Tier::Secondary });
+        Self::Updated { key, tier, priority: None }
+    }
+
+    pub(crate) fn onboarded(key: Key) -> Self {
+        let tier = Some(Diff { old: Tier::Secondary, new: Tier::Primary });
+        Self::Updated { key, tier, priority: None }
+    }
+}
+
+/// A value that has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Diff<T> {
+    /// Before.
+    pub old: T,
+    /// Now.
+    pub new: T,
 }
 
 /// An event of the cache.

@@ -105,7 +105,7 @@ mod transfer;
 mod tree;
 
 pub use config::{Config, Error, GroupConfig};
-pub use events::{Event, EventKind, Tier};
+pub use events::{Diff, Event, EventKind, Tier};
 pub use key::Key;
 pub use manager::{Allocation, BlockManager, Match, PinId, Request, Usage};
 pub use retention::{

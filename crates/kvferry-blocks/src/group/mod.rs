@@ -12,7 +12,7 @@ mod evict;
 mod pages;
 
 use crate::NONE;
-use crate::events::EventKind;
+use crate::events::{Diff, EventKind};
 use crate::heap::IndexedHeap;
 use crate::key::Key;
 use crate::retention::{PRIORITY_DEFAULT, Retention};
@@ -128,8 +128,8 @@ impl Group {
         let (key, old) = (node.key, node.retention.priority);
         node.retention = retention;
         if old != retention.priority {
-            let new = retention.priority;
-            shared.events.push(self.index, EventKind::Reprioritized { key, old, new });
+            let priority = Some(Diff { old, new: retention.priority });
+            shared.events.push(self.index, EventKind::Updated { key, tier: None, priority });
         }
     }
 

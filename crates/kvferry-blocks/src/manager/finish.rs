@@ -71,6 +71,9 @@ impl BlockManager {
         let (group, shared) = (&mut self.groups[usize::from(job.group)], &mut self.shared);
         group.page_settled(job.from.index, at, frees_page);
         let node = group.tree.node_mut(job.node);
+        if outcome == Outcome::Done && node.place != Place::Dead {
+            shared.events.push(job.group, EventKind::offloaded(job.key));
+        }
         if node.transfer != at {
             // The node is wanted again: what will read the slot is among the dependents.
             let onboard = node.transfer;
@@ -86,8 +89,6 @@ impl BlockManager {
             (_, Outcome::Done) => {
                 node.place = Place::Secondary;
                 group.requeue(job.node);
-                let kind = EventKind::MovedTo { key: job.key, tier: Tier::Secondary };
-                shared.events.push(job.group, kind);
             }
         }
         None
@@ -111,8 +112,7 @@ impl BlockManager {
                     group.free_slot(job.node, shared);
                 }
                 group.requeue(job.node);
-                let kind = EventKind::MovedTo { key: job.key, tier: Tier::Primary };
-                shared.events.push(job.group, kind);
+                shared.events.push(job.group, EventKind::onboarded(job.key));
             }
         }
         None

@@ -3,7 +3,7 @@
 use super::BlockManager;
 use crate::NONE;
 use crate::config::Error;
-use crate::events::{EventKind, Tier};
+use crate::events::EventKind;
 use crate::group::Group;
 use crate::key::Key;
 use crate::sequence::{Row, SequenceId, Wish};
@@ -164,7 +164,7 @@ impl Group {
                 let node = self.tree.node_mut(at);
                 node.place = Place::Primary;
                 node.page = page;
-                let kind = EventKind::MovedTo { key: node.key, tier: Tier::Primary };
+                let kind = EventKind::onboarded(node.key);
                 self.primary_child_came(parent);
                 shared.events.push(self.index, kind);
                 true

@@ -123,12 +123,14 @@ impl Both {
                 EventKind::Removed { key } => {
                     assert!(announced.remove(&block(key)).is_some(), "what is removed was stored");
                 }
-                EventKind::MovedTo { key, tier } => {
-                    announced.get_mut(&block(key)).expect("it was stored").0 = tier;
-                }
-                EventKind::Reprioritized { key, old, new } => {
-                    let priority = &mut announced.get_mut(&block(key)).expect("it was stored").1;
-                    assert_eq!(std::mem::replace(priority, new), old);
+                EventKind::Updated { key, tier, priority } => {
+                    let known = announced.get_mut(&block(key)).expect("it was stored");
+                    if let Some(diff) = tier {
+                        assert_eq!(std::mem::replace(&mut known.0, diff.new), diff.old);
+                    }
+                    if let Some(diff) = priority {
+                        assert_eq!(std::mem::replace(&mut known.1, diff.new), diff.old);
+                    }
                 }
                 _ => {}
             }

@@ -3,7 +3,7 @@
 use crate::sentences::{cached, config, events, finish_all, prompt, serve, world, worth};
 use crate::world::World;
 use kvferry_blocks::{
-    Config, Error, EventKind, Match, Outcome, Retention, RetentionConfig, TokenRange,
+    Config, Diff, Error, EventKind, Match, Outcome, Retention, RetentionConfig, TokenRange,
 };
 
 #[test]
@@ -81,8 +81,9 @@ fn a_priority_ends_a_while_after_the_block_was_let_go_and_never_while_it_is_used
     world.allocate(&prompt(4, 4), 0, &worth(0, None)).unwrap();
     assert_eq!(left(&world), [1, 1]);
     let told = events(&mut world);
-    let ended =
-        |event: &&EventKind| matches!(event, EventKind::Reprioritized { old: 90, new: 35, .. });
+    let ended = |event: &&EventKind| {
+        matches!(event, EventKind::Updated { priority: Some(Diff { old: 90, new: 35 }), .. })
+    };
     assert_eq!(told.iter().filter(ended).count(), 2);
 }
 

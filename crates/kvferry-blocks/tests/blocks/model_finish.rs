@@ -69,6 +69,8 @@ impl Model {
                         cut = Some(false);
                     }
                 }
+                // It is wanted again already.
+                Place::Onboarding { .. } if is_done => cached.announced = Tier::Secondary,
                 _ => {}
             }
         }

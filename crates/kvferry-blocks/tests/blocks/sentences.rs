@@ -2,7 +2,7 @@
 
 use crate::world::{World, keys_of};
 use kvferry_blocks::{
-    Action, BlockManager, Config, Error, Event, EventKind, GroupConfig, Key, Match, Outcome,
+    Action, BlockManager, Config, Diff, Error, Event, EventKind, GroupConfig, Key, Match, Outcome,
     Request, Retention, RetentionConfig, Tier, TokenRange, TransferMode, Usage, Warning,
 };
 
@@ -230,18 +230,17 @@ fn events_tell_the_life_of_a_block() {
     serve(&mut world, &prompt(2, 4), &default);
     let [first, second] = [1, 2].map(|n| keys_of(0, &prompt(n, 4), BLOCK as usize)[0]);
     let stored = |key| EventKind::Stored { key, parent: None, tokens: BLOCK, priority: 35 };
+    let tier = Some(Diff { old: Tier::Primary, new: Tier::Secondary });
+    let offloaded = |key| EventKind::Updated { key, tier, priority: None };
     let wanted = [
         EventKind::Created { primary_blocks: 1, secondary_blocks: 1 },
         stored(first),
-        EventKind::MovedTo { key: first, tier: Tier::Secondary },
+        offloaded(first),
         stored(second),
     ];
     assert_eq!(events(&mut world), wanted);
     serve(&mut world, &prompt(3, 4), &default);
-    let wanted = [
-        EventKind::Removed { key: first },
-        EventKind::MovedTo { key: second, tier: Tier::Secondary },
-    ];
+    let wanted = [EventKind::Removed { key: first }, offloaded(second)];
     assert_eq!(events(&mut world)[..2], wanted);
 }
 
