@@ -111,6 +111,13 @@ pub enum Error {
         /// How many.
         transfers: u32,
     },
+    /// Stored blocks can't be forgotten while they are used.
+    InUse {
+        /// Sequences that are open.
+        sequences: usize,
+        /// Pins that are open.
+        pins: usize,
+    },
     /// A key differs from that of the sequence's stored block.
     KeyMismatch {
         /// Which block.
@@ -142,6 +149,10 @@ impl fmt::Display for Error {
             Self::NotReady { transfers } => {
                 write!(f, "the sequence waits for {transfers} transfers: wait until it is ready")
             }
+            Self::InUse { sequences, pins } => write!(
+                f,
+                "{sequences} sequences and {pins} pins are open: free and unpin them before a reset"
+            ),
             Self::KeyMismatch { block } => write!(
                 f,
                 "the key of block {block} differs from that of the sequence's stored block: \

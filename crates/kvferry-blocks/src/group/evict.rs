@@ -93,6 +93,16 @@ impl Group {
         self.reap(shared.background_per_call, shared);
     }
 
+    /// No node can be found any more.
+    pub(crate) fn kill_all(&mut self, shared: &mut Shared) {
+        loop {
+            let first = self.tree.children(NONE).next();
+            let Some(first) = first else { break };
+            self.kill_one(first, shared);
+        }
+        self.reap(shared.background_per_call, shared);
+    }
+
     /// The node can't be found any more. Its children have a dead parent, so no prompt finds them.
     pub(crate) fn kill_one(&mut self, at: u32, shared: &mut Shared) {
         self.tree.detach(at);

@@ -144,6 +144,22 @@ impl BlockManager {
     }
 }
 
+impl BlockManager {
+    /// Forgets all stored blocks: after new weights were loaded, no KV of the old ones may be reused. No sequence and no pin
+    /// may be open. Copies in progress end as usual. Unlike other calls it takes time for each first block of a prompt.
+    pub fn reset(&mut self) -> Result<(), Error> {
+        let sequences = self.sequences.iter().count();
+        let pins = self.pins.iter().filter(|pin| pin.is_open).count();
+        if sequences + pins > 0 {
+            return Err(Error::InUse { sequences, pins });
+        }
+        for group in &mut self.groups {
+            group.kill_all(&mut self.shared);
+        }
+        Ok(())
+    }
+}
+
 /// What to do comes out here.
 impl BlockManager {
     /// The next thing to do, in order. The caller takes them until there is none, after each call that changes

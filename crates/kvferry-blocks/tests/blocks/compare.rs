@@ -83,6 +83,12 @@ impl Both {
                 model.finish(at, is_done);
             }
             Op::Wait { ms } => world.now_ms += ms,
+            Op::Reset => {
+                world.reset();
+                if model.sequences.is_empty() && model.pins.is_empty() {
+                    model.groups.iter_mut().for_each(|group| group.cached.clear());
+                }
+            }
         }
     }
 

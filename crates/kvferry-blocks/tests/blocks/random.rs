@@ -19,6 +19,7 @@ pub(crate) enum Op {
     Unpin { which: usize },
     Finish { which: usize, is_done: bool },
     Wait { ms: u64 },
+    Reset,
 }
 
 pub(crate) fn op() -> impl Strategy<Value = Op> {
@@ -37,6 +38,7 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         8 => (which, prop::bool::weighted(0.85))
             .prop_map(|(which, is_done)| Op::Finish { which, is_done }),
         1 => (0..40u64).prop_map(|ms| Op::Wait { ms }),
+        1 => Just(Op::Reset),
     ]
 }
 
@@ -139,6 +141,7 @@ pub(crate) fn apply(world: &mut World, op: &Op) {
             }
         }
         Op::Wait { ms } => world.now_ms += ms,
+        Op::Reset => world.reset(),
     }
 }
 

@@ -284,3 +284,21 @@ fn a_config_without_blocks_is_an_error_that_names_the_group() {
     let config = Config { secondary_offload_min_priority: 101, ..config(1, 1) };
     assert!(BlockManager::new(&config).is_err());
 }
+
+#[test]
+fn a_reset_forgets_all_blocks_and_is_refused_while_they_are_used() {
+    let mut world = world(4, 4);
+    let default = RetentionConfig::default();
+    serve(&mut world, &prompt(1, 16), &default);
+    world.allocate(&prompt(2, 8), 0, &default).unwrap();
+    assert_eq!(world.manager.reset(), Err(Error::InUse { sequences: 1, pins: 0 }));
+    world.free(0, true);
+    // Two offloads are in progress.
+    assert_eq!(world.manager.reset(), Ok(()));
+    assert_eq!(cached(&world, &prompt(1, 16)), Match::default());
+    world.check();
+    finish_all(&mut world, Outcome::Done);
+    world.check();
+    let usage = Usage { primary_free: 4, primary_cached: 0, secondary_free: 4 };
+    assert_eq!(world.manager.usage(0), Some(usage));
+}

@@ -157,6 +157,12 @@ impl World {
         assert_eq!(self.manager.unpin(pin, self.now_ms), Err(Error::UnknownPin));
     }
 
+    pub(crate) fn reset(&mut self) {
+        let is_used = !self.running.is_empty() || !self.pins.is_empty();
+        assert_eq!(self.manager.reset().is_err(), is_used);
+        self.act();
+    }
+
     /// A copy ends.
     pub(crate) fn finish(&mut self, at: usize, outcome: Outcome) {
         let at = self.first_of_file(at);
