@@ -302,3 +302,28 @@ fn a_reset_forgets_all_blocks_and_is_refused_while_they_are_used() {
     let usage = Usage { primary_free: 4, primary_cached: 0, secondary_free: 4 };
     assert_eq!(world.manager.usage(0), Some(usage));
 }
+
+#[test]
+fn a_file_is_discarded_when_no_block_uses_it_also_if_its_block_was_forgotten_and_came_again() {
+    let mut world = world(2, 2);
+    let files = RetentionConfig::default().transfer(TransferMode::Gds, Some("a")).unwrap();
+    let again = |world: &mut World| {
+        world.allocate(&prompt(1, 4), 0, &files).unwrap();
+        assert!(world.compute(0));
+        world.free(0, false);
+    };
+    again(&mut world);
+    world.allocate(&prompt(2, 8), 0, &files).unwrap();
+    world.free(0, true);
+    world.manager.reset().unwrap();
+    again(&mut world);
+    world.allocate(&prompt(3, 4), 0, &files).unwrap();
+    assert_eq!(world.copies.len(), 2, "both write the same file");
+    finish_all(&mut world, Outcome::Done);
+    assert!(world.discarded.is_empty());
+    world.free(0, true);
+    let longer = [&prompt(1, 4)[..], &[1]].concat();
+    assert_eq!(serve(&mut world, &longer, &files), 4);
+    let key = keys_of(0, &prompt(1, 4), BLOCK as usize)[0];
+    assert_eq!(world.discarded, [format!("{key}-0.kv")]);
+}

@@ -27,6 +27,8 @@ pub(crate) struct World {
     /// Copies that have begun, with what their sources had.
     pub(crate) copies: Vec<(Transfer, Vec<Kv>)>,
     pub(crate) now_ms: u64,
+    /// Names of files.
+    pub(crate) discarded: Vec<String>,
     memory: HashMap<(u16, Block), Vec<Kv>>,
     files: HashMap<(String, String), Vec<Kv>>,
     block: usize,
@@ -53,6 +55,7 @@ impl World {
             pins: Vec::new(),
             copies: Vec::new(),
             now_ms: 0,
+            discarded: Vec::new(),
             memory: HashMap::new(),
             files: HashMap::new(),
             block: config.tokens_per_block as usize,
@@ -228,6 +231,7 @@ impl World {
                     self.copies.push((transfer, source));
                 }
                 Action::Discard { directory, file_name, .. } => {
+                    self.discarded.push(file_name.clone());
                     let removed = self.files.remove(&(directory.to_string(), file_name));
                     assert!(removed.is_some(), "the file was written");
                 }
