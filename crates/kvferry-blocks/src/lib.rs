@@ -20,7 +20,8 @@
 //!
 //! # Driving it
 //!
-//! - *Events in*: [`allocate`], [`append`], [`store`], [`free`], [`pin`], [`unpin`], [`finished`], [`advance`].
+//! - *Events in*: [`allocate`], [`append`], [`store`], [`free`], [`pin`], [`unpin`], [`finished`], [`advance`],
+//!   [`reset`].
 //! - *Actions out*: [`poll_action`], after each of these, until there is none.
 //! - *Queries*: [`blocks`], [`is_ready`], [`find_prefix`], [`usage`], [`poll_event`].
 //!
@@ -84,6 +85,7 @@
 //! [`unpin`]: BlockManager::unpin
 //! [`finished`]: BlockManager::finished
 //! [`advance`]: BlockManager::advance
+//! [`reset`]: BlockManager::reset
 //! [`poll_action`]: BlockManager::poll_action
 //! [`poll_event`]: BlockManager::poll_event
 //! [`blocks`]: BlockManager::blocks
