@@ -1,7 +1,8 @@
 """The cases of vLLM's own connector tests, stated anew for KVFerryConnector between two engine cores in one process.
 
-`python -m kvferry_e2e.contract MODEL REPORT`: run by `e2e/run` in vLLM's environment; writes the checks to REPORT. With
-VLLM_USE_V2_MODEL_RUNNER=1 scheduler and connector are driven as by vLLM's second model runner, else as by the first.
+`python -m kvferry_e2e.contract MODEL REPORT [offload]`: run by `e2e/run` in vLLM's environment; writes the checks to
+REPORT. With VLLM_USE_V2_MODEL_RUNNER=1 scheduler and connector are driven as by vLLM's second model runner, else as by
+the first. `offload`: only the checks of `KVFerryOffloadingSpec`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import vllm.config.vllm
 
+from kvferry_e2e.contract import offload
 from kvferry_e2e.contract.engine import BLOCK_TOKENS, Engine, Kind, Outcome, run
 from kvferry_e2e.contract.model import VOCABULARY, WINDOW, Sequence
 from kvferry_e2e.report import Note, Report, ensure
@@ -422,7 +424,7 @@ def _reset(engine: Engine, *, running: bool) -> None:
         engine.core.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
 
 
-def main(model: str, lines: Path) -> int:
+def main(model: str, lines: Path, only: str = "") -> int:
     report = Report()
     suite = Suite(model)
     second = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
@@ -433,6 +435,12 @@ def main(model: str, lines: Path) -> int:
         with report.check(f"core{' V2' if second else ''}: {name}") as note:
             of(note)
 
+    if only in ("", "offload"):
+        for name, of in offload.checks(suite):
+            check(f"offload {name}", of)
+    if only == "offload":
+        report.write(lines)
+        return report.finish()
     for kind in KINDS:
         for asynchronous in (False, True):
             how = f"{kind}{', async' if asynchronous else ''}"
@@ -460,4 +468,4 @@ def main(model: str, lines: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]))

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -56,14 +57,15 @@ class _Rank:
             "vllm.distributed.parallel_state", **{name: mock.Mock(return_value=group) for name, group in groups.items()}
         ):
             self.connector = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, kv_cache_config)
-            self.connector.register_kv_caches(self.caches.tensors)
+            # vLLM's worker has its connector here before it registers the caches.
+            with mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.connector):
+                self.connector.register_kv_caches(self.caches.tensors)
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         # vLLM sends this to another process.
         metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
-        second = self._vllm_config.use_v2_model_runner
-        if second or output.preempted_req_ids:
-            self.connector.handle_preemptions(metadata)
+        # In each step, as vLLM's runners do: connectors end there what reads blocks that the step overwrites.
+        self.connector.handle_preemptions(metadata)
         self._update(output)
         if output.new_block_ids_to_zero:
             self.caches.zero(output.new_block_ids_to_zero)
@@ -255,6 +257,7 @@ class Engine:
         seqs: int = 16,
         connector: str = "KVFerryConnector",
         extra: dict[str, Any] | None = None,
+        **more: Any,
     ) -> None:
         executor = type("ModelExecutor", (ModelExecutor,), {"kind": kind})
         arguments = EngineArgs(
@@ -278,6 +281,7 @@ class Engine:
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": extra or {},
             },
+            **more,
         )
         config = arguments.create_engine_config()
         # vLLM switches it off on a CPU, for its model runner there, which is not used here.
@@ -298,6 +302,7 @@ class Engine:
         tokens: int = 4,
         params: dict[str, Any] | None = None,
         stop: list[int] | None = None,
+        salt: str | None = None,
     ) -> Outcome:
         sampling = SamplingParams(
             temperature=0,
@@ -313,7 +318,7 @@ class Engine:
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=None,
-            cache_salt=None,
+            cache_salt=salt,
             data_parallel_rank=None,
         )
         self.outcomes[name] = Outcome()

@@ -1,4 +1,4 @@
-"""kvferry in vLLM: the plug-in that vLLM loads, and `KVFerryConnector`.
+"""kvferry in vLLM: the plug-in that vLLM loads, `KVFerryConnector`, `KVFerryOffloadingSpec` and `KVFerryTier`.
 
 ``vllm serve MODEL --kv-transfer-config '{"kv_connector":"KVFerryConnector","kv_role":"kv_both"}'``
 
@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvferry.vllm._connector import KVFerryConnector as KVFerryConnector
+    from kvferry.vllm._offload import KVFerryOffloadingSpec as KVFerryOffloadingSpec
+    from kvferry.vllm._offload_tier import KVFerryTier as KVFerryTier
 
-__all__ = ["KVFerryConnector", "register"]
+__all__ = ["KVFerryConnector", "KVFerryOffloadingSpec", "KVFerryTier", "register"]
 
 _NAME = "KVFerryConnector"
+# The modules that need vLLM.
+_MODULES = {_NAME: "_connector", "KVFerryOffloadingSpec": "_offload", "KVFerryTier": "_offload_tier"}
 
 
 def register() -> None:
@@ -38,13 +42,13 @@ def register() -> None:
 
 def __getattr__(name: str) -> Any:
     # vLLM is imported only where its connector is: this module is also loaded where it is a plug-in.
-    if name == _NAME:
+    if name in _MODULES:
         try:
-            return importlib.import_module("kvferry.vllm._connector").KVFerryConnector
+            return getattr(importlib.import_module(f"kvferry.vllm.{_MODULES[name]}"), name)
         except ImportError as error:
             if not (error.name or "").startswith("vllm"):
                 raise
-            raise RuntimeError(f"KVFerryConnector needs vLLM 0.32; this one is {_version()}: {error}") from error
+            raise RuntimeError(f"{name} needs vLLM 0.32; this one is {_version()}: {error}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

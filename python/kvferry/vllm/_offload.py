@@ -1,0 +1,103 @@
+"""`KVFerryOffloadingSpec`: vLLM's own offloading on kvferry's store. See docs/storage.md.
+
+``--kv-transfer-config '{"kv_connector":"OffloadingConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute",
+"kv_connector_extra_config":{"spec_name":"KVFerryOffloadingSpec","spec_module_path":"kvferry.vllm","disk":"/var/cache/kv",
+"disk_gib":200,"host_gib":8}}'``
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadingMetricMetadata, OffloadingSpec, OffloadingWorker
+
+from kvferry.vllm._offload_layout import check_device, group_layouts
+from kvferry.vllm._offload_manager import KVFerryOffloadingManager
+from kvferry.vllm._offload_settings import OffloadSettings, open_store
+from kvferry.vllm._offload_stats import metric_definitions
+from kvferry.vllm._offload_worker import KVFerryOffloadingWorker
+
+logger: Any = init_logger("vllm.kvferry")
+
+
+class KVFerryOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
+    """vLLM makes one per process, and asks it for the manager in the scheduler's and for the worker in each rank's."""
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return metric_definitions()
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._settings = OffloadSettings.of(config.extra_config)
+
+    def get_manager(self) -> OffloadingManager:
+        # What the workers have in host memory is not asked for: it is on the disk, too, or will be.
+        return KVFerryOffloadingManager(self.config, self._settings, open_store(self._settings, 0, logger))
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        check_device(kv_caches)
+        connector = _connector_of(self)
+        caches = connector._kv_cache_config if connector is not None else None
+        layouts = group_layouts(self.config, kv_caches, caches, self._settings.share_tp)
+        ranks = self.config.parallel.world_size
+        opened = open_store(self._settings, self._settings.host_bytes // ranks, logger)
+        worker = KVFerryOffloadingWorker(self.config, self._model(connector), layouts, kv_caches, opened)
+        if connector is not None:
+            _report_failures(connector, worker)
+        else:
+            logger.warning(
+                "KVFerryOffloadingSpec: its connector is not the one of vLLM's worker, so a block that can't be loaded "
+                "ends the engine"
+            )
+        return worker
+
+    def _model(self, connector: Any | None) -> str:
+        """What names the weights."""
+        if self._settings.model is not None:
+            return self._settings.model
+        name = str(self.config.model.name)
+        if connector is None:
+            return name
+        model = connector._vllm_config.model_config
+        parts = [name, str(model.revision or ""), str(model.quantization or "")]
+        return "@".join(parts).rstrip("@")
+
+
+def _connector_of(spec: OffloadingSpec) -> Any | None:
+    """The `OffloadingConnector` of this worker that has the spec."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return None
+    connector: Any = get_kv_transfer_group()
+    for child in (connector, *getattr(connector, "_connectors", ())):
+        worker = getattr(child, "connector_worker", None)
+        if worker is not None and worker.spec is spec:
+            return child
+    return None
+
+
+def _report_failures(connector: Any, worker: KVFerryOffloadingWorker) -> None:
+    """Lets a connector of vLLM 0.32 say which loads have failed: its own worker takes no load for failed, though the
+    scheduler can have such a request computed.
+    """
+    results, stats = connector.get_transfer_results, connector.get_kv_connector_stats
+
+    def get_transfer_results(finished_req_ids: set[str]) -> Any:
+        made = results(finished_req_ids)
+        made.failed_recving |= worker.take_failed()
+        return made
+
+    def get_kv_connector_stats() -> Any:
+        return worker.take_stats() or stats()
+
+    connector.get_transfer_results = get_transfer_results
+    connector.get_kv_connector_stats = get_kv_connector_stats
+    worker.can_report_failures = True
+    if connector._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        logger.warning(
+            'KVFerryOffloadingSpec: set "kv_load_failure_policy": "recompute" beside "kv_connector": without it, a '
+            "request ends with an error where a block leaves the store, or can't be read, after it was found"
+        )

@@ -1,0 +1,272 @@
+"""How the pages of an engine are cut into blocks of the store, and how the scheduler learns it from the workers.
+
+The bytes of a group of layers are stored per shard. Where vLLM certifies how a rank's page lies in the page of the
+whole model, a shard holds some of the model's KV heads, so that engines of another tensor parallelism find it.
+Elsewhere it holds what one rank of an engine of the same parallelism has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvferry.vllm._layout import UnsupportedCacheError
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of a layer's page that belong to a shard."""
+
+    tensor: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A block of the store, per offloaded block of the engine."""
+
+    index: int
+    count: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """How a rank stores the blocks of a group of layers."""
+
+    group: int
+    # What the bytes of a block depend on.
+    fingerprint: bytes
+    shards: tuple[Shard, ...]
+    # Ranks that hold the same bytes take turns to store them.
+    writers: int
+    writer: int
+    # Blocks of the engine before a position that a load needs at least; 0: all.
+    window_tokens: int
+    is_shared: bool
+
+    def is_writer(self, block: int) -> bool:
+        return block % self.writers == self.writer
+
+
+def group_layouts(config: Any, kv_caches: Any, kv_cache_config: Any | None, share_tp: int) -> list[GroupLayout]:
+    """`config`: vLLM's `OffloadingConfig`; `kv_cache_config`: None if it is not known."""
+    made = []
+    for group, refs in zip(config.groups, kv_caches.group_data_refs, strict=True):
+        specs = _specs(kv_cache_config, group)
+        mappings = [ref.mapping for ref in refs]
+        window = max((_window(spec) for spec in specs), default=0)
+        shared = None
+        if specs and len(specs) == len(refs):
+            shared = _shared_shards(config, refs, specs, share_tp)
+        if shared is not None:
+            shards, described = shared
+            writers, writer = mappings[0].num_writers, mappings[0].writer_index
+        else:
+            parallel = config.parallel
+            pieces = tuple(Piece(ref.tensor_idx, 0, ref.page_size_bytes) for ref in refs)
+            shards = (Shard(parallel.rank, parallel.world_size, pieces),)
+            described = [repr(spec) for spec in specs] + [
+                f"tp {parallel.tp_size} pp {parallel.pp_size} pcp {parallel.pcp_size} dcp {parallel.dcp_size}"
+            ]
+            writers, writer = 1, 0
+        fingerprint = _fingerprint(config, kv_caches, group, refs, described)
+        made.append(GroupLayout(group.group_id, fingerprint, shards, writers, writer, window, shared is not None))
+    return made
+
+
+def _specs(kv_cache_config: Any | None, group: Any) -> list[Any]:
+    """The specs of a group's layers in their order."""
+    if kv_cache_config is None:
+        return []
+    spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
+    own = getattr(spec, "kv_cache_specs", None)
+    return [own[layer] if own is not None else spec for layer in group.layer_names]
+
+
+def _names(spec: Any) -> set[str]:
+    return {it.__name__ for it in type(spec).__mro__}
+
+
+def _window(spec: Any) -> int:
+    names = _names(spec)
+    if "MambaSpec" in names:
+        return 1
+    if "SlidingWindowSpec" in names:
+        return int(spec.sliding_window)
+    if "ChunkedLocalAttentionSpec" in names:
+        return int(spec.attention_chunk_size)
+    return 0
+
+
+def _shared_shards(
+    config: Any, refs: list[Any], specs: list[Any], share_tp: int
+) -> tuple[tuple[Shard, ...], list[str]] | None:
+    """Shards of heads, and what describes the layers; None if a layer's page can't be cut by heads."""
+    parts: list[tuple[int, int]] = []
+    described = []
+    for ref, spec in zip(refs, specs, strict=True):
+        mapping = ref.mapping
+        # One run: the heads of this rank follow each other in its page and in the model's page. A page with two halves
+        # has that in an engine of one rank, too, but vLLM 0.32 has no such page in the layout LBHNC.
+        if (
+            mapping is None
+            or not mapping.parallelism_agnostic
+            or config.kv_cache_layout != "LBHNC"
+            or len(mapping.runs) != 1
+        ):
+            return None
+        (run,) = mapping.runs
+        page = mapping.local_page_size_bytes
+        of = mapping.canonical_page_size_bytes // page
+        if "MLAAttentionSpec" in _names(spec):
+            total = 1
+        elif (run.local_offset, run.fragment_size, run.num_fragments) == (
+            0,
+            page,
+            1,
+        ) and not run.canonical_offset % page:
+            total = spec.num_kv_heads * of
+        else:
+            return None
+        described.append(_describe(spec, total))
+        parts.append((total, run.canonical_offset // page))
+    totals = {total for total, _ in parts}
+    firsts = {first for _, first in parts}
+    if len(totals) != 1 or len(firsts) != 1:
+        return None
+    total, here = totals.pop(), firsts.pop()
+    ranks = refs[0].mapping.canonical_page_size_bytes // refs[0].mapping.local_page_size_bytes
+    count = math.gcd(total, share_tp)
+    if count % ranks:
+        raise ValueError(
+            f"kv_connector_extra_config: share_tp is {share_tp}, but the KV heads of this engine are spread over "
+            f"{ranks} ranks; set share_tp to a multiple of {ranks} on all engines that share the store"
+        )
+    each = count // ranks
+    shards = tuple(
+        Shard(
+            here * each + at,
+            count,
+            tuple(
+                Piece(ref.tensor_idx, at * (ref.page_size_bytes // each), ref.page_size_bytes // each) for ref in refs
+            ),
+        )
+        for at in range(each)
+    )
+    return shards, described
+
+
+def _describe(spec: Any, heads: int) -> str:
+    parts = [type(spec).__name__, str(heads)]
+    fields = ("block_size", "head_size", "dtype", "cache_dtype_str", "kv_quant_mode", "sliding_window")
+    for name in fields:
+        parts.append(f"{name}={getattr(spec, name, None)}")
+    return " ".join(parts)
+
+
+def _fingerprint(config: Any, kv_caches: Any, group: Any, refs: list[Any], described: list[str]) -> bytes:
+    device = kv_caches.tensors[refs[0].tensor_idx].tensor.device.type
+    parts = {
+        "v": _VERSION,
+        "device": _processor() if device == "cpu" else device,
+        "dtype": config.model.dtype,
+        "layout": config.kv_cache_layout,
+        "tokens": group.tokens_per_block,
+        "blocks": config.cache.blocks_per_chunk,
+        "layers": list(group.layer_names),
+        "pages": [] if described and len(described) == len(refs) else [ref.page_size_bytes for ref in refs],
+        "specs": described,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
+def _processor() -> str:
+    """The kernels of the CPU keep keys in an order that depends on the instructions that the processor has."""
+    import torch
+
+    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)()
+    return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {amx}"
+
+
+def check_device(kv_caches: Any) -> None:
+    """Raises `UnsupportedCacheError` for pages in the memory of a device."""
+    for held in kv_caches.tensors:
+        if held.tensor.device.type != "cpu":
+            raise UnsupportedCacheError(
+                f"the KV cache is in the memory of {held.tensor.device}, and KVFerryOffloadingSpec reads and writes "
+                'host memory only; use vLLM\'s tiering with kvferry behind it: "spec_name": "TieringOffloadingSpec" and '
+                '"secondary_tiers": [{"type": "KVFerryTier", "module_path": "kvferry.vllm", ...}]; see docs/storage.md'
+            )
+
+
+def regions_of(agent: Any, kv_caches: Any) -> tuple[list[Any], list[tuple[Any, int, int]]]:
+    """Registers the memory of the engine's pages.
+
+    Returns the regions, and for each tensor its region, where its first page is in it, and the distance of two pages.
+    """
+    found: dict[int, Any] = {}
+    places = []
+    for held in kv_caches.tensors:
+        tensor = held.tensor
+        storage = tensor.untyped_storage()
+        region = found.get(storage.data_ptr())
+        if region is None:
+            region = found[storage.data_ptr()] = agent.register((storage.data_ptr(), storage.nbytes()), "none")
+        places.append((region, tensor.data_ptr() - storage.data_ptr(), tensor.stride(0)))
+    return list(found.values()), places
+
+
+# A worker writes its card before the scheduler is made; both are processes of one host and one user.
+
+
+def _card_path(engine_id: str, rank: int) -> Path:
+    name = hashlib.sha256(engine_id.encode()).hexdigest()[:24]
+    return Path(tempfile.gettempdir()) / f"kvferry-{os.getuid()}-{name}-{rank}.json"
+
+
+def write_card(engine_id: str, rank: int, model: str, layouts: list[GroupLayout]) -> Path:
+    """Tells the scheduler of the engine how this rank names its blocks."""
+    card = {
+        "v": _VERSION,
+        "model": model,
+        "groups": [
+            {
+                "group": it.group,
+                "fingerprint": it.fingerprint.hex(),
+                "shards": [(shard.index, shard.count) for shard in it.shards],
+                "window": it.window_tokens,
+            }
+            for it in layouts
+        ],
+    }
+    path = _card_path(engine_id, rank)
+    handle, partial = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    with open(handle, "w", encoding="utf-8") as file:
+        json.dump(card, file)
+    os.replace(partial, path)
+    return path
+
+
+def read_card(engine_id: str, rank: int) -> dict[str, Any] | None:
+    """None if the worker has not written it, or it is not this user's."""
+    path = _card_path(engine_id, rank)
+    with suppress(OSError, ValueError):
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(handle, encoding="utf-8") as file:
+            if os.fstat(handle).st_uid == os.getuid():
+                card = json.load(file)
+                if isinstance(card, dict) and card.get("v") == _VERSION:
+                    return card
+    return None

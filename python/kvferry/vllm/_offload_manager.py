@@ -1,0 +1,427 @@
+"""The scheduler's side of `KVFerryOffloadingSpec`: which blocks are in the store, and what stays there.
+
+It asks the store's index, which is in memory that the processes of the host share: a look-up reads no disk, and finds
+what another engine has put. It runs on the scheduler's thread, so nothing here waits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+import kvferry
+from kvferry.vllm import _offload_stats as counters
+from kvferry.vllm._offload_layout import read_card
+from kvferry.vllm._offload_retention import Plan, Retention
+
+if TYPE_CHECKING:
+    from kvferry.vllm._offload_settings import OffloadSettings, OpenStore
+
+logger: Any = init_logger("vllm.kvferry")
+
+# How often a request loads one block: where the store has a block but can't read it, the request is computed.
+_LOADS_MAX = 2
+# Prefetches of a request, per group of layers.
+_PREFETCHES_MAX = 4
+_CARDS_EVERY_S = 1.0
+_GAUGES_EVERY_S = 1.0
+
+
+@dataclass
+class StoredBlocks(LoadStoreSpec):  # type: ignore[misc]
+    """Blocks of a job, for the workers. `groups`: by vLLM's number of the group, in the order of the block table."""
+
+    request: str = ""
+    # Empty, or a salt since the cache was reset.
+    tenant: bytes = b""
+    groups: dict[int, list[Block]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Block:
+    hash: bytes
+    # Of the block before it in the prompt, if that is known.
+    before: bytes | None = None
+    retention: Retention = field(default_factory=Retention)
+
+
+@dataclass
+class _Request:
+    """What is known of a request, in vLLM's context of it."""
+
+    plan: Plan
+    # What the index said in this step.
+    step: int = -1
+    known: dict[bytes, bool] = field(default_factory=dict)
+    loads: Counter[bytes] = field(default_factory=Counter)
+    # By group and the key of the first block.
+    prefetches: dict[int, dict[bytes, list[Any]]] = field(default_factory=dict)
+
+
+@dataclass
+class _Group:
+    """A group of layers: one space per shard of all ranks."""
+
+    spaces: list[Any]
+    # 0: a load needs all blocks.
+    window: int
+
+
+class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
+    """See `KVFerryOffloadingSpec`."""
+
+    def __init__(self, config: Any, settings: OffloadSettings, opened: OpenStore | None) -> None:
+        self._config, self._settings, self._opened = config, settings, opened
+        self._tokens = {it.group_id: it.tokens_per_block * config.cache.blocks_per_chunk for it in config.groups}
+        self._cards: list[dict[str, Any]] | None = None
+        self._cards_read_at = -_CARDS_EVERY_S
+        self._tenant = b""
+        self._groups: dict[int, _Group] = {}
+        self._step = 0
+        # Keys of stores that run.
+        self._storing: Counter[bytes] = Counter()
+        # By request: vLLM loads for a request once at a time.
+        self._pins: dict[str, list[Any]] = {}
+        self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
+        self._stats = OffloadingConnectorStats()
+        self._gauges_at = -_GAUGES_EVERY_S
+        self._warned_of_params = False
+        self._ready()
+
+    # The store's names.
+
+    def _ready(self) -> bool:
+        """Whether the spaces are known: the workers write their cards before the scheduler is made."""
+        if self._groups or self._opened is None:
+            return bool(self._groups)
+        now = time.monotonic()
+        if now < self._cards_read_at + _CARDS_EVERY_S:
+            return False
+        first, self._cards_read_at = self._cards_read_at < 0, now
+        ranks = range(self._config.parallel.world_size)
+        cards = [read_card(self._config.engine_id, rank) for rank in ranks]
+        if any(card is None for card in cards):
+            if first:
+                missing = [rank for rank, card in zip(ranks, cards, strict=True) if card is None]
+                logger.warning(
+                    "KVFerryOffloadingSpec: ranks %s have not said how they name their blocks, so no block is found; "
+                    "all ranks must run on the scheduler's host, as one user, with one folder for temporary files",
+                    missing,
+                )
+            return False
+        self._cards = [card for card in cards if card is not None]
+        self._make_spaces()
+        return bool(self._groups)
+
+    def _make_spaces(self) -> None:
+        assert self._opened is not None
+        names: dict[int, dict[tuple[str, str, int, int], int]] = {}
+        for card in self._cards or ():
+            for group in card["groups"]:
+                for index, count in group["shards"]:
+                    name = (card["model"], group["fingerprint"], index, count)
+                    names.setdefault(group["group"], {})[name] = group["window"]
+        self._groups = {}
+        for number, shards in names.items():
+            spaces = [
+                self._opened.store.space(
+                    model, layout=bytes.fromhex(layout), tenant=self._tenant, group=number, shard=(index, count)
+                )
+                for model, layout, index, count in sorted(shards)
+            ]
+            self._groups[number] = _Group(spaces, max(shards.values()))
+
+    # Requests.
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        self._request(req_context)
+        return RequestOffloadingContext()
+
+    def _request(self, req_context: Any) -> _Request:
+        request: _Request | None = req_context.get_state(_Request)
+        if request is None:
+            try:
+                plan = Plan.of(req_context.kv_transfer_params, self._settings.priority)
+            except ValueError as error:
+                # An exception here would end the engine.
+                if not self._warned_of_params:
+                    self._warned_of_params = True
+                    logger.warning(
+                        "request %s: %s; its blocks are kept like those of other requests. This is said once.",
+                        req_context.req_id,
+                        error,
+                    )
+                plan = Plan(Retention(self._settings.priority))
+            request = _Request(plan)
+            req_context.set_state(request)
+        return request
+
+    def on_request_finished(self, req_context: Any) -> None:
+        request: _Request | None = req_context.get_state(_Request)
+        if request is not None:
+            request.known.clear()
+            request.prefetches.clear()
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._step += 1
+
+    # Look-ups.
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        result = self._lookup(key, req_context)
+        self._stats.increase_counter(counters.LOOKUPS, 1, (result.name.lower(),))
+        return result
+
+    def _lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        if not self._ready() or not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
+            return LookupResult.MISS
+        number = get_offload_group_idx(key)
+        group = self._groups.get(number)
+        if group is None:
+            return LookupResult.MISS
+        request = self._request(req_context)
+        if request.loads[key] >= _LOADS_MAX:
+            return LookupResult.MISS
+        if request.step != self._step:
+            request.step = self._step
+            request.known.clear()
+        if self._is_known(key, number, group, request, req_context):
+            return LookupResult.HIT
+        if key in self._storing:
+            return LookupResult.HIT_PENDING
+        if self._settings.object is not None and self._prefetch(key, number, group, request, req_context):
+            return LookupResult.RETRY
+        return LookupResult.MISS
+
+    def _is_known(self, key: bytes, number: int, group: _Group, request: _Request, req_context: Any) -> bool:
+        found = request.known.get(key)
+        if found is not None:
+            return found
+        # vLLM asks for one block after another: the whole rest of a prompt is asked for at once.
+        keys = self._keys_from(key, number, req_context) if group.window == 0 else [key]
+        here = self._prefix(group, keys)
+        request.known.update(dict.fromkeys(keys[:here], True))
+        if here < len(keys):
+            request.known[keys[here]] = False
+        return here > 0
+
+    @staticmethod
+    def _keys_of(number: int, req_context: Any) -> list[bytes]:
+        """The request's blocks of a group in the order of the prompt."""
+        positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
+        suffix = number.to_bytes(4, "big")
+        return sorted((key for key in positions if key.endswith(suffix)), key=positions.__getitem__)
+
+    def _keys_from(self, key: bytes, number: int, req_context: Any) -> list[bytes]:
+        keys = self._keys_of(number, req_context)
+        return keys[keys.index(key) :] if key in keys else [key]
+
+    def _prefix(self, group: _Group, keys: Sequence[bytes]) -> int:
+        """How many blocks from the first on are in the store, in all shards."""
+        hashes = [get_offload_block_hash(key) for key in keys]
+        try:
+            for space in group.spaces:
+                if not hashes:
+                    break
+                del hashes[space.lookup(hashes) :]
+        except kvferry.Error:
+            return 0
+        return len(hashes)
+
+    def _prefetch(self, key: bytes, number: int, group: _Group, request: _Request, req_context: Any) -> bool:
+        """Whether a prefetch from the object store runs that may bring a block."""
+        begun = request.prefetches.setdefault(number, {})
+        if any(not pending.done() for pendings in begun.values() for pending in pendings):
+            return True
+        if key in begun or len(begun) >= _PREFETCHES_MAX:
+            return False
+        if group.window == 0:
+            keys = self._keys_from(key, number, req_context)
+        else:
+            # vLLM looks for a window from its end.
+            before = -(-group.window // self._tokens[number])
+            keys = self._keys_of(number, req_context)
+            at = keys.index(key) if key in keys else -1
+            keys = keys[max(0, at - before) : at + 1] if at >= 0 else [key]
+        hashes = [get_offload_block_hash(it) for it in keys]
+        try:
+            begun[key] = [space.prefetch_async(hashes) for space in group.spaces]
+        except kvferry.Error:
+            begun[key] = []
+            return False
+        self._stats.increase_counter(counters.PREFETCHES)
+        return True
+
+    def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
+        return CacheHitSource.DISK
+
+    # Loads.
+
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> StoredBlocks:
+        request = self._request(req_context)
+        spec = StoredBlocks(req_context.req_id, self._tenant)
+        for key in keys:
+            request.loads[key] += 1
+            blocks = spec.groups.setdefault(get_offload_group_idx(key), [])
+            blocks.append(Block(get_offload_block_hash(key)))
+        self._release(req_context.req_id)
+        pins = self._pins[req_context.req_id] = []
+        for number, blocks in spec.groups.items():
+            hashes = [block.hash for block in blocks]
+            group = self._groups.get(number)
+            for space in group.spaces if group else ():
+                try:
+                    pins.append(space.pin(hashes, self._settings.lease))
+                except kvferry.Error as error:
+                    # The load does without: a block that leaves meanwhile is missed, never wrong.
+                    logger.debug("blocks of request %s are not pinned: %s", req_context.req_id, error)
+        return spec
+
+    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
+        self._release(req_context.req_id)
+
+    def _release(self, request: str) -> None:
+        for pin in self._pins.pop(request, ()):
+            pin.release()
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        for number, of_group in self._by_group(keys).items():
+            group = self._groups.get(number)
+            hashes = [get_offload_block_hash(key) for key in of_group]
+            for space in group.spaces if group else ():
+                try:
+                    space.touch(hashes)
+                except kvferry.Error:
+                    return
+
+    @staticmethod
+    def _by_group(keys: Iterable[bytes]) -> dict[int, list[bytes]]:
+        found: dict[int, list[bytes]] = {}
+        for key in keys:
+            found.setdefault(get_offload_group_idx(key), []).append(key)
+        return found
+
+    # Stores.
+
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
+        spec = StoredBlocks(req_context.req_id, self._tenant)
+        to_store: list[bytes] = []
+        if self._ready():
+            request = self._request(req_context)
+            for number, of_group in self._by_group(keys).items():
+                group = self._groups.get(number)
+                if group is not None:
+                    to_store += self._prepare(of_group, number, group, request, req_context, spec)
+        return PrepareStoreOutput(keys_to_store=to_store, store_spec=spec, evicted_keys=[])
+
+    def _prepare(
+        self, keys: list[bytes], number: int, group: _Group, request: _Request, req_context: Any, spec: StoredBlocks
+    ) -> list[bytes]:
+        ordered = self._keys_of(number, req_context)
+        before = dict(zip(ordered[1:], ordered, strict=False))
+        new, present = [], []
+        for key in keys:
+            if self._prefix(group, [key]):
+                present.append(key)
+            elif key not in self._storing:
+                new.append(key)
+        self._touch_runs(group, present, before)
+        for key in new:
+            self._storing[key] += 1
+            end = req_context.get_offload_key_position(key)
+            retention = request.plan.at(end - 1) if end else request.plan.otherwise
+            parent = before.get(key)
+            parent_hash = get_offload_block_hash(parent) if parent is not None else None
+            blocks = spec.groups.setdefault(number, [])
+            blocks.append(Block(get_offload_block_hash(key), parent_hash, retention))
+        return new
+
+    @staticmethod
+    def _touch_runs(group: _Group, keys: list[bytes], before: dict[bytes, bytes]) -> None:
+        """Counts blocks as used that the engine has computed again."""
+        runs: list[list[bytes]] = []
+        last = None
+        for key in keys:
+            if last is None or before.get(key) != last:
+                runs.append([])
+            runs[-1].append(get_offload_block_hash(key))
+            last = key
+        try:
+            for space in group.spaces:
+                for run in runs:
+                    space.touch(run)
+        except kvferry.Error:
+            return
+
+    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
+        for key in keys:
+            self._storing.pop(key, None)
+        if self._events is not None and success:
+            self._events.append(
+                OffloadingEvent(
+                    keys=list(keys),  # type: ignore[arg-type]
+                    medium=Medium.STORAGE,
+                    removed=False,
+                    locality=Locality.LOCAL,
+                )
+            )
+
+    # The rest of vLLM's contract.
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._events:
+            taken, self._events = self._events, []
+            yield from taken
+
+    def reset_cache(self) -> None:
+        """The weights may have changed: from now on this engine neither finds nor adds blocks under the names that
+        engines share. What it put before stays for the others.
+        """
+        self._tenant = os.urandom(16)
+        self._storing.clear()
+        for request in list(self._pins):
+            self._release(request)
+        self._step += 1
+        if self._cards is not None:
+            self._make_spaces()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        now = time.monotonic()
+        if now >= self._gauges_at + _GAUGES_EVERY_S:
+            self._gauges_at = now
+            try:
+                counters.set_gauges(self._stats, self._opened.store if self._opened else None)
+            except kvferry.Error as error:
+                logger.debug("the store's statistics can't be read: %s", error)
+        if self._stats.is_empty():
+            return None
+        taken, self._stats = self._stats, OffloadingConnectorStats()
+        return taken
+
+    def shutdown(self) -> None:
+        for request in list(self._pins):
+            self._release(request)
+        if self._opened is not None:
+            opened, self._opened = self._opened, None
+            self._groups.clear()
+            opened.close()

@@ -1,0 +1,174 @@
+"""The settings of `KVFerryOffloadingSpec` and `KVFerryTier`, and how they open the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import kvferry
+
+if TYPE_CHECKING:
+    import logging
+
+GIB = 1 << 30
+# Read by vLLM itself from the same mapping.
+_OF_VLLM = {
+    "block_size",
+    "blocks_per_chunk",
+    "canonical_layout",
+    "offload_prompt_only",
+    "self_describing_kv_events",
+    "spec_module_path",
+    "spec_name",
+}
+_DIRECT = ("auto", "off", "require")
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """What a deployment may choose. See docs/storage.md."""
+
+    # In the order in which the store was made.
+    directories: tuple[str, ...]
+    disk_bytes: int
+    # Of all ranks together.
+    host_bytes: int = 0
+    object: str | None = None
+    object_options: Mapping[str, str | float] = field(default_factory=dict)
+    # What names the weights, instead of the model's name and revision.
+    model: str | None = None
+    # Ranks of the largest tensor parallelism that shares the store.
+    share_tp: int = 8
+    # Of blocks whose request does not say one.
+    priority: int = 35
+    # Seconds for which the blocks of a load can't leave.
+    lease: float = 60.0
+    blocks_max: int | None = None
+    segment_mib: int | None = None
+    direct: Literal["auto", "off", "require"] = "off"
+
+    @staticmethod
+    def of(config: Mapping[str, Any], where: str = "kv_connector_extra_config") -> OffloadSettings:
+        """Raises ValueError for a setting that does not exist or has a wrong value."""
+        known = {
+            "disk",
+            "disk_gib",
+            "host_gib",
+            "object",
+            "object_options",
+            "model",
+            "share_tp",
+            "priority",
+            "lease",
+            "blocks_max",
+            "segment_mib",
+            "direct",
+        }
+        unknown = sorted(set(config) - known - _OF_VLLM)
+        if unknown:
+            raise ValueError(
+                f"kvferry's store has no setting {', '.join(map(repr, unknown))} in {where}; "
+                f"it has {', '.join(sorted(known))}"
+            )
+        read = _Reader(config, where)
+        blocks_max, segment_mib = (
+            int(read.number(name, 0, 1, 2**31, whole=True)) if config.get(name) is not None else None
+            for name in ("blocks_max", "segment_mib")
+        )
+        direct = config.get("direct", "off")
+        if direct not in _DIRECT:
+            raise ValueError(f"{where}: direct must be one of {', '.join(_DIRECT)}, not {direct!r}")
+        return OffloadSettings(
+            directories=read.directories(),
+            disk_bytes=int(read.number("disk_gib", None, 1 / 1024, 1 << 24) * GIB),
+            host_bytes=int(read.number("host_gib", 0, 0, 1 << 20) * GIB),
+            object=read.text("object"),
+            object_options=read.options(),
+            model=read.text("model"),
+            share_tp=int(read.number("share_tp", 8, 1, 1024, whole=True)),
+            priority=int(read.number("priority", 35, 0, 100, whole=True)),
+            lease=read.number("lease", 60, 1, 3600),
+            blocks_max=blocks_max,
+            segment_mib=segment_mib,
+            direct=direct,
+        )
+
+
+class _Reader:
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self._config, self._where = config, where
+
+    def number(self, name: str, default: float | None, least: float, most: float, *, whole: bool = False) -> float:
+        value = self._config.get(name, default)
+        if value is None:
+            raise ValueError(f"{self._where}: {name} is missing; it is needed")
+        kind = int if whole else int | float
+        if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+            what = "a whole number" if whole else "a number"
+            raise ValueError(f"{self._where}: {name} must be {what} from {least:g} to {most:g}, not {value!r}")
+        return float(value)
+
+    def text(self, name: str) -> str | None:
+        value = self._config.get(name)
+        if not isinstance(value, str | None):
+            raise ValueError(f"{self._where}: {name} must be a string, not {value!r}")
+        return value or None
+
+    def directories(self) -> tuple[str, ...]:
+        value = self._config.get("disk")
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list | tuple) or not names or not all(isinstance(it, str) and it for it in names):
+            raise ValueError(f"{self._where}: disk must be a directory or a list of directories, not {value!r}")
+        return tuple(names)
+
+    def options(self) -> Mapping[str, str | float]:
+        value = self._config.get("object_options") or {}
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{self._where}: object_options must be a mapping, not {value!r}")
+        if value and not self._config.get("object"):
+            raise ValueError(f"{self._where}: object_options needs object, the URL that they are for")
+        return value
+
+
+@dataclass
+class OpenStore:
+    """A store with its agent. `close` ends both."""
+
+    agent: kvferry.Agent
+    store: kvferry.Store
+
+    def close(self) -> None:
+        self.store.close()
+        self.agent.shutdown()
+
+
+def open_store(settings: OffloadSettings, host_bytes: int, logger: logging.Logger) -> OpenStore | None:
+    """None, with a warning, if the store can't be used now. Raises ValueError if a setting is wrong."""
+    # No peer may connect: the agent only registers memory for the store.
+    agent = kvferry.Agent(listen="127.0.0.1:0", transports="local")
+    try:
+        store = kvferry.Store(
+            agent,
+            list(settings.directories),
+            settings.disk_bytes,
+            segment_bytes=None if settings.segment_mib is None else settings.segment_mib << 20,
+            blocks_max=settings.blocks_max,
+            direct=settings.direct,
+            host_bytes=host_bytes,
+            objects=settings.object,
+            object_options=dict(settings.object_options) if settings.object else None,
+        )
+    except kvferry.InvalidArgumentError as error:
+        agent.shutdown()
+        raise ValueError(f"kvferry's store can't be opened with these settings: {error}") from error
+    except (kvferry.Error, OSError) as error:
+        agent.shutdown()
+        where = ", ".join(settings.directories)
+        logger.warning(
+            "kvferry's store in %s can't be opened, so no block is stored or found until the engine is restarted: %s",
+            where,
+            error,
+        )
+        return None
+    return OpenStore(agent, store)

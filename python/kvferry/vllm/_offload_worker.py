@@ -1,0 +1,282 @@
+"""A worker's side of `KVFerryOffloadingSpec`: bytes go straight between the engine's pages and the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+
+import kvferry
+from kvferry.vllm import _offload_stats as counters
+from kvferry.vllm._offload_layout import GroupLayout, Shard, regions_of, write_card
+
+if TYPE_CHECKING:
+    from kvferry.vllm._offload_manager import Block, StoredBlocks
+    from kvferry.vllm._offload_settings import OpenStore
+
+logger: Any = init_logger("vllm.kvferry")
+
+_SAY_EVERY_S = 10.0
+
+
+@dataclass
+class _Job:
+    request: str
+    is_load: bool
+    began: float = field(default_factory=time.monotonic)
+    # With the number of blocks.
+    pending: list[tuple[Any, int]] = field(default_factory=list)
+    nbytes: int = 0
+    # Why not all was loaded.
+    failure: str | None = None
+
+
+class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
+    """See `KVFerryOffloadingSpec`. Each job ends once; `get_finished` and `wait` carry on what has ended."""
+
+    def __init__(
+        self, config: Any, model: str, layouts: list[GroupLayout], kv_caches: Any, opened: OpenStore | None
+    ) -> None:
+        self._config, self._model, self._layouts, self._opened = config, model, layouts, opened
+        self._blocks_per_chunk: int = config.cache.blocks_per_chunk
+        self._regions: list[Any] = []
+        self._places: list[tuple[Any, int, int]] = []
+        self._scratch: Any = None
+        self._card: Path | None = None
+        if opened is not None:
+            self._regions, self._places = regions_of(opened.agent, kv_caches)
+            if self._blocks_per_chunk > 1:
+                # What is read and not wanted goes here.
+                longest = max(piece.nbytes for it in layouts for shard in it.shards for piece in shard.pieces)
+                self._scratch = opened.agent.allocate(longest, "none")
+            self._card = write_card(config.engine_id, config.parallel.rank, model, layouts)
+        self._spaces: dict[tuple[bytes, int, int], Any] = {}
+        self._jobs: dict[int, _Job] = {}
+        # Requests whose load has failed and was reported as finished.
+        self._failed: set[str] = set()
+        self.can_report_failures = False
+        self._stats = OffloadingConnectorStats()
+        self._said_at = -_SAY_EVERY_S
+
+    def _space(self, tenant: bytes, layout: GroupLayout, shard: Shard) -> Any:
+        assert self._opened is not None
+        name = (tenant, layout.group, shard.index)
+        space = self._spaces.get(name)
+        if space is None:
+            if len(self._spaces) > 1024:
+                # Salts of caches that were reset.
+                self._spaces.clear()
+            space = self._spaces[name] = self._opened.store.space(
+                self._model,
+                layout=layout.fingerprint,
+                tenant=tenant,
+                group=layout.group,
+                shard=(shard.index, shard.count),
+            )
+        return space
+
+    # Jobs.
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: StoredBlocks) -> bool:
+        job = self._jobs[job_id] = _Job(dst_spec.request, False)
+        if self._opened is None:
+            return True
+        try:
+            for layout, blocks, numbers, start in self._of_groups(dst_spec, src_spec):
+                self._store(job, dst_spec.tenant, layout, *self._complete(blocks, numbers, start))
+        except kvferry.Error as error:
+            self._say("blocks of request %s are not stored: %s", dst_spec.request, error)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: StoredBlocks, dst_spec: Any) -> bool:
+        job = self._jobs[job_id] = _Job(src_spec.request, True)
+        if self._opened is None:
+            job.failure = "the store is not open"
+            return True
+        try:
+            for layout, blocks, numbers, start in self._of_groups(src_spec, dst_spec):
+                self._load(job, src_spec.tenant, layout, blocks, numbers, start)
+        except kvferry.Error as error:
+            job.failure = str(error)
+        return True
+
+    def _of_groups(self, stored: StoredBlocks, pages: Any) -> Iterable[tuple[GroupLayout, list[Block], list[int], int]]:
+        """Of each group: its blocks in the store, the engine's blocks, and the place of the first of these."""
+        begin = 0
+        numbers = pages.block_ids.tolist()
+        for layout, size, start in zip(self._layouts, pages.group_sizes, pages.block_indices, strict=True):
+            if size:
+                yield layout, stored.groups.get(layout.group, []), numbers[begin : begin + size], start
+            begin += size
+
+    def _complete(self, blocks: list[Block], numbers: list[int], start: int) -> tuple[list[Block], list[list[int]]]:
+        """The blocks of which the engine has all parts: a window may have passed the first part of a block."""
+        each = self._blocks_per_chunk
+        lead = start % each
+        if lead and len(numbers) == each * len(blocks) - lead:
+            blocks, numbers = blocks[1:], numbers[each - lead :]
+        elif lead or len(numbers) != each * len(blocks):
+            # Parts are missing further on: which ones is not said.
+            return [], []
+        return blocks, [numbers[at : at + each] for at in range(0, len(numbers), each)]
+
+    def _store(
+        self, job: _Job, tenant: bytes, layout: GroupLayout, blocks: list[Block], numbers: list[list[int]]
+    ) -> None:
+        """Runs of blocks that follow each other in the prompt, with one retention, are a put."""
+        runs: list[tuple[list[Block], list[list[int]]]] = []
+        last: Block | None = None
+        for block, parts in zip(blocks, numbers, strict=True):
+            if not layout.is_writer(parts[0]):
+                last = None
+                continue
+            if last is None or block.before != last.hash or block.retention != last.retention:
+                runs.append(([], []))
+            runs[-1][0].append(block)
+            runs[-1][1].append(parts)
+            last = block
+        for run, pages in runs:
+            hashes = [block.hash for block in run]
+            first = 0
+            if run[0].before is not None:
+                hashes.insert(0, run[0].before)
+                first = 1
+            kept = run[0].retention
+            for shard in layout.shards:
+                memory = self._memory(shard, pages)
+                space = self._space(tenant, layout, shard)
+                put = space.put_async(hashes, memory, first, priority=kept.priority, duration=kept.duration)
+                job.pending.append((put, len(run)))
+                job.nbytes += memory.nbytes
+
+    def _memory(self, shard: Shard, pages: list[list[int]]) -> kvferry.Blocks:
+        """The pages of whole blocks: for each of the engine's blocks in turn, a piece per layer."""
+        memory: kvferry.Blocks | None = None
+        for part in range(self._blocks_per_chunk):
+            for piece in shard.pieces:
+                region, base, stride = self._places[piece.tensor]
+                offsets = [base + piece.offset + parts[part] * stride for parts in pages]
+                if memory is None:
+                    memory = kvferry.Blocks(region, offsets, piece.nbytes)
+                else:
+                    memory.add_pieces(region, offsets, piece.nbytes)
+        assert memory is not None
+        return memory
+
+    def _load(
+        self, job: _Job, tenant: bytes, layout: GroupLayout, blocks: list[Block], numbers: list[int], start: int
+    ) -> None:
+        each = self._blocks_per_chunk
+        lead = start % each
+        behind = each * len(blocks) - lead - len(numbers)
+        if behind < 0:
+            raise kvferry.InvalidArgumentError(f"{len(numbers)} pages for {len(blocks)} blocks of {each}")
+        parts: list[int | None] = [*[None] * lead, *numbers, *[None] * behind]
+        pages = [parts[at : at + each] for at in range(0, len(parts), each)]
+        hashes = [block.hash for block in blocks]
+        for shard in layout.shards:
+            space = self._space(tenant, layout, shard)
+            memory: Any
+            if lead or behind:
+                memory = [self._pieces(shard, of_block) for of_block in pages]
+            else:
+                memory = self._memory(shard, [[number for number in it if number is not None] for it in pages])
+            job.pending.append((space.get_async(hashes, memory), len(hashes)))
+            job.nbytes += len(numbers) * sum(piece.nbytes for piece in shard.pieces)
+
+    def _pieces(self, shard: Shard, parts: list[int | None]) -> list[tuple[Any, int, int]]:
+        """The memory of a block of which not all parts are wanted."""
+        made = []
+        for number in parts:
+            for piece in shard.pieces:
+                region, base, stride = self._places[piece.tensor]
+                if number is None:
+                    made.append((self._scratch, 0, piece.nbytes))
+                else:
+                    made.append((region, base + piece.offset + number * stride, piece.nbytes))
+        return made
+
+    # Ends.
+
+    def get_finished(self) -> list[TransferResult]:
+        finished = []
+        for job_id in [it for it, job in self._jobs.items() if all(pending.done() for pending, _ in job.pending)]:
+            finished.append(self._end(job_id, self._jobs.pop(job_id)))
+        return finished
+
+    def _end(self, job_id: int, job: _Job) -> TransferResult:
+        loaded = 0
+        for pending, blocks in job.pending:
+            try:
+                outcome = pending.wait()
+            except kvferry.Error as error:
+                job.failure = job.failure or str(error)
+                continue
+            if not job.is_load:
+                counters.count_put(self._stats, outcome)
+            elif outcome != blocks:
+                job.failure = job.failure or "a block has left the store, or could not be read"
+            else:
+                loaded += blocks
+        if not job.is_load:
+            if job.failure is not None:
+                self._say("blocks of request %s are not stored: %s", job.request, job.failure)
+            return TransferResult(job_id, True, job.nbytes, time.monotonic() - job.began)
+        if loaded:
+            self._stats.increase_counter(counters.LOADED_BLOCKS, loaded)
+        if job.failure is None:
+            return TransferResult(job_id, True, job.nbytes, time.monotonic() - job.began)
+        self._stats.increase_counter(counters.FAILED_LOADS)
+        self._say("the KV of request %s was not loaded: %s", job.request, job.failure)
+        self._failed.add(job.request)
+        # Without a way to report it, vLLM must not go on with what was not loaded: it ends the engine.
+        return TransferResult(job_id, self.can_report_failures)
+
+    def take_failed(self) -> set[str]:
+        """The requests among those that `get_finished` has reported whose KV was not loaded."""
+        taken, self._failed = self._failed, set()
+        return taken
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        if self._stats.is_empty():
+            return None
+        taken, self._stats = self._stats, OffloadingConnectorStats()
+        return taken
+
+    def wait(self, job_ids: set[int]) -> None:
+        for job_id in job_ids:
+            job = self._jobs.get(job_id)
+            for pending, _ in job.pending if job else ():
+                with suppress(kvferry.Error):
+                    pending.wait()
+
+    def _say(self, text: str, *values: Any) -> None:
+        """At most one warning in ten seconds."""
+        now = time.monotonic()
+        if now >= self._said_at + _SAY_EVERY_S:
+            self._said_at = now
+            logger.warning("KVFerryOffloadingSpec: " + text, *values)
+        else:
+            logger.debug("KVFerryOffloadingSpec: " + text, *values)
+
+    def shutdown(self) -> None:
+        """Waits for all jobs: the engine frees its pages after this."""
+        self.wait(set(self._jobs))
+        self._jobs.clear()
+        if self._card is not None:
+            with suppress(OSError):
+                self._card.unlink()
+            self._card = None
+        if self._opened is not None:
+            opened, self._opened = self._opened, None
+            self._spaces.clear()
+            opened.store.close()
+            opened.agent.unregister_batch(self._regions)
+            opened.agent.shutdown()
