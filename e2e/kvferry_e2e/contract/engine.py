@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import time
 from collections.abc import Callable
@@ -43,6 +44,10 @@ class _Rank:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, rank: int) -> None:
         ranks = vllm_config.parallel_config.tensor_parallel_size
+        # vLLM's workers have a configuration each.
+        vllm_config = copy.copy(vllm_config)
+        vllm_config.parallel_config = copy.copy(vllm_config.parallel_config)
+        vllm_config.parallel_config.rank = rank
         self.caches = Caches(kv_cache_config, rank, ranks)
         self._vllm_config = vllm_config
         self.wrong: list[str] = []
@@ -152,6 +157,7 @@ class ModelExecutor(Executor):
     """vLLM's executor interface. The ranks run on a thread of their own, so that asynchronous scheduling is real."""
 
     kind: Kind = "full"
+    element = torch.float32
 
     def _init_executor(self) -> None:
         self._thread = ThreadPoolExecutor(1)
@@ -165,9 +171,9 @@ class ModelExecutor(Executor):
         return True
 
     def _specs(self) -> dict[str, Any]:
-        heads = HEADS // self.parallel_config.tensor_parallel_size
+        heads = max(1, HEADS // self.parallel_config.tensor_parallel_size)
         block_tokens = self.cache_config.block_size
-        attention = {"block_size": block_tokens, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": torch.float32}
+        attention = {"block_size": block_tokens, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": self.element}
         specs: dict[str, Any] = {f"layers.{at}.attn": FullAttentionSpec(**attention) for at in (0, 2)}
         for at in (1, 3):
             if self.kind == "window":
@@ -248,6 +254,7 @@ class Engine:
         model: str,
         *,
         kind: Kind = "full",
+        element: torch.dtype = torch.float32,
         blocks: int = 128,
         asynchronous: bool = False,
         caching: bool = False,
@@ -259,7 +266,7 @@ class Engine:
         extra: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
-        executor = type("ModelExecutor", (ModelExecutor,), {"kind": kind})
+        executor = type("ModelExecutor", (ModelExecutor,), {"kind": kind, "element": element})
         arguments = EngineArgs(
             model=model,
             dtype="float32",

@@ -60,7 +60,8 @@ class Caches:
         layout = KVCacheLayout[kv_cache_config.kv_cache_layout]
         self.tensors = allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
         self._groups = kv_cache_config.kv_cache_groups
-        self._heads = [rank * (HEADS // ranks) + at for at in range(HEADS // ranks)]
+        # Where there are more ranks than heads, several have the same.
+        self._heads = [rank * HEADS // ranks + at for at in range(max(1, HEADS // ranks))]
 
     def zero(self, blocks: list[int]) -> None:
         for tensor in self.tensors.values():

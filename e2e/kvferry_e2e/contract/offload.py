@@ -6,12 +6,17 @@ stated anew here.
 
 from __future__ import annotations
 
+import random
+import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, TierFilter, make_offload_key
 
 from kvferry_e2e.contract.engine import BLOCK_TOKENS, Engine, Kind, Outcome, run
 from kvferry_e2e.contract.model import WINDOW, Sequence
@@ -122,9 +127,523 @@ def second_engine(suite: Any, kind: Kind, asynchronous: bool, host: float, note:
         note.text = f"tokens loaded: {found}"
 
 
-def checks(suite: Any) -> Iterator[tuple[str, Any]]:
-    for kind in ("full", "window", "state"):
+def parallel(suite: Any, before: int, after: int, kind: Kind, note: Note) -> None:
+    """test_canonical_mapping: an engine of another tensor parallelism finds the blocks, each head in its place."""
+    prompts = [suite.prompts.fresh(length) for length in (20, 133, 333)]
+    with folder() as directory:
+        with node(suite.model, directory, ranks=before, kind=kind) as first:
+            for prompt in prompts:
+                first.answer(prompt)
+            first.settled()
+        with node(suite.model, directory, ranks=after, kind=kind) as second:
+            found = [loaded(second.answer(prompt)) for prompt in prompts]
+            second.settled()
+    ensure(found == [len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts], f"loaded {found}")
+    note.text = f"tokens loaded: {found}"
+
+
+def chunks(suite: Any, kind: Kind, each: int, note: Note) -> None:
+    """test_blocks_per_chunk: a block of the store holds several of the engine's; loads begin and end inside one."""
+    with folder() as directory:
+        settings = {"blocks_per_chunk": each}
+        stem = suite.prompts.fresh(400)
+        with node(suite.model, directory, kind=kind, settings=settings) as first:
+            first.answer(stem)
+            first.settled()
+        found = []
+        with node(suite.model, directory, kind=kind, settings=settings) as second:
+            # The engine's cache ends inside a block of the store.
+            for length in (17, 70, 130, 250, 399):
+                second.answer(suite.prompts.fresh(300) + stem[:3])
+                found.append(loaded(second.answer(stem[:length])))
+            second.settled()
+            second.forget()
+            found.append(loaded(second.answer(stem)))
+        ensure(found[-1] >= 384 - each * BLOCK_TOKENS, f"loaded {found}")
+        note.text = f"tokens loaded: {found}"
+
+
+def shared(suite: Any, asynchronous: bool, note: Note) -> None:
+    """Two engines on one directory at the same time: each finds what the other one put, while both serve."""
+    with folder() as directory, node(suite.model, directory, asynchronous=asynchronous) as one:
+        with node(suite.model, directory, asynchronous=asynchronous) as other:
+            found = []
+            for at in range(8):
+                prompt = suite.prompts.fresh(60 + 40 * at)
+                here, there = (one, other) if at % 2 else (other, one)
+                here.answer(prompt)
+                found.append(loaded(there.answer(prompt)))
+            asked = []
+            for at in range(10):
+                prompt = suite.prompts.fresh(48 + 30 * at)
+                asked += [(prompt, engine.ask(prompt)) for engine in (one, other)]
+                one.engine.step()
+                other.engine.step()
+            run(one.engine, other.engine)
+            for prompt, outcome in asked:
+                right(prompt, outcome)
+            other.settled()
+        one.settled()
+        ensure(min(found) >= 48, f"loaded {found}")
+        note.text = f"tokens loaded: {found}"
+
+
+def aborted(suite: Any, asynchronous: bool, note: Note) -> None:
+    """test_abort_loading_requests: clients leave after each number of steps of a store and of a load."""
+    with folder() as directory, node(suite.model, directory, asynchronous=asynchronous, batched_tokens=64) as only:
+        count = 0
+        for loads in (False, True):
+            for steps in range(10):
+                prompt = suite.prompts.fresh(170)
+                if loads:
+                    only.answer(prompt)
+                    only.forget()
+                outcome = only.ask(prompt, 8)
+                for _ in range(steps):
+                    only.engine.step()
+                if outcome.reason is None:
+                    only.engine.abort(f"o{only._number}")
+                    count += 1
+                only.settled()
+                only.answer(prompt)
+        only.settled()
+        note.text = f"{count} aborts"
+
+
+def preempted(suite: Any, kind: Kind, asynchronous: bool, note: Note) -> None:
+    """test_preemption: an engine that has blocks for few requests takes them back, also while they are stored."""
+    blocks = 40 if kind == "full" else 80
+    options: dict[str, Any] = {"kind": kind, "asynchronous": asynchronous, "blocks": blocks}
+    with (
+        folder() as directory,
+        node(suite.model, directory, settings={"offload_prompt_only": False}, **options) as only,
+    ):
+        prompts = [suite.prompts.fresh(150 + at) for at in range(6)]
+        for _ in range(2):
+            asked = [(prompt, only.ask(prompt, 120)) for prompt in prompts]
+            run(only.engine)
+            for prompt, outcome in asked:
+                right(prompt, outcome)
+        only.settled()
+        note.text = f"{sum(loaded(outcome) for _, outcome in asked)} tokens loaded by the second round"
+
+
+def reset(suite: Any, asynchronous: bool, note: Note) -> None:
+    """test_reset_cache: after a reset the engine finds nothing from before, others do; requests that run end right."""
+    with folder() as directory, node(suite.model, directory, asynchronous=asynchronous, batched_tokens=64) as only:
+        prompt = suite.prompts.fresh(200)
+        only.answer(prompt)
+        for steps in (0, 1, 3, 5, 8):
+            asked = [(it, only.ask(it, 12)) for it in (prompt, suite.prompts.fresh(150))]
+            for _ in range(steps):
+                only.engine.step()
+            for _ in range(1000):
+                # vLLM refuses while blocks wait for a load.
+                with suppress(RuntimeError):
+                    only.engine.core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+                    break
+                only.engine.step()
+            run(only.engine)
+            for it, outcome in asked:
+                right(it, outcome)
+        only.forget()
+        only.engine.core.reset_prefix_cache(reset_connector=True)
+        ensure(loaded(only.answer(prompt)) == 0, "found a block from before the reset")
+        only.forget()
+        ensure(loaded(only.answer(prompt)) == 192, "did not find what it stored after the reset")
+        only.settled()
+        with node(suite.model, directory, asynchronous=asynchronous) as other:
+            ensure(loaded(other.answer(prompt)) == 192, "another engine does not find the blocks")
+
+
+def _segments(directory: Path) -> list[Path]:
+    return sorted(directory.glob("segment-*"))
+
+
+def _damage(directory: Path) -> None:
+    """Flips a bit in each 64 bytes of each segment."""
+    for segment in _segments(directory):
+        data = bytearray(segment.read_bytes())
+        for at in range(4096, len(data), 64):
+            data[at] ^= 1
+        with open(segment, "r+b") as file:
+            file.write(data)
+
+
+def damaged(suite: Any, kind: Kind, asynchronous: bool, note: Note) -> None:
+    """test_kv_load_failure_recovery, test_invalid_blocks_correctness: blocks that are found but can't be read."""
+    with folder() as directory:
+        options: dict[str, Any] = {"kind": kind, "asynchronous": asynchronous}
+        with node(suite.model, directory, **options) as only:
+            stem = suite.prompts.fresh(160)
+            prompts = [stem + suite.prompts.fresh(30 * at) for at in range(1, 5)]
+            for prompt in prompts:
+                only.answer(prompt)
+            only.forget()
+            _damage(directory)
+            failed = _unreadable(only)
+            asked = [(prompt, only.ask(prompt, 6)) for prompt in prompts]
+            run(only.engine)
+            for prompt, outcome in asked:
+                right(prompt, outcome)
+            failed = _unreadable(only) - failed
+            ensure(failed > 0, "no load has failed")
+            only.settled()
+            only.answer(stem)
+            only.settled()
+            note.text = f"{failed} blocks could not be read"
+
+
+def _unreadable(only: Node) -> int:
+    """Damaged blocks that the workers have read."""
+    return sum(int(worker._opened.store.stats()["corrupt"]) for worker in only.workers())
+
+
+def left(suite: Any, note: Note) -> None:
+    """A block leaves the store after it was found: the request computes it, loads the blocks before it, and no other
+    request is concerned.
+    """
+    with folder() as directory, node(suite.model, directory) as only:
+        prompt = suite.prompts.fresh(160)
+        only.answer(prompt)
+        only.forget()
+        manager = only.manager
+        asks, told = manager._prefix, []
+
+        def two_more(group: Any, keys: Any) -> int:
+            here = int(asks(group, keys))
+            if told or len(keys) < 8:
+                return here
+            told.append(here)
+            return here + 2
+
+        longer = prompt + suite.prompts.fresh(64)
+        manager._prefix = two_more
+        outcome = only.answer(longer)
+        manager._prefix = asks
+        ensure(told == [10], f"told {told}")
+        ensure(loaded(outcome) == 160, f"loaded {outcome.prefill}")
+        only.settled()
+
+
+def fails(suite: Any, note: Note) -> None:
+    """test_error_propagation: with vLLM's policy `fail` a request that can't load ends with an error, and no other."""
+    with folder() as directory, node(suite.model, directory, policy="fail") as only:
+        lost, fine = suite.prompts.fresh(100), suite.prompts.fresh(100)
+        only.answer(lost)
+        only.forget()
+        _damage(directory)
+        asked, other = only.ask(lost), only.ask(fine)
+        run(only.engine)
+        ensure(asked.reason == "error", f"{asked}")
+        right(fine, other)
+        only.settled()
+
+
+def gone(suite: Any, how: str, note: Note) -> None:
+    """The directory is removed, or another one takes its place, while the engine serves."""
+    with folder() as directory, node(suite.model, directory) as only:
+        before = suite.prompts.fresh(200)
+        only.answer(before)
+        directory.rename(directory.with_name("away"))
+        if how == "removed":
+            shutil.rmtree(directory.with_name("away"))
+        elif how == "replaced":
+            directory.mkdir()
+        else:
+            directory.write_text("no directory")
+        for _ in range(3):
+            only.forget()
+            for prompt in (before, suite.prompts.fresh(230)):
+                only.answer(prompt)
+        only.settled()
+
+
+def full(suite: Any, note: Note) -> None:
+    """test_cpu_offload_eviction: a store that holds a part of what the engine computes stays within its bytes."""
+    settings = {"disk_gib": 12 / 1024}
+    with folder() as directory, node(suite.model, directory, settings=settings) as only:
+        stem = suite.prompts.fresh(96)
+        for at in range(120):
+            only.answer(stem + suite.prompts.fresh(300), 2)
+            if at % 10 == 0:
+                only.forget()
+        used = sum(it.stat().st_blocks * 512 for it in _segments(directory))
+        ensure(used <= 12 << 20, f"{used} bytes on the disk")
+        stats = only.workers()[0]._opened.store.stats()
+        only.settled()
+        note.text = f"{stats['stored']} stored, {stats['evicted']} left, {stats['refused']} refused, {used >> 10} KiB"
+
+
+def strangers(suite: Any, note: Note) -> None:
+    """Another model, revision, dtype, block size or tenant finds nothing; the same one does."""
+    prompt = suite.prompts.fresh(160)
+    with folder() as directory:
+        with node(suite.model, directory) as first:
+            first.answer(prompt)
+            ensure(loaded(first.answer(prompt, salt="acme")) == 0, "a salted request found blocks")
+            first.forget()
+            ensure(loaded(first.answer(prompt, salt="acme")) == 160, "a salted request did not find its blocks")
+            ensure(loaded(first.answer(prompt, salt="other")) == 0, "another salt found blocks")
+        others: list[dict[str, Any]] = [
+            {"settings": {"model": "another"}},
+            {"revision": "2"},
+            {"element": torch.float16},
+            {"settings": {"blocks_per_chunk": 2}},
+            {"settings": {"share_tp": 1}},
+            {"kind": "window"},
+        ]
+        for other in others:
+            with node(suite.model, directory, **other) as engine:
+                ensure(loaded(engine.answer(prompt)) == 0, f"{other} found blocks")
+                engine.settled()
+        with node(suite.model, directory) as again:
+            ensure(loaded(again.answer(prompt)) == 160, "the same model found nothing")
+
+
+def closed(suite: Any, note: Note) -> None:
+    """A store that can't be opened costs hits, not the engine; a wrong setting is said at the start."""
+    with folder() as directory:
+        directory.parent.joinpath("file").write_text("")
+        with node(suite.model, directory.parent / "file") as engine:
+            prompt = suite.prompts.fresh(100)
+            for _ in range(2):
+                ensure(loaded(engine.answer(prompt)) == 0, "found a block without a store")
+                engine.forget()
+            ensure(not engine.workers()[0]._stats.data["data"], "counted what was not done")
+            engine.settled()
+        wrong = [
+            ({"disk_gib": "much"}, "disk_gib must be a number"),
+            ({"disk": []}, "disk must be a directory"),
+            ({"disk_gb": 3}, "has no setting 'disk_gb'"),
+            ({"disk_gib": 2 / 1024}, "capacity"),
+            ({"object": "ftp://x"}, "ftp"),
+            ({"share_tp": 0}, "share_tp must be a whole number"),
+            ({"object_options": {"concurrency": 1}}, "needs object"),
+        ]
+        for settings, text in wrong:
+            try:
+                with node(suite.model, directory, settings=settings):
+                    pass
+            except ValueError as error:
+                ensure(text in str(error), f"{settings}: {error}")
+            else:
+                ensure(False, f"{settings} was taken")
+        try:
+            with node(suite.model, directory, ranks=2, settings={"share_tp": 1}):
+                pass
+        except ValueError as error:
+            ensure("set share_tp to a multiple of 2" in str(error), f"{error}")
+        else:
+            ensure(False, "share_tp 1 was taken with two ranks")
+
+
+def object_store(suite: Any, kind: Kind, note: Note) -> None:
+    """test_lookup_retry: blocks of another host come from the object store; look-ups say RETRY until they are here."""
+    with folder() as directory:
+        objects = directory.with_name("objects")
+        objects.mkdir(parents=True)
+        settings = {"object": f"file://{objects}"}
+        prompts = [suite.prompts.fresh(length) for length in (20, 133, 400)]
+        with node(suite.model, directory, kind=kind, settings=settings) as first:
+            for prompt in prompts:
+                first.answer(prompt)
+            for worker in first.workers():
+                ensure(worker._opened.store.flush_objects(20), "not uploaded within 20 s")
+        with node(suite.model, directory.with_name("other"), kind=kind, settings=settings) as second:
+            found = [loaded(second.answer(prompt)) for prompt in prompts]
+            ensure(loaded(second.answer(suite.prompts.fresh(100))) == 0, "found what nobody stored")
+            second.settled()
+            ensure(second.manager.prefetches > 0, "no prefetch was begun")
+        least = [(len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts]
+        ensure(all(got >= want for got, want in zip(found, least, strict=True)), f"loaded {found} of {least}")
+        note.text = f"tokens loaded: {found}"
+
+
+def retention(suite: Any, note: Note) -> None:
+    """Blocks keep the priority that a request's parameters say; wrong parameters cost nothing but that."""
+    keep = {"priority": 90, "duration": 3600, "retention": [{"start": 0, "end": 32, "priority": 100}]}
+    with folder() as directory, node(suite.model, directory, settings={"disk_gib": 12 / 1024}) as only:
+        kept, other = suite.prompts.fresh(160), suite.prompts.fresh(160)
+        puts: list[tuple[int, int, float | None]] = []
+        worker = only.workers()[0]
+        store = worker._store
+
+        def spy(job: Any, tenant: bytes, layout: Any, blocks: Any, numbers: Any) -> None:
+            puts.extend((len(blocks), block.retention.priority, block.retention.duration) for block in blocks[-1:])
+            puts.extend((1, block.retention.priority, block.retention.duration) for block in blocks[:1])
+            store(job, tenant, layout, blocks, numbers)
+
+        worker._store = spy
+        only.answer(kept, params=keep)
+        ensure(puts == [(10, 90, 3600.0), (1, 100, 3600.0)], f"{puts}")
+        worker._store = store
+        only.answer(other)
+        for at in range(60):
+            only.answer(suite.prompts.fresh(330), 2)
+            if at % 10 == 0:
+                only.forget()
+        only.forget()
+        found = [loaded(only.answer(prompt)) for prompt in (kept, other)]
+        ensure(found == [160, 0], f"of the kept prompt and the other one, {found} tokens were found")
+        wrong: list[Any] = [
+            {"priority": 101},
+            {"duration": -1},
+            {"retention": [{"start": 9, "end": 4}]},
+            {"retention": {"start": 1}},
+            {"retention": [{"start": "a"}]},
+        ]
+        for params in wrong:
+            only.answer(suite.prompts.fresh(40), params=params)
+        only.settled()
+
+
+def manager_contract(suite: Any, note: Note) -> None:
+    """test_cpu_manager, restated: what the scheduler may ask of a manager, in each order."""
+    with folder() as directory, node(suite.model, directory) as only:
+        manager, workers = only.manager, only.workers()
+        context = ReqContext("direct")
+        manager.on_new_request(context)
+        keys = [make_offload_key(bytes([at]) * 32, 0) for at in range(6)]
+        for at, key in enumerate(keys):
+            context.set_offload_key_position(key, (at + 1) * BLOCK_TOKENS)
+
+        def pages(*numbers: int) -> GPULoadStoreSpec:
+            return GPULoadStoreSpec(list(numbers), group_sizes=[len(numbers)], block_indices=[0])
+
+        def finish(job: int) -> None:
+            for worker in workers:
+                worker.wait({job})
+                (result,) = worker.get_finished()
+                ensure(result.job_id == job and result.success, f"{result}")
+                ensure(not worker.get_finished(), "a job ended twice")
+
+        ensure(manager.lookup(keys[0], context) is LookupResult.MISS, "found what was not stored")
+        prepared = manager.prepare_store(keys[:4], context)
+        ensure(prepared.keys_to_store == keys[:4] and prepared.evicted_keys == [], f"{prepared}")
+        ensure(manager.lookup(keys[0], context) is LookupResult.HIT_PENDING, "a block that is stored is not pending")
+        again = manager.prepare_store(keys[:5], context)
+        ensure(again.keys_to_store == keys[4:5], "blocks that are stored now are stored twice")
+        manager.complete_store(keys[4:5], context, success=False)
+        for worker in workers:
+            ensure(worker.submit_store(1, pages(1, 2, 3, 4), prepared.store_spec), "not submitted")
+        finish(1)
+        manager.complete_store(keys[:4], context)
+        manager.on_schedule_end(None)
+        results = [manager.lookup(key, context) for key in keys]
+        ensure(results == [LookupResult.HIT] * 4 + [LookupResult.MISS] * 2, f"{results}")
+        ensure(manager.prepare_store(keys[:4], context).keys_to_store == [], "blocks are stored again")
+        manager.touch(keys, context)
+        spec = manager.prepare_load(keys[1:3], context)
+        ensure([pin.blocks for pin in manager._pins["direct"]] == [2] * len(manager._groups[0].spaces), "not pinned")
+        for worker in workers:
+            ensure(worker.submit_load(2, spec, pages(7, 8)), "not submitted")
+        finish(2)
+        manager.complete_load(keys[1:3], context)
+        ensure(not manager._pins, "still pinned")
+        for tensor in only.engine.executor.ranks[0].caches.tensors.values():
+            ensure(bool((tensor[[7, 8]] == tensor[[2, 3]]).all()), "the pages differ")
+        # Of a load that fails, the request is named once, and the job ends like another one.
+        spec = manager.prepare_load([keys[0], keys[5]], context)
+        for worker in workers:
+            worker.submit_load(3, spec, pages(7, 8))
+        finish(3)
+        manager.complete_load([keys[0], keys[5]], context)
+        ensure([worker.take_failed() for worker in workers] == [{"direct"}] * len(workers), "the failure is not named")
+        ensure([worker.take_failed() for worker in workers] == [set()] * len(workers), "the failure is named twice")
+        manager.prepare_load([keys[0]], context)
+        manager.complete_load([keys[0]], context)
+        ensure(manager.lookup(keys[0], context) is LookupResult.MISS, "a block is loaded again and again")
+        manager.on_request_finished(context)
+        none = ReqContext("none", load_tier_filter=TierFilter(matchers=()))
+        ensure(manager.lookup(keys[1], none) is LookupResult.MISS, "a request that wants no tier gets a hit")
+        stats = manager.get_stats()
+        defined = only.engine.scheduler.get_kv_connector().connector_scheduler.config is not None and metrics()
+        ensure(stats is not None and set(stats.data["data"]) <= set(defined), f"{stats}")
+        for worker in workers:
+            taken = worker.take_stats()
+            ensure(taken is not None and set(taken.data["data"]) <= set(defined), f"{taken}")
+        manager.reset_cache()
+        ensure(manager.lookup(keys[1], ReqContext("later")) is LookupResult.MISS, "found after a reset")
+
+
+def metrics() -> dict[str, Any]:
+    from kvferry.vllm import KVFerryOffloadingSpec
+
+    return dict(KVFerryOffloadingSpec.build_metric_definitions({}))
+
+
+def soak(suite: Any, kind: Kind, asynchronous: bool, note: Note) -> None:
+    """Requests with shared beginnings, few blocks, aborts, resets of the engine's cache, damage, and restarts."""
+    chance = random.Random(7)
+    options: dict[str, Any] = {
+        "kind": kind,
+        "asynchronous": asynchronous,
+        "blocks": 60 if kind == "full" else 110,
+        "batched_tokens": 100,
+        "settings": {"disk_gib": 12 / 1024, "offload_prompt_only": False},
+    }
+    done = lost = tokens = 0
+    stems = [suite.prompts.fresh(200) for _ in range(4)]
+    with folder() as directory:
+        for life in range(3):
+            with node(suite.model, directory, **options) as only:
+                live: list[tuple[list[int], Outcome, str]] = []
+                started = 0
+                while started < 60 or live:
+                    if started < 60 and len(live) < 10:
+                        length = chance.choice((5, 16, 40, 90, 180, 260))
+                        prompt = chance.choice(stems)[: chance.randrange(0, length + 1)]
+                        prompt = prompt + suite.prompts.fresh(length - len(prompt))
+                        live.append((prompt, only.ask(prompt, chance.choice((1, 3, 20, 50))), f"o{only._number}"))
+                        started += 1
+                    for _ in range(chance.randrange(1, 4)):
+                        only.engine.step()
+                    if live and chance.random() < 0.03:
+                        _, _, name = live.pop(chance.randrange(len(live)))
+                        only.engine.abort(name)
+                        lost += 1
+                    if chance.random() < 0.02:
+                        only.engine.core.reset_prefix_cache()
+                    if life == 1 and chance.random() < 0.01:
+                        _damage(directory)
+                    for one in [it for it in live if it[1].reason]:
+                        live.remove(one)
+                        right(one[0], one[1])
+                        tokens += loaded(one[1])
+                        done += 1
+                only.settled()
+    note.text = f"{done} requests, {lost} aborted, {tokens} tokens loaded"
+
+
+def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
+    kinds: tuple[Kind, ...] = ("full", "window")
+    for kind in kinds:
         for asynchronous in (False, True):
             how = f"{kind}{', async' if asynchronous else ''}"
             yield f"a second engine, {how}", partial(second_engine, suite, kind, asynchronous, 0)
+            yield f"preemption, {how}", partial(preempted, suite, kind, asynchronous)
+            yield f"blocks that can't be read, {how}", partial(damaged, suite, kind, asynchronous)
+            yield f"soak, {how}", partial(soak, suite, kind, asynchronous)
+        yield f"TP 2 to TP 1, {kind}", partial(parallel, suite, 2, 1, kind)
+        yield f"TP 1 to TP 2, {kind}", partial(parallel, suite, 1, 2, kind)
+        yield f"TP 4 to TP 1, {kind}", partial(parallel, suite, 4, 1, kind)
+        yield f"TP 2 to TP 4, {kind}", partial(parallel, suite, 2, 4, kind)
+        yield f"two of the engine's blocks, {kind}", partial(chunks, suite, kind, 2)
+        yield f"three of the engine's blocks, {kind}", partial(chunks, suite, kind, 3)
+        yield f"an object store, {kind}", partial(object_store, suite, kind)
     yield "a second engine, with host memory", partial(second_engine, suite, "full", False, 0.03125)
+    for asynchronous in (False, True):
+        how = ", async" if asynchronous else ""
+        yield f"two engines at once{how}", partial(shared, suite, asynchronous)
+        yield f"clients leave{how}", partial(aborted, suite, asynchronous)
+        yield f"caches are reset{how}", partial(reset, suite, asynchronous)
+    for how in ("removed", "replaced", "a file"):
+        yield f"the directory is {how}", partial(gone, suite, how)
+    yield "a block leaves after it was found", partial(left, suite)
+    yield "vLLM's policy is to fail", partial(fails, suite)
+    yield "a store that is full", partial(full, suite)
+    yield "other models, revisions, tenants", partial(strangers, suite)
+    yield "a store that can't be opened", partial(closed, suite)
+    yield "retention", partial(retention, suite)
+    yield "the contract of managers and workers", partial(manager_contract, suite)

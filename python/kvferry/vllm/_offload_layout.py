@@ -8,6 +8,7 @@ Elsewhere it holds what one rank of an engine of the same parallelism has.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -194,8 +195,7 @@ def _fingerprint(config: Any, kv_caches: Any, group: Any, refs: list[Any], descr
 
 def _processor() -> str:
     """The kernels of the CPU keep keys in an order that depends on the instructions that the processor has."""
-    import torch
-
+    torch = importlib.import_module("torch")
     amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)()
     return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {amx}"
 
@@ -206,8 +206,9 @@ def check_device(kv_caches: Any) -> None:
         if held.tensor.device.type != "cpu":
             raise UnsupportedCacheError(
                 f"the KV cache is in the memory of {held.tensor.device}, and KVFerryOffloadingSpec reads and writes "
-                'host memory only; use vLLM\'s tiering with kvferry behind it: "spec_name": "TieringOffloadingSpec" and '
-                '"secondary_tiers": [{"type": "KVFerryTier", "module_path": "kvferry.vllm", ...}]; see docs/storage.md'
+                "host memory only; use vLLM's tiering with kvferry behind it: "
+                '"spec_name": "TieringOffloadingSpec" and "secondary_tiers": [{"type": "KVFerryTier", '
+                '"module_path": "kvferry.vllm", ...}]; see docs/storage.md'
             )
 
 

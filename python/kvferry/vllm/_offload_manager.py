@@ -103,6 +103,8 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         # By request: vLLM loads for a request once at a time.
         self._pins: dict[str, list[Any]] = {}
         self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
+        # Begun since the start.
+        self.prefetches = 0
         self._stats = OffloadingConnectorStats()
         self._gauges_at = -_GAUGES_EVERY_S
         self._warned_of_params = False
@@ -264,11 +266,14 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
             at = keys.index(key) if key in keys else -1
             keys = keys[max(0, at - before) : at + 1] if at >= 0 else [key]
         hashes = [get_offload_block_hash(it) for it in keys]
+        # A prefetch ends at the first block that is missing, which the one before a window may be.
+        runs = [hashes] if group.window == 0 else [[it] for it in hashes]
         try:
-            begun[key] = [space.prefetch_async(hashes) for space in group.spaces]
+            begun[key] = [space.prefetch_async(run) for space in group.spaces for run in runs]
         except kvferry.Error:
             begun[key] = []
             return False
+        self.prefetches += 1
         self._stats.increase_counter(counters.PREFETCHES)
         return True
 
@@ -379,7 +384,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         if self._events is not None and success:
             self._events.append(
                 OffloadingEvent(
-                    keys=list(keys),  # type: ignore[arg-type]
+                    keys=list(keys),
                     medium=Medium.STORAGE,
                     removed=False,
                     locality=Locality.LOCAL,

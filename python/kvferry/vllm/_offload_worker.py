@@ -34,6 +34,8 @@ class _Job:
     # With the number of blocks.
     pending: list[tuple[Any, int]] = field(default_factory=list)
     nbytes: int = 0
+    # Memory for what is read and not wanted: of this job alone, because the store compares a block's checksum.
+    scratch: list[Any] = field(default_factory=list)
     # Why not all was loaded.
     failure: str | None = None
 
@@ -48,14 +50,11 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         self._blocks_per_chunk: int = config.cache.blocks_per_chunk
         self._regions: list[Any] = []
         self._places: list[tuple[Any, int, int]] = []
-        self._scratch: Any = None
+        # By length.
+        self._scratch: dict[int, list[Any]] = {}
         self._card: Path | None = None
         if opened is not None:
             self._regions, self._places = regions_of(opened.agent, kv_caches)
-            if self._blocks_per_chunk > 1:
-                # What is read and not wanted goes here.
-                longest = max(piece.nbytes for it in layouts for shard in it.shards for piece in shard.pieces)
-                self._scratch = opened.agent.allocate(longest, "none")
             self._card = write_card(config.engine_id, config.parallel.rank, model, layouts)
         self._spaces: dict[tuple[bytes, int, int], Any] = {}
         self._jobs: dict[int, _Job] = {}
@@ -185,23 +184,33 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             space = self._space(tenant, layout, shard)
             memory: Any
             if lead or behind:
-                memory = [self._pieces(shard, of_block) for of_block in pages]
+                memory = [self._pieces(job, shard, of_block) for of_block in pages]
             else:
                 memory = self._memory(shard, [[number for number in it if number is not None] for it in pages])
             job.pending.append((space.get_async(hashes, memory), len(hashes)))
             job.nbytes += len(numbers) * sum(piece.nbytes for piece in shard.pieces)
 
-    def _pieces(self, shard: Shard, parts: list[int | None]) -> list[tuple[Any, int, int]]:
-        """The memory of a block of which not all parts are wanted."""
+    def _pieces(self, job: _Job, shard: Shard, parts: list[int | None]) -> list[tuple[Any, int, int]]:
+        """The memory of a block of which not all parts may be wanted."""
         made = []
+        scratch, used = None, 0
+        if None in parts:
+            scratch = self._take_scratch(sum(piece.nbytes for piece in shard.pieces) * parts.count(None))
+            job.scratch.append(scratch)
         for number in parts:
             for piece in shard.pieces:
                 region, base, stride = self._places[piece.tensor]
                 if number is None:
-                    made.append((self._scratch, 0, piece.nbytes))
+                    made.append((scratch, used, piece.nbytes))
+                    used += piece.nbytes
                 else:
                     made.append((region, base + piece.offset + number * stride, piece.nbytes))
         return made
+
+    def _take_scratch(self, nbytes: int) -> Any:
+        assert self._opened is not None
+        free = self._scratch.get(nbytes)
+        return free.pop() if free else self._opened.agent.allocate(nbytes, "none")
 
     # Ends.
 
@@ -213,6 +222,8 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _end(self, job_id: int, job: _Job) -> TransferResult:
         loaded = 0
+        for region in job.scratch:
+            self._scratch.setdefault(region.nbytes, []).append(region)
         for pending, blocks in job.pending:
             try:
                 outcome = pending.wait()
