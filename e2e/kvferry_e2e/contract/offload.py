@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, TierFilter, make_offload_key
 
+from kvferry_e2e.contract import tier
 from kvferry_e2e.contract.engine import BLOCK_TOKENS, Engine, Kind, Outcome, run
 from kvferry_e2e.contract.model import WINDOW, Sequence
 from kvferry_e2e.report import Note, ensure
@@ -647,3 +648,4 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
     yield "a store that can't be opened", partial(closed, suite)
     yield "retention", partial(retention, suite)
     yield "the contract of managers and workers", partial(manager_contract, suite)
+    yield from tier.checks()

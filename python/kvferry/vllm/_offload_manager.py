@@ -31,6 +31,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvferry
 from kvferry.vllm import _offload_stats as counters
+from kvferry.vllm._offload_keys import keys_of
 from kvferry.vllm._offload_layout import read_card
 from kvferry.vllm._offload_retention import Plan, Retention
 
@@ -227,15 +228,8 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
             request.known[keys[here]] = False
         return here > 0
 
-    @staticmethod
-    def _keys_of(number: int, req_context: Any) -> list[bytes]:
-        """The request's blocks of a group in the order of the prompt."""
-        positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
-        suffix = number.to_bytes(4, "big")
-        return sorted((key for key in positions if key.endswith(suffix)), key=positions.__getitem__)
-
     def _keys_from(self, key: bytes, number: int, req_context: Any) -> list[bytes]:
-        keys = self._keys_of(number, req_context)
+        keys = keys_of(number, req_context)
         return keys[keys.index(key) :] if key in keys else [key]
 
     def _prefix(self, group: _Group, keys: Sequence[bytes]) -> int:
@@ -262,7 +256,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         else:
             # vLLM looks for a window from its end.
             before = -(-group.window // self._tokens[number])
-            keys = self._keys_of(number, req_context)
+            keys = keys_of(number, req_context)
             at = keys.index(key) if key in keys else -1
             keys = keys[max(0, at - before) : at + 1] if at >= 0 else [key]
         hashes = [get_offload_block_hash(it) for it in keys]
@@ -342,7 +336,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
     def _prepare(
         self, keys: list[bytes], number: int, group: _Group, request: _Request, req_context: Any, spec: StoredBlocks
     ) -> list[bytes]:
-        ordered = self._keys_of(number, req_context)
+        ordered = keys_of(number, req_context)
         before = dict(zip(ordered[1:], ordered, strict=False))
         new, present = [], []
         for key in keys:

@@ -1,0 +1,296 @@
+"""`KVFerryTier` below vLLM's own tiering classes, over host memory: vLLM's tests of secondary tiers, stated anew.
+
+vLLM's specification of tiers refuses a CPU, so its manager is driven here as its scheduler does it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+
+from kvferry_e2e.report import Note, ensure
+
+ROW = 64 << 10
+TOKENS = 16
+DISK = {"disk_gib": 0.125, "segment_mib": 1, "blocks_max": 100_000}
+
+
+class Spec(base.OffloadingSpec):  # type: ignore[misc]
+    """A tier reads the configuration only."""
+
+    def get_manager(self) -> Any:
+        raise NotImplementedError
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        raise NotImplementedError
+
+
+class Tiers:
+    """vLLM's manager of tiers with a primary tier of `rows` chunks and `KVFerryTier` below it."""
+
+    def __init__(self, directory: Path, rows: int = 64, *, model: str = "model", tp: int = 1, **settings: Any) -> None:
+        self._number = 0
+        spec = Spec(_config(model, tp))
+        region = SharedOffloadRegion(f"kvferry-{os.getpid()}-{id(self):x}", rows, None, ROW, ROW)
+        primary = CPUPrimaryTierOffloadingManager(rows, region, enable_events=True)
+        view = primary.get_kv_memoryview()
+        self.memory = np.asarray(view)
+        config = {"type": "KVFerryTier", "module_path": "kvferry.vllm", "disk": str(directory), **DISK, **settings}
+        try:
+            self.tier: Any = SecondaryTierFactory.create_secondary_tier(config, view, spec)
+        except BaseException:
+            del self.memory, view
+            primary.shutdown()
+            raise
+        self.manager = TieringOffloadingManager(primary, [self.tier])
+
+    def request(self, keys: list[bytes], params: dict[str, Any] | None = None) -> Any:
+        self._number += 1
+        context = base.ReqContext(f"t{self._number}", kv_transfer_params=params)
+        for at, key in enumerate(keys):
+            context.set_offload_key_position(key, (at + 1) * TOKENS)
+        self.manager.on_new_request(context)
+        return context
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(base.ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
+
+    def settle(self) -> None:
+        deadline = time.monotonic() + 20
+        while self.manager.has_pending_work():
+            ensure(time.monotonic() < deadline, "jobs have not ended within 20 s")
+            self.step()
+
+    def store(self, keys: list[bytes], params: dict[str, Any] | None = None) -> None:
+        """What the engine computes goes to the primary tier, and from there to the store."""
+        context = self.request(keys, params)
+        prepared = self.manager.prepare_store(keys, context)
+        ensure(prepared is not None, "the primary tier is full")
+        for key, row in zip(prepared.keys_to_store, prepared.store_spec.block_ids.tolist(), strict=True):
+            self.memory[row] = content(key)
+        self.manager.complete_store(set(prepared.keys_to_store), context)
+        self.manager.on_request_finished(context)
+        self.settle()
+
+    def load(self, keys: list[bytes]) -> int:
+        """How many blocks of a prompt, from its beginning, come back; each of them is compared."""
+        context = self.request(keys)
+        deadline = time.monotonic() + 20
+        while True:
+            ensure(time.monotonic() < deadline, "look-ups have not ended within 20 s")
+            results = []
+            for key in keys:
+                results.append(self.manager.lookup(key, context))
+                if results[-1] is base.LookupResult.MISS:
+                    break
+            self.step()
+            if not any(it in (base.LookupResult.RETRY, base.LookupResult.HIT_PENDING) for it in results):
+                break
+        found = keys[: results.count(base.LookupResult.HIT)]
+        if found:
+            spec = self.manager.prepare_load(found, context)
+            for key, row in zip(found, spec.block_ids.tolist(), strict=True):
+                ensure(bool((self.memory[row] == content(key)).all()), f"block {keys.index(key)} has other bytes")
+            self.manager.complete_load(found, context)
+        self.manager.on_request_finished(context)
+        self.settle()
+        return len(found)
+
+    def forget(self) -> None:
+        """Drops the primary tier's blocks."""
+        self.manager.reset_cache()
+
+    def close(self) -> None:
+        del self.memory
+        self.manager.shutdown()
+
+
+def _config(model: str, tp: int) -> OffloadingConfig:
+    return OffloadingConfig(
+        groups=(OffloadingGroupConfig(tokens_per_block=TOKENS, layer_names=("layer",), group_id=0),),
+        worker_kv_bytes_per_block=ROW,
+        enable_kv_cache_events=True,
+        extra_config={},
+        engine_id="tiers",
+        model=OffloadingModelConfig(name=model, dtype="bfloat16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=TOKENS, blocks_per_chunk=1),
+        parallel=OffloadingParallelConfig(
+            rank=0,
+            world_size=tp,
+            tp_size=tp,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=False,
+        ),
+    )
+
+
+def prompt(name: str, blocks: int) -> list[bytes]:
+    keys = [hashlib.sha256(f"{name} {block}".encode()).digest() for block in range(blocks)]
+    return [base.make_offload_key(key, 0) for key in keys]
+
+
+def content(key: bytes) -> Any:
+    return np.resize(np.frombuffer(hashlib.sha512(key).digest(), dtype=np.int8), ROW)
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvferry-tier-", ignore_cleanup_errors=True) as name:
+        yield Path(name) / "kv"
+
+
+@contextmanager
+def tiers(directory: Path, rows: int = 64, **more: Any) -> Iterator[Tiers]:
+    made = Tiers(directory, rows, **more)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def round_trip(note: Note) -> None:
+    """test_promotion, test_cascade: blocks come back after the primary tier lost them, and after a restart."""
+    one, other = prompt("one", 40), prompt("other", 7)
+    with folder() as directory:
+        with tiers(directory) as first:
+            ensure(first.load(one) == 0, "found what nobody stored")
+            first.store(one)
+            first.store(other)
+            first.forget()
+            ensure(first.load(one) == 40, "not all blocks came back")
+            ensure(first.load([*other, *prompt("more", 3)]) == 7, "not the beginning of a prompt came back")
+        with tiers(directory) as second:
+            ensure([second.load(one), second.load(other)] == [40, 7], "not all blocks were there after a restart")
+        with tiers(directory, model="another") as stranger:
+            ensure(stranger.load(one) == 0, "another model found blocks")
+        with tiers(directory, tp=2) as stranger:
+            ensure(stranger.load(one) == 0, "engines of another tensor parallelism found blocks of other bytes")
+
+
+def small_primary(note: Note) -> None:
+    """test_eviction_with_pinned_chunks: the primary tier has room for a part of what is stored."""
+    with folder() as directory, tiers(directory, 16) as made:
+        prompts = [prompt(f"p{at}", 12) for at in range(20)]
+        for keys in prompts:
+            made.store(keys)
+        found = [made.load(keys) for keys in prompts]
+        ensure(found == [12] * 20, f"{found}")
+
+
+def damage(note: Note) -> None:
+    """test_partial_promotion_failure: of blocks that can't be read, those before and behind them are kept."""
+    with folder() as directory, tiers(directory) as made:
+        keys = prompt("one", 20)
+        made.store(keys)
+        made.forget()
+        wanted = content(keys[8])[:4096].tobytes()
+        for segment in directory.glob("segment-*"):
+            data = segment.read_bytes()
+            if wanted in data:
+                with open(segment, "r+b") as file:
+                    file.seek(data.index(wanted) + 5)
+                    file.write(b"\0\xff\0")
+        found = made.load(keys)
+        ensure(found == 8, f"{found} blocks came back")
+        stats = made.tier.get_stats().data["data"]
+        ensure(stats["vllm:kv_offload_kvferry_loaded_blocks"][()] == 19, f"{stats}")
+        ensure(made.load(keys) == 8, "a block that can't be read is asked for again")
+        made.store(keys)
+        made.forget()
+        ensure(made.load(keys) == 20, "the block was not stored again")
+
+
+def drained(note: Note) -> None:
+    """test_drain_jobs: after it no job touches the primary tier, and each has its result, once."""
+    with folder() as directory, tiers(directory) as made:
+        keys = prompt("one", 30)
+        context = made.request(keys)
+        prepared = made.manager.prepare_store(keys, context)
+        for key, row in zip(prepared.keys_to_store, prepared.store_spec.block_ids.tolist(), strict=True):
+            made.memory[row] = content(key)
+        made.manager.complete_store(keys, context)
+        made.tier.drain_jobs()
+        ensure([it.success for it in made.tier.get_finished_jobs()] == [True], "not one result")
+        ensure(not list(made.tier.get_finished_jobs()), "a job ended twice")
+        events = list(made.tier.take_events())
+        ensure(not events and not made.tier.has_pending_work(), f"{events}")
+        # The manager learns of what has ended by itself.
+        made.manager._jobs.clear()
+
+
+def told(note: Note) -> None:
+    """test_kv_events: blocks that were stored are published if that is switched on."""
+    with folder() as directory, tiers(directory, enable_kv_events=True, locality="LOCAL") as made:
+        keys = prompt("one", 5)
+        made.store(keys)
+        events = [it for it in made.manager.take_events() if it.medium is base.Medium.STORAGE]
+        published = [(sorted(it.keys), it.removed, it.locality) for it in events]
+        ensure(published == [(sorted(keys), False, base.Locality.LOCAL)], f"{events}")
+        defined = made.tier.build_metric_definitions({})
+        ensure(set(made.tier.get_stats().data["data"]) <= set(defined), "statistics without a definition")
+
+
+def from_objects(note: Note) -> None:
+    """test_lookup_retry: blocks that another host has put come from the object store."""
+    with folder() as directory:
+        objects = directory.with_name("objects")
+        objects.mkdir(parents=True)
+        keys = prompt("one", 24)
+        with tiers(directory, object=f"file://{objects}") as first:
+            first.store(keys)
+            ensure(first.tier._opened.store.flush_objects(20), "not uploaded within 20 s")
+        with tiers(directory.with_name("other"), object=f"file://{objects}") as second:
+            ensure(second.load(keys) == 24, "not all blocks came from the object store")
+            ensure(second.load(prompt("two", 3)) == 0, "found what nobody stored")
+
+
+def unusable(note: Note) -> None:
+    """A store that can't be opened costs hits; a wrong setting is said at the start."""
+    with folder() as directory:
+        directory.write_text("")
+        with tiers(directory) as made:
+            keys = prompt("one", 5)
+            made.store(keys)
+            made.forget()
+            ensure(made.load(keys) == 0, "found a block without a store")
+        try:
+            with tiers(directory, disk_gb=1):
+                pass
+        except ValueError as error:
+            ensure("disk_gb" in str(error), f"{error}")
+        else:
+            ensure(False, "a setting that does not exist was taken")
+
+
+def checks() -> Iterator[tuple[str, Callable[[Note], None]]]:
+    yield "tier: blocks come back", round_trip
+    yield "tier: a small primary tier", small_primary
+    yield "tier: blocks that can't be read", damage
+    yield "tier: jobs are drained", drained
+    yield "tier: events and statistics", told
+    yield "tier: an object store", from_objects
+    yield "tier: a store that can't be opened", unusable

@@ -1,0 +1,372 @@
+"""`KVFerryTier`: kvferry's store as a secondary tier of vLLM's tiering. See docs/storage.md.
+
+``"kv_connector_extra_config":{"spec_name":"TieringOffloadingSpec","cpu_bytes_to_use":…,"secondary_tiers":[{"type":
+"KVFerryTier","module_path":"kvferry.vllm","disk":"/var/cache/kv","disk_gib":200}]}``
+
+vLLM copies pages between the device and its primary tier in host memory. This tier copies between that memory and the
+store. All of it runs in the scheduler's process, and no call waits but `drain_jobs` and `shutdown`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    RequestOffloadingContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+import kvferry
+from kvferry.vllm import _offload_stats as counters
+from kvferry.vllm._offload_keys import keys_of
+from kvferry.vllm._offload_retention import Plan, Retention
+from kvferry.vllm._offload_settings import OffloadSettings, open_store
+
+logger: Any = init_logger("vllm.kvferry")
+
+# Blocks that were found and could not be read are missed for so long, and so many are remembered.
+_UNREADABLE_S = 60.0
+_UNREADABLE_MAX = 65_536
+# Prefetches of a request, per group of layers.
+_PREFETCHES_MAX = 8
+_GAUGES_EVERY_S = 1.0
+
+
+@dataclass
+class _Asked:
+    """What is known of a request, in vLLM's context of it."""
+
+    plan: Plan
+    # By group and the key of the first block.
+    prefetches: dict[int, dict[bytes, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class _Run:
+    """Blocks of a job that one operation of the store carries out."""
+
+    pending: Any
+    keys: list[bytes]
+    chunks: list[int]
+
+
+@dataclass
+class _Job:
+    is_load: bool
+    keys: list[bytes]
+    began: float = field(default_factory=time.monotonic)
+    runs: list[_Run] = field(default_factory=list)
+    done: list[bytes] = field(default_factory=list)
+
+
+class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
+    """Settings are those of `KVFerryOffloadingSpec`, `locality`, and `enable_kv_events`."""
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        locality: str | None = None,
+        enable_kv_events: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = Locality(locality) if locality is not None else None
+        self._settings = OffloadSettings.of(settings, "secondary_tiers")
+        publishes = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[OffloadingEvent] | None = [] if publishes else None
+        self._layout = _fingerprint(offloading_spec.config, self.block_size_bytes)
+        self._model = self._settings.model or str(offloading_spec.config.model.name)
+        self._opened = open_store(self._settings, self._settings.host_bytes, logger)
+        self._region: Any = None
+        if self._opened is not None:
+            self._region = self._opened.agent.register(_range(primary_kv_view), "none")
+        self._spaces: dict[int, Any] = {}
+        self._jobs: dict[int, _Job] = {}
+        # Keys that can't be read, each with the time until which it is missed.
+        self._unreadable: OrderedDict[bytes, float] = OrderedDict()
+        self._stats = OffloadingConnectorStats()
+        self._gauges_at = -_GAUGES_EVERY_S
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return counters.metric_definitions()
+
+    def _space(self, number: int) -> Any | None:
+        space = self._spaces.get(number)
+        if space is None and self._opened is not None:
+            space = self._opened.store.space(self._model, layout=self._layout, group=number)
+            self._spaces[number] = space
+        return space
+
+    # Requests and look-ups.
+
+    def _asked(self, req_context: Any) -> _Asked:
+        asked: _Asked | None = req_context.get_state(_Asked)
+        if asked is None:
+            try:
+                plan = Plan.of(req_context.kv_transfer_params, self._settings.priority)
+            except ValueError as error:
+                # An exception here would end the engine.
+                logger.warning_once("%s; the blocks of such a request are kept like those of others", str(error))
+                plan = Plan(Retention(self._settings.priority))
+            asked = _Asked(plan)
+            req_context.set_state(asked)
+        return asked
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        self._asked(req_context)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        asked: _Asked | None = req_context.get_state(_Asked)
+        if asked is not None:
+            asked.prefetches.clear()
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        result = self._lookup(key, req_context)
+        self._stats.increase_counter(counters.LOOKUPS, 1, (result.name.lower(),))
+        return result
+
+    def _lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        until = self._unreadable.get(key)
+        if until is not None:
+            if time.monotonic() < until:
+                return LookupResult.MISS
+            del self._unreadable[key]
+        number = get_offload_group_idx(key)
+        space = self._space(number)
+        if space is None:
+            return LookupResult.MISS
+        try:
+            if space.lookup([get_offload_block_hash(key)]):
+                return LookupResult.HIT
+            if self._settings.object is not None and self._prefetch(key, number, space, req_context):
+                return LookupResult.RETRY
+        except kvferry.Error as error:
+            logger.debug("a block can't be looked up: %s", error)
+        return LookupResult.MISS
+
+    def _prefetch(self, key: bytes, number: int, space: Any, req_context: Any) -> bool:
+        """Whether a prefetch from the object store runs that may bring a block."""
+        begun = self._asked(req_context).prefetches.setdefault(number, {})
+        if any(not pending.done() for pending in begun.values()):
+            return True
+        if key in begun or len(begun) >= _PREFETCHES_MAX:
+            return False
+        keys = keys_of(number, req_context)
+        keys = keys[keys.index(key) :] if key in keys else [key]
+        begun[key] = space.prefetch_async([get_offload_block_hash(it) for it in keys])
+        self._stats.increase_counter(counters.PREFETCHES)
+        return True
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        with suppress(kvferry.Error):
+            for key in keys:
+                space = self._space(get_offload_group_idx(key))
+                if space is not None:
+                    space.touch([get_offload_block_hash(key)])
+
+    # Jobs.
+
+    def submit_store(self, job_metadata: Any) -> None:
+        keys = list(job_metadata.keys)
+        chunks = dict(zip(keys, job_metadata.chunk_ids.tolist(), strict=True))
+        job = self._jobs[job_metadata.job_id] = _Job(False, keys)
+        context = job_metadata.req_context
+        plan = self._asked(context).plan
+        for key in keys:
+            self._unreadable.pop(key, None)
+        with suppress(kvferry.Error):
+            for number in sorted({get_offload_group_idx(key) for key in keys}):
+                self._put(job, number, chunks, plan, context)
+
+    def _put(self, job: _Job, number: int, chunks: dict[bytes, int], plan: Plan, context: Any) -> None:
+        """Blocks that follow each other in the prompt, with one retention, are a put."""
+        space = self._space(number)
+        of_group = [key for key in job.keys if get_offload_group_idx(key) == number]
+        if space is None:
+            return
+        ordered = keys_of(number, context)
+        before = dict(zip(ordered[1:], ordered, strict=False))
+        places = {key: at for at, key in enumerate(ordered)}
+        runs: list[tuple[Retention, list[bytes]]] = []
+        for key in sorted(of_group, key=lambda it: places.get(it, 0)):
+            end = context.get_offload_key_position(key)
+            kept = plan.at(end - 1) if end else plan.otherwise
+            if not runs or runs[-1][0] != kept or before.get(key) != runs[-1][1][-1]:
+                runs.append((kept, []))
+            runs[-1][1].append(key)
+        for kept, run in runs:
+            parent = before.get(run[0])
+            hashes = [get_offload_block_hash(key) for key in ([parent, *run] if parent is not None else run)]
+            numbers = [chunks[key] for key in run]
+            first = len(hashes) - len(run)
+            put = space.put_async(hashes, self._memory(numbers), first, priority=kept.priority, duration=kept.duration)
+            job.runs.append(_Run(put, run, numbers))
+
+    def _memory(self, chunks: list[int]) -> kvferry.Blocks:
+        return kvferry.Blocks(self._region, [chunk * self.block_size_bytes for chunk in chunks], self.block_size_bytes)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        keys = list(job_metadata.keys)
+        job = self._jobs[job_metadata.job_id] = _Job(True, keys)
+        chunks = job_metadata.chunk_ids.tolist()
+        for number in sorted({get_offload_group_idx(key) for key in keys}):
+            of_group = [at for at, key in enumerate(keys) if get_offload_group_idx(key) == number]
+            self._get(job, [keys[at] for at in of_group], [chunks[at] for at in of_group])
+
+    def _get(self, job: _Job, keys: list[bytes], chunks: list[int]) -> None:
+        space = self._space(get_offload_group_idx(keys[0]))
+        if space is not None:
+            with suppress(kvferry.Error):
+                pending = space.get_async([get_offload_block_hash(key) for key in keys], self._memory(chunks))
+                job.runs.append(_Run(pending, keys, chunks))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        finished = []
+        for job_id, job in list(self._jobs.items()):
+            for run in [it for it in job.runs if it.pending.done()]:
+                job.runs.remove(run)
+                self._end(job, run)
+            if not job.runs:
+                del self._jobs[job_id]
+                finished.append(self._result(job_id, job))
+        return finished
+
+    def _end(self, job: _Job, run: _Run) -> None:
+        try:
+            outcome = run.pending.wait()
+        except kvferry.Error as error:
+            logger.warning_once("blocks can't be read from or written to the store: %s", str(error))
+            outcome = None
+        if not job.is_load:
+            if outcome is not None:
+                counters.count_put(self._stats, outcome)
+                if not outcome.refused and not outcome.failed:
+                    job.done += run.keys
+            return
+        here = int(outcome or 0)
+        job.done += run.keys[:here]
+        if here < len(run.keys):
+            self._unreadable[run.keys[here]] = time.monotonic() + _UNREADABLE_S
+            while len(self._unreadable) > _UNREADABLE_MAX:
+                self._unreadable.popitem(last=False)
+            if outcome is not None and here + 1 < len(run.keys):
+                # Those behind the one that is missing may be there.
+                self._get(job, run.keys[here + 1 :], run.chunks[here + 1 :])
+
+    def _result(self, job_id: int, job: _Job) -> JobResult:
+        if job.is_load:
+            self._stats.increase_counter(counters.LOADED_BLOCKS, len(job.done))
+            if len(job.done) < len(job.keys):
+                self._stats.increase_counter(counters.FAILED_LOADS)
+        elif job.done and self._events is not None:
+            event = OffloadingEvent(keys=job.done, medium=self.medium, removed=False, locality=self.locality)
+            self._events.append(event)
+        complete = len(job.done) == len(job.keys)
+        return JobResult(
+            job_id,
+            complete,
+            successful_keys=tuple(job.done) if job.is_load and job.done and not complete else None,
+            transfer_time=time.monotonic() - job.began,
+            transfer_bytes=len(job.done) * self.block_size_bytes,
+        )
+
+    def drain_jobs(self) -> None:
+        for job in self._jobs.values():
+            while True:
+                for run in job.runs:
+                    with suppress(kvferry.Error):
+                        run.pending.wait()
+                again = [run for run in job.runs if job.is_load]
+                if not again:
+                    break
+                # What is behind a missing block is asked for only now.
+                job.runs = []
+                for run in again:
+                    self._end(job, run)
+
+    # The rest of vLLM's contract.
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._events:
+            taken, self._events = self._events, []
+            yield from taken
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        now = time.monotonic()
+        if now >= self._gauges_at + _GAUGES_EVERY_S:
+            self._gauges_at = now
+            with suppress(kvferry.Error):
+                counters.set_gauges(self._stats, self._opened.store if self._opened else None)
+        if self._stats.is_empty():
+            return None
+        taken, self._stats = self._stats, OffloadingConnectorStats()
+        return taken
+
+    def shutdown(self) -> None:
+        self.drain_jobs()
+        if self._opened is not None:
+            opened, self._opened = self._opened, None
+            self._spaces.clear()
+            opened.store.close()
+            opened.agent.unregister(self._region)
+            opened.agent.shutdown()
+
+
+def _range(view: memoryview) -> tuple[int, int]:
+    """Where the memory of the primary tier is. Its owner keeps it until the tier is shut down."""
+    flat = view.cast("B") if view.ndim != 1 or view.format != "B" else view
+    held = (ctypes.c_char * flat.nbytes).from_buffer(flat)
+    try:
+        return ctypes.addressof(held), flat.nbytes
+    finally:
+        # vLLM releases its view before the memory, which needs that nothing else refers to it.
+        del held
+        if flat is not view:
+            flat.release()
+
+
+def _fingerprint(config: Any, row_bytes: int) -> bytes:
+    """What the bytes of a row of the primary tier depend on. As for vLLM's own tiers, engines of another parallelism
+    find the rows where vLLM says that they have the same bytes.
+    """
+    parallel = config.parallel
+    is_agnostic = parallel.is_parallelism_agnostic or config.replicated_layout
+    parts = {
+        "v": 1,
+        "bytes": row_bytes,
+        "dtype": config.model.dtype,
+        "layout": config.kv_cache_layout,
+        "canonical": config.canonical_layout,
+        "tokens": [group.tokens_per_block for group in config.groups],
+        "layers": [list(group.layer_names) for group in config.groups],
+        "blocks": config.cache.blocks_per_chunk,
+        "hash": config.cache.tokens_per_hash,
+        "ranks": None
+        if is_agnostic
+        else [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, parallel.world_size],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
