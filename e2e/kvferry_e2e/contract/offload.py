@@ -499,6 +499,60 @@ def retention(suite: Any, note: Note) -> None:
         only.settled()
 
 
+def beside_handoffs(suite: Any, kind: Kind, asynchronous: bool, note: Note) -> None:
+    """MultiConnector with KVFerryConnector and OffloadingConnector: requests are handed over and blocks are stored."""
+    with folder() as directory:
+        engines = [
+            _with_both(suite.model, directory.with_name(name), kind=kind, asynchronous=asynchronous)
+            for name in ("prefill", "decode")
+        ]
+        prefill, decode = engines
+        free = [engine.free_blocks for engine in engines]
+        try:
+            prompts = [suite.prompts.fresh(length) for length in (17, 100, 333)]
+            found = []
+            for life in range(3):
+                for at, prompt in enumerate(prompts):
+                    name = f"m{life}-{at}"
+                    offer = prefill.submit(name + "-p", prompt, 1, {"do_remote_decode": True})
+                    run(*engines, until=lambda of=offer: of.reason)
+                    ensure(offer.params, f"prefill offers nothing: {offer}")
+                    # The second time, decode finds the prompt in its own store, and does not need prefill's.
+                    asked = decode.submit(name, prompt, 6, dict(offer.params or {}) if life != 1 else None)
+                    run(*engines, until=lambda of=asked: of.reason)
+                    if life == 1:
+                        # A router would have sent it: prefill keeps the blocks until decode has said so.
+                        decode.submit(name + "-again", prompt, 1, dict(offer.params or {}))
+                    run(*engines)
+                    right(prompt, asked)
+                    found.append((offer.prefill.num_external_cached_tokens, asked.prefill.num_external_cached_tokens))
+                for engine in engines:
+                    ensure(engine.core.reset_prefix_cache(), "the prefix cache is not reset")
+            for engine, before in zip(engines, free, strict=True):
+                ensure(not engine.wrong(), f"{engine.wrong()[:3]}")
+                ensure(not engine.scheduler.requests, f"still has {list(engine.scheduler.requests)}")
+                ensure(engine.free_blocks == before, f"{engine.free_blocks} of {before} blocks are free")
+            handed = [there for _, there in found[:3]]
+            ensure(min(handed) >= 16, f"handed over: {handed}")
+            stored = [here for here, _ in found[4:6]] + [there for _, there in found[4:6]]
+            # Of a window, decode was given what the end of the prompt needs, which is not what a hit before it needs.
+            ensure(min(stored) >= 80 or kind == "window", f"from the stores: {stored}")
+            note.text = f"tokens loaded by prefill and decode: {found}"
+        finally:
+            for engine in engines:
+                engine.close()
+
+
+def _with_both(model: str, directory: Path, **more: Any) -> Engine:
+    store = {**SPEC, **DISK, "disk": str(directory)}
+    connectors = [
+        {"kv_connector": "KVFerryConnector", "kv_role": "kv_both", "kv_connector_extra_config": {}},
+        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": store},
+    ]
+    extra = {"connectors": connectors}
+    return Engine(model, connector="MultiConnector", extra=extra, caching=True, policy="recompute", **more)
+
+
 def manager_contract(suite: Any, note: Note) -> None:
     """test_cpu_manager, restated: what the scheduler may ask of a manager, in each order."""
     with folder() as directory, node(suite.model, directory) as only:
@@ -647,5 +701,9 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
     yield "other models, revisions, tenants", partial(strangers, suite)
     yield "a store that can't be opened", partial(closed, suite)
     yield "retention", partial(retention, suite)
+    for kind in kinds:
+        for asynchronous in (False, True):
+            how = f"{kind}{', async' if asynchronous else ''}"
+            yield f"beside handoffs, {how}", partial(beside_handoffs, suite, kind, asynchronous)
     yield "the contract of managers and workers", partial(manager_contract, suite)
     yield from tier.checks()
