@@ -260,6 +260,13 @@ def write_card(engine_id: str, rank: int, model: str, layouts: list[GroupLayout]
     return path
 
 
+def remove_cards(engine_id: str, ranks: int) -> None:
+    """The scheduler has read them: an engine that is killed later leaves no file."""
+    for rank in range(ranks):
+        with suppress(OSError):
+            _card_path(engine_id, rank).unlink()
+
+
 def read_card(engine_id: str, rank: int) -> dict[str, Any] | None:
     """None if the worker has not written it, or it is not this user's."""
     path = _card_path(engine_id, rank)

@@ -32,7 +32,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 import kvferry
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._offload_keys import keys_of
-from kvferry.vllm._offload_layout import read_card
+from kvferry.vllm._offload_layout import read_card, remove_cards
 from kvferry.vllm._offload_retention import Plan, Retention
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
                 )
             return False
         self._cards = [card for card in cards if card is not None]
+        remove_cards(self._config.engine_id, len(ranks))
         self._make_spaces()
         return bool(self._groups)
 
