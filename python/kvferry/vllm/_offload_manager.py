@@ -31,7 +31,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvferry
 from kvferry.vllm import _offload_stats as counters
-from kvferry.vllm._offload_keys import keys_of
+from kvferry.vllm._offload_keys import Keys
 from kvferry.vllm._offload_layout import read_card, remove_cards
 from kvferry.vllm._offload_retention import Plan, Retention
 
@@ -71,6 +71,7 @@ class _Request:
     """What is known of a request, in vLLM's context of it."""
 
     plan: Plan
+    keys: Keys = field(default_factory=Keys)
     # What the index said in this step.
     step: int = -1
     known: dict[bytes, bool] = field(default_factory=dict)
@@ -209,29 +210,26 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         if request.step != self._step:
             request.step = self._step
             request.known.clear()
-        if self._is_known(key, number, group, request, req_context):
+        request.keys.update(req_context)
+        if self._is_known(key, number, group, request):
             return LookupResult.HIT
         if key in self._storing:
             return LookupResult.HIT_PENDING
-        if self._settings.object is not None and self._prefetch(key, number, group, request, req_context):
+        if self._settings.object is not None and self._prefetch(key, number, group, request):
             return LookupResult.RETRY
         return LookupResult.MISS
 
-    def _is_known(self, key: bytes, number: int, group: _Group, request: _Request, req_context: Any) -> bool:
+    def _is_known(self, key: bytes, number: int, group: _Group, request: _Request) -> bool:
         found = request.known.get(key)
         if found is not None:
             return found
-        # vLLM asks for one block after another: the whole rest of a prompt is asked for at once.
-        keys = self._keys_from(key, number, req_context) if group.window == 0 else [key]
-        here = self._prefix(group, keys)
-        request.known.update(dict.fromkeys(keys[:here], True))
-        if here < len(keys):
-            request.known[keys[here]] = False
-        return here > 0
-
-    def _keys_from(self, key: bytes, number: int, req_context: Any) -> list[bytes]:
-        keys = keys_of(number, req_context)
-        return keys[keys.index(key) :] if key in keys else [key]
+        request.known[key] = found = self._prefix(group, [key]) == 1
+        if found and group.window == 0:
+            # vLLM asks for one block after another: the whole rest of a prompt is asked for at once.
+            keys = request.keys.of(number, key)
+            here = self._prefix(group, keys)
+            request.known.update(dict.fromkeys(keys[:here], True))
+        return found
 
     def _prefix(self, group: _Group, keys: Sequence[bytes]) -> int:
         """How many blocks from the first on are in the store, in all shards."""
@@ -245,21 +243,16 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
             return 0
         return len(hashes)
 
-    def _prefetch(self, key: bytes, number: int, group: _Group, request: _Request, req_context: Any) -> bool:
+    def _prefetch(self, key: bytes, number: int, group: _Group, request: _Request) -> bool:
         """Whether a prefetch from the object store runs that may bring a block."""
         begun = request.prefetches.setdefault(number, {})
         if any(not pending.done() for pendings in begun.values() for pending in pendings):
             return True
         if key in begun or len(begun) >= _PREFETCHES_MAX:
             return False
-        if group.window == 0:
-            keys = self._keys_from(key, number, req_context)
-        else:
-            # vLLM looks for a window from its end.
-            before = -(-group.window // self._tokens[number])
-            keys = keys_of(number, req_context)
-            at = keys.index(key) if key in keys else -1
-            keys = keys[max(0, at - before) : at + 1] if at >= 0 else [key]
+        # vLLM looks for a window from its end.
+        before = -(-group.window // self._tokens[number]) if group.window else None
+        keys = request.keys.of(number, key, before=before)
         hashes = [get_offload_block_hash(it) for it in keys]
         # A prefetch ends at the first block that is missing, which the one before a window may be.
         runs = [hashes] if group.window == 0 else [[it] for it in hashes]
@@ -337,35 +330,35 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
     def _prepare(
         self, keys: list[bytes], number: int, group: _Group, request: _Request, req_context: Any, spec: StoredBlocks
     ) -> list[bytes]:
-        ordered = keys_of(number, req_context)
-        before = dict(zip(ordered[1:], ordered, strict=False))
+        request.keys.update(req_context)
         new, present = [], []
         for key in keys:
             if self._prefix(group, [key]):
                 present.append(key)
             elif key not in self._storing:
                 new.append(key)
-        self._touch_runs(group, present, before)
+        self._touch_runs(group, present, request.keys)
         for key in new:
             self._storing[key] += 1
             end = req_context.get_offload_key_position(key)
             retention = request.plan.at(end - 1) if end else request.plan.otherwise
-            parent = before.get(key)
+            parent = request.keys.parent(number, key)
             parent_hash = get_offload_block_hash(parent) if parent is not None else None
             blocks = spec.groups.setdefault(number, [])
             blocks.append(Block(get_offload_block_hash(key), parent_hash, retention))
         return new
 
     @staticmethod
-    def _touch_runs(group: _Group, keys: list[bytes], before: dict[bytes, bytes]) -> None:
+    def _touch_runs(group: _Group, keys: list[bytes], order: Keys) -> None:
         """Counts blocks as used that the engine has computed again."""
         runs: list[list[bytes]] = []
-        last = None
+        last = -2
         for key in keys:
-            if last is None or before.get(key) != last:
+            place = order.place(key)
+            if place != last + 1:
                 runs.append([])
             runs[-1].append(get_offload_block_hash(key))
-            last = key
+            last = place
         try:
             for space in group.spaces:
                 for run in runs:

@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 import kvferry
 from kvferry.vllm import _offload_stats as counters
-from kvferry.vllm._offload_keys import keys_of
+from kvferry.vllm._offload_keys import Keys
 from kvferry.vllm._offload_retention import Plan, Retention
 from kvferry.vllm._offload_settings import OffloadSettings, open_store
 
@@ -53,6 +53,7 @@ class _Asked:
     """What is known of a request, in vLLM's context of it."""
 
     plan: Plan
+    keys: Keys = field(default_factory=Keys)
     # By group and the key of the first block.
     prefetches: dict[int, dict[bytes, Any]] = field(default_factory=dict)
 
@@ -170,13 +171,14 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _prefetch(self, key: bytes, number: int, space: Any, req_context: Any) -> bool:
         """Whether a prefetch from the object store runs that may bring a block."""
-        begun = self._asked(req_context).prefetches.setdefault(number, {})
+        asked = self._asked(req_context)
+        begun = asked.prefetches.setdefault(number, {})
         if any(not pending.done() for pending in begun.values()):
             return True
         if key in begun or len(begun) >= _PREFETCHES_MAX:
             return False
-        keys = keys_of(number, req_context)
-        keys = keys[keys.index(key) :] if key in keys else [key]
+        asked.keys.update(req_context)
+        keys = asked.keys.of(number, key)
         begun[key] = space.prefetch_async([get_offload_block_hash(it) for it in keys])
         self._stats.increase_counter(counters.PREFETCHES)
         return True
@@ -195,31 +197,29 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         chunks = dict(zip(keys, job_metadata.chunk_ids.tolist(), strict=True))
         job = self._jobs[job_metadata.job_id] = _Job(False, keys)
         context = job_metadata.req_context
-        plan = self._asked(context).plan
+        asked = self._asked(context)
+        asked.keys.update(context)
         for key in keys:
             self._unreadable.pop(key, None)
         with suppress(kvferry.Error):
             for number in sorted({get_offload_group_idx(key) for key in keys}):
-                self._put(job, number, chunks, plan, context)
+                self._put(job, number, chunks, asked, context)
 
-    def _put(self, job: _Job, number: int, chunks: dict[bytes, int], plan: Plan, context: Any) -> None:
+    def _put(self, job: _Job, number: int, chunks: dict[bytes, int], asked: _Asked, context: Any) -> None:
         """Blocks that follow each other in the prompt, with one retention, are a put."""
         space = self._space(number)
         of_group = [key for key in job.keys if get_offload_group_idx(key) == number]
         if space is None:
             return
-        ordered = keys_of(number, context)
-        before = dict(zip(ordered[1:], ordered, strict=False))
-        places = {key: at for at, key in enumerate(ordered)}
         runs: list[tuple[Retention, list[bytes]]] = []
-        for key in sorted(of_group, key=lambda it: places.get(it, 0)):
+        for key in sorted(of_group, key=asked.keys.place):
             end = context.get_offload_key_position(key)
-            kept = plan.at(end - 1) if end else plan.otherwise
-            if not runs or runs[-1][0] != kept or before.get(key) != runs[-1][1][-1]:
+            kept = asked.plan.at(end - 1) if end else asked.plan.otherwise
+            if not runs or runs[-1][0] != kept or asked.keys.parent(number, key) != runs[-1][1][-1]:
                 runs.append((kept, []))
             runs[-1][1].append(key)
         for kept, run in runs:
-            parent = before.get(run[0])
+            parent = asked.keys.parent(number, run[0])
             hashes = [get_offload_block_hash(key) for key in ([parent, *run] if parent is not None else run)]
             numbers = [chunks[key] for key in run]
             first = len(hashes) - len(run)
