@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,9 +23,11 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, 
 from kvferry_e2e.contract import tier
 from kvferry_e2e.contract.engine import BLOCK_TOKENS, Engine, Kind, Outcome, run
 from kvferry_e2e.contract.model import WINDOW, Sequence
+from kvferry_e2e.prompts import Prompts
 from kvferry_e2e.report import Note, ensure
 
 SPEC = {"spec_name": "KVFerryOffloadingSpec", "spec_module_path": "kvferry.vllm"}
+VICTIM_SEED = 77
 DISK = {"disk_gib": 0.125, "segment_mib": 1, "blocks_max": 100_000}
 
 
@@ -358,6 +362,39 @@ def gone(suite: Any, how: str, note: Note) -> None:
             for prompt in (before, suite.prompts.fresh(230)):
                 only.answer(prompt)
         only.settled()
+
+
+def killed(suite: Any, note: Note) -> None:
+    """An engine in another process is killed while both store and load: this one goes on, and finds what was put."""
+    with folder() as directory, node(suite.model, directory, settings={"disk_gib": 0.03125}) as only:
+        own = [suite.prompts.fresh(200) for _ in range(4)]
+        for prompt in own:
+            only.answer(prompt)
+        command = [sys.executable, "-m", "kvferry_e2e.contract.victim", suite.model, str(directory)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as victim:
+            assert victim.stdout is not None
+            try:
+                lines = iter(victim.stdout.readline, "")
+                ensure(any(line == "ready\n" for line in lines), "the other engine has not started")
+                # It is killed in the middle of a request: it says when one ends, and is at the next one.
+                for _ in range(20):
+                    next(lines, None)
+                    for prompt in own:
+                        only.forget()
+                        only.answer(prompt)
+            finally:
+                victim.kill()
+        stats = only.workers()[0]._opened.store.stats()
+        for _ in range(3):
+            for prompt in (*own, *(suite.prompts.fresh(300) for _ in range(4))):
+                only.forget()
+                only.answer(prompt)
+        of_victim = Prompts(VICTIM_SEED).fresh(200)
+        only.forget()
+        found = loaded(only.answer(of_victim))
+        ensure(found >= 192, f"{found} tokens of the killed engine's prompt were found")
+        only.settled()
+        note.text = f"{stats['hits']} hits before the kill"
 
 
 def full(suite: Any, note: Note) -> None:
@@ -697,6 +734,7 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         yield f"the directory is {how}", partial(gone, suite, how)
     yield "a block leaves after it was found", partial(left, suite)
     yield "vLLM's policy is to fail", partial(fails, suite)
+    yield "another engine is killed", partial(killed, suite)
     yield "a store that is full", partial(full, suite)
     yield "other models, revisions, tenants", partial(strangers, suite)
     yield "a store that can't be opened", partial(closed, suite)

@@ -1,0 +1,29 @@
+"""An engine that offloads until it is killed: `python -m kvferry_e2e.contract.victim MODEL DIRECTORY`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import vllm.config.vllm
+
+from kvferry_e2e.contract.offload import VICTIM_SEED, Node
+from kvferry_e2e.prompts import Prompts
+
+
+def main(model: str, directory: Path) -> None:
+    vllm.config.vllm.HAS_TRITON = False
+    only = Node(model, directory, settings={"disk_gib": 0.03125, "offload_prompt_only": False})
+    first = Prompts(VICTIM_SEED).fresh(200)
+    only.answer(first)
+    print("ready", flush=True)
+    prompts = Prompts(VICTIM_SEED + 1)
+    while True:
+        only.answer(prompts.fresh(300), 20)
+        only.forget()
+        only.answer(first)
+        print("answered", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
