@@ -16,8 +16,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from kvferry.vllm import _offload_puts
+from vllm.config import KVEventsConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, TierFilter, make_offload_key
 
 from kvferry_e2e.contract import tier
@@ -275,10 +278,10 @@ def _damage(directory: Path) -> None:
             file.write(data)
 
 
-def damaged(suite: Any, kind: Kind, asynchronous: bool, note: Note) -> None:
+def damaged(suite: Any, kind: Kind, asynchronous: bool, ranks: int, note: Note) -> None:
     """test_kv_load_failure_recovery, test_invalid_blocks_correctness: blocks that are found but can't be read."""
     with folder() as directory:
-        options: dict[str, Any] = {"kind": kind, "asynchronous": asynchronous}
+        options: dict[str, Any] = {"kind": kind, "asynchronous": asynchronous, "ranks": ranks}
         with node(suite.model, directory, **options) as only:
             stem = suite.prompts.fresh(160)
             prompts = [stem + suite.prompts.fresh(30 * at) for at in range(1, 5)]
@@ -297,6 +300,30 @@ def damaged(suite: Any, kind: Kind, asynchronous: bool, note: Note) -> None:
             only.answer(stem)
             only.settled()
             note.text = f"{failed} blocks could not be read"
+
+
+def one_rank(suite: Any, kind: Kind, note: Note) -> None:
+    """test_kv_output_aggregator_failures: a rank fails to load, the other one does not: the request is computed."""
+    with folder() as directory, node(suite.model, directory, kind=kind, ranks=2) as only:
+        prompt = suite.prompts.fresh(160)
+        only.answer(prompt)
+        only.forget()
+        worker, failures = only.workers()[1], []
+        submit = worker.submit_load
+
+        def fail(job: int, source: Any, pages: Any) -> bool:
+            made = bool(submit(job, source, pages))
+            if not failures:
+                failures.append(job)
+                worker._jobs[job].failure = "made up"
+            return made
+
+        worker.submit_load = fail
+        outcome = only.answer(prompt)
+        worker.submit_load = submit
+        ensure(failures, "nothing was loaded")
+        only.settled()
+        ensure(loaded(outcome) > 0, "the request was not loaded when it was asked again")
 
 
 def _unreadable(only: Node) -> int:
@@ -328,6 +355,23 @@ def left(suite: Any, note: Note) -> None:
         manager._prefix = asks
         ensure(told == [10], f"told {told}")
         ensure(loaded(outcome) == 160, f"loaded {outcome.prefill}")
+        only.settled()
+
+
+def much(suite: Any, note: Note) -> None:
+    """What is computed faster than the disk takes it waits, and is all stored; beyond a bound, it is refused."""
+    with folder() as directory, node(suite.model, directory) as only:
+        limits = mock.patch.multiple(_offload_puts, _QUEUED_BYTES_MAX=8 << 10, _WAITING_BYTES_MAX=1 << 20)
+        with limits:
+            prompts = [suite.prompts.fresh(400) for _ in range(6)]
+            asked = [(prompt, only.ask(prompt)) for prompt in prompts]
+            run(only.engine)
+            for prompt, outcome in asked:
+                right(prompt, outcome)
+        only.forget()
+        ensure([loaded(only.answer(prompt)) for prompt in prompts] == [400] * 6, "not all blocks were stored")
+        with mock.patch.multiple(_offload_puts, _QUEUED_BYTES_MAX=1, _WAITING_BYTES_MAX=1):
+            only.answer(suite.prompts.fresh(400))
         only.settled()
 
 
@@ -665,6 +709,19 @@ def metrics() -> dict[str, Any]:
     return dict(KVFerryOffloadingSpec.build_metric_definitions({}))
 
 
+def events(suite: Any, note: Note) -> None:
+    """test_kv_events: vLLM publishes the blocks that were stored."""
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with folder() as directory, node(suite.model, directory, kv_events_config=config) as only:
+        published: list[Any] = []
+        only.engine.scheduler.kv_event_publisher.publish = published.append
+        only.answer(suite.prompts.fresh(100))
+        only.answer(suite.prompts.fresh(20))
+        stored = [event for batch in published for event in batch.events if event.medium == "STORAGE"]
+        ensure(sum(len(event.block_hashes) for event in stored) == 7, f"{stored}")
+        only.settled()
+
+
 def soak(suite: Any, kind: Kind, asynchronous: bool, note: Note) -> None:
     """Requests with shared beginnings, few blocks, aborts, resets of the engine's cache, damage, and restarts."""
     chance = random.Random(7)
@@ -715,8 +772,10 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
             how = f"{kind}{', async' if asynchronous else ''}"
             yield f"a second engine, {how}", partial(second_engine, suite, kind, asynchronous, 0)
             yield f"preemption, {how}", partial(preempted, suite, kind, asynchronous)
-            yield f"blocks that can't be read, {how}", partial(damaged, suite, kind, asynchronous)
+            yield f"blocks that can't be read, {how}", partial(damaged, suite, kind, asynchronous, 1)
             yield f"soak, {how}", partial(soak, suite, kind, asynchronous)
+        yield f"blocks that can't be read by two ranks, {kind}", partial(damaged, suite, kind, False, 2)
+        yield f"a block that one rank can't read, {kind}", partial(one_rank, suite, kind)
         yield f"TP 2 to TP 1, {kind}", partial(parallel, suite, 2, 1, kind)
         yield f"TP 1 to TP 2, {kind}", partial(parallel, suite, 1, 2, kind)
         yield f"TP 4 to TP 1, {kind}", partial(parallel, suite, 4, 1, kind)
@@ -733,11 +792,13 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
     for how in ("removed", "replaced", "a file"):
         yield f"the directory is {how}", partial(gone, suite, how)
     yield "a block leaves after it was found", partial(left, suite)
+    yield "more than the disk takes", partial(much, suite)
     yield "vLLM's policy is to fail", partial(fails, suite)
     yield "another engine is killed", partial(killed, suite)
     yield "a store that is full", partial(full, suite)
     yield "other models, revisions, tenants", partial(strangers, suite)
     yield "a store that can't be opened", partial(closed, suite)
+    yield "events", partial(events, suite)
     yield "retention", partial(retention, suite)
     for kind in kinds:
         for asynchronous in (False, True):

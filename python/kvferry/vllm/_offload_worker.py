@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 import kvferry
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._offload_layout import GroupLayout, Shard, regions_of, write_card
+from kvferry.vllm._offload_puts import Puts
 
 if TYPE_CHECKING:
     from kvferry.vllm._offload_manager import Block, StoredBlocks
@@ -58,6 +59,7 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             self._card = write_card(config.engine_id, config.parallel.rank, model, layouts)
         self._spaces: dict[tuple[bytes, int, int], Any] = {}
         self._jobs: dict[int, _Job] = {}
+        self._puts = Puts()
         # Requests whose load has failed and was reported as finished.
         self._failed: set[str] = set()
         self.can_report_failures = False
@@ -106,62 +108,67 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             job.failure = str(error)
         return True
 
-    def _of_groups(self, stored: StoredBlocks, pages: Any) -> Iterable[tuple[GroupLayout, list[Block], list[int], int]]:
+    def _of_groups(self, stored: StoredBlocks, pages: Any) -> Iterable[tuple[GroupLayout, list[Block], Any, int]]:
         """Of each group: its blocks in the store, the engine's blocks, and the place of the first of these."""
         begin = 0
-        numbers = pages.block_ids.tolist()
+        # An array, so that a layer costs one operation, and not one for each block.
+        numbers = pages.block_ids.astype("uint64")
         for layout, size, start in zip(self._layouts, pages.group_sizes, pages.block_indices, strict=True):
             if size:
                 yield layout, stored.groups.get(layout.group, []), numbers[begin : begin + size], start
             begin += size
 
-    def _complete(self, blocks: list[Block], numbers: list[int], start: int) -> tuple[list[Block], list[list[int]]]:
-        """The blocks of which the engine has all parts: a window may have passed the first part of a block."""
+    def _complete(self, blocks: list[Block], numbers: Any, start: int) -> tuple[list[Block], Any]:
+        """The blocks of which the engine has all parts, and for each a row of them: a window may have passed the first
+        part of a block.
+        """
         each = self._blocks_per_chunk
         lead = start % each
         if lead and len(numbers) == each * len(blocks) - lead:
             blocks, numbers = blocks[1:], numbers[each - lead :]
         elif lead or len(numbers) != each * len(blocks):
             # Parts are missing further on: which ones is not said.
-            return [], []
-        return blocks, [numbers[at : at + each] for at in range(0, len(numbers), each)]
+            blocks, numbers = [], numbers[:0]
+        return blocks, numbers.reshape(-1, each)
 
-    def _store(
-        self, job: _Job, tenant: bytes, layout: GroupLayout, blocks: list[Block], numbers: list[list[int]]
-    ) -> None:
+    def _store(self, job: _Job, tenant: bytes, layout: GroupLayout, blocks: list[Block], pages: Any) -> None:
         """Runs of blocks that follow each other in the prompt, with one retention, are a put."""
-        runs: list[tuple[list[Block], list[list[int]]]] = []
+        runs: list[tuple[int, int]] = []
         last: Block | None = None
-        for block, parts in zip(blocks, numbers, strict=True):
-            if not layout.is_writer(parts[0]):
+        for at, block in enumerate(blocks):
+            if not layout.is_writer(int(pages[at, 0])):
                 last = None
-                continue
-            if last is None or block.before != last.hash or block.retention != last.retention:
-                runs.append(([], []))
-            runs[-1][0].append(block)
-            runs[-1][1].append(parts)
-            last = block
-        for run, pages in runs:
+            elif last is not None and block.before == last.hash and block.retention == last.retention:
+                runs[-1] = (runs[-1][0], at + 1)
+                last = block
+            else:
+                runs.append((at, at + 1))
+                last = block
+        for begin, end in runs:
+            run = blocks[begin:end]
             hashes = [block.hash for block in run]
             first = 0
             if run[0].before is not None:
                 hashes.insert(0, run[0].before)
                 first = 1
-            kept = run[0].retention
             for shard in layout.shards:
-                memory = self._memory(shard, pages)
+                memory = self._memory(shard, pages[begin:end])
                 space = self._space(tenant, layout, shard)
-                put = space.put_async(hashes, memory, first, priority=kept.priority, duration=kept.duration)
-                job.pending.append((put, len(run)))
-                job.nbytes += memory.nbytes
+                put = self._puts.put(space, hashes, memory, first, run[0].retention)
+                if put is None:
+                    self._stats.increase_counter(counters.PUT_BLOCKS, len(run), ("refused",))
+                else:
+                    job.pending.append((put, len(run)))
+                    job.nbytes += memory.nbytes
 
-    def _memory(self, shard: Shard, pages: list[list[int]]) -> kvferry.Blocks:
-        """The pages of whole blocks: for each of the engine's blocks in turn, a piece per layer."""
+    def _memory(self, shard: Shard, pages: Any) -> kvferry.Blocks:
+        """The pages of whole blocks, a row for each: for each of the engine's blocks in turn, a piece per layer."""
         memory: kvferry.Blocks | None = None
         for part in range(self._blocks_per_chunk):
+            column = pages[:, part]
             for piece in shard.pieces:
                 region, base, stride = self._places[piece.tensor]
-                offsets = [base + piece.offset + parts[part] * stride for parts in pages]
+                offsets = column * stride + (base + piece.offset)
                 if memory is None:
                     memory = kvferry.Blocks(region, offsets, piece.nbytes)
                 else:
@@ -170,23 +177,23 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         return memory
 
     def _load(
-        self, job: _Job, tenant: bytes, layout: GroupLayout, blocks: list[Block], numbers: list[int], start: int
+        self, job: _Job, tenant: bytes, layout: GroupLayout, blocks: list[Block], numbers: Any, start: int
     ) -> None:
         each = self._blocks_per_chunk
         lead = start % each
         behind = each * len(blocks) - lead - len(numbers)
         if behind < 0:
             raise kvferry.InvalidArgumentError(f"{len(numbers)} pages for {len(blocks)} blocks of {each}")
-        parts: list[int | None] = [*[None] * lead, *numbers, *[None] * behind]
-        pages = [parts[at : at + each] for at in range(0, len(parts), each)]
+        parts: list[int | None] = [*[None] * lead, *numbers.tolist(), *[None] * behind]
         hashes = [block.hash for block in blocks]
         for shard in layout.shards:
             space = self._space(tenant, layout, shard)
             memory: Any
             if lead or behind:
+                pages = [parts[at : at + each] for at in range(0, len(parts), each)]
                 memory = [self._pieces(job, shard, of_block) for of_block in pages]
             else:
-                memory = self._memory(shard, [[number for number in it if number is not None] for it in pages])
+                memory = self._memory(shard, numbers.reshape(-1, each))
             job.pending.append((space.get_async(hashes, memory), len(hashes)))
             job.nbytes += len(numbers) * sum(piece.nbytes for piece in shard.pieces)
 
@@ -280,6 +287,7 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Waits for all jobs: the engine frees its pages after this."""
         self.wait(set(self._jobs))
+        self._puts.close()
         self._jobs.clear()
         if self._card is not None:
             with suppress(OSError):
