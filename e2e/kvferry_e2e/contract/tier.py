@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+from kvferry.vllm import _offload_puts
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -242,6 +244,20 @@ def drained(note: Note) -> None:
         made.manager._jobs.clear()
 
 
+def much(note: Note) -> None:
+    """What the disk does not take at once waits, and is all stored."""
+    limits = mock.patch.multiple(_offload_puts, _QUEUED_BYTES_MAX=2 * ROW, _WAITING_BYTES_MAX=100 * ROW)
+    with folder() as directory, tiers(directory) as made, limits:
+        for name in ("one", "two", "three"):
+            keys = prompt(name, 20)
+            made.store(
+                keys, {"retention": [{"start": at * 16, "end": at * 16 + 16, "priority": at} for at in range(20)]}
+            )
+        made.forget()
+        found = [made.load(prompt(name, 20)) for name in ("one", "two", "three")]
+        ensure(found == [20, 20, 20], f"{found}")
+
+
 def told(note: Note) -> None:
     """test_kv_events: blocks that were stored are published if that is switched on."""
     with folder() as directory, tiers(directory, enable_kv_events=True, locality="LOCAL") as made:
@@ -291,6 +307,7 @@ def checks() -> Iterator[tuple[str, Callable[[Note], None]]]:
     yield "tier: a small primary tier", small_primary
     yield "tier: blocks that can't be read", damage
     yield "tier: jobs are drained", drained
+    yield "tier: more than the disk takes", much
     yield "tier: events and statistics", told
     yield "tier: an object store", from_objects
     yield "tier: a store that can't be opened", unusable

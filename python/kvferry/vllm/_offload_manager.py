@@ -107,6 +107,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
         # Begun since the start.
         self.prefetches = 0
+        self._looked: Counter[LookupResult] = Counter()
         self._stats = OffloadingConnectorStats()
         self._gauges_at = -_GAUGES_EVERY_S
         self._warned_of_params = False
@@ -194,7 +195,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         result = self._lookup(key, req_context)
-        self._stats.increase_counter(counters.LOOKUPS, 1, (result.name.lower(),))
+        self._looked[result] += 1
         return result
 
     def _lookup(self, key: bytes, req_context: Any) -> LookupResult:
@@ -406,6 +407,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
                 counters.set_gauges(self._stats, self._opened.store if self._opened else None)
             except kvferry.Error as error:
                 logger.debug("the store's statistics can't be read: %s", error)
+        counters.count_lookups(self._stats, self._looked)
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, OffloadingConnectorStats()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
@@ -39,6 +40,13 @@ def metric_definitions() -> dict[str, Any]:
         _PREFIX + "is_open": OffloadingGaugeMetadata(documentation="0 if the store could not be opened."),
         **gauges,
     }
+
+
+def count_lookups(stats: Any, looked: Counter[Any]) -> None:
+    """Takes what was counted by vLLM's `LookupResult`. Look-ups are too many for `stats` to take each of them."""
+    for result, number in looked.items():
+        stats.increase_counter(LOOKUPS, number, (result.name.lower(),))
+    looked.clear()
 
 
 def count_put(stats: Any, put: Any) -> None:

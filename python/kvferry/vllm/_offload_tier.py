@@ -13,7 +13,7 @@ import ctypes
 import hashlib
 import json
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 import kvferry
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._offload_keys import Keys
+from kvferry.vllm._offload_puts import Puts
 from kvferry.vllm._offload_retention import Plan, Retention
 from kvferry.vllm._offload_settings import OffloadSettings, open_store
 
@@ -105,8 +106,10 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             self._region = self._opened.agent.register(_range(primary_kv_view), "none")
         self._spaces: dict[int, Any] = {}
         self._jobs: dict[int, _Job] = {}
+        self._puts = Puts()
         # Keys that can't be read, each with the time until which it is missed.
         self._unreadable: OrderedDict[bytes, float] = OrderedDict()
+        self._looked: Counter[LookupResult] = Counter()
         self._stats = OffloadingConnectorStats()
         self._gauges_at = -_GAUGES_EVERY_S
 
@@ -147,7 +150,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         result = self._lookup(key, req_context)
-        self._stats.increase_counter(counters.LOOKUPS, 1, (result.name.lower(),))
+        self._looked[result] += 1
         return result
 
     def _lookup(self, key: bytes, req_context: Any) -> LookupResult:
@@ -223,8 +226,11 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             hashes = [get_offload_block_hash(key) for key in ([parent, *run] if parent is not None else run)]
             numbers = [chunks[key] for key in run]
             first = len(hashes) - len(run)
-            put = space.put_async(hashes, self._memory(numbers), first, priority=kept.priority, duration=kept.duration)
-            job.runs.append(_Run(put, run, numbers))
+            put = self._puts.put(space, hashes, self._memory(numbers), first, kept)
+            if put is None:
+                self._stats.increase_counter(counters.PUT_BLOCKS, len(run), ("refused",))
+            else:
+                job.runs.append(_Run(put, run, numbers))
 
     def _memory(self, chunks: list[int]) -> kvferry.Blocks:
         return kvferry.Blocks(self._region, [chunk * self.block_size_bytes for chunk in chunks], self.block_size_bytes)
@@ -321,6 +327,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             self._gauges_at = now
             with suppress(kvferry.Error):
                 counters.set_gauges(self._stats, self._opened.store if self._opened else None)
+        counters.count_lookups(self._stats, self._looked)
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, OffloadingConnectorStats()
@@ -328,6 +335,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self.drain_jobs()
+        self._puts.close()
         if self._opened is not None:
             opened, self._opened = self._opened, None
             self._spaces.clear()
