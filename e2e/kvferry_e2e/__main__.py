@@ -22,7 +22,7 @@ from kvferry_e2e.environment import Environment, vllm_environment
 from kvferry_e2e.instance import Connector, Instance, Role
 from kvferry_e2e.overlay import kvferry_overlay, mooncake_overlay, newest_wheel
 from kvferry_e2e.pair import Pair
-from kvferry_e2e.phases import connector, correctness, corruption, disconnects, faults, models, soak, survival
+from kvferry_e2e.phases import connector, correctness, corruption, disconnects, faults, models, offload, soak, survival
 from kvferry_e2e.phases.connector import Cluster
 from kvferry_e2e.prompts import LENGTHS, Prompts
 from kvferry_e2e.relay import Relay
@@ -315,6 +315,26 @@ def model_phases(run: Run) -> None:
     faults.no_crash_in_logs(report, [server for server in run.servers if isinstance(server, Instance)])
 
 
+def offload_phases(run: Run) -> None:
+    """vLLM's own offloading on kvferry's store: instances one after another, and two at once, on one directory."""
+    report, prompts = run.report, Prompts(seed=2030)
+    kept: dict[str, Any] = {"caching": True, "cache_mib": 256, "unbound": True}
+    kept["store"] = {"disk": str(run.setup.scratch / "store"), "disk_gib": 0.5, "host_gib": 0.0625}
+    first, second = run.start("o1", "prefill", tensor_parallel=2, **kept), run.start("o2", "decode", **kept)
+    run.ready(first, second)
+    answers = offload.computed(report, first, prompts)
+    offload.loaded(report, second, answers, "TP 2's store serves TP 1 beside it")
+    faults.stops_when_asked(report, (first,))
+    answers = offload.computed(report, second, prompts)
+    offload.killed_while_it_stores(report, second, prompts)
+    third = run.start("o3", "decode", **kept)
+    run.ready(third)
+    offload.loaded(report, third, answers, "after a kill")
+    offload.computed(report, third, prompts)
+    faults.stops_when_asked(report, (third,))
+    faults.no_crash_in_logs(report, [first, third])
+
+
 def soak_phases(run: Run) -> None:
     report, prompts = run.report, Prompts(seed=2029)
     prefill, decode = run.start("s1", "prefill", caching=False), run.start("s-d", "decode", caching=False)
@@ -404,6 +424,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "routers": router_phases,
     "survival": survival_phases,
     "models": model_phases,
+    "offload": offload_phases,
     "soak": soak_phases,
 }
 DEFAULT_PARTS = ("core", "routers", "survival")

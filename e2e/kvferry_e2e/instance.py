@@ -46,6 +46,8 @@ class Instance(Server):
     settings: Mapping[str, Any] = field(default_factory=dict)
     # Inside of MultiConnector, with vLLM's ExampleConnector.
     beside_example: bool = False
+    # Settings of KVFerryOffloadingSpec, which the instance has instead of a connector for handoffs.
+    store: Mapping[str, Any] | None = None
     options: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     bootstrap: int = field(default_factory=free_port)
@@ -64,6 +66,14 @@ class Instance(Server):
         return super().start()
 
     def transfer_config(self) -> dict[str, Any]:
+        if self.store is not None:
+            spec = {"spec_name": "KVFerryOffloadingSpec", "spec_module_path": "kvferry.vllm", **self.store}
+            return {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": spec,
+            }
         if self.connector == "KVFerryConnector":
             ours: dict[str, Any] = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
             ours["kv_connector_extra_config"] = dict(self.settings)

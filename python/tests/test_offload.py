@@ -224,7 +224,7 @@ def test_the_scheduler_reads_what_a_rank_wrote_and_nobody_elses(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_page_names_every_metric_and_no_other() -> None:
+def test_the_page_and_the_dashboard_name_every_metric_and_no_other() -> None:
     tree = ast.parse((ROOT / "python/kvferry/vllm/_offload_stats.py").read_text())
     names = {
         node.right.value
@@ -237,6 +237,8 @@ def test_the_page_names_every_metric_and_no_other() -> None:
                 names |= {key.value for key in keys if isinstance(key, ast.Constant)}
     page = set(re.findall(r"vllm:kv_offload_kvferry_(\w+)", (ROOT / "docs/storage.md").read_text()))
     assert page == names
+    board = (ROOT / "deploy/grafana/kvferry-vllm.json").read_text()
+    assert {name.removesuffix("_total") for name in re.findall(r"vllm:kv_offload_kvferry_(\w+)", board)} == names
 
 
 def test_the_page_names_every_setting() -> None:
