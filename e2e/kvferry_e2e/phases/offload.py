@@ -10,7 +10,7 @@ from kvferry_e2e.report import Report, ensure
 
 LENGTHS = (1, 127, 128, 129, 300, 700, 1500, 1900)
 BLOCK_TOKENS = 128
-_LOADED = 'source="disk"'
+_LOADED = 'source="external_kv_transfer"'
 
 Answers = dict[tuple[int, ...], Tokens]
 
