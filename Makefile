@@ -143,7 +143,7 @@ e2e: build ## Run real vLLM, prefill and decode, on kvferry (builds its environm
 	$(call part,end to end,e2e/run $(E2E_ARGS))
 
 e2e-long: build ## The longer checks on real vLLM: other models, a queue of two minutes, a soak
-	$(call part,end to end,e2e/run --connector kvferry --parts models soak survival --queue-seconds 120)
+	$(call part,end to end,e2e/run --connector kvferry --parts models soak survival offload --queue-seconds 120)
 
 bench: command-dist wheel-measured ## Measure beside the machine's own limits
 	target/dist/kvferry bench $(BENCH_ARGS)
