@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from kvferry_e2e.prompts import Prompts
 
 
 def main(model: str, directory: Path) -> None:
-    vllm.config.vllm.HAS_TRITON = False
+    vllm.config.vllm.HAS_TRITON = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     only = Node(model, directory, settings={"disk_gib": 0.03125, "offload_prompt_only": False})
     first = Prompts(VICTIM_SEED).fresh(200)
     only.answer(first)
