@@ -19,8 +19,8 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Parts of a call that are read from a device while another one is compared with its sums, and their bytes.
 const READ_AHEAD: usize = 32;
 const READ_BYTES: u64 = 1 << 20;
-/// Bytes of a part that stay in a processor's cache until they are compared.
-const CACHED_BYTES: u64 = 512 << 10;
+/// Bytes of a part that mostly stay in a processor's cache until they are compared; a shorter one costs more calls.
+const CACHED_BYTES: u64 = 1 << 20;
 
 /// Blocks that a call wants.
 #[derive(Debug)]
