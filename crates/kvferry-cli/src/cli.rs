@@ -18,6 +18,7 @@ use crate::doctor::helper::Probe;
 const EXAMPLES_AND_EXIT_CODES: &str = "\
 Start with:
   kvferry demo                  prefill engines hand KV cache to decode engines, half a minute
+  kvferry demo store            KV cache on disk outlives its engine, some seconds
   kvferry doctor                what works on this host, and how to get what does not
   kvferry bench --quick         how fast it is, beside plain TCP
   kvferry bench --help          every subcommand has examples
@@ -62,6 +63,9 @@ pub(crate) enum Command {
     /// An engine of a demo
     #[command(hide = true)]
     DemoEngine,
+    /// An engine of `demo store`
+    #[command(hide = true)]
+    DemoStoreEngine,
     /// A helper process of a bench
     #[command(hide = true, name = kvferry_bench::helper::COMMAND)]
     BenchHelper { arguments: Vec<String> },
@@ -335,6 +339,7 @@ Examples:
   kvferry demo --flow sequential --announce end    nothing is pushed while prefill computes
   kvferry demo --sizes 64,4096 --requests 20 --plot demo.html
   kvferry demo --json --quiet | jq .sizes          for a program
+  kvferry demo store                               KV on disk that outlives its engine
 
 Every engine is a process with a small model, a paged KV cache and a scheduler, driven as vLLM drives
 its own, with an agent per rank. This process is the router. It gives each request to a prefill and a
@@ -357,8 +362,10 @@ Columns:
                    can be faster than process_vm_readv.";
 
 #[derive(Debug, Clone, Args)]
-#[command(after_long_help = DEMO_EXAMPLES)]
+#[command(after_long_help = DEMO_EXAMPLES, args_conflicts_with_subcommands = true)]
 pub(crate) struct DemoArgs {
+    #[command(subcommand)]
+    pub(crate) of: Option<DemoOf>,
     /// Requests, of all sizes in turn
     #[arg(long, default_value_t = 96, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub(crate) requests: u32,
@@ -402,6 +409,62 @@ pub(crate) struct DemoArgs {
     /// Flip one byte of a prefill engine's cache after it was computed: the demo must notice
     #[arg(long, hide = true)]
     pub(crate) inject_fault: bool,
+}
+
+/// Demos of other things than handoffs.
+#[derive(Debug, Clone, Subcommand)]
+pub(crate) enum DemoOf {
+    /// Keep the KV cache of an engine on disk over restarts and a kill
+    Store(DemoStoreArgs),
+}
+
+const DEMO_STORE_EXAMPLES: &str = "\
+Examples:
+  kvferry demo store                                some seconds, in the folder of temporary files
+  kvferry demo store --prefix-tokens 32768          a longer prefix: computing it takes longer
+  kvferry demo store --directory /mnt/nvme/kv       keep the store; look at it with kvferry store stat
+  kvferry demo store --json --quiet | jq .killed    for a program
+
+Each start is a process with a small engine, whose blocks of KV go to a store of kvferry on disk:
+  first start     computes prompts that share a long prefix, and puts their blocks
+  second start    opens the same directory, serves the same prompts and a longer one
+  (killed)        computes another prompt, and kills itself with SIGKILL while it puts the blocks
+  after the kill  opens the directory, serves all of these prompts
+The model computes integers from every byte of KV that a token may see: a wrong byte is a wrong token.
+The tokens of every request are compared with those of an engine without a store. The engine's times
+are measured. Nothing is added to them: it really computes what it does not read.
+
+Exit code 1: a token is wrong, a block that was put before is computed again, the first start finds
+blocks, or none of five kills comes while blocks are written. Times are shown, not judged.
+
+Columns:
+  blocks read     blocks that came from the store
+  not computed    their tokens. Later prompts of a start find the prefix in the engine's own cache
+  store open      until the store in the directory was open
+  first token     of the first prompt, from its submission to its first token
+  all prompts     the same for all tokens of all prompts, one after another
+  tokens said     whether they are those of an engine without a store";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = DEMO_STORE_EXAMPLES)]
+pub(crate) struct DemoStoreArgs {
+    /// Tokens that all prompts begin with, 4 KiB of KV each
+    #[arg(long, default_value_t = 8192, value_name = "TOKENS",
+          value_parser = clap::value_parser!(u32).range(256..=32_768))]
+    pub(crate) prefix_tokens: u32,
+    /// Prompts with this prefix
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) requests: u32,
+    /// Where the store is made; it stays there. Must be empty, or not exist
+    /// [default: a folder of temporary files, removed in the end]
+    #[arg(long, value_name = "DIRECTORY")]
+    pub(crate) directory: Option<PathBuf>,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// No progress bar and no remarks
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
 }
 
 /// Which transport the engines of a demo use.

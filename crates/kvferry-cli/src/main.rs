@@ -31,6 +31,7 @@ fn main() -> ExitCode {
         Command::Store(args) => interruptible(|| store::run(&args)),
         Command::Version { json } => version::run(json),
         Command::DemoEngine => demo::node::run(),
+        Command::DemoStoreEngine => demo::store::engine::run(),
         Command::BenchHelper { arguments } => helper::run(&arguments),
         Command::DoctorProbe { probe } => doctor::helper::run(probe),
     };

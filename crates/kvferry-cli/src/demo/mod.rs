@@ -3,7 +3,7 @@
 //! This process is the router (`router.rs`). Each engine is a process (`node.rs`) with a scheduler, a
 //! model that computes on a paged KV cache and kvferry's connector, an agent per rank. Pipes
 //! (`messages.rs`) carry everything but KV, which the engines fetch from each other. `plan.rs` has the
-//! engines and requests, `report.rs` and `plot.rs` the results.
+//! engines and requests, `report.rs` and `plot.rs` the results. `store/` is `kvferry demo store`.
 
 mod messages;
 pub(crate) mod node;
@@ -11,10 +11,11 @@ mod plan;
 mod plot;
 mod report;
 mod router;
+pub(crate) mod store;
 
 use indicatif::ProgressBar;
 
-use crate::cli::DemoArgs;
+use crate::cli::{DemoArgs, DemoOf};
 use crate::{files, output};
 use kvferry_bench::failure::Failure;
 use kvferry_bench::machine;
@@ -24,6 +25,9 @@ use report::Report;
 use router::Router;
 
 pub(crate) fn run(args: &DemoArgs) -> Result<(), Failure> {
+    if let Some(DemoOf::Store(args)) = &args.of {
+        return store::run(args);
+    }
     let plan = Plan::new(args, machine::available_memory())?;
     let drawing = args.plot.as_deref();
     drawing.map_or(Ok(()), files::check)?;
