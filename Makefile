@@ -91,8 +91,11 @@ wheel-measured: wheel-dist
 ifdef VLLM
 demo: wheel
 	e2e/demo $(DEMO_ARGS)
+else ifdef STORE
+demo: command
+	target/release/kvferry demo store $(DEMO_ARGS)
 else
-demo: command ## Hand requests from prefill to decode engines, verify every token, draw target/demo.html (VLLM=1: real vLLM)
+demo: command ## Hand requests from prefill to decode engines, verify every token, draw target/demo.html (VLLM=1: real vLLM; STORE=1: KV on disk)
 	target/release/kvferry demo $(if $(filter --plot%,$(DEMO_ARGS)),,--plot target/demo.html) $(DEMO_ARGS)
 endif
 

@@ -465,6 +465,9 @@ pub(crate) struct DemoStoreArgs {
     /// No progress bar and no remarks
     #[arg(long, short)]
     pub(crate) quiet: bool,
+    /// Flip one byte of a block after the second start has read it: the demo must notice
+    #[arg(long, hide = true)]
+    pub(crate) inject_fault: bool,
 }
 
 /// Which transport the engines of a demo use.
@@ -897,9 +900,13 @@ mod tests {
 
     #[test]
     fn contradictions_and_numbers_out_of_range_are_refused() {
-        for line in
-            ["bench --serve --target a:1", "demo --requests 0", "bench --callers 0", "bench --op x"]
-        {
+        for line in [
+            "bench --serve --target a:1",
+            "demo --requests 0",
+            "bench --callers 0",
+            "bench --op x",
+            "demo store --prefix-tokens 9",
+        ] {
             assert!(Cli::try_parse_from(["kvferry"].into_iter().chain(line.split(' '))).is_err());
         }
     }

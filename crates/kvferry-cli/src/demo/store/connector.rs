@@ -51,12 +51,22 @@ impl Shared {
     }
 }
 
-/// Both halves. If `dies`, the process kills itself while the worker half puts blocks: see [`Worker::die`].
+/// What a worker half does on purpose.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Mischief {
+    None,
+    /// It kills its process while it puts blocks: see [`Worker::die`].
+    Dies,
+    /// It flips a byte of each first block that it loads.
+    Flips,
+}
+
+/// Both halves.
 pub(super) fn connector(
     agent: &Agent,
     space: &Space,
     block_tokens: usize,
-    dies: bool,
+    mischief: Mischief,
 ) -> (Connector, Shared) {
     let shared = Shared::default();
     let scheduler = Scheduler {
@@ -75,7 +85,7 @@ pub(super) fn connector(
         layout: None,
         step: Step::default(),
         not_loaded: Vec::new(),
-        dies,
+        mischief,
         shared: shared.clone(),
     };
     let connector = Connector { scheduler: Box::new(scheduler), workers: vec![Box::new(worker)] };
@@ -221,7 +231,7 @@ struct Worker {
     layout: Option<RankLayout>,
     step: Step,
     not_loaded: Vec<BlockId>,
-    dies: bool,
+    mischief: Mischief,
     shared: Shared,
 }
 
@@ -244,15 +254,28 @@ impl Worker {
         let read = self.space.get(&load.prompt, load.first, &self.memory(&load.blocks));
         let count = *read.as_ref().unwrap_or(&0);
         self.not_loaded.extend(&load.blocks[count..]);
+        if self.mischief == Mischief::Flips {
+            self.flip(load.blocks[0])?;
+        }
         if let Some(reused) = self.shared.lock().reused.get_mut(&load.id) {
             reused.loaded_tokens = count * self.block_tokens;
         }
         read.map(|_| ())
     }
 
+    fn flip(&self, block: BlockId) -> Result<()> {
+        let layout = self.layout.as_ref().expect("caches are registered before the first step");
+        let plane = &layout.layers[0].planes[0];
+        let (region, at) = (&self.regions[&plane.storage], plane.offset(block, 0, 0));
+        let mut byte = [0];
+        region.read_at(at, &mut byte)?;
+        region.write_at(at, &[!byte[0]])?;
+        Ok(())
+    }
+
     fn put(&self, put: &Blocks) -> Result<()> {
         let memory = self.memory(&put.blocks);
-        if self.dies {
+        if self.mischief == Mischief::Dies {
             return self.die(put, &memory);
         }
         let outcome = self.space.put(&put.prompt, put.first, &memory, Retain::default())?;

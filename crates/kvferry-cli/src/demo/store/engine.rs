@@ -10,7 +10,7 @@ use kvferry_refengine::{Connector, Engine, EngineConfig, FinishReason, Request, 
 use kvferry_store::{Namespace, Store, StoreOptions};
 use serde::{Deserialize, Serialize};
 
-use super::connector::{self, Shared};
+use super::connector::{self, Mischief, Shared};
 
 /// What one process is asked to do.
 #[derive(Debug, Serialize, Deserialize)]
@@ -21,8 +21,7 @@ pub(super) struct Start {
     pub(super) prompts: Vec<Vec<u32>>,
     /// Tokens that each request produces.
     pub(super) says: usize,
-    /// The process kills itself while it writes the blocks of the first prompt.
-    pub(super) dies: bool,
+    pub(super) mischief: Mischief,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -87,7 +86,7 @@ pub(super) fn serve(start: &Start) -> Result<Served, Failure> {
     let opened = began.elapsed();
     let block_tokens = start.config.groups[0].block_tokens;
     let space = store.space(&namespace(&start.config));
-    let (connector, shared) = connector::connector(&agent, &space, block_tokens, start.dies);
+    let (connector, shared) = connector::connector(&agent, &space, block_tokens, start.mischief);
     let engine = open(&start.config, Connector::Vllm(connector))?;
     let requests = answer_all(start, engine, &shared)?;
     let (put, corrupt) = (shared.lock().put, store.stats().corrupt);

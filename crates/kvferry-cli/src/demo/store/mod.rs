@@ -19,6 +19,7 @@ use kvferry_refengine::{EngineConfig, GroupCache, GroupSpec, LoadFailurePolicy, 
 use crate::cli::DemoStoreArgs;
 use crate::output;
 
+use connector::Mischief;
 use engine::{Served, Start, StoreAt};
 use report::{Killed, Report, Runs};
 
@@ -108,6 +109,8 @@ struct Plan {
     prompts: Vec<Vec<u32>>,
     /// The first prompt and more.
     longer: Vec<u32>,
+    /// Whether the second start computes on a wrong byte.
+    has_fault: bool,
 }
 
 impl Plan {
@@ -118,7 +121,7 @@ impl Plan {
         let prompt = |number| [prefix.clone(), random_tokens(&model, number, OWN_TOKENS)].concat();
         let prompts: Vec<_> = (1..=u64::from(args.requests)).map(prompt).collect();
         let longer = [prompts[0].clone(), random_tokens(&model, u64::MAX, LONGER_BY)].concat();
-        Plan { prefix_tokens, model, prompts, longer }
+        Plan { prefix_tokens, model, prompts, longer, has_fault: args.inject_fault }
     }
 
     fn describe(&self, directory: &Path) -> String {
@@ -155,8 +158,8 @@ impl Plan {
         (2 * tokens * TOKEN_BYTES) as u64 + (64 << 20)
     }
 
-    fn start(&self, store: Option<&StoreAt>, prompts: Vec<Vec<u32>>, dies: bool) -> Start {
-        Start { config: self.config(), store: store.cloned(), prompts, says: SAYS, dies }
+    fn start(&self, store: Option<&StoreAt>, prompts: Vec<Vec<u32>>, mischief: Mischief) -> Start {
+        Start { config: self.config(), store: store.cloned(), prompts, says: SAYS, mischief }
     }
 
     fn measure(&self, place: &Place, bar: &ProgressBar) -> Result<Runs, Failure> {
@@ -165,23 +168,26 @@ impl Plan {
             bar.inc_length(1);
             bar.set_message(what.to_string());
         };
-        let serve = |what: &'static str, store: Option<&StoreAt>, prompts: Vec<Vec<u32>>| {
+        let serve_with = |what: &'static str, start: Start| {
             step(what);
-            let start = self.start(store, prompts, false);
             let served = Child::spawn(&[COMMAND])?.ask::<_, Served>(&start);
             bar.inc(1);
             served.map_err(|failure| failure.while_doing(what))
         };
+        let serve =
+            |what, store, prompts| serve_with(what, self.start(store, prompts, Mischief::None));
         let all = [&self.prompts[..], std::slice::from_ref(&self.longer)].concat();
         let without = serve("an engine without a store", None, all.clone())?;
         let first = serve("the first start", Some(&store), self.prompts.clone())?;
-        let second = serve("the second start", Some(&store), all.clone())?;
+        let fault = if self.has_fault { Mischief::Flips } else { Mischief::None };
+        let again = self.start(Some(&store), all.clone(), fault);
+        let second = serve_with("the second start", again)?;
         let mut kills = 0;
         loop {
             let doomed = self.doomed(kills);
             let right = serve("an engine without a store", None, vec![doomed.clone()])?;
             step("an engine that is killed while it writes");
-            kill(&self.start(Some(&store), vec![doomed.clone()], true))
+            kill(&self.start(Some(&store), vec![doomed.clone()], Mischief::Dies))
                 .map_err(|failure| failure.while_doing("the engine to kill"))?;
             bar.inc(1);
             kills += 1;

@@ -194,11 +194,11 @@ impl Report {
         }
         let Killed { blocks, found_blocks, .. } = self.killed;
         format!(
-            "the second start read {} blocks instead of computing {} tokens, and had the first token {} times \
-             sooner; after a kill in the middle of writing, {found_blocks} of {blocks} blocks were whole and read; \
+            "the second start read {} blocks instead of computing {} tokens, and had the first token {} times sooner;\n\
+             after a kill in the middle of writing, {found_blocks} of {blocks} blocks were whole and were read;\n\
              all {} tokens are those of an engine without a store",
-            self.starts[1].loaded_blocks,
-            self.starts[1].loaded_tokens,
+            units::count(self.starts[1].loaded_blocks as u64),
+            units::count(self.starts[1].loaded_tokens as u64),
             units::figure(self.first_token_ratio),
             self.tokens_verified,
         )
