@@ -325,7 +325,8 @@ mod tests {
 
     #[test]
     fn each_broken_promise_is_named() {
-        let breaks: [(fn(&mut Runs), &str); 6] = [
+        type Break = fn(&mut Runs);
+        let breaks: [(Break, &str); 6] = [
             (|it| it.first.requests[0].loaded_tokens = 16, "empty store"),
             (|it| it.first.not_stored = 1, "did not take 1 blocks"),
             (|it| it.second.requests[0].loaded_tokens = 16, "the first start had put"),
