@@ -288,12 +288,12 @@ impl Worker {
     }
 
     /// Puts half of the blocks, and kills the process at a random moment while another thread puts the rest.
-    /// The moment is within half of the time that the first half took.
+    /// The moment comes after a fifth to four fifths of the time that the first half took.
     fn die(&self, put: &Blocks, memory: &[BlockMemory]) -> Result<()> {
         let half = memory.len() / 2;
         let began = Instant::now();
         self.space.put(&put.prompt, put.first, &memory[..half], Retain::default())?;
-        let wait = began.elapsed().mul_f64(fastrand::f64() / 2.0);
+        let wait = began.elapsed().mul_f64(0.2 + 0.6 * fastrand::f64());
         let rest = put.first + half;
         let began = Instant::now();
         let _writing =
