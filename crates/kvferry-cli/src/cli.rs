@@ -425,11 +425,12 @@ Examples:
   kvferry demo store --directory /mnt/nvme/kv       keep the store; look at it with kvferry store stat
   kvferry demo store --json --quiet | jq .killed    for a program
 
-Each start is a process with a small engine, whose blocks of KV go to a store of kvferry on disk:
-  first start     computes prompts that share a long prefix, and puts their blocks
-  second start    opens the same directory, serves the same prompts and a longer one
-  (killed)        computes another prompt, and kills itself with SIGKILL while it puts the blocks
-  after the kill  opens the directory, serves all of these prompts
+Each engine is a process. All but the first put the blocks of their KV into a store of kvferry on disk:
+  without a store  serves the prompts of the second start: the right tokens
+  first start      computes prompts that share a long prefix, and puts their blocks
+  second start     opens the same directory, serves the same prompts and a longer one
+  (killed)         computes another prompt, and kills itself with SIGKILL while it puts the blocks
+  after the kill   opens the directory, serves all of these prompts
 The model computes integers from every byte of KV that a token may see: a wrong byte is a wrong token.
 The tokens of every request are compared with those of an engine without a store. The engine's times
 are measured. Nothing is added to them: it really computes what it does not read.
@@ -443,7 +444,9 @@ Columns:
   store open      until the store in the directory was open
   first token     of the first prompt, from its submission to its first token
   all prompts     the same for all tokens of all prompts, one after another
-  tokens said     whether they are those of an engine without a store";
+  output          whether all tokens are those of an engine without a store
+
+The store takes 8 KiB of disk for each token of the prefix, more if several engines must be killed.";
 
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = DEMO_STORE_EXAMPLES)]

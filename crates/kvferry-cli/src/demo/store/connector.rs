@@ -11,8 +11,8 @@ use std::time::Instant;
 use kvferry::{Access, Agent, Region};
 use kvferry_refengine::contract::RequestView;
 use kvferry_refengine::contract::vllm::{
-    Connector, ConnectorMeta, Match, SchedulerConnector, SchedulerOutput, TransferResults,
-    WorkerConnector,
+    Connector, ConnectorMeta, ConnectorOutput, Match, SchedulerConnector, SchedulerOutput,
+    TransferResults, WorkerConnector,
 };
 use kvferry_refengine::kvferry_adapter::RegionMemory;
 use kvferry_refengine::{BlockId, KvCaches, KvMemory, Params, Rank, RankLayout, RequestId};
@@ -25,7 +25,7 @@ type Hash = [u8; 32];
 /// What both halves count, for the report.
 #[derive(Debug, Default)]
 pub(super) struct Counts {
-    /// Tokens of each prompt that the engine had not to compute.
+    /// Tokens of each prompt that the engine did not compute.
     pub(super) reused: BTreeMap<RequestId, Reused>,
     /// What became of all blocks that were put.
     pub(super) put: Put,
@@ -51,14 +51,14 @@ impl Shared {
     }
 }
 
-/// What a worker half does on purpose.
+/// A fault that the worker half causes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Mischief {
+pub(super) enum Fault {
     None,
-    /// It kills its process while it puts blocks: see [`Worker::die`].
-    Dies,
-    /// It flips a byte of each first block that it loads.
-    Flips,
+    /// SIGKILL while blocks are put: see [`Worker::put_and_kill`].
+    Kill,
+    /// A flipped byte in the first block of each load, after it was read.
+    Flip,
 }
 
 /// Both halves.
@@ -66,7 +66,7 @@ pub(super) fn connector(
     agent: &Agent,
     space: &Space,
     block_tokens: usize,
-    mischief: Mischief,
+    fault: Fault,
 ) -> (Connector, Shared) {
     let shared = Shared::default();
     let scheduler = Scheduler {
@@ -85,7 +85,7 @@ pub(super) fn connector(
         layout: None,
         step: Step::default(),
         not_loaded: Vec::new(),
-        mischief,
+        fault,
         shared: shared.clone(),
     };
     let connector = Connector { scheduler: Box::new(scheduler), workers: vec![Box::new(worker)] };
@@ -211,6 +211,16 @@ impl SchedulerConnector for Scheduler {
         serde_json::to_vec(&step).expect("lists of numbers have a JSON form")
     }
 
+    /// The engine computes a prompt again from the first block that was not loaded on. These blocks are put.
+    fn update_connector_output(&mut self, output: &ConnectorOutput) {
+        for prompt in self.prompts.values_mut() {
+            let missing = |block: &BlockId| output.invalid_block_ids.contains(block);
+            if let Some(at) = prompt.blocks.iter().position(missing) {
+                prompt.kept = prompt.kept.min(at);
+            }
+        }
+    }
+
     fn request_finished(
         &mut self,
         request: &RequestView<'_>,
@@ -231,7 +241,7 @@ struct Worker {
     layout: Option<RankLayout>,
     step: Step,
     not_loaded: Vec<BlockId>,
-    mischief: Mischief,
+    fault: Fault,
     shared: Shared,
 }
 
@@ -253,8 +263,12 @@ impl Worker {
     fn load(&mut self, load: &Blocks) -> Result<()> {
         let read = self.space.get(&load.prompt, load.first, &self.memory(&load.blocks));
         let count = *read.as_ref().unwrap_or(&0);
-        self.not_loaded.extend(&load.blocks[count..]);
-        if self.mischief == Mischief::Flips {
+        if count < load.blocks.len() {
+            self.not_loaded.extend(&load.blocks[count..]);
+            // What this step computes after the missing blocks is wrong. The engine computes it again.
+            self.step.puts.retain(|put| put.id != load.id);
+        }
+        if self.fault == Fault::Flip {
             self.flip(load.blocks[0])?;
         }
         if let Some(reused) = self.shared.lock().reused.get_mut(&load.id) {
@@ -275,8 +289,8 @@ impl Worker {
 
     fn put(&self, put: &Blocks) -> Result<()> {
         let memory = self.memory(&put.blocks);
-        if self.mischief == Mischief::Dies {
-            return self.die(put, &memory);
+        if self.fault == Fault::Kill {
+            return self.put_and_kill(put, &memory);
         }
         let outcome = self.space.put(&put.prompt, put.first, &memory, Retain::default())?;
         let all = &mut self.shared.lock().put;
@@ -289,7 +303,7 @@ impl Worker {
 
     /// Puts half of the blocks, and kills the process at a random moment while another thread puts the rest.
     /// The moment comes after a fifth to four fifths of the time that the first half took.
-    fn die(&self, put: &Blocks, memory: &[BlockMemory]) -> Result<()> {
+    fn put_and_kill(&self, put: &Blocks, memory: &[BlockMemory]) -> Result<()> {
         let half = memory.len() / 2;
         let began = Instant::now();
         self.space.put(&put.prompt, put.first, &memory[..half], Retain::default())?;

@@ -10,7 +10,7 @@ use kvferry_refengine::{Connector, Engine, EngineConfig, FinishReason, Request, 
 use kvferry_store::{Namespace, Store, StoreOptions};
 use serde::{Deserialize, Serialize};
 
-use super::connector::{self, Mischief, Shared};
+use super::connector::{self, Fault, Shared};
 
 /// What one process is asked to do.
 #[derive(Debug, Serialize, Deserialize)]
@@ -21,7 +21,7 @@ pub(super) struct Start {
     pub(super) prompts: Vec<Vec<u32>>,
     /// Tokens that each request produces.
     pub(super) says: usize,
-    pub(super) mischief: Mischief,
+    pub(super) fault: Fault,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -86,7 +86,7 @@ pub(super) fn serve(start: &Start) -> Result<Served, Failure> {
     let opened = began.elapsed();
     let block_tokens = start.config.groups[0].block_tokens;
     let space = store.space(&namespace(&start.config));
-    let (connector, shared) = connector::connector(&agent, &space, block_tokens, start.mischief);
+    let (connector, shared) = connector::connector(&agent, &space, block_tokens, start.fault);
     let engine = open(&start.config, Connector::Vllm(connector))?;
     let requests = answer_all(start, engine, &shared)?;
     let (put, corrupt) = (shared.lock().put, store.stats().corrupt);
@@ -150,4 +150,68 @@ fn answer(engine: &mut Engine, request: Request, shared: &Shared) -> Result<Answ
         cached_tokens: reused.cached_tokens,
         loaded_tokens: reused.loaded_tokens,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvferry_refengine::{GroupCache, GroupSpec, LoadFailurePolicy, ModelSpec, continuation};
+    use std::fs;
+    use std::os::unix::fs::FileExt;
+    use std::path::Path;
+
+    const SAYS: usize = 3;
+
+    fn start(directory: &Path, prompt: &[u32]) -> Start {
+        let mut config = EngineConfig::new(ModelSpec::new(vec![GroupSpec::full(4, 64)], 2));
+        config.groups = vec![GroupCache::new(16, 64)];
+        config.load_failure = LoadFailurePolicy::Recompute;
+        Start {
+            config,
+            store: Some(StoreAt { directory: directory.to_owned(), capacity: 32 << 20 }),
+            prompts: vec![prompt.to_vec()],
+            says: SAYS,
+            fault: Fault::None,
+        }
+    }
+
+    /// Flips a byte of a block in the middle of what each segment holds.
+    fn damage(directory: &Path) {
+        for entry in fs::read_dir(directory).expect("the store's directory") {
+            let path = entry.expect("an entry").path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if name.starts_with("segment-") {
+                let file = fs::File::options().read(true).write(true).open(&path).expect("a file");
+                let mut byte = [0];
+                if file.read_exact_at(&mut byte, 100_000).is_ok() {
+                    file.write_all_at(&[!byte[0]], 100_000).expect("it was read");
+                }
+            }
+        }
+    }
+
+    /// A prompt of several steps; blocks of 16 tokens, 16 KiB each.
+    #[test]
+    fn a_block_that_is_damaged_on_disk_is_computed_again_and_no_block_is_put_that_follows_from_it()
+    {
+        let name = format!("kvferry-demo-engine-{}", std::process::id());
+        let directory = std::env::temp_dir().join(name);
+        fs::create_dir_all(&directory).expect("a directory");
+        let longer: Vec<u32> = (0..300).collect();
+        let serve = |prompt: &[u32]| {
+            let start = start(&directory, prompt);
+            let mut served = serve(&start).expect("it serves");
+            let only = served.requests.pop().expect("one request");
+            assert_eq!(only.tokens, continuation(&start.config.model, prompt, SAYS));
+            (served.stored, served.corrupt, only.loaded_tokens)
+        };
+        assert_eq!(serve(&longer[..200]), (12, 0, 0));
+        assert_eq!(serve(&longer[..200]), (0, 0, 192));
+        damage(&directory);
+        let (_, corrupt, loaded) = serve(&longer);
+        assert!(corrupt > 0 && 0 < loaded && loaded < 192, "{corrupt} {loaded}");
+        // What was computed again has been put.
+        assert_eq!(serve(&longer), (0, 0, 288));
+        let _ = fs::remove_dir_all(&directory);
+    }
 }

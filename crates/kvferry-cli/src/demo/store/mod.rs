@@ -19,7 +19,7 @@ use kvferry_refengine::{EngineConfig, GroupCache, GroupSpec, LoadFailurePolicy, 
 use crate::cli::DemoStoreArgs;
 use crate::output;
 
-use connector::Mischief;
+use connector::Fault;
 use engine::{Served, Start, StoreAt};
 use report::{Killed, Report, Runs};
 
@@ -86,9 +86,7 @@ impl Place {
                 given.display()
             )));
         }
-        // The engines' processes share this one's working directory, but the report is read elsewhere.
-        let directory = given.canonicalize().map_err(|error| failed(given, error))?;
-        Ok(Place { directory, is_temporary: false })
+        Ok(Place { directory: given.to_path_buf(), is_temporary: false })
     }
 }
 
@@ -134,8 +132,8 @@ impl Plan {
         )
     }
 
-    /// The prompt that a killed engine computes. It has no block in common with others.
-    fn doomed(&self, kill: usize) -> Vec<u32> {
+    /// The prompt whose blocks an engine puts when it is killed. No other prompt has one of its blocks.
+    fn cut_short(&self, kill: usize) -> Vec<u32> {
         random_tokens(&self.model, (1 << 32) + kill as u64, self.prefix_tokens + OWN_TOKENS)
     }
 
@@ -158,8 +156,8 @@ impl Plan {
         (2 * tokens * TOKEN_BYTES) as u64 + (64 << 20)
     }
 
-    fn start(&self, store: Option<&StoreAt>, prompts: Vec<Vec<u32>>, mischief: Mischief) -> Start {
-        Start { config: self.config(), store: store.cloned(), prompts, says: SAYS, mischief }
+    fn start(&self, store: Option<&StoreAt>, prompts: Vec<Vec<u32>>, fault: Fault) -> Start {
+        Start { config: self.config(), store: store.cloned(), prompts, says: SAYS, fault }
     }
 
     fn measure(&self, place: &Place, bar: &ProgressBar) -> Result<Runs, Failure> {
@@ -175,25 +173,25 @@ impl Plan {
             served.map_err(|failure| failure.while_doing(what))
         };
         let serve =
-            |what, store, prompts| serve_with(what, self.start(store, prompts, Mischief::None));
+            |what, store, prompts| serve_with(what, self.start(store, prompts, Fault::None));
         let all = [&self.prompts[..], std::slice::from_ref(&self.longer)].concat();
         let without = serve("an engine without a store", None, all.clone())?;
         let first = serve("the first start", Some(&store), self.prompts.clone())?;
-        let fault = if self.has_fault { Mischief::Flips } else { Mischief::None };
+        let fault = if self.has_fault { Fault::Flip } else { Fault::None };
         let again = self.start(Some(&store), all.clone(), fault);
         let second = serve_with("the second start", again)?;
         let mut kills = 0;
         loop {
-            let doomed = self.doomed(kills);
-            let right = serve("an engine without a store", None, vec![doomed.clone()])?;
+            let cut_short = self.cut_short(kills);
+            let right = serve("an engine without a store", None, vec![cut_short.clone()])?;
             step("an engine that is killed while it writes");
-            kill(&self.start(Some(&store), vec![doomed.clone()], Mischief::Dies))
+            kill(&self.start(Some(&store), vec![cut_short.clone()], Fault::Kill))
                 .map_err(|failure| failure.while_doing("the engine to kill"))?;
             bar.inc(1);
             kills += 1;
-            let prompts = [&all[..], std::slice::from_ref(&doomed)].concat();
+            let prompts = [&all[..], std::slice::from_ref(&cut_short)].concat();
             let after = serve("the start after the kill", Some(&store), prompts)?;
-            let killed = Killed::new(&doomed, kills, &after);
+            let killed = Killed::new(&cut_short, kills, &after);
             if killed.is_half_written() || kills == KILLS_MAX {
                 return Ok(Runs { without, first, second, right, after, killed });
             }

@@ -59,6 +59,8 @@ pub(super) struct Report {
     token_bytes: usize,
     /// Where the engine's time comes from.
     cost: &'static str,
+    /// An engine without a store.
+    without: StartReport,
     starts: Vec<StartReport>,
     killed: Killed,
     /// The first start's time to the first token by that of the second start.
@@ -136,7 +138,7 @@ impl StartReport {
             count(self.prompt_tokens),
             count(self.loaded_blocks),
             count(self.loaded_tokens),
-            time(self.store_opened_ms),
+            if self.store_opened_ms > 0.0 { time(self.store_opened_ms) } else { "-".into() },
             time(self.first_token_ms),
             time(self.all_ms),
             if self.wrong_tokens == 0 { "right".into() } else { "WRONG".into() },
@@ -146,9 +148,9 @@ impl StartReport {
 
 impl Report {
     pub(super) fn new(plan: &Plan, runs: &Runs) -> Report {
-        let doomed = plan.doomed(runs.killed.kills - 1);
+        let cut_short = plan.cut_short(runs.killed.kills - 1);
         let mut prompts: Vec<&[u32]> = plan.prompts.iter().map(Vec::as_slice).collect();
-        prompts.extend([plan.longer.as_slice(), &doomed]);
+        prompts.extend([plan.longer.as_slice(), &cut_short]);
         let right = runs.without.requests.iter().chain(&runs.right.requests);
         let right: Vec<&[u32]> = right.map(|it| it.tokens.as_slice()).collect();
         let start = |name, served, requests: usize| {
@@ -160,6 +162,7 @@ impl Report {
             )
         };
         let shared = plan.prompts.len();
+        let without = start("without a store", &runs.without, shared + 1);
         let starts = vec![
             start("first start", &runs.first, shared),
             start("second start", &runs.second, shared + 1),
@@ -180,6 +183,7 @@ impl Report {
             tokens_verified: starts.iter().map(|start| start.requests * SAYS).sum(),
             wrong_tokens,
             complaints,
+            without,
             starts,
         }
     }
@@ -259,17 +263,18 @@ fn complaints(runs: &Runs, prompts: &[&[u32]], wrong_tokens: usize) -> Vec<Strin
 
 impl output::Report for Report {
     fn text(&self) -> String {
-        let rows: Vec<_> = self.starts.iter().map(StartReport::row).collect();
+        let starts = std::iter::once(&self.without).chain(&self.starts);
+        let rows: Vec<_> = starts.map(StartReport::row).collect();
         let header = [
             "engine",
             "prompts",
-            "tokens",
+            "prompt tokens",
             "blocks read",
             "not computed",
             "store open",
             "first token",
             "all prompts",
-            "tokens said",
+            "output",
         ];
         format!(
             "{}\ntime to compute is {COST}\n\n{}\n",
