@@ -703,7 +703,9 @@ mod tests {
 
     /// Puts blocks of a segment each.
     fn fill(core: &Core, writer: &Writer, pool: &Region, segments: u64) {
-        (1..=segments).for_each(|key| drop(put_long(core, writer, pool, key, 900_000)));
+        for key in 1..=segments {
+            put_long(core, writer, pool, key, 900_000);
+        }
     }
 
     fn unsealed(core: &Core) -> usize {
