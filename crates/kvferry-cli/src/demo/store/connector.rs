@@ -301,17 +301,19 @@ impl Worker {
         Ok(())
     }
 
-    /// Puts half of the blocks, and kills the process at a random moment while another thread puts the rest.
-    /// The moment comes after a fifth to four fifths of the time that the first half took.
+    /// Puts half of the blocks, and kills the process at a random moment while another thread puts more. The moment
+    /// comes after a fifth to four fifths of the time that the first half took. The last blocks would come after
+    /// these: so the kill is never too late, however late this thread gets a processor.
     fn put_and_kill(&self, put: &Blocks, memory: &[BlockMemory]) -> Result<()> {
         let half = memory.len() / 2;
+        let most = (memory.len() - memory.len().div_ceil(8)).max(half);
         let began = Instant::now();
         self.space.put(&put.prompt, put.first, &memory[..half], Retain::default())?;
         let wait = began.elapsed().mul_f64(0.2 + 0.6 * fastrand::f64());
         let rest = put.first + half;
         let began = Instant::now();
         let _writing =
-            self.space.put_async(&put.prompt, rest, &memory[half..], Retain::default())?;
+            self.space.put_async(&put.prompt, rest, &memory[half..most], Retain::default())?;
         while began.elapsed() < wait {
             std::hint::spin_loop();
         }
