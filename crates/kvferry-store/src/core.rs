@@ -3,6 +3,7 @@
 use crate::clock::Clock;
 use crate::disk::Directories;
 use crate::index::{Member, Segment, SegmentState};
+use crate::keeper::free_wanted;
 use crate::log::{self, Superblock};
 use crate::stats::Counters;
 use std::fmt::Display;
@@ -41,6 +42,13 @@ impl Core {
     pub(crate) fn withheld_segments(&self) -> usize {
         let is_withheld = |segment: &Segment| segment.state == SegmentState::Withheld;
         self.member.segments().filter(|(_, segment)| is_withheld(segment)).count()
+    }
+
+    /// Segments that the keeper keeps free, for the processes that have the store open.
+    pub(crate) fn wanted_segments(&self) -> usize {
+        let processes = u32::try_from(self.member.members().count()).unwrap_or(u32::MAX);
+        let withheld = u32::try_from(self.withheld_segments()).unwrap_or(u32::MAX);
+        free_wanted(processes, self.member.geometry().segments.saturating_sub(withheld)) as usize
     }
 
     /// Frees a segment, in which no block lives, on the disk. Returns the state that it is to have.

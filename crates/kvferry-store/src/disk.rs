@@ -69,7 +69,8 @@ struct Headers {
     free: Mutex<Vec<usize>>,
 }
 
-/// A header in memory. It must outlive the transfer that writes it.
+/// A header in memory. It must outlive the transfer that writes it. A device that hangs may write what the page holds
+/// later: a header names its own page, so at another place it is no header.
 #[derive(Debug)]
 struct Header {
     of: Arc<Headers>,
@@ -298,9 +299,9 @@ impl Directories {
         let mut batch = Batch::with_capacity(1 + blocks.len());
         let copy = self.headers.copy(header);
         if let Some(copy) = &copy {
-            let memory = BlockMemory::new(&self.headers.region, copy.offset() as u64, PAGE as u64);
-            memory
-                .push_to(&mut batch, &segment.region.remote(), header_at)
+            let (near, remote) = (copy.offset() as u64, segment.region.remote());
+            batch
+                .push(&self.headers.region, near, &remote, header_at, PAGE as u64)
                 .map_err(io::Error::other)?;
         }
         for (at, block) in blocks {

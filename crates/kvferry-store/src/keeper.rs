@@ -177,19 +177,17 @@ impl Keeper {
 
     fn keep_segments(&mut self, is_stopping: &AtomicBool) {
         let geometry = self.core.member.geometry();
-        let processes = u32::try_from(self.core.member.members().count()).unwrap_or(u32::MAX);
-        let withheld = u32::try_from(self.core.withheld_segments()).unwrap_or(u32::MAX);
-        let wanted = free_wanted(processes, geometry.segments.saturating_sub(withheld));
-        if withheld > 0 && self.core.free_segments() < wanted as usize {
+        let wanted = self.core.wanted_segments();
+        if self.core.free_segments() < wanted && self.core.withheld_segments() > 0 {
             self.retry_withheld();
         }
-        if self.core.free_segments() < wanted as usize {
+        if self.core.free_segments() < wanted {
             // A process that died while no keeper was there to see it may have left some.
             self.repair();
         }
         let (mut limit, mut fruitless) = (geometry.pages_per_segment, 0);
         loop {
-            if self.core.free_segments() >= wanted as usize || is_stopping.load(Relaxed) {
+            if self.core.free_segments() >= wanted || is_stopping.load(Relaxed) {
                 return;
             }
             if self.own.is_none()

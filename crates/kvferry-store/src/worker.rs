@@ -1,7 +1,7 @@
 //! The thread of a process that seals its segments and, in the keeper, frees space.
 
 use crate::core::Core;
-use crate::keeper::{Keeper, free_wanted};
+use crate::keeper::Keeper;
 use crate::membership::Keep;
 use crate::sync::lock;
 use crate::writer::{Which, Writer};
@@ -123,9 +123,7 @@ impl Worker {
 
     /// Whether the keeper may soon need the space of segments that are not sealed.
     fn is_short(&self) -> bool {
-        let processes = u32::try_from(self.core.member.members().count()).unwrap_or(u32::MAX);
-        let wanted = free_wanted(processes, self.core.member.geometry().segments);
-        self.core.free_segments() <= 2 * wanted as usize
+        self.core.free_segments() <= 2 * self.core.wanted_segments()
     }
 
     /// Waits for tasks; while segments wait to be sealed, for no longer than puts pause.

@@ -130,7 +130,7 @@ impl Model {
                 if takes_over[group] {
                     self.remove(group, *key);
                     parts[group] = Some(page);
-                    // Nobody else may take the page: it is the sequence's, whose rows come later.
+                    // The sequence owns the page from here on; `try_fill` adds its other pages.
                     self.sequence(id).rows[group].push((page, None));
                 } else {
                     self.hold(group, *key, Holder::Copy(id));
