@@ -117,7 +117,7 @@ def second_engine(suite: Any, kind: Kind, asynchronous: bool, host: float, note:
     with folder() as directory:
         with node(suite.model, directory, **options) as first:
             for prompt in prompts:
-                ensure(loaded(first.answer(prompt)) == 0, "found what nobody stored")
+                ensure(loaded(first.answer(prompt)) == 0, "a prompt that was never stored was loaded")
             first.settled()
         found = []
         with node(suite.model, directory, **options) as second:
@@ -534,7 +534,10 @@ def object_store(suite: Any, kind: Kind, note: Note) -> None:
                 ensure(worker._opened.store.flush_objects(20), "not uploaded within 20 s")
         with node(suite.model, directory.with_name("other"), kind=kind, settings=settings) as second:
             found = [loaded(second.answer(prompt)) for prompt in prompts]
-            ensure(loaded(second.answer(suite.prompts.fresh(100))) == 0, "found what nobody stored")
+            ensure(
+                loaded(second.answer(suite.prompts.fresh(100))) == 0,
+                "a prompt that was never stored was loaded",
+            )
             second.settled()
             ensure(second.manager.prefetches > 0, "no prefetch was begun")
         least = [(len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts]

@@ -179,7 +179,7 @@ def round_trip(note: Note) -> None:
     one, other = prompt("one", 40), prompt("other", 7)
     with folder() as directory:
         with tiers(directory) as first:
-            ensure(first.load(one) == 0, "found what nobody stored")
+            ensure(first.load(one) == 0, "a prompt that was never stored was loaded")
             first.store(one)
             first.store(other)
             first.forget()
@@ -281,7 +281,7 @@ def from_objects(note: Note) -> None:
             ensure(first.tier._opened.store.flush_objects(20), "not uploaded within 20 s")
         with tiers(directory.with_name("other"), object=f"file://{objects}") as second:
             ensure(second.load(keys) == 24, "not all blocks came from the object store")
-            ensure(second.load(prompt("two", 3)) == 0, "found what nobody stored")
+            ensure(second.load(prompt("two", 3)) == 0, "a prompt that was never stored was loaded")
 
 
 def unusable(note: Note) -> None:

@@ -45,7 +45,6 @@ _LOADS_MAX = 2
 # Prefetches of a request, per group of layers.
 _PREFETCHES_MAX = 4
 _CARDS_EVERY_S = 1.0
-_GAUGES_EVERY_S = 1.0
 
 
 @dataclass
@@ -107,9 +106,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
         # Begun since the start.
         self.prefetches = 0
-        self._looked: Counter[LookupResult] = Counter()
-        self._stats = OffloadingConnectorStats()
-        self._gauges_at = -_GAUGES_EVERY_S
+        self._stats = counters.SchedulerStats()
         self._warned_of_params = False
         self._ready()
 
@@ -195,7 +192,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         result = self._lookup(key, req_context)
-        self._looked[result] += 1
+        self._stats.looked[result] += 1
         return result
 
     def _lookup(self, key: bytes, req_context: Any) -> LookupResult:
@@ -263,7 +260,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
             begun[key] = []
             return False
         self.prefetches += 1
-        self._stats.increase_counter(counters.PREFETCHES)
+        self._stats.counted.increase_counter(counters.PREFETCHES)
         return True
 
     def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
@@ -400,18 +397,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
             self._make_spaces()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        now = time.monotonic()
-        if now >= self._gauges_at + _GAUGES_EVERY_S:
-            self._gauges_at = now
-            try:
-                counters.set_gauges(self._stats, self._opened.store if self._opened else None)
-            except kvferry.Error as error:
-                logger.debug("the store's statistics can't be read: %s", error)
-        counters.count_lookups(self._stats, self._looked)
-        if self._stats.is_empty():
-            return None
-        taken, self._stats = self._stats, OffloadingConnectorStats()
-        return taken
+        return self._stats.take(self._opened.store if self._opened else None)
 
     def shutdown(self) -> None:
         for request in list(self._pins):

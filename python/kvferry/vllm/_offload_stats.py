@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
-from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata, OffloadingGaugeMetadata
+
+import kvferry
+
+logger: Any = init_logger("vllm.kvferry")
 
 _PREFIX = "vllm:kv_offload_kvferry_"
 LOOKUPS = _PREFIX + "lookups"
@@ -13,6 +20,7 @@ PUT_BLOCKS = _PREFIX + "put_blocks"
 LOADED_BLOCKS = _PREFIX + "loaded_blocks"
 FAILED_LOADS = _PREFIX + "failed_loads"
 PREFETCHES = _PREFIX + "prefetches"
+_GAUGES_EVERY_S = 1.0
 # Names of `kvferry.Store.stats`.
 _STORE_GAUGES = {
     "blocks": "Blocks on the disk.",
@@ -42,13 +50,6 @@ def metric_definitions() -> dict[str, Any]:
     }
 
 
-def count_lookups(stats: Any, looked: Counter[Any]) -> None:
-    """Takes what was counted by vLLM's `LookupResult`. Look-ups are too many for `stats` to take each of them."""
-    for result, number in looked.items():
-        stats.increase_counter(LOOKUPS, number, (result.name.lower(),))
-    looked.clear()
-
-
 def count_put(stats: Any, put: Any) -> None:
     for outcome in ("stored", "present", "refused", "failed"):
         number = getattr(put, outcome)
@@ -56,8 +57,34 @@ def count_put(stats: Any, put: Any) -> None:
             stats.increase_counter(PUT_BLOCKS, number, (outcome,))
 
 
-def set_gauges(stats: Any, store: Any | None) -> None:
-    """`store`: None if it could not be opened."""
+class SchedulerStats:
+    """What the scheduler's side counts until vLLM takes it."""
+
+    def __init__(self) -> None:
+        self.counted = OffloadingConnectorStats()
+        # Look-ups are too many for `counted` to take each of them.
+        self.looked: Counter[LookupResult] = Counter()
+        self._gauges_at = -_GAUGES_EVERY_S
+
+    def take(self, store: kvferry.Store | None) -> OffloadingConnectorStats | None:
+        """`store`: None if it could not be opened."""
+        now = time.monotonic()
+        if now >= self._gauges_at + _GAUGES_EVERY_S:
+            self._gauges_at = now
+            try:
+                _set_gauges(self.counted, store)
+            except kvferry.Error as error:
+                logger.debug("the store's statistics can't be read: %s", error)
+        for result, number in self.looked.items():
+            self.counted.increase_counter(LOOKUPS, number, (result.name.lower(),))
+        self.looked.clear()
+        if self.counted.is_empty():
+            return None
+        taken, self.counted = self.counted, OffloadingConnectorStats()
+        return taken
+
+
+def _set_gauges(stats: Any, store: kvferry.Store | None) -> None:
     stats.set_gauge(_PREFIX + "is_open", int(store is not None))
     if store is not None:
         held = store.stats()

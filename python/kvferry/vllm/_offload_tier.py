@@ -13,7 +13,7 @@ import ctypes
 import hashlib
 import json
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,7 +46,6 @@ _UNREADABLE_S = 60.0
 _UNREADABLE_MAX = 65_536
 # Prefetches of a request, per group of layers.
 _PREFETCHES_MAX = 8
-_GAUGES_EVERY_S = 1.0
 
 
 @dataclass
@@ -109,9 +108,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         self._puts = Puts()
         # Keys that can't be read, each with the time until which it is missed.
         self._unreadable: OrderedDict[bytes, float] = OrderedDict()
-        self._looked: Counter[LookupResult] = Counter()
-        self._stats = OffloadingConnectorStats()
-        self._gauges_at = -_GAUGES_EVERY_S
+        self._stats = counters.SchedulerStats()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +147,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         result = self._lookup(key, req_context)
-        self._looked[result] += 1
+        self._stats.looked[result] += 1
         return result
 
     def _lookup(self, key: bytes, req_context: Any) -> LookupResult:
@@ -183,7 +180,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         asked.keys.update(req_context)
         keys = asked.keys.of(number, key)
         begun[key] = space.prefetch_async([get_offload_block_hash(it) for it in keys])
-        self._stats.increase_counter(counters.PREFETCHES)
+        self._stats.counted.increase_counter(counters.PREFETCHES)
         return True
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
@@ -228,7 +225,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             first = len(hashes) - len(run)
             put = self._puts.put(space, hashes, self._memory(numbers), first, kept)
             if put is None:
-                self._stats.increase_counter(counters.PUT_BLOCKS, len(run), ("refused",))
+                self._stats.counted.increase_counter(counters.PUT_BLOCKS, len(run), ("refused",))
             else:
                 job.runs.append(_Run(put, run, numbers))
 
@@ -269,7 +266,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             outcome = None
         if not job.is_load:
             if outcome is not None:
-                counters.count_put(self._stats, outcome)
+                counters.count_put(self._stats.counted, outcome)
                 if not outcome.refused and not outcome.failed:
                     job.done += run.keys
             return
@@ -285,9 +282,9 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _result(self, job_id: int, job: _Job) -> JobResult:
         if job.is_load:
-            self._stats.increase_counter(counters.LOADED_BLOCKS, len(job.done))
+            self._stats.counted.increase_counter(counters.LOADED_BLOCKS, len(job.done))
             if len(job.done) < len(job.keys):
-                self._stats.increase_counter(counters.FAILED_LOADS)
+                self._stats.counted.increase_counter(counters.FAILED_LOADS)
         elif job.done and self._events is not None:
             event = OffloadingEvent(keys=job.done, medium=self.medium, removed=False, locality=self.locality)
             self._events.append(event)
@@ -322,16 +319,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             yield from taken
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        now = time.monotonic()
-        if now >= self._gauges_at + _GAUGES_EVERY_S:
-            self._gauges_at = now
-            with suppress(kvferry.Error):
-                counters.set_gauges(self._stats, self._opened.store if self._opened else None)
-        counters.count_lookups(self._stats, self._looked)
-        if self._stats.is_empty():
-            return None
-        taken, self._stats = self._stats, OffloadingConnectorStats()
-        return taken
+        return self._stats.take(self._opened.store if self._opened else None)
 
     def shutdown(self) -> None:
         self.drain_jobs()
