@@ -1,4 +1,4 @@
-"""kvferry's store beside vLLM's fs tier and LMCache's disk back-end: required, reached, spread. Exit code 1 if short.
+"""kvferry's store, or its tier below vLLM, beside vLLM's fs tier and LMCache's disk: exit code 1 if it is short.
 
 All stores take turns in one run. In every round each of them moves the same blocks, or replays the same trace, in a
 new store in an empty folder of the same file system, in a new random order.
@@ -23,11 +23,12 @@ from kvferry_e2e.environment import vllm_environment
 from kvferry_e2e.overlay import kvferry_overlay, newest_wheel
 from kvferry_e2e.progress import Progress
 
-from kvferry_store_peers.judge import KVFERRY, Rounds, Row, as_json, judged, table
+from kvferry_store_peers.judge import Rounds, Row, as_json, judged, table
 from kvferry_store_peers.processes import TurnTaker, lmcache_overlay
 from kvferry_store_peers.turns import DISK, Answer, Asked, forget
 
 CHECKOUT = Path(__file__).resolve().parents[3]
+STORES = ("kvferry", "kvferry-tier")
 PEERS = ("vllm-fs", "lmcache-disk")
 MODES = ("buffered", "direct")
 PAGE = 4096
@@ -52,6 +53,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--per-call", type=int, default=16, help="blocks of a call [16]")
     parser.add_argument("--block-kib", type=int, nargs="+", default=[128, 2048], help="block sizes [128 2048]")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument(
+        "--store", choices=STORES, default=STORES[0], help="what is judged: kvferry.Store or KVFerryTier"
+    )
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
     parser.add_argument("--seed", type=int, default=1, help="of the order of the turns [1]")
     parser.add_argument("--wheel", type=Path, help="the kvferry wheel [the newest in target/wheels]")
@@ -77,7 +81,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
     found = []
     for kib, mode in itertools.product(options.block_kib, options.modes):
         size, direct = kib << 10, mode == "direct"
-        name, all_stores = f"{mode} {kib} KiB", (KVFERRY, *options.peers)
+        name, all_stores = f"{mode} {kib} KiB", (options.store, *options.peers)
         blocks = (options.mib << 20) // size
         asked = Asked("", size, direct, CAPACITY_BYTES, blocks, options.per_call)
         if blocks:
@@ -126,7 +130,7 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="kvferry-bench-store-", dir=self._options.folder) as folder:
             rounds = self._rounds(case, Path(folder))
         time.sleep(RECENTLY_DELETED_S)
-        rows = judged(case.name, rounds, case.asked.direct)
+        rows = judged(case.name, rounds, case.asked.direct, self._options.store)
         self._progress.say(f"{case.name}: done\n{table(rows)}")
         return rows
 
@@ -170,10 +174,10 @@ def main() -> None:
     with ExitStack() as stack:
         environment = stack.enter_context(vllm_environment(progress.say))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-")))
-        sites = {KVFERRY: kvferry_overlay(environment, wheel, scratch / "site", progress.say)}
+        sites = {options.store: kvferry_overlay(environment, wheel, scratch / "site", progress.say)}
         if "lmcache-disk" in options.peers:
             sites["lmcache-disk"] = lmcache_overlay(environment, progress.say)
-        names = (DISK, KVFERRY, *options.peers)
+        names = (DISK, options.store, *options.peers)
         takers = {it: TurnTaker(it, environment, sites.get(it), scratch / f"{it}.log") for it in names}
         for taker in takers.values():
             stack.callback(taker.stop)

@@ -12,7 +12,6 @@ from kvferry_vllm_bench.rows import figure, quartiles
 
 from kvferry_store_peers.turns import DISK, Figure
 
-KVFERRY = "kvferry"
 # Times as fast as the peer, by the median of the rounds.
 REQUIRED = 2.0
 GB = 1e9
@@ -48,11 +47,11 @@ def speed(one: Figure) -> float:
     return one.moved_bytes / one.seconds / GB if one.seconds else 0.0
 
 
-def judged(case: str, rounds: Rounds, is_direct: bool) -> list[Row]:
-    ours, disk = rounds.get(KVFERRY, {}), rounds.get(DISK, {})
+def judged(case: str, rounds: Rounds, is_direct: bool, judged_store: str) -> list[Row]:
+    ours, disk = rounds.get(judged_store, {}), rounds.get(DISK, {})
     rows = []
     for peer, figures in rounds.items():
-        if peer in (KVFERRY, DISK):
+        if peer in (judged_store, DISK):
             continue
         for what, theirs in figures.items():
             if ours.get(what) and theirs[0].moved_bytes:

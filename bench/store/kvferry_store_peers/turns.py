@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvferry_store_peers.stores import KINDS, Call, Spent, Store, UnavailableError
+from kvferry_store_peers.stores import Call, Kvferry, LmcacheDisk, Spent, Store, UnavailableError
+from kvferry_store_peers.tiers import KvferryTier, VllmFs
+
+KINDS: dict[str, type[Store]] = {
+    "kvferry": Kvferry,
+    "kvferry-tier": KvferryTier,
+    "vllm-fs": VllmFs,
+    "lmcache-disk": LmcacheDisk,
+}
 
 # Blocks in memory at a time. kvferry refuses puts where more than 256 MiB wait.
 STAGING_BYTES = 256 << 20
