@@ -15,6 +15,10 @@ class CheckError(AssertionError):
     """A check failed."""
 
 
+class SkippedError(Exception):
+    """The check needs what this machine does not have."""
+
+
 def ensure(condition: object, message: str) -> None:
     if not condition:
         raise CheckError(message)
@@ -49,6 +53,8 @@ class Report:
         start = time.monotonic()
         try:
             yield note
+        except SkippedError as why:
+            self.skip(name, str(why))
         except Exception as error:
             if not isinstance(error, CheckError):
                 traceback.print_exc()

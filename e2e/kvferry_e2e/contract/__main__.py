@@ -24,7 +24,7 @@ from kvferry_e2e.contract.model import VOCABULARY, WINDOW, Sequence
 from kvferry_e2e.report import Note, Report, ensure
 
 LENGTHS = (1, 2, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, WINDOW, 133, 400)
-KINDS: tuple[Kind, ...] = ("full", "window", "state")
+KINDS: tuple[Kind, ...] = ("full", "window", "state", "latent")
 
 
 class Prompts:
@@ -425,6 +425,7 @@ def _reset(engine: Engine, *, running: bool) -> None:
 
 
 def main(model: str, lines: Path, only: str = "") -> int:
+    """`only`: of the checks' names."""
     report = Report()
     suite = Suite(model)
     second = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
@@ -432,15 +433,13 @@ def main(model: str, lines: Path, only: str = "") -> int:
     vllm.config.vllm.HAS_TRITON = second
 
     def check(name: str, of: Callable[[Note], None]) -> None:
+        if only not in name:
+            return
         with report.check(f"core{' V2' if second else ''}: {name}") as note:
             of(note)
 
-    if only in ("", "offload"):
-        for name, of in offload.checks(suite):
-            check(f"offload {name}", of)
-    if only == "offload":
-        report.write(lines)
-        return report.finish()
+    for name, of in offload.checks(suite):
+        check(f"offload {name}", of)
     for kind in KINDS:
         for asynchronous in (False, True):
             how = f"{kind}{', async' if asynchronous else ''}"

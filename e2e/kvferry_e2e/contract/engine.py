@@ -22,12 +22,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvferry_e2e.contract.model import HEAD_SIZE, HEADS, WINDOW, Caches, Sequence
 
-Kind = Literal["full", "window", "state"]
+# "state": a state per sequence; "aligned": a state at the end of each block, which vLLM's prefix cache keeps; "latent":
+# attention with one latent vector per token, which all ranks have (MLA).
+Kind = Literal["full", "window", "state", "aligned", "latent"]
 BLOCK_TOKENS = 16
 
 
@@ -174,14 +176,21 @@ class ModelExecutor(Executor):
         heads = max(1, HEADS // self.parallel_config.tensor_parallel_size)
         block_tokens = self.cache_config.block_size
         attention = {"block_size": block_tokens, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": self.element}
+        if self.kind == "latent":
+            attention["num_kv_heads"] = 1
+            return {f"layers.{at}.attn": MLAAttentionSpec(**attention) for at in range(4)}
         specs: dict[str, Any] = {f"layers.{at}.attn": FullAttentionSpec(**attention) for at in (0, 2)}
         for at in (1, 3):
             if self.kind == "window":
                 specs[f"layers.{at}.attn"] = SlidingWindowSpec(sliding_window=WINDOW, **attention)
-            elif self.kind == "state":
+            elif self.kind in ("state", "aligned"):
                 page = specs["layers.0.attn"].page_size_bytes
+                is_aligned = self.kind == "aligned"
                 specs[f"layers.{at}.mixer"] = MambaSpec(
-                    block_size=self.model_config.max_model_len, shapes=((page // 4,),), dtypes=(torch.float32,)
+                    block_size=block_tokens if is_aligned else self.model_config.max_model_len,
+                    shapes=((page // 4,),),
+                    dtypes=(torch.float32,),
+                    mamba_cache_mode="align" if is_aligned else "none",
                 )
         return specs
 
@@ -293,6 +302,9 @@ class Engine:
         config = arguments.create_engine_config()
         # vLLM switches it off on a CPU, for its model runner there, which is not used here.
         config.scheduler_config.async_scheduling = asynchronous
+        if kind == "aligned":
+            # The model whose configuration the engines take has no states.
+            config.cache_config.mamba_cache_mode = "align"
         self.core = EngineCore(config, executor, log_stats=True)
         self.scheduler: Any = self.core.scheduler
         self.outcomes: dict[str, Outcome] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -67,6 +67,9 @@ class Caches:
         for tensor in self.tensors.values():
             tensor[blocks] = 0
 
+    def _heads_of(self, spec: Any) -> list[int]:
+        return [0] if isinstance(spec, MLAAttentionSpec) else self._heads
+
     def group(self, layer: str) -> int:
         return next(at for at, group in enumerate(self._groups) if layer in group.layer_names)
 
@@ -79,12 +82,15 @@ class Caches:
         group, tensor = self._groups[number], self.tensors[layer].view(torch.int32)
         spec = group.kv_cache_spec
         if isinstance(spec, MambaSpec):
-            if computed and int(tensor[table[number][0], 0, 0, 0]) != int(sequence.hashes(computed - 1, computed)[0]):
-                return f"group {number}, {layer}: the state is not that after {computed} tokens"
+            if computed:
+                state = tensor[table[number][(computed - 1) // spec.block_size], 0, 0]
+                expected = int(sequence.hashes(computed - 1, computed)[0])
+                if bool((state != expected).any()):
+                    return f"group {number}, {layer}: the state is not that after {computed} tokens"
             return None
         begin = max(0, computed - spec.sliding_window + 1) if isinstance(spec, SlidingWindowSpec) else 0
         blocks, offsets = self._slots(table[number], spec.block_size, begin, computed)
-        for local, head in enumerate(self._heads):
+        for local, head in enumerate(self._heads_of(spec)):
             expected = value(sequence.hashes(begin, computed), group.layer_names.index(layer), head)
             for content in (0, -1):
                 bad = (tensor[blocks, local, offsets, content] != expected).nonzero().flatten().tolist()
@@ -98,11 +104,11 @@ class Caches:
         group, tensor = self._groups[number], self.tensors[layer].view(torch.int32)
         spec = group.kv_cache_spec
         if isinstance(spec, MambaSpec):
-            tensor[table[number][0], 0, 0, :] = int(sequence.hashes(end - 1, end)[0])
+            tensor[table[number][(end - 1) // spec.block_size], 0, 0, :] = int(sequence.hashes(end - 1, end)[0])
             return
         blocks, offsets = self._slots(table[number], spec.block_size, begin, end)
         assert 0 not in blocks, "a token is written into the null block"
-        for local, head in enumerate(self._heads):
+        for local, head in enumerate(self._heads_of(spec)):
             values = value(sequence.hashes(begin, end), group.layer_names.index(layer), head)
             tensor[blocks, local, offsets] = values[:, None].expand(-1, tensor.shape[-1])
 

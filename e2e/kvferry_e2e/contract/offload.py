@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -27,7 +28,7 @@ from kvferry_e2e.contract import tier
 from kvferry_e2e.contract.engine import BLOCK_TOKENS, Engine, Kind, Outcome, run
 from kvferry_e2e.contract.model import WINDOW, Sequence
 from kvferry_e2e.prompts import Prompts
-from kvferry_e2e.report import Note, ensure
+from kvferry_e2e.report import Note, SkippedError, ensure
 
 SPEC = {"spec_name": "KVFerryOffloadingSpec", "spec_module_path": "kvferry.vllm"}
 VICTIM_SEED = 77
@@ -130,7 +131,7 @@ def second_engine(suite: Any, kind: Kind, asynchronous: bool, host: float, note:
                 right(prompt, outcome)
             second.settled()
         least = [(length - 1) // BLOCK_TOKENS * BLOCK_TOKENS for length in lengths]
-        if kind != "state":
+        if kind != "aligned":
             ensure(all(got >= want for got, want in zip(found, least, strict=True)), f"loaded {found} of {least}")
         note.text = f"tokens loaded: {found}"
 
@@ -406,6 +407,78 @@ def gone(suite: Any, how: str, note: Note) -> None:
             for prompt in (before, suite.prompts.fresh(230)):
                 only.answer(prompt)
         only.settled()
+
+
+@contextmanager
+def file_system(mib: int) -> Iterator[Path]:
+    """An ext4 file system in a file: needs mkfs.ext4, a loop device, and the right to mount."""
+    with folder() as directory:
+        directory.mkdir(parents=True)
+        image = directory.with_name("image")
+        with open(image, "wb") as file:
+            file.truncate(mib << 20)
+        _privileged("mkfs.ext4", "-q", "-m", "0", image)
+        _privileged("mount", "-o", "loop", image, directory)
+        try:
+            yield directory
+        finally:
+            # The kernel may hold files of a closed store a little longer.
+            subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+def _privileged(*command: str | Path) -> None:
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise SkippedError(f"{command[0]} is missing") from error
+    if ended.returncode:
+        raise SkippedError(f"{command[0]}: {ended.stderr.strip()}")
+
+
+def read_only(suite: Any, note: Note) -> None:
+    """The kernel makes the file system read-only, as after an error of the disk: the engine loads what is there."""
+    with file_system(64) as directory, node(suite.model, directory / "kv") as only:
+        before = suite.prompts.fresh(200)
+        only.answer(before)
+        _privileged("mount", "-o", "remount,abort", directory)
+        for _ in range(3):
+            for prompt in (before, suite.prompts.fresh(400)):
+                only.forget()
+                only.answer(prompt)
+        only.forget()
+        found = loaded(only.answer(before))
+        only.settled()
+        ensure(found == 192, f"{found} tokens were loaded from the read-only file system")
+
+
+def no_space(suite: Any, note: Note) -> None:
+    """The file system is full before the store is: what can't be written is refused, later blocks are stored again."""
+    with file_system(64) as directory, node(suite.model, directory / "kv") as only:
+        before = suite.prompts.fresh(200)
+        only.answer(before)
+        with suppress(OSError), open(directory / "other", "wb") as other:
+            while True:
+                other.write(bytes(1 << 16))
+        for _ in range(40):
+            only.answer(suite.prompts.fresh(400), 2)
+        only.forget()
+        found = loaded(only.answer(before))
+        stats = only.workers()[0]._opened.store.stats()
+        only.settled()
+        ensure(found == 192, f"{found} tokens were loaded from the full file system")
+        ensure(stats["failed"] + stats["refused"] > 0, f"all was stored: {stats}")
+        directory.joinpath("other").unlink()
+        after = suite.prompts.fresh(400)
+        for _ in range(600):
+            only.answer(after)
+            only.forget()
+            if loaded(only.answer(after)):
+                break
+            time.sleep(0.05)
+        else:
+            ensure(False, "nothing is stored after there was space again")
+        only.settled()
+        note.text = f"{stats['stored']} stored, {stats['refused']} refused, {stats['failed']} failed"
 
 
 def killed(suite: Any, note: Note) -> None:
@@ -786,6 +859,14 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         yield f"two of the engine's blocks, {kind}", partial(chunks, suite, kind, 2)
         yield f"three of the engine's blocks, {kind}", partial(chunks, suite, kind, 3)
         yield f"an object store, {kind}", partial(object_store, suite, kind)
+    for kind in ("latent", "aligned"):
+        yield f"a second engine, {kind}", partial(second_engine, suite, kind, False, 0)
+        yield f"a second engine, {kind}, async", partial(second_engine, suite, kind, True, 0)
+        yield f"blocks that can't be read, {kind}", partial(damaged, suite, kind, False, 1)
+        yield f"preemption, {kind}", partial(preempted, suite, kind, False)
+        yield f"soak, {kind}", partial(soak, suite, kind, False)
+    yield "TP 2 to TP 1, latent", partial(parallel, suite, 2, 1, "latent")
+    yield "TP 1 to TP 4, latent", partial(parallel, suite, 1, 4, "latent")
     yield "a second engine, with host memory", partial(second_engine, suite, "full", False, 0.03125)
     for asynchronous in (False, True):
         how = ", async" if asynchronous else ""
@@ -794,6 +875,8 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         yield f"caches are reset{how}", partial(reset, suite, asynchronous)
     for how in ("removed", "replaced", "a file"):
         yield f"the directory is {how}", partial(gone, suite, how)
+    yield "the file system is read-only", partial(read_only, suite)
+    yield "the file system is full", partial(no_space, suite)
     yield "a block leaves after it was found", partial(left, suite)
     yield "more than the disk takes", partial(much, suite)
     yield "vLLM's policy is to fail", partial(fails, suite)
