@@ -116,8 +116,9 @@ impl Handler for Dial {
     }
 
     fn handle(&mut self, cause: Cause, cx: &Cx<'_>) -> Next {
-        let deadline =
-            *self.deadline.get_or_insert(cx.now + self.link.core.settings.handshake_timeout());
+        // A peer that says nothing at all ends the session before that, at the silence limit.
+        let patience = 2 * self.link.core.settings.handshake_timeout();
+        let deadline = *self.deadline.get_or_insert(cx.now + patience);
         let socket = self.socket.as_ref().expect("there until detached");
         if let Some(end) = self.link.end() {
             let end = end.clone();
