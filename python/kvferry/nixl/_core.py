@@ -1,0 +1,189 @@
+"""The kvferry agent behind NIXL's: its start, its memory, what runs on it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import kvferry
+from kvferry.nixl import _descs
+from kvferry.nixl._backends import Backends, file_facts
+from kvferry.nixl._bindings import nixl_mem_t, nixlRegDList, nixlRemoteDList, nixlXferDList
+from kvferry.nixl._errors import (
+    as_nixl,
+    nixlBackendError,
+    nixlNotFoundError,
+    nixlNotSupportedError,
+    nixlRemoteDisconnectError,
+)
+from kvferry.nixl._memory import Local, Remote
+from kvferry.nixl._transfers import CANCEL_S, Plan, nixl_xfer_handle
+
+
+def text(name: str | bytes) -> str:
+    """An agent's name, as `add_remote_agent` returned it or as text."""
+    if isinstance(name, bytes):
+        return name.decode()
+    if isinstance(name, str):
+        return name
+    raise TypeError(f"an agent's name must be str or bytes, not {type(name).__name__}")
+
+
+def has_ended(job: kvferry.Transfer) -> bool:
+    """Whether a cancelled transfer has ended, after waiting for it a moment."""
+    try:
+        return job.wait(CANCEL_S) is not None
+    except kvferry.Error:
+        return True
+
+
+class AgentCore(Backends):
+    """State of an agent, and its memory. `_lock` is held for the tables, never while anything is waited for."""
+
+    def __init__(self, name: str, wanted: list[str] | None) -> None:
+        if not name:
+            raise ValueError("an agent needs a name")
+        super().__init__(wanted)
+        self.name = name
+        self._lock = threading.RLock()
+        self._agent: kvferry.Agent | None = None
+        self._shut_down = False
+        self._local = Local()
+        self._remotes: dict[str, Remote] = {}
+        self._running: set[nixl_xfer_handle] = set()
+        # Transfers that still run, whose handles the caller dropped.
+        self._left: list[tuple[Plan, kvferry.Transfer]] = []
+
+    def shutdown(self) -> None:
+        """Ends all transfers and sessions; later calls raise. NIXL has no such call: its agent ends with its object."""
+        with self._lock:
+            self._shut_down = True
+            agent = self._agent
+        if agent is not None:
+            with as_nixl():
+                agent.shutdown()
+
+    def _core(self) -> kvferry.Agent:
+        """kvferry's agent, which starts when it is needed: what it listens on depends on the backends."""
+        with self._lock:
+            if self._shut_down:
+                raise nixlBackendError("the agent was shut down")
+            if self._agent is None:
+                host = "0.0.0.0" if "UCX" in self.backends else "127.0.0.1"
+                listen = None if os.environ.get("KVFERRY_LISTEN") else f"{host}:0"
+                with as_nixl():
+                    self._agent = kvferry.Agent(self.name, listen=listen, mooncake=False)
+            return self._agent
+
+    def _began(self, handle: nixl_xfer_handle) -> None:
+        with self._lock:
+            self._running.add(handle)
+
+    def _ended(self, handle: nixl_xfer_handle) -> None:
+        with self._lock:
+            self._running.discard(handle)
+
+    def _left_behind(self, plan: Plan, job: kvferry.Transfer) -> None:
+        with self._lock:
+            self._left = [(plan, job) for plan, job in self._left if not job.done()]
+            self._left.append((plan, job))
+
+    def _remote(self, name: str | bytes) -> Remote:
+        """A known remote agent. The caller holds the lock."""
+        found = self._remotes.get(text(name))
+        if found is None:
+            raise nixlNotFoundError(f"no agent {text(name)!r} is known; add its metadata first")
+        return found
+
+    def _peer(self, remote: Remote | None) -> kvferry.Peer:
+        """The agent's peer; this agent itself for None."""
+        agent = self._core()
+        if remote is None:
+            with as_nixl():
+                return agent.peer(agent.address)
+        if remote.peer is None:
+            raise nixlNotFoundError(f"the metadata of {remote.name!r} had no address")
+        if remote.lost:
+            raise nixlRemoteDisconnectError(f"agent {remote.name!r} is gone; add its metadata again")
+        return remote.peer
+
+    def _must_be_usable(self, plan: Plan) -> None:
+        """Whether all that a transfer was made of is still there."""
+        with self._lock:
+            gone = next((area for area in plan.areas if not self._local.is_live(area)), None)
+            if plan.remote is None:
+                gone = gone or next((area for area in plan.others if not self._local.is_live(area)), None)
+            elif self._remotes.get(plan.remote.name) is not plan.remote:
+                raise nixlNotFoundError(f"agent {plan.remote.name!r} was removed or replaced; prepare the list again")
+        if gone is not None:
+            raise nixlNotFoundError(f"the {gone.length} bytes at {gone.addr:#x} were deregistered")
+
+    def get_reg_descs(self, descs: Any, mem_type: str | None = None) -> nixlRegDList | None:
+        """A list for registration, from 4-tuples, an N x 3 array or tensors; None for what can't be used."""
+        return _descs.reg_descs(descs, mem_type)
+
+    def get_xfer_descs(self, descs: Any, mem_type: str | None = None) -> nixlXferDList | None:
+        """A list for transfers, from 3-tuples, an N x 3 array or tensors; None for what can't be used."""
+        return _descs.xfer_descs(descs, mem_type)
+
+    def get_remote_descs(self, descs: Any, mem_type: str | None = None) -> nixlRemoteDList | None:
+        return _descs.remote_descs(descs, mem_type)
+
+    def register_memory(
+        self, reg_list: Any, mem_type: str | None = None, backends: list[str] | tuple[()] = ()
+    ) -> nixlRegDList:
+        """Registers all or nothing. The caller keeps the memory valid until it is deregistered."""
+        descs = self._reg_list(reg_list, mem_type)
+        kind = descs.getType()
+        self._must_have(kind, backends)
+        agent, done = self._core(), []
+        with self._lock:
+            try:
+                for addr, length, device, meta in descs:
+                    with as_nixl():
+                        if kind is nixl_mem_t.FILE_SEG:
+                            self._local.add_file(agent, addr, length, device, meta)
+                        else:
+                            self._local.add_memory(agent, addr, length, device)
+                    done.append(self._local.find(kind, addr, length, device))
+            except Exception:
+                for area in reversed(done):
+                    self._local.close(agent, area)
+                raise
+        return descs
+
+    def deregister_memory(self, dereg_list: nixlRegDList, backends: list[str] | tuple[()] = ()) -> None:
+        """Ends registrations. Transfers that use the memory are cancelled, and waited for."""
+        descs = self._reg_list(dereg_list, None)
+        self._handles(backends)
+        agent = self._core()
+        with self._lock:
+            areas = [self._local.find(descs.getType(), *desc[:3]) for desc in descs]
+            ending = {area for area in areas if area.uses <= areas.count(area)} if len(areas) < 64 else set(areas)
+            running = [handle for handle in self._running if not ending.isdisjoint(handle._plan.areas)]
+            left = [job for plan, job in self._left if not ending.isdisjoint(plan.areas)]
+        stuck = [handle for handle in running if not handle._cancel(CANCEL_S)]
+        if stuck or not all(has_ended(job) for job in left):
+            raise nixlBackendError("a cancelled transfer still uses the memory; try again when it has ended")
+        for handle in running:
+            with handle._lock:
+                handle._state(wait=False)
+        with self._lock, as_nixl():
+            for area in areas:
+                self._local.close(agent, area)
+
+    def query_memory(self, reg_list: Any, backend: str, mem_type: str | None = None) -> list[dict[str, str] | None]:
+        """For each file, by its path in `meta`: its size, mode and time of modification, or None."""
+        descs = self._reg_list(reg_list, mem_type)
+        if backend not in self.backends:
+            raise ValueError(f"no backend {backend!r} was created; there are {sorted(self.backends)}")
+        if descs.getType() is not nixl_mem_t.FILE_SEG:
+            raise nixlNotSupportedError("only files can be queried")
+        return [file_facts(meta) for *_, meta in descs]
+
+    def _reg_list(self, descs: Any, mem_type: str | None) -> nixlRegDList:
+        found = _descs.reg_descs(descs, mem_type)
+        if found is None:
+            raise TypeError("expected a list of memory for registration")
+        return found

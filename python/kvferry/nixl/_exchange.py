@@ -1,0 +1,216 @@
+"""What agents tell each other about themselves: metadata, direct and by the listener."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import weakref
+from typing import Any, TypeAlias
+
+import numpy as np
+
+import kvferry
+from kvferry.nixl import _listener
+from kvferry.nixl._bindings import DEFAULT_COMM_PORT, nixlRegDList, nixlXferDList
+from kvferry.nixl._core import AgentCore, text
+from kvferry.nixl._errors import (
+    as_nixl,
+    nixlInvalidParamError,
+    nixlMismatchError,
+    nixlNotAllowedError,
+    nixlNotFoundError,
+    nixlNotSupportedError,
+)
+from kvferry.nixl._memory import Area, Remote
+from kvferry.nixl._metadata import Metadata, RemoteMemory
+from kvferry.nixl._transfers import CANCEL_S
+
+_log = logging.getLogger("kvferry.nixl")
+_Name: TypeAlias = str | bytes
+
+
+class Exchange(AgentCore):
+    """The metadata of an agent and of those that it knows."""
+
+    def __init__(self, name: str, wanted: list[str] | None, listen_port: int | None) -> None:
+        super().__init__(name, wanted)
+        self._listener: _listener.Listener | None = None
+        if listen_port is not None:
+            host = (os.environ.get("KVFERRY_LISTEN") or "").rpartition(":")[0].strip("[]")
+            # The listener's thread does not keep the agent alive.
+            weak = weakref.WeakMethod(self._answer)
+
+            def answer(operation: int, body: bytes) -> bytes:
+                alive = weak()
+                if alive is None:
+                    raise ConnectionError("the agent has ended")
+                return alive(operation, body)
+
+            with as_nixl():
+                self._listener = _listener.Listener(host, listen_port, answer)
+
+    def shutdown(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        super().shutdown()
+
+    def __del__(self) -> None:
+        listener = getattr(self, "_listener", None)
+        if listener is not None:
+            listener.close()
+
+    def get_agent_metadata(self) -> bytes:
+        """What another agent needs to reach this one's memory."""
+        with self._lock:
+            return self._metadata(list(self._local.memory.values()), True)
+
+    def get_partial_agent_metadata(
+        self, descs: nixlRegDList, inc_conn_info: bool = False, backends: list[str] | tuple[()] = ()
+    ) -> bytes:
+        """The same for some of the memory, with or without the agent's address."""
+        self._handles(backends)
+        found = self._reg_list(descs, None)
+        with self._lock:
+            areas = [self._local.find(found.getType(), *desc[:3]) for desc in found]
+            return self._metadata(areas, inc_conn_info)
+
+    def _metadata(self, areas: list[Area], connection: bool) -> bytes:
+        agent = self._core()
+        regions = [
+            RemoteMemory(area.addr, area.length, area.device, area.remote.to_bytes())
+            for area in areas
+            if area.file is None
+        ]
+        address = agent.address if connection else None
+        return Metadata(self.name, agent.incarnation, address, regions).to_bytes()
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        """Makes a remote agent known, or more of its memory. A restarted one replaces the one that is gone."""
+        found = Metadata.from_bytes(metadata)
+        if found.name == self.name:
+            raise nixlInvalidParamError(f"{self.name!r} is this agent's own name")
+        agent = self._core()
+        with self._lock:
+            known = self._remotes.get(found.name)
+        if known is not None and known.incarnation != found.incarnation:
+            if known.answers():
+                raise nixlNotAllowedError(f"another agent {found.name!r} is known, and answers; remove it first")
+            _log.info("agent %s was restarted", found.name)
+            known = None
+        with self._lock, as_nixl():
+            remote = known or Remote(found.name, found.incarnation)
+            try:
+                remote.update(agent, found)
+            except kvferry.Error as error:
+                raise nixlMismatchError(f"malformed metadata: {error}") from error
+            self._remotes[found.name] = remote
+        return found.name.encode()
+
+    def remove_remote_agent(self, agent: _Name) -> None:
+        """Forgets a remote agent and disconnects from it. Its transfers are cancelled."""
+        with self._lock:
+            remote = self._remote(agent)
+            del self._remotes[remote.name]
+            running = [handle for handle in self._running if handle._plan.remote is remote]
+        for handle in running:
+            handle._cancel(CANCEL_S)
+        if remote.peer is not None:
+            with as_nixl():
+                remote.peer.disconnect()
+
+    def check_remote_metadata(self, agent: _Name, descs: nixlXferDList | None = None) -> bool:
+        """Whether a remote agent is known and not found to be gone, and has registered these ranges."""
+        with self._lock:
+            remote = self._remotes.get(text(agent))
+        if remote is None or remote.lost:
+            return False
+        if descs is None or descs.isEmpty():
+            return True
+        try:
+            remote.areas.find(descs.rows[:, 0], descs.rows[:, 1], remote.name)
+        except nixlNotFoundError:
+            return False
+        return True
+
+    def make_connection(self, remote_agent: _Name, backends: list[str] | tuple[()] = ()) -> None:
+        """Connects now instead of at the first transfer."""
+        self._handles(backends)
+        with self._lock:
+            remote = self._remote(remote_agent)
+        with as_nixl():
+            self._peer(remote).connect()
+
+    def send_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
+        """Sends the metadata to another agent's listener, in the background."""
+        self._exchange("sending metadata", ip_addr, port, _listener.SEND, self.get_agent_metadata())
+
+    def send_partial_agent_metadata(
+        self,
+        descs: nixlRegDList,
+        inc_conn_info: bool = False,
+        backends: list[str] | tuple[()] = (),
+        ip_addr: str = "",
+        port: int = DEFAULT_COMM_PORT,
+        label: str = "",
+    ) -> None:
+        metadata = self.get_partial_agent_metadata(descs, inc_conn_info, backends)
+        self._exchange("sending metadata", ip_addr, port, _listener.SEND, metadata)
+
+    def fetch_remote_metadata(
+        self, remote_agent: _Name, ip_addr: str = "", port: int = DEFAULT_COMM_PORT, label: str = ""
+    ) -> None:
+        """Asks another agent's listener for its metadata, in the background. See `check_remote_metadata`."""
+        name = text(remote_agent)
+
+        def add(blob: bytes) -> None:
+            found = Metadata.from_bytes(blob).name
+            if found != name:
+                raise nixlMismatchError(f"the agent there is {found!r}, not {name!r}")
+            self.add_remote_agent(blob)
+
+        self._exchange(f"metadata of {name}", ip_addr, port, _listener.FETCH, b"", add)
+
+    def invalidate_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
+        """Has another agent forget this one, in the background."""
+        with self._lock:
+            mine = self._metadata([], False)
+        self._exchange("invalidating metadata", ip_addr, port, _listener.INVALIDATE, mine)
+
+    def _exchange(
+        self, what: str, host: str, port: int, operation: int, body: bytes, then: Any = lambda _: None
+    ) -> None:
+        if not host:
+            raise nixlNotSupportedError("kvferry has no central metadata server; give the other agent's address")
+        _listener.in_background(what, host, port, operation, body, then)
+
+    def _answer(self, operation: int, body: bytes) -> bytes:
+        if operation == _listener.FETCH:
+            return self.get_agent_metadata()
+        if operation == _listener.SEND:
+            self.add_remote_agent(body)
+        elif operation == _listener.INVALIDATE:
+            gone = Metadata.from_bytes(body)
+            with self._lock:
+                known = self._remotes.get(gone.name)
+            # Its incarnation shows that the agent itself asks, or one that it gave its metadata to.
+            if known is not None and known.incarnation == gone.incarnation:
+                self.remove_remote_agent(gone.name)
+        return b""
+
+    def get_serialized_descs(self, descs: nixlXferDList | nixlRegDList) -> bytes:
+        """A descriptor list as bytes, which `deserialize_descs` reads without running anything."""
+        metas = "\0".join(descs.metas).encode() if isinstance(descs, nixlRegDList) else b""
+        head = struct.pack("<BBI", isinstance(descs, nixlRegDList), descs.getType(), len(descs))
+        return head + descs.rows.tobytes() + metas
+
+    def deserialize_descs(self, serialized_descs: bytes) -> nixlXferDList | nixlRegDList:
+        try:
+            is_reg, kind, count = struct.unpack_from("<BBI", serialized_descs)
+            rows = np.frombuffer(serialized_descs, dtype=np.uint64, count=3 * count, offset=6).reshape(count, 3)
+            if not is_reg:
+                return nixlXferDList(kind, rows)
+            metas = bytes(serialized_descs[6 + 24 * count :]).decode().split("\0")
+            return nixlRegDList(kind, [(*row, meta) for row, meta in zip(rows.tolist(), metas, strict=True)])
+        except (struct.error, ValueError, TypeError) as error:
+            raise nixlMismatchError(f"not a serialized descriptor list: {error}") from error

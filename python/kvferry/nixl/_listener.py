@@ -1,0 +1,121 @@
+"""Exchange of metadata by address and port: the listener's thread, and the requests to others' listeners.
+
+A request is a byte for the operation, the length of its body, and the body. The answer has the same form. Threads wait
+for connections and answers, so nothing runs while nothing comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+_log = logging.getLogger("kvferry.nixl")
+
+# The sender's metadata; the receiver's metadata is asked for; the sender's metadata is no longer valid.
+SEND, FETCH, INVALIDATE = 1, 2, 3
+_HEAD: Final = struct.Struct("<BI")
+BODY_MAX: Final = 64 << 20
+IO_TIMEOUT_S: Final = 5.0
+MAX_CONNECTIONS: Final = 16
+# How long a request is repeated while nothing listens there.
+PATIENCE_S: Final = 30.0
+RETRY_S: Final = 0.2
+
+Answer = Callable[[int, bytes], bytes]
+
+
+def _read(connection: socket.socket, nbytes: int) -> bytes:
+    parts = []
+    while nbytes:
+        part = connection.recv(min(nbytes, 1 << 20))
+        if not part:
+            raise ConnectionError("the connection ended within a message")
+        parts.append(part)
+        nbytes -= len(part)
+    return b"".join(parts)
+
+
+def _receive(connection: socket.socket) -> tuple[int, bytes]:
+    operation, length = _HEAD.unpack(_read(connection, _HEAD.size))
+    if length > BODY_MAX:
+        raise ConnectionError(f"a message of {length} bytes")
+    return operation, _read(connection, length)
+
+
+def request(host: str, port: int, operation: int, body: bytes) -> bytes:
+    """One request. OSError if it fails."""
+    with socket.create_connection((host, port), timeout=IO_TIMEOUT_S) as connection:
+        connection.sendall(_HEAD.pack(operation, len(body)) + body)
+        return _receive(connection)[1]
+
+
+class Listener:
+    """Answers requests until `close`."""
+
+    def __init__(self, host: str, port: int, answer: Answer) -> None:
+        self._answer = answer
+        self._closed = False
+        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._socket = socket.create_server((host, port))
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._serve, name="kvferry-nixl-listen", daemon=True).start()
+
+    def _serve(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if not self._closed:
+                    # Too many open files, for example: do not spin.
+                    _log.warning("metadata listener at port %d: %s", self.port, error)
+                    time.sleep(0.1)
+                continue
+            if not self._slots.acquire(timeout=IO_TIMEOUT_S):
+                connection.close()
+                continue
+            threading.Thread(target=self._one, args=(connection,), name="kvferry-nixl-answer", daemon=True).start()
+
+    def _one(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                connection.settimeout(IO_TIMEOUT_S)
+                operation, body = _receive(connection)
+                answer = self._answer(operation, body)
+                connection.sendall(_HEAD.pack(operation, len(answer)) + answer)
+        except Exception as error:
+            _log.warning("a request to the metadata listener at port %d failed: %s", self.port, error)
+        finally:
+            self._slots.release()
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def in_background(what: str, host: str, port: int, operation: int, body: bytes, then: Callable[[bytes], None]) -> None:
+    """A request that a thread repeats while nothing listens there. `then` gets the answer."""
+
+    def run() -> None:
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                then(request(host, port, operation, body))
+                return
+            except ConnectionRefusedError as error:
+                if time.monotonic() > until:
+                    _log.warning("%s: nothing listens at %s port %d: %s", what, host, port, error)
+                    return
+            except Exception as error:
+                _log.warning("%s: %s port %d: %s", what, host, port, error)
+                return
+            time.sleep(RETRY_S)
+
+    threading.Thread(target=run, name="kvferry-nixl-metadata", daemon=True).start()

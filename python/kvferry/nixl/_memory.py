@@ -1,0 +1,207 @@
+"""Registered memory and files of an agent, and of remote agents; finding the region of each descriptor."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+import kvferry
+from kvferry.nixl._bindings import nixl_mem_t
+from kvferry.nixl._errors import nixlBackendError, nixlInvalidParamError, nixlNotFoundError
+from kvferry.nixl._metadata import Metadata, RemoteMemory
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+# A file by its path, in a registration's `meta`: the access, further words, the path.
+_BY_PATH: Final = re.compile(r"(ro|rw)((?:,\w+)*):(.+)", re.DOTALL)
+
+
+@dataclass(eq=False)
+class Area:
+    """A registered range: memory, or a part of a file. `device` is a file's descriptor. `uses`: registrations of it."""
+
+    addr: int
+    length: int
+    device: int
+    remote: kvferry.RemoteRegion
+    region: kvferry.Region | None = None
+    file: kvferry.FileRegion | None = None
+    uses: int = 1
+
+    @property
+    def end(self) -> int:
+        return self.addr + self.length
+
+
+class Areas:
+    """Areas that do not overlap, and the one that each descriptor lies in. It does not change."""
+
+    def __init__(self, areas: Iterable[Area]) -> None:
+        # Files with equal offsets differ in the device, memory has one address space.
+        self.list = sorted(areas, key=lambda area: (area.device if area.file else 0, area.addr))
+        self._starts = np.array([area.addr for area in self.list], dtype=np.uint64)
+        self._ends = np.array([area.end for area in self.list], dtype=np.uint64)
+
+    def find(self, addrs: Array, lengths: Array, what: str) -> Array:
+        """The position in `list` of the area of each range; nixlNotFoundError if one lies in none."""
+        at = np.searchsorted(self._starts, addrs, side="right") - 1
+        ends = addrs + lengths
+        if len(self.list):
+            missing = (at < 0) | (ends > self._ends[at]) | (ends < addrs)
+        else:
+            missing = np.ones(len(addrs), dtype=bool)
+        if missing.any():
+            first = int(np.flatnonzero(missing)[0])
+            raise nixlNotFoundError(
+                f"descriptor {first}, {int(lengths[first])} bytes at {int(addrs[first]):#x}, does not lie in one "
+                f"registered region of {what}"
+            )
+        return at.astype(np.int32)
+
+
+class Local:
+    """What an agent has registered. The caller holds the agent's lock."""
+
+    def __init__(self) -> None:
+        self.memory: dict[tuple[int, int], Area] = {}
+        self.files: dict[int, Area] = {}
+        # Changes whenever something is deregistered.
+        self.version = 0
+        self._areas: Areas | None = None
+
+    def changed(self) -> None:
+        self._areas = None
+
+    @property
+    def areas(self) -> Areas:
+        if self._areas is None:
+            self._areas = Areas(self.memory.values())
+        return self._areas
+
+    def is_live(self, area: Area) -> bool:
+        if area.file is not None:
+            return self.files.get(area.device) is area
+        return self.memory.get((area.addr, area.length)) is area
+
+    def find(self, kind: nixl_mem_t, addr: int, length: int, device: int) -> Area:
+        """A registered area, by what it was registered with."""
+        found = self.files.get(device) if kind is nixl_mem_t.FILE_SEG else self.memory.get((addr, length))
+        if found is None:
+            raise nixlNotFoundError(f"nothing is registered as {length} bytes at {addr:#x}, device {device}")
+        return found
+
+    def add_memory(self, agent: kvferry.Agent, addr: int, length: int, device: int) -> None:
+        if addr == 0 or length == 0:
+            raise nixlInvalidParamError(f"can't register {length} bytes at {addr:#x}")
+        known = self.memory.get((addr, length))
+        if known is not None:
+            known.uses += 1
+            return
+        try:
+            region = agent.register((addr, length))
+        except kvferry.OverlapError as error:
+            raise nixlBackendError(
+                f"{error}. kvferry registers a range twice if both are equal, not if they overlap"
+            ) from error
+        self.memory[addr, length] = Area(addr, length, device, region.remote(), region=region)
+        self.changed()
+
+    def add_file(self, agent: kvferry.Agent, offset: int, length: int, device: int, meta: str) -> None:
+        if device in self.files:
+            self.files[device].uses += 1
+            return
+        by_path = _BY_PATH.fullmatch(meta)
+        file = _by_path(agent, by_path, offset, length) if by_path else _by_descriptor(agent, device, offset, length)
+        self.files[device] = Area(offset, file.nbytes, device, file.remote(), file=file)
+
+    def close(self, agent: kvferry.Agent, area: Area) -> None:
+        """Ends a registration, and the area with the last one. Peers that still write are waited for."""
+        if area.uses > 1:
+            area.uses -= 1
+            return
+        if area.file is not None:
+            area.file.close()
+            del self.files[area.device]
+        else:
+            assert area.region is not None
+            agent.unregister(area.region)
+            del self.memory[area.addr, area.length]
+            self.changed()
+        self.version += 1
+
+
+def _by_descriptor(agent: kvferry.Agent, fd: int, offset: int, length: int) -> kvferry.FileRegion:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    writable = flags & os.O_ACCMODE == os.O_RDWR
+    # Past the page cache only if the caller has opened it so.
+    direct: Any = "auto" if flags & os.O_DIRECT else "off"
+    nbytes = length or os.fstat(fd).st_size - offset
+    return agent.register_file(fd, "rw" if writable else "r", offset=offset, nbytes=nbytes, direct=direct)
+
+
+def _by_path(agent: kvferry.Agent, meta: re.Match[str], offset: int, length: int) -> kvferry.FileRegion:
+    access, words, path = meta.groups()
+    asked = set(words.split(",")[1:])
+    unknown = asked - {"direct", "create"}
+    if unknown:
+        raise nixlInvalidParamError(f"{meta.string!r}: kvferry does not know {', '.join(sorted(unknown))}")
+    nbytes = length or os.stat(path).st_size - offset
+    return agent.open_file(
+        path,
+        "rw" if access == "rw" else "r",
+        create="create" in asked and not os.path.exists(path),
+        offset=offset,
+        nbytes=nbytes,
+        direct="auto" if "direct" in asked else "off",
+    )
+
+
+class Remote:
+    """A remote agent, as its metadata says. `lost`: a transfer found that it is gone."""
+
+    def __init__(self, name: str, incarnation: str) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.peer: kvferry.Peer | None = None
+        self.lost = False
+        self.areas = Areas([])
+        # Notifications whose outcome is not known yet.
+        self.notifying: list[kvferry.Transfer] = []
+
+    def update(self, agent: kvferry.Agent, metadata: Metadata) -> None:
+        """Adds regions; a new one replaces those that it overlaps, which the agent has deregistered."""
+        regions = [_remote_area(region) for region in metadata.regions]
+        kept = (
+            Areas(area for area in self.areas.list if not any(_overlap(area, new) for new in regions))
+            if (self.areas.list and regions)
+            else self.areas
+        )
+        if regions:
+            self.areas = Areas([*kept.list, *regions])
+        if metadata.address is not None:
+            self.peer = agent.peer(metadata.address)
+            self.lost = False
+
+    def answers(self) -> bool:
+        """Whether this incarnation of the agent still lives. Asks it, for a second at most."""
+        if self.lost or self.peer is None:
+            return False
+        try:
+            self.peer.probe(timeout=1.0)
+            return self.peer.connect(timeout=1.0).incarnation == self.incarnation
+        except kvferry.Error:
+            return False
+
+
+def _remote_area(region: RemoteMemory) -> Area:
+    return Area(region.addr, region.length, region.device, kvferry.RemoteRegion.from_bytes(region.token))
+
+
+def _overlap(a: Area, b: Area) -> bool:
+    return a.addr < b.end and b.addr < a.end
