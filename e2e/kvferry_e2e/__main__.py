@@ -22,7 +22,7 @@ from kvferry_e2e.environment import Environment, vllm_environment
 from kvferry_e2e.instance import Connector, Instance, Role
 from kvferry_e2e.overlay import kvferry_overlay, mooncake_overlay, newest_wheel
 from kvferry_e2e.pair import Pair
-from kvferry_e2e.phases import connector, correctness, corruption, disconnects, faults, models, offload, soak, survival
+from kvferry_e2e.phases import connector, correctness, corruption, disconnects, faults, models, nixl, offload, soak, survival
 from kvferry_e2e.phases.connector import Cluster
 from kvferry_e2e.prompts import LENGTHS, Prompts
 from kvferry_e2e.relay import Relay
@@ -31,6 +31,16 @@ from kvferry_e2e.router import EXAMPLES, Kind, Router, example, routers_environm
 from kvferry_e2e.server import Server, Setup, free_port
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+CONNECTORS: dict[str, Connector] = {
+    "mooncake": "MooncakeConnector",
+    "nixl": "NixlConnector",
+    "kvferry": "KVFerryConnector",
+}
+# What has vLLM's own connectors import kvferry.
+SHIMS: dict[Connector, dict[str, str]] = {
+    "MooncakeConnector": {"KVFERRY_SHIMS": "mooncake"},
+    "NixlConnector": {"KVFERRY_SHIMS": "nixl"},
+}
 CHECKSUMS_ON = {"KVFERRY_CHECKSUM": "on"}
 # Copies within one host bypass the relay and the peer.
 OVER_TCP = {"KVFERRY_TRANSPORTS": "tcp,mooncake"}
@@ -44,8 +54,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="e2e/run", description=__doc__)
     parser.add_argument(
         "--connector",
-        choices=("kvferry", "mooncake"),
-        help="only KVFerryConnector, or only vLLM's MooncakeConnector on kvferry (default: both)",
+        choices=tuple(CONNECTORS),
+        help="only KVFerryConnector, or only vLLM's MooncakeConnector or NixlConnector on kvferry (default: all)",
     )
     parser.add_argument(
         "--engine",
@@ -418,6 +428,23 @@ def mooncake_phases(run: Run, engine: str) -> None:
     faults.no_crash_in_logs(report, [server for server in run.servers if isinstance(server, Instance)])
 
 
+def nixl_phases(run: Run) -> None:
+    """vLLM's NixlConnector on kvferry's `nixl`, within the host and over TCP."""
+    report, prompts = run.report, Prompts(seed=2031)
+    prefill, decode = run.start("prefill-1", "prefill", caching=False), run.start("decode", "decode", caching=False)
+    run.ready(prefill, decode)
+    cluster = Cluster([prefill], [decode])
+    nixl.one_by_one(report, cluster, prompts)
+    nixl.engine_is_kvferrys(report, cluster)
+    nixl.together(report, cluster, prompts)
+    nixl.prefill_dies(report, cluster, prompts)
+    prefill = run.start("prefill-2", "prefill", caching=False, like=prefill, env=OVER_TCP)
+    run.ready(prefill)
+    nixl.restarted(report, prefill, decode, prompts)
+    faults.stops_when_asked(report, (prefill, decode))
+    faults.no_crash_in_logs(report, [server for server in run.servers if isinstance(server, Instance)])
+
+
 # Parts that are not run by default take longer.
 PARTS: dict[str, Callable[[Run], None]] = {
     "core": contract_phase,
@@ -452,8 +479,7 @@ def _run(
     else:
         assert wheel is not None
         site, env = kvferry_overlay(venv, wheel, target / "site", report.say), dict(ON_BUSY_CORES)
-        if name == "MooncakeConnector":
-            env |= {"KVFERRY_SHIMS": "mooncake"}
+        env |= SHIMS.get(name, {})
     with tempfile.TemporaryDirectory(prefix="kvferry-e2e-", ignore_cleanup_errors=True) as scratch:
         run = Run(report, Setup(venv, site, folder, Path(scratch), env), name, options.queue_seconds)
         report.say(f"logs of the servers: {folder.relative_to(CHECKOUT)}")
@@ -484,12 +510,8 @@ def main() -> int:
         wheel = options.wheel or newest_wheel(CHECKOUT)
         if wheel is None and options.engine == "kvferry":
             sys.exit("no wheel in target/wheels: run `make build` first")
-        connectors: list[Connector] = []
-        if options.connector != "kvferry":
-            connectors.append("MooncakeConnector")
-        if options.connector != "mooncake":
-            connectors.append("KVFerryConnector")
-        for name in connectors:
+        asked = CONNECTORS if options.connector is None else (options.connector,)
+        for name in (CONNECTORS[connector] for connector in asked):
             with (
                 _run(report, venv, target, wheel, name, options) as run,
                 report.check(f"the run with {name} was completed"),
@@ -497,6 +519,8 @@ def main() -> int:
                 if name == "KVFerryConnector":
                     for part in options.parts:
                         PARTS[part](run)
+                elif name == "NixlConnector":
+                    nixl_phases(run)
                 else:
                     mooncake_phases(run, options.engine)
     return report.finish()

@@ -88,7 +88,12 @@ class Instance(Server):
                 "kv_connector_extra_config": {"connectors": [ours, example]},
             }
         if self.connector == "NixlConnector":
-            return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+            return {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "kv_buffer_device": "cpu",
+                "kv_load_failure_policy": self.policy,
+            }
         return {
             "kv_connector": "MooncakeConnector",
             "kv_role": "kv_producer" if self.role == "prefill" else "kv_consumer",

