@@ -430,7 +430,9 @@ def test_files_are_written_and_read_by_descriptor_and_by_path(tmp_path: Any) -> 
             agent.transfer(read)
     second = tmp_path / "second"
     agent.register_memory([(0, BLOCK * 8, 77, f"rw,create:{second}")], "FILE")
-    again = agent.initialize_xfer("WRITE", mine, agent.get_xfer_descs([(at * BLOCK, BLOCK, 77) for at in range(8)], "FILE"), "storage")
+    again = agent.initialize_xfer(
+        "WRITE", mine, agent.get_xfer_descs([(at * BLOCK, BLOCK, 77) for at in range(8)], "FILE"), "storage"
+    )
     assert run(agent, again) == "DONE"
     assert second.read_bytes() == before
     facts = agent.query_memory([(0, 0, 0, str(second)), (0, 0, 0, str(tmp_path / "none"))], "POSIX", "FILE")
