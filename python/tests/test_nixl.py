@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import Memory, eventually
-
-from kvferry.nixl import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 from kvferry.nixl import _bindings as bind
+from kvferry.nixl import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
 BLOCK = 4096
 BLOCKS = 64
@@ -167,7 +166,7 @@ def test_lists_that_are_unusable_are_none_and_unknown_kinds_of_memory_key_errors
 def test_descriptor_lists_are_lists_that_survive_pickle_and_serialization(one: Side) -> None:
     descs = bind.nixlXferDList(bind.DRAM_SEG, [(1, 2, 3), (4, 5, 6)])
     descs.addDesc((7, 8, 9))
-    assert (descs.descCount(), descs[2], descs.index((4, 5, 6)), list(descs)[0]) == (3, (7, 8, 9), 1, (1, 2, 3))
+    assert (descs.descCount(), descs[2], descs.index((4, 5, 6)), next(iter(descs))) == (3, (7, 8, 9), 1, (1, 2, 3))
     descs[0] = (9, 9, 9)
     descs.remDesc(1)
     assert list(descs) == [(9, 9, 9), (7, 8, 9)] and descs.getType() == bind.DRAM_SEG

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from kit import Child, Memory, eventually, run_python
-
 from kvferry.nixl import _bindings as bind
 from kvferry.nixl import nixl_agent, nixl_agent_config
 
