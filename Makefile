@@ -24,7 +24,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-peers bench-vllm \
+.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-vllm \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
@@ -166,6 +166,9 @@ bench-store-peers: wheel-measured ## Measure the store beside vLLM's fs tier and
 
 bench-handoff: command-dist ## Measure what handoffs cost beyond moving their bytes; fails if it is too much
 	target/dist/kvferry bench-handoff $(BENCH_HANDOFF_ARGS)
+
+bench-nixl: wheel-measured ## Measure kvferry's nixl beside NIXL, through Python; fails if it is behind in a cell
+	$(call part,nixl side by side,bench/peers/run nixl --check --wheel target/dist/kvferry-*.whl $(BENCH_ARGS))
 
 bench-peers: command-dist wheel-measured ## Measure beside Mooncake and NIXL (installs them in the cache first)
 	$(call part,side by side,bench/peers/run $(BENCH_ARGS))

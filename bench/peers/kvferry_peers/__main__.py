@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
-ENGINES = ("mooncake", "nixl", "nixl-no-progress-thread", "nixl-file-aio", "nixl-file-uring")
-COMMANDS = ("open", "connect", "plan", "fill", "poison", "check", "call", "together", "run")
+ENGINES = ("mooncake", "nixl", "nixl-no-progress-thread", "kvferry-nixl", "nixl-file-aio", "nixl-file-uring")
+COMMANDS = ("open", "connect", "plan", "fill", "poison", "check", "call", "call_unprepared", "together", "run")
 
 
 def engine(name: str, role: str) -> Any:
@@ -27,6 +27,8 @@ def engine(name: str, role: str) -> Any:
         return NixlFiles(name.removeprefix("nixl-file-"))
     from kvferry_peers.nixl_engine import NixlEngine
 
+    if name == "kvferry-nixl":
+        return NixlEngine(progress_thread=True, module="kvferry.nixl._api")
     # A target makes no calls, so a thread has to make progress for it.
     return NixlEngine(progress_thread=role == "target" or name == "nixl")
 

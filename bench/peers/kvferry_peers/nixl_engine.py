@@ -1,23 +1,25 @@
-"""NIXL with its UCX backend. Which lanes UCX may use is said by UCX_TLS."""
+"""NIXL with its UCX backend, and kvferry's `nixl` in its place. Which lanes UCX may use is said by UCX_TLS."""
 
 from __future__ import annotations
 
 import base64
+import importlib
 import uuid
 from typing import Any
-
-from nixl_cu12._api import nixl_agent, nixl_agent_config
 
 from kvferry_peers.engine import Engine, Table, TransferError
 
 
 class NixlEngine(Engine):
-    def __init__(self, *, progress_thread: bool) -> None:
-        config = nixl_agent_config(enable_prog_thread=progress_thread, backends=["UCX"])
-        self._agent = nixl_agent(str(uuid.uuid4()), config)
+    def __init__(self, *, progress_thread: bool, module: str = "nixl_cu12._api") -> None:
+        api = importlib.import_module(module)
+        config = api.nixl_agent_config(enable_prog_thread=progress_thread, backends=["UCX"])
+        self._agent = api.nixl_agent(str(uuid.uuid4()), config)
         self._other, self._base = b"", 0
         self._lists: list[Any] = []
         self._handles: list[Any] = []
+        self._ends: list[tuple[Any, Any]] = []
+        self._operation = ""
 
     def register(self) -> Any:
         self._agent.register_memory([(self.memory.address, self.memory.nbytes, 0, "")], "DRAM")
@@ -34,10 +36,11 @@ class NixlEngine(Engine):
             self._agent.release_xfer_handle(handle)
         for prepared in self._lists:
             self._agent.release_dlist_handle(prepared)
-        self._handles, self._lists = [], []
+        self._handles, self._lists, self._ends, self._operation = [], [], [], op.upper()
         for here, there, lengths in batches:
             ours = [(self.memory.address + at, length, 0) for at, length in zip(here, lengths, strict=True)]
             theirs = [(self._base + at, length, 0) for at, length in zip(there, lengths, strict=True)]
+            self._ends.append((ours, theirs))
             ends = (
                 self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", ours, "DRAM"),
                 self._agent.prep_xfer_dlist(self._other, theirs, "DRAM"),
@@ -47,7 +50,26 @@ class NixlEngine(Engine):
             self._lists.extend(ends)
 
     def move(self, batch: int) -> None:
-        handle, check = self._handles[batch], self._agent.check_xfer_state
+        self._move(self._handles[batch])
+
+    def call_unprepared(self, batches: int, calls: int, limit: float) -> list[float]:
+        """As `call`, for a caller that has nothing but tuples: each call makes the lists and the transfer anew."""
+        prepared, self._handles = self._handles, [None] * batches
+        self.move, before = self._move_new, self.move  # type: ignore[method-assign]
+        try:
+            return self.call(batches, calls, limit)
+        finally:
+            self.move, self._handles = before, prepared  # type: ignore[method-assign]
+
+    def _move_new(self, batch: int) -> None:
+        agent = self._agent
+        ours, theirs = (agent.get_xfer_descs(end, "DRAM") for end in self._ends[batch])
+        handle = agent.initialize_xfer(self._operation, ours, theirs, self._other)
+        self._move(handle)
+        agent.release_xfer_handle(handle)
+
+    def _move(self, handle: Any) -> None:
+        check = self._agent.check_xfer_state
         state = self._agent.transfer(handle)
         while state == "PROC":
             state = check(handle)

@@ -83,6 +83,13 @@ def indices(given: Any, of: Ranges) -> Array:
     return at
 
 
+def _used(ranges: Ranges, which: Array) -> list[Area]:
+    """The areas that some ranges lie in."""
+    if len(ranges.areas) == 1:
+        return ranges.areas
+    return [ranges.areas[at] for at in np.unique(which)]
+
+
 class Plan:
     """The descriptors of one transfer as kvferry's batch, neighbours merged."""
 
@@ -107,8 +114,7 @@ class Plan:
             here, there, lengths, which, whose = here[some], there[some], lengths[some], which[some], whose[some]
         self.remote = other.remote
         self.is_file = other.kind is nixl_mem_t.FILE_SEG
-        self.areas = [local.areas[at] for at in np.unique(which)]
-        self.others = [other.areas[at] for at in np.unique(whose)]
+        self.areas, self.others = _used(local, which), _used(other, whose)
         self.descriptors = len(here)
         self.batch = kvferry.Batch()
         with as_nixl():
