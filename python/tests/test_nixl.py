@@ -367,6 +367,42 @@ def test_every_call_of_an_agent_that_was_shut_down_or_removed_raises(pair: tuple
     assert not [error for error in (handle.error,) if error]
 
 
+def test_an_agent_that_was_removed_still_reaches_the_one_that_removed_it(pair: tuple[Side, Side]) -> None:
+    here, there = pair
+    there.agent.add_remote_agent(here.agent.get_agent_metadata())
+    back = there.agent.initialize_xfer(
+        *("WRITE", there.agent.get_xfer_descs(there.rows(), "DRAM")),
+        *(there.agent.get_xfer_descs(here.rows(), "DRAM"), "here"),
+    )
+    assert run(there.agent, back) == "DONE"
+    here.agent.make_connection("there")
+    here.agent.remove_remote_agent("there")
+    assert run(there.agent, back) == "DONE"
+    there.agent.send_notif("here", "still here")
+    assert eventually(here.agent.get_new_notifs) == {"there": [b"still here"]}
+
+
+def test_a_handle_that_is_dropped_while_its_transfer_runs_holds_nothing(pair: tuple[Side, Side]) -> None:
+    here, there = pair
+    mine, theirs = lists(here, there)
+    for _ in range(50):
+        here.agent.transfer(here.agent.make_prepped_xfer("READ", mine, range(BLOCKS), theirs, range(BLOCKS)))
+    assert not list(here.agent._running)
+    here.agent.deregister_memory(here.registered)
+
+
+def test_a_notification_longer_than_64_kib_is_refused(pair: tuple[Side, Side]) -> None:
+    here, there = pair
+    mine, theirs = lists(here, there)
+    with pytest.raises(bind.nixlInvalidParamError, match="too long"):
+        here.agent.send_notif("there", bytes(1 << 17))
+    handle = here.agent.make_prepped_xfer("READ", mine, [0], theirs, [0], bytes(1 << 17))
+    assert run(here.agent, handle) == "ERR"
+    assert here.agent.check_remote_metadata("there")
+    here.agent.send_notif("there", bytes(60 << 10))
+    assert len(eventually(there.agent.get_new_notifs)["here"][0]) == 60 << 10
+
+
 def test_threads_may_share_an_agent(pair: tuple[Side, Side]) -> None:
     here, there = pair
     here.fill()

@@ -257,10 +257,12 @@ class nixl_agent(Exchange):  # noqa: N801
                 before[:] = [job for job in before if _outcome(job, 0) is None]
             if len(before) >= _NOTIFYING_MAX:
                 raise nixlBackendError(f"agent {remote.name!r} does not take {_NOTIFYING_MAX} notifications")
+            # One that does not answer is not waited for again.
+            limit = 0.0 if before else _NOTIFY_S
             with as_nixl():
                 before.append(peer.write_async(kvferry.Batch(), notify=(NOTIFICATION, message), streams=1))
             waiting = list(before)
-        until = time.monotonic() + _NOTIFY_S
+        until = time.monotonic() + limit
         for job in waiting:
             ended = _outcome(job, max(until - time.monotonic(), 0))
             if ended is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+import weakref
+from typing import Any, Final
 
 import kvferry
 from kvferry.nixl import _descs
@@ -17,8 +18,11 @@ from kvferry.nixl._errors import (
     nixlNotSupportedError,
     nixlRemoteDisconnectError,
 )
-from kvferry.nixl._memory import Local, Remote
+from kvferry.nixl._memory import Local, Remote, close
 from kvferry.nixl._transfers import CANCEL_S, Plan, nixl_xfer_handle
+
+# NIXL's transfers have no limit of time, and engines have their own. An agent that dies is noticed within seconds.
+TIMEOUT_S: Final = 120.0
 
 
 def text(name: str | bytes) -> str:
@@ -39,7 +43,7 @@ def has_ended(job: kvferry.Transfer) -> bool:
 
 
 class AgentCore(Backends):
-    """State of an agent, and its memory. `_lock` is held for the tables, never while anything is waited for."""
+    """State of an agent, and its memory. Nothing that a peer could delay happens under `_lock`."""
 
     def __init__(self, name: str, wanted: list[str] | None) -> None:
         if not name:
@@ -51,7 +55,7 @@ class AgentCore(Backends):
         self._shut_down = False
         self._local = Local()
         self._remotes: dict[str, Remote] = {}
-        self._running: set[nixl_xfer_handle] = set()
+        self._running: weakref.WeakSet[nixl_xfer_handle] = weakref.WeakSet()
         # Transfers that still run, whose handles the caller dropped.
         self._left: list[tuple[Plan, kvferry.Transfer]] = []
 
@@ -73,12 +77,9 @@ class AgentCore(Backends):
                 host = "0.0.0.0" if "UCX" in self.backends else "127.0.0.1"
                 listen = None if os.environ.get("KVFERRY_LISTEN") else f"{host}:0"
                 with as_nixl():
-                    self._agent = kvferry.Agent(self.name, listen=listen, mooncake=False)
+                    timeout = None if os.environ.get("KVFERRY_TIMEOUT_MS") else TIMEOUT_S
+                    self._agent = kvferry.Agent(self.name, listen=listen, timeout=timeout, mooncake=False)
             return self._agent
-
-    def _began(self, handle: nixl_xfer_handle) -> None:
-        with self._lock:
-            self._running.add(handle)
 
     def _ended(self, handle: nixl_xfer_handle) -> None:
         with self._lock:
@@ -148,8 +149,8 @@ class AgentCore(Backends):
                             self._local.add_memory(agent, addr, length, device)
                     done.append(self._local.find(kind, addr, length, device))
             except Exception:
-                for area in reversed(done):
-                    self._local.close(agent, area)
+                for area in self._local.take(done):
+                    close(agent, area)
                 raise
         return descs
 
@@ -159,19 +160,22 @@ class AgentCore(Backends):
         self._handles(backends)
         agent = self._core()
         with self._lock:
+            # First all, so that one that is missing changes nothing.
             areas = [self._local.find(descs.getType(), *desc[:3]) for desc in descs]
-            ending = {area for area in areas if area.uses <= areas.count(area)} if len(areas) < 64 else set(areas)
-            running = [handle for handle in self._running if not ending.isdisjoint(handle._plan.areas)]
-            left = [job for plan, job in self._left if not ending.isdisjoint(plan.areas)]
+            ended = self._local.take(areas)
+            running = [handle for handle in self._running if handle._plan.uses(ended)]
+            left = [job for plan, job in self._left if plan.uses(ended)]
         stuck = [handle for handle in running if not handle._cancel(CANCEL_S)]
         if stuck or not all(has_ended(job) for job in left):
+            with self._lock:
+                self._local.put_back(ended)
             raise nixlBackendError("a cancelled transfer still uses the memory; try again when it has ended")
         for handle in running:
             with handle._lock:
                 handle._state(wait=False)
-        with self._lock, as_nixl():
-            for area in areas:
-                self._local.close(agent, area)
+        with as_nixl():
+            for area in ended:
+                close(agent, area)
 
     def query_memory(self, reg_list: Any, backend: str, mem_type: str | None = None) -> list[dict[str, str] | None]:
         """For each file, by its path in `meta`: its size, mode and time of modification, or None."""

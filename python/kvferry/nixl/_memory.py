@@ -71,12 +71,7 @@ class Local:
     def __init__(self) -> None:
         self.memory: dict[tuple[int, int], Area] = {}
         self.files: dict[int, Area] = {}
-        # Changes whenever something is deregistered.
-        self.version = 0
         self._areas: Areas | None = None
-
-    def changed(self) -> None:
-        self._areas = None
 
     @property
     def areas(self) -> Areas:
@@ -110,7 +105,7 @@ class Local:
                 f"{error}. kvferry registers a range twice if both are equal, not if they overlap"
             ) from error
         self.memory[addr, length] = Area(addr, length, device, region.remote(), region=region)
-        self.changed()
+        self._areas = None
 
     def add_file(self, agent: kvferry.Agent, offset: int, length: int, device: int, meta: str) -> None:
         if device in self.files:
@@ -120,20 +115,37 @@ class Local:
         file = _by_path(agent, by_path, offset, length) if by_path else _by_descriptor(agent, device, offset, length)
         self.files[device] = Area(offset, file.nbytes, device, file.remote(), file=file)
 
-    def close(self, agent: kvferry.Agent, area: Area) -> None:
-        """Ends a registration, and the area with the last one. Peers that still write are waited for."""
-        if area.uses > 1:
+    def take(self, areas: list[Area]) -> list[Area]:
+        """Ends a registration of each area. Returns those without another, which are no longer known."""
+        ended = []
+        for area in areas:
             area.uses -= 1
-            return
-        if area.file is not None:
-            area.file.close()
-            del self.files[area.device]
-        else:
-            assert area.region is not None
-            agent.unregister(area.region)
-            del self.memory[area.addr, area.length]
-            self.changed()
-        self.version += 1
+            if area.uses <= 0 and area not in ended:
+                ended.append(area)
+                if area.file is not None:
+                    del self.files[area.device]
+                else:
+                    del self.memory[area.addr, area.length]
+        self._areas = None
+        return ended
+
+    def put_back(self, ended: list[Area]) -> None:
+        for area in ended:
+            area.uses = 1
+            if area.file is not None:
+                self.files[area.device] = area
+            else:
+                self.memory[area.addr, area.length] = area
+        self._areas = None
+
+
+def close(agent: kvferry.Agent, area: Area) -> None:
+    """Ends what `Local.take` returned. Waits for peers that still write."""
+    if area.file is not None:
+        area.file.close()
+    else:
+        assert area.region is not None
+        agent.unregister(area.region)
 
 
 def _by_descriptor(agent: kvferry.Agent, fd: int, offset: int, length: int) -> kvferry.FileRegion:

@@ -124,6 +124,11 @@ class Plan:
                 self._to_memory(local.areas[which[0]], other.areas[whose[0]], here, there, lengths)
         self.nbytes = self.batch.nbytes
 
+    def uses(self, areas: list[Area]) -> bool:
+        """Whether it moves from or to one of these areas of this agent."""
+        mine = self.areas if self.remote is not None else [*self.areas, *self.others]
+        return any(area in mine for area in areas)
+
     def _to_memory(self, mine: Area, theirs: Area, here: Array, there: Array, lengths: Array) -> None:
         """The first descriptor names the remote region and so its agent's incarnation; the others need none."""
         assert mine.region is not None
@@ -173,13 +178,15 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
             self._must_live()
             if self._job is not None and self._state(wait=False) == "PROC":
                 raise nixlRepostActiveError("the transfer still runs")
-            self._agent._must_be_usable(self._plan)
             message = notify or self._notify
-            self._posted, began = time.time(), time.perf_counter()
-            with as_nixl():
+            began = time.perf_counter()
+            # Memory that is deregistered at the same time is either found gone here, or this transfer is found there.
+            with self._agent._lock, as_nixl():
+                self._agent._must_be_usable(self._plan)
                 self._job = self._submit(message)
-            self._ended = self.error = None
-            self._agent._began(self)
+                self._ended = self.error = None
+                self._agent._running.add(self)
+            self._posted = time.time()
             state = self._state(wait=False)
             self._started, self._took = began, time.perf_counter() - began
             return state
@@ -200,7 +207,8 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
                 raise nixlNotPostedError("the transfer was not posted")
             now = time.perf_counter()
             state = self._state(wait=now - self._seen < POLL_S)
-            self._seen = time.perf_counter()
+            if state == "PROC":
+                self._seen = time.perf_counter()
             return state
 
     def _state(self, wait: bool) -> str:
