@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import sys
@@ -182,6 +183,26 @@ def test_descriptor_lists_are_lists_that_survive_pickle_and_serialization(one: S
     for garbage in (b"", b"\1\0\5\0\0\0abc", pickle.dumps(held)):
         with pytest.raises(bind.nixlMismatchError):
             one.agent.deserialize_descs(garbage)
+
+
+def test_host_memory_that_an_engine_calls_vram_is_moved_and_other_addresses_are_refused(
+    pair: tuple[Side, Side],
+) -> None:
+    here, there = pair
+    more = Memory(BLOCK * 2)
+    here.agent.register_memory([(more.addr, BLOCK * 2, 3, "")], "VRAM")
+    more[0:BLOCK] = bytes([5]) * BLOCK
+    handle = here.agent.initialize_xfer(
+        *("WRITE", here.agent.get_xfer_descs([(more.addr, BLOCK, 3)], "VRAM")),
+        *(here.agent.get_xfer_descs(there.rows(0, 1), "VRAM"), "there"),
+    )
+    assert run(here.agent, handle) == "DONE"
+    assert there.block(0) == bytes([5]) * BLOCK
+    read_only = mmap.mmap(-1, BLOCK, prot=mmap.PROT_READ)
+    address = np.frombuffer(read_only, dtype=np.uint8).ctypes.data
+    for addr in (address, 4096, 1 << 50):
+        with pytest.raises(bind.nixlBackendError, match="not host memory"):
+            here.agent.register_memory([(addr, BLOCK, 0, "")], "VRAM")
 
 
 def test_tensors_are_their_memory(one: Side, monkeypatch: pytest.MonkeyPatch) -> None:

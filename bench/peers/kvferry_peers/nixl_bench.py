@@ -170,6 +170,7 @@ def main() -> int:
         "--rounds", type=int, default=5, help="turns of each engine in each cell (default: %(default)s)"
     )
     parser.add_argument("--quick", action="store_true", help="two shapes of batches and two rounds")
+    parser.add_argument("--transport", choices=tuple(TRANSPORTS), help="only this one")
     parser.add_argument("--check", action="store_true", help="fail if kvferry is behind in a cell")
     parser.add_argument("--output", type=Path, default=root / "bench" / "nixl.json", help="(default: %(default)s)")
     asked = parser.parse_args()
@@ -181,6 +182,8 @@ def main() -> int:
     behind: list[str] = []
     print(f"{'GB/s, median':46} {'kvferry':>8} {'NIXL':>8} {'no p. t.':>8} {'ratio':>6}")
     for transport, lanes in TRANSPORTS.items():
+        if asked.transport not in (None, transport):
+            continue
         env = {**common, **lanes, "KVFERRY_LISTEN": "127.0.0.1:0", "PYTHONPATH": path, "UCX_LOG_LEVEL": "error"}
         largest = max(2 * block * count for block, count in shapes)
         couples = [Couple(engine, env, largest) for engine in ENGINES]

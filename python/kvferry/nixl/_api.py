@@ -133,8 +133,8 @@ class nixl_agent(Exchange):  # noqa: N801
         with self._lock:
             if name is not None and name != self.name:
                 remote = self._remote(name)
-                if kind is not nixl_mem_t.DRAM_SEG:
-                    raise nixlNotSupportedError(f"kvferry's nixl reaches host memory of remote agents, not {kind.name}")
+                if kind not in (nixl_mem_t.DRAM_SEG, nixl_mem_t.VRAM_SEG):
+                    raise nixlNotSupportedError(f"kvferry's nixl reaches memory of remote agents, not {kind.name}")
                 areas = remote.areas
                 return Ranges(remote, kind, here, lengths, areas.find(here, lengths, remote.name), areas.list)
             if kind is nixl_mem_t.FILE_SEG:

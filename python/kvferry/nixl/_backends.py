@@ -14,7 +14,12 @@ from kvferry.nixl._errors import nixlBackendError, nixlInvalidParamError, nixlNo
 _log = logging.getLogger("kvferry.nixl")
 
 _MEMS: Final = {"UCX": ["DRAM"], "POSIX": ["DRAM", "FILE"]}
-_KINDS: Final = {nixl_mem_t.DRAM_SEG: ("UCX", "POSIX"), nixl_mem_t.FILE_SEG: ("POSIX",)}
+# Engines on the CPU call their memory VRAM, too: see `is_host`.
+_KINDS: Final = {
+    nixl_mem_t.DRAM_SEG: ("UCX", "POSIX"),
+    nixl_mem_t.VRAM_SEG: ("UCX",),
+    nixl_mem_t.FILE_SEG: ("POSIX",),
+}
 
 
 class Backends:

@@ -146,7 +146,7 @@ class AgentCore(Backends):
                         if kind is nixl_mem_t.FILE_SEG:
                             self._local.add_file(agent, addr, length, device, meta)
                         else:
-                            self._local.add_memory(agent, addr, length, device)
+                            self._local.add_memory(agent, kind, addr, length, device)
                     done.append(self._local.find(kind, addr, length, device))
             except Exception:
                 for area in self._local.take(done):

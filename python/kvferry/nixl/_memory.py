@@ -18,6 +18,8 @@ from kvferry.nixl._metadata import Metadata, RemoteMemory
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
+# Whose mappings are a device's memory.
+_DEVICES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
 # A file by its path, in a registration's `meta`: the access, further words, the path.
 _BY_PATH: Final = re.compile(r"(ro|rw)((?:,\w+)*):(.+)", re.DOTALL)
 
@@ -64,6 +66,14 @@ class Areas:
             )
         return at.astype(np.int32)
 
+    def without(self, others: Areas) -> list[Area]:
+        """Those that overlap none of the others."""
+        if not self.list or not others.list:
+            return self.list
+        before = np.searchsorted(others._starts, self._ends, side="left") - 1
+        overlaps = (before >= 0) & (others._ends[before] > self._starts)
+        return [area for area, gone in zip(self.list, overlaps.tolist(), strict=True) if not gone]
+
 
 class Local:
     """What an agent has registered. The caller holds the agent's lock."""
@@ -91,13 +101,17 @@ class Local:
             raise nixlNotFoundError(f"nothing is registered as {length} bytes at {addr:#x}, device {device}")
         return found
 
-    def add_memory(self, agent: kvferry.Agent, addr: int, length: int, device: int) -> None:
+    def add_memory(self, agent: kvferry.Agent, kind: nixl_mem_t, addr: int, length: int, device: int) -> None:
         if addr == 0 or length == 0:
             raise nixlInvalidParamError(f"can't register {length} bytes at {addr:#x}")
         known = self.memory.get((addr, length))
         if known is not None:
             known.uses += 1
             return
+        if kind is nixl_mem_t.VRAM_SEG and not is_host(addr, length):
+            raise nixlBackendError(
+                f"the {length} bytes at {addr:#x} are not host memory; kvferry's nixl does not move device memory yet"
+            )
         try:
             region = agent.register((addr, length))
         except kvferry.OverlapError as error:
@@ -148,6 +162,23 @@ def close(agent: kvferry.Agent, area: Area) -> None:
         agent.unregister(area.region)
 
 
+def is_host(addr: int, length: int) -> bool:
+    """Whether this process can read and write a range of addresses, which is not a device's memory."""
+    end = addr
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        for line in maps:
+            span, access, *_, name = line.rstrip("\n").split(" ", 5)
+            first, last = (int(part, 16) for part in span.split("-"))
+            if last <= end:
+                continue
+            if first > end or not access.startswith("rw") or name.strip().startswith(_DEVICES):
+                return False
+            end = last
+            if end >= addr + length:
+                return True
+    return False
+
+
 def _by_descriptor(agent: kvferry.Agent, fd: int, offset: int, length: int) -> kvferry.FileRegion:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     writable = flags & os.O_ACCMODE == os.O_RDWR
@@ -188,14 +219,9 @@ class Remote:
 
     def update(self, agent: kvferry.Agent, metadata: Metadata) -> None:
         """Adds regions; a new one replaces those that it overlaps, which the agent has deregistered."""
-        regions = [_remote_area(region) for region in metadata.regions]
-        kept = (
-            Areas(area for area in self.areas.list if not any(_overlap(area, new) for new in regions))
-            if (self.areas.list and regions)
-            else self.areas
-        )
-        if regions:
-            self.areas = Areas([*kept.list, *regions])
+        if metadata.regions:
+            added = Areas(_remote_area(region) for region in metadata.regions)
+            self.areas = Areas([*self.areas.without(added), *added.list])
         if metadata.address is not None:
             self.peer = agent.peer(metadata.address)
             self.lost = False
@@ -213,7 +239,3 @@ class Remote:
 
 def _remote_area(region: RemoteMemory) -> Area:
     return Area(region.addr, region.length, region.device, kvferry.RemoteRegion.from_bytes(region.token))
-
-
-def _overlap(a: Area, b: Area) -> bool:
-    return a.addr < b.end and b.addr < a.end
