@@ -101,8 +101,9 @@ class nixl_agent(Exchange):  # noqa: N801
         wanted = None if instantiate_all and nixl_conf is None else config.backends
         super().__init__(agent_name, wanted, config.port if config.enable_listen else None)
         self.notifs: dict[str, list[bytes]] = {}
-        enabled = os.environ.get("NIXL_TELEMETRY_ENABLE", "").lower() in ("y", "yes", "1", "on", "true")
-        self._telemetry = config.capture_telemetry or enabled
+        # The environment prevails over the configuration, as in NIXL.
+        asked = os.environ.get("NIXL_TELEMETRY_ENABLE", "").lower()
+        self._telemetry = asked in ("y", "yes", "1", "on", "true") if asked else config.capture_telemetry
 
     def prep_xfer_dlist(
         self, agent_name: _Name, xfer_list: Any, mem_type: str | None = None, backends: _Names = ()

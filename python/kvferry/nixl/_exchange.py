@@ -49,16 +49,12 @@ class Exchange(AgentCore):
 
             with as_nixl():
                 self._listener = _listener.Listener(host, listen_port, answer)
+            weakref.finalize(self, self._listener.close).atexit = False
 
     def shutdown(self) -> None:
         if self._listener is not None:
             self._listener.close()
         super().shutdown()
-
-    def __del__(self) -> None:
-        listener = getattr(self, "_listener", None)
-        if listener is not None:
-            listener.close()
 
     def get_agent_metadata(self) -> bytes:
         """What another agent needs to reach this one's memory."""

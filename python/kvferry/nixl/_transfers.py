@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -246,10 +247,11 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
             if self._job is None:
                 raise nixlNotPostedError("the transfer was not posted")
             end = self._seen if self._ended is not None else time.perf_counter()
+            taken = max(end - self._started, self._took)
             return nixlXferTelemetry(
                 startTime=int(self._posted * 1e6),
-                postDuration=int(self._took * 1e6),
-                xferDuration=int((end - self._started) * 1e6),
+                postDuration=math.ceil(self._took * 1e6),
+                xferDuration=math.ceil(taken * 1e6),
                 totalBytes=self._plan.nbytes,
                 descCount=self._plan.descriptors,
             )
