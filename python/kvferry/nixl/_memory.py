@@ -16,7 +16,7 @@ from kvferry.nixl._bindings import nixl_mem_t
 from kvferry.nixl._errors import nixlBackendError, nixlInvalidParamError, nixlNotFoundError
 from kvferry.nixl._metadata import Metadata, RemoteMemory
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
+Array: TypeAlias = np.ndarray[Any, Any]
 
 # Whose mappings are a device's memory.
 _DEVICES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
