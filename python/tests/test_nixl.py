@@ -476,6 +476,8 @@ def test_files_are_written_and_read_by_descriptor_and_by_path(tmp_path: Any) -> 
         )
         assert run(agent, read) == "DONE"
         assert memory[0 : BLOCK * 8] == before
+        with pytest.raises(bind.nixlNotSupportedError):
+            agent.initialize_xfer("WRITE", places, places, "storage")
         for wrong in ([(BLOCK * 8, BLOCK, fd)], [(0, BLOCK, fd + 1000)]):
             with pytest.raises(bind.nixlNotFoundError):
                 agent.prep_xfer_dlist("storage", wrong, "FILE")

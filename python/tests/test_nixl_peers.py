@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -254,13 +255,28 @@ def test_in_a_forked_child_every_call_raises_and_the_parent_goes_on(here: Here, 
     assert here.end(handle) == "DONE"
     calls: list[Callable[[], object]] = [
         lambda: here.agent.transfer(handle),
+        lambda: here.agent.check_xfer_state(handle),
+        lambda: here.agent.shutdown(),
         lambda: here.agent.send_notif("there", b"x"),
         lambda: here.agent.get_new_notifs(),
         lambda: here.agent.register_memory([(here.memory.addr, MIB, 0, "")], "DRAM"),
-        lambda: here.agent.make_connection("there"),
+        lambda: here.agent.get_agent_metadata(),
     ]
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with handle._lock, here.agent._lock:
+            held.set()
+            forked.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
     pid = os.fork()
     if pid == 0:
+        # Ends the child if a call waits for a lock of the parent's.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
         wrong = 0
         for call in calls:
             try:
@@ -270,7 +286,10 @@ def test_in_a_forked_child_every_call_raises_and_the_parent_goes_on(here: Here, 
                 wrong += "forked" not in str(error)
             except BaseException:
                 wrong += 1
+        here.agent.release_xfer_handle(handle)
         os._exit(wrong)
+    forked.set()
+    thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     here.agent.transfer(handle)
     assert here.end(handle) == "DONE"

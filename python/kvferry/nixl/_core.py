@@ -24,6 +24,16 @@ from kvferry.nixl._transfers import CANCEL_S, Plan, nixl_xfer_handle
 # NIXL's transfers have no limit of time, and engines have their own. An agent that dies is noticed within seconds.
 TIMEOUT_S: Final = 120.0
 
+_agents: weakref.WeakSet[AgentCore] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for agent in list(_agents):
+        agent._forked()
+
+
+os.register_at_fork(after_in_child=_forked)
+
 
 def text(name: str | bytes) -> str:
     """An agent's name, as `add_remote_agent` returned it or as text."""
@@ -50,6 +60,7 @@ class AgentCore(Backends):
             raise ValueError("an agent needs a name")
         super().__init__(wanted)
         self.name = name
+        self._is_forked = False
         self._lock = threading.RLock()
         self._agent: kvferry.Agent | None = None
         self._shut_down = False
@@ -58,9 +69,20 @@ class AgentCore(Backends):
         self._running: weakref.WeakSet[nixl_xfer_handle] = weakref.WeakSet()
         # Transfers that still run, whose handles the caller dropped.
         self._left: list[tuple[Plan, kvferry.Transfer]] = []
+        _agents.add(self)
+
+    def _forked(self) -> None:
+        """In a forked child, where another thread may have held the lock at the fork."""
+        self._is_forked = True
+        self._lock = threading.RLock()
+
+    def _must_not_be_forked(self) -> None:
+        if self._is_forked:
+            raise nixlBackendError("this process was forked from the one that made the agent; make another here")
 
     def shutdown(self) -> None:
         """Ends all transfers and sessions; later calls raise. NIXL has no such call: its agent ends with its object."""
+        self._must_not_be_forked()
         with self._lock:
             self._shut_down = True
             agent = self._agent
@@ -70,6 +92,7 @@ class AgentCore(Backends):
 
     def _core(self) -> kvferry.Agent:
         """kvferry's agent, which starts when it is needed: what it listens on depends on the backends."""
+        self._must_not_be_forked()
         with self._lock:
             if self._shut_down:
                 raise nixlBackendError("the agent was shut down")

@@ -51,7 +51,13 @@ class Exchange(AgentCore):
                 self._listener = _listener.Listener(host, listen_port, answer)
             weakref.finalize(self, self._listener.close).atexit = False
 
+    def _forked(self) -> None:
+        super()._forked()
+        if self._listener is not None:
+            self._listener.forked()
+
     def shutdown(self) -> None:
+        self._must_not_be_forked()
         if self._listener is not None:
             self._listener.close()
         super().shutdown()

@@ -93,6 +93,11 @@ class Listener:
         finally:
             self._slots.release()
 
+    def forked(self) -> None:
+        """In a forked child, which has the socket but not the thread: leaves the port to the parent."""
+        self._closed = True
+        self._socket.close()
+
     def close(self) -> None:
         self._closed = True
         with contextlib.suppress(OSError):

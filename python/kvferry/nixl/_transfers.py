@@ -19,6 +19,7 @@ from kvferry.nixl._errors import (
     nixlInvalidParamError,
     nixlNotFoundError,
     nixlNotPostedError,
+    nixlNotSupportedError,
     nixlRepostActiveError,
     translated,
 )
@@ -95,6 +96,8 @@ class Plan:
     """The descriptors of one transfer as kvferry's batch, neighbours merged."""
 
     def __init__(self, local: Ranges, mine: Array | slice, other: Ranges, theirs: Array | slice, merge: bool) -> None:
+        if local.kind is nixl_mem_t.FILE_SEG:
+            raise nixlNotSupportedError("the initiator's side of a transfer must be memory")
         here, there = local.addrs[mine], other.addrs[theirs]
         lengths, which, whose = local.lengths[mine], local.which[mine], other.which[theirs]
         if len(here) != len(there):
@@ -175,6 +178,7 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
         return f"<nixl_xfer_handle of {self._plan.descriptors} descriptors, {self._ended or 'PROC'}>"
 
     def _post(self, notify: bytes) -> str:
+        self._agent._must_not_be_forked()
         with self._lock:
             self._must_live()
             if self._job is not None and self._state(wait=False) == "PROC":
@@ -202,6 +206,7 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
         return submit(plan.batch, notify=(NOTIFICATION, message)) if message else submit(plan.batch)
 
     def _check(self) -> str:
+        self._agent._must_not_be_forked()
         with self._lock:
             self._must_live()
             if self._job is None:
@@ -219,8 +224,6 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
         assert self._job is not None
         try:
             ended = self._job.wait(POLL_S) if wait else self._job.poll()
-        except kvferry.ForkedError as error:
-            raise translated(error) from error
         except kvferry.Error as error:
             self._fail(error)
         else:
@@ -242,6 +245,7 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
         _log.info("transfer with %s failed: %s", name, error)
 
     def _telemetry(self) -> nixlXferTelemetry:
+        self._agent._must_not_be_forked()
         with self._lock:
             self._must_live()
             if self._job is None:
@@ -270,7 +274,7 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
             if job.wait(limit_s) is None:
                 return False
         except kvferry.Error:
-            # Its outcome, which nobody asks for any more; and in a forked child, nothing runs.
+            # Its outcome, which nobody asks for any more.
             pass
         return True
 
@@ -279,9 +283,12 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
 
         nixlRepostActiveError if it does not end: then the handle stays valid, and the memory in use.
         """
+        if self._agent._is_forked:
+            # Nothing runs here, and a thread of the parent may have held the lock.
+            self._released = True
+        if self._released:
+            return
         with self._lock:
-            if self._released:
-                return
             if not self._cancel(CANCEL_S):
                 raise nixlRepostActiveError(f"the transfer has not ended {CANCEL_S} s after it was cancelled")
             self._released = True
@@ -289,7 +296,7 @@ class nixl_xfer_handle:  # noqa: N801 - NIXL's name
 
     def __del__(self) -> None:
         job = getattr(self, "_job", None)
-        if job is not None and not self._released and self._ended is None:
+        if job is not None and not self._released and self._ended is None and not self._agent._is_forked:
             # Not waited for. Its memory stays in use until it ends: `deregister_memory` waits for it.
             try:
                 job.cancel()
