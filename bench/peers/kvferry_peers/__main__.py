@@ -12,7 +12,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
 ENGINES = ("mooncake", "nixl", "nixl-no-progress-thread", "kvferry-nixl", "nixl-file-aio", "nixl-file-uring")
-COMMANDS = ("open", "connect", "plan", "fill", "poison", "check", "call", "call_unprepared", "together", "run")
+COMMANDS = ("open", "connect", "plan", "fill", "poison", "check", "call", "call_unprepared", "post", "together", "run")
 
 
 def engine(name: str, role: str) -> Any:
