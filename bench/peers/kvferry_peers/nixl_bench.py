@@ -153,7 +153,8 @@ def posting(couple: Couple) -> float:
     block, count = POSTED
     with couple:
         couple.initiator.do("plan", "write", [table(block, count, 2 * block * count)])
-        return 1e6 * statistics.median(couple.initiator.do("post", 200))
+        times: list[float] = couple.initiator.do("post", 200)
+    return 1e6 * statistics.median(times)
 
 
 def idle(couple: Couple) -> float:
