@@ -65,7 +65,7 @@ class NixlEngine(Engine):
             self.move, self._handles = before, prepared  # type: ignore[method-assign]
 
     def post(self, calls: int) -> list[float]:
-        """Seconds that making and posting a transfer takes its caller, with prepared lists and arrays of block numbers."""
+        """Seconds that making and posting a transfer takes its caller, with prepared lists and arrays of numbers."""
         agent, ends = self._agent, self._lists
         order = np.arange(len(self._ends[0][0]), dtype=np.int32)
         times = []

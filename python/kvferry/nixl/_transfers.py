@@ -80,7 +80,8 @@ def indices(given: Any, of: Ranges) -> Array:
         at = at.astype(np.int64)
     if at.ndim != 1 or at.dtype.kind not in "iu":
         raise nixlInvalidParamError("indices must be a list or a one-dimensional array of integers")
-    if at.size and (int(at.min()) < 0 or int(at.max()) >= len(of)):
+    # Read without a sign, a negative number is beyond the list, too.
+    if at.size and int(at.view(f"u{at.itemsize}").max()) >= len(of):
         raise nixlInvalidParamError(f"an index is not within the list of {len(of)} descriptors")
     return at
 
