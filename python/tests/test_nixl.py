@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import mmap
-import os
-import pickle
-import sys
 import threading
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,29 +11,7 @@ import numpy as np
 import pytest
 from kit import Memory, eventually
 from kvferry.nixl import _bindings as bind
-from kvferry.nixl import nixl_agent, nixl_agent_config, nixl_thread_sync_t
-
-BLOCK = 4096
-BLOCKS = 64
-
-
-class Side:
-    """An agent with registered memory of `BLOCKS` blocks."""
-
-    def __init__(self, name: str, **settings: Any) -> None:
-        self.agent = nixl_agent(name, nixl_agent_config(**settings))
-        self.memory = Memory(BLOCK * BLOCKS)
-        self.registered = self.agent.register_memory([(self.memory.addr, self.memory.nbytes, 0, "")], "DRAM")
-
-    def rows(self, first: int = 0, count: int = BLOCKS) -> list[tuple[int, int, int]]:
-        return [(self.memory.addr + at * BLOCK, BLOCK, 0) for at in range(first, first + count)]
-
-    def block(self, at: int) -> bytes:
-        return self.memory[at * BLOCK : (at + 1) * BLOCK]
-
-    def fill(self) -> None:
-        for at in range(BLOCKS):
-            self.memory[at * BLOCK : (at + 1) * BLOCK] = bytes([at + 1]) * BLOCK
+from nixl_kit import BLOCK, BLOCKS, Side, run
 
 
 @pytest.fixture(autouse=True)
@@ -67,14 +41,6 @@ def lists(here: Side, there: Side) -> tuple[Any, Any]:
     return agent.prep_xfer_dlist("NIXL_INIT_AGENT", here.rows(), "DRAM"), agent.prep_xfer_dlist(
         "there", there.rows(), "DRAM"
     )
-
-
-def run(agent: nixl_agent, handle: Any) -> str:
-    state = agent.transfer(handle)
-    if state == "PROC":
-        eventually(lambda: agent.check_xfer_state(handle) != "PROC")
-        state = agent.check_xfer_state(handle)
-    return state
 
 
 @pytest.mark.parametrize("operation", ["WRITE", "READ"])
@@ -144,47 +110,6 @@ def test_an_agent_moves_within_its_own_memory(one: Side) -> None:
     assert one.block(63) == bytes([2]) * BLOCK
 
 
-def test_lists_that_are_unusable_are_none_and_unknown_kinds_of_memory_key_errors(one: Side) -> None:
-    agent, rows = one.agent, one.rows(0, 2)
-    assert agent.get_xfer_descs(rows) is None
-    assert agent.get_xfer_descs([(1, 2)], "DRAM") is None
-    assert agent.get_xfer_descs(np.zeros((2, 4), dtype=np.uint64), "DRAM") is None
-    assert agent.get_xfer_descs(one.registered) is None
-    assert agent.get_xfer_descs(3, "DRAM") is None
-    assert agent.get_reg_descs(rows, "DRAM") is None
-    assert agent.get_reg_descs(agent.get_xfer_descs(rows, "DRAM")) is None
-    assert agent.get_remote_descs([(1, 2, 3)], "DRAM") is None
-    with pytest.raises(KeyError):
-        agent.get_xfer_descs(rows, "TAPE")
-    for bad in ([(-1, 2, 3)], [(1 << 64, 2, 3)], np.array([(-1, 2, 3)])):
-        with pytest.raises((ValueError, TypeError)):
-            agent.get_xfer_descs(bad, "DRAM")
-    with pytest.raises(TypeError):
-        agent.get_xfer_descs(np.zeros((2, 3)), "DRAM")
-    assert agent.get_remote_descs([(1, 2, 3, "there")], "DRAM").descCount() == 1
-
-
-def test_descriptor_lists_are_lists_that_survive_pickle_and_serialization(one: Side) -> None:
-    descs = bind.nixlXferDList(bind.DRAM_SEG, [(1, 2, 3), (4, 5, 6)])
-    descs.addDesc((7, 8, 9))
-    assert (descs.descCount(), descs[2], descs.index((4, 5, 6)), next(iter(descs))) == (3, (7, 8, 9), 1, (1, 2, 3))
-    descs[0] = (9, 9, 9)
-    descs.remDesc(1)
-    assert list(descs) == [(9, 9, 9), (7, 8, 9)] and descs.getType() == bind.DRAM_SEG
-    with pytest.raises(bind.nixlNotFoundError):
-        descs.index((1, 1, 1))
-    regs = bind.nixlRegDList(bind.FILE_SEG, [(0, 2, 3, "rw:/a"), (4, 5, 6, b"")])
-    assert list(regs.trim()) == [(0, 2, 3), (4, 5, 6)]
-    for held in (descs, regs):
-        assert pickle.loads(pickle.dumps(held)) == held
-        assert one.agent.deserialize_descs(one.agent.get_serialized_descs(held)) == held
-    descs.clear()
-    assert descs.isEmpty() and len(descs) == 0
-    for garbage in (b"", b"\1\0\5\0\0\0abc", pickle.dumps(held)):
-        with pytest.raises(bind.nixlMismatchError):
-            one.agent.deserialize_descs(garbage)
-
-
 def test_host_memory_that_an_engine_calls_vram_is_moved_and_other_addresses_are_refused(
     pair: tuple[Side, Side],
 ) -> None:
@@ -203,36 +128,6 @@ def test_host_memory_that_an_engine_calls_vram_is_moved_and_other_addresses_are_
     for addr in (address, 4096, 1 << 50):
         with pytest.raises(bind.nixlBackendError, match="not host memory"):
             here.agent.register_memory([(addr, BLOCK, 0, "")], "VRAM")
-
-
-def test_tensors_are_their_memory(one: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tensor:
-        device, contiguous = "cpu", True
-
-        def __init__(self, addr: int) -> None:
-            self.addr = addr
-
-        def get_device(self) -> int:
-            return -1
-
-        def is_contiguous(self) -> bool:
-            return self.contiguous
-
-        def data_ptr(self) -> int:
-            return self.addr
-
-        def numel(self) -> int:
-            return 100
-
-        def element_size(self) -> int:
-            return 4
-
-    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(Tensor=Tensor))  # type: ignore[arg-type]
-    tensors = [Tensor(4096), Tensor(8192)]
-    assert list(one.agent.get_xfer_descs(tensors)) == [(4096, 400, 0), (8192, 400, 0)]
-    assert list(one.agent.get_reg_descs(tensors[0])) == [(4096, 400, 0, "")]
-    tensors[1].contiguous = False
-    assert one.agent.get_xfer_descs(tensors) is None
 
 
 @pytest.mark.parametrize(
@@ -276,24 +171,6 @@ def test_each_wrong_argument_raises_nixls_exception(one: Side, call: Any, error:
     also = one.agent.prep_xfer_dlist("alone", one.rows(), "DRAM")
     with pytest.raises(error):
         call(one.agent, mine, also)
-
-
-def test_names_and_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="name"):
-        nixl_agent("")
-    with pytest.raises(TypeError):
-        nixl_agent_config(sync_mode=1)  # type: ignore[arg-type]
-    config = nixl_agent_config(True, True, 5555, False, 2, ["POSIX", "GDS"], nixl_thread_sync_t.NIXL_THREAD_SYNC_RW)
-    assert (config.port, config.backends, config.num_threads) == (5555, ["POSIX", "GDS"], 2)
-    agent = nixl_agent("files", nixl_agent_config(backends=["POSIX", "GDS"]))
-    assert agent.get_plugin_list() == ["UCX", "POSIX"]
-    assert list(agent.backends) == ["POSIX"]
-    assert agent.get_backend_mem_types("POSIX") == ["DRAM", "FILE"]
-    assert agent.get_plugin_mem_types("UCX") == ["DRAM"]
-    assert (agent.get_backend_mem_types("UCX"), agent.get_backend_params("UCX"), agent.get_plugin_params("GDS")) == (
-        *([], {}, {}),
-    )
-    assert list(nixl_agent("all", instantiate_all=True).backends) == ["UCX", "POSIX"]
 
 
 def test_handles_are_released_once_and_are_then_of_no_use(pair: tuple[Side, Side]) -> None:
@@ -449,57 +326,6 @@ def test_threads_may_share_an_agent(pair: tuple[Side, Side]) -> None:
     assert not failed
     eventually(lambda: len(there.agent.update_notifs().get("here", [])) == 320)
     assert all(there.block(at) == here.block(at) for at in range(8))
-
-
-def test_files_are_written_and_read_by_descriptor_and_by_path(tmp_path: Any) -> None:
-    agent = nixl_agent("storage", nixl_agent_config(backends=[]))
-    with pytest.raises(bind.nixlBackendError):
-        agent.register_memory([(4096, 1, 0, "")], "DRAM")
-    agent.create_backend("POSIX", {"use_uring": "true"})
-    memory, path = Memory(BLOCK * 8), tmp_path / "kv"
-    memory[0 : BLOCK * 8] = os.urandom(BLOCK * 8)
-    before = memory[0 : BLOCK * 8]
-    agent.register_memory([(memory.addr, memory.nbytes, 0, "")], "DRAM")
-    path.write_bytes(bytes(BLOCK * 8))
-    with open(path, "r+b") as file:
-        fd = file.fileno()
-        descs = agent.register_memory([(0, BLOCK * 8, fd, "")], "FILE")
-        mine = agent.get_xfer_descs([(memory.addr + at * BLOCK, BLOCK, 0) for at in range(8)], "DRAM")
-        places = agent.get_xfer_descs([(at * BLOCK, BLOCK, fd) for at in (7, 5, 3, 1, 0, 2, 4, 6)], "FILE")
-        write = agent.initialize_xfer("WRITE", mine, places, "storage")
-        assert (run(agent, write), agent.query_xfer_backend(write)) == ("DONE", "POSIX")
-        assert path.read_bytes()[7 * BLOCK :] == before[:BLOCK]
-        memory[0 : BLOCK * 8] = bytes(BLOCK * 8)
-        read = agent.make_prepped_xfer(
-            *("READ", agent.prep_xfer_dlist("", mine), list(range(8))),
-            *(agent.prep_xfer_dlist("storage", places), list(range(8))),
-        )
-        assert run(agent, read) == "DONE"
-        assert memory[0 : BLOCK * 8] == before
-        with pytest.raises(bind.nixlNotSupportedError):
-            agent.initialize_xfer("WRITE", places, places, "storage")
-        for wrong in ([(BLOCK * 8, BLOCK, fd)], [(0, BLOCK, fd + 1000)]):
-            with pytest.raises(bind.nixlNotFoundError):
-                agent.prep_xfer_dlist("storage", wrong, "FILE")
-        with pytest.raises(bind.nixlNotSupportedError):
-            agent.initialize_xfer("WRITE", mine, places, "storage", b"done")
-        agent.deregister_memory(descs)
-        with pytest.raises(bind.nixlNotFoundError):
-            agent.transfer(read)
-    second = tmp_path / "second"
-    agent.register_memory([(0, BLOCK * 8, 77, f"rw,create:{second}")], "FILE")
-    again = agent.initialize_xfer(
-        "WRITE", mine, agent.get_xfer_descs([(at * BLOCK, BLOCK, 77) for at in range(8)], "FILE"), "storage"
-    )
-    assert run(agent, again) == "DONE"
-    assert second.read_bytes() == before
-    facts = agent.query_memory([(0, 0, 0, str(second)), (0, 0, 0, str(tmp_path / "none"))], "POSIX", "FILE")
-    assert facts[0]["size"] == str(BLOCK * 8) and facts[1] is None
-    with pytest.raises(bind.nixlBackendError):
-        agent.register_memory([(0, BLOCK, 78, f"rw:{tmp_path / 'none'}")], "FILE")
-    with pytest.raises(bind.nixlBackendError):
-        agent.register_memory([(0, BLOCK, 1 << 20, "")], "FILE")
-    agent.shutdown()
 
 
 def test_a_post_of_many_descriptors_takes_little_time_of_the_caller(pair: tuple[Side, Side]) -> None:
