@@ -22,7 +22,18 @@ from kvferry_e2e.environment import Environment, vllm_environment
 from kvferry_e2e.instance import Connector, Instance, Role
 from kvferry_e2e.overlay import kvferry_overlay, mooncake_overlay, newest_wheel
 from kvferry_e2e.pair import Pair
-from kvferry_e2e.phases import connector, correctness, corruption, disconnects, faults, models, nixl, offload, soak, survival
+from kvferry_e2e.phases import (
+    connector,
+    correctness,
+    corruption,
+    disconnects,
+    faults,
+    models,
+    nixl,
+    offload,
+    soak,
+    survival,
+)
 from kvferry_e2e.phases.connector import Cluster
 from kvferry_e2e.prompts import LENGTHS, Prompts
 from kvferry_e2e.relay import Relay

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -287,6 +288,28 @@ def test_a_handle_that_is_dropped_while_its_transfer_runs_holds_nothing(pair: tu
         here.agent.transfer(here.agent.make_prepped_xfer("READ", mine, range(BLOCKS), theirs, range(BLOCKS)))
     assert not list(here.agent._running)
     here.agent.deregister_memory(here.registered)
+
+
+def test_transfers_and_agents_that_come_and_go_leave_no_descriptor_and_no_handle(pair: tuple[Side, Side]) -> None:
+    here, there = pair
+
+    def cycle() -> None:
+        here.agent.add_remote_agent(there.agent.get_agent_metadata())
+        mine, theirs = lists(here, there)
+        for _ in range(10):
+            handle = here.agent.make_prepped_xfer("WRITE", mine, [0, 5], theirs, [7, 9], b"x")
+            assert run(here.agent, handle) == "DONE"
+            here.agent.release_xfer_handle(handle)
+        here.agent.send_notif("there", b"y")
+        there.agent.get_new_notifs()
+        here.agent.remove_remote_agent("there")
+
+    cycle()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(30):
+        cycle()
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    assert not list(here.agent._running) and not here.agent._left
 
 
 def test_a_notification_longer_than_64_kib_is_refused(pair: tuple[Side, Side]) -> None:

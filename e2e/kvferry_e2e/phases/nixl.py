@@ -21,7 +21,7 @@ LEASE_S = 30.0
 
 
 def engine_is_kvferrys(report: Report, cluster: Cluster) -> None:
-    """The connector is that of vLLM's wheel; no process has loaded UCX or NIXL, and one of each instance has kvferry."""
+    """The connector is that of vLLM's wheel; no process has loaded UCX or NIXL, one of each instance has kvferry."""
     with report.check("stock NixlConnector on kvferry's nixl") as note:
         instances = (*cluster.prefills, *cluster.decodes)
         site = next(cluster.prefills[0].setup.environment.python.parents[1].glob("lib/python*/site-packages"))

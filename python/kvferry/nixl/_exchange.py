@@ -34,8 +34,8 @@ class Exchange(AgentCore):
     """The metadata of an agent and of those that it knows."""
 
     def __init__(self, name: str, wanted: list[str] | None, listen_port: int | None) -> None:
-        super().__init__(name, wanted)
         self._listener: _listener.Listener | None = None
+        super().__init__(name, wanted)
         if listen_port is not None:
             host = (os.environ.get("KVFERRY_LISTEN") or "").rpartition(":")[0].strip("[]")
             # The listener's thread does not keep the agent alive.
