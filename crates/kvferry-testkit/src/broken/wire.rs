@@ -18,7 +18,7 @@ use kvferry_sys::poll::EventFd;
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -47,6 +47,8 @@ pub(super) fn pair(fault: Option<Fault>) -> Pair {
         shared_buffer: Mutex::new(Arc::new(buffer())),
         cache: Mutex::default(),
         penalty: Mutex::new(None),
+        fills_until: OnceLock::new(),
+        was_full: AtomicBool::new(false),
         refusals: AtomicU64::new(0),
     });
     for _ in 0..WORKERS {
@@ -89,6 +91,8 @@ struct Wire {
     shared_buffer: Mutex<Arc<Mapping>>,
     cache: Mutex<HashMap<(u64, u64, usize), Vec<u8>>>,
     penalty: Mutex<Option<Instant>>,
+    fills_until: OnceLock<Instant>,
+    was_full: AtomicBool,
     refusals: AtomicU64,
 }
 
@@ -206,7 +210,9 @@ impl Wire {
             lock(&self.timed).push(Arc::clone(&job));
         }
         let mut queue = lock(&self.queue);
-        if !(self.has(Fault::FullQueue) && queue.len() >= 48) {
+        if self.has(Fault::FullQueue) && queue.len() >= 48 {
+            self.was_full.store(true, SeqCst);
+        } else {
             queue.push_back(Arc::clone(&job));
         }
         drop(queue);
@@ -243,12 +249,25 @@ impl Wire {
     }
 
     fn next_job(&self, queue: &mut VecDeque<Arc<Job>>) -> Option<Arc<Job>> {
+        if self.is_filling(queue) {
+            return None;
+        }
         let big = |job: &Arc<Job>| job.moved().bytes > PIECE_BYTES as u64;
         let preferred = self.has(Fault::PrefersBig).then(|| queue.iter().position(big)).flatten();
         match preferred {
             Some(at) => queue.remove(at),
             None => queue.pop_front(),
         }
+    }
+
+    /// Whether the wire lies still until its queue is full, for a second at most: one that is as
+    /// fast as its callers never has a full queue.
+    fn is_filling(&self, queue: &VecDeque<Arc<Job>>) -> bool {
+        self.has(Fault::FullQueue)
+            && !queue.is_empty()
+            && !self.was_full.load(SeqCst)
+            && Instant::now()
+                < *self.fills_until.get_or_init(|| Instant::now() + Duration::from_secs(1))
     }
 
     fn watch_deadlines(self: &Arc<Self>) {
