@@ -7,7 +7,7 @@
 //! on stderr.
 
 use crate::error::Failure;
-use crate::run_interruptible::{CHECK_INTERVAL, Interrupt, NoAnswer, run_interruptible};
+use kvferry_mooncake::interrupt::{CHECK_INTERVAL, Interrupt, NoAnswer, run_interruptible};
 use pyo3::prelude::*;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::ThreadId;

@@ -25,7 +25,7 @@
 //! | `notification` | `Notification` |
 //! | `connector` | `SchedulerHalf`, `WorkerHalf`: what engines' connectors are made of |
 //! | `mooncake` | `MooncakeEngine`, which `kvferry.mooncake` is made of |
-//! | `blocking`, `run_interruptible`, `error`, `log` | the rules above, exceptions, `KVFERRY_LOG` |
+//! | `blocking`, `error`, `log` | the rules above, exceptions, `KVFERRY_LOG` |
 
 mod agent;
 mod batch;
@@ -38,7 +38,6 @@ mod memory;
 mod mooncake;
 mod notification;
 mod peer;
-mod run_interruptible;
 mod store;
 mod store_blocks;
 mod store_pending;

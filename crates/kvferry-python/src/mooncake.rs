@@ -1,20 +1,14 @@
-//! What `kvferry.mooncake` needs of the native side: [`engine::MooncakeEngine`] as a Python class.
+//! What `kvferry.mooncake` needs of the native side: [`MooncakeEngine`] as a Python class.
 //!
 //! The signatures of `mooncake.engine` are in `python/kvferry/mooncake.py`. The calls here take
 //! plain arguments: numbers that are negative or have a fraction are a `TypeError`, as with the
 //! pybind11 module of Mooncake, and text may be bytes.
 
-mod codes;
-mod engine;
-mod handles;
-mod managed;
-mod metadata;
-
 use crate::batch::{Table, TableError, numbers};
 use crate::blocking::{self, Stop};
 use crate::error::Failure;
-use crate::run_interruptible::Interrupt;
-use engine::{MooncakeEngine, Moves};
+use kvferry_mooncake::interrupt::Interrupt;
+use kvferry_mooncake::{MooncakeEngine, Moves};
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};

@@ -1,124 +1,43 @@
-//! Mooncake's transfer engine, implemented by a kvferry agent.
+//! The calls of Mooncake's transfer engine.
 //!
-//! Plain Rust without Python: calls take addresses and return Mooncake's codes. Like Mooncake, the
-//! engine accepts local memory that is not registered, empty batches, empty pieces and a second
-//! `initialize`. The differences: a call that failed has stopped copying when it returns; ids are
-//! unique; a peer that restarted is connected to again; a call before `initialize` fails instead of
-//! crashing.
+//! Calls take addresses and return Mooncake's codes. Like Mooncake, the engine accepts local memory
+//! that is not registered, empty batches, empty pieces and a second `initialize`. The differences: a
+//! call that failed has stopped copying when it returns; ids are unique; a peer that restarted is
+//! connected to again; a call before `initialize` fails instead of crashing.
 
-use super::codes::{self, status};
-use super::handles::Handles;
-use super::managed::Managed;
-use super::metadata::{Directory, host_of, join, own_segment, with_port};
-use crate::blocking::lock;
-use crate::run_interruptible::{CHECK_INTERVAL, Interrupt, NoAnswer, run_interruptible};
-use kvferry::{
-    Access, Agent, Batch, Config, Error, ErrorKind, Notification, Options, Peer, TransportKind,
-};
-use std::collections::HashMap;
-use std::fmt::Display;
-use std::net::IpAddr;
+use crate::codes::{self, status};
+use crate::interrupt::{CHECK_INTERVAL, Interrupt, NoAnswer, run_interruptible};
+use crate::metadata::Directory;
+use crate::refusal::{Answer, Refusal};
+use crate::running::{Running, pointer, size};
+use crate::sync::lock;
+use kvferry::{Access, Batch, ErrorKind, Notification};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
-
-/// The most peers whose resolved names are kept. When it is reached the cache is cleared, and every
-/// name is resolved once more.
-const PEERS_MAX: usize = 4_096;
 
 /// What a transfer moves, and which way.
 #[derive(Debug)]
-pub(crate) struct Moves {
+pub struct Moves {
     /// To the peer's memory, rather than from it.
-    pub(crate) write: bool,
+    pub write: bool,
     /// The peer's name.
-    pub(crate) target: String,
+    pub target: String,
     /// The pieces, or why the caller's lists are no batch.
-    pub(crate) batch: Result<Batch, String>,
+    pub batch: Result<Batch, String>,
 }
 
 /// Mooncake's `TransferEngine`.
 #[derive(Debug)]
-pub(crate) struct MooncakeEngine {
+pub struct MooncakeEngine {
     running: Mutex<Option<Arc<Running>>>,
     last_error: Mutex<String>,
     pid: u32,
     identity: u64,
 }
 
-/// The engine between `initialize` and its end.
-#[derive(Debug)]
-struct Running {
-    agent: Agent,
-    /// The first argument of `initialize`: the name under which a metadata server knows the engine.
-    name: String,
-    /// The names by which the caller may address this engine itself.
-    own_names: [String; 3],
-    directory: Directory,
-    peers: Mutex<HashMap<String, Peer>>,
-    handles: Mutex<Handles>,
-    managed: Mutex<Managed>,
-    timeout: Duration,
-}
-
-/// Why a call fails.
-#[derive(Debug)]
-struct Refusal {
-    /// What the call returns.
-    code: i32,
-    why: String,
-    kind: Option<ErrorKind>,
-}
-
-impl Refusal {
-    fn new(code: i32, why: impl Display) -> Self {
-        Self { code, why: why.to_string(), kind: None }
-    }
-
-    fn invalid(why: impl Display) -> Self {
-        Self::new(codes::INVALID, why)
-    }
-
-    fn metadata(why: String) -> Self {
-        Self::new(codes::METADATA, why)
-    }
-
-    /// Transfers return one code for every failure.
-    fn uncoded(self) -> Self {
-        Self { code: codes::INVALID, ..self }
-    }
-
-    fn coded(code: i32, error: &Error) -> Self {
-        Self { code, why: error.to_string(), kind: Some(error.kind()) }
-    }
-}
-
-impl From<Error> for Refusal {
-    fn from(error: Error) -> Self {
-        let code = match error.kind() {
-            ErrorKind::Overlap => codes::OVERLAP,
-            ErrorKind::NotRegistered => codes::NOT_REGISTERED,
-            _ => codes::INVALID,
-        };
-        Self::coded(code, &error)
-    }
-}
-
-impl From<NoAnswer> for Refusal {
-    fn from(reason: NoAnswer) -> Self {
-        match reason {
-            NoAnswer::Interrupted => Self::invalid("interrupted"),
-            NoAnswer::Thread(error) => Self::invalid(format_args!(
-                "the call needs a thread, which can't be started: {error}"
-            )),
-        }
-    }
-}
-
-type Answer<T> = Result<T, Refusal>;
-
 impl MooncakeEngine {
-    pub(crate) fn new() -> Self {
+    /// An engine before `initialize`.
+    pub fn new() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Self {
             running: Mutex::default(),
@@ -129,7 +48,7 @@ impl MooncakeEngine {
     }
 
     /// Starts an agent for this engine; shuts down the one before.
-    pub(crate) fn initialize(
+    pub fn initialize(
         &self,
         local_hostname: &str,
         metadata_server: &str,
@@ -152,24 +71,7 @@ impl MooncakeEngine {
             return Err(Refusal::invalid("kvferry does not support the protocol \"xgmi\""));
         }
         let directory = Directory::parse(metadata_server).map_err(Refusal::invalid)?;
-        let config = settings(local_hostname, &directory)?;
-        let timeout = time_limit(&config);
-        let agent = Agent::start(config)?;
-        let port = agent.local_addr().port();
-        let running = Arc::new(Running {
-            own_names: [
-                join(host_of(local_hostname), port),
-                agent.advertised().to_owned(),
-                local_hostname.to_owned(),
-            ],
-            name: local_hostname.to_owned(),
-            agent,
-            directory,
-            peers: Mutex::default(),
-            handles: Mutex::default(),
-            managed: Mutex::default(),
-            timeout,
-        });
+        let running = Arc::new(Running::start(local_hostname, directory)?);
         if let Directory::Http(_) = running.directory {
             let published = Arc::clone(&running);
             run_interruptible(interrupt, move || published.publish())?
@@ -184,7 +86,7 @@ impl MooncakeEngine {
     }
 
     /// Shuts the agent down, if there is one.
-    pub(crate) fn shutdown(&self) {
+    pub fn shutdown(&self) {
         if self.must_not_be_forked().is_err() {
             return;
         }
@@ -194,23 +96,24 @@ impl MooncakeEngine {
         }
     }
 
-    pub(crate) fn is_running(&self) -> bool {
+    /// Whether `initialize` has succeeded and the engine was not shut down.
+    pub fn is_running(&self) -> bool {
         self.running().is_ok()
     }
 
     /// A number that identifies this engine while it runs, else 0.
-    pub(crate) fn identity(&self) -> u64 {
+    pub fn identity(&self) -> u64 {
         if self.is_running() { self.identity } else { 0 }
     }
 
     /// The port that peers connect to; 0 while the engine does not run.
-    pub(crate) fn rpc_port(&self) -> u16 {
+    pub fn rpc_port(&self) -> u16 {
         self.running().map_or(0, |running| running.agent.local_addr().port())
     }
 
     /// Registers ranges, all or none. Ignores lengths beyond the number of addresses, as Mooncake
     /// does.
-    pub(crate) fn register(&self, addrs: &[u64], lengths: &[u64]) -> i32 {
+    pub fn register(&self, addrs: &[u64], lengths: &[u64]) -> i32 {
         self.code(self.running().and_then(|running| {
             if lengths.len() < addrs.len() {
                 return Err(Refusal::invalid("there are fewer capacities than addresses"));
@@ -234,7 +137,7 @@ impl MooncakeEngine {
     }
 
     /// Unregisters ranges, each even if another fails. Returns the first failure.
-    pub(crate) fn unregister(&self, addrs: &[u64]) -> i32 {
+    pub fn unregister(&self, addrs: &[u64]) -> i32 {
         self.code(self.running().and_then(|running| {
             let mut first = Ok(());
             for addr in addrs {
@@ -253,7 +156,7 @@ impl MooncakeEngine {
     }
 
     /// Moves bytes and waits for the outcome. The notification, a name and a message, follows them.
-    pub(crate) fn transfer(
+    pub fn transfer(
         &self,
         moves: Moves,
         notify: Option<(String, String)>,
@@ -272,7 +175,7 @@ impl MooncakeEngine {
 
     /// Starts moving bytes. Returns the id that [`Self::wait`] and [`Self::check`] take, or
     /// [`codes::NO_ID`].
-    pub(crate) fn submit(&self, moves: Moves, interrupt: Interrupt<'_>) -> u64 {
+    pub fn submit(&self, moves: Moves, interrupt: Interrupt<'_>) -> u64 {
         let Moves { write, target, batch } = moves;
         let submitted = self.running().and_then(|running| {
             let peer = running.peer(&target, interrupt)?;
@@ -300,7 +203,7 @@ impl MooncakeEngine {
     }
 
     /// Waits for the outcome of all ids and uses them up. If interrupted, the ids left stay valid.
-    pub(crate) fn wait(&self, ids: &[u64], interrupt: Interrupt<'_>) -> i32 {
+    pub fn wait(&self, ids: &[u64], interrupt: Interrupt<'_>) -> i32 {
         if ids.is_empty() {
             return codes::OK;
         }
@@ -328,7 +231,7 @@ impl MooncakeEngine {
     }
 
     /// The status of an id, see [`status`].
-    pub(crate) fn check(&self, id: u64) -> i32 {
+    pub fn check(&self, id: u64) -> i32 {
         let checked = self.running().and_then(|running| {
             let mut handles = lock(&running.handles);
             let Some(transfer) = handles.get(id) else {
@@ -357,7 +260,7 @@ impl MooncakeEngine {
     }
 
     /// Allocates registered memory; its address, or 0.
-    pub(crate) fn allocate(&self, len: u64) -> u64 {
+    pub fn allocate(&self, len: u64) -> u64 {
         let allocated = self.running().and_then(|running| {
             let len = size(len)?;
             let addr = lock(&running.managed).allocate(&running.agent, len)?;
@@ -368,7 +271,7 @@ impl MooncakeEngine {
     }
 
     /// Frees memory of [`Self::allocate`].
-    pub(crate) fn free(&self, addr: u64) -> i32 {
+    pub fn free(&self, addr: u64) -> i32 {
         self.code(self.running().and_then(|running| {
             let freed = lock(&running.managed).free(size(addr)?);
             match freed {
@@ -383,7 +286,7 @@ impl MooncakeEngine {
     }
 
     /// The first address that a peer registered, or 0.
-    pub(crate) fn first_address(&self, segment: &str, interrupt: Interrupt<'_>) -> u64 {
+    pub fn first_address(&self, segment: &str, interrupt: Interrupt<'_>) -> u64 {
         let found = self.running().and_then(|running| {
             if running.own_names.iter().any(|own| own == segment) {
                 return Ok(running
@@ -401,7 +304,7 @@ impl MooncakeEngine {
     }
 
     /// Takes the notifications that have arrived: names and messages.
-    pub(crate) fn notifications(&self) -> Vec<(String, String)> {
+    pub fn notifications(&self) -> Vec<(String, String)> {
         let text = |notification: Notification| {
             (notification.name, String::from_utf8_lossy(&notification.message).into_owned())
         };
@@ -411,7 +314,7 @@ impl MooncakeEngine {
     }
 
     /// Checks that a peer answers.
-    pub(crate) fn probe(&self, target: &str, interrupt: Interrupt<'_>) -> i32 {
+    pub fn probe(&self, target: &str, interrupt: Interrupt<'_>) -> i32 {
         self.code(self.running().and_then(|running| {
             let peer = running.peer(target, interrupt)?;
             let timeout = running.timeout;
@@ -423,14 +326,14 @@ impl MooncakeEngine {
     }
 
     /// The reason of the last failure; empty if no call failed.
-    pub(crate) fn last_error(&self) -> String {
+    pub fn last_error(&self) -> String {
         if self.must_not_be_forked().is_err() {
             return FORKED.to_owned();
         }
         lock(&self.last_error).clone()
     }
 
-    fn running(&self) -> Answer<Arc<Running>> {
+    pub(crate) fn running(&self) -> Answer<Arc<Running>> {
         self.must_not_be_forked()?;
         lock(&self.running).clone().ok_or_else(|| Refusal::invalid("the engine is not initialized"))
     }
@@ -440,12 +343,12 @@ impl MooncakeEngine {
         if std::process::id() == self.pid { Ok(()) } else { Err(Refusal::invalid(FORKED)) }
     }
 
-    fn code(&self, answer: Answer<()>) -> i32 {
+    pub(crate) fn code(&self, answer: Answer<()>) -> i32 {
         self.note(answer).map_or_else(|code| code, |()| codes::OK)
     }
 
     /// Stores the reason of a failure and returns its code.
-    fn note<T>(&self, answer: Answer<T>) -> Result<T, i32> {
+    pub(crate) fn note<T>(&self, answer: Answer<T>) -> Result<T, i32> {
         answer.map_err(|refusal| {
             tracing::warn!(code = refusal.code, "{}", refusal.why);
             if self.must_not_be_forked().is_ok() {
@@ -463,171 +366,5 @@ impl Drop for MooncakeEngine {
 }
 
 const TOO_MANY_IDS: &str = "too many transfers have an outcome that was never asked for";
-const FORKED: &str =
+pub(crate) const FORKED: &str =
     "this process was forked from the one that created the engine; create another here";
-
-impl Running {
-    /// Publishes the engine's address and regions at the metadata server, if there is one.
-    fn publish(&self) -> Answer<()> {
-        if let Directory::Http(server) = &self.directory {
-            let location = self.agent.advertised();
-            server.publish_location(&self.name, location).map_err(Refusal::metadata)?;
-        }
-        self.publish_segment()
-    }
-
-    fn publish_segment(&self) -> Answer<()> {
-        if let Directory::Http(server) = &self.directory
-            && let Some(segment) = own_segment(self.agent.local_addr())
-        {
-            server.publish_segment(&self.name, segment).map_err(Refusal::metadata)?;
-        }
-        Ok(())
-    }
-
-    fn end(&self) {
-        if let Directory::Http(server) = &self.directory {
-            server.forget(&self.name);
-        }
-        self.agent.shutdown();
-    }
-
-    /// The peer of this name, from the cache or resolved.
-    fn peer(&self, target: &str, interrupt: Interrupt<'_>) -> Answer<Peer> {
-        if let Some(peer) = lock(&self.peers).get(target) {
-            return Ok(peer.clone());
-        }
-        let address = match &self.directory {
-            Directory::PeerToPeer => with_port(target),
-            Directory::Http(server) => {
-                let (server, name) = (server.clone(), target.to_owned());
-                run_interruptible(interrupt, move || server.look_up(&name))?
-                    .map_err(Refusal::metadata)?
-            }
-        };
-        let unknown = |error: Error| Refusal::coded(codes::NAME, &error);
-        let peer = if address.parse::<std::net::SocketAddr>().is_ok() {
-            self.agent.peer(&address).map_err(unknown)?
-        } else {
-            // Resolving a name may block.
-            let agent = self.agent.clone();
-            run_interruptible(interrupt, move || agent.peer(&address))?.map_err(unknown)?
-        };
-        let mut peers = lock(&self.peers);
-        if peers.len() >= PEERS_MAX {
-            peers.clear();
-        }
-        peers.insert(target.to_owned(), peer.clone());
-        Ok(peer)
-    }
-
-    /// Drops a name from the cache if the peer may have another address now.
-    fn forget(&self, target: &str, refusal: &Refusal) {
-        if matches!(
-            refusal.kind,
-            Some(
-                ErrorKind::Unreachable
-                    | ErrorKind::PeerReset
-                    | ErrorKind::PeerSilent
-                    | ErrorKind::PeerClosed
-            )
-        ) {
-            lock(&self.peers).remove(target);
-        }
-    }
-
-    fn options(&self, batch: &Batch) -> Options<'static> {
-        // Mooncake's rule: the time limit plus one nanosecond per byte.
-        let timeout = self.timeout + Duration::from_nanos(batch.bytes());
-        Options { timeout: Some(timeout), ..Options::default() }
-    }
-
-    /// Connects to the peer if there is no session.
-    fn connect(&self, peer: &Peer, interrupt: Interrupt<'_>) -> Answer<()> {
-        if peer.transport().is_none() {
-            let (peer, timeout) = (peer.clone(), self.timeout);
-            run_interruptible(interrupt, move || peer.connect(timeout))??;
-        }
-        Ok(())
-    }
-
-    fn run(
-        &self,
-        peer: &Peer,
-        write: bool,
-        batch: &Batch,
-        notify: Option<(String, String)>,
-        interrupt: Interrupt<'_>,
-    ) -> Answer<()> {
-        let mut options = self.options(batch);
-        options.interrupt = Some(interrupt);
-        let mut notification = notify.map(|(name, message)| Notification {
-            from: String::new(),
-            name,
-            message: message.into_bytes(),
-        });
-        if batch.is_empty() || notification.is_some() {
-            // An empty batch fails, too, if the peer cannot be reached.
-            self.connect(peer, interrupt)?;
-        }
-        if peer.transport() != Some(TransportKind::MOONCAKE) {
-            options.notify = notification.take();
-        }
-        if write { peer.write(batch, &options) } else { peer.read(batch, &options) }?;
-        // Mooncake's transfers carry no notification: a stock peer gets it after the data.
-        if let Some(notification) = notification {
-            peer.notify(notification, &options)?;
-        }
-        Ok(())
-    }
-}
-
-/// The agent's settings: the environment's, else Mooncake's defaults.
-fn settings(local_hostname: &str, directory: &Directory) -> Answer<Config> {
-    let mut config = Config::from_env()?;
-    let host = host_of(local_hostname);
-    let ip = host.parse::<IpAddr>().ok();
-    if config.listen.is_none() {
-        // All interfaces, as Mooncake; only loopback if the host is loopback.
-        let listen = match ip {
-            Some(IpAddr::V4(ip)) if ip.is_loopback() => "127.0.0.1:0",
-            Some(IpAddr::V6(ip)) if ip.is_loopback() => "[::1]:0",
-            Some(IpAddr::V6(_)) => "[::]:0",
-            None if host == "localhost" => "127.0.0.1:0",
-            _ => "0.0.0.0:0",
-        };
-        config.listen = Some(listen.to_owned());
-    }
-    // Mooncake accepts any name. Without a metadata server, advertise every name that may be a host;
-    // with one, names are keys of that server, so advertise IP addresses only.
-    let is_name = |c: u8| c.is_ascii_alphanumeric() || matches!(c, b'-' | b'.' | b'_');
-    let may_be_address =
-        matches!(directory, Directory::PeerToPeer) && !host.is_empty() && host.bytes().all(is_name);
-    if ip.is_some() || may_be_address {
-        config.advertise = Some(host.to_owned());
-    }
-    config.mooncake = true;
-    Ok(config)
-}
-
-/// The time limit of a transfer: `KVFERRY_TIMEOUT_MS`, else Mooncake's `MC_TRANSFER_TIMEOUT`, else
-/// the default.
-fn time_limit(config: &Config) -> Duration {
-    let set = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
-    if set("KVFERRY_TIMEOUT_MS").is_none()
-        && let Some(seconds) = set("MC_TRANSFER_TIMEOUT").and_then(|s| s.trim().parse::<u32>().ok())
-    {
-        return Duration::from_secs(seconds.max(5).into());
-    }
-    Duration::from_millis(config.timeout_ms)
-}
-
-fn size(value: u64) -> Answer<usize> {
-    usize::try_from(value).map_err(|_| {
-        Refusal::invalid(format_args!("{value:#x} does not fit an address of this machine"))
-    })
-}
-
-fn pointer(addr: u64) -> Answer<*mut u8> {
-    size(addr).map(std::ptr::with_exposed_provenance_mut)
-}

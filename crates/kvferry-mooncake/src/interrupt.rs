@@ -4,14 +4,14 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 /// Returns true if the waiting call should end.
-pub(crate) type Interrupt<'a> = &'a (dyn Fn() -> bool + Sync);
+pub type Interrupt<'a> = &'a (dyn Fn() -> bool + Sync);
 
 /// The longest time between two checks of the interrupt, and so the longest delay of Ctrl-C.
-pub(crate) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+pub const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Why a call has no result.
 #[derive(Debug)]
-pub(crate) enum NoAnswer {
+pub enum NoAnswer {
     /// The interrupt asked for the end. The call runs on to its own time limit; its result is lost.
     Interrupted,
     /// The thread could not start, or the call panicked.
@@ -21,7 +21,7 @@ pub(crate) enum NoAnswer {
 /// Runs `call` on a thread of its own and checks `interrupt` while it waits for the result.
 ///
 /// Only for calls that move no bytes: an interrupted call keeps running until its own time limit.
-pub(crate) fn run_interruptible<T: Send + 'static>(
+pub fn run_interruptible<T: Send + 'static>(
     interrupt: Interrupt<'_>,
     call: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, NoAnswer> {

@@ -1,19 +1,19 @@
 //! The codes that Mooncake's calls return.
 
 /// Success.
-pub(crate) const OK: i32 = 0;
+pub const OK: i32 = 0;
 /// Any failure without a code of its own.
-pub(crate) const INVALID: i32 = -1;
+pub const INVALID: i32 = -1;
 /// No memory is registered at the address.
-pub(crate) const NOT_REGISTERED: i32 = -3;
+pub const NOT_REGISTERED: i32 = -3;
 /// The range overlaps a registered one.
-pub(crate) const OVERLAP: i32 = -7;
+pub const OVERLAP: i32 = -7;
 /// The peer's name can't be resolved.
-pub(crate) const NAME: i32 = -101;
+pub const NAME: i32 = -101;
 /// The peer does not answer.
-pub(crate) const SOCKET: i32 = -102;
+pub const SOCKET: i32 = -102;
 /// The metadata server does not know the peer, or does not answer.
-pub(crate) const METADATA: i32 = -200;
+pub const METADATA: i32 = -200;
 
 /// What `transfer_check_status` returns.
 pub(crate) mod status {
@@ -25,4 +25,4 @@ pub(crate) mod status {
 }
 
 /// Calls that start a transfer return it instead of an id if they fail.
-pub(crate) const NO_ID: u64 = 0;
+pub const NO_ID: u64 = 0;

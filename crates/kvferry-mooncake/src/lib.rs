@@ -1,0 +1,26 @@
+//! Mooncake's transfer engine, implemented by a kvferry agent.
+//!
+//! [`MooncakeEngine`] is Mooncake's surface, once for all languages: `kvferry-python` makes the
+//! Python module of it, `kvferry-capi` the functions of `transfer_engine_c.h`. The edges translate
+//! arguments and decide nothing.
+//!
+//! | module | what is in it |
+//! |---|---|
+//! | `engine` | calls that block or return the id of a transfer, as Python's module has them |
+//! | `running` | the agent between `initialize` and the end, and its settings |
+//! | `metadata` | from a peer's name to its address |
+//! | `managed` | buffers that the engine allocates |
+//! | `codes` | the codes that calls return |
+//! | `interrupt` | calls that have a time limit but cannot be interrupted |
+
+pub mod codes;
+mod engine;
+mod handles;
+pub mod interrupt;
+mod managed;
+mod metadata;
+mod refusal;
+mod running;
+mod sync;
+
+pub use engine::{MooncakeEngine, Moves};
