@@ -4,8 +4,12 @@
 pub const OK: i32 = 0;
 /// Any failure without a code of its own.
 pub const INVALID: i32 = -1;
+/// A table is full.
+pub const TOO_MANY: i32 = -2;
 /// No memory is registered at the address.
 pub const NOT_REGISTERED: i32 = -3;
+/// The batch has transfers that are not complete.
+pub const BUSY: i32 = -4;
 /// The range overlaps a registered one.
 pub const OVERLAP: i32 = -7;
 /// The peer's name can't be resolved.

@@ -55,12 +55,18 @@ impl MooncakeEngine {
         protocol: &str,
         interrupt: Interrupt<'_>,
     ) -> i32 {
-        self.code(self.try_initialize(local_hostname, metadata_server, protocol, interrupt))
+        self.code(self.try_initialize(local_hostname, "", metadata_server, protocol, interrupt))
+    }
+
+    /// As [`Self::initialize`], with the host that peers connect to if it is not the name's.
+    pub fn initialize_at(&self, name: &str, host: &str, metadata_server: &str) -> i32 {
+        self.code(self.try_initialize(name, host, metadata_server, "", &|| false))
     }
 
     fn try_initialize(
         &self,
         local_hostname: &str,
+        host: &str,
         metadata_server: &str,
         protocol: &str,
         interrupt: Interrupt<'_>,
@@ -71,7 +77,7 @@ impl MooncakeEngine {
             return Err(Refusal::invalid("kvferry does not support the protocol \"xgmi\""));
         }
         let directory = Directory::parse(metadata_server).map_err(Refusal::invalid)?;
-        let running = Arc::new(Running::start(local_hostname, directory)?);
+        let running = Arc::new(Running::start(local_hostname, host, directory)?);
         if let Directory::Http(_) = running.directory {
             let published = Arc::clone(&running);
             run_interruptible(interrupt, move || published.publish())?
@@ -114,6 +120,11 @@ impl MooncakeEngine {
     /// Registers ranges, all or none. Ignores lengths beyond the number of addresses, as Mooncake
     /// does.
     pub fn register(&self, addrs: &[u64], lengths: &[u64]) -> i32 {
+        self.register_with(addrs, lengths, Access::READ_WRITE)
+    }
+
+    /// As [`Self::register`]; `access` is what peers may do with the memory.
+    pub fn register_with(&self, addrs: &[u64], lengths: &[u64], access: Access) -> i32 {
         self.code(self.running().and_then(|running| {
             if lengths.len() < addrs.len() {
                 return Err(Refusal::invalid("there are fewer capacities than addresses"));
@@ -128,7 +139,7 @@ impl MooncakeEngine {
             }
             // SAFETY: the caller promises that the memory stays mapped until it is unregistered, as in
             // Mooncake.
-            let regions = unsafe { running.agent.register_batch(&ranges, Access::READ_WRITE) }?;
+            let regions = unsafe { running.agent.register_batch(&ranges, access) }?;
             running.publish_segment().inspect_err(|_| {
                 // Memory that peers can't find out about does not stay registered.
                 let _ = running.agent.unregister_batch(&regions);
@@ -308,9 +319,12 @@ impl MooncakeEngine {
         let text = |notification: Notification| {
             (notification.name, String::from_utf8_lossy(&notification.message).into_owned())
         };
-        self.running()
-            .map(|running| running.agent.notifications().into_iter().map(text).collect())
-            .unwrap_or_default()
+        self.take_notifications().into_iter().map(text).collect()
+    }
+
+    /// Takes the notifications that have arrived, with their bytes.
+    pub fn take_notifications(&self) -> Vec<Notification> {
+        self.running().map(|running| running.agent.notifications()).unwrap_or_default()
     }
 
     /// Checks that a peer answers.
@@ -333,6 +347,10 @@ impl MooncakeEngine {
         lock(&self.last_error).clone()
     }
 
+    pub(crate) fn set_last_error(&self, why: String) {
+        *lock(&self.last_error) = why;
+    }
+
     pub(crate) fn running(&self) -> Answer<Arc<Running>> {
         self.must_not_be_forked()?;
         lock(&self.running).clone().ok_or_else(|| Refusal::invalid("the engine is not initialized"))
@@ -352,7 +370,7 @@ impl MooncakeEngine {
         answer.map_err(|refusal| {
             tracing::warn!(code = refusal.code, "{}", refusal.why);
             if self.must_not_be_forked().is_ok() {
-                *lock(&self.last_error) = refusal.why;
+                self.set_last_error(refusal.why);
             }
             refusal.code
         })

@@ -7,20 +7,25 @@
 //! | module | what is in it |
 //! |---|---|
 //! | `engine` | calls that block or return the id of a transfer, as Python's module has them |
+//! | `segments`, `batches`, `notifier` | numbered peers, batches of tasks, and what is sent after them, as in the C API |
 //! | `running` | the agent between `initialize` and the end, and its settings |
 //! | `metadata` | from a peer's name to its address |
 //! | `managed` | buffers that the engine allocates |
 //! | `codes` | the codes that calls return |
 //! | `interrupt` | calls that have a time limit but cannot be interrupted |
 
+pub mod batches;
 pub mod codes;
 mod engine;
 mod handles;
 pub mod interrupt;
 mod managed;
 mod metadata;
+mod notifier;
 mod refusal;
 mod running;
+mod segments;
 mod sync;
 
 pub use engine::{MooncakeEngine, Moves};
+pub use segments::LOCAL_SEGMENT;

@@ -1,11 +1,14 @@
 //! The engine between `initialize` and its end, and the settings of its agent.
 
+use crate::batches::Batches;
 use crate::codes;
 use crate::handles::Handles;
 use crate::interrupt::{Interrupt, run_interruptible};
 use crate::managed::Managed;
 use crate::metadata::{Directory, host_of, join, own_segment, with_port};
+use crate::notifier::Notifier;
 use crate::refusal::{Answer, Refusal};
+use crate::segments::Segments;
 use crate::sync::lock;
 use kvferry::{Agent, Batch, Config, Error, ErrorKind, Notification, Options, Peer, TransportKind};
 use std::collections::HashMap;
@@ -29,13 +32,17 @@ pub(crate) struct Running {
     peers: Mutex<HashMap<String, Peer>>,
     pub(crate) handles: Mutex<Handles>,
     pub(crate) managed: Mutex<Managed>,
+    pub(crate) segments: Mutex<Segments>,
+    pub(crate) batches: Batches,
+    pub(crate) notifier: Notifier,
     pub(crate) timeout: Duration,
 }
 
 impl Running {
-    /// Starts the agent.
-    pub(crate) fn start(local_hostname: &str, directory: Directory) -> Answer<Self> {
-        let config = settings(local_hostname, &directory)?;
+    /// Starts the agent. `host` is where peers connect to; if it is empty, the host in the name.
+    pub(crate) fn start(local_hostname: &str, host: &str, directory: Directory) -> Answer<Self> {
+        let reachable = if host.is_empty() { local_hostname } else { host };
+        let config = settings(reachable, &directory)?;
         let timeout = time_limit(&config);
         let agent = Agent::start(config)?;
         let port = agent.local_addr().port();
@@ -51,6 +58,9 @@ impl Running {
             peers: Mutex::default(),
             handles: Mutex::default(),
             managed: Mutex::default(),
+            segments: Mutex::default(),
+            batches: Batches::default(),
+            notifier: Notifier::default(),
             timeout,
         })
     }
@@ -120,8 +130,13 @@ impl Running {
                     | ErrorKind::PeerClosed
             )
         ) {
-            lock(&self.peers).remove(target);
+            self.forget_name(target);
         }
+    }
+
+    /// Drops a name from the cache.
+    pub(crate) fn forget_name(&self, target: &str) {
+        lock(&self.peers).remove(target);
     }
 
     pub(crate) fn options(&self, batch: &Batch) -> Options<'static> {

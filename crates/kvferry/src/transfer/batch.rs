@@ -122,6 +122,32 @@ impl Batch {
         Ok(())
     }
 
+    /// Adds many pairs like [`Batch::push`]: offset in `local`, offset in `remote`, length in bytes.
+    ///
+    /// # Errors
+    /// The first error of [`Batch::push`]. The batch is unchanged.
+    pub fn extend(
+        &mut self,
+        local: &Region,
+        remote: &RemoteRegion,
+        ranges: impl ExactSizeIterator<Item = (u64, u64, u64)>,
+    ) -> Result<()> {
+        let (len, bytes, incarnation) = (self.len(), self.bytes(), self.incarnation);
+        Arc::make_mut(&mut self.local).pieces.reserve(ranges.len());
+        Arc::make_mut(&mut self.remote).reserve(ranges.len());
+        for (local_offset, remote_offset, range_len) in ranges {
+            if let Err(e) = self.push(local, local_offset, remote, remote_offset, range_len) {
+                let pieces = Arc::make_mut(&mut self.local);
+                pieces.pieces.truncate(len);
+                pieces.bytes = bytes;
+                Arc::make_mut(&mut self.remote).truncate(len);
+                self.incarnation = incarnation;
+                return Err(e);
+            }
+        }
+        Ok(())
+    }
+
     /// Adds `len` bytes at `local_offset` of `local` and at the virtual address `remote` in the
     /// peer's process, which must lie in one region there.
     ///

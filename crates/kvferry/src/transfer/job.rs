@@ -33,6 +33,21 @@ pub(crate) const STRIPE_BYTES_MIN: u64 = 32 << 20;
 /// Called exactly once, with whether the peer has confirmed a revoke.
 pub(crate) type RevokeDone = Box<dyn FnOnce(bool) + Send>;
 
+/// Called once with a job's outcome; see [`Job::on_end`].
+pub(crate) struct Callback(pub(crate) Box<dyn FnOnce(Result<TransferStats>) + Send>);
+
+impl Callback {
+    fn call(self, outcome: Result<TransferStats>) {
+        contain("the callback of a transfer", || (self.0)(outcome));
+    }
+}
+
+impl std::fmt::Debug for Callback {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Callback")
+    }
+}
+
 /// How a job's frames reach the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Frames {
@@ -82,6 +97,7 @@ struct State {
     /// The peer has not confirmed the notification that follows the data.
     owes_note: bool,
     wakers: Vec<Waker>,
+    callbacks: Vec<Callback>,
     /// Threads in [`Job::wait`]. If there are none, the outcome skips the system call that wakes
     /// them.
     waiting_threads: usize,
@@ -315,8 +331,10 @@ impl Job {
             tracing::debug!(transfer = %self.id, error = %e, "transfer ended early");
         }
         self.core.counters.transfers_in_flight.less_one();
-        state.outcome = Some(outcome);
         let wakers = std::mem::take(&mut state.wakers);
+        let callbacks = std::mem::take(&mut state.callbacks);
+        let told = (!callbacks.is_empty()).then(|| outcome.clone());
+        state.outcome = Some(outcome);
         state.handlers.clear();
         state.waiting = None;
         if let Some(event) = self.event.get() {
@@ -329,6 +347,22 @@ impl Job {
         }
         for waker in wakers {
             contain("the waker of a transfer", || waker.wake());
+        }
+        if let Some(outcome) = told {
+            callbacks.into_iter().for_each(|callback| callback.call(outcome.clone()));
+        }
+    }
+
+    /// Has the callback called with the outcome: by the thread that ends the job, or at once if the
+    /// job has ended.
+    pub(crate) fn on_end(&self, callback: Callback) {
+        let mut state = lock(&self.state);
+        match state.outcome.clone() {
+            None => state.callbacks.push(callback),
+            Some(outcome) => {
+                drop(state);
+                callback.call(outcome);
+            }
         }
     }
 

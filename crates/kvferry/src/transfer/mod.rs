@@ -51,6 +51,13 @@ impl Transfer {
         self.0.stop(Error::new(ErrorKind::Cancelled, "the transfer was cancelled"));
     }
 
+    /// Calls `done` once, with the outcome: on the thread that ends the transfer, which is one of the
+    /// agent's or a caller's, or at once if the transfer has ended. `done` must not block: other
+    /// transfers wait for its thread.
+    pub fn on_end(&self, done: impl FnOnce(Result<TransferStats>) + Send + 'static) {
+        self.0.on_end(job::Callback(Box::new(done)));
+    }
+
     /// A descriptor that is readable once the transfer has ended.
     ///
     /// # Errors

@@ -1,0 +1,150 @@
+//! Handles: numbers that stand for objects.
+//!
+//! A handle has the type of a pointer, so that C compilers tell an agent from a region, and is never
+//! dereferenced. Its low bits say which kind of object it stands for; the rest is counted up in this
+//! process and never used again.
+//!
+//! A forked child gets an empty table: a thread of the parent may have held the lock of the other
+//! one. Numbers below the first one of the child belong to its parent.
+
+use crate::guard::Failure;
+use kvferry::{Agent, Batch, FileRegion, Peer, Region, Transfer};
+use kvferry_mooncake::MooncakeEngine;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+/// Low bits of a handle that hold its kind.
+const KIND_BITS: u32 = 4;
+
+/// An object that handles stand for. A clone is the same object.
+pub(crate) trait Object: Clone + Send + Sync + 'static {
+    /// The kind, and the name of it for error texts.
+    const KIND: (u64, &'static str);
+    fn map(table: &Table) -> &Map<Self>;
+}
+
+type Map<T> = RwLock<HashMap<u64, T>>;
+
+macro_rules! objects {
+    ($($field:ident: $type:ty = $kind:literal $name:literal,)*) => {
+        /// The objects of one process, by handle.
+        #[derive(Debug, Default)]
+        pub(crate) struct Table {
+            pid: u32,
+            first: u64,
+            $($field: Map<$type>,)*
+        }
+
+        impl Table {
+            fn len(&self) -> usize {
+                0 $(+ self.$field.read().unwrap_or_else(PoisonError::into_inner).len())*
+            }
+        }
+
+        $(impl Object for $type {
+            const KIND: (u64, &'static str) = ($kind, $name);
+            fn map(table: &Table) -> &Map<Self> {
+                &table.$field
+            }
+        })*
+    };
+}
+
+/// A region and the agent that it is registered with.
+pub(crate) type OwnedRegion = Arc<(Agent, Region)>;
+/// A file region and the agent that opened it.
+pub(crate) type OwnedFile = Arc<(Agent, FileRegion)>;
+/// A batch that several threads may fill.
+pub(crate) type SharedBatch = Arc<Mutex<Batch>>;
+
+objects! {
+    agents: Agent = 1 "an agent",
+    regions: OwnedRegion = 2 "a region",
+    peers: Peer = 3 "a peer",
+    batches: SharedBatch = 4 "a batch",
+    transfers: Transfer = 5 "a transfer",
+    files: OwnedFile = 6 "a file",
+    engines: Arc<MooncakeEngine> = 7 "a transfer engine",
+}
+
+static NEXT: AtomicU64 = AtomicU64::new(1);
+static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
+
+/// The table of this process.
+fn table() -> &'static Table {
+    let pid = std::process::id();
+    let known = TABLE.load(Ordering::Acquire);
+    // SAFETY: a table is never freed: it is leaked when it is made, below.
+    if let Some(table) = unsafe { known.as_ref() }
+        && table.pid == pid
+    {
+        return table;
+    }
+    crate::log::prepare();
+    let first = NEXT.load(Ordering::Relaxed);
+    let fresh = Box::into_raw(Box::new(Table { pid, first, ..Table::default() }));
+    match TABLE.compare_exchange(known, fresh, Ordering::AcqRel, Ordering::Acquire) {
+        // SAFETY: as above; `fresh` was just made.
+        Ok(_) => unsafe { &*fresh },
+        Err(other) => {
+            // SAFETY: nobody else has seen `fresh`.
+            drop(unsafe { Box::from_raw(fresh) });
+            // SAFETY: as above; another thread of this process stored it.
+            unsafe { &*other }
+        }
+    }
+}
+
+/// Makes a handle for an object.
+pub(crate) fn add<T: Object>(object: T) -> u64 {
+    let table = table();
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let handle = number << KIND_BITS | T::KIND.0;
+    T::map(table).write().unwrap_or_else(PoisonError::into_inner).insert(handle, object);
+    handle
+}
+
+/// The object that a handle stands for.
+pub(crate) fn look_up<T: Object, H>(handle: *const H) -> Result<T, Failure> {
+    let table = table();
+    let handle = handle.addr() as u64;
+    let found = T::map(table).read().unwrap_or_else(PoisonError::into_inner).get(&handle).cloned();
+    found.ok_or_else(|| unknown::<T>(table, handle))
+}
+
+/// Takes the object of a handle; from then on the handle is invalid.
+pub(crate) fn take<T: Object, H>(handle: *const H) -> Result<T, Failure> {
+    let table = table();
+    let handle = handle.addr() as u64;
+    let found = T::map(table).write().unwrap_or_else(PoisonError::into_inner).remove(&handle);
+    found.ok_or_else(|| unknown::<T>(table, handle))
+}
+
+/// How many handles of this process are in use.
+pub(crate) fn count() -> usize {
+    table().len()
+}
+
+fn unknown<T: Object>(table: &Table, handle: u64) -> Failure {
+    let name = T::KIND.1;
+    let number = handle >> KIND_BITS;
+    let mask = (1 << KIND_BITS) - 1;
+    if handle == 0 {
+        return Failure::handle(format!("expected {name}, got NULL"));
+    }
+    if handle & mask != T::KIND.0 || number == 0 || number >= NEXT.load(Ordering::Relaxed) {
+        return Failure::handle(format!("{handle:#x} is not the handle of {name}"));
+    }
+    if number < table.first {
+        return Failure::forked(format!(
+            "{handle:#x} is the handle of {name} in the process that forked this one"
+        ));
+    }
+    Failure::handle(format!("the handle {handle:#x} of {name} was freed"))
+}
+
+/// A handle as C sees it.
+pub(crate) fn pointer<H>(handle: u64) -> *mut H {
+    std::ptr::without_provenance_mut(handle as usize)
+}
