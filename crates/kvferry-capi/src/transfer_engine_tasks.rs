@@ -238,8 +238,12 @@ pub unsafe extern "C" fn getNotifsFromEngine(
     engine: transfer_engine_t,
     size: *mut c_int,
 ) -> *mut notify_msg_t {
+    if !size.is_null() {
+        // SAFETY: the caller's promise. Never negative, also without an engine.
+        unsafe { size.write(0) };
+    }
     with(engine, std::ptr::null_mut(), |engine| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's promise; the place is tried before anything is taken.
         unsafe { guard::store(size, 0, "the place for the number of messages") }?;
         let taken = engine.take_notifications();
         if taken.is_empty() {

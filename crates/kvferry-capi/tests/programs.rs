@@ -1,0 +1,86 @@
+//! C and C++ programs on the built library: compiled without a warning, and run.
+
+mod kit;
+
+use kit::{Compiler, Language, Program, folder, skipped};
+
+const LANGUAGES: [Language; 2] = [Language::C11, Language::Cpp17];
+
+/// Compiles a program with both compilers in the given languages, and runs what gcc made.
+fn builds_and_runs(source: &str, languages: &[Language], arguments: &[&str]) {
+    for language in languages {
+        for compiler in [Compiler::Gcc, Compiler::Clang] {
+            let Some(program) = Program::build(source, compiler, *language, &[]) else { continue };
+            program.run(arguments);
+        }
+    }
+}
+
+#[test]
+fn layouts_are_those_that_programs_were_compiled_with() {
+    builds_and_runs("tests/c/layouts.c", &LANGUAGES, &[]);
+}
+
+#[test]
+fn kvferry_h_does_what_it_says() {
+    builds_and_runs("tests/c/kvferry.c", &LANGUAGES, &[]);
+}
+
+#[test]
+fn the_example_in_c_runs() {
+    builds_and_runs("examples/write.c", &[Language::C11], &[]);
+}
+
+#[test]
+fn the_example_in_cpp_runs() {
+    let file = folder().join("example.kv");
+    let file = file.to_str().expect("the folder's name is text");
+    builds_and_runs("examples/offload.cpp", &[Language::Cpp17], &[file]);
+}
+
+#[test]
+fn programs_linked_to_mooncakes_library_run_on_ours() {
+    builds_and_runs("tests/c/transfer_engine.c", &LANGUAGES, &[]);
+}
+
+#[test]
+fn c_programs_are_clean_under_the_address_sanitizer() {
+    for source in ["tests/c/kvferry.c", "tests/c/transfer_engine.c"] {
+        let flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"];
+        match Program::build(source, Compiler::Gcc, Language::C11, &flags) {
+            // What the last case leaves open, the process leaves to the kernel on purpose.
+            Some(program) => program.with("ASAN_OPTIONS", "detect_leaks=0").run(&[]),
+            None => skipped("AddressSanitizer: gcc has none here"),
+        }
+    }
+}
+
+#[test]
+fn the_library_exports_these_functions_and_no_others() {
+    let exported = kit::exported(&folder().join("libkvferry.so.0"));
+    let golden = include_str!("exported.txt");
+    let golden: Vec<_> = golden.lines().filter(|line| !line.starts_with('#')).collect();
+    assert_eq!(exported, golden);
+    let mooncake = exported.iter().filter(|name| !name.starts_with("kvferry_")).count();
+    assert_eq!(mooncake, 27);
+}
+
+#[test]
+fn the_second_library_has_no_code_and_needs_the_first_one_beside_it() {
+    let library = folder().join("libtransfer_engine.so");
+    assert_eq!(kit::exported(&library), Vec::<String>::new());
+    let size = library.metadata().expect("it is there").len();
+    assert!(size < 20_000, "{size} bytes");
+    let dynamic = kit::output("readelf", &["-d", library.to_str().expect("text")]);
+    for needed in ["libtransfer_engine.so", "NEEDED", "libkvferry.so.0", "RUNPATH", "$ORIGIN"] {
+        assert!(dynamic.contains(needed), "{needed} is missing in:\n{dynamic}");
+    }
+}
+
+#[test]
+fn pkg_config_finds_header_and_library() {
+    let Some(flags) = kit::pkg_config() else {
+        return skipped("pkg-config is not here (apt-get install pkg-config)");
+    };
+    assert!(flags.contains("-l:libkvferry.so.0") && flags.contains("/include"), "{flags}");
+}
