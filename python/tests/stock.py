@@ -10,7 +10,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
-PACKAGE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+NAME = "mooncake-transfer-engine-non-cuda"
+VERSION = "0.3.13.post1"
 SYSTEM_PACKAGES = ["libibverbs1", "libnuma1", "libcurl4"]
 
 # Mooncake logs every transfer otherwise.
@@ -42,9 +43,9 @@ def _imports(python: Path) -> str:
 
 
 @cache
-def python() -> str:
+def python(version: str = VERSION) -> str:
     """The interpreter that has stock Mooncake."""
-    folder = cache_root() / f"stock-{PACKAGE.rpartition('=')[2]}-py{sys.version_info.major}{sys.version_info.minor}"
+    folder = cache_root() / f"stock-{version}-py{sys.version_info.major}{sys.version_info.minor}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     interpreter = folder / "bin" / "python"
     try:
@@ -53,7 +54,15 @@ def python() -> str:
             if not (folder / "complete").exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 _run(sys.executable, "-m", "venv", str(folder))
-                _run(str(interpreter), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", PACKAGE)
+                _run(
+                    str(interpreter),
+                    "-m",
+                    "pip",
+                    "install",
+                    "--quiet",
+                    "--disable-pip-version-check",
+                    f"{NAME}=={version}",
+                )
                 (folder / "complete").touch()
             why = _imports(interpreter)
             if why and os.geteuid() == 0 and shutil.which("apt-get"):
