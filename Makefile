@@ -64,9 +64,18 @@ $(VENV)/.build-tools: $(VENV)/.made
 	$(BIN)/pip install --quiet 'maturin>=1.10,<2'
 	touch $@
 
+# $(call clibs,profile,environment): the C libraries, which the wheel takes along (`python -m kvferry libdir`).
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
+define clibs
+@rm -rf python/kvferry/lib
+$(call part,building the C libraries ($(1)),$(2) $(CARGO) build --profile $(1) -p kvferry-capi \
+    && $(2) crates/kvferry-capi/package '$(BUILD_DIR)/$(1)/libkvferry_capi.so' python/kvferry/lib $(VERSION))
+endef
+
 # A wheel of an earlier build is not left beside the new one: `e2e/run` and people take what is there.
 wheel: $(VENV)/.build-tools
 	@rm -f target/wheels/kvferry-*.whl
+	$(call clibs,release)
 	$(call part,building the wheel,$(BIN)/maturin build --release --quiet --interpreter $(BIN)/python --out target/wheels)
 	@$(BIN)/pip install --quiet --force-reinstall --no-deps target/wheels/kvferry-*.whl
 	@ls target/wheels/kvferry-*.whl
@@ -75,9 +84,14 @@ $(VENV)/.dist-tools: $(VENV)/.made pyproject.toml
 	$(BIN)/pip install --quiet --group dist
 	touch $@
 
+# The linker of Rust programs on this machine, and the C compiler.
+ZIG_LINKS = PATH='$(abspath $(BIN))':"$$PATH" CC='$(abspath crates/kvferry-capi/zig-cc)' \
+    CARGO_TARGET_$(shell rustc -vV | sed -n 's/^host: //p' | tr 'a-z-' 'A-Z_')_LINKER='$(abspath crates/kvferry-capi/zig-cc)'
+
 # Zig links against glibc 2.17; auditwheel confirms it. target/wheels keeps the wheel for this machine.
 wheel-dist: $(VENV)/.dist-tools ## Build the wheel to publish, for manylinux_2_17: target/dist
 	@rm -f target/dist/kvferry-*.whl
+	$(call clibs,dist,$(ZIG_LINKS))
 	$(call part,building the wheel to publish,PATH='$(abspath $(BIN))':"$$PATH" $(BIN)/maturin build --profile dist --zig \
 	    --compatibility manylinux_2_17 --quiet --interpreter $(BIN)/python --out target/dist)
 	@$(BIN)/auditwheel show target/dist/kvferry-*.whl | tee /dev/stderr | grep '^"manylinux_2_17' >/dev/null

@@ -696,6 +696,55 @@ fn a_waker_that_panics_does_not_stop_other_transfers() {
 }
 
 #[test]
+fn a_callback_gets_the_outcome_once_and_may_panic() {
+    let _bound = bounded();
+    let (near, far) = (one_thread_agent(), one_thread_agent());
+    let (device, to) = held_device(&far, 64 * KIB);
+    let writing = held_write(&near, &far, &device, &to);
+    let (sender, outcomes) = mpsc::channel();
+    let late = sender.clone();
+    writing.on_end(|_| panic!("a panic of a callback"));
+    writing.on_end(move |outcome| sender.send(outcome.is_ok()).expect("the test waits"));
+    assert!(outcomes.try_recv().is_err(), "it has not ended");
+    device.release();
+    assert_eq!(outcomes.recv_timeout(Duration::from_secs(20)), Ok(true));
+    // After the end: at once, on this thread.
+    writing.on_end(move |outcome| late.send(outcome.is_ok()).expect("the test waits"));
+    assert_eq!(outcomes.try_recv(), Ok(true));
+    assert!(outcomes.try_recv().is_err(), "each callback is called once");
+    healthy_write(&near, &far, "a panic of a callback");
+}
+
+#[test]
+fn a_shutdown_ends_a_transfer_with_its_callback() {
+    let _bound = bounded();
+    let (near, far) = (one_thread_agent(), one_thread_agent());
+    let (device, to) = held_device(&far, 64 * KIB);
+    let writing = held_write(&near, &far, &device, &to);
+    let (sender, outcomes) = mpsc::channel();
+    writing.on_end(move |outcome| sender.send(kind(outcome)).expect("the test waits"));
+    near.shutdown();
+    assert_eq!(outcomes.recv_timeout(Duration::from_secs(20)), Ok(ErrorKind::Shutdown));
+    device.release();
+}
+
+#[test]
+fn a_list_of_ranges_with_a_bad_one_leaves_the_batch_as_it_was() {
+    let _bound = bounded();
+    let near = agent();
+    let local = near.allocate(4096, Access::NONE).expect("memory");
+    let remote = near.allocate(4096, Access::WRITE).expect("memory").remote();
+    let mut batch = Batch::new();
+    let bad = [(0, 0, 64), (64, 64, 64), (4095, 0, 2)];
+    let refused = batch.extend(&local, &remote, bad.into_iter()).expect_err("out of bounds");
+    assert_eq!(refused.kind(), ErrorKind::OutOfBounds);
+    assert_eq!((batch.len(), batch.bytes()), (0, 0));
+    batch.extend(&local, &remote, bad[..2].iter().copied()).expect("within bounds");
+    batch.extend(&local, &remote, bad.into_iter()).expect_err("out of bounds");
+    assert_eq!((batch.len(), batch.bytes()), (2, 128));
+}
+
+#[test]
 fn a_peer_finds_a_region_by_its_name_until_it_is_unregistered() {
     let _bound = bounded();
     let (near, far) = (agent(), agent());
