@@ -66,6 +66,17 @@ fn the_library_exports_these_functions_and_no_others() {
 }
 
 #[test]
+fn the_library_needs_only_libraries_of_the_c_compiler() {
+    let library = folder().join("libkvferry.so.0");
+    let dynamic = kit::output("readelf", &["-d", library.to_str().expect("text")]);
+    let needed = dynamic.lines().filter(|line| line.contains("(NEEDED)"));
+    for line in needed {
+        let known = ["libc.so", "libgcc_s.so", "libm.so", "ld-linux"];
+        assert!(known.iter().any(|name| line.contains(&format!("[{name}"))), "{line}");
+    }
+}
+
+#[test]
 fn the_second_library_has_no_code_and_needs_the_first_one_beside_it() {
     let library = folder().join("libtransfer_engine.so");
     assert_eq!(kit::exported(&library), Vec::<String>::new());
