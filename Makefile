@@ -256,5 +256,5 @@ doc: ## Build the Rust documentation; warnings are errors
 
 clean: ## Remove what was built here; caches outside the checkout stay
 	$(CARGO) clean
-	rm -rf target $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf target $(VENV) python/kvferry/lib .pytest_cache .mypy_cache .ruff_cache
 	find python e2e bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -166,10 +166,12 @@ pub unsafe extern "C" fn submitTransferWithNotify(
 /// # Safety
 /// The texts are null or text.
 unsafe fn texts(message: notify_msg_t) -> Result<(String, Vec<u8>), Failure> {
-    // SAFETY: the caller's promise.
-    let bytes = |text: *const c_char| match text.is_null() {
-        true => Vec::new(),
-        false => unsafe { CStr::from_ptr(text) }.to_bytes().to_vec(),
+    let bytes = |text: *const c_char| {
+        if text.is_null() {
+            return Vec::new();
+        }
+        // SAFETY: not null, and the caller promises text.
+        unsafe { CStr::from_ptr(text) }.to_bytes().to_vec()
     };
     let name = String::from_utf8(bytes(message.name))
         .map_err(|_| Failure::invalid("the notification's name is not UTF-8"))?;

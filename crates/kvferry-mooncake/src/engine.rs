@@ -35,6 +35,12 @@ pub struct MooncakeEngine {
     identity: u64,
 }
 
+impl Default for MooncakeEngine {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl MooncakeEngine {
     /// An engine before `initialize`.
     pub fn new() -> Self {
