@@ -1,0 +1,132 @@
+//! [`Driver`] and its threads.
+
+use crate::carry::{Carrier, Directory};
+use crate::host::Host;
+use crate::options::{Error, Fault, Options};
+use crate::pages::Pages;
+use crate::queue::Queue;
+use crate::stats::{Counters, Stats};
+use kvferry::Agent;
+use kvferry_blocks::{Action, Outcome, TransferId};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Makes the copies of one block manager. See the [crate's documentation](crate).
+///
+/// When it is dropped, its threads end after the copies that they make then; those that were not begun are not made.
+#[derive(Debug)]
+pub struct Driver {
+    queue: Arc<Queue>,
+    counters: Arc<Counters>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Driver {
+    /// `secondary_blocks[n]`: as many as the manager has in group `n`. The pages must be host memory.
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn start(
+        agent: &Agent,
+        pages: Pages,
+        secondary_blocks: &[u32],
+        options: Options,
+    ) -> Result<Self, Error> {
+        if secondary_blocks.len() != pages.groups() {
+            let (given, groups) = (secondary_blocks.len(), pages.groups());
+            return Err(Error::Groups { given, groups });
+        }
+        let host = Host::new(agent, &pages, secondary_blocks)?;
+        let (queue, counters) = (Arc::new(Queue::default()), Arc::new(Counters::default()));
+        let directory_threads = options.directory_threads;
+        let carrier = Arc::new(Carrier {
+            agent: agent.clone(),
+            pages,
+            host,
+            options,
+            counters: Arc::clone(&counters),
+        });
+        let mut driver = Self { queue, counters, threads: Vec::new() };
+        for at in 0..=directory_threads {
+            let (queue, carrier) = (Arc::clone(&driver.queue), Arc::clone(&carrier));
+            let name =
+                if at == 0 { "kvferry-copies".into() } else { format!("kvferry-files-{at}") };
+            let body = move || match at {
+                0 => copy_in_memory(&queue, &carrier),
+                _ => serve_directories(&queue, &carrier),
+            };
+            driver.threads.push(kvferry_sys::thread::spawn(name, body).map_err(Error::Thread)?);
+        }
+        Ok(driver)
+    }
+
+    /// Takes the copies and discards among the manager's actions, in the order in which the manager gave them.
+    pub fn submit(&self, actions: impl IntoIterator<Item = Action>) {
+        self.queue.submit(actions);
+    }
+
+    /// Copies that have ended since the last call, for
+    /// [`BlockManager::finished`](kvferry_blocks::BlockManager::finished).
+    pub fn take_finished(&self) -> Vec<(TransferId, Outcome)> {
+        self.queue.take_finished()
+    }
+
+    /// Blocks until [`Driver::take_finished`] has something to return. False: no copy is under way, or `timeout` has
+    /// passed. For an engine that has nothing else to do.
+    pub fn wait(&self, timeout: Duration) -> bool {
+        self.queue.wait(timeout)
+    }
+
+    /// Copies that were submitted and have not ended.
+    pub fn under_way(&self) -> usize {
+        self.queue.under_way()
+    }
+
+    /// What has been done.
+    pub fn stats(&self) -> Stats {
+        self.counters.read()
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.queue.close();
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a thread for offloading has panicked");
+            }
+        }
+        drop(self.queue.take_directories());
+    }
+}
+
+fn copy_in_memory(queue: &Queue, carrier: &Carrier) {
+    let mut transfers = Vec::new();
+    while queue.next_in_memory(&mut transfers) {
+        for transfer in transfers.drain(..) {
+            let outcome = match carrier.ask(&transfer) {
+                Fault::Fail => Outcome::Failed,
+                Fault::None => match carrier.host.carry(&carrier.pages, &transfer) {
+                    Ok(()) => Outcome::Done,
+                    Err(error) => {
+                        tracing::warn!(%error, "a copy between the engine's pages and host memory failed");
+                        Outcome::Failed
+                    }
+                },
+            };
+            carrier.count(&transfer, outcome);
+            queue.finish([(transfer.id, outcome)]);
+        }
+    }
+}
+
+fn serve_directories(queue: &Queue, carrier: &Carrier) {
+    while let Some(run) = queue.next_run(|group| carrier.pages.page_bytes(group.into())) {
+        drop(run.leaves);
+        let mut directory =
+            run.directory.unwrap_or_else(|| Box::new(Directory::new(Arc::clone(&run.path))));
+        queue.finish(directory.carry_out(carrier, run.tasks));
+        queue.put_back(run.path, directory);
+    }
+}

@@ -1,0 +1,276 @@
+//! What is to be carried out, and what has been.
+//!
+//! One lock, which is held for a few moves of values and never while anything is copied: the engine's scheduler takes
+//! it, too.
+
+use crate::carry::Directory;
+use kvferry_blocks::{Action, Outcome, Tier, Transfer, TransferId, TransferMode};
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Directories that are remembered. Beyond, one that has nothing to do is closed.
+const DIRECTORIES_MAX: usize = 64;
+/// Copies that a thread takes at once, at most: those of a block store are one call.
+pub(crate) const RUN_MAX: usize = 256;
+/// Bytes of these, at most.
+pub(crate) const RUN_BYTES: u64 = 32 << 20;
+
+/// What is to be done in a directory.
+#[derive(Clone, Debug)]
+pub(crate) enum Task {
+    Copy(Transfer),
+    Remove { file_name: String },
+}
+
+/// What concerns one directory, in order.
+#[derive(Debug, Default)]
+struct Line {
+    tasks: VecDeque<Task>,
+    is_taken: bool,
+    /// What a thread needs for it, kept between runs.
+    directory: Option<Box<Directory>>,
+    /// Of another line, to be closed by the thread that takes this one.
+    leaves: Option<Box<Directory>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    memory: VecDeque<Transfer>,
+    lines: FxHashMap<Arc<str>, Line>,
+    /// Lines with tasks that no thread has taken.
+    ready: VecDeque<Arc<str>>,
+    finished: Vec<(TransferId, Outcome)>,
+    /// Copies that were submitted and are not in `finished`.
+    under_way: usize,
+    is_closed: bool,
+}
+
+/// A part of a line that a thread carries out.
+#[derive(Debug)]
+pub(crate) struct Run {
+    pub(crate) path: Arc<str>,
+    pub(crate) tasks: Vec<Task>,
+    pub(crate) directory: Option<Box<Directory>>,
+    pub(crate) leaves: Option<Box<Directory>>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Queue {
+    state: Mutex<State>,
+    memory: Condvar,
+    directories: Condvar,
+    ended: Condvar,
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn submit(&self, actions: impl IntoIterator<Item = Action>) {
+        let mut actions = actions.into_iter().peekable();
+        if actions.peek().is_none() {
+            return;
+        }
+        let (mut for_memory, mut for_directories) = (false, false);
+        let mut state = self.lock();
+        for action in actions {
+            let (directory, task) = match action {
+                Action::Copy(mut transfer) => {
+                    state.under_way += 1;
+                    let directory = transfer.directory.clone();
+                    match directory {
+                        Some(directory) if transfer.mode != TransferMode::Dram => {
+                            (directory, Task::Copy(transfer))
+                        }
+                        _ => {
+                            transfer.mode = TransferMode::Dram;
+                            state.memory.push_back(transfer);
+                            for_memory = true;
+                            continue;
+                        }
+                    }
+                }
+                Action::Discard { directory, file_name, .. } => {
+                    (directory, Task::Remove { file_name })
+                }
+                _ => continue,
+            };
+            state.add(&directory, task);
+            for_directories = true;
+        }
+        drop(state);
+        if for_memory {
+            self.memory.notify_one();
+        }
+        if for_directories {
+            self.directories.notify_all();
+        }
+    }
+
+    /// The next copies within memory, when there are any. None: the driver ends.
+    pub(crate) fn next_in_memory(&self, into: &mut Vec<Transfer>) -> bool {
+        let mut state = self.lock();
+        loop {
+            if state.is_closed {
+                return false;
+            }
+            if !state.memory.is_empty() {
+                let count = state.memory.len().min(RUN_MAX);
+                into.extend(state.memory.drain(..count));
+                return true;
+            }
+            state = self.memory.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// The next tasks of a directory, when there are any. They are one task, or copies of one direction to or from a
+    /// block store, each of another block. None: the driver ends.
+    pub(crate) fn next_run(&self, page_bytes: impl Fn(u16) -> u64) -> Option<Run> {
+        let mut state = self.lock();
+        loop {
+            if state.is_closed {
+                return None;
+            }
+            if let Some(path) = state.ready.pop_front() {
+                let line = state.lines.get_mut(&path).expect("a ready line is there");
+                line.is_taken = true;
+                let tasks = take_run(&mut line.tasks, page_bytes);
+                let (directory, leaves) = (line.directory.take(), line.leaves.take());
+                return Some(Run { path, tasks, directory, leaves });
+            }
+            state = self.directories.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// A run has been carried out.
+    pub(crate) fn put_back(&self, path: Arc<str>, directory: Box<Directory>) {
+        let mut state = self.lock();
+        let line = state.lines.get_mut(&path).expect("a taken line stays");
+        line.directory = Some(directory);
+        line.is_taken = false;
+        if !line.tasks.is_empty() {
+            state.ready.push_back(path);
+            drop(state);
+            self.directories.notify_one();
+        }
+    }
+
+    pub(crate) fn finish(&self, ended: impl IntoIterator<Item = (TransferId, Outcome)>) {
+        let mut state = self.lock();
+        let before = state.finished.len();
+        state.finished.extend(ended);
+        let count = state.finished.len() - before;
+        state.under_way -= count;
+        drop(state);
+        self.ended.notify_all();
+    }
+
+    pub(crate) fn take_finished(&self) -> Vec<(TransferId, Outcome)> {
+        std::mem::take(&mut self.lock().finished)
+    }
+
+    pub(crate) fn under_way(&self) -> usize {
+        self.lock().under_way
+    }
+
+    /// Waits until a copy has ended that was not taken yet. False: none is under way, or `timeout` has passed.
+    pub(crate) fn wait(&self, timeout: Duration) -> bool {
+        let until = Instant::now() + timeout;
+        let mut state = self.lock();
+        while state.finished.is_empty() {
+            let left = until.saturating_duration_since(Instant::now());
+            if state.under_way == 0 || left.is_zero() {
+                return false;
+            }
+            state = self.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    /// Threads end after what they carry out now. What was not begun has failed.
+    pub(crate) fn close(&self) {
+        let mut state = self.lock();
+        state.is_closed = true;
+        let State { memory, lines, .. } = &mut *state;
+        let mut left: Vec<TransferId> = memory.drain(..).map(|transfer| transfer.id).collect();
+        for task in lines.values_mut().flat_map(|line| line.tasks.drain(..)) {
+            if let Task::Copy(transfer) = task {
+                left.push(transfer.id);
+            }
+        }
+        state.ready.clear();
+        state.under_way -= left.len();
+        state.finished.extend(left.into_iter().map(|id| (id, Outcome::Failed)));
+        drop(state);
+        self.memory.notify_all();
+        self.directories.notify_all();
+        self.ended.notify_all();
+    }
+
+    /// What lines have kept, to be closed.
+    pub(crate) fn take_directories(&self) -> Vec<Box<Directory>> {
+        let mut state = self.lock();
+        let lines = state.lines.values_mut();
+        lines.flat_map(|line| [line.directory.take(), line.leaves.take()]).flatten().collect()
+    }
+}
+
+impl State {
+    fn add(&mut self, path: &Arc<str>, task: Task) {
+        if self.is_closed {
+            self.refuse(&task);
+            return;
+        }
+        if !self.lines.contains_key(path) {
+            let mut line = Line::default();
+            if self.lines.len() >= DIRECTORIES_MAX {
+                let idle = self.lines.iter().find(|(_, it)| !it.is_taken && it.tasks.is_empty());
+                let Some(idle) = idle.map(|(path, _)| Arc::clone(path)) else {
+                    self.refuse(&task);
+                    return;
+                };
+                let gone = self.lines.remove(&idle).expect("found just now");
+                line.leaves = gone.directory;
+            }
+            self.lines.insert(Arc::clone(path), line);
+        }
+        let line = self.lines.get_mut(path).expect("inserted where it was missing");
+        line.tasks.push_back(task);
+        if line.tasks.len() == 1 && !line.is_taken {
+            self.ready.push_back(Arc::clone(path));
+        }
+    }
+
+    /// All directories are busy, or the driver ends.
+    fn refuse(&mut self, task: &Task) {
+        if let Task::Copy(transfer) = task {
+            self.under_way -= 1;
+            self.finished.push((transfer.id, Outcome::Failed));
+        }
+    }
+}
+
+fn take_run(tasks: &mut VecDeque<Task>, page_bytes: impl Fn(u16) -> u64) -> Vec<Task> {
+    let mut run: Vec<Task> = tasks.pop_front().into_iter().collect();
+    let Some(Task::Copy(first)) = run.first() else { return run };
+    if first.mode != TransferMode::Gds {
+        return run;
+    }
+    let to: Tier = first.to.tier;
+    let mut names = FxHashSet::default();
+    names.insert((first.group, first.key));
+    let mut bytes = page_bytes(first.group);
+    while let Some(Task::Copy(next)) = tasks.front() {
+        bytes += page_bytes(next.group);
+        let belongs = next.mode == TransferMode::Gds && next.to.tier == to;
+        let is_full = run.len() == RUN_MAX || bytes > RUN_BYTES;
+        if !belongs || is_full || !names.insert((next.group, next.key)) {
+            break;
+        }
+        run.extend(tasks.pop_front());
+    }
+    run
+}

@@ -1,0 +1,108 @@
+//! Secondary blocks in a block store.
+
+use crate::carry::Carrier;
+use kvferry_blocks::{Outcome, Tier, Transfer};
+use kvferry_store::{BlockMemory, Retain, Space, Store, StoreOptions};
+use std::sync::atomic::Ordering::Relaxed;
+
+type Hash = [u8; 16];
+
+#[derive(Debug)]
+pub(crate) struct Stored {
+    store: Store,
+    /// Of each group.
+    spaces: Vec<Space>,
+}
+
+impl Stored {
+    pub(crate) fn open(carrier: &Carrier, path: &str) -> Result<Self, String> {
+        let options = &carrier.options;
+        let mut how = StoreOptions::new(path, options.store_bytes);
+        if let Some(bytes) = options.segment_bytes {
+            how = how.segment_bytes(bytes);
+        }
+        let store = Store::open(&carrier.agent, &how).map_err(|error| error.to_string())?;
+        let groups = 0..u32::try_from(carrier.pages.groups()).unwrap_or(u32::MAX);
+        let spaces =
+            groups.map(|group| store.space(&options.namespace.clone().group(group))).collect();
+        Ok(Self { store, spaces })
+    }
+
+    /// Copies of one direction, each of another block. A call for each group that they concern.
+    pub(crate) fn carry(
+        &mut self,
+        carrier: &Carrier,
+        transfers: &[&Transfer],
+    ) -> Result<Vec<Outcome>, String> {
+        let mut outcomes = vec![Outcome::Failed; transfers.len()];
+        for (group, space) in self.spaces.iter().enumerate() {
+            let of_group = |at: &usize| usize::from(transfers[*at].group) == group;
+            let mut chosen: Vec<usize> = (0..transfers.len()).filter(of_group).collect();
+            if chosen.is_empty() {
+                continue;
+            }
+            let is_put = transfers[chosen[0]].to.tier == Tier::Secondary;
+            if is_put {
+                // Blocks leave the engine last block first; the store takes each for the prefix of the next.
+                chosen.reverse();
+            }
+            let hashes: Vec<Hash> = chosen.iter().map(|&at| hash(transfers[at])).collect();
+            let page = |at: &usize| {
+                let transfer = transfers[*at];
+                let page = if is_put { transfer.from } else { transfer.to };
+                carrier.pages.memory(group, page.index)
+            };
+            let memory: Vec<BlockMemory> = chosen.iter().map(page).collect();
+            let done = match is_put {
+                true => put(carrier, space, &hashes, &memory),
+                false => get(space, &hashes, &memory),
+            };
+            for (at, is_done) in chosen.into_iter().zip(done.map_err(|error| error.to_string())?) {
+                if is_done {
+                    outcomes[at] = Outcome::Done;
+                }
+            }
+        }
+        Ok(outcomes)
+    }
+}
+
+impl Drop for Stored {
+    fn drop(&mut self) {
+        self.store.close();
+    }
+}
+
+fn hash(transfer: &Transfer) -> Hash {
+    let [high, low] = transfer.key.0;
+    (u128::from(high) << 64 | u128::from(low)).to_be_bytes()
+}
+
+/// Which blocks are in the store then.
+fn put(
+    carrier: &Carrier,
+    space: &Space,
+    hashes: &[Hash],
+    memory: &[BlockMemory],
+) -> kvferry_store::Result<Vec<bool>> {
+    let put = space.put(hashes, 0, memory, Retain::default())?;
+    carrier.counters.present.fetch_add(put.present as u64, Relaxed);
+    if put.stored + put.present == hashes.len() {
+        return Ok(vec![true; hashes.len()]);
+    }
+    hashes.iter().map(|hash| Ok(space.lookup(&[hash])? == 1)).collect()
+}
+
+/// Which blocks were read.
+fn get(space: &Space, hashes: &[Hash], memory: &[BlockMemory]) -> kvferry_store::Result<Vec<bool>> {
+    let mut done = Vec::with_capacity(hashes.len());
+    while done.len() < hashes.len() {
+        let from = done.len();
+        let read = space.get(&hashes[from..], 0, &memory[from..])?;
+        done.resize(from + read, true);
+        if done.len() < hashes.len() {
+            done.push(false);
+        }
+    }
+    Ok(done)
+}
