@@ -13,6 +13,7 @@
 //! * [`Engine`]: requests in, tokens out, step by step.
 //! * [`contract`]: the two connector seams, and the violations of their contracts.
 //! * [`kvferry_adapter`]: kvferry's own connector behind them.
+//! * [`offload`]: kvferry's block manager instead of the engine's own.
 //!
 //! ```
 //! use kvferry_refengine::{Connector, Engine, EngineConfig, GroupSpec, ModelSpec, Request};
@@ -40,6 +41,7 @@ mod layout;
 mod lockstep;
 mod memory;
 mod model;
+pub mod offload;
 mod oracle;
 mod quorum;
 mod request;

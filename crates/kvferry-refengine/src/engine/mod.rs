@@ -1,5 +1,6 @@
 //! The engine: a scheduler, its ranks, and the connector between them.
 
+mod offload;
 mod phases;
 mod workers;
 
@@ -13,6 +14,7 @@ use crate::quorum::{Countdown, Intersection, Report};
 use crate::request::{Output, Request, RequestId, RequestStatus, SubmitError};
 use crate::scheduler::{Plan, Scheduler, Seam};
 use crate::worker::{Forward, Ranks};
+use kvferry_blocks::RetentionConfig;
 use phases::{Phase, Step, TrtRank, VllmRank, trt_phases, vllm_phases};
 use std::fmt;
 use std::sync::Arc;
@@ -53,7 +55,7 @@ pub enum EngineError {
 pub struct Leak {
     /// Requests that are live, or whose blocks are held.
     pub requests: Vec<RequestId>,
-    /// Blocks with users, as (pool, block).
+    /// Blocks with users, as (pool, block). With a block manager, also blocks that copies concern; it does not say which.
     pub blocks: Vec<(usize, BlockId)>,
 }
 
@@ -145,7 +147,7 @@ impl Engine {
     /// The request is invalid, or could never be served. The connector does not get it then: see
     /// [`Engine::reject`].
     pub fn submit(&mut self, request: Request) -> Result<(), SubmitError> {
-        self.scheduler.submit(request)
+        self.scheduler.submit(request, RetentionConfig::default())
     }
 
     /// Rejects a request before it is scheduled. The connector gets it as aborted, so that the other side
@@ -222,7 +224,10 @@ impl Engine {
 
     /// Empties the prefix cache and the connector's. False if blocks are in use in either.
     pub fn reset_prefix_cache(&mut self) -> bool {
-        let own = self.scheduler.cache.reset();
+        let own = match &mut self.scheduler.managed {
+            Some(managed) => managed.manager.reset().is_ok(),
+            None => self.scheduler.cache.reset(),
+        };
         let theirs = match &mut self.scheduler.seam {
             Seam::Vllm(connector) => connector.reset_cache(),
             Seam::None | Seam::Trt(_) => true,
@@ -235,7 +240,11 @@ impl Engine {
     /// # Errors
     /// Those that have not.
     pub fn check_empty(&self) -> Result<(), Leak> {
-        let (requests, blocks) = (self.scheduler.live(), self.scheduler.cache.used());
+        let requests = self.scheduler.live();
+        let blocks = match &self.scheduler.managed {
+            Some(managed) => managed.used(),
+            None => self.scheduler.cache.used(),
+        };
         if requests.is_empty() && blocks.is_empty() {
             Ok(())
         } else {
@@ -257,6 +266,7 @@ impl Engine {
                 self.ranks.caches.iter().for_each(|caches| scribble(caches, &void));
                 let sampled = forward.map_or_else(Vec::new, |forward| forward.finish());
                 self.scheduler.update(&plan, &sampled, &[]);
+                self.scheduler.carry_out_actions();
             }
             Workers::Vllm { .. } => self.step_vllm(&plan, forward.as_ref()),
             Workers::Trt { .. } => self.step_trt(&plan, forward.as_ref())?,
@@ -277,12 +287,16 @@ impl Engine {
     /// Takes the blocks whose content became invalid. They are overwritten, so that a block that is not
     /// loaded never has the right bytes of an earlier request.
     fn drain_void(&mut self) -> Vec<Void> {
-        let void = self.scheduler.cache.drain_void().into_iter();
-        void.map(|(group, block)| {
-            self.scribbles += 1;
-            Void { group, block, seed: self.scribbles }
-        })
-        .collect()
+        let mut void = self.scheduler.cache.drain_void();
+        if let Some(managed) = &mut self.scheduler.managed {
+            void.append(&mut managed.void);
+        }
+        void.into_iter()
+            .map(|(group, block)| {
+                self.scribbles += 1;
+                Void { group, block, seed: self.scribbles }
+            })
+            .collect()
     }
 
     fn step_vllm(&mut self, plan: &Plan, forward: Option<&Arc<Forward>>) {

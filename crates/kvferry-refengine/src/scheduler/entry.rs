@@ -3,7 +3,9 @@
 use crate::block_pool::BlockHash;
 use crate::cache::Tables;
 use crate::contract::RequestView;
+use crate::offload::Held;
 use crate::request::{Params, RequestId, RequestStatus};
+use kvferry_blocks::RetentionConfig;
 
 /// An asynchronous load.
 #[derive(Clone, Copy, Debug)]
@@ -42,6 +44,10 @@ pub(super) struct Entry {
     pub(super) carried: Option<(usize, Vec<usize>)>,
     /// Tokens that the connector loads or has loaded for its admission.
     pub(super) external: usize,
+    /// For the block manager.
+    pub(super) retention: RetentionConfig,
+    /// What it has of the block manager.
+    pub(super) held: Option<Held>,
 }
 
 impl Entry {

@@ -7,8 +7,10 @@
 //! | how workers and the connector get it | `output.rs` |
 //! | tokens, ends and reports after a step | `update.rs` |
 //! | the connector's scheduler half | `seam.rs` |
+//! | blocks by kvferry's block manager | `managed.rs` |
 
 mod entry;
+mod managed;
 mod output;
 mod plan;
 mod schedule;
@@ -19,8 +21,10 @@ use crate::cache::CacheManager;
 use crate::config::{EngineConfig, LoadFailurePolicy};
 use crate::contract::Violation;
 use crate::layout::BlockId;
+use crate::offload::Managed;
 use crate::request::{FinishReason, Output, Request, RequestId, RequestStatus, SubmitError};
 use entry::Entry;
+use kvferry_blocks::RetentionConfig;
 pub(crate) use plan::Plan;
 use rustc_hash::FxHashMap;
 pub(crate) use seam::Seam;
@@ -29,6 +33,8 @@ use std::collections::{BTreeMap, VecDeque};
 pub(crate) struct Scheduler {
     pub(crate) cache: CacheManager,
     pub(crate) seam: Seam,
+    /// Decides on blocks instead of `cache`.
+    pub(crate) managed: Option<Managed>,
     requests: BTreeMap<u64, Entry>,
     numbers: FxHashMap<RequestId, u64>,
     waiting: VecDeque<u64>,
@@ -64,6 +70,7 @@ impl Scheduler {
         Self {
             cache: CacheManager::new(config),
             seam,
+            managed: None,
             requests: BTreeMap::new(),
             numbers: FxHashMap::default(),
             waiting: VecDeque::new(),
@@ -121,7 +128,7 @@ impl Scheduler {
     }
 
     /// Adds an entry that is in no queue.
-    fn enter(&mut self, request: Request) -> Result<u64, SubmitError> {
+    fn enter(&mut self, request: Request, retention: RetentionConfig) -> Result<u64, SubmitError> {
         if self.numbers.contains_key(&request.id) {
             return Err(SubmitError::Duplicate { id: request.id });
         }
@@ -151,19 +158,25 @@ impl Scheduler {
             abort: false,
             carried: None,
             external: 0,
+            retention,
+            held: None,
         };
         self.requests.insert(number, entry);
         Ok(number)
     }
 
-    /// TensorRT-LLM reserves the blocks of all tokens at once; vLLM those of a chunk.
+    /// TensorRT-LLM and the block manager reserve the blocks of all tokens at once; vLLM those of a chunk.
     fn chunk(&self, tokens: usize, chunk: usize) -> usize {
-        if self.seam.is_trt() { tokens } else { chunk }
+        if self.seam.is_trt() || self.managed.is_some() { tokens } else { chunk }
     }
 
-    pub(crate) fn submit(&mut self, request: Request) -> Result<(), SubmitError> {
+    pub(crate) fn submit(
+        &mut self,
+        request: Request,
+        retention: RetentionConfig,
+    ) -> Result<(), SubmitError> {
         self.validate(&request)?;
-        let number = self.enter(request)?;
+        let number = self.enter(request, retention)?;
         self.waiting.push_back(number);
         if let Seam::Vllm(connector) = &mut self.seam {
             let entry = self.requests.get_mut(&number).expect("just entered");
@@ -184,7 +197,7 @@ impl Scheduler {
 
     /// Rejects a request before it is scheduled. The connector gets its end.
     pub(crate) fn reject(&mut self, request: Request) -> Result<(), SubmitError> {
-        let number = self.enter(request)?;
+        let number = self.enter(request, RetentionConfig::default())?;
         self.finish(number, FinishReason::Abort);
         Ok(())
     }

@@ -10,7 +10,17 @@ use crate::contract::vllm::Match;
 use crate::layout::BlockId;
 use crate::request::RequestStatus;
 
-enum Admitted {
+/// Whether a running request has the blocks for its next tokens.
+pub(super) enum Growth {
+    /// With those that are new, per group.
+    Now(Vec<Vec<BlockId>>),
+    /// When copies have ended.
+    Later,
+    /// When another request has lost its blocks.
+    NoRoom,
+}
+
+pub(super) enum Admitted {
     /// The connector does not know yet.
     NotYet,
     /// Not enough blocks.
@@ -28,12 +38,14 @@ impl Scheduler {
             ..Plan::default()
         };
         self.steps += 1;
+        self.take_ended_copies();
         let mut budget = self.limits.step_tokens;
         let preemptions = self.preemptions;
         self.schedule_running(&mut budget, &mut plan);
         if preemptions == self.preemptions {
             self.schedule_waiting(&mut budget, &mut plan);
         }
+        self.carry_out_actions();
         plan
     }
 
@@ -42,11 +54,17 @@ impl Scheduler {
         while at < self.running.len() && *budget > 0 {
             let number = self.running[at];
             let entry = self.entry(number);
+            if entry.waits_for_pages() {
+                at += 1;
+                continue;
+            }
             let count =
                 (entry.tokens.len() - entry.computed).min(*budget).min(self.limits.chunk_tokens);
             let new_blocks = loop {
-                if let Some(new) = self.allocate(number, None, count) {
-                    break new;
+                match self.grow(number, count) {
+                    Growth::Now(new) => break Some(new),
+                    Growth::Later => break None,
+                    Growth::NoRoom => {}
                 }
                 debug_assert!(!self.seam.is_trt(), "all blocks were there at admission");
                 let victim = *self.running.last().expect("at least this request runs");
@@ -63,10 +81,22 @@ impl Scheduler {
                     return;
                 }
             };
+            let Some(new_blocks) = new_blocks else {
+                at += 1;
+                continue;
+            };
             *budget -= count;
             plan.items.push(Item { number, admission: Admission::Running, count, new_blocks });
             at += 1;
         }
+    }
+
+    /// Has blocks for `count` more tokens.
+    fn grow(&mut self, number: u64, count: usize) -> Growth {
+        if self.managed.is_some() {
+            return self.grow_managed(number, count);
+        }
+        self.allocate(number, None, count).map_or(Growth::NoRoom, Growth::Now)
     }
 
     /// Allocates blocks for `count` more tokens.
@@ -89,8 +119,8 @@ impl Scheduler {
 
     /// Takes the blocks of a request. All its tokens must be computed or loaded again.
     fn start_over(&mut self, number: u64) {
-        let entry = self.requests.get_mut(&number).expect("queues name live requests");
-        self.cache.release(&mut entry.tables);
+        self.release(number);
+        let entry = self.entry_mut(number);
         entry.status = RequestStatus::Preempted;
         (entry.computed, entry.cached, entry.preempted, entry.load) = (0, 0, true, None);
         self.preemptions += 1;
@@ -153,6 +183,10 @@ impl Scheduler {
         };
         entry.status =
             if entry.preempted { RequestStatus::Preempted } else { RequestStatus::Waiting };
+        if self.managed.is_some() {
+            (entry.computed, entry.cached) = (load.valid, load.valid);
+            return;
+        }
         // The blocks before the window of a token in the middle of the load were not loaded.
         let usable = self.cache.keeps_all() || load.valid == load.tokens;
         let valid = if usable { load.valid } else { 0 };
@@ -168,6 +202,9 @@ impl Scheduler {
     }
 
     fn admit(&mut self, number: u64, budget: usize) -> Admitted {
+        if self.managed.is_some() {
+            return self.admit_managed(number, budget);
+        }
         if self.entry(number).computed > 0 {
             return self.admit_loaded(number, budget);
         }
@@ -217,7 +254,7 @@ impl Scheduler {
         Admitted::Running(Self::start(entry, count, new_blocks))
     }
 
-    fn start(entry: &mut Entry, count: usize, new_blocks: Vec<Vec<BlockId>>) -> Item {
+    pub(super) fn start(entry: &mut Entry, count: usize, new_blocks: Vec<Vec<BlockId>>) -> Item {
         let resumed = entry.status == RequestStatus::Preempted;
         entry.status = RequestStatus::Running;
         let admission = if resumed { Admission::Resumed } else { Admission::New };

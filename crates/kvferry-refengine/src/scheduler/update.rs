@@ -37,7 +37,10 @@ impl Scheduler {
                     ended = Some(FinishReason::Length);
                 }
             }
-            self.cache.offer(&mut entry.tables, &entry.hashes, entry.computed);
+            match self.managed {
+                Some(_) => self.store_computed(item.number),
+                None => self.cache.offer(&mut entry.tables, &entry.hashes, entry.computed),
+            }
             if let Some(reason) = ended {
                 self.finish(item.number, reason);
             }
@@ -49,9 +52,10 @@ impl Scheduler {
         self.waiting.retain(|other| *other != number);
         self.running.retain(|other| *other != number);
         let entry = self.requests.get_mut(&number).expect("only live requests end");
-        entry.receiving = entry.is_loading();
+        // The block manager frees the blocks of a load when it has ended.
+        entry.receiving = entry.is_loading() && self.managed.is_none();
         entry.status = RequestStatus::Finished(reason);
-        if !self.seam.is_trt() {
+        if !self.seam.is_trt() && self.managed.is_none() {
             self.cache.leave_behind_at_end(&mut entry.tables, entry.computed);
         }
         let (sending, params) = self.seam.finished(&entry.view(), &entry.tables.blocks);
@@ -78,8 +82,8 @@ impl Scheduler {
         if entry.sending || entry.receiving {
             return;
         }
-        let mut entry = self.requests.remove(&number).expect("looked up just now");
-        self.cache.release(&mut entry.tables);
+        self.release(number);
+        let entry = self.requests.remove(&number).expect("looked up just now");
         self.numbers.remove(&entry.id);
         self.retired.insert(entry.id.clone(), (number, was_sending));
         self.retired_order.push_back((number, entry.id));
