@@ -211,10 +211,14 @@ impl Queue {
     }
 
     /// What lines have kept, to be closed.
-    pub(crate) fn take_directories(&self) -> Vec<Box<Directory>> {
+    pub(crate) fn take_directories(&self) -> Vec<Directory> {
         let mut state = self.lock();
         let lines = state.lines.values_mut();
-        lines.flat_map(|line| [line.directory.take(), line.leaves.take()]).flatten().collect()
+        lines
+            .flat_map(|line| [line.directory.take(), line.leaves.take()])
+            .flatten()
+            .map(|directory| *directory)
+            .collect()
     }
 }
 

@@ -69,7 +69,6 @@ fn copies_that_fail_at_any_moment_cost_hits_only() {
 }
 
 #[test]
-#[ignore = "slow: make test-slow"]
 fn a_thousand_requests_over_small_pools_have_right_tokens() {
     for fails_each in [0, 7] {
         let stats = soak(99, 1000, fails_each);
