@@ -22,6 +22,7 @@ pub mod layer_times;
 pub mod lines;
 pub mod machine;
 pub mod model;
+pub mod offload;
 pub mod options;
 pub mod plot;
 pub mod report;

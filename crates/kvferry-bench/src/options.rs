@@ -97,6 +97,19 @@ pub struct StoreSpeed {
     pub quick: bool,
 }
 
+/// What [`crate::offload`] moves.
+#[derive(Debug, Clone)]
+pub struct OffloadBench {
+    /// Where the stores are made. `None`: the folder of temporary files.
+    pub folder: Option<PathBuf>,
+    /// Bytes of the blocks of one round.
+    pub bytes: u64,
+    /// `None`: 7, or 2 if `quick`.
+    pub rounds: Option<usize>,
+    /// Small and short.
+    pub quick: bool,
+}
+
 /// What [`crate::store`] replays.
 #[derive(Debug, Clone)]
 pub struct StoreBench {

@@ -1,4 +1,4 @@
-//! `kvferry bench`, `bench file`, `bench store` and `kvferry bench-handoff`: the library measures, this prints, judges and writes.
+//! `kvferry bench`, `bench file`, `bench store`, `bench offload` and `kvferry bench-handoff`: the library measures, this prints, judges and writes.
 
 use std::fs;
 use std::path::Path;
@@ -7,7 +7,9 @@ use kvferry_bench::failure::Failure;
 use kvferry_bench::options::StoreBench;
 use kvferry_bench::{handoffs, transfers};
 
-use crate::cli::{BenchArgs, BenchFileArgs, BenchHandoffArgs, BenchOf, BenchStoreArgs};
+use crate::cli::{
+    BenchArgs, BenchFileArgs, BenchHandoffArgs, BenchOf, BenchOffloadArgs, BenchStoreArgs,
+};
 use crate::files;
 use crate::output::{self, Report};
 
@@ -16,6 +18,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
         None => transfers(args),
         Some(BenchOf::File(args)) => files(args),
         Some(BenchOf::Store(args)) => store(args),
+        Some(BenchOf::Offload(args)) => offload(args),
     }
 }
 
@@ -33,6 +36,14 @@ fn store(args: &BenchStoreArgs) -> Result<(), Failure> {
         }
         None => kvferry_bench::store::speed::measure(&args.speed(), &bar),
     };
+    bar.finish_and_clear();
+    judged(&measured?, args.json, args.check)
+}
+
+fn offload(args: &BenchOffloadArgs) -> Result<(), Failure> {
+    args.folder.as_deref().map_or(Ok(()), kvferry_bench::files::check_folder)?;
+    let bar = output::step_bar(args.quiet);
+    let measured = kvferry_bench::offload::measure(&args.options(), &bar);
     bar.finish_and_clear();
     judged(&measured?, args.json, args.check)
 }

@@ -7,8 +7,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvferry::FileEngine;
 use kvferry_bench::model::{Dtype, Model};
 use kvferry_bench::options::{
-    Checksums, FileBench, HandoffOptions, Measure, Op, Part, Placement, Shape, Size, StoreSpeed,
-    Streams, TransferOptions,
+    Checksums, FileBench, HandoffOptions, Measure, OffloadBench, Op, Part, Placement, Shape, Size,
+    StoreSpeed, Streams, TransferOptions,
 };
 use kvferry_bench::units::parse_bytes;
 use serde::{Deserialize, Serialize};
@@ -693,6 +693,8 @@ pub(crate) enum BenchOf {
     File(BenchFileArgs),
     /// Measure the store of blocks; with --trace, its hits beside LRU and the optimum
     Store(BenchStoreArgs),
+    /// Measure offloading by the block manager, beside the block store in the same rounds
+    Offload(BenchOffloadArgs),
 }
 
 const BENCH_STORE_EXAMPLES: &str = "\
@@ -758,6 +760,55 @@ impl BenchStoreArgs {
             folder: self.folder.clone(),
             bytes: self.bytes.unwrap_or(if self.quick { 128 << 20 } else { 1 << 30 }),
             sizes: self.sizes.clone(),
+            rounds: self.rounds.map(|rounds| rounds as usize),
+            quick: self.quick,
+        }
+    }
+}
+
+const BENCH_OFFLOAD_EXAMPLES: &str = "\
+Examples:
+  kvferry bench offload --quick                      a minute, too short to judge by
+  kvferry bench offload --folder /mnt/nvme --check   seven rounds on that file system, with bounds
+
+Blocks in the pages of the reference engine are offloaded and onboarded by the block manager and its driver,
+with a block store in a folder. The same pages are put to a block store and got from it directly, in turns.
+The scheduler's thread is measured call by call: its processor time has the bound, because the kernel may
+take a thread off its processor in the middle of a call; its wall time is shown, too.";
+
+/// Measure offloading by the block manager, its driver and a block store, beside the block store by itself; and
+/// the block manager by itself.
+#[derive(Debug, Clone, Args)]
+#[command(after_long_help = BENCH_OFFLOAD_EXAMPLES)]
+pub(crate) struct BenchOffloadArgs {
+    /// Where the stores are made, and removed in the end [default: the folder of temporary files]
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) folder: Option<PathBuf>,
+    /// Bytes of the blocks of a round [default: 512MiB, with --quick 128MiB]
+    #[arg(long, value_parser = parse_bytes, value_name = "SIZE")]
+    pub(crate) bytes: Option<u64>,
+    /// Rounds; seven or more to judge by [default: 7, with --quick 2]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(crate) rounds: Option<u32>,
+    /// Small and short
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Exit with 1 if a figure misses its bound
+    #[arg(long)]
+    pub(crate) check: bool,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// No progress bar
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
+}
+
+impl BenchOffloadArgs {
+    pub(crate) fn options(&self) -> OffloadBench {
+        OffloadBench {
+            folder: self.folder.clone(),
+            bytes: self.bytes.unwrap_or(if self.quick { 128 << 20 } else { 512 << 20 }),
             rounds: self.rounds.map(|rounds| rounds as usize),
             quick: self.quick,
         }

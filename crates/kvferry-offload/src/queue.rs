@@ -126,8 +126,8 @@ impl Queue {
         }
     }
 
-    /// The next tasks of a directory, when there are any. They are one task, or copies of one direction to or from a
-    /// block store, each of another block. None: the driver ends.
+    /// The next tasks of a directory, when there are any. They are removals, or one copy to or from a
+    /// file, or copies of one direction to or from a block store, each of another block. None: the driver ends.
     pub(crate) fn next_run(&self, page_bytes: impl Fn(u16) -> u64) -> Option<Run> {
         let mut state = self.lock();
         loop {
@@ -259,7 +259,12 @@ impl State {
 
 fn take_run(tasks: &mut VecDeque<Task>, page_bytes: impl Fn(u16) -> u64) -> Vec<Task> {
     let mut run: Vec<Task> = tasks.pop_front().into_iter().collect();
-    let Some(Task::Copy(first)) = run.first() else { return run };
+    let Some(Task::Copy(first)) = run.first() else {
+        while run.len() < RUN_MAX && matches!(tasks.front(), Some(Task::Remove { .. })) {
+            run.extend(tasks.pop_front());
+        }
+        return run;
+    };
     if first.mode != TransferMode::Gds {
         return run;
     }

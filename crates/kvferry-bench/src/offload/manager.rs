@@ -1,17 +1,19 @@
-//! How long the operations of the block manager take when its pools are full: required, reached, spread.
-//!
-//! `cargo run --release -p kvferry-blocks --example manager_latency [BLOCKS] [GROUPS]`
+//! The block manager by itself, when its pools are full.
 //!
 //! Half of the blocks are primary, half secondary. Prompts have a part in common with earlier ones. A figure is the time of
-//! a call, divided by the blocks that it concerns in all groups; the median of the runs, and their quartiles. The copies
-//! end at once; what that takes in the manager is a figure of its own.
+//! a call, divided by the blocks that it concerns in all groups. The copies end at once; what that takes in the manager
+//! is a figure of its own. Most allocations evict.
 
 use kvferry_blocks::{
     Action, BlockManager, Config, Error, GroupConfig, Key, Outcome, Request, Retention,
     RetentionConfig, SequenceId, TokenRange, TransferId,
 };
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
+
+use crate::failure::Failure;
+use crate::report::Row;
+use crate::stats::{Spread, quantile_of};
+use crate::units;
 
 const RUNS: usize = 9;
 const SAMPLES: usize = 400;
@@ -22,68 +24,57 @@ const COMMON: usize = 16;
 /// Prompts from this number on have nothing in common.
 const ALONE: usize = 1 << 40;
 const SUBTREES: usize = 1 << 42;
+const GROUPS: usize = 8;
+const ALL_BLOCKS: usize = 1_000_000;
+const ALL_BLOCKS_QUICK: usize = 100_000;
+const RUNS_QUICK: usize = 2;
 /// Required of one block.
-const P50_MAX: Duration = Duration::from_micros(2);
-const P99_MAX: Duration = Duration::from_micros(20);
+const P50_MAX_US: f64 = 2.0;
+const P99_MAX_US: f64 = 20.0;
 
-fn main() -> ExitCode {
-    let mut args = std::env::args().skip(1).map(|arg| arg.parse().expect("a number"));
-    let blocks: usize = args.next().unwrap_or(1_000_000);
-    let groups: usize = args.next().unwrap_or(8);
-    let pool = u32::try_from(blocks / groups / 2).expect("blocks in a group");
+/// With a million blocks, or fewer if `quick`.
+pub(super) fn rows(quick: bool) -> Result<Vec<Row>, Failure> {
+    let (blocks, runs) = if quick { (ALL_BLOCKS_QUICK, RUNS_QUICK) } else { (ALL_BLOCKS, RUNS) };
+    let pool = u32::try_from(blocks / GROUPS / 2).expect("blocks in a group");
     let group = GroupConfig { primary_blocks: pool, secondary_blocks: pool };
-    let config = Config { events: 1 << 14, ..Config::new(TOKENS_PER_BLOCK, vec![group; groups]) };
-    let began = Instant::now();
-    let manager = BlockManager::new(&config).expect("a right config");
-    let mut engine = Engine::new(manager, groups);
+    let config = Config { events: 1 << 14, ..Config::new(TOKENS_PER_BLOCK, vec![group; GROUPS]) };
+    let manager = BlockManager::new(&config).map_err(|e| Failure::Failed(e.to_string()))?;
+    let mut engine = Engine::new(manager, GROUPS);
     let mut prompts = 0;
     // Each prompt adds the blocks that it has not in common.
     while prompts < (2 * pool as usize).div_ceil(BLOCKS - COMMON) + 100 {
         engine.serve(prompts, None);
         prompts += 1;
     }
-    println!("{blocks} blocks, {groups} groups: filled in {:.1?}", began.elapsed());
-    println!("memory of the process: {}", memory().unwrap_or_default());
     let mut figures: [Figure; 11] = [
         Figure::new("match"),
-        Figure::new("allocate: one block in each group"),
-        Figure::new("free: one block in each group"),
-        Figure::new("allocate: all evicted and offloaded"),
-        Figure::new("allocate: a quarter reused"),
-        Figure::new("allocate: all onboarded"),
+        Figure::new("allocate, one block in each group"),
+        Figure::new("free, one block in each group"),
+        Figure::new("allocate, all evicted and offloaded"),
+        Figure::new("allocate, a quarter reused"),
+        Figure::new("allocate, all onboarded"),
         Figure::new("finished"),
         Figure::new("append one block"),
         Figure::new("store"),
         Figure::new("free"),
-        Figure::new("allocate: while a subtree is removed"),
+        Figure::new("allocate, while a subtree is removed"),
     ];
-    for _ in 0..RUNS {
+    for _ in 0..runs {
         for _ in 0..SAMPLES {
             engine.serve(prompts, Some(&mut figures));
             prompts += 1;
         }
         figures.iter_mut().for_each(Figure::end_run);
     }
-    for run in 0..RUNS {
+    for run in 0..runs {
         engine.subtree(run * pool as usize, pool as usize, &mut figures);
         figures[SUBTREE].end_run();
     }
-    println!("{:38}  {:>8} {:>9} {:>21}", "of one block", "required", "p50", "[spread]");
-    let is_short = figures.iter().filter(|figure| figure.print()).count() > 0;
-    println!("99.9th percentile of whole calls, each for {BLOCKS} blocks in each group at most:");
-    for figure in &mut figures {
-        figure.calls.sort_unstable();
-        println!("{:38}  {:.1?}", figure.name, at_share(&figure.calls, 0.999));
-    }
-    println!("events dropped: {}", engine.manager.events_dropped());
-    if is_short { ExitCode::FAILURE } else { ExitCode::SUCCESS }
-}
-
-/// Of this process.
-fn memory() -> Option<String> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
-    Some(line.trim().to_owned())
+    figures
+        .into_iter()
+        .map(|figure| figure.rows(blocks))
+        .collect::<Result<Vec<_>, _>>()
+        .map(|rows| rows.into_iter().flatten().collect())
 }
 
 const MATCH: usize = 0;
@@ -245,59 +236,45 @@ impl Engine {
     }
 }
 
-/// The times of an operation for one block.
+/// The times of an operation for one block, in microseconds.
 struct Figure {
     name: &'static str,
-    run: Vec<Duration>,
-    /// Of whole calls, whatever number of blocks they concerned.
-    calls: Vec<Duration>,
+    run: Vec<f64>,
     /// Of each run: the median and the 99th percentile.
-    runs: [Vec<Duration>; 2],
+    runs: [Vec<f64>; 2],
 }
 
 impl Figure {
     fn new(name: &'static str) -> Self {
-        Self { name, run: Vec::new(), calls: Vec::new(), runs: Default::default() }
+        Self { name, run: Vec::new(), runs: Default::default() }
     }
 
     fn add(&mut self, took: Duration, blocks: u32) {
-        self.calls.push(took);
-        self.run.push(took / blocks);
+        self.run.push(took.as_nanos() as f64 / 1e3 / f64::from(blocks));
     }
 
     fn end_run(&mut self) {
-        self.run.sort_unstable();
         if !self.run.is_empty() {
             for (runs, share) in self.runs.iter_mut().zip([0.5, 0.99]) {
-                runs.push(at_share(&self.run, share));
+                runs.push(quantile_of(&mut self.run, share));
             }
         }
         self.run.clear();
     }
 
-    /// Whether it is short.
-    fn print(&self) -> bool {
-        let mut is_short = self.runs[0].is_empty();
-        for (runs, (name, max)) in self.runs.iter().zip([("p50", P50_MAX), ("p99", P99_MAX)]) {
-            let mut runs = runs.clone();
-            runs.sort_unstable();
-            let [low, reached, high] = [0.25, 0.5, 0.75].map(|share| at_share(&runs, share));
-            let is_ok = !runs.is_empty() && reached <= max;
-            is_short |= !is_ok;
-            println!(
-                "{:34} {name}  {:>8} {:>9} {:>21} {}",
-                self.name,
-                format!("≤ {max:.0?}"),
-                format!("{reached:.2?}"),
-                format!("[{low:.2?} {high:.2?}]"),
-                if is_ok { "ok" } else { "SHORT" }
-            );
+    fn rows(self, blocks: usize) -> Result<[Row; 2], Failure> {
+        let [p50, p99] = self.runs;
+        if p50.is_empty() {
+            return Err(Failure::Failed(format!("{} was not measured", self.name)));
         }
-        is_short
+        let name = |part| {
+            format!(
+                "{}, {} blocks in {GROUPS} groups: {part}",
+                self.name,
+                units::count(blocks as u64)
+            )
+        };
+        let row = |part, runs| Row::new("manager", name(part), "µs", Spread::of(runs));
+        Ok([row("p50", p50).at_most(P50_MAX_US), row("p99", p99).at_most(P99_MAX_US)])
     }
-}
-
-fn at_share(sorted: &[Duration], share: f64) -> Duration {
-    let last = sorted.len().saturating_sub(1);
-    sorted.get((last as f64 * share).round() as usize).copied().unwrap_or_default()
 }

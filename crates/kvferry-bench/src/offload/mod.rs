@@ -1,0 +1,82 @@
+//! How fast blocks are offloaded and onboarded: `kvferry bench offload`.
+//!
+//! The block manager decides, its driver copies, a block store keeps the blocks. The pages are those of the reference
+//! engine. Beside it, in the same rounds: the same pages through the block store, by one thread that waits for each
+//! call. And the block manager by itself, full.
+
+mod calls;
+mod copies;
+mod manager;
+
+use indicatif::ProgressBar;
+
+use crate::failure::Failure;
+use crate::options::OffloadBench;
+use crate::report::{Report, Row};
+use crate::stats::Spread;
+use calls::Calls;
+use copies::{Case, Place};
+
+/// The form of the report's JSON.
+const SCHEMA: &str = "kvferry.bench-offload/1";
+/// Seven or more to judge by.
+const ROUNDS: usize = 7;
+const QUICK_ROUNDS: usize = 2;
+/// Of the block store's rate.
+const SHARE: f64 = 0.9;
+
+/// Measures what `options` ask for; `bar` shows the progress.
+///
+/// # Errors
+/// [`Failure::Check`] for a wrong byte; otherwise what failed.
+pub fn measure(options: &OffloadBench, bar: &ProgressBar) -> Result<Report, Failure> {
+    let rounds = options.rounds.unwrap_or(if options.quick { QUICK_ROUNDS } else { ROUNDS });
+    let place = Place::new(options)?;
+    let cases = Case::all();
+    bar.inc_length((cases.len() * rounds) as u64 + 1);
+    let mut rates: Vec<[[Vec<f64>; 2]; 2]> = cases.iter().map(|_| Default::default()).collect();
+    let mut calls = Calls::default();
+    for round in 0..rounds {
+        for (case, rates) in cases.iter().zip(&mut rates) {
+            bar.set_message(format!("round {}/{rounds}: {}", round + 1, case.name()));
+            // In turns: what one has written, the device may still move during the other's.
+            let order = if round % 2 == 0 { [0, 1] } else { [1, 0] };
+            for who in order {
+                let moved = match who {
+                    0 => place.managed(case, round as u64, &mut calls)?,
+                    _ => place.direct(case, round as u64)?,
+                };
+                for (op, rate) in moved.into_iter().enumerate() {
+                    rates[op][who].push(rate);
+                }
+            }
+            bar.inc(1);
+        }
+    }
+    let mut rows = Vec::new();
+    for (case, rates) in cases.iter().zip(rates) {
+        for (what, [ours, direct]) in ["offload", "onboard"].into_iter().zip(rates) {
+            let name = |tail: &str| format!("{what} {}, {tail}", case.name());
+            let share = Spread::ratio(&ours, &direct);
+            rows.push(Row::new("offload", name("share of the store"), "", share).at_least(SHARE));
+            rows.push(Row::new("offload", name("the store"), "GB/s", Spread::of(direct)));
+            rows.push(Row::new("offload", name("block manager"), "GB/s", Spread::of(ours)));
+        }
+    }
+    rows.extend(calls.rows());
+    bar.set_message("the block manager");
+    rows.extend(manager::rows(options.quick)?);
+    bar.inc(1);
+    let remarks = vec![
+        format!("folder: {}", place.folder().display()),
+        format!(
+            "share of the store: with checksums, page cache, {} of pages at a time; the store itself by one thread that \
+             waits for each call",
+            crate::units::bytes(copies::CALL_BYTES)
+        ),
+        "scheduler: CPU is the thread's processor time, which has the bound; wall time has what the kernel gave to \
+         other threads in it"
+            .into(),
+    ];
+    Ok(Report::new(SCHEMA, options.quick, remarks, rows))
+}
