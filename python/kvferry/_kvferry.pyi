@@ -23,6 +23,7 @@ __all__ = [
     "Put",
     "Region",
     "RemoteRegion",
+    "RetentionConfig",
     "SchedulerHalf",
     "Space",
     "Store",
@@ -351,6 +352,52 @@ class Files:
     def read(self, batch: Batch, *, timeout: float | None = None) -> TransferStats: ...
     def write_async(self, batch: Batch, *, timeout: float | None = None) -> Transfer: ...
     def read_async(self, batch: Batch, *, timeout: float | None = None) -> Transfer: ...
+
+# Start, end or None for the end of the prompt, priority, duration in milliseconds.
+_TokenRange: TypeAlias = tuple[int, int | None, int] | tuple[int, int | None, int, int | None]
+
+@final
+class RetentionConfig:
+    """How long the block manager keeps a request's blocks, and how it offloads them.
+
+    `ranges`: (start, end, priority) or (start, end, priority, duration_ms) of the prompt's tokens. They may be in any order
+    and do not overlap; the end of the last one may be None. A block belongs to the range of its first token. Priorities
+    are 0 to 100, 35 by default; blocks of a lower one leave first. A duration begins when the last request lets the
+    block go; None is for ever. `decode_priority` and `decode_duration_ms` are of the tokens behind the prompt.
+
+    `transfer_mode` says where blocks are offloaded to: host memory, a block store in `directory` (gds), or a file for each
+    block there (posix_debug_fallback). Without a directory the last two are host memory, which `warning` says.
+
+    What can't be meant raises InvalidArgumentError, which names the range; so do bytes that are not a configuration, or of
+    a newer version.
+    """
+
+    def __new__(
+        cls,
+        ranges: Sequence[_TokenRange] = (),
+        *,
+        decode_priority: int = 35,
+        decode_duration_ms: int | None = None,
+        transfer_mode: Literal["dram", "gds", "posix_debug_fallback"] = "dram",
+        directory: str | PathLike[str] | None = None,
+    ) -> RetentionConfig: ...
+    @staticmethod
+    def from_bytes(data: bytes) -> RetentionConfig: ...
+    def to_bytes(self) -> bytes: ...
+    @property
+    def ranges(self) -> list[tuple[int, int | None, int, int | None]]: ...
+    @property
+    def decode_priority(self) -> int: ...
+    @property
+    def decode_duration_ms(self) -> int | None: ...
+    @property
+    def transfer_mode(self) -> Literal["dram", "gds", "posix_debug_fallback"]: ...
+    @property
+    def directory(self) -> str | None: ...
+    @property
+    def warning(self) -> str | None: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
 
 _T_co = TypeVar("_T_co", covariant=True)
 # A range of a region: offset and length in bytes.

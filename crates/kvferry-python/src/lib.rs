@@ -22,6 +22,7 @@
 //! | `store` | `Store`, `Space` |
 //! | `store_blocks` | `Blocks`, and reading hashes and the memory of blocks |
 //! | `store_pending` | `Pending`, `Put` |
+//! | `retention` | `RetentionConfig` |
 //! | `notification` | `Notification` |
 //! | `connector` | `SchedulerHalf`, `WorkerHalf`: what engines' connectors are made of |
 //! | `mooncake` | `MooncakeEngine`, which `kvferry.mooncake` is made of |
@@ -38,6 +39,7 @@ mod memory;
 mod mooncake;
 mod notification;
 mod peer;
+mod retention;
 mod store;
 mod store_blocks;
 mod store_pending;
@@ -64,6 +66,7 @@ pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<peer::TransferStats>()?;
     module.add_class::<peer::Peer>()?;
     module.add_class::<peer::PeerSummary>()?;
+    module.add_class::<retention::RetentionConfig>()?;
     module.add_class::<transfer::Transfer>()?;
     module.add_class::<store::Store>()?;
     module.add_class::<store::Space>()?;
