@@ -41,7 +41,7 @@ struct State {
     lines: FxHashMap<Arc<str>, Line>,
     /// Lines with tasks that no thread has taken.
     ready: VecDeque<Arc<str>>,
-    finished: Vec<(TransferId, Outcome)>,
+    finished: VecDeque<(TransferId, Outcome)>,
     /// Copies that were submitted and are not in `finished`.
     under_way: usize,
     is_closed: bool,
@@ -168,8 +168,10 @@ impl Queue {
         self.ended.notify_all();
     }
 
-    pub(crate) fn take_finished(&self) -> Vec<(TransferId, Outcome)> {
-        std::mem::take(&mut self.lock().finished)
+    pub(crate) fn take_finished(&self, most: usize) -> Vec<(TransferId, Outcome)> {
+        let mut state = self.lock();
+        let count = state.finished.len().min(most);
+        state.finished.drain(..count).collect()
     }
 
     pub(crate) fn under_way(&self) -> usize {
@@ -252,7 +254,7 @@ impl State {
     fn refuse(&mut self, task: &Task) {
         if let Task::Copy(transfer) = task {
             self.under_way -= 1;
-            self.finished.push((transfer.id, Outcome::Failed));
+            self.finished.push_back((transfer.id, Outcome::Failed));
         }
     }
 }

@@ -59,7 +59,7 @@ impl Calls {
 }
 
 /// Of the calling thread.
-fn thread_cpu_us() -> f64 {
+pub(super) fn thread_cpu_us() -> f64 {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     time.tv_sec as f64 * 1e6 + time.tv_nsec as f64 / 1e3
 }

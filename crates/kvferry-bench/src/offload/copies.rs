@@ -1,6 +1,7 @@
 //! Pages of the reference engine to a block store and back: by the block manager, and directly.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry::{Agent, TransportKind, Transports};
@@ -25,11 +26,13 @@ pub(super) const CALL_BYTES: u64 = 32 << 20;
 const SEGMENT: u64 = 64 << 20;
 const TOKENS: usize = 16;
 const MARK: u64 = 0x9e37_79b9_7f4a_7c15;
+/// Copies that the scheduler takes in one call.
+const TAKEN_MAX: usize = 64;
 /// Until a copy has ended.
 const LONG: Duration = Duration::from_secs(60);
 
 /// The pages of a model.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Case {
     config: EngineConfig,
     page_bytes: u64,
@@ -82,7 +85,7 @@ impl Drop for Place {
 }
 
 impl Place {
-    pub(super) fn new(options: &OffloadBench) -> Result<Self, Failure> {
+    pub(super) fn new(options: &OffloadBench) -> Result<Arc<Self>, Failure> {
         let agent = Agent::builder()
             .name("bench-offload")
             .transports(Transports::only(TransportKind::TCP))
@@ -91,7 +94,7 @@ impl Place {
         let folder = folder.join(format!("kvferry-bench-offload-{}", std::process::id()));
         std::fs::create_dir_all(&folder)
             .map_err(|e| Failure::Failed(format!("{}: {e}", folder.display())))?;
-        Ok(Self { agent, folder, bytes: options.bytes.next_multiple_of(CALL_BYTES) })
+        Ok(Arc::new(Self { agent, folder, bytes: options.bytes.next_multiple_of(CALL_BYTES) }))
     }
 
     pub(super) fn folder(&self) -> &Path {
@@ -164,8 +167,15 @@ impl Place {
         Ok([moved / offloading, moved / onboarding])
     }
 
-    /// GB/s of puts and of gets of the same pages.
-    pub(super) fn direct(&self, case: &Case, round: u64) -> Result<[f64; 2], Failure> {
+    /// GB/s of puts and of gets of the same pages, on a thread such as the driver's.
+    pub(super) fn direct(self: &Arc<Self>, case: &Case, round: u64) -> Result<[f64; 2], Failure> {
+        let (place, case) = (Arc::clone(self), case.clone());
+        let body = move || place.put_and_get(&case, round);
+        let thread = kvferry_sys::thread::spawn("kvferry-direct".into(), body).map_err(failed)?;
+        thread.join().map_err(|_| Failure::Failed("the thread of the store has panicked".into()))?
+    }
+
+    fn put_and_get(&self, case: &Case, round: u64) -> Result<[f64; 2], Failure> {
         let folder = self.folder.join("direct");
         let _ = std::fs::remove_dir_all(&folder);
         let EnginePages { caches, pages, .. } = EnginePages::allocate(&self.agent, &case.config)?;
@@ -239,7 +249,7 @@ impl Scheduler<'_> {
                 return Err(Failure::Failed("a copy does not end".into()));
             }
             let taken = self.calls.time("take what has ended", || {
-                for (id, outcome) in driver.take_finished() {
+                for (id, outcome) in driver.take_finished(TAKEN_MAX) {
                     manager.finished(id, outcome, now_ms)?;
                 }
                 driver.submit(actions(manager));

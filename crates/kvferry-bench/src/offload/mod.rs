@@ -74,7 +74,7 @@ pub fn measure(options: &OffloadBench, bar: &ProgressBar) -> Result<Report, Fail
              waits for each call",
             crate::units::bytes(copies::CALL_BYTES)
         ),
-        "scheduler: CPU is the thread's processor time, which has the bound; wall time has what the kernel gave to \
+        "scheduler, manager: CPU is the thread's processor time, which has the bound; wall time has what the kernel gave to \
          other threads in it"
             .into(),
     ];

@@ -82,10 +82,12 @@ impl Engine {
     pub fn finish_copies(&mut self, timeout: Duration) -> bool {
         let until = Instant::now() + timeout;
         loop {
-            self.scheduler.take_ended_copies();
-            if self.copies_under_way() == 0 {
-                self.scheduler.take_ended_copies();
-                return self.copies_under_way() == 0;
+            let taken = self.scheduler.take_ended_copies();
+            if taken > 0 {
+                continue;
+            }
+            if self.copies_under_way() == 0 && !self.wait_for_copy(Duration::ZERO) {
+                return true;
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {

@@ -11,6 +11,9 @@ use crate::offload::{Held, Managed};
 use crate::request::RequestStatus;
 use kvferry_blocks::{Action, Error, Request, SequenceId};
 
+/// Copies that a step takes, at most, so that it is not held up.
+const TAKEN_MAX: usize = 64;
+
 impl Entry {
     /// It has got blocks that a copy still reads.
     pub(super) fn waits_for_pages(&self) -> bool {
@@ -19,15 +22,18 @@ impl Entry {
 }
 
 impl Scheduler {
-    /// Gives the manager the copies that have ended, and does what follows.
-    pub(crate) fn take_ended_copies(&mut self) {
-        let Some(managed) = &mut self.managed else { return };
+    /// Gives the manager copies that have ended, and does what follows. Returns how many; there may be more.
+    pub(crate) fn take_ended_copies(&mut self) -> usize {
+        let Some(managed) = &mut self.managed else { return 0 };
         let now = managed.clock.now_ms();
-        for (id, outcome) in managed.driver.take_finished() {
+        let ended = managed.driver.take_finished(TAKEN_MAX);
+        let count = ended.len();
+        for (id, outcome) in ended {
             let known = managed.manager.finished(id, outcome, now);
             known.expect("a driver ends each copy once");
         }
         self.carry_out_actions();
+        count
     }
 
     /// Does what the manager asks for: copies are handed to the driver's threads.
