@@ -1,0 +1,12 @@
+"""kvferry in TensorRT-LLM: the KV of prompts in kvferry's store. See docs/trtllm.md.
+
+``KvCacheConnectorConfig(connector_module="kvferry.trtllm", connector_scheduler_class="KVFerryConnectorScheduler",
+connector_worker_class="KVFerryConnectorWorker")``
+"""
+
+from __future__ import annotations
+
+from kvferry.trtllm._scheduler import KVFerryConnectorScheduler
+from kvferry.trtllm._worker import KVFerryConnectorWorker
+
+__all__ = ["KVFerryConnectorScheduler", "KVFerryConnectorWorker"]

@@ -1,0 +1,194 @@
+"""Loads: blocks are read and checked before they are promised, and kept until every rank has copied them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import kvferry
+from kvferry.trtllm._local import Local
+from kvferry.trtllm._pages import Group
+from kvferry.trtllm._staging import Arena, Extents
+
+logger = logging.getLogger("kvferry.trtllm")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks `first` to before `end` of a group, one after another; `offsets`: of each rank's first."""
+
+    group: Group
+    first: int
+    end: int
+    offsets: tuple[int, ...]
+
+
+@dataclass
+class Staged:
+    """Blocks of a prompt in the staging memory."""
+
+    runs: list[Run]
+    end: int
+    extent: tuple[int, int]
+    is_async: bool = False
+    # Once it was sent.
+    number: int = 0
+    pending: list[Any] = field(default_factory=list)
+
+
+class Loads:
+    """On the scheduler's thread. Errors of the store are misses."""
+
+    def __init__(self, local: Local, arena: Arena) -> None:
+        assert local.pages is not None
+        assert local.opened is not None
+        self._local, self._arena, self._pages = local, arena, local.pages
+        self._ranks = local.facts.ranks
+        self._region = local.opened.agent.register((arena.addr, arena.nbytes), "none")
+        self._extents = Extents(arena.head, arena.nbytes)
+        self._spaces = {
+            group.number: [local.space(group.number, rank) for rank in range(self._ranks)]
+            for group in self._pages.groups
+        }
+        self._full = [group for group in self._pages.groups if not group.window] or [self._pages.groups[0]]
+        self._windows = [group for group in self._pages.groups if group not in self._full]
+        # Sent, or given up while the store still writes there.
+        self._kept: list[Staged] = []
+        self._given_up: list[Staged] = []
+
+    @property
+    def free_bytes(self) -> int:
+        return self._extents.free_bytes
+
+    def found(self, hashes: list[bytes], deadline: float) -> int:
+        """How many blocks of a prompt, from its beginning, are in the store for all ranks and groups."""
+        end = self._lookup(hashes)
+        if self._local.settings.store.object is not None and end < len(hashes):
+            begun = [space.prefetch_async(hashes) for group in self._full for space in self._spaces[group.number]]
+            # A window needs its last blocks only, which are not the beginning of anything.
+            for group in self._windows:
+                last = hashes[self._first(group, 0, len(hashes)) :]
+                begun += [space.prefetch_async([it]) for space in self._spaces[group.number] for it in last]
+            if _wait(begun, deadline):
+                end = self._lookup(hashes)
+        return end
+
+    def _lookup(self, hashes: list[bytes]) -> int:
+        end = len(hashes)
+        for group in self._full:
+            for space in self._spaces[group.number]:
+                end = min(end, space.lookup(hashes[:end]))
+        return end
+
+    def _first(self, group: Group, first: int, end: int) -> int:
+        """Of the blocks that a load up to `end` needs."""
+        if group not in self._windows:
+            return first
+        return max(first, (end * self._pages.tokens_per_block - group.window) // self._pages.tokens_per_block, 0)
+
+    def _has_windows(self, hashes: list[bytes], first: int, end: int) -> bool:
+        return all(
+            space.lookup([it]) == 1
+            for group in self._windows
+            for space in self._spaces[group.number]
+            for it in hashes[self._first(group, first, end) : end]
+        )
+
+    def read(self, hashes: list[bytes], first: int, found: int, deadline: float) -> Staged | None:
+        """Reads blocks `first` to before `found`, or fewer. None if there is nothing to load."""
+        end = found
+        while end > first and not self._has_windows(hashes, first, end):
+            end -= 1
+        staged = self._reserve(first, end)
+        if staged is None:
+            return None
+        for run in staged.runs:
+            for space, offset in zip(self._spaces[run.group.number], run.offsets, strict=True):
+                count = run.end - run.first
+                places = range(offset, offset + count * run.group.nbytes, run.group.nbytes)
+                blocks = kvferry.Blocks(self._region, places, run.group.nbytes)
+                staged.pending.append(space.get_async(hashes[run.first : run.end], blocks))
+        if not _wait(staged.pending, deadline):
+            logger.warning(
+                "kvferry.trtllm: the store has not read %d blocks in load_wait; they are computed", end - first
+            )
+            self._local.counts["load_timeouts"] += 1
+            self._given_up.append(staged)
+            return None
+        return self._checked(staged, first)
+
+    def _reserve(self, first: int, end: int) -> Staged | None:
+        """Memory for all blocks, or as many as it has room for."""
+        while end > first:
+            sizes = [(group, self._first(group, first, end)) for group in self._pages.groups]
+            nbytes = self._ranks * sum((end - begin) * group.nbytes for group, begin in sizes)
+            extent = self._extents.take(nbytes)
+            if extent is not None:
+                at, runs = extent[0], []
+                for group, begin in sizes:
+                    size = (end - begin) * group.nbytes
+                    runs.append(Run(group, begin, end, tuple(at + rank * size for rank in range(self._ranks))))
+                    at += self._ranks * size
+                return Staged(runs, end, extent)
+            if self._windows:
+                return None
+            end = first + (end - first) // 2
+        return None
+
+    def _checked(self, staged: Staged, first: int) -> Staged | None:
+        """What was read in fact: a block may be damaged, or have left."""
+        end = staged.end
+        results = iter(staged.pending)
+        for run in staged.runs:
+            for _ in run.offsets:
+                try:
+                    read = next(results).wait()
+                except kvferry.Error as error:
+                    logger.warning("kvferry.trtllm: blocks can't be read and are computed: %s", error)
+                    read = 0
+                end = min(end, run.first + read if run.group in self._full or read == run.end - run.first else first)
+        staged.pending.clear()
+        if end < staged.end:
+            self._local.counts["missed_blocks"] += staged.end - end
+            # The blocks of a window are those before another end.
+            if self._windows:
+                end = first
+        if end <= first:
+            self._extents.give(staged.extent)
+            return None
+        staged.end = end
+        staged.runs = [Run(it.group, it.first, end, it.offsets) for it in staged.runs]
+        return staged
+
+    def sent(self, staged: Staged) -> None:
+        self._kept.append(staged)
+
+    def release(self, staged: Staged) -> None:
+        """A load that was not sent."""
+        self._extents.give(staged.extent)
+
+    def collect(self) -> None:
+        """Frees what all ranks have copied."""
+        if not self._kept and not self._given_up:
+            return
+        done = {is_async: self._arena.copied_by_all(is_async=is_async) for is_async in (False, True)}
+        for staged in [it for it in self._kept if it.number <= done[it.is_async]]:
+            self._kept.remove(staged)
+            self._extents.give(staged.extent)
+        for staged in [it for it in self._given_up if all(pending.done() for pending in it.pending)]:
+            self._given_up.remove(staged)
+            self._extents.give(staged.extent)
+
+
+def _wait(begun: list[Any], deadline: float) -> bool:
+    """False if not all have ended by then."""
+    for pending in begun:
+        try:
+            pending.wait(max(0.0, deadline - time.monotonic()))
+        except kvferry.Error:
+            pass
+        if not pending.done():
+            return False
+    return True

@@ -1,0 +1,104 @@
+"""What the two halves have in common where they are in one process: the store, and the staging memory.
+
+TensorRT-LLM gives both the same arguments, and makes them in two threads at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import weakref
+from collections import Counter
+from typing import Any
+
+from kvferry.trtllm._engine_facts import Facts
+from kvferry.trtllm._pages import Pages
+from kvferry.trtllm._settings import Settings
+from kvferry.trtllm._staging import Arena
+from kvferry.vllm._offload_puts import Puts
+from kvferry.vllm._offload_settings import OpenStore, open_store
+
+logger = logging.getLogger("kvferry.trtllm")
+
+_live: weakref.WeakValueDictionary[int, Local] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+class Local:
+    """Of one rank. Ends with the last half that has it, or with the process."""
+
+    def __init__(self, llm_args: Any) -> None:
+        # Raises before anything is open.
+        self.facts = Facts.of(llm_args)
+        self.settings = Settings.of(llm_args)
+        # While this lives, no other arguments have this address.
+        self._llm_args = llm_args
+        self.model = self.settings.store.model or self.facts.model
+        self.opened = open_store(self.settings.store, self.settings.store.host_bytes // self.facts.ranks, logger)
+        self.puts = Puts()
+        self.pages: Pages | None = None
+        self.arena: Arena | None = None
+        self.counts: Counter[str] = Counter()
+        self._end = weakref.finalize(self, _close, self.opened, self.puts)
+
+    @staticmethod
+    def of(llm_args: Any) -> Local:
+        with _lock:
+            found = _live.get(id(llm_args))
+            if found is None:
+                found = _live[id(llm_args)] = Local(llm_args)
+            return found
+
+    def space(self, group: int, shard: int) -> Any:
+        assert self.opened is not None
+        assert self.pages is not None
+        return self.opened.store.space(
+            self.model, layout=self.pages.fingerprint, group=group, shard=(shard, self.facts.ranks)
+        )
+
+    def register(self, pages: Pages) -> None:
+        """All ranks call it at once. Raises NotImplementedError on all of them if they don't fit together."""
+        rank, ranks = self.facts.rank, self.facts.ranks
+        arena = Arena.make(self.settings.staging_bytes, ranks) if rank == 0 else None
+        if ranks > 1:
+            arena = self._share(pages, arena)
+        self.arena = arena
+        self.pages = pages
+
+    def _share(self, pages: Pages, arena: Arena | None) -> Arena | None:
+        rank, ranks = self.facts.rank, self.facts.ranks
+        path = str(arena.path) if arena is not None else None
+        cards = _allgather((rank, pages.fingerprint, path))
+        trouble = None
+        if len({fingerprint for _, fingerprint, _ in cards}) > 1:
+            trouble = f"rank {rank}: the ranks' KV caches differ"
+        elif sorted(it for it, _, _ in cards) != list(range(ranks)):
+            trouble = f"rank {rank}: {len(cards)} ranks registered their caches, and tensor parallelism has {ranks}"
+        shared = next((path for it, _, path in cards if it == 0), None)
+        if rank != 0 and shared is not None and trouble is None:
+            try:
+                arena = Arena.open(shared, ranks)
+            except OSError as error:
+                trouble = f"rank {rank} can't open rank 0's staging memory; all ranks must run on one host: {error}"
+        troubles = [it for it in _allgather(trouble) if it is not None]
+        if rank == 0 and arena is not None:
+            arena.unlink()
+        if troubles:
+            raise NotImplementedError("kvferry.trtllm: " + "; ".join(troubles))
+        return arena
+
+    def close(self) -> None:
+        self._end()
+        self.opened = None
+
+
+def _allgather(value: Any) -> list[Any]:
+    gathered: list[Any] = importlib.import_module("tensorrt_llm._utils").mpi_allgather(value)
+    return gathered
+
+
+def _close(opened: OpenStore | None, puts: Puts) -> None:
+    puts.close()
+    if opened is not None:
+        opened.close()

@@ -1,0 +1,44 @@
+"""What the scheduler half tells the worker halves in a step. TensorRT-LLM broadcasts it as a pickle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Part:
+    """Blocks of a group of layers that lie one after another in the staging memory, and the pages they are for.
+
+    `offsets`: where each rank's first block is. -1 is no page.
+    """
+
+    group: int
+    offsets: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    # Counts up, for synchronous and asynchronous loads on their own.
+    number: int
+    request: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Save:
+    """Blocks that this step's forward pass completes. `hashes` begin with the name of the block before, if there is one."""
+
+    request: int
+    group: int
+    hashes: tuple[bytes, ...]
+    pages: tuple[int, ...]
+    priority: int
+
+
+@dataclass(frozen=True)
+class Step:
+    number: int
+    loads: tuple[Load, ...] = ()
+    async_loads: tuple[Load, ...] = ()
+    saves: tuple[Save, ...] = field(default=())

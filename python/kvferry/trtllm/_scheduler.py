@@ -1,0 +1,280 @@
+"""The scheduler half: what of a prompt is loaded from the store, and which blocks of a step are saved."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import kvferry
+from kvferry.trtllm._bases import bases
+from kvferry.trtllm._keys import chain, is_named, salt_of
+from kvferry.trtllm._loads import Loads, Staged
+from kvferry.trtllm._local import Local
+from kvferry.trtllm._meta import Load, Part, Save, Step
+
+logger = logging.getLogger("kvferry.trtllm")
+
+_Base: Any = bases()[0]
+
+
+@dataclass
+class _Request:
+    number: int
+    # TensorRT-LLM writes into it how much of the offer it takes.
+    given: Any
+    salt: str | None
+    prompt_tokens: int
+    hashes: list[bytes]
+    # Tokens that the engine had when it asked, and those that were promised beyond.
+    computed: int = 0
+    matched: int = 0
+    load: Staged | None = None
+    # All pages by group: as allocated, and as the steps have reported them.
+    allocated: dict[int, list[int]] = field(default_factory=dict)
+    pages: dict[int, list[int]] = field(default_factory=dict)
+    priorities: list[int | None] = field(default_factory=list)
+    # Blocks in the store, or on their way.
+    stored: int = 0
+    # Tokens before the current step.
+    before: int = 0
+    holds_pages: bool = False
+
+
+class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
+    """On rank 0; with attention data parallelism on every rank. Nothing of the store's troubles is raised here."""
+
+    supports_attention_dp = True
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        self._local = Local.of(llm_args)
+        self._settings = self._local.settings
+        self._requests: dict[int, _Request] = {}
+        self._loads: Loads | None = None
+        self._step = 0
+        # The number of the last load that was sent, synchronous and asynchronous.
+        self._numbers = {False: 0, True: 0}
+        # Asynchronous loads that were promised, and whose requests ended before they were sent.
+        self._abandoned: list[int] = []
+
+    def wait_for_initialization(self) -> None:
+        """The worker half makes what is needed."""
+
+    # Look-ups.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        number = int(request.request_id)
+        self._forget(number)
+        pages = self._local.pages
+        if pages is None or not is_named(request):
+            return 0, False
+        tokens = request.get_tokens(0)
+        salt = salt_of(request)
+        hashes = chain(tokens, pages.tokens_per_block, salt)
+        state = _Request(number, request, salt, len(tokens), hashes, computed=num_computed_tokens)
+        self._requests[number] = state
+        try:
+            self._look_up(state, pages.tokens_per_block)
+        except kvferry.Error as error:
+            logger.warning("kvferry.trtllm: request %d: nothing is loaded: %s", number, error)
+        return state.matched, state.matched > 0 and self._settings.load == "async"
+
+    def _look_up(self, state: _Request, tokens_per_block: int) -> None:
+        loads = self._ready_loads()
+        if loads is None:
+            return
+        deadline = time.monotonic() + self._settings.load_wait
+        loads.collect()
+        state.stored = loads.found(state.hashes, deadline)
+        if self._settings.load == "off":
+            return
+        # At least one token is computed, for its logits.
+        usable = min(state.stored, (state.prompt_tokens - 1) // tokens_per_block)
+        first = state.computed // tokens_per_block
+        self._local.counts["wanted_blocks"] += max(0, (state.prompt_tokens - 1) // tokens_per_block - first)
+        staged = loads.read(state.hashes, first, usable, deadline) if usable > first else None
+        if staged is None:
+            # A block that was found but can't be read is put again.
+            state.stored = min(state.stored, first) if usable > first else state.stored
+            return
+        state.stored = state.stored if staged.end == usable else staged.end
+        staged.is_async = self._settings.load == "async"
+        state.load = staged
+        state.matched = staged.end * tokens_per_block - state.computed
+        self._local.counts["promised_blocks"] += staged.end - first
+
+    def _ready_loads(self) -> Loads | None:
+        local = self._local
+        if self._loads is None and local.opened is not None and local.pages is not None and local.arena is not None:
+            self._loads = Loads(local, local.arena)
+        return self._loads
+
+    # Pages.
+
+    def update_state_after_alloc(self, request: Any, block_ids: Sequence[int]) -> None:
+        self._allocated(request, {0: list(block_ids)})
+
+    def update_state_after_alloc_by_layer_group(
+        self, request: Any, block_ids_by_layer_group: Sequence[Sequence[int]]
+    ) -> None:
+        self._allocated(request, {group: list(pages) for group, pages in enumerate(block_ids_by_layer_group)})
+
+    def _allocated(self, request: Any, pages: dict[int, list[int]]) -> None:
+        state = self._requests.get(int(request.request_id))
+        if state is not None:
+            state.given = request
+            state.allocated = pages
+
+    # Steps.
+
+    def build_connector_meta(self, scheduler_output: Any) -> Step:
+        self._step += 1
+        if self._loads is not None:
+            self._loads.collect()
+        saves: list[Save] = []
+        scheduled = set()
+        for is_new, name in ((True, "new_requests"), (False, "cached_requests")):
+            for data in getattr(scheduler_output, name, None) or ():
+                state = self._requests.get(int(data.request_id))
+                if state is not None:
+                    scheduled.add(state.number)
+                    saves += self._advance(state, data, is_new=is_new)
+        loads, async_loads = [], []
+        for state in self._requests.values():
+            if state.load is not None and (state.allocated or state.number in scheduled):
+                (async_loads if state.load.is_async else loads).append(self._send(state, state.load))
+        for number in self._abandoned:
+            self._numbers[True] += 1
+            async_loads.append(Load(self._numbers[True], number, ()))
+        self._abandoned.clear()
+        return Step(self._step, tuple(loads), tuple(async_loads), tuple(saves))
+
+    def _send(self, state: _Request, staged: Staged) -> Load:
+        pages = state.allocated or state.pages
+        parts = []
+        for run in staged.runs:
+            of_group = pages.get(run.group.number, [])[run.first : run.end]
+            parts.append(Part(run.group.number, run.offsets, tuple(of_group)))
+        self._numbers[staged.is_async] += 1
+        staged.number = self._numbers[staged.is_async]
+        state.load = None
+        assert self._loads is not None
+        self._loads.sent(staged)
+        return Load(staged.number, state.number, tuple(parts))
+
+    def _advance(self, state: _Request, data: Any, *, is_new: bool) -> Iterator[Save]:
+        """Takes a step of a request. Returns what it completes."""
+        pages = self._local.pages
+        assert pages is not None
+        if is_new:
+            state.pages, state.priorities = {}, []
+        by_group = getattr(data, "new_block_ids_by_layer_group", None)
+        new = list(enumerate(by_group)) if by_group else [(0, getattr(data, "new_block_ids", None) or [])]
+        for group, numbers in new:
+            state.pages.setdefault(group, []).extend(numbers)
+        state.priorities += getattr(data, "priorities", None) or [None] * max(len(numbers) for _, numbers in new)
+        if salt_of(data) is not None and state.salt is None:
+            # This version shows the salt only now: the names are wrong.
+            state.hashes = []
+        position = int(getattr(data, "computed_position", 0))
+        if is_new:
+            position += self._left_out(state, position)
+        state.before = position
+        done = min(position + int(getattr(data, "num_scheduled_tokens", 0) or 0), state.prompt_tokens)
+        end = min(done // pages.tokens_per_block, len(state.hashes))
+        begin, state.stored = state.stored, max(state.stored, end)
+        if self._settings.save == "off" or begin >= end:
+            return iter(())
+        return self._saves(state, begin, end)
+
+    def _left_out(self, state: _Request, position: int) -> int:
+        """The position of a new request leaves out what the step loads, but not what was loaded before."""
+        taken = getattr(state.given, "py_num_connector_matched_tokens", None)
+        taken = min(taken, state.matched) if isinstance(taken, int) else state.matched
+        return taken if position < state.computed + taken else 0
+
+    def _saves(self, state: _Request, begin: int, end: int) -> Iterator[Save]:
+        """Runs of blocks with one priority, and with pages."""
+        pages = self._local.pages
+        assert pages is not None
+        for group in pages.groups:
+            numbers = state.pages.get(group.number, [])
+            least = max(0, state.before - group.window) if group.window else 0
+            run: list[int] = []
+            for at in range(begin, min(end, len(numbers)) + 1):
+                is_kept = at < min(end, len(numbers)) and numbers[at] >= 0 and at * pages.tokens_per_block >= least
+                if run and (not is_kept or self._priority(state, at) != self._priority(state, run[0])):
+                    yield self._save(state, group.number, numbers, run)
+                    run = []
+                if is_kept:
+                    run.append(at)
+
+    def _save(self, state: _Request, group: int, numbers: list[int], run: list[int]) -> Save:
+        state.holds_pages = True
+        hashes = state.hashes[max(0, run[0] - 1) : run[-1] + 1]
+        return Save(
+            state.number,
+            group,
+            tuple(hashes),
+            tuple(numbers[run[0] : run[-1] + 1]),
+            self._priority(state, run[0]),
+        )
+
+    def _priority(self, state: _Request, block: int) -> int:
+        priority = state.priorities[block] if block < len(state.priorities) else None
+        return self._settings.store.priority if priority is None else min(100, max(0, int(priority)))
+
+    # Ends.
+
+    def request_finished(self, request: Any, cache_block_ids: Sequence[int]) -> bool:
+        return self._finished(request)
+
+    def request_finished_by_layer_group(
+        self, request: Any, cache_block_ids_by_layer_group: Sequence[Sequence[int]]
+    ) -> bool:
+        return self._finished(request)
+
+    def _finished(self, request: Any) -> bool:
+        state = self._requests.get(int(request.request_id))
+        self._forget(int(request.request_id))
+        pages = self._local.pages
+        return state is not None and state.holds_pages and pages is not None and pages.is_direct
+
+    def request_reset(self, request: Any) -> None:
+        """Its pages are gone, and it will be asked for again. Not in every version."""
+        self._forget(int(request.request_id))
+
+    def cancel_load(self, request: Any, start: int, end: int) -> None:
+        """Tokens `start` to before `end` of a promised load are computed instead. Not in every version."""
+        state = self._requests.get(int(request.request_id))
+        pages = self._local.pages
+        if state is None or state.load is None or pages is None or end <= start:
+            return
+        keep = start // pages.tokens_per_block
+        state.load.runs = [
+            type(it)(it.group, it.first, max(it.first, min(it.end, keep)), it.offsets) for it in state.load.runs
+        ]
+
+    def _forget(self, number: int) -> None:
+        state = self._requests.pop(number, None)
+        if state is None or state.load is None:
+            return
+        assert self._loads is not None
+        self._loads.release(state.load)
+        if state.load.is_async:
+            # TensorRT-LLM waits for the end of the load.
+            self._abandoned.append(number)
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start, and of the store."""
+        stats = dict(self._local.counts)
+        if self._local.opened is not None:
+            stats |= {"store_" + name: value for name, value in self._local.opened.store.stats().items()}
+        return stats
+
+    def shutdown(self) -> None:
+        for number in list(self._requests):
+            self._forget(number)

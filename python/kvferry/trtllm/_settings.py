@@ -1,0 +1,128 @@
+"""The settings of the connector, and where they come from.
+
+TensorRT-LLM's configuration of a connector names a module and two classes and, so far, has no room for more. Ranks that it
+spawns inherit only variables whose names begin with TRTLLM or TLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kvferry.vllm._offload_settings import GIB, OffloadSettings
+
+PREFIX = "TLLM_KVFERRY_"
+_FILE = PREFIX + "CONFIG"
+_LOADS = ("sync", "async", "off")
+_SAVES = ("async", "sync", "off")
+_OF_STORE = (
+    "disk",
+    "disk_gib",
+    "host_gib",
+    "object",
+    "object_options",
+    "model",
+    "priority",
+    "blocks_max",
+    "segment_mib",
+    "direct",
+)
+_OWN = ("load", "load_wait", "save", "staging_gib")
+# Where a deployment may have put more into `KvCacheConnectorConfig`.
+_EXTRAS = ("extra_config", "connector_extra_config", "connector_config", "model_extra")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """See docs/trtllm.md."""
+
+    store: OffloadSettings
+    load: Literal["sync", "async", "off"] = "sync"
+    # Seconds for which a request's look-up may hold the executor.
+    load_wait: float = 2.0
+    save: Literal["async", "sync", "off"] = "async"
+    staging_bytes: int = GIB
+
+    @staticmethod
+    def of(llm_args: Any) -> Settings:
+        """Later sources win: the file, KVFERRY_*, TLLM_KVFERRY_*, the connector's configuration. Raises ValueError."""
+        found: dict[str, Any] = {}
+        path = os.environ.get(_FILE)
+        if path:
+            found |= _of_file(path)
+        found |= _of_environment("KVFERRY_", strict=False)
+        found |= _of_environment(PREFIX, strict=True)
+        found |= _of_config(getattr(llm_args, "kv_connector_config", None))
+        where = "the settings of kvferry.trtllm"
+        load, save = (
+            _choice(where, name, found.pop(name, names[0]), names)
+            for name, names in (("load", _LOADS), ("save", _SAVES))
+        )
+        load_wait = _number(where, "load_wait", found.pop("load_wait", 2.0), 0, 600)
+        staging = _number(where, "staging_gib", found.pop("staging_gib", 1.0), 1 / 1024, 1 << 12)
+        unknown = sorted(set(found) - set(_OF_STORE))
+        if unknown:
+            known = ", ".join(sorted((*_OF_STORE, *_OWN)))
+            raise ValueError(f"{where}: no setting {', '.join(map(repr, unknown))}; there are {known}")
+        if not found.get("disk"):
+            raise ValueError(
+                f"{where}: set disk, the directory of the store: {PREFIX}DISK=/var/cache/kv {PREFIX}DISK_GIB=200"
+            )
+        return Settings(OffloadSettings.of(found, where), load, load_wait, save, int(staging * GIB))  # type: ignore[arg-type]
+
+
+def _of_file(path: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{_FILE}: {path} can't be read as a JSON object: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{_FILE}: {path} must hold a JSON object, not {type(found).__name__}")
+    return found
+
+
+def _of_environment(prefix: str, *, strict: bool) -> Mapping[str, Any]:
+    """Values are JSON where they are numbers, lists or objects, and text otherwise."""
+    known = {name.upper(): name for name in (*_OF_STORE, *_OWN)}
+    found = {}
+    for variable, text in os.environ.items():
+        if not variable.startswith(prefix) or variable == _FILE:
+            continue
+        name = known.get(variable.removeprefix(prefix))
+        if name is not None:
+            found[name] = _value(text)
+        elif strict:
+            raise ValueError(f"{variable} is no setting; there are {', '.join(prefix + it for it in sorted(known))}")
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float | list | dict) and not isinstance(value, bool) else text
+
+
+def _of_config(config: Any) -> Mapping[str, Any]:
+    for name in _EXTRAS:
+        extra = getattr(config, name, None)
+        if isinstance(extra, Mapping):
+            return {str(key): value for key, value in extra.items()}
+    return {}
+
+
+def _choice(where: str, name: str, value: Any, names: tuple[str, ...]) -> str:
+    if value not in names:
+        raise ValueError(f"{where}: {name} must be one of {', '.join(names)}, not {value!r}")
+    return str(value)
+
+
+def _number(where: str, name: str, value: Any, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ValueError(f"{where}: {name} must be a number from {least:g} to {most:g}, not {value!r}")
+    return float(value)

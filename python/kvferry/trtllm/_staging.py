@@ -1,0 +1,117 @@
+"""Memory that the scheduler half reads blocks into, and from which every rank copies its own to its cache.
+
+TensorRT-LLM asks once how much of a prompt can be loaded, and has no way to hear that a load has failed. So the
+scheduler half reads, and the store checks, what all ranks need before the answer. Ranks are processes of one host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import secrets
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from kvferry.trtllm._pages import Memory
+
+logger = logging.getLogger("kvferry.trtllm")
+
+_ALIGN = 4096
+_FOLDER = Path("/dev/shm")
+
+
+class Arena(Memory):
+    """Shared memory. Its head has two counters for each rank: synchronous and asynchronous loads that it has copied."""
+
+    def __init__(self, mapped: mmap.mmap, ranks: int, path: Path | None = None) -> None:
+        super().__init__(mapped, ctypes.addressof(ctypes.c_char.from_buffer(mapped)))
+        self.nbytes = len(mapped)
+        self.head = head_bytes(ranks)
+        self.path = path
+        self._counters = (ctypes.c_uint64 * (2 * ranks)).from_buffer(mapped)
+        self._ranks = ranks
+
+    @staticmethod
+    def make(nbytes: int, ranks: int) -> Arena | None:
+        """None, with a warning, if there is no memory for it."""
+        nbytes = head_bytes(ranks) + -(-nbytes // _ALIGN) * _ALIGN
+        try:
+            if ranks == 1:
+                return Arena(mmap.mmap(-1, nbytes), ranks)
+            folder = _FOLDER if _FOLDER.is_dir() else Path(tempfile.gettempdir())
+            path = folder / f"kvferry-trtllm-{os.getuid()}-{secrets.token_hex(8)}"
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                # A write to memory that the file system does not have would end the process.
+                os.posix_fallocate(descriptor, 0, nbytes)
+                return Arena(mmap.mmap(descriptor, nbytes), ranks, path)
+            except BaseException:
+                path.unlink()
+                raise
+            finally:
+                os.close(descriptor)
+        except (OSError, OverflowError) as error:
+            logger.warning(
+                "kvferry.trtllm: no %d bytes of staging memory, so nothing is loaded from the store: %s; lower staging_gib",
+                nbytes,
+                error,
+            )
+            return None
+
+    @staticmethod
+    def open(path: str, ranks: int) -> Arena:
+        """Raises OSError."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            return Arena(mmap.mmap(descriptor, os.fstat(descriptor).st_size), ranks)
+        finally:
+            os.close(descriptor)
+
+    def unlink(self) -> None:
+        """Once every rank has it open: then it goes with the last process."""
+        if self.path is not None:
+            with suppress(OSError):
+                self.path.unlink()
+            self.path = None
+
+    def copied(self, rank: int, number: int, *, is_async: bool) -> None:
+        self._counters[2 * rank + is_async] = number
+
+    def copied_by_all(self, *, is_async: bool) -> int:
+        """The number of the last load that all ranks have copied."""
+        return min(int(self._counters[2 * rank + is_async]) for rank in range(self._ranks))
+
+
+def head_bytes(ranks: int) -> int:
+    return -(-16 * ranks // _ALIGN) * _ALIGN
+
+
+class Extents:
+    """Which ranges of an arena are free."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        self._free = [(begin, end)]
+
+    def take(self, nbytes: int) -> tuple[int, int] | None:
+        nbytes = -(-nbytes // _ALIGN) * _ALIGN
+        for at, (begin, end) in enumerate(self._free):
+            if end - begin >= nbytes:
+                self._free[at : at + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
+                return begin, begin + nbytes
+        return None
+
+    def give(self, extent: tuple[int, int]) -> None:
+        merged: list[tuple[int, int]] = []
+        for begin, end in sorted([*self._free, extent]):
+            if merged and merged[-1][1] == begin:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((begin, end))
+        self._free = merged
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(end - begin for begin, end in self._free)

@@ -1,0 +1,269 @@
+"""The worker half: copies what was loaded to its pages, and puts the pages that a step completes into the store."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import kvferry
+from kvferry.trtllm._bases import bases
+from kvferry.trtllm._local import Local
+from kvferry.trtllm._meta import Load, Save, Step
+from kvferry.trtllm._pages import Memory, Pages
+from kvferry.vllm._offload_retention import Retention
+
+logger = logging.getLogger("kvferry.trtllm")
+
+_Base: Any = bases()[1]
+_SAY_EVERY_S = 10.0
+# Copies of pages that wait to be written.
+_COPIES_BYTES_MAX = 512 << 20
+
+
+class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
+    """One on each rank."""
+
+    supports_attention_dp = True
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        self._local = Local.of(llm_args)
+        self._region: Any = None
+        self._spaces: dict[int, Any] = {}
+        # Steps whose loads have begun, and whose saves have.
+        self._loaded_step = 0
+        self._saved_step = 0
+        # By request: puts that read its pages.
+        self._reading: dict[int, list[Any]] = {}
+        # Puts that read copies.
+        self._copies: list[tuple[Any, Any]] = []
+        self._free_copies: dict[int, list[Any]] = {}
+        # What TensorRT-LLM has handed in and has not got back.
+        self._saving: set[int] = set()
+        self._loading: set[int] = set()
+        # Asynchronous loads by their copies, in the order of their numbers.
+        self._copying: dict[int, Any] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._said_at = -_SAY_EVERY_S
+
+    # The cache.
+
+    def register_kv_caches(self, kv_cache_tensor: Any) -> None:
+        facts = self._local.facts
+        self._register(Pages.of_tensor(kv_cache_tensor, facts.tokens_per_block, facts.dtype))
+
+    def register_kv_cache_layout(self, layout: Any) -> None:
+        self._register(Pages.of_layout(layout, self._local.facts.dtype))
+
+    def _register(self, pages: Pages) -> None:
+        self._local.register(pages)
+        opened = self._local.opened
+        if opened is None:
+            return
+        self._spaces = {group.number: self._local.space(group.number, self._local.facts.rank) for group in pages.groups}
+        if pages.is_direct:
+            piece = pages.groups[0].pieces[0]
+            self._region = opened.agent.register((piece.base, piece.stride * piece.slots), "none")
+
+    def register_forward_pass_callable(self) -> Any:
+        """Saves begin in `wait_for_save`, on the stream that it gets."""
+        return lambda: None
+
+    # Loads.
+
+    def start_load_kv(self, stream: Any) -> None:
+        step = self._step()
+        if step is None or step.number == self._loaded_step:
+            return
+        self._loaded_step = step.number
+        pages = self._local.pages
+        assert pages is not None
+        if step.loads:
+            with pages.copies.on(stream):
+                for load in step.loads:
+                    self._copy(load, is_async=False)
+        if step.async_loads:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvferry-trtllm")
+            mark = pages.copies.mark(stream)
+            for load in step.async_loads:
+                self._copying[load.request] = self._thread.submit(self._copy_behind, load, stream, mark)
+
+    def _step(self) -> Step | None:
+        metadata = self.get_connector_meta()
+        return metadata if isinstance(metadata, Step) else None
+
+    def _copy_behind(self, load: Load, stream: Any, mark: Any) -> None:
+        pages = self._local.pages
+        assert pages is not None
+        with pages.copies.on(stream, mark):
+            self._copy(load, is_async=True)
+
+    def _copy(self, load: Load, *, is_async: bool) -> None:
+        local = self._local
+        assert local.pages is not None
+        assert local.arena is not None
+        rank = local.facts.rank
+        for part in load.parts:
+            group = local.pages.group(part.group)
+            copied = local.pages.to_pages(group, part.pages, local.arena, part.offsets[rank])
+            local.counts["loaded_blocks"] += copied
+        local.arena.copied(rank, load.number, is_async=is_async)
+
+    def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
+        """`start_load_kv` has copied all layers: a block is checked as a whole."""
+
+    # Saves.
+
+    def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
+        """`wait_for_save` saves all layers: a block of the store has all of them."""
+
+    def wait_for_save(self, stream: Any) -> None:
+        step = self._step()
+        if step is None or step.number == self._saved_step:
+            return
+        self._saved_step = step.number
+        self._collect()
+        pages = self._local.pages
+        if pages is None or self._local.opened is None or not step.saves:
+            return
+        begun = []
+        with pages.copies.on(stream):
+            for save in step.saves:
+                begun += self._begin(pages, save)
+        if self._local.settings.save == "sync":
+            for pending in begun:
+                _settle(pending)
+        self._collect()
+
+    def _begin(self, pages: Pages, save: Save) -> Iterator[Any]:
+        try:
+            blocks, copy = self._memory(pages, save)
+        except kvferry.Error as error:
+            self._missed(save, str(error))
+            return
+        if blocks is None:
+            self._missed(save, "too many copies wait to be written; the disk is slower than the engine")
+            return
+        space = self._spaces[save.group]
+        behind = len(save.hashes) - len(save.pages)
+        try:
+            pending = self._local.puts.put(space, list(save.hashes), blocks, behind, Retention(save.priority))
+        except kvferry.Error as error:
+            pending = None
+            self._missed(save, str(error))
+        else:
+            if pending is None:
+                self._missed(save, "too many blocks wait to be written; the disk is slower than the engine")
+        if pending is None:
+            self._give_back(copy)
+            return
+        if copy is None:
+            self._reading.setdefault(save.request, []).append(pending)
+        else:
+            self._copies.append((pending, copy))
+        yield pending
+
+    def _memory(self, pages: Pages, save: Save) -> tuple[Any, Any]:
+        """The blocks, and the copy that they are in, if it is one."""
+        group = pages.group(save.group)
+        if self._region is not None:
+            return kvferry.Blocks(self._region, [page * group.nbytes for page in save.pages], group.nbytes), None
+        nbytes = len(save.pages) * group.nbytes
+        if sum(copy.nbytes for _, copy in self._copies) + nbytes > _COPIES_BYTES_MAX:
+            return None, None
+        assert self._local.opened is not None
+        free = self._free_copies.get(nbytes)
+        copy = free.pop() if free else self._local.opened.agent.allocate(nbytes, "none")
+        pages.from_pages(group, save.pages, Memory(copy.memory(), copy.addr))
+        return kvferry.Blocks(copy, range(0, nbytes, group.nbytes), group.nbytes), copy
+
+    def _give_back(self, copy: Any) -> None:
+        if copy is None:
+            return
+        if sum(nbytes * len(free) for nbytes, free in self._free_copies.items()) + copy.nbytes > _COPIES_BYTES_MAX // 2:
+            assert self._local.opened is not None
+            for free in self._free_copies.values():
+                self._local.opened.agent.unregister_batch(free)
+            self._free_copies.clear()
+        self._free_copies.setdefault(copy.nbytes, []).append(copy)
+
+    def _collect(self) -> None:
+        """Takes the outcomes of puts that have ended."""
+        for pending, copy in [it for it in self._copies if it[0].done()]:
+            self._copies.remove((pending, copy))
+            self._count(pending)
+            self._give_back(copy)
+        for request, reading in list(self._reading.items()):
+            for pending in [it for it in reading if it.done()]:
+                reading.remove(pending)
+                self._count(pending)
+            if not reading:
+                del self._reading[request]
+
+    def _count(self, pending: Any) -> None:
+        try:
+            put = pending.wait()
+        except kvferry.Error as error:
+            self._local.counts["failed_puts"] += 1
+            self._say("blocks are not stored: %s", error)
+            return
+        for name in ("stored", "present", "refused", "failed"):
+            self._local.counts[name + "_blocks"] += getattr(put, name)
+
+    def _missed(self, save: Save, reason: str) -> None:
+        self._local.counts["refused_blocks"] += len(save.pages)
+        self._say("%d blocks of request %d are not stored: %s", len(save.pages), save.request, reason)
+
+    # What has ended.
+
+    def get_finished(
+        self, finished_gen_req_ids: Sequence[int], started_loading_req_ids: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        self._saving.update(finished_gen_req_ids)
+        self._loading.update(started_loading_req_ids)
+        self._collect()
+        saved = [it for it in self._saving if it not in self._reading]
+        loaded = []
+        for it in self._loading:
+            copying = self._copying.get(it)
+            if copying is not None and copying.done():
+                # What is raised here is an error of the program: the bytes were here, and checked.
+                self._copying.pop(it).result()
+                loaded.append(it)
+        self._saving.difference_update(saved)
+        self._loading.difference_update(loaded)
+        return saved, loaded
+
+    def _say(self, text: str, *values: Any) -> None:
+        """At most one warning in ten seconds."""
+        now = time.monotonic()
+        if now >= self._said_at + _SAY_EVERY_S:
+            self._said_at = now
+            logger.warning("kvferry.trtllm: " + text, *values)
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start."""
+        self._collect()
+        return dict(self._local.counts)
+
+    def shutdown(self) -> None:
+        """Waits for what runs. TensorRT-LLM does not call it: the same happens when the process ends."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        for reading in self._reading.values():
+            for pending in reading:
+                _settle(pending)
+        self._collect()
+        self._local.close()
+
+
+def _settle(pending: Any) -> None:
+    try:
+        pending.wait()
+    except kvferry.Error:
+        # Counted where outcomes are taken.
+        return
