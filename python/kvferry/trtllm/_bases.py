@@ -1,6 +1,6 @@
 """The classes of TensorRT-LLM that the connector's halves subclass, or stand-ins of the same shape.
 
-TensorRT-LLM has moved them once. Without it, and without the libraries that it needs, the halves can be driven all the same.
+TensorRT-LLM has moved them once. Without it the halves can be driven all the same.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one rank. `rank` and `ranks` are those that share a request: with attention data parallelism, this rank alone."""
+    """Of one rank. `rank`, `ranks`: of those that share a request; with attention data parallelism, this rank alone."""
 
     rank: int
     ranks: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,10 +186,9 @@ class Loads:
 def _wait(begun: list[Any], deadline: float) -> bool:
     """False if not all have ended by then."""
     for pending in begun:
-        try:
+        # Who takes the outcome sees the error.
+        with suppress(kvferry.Error):
             pending.wait(max(0.0, deadline - time.monotonic()))
-        except kvferry.Error:
-            pass
         if not pending.done():
             return False
     return True

@@ -27,7 +27,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Blocks that this step's forward pass completes. `hashes` begin with the name of the block before, if there is one."""
+    """Blocks that this step's forward pass completes. `hashes` begin with the block before, if there is one."""
 
     request: int
     group: int

@@ -120,7 +120,7 @@ class Pages:
     # What the bytes of a block depend on, besides the model.
     fingerprint: bytes
     copies: HostCopies | TensorCopies
-    # Whether the store may read pages while requests run: they are in host memory, and stay until the request has ended.
+    # Whether the store may read pages while requests run: they are in host memory, and stay with their request.
     is_direct: bool
     # Keeps the memory.
     owner: Any
@@ -130,7 +130,7 @@ class Pages:
         """Raises NotImplementedError."""
         if tokens_per_block is None:
             raise NotImplementedError(
-                "kvferry.trtllm can't find kv_cache_config.tokens_per_block in the arguments, and a cache tensor does not say it"
+                "kvferry.trtllm: the arguments have no kv_cache_config.tokens_per_block, and a cache tensor does not say it"
             )
         if not tensor.is_contiguous():
             raise NotImplementedError(

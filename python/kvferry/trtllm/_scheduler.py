@@ -142,7 +142,8 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
                 if state is not None:
                     scheduled.add(state.number)
                     saves += self._advance(state, data, is_new=is_new)
-        loads, async_loads = [], []
+        loads: list[Load] = []
+        async_loads: list[Load] = []
         for state in self._requests.values():
             if state.load is not None and (state.allocated or state.number in scheduled):
                 (async_loads if state.load.is_async else loads).append(self._send(state, state.load))

@@ -1,7 +1,7 @@
 """The settings of the connector, and where they come from.
 
-TensorRT-LLM's configuration of a connector names a module and two classes and, so far, has no room for more. Ranks that it
-spawns inherit only variables whose names begin with TRTLLM or TLLM.
+TensorRT-LLM's configuration of a connector names a module and two classes and, so far, has no room for more. Ranks that
+it spawns inherit only variables whose names begin with TRTLLM or TLLM.
 """
 
 from __future__ import annotations

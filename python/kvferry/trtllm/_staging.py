@@ -55,7 +55,7 @@ class Arena(Memory):
                 os.close(descriptor)
         except (OSError, OverflowError) as error:
             logger.warning(
-                "kvferry.trtllm: no %d bytes of staging memory, so nothing is loaded from the store: %s; lower staging_gib",
+                "kvferry.trtllm: no %d bytes of staging memory, so nothing is loaded: %s; lower staging_gib",
                 nbytes,
                 error,
             )

@@ -130,7 +130,7 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         pages = self._local.pages
         if pages is None or self._local.opened is None or not step.saves:
             return
-        begun = []
+        begun: list[Any] = []
         with pages.copies.on(stream):
             for save in step.saves:
                 begun += self._begin(pages, save)

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's side of the connector, restated from its documentation, with an engine small enough to check every byte.
+"""TensorRT-LLM's side of the connector, restated from its documentation, and an engine that notices a wrong byte.
 
 The tests and `python -m kvferry.trtllm.demo` drive the connector with it where TensorRT-LLM can't run.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -50,8 +51,7 @@ class HostTensor:
 
 def torch_tensor(shape: tuple[int, ...], dtype: str) -> Any:
     """The same, made by torch."""
-    import torch  # type: ignore[import-not-found,unused-ignore]
-
+    torch = importlib.import_module("torch")
     tensor: Any = torch.zeros(shape, dtype=torch.uint8)
     tensor.memory = memoryview(tensor.numpy()).cast("B")
     return tensor
@@ -66,6 +66,7 @@ class Cache:
             make_tensor((shape.blocks, len(layers), 2, shape.tokens_per_block * shape.token_bytes), shape.dtype)
             for layers, _ in shape.groups
         ]
+        self._priorities: dict[int, int] = {}
         self._free = [list(range(shape.blocks)) for _ in shape.groups]
 
     # For a connector manager.
@@ -82,8 +83,6 @@ class Cache:
     def get_priority_by_block_id(self, page: int) -> int:
         return self._priorities.get(page, 35)
 
-    _priorities: dict[int, int]
-
     # For the engine.
 
     def is_free(self, request: Request) -> bool:
@@ -95,7 +94,6 @@ class Cache:
     def allocate(self, request: Request, cached: int) -> None:
         """All pages that the request may need, but for those whose tokens the window has passed."""
         request.pages = []
-        self._priorities = getattr(self, "_priorities", {})
         for group, (_, window) in enumerate(self.shape.groups):
             passed = max(0, cached - window) // self.shape.tokens_per_block if window else 0
             taken = [self._free[group].pop() for _ in range(self._blocks(request) - passed)]

@@ -33,7 +33,7 @@ class Batch:
 
 
 class Manager:
-    def __init__(self, worker: Any, scheduler: Any | None, *, enable_attention_dp: bool = False) -> None:
+    def __init__(self, worker: Any, scheduler: Any, *, enable_attention_dp: bool = False) -> None:
         self._is_leader = scheduler is not None
         if self._is_leader != (enable_attention_dp or here.rank == 0):
             raise ContractError(
@@ -83,7 +83,8 @@ class Manager:
             self.scheduler.update_state_after_alloc(request, block_ids)
 
     def build_scheduler_output(self, batch: Batch, cache: Any) -> None:
-        new, cached = [], []
+        new: list[Any] = []
+        cached: list[Any] = []
         for request in batch.context_requests:
             if request.request_id not in self._new["loading"]:
                 is_new = request.request_id not in self._reported
