@@ -130,7 +130,7 @@ class Pages:
         """Raises NotImplementedError."""
         if tokens_per_block is None:
             raise NotImplementedError(
-                "kvferry.trtllm: the arguments have no kv_cache_config.tokens_per_block, and a cache tensor does not say it"
+                "kvferry.trtllm: the arguments have no kv_cache_config.tokens_per_block, and a tensor does not say it"
             )
         if not tensor.is_contiguous():
             raise NotImplementedError(

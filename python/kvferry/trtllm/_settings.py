@@ -31,6 +31,7 @@ _OF_STORE = (
     "segment_mib",
     "direct",
 )
+_TEXTS = ("direct", "load", "model", "object", "save")
 _OWN = ("load", "load_wait", "save", "staging_gib")
 # Where a deployment may have put more into `KvCacheConnectorConfig`.
 _EXTRAS = ("extra_config", "connector_extra_config", "connector_config", "model_extra")
@@ -86,7 +87,7 @@ def _of_file(path: str) -> Mapping[str, Any]:
 
 
 def _of_environment(prefix: str, *, strict: bool) -> Mapping[str, Any]:
-    """Values are JSON where they are numbers, lists or objects, and text otherwise."""
+    """Numbers, lists and objects are JSON."""
     known = {name.upper(): name for name in (*_OF_STORE, *_OWN)}
     found = {}
     for variable, text in os.environ.items():
@@ -94,7 +95,7 @@ def _of_environment(prefix: str, *, strict: bool) -> Mapping[str, Any]:
             continue
         name = known.get(variable.removeprefix(prefix))
         if name is not None:
-            found[name] = _value(text)
+            found[name] = text if name in _TEXTS else _value(text)
         elif strict:
             raise ValueError(f"{variable} is no setting; there are {', '.join(prefix + it for it in sorted(known))}")
     return found

@@ -1,0 +1,591 @@
+"""The rules that TensorRT-LLM's documentation has for a connector, one by one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import kvferry
+import pytest
+from kvferry.trtllm._meta import Load, Part, Save, Step
+from kvferry.trtllm.reference import Engine, Manager, Ranks, Request, Shape, State
+from trtllm_kit import BLOCK, HAS_TORCH, SOURCE, Bench, Served, prompt, reference
+
+
+@pytest.fixture
+def tensor_kind() -> str:
+    return "buffer"
+
+
+@pytest.fixture
+def served(bench: Bench) -> Served:
+    return bench.rank(Shape())
+
+
+def stored(bench: Bench, length: int = 41) -> None:
+    bench.serve(lambda: [Request(1, prompt(length))])
+
+
+class Gate:
+    """Holds what runs in the background until it is opened."""
+
+    def __init__(self, worker: Any) -> None:
+        self._open = threading.Event()
+        copy = worker._copy_behind
+
+        def behind(*arguments: Any) -> None:
+            assert self._open.wait(60)
+            copy(*arguments)
+
+        worker._copy_behind = behind
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class Put:
+    """A put that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def wait(self, timeout: float | None = None) -> Any:
+        return SimpleNamespace(stored=1, present=0, refused=0, failed=0)
+
+
+class Puts:
+    """Takes puts and ends none."""
+
+    def __init__(self) -> None:
+        self.made: list[Put] = []
+        self.calls: list[tuple[list[bytes], int, int]] = []
+
+    def put(self, space: Any, hashes: list[bytes], memory: Any, first: int, retention: Any) -> Put:
+        self.calls.append((hashes, first, retention.priority))
+        self.made.append(Put())
+        return self.made[-1]
+
+    def close(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        for it in self.made:
+            it.is_done = True
+
+
+@pytest.fixture
+def puts(served: Served) -> Iterator[Puts]:
+    made = Puts()
+    served.worker._local.puts = made
+    yield made
+    made.end()
+
+
+def data(request_id: int, position: int, count: int, pages: list[int], **fields: Any) -> Any:
+    """`RequestData` of the first version."""
+    return SimpleNamespace(
+        request_id=request_id,
+        new_tokens=[],
+        new_block_ids=pages,
+        computed_position=position,
+        num_scheduled_tokens=count,
+        **fields,
+    )
+
+
+def output(new: list[Any] | None = None, cached: list[Any] | None = None) -> Any:
+    return SimpleNamespace(new_requests=new or [], cached_requests=cached or [])
+
+
+def saved(step: Step) -> list[tuple[int, ...]]:
+    return [it.pages for it in step.saves]
+
+
+# What the two classes are.
+
+
+def test_both_classes_are_found_by_the_names_in_the_configuration_and_opt_in_to_attention_data_parallelism(
+    served: Served, bench: Bench
+) -> None:
+    worker, scheduler = type(served.worker), type(served.scheduler)
+    assert (worker.__name__, scheduler.__name__) == ("KVFerryConnectorWorker", "KVFerryConnectorScheduler")
+    assert worker.supports_attention_dp and scheduler.supports_attention_dp
+    if bench.manager is not Manager:
+        assert worker.__mro__[1].__module__ == scheduler.__mro__[1].__module__ == bench.manager.__module__
+
+
+def test_worker_and_scheduler_can_be_made_in_two_threads_at_once(bench: Bench) -> None:
+    import kvferry.trtllm
+    from trtllm_kit import args
+
+    arguments, made = args(), []
+    barrier = threading.Barrier(2)
+
+    def make(rank: int) -> None:
+        barrier.wait(60)
+        half: Any = (kvferry.trtllm.KVFerryConnectorWorker, kvferry.trtllm.KVFerryConnectorScheduler)[rank]
+        made.append(half(arguments))
+
+    Ranks(2).run(make)
+    assert made[0]._local is made[1]._local
+    made[0]._local.close()
+
+
+def test_what_was_made_for_the_profiling_of_memory_and_never_registered_does_nothing(bench: Bench) -> None:
+    import kvferry.trtllm
+    from trtllm_kit import args
+
+    arguments = args()
+    worker = kvferry.trtllm.KVFerryConnectorWorker(arguments)
+    scheduler = kvferry.trtllm.KVFerryConnectorScheduler(arguments)
+    scheduler.wait_for_initialization()
+    assert scheduler.get_num_new_matched_tokens(Request(1, prompt(33)), 0) == (0, False)
+    assert worker.get_finished([], []) == ([], [])
+    worker.shutdown()
+
+
+# The worker half.
+
+
+def test_before_the_first_metadata_a_step_does_nothing(served: Served) -> None:
+    served.worker.start_load_kv(None)
+    served.worker.wait_for_layer_load(0, None)
+    served.worker.save_kv_layer(0, None)
+    served.worker.wait_for_save(None)
+    assert served.worker.get_finished([], []) == ([], [])
+    served.worker.bind_connector_meta(None)
+    served.worker.start_load_kv(None)
+    assert callable(served.worker.register_forward_pass_callable())
+    served.worker.register_forward_pass_callable()()
+
+
+def test_metadata_that_stays_bound_is_carried_out_once(served: Served, puts: Puts) -> None:
+    step = Step(1, loads=(Load(1, 1, ()),), saves=(Save(1, 0, (b"x" * 32,), (0,), 35),))
+    served.worker.bind_connector_meta(step)
+    for _ in range(3):
+        served.worker.start_load_kv(None)
+        served.worker.wait_for_save(None)
+    assert len(puts.calls) == 1
+
+
+def test_an_id_that_was_not_handed_in_is_never_reported_and_each_is_reported_once(
+    bench: Bench, served: Served, puts: Puts
+) -> None:
+    worker = served.worker
+    worker.bind_connector_meta(
+        Step(1, async_loads=(Load(1, 7, ()), Load(2, 8, ())), saves=(Save(5, 0, (b"x" * 32,), (0,), 35),))
+    )
+    worker.start_load_kv(None)
+    worker.wait_for_save(None)
+    for future in worker._copying.values():
+        future.result(60)
+    assert worker.get_finished([], []) == ([], [])
+    assert worker.get_finished([], [7]) == ([], [7])
+    assert worker.get_finished([5], [8]) == ([], [8])
+    puts.end()
+    assert worker.get_finished([], []) == ([5], [])
+    assert worker.get_finished([], []) == ([], [])
+    # Nothing of it is saved here: it is reported at once.
+    assert worker.get_finished([6], []) == ([6], [])
+
+
+def test_a_page_without_kv_is_skipped_when_blocks_are_loaded(served: Served) -> None:
+    worker, tensor = served.worker, served.engine.cache.tensors[0]
+    arena = worker._local.arena
+    nbytes = tensor.stride(0)
+    content = bytes(range(256)) * (3 * nbytes // 256 + 1)
+    memoryview(arena.buffer)[arena.head : arena.head + 3 * nbytes] = content[: 3 * nbytes]
+    before = bytes(tensor.memory)
+    worker.bind_connector_meta(Step(1, loads=(Load(1, 1, (Part(0, (arena.head,), (4, -1, 6)),)),)))
+    worker.start_load_kv(None)
+    expected = bytearray(before)
+    expected[4 * nbytes : 5 * nbytes] = content[:nbytes]
+    expected[6 * nbytes : 7 * nbytes] = content[2 * nbytes : 3 * nbytes]
+    assert bytes(tensor.memory) == expected
+
+
+def test_a_page_without_kv_is_not_saved(served: Served) -> None:
+    scheduler = served.scheduler
+    assert scheduler.get_num_new_matched_tokens(Request(1, prompt(33)), 0) == (0, False)
+    step = scheduler.build_connector_meta(output([data(1, 0, 33, [9, -1, 7, 6, 5])]))
+    assert saved(step) == [(9,), (7, 6)]
+
+
+def test_a_page_that_the_cache_does_not_have_is_an_error_and_not_somebody_elses_memory(served: Served) -> None:
+    arena = served.worker._local.arena
+    served.worker.bind_connector_meta(Step(1, loads=(Load(1, 1, (Part(0, (arena.head,), (64,)),)),)))
+    with pytest.raises(IndexError, match="page 64 is not in the KV cache, which has 64"):
+        served.worker.start_load_kv(None)
+
+
+# Look-ups.
+
+
+def test_a_load_that_has_nothing_to_load_is_never_asynchronous(bench: Bench) -> None:
+    bench.settings(load="async")
+    stored(bench)
+    scheduler = bench.rank(Shape()).scheduler
+    assert scheduler.get_num_new_matched_tokens(Request(1, prompt(5)), 0) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(Request(2, prompt(41, 3)), 0) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(Request(3, prompt(41)), 40) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(Request(4, prompt(41)), 0) == (40, True)
+
+
+@pytest.mark.parametrize(("computed", "matched"), [(0, 40), (8, 32), (12, 28), (39, 1), (40, 0)])
+def test_only_tokens_beyond_those_that_the_engine_has_are_counted(bench: Bench, computed: int, matched: int) -> None:
+    stored(bench)
+    scheduler = bench.rank(Shape()).scheduler
+    assert scheduler.get_num_new_matched_tokens(Request(1, prompt(41)), computed) == (matched, False)
+
+
+def test_at_least_one_token_of_a_prompt_is_left_to_compute(bench: Bench) -> None:
+    stored(bench)
+    assert bench.rank(Shape()).scheduler.get_num_new_matched_tokens(Request(1, prompt(40)), 0) == (32, False)
+
+
+def test_a_store_that_fails_in_a_look_up_is_a_miss(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(bench)
+    served = bench.rank(Shape())
+    scheduler = served.scheduler
+    assert scheduler.get_num_new_matched_tokens(Request(1, prompt(41)), 0) == (40, False)
+    served.worker._local.opened.store.close()
+    assert scheduler.get_num_new_matched_tokens(Request(2, prompt(41)), 0) == (0, False)
+    assert scheduler.build_connector_meta(output()).number == 1
+
+
+class Never:
+    """A read that does not end."""
+
+    is_done = False
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None
+        raise kvferry.DeadlineError("not yet")
+
+
+def test_a_read_that_takes_longer_than_load_wait_is_a_miss_and_its_memory_is_kept_until_it_ends(bench: Bench) -> None:
+    stored(bench)
+    scheduler = bench.rank(Shape()).scheduler
+    scheduler.get_num_new_matched_tokens(Request(1, prompt(4)), 0)
+    loads = scheduler._loads
+    free, never = loads.free_bytes, Never()
+    real = loads._spaces[0]
+    loads._spaces[0] = [SimpleNamespace(lookup=real[0].lookup, get_async=lambda *_: never)]
+    assert scheduler.get_num_new_matched_tokens(Request(2, prompt(41)), 0) == (0, False)
+    scheduler.build_connector_meta(output())
+    assert loads.free_bytes < free
+    never.is_done = True
+    scheduler.build_connector_meta(output())
+    assert loads.free_bytes == free
+
+
+# Steps.
+
+
+def test_fields_that_older_versions_lack_are_not_needed(bench: Bench) -> None:
+    stored(bench)
+    scheduler = bench.rank(Shape()).scheduler
+    request = SimpleNamespace(request_id=1, get_tokens=lambda beam: prompt(57))
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (40, False)
+    scheduler.update_state_after_alloc(request, [1, 2, 3, 4, 5, 6, 7, 8])
+    step = scheduler.build_connector_meta(output([data(1, 0, 17, [1, 2, 3, 4, 5, 6, 7, 8])]))
+    assert [part.pages for load in step.loads for part in load.parts] == [(1, 2, 3, 4, 5)]
+    assert saved(step) == [(6, 7)]
+    assert scheduler.request_finished(request, []) is True
+
+
+def test_pages_are_those_of_the_step_where_the_allocation_was_not_told(bench: Bench) -> None:
+    stored(bench)
+    scheduler = bench.rank(Shape()).scheduler
+    scheduler.get_num_new_matched_tokens(Request(1, prompt(41)), 0)
+    assert scheduler.build_connector_meta(output()).loads == ()
+    step = scheduler.build_connector_meta(output([data(1, 0, 1, [9, 8, 7, 6, 5, 4])]))
+    assert [part.pages for load in step.loads for part in load.parts] == [(9, 8, 7, 6, 5)]
+
+
+def test_the_position_of_a_new_request_leaves_out_what_its_step_loads(bench: Bench) -> None:
+    """Blocks that are not computed yet are never saved."""
+    stored(bench)
+    scheduler = bench.rank(Shape()).scheduler
+    request = Request(1, prompt(41) + prompt(40, 5))
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (40, False)
+    request.py_num_connector_matched_tokens = 40
+    pages = list(range(11))
+    step = scheduler.build_connector_meta(output([data(1, 0, 20, pages)]))
+    assert saved(step) == [(5, 6)]
+    step = scheduler.build_connector_meta(output(cached=[data(1, 60, 21, [])]))
+    assert saved(step) == [(7, 8, 9)]
+
+
+def test_of_an_offer_that_is_taken_in_part_the_rest_is_computed(bench: Bench) -> None:
+    stored(bench)
+    scheduler = bench.rank(Shape()).scheduler
+    request = Request(1, prompt(41) + prompt(40, 5))
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (40, False)
+    request.py_num_connector_matched_tokens = 16
+    step = scheduler.build_connector_meta(output([data(1, 0, 30, list(range(11)))]))
+    # 16 + 30 tokens: 5 full blocks, which are in the store.
+    assert saved(step) == []
+    step = scheduler.build_connector_meta(output(cached=[data(1, 46, 10, [])]))
+    assert saved(step) == [(5, 6)]
+
+
+def test_blocks_with_priorities_are_saved_with_them(served: Served) -> None:
+    scheduler = served.scheduler
+    scheduler.get_num_new_matched_tokens(Request(1, prompt(49)), 0)
+    priorities = [90, 90, 10, None, 35, 1000, 35]
+    step = scheduler.build_connector_meta(output([data(1, 0, 49, [6, 5, 4, 3, 2, 1, 0], priorities=priorities)]))
+    assert [(it.pages, it.priority) for it in step.saves] == [((6, 5), 90), ((4,), 10), ((3, 2), 35), ((1,), 100)]
+    # Each run begins with the name of the block before.
+    assert [len(it.hashes) - len(it.pages) for it in step.saves] == [0, 1, 1, 1]
+
+
+def test_priorities_of_an_engine_reach_the_store(served: Served, puts: Puts) -> None:
+    request = Request(1, prompt(24), priorities=[80, 80, 20])
+    served.engine.trace = lambda part: puts.end() if part == "get_finished" else None
+    served.engine.run([request])
+    assert [(len(hashes) - first, priority) for hashes, first, priority in puts.calls] == [(2, 80), (1, 20)]
+
+
+def test_blocks_that_were_found_are_not_put_again(bench: Bench) -> None:
+    stored(bench)
+    served = bench.rank(Shape())
+    made = Puts()
+    served.worker._local.puts = made
+    served.engine.trace = lambda part: made.end()
+    served.engine.run([Request(1, prompt(41))])
+    assert made.calls == []
+
+
+# Ends.
+
+
+def test_pages_stay_until_all_puts_that_read_them_have_ended(served: Served, puts: Puts) -> None:
+    engine = served.engine
+    request = Request(1, prompt(20), max_new_tokens=1)
+    engine._waiting.append(request)
+    for _ in range(5):
+        engine.step()
+        assert request.state is State.DISAGG_CONTEXT_TRANS_IN_PROGRESS
+        assert request.pages[0][0] >= 0
+    puts.end()
+    engine.step()
+    assert request.state is State.GENERATION_COMPLETE
+
+
+def test_a_request_that_saves_nothing_is_not_kept(served: Served) -> None:
+    scheduler = served.scheduler
+    request = Request(1, prompt(5))
+    scheduler.get_num_new_matched_tokens(request, 0)
+    scheduler.build_connector_meta(output([data(1, 0, 5, [1])]))
+    assert scheduler.request_finished(request, [1]) is False
+    assert scheduler.request_finished(request, [1]) is False
+    assert scheduler.request_finished(Request(99, []), []) is False
+
+
+def test_copies_of_pages_do_not_keep_their_request(bench: Bench) -> None:
+    scheduler = bench.rank(Shape(groups=(((0,), 0), ((1,), 16)))).scheduler
+    request = Request(1, prompt(20))
+    scheduler.get_num_new_matched_tokens(request, 0)
+    groups = [[1, 2, 3], [1, 2, 3]]
+    scheduler.update_state_after_alloc_by_layer_group(request, groups)
+    step = scheduler.build_connector_meta(output([data(1, 0, 20, [], new_block_ids_by_layer_group=groups)]))
+    assert saved(step) == [(1, 2), (1, 2)]
+    assert scheduler.request_finished_by_layer_group(request, groups) is False
+
+
+# Asynchronous loads.
+
+
+def test_other_requests_are_served_while_one_loads(bench: Bench) -> None:
+    bench.settings(load="async")
+    stored(bench)
+    served = bench.rank(Shape())
+    gate = Gate(served.worker)
+    loading, other = Request(1, prompt(41)), Request(2, prompt(20, 8))
+    engine = served.engine
+    engine._waiting += [loading, other]
+    while other.state is not State.GENERATION_COMPLETE:
+        engine.step()
+    assert loading.state is State.DISAGG_GENERATION_TRANS_IN_PROGRESS
+    gate.open()
+    engine.run([])
+    assert (loading.computed_tokens, other.computed_tokens) == (1, 20)
+    assert [loading.generated, other.generated] == reference([Request(1, prompt(41)), Request(2, prompt(20, 8))])
+
+
+def test_a_request_goes_on_when_every_rank_has_loaded(bench: Bench) -> None:
+    bench.settings(load="async")
+    bench.serve(lambda: [Request(1, prompt(41))], tp=2)
+
+    def body(rank: int) -> tuple[State, int]:
+        served = bench.rank(Shape(), rank, 2)
+        gate = Gate(served.worker) if rank == 1 else None
+        engine = Engine(served.engine.cache, served.engine.manager, rank=rank)
+        request = Request(1, prompt(41))
+        engine._waiting.append(request)
+        for _ in range(5):
+            engine.step()
+        seen = request.state
+        if gate is not None:
+            gate.open()
+        engine.run([])
+        served.worker.shutdown()
+        return seen, request.computed_tokens
+
+    assert Ranks(2).run(body) == [(State.DISAGG_GENERATION_TRANS_IN_PROGRESS, 1)] * 2
+
+
+def test_the_memory_of_a_load_is_free_when_every_rank_has_copied_it(bench: Bench) -> None:
+    bench.settings(load="async")
+    bench.serve(lambda: [Request(1, prompt(41))], tp=2)
+
+    def body(rank: int) -> list[bool]:
+        served = bench.rank(Shape(), rank, 2)
+        gate = Gate(served.worker) if rank == 1 else None
+        engine = served.engine
+        full = None
+        seen = []
+        if rank == 0:
+            served.scheduler.get_num_new_matched_tokens(Request(9, []), 0)
+            full = served.scheduler._loads.free_bytes
+        engine._waiting.append(Request(1, prompt(41)))
+        for _ in range(3):
+            engine.step()
+        if rank == 0:
+            seen.append(served.scheduler._loads.free_bytes < full)
+        if gate is not None:
+            gate.open()
+        engine.run([Request(2, prompt(8))])
+        if rank == 0:
+            seen.append(served.scheduler._loads.free_bytes == full)
+        served.worker.shutdown()
+        return seen
+
+    assert Ranks(2).run(body) == [[True, True], []]
+
+
+def test_an_asynchronous_load_whose_request_ends_before_it_has_pages_is_reported(bench: Bench) -> None:
+    bench.settings(load="async")
+    stored(bench)
+    served = bench.rank(Shape())
+    scheduler, worker = served.scheduler, served.worker
+    request = Request(1, prompt(41))
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (40, True)
+    free = scheduler._loads.free_bytes
+    assert scheduler.request_finished(request, []) is False
+    assert scheduler._loads.free_bytes > free
+    assert worker.get_finished([], [1]) == ([], [])
+    worker.bind_connector_meta(scheduler.build_connector_meta(output()))
+    worker.start_load_kv(None)
+    worker._copying[1].result(60)
+    assert worker.get_finished([], []) == ([], [1])
+
+
+# Calls that only some versions have.
+
+
+def test_a_request_that_was_reset_is_asked_for_again(bench: Bench) -> None:
+    stored(bench)
+    served = bench.rank(Shape())
+    scheduler = served.scheduler
+    request = Request(1, prompt(41))
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (40, False)
+    free = scheduler._loads.free_bytes
+    scheduler.request_reset(request)
+    assert scheduler._loads.free_bytes > free
+    assert scheduler.build_connector_meta(output()).loads == ()
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (40, False)
+    scheduler.request_reset(Request(2, []))
+
+
+def test_a_load_that_is_cancelled_from_a_token_on_copies_only_blocks_before_it(bench: Bench) -> None:
+    stored(bench)
+    scheduler = bench.rank(Shape()).scheduler
+    request = Request(1, prompt(41))
+    scheduler.get_num_new_matched_tokens(request, 0)
+    scheduler.update_state_after_alloc(request, [1, 2, 3, 4, 5, 6])
+    scheduler.cancel_load(request, 20, 40)
+    step = scheduler.build_connector_meta(output([data(1, 0, 1, [1, 2, 3, 4, 5, 6])]))
+    assert [part.pages for load in step.loads for part in load.parts] == [(1, 2)]
+    scheduler.cancel_load(request, 0, 8)
+    scheduler.cancel_load(Request(2, []), 0, 8)
+
+
+# Ranks.
+
+
+def test_ranks_whose_caches_differ_are_refused_on_all_of_them(bench: Bench) -> None:
+    refused = []
+
+    def body(rank: int) -> None:
+        with pytest.raises(NotImplementedError, match="the ranks' KV caches differ"):
+            bench.rank(Shape(token_bytes=16 - 8 * rank), rank, 2)
+        refused.append(rank)
+
+    Ranks(2).run(body)
+    assert sorted(refused) == [0, 1]
+
+
+def test_the_staging_memory_of_ranks_leaves_no_file(bench: Bench) -> None:
+    from kvferry.trtllm import _staging
+
+    before = set(_staging._FOLDER.glob("kvferry-trtllm-*"))
+    bench.serve(lambda: [Request(1, prompt(41))], tp=2)
+    assert set(_staging._FOLDER.glob("kvferry-trtllm-*")) <= before
+
+
+def test_copies_by_torch_bring_the_same_bytes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a cache on a device, on a device that is the processor."""
+    if not HAS_TORCH:
+        pytest.skip("SKIPPED: copies by torch: torch is not installed here")
+    from kvferry.trtllm import _pages
+    from kvferry.trtllm.reference.cache import torch_tensor
+
+    monkeypatch.setattr(_pages, "_is_host", lambda tensor: False)
+    bench.make_tensor = torch_tensor
+    for tp in (1, 2):
+        bench.serve(lambda: [Request(1, prompt(41))], tp=tp)
+        (ended,) = bench.serve(lambda: [Request(1, prompt(41))], tp=tp)
+        assert ended.computed_tokens == 1
+        assert [ended.generated] == reference([Request(1, prompt(41))], tp=tp)
+
+
+def test_the_restated_manager_refuses_what_the_contract_forbids() -> None:
+    """Else none of these tests could fail by it."""
+
+    class Scheduler:
+        answer = (0, True)
+
+        def get_num_new_matched_tokens(self, request: Any, computed: int) -> Any:
+            return self.answer
+
+    class Worker:
+        def get_finished(self, saving: list[int], loading: list[int]) -> Any:
+            return [77], []
+
+    scheduler, worker = Scheduler(), Worker()
+    manager = Manager(worker, scheduler)
+    with pytest.raises(AssertionError, match="must load something"):
+        manager.get_num_new_matched_tokens(Request(1, prompt(9)), 0)
+    with pytest.raises(AssertionError, match="asked for once"):
+        manager.get_num_new_matched_tokens(Request(1, prompt(9)), 0)
+    scheduler.answer = (9, False)
+    with pytest.raises(AssertionError, match="9 tokens of a prompt of 9"):
+        manager.get_num_new_matched_tokens(Request(2, prompt(9)), 0)
+    with pytest.raises(AssertionError, match="77 was reported as saving, which was not handed in"):
+        manager.get_finished()
+
+
+def test_the_same_tests_drive_tensorrt_llms_own_manager() -> None:
+    if SOURCE is None:
+        pytest.skip("SKIPPED: TensorRT-LLM's own manager: set KVFERRY_TRTLLM_SRC to a folder with its source")
+    assert BLOCK == 8
