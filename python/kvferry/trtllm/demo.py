@@ -1,0 +1,139 @@
+"""``python -m kvferry.trtllm.demo``: the KV of prompts outlives the engine.
+
+Processes that follow each other serve the same prompts on one directory, with TensorRT-LLM's side of the connector
+restated and a made-up model. The first loads no block, the second all full blocks of the prompts; before the third, a
+byte of the store is flipped. All generate what an engine without a connector generates. Exit status 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvferry.trtllm import KVFerryConnectorScheduler, KVFerryConnectorWorker
+from kvferry.trtllm.reference import Cache, Engine, Manager, Request, Shape
+
+_TOKENS_PER_BLOCK = 16
+# Of a block.
+_PATTERN_BYTES = 32
+_SHAPE = Shape(blocks=512, tokens_per_block=_TOKENS_PER_BLOCK, token_bytes=32, groups=((tuple(range(4)), 0),))
+
+
+def requests(count: int) -> list[Request]:
+    chance = random.Random(13)
+    lengths = [chance.randrange(_TOKENS_PER_BLOCK, 20 * _TOKENS_PER_BLOCK) for _ in range(count)]
+    return [
+        Request(at + 1, [chance.randrange(32_000) for _ in range(length)], max_new_tokens=16)
+        for at, length in enumerate(lengths)
+    ]
+
+
+def full_blocks(served: list[Request]) -> int:
+    """Of the prompts, but for a block that ends with the prompt: one token is computed."""
+    return sum((it.prompt_len - 1) // _TOKENS_PER_BLOCK for it in served)
+
+
+def serve(prompts: int, load: str) -> dict[str, Any]:
+    """In this process."""
+    os.environ["TLLM_KVFERRY_LOAD"] = load
+    cache = SimpleNamespace(tokens_per_block=_TOKENS_PER_BLOCK, dtype="auto")
+    arguments = SimpleNamespace(model="made-up", revision="1", kv_cache_config=cache)
+    worker = KVFerryConnectorWorker(arguments)
+    scheduler = KVFerryConnectorScheduler(arguments)
+    pages = Cache(_SHAPE)
+    worker.register_kv_caches(pages.tensors[0])
+    engine = Engine(pages, Manager(worker, scheduler))
+    # The beginning of a block, to find it in the store.
+    patterns: list[str] = []
+
+    def look(part: str) -> None:
+        if part == "wait_for_save" and not patterns:
+            first = engine._running[0]
+            patterns.append(bytes(pages.page(0, first.pages[0][0])[:_PATTERN_BYTES]).hex())
+
+    engine.trace = look
+    served = engine.run(requests(prompts))
+    worker.shutdown()
+    counts = worker.stats()
+    return {
+        "loaded": counts.get("loaded_blocks", 0),
+        "stored": counts.get("stored_blocks", 0),
+        "computed": sum(it.computed_tokens for it in served),
+        "generated": [it.generated for it in served],
+        "pattern": patterns[0],
+    }
+
+
+def _serve_elsewhere(directory: Path, prompts: int, load: str) -> dict[str, Any]:
+    """In a process of its own, which ends."""
+    environment = os.environ | {"TLLM_KVFERRY_DISK": str(directory), "TLLM_KVFERRY_DISK_GIB": "0.25"}
+    command = [sys.executable, "-m", "kvferry.trtllm.demo", "--serve", "--prompts", str(prompts), "--load", load]
+    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True, timeout=300)
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+def flip(directory: Path, pattern: bytes) -> Path:
+    """Flips the first byte of a block in the store."""
+    for path in sorted(directory.rglob("*")):
+        if not path.is_file():
+            continue
+        at = path.read_bytes().find(pattern)
+        if at >= 0:
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([pattern[0] ^ 1]))
+            return path
+    raise SystemExit(f"the first block of the first prompt is not in {directory}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvferry.trtllm.demo", description=(__doc__ or "").partition("\n")[2]
+    )
+    parser.add_argument(
+        "--directory", type=Path, help="an empty or new directory for the store; default: a temporary one"
+    )
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--load", choices=("sync", "async"), default="sync")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        print(json.dumps(serve(options.prompts, options.load)))
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        return _compare(options.directory or Path(temporary) / "kv", options.prompts, options.load)
+
+
+def _compare(directory: Path, prompts: int, load: str) -> int:
+    alone = Engine(Cache(_SHAPE), None).run(requests(prompts))
+    expected = [it.generated for it in alone]
+    blocks = full_blocks(alone)
+    # What the damaged block and those behind it are.
+    lost = (alone[0].prompt_len - 1) // _TOKENS_PER_BLOCK
+    print(f"{prompts} prompts, {sum(it.prompt_len for it in alone)} tokens, {blocks} full blocks; loads: {load}")
+    print(f"{'':34}{'blocks loaded':>14}{'tokens computed':>17}{'tokens generated':>18}")
+    wrong = 0
+    found: dict[str, Any] = {}
+    for name, must in (("first run", 0), ("second run", blocks), ("third run, one byte flipped", blocks - lost)):
+        if name.startswith("third"):
+            flip(directory, bytes.fromhex(found["pattern"]))
+        found = _serve_elsewhere(directory, prompts, load)
+        is_equal = found["generated"] == expected
+        is_right = is_equal and found["loaded"] == must
+        wrong += not is_right
+        note = "" if is_right else f"  WRONG: {must} blocks must be loaded, and the same tokens generated"
+        print(f"{name:34}{found['loaded']:>14}{found['computed']:>17}{'equal' if is_equal else 'DIFFERENT':>18}{note}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

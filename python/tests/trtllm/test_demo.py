@@ -1,0 +1,33 @@
+"""The demo's claims."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_the_demo_loads_nothing_then_all_then_all_but_what_follows_the_flipped_byte(load: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvferry.trtllm.demo", "--prompts", "4", "--load", load]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    blocks = re.search(r"(\d+) full blocks", ended.stdout)
+    rows = re.findall(r"^(\w+) run.*?(\d+) +(\d+) +equal$", ended.stdout, re.M)
+    assert blocks is not None
+    assert [name for name, _, _ in rows] == ["first", "second", "third"]
+    loaded = [int(count) for _, count, _ in rows]
+    assert loaded[0] == 0
+    assert loaded[1] == int(blocks[1])
+    assert 0 < loaded[2] < loaded[1]
+
+
+def test_the_demo_fails_where_a_directory_is_not_new(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvferry.trtllm.demo", "--prompts", "2", "--directory", str(tmp_path / "kv")]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 1
+    assert "WRONG: 0 blocks must be loaded" in again.stdout
