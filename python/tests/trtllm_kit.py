@@ -97,6 +97,12 @@ def fake_modules(monkeypatch: pytest.MonkeyPatch) -> None:
             module("torch", cuda=stream, Tensor=object)
 
 
+def _made_anew() -> list[str]:
+    """Modules of the connector, but for those whose classes the tests have imported."""
+    names = [it for it in sys.modules if it == "kvferry.trtllm" or it.startswith("kvferry.trtllm.")]
+    return [it for it in names if "reference" not in it and not it.endswith("._meta")]
+
+
 @contextmanager
 def upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """TensorRT-LLM's own connector module, and kvferry's classes made anew, as subclasses of its classes."""
@@ -108,15 +114,11 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     spec.loader.exec_module(module)
     torch: Any = module.__dict__["torch"]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    mine = {
-        name: sys.modules.pop(name)
-        for name in list(sys.modules)
-        if name.startswith("kvferry.trtllm") and "reference" not in name
-    }
+    mine = {name: sys.modules.pop(name) for name in _made_anew()}
     try:
         yield module
     finally:
-        for name in [it for it in sys.modules if it.startswith("kvferry.trtllm") and "reference" not in it]:
+        for name in _made_anew():
             del sys.modules[name]
         sys.modules.update(mine)
         sys.modules["kvferry"].trtllm = sys.modules["kvferry.trtllm"]  # type: ignore[attr-defined]
