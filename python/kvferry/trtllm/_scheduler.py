@@ -55,6 +55,8 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         self._requests: dict[int, _Request] = {}
         self._loads: Loads | None = None
         self._step = 0
+        # Whether the engine's blocks are not those that the arguments describe.
+        self._is_stopped = False
         # The number of the last load that was sent, synchronous and asynchronous.
         self._numbers = {False: 0, True: 0}
         # Asynchronous loads that were promised, and whose requests ended before they were sent.
@@ -69,7 +71,7 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         number = int(request.request_id)
         self._forget(number)
         pages = self._local.pages
-        if pages is None or not is_named(request):
+        if pages is None or self._is_stopped or not is_named(request):
             return 0, False
         tokens = request.get_tokens(0)
         salt = salt_of(request)
@@ -185,11 +187,29 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
             position += self._left_out(state, position)
         state.before = position
         done = min(position + int(getattr(data, "num_scheduled_tokens", 0) or 0), state.prompt_tokens)
+        if done > pages.tokens_per_block * min(len(state.pages.get(group.number, ())) for group in pages.groups):
+            self._stop(state, done)
         end = min(done // pages.tokens_per_block, len(state.hashes))
         begin, state.stored = state.stored, max(state.stored, end)
         if self._settings.save == "off" or begin >= end:
             return iter(())
         return self._saves(state, begin, end)
+
+    def _stop(self, state: _Request, done: int) -> None:
+        """Blocks have more tokens than the arguments say, which TensorRT-LLM decides for some models."""
+        pages = self._local.pages
+        assert pages is not None
+        logger.error(
+            "kvferry.trtllm: request %d has %d pages for %d tokens, which are too few for blocks of %d tokens; "
+            "nothing is stored or loaded from now on: set kv_cache_config.tokens_per_block to what the model uses",
+            state.number,
+            min(len(it) for it in state.pages.values()),
+            done,
+            pages.tokens_per_block,
+        )
+        self._is_stopped = True
+        for it in self._requests.values():
+            it.hashes = []
 
     def _left_out(self, state: _Request, position: int) -> int:
         """The position of a new request leaves out what the step loads, but not what was loaded before."""

@@ -338,6 +338,20 @@ def test_of_an_offer_that_is_taken_in_part_the_rest_is_computed(bench: Bench) ->
     assert saved(step) == [(5, 6)]
 
 
+def test_blocks_of_more_tokens_than_the_arguments_say_end_the_use_of_the_store(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TensorRT-LLM takes another size for some models. Under a wrong name, a block would be wrong KV."""
+    scheduler = served.scheduler
+    for number in (1, 2):
+        scheduler.get_num_new_matched_tokens(Request(number, prompt(32)), 0)
+    # Blocks of 16 tokens.
+    step = scheduler.build_connector_meta(output([data(1, 0, 32, [1, 2]), data(2, 0, 32, [3, 4])]))
+    assert saved(step) == []
+    assert "request 1 has 2 pages for 32 tokens, which are too few for blocks of 8" in caplog.text
+    assert scheduler.get_num_new_matched_tokens(Request(3, prompt(32)), 0) == (0, False)
+
+
 def test_blocks_with_priorities_are_saved_with_them(served: Served) -> None:
     scheduler = served.scheduler
     scheduler.get_num_new_matched_tokens(Request(1, prompt(49)), 0)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,6 +235,37 @@ def test_blocks_come_from_an_object_store_to_another_host(bench: Bench, tmp_path
     second = bench.serve(requests)
     assert computed(second) == [to_compute(it) for it in LENGTHS]
     assert generated(second) == reference(requests())
+
+
+def test_an_engine_that_decodes_loads_what_an_engine_that_prefills_has_stored(bench: Bench) -> None:
+    prefill, decode = bench.rank(Shape()), bench.rank(Shape())
+    for at, length in enumerate(LENGTHS):
+        prefill.engine.run([Request(at, prompt(length, at), max_new_tokens=1)])
+        request = Request(at, prompt(length, at))
+        decode.engine.run([request])
+        assert request.computed_tokens == to_compute(length)
+        assert [request.generated] == reference([Request(at, prompt(length, at))])
+
+
+def test_a_process_that_ends_without_a_word_loses_nothing_that_it_has_put(bench: Bench, tmp_path: Path) -> None:
+    """TensorRT-LLM does not tell a connector that it ends."""
+    program = """
+    import sys
+    from kvferry.trtllm import KVFerryConnectorScheduler, KVFerryConnectorWorker
+    from kvferry.trtllm.reference import Cache, Engine, Manager, Request, Shape
+    from trtllm_kit import args, prompt
+    made = args()
+    worker, scheduler = KVFerryConnectorWorker(made), KVFerryConnectorScheduler(made)
+    cache = Cache(Shape())
+    worker.register_kv_caches(cache.tensors[0])
+    Engine(cache, Manager(worker, scheduler)).run([Request(1, prompt(65))])
+    """
+    tests = str(Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    subprocess.run(command, env=environment, check=True, timeout=120)
+    (ended,) = bench.serve(lambda: [Request(1, prompt(65))])
+    assert ended.computed_tokens == 1
 
 
 WINDOWED = Shape(groups=(((0, 2), 0), ((1, 3), 20)))
