@@ -140,3 +140,13 @@ def test_a_cache_that_can_not_be_cut_into_blocks_is_refused_with_the_reason() ->
     with pytest.raises(NotImplementedError, match="needs a contiguous KV cache tensor"):
         worker.register_kv_caches(SimpleNamespace(is_contiguous=lambda: False))
     worker.shutdown()
+
+
+def test_the_page_names_every_setting_and_every_refusal() -> None:
+    page = PAGE.read_text()
+    with pytest.raises(ValueError, match="there are") as raised:
+        Settings.of(args(kv_connector_config=SimpleNamespace(extra_config={"no": 1})))
+    for name in str(raised.value).split("there are ")[1].split(", "):
+        assert f"`{name}`" in page, name
+    for name in ("capacity_scheduler_policy", "max_beam_width", "speculative_config", "host_cache_size"):
+        assert name in page
