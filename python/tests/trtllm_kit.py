@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from kvferry.trtllm._meta import Step
 from kvferry.trtllm.reference import Cache, Engine, HostTensor, Ranks, Request, Shape, State, here
 from kvferry.trtllm.reference.cache import torch_tensor
 
@@ -189,3 +191,77 @@ def reference(requests: Sequence[Request], *, tp: int = 1, shape: Shape | None =
         return [it.generated for it in Engine(Cache(shape or Shape()), None, rank=rank).run(copies)]
 
     return Ranks(tp).run(body)[0]
+
+
+def stored(bench: Bench, length: int = 41) -> None:
+    bench.serve(lambda: [Request(1, prompt(length))])
+
+
+class Gate:
+    """Holds what runs in the background until it is opened."""
+
+    def __init__(self, worker: Any) -> None:
+        self._open = threading.Event()
+        copy = worker._copy_behind
+
+        def behind(*arguments: Any) -> None:
+            assert self._open.wait(60)
+            copy(*arguments)
+
+        worker._copy_behind = behind
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class Put:
+    """A put that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def wait(self, timeout: float | None = None) -> Any:
+        return SimpleNamespace(stored=1, present=0, refused=0, failed=0)
+
+
+class Puts:
+    """Takes puts and ends none."""
+
+    def __init__(self) -> None:
+        self.made: list[Put] = []
+        self.calls: list[tuple[list[bytes], int, int]] = []
+
+    def put(self, space: Any, hashes: list[bytes], memory: Any, first: int, retention: Any) -> Put:
+        self.calls.append((hashes, first, retention.priority))
+        self.made.append(Put())
+        return self.made[-1]
+
+    def close(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        for it in self.made:
+            it.is_done = True
+
+
+def data(request_id: int, position: int, count: int, pages: list[int], **fields: Any) -> Any:
+    """`RequestData` of the first version."""
+    return SimpleNamespace(
+        request_id=request_id,
+        new_tokens=[],
+        new_block_ids=pages,
+        computed_position=position,
+        num_scheduled_tokens=count,
+        **fields,
+    )
+
+
+def output(new: list[Any] | None = None, cached: list[Any] | None = None) -> Any:
+    return SimpleNamespace(new_requests=new or [], cached_requests=cached or [])
+
+
+def saved(step: Step) -> list[tuple[int, ...]]:
+    return [it.pages for it in step.saves]

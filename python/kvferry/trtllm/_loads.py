@@ -45,7 +45,7 @@ class Loads:
     def __init__(self, local: Local, arena: Arena) -> None:
         assert local.pages is not None
         assert local.opened is not None
-        self._local, self._arena, self._pages = local, arena, local.pages
+        self._local, self.arena, self._pages = local, arena, local.pages
         self._ranks = local.facts.ranks
         self._region = local.opened.agent.register((arena.addr, arena.nbytes), "none")
         self._extents = Extents(arena.head, arena.nbytes)
@@ -174,7 +174,7 @@ class Loads:
         """Frees what all ranks have copied."""
         if not self._kept and not self._given_up:
             return
-        done = {is_async: self._arena.copied_by_all(is_async=is_async) for is_async in (False, True)}
+        done = {is_async: self.arena.copied_by_all(is_async=is_async) for is_async in (False, True)}
         for staged in [it for it in self._kept if it.number <= done[it.is_async]]:
             self._kept.remove(staged)
             self._extents.give(staged.extent)

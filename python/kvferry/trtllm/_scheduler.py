@@ -110,7 +110,10 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
 
     def _ready_loads(self) -> Loads | None:
         local = self._local
-        if self._loads is None and local.opened is not None and local.pages is not None and local.arena is not None:
+        if local.opened is None or local.pages is None or local.arena is None:
+            return None
+        if self._loads is None or self._loads.arena is not local.arena:
+            # Also where the cache was registered anew: no request has outlived the one before.
             self._loads = Loads(local, local.arena)
         return self._loads
 

@@ -59,8 +59,13 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         self._register(Pages.of_layout(layout, self._local.facts.dtype))
 
     def _register(self, pages: Pages) -> None:
-        self._local.register(pages)
         opened = self._local.opened
+        if self._region is not None and opened is not None:
+            # The cache before is about to go.
+            self._settle()
+            opened.agent.unregister(self._region)
+            self._region = None
+        self._local.register(pages)
         if opened is None:
             return
         self._spaces = {group.number: self._local.space(group.number, self._local.facts.rank) for group in pages.groups}
@@ -254,11 +259,15 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         """Waits for what runs. TensorRT-LLM does not call it: the same happens when the process ends."""
         if self._thread is not None:
             self._thread.shutdown()
+        self._settle()
+        self._local.close()
+
+    def _settle(self) -> None:
+        """Waits for puts that read pages."""
         for reading in self._reading.values():
             for pending in reading:
                 _settle(pending)
         self._collect()
-        self._local.close()
 
 
 def _settle(pending: Any) -> None:

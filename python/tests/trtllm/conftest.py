@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvferry.trtllm.reference import Manager
-from trtllm_kit import HAS_TORCH, SOURCE, Bench, fake_modules, upstream
+from kvferry.trtllm.reference import Manager, Shape
+from trtllm_kit import HAS_TORCH, SOURCE, Bench, Puts, Served, fake_modules, upstream
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +40,16 @@ def bench(manager_kind: str, tensor_kind: str, monkeypatch: pytest.MonkeyPatch, 
         made = Bench(monkeypatch, tmp_path / "kv", module.KvCacheConnectorManager, tensor_kind)
         yield made
         made.close()
+
+
+@pytest.fixture
+def served(bench: Bench) -> Served:
+    return bench.rank(Shape())
+
+
+@pytest.fixture
+def puts(served: Served) -> Iterator[Puts]:
+    made = Puts()
+    served.worker._local.puts = made
+    yield made
+    made.end()

@@ -1,109 +1,34 @@
-"""The rules that TensorRT-LLM's documentation has for a connector, one by one."""
+"""The rules that TensorRT-LLM's documentation has for a connector, one by one: steps, pages and ends."""
 
 from __future__ import annotations
 
+import importlib
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import kvferry
 import pytest
 from kvferry.trtllm._meta import Load, Part, Save, Step
-from kvferry.trtllm.reference import Engine, Manager, Ranks, Request, Shape, State
-from trtllm_kit import BLOCK, HAS_TORCH, SOURCE, Bench, Served, prompt, reference
+from kvferry.trtllm.reference import Manager, Ranks, Request, Shape, State
+from trtllm_kit import (
+    SOURCE,
+    Bench,
+    Puts,
+    Served,
+    args,
+    data,
+    fake_modules,
+    output,
+    prompt,
+    saved,
+    stored,
+    upstream,
+)
 
 
 @pytest.fixture
 def tensor_kind() -> str:
     return "buffer"
-
-
-@pytest.fixture
-def served(bench: Bench) -> Served:
-    return bench.rank(Shape())
-
-
-def stored(bench: Bench, length: int = 41) -> None:
-    bench.serve(lambda: [Request(1, prompt(length))])
-
-
-class Gate:
-    """Holds what runs in the background until it is opened."""
-
-    def __init__(self, worker: Any) -> None:
-        self._open = threading.Event()
-        copy = worker._copy_behind
-
-        def behind(*arguments: Any) -> None:
-            assert self._open.wait(60)
-            copy(*arguments)
-
-        worker._copy_behind = behind
-
-    def open(self) -> None:
-        self._open.set()
-
-
-class Put:
-    """A put that ends when the test says so."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-
-    def done(self) -> bool:
-        return self.is_done
-
-    def wait(self, timeout: float | None = None) -> Any:
-        return SimpleNamespace(stored=1, present=0, refused=0, failed=0)
-
-
-class Puts:
-    """Takes puts and ends none."""
-
-    def __init__(self) -> None:
-        self.made: list[Put] = []
-        self.calls: list[tuple[list[bytes], int, int]] = []
-
-    def put(self, space: Any, hashes: list[bytes], memory: Any, first: int, retention: Any) -> Put:
-        self.calls.append((hashes, first, retention.priority))
-        self.made.append(Put())
-        return self.made[-1]
-
-    def close(self) -> None:
-        self.end()
-
-    def end(self) -> None:
-        for it in self.made:
-            it.is_done = True
-
-
-@pytest.fixture
-def puts(served: Served) -> Iterator[Puts]:
-    made = Puts()
-    served.worker._local.puts = made
-    yield made
-    made.end()
-
-
-def data(request_id: int, position: int, count: int, pages: list[int], **fields: Any) -> Any:
-    """`RequestData` of the first version."""
-    return SimpleNamespace(
-        request_id=request_id,
-        new_tokens=[],
-        new_block_ids=pages,
-        computed_position=position,
-        num_scheduled_tokens=count,
-        **fields,
-    )
-
-
-def output(new: list[Any] | None = None, cached: list[Any] | None = None) -> Any:
-    return SimpleNamespace(new_requests=new or [], cached_requests=cached or [])
-
-
-def saved(step: Step) -> list[tuple[int, ...]]:
-    return [it.pages for it in step.saves]
 
 
 # What the two classes are.
@@ -121,7 +46,6 @@ def test_both_classes_are_found_by_the_names_in_the_configuration_and_opt_in_to_
 
 def test_worker_and_scheduler_can_be_made_in_two_threads_at_once(bench: Bench) -> None:
     import kvferry.trtllm
-    from trtllm_kit import args
 
     arguments, made = args(), []
     barrier = threading.Barrier(2)
@@ -138,7 +62,6 @@ def test_worker_and_scheduler_can_be_made_in_two_threads_at_once(bench: Bench) -
 
 def test_what_was_made_for_the_profiling_of_memory_and_never_registered_does_nothing(bench: Bench) -> None:
     import kvferry.trtllm
-    from trtllm_kit import args
 
     arguments = args()
     worker = kvferry.trtllm.KVFerryConnectorWorker(arguments)
@@ -221,70 +144,6 @@ def test_a_page_that_the_cache_does_not_have_is_an_error_and_not_somebody_elses_
     served.worker.bind_connector_meta(Step(1, loads=(Load(1, 1, (Part(0, (arena.head,), (64,)),)),)))
     with pytest.raises(IndexError, match="page 64 is not in the KV cache, which has 64"):
         served.worker.start_load_kv(None)
-
-
-# Look-ups.
-
-
-def test_a_load_that_has_nothing_to_load_is_never_asynchronous(bench: Bench) -> None:
-    bench.settings(load="async")
-    stored(bench)
-    scheduler = bench.rank(Shape()).scheduler
-    assert scheduler.get_num_new_matched_tokens(Request(1, prompt(5)), 0) == (0, False)
-    assert scheduler.get_num_new_matched_tokens(Request(2, prompt(41, 3)), 0) == (0, False)
-    assert scheduler.get_num_new_matched_tokens(Request(3, prompt(41)), 40) == (0, False)
-    assert scheduler.get_num_new_matched_tokens(Request(4, prompt(41)), 0) == (40, True)
-
-
-@pytest.mark.parametrize(("computed", "matched"), [(0, 40), (8, 32), (12, 28), (39, 1), (40, 0)])
-def test_only_tokens_beyond_those_that_the_engine_has_are_counted(bench: Bench, computed: int, matched: int) -> None:
-    stored(bench)
-    scheduler = bench.rank(Shape()).scheduler
-    assert scheduler.get_num_new_matched_tokens(Request(1, prompt(41)), computed) == (matched, False)
-
-
-def test_at_least_one_token_of_a_prompt_is_left_to_compute(bench: Bench) -> None:
-    stored(bench)
-    assert bench.rank(Shape()).scheduler.get_num_new_matched_tokens(Request(1, prompt(40)), 0) == (32, False)
-
-
-def test_a_store_that_fails_in_a_look_up_is_a_miss(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored(bench)
-    served = bench.rank(Shape())
-    scheduler = served.scheduler
-    assert scheduler.get_num_new_matched_tokens(Request(1, prompt(41)), 0) == (40, False)
-    served.worker._local.opened.store.close()
-    assert scheduler.get_num_new_matched_tokens(Request(2, prompt(41)), 0) == (0, False)
-    assert scheduler.build_connector_meta(output()).number == 1
-
-
-class Never:
-    """A read that does not end."""
-
-    is_done = False
-
-    def done(self) -> bool:
-        return self.is_done
-
-    def wait(self, timeout: float | None = None) -> int:
-        assert timeout is not None
-        raise kvferry.DeadlineError("not yet")
-
-
-def test_a_read_that_takes_longer_than_load_wait_is_a_miss_and_its_memory_is_kept_until_it_ends(bench: Bench) -> None:
-    stored(bench)
-    scheduler = bench.rank(Shape()).scheduler
-    scheduler.get_num_new_matched_tokens(Request(1, prompt(4)), 0)
-    loads = scheduler._loads
-    free, never = loads.free_bytes, Never()
-    real = loads._spaces[0]
-    loads._spaces[0] = [SimpleNamespace(lookup=real[0].lookup, get_async=lambda *_: never)]
-    assert scheduler.get_num_new_matched_tokens(Request(2, prompt(41)), 0) == (0, False)
-    scheduler.build_connector_meta(output())
-    assert loads.free_bytes < free
-    never.is_done = True
-    scheduler.build_connector_meta(output())
-    assert loads.free_bytes == free
 
 
 # Steps.
@@ -416,94 +275,6 @@ def test_copies_of_pages_do_not_keep_their_request(bench: Bench) -> None:
     assert scheduler.request_finished_by_layer_group(request, groups) is False
 
 
-# Asynchronous loads.
-
-
-def test_other_requests_are_served_while_one_loads(bench: Bench) -> None:
-    bench.settings(load="async")
-    stored(bench)
-    served = bench.rank(Shape())
-    gate = Gate(served.worker)
-    loading, other = Request(1, prompt(41)), Request(2, prompt(20, 8))
-    engine = served.engine
-    engine._waiting += [loading, other]
-    while other.state is not State.GENERATION_COMPLETE:
-        engine.step()
-    assert loading.state is State.DISAGG_GENERATION_TRANS_IN_PROGRESS
-    gate.open()
-    engine.run([])
-    assert (loading.computed_tokens, other.computed_tokens) == (1, 20)
-    assert [loading.generated, other.generated] == reference([Request(1, prompt(41)), Request(2, prompt(20, 8))])
-
-
-def test_a_request_goes_on_when_every_rank_has_loaded(bench: Bench) -> None:
-    bench.settings(load="async")
-    bench.serve(lambda: [Request(1, prompt(41))], tp=2)
-
-    def body(rank: int) -> tuple[State, int]:
-        served = bench.rank(Shape(), rank, 2)
-        gate = Gate(served.worker) if rank == 1 else None
-        engine = Engine(served.engine.cache, served.engine.manager, rank=rank)
-        request = Request(1, prompt(41))
-        engine._waiting.append(request)
-        for _ in range(5):
-            engine.step()
-        seen = request.state
-        if gate is not None:
-            gate.open()
-        engine.run([])
-        served.worker.shutdown()
-        return seen, request.computed_tokens
-
-    assert Ranks(2).run(body) == [(State.DISAGG_GENERATION_TRANS_IN_PROGRESS, 1)] * 2
-
-
-def test_the_memory_of_a_load_is_free_when_every_rank_has_copied_it(bench: Bench) -> None:
-    bench.settings(load="async")
-    bench.serve(lambda: [Request(1, prompt(41))], tp=2)
-
-    def body(rank: int) -> list[bool]:
-        served = bench.rank(Shape(), rank, 2)
-        gate = Gate(served.worker) if rank == 1 else None
-        engine = served.engine
-        full = None
-        seen = []
-        if rank == 0:
-            served.scheduler.get_num_new_matched_tokens(Request(9, []), 0)
-            full = served.scheduler._loads.free_bytes
-        engine._waiting.append(Request(1, prompt(41)))
-        for _ in range(3):
-            engine.step()
-        if rank == 0:
-            seen.append(served.scheduler._loads.free_bytes < full)
-        if gate is not None:
-            gate.open()
-        engine.run([Request(2, prompt(8))])
-        if rank == 0:
-            seen.append(served.scheduler._loads.free_bytes == full)
-        served.worker.shutdown()
-        return seen
-
-    assert Ranks(2).run(body) == [[True, True], []]
-
-
-def test_an_asynchronous_load_whose_request_ends_before_it_has_pages_is_reported(bench: Bench) -> None:
-    bench.settings(load="async")
-    stored(bench)
-    served = bench.rank(Shape())
-    scheduler, worker = served.scheduler, served.worker
-    request = Request(1, prompt(41))
-    assert scheduler.get_num_new_matched_tokens(request, 0) == (40, True)
-    free = scheduler._loads.free_bytes
-    assert scheduler.request_finished(request, []) is False
-    assert scheduler._loads.free_bytes > free
-    assert worker.get_finished([], [1]) == ([], [])
-    worker.bind_connector_meta(scheduler.build_connector_meta(output()))
-    worker.start_load_kv(None)
-    worker._copying[1].result(60)
-    assert worker.get_finished([], []) == ([], [1])
-
-
 # Calls that only some versions have.
 
 
@@ -534,45 +305,6 @@ def test_a_load_that_is_cancelled_from_a_token_on_copies_only_blocks_before_it(b
     scheduler.cancel_load(Request(2, []), 0, 8)
 
 
-# Ranks.
-
-
-def test_ranks_whose_caches_differ_are_refused_on_all_of_them(bench: Bench) -> None:
-    refused = []
-
-    def body(rank: int) -> None:
-        with pytest.raises(NotImplementedError, match="the ranks' KV caches differ"):
-            bench.rank(Shape(token_bytes=16 - 8 * rank), rank, 2)
-        refused.append(rank)
-
-    Ranks(2).run(body)
-    assert sorted(refused) == [0, 1]
-
-
-def test_the_staging_memory_of_ranks_leaves_no_file(bench: Bench) -> None:
-    from kvferry.trtllm import _staging
-
-    before = set(_staging._FOLDER.glob("kvferry-trtllm-*"))
-    bench.serve(lambda: [Request(1, prompt(41))], tp=2)
-    assert set(_staging._FOLDER.glob("kvferry-trtllm-*")) <= before
-
-
-def test_copies_by_torch_bring_the_same_bytes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of a cache on a device, on a device that is the processor."""
-    if not HAS_TORCH:
-        pytest.skip("SKIPPED: copies by torch: torch is not installed here")
-    from kvferry.trtllm import _pages
-    from kvferry.trtllm.reference.cache import torch_tensor
-
-    monkeypatch.setattr(_pages, "_is_host", lambda tensor: False)
-    bench.make_tensor = torch_tensor
-    for tp in (1, 2):
-        bench.serve(lambda: [Request(1, prompt(41))], tp=tp)
-        (ended,) = bench.serve(lambda: [Request(1, prompt(41))], tp=tp)
-        assert ended.computed_tokens == 1
-        assert [ended.generated] == reference([Request(1, prompt(41))], tp=tp)
-
-
 def test_the_restated_manager_refuses_what_the_contract_forbids() -> None:
     """Else none of these tests could fail by it."""
 
@@ -599,7 +331,14 @@ def test_the_restated_manager_refuses_what_the_contract_forbids() -> None:
         manager.get_finished()
 
 
-def test_the_same_tests_drive_tensorrt_llms_own_manager() -> None:
+def test_both_classes_are_subclasses_of_tensorrt_llms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its source, all tests of this folder drive its own manager, too."""
     if SOURCE is None:
         pytest.skip("SKIPPED: TensorRT-LLM's own manager: set KVFERRY_TRTLLM_SRC to a folder with its source")
-    assert BLOCK == 8
+    fake_modules(monkeypatch)
+    with upstream(monkeypatch) as module:
+        halves = importlib.import_module("kvferry.trtllm")
+        assert issubclass(halves.KVFerryConnectorWorker, module.KvCacheConnectorWorker)
+        assert issubclass(halves.KVFerryConnectorScheduler, module.KvCacheConnectorScheduler)
+        assert halves.KVFerryConnectorWorker.__abstractmethods__ == frozenset()
+        assert halves.KVFerryConnectorScheduler.__abstractmethods__ == frozenset()

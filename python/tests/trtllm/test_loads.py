@@ -1,0 +1,259 @@
+"""The rules that TensorRT-LLM's documentation has for a connector, one by one: loads, ranks, and the end of the halves."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+
+import kvferry
+import pytest
+from kvferry.trtllm.reference import Cache, Engine, Ranks, Request, Shape, State
+from trtllm_kit import (
+    HAS_TORCH,
+    Bench,
+    Gate,
+    data,
+    output,
+    prompt,
+    reference,
+    stored,
+)
+
+
+@pytest.fixture
+def tensor_kind() -> str:
+    return "buffer"
+
+
+# Look-ups.
+
+
+def test_a_load_that_has_nothing_to_load_is_never_asynchronous(bench: Bench) -> None:
+    bench.settings(load="async")
+    stored(bench)
+    scheduler = bench.rank(Shape()).scheduler
+    assert scheduler.get_num_new_matched_tokens(Request(1, prompt(5)), 0) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(Request(2, prompt(41, 3)), 0) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(Request(3, prompt(41)), 40) == (0, False)
+    assert scheduler.get_num_new_matched_tokens(Request(4, prompt(41)), 0) == (40, True)
+
+
+@pytest.mark.parametrize(("computed", "matched"), [(0, 40), (8, 32), (12, 28), (39, 1), (40, 0)])
+def test_only_tokens_beyond_those_that_the_engine_has_are_counted(bench: Bench, computed: int, matched: int) -> None:
+    stored(bench)
+    scheduler = bench.rank(Shape()).scheduler
+    assert scheduler.get_num_new_matched_tokens(Request(1, prompt(41)), computed) == (matched, False)
+
+
+def test_at_least_one_token_of_a_prompt_is_left_to_compute(bench: Bench) -> None:
+    stored(bench)
+    assert bench.rank(Shape()).scheduler.get_num_new_matched_tokens(Request(1, prompt(40)), 0) == (32, False)
+
+
+def test_a_store_that_fails_in_a_look_up_is_a_miss(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(bench)
+    served = bench.rank(Shape())
+    scheduler = served.scheduler
+    assert scheduler.get_num_new_matched_tokens(Request(1, prompt(41)), 0) == (40, False)
+    served.worker._local.opened.store.close()
+    assert scheduler.get_num_new_matched_tokens(Request(2, prompt(41)), 0) == (0, False)
+    assert scheduler.build_connector_meta(output()).number == 1
+
+
+class Never:
+    """A read that does not end."""
+
+    is_done = False
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert timeout is not None
+        raise kvferry.DeadlineError("not yet")
+
+
+def test_a_read_that_takes_longer_than_load_wait_is_a_miss_and_its_memory_is_kept_until_it_ends(bench: Bench) -> None:
+    stored(bench)
+    scheduler = bench.rank(Shape()).scheduler
+    scheduler.get_num_new_matched_tokens(Request(1, prompt(4)), 0)
+    loads = scheduler._loads
+    free, never = loads.free_bytes, Never()
+    real = loads._spaces[0]
+    loads._spaces[0] = [SimpleNamespace(lookup=real[0].lookup, get_async=lambda *_: never)]
+    assert scheduler.get_num_new_matched_tokens(Request(2, prompt(41)), 0) == (0, False)
+    scheduler.build_connector_meta(output())
+    assert loads.free_bytes < free
+    never.is_done = True
+    scheduler.build_connector_meta(output())
+    assert loads.free_bytes == free
+
+
+# Asynchronous loads.
+
+
+def test_other_requests_are_served_while_one_loads(bench: Bench) -> None:
+    bench.settings(load="async")
+    stored(bench)
+    served = bench.rank(Shape())
+    gate = Gate(served.worker)
+    loading, other = Request(1, prompt(41)), Request(2, prompt(20, 8))
+    engine = served.engine
+    engine._waiting += [loading, other]
+    while other.state is not State.GENERATION_COMPLETE:
+        engine.step()
+    assert loading.state is State.DISAGG_GENERATION_TRANS_IN_PROGRESS
+    gate.open()
+    engine.run([])
+    assert (loading.computed_tokens, other.computed_tokens) == (1, 20)
+    assert [loading.generated, other.generated] == reference([Request(1, prompt(41)), Request(2, prompt(20, 8))])
+
+
+def test_a_request_goes_on_when_every_rank_has_loaded(bench: Bench) -> None:
+    bench.settings(load="async")
+    bench.serve(lambda: [Request(1, prompt(41))], tp=2)
+
+    def body(rank: int) -> tuple[State, int]:
+        served = bench.rank(Shape(), rank, 2)
+        gate = Gate(served.worker) if rank == 1 else None
+        engine = Engine(served.engine.cache, served.engine.manager, rank=rank)
+        request = Request(1, prompt(41))
+        engine._waiting.append(request)
+        for _ in range(5):
+            engine.step()
+        seen = request.state
+        if gate is not None:
+            gate.open()
+        engine.run([])
+        served.worker.shutdown()
+        return seen, request.computed_tokens
+
+    assert Ranks(2).run(body) == [(State.DISAGG_GENERATION_TRANS_IN_PROGRESS, 1)] * 2
+
+
+def test_the_memory_of_a_load_is_free_when_every_rank_has_copied_it(bench: Bench) -> None:
+    bench.settings(load="async")
+    bench.serve(lambda: [Request(1, prompt(41))], tp=2)
+
+    def body(rank: int) -> list[bool]:
+        served = bench.rank(Shape(), rank, 2)
+        gate = Gate(served.worker) if rank == 1 else None
+        engine = served.engine
+        full = None
+        seen = []
+        if rank == 0:
+            served.scheduler.get_num_new_matched_tokens(Request(9, []), 0)
+            full = served.scheduler._loads.free_bytes
+        engine._waiting.append(Request(1, prompt(41)))
+        for _ in range(3):
+            engine.step()
+        if rank == 0:
+            seen.append(served.scheduler._loads.free_bytes < full)
+        if gate is not None:
+            gate.open()
+        engine.run([Request(2, prompt(8))])
+        if rank == 0:
+            seen.append(served.scheduler._loads.free_bytes == full)
+        served.worker.shutdown()
+        return seen
+
+    assert Ranks(2).run(body) == [[True, True], []]
+
+
+def test_an_asynchronous_load_whose_request_ends_before_it_has_pages_is_reported(bench: Bench) -> None:
+    bench.settings(load="async")
+    stored(bench)
+    served = bench.rank(Shape())
+    scheduler, worker = served.scheduler, served.worker
+    request = Request(1, prompt(41))
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (40, True)
+    free = scheduler._loads.free_bytes
+    assert scheduler.request_finished(request, []) is False
+    assert scheduler._loads.free_bytes > free
+    assert worker.get_finished([], [1]) == ([], [])
+    worker.bind_connector_meta(scheduler.build_connector_meta(output()))
+    worker.start_load_kv(None)
+    worker._copying[1].result(60)
+    assert worker.get_finished([], []) == ([], [1])
+
+
+# Ranks.
+
+
+def test_ranks_whose_caches_differ_are_refused_on_all_of_them(bench: Bench) -> None:
+    refused = []
+
+    def body(rank: int) -> None:
+        with pytest.raises(NotImplementedError, match="the ranks' KV caches differ"):
+            bench.rank(Shape(token_bytes=16 - 8 * rank), rank, 2)
+        refused.append(rank)
+
+    Ranks(2).run(body)
+    assert sorted(refused) == [0, 1]
+
+
+def test_the_staging_memory_of_ranks_leaves_no_file(bench: Bench) -> None:
+    from kvferry.trtllm import _staging
+
+    before = set(_staging._FOLDER.glob("kvferry-trtllm-*"))
+    bench.serve(lambda: [Request(1, prompt(41))], tp=2)
+    assert set(_staging._FOLDER.glob("kvferry-trtllm-*")) <= before
+
+
+def test_copies_by_torch_bring_the_same_bytes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a cache on a device, on a device that is the processor."""
+    if not HAS_TORCH:
+        pytest.skip("SKIPPED: copies by torch: torch is not installed here")
+    from kvferry.trtllm import _pages
+    from kvferry.trtllm.reference.cache import torch_tensor
+
+    monkeypatch.setattr(_pages, "_is_host", lambda tensor: False)
+    bench.make_tensor = torch_tensor
+    for tp in (1, 2):
+        bench.serve(lambda: [Request(1, prompt(41))], tp=tp)
+        (ended,) = bench.serve(lambda: [Request(1, prompt(41))], tp=tp)
+        assert ended.computed_tokens == 1
+        assert [ended.generated] == reference([Request(1, prompt(41))], tp=tp)
+
+
+# The end of the halves.
+
+
+def test_after_the_shutdown_nothing_is_loaded_and_no_call_fails(bench: Bench) -> None:
+    stored(bench)
+    served = bench.rank(Shape())
+    scheduler, worker = served.scheduler, served.worker
+    scheduler.get_num_new_matched_tokens(Request(1, prompt(41)), 0)
+    scheduler.shutdown()
+    scheduler.shutdown()
+    worker.shutdown()
+    worker.shutdown()
+    assert scheduler.get_num_new_matched_tokens(Request(2, prompt(41)), 0) == (0, False)
+    step = scheduler.build_connector_meta(output([data(2, 0, 41, [1, 2, 3, 4, 5, 6])]))
+    worker.bind_connector_meta(step)
+    worker.start_load_kv(None)
+    worker.wait_for_save(None)
+    assert worker.get_finished([2], []) == ([2], [])
+    assert "store_blocks" not in scheduler.stats()
+
+
+def test_halves_that_are_dropped_close_their_store(bench: Bench) -> None:
+    made = bench.rank(Shape())
+    store = made.worker._local.opened.store
+    bench._open.clear()
+    del made
+    gc.collect()
+    with pytest.raises(kvferry.ShutdownError):
+        store.sync()
+
+
+def test_a_cache_can_be_registered_anew(bench: Bench) -> None:
+    stored(bench)
+    served = bench.rank(Shape())
+    engine = served.engine
+    engine.run([Request(1, prompt(41)), Request(2, prompt(30, 4))])
+    cache = Cache(Shape())
+    served.worker.register_kv_caches(cache.tensors[0])
+    ended = Engine(cache, engine.manager).run([Request(3, prompt(41)), Request(4, prompt(30, 4))])
+    assert [it.computed_tokens for it in ended] == [1, 6]
+    assert [it.generated for it in ended] == reference([Request(3, prompt(41)), Request(4, prompt(30, 4))])
