@@ -89,22 +89,32 @@ class Loads:
             return first
         return max(first, (end * self._pages.tokens_per_block - group.window) // self._pages.tokens_per_block, 0)
 
-    def _has_windows(self, hashes: list[bytes], first: int, end: int) -> bool:
-        return all(
-            space.lookup([it]) == 1
-            for group in self._windows
-            for space in self._spaces[group.number]
-            for it in hashes[self._first(group, first, end) : end]
-        )
+    def _window_end(self, hashes: list[bytes], first: int, end: int) -> int:
+        """The last end, of a load that begins at `first`, before which all windows are in the store."""
+        while end > first:
+            gaps = []
+            for group in self._windows:
+                begin = self._first(group, first, end)
+                for space in self._spaces[group.number]:
+                    found = space.lookup(hashes[begin:end])
+                    if begin + found < end:
+                        gaps.append(begin + found)
+            if not gaps:
+                return end
+            # Each end behind a gap, up to this one, needs the missing block.
+            end = min(gaps)
+        return end
 
     def read(self, hashes: list[bytes], first: int, found: int, deadline: float) -> Staged | None:
         """Reads blocks `first` to before `found`, or fewer. None if there is nothing to load."""
-        end = found
-        while end > first and not self._has_windows(hashes, first, end):
-            end -= 1
-        staged = self._reserve(first, end)
-        if staged is None:
-            return None
+        end, staged = found, None
+        while staged is None:
+            end = self._window_end(hashes, first, end)
+            if end <= first:
+                return None
+            staged = self._reserve(first, end)
+            if staged is None:
+                end = first + (end - first) // 2
         for run in staged.runs:
             for space, offset in zip(self._spaces[run.group.number], run.offsets, strict=True):
                 count = run.end - run.first
@@ -121,22 +131,17 @@ class Loads:
         return self._checked(staged, first)
 
     def _reserve(self, first: int, end: int) -> Staged | None:
-        """Memory for all blocks, or as many as it has room for."""
-        while end > first:
-            sizes = [(group, self._first(group, first, end)) for group in self._pages.groups]
-            nbytes = self._ranks * sum((end - begin) * group.nbytes for group, begin in sizes)
-            extent = self._extents.take(nbytes)
-            if extent is not None:
-                at, runs = extent[0], []
-                for group, begin in sizes:
-                    size = (end - begin) * group.nbytes
-                    runs.append(Run(group, begin, end, tuple(at + rank * size for rank in range(self._ranks))))
-                    at += self._ranks * size
-                return Staged(runs, end, extent)
-            if self._windows:
-                return None
-            end = first + (end - first) // 2
-        return None
+        """None if there is no room."""
+        begins = [(group, self._first(group, first, end)) for group in self._pages.groups]
+        extent = self._extents.take(self._ranks * sum((end - begin) * group.nbytes for group, begin in begins))
+        if extent is None:
+            return None
+        at, runs = extent[0], []
+        for group, begin in begins:
+            size = (end - begin) * group.nbytes
+            runs.append(Run(group, begin, end, tuple(at + rank * size for rank in range(self._ranks))))
+            at += self._ranks * size
+        return Staged(runs, end, extent)
 
     def _checked(self, staged: Staged, first: int) -> Staged | None:
         """What was read in fact: a block may be damaged, or have left."""

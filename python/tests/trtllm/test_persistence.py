@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvferry.trtllm._keys import chain
 from kvferry.trtllm.reference import Engine, Ranks, Request, Shape, here
 from trtllm_kit import BLOCK, Bench, prompt, reference
 
@@ -252,7 +253,8 @@ def test_a_process_that_ends_without_a_word_loses_nothing_that_it_has_put(bench:
     program = """
     import sys
     from kvferry.trtllm import KVFerryConnectorScheduler, KVFerryConnectorWorker
-    from kvferry.trtllm.reference import Cache, Engine, Manager, Request, Shape
+    from kvferry.trtllm._keys import chain
+from kvferry.trtllm.reference import Cache, Engine, Manager, Request, Shape
     from trtllm_kit import args, prompt
     made = args()
     worker, scheduler = KVFerryConnectorWorker(made), KVFerryConnectorScheduler(made)
@@ -281,6 +283,25 @@ def test_groups_of_layers_load_what_each_group_needs(bench: Bench, load: str, ch
     assert computed(first) == list(LENGTHS)
     assert computed(second) == [to_compute(it) for it in LENGTHS]
     assert generated(first) == generated(second) == reference(requests(), tp=tp, shape=WINDOWED)
+
+
+def test_a_window_that_has_left_the_store_moves_the_end_of_the_load_to_one_that_is_there(bench: Bench) -> None:
+    bench.serve(lambda: [Request(1, prompt(65))], shape=WINDOWED)
+    served = bench.rank(WINDOWED)
+    served.scheduler.get_num_new_matched_tokens(Request(9, []), 0)
+    loads = served.scheduler._loads
+    (space,) = loads._spaces[1]
+    names = chain(prompt(65), BLOCK, None)
+
+    def lookup(hashes: list[bytes]) -> int:
+        # Block 6 of the group with windows has left.
+        found = space.lookup(hashes)
+        return min(found, hashes.index(names[6])) if names[6] in hashes else found
+
+    loads._spaces[1] = [SimpleNamespace(lookup=lookup, get_async=space.get_async)]
+    (ended,) = served.engine.run([Request(1, prompt(65))])
+    assert ended.computed_tokens == 65 - 6 * BLOCK
+    assert [ended.generated] == reference([Request(1, prompt(65))], shape=WINDOWED)
 
 
 def test_attention_data_parallel_ranks_share_the_store(bench: Bench) -> None:
