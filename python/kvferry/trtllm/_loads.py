@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,8 +11,6 @@ import kvferry
 from kvferry.trtllm._local import Local
 from kvferry.trtllm._pages import Group
 from kvferry.trtllm._staging import Arena, Extents
-
-logger = logging.getLogger("kvferry.trtllm")
 
 
 @dataclass(frozen=True)
@@ -115,20 +112,24 @@ class Loads:
             staged = self._reserve(first, end)
             if staged is None:
                 end = first + (end - first) // 2
-        for run in staged.runs:
-            for space, offset in zip(self._spaces[run.group.number], run.offsets, strict=True):
-                count = run.end - run.first
-                places = range(offset, offset + count * run.group.nbytes, run.group.nbytes)
-                blocks = kvferry.Blocks(self._region, places, run.group.nbytes)
-                staged.pending.append(space.get_async(hashes[run.first : run.end], blocks))
+        try:
+            self._begin(staged, hashes)
+        except kvferry.Error:
+            self._given_up.append(staged)
+            raise
         if not _wait(staged.pending, deadline):
-            logger.warning(
-                "kvferry.trtllm: the store has not read %d blocks in load_wait; they are computed", end - first
-            )
+            self._local.say("the store has not read %d blocks in load_wait; they are computed", end - first)
             self._local.counts["load_timeouts"] += 1
             self._given_up.append(staged)
             return None
         return self._checked(staged, first)
+
+    def _begin(self, staged: Staged, hashes: list[bytes]) -> None:
+        for run in staged.runs:
+            for space, offset in zip(self._spaces[run.group.number], run.offsets, strict=True):
+                places = range(offset, offset + (run.end - run.first) * run.group.nbytes, run.group.nbytes)
+                blocks = kvferry.Blocks(self._region, places, run.group.nbytes)
+                staged.pending.append(space.get_async(hashes[run.first : run.end], blocks))
 
     def _reserve(self, first: int, end: int) -> Staged | None:
         """None if there is no room."""
@@ -152,7 +153,7 @@ class Loads:
                 try:
                     read = next(results).wait()
                 except kvferry.Error as error:
-                    logger.warning("kvferry.trtllm: blocks can't be read and are computed: %s", error)
+                    self._local.say("blocks can't be read and are computed: %s", error)
                     read = 0
                 end = min(end, run.first + read if run.group in self._full or read == run.end - run.first else first)
         staged.pending.clear()

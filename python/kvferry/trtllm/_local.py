@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
+import time
 import weakref
 from collections import Counter
 from typing import Any
@@ -20,6 +21,8 @@ from kvferry.vllm._offload_puts import Puts
 from kvferry.vllm._offload_settings import OpenStore, open_store
 
 logger = logging.getLogger("kvferry.trtllm")
+
+_SAY_EVERY_S = 10.0
 
 _live: weakref.WeakValueDictionary[int, Local] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -40,6 +43,7 @@ class Local:
         self.pages: Pages | None = None
         self.arena: Arena | None = None
         self.counts: Counter[str] = Counter()
+        self._said_at = -_SAY_EVERY_S
         self._end = weakref.finalize(self, _close, self.opened, self.puts)
 
     @staticmethod
@@ -49,6 +53,15 @@ class Local:
             if found is None:
                 found = _live[id(llm_args)] = Local(llm_args)
             return found
+
+    def say(self, text: str, *values: Any) -> None:
+        """At most one warning in ten seconds."""
+        now = time.monotonic()
+        if now >= self._said_at + _SAY_EVERY_S:
+            self._said_at = now
+            logger.warning("kvferry.trtllm: " + text, *values)
+        else:
+            logger.debug("kvferry.trtllm: " + text, *values)
 
     def space(self, group: int, shard: int) -> Any:
         assert self.opened is not None

@@ -168,7 +168,7 @@ class Pages:
         on_device = [row for row in rows.values() if not _is_host(row)]
         copies: HostCopies | TensorCopies = TensorCopies(rows) if on_device else HostCopies()
         fingerprint = _fingerprint({"groups": described, "configured": dtype, "tokens": tokens})
-        # Pages leave a window, or their request, without a word.
+        # Pages leave a window, or their request, without notice.
         return Pages(tuple(groups), tokens, fingerprint, copies, False, layout)
 
     def to_pages(self, group: Group, pages: Sequence[int], memory: Memory, offset: int) -> int:

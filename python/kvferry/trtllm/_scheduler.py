@@ -81,7 +81,7 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         try:
             self._look_up(state, pages.tokens_per_block)
         except kvferry.Error as error:
-            logger.warning("kvferry.trtllm: request %d: nothing is loaded: %s", number, error)
+            self._local.say("request %d: nothing is loaded: %s", number, error)
         return state.matched, state.matched > 0 and self._settings.load == "async"
 
     def _look_up(self, state: _Request, tokens_per_block: int) -> None:

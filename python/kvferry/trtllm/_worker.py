@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,10 +13,7 @@ from kvferry.trtllm._meta import Load, Save, Step
 from kvferry.trtllm._pages import Memory, Pages
 from kvferry.vllm._offload_retention import Retention
 
-logger = logging.getLogger("kvferry.trtllm")
-
 _Base: Any = bases()[1]
-_SAY_EVERY_S = 10.0
 # Copies of pages that wait to be written.
 _COPIES_BYTES_MAX = 512 << 20
 
@@ -47,7 +42,6 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         # Asynchronous loads by their copies, in the order of their numbers.
         self._copying: dict[int, Any] = {}
         self._thread: ThreadPoolExecutor | None = None
-        self._said_at = -_SAY_EVERY_S
 
     # The cache.
 
@@ -214,14 +208,14 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
             put = pending.wait()
         except kvferry.Error as error:
             self._local.counts["failed_puts"] += 1
-            self._say("blocks are not stored: %s", error)
+            self._local.say("blocks are not stored: %s", error)
             return
         for name in ("stored", "present", "refused", "failed"):
             self._local.counts[name + "_blocks"] += getattr(put, name)
 
     def _missed(self, save: Save, reason: str) -> None:
         self._local.counts["refused_blocks"] += len(save.pages)
-        self._say("%d blocks of request %d are not stored: %s", len(save.pages), save.request, reason)
+        self._local.say("%d blocks of request %d are not stored: %s", len(save.pages), save.request, reason)
 
     # What has ended.
 
@@ -242,13 +236,6 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         self._saving.difference_update(saved)
         self._loading.difference_update(loaded)
         return saved, loaded
-
-    def _say(self, text: str, *values: Any) -> None:
-        """At most one warning in ten seconds."""
-        now = time.monotonic()
-        if now >= self._said_at + _SAY_EVERY_S:
-            self._said_at = now
-            logger.warning("kvferry.trtllm: " + text, *values)
 
     def stats(self) -> dict[str, int]:
         """Counts since the start."""

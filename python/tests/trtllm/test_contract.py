@@ -139,7 +139,7 @@ def test_a_page_without_kv_is_not_saved(served: Served) -> None:
     assert saved(step) == [(9,), (7, 6)]
 
 
-def test_a_page_that_the_cache_does_not_have_is_an_error_and_not_somebody_elses_memory(served: Served) -> None:
+def test_a_page_that_the_cache_does_not_have_is_an_error(served: Served) -> None:
     arena = served.worker._local.arena
     served.worker.bind_connector_meta(Step(1, loads=(Load(1, 1, (Part(0, (arena.head,), (64,)),)),)))
     with pytest.raises(IndexError, match="page 64 is not in the KV cache, which has 64"):

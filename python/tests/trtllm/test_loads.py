@@ -89,6 +89,22 @@ def test_a_read_that_takes_longer_than_load_wait_is_a_miss_and_its_memory_is_kep
     assert loads.free_bytes == free
 
 
+def test_a_read_that_can_not_begin_is_a_miss_and_keeps_no_memory(bench: Bench) -> None:
+    stored(bench)
+    scheduler = bench.rank(Shape()).scheduler
+    scheduler.get_num_new_matched_tokens(Request(1, prompt(4)), 0)
+    loads = scheduler._loads
+    free, real = loads.free_bytes, loads._spaces[0][0]
+
+    def fail(*_arguments: object) -> None:
+        raise kvferry.IoError("no")
+
+    loads._spaces[0] = [SimpleNamespace(lookup=real.lookup, get_async=fail)]
+    assert scheduler.get_num_new_matched_tokens(Request(2, prompt(41)), 0) == (0, False)
+    scheduler.build_connector_meta(output())
+    assert loads.free_bytes == free
+
+
 # Asynchronous loads.
 
 

@@ -206,7 +206,7 @@ def test_an_engine_whose_store_can_not_be_opened_serves(bench: Bench) -> None:
         assert generated(ended) == reference(requests(), tp=tp)
 
 
-def test_load_off_and_save_off_do_what_they_say(bench: Bench) -> None:
+def test_load_off_loads_nothing_and_save_off_stores_nothing(bench: Bench) -> None:
     bench.settings(save="off")
     bench.serve(requests)
     assert computed(bench.serve(requests)) == list(LENGTHS)
@@ -248,7 +248,7 @@ def test_an_engine_that_decodes_loads_what_an_engine_that_prefills_has_stored(be
         assert [request.generated] == reference([Request(at, prompt(length, at))])
 
 
-def test_a_process_that_ends_without_a_word_loses_nothing_that_it_has_put(bench: Bench, tmp_path: Path) -> None:
+def test_a_process_that_ends_without_a_shutdown_loses_nothing_that_it_has_put(bench: Bench, tmp_path: Path) -> None:
     """TensorRT-LLM does not tell a connector that it ends."""
     program = """
     import sys
