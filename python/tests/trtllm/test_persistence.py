@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from kvferry.trtllm._keys import chain
-from kvferry.trtllm.reference import Engine, Ranks, Request, Shape, here
+from kvferry.trtllm.reference import Engine, HostTensor, Ranks, Request, Shape, here
 from trtllm_kit import BLOCK, Bench, prompt, reference
 
 LENGTHS = (5, 8, 9, 37, 64, 70)
@@ -248,13 +248,11 @@ def test_an_engine_that_decodes_loads_what_an_engine_that_prefills_has_stored(be
         assert [request.generated] == reference([Request(at, prompt(length, at))])
 
 
-def test_a_process_that_ends_without_a_shutdown_loses_nothing_that_it_has_put(bench: Bench, tmp_path: Path) -> None:
+def test_a_process_that_ends_without_a_shutdown_loses_nothing_that_it_has_put(bench: Bench) -> None:
     """TensorRT-LLM does not tell a connector that it ends."""
     program = """
-    import sys
     from kvferry.trtllm import KVFerryConnectorScheduler, KVFerryConnectorWorker
-    from kvferry.trtllm._keys import chain
-from kvferry.trtllm.reference import Cache, Engine, Manager, Request, Shape
+    from kvferry.trtllm.reference import Cache, Engine, Manager, Request, Shape
     from trtllm_kit import args, prompt
     made = args()
     worker, scheduler = KVFerryConnectorWorker(made), KVFerryConnectorScheduler(made)
@@ -266,6 +264,7 @@ from kvferry.trtllm.reference import Cache, Engine, Manager, Request, Shape
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", textwrap.dedent(program)]
     subprocess.run(command, env=environment, check=True, timeout=120)
+    bench.make_tensor = HostTensor
     (ended,) = bench.serve(lambda: [Request(1, prompt(65))])
     assert ended.computed_tokens == 1
 
