@@ -109,6 +109,8 @@ def _made_anew() -> list[str]:
 def upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """TensorRT-LLM's own connector module, and kvferry's classes made anew, as subclasses of its classes."""
     path = Path(SOURCE or "", *_CONNECTOR.split(".")).with_suffix(".py")
+    if not path.is_file():
+        pytest.fail(f"KVFERRY_TRTLLM_SRC must be a folder that has tensorrt_llm/: {path} is not there")
     spec = importlib.util.spec_from_file_location(_CONNECTOR, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
