@@ -10,11 +10,11 @@ from typing import Any
 class State(enum.Enum):
     """Those of `LlmRequestState` that a connector changes."""
 
-    CONTEXT_INIT = enum.auto()
-    DISAGG_GENERATION_TRANS_IN_PROGRESS = enum.auto()
-    DISAGG_CONTEXT_TRANS_IN_PROGRESS = enum.auto()
-    GENERATION_IN_PROGRESS = enum.auto()
-    GENERATION_COMPLETE = enum.auto()
+    CONTEXT_INIT = 1
+    DISAGG_GENERATION_TRANS_IN_PROGRESS = 2
+    DISAGG_CONTEXT_TRANS_IN_PROGRESS = 3
+    GENERATION_IN_PROGRESS = 4
+    GENERATION_COMPLETE = 5
 
 
 @dataclass(eq=False)
