@@ -16,6 +16,7 @@ from trtllm_kit import (
     output,
     prompt,
     reference,
+    saved,
     stored,
 )
 
@@ -68,9 +69,8 @@ class Never:
     def done(self) -> bool:
         return self.is_done
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float | None = None) -> int | None:
         assert timeout is not None
-        raise kvferry.DeadlineError("not yet")
 
 
 def test_a_read_that_takes_longer_than_load_wait_is_a_miss_and_its_memory_is_kept_until_it_ends(bench: Bench) -> None:
@@ -106,6 +106,21 @@ def test_a_read_that_can_not_begin_is_a_miss_and_keeps_no_memory(bench: Bench) -
 
 
 # Asynchronous loads.
+
+
+def test_the_position_of_a_request_that_has_loaded_has_what_it_loaded(bench: Bench) -> None:
+    """Blocks that are not computed yet are never saved."""
+    bench.settings(load="async")
+    stored(bench)
+    scheduler = bench.rank(Shape()).scheduler
+    request = Request(1, prompt(41) + prompt(40, 5))
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (40, True)
+    request.py_num_connector_matched_tokens = 40
+    pages = list(range(11))
+    scheduler.update_state_after_alloc(request, pages)
+    assert len(scheduler.build_connector_meta(output()).async_loads) == 1
+    step = scheduler.build_connector_meta(output([data(1, 40, 17, pages)]))
+    assert saved(step) == [(5, 6)]
 
 
 def test_other_requests_are_served_while_one_loads(bench: Bench) -> None:
