@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import kvferry
 import pytest
@@ -223,12 +225,25 @@ def test_ranks_whose_caches_differ_are_refused_on_all_of_them(bench: Bench) -> N
     assert sorted(refused) == [0, 1]
 
 
-def test_the_staging_memory_of_ranks_leaves_no_file(bench: Bench) -> None:
+def test_the_staging_memory_of_ranks_leaves_no_file(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from kvferry.trtllm import _staging
 
-    before = set(_staging._FOLDER.glob("kvferry-trtllm-*"))
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    monkeypatch.setattr(_staging, "_FOLDER", folder)
+    opened = []
+    open_arena = _staging.Arena.open
+
+    def watch(path: str, ranks: int) -> Any:
+        opened.append(Path(path).parent)
+        return open_arena(path, ranks)
+
+    monkeypatch.setattr(_staging.Arena, "open", watch)
     bench.serve(lambda: [Request(1, prompt(41))], tp=2)
-    assert set(_staging._FOLDER.glob("kvferry-trtllm-*")) <= before
+    assert opened == [folder]
+    assert list(folder.iterdir()) == []
 
 
 def test_copies_by_torch_bring_the_same_bytes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
