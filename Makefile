@@ -10,6 +10,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 BENCH_FILE_ARGS ?=
 BENCH_HANDOFF_ARGS ?=
+BENCH_OFFLOAD_ARGS ?=
 DEMO_ARGS ?=
 E2E_ARGS ?=
 SOAK_SECONDS ?= 1200
@@ -24,7 +25,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-vllm \
+.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-vllm bench-offload \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
@@ -104,12 +105,12 @@ wheel-measured: wheel-dist
 
 ifdef VLLM
 demo: wheel
-	e2e/demo $(DEMO_ARGS)
+	e2e/demo $(if $(STORE),--store) $(DEMO_ARGS)
 else ifdef STORE
 demo: command
 	target/release/kvferry demo store $(DEMO_ARGS)
 else
-demo: command ## Hand requests from prefill to decode engines, verify every token, draw target/demo.html (VLLM=1: real vLLM; STORE=1: KV on disk)
+demo: command ## Hand requests from prefill to decode engines, verify every token, draw target/demo.html (VLLM=1: real vLLM; STORE=1: KV on disk; or both)
 	target/release/kvferry demo $(if $(filter --plot%,$(DEMO_ARGS)),,--plot target/demo.html) $(DEMO_ARGS)
 endif
 
@@ -189,6 +190,10 @@ bench-peers: command-dist wheel-measured ## Measure beside Mooncake and NIXL (in
 
 bench-vllm: command-dist wheel-measured ## Measure KVFerryConnector beside MooncakeConnector and NixlConnector, on real vLLM
 	$(call part,real vLLM side by side,bench/vllm/run --wheel target/dist/kvferry-*.whl $(BENCH_ARGS))
+
+# BENCH_OFFLOAD_ARGS="--rows soak" runs the soak of 1 000 requests, "--trace FILE" takes prompts from a trace.
+bench-offload: command-dist wheel-measured ## Measure KV that outlives the engine on real vLLM; fails if it falls short
+	$(call part,offloading in real vLLM,bench/offload/run --wheel target/dist/kvferry-*.whl $(BENCH_OFFLOAD_ARGS))
 
 # Counts instead of measuring time. `rustix_use_libc`: its system calls go through libc, where they are counted.
 bench-counted: ## Count system calls, allocations and copies of fixed batches; compare with bench/counted.json

@@ -28,6 +28,7 @@ TORCH = "2.13.0"
 HERE = Path(__file__).parent
 CONSTRAINTS = HERE.parent / "constraints.txt"
 MAKE_MODEL = HERE / "make_model.py"
+MAKE_LARGE_MODEL = HERE / "make_large_model.py"
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,15 @@ def package_overlay(environment: Environment, name: str, version: str, packages:
     return site
 
 
+def large_model(environment: Environment, say: Say) -> Path:
+    """The model of make_large_model.py, made once per machine: 950 MB. An `Instance` takes the path as its `model`."""
+    scripts = MAKE_MODEL.read_bytes() + MAKE_LARGE_MODEL.read_bytes()
+    folder = cache_root() / f"large-model-{hashlib.sha256(scripts).hexdigest()[:8]}"
+    if not folder.exists():
+        _make("the large model", environment.python, MAKE_LARGE_MODEL, folder, cache_root() / "large-model.log", say)
+    return folder
+
+
 def _python(folder: Path) -> Path:
     return folder / "venv" / "bin" / "python"
 
@@ -134,12 +144,15 @@ def _build(folder: Path, say: Say) -> None:
 
 
 def _make_models(folder: Path, say: Say) -> None:
+    _make("the tiny models", _python(folder), MAKE_MODEL, _models(folder), folder / "build.log", say)
+
+
+def _make(name: str, python: Path, script: Path, target: Path, log: Path, say: Say) -> None:
     # Another run may make the same at the same time.
-    partial = Path(tempfile.mkdtemp(prefix="models.partial-", dir=folder))
-    command = (str(_python(folder)), str(MAKE_MODEL), str(partial))
-    run_step("the tiny models", command, folder / "build.log", say)
+    partial = Path(tempfile.mkdtemp(prefix="models.partial-", dir=target.parent))
+    run_step(name, (str(python), str(script), str(partial)), log, say)
     with contextlib.suppress(OSError):
-        partial.rename(_models(folder))
+        partial.rename(target)
     shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -32,7 +32,8 @@ class Instance(Server):
 
     role: Role
     model: str = "llama"
-    connector: Connector = "MooncakeConnector"
+    # None: none, unless there is a `store`.
+    connector: Connector | None = "MooncakeConnector"
     prefix_caching: bool = False
     tensor_parallel: int = 1
     recorded: bool = True
@@ -111,8 +112,9 @@ class Instance(Server):
             "--port": str(self.port),
             "--kv-cache-memory-bytes": str(self.cache_mib << 20),
             "--tensor-parallel-size": str(self.tensor_parallel),
-            "--kv-transfer-config": json.dumps(self.transfer_config()),
         }
+        if self.connector is not None or self.store is not None:
+            options["--kv-transfer-config"] = json.dumps(self.transfer_config())
         flags = [
             "--enforce-eager",
             "--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching",

@@ -40,6 +40,17 @@ def at_most(part: str, what: str, unit: str, values: Sequence[float], bound: flo
     return Row(part, what, unit, f"≤ {figure(bound)}", median, quartiles(values), median <= bound)
 
 
+def at_least(part: str, what: str, unit: str, values: Sequence[float], bound: float) -> Row:
+    """The median, with quartiles, against a bound."""
+    median = statistics.median(values)
+    return Row(part, what, unit, f"≥ {figure(bound)}", median, quartiles(values), median >= bound)
+
+
+def none_of(part: str, what: str, number: int) -> Row:
+    """A number of things that must not be."""
+    return Row(part, what, "", "0", number, (number, number), number == 0)
+
+
 def below_zero(part: str, what: str, unit: str, differences: Sequence[float]) -> Row:
     """The median of paired differences; its 95 % interval must lie below 0."""
     low, high = interval(differences)

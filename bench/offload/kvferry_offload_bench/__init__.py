@@ -1,0 +1,1 @@
+"""KV that outlives the engine: `bench/offload/run`."""

@@ -1,0 +1,45 @@
+"""The most bytes that a directory's files have had, sampled while something runs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Self
+
+_INTERVAL_S = 0.02
+
+
+class Sampled:
+    """Samples inside a `with` block."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.most_bytes = 0
+        self.samples = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(_INTERVAL_S):
+            self.most_bytes = max(self.most_bytes, _bytes(self._directory))
+            self.samples += 1
+
+
+def _bytes(directory: Path) -> int:
+    """Of all files: their lengths, or what the file system has given them, whichever is more."""
+    length = given = 0
+    for path in directory.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            found = path.lstat()
+            if path.is_file():
+                length, given = length + found.st_size, given + 512 * found.st_blocks
+    return max(length, given)
