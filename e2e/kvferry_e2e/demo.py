@@ -120,14 +120,14 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _interrupt(number: int, _frame: FrameType | None) -> None:
+def interrupt(number: int, _frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
 def main() -> int:
     options = _arguments()
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, _interrupt)
+        signal.signal(ending, interrupt)
     progress = Progress()
     wheel = options.wheel or newest_wheel(CHECKOUT)
     if wheel is None:

@@ -149,6 +149,18 @@ class Server(ABC):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.group, signal.SIGTERM)
 
+    def stop(self, within_s: float = 60) -> None:
+        """SIGTERM, and waits for the end. Raises `RuntimeError` if processes are left."""
+        self.ask_to_stop()
+        deadline = time.monotonic() + within_s
+        while self.members():
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{self.name} has not ended {within_s:.0f} s after SIGTERM: {self.members()} are left"
+                )
+            time.sleep(0.05)
+        self.release()
+
     def members(self) -> list[int]:
         return supervisor.group_members(self.group)
 

@@ -12,7 +12,6 @@ from typing import Any
 from kvferry_e2e.environment import Environment, large_model
 from kvferry_e2e.instance import Instance
 from kvferry_e2e.overlay import kvferry_overlay
-from kvferry_e2e.pair import eventually
 from kvferry_e2e.progress import Progress
 from kvferry_e2e.server import Setup
 
@@ -21,15 +20,6 @@ MIB = 1 << 20
 HEADS = 2
 # Instances and this program share few cores: see `ON_BUSY_CORES` of the end-to-end test.
 ENGINE = {"KVFERRY_SILENCE_MS": "20000"}
-STOPS_WITHIN_S = 60.0
-
-
-def stop(server: Instance) -> None:
-    """SIGTERM, as an operator does. Raises `RuntimeError` if processes are left."""
-    server.ask_to_stop()
-    if not eventually(lambda: not server.members(), STOPS_WITHIN_S):
-        raise RuntimeError(f"{server.name} has not ended {STOPS_WITHIN_S:.0f} s after SIGTERM")
-    server.release()
 
 
 def token_bytes(model: Path) -> int:

@@ -20,7 +20,7 @@ from kvferry_e2e.stream import Streamed, connect, stream
 from kvferry_store_peers.turns import forget
 from kvferry_vllm_bench.rows import Row, at_least, none_of, shown
 
-from kvferry_offload_bench.bench import HEADS, MIB, Bench, stop, token_bytes
+from kvferry_offload_bench.bench import HEADS, MIB, Bench, token_bytes
 
 LENGTH = 1900
 NEW_TOKENS = 8
@@ -46,7 +46,7 @@ def _measure(bench: Bench, part: str, ranks: int) -> Iterator[Row]:
     first = _start(bench, directory, "first", ranks)
     expected = [_ask(first, prompt).tokens for prompt in kept]
     _all_stored(bench, first, prompts, HEADS * len(kept) * LOADED // BLOCK_TOKENS)
-    stop(first)
+    first.stop()
     forget(directory)
     second = _start(bench, directory, "second", 1)
     computed: list[float] = []

@@ -22,7 +22,7 @@ from kvferry_e2e.phases.offload import BLOCK_TOKENS, from_disk
 from kvferry_e2e.prompts import Prompts
 from kvferry_vllm_bench.rows import Row, none_of, shown
 
-from kvferry_offload_bench.bench import MIB, Bench, stop, token_bytes
+from kvferry_offload_bench.bench import MIB, Bench, token_bytes
 from kvferry_offload_bench.disk import Sampled
 from kvferry_offload_bench.processes import memory_bytes
 
@@ -124,7 +124,7 @@ def _life(bench: Bench, run: _Run, server: Instance, numbers: range, ending: str
             seen = [each.result() for each in under_way]
             run.wrong += seen.count("wrong")
         else:
-            stop(server)
+            server.stop()
 
 
 def _request(run: _Run, server: Instance, number: int) -> str:

@@ -2,8 +2,8 @@
 
 A server without a cache of its own answers them one after another, so that each hit is the store's. The prediction is
 that of the store's bench, `kvferry bench store --trace`, for the same prompts at the same times and as many blocks as
-the bound has bytes for. It knows no segments: a store this small gives a seventh of its bytes to their headers, ends and
-free ones, and its background frees them a moment later. So hits may differ by `TOLERANCE`.
+the bound has bytes for. It knows no segments: a store this small gives a seventh of its bytes to their headers, ends
+and free ones, and its background frees them a moment later. So hits may differ by `TOLERANCE`.
 """
 
 from __future__ import annotations
