@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 from typing import Self
 
+from kvferry_vllm_bench.rows import Row
+
 _INTERVAL_S = 0.02
 
 
@@ -27,6 +29,11 @@ class Sampled:
     def __exit__(self, *_exception: object) -> None:
         self._ended.set()
         self._thread.join()
+
+    def row(self, part: str, bound: int) -> Row:
+        share = 100 * self.most_bytes / bound
+        what = f"most on disk, of {self.samples} samples and {bound / (1 << 20):.1f} MiB"
+        return Row(part, what, "%", "≤ 100", share, (share, share), 0 < self.most_bytes <= bound)
 
     def _run(self) -> None:
         while not self._ended.wait(_INTERVAL_S):
