@@ -85,7 +85,7 @@ def package_overlay(environment: Environment, name: str, version: str, packages:
 
 
 def large_model(environment: Environment, say: Say) -> Path:
-    """The model of make_large_model.py, made once per machine: 950 MB. An `Instance` takes the path as its `model`."""
+    """The model of make_large_model.py, made once per machine: 1.2 GB. An `Instance` takes the path as its `model`."""
     scripts = MAKE_MODEL.read_bytes() + MAKE_LARGE_MODEL.read_bytes()
     folder = cache_root() / f"large-model-{hashlib.sha256(scripts).hexdigest()[:8]}"
     if not folder.exists():

@@ -16,6 +16,7 @@ from kvferry_e2e.progress import Progress
 from kvferry_e2e.server import Setup
 
 MIB = 1 << 20
+PUT_BLOCKS = "vllm:kv_offload_kvferry_put_blocks_total"
 # KV heads of both models. The store has a block for each of them, for each block of the engine.
 HEADS = 2
 # Instances and this program share few cores: see `ON_BUSY_CORES` of the end-to-end test.

@@ -20,7 +20,7 @@ from kvferry_e2e.phases.offload import BLOCK_TOKENS
 from kvferry_e2e.prompts import Prompts
 from kvferry_vllm_bench.rows import Row, figure, interval, none_of, shown
 
-from kvferry_offload_bench.bench import HEADS, Bench
+from kvferry_offload_bench.bench import HEADS, PUT_BLOCKS, Bench
 from kvferry_offload_bench.processes import cpu_seconds_when_idle
 
 PART = "without hits, store on / off"
@@ -85,7 +85,7 @@ def _running(server: Instance) -> Iterator[None]:
 
 def _stored(server: Instance, expected: int) -> int:
     def stored() -> float:
-        return server.metric("vllm:kv_offload_kvferry_put_blocks_total", 'outcome="stored"')
+        return server.metric(PUT_BLOCKS, 'outcome="stored"')
 
     eventually(lambda: stored() >= expected, METRICS_SETTLE_S)
     return int(stored())

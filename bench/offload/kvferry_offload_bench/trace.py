@@ -20,7 +20,7 @@ from kvferry_e2e.phases.offload import from_disk
 from kvferry_vllm_bench.rows import Row, none_of, shown
 
 from kvferry_offload_bench import prompts_tree as tree
-from kvferry_offload_bench.bench import Bench, token_bytes
+from kvferry_offload_bench.bench import PUT_BLOCKS, Bench, token_bytes
 from kvferry_offload_bench.disk import Sampled
 
 SEED = 1
@@ -70,6 +70,7 @@ def measure(bench: Bench) -> Iterator[Row]:
     unbounded = tree.hits_without_bound(chains)
     for what, number in (("", hits), (", predicted", predicted), (", without a bound", unbounded)):
         yield shown(part, f"hits{what}", "% of the blocks", [100 * number / asked])
+    yield shown(part, "blocks that the store refused", "", [server.metric(PUT_BLOCKS, 'outcome="refused"')])
     yield sampled.row(part, bound)
     yield none_of(part, f"of {len(compared)} answers, with other tokens than without a store", wrong)
 
