@@ -37,9 +37,9 @@ PARTS = 3
 CACHE_MIB = 40
 # Shares of the requests, and how each life ends.
 LIVES: tuple[tuple[float, Literal["SIGTERM", "SIGKILL"]], ...] = (
-    (0.15, "SIGTERM"),
-    (0.15, "SIGKILL"),
-    (0.5, "SIGTERM"),
+    (0.1, "SIGTERM"),
+    (0.1, "SIGKILL"),
+    (0.6, "SIGTERM"),
     (0.1, "SIGKILL"),
     (0.1, "SIGTERM"),
 )
@@ -111,7 +111,8 @@ def _life(bench: Bench, run: _Run, server: Instance, numbers: range, ending: str
             _count(run, ended, server)
             readings.append(memory_bytes(server))
             if len(readings) % SAY_EVERY == 0:
-                bench.say(f"{run.answered} answers, {readings[-1] / MIB:.0f} MiB of memory")
+                some_mib = ", ".join(f"{reading / MIB:.0f}" for reading in readings[-SAY_EVERY:])
+                bench.say(f"{run.answered} answers, {some_mib} MiB of memory")
         run.loaded.append(from_disk(server))
         bench.say(
             f"{run.answered} answers, {run.wrong} wrong; {server.name}: {run.loaded[-1]:.0f} tokens from the store, "
