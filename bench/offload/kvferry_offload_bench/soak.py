@@ -1,8 +1,9 @@
 """Many requests by an engine that is restarted again and again on one directory, twice by SIGKILL while it serves.
 
-The store has room for a third of the prompts' blocks. Answers are compared with those of a server without a store and
-without a cache. Memory is that of all processes of a server, without pages of files; it is compared inside of the
-longest life, from its second quarter on, because a server takes memory with its first requests.
+The store has room for a third of the prompts' blocks. Answers are compared with those of a server without a store, to
+which the prompts were given one at a time. Memory is that of all processes of a server, without pages of files. vLLM's
+own grows with the requests. So the growth inside of the longest life, from the second quarter of its requests to the
+last, is compared with that of the server without a store for the same requests.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from kvferry_e2e.client import Tokens, complete
 from kvferry_e2e.instance import Instance
@@ -46,8 +47,8 @@ LIVES: tuple[tuple[float, Literal["SIGTERM", "SIGKILL"]], ...] = (
 # Requests between two readings of a server's memory.
 READ_EVERY = 20
 SAY_EVERY = 5
-# The last quarter of the longest life, of the second one.
-GROWTH = 1.02
+# Of the memory at the begin.
+GROWTH_PERCENT = 2.0
 
 
 @dataclass
@@ -57,34 +58,47 @@ class _Run:
     wrong: int = 0
     answered: int = 0
     refused: int = 0
-    memory: list[list[int]] = field(default_factory=list)
+    # Tokens from the store, by start.
     loaded: list[float] = field(default_factory=list)
 
 
 def measure(bench: Bench) -> Iterator[Row]:
     count = bench.options.requests
     prompts, blocks = _prompts()
-    plain = bench.start("soak-plain", store=None)
-    bench.ready(plain)
-    run = _Run(prompts, [complete(plain.port, prompt, NEW_TOKENS).tokens for prompt in prompts])
-    plain.kill()
     bound = blocks * BLOCK_TOKENS * token_bytes(bench.environment.model) // PARTS
     directory = bench.folder("soak") / "kv"
     settings = {"disk": str(directory), "disk_gib": bound / 2**30, "segment_mib": 1, "host_gib": 8 / 1024}
+    same: dict[str, Any] = {"prefix_caching": True, "cache_mib": CACHE_MIB}
+    plain = bench.start("soak-plain", store=None, **same)
+    server = bench.start("soak-0", store=settings, **same)
+    bench.ready(plain, server)
+    references = [complete(plain.port, prompt, NEW_TOKENS).tokens for prompt in prompts]
+    beside = _Run(prompts, references)
+    without_store = _serve(bench, beside, plain, range(round(max(share for share, _ in LIVES) * count)))
+    plain.kill()
+    run, memory = _Run(prompts, references), []
     with Sampled(directory) as sampled:
         for number, (share, ending) in enumerate(LIVES):
-            server = bench.start(f"soak-{number}", store=settings, prefix_caching=True, cache_mib=CACHE_MIB)
-            bench.ready(server)
-            _life(bench, run, server, range(run.answered, run.answered + round(share * count)), ending)
-    longest = max(run.memory, key=len)
-    ratio = _late(longest) / _early(longest)
+            if number > 0:
+                server = bench.start(f"soak-{number}", store=settings, **same)
+                bench.ready(server)
+            # Each life has the requests of the others, too: prompts that were stored.
+            memory.append(_serve(bench, run, server, range(round(share * count))))
+            _end(bench, run, server, ending)
+    longest = max(memory, key=len)
     yield none_of(PART, f"of {run.answered} answers, with other tokens than without a store", run.wrong)
+    yield none_of(PART, f"of {beside.answered} answers without a store, with other tokens at once", beside.wrong)
     yield none_of(PART, f"requests that were not answered, except by {_kills()} engines that were killed", run.refused)
-    yield none_of(PART, f"of {len(LIVES)} starts, that loaded nothing", sum(not tokens for tokens in run.loaded))
+    later = run.loaded[1:]
+    yield none_of(PART, f"of {len(later)} restarts, that loaded nothing", later.count(0))
     yield sampled.row(PART, bound)
-    what = f"memory, last quarter of {len(longest) * READ_EVERY} requests / second quarter"
-    yield Row(PART, what, "", f"≤ {GROWTH:g}", ratio, (ratio, ratio), ratio <= GROWTH)
-    for number, readings in enumerate(run.memory):
+    with_growth, without_growth = _growth(longest), _growth(without_store)
+    percent = 100 * (with_growth - without_growth) / longest[0]
+    what = f"more memory in {len(longest) * READ_EVERY} requests, than without a store"
+    yield Row(PART, what, "%", f"≤ {GROWTH_PERCENT:g}", percent, (percent, percent), percent <= GROWTH_PERCENT)
+    for what, growth in (("", with_growth), (", without a store", without_growth)):
+        yield shown(PART, f"memory, last quarter less second{what}", "MiB", [growth / MIB])
+    for number, readings in enumerate(memory):
         yield shown(PART, f"memory of start {number + 1}, at its end", "MiB", [readings[-1] / MIB])
 
 
@@ -101,9 +115,9 @@ def _prompts() -> tuple[list[Tokens], int]:
     return prompts, blocks
 
 
-def _life(bench: Bench, run: _Run, server: Instance, numbers: range, ending: str) -> None:
+def _serve(bench: Bench, run: _Run, server: Instance, numbers: range) -> list[int]:
+    """Returns readings of the server's memory, in bytes."""
     readings: list[int] = []
-    run.memory.append(readings)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for begin in range(numbers.start, numbers.stop, READ_EVERY):
             some = range(begin, min(begin + READ_EVERY, numbers.stop))
@@ -112,21 +126,22 @@ def _life(bench: Bench, run: _Run, server: Instance, numbers: range, ending: str
             readings.append(memory_bytes(server))
             if len(readings) % SAY_EVERY == 0:
                 some_mib = ", ".join(f"{reading / MIB:.0f}" for reading in readings[-SAY_EVERY:])
-                bench.say(f"{run.answered} answers, {some_mib} MiB of memory")
-        run.loaded.append(from_disk(server))
-        bench.say(
-            f"{run.answered} answers, {run.wrong} wrong; {server.name}: {run.loaded[-1]:.0f} tokens from the store, "
-            f"{readings[-1] / MIB:.0f} MiB of memory; {ending}"
-        )
-        if ending == "SIGKILL":
-            under_way = [pool.submit(_request, run, server, number) for number in range(AT_ONCE)]
-            # Some of them have been answered, the others are being loaded, computed or stored.
-            under_way[0].result()
-            server.kill()
-            seen = [each.result() for each in under_way]
-            run.wrong += seen.count("wrong")
-        else:
-            server.stop()
+                bench.say(f"{server.name}: {run.answered} answers, {run.wrong} wrong; {some_mib} MiB of memory")
+    return readings
+
+
+def _end(bench: Bench, run: _Run, server: Instance, ending: str) -> None:
+    run.loaded.append(from_disk(server))
+    bench.say(f"{server.name}: {run.loaded[-1]:.0f} tokens came from the store; {ending}")
+    if ending == "SIGTERM":
+        server.stop()
+        return
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        under_way = [pool.submit(_request, run, server, number) for number in range(AT_ONCE)]
+        # Some have been answered, the others are being loaded, computed or stored.
+        under_way[0].result()
+        server.kill()
+        run.wrong += [each.result() for each in under_way].count("wrong")
 
 
 def _request(run: _Run, server: Instance, number: int) -> str:
@@ -152,11 +167,7 @@ def _kills() -> int:
     return sum(ending == "SIGKILL" for _, ending in LIVES)
 
 
-def _early(readings: Sequence[int]) -> float:
-    quarter = len(readings) // 4
-    return statistics.median(readings[quarter : 2 * quarter] or readings[:1])
-
-
-def _late(readings: Sequence[int]) -> float:
-    quarter = len(readings) // 4
-    return statistics.median(readings[-quarter:] if quarter else readings[-1:])
+def _growth(readings: Sequence[int]) -> float:
+    """Bytes, from the second quarter to the last."""
+    quarter = max(1, len(readings) // 4)
+    return statistics.median(readings[-quarter:]) - statistics.median(readings[quarter : 2 * quarter] or readings[:1])
