@@ -40,6 +40,8 @@ from kvferry_e2e.relay import Relay
 from kvferry_e2e.report import Report
 from kvferry_e2e.router import EXAMPLES, Kind, Router, example, routers_environment
 from kvferry_e2e.server import Server, Setup, free_port
+from kvferry_e2e.sglang.environment import sglang_overlay
+from kvferry_e2e.sglang.part import sglang_phases
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CONNECTORS: dict[str, Connector] = {
@@ -92,7 +94,7 @@ def arguments() -> argparse.Namespace:
         default=40,
         help="how long a request queues at decode; more than the 30 s that an offer waits (default: %(default)s)",
     )
-    parser.add_argument("--build-only", action="store_true", help="build the vLLM environment and stop")
+    parser.add_argument("--build-only", action="store_true", help="build the environments and stop")
     return parser.parse_args()
 
 
@@ -464,8 +466,9 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "models": model_phases,
     "offload": offload_phases,
     "soak": soak_phases,
+    "sglang": sglang_phases,
 }
-DEFAULT_PARTS = ("core", "routers", "survival")
+DEFAULT_PARTS = ("core", "routers", "survival", "sglang")
 
 
 @contextmanager
@@ -514,6 +517,8 @@ def main() -> int:
         stack.enter_context(_only_one_run(target))
         venv = stack.enter_context(vllm_environment(report.say))
         if options.build_only:
+            if "sglang" in options.parts:
+                sglang_overlay(venv, report.say)
             return 0
         shutil.rmtree(target / "run", ignore_errors=True)
         if options.engine == "mooncake":

@@ -1,0 +1,76 @@
+"""The part `sglang` of `e2e/run`. A server takes half a minute of two cores to start: each serves several checks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvferry_e2e.overlay import mooncake_overlay
+from kvferry_e2e.prompts import Prompts
+from kvferry_e2e.sglang import checks
+from kvferry_e2e.sglang.environment import sglang_overlay
+from kvferry_e2e.sglang.server import SGLang, SGLangRouter, generate, handoff
+
+if TYPE_CHECKING:
+    from kvferry_e2e.__main__ import Run
+
+
+def sglang_phases(run: Run) -> None:
+    report, prompts = run.report, Prompts(seed=2031)
+    overlay = sglang_overlay(run.setup.environment, report.say)
+
+    def start(name: str, role: Literal["both", "prefill", "decode"], like: SGLang | None = None, **more: Any) -> SGLang:
+        """`like`: a dead server whose ports the new one takes."""
+        ports = {} if like is None else {"port": like.port, "bootstrap": like.bootstrap}
+        server = SGLang(name=f"sglang-{name}", role=role, setup=run.setup, overlay=overlay, **ports, **more)
+        run.servers.append(server)
+        server.start()
+        return server
+
+    alone, p1, d1 = start("alone", "both"), start("p1", "prefill"), start("d1", "decode")
+    run.ready(alone, p1, d1)
+    answers = checks.references(report, alone, prompts)
+    alone.kill()
+    # They start while these two are checked.
+    p2, d2 = start("p2", "prefill"), start("d2", "decode")
+    checks.equal(report, "1P1D, one by one", answers[:20], checks.through([p1], [d1]), width=1)
+    checks.decode_uses_prefills_kv(report, p1, d1, answers)
+    checks.equal(report, "1P1D", answers, checks.through([p1], [d1]))
+    checks.engine_is_kvferry(report, run.setup.environment.python, (p1, d1))
+    run.ready(p2, d2)
+
+    router = SGLangRouter(name="sglang-router", setup=run.setup, prefills=[p1, p2], decodes=[d1], overlay=overlay)
+    run.servers.append(router)
+    router.start()
+    checks.equal(report, "1P2D", answers, checks.through([p1], [d1, d2]))
+    run.ready(router)
+    checks.equal(report, "2P1D behind sglang-router", answers, lambda _, prompt: generate(router.port, prompt))
+    router.kill()
+    p2.kill()
+    d2.kill()
+
+    checks.prefill_dies(report, p1, d1, answers)
+    again = start("p1-again", "prefill", like=p1)
+    pairs = _stock_pair(run, start)
+    run.ready(again, *pairs)
+    with report.check("sglang: prefill restarted: the next request works"):
+        prompt, expected = answers[-1]
+        checks.ensure(handoff(again, d1, prompt).tokens == expected, "the tokens differ, or an error")
+    checks.equal(report, "1P1D, prefill restarted", answers, checks.through([again], [d1]))
+    if pairs:
+        stock_prefill, stock_decode = pairs
+        checks.equal(report, "stock Mooncake to kvferry", answers, checks.through([stock_prefill], [d1]))
+        checks.equal(report, "kvferry to stock Mooncake", answers, checks.through([again], [stock_decode]))
+    servers = [server for server in run.servers if isinstance(server, SGLang)]
+    checks.no_crash(report, servers, [d1, again, *pairs])
+    for server in servers:
+        server.kill()
+
+
+def _stock_pair(run: Run, start: Any) -> list[SGLang]:
+    """A prefill and a decode on the stock Mooncake, if it runs here."""
+    try:
+        stock = mooncake_overlay(run.setup.environment, run.report.say)
+    except RuntimeError as error:
+        run.report.skip("sglang: stock Mooncake at one end", str(error).splitlines()[0])
+        return []
+    return [start("p-stock", "prefill", stock=stock), start("d-stock", "decode", stock=stock)]

@@ -1,0 +1,1 @@
+"""A stand-in for IPython, which `sglang.utils` imports for notebooks."""
