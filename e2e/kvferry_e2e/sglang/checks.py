@@ -20,8 +20,8 @@ WIDTH = 32
 _SPECIAL = (1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257, 512, 1000, MAX_TOKENS)
 _IS_INSTALLED = """
 import importlib.metadata, importlib.util
-found = sorted(d.metadata["Name"] for d in importlib.metadata.distributions() if "mooncake" in (d.metadata["Name"] or ""))
-print(*found, importlib.util.find_spec("mooncake") or "")
+names = [d.metadata["Name"] or "" for d in importlib.metadata.distributions()]
+print(*[name for name in names if "mooncake" in name], importlib.util.find_spec("mooncake") or "")
 """
 
 Answers = list[tuple[Tokens, Tokens]]

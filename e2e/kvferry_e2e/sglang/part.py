@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvferry_e2e.overlay import mooncake_overlay
 from kvferry_e2e.prompts import Prompts
 from kvferry_e2e.sglang import checks
 from kvferry_e2e.sglang.environment import sglang_overlay
-from kvferry_e2e.sglang.server import SGLang, SGLangRouter, generate, handoff
+from kvferry_e2e.sglang.server import SGLang, SGLangRouter, environment_of, generate, handoff
 
 if TYPE_CHECKING:
     from kvferry_e2e.__main__ import Run
@@ -48,7 +52,9 @@ def sglang_phases(run: Run) -> None:
     p2.kill()
     d2.kill()
 
-    checks.prefill_dies(report, p1, d1, answers)
+    # Decode waits for most of this time.
+    with _hicache(run, overlay):
+        checks.prefill_dies(report, p1, d1, answers)
     again = start("p1-again", "prefill", like=p1)
     pairs = _stock_pair(run, start)
     run.ready(again, *pairs)
@@ -64,6 +70,30 @@ def sglang_phases(run: Run) -> None:
     checks.no_crash(report, servers, [d1, again, *pairs])
     for server in servers:
         server.kill()
+
+
+@contextmanager
+def _hicache(run: Run, overlay: Path) -> Iterator[None]:
+    """Runs the checks of `KVFerryStorage` beside the block, in a process of their own: see `kvferry_e2e.sglang.hicache`."""
+    setup = run.setup
+    found = setup.folder / "hicache.json"
+    env = environment_of(setup.site, overlay, None, setup.scratch)
+    env["PYTHONPATH"] += f":{Path(__file__).parents[2]}"
+    command = [str(setup.environment.python), "-m", "kvferry_e2e.sglang.hicache"]
+    with (
+        open(setup.folder / "hicache.log", "w", encoding="utf-8") as log,
+        subprocess.Popen(
+            [*command, str(setup.environment.models), str(found)], env=env, stdout=log, stderr=subprocess.STDOUT
+        ) as checks_of_storage,
+    ):
+        try:
+            yield
+            checks_of_storage.wait(timeout=300)
+        finally:
+            checks_of_storage.kill()
+    run.report.take(found)
+    with run.report.check("hicache: all checks were run"):
+        checks.ensure(checks_of_storage.returncode in (0, 1), f"{log.name} ends with {checks_of_storage.returncode}")
 
 
 def _stock_pair(run: Run, start: Any) -> list[SGLang]:

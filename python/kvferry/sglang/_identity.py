@@ -1,0 +1,130 @@
+"""What the blocks of `KVFerryStorage` are named by: SGLang's keys are hashes of tokens and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+# Of each file of weights, so much at so many places is read.
+_SAMPLES = 16
+_SAMPLE_BYTES = 64 << 10
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+# Arguments of the server that change the KV of the same tokens, and that the pool does not show.
+_ARGUMENTS = (
+    "revision",
+    "quantization",
+    "weight_version",
+    "dtype",
+    "kv_cache_dtype",
+    "quantization_param_path",
+    "load_format",
+    "json_model_override_args",
+)
+# What a pool says of the bytes of its pages.
+_GEOMETRY = (
+    "layout",
+    "page_size",
+    "layer_num",
+    "head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "kv_cache_dim",
+    "start_layer",
+    "end_layer",
+    "dcp_size",
+    "storage_format_tag",
+    "temporal_dtype",
+    "conv_dtype",
+    "conv_state_shapes",
+)
+
+
+def server_arguments() -> Any | None:
+    """The arguments of the SGLang server of this process, if it is one."""
+    try:
+        return importlib.import_module("sglang.srt.runtime_context").get_server_args()
+    except (ImportError, AttributeError, ValueError, RuntimeError, AssertionError):
+        return None
+
+
+def model_of(config: Any, named: str | None) -> str:
+    """The model and its weights. `named`: the setting `model`, which replaces all of it."""
+    if named is not None:
+        return named
+    arguments = server_arguments()
+    parts = [str(config.model_name)]
+    parts += [f"{name}={getattr(arguments, name, None)}" for name in _ARGUMENTS if arguments is not None]
+    folder = getattr(arguments, "model_path", None) or config.model_name
+    if folder is not None and Path(folder).is_dir():
+        parts.append(f"weights={_weights(Path(folder))}")
+    return " ".join(parts)
+
+
+def _weights(folder: Path) -> str:
+    """A hash of the configuration and of samples of the weights, which other weights of one shape do not have."""
+    found = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.name == "config.json":
+            found.update(file.read_bytes())
+        elif file.suffix in _WEIGHTS:
+            nbytes = file.stat().st_size
+            found.update(f"{file.name} {nbytes} ".encode())
+            with open(file, "rb") as weights:
+                for sample in range(_SAMPLES):
+                    weights.seek(max(0, nbytes - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                    found.update(weights.read(_SAMPLE_BYTES))
+    return found.hexdigest()[:32]
+
+
+def layout_of(config: Any, name: str, pool: Any, pieces: list[int] | None, split: int, *, copied: bool) -> bytes:
+    """What the bytes of a pool's blocks depend on. `pieces`: the bytes of each piece of a page; `split`: how many blocks
+    a page is, where ranks of another parallelism have parts of it.
+    """
+    heads = getattr(pool, "head_num", None)
+    parts = {
+        "v": 1,
+        "pool": name,
+        "class": type(pool).__name__,
+        "dtype": str(getattr(pool, "dtype", None)),
+        "heads": heads // split if heads is not None else None,
+        "geometry": {it: str(getattr(pool, it, None)) for it in _GEOMETRY},
+        "pieces": pieces[: len(pieces) // split] if pieces is not None else None,
+        "tp": config.tp_lcm_size if split > 1 else config.tp_size,
+        "mla": config.is_mla_model,
+        "logical_page": config.logical_page_size,
+        # The two interfaces have the layers of a page in different orders.
+        "copied": copied,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
+def hash_of(key: str) -> bytes:
+    """The name of a block. SGLang's keys are the digits of a SHA-256; others are hashed."""
+    if re.fullmatch("(?:[0-9a-f]{2}){16,64}", key):
+        return bytes.fromhex(key)
+    # Longer than a digest of SGLang, so that no two keys have one name.
+    return hashlib.sha512(key.encode()).digest()
+
+
+def life() -> str:
+    """A name that all ranks of this engine have, and no other engine and no later life of it."""
+    arguments = server_arguments()
+    if arguments is None:
+        return f"process {_began(os.getpid())}"
+    parts = [str(getattr(arguments, name, None)) for name in ("random_seed", "port", "nccl_port", "dist_init_addr")]
+    if getattr(arguments, "nnodes", 1) == 1:
+        # One process has started all ranks.
+        parts.append(_began(os.getppid()))
+    return " ".join(parts)
+
+
+def _began(pid: int) -> str:
+    """The process, and when it began, since numbers of processes come again."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return f"{pid}@{fields[19]}"
