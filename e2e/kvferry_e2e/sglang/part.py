@@ -74,7 +74,7 @@ def sglang_phases(run: Run) -> None:
 
 @contextmanager
 def _hicache(run: Run, overlay: Path) -> Iterator[None]:
-    """Runs the checks of `KVFerryStorage` beside the block, in a process of their own: see `kvferry_e2e.sglang.hicache`."""
+    """Runs the checks of `KVFerryStorage` beside the block: see `kvferry_e2e.sglang.hicache`."""
     setup = run.setup
     found = setup.folder / "hicache.json"
     env = environment_of(setup.site, overlay, None, setup.scratch)

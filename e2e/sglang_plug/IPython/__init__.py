@@ -1,1 +1,2 @@
 """A stand-in for IPython, which `sglang.utils` imports for notebooks."""
+# ruff: noqa: N999 - IPython's name

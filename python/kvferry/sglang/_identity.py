@@ -7,6 +7,8 @@ import importlib
 import json
 import os
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +85,8 @@ def _weights(folder: Path) -> str:
 
 
 def layout_of(config: Any, name: str, pool: Any, pieces: list[int] | None, split: int, *, copied: bool) -> bytes:
-    """What the bytes of a pool's blocks depend on. `pieces`: the bytes of each piece of a page; `split`: how many blocks
-    a page is, where ranks of another parallelism have parts of it.
+    """What the bytes of a pool's blocks depend on. `pieces`: the bytes of each piece of a page. `split`: how many
+    blocks a page is; more than one where ranks of another parallelism have parts of it.
     """
     heads = getattr(pool, "head_num", None)
     parts = {
@@ -104,8 +106,20 @@ def layout_of(config: Any, name: str, pool: Any, pieces: list[int] | None, split
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
 
-def hash_of(key: str) -> bytes:
-    """The name of a block. SGLang's keys are the digits of a SHA-256; others are hashed."""
+def hashes_of(keys: Sequence[str]) -> list[bytes]:
+    """The names of blocks. SGLang's keys are the digits of a SHA-256, all of one length."""
+    digits = "".join(keys)
+    each = len(keys[0]) if keys else 0
+    if 32 <= each <= 128 and each % 2 == 0 and all(len(key) == each for key in keys):
+        with suppress(ValueError):
+            joined = bytes.fromhex(digits)
+            # Not so where there are capitals or spaces, which `fromhex` takes.
+            if joined.hex() == digits:
+                return [joined[at : at + each // 2] for at in range(0, len(joined), each // 2)]
+    return [_hash_of(key) for key in keys]
+
+
+def _hash_of(key: str) -> bytes:
     if re.fullmatch("(?:[0-9a-f]{2}){16,64}", key):
         return bytes.fromhex(key)
     # Longer than a digest of SGLang, so that no two keys have one name.

@@ -54,37 +54,47 @@ def _flat(tensors: Any) -> list[Any]:
     return [] if tensors is None else [tensors]
 
 
-@dataclass
-class Pages:
-    """The pages of one call: for each page in turn, the pointers and sizes of its pieces."""
+@dataclass(frozen=True)
+class _Column:
+    """One piece of each page."""
 
-    buffers: Buffers
+    region: kvferry.Region
+    # In the region, per page.
+    offsets: list[int]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The memory of the pages of one call."""
+
     count: int
-    pointers: list[int]
-    sizes: list[int]
+    columns: list[_Column]
     # Parts of a page that are blocks of their own.
     split: int
 
     @property
     def nbytes(self) -> int:
-        return sum(self.sizes)
+        return self.count * sum(column.nbytes for column in self.columns)
 
     def memory(self, part: int, begin: int = 0) -> kvferry.Blocks:
         """A part of each page from number `begin` on."""
-        each = len(self.pointers) // self.count
-        memory: kvferry.Blocks | None = None
-        for piece in range(each // self.split * part, each // self.split * (part + 1)):
-            pointers = self.pointers[begin * each + piece :: each]
-            nbytes = self.sizes[piece]
-            region = self.buffers.of(min(pointers), max(pointers) + nbytes)
-            base = region.addr
-            offsets = [pointer - base for pointer in pointers]
-            if memory is None:
-                memory = kvferry.Blocks(region, offsets, nbytes)
-            else:
-                memory.add_pieces(region, offsets, nbytes)
-        assert memory is not None
+        each = len(self.columns) // self.split
+        first, *others = self.columns[each * part : each * (part + 1)]
+        memory = kvferry.Blocks(first.region, first.offsets[begin:], first.nbytes)
+        for column in others:
+            memory.add_pieces(column.region, column.offsets[begin:], column.nbytes)
         return memory
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Where a piece of the page at an index of the pool is: at `base + index * stride` in the region."""
+
+    region: kvferry.Region
+    base: int
+    stride: int
+    nbytes: int
 
 
 @dataclass
@@ -99,16 +109,42 @@ class Pool:
     split: int
     # The bytes of each piece of a page, or None if its pages have no pointers.
     pieces: list[int] | None
+    # Of each piece. None where the places are not proportional to the index, or change: SGLang is asked each time.
+    steps: list[_Steps] | None = None
     spaces: Sequence[kvferry.Space] = field(default_factory=list)
     # For the interface that copies.
     copied: kvferry.Space | None = None
 
     def pages(self, buffers: Buffers, count: int, host_indices: Any) -> Pages:
-        """Raises ValueError if the indices are not those of `count` whole pages."""
-        pointers, sizes = _pointers(self.pool, host_indices, self.split)
-        if self.pieces is None or len(pointers) != count * len(self.pieces):
+        """Raises ValueError if the indices are not those of `count` whole pages of the pool."""
+        each = self.pool.page_size or 1
+        if self.pieces is None or len(host_indices) != count * each:
             raise ValueError(f"{len(host_indices)} indices of the host pool are not those of {count} pages")
-        return Pages(buffers, count, pointers, sizes, self.split)
+        first = host_indices[::each].tolist()
+        if min(first) < 0 or max(first) > self.pool.size - each:
+            raise ValueError(f"indices beyond the {self.pool.size} of the host pool")
+        if self.steps is not None:
+            columns = [_Column(it.region, [it.base + at * it.stride for at in first], it.nbytes) for it in self.steps]
+        else:
+            columns = _columns(self.pool, self.split, buffers, host_indices, len(self.pieces))
+        return Pages(count, columns, self.split)
+
+    def find_steps(self, buffers: Buffers) -> None:
+        """SGLang's pointers of 128 pages take as long as reading 1 MiB. So they are asked for once, for a few pages."""
+        pool, each = self.pool, self.pool.page_size or 1
+        pages = pool.size // each
+        if self.pieces is None or pages < 2 or getattr(pool, "shared_allocation_domain", None) is not None:
+            return
+        probes = sorted({0, 1, pages // 2, pages - 1})
+        indices = torch.cat([torch.arange(it * each, (it + 1) * each) for it in probes])
+        columns = _columns(pool, self.split, buffers, indices, len(self.pieces))
+        steps = []
+        for column, nbytes in zip(columns, self.pieces, strict=True):
+            base, stride = column.offsets[0], (column.offsets[1] - column.offsets[0]) // each
+            if column.nbytes != nbytes or column.offsets != [base + it * each * stride for it in probes]:
+                return
+            steps.append(_Steps(column.region, base, stride, nbytes))
+        self.steps = steps
 
 
 def pieces_of(pool: Any, split: int) -> list[int]:
@@ -117,6 +153,17 @@ def pieces_of(pool: Any, split: int) -> list[int]:
     if not sizes or len(sizes) % split:
         raise ValueError(f"a page of {type(pool).__name__} has {len(sizes)} pieces")
     return [int(size) for size in sizes]
+
+
+def _columns(pool: Any, split: int, buffers: Buffers, host_indices: Any, pieces: int) -> list[_Column]:
+    pointers, sizes = _pointers(pool, host_indices, split)
+    columns = []
+    for piece in range(pieces):
+        of_piece, nbytes = pointers[piece::pieces], sizes[piece]
+        region = buffers.of(min(of_piece), max(of_piece) + nbytes)
+        base = region.addr
+        columns.append(_Column(region, [pointer - base for pointer in of_piece], nbytes))
+    return columns
 
 
 def _pointers(pool: Any, host_indices: Any, split: int) -> tuple[list[int], list[int]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 import kvferry
-from kvferry.sglang._identity import hash_of, layout_of, life, model_of
+from kvferry.sglang._identity import hashes_of, layout_of, life, model_of
 from kvferry.sglang._pools import Buffers, Pages, Pool, pieces_of
 from kvferry.vllm._offload_settings import OffloadSettings, open_store
 
@@ -89,10 +89,11 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]
                 if self._zero_copy or not is_kv:
                     what = f"pages of the pool {name} ({type(pool).__name__}) can't be stored without a copy: {error}"
                     raise ValueError(f"KVFerryStorage: {what}; choose another --hicache-mem-layout") from error
-        if self._buffers is not None and pieces is not None:
-            self._buffers.add(pool)
         writes = not shared or config.is_storage_writer
         made = Pool(pool, is_logical, writes, split, pieces)
+        if self._buffers is not None and pieces is not None:
+            self._buffers.add(pool)
+            made.find_steps(self._buffers)
         self._pools[str(name)] = made
         self._name(str(name), made, shared)
 
@@ -149,7 +150,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]
             if pool.is_logical or not keys:
                 return [True] * len(keys)
             pages = self._pages(pool, keys, host_indices)
-            hashes = [hash_of(key) for key in keys]
+            hashes = hashes_of(keys)
             with self._timed("prefetch", pages):
                 parts = [_read(space, hashes, pages, part) for part, space in enumerate(pool.spaces)]
             return [all(found) for found in zip(*parts, strict=True)] if parts else [False] * len(keys)
@@ -162,11 +163,11 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]
             if pool.is_logical or not pool.writes or not keys:
                 return [True] * len(keys)
             pages = self._pages(pool, keys, host_indices)
-            hashes = [hash_of(key) for key in keys]
+            hashes = hashes_of(keys)
             # A block leaves the store after those that follow it.
             before = getattr(extra_info, "prefix_keys", None) or []
             first = 1 if before else 0
-            chain = [hash_of(before[-1]), *hashes] if before else hashes
+            chain = [*hashes_of(before[-1:]), *hashes] if before else hashes
             here = [True] * len(keys)
             with self._timed("backup", pages):
                 for part, space in enumerate(pool.spaces):
@@ -191,7 +192,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]
             return len(keys)
         if self._opened is None:
             raise _NotOpenError
-        hashes = [hash_of(key) for key in keys]
+        hashes = hashes_of(keys)
         spaces = pool.spaces if self._zero_copy or pool is not self._pools.get(PoolName.KV.value) else [pool.copied]
         found = len(keys)
         for space in spaces:
@@ -238,7 +239,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]
     # With a copy.
 
     def exists(self, key: str) -> bool:
-        return self._quietly("exists", lambda: self._exists(hash_of(key)), False)
+        return self._quietly("exists", lambda: self._exists(hashes_of([key])[0]), False)
 
     def _exists(self, block: bytes) -> bool:
         pool = self._pool(PoolName.KV)
@@ -270,7 +271,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]
             raise _NotOpenError
         nbytes = target.numel() * target.element_size()
         with self._staged(nbytes) as region:
-            if not pool.copied.get([hash_of(key)], [(region, 0, nbytes)]):
+            if not pool.copied.get(hashes_of([key]), [(region, 0, nbytes)]):
                 return None
             page = target if target.is_contiguous() else target.contiguous()
             ctypes.memmove(page.data_ptr(), region.addr, nbytes)
@@ -290,7 +291,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]
         nbytes = page.numel() * page.element_size()
         with self._staged(nbytes) as region:
             ctypes.memmove(region.addr, page.data_ptr(), nbytes)
-            done = pool.copied.put([hash_of(key)], [(region, 0, nbytes)], priority=self._settings.priority)
+            done = pool.copied.put(hashes_of([key]), [(region, 0, nbytes)], priority=self._settings.priority)
         if done.refused or done.failed:
             self._say("set", _why(done))
         return bool(done.stored + done.present)

@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageFailureInjector, PoolName, PoolTransfer
+
 from kvferry_e2e.report import ensure
 from kvferry_e2e.sglang.hicache import pools
 from kvferry_e2e.sglang.hicache.kit import Kit, expect_nothing, expect_pages, keys, store_pages
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageFailureInjector, PoolName, PoolTransfer
 
 
 def run(kit: Kit) -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
 from kvferry_e2e.report import ensure
 from kvferry_e2e.sglang.hicache import pools
 from kvferry_e2e.sglang.hicache.kit import Kit, keys, store_pages
-from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 KV, MAMBA, SWA = PoolName.KV, PoolName.MAMBA, PoolName.SWA
 

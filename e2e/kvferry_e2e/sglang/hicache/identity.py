@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from kvferry_e2e.report import ensure
 from kvferry_e2e.sglang.hicache import pools
 from kvferry_e2e.sglang.hicache.kit import Kit, expect_nothing, expect_pages, keys, store_pages

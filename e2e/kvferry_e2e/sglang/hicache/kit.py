@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry_e2e.report import Report, ensure
-from kvferry_e2e.sglang.hicache import pools
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+from kvferry_e2e.report import Report, ensure
+from kvferry_e2e.sglang.hicache import pools
 
 
 @dataclass

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
+
 from kvferry_e2e.report import ensure
 from kvferry_e2e.sglang.hicache import pools
 from kvferry_e2e.sglang.hicache.kit import Kit, expect_nothing, expect_pages, keys, store_pages
-from sglang.srt.managers.cache_controller import HiCacheController
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 _MHA = ("page_first", "page_first_direct", "page_head", "layer_first")
 _MLA = ("page_first", "page_first_direct", "layer_first")
@@ -28,6 +29,11 @@ def run(kit: Kit) -> None:
     for layout in _MLA:
         with kit.check(f"every byte of every page comes back: MLA, {layout}") as folder:
             _round_trip(kit, folder, pools.mla(layout=layout), is_mla_model=True)
+    with kit.check("every byte of every page comes back where SGLang may move a pool's pages") as folder:
+        pool = pools.mha()
+        # As pools that share one allocation: their places are asked for in each call.
+        pool.shared_allocation_domain = object()
+        _round_trip(kit, folder, pool)
     with kit.check("pages with a tier in host memory come back") as folder:
         _round_trip(kit, folder, pools.mha(), extra={"host_gib": 0.0625})
     with kit.check("a page that is missing is False, and those behind it are read") as folder:

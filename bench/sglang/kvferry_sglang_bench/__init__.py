@@ -1,0 +1,1 @@
+"""KVFerryStorage beside kvferry's own store and SGLang's file back-end."""
