@@ -25,7 +25,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-vllm bench-offload \
+.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-vllm bench-offload bench-sglang \
     bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
@@ -194,6 +194,9 @@ bench-vllm: command-dist wheel-measured ## Measure KVFerryConnector beside Moonc
 # BENCH_OFFLOAD_ARGS="--rows soak" runs the soak of 1 000 requests, "--trace FILE" takes prompts from a trace.
 bench-offload: command-dist wheel-measured ## Measure KV that outlives the engine on real vLLM; fails if it falls short
 	$(call part,offloading in real vLLM,bench/offload/run --wheel target/dist/kvferry-*.whl $(BENCH_OFFLOAD_ARGS))
+
+bench-sglang: wheel-measured ## Measure KVFerryStorage beside kvferry's store and SGLang's file back-end (installs SGLang in the cache first)
+	$(call part,SGLang's storage side by side,bench/sglang/run --wheel target/dist/kvferry-*.whl $(BENCH_ARGS))
 
 # Counts instead of measuring time. `rustix_use_libc`: its system calls go through libc, where they are counted.
 bench-counted: ## Count system calls, allocations and copies of fixed batches; compare with bench/counted.json

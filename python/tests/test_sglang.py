@@ -1,0 +1,85 @@
+"""What `kvferry.sglang` does without SGLang: `e2e/run --parts sglang` runs it with SGLang."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import kvferry.sglang
+import pytest
+from kvferry.sglang import _identity
+from kvferry.vllm._offload_settings import OffloadSettings
+
+ROOT = Path(__file__).parents[2]
+DIGESTS = [hashlib.sha256(bytes([at])).hexdigest() for at in range(3)]
+
+
+def test_without_sglang_the_error_says_what_is_needed() -> None:
+    if importlib.util.find_spec("sglang") is not None:
+        pytest.skip("SKIPPED: SGLang is installed here")
+    with pytest.raises(RuntimeError, match=r"KVFerryStorage needs SGLang 0\.5\.23; this one is not installed"):
+        _ = kvferry.sglang.KVFerryStorage
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        _ = kvferry.sglang.Other  # type: ignore[attr-defined]
+
+
+def test_sglang_finds_the_plugin_which_installs_the_shims(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = importlib.metadata.entry_points(group="sglang.srt.plugins", name="kvferry")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setenv("KVFERRY_SHIMS", "mooncake")
+    found.load()()
+    assert type(sys.meta_path[0]).__name__ == "MooncakeFinder"
+
+
+def test_sglangs_keys_are_blocks_of_the_digest_they_spell() -> None:
+    assert _identity.hashes_of(DIGESTS) == [bytes.fromhex(digest) for digest in DIGESTS]
+    assert _identity.hashes_of([]) == []
+
+
+def test_other_keys_are_blocks_of_their_own() -> None:
+    digest = DIGESTS[0]
+    keys = [digest, digest.upper(), f"{digest}.mamba", f" {digest[1:]}", digest[:-1], "", "key", "é", digest[:32]]
+    named = [_identity.hashes_of([key])[0] for key in keys]
+    assert len(set(named)) == len(keys)
+    assert all(16 <= len(name) <= 64 for name in named)
+    # The same in one call.
+    assert _identity.hashes_of(keys) == named
+    assert _identity.hashes_of([digest, digest.upper()]) == named[:2]
+
+
+def model(folder: Path, named: str | None = None) -> str:
+    return _identity.model_of(SimpleNamespace(model_name=str(folder)), named)
+
+
+def test_other_weights_of_a_model_have_another_name(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(4 << 20))
+    (tmp_path / "config.json").write_text("{}")
+    first = model(tmp_path)
+    assert first == model(tmp_path)
+    (tmp_path / "README.md").write_text("no weights")
+    assert first == model(tmp_path)
+    weights.write_bytes(bytes(2 << 20) + b"\1" * (2 << 20))
+    second = model(tmp_path)
+    weights.write_bytes(bytes((4 << 20) + 1))
+    third = model(tmp_path)
+    (tmp_path / "config.json").write_text('{"rope_theta": 1}')
+    assert len({first, second, third, model(tmp_path)}) == 4
+
+
+def test_the_setting_model_names_the_weights_alone(tmp_path: Path) -> None:
+    assert model(tmp_path, "llama@3") == "llama@3"
+
+
+def test_the_page_names_every_setting() -> None:
+    page = (ROOT / "docs/sglang.md").read_text()
+    with pytest.raises(ValueError, match="it has ") as error:
+        OffloadSettings.of({"unknown": 1})
+    settings = re.sub(".* it has ", "", str(error.value)).split(", ")
+    assert len(settings) == 12
+    assert not [setting for setting in settings if f"`{setting}`" not in page]
