@@ -110,7 +110,7 @@ def hashes_of(keys: Sequence[str]) -> list[bytes]:
     """The names of blocks. SGLang's keys are the digits of a SHA-256, all of one length."""
     digits = "".join(keys)
     each = len(keys[0]) if keys else 0
-    if 32 <= each <= 128 and each % 2 == 0 and all(len(key) == each for key in keys):
+    if 32 <= each <= 128 and each % 2 == 0 and set(map(len, keys)) == {each}:
         with suppress(ValueError):
             joined = bytes.fromhex(digits)
             # Not so where there are capitals or spaces, which `fromhex` takes.

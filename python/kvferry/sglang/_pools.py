@@ -81,9 +81,9 @@ class Pages:
         """A part of each page from number `begin` on."""
         each = len(self.columns) // self.split
         first, *others = self.columns[each * part : each * (part + 1)]
-        memory = kvferry.Blocks(first.region, first.offsets[begin:], first.nbytes)
+        memory = kvferry.Blocks(first.region, first.offsets[begin:] if begin else first.offsets, first.nbytes)
         for column in others:
-            memory.add_pieces(column.region, column.offsets[begin:], column.nbytes)
+            memory.add_pieces(column.region, column.offsets[begin:] if begin else column.offsets, column.nbytes)
         return memory
 
 

@@ -153,6 +153,8 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]
             hashes = hashes_of(keys)
             with self._timed("prefetch", pages):
                 parts = [_read(space, hashes, pages, part) for part, space in enumerate(pool.spaces)]
+            if len(parts) == 1:
+                return parts[0]
             return [all(found) for found in zip(*parts, strict=True)] if parts else [False] * len(keys)
 
         return self._quietly(f"reading pages of the pool {name}", get, [False] * len(keys))
@@ -405,7 +407,7 @@ def _read(space: kvferry.Space, hashes: list[bytes], pages: Pages, part: int) ->
     read = [False] * len(hashes)
     at = 0
     while at < len(hashes):
-        found = space.get(hashes[at:], pages.memory(part, at))
+        found = space.get(hashes[at:] if at else hashes, pages.memory(part, at))
         read[at : at + found] = [True] * found
         at += found + 1
     return read

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache import device_pool_info as info
+from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -14,6 +15,8 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 CPU = torch.device("cpu")
 # Of the device: as small as the host pool allows.
 _DEVICE_TOKENS = 16
+# Else SGLang makes a pool only where 10 GiB more are free.
+_BUDGET_BYTES = 2 << 30
 
 
 def _pointers(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -53,7 +56,8 @@ def mha(
         dtype=dtype,
         device=CPU,
     )
-    return MHATokenToKVPoolHost(described, layout=layout, start_layer=0, end_layer=layers, **_of(pages, page_size))
+    with host_memory_budget_scope(_BUDGET_BYTES):
+        return MHATokenToKVPoolHost(described, layout=layout, start_layer=0, end_layer=layers, **_of(pages, page_size))
 
 
 def mla(
@@ -78,9 +82,11 @@ def mla(
         dtype=dtype,
         device=CPU,
     )
-    return MLATokenToKVPoolHost(
-        described, layout=layout, start_layer=0, end_layer=layers, target_layer_num=layers, **_of(pages, page_size)
-    )
+    more = _of(pages, page_size)
+    with host_memory_budget_scope(_BUDGET_BYTES):
+        return MLATokenToKVPoolHost(
+            described, layout=layout, start_layer=0, end_layer=layers, target_layer_num=layers, **more
+        )
 
 
 def mamba(*, slots: int = 64) -> Any:
@@ -89,9 +95,10 @@ def mamba(*, slots: int = 64) -> Any:
         temporal=torch.zeros(layers, capacity, 4, 32, 16),
         conv=(torch.zeros(layers, capacity, 96, 3), torch.zeros(layers, capacity, 32, 3)),
     )
-    return MambaPoolHost(
-        described, slots / capacity, 0, device_capacity=capacity, pin_memory=False, layout="page_first"
-    )
+    with host_memory_budget_scope(_BUDGET_BYTES):
+        return MambaPoolHost(
+            described, slots / capacity, 0, device_capacity=capacity, pin_memory=False, layout="page_first"
+        )
 
 
 def buffers(pool: Any) -> list[torch.Tensor]:
