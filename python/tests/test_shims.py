@@ -119,10 +119,11 @@ def test_the_vllm_plugin_installs_the_shim_if_the_startup_file_was_not_read() ->
         assert ended({}) == ("nothing\n", "")
 
 
-def test_the_plugin_is_the_only_entry_point_and_the_startup_file_lies_beside_the_package() -> None:
+def test_the_plugins_are_the_only_entry_points_and_the_startup_file_lies_beside_the_package() -> None:
     distribution = importlib.metadata.distribution("kvferry")
-    assert [(e.group, e.value) for e in distribution.entry_points] == [
-        ("vllm.general_plugins", "kvferry.vllm:register")
+    assert sorted((e.group, e.value) for e in distribution.entry_points) == [
+        ("sglang.srt.plugins", "kvferry.sglang:register"),
+        ("vllm.general_plugins", "kvferry.vllm:register"),
     ]
     root = Path(sysconfig.get_path("purelib"))
     assert root in [Path(p) for p in site.getsitepackages()]

@@ -18,9 +18,9 @@ def run(*args: str, cwd: Path) -> str:
 
 
 def test_the_stubs_match_the_native_module(tmp_path: Path) -> None:
-    # `kvferry.vllm` has no stubs and cannot be imported without vLLM.
+    # `kvferry.vllm` and `kvferry.sglang` have no stubs and cannot be imported without their engines.
     without = tmp_path / "without"
-    without.write_text(r"kvferry\.vllm(\..*)?")
+    without.write_text(r"kvferry\.(vllm|sglang)(\..*)?")
     options = ["--concise", "--ignore-disjoint-bases", "--mypy-config-file", str(ROOT / "pyproject.toml")]
     # In another folder, so that stubtest finds the installed package and not the checkout.
     assert run("-m", "mypy.stubtest", "kvferry", *options, "--allowlist", str(without), cwd=tmp_path) == ""
