@@ -55,9 +55,9 @@ def sglang_phases(run: Run) -> None:
     # Decode waits for most of this time.
     with _hicache(run, overlay):
         checks.prefill_dies(report, p1, d1, answers)
-    again = start("p1-again", "prefill", like=p1)
-    pairs = _stock_pair(run, start)
-    run.ready(again, *pairs)
+        again = start("p1-again", "prefill", like=p1)
+        pairs = _stock_pair(run, start)
+        run.ready(again, *pairs)
     with report.check("sglang: prefill restarted: the next request works"):
         prompt, expected = answers[-1]
         checks.ensure(handoff(again, d1, prompt).tokens == expected, "the tokens differ, or an error")
@@ -88,7 +88,7 @@ def _hicache(run: Run, overlay: Path) -> Iterator[None]:
     ):
         try:
             yield
-            checks_of_storage.wait(timeout=300)
+            checks_of_storage.wait(timeout=600)
         finally:
             checks_of_storage.kill()
     run.report.take(found)
