@@ -47,9 +47,8 @@ fn retention(py: Python<'_>, priority: i64, duration_ms: Option<u64>) -> PyResul
     match u8::try_from(priority) {
         Ok(priority) => Ok(Retention { priority, duration_ms }),
         Err(_) => {
-            let what = format!(
-                "retention priority {priority}: it must be between 0 and {PRIORITY_MAX}"
-            );
+            let what =
+                format!("retention priority {priority}: it must be between 0 and {PRIORITY_MAX}");
             Err(error::invalid(py, &what))
         }
     }
