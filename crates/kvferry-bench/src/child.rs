@@ -68,7 +68,10 @@ impl Child {
 
     /// Asks the child, and waits for its answer for `patience`. A child that does not answer in time
     /// must be dropped: its answer would be taken for that of the next ask.
-    pub(crate) fn ask_within<Q: Serialize, A: DeserializeOwned>(
+    ///
+    /// # Errors
+    /// What the child failed with, that it has ended, or that it does not answer.
+    pub fn ask_within<Q: Serialize, A: DeserializeOwned>(
         &mut self,
         ask: &Q,
         patience: Duration,

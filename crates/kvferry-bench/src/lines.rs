@@ -78,7 +78,10 @@ impl<R: Read, W: Write> Lines<R, W> {
     }
 
     /// As [`Lines::receive`], but fails with `TimedOut` after `patience`.
-    pub(crate) fn receive_within<T: DeserializeOwned>(
+    ///
+    /// # Errors
+    /// Those of [`Lines::receive`], and `TimedOut`.
+    pub fn receive_within<T: DeserializeOwned>(
         &mut self,
         patience: Duration,
     ) -> io::Result<Option<T>>

@@ -424,6 +424,7 @@ Examples:
   kvferry demo store --prefix-tokens 32768          a longer prefix: computing it takes longer
   kvferry demo store --directory /mnt/nvme/kv       keep the store; look at it with kvferry store stat
   kvferry demo store --json --quiet | jq .killed    for a program
+  kvferry demo store --seam tensorrt-llm            TensorRT-LLM's connector, and a flipped byte
 
 Each engine is a process. All but the first put the blocks of their KV into a store of kvferry on disk:
   without a store  serves the prompts of the second start: the right tokens
@@ -451,13 +452,15 @@ The store takes 8 KiB of disk for each token of the prefix, more if several engi
 #[derive(Debug, Clone, Args)]
 #[command(after_long_help = DEMO_STORE_EXAMPLES)]
 pub(crate) struct DemoStoreArgs {
-    /// Tokens that all prompts begin with, 4 KiB of KV each
-    #[arg(long, default_value_t = 8192, value_name = "TOKENS",
-          value_parser = clap::value_parser!(u32).range(256..=32_768))]
-    pub(crate) prefix_tokens: u32,
-    /// Prompts with this prefix
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=64))]
-    pub(crate) requests: u32,
+    /// Whose calls the engine makes
+    #[arg(long, value_enum, default_value_t = Seam::Reference)]
+    pub(crate) seam: Seam,
+    /// Tokens that all prompts begin with, 4 KiB of KV each [default: 8192]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(256..=32_768))]
+    pub(crate) prefix_tokens: Option<u32>,
+    /// Prompts with this prefix [default: 3]; with tensorrt-llm, prompts of many lengths [default: 20]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) requests: Option<u32>,
     /// Where the store is made; it stays there. Must be empty, or not exist
     /// [default: a folder of temporary files, removed in the end]
     #[arg(long, value_name = "DIRECTORY")]
@@ -471,6 +474,16 @@ pub(crate) struct DemoStoreArgs {
     /// Flip one byte of a block after the second start has read it: the demo must notice
     #[arg(long, hide = true)]
     pub(crate) inject_fault: bool,
+}
+
+/// Through which interface an engine of the demo of the store uses kvferry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Seam {
+    /// The reference engine's own
+    Reference,
+    /// TensorRT-LLM's connector, restated: what `python3 -m kvferry.trtllm.demo` runs. Needs a Python
+    /// that has kvferry's wheel: python3, or what KVFERRY_PYTHON names
+    TensorrtLlm,
 }
 
 /// Which transport the engines of a demo use.

@@ -1,6 +1,8 @@
 //! Output: results to standard output, everything else to standard error.
 
+use std::fs;
 use std::io::{self, IsTerminal, Write};
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -81,6 +83,22 @@ fn tell(bar: ProgressBar) {
 /// The bar on the terminal, if there is one.
 static SHOWN: Mutex<Option<ProgressBar>> = Mutex::new(None);
 
+/// The folder of this process that nobody needs after it.
+static TEMPORARY: Mutex<Option<PathBuf>> = Mutex::new(None);
+
+/// Has SIGINT and SIGTERM remove this folder, too.
+pub(crate) fn remove_when_interrupted(folder: &Path) {
+    *TEMPORARY.lock().unwrap_or_else(PoisonError::into_inner) = Some(folder.to_path_buf());
+}
+
+/// Removes the folder. Helper processes may still make files in it.
+fn remove_temporary() {
+    let folder = TEMPORARY.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let Some(folder) = folder else { return };
+    let is_gone = || fs::remove_dir_all(&folder).is_ok();
+    let _ = (0..10).any(|_| is_gone());
+}
+
 /// Has SIGINT and SIGTERM clear the bar before they end the process, with the exit status that its parent
 /// expects. Helper processes end with it.
 pub(crate) fn clear_when_interrupted() -> io::Result<()> {
@@ -89,6 +107,7 @@ pub(crate) fn clear_when_interrupted() -> io::Result<()> {
         for signal in &mut signals {
             let shown = SHOWN.lock().unwrap_or_else(PoisonError::into_inner);
             shown.iter().for_each(ProgressBar::finish_and_clear);
+            remove_temporary();
             // The lock is held, so no bar is drawn any more.
             let _ = emulate_default_handler(signal);
         }

@@ -1,9 +1,12 @@
 //! `kvferry demo store` as its users run it.
 
 use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 fn demo_store(more: &[&str]) -> Output {
@@ -84,4 +87,44 @@ fn a_directory_that_is_given_keeps_the_store_and_is_not_used_twice() {
     let again = demo_store(&["--directory", directory.path()]);
     assert_eq!(again.status.code(), Some(2), "{}", errors(&again));
     assert!(errors(&again).contains("not empty"), "{}", errors(&again));
+}
+
+#[test]
+fn ctrl_c_leaves_no_temporary_folder() {
+    let temporary = Directory::new("demo-store-interrupted");
+    fs::create_dir(temporary.path()).expect("a new folder");
+    let inside = || fs::read_dir(temporary.path()).expect("it is there").next();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    command.args(["demo", "store", "--prefix-tokens", "32768"]).env("TMPDIR", temporary.path());
+    let mut child = command.stderr(Stdio::piped()).spawn().expect("the command starts");
+    let mut said = String::new();
+    let mut errors = BufReader::new(child.stderr.take().expect("a pipe"));
+    errors.read_line(&mut said).expect("it says what it does");
+    assert!(inside().is_some(), "{said}");
+    let pid = Pid::from_child(&child);
+    kill_process(pid, Signal::INT).expect("it runs");
+    let status = child.wait().expect("it ends");
+    assert_eq!(status.signal(), Some(Signal::INT.as_raw()), "{status}");
+    assert!(inside().is_none(), "{:?}", inside());
+}
+
+#[test]
+fn the_seam_of_tensorrt_llm_is_a_python_program_that_judges_itself() {
+    let seam = |python: &str, more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+        command.args(["demo", "store", "--seam", "tensorrt-llm"]).args(more);
+        command.env("KVFERRY_PYTHON", python).output().expect("the command starts")
+    };
+    // `python` answers as programs of that name do: the result is its exit status.
+    for (python, code, says) in [
+        ("true", 0, ""),
+        ("false", 4, "does not have kvferry.trtllm"),
+        ("/no/python", 4, "set KVFERRY_PYTHON"),
+    ] {
+        let output = seam(python, &["--requests", "2", "--json"]);
+        assert_eq!(output.status.code(), Some(code), "{python}: {}", errors(&output));
+        assert!(errors(&output).contains(says), "{python}: {}", errors(&output));
+    }
+    let refused = seam("true", &["--prefix-tokens", "512"]);
+    assert_eq!(refused.status.code(), Some(2), "{}", errors(&refused));
 }

@@ -104,24 +104,25 @@ def main() -> int:
     )
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--load", choices=("sync", "async"), default="sync")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         print(json.dumps(serve(options.prompts, options.load)))
         return 0
     with tempfile.TemporaryDirectory() as temporary:
-        return _compare(options.directory or Path(temporary) / "kv", options.prompts, options.load)
+        report = _compare(options.directory or Path(temporary) / "kv", options.prompts, options.load)
+    print(json.dumps(report, indent=2) if options.json else _text(report))
+    return 1 if any(run["complaint"] for run in report["runs"]) else 0
 
 
-def _compare(directory: Path, prompts: int, load: str) -> int:
+def _compare(directory: Path, prompts: int, load: str) -> dict[str, Any]:
     alone = Engine(Cache(_SHAPE), None).run(requests(prompts))
     expected = [it.generated for it in alone]
     blocks = full_blocks(alone)
     # What the damaged block and those behind it are.
     lost = (alone[0].prompt_len - 1) // _TOKENS_PER_BLOCK
-    print(f"{prompts} prompts, {sum(it.prompt_len for it in alone)} tokens, {blocks} full blocks; loads: {load}")
-    print(f"{'':34}{'blocks loaded':>14}{'tokens computed':>17}{'tokens generated':>18}")
-    wrong = 0
+    runs = []
     pattern = b""
     for name, must in (("first run", 0), ("second run", blocks), ("third run, one byte flipped", blocks - lost)):
         if name.startswith("third"):
@@ -131,10 +132,36 @@ def _compare(directory: Path, prompts: int, load: str) -> int:
         pattern = pattern or bytes.fromhex(found["pattern"])
         is_equal = found["generated"] == expected
         is_right = is_equal and found["loaded"] == must
-        wrong += not is_right
-        note = "" if is_right else f"  WRONG: {must} blocks must be loaded, and the same tokens generated"
-        print(f"{name:34}{found['loaded']:>14}{found['computed']:>17}{'equal' if is_equal else 'DIFFERENT':>18}{note}")
-    return 1 if wrong else 0
+        runs.append(
+            {
+                "name": name,
+                "loaded_blocks": found["loaded"],
+                "computed_tokens": found["computed"],
+                "generated_equal": is_equal,
+                "complaint": "" if is_right else f"{must} blocks must be loaded, and the same tokens generated",
+            }
+        )
+    return {
+        "schema": "kvferry.trtllm-demo/1",
+        "prompts": prompts,
+        "prompt_tokens": sum(it.prompt_len for it in alone),
+        "full_blocks": blocks,
+        "load": load,
+        "runs": runs,
+    }
+
+
+def _text(report: dict[str, Any]) -> str:
+    lines = [
+        f"{report['prompts']} prompts, {report['prompt_tokens']} tokens, {report['full_blocks']} full blocks; "
+        f"loads: {report['load']}",
+        f"{'':34}{'blocks loaded':>14}{'tokens computed':>17}{'tokens generated':>18}",
+    ]
+    for run in report["runs"]:
+        equal = "equal" if run["generated_equal"] else "DIFFERENT"
+        note = f"  WRONG: {run['complaint']}" if run["complaint"] else ""
+        lines.append(f"{run['name']:34}{run['loaded_blocks']:>14}{run['computed_tokens']:>17}{equal:>18}{note}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -31,3 +32,13 @@ def test_the_demo_fails_where_a_directory_is_not_new(tmp_path: Path) -> None:
     again = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert again.returncode == 1
     assert "WRONG: 0 blocks must be loaded" in again.stdout
+
+
+def test_the_demo_prints_json(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvferry.trtllm.demo", "--prompts", "2", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    report = json.loads(ended.stdout)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    loaded = [run["loaded_blocks"] for run in report["runs"]]
+    assert loaded[:2] == [0, report["full_blocks"]]
+    assert all(run["generated_equal"] and not run["complaint"] for run in report["runs"])

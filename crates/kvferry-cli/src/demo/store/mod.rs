@@ -6,9 +6,11 @@
 mod connector;
 pub(crate) mod engine;
 mod report;
+mod seam;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use indicatif::ProgressBar;
 use kvferry_bench::child::Child;
@@ -16,7 +18,7 @@ use kvferry_bench::failure::Failure;
 use kvferry_bench::lines::Answer;
 use kvferry_refengine::{EngineConfig, GroupCache, GroupSpec, LoadFailurePolicy, ModelSpec};
 
-use crate::cli::DemoStoreArgs;
+use crate::cli::{DemoStoreArgs, Seam};
 use crate::output;
 
 use connector::Fault;
@@ -47,7 +49,16 @@ const SAYS: usize = 4;
 /// finds everything written.
 const KILLS_MAX: usize = 5;
 
+/// How long a start may take. The longest prefix is computed in some 20 s.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+const PREFIX_TOKENS: u32 = 8192;
+const REQUESTS: u32 = 3;
+
 pub(crate) fn run(args: &DemoStoreArgs) -> Result<(), Failure> {
+    if args.seam == Seam::TensorrtLlm {
+        return seam::tensorrt_llm(args);
+    }
     let plan = Plan::new(args);
     let place = Place::new(args.directory.as_deref())?;
     if !args.quiet {
@@ -76,6 +87,7 @@ impl Place {
             let name = format!("kvferry-demo-store-{}", std::process::id());
             let directory = std::env::temp_dir().join(name);
             fs::create_dir(&directory).map_err(|error| failed(&directory, error))?;
+            output::remove_when_interrupted(&directory);
             return Ok(Place { directory, is_temporary: true });
         };
         fs::create_dir_all(given).map_err(|error| failed(given, error))?;
@@ -114,10 +126,11 @@ struct Plan {
 impl Plan {
     fn new(args: &DemoStoreArgs) -> Plan {
         let model = ModelSpec::new(vec![GroupSpec::full(HEADS, HEAD_BYTES)], LAYERS);
-        let prefix_tokens = args.prefix_tokens as usize;
+        let prefix_tokens = args.prefix_tokens.unwrap_or(PREFIX_TOKENS) as usize;
         let prefix = random_tokens(&model, 0, prefix_tokens);
         let prompt = |number| [prefix.clone(), random_tokens(&model, number, OWN_TOKENS)].concat();
-        let prompts: Vec<_> = (1..=u64::from(args.requests)).map(prompt).collect();
+        let prompts: Vec<_> =
+            (1..=u64::from(args.requests.unwrap_or(REQUESTS))).map(prompt).collect();
         let longer = [prompts[0].clone(), random_tokens(&model, u64::MAX, LONGER_BY)].concat();
         Plan { prefix_tokens, model, prompts, longer, has_fault: args.inject_fault }
     }
@@ -168,7 +181,7 @@ impl Plan {
         };
         let serve_with = |what: &'static str, start: Start| {
             step(what);
-            let served = Child::spawn(&[COMMAND])?.ask::<_, Served>(&start);
+            let served = Child::spawn(&[COMMAND])?.ask_within::<_, Served>(&start, PATIENCE);
             bar.inc(1);
             served.map_err(|failure| failure.while_doing(what))
         };
@@ -209,7 +222,7 @@ fn kill(start: &Start) -> Result<(), Failure> {
     let mut child = Child::spawn(&[COMMAND])?;
     let (mut answers, mut asks) = child.take_pipe()?;
     asks.send(start)?;
-    match answers.receive::<Answer<Served>>()? {
+    match answers.receive_within::<Answer<Served>>(PATIENCE)? {
         Some(Ok(_)) => Err(Failure::Failed("it ended before it was killed".into())),
         Some(Err(failure)) => Err(failure),
         None => {
