@@ -21,7 +21,8 @@ _SPECIAL = (1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257, 512, 1000, MAX_TOKENS)
 _IS_INSTALLED = """
 import importlib.metadata, importlib.util
 names = [d.metadata["Name"] or "" for d in importlib.metadata.distributions()]
-print(*[name for name in names if "mooncake" in name], importlib.util.find_spec("mooncake") or "")
+print(*[name for name in names if "mooncake" in name or "nixl" in name])
+print(importlib.util.find_spec("mooncake") or "", importlib.util.find_spec("nixl") or "")
 """
 
 Answers = list[tuple[Tokens, Tokens]]
@@ -62,17 +63,21 @@ def through(prefills: Sequence[SGLang], decodes: Sequence[SGLang]) -> Ask:
 
 
 def engine_is_kvferry(report: Report, python: Path, servers: Sequence[SGLang]) -> None:
-    with report.check("sglang: the engine is kvferry's, and Mooncake is not installed"):
+    with report.check(f"sglang{_on(servers[0])}: the engine is kvferry's, and neither Mooncake nor NIXL is installed"):
         one = servers[0]
         env = environment_of(one.setup.site, one.overlay, None, one.setup.scratch)
         del env["KVFERRY_SHIMS"]
         found = subprocess.run(
             [str(python), "-c", _IS_INSTALLED], env=env, capture_output=True, text=True, check=True, timeout=60
         )
-        ensure(not found.stdout.strip(), f"Mooncake is installed: {found.stdout}")
+        ensure(not found.stdout.strip(), f"installed: {found.stdout}")
         for server in servers:
             ensure(server.log_has("kvferry::agent: agent started"), f"{server.log} does not name kvferry's engine")
             ensure(server.log_has("session established"), f"{server.log} shows no session of kvferry")
+
+
+def _on(server: SGLang) -> str:
+    return " on nixl" if server.shim == "nixl" else ""
 
 
 def decode_uses_prefills_kv(report: Report, prefill: SGLang, decode: SGLang, answers: Answers) -> None:
@@ -80,7 +85,7 @@ def decode_uses_prefills_kv(report: Report, prefill: SGLang, decode: SGLang, ans
     (sent, expected), (other, others) = next(
         (one, two) for one in answers for two in answers if len(one[0]) == len(two[0]) >= 255 and one[0] != two[0]
     )
-    with report.check("sglang: control: decode answers from prefill's KV, whatever prompt it was given"):
+    with report.check(f"sglang{_on(prefill)}: control: decode answers from prefill's KV, whatever prompt it was given"):
         reply = handoff(prefill, decode, sent, asked=other)
         ensure(reply.tokens != others, "decode has computed its prompt itself")
         ensure(reply.tokens == expected, mismatch(sent, reply.tokens, expected))
@@ -88,7 +93,9 @@ def decode_uses_prefills_kv(report: Report, prefill: SGLang, decode: SGLang, ans
 
 def prefill_dies(report: Report, prefill: SGLang, decode: SGLang, answers: Answers) -> None:
     """Kills prefill while requests run. Each ends, with the right tokens or an error."""
-    with report.check("sglang: prefill SIGKILLed under load: answers are right or errors, decode lives") as note:
+    with report.check(
+        f"sglang{_on(prefill)}: prefill SIGKILLed under load: answers are right or errors, decode lives"
+    ) as note:
         begun = threading.Semaphore(0)
 
         def ask(answer: tuple[Tokens, Tokens]) -> Reply:
@@ -110,6 +117,13 @@ def prefill_dies(report: Report, prefill: SGLang, decode: SGLang, answers: Answe
         ensure(right < len(ended), "all requests were answered before prefill was killed")
         ensure(decode.alive(), f"decode is dead; its log ends:\n{decode.log_tail()}")
         note.text = f"{right} right, {len(ended) - right} errors"
+
+
+def works_again(report: Report, prefill: SGLang, decode: SGLang, answers: Answers) -> None:
+    """`prefill`: a restarted one."""
+    with report.check(f"sglang{_on(prefill)}: prefill restarted: the next request works"):
+        prompt, expected = answers[-1]
+        ensure(handoff(prefill, decode, prompt).tokens == expected, "the tokens differ, or an error")
 
 
 def no_crash(report: Report, servers: Sequence[Server], stopped: Sequence[Server]) -> None:

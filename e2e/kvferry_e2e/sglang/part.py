@@ -12,7 +12,7 @@ from kvferry_e2e.overlay import mooncake_overlay
 from kvferry_e2e.prompts import Prompts
 from kvferry_e2e.sglang import checks
 from kvferry_e2e.sglang.environment import sglang_overlay
-from kvferry_e2e.sglang.server import SGLang, SGLangRouter, environment_of, generate, handoff
+from kvferry_e2e.sglang.server import SGLang, SGLangRouter, environment_of, generate
 
 if TYPE_CHECKING:
     from kvferry_e2e.__main__ import Run
@@ -57,19 +57,32 @@ def sglang_phases(run: Run) -> None:
         checks.prefill_dies(report, p1, d1, answers)
         again = start("p1-again", "prefill", like=p1)
         pairs = _stock_pair(run, start)
-        run.ready(again, *pairs)
-    with report.check("sglang: prefill restarted: the next request works"):
-        prompt, expected = answers[-1]
-        checks.ensure(handoff(again, d1, prompt).tokens == expected, "the tokens differ, or an error")
+        nixl = start("p-nixl", "prefill", shim="nixl"), start("d-nixl", "decode", shim="nixl")
+        run.ready(again, *pairs, *nixl)
+    checks.works_again(report, again, d1, answers)
     checks.equal(report, "1P1D, prefill restarted", answers, checks.through([again], [d1]))
     if pairs:
         stock_prefill, stock_decode = pairs
         checks.equal(report, "stock Mooncake to kvferry", answers, checks.through([stock_prefill], [d1]))
         checks.equal(report, "kvferry to stock Mooncake", answers, checks.through([again], [stock_decode]))
+    nixl_again = _over_nixl(run, *nixl, answers, start)
     servers = [server for server in run.servers if isinstance(server, SGLang)]
-    checks.no_crash(report, servers, [d1, again, *pairs])
+    checks.no_crash(report, servers, [d1, again, *pairs, nixl[1], nixl_again])
     for server in servers:
         server.kill()
+
+
+def _over_nixl(run: Run, prefill: SGLang, decode: SGLang, answers: checks.Answers, start: Any) -> SGLang:
+    """The same through SGLang's NIXL backend. Returns the restarted prefill."""
+    report = run.report
+    checks.equal(report, "1P1D on nixl", answers, checks.through([prefill], [decode]))
+    checks.decode_uses_prefills_kv(report, prefill, decode, answers)
+    checks.engine_is_kvferry(report, run.setup.environment.python, (prefill, decode))
+    checks.prefill_dies(report, prefill, decode, answers)
+    again: SGLang = start("p-nixl-again", "prefill", like=prefill, shim="nixl")
+    run.ready(again)
+    checks.works_again(report, again, decode, answers)
+    return again
 
 
 @contextmanager

@@ -53,8 +53,10 @@ def generate(port: int, prompt: Tokens, timeout_s: float = 120, **more: Any) -> 
         connection.close()
 
 
-def environment_of(site: Path, overlay: Path, engine: Path | None, scratch: Path) -> dict[str, str]:
-    """The environment of SGLang's processes. `engine`: the stock Mooncake, else kvferry's drop-in is used."""
+def environment_of(
+    site: Path, overlay: Path, engine: Path | None, scratch: Path, shim: str = "mooncake"
+) -> dict[str, str]:
+    """The environment of SGLang's processes. `engine`: the stock Mooncake, else kvferry's drop-in `shim` is used."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "KVFERRY_", "MC_", "PYTHON"))}
     folders = [PLUG, *([site] if engine is None else [engine]), overlay]
     return {
@@ -68,7 +70,7 @@ def environment_of(site: Path, overlay: Path, engine: Path | None, scratch: Path
         "HF_HUB_OFFLINE": "1",
         "MC_FORCE_TCP": "1",
         "TMPDIR": str(scratch),
-        **({"KVFERRY_SHIMS": "mooncake", "KVFERRY_LOG": "info"} if engine is None else {}),
+        **({"KVFERRY_SHIMS": shim, "KVFERRY_LOG": "info"} if engine is None else {}),
     }
 
 
@@ -78,6 +80,7 @@ class SGLang(Server):
     overlay: Path
     # The folder of the stock Mooncake, or None for kvferry's drop-in.
     stock: Path | None = None
+    shim: Literal["mooncake", "nixl"] = "mooncake"
     bootstrap: int = field(default_factory=free_port)
 
     def command(self) -> list[str]:
@@ -97,7 +100,7 @@ class SGLang(Server):
         if self.role != "both":
             options |= {
                 "--disaggregation-mode": self.role,
-                "--disaggregation-transfer-backend": "mooncake_tcp",
+                "--disaggregation-transfer-backend": "nixl" if self.shim == "nixl" else "mooncake_tcp",
                 "--disaggregation-bootstrap-port": str(self.bootstrap),
             }
         if self.role == "decode":
@@ -108,7 +111,7 @@ class SGLang(Server):
         return server + [word for option in options.items() for word in option] + flags
 
     def environment(self) -> dict[str, str]:
-        base = environment_of(self.setup.site, self.overlay, self.stock, self.setup.scratch)
+        base = environment_of(self.setup.site, self.overlay, self.stock, self.setup.scratch, self.shim)
         return base | (dict(self.setup.engine_env) if self.stock is None else {})
 
 
