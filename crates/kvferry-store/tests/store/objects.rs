@@ -32,6 +32,8 @@ struct Held {
     does_fail: bool,
     does_drop: bool,
     does_refuse_puts: bool,
+    /// Fails each put of the object that was put first.
+    does_fail_first: bool,
     is_held: bool,
     /// What carries out requests that are held.
     held: Vec<Box<dyn FnOnce() + Send>>,
@@ -127,6 +129,10 @@ impl Objects for Remote {
         self.0.set(|state| state.puts.push(name.clone()));
         if self.0.state().does_refuse_puts {
             return done.end(Err(Fault::Refused("403".into())));
+        }
+        let is_first = self.0.state().puts.first() == Some(&name);
+        if is_first && self.0.state().does_fail_first {
+            return done.end(Err(Fault::Failed("500".into())));
         }
         self.0.request(done, move |state| match if_exists {
             IfExists::Replace => drop(state.objects.insert(name, content)),
@@ -479,11 +485,7 @@ fn a_host_that_may_not_upload_fetches() {
     let engine = Engine::open(&with_objects(&folder, tier(&memory).away(3, long, long)), LEN);
     memory.set(|state| state.does_refuse_puts = true);
     engine.put(&prompt(2, 20), 0);
-    let began = std::time::Instant::now();
-    while engine.store.stats().upload_failed < 3 {
-        assert!(began.elapsed() < SOON, "{:?}", engine.store.stats());
-        std::thread::yield_now();
-    }
+    wait_failed(&engine, 3);
     assert_eq!((prefetch(&engine, &there), engine.get(&there, 0)), (5, 5));
     assert_eq!(engine.store.stats().is_away, 1);
     // Closing does not wait for what is refused.
@@ -498,16 +500,46 @@ fn uploads_wait_for_an_object_store_that_is_away() {
     memory.set(|state| state.does_fail = true);
     let prompt = prompt(1, 10);
     assert_eq!(engine.put(&prompt, 0).stored, 10);
-    let began = std::time::Instant::now();
     // More probes than a block has tries.
-    while engine.store.stats().upload_failed < 20 {
-        assert!(began.elapsed() < SOON, "{:?}", engine.store.stats());
-        std::thread::yield_now();
-    }
+    wait_failed(&engine, 20);
     memory.set(|state| state.does_fail = false);
     let stats = flush(&engine);
     assert_eq!((stats.uploaded + stats.upload_dropped, stats.uploads_waiting), (10, 0));
     assert_eq!((stats.upload_dropped, memory.state().objects.len()), (0, 10));
+}
+
+#[test]
+fn an_outage_costs_no_block_however_often_one_is_tried_in_it() {
+    let (memory, folder) = (Memory::new(), Folder::new("one-waits"));
+    let engine = engine(&folder, &memory);
+    memory.set(|state| state.does_fail = true);
+    // Alone: each failure is one of it, before the object store counts as away, too.
+    assert_eq!(engine.put(&prompt(1, 1), 0).stored, 1);
+    wait_failed(&engine, 20);
+    memory.set(|state| state.does_fail = false);
+    let stats = flush(&engine);
+    assert_eq!((stats.uploaded, stats.upload_dropped), (1, 0));
+}
+
+#[test]
+fn a_block_whose_upload_always_fails_keeps_no_other_waiting_and_is_given_up() {
+    let (memory, folder) = (Memory::new(), Folder::new("poison"));
+    let engine = engine(&folder, &memory);
+    memory.set(|state| state.does_fail_first = true);
+    engine.put(&prompt(1, 10), 0);
+    wait_failed(&engine, 20);
+    assert_eq!((memory.state().objects.len(), engine.store.stats().upload_dropped), (9, 0));
+    engine.put(&prompt(2, 5), 0);
+    let stats = flush(&engine);
+    assert_eq!((stats.uploaded, stats.upload_dropped, stats.uploads_waiting), (14, 1, 0));
+}
+
+fn wait_failed(engine: &Engine, uploads: u64) {
+    let began = std::time::Instant::now();
+    while engine.store.stats().upload_failed < uploads {
+        assert!(began.elapsed() < SOON, "{:?}", engine.store.stats());
+        std::thread::yield_now();
+    }
 }
 
 #[test]
