@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import kvferry.sglang
 import pytest
@@ -70,6 +71,70 @@ def test_other_weights_of_a_model_have_another_name(tmp_path: Path) -> None:
     third = model(tmp_path)
     (tmp_path / "config.json").write_text('{"rope_theta": 1}')
     assert len({first, second, third, model(tmp_path)}) == 4
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
+    """As in a process of SGLang's server."""
+    monkeypatch.setattr(_identity, "server_arguments", lambda: SimpleNamespace(**arguments))
+
+
+@pytest.mark.parametrize("given", ["name={}", "{}", {"lora_name": "name", "lora_path": "{}"}])
+def test_another_adapter_at_the_same_path_is_another_model(
+    given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    adapter.mkdir()
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(bytes(1 << 20))
+    if isinstance(given, str):
+        given = given.format(adapter)
+    else:
+        given = {**given, "lora_path": str(adapter)}
+    serve(monkeypatch, model_path=str(base))
+    without = model(base)
+    serve(monkeypatch, model_path=str(base), lora_paths=[given])
+    first = model(base)
+    assert first == model(base)
+    weights.write_bytes(b"\1" * (1 << 20))
+    assert len({without, first, model(base)}) == 3
+
+
+CONFIG = SimpleNamespace(tp_size=1, tp_lcm_size=None, is_mla_model=False, logical_page_size=None)
+
+
+def layout(name: str = "kv", **pool: Any) -> bytes:
+    return _identity.layout_of(CONFIG, name, SimpleNamespace(**{"layer_num": 2, **pool}), [64], 1, copied=False)
+
+
+def test_the_two_kinds_of_fp8_are_apart_though_host_pools_have_both_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for kind in ("fp8_e4m3", "fp8_e5m2"):
+        serve(monkeypatch, kv_cache_dtype=kind)
+        found.add(layout(dtype="torch.uint8"))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "pool", "apart"),
+    [
+        ("kv", {}, False),
+        ("draft", {}, True),
+        ("draft_swa", {}, True),
+        # Layers of the draft model lie behind those of the model in one pool.
+        ("kv", {"target_layer_num": 1}, True),
+        ("kv", {"target_layer_num": 2}, False),
+    ],
+)
+def test_pages_with_kv_of_a_draft_model_depend_on_its_weights(
+    name: str, pool: dict[str, Any], apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(monkeypatch, speculative_draft_model_path=str(tmp_path))
+    found = set()
+    for value in (b"\0", b"\1"):
+        (tmp_path / "model.safetensors").write_bytes(value * 4096)
+        found.add(layout(name, **pool))
+    assert len(found) == 1 + apart
 
 
 def test_the_setting_model_names_the_weights_alone(tmp_path: Path) -> None:

@@ -7,25 +7,37 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Of each file of weights, so much at so many places is read.
-_SAMPLES = 16
-_SAMPLE_BYTES = 64 << 10
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+from kvferry._weights import weights_of
+
 # Arguments of the server that change the KV of the same tokens, and that the pool does not show.
 _ARGUMENTS = (
     "revision",
     "quantization",
     "weight_version",
     "dtype",
-    "kv_cache_dtype",
     "quantization_param_path",
     "load_format",
     "json_model_override_args",
+    "model_loader_extra_config",
+    "modelopt_quant",
+    "rl_quant_profile",
+    "kt_weight_path",
+)
+# The same, whatever names the model. Host pools have FP8 of either kind as bytes.
+_OF_CACHE = ("kv_cache_dtype",)
+# Those that change the KV of the draft model of speculative decoding.
+_OF_DRAFT = (
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+    "speculative_draft_model_quantization",
+    "speculative_draft_load_format",
+    "speculative_draft_kv_cache_dtype",
 )
 # What a pool says of the bytes of its pages.
 _GEOMETRY = (
@@ -56,32 +68,42 @@ def server_arguments() -> Any | None:
 
 
 def model_of(config: Any, named: str | None) -> str:
-    """The model and its weights. `named`: the setting `model`, which replaces all of it."""
-    if named is not None:
-        return named
+    """The model, its weights and its adapters. `named`: the setting `model`, which replaces the model and its weights."""
     arguments = server_arguments()
-    parts = [str(config.model_name)]
-    parts += [f"{name}={getattr(arguments, name, None)}" for name in _ARGUMENTS if arguments is not None]
-    folder = getattr(arguments, "model_path", None) or config.model_name
-    if folder is not None and Path(folder).is_dir():
-        parts.append(f"weights={_weights(Path(folder))}")
+    parts = [named or str(config.model_name)]
+    if named is None:
+        parts += _given(arguments, _ARGUMENTS)
+        parts += _weights(getattr(arguments, "model_path", None) or config.model_name)
+    # SGLang's keys have an adapter's name and path.
+    for adapter in getattr(arguments, "lora_paths", None) or ():
+        path = _path_of(adapter)
+        parts += [f"lora={path}", *_weights(path)]
     return " ".join(parts)
 
 
-def _weights(folder: Path) -> str:
-    """A hash of the configuration and of samples of the weights, which other weights of one shape do not have."""
-    found = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        if file.name == "config.json":
-            found.update(file.read_bytes())
-        elif file.suffix in _WEIGHTS:
-            nbytes = file.stat().st_size
-            found.update(f"{file.name} {nbytes} ".encode())
-            with open(file, "rb") as weights:
-                for sample in range(_SAMPLES):
-                    weights.seek(max(0, nbytes - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                    found.update(weights.read(_SAMPLE_BYTES))
-    return found.hexdigest()[:32]
+def _given(arguments: Any | None, names: Sequence[str]) -> list[str]:
+    return [f"{name}={getattr(arguments, name, None)}" for name in names if arguments is not None]
+
+
+def _weights(folder: str | None) -> list[str]:
+    return [f"weights={weights_of(Path(folder))}"] if folder is not None and Path(folder).is_dir() else []
+
+
+def _path_of(adapter: Any) -> str:
+    """Of ``NAME=PATH``, ``PATH``, or what SGLang has made of them."""
+    if isinstance(adapter, str):
+        return adapter.partition("=")[2] or adapter
+    path = adapter.get("lora_path") if isinstance(adapter, Mapping) else getattr(adapter, "lora_path", None)
+    return str(path)
+
+
+def _draft(name: str, pool: Any) -> list[str] | None:
+    """What names the draft model, where a pool has KV of it."""
+    layers = getattr(pool, "layer_num", None)
+    if not name.startswith("draft") and getattr(pool, "target_layer_num", layers) == layers:
+        return None
+    arguments = server_arguments()
+    return _given(arguments, _OF_DRAFT) + _weights(getattr(arguments, "speculative_draft_model_path", None))
 
 
 def layout_of(config: Any, name: str, pool: Any, pieces: list[int] | None, split: int, *, copied: bool) -> bytes:
@@ -94,6 +116,8 @@ def layout_of(config: Any, name: str, pool: Any, pieces: list[int] | None, split
         "pool": name,
         "class": type(pool).__name__,
         "dtype": str(getattr(pool, "dtype", None)),
+        "cache": _given(server_arguments(), _OF_CACHE),
+        "draft": _draft(name, pool),
         "heads": heads // split if heads is not None else None,
         "geometry": {it: str(getattr(pool, it, None)) for it in _GEOMETRY},
         "pieces": pieces[: len(pieces) // split] if pieces is not None else None,
