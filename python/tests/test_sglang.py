@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
@@ -135,6 +136,28 @@ def test_pages_with_kv_of_a_draft_model_depend_on_its_weights(
         (tmp_path / "model.safetensors").write_bytes(value * 4096)
         found.add(layout(name, **pool))
     assert len(found) == 1 + apart
+
+
+def test_a_later_life_of_an_engine_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    # With the arguments that a restart has, too.
+    for nodes in (1, 2):
+        serve(monkeypatch, random_seed=None, port=30000, nccl_port=None, dist_init_addr="node0:5000", nnodes=nodes)
+        first = _identity.life()
+        assert first == _identity.life()
+        with monkeypatch.context() as later:
+            later.setattr(_identity.os, "getppid", os.getpid)
+            assert _identity.life() != first
+    # Ray starts the ranks of all engines.
+    serve(monkeypatch, port=30000, use_ray=True)
+    ours = _identity.life()
+    monkeypatch.setattr(_identity.os, "getpid", os.getppid)
+    assert _identity.life() != ours
+
+
+def test_an_engine_whose_parent_can_not_be_seen_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve(monkeypatch, port=30000)
+    monkeypatch.setattr(_identity.os, "getppid", lambda: 0)
+    assert _identity.life() != _identity.life()
 
 
 def test_the_setting_model_names_the_weights_alone(tmp_path: Path) -> None:

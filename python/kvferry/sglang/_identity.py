@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -151,18 +152,18 @@ def _hash_of(key: str) -> bytes:
 
 
 def life() -> str:
-    """A name that all ranks of this engine have, and no other engine and no later life of it."""
+    """A name that all ranks of this engine on this node have, and no other engine and no later life of it."""
     arguments = server_arguments()
-    if arguments is None:
-        return f"process {_began(os.getpid())}"
-    parts = [str(getattr(arguments, name, None)) for name in ("random_seed", "port", "nccl_port", "dist_init_addr")]
-    if getattr(arguments, "nnodes", 1) == 1:
-        # One process has started all ranks.
-        parts.append(_began(os.getppid()))
-    return " ".join(parts)
+    # One process has started all ranks of the node, but Ray's lives longer than an engine.
+    is_alone = arguments is None or getattr(arguments, "use_ray", False)
+    return f"{getattr(arguments, 'port', None)} {_began(os.getpid() if is_alone else os.getppid())}"
 
 
 def _began(pid: int) -> str:
     """The process, and when it began, since numbers of processes come again."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return f"{pid}@{fields[19]}"
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{pid}@{fields[19]}@{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    except OSError:
+        # The parent is in another container: then each rank is alone.
+        return secrets.token_hex(16)
