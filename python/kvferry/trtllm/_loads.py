@@ -176,6 +176,11 @@ class Loads:
         """A load that was not sent."""
         self._extents.give(staged.extent)
 
+    def close(self) -> None:
+        """Waits for reads that were given up: after it, nothing writes to the arena."""
+        assert self._local.opened is not None
+        self._local.opened.agent.unregister(self._region)
+
     def collect(self) -> None:
         """Frees what all ranks have copied."""
         if not self._kept and not self._given_up:

@@ -112,8 +112,14 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         local = self._local
         if local.opened is None or local.pages is None or local.arena is None:
             return None
-        if self._loads is None or self._loads.arena is not local.arena:
-            # Also where the cache was registered anew: no request has outlived the one before.
+        before = self._loads
+        if before is not None and before.arena is not local.arena:
+            # The cache was registered anew: no request has outlived the one before.
+            for number in [it.number for it in self._requests.values() if it.load is not None]:
+                self._forget(number)
+            self._loads = None
+            before.close()
+        if self._loads is None:
             self._loads = Loads(local, local.arena)
         return self._loads
 

@@ -303,3 +303,23 @@ def test_a_cache_can_be_registered_anew(bench: Bench) -> None:
     ended = Engine(cache, engine.manager).run([Request(3, prompt(41)), Request(4, prompt(30, 4))])
     assert [it.computed_tokens for it in ended] == [1, 6]
     assert [it.generated for it in ended] == reference([Request(3, prompt(41)), Request(4, prompt(30, 4))])
+
+
+def test_caches_that_are_registered_one_after_another_load_each_time_and_leave_no_staging_memory(bench: Bench) -> None:
+    stored(bench)
+    served = bench.rank(Shape())
+    agent = served.worker._local.opened.agent
+    registered = set()
+    # Memory of the first is free by the third, and has its addresses.
+    for number in range(6):
+        # The request before is still promised a load.
+        assert served.scheduler.get_num_new_matched_tokens(Request(number, prompt(41)), 0) == (40, False)
+        registered.add(len(agent.regions()))
+        cache = Cache(Shape())
+        served.worker.register_kv_caches(cache.tensors[0])
+    assert len(registered) == 1
+    ended = Engine(cache, served.engine.manager).run([Request(it, prompt(41)) for it in range(10, 14)])
+    assert [it.generated for it in ended] == reference([Request(it, prompt(41)) for it in range(10, 14)])
+    loads = served.scheduler._loads
+    loads.collect()
+    assert loads.free_bytes == loads.arena.nbytes - loads.arena.head
