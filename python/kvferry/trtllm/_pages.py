@@ -97,7 +97,8 @@ class TensorCopies:
             return _NoStream()
         if mark is not None:
             if self._own is None:
-                self._own = self._torch.cuda.Stream()
+                # The thread of asynchronous loads has another current device than the rank.
+                self._own = self._torch.cuda.Stream(device=next(iter(self._rows.values())).device)
             stream = self._own
             stream.wait_event(mark)
         return self._torch.cuda.stream(stream)
