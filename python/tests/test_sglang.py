@@ -88,10 +88,7 @@ def test_another_adapter_at_the_same_path_is_another_model(
     adapter.mkdir()
     weights = adapter / "adapter_model.safetensors"
     weights.write_bytes(bytes(1 << 20))
-    if isinstance(given, str):
-        given = given.format(adapter)
-    else:
-        given = {**given, "lora_path": str(adapter)}
+    given = given.format(adapter) if isinstance(given, str) else {**given, "lora_path": str(adapter)}
     serve(monkeypatch, model_path=str(base))
     without = model(base)
     serve(monkeypatch, model_path=str(base), lora_paths=[given])

@@ -69,7 +69,7 @@ def server_arguments() -> Any | None:
 
 
 def model_of(config: Any, named: str | None) -> str:
-    """The model, its weights and its adapters. `named`: the setting `model`, which replaces the model and its weights."""
+    """The model, its weights and adapters. `named`: the setting `model`, which replaces the model and its weights."""
     arguments = server_arguments()
     parts = [named or str(config.model_name)]
     if named is None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from kvferry._weights import weights_of
 
 
 @dataclass(frozen=True)
@@ -14,7 +17,7 @@ class Facts:
     rank: int
     ranks: int
     tokens_per_block: int | None
-    # Name and revision of the weights, and how they are quantised.
+    # Name and revision of the weights, samples of them, and how they are loaded and quantised.
     model: str
     # Of the KV cache, as configured.
     dtype: str
@@ -103,6 +106,11 @@ def _first(source: Any, *names: str, default: int) -> Any:
 
 
 def _model(llm_args: Any) -> str:
-    quantisation = getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)
-    parts = [getattr(llm_args, name, None) for name in ("model", "revision", "dtype")]
-    return "@".join(str(part) if part is not None else "" for part in (*parts, quantisation)).rstrip("@")
+    quantisation = getattr(llm_args, "quant_config", None)
+    names = ("model", "revision", "dtype", "load_format", "model_kwargs")
+    parts = [getattr(llm_args, name, None) for name in names]
+    parts += [getattr(quantisation, name, None) for name in ("quant_algo", "kv_cache_quant_algo")]
+    folder = getattr(llm_args, "model", None)
+    if isinstance(folder, str | Path) and Path(folder).is_dir():
+        parts.append(weights_of(Path(folder)))
+    return "@".join(str(part) if part is not None else "" for part in parts).rstrip("@")

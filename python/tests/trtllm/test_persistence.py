@@ -111,12 +111,25 @@ def test_another_salt_does_not_find_the_blocks(bench: Bench, attribute: str) -> 
         {"revision": "2"},
         {"quant_config": SimpleNamespace(quant_algo="FP8")},
         {"kv_cache_config": SimpleNamespace(tokens_per_block=BLOCK, dtype="fp8")},
+        {"quant_config": SimpleNamespace(quant_algo=None, kv_cache_quant_algo="INT8")},
         {"dtype": "bfloat16"},
+        {"load_format": "dummy"},
+        {"model_kwargs": {"rope_theta": 1}},
     ],
 )
 def test_another_model_or_type_does_not_find_the_blocks(bench: Bench, changes: dict[str, Any]) -> None:
     bench.serve(requests)
     assert computed(bench.serve(requests, **changes)) == list(LENGTHS)
+
+
+def test_other_weights_at_the_same_path_do_not_find_the_blocks(bench: Bench, tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(1 << 20))
+    for model in (str(tmp_path), tmp_path):
+        bench.serve(requests, model=model)
+        assert computed(bench.serve(requests, model=model)) == [to_compute(it) for it in LENGTHS]
+    weights.write_bytes(b"\1" * (1 << 20))
+    assert computed(bench.serve(requests, model=str(tmp_path))) == list(LENGTHS)
 
 
 def test_another_layout_of_the_cache_does_not_find_the_blocks(bench: Bench) -> None:
