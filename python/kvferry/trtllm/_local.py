@@ -11,8 +11,10 @@ import threading
 import time
 import weakref
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
+import kvferry
 from kvferry.trtllm._engine_facts import Facts
 from kvferry.trtllm._pages import Pages
 from kvferry.trtllm._settings import Settings
@@ -114,4 +116,6 @@ def _allgather(value: Any) -> list[Any]:
 def _close(opened: OpenStore | None, puts: Puts) -> None:
     puts.close()
     if opened is not None:
-        opened.close()
+        # In a forked child, the store is the parent's.
+        with suppress(kvferry.ForkedError):
+            opened.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -314,6 +315,27 @@ def test_halves_that_are_dropped_close_their_store(bench: Bench) -> None:
     gc.collect()
     with pytest.raises(kvferry.ShutdownError):
         store.sync()
+
+
+def test_a_forked_child_finds_nothing_and_ends_without_a_word_and_the_parent_goes_on(
+    bench: Bench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stored(bench)
+    made = bench.rank(Shape())
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = int(made.scheduler.get_num_new_matched_tokens(Request(1, prompt(41)), 0) != (0, False))
+            made.scheduler.shutdown()
+            made.worker.shutdown()
+        except BaseException:
+            status = 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert capfd.readouterr().err == ""
+    assert made.scheduler.get_num_new_matched_tokens(Request(1, prompt(41)), 0) == (40, False)
 
 
 def test_a_cache_can_be_registered_anew(bench: Bench) -> None:
