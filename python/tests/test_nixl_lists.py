@@ -167,3 +167,52 @@ def test_files_are_written_and_read_by_descriptor_and_by_path(tmp_path: Any) -> 
     with pytest.raises(bind.nixlBackendError):
         agent.register_memory([(0, BLOCK, 1 << 20, "")], "FILE")
     agent.shutdown()
+
+
+def test_each_range_of_a_file_is_registered_and_deregistered_on_its_own(tmp_path: Any) -> None:
+    agent = nixl_agent("storage", nixl_agent_config(backends=["POSIX"]))
+    memory, path = Memory(BLOCK * 4), tmp_path / "kv"
+    memory[0 : BLOCK * 4] = os.urandom(BLOCK * 4)
+    agent.register_memory([(memory.addr, memory.nbytes, 0, "")], "DRAM")
+    path.write_bytes(bytes(BLOCK * 4))
+    with open(path, "r+b") as file:
+        fd = file.fileno()
+        parts = [agent.register_memory([(at * BLOCK, BLOCK, fd, "")], "FILE") for at in range(4)]
+        # A range may lie in others.
+        whole = agent.register_memory([(0, 0, fd, "")], "FILE")
+        agent.deregister_memory(whole)
+        mine = agent.get_xfer_descs([(memory.addr + at * BLOCK, BLOCK, 0) for at in range(4)], "DRAM")
+        places = agent.get_xfer_descs([(at * BLOCK, BLOCK, fd) for at in (2, 0, 3, 1)], "FILE")
+        write = agent.initialize_xfer("WRITE", mine, places, "storage")
+        assert run(agent, write) == "DONE"
+        assert path.read_bytes() == b"".join(memory[at * BLOCK : (at + 1) * BLOCK] for at in (1, 3, 0, 2))
+        agent.deregister_memory(parts[1])
+        with pytest.raises(bind.nixlNotFoundError):
+            agent.transfer(write)
+        for wrong in (places, agent.get_xfer_descs([(2 * BLOCK, 2 * BLOCK, fd)], "FILE")):
+            with pytest.raises(bind.nixlNotFoundError, match="lies in no registered range"):
+                agent.prep_xfer_dlist("storage", wrong)
+        agent.prep_xfer_dlist("storage", [(0, BLOCK, fd), (3 * BLOCK, BLOCK, fd)], "FILE")
+        with pytest.raises(bind.nixlNotFoundError):
+            agent.deregister_memory(parts[1])
+    agent.shutdown()
+
+
+def test_a_file_that_has_the_descriptor_of_a_registered_one_is_not_taken_for_it(tmp_path: Any) -> None:
+    agent = nixl_agent("storage", nixl_agent_config(backends=["POSIX"]))
+    first, second = (os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("first", "second"))
+    for fd in (first, second):
+        os.ftruncate(fd, BLOCK)
+    descs = agent.register_memory([(0, BLOCK, first, "")], "FILE")
+    os.dup2(second, first)
+    with pytest.raises(bind.nixlBackendError, match="deregister it before"):
+        agent.register_memory([(0, BLOCK, first, "")], "FILE")
+    agent.deregister_memory(descs)
+    agent.register_memory([(0, BLOCK, first, "")], "FILE")
+    agent.register_memory([(0, BLOCK, 1000, f"rw,create:{tmp_path / 'third'}")], "FILE")
+    agent.register_memory([(0, BLOCK, 1000, f"rw:{tmp_path / 'third'}")], "FILE")
+    with pytest.raises(bind.nixlBackendError, match="deregister it before"):
+        agent.register_memory([(0, BLOCK, 1000, f"rw,create:{tmp_path / 'fourth'}")], "FILE")
+    agent.shutdown()
+    for fd in (first, second):
+        os.close(fd)

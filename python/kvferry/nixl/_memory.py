@@ -26,7 +26,10 @@ _BY_PATH: Final = re.compile(r"(ro|rw)((?:,\w+)*):(.+)", re.DOTALL)
 
 @dataclass(eq=False)
 class Area:
-    """A registered range: memory, or a part of a file. `device` is a file's descriptor. `uses`: registrations of it."""
+    """A registered range: memory, or a part of a file. `uses`: registrations of it.
+
+    `device` is a file's descriptor, `of` the file that it was, and `asked` the length that was given, 0 for all.
+    """
 
     addr: int
     length: int
@@ -35,6 +38,8 @@ class Area:
     region: kvferry.Region | None = None
     file: kvferry.FileRegion | None = None
     uses: int = 1
+    asked: int = 0
+    of: object = None
 
     @property
     def end(self) -> int:
@@ -80,7 +85,8 @@ class Local:
 
     def __init__(self) -> None:
         self.memory: dict[tuple[int, int], Area] = {}
-        self.files: dict[int, Area] = {}
+        # By descriptor.
+        self.files: dict[int, list[Area]] = {}
         self._areas: Areas | None = None
 
     @property
@@ -91,12 +97,13 @@ class Local:
 
     def is_live(self, area: Area) -> bool:
         if area.file is not None:
-            return self.files.get(area.device) is area
+            return area in self.files.get(area.device, ())
         return self.memory.get((area.addr, area.length)) is area
 
     def find(self, kind: nixl_mem_t, addr: int, length: int, device: int) -> Area:
         """A registered area, by what it was registered with."""
-        found = self.files.get(device) if kind is nixl_mem_t.FILE_SEG else self.memory.get((addr, length))
+        is_file = kind is nixl_mem_t.FILE_SEG
+        found = self._file(addr, length, device) if is_file else self.memory.get((addr, length))
         if found is None:
             raise nixlNotFoundError(f"nothing is registered as {length} bytes at {addr:#x}, device {device}")
         return found
@@ -121,13 +128,25 @@ class Local:
         self.memory[addr, length] = Area(addr, length, device, region.remote(), region=region)
         self._areas = None
 
+    def _file(self, offset: int, length: int, device: int) -> Area | None:
+        ranges = self.files.get(device, ())
+        return next((area for area in ranges if (area.addr, area.asked) == (offset, length)), None)
+
     def add_file(self, agent: kvferry.Agent, offset: int, length: int, device: int, meta: str) -> None:
-        if device in self.files:
-            self.files[device].uses += 1
-            return
         by_path = _BY_PATH.fullmatch(meta)
+        of = (by_path[1], by_path[3]) if by_path else _file_of(device)
+        ranges = self.files.get(device, [])
+        if ranges and ranges[0].of != of:
+            raise nixlBackendError(
+                f"another file is registered as device {device}; deregister it before its descriptor is closed"
+            )
+        known = self._file(offset, length, device)
+        if known is not None:
+            known.uses += 1
+            return
         file = _by_path(agent, by_path, offset, length) if by_path else _by_descriptor(agent, device, offset, length)
-        self.files[device] = Area(offset, file.nbytes, device, file.remote(), file=file)
+        area = Area(offset, file.nbytes, device, file.remote(), file=file, asked=length, of=of)
+        self.files.setdefault(device, []).append(area)
 
     def take(self, areas: list[Area]) -> list[Area]:
         """Ends a registration of each area. Returns those without another, which are no longer known."""
@@ -136,10 +155,12 @@ class Local:
             area.uses -= 1
             if area.uses <= 0 and area not in ended:
                 ended.append(area)
-                if area.file is not None:
-                    del self.files[area.device]
-                else:
+                if area.file is None:
                     del self.memory[area.addr, area.length]
+                else:
+                    self.files[area.device].remove(area)
+                    if not self.files[area.device]:
+                        del self.files[area.device]
         self._areas = None
         return ended
 
@@ -147,7 +168,7 @@ class Local:
         for area in ended:
             area.uses = 1
             if area.file is not None:
-                self.files[area.device] = area
+                self.files.setdefault(area.device, []).append(area)
             else:
                 self.memory[area.addr, area.length] = area
         self._areas = None
@@ -177,6 +198,12 @@ def is_host(addr: int, length: int) -> bool:
             if end >= addr + length:
                 return True
     return False
+
+
+def _file_of(fd: int) -> tuple[int, int, int]:
+    """What tells a file from another one that has its descriptor later."""
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino, fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_DIRECT)
 
 
 def _by_descriptor(agent: kvferry.Agent, fd: int, offset: int, length: int) -> kvferry.FileRegion:

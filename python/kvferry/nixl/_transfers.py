@@ -311,17 +311,24 @@ def columns(rows: Array) -> tuple[Array, Array]:
     return np.ascontiguousarray(rows[:, 0]), np.ascontiguousarray(rows[:, 1])
 
 
-def file_areas(rows: Array, files: dict[int, Area]) -> tuple[list[Area], Array]:
-    """The areas of file descriptors, and for each row the position of its own."""
-    devices, which = np.unique(rows[:, 2], return_inverse=True)
-    areas = []
+def file_areas(rows: Array, files: dict[int, list[Area]]) -> tuple[list[Area], Array]:
+    """The registered ranges of files, and for each row the position of the one that it lies in."""
+    devices, of = np.unique(rows[:, 2], return_inverse=True)
+    begins, ends = rows[:, 0], rows[:, 0] + rows[:, 1]
+    areas: list[Area] = []
+    which = np.zeros(len(rows), dtype=np.int32)
     for number, device in enumerate(devices.tolist()):
-        area = files.get(device)
-        if area is None:
+        if device not in files:
             raise nixlNotFoundError(f"no file is registered as device {device}")
-        mine = rows[which == number]
-        ends = mine[:, 0] + mine[:, 1]
-        if int(mine[:, 0].min()) < area.addr or int(ends.max()) > area.end:
-            raise nixlNotFoundError(f"a descriptor reaches beyond what is registered of the file with device {device}")
-        areas.append(area)
-    return areas, which.reshape(-1).astype(np.int32)
+        left = of.reshape(-1) == number
+        for area in files[device]:
+            inside = left & (begins >= area.addr) & (ends <= area.end) & (ends >= begins)
+            if inside.any():
+                which[inside] = len(areas)
+                areas.append(area)
+                left &= ~inside
+            if not left.any():
+                break
+        else:
+            raise nixlNotFoundError(f"a descriptor lies in no registered range of the file with device {device}")
+    return areas, which
