@@ -70,6 +70,11 @@ def test_descriptor_lists_are_lists_that_survive_pickle_and_serialization(one: S
             one.agent.deserialize_descs(garbage)
 
 
+def test_an_empty_list_survives_serialization(one: Side) -> None:
+    for empty in (bind.nixlRegDList(bind.DRAM_SEG), bind.nixlXferDList(bind.DRAM_SEG)):
+        assert one.agent.deserialize_descs(one.agent.get_serialized_descs(empty)) == empty
+
+
 def test_tensors_are_their_memory(one: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     class Tensor:
         device, contiguous = "cpu", True

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from kit import Child, Memory, eventually, run_python
 from kvferry.nixl import _bindings as bind
-from kvferry.nixl import nixl_agent, nixl_agent_config
+from kvferry.nixl import _memory, nixl_agent, nixl_agent_config
+from kvferry.nixl._metadata import Metadata
 
 MIB = 1 << 20
 NBYTES = 64 * MIB
@@ -135,6 +136,36 @@ def test_partial_metadata_adds_memory_to_a_known_agent(here: Here, start: Callab
     with pytest.raises(bind.nixlNotFoundError, match="no address"):
         nowhere.make_connection("there")
     nowhere.shutdown()
+
+
+def test_threads_that_add_a_restarted_agent_at_once_have_one_and_the_same(
+    here: Here, start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = start()
+    metadata = child.run("agent.get_agent_metadata()")
+    here.agent.add_remote_agent(Metadata("there", "before", "127.0.0.1:1").to_bytes())
+    prepared: list[Any] = []
+
+    def answers(_remote: Any) -> bool:
+        if not prepared:
+            prepared.append(None)
+            # As another thread does while this one waits for the answer.
+            here.agent.add_remote_agent(metadata)
+            prepared[0] = here.agent.prep_xfer_dlist("there", [(child.run("memory.addr"), MIB, 0)], "DRAM")
+        return False
+
+    monkeypatch.setattr(_memory.Remote, "answers", answers)
+    here.agent.add_remote_agent(metadata)
+    mine = here.agent.prep_xfer_dlist("", [(here.memory.addr, MIB, 0)], "DRAM")
+    handle = here.agent.make_prepped_xfer("READ", mine, [0], prepared[0], [0])
+    here.agent.transfer(handle)
+    assert here.end(handle) == "DONE"
+
+
+def test_metadata_with_a_name_that_is_not_utf_8_is_refused_and_nothing_is_known_of_it(here: Here) -> None:
+    with pytest.raises(bind.nixlMismatchError):
+        here.agent.add_remote_agent(Metadata("there\ud800", "1", "127.0.0.1:1").to_bytes())
+    assert not here.agent._remotes
 
 
 @pytest.mark.parametrize("operation", ["WRITE", "READ"])

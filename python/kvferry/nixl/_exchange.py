@@ -92,22 +92,30 @@ class Exchange(AgentCore):
         found = Metadata.from_bytes(metadata)
         if found.name == self.name:
             raise nixlInvalidParamError(f"{self.name!r} is this agent's own name")
-        agent = self._core()
+        self._core()
+        while not self._add(found):
+            # A thread has added or removed it meanwhile.
+            continue
+        return found.name.encode()
+
+    def _add(self, found: Metadata) -> bool:
         with self._lock:
             known = self._remotes.get(found.name)
-        if known is not None and known.incarnation != found.incarnation:
+        is_same = known is not None and known.incarnation == found.incarnation
+        if known is not None and not is_same:
             if known.answers():
                 raise nixlNotAllowedError(f"another agent {found.name!r} is known, and answers; remove it first")
             _log.info("agent %s was restarted", found.name)
-            known = None
         with self._lock, as_nixl():
-            remote = known or Remote(found.name, found.incarnation)
+            if self._remotes.get(found.name) is not known:
+                return False
+            remote = known if known is not None and is_same else Remote(found.name, found.incarnation)
             try:
-                remote.update(agent, found)
+                remote.update(self._core(), found)
             except kvferry.Error as error:
                 raise nixlMismatchError(f"malformed metadata: {error}") from error
             self._remotes[found.name] = remote
-        return found.name.encode()
+        return True
 
     def remove_remote_agent(self, agent: _Name) -> None:
         """Forgets a remote agent and disconnects from it. Its transfers are cancelled."""
@@ -212,7 +220,7 @@ class Exchange(AgentCore):
             rows = np.frombuffer(serialized_descs, dtype=np.uint64, count=3 * count, offset=6).reshape(count, 3)
             if not is_reg:
                 return nixlXferDList(kind, rows)
-            metas = bytes(serialized_descs[6 + 24 * count :]).decode().split("\0")
+            metas = bytes(serialized_descs[6 + 24 * count :]).decode().split("\0") if count else []
             return nixlRegDList(kind, [(*row, meta) for row, meta in zip(rows.tolist(), metas, strict=True)])
         except (struct.error, ValueError, TypeError) as error:
             raise nixlMismatchError(f"not a serialized descriptor list: {error}") from error

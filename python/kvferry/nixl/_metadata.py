@@ -73,6 +73,8 @@ def _read(blob: memoryview) -> Metadata:
     name, incarnation, address = header["name"], header["incarnation"], header["address"]
     if not (isinstance(name, str) and name and isinstance(incarnation, str)):
         raise nixlMismatchError("malformed metadata: no name")
+    # JSON has names that are not UTF-8.
+    name.encode()
     if address is not None and not isinstance(address, str):
         raise nixlMismatchError("malformed metadata: the address is no text")
     regions = []
