@@ -21,7 +21,9 @@ _log = logging.getLogger("kvferry.nixl")
 SEND, FETCH, INVALIDATE = 1, 2, 3
 _HEAD: Final = struct.Struct("<BI")
 BODY_MAX: Final = 64 << 20
+# Of a part of a message, and of a whole exchange.
 IO_TIMEOUT_S: Final = 5.0
+EXCHANGE_TIMEOUT_S: Final = 30.0
 MAX_CONNECTIONS: Final = 16
 # How long a request is repeated while nothing listens there.
 PATIENCE_S: Final = 30.0
@@ -30,9 +32,13 @@ RETRY_S: Final = 0.2
 Answer = Callable[[int, bytes], bytes]
 
 
-def _read(connection: socket.socket, nbytes: int) -> bytes:
+def _read(connection: socket.socket, nbytes: int, until: float) -> bytes:
     parts = []
     while nbytes:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"a message did not end within {EXCHANGE_TIMEOUT_S:g} s")
+        connection.settimeout(min(left, IO_TIMEOUT_S))
         part = connection.recv(min(nbytes, 1 << 20))
         if not part:
             raise ConnectionError("the connection ended within a message")
@@ -42,10 +48,11 @@ def _read(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def _receive(connection: socket.socket) -> tuple[int, bytes]:
-    operation, length = _HEAD.unpack(_read(connection, _HEAD.size))
+    until = time.monotonic() + EXCHANGE_TIMEOUT_S
+    operation, length = _HEAD.unpack(_read(connection, _HEAD.size, until))
     if length > BODY_MAX:
         raise ConnectionError(f"a message of {length} bytes")
-    return operation, _read(connection, length)
+    return operation, _read(connection, length, until)
 
 
 def request(host: str, port: int, operation: int, body: bytes) -> bytes:
@@ -84,9 +91,9 @@ class Listener:
     def _one(self, connection: socket.socket) -> None:
         try:
             with connection:
-                connection.settimeout(IO_TIMEOUT_S)
                 operation, body = _receive(connection)
                 answer = self._answer(operation, body)
+                connection.settimeout(IO_TIMEOUT_S)
                 connection.sendall(_HEAD.pack(operation, len(answer)) + answer)
         except Exception as error:
             _log.warning("a request to the metadata listener at port %d failed: %s", self.port, error)
