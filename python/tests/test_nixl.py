@@ -8,10 +8,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import kvferry
 import numpy as np
 import pytest
 from kit import Memory, eventually
 from kvferry.nixl import _bindings as bind
+from kvferry.nixl import _core
 from nixl_kit import BLOCK, BLOCKS, Side, run
 
 
@@ -234,6 +236,28 @@ def test_equal_registrations_count_and_overlapping_ones_are_refused_all_or_none(
     one.agent.deregister_memory(again)
     with pytest.raises(bind.nixlNotFoundError):
         one.agent.prep_xfer_dlist("", one.rows(), "DRAM")
+
+
+def test_memory_that_can_not_be_unregistered_now_can_be_later_and_the_rest_is(
+    one: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = [Memory(BLOCK) for _ in range(3)]
+    descs = one.agent.register_memory([(it.addr, BLOCK, 0, "") for it in memory], "DRAM")
+    close = _core.close
+
+    def fail(agent: Any, area: Any) -> None:
+        if area.addr == memory[0].addr:
+            raise kvferry.QuarantinedError("a process does not answer")
+        close(agent, area)
+
+    monkeypatch.setattr(_core, "close", fail)
+    with pytest.raises(bind.nixlBackendError, match="does not answer"):
+        one.agent.deregister_memory(descs)
+    monkeypatch.undo()
+    for it in memory[1:]:
+        one.agent.deregister_memory(one.agent.register_memory([(it.addr, BLOCK, 0, "")], "DRAM"))
+    one.agent.deregister_memory(one.agent.get_reg_descs([(memory[0].addr, BLOCK, 0, "")], "DRAM"))
+    one.agent.register_memory([(memory[0].addr, BLOCK, 0, "")], "DRAM")
 
 
 def test_every_call_of_an_agent_that_was_shut_down_or_removed_raises(pair: tuple[Side, Side]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -17,8 +18,9 @@ from kvferry.nixl._errors import (
     nixlNotFoundError,
     nixlNotSupportedError,
     nixlRemoteDisconnectError,
+    translated,
 )
-from kvferry.nixl._memory import Local, Remote, close
+from kvferry.nixl._memory import Area, Local, Remote, close
 from kvferry.nixl._transfers import CANCEL_S, Plan, nixl_xfer_handle
 
 # NIXL's transfers have no limit of time, and engines have their own. An agent that dies is noticed within seconds.
@@ -172,8 +174,8 @@ class AgentCore(Backends):
                             self._local.add_memory(agent, kind, addr, length, device)
                     done.append(self._local.find(kind, addr, length, device))
             except Exception:
-                for area in self._local.take(done):
-                    close(agent, area)
+                with contextlib.suppress(Exception):
+                    self._close(agent, self._local.take(done))
                 raise
         return descs
 
@@ -196,9 +198,22 @@ class AgentCore(Backends):
         for handle in running:
             with handle._lock:
                 handle._state(wait=False)
-        with as_nixl():
-            for area in ended:
+        self._close(agent, ended)
+
+    def _close(self, agent: kvferry.Agent, ended: list[Area]) -> None:
+        """Ends what `Local.take` returned, all of it that it can. What is left can be deregistered again."""
+        left: list[Area] = []
+        first: kvferry.Error | OSError | None = None
+        for area in ended:
+            try:
                 close(agent, area)
+            except (kvferry.Error, OSError) as error:
+                first = first or error
+                left.append(area)
+        if first is not None:
+            with self._lock:
+                self._local.put_back(left)
+            raise translated(first) from first
 
     def query_memory(self, reg_list: Any, backend: str, mem_type: str | None = None) -> list[dict[str, str] | None]:
         """For each file, by its path in `meta`: its size, mode and time of modification, or None."""

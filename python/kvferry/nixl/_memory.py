@@ -112,7 +112,8 @@ class Local:
         if addr == 0 or length == 0:
             raise nixlInvalidParamError(f"can't register {length} bytes at {addr:#x}")
         known = self.memory.get((addr, length))
-        if known is not None:
+        # One that could not be deregistered to the end is known, but is not registered.
+        if known is not None and known.region is not None and known.region.is_registered:
             known.uses += 1
             return
         if kind is nixl_mem_t.VRAM_SEG and not is_host(addr, length):
