@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import kvferry
@@ -21,6 +21,14 @@ class Run:
     first: int
     end: int
     offsets: tuple[int, ...]
+
+    def without(self, begin: int, end: int) -> Run:
+        """The blocks before `begin` or, if there are none, those from `end` on."""
+        if begin > self.first:
+            return replace(self, end=min(self.end, begin))
+        first = min(self.end, max(self.first, end))
+        skipped = (first - self.first) * self.group.nbytes
+        return replace(self, first=first, offsets=tuple(offset + skipped for offset in self.offsets))
 
 
 @dataclass

@@ -278,15 +278,28 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         self._forget(int(request.request_id))
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
-        """Tokens `start` to before `end` of a promised load are computed instead. Not in every version."""
+        """The engine does not take tokens `start` to before `end` of an offer, and takes the rest. They are its
+        beginning, which the engine has by now, its end, or all of it. Not in every version.
+        """
         state = self._requests.get(int(request.request_id))
         pages = self._local.pages
-        if state is None or state.load is None or pages is None or end <= start:
+        if state is None or state.load is None or pages is None:
             return
-        keep = start // pages.tokens_per_block
-        state.load.runs = [
-            type(it)(it.group, it.first, max(it.first, min(it.end, keep)), it.offsets) for it in state.load.runs
-        ]
+        offered = state.computed + state.matched
+        start, end = max(start, state.computed), min(end, offered)
+        if start >= end or (start > state.computed and end < offered):
+            return
+        # A block that is taken in part is loaded.
+        begin = 0 if start == state.computed else -(-start // pages.tokens_per_block)
+        behind = state.load.end if end == offered else end // pages.tokens_per_block
+        state.load.runs = [it.without(begin, behind) for it in state.load.runs]
+        if start == state.computed:
+            state.computed = end
+        state.matched -= end - start
+        if state.matched == 0 and not state.load.is_async:
+            assert self._loads is not None
+            self._loads.release(state.load)
+            state.load = None
 
     def _forget(self, number: int) -> None:
         state = self._requests.pop(number, None)

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit import eventually
 from kvferry.trtllm._meta import Load, Part, Save, Step
-from kvferry.trtllm.reference import Manager, Ranks, Request, Shape, State
+from kvferry.trtllm.reference import Cache, Engine, Manager, Ranks, Request, Shape, State
 from trtllm_kit import (
     SOURCE,
     Bench,
@@ -292,17 +293,70 @@ def test_a_request_that_was_reset_is_asked_for_again(bench: Bench) -> None:
     scheduler.request_reset(Request(2, []))
 
 
-def test_a_load_that_is_cancelled_from_a_token_on_copies_only_blocks_before_it(bench: Bench) -> None:
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("cancelled", "loaded"),
+    [
+        # The offer is tokens 8 to before 40, in blocks 1 to 4.
+        ([(24, 40)], {1, 2}),
+        # The engine computes from token 20 on, in a block of which it takes the beginning.
+        ([(20, 40)], {1, 2}),
+        # The engine has this beginning by now.
+        ([(8, 16)], {2, 3, 4}),
+        ([(8, 20)], {2, 3, 4}),
+        ([(0, 16), (32, 50)], {2, 3}),
+        ([(32, 40), (8, 16)], {2, 3}),
+        ([(8, 40)], set()),
+        ([(8, 24), (24, 40)], set()),
+        # Nothing of the offer.
+        ([(16, 16), (0, 8), (40, 41)], {1, 2, 3, 4}),
+    ],
+)
+def test_of_a_load_that_is_cancelled_in_part_the_rest_is_loaded(
+    bench: Bench, load: str, cancelled: list[tuple[int, int]], loaded: set[int]
+) -> None:
+    bench.settings(load=load)
+    stored(bench)
+    served = bench.rank(Shape())
+    scheduler, pages = served.scheduler, [10, 11, 12, 13, 14, 15]
+    request = Request(1, prompt(41))
+    scheduler.get_num_new_matched_tokens(request, 8)
+    scheduler.update_state_after_alloc(request, pages)
+    expected = [bytes(it) for it in _computed(bench, pages)]
+    for start, end in cancelled:
+        scheduler.cancel_load(request, start, end)
+    served.worker.bind_connector_meta(scheduler.build_connector_meta(output()))
+    served.worker.start_load_kv(None)
+    eventually(lambda: all(it.done() for it in served.worker._copying.values()))
+    for block, page in enumerate(pages):
+        seen = served.engine.cache.page(0, page)
+        assert bytes(seen) == (expected[block] if block in loaded else bytes(len(seen))), block
+    scheduler.cancel_load(Request(2, []), 0, 8)
+    scheduler._loads.collect()
+    assert scheduler._loads.free_bytes == scheduler._loads.arena.nbytes - scheduler._loads.arena.head
+
+
+def _computed(bench: Bench, pages: list[int]) -> list[memoryview]:
+    """The blocks of the prompt, as an engine computes them."""
+    cache = Cache(Shape())
+    request = Request(1, prompt(41), max_new_tokens=2)
+    engine = Engine(cache, None)
+    engine._waiting.append(request)
+    engine.step()
+    return [cache.page(0, page) for page in request.pages[0]]
+
+
+def test_blocks_behind_a_cancelled_end_are_saved_when_they_are_computed_and_not_before(bench: Bench) -> None:
     stored(bench)
     scheduler = bench.rank(Shape()).scheduler
-    request = Request(1, prompt(41))
-    scheduler.get_num_new_matched_tokens(request, 0)
-    scheduler.update_state_after_alloc(request, [1, 2, 3, 4, 5, 6])
-    scheduler.cancel_load(request, 20, 40)
-    step = scheduler.build_connector_meta(output([data(1, 0, 1, [1, 2, 3, 4, 5, 6])]))
-    assert [part.pages for load in step.loads for part in load.parts] == [(1, 2)]
-    scheduler.cancel_load(request, 0, 8)
-    scheduler.cancel_load(Request(2, []), 0, 8)
+    # A version whose requests do not say how much was taken.
+    request = SimpleNamespace(request_id=1, get_tokens=lambda beam: prompt(41) + prompt(40, 5))
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (40, False)
+    scheduler.cancel_load(request, 16, 40)
+    step = scheduler.build_connector_meta(output([data(1, 0, 30, list(range(11)))]))
+    assert saved(step) == []
+    step = scheduler.build_connector_meta(output(cached=[data(1, 46, 10, [])]))
+    assert saved(step) == [(5, 6)]
 
 
 def test_the_restated_manager_refuses_what_the_contract_forbids() -> None:
