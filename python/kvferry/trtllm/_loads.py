@@ -117,7 +117,7 @@ class Loads:
             end = self._window_end(hashes, first, end)
             if end <= first:
                 return None
-            staged = self._reserve(first, end)
+            staged = self._reserve([(group, self._first(group, first, end), end) for group in self._pages.groups], end)
             if staged is None:
                 end = first + (end - first) // 2
         try:
@@ -139,18 +139,48 @@ class Loads:
                 blocks = kvferry.Blocks(self._region, places, run.group.nbytes)
                 staged.pending.append(space.get_async(hashes[run.first : run.end], blocks))
 
-    def _reserve(self, first: int, end: int) -> Staged | None:
-        """None if there is no room."""
-        begins = [(group, self._first(group, first, end)) for group in self._pages.groups]
-        extent = self._extents.take(self._ranks * sum((end - begin) * group.nbytes for group, begin in begins))
+    def _reserve(self, wanted: list[tuple[Group, int, int]], end: int) -> Staged | None:
+        """`wanted`: of each group, from which block to which one. None if there is no room."""
+        extent = self._extents.take(self._ranks * sum((end - begin) * group.nbytes for group, begin, end in wanted))
         if extent is None:
             return None
         at, runs = extent[0], []
-        for group, begin in begins:
-            size = (end - begin) * group.nbytes
-            runs.append(Run(group, begin, end, tuple(at + rank * size for rank in range(self._ranks))))
+        for group, begin, behind in wanted:
+            size = (behind - begin) * group.nbytes
+            runs.append(Run(group, begin, behind, tuple(at + rank * size for rank in range(self._ranks))))
             at += self._ranks * size
         return Staged(runs, end, extent)
+
+    def windows_before(
+        self, staged: Staged, hashes: list[bytes], first: int, end: int, deadline: float
+    ) -> Staged | None:
+        """What windows need where the engine takes an offer only up to `end`, and a load does not have, if any.
+
+        Raises LookupError if it can't be read.
+        """
+        wanted = [
+            (run.group, self._first(run.group, first, end), min(end, run.first))
+            for run in staged.runs
+            if run.group in self._windows
+        ]
+        wanted = [(group, begin, behind) for group, begin, behind in wanted if begin < behind]
+        if not wanted:
+            return None
+        more = self._reserve(wanted, end)
+        if more is None:
+            raise LookupError("the staging memory has no room for them; raise staging_gib")
+        try:
+            self._begin(more, hashes)
+            if not _wait(more.pending, deadline):
+                raise LookupError("they were not read in load_wait")
+            results = iter(more.pending)
+            if not all(next(results).wait() == run.end - run.first for run in more.runs for _ in run.offsets):
+                raise LookupError("they have left the store")
+        except (kvferry.Error, LookupError) as error:
+            self._given_up.append(more)
+            raise LookupError(str(error)) from error
+        more.pending.clear()
+        return more
 
     def _checked(self, staged: Staged, first: int) -> Staged | None:
         """What was read in fact: a block may be damaged, or have left."""

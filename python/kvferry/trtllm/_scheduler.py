@@ -165,17 +165,35 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         return Step(self._step, tuple(loads), tuple(async_loads), tuple(saves))
 
     def _send(self, state: _Request, staged: Staged) -> Load:
+        assert self._loads is not None
+        sent = [staged, *self._windows_before(state, staged)]
         pages = state.allocated or state.pages
         parts = []
-        for run in staged.runs:
+        for run in (run for it in sent for run in it.runs):
             of_group = pages.get(run.group.number, [])[run.first : run.end]
             parts.append(Part(run.group.number, run.offsets, tuple(of_group)))
         self._numbers[staged.is_async] += 1
-        staged.number = self._numbers[staged.is_async]
         state.load = None
-        assert self._loads is not None
-        self._loads.sent(staged)
+        for it in sent:
+            it.number, it.is_async = self._numbers[staged.is_async], staged.is_async
+            self._loads.sent(it)
         return Load(staged.number, state.number, tuple(parts))
+
+    def _windows_before(self, state: _Request, staged: Staged) -> list[Staged]:
+        """More to load where the engine takes a part of the offer: windows are read for the end of all of it."""
+        assert self._loads is not None
+        assert self._local.pages is not None
+        tokens_per_block, taken = self._local.pages.tokens_per_block, self._taken(state)
+        first, end = state.computed // tokens_per_block, -(-(state.computed + taken) // tokens_per_block)
+        deadline = time.monotonic() + self._settings.load_wait
+        try:
+            more = self._loads.windows_before(staged, state.hashes, first, end, deadline) if taken else None
+        except LookupError as error:
+            raise RuntimeError(
+                f"kvferry.trtllm: request {state.number} takes {taken} of {state.matched} tokens of an offer, and the "
+                f"windows before the end of these can't be read, without which its answer would be wrong: {error}"
+            ) from error
+        return [more] if more is not None else []
 
     def _advance(self, state: _Request, data: Any, *, is_new: bool) -> Iterator[Save]:
         """Takes a step of a request. Returns what it completes."""
@@ -222,9 +240,13 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
 
     def _left_out(self, state: _Request, position: int) -> int:
         """The position of a new request leaves out what the step loads, but not what was loaded before."""
-        taken = getattr(state.given, "py_num_connector_matched_tokens", None)
-        taken = min(taken, state.matched) if isinstance(taken, int) else state.matched
+        taken = self._taken(state)
         return taken if position < state.computed + taken else 0
+
+    def _taken(self, state: _Request) -> int:
+        """How many tokens of the offer the engine takes."""
+        taken = getattr(state.given, "py_num_connector_matched_tokens", None)
+        return min(taken, state.matched) if isinstance(taken, int) else state.matched
 
     def _saves(self, state: _Request, begin: int, end: int) -> Iterator[Save]:
         """Runs of blocks with one priority, and with pages."""

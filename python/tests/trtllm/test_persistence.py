@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from kvferry.trtllm._keys import chain
-from kvferry.trtllm.reference import Engine, HostTensor, Ranks, Request, Shape, here
+from kvferry.trtllm.reference import Engine, HostTensor, Manager, Ranks, Request, Shape, here
 from trtllm_kit import BLOCK, Bench, prompt, reference
 
 LENGTHS = (5, 8, 9, 37, 64, 70)
@@ -314,6 +314,46 @@ def test_a_window_that_has_left_the_store_moves_the_end_of_the_load_to_one_that_
     (ended,) = served.engine.run([Request(1, prompt(65))])
     assert ended.computed_tokens == 65 - 6 * BLOCK
     assert [ended.generated] == reference([Request(1, prompt(65))], shape=WINDOWED)
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("taken", [8, 20, 32, 56, 64])
+def test_of_an_offer_that_is_taken_in_part_each_window_is_that_before_the_end(
+    bench: Bench, load: str, taken: int
+) -> None:
+    if bench.manager is not Manager:
+        pytest.skip("SKIPPED: an offer that is taken in part: TensorRT-LLM's manager decides it")
+    bench.settings(load=load)
+    bench.serve(lambda: [Request(1, prompt(65))], shape=WINDOWED)
+    served = bench.rank(WINDOWED)
+    manager: Any = served.engine.manager
+    ask = manager.get_num_new_matched_tokens
+
+    def take(request: Request, computed: int) -> int:
+        assert ask(request, computed) == 64
+        manager._loads[request.request_id] = request.py_num_connector_matched_tokens = taken
+        return taken
+
+    manager.get_num_new_matched_tokens = take
+    (ended,) = served.engine.run([Request(1, prompt(65))])
+    assert ended.computed_tokens == 65 - taken
+    assert [ended.generated] == reference([Request(1, prompt(65))], shape=WINDOWED)
+    loads = served.scheduler._loads
+    loads.collect()
+    assert loads.free_bytes == loads.arena.nbytes - loads.arena.head
+
+
+def test_a_window_that_can_not_be_read_is_an_error_and_no_wrong_answer(bench: Bench) -> None:
+    bench.serve(lambda: [Request(1, prompt(65))], shape=WINDOWED)
+    scheduler = bench.rank(WINDOWED).scheduler
+    request = Request(1, prompt(65))
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (64, False)
+    request.py_num_connector_matched_tokens = 32
+    scheduler.update_state_after_alloc_by_layer_group(request, [list(range(9))] * 2)
+    missing = SimpleNamespace(wait=lambda timeout=None: 0, done=lambda: True)
+    scheduler._loads._spaces[1] = [SimpleNamespace(get_async=lambda hashes, blocks: missing)]
+    with pytest.raises(RuntimeError, match="request 1 takes 32 of 64 tokens"):
+        scheduler.build_connector_meta(SimpleNamespace())
 
 
 def test_attention_data_parallel_ranks_share_the_store(bench: Bench) -> None:
