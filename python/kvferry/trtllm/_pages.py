@@ -157,7 +157,7 @@ class Pages:
             for region in (*given.regions, *getattr(given, "replicated_regions", ())):
                 piece = Piece(int(region.base), int(region.stride), int(region.size), int(region.num_slots))
                 pieces.append(piece)
-                buffers = [[int(it.layer_id), str(it.role)] for it in getattr(region, "buffers", ())]
+                buffers = [_described(it) for it in getattr(region, "buffers", ())]
                 regions.append([piece.nbytes, buffers])
                 if hasattr(region, "as_tensor"):
                     rows[piece] = region.as_tensor()
@@ -168,7 +168,8 @@ class Pages:
         tokens = int(layout.tokens_per_block)
         on_device = [row for row in rows.values() if not _is_host(row)]
         copies: HostCopies | TensorCopies = TensorCopies(rows) if on_device else HostCopies()
-        fingerprint = _fingerprint({"groups": described, "configured": dtype, "tokens": tokens})
+        of_data = str(getattr(layout, "dtype", None))
+        fingerprint = _fingerprint({"groups": described, "dtype": of_data, "configured": dtype, "tokens": tokens})
         # Pages leave a window, or their request, without notice.
         return Pages(tuple(groups), tokens, fingerprint, copies, False, layout)
 
@@ -196,6 +197,11 @@ class Pages:
             if group.number == number:
                 return group
         raise KeyError(f"the KV cache has no group of layers {number}")
+
+
+def _described(buffer: Any) -> list[str]:
+    """The layer and the role of a buffer, and what newer versions say besides."""
+    return [str(it) for it in (buffer if isinstance(buffer, tuple) else (buffer.layer_id, buffer.role))]
 
 
 def _within(piece: Piece, page: int) -> Piece:

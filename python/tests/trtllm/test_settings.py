@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from kvferry.trtllm import KVFerryConnectorScheduler, KVFerryConnectorWorker
 from kvferry.trtllm._engine_facts import Facts
+from kvferry.trtllm._pages import Pages
 from kvferry.trtllm._settings import Settings
+from kvferry.trtllm.reference import Cache, Shape
 from trtllm_kit import args
 
 PAGE = Path(__file__).parents[3] / "docs/trtllm.md"
@@ -140,6 +142,19 @@ def test_a_cache_that_can_not_be_cut_into_blocks_is_refused_with_the_reason() ->
     with pytest.raises(NotImplementedError, match="needs a contiguous KV cache tensor"):
         worker.register_kv_caches(SimpleNamespace(is_contiguous=lambda: False))
     worker.shutdown()
+
+
+def test_what_a_layout_says_of_its_data_and_buffers_names_the_blocks() -> None:
+    def fingerprint(buffers: Any, **more: Any) -> bytes:
+        layout = Cache(Shape()).layout()
+        layout.groups[0].regions[0].buffers = buffers
+        return Pages.of_layout(SimpleNamespace(**vars(layout), **more), "auto").fingerprint
+
+    key = SimpleNamespace(layer_id=0, role="key")
+    # Newer versions have tuples with a third part.
+    told = [fingerprint((key,)), fingerprint(((0, "key", 1),)), fingerprint(((0, "key", 2),))]
+    told += [fingerprint((key,), dtype=dtype) for dtype in ("float8_e4m3fn", "int8")]
+    assert len(set(told)) == len(told)
 
 
 def test_the_page_names_every_setting_and_every_refusal() -> None:
