@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 import kvferry
+from kvferry._scratch import Scratch
 from kvferry.sglang._identity import hashes_of, layout_of, life, model_of
 from kvferry.sglang._pools import Buffers, Pages, Pool, pieces_of
 from kvferry.vllm._offload_settings import OffloadSettings, open_store
@@ -61,7 +62,7 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]
         # Changes with `clear`.
         self._tenant = b""
         self._said: set[str] = set()
-        self._staging: dict[int, list[kvferry.Region]] = {}
+        self._staging = Scratch(self._opened.agent) if self._opened else None
         self._lock = threading.Lock()
         self._stats: list[tuple[str, int, float]] = []
 
@@ -301,19 +302,13 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]
     @contextmanager
     def _staged(self, nbytes: int) -> Iterator[kvferry.Region]:
         """Memory of the store's agent, which is used again."""
-        opened = self._opened
-        if opened is None:
+        if self._staging is None:
             raise _NotOpenError
-        with self._lock:
-            free = self._staging.setdefault(nbytes, [])
-            region = free.pop() if free else None
-        if region is None:
-            region = opened.agent.allocate(nbytes, "none")
+        region = self._staging.take(nbytes)
         try:
             yield region
         finally:
-            with self._lock:
-                free.append(region)
+            self._staging.give(region)
 
     # The rest of SGLang's contract.
 
@@ -359,7 +354,6 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]
             opened.store.close()
         with suppress(kvferry.Error):
             buffers.close()
-        self._staging.clear()
         opened.agent.shutdown()
 
     # Within.

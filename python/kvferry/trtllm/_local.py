@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-import time
 import weakref
 from collections import Counter
 from contextlib import suppress
 from typing import Any
 
 import kvferry
+from kvferry._seldom import Seldom
 from kvferry.trtllm._engine_facts import Facts
 from kvferry.trtllm._pages import Pages
 from kvferry.trtllm._settings import Settings
@@ -23,8 +23,6 @@ from kvferry.vllm._offload_puts import Puts
 from kvferry.vllm._offload_settings import OpenStore, open_store
 
 logger = logging.getLogger("kvferry.trtllm")
-
-_SAY_EVERY_S = 10.0
 
 _live: weakref.WeakValueDictionary[int, Local] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -45,7 +43,7 @@ class Local:
         self.pages: Pages | None = None
         self.arena: Arena | None = None
         self.counts: Counter[str] = Counter()
-        self._said_at = -_SAY_EVERY_S
+        self.say = Seldom(logger, "kvferry.trtllm: ").say
         self._end = weakref.finalize(self, _close, self.opened, self.puts)
 
     @staticmethod
@@ -55,15 +53,6 @@ class Local:
             if found is None:
                 found = _live[id(llm_args)] = Local(llm_args)
             return found
-
-    def say(self, text: str, *values: Any) -> None:
-        """At most one warning in ten seconds."""
-        now = time.monotonic()
-        if now >= self._said_at + _SAY_EVERY_S:
-            self._said_at = now
-            logger.warning("kvferry.trtllm: " + text, *values)
-        else:
-            logger.debug("kvferry.trtllm: " + text, *values)
 
     def space(self, group: int, shard: int) -> Any:
         assert self.opened is not None

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import kvferry
+from kvferry._scratch import Scratch
 from kvferry.trtllm._bases import bases
 from kvferry.trtllm._local import Local
 from kvferry.trtllm._meta import Load, Save, Step
@@ -35,7 +36,7 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         self._reading: dict[int, list[Any]] = {}
         # Puts that read copies.
         self._copies: list[tuple[Any, Any]] = []
-        self._free_copies: dict[int, list[Any]] = {}
+        self._free_copies: Scratch | None = None
         # What TensorRT-LLM has handed in and has not got back.
         self._saving: set[int] = set()
         self._loading: set[int] = set()
@@ -175,20 +176,16 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         if sum(copy.nbytes for _, copy in self._copies) + nbytes > _COPIES_BYTES_MAX:
             return None, None
         assert self._local.opened is not None
-        free = self._free_copies.get(nbytes)
-        copy = free.pop() if free else self._local.opened.agent.allocate(nbytes, "none")
+        if self._free_copies is None:
+            self._free_copies = Scratch(self._local.opened.agent, _COPIES_BYTES_MAX // 2)
+        copy = self._free_copies.take(nbytes)
         pages.from_pages(group, save.pages, Memory(copy.memory(), copy.addr))
         return kvferry.Blocks(copy, range(0, nbytes, group.nbytes), group.nbytes), copy
 
     def _give_back(self, copy: Any) -> None:
-        if copy is None:
-            return
-        if sum(nbytes * len(free) for nbytes, free in self._free_copies.items()) + copy.nbytes > _COPIES_BYTES_MAX // 2:
-            assert self._local.opened is not None
-            for free in self._free_copies.values():
-                self._local.opened.agent.unregister_batch(free)
-            self._free_copies.clear()
-        self._free_copies.setdefault(copy.nbytes, []).append(copy)
+        if copy is not None:
+            assert self._free_copies is not None
+            self._free_copies.give(copy)
 
     def _collect(self) -> None:
         """Takes the outcomes of puts that have ended."""

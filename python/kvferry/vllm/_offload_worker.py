@@ -14,6 +14,8 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 import kvferry
+from kvferry._scratch import Scratch
+from kvferry._seldom import Seldom
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._offload_layout import GroupLayout, Shard, regions_of, write_card
 from kvferry.vllm._offload_puts import Puts
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from kvferry.vllm._offload_settings import OpenStore
 
 logger: Any = init_logger("vllm.kvferry")
-
-_SAY_EVERY_S = 10.0
 
 
 @dataclass
@@ -51,8 +51,7 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         self._blocks_per_chunk: int = config.cache.blocks_per_chunk
         self._regions: list[Any] = []
         self._places: list[tuple[Any, int, int]] = []
-        # By length.
-        self._scratch: dict[int, list[Any]] = {}
+        self._scratch = Scratch(opened.agent) if opened is not None else None
         self._card: Path | None = None
         if opened is not None:
             self._regions, self._places = regions_of(opened.agent, kv_caches)
@@ -64,7 +63,7 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         self._failed: set[str] = set()
         self.can_report_failures = False
         self._stats = OffloadingConnectorStats()
-        self._said_at = -_SAY_EVERY_S
+        self._say = Seldom(logger, "KVFerryOffloadingSpec: ").say
 
     def _space(self, tenant: bytes, layout: GroupLayout, shard: Shard) -> Any:
         assert self._opened is not None
@@ -202,7 +201,8 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         made = []
         scratch, used = None, 0
         if None in parts:
-            scratch = self._take_scratch(sum(piece.nbytes for piece in shard.pieces) * parts.count(None))
+            assert self._scratch is not None
+            scratch = self._scratch.take(sum(piece.nbytes for piece in shard.pieces) * parts.count(None))
             job.scratch.append(scratch)
         for number in parts:
             for piece in shard.pieces:
@@ -214,11 +214,6 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
                     made.append((region, base + piece.offset + number * stride, piece.nbytes))
         return made
 
-    def _take_scratch(self, nbytes: int) -> Any:
-        assert self._opened is not None
-        free = self._scratch.get(nbytes)
-        return free.pop() if free else self._opened.agent.allocate(nbytes, "none")
-
     # Ends.
 
     def get_finished(self) -> list[TransferResult]:
@@ -229,8 +224,6 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _end(self, job_id: int, job: _Job) -> TransferResult:
         loaded = 0
-        for region in job.scratch:
-            self._scratch.setdefault(region.nbytes, []).append(region)
         for pending, blocks in job.pending:
             try:
                 outcome = pending.wait()
@@ -243,6 +236,9 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
                 job.failure = job.failure or "a block has left the store, or could not be read"
             else:
                 loaded += blocks
+        for region in job.scratch:
+            assert self._scratch is not None
+            self._scratch.give(region)
         if not job.is_load:
             if job.failure is not None:
                 self._say("blocks of request %s are not stored: %s", job.request, job.failure)
@@ -274,15 +270,6 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             for pending, _ in job.pending if job else ():
                 with suppress(kvferry.Error):
                     pending.wait()
-
-    def _say(self, text: str, *values: Any) -> None:
-        """At most one warning in ten seconds."""
-        now = time.monotonic()
-        if now >= self._said_at + _SAY_EVERY_S:
-            self._said_at = now
-            logger.warning("KVFerryOffloadingSpec: " + text, *values)
-        else:
-            logger.debug("KVFerryOffloadingSpec: " + text, *values)
 
     def shutdown(self) -> None:
         """Waits for all jobs: the engine frees its pages after this."""
