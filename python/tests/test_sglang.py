@@ -135,6 +135,16 @@ def test_pages_with_kv_of_a_draft_model_depend_on_its_weights(
     assert len(found) == 1 + apart
 
 
+def test_parts_of_a_page_are_those_of_another_tensor_parallelism_and_whole_pages_are_not() -> None:
+    def layouts(tp: int, split: int, *, copied: bool) -> bytes:
+        config = SimpleNamespace(**{**vars(CONFIG), "tp_size": tp, "tp_lcm_size": 2})
+        pool = SimpleNamespace(layer_num=2, head_num=2 * split)
+        return _identity.layout_of(config, "kv", pool, [64, 64] * split, split, copied=copied)
+
+    assert layouts(1, 2, copied=False) == layouts(2, 1, copied=False)
+    assert layouts(1, 2, copied=True) != layouts(2, 1, copied=True)
+
+
 def test_a_later_life_of_an_engine_has_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
     # With the arguments that a restart has, too.
     for nodes in (1, 2):

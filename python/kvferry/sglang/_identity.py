@@ -125,8 +125,8 @@ def layout_of(config: Any, name: str, pool: Any, pieces: list[int] | None, split
         "tp": config.tp_lcm_size if split > 1 else config.tp_size,
         "mla": config.is_mla_model,
         "logical_page": config.logical_page_size,
-        # The two interfaces have the layers of a page in different orders.
-        "copied": copied,
+        # The two interfaces have the layers of a page in different orders. The one that copies does not split pages.
+        "copied": split if copied else 0,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
