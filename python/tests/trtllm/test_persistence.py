@@ -317,9 +317,10 @@ def test_a_window_that_has_left_the_store_moves_the_end_of_the_load_to_one_that_
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("is_told", [True, False])
 @pytest.mark.parametrize("taken", [8, 20, 32, 56, 64])
 def test_of_an_offer_that_is_taken_in_part_each_window_is_that_before_the_end(
-    bench: Bench, load: str, taken: int
+    bench: Bench, load: str, taken: int, is_told: bool
 ) -> None:
     if bench.manager is not Manager:
         pytest.skip("SKIPPED: an offer that is taken in part: TensorRT-LLM's manager decides it")
@@ -332,6 +333,8 @@ def test_of_an_offer_that_is_taken_in_part_each_window_is_that_before_the_end(
     def take(request: Request, computed: int) -> int:
         assert ask(request, computed) == 64
         manager._loads[request.request_id] = request.py_num_connector_matched_tokens = taken
+        if is_told:
+            served.scheduler.cancel_load(request, taken, 64)
         return taken
 
     manager.get_num_new_matched_tokens = take
