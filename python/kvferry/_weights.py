@@ -1,4 +1,4 @@
-"""A name for the weights in a directory, from samples of its files."""
+"""A name for the weights at a path, from samples of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".engine")
 _CONFIGURATIONS = ("config.json", "adapter_config.json", "hf_quant_config.json")
 
 
-def weights_of(folder: Path) -> str:
+def weights_of(path: str | Path | None) -> str | None:
     """A hash of the configuration and of samples of the weights, which other weights of one shape do not have.
 
-    Raises OSError if a file can't be read.
+    `path`: of a directory or a file; None if there is neither. Raises OSError if a file can't be read.
     """
+    if path is None or not Path(path).exists():
+        return None
     found = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
+    for file in sorted(Path(path).iterdir()) if Path(path).is_dir() else [Path(path)]:
         if file.name in _CONFIGURATIONS:
             found.update(file.read_bytes())
         elif file.suffix in _WEIGHTS:

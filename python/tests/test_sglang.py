@@ -167,6 +167,16 @@ def test_an_engine_whose_parent_can_not_be_seen_has_a_name_of_its_own(monkeypatc
     assert _identity.life() != _identity.life()
 
 
+def test_a_model_that_is_a_file_is_named_by_samples_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    found = set()
+    for value in (b"\0", b"\1"):
+        file.write_bytes(value * 4096)
+        found.add(model(file))
+    assert len(found) == 2
+    assert model(tmp_path / "none") == str(tmp_path / "none")
+
+
 def test_the_setting_model_names_the_weights_alone(tmp_path: Path) -> None:
     assert model(tmp_path, "llama@3") == "llama@3"
 

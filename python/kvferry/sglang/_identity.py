@@ -86,8 +86,9 @@ def _given(arguments: Any | None, names: Sequence[str]) -> list[str]:
     return [f"{name}={getattr(arguments, name, None)}" for name in names if arguments is not None]
 
 
-def _weights(folder: str | None) -> list[str]:
-    return [f"weights={weights_of(Path(folder))}"] if folder is not None and Path(folder).is_dir() else []
+def _weights(path: str | None) -> list[str]:
+    found = weights_of(path)
+    return [] if found is None else [f"weights={found}"]
 
 
 def _path_of(adapter: Any) -> str:

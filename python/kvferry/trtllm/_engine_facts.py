@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvferry._weights import weights_of
@@ -110,7 +109,5 @@ def _model(llm_args: Any) -> str:
     names = ("model", "revision", "dtype", "load_format", "model_kwargs")
     parts = [getattr(llm_args, name, None) for name in names]
     parts += [getattr(quantisation, name, None) for name in ("quant_algo", "kv_cache_quant_algo")]
-    folder = getattr(llm_args, "model", None)
-    if isinstance(folder, str | Path) and Path(folder).is_dir():
-        parts.append(weights_of(Path(folder)))
+    parts.append(weights_of(getattr(llm_args, "model", None)))
     return "@".join(str(part) if part is not None else "" for part in parts).rstrip("@")
