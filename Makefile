@@ -86,7 +86,7 @@ $(VENV)/.dist-tools: $(VENV)/.made pyproject.toml
 	touch $@
 
 # The linker of Rust programs on this machine, and the C compiler.
-ZIG_LINKS = PATH='$(abspath $(BIN))':"$$PATH" CC='$(abspath crates/kvferry-capi/zig-cc)' \
+ZIG_LINKS = KVFERRY_LINKER=zig PATH='$(abspath $(BIN))':"$$PATH" CC='$(abspath crates/kvferry-capi/zig-cc)' \
     CARGO_TARGET_$(shell rustc -vV | sed -n 's/^host: //p' | tr 'a-z-' 'A-Z_')_LINKER='$(abspath crates/kvferry-capi/zig-cc)'
 
 # Zig links against glibc 2.17; auditwheel confirms it. target/wheels keeps the wheel for this machine.

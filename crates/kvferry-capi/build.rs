@@ -4,5 +4,11 @@ fn main() {
     for arg in ["-soname,libkvferry.so.0", "-z,nodelete", "-z,defs"] {
         println!("cargo::rustc-cdylib-link-arg=-Wl,{arg}");
     }
+    // Dependencies export functions of their own where another crate of the workspace has them do so. The linker of the
+    // wheel to publish does not know the argument; it links nothing but this crate and what it needs.
+    if std::env::var("KVFERRY_LINKER").as_deref() != Ok("zig") {
+        println!("cargo::rustc-cdylib-link-arg=-Wl,--exclude-libs,ALL");
+    }
+    println!("cargo::rerun-if-env-changed=KVFERRY_LINKER");
     println!("cargo::rerun-if-changed=build.rs");
 }
