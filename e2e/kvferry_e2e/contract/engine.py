@@ -25,7 +25,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvferry_e2e.contract.model import HEAD_SIZE, HEADS, WINDOW, Caches, Sequence
+from kvferry_e2e.contract.model import HEAD_SIZE, HEADS, WINDOW, Caches, Sequence, number_of
 
 # "state": a state per sequence; "aligned": a state at the end of each block, which vLLM's prefix cache keeps; "latent":
 # attention with one latent vector per token, which all ranks have (MLA).
@@ -45,20 +45,20 @@ class _Rank:
     """A worker: the caches of one rank and the worker's side of the connector, called in the order of vLLM's runner."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, rank: int) -> None:
-        ranks = vllm_config.parallel_config.tensor_parallel_size
         # vLLM's workers have a configuration each.
         vllm_config = copy.copy(vllm_config)
-        vllm_config.parallel_config = copy.copy(vllm_config.parallel_config)
-        vllm_config.parallel_config.rank = rank
-        self.caches = Caches(kv_cache_config, rank, ranks)
+        vllm_config.parallel_config = parallel = copy.copy(vllm_config.parallel_config)
+        parallel.rank = rank
+        ranks = parallel.tensor_parallel_size
+        self.stage, self.rank = divmod(rank, ranks)
+        self.caches = Caches(kv_cache_config, self.rank, parallel)
         self._vllm_config = vllm_config
         self.wrong: list[str] = []
         self._running: dict[str, _Running] = {}
-        self.rank = rank
         # All ranks of all engines are in this process, and vLLM has one group per process.
         groups = {
-            "get_tp_group": SimpleNamespace(rank_in_group=rank, world_size=ranks),
-            "get_pp_group": SimpleNamespace(rank_in_group=0, world_size=1),
+            "get_tp_group": SimpleNamespace(rank_in_group=self.rank, world_size=ranks),
+            "get_pp_group": SimpleNamespace(rank_in_group=self.stage, world_size=parallel.pipeline_parallel_size),
         }
         with mock.patch.multiple(
             "vllm.distributed.parallel_state", **{name: mock.Mock(return_value=group) for name, group in groups.items()}
@@ -152,17 +152,23 @@ class _Rank:
             running = self._running[name]
             wrong = self.caches.wrong(running.sequence, running.tables, begin, layer)
             if wrong:
-                self.wrong.append(f"{name}, rank {self.rank}: {wrong}")
+                self.wrong.append(f"{name}, stage {self.stage}, rank {self.rank}: {wrong}")
 
 
 class ModelExecutor(Executor):
-    """vLLM's executor interface. The ranks run on a thread of their own, so that asynchronous scheduling is real."""
+    """vLLM's executor interface. The ranks of a stage run on a thread of their own, so that asynchronous scheduling is
+    real, and that a stage is at a batch while the next stage is at the one before.
+    """
 
+    supports_pp = True
     kind: Kind = "full"
     element = torch.float32
+    # The numbers of the layers of each stage.
+    stages: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3),)
 
     def _init_executor(self) -> None:
-        self._thread = ThreadPoolExecutor(1)
+        assert len(self.stages) == self.parallel_config.pipeline_parallel_size
+        self._threads = [ThreadPoolExecutor(1) for _ in self.stages]
         self._outputs: list[ModelRunnerOutput] = []
         self.ranks: list[_Rank] = []
         # The time that a step takes at least.
@@ -172,7 +178,12 @@ class ModelExecutor(Executor):
     def supports_async_scheduling(cls) -> bool:
         return True
 
-    def _specs(self) -> dict[str, Any]:
+    def _specs(self, rank: int) -> dict[str, Any]:
+        """Of the layers of a rank's stage."""
+        layers = self.stages[rank // self.parallel_config.tensor_parallel_size]
+        return {name: spec for name, spec in self._all_specs().items() if number_of(name) in layers}
+
+    def _all_specs(self) -> dict[str, Any]:
         heads = max(1, HEADS // self.parallel_config.tensor_parallel_size)
         block_tokens = self.cache_config.block_size
         attention = {"block_size": block_tokens, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": self.element}
@@ -197,10 +208,10 @@ class ModelExecutor(Executor):
     def collective_rpc(
         self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None, non_block: bool = False
     ) -> Any:
-        ranks = range(self.parallel_config.tensor_parallel_size)
+        ranks = range(self.parallel_config.world_size)
         match method:
             case "get_kv_cache_spec":
-                return [self._specs() for _ in ranks]
+                return [self._specs(rank) for rank in ranks]
             case "get_supported_kv_cache_layouts":
                 return [["LBHNC"] for _ in ranks]
             case "set_kv_cache_layout":
@@ -210,7 +221,8 @@ class ModelExecutor(Executor):
             case "initialize_from_config":
                 self.ranks = [_Rank(self.vllm_config, config, rank) for rank, config in enumerate(args[0])]
             case "get_kv_connector_handshake_metadata":
-                return [{(0, it.rank): it.connector.get_handshake_metadata()} for it in self.ranks]
+                own = [(it, it.connector.get_handshake_metadata()) for it in self.ranks]
+                return [None if made is None else {(it.stage, it.rank): made} for it, made in own]
             case "compile_or_warm_up_model" | "shutdown":
                 return []
             case _:
@@ -218,21 +230,28 @@ class ModelExecutor(Executor):
         return [None for _ in ranks]
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        future = self._thread.submit(self._execute, scheduler_output)
+        future: Future[Any] | None = None
+        for stage, thread in enumerate(self._threads):
+            future = thread.submit(self._execute, scheduler_output, stage, future)
+        assert future is not None
         return future if non_block else future.result()
 
-    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput | None:
+    def _execute(self, output: SchedulerOutput, stage: int, before: Future[Any] | None) -> Any:
+        """What all ranks up to a stage have made and, of the last stage, what the engine gets."""
+        outputs: list[ModelRunnerOutput] = before.result() if before is not None else []
         time.sleep(self.step_s)
-        outputs = [rank.execute(output) for rank in self.ranks]
+        outputs += [rank.execute(output) for rank in self.ranks if rank.stage == stage]
+        if stage + 1 < len(self._threads):
+            return outputs
         assert self.kv_output_aggregator is not None
-        made = self.kv_output_aggregator.aggregate(outputs, 0)
+        made = self.kv_output_aggregator.aggregate(outputs, len(outputs) - self.parallel_config.tensor_parallel_size)
         if output.total_num_scheduled_tokens == 0:
             return made
         self._outputs.append(made)
         return None
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        future: Future[ModelRunnerOutput] = self._thread.submit(lambda: self._outputs.pop(0))
+        future: Future[ModelRunnerOutput] = self._threads[-1].submit(lambda: self._outputs.pop(0))
         return future if non_block else future.result()
 
     def check_health(self) -> None:
@@ -241,7 +260,8 @@ class ModelExecutor(Executor):
     def close(self) -> None:
         for rank in self.ranks:
             rank.connector.shutdown()
-        self._thread.shutdown()
+        for thread in self._threads:
+            thread.shutdown()
 
 
 @dataclass
@@ -268,6 +288,7 @@ class Engine:
         asynchronous: bool = False,
         caching: bool = False,
         ranks: int = 1,
+        stages: tuple[tuple[int, ...], ...] = ModelExecutor.stages,
         policy: str = "fail",
         batched_tokens: int = 512,
         seqs: int = 16,
@@ -275,7 +296,7 @@ class Engine:
         extra: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
-        executor = type("ModelExecutor", (ModelExecutor,), {"kind": kind, "element": element})
+        executor = type("ModelExecutor", (ModelExecutor,), {"kind": kind, "element": element, "stages": stages})
         arguments = EngineArgs(
             model=model,
             dtype="float32",
@@ -287,6 +308,7 @@ class Engine:
             max_num_seqs=seqs,
             enforce_eager=True,
             tensor_parallel_size=ranks,
+            pipeline_parallel_size=len(stages),
             async_scheduling=asynchronous,
             distributed_executor_backend=executor,
             disable_hybrid_kv_cache_manager=False,

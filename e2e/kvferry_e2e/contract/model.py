@@ -53,10 +53,19 @@ def value(hashes: torch.Tensor, layer: int, head: int) -> torch.Tensor:
     return hashes ^ (layer * 7919 + head * 104_729)
 
 
+def number_of(layer: str) -> int:
+    return int(layer.split(".")[1])
+
+
 class Caches:
     """The KV of one rank, for all groups, as vLLM's own code lays it out."""
 
-    def __init__(self, kv_cache_config: Any, rank: int, ranks: int) -> None:
+    def __init__(self, kv_cache_config: Any, rank: int, parallel: Any) -> None:
+        ranks = parallel.tensor_parallel_size
+        # Ranks that have the same heads share the tokens of a block with decode context parallelism.
+        self._dcp = parallel.decode_context_parallel_size
+        self._dcp_rank = rank % self._dcp
+        self._interleave = parallel.cp_kv_cache_interleave_size
         layout = KVCacheLayout[kv_cache_config.kv_cache_layout]
         self.tensors = allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
         self._groups = kv_cache_config.kv_cache_groups
@@ -89,13 +98,13 @@ class Caches:
                     return f"group {number}, {layer}: the state is not that after {computed} tokens"
             return None
         begin = max(0, computed - spec.sliding_window + 1) if isinstance(spec, SlidingWindowSpec) else 0
-        blocks, offsets = self._slots(table[number], spec.block_size, begin, computed)
+        positions, blocks, offsets = self._slots(table[number], spec.block_size, begin, computed)
         for local, head in enumerate(self._heads_of(spec)):
-            expected = value(sequence.hashes(begin, computed), group.layer_names.index(layer), head)
+            expected = value(sequence.hashes(begin, computed)[positions - begin], number_of(layer), head)
             for content in (0, -1):
-                bad = (tensor[blocks, local, offsets, content] != expected).nonzero().flatten().tolist()
-                if bad:
-                    at = [begin + it for it in bad[:4]]
+                bad = (tensor[blocks, local, offsets, content] != expected).nonzero().flatten()
+                if len(bad):
+                    at = positions[bad[:4]].tolist()
                     return f"group {number}, {layer}, head {head}: wrong at {at} of {computed}"
         return None
 
@@ -106,13 +115,19 @@ class Caches:
         if isinstance(spec, MambaSpec):
             tensor[table[number][(end - 1) // spec.block_size], 0, 0, :] = int(sequence.hashes(end - 1, end)[0])
             return
-        blocks, offsets = self._slots(table[number], spec.block_size, begin, end)
+        positions, blocks, offsets = self._slots(table[number], spec.block_size, begin, end)
         assert 0 not in blocks, "a token is written into the null block"
         for local, head in enumerate(self._heads_of(spec)):
-            values = value(sequence.hashes(begin, end), group.layer_names.index(layer), head)
+            values = value(sequence.hashes(begin, end)[positions - begin], number_of(layer), head)
             tensor[blocks, local, offsets] = values[:, None].expand(-1, tensor.shape[-1])
 
-    @staticmethod
-    def _slots(table: list[int], block_tokens: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slots(
+        self, table: list[int], block_tokens: int, begin: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The positions that this rank has, and for each its block and its place there."""
         positions = torch.arange(begin, end)
-        return torch.tensor(table, dtype=torch.long)[positions // block_tokens], positions % block_tokens
+        turn = self._interleave * self._dcp
+        positions = positions[positions % turn // self._interleave == self._dcp_rank]
+        blocks = torch.tensor(table, dtype=torch.long)[positions // (block_tokens * self._dcp)]
+        in_rank = positions // turn * self._interleave + positions % self._interleave
+        return positions, blocks, in_rank % block_tokens

@@ -39,8 +39,11 @@ class KVFerryOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         check_device(kv_caches)
         connector = _connector_of(self)
-        caches = connector._kv_cache_config if connector is not None else None
-        layouts = group_layouts(self.config, kv_caches, caches, self._settings.share_tp)
+        caches = interleave = None
+        if connector is not None:
+            caches = connector._kv_cache_config
+            interleave = connector._vllm_config.parallel_config.cp_kv_cache_interleave_size
+        layouts = group_layouts(self.config, kv_caches, caches, self._settings.share_tp, interleave)
         ranks = self.config.parallel.world_size
         opened = open_store(self._settings, self._settings.host_bytes // ranks, logger)
         worker = KVFerryOffloadingWorker(self.config, self._model(connector), layouts, kv_caches, opened)

@@ -61,10 +61,18 @@ class GroupLayout:
         return block % self.writers == self.writer
 
 
-def group_layouts(config: Any, kv_caches: Any, kv_cache_config: Any | None, share_tp: int) -> list[GroupLayout]:
-    """`config`: vLLM's `OffloadingConfig`; `kv_cache_config`: None if it is not known."""
+def group_layouts(
+    config: Any, kv_caches: Any, kv_cache_config: Any | None, share_tp: int, interleave: int | None = None
+) -> list[GroupLayout]:
+    """`config`: vLLM's `OffloadingConfig`; `kv_cache_config`: None if it is not known; `interleave`: tokens in a row
+    that one rank has with context parallelism, None if that is not known.
+    """
     made = []
     for group, refs in zip(config.groups, kv_caches.group_data_refs, strict=True):
+        if not refs:
+            # A stage of a pipeline without layers of this group: it has nothing to store or to load.
+            made.append(GroupLayout(group.group_id, b"", (), 1, 0, 0, False))
+            continue
         specs = _specs(kv_cache_config, group)
         mappings = [ref.mapping for ref in refs]
         window = max((_window(spec) for spec in specs), default=0)
@@ -78,13 +86,23 @@ def group_layouts(config: Any, kv_caches: Any, kv_cache_config: Any | None, shar
             parallel = config.parallel
             pieces = tuple(Piece(ref.tensor_idx, 0, ref.page_size_bytes) for ref in refs)
             shards = (Shard(parallel.rank, parallel.world_size, pieces),)
-            described = [repr(spec) for spec in specs] + [
-                f"tp {parallel.tp_size} pp {parallel.pp_size} pcp {parallel.pcp_size} dcp {parallel.dcp_size}"
-            ]
+            described = [*(repr(spec) for spec in specs), _parallelism(parallel, interleave)]
             writers, writer = 1, 0
         fingerprint = _fingerprint(config, kv_caches, group, refs, described)
         made.append(GroupLayout(group.group_id, fingerprint, shards, writers, writer, window, shared is not None))
     return made
+
+
+def _parallelism(parallel: Any, interleave: int | None) -> str:
+    sizes = f"tp {parallel.tp_size} pp {parallel.pp_size} pcp {parallel.pcp_size} dcp {parallel.dcp_size}"
+    if parallel.pcp_size * parallel.dcp_size == 1:
+        return sizes
+    if interleave is None:
+        raise UnsupportedCacheError(
+            f"the tokens of a block are spread over ranks ({sizes}), and how is not known: KVFerryOffloadingSpec needs "
+            "vLLM's OffloadingConnector around it for context parallelism"
+        )
+    return f"{sizes} interleave {interleave}"
 
 
 def _specs(kv_cache_config: Any | None, group: Any) -> list[Any]:
