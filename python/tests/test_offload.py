@@ -187,6 +187,22 @@ def test_what_vllm_does_not_certify_is_stored_per_rank() -> None:
     assert other.fingerprint != made[0].fingerprint
 
 
+def test_a_stage_without_layers_of_a_group_has_no_shards_of_it() -> None:
+    config, caches, held = engine(1, 0, 8)
+    caches.group_data_refs = [[]]
+    (made,) = layout.group_layouts(config, caches, held, 8)
+    assert (made.group, made.shards) == (0, ())
+
+
+def test_engines_with_another_interleaving_of_context_parallelism_have_other_names() -> None:
+    config, caches, held = engine(2, 0, 8, certified=False)
+    config.parallel.dcp_size = 2
+    prints = [layout.group_layouts(config, caches, held, 8, interleave)[0].fingerprint for interleave in (1, 4, 1)]
+    assert prints[0] == prints[2] != prints[1]
+    with pytest.raises(UnsupportedCacheError, match=r"dcp 2.*needs vLLM's OffloadingConnector"):
+        layout.group_layouts(config, caches, held, 8)
+
+
 def test_more_ranks_than_shards_are_refused_with_the_setting_to_change() -> None:
     with pytest.raises(ValueError, match="set share_tp to a multiple of 8"):
         layout.group_layouts(*engine(8, 0, 32), 4)

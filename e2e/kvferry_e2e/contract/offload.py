@@ -197,9 +197,10 @@ def shared(suite: Any, asynchronous: bool, note: Note) -> None:
         note.text = f"tokens loaded: {found}"
 
 
-def aborted(suite: Any, asynchronous: bool, note: Note) -> None:
+def aborted(suite: Any, asynchronous: bool, note: Note, **more: Any) -> None:
     """test_abort_loading_requests: clients leave after each number of steps of a store and of a load."""
-    with folder() as directory, node(suite.model, directory, asynchronous=asynchronous, batched_tokens=64) as only:
+    options = {"asynchronous": asynchronous, "batched_tokens": 64, **more}
+    with folder() as directory, node(suite.model, directory, **options) as only:
         count = 0
         for loads in (False, True):
             for steps in range(10):
@@ -219,10 +220,10 @@ def aborted(suite: Any, asynchronous: bool, note: Note) -> None:
         note.text = f"{count} aborts"
 
 
-def preempted(suite: Any, kind: Kind, asynchronous: bool, note: Note) -> None:
+def preempted(suite: Any, kind: Kind, asynchronous: bool, note: Note, **more: Any) -> None:
     """test_preemption: an engine that has blocks for few requests takes them back, also while they are stored."""
     blocks = 40 if kind == "full" else 80
-    options: dict[str, Any] = {"kind": kind, "asynchronous": asynchronous, "blocks": blocks}
+    options: dict[str, Any] = {"kind": kind, "asynchronous": asynchronous, "blocks": blocks, **more}
     with (
         folder() as directory,
         node(suite.model, directory, settings={"offload_prompt_only": False}, **options) as only,
@@ -237,9 +238,10 @@ def preempted(suite: Any, kind: Kind, asynchronous: bool, note: Note) -> None:
         note.text = f"{sum(loaded(outcome) for _, outcome in asked)} tokens loaded by the second round"
 
 
-def reset(suite: Any, asynchronous: bool, note: Note) -> None:
+def reset(suite: Any, asynchronous: bool, note: Note, **more: Any) -> None:
     """test_reset_cache: after a reset the engine finds nothing from before, others do; requests that run end right."""
-    with folder() as directory, node(suite.model, directory, asynchronous=asynchronous, batched_tokens=64) as only:
+    options = {"asynchronous": asynchronous, "batched_tokens": 64, **more}
+    with folder() as directory, node(suite.model, directory, **options) as only:
         prompt = suite.prompts.fresh(200)
         only.answer(prompt)
         for steps in (0, 1, 3, 5, 8):
@@ -261,7 +263,7 @@ def reset(suite: Any, asynchronous: bool, note: Note) -> None:
         only.forget()
         ensure(loaded(only.answer(prompt)) == 192, "did not find what it stored after the reset")
         only.settled()
-        with node(suite.model, directory, asynchronous=asynchronous) as other:
+        with node(suite.model, directory, **options) as other:
             ensure(loaded(other.answer(prompt)) == 192, "another engine does not find the blocks")
 
 
@@ -279,10 +281,10 @@ def _damage(directory: Path) -> None:
             file.write(data)
 
 
-def damaged(suite: Any, kind: Kind, asynchronous: bool, ranks: int, note: Note) -> None:
+def damaged(suite: Any, kind: Kind, asynchronous: bool, ranks: int, note: Note, **more: Any) -> None:
     """test_kv_load_failure_recovery, test_invalid_blocks_correctness: blocks that are found but can't be read."""
     with folder() as directory:
-        options: dict[str, Any] = {"kind": kind, "asynchronous": asynchronous, "ranks": ranks}
+        options: dict[str, Any] = {"kind": kind, "asynchronous": asynchronous, "ranks": ranks, **more}
         with node(suite.model, directory, **options) as only:
             stem = suite.prompts.fresh(160)
             prompts = [stem + suite.prompts.fresh(30 * at) for at in range(1, 5)]
@@ -303,9 +305,10 @@ def damaged(suite: Any, kind: Kind, asynchronous: bool, ranks: int, note: Note) 
             note.text = f"{failed} blocks could not be read"
 
 
-def one_rank(suite: Any, kind: Kind, note: Note) -> None:
+def one_rank(suite: Any, kind: Kind, note: Note, **more: Any) -> None:
     """test_kv_output_aggregator_failures: a rank fails to load, the other one does not: the request is computed."""
-    with folder() as directory, node(suite.model, directory, kind=kind, ranks=2) as only:
+    options: dict[str, Any] = {"kind": kind, **(more or {"ranks": 2})}
+    with folder() as directory, node(suite.model, directory, **options) as only:
         prompt = suite.prompts.fresh(160)
         only.answer(prompt)
         only.forget()
@@ -798,7 +801,7 @@ def events(suite: Any, note: Note) -> None:
         only.settled()
 
 
-def soak(suite: Any, kind: Kind, asynchronous: bool, note: Note) -> None:
+def soak(suite: Any, kind: Kind, asynchronous: bool, note: Note, **more: Any) -> None:
     """Requests with shared beginnings, few blocks, aborts, resets of the engine's cache, damage, and restarts."""
     chance = random.Random(7)
     options: dict[str, Any] = {
@@ -807,6 +810,7 @@ def soak(suite: Any, kind: Kind, asynchronous: bool, note: Note) -> None:
         "blocks": 60 if kind == "full" else 110,
         "batched_tokens": 100,
         "settings": {"disk_gib": 12 / 1024, "offload_prompt_only": False},
+        **more,
     }
     done = lost = tokens = 0
     stems = [suite.prompts.fresh(200) for _ in range(4)]

@@ -28,6 +28,9 @@ def same(suite: Any, engine: dict[str, Any], block_tokens: int, note: Note) -> N
     prompts = [suite.prompts.fresh(length) for length in LENGTHS]
     with folder() as directory:
         with node(suite.model, directory, **engine) as first:
+            # One batch per stage is under way.
+            batches = first.engine.core.batch_queue_size
+            ensure(batches >= len(engine.get("stages", ONE)), f"{batches} batches at once")
             for prompt in prompts:
                 ensure(loaded(first.answer(prompt)) == 0, "a prompt that was never stored was loaded")
             first.settled()
@@ -90,6 +93,20 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         yield f"PP 2 to PP 2 and TP 2, {kind}", partial(
             other, suite, {"kind": kind, "stages": HALVES}, {"kind": kind, "stages": HALVES, "ranks": 2}
         )
+        yield f"PP 2, a block that one stage can't read, {kind}", partial(
+            offload.one_rank, suite, kind, stages=HALVES
+        )
+        for asynchronous in (False, True):
+            how = f"{kind}{', async' if asynchronous else ''}"
+            yield f"PP 2, preemption, {how}", partial(offload.preempted, suite, kind, asynchronous, stages=HALVES)
+            yield f"PP 2, blocks that can't be read, {how}", partial(
+                offload.damaged, suite, kind, asynchronous, 1, stages=HALVES
+            )
+            yield f"PP 2, soak, {how}", partial(offload.soak, suite, kind, asynchronous, stages=HALVES)
+    for asynchronous in (False, True):
+        how = ", async" if asynchronous else ""
+        yield f"PP 2, clients leave{how}", partial(offload.aborted, suite, asynchronous, stages=HALVES)
+        yield f"PP 2, caches are reset{how}", partial(offload.reset, suite, asynchronous, stages=HALVES)
     for kind in ("window", "latent"):
         yield f"PP 2 with other layers per stage, {kind}", partial(
             other, suite, {"kind": kind, "stages": HALVES}, {"kind": kind, "stages": UNEVEN}
@@ -105,6 +122,10 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         yield f"DCP 2 with another interleaving, {kind}", partial(
             other, suite, _dcp(2, 1) | of_kind, _dcp(2, 4) | of_kind
         )
+        dcp = _dcp(2, 1)
+        ranks = dcp.pop("ranks")
+        yield f"DCP 2, blocks that can't be read, {kind}", partial(offload.damaged, suite, kind, False, ranks, **dcp)
+        yield f"DCP 2, soak, {kind}", partial(offload.soak, suite, kind, False, **_dcp(2, 4))
     engine = {**_dcp(2, 4), "stages": HALVES}
     yield "DCP 2 and PP 2", partial(same, suite, engine, 2 * BLOCK_TOKENS)
     yield "DCP 2 and PP 2 with another interleaving", partial(other, suite, engine, engine | _dcp(2, 1))
