@@ -316,20 +316,20 @@ def one_rank(suite: Any, kind: Kind, note: Note, **more: Any) -> None:
         prompt = suite.prompts.fresh(160)
         only.answer(prompt)
         only.forget()
-        worker, failures = only.workers()[1], []
+        worker, loads = only.workers()[1], []
         submit = worker.submit_load
 
         def fail(job: int, source: Any, pages: Any) -> bool:
             made = bool(submit(job, source, pages))
-            if not failures:
-                failures.append(job)
+            if not loads:
                 worker._jobs[job].failure = "made up"
+            loads.append(job)
             return made
 
         worker.submit_load = fail
         outcome = only.answer(prompt)
         worker.submit_load = submit
-        ensure(failures, "nothing was loaded")
+        ensure(len(loads) == 2, f"{len(loads)} loads were begun, and not one that fails and another one")
         only.settled()
         ensure(loaded(outcome) > 0, "the request was not loaded when it was asked again")
 
