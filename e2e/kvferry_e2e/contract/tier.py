@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,9 +50,19 @@ class Spec(base.OffloadingSpec):  # type: ignore[misc]
 class Tiers:
     """vLLM's manager of tiers with a primary tier of `rows` chunks and `KVFerryTier` below it."""
 
-    def __init__(self, directory: Path, rows: int = 64, *, model: str = "model", tp: int = 1, **settings: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rows: int = 64,
+        *,
+        name: str = "model",
+        sizes: dict[str, Any] | None = None,
+        layout: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`name`: vLLM's name of the model; `sizes`: of parallelism; `layout`: fields of vLLM's configuration."""
         self._number = 0
-        spec = Spec(_config(model, tp))
+        spec = Spec(_config(name, sizes or {}, layout or {}))
         region = SharedOffloadRegion(f"kvferry-{os.getpid()}-{id(self):x}", rows, None, ROW, ROW)
         primary = CPUPrimaryTierOffloadingManager(rows, region, enable_events=True)
         view = primary.get_kv_memoryview()
@@ -126,28 +137,30 @@ class Tiers:
         self.manager.shutdown()
 
 
-def _config(model: str, tp: int) -> OffloadingConfig:
-    return OffloadingConfig(
+def _config(name: str, sizes: dict[str, Any], layout: dict[str, Any]) -> OffloadingConfig:
+    parallel = OffloadingParallelConfig(
+        rank=0,
+        world_size=1,
+        tp_size=1,
+        pp_size=1,
+        pcp_size=1,
+        dcp_size=1,
+        data_parallel_index=0,
+        data_parallel_size=1,
+        data_parallel_rank_local=None,
+        is_parallelism_agnostic=False,
+    )
+    made = OffloadingConfig(
         groups=(OffloadingGroupConfig(tokens_per_block=TOKENS, layer_names=("layer",), group_id=0),),
         worker_kv_bytes_per_block=ROW,
         enable_kv_cache_events=True,
         extra_config={},
         engine_id="tiers",
-        model=OffloadingModelConfig(name=model, dtype="bfloat16"),
+        model=OffloadingModelConfig(name=name, dtype="bfloat16"),
         cache=OffloadingCacheConfig(tokens_per_hash=TOKENS, blocks_per_chunk=1),
-        parallel=OffloadingParallelConfig(
-            rank=0,
-            world_size=tp,
-            tp_size=tp,
-            pp_size=1,
-            pcp_size=1,
-            dcp_size=1,
-            data_parallel_index=0,
-            data_parallel_size=1,
-            data_parallel_rank_local=None,
-            is_parallelism_agnostic=False,
-        ),
+        parallel=replace(parallel, **sizes),
     )
+    return replace(made, **layout)
 
 
 def prompt(name: str, blocks: int) -> list[bytes]:
@@ -187,10 +200,60 @@ def round_trip(note: Note) -> None:
             ensure(first.load([*other, *prompt("more", 3)]) == 7, "not the beginning of a prompt came back")
         with tiers(directory) as second:
             ensure([second.load(one), second.load(other)] == [40, 7], "not all blocks were there after a restart")
-        with tiers(directory, model="another") as stranger:
+        with tiers(directory, name="another") as stranger:
             ensure(stranger.load(one) == 0, "another model found blocks")
-        with tiers(directory, tp=2) as stranger:
+        with tiers(directory, sizes=_tp(2)) as stranger:
             ensure(stranger.load(one) == 0, "engines of another tensor parallelism found blocks of other bytes")
+
+
+def _tp(ranks: int, **more: Any) -> dict[str, Any]:
+    return {"world_size": ranks, "tp_size": ranks, **more}
+
+
+def parallelisms(note: Note) -> None:
+    """Engines of another parallelism find rows only where these have the same bytes."""
+    keys = prompt("one", 6)
+    heads_first, layers_first = {"kv_cache_layout": "BHLNC"}, {"kv_cache_layout": "LBHNC"}
+    canonical = {**layers_first, "canonical_layout": True}
+    # vLLM says so of each of these.
+    says = {"is_parallelism_agnostic": True}
+    stages = {"world_size": 2, "pp_size": 2, **says}
+    cases: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], int]] = [
+        ("TP 2 to 1, heads before layers", heads_first, _tp(2, **says), _tp(1, **says), 6),
+        ("TP 2 to 1, layers before heads", layers_first, _tp(2, **says), _tp(1, **says), 0),
+        ("TP 2 to 1, canonical", canonical, _tp(2, **says), _tp(1, **says), 6),
+        ("TP 2 to 1, not certified", heads_first, _tp(2), _tp(1), 0),
+        ("PP 2 to 1", heads_first, stages, _tp(1, **says), 0),
+        ("PP 2 to 2", heads_first, stages, stages, 6),
+    ]
+    for case, layout, before, after, count in cases:
+        with folder() as directory:
+            with tiers(directory, sizes=before, layout=layout) as first:
+                first.store(keys)
+            with tiers(directory, sizes=after, layout=layout) as second:
+                found = second.load(keys)
+            ensure(found == count, f"{case}: {found} blocks instead of {count}")
+    dcp = _tp(4, dcp_size=2)
+    with folder() as directory:
+        try:
+            with tiers(directory, sizes=dcp):
+                pass
+        except ValueError as error:
+            ensure("cp_kv_cache_interleave_size" in str(error), f"{error}")
+        else:
+            ensure(False, "context parallelism was taken without a name for the model")
+        with tiers(directory, sizes=dcp, model="model, interleave 1") as first:
+            first.store(keys)
+            first.forget()
+            ensure(first.load(keys) == 6, "blocks of context parallelism did not come back")
+        with tiers(directory, sizes=dcp, model="model, interleave 4") as second:
+            ensure(second.load(keys) == 0, "found blocks of another interleaving")
+    with folder() as directory:
+        with mock.patch.dict(os.environ, {"VLLM_PP_LAYER_PARTITION": "3,1"}):
+            with tiers(directory, sizes=stages) as first:
+                first.store(keys)
+        with tiers(directory, sizes=stages) as second:
+            ensure(second.load(keys) == 0, "found blocks of stages with other layers")
 
 
 def small_primary(note: Note) -> None:
@@ -304,6 +367,7 @@ def unusable(note: Note) -> None:
 
 def checks() -> Iterator[tuple[str, Callable[[Note], None]]]:
     yield "tier: blocks come back", round_trip
+    yield "tier: engines of another parallelism", parallelisms
     yield "tier: a small primary tier", small_primary
     yield "tier: blocks that can't be read", damage
     yield "tier: jobs are drained", drained

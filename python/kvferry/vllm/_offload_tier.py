@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
@@ -95,6 +96,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality) if locality is not None else None
         self._settings = OffloadSettings.of(settings, "secondary_tiers")
+        _check_parallelism(offloading_spec.config, self._settings)
         publishes = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] | None = [] if publishes else None
         self._layout = _fingerprint(offloading_spec.config, self.block_size_bytes)
@@ -346,11 +348,8 @@ def _range(view: memoryview) -> tuple[int, int]:
 
 
 def _fingerprint(config: Any, row_bytes: int) -> bytes:
-    """What the bytes of a row of the primary tier depend on. As for vLLM's own tiers, engines of another parallelism
-    find the rows where vLLM says that they have the same bytes.
-    """
+    """What the bytes of a row of the primary tier depend on."""
     parallel = config.parallel
-    is_agnostic = parallel.is_parallelism_agnostic or config.replicated_layout
     parts = {
         "v": 1,
         "bytes": row_bytes,
@@ -362,7 +361,33 @@ def _fingerprint(config: Any, row_bytes: int) -> bytes:
         "blocks": config.cache.blocks_per_chunk,
         "hash": config.cache.tokens_per_hash,
         "ranks": None
-        if is_agnostic
+        if _is_portable(config)
         else [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, parallel.world_size],
     }
+    if parallel.pp_size > 1:
+        # The layers above are those of the first stage.
+        parts["stages"] = os.environ.get("VLLM_PP_LAYER_PARTITION")
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
+def _is_portable(config: Any) -> bool:
+    """Whether engines of another tensor parallelism have the same rows.
+
+    vLLM 0.32 says so of all layouts of full attention. Without its canonical layout, a row has what one rank has after
+    what another rank has, and these are the bytes of an engine of one rank only where heads come before layers.
+    """
+    if config.replicated_layout:
+        return True
+    is_in_order = config.kv_cache_layout == "BHLNC" and config.parallel.pp_size == 1
+    return bool(config.parallel.is_parallelism_agnostic and (config.canonical_layout or is_in_order))
+
+
+def _check_parallelism(config: Any, settings: OffloadSettings) -> None:
+    """Raises ValueError where engines that differ in what vLLM does not tell a tier would find each other's rows."""
+    parallel = config.parallel
+    if parallel.dcp_size * parallel.pcp_size > 1 and settings.model is None:
+        raise ValueError(
+            "KVFerryTier: with context parallelism, a block's tokens are spread over the ranks by "
+            "cp_kv_cache_interleave_size, which vLLM does not tell a tier; set model in secondary_tiers to a name that "
+            "says the model, its revision and this size"
+        )
