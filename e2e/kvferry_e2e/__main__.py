@@ -20,7 +20,7 @@ from typing import Any
 from kvferry_e2e.client import HOST
 from kvferry_e2e.environment import Environment, vllm_environment
 from kvferry_e2e.instance import Connector, Instance, Role
-from kvferry_e2e.overlay import kvferry_overlay, mooncake_overlay, newest_wheel
+from kvferry_e2e.overlay import kvferry_overlay, mooncake_overlay, moto_overlay, newest_wheel
 from kvferry_e2e.pair import Pair
 from kvferry_e2e.phases import (
     connector,
@@ -158,6 +158,7 @@ class Run:
 def contract_phase(run: Run) -> None:
     """Engine cores with vLLM's schedulers, in a process of their own per model runner: see `kvferry_e2e.contract`."""
     setup = run.setup
+    moto = moto_overlay(setup.environment, run.report.say)
     for runner in ("0", "1"):
         found = setup.folder / f"core-{runner}.json"
         command = [
@@ -169,7 +170,7 @@ def contract_phase(run: Run) -> None:
         ]
         env = {
             **os.environ,
-            "PYTHONPATH": f"{CHECKOUT / 'e2e'}:{setup.site}",
+            "PYTHONPATH": f"{CHECKOUT / 'e2e'}:{setup.site}:{moto}",
             "PYTHONDONTWRITEBYTECODE": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",

@@ -8,10 +8,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvferry_e2e.environment import Environment, cache_root
+from kvferry_e2e.environment import Environment, cache_root, package_overlay
 from kvferry_e2e.steps import Say, run_step
 
 MOONCAKE = "0.3.13.post1"
+MOTO = "5.2.5"
+# What moto's S3 needs beside vLLM's environment. Without dependencies: the rest that it declares is for other services.
+MOTO_PACKAGES = (
+    f"moto=={MOTO}",
+    "blinker==1.9.0",
+    "boto3==1.44.5",
+    "botocore==1.44.5",
+    "flask==3.1.3",
+    "flask-cors==6.0.5",
+    "itsdangerous==2.2.0",
+    "py-partiql-parser==0.6.3",
+    "python-dateutil==2.9.0.post0",
+    "responses==0.26.3",
+    "s3transfer==0.19.3",
+    "six==1.17.0",
+    "werkzeug==3.1.9",
+    "xmltodict==1.0.4",
+)
 
 
 def newest_wheel(checkout: Path) -> Path | None:
@@ -46,6 +64,11 @@ def mooncake_overlay(environment: Environment, say: Say) -> Path:
         needed = "apt-get install libibverbs1 libnuma1 libcurl4"
         raise RuntimeError(f"stock mooncake.engine can't be imported ({needed}): {probe.stderr}")
     return site
+
+
+def moto_overlay(environment: Environment, say: Say) -> Path:
+    """A server that speaks S3."""
+    return package_overlay(environment, "moto", MOTO, MOTO_PACKAGES, say)
 
 
 def _install(environment: Environment, site: Path, log: Path, say: Say, *what: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import vllm.config.vllm
 
-from kvferry_e2e.contract import offload, parallelism
+from kvferry_e2e.contract import objects, offload, parallelism
 from kvferry_e2e.contract.engine import BLOCK_TOKENS, Engine, Kind, Outcome, run
 from kvferry_e2e.contract.model import VOCABULARY, WINDOW, Sequence
 from kvferry_e2e.report import Note, Report, ensure
@@ -438,7 +438,7 @@ def main(model: str, lines: Path, only: str = "") -> int:
         with report.check(f"core{' V2' if second else ''}: {name}") as note:
             of(note)
 
-    for name, of in (*offload.checks(suite), *parallelism.checks(suite)):
+    for name, of in (*offload.checks(suite), *parallelism.checks(suite), *objects.checks(suite)):
         check(f"offload {name}", of)
     for kind in KINDS:
         for asynchronous in (False, True):

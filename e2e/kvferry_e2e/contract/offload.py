@@ -600,31 +600,6 @@ def closed(suite: Any, note: Note) -> None:
             ensure(False, "share_tp 1 was taken with two ranks")
 
 
-def object_store(suite: Any, kind: Kind, note: Note) -> None:
-    """test_lookup_retry: blocks of another host come from the object store; look-ups say RETRY until they are here."""
-    with folder() as directory:
-        objects = directory.with_name("objects")
-        objects.mkdir(parents=True)
-        settings = {"object": f"file://{objects}"}
-        prompts = [suite.prompts.fresh(length) for length in (20, 133, 400)]
-        with node(suite.model, directory, kind=kind, settings=settings) as first:
-            for prompt in prompts:
-                first.answer(prompt)
-            for worker in first.workers():
-                ensure(worker._opened.store.flush_objects(20), "not uploaded within 20 s")
-        with node(suite.model, directory.with_name("other"), kind=kind, settings=settings) as second:
-            found = [loaded(second.answer(prompt)) for prompt in prompts]
-            ensure(
-                loaded(second.answer(suite.prompts.fresh(100))) == 0,
-                "a prompt that was never stored was loaded",
-            )
-            second.settled()
-            ensure(second.manager.prefetches > 0, "no prefetch was begun")
-        least = [(len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts]
-        ensure(all(got >= want for got, want in zip(found, least, strict=True)), f"loaded {found} of {least}")
-        note.text = f"tokens loaded: {found}"
-
-
 def retention(suite: Any, note: Note) -> None:
     """Blocks keep the priority that a request's parameters say; wrong parameters cost nothing but that."""
     keep = {"priority": 90, "duration": 3600, "retention": [{"start": 0, "end": 32, "priority": 100}]}
@@ -866,7 +841,6 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         yield f"TP 2 to TP 4, {kind}", partial(parallel, suite, 2, 4, kind)
         yield f"two of the engine's blocks, {kind}", partial(chunks, suite, kind, 2)
         yield f"three of the engine's blocks, {kind}", partial(chunks, suite, kind, 3)
-        yield f"an object store, {kind}", partial(object_store, suite, kind)
     for kind in ("latent", "aligned"):
         yield f"a second engine, {kind}", partial(second_engine, suite, kind, False, 0)
         yield f"a second engine, {kind}, async", partial(second_engine, suite, kind, True, 0)
