@@ -70,6 +70,18 @@ def other(suite: Any, before: dict[str, Any], after: dict[str, Any], note: Note)
             third.settled()
 
 
+def refused(suite: Any, note: Note) -> None:
+    """vLLM itself refuses sliding windows with DCP, as docs/storage.md says: nothing of kvferry's is reached."""
+    with folder() as directory:
+        try:
+            with node(suite.model, directory, kind="window", **_dcp(2, 1)):
+                pass
+        except AssertionError as error:
+            ensure("DCP not support sliding window" in str(error), f"{error}")
+        else:
+            ensure(False, "vLLM takes sliding windows with DCP: add them to the checks")
+
+
 def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
     kinds: tuple[Kind, ...] = ("full", "window", "latent", "aligned")
     for kind in kinds:
@@ -125,7 +137,9 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         dcp = _dcp(2, 1)
         ranks = dcp.pop("ranks")
         yield f"DCP 2, blocks that can't be read, {kind}", partial(offload.damaged, suite, kind, False, ranks, **dcp)
-        yield f"DCP 2, soak, {kind}", partial(offload.soak, suite, kind, False, **_dcp(2, 4))
+    yield "DCP 2, aligned", partial(same, suite, {**_dcp(2, 1), "kind": "aligned"}, 2 * BLOCK_TOKENS)
+    yield "DCP 2, window", partial(refused, suite)
+    yield "DCP 2, soak", partial(offload.soak, suite, "full", False, **_dcp(2, 4))
     engine = {**_dcp(2, 4), "stages": HALVES}
     yield "DCP 2 and PP 2", partial(same, suite, engine, 2 * BLOCK_TOKENS)
     yield "DCP 2 and PP 2 with another interleaving", partial(other, suite, engine, engine | _dcp(2, 1))
