@@ -130,25 +130,24 @@ def second_host(suite: Any, kept: Kept, before: dict[str, Any], after: dict[str,
 
 def away(suite: Any, note: Note) -> None:
     """A server that ends while engines serve costs hits: requests are computed, and what the disk has is loaded."""
-    with folder() as disk, s3() as objects:
-        with node(suite.model, disk, settings=objects.settings) as first:
-            before, after = suite.prompts.fresh(200), suite.prompts.fresh(200)
-            first.answer(before)
-            _uploaded(first)
-            with node(suite.model, disk.with_name("other"), settings=objects.settings) as second:
-                objects.stop()
-                ensure(loaded(second.answer(before)) == 0, "loaded from a server that has ended")
-                for _ in range(3):
-                    second.answer(suite.prompts.fresh(100))
-                ensure(second.manager._opened.store.stats()["is_away"] == 1, "the server is not taken for away")
-                second.forget()
-                ensure(loaded(second.answer(before)) == 192, "what was computed is not found on the disk")
-                second.settled()
-            first.answer(after)
-            first.forget()
-            found = [loaded(first.answer(prompt)) for prompt in (before, after)]
-            ensure(found == [192, 192], f"{found} tokens were loaded from the disk")
-            first.settled()
+    with folder() as disk, s3() as objects, node(suite.model, disk, settings=objects.settings) as first:
+        before, after = suite.prompts.fresh(200), suite.prompts.fresh(200)
+        first.answer(before)
+        _uploaded(first)
+        with node(suite.model, disk.with_name("other"), settings=objects.settings) as second:
+            objects.stop()
+            ensure(loaded(second.answer(before)) == 0, "loaded from a server that has ended")
+            for _ in range(3):
+                second.answer(suite.prompts.fresh(100))
+            ensure(second.manager._opened.store.stats()["is_away"] == 1, "the server is not taken for away")
+            second.forget()
+            ensure(loaded(second.answer(before)) == 192, "what was computed is not found on the disk")
+            second.settled()
+        first.answer(after)
+        first.forget()
+        found = [loaded(first.answer(prompt)) for prompt in (before, after)]
+        ensure(found == [192, 192], f"{found} tokens were loaded from the disk")
+        first.settled()
 
 
 def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:

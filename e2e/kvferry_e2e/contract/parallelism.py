@@ -90,29 +90,32 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
             engine = {"kind": kind, "asynchronous": asynchronous, "stages": HALVES}
             yield f"PP 2, {how}", partial(same, suite, engine, BLOCK_TOKENS)
     for kind in ("window", "aligned"):
-        yield f"PP 2, a stage without layers of a group, {kind}", partial(
-            same, suite, {"kind": kind, "stages": GROUPS}, BLOCK_TOKENS
+        yield (
+            f"PP 2, a stage without layers of a group, {kind}",
+            partial(same, suite, {"kind": kind, "stages": GROUPS}, BLOCK_TOKENS),
         )
     for kind in ("full", "window"):
         engine = {"kind": kind, "ranks": 2, "stages": HALVES}
         yield f"PP 2 and TP 2, {kind}", partial(same, suite, engine, BLOCK_TOKENS)
-        yield f"PP 2 to PP 1, {kind}", partial(
-            other, suite, {"kind": kind, "stages": HALVES}, {"kind": kind, "stages": ONE}
+        yield (
+            f"PP 2 to PP 1, {kind}",
+            partial(other, suite, {"kind": kind, "stages": HALVES}, {"kind": kind, "stages": ONE}),
         )
-        yield f"PP 1 to PP 2, {kind}", partial(
-            other, suite, {"kind": kind, "stages": ONE}, {"kind": kind, "stages": HALVES}
+        yield (
+            f"PP 1 to PP 2, {kind}",
+            partial(other, suite, {"kind": kind, "stages": ONE}, {"kind": kind, "stages": HALVES}),
         )
-        yield f"PP 2 to PP 2 and TP 2, {kind}", partial(
-            other, suite, {"kind": kind, "stages": HALVES}, {"kind": kind, "stages": HALVES, "ranks": 2}
+        yield (
+            f"PP 2 to PP 2 and TP 2, {kind}",
+            partial(other, suite, {"kind": kind, "stages": HALVES}, {"kind": kind, "stages": HALVES, "ranks": 2}),
         )
-        yield f"PP 2, a block that one stage can't read, {kind}", partial(
-            offload.one_rank, suite, kind, stages=HALVES
-        )
+        yield f"PP 2, a block that one stage can't read, {kind}", partial(offload.one_rank, suite, kind, stages=HALVES)
         for asynchronous in (False, True):
             how = f"{kind}{', async' if asynchronous else ''}"
             yield f"PP 2, preemption, {how}", partial(offload.preempted, suite, kind, asynchronous, stages=HALVES)
-            yield f"PP 2, blocks that can't be read, {how}", partial(
-                offload.damaged, suite, kind, asynchronous, 1, stages=HALVES
+            yield (
+                f"PP 2, blocks that can't be read, {how}",
+                partial(offload.damaged, suite, kind, asynchronous, 1, stages=HALVES),
             )
             yield f"PP 2, soak, {how}", partial(offload.soak, suite, kind, asynchronous, stages=HALVES)
     for asynchronous in (False, True):
@@ -120,8 +123,9 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         yield f"PP 2, clients leave{how}", partial(offload.aborted, suite, asynchronous, stages=HALVES)
         yield f"PP 2, caches are reset{how}", partial(offload.reset, suite, asynchronous, stages=HALVES)
     for kind in ("window", "latent"):
-        yield f"PP 2 with other layers per stage, {kind}", partial(
-            other, suite, {"kind": kind, "stages": HALVES}, {"kind": kind, "stages": UNEVEN}
+        yield (
+            f"PP 2 with other layers per stage, {kind}",
+            partial(other, suite, {"kind": kind, "stages": HALVES}, {"kind": kind, "stages": UNEVEN}),
         )
     for kind in ("full", "latent"):
         for asynchronous in (False, True):
@@ -131,8 +135,9 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
         of_kind = {"kind": kind}
         yield f"DCP 2 to DCP 1, {kind}", partial(other, suite, _dcp(2, 1) | of_kind, _dcp(1, 1) | of_kind)
         yield f"DCP 1 to DCP 2, {kind}", partial(other, suite, _dcp(1, 1) | of_kind, _dcp(2, 1) | of_kind)
-        yield f"DCP 2 with another interleaving, {kind}", partial(
-            other, suite, _dcp(2, 1) | of_kind, _dcp(2, 4) | of_kind
+        yield (
+            f"DCP 2 with another interleaving, {kind}",
+            partial(other, suite, _dcp(2, 1) | of_kind, _dcp(2, 4) | of_kind),
         )
         dcp = _dcp(2, 1)
         ranks = dcp.pop("ranks")

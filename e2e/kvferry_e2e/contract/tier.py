@@ -249,9 +249,9 @@ def parallelisms(note: Note) -> None:
         with tiers(directory, sizes=dcp, model="model, interleave 4") as second:
             ensure(second.load(keys) == 0, "found blocks of another interleaving")
     with folder() as directory:
-        with mock.patch.dict(os.environ, {"VLLM_PP_LAYER_PARTITION": "3,1"}):
-            with tiers(directory, sizes=stages) as first:
-                first.store(keys)
+        partition = mock.patch.dict(os.environ, {"VLLM_PP_LAYER_PARTITION": "3,1"})
+        with partition, tiers(directory, sizes=stages) as first:
+            first.store(keys)
         with tiers(directory, sizes=stages) as second:
             ensure(second.load(keys) == 0, "found blocks of stages with other layers")
 
