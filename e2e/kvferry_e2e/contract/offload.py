@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from kvferry.vllm import _offload_puts
+from kvferry.vllm._offload_stats import LOOKUPS
 from vllm.config import KVEventsConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, TierFilter, make_offload_key
 
@@ -751,7 +752,13 @@ def manager_contract(suite: Any, note: Note) -> None:
         manager.on_request_finished(context)
         none = ReqContext("none", load_tier_filter=TierFilter(matchers=()))
         ensure(manager.lookup(keys[1], none) is LookupResult.MISS, "a request that wants no tier gets a hit")
+        manager.get_stats()
+        results = [manager.lookup(key, context) for key in (keys[1:4] + keys[5:]) * 2]
+        manager.on_schedule_end(None)
+        results += [manager.lookup(key, context) for key in keys[1:3]]
         stats = manager.get_stats()
+        counted = {result: stats.data["data"][LOOKUPS].get((result,), 0) for result in ("hit", "miss")}
+        ensure(counted == {"hit": 8, "miss": 2}, f"counted {counted} of {results}")
         defined = only.engine.scheduler.get_kv_connector().connector_scheduler.config is not None and metrics()
         ensure(stats is not None and set(stats.data["data"]) <= set(defined), f"{stats}")
         for worker in workers:

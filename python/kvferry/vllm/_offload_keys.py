@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -13,6 +14,8 @@ class Keys:
 
     def __init__(self) -> None:
         self._groups: dict[int, list[bytes]] = {}
+        # The same lists, by the end of the keys.
+        self._by_end: dict[bytes, list[bytes]] = {}
         # Of each key in its group.
         self._places: dict[bytes, int] = {}
 
@@ -21,13 +24,18 @@ class Keys:
         positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
         if len(positions) == len(self._places):
             return
-        new = []
-        for key in reversed(positions):
-            if key in self._places:
-                break
-            new.append(key)
-        for key in reversed(new):
-            keys = self._groups.setdefault(int.from_bytes(key[-4:], "big"), [])
+        new: Iterable[bytes] = positions
+        if self._places:
+            added = []
+            for key in reversed(positions):
+                if key in self._places:
+                    break
+                added.append(key)
+            new = reversed(added)
+        for key in new:
+            keys = self._by_end.get(key[-4:])
+            if keys is None:
+                keys = self._by_end[key[-4:]] = self._groups[int.from_bytes(key[-4:], "big")] = []
             self._places[key] = len(keys)
             keys.append(key)
 

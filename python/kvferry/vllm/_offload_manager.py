@@ -45,6 +45,8 @@ _LOADS_MAX = 2
 # Prefetches of a request, per group of layers.
 _PREFETCHES_MAX = 4
 _CARDS_EVERY_S = 1.0
+# Not looked up in the class for each block.
+_HIT = LookupResult.HIT
 
 
 @dataclass
@@ -191,6 +193,17 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
     # Look-ups.
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        # vLLM asks for each block of a prompt, on the scheduler's thread: what a call before has found in this step is
+        # answered first.
+        request: _Request | None = req_context.get_state(_Request)
+        if (
+            request is not None
+            and request.step == self._step
+            and request.known.get(key)
+            and (not request.loads or request.loads.get(key, 0) < _LOADS_MAX)
+        ):
+            self._stats.hits += 1
+            return _HIT
         result = self._lookup(key, req_context)
         self._stats.looked[result] += 1
         return result
@@ -231,7 +244,8 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
 
     def _prefix(self, group: _Group, keys: Sequence[bytes]) -> int:
         """How many blocks from the first on are in the store, in all shards."""
-        hashes = [get_offload_block_hash(key) for key in keys]
+        # As get_offload_block_hash, without a call for each block.
+        hashes = [key[:-4] for key in keys]
         try:
             for space in group.spaces:
                 if not hashes:

@@ -64,6 +64,8 @@ class SchedulerStats:
         self.counted = OffloadingConnectorStats()
         # Look-ups are too many for `counted` to take each of them.
         self.looked: Counter[LookupResult] = Counter()
+        # Those that are not in `looked`.
+        self.hits = 0
         self._gauges_at = -_GAUGES_EVERY_S
 
     def take(self, store: kvferry.Store | None) -> OffloadingConnectorStats | None:
@@ -75,6 +77,9 @@ class SchedulerStats:
                 _set_gauges(self.counted, store)
             except kvferry.Error as error:
                 logger.debug("the store's statistics can't be read: %s", error)
+        if self.hits:
+            self.looked[LookupResult.HIT] += self.hits
+            self.hits = 0
         for result, number in self.looked.items():
             self.counted.increase_counter(LOOKUPS, number, (result.name.lower(),))
         self.looked.clear()
