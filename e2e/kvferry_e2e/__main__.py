@@ -182,7 +182,7 @@ def contract_phase(run: Run) -> None:
             **setup.engine_env,
         }
         with open(setup.folder / f"core-{runner}.log", "w", encoding="utf-8") as log:
-            subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=600, check=False)
+            subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=900, check=False)
         run.report.take(found)
 
 
