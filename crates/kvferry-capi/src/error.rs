@@ -13,6 +13,10 @@ pub const KVFERRY_OK: c_int = 0;
 pub const KVFERRY_PENDING: c_int = 1;
 /// A handle is NULL, was freed, or is of another kind.
 pub const KVFERRY_BAD_HANDLE: c_int = 2;
+/// The receiver of a task wants a block that the sender lacks, or of another length.
+pub const KVFERRY_MISMATCH: c_int = 3;
+/// Another task has the key.
+pub const KVFERRY_DUPLICATE: c_int = 4;
 
 macro_rules! codes {
     ($($(#[$doc:meta])* $kind:ident = $name:ident,)*) => {
@@ -203,6 +207,8 @@ pub extern "C" fn kvferry_error_name(code: c_int) -> *const c_char {
                 (KVFERRY_OK, _) => "ok",
                 (KVFERRY_PENDING, _) => "pending",
                 (KVFERRY_BAD_HANDLE, _) => "bad_handle",
+                (KVFERRY_MISMATCH, _) => "mismatch",
+                (KVFERRY_DUPLICATE, _) => "duplicate",
                 (_, Some(kind)) => kind.as_str(),
                 (_, None) => "unknown",
             };

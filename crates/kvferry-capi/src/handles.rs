@@ -8,8 +8,10 @@
 //! one. Numbers below the first one of the child belong to its parent.
 
 use crate::guard::Failure;
+use crate::tasks::driver::{End, Endpoint};
 use kvferry::{Agent, Batch, FileRegion, Peer, Region, Transfer};
 use kvferry_mooncake::MooncakeEngine;
+use kvferry_tasks::{RecvId, SendId};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -58,6 +60,22 @@ pub(crate) type OwnedFile = Arc<(Agent, FileRegion)>;
 /// A batch that several threads may fill.
 pub(crate) type SharedBatch = Arc<Mutex<Batch>>;
 
+/// A send, and the tasks that it belongs to.
+#[derive(Clone, Debug)]
+pub(crate) struct OwnedSend {
+    pub(crate) owner: Arc<Endpoint>,
+    pub(crate) id: SendId,
+    pub(crate) end: Arc<End>,
+}
+
+/// A receive task, and the tasks that it belongs to.
+#[derive(Clone, Debug)]
+pub(crate) struct OwnedRecv {
+    pub(crate) owner: Arc<Endpoint>,
+    pub(crate) id: RecvId,
+    pub(crate) end: Arc<End>,
+}
+
 objects! {
     agents: Agent = 1 "an agent",
     regions: OwnedRegion = 2 "a region",
@@ -66,6 +84,9 @@ objects! {
     transfers: Transfer = 5 "a transfer",
     files: OwnedFile = 6 "a file",
     engines: Arc<MooncakeEngine> = 7 "a transfer engine",
+    tasks: Arc<Endpoint> = 8 "tasks",
+    sends: OwnedSend = 9 "a send task",
+    recvs: OwnedRecv = 10 "a receive task",
 }
 
 static NEXT: AtomicU64 = AtomicU64::new(1);

@@ -1,6 +1,6 @@
 //! kvferry's C ABI.
 //!
-//! The library `libkvferry.so.0` exports two sets of functions: those of `include/kvferry.h`, and
+//! The library `libkvferry.so.0` exports two sets of functions: those of `include/kvferry.h` and `include/kvferry_tasks.h`, and
 //! those of Mooncake's `transfer_engine_c.h`, for programs that are linked to `libtransfer_engine.so`.
 //! Both headers are generated from this crate; a test compares them. The functions translate and
 //! decide nothing. Four rules hold for all of them:
@@ -16,6 +16,7 @@
 //! | module | functions |
 //! |---|---|
 //! | `agent`, `region`, `peer`, `batch`, `transfer`, `notification`, `file` | `kvferry_*` |
+//! | `tasks` | `kvferry_tasks_*`, `kvferry_send_task_*`, `kvferry_recv_task_*` of `kvferry_tasks.h` |
 //! | `transfer_engine`, `transfer_engine_tasks` | Mooncake's |
 
 #![allow(non_camel_case_types, reason = "the names are those of C")]
@@ -32,6 +33,7 @@ pub mod notification;
 pub mod peer;
 pub mod region;
 pub mod structs;
+pub mod tasks;
 pub mod transfer;
 pub mod transfer_engine;
 pub mod transfer_engine_tasks;

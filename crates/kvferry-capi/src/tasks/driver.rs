@@ -1,0 +1,502 @@
+//! Runs the state machine of tasks with an agent.
+//!
+//! One lock guards the machine. Any thread that holds it carries out what the machine says: messages are
+//! queued and transfers are started without waiting. What comes back, from peers and transfers, goes into
+//! the inbox, and a thread of the endpoint takes it from there. That thread alone calls the program's
+//! callbacks, without the lock.
+
+use crate::guard::Failure;
+use kvferry::{Agent, Batch, Channel, MessageHandler, Options, Peer, Region};
+use kvferry::{RemoteRegion, Transfer, Watch};
+use kvferry_proto::Timestamp;
+use kvferry_tasks::{Action, Conn, Gauges, Offered, Outcome, RecvId, SendId, Tasks, Wanted};
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::{JoinHandle, ThreadId};
+use std::time::{Duration, Instant};
+
+/// Addresses of senders that are remembered.
+const PEERS_MAX: usize = 4096;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn now() -> Timestamp {
+    Timestamp::from_nanos(kvferry_sys::clock::boottime_ns())
+}
+
+/// Called once with a task's outcome, by the endpoint's thread.
+pub(crate) type Done = Box<dyn FnOnce(&Outcome) + Send>;
+
+/// How a task ended, once it has.
+#[derive(Debug, Default)]
+pub(crate) struct End {
+    outcome: Mutex<Option<Outcome>>,
+    changed: Condvar,
+}
+
+impl End {
+    fn set(&self, outcome: Outcome) {
+        *lock(&self.outcome) = Some(outcome);
+        self.changed.notify_all();
+    }
+
+    /// Waits for the end; without a limit if `timeout` is `None`.
+    pub(crate) fn wait(&self, timeout: Option<Duration>) -> Option<Outcome> {
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut outcome = lock(&self.outcome);
+        while outcome.is_none() {
+            outcome = match until.map(|until| until.saturating_duration_since(Instant::now())) {
+                None => self.changed.wait(outcome).unwrap_or_else(PoisonError::into_inner),
+                Some(Duration::ZERO) => return None,
+                Some(left) => {
+                    let waited = self.changed.wait_timeout(outcome, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+        outcome.clone()
+    }
+}
+
+/// The place of each part of a receive task, in order; `None` is a part that is not wanted.
+pub(crate) type Places = Vec<Option<(Region, u64)>>;
+
+struct Ending {
+    end: Arc<End>,
+    done: Option<Done>,
+}
+
+struct Receiving {
+    ending: Ending,
+    places: Places,
+    read: Option<Transfer>,
+    /// The program has freed its handle.
+    freed: bool,
+}
+
+enum Event {
+    Message(Channel, Vec<u8>),
+    Lost(Channel, String),
+    Opened(SendId, Result<Channel, String>),
+    ReadEnded(RecvId, Result<(), String>),
+    Ended(Done, Outcome),
+}
+
+#[derive(Default)]
+struct Inbox {
+    events: VecDeque<Event>,
+    /// Timeouts may have changed.
+    poked: bool,
+    stops: bool,
+}
+
+#[derive(Default)]
+struct State {
+    tasks: Tasks,
+    conns: HashMap<Conn, (Channel, Option<Watch>)>,
+    last_conn: u64,
+    /// The receivers that sends are to connect to.
+    dialing: HashMap<SendId, Peer>,
+    /// Senders, by the address that they advertise.
+    peers: HashMap<String, Peer>,
+    sends: HashMap<SendId, Ending>,
+    recvs: HashMap<RecvId, Receiving>,
+    closed: bool,
+}
+
+#[derive(Default)]
+struct Queue {
+    inbox: Mutex<Inbox>,
+    changed: Condvar,
+}
+
+impl Queue {
+    fn push(&self, event: Event) {
+        lock(&self.inbox).events.push_back(event);
+        self.changed.notify_one();
+    }
+
+    fn poke(&self) {
+        lock(&self.inbox).poked = true;
+        self.changed.notify_one();
+    }
+}
+
+/// The tasks of an agent.
+pub(crate) struct Endpoint {
+    agent: Agent,
+    state: Mutex<State>,
+    queue: Arc<Queue>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl std::fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Endpoint").finish_non_exhaustive()
+    }
+}
+
+/// What peers say goes into the inbox.
+struct Handler(Weak<Queue>);
+
+impl MessageHandler for Handler {
+    fn began(&self, _: &Channel) {}
+
+    fn received(&self, channel: &Channel, message: &[u8]) {
+        if let Some(queue) = self.0.upgrade() {
+            queue.push(Event::Message(channel.clone(), message.to_vec()));
+        }
+    }
+
+    fn ended(&self, channel: &Channel, error: &kvferry::Error) {
+        if let Some(queue) = self.0.upgrade() {
+            queue.push(Event::Lost(channel.clone(), error.to_string()));
+        }
+    }
+}
+
+impl Endpoint {
+    pub(crate) fn start(agent: Agent) -> Result<Arc<Self>, Failure> {
+        let queue = Arc::<Queue>::default();
+        agent.set_message_handler(Arc::new(Handler(Arc::downgrade(&queue))))?;
+        let state = Mutex::default();
+        let endpoint = Arc::new(Self { agent, state, queue, thread: Mutex::default() });
+        let runs = Arc::clone(&endpoint);
+        let spawned = kvferry_sys::thread::spawn("kvferry-tasks".to_owned(), move || runs.run());
+        let thread = spawned.map_err(|error| {
+            Failure::new(
+                crate::error::KVFERRY_IO,
+                format!("the thread of tasks can't start: {error}"),
+            )
+        })?;
+        *lock(&endpoint.thread) = Some(thread);
+        Ok(endpoint)
+    }
+
+    pub(crate) const fn agent(&self) -> &Agent {
+        &self.agent
+    }
+
+    /// Starts a send to `peer`.
+    pub(crate) fn send(
+        &self,
+        peer: Peer,
+        key: &str,
+        (regions, blocks): (Vec<Vec<u8>>, Vec<Offered>),
+        budget: Duration,
+        done: Option<Done>,
+    ) -> Result<(SendId, Arc<End>), Outcome> {
+        let mut state = self.open()?;
+        let regions = regions.into_iter().map(serde_bytes::ByteBuf::from).collect();
+        let id = state.tasks.send(peer.address(), key, regions, blocks, budget, now())?;
+        let end = Arc::<End>::default();
+        state.sends.insert(id, Ending { end: Arc::clone(&end), done });
+        state.dialing.insert(id, peer);
+        self.act(&mut state);
+        Ok((id, end))
+    }
+
+    pub(crate) fn recv(
+        &self,
+        key: &str,
+        wanted: Vec<Wanted>,
+        places: Places,
+        budget: Duration,
+        done: Option<Done>,
+    ) -> Result<(RecvId, Arc<End>), Outcome> {
+        let mut state = self.open()?;
+        let id = state.tasks.recv(key, wanted, budget, now())?;
+        let end = Arc::<End>::default();
+        let ending = Ending { end: Arc::clone(&end), done };
+        state.recvs.insert(id, Receiving { ending, places, read: None, freed: false });
+        self.act(&mut state);
+        Ok((id, end))
+    }
+
+    pub(crate) fn cancel_send(&self, id: SendId) {
+        let mut state = lock(&self.state);
+        state.tasks.cancel_send(id);
+        self.act(&mut state);
+    }
+
+    pub(crate) fn cancel_recv(&self, id: RecvId) {
+        let mut state = lock(&self.state);
+        state.tasks.cancel_recv(id);
+        self.act(&mut state);
+    }
+
+    pub(crate) fn steal(&self, key: &str) {
+        let mut state = lock(&self.state);
+        state.tasks.steal(key);
+        self.act(&mut state);
+    }
+
+    /// Cancels a receive task and drops it when it has ended.
+    pub(crate) fn forget(&self, id: RecvId) {
+        let mut state = lock(&self.state);
+        if let Some(receiving) = state.recvs.get_mut(&id) {
+            receiving.freed = true;
+        }
+        state.tasks.forget(id);
+        self.act(&mut state);
+        if state.tasks.forget(id) {
+            state.recvs.remove(&id);
+        }
+    }
+
+    pub(crate) fn gauges(&self) -> Gauges {
+        lock(&self.state).tasks.gauges()
+    }
+
+    pub(crate) fn is_own_thread(&self, thread: ThreadId) -> bool {
+        lock(&self.thread).as_ref().is_some_and(|own| own.thread().id() == thread)
+    }
+
+    /// Cancels everything, waits until no memory is written, and ends the thread.
+    pub(crate) fn close(&self) {
+        let mut state = lock(&self.state);
+        state.closed = true;
+        let sends: Vec<_> = state.sends.keys().copied().collect();
+        sends.iter().for_each(|id| state.tasks.cancel_send(*id));
+        let recvs: Vec<_> = state.recvs.keys().copied().collect();
+        recvs.iter().for_each(|id| state.tasks.cancel_recv(*id));
+        let ends: Vec<_> =
+            state.recvs.values().map(|receiving| Arc::clone(&receiving.ending.end)).collect();
+        self.act(&mut state);
+        drop(state);
+        for end in ends {
+            end.wait(None);
+        }
+        lock(&self.queue.inbox).stops = true;
+        self.queue.changed.notify_one();
+        let thread = lock(&self.thread).take();
+        if let Some(thread) = thread {
+            let _ = thread.join();
+        }
+    }
+
+    fn open(&self) -> Result<MutexGuard<'_, State>, Outcome> {
+        let state = lock(&self.state);
+        if state.closed {
+            let what = "the tasks of this agent were freed";
+            return Err(Outcome::new(kvferry_tasks::Code::Invalid, what));
+        }
+        Ok(state)
+    }
+
+    /// The endpoint's thread.
+    fn run(&self) {
+        loop {
+            let due = lock(&self.state).tasks.next_timeout();
+            let left = due.map(|due| due.saturating_since(now()));
+            let mut inbox = lock(&self.queue.inbox);
+            if inbox.events.is_empty() && !inbox.poked && !inbox.stops {
+                inbox = match left {
+                    Some(left) => {
+                        let waited = self.queue.changed.wait_timeout(inbox, left);
+                        waited.unwrap_or_else(PoisonError::into_inner).0
+                    }
+                    None => self.queue.changed.wait(inbox).unwrap_or_else(PoisonError::into_inner),
+                };
+            }
+            inbox.poked = false;
+            let events = std::mem::take(&mut inbox.events);
+            if events.is_empty() && inbox.stops {
+                return;
+            }
+            drop(inbox);
+            let mut ended = Vec::new();
+            let mut state = lock(&self.state);
+            for event in events {
+                match event {
+                    Event::Ended(done, outcome) => ended.push((done, outcome)),
+                    other => state.happened(other),
+                }
+            }
+            state.tasks.expire(now());
+            self.carry_out(&mut state);
+            drop(state);
+            for (done, outcome) in ended {
+                done(&outcome);
+            }
+        }
+    }
+
+    /// Carries out what a call of the program caused; its deadline may be the next one.
+    fn act(&self, state: &mut State) {
+        self.carry_out(state);
+        self.queue.poke();
+    }
+
+    fn carry_out(&self, state: &mut State) {
+        while let Some(action) = state.tasks.poll() {
+            match action {
+                Action::Connect { send, .. } => self.connect(state, send),
+                Action::Message { to, bytes } => self.say(state, to, bytes),
+                Action::Read { task, from, regions, copies, budget } => {
+                    let started = state.batch(task, &regions, &copies).and_then(|batch| {
+                        let peer = state.peer_of(&self.agent, from)?;
+                        let options = Options { timeout: Some(budget), ..Options::default() };
+                        Ok(peer.read_async(&batch, &options))
+                    });
+                    let queue = Arc::clone(&self.queue);
+                    match started {
+                        Err(text) => queue.push(Event::ReadEnded(task, Err(text))),
+                        Ok(transfer) => {
+                            if let Some(receiving) = state.recvs.get_mut(&task) {
+                                receiving.read = Some(transfer.clone());
+                            }
+                            transfer.on_end(move |outcome| {
+                                let outcome = outcome.map(drop).map_err(|error| error.to_string());
+                                queue.push(Event::ReadEnded(task, outcome));
+                            });
+                        }
+                    }
+                }
+                Action::StopRead { task } => {
+                    let read = state.recvs.get(&task).and_then(|receiving| receiving.read.as_ref());
+                    if let Some(read) = read {
+                        read.cancel();
+                    }
+                }
+                Action::SendEnded { id, outcome } => {
+                    state.dialing.remove(&id);
+                    if let Some(ending) = state.sends.remove(&id) {
+                        self.ended(ending.end, ending.done, outcome);
+                    }
+                }
+                Action::RecvEnded { id, outcome } => {
+                    let Some(receiving) = state.recvs.get_mut(&id) else { continue };
+                    receiving.read = None;
+                    receiving.places = Places::new();
+                    let (end, done) =
+                        (Arc::clone(&receiving.ending.end), receiving.ending.done.take());
+                    let freed = receiving.freed;
+                    self.ended(end, done, outcome);
+                    if freed {
+                        state.tasks.forget(id);
+                        state.recvs.remove(&id);
+                    }
+                }
+            }
+        }
+        state.watch();
+    }
+
+    fn ended(&self, end: Arc<End>, done: Option<Done>, outcome: Outcome) {
+        if let Some(done) = done {
+            self.queue.push(Event::Ended(done, outcome.clone()));
+        }
+        end.set(outcome);
+    }
+
+    fn connect(&self, state: &mut State, send: SendId) {
+        let Some(peer) = state.dialing.remove(&send) else { return };
+        let queue = Arc::clone(&self.queue);
+        peer.open_channel(Box::new(move |channel| {
+            queue.push(Event::Opened(send, channel.map_err(|error| error.to_string())));
+        }));
+    }
+
+    fn say(&self, state: &State, to: Conn, bytes: Vec<u8>) {
+        let Some((channel, _)) = state.conns.get(&to) else { return };
+        if let Err(error) = channel.send(bytes) {
+            self.queue.push(Event::Lost(channel.clone(), error.to_string()));
+            // The peer does not take its messages: what depends on them can't go on.
+            channel.close(error);
+        }
+    }
+}
+
+impl State {
+    fn happened(&mut self, event: Event) {
+        match event {
+            Event::Message(channel, bytes) => {
+                let conn = self.conn(&channel);
+                if let Err(text) = self.tasks.received(conn, &bytes, now()) {
+                    tracing::warn!(peer = channel.peer_name(), "dropped a {text}");
+                }
+            }
+            Event::Lost(channel, why) => {
+                let known = self.conns.iter().find(|(_, (known, _))| *known == channel);
+                if let Some(conn) = known.map(|(conn, _)| *conn) {
+                    self.conns.remove(&conn);
+                    self.tasks.lost(conn, &why);
+                }
+            }
+            Event::Opened(send, Err(text)) => self.tasks.opened(send, Err(text), now()),
+            Event::Opened(send, Ok(channel)) => {
+                let opened = match channel.end() {
+                    Some(error) => Err(error.to_string()),
+                    None => Ok(self.conn(&channel)),
+                };
+                self.tasks.opened(send, opened, now());
+            }
+            Event::ReadEnded(task, result) => self.tasks.read_ended(task, result, now()),
+            Event::Ended(..) => {}
+        }
+    }
+
+    fn conn(&mut self, channel: &Channel) -> Conn {
+        let known = self.conns.iter().find(|(_, (known, _))| known == channel);
+        if let Some((conn, _)) = known {
+            return *conn;
+        }
+        self.last_conn += 1;
+        let conn = Conn(self.last_conn);
+        self.conns.insert(conn, (channel.clone(), None));
+        conn
+    }
+
+    /// Runs the heartbeat to the peers that something waits for.
+    fn watch(&mut self) {
+        for (conn, (channel, watch)) in &mut self.conns {
+            match (self.tasks.is_used(*conn), &watch) {
+                (true, None) => *watch = Some(channel.watch()),
+                (false, Some(_)) => *watch = None,
+                _ => {}
+            }
+        }
+    }
+
+    fn peer_of(&mut self, agent: &Agent, conn: Conn) -> Result<Peer, String> {
+        let (channel, _) = self.conns.get(&conn).ok_or("the sender is gone")?;
+        let address = channel.peer_address();
+        if let Some(peer) = self.peers.get(address) {
+            return Ok(peer.clone());
+        }
+        if address.is_empty() {
+            return Err("the sender's agent accepts no connections".to_owned());
+        }
+        if self.peers.len() >= PEERS_MAX {
+            self.peers.clear();
+        }
+        let peer = agent.peer(address).map_err(|error| error.to_string())?;
+        self.peers.insert(address.to_owned(), peer.clone());
+        Ok(peer)
+    }
+
+    fn batch(
+        &self,
+        task: RecvId,
+        regions: &[serde_bytes::ByteBuf],
+        copies: &[kvferry_tasks::Copy],
+    ) -> Result<Batch, String> {
+        let receiving = self.recvs.get(&task).ok_or("the task is gone")?;
+        let regions: Result<Vec<_>, _> =
+            regions.iter().map(|bytes| RemoteRegion::from_bytes(bytes)).collect();
+        let regions = regions.map_err(|error| error.to_string())?;
+        let mut batch = Batch::with_capacity(copies.len());
+        for copy in copies {
+            let kvferry_tasks::Part(region, offset, len) = copy.from;
+            let remote = regions.get(region as usize).ok_or("the offer names no such region")?;
+            let place = receiving.places.get(copy.local).and_then(Option::as_ref);
+            let (local, at) = place.ok_or("the task has no such part")?;
+            let pushed = batch.push(local, *at, remote, offset, len);
+            pushed.map_err(|error| error.to_string())?;
+        }
+        Ok(batch)
+    }
+}

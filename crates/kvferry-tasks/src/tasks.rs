@@ -1,0 +1,245 @@
+//! [`Tasks`], the state machine of one process.
+
+use crate::blocks::{self, Copy, Offered, Wanted};
+use crate::code::{Code, Outcome};
+use crate::message::Message;
+use kvferry_proto::{Timestamp, pack};
+use serde_bytes::ByteBuf;
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::time::Duration;
+
+mod receiving;
+mod sending;
+
+/// Tasks of one role, offers that wait, and keys that were taken, at most.
+const COUNT_MAX: usize = 65_536;
+/// Bytes of a key, at most.
+const KEY_MAX: usize = 1024;
+
+/// A send, by a number that is never used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SendId(pub u64);
+
+/// A receive task, by a number that is never used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RecvId(pub u64);
+
+/// A connection to one life of a peer. The driver numbers them and never uses a number again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Conn(pub u64);
+
+/// What the driver does next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Connect, then call [`Tasks::opened`].
+    Connect {
+        /// The send that needs the connection.
+        send: SendId,
+        /// The receiver's address.
+        address: String,
+    },
+    /// Send a message.
+    Message {
+        /// The connection.
+        to: Conn,
+        /// An encoded [`Message`].
+        bytes: Vec<u8>,
+    },
+    /// Read, then call [`Tasks::read_ended`].
+    Read {
+        /// The task whose memory is written.
+        task: RecvId,
+        /// The sender's connection.
+        from: Conn,
+        /// The sender's regions.
+        regions: Vec<ByteBuf>,
+        /// What goes where.
+        copies: Vec<Copy>,
+        /// The time that is left.
+        budget: Duration,
+    },
+    /// Stop a task's read. Its end is still reported.
+    StopRead {
+        /// The task.
+        task: RecvId,
+    },
+    /// A send has ended.
+    SendEnded {
+        /// The send.
+        id: SendId,
+        /// How.
+        outcome: Outcome,
+    },
+    /// A receive task has ended: nothing writes to its memory any more.
+    RecvEnded {
+        /// The task.
+        id: RecvId,
+        /// How.
+        outcome: Outcome,
+    },
+}
+
+/// How much there is of what a process must not collect.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Gauges {
+    /// Sends that have not ended.
+    pub sends: usize,
+    /// Receive tasks that were not forgotten.
+    pub recvs: usize,
+    /// Offers without a task.
+    pub parked: usize,
+    /// Keys that were taken, until their time has passed.
+    pub taken: usize,
+    /// Reads in progress.
+    pub reads: usize,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Timer {
+    Send(SendId),
+    Recv(RecvId),
+    Parked(String),
+    Taken(String),
+}
+
+/// The tasks of one process.
+#[derive(Debug, Default)]
+pub struct Tasks {
+    last: u64,
+    sends: HashMap<SendId, sending::Send>,
+    recvs: HashMap<RecvId, receiving::Recv>,
+    /// The tasks that offers find.
+    by_key: HashMap<String, RecvId>,
+    /// The tasks that read an offer, by the offer.
+    by_offer: HashMap<(Conn, u64), RecvId>,
+    parked: HashMap<String, receiving::Parked>,
+    /// Keys that were taken from the receiver, and until when offers for them are refused.
+    taken: HashMap<String, Timestamp>,
+    timers: BTreeSet<(Timestamp, Timer)>,
+    /// What each connection is needed for, counted.
+    users: HashMap<Conn, usize>,
+    actions: VecDeque<Action>,
+}
+
+impl Tasks {
+    /// No tasks.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The next action.
+    pub fn poll(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// When [`Tasks::expire`] is due.
+    pub fn next_timeout(&self) -> Option<Timestamp> {
+        self.timers.first().map(|(when, _)| *when)
+    }
+
+    /// Ends what is due.
+    pub fn expire(&mut self, now: Timestamp) {
+        while self.timers.first().is_some_and(|(when, _)| *when <= now) {
+            let Some((_, timer)) = self.timers.pop_first() else { return };
+            match timer {
+                Timer::Send(id) => self.send_expired(id),
+                Timer::Recv(id) => self.recv_expired(id),
+                Timer::Parked(key) => self.parked_expired(&key),
+                Timer::Taken(key) => drop(self.taken.remove(&key)),
+            }
+        }
+    }
+
+    /// A message arrived.
+    ///
+    /// # Errors
+    /// A text for a message that is malformed; it has no effect.
+    pub fn received(&mut self, from: Conn, bytes: &[u8], now: Timestamp) -> Result<(), String> {
+        let message = pack::decode(bytes).map_err(|error| format!("malformed message: {error}"))?;
+        match message {
+            Message::Offer { id, key, budget_ms, regions, blocks } => {
+                if key.len() > KEY_MAX {
+                    return Err(format!("a key of {} bytes", key.len()));
+                }
+                let until = now + Duration::from_millis(budget_ms);
+                let offer = receiving::Parked { from, id, until, regions, blocks };
+                self.offered(key, offer, now);
+            }
+            Message::Withdraw { id, code, text } => {
+                self.withdrawn(from, id, Outcome::new(Code::from_wire(code), text));
+            }
+            Message::Confirmed { id, valid } => self.confirmed(from, id, valid, now),
+            Message::Confirm { id } => self.confirm(from, SendId(id)),
+            Message::Refuse { id, code, text } => {
+                self.refused(from, SendId(id), Outcome::new(Code::from_wire(code), text));
+            }
+        }
+        Ok(())
+    }
+
+    /// A connection has ended: no message of it follows.
+    pub fn lost(&mut self, conn: Conn, why: &str) {
+        self.sends_lost(conn, why);
+        self.recvs_lost(conn, why);
+    }
+
+    /// Whether anything waits for a peer: then its silence must be noticed.
+    pub fn is_used(&self, conn: Conn) -> bool {
+        self.users.contains_key(&conn)
+    }
+
+    /// The gauges; all are 0 when everything has ended, was forgotten and has timed out.
+    pub fn gauges(&self) -> Gauges {
+        Gauges {
+            sends: self.sends.len(),
+            recvs: self.recvs.len(),
+            parked: self.parked.len(),
+            taken: self.taken.len(),
+            reads: self.recvs.values().filter(|task| task.is_reading()).count(),
+        }
+    }
+
+    fn number(&mut self) -> u64 {
+        self.last += 1;
+        self.last
+    }
+
+    fn say(&mut self, to: Conn, message: &Message) {
+        self.actions.push_back(Action::Message { to, bytes: pack::encode(message) });
+    }
+
+    fn use_conn(&mut self, conn: Conn) {
+        *self.users.entry(conn).or_default() += 1;
+    }
+
+    fn free_conn(&mut self, conn: Conn) {
+        if let Some(count) = self.users.get_mut(&conn) {
+            *count -= 1;
+            if *count == 0 {
+                self.users.remove(&conn);
+            }
+        }
+    }
+}
+
+fn check_key(key: &str) -> Result<(), Outcome> {
+    if key.is_empty() || key.len() > KEY_MAX {
+        let text = format!("a key has 1 to {KEY_MAX} bytes, not {}", key.len());
+        return Err(Outcome::new(Code::Invalid, text));
+    }
+    Ok(())
+}
+
+fn check_count(count: usize, what: &str) -> Result<(), Outcome> {
+    if count >= COUNT_MAX {
+        return Err(Outcome::new(
+            Code::Busy,
+            format!("there are {count} {what}; wait for their ends"),
+        ));
+    }
+    Ok(())
+}
+
+fn plan(wanted: &[Wanted], offered: &[Offered]) -> Result<Vec<Copy>, Outcome> {
+    blocks::matched(wanted, offered).map_err(|text| Outcome::new(Code::Mismatch, text))
+}

@@ -1,0 +1,314 @@
+//! The receiver's side.
+
+use super::{Action, Conn, RecvId, Tasks, Timer, check_count, check_key, plan};
+use crate::blocks::{Offered, Wanted};
+use crate::code::{Code, Outcome};
+use crate::message::Message;
+use kvferry_proto::Timestamp;
+use serde_bytes::ByteBuf;
+use std::time::Duration;
+
+/// An offer.
+#[derive(Debug)]
+pub(super) struct Parked {
+    pub(super) from: Conn,
+    pub(super) id: u64,
+    pub(super) until: Timestamp,
+    pub(super) regions: Vec<ByteBuf>,
+    pub(super) blocks: Vec<Offered>,
+}
+
+#[derive(Debug)]
+enum State {
+    Pending,
+    /// A read is in progress. `stop` is how the task ends, whatever the read reports.
+    Reading {
+        from: Conn,
+        id: u64,
+        stop: Option<Outcome>,
+    },
+    /// The read has ended well. The sender is asked whether its offer was valid until then.
+    Confirming {
+        from: Conn,
+        id: u64,
+    },
+    Ended(Outcome),
+}
+
+#[derive(Debug)]
+pub(super) struct Recv {
+    key: String,
+    until: Timestamp,
+    wanted: Vec<Wanted>,
+    state: State,
+}
+
+impl Recv {
+    pub(super) const fn is_reading(&self) -> bool {
+        matches!(self.state, State::Reading { .. })
+    }
+
+    fn sender(&self) -> Option<(Conn, u64)> {
+        match self.state {
+            State::Reading { from, id, .. } | State::Confirming { from, id } => Some((from, id)),
+            State::Pending | State::Ended(_) => None,
+        }
+    }
+}
+
+impl Tasks {
+    /// Adds a receive task.
+    ///
+    /// # Errors
+    /// [`Code::Duplicate`] if the key has a task, which stays as it is; [`Code::Invalid`];
+    /// [`Code::Busy`].
+    pub fn recv(
+        &mut self,
+        key: &str,
+        wanted: Vec<Wanted>,
+        budget: Duration,
+        now: Timestamp,
+    ) -> Result<RecvId, Outcome> {
+        check_key(key)?;
+        if self.by_key.contains_key(key) {
+            return Err(Outcome::new(
+                Code::Duplicate,
+                format!("there is a task for {key} already"),
+            ));
+        }
+        check_count(self.recvs.len(), "receive tasks")?;
+        if let Some(until) = self.taken.remove(key) {
+            self.timers.remove(&(until, Timer::Taken(key.to_owned())));
+        }
+        let id = RecvId(self.number());
+        let until = now + budget;
+        let task = Recv { key: key.to_owned(), until, wanted, state: State::Pending };
+        self.recvs.insert(id, task);
+        self.by_key.insert(key.to_owned(), id);
+        self.timers.insert((until, Timer::Recv(id)));
+        if let Some(offer) = self.unpark(key) {
+            self.begin(id, offer, now);
+        }
+        Ok(id)
+    }
+
+    pub(super) fn offered(&mut self, key: String, offer: Parked, now: Timestamp) {
+        if self.by_offer.contains_key(&(offer.from, offer.id)) {
+            // The number of another send: the peer is wrong, and its first offer stands.
+            return;
+        }
+        let busy = check_count(self.parked.len(), "offers without a task").err();
+        let refusal = match self.by_key.get(&key).and_then(|id| Some((*id, self.recvs.get(id)?))) {
+            Some((id, Recv { state: State::Pending, .. })) => return self.begin(id, offer, now),
+            Some((_, Recv { state: State::Ended(outcome), .. })) => Some(match outcome.code {
+                Code::Done => Outcome::new(Code::Duplicate, format!("{key} has been received")),
+                _ => outcome.clone(),
+            }),
+            Some(_) => {
+                Some(Outcome::new(Code::Duplicate, format!("another sender is sending {key}")))
+            }
+            None if self.taken.contains_key(&key) => {
+                Some(Outcome::new(Code::Cancelled, format!("the receiver gave {key} up")))
+            }
+            None if self.parked.contains_key(&key) => {
+                Some(Outcome::new(Code::Duplicate, format!("another sender has offered {key}")))
+            }
+            None => busy,
+        };
+        if let Some(outcome) = refusal {
+            return self.refuse(offer.from, offer.id, &outcome);
+        }
+        self.use_conn(offer.from);
+        self.timers.insert((offer.until, Timer::Parked(key.clone())));
+        self.parked.insert(key, offer);
+    }
+
+    fn unpark(&mut self, key: &str) -> Option<Parked> {
+        let offer = self.parked.remove(key)?;
+        self.timers.remove(&(offer.until, Timer::Parked(key.to_owned())));
+        self.free_conn(offer.from);
+        Some(offer)
+    }
+
+    pub(super) fn parked_expired(&mut self, key: &str) {
+        let Some(offer) = self.unpark(key) else { return };
+        let text = format!("the receiver had no task for {key} in time");
+        self.refuse(offer.from, offer.id, &Outcome::new(Code::Timeout, text));
+    }
+
+    fn begin(&mut self, task: RecvId, offer: Parked, now: Timestamp) {
+        let Some(recv) = self.recvs.get_mut(&task) else { return };
+        let Parked { from, id, regions, blocks, .. } = offer;
+        recv.state = State::Reading { from, id, stop: None };
+        let budget = recv.until.saturating_since(now);
+        let planned = plan(&recv.wanted, &blocks);
+        self.by_offer.insert((from, id), task);
+        self.use_conn(from);
+        match planned {
+            Ok(copies) => {
+                self.actions.push_back(Action::Read { task, from, regions, copies, budget });
+            }
+            Err(outcome) => self.end_recv(task, outcome),
+        }
+    }
+
+    /// A task's read has ended: the memory is quiet.
+    pub fn read_ended(&mut self, task: RecvId, result: Result<(), String>, now: Timestamp) {
+        let Some(recv) = self.recvs.get_mut(&task) else { return };
+        let State::Reading { from, id, stop } = &mut recv.state else { return };
+        let (from, id, stop) = (*from, *id, stop.take());
+        let outcome = match (stop, result) {
+            _ if recv.until <= now => timeout(recv),
+            (Some(outcome), _) => outcome,
+            (None, Err(text)) => Outcome::new(Code::ReadFailed, text),
+            (None, Ok(())) => {
+                recv.state = State::Confirming { from, id };
+                return self.say(from, &Message::Confirm { id });
+            }
+        };
+        self.end_recv(task, outcome);
+    }
+
+    pub(super) fn confirmed(&mut self, from: Conn, id: u64, valid: bool, now: Timestamp) {
+        let Some((task, recv)) = self.task_of(from, id) else { return };
+        if !matches!(recv.state, State::Confirming { .. }) {
+            return;
+        }
+        let outcome = if recv.until <= now {
+            timeout(recv)
+        } else if valid {
+            Outcome::done()
+        } else {
+            Outcome::new(Code::Cancelled, "the sender ended its send while it was read")
+        };
+        self.end_recv(task, outcome);
+    }
+
+    pub(super) fn withdrawn(&mut self, from: Conn, id: u64, outcome: Outcome) {
+        let of = |offer: &Parked| offer.from == from && offer.id == id;
+        let key = self.parked.iter().find(|(_, offer)| of(offer)).map(|(key, _)| key.clone());
+        if let Some(key) = key {
+            self.unpark(&key);
+        }
+        if let Some((task, _)) = self.task_of(from, id) {
+            let code = if outcome.code == Code::Done { Code::Cancelled } else { outcome.code };
+            self.stop(task, Outcome::new(code, format!("the sender gave up: {}", outcome.text)));
+        }
+    }
+
+    pub(super) fn recvs_lost(&mut self, conn: Conn, why: &str) {
+        let of = |offer: &Parked| offer.from == conn;
+        let keys: Vec<_> =
+            self.parked.iter().filter(|(_, offer)| of(offer)).map(|(key, _)| key.clone()).collect();
+        for key in keys {
+            self.unpark(&key);
+        }
+        let by = |recv: &Recv| recv.sender().is_some_and(|(from, _)| from == conn);
+        let tasks: Vec<_> =
+            self.recvs.iter().filter(|(_, recv)| by(recv)).map(|(id, _)| *id).collect();
+        for task in tasks {
+            self.stop(task, Outcome::new(Code::PeerLost, why));
+        }
+    }
+
+    /// Cancels a task: at once while no sender has come or when the read has ended, else when the read
+    /// has stopped. Without effect on a task that has ended.
+    pub fn cancel_recv(&mut self, id: RecvId) {
+        self.stop(id, Outcome::new(Code::Cancelled, "the receiver cancelled the task"));
+    }
+
+    pub(super) fn recv_expired(&mut self, id: RecvId) {
+        if let Some(recv) = self.recvs.get(&id) {
+            let outcome = timeout(recv);
+            self.stop(id, outcome);
+        }
+    }
+
+    /// Takes a key from the receiver: no sender that comes later finds its task. A task that no sender
+    /// has found ends as cancelled; one that is being read goes on.
+    pub fn steal(&mut self, key: &str) {
+        let Some(id) = self.by_key.remove(key) else { return };
+        let Some(recv) = self.recvs.get(&id) else { return };
+        if self.taken.len() < super::COUNT_MAX {
+            self.timers.insert((recv.until, Timer::Taken(key.to_owned())));
+            self.taken.insert(key.to_owned(), recv.until);
+        }
+        if matches!(recv.state, State::Pending) {
+            let text = format!("{key} was taken from the receiver before a sender came");
+            self.end_recv(id, Outcome::new(Code::Cancelled, text));
+        }
+    }
+
+    /// Drops a task that has ended, and its key. A task that has not ended is cancelled, and is dropped
+    /// when it has ended and this is called again.
+    pub fn forget(&mut self, id: RecvId) -> bool {
+        self.cancel_recv(id);
+        if self.recvs.get(&id).is_some_and(|recv| !matches!(recv.state, State::Ended(_))) {
+            return false;
+        }
+        if let Some(recv) = self.recvs.remove(&id)
+            && self.by_key.get(&recv.key) == Some(&id)
+        {
+            self.by_key.remove(&recv.key);
+        }
+        true
+    }
+
+    fn task_of(&self, from: Conn, id: u64) -> Option<(RecvId, &Recv)> {
+        let task = *self.by_offer.get(&(from, id))?;
+        Some((task, self.recvs.get(&task)?))
+    }
+
+    /// Ends a task, or says how it ends once its read has stopped: a timeout before a cancellation
+    /// before anything else.
+    fn stop(&mut self, task: RecvId, outcome: Outcome) {
+        let Some(recv) = self.recvs.get_mut(&task) else { return };
+        match &mut recv.state {
+            State::Ended(_) => {}
+            State::Pending | State::Confirming { .. } => self.end_recv(task, outcome),
+            State::Reading { stop, .. } => {
+                let rank = |code| match code {
+                    Code::Timeout => 2,
+                    Code::Cancelled => 1,
+                    _ => 0,
+                };
+                let stops = stop.is_none();
+                if stop.as_ref().is_none_or(|known| rank(known.code) < rank(outcome.code)) {
+                    *stop = Some(outcome);
+                }
+                if stops {
+                    self.actions.push_back(Action::StopRead { task });
+                }
+            }
+        }
+    }
+
+    fn end_recv(&mut self, id: RecvId, outcome: Outcome) {
+        let Some(recv) = self.recvs.get_mut(&id) else { return };
+        let sender = recv.sender();
+        recv.state = State::Ended(outcome.clone());
+        recv.wanted = Vec::new();
+        self.timers.remove(&(recv.until, Timer::Recv(id)));
+        if let Some((from, offer)) = sender {
+            if outcome.code != Code::Done {
+                self.refuse(from, offer, &outcome);
+            }
+            self.by_offer.remove(&(from, offer));
+            self.free_conn(from);
+        }
+        self.actions.push_back(Action::RecvEnded { id, outcome });
+    }
+
+    fn refuse(&mut self, to: Conn, id: u64, outcome: &Outcome) {
+        let (code, text) = (outcome.code.to_wire(), outcome.text.clone());
+        self.say(to, &Message::Refuse { id, code, text });
+    }
+}
+
+fn timeout(recv: &Recv) -> Outcome {
+    let text = match recv.state {
+        State::Pending => format!("no sender offered {} in time", recv.key),
+        _ => format!("the transfer of {} did not end in time", recv.key),
+    };
+    Outcome::new(Code::Timeout, text)
+}
