@@ -15,6 +15,12 @@
 // A handle is NULL, was freed, or is of another kind.
 #define KVFERRY_BAD_HANDLE 2
 
+// The receiver of a task wants a block that the sender lacks, or of another length.
+#define KVFERRY_MISMATCH 3
+
+// Another task has the key.
+#define KVFERRY_DUPLICATE 4
+
 // An argument is invalid: a zero length, a size that is not sizeof, text that is not UTF-8.
 #define KVFERRY_INVALID_ARGUMENT 10
 

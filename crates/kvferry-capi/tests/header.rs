@@ -65,6 +65,12 @@ fn kvferry_h_is_what_the_source_makes() {
 }
 
 #[test]
+fn kvferry_tasks_h_is_what_the_source_makes() {
+    let sources = ["tasks/endpoint.rs", "tasks/send.rs", "tasks/receive.rs"];
+    compare("kvferry_tasks.h", &generated("cbindgen-kvferry-tasks.toml", &sources));
+}
+
+#[test]
 fn kvferry_transfer_engine_h_is_what_the_source_makes() {
     let sources = ["transfer_engine.rs", "transfer_engine_tasks.rs"];
     compare("kvferry_transfer_engine.h", &generated("cbindgen-transfer-engine.toml", &sources));
