@@ -27,6 +27,11 @@ fn kvferry_h_does_what_it_says() {
 }
 
 #[test]
+fn kvferry_tasks_h_does_what_it_says() {
+    builds_and_runs("tests/c/tasks.c", &LANGUAGES, &[]);
+}
+
+#[test]
 fn the_example_in_c_runs() {
     builds_and_runs("examples/write.c", &[Language::C11], &[]);
 }
@@ -45,7 +50,7 @@ fn programs_linked_to_mooncakes_library_run_on_ours() {
 
 #[test]
 fn c_programs_are_clean_under_the_address_sanitizer() {
-    for source in ["tests/c/kvferry.c", "tests/c/transfer_engine.c"] {
+    for source in ["tests/c/kvferry.c", "tests/c/tasks.c", "tests/c/transfer_engine.c"] {
         let flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"];
         match Program::build(source, Compiler::Gcc, Language::C11, &flags) {
             // What the last case leaves open, the process leaves to the kernel on purpose.

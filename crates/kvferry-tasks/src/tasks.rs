@@ -11,7 +11,7 @@ use std::time::Duration;
 mod receiving;
 mod sending;
 
-/// Tasks of one role, offers that wait, and keys that were taken, at most.
+/// Tasks of one role, offers that wait, and keys that were given up, at most.
 const COUNT_MAX: usize = 65_536;
 /// Bytes of a key, at most.
 const KEY_MAX: usize = 1024;
@@ -88,7 +88,7 @@ pub struct Gauges {
     pub recvs: usize,
     /// Offers without a task.
     pub parked: usize,
-    /// Keys that were taken, until their time has passed.
+    /// Keys that the receiver gave up, until their time has passed.
     pub taken: usize,
     /// Reads in progress.
     pub reads: usize,
@@ -113,7 +113,7 @@ pub struct Tasks {
     /// The tasks that read an offer, by the offer.
     by_offer: HashMap<(Conn, u64), RecvId>,
     parked: HashMap<String, receiving::Parked>,
-    /// Keys that were taken from the receiver, and until when offers for them are refused.
+    /// Keys that the receiver gave up, and until when offers for them are refused.
     taken: HashMap<String, Timestamp>,
     timers: BTreeSet<(Timestamp, Timer)>,
     /// What each connection is needed for, counted.

@@ -165,6 +165,33 @@ fn cancelling_a_task_without_a_sender_ends_it_at_once_and_a_later_sender_is_refu
     pair.end();
 }
 
+#[test]
+fn a_task_that_was_given_up_refuses_senders_until_its_time_has_passed_or_its_key_has_another_task()
+{
+    let mut pair = Pair::default();
+    let given_up = |pair: &mut Pair| {
+        let recv = pair.recv("k", BLOCK);
+        assert!(pair.receiver.forget(recv));
+        pair.settle();
+    };
+    given_up(&mut pair);
+    let late = pair.send("k", BLOCK);
+    pair.settle();
+    assert_eq!((pair.sent(late), pair.receiver.gauges().taken), (Some(Code::Cancelled), 1));
+    let recv = pair.recv("k", BLOCK);
+    let send = pair.send("k", BLOCK);
+    pair.settle();
+    pair.read_ends(recv, Ok(()));
+    assert_eq!((pair.sent(send), pair.got(recv)), (Some(Code::Done), Some(Code::Done)));
+    assert!(pair.receiver.forget(recv));
+    given_up(&mut pair);
+    pair.pass(LONG);
+    let later = pair.send("k", BLOCK);
+    pair.settle();
+    assert_eq!((pair.sent(later), pair.receiver.gauges().parked), (None, 1));
+    pair.end();
+}
+
 // V6, V13
 #[test]
 fn cancelling_a_task_that_is_read_ends_it_when_the_read_has_stopped_also_if_the_read_was_faster() {

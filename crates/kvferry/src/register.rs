@@ -160,6 +160,11 @@ impl Agent {
         self.core().memory.regions.starting_at(addr)
     }
 
+    /// The registered region that holds these bytes of host memory, if one does.
+    pub fn region_holding(&self, addr: usize, len: u64) -> Option<Region> {
+        self.core().memory.regions.holding(addr, len)
+    }
+
     /// All registered regions, in the order of their registration.
     pub fn regions(&self) -> Vec<Region> {
         self.core().memory.regions.all()

@@ -195,6 +195,12 @@ fn invalid_and_overlapping_registrations_are_refused() {
     assert_ne!(left.id(), right.id());
     assert_eq!(agent.region_at(pool.addr() + 3).map(|r| r.id()), Some(left.id()));
     assert!(agent.region_at(pool.addr() + 4).is_none());
+    let holding = |offset, len| agent.region_holding(pool.addr() + offset, len).map(|r| r.id());
+    assert_eq!(
+        [holding(3, 13), holding(15, 1), holding(16, 0)],
+        [Some(left.id()), Some(left.id()), Some(right.id())]
+    );
+    assert_eq!([holding(2, 1), holding(3, 14), holding(17, 1), holding(4, u64::MAX)], [None; 4]);
     // All or nothing.
     let ranges = [(at(100), 10), (at(200), 10), (at(205), 10)];
     // SAFETY: as above.

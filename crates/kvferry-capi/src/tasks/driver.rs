@@ -11,7 +11,7 @@ use kvferry::{RemoteRegion, Transfer, Watch};
 use kvferry_proto::Timestamp;
 use kvferry_tasks::{Action, Conn, Gauges, Offered, Outcome, RecvId, SendId, Tasks, Wanted};
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
@@ -130,6 +130,7 @@ pub(crate) struct Endpoint {
     state: Mutex<State>,
     queue: Arc<Queue>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    thread_id: OnceLock<ThreadId>,
 }
 
 impl std::fmt::Debug for Endpoint {
@@ -162,7 +163,13 @@ impl Endpoint {
         let queue = Arc::<Queue>::default();
         agent.set_message_handler(Arc::new(Handler(Arc::downgrade(&queue))))?;
         let state = Mutex::default();
-        let endpoint = Arc::new(Self { agent, state, queue, thread: Mutex::default() });
+        let endpoint = Arc::new(Self {
+            agent,
+            state,
+            queue,
+            thread: Mutex::default(),
+            thread_id: OnceLock::new(),
+        });
         let runs = Arc::clone(&endpoint);
         let spawned = kvferry_sys::thread::spawn("kvferry-tasks".to_owned(), move || runs.run());
         let thread = spawned.map_err(|error| {
@@ -171,6 +178,7 @@ impl Endpoint {
                 format!("the thread of tasks can't start: {error}"),
             )
         })?;
+        let _ = endpoint.thread_id.set(thread.thread().id());
         *lock(&endpoint.thread) = Some(thread);
         Ok(endpoint)
     }
@@ -251,7 +259,7 @@ impl Endpoint {
     }
 
     pub(crate) fn is_own_thread(&self, thread: ThreadId) -> bool {
-        lock(&self.thread).as_ref().is_some_and(|own| own.thread().id() == thread)
+        self.thread_id.get() == Some(&thread)
     }
 
     /// Cancels everything, waits until no memory is written, and ends the thread.

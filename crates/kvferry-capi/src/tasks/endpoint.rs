@@ -6,8 +6,8 @@ use crate::guard::{self, Failure, Outcome};
 use crate::handles;
 use crate::structs::{self, Versioned};
 use crate::tasks::driver::{Done, End, Endpoint};
+use ::kvferry_tasks::Code;
 use kvferry::{Agent, ErrorKind, Region};
-use kvferry_tasks::Code;
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,7 +31,7 @@ pub struct kvferry_task_part {
 /// than the call.
 ///
 /// Runs on the thread of the tasks, with all signals blocked. It must not throw, and should not block:
-/// other tasks wait for the thread. It must not free what it is called for, nor the tasks.
+/// other tasks wait for the thread.
 pub type kvferry_task_done =
     Option<unsafe extern "C" fn(user: *mut c_void, error: *const kvferry_error)>;
 
@@ -61,8 +61,8 @@ pub struct kvferry_task_gauges {
     pub receives: u64,
     /// Offers of senders that wait for a task.
     pub parked: u64,
-    /// Keys that were stolen, until the time of their task has passed.
-    pub stolen: u64,
+    /// Keys that were stolen or whose task was cancelled, until the time of the task has passed.
+    pub given_up: u64,
     /// Tasks whose memory is being written.
     pub reads: u64,
 }
@@ -104,7 +104,7 @@ pub(crate) unsafe fn read(
 }
 
 impl Callback {
-    fn call(self, outcome: &kvferry_tasks::Outcome) {
+    fn call(self, outcome: &::kvferry_tasks::Outcome) {
         let error = failure(outcome).map(|failure| error::of(&failure));
         let error = error.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         // SAFETY: the caller gave a function of this type, to be called with `user`.
@@ -113,7 +113,7 @@ impl Callback {
 }
 
 /// The error of an outcome; `None` if the task ended well.
-pub(crate) fn failure(outcome: &kvferry_tasks::Outcome) -> Option<Failure> {
+pub(crate) fn failure(outcome: &::kvferry_tasks::Outcome) -> Option<Failure> {
     let code = match outcome.code {
         Code::Done => return None,
         Code::Cancelled => error::code(ErrorKind::Cancelled),
@@ -132,7 +132,7 @@ pub(crate) fn failure(outcome: &kvferry_tasks::Outcome) -> Option<Failure> {
     Some(Failure::new(code, outcome.text.clone()))
 }
 
-pub(crate) fn refused(outcome: kvferry_tasks::Outcome) -> Failure {
+pub(crate) fn refused(outcome: ::kvferry_tasks::Outcome) -> Failure {
     failure(&outcome).unwrap_or_else(|| Failure::invalid(outcome.text))
 }
 
@@ -157,11 +157,7 @@ pub(crate) fn place(
         return Ok(None);
     }
     let (address, key) = (part.address.addr(), part.key);
-    let region = agent.region_at(address);
-    let held = region.filter(|region| {
-        let after = (address - region.addr()) as u64;
-        part.len <= region.len() as u64 - after
-    });
+    let held = agent.region_holding(address, part.len);
     let held = held.ok_or_else(|| {
         let len = part.len;
         let text = format!(
@@ -248,7 +244,7 @@ pub unsafe extern "C" fn kvferry_tasks_held(
             sends: held.sends as u64,
             receives: held.recvs as u64,
             parked: held.parked as u64,
-            stolen: held.taken as u64,
+            given_up: held.taken as u64,
             reads: held.reads as u64,
         };
         // SAFETY: the caller's promise.

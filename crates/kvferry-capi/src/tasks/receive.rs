@@ -7,9 +7,10 @@ use crate::tasks::driver::{Endpoint, Places};
 use crate::tasks::endpoint::{
     self, kvferry_task_options, kvferry_task_part, kvferry_tasks, not_from_callback,
 };
-use kvferry_tasks::Wanted;
+use ::kvferry_tasks::Wanted;
 use std::ffi::{c_char, c_int};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A receive task. A handle, not an address.
 #[derive(Debug)]
@@ -102,10 +103,11 @@ pub unsafe extern "C" fn kvferry_recv_task_cancel(
     })
 }
 
-/// Cancels the task if it runs, waits until its memory is not written any more, and frees the handle. The
-/// key is free again.
+/// Cancels the task if it runs, waits until its memory is not written any more, and frees the handle.
+/// Another task may have the key then. Until it has, senders that come to the key of a cancelled task are
+/// refused, as long as the task's time has not passed.
 ///
-/// Any thread; not from a callback. Blocks. After a fork: `KVFERRY_FORKED`.
+/// Any thread; from a callback only if the task has ended. Blocks. After a fork: `KVFERRY_FORKED`.
 ///
 /// # Safety
 /// `error` is null or a structure whose field `size` is right.
@@ -115,7 +117,10 @@ pub unsafe extern "C" fn kvferry_recv_task_free(
     error: *mut kvferry_error,
 ) -> c_int {
     guard::run(error, || {
-        not_from_callback(&handles::look_up::<OwnedRecv, _>(task)?.owner)?;
+        let running = handles::look_up::<OwnedRecv, _>(task)?;
+        if running.end.wait(Some(Duration::ZERO)).is_none() {
+            not_from_callback(&running.owner)?;
+        }
         let recv = handles::take::<OwnedRecv, _>(task)?;
         recv.owner.forget(recv.id);
         recv.end.wait(None);

@@ -4,11 +4,9 @@ use crate::error::kvferry_error;
 use crate::guard::{self, Failure};
 use crate::handles::{self, OwnedSend};
 use crate::tasks::driver::Endpoint;
-use crate::tasks::endpoint::{
-    self, kvferry_task_options, kvferry_task_part, kvferry_tasks, not_from_callback,
-};
+use crate::tasks::endpoint::{self, kvferry_task_options, kvferry_task_part, kvferry_tasks};
+use ::kvferry_tasks::{Offered, Part};
 use kvferry::{Agent, RegionId};
-use kvferry_tasks::{Offered, Part};
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int};
 use std::sync::Arc;
@@ -131,7 +129,7 @@ pub unsafe extern "C" fn kvferry_send_task_cancel(
 
 /// Frees the handle. A task that runs goes on, and its callback is called.
 ///
-/// Any thread; not from a callback. After a fork: `KVFERRY_FORKED`.
+/// Any thread. Does not block. After a fork: `KVFERRY_FORKED`.
 ///
 /// # Safety
 /// `error` is null or a structure whose field `size` is right.
@@ -141,7 +139,6 @@ pub unsafe extern "C" fn kvferry_send_task_free(
     error: *mut kvferry_error,
 ) -> c_int {
     guard::run(error, || {
-        not_from_callback(&handles::look_up::<OwnedSend, _>(task)?.owner)?;
         handles::take::<OwnedSend, _>(task)?;
         Ok(0)
     })

@@ -1,5 +1,6 @@
-/* Both headers in one program, in C and in C++, and the layouts that compiled programs rely on. */
+/* All headers in one program, in C and in C++, and the layouts that compiled programs rely on. */
 #include "kvferry.h"
+#include "kvferry_tasks.h"
 #include "kvferry_transfer_engine.h"
 
 #ifdef __cplusplus
@@ -30,5 +31,7 @@ IS(sizeof(kvferry_region_info) == 40);
 IS(sizeof(kvferry_file_options) == 40);
 IS(sizeof(kvferry_notification) == 48);
 IS(sizeof(kvferry_range) == 24 && sizeof(kvferry_addresses) == 24);
+IS(sizeof(kvferry_task_part) == 24 && offsetof(kvferry_task_part, address) == 8);
+IS(sizeof(kvferry_task_options) == 32 && sizeof(kvferry_task_gauges) == 48);
 
 int main(void) { return kvferry_version()[0] == 0; }

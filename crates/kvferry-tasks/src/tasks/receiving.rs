@@ -229,18 +229,25 @@ impl Tasks {
     pub fn steal(&mut self, key: &str) {
         let Some(id) = self.by_key.remove(key) else { return };
         let Some(recv) = self.recvs.get(&id) else { return };
-        if self.taken.len() < super::COUNT_MAX {
-            self.timers.insert((recv.until, Timer::Taken(key.to_owned())));
-            self.taken.insert(key.to_owned(), recv.until);
-        }
-        if matches!(recv.state, State::Pending) {
+        let (until, pending) = (recv.until, matches!(recv.state, State::Pending));
+        self.give_up(key, until);
+        if pending {
             let text = format!("{key} was taken from the receiver before a sender came");
             self.end_recv(id, Outcome::new(Code::Cancelled, text));
         }
     }
 
-    /// Drops a task that has ended, and its key. A task that has not ended is cancelled, and is dropped
-    /// when it has ended and this is called again.
+    /// Refuses senders of a key that have not come yet, until the time of its task has passed.
+    fn give_up(&mut self, key: &str, until: Timestamp) {
+        if self.taken.len() < super::COUNT_MAX {
+            self.timers.insert((until, Timer::Taken(key.to_owned())));
+            self.taken.insert(key.to_owned(), until);
+        }
+    }
+
+    /// Drops a task that has ended, and frees its key for another task. Senders that come after the task
+    /// was given up, and before another one has its key, are refused until its time has passed. A task
+    /// that has not ended is cancelled, and is dropped when it has ended and this is called again.
     pub fn forget(&mut self, id: RecvId) -> bool {
         self.cancel_recv(id);
         if self.recvs.get(&id).is_some_and(|recv| !matches!(recv.state, State::Ended(_))) {
@@ -250,6 +257,9 @@ impl Tasks {
             && self.by_key.get(&recv.key) == Some(&id)
         {
             self.by_key.remove(&recv.key);
+            if matches!(recv.state, State::Ended(Outcome { code: Code::Cancelled, .. })) {
+                self.give_up(&recv.key, recv.until);
+            }
         }
         true
     }

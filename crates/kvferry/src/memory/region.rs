@@ -576,6 +576,14 @@ impl RegionTable {
         self.read().by_addr.get(&addr).map(|r| Region(Arc::clone(r)))
     }
 
+    pub(crate) fn holding(&self, addr: usize, len: u64) -> Option<Region> {
+        let tables = self.read();
+        let (start, found) = tables.by_addr.range(..=addr).next_back()?;
+        let region = Region(Arc::clone(found));
+        let left = (region.len() as u64).checked_sub((addr - start) as u64)?;
+        (len <= left).then_some(region)
+    }
+
     pub(crate) fn all(&self) -> Vec<Region> {
         let mut all: Vec<_> = self.read().by_id.values().map(|r| Region(Arc::clone(r))).collect();
         all.sort_by_key(Region::id);
