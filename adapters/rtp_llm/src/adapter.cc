@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <stdexcept>
 
 using rtp_llm::BlockInfo;
@@ -186,6 +185,7 @@ kvferry_task_gauges Endpoint::held() const {
 bool Sender::regMem(const BlockInfo& block, uint64_t) { return endpoint_->registerMemory(block); }
 
 void Sender::send(const SendRequest& request, Callback callback) {
+    if (!callback) callback = [](TransferErrorCode, const std::string&) {};
     auto options = sized<kvferry_task_options>();
     options.timeout_ms = leftMs(request.deadline_ms);
     if (options.timeout_ms == 0) return callback(TransferErrorCode::TIMEOUT, "the deadline has passed");
@@ -263,12 +263,12 @@ TransferBackendPair createTransferBackend(TransferBackend, const TransferBackend
                                           const kmonitor::MetricsReporterPtr&) {
     kvferry_rtp_llm::reason().clear();
     try {
-        // Where the environment says where to listen, it decides.
-        const bool said = std::getenv("KVFERRY_LISTEN") != nullptr;
-        if (config.cache_store_listen_port < 0 || config.cache_store_listen_port > 65535)
-            throw std::runtime_error("cache_store_listen_port is no port");
-        const auto port = std::to_string(config.cache_store_listen_port);
-        auto endpoint = std::make_shared<kvferry_rtp_llm::Endpoint>(said ? "" : "0.0.0.0:" + port);
+        const int64_t port = config.cache_store_listen_port;
+        if (port < 0 || port > 65535)
+            throw std::runtime_error("cache_store_listen_port is " + std::to_string(port) + ", which is no port");
+        // Without a port, KVFERRY_LISTEN says where to listen.
+        const auto listen = port == 0 ? std::string() : "0.0.0.0:" + std::to_string(port);
+        auto endpoint = std::make_shared<kvferry_rtp_llm::Endpoint>(listen);
         return {std::make_shared<kvferry_rtp_llm::Sender>(endpoint),
                 std::make_shared<kvferry_rtp_llm::Receiver>(endpoint)};
     } catch (const std::exception& failed) {

@@ -53,6 +53,7 @@ public:
     rtp_llm::transfer::IKVCacheRecvTaskPtr recv(const rtp_llm::transfer::RecvRequest& request) override;
     void stealTask(const std::string& unique_key) override;
     rtp_llm::transfer::IKVCacheRecvTaskPtr getTask(const std::string& unique_key) override;
+    const Endpoint& endpoint() const { return *endpoint_; }
 
 private:
     void dropEnded();

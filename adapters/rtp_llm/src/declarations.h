@@ -13,10 +13,13 @@
 #include <vector>
 
 #ifdef KVFERRY_RTPLLM_HEADERS
-#include "rtp_llm/cpp/cache/connector/p2p/transfer/IKVCacheReceiver.h"
-#include "rtp_llm/cpp/cache/connector/p2p/transfer/IKVCacheSender.h"
-#include "rtp_llm/cpp/cache/connector/p2p/transfer/TransferBackendConfig.h"
+#include "rtp_llm/cpp/cache/connector/p2p/transfer/TransferBackendFactory.h"
 #else
+namespace kmonitor {
+class MetricsReporter;
+using MetricsReporterPtr = std::shared_ptr<MetricsReporter>;
+}  // namespace kmonitor
+
 namespace rtp_llm {
 
 struct BlockInfo {
@@ -93,8 +96,6 @@ public:
 };
 using IKVCacheReceiverPtr = std::shared_ptr<IKVCacheReceiver>;
 
-enum class TransferBackend : uint8_t { kTcp, kBarexRdma };
-
 struct TransferBackendConfig {
     bool cache_store_rdma_mode = false;
     int64_t rdma_transfer_wait_timeout_ms = 180 * 1000;
@@ -104,28 +105,20 @@ struct TransferBackendConfig {
     int64_t cache_store_listen_port = 0;
     int cache_store_tcp_anet_rpc_thread_num = 3;
     int cache_store_tcp_anet_rpc_queue_num = 100;
+    int64_t tcp_channel_idle_ttl_ms = 0;
+    int64_t tcp_channel_sweep_interval_calls = 0;
+    int64_t transfer_wait_check_interval_us = 1000;
 };
 
-}  // namespace transfer
-}  // namespace rtp_llm
-#endif
+enum class TransferBackend { kTcp, kBarexRdma };
 
-#ifdef KVFERRY_RTPLLM_FACTORY_HEADER
-#include "rtp_llm/cpp/cache/connector/p2p/transfer/TransferBackendFactory.h"
-#else
-namespace kmonitor {
-class MetricsReporter;
-using MetricsReporterPtr = std::shared_ptr<MetricsReporter>;
-}  // namespace kmonitor
-
-namespace rtp_llm {
-namespace transfer {
 struct TransferBackendPair {
     IKVCacheSenderPtr sender;
     IKVCacheReceiverPtr receiver;
 };
 TransferBackendPair createTransferBackend(TransferBackend backend, const TransferBackendConfig& config,
                                           const kmonitor::MetricsReporterPtr& metrics_reporter = nullptr);
+
 }  // namespace transfer
 }  // namespace rtp_llm
 #endif
@@ -138,3 +131,10 @@ static_assert(std::is_same<decltype(rtp_llm::transfer::SendRequest::deadline_ms)
                   std::is_same<decltype(rtp_llm::transfer::SendRequest::port), uint32_t>::value &&
                   std::is_same<decltype(rtp_llm::transfer::RecvRequest::deadline_ms), int64_t>::value,
               "requests have other members");
+static_assert(offsetof(rtp_llm::transfer::TransferBackendConfig, cache_store_listen_port) == 32 &&
+                  sizeof(rtp_llm::transfer::TransferBackendConfig) == 72,
+              "TransferBackendConfig has another layout");
+static_assert(std::has_virtual_destructor<rtp_llm::transfer::IKVCacheRecvTask>::value &&
+                  std::is_same<rtp_llm::transfer::KeyBlockInfoMap::mapped_type,
+                               std::shared_ptr<const rtp_llm::transfer::KeyBlockInfo>>::value,
+              "tasks or block lists have other types");

@@ -32,6 +32,9 @@
 //!
 //! # Outcomes
 //!
+//! If the receiver's task ends well, so has the send. A receiver that gives up after its `Confirm` has left
+//! may not have the bytes of a send that ends well.
+//!
 //! Each task ends once. A receive task ends with the first of these that applies when its memory is
 //! quiet: its time has passed, it was cancelled, what the sender or the read reports.
 

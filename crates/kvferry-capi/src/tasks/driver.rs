@@ -17,6 +17,9 @@ use std::time::{Duration, Instant};
 
 /// Addresses of senders that are remembered.
 const PEERS_MAX: usize = 4096;
+/// How much longer than its task a read may take. The task stops it at the deadline, and the outcome is
+/// that of the task; a deadline of the read's own that comes first would be a failed read.
+const AFTER_DEADLINE: Duration = Duration::from_secs(5);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -346,7 +349,8 @@ impl Endpoint {
                 Action::Read { task, from, regions, copies, budget } => {
                     let started = state.batch(task, &regions, &copies).and_then(|batch| {
                         let peer = state.peer_of(&self.agent, from)?;
-                        let options = Options { timeout: Some(budget), ..Options::default() };
+                        let timeout = Some(budget.saturating_add(AFTER_DEADLINE));
+                        let options = Options { timeout, ..Options::default() };
                         Ok(peer.read_async(&batch, &options))
                     });
                     let queue = Arc::clone(&self.queue);

@@ -104,6 +104,7 @@ pub(crate) enum Compiler {
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Language {
+    #[allow(dead_code, reason = "not every test that shares the kit uses it")]
     C11,
     Cpp17,
 }

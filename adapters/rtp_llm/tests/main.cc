@@ -1,0 +1,23 @@
+// What RTP-LLM's tests expect of a transfer back-end, on two processes and host memory.
+// `rtp_llm_test` runs every case, `rtp_llm_test NAME` one.
+#include "cases.h"
+
+int main(int count, char** arguments) {
+    if (count > 1 && std::string(arguments[1]) == "peer") return test::servePeer();
+    const std::string only = count > 1 ? arguments[1] : "";
+    auto cases = test::taskCases();
+    for (const test::Case& one : test::peerCases()) cases.push_back(one);
+    int ran = 0;
+    for (const test::Case& one : cases) {
+        if (!only.empty() && only != one.name) continue;
+        setenv("KVFERRY_LISTEN", "127.0.0.1:0", 1);
+        for (const char* variable : {"KVFERRY_TRANSPORTS", "KVFERRY_SILENCE_MS"}) unsetenv(variable);
+        const int64_t began = test::wallClockMs();
+        one.run();
+        std::printf("%5lld ms  %s\n", static_cast<long long>(test::wallClockMs() - began), one.name);
+        std::fflush(stdout);
+        ran++;
+    }
+    CHECK(ran > 0);
+    return 0;
+}
