@@ -5,6 +5,8 @@ use kvferry_proto::Timestamp;
 use std::collections::HashMap;
 use std::time::Duration;
 
+mod random;
+
 const LONG: Duration = Duration::from_secs(10);
 const CONN: Conn = Conn(7);
 
