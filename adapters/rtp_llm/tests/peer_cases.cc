@@ -7,16 +7,19 @@ namespace {
 void a_sender_that_is_killed_during_the_transfer_ends_the_task_and_the_next_request_works() {
     useTcp();
     Side side;
+    std::string address;
     {
         Peer sender;
+        address = sender.address();
         auto task = stalled(side, sender);
         sender.kill();
         CHECK(endOf(task) == Code::RPC_FAILED && !task->errorMessage().empty() && side.held().reads == 0);
         side.receiver().stealTask("k");
         side.fill(0, kMemory, 9);
     }
+    setenv("KVFERRY_LISTEN", address.c_str(), 1);
     Peer restarted;
-    CHECK(side.filled(0, kMemory, 9));
+    CHECK(restarted.address() == address && side.filled(0, kMemory, 9));
     auto task = side.recv("k", kBig);
     restarted.send("s", side.address(), "k", kBig);
     CHECK(endOf(task) == Code::OK && side.filled(0, kMemory, 1) && restarted.outcome("s").code == Code::OK);

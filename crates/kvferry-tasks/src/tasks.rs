@@ -13,6 +13,8 @@ mod sending;
 
 /// Tasks of one role, offers that wait, and keys that were given up, at most.
 const COUNT_MAX: usize = 65_536;
+/// Bytes of all offers that wait for a task, at most, as they came.
+const PARKED_BYTES_MAX: usize = 256 * 1024 * 1024;
 /// Bytes of a key, at most.
 const KEY_MAX: usize = 1024;
 
@@ -113,6 +115,7 @@ pub struct Tasks {
     /// The tasks that read an offer, by the offer.
     by_offer: HashMap<(Conn, u64), RecvId>,
     parked: HashMap<String, receiving::Parked>,
+    parked_bytes: usize,
     /// Keys that the receiver gave up, and until when offers for them are refused.
     taken: HashMap<String, Timestamp>,
     timers: BTreeSet<(Timestamp, Timer)>,
@@ -162,7 +165,8 @@ impl Tasks {
                     return Err(format!("a key of {} bytes", key.len()));
                 }
                 let until = now + Duration::from_millis(budget_ms);
-                let offer = receiving::Parked { from, id, until, regions, blocks };
+                let offer =
+                    receiving::Parked { from, id, until, len: bytes.len(), regions, blocks };
                 self.offered(key, offer, now);
             }
             Message::Withdraw { id, code, text } => {

@@ -393,6 +393,27 @@ fn an_offer_too_long_for_a_message_is_refused_with_a_reason() {
     pair.end();
 }
 
+#[test]
+fn offers_that_wait_for_tasks_are_bounded_in_bytes() {
+    let mut pair = Pair::default();
+    let send = |pair: &mut Pair, number: usize| {
+        let (regions, blocks) =
+            (vec![vec![0; 900_000].into()], vec![Offered(1, vec![Part(0, 0, 8)])]);
+        let key = number.to_string();
+        let id = pair.sender.send("there", &key, regions, blocks, LONG, pair.now);
+        pair.settle();
+        id.expect("the arguments are valid")
+    };
+    let sends: Vec<_> = (0..300).map(|number| send(&mut pair, number)).collect();
+    assert_eq!(pair.receiver.gauges().parked, 256 * 1024 * 1024 / 900_100);
+    assert_eq!((pair.sent(sends[0]), pair.sent(sends[299])), (None, Some(Code::Busy)));
+    pair.sender.cancel_send(sends[0]);
+    pair.settle();
+    let next = send(&mut pair, 300);
+    assert_eq!(pair.sent(next), None);
+    pair.end();
+}
+
 // V17
 #[test]
 fn every_code_survives_the_wire_also_one_of_a_later_version() {

@@ -14,6 +14,8 @@ pub(super) struct Parked {
     pub(super) from: Conn,
     pub(super) id: u64,
     pub(super) until: Timestamp,
+    /// The length of the message.
+    pub(super) len: usize,
     pub(super) regions: Vec<ByteBuf>,
     pub(super) blocks: Vec<Offered>,
 }
@@ -97,7 +99,11 @@ impl Tasks {
             // The number of another send: the peer is wrong, and its first offer stands.
             return;
         }
-        let busy = check_count(self.parked.len(), "offers without a task").err();
+        let busy = check_count(self.parked.len(), "offers without a task").err().or_else(|| {
+            let bytes = self.parked_bytes + offer.len;
+            let text = format!("{bytes} bytes of offers would wait for tasks; wait for their ends");
+            (bytes > super::PARKED_BYTES_MAX).then(|| Outcome::new(Code::Busy, text))
+        });
         let refusal = match self.by_key.get(&key).and_then(|id| Some((*id, self.recvs.get(id)?))) {
             Some((id, Recv { state: State::Pending, .. })) => return self.begin(id, offer, now),
             Some((_, Recv { state: State::Ended(outcome), .. })) => Some(match outcome.code {
@@ -120,6 +126,7 @@ impl Tasks {
         }
         self.use_conn(offer.from);
         self.timers.insert((offer.until, Timer::Parked(key.clone())));
+        self.parked_bytes += offer.len;
         self.parked.insert(key, offer);
     }
 
@@ -127,6 +134,7 @@ impl Tasks {
         let offer = self.parked.remove(key)?;
         self.timers.remove(&(offer.until, Timer::Parked(key.to_owned())));
         self.free_conn(offer.from);
+        self.parked_bytes -= offer.len;
         Some(offer)
     }
 
