@@ -82,7 +82,7 @@ def test_libdir_names_the_folder_of_the_libraries_headers_and_pkg_config() -> No
     ran = subprocess.run([sys.executable, "-m", "kvferry", "libdir"], capture_output=True, text=True, check=True)
     folder = Path(ran.stdout.strip())
     names = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
-    headers = {"include/kvferry.h", "include/kvferry_transfer_engine.h"}
+    headers = {"include/kvferry.h", "include/kvferry_tasks.h", "include/kvferry_transfer_engine.h"}
     assert names == {"libkvferry.so.0", "libtransfer_engine.so", "kvferry.pc"} | headers
 
 
