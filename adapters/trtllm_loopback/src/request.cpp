@@ -97,25 +97,30 @@ void Request::check() const {
         if (block.getAddr() == 0) fail(index, "its block has the address 0: pass the block's memory");
         if (block.getLen() > UINTPTR_MAX - block.getAddr())
             fail(index, "its block ends beyond the address space: pass its length in bytes");
+        check_descriptor(index);
     }
 }
 
-void Request::open_file(std::size_t index) {
-    const int fd = descriptor(index);
-    const int flags = ::fcntl(fd, F_GETFL);
+// For all files before one is opened: a file that kvferry opens takes the number of one that was closed.
+void Request::check_descriptor(std::size_t index) const {
+    const int flags = ::fcntl(descriptor(index), F_GETFL);
     if (flags < 0)
         fail(index, std::string("the descriptor is not open (") + std::strerror(errno) +
                         "): keep the FileDescs until the call returns");
     if ((flags & O_ACCMODE) == (is_offload_ ? O_RDONLY : O_WRONLY))
         fail(index, is_offload_ ? "opened for reading: open it with O_WRONLY or O_RDWR"
                                 : "opened for writing: open it with O_RDONLY or O_RDWR");
+}
+
+void Request::open_file(std::size_t index) {
     kvferry_file_options options{};
     options.size = sizeof options;
     options.write = is_offload_;
     options.len = blocks_[index].getLen();
     Error error;
     kvferry_file *file = nullptr;
-    if (kvferry_file_open(agent_, path_of(fd).c_str(), &options, &file, &error) != KVFERRY_OK) fail(error);
+    const std::string path = path_of(descriptor(index));
+    if (kvferry_file_open(agent_, path.c_str(), &options, &file, &error) != KVFERRY_OK) fail(error);
     files_[index].reset(file);
 }
 

@@ -34,6 +34,7 @@ private:
     };
 
     void check() const;
+    void check_descriptor(std::size_t index) const;
     void open_file(std::size_t index);
     void register_memory();
     Region const &region_of(std::size_t index) const;

@@ -31,11 +31,11 @@ void move_both_ways(Agent const &agent, Blocks const &blocks, unsigned seed) {
 void bytes(std::string const &folder) {
     for (const bool multi : {false, true}) {
         const Agent agent = make_agent(multi);
-        for (const std::size_t shift : {0, 1, 512}) {
+        for (const std::size_t shift : {0, 1}) {
             move_both_ways(agent, Blocks(folder, {1, 4095, 4096, 4097, 65536 + 3}, shift), 1);
             move_both_ways(agent, Blocks(folder, std::vector<std::size_t>(131, 8192), shift), 2);
             move_both_ways(agent, Blocks(folder, {17 * kMiB + 5}, shift), 3);
-            move_both_ways(agent, Blocks(folder, {9 * kMiB, 3, 20 * kMiB + 4096, 5 * kMiB + 7, 4096}, shift), 4);
+            move_both_ways(agent, Blocks(folder, {5 * kMiB, 3, 9 * kMiB + 4096, 5 * kMiB + 7, 4096}, shift), 4);
         }
         move_both_ways(agent, Blocks(folder, {4096, 0, 4096}), 5);
     }
@@ -127,7 +127,8 @@ void refusals(std::string const &folder) {
 
     std::vector<trt::FileDesc> folder_desc;
     folder_desc.emplace_back(folder, O_RDONLY, 0, 4096);
-    check_says(refusal(agent, {trt::MemoryType::kDRAM, {{blocks.at(0), 4096, 0}}}, trt::FileDescs(std::move(folder_desc)), false),
+    const trt::MemoryDescs first(trt::MemoryType::kDRAM, {{blocks.at(0), 4096, 0}});
+    check_says(refusal(agent, first, trt::FileDescs(std::move(folder_desc)), false),
                {"index 0 (" + folder + ")", "s a directory"});
 
     std::string none;
@@ -178,12 +179,14 @@ void full_device(std::string const &) {
     Bytes block(3 * kMiB, 1);
     std::vector<trt::FileDesc> device;
     device.emplace_back("/dev/full", O_WRONLY, 0, block.size());
-    check_says(refusal(agent, {trt::MemoryType::kDRAM, {{block.data(), block.size(), 0}}}, trt::FileDescs(std::move(device)), true),
+    const trt::MemoryDescs memory(trt::MemoryType::kDRAM, {{block.data(), block.size(), 0}});
+    check_says(refusal(agent, memory, trt::FileDescs(std::move(device)), true),
                {"index 0 (/dev/full)", "No space left on device", "check free space"});
 }
 
+// Needs the right to mount.
 void full_disk(std::string const &folder) {
-    CHECK(unshare(CLONE_NEWNS | (geteuid() == 0 ? 0 : CLONE_NEWUSER)) == 0);
+    CHECK(unshare(CLONE_NEWNS) == 0);
     CHECK(mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0);
     CHECK(mount("kvferry", folder.c_str(), "tmpfs", 0, "size=8m") == 0);
     for (const bool multi : {false, true}) {
@@ -237,6 +240,7 @@ void many_threads(std::string const &folder) {
                 const Blocks files(own, {kMiB, 4096});
                 agent->executeLoopbackRequest(shared.memory(), files.files(true), true);
                 files.check_files(9);
+                files.remove();
                 move_both_ways(agent, Blocks(own, {4096, 70000}), round);
             }
         });
@@ -295,11 +299,20 @@ void incomplete(std::string const &missing) {
 }  // namespace
 
 int main(int argc, char **argv) {
-    const std::map<std::string, void (*)(std::string const &)> all{
-        {"bytes", bytes},           {"cases", cases},         {"refusals", refusals},         {"file-too-large", file_too_large},
-        {"full-device", full_device}, {"full-disk", full_disk}, {"ends", ends},                 {"many-threads", many_threads},
-        {"forked", forked},         {"stays-open", stays_open}, {"original", original},         {"alone", alone},
-        {"incomplete", incomplete}};
+    using Case = void (*)(std::string const &);
+    const std::map<std::string, Case> all{{"bytes", bytes},
+                                          {"cases", cases},
+                                          {"refusals", refusals},
+                                          {"file-too-large", file_too_large},
+                                          {"full-device", full_device},
+                                          {"full-disk", full_disk},
+                                          {"ends", ends},
+                                          {"many-threads", many_threads},
+                                          {"forked", forked},
+                                          {"stays-open", stays_open},
+                                          {"original", original},
+                                          {"alone", alone},
+                                          {"incomplete", incomplete}};
     CHECK(argc == 3 && all.count(argv[1]) == 1);
     try {
         all.at(argv[1])(argv[2]);

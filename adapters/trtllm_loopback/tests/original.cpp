@@ -1,14 +1,14 @@
-// Stands for TensorRT-LLM's library: the agent that ours replaces, and functions that must stay. With DEPENDS
-// it needs a second library, as the real one needs NIXL.
-#ifdef DEPENDS
-extern "C" int answer();
-#else
-static int answer() { return 42; }
-#endif
+// Stands for TensorRT-LLM's library: the agent that ours replaces, and functions that must stay. It needs a second
+// library, as the real one needs NIXL; DEPENDENCY makes that one.
+#define EXPORTED extern "C" __attribute__((visibility("default")))
 
-extern "C" {
-__attribute__((visibility("default"))) int createNixlTransferAgent() { return answer(); }
-__attribute__((visibility("default"))) int otherFunction() { return answer(); }
+EXPORTED int answer();
+
+#ifdef DEPENDENCY
+int answer() { return 42; }
+#else
+EXPORTED int createNixlTransferAgent() { return answer(); }
+EXPORTED int otherFunction() { return answer(); }
 // Never called: ours comes first.
-__attribute__((visibility("default"))) void createNixlLoopbackAgent() { __builtin_trap(); }
-}
+EXPORTED void createNixlLoopbackAgent() { __builtin_trap(); }
+#endif
