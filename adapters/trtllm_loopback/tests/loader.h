@@ -31,9 +31,11 @@ public:
     }
 
     void *handle(std::string const &name) {
-        void *&handle = handles_[name];
-        if (handle == nullptr) handle = dlopen(name.c_str(), RTLD_LAZY);
+        const auto known = handles_.find(name);
+        if (known != handles_.end()) return known->second;
+        void *const handle = dlopen(name.c_str(), RTLD_LAZY);
         if (handle == nullptr) throw std::runtime_error(dlerror());
+        handles_[name] = handle;
         return handle;
     }
 

@@ -7,6 +7,7 @@ use kit::{Compiler, Language, Program, folder, output, skipped};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 const LIBRARY: &str = "libtensorrt_llm_nixl_wrapper.so";
 const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../adapters/trtllm_loopback");
@@ -14,6 +15,12 @@ const SANITIZERS: &str = "-fsanitize=address,undefined";
 /// The program finds kvferry through the agent's library only.
 const PLAIN: &[&str] = &["-Wl,--as-needed"];
 const SANITIZED: &[&str] = &["-Wl,--as-needed", SANITIZERS, "-fno-sanitize-recover=all", "-g"];
+
+/// The tests of a process build the same programs: one after the other.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn text(path: &Path) -> &str {
     path.to_str().expect("the folder's name is text")
@@ -63,6 +70,7 @@ fn program(compiler: Compiler, flags: &[&str]) -> Option<Program> {
 
 /// Builds library and program with each compiler, and runs the cases.
 fn passes(test: &str, cases: &[&str]) {
+    let _turn = turn();
     for (compiler, command) in compilers() {
         let Some(program) = program(compiler, PLAIN) else { continue };
         let library = empty(&format!("{test}-{command}"));
@@ -105,6 +113,7 @@ fn an_agent_leaves_no_thread_descriptor_or_handle_and_may_outlive_main() {
 
 #[test]
 fn the_agent_is_clean_under_the_address_sanitizer() {
+    let _turn = turn();
     let Some(program) = program(Compiler::Gcc, SANITIZED) else {
         return skipped("AddressSanitizer: g++ has none here");
     };
@@ -134,6 +143,7 @@ fn build_original(folder: &Path) -> PathBuf {
 
 #[test]
 fn functions_of_the_original_are_found_through_the_library() {
+    let _turn = turn();
     let Some(program) = program(Compiler::Gcc, PLAIN) else { return };
     let (library, libs) = (empty("behind"), empty("behind-libs"));
     build_library(&library, Some(&build_original(&libs)), &[]);
@@ -142,6 +152,7 @@ fn functions_of_the_original_are_found_through_the_library() {
 
 #[test]
 fn what_the_original_lacks_is_named_and_without_the_original_the_agent_works() {
+    let _turn = turn();
     let (library, libs) = (empty("lacking"), empty("lacking-libs"));
     let original = build_original(&libs);
     build_library(&library, Some(&original), &[]);
@@ -189,6 +200,7 @@ fn the_library_exports_one_function_has_tensorrt_llms_name_and_stays_loaded() {
 /// The program is compiled with our restatement: it runs only if both have the same layouts.
 #[test]
 fn the_library_compiled_with_tensorrt_llms_headers_serves_callers_of_our_restatement() {
+    let _turn = turn();
     let Ok(source) = std::env::var("KVFERRY_TRTLLM_SRC") else {
         return skipped("TensorRT-LLM's headers: KVFERRY_TRTLLM_SRC does not name its source");
     };
