@@ -69,10 +69,15 @@ void cases(std::string const &folder) {
     CHECK(is_filled(blocks.contents(1).data(), 10000, 1));
     CHECK(std::memcmp(blocks.contents(0).data(), blocks.at(0) + 5000, 5000) == 0);
 
+    const trt::MemoryDescs within(trt::MemoryType::kDRAM, {{blocks.at(0), 10000, 0}, {blocks.at(0) + 100, 300, 0}});
+    agent->executeLoopbackRequest(within, blocks.files(true), true);
+    CHECK(is_filled(blocks.contents(0).data(), 10000, 1));
+    CHECK(std::memcmp(blocks.contents(1).data(), blocks.at(0) + 100, 300) == 0);
+
     // Other memory at an address that was used before.
     void *const place = mmap(nullptr, kMiB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     const trt::MemoryDescs mapped(trt::MemoryType::kDRAM, {{place, kMiB, 0}});
-    for (unsigned seed = 0; seed < 100; seed++) {
+    for (unsigned seed = 0; seed < 30; seed++) {
         CHECK(mmap(place, kMiB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == place);
         fill(place, kMiB, seed);
         agent->executeLoopbackRequest(mapped, blocks.files(true, 1), true);
@@ -81,6 +86,10 @@ void cases(std::string const &folder) {
     }
     munmap(place, kMiB);
     CHECK(handles_in_use() == 1);
+
+    // The port that the environment has for another agent of the process is not taken: here it could not be.
+    setenv("KVFERRY_LISTEN", "192.0.2.1:1", 1);
+    make_agent(false);
 }
 
 void refusals(std::string const &folder) {
@@ -211,7 +220,7 @@ std::size_t descriptors() {
 void ends(std::string const &folder) {
     // What the process keeps once it has had an agent is not counted again.
     std::map<int, std::pair<std::size_t, std::size_t>> after;
-    for (int round = 0; round < 8; round++) {
+    for (int round = 0; round < 4; round++) {
         for (const bool multi : {false, true}) {
             const Agent agent = make_agent(multi), other = make_agent(multi);
             move_both_ways(agent, Blocks(folder, {9 * kMiB, 4096}), 1);

@@ -112,6 +112,7 @@ fn an_agent_leaves_no_thread_descriptor_or_handle_and_may_outlive_main() {
 }
 
 #[test]
+#[ignore = "slow: make test-slow"]
 fn the_agent_is_clean_under_the_address_sanitizer() {
     let _turn = turn();
     let Some(program) = program(Compiler::Gcc, SANITIZED) else {
@@ -153,17 +154,16 @@ fn functions_of_the_original_are_found_through_the_library() {
 #[test]
 fn what_the_original_lacks_is_named_and_without_the_original_the_agent_works() {
     let _turn = turn();
+    let Some(program) = program(Compiler::Gcc, PLAIN) else { return };
     let (library, libs) = (empty("lacking"), empty("lacking-libs"));
     let original = build_original(&libs);
     build_library(&library, Some(&original), &[]);
     for missing in [libs.join("libtoy_nixl.so"), original.clone()] {
-        let Some(program) = program(Compiler::Gcc, PLAIN) else { return };
         fs::remove_file(&missing).expect("it was built");
         let named = if missing == original { text(&original) } else { "libtoy_nixl.so" };
-        let program = program.with("LD_LIBRARY_PATH", text(&library).to_owned().leak());
+        let program = program.clone().with("LD_LIBRARY_PATH", text(&library).to_owned().leak());
         program.run(&["incomplete", named]);
     }
-    let Some(program) = program(Compiler::Gcc, PLAIN) else { return };
     build_library(&library, None, &[]);
     run(program, &library, &["alone"]);
 }

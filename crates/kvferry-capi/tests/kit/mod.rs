@@ -110,6 +110,7 @@ pub(crate) enum Language {
 }
 
 /// A compiled program.
+#[derive(Clone)]
 pub(crate) struct Program {
     file: PathBuf,
     environment: Vec<(&'static str, &'static str)>,
