@@ -26,7 +26,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-vllm bench-offload bench-sglang \
-    bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan lint lint-rust lint-python doc clean
+    bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan test-sanitizers lint lint-rust lint-python doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
 define part
@@ -240,6 +240,19 @@ asan: ## Run transport tests under AddressSanitizer; needs nightly
 	export CARGO_TARGET_DIR=$(abspath $(BUILD_DIR))/asan RUSTFLAGS='-Zsanitizer=address --cfg rustix_use_libc'; \
 	host=$$(rustc -vV | sed -n 's/^host: //p'); \
 	$(CARGO) +nightly test --target $$host -p kvferry --lib --test conformance -- --test-threads=1 memory:: $(ASAN_TESTS)
+
+# AddressSanitizer looks at the programs only. ThreadSanitizer must see the whole library and its standard library, too:
+# what it does not see orders nothing for it. It has a thread of its own, so that counting threads fails with it.
+TSAN_TESTS ?= kvferry_h_does programs_linked the_example thread_sanitizer every_byte each_refusal an_offload requests_come
+test-sanitizers: ## Run the C tests under AddressSanitizer and ThreadSanitizer (nightly with rust-src)
+	$(call part,C tests under AddressSanitizer,$(CARGO) test -p kvferry-capi --test programs --test trtllm_loopback -- \
+	    --include-ignored address_sanitizer)
+	@if ! [ -d "$$(rustc +nightly --print sysroot 2>/dev/null)/lib/rustlib/src/rust/library" ]; then \
+	    echo 'SKIPPED: ThreadSanitizer needs nightly with rust-src (rustup toolchain install nightly --component rust-src)'; exit 0; fi; \
+	export CARGO_TARGET_DIR=$(abspath $(BUILD_DIR))/tsan RUSTFLAGS='-Zsanitizer=thread --cfg rustix_use_libc' KVFERRY_SANITIZER=thread; \
+	host=$$(rustc -vV | sed -n 's/^host: //p'); \
+	$(CARGO) +nightly test -Zbuild-std --target $$host -p kvferry-capi --test programs --test trtllm_loopback -- \
+	    --test-threads=1 $(TSAN_TESTS)
 
 lint: lint-rust lint-python ## Check formatting and style of everything
 

@@ -1,7 +1,10 @@
 //! The name under which programs find the library. It stays loaded: its threads run until the process ends.
 
 fn main() {
-    for arg in ["-soname,libkvferry.so.0", "-z,nodelete", "-z,defs"] {
+    // A sanitizer's functions are in the program.
+    let is_sanitized = std::env::var_os("CARGO_CFG_SANITIZE").is_some();
+    let unresolved = if is_sanitized { "-z,undefs" } else { "-z,defs" };
+    for arg in ["-soname,libkvferry.so.0", "-z,nodelete", unresolved] {
         println!("cargo::rustc-cdylib-link-arg=-Wl,{arg}");
     }
     // Dependencies export functions of their own where another crate of the workspace has them do so. The linker of the

@@ -60,6 +60,19 @@ fn c_programs_are_clean_under_the_address_sanitizer() {
     }
 }
 
+/// Without this, the silence about the other programs says nothing.
+#[test]
+fn the_thread_sanitizer_sees_races_with_callbacks_and_with_memory_under_way() {
+    if !kit::is_thread_sanitized() {
+        return skipped("ThreadSanitizer: `make test-sanitizers` compiles the library with it");
+    }
+    let program = Program::build("tests/c/race.c", Compiler::Gcc, Language::C11, &[]);
+    let program = program.expect("gcc compiles for ThreadSanitizer");
+    for case in ["callback", "memory"] {
+        program.fails(&[case], "ThreadSanitizer: data race");
+    }
+}
+
 #[test]
 fn the_library_exports_these_functions_and_no_others() {
     let exported = kit::exported(&folder().join("libkvferry.so.0"));

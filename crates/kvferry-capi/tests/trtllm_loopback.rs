@@ -41,7 +41,12 @@ fn empty(name: &str) -> PathBuf {
 /// What makes the library in `to`. `settings` are environment variables.
 fn script(to: &Path, original: Option<&Path>, settings: &[&str]) -> Command {
     let mut call = Command::new("env");
-    call.args(["-u", "KVFERRY_TRTLLM_SRC"]).args(settings).arg(format!("{SOURCES}/build.sh"));
+    call.args(["-u", "KVFERRY_TRTLLM_SRC"]).args(settings);
+    if kit::is_thread_sanitized() {
+        let libraries = "-lstdc++ -lm -lc -lgcc_s -lgcc";
+        call.arg(format!("CXXFLAGS={} {libraries}", kit::THREAD_SANITIZED.join(" ")));
+    }
+    call.arg(format!("{SOURCES}/build.sh"));
     call.arg(folder()).arg(to).args(original);
     call
 }

@@ -1,7 +1,8 @@
 //! Builds C programs against the library as it is packaged, and runs them.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -65,6 +66,31 @@ fn stand_in() -> &'static Path {
         output("gcc", &["-shared", "-fPIC", "-fno-builtin", soname, source, "-o", library]);
         folder
     })
+}
+
+/// Whether the library and these tests are compiled with ThreadSanitizer, as `make test-sanitizers` does.
+pub(crate) fn is_thread_sanitized() -> bool {
+    std::env::var_os("KVFERRY_SANITIZER").is_some_and(|name| name == "thread")
+}
+
+/// A compiler's flags for code that runs with a library compiled by rustc with ThreadSanitizer: without
+/// the runtime of gcc, which is another one.
+pub(crate) const THREAD_SANITIZED: &[&str] = &["-fsanitize=thread", "-g", "-nodefaultlibs"];
+
+/// The same for programs: they have the runtime that comes with rustc, and export it to the library.
+fn thread_sanitized_program(language: Language) -> Vec<String> {
+    let folder = output("rustc", &["--print", "target-libdir"]);
+    let files = std::fs::read_dir(folder.trim()).expect("rustc has libraries").flatten();
+    let mut files = files.map(|entry| entry.path().to_str().expect("text").to_owned());
+    let runtime = files.find(|file| file.ends_with("rt.tsan.a"));
+    let runtime = runtime.unwrap_or_else(|| panic!("{folder} has no runtime of ThreadSanitizer"));
+    let mut flags: Vec<String> = THREAD_SANITIZED.iter().map(|&flag| flag.into()).collect();
+    flags.extend(
+        ["-rdynamic", "-Wl,--whole-archive", &runtime, "-Wl,--no-whole-archive"].map(Into::into),
+    );
+    flags.extend(matches!(language, Language::Cpp17).then(|| "-lstdc++".into()));
+    flags.extend(["-lm", "-lc", "-lgcc_s", "-lgcc"].map(Into::into));
+    flags
 }
 
 /// What a command prints; it must succeed.
@@ -135,6 +161,16 @@ impl Program {
             skipped(&format!("{source} with {command}, which is not here"));
             return None;
         }
+        let sanitized = match compiler {
+            Compiler::Gcc if is_thread_sanitized() => thread_sanitized_program(language),
+            Compiler::Clang if is_thread_sanitized() => {
+                skipped(&format!(
+                    "ThreadSanitizer: {source} with {command}, which adds a runtime of its own"
+                ));
+                return None;
+            }
+            _ => Vec::new(),
+        };
         let stem = Path::new(source).file_stem().expect("a file").to_str().expect("text");
         let name = format!("{stem}-{command}-{}", flags.len());
         let (folder, source) = (folder(), here().join(source));
@@ -155,6 +191,7 @@ impl Program {
             .args(["-xnone", "-o"])
             .arg(&file)
             .arg(linked)
+            .args(sanitized)
             .arg(format!("-Wl,-rpath,{search}"));
         let built = call.output().expect("the compiler was there");
         let errors = String::from_utf8_lossy(&built.stderr);
@@ -171,14 +208,37 @@ impl Program {
 
     /// Runs the program: it must succeed and say nothing on stderr.
     pub(crate) fn run(&self, arguments: &[&str]) {
+        let (status, errors) = self.ran(arguments);
+        assert!(status.success(), "{}: {status}\n{errors}", self.file.display());
+        assert_eq!(errors, "", "{} wrote to stderr", self.file.display());
+    }
+
+    /// Runs the program: it must fail and say `word` on stderr.
+    #[allow(dead_code, reason = "not every test that shares the kit calls it")]
+    pub(crate) fn fails(&self, arguments: &[&str], word: &str) {
+        let (status, errors) = self.ran(arguments);
+        let is_said = !status.success() && errors.contains(word);
+        assert!(is_said, "{}: {status}, without '{word}'\n{errors}", self.file.display());
+    }
+
+    /// How the program ended, and what it wrote to stderr.
+    fn ran(&self, arguments: &[&str]) -> (ExitStatus, String) {
         let mut child = Command::new(&self.file)
             .args(arguments)
+            // Programs fork, with threads running.
+            .env("TSAN_OPTIONS", "die_after_fork=0:halt_on_error=1")
             .envs(self.environment.iter().copied())
             .env_remove("KVFERRY_LOG")
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
             .spawn()
             .expect("the program was built");
+        let mut stderr = child.stderr.take().expect("it is piped");
+        let reader = std::thread::spawn(move || {
+            let mut errors = Vec::new();
+            let _ = stderr.read_to_end(&mut errors);
+            String::from_utf8_lossy(&errors).into_owned()
+        });
         let until = Instant::now() + PROGRAM_LIMIT;
         let status = loop {
             match child.try_wait().expect("it is our child") {
@@ -190,11 +250,6 @@ impl Program {
                 None => std::thread::sleep(Duration::from_millis(10)),
             }
         };
-        let mut errors = String::new();
-        if let Some(mut stderr) = child.stderr.take() {
-            let _ = std::io::Read::read_to_string(&mut stderr, &mut errors);
-        }
-        assert!(status.success(), "{}: {status}\n{errors}", self.file.display());
-        assert_eq!(errors, "", "{} wrote to stderr", self.file.display());
+        (status, reader.join().expect("reading does not panic"))
     }
 }
