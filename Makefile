@@ -192,8 +192,10 @@ bench-vllm: command-dist wheel-measured ## Measure KVFerryConnector beside Moonc
 	$(call part,real vLLM side by side,bench/vllm/run --wheel target/dist/kvferry-*.whl $(BENCH_ARGS))
 
 # BENCH_OFFLOAD_ARGS="--rows soak" runs the soak of 1 000 requests, "--trace FILE" takes prompts from a trace.
-bench-offload: command-dist wheel-measured ## Measure KV that outlives the engine on real vLLM; fails if it falls short
-	$(call part,offloading in real vLLM,bench/offload/run --wheel target/dist/kvferry-*.whl $(BENCH_OFFLOAD_ARGS))
+bench-offload: command-dist wheel-measured ## Measure KV that outlives the engine: block manager, KVFerryTier, real vLLM; fails if it falls short
+	$(call part,offloading,short=0; target/dist/kvferry bench offload --check || short=1; \
+	    bench/store/run --store kvferry-tier --wheel target/dist/kvferry-*.whl || short=1; \
+	    bench/offload/run --wheel target/dist/kvferry-*.whl $(BENCH_OFFLOAD_ARGS) || short=1; exit $$short)
 
 bench-sglang: wheel-measured ## Measure KVFerryStorage beside kvferry's store and SGLang's file back-end (installs SGLang in the cache first)
 	$(call part,SGLang's storage side by side,bench/sglang/run --wheel target/dist/kvferry-*.whl $(BENCH_ARGS))
