@@ -115,7 +115,7 @@ pub use retention::{
     RetentionConfig, RetentionError, TokenRange, TransferMode, Warning, WireError,
 };
 pub use sequence::SequenceId;
-pub use transfer::{Action, Block, Outcome, Transfer, TransferId};
+pub use transfer::{Action, Block, Discard, Outcome, Transfer, TransferId};
 
 /// No node, block or transfer of this number.
 const NONE: u32 = u32::MAX;

@@ -52,7 +52,27 @@ impl Transfer {
     }
 }
 
-pub(crate) fn file_name(key: Key, group: u16) -> String {
+/// The file of a block is no longer needed. A later copy may write it again: files of one name are in order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Discard {
+    /// Where the file is.
+    pub directory: Arc<str>,
+    /// How the block was offloaded.
+    pub mode: TransferMode,
+    /// The group of the block.
+    pub group: u16,
+    /// The block's name.
+    pub key: Key,
+}
+
+impl Discard {
+    /// As [`Transfer::file_name`].
+    pub fn file_name(&self) -> String {
+        file_name(self.key, self.group)
+    }
+}
+
+fn file_name(key: Key, group: u16) -> String {
     format!("{key}-{group}.kv")
 }
 
@@ -71,15 +91,8 @@ pub enum Outcome {
 pub enum Action {
     /// Make this copy, and call [`BlockManager::finished`](crate::BlockManager::finished) when it has ended.
     Copy(Transfer),
-    /// The file of a block is no longer needed. A later copy may write it again: files of one name are in order.
-    Discard {
-        /// Where the file is.
-        directory: Arc<str>,
-        /// The group of the block.
-        group: u16,
-        /// The file's name, as [`Transfer::file_name`].
-        file_name: String,
-    },
+    /// A secondary block outside memory is no longer needed.
+    Discard(Discard),
     /// All blocks of a sequence may be used: the first `reused_tokens` tokens of them need not be computed.
     Ready {
         /// The sequence.

@@ -67,9 +67,9 @@ impl Directory {
         for task in tasks {
             match task {
                 Task::Copy(transfer) => copies.push(transfer),
-                Task::Remove { file_name } => {
+                Task::Remove(discard) => {
                     if let Some(files) = &self.files {
-                        files.remove(&file_name);
+                        files.remove(&discard.file_name());
                     }
                 }
             }

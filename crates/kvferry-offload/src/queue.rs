@@ -4,7 +4,7 @@
 //! it, too.
 
 use crate::carry::Directory;
-use kvferry_blocks::{Action, Outcome, Tier, Transfer, TransferId, TransferMode};
+use kvferry_blocks::{Action, Discard, Outcome, Tier, Transfer, TransferId, TransferMode};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -21,7 +21,7 @@ pub(crate) const RUN_BYTES: u64 = 32 << 20;
 #[derive(Clone, Debug)]
 pub(crate) enum Task {
     Copy(Transfer),
-    Remove { file_name: String },
+    Remove(Discard),
 }
 
 /// What concerns one directory, in order.
@@ -29,6 +29,8 @@ pub(crate) enum Task {
 struct Line {
     tasks: VecDeque<Task>,
     is_taken: bool,
+    /// Blocks of it were files of their own.
+    has_files: bool,
     /// What a thread needs for it, kept between runs.
     directory: Option<Box<Directory>>,
     /// Of another line, to be closed by the thread that takes this one.
@@ -74,7 +76,7 @@ impl Queue {
         if actions.peek().is_none() {
             return;
         }
-        let (mut for_memory, mut for_directories) = (false, false);
+        let (mut for_memory, mut ready) = (false, 0);
         let mut state = self.lock();
         for action in actions {
             let (directory, task) = match action {
@@ -93,20 +95,23 @@ impl Queue {
                         }
                     }
                 }
-                Action::Discard { directory, file_name, .. } => {
-                    (directory, Task::Remove { file_name })
+                Action::Discard(discard) => {
+                    // A block store makes room by itself.
+                    if !state.lines.get(&discard.directory).is_some_and(|line| line.has_files) {
+                        continue;
+                    }
+                    (Arc::clone(&discard.directory), Task::Remove(discard))
                 }
                 _ => continue,
             };
-            state.add(&directory, task);
-            for_directories = true;
+            ready += usize::from(state.add(&directory, task));
         }
         drop(state);
         if for_memory {
             self.memory.notify_one();
         }
-        if for_directories {
-            self.directories.notify_all();
+        for _ in 0..ready {
+            self.directories.notify_one();
         }
     }
 
@@ -225,10 +230,11 @@ impl Queue {
 }
 
 impl State {
-    fn add(&mut self, path: &Arc<str>, task: Task) {
+    /// Whether a thread is to be woken for it.
+    fn add(&mut self, path: &Arc<str>, task: Task) -> bool {
         if self.is_closed {
             self.refuse(&task);
-            return;
+            return false;
         }
         if !self.lines.contains_key(path) {
             let mut line = Line::default();
@@ -236,7 +242,7 @@ impl State {
                 let idle = self.lines.iter().find(|(_, it)| !it.is_taken && it.tasks.is_empty());
                 let Some(idle) = idle.map(|(path, _)| Arc::clone(path)) else {
                     self.refuse(&task);
-                    return;
+                    return false;
                 };
                 let gone = self.lines.remove(&idle).expect("found just now");
                 line.leaves = gone.directory;
@@ -244,10 +250,13 @@ impl State {
             self.lines.insert(Arc::clone(path), line);
         }
         let line = self.lines.get_mut(path).expect("inserted where it was missing");
+        line.has_files |= matches!(&task, Task::Copy(copy) if copy.mode != TransferMode::Gds);
         line.tasks.push_back(task);
-        if line.tasks.len() == 1 && !line.is_taken {
+        let is_ready = line.tasks.len() == 1 && !line.is_taken;
+        if is_ready {
             self.ready.push_back(Arc::clone(path));
         }
+        is_ready
     }
 
     /// All directories are busy, or the driver ends.
@@ -262,7 +271,7 @@ impl State {
 fn take_run(tasks: &mut VecDeque<Task>, page_bytes: impl Fn(u16) -> u64) -> Vec<Task> {
     let mut run: Vec<Task> = tasks.pop_front().into_iter().collect();
     let Some(Task::Copy(first)) = run.first() else {
-        while run.len() < RUN_MAX && matches!(tasks.front(), Some(Task::Remove { .. })) {
+        while run.len() < RUN_MAX && matches!(tasks.front(), Some(Task::Remove(_))) {
             run.extend(tasks.pop_front());
         }
         return run;

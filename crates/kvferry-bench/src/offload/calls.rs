@@ -1,4 +1,4 @@
-//! How long the scheduler's thread is held by each call.
+//! How long the scheduler's thread is held by each call, and how often it waits in one.
 
 use std::time::Instant;
 
@@ -10,52 +10,84 @@ use crate::stats::{Spread, quantile_of};
 /// Of one call.
 const HELD_MAX_US: f64 = 100.0;
 
-/// Microseconds of each call, by kind.
+/// What calls took, by kind.
 #[derive(Debug, Default)]
 pub(super) struct Calls {
-    kinds: Vec<(&'static str, Times)>,
+    kinds: Vec<(&'static str, Kind)>,
+    round: usize,
 }
 
+/// Of each round.
 #[derive(Debug, Default)]
+struct Kind(Vec<Times>);
+
+/// Of one round, in microseconds.
+#[derive(Debug, Default, Clone)]
 struct Times {
     cpu: Vec<f64>,
     wall: Vec<f64>,
+    /// How often the thread left its processor to wait for something.
+    waits: u64,
 }
 
 impl Calls {
-    /// Makes a call and notes its times.
+    /// What follows belongs to this round, the first one is 0.
+    pub(super) fn begin(&mut self, round: usize) {
+        self.round = round;
+    }
+
+    /// Makes a call and notes what it took.
     pub(super) fn time<T>(&mut self, kind: &'static str, call: impl FnOnce() -> T) -> T {
+        let waited = thread_waits();
         let (began, used) = (Instant::now(), thread_cpu_us());
         let done = call();
         let cpu = thread_cpu_us() - used;
         let wall = began.elapsed().as_nanos() as f64 / 1e3;
+        let waits = thread_waits() - waited;
         let at = self.kinds.iter().position(|(known, _)| *known == kind);
         let at = at.unwrap_or_else(|| {
-            self.kinds.push((kind, Times::default()));
+            self.kinds.push((kind, Kind::default()));
             self.kinds.len() - 1
         });
-        let times = &mut self.kinds[at].1;
+        let rounds = &mut self.kinds[at].1.0;
+        rounds.resize(rounds.len().max(self.round + 1), Times::default());
+        let times = &mut rounds[self.round];
         times.cpu.push(cpu);
         times.wall.push(wall);
+        times.waits += waits;
         done
     }
 
-    /// The longest processor time has the bound.
+    /// A round's longest processor time has a bound, and that it never waits.
     pub(super) fn rows(self) -> Vec<Row> {
         let mut rows = Vec::new();
-        for (kind, Times { mut cpu, mut wall }) in self.kinds {
-            for (clock, times) in [("CPU", &mut cpu), ("wall", &mut wall)] {
-                for (part, at) in [("p50", 0.5), ("p99", 0.99), ("max", 1.0)] {
-                    let name = format!("{kind}, {clock} {part}");
-                    let value = Spread::of(vec![quantile_of(times, at)]);
-                    let row = Row::new("scheduler", name, "µs", value);
-                    let is_judged = clock == "CPU" && part == "max";
-                    rows.push(if is_judged { row.at_most(HELD_MAX_US) } else { row });
-                }
+        for (kind, Kind(mut rounds)) in self.kinds {
+            rounds.retain(|times| !times.cpu.is_empty());
+            let mut row = |what: &str, unit, of: &mut dyn FnMut(&mut Times) -> f64| {
+                let value = Spread::of(rounds.iter_mut().map(of).collect());
+                Row::new("scheduler", format!("{kind}, {what}"), unit, value)
+            };
+            for (part, at) in [("p50", 0.5), ("p99", 0.99)] {
+                let cpu = &mut |times: &mut Times| quantile_of(&mut times.cpu, at);
+                rows.push(row(&format!("CPU {part}"), "µs", cpu));
+            }
+            let longest = &mut |times: &mut Times| quantile_of(&mut times.cpu, 1.0);
+            rows.push(row("CPU max", "µs", longest).at_most(HELD_MAX_US));
+            rows.push(row("waits", "", &mut |times| times.waits as f64).at_most(0.0));
+            for (part, at) in [("p99", 0.99), ("max", 1.0)] {
+                let wall = &mut |times: &mut Times| quantile_of(&mut times.wall, at);
+                rows.push(row(&format!("wall {part}"), "µs", wall));
             }
         }
         rows
     }
+}
+
+/// How often the calling thread has left its processor to wait for something, since it began.
+fn thread_waits() -> u64 {
+    let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+    line.and_then(|count| count.trim().parse().ok()).expect("the kernel counts them")
 }
 
 /// Of the calling thread.
@@ -69,15 +101,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_call_that_computes_for_too_long_is_short_and_one_that_sleeps_is_not() {
+    fn a_call_that_computes_for_too_long_is_short_and_so_is_one_that_waits() {
         let mut calls = Calls::default();
+        calls.time("does little", || ());
         calls.time("sleeps", || std::thread::sleep(std::time::Duration::from_millis(2)));
         calls.time("computes", || {
             let until = thread_cpu_us() + 2.0 * HELD_MAX_US;
             while thread_cpu_us() < until {}
         });
         let report = crate::report::Report::new("test/1", false, vec![], calls.rows());
-        let short = report.shortfall().expect("one");
-        assert_eq!(short, "1 of 2 figures miss their bounds: scheduler: computes, CPU max");
+        let short = report.shortfall().expect("two");
+        assert_eq!(
+            short,
+            "2 of 6 figures miss their bounds: scheduler: sleeps, waits; scheduler: computes, CPU max"
+        );
     }
 }

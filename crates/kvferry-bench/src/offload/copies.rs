@@ -183,7 +183,14 @@ impl Place {
         let store = Store::open(&self.agent, &options).map_err(failed)?;
         let space = store.space(&Namespace::new("bench"));
         let count = u32::try_from(case.pages).expect("few");
-        let memory: Vec<BlockMemory> = (0..count).map(|page| pages.memory(0, page)).collect();
+        // A manager that evicts one prompt for the next gives its pages out backwards and forwards in turns.
+        let order = |prompt: u64| -> Vec<u32> {
+            let page = |at| if prompt.is_multiple_of(2) { count - 1 - at } else { at };
+            (0..count).map(page).collect()
+        };
+        let memory_of = |order: &[u32]| -> Vec<BlockMemory> {
+            order.iter().map(|&page| pages.memory(0, page)).collect()
+        };
         let first = (round << 32) | 1;
         let hashes = |prompt: u64| -> Vec<[u8; 16]> {
             let hash = |key: Key| (u128::from(key.0[0]) << 64 | u128::from(key.0[1])).to_be_bytes();
@@ -191,10 +198,11 @@ impl Place {
         };
         let mut seconds = [0.0, 0.0];
         for prompt in 0..self.prompts(case) {
-            for page in 0..case.pages {
-                set(&caches[0], page as u32, case.key(first + prompt, page));
+            let order = order(prompt);
+            for (at, page) in order.iter().enumerate() {
+                set(&caches[0], *page, case.key(first + prompt, at));
             }
-            let hashes = hashes(prompt);
+            let (hashes, memory) = (hashes(prompt), memory_of(&order));
             let began = Instant::now();
             let put = space.put(&hashes, 0, &memory, Retain::default()).map_err(failed)?;
             seconds[0] += began.elapsed().as_secs_f64();
@@ -203,11 +211,12 @@ impl Place {
             }
         }
         for prompt in 0..self.prompts(case) {
-            let hashes = hashes(prompt);
+            let order = order(prompt);
+            let (hashes, memory) = (hashes(prompt), memory_of(&order));
             let began = Instant::now();
             let read = space.get(&hashes, 0, &memory).map_err(failed)?;
             seconds[1] += began.elapsed().as_secs_f64();
-            let is_right = |page| is(&caches[0], page as u32, case.key(first + prompt, page));
+            let is_right = |at: usize| is(&caches[0], order[at], case.key(first + prompt, at));
             if read != case.pages || !(0..case.pages).all(is_right) {
                 return Err(Failure::Check(format!("{}: a wrong block of the store", case.name())));
             }
@@ -298,8 +307,8 @@ impl Scheduler<'_> {
     }
 }
 
-fn actions(manager: &mut BlockManager) -> Vec<Action> {
-    std::iter::from_fn(|| manager.poll_action()).collect()
+fn actions(manager: &mut BlockManager) -> impl Iterator<Item = Action> {
+    std::iter::from_fn(|| manager.poll_action())
 }
 
 /// In the first and the last layer of a page.

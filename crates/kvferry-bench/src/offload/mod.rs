@@ -39,6 +39,7 @@ pub fn measure(options: &OffloadBench, bar: &ProgressBar) -> Result<Report, Fail
     for round in 0..rounds {
         for (case, rates) in cases.iter().zip(&mut rates) {
             bar.set_message(format!("round {}/{rounds}: {}", round + 1, case.name()));
+            calls.begin(round);
             // In turns: what one has written, the device may still move during the other's.
             let order = if round % 2 == 0 { [0, 1] } else { [1, 0] };
             for who in order {
@@ -70,12 +71,12 @@ pub fn measure(options: &OffloadBench, bar: &ProgressBar) -> Result<Report, Fail
     let remarks = vec![
         format!("folder: {}", place.folder().display()),
         format!(
-            "share of the store: with checksums, page cache, {} of pages at a time; the store itself by one thread that \
-             waits for each call",
+            "share of the store: with checksums, page cache, {} of pages at a time, in the same order; the store itself by \
+             one thread that waits for each call",
             crate::units::bytes(copies::CALL_BYTES)
         ),
         "scheduler, manager: CPU is the thread's processor time, which has the bound; wall time has what the kernel gave to \
-         other threads in it"
+         other threads in it; waits: how often a call left the processor to wait for something"
             .into(),
     ];
     Ok(Report::new(SCHEMA, options.quick, remarks, rows))

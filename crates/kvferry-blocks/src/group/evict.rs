@@ -4,7 +4,7 @@ use super::{AGE_BITS, BACKGROUND_PER_BLOCK, Group};
 use crate::NONE;
 use crate::events::{EventKind, Tier};
 use crate::shared::Shared;
-use crate::transfer::{Action, Block, Job, Kind, file_name};
+use crate::transfer::{Action, Block, Discard, Job, Kind};
 use crate::tree::Place;
 
 /// A page that was taken.
@@ -176,7 +176,7 @@ impl Group {
             return;
         }
         if let Some(directory) = node.file.directory.clone() {
-            let (key, group) = (node.key, self.index);
+            let (key, mode, group) = (node.key, node.file.mode, self.index);
             // The block may have been computed and offloaded again since this node died.
             let other = self.tree.find(key).map(|other| self.tree.node(other));
             let is_needed = other.is_some_and(|other| {
@@ -185,8 +185,7 @@ impl Group {
             if is_needed {
                 return self.free_slots.push(slot);
             }
-            let file_name = file_name(key, group);
-            shared.actions.push_back(Action::Discard { directory, group, file_name });
+            shared.actions.push_back(Action::Discard(Discard { directory, mode, group, key }));
         }
         self.free_slots.push(slot);
     }

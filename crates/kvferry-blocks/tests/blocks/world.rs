@@ -230,9 +230,10 @@ impl World {
                     let source = self.read(&transfer, transfer.from);
                     self.copies.push((transfer, source));
                 }
-                Action::Discard { directory, file_name, .. } => {
+                Action::Discard(discard) => {
+                    let file_name = discard.file_name();
                     self.discarded.push(file_name.clone());
-                    let removed = self.files.remove(&(directory.to_string(), file_name));
+                    let removed = self.files.remove(&(discard.directory.to_string(), file_name));
                     assert!(removed.is_some(), "the file was written");
                 }
                 Action::Ready { sequence, reused_tokens } => {
