@@ -14,6 +14,7 @@ BENCH_OFFLOAD_ARGS ?=
 DEMO_ARGS ?=
 E2E_ARGS ?=
 SOAK_SECONDS ?= 1200
+SLOW_SKIP ?=
 COUNTED_ARGS ?=
 FUZZ_TARGETS ?=
 WHEEL_BYTES_MAX := 9000000
@@ -129,8 +130,9 @@ test-rust:
 # The tests marked `#[ignore = "slow: make test-slow"]`: each takes 10 s or more, or all cores.
 test-slow: ## Run the slow Rust tests that make test skips: soaks, full meshes, sweeps, quick benches
 	$(call part,slow Rust tests,if $(CARGO) nextest --version >/dev/null 2>&1; \
-	then $(CARGO) nextest run --workspace --no-fail-fast --run-ignored only; \
-	else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests -- --ignored; fi)
+	then $(CARGO) nextest run --workspace --no-fail-fast --run-ignored only $(if $(SLOW_SKIP),-E "not test($(SLOW_SKIP))"); \
+	else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests -- --ignored $(if $(SLOW_SKIP),--skip "$(SLOW_SKIP)"); fi)
+	$(if $(SLOW_SKIP),@echo 'SKIPPED: $(SLOW_SKIP): make test-slow without SLOW_SKIP runs it')
 
 # The whole workspace, so that dependencies have the features that test-rust built them with.
 test-docs:
