@@ -803,7 +803,8 @@ class WorkerHalf:
     """One rank's side: announces what is computed, loads, and reports what has ended. Calls return at once.
 
     `layout` is a JSON object as docs/layout.md describes it; its regions are `regions`, registered with `agent`. `rank` is
-    this rank's number in its engine. `timeout`: as for the scheduler half. `model`: properties of what the engine computes with; engines that give one property
+    this rank's number in its engine. `timeout`: as for the scheduler half. `wait`: seconds, at most `timeout`, that one side
+    waits for the other's request: a producer with a prompt that is computed, a consumer before it is. `model`: properties of what the engine computes with; engines that give one property
     different values refuse each other. `announce`: ``layers`` (chunks of a prefill in up to `pieces` of layers of 1 MiB
     at least, the last piece of a prompt halved until it is a 64th), ``chunks`` or ``end``. Raises ValueError if the layout is not sound.
 
@@ -818,6 +819,7 @@ class WorkerHalf:
         *,
         rank: int,
         timeout: float,
+        wait: float = 30.0,
         model: dict[str, str] = ...,
         announce: Literal["layers", "chunks", "end"] = "layers",
         pieces: int = 2,

@@ -1,4 +1,4 @@
-"""kvferry in TensorRT-LLM: the KV of prompts in kvferry's store. See docs/trtllm.md.
+"""kvferry in TensorRT-LLM: prompts' KV in kvferry's store, and handed from prefill to decode. See docs/trtllm.md.
 
 ``KvCacheConnectorConfig(connector_module="kvferry.trtllm", connector_scheduler_class="KVFerryConnectorScheduler",
 connector_worker_class="KVFerryConnectorWorker")``

@@ -20,6 +20,8 @@ class Facts:
     model: str
     # Of the KV cache, as configured.
     dtype: str
+    # Not so with attention data parallelism: each rank has requests of its own.
+    shares_requests: bool = True
 
     @staticmethod
     def of(llm_args: Any) -> Facts:
@@ -28,7 +30,8 @@ class Facts:
         refuse(llm_args, mapping)
         ranks = int(_first(mapping, "tp_size", default=1))
         rank = int(_first(mapping, "tp_rank", "rank", default=0))
-        if getattr(llm_args, "enable_attention_dp", False):
+        shares_requests = not getattr(llm_args, "enable_attention_dp", False)
+        if not shares_requests:
             rank, ranks = 0, 1
         cache = getattr(llm_args, "kv_cache_config", None)
         tokens = getattr(cache, "tokens_per_block", None)
@@ -38,6 +41,7 @@ class Facts:
             tokens_per_block=int(tokens) if isinstance(tokens, int) else None,
             model=_model(llm_args),
             dtype=str(getattr(cache, "dtype", "auto")),
+            shares_requests=shares_requests,
         )
 
 

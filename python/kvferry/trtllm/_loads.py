@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import kvferry
+from kvferry.trtllm._handoff import Handoff
 from kvferry.trtllm._local import Local
 from kvferry.trtllm._pages import Group
 from kvferry.trtllm._staging import Arena, Extents
@@ -42,6 +43,8 @@ class Staged:
     # Once it was sent.
     number: int = 0
     pending: list[Any] = field(default_factory=list)
+    # Takes `extent` back.
+    give: Any = None
 
 
 class Loads:
@@ -53,7 +56,7 @@ class Loads:
         self._local, self.arena, self._pages = local, arena, local.pages
         self._ranks = local.facts.ranks
         self._region = local.opened.agent.register((arena.addr, arena.nbytes), "none")
-        self._extents = Extents(arena.head, arena.nbytes)
+        self._extents = Extents(arena.head, arena.head + local.settings.staging_bytes)
         self._spaces = {
             group.number: [local.space(group.number, rank) for rank in range(self._ranks)]
             for group in self._pages.groups
@@ -70,7 +73,7 @@ class Loads:
 
     def found(self, hashes: list[bytes], deadline: float) -> int:
         """How many blocks of a prompt, from its beginning, are in the store for all ranks and groups."""
-        end = self._lookup(hashes)
+        end = self.in_store(hashes)
         if self._local.settings.store.object is not None and end < len(hashes):
             begun = [space.prefetch_async(hashes) for group in self._full for space in self._spaces[group.number]]
             # A window needs its last blocks only, which are not the beginning of anything.
@@ -78,10 +81,11 @@ class Loads:
                 last = hashes[self._first(group, 0, len(hashes)) :]
                 begun += [space.prefetch_async([it]) for space in self._spaces[group.number] for it in last]
             if _wait(begun, deadline):
-                end = self._lookup(hashes)
+                end = self.in_store(hashes)
         return end
 
-    def _lookup(self, hashes: list[bytes]) -> int:
+    def in_store(self, hashes: list[bytes]) -> int:
+        """As `found`, of the store's own disks and memory."""
         end = len(hashes)
         for group in self._full:
             for space in self._spaces[group.number]:
@@ -149,7 +153,13 @@ class Loads:
             size = (behind - begin) * group.nbytes
             runs.append(Run(group, begin, behind, tuple(at + rank * size for rank in range(self._ranks))))
             at += self._ranks * size
-        return Staged(runs, end, extent)
+        return Staged(runs, end, extent, give=self._extents.give)
+
+    def handed_over(self, handoff: Handoff, slots: tuple[int, int], first: int) -> Staged:
+        """Blocks from `first` on that another engine has handed over. All groups have all of them."""
+        end = first + slots[1] - slots[0]
+        runs = [Run(group, first, end, handoff.offsets(group, slots[0])) for group in self._pages.groups]
+        return Staged(runs, end, slots, give=handoff.give)
 
     def windows_before(
         self, staged: Staged, hashes: list[bytes], first: int, end: int, deadline: float
@@ -201,7 +211,7 @@ class Loads:
             if self._windows:
                 end = first
         if end <= first:
-            self._extents.give(staged.extent)
+            staged.give(staged.extent)
             return None
         staged.end = end
         staged.runs = [Run(it.group, it.first, end, it.offsets) for it in staged.runs]
@@ -212,7 +222,7 @@ class Loads:
 
     def release(self, staged: Staged) -> None:
         """A load that was not sent."""
-        self._extents.give(staged.extent)
+        staged.give(staged.extent)
 
     def close(self) -> None:
         """Waits for reads that were given up: after it, nothing writes to the arena."""
@@ -226,10 +236,10 @@ class Loads:
         done = {is_async: self.arena.copied_by_all(is_async=is_async) for is_async in (False, True)}
         for staged in [it for it in self._kept if it.number <= done[it.is_async]]:
             self._kept.remove(staged)
-            self._extents.give(staged.extent)
+            staged.give(staged.extent)
         for staged in [it for it in self._given_up if all(pending.done() for pending in it.pending)]:
             self._given_up.remove(staged)
-            self._extents.give(staged.extent)
+            staged.give(staged.extent)
 
 
 def _wait(begun: list[Any], deadline: float) -> bool:

@@ -10,12 +10,14 @@ import logging
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import kvferry
 from kvferry._seldom import Seldom
 from kvferry.trtllm._engine_facts import Facts
+from kvferry.trtllm._handoff import Handoff
 from kvferry.trtllm._pages import Pages
 from kvferry.trtllm._settings import Settings
 from kvferry.trtllm._staging import Arena
@@ -35,6 +37,11 @@ class Local:
         # Raises before anything is open.
         self.facts = Facts.of(llm_args)
         self.settings = Settings.of(llm_args)
+        if self.settings.handoff.role != "off" and not self.facts.shares_requests:
+            raise NotImplementedError(
+                "kvferry.trtllm does not hand over with enable_attention_dp: ranks would need an address each; "
+                "set handoff to off and let the engines share a store"
+            )
         # While this lives, no other arguments have this address.
         self._llm_args = llm_args
         self.model = self.settings.store.model or self.facts.model
@@ -42,6 +49,9 @@ class Local:
         self.puts = Puts()
         self.pages: Pages | None = None
         self.arena: Arena | None = None
+        # On rank 0, if prompts are handed over.
+        self.handoff: Handoff | None = None
+        self._end_handoff: Callable[[], Any] = lambda: None
         self.counts: Counter[str] = Counter()
         self.say = Seldom(logger, "kvferry.trtllm: ").say
         self._end = weakref.finalize(self, _close, self.opened, self.puts)
@@ -64,11 +74,36 @@ class Local:
     def register(self, pages: Pages) -> None:
         """All ranks call it at once. Raises NotImplementedError on all of them if they don't fit together."""
         rank, ranks = self.facts.rank, self.facts.ranks
-        arena = Arena.make(self.settings.staging_bytes, ranks) if rank == 0 else None
+        handoff = self.settings.handoff
+        nbytes = self.settings.staging_bytes + (handoff.nbytes if handoff.role != "off" else 0)
+        arena = Arena.make(nbytes, ranks) if rank == 0 else None
         if ranks > 1:
             arena = self._share(pages, arena)
+        self._hand_over(pages, arena)
         self.arena = arena
         self.pages = pages
+
+    def _hand_over(self, pages: Pages, arena: Arena | None) -> None:
+        settings, trouble = self.settings.handoff, None
+        self._end_handoff()
+        self.handoff = None
+        if settings.role == "off":
+            return
+        # Without the store, nothing is loaded, and so nothing is fetched.
+        if self.facts.rank == 0 and arena is not None and self.opened is not None:
+            begin = arena.head + self.settings.staging_bytes
+            try:
+                made = Handoff(settings, self.facts, self.model, pages, arena, begin, self.counts, self.say)
+            except (kvferry.Error, ValueError) as error:
+                trouble = error
+            else:
+                self._end_handoff = weakref.finalize(self, made.close)
+                self.handoff = made
+        troubles = [trouble] if self.facts.ranks == 1 else _allgather(trouble and str(trouble))
+        if trouble is not None:
+            raise trouble
+        if any(troubles):
+            raise ValueError(f"kvferry.trtllm: rank 0 can't hand over: {next(filter(None, troubles))}")
 
     def _share(self, pages: Pages, arena: Arena | None) -> Arena | None:
         rank, ranks = self.facts.rank, self.facts.ranks
@@ -93,6 +128,8 @@ class Local:
         return arena
 
     def close(self) -> None:
+        self._end_handoff()
+        self.handoff = None
         self._end()
         self.opened = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,18 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Blocks that this step's forward pass completes, and that are handed over: copied to the staging memory."""
+
+    # Counts up.
+    number: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
 class Step:
     number: int
     loads: tuple[Load, ...] = ()
     async_loads: tuple[Load, ...] = ()
-    saves: tuple[Save, ...] = field(default=())
+    saves: tuple[Save, ...] = ()
+    copies: Copies | None = None

@@ -185,8 +185,8 @@ class Pages:
                 copied += 1
         return copied
 
-    def from_pages(self, group: Group, pages: Sequence[int], memory: Memory) -> None:
-        place = 0
+    def from_pages(self, group: Group, pages: Sequence[int], memory: Memory, offset: int = 0) -> None:
+        place = offset
         for page in pages:
             for piece in group.pieces:
                 self.copies.from_page(_within(piece, page), page, memory, place)

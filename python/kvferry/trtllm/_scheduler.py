@@ -10,10 +10,11 @@ from typing import Any
 
 import kvferry
 from kvferry.trtllm._bases import bases
+from kvferry.trtllm._handoff import Offer, Prompt
 from kvferry.trtllm._keys import chain, is_named, salt_of
 from kvferry.trtllm._loads import Loads, Staged
 from kvferry.trtllm._local import Local
-from kvferry.trtllm._meta import Load, Part, Save, Step
+from kvferry.trtllm._meta import Copies, Load, Part, Save, Step
 
 logger = logging.getLogger("kvferry.trtllm")
 
@@ -32,6 +33,8 @@ class _Request:
     computed: int = 0
     matched: int = 0
     load: Staged | None = None
+    # Its prompt, prefilled for another engine.
+    offer: Offer | None = None
     # All pages by group: as allocated, and as the steps have reported them.
     allocated: dict[int, list[int]] = field(default_factory=dict)
     pages: dict[int, list[int]] = field(default_factory=dict)
@@ -59,6 +62,8 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         self._is_stopped = False
         # The number of the last load that was sent, synchronous and asynchronous.
         self._numbers = {False: 0, True: 0}
+        # Of the step that is built: what ranks copy to hand it over.
+        self._copies: list[Part] = []
         # Asynchronous loads that were promised, and whose requests ended before they were sent.
         self._abandoned: list[int] = []
 
@@ -78,35 +83,50 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         hashes = chain(tokens, pages.tokens_per_block, salt)
         state = _Request(number, request, salt, len(tokens), hashes, computed=num_computed_tokens)
         self._requests[number] = state
+        prompt = Prompt.of(tokens, hashes, salt, pages.tokens_per_block) if self._local.handoff is not None else None
         try:
-            self._look_up(state, pages.tokens_per_block)
+            self._look_up(state, prompt, pages.tokens_per_block)
         except kvferry.Error as error:
-            self._local.say("request %d: nothing is loaded: %s", number, error)
+            what = "the store was not asked" if state.load is not None else "nothing is loaded"
+            self._local.say("request %d: %s: %s", number, what, error)
+        if prompt is not None and self._local.handoff is not None:
+            state.offer = self._local.handoff.offer(prompt)
         return state.matched, state.matched > 0 and self._settings.load == "async"
 
-    def _look_up(self, state: _Request, tokens_per_block: int) -> None:
+    def _look_up(self, state: _Request, prompt: Prompt | None, tokens_per_block: int) -> None:
         loads = self._ready_loads()
         if loads is None:
             return
         deadline = time.monotonic() + self._settings.load_wait
         loads.collect()
+        first = state.computed // tokens_per_block
+        self._local.counts["wanted_blocks"] += max(0, (state.prompt_tokens - 1) // tokens_per_block - first)
+        handoff = self._local.handoff
+        if handoff is not None and prompt is not None:
+            slots = handoff.fetch(prompt, first, deadline)
+            if slots is not None:
+                self._promise(state, loads.handed_over(handoff, slots, first), tokens_per_block)
+                state.stored = loads.in_store(state.hashes)
+                return
+            deadline = time.monotonic() + self._settings.load_wait
         state.stored = loads.found(state.hashes, deadline)
         if self._settings.load == "off":
             return
         # At least one token is computed, for its logits.
         usable = min(state.stored, (state.prompt_tokens - 1) // tokens_per_block)
-        first = state.computed // tokens_per_block
-        self._local.counts["wanted_blocks"] += max(0, (state.prompt_tokens - 1) // tokens_per_block - first)
         staged = loads.read(state.hashes, first, usable, deadline) if usable > first else None
         if staged is None:
             # A block that was found but can't be read is put again.
             state.stored = min(state.stored, first) if usable > first else state.stored
             return
         state.stored = state.stored if staged.end == usable else staged.end
+        self._promise(state, staged, tokens_per_block)
+
+    def _promise(self, state: _Request, staged: Staged, tokens_per_block: int) -> None:
         staged.is_async = self._settings.load == "async"
         state.load = staged
         state.matched = staged.end * tokens_per_block - state.computed
-        self._local.counts["promised_blocks"] += staged.end - first
+        self._local.counts["promised_blocks"] += staged.end - state.computed // tokens_per_block
 
     def _ready_loads(self) -> Loads | None:
         local = self._local
@@ -145,6 +165,10 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         self._step += 1
         if self._loads is not None:
             self._loads.collect()
+        handoff = self._local.handoff
+        if handoff is not None:
+            handoff.pump()
+        self._copies = []
         saves: list[Save] = []
         scheduled = set()
         for is_new, name in ((True, "new_requests"), (False, "cached_requests")):
@@ -162,7 +186,11 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
             self._numbers[True] += 1
             async_loads.append(Load(self._numbers[True], number, ()))
         self._abandoned.clear()
-        return Step(self._step, tuple(loads), tuple(async_loads), tuple(saves))
+        copies = None
+        if handoff is not None and (self._copies or handoff.must_copy()):
+            copies = Copies(handoff.next_copy(), tuple(self._copies))
+            handoff.sent()
+        return Step(self._step, tuple(loads), tuple(async_loads), tuple(saves), copies)
 
     def _send(self, state: _Request, staged: Staged) -> Load:
         assert self._loads is not None
@@ -217,10 +245,24 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         if done > pages.tokens_per_block * min(len(state.pages.get(group.number, ())) for group in pages.groups):
             self._stop(state, done)
         end = min(done // pages.tokens_per_block, len(state.hashes))
+        if state.offer is not None:
+            self._hand_over(state, state.offer, end)
         begin, state.stored = state.stored, max(state.stored, end)
         if self._settings.save == "off" or begin >= end:
             return iter(())
         return self._saves(state, begin, end)
+
+    def _hand_over(self, state: _Request, offer: Offer, end: int) -> None:
+        handoff = self._local.handoff
+        if handoff is None or not state.hashes:
+            self._withdraw(state)
+            return
+        self._copies += handoff.copied(offer, state.before, end, state.pages)
+
+    def _withdraw(self, state: _Request) -> None:
+        if state.offer is not None and self._local.handoff is not None:
+            self._local.handoff.ended(state.offer)
+        state.offer = None
 
     def _stop(self, state: _Request, done: int) -> None:
         """Blocks have more tokens than the arguments say, which TensorRT-LLM decides for some models."""
@@ -325,6 +367,8 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
 
     def _forget(self, number: int) -> None:
         state = self._requests.pop(number, None)
+        if state is not None:
+            self._withdraw(state)
         if state is None or state.load is None:
             return
         assert self._loads is not None

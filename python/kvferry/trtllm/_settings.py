@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,10 +31,78 @@ _OF_STORE = (
     "segment_mib",
     "direct",
 )
-_TEXTS = ("direct", "load", "model", "object", "save")
-_OWN = ("load", "load_wait", "save", "staging_gib")
+_HANDOFFS = ("off", "prefill", "decode", "both")
+_TEXTS = ("direct", "handoff", "listen", "load", "model", "object", "save", "secret_file")
+_OF_HANDOFF = ("handoff", "handoff_gib", "handoff_timeout", "listen", "prefill", "secret_file")
+_OWN = ("load", "load_wait", "save", "staging_gib", *_OF_HANDOFF)
 # Where a deployment may have put more into `KvCacheConnectorConfig`.
 _EXTRAS = ("extra_config", "connector_extra_config", "connector_config", "model_extra")
+
+
+@dataclass(frozen=True)
+class HandoffSettings:
+    """See docs/trtllm.md."""
+
+    role: Literal["off", "prefill", "decode", "both"] = "off"
+    # Memory of rank 0, for all ranks.
+    nbytes: int = GIB
+    # Seconds for which a prompt is kept for an engine that decodes.
+    timeout: float = 60.0
+    # "host:port"; None leaves it to kvferry's own environment and default, loopback.
+    listen: str | None = None
+    # Where engines that prefill listen.
+    prefill: tuple[str, ...] = ()
+    secret_file: str | None = None
+
+    @property
+    def prefills(self) -> bool:
+        return self.role in ("prefill", "both")
+
+    @property
+    def decodes(self) -> bool:
+        return self.role in ("decode", "both")
+
+    def secret(self) -> bytes | None:
+        """None leaves it to kvferry's own environment. Raises ValueError."""
+        if self.secret_file is None:
+            return None
+        try:
+            secret = Path(self.secret_file).read_bytes().rstrip()
+        except OSError as error:
+            raise ValueError(f"kvferry.trtllm: secret_file can't be read: {error}") from error
+        if not secret:
+            raise ValueError(f"kvferry.trtllm: secret_file {self.secret_file} is empty")
+        return secret
+
+    def has_secret(self) -> bool:
+        """Whether peers need a secret."""
+        return bool(self.secret_file or os.environ.get("KVFERRY_SECRET_FILE") or os.environ.get("KVFERRY_SECRET"))
+
+    @staticmethod
+    def take(found: dict[str, Any], where: str) -> HandoffSettings:
+        """Takes its settings out of `found`. Raises ValueError."""
+        role = _choice(where, "handoff", found.pop("handoff", "off"), _HANDOFFS)
+        nbytes = int(_number(where, "handoff_gib", found.pop("handoff_gib", 1.0), 1 / 1024, 1 << 12) * GIB)
+        timeout = _number(where, "handoff_timeout", found.pop("handoff_timeout", 60.0), 1, 86_400)
+        texts = {name: found.pop(name, None) for name in ("listen", "secret_file")}
+        for name, value in texts.items():
+            if not isinstance(value, str | None):
+                raise ValueError(f"{where}: {name} must be a text, not {value!r}")
+        listen = texts["listen"] or None
+        if listen is not None and not listen.rpartition(":")[2].isdigit():
+            raise ValueError(f"{where}: listen must be host:port, such as 0.0.0.0:7600, not {listen!r}")
+        given = found.pop("prefill", ())
+        prefill = tuple(given.split(",")) if isinstance(given, str) else tuple(given)
+        prefill = tuple(it.strip() if isinstance(it, str) else it for it in prefill if it != "")
+        for address in prefill:
+            if not isinstance(address, str) or not address.rpartition(":")[2].isdigit():
+                raise ValueError(f"{where}: prefill must be a list of host:port, and has {address!r}")
+        if role in ("decode", "both") and not prefill:
+            raise ValueError(f"{where}: handoff {role} needs prefill, where the engines listen that prefill")
+        if role in ("prefill", "both") and listen is None:
+            raise ValueError(f"{where}: handoff {role} needs listen, where the engines that decode find this one")
+        secret_file = texts["secret_file"] or None
+        return HandoffSettings(role, nbytes, timeout, listen, prefill, secret_file)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -47,6 +115,7 @@ class Settings:
     load_wait: float = 2.0
     save: Literal["async", "sync", "off"] = "async"
     staging_bytes: int = GIB
+    handoff: HandoffSettings = field(default_factory=HandoffSettings)
 
     @staticmethod
     def of(llm_args: Any) -> Settings:
@@ -65,6 +134,7 @@ class Settings:
         )
         load_wait = _number(where, "load_wait", found.pop("load_wait", 2.0), 0, 600)
         staging = _number(where, "staging_gib", found.pop("staging_gib", 1.0), 1 / 1024, 1 << 12)
+        handoff = HandoffSettings.take(found, where)
         unknown = sorted(set(found) - set(_OF_STORE))
         if unknown:
             known = ", ".join(sorted((*_OF_STORE, *_OWN)))
@@ -73,7 +143,8 @@ class Settings:
             raise ValueError(
                 f"{where}: set disk, the directory of the store: {PREFIX}DISK=/var/cache/kv {PREFIX}DISK_GIB=200"
             )
-        return Settings(OffloadSettings.of(found, where), load, load_wait, save, int(staging * GIB))  # type: ignore[arg-type]
+        store = OffloadSettings.of(found, where)
+        return Settings(store, load, load_wait, save, int(staging * GIB), handoff)  # type: ignore[arg-type]
 
 
 def _of_file(path: str) -> Mapping[str, Any]:

@@ -24,14 +24,16 @@ _FOLDER = Path("/dev/shm")
 
 
 class Arena(Memory):
-    """Shared memory. Its head has two counters for each rank: synchronous and asynchronous loads that it has copied."""
+    """Shared memory. Its head has four counters for each rank: synchronous and asynchronous loads that it has copied to
+    its cache; copies of its cache, to be handed over, that it has made, and the last that it has not.
+    """
 
     def __init__(self, mapped: mmap.mmap, ranks: int, path: Path | None = None) -> None:
         super().__init__(mapped, ctypes.addressof(ctypes.c_char.from_buffer(mapped)))
         self.nbytes = len(mapped)
         self.head = head_bytes(ranks)
         self.path = path
-        self._counters = (ctypes.c_uint64 * (2 * ranks)).from_buffer(mapped)
+        self._counters = (ctypes.c_uint64 * (4 * ranks)).from_buffer(mapped)
         self._ranks = ranks
 
     @staticmethod
@@ -78,25 +80,42 @@ class Arena(Memory):
             self.path = None
 
     def copied(self, rank: int, number: int, *, is_async: bool) -> None:
-        self._counters[2 * rank + is_async] = number
+        self._counters[4 * rank + is_async] = number
 
     def copied_by_all(self, *, is_async: bool) -> int:
         """The number of the last load that all ranks have copied."""
-        return min(int(self._counters[2 * rank + is_async]) for rank in range(self._ranks))
+        return min(int(self._counters[4 * rank + is_async]) for rank in range(self._ranks))
+
+    def handed(self, rank: int, number: int, *, is_made: bool) -> None:
+        """Copy `number` is made, or can't be. Those between the last one and this were not made."""
+        last = int(self._counters[4 * rank + 2])
+        lost = number if not is_made else number - 1
+        if lost > last:
+            self._counters[4 * rank + 3] = lost
+        self._counters[4 * rank + 2] = number
+
+    def lost_by_any(self) -> int:
+        """The number of the last copy that a rank has not made. Those before it count as lost, too."""
+        return max(int(self._counters[4 * rank + 3]) for rank in range(self._ranks))
+
+    def handed_by_all(self) -> int:
+        """The number of the last copy that all ranks have made."""
+        return min(int(self._counters[4 * rank + 2]) for rank in range(self._ranks))
 
 
 def head_bytes(ranks: int) -> int:
-    return -(-16 * ranks // _ALIGN) * _ALIGN
+    return -(-32 * ranks // _ALIGN) * _ALIGN
 
 
 class Extents:
-    """Which ranges of an arena are free."""
+    """Which ranges are free, of an arena or of numbered slots."""
 
-    def __init__(self, begin: int, end: int) -> None:
+    def __init__(self, begin: int, end: int, *, align: int = _ALIGN) -> None:
         self._free = [(begin, end)]
+        self._align = align
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
-        nbytes = -(-nbytes // _ALIGN) * _ALIGN
+        nbytes = -(-nbytes // self._align) * self._align
         for at, (begin, end) in enumerate(self._free):
             if end - begin >= nbytes:
                 self._free[at : at + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []

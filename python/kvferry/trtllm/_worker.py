@@ -10,7 +10,7 @@ import kvferry
 from kvferry._scratch import Scratch
 from kvferry.trtllm._bases import bases
 from kvferry.trtllm._local import Local
-from kvferry.trtllm._meta import Load, Save, Step
+from kvferry.trtllm._meta import Copies, Load, Save, Step
 from kvferry.trtllm._pages import Memory, Pages
 from kvferry.vllm._offload_retention import Retention
 
@@ -128,6 +128,8 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
         self._saved_step = step.number
         self._collect()
         pages = self._local.pages
+        if pages is not None and step.copies is not None:
+            self._hand_over(pages, step.copies, stream)
         if pages is None or self._local.opened is None or not step.saves:
             return
         begun: list[Any] = []
@@ -138,6 +140,20 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
             for pending in begun:
                 _settle(pending)
         self._collect()
+
+    def _hand_over(self, pages: Pages, copies: Copies, stream: Any) -> None:
+        local = self._local
+        assert local.arena is not None
+        rank, is_made = local.facts.rank, False
+        try:
+            with pages.copies.on(stream):
+                for part in copies.parts:
+                    pages.from_pages(pages.group(part.group), part.pages, local.arena, part.offsets[rank])
+            is_made = True
+        finally:
+            local.arena.handed(rank, copies.number, is_made=is_made)
+        if local.handoff is not None:
+            local.handoff.pump()
 
     def _begin(self, pages: Pages, save: Save) -> Iterator[Any]:
         try:

@@ -3,6 +3,9 @@
 Processes that follow each other serve the same prompts on one directory, with TensorRT-LLM's side of the connector
 restated and a made-up model. The first loads no block, the second all full blocks of the prompts; before the third, a
 byte of the store is flipped. All generate what an engine without a connector generates. Exit status 1 if not.
+
+With --handoff, a process prefills and another one decodes, each with a store of its own; then the first is killed
+before the second decodes.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.trtllm import KVFerryConnectorScheduler, KVFerryConnectorWorker
+from kvferry.trtllm import KVFerryConnectorScheduler, KVFerryConnectorWorker, _demo_handoff
 from kvferry.trtllm.reference import Cache, Engine, Manager, Request, Shape
 
 _TOKENS_PER_BLOCK = 16
@@ -27,11 +30,11 @@ _PATTERN_BYTES = 32
 _SHAPE = Shape(blocks=512, tokens_per_block=_TOKENS_PER_BLOCK, token_bytes=32, groups=((tuple(range(4)), 0),))
 
 
-def requests(count: int) -> list[Request]:
-    chance = random.Random(13)
+def requests(count: int, seed: int = 13) -> list[Request]:
+    chance = random.Random(seed)
     lengths = [chance.randrange(_TOKENS_PER_BLOCK, 20 * _TOKENS_PER_BLOCK) for _ in range(count)]
     return [
-        Request(at + 1, [chance.randrange(32_000) for _ in range(length)], max_new_tokens=16)
+        Request(1000 * seed + at, [chance.randrange(32_000) for _ in range(length)], max_new_tokens=16)
         for at, length in enumerate(lengths)
     ]
 
@@ -41,16 +44,22 @@ def full_blocks(served: list[Request]) -> int:
     return sum((it.prompt_len - 1) // _TOKENS_PER_BLOCK for it in served)
 
 
-def serve(prompts: int, load: str) -> dict[str, Any]:
-    """In this process."""
-    os.environ["TLLM_KVFERRY_LOAD"] = load
+def made() -> tuple[Any, Any, Engine]:
+    """The halves of the connector, and an engine with them."""
     cache = SimpleNamespace(tokens_per_block=_TOKENS_PER_BLOCK, dtype="auto")
     arguments = SimpleNamespace(model="made-up", revision="1", kv_cache_config=cache)
     worker = KVFerryConnectorWorker(arguments)
     scheduler = KVFerryConnectorScheduler(arguments)
     pages = Cache(_SHAPE)
     worker.register_kv_caches(pages.tensors[0])
-    engine = Engine(pages, Manager(worker, scheduler))
+    return worker, scheduler, Engine(pages, Manager(worker, scheduler))
+
+
+def serve(prompts: int, load: str) -> dict[str, Any]:
+    """In this process."""
+    os.environ["TLLM_KVFERRY_LOAD"] = load
+    worker, _, engine = made()
+    pages = engine.cache
     # The beginning of a block, to find it in the store.
     patterns: list[str] = []
 
@@ -105,13 +114,20 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--load", choices=("sync", "async"), default="sync")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--handoff", action="store_true", help="from a process that prefills to one that decodes")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve-handoff", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.serve_handoff:
+        _demo_handoff.serve(made, requests)
+        return 0
     if options.serve:
         print(json.dumps(serve(options.prompts, options.load)))
         return 0
     with tempfile.TemporaryDirectory() as temporary:
-        report = _compare(options.directory or Path(temporary) / "kv", options.prompts, options.load)
+        directory = options.directory or Path(temporary) / "kv"
+        compare = _hand_over if options.handoff else _compare
+        report = compare(directory, options.prompts, options.load)
     print(json.dumps(report, indent=2) if options.json else _text(report))
     return 1 if any(run["complaint"] for run in report["runs"]) else 0
 
@@ -151,16 +167,27 @@ def _compare(directory: Path, prompts: int, load: str) -> dict[str, Any]:
     }
 
 
+def _hand_over(directory: Path, prompts: int, load: str) -> dict[str, Any]:
+    def alone(seed: int) -> list[Request]:
+        return Engine(Cache(_SHAPE), None).run(requests(prompts, seed))
+
+    runs = _demo_handoff.compare(directory, prompts, load, _TOKENS_PER_BLOCK, alone)
+    return {"schema": "kvferry.trtllm-handoff-demo/1", "prompts": prompts, "load": load, "runs": runs}
+
+
 def _text(report: dict[str, Any]) -> str:
+    is_handoff = "full_blocks" not in report
+    of = "" if is_handoff else f", {report['prompt_tokens']} tokens, {report['full_blocks']} full blocks"
+    moved = "blocks moved" if is_handoff else "blocks loaded"
     lines = [
-        f"{report['prompts']} prompts, {report['prompt_tokens']} tokens, {report['full_blocks']} full blocks; "
-        f"loads: {report['load']}",
-        f"{'':34}{'blocks loaded':>14}{'tokens computed':>17}{'tokens generated':>18}",
+        f"{report['prompts']} prompts{of}; loads: {report['load']}",
+        f"{'':34}{moved:>14}{'tokens computed':>17}{'tokens generated':>18}",
     ]
     for run in report["runs"]:
         equal = "equal" if run["generated_equal"] else "DIFFERENT"
         note = f"  WRONG: {run['complaint']}" if run["complaint"] else ""
-        lines.append(f"{run['name']:34}{run['loaded_blocks']:>14}{run['computed_tokens']:>17}{equal:>18}{note}")
+        blocks = run["moved_blocks" if is_handoff else "loaded_blocks"]
+        lines.append(f"{run['name']:34}{blocks:>14}{run['computed_tokens']:>17}{equal:>18}{note}")
     return "\n".join(lines)
 
 

@@ -42,3 +42,16 @@ def test_the_demo_prints_json(tmp_path: Path) -> None:
     loaded = [run["loaded_blocks"] for run in report["runs"]]
     assert loaded[:2] == [0, report["full_blocks"]]
     assert all(run["generated_equal"] and not run["complaint"] for run in report["runs"])
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_a_process_hands_prompts_to_another_and_is_killed(load: str) -> None:
+    command = [sys.executable, "-m", "kvferry.trtllm.demo", "--handoff", "--prompts", "4", "--load", load, "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    runs = json.loads(ended.stdout)["runs"]
+    assert [run["name"] for run in runs] == ["prefill", "decode", "prefill", "decode, prefill was killed"]
+    moved = [run["moved_blocks"] for run in runs]
+    assert moved[0] == moved[1] > 0 < moved[2]
+    assert moved[3] == 0
+    assert all(run["generated_equal"] and not run["complaint"] for run in runs)

@@ -92,7 +92,7 @@ impl WorkerHalf {
 #[pymethods]
 impl WorkerHalf {
     #[new]
-    #[pyo3(signature = (agent, layout, regions, *, rank, timeout, model = BTreeMap::new(), announce = "layers", pieces = 2))]
+    #[pyo3(signature = (agent, layout, regions, *, rank, timeout, wait = 30.0, model = BTreeMap::new(), announce = "layers", pieces = 2))]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python call")]
     fn new(
         py: Python<'_>,
@@ -101,6 +101,7 @@ impl WorkerHalf {
         regions: Vec<Bound<'_, Region>>,
         rank: usize,
         timeout: f64,
+        wait: f64,
         model: BTreeMap<String, String>,
         announce: &str,
         pieces: u32,
@@ -115,7 +116,8 @@ impl WorkerHalf {
             other => return Err(refused(format!("no way of announcing: {other:?}"))),
         };
         let cap = Duration::try_from_secs_f64(timeout).map_err(refused)?;
-        let limits = Limits { cap, ..Limits::default() };
+        let wait = Duration::try_from_secs_f64(wait).map_err(refused)?.min(cap);
+        let limits = Limits { cap, rendezvous: wait, offer_ttl: wait, ..Limits::default() };
         let config = WorkerConfig { rank, model: Model(model), announce, limits };
         let worker =
             py.detach(|| Worker::start(agent, layout, &regions, config)).map_err(refused)?;

@@ -1,0 +1,646 @@
+"""Prompts go from an engine that prefills to one that decodes, each with a store of its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import kvferry
+import pytest
+from kvferry.trtllm._handoff import Prompt
+from kvferry.trtllm._keys import chain
+from kvferry.trtllm.reference import Ranks, Request, Shape
+from trtllm_kit import BLOCK, Bench, Served, data, output, prompt, reference
+
+LENGTHS = (5, 8, 9, 37, 64, 70)
+WINDOWED = Shape(groups=(((0,), 0), ((1,), 20)))
+
+
+def requests(lengths: Sequence[int] = LENGTHS, **options: Any) -> list[Request]:
+    return [Request(at + 1, prompt(length, at), **options) for at, length in enumerate(lengths)]
+
+
+def to_compute(length: int) -> int:
+    return length - (length - 1) // BLOCK * BLOCK
+
+
+def until(is_so: Callable[[], bool], why: Callable[[], Any] = lambda: None) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.005)
+
+
+class Pair:
+    """An engine that prefills and one that decodes, of one rank each unless `tp` says more."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.prefills: list[Served] = []
+        bench.settings(load_wait=20, handoff_gib=1 / 64)
+
+    def prefill(self, shape: Shape | None = None, rank: int = 0, tp: int = 1, **changes: Any) -> Served:
+        made = self._make("prefill", shape, rank, tp, handoff="prefill", listen="127.0.0.1:0", **changes)
+        if rank == 0:
+            self.prefills.append(made)
+        return made
+
+    def decode(self, shape: Shape | None = None, rank: int = 0, tp: int = 1, **changes: Any) -> Served:
+        """Known to the engines that prefill."""
+        addresses = ",".join(it.worker._local.handoff.address for it in self.prefills)
+        made = self._make("decode", shape, rank, tp, handoff="decode", prefill=addresses, **changes)
+        if rank == 0:
+            for it in self.prefills:
+                until(lambda it=it: it.worker._local.handoff.followers == 1)  # type: ignore[misc]
+        return made
+
+    def _make(self, name: str, shape: Shape | None, rank: int, tp: int, **changes: Any) -> Served:
+        settings = {key: changes.pop(key) for key in ("handoff", "listen", "prefill", "handoff_gib") if key in changes}
+        folder = self.bench.directory.with_name("kv-" + name)
+        if rank == 0:
+            self.bench.settings(disk=folder, **settings)
+        return self.bench.rank(shape or Shape(), rank, tp, **changes)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture
+def pair(bench: Bench) -> Iterator[Pair]:
+    yield Pair(bench)
+
+
+def handoff(served: Served) -> Any:
+    return served.worker._local.handoff
+
+
+def settled(*served: Served) -> None:
+    """Nothing is under way, and no slot is taken."""
+
+    def left() -> list[dict[str, int]]:
+        for it in served:
+            it.scheduler.build_connector_meta(type("Output", (), {}))
+        return [{name: value for name, value in handoff(it).gauges().items() if value} for it in served]
+
+    until(lambda: not any(left()), left)
+
+
+def hears(decode: Served, prefilled: list[Request]) -> None:
+    """A router's second request is later than what the engines tell each other; these are in one thread."""
+    offers = sum(it.prompt_len > BLOCK for it in prefilled)
+    until(lambda: bool(handoff(decode).gauges()["heard"] == offers), lambda: handoff(decode).gauges())
+
+
+def hand_over(prefill: Served, decode: Served, made: Callable[..., list[Request]]) -> list[Request]:
+    """Each prompt is prefilled, then decoded, as a router does it."""
+    prefilled = prefill.engine.run(made(max_new_tokens=1))
+    if decode.scheduler is not None and handoff(prefill).followers:
+        hears(decode, prefilled)
+    return decode.engine.run(made())
+
+
+@pytest.mark.parametrize("load", ["sync", "async", "off"])
+def test_what_one_engine_prefills_another_decodes(pair: Pair, load: str) -> None:
+    pair.bench.settings(load=load)
+    prefill, decode = pair.prefill(), pair.decode()
+    ended = hand_over(prefill, decode, requests)
+    assert [it.computed_tokens for it in ended] == [to_compute(it) for it in LENGTHS]
+    assert [it.generated for it in ended] == reference(requests())
+    blocks = sum((it - 1) // BLOCK for it in LENGTHS)
+    assert prefill.scheduler.stats()["offered_blocks"] == blocks
+    assert decode.scheduler.stats()["received_blocks"] == blocks
+    settled(prefill, decode)
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_each_rank_gets_its_own_shard(pair: Pair, tp: int, load: str) -> None:
+    pair.bench.settings(load=load)
+
+    def body(rank: int) -> list[Request]:
+        # The settings are variables of this process, which all ranks share.
+        prefill = pair.prefill(rank=rank, tp=tp)
+        meet()
+        decode = pair.decode(rank=rank, tp=tp)
+        meet()
+        ended = hand_over(prefill, decode, requests)
+        if rank == 0:
+            settled(prefill, decode)
+        meet()
+        return ended
+
+    ranks = Ranks(tp)
+
+    def meet() -> None:
+        ranks.gather(None)
+
+    ended = ranks.run(body)[0]
+    assert [it.computed_tokens for it in ended] == [to_compute(it) for it in LENGTHS]
+    assert [it.generated for it in ended] == reference(requests(), tp=tp)
+
+
+@pytest.mark.parametrize("chunk", [3, 8, 20])
+def test_a_prompt_that_is_computed_in_chunks_is_handed_over_whole(pair: Pair, chunk: int) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    ended = hand_over(prefill, decode, lambda **options: requests(chunk=chunk, **options))
+    assert [it.computed_tokens for it in ended] == [to_compute(it) for it in LENGTHS]
+    assert [it.generated for it in ended] == reference(requests(chunk=chunk))
+    settled(prefill, decode)
+
+
+@pytest.mark.parametrize("chunk", [8, 1000])
+def test_groups_with_sliding_windows_are_handed_over(pair: Pair, chunk: int) -> None:
+    prefill, decode = pair.prefill(WINDOWED), pair.decode(WINDOWED)
+    ended = hand_over(prefill, decode, lambda **options: requests(chunk=chunk, **options))
+    assert [it.computed_tokens for it in ended] == [to_compute(it) for it in LENGTHS]
+    assert [it.generated for it in ended] == reference(requests(), shape=WINDOWED)
+    settled(prefill, decode)
+
+
+def test_the_same_prompt_is_handed_over_as_often_as_it_is_prefilled(pair: Pair) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+
+    def same(**options: Any) -> list[Request]:
+        return [Request(at, prompt(41), **options) for at in range(3)]
+
+    ended = hand_over(prefill, decode, same)
+    assert [it.computed_tokens for it in ended] == [1, 1, 1]
+    assert [it.generated for it in ended] == reference(same())
+    settled(prefill, decode)
+
+
+def test_several_engines_prefill_for_one(pair: Pair) -> None:
+    first, second = pair.prefill(), pair.prefill()
+    decode = pair.decode()
+    made = requests(max_new_tokens=1)
+    first.engine.run(made[::2])
+    second.engine.run(made[1::2])
+    hears(decode, made)
+    ended = decode.engine.run(requests())
+    assert [it.computed_tokens for it in ended] == [to_compute(it) for it in LENGTHS]
+    assert [it.generated for it in ended] == reference(requests())
+    settled(first, second, decode)
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_an_engine_may_do_both(pair: Pair, load: str) -> None:
+    pair.bench.settings(load=load)
+    first = pair.prefill()
+    both = pair._make("both", None, 0, 1, handoff="both", listen="127.0.0.1:0", prefill=handoff(first).address)
+    until(lambda: bool(handoff(first).followers == 1))
+    third = pair._make("third", None, 0, 1, handoff="decode", prefill=handoff(both).address)
+    until(lambda: bool(handoff(both).followers == 1))
+    # It passes on what it was handed.
+    for engine, loaded in ((first, False), (both, True), (third, True)):
+        ended = engine.engine.run(requests())
+        assert [it.computed_tokens for it in ended] == [to_compute(it) if loaded else it for it in LENGTHS]
+        assert [it.generated for it in ended] == reference(requests())
+        if engine is not third:
+            hears(both if engine is first else third, ended)
+    settled(first, both, third)
+
+
+def test_a_prompt_that_nobody_prefilled_is_computed_without_waiting(pair: Pair) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    began = time.monotonic()
+    (ended,) = decode.engine.run([Request(1, prompt(41))])
+    # load_wait is 20 s.
+    assert time.monotonic() - began < 10
+    assert ended.computed_tokens == 41
+    settled(prefill, decode)
+
+
+def test_another_salt_is_another_prompt(pair: Pair) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    hears(decode, prefill.engine.run([Request(1, prompt(41), 1, cache_salt="a")]))
+    for at, (salt, tokens) in enumerate((("b", 41), (None, 41), ("a", 1))):
+        (ended,) = decode.engine.run([Request(at, prompt(41), cache_salt=salt)])
+        assert ended.computed_tokens == tokens, salt
+    settled(prefill, decode)
+
+
+def test_an_engine_without_followers_copies_nothing(pair: Pair) -> None:
+    prefill = pair.prefill()
+    prefill.engine.run(requests(max_new_tokens=1))
+    assert prefill.scheduler.stats().get("offered_blocks", 0) == 0
+    settled(prefill)
+
+
+@pytest.mark.parametrize("changes", [{"model": "another"}, {"revision": "2"}])
+def test_another_model_is_refused_and_the_prompt_computed(pair: Pair, changes: dict[str, Any]) -> None:
+    prefill, decode = pair.prefill(), pair.decode(**changes)
+    (ended,) = hand_over(prefill, decode, lambda **options: [Request(1, prompt(41), **options)])
+    assert ended.computed_tokens == 41
+    assert [ended.generated] == reference([Request(1, prompt(41))])
+    assert decode.scheduler.stats()["failed_handoffs"] == 1
+
+
+def test_another_cache_is_refused_and_the_prompt_computed(pair: Pair) -> None:
+    shape = Shape(token_bytes=8)
+    prefill, decode = pair.prefill(), pair.decode(shape)
+    (ended,) = hand_over(prefill, decode, lambda **options: [Request(1, prompt(41), **options)])
+    assert ended.computed_tokens == 41
+    assert [ended.generated] == reference([Request(1, prompt(41))], shape=shape)
+    assert decode.scheduler.stats()["failed_handoffs"] == 1
+
+
+def test_a_prefill_engine_that_has_gone_costs_a_computation(pair: Pair) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    hears(decode, prefill.engine.run(requests(max_new_tokens=1)))
+    prefill.worker.shutdown()
+    ended = decode.engine.run(requests())
+    assert [it.computed_tokens for it in ended] == list(LENGTHS)
+    assert [it.generated for it in ended] == reference(requests())
+    until(lambda: bool(handoff(decode).gauges()["slots"] == 0), lambda: handoff(decode).gauges())
+
+
+def test_a_decode_engine_that_has_gone_is_forgotten_and_its_prompts_are_freed(pair: Pair) -> None:
+    pair.bench.settings(handoff_timeout=1)
+    prefill, decode = pair.prefill(), pair.decode()
+    prefill.engine.run(requests(max_new_tokens=1))
+    decode.worker.shutdown()
+    settled(prefill)
+    prefill.engine.run([Request(10, prompt(41, 10), 1)])
+    until(lambda: bool(handoff(prefill).followers == 0))
+    settled(prefill)
+
+
+def test_what_the_decode_engine_has_already_is_freed(pair: Pair) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    hears(decode, prefill.engine.run([Request(1, prompt(41), 1)]))
+    matched = decode.scheduler.get_num_new_matched_tokens(Request(1, prompt(41)), 40)
+    assert matched == (0, False)
+    settled(prefill)
+
+
+def test_a_prompt_without_room_for_it_is_computed(pair: Pair) -> None:
+    large = Shape(groups=((tuple(range(64)), 0),), token_bytes=32)
+    prefill, decode = pair.prefill(large, handoff_gib=1 / 1024), pair.decode(large, handoff_gib=1 / 64)
+    slots = handoff(prefill).slots
+    assert slots < handoff(decode).slots
+    made = [Request(1, prompt((slots + 1) * BLOCK + 1), 1), Request(2, prompt(41, 2), 1)]
+    prefill.engine.run(made)
+    assert prefill.scheduler.stats()["handoffs_without_room"] == 1
+    hears(decode, made[1:])
+    ended = decode.engine.run([Request(it.request_id, it.tokens[:-1]) for it in made])
+    assert [it.computed_tokens for it in ended] == [(slots + 1) * BLOCK + 1, 1]
+    settled(prefill, decode)
+
+
+def test_a_prompt_that_is_not_computed_to_its_end_is_not_offered(pair: Pair) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    request = Request(1, prompt(41), chunk=8)
+    prefill.engine._waiting.append(request)
+    prefill.engine.step()
+    prefill.engine.step()
+    prefill.scheduler.request_finished(request, request.pages[0])
+    settled(prefill)
+    (ended,) = decode.engine.run([Request(1, prompt(41))])
+    assert ended.computed_tokens == 41
+    assert [ended.generated] == reference([Request(1, prompt(41))])
+    settled(prefill, decode)
+
+
+def test_a_request_that_is_reset_is_offered_when_it_is_computed_again(pair: Pair) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    request = Request(1, prompt(41), 1, chunk=8)
+    prefill.engine._waiting.append(request)
+    prefill.engine.step()
+    prefill.scheduler.request_reset(request)
+    settled(prefill)
+    (ended,) = hand_over(prefill, decode, lambda **options: [Request(2, prompt(41), **options)])
+    assert ended.computed_tokens == 1
+    settled(prefill, decode)
+
+
+@pytest.mark.parametrize("fails", ["forward", "copy"])
+def test_what_a_failed_pass_would_have_copied_is_not_handed_over(pair: Pair, fails: str) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    part = prefill.worker.wait_for_save if fails == "forward" else prefill.worker._local.pages.from_pages
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a kernel failed")
+
+    request = Request(1, prompt(41), 1)
+    prefill.engine._waiting.append(request)
+    if fails == "forward":
+        prefill.worker.wait_for_save = broken
+    else:
+        object.__setattr__(prefill.worker._local.pages, "from_pages", broken)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        prefill.engine.step()
+    if fails == "forward":
+        prefill.worker.wait_for_save = part
+    else:
+        object.__setattr__(prefill.worker._local.pages, "from_pages", part)
+    # TensorRT-LLM ends the request and goes on.
+    prefill.engine._running.remove(request)
+    prefill.scheduler.request_finished(request, request.pages[0])
+    prefill.engine._end(request)
+    ended = hand_over(prefill, decode, lambda **options: [Request(2, prompt(33, 2), **options)])
+    ended += decode.engine.run([Request(1, prompt(41))])
+    assert [it.computed_tokens for it in ended] == [1, 41]
+    assert [it.generated for it in ended] == reference([Request(2, prompt(33, 2)), Request(1, prompt(41))])
+    settled(prefill, decode)
+
+
+def test_a_prompt_is_told_of_when_all_ranks_have_copied_it(pair: Pair) -> None:
+    ranks = Ranks(2)
+    late: list[Callable[[], None]] = []
+
+    def body(rank: int) -> None:
+        prefill = pair.prefill(rank=rank, tp=2)
+        ranks.gather(None)
+        decode = pair.decode(rank=rank, tp=2)
+        ranks.gather(None)
+        arena = prefill.worker._local.arena
+        if rank == 1:
+            handed = arena.handed
+            arena.handed = lambda *given, **options: late.append(lambda: handed(*given, **options))
+        made = prefill.engine.run([Request(1, prompt(41), 1)])
+        if rank == 0:
+            time.sleep(0.2)
+            assert handoff(decode).gauges()["heard"] == 0
+        ranks.gather(None)
+        for it in late if rank == 1 else ():
+            it()
+        ranks.gather(None)
+        if rank == 0:
+            hears(decode, made)
+        ranks.gather(None)
+        (ended,) = decode.engine.run([Request(1, prompt(41))])
+        assert ended.computed_tokens == 1
+        if rank == 0:
+            settled(prefill, decode)
+        ranks.gather(None)
+
+    ranks.run(body)
+
+
+def forge(prefill: Served, decode: Served, tokens: list[int], **changes: Any) -> None:
+    """A message as of the engine that prefills."""
+    made = Prompt.of(tokens, chain(tokens, BLOCK, None), None, BLOCK)
+    assert made is not None
+    own = handoff(prefill)
+    told = {"key": made.key, "transfer": "0" * 32, "address": own._address, "engine": own._scheduler.engine_id}
+    own._control.peer(handoff(decode).address).notify(("kvferry.trtllm.offer", json.dumps(told | changes)))
+
+
+def test_a_fetch_that_takes_longer_than_load_wait_is_given_up(pair: Pair) -> None:
+    pair.bench.settings(load_wait=0.2)
+    prefill, decode = pair.prefill(), pair.decode()
+    # Nobody has ever heard of this handoff.
+    forge(prefill, decode, prompt(41))
+    (ended,) = decode.engine.run([Request(1, prompt(41))])
+    assert ended.computed_tokens == 41
+    assert decode.scheduler.stats()["failed_handoffs"] == 1
+    assert [ended.generated] == reference([Request(1, prompt(41))])
+    settled(prefill, decode)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine": "zz"},
+        {"transfer": None},
+        {"transfer": "a" * 300},
+        {"address": 5},
+        {"address": "host:port"},
+        {"key": []},
+    ],
+)
+def test_a_message_of_another_form_costs_nothing(pair: Pair, changes: dict[str, Any]) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    forge(prefill, decode, prompt(41), **changes)
+    time.sleep(0.05)
+    (ended,) = decode.engine.run([Request(1, prompt(41))])
+    assert ended.computed_tokens == 41
+    until(lambda: bool(handoff(decode).gauges()["slots"] == 0))
+    assert decode.scheduler.stats().get("failed_handoffs", 0) == 0
+    assert decode.scheduler.stats().get("load_timeouts", 0) == 0
+
+
+@pytest.mark.parametrize("message", [b"[" * 5000, b"\xff", b"3", b"{}"])
+@pytest.mark.parametrize("name", ["offer", "gone", "follow"])
+def test_no_message_ends_the_handoff(pair: Pair, message: bytes, name: str) -> None:
+    first = pair.prefill()
+    both = pair._make("both", None, 0, 1, handoff="both", listen="127.0.0.1:0", prefill=handoff(first).address)
+    until(lambda: bool(handoff(first).followers == 1))
+    handoff(first)._control.peer(handoff(both).address).notify(("kvferry.trtllm." + name, message))
+    (ended,) = hand_over(first, both, lambda **options: [Request(1, prompt(41), **options)])
+    assert ended.computed_tokens == 1
+    settled(first, both)
+
+
+def test_a_second_engine_is_asked_where_the_first_has_gone(pair: Pair) -> None:
+    first, second = pair.prefill(), pair.prefill()
+    decode = pair.decode()
+    for at, engine in enumerate((first, second), 1):
+        engine.engine.run([Request(1, prompt(41), 1)])
+        until(lambda at=at: bool(handoff(decode).gauges()["heard"] == at))  # type: ignore[misc]
+    second.worker.shutdown()
+    (ended,) = decode.engine.run([Request(1, prompt(41))])
+    assert ended.computed_tokens == 1
+    assert decode.scheduler.stats()["failed_handoffs"] == 1
+    settled(first)
+
+
+def test_an_engine_does_not_follow_itself(pair: Pair, unused_port: int) -> None:
+    own = f"127.0.0.1:{unused_port}"
+    both = pair._make("both", None, 0, 1, handoff="both", listen=own, prefill=own)
+    time.sleep(0.3)
+    assert handoff(both).followers == 0
+    ended = both.engine.run(requests())
+    assert [it.computed_tokens for it in ended] == list(LENGTHS)
+    settled(both)
+
+
+def test_an_engine_that_does_not_answer_delays_no_other(pair: Pair) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(1)
+        handoff(prefill)._followers[f"127.0.0.1:{silent.getsockname()[1]}"] = time.monotonic() + 60
+        made = prefill.engine.run([Request(1, prompt(41), 1)])
+        began = time.monotonic()
+        hears(decode, made)
+        # It is given a second.
+        assert time.monotonic() - began < 0.8
+        until(lambda: bool(handoff(prefill).followers == 1))
+
+
+def test_an_error_of_the_store_takes_no_slots(pair: Pair) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+
+    def broken(_hashes: list[bytes]) -> int:
+        raise kvferry.Error("the store is closed")
+
+    decode.scheduler._ready_loads().in_store = broken
+    ended = hand_over(prefill, decode, requests)
+    assert [it.computed_tokens for it in ended] == [to_compute(it) for it in LENGTHS]
+    settled(prefill, decode)
+
+
+def test_a_window_that_has_passed_where_the_prompt_was_loaded_is_not_handed_over(pair: Pair) -> None:
+    prefill, decode = pair.prefill(WINDOWED), pair.decode(WINDOWED)
+    prefill.engine.run(requests())
+    settled_puts(prefill)
+    offered = prefill.scheduler.stats()["offered_blocks"]
+    until(lambda: bool(handoff(decode).gauges()["heard"] == 4))
+    handoff(decode)._heard.clear()
+    # Its own store has them now.
+    again = prefill.engine.run([Request(100 + it.request_id, it.tokens) for it in requests()])
+    assert [it.computed_tokens for it in again] == [to_compute(it) for it in LENGTHS]
+    # Prompts within the window have all of their pages.
+    assert prefill.scheduler.stats()["offered_blocks"] == offered + 1
+    until(lambda: bool(handoff(decode).gauges()["heard"] == 1))
+    ended = decode.engine.run(requests())
+    assert [it.generated for it in ended] == reference(requests(), shape=WINDOWED)
+
+
+def settled_puts(served: Served) -> None:
+    blocks = sum(it // BLOCK for it in LENGTHS)
+    until(lambda: bool(served.worker.stats().get("stored_blocks", 0) >= blocks), served.worker.stats)
+
+
+@pytest.mark.parametrize("taken", [0, 8, 13, 40])
+def test_an_offer_may_be_taken_in_part(pair: Pair, taken: int) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    made = prefill.engine.run([Request(1, prompt(41), 1)])
+    hears(decode, made)
+    request = Request(1, prompt(41))
+    matched, _ = decode.scheduler.get_num_new_matched_tokens(request, 0)
+    assert matched == 40
+    decode.scheduler.cancel_load(request, taken, 40)
+    request.py_num_connector_matched_tokens = taken
+    decode.engine.cache.allocate(request, taken)
+    decode.scheduler.update_state_after_alloc(request, request.pages[0])
+    step = decode.scheduler.build_connector_meta(output([data(1, 0, 41 - taken, request.pages[0])]))
+    decode.worker.bind_connector_meta(step)
+    decode.worker.start_load_kv(None)
+    assert decode.worker._local.counts["loaded_blocks"] == -(-taken // BLOCK)
+    decode.scheduler.request_finished(request, request.pages[0])
+    settled(prefill, decode)
+
+
+def test_an_offer_does_not_outlive_the_cache(pair: Pair) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    request = Request(1, prompt(41), 1, chunk=8)
+    prefill.engine._waiting.append(request)
+    prefill.engine.step()
+    prefill.worker.register_kv_caches(prefill.engine.cache.tensors[0])
+    prefill.engine.run([])
+    assert handoff(prefill).gauges()["slots"] == 0
+    decode = pair.decode()
+    ended = hand_over(prefill, decode, lambda **options: [Request(2, prompt(41, 2), **options)])
+    assert [it.computed_tokens for it in ended] == [1]
+    settled(prefill, decode)
+
+
+def test_the_memory_of_a_handoff_goes_with_it(pair: Pair) -> None:
+    prefill = pair.prefill()
+    before = weakref.ref(handoff(prefill).arena)
+    prefill.worker.register_kv_caches(prefill.engine.cache.tensors[0])
+    until(lambda: gc.collect() >= 0 and before() is None)
+
+
+def test_a_closed_handoff_gives_up_at_once(pair: Pair) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    forge(prefill, decode, prompt(41))
+    thread = threading.Thread(target=lambda: (time.sleep(0.2), handoff(decode).close()))
+    thread.start()
+    began = time.monotonic()
+    assert decode.scheduler.get_num_new_matched_tokens(Request(1, prompt(41)), 0) == (0, False)
+    # load_wait is 20 s.
+    assert time.monotonic() - began < 10
+    thread.join()
+
+
+def test_tokens_that_are_no_token_ids_are_not_handed_over(pair: Pair) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    prefill.engine.run([Request(1, [-1, *prompt(40)], 1)])
+    (ended,) = decode.engine.run([Request(1, [-1, *prompt(40)])])
+    assert ended.computed_tokens == 41
+    settled(prefill, decode)
+
+
+def test_a_forked_child_ends(pair: Pair) -> None:
+    prefill = pair.prefill()
+    with handoff(prefill)._lock:
+        child = os.fork()
+        if child == 0:
+            handoff(prefill).close()
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_handed_over_prompt_is_stored_where_it_is_decoded(pair: Pair) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    hand_over(prefill, decode, requests)
+    blocks = sum(it // BLOCK for it in LENGTHS)
+    until(lambda: bool(decode.worker.stats().get("stored_blocks", 0) == blocks), decode.worker.stats)
+
+
+def test_a_cache_that_is_registered_anew_closes_the_handoff_before(pair: Pair) -> None:
+    prefill = pair.prefill()
+    before = handoff(prefill)
+    prefill.worker.register_kv_caches(prefill.engine.cache.tensors[0])
+    assert handoff(prefill) is not before
+    assert before._is_closed
+    decode = pair.decode()
+    (ended,) = hand_over(prefill, decode, lambda **options: [Request(1, prompt(41), **options)])
+    assert ended.computed_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"handoff": "send"}, "handoff must be one of off, prefill, decode, both, not 'send'"),
+        ({"handoff": "prefill"}, "handoff prefill needs listen"),
+        ({"handoff": "decode"}, "handoff decode needs prefill"),
+        ({"handoff": "decode", "prefill": '["host"]'}, "prefill must be a list of host:port, and has 'host'"),
+        ({"handoff": "prefill", "listen": "7600x"}, "listen must be host:port"),
+        ({"handoff_timeout": 0}, "handoff_timeout must be a number from 1 to 86400"),
+        ({"handoff": "prefill", "listen": "127.0.0.1:0", "secret_file": "/no/such"}, "secret_file can't be read"),
+    ],
+)
+def test_wrong_settings_are_named(bench: Bench, settings: dict[str, Any], message: str) -> None:
+    bench.settings(**settings)
+    with pytest.raises(ValueError, match=message):
+        bench.rank(Shape())
+
+
+def test_no_room_for_one_block_is_refused(bench: Bench) -> None:
+    bench.settings(handoff="prefill", listen="127.0.0.1:0", handoff_gib=1 / 1024)
+    with pytest.raises(ValueError, match="handoff_gib has no room for one block, which has 4194304 bytes"):
+        bench.rank(Shape(blocks=1, token_bytes=1 << 17))
+
+
+def test_attention_data_parallelism_is_refused(bench: Bench) -> None:
+    bench.settings(handoff="prefill", listen="127.0.0.1:0")
+    with pytest.raises(NotImplementedError, match="enable_attention_dp"):
+        bench.rank(Shape(), enable_attention_dp=True)
+
+
+def test_engines_with_different_secrets_do_not_hand_over(pair: Pair, tmp_path: Any) -> None:
+    (tmp_path / "one").write_text("one")
+    (tmp_path / "two").write_text("two")
+    pair.bench.settings(secret_file=tmp_path / "one")
+    prefill = pair.prefill()
+    pair.bench.settings(secret_file=tmp_path / "two")
+    decode = pair._make("decode", None, 0, 1, handoff="decode", prefill=handoff(prefill).address)
+    time.sleep(0.5)
+    assert handoff(prefill).followers == 0
+    (ended,) = hand_over(prefill, decode, lambda **options: [Request(1, prompt(41), **options)])
+    assert ended.computed_tokens == 41
