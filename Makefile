@@ -200,7 +200,7 @@ bench-offload: command-dist wheel-measured ## Measure KV that outlives the engin
 	    bench/offload/run --wheel target/dist/kvferry-*.whl $(BENCH_OFFLOAD_ARGS) || short=1; exit $$short)
 
 bench-sglang: wheel-measured ## Measure KVFerryStorage beside kvferry's store and SGLang's file back-end (installs SGLang in the cache first)
-	$(call part,SGLang's storage side by side,bench/sglang/run --wheel target/dist/kvferry-*.whl $(BENCH_ARGS))
+	$(call part,storage for SGLang side by side,bench/sglang/run --wheel target/dist/kvferry-*.whl $(BENCH_ARGS))
 
 # Counts instead of measuring time. `rustix_use_libc`: its system calls go through libc, where they are counted.
 bench-counted: ## Count system calls, allocations and copies of fixed batches; compare with bench/counted.json
