@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import pickle
 import sys
@@ -152,6 +153,7 @@ class Bench:
         self._open.append(worker)
         scheduler = module.KVFerryConnectorScheduler(arguments) if is_own else None
         grouped = len(shape.groups) > 1
+        self._skip_what_it_lacks(grouped=grouped, arguments=arguments)
         cache = (GroupedCache if grouped else Cache)(shape, self.make_tensor)
         if grouped:
             worker.register_kv_cache_layout(cache.layout())
@@ -160,6 +162,18 @@ class Bench:
         options = {"enable_attention_dp": True} if getattr(arguments, "enable_attention_dp", False) else {}
         manager = self.manager(worker, scheduler, **options)
         return Served(worker, scheduler, Engine(cache, manager, rank=rank))
+
+    def _skip_what_it_lacks(self, *, grouped: bool, arguments: Any) -> None:
+        """TensorRT-LLM's earlier versions."""
+        if not self.manager.__module__.startswith("tensorrt_llm"):
+            return
+        if grouped and not hasattr(
+            sys.modules[_CONNECTOR].KvCacheConnectorScheduler, "request_finished_by_layer_group"
+        ):
+            pytest.skip("SKIPPED: this version of TensorRT-LLM has no groups of layers")
+        parameters = inspect.signature(self.manager).parameters
+        if getattr(arguments, "enable_attention_dp", False) and "enable_attention_dp" not in parameters:
+            pytest.skip("SKIPPED: this version of TensorRT-LLM's connectors has no attention data parallelism")
 
     def serve(
         self, requests: Callable[[], Sequence[Request]], *, tp: int = 1, shape: Shape | None = None, **changes: Any
