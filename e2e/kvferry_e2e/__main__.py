@@ -156,10 +156,15 @@ class Run:
 
 
 def contract_phase(run: Run) -> None:
+    """As `contract_of`, with both of vLLM's model runners."""
+    contract_of(run, "0", "1")
+
+
+def contract_of(run: Run, *runners: str) -> None:
     """Engine cores with vLLM's schedulers, in a process of their own per model runner: see `kvferry_e2e.contract`."""
     setup = run.setup
     moto = moto_overlay(setup.environment, run.report.say)
-    for runner in ("0", "1"):
+    for runner in runners:
         found = setup.folder / f"core-{runner}.json"
         command = [
             str(setup.environment.python),
@@ -462,6 +467,7 @@ def nixl_phases(run: Run) -> None:
 # Parts that are not run by default take longer.
 PARTS: dict[str, Callable[[Run], None]] = {
     "core": contract_phase,
+    "core-v2": lambda run: contract_of(run, "1"),
     "routers": router_phases,
     "survival": survival_phases,
     "models": model_phases,
