@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import kvferry
 from kvferry.connector import SchedulerHalf, WorkerHalf, prompt_id
@@ -163,8 +163,9 @@ class Handoff:
         self._events: deque[_Event] = deque()
         # The number of the last copy that ranks were told to make.
         self._copies = 0
-        # Offers that are held until nobody reads them, with the ranks that say so; running loads.
+        # Offers whose requests have ended, each with the ranks on which no peer reads it any more.
         self._held: dict[str, tuple[Offer, set[int]]] = {}
+        # Loads that run, and why loads have failed.
         self._fetches: dict[str, _Fetch] = {}
         self._failures: dict[str, str] = {}
         self._ids = 0
@@ -218,7 +219,7 @@ class Handoff:
             raise
         self._halves, self._agents = halves, agents
         self._address = agents[1].address
-        self._carry(self._scheduler.step([], []), is_computed=False)
+        self._carry()
         exposed = not self._control.local_address[0].startswith("127.") and self._control.local_address[0] != "::1"
         if exposed and not self._settings.has_secret():
             logger.warning(
@@ -249,11 +250,6 @@ class Handoff:
         return str(self._control.address)
 
     @property
-    def free_slots(self) -> int:
-        with self._lock:
-            return self._free.free_bytes
-
-    @property
     def followers(self) -> int:
         with self._lock:
             return len(self._followers)
@@ -282,7 +278,7 @@ class Handoff:
             offer = Offer(self, self._id("p"), prompt, secrets.token_hex(16), slots)
             params = {"do_remote_decode": True, "transfer_id": offer.transfer}
             self._scheduler.arrived(offer.id, prompt.tokens, 1, params, prompt.identity)
-            self._carry(self._scheduler.step([], []), is_computed=False)
+            self._carry()
             return offer
 
     def _message(self, offer: Offer) -> bytes:
@@ -296,7 +292,7 @@ class Handoff:
             self._say_to(address, name, self._message(offer))
 
     def _gone(self, offer: Offer) -> None:
-        """Nobody can fetch it any more."""
+        """The offer has ended: no peer can fetch it."""
         self._free.give(offer.slots)
         if offer.is_told:
             self._tell(_GONE, offer)
@@ -382,7 +378,7 @@ class Handoff:
         params["remote_engine_id"] = heard.engine
         self._scheduler.arrived(request, prompt.tokens, 1, params, prompt.identity)
         computed = min(first, prompt.blocks) * self._pages.tokens_per_block
-        # `slots` is no slot.
+        # The number `self.slots` stands for no block.
         numbers = [self.slots] * min(first, prompt.blocks) + list(range(*slots or (0, 0)))
         tokens = self._scheduler.matched(request, prompt.tokens, computed) if slots is not None else 0
         if slots is None or not tokens:
@@ -391,13 +387,13 @@ class Handoff:
             elif wanted:
                 self._counts["handoffs_without_room"] += 1
                 self._say("a prompt of %d blocks is not fetched: raise handoff_gib", wanted)
-            # The prefill engine hears that nobody will come.
+            # Tells the prefill engine that this handoff is not needed.
             self._scheduler.allocated(request, prompt.tokens, prompt.tokens, 0, [numbers] * len(self._bases))
             self._end_fetch(request, prompt)
             return None
         fetch = self._fetches[request] = _Fetch(slots)
         self._scheduler.allocated(request, prompt.tokens, computed, tokens, [numbers] * len(self._bases))
-        self._carry(self._scheduler.step([], []), is_computed=False)
+        self._carry()
         return request, fetch
 
     def _fetched(self, request: str, fetch: _Fetch, prompt: Prompt) -> tuple[int, int] | None:
@@ -405,8 +401,7 @@ class Handoff:
             if not fetch.has_ended:
                 fetch.is_abandoned = True
                 self._counts["failed_handoffs"] += 1
-                self._scheduler.finished(request, prompt.tokens, None, None, "abort", None)
-                self._carry(self._scheduler.step([], []), is_computed=False)
+                self._end_fetch(request, prompt, "abort")
                 self._say("a prompt was not handed over in load_wait; it is loaded from the store or computed")
                 return None
             self._end_fetch(request, prompt)
@@ -419,9 +414,9 @@ class Handoff:
             self._counts["received_blocks"] += fetch.slots[1] - fetch.slots[0]
             return fetch.slots
 
-    def _end_fetch(self, request: str, prompt: Prompt) -> None:
-        self._scheduler.finished(request, prompt.tokens, None, None, "length", None)
-        self._carry(self._scheduler.step([], []), is_computed=False)
+    def _end_fetch(self, request: str, prompt: Prompt, reason: Literal["length", "abort"] = "length") -> None:
+        self._scheduler.finished(request, prompt.tokens, None, None, reason, None)
+        self._carry()
 
     def give(self, slots: tuple[int, int]) -> None:
         """Slots that `fetch` has returned, once their blocks are in the cache."""
@@ -466,7 +461,7 @@ class Handoff:
                 self._received(rank, request, has_failed=request in failed)
             for request in sent:
                 self._sent(rank, request)
-        self._carry(self._scheduler.step([], []), is_computed=False)
+        self._carry()
 
     def _take(self, event: _Event) -> None:
         offer = event.offer
@@ -480,26 +475,28 @@ class Handoff:
             numbers = list(range(offer.slots[0] + begin, offer.slots[0] + end))
             blocks = [numbers] * len(self._bases)
             entry = (offer.id, begin * tokens, (end - begin) * tokens, begin == 0, blocks)
-            self._carry(self._scheduler.step([entry], []), is_computed=True)
+            self._carry(entry)
             if end == offer.prompt.blocks:
                 offer.is_told = True
                 self._tell(_OFFER, offer)
             return
         reason: Any = "length" if offer.is_told else "abort"
         held, _ = self._scheduler.finished(offer.id, offer.prompt.tokens, None, None, reason, None)
-        self._carry(self._scheduler.step([], []), is_computed=False)
+        self._carry()
         if held:
             self._held[offer.id] = (offer, set())
         else:
             self._gone(offer)
 
-    def _carry(self, metadata: bytes, *, is_computed: bool) -> None:
+    def _carry(self, *computed: Any) -> None:
+        """Takes a step of the scheduler half to the worker halves; `computed`: what ranks have copied."""
+        metadata = self._scheduler.step(computed, [])
         if not metadata or self._is_closed:
             return
         for half in self._halves:
             half.apply(metadata)
             half.fetch()
-            if is_computed:
+            if computed:
                 half.step_computed()
 
     def _received(self, rank: int, request: str, *, has_failed: bool) -> None:

@@ -400,7 +400,7 @@ def forge(prefill: Served, decode: Served, tokens: list[int], **changes: Any) ->
 def test_a_fetch_that_takes_longer_than_load_wait_is_given_up(pair: Pair) -> None:
     pair.bench.settings(load_wait=0.2)
     prefill, decode = pair.prefill(), pair.decode()
-    # Nobody has ever heard of this handoff.
+    # The prefill engine does not know this handoff.
     forge(prefill, decode, prompt(41))
     (ended,) = decode.engine.run([Request(1, prompt(41))])
     assert ended.computed_tokens == 41
