@@ -26,8 +26,9 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-vllm bench-offload bench-sglang \
-    bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan test-sanitizers lint lint-rust lint-python doc clean
+.PHONY: help build command command-dist wheel wheel-dist wheel-measured demo test test-build test-wheel test-rust test-slow test-docs test-python test-yama soak e2e e2e-long bench bench-file bench-file-peers bench-store bench-store-peers bench-handoff bench-nixl bench-peers bench-scheduler bench-vllm bench-offload bench-sglang \
+    bench-counted loom fuzz fuzz-minimise fuzz-coverage valgrind asan test-sanitizers lint lint-rust lint-format lint-clippy lint-deny lint-python \
+    doc clean
 
 # $(call part,what it is,command): runs it and says how long it took.
 define part
@@ -115,16 +116,25 @@ demo: command ## Hand requests from prefill to decode engines, verify every toke
 	target/release/kvferry demo $(if $(filter --plot%,$(DEMO_ARGS)),,--plot target/demo.html) $(DEMO_ARGS)
 endif
 
-test: test-rust test-docs loom test-python ## Run the tests: Rust, documentation, models of the synchronisation, Python
+test: ## Run the tests: Rust, documentation, models of the synchronisation, Python
+	+@MAKE='$(MAKE)' .ci/parts test-build test-rust test-docs loom test-python
 
-# What takes long before the first test runs.
-test-build: build
-	$(call part,compiling the tests,if $(CARGO) nextest --version >/dev/null 2>&1; \
-	then $(CARGO) nextest run --workspace --no-run; else $(CARGO) test --workspace --no-run --lib --bins --tests; fi)
+# What takes long before the first test runs. The libraries of the Python module and the C ABI are compiled with the tests, so
+# that everything below them is compiled once.
+test-build:
+	$(call part,compiling the tests,$(CARGO) build --workspace --lib --bins --tests)
 
+# The wheel of the tests' build. `make wheel` installs the one that users get.
+test-wheel: test-build $(VENV)/.test-tools
+	$(call part,packing the wheel for the tests,rm -rf python/kvferry/lib \
+	    && crates/kvferry-capi/package '$(BUILD_DIR)/debug/libkvferry_capi.so' python/kvferry/lib $(VERSION) \
+	    && $(BIN)/python crates/kvferry-python/wheel '$(BUILD_DIR)/debug/lib_kvferry.so' target/test-wheel \
+	    && $(BIN)/pip install --quiet --force-reinstall --no-deps target/test-wheel/kvferry-*.whl)
+
+# One test more at a time than there are cores: many wait for most of their time.
 test-rust:
 	$(call part,Rust tests,if $(CARGO) nextest --version >/dev/null 2>&1; \
-	then $(CARGO) nextest run --workspace --no-fail-fast; else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests; fi)
+	then $(CARGO) nextest run --workspace --no-fail-fast --test-threads $$(($$(nproc) + 1)); else $(CARGO) test --workspace --no-fail-fast --lib --bins --tests; fi)
 	@echo 'SKIPPED here, run by `make test-slow`: soaks, full meshes, sweeps and quick benches (#[ignore = "slow: ..."])'
 
 # The tests marked `#[ignore = "slow: make test-slow"]`: each takes 10 s or more, or all cores.
@@ -142,7 +152,7 @@ $(VENV)/.test-tools: $(VENV)/.made pyproject.toml
 	$(BIN)/pip install --quiet --group test
 	touch $@
 
-test-python: build $(VENV)/.test-tools
+test-python: test-wheel
 	$(call part,Python tests,$(BIN)/python -m pytest $(PYTEST_ARGS))
 
 # KVFERRY_VM: a program that boots a kernel with Yama and runs a command there with the files named:
@@ -192,6 +202,9 @@ bench-peers: command-dist wheel-measured ## Measure beside Mooncake and NIXL (in
 
 bench-vllm: command-dist wheel-measured ## Measure KVFerryConnector beside MooncakeConnector and NixlConnector, on real vLLM
 	$(call part,real vLLM side by side,bench/vllm/run --wheel target/dist/kvferry-*.whl $(BENCH_ARGS))
+
+bench-scheduler: wheel-measured ## Measure what an engine's scheduler waits for, such as the name of a prompt; fails if it is too long
+	PYTHON=$(BIN)/python bench/scheduler/run --check $(BENCH_ARGS)
 
 # BENCH_OFFLOAD_ARGS="--rows soak" runs the soak of 1 000 requests, "--trace FILE" takes prompts from a trace.
 bench-offload: command-dist wheel-measured ## Measure KV that outlives the engine: block manager, KVFerryTier, real vLLM; fails if it falls short
@@ -258,14 +271,25 @@ test-sanitizers: ## Run the C tests under AddressSanitizer and ThreadSanitizer (
 	$(CARGO) +nightly test -Zbuild-std --target $$host -p kvferry-capi --test programs --test trtllm_loopback -- \
 	    --test-threads=1 $(TSAN_TESTS)
 
-lint: lint-rust lint-python ## Check formatting and style of everything
+lint: ## Check formatting, style, types and dependencies of everything
+	+@MAKE='$(MAKE)' .ci/parts lint-format lint-python lint-deny lint-clippy
 
-lint-rust:
+lint-rust: lint-format lint-clippy lint-deny
+
+lint-format:
 	$(CARGO) fmt --all --check
 	@# A macro declares these modules, so that `cargo fmt` does not find them.
 	rustfmt --check --edition 2024 crates/kvferry/src/transport/*/*.rs
+
+lint-clippy:
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
-	@if $(CARGO) deny --version >/dev/null 2>&1; then $(CARGO) deny check; else echo 'cargo-deny is not installed: deny.toml is not checked'; fi
+
+# Advisories need their database, which a machine without a way to it can't fetch.
+lint-deny: $(VENV)/.lint-tools
+	PATH='$(abspath $(BIN))':"$$PATH" $(CARGO) deny --log-level error check bans licenses sources
+	@log=$$(mktemp); if PATH='$(abspath $(BIN))':"$$PATH" $(CARGO) deny check advisories >"$$log" 2>&1; then echo 'advisories ok'; \
+	elif grep -qi 'failed to \(fetch\|open\|clone\)\|unable to \(fetch\|clone\)' "$$log"; then echo 'SKIPPED: advisories: their database could not be fetched'; \
+	else cat "$$log"; rm -f "$$log"; exit 1; fi; rm -f "$$log"
 
 $(VENV)/.lint-tools: $(VENV)/.made pyproject.toml
 	$(BIN)/pip install --quiet --group lint

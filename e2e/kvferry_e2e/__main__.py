@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from kvferry_e2e.client import HOST
-from kvferry_e2e.environment import Environment, vllm_environment
+from kvferry_e2e.environment import VLLM, Environment, vllm_environment
 from kvferry_e2e.instance import Connector, Instance, Role
 from kvferry_e2e.overlay import kvferry_overlay, mooncake_overlay, moto_overlay, newest_wheel
 from kvferry_e2e.pair import Pair
@@ -33,6 +33,7 @@ from kvferry_e2e.phases import (
     offload,
     soak,
     survival,
+    weights,
 )
 from kvferry_e2e.phases.connector import Cluster
 from kvferry_e2e.prompts import LENGTHS, Prompts
@@ -85,8 +86,7 @@ def arguments() -> argparse.Namespace:
         "--parts",
         nargs="+",
         choices=tuple(PARTS),
-        default=DEFAULT_PARTS,
-        help="with KVFerryConnector, what to check (default: %(default)s)",
+        help=f"with KVFerryConnector, what to check (default: {' '.join(DEFAULT_PARTS)}; sglang only with vLLM {VLLM})",
     )
     parser.add_argument(
         "--queue-seconds",
@@ -94,18 +94,39 @@ def arguments() -> argparse.Namespace:
         default=40,
         help="how long a request queues at decode; more than the 30 s that an offer waits (default: %(default)s)",
     )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=4,
+        help="of the part weights: how often one of its two instances starts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--vllm",
+        metavar="VERSION",
+        default=VLLM,
+        help="the version of vLLM, such as 0.31.0; its environment is built in the cache first (default: %(default)s)",
+    )
     parser.add_argument("--build-only", action="store_true", help="build the environments and stop")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds must be at least 2")
+    if options.parts is None:
+        options.parts = [part for part in DEFAULT_PARTS if part != "sglang" or options.vllm == VLLM]
+    elif "sglang" in options.parts and options.vllm != VLLM:
+        # SGLang runs on what vLLM's environment has, and its other packages are chosen for that of the default.
+        parser.error(f"the part sglang needs vLLM {VLLM}")
+    return options
 
 
 class Run:
     """The servers of one run. `close` ends them all."""
 
-    def __init__(self, report: Report, setup: Setup, connector: Connector, queue_s: float) -> None:
+    def __init__(self, report: Report, setup: Setup, connector: Connector, *, queue_s: float, rounds: int) -> None:
         self.report = report
         self.setup = setup
         self.connector = connector
         self.queue_s = queue_s
+        self.rounds = rounds
         self.servers: list[Server] = []
 
     def start(
@@ -364,6 +385,22 @@ def offload_phases(run: Run) -> None:
     faults.no_crash_in_logs(report, [first, third])
 
 
+def weights_phases(run: Run) -> None:
+    """Two instances on one directory, whose weights were under one path when they started."""
+    path = run.setup.scratch / "weights"
+    store = {"disk": str(run.setup.scratch / "store"), "disk_gib": 0.5, "host_gib": 0.0625}
+
+    def start(name: str, number: int) -> Instance:
+        kept: dict[str, Any] = {"caching": True, "cache_mib": 256, "unbound": True, "store": store, "model": str(path)}
+        instance = run.start(name, ("prefill", "decode")[number], **kept)
+        run.ready(instance)
+        return instance
+
+    live = weights.restarted_in_turns(run.report, run.setup.environment.models, path, start, run.rounds)
+    faults.stops_when_asked(run.report, live)
+    faults.no_crash_in_logs(run.report, live)
+
+
 def soak_phases(run: Run) -> None:
     report, prompts = run.report, Prompts(seed=2029)
     prefill, decode = run.start("s1", "prefill", caching=False), run.start("s-d", "decode", caching=False)
@@ -472,6 +509,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "survival": survival_phases,
     "models": model_phases,
     "offload": offload_phases,
+    "weights": weights_phases,
     "soak": soak_phases,
     "sglang": sglang_phases,
 }
@@ -502,7 +540,8 @@ def _run(
         site, env = kvferry_overlay(venv, wheel, target / "site", report.say), dict(ON_BUSY_CORES)
         env |= SHIMS.get(name, {})
     with tempfile.TemporaryDirectory(prefix="kvferry-e2e-", ignore_cleanup_errors=True) as scratch:
-        run = Run(report, Setup(venv, site, folder, Path(scratch), env), name, options.queue_seconds)
+        setup = Setup(venv, site, folder, Path(scratch), env)
+        run = Run(report, setup, name, queue_s=options.queue_seconds, rounds=options.rounds)
         report.say(f"logs of the servers: {folder.relative_to(CHECKOUT)}")
         try:
             yield run
@@ -522,7 +561,7 @@ def main() -> int:
     target = CHECKOUT / "target" / "e2e"
     with ExitStack() as stack:
         stack.enter_context(_only_one_run(target))
-        venv = stack.enter_context(vllm_environment(report.say))
+        venv = stack.enter_context(vllm_environment(report.say, options.vllm))
         if options.build_only:
             if "sglang" in options.parts:
                 sglang_overlay(venv, report.say)

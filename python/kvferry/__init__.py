@@ -67,6 +67,7 @@ from kvferry._kvferry import (
     Store,
     Transfer,
     TransferStats,
+    Watch,
     __version__,
 )
 
@@ -118,5 +119,6 @@ __all__ = [
     "UnreachableError",
     "UnsupportedError",
     "VersionMismatchError",
+    "Watch",
     "__version__",
 ]

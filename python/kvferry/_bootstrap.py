@@ -2,31 +2,45 @@
 
 ``GET /query`` answers ``{"<dp_rank>": {"engine_id": "...", "worker_addr": {"<tp>": {"<pp>": "host:port"}}}}``.
 The process of data-parallel rank 0 serves it and calls `BootstrapServer.register` for itself; the other
-data-parallel ranks call `register_at`. Threads of their own do all of it, and no failure reaches the engine.
+data-parallel ranks call `register_at`, where there are others. With a secret they prove it; without one the first host
+that registers a rank keeps it.
+Threads of their own do all of it, and no failure reaches the engine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import http.client
+import io
 import json
 import logging
+import secrets
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 DEFAULT_PORT = 8998
 MAX_BODY_BYTES = 16 << 10
+# Of its line, its headers and its body.
+MAX_REQUEST_BYTES = 32 << 10
 MAX_CONNECTIONS = 64
 # Of all data-parallel ranks together.
 MAX_WORKERS = 4096
 MAX_TEXT = 256
-# For each read or write on a connection.
+# For all of a request, and for its answer.
 IO_TIMEOUT_S = 10.0
 RETRY_S = (0.2, 10.0)
+# The header with the proof of the secret: HMAC-SHA256 of the challenge and the body, in hexadecimal digits.
+PROOF = "X-KVFerry-Proof"
+# The header with the challenge that ``GET /register`` answered. The server takes each for one registration, so no
+# registration can be replayed.
+CHALLENGE = "X-KVFerry-Challenge"
 
 WorkerAddr = Mapping[int, Mapping[int, str]]
 """Tensor-parallel rank, then pipeline rank, then the address ``host:port`` of that worker's agent."""
@@ -42,34 +56,79 @@ class _RefusedError(Exception):
         self.status = status
 
 
+class _Engine(NamedTuple):
+    """What is registered for a data-parallel rank."""
+
+    engine_id: str
+    # The host that registered it; None is this process.
+    host: str | None
+    # The number of the challenge that the latest registration was proved with.
+    challenge: int
+    workers: dict[int, dict[int, str]]
+
+    def registered(self) -> int:
+        return sum(len(stages) for stages in self.workers.values())
+
+
 class _Registry:
     """The workers of each data-parallel rank; any thread may call it."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers_max: int) -> None:
+        """`workers_max`: of one data-parallel rank."""
         self._lock = threading.Lock()
-        self._engines: dict[int, tuple[str, dict[int, dict[int, str]]]] = {}
+        self._workers_max = workers_max
+        self._engines: dict[int, _Engine] = {}
+        # Challenges of another life of the server have another prefix.
+        self._life = secrets.token_hex(16)
+        self._challenges = 0
 
-    def add(self, dp_rank: int, engine_id: str, workers: WorkerAddr) -> None:
+    def challenge(self) -> str:
+        with self._lock:
+            self._challenges += 1
+            return f"{self._life}.{self._challenges}"
+
+    def number(self, challenge: str) -> int:
+        """The number of a challenge that this server has given out."""
+        life, _, number = challenge.partition(".")
+        with self._lock:
+            given_out = self._challenges
+        is_number = number.isascii() and number.isdigit() and len(number) < 20
+        if life != self._life or not is_number or not 0 < int(number) <= given_out:
+            raise _RefusedError(403, f"{CHALLENGE} is no challenge of this server")
+        return int(number)
+
+    def add(
+        self, dp_rank: int, engine_id: str, workers: WorkerAddr, host: str | None = None, challenge: int | None = None
+    ) -> None:
         """Adds workers to an engine. Another engine id for a rank means that the rank was restarted, so it replaces the
         old engine and all its workers. Mooncake refuses it with status 400, and routers then send decode engines to the
-        dead one until rank 0 is restarted too.
+        dead one until rank 0 is restarted too. A registration that was proved with a `challenge` needs a later one than
+        the rank's last. One without a proof must come from the `host` that registered the rank; None is this process.
         """
         with self._lock:
-            known, held = self._engines.get(dp_rank, (engine_id, {}))
-            merged = dict(held) if known == engine_id else {}
+            known = self._engines.get(dp_rank, _Engine(engine_id, host, 0, {}))
+            if challenge is not None:
+                if challenge <= known.challenge:
+                    raise _RefusedError(409, f"data-parallel rank {dp_rank} was registered with a later challenge")
+            elif host is not None and known.host != host:
+                raise _RefusedError(403, f"data-parallel rank {dp_rank} was registered by another host")
+            merged = dict(known.workers) if known.engine_id == engine_id else {}
             for tp_rank, stages in workers.items():
                 merged[tp_rank] = {**merged.get(tp_rank, {}), **stages}
-            after = {**self._engines, dp_rank: (engine_id, merged)}
-            if sum(len(stages) for _, held in after.values() for stages in held.values()) > MAX_WORKERS:
+            engine = _Engine(engine_id, host, known.challenge if challenge is None else challenge, merged)
+            if engine.registered() > self._workers_max:
+                raise _RefusedError(400, f"more than {self._workers_max} workers of data-parallel rank {dp_rank}")
+            after = {**self._engines, dp_rank: engine}
+            if sum(engine.registered() for engine in after.values()) > MAX_WORKERS:
                 raise _RefusedError(400, f"more than {MAX_WORKERS} workers")
             self._engines = after
-        if known != engine_id:
-            _log.warning("data-parallel rank %d restarted: engine %s replaces %s", dp_rank, engine_id, known)
+        if known.engine_id != engine_id:
+            _log.warning("data-parallel rank %d restarted: engine %s replaces %s", dp_rank, engine_id, known.engine_id)
 
     def answer(self) -> dict[int, dict[str, Any]]:
         with self._lock:
             engines = self._engines
-        return {rank: {"engine_id": engine, "worker_addr": workers} for rank, (engine, workers) in engines.items()}
+        return {rank: {"engine_id": it.engine_id, "worker_addr": it.workers} for rank, it in engines.items()}
 
 
 def _rank(body: dict[str, Any], name: str) -> int:
@@ -86,15 +145,46 @@ def _text(body: dict[str, Any], name: str) -> str:
     return text
 
 
+class _Request(io.RawIOBase):
+    """The bytes of one request. `http.server` itself takes 100 headers of 64 KiB, each byte within a timeout."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._left = MAX_REQUEST_BYTES
+        self._until = time.monotonic() + IO_TIMEOUT_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        if self._left == 0:
+            # `http.server` answers it with status 431.
+            raise http.client.LineTooLong("request")
+        left_s = self._until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left_s)
+        got = self._connection.recv_into(memoryview(into)[: self._left])
+        self._left -= got
+        return got
+
+
 class _Handler(BaseHTTPRequestHandler):
     # HTTP/1.0, the default, closes each connection after its answer: no idle connection keeps a thread.
     server: _Server
-    timeout = IO_TIMEOUT_S
     server_version = "kvferry"
     sys_version = ""
 
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Request(self.connection))
+
     def do_GET(self) -> None:
-        self._serve("/query", self.server.registry.answer)
+        if self.server.secret is not None and self.path == "/register":
+            self._send(200, {"challenge": self.server.registry.challenge()})
+        else:
+            self._serve("/query", self.server.registry.answer)
 
     def do_POST(self) -> None:
         self._serve("/register", self._register)
@@ -108,14 +198,28 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(refused.status, {"detail": str(refused)})
 
     def _register(self) -> dict[str, str]:
+        ranks, secret = self.server.ranks, self.server.secret
+        if ranks <= 1:
+            raise _RefusedError(403, "this engine has no other data-parallel ranks")
+        text = self._body()
+        number = None
+        if secret is not None:
+            challenge = self.headers.get(CHALLENGE, "")
+            proof = _proof(secret, challenge, text)
+            if not hmac.compare_digest(proof, self.headers.get(PROOF, "").encode()):
+                raise _RefusedError(403, f"{PROOF} does not prove the secret of this engine")
+            number = self.server.registry.number(challenge)
         try:
-            body = json.loads(self._body())
+            body = json.loads(text)
         except (ValueError, RecursionError):
             raise _RefusedError(422, "the body is not JSON") from None
         if not isinstance(body, dict):
             raise _RefusedError(422, "the body is not a JSON object")
         workers = {_rank(body, "tp_rank"): {_rank(body, "pp_rank"): _text(body, "addr")}}
-        self.server.registry.add(_rank(body, "dp_rank"), _text(body, "engine_id"), workers)
+        dp_rank = _rank(body, "dp_rank")
+        if not 1 <= dp_rank < ranks:
+            raise _RefusedError(403, f"dp_rank must be one of the other {ranks - 1} ranks, from 1 on")
+        self.server.registry.add(dp_rank, _text(body, "engine_id"), workers, self.client_address[0], number)
         return {"status": "ok"}
 
     def _body(self) -> bytes:
@@ -128,6 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, answer: object) -> None:
         body = json.dumps(answer).encode()
+        self.connection.settimeout(IO_TIMEOUT_S)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -144,8 +249,8 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = MAX_CONNECTIONS
 
-    def __init__(self, host: str, port: int, registry: _Registry) -> None:
-        self.registry = registry
+    def __init__(self, host: str, port: int, registry: _Registry, ranks: int, secret: bytes | None) -> None:
+        self.registry, self.ranks, self.secret = registry, ranks, secret
         self.closed = threading.Event()
         self._lock = threading.Lock()
         self._open: dict[socket.socket, None] = {}
@@ -217,13 +322,18 @@ def place(parallel: Any, own_host: str) -> tuple[int, str | None]:
 class BootstrapServer:
     """Serves until `close`. Without the port (`error` says why) it keeps quiet: only Mooncake's flow needs it."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._registry = _Registry()
+    def __init__(
+        self, host: str, port: int, ranks: int = 1, secret: bytes | None = None, workers: int = MAX_WORKERS
+    ) -> None:
+        """`ranks`: data-parallel ranks that this server answers for. Others than 0 register themselves, each with at
+        most so many `workers`, so that no host that claims one takes the places of the others.
+        """
+        self._registry = _Registry(workers)
         self._server: _Server | None = None
         self.port = port
         self.error: str | None = None
         try:
-            self._server = _Server(host, port, self._registry)
+            self._server = _Server(host, port, self._registry, ranks, secret)
         except (OSError, OverflowError) as error:
             self.error = f"no bootstrap server at {host} port {port}: {error}"
             _log.warning(
@@ -255,7 +365,8 @@ class BootstrapServer:
 class Registration:
     """A registration at another process's server, which a thread repeats until it succeeds or `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._secret = secret
         self.done = threading.Event()
         self._closed = threading.Event()
 
@@ -264,12 +375,17 @@ class Registration:
 
     def _run(self, host: str, port: int, bodies: list[dict[str, Any]]) -> None:
         wait, longest = RETRY_S
+        said = None
         while bodies and not self._closed.is_set():
             try:
-                _post(host, port, bodies[0])
+                _post(host, port, bodies[0], self._secret)
             except _RefusedError as refused:
-                _log.error("bootstrap server at %s port %d refuses %s: %s", host, port, bodies[0], refused)
-                return
+                # It may hold an earlier life of this rank, or be an earlier life itself that is about to end.
+                level = logging.DEBUG if said == str(refused) else logging.ERROR
+                said = str(refused)
+                text = "bootstrap server at %s port %d refuses %s: %s; next attempts every %.1f s"
+                _log.log(level, text, host, port, bodies[0], refused, longest)
+                self._closed.wait(longest)
             except (OSError, http.client.HTTPException) as error:
                 # Rank 0 may load its model for minutes before it serves.
                 _log.log(
@@ -285,7 +401,9 @@ class Registration:
             self.done.set()
 
 
-def register_at(url: str, dp_rank: int, engine_id: str, worker_addr: WorkerAddr) -> Registration:
+def register_at(
+    url: str, dp_rank: int, engine_id: str, worker_addr: WorkerAddr, secret: bytes | None = None
+) -> Registration:
     """Registers this data-parallel rank at the server of rank 0, ``http://host:port``, which may be on another host."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
@@ -295,7 +413,7 @@ def register_at(url: str, dp_rank: int, engine_id: str, worker_addr: WorkerAddr)
         for tp_rank, stages in worker_addr.items()
         for pp_rank, addr in stages.items()
     ]
-    registration = Registration()
+    registration = Registration(secret)
     threading.Thread(
         target=registration._run,
         args=(parts.hostname, parts.port or DEFAULT_PORT, bodies),
@@ -305,11 +423,40 @@ def register_at(url: str, dp_rank: int, engine_id: str, worker_addr: WorkerAddr)
     return registration
 
 
-def _post(host: str, port: int, body: dict[str, Any]) -> None:
+def _proof(secret: bytes, challenge: str, body: bytes) -> bytes:
+    # Of a key of its own, since the sessions of agents prove the same secret in another way.
+    key = hashlib.sha256(b"kvferry bootstrap registration, v2\0" + secret).digest()
+    return hmac.new(key, challenge.encode() + b"\0" + body, hashlib.sha256).hexdigest().encode()
+
+
+def _post(host: str, port: int, body: dict[str, Any], secret: bytes | None) -> None:
+    text_of_body = json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    if secret is not None:
+        headers[CHALLENGE] = _challenge(_request(host, port, "GET"))
+        headers[PROOF] = _proof(secret, headers[CHALLENGE], text_of_body).decode()
+    _request(host, port, "POST", text_of_body, headers)
+
+
+def _challenge(answer: str) -> str:
+    try:
+        challenge = json.loads(answer)["challenge"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        challenge = None
+    if not (
+        isinstance(challenge, str) and challenge.isascii() and challenge.isprintable() and len(challenge) < MAX_TEXT
+    ):
+        raise _RefusedError(422, f"GET /register was answered with {answer[:MAX_TEXT]!r}, which has no challenge")
+    return challenge
+
+
+def _request(
+    host: str, port: int, method: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> str:
     # Not urllib, which sends requests to the proxy of the environment.
     connection = http.client.HTTPConnection(host, port, timeout=IO_TIMEOUT_S)
     try:
-        connection.request("POST", "/register", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(method, "/register", body, headers or {})
         response = connection.getresponse()
         text = response.read(MAX_BODY_BYTES).decode(errors="replace")
     finally:
@@ -318,3 +465,4 @@ def _post(host: str, port: int, body: dict[str, Any]) -> None:
         raise _RefusedError(response.status, f"HTTP {response.status} {text}")
     if response.status != 200:
         raise http.client.HTTPException(f"HTTP {response.status} {text}")
+    return text

@@ -9,6 +9,7 @@ from typing import Any, Final, Generic, Literal, Protocol, SupportsIndex, TypeAl
 from typing_extensions import Buffer
 
 __all__ = [
+    "READS_INTS_DIRECTLY",
     "Agent",
     "Batch",
     "Blocks",
@@ -29,13 +30,17 @@ __all__ = [
     "Store",
     "Transfer",
     "TransferStats",
+    "Watch",
     "WorkerHalf",
     "__version__",
+    "counted_reasons",
     "log_to_stderr",
     "prompt_id",
 ]
 
 __version__: Final[str]
+# Whether ints in lists are read without a call of the interpreter for each: so in the versions of CPython that are known.
+READS_INTS_DIRECTLY: Final[bool]
 
 _Access: TypeAlias = Literal["rw", "r", "w", "none"]
 # Past the page cache: where the file system can, never, or else opening fails.
@@ -422,6 +427,11 @@ class Store:
     memory; they are written in the background. Other processes find them a little later, and a process that is killed
     loses those that were not written; `sync` waits for them.
 
+    `put_wait`: seconds for which a put waits for space, all its blocks together and from the call on, where no segment is
+    free; with 0 such blocks are refused at once. Where others have waited for as long in vain, it does not wait again;
+    closing the store ends all waits. With `host_bytes`, blocks in that memory are written once there is space, and a put
+    of more than it has room for waits for 10 s, or for `put_wait` if that is longer.
+
     `objects`: the URL of an object store, ``s3://bucket/prefix``, ``gs://…``, ``az://…`` or ``file:///directory``. Blocks that
     this process puts are uploaded to it in the background, and `Space.prefetch` brings blocks from it. `object_options`
     override the environment's AWS_*, GOOGLE_* and AZURE_* (such as ``aws_endpoint_url``), or say how it is used:
@@ -441,6 +451,7 @@ class Store:
         blocks_max: int | None = None,
         direct: _Direct = "off",
         host_bytes: int = 0,
+        put_wait: float = 0.0,
         objects: str | None = None,
         object_options: Mapping[str, str | float] | None = None,
     ) -> Store: ...
@@ -459,6 +470,11 @@ class Store:
         `model`: its name and the revision of its weights. `layout`: how the bytes of a block are laid out. `tenant`: a
         salt; tenants do not see each other's blocks. `adapter`: the name and revision of a LoRA. `group`: the group of
         layers. `shard`: the part of a block that this rank has, of how many.
+        """
+
+    def watch(self, groups: Sequence[Sequence[Space]]) -> Watch:
+        """Watches blocks by their hashes: of each group those that are in all of its spaces. No block is watched until it
+        is added.
         """
 
     def sync(self) -> None:
@@ -555,6 +571,36 @@ class Space:
         """As `prefetch`, in the background."""
 
 @final
+class Watch:
+    """Watches blocks of a store by their hashes, for what an engine tells a router: each block that was added is reported
+    as stored when it is on the disk, and as removed when it has left, whichever process put or removed it.
+
+    One thread calls `gather`; others add blocks and take reports.
+    """
+
+    def add(self, group: int, hashes: Sequence[bytes]) -> None:
+        """Watches blocks of a group, a number into the groups of `Store.watch`. Those that are in the store are reported at
+        once, the others when they come. Of those that do not come, the last 65 536 are watched.
+        """
+
+    def gather(self, timeout: float) -> int:
+        """Waits for changes of the store and turns them into reports. Returns how many were made: 0 if `timeout` seconds
+        passed first. Raises ShutdownError when the store is closed.
+        """
+
+    def take(self, budget: int) -> list[tuple[int, bool, list[bytes]]]:
+        """Takes reports in their order: of removed blocks `budget` at most, of stored ones an eighth of it. Each is a group,
+        whether the blocks were removed, and their hashes.
+        """
+
+    @property
+    def reports(self) -> int:
+        """Reports that wait to be taken."""
+
+    def reset(self, groups: Sequence[Sequence[Space]]) -> None:
+        """Watches other groups. All blocks that were reported as stored are reported as removed."""
+
+@final
 class Blocks:
     """Where the bytes of blocks are in memory: one block per offset in a region. Reusable."""
 
@@ -596,8 +642,9 @@ class Pin:
 
 @final
 class Put:
-    """What became of the blocks of a put: stored now; not stored because they were there, because no space was free or too
-    many waited, or because of a device's error.
+    """What became of the blocks of a put: stored now; not stored because they were there, because they were refused, or
+    because of a device's error. Of the refused ones: no segment was free, a stopped process holds a lock of the index,
+    the index was full, or too many bytes waited.
     """
 
     @property
@@ -606,6 +653,14 @@ class Put:
     def present(self) -> int: ...
     @property
     def refused(self) -> int: ...
+    @property
+    def refused_no_space(self) -> int: ...
+    @property
+    def refused_contended(self) -> int: ...
+    @property
+    def refused_index_full(self) -> int: ...
+    @property
+    def refused_waiting(self) -> int: ...
     @property
     def failed(self) -> int: ...
     def __eq__(self, other: object, /) -> bool: ...
@@ -697,7 +752,12 @@ def prompt_id(tokens: Sequence[int], extra: Sequence[str] = ...) -> bytes:
     """The identity of a prompt: 16 bytes. Both engines compute it, and only KV of the same prompt is loaded.
 
     `extra`: what else the KV depends on, in an order that both engines use, such as the name of a LoRA or a cache salt.
+
+    Raises TypeError or OverflowError, which name the first item that is no int of 32 bits.
     """
+
+def counted_reasons() -> dict[str, list[str]]:
+    """The reasons that counters can have, by the counter: so that each has a series before it counts."""
 
 @final
 class SchedulerHalf:
@@ -708,7 +768,9 @@ class SchedulerHalf:
     ranks together. `ranks`: how many ranks the engine has. `timeout`: seconds that a handoff may take in all. `eager`: the
     handoff of a request that generates one token is complete when its prompt is computed; else with the request's end,
     and may carry side data. `recomputed_tokens`: how many tokens at the end of a prompt a consumer computes again at
-    least. `null_block`: the engine's number for no block.
+    least. `null_block`: the engine's number for no block. `idle`: how many blocks the engine's pool has, and how many of
+    them may be kept for other engines that do nothing with them: held for consumers that have not asked for them, and,
+    as many again, in loads whose producers have not answered.
 
     Any thread may call it. Requests are named by the engine's ids.
     """
@@ -722,6 +784,7 @@ class SchedulerHalf:
         eager: bool = True,
         recomputed_tokens: int = 0,
         null_block: int | None = None,
+        idle: tuple[int, int] | None = None,
     ) -> SchedulerHalf: ...
     @property
     def engine_id(self) -> str:
@@ -729,6 +792,14 @@ class SchedulerHalf:
 
     def set_ranks(self, cards: Sequence[bytes]) -> None:
         """`WorkerHalf.card` of all ranks, in their order, once. Raises ValueError if they contradict each other."""
+
+    def set_producers(self, producers: Sequence[str]) -> None:
+        """Has requests refused that name others: see `WorkerHalf`, which checks them again. Raises ValueError."""
+
+    def refuse(
+        self, id: str, reason: Literal["internal", "resumable", "prompt_logprobs", "changed_weights"] = "internal"
+    ) -> None:
+        """A request that the caller failed with, or can't hand over: it is computed as if it had no parameters, and counted."""
 
     def arrived(
         self, id: str, prompt_tokens: int, max_tokens: int, params: dict[str, Any] | None, prompt: bytes | None
@@ -745,6 +816,9 @@ class SchedulerHalf:
 
     def allocated(self, id: str, prompt_tokens: int, computed: int, external: int, blocks: _Blocks) -> None:
         """A request has got all its blocks, to load `external` tokens beyond the `computed` ones."""
+
+    def waits_for_blocks(self, id: str) -> bool:
+        """Whether `allocated` of this request would change anything."""
 
     def produces(self, id: str) -> bool:
         """Whether `step` must get the steps of this request."""
@@ -806,7 +880,9 @@ class WorkerHalf:
     this rank's number in its engine. `timeout`: as for the scheduler half. `wait`: seconds, at most `timeout`, that one side
     waits for the other's request: a producer with a prompt that is computed, a consumer before it is. `model`: properties of what the engine computes with; engines that give one property
     different values refuse each other. `announce`: ``layers`` (chunks of a prefill in up to `pieces` of layers of 1 MiB
-    at least, the last piece of a prompt halved until it is a 64th), ``chunks`` or ``end``. Raises ValueError if the layout is not sound.
+    at least, the last piece of a prompt halved until it is a 64th), ``chunks`` or ``end``. Raises ValueError if the layout is not sound. `producers`: the
+    addresses, networks (``10.1.0.0/16``), host names and ``*.domain`` that KV is loaded from, ``*`` for all; None for this host and the
+    network that the agent listens in, or for all if the agent has a secret.
 
     Any thread may call it.
     """
@@ -823,10 +899,15 @@ class WorkerHalf:
         model: dict[str, str] = ...,
         announce: Literal["layers", "chunks", "end"] = "layers",
         pieces: int = 2,
+        producers: Sequence[str] | None = None,
     ) -> WorkerHalf: ...
     @property
     def card(self) -> bytes:
         """This rank, described for `SchedulerHalf.set_ranks`."""
+
+    @property
+    def producers(self) -> list[str]:
+        """Those that KV is loaded from, for `SchedulerHalf.set_producers`."""
 
     def apply(self, metadata: bytes) -> None:
         """Takes a step, before anything is computed or overwritten. Raises ValueError for metadata of another version."""
@@ -839,6 +920,9 @@ class WorkerHalf:
 
     def step_computed(self) -> None:
         """All layers of the step are computed. Once per step."""
+
+    def step_failed(self, detail: str) -> None:
+        """The step was given up: what it computes is not handed over. Instead of `step_computed`."""
 
     def reports(self) -> tuple[list[str], list[str], list[str], bytes | None]:
         """What has ended since the last call: requests sent, requests received, those of them that failed, and notes for

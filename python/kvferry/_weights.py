@@ -3,31 +3,184 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import operator
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
-# Of each file of weights, so much at so many places is read.
-_SAMPLES = 16
-_SAMPLE_BYTES = 64 << 10
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".engine")
-_CONFIGURATIONS = ("config.json", "adapter_config.json", "hf_quant_config.json")
+# Pieces of each tensor of a file that lists its tensors, and of each file that does not: so many, and one for each
+# `_SPACING` bytes, evenly from the first byte to the last.
+_TENSOR_PIECES, _TENSOR_PIECE_BYTES = 3, 4 << 10
+_FILE_PIECES, _FILE_PIECE_BYTES = 16, 64 << 10
+_SPACING = 16 << 20
+# A larger list of tensors is none. safetensors has the same bound.
+_HEADER_MAX = 100_000_000
+# Larger configurations are sampled like weights.
+_CONFIGURATION_MAX = 16 << 20
+# Files of folders within a model's folder that are looked at.
+_NESTED_MAX = 10_000
+# Devices answer many reads at once; each thread reads several pieces at a time.
+_READERS, _BATCH = 16, 64
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".engine", ".tensors")
+_CONFIGURATIONS = (
+    "config.json",
+    "params.json",
+    "adapter_config.json",
+    "hf_quant_config.json",
+    "quant_config.json",
+    "quantize_config.json",
+)
+# How the processor of a multimodal model prepares images, audio and video.
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
-def weights_of(path: str | Path | None) -> str | None:
+class Sample(NamedTuple):
+    digest: str
+    # If not, `digest` says nothing of the weights.
+    has_weights: bool
+    # When the path, or one of the files, was changed or put there last, in seconds since the epoch.
+    changed: float
+
+
+def sample_of(path: str | Path | None, *, code: bool = False) -> Sample | None:
     """A hash of the configuration and of samples of the weights, which other weights of one shape do not have.
 
-    `path`: of a directory or a file; None if there is neither. Raises OSError if a file can't be read.
+    `path`: of a directory or a file; None if there is neither. `code`: the model's Python files are run, so they count.
+    Only regular files are opened. Raises OSError if a file can't be read.
     """
     if path is None or not Path(path).exists():
         return None
     found = hashlib.sha256()
-    for file in sorted(Path(path).iterdir()) if Path(path).is_dir() else [Path(path)]:
-        if file.name in _CONFIGURATIONS:
-            found.update(file.read_bytes())
-        elif file.suffix in _WEIGHTS:
-            nbytes = file.stat().st_size
-            found.update(f"{file.name} {nbytes} ".encode())
-            with open(file, "rb") as weights:
-                for sample in range(_SAMPLES):
-                    weights.seek(max(0, nbytes - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                    found.update(weights.read(_SAMPLE_BYTES))
-    return found.hexdigest()[:32]
+    changed = _placed(Path(path))
+    named, weights = _files(Path(path), code=code)
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="kvferry-weights") as readers:
+        for files, are_weights in ((named, False), (weights, True)):
+            for name, file in sorted(files):
+                of_file = _add(found, name, file, readers, is_weights=are_weights)
+                changed = max(changed, of_file, file.lstat().st_ctime)
+    return Sample(found.hexdigest()[:32], bool(weights), changed)
+
+
+def _placed(path: Path) -> float:
+    """When the path was made to lead where it leads: by a rename, which changes what is renamed, or by a link."""
+    path = Path(os.path.abspath(path))
+    links = [it for it in path.parents if it.is_symlink()]
+    return max(it.lstat().st_ctime for it in [path, *links])
+
+
+def processors_of(path: str | Path | None) -> str | None:
+    """A hash of the files by which inputs that are no text are prepared; None if there are none. Raises OSError."""
+    found = hashlib.sha256()
+    files = [Path(path) / name for name in _PROCESSORS] if path is not None else []
+    files = [file for file in files if file.is_file()]
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="kvferry-weights") as readers:
+        for file in files:
+            _add(found, file.name, file, readers, is_weights=False)
+    return found.hexdigest()[:32] if files else None
+
+
+def has_weights(path: str | Path | None) -> bool:
+    return path is not None and Path(path).exists() and bool(_files(Path(path), code=False)[1])
+
+
+_Named = list[tuple[str, Path]]
+
+
+def _files(path: Path, *, code: bool) -> tuple[_Named, _Named]:
+    """What is hashed whole, and weights, each with its name below `path`."""
+    if not path.is_dir():
+        return [], [(path.name, path)] if path.is_file() else []
+    here = [file for file in path.iterdir() if file.is_file()]
+    suffixes = (".py",) if code else ()
+    named = [(file.name, file) for file in here if file.name in _CONFIGURATIONS or file.suffix in suffixes]
+    weights = [(file.name, file) for file in here if file.suffix in _WEIGHTS]
+    # Other folders in a model's folder have other formats of the same weights, as a rule.
+    return named, weights or [(str(it.relative_to(path)), it) for it in _nested(path) if it.suffix in _WEIGHTS]
+
+
+def _nested(path: Path) -> Iterator[Path]:
+    seen = 0
+    for folder, folders, files in os.walk(path):
+        folders[:] = [it for it in folders if not it.startswith(".")]
+        for name in files:
+            seen += 1
+            if seen > _NESTED_MAX:
+                return
+            if (Path(folder) / name).is_file():
+                yield Path(folder) / name
+
+
+def _add(found: Any, name: str, path: Path, readers: ThreadPoolExecutor, *, is_weights: bool) -> float:
+    """When the file was changed last."""
+    # The open of a pipe would wait for its writer.
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        status = os.fstat(number)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is no regular file")
+        nbytes = status.st_size
+        found.update(f"{name} {nbytes} ".encode())
+        if not is_weights and nbytes <= _CONFIGURATION_MAX:
+            found.update(os.pread(number, nbytes, 0))
+            return os.fstat(number).st_ctime
+        header = _header(number, nbytes) if path.suffix == ".safetensors" else None
+        if header is None:
+            _add_pieces(found, number, _pieces(0, nbytes, _FILE_PIECES, _FILE_PIECE_BYTES), readers)
+            return os.fstat(number).st_ctime
+        found.update(header[0])
+        begin = 8 + len(header[0])
+        tensors = (
+            piece
+            for first, end in header[1]
+            for piece in _pieces(begin + first, end - first, _TENSOR_PIECES, _TENSOR_PIECE_BYTES)
+        )
+        _add_pieces(found, number, tensors, readers)
+        # After it was read, so that a change meanwhile is seen.
+        return os.fstat(number).st_ctime
+    finally:
+        os.close(number)
+
+
+def _header(number: int, nbytes: int) -> tuple[bytes, list[tuple[int, int]]] | None:
+    """The list of tensors in a file of the format safetensors, and where each tensor is; None if it has none."""
+    length = int.from_bytes(os.pread(number, 8, 0), "little")
+    if not 2 <= length <= min(nbytes - 8, _HEADER_MAX):
+        return None
+    text = os.pread(number, length, 8)
+    try:
+        listed = [it["data_offsets"] for name, it in json.loads(text).items() if name != "__metadata__"]
+        places = sorted((operator.index(first), operator.index(end)) for first, end in listed)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    if not all(0 <= first <= end <= nbytes - 8 - length for first, end in places):
+        return None
+    return text, places
+
+
+def _pieces(begin: int, nbytes: int, least: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where a tensor or a file is read, and how many bytes there."""
+    if nbytes <= least * size:
+        yield begin, nbytes
+        return
+    count = least + nbytes // _SPACING
+    for piece in range(count):
+        yield begin + (nbytes - size) * piece // (count - 1), size
+
+
+def _add_pieces(found: Any, number: int, pieces: Iterator[tuple[int, int]], readers: ThreadPoolExecutor) -> None:
+    def read(batch: list[tuple[int, int]]) -> bytes:
+        return b"".join(os.pread(number, size, at) for at, size in batch)
+
+    while True:
+        # No more than these are in memory at once.
+        batches = [list(islice(pieces, _BATCH)) for _ in range(2 * _READERS)]
+        for data in readers.map(read, [batch for batch in batches if batch]):
+            found.update(data)
+        if not batches[-1]:
+            return

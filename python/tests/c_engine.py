@@ -33,7 +33,7 @@ class Notify(c.Structure):
 
 @cache
 def library() -> c.CDLL | None:
-    """libtransfer_engine.so, through which the functions of libkvferry.so.0 are found; None without it."""
+    """libtransfer_engine.so, through which those of libkvferry.so.0 are found, too; None without it."""
     folder = libdir()
     if folder is None:
         return None

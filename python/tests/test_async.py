@@ -66,7 +66,7 @@ def test_wait_returns_none_after_its_timeout_and_the_transfer_continues(targets:
         transfer = peer.write_async(mine.addr, target.base, BIG)
         began = time.monotonic()
         assert transfer.wait(0.25) is None
-        assert 0.24 < time.monotonic() - began < 2
+        assert time.monotonic() - began > 0.24
         assert transfer.poll() is None
         assert not transfer.done()
         target.child.send(signal.SIGCONT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from kvferry import _bootstrap
-from kvferry._bootstrap import MAX_BODY_BYTES, MAX_CONNECTIONS, BootstrapServer, register_at
+from kvferry._bootstrap import CHALLENGE, MAX_BODY_BYTES, MAX_CONNECTIONS, PROOF, BootstrapServer, register_at
 
 ENGINE = "00112233445566778899aabbccddeeff"
 OTHER = "ffeeddccbbaa99887766554433221100"
@@ -21,7 +22,7 @@ OTHER = "ffeeddccbbaa99887766554433221100"
 
 @pytest.fixture(params=["127.0.0.1", "::1"])
 def server(request: pytest.FixtureRequest) -> Iterator[BootstrapServer]:
-    server = BootstrapServer(request.param, 0)
+    server = BootstrapServer(request.param, 0, 4)
     if server.error is not None:
         pytest.skip(server.error)
     server.host = request.param  # type: ignore[attr-defined]
@@ -34,11 +35,13 @@ def url(server: BootstrapServer) -> str:
     return f"http://[{host}]:{server.port}" if ":" in host else f"http://{host}:{server.port}"
 
 
-def ask(server: BootstrapServer, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+def ask(
+    server: BootstrapServer, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+) -> tuple[int, Any]:
     connection = http.client.HTTPConnection(server.host, server.port, timeout=10)  # type: ignore[attr-defined]
     text = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     try:
-        connection.request(method, path, text)
+        connection.request(method, path, text, headers or {})
         response = connection.getresponse()
         return response.status, json.loads(response.read())
     finally:
@@ -66,7 +69,8 @@ def test_ranks_register_one_worker_at_a_time_and_may_repeat_it(server: Bootstrap
 
 
 def test_a_restarted_rank_replaces_its_old_engine_and_all_its_workers(server: BootstrapServer) -> None:
-    server.register(1, ENGINE, {0: {0: "10.0.0.1:7000"}, 1: {0: "10.0.0.1:7001"}})
+    for tp_rank, addr in enumerate(("10.0.0.1:7000", "10.0.0.1:7001")):
+        assert ask(server, "POST", "/register", worker(tp_rank=tp_rank, addr=addr))[0] == 200
     assert ask(server, "POST", "/register", worker(engine_id=OTHER, addr="10.0.0.9:7000"))[0] == 200
     assert ask(server, "GET", "/query")[1] == {
         "1": {"engine_id": OTHER, "worker_addr": {"0": {"0": "10.0.0.9:7000"}}},
@@ -86,7 +90,7 @@ def test_a_registration_waits_for_a_server_that_starts_later() -> None:
         port = probe.getsockname()[1]
     registration = register_at(f"http://127.0.0.1:{port}", 1, ENGINE, {0: {0: "a:1"}})
     assert not registration.done.wait(0.5)
-    server = BootstrapServer("127.0.0.1", port)
+    server = BootstrapServer("127.0.0.1", port, 2)
     assert registration.done.wait(10)
     server.close()
 
@@ -126,6 +130,115 @@ def test_a_bad_registration_is_refused_and_changes_nothing(server: BootstrapServ
     assert ask(server, "GET", "/query") == (200, {})
 
 
+def test_no_engine_replaces_another_process_or_host(server: BootstrapServer) -> None:
+    server.register(0, ENGINE, {0: {0: "10.0.0.1:7000"}})
+    server._registry.add(1, ENGINE, {0: {0: "10.0.0.2:7000"}}, "10.0.0.2")
+    before = ask(server, "GET", "/query")
+    for dp_rank in (0, 1, 4, 7):
+        assert ask(server, "POST", "/register", worker(dp_rank=dp_rank, engine_id=OTHER, addr="evil:1"))[0] == 403
+    assert ask(server, "POST", "/register", worker(tp_rank=1, addr="evil:1"))[0] == 403
+    assert ask(server, "GET", "/query") == before
+
+
+def test_an_engine_without_other_ranks_takes_no_registration() -> None:
+    server = BootstrapServer("127.0.0.1", 0)
+    server.host = "127.0.0.1"  # type: ignore[attr-defined]
+    server.register(0, ENGINE, {0: {0: "10.0.0.1:7000"}})
+    for dp_rank in (0, 1):
+        assert ask(server, "POST", "/register", worker(dp_rank=dp_rank, engine_id=OTHER))[0] == 403
+    assert list(ask(server, "GET", "/query")[1]) == ["0"]
+    server.close()
+
+
+def test_with_a_secret_only_ranks_that_prove_it_register() -> None:
+    server = BootstrapServer("127.0.0.1", 0, 2, b"the secret of the test")
+    server.host = "127.0.0.1"  # type: ignore[attr-defined]
+    assert ask(server, "POST", "/register", worker())[0] == 403
+    for secret, succeeds in ((None, False), (b"another", False), (b"the secret of the test", True)):
+        registration = register_at(url(server), 1, ENGINE, {0: {0: "a:1"}}, secret)
+        assert registration.done.wait(10 if succeeds else 0.5) == succeeds
+    assert list(ask(server, "GET", "/query")[1]) == ["1"]
+    server.close()
+
+
+SECRET = b"the secret of the test"
+
+
+@pytest.fixture
+def proving() -> Iterator[BootstrapServer]:
+    """A server with a secret."""
+    server = BootstrapServer("127.0.0.1", 0, 3, SECRET)
+    server.host = "127.0.0.1"  # type: ignore[attr-defined]
+    yield server
+    server.close()
+
+
+def proof(server: BootstrapServer, body: Any) -> dict[str, str]:
+    challenge = ask(server, "GET", "/register")[1]["challenge"]
+    return {CHALLENGE: challenge, PROOF: _bootstrap._proof(SECRET, challenge, json.dumps(body).encode()).decode()}
+
+
+def test_a_rank_that_proves_the_secret_may_come_back_from_another_host(proving: BootstrapServer) -> None:
+    proving._registry.challenge()
+    proving._registry.add(1, ENGINE, {0: {0: "10.0.0.2:7000"}}, "10.0.0.2", 1)
+    registration = register_at(url(proving), 1, OTHER, {0: {0: "10.0.0.3:7000"}}, SECRET)
+    assert registration.done.wait(60)
+    assert ask(proving, "GET", "/query")[1]["1"]["engine_id"] == OTHER
+
+
+def test_a_replayed_registration_puts_no_earlier_engine_back(proving: BootstrapServer) -> None:
+    old, new = worker(), worker(engine_id=OTHER)
+    recorded, unused = proof(proving, old), proof(proving, old)
+    assert ask(proving, "POST", "/register", old, recorded)[0] == 200
+    assert ask(proving, "POST", "/register", new, proof(proving, new))[0] == 200
+    for replayed in (recorded, unused):
+        assert ask(proving, "POST", "/register", old, replayed)[0] == 409
+    assert ask(proving, "GET", "/query")[1]["1"]["engine_id"] == OTHER
+    restarted = BootstrapServer("127.0.0.1", 0, 3, SECRET)
+    restarted.host = "127.0.0.1"  # type: ignore[attr-defined]
+    for _ in range(10):
+        assert ask(restarted, "GET", "/register")[0] == 200
+    assert ask(restarted, "POST", "/register", old, recorded)[0] == 403
+    # A proof holds for its challenge alone.
+    other = proof(restarted, old) | {CHALLENGE: ask(restarted, "GET", "/register")[1]["challenge"]}
+    assert ask(restarted, "POST", "/register", old, other)[0] == 403
+    assert ask(restarted, "GET", "/query")[1] == {}
+    restarted.close()
+
+
+def test_a_registration_that_was_refused_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_bootstrap, "RETRY_S", (0.01, 0.02))
+    server = BootstrapServer("127.0.0.1", 0, 2)
+    server.host = "127.0.0.1"  # type: ignore[attr-defined]
+    server._registry.add(1, OTHER, {0: {0: "10.0.0.2:7000"}}, "10.0.0.2")
+    refused = threading.Event()
+    post = _bootstrap._post
+
+    def posted(*args: Any) -> None:
+        try:
+            post(*args)
+        except _bootstrap._RefusedError:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(_bootstrap, "_post", posted)
+    registration = register_at(url(server), 1, ENGINE, {0: {0: "a:1"}})
+    assert refused.wait(60)
+    server._registry._engines = {}
+    assert registration.done.wait(60)
+    assert ask(server, "GET", "/query")[1]["1"]["engine_id"] == ENGINE
+    server.close()
+
+
+def test_no_rank_registers_more_workers_than_it_has() -> None:
+    server = BootstrapServer("127.0.0.1", 0, 3, workers=2)
+    server.host = "127.0.0.1"  # type: ignore[attr-defined]
+    answers = [ask(server, "POST", "/register", worker(tp_rank=rank))[0] for rank in range(3)]
+    assert answers == [200, 200, 400]
+    assert ask(server, "POST", "/register", worker(dp_rank=2))[0] == 200
+    server.close()
+
+
 def test_other_paths_are_not_served(server: BootstrapServer) -> None:
     assert ask(server, "GET", "/register")[0] == 404
     assert ask(server, "POST", "/query", worker())[0] == 404
@@ -135,7 +248,7 @@ def test_other_paths_are_not_served(server: BootstrapServer) -> None:
 def test_workers_are_bounded(server: BootstrapServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_bootstrap, "MAX_WORKERS", 2)
     assert [ask(server, "POST", "/register", worker(tp_rank=rank))[0] for rank in range(3)] == [200, 200, 400]
-    server.register(2, OTHER, {0: {0: "a:1"}})  # the engine's own call only logs it
+    server.register(3, OTHER, {0: {0: "a:1"}})  # the engine's own call only logs it
     assert ask(server, "POST", "/register", worker(engine_id=OTHER))[0] == 200
     assert list(ask(server, "GET", "/query")[1]["1"]["worker_addr"]) == ["0"]
 
@@ -147,6 +260,46 @@ def test_silent_connections_never_keep_others_out(server: BootstrapServer) -> No
     assert silent[0].recv(1) == b"", "the oldest was ended"
     for connection in silent:
         connection.close()
+
+
+def connected(server: BootstrapServer) -> socket.socket:
+    return socket.create_connection((server.host, server.port), timeout=60)  # type: ignore[attr-defined]
+
+
+def ended(connection: socket.socket) -> bytes:
+    """What a connection was answered when it has ended."""
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        while data := connection.recv(4096):
+            answer += data
+    return answer
+
+
+def test_a_request_has_32_kib_in_all(server: BootstrapServer) -> None:
+    for headers in (b"X: " + b"x" * (40 << 10), b"".join(b"X%d: %s\r\n" % (at, b"x" * 1000) for at in range(60))):
+        with connected(server) as connection:
+            connection.sendall(b"GET /query HTTP/1.0\r\n" + headers)
+            assert ended(connection).split(b" ", 2)[1] == b"431"
+    # The server does not take what is behind.
+    with connected(server) as connection, pytest.raises(ConnectionError):
+        connection.sendall(b"GET /query HTTP/1.0\r\n" + (b"X: " + b"x" * (60 << 10) + b"\r\n") * 90)
+    assert ask(server, "GET", "/query")[0] == 200
+
+
+def test_a_request_that_comes_byte_by_byte_has_its_time_in_all(
+    server: BootstrapServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_bootstrap, "IO_TIMEOUT_S", 0.2)
+    with connected(server) as connection:
+        connection.settimeout(0.01)
+        watchdog = time.monotonic() + 60
+        with contextlib.suppress(ConnectionError):
+            while True:
+                assert time.monotonic() < watchdog
+                connection.send(b"x")
+                with contextlib.suppress(TimeoutError):
+                    assert connection.recv(1) == b""
+                    break
 
 
 def test_a_taken_port_is_said_and_not_raised() -> None:

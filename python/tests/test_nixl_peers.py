@@ -22,9 +22,6 @@ from kvferry.nixl._metadata import Metadata
 MIB = 1 << 20
 NBYTES = 64 * MIB
 LISTEN = {"KVFERRY_LISTEN": "127.0.0.1:0"}
-# A reset is noticed in 1 s, silence in 3 s; on busy cores three times as late.
-ON_RESET_S = 3.0
-ON_SILENCE_S = 9.0
 
 TARGET = f"""
 from kvferry.nixl import nixl_agent, nixl_agent_config
@@ -56,6 +53,17 @@ class Here:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
     monkeypatch.setenv("KVFERRY_LISTEN", LISTEN["KVFERRY_LISTEN"])
+    here = Here()
+    yield here
+    here.agent.shutdown()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
+    """An agent that waits for a silent peer and for a transfer longer than a test may take."""
+    monkeypatch.setenv("KVFERRY_LISTEN", LISTEN["KVFERRY_LISTEN"])
+    monkeypatch.setenv("KVFERRY_SILENCE_MS", "600000")
+    monkeypatch.setenv("KVFERRY_TIMEOUT_MS", "600000")
     here = Here()
     yield here
     here.agent.shutdown()
@@ -191,9 +199,10 @@ def test_a_message_that_comes_byte_by_byte_holds_the_listener_for_a_bounded_time
 
 
 @pytest.mark.parametrize("operation", ["WRITE", "READ"])
-def test_a_killed_peer_ends_the_transfer_in_seconds_and_a_restarted_one_takes_its_name(
-    here: Here, start: Callable[..., Child], operation: str
+def test_a_killed_peer_ends_the_transfer_at_once_and_a_restarted_one_takes_its_name(
+    patient: Here, start: Callable[..., Child], operation: str
 ) -> None:
+    here = patient
     child = start()
     here.agent.add_remote_agent(child.run("agent.get_agent_metadata()"))
     here.agent.make_connection("there")
@@ -205,9 +214,7 @@ def test_a_killed_peer_ends_the_transfer_in_seconds_and_a_restarted_one_takes_it
     with pytest.raises(bind.nixlRepostActiveError):
         here.agent.transfer(handle)
     child.kill()
-    killed = time.monotonic()
     assert here.end(handle) == "ERR"
-    assert time.monotonic() - killed < ON_RESET_S
     assert isinstance(handle.error, bind.nixlRemoteDisconnectError)
     assert not here.agent.check_remote_metadata("there")
     with pytest.raises(bind.nixlRemoteDisconnectError):
@@ -228,18 +235,17 @@ def test_a_killed_peer_ends_the_transfer_in_seconds_and_a_restarted_one_takes_it
 
 
 def test_a_peer_that_was_killed_while_idle_is_found_out_by_the_next_transfer(
-    here: Here, start: Callable[..., Child]
+    patient: Here, start: Callable[..., Child]
 ) -> None:
+    here = patient
     child = start()
     here.agent.add_remote_agent(child.run("agent.get_agent_metadata()"))
     handle = here.handle(child, "READ", MIB)
     here.agent.transfer(handle)
     assert here.end(handle) == "DONE"
     child.kill()
-    killed = time.monotonic()
     assert here.agent.transfer(handle) in ("PROC", "ERR")
     assert here.end(handle) == "ERR"
-    assert time.monotonic() - killed < ON_RESET_S
     # Without a transfer that fails, a restarted agent takes the name of the dead one as well.
     second = start()
     here.agent.add_remote_agent(second.run("agent.get_agent_metadata()"))
@@ -251,20 +257,25 @@ def test_a_peer_that_was_killed_while_idle_is_found_out_by_the_next_transfer(
         here.agent.add_remote_agent(start().run("agent.get_agent_metadata()"))
 
 
-def test_a_stopped_peer_ends_the_transfer_within_the_time_of_silence(here: Here, start: Callable[..., Child]) -> None:
+def test_a_stopped_peer_ends_the_transfer_by_its_silence(
+    start: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_LISTEN", LISTEN["KVFERRY_LISTEN"])
+    monkeypatch.setenv("KVFERRY_TIMEOUT_MS", "600000")
+    here = Here()
     child = start()
     here.agent.add_remote_agent(child.run("agent.get_agent_metadata()"))
     here.agent.make_connection("there")
     handle = here.handle(child, "READ")
     child.send(signal.SIGSTOP)
-    stopped = time.monotonic()
     here.agent.transfer(handle)
     for _ in range(3):
         # Does not wait for the peer.
         here.agent.send_notif("there", b"heartbeat")
-    assert here.end(handle) == "ERR"
-    assert time.monotonic() - stopped < ON_SILENCE_S
+    assert here.end(handle, 60) == "ERR"
+    assert isinstance(handle.error, bind.nixlRemoteDisconnectError)
     child.send(signal.SIGCONT)
+    here.agent.shutdown()
 
 
 def test_after_the_release_of_a_running_read_nothing_is_written_to_its_memory(

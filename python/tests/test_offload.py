@@ -6,19 +6,34 @@ The rest is checked in vLLM's own engine core, in e2e/kvferry_e2e/contract/offlo
 from __future__ import annotations
 
 import ast
+import hashlib
+import importlib
+import logging
 import os
+import pickle
+import random
 import re
+import threading
+import time
+from collections import Counter
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import kvferry
 import pytest
+import vllm_stand_in
+from kvferry._identity import LayerFacts
 from kvferry.vllm import _offload_layout as layout
+from kvferry.vllm import _offload_settings
 from kvferry.vllm._layout import UnsupportedCacheError
+from kvferry.vllm._offload_blocks import Block, packed, unpacked
 from kvferry.vllm._offload_keys import Keys
-from kvferry.vllm._offload_retention import Plan, Retention
-from kvferry.vllm._offload_settings import GIB, OffloadSettings
+from kvferry.vllm._offload_puts import Puts
+from kvferry.vllm._offload_retention import Limits, Plan, Plans, Retention
+from kvferry.vllm._offload_settings import GIB, OffloadSettings, open_store
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {"disk": "/kv", "disk_gib": 2}
@@ -43,6 +58,8 @@ def test_settings_are_taken_beside_those_that_vllm_reads() -> None:
         ({"host_gib": -1}, "host_gib must be a number from 0"),
         ({"priority": 101}, "priority must be a whole number from 0 to 100, not 101"),
         ({"priority": 1.5}, "priority must be a whole number"),
+        ({"priority": 50, "priority_max": 40}, "priority_max must be a whole number from 50 to 100, not 40"),
+        ({"duration_max": 0}, "duration_max must be a number from 1"),
         ({"share_tp": 0}, "share_tp must be a whole number from 1"),
         ({"lease": 0}, "lease must be a number from 1"),
         ({"direct": "yes"}, "direct must be one of auto, off, require"),
@@ -56,14 +73,113 @@ def test_a_wrong_setting_is_named_with_what_is_right(change: dict[str, Any], mes
         OffloadSettings.of({**SETTINGS, **change})
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_store_whose_processes_do_not_answer_is_opened_once_they_do_or_after_a_time_not_at_all(
+    is_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries: list[tuple[Any, ...]] = []
+    real = kvferry.Store
+
+    def store(*arguments: Any, **options: Any) -> kvferry.Store:
+        tries.append(arguments)
+        if is_over or len(tries) < 4:
+            raise kvferry.BusyError("the keeper does not answer")
+        return real(*arguments, **options)
+
+    slept = []
+    clock = iter(range(0, 10**6, 50))
+    monkeypatch.setattr(kvferry, "Store", store)
+    times = SimpleNamespace(sleep=slept.append, monotonic=lambda: float(next(clock)))
+    monkeypatch.setattr(_offload_settings, "time", times)
+    settings = OffloadSettings.of({**SETTINGS, "disk": str(tmp_path), "segment_mib": 64})
+    opened = open_store(settings, 0, logging.getLogger("kvferry.test"))
+    messages = [record.getMessage() for record in caplog.records]
+    assert "can't be opened yet, and is tried again: the keeper does not answer" in messages[0]
+    if is_over:
+        assert opened is None
+        assert "until the engine is restarted" in messages[1]
+        assert len(tries) == 5, "0, 50, 100 and 150 s are within the time"
+    else:
+        assert opened is not None
+        opened.close()
+        assert (len(tries), len(slept), len(messages)) == (4, 3, 1)
+
+
 def test_of_ranges_that_overlap_the_higher_priority_holds() -> None:
     ranges = [{"start": 0, "end": 64, "priority": 80}, {"start": 32, "priority": 50, "duration": 9}]
-    plan = Plan.of({"priority": 10, "retention": ranges}, 35)
+    plan = Plan.of({"priority": 10, "retention": ranges}, Limits())
     assert plan.at(15) == Retention(80)
     assert plan.at(47) == Retention(80)
     assert plan.at(64) == Retention(50, 9.0)
-    assert Plan.of({"retention": ranges[:1]}, 35).at(64) == Retention(35)
-    assert Plan.of(None, 40).at(0) == Retention(40)
+    assert Plan.of({"retention": ranges[:1]}, Limits()).at(64) == Retention(35)
+    assert Plan.of(None, Limits(40)).at(0) == Retention(40)
+
+
+def test_the_retention_of_a_token_is_that_of_the_first_of_the_highest_ranges_that_have_it() -> None:
+    chance = random.Random(2)
+    for _ in range(200):
+        ranges = []
+        for number in range(chance.randrange(12)):
+            start = chance.randrange(60)
+            end = chance.choice([None, start + chance.randrange(1, 40)])
+            ranges.append({"start": start, "end": end, "priority": chance.randrange(4), "duration": number + 1})
+        plan = Plan.of({"retention": ranges, "priority": 7}, Limits())
+        for token in range(100):
+            here = [it for it in ranges if it["start"] <= token and (it["end"] is None or token < it["end"])]
+            best = max(here, key=lambda it: it["priority"], default=None)
+            assert plan.at(token) == (Retention(best["priority"], float(best["duration"])) if best else Retention(7))
+
+
+class Looked(list[int]):
+    """Counts how often it is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(at)
+
+
+def test_a_scheduler_looks_at_few_ranges_for_each_block_and_takes_no_more_than_64() -> None:
+    ranges = [{"start": at, "end": 1000 + at} for at in range(64)]
+    plan = Plan.of({"retention": ranges}, Limits())
+    plan._starts = Looked(plan._starts)
+    for block in range(1000):
+        plan.at(16 * block + 15)
+    assert plan._starts.looks <= 8 * 1000
+    with pytest.raises(ValueError, match="retention must be at most 64 ranges, not 100000"):
+        Plan.of({"retention": [{"start": 0}] * 100_000}, Limits())
+
+
+def test_a_request_gets_no_higher_priority_and_no_longer_than_the_operator_allows() -> None:
+    limits = OffloadSettings.of({**SETTINGS, "priority_max": 60, "duration_max": 90}).limits
+    ranges = [{"start": 0, "end": 16, "priority": 100}, {"start": 16, "end": 32, "priority": 5}]
+    plan = Plan.of({"priority": 70, "duration": 3600, "retention": ranges}, limits)
+    assert plan.otherwise == plan.at(0) == Retention(60, 90.0)
+    # A lower priority may last.
+    assert plan.at(16) == Retention(5, 3600.0)
+    assert Plan.of({"priority": 70, "duration": 9}, limits).otherwise == Retention(60, 9.0)
+    assert Plan.of(None, limits).otherwise == Retention(35)
+    assert Plan.of({"priority": 100}, Limits(priority_max=35)).otherwise.priority == 35
+    assert Plan.of({"priority": 100}, OffloadSettings.of(SETTINGS).limits).otherwise == Retention(100)
+
+
+def test_wrong_values_of_clients_are_one_short_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    plans = Plans(Limits(40), "KVFerryTier", logging.getLogger("of the test"))
+    for at in range(50):
+        for wrong in (
+            f"{at}\n" + "x" * 100_000,
+            [[[at] * 1000] * 100] * 60,
+            {"start": [at] * 10_000},
+            10 ** (4000 + at),
+        ):
+            for params in ({"retention": wrong}, {"priority": wrong}, {"duration": wrong}, {"retention": [wrong]}):
+                assert plans.of(params).at(0) == Retention(40)
+                with pytest.raises(ValueError, match="must be") as raised:
+                    Plan.of(params, Limits())
+                assert len(str(raised.value)) < 200
+    (line,) = caplog.messages
+    assert len(line) < 300 and "\n" not in line
 
 
 @pytest.mark.parametrize(
@@ -84,18 +200,19 @@ def test_of_ranges_that_overlap_the_higher_priority_holds() -> None:
 )
 def test_wrong_retention_is_refused(params: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must be|ends at"):
-        Plan.of(params, 35)
+        Plan.of(params, Limits())
 
 
 def key(number: int, group: int = 0) -> bytes:
     return number.to_bytes(32, "big") + group.to_bytes(4, "big")
 
 
-def test_keys_are_known_in_the_order_in_which_vllm_adds_them() -> None:
-    context = SimpleNamespace(_offload_key_positions={key(at, group): at for group in (0, 1) for at in range(3)})
-    keys = Keys()
+def test_keys_are_known_in_the_order_of_the_prompt() -> None:
+    positions = {key(at, group): 16 * (at + 1) for group in (0, 1) for at in range(3)}
+    context = SimpleNamespace(_offload_key_positions=positions)
+    keys = Keys({0: 16, 1: 16})
     keys.update(context)
-    context._offload_key_positions[key(3)] = 3
+    positions[key(3)] = 64
     keys.update(context)
     assert keys.of(0, key(1)) == [key(1), key(2), key(3)]
     assert keys.of(1, key(2, 1), before=1) == [key(1, 1), key(2, 1)]
@@ -103,6 +220,106 @@ def test_keys_are_known_in_the_order_in_which_vllm_adds_them() -> None:
     assert keys.parent(0, key(0)) is None
     assert keys.of(0, key(9)) == [key(9)]
     assert keys.parent(0, key(9)) is None
+
+
+def test_the_tail_of_a_prompt_is_no_block_before_another_in_whatever_order_vllm_adds_it() -> None:
+    # Blocks of 16 tokens, hashes of 4: vLLM looks for a tail from its end, before and after complete blocks.
+    positions = {key(100): 44, key(101): 40, key(0): 16, key(1): 32, key(102): 36}
+    context = SimpleNamespace(_offload_key_positions=positions)
+    keys = Keys({0: 16})
+    keys.update(context)
+    positions[key(2)] = 48
+    positions[key(103)] = 52
+    keys.update(context)
+    assert keys.of(0, key(0)) == [key(0), key(1), key(2)]
+    assert keys.parent(0, key(2)) == key(1)
+    for tail in (100, 101, 102):
+        assert keys.parent(0, key(tail)) == key(1)
+        assert keys.of(0, key(tail)) == [key(tail)]
+    assert keys.parent(0, key(103)) == key(2)
+    # Of a window vLLM may not say the first blocks.
+    window = Keys({0: 16})
+    window.update(SimpleNamespace(_offload_key_positions={key(3): 64, key(1): 32}))
+    assert window.of(0, key(1)) == [key(1)]
+    assert window.of(0, key(3), before=2) == [key(1), key(3)]
+    assert window.parent(0, key(3)) is None
+
+
+def test_a_name_of_vllms_context_that_is_gone_is_no_empty_order() -> None:
+    with pytest.raises(AttributeError, match="_offload_key_positions"):
+        Keys({0: 16}).update(SimpleNamespace())
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 500])
+def test_blocks_of_a_job_are_the_same_on_the_other_side_in_a_fraction_of_their_bytes(count: int) -> None:
+    hashes = [hashlib.sha256(bytes([at % 256, at // 256])).digest() for at in range(count)]
+    kept, system = Retention(3), Retention(90, 60.0)
+    blocks = [Block(it, hashes[at - 1] if at else None, system if at < 7 else kept) for at, it in enumerate(hashes)]
+    others = [Block(it, None, kept) for it in hashes[::2]] + [Block(it, b"other", kept) for it in hashes[:3]]
+    uneven = [Block(b"x" * at, None if at % 3 else b"y", kept) for at in range(count)]
+    for of in (blocks, others, uneven):
+        sent = pickle.dumps(packed(of), pickle.HIGHEST_PROTOCOL)
+        assert unpacked(pickle.loads(sent)) == of
+    if count > 10:
+        assert len(pickle.dumps(packed(blocks))) < 34 * count + 500 < len(pickle.dumps(blocks))
+
+
+class Space:
+    """Puts end when the test lets them."""
+
+    def __init__(self) -> None:
+        self.begun: list[list[bytes]] = []
+        self.may_end = threading.Event()
+
+    def put(self, hashes: list[bytes], *_: Any, **__: Any) -> list[bytes]:
+        self.begun.append(hashes)
+        self.may_end.wait(30)
+        return hashes
+
+    def put_async(self, hashes: list[bytes], *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(done=lambda: False, wait=lambda: hashes)
+
+
+def test_puts_that_wait_are_given_up_for_an_engine_that_needs_their_pages_but_not_the_one_that_has_begun() -> None:
+    space, puts = Space(), Puts()
+    memory: Any = SimpleNamespace(nbytes=100 << 20)
+    kept = Retention()
+    _direct, *waiting = [puts.put(space, [bytes([at])], memory, 0, kept) for at in range(4)]
+    while not space.begun:
+        time.sleep(0.001)
+    for put in waiting:
+        put.give_up()
+    assert [put.done() for put in waiting] == [False, True, True]
+    for put in waiting[1:]:
+        with pytest.raises(CancelledError):
+            put.wait()
+    space.may_end.set()
+    assert waiting[0].wait() == [bytes([1])]
+    puts.close()
+    assert space.begun == [[bytes([1])]]
+
+
+@pytest.mark.parametrize("raised", [MemoryError(), RuntimeError("can't start new thread"), CancelledError()])
+def test_a_job_ends_whatever_the_thread_that_puts_has_raised(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    vllm_stand_in.install(monkeypatch)
+    module = importlib.import_module("kvferry.vllm._offload_worker")
+    worker = module.KVFerryOffloadingWorker.__new__(module.KVFerryOffloadingWorker)
+    worker._stats, worker._say = vllm_stand_in.OffloadingStats(), lambda *_: None
+    job = module._Job("r", False)
+
+    def wait() -> None:
+        raise raised
+
+    job.pending.append((SimpleNamespace(done=lambda: True, wait=wait), 3))
+    worker._jobs = {7: job}
+    worker.wait({7})
+    ((job_id, has_ended, *_),) = worker.get_finished()
+    assert (job_id, has_ended) == (7, True)
+    given_up = isinstance(raised, CancelledError)
+    assert worker._stats.counted == Counter({("refused",): 3, ("refused_waiting",): 3} if given_up else {})
+    assert (job.failure is None) == given_up
 
 
 @dataclass(frozen=True)
@@ -151,7 +368,7 @@ def engine(ranks: int, rank: int, heads: int, *, certified: bool = True, device:
 @pytest.fixture(autouse=True)
 def _one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     # The tests run without torch, which knows what the processor can do.
-    monkeypatch.setattr(layout, "_processor", lambda: "cpu")
+    monkeypatch.setattr(layout, "processor", lambda: "cpu")
 
 
 @pytest.mark.parametrize("heads", [2, 4, 8, 32])
@@ -162,7 +379,8 @@ def test_each_shard_of_the_heads_is_on_one_rank_or_its_replicas(heads: int, rank
     holders: dict[int, list[tuple[int, int]]] = {}
     prints = set()
     for rank in range(ranks):
-        (made,) = layout.group_layouts(*engine(ranks, rank, heads), 8)
+        facts = {name: LayerFacts(kv_heads=heads) for name in ("a", "b")}
+        (made,) = layout.group_layouts(*engine(ranks, rank, heads), 8, facts=facts)
         assert made.is_shared
         prints.add(made.fingerprint)
         for shard in made.shards:
@@ -178,6 +396,23 @@ def test_each_shard_of_the_heads_is_on_one_rank_or_its_replicas(heads: int, rank
         assert sorted(writer for _, writer in ranked) == list(range(ranked[0][0]))
     (alone,) = layout.group_layouts(*engine(1, 0, heads), 8)
     assert prints == {alone.fingerprint}
+
+
+def test_ranks_that_only_the_models_number_of_heads_calls_replicas_do_not_take_turns() -> None:
+    """vLLM concludes from 4 heads of the model that two of 8 ranks have the same one; this layer has 8."""
+    for rank in range(8):
+        config, caches, held = engine(8, rank, 4)
+        for facts in ({}, {name: LayerFacts(kv_heads=8) for name in ("a", "b")}):
+            (made,) = layout.group_layouts(config, caches, held, 8, facts=facts)
+            assert (made.is_shared, made.writers, made.shards[0].index) == (False, 1, rank)
+
+
+def test_another_kernel_of_a_layer_is_another_name() -> None:
+    prints = set()
+    for kernel in ("amx", "vec", "vec"):
+        facts = {"a": LayerFacts("vec", 8), "b": LayerFacts(kernel, 8)}
+        prints.add(layout.group_layouts(*engine(1, 0, 8), 8, facts=facts)[0].fingerprint)
+    assert len(prints) == 2
 
 
 def test_what_vllm_does_not_certify_is_stored_per_rank() -> None:

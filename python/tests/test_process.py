@@ -44,10 +44,8 @@ peer.write(batch)
     ],
 )
 def test_the_interpreter_exits_cleanly_with_open_objects(end: str) -> None:
-    began = time.monotonic()
     ended = run_python(START + end)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(
@@ -61,7 +59,6 @@ def test_the_interpreter_exits_cleanly_with_open_objects(end: str) -> None:
     ],
 )
 def test_an_atexit_callback_can_join_a_thread_that_is_inside_a_call(call: str) -> None:
-    began = time.monotonic()
     ended = run_python(
         # Callbacks run in reverse order: this one runs after kvferry's own, which `import kvferry` registers.
         "import atexit; atexit.register(lambda: (thread.join(), print('joined')))\n"
@@ -69,7 +66,6 @@ def test_an_atexit_callback_can_join_a_thread_that_is_inside_a_call(call: str) -
         + f"thread = threading.Thread(target=lambda: {call}, daemon=True); thread.start(); time.sleep(0.3)"
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "joined\n", "")
-    assert time.monotonic() - began < 10
 
 
 def test_the_interpreter_exits_cleanly_while_a_peer_is_silent(target: Target) -> None:

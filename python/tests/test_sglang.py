@@ -74,6 +74,31 @@ def test_other_weights_of_a_model_have_another_name(tmp_path: Path) -> None:
     assert len({first, second, third, model(tmp_path)}) == 4
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mm_process_config": {"image": {"max_pixels": 9}}},
+        {"image_processor_backend": "torchvision"},
+        {"disable_fast_image_processor": True},
+    ],
+)
+def test_how_images_are_prepared_is_in_the_names_of_pages(
+    given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    defaults = {"mm_process_config": {}, "image_processor_backend": "auto", "disable_fast_image_processor": False}
+    serve(monkeypatch, model_path=str(tmp_path))
+    plain = model(tmp_path)
+    assert "media" not in plain
+    serve(monkeypatch, model_path=str(tmp_path), **defaults)
+    assert model(tmp_path) == plain
+    serve(monkeypatch, model_path=str(tmp_path), **{**defaults, **given})
+    assert model(tmp_path) != plain
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    serve(monkeypatch, model_path=str(tmp_path), **defaults)
+    assert model(tmp_path) != plain
+
+
 def serve(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
     """As in a process of SGLang's server."""
     monkeypatch.setattr(_identity, "server_arguments", lambda: SimpleNamespace(**arguments))
@@ -174,11 +199,11 @@ def test_a_model_that_is_a_file_is_named_by_samples_of_it(tmp_path: Path) -> Non
         file.write_bytes(value * 4096)
         found.add(model(file))
     assert len(found) == 2
-    assert model(tmp_path / "none") == str(tmp_path / "none")
+    assert str(tmp_path / "none") in model(tmp_path / "none")
 
 
 def test_the_setting_model_names_the_weights_alone(tmp_path: Path) -> None:
-    assert model(tmp_path, "llama@3") == "llama@3"
+    assert model(tmp_path, "llama@3") == model(tmp_path / "other", "llama@3") != model(tmp_path, "llama@4")
 
 
 def test_the_page_names_every_setting() -> None:
@@ -186,5 +211,5 @@ def test_the_page_names_every_setting() -> None:
     with pytest.raises(ValueError, match="it has ") as error:
         OffloadSettings.of({"unknown": 1})
     settings = re.sub(".* it has ", "", str(error.value)).split(", ")
-    assert len(settings) == 12
+    assert len(settings) == 14
     assert not [setting for setting in settings if f"`{setting}`" not in page]

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from kvferry import Agent
+from kvferry._identity import LayerFacts
 from kvferry.connector import WorkerHalf
+from kvferry.vllm import _layout
 from kvferry.vllm._layout import Layout, Place, UnsupportedCacheError, groups, in_order, layout, storages
 from kvferry.vllm._settings import Settings
 
@@ -85,9 +87,22 @@ class Caches:
         return {name: at for at, group in enumerate(self.transfer_groups) for name in group.layer_names}
 
 
-def made(tensors: dict[str, Tensor], caches: Caches, place: Place | None = None, heads: int = 4) -> Layout:
+@pytest.fixture(autouse=True)
+def _one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The tests run without torch, which knows what the processor can do.
+    monkeypatch.setattr(_layout, "processor", lambda kernel: f"here {kernel}")
+
+
+def made(
+    tensors: dict[str, Tensor],
+    caches: Caches,
+    place: Place | None = None,
+    heads: int | None = 4,
+    kernel: str | None = "vec",
+) -> Layout:
     regions = [(at + 1, storage.address, storage.nbytes) for at, storage in enumerate(storages(tensors))]
-    return layout(tensors, caches, place or Place(), heads, regions)
+    facts = {name: LayerFacts(kernel, heads) for name in tensors}
+    return layout(tensors, caches, place or Place(), facts, regions)
 
 
 def test_layers_are_in_the_order_of_computing_and_lie_where_their_tensors_do() -> None:
@@ -121,6 +136,40 @@ def test_each_tensor_parallel_rank_has_its_heads(size: int, local: int, expected
     assert held == expected
 
 
+def held(layer_heads: int, size: int, *, known: bool) -> list[tuple[int, int, int]]:
+    """Heads in total, the first one and how many, of each rank, for a layer with so many on all ranks."""
+    found = []
+    for rank in range(size):
+        tensors = {"a.0": Tensor((BLOCKS, max(1, layer_heads // size), 16, 32))}
+        of = made(tensors, Caches((FullAttentionSpec(), ["a.0"])), Place(rank, size), layer_heads if known else None)
+        (shape,) = json.loads(of.json)["shapes"]
+        found.append((shape["heads_total"], shape["head_start"], shape["heads"]))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_rank_never_names_a_head_that_it_does_not_have_whatever_other_layers_have(
+    size: int, heads: int, known: bool
+) -> None:
+    """Heads that are not known are named so that only engines of one parallelism fit."""
+    for rank, (total, first, count) in enumerate(held(heads, size, known=known)):
+        assert count == max(1, heads // size)
+        if total == heads:
+            assert first == rank * heads // size // count * count
+        else:
+            assert (known, total, first) == (False, size, rank)
+
+
+def test_another_kernel_of_the_processor_is_another_encoding() -> None:
+    def encodings(kernel: str) -> Any:
+        of = made({"a.0": Tensor((BLOCKS, 4, 16, 32))}, Caches((FullAttentionSpec(), ["a.0"])), kernel=kernel)
+        return [shape["encoding"] for shape in json.loads(of.json)["shapes"]]
+
+    assert encodings("amx") != encodings("vec") == encodings("vec")
+
+
 def test_windows_and_states_are_groups_of_their_own_kind() -> None:
     caches = Caches((FullAttentionSpec(), ["a.0"]), (SlidingWindowSpec(), ["a.1"]), (MambaSpec(), ["a.2"]))
     assert [group.rule for group in groups(caches, Place())] == [
@@ -143,7 +192,7 @@ def test_kvferry_takes_the_layout() -> None:
     agent = Agent(listen="127.0.0.1:0")
     region = agent.allocate(1 << 19)
     tensors = {"a.0": Tensor((BLOCKS, 4, 16, 32), base=region.addr)}
-    result = layout(tensors, Caches((FullAttentionSpec(), ["a.0"])), Place(), 4, [(region.id, region.addr, 1 << 19)])
+    result = layout(tensors, Caches((FullAttentionSpec(), ["a.0"])), Place(), {}, [(region.id, region.addr, 1 << 19)])
     WorkerHalf(agent, result.json, [region], rank=0, timeout=1).close()
     agent.shutdown()
 
@@ -158,10 +207,16 @@ def test_what_is_not_handed_over_is_refused_by_name() -> None:
 
 
 def test_settings_that_do_not_exist_or_have_wrong_values_are_refused(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match=r"'secret'.*address, model, secret_file, timeout, transports"):
+    with pytest.raises(
+        ValueError, match=r"'secret'.*address, idle_share, model, producers, secret_file, timeout, transports"
+    ):
         Settings.of({"secret": "x"})
     with pytest.raises(ValueError, match="timeout must be 1 to 86400"):
         Settings.of({"timeout": 0})
+    for share in (0, 1.5, True, "half"):
+        with pytest.raises(ValueError, match="idle_share must be more than 0 and at most 1"):
+            Settings.of({"idle_share": share})
+    assert (Settings.of({}).idle_blocks(1000), Settings.of({"idle_share": 0.001}).idle_blocks(100)) == (500, 1)
     empty = tmp_path / "secret"
     empty.write_bytes(b"\n")
     with pytest.raises(ValueError, match="is empty"):

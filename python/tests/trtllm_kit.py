@@ -33,6 +33,8 @@ def args(rank: int = 0, tp: int = 1, **changes: Any) -> Any:
     made = SimpleNamespace(
         model="tiny",
         revision="1",
+        # There are no weights.
+        load_format="dummy",
         dtype="float16",
         max_beam_width=1,
         speculative_config=None,
@@ -137,7 +139,8 @@ class Bench:
         self.directory = directory
         self.manager = manager
         self.make_tensor: Callable[..., Any] = HostTensor if tensor == "buffer" else torch_tensor
-        self.settings(disk=str(directory), disk_gib=0.0625)
+        # The default of 1 GiB of staging memory is allocated for each engine of several ranks.
+        self.settings(disk=str(directory), disk_gib=0.0625, staging_gib=1 / 64)
         self._open: list[Any] = []
 
     def settings(self, **settings: Any) -> None:

@@ -152,7 +152,9 @@ Endpoint::Endpoint(const std::string& listen) {
 
 Endpoint::~Endpoint() {
     kvferry_tasks_free(tasks_, nullptr);
-    for (const auto& entry : regions_) kvferry_region_unregister(entry.second.second, nullptr);
+    // The engine may free its memory once this returns. A call ends after some seconds while a copier hangs in it.
+    for (const auto& entry : regions_)
+        while (kvferry_region_unregister(entry.second.second, nullptr) == KVFERRY_QUARANTINED) continue;
     kvferry_agent_free(agent_, nullptr);
 }
 

@@ -278,6 +278,32 @@ void dropping_a_task_during_the_transfer_waits_until_its_memory_is_quiet() {
     CHECK(holdsNothing(side) && peer.holdsNothing() && side.filled(0, kMemory, 9));
 }
 
+void dropping_a_task_during_the_transfer_in_a_callback_waits_too() {
+    useTcp();
+    Side side;
+    Peer peer;
+    auto task = stalled(side, peer);
+    rtp_llm::transfer::SendRequest request;
+    request.ip = "127.0.0.1";
+    request.port = 1;
+    request.unique_key = "nobody";
+    request.block_info = side.map(kOne);
+    request.deadline_ms = wallClockMs() + kLongMs;
+    std::atomic<bool> quiet{false}, called{false};
+    std::thread later([&] { peer.resume(); });
+    side.sender().send(request, [&](Code, const std::string&) {
+        side.receiver().stealTask("k");
+        task.reset();
+        quiet = side.held().reads == 0 && side.held().receives == 0;
+        side.fill(0, kMemory, 9);
+        called = true;
+    });
+    CHECK(eventually([&] { return called.load(); }));
+    later.join();
+    CHECK(quiet && peer.outcome("s").code == Code::CANCELLED);
+    CHECK(holdsNothing(side) && peer.holdsNothing() && side.filled(0, kMemory, 9));
+}
+
 // S13, V9
 void both_ends_agree_when_the_senders_deadline_and_the_end_of_the_read_meet() {
     Side side;
@@ -395,6 +421,7 @@ std::vector<Case> taskCases() {
         CASE(a_deadline_during_the_transfer_beats_success_and_cancel),
         CASE(a_task_that_is_stolen_during_the_transfer_ends_as_the_transfer_does),
         CASE(dropping_a_task_during_the_transfer_waits_until_its_memory_is_quiet),
+        CASE(dropping_a_task_during_the_transfer_in_a_callback_waits_too),
         CASE(both_ends_agree_when_the_senders_deadline_and_the_end_of_the_read_meet),
         CASE(a_cancel_that_races_with_the_transfer_always_ends),
         CASE(threads_add_steal_and_receive_keys_at_once),

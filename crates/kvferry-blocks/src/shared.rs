@@ -12,6 +12,8 @@ pub(crate) struct Shared {
     pub(crate) events: EventRing,
     /// The latest time that a caller gave.
     pub(crate) now_ms: u64,
+    /// Resets of the manager.
+    pub(crate) resets: u32,
     /// Releases of nodes: their order is their age.
     tick: u64,
     pub(crate) offload_priority_min: u8,
@@ -27,6 +29,7 @@ impl Shared {
             actions: VecDeque::with_capacity(1024),
             events: EventRing::new(config.events),
             now_ms: 0,
+            resets: 0,
             tick: 0,
             offload_priority_min: config.secondary_offload_min_priority,
             tokens_per_block: config.tokens_per_block,

@@ -43,12 +43,15 @@ pub struct Transfer {
     pub mode: TransferMode,
     /// In a file mode, where the file is.
     pub directory: Option<Arc<str>>,
+    /// Resets of the manager before the block was stored. With the key and the group it names the content: a block of the
+    /// same key that was stored before a reset has other bytes.
+    pub resets: u32,
 }
 
 impl Transfer {
     /// In a file mode, the file's name in the directory. It comes from what the block has, never from where it is.
     pub fn file_name(&self) -> String {
-        file_name(self.key, self.group)
+        file_name(self.key, self.group, self.resets)
     }
 }
 
@@ -63,17 +66,19 @@ pub struct Discard {
     pub group: u16,
     /// The block's name.
     pub key: Key,
+    /// The manager's resets, as in [`Transfer::resets`].
+    pub resets: u32,
 }
 
 impl Discard {
     /// As [`Transfer::file_name`].
     pub fn file_name(&self) -> String {
-        file_name(self.key, self.group)
+        file_name(self.key, self.group, self.resets)
     }
 }
 
-fn file_name(key: Key, group: u16) -> String {
-    format!("{key}-{group}.kv")
+fn file_name(key: Key, group: u16, resets: u32) -> String {
+    format!("{key}-{group}-{resets}.kv")
 }
 
 /// How a transfer ended.
@@ -205,6 +210,7 @@ impl Transfers {
             key: job.key,
             mode: job.file.mode,
             directory: job.file.directory.clone(),
+            resets: job.file.resets,
         }
     }
 

@@ -150,6 +150,11 @@ typedef struct kvferry_region kvferry_region;
 // A transfer that was started. A handle, not an address.
 typedef struct kvferry_transfer kvferry_transfer;
 
+// Called with a warning for the operator, one line. `text` does not live longer than the call.
+//
+// Runs on the thread that starts the agent. It must not throw.
+typedef void (*kvferry_warning)(void *user, const char *text);
+
 // Settings of an agent. Set `size` to `sizeof(kvferry_agent_options)`, and the rest to zero: a zero or
 // NULL is what the environment variables say (`KVFERRY_LISTEN`, …), else the default.
 typedef struct kvferry_agent_options {
@@ -160,7 +165,8 @@ typedef struct kvferry_agent_options {
   const char *listen;
   // `host` or `host:port` that peers are told.
   const char *advertise;
-  // The secret, shared by all agents that may connect to each other.
+  // The secret, shared by all agents that may connect to each other. NULL with a `secret_len` that is
+  // not 0 is refused: it is a key that could not be loaded, not the wish for none.
   const uint8_t *secret;
   size_t secret_len;
   // Names of transports, separated by commas. Default: all.
@@ -345,6 +351,13 @@ const char *kvferry_version(void);
 // Any thread; also after a fork.
 size_t kvferry_handles_in_use(void);
 
+// Sets who gets warnings about settings that let strangers in: an agent that listens beyond loopback
+// without a secret, or a short secret. Each is said once per process. Without a receiver, or with NULL,
+// they go to stderr.
+//
+// Any thread, before agents are started.
+void kvferry_on_warning(kvferry_warning warning, void *user);
+
 // Starts an agent: opens its port and starts its threads. `options` may be NULL.
 //
 // Any thread. A forked child starts agents of its own.
@@ -383,6 +396,9 @@ int kvferry_agent_incarnation(const struct kvferry_agent *agent, uint8_t *id, st
 // The memory must stay mapped, and its pages must not be replaced, until `kvferry_region_unregister`
 // has returned `KVFERRY_OK`. Peers write to it at any time.
 //
+// `KVFERRY_UNSUPPORTED`: it is memory of a device. `KVFERRY_INVALID_ARGUMENT`: this process can't read
+// it, or can't write to it though `access` has `KVFERRY_ACCESS_WRITE`.
+//
 // Any thread. After a fork: `KVFERRY_FORKED`.
 int kvferry_region_register(const struct kvferry_agent *agent,
                             void *address,
@@ -406,7 +422,7 @@ int kvferry_region_allocate(const struct kvferry_agent *agent,
 // Unregisters a region and frees its handle. When this returns `KVFERRY_OK`, no copier touches the
 // memory any more.
 //
-// `KVFERRY_QUARANTINED`: a process of this host that may be writing to the memory does not answer. The
+// `KVFERRY_QUARANTINED`: a process of this host or a device that may use the memory does not answer. The
 // handle stays valid; do not reuse the memory, and call again later.
 //
 // Any thread; also after the agent was shut down or freed. After a fork: `KVFERRY_FORKED`.

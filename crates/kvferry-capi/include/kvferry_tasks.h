@@ -149,7 +149,7 @@ int kvferry_recv_task_cancel(struct kvferry_recv_task *task, kvferry_error *erro
 // Another task may have the key then. Until it has, senders that come to the key of a cancelled task are
 // refused, as long as the task's time has not passed.
 //
-// Any thread; from a callback only if the task has ended. Blocks. After a fork: `KVFERRY_FORKED`.
+// Any thread, callbacks included. Blocks. After a fork: `KVFERRY_FORKED`.
 int kvferry_recv_task_free(struct kvferry_recv_task *task, kvferry_error *error);
 
 #ifdef __cplusplus

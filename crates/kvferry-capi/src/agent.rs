@@ -30,7 +30,8 @@ pub struct kvferry_agent_options {
     pub listen: *const c_char,
     /// `host` or `host:port` that peers are told.
     pub advertise: *const c_char,
-    /// The secret, shared by all agents that may connect to each other.
+    /// The secret, shared by all agents that may connect to each other. NULL with a `secret_len` that is
+    /// not 0 is refused: it is a key that could not be loaded, not the wish for none.
     pub secret: *const u8,
     pub secret_len: usize,
     /// Names of transports, separated by commas. Default: all.
@@ -85,7 +86,7 @@ unsafe fn config(options: &kvferry_agent_options) -> Result<Config, Failure> {
         Some("posix") => FileEngine::Posix,
         Some(_) => return Err(Failure::invalid("the file engine is auto, uring or posix")),
     };
-    if !options.secret.is_null() {
+    if !options.secret.is_null() || options.secret_len != 0 {
         // SAFETY: the caller's promise.
         let secret = unsafe { guard::array(options.secret, options.secret_len, "the secret") }?;
         let secret = Secret::new(secret);
@@ -131,7 +132,9 @@ pub unsafe extern "C" fn kvferry_agent_start(
         crate::log::prepare();
         // SAFETY: the caller's promise.
         let config = unsafe { config(&options) }?;
-        let started = handles::add(Agent::start(config)?);
+        let started = Agent::start(config)?;
+        crate::log::warn(started.take_warning());
+        let started = handles::add(started);
         // SAFETY: the caller's promise.
         unsafe { guard::store(agent, handles::pointer(started), "the place for the agent") }?;
         Ok(0)

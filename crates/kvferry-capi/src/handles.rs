@@ -11,6 +11,7 @@ use crate::guard::Failure;
 use crate::tasks::driver::{End, Endpoint};
 use kvferry::{Agent, Batch, FileRegion, Peer, Region, Transfer};
 use kvferry_mooncake::MooncakeEngine;
+use kvferry_sys::fd;
 use kvferry_tasks::{RecvId, SendId};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
@@ -34,6 +35,7 @@ macro_rules! objects {
         #[derive(Debug, Default)]
         pub(crate) struct Table {
             pid: u32,
+            forks: u32,
             first: u64,
             $($field: Map<$type>,)*
         }
@@ -94,17 +96,20 @@ static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
 
 /// The table of this process.
 fn table() -> &'static Table {
-    let pid = std::process::id();
+    // A child in a pid namespace of its own may have its parent's number.
+    let (pid, forks) = (std::process::id(), fd::forks());
     let known = TABLE.load(Ordering::Acquire);
     // SAFETY: a table is never freed: it is leaked when it is made, below.
     if let Some(table) = unsafe { known.as_ref() }
-        && table.pid == pid
+        && (table.pid, table.forks) == (pid, forks)
     {
         return table;
     }
     crate::log::prepare();
+    // Without a descriptor left for it, the number of the process tells alone.
+    let _ = fd::install_fork_handlers();
     let first = NEXT.load(Ordering::Relaxed);
-    let fresh = Box::into_raw(Box::new(Table { pid, first, ..Table::default() }));
+    let fresh = Box::into_raw(Box::new(Table { pid, forks, first, ..Table::default() }));
     match TABLE.compare_exchange(known, fresh, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: as above; `fresh` was just made.
         Ok(_) => unsafe { &*fresh },

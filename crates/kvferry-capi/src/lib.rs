@@ -1,7 +1,8 @@
 //! kvferry's C ABI.
 //!
 //! The library `libkvferry.so.0` exports two sets of functions: those of `include/kvferry.h` and `include/kvferry_tasks.h`, and
-//! those of Mooncake's `transfer_engine_c.h`, for programs that are linked to `libtransfer_engine.so`.
+//! those of Mooncake's `transfer_engine_c.h` with the prefix `kvferry_mooncake_`. `libtransfer_engine.so` (`transfer_engine.c`) has the
+//! latter under Mooncake's names: a program that has Mooncake's own library beside `libkvferry.so.0` keeps Mooncake's functions.
 //! Both headers are generated from this crate; a test compares them. The functions translate and
 //! decide nothing. Four rules hold for all of them:
 //!

@@ -1,7 +1,9 @@
 //! What the library does once per process: threads' processors, and logging to stderr, which the
 //! environment variable `KVFERRY_LOG` turns on (`debug`, `kvferry=trace,info`).
 
-use std::sync::Once;
+use crate::guard::contain;
+use std::ffi::{CString, c_char, c_void};
+use std::sync::{Mutex, Once, PoisonError};
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -22,4 +24,57 @@ pub(crate) fn prepare() {
             tracing::warn!(%error, "threads run where their creators run");
         }
     });
+}
+
+/// Called with a warning for the operator, one line. `text` does not live longer than the call.
+///
+/// Runs on the thread that starts the agent. It must not throw.
+pub type kvferry_warning = Option<unsafe extern "C" fn(user: *mut c_void, text: *const c_char)>;
+
+struct Receiver {
+    warning: kvferry_warning,
+    user: *mut c_void,
+}
+
+// SAFETY: the pointer is the program's, and only passed back to it.
+unsafe impl Send for Receiver {}
+
+static RECEIVER: Mutex<Receiver> =
+    Mutex::new(Receiver { warning: None, user: std::ptr::null_mut() });
+
+/// Sets who gets warnings about settings that let strangers in: an agent that listens beyond loopback
+/// without a secret, or a short secret. Each is said once per process. Without a receiver, or with NULL,
+/// they go to stderr.
+///
+/// Any thread, before agents are started.
+///
+/// # Safety
+/// `user` is what `warning` expects.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvferry_on_warning(warning: kvferry_warning, user: *mut c_void) {
+    *RECEIVER.lock().unwrap_or_else(PoisonError::into_inner) = Receiver { warning, user };
+}
+
+/// Passes a warning on.
+pub(crate) fn warn(text: Option<String>) {
+    let Some(text) = text else { return };
+    let (warning, user) = {
+        let receiver = RECEIVER.lock().unwrap_or_else(PoisonError::into_inner);
+        (receiver.warning, receiver.user)
+    };
+    match (warning, CString::new(text)) {
+        (Some(warning), Ok(text)) => {
+            // SAFETY: the promise of the program that set it.
+            let _ = contain(|| unsafe { warning(user, text.as_ptr()) });
+        }
+        // With KVFERRY_LOG the log has it.
+        (None, Ok(text))
+            if std::env::var_os("KVFERRY_LOG").is_none_or(|filter| filter.is_empty()) =>
+        {
+            use std::io::Write;
+            // stderr may be closed.
+            let _ = writeln!(std::io::stderr(), "{}", text.to_string_lossy());
+        }
+        _ => {}
+    }
 }

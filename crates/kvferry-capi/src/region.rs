@@ -123,6 +123,9 @@ unsafe fn make(
 /// The memory must stay mapped, and its pages must not be replaced, until `kvferry_region_unregister`
 /// has returned `KVFERRY_OK`. Peers write to it at any time.
 ///
+/// `KVFERRY_UNSUPPORTED`: it is memory of a device. `KVFERRY_INVALID_ARGUMENT`: this process can't read
+/// it, or can't write to it though `access` has `KVFERRY_ACCESS_WRITE`.
+///
 /// Any thread. After a fork: `KVFERRY_FORKED`.
 ///
 /// # Safety
@@ -173,7 +176,7 @@ pub unsafe extern "C" fn kvferry_region_allocate(
 /// Unregisters a region and frees its handle. When this returns `KVFERRY_OK`, no copier touches the
 /// memory any more.
 ///
-/// `KVFERRY_QUARANTINED`: a process of this host that may be writing to the memory does not answer. The
+/// `KVFERRY_QUARANTINED`: a process of this host or a device that may use the memory does not answer. The
 /// handle stays valid; do not reuse the memory, and call again later.
 ///
 /// Any thread; also after the agent was shut down or freed. After a fork: `KVFERRY_FORKED`.

@@ -19,7 +19,9 @@ const SIZE_MAX: usize = 4096;
 pub(crate) unsafe trait Versioned: Copy {}
 
 fn size_of_theirs(size: usize, what: &str) -> Result<usize, Failure> {
-    if (size_of::<usize>()..=SIZE_MAX).contains(&size) {
+    // No structure ends within eight bytes of another field: a size that does would cut a pointer in two.
+    let is_possible = size.is_multiple_of(size_of::<usize>());
+    if is_possible && (size_of::<usize>()..=SIZE_MAX).contains(&size) {
         return Ok(size);
     }
     Err(Failure::invalid(format!("{what}: set its field size to sizeof, not {size}")))

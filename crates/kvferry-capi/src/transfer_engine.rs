@@ -3,6 +3,8 @@
 //! The functions have Mooncake's names, arguments, layouts and codes. An engine is a handle of
 //! [`handles`], in the type `void *`.
 
+#![allow(non_snake_case, reason = "the names are Mooncake's")]
+
 use crate::error;
 use crate::guard::{self, Failure, contain};
 use crate::handles;
@@ -81,7 +83,7 @@ pub(crate) fn code(
 ///
 /// # Safety
 /// The texts are null or text.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_createTransferEngine")]
 pub unsafe extern "C" fn createTransferEngine(
     metadata_conn_string: *const c_char,
     local_server_name: *const c_char,
@@ -104,6 +106,7 @@ pub unsafe extern "C" fn createTransferEngine(
         if engine.initialize_at(name, host, metadata) != codes::OK {
             return Err(Failure::invalid(engine.last_error()));
         }
+        crate::log::warn(engine.take_warning());
         Ok(handles::pointer(handles::add(Arc::new(engine))))
     });
     let why = match made {
@@ -116,7 +119,7 @@ pub unsafe extern "C" fn createTransferEngine(
 }
 
 /// Ends an engine. Its transfers fail, its memory is unregistered, its sessions end.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_destroyTransferEngine")]
 pub extern "C" fn destroyTransferEngine(engine: transfer_engine_t) {
     let taken = contain(|| {
         let engine = handles::take::<Arc<MooncakeEngine>, _>(engine)?;
@@ -132,7 +135,7 @@ pub extern "C" fn destroyTransferEngine(engine: transfer_engine_t) {
 ///
 /// # Safety
 /// `buf_out` has `buf_len` bytes.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_getLocalIpAndPort")]
 pub unsafe extern "C" fn getLocalIpAndPort(
     engine: transfer_engine_t,
     buf_out: *mut c_char,
@@ -150,7 +153,7 @@ pub unsafe extern "C" fn getLocalIpAndPort(
 ///
 /// # Safety
 /// Nothing is read.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_installTransport")]
 pub unsafe extern "C" fn installTransport(
     engine: transfer_engine_t,
     proto: *const c_char,
@@ -164,7 +167,7 @@ pub unsafe extern "C" fn installTransport(
 ///
 /// # Safety
 /// Nothing is read.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_uninstallTransport")]
 pub unsafe extern "C" fn uninstallTransport(
     engine: transfer_engine_t,
     proto: *const c_char,
@@ -178,7 +181,7 @@ pub unsafe extern "C" fn uninstallTransport(
 ///
 /// # Safety
 /// `segment_name` is text.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_openSegment")]
 pub unsafe extern "C" fn openSegment(
     engine: transfer_engine_t,
     segment_name: *const c_char,
@@ -193,7 +196,7 @@ pub unsafe extern "C" fn openSegment(
 ///
 /// # Safety
 /// `segment_name` is text.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_openSegmentNoCache")]
 pub unsafe extern "C" fn openSegmentNoCache(
     engine: transfer_engine_t,
     segment_name: *const c_char,
@@ -207,7 +210,7 @@ pub unsafe extern "C" fn openSegmentNoCache(
 }
 
 /// Checks the number. The segment stays open, as with Mooncake.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_closeSegment")]
 pub extern "C" fn closeSegment(engine: transfer_engine_t, segment_id: segment_id_t) -> c_int {
     code(engine, |engine| Ok(engine.close_segment(segment_id)))
 }
@@ -216,7 +219,7 @@ pub extern "C" fn closeSegment(engine: transfer_engine_t, segment_id: segment_id
 ///
 /// # Safety
 /// `segment_name` is text.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_removeLocalSegment")]
 pub unsafe extern "C" fn removeLocalSegment(
     engine: transfer_engine_t,
     segment_name: *const c_char,
@@ -235,7 +238,7 @@ fn access(remote_accessible: c_int) -> Access {
 ///
 /// # Safety
 /// The memory stays mapped until it is unregistered or the engine ends. `location` is not read.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_registerLocalMemory")]
 pub unsafe extern "C" fn registerLocalMemory(
     engine: transfer_engine_t,
     addr: *mut c_void,
@@ -249,7 +252,7 @@ pub unsafe extern "C" fn registerLocalMemory(
 }
 
 /// Unregisters memory. When this returns 0, no copier touches it any more. -3: nothing is registered there.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_unregisterLocalMemory")]
 pub extern "C" fn unregisterLocalMemory(engine: transfer_engine_t, addr: *mut c_void) -> c_int {
     code(engine, |engine| Ok(engine.unregister(&[addr.addr() as u64])))
 }
@@ -258,7 +261,7 @@ pub extern "C" fn unregisterLocalMemory(engine: transfer_engine_t, addr: *mut c_
 ///
 /// # Safety
 /// As `registerLocalMemory`; `buffer_list` has `buffer_len` elements.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_registerLocalMemoryBatch")]
 pub unsafe extern "C" fn registerLocalMemoryBatch(
     engine: transfer_engine_t,
     buffer_list: *mut buffer_entry_t,
@@ -279,7 +282,7 @@ pub unsafe extern "C" fn registerLocalMemoryBatch(
 ///
 /// # Safety
 /// `addr_list` has `addr_len` elements.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_unregisterLocalMemoryBatch")]
 pub unsafe extern "C" fn unregisterLocalMemoryBatch(
     engine: transfer_engine_t,
     addr_list: *mut *mut c_void,
@@ -294,13 +297,13 @@ pub unsafe extern "C" fn unregisterLocalMemoryBatch(
 }
 
 /// Without effect: what peers register is looked up when bytes move.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_syncSegmentCache")]
 pub extern "C" fn syncSegmentCache(engine: transfer_engine_t) -> c_int {
     code(engine, |_| Ok(codes::OK))
 }
 
 /// Without effect: the engine finds its transports by itself.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_discoverTopology")]
 pub extern "C" fn discoverTopology(engine: transfer_engine_t) -> c_int {
     code(engine, |_| Ok(codes::OK))
 }
@@ -309,7 +312,7 @@ pub extern "C" fn discoverTopology(engine: transfer_engine_t) -> c_int {
 ///
 /// # Safety
 /// Nothing is read.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_warmupEfaSegment")]
 pub unsafe extern "C" fn warmupEfaSegment(
     engine: transfer_engine_t,
     segment_name: *const c_char,
@@ -322,7 +325,7 @@ pub unsafe extern "C" fn warmupEfaSegment(
 ///
 /// # Safety
 /// `count` is null or can be written.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_getNicLoadStats")]
 pub unsafe extern "C" fn getNicLoadStats(
     engine: transfer_engine_t,
     stats: *mut nic_load_stat_t,
@@ -337,7 +340,7 @@ pub unsafe extern "C" fn getNicLoadStats(
 }
 
 /// Without effect: kvferry installs no signal handlers. A process that ends with engines open ends cleanly.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_enableGracefulShutdown")]
 pub extern "C" fn enableGracefulShutdown(engine: transfer_engine_t) {
     let _ = engine;
 }
@@ -346,7 +349,7 @@ pub extern "C" fn enableGracefulShutdown(engine: transfer_engine_t) {
 ///
 /// # Safety
 /// `buf_out` has `buf_len` bytes.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_showLinks")]
 pub unsafe extern "C" fn showLinks(
     engine: transfer_engine_t,
     buf_out: *mut c_char,

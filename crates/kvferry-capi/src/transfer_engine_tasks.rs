@@ -1,5 +1,7 @@
 //! Mooncake's C API: batches of tasks, and notifications.
 
+#![allow(non_snake_case, reason = "the names are Mooncake's")]
+
 use crate::error;
 use crate::guard::{self, Failure};
 use crate::transfer_engine::{code, segment_id_t, transfer_engine_t, with};
@@ -66,7 +68,7 @@ pub type notify_msg_t = notify_msg;
 
 /// Makes a batch. Its size is not a limit: a batch holds up to 1 048 576 tasks. An engine has at most
 /// 16 384 batches; beyond that, the oldest one whose tasks have all ended is dropped.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_allocateBatchID")]
 pub extern "C" fn allocateBatchID(engine: transfer_engine_t, batch_size: usize) -> batch_id_t {
     let _ = batch_size;
     with(engine, INVALID_BATCH, |engine| {
@@ -79,7 +81,7 @@ pub extern "C" fn allocateBatchID(engine: transfer_engine_t, batch_size: usize) 
 }
 
 /// Frees a batch whose tasks have ended. -4: some have not.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_freeBatchID")]
 pub extern "C" fn freeBatchID(engine: transfer_engine_t, batch_id: batch_id_t) -> c_int {
     code(engine, |engine| Ok(engine.free_batch(batch_id)))
 }
@@ -122,7 +124,7 @@ unsafe fn submit(
 ///
 /// # Safety
 /// `entries` has `count` elements, whose memory stays valid until the tasks have ended.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_submitTransfer")]
 pub unsafe extern "C" fn submitTransfer(
     engine: transfer_engine_t,
     batch_id: batch_id_t,
@@ -138,7 +140,7 @@ pub unsafe extern "C" fn submitTransfer(
 ///
 /// # Safety
 /// As `submitTransfer`; the texts of `notify_msg` are null or text.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_submitTransferWithNotify")]
 pub unsafe extern "C" fn submitTransferWithNotify(
     engine: transfer_engine_t,
     batch_id: batch_id_t,
@@ -184,7 +186,7 @@ unsafe fn texts(message: notify_msg_t) -> Result<(String, Vec<u8>), Failure> {
 ///
 /// # Safety
 /// `status` can be written.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_getTransferStatus")]
 pub unsafe extern "C" fn getTransferStatus(
     engine: transfer_engine_t,
     batch_id: batch_id_t,
@@ -216,7 +218,7 @@ pub unsafe extern "C" fn getTransferStatus(
 ///
 /// # Safety
 /// The texts of `notify_msg` are null or text.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_genNotifyInEngine")]
 pub unsafe extern "C" fn genNotifyInEngine(
     engine: transfer_engine_t,
     target_id: u64,
@@ -235,7 +237,7 @@ pub unsafe extern "C" fn genNotifyInEngine(
 ///
 /// # Safety
 /// `size` can be written.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_getNotifsFromEngine")]
 pub unsafe extern "C" fn getNotifsFromEngine(
     engine: transfer_engine_t,
     size: *mut c_int,
@@ -289,7 +291,7 @@ fn copied(bytes: &[u8]) -> *mut c_char {
 ///
 /// # Safety
 /// `msg` is null, or what `getNotifsFromEngine` returned, with `size` messages.
-#[unsafe(no_mangle)]
+#[unsafe(export_name = "kvferry_mooncake_freeNotifsMsgBuf")]
 pub unsafe extern "C" fn freeNotifsMsgBuf(msg: *mut notify_msg_t, size: c_int) -> c_int {
     if msg.is_null() {
         return codes::OK;

@@ -73,7 +73,8 @@ impl Half {
         let memory = agent.allocate_private(usize::try_from(bytes)?, Access::READ)?;
         let layout = layout(memory.id(), Heads::all(shape.heads), &shape, Packing::Lbhnc);
         let (model, limits) = (Model::default(), Limits::default());
-        let config = WorkerConfig { rank: 0, model, announce: Announce::Chunks, limits };
+        let config =
+            WorkerConfig { rank: 0, model, announce: Announce::Chunks, limits, producers: None };
         let worker = Worker::start(&agent, layout, std::slice::from_ref(&memory), config)?;
         let address = agent.advertised().to_owned();
         let half = Self { _agent: agent, _memory: memory, worker, address };
@@ -110,7 +111,7 @@ impl Half {
         let fetches = vec![FetchRequest {
             request: request.to_owned(),
             transfer: HandoffId::new(request)?,
-            address: from.to_owned(),
+            address: from.parse().expect("the address of an agent"),
             engine: None,
             tokens: (0, TOKENS),
             blocks: vec![BlockTable::new(0, vec![2])],

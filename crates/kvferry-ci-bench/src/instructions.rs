@@ -7,6 +7,7 @@ use kvferry_connector::{
     ConnectorMetadata, EngineId, GroupRule, HandoffId, Request, Scheduled, Scheduler,
     SchedulerConfig, producer_params,
 };
+use kvferry_models::lane_ends::LaneEnds;
 use kvferry_proto::frame::verify_head;
 use kvferry_proto::layout::Kind;
 use kvferry_proto::message::{Decoder, Message, Ping, encode};
@@ -27,6 +28,8 @@ const MANY: u64 = 25;
 const WORKS: &[(&str, fn())] = &[
     ("encode a request of 1024 descriptors", encode_request),
     ("decode a request of 1024 descriptors", decode_request),
+    ("a write of one descriptor and its answer, both ends of a lane", || lane_request(false)),
+    ("the same with keyed tags", || lane_request(true)),
     ("cut a batch of 1024 pairs into frames, with their tables", cut_batch),
     ("encode and decode a control message", control_message),
     ("a handshake, both sides", handshake),
@@ -109,6 +112,15 @@ fn decode_request() {
     black_box(header.decode_table(&table).expect("own output"));
 }
 
+thread_local! {
+    static LANES: [RefCell<LaneEnds>; 2] = [false, true].map(|keyed| RefCell::new(LaneEnds::new(keyed)));
+}
+
+#[inline(never)]
+fn lane_request(keyed: bool) {
+    LANES.with(|lanes| lanes[usize::from(keyed)].borrow_mut().request());
+}
+
 #[inline(never)]
 fn cut_batch() {
     black_box(kvferry::fuzzing::cut(black_box(DESCRIPTORS as usize), 4096));
@@ -122,6 +134,11 @@ fn control_message() {
 
 #[inline(never)]
 fn handshake() {
+    black_box(sessions());
+}
+
+/// Both sides of a session that was just established.
+fn sessions() -> [Session; 2] {
     let now = Timestamp::from_nanos(1_000_000_000);
     let config = |id, name: &str| SessionConfig::new(Incarnation(id), name);
     let mut a = Session::initiator(config(1, "a"), None, [1; 32], now);
@@ -131,7 +148,8 @@ fn handshake() {
     a.receive(&b.poll_transmit().expect("challenges"), now);
     b.receive(&a.poll_transmit().expect("proves"), now);
     a.receive(&b.poll_transmit().expect("is ready"), now);
-    assert!(black_box(a.is_established() && b.is_established()));
+    assert!(a.is_established() && b.is_established());
+    [a, b]
 }
 
 const PREFILLS: u32 = 64;
@@ -159,6 +177,7 @@ impl Prefills {
             eager: true,
             recomputed_tokens: 0,
             null_block: None,
+            idle: None,
         };
         let mut scheduler = Scheduler::new(config, EngineId(1));
         let names: Vec<_> = (0..PREFILLS).map(|n| format!("prefilled-{n}")).collect();

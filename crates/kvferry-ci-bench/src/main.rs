@@ -1,6 +1,7 @@
 //! Benchmarks that count instead of measuring time, so that a busy machine makes no difference:
-//! system calls, allocations and bytes copied of fixed batches, on both sides, in steady state,
-//! wake-ups of threads for a handoff, and instructions of fixed work of the protocol.
+//! system calls, allocations and bytes copied of fixed batches, on both sides, in steady state, and of
+//! registering 10 000 regions, wake-ups of threads for a handoff, and instructions of fixed work of the
+//! protocol.
 //!
 //! `kvferry-ci-bench FILE` counts and compares with what FILE keeps: one number per line, so that a
 //! regression shows in a diff. It exits with 1 if anything got worse by more than its tolerance.
@@ -15,6 +16,7 @@ mod counters;
 mod handoffs;
 mod instructions;
 mod kept;
+mod regions;
 mod target;
 mod transfers;
 
@@ -31,6 +33,7 @@ fn main() -> ExitCode {
         ["producer", transport] => handoffs::produce(transport).map(|()| true),
         ["handoffs"] => handoffs::count().map(|_| true),
         ["work", name, rounds] => instructions::work(name, rounds).map(|()| true),
+        ["regions"] => regions::count().map(|_| true),
         ["transfers"] => transfers::count(transfers::FEW_ROUNDS).map(|_| true),
         [file] => compare(file, false),
         [file, "--keep"] => compare(file, true),
@@ -51,6 +54,7 @@ fn compare(file: &str, keep: bool) -> Result<bool, Failure> {
     transfers::uncounted_calls()?;
     let mut figures = Figures::default();
     figures.extend(transfers::count(transfers::ROUNDS)?);
+    figures.extend(regions::count()?);
     figures.extend(handoffs::count()?);
     figures.extend(instructions::count()?);
     figures.write("target/bench/counted.json")?;

@@ -125,7 +125,7 @@ fn sorted(rounds: &[Counts], value: impl Fn(&Counts) -> u64) -> Vec<u64> {
 
 /// The cost of an undisturbed round: the least of all rounds. Waits depend on the scheduler; of them the
 /// median.
-fn note(figures: &mut Figures, what: &str, rounds: &[Counts]) {
+pub(crate) fn note(figures: &mut Figures, what: &str, rounds: &[Counts]) {
     let sum = |counts: &Counts, wanted: &dyn Fn(&str) -> bool| -> u64 {
         counts.calls.iter().filter(|(name, _)| wanted(name)).map(|(_, n)| n).sum()
     };
@@ -153,7 +153,7 @@ fn note(figures: &mut Figures, what: &str, rounds: &[Counts]) {
         .iter()
         .map(|(name, n)| format!("{name} {:.1}", *n as f64 / rounds.len() as f64))
         .collect();
-    println!("{what}: {} per batch", mean.join(", "));
+    println!("{what}: {} per round", mean.join(", "));
 }
 
 /// Where strace is at hand: every call it sees in a run of ours has to be one that is counted.

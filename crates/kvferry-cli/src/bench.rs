@@ -9,6 +9,7 @@ use kvferry_bench::{handoffs, transfers};
 
 use crate::cli::{
     BenchArgs, BenchFileArgs, BenchHandoffArgs, BenchOf, BenchOffloadArgs, BenchStoreArgs,
+    StoreRows,
 };
 use crate::files;
 use crate::output::{self, Report};
@@ -33,6 +34,9 @@ fn store(args: &BenchStoreArgs) -> Result<(), Failure> {
             let blocks = args.blocks.iter().map(|&blocks| blocks as usize).collect();
             let options = StoreBench { trace: trace.clone(), blocks };
             kvferry_bench::store::measure(&options, &bar)
+        }
+        None if args.rows == StoreRows::Full => {
+            kvferry_bench::store::full::measure(&args.speed(), args.seconds(), &bar)
         }
         None => kvferry_bench::store::speed::measure(&args.speed(), &bar),
     };

@@ -32,7 +32,8 @@ Exit codes:
   4  a transfer or a helper process failed
 
 Agents also read their settings from the environment: KVFERRY_SECRET_FILE, KVFERRY_TRANSPORTS,
-KVFERRY_IO_THREADS, KVFERRY_STREAMS, KVFERRY_SILENCE_MS.";
+KVFERRY_IO_THREADS, KVFERRY_STREAMS, KVFERRY_SILENCE_MS,
+KVFERRY_PEER_MEMORY.";
 
 /// kvferry moves KV cache for LLM serving. This command shows it, measures it and checks hosts.
 #[derive(Debug, Parser)]
@@ -714,6 +715,7 @@ const BENCH_STORE_EXAMPLES: &str = "\
 Examples:
   kvferry bench store --quick                      a minute, too short to judge by
   kvferry bench store --folder /mnt/nvme --check   seven rounds on that file system, with bounds
+  kvferry bench store --rows full --folder /mnt/nvme --check   puts into a full store, a minute each
   kvferry bench store --trace conversation_trace.jsonl
   kvferry bench store --trace conversation_trace.jsonl --blocks 50000 --json
 
@@ -731,7 +733,7 @@ result each time.";
 #[command(after_long_help = BENCH_STORE_EXAMPLES)]
 pub(crate) struct BenchStoreArgs {
     /// A trace to replay
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["folder", "bytes", "sizes", "rounds", "quick"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["folder", "bytes", "sizes", "rounds", "quick", "rows"])]
     pub(crate) trace: Option<PathBuf>,
     /// Capacities, in blocks
     #[arg(long, value_delimiter = ',', default_value = "1000,10000,30000", value_name = "COUNT",
@@ -753,6 +755,12 @@ pub(crate) struct BenchStoreArgs {
     /// Rounds; seven or more to judge by [default: 7, with --quick 2]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) rounds: Option<u32>,
+    /// What is measured
+    #[arg(long, value_enum, default_value = "speed")]
+    pub(crate) rows: StoreRows,
+    /// With --rows full: seconds of puts into each full store [default: 60, with --quick 5]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=3600), conflicts_with = "trace")]
+    pub(crate) seconds: Option<u32>,
     /// Small and short
     #[arg(long)]
     pub(crate) quick: bool,
@@ -767,7 +775,21 @@ pub(crate) struct BenchStoreArgs {
     pub(crate) quiet: bool,
 }
 
+/// What is measured of the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum StoreRows {
+    /// Puts and gets, the index, opening
+    Speed,
+    /// Puts into a full store, beside the same into one with space
+    Full,
+}
+
 impl BenchStoreArgs {
+    /// Seconds of puts into each full store.
+    pub(crate) fn seconds(&self) -> f64 {
+        self.seconds.unwrap_or(if self.quick { 5 } else { 60 }).into()
+    }
+
     pub(crate) fn speed(&self) -> StoreSpeed {
         StoreSpeed {
             folder: self.folder.clone(),

@@ -1,6 +1,6 @@
 //! `kvferry store` on stores that this test makes.
 
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -461,6 +461,8 @@ fn blocks_that_were_exported_are_found_in_the_store_that_they_are_imported_into(
     let done = report(0, &["export", &file, folder.text()]);
     assert_eq!((&done["blocks"], &done["damaged"]), (&48.into(), &0.into()), "{done}");
     assert_eq!(done["bytes"], 48 * LEN);
+    let mode = std::fs::metadata(&file).expect("it was written").mode() & 0o777;
+    assert_eq!(mode, 0o600, "what users have asked is in it");
     drop(engine);
     let done = report(0, &["import", &file, other.text(), "--capacity", CAPACITY]);
     assert_eq!((&done["stored"], &done["present"]), (&48.into(), &0.into()), "{done}");

@@ -22,14 +22,17 @@
 //! | what two engines learn of each other first | `kvferry_proto::engine_handshake`, `rank_metadata.rs` |
 //! | deciding; counting the ranks' reports | `scheduler/`, `quorum.rs` |
 //! | the parameters of a request; what the halves send each other | `params.rs`, `prompt.rs`, `metadata.rs` |
+//! | addresses of producers; which of them an engine accepts | `address.rs`, `producers.rs` |
 //! | announcing what is computed | `worker/producer.rs`, `worker/request.rs`, `worker/events.rs` |
 //! | fetching | `worker/consumer.rs`, `worker/producer_engine.rs` |
 //! | driving the protocol: messages, reads, timers, peers | `rank/` |
 
+mod address;
 mod clock;
 mod codes;
 mod metadata;
 mod params;
+mod producers;
 mod prompt;
 mod quorum;
 mod rank;
@@ -38,6 +41,7 @@ mod scheduler;
 mod sync;
 mod worker;
 
+pub use address::{AddressError, AgentAddress, ProducerAddress};
 pub use kvferry_proto::WireCode;
 pub use kvferry_proto::engine_handshake::{EngineId, Model};
 pub use kvferry_proto::handoff::{
@@ -49,11 +53,12 @@ pub use metadata::{
     Expect, FetchRequest, Free, MetadataError, Notes, Offer, RequestOutcome,
 };
 pub use params::{ConsumerParams, Params, ParamsError, Role, producer_params};
-pub use prompt::PromptId;
+pub use producers::{ForbiddenProducer, Producers, ProducersError};
+pub use prompt::{PromptHasher, PromptId};
 pub use rank::{Event, Rank, RankError, ReadMapper, ReadPart, ReadRequest, SideData, Source};
 pub use rank_metadata::{RankMetadata, RankMetadataError};
 pub use scheduler::{
-    FinishReason, Finished, GroupRule, Match, Refused, Request, Scheduled, Scheduler,
+    FinishReason, Finished, GroupRule, IdleLimit, Match, Refused, Request, Scheduled, Scheduler,
     SchedulerConfig, Stats,
 };
 pub use worker::{

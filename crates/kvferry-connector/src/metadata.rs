@@ -3,6 +3,7 @@
 //! MessagePack maps keyed by name: a decoder ignores fields of later versions. Engines carry them as
 //! opaque bytes; every rank gets the metadata of every step.
 
+use crate::address::{AgentAddress, ProducerAddress};
 use crate::rank_metadata::{RankMetadata, RankMetadataError};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::EngineId;
@@ -25,6 +26,10 @@ pub struct ConnectorMetadata {
     /// Producer: requests that ended. The same holds for those that are not held.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub endings: Vec<Ending>,
+    /// Producer: held requests whose blocks the engine needs. Those that no consumer has asked for are
+    /// withdrawn, and reported as sent.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub reclaims: Vec<String>,
     /// Producer: requests that this step computes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub computes: Vec<Compute>,
@@ -91,7 +96,7 @@ pub enum EngineError {
     Rank { rank: usize, error: RankMetadataError },
     /// Two ranks have one address, which can lead to only one of them.
     #[error("ranks {first} and {second} both have the address {address}: give each its own")]
-    Address { first: usize, second: usize, address: String },
+    Address { first: usize, second: usize, address: AgentAddress },
     /// Two ranks compute with different models.
     #[error("ranks {first} and {second} have different models")]
     Model { first: usize, second: usize },
@@ -135,10 +140,12 @@ pub struct Claim {
     /// The handoff.
     pub transfer: HandoffId,
     /// As in [`FetchRequest::address`].
-    pub address: String,
+    pub address: ProducerAddress,
     /// The life of the producing engine that is meant, if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineId>,
+    /// Tokens of the prompt: no more will be fetched.
+    pub tokens: u32,
 }
 
 /// What a producer offers of a request.
@@ -196,8 +203,8 @@ pub struct FetchRequest {
     pub request: String,
     /// The handoff.
     pub transfer: HandoffId,
-    /// `host:port` of an agent of the producing engine, or `http://host:port` of its bootstrap server.
-    pub address: String,
+    /// An agent of the producing engine, or its bootstrap server.
+    pub address: ProducerAddress,
     /// The life of that engine that is meant, if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineId>,
@@ -215,7 +222,7 @@ pub struct Free {
     /// The handoff.
     pub transfer: HandoffId,
     /// As in [`FetchRequest::address`].
-    pub address: String,
+    pub address: ProducerAddress,
     /// The life of that engine that is meant, if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub engine: Option<EngineId>,
@@ -267,7 +274,11 @@ pub struct Notes {
     /// Fetches that ended on this rank.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub fetched: Vec<RequestOutcome>,
-    /// Producer's requests whose handoff ended on this rank before the request did.
+    /// Claims and fetches whose producer has offered the handoff, or has its request in a queue.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub answered: Vec<String>,
+    /// Producer's requests whose handoff ended on this rank before the request did, or while it was held
+    /// for a consumer that has not asked for it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub lost: Vec<RequestOutcome>,
 }

@@ -20,6 +20,7 @@
 //! Concurrent: a router gives both requests one `transfer_id`, and the consumer's an address.
 //! Sequential: the producer's response carries what the consumer's request needs ([`ConsumerParams`]).
 
+use crate::address::{AgentAddress, ProducerAddress};
 use kvferry_proto::engine_handshake::EngineId;
 use kvferry_proto::handoff::HandoffId;
 use serde_json::{Map, Value, json};
@@ -45,8 +46,8 @@ pub enum Role {
 pub struct ConsumerParams {
     /// The handoff's id.
     pub transfer: HandoffId,
-    /// `host:port` of an agent of the producing engine, or `http://host:port` of its bootstrap server.
-    pub address: String,
+    /// An agent of the producing engine, or its bootstrap server.
+    pub address: ProducerAddress,
     /// The life of that engine that is meant, if it is known.
     pub engine: Option<EngineId>,
     /// How many tokens the producer has the KV of. If unknown: all that the consumer can use.
@@ -65,8 +66,6 @@ pub struct ParamsError {
 
 /// The producer runs another connector: NIXL's and Mooncake's engine ids are no digits.
 const FOREIGN: &str = "is not 32 hexadecimal digits: the producer does not run KVFerryConnector";
-
-const HTTP: &str = "http://";
 
 impl ParamsError {
     /// Whether the request's producer runs another connector.
@@ -119,11 +118,12 @@ impl ConsumerParams {
         insert("do_remote_decode", json!(false));
         insert("transfer_id", json!(self.transfer.as_str()));
         insert("remote_request_id", json!(self.transfer.as_str()));
-        if self.address.starts_with(HTTP) {
-            insert("remote_bootstrap_addr", json!(self.address));
+        let address = self.address.as_str();
+        if self.address.is_bootstrap() {
+            insert("remote_bootstrap_addr", json!(address));
         } else {
-            insert("remote_address", json!(self.address));
-            if let Some((host, port)) = self.address.rsplit_once(':')
+            insert("remote_address", json!(address));
+            if let Some((host, port)) = address.rsplit_once(':')
                 && let Ok(port) = port.parse::<u16>()
             {
                 insert("remote_host", json!(host.trim_matches(['[', ']'])));
@@ -188,27 +188,24 @@ fn transfer(params: &Params, keys: &[&'static str]) -> Result<Option<HandoffId>,
 }
 
 /// Where the producing engine can be asked.
-fn address(params: &Params) -> Result<Option<String>, ParamsError> {
+fn address(params: &Params) -> Result<Option<ProducerAddress>, ParamsError> {
     let given = |key| Ok(text(params, key)?.filter(|text| !text.is_empty()));
+    let agent = |text: &str| text.parse::<AgentAddress>().map(ProducerAddress::from);
     if let Some(address) = given("remote_address")? {
-        return Ok(Some(address.to_owned()));
+        let address = agent(address).map_err(|_| wrong("remote_address", "is not host:port"));
+        return address.map(Some);
     }
     if let Some(host) = given("remote_host")? {
         let port = number(params, "remote_port")?.ok_or(wrong("remote_port", "is missing"))?;
         let port = u16::try_from(port).map_err(|_| wrong("remote_port", "is not a port"))?;
         let is_ipv6 = host.contains(':') && !host.starts_with('[');
-        return Ok(Some(if is_ipv6 {
-            format!("[{host}]:{port}")
-        } else {
-            format!("{host}:{port}")
-        }));
+        let address = if is_ipv6 { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+        let wrong = wrong("remote_host", "is neither a host name nor an address");
+        return agent(&address).map(Some).map_err(|_| wrong);
     }
     let Some(bootstrap) = given("remote_bootstrap_addr")? else { return Ok(None) };
-    let bare = bootstrap.strip_prefix(HTTP).unwrap_or(bootstrap).trim_end_matches('/');
-    if bare.is_empty() || bare.contains('/') {
-        return Err(wrong("remote_bootstrap_addr", "is not http://host:port"));
-    }
-    Ok(Some(format!("{HTTP}{bare}")))
+    let address = ProducerAddress::bootstrap(bootstrap);
+    address.map(Some).map_err(|_| wrong("remote_bootstrap_addr", "is not http://host:port"))
 }
 
 #[cfg(test)]
@@ -223,7 +220,7 @@ mod tests {
     fn a_consumer_parses_what_an_offer_encodes() {
         let offered = ConsumerParams {
             transfer: HandoffId::new("xfer-1").expect("short"),
-            address: "10.0.0.1:4711".to_owned(),
+            address: "10.0.0.1:4711".parse().expect("an address"),
             engine: Some(EngineId(7 << 100)),
             tokens: Some(8191),
         };
@@ -237,7 +234,7 @@ mod tests {
         for address in ["10.0.0.1:4711", "prefill-0.local:4711", "[fd00::1]:4711"] {
             let offered = ConsumerParams {
                 transfer: HandoffId::new("xfer-1").expect("short"),
-                address: address.to_owned(),
+                address: address.parse().expect("an address"),
                 engine: Some(EngineId(7 << 100)),
                 tokens: None,
             };
@@ -259,14 +256,36 @@ mod tests {
             let Ok(Some(Role::Consume(consumes))) = Role::parse(Some(&it)) else {
                 panic!("{it:?}")
             };
-            assert_eq!(consumes.address, expected);
+            assert_eq!(consumes.address.as_str(), expected);
             assert_eq!(Role::parse(Some(&consumes.to_params())), Ok(Some(Role::Consume(consumes))));
             it.insert("remote_address".to_owned(), json!("a:1"));
             let Ok(Some(Role::Consume(consumes))) = Role::parse(Some(&it)) else {
                 panic!("{it:?}")
             };
-            assert_eq!(consumes.address, "a:1");
+            assert_eq!(consumes.address.as_str(), "a:1");
         }
+    }
+
+    #[test]
+    fn requests_that_spell_one_address_differently_name_one_producer() {
+        let of = |address: Value| {
+            let mut it = params(json!({"do_remote_prefill": true, "transfer_id": "x"}));
+            it.extend(params(address));
+            match Role::parse(Some(&it)) {
+                Ok(Some(Role::Consume(consumes))) => consumes.address,
+                other => panic!("{it:?}: {other:?}"),
+            }
+        };
+        let plain = of(json!({"remote_address": "10.0.0.5:7000"}));
+        for other in [
+            json!({"remote_address": "10.0.0.5:07000"}),
+            json!({"remote_address": "[::ffff:10.0.0.5%7]:7000"}),
+            json!({"remote_host": "::ffff:a00:5", "remote_port": 7000}),
+        ] {
+            assert_eq!(of(other), plain);
+        }
+        let bootstrap = of(json!({"remote_bootstrap_addr": "http://prefill:8998"}));
+        assert_eq!(of(json!({"remote_bootstrap_addr": "PREFILL:08998/"})), bootstrap);
     }
 
     #[test]
@@ -326,6 +345,31 @@ mod tests {
                 json!({"do_remote_prefill": true, "transfer_id": "x",
                        "remote_bootstrap_addr": "https://a:1"}),
                 "remote_bootstrap_addr",
+            ),
+            (
+                json!({"do_remote_prefill": true, "transfer_id": "x",
+                       "remote_bootstrap_addr": "http://a:1\r\nx"}),
+                "remote_bootstrap_addr",
+            ),
+            (
+                json!({"do_remote_prefill": true, "transfer_id": "x",
+                       "remote_address": "10.0.0.1 a.prefill:1"}),
+                "remote_address",
+            ),
+            (
+                json!({"do_remote_prefill": true, "transfer_id": "x",
+                       "remote_address": "127.1:1"}),
+                "remote_address",
+            ),
+            (
+                json!({"do_remote_prefill": true, "transfer_id": "x",
+                       "remote_address": "http://a:1"}),
+                "remote_address",
+            ),
+            (
+                json!({"do_remote_prefill": true, "transfer_id": "x", "remote_port": 1,
+                       "remote_host": "10.0.0.1 a.prefill"}),
+                "remote_host",
             ),
         ] {
             assert_eq!(Role::parse(Some(&params(value))).expect_err("wrong").key, key);

@@ -20,6 +20,12 @@ const SUFFIX: usize = 33;
 /// Bytes of a router's `transfer_id` at most.
 const TRANSFER_MAX: usize = ID_MAX - SUFFIX;
 
+/// Bytes that are hashed together. BLAKE3 hashes the chunks of a piece side by side if the piece is long and begins at a
+/// multiple of its length.
+const AT_ONCE: usize = 64 << 10;
+/// Tokens that are converted to bytes together.
+const TOKENS_AT_ONCE: usize = 1024;
+
 /// Why a `transfer_id` is not of a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub(crate) enum Unidentified {
@@ -37,20 +43,9 @@ impl PromptId {
     /// The identity of all of a prompt's tokens. `extra` is what else its KV depends on, in an order that
     /// both engines use: the name of the LoRA, identifiers of multimodal inputs, the cache salt.
     pub fn new(extra: &[&[u8]], tokens: &[u32]) -> Self {
-        let mut hasher = blake3::Hasher::new_derive_key("kvferry prompt, v1");
-        hasher.update(&(extra.len() as u64).to_le_bytes());
-        for key in extra {
-            hasher.update(&(key.len() as u64).to_le_bytes());
-            hasher.update(key);
-        }
-        let mut bytes = Vec::with_capacity(4096);
-        for tokens in tokens.chunks(1024) {
-            bytes.clear();
-            bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
-            hasher.update(&bytes);
-        }
-        let hash = hasher.finalize();
-        Self(u128::from_be_bytes(*hash.as_bytes().first_chunk().expect("a hash has 32 bytes")))
+        let mut hasher = PromptHasher::new(extra);
+        hasher.update_tokens(tokens);
+        hasher.finish()
     }
 
     /// The identity that [`PromptId::to_bytes`] returned.
@@ -82,6 +77,65 @@ impl PromptId {
             None => HandoffId::new(&format!("{}#{self}", transfer.as_str()))
                 .map_err(|_| Unidentified::TooLong),
         }
+    }
+}
+
+/// Computes [`PromptId::new`] piece by piece.
+pub struct PromptHasher {
+    hasher: blake3::Hasher,
+    /// Fewer than [`AT_ONCE`] bytes.
+    waiting: Vec<u8>,
+}
+
+impl PromptHasher {
+    /// A prompt without tokens yet.
+    pub fn new(extra: &[&[u8]]) -> Self {
+        let hasher = blake3::Hasher::new_derive_key("kvferry prompt, v1");
+        let mut made = Self { hasher, waiting: Vec::with_capacity(AT_ONCE) };
+        made.update(&(extra.len() as u64).to_le_bytes());
+        for key in extra {
+            made.update(&(key.len() as u64).to_le_bytes());
+            made.update(key);
+        }
+        made
+    }
+
+    /// Adds tokens, as four little-endian bytes each.
+    pub fn update(&mut self, mut tokens: &[u8]) {
+        while !tokens.is_empty() {
+            let room = AT_ONCE - self.waiting.len();
+            let (now, later) = tokens.split_at(room.min(tokens.len()));
+            self.waiting.extend_from_slice(now);
+            if self.waiting.len() == AT_ONCE {
+                self.hasher.update(&self.waiting);
+                self.waiting.clear();
+            }
+            tokens = later;
+        }
+    }
+
+    /// Adds tokens.
+    pub fn update_tokens(&mut self, tokens: &[u32]) {
+        let mut bytes = Vec::with_capacity(TOKENS_AT_ONCE * 4);
+        for tokens in tokens.chunks(TOKENS_AT_ONCE) {
+            bytes.clear();
+            bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+            self.update(&bytes);
+        }
+    }
+
+    /// The identity.
+    pub fn finish(mut self) -> PromptId {
+        self.hasher.update(&self.waiting);
+        let hash = self.hasher.finalize();
+        let half = hash.as_bytes().first_chunk().expect("a hash has 32 bytes");
+        PromptId(u128::from_be_bytes(*half))
+    }
+}
+
+impl fmt::Debug for PromptHasher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PromptHasher").finish_non_exhaustive()
     }
 }
 
@@ -118,6 +172,29 @@ mod tests {
         for extra in [&[][..], &["lore"], &["lo", "ra"], &["lora", ""]] {
             let extra: Vec<_> = extra.iter().map(|key| key.as_bytes()).collect();
             assert_ne!(id, PromptId::new(&extra, &prompt));
+        }
+    }
+
+    #[test]
+    fn the_identity_is_the_hash_of_all_bytes_however_they_are_split() {
+        let prompt: Vec<u32> = (0..50_000).collect();
+        let bytes: Vec<u8> = prompt.iter().flat_map(|token| token.to_le_bytes()).collect();
+        for key in ["", "lora", &"x".repeat(AT_ONCE - 16), &"x".repeat(3 * AT_ONCE + 1)] {
+            let mut whole = blake3::Hasher::new_derive_key("kvferry prompt, v1");
+            whole.update(&1_u64.to_le_bytes());
+            whole.update(&(key.len() as u64).to_le_bytes());
+            whole.update(key.as_bytes());
+            whole.update(&bytes);
+            let whole = PromptId(u128::from_be_bytes(
+                *whole.finalize().as_bytes().first_chunk().expect("a hash has 32 bytes"),
+            ));
+            let key = key.as_bytes();
+            assert_eq!(PromptId::new(&[key], &prompt), whole);
+            for piece in [1, 4096, 65_535, 65_536, 65_537, bytes.len()] {
+                let mut hasher = PromptHasher::new(&[key]);
+                bytes.chunks(piece).for_each(|piece| hasher.update(piece));
+                assert_eq!(hasher.finish(), whole, "{} {piece}", key.len());
+            }
         }
     }
 

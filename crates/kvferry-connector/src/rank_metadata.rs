@@ -1,5 +1,6 @@
 //! How a rank describes itself: its layout, its regions, and where its agent listens.
 
+use crate::address::AgentAddress;
 use kvferry::{Region, RemoteRegion};
 use kvferry_proto::engine_handshake::Model;
 use kvferry_proto::layout::Layout;
@@ -10,8 +11,8 @@ use thiserror::Error;
 /// A rank's description of itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankMetadata {
-    /// `host:port` of its agent.
-    pub address: String,
+    /// Where its agent listens.
+    pub address: AgentAddress,
     /// What its engine computes with; the same on all ranks of an engine.
     pub model: Model,
     /// Where its blocks lie.
@@ -27,6 +28,9 @@ pub enum RankMetadataError {
     /// The bytes are malformed.
     #[error("malformed rank metadata: {0}")]
     Malformed(#[from] rmp_serde::decode::Error),
+    /// The agent's address is not `host:port`.
+    #[error("the agent's address {0:?} is not host:port")]
+    Address(String),
     /// The layout is malformed or unsound.
     #[error("invalid layout: {0}")]
     Layout(#[from] kvferry_proto::layout::DecodeError),
@@ -41,7 +45,7 @@ pub enum RankMetadataError {
 
 #[derive(Serialize, Deserialize)]
 struct Wire {
-    address: String,
+    address: AgentAddress,
     #[serde(default, skip_serializing_if = "Model::is_empty")]
     model: Model,
     #[serde(with = "serde_bytes")]
@@ -53,14 +57,16 @@ impl RankMetadata {
     /// Describes a rank whose agent peers reach at `address`.
     ///
     /// # Errors
-    /// [`RankMetadataError::Region`], [`RankMetadataError::Model`].
+    /// [`RankMetadataError::Address`], [`RankMetadataError::Region`], [`RankMetadataError::Model`].
     pub fn new(
-        address: String,
+        address: &str,
         model: Model,
         layout: Layout,
         regions: &[Region],
     ) -> Result<Self, RankMetadataError> {
         let regions = regions.iter().map(Region::remote).collect();
+        let invalid = |_| RankMetadataError::Address(address.to_owned());
+        let address = address.parse().map_err(invalid)?;
         Self { address, model, layout, regions }.checked()
     }
 

@@ -13,6 +13,7 @@ use kvferry_testkit::Watchdog;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -36,17 +37,20 @@ struct Build {
     content: u32,
     model: &'static str,
     dtype: &'static str,
+    listen: &'static str,
     limits: fn() -> Limits,
 }
 
 impl Build {
     const fn new(id: u128, tp: u32) -> Self {
         let (packing, content, limits) = (Packing::Lbhnc, CONTENT, Limits::default);
-        Self { id, tp, packing, content, model: "llama", dtype: "bfloat16", limits }
+        let (model, dtype, listen) = ("llama", "bfloat16", "127.0.0.1:0");
+        Self { id, tp, packing, content, model, dtype, listen, limits }
     }
 }
 
 struct RankOf {
+    agent: Agent,
     worker: Worker,
     memory: Region,
     layout: Layout,
@@ -108,8 +112,9 @@ impl Engine {
     }
 
     fn claim(&self, request: &str, from: &str) {
-        let (transfer, address) = (id(request), from.to_owned());
-        let claim = Claim { request: request.to_owned(), transfer, address, engine: None };
+        let (transfer, address) = (id(request), from.parse().expect("an address"));
+        let (request, tokens) = (request.to_owned(), 32);
+        let claim = Claim { request, transfer, address, engine: None, tokens };
         self.apply(&ConnectorMetadata { claims: vec![claim], ..metadata() });
         self.fetch();
     }
@@ -207,7 +212,7 @@ fn fetch(request: &str, from: &str, blocks: &[u32], tokens: Range<u32>) -> Fetch
     FetchRequest {
         request: request.to_owned(),
         transfer: id(request),
-        address: from.to_owned(),
+        address: from.parse().expect("an address"),
         engine: None,
         tokens: (tokens.start, tokens.end),
         blocks: vec![BlockTable::new(0, blocks.to_vec())],
@@ -232,7 +237,8 @@ impl RankOf {
         let builder = if secret.is_empty() { builder } else { builder.secret(secret) };
         let agent = builder
             .silence(Duration::from_secs(3))
-            .listen("127.0.0.1:0".parse::<SocketAddr>().expect("an address"))
+            .listen(build.listen.parse::<SocketAddr>().expect("an address"))
+            .advertise("127.0.0.1")
             .start()
             .expect("it starts");
         let heads = Heads::shard(HEADS, rank, build.tp).expect("divisible");
@@ -250,16 +256,17 @@ impl RankOf {
         let (announce, limits) = (Announce::Layers { pieces: 4, least_bytes: 0 }, (build.limits)());
         let mut model = model(build.model);
         model.0.insert("dtype".to_owned(), build.dtype.to_owned());
-        let config = WorkerConfig { rank: rank as usize, model, announce, limits };
+        let config = WorkerConfig { rank: rank as usize, model, announce, limits, producers: None };
         let regions = std::slice::from_ref(&memory);
         let worker = Worker::start(&agent, layout.clone(), regions, config).expect("it starts");
-        Self { worker, memory, layout }
+        Self { agent, worker, memory, layout }
     }
 
     fn address(&self) -> String {
         kvferry_connector::RankMetadata::decode(self.worker.rank_metadata())
             .expect("it was just encoded")
             .address
+            .into()
     }
 
     /// The places of a token's heads in a layer, with their expected bytes.
@@ -404,6 +411,60 @@ fn a_layer_is_fetched_after_its_event_not_after_its_call() {
 }
 
 #[test]
+fn a_step_that_failed_announces_nothing_and_fails_what_was_announced_of_it() {
+    let _bounded = bounded();
+    for layers in [0, 2, LAYERS] {
+        let (p, d) = two_engines();
+        let (there, here) = (blocks(8, 1), blocks(8, 5));
+        d.fetch_request("a", &p.address, &here, 0..32);
+        let (b_there, b_here) = (blocks(8, 2), blocks(8, 6));
+        d.fetch_request("b", &p.address, &b_here, 0..32);
+        p.compute("b", 2, &b_there, 0..12);
+        p.apply(&ConnectorMetadata { computes: vec![compute("a", &there)], ..metadata() });
+        let rank = &p.ranks[0];
+        for layer in 0..layers {
+            rank.fill(1, &there, 0..32, layer);
+            rank.worker.layer_computed(layer as usize, None);
+        }
+        rank.worker.step_failed("the kernel failed");
+        // A second report of the step changes nothing.
+        rank.worker.step_computed(None);
+        let (code, detail) = d.fetched("a").remove(0);
+        assert_eq!(code, WireCode::Internal);
+        assert!(detail.contains("the kernel failed"), "{detail}");
+        p.hold("a");
+        p.assert_sent("a");
+        // A request that the step did not compute goes on.
+        p.compute("b", 2, &b_there, 12..32);
+        d.assert_fetched("b");
+        d.assert_has(2, &b_here, 0..32);
+        p.hold("b");
+        p.assert_sent("b");
+        p.assert_idle();
+        d.assert_idle();
+    }
+}
+
+#[test]
+fn a_later_step_of_a_request_whose_step_failed_is_not_handed_over() {
+    let _bounded = bounded();
+    let (p, d) = two_engines();
+    let (there, here) = (blocks(8, 1), blocks(8, 5));
+    d.fetch_request("a", &p.address, &here, 0..32);
+    p.apply(&ConnectorMetadata {
+        computes: vec![Compute { until: 12, ..compute("a", &there) }],
+        ..metadata()
+    });
+    p.ranks[0].worker.step_failed("the kernel failed");
+    p.compute("a", 1, &there, 12..32);
+    assert_eq!(d.fetched("a").remove(0).0, WireCode::Internal);
+    p.hold("a");
+    p.assert_sent("a");
+    p.assert_idle();
+    d.assert_idle();
+}
+
+#[test]
 fn a_request_that_loses_its_blocks_is_fetched_from_its_new_ones() {
     let _bounded = bounded();
     let (p, d) = two_engines();
@@ -475,6 +536,56 @@ fn a_claimed_offer_waits_for_its_consumer_and_others_expire() {
 }
 
 #[test]
+fn held_blocks_that_the_engine_needs_are_given_up_unless_a_consumer_has_asked_for_them() {
+    let _bounded = bounded();
+    let (p, d) = two_engines();
+    let (there, here) = (blocks(8, 1), blocks(8, 5));
+    d.claim("a", &p.address);
+    d.await_gauge("claimed");
+    for request in ["a", "b"] {
+        p.compute(request, 1, &there, 0..32);
+        p.hold(request);
+    }
+    p.await_gauge("watched");
+    let reclaims = ["a", "b", "unknown"].map(str::to_owned).to_vec();
+    p.apply(&ConnectorMetadata { reclaims, ..metadata() });
+    let rank = &p.ranks[0].worker;
+    assert!(rank.wait(Duration::from_secs(50)), "it is never sent");
+    let reports = rank.reports();
+    assert_eq!(reports.sent, ["b"]);
+    let lost = Notes::decode(&reports.notes.expect("it was lost")).expect("just encoded").lost;
+    assert_eq!((&lost[0].request[..], lost[0].code), ("b", WireCode::Expired));
+    d.fetch_request("a", &p.address, &here, 0..32);
+    d.assert_fetched("a");
+    p.assert_sent("a");
+    d.fetch_request("b", &p.address, &here, 0..32);
+    assert!(d.fetched("b").iter().all(|(code, _)| *code == WireCode::Expired));
+    p.assert_idle();
+    d.assert_idle();
+}
+
+#[test]
+fn a_fetch_is_reported_as_answered_once_when_its_producer_has_it_or_its_request() {
+    let _bounded = bounded();
+    let (p, d) = two_engines();
+    let here = blocks(8, 5);
+    let expect = Expect { request: "a".to_owned(), transfer: id("a") };
+    p.apply(&ConnectorMetadata { expects: vec![expect], ..metadata() });
+    d.fetch_request("a", &p.address, &here, 0..32);
+    d.fetch_request("invented", &p.address, &here, 0..32);
+    let mut answered = Vec::new();
+    while answered.is_empty() {
+        let notes = d.ranks[0].worker.reports().notes;
+        answered.extend(notes.map(|notes| Notes::decode(&notes).expect("just encoded").answered));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(answered, [["a"]]);
+    p.compute("a", 1, &blocks(8, 1), 0..32);
+    p.hold("a");
+    d.assert_fetched("a");
+}
+
+#[test]
 fn an_expected_request_is_waited_for_and_one_that_never_arrives_fails_its_consumer() {
     let _bounded = bounded();
     let p = Engine::new(Build { limits: short_limits, ..Build::new(1, 1) }, "tcp", b"");
@@ -527,7 +638,13 @@ fn the_end_of_an_expected_or_claimed_request_ends_its_handoff_on_the_other_side(
     p.hold("b");
     let (transfer, address) = (id("b"), p.address.clone());
     let (code, budget_ms) = (WireCode::Cancelled, BUDGET_MS);
-    let free = Free { transfer, address, engine: None, code, budget_ms };
+    let free = Free {
+        transfer,
+        address: address.parse().expect("an address"),
+        engine: None,
+        code,
+        budget_ms,
+    };
     d.apply(&ConnectorMetadata { frees: vec![free], ..metadata() });
     d.fetch();
     p.assert_sent("b");
@@ -614,6 +731,62 @@ fn json_answer(engines: &[(u128, &str)]) -> String {
     format!("HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n{{{}}}", entries.join(","))
 }
 
+fn gauge(engine: &Engine, name: &str) -> usize {
+    let gauges = engine.ranks[0].worker.gauges();
+    gauges.into_iter().find(|(is, _)| *is == name).expect("a gauge").1
+}
+
+#[test]
+fn a_producer_that_is_named_in_many_spellings_has_one_session_and_one_engine() {
+    let _bounded = bounded();
+    let (p, d) = two_engines();
+    let port = p.address.rsplit_once(':').expect("host:port").1;
+    for n in 0..32 {
+        let spellings = [
+            format!("127.0.0.1:{}{port}", "0".repeat(n)),
+            format!("[::ffff:127.0.0.1%{n}]:{port}"),
+        ];
+        for (way, address) in spellings.iter().enumerate() {
+            let request = format!("{n}-{way}");
+            p.compute(&request, 1, &blocks(8, 1), 0..32);
+            d.fetch_request(&request, address, &blocks(8, 5), 0..32);
+            d.assert_fetched(&request);
+            p.hold(&request);
+            p.assert_sent(&request);
+        }
+    }
+    assert_eq!(p.ranks[0].agent.stats().sessions_accepted, 1);
+    // An address and a life.
+    assert_eq!((gauge(&d, "peers"), gauge(&d, "engines")), (2, 1));
+    p.assert_idle();
+    d.assert_idle();
+}
+
+#[test]
+fn addresses_that_lead_to_one_producer_share_a_session_and_are_bounded() {
+    let _bounded = bounded();
+    let p = Engine::new(Build { listen: "0.0.0.0:0", ..Build::new(1, 1) }, "tcp", b"");
+    let d = Engine::new(Build::new(2, 1), "tcp", b"");
+    let port = p.address.rsplit_once(':').expect("host:port").1;
+    for n in 1..=40 {
+        let request = format!("r{n}");
+        p.compute(&request, n, &blocks(8, 1), 0..32);
+        d.fetch_request(&request, &format!("127.0.0.{n}:{port}"), &blocks(8, 5), 0..32);
+        d.assert_fetched(&request);
+        d.assert_has(n, &blocks(8, 5), 0..32);
+        p.hold(&request);
+        p.assert_sent(&request);
+    }
+    let sessions = || p.ranks[0].agent.stats().sessions;
+    while sessions() > 1 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // At most eight addresses of the life, and itself.
+    assert!(gauge(&d, "peers") <= 9, "{:?}", d.ranks[0].worker.gauges());
+    p.assert_idle();
+    d.assert_idle();
+}
+
 #[test]
 fn a_bootstrap_address_leads_to_the_engine_whose_id_the_request_names() {
     let _bounded = bounded();
@@ -656,7 +829,7 @@ fn routers_may_send_the_id_of_an_engines_earlier_life_to_decode() {
         let fetch = fetch(request, &url, &here, 0..32);
         let fetch = FetchRequest { engine: Some(EngineId(1)), ..fetch };
         let FetchRequest { request: id, transfer, address, engine, .. } = fetch.clone();
-        let claims = vec![Claim { request: id, transfer, address, engine }];
+        let claims = vec![Claim { request: id, transfer, address, engine, tokens: 32 }];
         d.apply(&ConnectorMetadata { claims, ..metadata() });
         d.apply(&ConnectorMetadata { fetches: vec![fetch], ..metadata() });
         d.fetch();
@@ -678,6 +851,56 @@ fn routers_may_send_the_id_of_an_engines_earlier_life_to_decode() {
 }
 
 #[test]
+fn a_bootstrap_server_that_names_itself_is_asked_at_most_once_for_each_action() {
+    let _bounded = bounded();
+    let (_p, d) = two_engines();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let url = format!("http://{}", listener.local_addr().expect("bound"));
+    let (answer, asked) = (json_answer(&[(7, &url)]), Arc::new(AtomicUsize::new(0)));
+    let count = Arc::clone(&asked);
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.expect("a caller");
+            let len = stream.read(&mut [0; 1024]).expect("a question");
+            assert!(len > 0);
+            count.fetch_add(1, Ordering::Relaxed);
+            drop(stream.write_all(answer.as_bytes()));
+        }
+    });
+    let asked = || asked.load(Ordering::Relaxed);
+
+    let of = |request: &str| fetch(request, &url, &blocks(8, 5), 0..32);
+    let begin = |fetches, cancels| {
+        d.apply(&ConnectorMetadata { fetches, cancels, ..metadata() });
+        d.fetch();
+    };
+    begin(vec![of("fetched")], Vec::new());
+    let (code, why) = d.fetched("fetched").remove(0);
+    assert!(code == WireCode::Malformed && why.contains("is not host:port"), "{code}: {why}");
+    d.assert_idle();
+    assert_eq!(asked(), 1);
+
+    let (request, detail) = ("cancelled".to_owned(), String::new());
+    let cancel = Cancel { request, code: WireCode::Cancelled, detail };
+    begin(vec![of("cancelled")], vec![cancel]);
+    assert_eq!(d.fetched("cancelled")[0].0, WireCode::Cancelled);
+    d.assert_idle();
+    // An answer serves what comes a moment later, too.
+    assert!(asked() <= 2);
+
+    d.claim("claimed", &url);
+    d.assert_idle();
+    let before = asked();
+    assert!(before <= 3);
+
+    begin(vec![FetchRequest { budget_ms: 0, ..of("late") }], Vec::new());
+    let (code, why) = d.fetched("late").remove(0);
+    assert!(matches!(code, WireCode::Deadline | WireCode::Malformed), "{code}: {why}");
+    d.assert_idle();
+    assert_eq!(asked(), before);
+}
+
+#[test]
 fn a_bootstrap_server_that_is_of_no_use_is_named_with_what_was_wrong() {
     let _bounded = bounded();
     let (_p, d) = two_engines();
@@ -694,6 +917,8 @@ fn a_bootstrap_server_that_is_of_no_use_is_named_with_what_was_wrong() {
         ("HTTP/1.0 200 OK\r\n\r\n[1]".to_owned(), None, "expected a map", WireCode::Malformed),
         ("SSH-2.0".to_owned(), None, "SSH-2.0", WireCode::Malformed),
         (endless, None, "more than 1048576 bytes", WireCode::Closed),
+        (json_answer(&[(7, "a b:1")]), None, "is not host:port", WireCode::Malformed),
+        (json_answer(&[(7, &"a".repeat(300))]), None, "is not host:port", WireCode::Malformed),
     ];
     let silent = TcpListener::bind("127.0.0.1:0").expect("a port");
     let silent = (format!("http://{}", silent.local_addr().expect("bound")), silent);
@@ -778,7 +1003,7 @@ fn a_consumer_with_another_secret_fetches_nothing() {
 fn a_fetch_from_a_wrong_address_or_another_life_of_the_engine_fails_with_a_reason() {
     let _bounded = bounded();
     let (p, d) = two_engines();
-    for address in ["127.0.0.1:1", "no-such-host.invalid:99", "nonsense"] {
+    for address in ["127.0.0.1:1", "no-such-host.invalid:99"] {
         d.fetch_request("a", address, &blocks(8, 5), 0..32);
         let failed = d.fetched("a");
         assert!(!failed[0].0.is_ok() && !failed[0].1.is_empty(), "{address}: {failed:?}");
@@ -821,7 +1046,7 @@ fn a_handoff_that_is_not_needed_is_freed_on_all_ranks() {
     p.hold("a");
     let free = Free {
         transfer: id("a"),
-        address: p.address.clone(),
+        address: p.address.parse().expect("an address"),
         engine: Some(EngineId(1)),
         code: WireCode::NotNeeded,
         budget_ms: BUDGET_MS,
@@ -938,4 +1163,54 @@ fn dropping_a_worker_half_ends_its_handoffs_on_the_other_side() {
     p.hold("b");
     p.assert_sent("b");
     p.assert_idle();
+}
+
+#[test]
+fn a_fetch_from_a_producer_that_is_not_accepted_sends_nothing_and_fails() {
+    let _bound = bounded();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    listener.set_nonblocking(true).expect("a socket");
+    let port = listener.local_addr().expect("an address").port();
+    let producers = kvferry_connector::Producers::parse(&["10.0.0.0/8"]).expect("a network");
+    let engine = Engine::new(Build::new(2, 1), "tcp", b"");
+    let agent = Agent::builder().listen(SocketAddr::from(([127, 0, 0, 1], 0))).start().expect("it");
+    let rank = &engine.ranks[0];
+    let memory = agent.allocate(rank.memory.len(), Access::READ).expect("memory");
+    let shape = Shape {
+        layers: LAYERS,
+        blocks: BLOCKS,
+        heads: HEADS,
+        rows: BLOCK_TOKENS,
+        content: CONTENT,
+        kernel_blocks: 1,
+    };
+    let heads = Heads::shard(HEADS, 0, 1).expect("divisible");
+    let layout = layout(memory.id(), heads, &shape, Packing::Lbhnc);
+    let config = WorkerConfig {
+        rank: 0,
+        model: model("llama"),
+        announce: Announce::End,
+        limits: Limits::default(),
+        producers: Some(producers),
+    };
+    let worker = Worker::start(&agent, layout, &[memory], config).expect("it starts");
+    for (at, address) in [
+        format!("127.0.0.1:{port}"),
+        format!("localhost:{port}"),
+        format!("http://127.0.0.1:{port}"),
+        format!("http://localhost:{port}"),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let request = format!("r{at}");
+        let fetches = vec![fetch(&request, address, &[0], 0..4)];
+        worker.apply(&ConnectorMetadata { fetches, ..metadata() }.encode()).expect("valid");
+        worker.fetch();
+        assert!(worker.wait(Duration::from_secs(50)), "{address} never ends");
+        let notes = worker.reports().notes.expect("a fetch has ended");
+        let ended = Notes::decode(&notes).expect("it was just encoded").fetched;
+        assert_eq!(ended[0].code, WireCode::ForbiddenProducer, "{address}: {}", ended[0].detail);
+    }
+    assert!(listener.accept().is_err(), "the engine has connected");
 }

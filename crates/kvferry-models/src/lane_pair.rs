@@ -3,6 +3,7 @@
 //! A test gives the initiator requests, sets the faults, and runs until nothing happens any more.
 //! Everything that must hold of any run is checked on the way and in [`LanePair::check`].
 
+use crate::pair::guards;
 use kvferry_proto::frame::Notification;
 use kvferry_proto::lane::{Begin, Initiator, Next, Outcome, Placed, Receive, Target, Transmit};
 use kvferry_proto::{
@@ -143,6 +144,7 @@ pub struct LanePair {
     initiator: Initiator<usize>,
     target: Target,
     checksum: bool,
+    keyed: bool,
     begun: usize,
     decided: usize,
     source: Moving,
@@ -163,6 +165,12 @@ impl LanePair {
     /// Two ends with so many bytes of memory each, and the first bytes of the stream if they came
     /// with its opening.
     pub fn new(memory: usize, checksum: bool, orders: Vec<Order>) -> Self {
+        Self::with_guard(memory, checksum, false, orders)
+    }
+
+    /// The same; with `keyed`, in a session with a secret.
+    pub fn with_guard(memory: usize, checksum: bool, keyed: bool, orders: Vec<Order>) -> Self {
+        let [near_guard, far_guard] = guards(keyed);
         Self {
             now: Timestamp::from_nanos(0) + Duration::from_secs(1000),
             orders,
@@ -176,9 +184,10 @@ impl LanePair {
             outstanding_max: 0,
             near: (0..memory).map(near_byte).collect(),
             far: (0..memory).map(far_byte).collect(),
-            initiator: Initiator::new(TRANSFER, checksum, Limits::default()),
-            target: Target::new(Limits::default(), Vec::new()),
+            initiator: Initiator::new(TRANSFER, checksum, Limits::default(), near_guard),
+            target: Target::new(Limits::default(), checksum, far_guard, Vec::new()),
             checksum,
+            keyed,
             begun: 0,
             decided: 0,
             source: Moving::default(),
@@ -193,7 +202,8 @@ impl LanePair {
         while self.pump_initiator() {}
         let n = n.min(self.wires[REQUESTS].bytes.len());
         let early = self.wires[REQUESTS].pop(n).collect();
-        self.target = Target::new(Limits::default(), early);
+        let [_, guard] = guards(self.keyed);
+        self.target = Target::new(Limits::default(), self.checksum, guard, early);
     }
 
     pub fn run(&mut self) {
@@ -250,7 +260,7 @@ impl LanePair {
             return "between";
         }
         match self.target.poll() {
-            Ok(Next::Receive(_)) => "head or trailer",
+            Ok(Next::Receive(_) | Next::Grow { .. }) => "head or trailer",
             Ok(Next::Payload { .. }) => "payload",
             Ok(Next::Discard(_)) => "discard",
             Ok(Next::Flush) => "flush",
@@ -394,8 +404,9 @@ impl LanePair {
         let arrived = requests.arrived(now);
         match self.target.poll() {
             Err(malformed) => {
-                let room = answers.room().min(malformed.answer.len());
-                answers.push(malformed.answer[..room].iter().copied(), now);
+                let answer = malformed.answer.as_ref();
+                let room = answers.room().min(answer.len());
+                answers.push(answer[..room].iter().copied(), now);
                 answers.ended = true;
             }
             Ok(Next::Nothing) => return false,
@@ -405,6 +416,7 @@ impl LanePair {
                 self.target.received(n);
                 return n > 0;
             }
+            Ok(Next::Grow { have, .. }) => self.target.grow(2 * have),
             Ok(Next::Decide(request)) => {
                 let (entries, rest) = request.table.as_chunks();
                 assert!(rest.is_empty());

@@ -7,6 +7,7 @@
 //! | [`engines`] | small engines, for tests of whole engines |
 //! | [`pair`] | both ends of a session and the network between them, in virtual time |
 //! | [`lane_pair`] | both ends of a lane, their memories and the network between them, in virtual time |
+//! | [`lane_ends`] | both ends of a lane and nothing else, to measure |
 //! | [`mutate`] | seeded mutations of kept inputs, for a toolchain without a fuzzer |
 //!
 //! Every entry is a function of bytes that panics on a finding. [`TARGETS`] lists them all: the
@@ -17,6 +18,7 @@
 
 pub mod decoders;
 pub mod engines;
+pub mod lane_ends;
 pub mod lane_pair;
 pub mod models;
 pub mod mutate;

@@ -3,8 +3,8 @@
 use kvferry_proto::message::{Decoder, Message};
 use kvferry_proto::session::{EVENTS_MAX, OUTBOX_MAX, REQUESTS_MAX};
 use kvferry_proto::{
-    CONTROL_MAX, CloseReason, Incarnation, PeerInfo, Secret, Session, SessionConfig, SessionEvent,
-    SessionId, Sniff, Sniffer, Timestamp, WireCode,
+    CONTROL_MAX, CloseReason, Guard, Incarnation, PeerInfo, Secret, Session, SessionConfig,
+    SessionEvent, SessionId, Sniff, Sniffer, StreamId, Timestamp, WireCode,
 };
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -28,6 +28,15 @@ pub fn config(side: usize) -> SessionConfig {
 
 pub fn with_secret(side: usize, secret: &str) -> SessionConfig {
     SessionConfig { secret: Secret::new(secret), ..config(side) }
+}
+
+/// The guards of the first stream of a session, for the initiator and the acceptor. The same keys each
+/// time.
+pub fn guards(keyed: bool) -> [Guard; 2] {
+    let config = |side| if keyed { with_secret(side, "a secret of a test") } else { config(side) };
+    let mut pair = Pair::new(config(A), config(B));
+    pair.establish();
+    [A, B].map(|side| pair.session(side).stream_guard(StreamId(1)).expect("established"))
 }
 
 #[derive(Debug)]
@@ -372,14 +381,12 @@ impl Pair {
 
     /// Every message that side has sent, and when.
     pub fn sent(&self, side: usize) -> Vec<(Timestamp, Message)> {
-        let mut decoder = Decoder::new(CONTROL_MAX);
         let mut messages = Vec::new();
         for (index, (at, bytes)) in self.links[side].log.iter().enumerate() {
             let magic = if side == A && index == 0 { 8 } else { 0 };
-            let mut bytes = &bytes[magic..];
-            while let Some(message) = decoder.read(&mut bytes).expect("sessions speak properly") {
-                messages.push((*at, message));
-            }
+            // A frame may have a tag behind it.
+            let message = Decoder::new(CONTROL_MAX).read(&mut &bytes[magic..]);
+            messages.push((*at, message.expect("sessions speak properly").expect("whole frames")));
         }
         messages
     }

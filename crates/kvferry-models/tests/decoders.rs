@@ -1,10 +1,12 @@
 //! Every decoder and state machine on the kept corpus and on seeded mutations of it. What a fuzzer
-//! finds in hours is kept in `fuzz/corpus` and tried here in seconds, on any toolchain.
+//! finds in hours is kept in `fuzz/corpus` and tried here in seconds, on any toolchain: `TARGET.tar.gz`
+//! has the inputs that reach different code, the folder `TARGET` the regressions, each with its name.
 #![allow(clippy::unwrap_used, reason = "a panic is a finding")]
 
 use kvferry_models::TARGETS;
 use kvferry_models::mutate::{Random, mutate};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Read;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -16,13 +18,28 @@ fn fuzz_dir() -> PathBuf {
     Path::new(&package).join("../../fuzz")
 }
 
-/// The kept inputs of a target, in the order of their names.
+/// The kept inputs of a target, in the order of their names: those of its archive, then its regressions.
 fn corpus(name: &str) -> Vec<Vec<u8>> {
-    let Ok(files) = std::fs::read_dir(fuzz_dir().join("corpus").join(name)) else {
-        return Vec::new();
-    };
-    let paths: BTreeSet<PathBuf> = files.map(|file| file.unwrap().path()).collect();
-    paths.into_iter().map(|path| std::fs::read(path).unwrap()).collect()
+    let dir = fuzz_dir().join("corpus");
+    let archive = std::fs::File::open(dir.join(format!("{name}.tar.gz"))).unwrap();
+    let mut archive = tar::Archive::new(flate2::read::GzDecoder::new(archive));
+    let mut kept = BTreeMap::new();
+    for entry in archive.entries().unwrap() {
+        let mut entry = entry.unwrap();
+        if entry.header().entry_type().is_file() {
+            let mut bytes = Vec::new();
+            entry.read_to_end(&mut bytes).unwrap();
+            kept.insert(entry.path().unwrap().into_owned(), bytes);
+        }
+    }
+    assert!(!kept.is_empty(), "the archive of {name} has no input");
+    if let Ok(files) = std::fs::read_dir(dir.join(name)) {
+        for path in files.map(|file| file.unwrap().path()) {
+            let bytes = std::fs::read(&path).unwrap();
+            kept.insert(path, bytes);
+        }
+    }
+    kept.into_values().collect()
 }
 
 /// Runs each target on its seeds, its corpus, and one of `share` of its seeded mutations.
@@ -83,7 +100,7 @@ fn the_fuzz_package_and_the_corpus_have_exactly_these_targets() {
         names.map(|name| name.trim_end_matches(suffix).to_owned()).collect()
     };
     assert_eq!(names("fuzz_targets", ".rs"), ours);
-    assert_eq!(names("corpus", ""), ours);
+    assert_eq!(names("corpus", ".tar.gz"), ours);
     let manifest = std::fs::read_to_string(fuzz_dir().join("Cargo.toml")).unwrap();
     for name in &ours {
         assert!(

@@ -17,6 +17,7 @@ const PRODUCER: PeerId = PeerId(1);
 const CONSUMER: PeerId = PeerId(100);
 const BUDGET: Duration = Duration::from_secs(30);
 const RECONNECT: Duration = Duration::from_secs(5);
+const SILENCE: Duration = Duration::from_secs(3);
 const NANO: Duration = Duration::from_nanos(1);
 /// Engines of the consumer and the producer, and a later life of the producer.
 const OURS: u128 = 1;
@@ -50,8 +51,8 @@ impl Pair {
     fn new() -> Self {
         Self {
             now: Timestamp::default() + Duration::from_secs(1000),
-            consumer: EngineHandshakes::new(RECONNECT),
-            producer: EngineHandshakes::new(RECONNECT),
+            consumer: EngineHandshakes::new(RECONNECT, SILENCE),
+            producer: EngineHandshakes::new(RECONNECT, SILENCE),
             up: true,
             wire: VecDeque::new(),
             arrived: Vec::new(),
@@ -317,7 +318,7 @@ fn who_waits_for_a_producer_is_forgotten_with_its_connection() {
 
 #[test]
 fn i8_no_more_wait_for_a_producer_than_an_engine_has_ranks_a_few_times() {
-    let mut producer = EngineHandshakes::new(RECONNECT);
+    let mut producer = EngineHandshakes::new(RECONNECT, SILENCE);
     let (model, ranks) = (Model::default(), Vec::new());
     let ask = Introduce { topology: topology(1, 4).encode(), model, ranks };
     let many = 16 * RANKS_MAX as u64;
@@ -528,6 +529,27 @@ fn a_peer_that_is_gone_fails_all_its_tickets_at_once() {
             assert_eq!(code, Some(WireCode::StaleIncarnation));
         }
         pair.assert_empty();
+    }
+}
+
+#[test]
+fn a_handshake_that_began_just_before_its_session_was_found_silent_waits_for_another_session() {
+    let moment = Duration::from_millis(1);
+    for comes_back in [true, false] {
+        let mut pair = Pair::knowing(4, SMALL);
+        pair.meet(1);
+        pair.pass(moment);
+        pair.cut(WireCode::Silent, true);
+        pair.pass(SILENCE - 2 * moment);
+        assert!(pair.met.is_empty());
+        if comes_back {
+            pair.reconnect();
+            pair.work();
+            assert_eq!(pair.pairing().cards.len(), 4);
+        } else {
+            pair.pass(moment);
+            assert_eq!(pair.ended(), [1]);
+        }
     }
 }
 

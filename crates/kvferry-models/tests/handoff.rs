@@ -2,7 +2,7 @@
 
 use kvferry_proto::handoff::{
     Announced, Ask, BlockTable, Consumer, ConsumerAction, Generation, HandoffId, HandoffMessage,
-    Limits, Offer, Outcome, PeerId, Producer, ProducerAction, ProducerRank, Progress, ReadId,
+    Limits, Need, Offer, Outcome, PeerId, Producer, ProducerAction, ProducerRank, Progress, ReadId,
     Ready, Refusal, Slice, Stop,
 };
 use kvferry_proto::{Timestamp, WireCode};
@@ -155,7 +155,7 @@ impl Ranks {
 
     fn sources(&self) -> [ProducerRank; 1] {
         let readers = self.consumers.len() as u32;
-        [ProducerRank { peer: PRODUCER, readers, connected: self.up }]
+        [ProducerRank { peer: PRODUCER, readers, connected: self.up, need: Need::ALL }]
     }
 
     /// Until no machine has anything to do.
@@ -280,10 +280,13 @@ impl Ranks {
         self.produced.iter().map(|outcome| outcome.code).collect()
     }
 
+    fn consumed_codes(&self) -> Vec<WireCode> {
+        self.consumed.iter().map(|(_, outcome)| outcome.code).collect()
+    }
+
     fn assert_both(&self, code: WireCode) {
         assert_eq!(self.produced_codes(), [code], "the producer, once");
-        let codes: Vec<_> = self.consumed.iter().map(|(_, outcome)| outcome.code).collect();
-        assert_eq!(codes, vec![code; self.consumers.len()], "each consumer, once");
+        assert_eq!(self.consumed_codes(), vec![code; self.consumers.len()], "each consumer, once");
     }
 
     fn assert_ended(&self, code: WireCode) {
@@ -506,8 +509,8 @@ fn i2_after_a_preemption_everything_is_read_again_once_the_old_reads_have_ended(
     ranks.end_read(Ok(()));
     ranks.work();
     assert_eq!(ranks.slices[1].from, Progress::NONE);
-    let table = ranks.consumers[0].table(&id(), PRODUCER).expect("under way");
-    assert_eq!(table[0].blocks, [90, 91]);
+    let table = ranks.consumers[0].table(&id(), PRODUCER).and_then(|mut it| it.next());
+    assert_eq!(table.expect("a group").blocks, [90, 91]);
     ranks.reads_end = true;
     ranks.complete(2);
     ranks.assert_ended(WireCode::Ok);
@@ -668,6 +671,7 @@ fn i6_a_claimer_that_dies_ends_the_offer_within_the_reconnection_window() {
         let mut ranks = Ranks::new(1);
         ranks.produce();
         ranks.claim();
+        ranks.pass(ranks.limits.silence);
         ranks.cut(code, gone);
         if !gone {
             ranks.pass(ranks.limits.reconnect - MILLI);
@@ -678,6 +682,136 @@ fn i6_a_claimer_that_dies_ends_the_offer_within_the_reconnection_window() {
         assert_eq!(ranks.consumed, [], "a claim ends unsaid");
         ranks.assert_empty();
     }
+}
+
+#[test]
+fn a_handoff_that_began_just_before_its_session_was_found_silent_waits_for_another_session() {
+    for is_claimed in [true, false] {
+        let mut ranks = Ranks::new(1);
+        let silence = ranks.limits.silence;
+        if is_claimed {
+            ranks.claim();
+        }
+        ranks.want();
+        ranks.pass(MILLI);
+        // The peer was stopped for longer than the window, and runs again.
+        ranks.consumers[0].lost(PRODUCER, WireCode::Silent, true, ranks.now);
+        ranks.up = false;
+        ranks.pass(silence / 2);
+        assert_eq!(ranks.consumed, []);
+        ranks.reconnect();
+        ranks.produce();
+        ranks.assert_ended(WireCode::Ok);
+    }
+}
+
+#[test]
+fn a_handoff_to_a_peer_that_stays_silent_ends_a_silence_window_after_it_began() {
+    let mut ranks = Ranks::new(1);
+    let silence = ranks.limits.silence;
+    ranks.want();
+    ranks.pass(MILLI);
+    ranks.cut(WireCode::Silent, true);
+    ranks.pass(silence - MILLI - MILLI);
+    assert_eq!(ranks.consumed, []);
+    ranks.pass(MILLI);
+    assert_eq!(ranks.consumed_codes(), [WireCode::Silent]);
+    // The window of an older handoff has passed.
+    let mut ranks = Ranks::new(1);
+    ranks.want();
+    ranks.pass(silence);
+    ranks.cut(WireCode::Silent, true);
+    ranks.work();
+    assert_eq!(ranks.consumed_codes(), [WireCode::Silent]);
+    // A peer that has ended is not waited for.
+    let mut ranks = Ranks::new(1);
+    ranks.want();
+    ranks.cut(WireCode::Closed, true);
+    ranks.work();
+    assert_eq!(ranks.consumed_codes(), [WireCode::Closed]);
+}
+
+#[test]
+fn i8_announcements_take_no_more_memory_than_they_may_however_few_bytes_they_are_on_the_wire() {
+    let blocks = 1000;
+    let takes = 4 * blocks as usize;
+    // One producer takes half of what others leave.
+    for (bytes, code) in [(2 * takes, WireCode::Ok), (2 * takes - 1, WireCode::Busy)] {
+        let mut ranks = Ranks::with(1, Limits { announced_bytes: bytes, ..Limits::default() });
+        ranks.want();
+        ranks.offer();
+        ranks.advance(0, blocks, Progress::tokens(blocks));
+        assert!(ranks.bytes < 300, "{} bytes on the wire", ranks.bytes);
+        if code.is_ok() {
+            let held = ranks.consumers[0].gauges();
+            assert!(held.contains(&("announced_bytes", takes)), "{held:?}");
+            ranks.withdraw(WireCode::Cancelled, "enough");
+        }
+        let expected = if code.is_ok() { WireCode::Cancelled } else { code };
+        assert_eq!(ranks.consumed_codes(), [expected]);
+        ranks.assert_empty();
+    }
+}
+
+/// A consumer's view of an offer of one table with so many blocks.
+fn announcement(id: &HandoffId, blocks: u32) -> Offer {
+    let announced = Announced {
+        count: 1,
+        tables: vec![BlockTable::new(0, (0..blocks).collect()).into()],
+        progress: Progress::tokens(blocks),
+        ..Announced::default()
+    };
+    Offer { id: id.clone(), generation: Generation(1), announced }
+}
+
+#[test]
+fn i8_announcements_of_one_producer_leave_room_for_those_of_another() {
+    let now = Timestamp::from_nanos(1);
+    let limits = Limits { announced_bytes: 64 * 1024, ..Limits::default() };
+    let mut consumer = Consumer::new(limits);
+    let from =
+        |peer| [ProducerRank { peer: PeerId(peer), readers: 1, connected: true, need: Need::ALL }];
+    for n in 0..100 {
+        let hostile = HandoffId::new(&format!("hostile-{n}")).expect("short");
+        assert_eq!(consumer.claim(&hostile, &from(1), now), Ok(()));
+        consumer.receive(PeerId(1), announcement(&hostile, 4096).into(), now);
+    }
+    let held = consumer.gauges().into_iter().find(|(name, _)| *name == "announced_bytes");
+    assert_eq!(held, Some(("announced_bytes", 32 * 1024)));
+    assert_eq!(consumer.want(&id(), &from(2), BUDGET, now), Ok(()));
+    consumer.receive(PeerId(2), announcement(&id(), 512).into(), now);
+    let is_read = |action| matches!(action, ConsumerAction::Read { from: PeerId(2), .. });
+    assert!(std::iter::from_fn(|| consumer.poll()).any(is_read));
+}
+
+#[test]
+fn i8_blocks_that_a_consumer_has_no_use_for_are_not_kept() {
+    let now = Timestamp::from_nanos(1);
+    let mut consumer = Consumer::new(Limits::default());
+    let need = Need { groups: 1, blocks: 10 };
+    let from = [ProducerRank { peer: PRODUCER, readers: 1, connected: true, need }];
+    assert_eq!(consumer.want(&id(), &from, BUDGET, now), Ok(()));
+    let held = |consumer: &Consumer| {
+        let bytes = consumer.gauges().into_iter().find(|(name, _)| *name == "announced_bytes");
+        let tables = consumer.table(&id(), PRODUCER).expect("under way");
+        (bytes.expect("a gauge").1, tables.map(|it| it.blocks.clone()).collect::<Vec<_>>())
+    };
+    consumer.receive(PRODUCER, announcement(&id(), 1 << 19).into(), now);
+    assert_eq!(held(&consumer), (40, vec![(0..10).collect()]));
+    // What follows them is no gap.
+    let mut more = announcement(&id(), 5).announced;
+    more.tables = vec![BlockTable::new(1 << 19, (7..12).collect()).into()];
+    (more.count, more.progress) = (2, Progress::tokens((1 << 19) + 5));
+    let ready = Ready { id: id(), generation: Generation(1), announced: more };
+    consumer.receive(PRODUCER, ready.into(), now);
+    assert_eq!(held(&consumer), (40, vec![(0..10).collect()]));
+    assert_eq!(consumer.state(&id(), PRODUCER), Some("reading"));
+    // The producer has one group.
+    let mut wrong = announcement(&id(), 1);
+    wrong.generation = Generation(2);
+    wrong.announced.tables = vec![BlockTable::new(0, vec![1]).into(); 2];
+    consumer.receive(PRODUCER, wrong.into(), now);
+    assert_eq!(consumer.state(&id(), PRODUCER), Some("ending"));
 }
 
 #[test]
@@ -693,7 +827,7 @@ fn a_claim_that_fails_is_not_reported_and_a_later_fetch_starts_afresh() {
     // The producer was restarted between the claim and the fetch.
     let mut ranks = Ranks::new(1);
     ranks.claim();
-    let from = [ProducerRank { peer: PeerId(2), readers: 1, connected: true }];
+    let from = [ProducerRank { peer: PeerId(2), readers: 1, connected: true, need: Need::ALL }];
     assert_eq!(ranks.consumers[0].want(&id(), &from, BUDGET, ranks.now), Ok(()));
     let asks = std::iter::from_fn(|| ranks.consumers[0].poll()).any(|action| {
         matches!(action, ConsumerAction::Send { to: PeerId(2), message: HandoffMessage::Ask(_) })
@@ -809,7 +943,7 @@ fn i1_a_name_is_good_for_one_handoff() {
     let mut ranks = Ranks::new(1);
     ranks.produce();
     ranks.want();
-    let from = [ProducerRank { peer: PRODUCER, readers: 1, connected: true }];
+    let from = [ProducerRank { peer: PRODUCER, readers: 1, connected: true, need: Need::ALL }];
     let again = ranks.consumers[0].want(&id(), &from, BUDGET, ranks.now);
     assert_eq!(again, Err(Refusal::Ended(WireCode::Ok)));
     assert_eq!(ranks.offer_again(), Err(Refusal::Ended(WireCode::Ok)));
@@ -849,7 +983,7 @@ fn i8_full_is_an_answer() {
         id: names[2].clone(),
         by_consumer: false,
         code: WireCode::Busy,
-        detail: "1 handoffs are under way".to_owned(),
+        detail: "1 handoffs are awaited, 0 of them by this peer".to_owned(),
     };
     let busy = ProducerAction::Send { to: PeerId(5), message: stop.into() };
     assert!(std::iter::from_fn(|| ranks.producer.poll()).any(|action| action == busy));
@@ -859,13 +993,88 @@ fn i8_full_is_an_answer() {
     assert!(!std::iter::from_fn(|| ranks.producer.poll()).any(busy));
 }
 
+fn name(number: usize) -> HandoffId {
+    HandoffId::new(&format!("invented-{number}")).expect("short")
+}
+
+fn decline(id: &HandoffId) -> HandoffMessage {
+    let (code, detail) = (WireCode::NotNeeded, String::new());
+    Stop { id: id.clone(), by_consumer: true, code, detail }.into()
+}
+
+#[test]
+fn names_that_a_peer_invents_push_out_neither_ended_handoffs_nor_what_others_have_declined() {
+    const STRANGER: PeerId = PeerId(999);
+    let mut ranks = Ranks::with(1, Limits { tombstones: 64, ..Limits::default() });
+    ranks.produce();
+    ranks.want();
+    let declined = HandoffId::new("declined").expect("short");
+    ranks.producer.receive(CONSUMER, decline(&declined), ranks.now);
+    for number in 0..1000 {
+        // Declined without a question, and after one.
+        if number % 2 == 0 {
+            ranks.producer.receive(STRANGER, ask(&name(number)), ranks.now);
+        }
+        ranks.producer.receive(STRANGER, decline(&name(number)), ranks.now);
+    }
+    while ranks.producer.poll().is_some() {}
+    assert_eq!(ranks.offer_again(), Err(Refusal::Ended(WireCode::Ok)));
+    let not_needed = Err(Refusal::Ended(WireCode::NotNeeded));
+    assert_eq!(ranks.producer.offer(&declined, ranks.now), not_needed);
+    assert_eq!(ranks.producer.offer(&name(999), ranks.now), not_needed, "its last one");
+    assert_eq!(ranks.producer.offer(&name(0), ranks.now), Ok(()), "its first one is forgotten");
+    // Nor do many lives of one peer.
+    for life in 0..1000 {
+        ranks.producer.receive(
+            PeerId(1000 + life),
+            decline(&name(2000 + life as usize)),
+            ranks.now,
+        );
+    }
+    while ranks.producer.poll().is_some() {}
+    assert_eq!(ranks.offer_again(), Err(Refusal::Ended(WireCode::Ok)));
+    let gauges = ranks.producer.gauges();
+    let tombstones = gauges.iter().find(|(name, _)| *name == "tombstones").expect("a gauge").1;
+    assert!(tombstones <= 2 * 64, "{tombstones}");
+    ranks.pass(ranks.limits.tomb_ttl);
+    assert_eq!(ranks.producer.offer(&declined, ranks.now), Ok(()));
+}
+
+#[test]
+fn one_peer_that_asks_for_handoffs_nobody_offers_leaves_room_for_the_questions_of_others() {
+    let limits = Limits { handoffs: 8, ..Limits::default() };
+    let (mut producer, now) = (Producer::new(limits), Timestamp::default());
+    let asks = |producer: &mut Producer, from, number| {
+        producer.receive(from, ask(&name(number)), now);
+        let is_busy = |action| {
+            matches!(action, ProducerAction::Send { message: HandoffMessage::Stop(stop), .. }
+            if stop.code == WireCode::Busy)
+        };
+        !std::iter::from_fn(|| producer.poll()).any(is_busy)
+    };
+    let taken = (0..100).filter(|number| asks(&mut producer, PeerId(1), *number)).count();
+    assert_eq!(taken, 4);
+    let taken = (100..200).filter(|number| asks(&mut producer, PeerId(2), *number)).count();
+    assert_eq!(taken, 2);
+    // What is offered, or was given up, is not counted any more.
+    for number in 0..4 {
+        producer.offer(&name(number), now).expect("it is awaited");
+    }
+    let taken = (200..300).filter(|number| asks(&mut producer, PeerId(1), *number)).count();
+    assert_eq!(taken, 3);
+    producer.expire(now + Duration::from_secs(30));
+    while producer.poll().is_some() {}
+    let taken = (300..400).filter(|number| asks(&mut producer, PeerId(1), *number)).count();
+    assert_eq!(taken, 4);
+}
+
 #[test]
 fn i1_what_goes_on_after_it_was_complete_is_a_failure_and_nothing_is_read_after_the_end() {
     let mut ranks = Ranks::new(1);
     ranks.want();
     let announced = |count, tokens, last| Announced {
         count,
-        tables: vec![BlockTable::new(0, vec![1, 2, 3, 4])],
+        tables: vec![BlockTable::new(0, vec![1, 2, 3, 4]).into()],
         progress: Progress::tokens(tokens),
         last,
         side_data: None,
@@ -912,7 +1121,7 @@ fn an_announcement_that_changes_a_block_is_refused() {
         generation: Generation(1),
         announced: Announced {
             count: 2,
-            tables: vec![BlockTable::new(0, vec![1, 2])],
+            tables: vec![BlockTable::new(0, vec![1, 2]).into()],
             progress: Progress::tokens(2),
             ..Default::default()
         },

@@ -113,6 +113,11 @@ impl MooncakeEngine {
         self.running().is_ok()
     }
 
+    /// [`kvferry::Agent::take_warning`] of the engine's agent.
+    pub fn take_warning(&self) -> Option<String> {
+        self.running().ok()?.agent.take_warning()
+    }
+
     /// A number that identifies this engine while it runs, else 0.
     pub fn identity(&self) -> u64 {
         if self.is_running() { self.identity } else { 0 }
@@ -123,8 +128,8 @@ impl MooncakeEngine {
         self.running().map_or(0, |running| running.agent.local_addr().port())
     }
 
-    /// Registers ranges, all or none. Ignores lengths beyond the number of addresses, as Mooncake
-    /// does.
+    /// Registers ranges of host memory, all or none. Refuses memory of a device. Ignores lengths beyond
+    /// the number of addresses, as Mooncake does.
     pub fn register(&self, addrs: &[u64], lengths: &[u64]) -> i32 {
         self.register_with(addrs, lengths, Access::READ_WRITE)
     }
@@ -392,3 +397,24 @@ impl Drop for MooncakeEngine {
 const TOO_MANY_IDS: &str = "too many transfers have an outcome that was never asked for";
 pub(crate) const FORKED: &str =
     "this process was forked from the one that created the engine; create another here";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_is_not_the_hosts_is_refused_and_last_error_says_so() {
+        let engine = MooncakeEngine::new();
+        assert_eq!(engine.initialize_at("127.0.0.1", "", "P2PHANDSHAKE"), codes::OK);
+        let mut host = vec![0u8; 4096];
+        let base = host.as_mut_ptr() as u64;
+        // Where nothing is mapped: as the addresses of a device are.
+        let elsewhere = 1 << 46;
+        assert_ne!(engine.register(&[elsewhere], &[4096]), codes::OK);
+        assert!(engine.last_error().contains("not host memory"), "{}", engine.last_error());
+        assert_ne!(engine.register(&[base, elsewhere], &[4096, 4096]), codes::OK);
+        assert_eq!(engine.register(&[base], &[4096]), codes::OK, "none was registered");
+        assert_eq!(engine.unregister(&[base]), codes::OK);
+        engine.shutdown();
+    }
+}

@@ -2,6 +2,7 @@
 
 use crate::files::Files;
 use crate::host::Host;
+use crate::names::Names;
 use crate::options::{Fault, Options};
 use crate::pages::Pages;
 use crate::queue::Task;
@@ -19,6 +20,7 @@ pub(crate) struct Carrier {
     pub(crate) pages: Pages,
     pub(crate) host: Host,
     pub(crate) options: Options,
+    pub(crate) names: Names,
     pub(crate) counters: Arc<Counters>,
 }
 
@@ -69,7 +71,7 @@ impl Directory {
                 Task::Copy(transfer) => copies.push(transfer),
                 Task::Remove(discard) => {
                     if let Some(files) = &self.files {
-                        files.remove(&discard.file_name());
+                        files.remove(carrier, &discard);
                     }
                 }
             }

@@ -2,6 +2,7 @@
 
 use crate::carry::{Carrier, Directory};
 use crate::host::Host;
+use crate::names::Names;
 use crate::options::{Error, Fault, Options};
 use crate::pages::Pages;
 use crate::queue::Queue;
@@ -39,11 +40,13 @@ impl Driver {
         }
         let host = Host::new(agent, &pages, secondary_blocks)?;
         let (queue, counters) = (Arc::new(Queue::default()), Arc::new(Counters::default()));
+        let names = Names::new(&options).map_err(Error::Random)?;
         let directory_threads = options.directory_threads;
         let carrier = Arc::new(Carrier {
             agent: agent.clone(),
             pages,
             host,
+            names,
             options,
             counters: Arc::clone(&counters),
         });

@@ -2,27 +2,77 @@
 //!
 //! A file has a header of 64 bytes, then the bytes of the page. It is written under another name and renamed, so a file
 //! that has its name is whole, unless the system crashed: the sum in the header tells.
+//!
+//! | bytes of the header | |
+//! |---|---|
+//! | 8 | `KVFBLK02` |
+//! | 8 | length of the page |
+//! | 8 | CRC-64/NVME of the page |
+//! | 16 | the namespace ([`Names`](crate::names::Names)), as in the file's name |
+//! | 16 | the key |
+//! | 2 | the group |
+//! | 6 | zeros |
+//!
+//! Numbers are little-endian. The file's name is `NAMESPACE-KEY-GROUP.kv`.
 
 use crate::carry::Carrier;
+use crate::folder::Folder;
 use kvferry::{Access, Region};
-use kvferry_blocks::{Outcome, Tier, Transfer};
-use std::fs::{self, File};
+use kvferry_blocks::{Discard, Key, Outcome, Tier, Transfer};
 use std::io::{self, Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-const MAGIC: [u8; 8] = *b"KVFBLK01";
+const MAGIC: [u8; 8] = *b"KVFBLK02";
 const HEADER_LEN: usize = 64;
+
+/// What a file has.
+#[derive(Clone, Copy, Debug)]
+struct Content {
+    namespace: [u8; 16],
+    key: Key,
+    group: u16,
+}
+
+impl Content {
+    fn new(carrier: &Carrier, key: Key, group: u16, resets: u32) -> Self {
+        Self { namespace: carrier.names.of(group, resets).digest(), key, group }
+    }
+
+    fn file_stem(&self) -> String {
+        let namespace = u128::from_be_bytes(self.namespace);
+        format!("{namespace:032x}-{}-{}", self.key, self.group)
+    }
+
+    fn file_name(&self) -> String {
+        format!("{}.kv", self.file_stem())
+    }
+
+    fn header(&self, len: usize, sum: u64) -> [u8; HEADER_LEN] {
+        let mut header = [0; HEADER_LEN];
+        let [high, low] = self.key.0.map(u64::to_le_bytes);
+        let (len, group) = ((len as u64).to_le_bytes(), self.group.to_le_bytes());
+        let sum = sum.to_le_bytes();
+        let parts: [&[u8]; 7] = [&MAGIC, &len, &sum, &self.namespace, &high, &low, &group];
+        let mut at = 0;
+        for part in parts {
+            header[at..at + part.len()].copy_from_slice(part);
+            at += part.len();
+        }
+        header
+    }
+}
 
 #[derive(Debug)]
 pub(crate) struct Files {
     directory: PathBuf,
+    folder: Folder,
     /// A page on its way, in memory that files can be read to.
     staging: Region,
     bytes: Vec<u8>,
 }
 
 impl Files {
-    /// Removes files of blocks that an earlier run has left, unless they are to be kept.
+    /// Removes what drivers have left in the directory that have ended.
     pub(crate) fn open(carrier: &Carrier, path: &str) -> Result<Self, String> {
         let directory = PathBuf::from(path);
         let pages = &carrier.pages;
@@ -30,11 +80,9 @@ impl Files {
         let longest = usize::try_from(longest).map_err(|e| e.to_string())?;
         let staging = carrier.agent.allocate_private(longest.max(1), Access::NONE);
         let staging = staging.map_err(|error| error.to_string())?;
-        fs::create_dir_all(&directory).map_err(|error| format!("{path}: {error}"))?;
-        if !carrier.options.keeps_files {
-            remove_all(&directory).map_err(|error| format!("{path}: {error}"))?;
-        }
-        Ok(Self { directory, staging, bytes: Vec::new() })
+        let folder = Folder::open(&directory, &carrier.names.folder());
+        let folder = folder.map_err(|error| format!("{path}: {error}"))?;
+        Ok(Self { directory, folder, staging, bytes: Vec::new() })
     }
 
     /// The error says which file, and why.
@@ -43,122 +91,78 @@ impl Files {
         carrier: &Carrier,
         transfer: &Transfer,
     ) -> Result<Outcome, String> {
-        let path = self.directory.join(transfer.file_name());
+        let content = Content::new(carrier, transfer.key, transfer.group, transfer.resets);
         let group = usize::from(transfer.group);
         let len = usize::try_from(carrier.pages.page_bytes(group)).map_err(|e| e.to_string())?;
         let carried = match transfer.to.tier {
             Tier::Secondary => {
                 let page = transfer.from.index;
                 let gathered = carrier.pages.gather(group, page, &self.staging, 0);
-                gathered.map_err(io::Error::other).and_then(|()| self.write(&path, len))
+                gathered.map_err(io::Error::other).and_then(|()| self.write(carrier, &content, len))
             }
-            Tier::Primary => self.read(&path, len).and_then(|()| {
+            Tier::Primary => self.read(&content, len).and_then(|()| {
                 let page = transfer.to.index;
                 let scattered = carrier.pages.scatter(group, page, &self.staging, 0);
                 scattered.map_err(io::Error::other)
             }),
         };
+        let path = self.directory.join(carrier.names.folder()).join(content.file_name());
         carried.map_err(|error| format!("{}: {error}", path.display()))?;
         Ok(Outcome::Done)
     }
 
     /// A file that is not there is removed.
-    pub(crate) fn remove(&self, file_name: &str) {
-        let path = self.directory.join(file_name);
-        match fs::remove_file(&path) {
+    pub(crate) fn remove(&self, carrier: &Carrier, discard: &Discard) {
+        let content = Content::new(carrier, discard.key, discard.group, discard.resets);
+        let file = content.file_name();
+        match self.folder.remove(&file) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                tracing::debug!(path = %path.display(), %error, "a block's file can't be removed");
+                tracing::debug!(file, %error, "a block's file can't be removed");
             }
             _ => {}
         }
     }
 
-    fn header(&self, path: &Path, len: usize) -> io::Result<[u8; HEADER_LEN]> {
-        let mut header = [0; HEADER_LEN];
-        let name = path.file_name().map(|name| name.as_encoded_bytes()).unwrap_or_default();
+    fn header(&self, content: &Content, len: usize) -> io::Result<[u8; HEADER_LEN]> {
         let sum = self.staging.crc64(0, len as u64, 0).map_err(io::Error::other)?;
-        header[..8].copy_from_slice(&MAGIC);
-        header[8..16].copy_from_slice(&(len as u64).to_le_bytes());
-        header[16..24].copy_from_slice(&sum.to_le_bytes());
-        // A file of another name has other bytes.
-        let kept = name.len().min(HEADER_LEN - 24);
-        header[24..24 + kept].copy_from_slice(&name[..kept]);
-        Ok(header)
+        Ok(content.header(len, sum))
     }
 
-    fn write(&mut self, path: &Path, len: usize) -> io::Result<()> {
+    fn write(&mut self, carrier: &Carrier, content: &Content, len: usize) -> io::Result<()> {
         self.bytes.resize(len, 0);
         self.staging.read_at(0, &mut self.bytes[..len]).map_err(io::Error::other)?;
-        let header = self.header(path, len)?;
-        let unfinished = path.with_extension("tmp");
-        let write = || {
-            let mut file = File::create(&unfinished)?;
+        let header = self.header(content, len)?;
+        let unfinished = format!("{}.tmp", content.file_stem());
+        let write = |folder: &Folder| {
+            let mut file = folder.create(&unfinished)?;
             file.write_all(&header)?;
             file.write_all(&self.bytes[..len])?;
-            fs::rename(&unfinished, path)
+            folder.rename(&unfinished, &content.file_name())
         };
-        let written = match write() {
+        let mut written = write(&self.folder);
+        if written.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
             // The directory was removed.
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                fs::create_dir_all(&self.directory).and_then(|()| write())
-            }
-            written => written,
-        };
+            let folder = Folder::open(&self.directory, &carrier.names.folder())?;
+            written = write(&folder);
+            self.folder = folder;
+        }
         if written.is_err() {
-            let _ = fs::remove_file(&unfinished);
+            let _ = self.folder.remove(&unfinished);
         }
         written
     }
 
-    fn read(&mut self, path: &Path, len: usize) -> io::Result<()> {
-        let mut file = File::open(path)?;
+    fn read(&mut self, content: &Content, len: usize) -> io::Result<()> {
+        let mut file = self.folder.read(&content.file_name())?;
         let mut header = [0; HEADER_LEN];
         file.read_exact(&mut header)?;
         self.bytes.resize(len, 0);
         file.read_exact(&mut self.bytes[..len])?;
         self.staging.write_at(0, &self.bytes[..len]).map_err(io::Error::other)?;
-        if header != self.header(path, len)? {
+        if header != self.header(content, len)? {
             let what = "the file is torn, or of another block: its header does not fit its bytes";
             return Err(io::Error::new(io::ErrorKind::InvalidData, what));
         }
         Ok(())
-    }
-}
-
-/// Only files whose names a driver gives.
-fn remove_all(directory: &Path) -> io::Result<()> {
-    for entry in fs::read_dir(directory)? {
-        let entry = entry?;
-        let name = entry.file_name();
-        let is_ours = name.to_str().is_some_and(is_name);
-        if is_ours && entry.file_type()?.is_file() {
-            fs::remove_file(entry.path())?;
-        }
-    }
-    Ok(())
-}
-
-/// As [`Transfer::file_name`] has it, or while it is written.
-fn is_name(name: &str) -> bool {
-    let stem = name.strip_suffix(".kv").or_else(|| name.strip_suffix(".tmp"));
-    let Some((key, group)) = stem.and_then(|stem| stem.split_once('-')) else { return false };
-    let is_hex = key.len() == 32 && key.bytes().all(|byte| byte.is_ascii_hexdigit());
-    is_hex && !group.is_empty() && group.bytes().all(|byte| byte.is_ascii_digit())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_files_of_blocks_are_removed() {
-        let key = "0123456789abcdef0123456789abcdef";
-        for name in [format!("{key}-0.kv"), format!("{key}-12.tmp")] {
-            assert!(is_name(&name), "{name}");
-        }
-        let others = ["notes.kv", "-0.kv", "0123-0.kv"].map(String::from);
-        for name in others.into_iter().chain([format!("{key}-.kv"), format!("{key}-0.kv.bak")]) {
-            assert!(!is_name(&name), "{name}");
-        }
     }
 }

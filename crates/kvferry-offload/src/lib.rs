@@ -16,6 +16,12 @@
 //! out in the order of the actions, by one thread at a time, so a directory that does not answer delays the copies of
 //! [`Options::directory_threads`] directories at most, and none within memory.
 //!
+//! # Names
+//!
+//! A block is written under a name that covers its key, its group, the namespace of [`Options::new`], random bytes of the
+//! driver, and how often the manager was reset. Bytes of other weights are never found under it, whether or not keys name
+//! the weights.
+//!
 //! # Failures
 //!
 //! A copy that can't be made is [`Outcome::Failed`](kvferry_blocks::Outcome::Failed), and costs hits only. What was read
@@ -26,7 +32,9 @@
 mod carry;
 mod driver;
 mod files;
+mod folder;
 mod host;
+mod names;
 mod options;
 mod pages;
 mod queue;

@@ -13,20 +13,21 @@ pub struct Options {
     pub(crate) store_bytes: u64,
     pub(crate) segment_bytes: Option<u64>,
     pub(crate) directory_threads: usize,
-    pub(crate) keeps_files: bool,
+    pub(crate) shares_names: bool,
     pub(crate) intercept: Option<Intercept>,
 }
 
 impl Options {
-    /// `namespace` says what, besides the tokens, the bytes of a block depend on: block stores keep the blocks of
-    /// different namespaces apart.
+    /// `namespace` says what, besides the keys, the bytes of a block depend on. What the driver writes has names of its own
+    /// besides: of the namespace, of the driver, and of how often the manager was reset. So nothing that was written with
+    /// other weights, before a reset, by an earlier run or by another driver is ever taken for a block of this one.
     pub fn new(namespace: Namespace) -> Self {
         Self {
             namespace,
             store_bytes: 10 << 30,
             segment_bytes: None,
             directory_threads: 3,
-            keeps_files: false,
+            shares_names: false,
             intercept: None,
         }
     }
@@ -49,11 +50,12 @@ impl Options {
         Self { directory_threads: threads.max(1), ..self }
     }
 
-    /// Files of blocks are kept that are no longer needed, because other managers use the directory, too. By default they
-    /// are removed, and those of an earlier run when the directory is first used.
+    /// Keys and namespace together name the weights, the adapter and all else that the bytes depend on: a block store
+    /// that has a block of an earlier run, or of another driver, under the same names is not given it again. After a
+    /// reset of the manager, blocks have names of their own as by default.
     #[must_use]
-    pub fn keep_files(self) -> Self {
-        Self { keeps_files: true, ..self }
+    pub fn share_names(self) -> Self {
+        Self { shares_names: true, ..self }
     }
 
     /// A function that is called before each copy, on the thread that makes it: tests hold copies back, or have them
@@ -109,6 +111,9 @@ pub enum Error {
     /// Memory for secondary blocks, or for what is read, can't be allocated.
     #[error(transparent)]
     Memory(#[from] kvferry::Error),
+    /// The kernel gives no random bytes.
+    #[error("no random bytes for the names of blocks: {0}")]
+    Random(#[source] io::Error),
     /// A thread can't be started.
     #[error("a thread for offloading can't be started: {0}")]
     Thread(#[source] io::Error),

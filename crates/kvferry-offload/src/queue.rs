@@ -97,6 +97,9 @@ impl Queue {
                 }
                 Action::Discard(discard) => {
                     // A block store makes room by itself.
+                    if discard.mode == TransferMode::Gds {
+                        continue;
+                    }
                     if !state.lines.get(&discard.directory).is_some_and(|line| line.has_files) {
                         continue;
                     }
@@ -279,13 +282,13 @@ fn take_run(tasks: &mut VecDeque<Task>, page_bytes: impl Fn(u16) -> u64) -> Vec<
     if first.mode != TransferMode::Gds {
         return run;
     }
-    let to: Tier = first.to.tier;
+    let (to, resets): (Tier, u32) = (first.to.tier, first.resets);
     let mut names = FxHashSet::default();
     names.insert((first.group, first.key));
     let mut bytes = page_bytes(first.group);
     while let Some(Task::Copy(next)) = tasks.front() {
         bytes += page_bytes(next.group);
-        let belongs = next.mode == TransferMode::Gds && next.to.tier == to;
+        let belongs = next.mode == TransferMode::Gds && next.to.tier == to && next.resets == resets;
         let is_full = run.len() == RUN_MAX || bytes > RUN_BYTES;
         if !belongs || is_full || !names.insert((next.group, next.key)) {
             break;

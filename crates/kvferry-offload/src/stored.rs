@@ -10,6 +10,8 @@ type Hash = [u8; 16];
 #[derive(Debug)]
 pub(crate) struct Stored {
     store: Store,
+    /// Resets of the manager before the blocks were stored to which `spaces` belong.
+    resets: u32,
     /// Of each group.
     spaces: Vec<Space>,
 }
@@ -22,18 +24,28 @@ impl Stored {
             how = how.segment_bytes(bytes);
         }
         let store = Store::open(&carrier.agent, &how).map_err(|error| error.to_string())?;
-        let groups = 0..u32::try_from(carrier.pages.groups()).unwrap_or(u32::MAX);
-        let spaces =
-            groups.map(|group| store.space(&options.namespace.clone().group(group))).collect();
-        Ok(Self { store, spaces })
+        let mut stored = Self { store, resets: 0, spaces: Vec::new() };
+        stored.name(carrier, 0);
+        Ok(stored)
     }
 
-    /// Copies of one direction, each of another block. A call for each group that they concern.
+    fn name(&mut self, carrier: &Carrier, resets: u32) {
+        let groups = 0..u16::try_from(carrier.pages.groups()).unwrap_or(u16::MAX);
+        self.spaces =
+            groups.map(|group| self.store.space(&carrier.names.of(group, resets))).collect();
+        self.resets = resets;
+    }
+
+    /// Copies of one direction, each of another block, all stored after the same number of resets. A call for each group that they concern.
     pub(crate) fn carry(
         &mut self,
         carrier: &Carrier,
         transfers: &[&Transfer],
     ) -> Result<Vec<Outcome>, String> {
+        let resets = transfers.first().map_or(self.resets, |transfer| transfer.resets);
+        if resets != self.resets {
+            self.name(carrier, resets);
+        }
         let mut outcomes = vec![Outcome::Failed; transfers.len()];
         for (group, space) in self.spaces.iter().enumerate() {
             let of_group = |at: &usize| usize::from(transfers[*at].group) == group;

@@ -14,6 +14,7 @@ use crate::frame::MAGIC;
 use crate::message::{Decoder, Message, MessageError, PREAUTH_MAX, StreamHello};
 use crate::time::Timestamp;
 use std::collections::VecDeque;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
 /// The default cap on connections that have not proved themselves yet.
@@ -256,5 +257,150 @@ impl<K: PartialEq> Handshakes<K> {
     /// Whether no connection is pending.
     pub fn is_empty(&self) -> bool {
         self.pending.is_empty()
+    }
+}
+
+/// The network that an address belongs to: the /24 of IPv4, the /64 of IPv6. Whoever has one address of it
+/// often has all.
+pub fn network_of(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V4(v4) => Ipv4Addr::from_bits(v4.to_bits() & !0xff).into(),
+        IpAddr::V6(v6) => Ipv6Addr::from_bits(v6.to_bits() & !u128::from(u64::MAX)).into(),
+    }
+}
+
+/// The default cap on connections that wait for a place.
+pub const WAITING_ROOM_MAX: usize = 1024;
+
+/// Connections that were accepted while all places of [`Handshakes`] are held. They get the next places,
+/// network by network in turn, and within a network address by address: however many come from one network,
+/// or from one address of it, the first of another one is next.
+///
+/// In the kernel's queue, where order is that of arrival, one host that keeps connecting keeps all others
+/// waiting.
+#[derive(Debug)]
+pub struct WaitingRoom<K> {
+    capacity: usize,
+    patience: Duration,
+    len: usize,
+    /// The network whose turn it is first. No network is empty.
+    networks: VecDeque<Network<K>>,
+}
+
+#[derive(Debug)]
+struct Network<K> {
+    network: IpAddr,
+    len: usize,
+    /// The address whose turn it is first. No queue is empty.
+    addresses: VecDeque<(IpAddr, VecDeque<(Timestamp, K)>)>,
+}
+
+impl<K> Network<K> {
+    fn waiting_from(&self, address: IpAddr) -> usize {
+        let queue = self.addresses.iter().find(|(it, _)| *it == address);
+        queue.map_or(0, |(_, queue)| queue.len())
+    }
+
+    /// The position of the address from which most connections wait, and their number.
+    fn most(&self) -> (usize, usize) {
+        let lens = self.addresses.iter().map(|(_, queue)| queue.len());
+        lens.enumerate().max_by_key(|(_, len)| *len).unwrap_or_default()
+    }
+}
+
+impl<K> WaitingRoom<K> {
+    /// Room for `capacity` connections (at least one). A connection leaves after `patience`, when its
+    /// peer has given up.
+    pub fn new(capacity: usize, patience: Duration) -> Self {
+        Self { capacity: capacity.max(1), patience, len: 0, networks: VecDeque::new() }
+    }
+
+    /// Has a connection wait. When full, one is returned, to be refused: the newest of the address that has
+    /// most, in the network that has most. It gives way only to one that then has no more than it. Else the newcomer's
+    /// own network decides by the same rule, and last the newcomer is refused.
+    pub fn push(&mut self, from: IpAddr, key: K, now: Timestamp) -> Option<K> {
+        let (network, address) = (network_of(from), from.to_canonical());
+        let refused = if self.len < self.capacity {
+            None
+        } else {
+            let Some((at, of)) = self.gives_way(network, address) else { return Some(key) };
+            self.take(at, of, VecDeque::pop_back)
+        };
+        let known = self.networks.iter().position(|it| it.network == network);
+        let at = known.unwrap_or_else(|| {
+            self.networks.push_back(Network { network, len: 0, addresses: VecDeque::new() });
+            self.networks.len() - 1
+        });
+        let into = &mut self.networks[at];
+        match into.addresses.iter_mut().find(|(it, _)| *it == address) {
+            Some((_, queue)) => queue.push_back((now, key)),
+            None => into.addresses.push_back((address, VecDeque::from([(now, key)]))),
+        }
+        into.len += 1;
+        self.len += 1;
+        refused.map(|(_, key)| key)
+    }
+
+    /// The positions of the network and of the address in it that lose a connection to a newcomer.
+    fn gives_way(&self, network: IpAddr, address: IpAddr) -> Option<(usize, usize)> {
+        let own = self.networks.iter().position(|it| it.network == network);
+        let own_len = own.map_or(0, |at| self.networks[at].len);
+        let longest = (0..self.networks.len()).max_by_key(|at| self.networks[*at].len)?;
+        if own_len + 1 < self.networks[longest].len {
+            return Some((longest, self.networks[longest].most().0));
+        }
+        let own = own?;
+        let (of, most) = self.networks[own].most();
+        (self.networks[own].waiting_from(address) + 1 < most).then_some((own, of))
+    }
+
+    /// The connection that gets the next place. Drops those that have waited for too long.
+    pub fn pop(&mut self, now: Timestamp) -> Option<K> {
+        while let Some(first) = self.networks.front() {
+            let network = first.network;
+            let address = first.addresses.front()?.0;
+            let (since, key) = self.take(0, 0, VecDeque::pop_front)?;
+            if since + self.patience <= now {
+                continue;
+            }
+            if let Some(first) = self.networks.front_mut().filter(|it| it.network == network) {
+                if first.addresses.front().is_some_and(|(it, _)| *it == address) {
+                    first.addresses.rotate_left(1);
+                }
+                self.networks.rotate_left(1);
+            }
+            return Some(key);
+        }
+        None
+    }
+
+    /// Connections that wait.
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether no connection waits.
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    fn take(
+        &mut self,
+        at: usize,
+        of: usize,
+        which: impl FnOnce(&mut VecDeque<(Timestamp, K)>) -> Option<(Timestamp, K)>,
+    ) -> Option<(Timestamp, K)> {
+        let network = &mut self.networks[at];
+        let queue = &mut network.addresses[of].1;
+        let taken = which(queue)?;
+        if queue.is_empty() {
+            network.addresses.remove(of);
+        }
+        network.len -= 1;
+        if network.len == 0 {
+            self.networks.remove(at);
+        }
+        self.len -= 1;
+        Some(taken)
     }
 }

@@ -10,10 +10,15 @@
 //! Without a secret it is derived from the transcript alone: that protects against mistakes (a
 //! stream of another session, a restarted peer), not against an observer.
 //!
-//! There is no encryption. An attacker who can change packets in flight can change control messages
-//! and payload after the handshake.
+//! With a secret the session's key also protects what follows the handshake: control frames, the
+//! heads of requests and answers, tables and notifications carry keyed tags ([`crate::keyed`]). An
+//! attacker who relays a connection can't change them without ending the session. There is no
+//! encryption: a relay reads everything, and can change payload.
 
+use crate::code::WireCode;
 use crate::id::{SessionId, StreamId};
+use crate::keyed::{Seal, Seals};
+use crate::session::Side;
 use std::fmt;
 use zeroize::{Zeroize, Zeroizing};
 
@@ -22,6 +27,10 @@ pub const NONCE_LEN: usize = 32;
 
 /// Length of a MAC, in bytes.
 pub const MAC_LEN: usize = 32;
+
+/// Shorter secrets can be guessed by trying: the initiator of a handshake sends a MAC to whatever
+/// answers at the address that it dials.
+pub const SECRET_LEN_MIN: usize = 16;
 
 /// A secret shared by the agents that may talk to each other: one byte or more.
 ///
@@ -36,6 +45,11 @@ impl Secret {
     pub fn new(bytes: impl Into<Vec<u8>>) -> Option<Self> {
         let bytes = Zeroizing::new(bytes.into());
         (!bytes.is_empty()).then_some(Self(bytes))
+    }
+
+    /// Whether the secret has fewer than [`SECRET_LEN_MIN`] bytes.
+    pub fn is_short(&self) -> bool {
+        self.0.len() < SECRET_LEN_MIN
     }
 }
 
@@ -92,12 +106,52 @@ pub fn local_mac(key: &SessionKey, session: SessionId, stream: StreamId) -> [u8;
     keyed(key, b"kvferry local\0", session, stream)
 }
 
+/// The MAC of the acceptor's answer to the opening of a stream: [`WireCode::Ok`] if it is accepted.
+pub(crate) fn stream_answer_mac(
+    key: &SessionKey,
+    session: SessionId,
+    stream: StreamId,
+    code: WireCode,
+) -> [u8; MAC_LEN] {
+    let label = [&b"kvferry stream answer\0"[..], &code.to_u16().to_le_bytes()].concat();
+    keyed(key, &label, session, stream)
+}
+
 fn keyed(key: &SessionKey, label: &[u8], session: SessionId, stream: StreamId) -> [u8; MAC_LEN] {
     let mut mac = Zeroizing::new(blake3::Hasher::new_keyed(&key.0));
     mac.update(label);
     mac.update(&session.0.to_le_bytes());
     mac.update(&stream.0.to_le_bytes());
     *mac.finalize().as_bytes()
+}
+
+/// The tags of the control connection, for one side of the session.
+pub(crate) fn control_seals(key: &SessionKey, session: SessionId, side: Side) -> Seals {
+    // No stream has this number: the initiator counts from 1.
+    let direction = |label: &[u8]| Seal::new(keyed(key, label, session, StreamId(0)));
+    seals(
+        side,
+        direction(b"kvferry control of the initiator\0"),
+        direction(b"kvferry control of the acceptor\0"),
+    )
+}
+
+/// The tags of a data stream, for one side of the session.
+pub(crate) fn stream_seals(
+    key: &SessionKey,
+    session: SessionId,
+    stream: StreamId,
+    side: Side,
+) -> Seals {
+    let direction = |label: &[u8]| Seal::new(keyed(key, label, session, stream));
+    seals(side, direction(b"kvferry stream requests\0"), direction(b"kvferry stream answers\0"))
+}
+
+fn seals(side: Side, initiator: Seal, acceptor: Seal) -> Seals {
+    match side {
+        Side::Initiator => Seals { outgoing: initiator, incoming: acceptor },
+        Side::Acceptor => Seals { outgoing: acceptor, incoming: initiator },
+    }
 }
 
 /// Whether two MACs are equal, in a time that does not depend on where they differ.
@@ -146,9 +200,16 @@ impl HandshakeKeys {
         self.mac(b"kvferry acceptor\0", &said)
     }
 
-    /// The key of the session.
-    pub(crate) fn session_key(&self, session: SessionId) -> SessionKey {
-        SessionKey(self.mac(b"kvferry session key\0", &session.0.to_le_bytes()))
+    /// The key of the session. It depends on every byte of the handshake, `proof` and `ready` being
+    /// the frames exactly as they crossed the wire.
+    pub(crate) fn session_key(&self, session: SessionId, proof: &[u8], ready: &[u8]) -> SessionKey {
+        let mut said = blake3::Hasher::new();
+        said.update(&session.0.to_le_bytes());
+        for part in [proof, ready] {
+            said.update(&(part.len() as u64).to_le_bytes());
+            said.update(part);
+        }
+        SessionKey(self.mac(b"kvferry session key\0", said.finalize().as_bytes()))
     }
 
     fn mac(&self, label: &[u8], said: &[u8]) -> [u8; MAC_LEN] {

@@ -120,6 +120,10 @@ codes! {
     31 => Duplicate, "duplicate name";
     /// The two sides compute with different models.
     32 => ModelMismatch, "models do not match";
+    /// A frame of an authenticated session was changed, replayed or lost on its way.
+    33 => Forged, "a frame's keyed tag does not fit";
+    /// The request names a producer that this engine does not accept.
+    34 => ForbiddenProducer, "producer not accepted";
 }
 
 impl WireCode {

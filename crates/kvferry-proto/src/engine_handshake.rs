@@ -298,6 +298,8 @@ pub struct EngineHandshakes {
     own: Option<Arc<OwnEngine>>,
     /// A handshake fails if a lost connection does not come back within this time.
     reconnect: Duration,
+    /// The silence limit of the sessions; see [`EngineHandshakes::lost`].
+    silence: Duration,
     meetings: HashMap<PeerId, Meeting>,
     /// Questions that arrived before this rank knew its own engine; the latest of each peer.
     waiting: HashMap<PeerId, Introduce>,
@@ -309,6 +311,8 @@ pub struct EngineHandshakes {
 struct Meeting {
     /// Tickets that wait for it, with their deadlines.
     tickets: Vec<(u64, Timestamp)>,
+    /// When the latest ticket began.
+    began: Timestamp,
     connected: bool,
     /// The connection is lost: when the handshake fails, and with which code.
     lost: Option<(Timestamp, WireCode)>,
@@ -325,11 +329,12 @@ struct Heard {
 }
 
 impl EngineHandshakes {
-    /// A rank that does not know its own engine yet.
-    pub fn new(reconnect: Duration) -> Self {
+    /// A rank that does not know its own engine yet. `silence` is the silence limit of its sessions.
+    pub fn new(reconnect: Duration, silence: Duration) -> Self {
         Self {
             own: None,
             reconnect,
+            silence,
             meetings: HashMap::new(),
             waiting: HashMap::new(),
             actions: VecDeque::new(),
@@ -368,11 +373,13 @@ impl EngineHandshakes {
         let is_new = !self.meetings.contains_key(&peer);
         let meeting = self.meetings.entry(peer).or_insert_with(|| Meeting {
             tickets: Vec::new(),
+            began: now,
             connected,
             lost: None,
             heard: None,
         });
         meeting.tickets.push((ticket, now + budget));
+        meeting.began = now;
         if is_new {
             self.actions.push_back(EngineHandshakeAction::Watch { peer, on: true });
             self.say(peer);
@@ -426,12 +433,18 @@ impl EngineHandshakes {
         }
     }
 
-    /// The connection to a peer was lost. `gone` means that it will not come back.
+    /// The connection to a peer was lost. `gone` means that it will not come back. A handshake that began
+    /// less than a silence window before its session ended in silence waits for the rest of the window, as
+    /// a handoff does.
     pub fn lost(&mut self, peer: PeerId, code: WireCode, gone: bool, now: Timestamp) {
         self.waiting.remove(&peer);
         let Some(meeting) = self.meetings.get_mut(&peer) else { return };
         meeting.connected = false;
-        let until = if gone { now } else { now + self.reconnect };
+        let until = match gone {
+            true if code == WireCode::Silent => now.max(meeting.began + self.silence),
+            true => now,
+            false => now + self.reconnect,
+        };
         let until = meeting.lost.map_or(until, |(before, _)| before.min(until));
         meeting.lost = Some((until, code));
         self.expire(now);

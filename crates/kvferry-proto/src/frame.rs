@@ -14,9 +14,17 @@
 //!
 //! The heads always have a CRC: they are short, and a flipped bit in an offset would overwrite the
 //! blocks of another request.
+//!
+//! # Version 2
+//!
+//! In a session with a secret, frames have version 2: keyed tags ([`crate::keyed`]) in place of the
+//! CRCs. The tag of a request is in bytes 48..64 of its header and covers header, table and
+//! notification; that of an answer is behind the 40 bytes of the header. A checksum trailer has a tag
+//! behind it. Payload has none. A receiver takes the version of its session and no other.
 
 use crate::code::WireCode;
 use crate::id::{RegionId, TransferId};
+use crate::keyed::{Forged, Seal, TAG_LEN};
 use crc_fast::{CrcAlgorithm, Digest};
 use thiserror::Error;
 
@@ -29,8 +37,10 @@ pub const MAGIC: [u8; 8] = *b"KVFERRY\x01";
 /// Bytes of payload under one checksum.
 pub const CHECKSUM_PIECE: usize = 256 * 1024;
 
-/// Version of the two headers.
+/// Version of the two headers with a CRC.
 const VERSION: u8 = 1;
+/// Version of the two headers with a keyed tag.
+const KEYED: u8 = 2;
 const REQUEST_MAGIC: [u8; 4] = *b"KVFq";
 const RESPONSE_MAGIC: [u8; 4] = *b"KVFr";
 
@@ -84,6 +94,15 @@ pub enum FrameError {
     /// A CRC does not fit its bytes.
     #[error("checksum of the frame's head differs")]
     Checksum,
+    /// A keyed tag does not fit.
+    #[error("a frame was changed, replayed or lost on its way")]
+    Forged,
+}
+
+impl From<Forged> for FrameError {
+    fn from(_: Forged) -> Self {
+        Self::Forged
+    }
 }
 
 impl FrameError {
@@ -96,6 +115,7 @@ impl FrameError {
             Self::Limit { .. } => WireCode::TooLarge,
             Self::Overflow => WireCode::Overflow,
             Self::Checksum => WireCode::Checksum,
+            Self::Forged => WireCode::Forged,
         }
     }
 }
@@ -183,6 +203,7 @@ impl RequestHeader {
     /// Bytes of the encoded header.
     pub const LEN: usize = 64;
     const CRC_AT: usize = 60;
+    const TAG_AT: usize = Self::LEN - TAG_LEN;
 
     /// The header as it crosses the wire, with `head_crc` as the field says.
     ///
@@ -225,8 +246,40 @@ impl RequestHeader {
     /// Out of `limits`, inconsistent, or of an unknown version, operation or flag. The stream
     /// cannot be used any further.
     pub fn decode(bytes: &[u8; Self::LEN], limits: &Limits) -> Result<Self, FrameError> {
+        Self::decode_as(VERSION, bytes, limits)
+    }
+
+    /// As [`RequestHeader::decode`] for a header of version 2; then [`RequestHeader::open_keyed`] is
+    /// due.
+    pub(crate) fn decode_keyed(
+        bytes: &[u8; Self::LEN],
+        limits: &Limits,
+    ) -> Result<Self, FrameError> {
+        let mut untagged = *bytes;
+        untagged[Self::TAG_AT..].fill(0);
+        Self::decode_as(KEYED, &untagged, limits)
+    }
+
+    /// Writes the header, of version 2, to the front of a head whose table and notification are
+    /// there.
+    pub(crate) fn seal_keyed(&self, head: &mut [u8], seal: &mut Seal) {
+        head[..Self::LEN].copy_from_slice(&self.encode());
+        head[4] = KEYED;
+        seal.seal(head, Self::TAG_AT);
+    }
+
+    /// Checks the tag of a whole head of version 2.
+    pub(crate) fn open_keyed(head: &mut [u8], seal: &mut Seal) -> Result<(), FrameError> {
+        Ok(seal.open(head, Self::TAG_AT)?)
+    }
+
+    fn decode_as(
+        version: u8,
+        bytes: &[u8; Self::LEN],
+        limits: &Limits,
+    ) -> Result<Self, FrameError> {
         expect_magic(bytes, REQUEST_MAGIC)?;
-        expect_version(bytes[4])?;
+        expect_version(bytes[4], version)?;
         let header = Self {
             op: Op::from_u8(bytes[5])?,
             flags: Flags::from_u8(bytes[6])?,
@@ -438,7 +491,33 @@ pub struct ResponseHeader {
 impl ResponseHeader {
     /// Bytes of the encoded header.
     pub const LEN: usize = 40;
+    /// Bytes of the encoded header and its keyed tag.
+    pub const KEYED_LEN: usize = Self::LEN + TAG_LEN;
     const CRC_AT: usize = 20;
+
+    /// The header as it crosses the wire, with the tag of `seal` or, without one, with a CRC.
+    pub(crate) fn encode_with(&self, seal: Option<&mut Seal>) -> AnswerBytes {
+        let mut bytes = [0; Self::KEYED_LEN];
+        bytes[..Self::LEN].copy_from_slice(&self.encode());
+        let Some(seal) = seal else { return AnswerBytes { bytes, len: Self::LEN } };
+        bytes[7] = KEYED;
+        bytes[Self::CRC_AT..Self::CRC_AT + 4].fill(0);
+        seal.seal(&mut bytes, Self::LEN);
+        AnswerBytes { bytes, len: Self::KEYED_LEN }
+    }
+
+    /// Parses and checks a header of version 2.
+    pub(crate) fn decode_keyed(
+        bytes: &mut [u8; Self::KEYED_LEN],
+        limits: &Limits,
+        seal: &mut Seal,
+    ) -> Result<Self, FrameError> {
+        // First: nothing of a forged header counts.
+        seal.open(bytes, Self::LEN)?;
+        let header = bytes.first_chunk().expect("longer than a header");
+        expect_version(header[7], KEYED)?;
+        Self::parse(header, limits)
+    }
 
     /// The header as it crosses the wire, its CRC included.
     pub fn encode(&self) -> [u8; Self::LEN] {
@@ -463,12 +542,17 @@ impl ResponseHeader {
     /// cannot be used any further. Unknown *codes* are no error.
     pub fn decode(bytes: &[u8; Self::LEN], limits: &Limits) -> Result<Self, FrameError> {
         expect_magic(bytes, RESPONSE_MAGIC)?;
-        expect_version(bytes[7])?;
+        expect_version(bytes[7], VERSION)?;
         let mut covered = *bytes;
         covered[Self::CRC_AT..Self::CRC_AT + 4].fill(0);
         if crc32c(&covered) != u32_at(bytes, Self::CRC_AT) {
             return Err(FrameError::Checksum);
         }
+        Self::parse(bytes, limits)
+    }
+
+    fn parse(bytes: &[u8; Self::LEN], limits: &Limits) -> Result<Self, FrameError> {
+        expect_magic(bytes, RESPONSE_MAGIC)?;
         let header = Self {
             code: WireCode::from_u16(u16::from_le_bytes([bytes[4], bytes[5]])),
             flags: Flags::from_u8(bytes[6])?,
@@ -487,6 +571,19 @@ impl ResponseHeader {
     /// Bytes of checksum trailer after the payload.
     pub const fn trailer_follows(&self) -> u64 {
         if self.flags.contains(Flags::CHECKSUM) { trailer_len(self.payload_len) } else { 0 }
+    }
+}
+
+/// An encoded answer's header, with its CRC or its tag.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AnswerBytes {
+    bytes: [u8; ResponseHeader::KEYED_LEN],
+    len: usize,
+}
+
+impl AsRef<[u8]> for AnswerBytes {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes[..self.len]
     }
 }
 
@@ -607,8 +704,8 @@ fn expect_magic(bytes: &[u8], magic: [u8; 4]) -> Result<(), FrameError> {
     if found == magic { Ok(()) } else { Err(FrameError::Magic(found)) }
 }
 
-const fn expect_version(version: u8) -> Result<(), FrameError> {
-    if version == VERSION { Ok(()) } else { Err(FrameError::Version(version)) }
+const fn expect_version(version: u8, expected: u8) -> Result<(), FrameError> {
+    if version == expected { Ok(()) } else { Err(FrameError::Version(version)) }
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {

@@ -4,6 +4,8 @@
 //! with a simple oracle are here. `kvferry-models` runs them. What the ranks of a topology hold is
 //! public only through a routing, which is compared with it.
 
+use crate::frame::{FrameError, Limits, RequestHeader, ResponseHeader};
+use crate::keyed::{Seal, TAG_LEN};
 use crate::layout::{ContextShard, LayerSpec};
 use crate::plan::Topology;
 pub use crate::session::models::{heartbeat, inbox, outbox, stream_window};
@@ -70,6 +72,75 @@ impl<'a> Script<'a> {
     /// All bytes that were not read.
     pub fn rest(&mut self) -> &'a [u8] {
         std::mem::take(&mut self.0)
+    }
+}
+
+/// The heads of one direction of a data stream with keyed tags. A fuzzer does not guess tags: they are put right
+/// first if it says so.
+#[derive(Debug)]
+pub struct KeyedHeads {
+    ours: Seal,
+    theirs: Seal,
+}
+
+impl Default for KeyedHeads {
+    fn default() -> Self {
+        let seal = || Seal::new([0x5e; 32]);
+        Self { ours: seal(), theirs: seal() }
+    }
+}
+
+impl KeyedHeads {
+    /// Bytes of an answer's head.
+    pub const ANSWER_LEN: usize = ResponseHeader::KEYED_LEN;
+    /// Where the tag of a request's head is.
+    pub const REQUEST_TAG: Range<usize> = RequestHeader::LEN - TAG_LEN..RequestHeader::LEN;
+
+    /// The header of the request whose head begins here; its tag is not looked at.
+    ///
+    /// # Errors
+    /// As [`RequestHeader::decode`].
+    pub fn request(
+        bytes: &[u8; RequestHeader::LEN],
+        limits: &Limits,
+    ) -> Result<RequestHeader, FrameError> {
+        RequestHeader::decode_keyed(bytes, limits)
+    }
+
+    /// Writes a header and the tag of the next head to the front of a head, whose table and notification are
+    /// there.
+    pub fn seal_request(&mut self, header: &RequestHeader, head: &mut [u8]) {
+        header.seal_keyed(head, &mut self.ours);
+    }
+
+    /// Checks the tag of the next head.
+    ///
+    /// # Errors
+    /// The tag is of another head, or of another place.
+    pub fn open_request(&mut self, head: &mut [u8]) -> Result<(), FrameError> {
+        RequestHeader::open_keyed(head, &mut self.theirs)
+    }
+
+    /// The next answer's head.
+    pub fn seal_answer(&mut self, header: &ResponseHeader) -> Vec<u8> {
+        header.encode_with(Some(&mut self.ours)).as_ref().to_vec()
+    }
+
+    /// Puts the tag of the next answer right.
+    pub fn put_right(&mut self, head: &mut [u8; Self::ANSWER_LEN]) {
+        self.ours.seal(head, ResponseHeader::LEN);
+    }
+
+    /// Checks the next answer's head.
+    ///
+    /// # Errors
+    /// As [`ResponseHeader::decode`].
+    pub fn open_answer(
+        &mut self,
+        head: &mut [u8; Self::ANSWER_LEN],
+        limits: &Limits,
+    ) -> Result<ResponseHeader, FrameError> {
+        ResponseHeader::decode_keyed(head, limits, &mut self.theirs)
     }
 }
 

@@ -30,6 +30,7 @@ pub mod frame;
 pub mod fuzzing;
 pub mod handoff;
 mod id;
+pub mod keyed;
 pub mod lane;
 pub mod layout;
 pub mod local;
@@ -41,7 +42,10 @@ pub mod session;
 mod text;
 mod time;
 
-pub use admission::{Handshakes, Opener, Opening, PENDING_MAX, Sniff, Sniffer};
+pub use admission::{
+    Handshakes, Opener, Opening, PENDING_MAX, Sniff, Sniffer, WAITING_ROOM_MAX, WaitingRoom,
+    network_of,
+};
 pub use auth::{Secret, SessionKey};
 pub use code::WireCode;
 pub use frame::{
@@ -49,6 +53,7 @@ pub use frame::{
     ResponseHeader, WireDescriptor, crc32c, crc32c_append,
 };
 pub use id::{Incarnation, RegionId, SessionId, StreamId, TransferId};
+pub use keyed::Guard;
 pub use local::LocalPacket;
 pub use message::{CONTROL_MAX, Decoder, Message, MessageError, PREAUTH_MAX, StreamHello};
 pub use session::{

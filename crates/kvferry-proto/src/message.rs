@@ -7,6 +7,7 @@
 use crate::auth::{MAC_LEN, NONCE_LEN};
 use crate::code::WireCode;
 use crate::id::{Incarnation, SessionId, StreamId};
+use crate::keyed::{Forged, Seal, TAG_LEN};
 use crate::pack;
 use crate::text::truncated;
 use serde::{Deserialize, Serialize};
@@ -123,6 +124,9 @@ pub struct Refused {
     /// A number that goes with the code.
     #[serde(default)]
     pub aux: u64,
+    /// As in [`StreamReady`], in answer to a stream of a known session.
+    #[serde(default, with = "serde_bytes", skip_serializing_if = "Option::is_none")]
+    pub mac: Option<Vec<u8>>,
 }
 
 /// Asks for a sign of life.
@@ -213,7 +217,11 @@ pub struct StreamHello {
 
 /// The stream is accepted; data frames follow.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StreamReady {}
+pub struct StreamReady {
+    /// The acceptor's proof, of sessions with a secret. See [`crate::Session::stream_answer`].
+    #[serde(default, with = "serde_bytes", skip_serializing_if = "Option::is_none")]
+    pub mac: Option<Vec<u8>>,
+}
 
 /// Why bytes are refused as a control message.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -229,6 +237,9 @@ pub enum MessageError {
     /// A field is longer than it may be.
     #[error("{field} is longer than {limit}")]
     FieldTooLong { field: &'static str, limit: usize },
+    /// The frame's keyed tag does not fit.
+    #[error("a control frame was changed, replayed or lost on its way")]
+    Forged,
 }
 
 impl MessageError {
@@ -237,6 +248,7 @@ impl MessageError {
         match self {
             Self::TooLong { .. } | Self::FieldTooLong { .. } => WireCode::TooLarge,
             Self::Malformed { .. } => WireCode::Malformed,
+            Self::Forged => WireCode::Forged,
         }
     }
 }
@@ -446,12 +458,18 @@ pub fn encode(message: &Message) -> Vec<u8> {
 pub struct Decoder {
     limit: usize,
     frame: Vec<u8>,
+    seal: Option<Seal>,
 }
 
 impl Decoder {
     /// A decoder that refuses messages longer than `limit` bytes.
     pub const fn new(limit: usize) -> Self {
-        Self { limit, frame: Vec::new() }
+        Self { limit, frame: Vec::new(), seal: None }
+    }
+
+    /// From the next frame on, frames have keyed tags behind them.
+    pub(crate) fn open_with(&mut self, seal: Seal) {
+        self.seal = Some(seal);
     }
 
     /// Changes the limit for frames whose length has not arrived yet.
@@ -484,12 +502,28 @@ impl Decoder {
         if len > self.limit {
             return Err(MessageError::TooLong { len, limit: self.limit });
         }
-        self.take(input, 4 + len);
-        if self.frame.len() < 4 + len {
+        let tag = if self.seal.is_some() { TAG_LEN } else { 0 };
+        self.take(input, 4 + len + tag);
+        if self.frame.len() < 4 + len + tag {
             return Ok(None);
         }
-        let frame = std::mem::take(&mut self.frame);
+        let mut frame = std::mem::take(&mut self.frame);
+        if let Some(seal) = &mut self.seal {
+            seal.open(&mut frame, 4 + len).map_err(|Forged| MessageError::Forged)?;
+            frame.truncate(4 + len);
+        }
         Ok(Some((Message::parse(&frame[4..])?, frame)))
+    }
+
+    /// Whether frames have keyed tags.
+    pub(crate) const fn is_keyed(&self) -> bool {
+        self.seal.is_some()
+    }
+
+    /// The announced length of an incomplete message; 0 until it is known.
+    pub fn announced(&self) -> usize {
+        let len = self.frame.first_chunk::<4>().map_or(0, |len| u32::from_le_bytes(*len));
+        usize::try_from(len).unwrap_or(usize::MAX)
     }
 
     /// Bytes of an incomplete message that are held.

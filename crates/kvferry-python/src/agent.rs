@@ -204,6 +204,7 @@ impl Agent {
         }
 
         let agent = blocking::run(py, |_| kvferry::Agent::start(config))?;
+        crate::log::warn(py, agent.take_warning())?;
         let shared = Arc::new(Shared { agent, holds: Mutex::default(), pid: std::process::id() });
         blocking::stop_at_exit(py, &shared);
         Ok(Self(shared))

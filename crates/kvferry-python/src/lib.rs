@@ -22,6 +22,7 @@
 //! | `store` | `Store`, `Space` |
 //! | `store_blocks` | `Blocks`, and reading hashes and the memory of blocks |
 //! | `store_pending` | `Pending`, `Put` |
+//! | `store_watch` | `Watch` |
 //! | `retention` | `RetentionConfig` |
 //! | `notification` | `Notification` |
 //! | `connector` | `SchedulerHalf`, `WorkerHalf`: what engines' connectors are made of |
@@ -43,6 +44,7 @@ mod retention;
 mod store;
 mod store_blocks;
 mod store_pending;
+mod store_watch;
 mod transfer;
 
 use pyo3::prelude::*;
@@ -56,6 +58,7 @@ pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     kvferry_sys::thread::choose_cpus()?;
     blocking::stop_agents_at_exit(module)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("READS_INTS_DIRECTLY", connector::ints::are_read_directly(module.py()))?;
     module.add_class::<agent::Agent>()?;
     module.add_class::<batch::Batch>()?;
     module.add_class::<files::FileRegion>()?;
@@ -71,6 +74,7 @@ pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<store::Store>()?;
     module.add_class::<store::Space>()?;
     module.add_class::<store::Pin>()?;
+    module.add_class::<store_watch::Watch>()?;
     module.add_class::<store_blocks::Blocks>()?;
     module.add_class::<store_pending::Pending>()?;
     module.add_class::<store_pending::Put>()?;
@@ -78,5 +82,6 @@ pub fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<connector::scheduler::SchedulerHalf>()?;
     module.add_class::<connector::worker::WorkerHalf>()?;
     module.add_function(pyo3::wrap_pyfunction!(connector::scheduler::prompt_id, module)?)?;
+    module.add_function(pyo3::wrap_pyfunction!(connector::scheduler::counted_reasons, module)?)?;
     module.add_function(pyo3::wrap_pyfunction!(log::log_to_stderr, module)?)
 }

@@ -24,3 +24,11 @@ pub(crate) fn log_to_stderr(filter: &str) {
         .with_writer(std::io::stderr)
         .try_init();
 }
+
+/// Passes a warning for the operator to Python's logger `kvferry`, which is seen without any setting: where a
+/// program configures no logging, Python writes warnings to stderr.
+pub(crate) fn warn(py: Python<'_>, text: Option<String>) -> PyResult<()> {
+    let Some(text) = text else { return Ok(()) };
+    let logger = py.import("logging")?.call_method1("getLogger", ("kvferry",))?;
+    logger.call_method1("warning", ("%s", text)).map(drop)
+}

@@ -146,9 +146,11 @@ impl NativeEngine {
         metadata_server: Text,
         protocol: Text,
     ) -> PyResult<i32> {
-        self.run(py, |engine, interrupt| {
+        let code = self.run(py, |engine, interrupt| {
             engine.initialize(&local_hostname.0, &metadata_server.0, &protocol.0, interrupt)
-        })
+        })?;
+        crate::log::warn(py, self.0.take_warning())?;
+        Ok(code)
     }
 
     #[getter]

@@ -6,6 +6,7 @@ use crate::error;
 use crate::files::parse_direct;
 use crate::store_blocks::{Hashes, memory_of};
 use crate::store_pending::{Pending, Put, Value};
+use crate::store_watch::{Groups, Watch};
 use kvferry_store::{Namespace, Retain, Stats, StoreOptions, Then};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -24,6 +25,10 @@ impl Open {
     /// Raises in a process that was forked from the one that opened the store.
     pub(crate) fn check(&self, py: Python<'_>) -> PyResult<()> {
         self.agent.agent(py).map(drop)
+    }
+
+    pub(crate) fn store(&self) -> &kvferry_store::Store {
+        &self.store
     }
 
     fn close(&self, py: Python<'_>) {
@@ -95,7 +100,7 @@ fn text_items(mapping: &Bound<'_, PyMapping>) -> PyResult<Vec<(String, String)>>
 impl Store {
     #[new]
     #[pyo3(
-        signature = (agent, directory, capacity, *, segment_bytes = None, blocks_max = None, direct = "off", host_bytes = 0, objects = None, object_options = None)
+        signature = (agent, directory, capacity, *, segment_bytes = None, blocks_max = None, direct = "off", host_bytes = 0, put_wait = 0.0, objects = None, object_options = None)
     )]
     #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
     fn new(
@@ -106,6 +111,7 @@ impl Store {
         blocks_max: Option<u32>,
         direct: &str,
         host_bytes: u64,
+        put_wait: f64,
         objects: Option<String>,
         object_options: Option<&Bound<'_, PyMapping>>,
     ) -> PyResult<Self> {
@@ -118,7 +124,8 @@ impl Store {
         let mut options = directories
             .fold(StoreOptions::new(&first, capacity), StoreOptions::and_directory)
             .direct(parse_direct(py, direct)?)
-            .host_bytes(host_bytes);
+            .host_bytes(host_bytes)
+            .put_wait(seconds(py, put_wait)?);
         if let Some(bytes) = segment_bytes {
             options = options.segment_bytes(bytes);
         }
@@ -179,6 +186,11 @@ impl Store {
         })
     }
 
+    /// Watches blocks by their hashes: of each group those that are in all of its spaces.
+    fn watch(&self, py: Python<'_>, groups: Groups<'_>) -> PyResult<Watch> {
+        Watch::new(py, &self.open, &groups)
+    }
+
     /// Returns when the blocks that this process has put before would survive a loss of power.
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         self.open.check(py)?;
@@ -209,6 +221,7 @@ impl Store {
         let stats = py.detach(|| self.open.store.stats());
         let Stats { blocks, disk_bytes, capacity_bytes, processes, is_keeper, .. } = stats;
         let Stats { host_blocks, host_bytes, waiting_bytes, uploads_waiting, is_away, .. } = stats;
+        let Stats { unwritten_blocks, .. } = stats;
         let now = [
             ("blocks", blocks),
             ("disk_bytes", disk_bytes),
@@ -216,6 +229,7 @@ impl Store {
             ("host_blocks", host_blocks),
             ("host_bytes", host_bytes),
             ("waiting_bytes", waiting_bytes),
+            ("unwritten_blocks", unwritten_blocks),
             ("processes", processes),
             ("is_keeper", is_keeper),
             ("uploads_waiting", uploads_waiting),
@@ -271,6 +285,10 @@ fn retain(py: Python<'_>, priority: u8, duration: Option<f64>, leave: bool) -> P
 }
 
 impl Space {
+    pub(crate) fn space(&self) -> &kvferry_store::Space {
+        &self.space
+    }
+
     fn pending<T: Value>(
         &self,
         py: Python<'_>,

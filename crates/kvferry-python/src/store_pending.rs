@@ -30,10 +30,34 @@ impl Put {
         self.0.present
     }
 
-    /// Not stored, because no space was free, or too many waited.
+    /// Not stored, for one of the reasons below.
     #[getter]
     fn refused(&self) -> usize {
         self.0.refused
+    }
+
+    /// Of the refused: no segment was free.
+    #[getter]
+    fn refused_no_space(&self) -> usize {
+        self.0.refused_no_space
+    }
+
+    /// Of the refused: a process that is stopped holds a lock of the index.
+    #[getter]
+    fn refused_contended(&self) -> usize {
+        self.0.refused_contended
+    }
+
+    /// Of the refused: the index had no room.
+    #[getter]
+    fn refused_index_full(&self) -> usize {
+        self.0.refused_index_full
+    }
+
+    /// Of the refused: too many bytes waited.
+    #[getter]
+    fn refused_waiting(&self) -> usize {
+        self.0.refused_waiting
     }
 
     /// Not stored, because of a device's error.
@@ -43,7 +67,7 @@ impl Put {
     }
 
     fn __repr__(&self) -> String {
-        let kvferry_store::Put { stored, present, refused, failed } = self.0;
+        let kvferry_store::Put { stored, present, refused, failed, .. } = self.0;
         format!(
             "<kvferry.Put {stored} stored, {present} present, {refused} refused, {failed} failed>"
         )

@@ -1,14 +1,13 @@
 //! From a URL to an object store.
 
-use crate::bucket::runtime;
+use crate::bucket::{Bucket, runtime};
+use crate::directory::Directory;
 use crate::fault::one_line;
 use crate::options::Options;
 use kvferry_store::{Error, Result};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
-use object_store::local::LocalFileSystem;
-use object_store::path::Path;
 use object_store::{BackoffConfig, ClientConfigKey, ObjectStore, ObjectStoreScheme, RetryConfig};
 use std::future::Future;
 use std::str::FromStr;
@@ -21,10 +20,8 @@ const CONNECT_TIMEOUT: &str = "2s";
 /// For what gives credentials to a machine, if none are set. It is in the same data centre, or nowhere.
 const CREDENTIALS_TIMEOUT: Duration = Duration::from_secs(2);
 
-type Connected = (Arc<dyn ObjectStore>, Path, String);
-
-/// The object store of a URL, the prefix in it, and what log lines call it.
-pub(crate) fn connect(url: &str, options: &Options) -> Result<Connected> {
+/// The object store of a URL.
+pub(crate) fn connect(url: &str, options: &Options) -> Result<Bucket> {
     let forms =
         "use s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory";
     // The text of a URL that can't be parsed may have a password.
@@ -45,7 +42,7 @@ pub(crate) fn connect(url: &str, options: &Options) -> Result<Connected> {
         ObjectStoreScheme::MicrosoftAzure => open.azure()?,
         _ => return Err(unknown()),
     };
-    Ok((store, prefix, location))
+    Bucket::new(store, prefix, &location, options.request_timeout)
 }
 
 /// The URL without a password and without a query, which may hold a signature.
@@ -178,7 +175,7 @@ impl Open<'_> {
         Ok(Arc::new(store))
     }
 
-    fn directory(&self, url: &Url) -> Result<Connected> {
+    fn directory(&self, url: &Url) -> Result<Bucket> {
         if let Some((key, _)) = self.options.others.0.first() {
             return Err(Error::InvalidArgument(format!(
                 "{key} is no option of a directory, and none of the tier's: {}",
@@ -191,10 +188,9 @@ impl Open<'_> {
                 self.location
             ))
         })?;
-        let made = std::fs::create_dir_all(&path);
-        made.map_err(|source| Error::Directory { path: path.clone(), source })?;
-        let store = LocalFileSystem::new_with_prefix(&path).map_err(|e| self.not_built(&e))?;
-        Ok((Arc::new(store), Path::default(), self.location.to_owned()))
+        let opened = Directory::open(&path);
+        let directory = opened.map_err(|source| Error::Directory { path, source })?;
+        Bucket::of_directory(directory, self.location, self.options.request_timeout)
     }
 
     /// Asks the machine for credentials where none are set: that is where they must come from.

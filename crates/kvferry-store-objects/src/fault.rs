@@ -16,6 +16,12 @@ pub(crate) fn fault(error: &object_store::Error) -> Fault {
     }
 }
 
+/// Whether an error says that there is no such bucket or container, and not only no such object.
+pub(crate) fn is_no_bucket(error: &object_store::Error) -> bool {
+    let text = error.to_string();
+    ["NoSuchBucket", "ContainerNotFound"].iter().any(|code| text.contains(code))
+}
+
 pub(crate) fn one_line(text: &str) -> String {
     let mut line = match text.split_once('<') {
         None => text.to_owned(),

@@ -34,6 +34,12 @@ pub(crate) enum Fault {
     Swap,
     /// Objects can't be written on condition that they do not exist.
     Unconditional,
+    /// The user may not do this.
+    Refused,
+    /// The user may not find out which objects there are.
+    RefusedIfAbsent,
+    /// There is no such bucket.
+    NoBucket,
 }
 
 /// Decides what becomes of each request, by its number.
@@ -69,6 +75,11 @@ impl Faulty {
                 Ok(None)
             }
             Some(Fault::Error) => Err(failed("503")),
+            Some(Fault::Refused) => Err(refused()),
+            Some(Fault::NoBucket) => {
+                let answer = "404: <Error><Code>NoSuchBucket</Code></Error>";
+                Err(Error::NotFound { path: "x".into(), source: answer.into() })
+            }
             Some(Fault::Hang) => std::future::pending().await,
             other => Ok(other),
         }
@@ -126,7 +137,11 @@ impl ObjectStore for Faulty {
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
         let fault = self.fault().await?;
-        let found = self.inner.get_opts(location, options).await?;
+        let found = self.inner.get_opts(location, options).await;
+        let found = match (found, fault) {
+            (Err(Error::NotFound { .. }), Some(Fault::RefusedIfAbsent)) => return Err(refused()),
+            (found, _) => found?,
+        };
         let (meta, range) = (found.meta.clone(), found.range.clone());
         let attributes = found.attributes.clone();
         let body = found.bytes().await?;
@@ -173,4 +188,9 @@ impl ObjectStore for Faulty {
     async fn copy_opts(&self, _: &Path, _: &Path, _: CopyOptions) -> Result<()> {
         Err(failed("not used"))
     }
+}
+
+fn refused() -> Error {
+    let answer = "403: <Error><Code>AccessDenied</Code></Error>";
+    Error::PermissionDenied { path: "x".into(), source: answer.into() }
 }

@@ -25,6 +25,7 @@
 
 mod bucket;
 mod connect;
+mod directory;
 mod fault;
 #[cfg(test)]
 mod faulty;
@@ -56,7 +57,6 @@ use std::sync::Arc;
 /// directory that can't be made. Whether the object store answers is not asked here.
 pub fn open<K: AsRef<str>, V: AsRef<str>>(url: &str, options: &[(K, V)]) -> Result<ObjectTier> {
     let options = Options::parse(options)?;
-    let (store, prefix, location) = connect::connect(url, &options)?;
-    let bucket = Bucket::new(store, prefix, &location, options.request_timeout)?;
+    let bucket = connect::connect(url, &options)?;
     Ok(options.apply(ObjectTier::new(Arc::new(bucket))))
 }

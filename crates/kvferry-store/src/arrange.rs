@@ -105,10 +105,12 @@ pub(crate) fn arrange(paths: &[PathBuf]) -> Result<Arranged> {
 }
 
 impl Arranged {
-    /// The directory whose files the processes lock: the first one that is not lost.
-    pub(crate) fn first(&self) -> &Path {
+    /// The directories whose files the processes lock: those that are not lost; the first one if all are.
+    pub(crate) fn readable(&self) -> Vec<PathBuf> {
         let is_there = |it: &&Directory| !matches!(it.state, State::Lost(_));
-        &self.directories.iter().find(is_there).unwrap_or(&self.directories[0]).path
+        let there = self.directories.iter().filter(is_there).map(|it| it.path.clone());
+        let there: Vec<_> = there.collect();
+        if there.is_empty() { vec![self.directories[0].path.clone()] } else { there }
     }
 
     /// Makes a store of directories that are none. The first superblock is written first: what an interrupted call

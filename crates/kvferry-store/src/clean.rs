@@ -5,6 +5,7 @@
 //!
 //! Only whole segments are removed. The files do not say which blocks were evicted, so no block is.
 
+use crate::elect::{self, Taken};
 use crate::error::{Error, Result};
 use crate::inspect::{Files, Segment, State, sync_directory};
 use crate::keeper::free_wanted;
@@ -13,6 +14,7 @@ use crate::log::{Disk, Record, superblock};
 use crate::membership;
 use crate::options::StoreOptions;
 use kvferry_sys::lock::LockFile;
+use kvferry_sys::unix::Channel;
 use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
@@ -26,7 +28,9 @@ const LOCK_TIMEOUT: Duration = Duration::from_millis(200);
 pub struct Cleaner {
     files: Files,
     segments: Vec<Segment>,
-    _locks: [LockFile; 2],
+    _locks: [Vec<LockFile>; 2],
+    /// `None`: another user's program has it.
+    _beacon: Option<Channel>,
 }
 
 /// What is removed beside what the store does not need.
@@ -109,19 +113,26 @@ impl Cleaner {
         let files = Files::open_to_write(directories)?;
         let directories = files.directories();
         let first = &directories[0];
+        let in_use = || Error::InUse { path: first.clone() };
         // As a process that joins: `join` first, so that none meets `members` locked by a process that
-        // is no member.
+        // is no member. In all directories: a process may have them open that could read only some of them.
         let lock = |name: &str| {
-            let path = first.join(name);
-            let taken = LockFile::open(&path).and_then(|file| {
-                let is_locked = membership::wait_until(LOCK_TIMEOUT, || file.try_exclusive())?;
-                Ok(is_locked.map(|()| file))
-            });
-            taken
-                .map_err(|source| Error::Directory { path, source })?
-                .ok_or_else(|| Error::InUse { path: first.clone() })
+            let files = membership::lock_files(directories, name)?;
+            for file in &files {
+                membership::wait_until(LOCK_TIMEOUT, || file.try_exclusive())
+                    .map_err(|source| Error::Directory { path: first.join(name), source })?
+                    .ok_or_else(in_use)?;
+            }
+            Ok::<_, Error>(files)
         };
         let _locks = [lock(membership::JOIN)?, lock(membership::MEMBERS)?];
+        // A process may have opened the store while none of these directories could be read.
+        let taken = elect::take(&elect::beacon(files.superblock().store));
+        let _beacon = match taken.map_err(|_| in_use())? {
+            Taken::Now(beacon) => Some(beacon),
+            Taken::ByOwnUser => return Err(in_use()),
+            Taken::ByOther => None,
+        };
         let segments = files.segments()?;
         for segment in &segments {
             let place = segment.number as usize % directories.len();
@@ -133,7 +144,7 @@ impl Cleaner {
                 return Err(Error::Format { path: first.clone(), what });
             }
         }
-        Ok(Self { files, segments, _locks })
+        Ok(Self { files, segments, _locks, _beacon })
     }
 
     /// What to do.

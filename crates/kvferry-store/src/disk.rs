@@ -25,7 +25,7 @@ const OPEN_MAX: usize = 96;
 const HEADERS: usize = 64;
 
 /// What a device that can't read says.
-const EIO: i32 = 5;
+pub(crate) const EIO: i32 = 5;
 /// What the system says when it is short of descriptors or memory: no fault of a device.
 const PASSING: [i32; 5] = [4, 11, 12, 23, 24];
 /// How long it is known whether a directory can be written to.
@@ -126,7 +126,7 @@ impl Drop for Segment {
 pub(crate) struct UnderWay {
     /// `None` if it has ended.
     began: io::Result<Option<Transfer>>,
-    _uses: Uses,
+    uses: Uses,
     step: Option<Step>,
 }
 
@@ -137,18 +137,39 @@ struct Uses {
     _header: Option<Header>,
 }
 
+impl Uses {
+    /// The transfer has ended. If the agent was shut down, a device may use all that for as long as it takes.
+    fn end<T>(self, outcome: kvferry::Result<T>) -> io::Result<()> {
+        if outcome.as_ref().is_err_and(|e| e.quiesced() == Some(false)) {
+            std::mem::forget(self);
+        }
+        outcome.map(|_| ()).map_err(io::Error::other)
+    }
+}
+
+/// A transfer ends when the device has answered, and not before: until then the memory is not the caller's.
+fn without_end() -> Options<'static> {
+    Options { timeout: Some(Duration::MAX), ..Options::default() }
+}
+
+/// The error of a transfer whose bytes may still be moved: the agent was shut down meanwhile.
+pub(crate) fn may_move(error: &io::Error) -> Option<kvferry::Error> {
+    let error = error.get_ref()?.downcast_ref::<kvferry::Error>()?;
+    (error.quiesced() == Some(false)).then(|| error.clone())
+}
+
 impl UnderWay {
     fn begin(began: io::Result<(Transfer, Uses, Step)>) -> Self {
         match began {
             Ok((transfer, uses, step)) => {
-                Self { began: Ok(Some(transfer)), _uses: uses, step: Some(step) }
+                Self { began: Ok(Some(transfer)), uses, step: Some(step) }
             }
             Err(e) => Self::ended(Err(e)),
         }
     }
 
     fn ended(outcome: io::Result<()>) -> Self {
-        Self { began: outcome.map(|()| None), _uses: Uses::default(), step: None }
+        Self { began: outcome.map(|()| None), uses: Uses::default(), step: None }
     }
 
     /// Waits for the end.
@@ -158,14 +179,16 @@ impl UnderWay {
         if let Some(step) = self.step.take() {
             step.end(outcome.is_ok());
         }
-        outcome.map(|_| ()).map_err(io::Error::other)
+        std::mem::take(&mut self.uses).end(outcome)
     }
 }
 
 impl Drop for UnderWay {
     fn drop(&mut self) {
-        if let Ok(Some(transfer)) = &self.began {
-            let _ = transfer.wait(None);
+        if let Ok(Some(transfer)) = &self.began
+            && let Some(outcome) = transfer.wait(None)
+        {
+            let _ = std::mem::take(&mut self.uses).end(outcome);
         }
     }
 }
@@ -345,7 +368,7 @@ impl Directories {
         }
         UnderWay::begin(self.writes(segment, header, blocks).and_then(|(batch, uses)| {
             let step = Step::begin(|| Op::write_blocks(self.path_of(segment), blocks))?;
-            Ok((self.agent.files().write_async(&batch, &Options::default()), uses, step))
+            Ok((self.agent.files().write_async(&batch, &without_end()), uses, step))
         }))
     }
 
@@ -353,7 +376,7 @@ impl Directories {
     pub(crate) fn begin_read(&self, blocks: &[(u32, u64, BlockMemory)]) -> UnderWay {
         UnderWay::begin(self.reads(blocks).and_then(|(batch, uses)| {
             let step = Step::begin(|| Op::Read(self.path_of(blocks[0].0)))?;
-            Ok((self.agent.files().read_async(&batch, &Options::default()), uses, step))
+            Ok((self.agent.files().read_async(&batch, &without_end()), uses, step))
         }))
     }
 
@@ -586,21 +609,15 @@ impl log::Disk for Directories {
         header: (u64, &[u8]),
         blocks: &[(u64, BlockMemory)],
     ) -> io::Result<()> {
-        let (batch, _uses) = self.writes(segment, header, blocks)?;
-        let write = || self.agent.files().write(&batch, &Options::default());
-        step(
-            || Op::write_blocks(self.path_of(segment), blocks),
-            || write().map(|_| ()).map_err(io::Error::other),
-        )
+        let (batch, uses) = self.writes(segment, header, blocks)?;
+        let write = || uses.end(self.agent.files().write(&batch, &without_end()));
+        step(|| Op::write_blocks(self.path_of(segment), blocks), write)
     }
 
     fn read_blocks(&self, blocks: &[(u32, u64, BlockMemory)]) -> io::Result<()> {
-        let (batch, _uses) = self.reads(blocks)?;
-        let read = || self.agent.files().read(&batch, &Options::default());
-        step(
-            || Op::Read(self.path_of(blocks[0].0)),
-            || read().map(|_| ()).map_err(io::Error::other),
-        )
+        let (batch, uses) = self.reads(blocks)?;
+        let read = || uses.end(self.agent.files().read(&batch, &without_end()));
+        step(|| Op::Read(self.path_of(blocks[0].0)), read)
     }
 
     fn sync(&self, segment: u32) -> io::Result<()> {

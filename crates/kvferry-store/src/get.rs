@@ -1,6 +1,6 @@
 //! Reads blocks: from host memory, from the disk, or together with another call.
 
-use crate::disk::UnderWay;
+use crate::disk::{UnderWay, may_move};
 use crate::error::Result;
 use crate::flights::Joined;
 use crate::host::{self, Extent, Host};
@@ -13,6 +13,7 @@ use crate::stats::Counters;
 use crate::store::{CHUNK_BYTES, Space, chunks};
 use crate::team::IsLast;
 use std::collections::VecDeque;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -69,6 +70,17 @@ enum Read {
     /// The block was moved: it may be right at its new place.
     Moved(Entry),
     Wrong,
+}
+
+/// Whether blocks were read.
+///
+/// # Errors
+/// If the device may still write to their memory, as the agent was shut down.
+fn is_read(read: io::Result<()>) -> Result<bool> {
+    match read {
+        Ok(()) => Ok(true),
+        Err(e) => may_move(&e).map_or(Ok(false), |e| Err(e.into())),
+    }
 }
 
 impl Space {
@@ -187,7 +199,7 @@ impl Space {
                 return Ok(());
             };
             ahead.extend(parts.next().map(begin));
-            let is_read = reading.end().is_ok();
+            let is_read = is_read(reading.end())?;
             (now, right) = (part, self.judge_all(part, is_read)?);
         }
     }
@@ -196,7 +208,7 @@ impl Space {
     fn read_part(&self, part: &[Own]) -> Result<usize> {
         let disk = &self.store.core.disk;
         let [own] = part else {
-            return self.judge_all(part, disk.read_blocks(&self.places(part)).is_ok());
+            return self.judge_all(part, is_read(disk.read_blocks(&self.places(part)))?);
         };
         // A block that does not fit into the processor's cache is compared as it is copied.
         let len = own.memory.len();
@@ -206,7 +218,7 @@ impl Space {
         let mut crc = 0;
         for done in (0..len).step_by(usize::try_from(step).expect("a block's length")) {
             let memory = own.memory.part(done, step.min(len - done));
-            if disk.read_blocks(&[(segment, at + done, memory.clone())]).is_err() {
+            if !is_read(disk.read_blocks(&[(segment, at + done, memory.clone())]))? {
                 return self.judge_all(part, false);
             }
             crc = memory.crc(crc)?;
@@ -256,8 +268,15 @@ impl Space {
                 own.push(Own { block: *block, entry: *entry, memory, check });
                 extents.push(extent);
             }
-            let is_read = self.store.core.disk.read_blocks(&self.places(&own)).is_ok();
-            let right = self.judge_all(&own, is_read)?;
+            let read = is_read(self.store.core.disk.read_blocks(&self.places(&own)));
+            let right = match read.and_then(|is_read| self.judge_all(&own, is_read)) {
+                Ok(right) => right,
+                Err(e) => {
+                    // A device may still write to them.
+                    std::mem::forget(extents);
+                    return Err(e);
+                }
+            };
             for (own, extent) in own.iter().zip(extents).take(right) {
                 add_to_host(host, now, own, extent, &keys[..own.block]);
             }
@@ -302,6 +321,7 @@ impl Space {
         Counters::add(&core.counters.disk_reads, 1);
         match core.disk.read_blocks(&[place]) {
             Ok(()) => self.judge(own),
+            Err(e) if may_move(&e).is_some() => Err(may_move(&e).expect("matched").into()),
             Err(e) => {
                 // Memory that is not registered is the caller's fault, and this says so.
                 own.memory.sum()?;
@@ -348,7 +368,8 @@ impl Space {
 
 /// Adds a block whose bytes are in `extent`. `before`: the blocks of its prompt before it.
 fn add_to_host(host: &Host, now_ms: u64, own: &Own, extent: Extent, before: &[Key]) {
-    let new = host::Block::new(own.entry.key, own.check, own.memory.len(), extent);
+    let sum = own.entry.sum ^ own.check;
+    let new = host::Block::new(own.entry.key, own.check, sum, own.memory.len(), extent);
     let retention = Retention::from_bits(own.entry.retention);
-    host.add(now_ms, before.last().copied(), &[Arc::new(new)], retention, false);
+    host.add(now_ms, before.last().copied(), &[Arc::new(new)], retention);
 }

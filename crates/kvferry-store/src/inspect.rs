@@ -197,7 +197,8 @@ impl Files {
     /// Reads blocks of a segment, and compares them with their sums. A block that a process is writing is
     /// bad, too: verify the bad blocks of a segment that is not sealed once more, a moment later.
     pub fn verify(&self, header: SegmentHeader, records: &[Record]) -> Verified {
-        let scanned = Scanned { header, is_sealed: false, records: records.to_vec(), end: 0 };
+        let (records, unreadable) = (records.to_vec(), None);
+        let scanned = Scanned { header, is_sealed: false, records, end: 0, unreadable };
         let bad = recover::verify(&self.disk, &scanned);
         if !bad.is_empty() && self.is_replaced(&header) {
             return Verified { bad: Vec::new(), replaced: bad.len() };

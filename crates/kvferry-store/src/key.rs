@@ -38,6 +38,7 @@ pub struct Namespace {
     adapter: String,
     group: u32,
     shard: (u32, u32),
+    epoch: Vec<u8>,
 }
 
 impl Namespace {
@@ -50,6 +51,7 @@ impl Namespace {
             adapter: String::new(),
             group: 0,
             shard: (0, 1),
+            epoch: Vec::new(),
         }
     }
 
@@ -83,6 +85,19 @@ impl Namespace {
         Self { shard: (shard, of), ..self }
     }
 
+    /// Separates what is put from what others have put under the same names: random bytes where hashes and namespace
+    /// do not say which weights computed a block. It is not written to the disk.
+    #[must_use]
+    pub fn epoch(self, epoch: impl Into<Vec<u8>>) -> Self {
+        Self { epoch: epoch.into(), ..self }
+    }
+
+    /// 128 bits that stand for the namespace.
+    pub fn digest(&self) -> [u8; 16] {
+        let [low, high] = self.identity().mask;
+        (u128::from(high) << 64 | u128::from(low)).to_le_bytes()
+    }
+
     /// A number that stands for the namespace, as the records on disk and `kvferry store ls` have it.
     pub fn id(&self) -> u64 {
         self.identity().id
@@ -96,6 +111,11 @@ impl Namespace {
         }
         for number in [self.group, self.shard.0, self.shard.1] {
             hasher.update(&number.to_le_bytes());
+        }
+        // Names without an epoch are those of earlier releases.
+        if !self.epoch.is_empty() {
+            hasher.update(&(self.epoch.len() as u64).to_le_bytes());
+            hasher.update(&self.epoch);
         }
         let mut bytes = [0; 56];
         hasher.finalize_xof().fill(&mut bytes);
@@ -127,9 +147,19 @@ impl Identity {
 
     pub(crate) fn key(&self, hash: &[u8]) -> Result<Key> {
         Self::check_hash(hash)?;
-        let key = [word(hash) ^ self.mask[0], word(&hash[8..]) ^ self.mask[1]];
+        Ok(self.key_of(stem(hash)))
+    }
+
+    /// The key of a hash that begins like this.
+    pub(crate) fn key_of(&self, stem: [u64; 2]) -> Key {
+        let key = [stem[0] ^ self.mask[0], stem[1] ^ self.mask[1]];
         // Zero means "none"; one name in 2^128 shares another's key, and the check tells them apart.
-        Ok(Key(if key == [0, 0] { [1, 0] } else { key }))
+        Key(if key == [0, 0] { [1, 0] } else { key })
+    }
+
+    /// How a hash of this key begins, if it is of this namespace.
+    pub(crate) fn stem_of(&self, key: &Key) -> [u64; 2] {
+        [key.0[0] ^ self.mask[0], key.0[1] ^ self.mask[1]]
     }
 
     /// What is compared, together with the sum of its bytes, when a block is read.
@@ -142,6 +172,11 @@ impl std::fmt::Debug for Identity {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Namespace[{:016x}]", self.id)
     }
+}
+
+/// The part of a hash that is in a key.
+pub(crate) fn stem(hash: &[u8]) -> [u64; 2] {
+    [word(hash), word(&hash[8..])]
 }
 
 fn word(bytes: &[u8]) -> u64 {
@@ -165,13 +200,14 @@ mod tests {
             base.clone().group(1),
             base.clone().shard(1, 2),
             base.clone().shard(0, 2),
+            base.clone().epoch("l"),
         ];
         let hash = [7; 32];
         let identities: Vec<_> = others.iter().map(Namespace::identity).collect();
         let keys: HashSet<_> = identities.iter().map(|it| it.key(&hash).expect("a key")).collect();
         let checks: HashSet<_> = identities.iter().map(|it| it.check(&hash)).collect();
         let ids: HashSet<_> = identities.iter().map(|it| it.id).collect();
-        assert_eq!((keys.len(), checks.len(), ids.len()), (8, 8, 8));
+        assert_eq!((keys.len(), checks.len(), ids.len()), (9, 9, 9));
     }
 
     #[test]

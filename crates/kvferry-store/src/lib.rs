@@ -15,6 +15,9 @@
 //! processes, hears of both from all of them, and frees space: it removes the blocks that are worth least
 //! from the index, and copies what is left of a segment to another one.
 //!
+//! What comes and goes is told to any process that asks, for routers: [`Store::events`] by keys, [`Store::watch`] by an
+//! engine's names.
+//!
 //! Two tiers may be around the disk: host memory of the process, in front of it, and an object store ([`objects`]).
 //!
 //! No block is pinned while it is read. A reader that is overtaken by the keeper finds a wrong sum, looks again,
@@ -24,11 +27,14 @@
 
 pub mod archive;
 mod arrange;
+mod behind;
 pub mod clean;
 mod clock;
 mod core;
 mod disk;
+mod elect;
 mod error;
+mod events;
 mod flights;
 mod get;
 mod host;
@@ -48,15 +54,18 @@ pub mod policy;
 mod power;
 mod put;
 mod recover;
+pub mod replay;
 mod stats;
 mod steps;
 mod store;
 mod sync;
 mod team;
+mod watch;
 mod worker;
 mod writer;
 
 pub use error::{Error, Result};
+pub use events::{Event, Events, Polled};
 pub use key::{HASH_LEN_MAX, HASH_LEN_MIN, Key, Namespace};
 pub use memory::{BLOCK_LEN_MAX, BlockMemory};
 pub use options::StoreOptions;
@@ -64,3 +73,4 @@ pub use pending::Pending;
 pub use policy::Then;
 pub use stats::Stats;
 pub use store::{Pin, Put, Retain, Space, Store};
+pub use watch::{Report, Watch};

@@ -1,29 +1,32 @@
 //! The processes that share a store.
 //!
 //! The index is in memory that they share. The first process makes it, and reads the store from the disk; each
-//! later one is given it by the *keeper*, over an abstract socket that is named after the store. Every
-//! process stays connected to the keeper for as long as it has the store open: so the keeper learns at once
-//! of a process that has died, and the others of a keeper that has. The socket's name exists once, and its
-//! owner is the keeper: when it dies, the processes that are left try to take the name, and one of them
-//! becomes the keeper.
+//! later one is given it by the *keeper*, over an abstract socket whose name only the store's user can find out
+//! ([`elect`]). Every process stays connected to the keeper for as long as it has the store open: so the keeper learns
+//! at once of a process that has died, and the others of a keeper that has. Then one of those that are left becomes
+//! the keeper, which the index decides, and the others connect to it.
 //!
-//! Two files in the store's first directory are locked (`flock`): `join` while a process opens the store,
-//! one after another; `members` by every process that has it open, so that a process knows that it is alone, and
-//! that the shared memory of the others, which it can't reach, does not exist.
+//! Two files in each of the store's directories that can be read are locked (`flock`): `join` while a process opens the
+//! store, one after another; `members` by every process that has it open, so that a process knows that it is alone,
+//! and that the shared memory of the others, which it can't reach, does not exist. A process is alone if it is in all
+//! directories that it can read: so it finds the others also where they could read other ones when they came.
 //!
 //! Wake-up: the thread of this module sleeps in `poll` until a process comes, leaves, or asks for space.
 
+use crate::elect::{self, Beacon, Secret, Taken, check_user};
 use crate::error::{Error, Result};
-use crate::index::Index;
+use crate::index::{Index, Member, MemberId};
 use crate::log::Superblock;
 use crate::sync::lock;
 use kvferry_sys::fd::Fd;
 use kvferry_sys::lock::LockFile;
 use kvferry_sys::poll::{EventFd, Interest, Ready, wait_any};
-use kvferry_sys::unix::{Channel, user};
+use kvferry_sys::unix::Channel;
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -34,6 +37,10 @@ use std::time::{Duration, Instant};
 pub(crate) const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// The longest pause between two tries to find the keeper, or to become it.
+const ELECT_PAUSE_MAX: Duration = Duration::from_millis(250);
+/// How long a name counts as a dying keeper's that no process of this user listens at.
+const BEACON_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a process does nothing after the system could not wait.
 const POLL_AGAIN: Duration = Duration::from_millis(50);
 
@@ -45,16 +52,28 @@ pub(crate) const MEMBERS: &str = "members";
 /// memory.
 const HELLO: u8 = 1;
 const MEMBER: u8 = 2;
+/// The member's number and generation follow.
+const MEMBER_LEN: usize = 6;
 const WAKE: u8 = 3;
+/// The keeper's message to a member: it is to seal what it does not write to.
+const SEAL: u8 = 4;
 
 /// What the thread of a process does for its store.
 pub(crate) trait Keep: Send + Sync {
+    /// This process's place in the index.
+    fn member(&self) -> &Member;
     /// This process has become the keeper: what dead processes left is its to repair.
     fn became_keeper(&self);
-    /// A process has left or died, and this one is the keeper.
-    fn left(&self);
+    /// A process has connected to this one, which is the keeper.
+    fn connected(&self, member: MemberId);
+    /// The connection to a member has ended: it has left or died. All its threads have ended then.
+    fn left(&self, member: MemberId);
     /// A process asks the keeper for space, or to take its events.
     fn woken(&self);
+    /// Signalled when this process, if it is the keeper, asks the others to seal segments that they do not write to.
+    fn asks_to_seal(&self) -> &EventFd;
+    /// The keeper asks for that.
+    fn asked_to_seal(&self);
 }
 
 /// The index, and this process's place among those that share it.
@@ -63,13 +82,20 @@ pub(crate) struct Joined {
     pub(crate) index: Arc<Index>,
     place: Place,
     /// Locked, shared, as long as the store is open.
-    members: LockFile,
-    name: Vec<u8>,
+    members: Vec<LockFile>,
+    names: Names,
+}
+
+/// Where the keeper is found.
+#[derive(Debug)]
+struct Names {
+    directories: Vec<PathBuf>,
+    beacon: Vec<u8>,
 }
 
 #[derive(Debug)]
 enum Place {
-    Keeper { listener: Channel, followers: Vec<Follower> },
+    Keeper { listener: Channel, beacon: Beacon, followers: Vec<Follower> },
     Follower(Arc<Channel>),
 }
 
@@ -77,14 +103,43 @@ enum Place {
 #[derive(Debug)]
 struct Follower {
     channel: Channel,
-    /// It has joined the index.
-    is_member: bool,
+    /// Once it has joined the index.
+    member: Option<MemberId>,
 }
 
-/// Joins the processes that have the store open, or makes the index if there are none. `open` makes or reads
-/// the store's superblock; `fill` makes the index and reads the store into it.
+/// Opens a file of locks in each directory, in an order that is the same for all processes, however they name them. A
+/// directory that has no such file, and where none can be made, does without.
+///
+/// # Errors
+/// If there is none in any directory.
+pub(crate) fn lock_files(directories: &[PathBuf], name: &str) -> Result<Vec<LockFile>> {
+    let (mut files, mut first_error) = (BTreeMap::new(), None);
+    for directory in directories {
+        let path = directory.join(name);
+        let opened = LockFile::open(&path)
+            .and_then(|file| directory.metadata().map(|it| ((it.dev(), it.ino()), file)));
+        match opened {
+            Ok((number, file)) => _ = files.insert(number, file),
+            Err(source) => {
+                first_error.get_or_insert(Error::Directory { path, source });
+            }
+        }
+    }
+    match first_error {
+        Some(error) if files.is_empty() => Err(error),
+        _ => Ok(files.into_values().collect()),
+    }
+}
+
+/// Takes all locks alone. `false`: another open file has one; those that were taken stay so.
+fn try_exclusive(locks: &[LockFile]) -> io::Result<bool> {
+    locks.iter().try_fold(true, |all, lock| lock.try_exclusive().map(|is| all && is))
+}
+
+/// Joins the processes that have the store open, or makes the index if there are none. `directories` are those that
+/// can be read. `open` makes or reads the store's superblock; `fill` makes the index and reads the store into it.
 pub(crate) fn join(
-    directory: &Path,
+    directories: &[PathBuf],
     open: impl FnOnce() -> Result<Superblock>,
     fill: impl FnOnce(&Superblock) -> Result<Arc<Index>>,
 ) -> Result<(Superblock, Joined)> {
@@ -92,52 +147,91 @@ pub(crate) fn join(
         let path = path.to_path_buf();
         move |source| Error::Directory { path, source }
     };
-    let (join, members) = (directory.join(JOIN), directory.join(MEMBERS));
+    let directory = &directories[0];
     let busy = |detail: &str| Error::Busy { path: directory.into(), detail: detail.into() };
-    let joining = LockFile::open(&join).map_err(failed(&join))?;
-    wait_until(JOIN_TIMEOUT, || joining.try_exclusive())
-        .map_err(failed(&join))?
-        .ok_or_else(|| busy("; one has been opening it for a minute"))?;
+    let joining = lock_files(directories, JOIN)?;
+    for lock in &joining {
+        wait_until(JOIN_TIMEOUT, || lock.try_exclusive())
+            .map_err(failed(&directory.join(JOIN)))?
+            .ok_or_else(|| busy("; one has been opening it for a minute"))?;
+    }
     let superblock = open()?;
-    let name = name(superblock.store);
-    let lock = LockFile::open(&members).map_err(failed(&members))?;
+    let names =
+        Names { directories: directories.to_vec(), beacon: elect::beacon(superblock.store) };
+    let members = lock_files(directories, MEMBERS)?;
     let mut last = busy("");
-    let found = wait_until_some(ANSWER_TIMEOUT, || match place(&lock, &name) {
-        Ok(found) => Some(found),
+    let began = Instant::now();
+    let found = wait_until_some(ANSWER_TIMEOUT, || match place(&members, &names, began) {
+        Ok(found) => Some(Some(found)),
         Err(e) => {
             last = busy(&format!("; {e}"));
-            None
+            // Another release's: it stays so.
+            (e.kind() == io::ErrorKind::InvalidData).then_some(None)
         }
     });
-    let (index, place) = match found.ok_or(last)? {
-        Found::NoProcess(listener) => {
-            (fill(&superblock)?, Place::Keeper { listener, followers: Vec::new() })
+    let (index, place) = match found.flatten().ok_or(last)? {
+        Found::NoProcess { secret, listener, beacon } => {
+            let index = fill(&superblock)?;
+            index.set_secret(secret);
+            elect::announce(directories, secret);
+            let beacon = Beacon::new(names.beacon.clone(), beacon);
+            (index, Place::Keeper { listener, beacon, followers: Vec::new() })
         }
         Found::Keeper(index, channel) => (index, Place::Follower(Arc::new(channel))),
     };
     // No process can take the lock alone meanwhile: it would have to hold `join`.
-    lock.try_shared().map_err(failed(&members))?;
-    Ok((superblock, Joined { index, place, members: lock, name }))
+    for lock in &members {
+        lock.try_shared().map_err(failed(&directory.join(MEMBERS)))?;
+    }
+    Ok((superblock, Joined { index, place, members, names }))
 }
 
 /// Which processes have a store open.
 enum Found {
-    /// No other process: this one has the store's name now.
-    NoProcess(Channel),
+    /// No other process. This one listens at the name, and has the beacon unless another program has it.
+    NoProcess {
+        secret: Secret,
+        listener: Channel,
+        beacon: Option<Channel>,
+    },
     Keeper(Arc<Index>, Channel),
 }
 
 /// Looks for the processes that have a store open. Fails while they leave, or choose a keeper.
-fn place(members: &LockFile, name: &[u8]) -> io::Result<Found> {
-    if members.try_exclusive()? {
-        return Channel::listen(name).map(Found::NoProcess);
+fn place(members: &[LockFile], names: &Names, began: Instant) -> io::Result<Found> {
+    if try_exclusive(members)? {
+        let beacon = match elect::take(&names.beacon)? {
+            Taken::Now(beacon) => Some(beacon),
+            Taken::ByOwnUser => {
+                let why = "a process that has none of these directories has it open";
+                return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
+            }
+            Taken::ByOther if began.elapsed() < BEACON_TIMEOUT => {
+                return Err(io::ErrorKind::AddrInUse.into());
+            }
+            Taken::ByOther => None,
+        };
+        let (secret, listener) = elect::listen()?;
+        return Ok(Found::NoProcess { secret, listener, beacon });
     }
-    ask(name).map(|(index, channel)| Found::Keeper(index, channel))
-}
-
-fn name(store: [u8; 16]) -> Vec<u8> {
-    let id = store.map(|byte| format!("{byte:02x}")).concat();
-    format!("kvferry-store-{id}").into_bytes()
+    let found = |(index, channel)| Found::Keeper(index, channel);
+    for name in elect::announced(&names.directories) {
+        if let Ok(asked) = ask(&name) {
+            return Ok(found(asked));
+        }
+    }
+    // Where the keeper's name can't be written, and of a keeper of an earlier release.
+    ask(&names.beacon).map(found).map_err(|e| match e.kind() {
+        io::ErrorKind::ConnectionRefused | io::ErrorKind::PermissionDenied => {
+            let why = "no process of this user answers as its keeper";
+            io::Error::new(e.kind(), why)
+        }
+        io::ErrorKind::InvalidData => {
+            let why = format!("a process of another release of kvferry has it open ({e})");
+            io::Error::new(e.kind(), why)
+        }
+        _ => e,
+    })
 }
 
 pub(crate) fn wait_until(
@@ -182,16 +276,6 @@ fn ask(name: &[u8]) -> io::Result<(Arc<Index>, Channel)> {
     Ok((Arc::new(Index::open(memory)?), channel))
 }
 
-/// The name is visible to every user of the network namespace.
-fn check_user(channel: &Channel) -> io::Result<()> {
-    let theirs = channel.credentials()?.uid;
-    if theirs == user() {
-        return Ok(());
-    }
-    let why = format!("the process runs as user {theirs}, this one as {}", user());
-    Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
-}
-
 /// A running membership.
 #[derive(Debug)]
 pub(crate) struct Membership {
@@ -214,8 +298,11 @@ impl Membership {
     /// # Errors
     /// If no thread can be started.
     pub(crate) fn start(joined: Joined, keep: Arc<impl Keep + 'static>) -> io::Result<Self> {
-        let Joined { index, place, members, name } = joined;
+        let Joined { index, place, members, names } = joined;
         let is_keeper = matches!(place, Place::Keeper { .. });
+        if is_keeper && !keep.member().stand() {
+            return Err(io::Error::other("another process is the keeper of a new index"));
+        }
         let shared = Arc::new(Shared {
             stop: EventFd::new()?,
             is_stopped: AtomicBool::new(false),
@@ -226,10 +313,11 @@ impl Membership {
             is_keeper: AtomicBool::new(is_keeper),
         });
         let memory = Fd::new(index.memory().as_fd().try_clone_to_owned()?);
-        let mut run = Run { shared: Arc::clone(&shared), place, name, memory, keep };
+        let mut run = Run { shared: Arc::clone(&shared), place, keeper: None, names, memory, keep };
         let body = move || {
             run.serve();
-            // The name is free before the store is.
+            run.keep.member().step_down();
+            // The names are free before the store is.
             drop(run);
             drop(members);
         };
@@ -264,7 +352,9 @@ impl Membership {
 struct Run<K> {
     shared: Arc<Shared>,
     place: Place,
-    name: Vec<u8>,
+    /// The member that this process is connected to.
+    keeper: Option<MemberId>,
+    names: Names,
     /// The index's memory, for those that come.
     memory: Fd,
     keep: Arc<K>,
@@ -278,25 +368,39 @@ impl<K: Keep> Run<K> {
         }
         while !self.shared.is_stopped.load(Ordering::Acquire) {
             match &mut self.place {
-                Place::Keeper { listener, followers } => {
+                Place::Keeper { listener, beacon, followers } => {
+                    let at_most = beacon.keep();
+                    let listeners: Vec<_> =
+                        [&*listener].into_iter().chain(beacon.channel()).collect();
                     let mut fds = vec![
                         (self.shared.stop.as_fd(), Interest::Read),
-                        (listener.as_fd(), Interest::Read),
+                        (self.keep.asks_to_seal().as_fd(), Interest::Read),
                     ];
+                    fds.extend(listeners.iter().map(|it| (it.as_fd(), Interest::Read)));
                     fds.extend(followers.iter().map(|it| (it.channel.as_fd(), Interest::Read)));
-                    let Some(ready) = wait(&fds) else { continue };
-                    let (ready, of_followers) = ready.split_at(2);
+                    let Some(ready) = wait(&fds, at_most) else { continue };
+                    let (ready, others) = ready.split_at(2);
+                    let (of_listeners, of_followers) = others.split_at(listeners.len());
                     let ready_followers: Vec<_> =
                         of_followers.iter().map(|ready| ready.any()).collect();
-                    if ready[1].any() {
+                    for (listener, _) in
+                        listeners.iter().zip(of_listeners).filter(|(_, ready)| ready.any())
+                    {
                         let new = listener.accept().inspect_err(|_| {
                             // Such as: no descriptor is free, and the process that came still waits.
                             std::thread::sleep(LOOK_EVERY);
                         });
                         let new = new.and_then(|channel| {
-                            check_user(&channel).map(|()| Follower { channel, is_member: false })
+                            check_user(&channel).map(|()| Follower { channel, member: None })
                         });
                         followers.extend(new);
+                    }
+                    if ready[1].any() {
+                        self.keep.asks_to_seal().clear();
+                        for follower in followers.iter().filter(|it| it.member.is_some()) {
+                            // Refused if the process has not read earlier ones, which ask for the same.
+                            let _ = follower.channel.send(&[SEAL], &[]);
+                        }
                     }
                     let mut at = 0;
                     followers.retain_mut(|follower| {
@@ -311,10 +415,14 @@ impl<K: Keep> Run<K> {
                         (self.shared.stop.as_fd(), Interest::Read),
                         (keeper.as_fd(), Interest::Read),
                     ];
-                    let Some(ready) = wait(&fds) else { continue };
-                    // A keeper says nothing after its answer, so it is gone.
+                    let Some(ready) = wait(&fds, None) else { continue };
                     if ready[1].any() {
-                        self.elect();
+                        match keeper.recv(&mut [0; 8]) {
+                            Ok(packet) if packet.len > 0 => self.keep.asked_to_seal(),
+                            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                            // It is gone.
+                            _ => self.elect(),
+                        }
                     }
                 }
             }
@@ -324,14 +432,18 @@ impl<K: Keep> Run<K> {
     /// Becomes the keeper, or finds the one that has.
     fn elect(&mut self) {
         *lock(&self.shared.keeper) = None;
+        if let Some(keeper) = self.keeper.take() {
+            self.keep.left(keeper);
+        }
+        let (began, mut pause, mut is_told) = (Instant::now(), LOOK_EVERY, false);
         while !self.shared.is_stopped.load(Ordering::Acquire) {
-            if let Ok(listener) = Channel::listen(&self.name) {
-                self.place = Place::Keeper { listener, followers: Vec::new() };
+            if let Some(place) = self.stand() {
+                self.place = place;
                 self.shared.is_keeper.store(true, Ordering::Release);
                 self.keep.became_keeper();
                 return;
             }
-            let found = Channel::connect(&self.name)
+            let found = Channel::connect(&elect::name_of(self.keep.member().secret()))
                 .and_then(|channel| check_user(&channel).map(|()| channel));
             if let Ok(channel) = found {
                 let channel = Arc::new(channel);
@@ -340,23 +452,57 @@ impl<K: Keep> Run<K> {
                 self.introduce();
                 return;
             }
-            std::thread::sleep(LOOK_EVERY);
+            if !is_told && began.elapsed() > ANSWER_TIMEOUT {
+                is_told = true;
+                tracing::warn!(
+                    "the store has no process that frees space: the one that is to do it does not \
+                     answer; puts are refused until it does, or ends"
+                );
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(ELECT_PAUSE_MAX);
         }
     }
 
-    fn introduce(&self) {
+    /// Becomes the keeper, if there is none and this process can listen.
+    fn stand(&self) -> Option<Place> {
+        let member = self.keep.member();
+        if !member.stand() {
+            return None;
+        }
+        match elect::listen() {
+            Ok((secret, listener)) => {
+                member.set_secret(secret);
+                elect::announce(&self.names.directories, secret);
+                let beacon = Beacon::new(self.names.beacon.clone(), None);
+                Some(Place::Keeper { listener, beacon, followers: Vec::new() })
+            }
+            // Such as: no descriptor is free. Another process may have one.
+            Err(_) => {
+                member.step_down();
+                None
+            }
+        }
+    }
+
+    fn introduce(&mut self) {
         if let Place::Follower(keeper) = &self.place {
+            let member = self.keep.member();
+            self.keeper = member.keeper();
+            let MemberId { number, generation } = member.id();
+            let mut message = [MEMBER, number, 0, 0, 0, 0];
+            message[2..].copy_from_slice(&generation.to_le_bytes());
             // If it fails, the keeper is gone, and the next election says it again.
-            let _ = keeper.send(&[MEMBER], &[]);
+            let _ = keeper.send(&message, &[]);
         }
     }
 }
 
 /// Waits for one of the descriptors. `None` if the system can't, such as for lack of memory: the caller tries
 /// again.
-fn wait(fds: &[(BorrowedFd<'_>, Interest)]) -> Option<Vec<Ready>> {
+fn wait(fds: &[(BorrowedFd<'_>, Interest)], at_most: Option<Duration>) -> Option<Vec<Ready>> {
     static IS_TOLD: AtomicBool = AtomicBool::new(false);
-    match wait_any(fds, None) {
+    match wait_any(fds, at_most) {
         Ok(ready) => Some(ready),
         Err(error) => {
             if !IS_TOLD.swap(true, Ordering::Relaxed) {
@@ -379,14 +525,18 @@ impl Follower {
         };
         match (len, message[0]) {
             (0, ..) => {
-                if self.is_member {
-                    keep.left();
+                if let Some(member) = self.member {
+                    keep.left(member);
                 }
                 false
             }
             (1, HELLO) => self.channel.send(&[0; 8], &[memory.as_fd()]).is_ok(),
-            (1, MEMBER) => {
-                self.is_member = true;
+            (MEMBER_LEN, MEMBER) => {
+                let [_, number, a, b, c, d, ..] = message;
+                let generation = u32::from_le_bytes([a, b, c, d]);
+                let member = MemberId { number, generation };
+                self.member = Some(member);
+                keep.connected(member);
                 true
             }
             (1, WAKE) => {

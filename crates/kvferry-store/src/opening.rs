@@ -11,9 +11,9 @@ use crate::steps::{Op, step, sync_directory};
 use crate::sync::lock;
 use kvferry::Agent;
 use std::collections::BTreeMap;
-use std::fs::{File, TryLockError};
+use std::fs::{DirBuilder, File, TryLockError};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +23,7 @@ pub(crate) struct Opening<'a> {
     agent: &'a Agent,
     options: &'a StoreOptions,
     arranged: Mutex<Arranged>,
-    /// Another process has made the store meanwhile, and has locked another directory.
+    /// The directories that can be read have changed since they were locked.
     is_overtaken: AtomicBool,
 }
 
@@ -43,17 +43,21 @@ impl<'a> Opening<'a> {
         Ok(Self { agent, options, arranged: Mutex::new(arranged), is_overtaken })
     }
 
-    /// Whether the store has to be opened once more, with another directory first.
+    /// Whether the store has to be opened once more.
     pub(crate) fn is_overtaken(&self) -> bool {
         self.is_overtaken.load(Ordering::Relaxed)
     }
 
-    /// The directory whose files the processes lock.
-    pub(crate) fn first(&self) -> PathBuf {
-        lock(&self.arranged).first().to_path_buf()
+    /// The directories whose files the processes lock.
+    pub(crate) fn readable(&self) -> Vec<PathBuf> {
+        lock(&self.arranged).readable()
     }
 
-    /// The store's superblock, which is made if there is none. The caller has locked the first directory.
+    pub(crate) fn first(&self) -> PathBuf {
+        self.readable().swap_remove(0)
+    }
+
+    /// The store's superblock, which is made if there is none. The caller has locked the directories that can be read.
     pub(crate) fn open_superblock(&self) -> Result<Superblock> {
         // Another process may have made the store since it was looked at, with the directories in another order.
         let _locks = match lock(&self.arranged).superblock {
@@ -62,7 +66,12 @@ impl<'a> Opening<'a> {
         };
         let mut now = arrange(&self.options.directories)?;
         let first = self.first();
-        if now.first() != first {
+        // Their order may be another one, as another process may have made the store.
+        let sorted = |mut paths: Vec<PathBuf>| {
+            paths.sort_unstable();
+            paths
+        };
+        if sorted(now.readable()) != sorted(self.readable()) {
             self.is_overtaken.store(true, Ordering::Relaxed);
             let detail = "; the directories have changed meanwhile: try again".into();
             return Err(Error::Busy { path: first, detail });
@@ -119,7 +128,17 @@ fn make_directory(path: &Path) -> io::Result<()> {
     {
         unsynced.push(next);
     }
-    step(|| Op::MakeDirectory(path.to_path_buf()), || std::fs::create_dir_all(path))?;
+    let make = || {
+        if let Some(above) = above(path) {
+            std::fs::create_dir_all(above)?;
+        }
+        // For this user alone: who may write here may replace what is read.
+        match DirBuilder::new().mode(0o700).create(path) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
+            made => made,
+        }
+    };
+    step(|| Op::MakeDirectory(path.to_path_buf()), make)?;
     for directory in unsynced {
         match sync_directory(&directory) {
             // One that this user may not read was not made by this user.

@@ -1,17 +1,21 @@
 //! How a store is opened.
 
 use crate::error::{Error, Result};
+use crate::index::{MAX_SEGMENTS, MAX_SLOTS};
 use crate::objects::ObjectTier;
 use kvferry::DirectIo;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Bytes of a segment: at least, at most, and in steps of.
 const SEGMENT_BYTES: (u64, u64, u64) = (1 << 20, 1 << 32, 1 << 20);
 /// Segments that a store is cut into, if the caller does not say how long they are.
-const SEGMENTS: u64 = 256;
+pub(crate) const SEGMENTS: u64 = 256;
 /// Segments of a store, at least: one is written, one is free, one is collected into, and one or more hold
 /// what is kept.
 const SEGMENTS_MIN: u64 = 8;
+/// What else is in the directories: the files that say what they are.
+const OTHER_BYTES: u64 = 1 << 16;
 /// Bytes of disk per block, if the caller does not say how many blocks there may be.
 const BYTES_PER_BLOCK: u64 = 32 << 10;
 
@@ -30,6 +34,7 @@ pub struct StoreOptions {
     pub(crate) blocks_max: Option<u32>,
     pub(crate) direct: DirectIo,
     pub(crate) host_bytes: u64,
+    pub(crate) put_wait: Duration,
     pub(crate) objects: Option<ObjectTier>,
 }
 
@@ -38,7 +43,8 @@ impl StoreOptions {
     /// than `capacity` bytes.
     ///
     /// The directory, its capacity and the options below are those of the process that makes the store.
-    /// Another capacity may be given later: a smaller one removes segments.
+    /// Another capacity may be given later: a smaller one removes segments. A store has 16 TiB at most, and with
+    /// segments of 1 MiB, 1 TiB: what is given beyond that is not used, which is logged.
     pub fn new(directory: impl Into<PathBuf>, capacity: u64) -> Self {
         Self {
             directories: vec![directory.into()],
@@ -47,6 +53,7 @@ impl StoreOptions {
             blocks_max: None,
             direct: DirectIo::Off,
             host_bytes: 0,
+            put_wait: Duration::ZERO,
             objects: None,
         }
     }
@@ -95,11 +102,28 @@ impl StoreOptions {
         Self { host_bytes: bytes, ..self }
     }
 
+    /// How long one [`Space::put`](crate::Space::put) waits for space, all its blocks together and from the call on,
+    /// where no segment is free: 0, the default, refuses such blocks at once. Where others have waited for as long and
+    /// nothing was freed since, a put does not wait again. Closing the store ends all waits.
+    ///
+    /// Blocks that wait in host memory are written once there is space. A put of blocks for which that memory has no
+    /// room waits for 10 s, or for this time if it is longer.
+    #[must_use]
+    pub fn put_wait(self, longest: Duration) -> Self {
+        Self { put_wait: longest, ..self }
+    }
+
     /// An object store, to which this process uploads the blocks that it puts, and from which
     /// [`Space::prefetch`](crate::Space::prefetch) brings blocks. By default there is none.
     #[must_use]
     pub fn objects(self, tier: ObjectTier) -> Self {
         Self { objects: Some(tier), ..self }
+    }
+
+    /// Bytes of a store with segments of this length, at most.
+    pub(crate) fn capacity_max(segment_bytes: u64) -> u64 {
+        let segments = ((1 << 32) / (segment_bytes >> 12) - 1).min(MAX_SEGMENTS.into());
+        segments * segment_bytes + OTHER_BYTES
     }
 
     /// The capacity in segments, of the size that an existing store has, or of that of a new one.
@@ -112,10 +136,8 @@ impl StoreOptions {
                 "segments have 1 MiB to 4 GiB, in whole MiB, got {segment_bytes} bytes"
             )));
         }
-        // What else is in the directories: the file that says what they are.
-        let segments = self.capacity.saturating_sub(1 << 16) / segment_bytes;
-        // A place is the number of a page, 32 bits.
-        let segments = segments.min((1 << 32) / (segment_bytes >> 12) - 1);
+        let capacity = self.capacity.min(Self::capacity_max(segment_bytes));
+        let segments = capacity.saturating_sub(OTHER_BYTES) / segment_bytes;
         if segments < SEGMENTS_MIN {
             return Err(Error::InvalidArgument(format!(
                 "a capacity of {} bytes has only {segments} segments of {segment_bytes} bytes, \
@@ -123,12 +145,12 @@ impl StoreOptions {
                 self.capacity
             )));
         }
-        let blocks = self.capacity / BYTES_PER_BLOCK;
+        let blocks = segments * segment_bytes / BYTES_PER_BLOCK;
         let blocks_max = self.blocks_max.unwrap_or(u32::try_from(blocks).unwrap_or(u32::MAX));
         Ok(Geometry {
             segments: u32::try_from(segments).expect("fewer than pages"),
             segment_bytes,
-            blocks_max: blocks_max.clamp(1024, 1 << 31),
+            blocks_max: blocks_max.clamp(1024, MAX_SLOTS),
         })
     }
 }
@@ -147,13 +169,21 @@ mod tests {
 
     #[test]
     fn all_segments_together_stay_below_the_capacity() {
-        for capacity in [9 << 20, 100 << 20, (3 << 30) + 12_345, 1 << 40, 1 << 45] {
+        for capacity in [9 << 20, 100 << 20, (3 << 30) + 12_345, 1 << 40, 1 << 45, 120 << 40] {
             let geometry = StoreOptions::new("kv", capacity).geometry(None).expect("large enough");
+            assert!(geometry.blocks_max <= MAX_SLOTS);
             let bytes = u64::from(geometry.segments) * geometry.segment_bytes;
             assert!(bytes + (1 << 16) <= capacity, "{geometry:?}");
             assert!(bytes * 10 >= capacity.min(1 << 44) * 7, "{geometry:?} of {capacity}");
             assert!(bytes >> 12 < 1 << 32);
         }
+    }
+
+    #[test]
+    fn a_store_has_as_many_segments_as_the_index_has_room_for() {
+        let options = StoreOptions::new("kv", 8 << 40).segment_bytes(1 << 20);
+        let geometry = options.geometry(None).expect("large enough");
+        assert_eq!(geometry.segments, MAX_SEGMENTS);
     }
 
     #[test]

@@ -1,22 +1,29 @@
 //! Stores blocks: to the disk, or to host memory first.
 
-use crate::error::{Error, Result};
-use crate::host;
-use crate::index::SlotId;
+use crate::behind::NO_SPACE_MAX;
+use crate::error::Result;
+use crate::host::{self, Host, Taken};
+use crate::index::Entry;
 use crate::key::Key;
 use crate::log;
 use crate::memory::BlockMemory;
-use crate::pending::Pending;
 use crate::policy::Retention;
 use crate::stats::Counters;
-use crate::store::{CHUNK_BYTES, Put, Space, chunks};
+use crate::store::{CHUNK_BYTES, Inner, NotStored, Put, Refusal, Space, chunks};
+use crate::sync::lock;
 use crate::writer::{BlocksUnderWay, Candidate, NotWritten};
 use std::collections::VecDeque;
-use std::sync::Arc;
-use std::sync::atomic::Ordering::AcqRel;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 /// Parts of a call that are written while the sums of another one are computed.
-const WRITE_BEHIND: usize = 16;
+pub(crate) const WRITE_BEHIND: usize = 16;
+/// While it waits, a thread says so often that it needs space: what it said before may have come when nothing could
+/// be freed.
+const ASK_EVERY: Duration = Duration::from_millis(20);
+/// How long it is remembered that no segment was freed, if nothing asks for space.
+const DRY_FOR: Duration = Duration::from_secs(10);
 
 /// A block of a prompt that is not in the store.
 #[derive(Clone, Debug)]
@@ -29,6 +36,101 @@ pub(crate) struct Absent {
     memory: BlockMemory,
 }
 
+/// How long blocks wait for space.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// `None`: as long as segments are freed, also while the store is being closed.
+    until: Option<Instant>,
+    /// While no segment at all is freed. What others have waited in vain counts.
+    dry: Duration,
+    /// But not less than until then.
+    at_least: Option<Instant>,
+}
+
+impl Patience {
+    /// Of blocks that wait in host memory.
+    pub(crate) fn behind(at_least: Option<Instant>) -> Self {
+        Self { until: None, dry: NO_SPACE_MAX, at_least }
+    }
+
+    /// Of a call that began at `called`.
+    pub(crate) fn of_put(store: &Inner, called: Instant) -> Self {
+        let dry = match store.host {
+            Some(_) => store.put_wait.max(NO_SPACE_MAX),
+            None => store.put_wait,
+        };
+        // Longer than any clock: until the store is closed.
+        let ever = || called + Duration::from_secs(u32::MAX.into());
+        let until = Some(called.checked_add(dry).unwrap_or_else(ever));
+        Self { until, dry, at_least: None }
+    }
+}
+
+/// What the threads of this process that wait for space know of each other.
+#[derive(Debug, Default)]
+pub(crate) struct Waits {
+    dry: Mutex<Option<Dry>>,
+    /// The store is being closed: no call waits for space any more.
+    is_closing: AtomicBool,
+    #[cfg(test)]
+    count: std::sync::atomic::AtomicUsize,
+}
+
+/// No segment was free, and none was freed.
+#[derive(Clone, Copy, Debug)]
+struct Dry {
+    /// [`crate::index::Index::freed`], all the time.
+    freed: u32,
+    since: Instant,
+    /// When space was last asked for.
+    last: Instant,
+}
+
+impl Waits {
+    /// How often a thread has waited.
+    #[cfg(test)]
+    fn count(&self) -> usize {
+        self.count.load(Relaxed)
+    }
+
+    /// No call waits for space from now on.
+    pub(crate) fn end(&self) {
+        self.is_closing.store(true, Relaxed);
+    }
+
+    /// Since when space was asked for in vain, and now again, while the count of freed segments was `freed`.
+    fn dry_since(&self, freed: u32) -> Instant {
+        let (mut dry, now) = (lock(&self.dry), Instant::now());
+        let goes_on = |it: &Dry| it.freed == freed && now.duration_since(it.last) < DRY_FOR;
+        let since = dry.filter(goes_on).map_or(now, |it| it.since);
+        *dry = Some(Dry { freed, since, last: now });
+        since
+    }
+
+    /// What is left of the time to wait.
+    fn left(&self, freed: u32, patience: Patience) -> Duration {
+        let waited = self.dry_since(freed).elapsed();
+        let left = patience.dry.saturating_sub(waited);
+        match patience.until {
+            Some(_) if self.is_closing.load(Relaxed) => Duration::ZERO,
+            Some(until) => left.min(until.saturating_duration_since(Instant::now())),
+            None => {
+                let at_least =
+                    patience.at_least.map(|it| it.saturating_duration_since(Instant::now()));
+                left.max(at_least.unwrap_or_default())
+            }
+        }
+    }
+}
+
+/// Where a block is that a put has.
+enum There {
+    OnDisk(Entry),
+    No,
+    /// In host memory, from where it is to be written. It says why it could not be, if that was tried.
+    Waits(Option<NotStored>),
+}
+
 impl Space {
     /// `first`: the number of the first block of `memory` in the prompt.
     pub(crate) fn store_blocks<H: AsRef<[u8]>>(
@@ -37,112 +139,147 @@ impl Space {
         first: usize,
         memory: &[BlockMemory],
         retention: Retention,
+        called: Instant,
     ) -> Result<Put> {
         let core = &self.store.core;
         let keys = self.keys(&prompt[first.saturating_sub(1)..first + memory.len()])?;
         let offset = first.min(1);
         let mut put = Put::default();
-        let mut absent = Vec::new();
+        let (mut absent, mut found) = (Vec::new(), Vec::new());
         for (block, memory) in memory.iter().enumerate() {
             let at = offset + block;
-            if self.is_there(&keys[at]) {
-                put.present += 1;
-                continue;
+            let check = || self.identity.check(prompt[first + block].as_ref());
+            match self.is_there(&keys[at], check) {
+                There::OnDisk(entry) => {
+                    put.present += 1;
+                    found.push(entry);
+                    continue;
+                }
+                There::Waits(left) => {
+                    put.note_waiting(left);
+                    continue;
+                }
+                There::No => {}
             }
             let parent = at.checked_sub(1).map(|before| keys[before]);
-            let check = self.identity.check(prompt[first + block].as_ref());
-            absent.push(Absent { key: keys[at], parent, check, memory: memory.clone() });
+            absent.push(Absent { key: keys[at], parent, check: check(), memory: memory.clone() });
         }
-        let outcome = match &self.store.host {
-            Some(host) => self.put_behind(host, absent, retention, &mut put),
-            None => self.put_now(&absent, retention, &mut put),
+        self.store.worker.writer.note_present(core, found.iter());
+        let patience = Patience::of_put(&self.store, called);
+        let first_absent = absent.first().map(|it| it.key);
+        let (waiting, outcome) = match &self.store.host {
+            Some(host) => self.put_behind(host, absent, retention, patience, &mut put),
+            None => (0, self.put_now(&absent, retention, patience, &mut put)),
         };
-        Counters::add(&core.counters.stored, put.stored);
-        Counters::add(&core.counters.present, put.present);
-        Counters::add(&core.counters.refused, put.refused);
-        Counters::add(&core.counters.failed, put.failed);
+        if let Some(first) = first_absent {
+            self.note_found(&keys, &first, &found);
+        }
+        // What waits is counted once it is on the disk.
+        Counters::add(&core.counters.stored, put.stored - waiting);
+        core.counters.add_not_stored(&put);
         outcome.map(|()| put)
     }
 
-    fn is_there(&self, key: &Key) -> bool {
-        let in_host = |host: &Arc<host::Host>| host.prefix(&[*key]) == 1;
-        self.store.core.member.find(key).is_some() || self.store.host.as_ref().is_some_and(in_host)
+    /// Tells the keeper of blocks that a put has found behind a missing one, which is there again: they are as good as
+    /// new ones. Without that the keeper, to which they had left with the missing one, would soon free them.
+    fn note_found(&self, keys: &[Key], first_absent: &Key, found: &[Entry]) {
+        let Some(first) = keys.iter().position(|it| it == first_absent) else { return };
+        let (before, behind) = keys.split_at(first);
+        if !found.iter().any(|it| behind.contains(&it.key)) {
+            return;
+        }
+        let member = &self.store.core.member;
+        let there = |key: &Key| member.find(key).map(|it| it.slot);
+        let slots: Vec<_> = behind.iter().map_while(there).collect();
+        self.note_added(before.last().and_then(there), &slots);
     }
 
-    /// Copies blocks to host memory, from where they are written. Those for which there is no room are written
-    /// behind them, while the caller waits.
+    fn is_there(&self, key: &Key, check: impl Fn() -> u64) -> There {
+        // First: it is on the disk before it waits no more.
+        let waits = self.store.host.as_ref().and_then(|host| host.waits(key));
+        if let Some(entry) = self.store.core.find_whole(key, check) {
+            return There::OnDisk(entry);
+        }
+        match waits {
+            Some(left) => There::Waits(left),
+            // One that is in host memory all the same has left the disk.
+            None => There::No,
+        }
+    }
+
+    /// Copies blocks to host memory, from where they are written. Those for which there is no room are written after
+    /// them, while the caller waits. Returns how many wait.
     fn put_behind(
         &self,
-        host: &Arc<host::Host>,
+        host: &Host,
         absent: Vec<Absent>,
         retention: Retention,
+        patience: Patience,
         put: &mut Put,
-    ) -> Result<()> {
-        let now = self.store.core.clock.now_ms();
-        let (mut taken, mut blocks) = (Vec::new(), Vec::new());
-        let mut rest = absent.into_iter();
-        let (mut beyond, mut outcome) = (None, Ok(()));
-        for absent in rest.by_ref() {
-            let len = absent.memory.len();
-            let Some(extent) = host.reserve(now, len, true) else {
-                beyond = Some(absent);
-                break;
-            };
-            let filled = extent.fill_and_sum(&absent.memory);
-            let new =
-                filled.and_then(|sum| self.candidate(&absent, extent.memory(len), sum, retention));
-            match new {
-                Ok(new) => taken.push(new),
+    ) -> (usize, Result<()>) {
+        let (mut waiting, mut outcome) = (0, Ok(()));
+        let mut rest = absent.as_slice();
+        while let Some((first, others)) = rest.split_first() {
+            match self.take_in(host, first, retention) {
+                Ok(Taken::Now) => waiting += 1,
+                // Another call was faster.
+                Ok(Taken::Before(left)) => put.note_waiting(left),
+                Ok(Taken::No) => break,
                 Err(e) => {
                     outcome = Err(e);
                     break;
                 }
             }
-            let block = Arc::new(host::Block::new(absent.key, absent.check, len, extent));
-            // One by one, so that the next reservation knows of it.
-            host.add(now, absent.parent, std::slice::from_ref(&block), retention, true);
-            blocks.push(block);
+            rest = others;
         }
-        put.stored += taken.len();
-        if !taken.is_empty() {
-            let (space, host) = (self.for_task(), Arc::clone(host));
-            let task = move || {
-                // What was not written is counted, and stays in host memory as long as there is room.
-                let mut put = Put::default();
-                space.write_all(&taken, &mut put);
-                let counters = &space.store.core.counters;
-                Counters::add(&counters.refused, put.refused);
-                Counters::add(&counters.failed, put.failed);
-                space.store.lost.fetch_or(put.failed > 0, AcqRel);
-                host.written(blocks.iter().map(|block| block.key));
-            };
-            self.store.behind.submit(0, false, Box::new(task))?;
+        put.stored += waiting;
+        if waiting > 0 || !rest.is_empty() {
+            let asked = self.store.behind.ask(self);
+            if !rest.is_empty() && outcome.is_ok() {
+                // The blocks before them are on the disk first, mostly.
+                self.store.behind.wait(asked, patience.until);
+                outcome = self.put_now(rest, retention, patience, put);
+            }
         }
-        let beyond: Vec<_> = beyond.into_iter().chain(rest).collect();
-        if beyond.is_empty() || outcome.is_err() {
-            return outcome;
-        }
-        let (pending, promise) = Pending::new();
-        let space = self.for_task();
-        let task = move || {
-            let mut put = Put::default();
-            promise.finish(space.put_now(&beyond, retention, &mut put).map(|()| put));
+        (waiting, outcome)
+    }
+
+    /// Has a block wait in host memory.
+    fn take_in(&self, host: &Host, absent: &Absent, retention: Retention) -> Result<Taken> {
+        let (now, len) = (self.store.core.clock.now_ms(), absent.memory.len());
+        let record = |block: &host::Block| {
+            let len = u32::try_from(block.len).expect("checked when the block was put");
+            self.record(absent, len, block.sum, retention)
         };
-        self.store.behind.submit(0, false, Box::new(task))?;
-        put.add(ended(pending)?);
-        Ok(())
+        // It may be there: it was got, or it has left the disk since.
+        let taken = host.wait(absent.key, absent.check, record);
+        if taken != Taken::No {
+            return Ok(taken);
+        }
+        let Some(extent) = host.reserve(now, len, true) else { return Ok(Taken::No) };
+        let sum = extent.fill_and_sum(&absent.memory)?;
+        let block = Arc::new(host::Block::new(absent.key, absent.check, sum, len, extent));
+        host.add(now, absent.parent, std::slice::from_ref(&block), retention);
+        Ok(host.wait(absent.key, absent.check, record))
     }
 
     /// Writes blocks to the disk. While some are written, the sums of the next ones are computed.
-    fn put_now(&self, absent: &[Absent], retention: Retention, put: &mut Put) -> Result<()> {
-        let mut writing = Writing::new(self, absent.first().and_then(|it| it.parent));
+    fn put_now(
+        &self,
+        absent: &[Absent],
+        retention: Retention,
+        patience: Patience,
+        put: &mut Put,
+    ) -> Result<()> {
+        let mut writing = Writing::new(self, patience);
         let mut outcome = Ok(());
         for part in
             chunks(absent, CHUNK_BYTES, |it| u32::try_from(it.memory.len()).unwrap_or(u32::MAX))
         {
             let candidate = |absent: &Absent| {
-                let sum = absent.memory.sum()?;
-                self.candidate(absent, absent.memory.clone(), sum, retention)
+                let (memory, len) = (absent.memory.clone(), absent.memory.checked_len()?);
+                let block = self.record(absent, len, memory.sum()?, retention);
+                Ok(Candidate { block, memory })
             };
             match part.iter().map(candidate).collect::<Result<Vec<_>>>() {
                 Ok(new) => writing.write(&new, put),
@@ -157,64 +294,59 @@ impl Space {
     }
 
     /// Writes blocks whose sums are known, each behind the one before it.
-    pub(crate) fn write_all(&self, new: &[Candidate], put: &mut Put) {
-        let parent = new.first().and_then(|it| it.block.parent).map(Key);
-        let mut writing = Writing::new(self, parent);
+    pub(crate) fn write_all(&self, new: &[Candidate], patience: Patience, put: &mut Put) {
+        let mut writing = Writing::new(self, patience);
         for part in chunks(new, CHUNK_BYTES, |it| it.block.len) {
             writing.write(part, put);
         }
         writing.end(put);
     }
 
-    fn candidate(
-        &self,
-        absent: &Absent,
-        memory: BlockMemory,
-        sum: u64,
-        retention: Retention,
-    ) -> Result<Candidate> {
-        let block = log::Block {
+    /// What is written with a block. `sum`: of its bytes.
+    fn record(&self, absent: &Absent, len: u32, sum: u64, retention: Retention) -> log::Block {
+        log::Block {
             key: absent.key.0,
             parent: absent.parent.map(|key| key.0),
             sum: sum ^ absent.check,
             check: absent.check,
             namespace: self.identity.id,
-            len: memory.checked_len()?,
+            len,
             retention: retention.to_bits(),
             time: self.store.core.clock.now_s(),
-        };
-        Ok(Candidate { block, memory })
+        }
     }
 }
 
 /// Blocks of a call that are being written, in their order. Dropping it waits for them.
 struct Writing<'a> {
     space: &'a Space,
-    /// The block behind which the next one is published.
-    parent: Option<SlotId>,
+    patience: Patience,
     under_way: VecDeque<BlocksUnderWay>,
 }
 
 impl<'a> Writing<'a> {
-    fn new(space: &'a Space, parent: Option<Key>) -> Self {
-        let parent = parent.and_then(|key| space.store.core.member.find(&key));
-        Self { space, parent: parent.map(|it| it.slot), under_way: VecDeque::new() }
+    fn new(space: &'a Space, patience: Patience) -> Self {
+        Self { space, patience, under_way: VecDeque::new() }
     }
 
     fn write(&mut self, new: &[Candidate], put: &mut Put) {
         let store = &self.space.store;
         let mut rest = new;
         while !rest.is_empty() {
+            let freed = store.core.member.freed();
             match store.worker.writer.begin(&store.core, rest) {
                 Ok(begun) => {
                     rest = &rest[begun.count()..];
                     self.under_way.push_back(begun);
                 }
-                Err(why) => {
-                    match why {
-                        NotWritten::Full => put.refused += rest.len(),
-                        NotWritten::Failed => put.failed += rest.len(),
+                Err(NotWritten::Full) => {
+                    if !self.wait_for_space(freed, put) {
+                        put.refuse(Refusal::NoSpace, rest.len());
+                        return;
                     }
+                }
+                Err(NotWritten::Failed) => {
+                    put.failed += rest.len();
                     store.wake_keeper();
                     return;
                 }
@@ -225,12 +357,38 @@ impl<'a> Writing<'a> {
         }
     }
 
+    /// Waits until a segment is freed, if none was since the count was `freed`. False if that takes too long.
+    fn wait_for_space(&mut self, freed: u32, put: &mut Put) -> bool {
+        let store = &self.space.store;
+        let member = &store.core.member;
+        member.note_no_space();
+        if !store.waits.left(freed, self.patience).is_zero() {
+            #[cfg(test)]
+            store.waits.count.fetch_add(1, Relaxed);
+            // A segment can't be sealed, and so not be freed, while a write into it has not ended.
+            while !self.under_way.is_empty() {
+                self.end_first(put);
+            }
+        }
+        loop {
+            // Its own full segments may be what is to be freed.
+            store.worker.wake();
+            store.wake_keeper();
+            let left = store.waits.left(freed, self.patience);
+            if member.wait_freed(freed, left.min(ASK_EVERY)) {
+                return !left.is_zero();
+            }
+            if left.is_zero() {
+                return false;
+            }
+        }
+    }
+
     fn end_first(&mut self, put: &mut Put) {
         let Some(first) = self.under_way.pop_front() else { return };
         let (space, count) = (self.space, first.count());
-        let parent = &mut self.parent;
         let ended = first.end(&space.store.core, |segment, records| {
-            *parent = space.publish(segment, records, *parent, put);
+            space.publish(segment, records, put);
             if let Some(objects) = &space.store.objects {
                 objects.stored(segment, records);
             }
@@ -252,12 +410,5 @@ impl<'a> Writing<'a> {
     }
 }
 
-/// The outcome of an operation that only this call waits for.
-fn ended<T: Clone>(operation: Pending<T>) -> Result<T> {
-    let outcome = operation.wait(None).ok_or(Error::Closed)?;
-    drop(operation);
-    match Arc::try_unwrap(outcome) {
-        Ok(outcome) => outcome,
-        Err(shared) => shared.as_ref().as_ref().cloned().map_err(|_| Error::Closed),
-    }
-}
+#[cfg(test)]
+mod tests;

@@ -6,9 +6,9 @@ use crate::error::{Error, Result};
 use crate::index::{self, Entry, Index, Inserted, Member, New};
 use crate::key::Key;
 use crate::log::recover::{Scanned, verify};
-use crate::log::{self, Superblock};
+use crate::log::{self, Disk, Superblock};
 use crate::options::Geometry;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error as _;
 use std::sync::Arc;
 
@@ -69,9 +69,25 @@ pub(crate) fn fill(
     let sealed: BTreeSet<u32> = sealed.collect();
     for it in &scanned {
         member.restore_segment(it.header.segment, it.header.incarnation);
+        // The keeper seals it. Until then a put looks whether what it finds there is whole.
+        if !it.is_sealed {
+            member.note_unverified(it.header.segment);
+        }
     }
+    let mut synced = BTreeMap::new();
+    let mut is_synced = |segment: u32| {
+        *synced.entry(segment).or_insert_with(|| match disk.sync(segment) {
+            Ok(()) => true,
+            Err(error) => {
+                let file = disk.path_of(segment);
+                tracing::warn!(%error, "the store can't sync {}", file.display());
+                member.note_unsynced(segment);
+                false
+            }
+        })
+    };
     // False if the index is full.
-    let insert = |it: &Scanned| {
+    let mut insert = |it: &Scanned| {
         it.records.iter().all(|record| {
             let block = &record.block;
             let parent = block.parent.and_then(|key| member.find(&Key(key)));
@@ -86,12 +102,15 @@ pub(crate) fn fill(
             match member.insert(Key(block.key), new) {
                 Inserted::Full => return false,
                 // Each whole copy is as good. What a sealed segment lists was synced before; in others, a block may
-                // be torn that is whole where it was before.
+                // be torn that is whole where it was before. They are synced before a copy replaces another: the
+                // keeper frees a segment in which no block lives, and that is durable at once.
                 Inserted::Exists(there) => {
                     let (segment, _) = superblock.geometry.locate(there.page);
-                    let alone = || Scanned { records: vec![*record], ..*it };
+                    let alone = || Scanned { records: vec![*record], ..it.clone() };
                     let is_whole = it.is_sealed
-                        || !sealed.contains(&segment) && verify(disk, &alone()).is_empty();
+                        || !sealed.contains(&segment)
+                            && verify(disk, &alone()).is_empty()
+                            && is_synced(it.header.segment);
                     if is_whole {
                         replace(&member, &there, new);
                     }
@@ -109,7 +128,7 @@ pub(crate) fn fill(
     };
     let newest = scanned.iter().rev().take_while(fits).count();
     let (older, newest) = scanned.split_at(scanned.len() - newest);
-    let _ = newest.iter().all(insert);
+    let _ = newest.iter().all(&mut insert);
     // Blocks that are there twice have left room.
     if !older.iter().rev().all(insert) {
         tracing::warn!("the store has more blocks than it may have; the oldest ones are missed");

@@ -1,5 +1,6 @@
 //! What a store counts.
 
+use crate::store::Put;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 macro_rules! counters {
@@ -26,6 +27,9 @@ macro_rules! counters {
             pub host_bytes: u64,
             /// Of these, bytes of blocks that are not on the disk yet.
             pub waiting_bytes: u64,
+            /// Of the blocks in host memory, those that could not be written yet. They are tried again, and count as
+            /// refused or failed if they never are.
+            pub unwritten_blocks: u64,
             /// Processes that have the store open.
             pub processes: u64,
             /// 1 if this process is the one that frees space.
@@ -64,14 +68,22 @@ counters! {
     disk_reads,
     /// Bytes of hits.
     bytes_read,
-    /// Blocks that were stored.
+    /// Blocks that were stored on the disk.
     stored,
     /// Bytes of stored blocks.
     bytes_written,
     /// Blocks that were not stored because they were there.
     present,
-    /// Blocks that were not stored because no space was free, or too many waited.
+    /// Blocks that were not stored, for one of the reasons below.
     refused,
+    /// Of these, blocks for which no segment was free.
+    refused_no_space,
+    /// Of these, blocks that the index could not take because a process that is stopped holds a lock.
+    refused_contended,
+    /// Of these, blocks for which the index had no room.
+    refused_index_full,
+    /// Of these, blocks that were put in the background while too many bytes waited.
+    refused_waiting,
     /// Blocks that were not stored, or not read, because of a device's error.
     failed,
     /// Blocks that were found damaged, and removed.
@@ -100,6 +112,17 @@ counters! {
 }
 
 impl Counters {
+    /// Counts the blocks of a put that were not stored, or were there.
+    pub(crate) fn add_not_stored(&self, put: &Put) {
+        Self::add(&self.present, put.present);
+        Self::add(&self.failed, put.failed);
+        Self::add(&self.refused, put.refused);
+        Self::add(&self.refused_no_space, put.refused_no_space);
+        Self::add(&self.refused_contended, put.refused_contended);
+        Self::add(&self.refused_index_full, put.refused_index_full);
+        Self::add(&self.refused_waiting, put.refused_waiting);
+    }
+
     pub(crate) fn add(counter: &AtomicU64, n: usize) {
         counter.fetch_add(n as u64, Relaxed);
     }

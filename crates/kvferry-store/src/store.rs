@@ -2,6 +2,7 @@
 
 mod prefetch;
 
+use crate::behind::Behind;
 use crate::core::Core;
 use crate::error::{Error, Result};
 use crate::flights::Flights;
@@ -17,6 +18,7 @@ use crate::opening::Opening;
 use crate::options::StoreOptions;
 use crate::pending::{Pending, Pool};
 use crate::policy::{Retention, Then};
+use crate::put::{Patience, Waits};
 use crate::recover;
 use crate::stats::{Counters, Stats};
 use crate::sync::lock;
@@ -27,7 +29,7 @@ use kvferry::Agent;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Threads that read and write in the background, and bytes of puts that may wait for them.
 const IO_THREADS: usize = 4;
@@ -95,10 +97,12 @@ pub(crate) struct Inner {
     /// Tasks of the pool join the loads that are under way in the order in which they wait for it.
     in_order: Mutex<()>,
     pub(crate) host: Option<Arc<Host>>,
-    /// One thread, which writes what is in host memory, in the order in which it was put.
-    pub(crate) behind: Pool,
-    /// Blocks in host memory could not be written, which the next `sync` says.
-    pub(crate) lost: AtomicBool,
+    /// Writes what is in host memory.
+    pub(crate) behind: Behind,
+    pub(crate) waits: Waits,
+    pub(crate) put_wait: Duration,
+    /// Puts in the background that may wait for space, and would keep loads from the threads of `pool`.
+    puts: Pool,
     flights: Arc<Flights>,
     pub(crate) team: Team,
     capacity: u64,
@@ -126,10 +130,19 @@ impl Store {
         }
         let join = |opening: &Opening<'_>| {
             join(
-                &opening.first(),
+                &opening.readable(),
                 || opening.open_superblock(),
                 |superblock| {
-                    let geometry = options.geometry(Some(superblock.geometry.segment_bytes()))?;
+                    let segment_bytes = superblock.geometry.segment_bytes();
+                    let geometry = options.geometry(Some(segment_bytes))?;
+                    let (asked, most) =
+                        (options.capacity, StoreOptions::capacity_max(segment_bytes));
+                    if asked > most {
+                        tracing::warn!(
+                            "the store uses {most} of its capacity of {asked} bytes: it can't have \
+                             more, with segments of {segment_bytes} bytes"
+                        );
+                    }
                     recover::fill(&opening.disk(superblock, true)?, superblock, geometry)
                 },
             )
@@ -145,6 +158,7 @@ impl Store {
         }
         let first = opening.first();
         let (superblock, joined) = joined?;
+        let segment_bytes = superblock.geometry.segment_bytes();
         let disk = opening.disk(&superblock, false)?;
         let failed = |source| Error::Directory { path: first.clone(), source };
         let host = match options.host_bytes {
@@ -173,11 +187,13 @@ impl Store {
             pool: Pool::new(IO_THREADS, WAITING_BYTES),
             in_order: Mutex::default(),
             host,
-            behind: Pool::new(1, u64::MAX),
-            lost: AtomicBool::new(false),
+            behind: Behind::default(),
+            waits: Waits::default(),
+            put_wait: options.put_wait,
+            puts: Pool::new(IO_THREADS, WAITING_BYTES),
             team: Team::new(cores.min(IO_THREADS)),
             flights: Arc::default(),
-            capacity: options.capacity,
+            capacity: options.capacity.min(StoreOptions::capacity_max(segment_bytes)),
             is_closed: AtomicBool::new(false),
             calls: RwLock::new(()),
             forks: kvferry_sys::fd::forks(),
@@ -185,6 +201,10 @@ impl Store {
         let inner = Arc::new(inner);
         let open = Arc::new(Open(Arc::clone(&inner)));
         Ok(Self(inner, open))
+    }
+
+    pub(crate) fn inner(&self) -> &Arc<Inner> {
+        &self.0
     }
 
     /// The blocks of a namespace.
@@ -202,12 +222,11 @@ impl Store {
     /// concerns have left the store.
     pub fn sync(&self) -> Result<()> {
         let _call = self.0.enter()?;
-        let (pending, promise) = Pending::new();
-        self.0.behind.submit(0, false, Box::new(move || promise.finish(Ok(()))))?;
-        pending.wait(None);
         let core = &self.0.core;
-        if self.0.lost.swap(false, Ordering::AcqRel) {
-            let what = "blocks that were in host memory could not be written";
+        let drain = |host: &Arc<Host>| self.0.behind.drain(&Space::of_task(&self.0), host);
+        let unwritten = self.0.host.as_ref().map_or(0, drain);
+        if unwritten > 0 {
+            let what = format!("{unwritten} blocks in host memory could not be written");
             let (path, source) = (core.disk.path_of(0), io::Error::other(what));
             return Err(Error::Directory { path, source });
         }
@@ -221,18 +240,18 @@ impl Store {
         let _call = self.0.enter()?;
         let mut put = Put::default();
         // A space only for its store: the names are in the blocks.
-        self.space(&Namespace::new("")).write_all(blocks, &mut put);
+        let patience = Patience::of_put(&self.0, Instant::now());
+        self.space(&Namespace::new("")).write_all(blocks, patience, &mut put);
         let counters = &self.0.core.counters;
         Counters::add(&counters.stored, put.stored);
-        Counters::add(&counters.present, put.present);
-        Counters::add(&counters.failed, put.failed);
+        counters.add_not_stored(&put);
         Ok(put)
     }
 
     /// Whether a block is there.
-    pub(crate) fn has(&self, key: &Key) -> Result<bool> {
+    pub(crate) fn has(&self, block: &log::Block) -> Result<bool> {
         let _call = self.0.enter()?;
-        Ok(self.0.core.member.find(key).is_some())
+        Ok(self.0.core.find_whole(&Key(block.key), || block.check).is_some())
     }
 
     /// The longest block that a segment has room for.
@@ -256,6 +275,7 @@ impl Store {
             host_blocks: held.blocks,
             host_bytes: held.bytes,
             waiting_bytes: held.waiting,
+            unwritten_blocks: self.0.unwritten() as u64,
             processes: core.member.members().count() as u64,
             is_keeper: u64::from(self.0.membership.is_keeper()),
             uploads_waiting: self.0.objects.as_ref().map_or(0, Tier::uploads_waiting) as u64,
@@ -265,20 +285,25 @@ impl Store {
     }
 
     /// Carries out what waits in the background, uploads blocks for a bounded time
-    /// ([`ObjectTier::close_timeout`](crate::objects::ObjectTier::close_timeout)), and seals what this process has
-    /// written. Later calls fail with `Closed`. Idempotent; the last clone that is dropped closes the store, too.
+    /// ([`ObjectTier::close_timeout`](crate::objects::ObjectTier::close_timeout)), seals what this process has
+    /// written, and syncs what its puts have found. Later calls fail with `Closed`. Idempotent; the last clone that is dropped closes the store, too.
     pub fn close(&self) {
         self.0.close();
     }
 }
 
 impl Inner {
-    fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         let is_closed = self.is_closed.load(Ordering::Acquire);
-        if is_closed || kvferry_sys::fd::forked_since(self.forks) {
+        if is_closed || self.is_forked() {
             return Err(Error::Closed);
         }
         Ok(())
+    }
+
+    /// Whether this is a child of the process that opened the store.
+    pub(crate) fn is_forked(&self) -> bool {
+        kvferry_sys::fd::forked_since(self.forks)
     }
 
     /// Begins a call, during which the store is not closed.
@@ -293,20 +318,41 @@ impl Inner {
         if kvferry_sys::fd::forked_since(self.forks) {
             return;
         }
-        // First, so that what waits is carried out, and does not find the store closed.
+        // Puts wait for space no longer. First, so that what waits is carried out, and does not find the store closed.
+        self.waits.end();
+        self.behind.hurry();
         self.pool.close();
+        self.puts.close();
         if self.is_closed.swap(true, Ordering::AcqRel) {
             return;
         }
+        self.core.member.wake_subscribers();
         // Calls that began before end; none begins.
         drop(self.calls.write());
         self.behind.close();
+        let given_up = self.host.as_ref().map_or(Vec::new(), |host| host.give_up());
+        if !given_up.is_empty() {
+            let count = given_up.len();
+            tracing::warn!("the store is closed with {count} blocks that could not be written");
+        }
+        let mut lost = Put::default();
+        given_up.into_iter().for_each(|why| lost.note_not_stored(why, 1));
+        self.core.counters.add_not_stored(&lost);
         self.team.close();
         if let Some(objects) = &self.objects {
             objects.close();
         }
         self.worker.stop();
+        // Blocks that a put has found are in segments of other processes.
+        if let Err((segment, error)) = self.worker.writer.sync(&self.core) {
+            self.core.fault("sync", segment, &error);
+        }
         self.membership.stop();
+    }
+
+    /// Why blocks in host memory could not be written, when that was last tried.
+    fn unwritten(&self) -> usize {
+        self.host.as_ref().map_or(0, |host| host.left(u64::MAX))
     }
 
     /// Has the keeper look at what it must do.
@@ -351,23 +397,68 @@ impl Retain {
 /// What became of the blocks of a put. They add up to the blocks that were given.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Put {
-    /// Stored now.
+    /// Stored now. With a tier in host memory, blocks may be there only, until they are written.
     pub stored: usize,
     /// Not stored, because they were there.
     pub present: usize,
-    /// Not stored, because no space was free.
+    /// Not stored, for one of the reasons below.
     pub refused: usize,
     /// Not stored, because of a device's error.
     pub failed: usize,
+    /// Of the refused: no segment was free.
+    pub refused_no_space: usize,
+    /// Of the refused: a process that is stopped holds a lock of the index.
+    pub refused_contended: usize,
+    /// Of the refused: the index had no room.
+    pub refused_index_full: usize,
+    /// Of the refused: too many bytes waited.
+    pub refused_waiting: usize,
 }
 
 impl Put {
-    pub(crate) fn add(&mut self, other: Self) {
-        self.stored += other.stored;
-        self.present += other.present;
-        self.refused += other.refused;
-        self.failed += other.failed;
+    pub(crate) fn refuse(&mut self, why: Refusal, blocks: usize) {
+        self.refused += blocks;
+        *match why {
+            Refusal::NoSpace => &mut self.refused_no_space,
+            Refusal::Contended => &mut self.refused_contended,
+            Refusal::IndexFull => &mut self.refused_index_full,
+            Refusal::Waiting => &mut self.refused_waiting,
+        } += blocks;
     }
+}
+
+impl Put {
+    pub(crate) fn note_not_stored(&mut self, why: NotStored, blocks: usize) {
+        match why {
+            NotStored::Refused(why) => self.refuse(why, blocks),
+            NotStored::Failed => self.failed += blocks,
+        }
+    }
+
+    /// Counts a block that waits in host memory: `left` says why it could not be written, if that was tried.
+    pub(crate) fn note_waiting(&mut self, left: Option<NotStored>) {
+        match left {
+            Some(why) => self.note_not_stored(why, 1),
+            None => self.present += 1,
+        }
+    }
+}
+
+/// Why blocks were not stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NotStored {
+    Refused(Refusal),
+    /// A device failed.
+    Failed,
+}
+
+/// Why blocks were refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    NoSpace,
+    Contended,
+    IndexFull,
+    Waiting,
 }
 
 /// A lease of blocks: they stay in the store until it is dropped, or ends.
@@ -410,6 +501,12 @@ impl Space {
     /// For a task in the background, which the store waits for when it is closed.
     pub(crate) fn for_task(&self) -> Self {
         Self { store: Arc::clone(&self.store), identity: self.identity.clone(), _open: None }
+    }
+
+    /// For a task whose blocks come with their names.
+    fn of_task(store: &Arc<Inner>) -> Self {
+        let identity = Namespace::new("").identity();
+        Self { store: Arc::clone(store), identity, _open: None }
     }
 
     /// How many blocks of a prompt, from its beginning, are in the store. This is no use of them: call
@@ -493,6 +590,18 @@ impl Space {
         memory: &[BlockMemory],
         retain: Retain,
     ) -> Result<Put> {
+        self.put_since(prompt, first, memory, retain, Instant::now())
+    }
+
+    /// As [`Space::put`], of a call that began at `called`.
+    fn put_since<H: AsRef<[u8]>>(
+        &self,
+        prompt: &[H],
+        first: usize,
+        memory: &[BlockMemory],
+        retain: Retain,
+        called: Instant,
+    ) -> Result<Put> {
         let _call = self.store.enter()?;
         check_range(prompt.len(), first, memory)?;
         let core = &self.store.core;
@@ -504,7 +613,8 @@ impl Space {
                 long.len()
             )));
         }
-        self.store_blocks(prompt, first, memory, retain.retention(core.clock.now_ms()))
+        let retention = retain.retention(core.clock.now_ms());
+        self.store_blocks(prompt, first, memory, retention, called)
     }
 
     /// As [`Space::get`], in the background. The memory belongs to the store until the operation has ended.
@@ -548,11 +658,17 @@ impl Space {
         let (space, prompt, memory) = (self.for_task(), own(prompt), memory.to_vec());
         let (bytes, count) = (memory.iter().map(BlockMemory::len).sum(), memory.len());
         self.store.check()?;
-        let task = move || promise.finish(space.put(&prompt, first, &memory, retain));
-        if !self.store.pool.submit(bytes, true, Box::new(task))? {
-            Counters::add(&self.store.core.counters.refused, count);
+        let called = Instant::now();
+        let put = move || space.put_since(&prompt, first, &memory, retain, called);
+        let task = move || promise.finish(put());
+        let may_wait = !self.store.put_wait.is_zero() || self.store.host.is_some();
+        let pool = if may_wait { &self.store.puts } else { &self.store.pool };
+        if !pool.submit(bytes, true, Box::new(task))? {
+            let mut put = Put::default();
+            put.refuse(Refusal::Waiting, count);
+            self.store.core.counters.add_not_stored(&put);
             let (refused, promise) = Pending::new();
-            promise.finish(Ok(Put { refused: count, ..Put::default() }));
+            promise.finish(Ok(put));
             return Ok(refused);
         }
         Ok(pending)
@@ -634,18 +750,26 @@ impl Space {
         }
     }
 
-    /// Puts written blocks into the index. Returns the slot of the last one.
-    pub(crate) fn publish(
-        &self,
-        segment: u32,
-        records: &[log::Record],
-        parent: Option<SlotId>,
-        put: &mut Put,
-    ) -> Option<SlotId> {
+    /// Puts written blocks into the index.
+    pub(crate) fn publish(&self, segment: u32, records: &[log::Record], put: &mut Put) {
         let core = &self.store.core;
-        let (mut before, mut slots) = (parent, Vec::with_capacity(records.len()));
+        // The last block of the index, with its key. Blocks between two of these may have been there before.
+        let mut last: Option<(Key, SlotId)> = None;
+        let (mut parent, mut slots) = (None, Vec::with_capacity(records.len()));
         for record in records {
             let block = &record.block;
+            let named = block.parent.map(Key);
+            let before = match last {
+                Some((key, slot)) if named == Some(key) => Some(slot),
+                _ => named.and_then(|key| core.member.find(&key)).map(|it| it.slot),
+            };
+            if before != slots.last().copied().or(parent) {
+                self.note_added(parent, &slots);
+                slots.clear();
+            }
+            if slots.is_empty() {
+                parent = before;
+            }
             let new = New {
                 sum: block.sum,
                 parent: before,
@@ -659,23 +783,29 @@ impl Space {
                     put.stored += 1;
                     core.counters.bytes_written.fetch_add(block.len.into(), Ordering::Relaxed);
                     slots.push(slot);
-                    before = Some(slot);
+                    last = Some((Key(block.key), slot));
                 }
                 Inserted::Exists(entry) => {
                     put.present += 1;
-                    before = Some(entry.slot);
+                    self.store.worker.writer.note_present(core, std::iter::once(&entry));
+                    last = Some((Key(block.key), entry.slot));
                 }
                 Inserted::Full => {
-                    put.refused += 1;
+                    put.refuse(Refusal::IndexFull, 1);
                     self.store.wake_keeper();
                 }
-                Inserted::Contended => put.refused += 1,
+                Inserted::Contended => put.refuse(Refusal::Contended, 1),
             }
         }
-        if !slots.is_empty() && core.member.note_added(core.clock.now_ms(), parent, &slots) {
+        self.note_added(parent, &slots);
+    }
+
+    /// Tells the keeper of blocks that came, each behind the one before it.
+    pub(crate) fn note_added(&self, parent: Option<SlotId>, slots: &[SlotId]) {
+        let core = &self.store.core;
+        if !slots.is_empty() && core.member.note_added(core.clock.now_ms(), parent, slots) {
             self.store.wake_keeper();
         }
-        before
     }
 }
 

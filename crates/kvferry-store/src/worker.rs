@@ -1,10 +1,12 @@
 //! The thread of a process that seals its segments and, in the keeper, frees space.
 
 use crate::core::Core;
+use crate::index::{Member, MemberId};
 use crate::keeper::Keeper;
 use crate::membership::Keep;
 use crate::sync::lock;
 use crate::writer::{Which, Writer};
+use kvferry_sys::poll::EventFd;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,6 +16,8 @@ use std::time::Duration;
 
 /// No put for so long is a pause.
 const PAUSE: Duration = Duration::from_millis(100);
+/// The longest time until a keeper that can free no segment looks again.
+const LOOK_MAX: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
 pub(crate) struct Worker {
@@ -23,6 +27,8 @@ pub(crate) struct Worker {
     changed: Condvar,
     /// Ends the freeing of space early.
     is_stopping: AtomicBool,
+    /// Signalled when members are to seal what they do not write to.
+    asks_to_seal: EventFd,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -33,12 +39,14 @@ struct Tasks {
     begin: bool,
     /// Processes have left: there may be something to repair.
     repair: bool,
+    /// The keeper finds no segment that it could free.
+    seal: bool,
     stop: bool,
 }
 
 impl Tasks {
     fn is_pause(&self) -> bool {
-        !(self.look || self.begin || self.repair || self.stop)
+        !(self.look || self.begin || self.repair || self.seal || self.stop)
     }
 }
 
@@ -50,6 +58,7 @@ impl Worker {
             tasks: Mutex::default(),
             changed: Condvar::new(),
             is_stopping: AtomicBool::new(false),
+            asks_to_seal: EventFd::new()?,
             thread: Mutex::default(),
         });
         let run = Arc::clone(&worker);
@@ -81,8 +90,11 @@ impl Worker {
         let mut is_keeper = false;
         let mut keeper: Option<Keeper> = None;
         let mut begun = 0;
+        // How long until a keeper that can't free space looks again.
+        let mut stuck: Option<Duration> = None;
         loop {
-            let tasks = self.next_tasks();
+            let mut tasks = self.next_tasks(stuck);
+            tasks.look |= stuck.is_some() && tasks.is_pause();
             let is_quiet = self.writer.begun() == begun;
             begun = self.writer.begun();
             if tasks.stop {
@@ -92,27 +104,47 @@ impl Worker {
             if tasks.begin {
                 keeper = None;
             }
+            let waited = stuck;
             let work = || {
                 // First: the keeper frees sealed segments only, and would evict more than it must.
                 let which = if is_quiet || self.is_short() { Which::Full } else { Which::Excess };
                 self.writer.seal(&self.core, which);
+                if tasks.seal && is_quiet {
+                    // This process holds a segment and puts nothing, and others need space.
+                    self.writer.seal(&self.core, Which::All);
+                }
                 if tasks.is_pause() {
                     return;
                 }
+                stuck = None;
                 if is_keeper {
                     let new = || Keeper::new(Arc::clone(&self.core));
                     let keeper = keeper.get_or_insert_with(new);
-                    if tasks.repair {
+                    if tasks.repair || keeper.awaits_end() {
                         keeper.repair();
                     }
                     keeper.look(&self.is_stopping);
+                    if keeper.is_stuck() {
+                        stuck = Some(waited.map_or(PAUSE, |it| (it * 2).min(LOOK_MAX)));
+                        if stuck == Some(LOOK_MAX) && waited != stuck {
+                            self.core.stuck();
+                        }
+                        if is_quiet {
+                            self.writer.seal(&self.core, Which::All);
+                        }
+                        self.asks_to_seal.signal();
+                    } else if keeper.awaits_end() {
+                        stuck = Some(waited.map_or(PAUSE, |it| (it * 2).min(LOOK_MAX)));
+                    }
                 }
             };
             if catch_unwind(AssertUnwindSafe(work)).is_err() {
                 // What it knows may be half changed. The index is as it was: all processes change it so that it
                 // is right at each moment.
                 tracing::error!("the store's thread that frees space has panicked; it begins anew");
-                keeper = None;
+                if let Some(mut keeper) = keeper.take() {
+                    keeper.abandon();
+                }
             }
         }
         if let Some(keeper) = &mut keeper {
@@ -126,12 +158,14 @@ impl Worker {
         self.core.free_segments() <= 2 * self.core.wanted_segments()
     }
 
-    /// Waits for tasks; while segments wait to be sealed, for no longer than puts pause.
-    fn next_tasks(&self) -> Tasks {
+    /// Waits for tasks: at most for this time, if given; while segments wait to be sealed, for no longer than puts
+    /// pause.
+    fn next_tasks(&self, at_most: Option<Duration>) -> Tasks {
         let idle = |tasks: &mut Tasks| tasks.is_pause();
         let tasks = lock(&self.tasks);
-        let mut tasks = if self.writer.has_full() {
-            let waited = self.changed.wait_timeout_while(tasks, PAUSE, idle);
+        let at_most = if self.writer.has_full() { Some(PAUSE) } else { at_most };
+        let mut tasks = if let Some(at_most) = at_most {
+            let waited = self.changed.wait_timeout_while(tasks, at_most, idle);
             waited.unwrap_or_else(PoisonError::into_inner).0
         } else {
             let waited = self.changed.wait_while(tasks, idle);
@@ -142,15 +176,32 @@ impl Worker {
 }
 
 impl Keep for Worker {
+    fn member(&self) -> &Member {
+        &self.core.member
+    }
+
     fn became_keeper(&self) {
         self.ask(|tasks| tasks.begin = true);
     }
 
-    fn left(&self) {
+    fn connected(&self, member: MemberId) {
+        self.core.connected(member);
+    }
+
+    fn left(&self, member: MemberId) {
+        self.core.hung_up(member);
         self.ask(|tasks| tasks.repair = true);
     }
 
     fn woken(&self) {
         self.wake();
+    }
+
+    fn asks_to_seal(&self) -> &EventFd {
+        &self.asks_to_seal
+    }
+
+    fn asked_to_seal(&self) {
+        self.ask(|tasks| tasks.seal = true);
     }
 }

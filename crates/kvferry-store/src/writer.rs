@@ -2,10 +2,11 @@
 
 use crate::core::Core;
 use crate::disk::{UnderWay, is_of_device};
-use crate::index::SegmentState;
+use crate::index::{Entry, SegmentState};
 use crate::log::{self, Appender, Disk, Extent, SegmentHeader};
 use crate::memory::BlockMemory;
 use crate::sync::lock;
+use rustc_hash::FxHashMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -66,8 +67,18 @@ struct Beginning {
 struct State {
     active: Option<Arc<Mutex<Appender>>>,
     full: Vec<Arc<Mutex<Appender>>>,
-    /// Segments, with their incarnations, that could not be synced: a later sync may say otherwise and be wrong.
-    unsynced: Vec<(u32, u64)>,
+    /// Segments of other processes, with their incarnations, that have blocks which a put of this process found there.
+    /// They may not be on the disk.
+    present: FxHashMap<u32, Present>,
+    /// Counts what was noted there.
+    noted: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Present {
+    incarnation: u64,
+    /// [`State::noted`] when a block was last found there. A sync that began before does not cover it.
+    noted: u64,
 }
 
 /// Why blocks were not stored.
@@ -198,7 +209,10 @@ impl Writer {
             Ok(Some(new)) => new,
             // Segments can only be freed where they can be written to.
             Ok(None) if !core.disk.is_any_writable() => return Err(NotWritten::Failed),
-            Ok(None) => return Err(NotWritten::Full),
+            Ok(None) => {
+                self.retire(blocks);
+                return Err(NotWritten::Full);
+            }
             Err(e) => {
                 if beginning.paused_until.is_none() {
                     tracing::warn!(error = %e, "the store can't begin a segment; blocks are not stored");
@@ -216,6 +230,18 @@ impl Writer {
         state.full.extend(full);
         self.is_awaited.store(true, Relaxed);
         Ok((new, extent.ok_or(NotWritten::Failed)?))
+    }
+
+    /// The active segment has no room for these blocks, and none is free: it is full, so that it is sealed, and the
+    /// keeper can free it. Otherwise a store of which each process holds a segment would stay as it is.
+    fn retire(&self, blocks: &[log::Block]) {
+        let mut state = lock(&self.state);
+        if !blocks.is_empty()
+            && let Some(active) = state.active.take()
+        {
+            state.full.push(active);
+            self.is_awaited.store(true, Relaxed);
+        }
     }
 
     fn plan_in_active(&self, blocks: &[log::Block]) -> Option<(Arc<Mutex<Appender>>, Extent)> {
@@ -243,13 +269,25 @@ impl Writer {
                 self.is_awaited.store(true, Relaxed);
                 continue;
             }
-            let is_synced = seal(core, &mut locked);
-            let use_of = (locked.segment(), locked.incarnation());
+            seal(core, &mut locked);
             drop(locked);
-            let mut state = lock(&self.state);
-            state.unsynced.extend((!is_synced).then_some(use_of));
             // Not before: a call of `sync` waits for it.
-            state.full.retain(|it| !Arc::ptr_eq(it, &appender));
+            lock(&self.state).full.retain(|it| !Arc::ptr_eq(it, &appender));
+        }
+    }
+
+    /// Notes that a put found these blocks in the store: a later sync covers them, whichever process wrote them.
+    pub(crate) fn note_present<'a>(&self, core: &Core, found: impl Iterator<Item = &'a Entry>) {
+        let mut last = None;
+        for entry in found {
+            let (segment, _) = core.superblock.geometry.locate(entry.page);
+            if last.replace(segment) != Some(segment) && core.member.needs_sync(segment) {
+                let incarnation = core.member.segment(segment).incarnation;
+                let mut state = lock(&self.state);
+                state.noted += 1;
+                let noted = state.noted;
+                state.present.insert(segment, Present { incarnation, noted });
+            }
         }
     }
 
@@ -277,27 +315,35 @@ impl Writer {
     /// Returns when what was put before is on the disk, or is not in the index any more. Fails with the segment
     /// that could not be synced, now or before.
     pub(crate) fn sync(&self, core: &Core) -> Result<(), (u32, io::Error)> {
-        let appenders: Vec<_> = {
+        let (appenders, present): (Vec<_>, Vec<_>) = {
             let state = lock(&self.state);
-            state.active.iter().chain(&state.full).cloned().collect()
+            let present = state.present.iter().map(|(segment, it)| (*segment, *it)).collect();
+            (state.active.iter().chain(&state.full).cloned().collect(), present)
         };
-        for appender in appenders {
-            // Waits while it is sealed, and holds up no put meanwhile.
-            let (segment, incarnation) = {
-                let locked = lock(&appender);
-                (locked.segment(), locked.incarnation())
-            };
+        // Waits while one is sealed, and holds up no put meanwhile.
+        let own = appenders.iter().map(|it| lock(it).segment());
+        // A segment that was sealed or used again since then was synced: what lived in it, or its copy.
+        let is_there = |(segment, it): &&(u32, Present)| {
+            core.member.segment(*segment).incarnation == it.incarnation
+                && core.member.needs_sync(*segment)
+        };
+        let others = present.iter().filter(is_there).map(|(segment, _)| *segment);
+        let mut outcome = Ok(());
+        for segment in own.chain(others) {
             if let Err(error) = core.disk.sync(segment) {
-                lock(&self.state).unsynced.push((segment, incarnation));
-                return Err((segment, error));
+                core.member.note_unsynced(segment);
+                outcome = outcome.and(Err((segment, error)));
             }
         }
+        outcome?;
         let mut state = lock(&self.state);
-        state.unsynced.retain(|(segment, incarnation)| {
-            let now = core.member.segment(*segment);
-            now.incarnation == *incarnation && now.live_blocks > 0
-        });
-        match state.unsynced.first().map(|(segment, _)| *segment).or(core.member.unsynced()) {
+        for (segment, it) in &present {
+            if state.present.get(segment) == Some(it) {
+                state.present.remove(segment);
+            }
+        }
+        drop(state);
+        match core.member.unsynced() {
             None => Ok(()),
             Some(segment) => {
                 let what =
@@ -350,13 +396,12 @@ fn begin(core: &Core, segment: u32) -> io::Result<Appender> {
 }
 
 /// Seals a segment. One that can't be sealed is as good while there is power, and slower to open after a restart.
-/// Returns whether it is on the disk.
-pub(crate) fn seal(core: &Core, appender: &mut Appender) -> bool {
-    let sealed = appender.seal(&core.disk);
-    if let Err(e) = &sealed {
-        core.fault("seal", appender.segment(), e);
+/// That is noted for all processes.
+pub(crate) fn seal(core: &Core, appender: &mut Appender) {
+    if let Err(e) = appender.seal(&core.disk) {
+        core.fault("seal", appender.segment(), &e);
+        core.member.note_unsynced(appender.segment());
     }
     let mine = SegmentState::Active(core.member.id());
     core.member.set_segment(appender.segment(), mine, SegmentState::Sealed);
-    sealed.is_ok()
 }

@@ -14,6 +14,26 @@ pub fn page() -> u64 {
     (rustix::param::page_size() as u64).max(4096)
 }
 
+/// Opens a regular file for reading. `None` if there is none: also if the name is a link, a pipe, a socket or
+/// a folder. Never waits for another process, as opening a pipe does.
+///
+/// # Errors
+/// The kernel's error.
+pub fn open_regular(path: &Path) -> io::Result<Option<std::fs::File>> {
+    use rustix::io::Errno;
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = match retry_on_intr(|| Ok(rustix::fs::open(path, flags, Mode::empty())?)) {
+        Ok(fd) => std::fs::File::from(fd),
+        Err(e) => {
+            // `ELOOP` is a link, `ENXIO` a socket.
+            let absent = [Errno::NOENT, Errno::NOTDIR, Errno::LOOP, Errno::NXIO];
+            let is_absent = Errno::from_io_error(&e).is_some_and(|it| absent.contains(&it));
+            return if is_absent { Ok(None) } else { Err(e) };
+        }
+    };
+    Ok(file.metadata()?.is_file().then_some(file))
+}
+
 /// How a file is opened.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct How {

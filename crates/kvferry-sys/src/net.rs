@@ -39,6 +39,8 @@ pub struct InterfaceAddress {
     pub interface: String,
     /// The address.
     pub address: IpAddr,
+    /// How many leading bits of the address name its network; all of them if the kernel does not say.
+    pub prefix_len: u8,
 }
 
 /// The addresses of all interfaces, in the kernel's order.
@@ -56,28 +58,48 @@ pub fn interface_addresses() -> io::Result<Vec<InterfaceAddress>> {
         if entry.ifa_addr.is_null() {
             continue;
         }
-        // SAFETY: every address starts with its family, and each of these two families implies the
-        // type that is read; the list is only guaranteed to be aligned for bytes.
-        let address = unsafe {
-            match i32::from(entry.ifa_addr.cast::<libc::sa_family_t>().read_unaligned()) {
-                libc::AF_INET => {
-                    let v4 = entry.ifa_addr.cast::<libc::sockaddr_in>().read_unaligned();
-                    IpAddr::from(u32::from_be(v4.sin_addr.s_addr).to_be_bytes())
-                }
-                libc::AF_INET6 => {
-                    let v6 = entry.ifa_addr.cast::<libc::sockaddr_in6>().read_unaligned();
-                    IpAddr::from(v6.sin6_addr.s6_addr)
-                }
-                _ => continue,
-            }
-        };
+        // SAFETY: the member's address, which is not null, and its mask, which may be.
+        let (address, mask) = unsafe { (ip(entry.ifa_addr), ip(entry.ifa_netmask)) };
+        let Some(address) = address else { continue };
+        let prefix_len = match (address, mask) {
+            (IpAddr::V4(_), Some(IpAddr::V4(mask))) => mask.to_bits().leading_ones(),
+            (IpAddr::V6(_), Some(IpAddr::V6(mask))) => mask.to_bits().leading_ones(),
+            (IpAddr::V4(_), _) => 32,
+            (IpAddr::V6(_), _) => 128,
+        } as u8;
         // SAFETY: a C string that lives as long as the list.
         let name = unsafe { std::ffi::CStr::from_ptr(entry.ifa_name) };
-        found.push(InterfaceAddress { interface: name.to_string_lossy().into_owned(), address });
+        let interface = name.to_string_lossy().into_owned();
+        found.push(InterfaceAddress { interface, address, prefix_len });
     }
     // SAFETY: the list of the call above, freed once; nothing refers to it any more.
     unsafe { libc::freeifaddrs(first) };
     Ok(found)
+}
+
+/// The internet address at `at`; `None` if it is null or of another family.
+///
+/// # Safety
+/// `at` is null, or a socket address as long as its family says.
+unsafe fn ip(at: *const libc::sockaddr) -> Option<IpAddr> {
+    if at.is_null() {
+        return None;
+    }
+    // SAFETY: every address starts with its family, and each of these two families implies the type that
+    // is read; the kernel's list is only guaranteed to be aligned for bytes.
+    unsafe {
+        match i32::from(at.cast::<libc::sa_family_t>().read_unaligned()) {
+            libc::AF_INET => {
+                let v4 = at.cast::<libc::sockaddr_in>().read_unaligned();
+                Some(IpAddr::from(u32::from_be(v4.sin_addr.s_addr).to_be_bytes()))
+            }
+            libc::AF_INET6 => {
+                let v6 = at.cast::<libc::sockaddr_in6>().read_unaligned();
+                Some(IpAddr::from(v6.sin6_addr.s6_addr))
+            }
+            _ => None,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -89,5 +111,12 @@ mod tests {
         let found = interface_addresses().expect("the interfaces can be listed");
         let source = default_route_source().expect("a socket");
         assert!(found.is_empty() || found.iter().any(|f| f.address == source), "{found:?}");
+    }
+
+    #[test]
+    fn loopback_has_the_prefix_of_its_network() {
+        let found = interface_addresses().expect("the interfaces can be listed");
+        let loopback = found.iter().find(|it| it.address == IpAddr::from(Ipv4Addr::LOCALHOST));
+        assert!(loopback.is_none_or(|it| it.prefix_len == 8), "{found:?}");
     }
 }

@@ -83,8 +83,12 @@ pub fn read(pid: i32, to: &[HostSpan], from: &[RemoteSpan]) -> io::Result<usize>
     unsafe { copy_in(pid, HostSpan::as_iovecs(to), from) }
 }
 
+/// Checks that `pid` is not this process. The kernel takes the number of any thread for its process.
 fn other(pid: i32) -> io::Result<()> {
-    if pid > 0 && pid.unsigned_abs() != std::process::id() {
+    let own = rustix::process::getpid().as_raw_nonzero().get();
+    // SAFETY: no memory is passed, and signal 0 only asks whether this process has such a thread.
+    let is_own_thread = || unsafe { libc::syscall(libc::SYS_tgkill, own, pid, 0) } == 0;
+    if pid > 0 && !is_own_thread() {
         return Ok(());
     }
     Err(io::Error::new(io::ErrorKind::InvalidInput, "the pid is not another process's"))
@@ -165,10 +169,21 @@ mod tests {
     #[test]
     fn slices_are_not_copied_to_or_from_this_process() {
         let (mut held, remote) = ([0; 8], [RemoteSpan::new(4096, 8)]);
-        for pid in [own_pid(), 0, -1] {
+        let (tell, told) = std::sync::mpsc::channel();
+        let (end, ended) = std::sync::mpsc::channel::<()>();
+        let thread = std::thread::spawn(move || {
+            let tid = rustix::thread::gettid().as_raw_nonzero().get();
+            tell.send(tid).expect("the test waits");
+            let _ = ended.recv();
+        });
+        let tid = told.recv().expect("the thread runs");
+        for pid in [own_pid(), tid, 0, -1] {
             assert!(write_slices(pid, &[IoSlice::new(&[1; 8])], &remote).is_err());
-            assert!(read_slices(pid, &mut [IoSliceMut::new(&mut held)], &remote).is_err());
+            let e = read_slices(pid, &mut [IoSliceMut::new(&mut held)], &remote);
+            assert_eq!(e.expect_err("ours").kind(), io::ErrorKind::InvalidInput);
         }
+        drop(end);
+        thread.join().expect("no panic");
     }
 
     #[test]

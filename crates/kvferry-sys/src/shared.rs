@@ -6,6 +6,7 @@
 use crate::fd::Fd;
 use crate::retry_on_intr;
 use crate::span::HostSpan;
+use crate::unmap;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::io;
@@ -34,7 +35,7 @@ enum Pages {
 pub struct Shared {
     // Closed before the mapping is dropped. The last of the two frees the pages, which takes a
     // quarter of a second per GiB, and every other close of a descriptor waits for the lock under
-    // which this one is closed.
+    // which this one is closed. A large mapping is freed by a thread of its own (`crate::unmap`).
     fd: Fd,
     mapping: Range,
     len: usize,
@@ -42,7 +43,7 @@ pub struct Shared {
     huge: bool,
 }
 
-/// An address range of this process, unmapped on drop.
+/// An address range of this process. Dropped, it is unmapped: by another thread if it is large.
 #[derive(Debug)]
 struct Range {
     base: NonNull<u8>,
@@ -169,6 +170,9 @@ impl Shared {
         if len == 0 {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "a mapping can't be empty"));
         }
+        if pages != Pages::Lazy && len >= unmap::LATER_MIN {
+            unmap::settle();
+        }
         let huge = pages == Pages::Huge;
         let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let mut mapped = len;
@@ -281,6 +285,37 @@ impl Shared {
         self.raw_word(offset)
     }
 
+    /// Waits until the 32-bit word at byte `offset` is not `value`, and a process has called
+    /// [`Shared::wake_all`]; for at most `timeout`. It may return earlier.
+    ///
+    /// # Panics
+    /// As [`Shared::words32`].
+    pub fn wait_while(&self, offset: usize, value: u32, timeout: std::time::Duration) {
+        use rustix::thread::futex;
+        let [word] = self.words32::<1>(offset);
+        let timeout = futex::Timespec {
+            tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
+        // Not private: the waker may be another process. An error means that the word has changed, the time has
+        // passed, or a signal came.
+        let _ = futex::wait(word, futex::Flags::empty(), value, Some(&timeout));
+    }
+
+    /// Wakes the threads of all processes that wait for the word at byte `offset`.
+    ///
+    /// # Panics
+    /// As [`Shared::words32`].
+    pub fn wake_all(&self, offset: usize) {
+        let [word] = self.words32::<1>(offset);
+        // It fails only for an address that is no memory.
+        let _ = rustix::thread::futex::wake(
+            word,
+            rustix::thread::futex::Flags::empty(),
+            i32::MAX.unsigned_abs(),
+        );
+    }
+
     /// The `N` 32-bit words from byte `offset` on. Words that are accessed as 32 bits are never
     /// accessed as 64 bits.
     ///
@@ -377,7 +412,7 @@ impl AsFd for Shared {
 impl Drop for Range {
     fn drop(&mut self) {
         // SAFETY: exactly the range that was mapped; the value is gone afterwards.
-        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+        unsafe { unmap::later(self.base.as_ptr(), self.len) };
     }
 }
 

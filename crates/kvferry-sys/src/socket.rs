@@ -177,6 +177,11 @@ impl Socket {
         Ok(usize::try_from(n).unwrap_or(0))
     }
 
+    /// Bytes that have arrived and that [`Socket::recv`] would return now.
+    pub fn readable(&self) -> io::Result<usize> {
+        Ok(usize::try_from(rustix::io::ioctl_fionread(self)?).unwrap_or(usize::MAX))
+    }
+
     /// Sends from `bytes`; returns how many bytes the kernel took.
     ///
     /// # Errors

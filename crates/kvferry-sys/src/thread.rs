@@ -1,4 +1,4 @@
-//! Native threads with all signals blocked, on the processors that the process was started with.
+//! Native threads with signals blocked, on the processors that the process was started with.
 //!
 //! A thread inherits its creator's affinity. Engines pin the threads that compute, and call kvferry on
 //! them; kvferry's threads would then share one processor with a thread that never sleeps.
@@ -48,8 +48,21 @@ pub fn choose_cpus() -> io::Result<()> {
     Ok(())
 }
 
-/// Starts a thread with every signal blocked, so that the host process's signal handlers never run
-/// on it.
+/// Signals that stay open: the kernel raises them for what a thread itself does, a crash handler wants
+/// its stack, and a profiler its samples. The handlers of all others never run on the thread.
+const OPEN: [libc::c_int; 8] = [
+    libc::SIGSEGV,
+    libc::SIGBUS,
+    libc::SIGABRT,
+    libc::SIGILL,
+    libc::SIGFPE,
+    libc::SIGTRAP,
+    libc::SIGSYS,
+    libc::SIGPROF,
+];
+
+/// Starts a thread with every signal blocked but [`OPEN`], so that the host process's signal handlers do
+/// not run on it.
 ///
 /// # Errors
 /// If the thread can't be started.
@@ -68,6 +81,9 @@ pub fn spawn<T: Send + 'static>(
         let mut all = std::mem::zeroed();
         let mut before = std::mem::zeroed();
         libc::sigfillset(&raw mut all);
+        for signal in OPEN {
+            libc::sigdelset(&raw mut all, signal);
+        }
         let rc = libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
         if rc != 0 {
             return Err(io::Error::from_raw_os_error(rc));
@@ -152,6 +168,26 @@ mod tests {
         for malformed in ["", "a", "3-1", "1-", "99999", "0,,1"] {
             assert!(parse(malformed).is_none(), "{malformed:?}");
         }
+    }
+
+    #[test]
+    fn i9_threads_block_signals_but_those_of_crash_handlers_and_profilers() {
+        let is_blocked = |signal| {
+            // SAFETY: the set is initialised by the call before it is read.
+            unsafe {
+                let mut now = std::mem::zeroed();
+                libc::pthread_sigmask(libc::SIG_BLOCK, std::ptr::null(), &raw mut now);
+                libc::sigismember(&raw const now, signal) == 1
+            }
+        };
+        let here = is_blocked(libc::SIGTERM);
+        let there = spawn("signals".into(), move || {
+            let closed = [libc::SIGINT, libc::SIGTERM, libc::SIGCHLD, libc::SIGUSR1, libc::SIGALRM];
+            (closed.map(is_blocked), OPEN.map(is_blocked))
+        });
+        let there = there.expect("it starts").join().expect("no panic");
+        assert_eq!(there, ([true; 5], [false; 8]));
+        assert_eq!(is_blocked(libc::SIGTERM), here, "the creator's are as before");
     }
 
     #[test]

@@ -33,6 +33,46 @@ pub struct Credentials {
     pub uid: u32,
 }
 
+impl Credentials {
+    /// Those of a process of which only the user is known.
+    pub(crate) const fn of_user(uid: u32) -> Self {
+        Self { pid: None, uid }
+    }
+
+    /// Whether the process runs as the user of this process, for certain.
+    ///
+    /// Users without a number in this process's user namespace all have the overflow number here, so
+    /// that number proves nothing, unless the namespace has all users. Where the other process is
+    /// visible, its user namespace must be this one's: the same number is another user elsewhere.
+    pub fn is_own_user(&self) -> bool {
+        self.uid == user()
+            && !(self.uid == overflow_user() && has_unmapped_users())
+            && self.pid.is_none_or(shares_user_namespace)
+    }
+}
+
+fn overflow_user() -> u32 {
+    let number = std::fs::read_to_string("/proc/sys/kernel/overflowuid").ok();
+    number.and_then(|number| number.trim().parse().ok()).unwrap_or(65_534)
+}
+
+/// Whether users exist that have no number of their own in this process's user namespace.
+fn has_unmapped_users() -> bool {
+    std::fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| !maps_all_users(&map))
+}
+
+/// Whether a namespace with this `uid_map` has all users of the host under their own numbers.
+fn maps_all_users(map: &str) -> bool {
+    map.split_whitespace().eq(["0", "0", "4294967295"])
+}
+
+/// False only if both namespaces are visible and differ.
+fn shares_user_namespace(pid: i32) -> bool {
+    let theirs = std::fs::read_link(format!("/proc/{pid}/ns/user"));
+    let ours = std::fs::read_link("/proc/self/ns/user");
+    theirs.ok().zip(ours.ok()).is_none_or(|(theirs, ours)| theirs == ours)
+}
+
 /// A received packet.
 #[derive(Debug)]
 pub struct Packet {
@@ -220,6 +260,39 @@ pub fn let_any_process_attach() -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_number_of_users_that_are_not_mapped_proves_nothing_in_a_user_namespace() {
+        let own = |uid| Credentials { pid: i32::try_from(std::process::id()).ok(), uid };
+        assert!(own(user()).is_own_user() || user() == overflow_user());
+        assert!(!own(user() + 1).is_own_user());
+        assert!(maps_all_users("         0          0 4294967295\n"));
+        for map in ["0 1000 1\n", "0 100000 65536\n", "0 0 65534\n", ""] {
+            assert!(!maps_all_users(map), "{map}");
+        }
+    }
+
+    #[test]
+    fn a_process_in_another_user_namespace_is_not_of_this_user() {
+        let child = std::process::Command::new("unshare").args(["-U", "sleep", "60"]).spawn();
+        let Ok(mut child) = child else { return println!("SKIPPED: unshare is not there") };
+        let pid = i32::try_from(child.id()).expect("a pid is positive");
+        let mut is_refused = false;
+        for _ in 0..200 {
+            is_refused = !Credentials { pid: Some(pid), uid: user() }.is_own_user();
+            if is_refused || child.try_wait().expect("our child").is_some() {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        let ended = child.try_wait().expect("our child").is_some();
+        let _ = child.kill();
+        let _ = child.wait();
+        if ended && !is_refused {
+            return println!("SKIPPED: user namespaces can't be made here");
+        }
+        assert!(is_refused);
+    }
     use std::io::ErrorKind;
 
     fn pair(name: &str) -> (Channel, Channel) {

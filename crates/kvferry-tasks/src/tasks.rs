@@ -13,8 +13,10 @@ mod sending;
 
 /// Tasks of one role, offers that wait, and keys that were given up, at most.
 const COUNT_MAX: usize = 65_536;
-/// Bytes of all offers that wait for a task, at most, as they came.
+/// Bytes of memory that all offers without a task take, at most.
 const PARKED_BYTES_MAX: usize = 256 * 1024 * 1024;
+/// How long an offer may wait for a task, whatever its sender says.
+const PARKED_TIME_MAX: Duration = Duration::from_secs(3600);
 /// Bytes of a key, at most.
 const KEY_MAX: usize = 1024;
 
@@ -39,6 +41,15 @@ pub enum Action {
         send: SendId,
         /// The receiver's address.
         address: String,
+    },
+    /// Send the offer of a send. Without room for it call [`Tasks::unsent`].
+    Offer {
+        /// The connection.
+        to: Conn,
+        /// The send.
+        send: SendId,
+        /// An encoded [`Message`].
+        bytes: Vec<u8>,
     },
     /// Send a message.
     Message {
@@ -115,7 +126,8 @@ pub struct Tasks {
     /// The tasks that read an offer, by the offer.
     by_offer: HashMap<(Conn, u64), RecvId>,
     parked: HashMap<String, receiving::Parked>,
-    parked_bytes: usize,
+    parked_in_all: receiving::Share,
+    parked_by: HashMap<Conn, receiving::Share>,
     /// Keys that the receiver gave up, and until when offers for them are refused.
     taken: HashMap<String, Timestamp>,
     timers: BTreeSet<(Timestamp, Timer)>,
@@ -164,9 +176,10 @@ impl Tasks {
                 if key.len() > KEY_MAX {
                     return Err(format!("a key of {} bytes", key.len()));
                 }
-                let until = now + Duration::from_millis(budget_ms);
-                let offer =
-                    receiving::Parked { from, id, until, len: bytes.len(), regions, blocks };
+                let budget = Duration::from_millis(budget_ms).min(PARKED_TIME_MAX);
+                let until = now + budget;
+                let len = receiving::memory_of(&key, &regions, &blocks);
+                let offer = receiving::Parked { from, id, until, len, regions, blocks };
                 self.offered(key, offer, now);
             }
             Message::Withdraw { id, code, text } => {

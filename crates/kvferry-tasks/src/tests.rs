@@ -1,7 +1,7 @@
 //! Both sides in one thread, without time or memory.
 
 use crate::*;
-use kvferry_proto::Timestamp;
+use kvferry_proto::{Timestamp, pack};
 use std::collections::HashMap;
 use std::time::Duration;
 
@@ -46,8 +46,8 @@ impl Pair {
             let Some(action) = action.or_else(|| self.receiver.poll()) else { return };
             match action {
                 Action::Connect { send, .. } => self.sender.opened(send, Ok(CONN), self.now),
-                Action::Message { .. } if self.held => {}
-                Action::Message { bytes, .. } => {
+                Action::Offer { .. } | Action::Message { .. } if self.held => {}
+                Action::Offer { bytes, .. } | Action::Message { bytes, .. } => {
                     let to = if ours { &mut self.receiver } else { &mut self.sender };
                     to.received(CONN, &bytes, self.now).expect("own output");
                 }
@@ -393,25 +393,62 @@ fn an_offer_too_long_for_a_message_is_refused_with_a_reason() {
     pair.end();
 }
 
+/// An offer as it is on the wire.
+fn offer(id: u64, key: &str, budget_ms: u64, blocks: Vec<Offered>) -> Vec<u8> {
+    let regions = vec![vec![0; 500_000].into()];
+    pack::encode(&Message::Offer { id, key: key.to_owned(), budget_ms, regions, blocks })
+}
+
+/// Offers until one is refused as busy; returns how many were not.
+fn park(tasks: &mut Tasks, conn: Conn, blocks: &[Offered]) -> usize {
+    for number in 0.. {
+        let key = format!("{conn:?} {number}");
+        let bytes = offer(number as u64, &key, 1000, blocks.to_vec());
+        tasks.received(conn, &bytes, Timestamp::default()).expect("an offer");
+        if let Some(Action::Message { bytes, .. }) = tasks.poll() {
+            let said: Message = pack::decode(&bytes).expect("own output");
+            let is_busy =
+                matches!(said, Message::Refuse { code, .. } if code == Code::Busy.to_wire());
+            assert!(is_busy, "{said:?}");
+            return number;
+        }
+    }
+    unreachable!("the loop has no end")
+}
+
 #[test]
-fn offers_that_wait_for_tasks_are_bounded_in_bytes() {
-    let mut pair = Pair::default();
-    let send = |pair: &mut Pair, number: usize| {
-        let (regions, blocks) =
-            (vec![vec![0; 900_000].into()], vec![Offered(1, vec![Part(0, 0, 8)])]);
-        let key = number.to_string();
-        let id = pair.sender.send("there", &key, regions, blocks, LONG, pair.now);
-        pair.settle();
-        id.expect("the arguments are valid")
-    };
-    let sends: Vec<_> = (0..300).map(|number| send(&mut pair, number)).collect();
-    assert_eq!(pair.receiver.gauges().parked, 256 * 1024 * 1024 / 900_100);
-    assert_eq!((pair.sent(sends[0]), pair.sent(sends[299])), (None, Some(Code::Busy)));
-    pair.sender.cancel_send(sends[0]);
-    pair.settle();
-    let next = send(&mut pair, 300);
-    assert_eq!(pair.sent(next), None);
-    pair.end();
+fn one_connection_takes_half_of_the_room_for_waiting_offers_and_each_later_one_half_of_the_rest() {
+    let mut tasks = Tasks::new();
+    let parked: Vec<_> = (1..5).map(|conn| park(&mut tasks, Conn(conn), &[])).collect();
+    let all = 256 * 1024 * 1024 / 500_200;
+    for (conn, parked) in parked.into_iter().enumerate() {
+        let share = all >> (conn + 1);
+        assert!((share - 2..=share + 2).contains(&parked), "{conn}: {parked}, not {share}");
+    }
+    (1..5).for_each(|conn| tasks.lost(Conn(conn), "reset"));
+    assert_eq!(tasks.gauges(), Gauges::default());
+    assert!(park(&mut tasks, Conn(9), &[]) > 250, "the room is free again");
+}
+
+#[test]
+fn waiting_offers_are_counted_by_the_memory_that_they_take() {
+    let mut tasks = Tasks::new();
+    // 3 bytes each in a message, 32 in memory.
+    let blocks: Vec<_> = (0..100).cycle().take(100_000).map(|key| Offered(key, vec![])).collect();
+    let parked = park(&mut tasks, Conn(1), &blocks);
+    assert!((30..=36).contains(&parked), "{parked} of 3.7 MB are not half of 256 MiB");
+}
+
+#[test]
+fn an_offer_waits_for_an_hour_at_most_whatever_its_sender_says() {
+    let mut tasks = Tasks::new();
+    let mut now = Timestamp::default();
+    let bytes = offer(1, "k", u64::MAX, vec![Offered(1, vec![Part(0, 0, 8)])]);
+    tasks.received(CONN, &bytes, now).expect("an offer");
+    assert_eq!(tasks.next_timeout(), Some(now + Duration::from_secs(3600)));
+    now = now + Duration::from_secs(3600);
+    tasks.expire(now);
+    assert_eq!(tasks.gauges(), Gauges::default());
 }
 
 // V17

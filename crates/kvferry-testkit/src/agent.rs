@@ -7,8 +7,8 @@ use crate::memory::Memory;
 use crate::region::moved;
 use crate::slow::{Direction, SlowMemory};
 use kvferry::{
-    Access, Agent, AgentBuilder, Batch, Checksum, CopyDone, DeviceMemory, HostSpan, Incarnation,
-    Notification, Options, Peer, RegionId, RemoteRegion, Transfer, Transports,
+    Access, Agent, AgentBuilder, Batch, Checksum, DeviceMemory, HostSpan, Incarnation,
+    Notification, Options, Peer, RegionId, RemoteRegion, Stage, Transfer, Transports,
 };
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::BorrowedFd;
@@ -120,13 +120,18 @@ impl DeviceMemory for SlowMemory {
         Self::len(self) as u64
     }
 
-    fn copy_out(&self, offset: u64, to: HostSpan, done: CopyDone) {
-        self.start(Direction::Out, offset, to, Box::new(|result| done.complete(result)));
+    fn copy_out(&self, offset: u64, to: Stage) {
+        self.start(Direction::Out, offset, span(&to), Box::new(|result| to.complete(result)));
     }
 
-    fn copy_in(&self, offset: u64, from: HostSpan, done: CopyDone) {
-        self.start(Direction::In, offset, from, Box::new(|result| done.complete(result)));
+    fn copy_in(&self, offset: u64, from: Stage) {
+        self.start(Direction::In, offset, span(&from), Box::new(|result| from.complete(result)));
     }
+}
+
+fn span(stage: &Stage) -> HostSpan {
+    // SAFETY: the memory calls `done`, which owns the stage, when it has stopped to use the span.
+    unsafe { HostSpan::new(stage.as_ptr(), stage.len()) }
 }
 
 struct AgentEnd {

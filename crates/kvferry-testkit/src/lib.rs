@@ -9,14 +9,17 @@
 //! | [`region`] | regions of an agent in this process |
 //! | [`process`] | peers in processes of their own, which a test kills, stops and inspects |
 //! | [`forked`] | code in a forked process |
+//! | [`user`] | another user of the host |
+//! | [`hanging`] | a disk whose device can stop answering |
 //! | [`network`], [`netem`] | two hosts that can be cut off from each other; delay, reordering and loss |
-//! | [`watchdog`] | abort of tests that hang; limits of time on a loaded machine |
+//! | [`watchdog`] | abort of tests that hang, and waiting for what another thread does |
 //! | [`broken`] | a small transport in memory, and the faults in it that the suite must notice |
 
 pub mod agent;
 pub mod broken;
 pub mod fabric;
 pub mod forked;
+pub mod hanging;
 pub mod memory;
 pub mod netem;
 pub mod network;
@@ -25,6 +28,7 @@ pub mod process;
 pub mod region;
 pub mod slow;
 pub mod suite;
+pub mod user;
 pub mod violation;
 pub mod watchdog;
 
@@ -32,4 +36,4 @@ pub use agent::AgentFabric;
 pub use fabric::{Effort, Endpoint, Fabric, Failure, Pair, Way};
 pub use memory::{Memory, MemoryKind};
 pub use violation::Violation;
-pub use watchdog::{Watchdog, stretched, timed};
+pub use watchdog::{PATIENCE, Watchdog, eventually};

@@ -2,16 +2,15 @@
 
 use kvferry_testkit::broken::{Fault, InMemory};
 use kvferry_testkit::suite::{SCENARIOS, Scenario};
-use kvferry_testkit::{Fabric, MemoryKind, stretched};
+use kvferry_testkit::{Fabric, MemoryKind, PATIENCE};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-/// Longer than any scenario takes on a transport that is merely wrong, not stuck. Stretched as the
-/// bounds of the scenarios are: who waits for as long as one of those is not stuck.
-const LIMIT: Duration = Duration::from_secs(8);
+/// Longer than any scenario takes on a transport that is merely wrong, not stuck.
+const LIMIT: Duration = Duration::from_secs(25);
 
 /// The scenarios that notice a fault, and what they say.
 fn caught_by(fault: Fault, scenarios: &[&'static Scenario]) -> BTreeMap<&'static str, String> {
@@ -27,9 +26,7 @@ fn caught_by(fault: Fault, scenarios: &[&'static Scenario]) -> BTreeMap<&'static
                     while let Some((scenario, kind)) =
                         runs.get(next.fetch_add(1, Ordering::Relaxed))
                     {
-                        if let Err(violation) =
-                            scenario.run_within(&fabric, *kind, stretched(LIMIT))
-                        {
+                        if let Err(violation) = scenario.run_within(&fabric, *kind, LIMIT) {
                             caught.push((scenario.name, violation.to_string()));
                         }
                     }
@@ -79,7 +76,7 @@ fn the_same_transport_without_a_fault_passes() {
     let fabric: Arc<dyn Fabric> = Arc::new(InMemory::brief());
     for scenario in SCENARIOS {
         for kind in MemoryKind::ALL {
-            if let Err(violation) = scenario.run_within(&fabric, kind, LIMIT) {
+            if let Err(violation) = scenario.run_within(&fabric, kind, PATIENCE) {
                 panic!("{scenario:?} on {kind} memory: {violation}");
             }
         }

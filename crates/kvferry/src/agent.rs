@@ -10,7 +10,7 @@ use crate::channel::MessageHandler;
 use crate::config::Config;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::region::RegionTable;
+use crate::memory::Unquiet;
 use crate::notify::Notification;
 use crate::peer::Peer;
 use crate::reactor::{self, Cause, Cx, Handler, LINGER, Next, Reactor, Threads, now};
@@ -22,9 +22,12 @@ use crate::sync::{Arc, Condvar, Mutex, lock, wait};
 use crate::transfer::slot::Slot;
 use crate::transport::service::{Directory, Startup};
 use crate::transport::{Services, Transports};
-use kvferry_proto::{Incarnation, WireCode};
+use crate::users::Users;
+use kvferry_proto::auth::SECRET_LEN_MIN;
+use kvferry_proto::{Incarnation, Secret, WireCode};
 use kvferry_sys::socket::Socket;
 use kvferry_sys::{fd, random};
+use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -42,6 +45,8 @@ struct Inner {
     config: Config,
     stage: Mutex<Stage>,
     stopped: Condvar,
+    /// See [`Agent::take_warning`].
+    warning: Mutex<Option<String>>,
 }
 
 /// How far the shutdown of an agent is.
@@ -91,32 +96,42 @@ impl Inner {
         let marker = Marker(Some(Arc::clone(&written)));
         self.control.remote().add(self.control.remote().token(), Box::new(marker));
         let _ = written.wait(now() + CLOSE_MESSAGES_MAX, None);
-        self.control.stop();
-        for io in &self.io {
-            io.stop();
+        let until = now() + self.core.settings.silence;
+        for thread in std::iter::once(&self.control).chain(&self.io) {
+            if !thread.stop_by(until) {
+                tracing::error!("a thread of the agent hangs in a copy; it is left behind");
+            }
         }
         self.sessions.clear();
         let memory = &self.core.memory;
         memory.regions.close();
         let regions = memory.regions.clear();
-        memory.gates.quiesce();
-        let until = now() + self.core.settings.silence;
-        let still = RegionTable::wait_for_copies(&regions, Some(until));
-        if let Some(region) = still.or_else(|| memory.regions.wait_for_others(&regions, until)) {
+        // A thread that hangs has taken all of the time, which is not the fault of the others.
+        let until = until.max(now() + self.core.settings.check_timeout());
+        let Unquiet { stuck, copied, occupied } = memory.quiesce(&regions, true, until);
+        if !stuck.is_empty() {
+            tracing::error!(
+                threads = stuck.len(),
+                "the agent is shut down, but threads hang in copies to or from registered memory; do not \
+                 reuse it"
+            );
+        }
+        if let Some(region) = copied.or_else(|| memory.regions.wait_for_others(&regions, until)) {
             tracing::error!(
                 %region,
                 "the agent is shut down, but a device still copies or another thread still \
                  unregisters; do not reuse the region's memory"
             );
         }
-        let occupied = memory.writers.quiesce(None, until);
         if let Some(gate) = occupied.first() {
             tracing::error!(
                 peer = %gate.writer.name,
                 "the agent is shut down, but a process of this host may still write to its \
                  memory: the process does not answer; do not reuse the memory until it exits"
             );
-            memory.regions.quarantine(&regions, &occupied);
+        }
+        if !occupied.is_empty() || !stuck.is_empty() {
+            memory.regions.quarantine(&regions, &occupied, &stuck);
         }
         memory.regions.left(&regions);
     }
@@ -194,10 +209,11 @@ impl Agent {
     /// Starts an agent: opens its port and starts one control thread and the I/O threads.
     ///
     /// # Errors
-    /// `InvalidArgument` if a setting is out of range, `Io` if the port can't be opened or a thread
-    /// can't be started.
+    /// `InvalidArgument` if a setting is out of range, or there is no secret and the environment variable
+    /// `KVFERRY_REQUIRE_SECRET` demands one; `Io` if the port can't be opened or a thread can't be started.
     pub fn start(config: Config) -> Result<Self> {
         config.check()?;
+        must_have_secret(std::env::var_os(REQUIRE_SECRET), config.secret.is_some())?;
         fd::install_fork_handlers()
             .map_err(|e| Error::io("the process has no file descriptor left", e))?;
         let listen = config.listen_addr()?;
@@ -206,7 +222,10 @@ impl Agent {
             .local_addr()
             .map_err(|e| Error::io("the local address of the port can't be read", e))?;
         let (advertised, _) = address::advertised(config.advertise.as_deref(), local_addr)?;
-        warn_if_open(local_addr, config.secret.is_some());
+        let users = Users::new(local_addr, config.secret.is_some());
+        let is_open = config.secret.is_none() && !users.is_on();
+        let warning = is_open.then(|| warn_once_that_open(local_addr)).flatten();
+        let warning = Mutex::new(warning.or_else(|| warn_if_short(config.secret.as_ref())));
         if config.ptracer_any
             && let Err(e) = kvferry_sys::unix::let_any_process_attach()
         {
@@ -234,6 +253,7 @@ impl Agent {
             config.sizing(),
             threads,
             SuspendDetector::new(config.silence(), now()),
+            users,
         ));
         let identity = Identity {
             secret: config.secret.clone(),
@@ -245,7 +265,8 @@ impl Agent {
         let sessions = Sessions::new(Arc::clone(&core), identity, speaks_native);
         let (stage, stopped) = (Mutex::new(Stage::Running), Condvar::new());
         // From here on a start that fails drops it, which stops its threads.
-        let agent = Self(Arc::new(Inner { core, sessions, control, io, config, stage, stopped }));
+        let inner = Inner { core, sessions, control, io, config, stage, stopped, warning };
+        let agent = Self(Arc::new(inner));
         let (core, sessions) = (agent.core(), &agent.0.sessions);
         let directory: Arc<dyn Directory> = Arc::clone(sessions) as _;
         let (config, advertised) = (&agent.0.config, agent.advertised());
@@ -366,10 +387,18 @@ impl Agent {
         self.core().inbox.event_fd()
     }
 
+    /// A warning for the operator: every host that reaches the agent's port has access to its memory. The
+    /// first such agent of a process has one, and returns it once. It is also logged, but a log
+    /// exists only where the program made one, so bindings pass it on.
+    pub fn take_warning(&self) -> Option<String> {
+        lock(&self.0.warning).take()
+    }
+
     /// A snapshot of the counters and gauges.
     pub fn stats(&self) -> Stats {
         let mut stats = self.core().counters.snapshot();
         stats.regions = self.core().memory.regions.count() as u64;
+        stats.peer_memory_bytes = self.core().peer_memory.held() as u64;
         stats.gates = self.core().memory.gates.live() as u64;
         self.core().memory.writers.forget_gone();
         stats.writers = self.core().memory.writers.count() as u64;
@@ -398,14 +427,94 @@ impl Agent {
     }
 }
 
-/// Logs a warning, once per process, if the port gives every host access to registered memory.
-fn warn_if_open(addr: SocketAddr, secret: bool) {
+/// Logs and returns a warning, once per process, if the secret can be guessed by trying.
+fn warn_if_short(secret: Option<&Secret>) -> Option<String> {
     static WARNED: AtomicBool = AtomicBool::new(false);
-    if !secret && !addr.ip().is_loopback() && !WARNED.swap(true, Ordering::Relaxed) {
-        tracing::warn!(
-            listening = %addr,
-            "listening beyond loopback without a secret: any process that reaches this port \
-             can read and write registered memory; set KVFERRY_SECRET_FILE"
+    if !secret.is_some_and(Secret::is_short) || WARNED.swap(true, Ordering::Relaxed) {
+        return None;
+    }
+    let warning = format!(
+        "the secret of kvferry has fewer than {SECRET_LEN_MIN} bytes: a process that an agent connects to \
+         can find it by trying; make one with `openssl rand -hex 32`"
+    );
+    tracing::warn!("{warning}");
+    Some(warning)
+}
+
+/// Makes agents without a secret an error, however they are configured.
+const REQUIRE_SECRET: &str = "KVFERRY_REQUIRE_SECRET";
+
+/// `required` is the value of [`REQUIRE_SECRET`]. One that can't be read is an error: it may have been
+/// meant as yes.
+fn must_have_secret(required: Option<OsString>, secret: bool) -> Result<()> {
+    let required = required.unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+    let what = match &*required {
+        "" | "0" | "false" | "off" => return Ok(()),
+        "1" | "true" | "on" if secret => return Ok(()),
+        "1" | "true" | "on" => "the agent has no secret, and KVFERRY_REQUIRE_SECRET demands one",
+        _ => "KVFERRY_REQUIRE_SECRET must be 1 or 0",
+    };
+    Err(Error::invalid(format!("{what}; set KVFERRY_SECRET_FILE")))
+}
+
+/// Logs and returns a warning, once per process: the port gives every host, or every user of this
+/// host, access to registered memory.
+fn warn_once_that_open(addr: SocketAddr) -> Option<String> {
+    static WARNED: AtomicBool = AtomicBool::new(false);
+    if WARNED.swap(true, Ordering::Relaxed) {
+        return None;
+    }
+    let who = if addr.ip().to_canonical().is_loopback() {
+        "any user of this host"
+    } else {
+        "any process that reaches this port"
+    };
+    let warning = format!(
+        "kvferry listens on {addr} without a secret: {who} can read and write registered memory; set \
+         KVFERRY_SECRET_FILE"
+    );
+    tracing::warn!("{warning}");
+    Some(warning)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_agent_without_a_secret_is_refused_where_the_environment_demands_one() {
+        let demanded = |value: &str, secret| must_have_secret(Some(value.into()), secret);
+        assert!(demanded("1", true).is_ok() && demanded("0", false).is_ok());
+        assert!(must_have_secret(None, false).is_ok() && demanded("", false).is_ok());
+        for value in ["1", "true", "on", "yes please"] {
+            let refused = demanded(value, false).expect_err("there is no secret");
+            assert!(refused.to_string().contains("KVFERRY_REQUIRE_SECRET"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn the_first_short_secret_of_a_process_has_a_warning_and_a_long_one_has_none() {
+        let [short, long] = [15, 16].map(|len| Secret::new(vec![7; len]).expect("some bytes"));
+        assert_eq!(warn_if_short(None), None);
+        assert_eq!(warn_if_short(Some(&long)), None);
+        assert!(warn_if_short(Some(&short)).is_some_and(|text| text.contains("16 bytes")));
+        assert_eq!(warn_if_short(Some(&short)), None);
+    }
+
+    #[test]
+    fn the_first_open_port_of_a_process_has_a_warning_and_others_have_none() {
+        let at = |addr: &str| addr.parse().expect("an address");
+        let first = warn_once_that_open(at("127.0.0.1:1")).expect("the first");
+        assert!(
+            first.contains("127.0.0.1:1") && first.contains("any user of this host"),
+            "{first}"
         );
+        assert_eq!(warn_once_that_open(at("0.0.0.0:2")), None);
+    }
+
+    #[test]
+    fn an_agent_on_loopback_warns_only_where_users_can_not_be_told_apart() {
+        let agent = Agent::builder().listen(([127, 0, 0, 1], 0)).start().expect("an agent");
+        assert!(agent.take_warning().is_none() || !agent.core().users.is_on());
     }
 }

@@ -26,6 +26,7 @@ pub struct AgentBuilder {
     file_engine: Option<FileEngine>,
     silence: Option<Duration>,
     timeout: Option<Duration>,
+    peer_memory: Option<u64>,
     mooncake: Option<bool>,
     ptracer_any: Option<bool>,
 }
@@ -123,6 +124,14 @@ impl AgentBuilder {
         self
     }
 
+    /// Bytes that all peers together may make the agent hold; see [`Config::peer_memory`]. Default: 1/64
+    /// of the memory that the process may use, at least 64 MiB.
+    #[must_use]
+    pub fn peer_memory(mut self, bytes: u64) -> Self {
+        self.peer_memory = Some(bytes);
+        self
+    }
+
     /// Whether the agent serves stock Mooncake peers. Opens a second port.
     #[must_use]
     pub fn mooncake(mut self, on: bool) -> Self {
@@ -161,6 +170,7 @@ impl AgentBuilder {
         config.file_engine = self.file_engine.unwrap_or(config.file_engine);
         config.silence_ms = self.silence.map_or(config.silence_ms, ms);
         config.timeout_ms = self.timeout.map_or(config.timeout_ms, ms);
+        config.peer_memory = self.peer_memory.or(config.peer_memory);
         config.mooncake = self.mooncake.unwrap_or(config.mooncake);
         config.ptracer_any = self.ptracer_any.unwrap_or(config.ptracer_any);
         Ok(config)

@@ -5,9 +5,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::peer::Peer;
 use crate::sync::Arc;
 use crate::transfer::link::Link;
+use crate::transfer::messages;
 use crate::transfer::requests::MESSAGE;
 use kvferry_proto::message::BODY_MAX;
 use kvferry_proto::{Incarnation, WireCode};
+use std::ops::Deref;
 use std::time::Duration;
 
 /// A session with one incarnation of a peer, for exchanging messages. Clones are the same session.
@@ -29,16 +31,82 @@ pub trait MessageHandler: Send + Sync {
     fn began(&self, channel: &Channel);
 
     /// A message arrived. Called only between `began` and `ended` of its channel.
-    fn received(&self, channel: &Channel, message: &[u8]);
+    fn received(&self, channel: &Channel, message: Message<'_>);
 
     /// The session ended, and no message of it follows: the peer is gone, silent or shut down, or
     /// this agent disconnected. Not called for sessions that end because this agent is shut down.
     fn ended(&self, channel: &Channel, error: &Error);
 }
 
+/// A message that arrived; its bytes are what it dereferences to. It is acknowledged when
+/// [`MessageHandler::received`] returns, unless it is taken later.
+#[derive(Debug)]
+pub struct Message<'a> {
+    body: Vec<u8>,
+    id: u64,
+    link: &'a Arc<Link>,
+    /// Its receipt acknowledges it.
+    is_later: &'a mut bool,
+}
+
+impl<'a> Message<'a> {
+    pub(crate) const fn new(
+        link: &'a Arc<Link>,
+        id: u64,
+        body: Vec<u8>,
+        is_later: &'a mut bool,
+    ) -> Self {
+        Self { body, id, link, is_later }
+    }
+
+    /// Takes the message later: the peer is told when the [`Receipt`] is dropped.
+    pub fn take_later(self) -> (Vec<u8>, Receipt) {
+        let len = self.body.len();
+        self.link.messages.arrived(len);
+        *self.is_later = true;
+        (self.body, Receipt { link: Arc::clone(self.link), id: self.id, len })
+    }
+}
+
+impl Deref for Message<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.body
+    }
+}
+
+/// A message that was not taken yet. Dropping the receipt, on any thread, tells the peer that it was.
+///
+/// The peer sends no more than [`Channel::WINDOW_MESSAGES`] messages and [`Channel::WINDOW_BYTES`] bytes that
+/// were not taken, so that one that sends faster than its messages are taken waits. If it sends more, its
+/// session ends as `Busy`.
+#[derive(Debug)]
+#[must_use = "dropping it tells the peer that the message was taken"]
+pub struct Receipt {
+    link: Arc<Link>,
+    id: u64,
+    len: usize,
+}
+
+impl Drop for Receipt {
+    fn drop(&mut self) {
+        self.link.messages.taken(self.len);
+        self.link.backend().acknowledge(&self.link, self.id);
+    }
+}
+
 impl Channel {
     /// The longest length of a message, in bytes.
     pub const MESSAGE_MAX: usize = BODY_MAX;
+    /// Messages and bytes that wait to be sent, at most; beyond that [`Channel::send`] is `Busy`.
+    pub const QUEUE_MAX: usize = messages::WAITING_MAX;
+    /// See [`Channel::QUEUE_MAX`].
+    pub const QUEUE_BYTES_MAX: usize = messages::WAITING_BYTES_MAX;
+    /// Messages that a peer sends before the first of them was taken, at most.
+    pub const WINDOW_MESSAGES: usize = messages::SENT_MAX;
+    /// Their bytes, at most: a last message may begin below the limit of a sender.
+    pub const WINDOW_BYTES: usize = messages::SENT_BYTES_MAX + BODY_MAX;
 
     pub(crate) fn new(link: &Arc<Link>) -> Self {
         Self(Arc::clone(link))
@@ -67,8 +135,9 @@ impl Channel {
     /// Sends a message. Does not block: what the socket does not take now follows later.
     ///
     /// # Errors
-    /// `TooLarge` for more than [`Channel::MESSAGE_MAX`] bytes; `Busy` if 16 MiB or 65 536 messages
-    /// are queued because the peer does not take them; [`Channel::end`] if the session has ended.
+    /// `TooLarge` for more than [`Channel::MESSAGE_MAX`] bytes; `Busy` if [`Channel::QUEUE_BYTES_MAX`] or
+    /// [`Channel::QUEUE_MAX`] are queued because the peer does not take them; [`Channel::end`] if the session
+    /// has ended.
     pub fn send(&self, message: Vec<u8>) -> Result<()> {
         self.queue(message)?;
         self.flush();
@@ -100,6 +169,11 @@ impl Channel {
         Ok(())
     }
 
+    /// How many messages wait to be sent, and their bytes.
+    pub fn queued(&self) -> (usize, usize) {
+        self.0.messages.waiting()
+    }
+
     /// Sends what was queued. Does not block.
     pub fn flush(&self) {
         self.0.flush();
@@ -118,12 +192,16 @@ impl Channel {
     }
 }
 
+/// How long a message may wait until it is taken: as long as a request can say. The heartbeat tells
+/// whether the peer lives.
+const TAKEN_WITHIN: Duration = Duration::from_millis(u32::MAX as u64);
+
 /// Passes queued messages to the session, as far as it has room for requests.
 fn send_queued(link: &Arc<Link>) {
     let mut was_busy = false;
     while let Some(message) = link.messages.next(was_busy) {
         was_busy = true;
-        let (len, budget, of) = (message.len(), link.core.settings.timeout, Arc::clone(link));
+        let (len, of) = (message.len(), Arc::clone(link));
         let answered = move |code: WireCode, _| {
             of.messages.answered(len);
             if of.session_end().is_some() {
@@ -137,7 +215,7 @@ fn send_queued(link: &Arc<Link>) {
                 of.close(WireCode::Closed, error.with("peer", &of.address));
             }
         };
-        link.queue_request(MESSAGE, message, budget, Box::new(answered));
+        link.queue_request(MESSAGE, message, TAKEN_WITHIN, Box::new(answered));
     }
 }
 
@@ -170,7 +248,8 @@ impl Peer {
 
     /// Like [`Peer::channel`], but returns at once. Calls `opened` once, with the channel or the
     /// error, on any thread; on the calling thread, before this returns, if the outcome is known.
-    /// `opened` must not block.
+    /// `opened` must not block. A peer that has been silent gets the time of a handshake to answer: it may
+    /// have been stopped, and run again by now.
     pub fn open_channel(&self, opened: Box<dyn FnOnce(Result<Channel>) + Send>) {
         if let Err(error) = self.core.check() {
             return opened(Err(error));
@@ -179,7 +258,7 @@ impl Peer {
             let channel = link.and_then(|link| channel_of(&link));
             contain("the callback of `Peer::open_channel`", || opened(channel));
         };
-        self.state.link(Box::new(linked));
+        self.state.link_patiently(Box::new(linked));
     }
 }
 

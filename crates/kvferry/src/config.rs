@@ -5,6 +5,7 @@
 use crate::address::{self, AdvertisedBy};
 use crate::core::{Settings, Sizing};
 use crate::error::{Error, ErrorKind, Result};
+use crate::peer_memory::{PEER_MEMORY_MIN, default_budget};
 use crate::transfer::TransportKind;
 use crate::transport::Transports;
 use crate::transport::file::FileEngine;
@@ -61,6 +62,7 @@ impl Checksum {
 /// | `file_engine` | `KVFERRY_FILE_ENGINE` | auto |
 /// | `silence_ms` | `KVFERRY_SILENCE_MS` | 3000 |
 /// | `timeout_ms` | `KVFERRY_TIMEOUT_MS` | 30000 |
+/// | `peer_memory` | `KVFERRY_PEER_MEMORY` | 1/64 of the memory that the process may use, at least 64 MiB |
 /// | `mooncake` | – | false |
 /// | `ptracer_any` | `KVFERRY_PTRACER_ANY` | false |
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -94,6 +96,10 @@ pub struct Config {
     pub silence_ms: u64,
     /// The time limit of a transfer whose caller sets none, in milliseconds, 1 to 86 400 000.
     pub timeout_ms: u64,
+    /// Bytes that all peers together may make the agent hold: heads of requests, control messages, and
+    /// answers that they do not read, beyond 64 KiB for each connection. One peer gets at most a fifth of
+    /// it. At least 16 MiB. Requests and sessions that need more end with `Busy`.
+    pub peer_memory: Option<u64>,
     /// Whether the agent serves stock Mooncake peers. Opens a second port.
     pub mooncake: bool,
     /// Whether any process of the same user may attach to this process; see
@@ -116,6 +122,7 @@ impl Default for Config {
             file_engine: FileEngine::Auto,
             silence_ms: 3_000,
             timeout_ms: 30_000,
+            peer_memory: None,
             mooncake: false,
             ptracer_any: false,
         }
@@ -198,6 +205,7 @@ impl Config {
         if let Some(ms) = env_number("KVFERRY_TIMEOUT_MS")? {
             config.timeout_ms = ms;
         }
+        config.peer_memory = env_number("KVFERRY_PEER_MEMORY")?;
         Ok(config)
     }
 
@@ -239,6 +247,9 @@ impl Config {
         }
         range("silence_ms", self.silence_ms, 100, 600_000)?;
         range("timeout_ms", self.timeout_ms, 1, 86_400_000)?;
+        if let Some(bytes) = self.peer_memory {
+            range("peer_memory", bytes, PEER_MEMORY_MIN as u64, usize::MAX as u64)?;
+        }
         range("io_threads", self.io_threads() as u64, 1, 64)?;
         range("streams_per_peer", self.streams_per_peer() as u64, 1, 64)?;
         if self.name.is_empty() || self.name.len() > 256 {
@@ -274,7 +285,8 @@ impl Config {
 
     pub(crate) fn settings(&self) -> Settings {
         let (silence, timeout) = (self.silence(), self.timeout());
-        Settings { name: self.name.clone(), silence, timeout }
+        let peer_memory = self.peer_memory.map_or_else(default_budget, |it| it as usize);
+        Settings { name: self.name.clone(), silence, timeout, peer_memory }
     }
 
     pub(crate) fn sizing(&self) -> Sizing {
@@ -371,6 +383,7 @@ mod tests {
         for json in [
             r#"{"silence_ms":1}"#,
             r#"{"io_threads":0}"#,
+            r#"{"peer_memory":4096}"#,
             r#"{"streams_per_peer":1000}"#,
             r#"{"transports":"unknown"}"#,
             r#"{"name":""}"#,

@@ -6,11 +6,14 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::host::is_on_this_host;
 use crate::memory::Memory;
 use crate::notify::Inbox;
+use crate::peer_memory::PeerMemory;
 use crate::quota::Quota;
 use crate::reactor::Threads;
 use crate::stats::Counters;
 use crate::suspend::SuspendDetector;
+use crate::sync::Arc;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::users::Users;
 use kvferry_proto::{Incarnation, TransferId};
 use kvferry_sys::fd;
 use std::net::SocketAddr;
@@ -27,6 +30,8 @@ pub(crate) struct Settings {
     pub(crate) silence: Duration,
     /// The time of a transfer whose caller sets none.
     pub(crate) timeout: Duration,
+    /// Bytes that peers may make this agent hold.
+    pub(crate) peer_memory: usize,
 }
 
 impl Settings {
@@ -85,8 +90,12 @@ pub(crate) struct Core {
     pub(crate) suspend: SuspendDetector,
     pub(crate) inbox: Inbox,
     pub(crate) counters: Counters,
+    /// The users of this host that may connect without a secret.
+    pub(crate) users: Users,
     /// Limits the connections that peers open.
     pub(crate) quota: Quota,
+    /// Limits the memory that peers take.
+    pub(crate) peer_memory: Arc<PeerMemory>,
     next_transfer: AtomicU64,
     /// The process's fork count when the agent started.
     forks: u32,
@@ -100,9 +109,11 @@ impl Core {
         sizing: Sizing,
         threads: Threads,
         suspend: SuspendDetector,
+        users: Users,
     ) -> Self {
         Self {
             incarnation,
+            peer_memory: PeerMemory::new(settings.peer_memory),
             settings,
             sizing,
             memory: Memory::default(),
@@ -110,6 +121,7 @@ impl Core {
             suspend,
             inbox: Inbox::default(),
             counters: Counters::default(),
+            users,
             quota: Quota::default(),
             next_transfer: AtomicU64::new(1),
             forks: fd::forks(),

@@ -96,9 +96,11 @@ impl ErrorKind {
             WireCode::ZeroLength | WireCode::UnknownHandoff | WireCode::Duplicate => {
                 Self::InvalidArgument
             }
-            WireCode::Malformed | WireCode::Ok | WireCode::Other(_) | WireCode::StreamReplayed => {
-                Self::Protocol
-            }
+            WireCode::Malformed
+            | WireCode::Ok
+            | WireCode::Other(_)
+            | WireCode::StreamReplayed
+            | WireCode::Forged => Self::Protocol,
             WireCode::TooLarge => Self::TooLarge,
             WireCode::Checksum => Self::Checksum,
             WireCode::Cancelled | WireCode::NotNeeded => Self::Cancelled,
@@ -112,9 +114,10 @@ impl ErrorKind {
             WireCode::Silent | WireCode::Slept => Self::PeerSilent,
             WireCode::UnknownSession | WireCode::Closed | WireCode::Shutdown => Self::PeerClosed,
             WireCode::Internal => Self::Internal,
-            WireCode::LayoutMismatch | WireCode::ModelMismatch | WireCode::Unsupported => {
-                Self::Unsupported
-            }
+            WireCode::LayoutMismatch
+            | WireCode::ModelMismatch
+            | WireCode::ForbiddenProducer
+            | WireCode::Unsupported => Self::Unsupported,
         }
     }
 }

@@ -105,7 +105,8 @@ impl Files {
     /// a device.
     ///
     /// After it returns, kvferry does not read the memory, unless [`Error::quiesced`] is `Some(false)`:
-    /// the device did not answer in time, and unregistering the memory waits for it.
+    /// the device did not answer in time, and unregistering the memory waits for it. With a timeout of
+    /// `Duration::MAX` it returns only once the device has answered, unless the agent is shut down.
     ///
     /// # Errors
     /// `Io` with the file, the offset and the number of the pair: a full disk, a device's error, the

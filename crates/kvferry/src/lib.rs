@@ -33,9 +33,12 @@ pub mod fuzzing;
 mod host;
 #[cfg(all(loom, test))]
 mod interleavings;
+#[macro_use]
+mod log_limit;
 mod memory;
 mod notify;
 mod peer;
+mod peer_memory;
 mod quota;
 mod reactor;
 mod register;
@@ -45,17 +48,18 @@ mod suspend;
 mod sync;
 mod transfer;
 mod transport;
+mod users;
 
 pub use address::AdvertisedBy;
 pub use agent::Agent;
 pub use builder::AgentBuilder;
-pub use channel::{Channel, MessageHandler, Watch};
+pub use channel::{Channel, Message, MessageHandler, Receipt, Watch};
 pub use config::{CONFIG_VERSION, Checksum, Config};
 pub use error::{Error, ErrorKind, Result};
 pub use files::Files;
 pub use kvferry_proto::{Incarnation, RegionId, Secret};
 pub use kvferry_sys::HostSpan;
-pub use memory::{Access, CopyDone, DeviceMemory, Region, RemoteRegion};
+pub use memory::{Access, DeviceMemory, Region, RemoteRegion, Stage};
 pub use notify::Notification;
 pub use peer::{Peer, PeerSummary};
 pub use stats::Stats;

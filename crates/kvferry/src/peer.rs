@@ -16,6 +16,7 @@ use crate::transfer::slot::Interrupt;
 use crate::transfer::{Options, Transfer};
 use kvferry_proto::{Incarnation, Limits, Timestamp, WireCode};
 use serde::Serialize;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -59,6 +60,11 @@ impl Peer {
     /// The `host:port` that was passed to [`Agent::peer`](crate::Agent::peer).
     pub fn address(&self) -> &str {
         &self.state.address
+    }
+
+    /// The socket addresses that calls connect to: what [`Peer::address`] was resolved to.
+    pub fn socket_addrs(&self) -> &[SocketAddr] {
+        self.state.addrs()
     }
 
     /// The time limit of a call: the caller's, else the agent's `timeout`.

@@ -3,11 +3,14 @@
 //! Each connection takes a descriptor of the process, and the engine needs descriptors, too. The
 //! limits follow the process's descriptor limit (the soft `RLIMIT_NOFILE`) at the time of each
 //! connection, because the engine may raise it after the agent has started. A connection beyond
-//! them is refused with `Busy` and counted in `connections_refused`; the peer may retry.
+//! them is refused with `Busy` and counted in `connections_refused`; the peer may retry. Sessions in which
+//! nothing is in progress keep no new one out: the new one gets the place of one of them (see
+//! `Sessions::displace_idle`).
 //!
 //! Together the limits take at most three quarters of the process's: a quarter for sessions, a
 //! quarter for the one stream that each session needs to move anything, and a quarter for all
 //! further streams and for the processes of this host that copy directly, first come, first served.
+//! Where the process may have very many, 4 096 sessions and four further streams for each are the limit.
 
 use crate::sync::Arc;
 use crate::sync::atomic::{AtomicUsize, Ordering};
@@ -16,6 +19,11 @@ use kvferry_sys::fd;
 /// Streams of one session: twice the number that an initiator can be configured to open, because
 /// streams that it has just reset may still be open here.
 const STREAMS_PER_SESSION_MAX: usize = 128;
+/// Sessions of an agent, however many descriptors the process may have: containers often have a limit
+/// of a million, and each session may hold memory.
+const SESSIONS_MAX: usize = 4096;
+/// Descriptors of further streams and of copying processes of an agent: four for each session.
+const FURTHER_MAX: usize = 4 * SESSIONS_MAX;
 /// Descriptors of one process that copies directly: its connection, its page of gates, its pidfd.
 const COPYING_PROCESS: usize = 3;
 
@@ -52,9 +60,9 @@ fn take(count: &Arc<AtomicUsize>, descriptors: usize, max: usize) -> Option<Perm
 }
 
 impl Quota {
-    /// For a session, from its first message on.
+    /// For a session that a peer opens.
     pub(crate) fn session(&self) -> Option<Permit> {
-        take(&self.sessions, 1, quarter())
+        take(&self.sessions, 1, quarter().min(SESSIONS_MAX))
     }
 
     /// For one more stream of a session that has `streams` open.
@@ -63,13 +71,13 @@ impl Quota {
             // As many first streams as there are sessions.
             0 => take(&self.further, 0, usize::MAX),
             STREAMS_PER_SESSION_MAX.. => None,
-            _ => take(&self.further, 1, quarter()),
+            _ => take(&self.further, 1, quarter().min(FURTHER_MAX)),
         }
     }
 
     /// For one more process of this host that copies directly.
     pub(crate) fn copying_process(&self) -> Option<Permit> {
-        take(&self.further, COPYING_PROCESS, quarter())
+        take(&self.further, COPYING_PROCESS, quarter().min(FURTHER_MAX))
     }
 }
 
@@ -80,8 +88,9 @@ mod tests {
     #[test]
     fn a_session_always_gets_its_first_stream_and_further_ones_while_there_are_descriptors() {
         let quota = Quota::default();
-        let further: Vec<_> = (0..=quarter()).map_while(|_| quota.stream(1)).collect();
-        assert_eq!(further.len(), quarter());
+        let max = quarter().min(FURTHER_MAX);
+        let further: Vec<_> = (0..=max).map_while(|_| quota.stream(1)).collect();
+        assert_eq!(further.len(), max);
         let first = quota.stream(0).expect("the first of its session");
         assert!(quota.stream(1).is_none());
         assert!(quota.copying_process().is_none());
@@ -89,8 +98,9 @@ mod tests {
         assert!(quota.copying_process().is_some());
         assert!(quota.stream(STREAMS_PER_SESSION_MAX - 1).is_some());
         assert!(quota.stream(STREAMS_PER_SESSION_MAX).is_none());
-        let sessions: Vec<_> = (0..=quarter()).map_while(|_| quota.session()).collect();
-        assert_eq!(sessions.len(), quarter());
+        let max = quarter().min(SESSIONS_MAX);
+        let sessions: Vec<_> = (0..=max).map_while(|_| quota.session()).collect();
+        assert_eq!(sessions.len(), max);
         drop(sessions);
         assert!(quota.session().is_some(), "a place that was released");
     }

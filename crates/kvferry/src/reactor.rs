@@ -266,7 +266,14 @@ impl Reactor {
     }
 
     /// Stops the thread, which drops its handlers. Idempotent.
+    #[cfg(test)]
     pub(crate) fn stop(&self) {
+        assert!(self.stop_by(Timestamp::from_nanos(u64::MAX)), "it ends");
+    }
+
+    /// As [`Reactor::stop`], but leaves a thread behind that has not ended by `until`: it hangs in a copy.
+    /// Returns whether the thread has ended, or is this one.
+    pub(crate) fn stop_by(&self, until: Timestamp) -> bool {
         {
             let _commands = lock(&self.remote.0.commands);
             self.remote.0.stopping.store(true, Ordering::SeqCst);
@@ -278,9 +285,16 @@ impl Reactor {
         if let Some(thread) = thread
             && !self.is_current()
         {
+            while !crate::sync::thread::is_finished(&thread) {
+                if now() >= until {
+                    return false;
+                }
+                std::thread::sleep(JOIN_EVERY);
+            }
             // The panic hook has already reported a panic of the thread.
             let _ = thread.join();
         }
+        true
     }
 
     /// Drops the thread handle without joining: in a forked child the thread does not exist. Takes
@@ -290,6 +304,9 @@ impl Reactor {
         std::mem::forget(thread);
     }
 }
+
+/// How often a thread that ends is looked at.
+const JOIN_EVERY: Duration = Duration::from_micros(100);
 
 const WAKEUP: u64 = 0;
 
@@ -307,6 +324,9 @@ struct Entry {
     /// The handler got the event that the peer closed its side, and still waits to write. Its
     /// descriptor is then watched without that event, which the kernel would report again and again.
     half_closed: bool,
+    /// Its token is in `Run::again`, where it must be once: otherwise a handler whose descriptor is
+    /// ready, too, would get one more turn in every round.
+    again: bool,
 }
 
 struct Run {
@@ -386,6 +406,9 @@ impl Run {
         let mut tokens = std::mem::take(&mut self.called_again);
         std::mem::swap(&mut self.again, &mut tokens);
         for token in tokens.drain(..) {
+            if let Some(entry) = self.entries.get_mut(&token) {
+                entry.again = false;
+            }
             self.call(token, Cause::default(), at);
         }
         self.called_again = tokens;
@@ -397,10 +420,12 @@ impl Run {
         {
             tracing::error!(error = %e, "a descriptor can't be watched");
             self.remote.0.handlers.fetch_sub(1, Ordering::Relaxed);
+            contain("the end of a handler", || drop(handler));
             return;
         }
         let interest = Interest::None;
-        self.entries.insert(token, Entry { handler, interest, deadline: None, half_closed: false });
+        let entry = Entry { handler, interest, deadline: None, half_closed: false, again: false };
+        self.entries.insert(token, entry);
         self.call(token, Cause::default(), at);
     }
 
@@ -467,7 +492,11 @@ impl Run {
                     }
                 }
             }
-            Next::Again => self.again.push(token),
+            Next::Again => {
+                if !std::mem::replace(&mut entry.again, true) {
+                    self.again.push(token);
+                }
+            }
             Next::Close => self.close(token),
             Next::Detach => {
                 if let Some(handler) = self.remove(token) {
@@ -650,6 +679,100 @@ mod tests {
         let token = reactor.remote().token();
         reactor.remote().add(token, Box::new(Probe { calls, deadline: None, due: None }));
         assert_eq!(called.recv_timeout(wait), Ok(false), "called");
+        reactor.stop();
+    }
+
+    /// Panics when it is dropped; its descriptor can't be watched by epoll.
+    struct Unwatchable {
+        file: std::fs::File,
+        dropped: mpsc::Sender<bool>,
+    }
+
+    impl Handler for Unwatchable {
+        fn fd(&self) -> Option<BorrowedFd<'_>> {
+            Some(std::os::fd::AsFd::as_fd(&self.file))
+        }
+
+        fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+            Next::Close
+        }
+    }
+
+    impl Drop for Unwatchable {
+        fn drop(&mut self) {
+            let _ = self.dropped.send(true);
+            panic!("a panic in drop");
+        }
+    }
+
+    #[test]
+    fn a_handler_that_cannot_be_watched_and_panics_in_its_drop_leaves_the_thread_running() {
+        let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
+        let (dropped, was_dropped) = mpsc::channel();
+        let wait = Duration::from_secs(5);
+        let file = std::fs::File::open("/proc/self/exe").expect("a regular file");
+        let handler = Unwatchable { file, dropped };
+        reactor.remote().add(reactor.remote().token(), Box::new(handler));
+        assert_eq!(was_dropped.recv_timeout(wait), Ok(true));
+        let (calls, called) = mpsc::channel();
+        let probe = Probe { calls, deadline: None, due: None };
+        reactor.remote().add(reactor.remote().token(), Box::new(probe));
+        assert_eq!(called.recv_timeout(wait), Ok(false), "the thread goes on");
+        reactor.stop();
+    }
+
+    /// Has work without end, and a descriptor that is always ready.
+    struct Endless {
+        socket: std::os::unix::net::UnixStream,
+        calls: std::sync::Arc<AtomicU64>,
+    }
+
+    impl Handler for Endless {
+        fn fd(&self) -> Option<BorrowedFd<'_>> {
+            Some(std::os::fd::AsFd::as_fd(&self.socket))
+        }
+
+        fn handle(&mut self, cause: Cause, _cx: &Cx<'_>) -> Next {
+            if self.calls.fetch_add(1, Ordering::SeqCst) == 0 && !cause.ready.any() {
+                return Next::Wait { interest: Interest::Read, deadline: None };
+            }
+            Next::Again
+        }
+    }
+
+    /// Counts the calls of another handler between two of its own.
+    struct Turns {
+        calls: std::sync::Arc<AtomicU64>,
+        before: u64,
+        most: mpsc::Sender<u64>,
+    }
+
+    impl Handler for Turns {
+        fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+            let calls = self.calls.load(Ordering::SeqCst);
+            let _ = self.most.send(calls - self.before);
+            self.before = calls;
+            Next::Again
+        }
+    }
+
+    #[test]
+    fn a_handler_that_always_has_work_gets_no_more_turns_in_each_round() {
+        use std::io::Write;
+        let reactor = Reactor::start("test".into(), Duration::ZERO).expect("descriptors are there");
+        let (socket, mut peer) = std::os::unix::net::UnixStream::pair().expect("a socket pair");
+        peer.write_all(b"ready").expect("connected");
+        let calls = std::sync::Arc::new(AtomicU64::new(0));
+        let endless = Endless { socket, calls: std::sync::Arc::clone(&calls) };
+        reactor.remote().add(reactor.remote().token(), Box::new(endless));
+        let (most, turns) = mpsc::channel();
+        reactor.remote().add(reactor.remote().token(), Box::new(Turns { calls, before: 0, most }));
+        // The first turn comes when the handler was added, and the other one has run until then.
+        turns.recv_timeout(Duration::from_secs(60)).expect("its turn comes");
+        for round in 1..1000 {
+            let calls = turns.recv_timeout(Duration::from_secs(60)).expect("its turn comes");
+            assert!(calls <= 4, "{calls} calls of the other handler in round {round}");
+        }
         reactor.stop();
     }
 

@@ -3,15 +3,16 @@
 use crate::agent::Agent;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::Unquiet;
 use crate::memory::device::DeviceMemory;
 use crate::memory::region::{Access, Backing, Region, RegionTable};
 use crate::reactor::now;
 use crate::sync::Arc;
 use crate::transfer::batch::{Batch, RemotePart, check_address};
 use kvferry_proto::RegionId;
+use kvferry_sys::host::{HostMemory, NotHost};
 use kvferry_sys::map::Mapping;
 use kvferry_sys::shared::Shared;
-use smallvec::SmallVec;
 use std::time::Duration;
 
 /// The smallest allocation that can be shared with other processes, in bytes. A smaller one is not
@@ -34,10 +35,13 @@ impl Agent {
     /// transfers with files may go on with the former pages.
     ///
     /// # Errors
-    /// `InvalidArgument` for zero bytes, null, or a range that wraps around; `Overlap`.
+    /// `InvalidArgument` for zero bytes, null, a range that wraps around, or one that this process
+    /// can't read, or can't write to though peers may; `Unsupported` for memory of a device;
+    /// `Overlap`.
     pub unsafe fn register(&self, addr: *mut u8, len: usize, access: Access) -> Result<Region> {
         let core = self.core();
         core.check()?;
+        must_be_host(&[(addr, len)], access)?;
         core.memory.regions.insert(core.incarnation, addr as usize, len, access, Backing::Borrowed)
     }
 
@@ -55,6 +59,7 @@ impl Agent {
     ) -> Result<Vec<Region>> {
         let core = self.core();
         core.check()?;
+        must_be_host(ranges, access)?;
         core.memory.regions.insert_all(core.incarnation, ranges, access)
     }
 
@@ -176,10 +181,11 @@ impl Agent {
     ///
     /// # Errors
     /// `NotRegistered` if the region is not registered with this agent; if another thread is
-    /// unregistering it, this error comes only when that thread is done. `Quarantined` if a process
-    /// of this host that may be writing to the region did not respond within the agent's silence
-    /// limit: the region is not registered any more, but its memory must not be used for anything
-    /// else before [`Region::is_quarantined`] is false or another call returns `Ok`.
+    /// unregistering it, this error comes only when that thread is done. `Quarantined` if, within the
+    /// agent's silence limit, a process of this host that may be writing to the region did not respond,
+    /// or a copy of a device or a file did not end: the region is not registered any more, but its
+    /// memory must not be used for anything else before [`Region::is_quarantined`] is false or another
+    /// call returns `Ok`.
     pub fn unregister(&self, region: &Region) -> Result<()> {
         self.core().check()?;
         unregister(self.core(), std::slice::from_ref(region))
@@ -194,6 +200,36 @@ impl Agent {
         self.core().check()?;
         unregister(self.core(), regions)
     }
+}
+
+/// Refuses what is not host memory of this process. Every way to register memory that a caller names by
+/// its address comes here.
+fn must_be_host(ranges: &[(*mut u8, usize)], access: Access) -> Result<()> {
+    let mut host = None;
+    for (i, &(addr, len)) in ranges.iter().enumerate() {
+        // Refused below, with reasons of their own.
+        if addr.is_null() || len == 0 || (addr as usize).checked_add(len).is_none() {
+            continue;
+        }
+        let checked = match &mut host {
+            Some(host) => Ok(host),
+            none => HostMemory::of_this_process().map(|new| none.insert(new)),
+        };
+        let checked = checked.and_then(|host| host.check(addr as usize, len, access.write));
+        if let Err(why) = checked {
+            let kind = match &why {
+                // Where nothing tells, the caller's promise has to do.
+                NotHost::Unknown(_) => return Ok(()),
+                NotHost::Device { .. } => ErrorKind::Unsupported,
+                _ => ErrorKind::InvalidArgument,
+            };
+            let error = Error::new(kind, format!("the range is not host memory: {why}"))
+                .with("addr", format_args!("{:#x}", addr as usize))
+                .with("len", len);
+            return Err(if ranges.len() > 1 { error.with("range", i) } else { error });
+        }
+    }
+    Ok(())
 }
 
 fn unregister(core: &Core, regions: &[Region]) -> Result<()> {
@@ -228,17 +264,27 @@ fn unregister(core: &Core, regions: &[Region]) -> Result<()> {
 
 /// Waits until no copier touches regions that were removed; an error if one may still do so.
 fn quiesce(core: &Core, removed: &[&Region]) -> Result<()> {
-    let ids: SmallVec<[_; 16]> = removed.iter().map(|region| region.id()).collect();
-    core.memory.gates.quiesce_regions(&ids);
-    // Device copies that were started before the removal end on their own.
-    RegionTable::wait_for_copies(removed.iter().copied(), None);
-    let occupied = core.memory.writers.quiesce(Some(&ids), now() + core.settings.silence);
+    let until = now() + core.settings.silence;
+    let Unquiet { stuck, copied, occupied } =
+        core.memory.quiesce(removed.iter().copied(), false, until);
     for region in removed {
         core.memory.writers.unmap(&region.0);
     }
     if let Some(gate) = occupied.first() {
-        core.memory.regions.quarantine(removed.iter().copied(), &occupied);
+        core.memory.regions.quarantine(removed.iter().copied(), &occupied, &stuck);
         return Err(quarantined(&gate.writer.name).with("region", removed[0].id()));
+    }
+    if !stuck.is_empty() {
+        core.memory.regions.quarantine(removed.iter().copied(), &occupied, &stuck);
+        let what = "a thread that copies to or from the memory hangs; do not reuse the memory, and \
+                    unregister it again later";
+        return Err(Error::new(ErrorKind::Quarantined, what).with("region", removed[0].id()));
+    }
+    if let Some(region) = copied {
+        core.memory.regions.quarantine(removed.iter().copied(), &occupied, &stuck);
+        let what = "a copy of a device or a file that uses the memory does not end; do not reuse the \
+                    memory, and unregister it again later";
+        return Err(Error::new(ErrorKind::Quarantined, what).with("region", region));
     }
     Ok(())
 }
@@ -246,8 +292,8 @@ fn quiesce(core: &Core, removed: &[&Region]) -> Result<()> {
 fn quarantined(writer: &str) -> Error {
     Error::new(
         ErrorKind::Quarantined,
-        "a process of this host that may be writing to the memory does not answer; do not reuse \
-         the memory, and unregister it again later",
+        "a process or a device that may be using the memory does not answer; do not reuse the \
+         memory, and unregister it again later",
     )
     .with("peer", writer)
 }
@@ -324,5 +370,43 @@ impl Batch {
             }
             Ok(())
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::gate::Touches;
+
+    #[test]
+    fn i6_unregister_does_not_wait_for_ever_for_a_copier_that_hangs() {
+        let builder = Agent::builder().silence(Duration::from_millis(100));
+        let agent = builder.start().expect("an agent starts");
+        let [hangs, other] =
+            [(); 2].map(|()| agent.allocate(4096, Access::READ_WRITE).expect("memory"));
+        let gate = agent.core().memory.gates.gate();
+        let inside = gate.enter_to(Touches::Only(hangs.id())).expect("open");
+        agent.unregister(&other).expect("a region that the copier does not touch");
+        let error = agent.unregister(&hangs).expect_err("the copier may still touch it");
+        assert_eq!(error.kind(), ErrorKind::Quarantined, "{error}");
+        assert!(hangs.is_quarantined());
+        assert_eq!(agent.stats().regions_quarantined, 1);
+        drop(inside);
+        agent.unregister(&hangs).expect("the copier has left");
+        assert!(!hangs.is_quarantined());
+        assert_eq!(agent.stats().regions_quarantined, 0);
+    }
+
+    #[test]
+    fn i6_shutdown_does_not_wait_for_ever_for_a_copier_that_hangs() {
+        let builder = Agent::builder().silence(Duration::from_millis(100));
+        let agent = builder.start().expect("an agent starts");
+        let region = agent.allocate(4096, Access::READ_WRITE).expect("memory");
+        let gate = agent.core().memory.gates.gate();
+        let inside = gate.enter().expect("open");
+        agent.shutdown();
+        assert!(region.is_quarantined());
+        drop(inside);
+        assert!(!region.is_quarantined());
     }
 }

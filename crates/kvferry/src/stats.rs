@@ -65,6 +65,12 @@ counters! {
     /// Sessions and streams of peers that were refused with `Busy`, because the open ones use their
     /// share of the process's descriptors.
     connections_refused,
+    /// Idle sessions of peers that ended with `Busy`, because newer ones needed their places.
+    sessions_displaced,
+    /// Requests and sessions of peers that ended with `Busy`, because peers hold as much memory as they may.
+    peer_memory_refused,
+    /// Gauge: bytes that peers make this agent hold, beyond what is free for each connection.
+    peer_memory_bytes,
     /// Gauge: connections before the end of their handshake.
     handshakes_pending,
     /// Notifications delivered to this agent.

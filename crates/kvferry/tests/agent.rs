@@ -1,15 +1,14 @@
 //! The agent as a program uses it: in one process, over loopback.
 
 use kvferry::{
-    Access, Agent, Batch, Channel, CopyDone, DeviceMemory, Error, ErrorKind, HostSpan,
-    MessageHandler, Notification, Options, Region, RemoteRegion, Transfer, TransportKind,
-    Transports,
+    Access, Agent, Batch, Channel, DeviceMemory, Error, ErrorKind, Message, MessageHandler,
+    Notification, Options, Region, RemoteRegion, Stage, Transfer, TransportKind, Transports,
 };
 use kvferry_sys::map::Mapping;
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::region::{batch, content, filled};
 use kvferry_testkit::slow::SlowMemory;
-use kvferry_testkit::{Watchdog, stretched};
+use kvferry_testkit::{PATIENCE, Watchdog};
 use std::future::poll_fn;
 use std::os::fd::BorrowedFd;
 use std::pin::{Pin, pin};
@@ -23,7 +22,7 @@ const KIB: usize = 1024;
 const MIB: usize = 1024 * KIB;
 
 fn bounded() -> Watchdog {
-    Watchdog::new(Duration::from_secs(60))
+    Watchdog::new(PATIENCE)
 }
 
 fn agent() -> Agent {
@@ -142,44 +141,37 @@ fn notifications_can_be_waited_for_with_a_descriptor() {
 }
 
 #[test]
-fn ten_thousand_regions_are_registered_within_20_ms() {
+fn ten_thousand_regions_are_registered_together_and_one_by_one() {
     let _bound = bounded();
     let agent = agent();
     let pool = agent.allocate(10_000 * 64, Access::NONE).expect("memory");
     agent.unregister(&pool).expect("registered");
     let ranges: Vec<_> = (0..10_000).map(|i| ((pool.addr() + i * 64) as *mut u8, 64)).collect();
-    let began = Instant::now();
     // SAFETY: the ranges are parts of a pool that lives until the end of this test, and no
     // reference to its bytes exists.
     let regions = unsafe { agent.register_batch(&ranges, Access::READ_WRITE) };
     let regions = regions.expect("nothing overlaps");
-    let together = began.elapsed();
     assert_eq!(agent.stats().regions, 10_000);
-    let began = Instant::now();
     agent.unregister_batch(&regions).expect("all were registered");
-    let away = began.elapsed();
     assert_eq!(agent.stats().regions, 0);
-    let began = Instant::now();
     for (addr, len) in ranges {
         // SAFETY: as above.
         unsafe { agent.register(addr, len, Access::READ) }.expect("nothing overlaps");
     }
-    let one_by_one = began.elapsed();
-    // 20 ms with the factor of three, and without optimisation.
-    let allowed = Duration::from_millis(60) * if cfg!(debug_assertions) { 3 } else { 1 };
-    for (what, took) in [("together", together), ("one by one", one_by_one), ("and away", away)] {
-        assert!(took < stretched(allowed), "10 000 regions {what} took {took:?}");
-    }
+    assert_eq!(agent.stats().regions, 10_000);
 }
 
 #[test]
 fn invalid_and_overlapping_registrations_are_refused() {
     let _bound = bounded();
     let agent = agent();
-    let pool = agent.allocate(MIB, Access::NONE).expect("memory");
-    let at = |offset: usize| (pool.addr() + offset) as *mut u8;
-    // SAFETY: inside a pool that outlives the agent's use of it; refused ones are never used.
+    // Twice the region's bytes, so that a range that ends after the region is mapped too.
+    let memory = agent.allocate(2 * MIB, Access::NONE).expect("memory");
+    agent.unregister(&memory).expect("registered");
+    // SAFETY: inside memory that outlives the agent's use of it; refused ones are never used.
     let register = |addr, len| unsafe { agent.register(addr, len, Access::READ) };
+    let pool = register(memory.addr() as *mut u8, MIB).expect("free");
+    let at = |offset: usize| (pool.addr() + offset) as *mut u8;
     for (offset, len) in [(0, MIB), (0, 1), (100, 100), (MIB - 1, 1), (MIB - 1, 100)] {
         assert_eq!(kind(register(at(offset), len)), ErrorKind::Overlap, "{offset}+{len}");
     }
@@ -301,7 +293,7 @@ fn a_peer_reports_its_name_and_its_accessible_regions() {
 }
 
 #[test]
-fn calls_to_a_missing_or_mute_peer_fail_in_time() {
+fn calls_to_a_missing_or_mute_peer_fail() {
     let _bound = bounded();
     let near = agent();
     let from = filled(&near, 64, Access::NONE, 1);
@@ -312,22 +304,18 @@ fn calls_to_a_missing_or_mute_peer_fail_in_time() {
     let peer = near.peer(&dead.0).expect("an address");
     let moves = batch(&from, &dead.1, 64);
     for _ in 0..5 {
-        let began = Instant::now();
         assert_eq!(kind(peer.write(&moves, &Options::default())), ErrorKind::Unreachable);
         assert_eq!(kind(peer.connect(Duration::from_secs(5))), ErrorKind::Unreachable);
-        assert!(began.elapsed() < stretched(Duration::from_millis(300)), "{:?}", began.elapsed());
     }
     // The kernel accepts the connection, and no process answers.
     let mute = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = mute.local_addr().expect("bound").to_string();
     let peer = near.peer(&address).expect("an address");
-    let began = Instant::now();
     let timeout = Some(Duration::from_millis(300));
     let error = peer
         .write(&moves, &Options { timeout, ..Options::default() })
         .expect_err("the listener never answers");
     assert!([ErrorKind::Deadline, ErrorKind::PeerSilent].contains(&error.kind()), "{error:?}");
-    assert!(began.elapsed() < stretched(Duration::from_millis(900)), "{:?}", began.elapsed());
 }
 
 #[test]
@@ -346,7 +334,6 @@ fn calls_after_a_shutdown_fail_and_no_transfer_is_left() {
         thread::spawn(move || peer.write(&moves, &Options::default()))
     };
     thread::sleep(Duration::from_millis(3));
-    let began = Instant::now();
     near.shutdown();
     near.shutdown();
     for transfer in running {
@@ -358,11 +345,6 @@ fn calls_after_a_shutdown_fail_and_no_transfer_is_left() {
     if let Err(error) = blocked.join().expect("no panic") {
         assert_eq!(error.kind(), ErrorKind::Shutdown, "{error:?}");
     }
-    assert!(
-        began.elapsed() < stretched(Duration::from_secs(3)),
-        "shutting down took {:?}",
-        began.elapsed()
-    );
     assert_eq!(kind(peer.write(&moves, &Options::default())), ErrorKind::Shutdown);
     let late = peer.write_async(&moves, &Options::default());
     assert_eq!(kind(late.wait(Duration::from_secs(1)).expect("at once")), ErrorKind::Shutdown);
@@ -480,13 +462,11 @@ fn a_shutdown_ends_the_wait_for_a_notification_with_an_error() {
     let (agent, other, sender) = (agent(), agent(), agent());
     let waiting = {
         let agent = agent.clone();
-        thread::spawn(move || agent.wait_notification(Duration::from_secs(20)))
+        thread::spawn(move || agent.wait_notification(Duration::MAX))
     };
     thread::sleep(Duration::from_millis(50));
-    let began = Instant::now();
     agent.shutdown();
     assert_eq!(kind(waiting.join().expect("no panic")), ErrorKind::Shutdown);
-    assert!(began.elapsed() < stretched(Duration::from_secs(1)), "it took {:?}", began.elapsed());
     // A later call fails at once.
     assert_eq!(kind(agent.wait_notification(Duration::MAX)), ErrorKind::Shutdown);
     // Notifications that arrived before can be taken.
@@ -534,6 +514,26 @@ fn held_write(near: &Agent, far: &Agent, device: &SlowMemory, to: &Region) -> Tr
         thread::sleep(Duration::from_millis(1));
     }
     writing
+}
+
+#[test]
+fn unregister_of_memory_whose_device_hangs_ends_as_quarantined_after_the_silence_limit() {
+    let _bound = bounded();
+    let near = Agent::builder().start().expect("an agent");
+    let far = Agent::builder().silence(Duration::from_secs(1)).start().expect("an agent");
+    let (device, to) = held_device(&far, 64 * KIB);
+    let writing = held_write(&near, &far, &device, &to);
+    for _ in 0..2 {
+        let error = far.unregister(&to).expect_err("the device hangs");
+        assert_eq!(error.kind(), ErrorKind::Quarantined, "{error:?}");
+        assert!(to.is_quarantined());
+    }
+    device.release();
+    while to.is_quarantined() {
+        thread::sleep(Duration::from_millis(1));
+    }
+    far.unregister(&to).expect("the copy has ended");
+    drop(writing);
 }
 
 /// What a call returned, and whether its device still copied then.
@@ -608,11 +608,11 @@ impl DeviceMemory for PanickingDevice {
         4096
     }
 
-    fn copy_out(&self, _: u64, _: HostSpan, _: CopyDone) {
+    fn copy_out(&self, _: u64, _: Stage) {
         panic!("a panic of a device");
     }
 
-    fn copy_in(&self, _: u64, _: HostSpan, _: CopyDone) {
+    fn copy_in(&self, _: u64, _: Stage) {
         panic!("a panic of a device");
     }
 }
@@ -652,7 +652,7 @@ struct PanickingHandler;
 impl MessageHandler for PanickingHandler {
     fn began(&self, _: &Channel) {}
 
-    fn received(&self, _: &Channel, message: &[u8]) {
+    fn received(&self, _: &Channel, message: Message<'_>) {
         panic!("a panic of a message handler at {} bytes", message.len());
     }
 
@@ -672,7 +672,7 @@ fn a_message_handler_that_panics_ends_its_session_and_no_other() {
     channel.send(b"boo".to_vec()).expect("queued");
     let began = Instant::now();
     while channel.end().is_none() {
-        assert!(began.elapsed() < stretched(Duration::from_secs(3)), "the session goes on");
+        assert!(began.elapsed() < PATIENCE, "the session goes on");
         thread::sleep(Duration::from_millis(1));
     }
     healthy_write(&near, &far, "a panic of the peer's message handler");
@@ -719,6 +719,35 @@ fn a_callback_gets_the_outcome_once_and_may_panic() {
     assert_eq!(outcomes.try_recv(), Ok(true));
     assert!(outcomes.try_recv().is_err(), "each callback is called once");
     healthy_write(&near, &far, "a panic of a callback");
+}
+
+/// Asks for the outcome again in each callback, as one that tries again after each error does.
+fn ask_again(transfer: Arc<kvferry::Transfer>, times: u32, end: std::sync::mpsc::Sender<()>) {
+    let next = Arc::clone(&transfer);
+    transfer.on_end(move |_| {
+        if times == 0 {
+            end.send(()).expect("the test waits");
+        } else {
+            ask_again(next, times - 1, end);
+        }
+    });
+}
+
+#[test]
+fn callbacks_that_start_further_ones_do_not_nest() {
+    let _bound = bounded();
+    let (near, far) = (one_thread_agent(), one_thread_agent());
+    let (device, to) = held_device(&far, 64 * KIB);
+    let writing = held_write(&near, &far, &device, &to);
+    device.release();
+    writing.wait(Duration::from_secs(20)).expect("it ends").expect("done");
+    let transfer = Arc::new(writing);
+    let (sender, end) = std::sync::mpsc::channel();
+    ask_again(Arc::clone(&transfer), 100_000, sender.clone());
+    end.recv_timeout(Duration::from_secs(30)).expect("each is called once");
+    near.shutdown();
+    ask_again(transfer, 100_000, sender);
+    end.recv_timeout(Duration::from_secs(30)).expect("each is called once, after a shutdown, too");
 }
 
 #[test]

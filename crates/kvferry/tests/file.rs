@@ -5,6 +5,7 @@ use kvferry::{
     Options, Region, TransportKind,
 };
 use kvferry_sys::map::Mapping;
+use kvferry_testkit::hanging::HangingDisk;
 use std::fs;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -583,5 +584,45 @@ fn drop_ipc_lock() {
         assert_eq!(libc::syscall(libc::SYS_capget, header.as_ptr(), sets.as_mut_ptr()), 0);
         sets[..3].iter_mut().for_each(|set| *set &= !(1 << CAP_IPC_LOCK));
         assert_eq!(libc::syscall(libc::SYS_capset, header.as_ptr(), sets.as_ptr()), 0);
+    }
+}
+
+/// Waits for what another thread does.
+fn eventually(what: &str, is_so: impl Fn() -> bool) {
+    let give_up = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < give_up, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_shutdown_ends_a_transfer_without_a_deadline_whose_device_hangs() {
+    for engine in [FileEngine::Posix, FileEngine::Uring] {
+        let Some(rig) = Rig::new(engine) else { continue };
+        let Some(disk) = HangingDisk::mount(&rig.folder) else { return };
+        let builder = Agent::builder().name("hangs").file_engine(engine);
+        let agent = builder.silence(Duration::from_millis(200)).start().expect("an agent");
+        let file = agent.open_file(rig.folder.join("file"), &FileOptions::create(MIB));
+        let file = file.expect("a file");
+        let memory = agent.allocate_private(MIB as usize, Access::NONE).expect("memory");
+        let mut batch = Batch::new();
+        batch.push(&memory, 0, &file.remote(), 0, MIB).expect("inside");
+        let for_ever = Options { timeout: Some(Duration::MAX), ..Options::default() };
+        agent.files().write(&batch, &for_ever).expect("the device answers");
+        // Through the page cache, only a write asks the device each time.
+        disk.hold();
+        let (tell, told) = std::sync::mpsc::channel();
+        let writer = agent.clone();
+        std::thread::spawn(move || {
+            let for_ever = Options { timeout: Some(Duration::MAX), ..Options::default() };
+            tell.send(writer.files().write(&batch, &for_ever))
+        });
+        eventually("the device is asked", || disk.is_asked());
+        agent.shutdown();
+        let outcome = told.recv_timeout(Duration::from_secs(60)).expect("the transfer ends");
+        let e = outcome.expect_err("the device has not answered");
+        assert_eq!((e.kind(), e.quiesced()), (ErrorKind::Shutdown, Some(false)), "{e}");
+        disk.release();
     }
 }

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,8 +20,8 @@ from typing import Any
 
 import vllm.config.vllm
 
-from kvferry_e2e.contract import objects, offload, parallelism
-from kvferry_e2e.contract.engine import BLOCK_TOKENS, Engine, Kind, Outcome, run
+from kvferry_e2e.contract import identity, objects, offload, parallelism
+from kvferry_e2e.contract.engine import BLOCK_TOKENS, Engine, ForwardError, Kind, Outcome, run
 from kvferry_e2e.contract.model import VOCABULARY, WINDOW, Sequence
 from kvferry_e2e.report import Note, Report, ensure
 
@@ -263,6 +265,7 @@ def _lost(pair: Pair, prompt: list[int]) -> Outcome:
     """A request whose KV prefill does not have any more."""
     offer = pair.offered(prompt)
     ensure(pair.prefill.core.reset_prefix_cache(reset_connector=True) is not None, "not reset")
+    _say_that_the_weights_are_the_same(pair.prefill)
     run(pair.prefill)
     return pair.asked(prompt, offer)
 
@@ -324,6 +327,51 @@ def unknown(suite: Suite, note: Note) -> None:
         pair.settled()
 
 
+def made_up(suite: Suite, asynchronous: bool, note: Note) -> None:
+    """Clients make parameters up: blocks wait within their bounds, and other requests are served beside them."""
+    share, blocks = 0.25, 400
+    # A load that nobody answers ends after it, an offer that nobody takes too.
+    extra = {"idle_share": share, "timeout": 2}
+    silent, closed = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    port = closed.getsockname()[1]
+    closed.close()
+    with silent, suite.pair(asynchronous=asynchronous, blocks=blocks, extra=extra, policy="recompute") as pair:
+        others = ("127.0.0.1", port), ("127.0.0.1", silent.getsockname()[1]), ("no-such-host.invalid", 1)
+        params: list[dict[str, Any]] = [
+            {"do_remote_prefill": True, "remote_address": f"{host}:{port}"} for host, port in others
+        ]
+        params.append({"do_remote_prefill": True, "remote_address": pair.address()})
+        real = []
+        held = waiting = 0
+        decode = pair.decode.scheduler.get_kv_connector()._scheduler.half
+        prefill = pair.prefill.scheduler.get_kv_connector()._scheduler.half
+        made = []
+        for at in range(400):
+            prompt = suite.prompts.fresh(40)
+            name = pair.name()
+            if at % 5 == 0:
+                offer = {"do_remote_decode": True, "transfer_id": name}
+                made.append(pair.prefill.submit(name, prompt, 1, offer))
+            else:
+                made.append(pair.decode.submit(name, prompt, 1, {**params[at % 4], "transfer_id": name}))
+            if at % 40 == 0:
+                prompt = suite.prompts.fresh(60)
+                real.append((prompt, pair.asked(prompt, pair.offered(prompt))))
+            pair.prefill.step()
+            pair.decode.step()
+            held = max(held, prefill.gauges()["held_blocks"])
+            waiting = max(waiting, decode.gauges()["waiting_loads"])
+        pair.finish()
+        for prompt, outcome in real:
+            pair.right(prompt, outcome)
+        ensure(all(outcome.reason for outcome in made), "a made-up request has not ended")
+        # Besides those that the workers are giving up.
+        ensure(held <= 2 * share * blocks, f"prefill held {held} blocks")
+        ensure(3 * waiting <= share * blocks + 3, f"{waiting} loads waited at once")
+        pair.settled()
+        note.text = f"{held} blocks held, {waiting} loads waiting at most"
+
+
 def reset_while_running(suite: Suite, asynchronous: bool, note: Note) -> None:
     """`reset_prefix_cache` on both sides in the middle of handoffs."""
     with suite.pair(asynchronous=asynchronous, policy="recompute", caching=True, batched_tokens=64) as pair:
@@ -341,9 +389,9 @@ def reset_while_running(suite: Suite, asynchronous: bool, note: Note) -> None:
         pair.settled()
 
 
-def ranks(suite: Suite, prefill: int, decode: int, note: Note) -> None:
+def ranks(suite: Suite, prefill: int, decode: int, note: Note, *, kinds: tuple[Kind, ...] = ("full", "window")) -> None:
     """test_output_aggregator: a request is received when all ranks have it, and sent when all ranks gave it."""
-    for kind in ("full", "window"):
+    for kind in kinds:
         with suite.pair(kind=kind, prefill={"ranks": prefill}, decode={"ranks": decode}) as pair:
             for length in (1, 100, 333):
                 prompt = suite.prompts.fresh(length)
@@ -378,6 +426,46 @@ def prefill_ends(suite: Suite, asynchronous: bool, note: Note) -> None:
         run(pair.decode, until=lambda: outcome.reason, within=15)
         pair.right(prompt, outcome)
         ensure(not pair.decode.wrong() and not pair.decode.scheduler.requests, "decode has something left")
+
+
+def complete(suite: Suite, is_second: bool, note: Note) -> None:
+    """The second runner overwrites blocks of a preempted request before it tells its connector, so there a handoff is
+    complete with the request's end, which keeps its blocks; else with the last token of its prompt.
+    """
+    with suite.pair() as pair:
+        prompt = suite.prompts.fresh(100)
+        outcome = pair.both(prompt)
+        for _ in range(3):
+            pair.decode.step()
+        run(pair.prefill, until=lambda: pair.prefill.outcomes[f"r{pair._number}-p"].reason)
+        # The workers have not heard of the end yet: that is the next step's.
+        until = time.monotonic() + (0.5 if is_second else 20)
+        while not outcome.tokens and time.monotonic() < until:
+            pair.decode.step()
+        ensure(bool(outcome.tokens) != is_second, f"{outcome}")
+        pair.finish()
+        pair.right(prompt, outcome, computed=0)
+        pair.settled()
+
+
+def raising(suite: Suite, layers: int, note: Note) -> None:
+    """A forward pass of prefill that raises hands nothing over: decode computes the prompt."""
+    with suite.pair(policy="recompute") as pair:
+        prompt = suite.prompts.fresh(100)
+        outcome = pair.both(prompt)
+        for _ in range(3):
+            pair.decode.step()
+        pair.prefill.executor.ranks[0].raises_after = layers
+        raised = False
+        try:
+            run(pair.prefill, within=10)
+        except ForwardError:
+            raised = True
+        ensure(raised, "the forward pass did not raise")
+        run(pair.decode, until=lambda: outcome.reason, within=20)
+        pair.right(prompt, outcome)
+        ensure(not pair.decode.wrong(), f"{pair.decode.wrong()[:3]}")
+        ensure(outcome.prefill.num_computed_tokens == len(prompt), f"{outcome.prefill}")
 
 
 def soak(suite: Suite, kind: Kind, asynchronous: bool, note: Note) -> None:
@@ -422,6 +510,12 @@ def _reset(engine: Engine, *, running: bool) -> None:
     """vLLM refuses to reset running requests while blocks of others wait for a transfer."""
     with suppress(RuntimeError):
         engine.core.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
+    _say_that_the_weights_are_the_same(engine)
+
+
+def _say_that_the_weights_are_the_same(engine: Engine) -> None:
+    """Without it, a reset of the connector ends the handoffs of an engine."""
+    engine.core.set_weight_version("default")
 
 
 def main(model: str, lines: Path, only: str = "") -> int:
@@ -440,6 +534,8 @@ def main(model: str, lines: Path, only: str = "") -> int:
 
     for name, of in (*offload.checks(suite), *parallelism.checks(suite), *objects.checks(suite)):
         check(f"offload {name}", of)
+    for name, of in identity.checks(suite):
+        check(f"identity {name}", of)
     for kind in KINDS:
         for asynchronous in (False, True):
             how = f"{kind}{', async' if asynchronous else ''}"
@@ -456,12 +552,20 @@ def main(model: str, lines: Path, only: str = "") -> int:
         check(f"a lost load fails{how}", partial(failed, suite, asynchronous))
         check(f"a lost load is recomputed{how}", partial(recomputed, suite, asynchronous))
         check(f"caches are reset{how}", partial(reset_while_running, suite, asynchronous))
+        check(f"made-up parameters{how}", partial(made_up, suite, asynchronous))
         check(f"prefill ends{how}", partial(prefill_ends, suite, asynchronous))
     check("not cached while it loads", partial(not_cached_while_loading, suite))
     check("unknown handoffs", partial(unknown, suite))
     check("the first token stops", partial(first_token_stops, suite))
+    check("when a handoff is complete", partial(complete, suite, second))
+    if not second:
+        # The second runner tells its connector nothing then, and the engine ends.
+        for layers in (0, 1):
+            check(f"a forward pass raises after {layers} layers", partial(raising, suite, layers))
     check("TP 2 to TP 1", partial(ranks, suite, 2, 1))
     check("TP 1 to TP 2", partial(ranks, suite, 1, 2))
+    for sizes in ((4, 2), (2, 4), (4, 1), (1, 4)):
+        check(f"TP {sizes[0]} to TP {sizes[1]}, uneven", partial(ranks, suite, *sizes, kinds=("uneven",)))
     report.write(lines)
     return report.finish()
 

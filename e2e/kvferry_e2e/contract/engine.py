@@ -25,11 +25,12 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from kvferry_e2e.contract.model import HEAD_SIZE, HEADS, WINDOW, Caches, Sequence, number_of
+from kvferry_e2e.contract.model import HEAD_SIZE, HEADS, MORE_HEADS, WINDOW, Caches, Sequence, number_of
 
 # "state": a state per sequence; "aligned": a state at the end of each block, which vLLM's prefix cache keeps; "latent":
 # attention with one latent vector per token, which all ranks have (MLA).
-Kind = Literal["full", "window", "state", "aligned", "latent"]
+# "uneven": layers have unequal numbers of KV heads, and the model's configuration has one of them.
+Kind = Literal["full", "window", "state", "aligned", "latent", "uneven"]
 BLOCK_TOKENS = 16
 
 
@@ -41,19 +42,32 @@ class _Running:
     known: int
 
 
+class ForwardError(Exception):
+    """What a forward pass raises that is to fail."""
+
+
 class _Rank:
     """A worker: the caches of one rank and the worker's side of the connector, called in the order of vLLM's runner."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, rank: int) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, rank: int, kind: Kind) -> None:
         # vLLM's workers have a configuration each.
         vllm_config = copy.copy(vllm_config)
         vllm_config.parallel_config = parallel = copy.copy(vllm_config.parallel_config)
         parallel.rank = rank
         ranks = parallel.tensor_parallel_size
         self.stage, self.rank = divmod(rank, ranks)
-        self.caches = Caches(kv_cache_config, self.rank, parallel)
+        # What a rank's layers know of all ranks: there are no modules here.
+        vllm_config.compilation_config = compilation = copy.copy(vllm_config.compilation_config)
+        names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+        heads = {name: heads_of(name, kind) for name in names}
+        compilation.static_forward_context = {
+            name: SimpleNamespace(total_num_kv_heads=total) for name, total in heads.items()
+        }
+        self.caches = Caches(kv_cache_config, self.rank, parallel, heads)
         self._vllm_config = vllm_config
         self.wrong: list[str] = []
+        # Layers after which the next forward pass raises.
+        self.raises_after: int | None = None
         self._running: dict[str, _Running] = {}
         # All ranks of all engines are in this process, and vLLM has one group per process.
         groups = {
@@ -72,17 +86,28 @@ class _Rank:
         # vLLM sends this to another process.
         metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
         # In each step, as vLLM's runners do: connectors end there what reads blocks that the step overwrites.
-        self.connector.handle_preemptions(metadata)
+        # The second runner has overwritten some of them by then.
+        is_second = self._vllm_config.use_v2_model_runner
+        if not is_second:
+            self.connector.handle_preemptions(metadata)
         self._update(output)
         if output.new_block_ids_to_zero:
             self.caches.zero(output.new_block_ids_to_zero)
+        if is_second:
+            self.connector.handle_preemptions(metadata)
         self.connector.bind_connector_metadata(metadata)
         if output.has_sync_kv_loads:
             self.connector.start_load_kv(None)
-        names, sampled = self._forward(output)
-        if not output.has_sync_kv_loads:
-            self.connector.start_load_kv(None)
-        self.connector.wait_for_save()
+        has_ended = False
+        try:
+            names, sampled = self._forward(output)
+            has_ended = True
+        finally:
+            # The first runner does this also when the forward pass has raised.
+            if has_ended or not is_second:
+                if not output.has_sync_kv_loads:
+                    self.connector.start_load_kv(None)
+                self.connector.wait_for_save()
         results = self.connector.get_transfer_results(output.finished_req_ids)
         made = KVConnectorOutput(
             finished_sending=results.finished_sending or None,
@@ -123,7 +148,9 @@ class _Rank:
         begins = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         begins |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         sampled = []
-        for layer in self.caches.tensors:
+        for number, layer in enumerate(self.caches.tensors):
+            if number == self.raises_after:
+                raise ForwardError
             # A step updates a state in place. Attention reads after the tokens of all requests have been written: a
             # request may share the blocks of one that computes them in the same step.
             if self.caches.is_state(layer):
@@ -155,6 +182,11 @@ class _Rank:
                 self.wrong.append(f"{name}, stage {self.stage}, rank {self.rank}: {wrong}")
 
 
+def heads_of(layer: str, kind: Kind) -> int:
+    """KV heads of a layer on all ranks together."""
+    return MORE_HEADS if kind == "uneven" and number_of(layer) % 2 else HEADS
+
+
 class ModelExecutor(Executor):
     """vLLM's executor interface. The ranks of a stage run on a thread of their own, so that asynchronous scheduling is
     real, and that a stage is at a batch while the next stage is at the one before.
@@ -184,7 +216,8 @@ class ModelExecutor(Executor):
         return {name: spec for name, spec in self._all_specs().items() if number_of(name) in layers}
 
     def _all_specs(self) -> dict[str, Any]:
-        heads = max(1, HEADS // self.parallel_config.tensor_parallel_size)
+        ranks = self.parallel_config.tensor_parallel_size
+        heads = max(1, HEADS // ranks)
         block_tokens = self.cache_config.block_size
         attention = {"block_size": block_tokens, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": self.element}
         if self.kind == "latent":
@@ -192,7 +225,10 @@ class ModelExecutor(Executor):
             return {f"layers.{at}.attn": MLAAttentionSpec(**attention) for at in range(4)}
         specs: dict[str, Any] = {f"layers.{at}.attn": FullAttentionSpec(**attention) for at in (0, 2)}
         for at in (1, 3):
-            if self.kind == "window":
+            if self.kind == "uneven":
+                attention["num_kv_heads"] = max(1, MORE_HEADS // ranks)
+                specs[f"layers.{at}.attn"] = FullAttentionSpec(**attention)
+            elif self.kind == "window":
                 specs[f"layers.{at}.attn"] = SlidingWindowSpec(sliding_window=WINDOW, **attention)
             elif self.kind in ("state", "aligned"):
                 page = specs["layers.0.attn"].page_size_bytes
@@ -219,7 +255,7 @@ class ModelExecutor(Executor):
             case "determine_available_memory":
                 return [1 << 26 for _ in ranks]
             case "initialize_from_config":
-                self.ranks = [_Rank(self.vllm_config, config, rank) for rank, config in enumerate(args[0])]
+                self.ranks = [_Rank(self.vllm_config, config, rank, self.kind) for rank, config in enumerate(args[0])]
             case "get_kv_connector_handshake_metadata":
                 own = [(it, it.connector.get_handshake_metadata()) for it in self.ranks]
                 return [None if made is None else {(it.stage, it.rank): made} for it, made in own]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ VOCABULARY = 320
 WINDOW = 40
 # Real KV heads of the tiny Llama, whose configuration the engines take.
 HEADS = 2
+# Of every other layer of the kind "uneven".
+MORE_HEADS = 4
 HEAD_SIZE = 8
 
 
@@ -60,7 +63,8 @@ def number_of(layer: str) -> int:
 class Caches:
     """The KV of one rank, for all groups, as vLLM's own code lays it out."""
 
-    def __init__(self, kv_cache_config: Any, rank: int, parallel: Any) -> None:
+    def __init__(self, kv_cache_config: Any, rank: int, parallel: Any, heads: Mapping[str, int]) -> None:
+        """`heads`: KV heads of each layer on all ranks."""
         ranks = parallel.tensor_parallel_size
         # Ranks that have the same heads share the tokens of a block with decode context parallelism.
         self._dcp = parallel.decode_context_parallel_size
@@ -70,26 +74,33 @@ class Caches:
         self.tensors = allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
         self._groups = kv_cache_config.kv_cache_groups
         # Where there are more ranks than heads, several have the same.
-        self._heads = [rank * HEADS // ranks + at for at in range(max(1, HEADS // ranks))]
+        self._heads = {
+            layer: [rank * total // ranks + at for at in range(max(1, total // ranks))]
+            for layer, total in heads.items()
+        }
 
     def zero(self, blocks: list[int]) -> None:
         for tensor in self.tensors.values():
             tensor[blocks] = 0
 
-    def _heads_of(self, spec: Any) -> list[int]:
-        return [0] if isinstance(spec, MLAAttentionSpec) else self._heads
+    def _heads_of(self, layer: str, spec: Any) -> list[int]:
+        return [0] if isinstance(spec, MLAAttentionSpec) else self._heads[layer]
+
+    def _spec(self, layer: str) -> Any:
+        spec = self._groups[self.group(layer)].kv_cache_spec
+        own = getattr(spec, "kv_cache_specs", None)
+        return spec if own is None else own[layer]
 
     def group(self, layer: str) -> int:
         return next(at for at, group in enumerate(self._groups) if layer in group.layer_names)
 
     def is_state(self, layer: str) -> bool:
-        return isinstance(self._groups[self.group(layer)].kv_cache_spec, MambaSpec)
+        return isinstance(self._spec(layer), MambaSpec)
 
     def wrong(self, sequence: Sequence, table: list[list[int]], computed: int, layer: str) -> str | None:
         """What a layer would read of the tokens before `computed` and is not there; None if all is right."""
         number = self.group(layer)
-        group, tensor = self._groups[number], self.tensors[layer].view(torch.int32)
-        spec = group.kv_cache_spec
+        spec, tensor = self._spec(layer), self.tensors[layer].view(torch.int32)
         if isinstance(spec, MambaSpec):
             if computed:
                 state = tensor[table[number][(computed - 1) // spec.block_size], 0, 0]
@@ -99,7 +110,7 @@ class Caches:
             return None
         begin = max(0, computed - spec.sliding_window + 1) if isinstance(spec, SlidingWindowSpec) else 0
         positions, blocks, offsets = self._slots(table[number], spec.block_size, begin, computed)
-        for local, head in enumerate(self._heads_of(spec)):
+        for local, head in enumerate(self._heads_of(layer, spec)):
             expected = value(sequence.hashes(begin, computed)[positions - begin], number_of(layer), head)
             for content in (0, -1):
                 bad = (tensor[blocks, local, offsets, content] != expected).nonzero().flatten()
@@ -110,14 +121,13 @@ class Caches:
 
     def compute(self, sequence: Sequence, table: list[list[int]], begin: int, end: int, layer: str) -> None:
         number = self.group(layer)
-        group, tensor = self._groups[number], self.tensors[layer].view(torch.int32)
-        spec = group.kv_cache_spec
+        spec, tensor = self._spec(layer), self.tensors[layer].view(torch.int32)
         if isinstance(spec, MambaSpec):
             tensor[table[number][(end - 1) // spec.block_size], 0, 0, :] = int(sequence.hashes(end - 1, end)[0])
             return
         positions, blocks, offsets = self._slots(table[number], spec.block_size, begin, end)
         assert 0 not in blocks, "a token is written into the null block"
-        for local, head in enumerate(self._heads_of(spec)):
+        for local, head in enumerate(self._heads_of(layer, spec)):
             values = value(sequence.hashes(begin, end)[positions - begin], number_of(layer), head)
             tensor[blocks, local, offsets] = values[:, None].expand(-1, tensor.shape[-1])
 

@@ -6,6 +6,8 @@ stated anew here.
 
 from __future__ import annotations
 
+import inspect
+import queue
 import random
 import shutil
 import subprocess
@@ -13,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,12 @@ from unittest import mock
 
 import torch
 from kvferry.vllm import _offload_puts
+from kvferry.vllm._offload_events import engine_waker
 from kvferry.vllm._offload_stats import LOOKUPS
 from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext, TierFilter, make_offload_key
 
 from kvferry_e2e.contract import tier
@@ -774,17 +780,190 @@ def metrics() -> dict[str, Any]:
     return dict(KVFerryOffloadingSpec.build_metric_definitions({}))
 
 
-def events(suite: Any, note: Note) -> None:
-    """test_kv_events: vLLM publishes the blocks that were stored."""
+class Router:
+    """What a router believes of an engine's blocks in storage, from what the engine publishes."""
+
+    def __init__(self, only: Node) -> None:
+        self._node = only
+        self.events: list[Any] = []
+        self.here: set[Any] = set()
+        # All that were ever stored.
+        self.known: set[Any] = set()
+        # What the engine has stored or looked up.
+        self.keys: dict[Any, bytes] = {}
+        self.wrong: list[str] = []
+        only.engine.scheduler.kv_event_publisher.publish = self._hear
+        manager = only.manager
+        complete, lookup = manager.complete_store, manager.lookup
+
+        def complete_store(keys: Any, *more: Any) -> None:
+            self._note(keys)
+            complete(keys, *more)
+
+        def look_up(key: bytes, context: Any) -> Any:
+            self._note([key])
+            return lookup(key, context)
+
+        manager.complete_store, manager.lookup = complete_store, look_up
+
+    def _note(self, keys: Any) -> None:
+        self.keys.update((maybe_convert_block_hash(BlockHash(bytes(key[:-4]))), bytes(key)) for key in keys)
+
+    def _hear(self, batch: Any) -> None:
+        for event in batch.events:
+            self.events.append(event)
+            if getattr(event, "medium", None) != "STORAGE":
+                continue
+            for it in event.block_hashes:
+                if isinstance(event, BlockStored) == (it in self.here):
+                    self.wrong.append(f"said twice: {event}")
+            if isinstance(event, BlockStored):
+                self.here.update(event.block_hashes)
+                self.known.update(event.block_hashes)
+            else:
+                self.here.difference_update(event.block_hashes)
+
+    def there(self) -> set[Any]:
+        """Those of the blocks that it has heard of that are in the store."""
+        manager = self._node.manager
+        group = manager._groups[0]
+        return {it for it in self.known if manager._prefix(group, [self.keys[it]]) == 1}
+
+    def settle(self, why: str) -> None:
+        """Waits until what it believes is right: what was not said will not be."""
+        # Not compared again afterwards: the store may still evict.
+        deadline = time.monotonic() + 30
+        while self.here != (there := self.there()):
+            many, few = self.here - there, there - self.here
+            ensure(time.monotonic() < deadline, f"{why}: {len(many)} too many, {len(few)} too few")
+            self._node.engine.step()
+            time.sleep(0.001)
+        ensure(not self.wrong, f"{why}: {self.wrong[:3]}")
+
+
+def events(suite: Any, describing: bool, host: float, note: Note) -> None:
+    """test_kv_events: of two engines on a directory, each publishes the blocks that it stored or found, and that they
+    have left, also when the other one has them evicted.
+    """
     config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    with folder() as directory, node(suite.model, directory, kv_events_config=config) as only:
-        published: list[Any] = []
-        only.engine.scheduler.kv_event_publisher.publish = published.append
-        only.answer(suite.prompts.fresh(100))
-        only.answer(suite.prompts.fresh(20))
-        stored = [event for batch in published for event in batch.events if event.medium == "STORAGE"]
-        ensure(sum(len(event.block_hashes) for event in stored) == 7, f"{stored}")
-        only.settled()
+    settings = {"disk_gib": 10 / 1024, "host_gib": host, "self_describing_kv_events": describing}
+    options: dict[str, Any] = {"kv_events_config": config, "settings": settings}
+    with (
+        folder() as directory,
+        node(suite.model, directory, **options) as one,
+        node(suite.model, directory, **options) as other,
+    ):
+        routers = [Router(one), Router(other)]
+        prompt = suite.prompts.fresh(100)
+        one.answer(prompt)
+        one.answer(suite.prompts.fresh(20))
+        run(one.engine, until=lambda: len(routers[0].here) == 7)
+        ensure(loaded(other.answer(prompt)) == 96, "not found")
+        run(other.engine, until=lambda: len(routers[1].here) == 6)
+        ensure(routers[1].here < routers[0].here, "other names for the same blocks")
+        stored = [event for event in routers[1].events if getattr(event, "medium", None) == "STORAGE"]
+        ensure(all((it.locality, it.ownership, it.group_idx) == ("LOCAL", None, 0) for it in stored), f"{stored}")
+        if describing:
+            by_hash = {event.block_hashes[-1]: event for event in stored}
+            ensure(len(by_hash) == 6 and [it for event in stored for it in event.token_ids] == prompt[:96], f"{stored}")
+            ensure(sum(event.parent_block_hash in by_hash for event in stored) == 5, f"{stored}")
+        deadline = time.monotonic() + 60
+        while routers[1].here:
+            # The first engine fills the store; the second one does nothing.
+            ensure(time.monotonic() < deadline, f"{len(routers[1].here)} blocks of the other engine have not left")
+            for _ in range(8):
+                one.ask(suite.prompts.fresh(480))
+            run(one.engine)
+            one.forget()
+            run(other.engine)
+        for router in routers:
+            router.settle("evicted")
+        removed = [event for event in routers[1].events if isinstance(event, BlockRemoved)]
+        removed = [event for event in removed if event.medium == "STORAGE"]
+        ensure(all((it.locality, it.ownership, it.group_idx) == ("LOCAL", None, 0) for it in removed), f"{removed}")
+        tracker = other.engine.scheduler.get_kv_connector().connector_scheduler._events_tracker
+        ensure(not tracker._pending_event_metadata, f"the tracker keeps {len(tracker._pending_event_metadata)} blocks")
+        ensure(routers[0].here, "the first engine has nothing in the store")
+        ensure(one.engine.core.reset_prefix_cache(reset_connector=True), "not reset")
+        run(one.engine, until=lambda: not routers[0].here)
+        ensure(any(isinstance(event, AllBlocksCleared) for event in routers[0].events), "not cleared")
+        note.text = f"{len(routers[0].known)} and {len(routers[1].known)} blocks were published"
+        one.settled()
+        other.settled()
+
+
+def events_of_killed(suite: Any, keeper: bool, note: Note) -> None:
+    """An engine that shares the store is killed while it stores and, as the store's keeper, evicts: what this one has
+    published is right, and after a restart of this one, too.
+    """
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    disk = 10 / 1024
+    options: dict[str, Any] = {"kv_events_config": config, "settings": {"disk_gib": disk}}
+    removed = 0
+    with folder() as directory, ExitStack() as opened:
+        command = [sys.executable, "-m", "kvferry_e2e.contract.victim", suite.model, str(directory), str(disk)]
+        for at in range(2):
+            only = None if keeper else opened.enter_context(node(suite.model, directory, **options))
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as victim:
+                assert victim.stdout is not None
+                try:
+                    lines = iter(victim.stdout.readline, "")
+                    ensure(any(line == "ready\n" for line in lines), "the other engine has not started")
+                    only = only or opened.enter_context(node(suite.model, directory, **options))
+                    router = Router(only)
+                    for _ in range(60):
+                        next(lines, None)
+                        only.answer(suite.prompts.fresh(400))
+                        only.forget()
+                finally:
+                    victim.kill()
+            router.settle(f"killed, start {at}")
+            deadline = time.monotonic() + 60
+            while not any(isinstance(event, BlockRemoved) and event.medium == "STORAGE" for event in router.events):
+                ensure(time.monotonic() < deadline, "nothing has left")
+                only.answer(suite.prompts.fresh(480))
+                only.forget()
+            router.settle(f"evicted, start {at}")
+            stores = (only.manager._opened.store, only.workers()[0]._opened.store)
+            ensure(sum(store.stats()["is_keeper"] for store in stores) == 1, "not one keeper")
+            removed += len(router.known) - len(router.here)
+            only.settled()
+            opened.close()
+        note.text = f"{removed} blocks were removed"
+
+
+def idle(note: Note) -> None:
+    """An engine that waits for requests is woken to publish what another one has changed."""
+    ensure("self.input_queue = queue.Queue" in inspect.getsource(EngineCoreProc), "the queue has another name")
+    ensure(engine_waker()() is None, "an engine in this process has no loop to be woken")
+
+    class Core(EngineCoreProc):  # type: ignore[misc]
+        """As vLLM's, which makes its queue before it makes the scheduler, and this the connector."""
+
+        def __init__(self) -> None:
+            self.input_queue = queue.Queue()
+            self.wake = engine_waker()
+
+        def waits(self) -> bool:
+            """Whether it takes a message, and there is none behind it."""
+            self._handle_client_request(*self.input_queue.get(timeout=20))
+            return self.input_queue.empty()
+
+    core = Core()
+    core.wake()
+    ensure(core.waits(), "not woken")
+    with folder() as directory, tier.tiers(directory, enable_kv_events=True) as made:
+        made.tier._events._wake = core.wake
+        with tier.tiers(directory) as other:
+            keys = tier.prompt("idle", 3)
+            made.tier._events.know(0, [bytes(key[:-4]) for key in keys])
+            other.store(keys)
+        # The thread that follows the store wakes it; nothing else is called here.
+        core._handle_client_request(*core.input_queue.get(timeout=20))
+        ensure(made.manager.has_pending_work(), "woken for nothing")
+        while made.manager.has_pending_work():
+            made.step()
+        ensure(made.events and not made.events[0].removed, f"{made.events}")
 
 
 def soak(suite: Any, kind: Kind, asynchronous: bool, note: Note, **more: Any) -> None:
@@ -873,7 +1052,16 @@ def checks(suite: Any) -> Iterator[tuple[str, Callable[[Note], None]]]:
     yield "a store that is full", partial(full, suite)
     yield "other models, revisions, tenants", partial(strangers, suite)
     yield "a store that can't be opened", partial(closed, suite)
-    yield "events", partial(events, suite)
+    for describing in (False, True):
+        for host in (0.0, 0.03125):
+            how = f"{', described' if describing else ''}{', with host memory' if host else ''}"
+            yield f"events{how}", partial(events, suite, describing, host)
+    yield "events of an idle engine", idle
+    for keeper in (False, True):
+        yield (
+            f"events, {'the keeper' if keeper else 'another engine'} is killed",
+            partial(events_of_killed, suite, keeper),
+        )
     yield "retention", partial(retention, suite)
     for kind in kinds:
         for asynchronous in (False, True):

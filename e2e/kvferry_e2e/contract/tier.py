@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -47,6 +48,17 @@ class Spec(base.OffloadingSpec):  # type: ignore[misc]
         raise NotImplementedError
 
 
+def _engine(name: str) -> Any:
+    """What names KV of vLLM's configuration."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=name, dtype="bfloat16"),
+        # There are no files of it.
+        load_config=SimpleNamespace(load_format="dummy"),
+        cache_config=SimpleNamespace(),
+        kv_transfer_config=SimpleNamespace(engine_id="engine"),
+    )
+
+
 class Tiers:
     """vLLM's manager of tiers with a primary tier of `rows` chunks and `KVFerryTier` below it."""
 
@@ -69,12 +81,19 @@ class Tiers:
         self.memory = np.asarray(view)
         config = {"type": "KVFerryTier", "module_path": "kvferry.vllm", "disk": str(directory), **DISK, **settings}
         try:
-            self.tier: Any = SecondaryTierFactory.create_secondary_tier(config, view, spec)
+            self.tier = self._made(_engine(name), config, view, spec)
         except BaseException:
             del self.memory, view
             primary.shutdown()
             raise
         self.manager = TieringOffloadingManager(primary, [self.tier])
+        # What the tier has published.
+        self.events: list[Any] = []
+
+    @staticmethod
+    def _made(vllm_config: Any, config: dict[str, Any], view: memoryview, spec: Spec) -> Any:
+        """As vLLM's connector makes it, which has the engine's configuration as `vllm_config`."""
+        return SecondaryTierFactory.create_secondary_tier(config, view, spec)
 
     def request(self, keys: list[bytes], params: dict[str, Any] | None = None) -> Any:
         self._number += 1
@@ -86,6 +105,7 @@ class Tiers:
 
     def step(self) -> None:
         self.manager.on_schedule_end(base.ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
+        self.events += [it for it in self.manager.take_events() if it.medium is base.Medium.STORAGE]
 
     def settle(self) -> None:
         deadline = time.monotonic() + 20
@@ -130,7 +150,8 @@ class Tiers:
 
     def forget(self) -> None:
         """Drops the primary tier's blocks."""
-        self.manager.reset_cache()
+        self.settle()
+        self.manager.primary_tier.reset_cache()
 
     def close(self) -> None:
         del self.memory
@@ -307,6 +328,25 @@ def drained(note: Note) -> None:
         made.manager._jobs.clear()
 
 
+def reset(note: Note) -> None:
+    """test_reset_cache: after it, the tier finds nothing from before, and others find nothing that it puts."""
+    one, other = prompt("one", 10), prompt("other", 6)
+    with folder() as directory, tiers(directory, enable_kv_events=True) as first:
+        first.store(one)
+        first.manager.reset_cache()
+        first.step()
+        published = [(sorted(it.keys), it.removed) for it in first.events]
+        ensure(published == [(sorted(one), False), (sorted(one), True)], f"{first.events}")
+        ensure(first.load(one) == 0, "a block from before the reset was found")
+        first.store(other)
+        first.forget()
+        ensure(first.load(other) == 6, "blocks from after the reset were not found")
+        ensure(sorted(first.events[-1].keys) == sorted(other) and not first.events[-1].removed, f"{first.events}")
+        with tiers(directory) as second:
+            found = [second.load(one), second.load(other)]
+            ensure(found == [10, 0], f"another engine found {found}")
+
+
 def much(note: Note) -> None:
     """What the disk does not take at once waits, and is all stored."""
     limits = mock.patch.multiple(_offload_puts, _QUEUED_BYTES_MAX=2 * ROW, _WAITING_BYTES_MAX=100 * ROW)
@@ -322,13 +362,39 @@ def much(note: Note) -> None:
 
 
 def told(note: Note) -> None:
-    """test_kv_events: blocks that were stored are published if that is switched on."""
-    with folder() as directory, tiers(directory, enable_kv_events=True, locality="LOCAL") as made:
+    """test_kv_events: blocks that were stored, loaded, and that have left are published if that is switched on."""
+    with folder() as directory, tiers(directory, enable_kv_events=True, disk_gib=10 / 1024) as made:
         keys = prompt("one", 5)
         made.store(keys)
-        events = [it for it in made.manager.take_events() if it.medium is base.Medium.STORAGE]
-        published = [(sorted(it.keys), it.removed, it.locality) for it in events]
-        ensure(published == [(sorted(keys), False, base.Locality.LOCAL)], f"{events}")
+        published = [(sorted(it.keys), it.removed, it.locality, it.ownership) for it in made.events]
+        ensure(published == [(sorted(keys), False, base.Locality.LOCAL, "kvferry")], f"{made.events}")
+        ensure(all(it.removal_expected for it in made.events), "vLLM is to keep what it knows of the blocks")
+        with tiers(directory, enable_kv_events=True, locality="REMOTE", disk_gib=10 / 1024) as other:
+            ensure(other.load(keys) == 5, "not found")
+            published = [(sorted(it.keys), it.removed, it.locality, it.ownership) for it in other.events]
+            ensure(published == [(sorted(keys), False, base.Locality.REMOTE, "kvferry")], f"{other.events}")
+            deadline = time.monotonic() + 60
+            number = 0
+            while sum(len(it.keys) for it in other.events if it.removed) < 5:
+                # The first engine fills the store; the second one does nothing.
+                ensure(time.monotonic() < deadline, f"not removed: {other.events}")
+                made.store(prompt(f"other {number}", 20))
+                made.forget()
+                other.step()
+                number += 1
+        here: set[bytes] = set()
+        while time.monotonic() < deadline:
+            made.step()
+            here.clear()
+            for event in made.events:
+                (here.difference_update if event.removed else here.update)(event.keys)
+            space = made.tier._space(0)
+            there = {key for number in range(number) for key in prompt(f"other {number}", 20)} | set(keys)
+            there = {key for key in there if space.lookup([base.get_offload_block_hash(key)])}
+            if here == there:
+                break
+            time.sleep(0.001)
+        ensure(here == there, f"{len(here - there)} too many, {len(there - here)} too few")
         defined = made.tier.build_metric_definitions({})
         ensure(set(made.tier.get_stats().data["data"]) <= set(defined), "statistics without a definition")
 
@@ -371,6 +437,7 @@ def checks() -> Iterator[tuple[str, Callable[[Note], None]]]:
     yield "tier: a small primary tier", small_primary
     yield "tier: blocks that can't be read", damage
     yield "tier: jobs are drained", drained
+    yield "tier: the cache is reset", reset
     yield "tier: more than the disk takes", much
     yield "tier: events and statistics", told
     yield "tier: an object store", from_objects

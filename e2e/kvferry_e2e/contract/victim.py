@@ -1,4 +1,4 @@
-"""An engine that offloads until it is killed: `python -m kvferry_e2e.contract.victim MODEL DIRECTORY`."""
+"""An engine that offloads until it is killed: `python -m kvferry_e2e.contract.victim MODEL DIRECTORY [DISK_GIB]`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvferry_e2e.contract.offload import VICTIM_SEED, Node
 from kvferry_e2e.prompts import Prompts
 
 
-def main(model: str, directory: Path) -> None:
+def main(model: str, directory: Path, disk_gib: float = 0.03125) -> None:
     vllm.config.vllm.HAS_TRITON = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-    only = Node(model, directory, settings={"disk_gib": 0.03125, "offload_prompt_only": False})
+    only = Node(model, directory, settings={"disk_gib": disk_gib, "offload_prompt_only": False})
     first = Prompts(VICTIM_SEED).fresh(200)
     only.answer(first)
     print("ready", flush=True)
@@ -27,4 +27,4 @@ def main(model: str, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(float, sys.argv[3:]))

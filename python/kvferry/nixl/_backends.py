@@ -14,7 +14,7 @@ from kvferry.nixl._errors import nixlBackendError, nixlInvalidParamError, nixlNo
 _log = logging.getLogger("kvferry.nixl")
 
 _MEMS: Final = {"UCX": ["DRAM"], "POSIX": ["DRAM", "FILE"]}
-# Engines on the CPU call their memory VRAM, too: see `is_host`.
+# Engines on the CPU call their memory VRAM, too: the agent refuses what is not host memory.
 _KINDS: Final = {
     nixl_mem_t.DRAM_SEG: ("UCX", "POSIX"),
     nixl_mem_t.VRAM_SEG: ("UCX",),

@@ -18,8 +18,6 @@ from kvferry.nixl._metadata import Metadata, RemoteMemory
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
-# Whose mappings are a device's memory.
-_DEVICES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
 # A file by its path, in a registration's `meta`: the access, further words, the path.
 _BY_PATH: Final = re.compile(r"(ro|rw)((?:,\w+)*):(.+)", re.DOTALL)
 
@@ -116,12 +114,10 @@ class Local:
         if known is not None and known.region is not None and known.region.is_registered:
             known.uses += 1
             return
-        if kind is nixl_mem_t.VRAM_SEG and not is_host(addr, length):
-            raise nixlBackendError(
-                f"the {length} bytes at {addr:#x} are not host memory; kvferry's nixl does not move device memory yet"
-            )
         try:
             region = agent.register((addr, length))
+        except (kvferry.UnsupportedError, kvferry.InvalidArgumentError) as error:
+            raise nixlBackendError(f"{error}. kvferry's nixl moves host memory only") from error
         except kvferry.OverlapError as error:
             raise nixlBackendError(
                 f"{error}. kvferry registers a range twice if both are equal, not if they overlap"
@@ -182,23 +178,6 @@ def close(agent: kvferry.Agent, area: Area) -> None:
     else:
         assert area.region is not None
         agent.unregister(area.region)
-
-
-def is_host(addr: int, length: int) -> bool:
-    """Whether this process can read and write a range of addresses, which is not a device's memory."""
-    end = addr
-    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
-        for line in maps:
-            span, access, *_, name = line.rstrip("\n").split(" ", 5)
-            first, last = (int(part, 16) for part in span.split("-"))
-            if last <= end:
-                continue
-            if first > end or not access.startswith("rw") or name.strip().startswith(_DEVICES):
-                return False
-            end = last
-            if end >= addr + length:
-                return True
-    return False
 
 
 def _file_of(fd: int) -> tuple[int, int, int]:

@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
+
+from kvferry.sglang._of_sglang import TRIED, version
 
 if TYPE_CHECKING:
     from kvferry.sglang._storage import KVFerryStorage as KVFerryStorage
@@ -33,12 +34,5 @@ def __getattr__(name: str) -> Any:
         except ImportError as error:
             if (error.name or "").partition(".")[0] not in ("sglang", "torch"):
                 raise
-            raise RuntimeError(f"{name} needs SGLang 0.5.23; this one is {_version()}: {error}") from error
+            raise RuntimeError(f"{name} needs SGLang {', '.join(TRIED)}; this one is {version()}: {error}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -7,39 +7,14 @@ import importlib
 import json
 import os
 import re
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from kvferry._weights import weights_of
+from kvferry._identity import began, check_sglang_weights_are_named, of_sglang, sglang_draft
 
-# Arguments of the server that change the KV of the same tokens, and that the pool does not show.
-_ARGUMENTS = (
-    "revision",
-    "quantization",
-    "weight_version",
-    "dtype",
-    "quantization_param_path",
-    "load_format",
-    "json_model_override_args",
-    "model_loader_extra_config",
-    "modelopt_quant",
-    "rl_quant_profile",
-    "kt_weight_path",
-)
-# The same, whatever names the model. Host pools have FP8 of either kind as bytes.
+# Host pools have FP8 of either kind as bytes.
 _OF_CACHE = ("kv_cache_dtype",)
-# Those that change the KV of the draft model of speculative decoding.
-_OF_DRAFT = (
-    "speculative_algorithm",
-    "speculative_draft_model_path",
-    "speculative_draft_model_revision",
-    "speculative_draft_model_quantization",
-    "speculative_draft_load_format",
-    "speculative_draft_kv_cache_dtype",
-)
 # What a pool says of the bytes of its pages.
 _GEOMETRY = (
     "layout",
@@ -70,42 +45,24 @@ def server_arguments() -> Any | None:
 
 def model_of(config: Any, named: str | None) -> str:
     """The model, its weights and adapters. `named`: the setting `model`, which replaces the model and its weights."""
-    arguments = server_arguments()
-    parts = [named or str(config.model_name)]
-    if named is None:
-        parts += _given(arguments, _ARGUMENTS)
-        parts += _weights(getattr(arguments, "model_path", None) or config.model_name)
-    # SGLang's keys have an adapter's name and path.
-    for adapter in getattr(arguments, "lora_paths", None) or ():
-        path = _path_of(adapter)
-        parts += [f"lora={path}", *_weights(path)]
-    return " ".join(parts)
+    return of_sglang(config, server_arguments(), named).text()
+
+
+def check_weights_are_named(config: Any, named: str | None) -> None:
+    """Raises ValueError where new weights would have the name of the old ones."""
+    check_sglang_weights_are_named(config, server_arguments(), named, "KVFerryStorage")
 
 
 def _given(arguments: Any | None, names: Sequence[str]) -> list[str]:
     return [f"{name}={getattr(arguments, name, None)}" for name in names if arguments is not None]
 
 
-def _weights(path: str | None) -> list[str]:
-    found = weights_of(path)
-    return [] if found is None else [f"weights={found}"]
-
-
-def _path_of(adapter: Any) -> str:
-    """Of ``NAME=PATH``, ``PATH``, or what SGLang has made of them."""
-    if isinstance(adapter, str):
-        return adapter.partition("=")[2] or adapter
-    path = adapter.get("lora_path") if isinstance(adapter, Mapping) else getattr(adapter, "lora_path", None)
-    return str(path)
-
-
-def _draft(name: str, pool: Any) -> list[str] | None:
+def _draft(name: str, pool: Any) -> str | None:
     """What names the draft model, where a pool has KV of it."""
     layers = getattr(pool, "layer_num", None)
     if not name.startswith("draft") and getattr(pool, "target_layer_num", layers) == layers:
         return None
-    arguments = server_arguments()
-    return _given(arguments, _OF_DRAFT) + _weights(getattr(arguments, "speculative_draft_model_path", None))
+    return sglang_draft(server_arguments())
 
 
 def layout_of(config: Any, name: str, pool: Any, pieces: list[int] | None, split: int, *, copied: bool) -> bytes:
@@ -157,14 +114,4 @@ def life() -> str:
     arguments = server_arguments()
     # One process has started all ranks of the node, but Ray's lives longer than an engine.
     is_alone = arguments is None or getattr(arguments, "use_ray", False)
-    return f"{getattr(arguments, 'port', None)} {_began(os.getpid() if is_alone else os.getppid())}"
-
-
-def _began(pid: int) -> str:
-    """The process, and when it began, since numbers of processes come again."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return f"{pid}@{fields[19]}@{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-    except OSError:
-        # The parent is in another container: then each rank is alone.
-        return secrets.token_hex(16)
+    return f"{getattr(arguments, 'port', None)} {began(os.getpid() if is_alone else os.getppid())}"

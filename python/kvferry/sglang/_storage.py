@@ -15,7 +15,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 
 import kvferry
 from kvferry._scratch import Scratch
-from kvferry.sglang._identity import hashes_of, layout_of, life, model_of
+from kvferry.sglang._identity import check_weights_are_named, hashes_of, layout_of, life, model_of
+from kvferry.sglang._of_sglang import check_storage
 from kvferry.sglang._pools import Buffers, Pages, Pool, pieces_of
 from kvferry.vllm._offload_settings import OffloadSettings, open_store
 
@@ -49,10 +50,12 @@ class KVFerryStorage(HiCacheStorage):  # type: ignore[misc]
     """
 
     def __init__(self, storage_config: Any, _more: Any = None) -> None:
+        check_storage()
         self._config = storage_config
         extra = dict(storage_config.extra_config or {})
         self._zero_copy = bool(extra.get("interface_v1", 0))
         self._settings = OffloadSettings.of({k: v for k, v in extra.items() if k not in _OF_SGLANG}, _WHERE)
+        check_weights_are_named(storage_config, self._settings.model)
         self._model = model_of(storage_config, self._settings.model)
         ranks = storage_config.tp_size * storage_config.pp_size * storage_config.attn_cp_size
         self._opened = open_store(self._settings, self._settings.host_bytes // ranks, logger)

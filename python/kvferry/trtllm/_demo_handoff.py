@@ -40,7 +40,14 @@ def serve(made: Callable[[], Any], requests: Callable[[int, int], list[Request]]
 
 class Process:
     def __init__(self, directory: Path, load: str, **settings: str) -> None:
-        own = {"DISK": str(directory), "DISK_GIB": "0.25", "LOAD": load, "HANDOFF_GIB": "0.0625", **settings}
+        own = {
+            "DISK": str(directory),
+            "DISK_GIB": "0.25",
+            "LOAD": load,
+            "LOAD_WAIT": "60",
+            "HANDOFF_GIB": "0.0625",
+            **settings,
+        }
         environment = os.environ | {"TLLM_KVFERRY_" + name: value for name, value in own.items()}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvferry.trtllm.demo", "--serve-handoff"],

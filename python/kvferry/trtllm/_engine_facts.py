@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry._weights import weights_of
+from kvferry._identity import of_trtllm
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Facts:
     rank: int
     ranks: int
     tokens_per_block: int | None
-    # Name and revision of the weights, samples of them, and how they are loaded and quantised.
+    # What names KV of the engine.
     model: str
     # Of the KV cache, as configured.
     dtype: str
@@ -24,11 +24,13 @@ class Facts:
     shares_requests: bool = True
 
     @staticmethod
-    def of(llm_args: Any) -> Facts:
-        """Raises NotImplementedError for what the connector does not support, with its name."""
+    def of(llm_args: Any, named: str | None = None) -> Facts:
+        """`named`: the setting `model`.
+
+        Raises NotImplementedError for what the connector does not support, with its name."""
         mapping = _mapping(llm_args)
         refuse(llm_args, mapping)
-        ranks = int(_first(mapping, "tp_size", default=1))
+        ranks = of_engine = int(_first(mapping, "tp_size", default=1))
         rank = int(_first(mapping, "tp_rank", "rank", default=0))
         shares_requests = not getattr(llm_args, "enable_attention_dp", False)
         if not shares_requests:
@@ -39,7 +41,7 @@ class Facts:
             rank=rank,
             ranks=ranks,
             tokens_per_block=int(tokens) if isinstance(tokens, int) else None,
-            model=_model(llm_args),
+            model=of_trtllm(llm_args, named, ranks=of_engine).text(),
             dtype=str(getattr(cache, "dtype", "auto")),
             shares_requests=shares_requests,
         )
@@ -106,12 +108,3 @@ def _first(source: Any, *names: str, default: int) -> Any:
         if isinstance(value, int):
             return value
     return default
-
-
-def _model(llm_args: Any) -> str:
-    quantisation = getattr(llm_args, "quant_config", None)
-    names = ("model", "revision", "dtype", "load_format", "model_kwargs")
-    parts = [getattr(llm_args, name, None) for name in names]
-    parts += [getattr(quantisation, name, None) for name in ("quant_algo", "kv_cache_quant_algo")]
-    parts.append(weights_of(getattr(llm_args, "model", None)))
-    return "@".join(str(part) if part is not None else "" for part in parts).rstrip("@")

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import kvferry
+from kvferry._identity import bounded
 from kvferry.connector import SchedulerHalf, WorkerHalf, prompt_id
 from kvferry.trtllm._engine_facts import Facts
 from kvferry.trtllm._meta import Part
@@ -66,8 +67,8 @@ class Prompt:
             return None
         end = blocks * tokens_per_block
         try:
-            identity = prompt_id([int(it) for it in tokens[:end]], [] if salt is None else ["salt:" + salt])
-        except OverflowError:
+            identity = prompt_id(tokens[:end], [] if salt is None else ["salt:" + salt])
+        except (OverflowError, TypeError):
             return None
         return Prompt(hashes[blocks - 1].hex(), identity, blocks, end)
 
@@ -185,7 +186,7 @@ class Handoff:
         self._thread.start()
 
     def _open(self, facts: Facts, model: str) -> None:
-        listen, secret = self._settings.listen, self._settings.secret()
+        listen, secret, producers = self._settings.listen, self._settings.secret(), self._settings.producers
         agents: list[Any] = []
         halves: list[Any] = []
         try:
@@ -199,7 +200,7 @@ class Handoff:
             for rank in range(self._ranks):
                 agent = kvferry.Agent(f"trtllm-rank-{rank}", listen=host, secret=secret)
                 agents.append(agent)
-                region = agent.register((self.arena.addr, self.arena.nbytes), "r")
+                region = agent.register(self.arena.buffer, "r")
                 layout = self._layout(rank, region)
                 halves.append(
                     WorkerHalf(
@@ -209,11 +210,13 @@ class Handoff:
                         rank=rank,
                         timeout=timeout,
                         wait=timeout,
-                        model={"model": model, "dtype": facts.dtype},
+                        model={"model": bounded(model), "dtype": facts.dtype},
                         announce="chunks",
+                        producers=None if producers is None else list(producers),
                     )
                 )
             self._scheduler.set_ranks([half.card for half in halves])
+            self._scheduler.set_producers(halves[0].producers)
         except BaseException:
             _close(halves, agents)
             raise

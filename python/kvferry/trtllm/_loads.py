@@ -55,7 +55,8 @@ class Loads:
         assert local.opened is not None
         self._local, self.arena, self._pages = local, arena, local.pages
         self._ranks = local.facts.ranks
-        self._region = local.opened.agent.register((arena.addr, arena.nbytes), "none")
+        # As a buffer, which the agent keeps for as long as anything writes to it.
+        self._region = local.opened.agent.register(arena.buffer, "none")
         self._extents = Extents(arena.head, arena.head + local.settings.staging_bytes)
         self._spaces = {
             group.number: [local.space(group.number, rank) for rank in range(self._ranks)]
@@ -66,6 +67,8 @@ class Loads:
         # Sent, or given up while the store still writes there.
         self._kept: list[Staged] = []
         self._given_up: list[Staged] = []
+        # Whether the last look-up waited in vain.
+        self.took_too_long = False
 
     @property
     def free_bytes(self) -> int:
@@ -73,6 +76,7 @@ class Loads:
 
     def found(self, hashes: list[bytes], deadline: float) -> int:
         """How many blocks of a prompt, from its beginning, are in the store for all ranks and groups."""
+        self.took_too_long = False
         end = self.in_store(hashes)
         if self._local.settings.store.object is not None and end < len(hashes):
             begun = [space.prefetch_async(hashes) for group in self._full for space in self._spaces[group.number]]
@@ -80,7 +84,8 @@ class Loads:
             for group in self._windows:
                 last = hashes[self._first(group, 0, len(hashes)) :]
                 begun += [space.prefetch_async([it]) for space in self._spaces[group.number] for it in last]
-            if _wait(begun, deadline):
+            self.took_too_long = not _wait(begun, deadline)
+            if not self.took_too_long:
                 end = self.in_store(hashes)
         return end
 
@@ -132,6 +137,7 @@ class Loads:
         if not _wait(staged.pending, deadline):
             self._local.say("the store has not read %d blocks in load_wait; they are computed", end - first)
             self._local.counts["load_timeouts"] += 1
+            self.took_too_long = True
             self._given_up.append(staged)
             return None
         return self._checked(staged, first)
@@ -224,10 +230,21 @@ class Loads:
         """A load that was not sent."""
         staged.give(staged.extent)
 
-    def close(self) -> None:
-        """Waits for reads that were given up: after it, nothing writes to the arena."""
+    def close(self) -> bool:
+        """Waits for reads that were given up, not longer than kvferry's silence limit. False if some are not done: the
+        agent keeps the arena's memory until a later call returns True, or for ever.
+        """
         assert self._local.opened is not None
-        self._local.opened.agent.unregister(self._region)
+        try:
+            self._local.opened.agent.unregister(self._region)
+        except kvferry.QuarantinedError as error:
+            self._local.say("a read from the store does not end, and keeps its staging memory: %s", str(error))
+            return False
+        return True
+
+    def is_ended(self) -> bool:
+        """Of loads whose `close` returned False. Does not wait."""
+        return not self._region.is_quarantined and self.close()
 
     def collect(self) -> None:
         """Frees what all ranks have copied."""

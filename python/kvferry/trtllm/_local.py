@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import kvferry
+from kvferry._identity import check_trtllm_weights_are_named
 from kvferry._seldom import Seldom
 from kvferry.trtllm._engine_facts import Facts
 from kvferry.trtllm._handoff import Handoff
@@ -35,8 +36,9 @@ class Local:
 
     def __init__(self, llm_args: Any) -> None:
         # Raises before anything is open.
-        self.facts = Facts.of(llm_args)
         self.settings = Settings.of(llm_args)
+        check_trtllm_weights_are_named(llm_args, self.settings.store.model, "kvferry.trtllm")
+        self.facts = Facts.of(llm_args, self.settings.store.model)
         if self.settings.handoff.role != "off" and not self.facts.shares_requests:
             raise NotImplementedError(
                 "kvferry.trtllm does not hand over with enable_attention_dp: ranks would need an address each; "
@@ -44,7 +46,7 @@ class Local:
             )
         # While this lives, no other arguments have this address.
         self._llm_args = llm_args
-        self.model = self.settings.store.model or self.facts.model
+        self.model = self.facts.model
         self.opened = open_store(self.settings.store, self.settings.store.host_bytes // self.facts.ranks, logger)
         self.puts = Puts()
         self.pages: Pages | None = None

@@ -10,11 +10,13 @@ from typing import Any
 
 import kvferry
 from kvferry.trtllm._bases import bases
+from kvferry.trtllm._breaker import Breaker
 from kvferry.trtllm._handoff import Offer, Prompt
 from kvferry.trtllm._keys import chain, is_named, salt_of
 from kvferry.trtllm._loads import Loads, Staged
 from kvferry.trtllm._local import Local
 from kvferry.trtllm._meta import Copies, Load, Part, Save, Step
+from kvferry.trtllm._of_trtllm import check_connector
 
 logger = logging.getLogger("kvferry.trtllm")
 
@@ -52,11 +54,14 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
     supports_attention_dp = True
 
     def __init__(self, llm_args: Any) -> None:
+        check_connector()
         super().__init__(llm_args)
         self._local = Local.of(llm_args)
         self._settings = self._local.settings
         self._requests: dict[int, _Request] = {}
         self._loads: Loads | None = None
+        # Those of caches that were registered before, whose reads have not ended.
+        self._closing: list[Loads] = []
         self._step = 0
         # Whether the engine's blocks are not those that the arguments describe.
         self._is_stopped = False
@@ -64,6 +69,8 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         self._numbers = {False: 0, True: 0}
         # Of the step that is built: what ranks copy to hand it over.
         self._copies: list[Part] = []
+        # Of look-ups at engines that prefill, and in the store.
+        self._engines, self._store = Breaker(), Breaker()
         # Asynchronous loads that were promised, and whose requests ended before they were sent.
         self._abandoned: list[int] = []
 
@@ -97,30 +104,45 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         loads = self._ready_loads()
         if loads is None:
             return
-        deadline = time.monotonic() + self._settings.load_wait
         loads.collect()
         first = state.computed // tokens_per_block
         self._local.counts["wanted_blocks"] += max(0, (state.prompt_tokens - 1) // tokens_per_block - first)
         handoff = self._local.handoff
-        if handoff is not None and prompt is not None:
+        if handoff is not None and prompt is not None and self._engines.allows():
+            deadline = time.monotonic() + self._settings.load_wait
             slots = handoff.fetch(prompt, first, deadline)
+            late = slots is None and time.monotonic() >= deadline
+            self._ended(self._engines, "engines that prefill", found=slots is not None, late=late)
             if slots is not None:
                 self._promise(state, loads.handed_over(handoff, slots, first), tokens_per_block)
                 state.stored = loads.in_store(state.hashes)
                 return
-            deadline = time.monotonic() + self._settings.load_wait
+        if not self._store.allows():
+            self._local.counts["skipped_look_ups"] += 1
+            state.stored = loads.in_store(state.hashes)
+            return
+        deadline = time.monotonic() + self._settings.load_wait
         state.stored = loads.found(state.hashes, deadline)
         if self._settings.load == "off":
+            self._ended(self._store, "the store", found=False, late=loads.took_too_long)
             return
         # At least one token is computed, for its logits.
         usable = min(state.stored, (state.prompt_tokens - 1) // tokens_per_block)
         staged = loads.read(state.hashes, first, usable, deadline) if usable > first else None
+        self._ended(self._store, "the store", found=staged is not None, late=loads.took_too_long)
         if staged is None:
             # A block that was found but can't be read is put again.
             state.stored = min(state.stored, first) if usable > first else state.stored
             return
         state.stored = state.stored if staged.end == usable else staged.end
         self._promise(state, staged, tokens_per_block)
+
+    def _ended(self, breaker: Breaker, whom: str, *, found: bool, late: bool) -> None:
+        # A miss in time says nothing of what a hit would cost.
+        if found:
+            breaker.worked()
+        elif late and self._settings.load_wait > 0:
+            self._local.say("no look-ups for %.0f s, since %s took longer than load_wait", breaker.timed_out(), whom)
 
     def _promise(self, state: _Request, staged: Staged, tokens_per_block: int) -> None:
         staged.is_async = self._settings.load == "async"
@@ -138,7 +160,8 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
             for number in [it.number for it in self._requests.values() if it.load is not None]:
                 self._forget(number)
             self._loads = None
-            before.close()
+            if not before.close():
+                self._closing.append(before)
         if self._loads is None:
             self._loads = Loads(local, local.arena)
         return self._loads
@@ -165,6 +188,8 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
         self._step += 1
         if self._loads is not None:
             self._loads.collect()
+        if self._closing:
+            self._closing = [it for it in self._closing if not it.is_ended()]
         handoff = self._local.handoff
         if handoff is not None:
             handoff.pump()
@@ -319,7 +344,8 @@ class KVFerryConnectorScheduler(_Base):  # type: ignore[misc]
 
     def _priority(self, state: _Request, block: int) -> int:
         priority = state.priorities[block] if block < len(state.priorities) else None
-        return self._settings.store.priority if priority is None else min(100, max(0, int(priority)))
+        store = self._settings.store
+        return store.priority if priority is None else min(store.priority_max, max(0, int(priority)))
 
     # Ends.
 

@@ -27,13 +27,14 @@ _OF_STORE = (
     "object_options",
     "model",
     "priority",
+    "priority_max",
     "blocks_max",
     "segment_mib",
     "direct",
 )
 _HANDOFFS = ("off", "prefill", "decode", "both")
 _TEXTS = ("direct", "handoff", "listen", "load", "model", "object", "save", "secret_file")
-_OF_HANDOFF = ("handoff", "handoff_gib", "handoff_timeout", "listen", "prefill", "secret_file")
+_OF_HANDOFF = ("handoff", "handoff_gib", "handoff_timeout", "listen", "prefill", "producers", "secret_file")
 _OWN = ("load", "load_wait", "save", "staging_gib", *_OF_HANDOFF)
 # Where a deployment may have put more into `KvCacheConnectorConfig`.
 _EXTRAS = ("extra_config", "connector_extra_config", "connector_config", "model_extra")
@@ -53,6 +54,8 @@ class HandoffSettings:
     # Where engines that prefill listen.
     prefill: tuple[str, ...] = ()
     secret_file: str | None = None
+    # Hosts, networks and names that KV may come from; None: this host and its network, or any with a secret.
+    producers: tuple[str, ...] | None = None
 
     @property
     def prefills(self) -> bool:
@@ -102,7 +105,13 @@ class HandoffSettings:
         if role in ("prefill", "both") and listen is None:
             raise ValueError(f"{where}: handoff {role} needs listen, where the engines that decode find this one")
         secret_file = texts["secret_file"] or None
-        return HandoffSettings(role, nbytes, timeout, listen, prefill, secret_file)  # type: ignore[arg-type]
+        named = found.pop("producers", None)
+        if isinstance(named, str):
+            named = [it.strip() for it in named.split(",") if it.strip()]
+        if named is not None and not (isinstance(named, list | tuple) and all(isinstance(it, str) for it in named)):
+            raise ValueError(f"{where}: producers must be a list of texts, not {named!r}")
+        producers = None if named is None else tuple(named)
+        return HandoffSettings(role, nbytes, timeout, listen, prefill, secret_file, producers)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

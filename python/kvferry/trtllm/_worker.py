@@ -11,6 +11,7 @@ from kvferry._scratch import Scratch
 from kvferry.trtllm._bases import bases
 from kvferry.trtllm._local import Local
 from kvferry.trtllm._meta import Copies, Load, Save, Step
+from kvferry.trtllm._of_trtllm import check_connector
 from kvferry.trtllm._pages import Memory, Pages
 from kvferry.vllm._offload_retention import Retention
 
@@ -25,6 +26,7 @@ class KVFerryConnectorWorker(_Base):  # type: ignore[misc]
     supports_attention_dp = True
 
     def __init__(self, llm_args: Any) -> None:
+        check_connector()
         super().__init__(llm_args)
         self._local = Local.of(llm_args)
         self._region: Any = None

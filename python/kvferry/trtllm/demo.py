@@ -47,7 +47,7 @@ def full_blocks(served: list[Request]) -> int:
 def made() -> tuple[Any, Any, Engine]:
     """The halves of the connector, and an engine with them."""
     cache = SimpleNamespace(tokens_per_block=_TOKENS_PER_BLOCK, dtype="auto")
-    arguments = SimpleNamespace(model="made-up", revision="1", kv_cache_config=cache)
+    arguments = SimpleNamespace(model="made-up", load_format="dummy", revision="1", kv_cache_config=cache)
     worker = KVFerryConnectorWorker(arguments)
     scheduler = KVFerryConnectorScheduler(arguments)
     pages = Cache(_SHAPE)

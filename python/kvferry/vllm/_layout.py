@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry._identity import LayerFacts, processor
+
 
 class UnsupportedCacheError(ValueError):
     """A cache that kvferry does not hand over."""
@@ -130,12 +132,12 @@ def layout(
     kv_caches: Mapping[str, Any],
     kv_cache_config: Any,
     place: Place,
-    total_heads: int,
+    facts: Mapping[str, LayerFacts],
     regions: Sequence[tuple[int, int, int]],
 ) -> Layout:
     """The layout of the tensors that vLLM registers.
 
-    `total_heads`: KV heads of the model. `regions`: id, address and bytes of each registered allocation.
+    `facts`: of each layer. `regions`: id, address and bytes of each registered allocation.
     """
     specs = {layer: spec for group in kv_cache_config.transfer_groups for layer, spec in layer_specs(group)}
     group_of = kv_cache_config.transfer_group_index_by_layer
@@ -146,7 +148,7 @@ def layout(
         tensor, spec = kv_caches[layer], specs[layer]
         storage = tensor.untyped_storage().data_ptr()
         region = next(at for at, (_, address, _) in enumerate(regions) if address == storage)
-        shape = _shape(layer, tensor, spec, blocks, place, total_heads)
+        shape = _shape(layer, tensor, spec, blocks, place, facts.get(layer, LayerFacts()))
         if shape not in shapes:
             shapes.append(shape)
         plane = {"shape": shapes.index(shape), "region": region, "base": tensor.data_ptr() - storage}
@@ -179,7 +181,7 @@ def _group(group: Group, blocks: int) -> dict[str, Any]:
     return parts
 
 
-def _shape(layer: str, tensor: Any, spec: Any, blocks: int, place: Place, total_heads: int) -> dict[str, Any]:
+def _shape(layer: str, tensor: Any, spec: Any, blocks: int, place: Place, facts: LayerFacts) -> dict[str, Any]:
     element = tensor.element_size()
     if tensor.dim() != 4 or tensor.stride(3) != 1 or tensor.shape[0] % blocks != 0:
         raise UnsupportedCacheError(
@@ -198,7 +200,7 @@ def _shape(layer: str, tensor: Any, spec: Any, blocks: int, place: Place, total_
                 f"the state of layer {layer} has {heads} heads, {rows} rows, {split} kernel blocks"
             )
     else:
-        held = _heads(spec, heads, place, total_heads)
+        held = _heads(layer, spec, heads, place, facts.kv_heads)
         encoding, bits = _encoding(spec), element * 8
         role, content_bytes = "kv", content * element
         if tensor.device.type == "cpu" and "MLAAttentionSpec" not in _class_names(spec):
@@ -206,7 +208,8 @@ def _shape(layer: str, tensor: Any, spec: Any, blocks: int, place: Place, total_
             # no token has bytes that can be copied alone, so a head's block is one row.
             if tensor.stride(2) != content or split != 1:
                 raise UnsupportedCacheError(f"the KV cache of layer {layer} has strides {tensor.stride()}")
-            encoding, content_bytes, rows = f"cpu:{rows}:{encoding}", content_bytes * rows, 1
+            encoding = f"cpu {processor(facts.kernel)}:{rows}:{encoding}"
+            content_bytes, rows = content_bytes * rows, 1
     block_stride, head_stride, row_stride = (tensor.stride(axis) * element for axis in range(3))
     total, start, count = held
     return {
@@ -226,19 +229,23 @@ def _shape(layer: str, tensor: Any, spec: Any, blocks: int, place: Place, total_
     }
 
 
-def _heads(spec: Any, heads: int, place: Place, total_heads: int) -> tuple[int, int, int]:
-    """Heads of the model, the first one here, and how many are here."""
+def _heads(layer: str, spec: Any, heads: int, place: Place, total: int | None) -> tuple[int, int, int]:
+    """Heads of the layer on all ranks, the first one here, and how many are here.
+
+    `total`: None if it is not known. vLLM spreads heads evenly, so that ranks with several have different ones, and
+    where there are more ranks than heads each has one. Those ranks are then taken for different ones: engines of
+    another tensor parallelism do not fit, instead of reading the wrong heads.
+    """
     size, rank = place.tp_size, place.tp_rank
-    if "MLAAttentionSpec" in _class_names(spec) or "SlidingWindowMLASpec" in _class_names(spec):
+    if _class_names(spec) & {"MLAAttentionSpec", "SlidingWindowMLASpec"}:
         # One latent for all heads, the same on every rank.
         return heads, 0, heads
     shards = getattr(spec, "max_tp_shards", None)
     if shards is None:
-        # A draft model may have another number of heads than the model: then each rank has its own.
-        shards = total_heads // heads if heads and total_heads % heads == 0 and total_heads // heads <= size else size
+        shards = size if heads > 1 or total is None else total
     shards = min(shards, size)
     if shards < 1 or size % shards != 0:
-        raise UnsupportedCacheError(f"{heads} heads on each of {size} ranks, in {shards} parts")
+        raise UnsupportedCacheError(f"layer {layer}: {heads} heads on each of {size} ranks, in {shards} parts")
     return heads * shards, rank // (size // shards) * heads, heads
 
 

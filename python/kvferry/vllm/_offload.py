@@ -12,6 +12,14 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingMetricMetadata, OffloadingSpec, OffloadingWorker
 
+from kvferry._identity import (
+    check_media_are_named,
+    check_weights_are_named,
+    layer_facts,
+    of_vllm,
+    vllm_config_of_callers,
+)
+from kvferry.vllm._of_vllm import check_spec
 from kvferry.vllm._offload_layout import check_device, group_layouts
 from kvferry.vllm._offload_manager import KVFerryOffloadingManager
 from kvferry.vllm._offload_settings import OffloadSettings, open_store
@@ -30,7 +38,13 @@ class KVFerryOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        check_spec()
         self._settings = OffloadSettings.of(config.extra_config)
+        # vLLM's connector makes this object, and gives it only a part of the configuration.
+        self._vllm_config = vllm_config_of_callers()
+        if self._vllm_config is not None:
+            check_media_are_named(self._vllm_config, "KVFerryOffloadingSpec")
+            check_weights_are_named(self._vllm_config, self._settings.model, "KVFerryOffloadingSpec")
 
     def get_manager(self) -> OffloadingManager:
         # What the workers have in host memory is not asked for: it is on the disk, too, or will be.
@@ -43,7 +57,9 @@ class KVFerryOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         if connector is not None:
             caches = connector._kv_cache_config
             interleave = connector._vllm_config.parallel_config.cp_kv_cache_interleave_size
-        layouts = group_layouts(self.config, kv_caches, caches, self._settings.share_tp, interleave)
+        names = [name for group in self.config.groups for name in group.layer_names]
+        facts = layer_facts(self._vllm_config, names, tp_size=self.config.parallel.tp_size)
+        layouts = group_layouts(self.config, kv_caches, caches, self._settings.share_tp, interleave, facts)
         ranks = self.config.parallel.world_size
         opened = open_store(self._settings, self._settings.host_bytes // ranks, logger)
         worker = KVFerryOffloadingWorker(self.config, self._model(connector), layouts, kv_caches, opened)
@@ -58,14 +74,15 @@ class KVFerryOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
 
     def _model(self, connector: Any | None) -> str:
         """What names the weights."""
-        if self._settings.model is not None:
-            return self._settings.model
-        name = str(self.config.model.name)
-        if connector is None:
-            return name
-        model = connector._vllm_config.model_config
-        parts = [name, str(model.revision or ""), str(model.quantization or "")]
-        return "@".join(parts).rstrip("@")
+        config = self._vllm_config or getattr(connector, "_vllm_config", None)
+        if config is not None:
+            return of_vllm(config, self._settings.model).text()
+        if self._settings.model is None:
+            raise ValueError(
+                "KVFerryOffloadingSpec: the engine's configuration is out of reach, so its weights can't be named: "
+                "set model in kv_connector_extra_config to a name that says the weights and what else changes their KV"
+            )
+        return self._settings.model
 
 
 def _connector_of(spec: OffloadingSpec) -> Any | None:
@@ -99,8 +116,16 @@ def _report_failures(connector: Any, worker: KVFerryOffloadingWorker) -> None:
     connector.get_transfer_results = get_transfer_results
     connector.get_kv_connector_stats = get_kv_connector_stats
     worker.can_report_failures = True
-    if connector._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+    if _failure_policy(connector) != "recompute":
         logger.warning(
             'KVFerryOffloadingSpec: set "kv_load_failure_policy": "recompute" beside "kv_connector": without it, a '
             "request ends with an error where a block leaves the store, or can't be read, after it was found"
         )
+
+
+def _failure_policy(connector: Any) -> str:
+    """The policy in force is that of the engine's own connector, which MultiConnector does not give to those in it."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    outer = getattr(get_kv_transfer_group(), "_vllm_config", connector._vllm_config)
+    return str(outer.kv_transfer_config.kv_load_failure_policy)

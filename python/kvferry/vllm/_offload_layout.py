@@ -8,20 +8,20 @@ Elsewhere it holds what one rank of an engine of the same parallelism has.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import math
 import os
-import platform
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvferry._identity import LayerFacts, processor
 from kvferry.vllm._layout import UnsupportedCacheError
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,18 @@ class GroupLayout:
 
 
 def group_layouts(
-    config: Any, kv_caches: Any, kv_cache_config: Any | None, share_tp: int, interleave: int | None = None
+    config: Any,
+    kv_caches: Any,
+    kv_cache_config: Any | None,
+    share_tp: int,
+    interleave: int | None = None,
+    facts: Mapping[str, LayerFacts] | None = None,
 ) -> list[GroupLayout]:
     """`config`: vLLM's `OffloadingConfig`; `kv_cache_config`: None if it is not known; `interleave`: tokens in a row
     that one rank has with context parallelism, None if that is not known.
     """
     made = []
+    facts = facts or {}
     for group, refs in zip(config.groups, kv_caches.group_data_refs, strict=True):
         if not refs:
             # A stage of a pipeline without layers of this group: it has nothing to store or to load.
@@ -77,8 +83,9 @@ def group_layouts(
         mappings = [ref.mapping for ref in refs]
         window = max((_window(spec) for spec in specs), default=0)
         shared = None
+        of_layers = [facts.get(name, LayerFacts()) for name in group.layer_names]
         if specs and len(specs) == len(refs):
-            shared = _shared_shards(config, refs, specs, share_tp)
+            shared = _shared_shards(config, refs, specs, of_layers, share_tp)
         if shared is not None:
             shards, described = shared
             writers, writer = mappings[0].num_writers, mappings[0].writer_index
@@ -88,7 +95,7 @@ def group_layouts(
             shards = (Shard(parallel.rank, parallel.world_size, pieces),)
             described = [*(repr(spec) for spec in specs), _parallelism(parallel, interleave)]
             writers, writer = 1, 0
-        fingerprint = _fingerprint(config, kv_caches, group, refs, described)
+        fingerprint = _fingerprint(config, kv_caches, group, refs, described, of_layers)
         made.append(GroupLayout(group.group_id, fingerprint, shards, writers, writer, window, shared is not None))
     return made
 
@@ -130,12 +137,12 @@ def _window(spec: Any) -> int:
 
 
 def _shared_shards(
-    config: Any, refs: list[Any], specs: list[Any], share_tp: int
+    config: Any, refs: list[Any], specs: list[Any], facts: list[LayerFacts], share_tp: int
 ) -> tuple[tuple[Shard, ...], list[str]] | None:
     """Shards of heads, and what describes the layers; None if a layer's page can't be cut by heads."""
     parts: list[tuple[int, int]] = []
     described = []
-    for ref, spec in zip(refs, specs, strict=True):
+    for ref, spec, fact in zip(refs, specs, facts, strict=True):
         mapping = ref.mapping
         # One run: the heads of this rank follow each other in its page and in the model's page. A page with two halves
         # has that in an engine of one rank, too, but vLLM 0.32 has no such page in the layout LBHNC.
@@ -157,6 +164,8 @@ def _shared_shards(
             1,
         ) and not run.canonical_offset % page:
             total = spec.num_kv_heads * of
+            if not _is_certain(total, of, spec, fact, config.parallel.tp_size):
+                return None
         else:
             return None
         described.append(_describe(spec, total))
@@ -187,6 +196,16 @@ def _shared_shards(
     return shards, described
 
 
+def _is_certain(total: int, shards: int, spec: Any, fact: LayerFacts, ranks: int) -> bool:
+    """Whether a layer has so many heads in so many shards. vLLM concludes it from one number for the model, and layers
+    may have other numbers: ranks are then taken for replicas which are none.
+    """
+    if spec.num_kv_heads > 1:
+        # Ranks with several heads have different ones.
+        return shards == ranks
+    return shards == ranks if fact.kv_heads is None else total == fact.kv_heads
+
+
 def _describe(spec: Any, heads: int) -> str:
     parts = [type(spec).__name__, str(heads)]
     fields = ("block_size", "head_size", "dtype", "cache_dtype_str", "kv_quant_mode", "sliding_window")
@@ -195,11 +214,14 @@ def _describe(spec: Any, heads: int) -> str:
     return " ".join(parts)
 
 
-def _fingerprint(config: Any, kv_caches: Any, group: Any, refs: list[Any], described: list[str]) -> bytes:
+def _fingerprint(
+    config: Any, kv_caches: Any, group: Any, refs: list[Any], described: list[str], facts: list[LayerFacts]
+) -> bytes:
     device = kv_caches.tensors[refs[0].tensor_idx].tensor.device.type
     parts = {
         "v": _VERSION,
-        "device": _processor() if device == "cpu" else device,
+        "device": f"cpu {processor()}" if device == "cpu" else device,
+        "kernels": [fact.kernel for fact in facts],
         "dtype": config.model.dtype,
         "layout": config.kv_cache_layout,
         "tokens": group.tokens_per_block,
@@ -209,13 +231,6 @@ def _fingerprint(config: Any, kv_caches: Any, group: Any, refs: list[Any], descr
         "specs": described,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
-
-
-def _processor() -> str:
-    """The kernels of the CPU keep keys in an order that depends on the instructions that the processor has."""
-    torch = importlib.import_module("torch")
-    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)()
-    return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {amx}"
 
 
 def check_device(kv_caches: Any) -> None:

@@ -30,10 +30,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvferry
+from kvferry._core import core_of_callers
 from kvferry.vllm import _offload_stats as counters
+from kvferry.vllm._offload_blocks import Block, Columns, packed, unpacked
+from kvferry.vllm._offload_events import StoreEvents
 from kvferry.vllm._offload_keys import Keys
 from kvferry.vllm._offload_layout import read_card, remove_cards
-from kvferry.vllm._offload_retention import Plan, Retention
+from kvferry.vllm._offload_retention import Plan, Plans
 
 if TYPE_CHECKING:
     from kvferry.vllm._offload_settings import OffloadSettings, OpenStore
@@ -58,13 +61,13 @@ class StoredBlocks(LoadStoreSpec):  # type: ignore[misc]
     tenant: bytes = b""
     groups: dict[int, list[Block]] = field(default_factory=dict)
 
+    def __getstate__(self) -> tuple[str, bytes, dict[int, Columns]]:
+        # vLLM pickles it for each rank.
+        return self.request, self.tenant, {number: packed(blocks) for number, blocks in self.groups.items()}
 
-@dataclass(frozen=True)
-class Block:
-    hash: bytes
-    # Of the block before it in the prompt, if that is known.
-    before: bytes | None = None
-    retention: Retention = field(default_factory=Retention)
+    def __setstate__(self, state: tuple[str, bytes, dict[int, Columns]]) -> None:
+        self.request, self.tenant, groups = state
+        self.groups = {number: unpacked(columns) for number, columns in groups.items()}
 
 
 @dataclass
@@ -72,13 +75,15 @@ class _Request:
     """What is known of a request, in vLLM's context of it."""
 
     plan: Plan
-    keys: Keys = field(default_factory=Keys)
+    keys: Keys
     # What the index said in this step.
     step: int = -1
     known: dict[bytes, bool] = field(default_factory=dict)
     loads: Counter[bytes] = field(default_factory=Counter)
     # By group and the key of the first block.
     prefetches: dict[int, dict[bytes, list[Any]]] = field(default_factory=dict)
+    # By group: so many blocks, from the first, were found and are reported.
+    reported: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -105,11 +110,16 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         self._storing: Counter[bytes] = Counter()
         # By request: vLLM loads for a request once at a time.
         self._pins: dict[str, list[Any]] = {}
-        self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
+        self._events: StoreEvents | None = None
+        if opened is not None and config.enable_kv_cache_events:
+            self._events = StoreEvents(opened, locality=Locality.LOCAL, ownership=None)
         # Begun since the start.
         self.prefetches = 0
         self._stats = counters.SchedulerStats()
-        self._warned_of_params = False
+        self._plans = Plans(settings.limits, "KVFerryOffloadingSpec", logger)
+        self._core = core_of_callers()
+        self._version = self._core.version()
+        self._core.on_named(self._follow_weights)
         self._ready()
 
     # The store's names.
@@ -155,6 +165,8 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
                 for model, layout, index, count in sorted(shards)
             ]
             self._groups[number] = _Group(spaces, max(shards.values()))
+        if self._events is not None:
+            self._events.watch({number: group.spaces for number, group in self._groups.items()})
 
     # Requests.
 
@@ -165,19 +177,7 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
     def _request(self, req_context: Any) -> _Request:
         request: _Request | None = req_context.get_state(_Request)
         if request is None:
-            try:
-                plan = Plan.of(req_context.kv_transfer_params, self._settings.priority)
-            except ValueError as error:
-                # An exception here would end the engine.
-                if not self._warned_of_params:
-                    self._warned_of_params = True
-                    logger.warning(
-                        "request %s: %s; its blocks are kept like those of other requests. This is said once.",
-                        req_context.req_id,
-                        error,
-                    )
-                plan = Plan(Retention(self._settings.priority))
-            request = _Request(plan)
+            request = _Request(self._plans.of(req_context.kv_transfer_params), Keys(self._tokens))
             req_context.set_state(request)
         return request
 
@@ -235,12 +235,27 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         if found is not None:
             return found
         request.known[key] = found = self._prefix(group, [key]) == 1
+        keys = [key]
         if found and group.window == 0:
             # vLLM asks for one block after another: the whole rest of a prompt is asked for at once.
             keys = request.keys.of(number, key)
-            here = self._prefix(group, keys)
-            request.known.update(dict.fromkeys(keys[:here], True))
+            keys = keys[: self._prefix(group, keys)]
+            request.known.update(dict.fromkeys(keys, True))
+        if found and keys and self._events is not None:
+            self._report(number, keys, request)
         return found
+
+    def _report(self, number: int, keys: Sequence[bytes], request: _Request) -> None:
+        """Reports blocks of a request that follow each other, once each."""
+        assert self._events is not None
+        place = request.keys.place(keys[0])
+        if place >= 0:
+            before = request.reported.get(number, 0)
+            request.reported[number] = max(before, place + len(keys))
+            if self._groups[number].window == 0:
+                keys = keys[max(0, before - place) :]
+        if keys:
+            self._events.know(number, [get_offload_block_hash(key) for key in keys])
 
     def _prefix(self, group: _Group, keys: Sequence[bytes]) -> int:
         """How many blocks from the first on are in the store, in all shards."""
@@ -350,6 +365,8 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
             elif key not in self._storing:
                 new.append(key)
         self._touch_runs(group, present, request.keys)
+        if present and self._events is not None:
+            self._events.know(number, [get_offload_block_hash(key) for key in present])
         for key in new:
             self._storing[key] += 1
             end = req_context.get_offload_key_position(key)
@@ -382,21 +399,18 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         for key in keys:
             self._storing.pop(key, None)
         if self._events is not None and success:
-            self._events.append(
-                OffloadingEvent(
-                    keys=list(keys),
-                    medium=Medium.STORAGE,
-                    removed=False,
-                    locality=Locality.LOCAL,
-                )
-            )
+            # Not all of them were stored: those that are on the disk are reported.
+            for number, of_group in self._by_group(keys).items():
+                self._events.know(number, [get_offload_block_hash(key) for key in of_group])
 
     # The rest of vLLM's contract.
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if self._events:
-            taken, self._events = self._events, []
-            yield from taken
+        return self._events.take(self._storing) if self._events is not None else ()
+
+    def has_pending_work(self) -> bool:
+        # vLLM publishes events in a step only.
+        return self._events is not None and self._events.are_ready
 
     def reset_cache(self) -> None:
         """The weights may have changed: from now on this engine neither finds nor adds blocks under the names that
@@ -410,6 +424,15 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
         if self._cards is not None:
             self._make_spaces()
 
+    def _follow_weights(self) -> None:
+        """The engine was given the version of its weights. A store outlives it, and another training may give other
+        weights the same version, so blocks of another one have names that nobody else has.
+        """
+        version = self._core.version()
+        if version != self._version and self._opened is not None:
+            self._version = version
+            self.reset_cache()
+
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self._stats.take(self._opened.store if self._opened else None)
 
@@ -420,3 +443,5 @@ class KVFerryOffloadingManager(OffloadingManager):  # type: ignore[misc]
             opened, self._opened = self._opened, None
             self._groups.clear()
             opened.close()
+        if self._events is not None:
+            self._events.close()

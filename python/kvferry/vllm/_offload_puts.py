@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,8 +12,12 @@ if TYPE_CHECKING:
 # The store refuses what is put while 256 MiB wait.
 _QUEUED_BYTES_MAX = 128 << 20
 # A step of a long prefill may compute more than the disk takes meanwhile. An engine that needs the pages of what waits
-# waits for it.
+# has it given up.
 _WAITING_BYTES_MAX = 2 << 30
+# A put is not given up once it has begun, so it is no larger than that: 0.3 s of a disk that takes 200 MB/s.
+PUT_BYTES_MAX = 64 << 20
+# How long the end of the engine waits for what has not begun.
+_CLOSE_S = 10.0
 
 
 class Waiting:
@@ -26,7 +30,12 @@ class Waiting:
         return self._future.done()
 
     def wait(self) -> Any:
+        """Raises what the put raised, or `CancelledError`."""
         return self._future.result()
+
+    def give_up(self) -> None:
+        """It does not begin any more. One that has begun goes on."""
+        self._future.cancel()
 
 
 class Puts:
@@ -57,10 +66,16 @@ class Puts:
         self._waiting.append((waiting, nbytes))
         return waiting
 
+    def give_up(self) -> None:
+        """What waits does not begin any more."""
+        for waiting, _ in self._waiting:
+            waiting.give_up()
+
     def close(self) -> None:
-        """Waits for all."""
+        """Waits for what has begun, and not for long for the rest."""
         if self._thread is not None:
-            self._thread.shutdown()
+            wait([it._future for it, _ in self._waiting], _CLOSE_S)
+            self._thread.shutdown(cancel_futures=True)
 
 
 def _sum(puts: list[tuple[Any, int]]) -> int:

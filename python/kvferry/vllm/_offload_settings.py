@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import kvferry
+from kvferry.vllm._offload_retention import DURATION_MAX, Limits
 
 if TYPE_CHECKING:
     import logging
 
 GIB = 1 << 30
+# How long the blocks of a put wait for space in a full store. They keep the pages of their request meanwhile.
+PUT_WAIT_S = 2.0
+# For how long an engine that starts tries again to open a store whose processes do not answer: another rank may be
+# reading a large store after a crash, or be stopped by a debugger. Each try waits by itself, too.
+BUSY_S = 180.0
+BUSY_PAUSE_S = 1.0
 # Read by vLLM itself from the same mapping.
 _OF_VLLM = {
     "block_size",
@@ -40,13 +48,20 @@ class OffloadSettings:
     model: str | None = None
     # Ranks of the largest tensor parallelism that shares the store.
     share_tp: int = 8
-    # Of blocks whose request does not say one.
+    # Of blocks whose request does not say one, and the highest that a request gets.
     priority: int = 35
+    priority_max: int = 100
+    # Seconds for which a request's priority above `priority` holds at most.
+    duration_max: float | None = None
     # Seconds for which the blocks of a load can't leave.
     lease: float = 60.0
     blocks_max: int | None = None
     segment_mib: int | None = None
     direct: Literal["auto", "off", "require"] = "off"
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.priority, self.priority_max, self.duration_max)
 
     @staticmethod
     def of(config: Mapping[str, Any], where: str = "kv_connector_extra_config") -> OffloadSettings:
@@ -60,6 +75,8 @@ class OffloadSettings:
             "model",
             "share_tp",
             "priority",
+            "priority_max",
+            "duration_max",
             "lease",
             "blocks_max",
             "segment_mib",
@@ -76,6 +93,10 @@ class OffloadSettings:
             int(read.number(name, 0, 1, 2**31, whole=True)) if config.get(name) is not None else None
             for name in ("blocks_max", "segment_mib")
         )
+        priority = int(read.number("priority", 35, 0, 100, whole=True))
+        duration_max = None
+        if config.get("duration_max") is not None:
+            duration_max = read.number("duration_max", None, 1, DURATION_MAX)
         direct = config.get("direct", "off")
         if direct not in _DIRECT:
             raise ValueError(f"{where}: direct must be one of {', '.join(_DIRECT)}, not {direct!r}")
@@ -87,7 +108,9 @@ class OffloadSettings:
             object_options=read.options(),
             model=read.text("model"),
             share_tp=int(read.number("share_tp", 8, 1, 1024, whole=True)),
-            priority=int(read.number("priority", 35, 0, 100, whole=True)),
+            priority=priority,
+            priority_max=int(read.number("priority_max", 100, priority, 100, whole=True)),
+            duration_max=duration_max,
             lease=read.number("lease", 60, 1, 3600),
             blocks_max=blocks_max,
             segment_mib=segment_mib,
@@ -148,17 +171,7 @@ def open_store(settings: OffloadSettings, host_bytes: int, logger: logging.Logge
     # No peer may connect: the agent only registers memory for the store.
     agent = kvferry.Agent(listen="127.0.0.1:0", transports="local")
     try:
-        store = kvferry.Store(
-            agent,
-            list(settings.directories),
-            settings.disk_bytes,
-            segment_bytes=None if settings.segment_mib is None else settings.segment_mib << 20,
-            blocks_max=settings.blocks_max,
-            direct=settings.direct,
-            host_bytes=host_bytes,
-            objects=settings.object,
-            object_options=dict(settings.object_options) if settings.object else None,
-        )
+        store = _open(agent, settings, host_bytes, logger)
     except kvferry.InvalidArgumentError as error:
         agent.shutdown()
         raise ValueError(f"kvferry's store can't be opened with these settings: {error}") from error
@@ -172,3 +185,30 @@ def open_store(settings: OffloadSettings, host_bytes: int, logger: logging.Logge
         )
         return None
     return OpenStore(agent, store)
+
+
+def _open(agent: kvferry.Agent, settings: OffloadSettings, host_bytes: int, logger: logging.Logger) -> kvferry.Store:
+    until = None
+    while True:
+        try:
+            return kvferry.Store(
+                agent,
+                list(settings.directories),
+                settings.disk_bytes,
+                segment_bytes=None if settings.segment_mib is None else settings.segment_mib << 20,
+                blocks_max=settings.blocks_max,
+                direct=settings.direct,
+                host_bytes=host_bytes,
+                put_wait=PUT_WAIT_S,
+                objects=settings.object,
+                object_options=dict(settings.object_options) if settings.object else None,
+            )
+        except kvferry.BusyError as error:
+            now = time.monotonic()
+            if until is None:
+                until = now + BUSY_S
+                where = ", ".join(settings.directories)
+                logger.warning("kvferry's store in %s can't be opened yet, and is tried again: %s", where, error)
+            elif now >= until:
+                raise
+            time.sleep(BUSY_PAUSE_S)

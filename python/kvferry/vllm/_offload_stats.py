@@ -21,6 +21,9 @@ LOADED_BLOCKS = _PREFIX + "loaded_blocks"
 FAILED_LOADS = _PREFIX + "failed_loads"
 PREFETCHES = _PREFIX + "prefetches"
 _GAUGES_EVERY_S = 1.0
+_REFUSALS = ("refused_no_space", "refused_contended", "refused_index_full", "refused_waiting")
+# `refused` counts all refusals, each of the others one reason.
+_OUTCOMES = ("stored", "present", "refused", "failed", *_REFUSALS)
 # Names of `kvferry.Store.stats`.
 _STORE_GAUGES = {
     "blocks": "Blocks on the disk.",
@@ -51,7 +54,7 @@ def metric_definitions() -> dict[str, Any]:
 
 
 def count_put(stats: Any, put: Any) -> None:
-    for outcome in ("stored", "present", "refused", "failed"):
+    for outcome in _OUTCOMES:
         number = getattr(put, outcome)
         if number:
             stats.increase_counter(PUT_BLOCKS, number, (outcome,))

@@ -16,6 +16,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,10 +35,20 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 import kvferry
+from kvferry._core import core_of_callers
+from kvferry._identity import (
+    check_media_are_named,
+    check_weights_are_named,
+    of_vllm,
+    processor,
+    vllm_config_of_callers,
+)
 from kvferry.vllm import _offload_stats as counters
+from kvferry.vllm._of_vllm import check_tier
+from kvferry.vllm._offload_events import StoreEvents
 from kvferry.vllm._offload_keys import Keys
 from kvferry.vllm._offload_puts import Puts
-from kvferry.vllm._offload_retention import Plan, Retention
+from kvferry.vllm._offload_retention import Plan, Plans, Retention
 from kvferry.vllm._offload_settings import OffloadSettings, open_store
 
 logger: Any = init_logger("vllm.kvferry")
@@ -45,6 +56,8 @@ logger: Any = init_logger("vllm.kvferry")
 # Blocks that were found and could not be read are missed for so long, and so many are remembered.
 _UNREADABLE_S = 60.0
 _UNREADABLE_MAX = 65_536
+# Names the tier in vLLM's events.
+_OWNERSHIP = "kvferry"
 # Prefetches of a request, per group of layers.
 _PREFETCHES_MAX = 8
 
@@ -54,7 +67,7 @@ class _Asked:
     """What is known of a request, in vLLM's context of it."""
 
     plan: Plan
-    keys: Keys = field(default_factory=Keys)
+    keys: Keys
     # By group and the key of the first block.
     prefetches: dict[int, dict[bytes, Any]] = field(default_factory=dict)
 
@@ -93,24 +106,37 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         enable_kv_events: bool = False,
         **settings: Any,
     ) -> None:
+        check_tier()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality) if locality is not None else None
         self._settings = OffloadSettings.of(settings, "secondary_tiers")
         _check_parallelism(offloading_spec.config, self._settings)
-        publishes = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
-        self._events: list[OffloadingEvent] | None = [] if publishes else None
-        self._layout = _fingerprint(offloading_spec.config, self.block_size_bytes)
-        self._model = self._settings.model or str(offloading_spec.config.model.name)
+        vllm_config = vllm_config_of_callers()
+        self._layout = _fingerprint(offloading_spec.config, self.block_size_bytes, vllm_config)
+        self._model = _model(self._settings, vllm_config)
         self._opened = open_store(self._settings, self._settings.host_bytes, logger)
         self._region: Any = None
         if self._opened is not None:
             self._region = self._opened.agent.register(_range(primary_kv_view), "none")
+        each = offloading_spec.config.cache.blocks_per_chunk
+        self._tokens = {it.group_id: it.tokens_per_block * each for it in offloading_spec.config.groups}
+        # Empty, or a salt since the cache was reset.
+        self._tenant = b""
         self._spaces: dict[int, Any] = {}
+        self._events: StoreEvents | None = None
+        if self._opened is not None and enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
+            locality = Locality.LOCAL if self.locality is None else self.locality
+            self._events = StoreEvents(self._opened, locality=locality, ownership=_OWNERSHIP)
+            self._events.watch({number: [self._space(number)] for number in self._tokens})
         self._jobs: dict[int, _Job] = {}
         self._puts = Puts()
         # Keys that can't be read, each with the time until which it is missed.
         self._unreadable: OrderedDict[bytes, float] = OrderedDict()
         self._stats = counters.SchedulerStats()
+        self._plans = Plans(self._settings.limits, "KVFerryTier", logger)
+        self._core = core_of_callers()
+        self._version = self._core.version()
+        self._core.on_named(self._follow_weights)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +145,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
     def _space(self, number: int) -> Any | None:
         space = self._spaces.get(number)
         if space is None and self._opened is not None:
-            space = self._opened.store.space(self._model, layout=self._layout, group=number)
+            space = self._opened.store.space(self._model, layout=self._layout, tenant=self._tenant, group=number)
             self._spaces[number] = space
         return space
 
@@ -128,13 +154,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
     def _asked(self, req_context: Any) -> _Asked:
         asked: _Asked | None = req_context.get_state(_Asked)
         if asked is None:
-            try:
-                plan = Plan.of(req_context.kv_transfer_params, self._settings.priority)
-            except ValueError as error:
-                # An exception here would end the engine.
-                logger.warning_once("%s; the blocks of such a request are kept like those of others", str(error))
-                plan = Plan(Retention(self._settings.priority))
-            asked = _Asked(plan)
+            asked = _Asked(self._plans.of(req_context.kv_transfer_params), Keys(self._tokens))
             req_context.set_state(asked)
         return asked
 
@@ -228,6 +248,7 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             put = self._puts.put(space, hashes, self._memory(numbers), first, kept)
             if put is None:
                 self._stats.counted.increase_counter(counters.PUT_BLOCKS, len(run), ("refused",))
+                self._stats.counted.increase_counter(counters.PUT_BLOCKS, len(run), ("refused_waiting",))
             else:
                 job.runs.append(_Run(put, run, numbers))
 
@@ -263,8 +284,13 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
     def _end(self, job: _Job, run: _Run) -> None:
         try:
             outcome = run.pending.wait()
-        except kvferry.Error as error:
-            logger.warning_once("blocks can't be read from or written to the store: %s", str(error))
+        except CancelledError:
+            self._stats.counted.increase_counter(counters.PUT_BLOCKS, len(run.keys), ("refused",))
+            self._stats.counted.increase_counter(counters.PUT_BLOCKS, len(run.keys), ("refused_waiting",))
+            return
+        except Exception as error:
+            # Of the store, or of the thread that puts: either would end the engine.
+            logger.warning_once("blocks can't be read from or written to the store: %r", str(error))
             outcome = None
         if not job.is_load:
             if outcome is not None:
@@ -287,9 +313,11 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
             self._stats.counted.increase_counter(counters.LOADED_BLOCKS, len(job.done))
             if len(job.done) < len(job.keys):
                 self._stats.counted.increase_counter(counters.FAILED_LOADS)
-        elif job.done and self._events is not None:
-            event = OffloadingEvent(keys=job.done, medium=self.medium, removed=False, locality=self.locality)
-            self._events.append(event)
+        if job.done and self._events is not None:
+            # Also what was loaded: another engine, or a start before, may have stored it.
+            for number in sorted({get_offload_group_idx(key) for key in job.done}):
+                of_group = [key for key in job.done if get_offload_group_idx(key) == number]
+                self._events.know(number, [get_offload_block_hash(key) for key in of_group])
         complete = len(job.done) == len(job.keys)
         return JobResult(
             job_id,
@@ -300,10 +328,34 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
         )
 
     def drain_jobs(self) -> None:
+        """vLLM 0.32 calls it only where it resets its cache, as for new weights, and tells a tier no more of it. So
+        puts that have not begun are given up: nothing would find their blocks.
+        """
+        self._puts.give_up()
+        self._drain()
+        self._take_other_names()
+
+    def _follow_weights(self) -> None:
+        """The engine was given the version of its weights. A store outlives it, and another training may give other
+        weights the same version, so blocks of another one have names that nobody else has.
+        """
+        version = self._core.version()
+        if version != self._version:
+            self._version = version
+            self._take_other_names()
+
+    def _take_other_names(self) -> None:
+        self._tenant = os.urandom(16)
+        self._spaces.clear()
+        self._unreadable.clear()
+        if self._events is not None and self._opened is not None:
+            self._events.watch({number: [self._space(number)] for number in self._tokens})
+
+    def _drain(self) -> None:
         for job in self._jobs.values():
             while True:
                 for run in job.runs:
-                    with suppress(kvferry.Error):
+                    with suppress(Exception):
                         run.pending.wait()
                 again = [run for run in job.runs if job.is_load]
                 if not again:
@@ -316,22 +368,41 @@ class KVFerryTier(SecondaryTierManager):  # type: ignore[misc]
     # The rest of vLLM's contract.
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if self._events:
-            taken, self._events = self._events, []
-            yield from taken
+        return self._events.take() if self._events is not None else ()
+
+    def has_pending_work(self) -> bool:
+        # vLLM publishes events in a step only.
+        return self._events is not None and self._events.are_ready
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self._stats.take(self._opened.store if self._opened else None)
 
     def shutdown(self) -> None:
-        self.drain_jobs()
         self._puts.close()
+        self._drain()
         if self._opened is not None:
             opened, self._opened = self._opened, None
             self._spaces.clear()
             opened.store.close()
+            if self._events is not None:
+                self._events.close()
             opened.agent.unregister(self._region)
             opened.agent.shutdown()
+
+
+def _model(settings: OffloadSettings, config: Any | None) -> str:
+    """What names the weights. vLLM gives a tier the model's name only."""
+    if config is not None:
+        check_media_are_named(config, "KVFerryTier")
+        check_weights_are_named(config, settings.model, "KVFerryTier")
+        return of_vllm(config, settings.model).text()
+    if settings.model is None:
+        raise ValueError(
+            "KVFerryTier: the engine's configuration is out of reach, so that its weights can't be named; set model in "
+            "secondary_tiers to a name that says the weights and all that changes their KV, and do not combine "
+            "--no-enable-prefix-caching with --mm-processor-cache-gb 0"
+        )
+    return settings.model
 
 
 def _range(view: memoryview) -> tuple[int, int]:
@@ -347,11 +418,13 @@ def _range(view: memoryview) -> tuple[int, int]:
             flat.release()
 
 
-def _fingerprint(config: Any, row_bytes: int) -> bytes:
+def _fingerprint(config: Any, row_bytes: int, vllm_config: Any | None) -> bytes:
     """What the bytes of a row of the primary tier depend on."""
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
     parallel = config.parallel
     parts = {
-        "v": 1,
+        "v": 2,
+        "processor": processor() if device == "cpu" else None,
         "bytes": row_bytes,
         "dtype": config.model.dtype,
         "layout": config.kv_cache_layout,

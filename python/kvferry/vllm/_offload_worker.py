@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +19,11 @@ from kvferry._scratch import Scratch
 from kvferry._seldom import Seldom
 from kvferry.vllm import _offload_stats as counters
 from kvferry.vllm._offload_layout import GroupLayout, Shard, regions_of, write_card
-from kvferry.vllm._offload_puts import Puts
+from kvferry.vllm._offload_puts import PUT_BYTES_MAX, Puts, Waiting
 
 if TYPE_CHECKING:
-    from kvferry.vllm._offload_manager import Block, StoredBlocks
+    from kvferry.vllm._offload_blocks import Block
+    from kvferry.vllm._offload_manager import StoredBlocks
     from kvferry.vllm._offload_settings import OpenStore
 
 logger: Any = init_logger("vllm.kvferry")
@@ -134,10 +136,19 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         """Runs of blocks that follow each other in the prompt, with one retention, are a put."""
         runs: list[tuple[int, int]] = []
         last: Block | None = None
+        block_bytes = self._blocks_per_chunk * max(
+            (sum(piece.nbytes for piece in shard.pieces) for shard in layout.shards), default=0
+        )
+        longest = max(1, PUT_BYTES_MAX // max(1, block_bytes))
         for at, block in enumerate(blocks):
             if not layout.is_writer(int(pages[at, 0])):
                 last = None
-            elif last is not None and block.before == last.hash and block.retention == last.retention:
+            elif (
+                last is not None
+                and block.before == last.hash
+                and block.retention == last.retention
+                and at - runs[-1][0] < longest
+            ):
                 runs[-1] = (runs[-1][0], at + 1)
                 last = block
             else:
@@ -155,10 +166,15 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
                 space = self._space(tenant, layout, shard)
                 put = self._puts.put(space, hashes, memory, first, run[0].retention)
                 if put is None:
-                    self._stats.increase_counter(counters.PUT_BLOCKS, len(run), ("refused",))
+                    self._refused(len(run))
                 else:
                     job.pending.append((put, len(run)))
                     job.nbytes += memory.nbytes
+
+    def _refused(self, blocks: int) -> None:
+        """Blocks that waited for too long, or would."""
+        for outcome in ("refused", "refused_waiting"):
+            self._stats.increase_counter(counters.PUT_BLOCKS, blocks, (outcome,))
 
     def _memory(self, shard: Shard, pages: Any) -> kvferry.Blocks:
         """The pages of whole blocks, a row for each: for each of the engine's blocks in turn, a piece per layer."""
@@ -227,8 +243,12 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         for pending, blocks in job.pending:
             try:
                 outcome = pending.wait()
-            except kvferry.Error as error:
-                job.failure = job.failure or str(error)
+            except CancelledError:
+                self._refused(blocks)
+                continue
+            except Exception as error:
+                # Of the store, or of the thread that puts: either would end the engine.
+                job.failure = job.failure or str(error) or repr(error)
                 continue
             if not job.is_load:
                 counters.count_put(self._stats, outcome)
@@ -265,16 +285,19 @@ class KVFerryOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         return taken
 
     def wait(self, job_ids: set[int]) -> None:
-        for job_id in job_ids:
-            job = self._jobs.get(job_id)
-            for pending, _ in job.pending if job else ():
-                with suppress(kvferry.Error):
-                    pending.wait()
+        """The engine's thread needs the pages: puts that have not begun are given up."""
+        pendings = [pending for job_id in job_ids if job_id in self._jobs for pending, _ in self._jobs[job_id].pending]
+        for pending in pendings:
+            if isinstance(pending, Waiting):
+                pending.give_up()
+        for pending in pendings:
+            with suppress(Exception):
+                pending.wait()
 
     def shutdown(self) -> None:
-        """Waits for all jobs: the engine frees its pages after this."""
-        self.wait(set(self._jobs))
+        """Waits for what has begun: the engine frees its pages after this."""
         self._puts.close()
+        self.wait(set(self._jobs))
         self._jobs.clear()
         if self._card is not None:
             with suppress(OSError):

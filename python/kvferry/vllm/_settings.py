@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_TIMEOUT = 480.0
+DEFAULT_IDLE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class Settings:
     secret_file: Path | None = None
     # What two engines must have in common, instead of the model's name and revision.
     model: str | None = None
+    # Hosts, networks and names that KV may come from; None: this host and its network, or any with a secret.
+    producers: tuple[str, ...] | None = None
+    # The part of the cache's blocks that may be held for a decode that has not asked for them. As many again may belong
+    # to loads whose prefill has not answered.
+    idle_share: float = DEFAULT_IDLE_SHARE
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Settings:
@@ -40,17 +46,31 @@ class Settings:
         timeout = config.get("timeout", DEFAULT_TIMEOUT)
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 1 <= timeout <= 86_400:
             raise ValueError(f"kv_connector_extra_config: timeout must be 1 to 86400 seconds, not {timeout!r}")
+        share = config.get("idle_share", DEFAULT_IDLE_SHARE)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"kv_connector_extra_config: idle_share must be more than 0 and at most 1, not {share!r}")
         for name in ("address", "transports", "secret_file", "model"):
             if not isinstance(config.get(name), str | None):
                 raise ValueError(f"kv_connector_extra_config: {name} must be a string, not {config[name]!r}")
         secret_file = config.get("secret_file")
+        producers = config.get("producers")
+        if isinstance(producers, str):
+            producers = [it.strip() for it in producers.split(",") if it.strip()]
+        if producers is not None and not (isinstance(producers, list) and all(isinstance(it, str) for it in producers)):
+            raise ValueError(f"kv_connector_extra_config: producers must be a list of texts, not {producers!r}")
         return Settings(
             address=config.get("address") or None,
             transports=config.get("transports") or None,
             timeout=float(timeout),
             secret_file=Path(secret_file) if secret_file else None,
             model=config.get("model") or None,
+            producers=None if producers is None else tuple(producers),
+            idle_share=float(share),
         )
+
+    def idle_blocks(self, blocks: int) -> int:
+        """The number of blocks that `idle_share` is of a cache, at least one."""
+        return max(1, int(blocks * self.idle_share))
 
     def listen(self, environ: Mapping[str, str] = os.environ) -> str | None:
         """The ``host:port`` to listen on; None leaves it to kvferry's own environment and default, loopback.
@@ -71,6 +91,15 @@ class Settings:
         secret = self.secret_file.read_bytes().rstrip()
         if not secret:
             raise ValueError(f"kv_connector_extra_config: secret_file {self.secret_file} is empty")
+        return secret
+
+    def any_secret(self, environ: Mapping[str, str] = os.environ) -> bytes | None:
+        """The secret, wherever it comes from; kvferry's agents read the environment in the same way."""
+        secret = self.secret()
+        if secret is None and environ.get("KVFERRY_SECRET_FILE"):
+            secret = Path(environ["KVFERRY_SECRET_FILE"]).read_bytes().rstrip()
+        if secret is None and environ.get("KVFERRY_SECRET"):
+            secret = os.fsencode(environ["KVFERRY_SECRET"])
         return secret
 
     def has_secret(self, environ: Mapping[str, str] = os.environ) -> bool:

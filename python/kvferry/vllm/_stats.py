@@ -8,6 +8,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from kvferry.connector import counted_reasons
+
 # Seconds, and bytes from 64 KiB to 64 GiB.
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _BYTES = tuple(float(2**power) for power in range(16, 37, 2))
@@ -18,6 +20,11 @@ _REASONED = {
     "refused_requests": "Requests whose parameters ask for a handoff, but that get none, by reason.",
     "withdrawn_offers": "Requests of a prefill whose KV was withdrawn, by reason.",
 }
+# By the name in `SchedulerHalf.gauges`, which are as they were when something was counted last.
+_GAUGES = {
+    "held_blocks": "Blocks of ended requests that a prefill holds for decodes.",
+    "waiting_loads": "Loads of a decode whose prefill has not answered.",
+}
 _PLAIN = {
     "offered_requests": "Requests of a prefill that ended and whose KV is handed over.",
     "offered_tokens": "Tokens of these requests.",
@@ -27,7 +34,7 @@ _PLAIN = {
 
 
 class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
-    """`data`: lists with an item per load that succeeded, counts by reason, and plain counts."""
+    """`data`: lists with an item per load that succeeded, counts by reason, plain counts, and gauges."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -36,7 +43,9 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
 
     def reset(self) -> None:
         reasoned: dict[str, Any] = {name: {} for name in _REASONED}
-        self.data: dict[str, Any] = {"load_seconds": [], "load_bytes": [], **reasoned, **dict.fromkeys(_PLAIN, 0)}
+        plain = dict.fromkeys(_PLAIN, 0)
+        # Only the scheduler's side has gauges.
+        self.data: dict[str, Any] = {"load_seconds": [], "load_bytes": [], **reasoned, **plain, "gauges": {}}
 
     def loaded(self, seconds: float, nbytes: int) -> None:
         self.data["load_seconds"].append(seconds)
@@ -49,7 +58,9 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorStats) -> KVFerryStats:
         for name, values in other.data.items():
-            if isinstance(values, dict):
+            if name == "gauges":
+                self.data[name] = {**self.data[name], **values}
+            elif isinstance(values, dict):
                 for reason, number in values.items():
                     self.count(name, reason, number)
             else:
@@ -71,26 +82,35 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
         for what in _REASONED:
             for reason, number in sorted(self.data[what].items()):
                 reduced[f"{what.replace('_', ' ')}: {reason}"] = number
+        for what, number in self.data["gauges"].items():
+            if number:
+                reduced[what.replace("_", " ")] = number
         return reduced
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
     @staticmethod
-    def of_scheduler(taken: dict[str, Any]) -> KVFerryStats:
-        """`taken`: from `SchedulerHalf.take_stats`. How loads ended is counted where they end, per rank."""
-        stats = KVFerryStats()
-        stats.data["refused_requests"] = taken["refused"]
-        stats.data["withdrawn_offers"] = taken["withdrawn"]
-        stats.data["offered_requests"] = taken["offered"]
-        stats.data["offered_tokens"] = taken["offered_tokens"]
-        stats.data["loaded_tokens"] = taken["fetched_tokens"]
-        stats.data["freed_requests"] = taken["freed"]
+    def gauges_of(gauges: dict[str, int]) -> dict[str, int]:
+        """`gauges`: from `SchedulerHalf.gauges`."""
+        return {name: gauges[name] for name in _GAUGES}
+
+    @staticmethod
+    def of_scheduler(taken: dict[str, Any], gauges: dict[str, int]) -> KVFerryStats:
+        """`taken`: from `SchedulerHalf.take_stats`, or empty. How loads ended is counted where they end, per rank."""
+        stats = KVFerryStats({"gauges": gauges})
+        if taken:
+            stats.data["refused_requests"] = taken["refused"]
+            stats.data["withdrawn_offers"] = taken["withdrawn"]
+            stats.data["offered_requests"] = taken["offered"]
+            stats.data["offered_tokens"] = taken["offered_tokens"]
+            stats.data["loaded_tokens"] = taken["fetched_tokens"]
+            stats.data["freed_requests"] = taken["freed"]
         return stats
 
 
 class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The counters and histograms ``vllm:kvferry_*``."""
+    """The counters, gauges and histograms ``vllm:kvferry_*``."""
 
     def __init__(
         self,
@@ -121,6 +141,23 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name: create_metric_per_engine(counter(name, about), self.per_engine_labelvalues)
             for name, about in _PLAIN.items()
         }
+        self._gauges = {
+            name: create_metric_per_engine(
+                self._gauge_cls(
+                    name=f"vllm:kvferry_{name}",
+                    documentation=about,
+                    multiprocess_mode="mostrecent",
+                    labelnames=labelnames,
+                ),
+                self.per_engine_labelvalues,
+            )
+            for name, about in _GAUGES.items()
+        }
+        # A series that begins with its first count has no rate() for it.
+        for name, reasons in counted_reasons().items():
+            for labelvalues in self.per_engine_labelvalues.values():
+                for reason in reasons:
+                    self._reasoned[name].labels(*labelvalues, reason)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for seconds in transfer_stats_data["load_seconds"]:
@@ -132,3 +169,5 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 metric.labels(*self.per_engine_labelvalues[engine_idx], reason).inc(number)
         for name, plain in self._plain.items():
             plain[engine_idx].inc(transfer_stats_data[name])
+        for name, number in transfer_stats_data["gauges"].items():
+            self._gauges[name][engine_idx].set(number)

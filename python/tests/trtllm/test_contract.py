@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import threading
 from types import SimpleNamespace
@@ -220,6 +221,15 @@ def test_blocks_with_priorities_are_saved_with_them(served: Served) -> None:
     assert [(it.pages, it.priority) for it in step.saves] == [((6, 5), 90), ((4,), 10), ((3, 2), 35), ((1,), 100)]
     # Each run begins with the name of the block before.
     assert [len(it.hashes) - len(it.pages) for it in step.saves] == [0, 1, 1, 1]
+
+
+def test_no_block_gets_a_higher_priority_than_the_operator_allows(served: Served) -> None:
+    scheduler = served.scheduler
+    store = dataclasses.replace(scheduler._settings.store, priority_max=60)
+    scheduler._settings = dataclasses.replace(scheduler._settings, store=store)
+    scheduler.get_num_new_matched_tokens(Request(1, prompt(17)), 0)
+    step = scheduler.build_connector_meta(output([data(1, 0, 17, [2, 1, 0], priorities=[90, 10, 35])]))
+    assert [it.priority for it in step.saves] == [60, 10]
 
 
 def test_priorities_of_an_engine_reach_the_store(served: Served, puts: Puts) -> None:

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -212,11 +213,9 @@ def test_an_engine_may_do_both(pair: Pair, load: str) -> None:
 
 
 def test_a_prompt_that_nobody_prefilled_is_computed_without_waiting(pair: Pair) -> None:
+    pair.bench.settings(load_wait=600)
     prefill, decode = pair.prefill(), pair.decode()
-    began = time.monotonic()
     (ended,) = decode.engine.run([Request(1, prompt(41))])
-    # load_wait is 20 s.
-    assert time.monotonic() - began < 10
     assert ended.computed_tokens == 41
     settled(prefill, decode)
 
@@ -468,16 +467,14 @@ def test_an_engine_does_not_follow_itself(pair: Pair, unused_port: int) -> None:
 
 def test_an_engine_that_does_not_answer_delays_no_other(pair: Pair) -> None:
     prefill, decode = pair.prefill(), pair.decode()
+    # The engine that does not answer is waited for until its socket is closed.
+    pair.bench.monkeypatch.setattr(sys.modules[type(handoff(prefill)).__module__], "_NOTIFY_S", 600.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(1)
         handoff(prefill)._followers[f"127.0.0.1:{silent.getsockname()[1]}"] = time.monotonic() + 60
-        made = prefill.engine.run([Request(1, prompt(41), 1)])
-        began = time.monotonic()
-        hears(decode, made)
-        # It is given a second.
-        assert time.monotonic() - began < 0.8
-        until(lambda: bool(handoff(prefill).followers == 1))
+        hears(decode, prefill.engine.run([Request(1, prompt(41), 1)]))
+    until(lambda: bool(handoff(prefill).followers == 1))
 
 
 def test_an_error_of_the_store_takes_no_slots(pair: Pair) -> None:
@@ -556,14 +553,12 @@ def test_the_memory_of_a_handoff_goes_with_it(pair: Pair) -> None:
 
 
 def test_a_closed_handoff_gives_up_at_once(pair: Pair) -> None:
+    pair.bench.settings(load_wait=600)
     prefill, decode = pair.prefill(), pair.decode()
     forge(prefill, decode, prompt(41))
     thread = threading.Thread(target=lambda: (time.sleep(0.2), handoff(decode).close()))
     thread.start()
-    began = time.monotonic()
     assert decode.scheduler.get_num_new_matched_tokens(Request(1, prompt(41)), 0) == (0, False)
-    # load_wait is 20 s.
-    assert time.monotonic() - began < 10
     thread.join()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 
 import kvferry
 import pytest
+from kvferry.trtllm._breaker import Breaker
 from kvferry.trtllm.reference import Cache, Engine, Ranks, Request, Shape, State
 from trtllm_kit import (
     HAS_TORCH,
@@ -92,6 +94,50 @@ def test_a_read_that_takes_longer_than_load_wait_is_a_miss_and_its_memory_is_kep
     never.is_done = True
     scheduler.build_connector_meta(output())
     assert loads.free_bytes == free
+
+
+def test_after_a_look_up_that_took_too_long_there_is_none_until_a_pause_is_over_and_it_doubles() -> None:
+    now = [100.0]
+    breaker = Breaker(lambda: now[0])
+    assert breaker.allows()
+    pauses = []
+    for _ in range(7):
+        pauses.append(breaker.timed_out())
+        now[0] += pauses[-1] - 0.01
+        assert not breaker.allows()
+        now[0] += 0.02
+        assert breaker.allows()
+    assert pauses == [2, 4, 8, 16, 32, 60, 60]
+    breaker.worked()
+    assert breaker.allows()
+    assert breaker.timed_out() == 2
+
+
+def test_a_store_that_does_not_answer_holds_the_executor_for_one_request_and_not_for_each(bench: Bench) -> None:
+    stored(bench)
+    scheduler = bench.rank(Shape()).scheduler
+    now = [0.0]
+    scheduler._store = Breaker(lambda: now[0])
+    scheduler.get_num_new_matched_tokens(Request(1, prompt(4)), 0)
+    loads = scheduler._loads
+    never, real = Never(), loads._spaces[0]
+    asked = []
+
+    def get_async(*_arguments: object) -> Never:
+        asked.append(1)
+        return never
+
+    loads._spaces[0] = [SimpleNamespace(lookup=real[0].lookup, get_async=get_async)]
+    for number in range(2, 12):
+        assert scheduler.get_num_new_matched_tokens(Request(number, prompt(41)), 0) == (0, False)
+    assert len(asked) == 1
+    assert scheduler.stats()["skipped_look_ups"] == 9
+    # It answers again.
+    never.is_done = True
+    loads._spaces[0] = real
+    now[0] = 2.5
+    assert scheduler.get_num_new_matched_tokens(Request(12, prompt(41)), 0) == (40, False)
+    assert scheduler.get_num_new_matched_tokens(Request(13, prompt(41)), 0) == (40, False)
 
 
 def test_a_read_that_can_not_begin_is_a_miss_and_keeps_no_memory(bench: Bench) -> None:
@@ -368,3 +414,33 @@ def test_caches_that_are_registered_one_after_another_load_each_time_and_leave_n
     loads = served.scheduler._loads
     loads.collect()
     assert loads.free_bytes == loads.arena.nbytes - loads.arena.head
+
+
+def test_staging_memory_is_kept_while_a_read_into_it_does_not_end_and_the_next_cache_loads(bench: Bench) -> None:
+    stored(bench)
+    served = bench.rank(Shape())
+    scheduler, opened = served.scheduler, served.worker._local.opened
+    hangs = [True]
+
+    class Agent:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(opened.agent, name)
+
+        def unregister(self, region: Any) -> None:
+            if hangs and region.addr == address:
+                raise kvferry.QuarantinedError("a read of the test does not end")
+            opened.agent.unregister(region)
+
+    assert scheduler.get_num_new_matched_tokens(Request(1, prompt(41)), 0) == (40, False)
+    memory, address = weakref.ref(scheduler._loads.arena.buffer), scheduler._loads.arena.addr
+    scheduler._local.opened = SimpleNamespace(agent=Agent(), store=opened.store)
+    served.worker.register_kv_caches(Cache(Shape()).tensors[0])
+    assert scheduler.get_num_new_matched_tokens(Request(2, prompt(41)), 0) == (40, False)
+    scheduler.build_connector_meta(output())
+    gc.collect()
+    assert memory() is not None
+    hangs.clear()
+    scheduler.build_connector_meta(output())
+    gc.collect()
+    assert memory() is None
+    scheduler._local.opened = opened

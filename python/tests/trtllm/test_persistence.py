@@ -113,7 +113,6 @@ def test_another_salt_does_not_find_the_blocks(bench: Bench, attribute: str) -> 
         {"kv_cache_config": SimpleNamespace(tokens_per_block=BLOCK, dtype="fp8")},
         {"quant_config": SimpleNamespace(quant_algo=None, kv_cache_quant_algo="INT8")},
         {"dtype": "bfloat16"},
-        {"load_format": "dummy"},
         {"model_kwargs": {"rope_theta": 1}},
     ],
 )
@@ -130,6 +129,19 @@ def test_other_weights_at_the_same_path_do_not_find_the_blocks(bench: Bench, tmp
         assert computed(bench.serve(requests, model=model)) == [to_compute(it) for it in LENGTHS]
     weights.write_bytes(b"\1" * (1 << 20))
     assert computed(bench.serve(requests, model=str(tmp_path))) == list(LENGTHS)
+
+
+def test_weights_that_were_loaded_otherwise_do_not_find_the_blocks(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
+    bench.serve(requests, model=str(tmp_path), load_format="auto")
+    assert computed(bench.serve(requests, model=str(tmp_path), load_format="dummy")) == list(LENGTHS)
+
+
+def test_weights_that_are_not_seen_need_a_name(bench: Bench) -> None:
+    with pytest.raises(ValueError, match="the weights of tiny are not in a folder of this host"):
+        bench.serve(requests, load_format="auto")
+    bench.settings(model="named")
+    bench.serve(requests, load_format="auto")
 
 
 def test_another_layout_of_the_cache_does_not_find_the_blocks(bench: Bench) -> None:

@@ -215,7 +215,8 @@ impl Pair {
     }
 
     fn submit(&mut self, request: u64) -> Result<(), Failure> {
-        let (transfer, address) = (transfer(request), self.address.clone());
+        let transfer = transfer(request);
+        let address = self.address.parse().expect("the address of an agent");
         let offered = ConsumerParams { transfer, address, engine: None, tokens: None };
         self.decode.submit(request, offered.to_params())
     }

@@ -99,8 +99,13 @@ impl Rank {
         let bytes = Encoding::new("bytes", 8);
         let layout = layout(&geometry, Packing::Lbhnc, (0, 1), &bytes, memory.id())?;
         let limits = Limits::default();
-        let config =
-            WorkerConfig { rank: 0, model: Model::default(), announce: build.ready.into(), limits };
+        let config = WorkerConfig {
+            rank: 0,
+            model: Model::default(),
+            announce: build.ready.into(),
+            limits,
+            producers: None,
+        };
         let regions = std::slice::from_ref(&memory);
         let worker = Worker::start(&agent, layout.clone(), regions, config).map_err(failed)?;
         Ok(Rank { agent, worker, memory, layout, geometry })
@@ -191,7 +196,7 @@ pub(super) fn fetch_request(
     FetchRequest {
         request: request.to_owned(),
         transfer: id(request),
-        address: from.to_owned(),
+        address: from.parse().expect("the address of an agent"),
         engine: None,
         tokens: (0, tokens),
         blocks: vec![BlockTable::new(0, blocks.to_vec())],

@@ -148,6 +148,7 @@ impl Engine {
             eager: true,
             recomputed_tokens: 0,
             null_block: None,
+            idle: None,
         };
         let mut scheduler = Scheduler::new(config, EngineId(2));
         let introduced = scheduler.set_ranks(vec![rank.worker.rank_metadata().to_vec()]);
@@ -211,7 +212,7 @@ impl Engine {
     }
 
     fn offered(&self, name: &str) -> Params {
-        let address = self.peer.address.clone();
+        let address = self.peer.address.parse().expect("the address of an agent");
         ConsumerParams { transfer: id(name), address, engine: None, tokens: None }.to_params()
     }
 

@@ -1,14 +1,17 @@
 //! Hits of the store's policy on a trace: `kvferry bench store --trace FILE`.
 //!
 //! Beside it: least recently used, as the engines' own caches are, and Belady's optimum, which knows
-//! the future. A replay is exact: the same trace has the same hits.
+//! the future. A replay is exact: the same trace has the same hits. And the hits of a store of real segments, which frees
+//! space by segments, while nothing waits for it and while puts wait all the time.
 
 mod baselines;
+pub mod full;
 pub mod speed;
 mod trace;
 
 use indicatif::ProgressBar;
 use kvferry_store::policy::Keyed;
+use kvferry_store::replay::{Press, Replay};
 
 use crate::failure::Failure;
 use crate::options::StoreBench;
@@ -22,6 +25,10 @@ use trace::{Request, Trace};
 const SCHEMA: &str = "kvferry.bench-store/1";
 /// Of the gap between least recently used and the optimum.
 const GAP_CLOSED: f64 = 0.25;
+/// Points by which a store of segments has fewer hits than its policy, at most.
+const LOST_IN_SEGMENTS: f64 = 2.0;
+/// A smaller store has too few segments.
+const SEGMENTED_MIN: usize = 2048;
 
 /// Replays the trace that `options` name; `bar` shows the progress.
 ///
@@ -29,7 +36,7 @@ const GAP_CLOSED: f64 = 0.25;
 /// [`Failure::Usage`] if the trace can't be read.
 pub fn measure(options: &StoreBench, bar: &ProgressBar) -> Result<Report, Failure> {
     let trace = Trace::read(&options.trace)?;
-    bar.inc_length(3 * options.blocks.len() as u64);
+    bar.inc_length(5 * options.blocks.len() as u64);
     let mut rows = Vec::new();
     for &blocks in &options.blocks {
         let replay = |name: &str, hits: &dyn Fn() -> Vec<usize>| {
@@ -42,6 +49,13 @@ pub fn measure(options: &StoreBench, bar: &ProgressBar) -> Result<Report, Failur
         let best = replay("the optimum", &|| baselines::optimum(&trace.requests, blocks));
         let ours = replay("kvferry", &|| policy(&trace.requests, blocks));
         rows.extend(rows_of(&trace, blocks, [&lru, &ours, &best]));
+        for press in [Press::Not, Press::Always] {
+            bar.set_message(format!("{} blocks: in segments", units::count(blocks as u64)));
+            if blocks >= SEGMENTED_MIN {
+                rows.extend(in_segments(&trace, blocks, press, &ours)?);
+            }
+            bar.inc(1);
+        }
     }
     let remarks = vec![format!(
         "{} requests, {} blocks, {} of them different; the second half begins after request {}",
@@ -62,6 +76,45 @@ fn policy(requests: &[Request], blocks: usize) -> Vec<usize> {
         tier.request(request.at, &request.blocks, &mut left)
     });
     hits.collect()
+}
+
+/// Of a store of segments; `exact` are the hits of the policy alone.
+fn in_segments(
+    trace: &Trace,
+    blocks: usize,
+    press: Press,
+    exact: &[usize],
+) -> Result<Vec<Row>, Failure> {
+    let failed = |e: kvferry_store::Error| Failure::Failed(e.to_string());
+    let folder = std::env::temp_dir().join(format!("kvferry-replay-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&folder);
+    let mut replay = Replay::new(&folder, blocks as u64, press).map_err(failed)?;
+    let requests = trace.requests.iter();
+    let hits: usize = requests.map(|request| replay.request(request.at, &request.blocks)).sum();
+    let (copied, refused) = (replay.copied(), replay.refused());
+    drop(replay);
+    let _ = std::fs::remove_dir_all(&folder);
+    let asked: usize = trace.requests.iter().map(|request| request.blocks.len()).sum();
+    let percent = |hits: usize| 100.0 * hits as f64 / asked.max(1) as f64;
+    let when = match press {
+        Press::Not => "in segments",
+        Press::Always => "in segments, while puts wait all the time",
+    };
+    let row = |what: &str, unit, value: f64| {
+        let name = format!("{} blocks, {when}: {what}", units::count(blocks as u64));
+        Row::new("hits", name, unit, Spread::of(vec![value]))
+    };
+    let exact = percent(exact.iter().sum());
+    let lost = row("less than the policy", "points", exact - percent(hits));
+    Ok(vec![
+        row("hits", "%", percent(hits)),
+        match press {
+            Press::Not => lost,
+            Press::Always => lost.at_most(LOST_IN_SEGMENTS),
+        },
+        row("copied for each byte that was put", "B", copied),
+        row("refused", "blocks", refused as f64).at_most(0.0),
+    ])
 }
 
 /// Of least recently used, kvferry and the optimum.

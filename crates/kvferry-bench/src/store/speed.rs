@@ -32,7 +32,7 @@ const QUICK_ROUNDS: usize = 2;
 /// Bytes of the blocks of one call.
 const CALL_BYTES: u64 = 32 << 20;
 /// Bytes of a segment of the store, and of a file beside it.
-const SEGMENT: u64 = 64 << 20;
+pub(super) const SEGMENT: u64 = 64 << 20;
 /// Of the file transport's rate.
 const SHARE: f64 = 0.85;
 /// Blocks of the index, and of the store that is opened.
@@ -113,13 +113,13 @@ pub fn measure(options: &StoreSpeed, bar: &ProgressBar) -> Result<Report, Failur
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Case {
-    block: u64,
-    direct: DirectIo,
+pub(super) struct Case {
+    pub(super) block: u64,
+    pub(super) direct: DirectIo,
 }
 
 impl Case {
-    fn name(self) -> String {
+    pub(super) fn name(self) -> String {
         let direct = if self.direct == DirectIo::Off { "page cache" } else { "direct" };
         format!("{}, {direct}", units::bytes(self.block))
     }
@@ -129,11 +129,11 @@ impl Case {
     }
 }
 
-struct Place {
-    agent: Agent,
-    folder: PathBuf,
+pub(super) struct Place {
+    pub(super) agent: Agent,
+    pub(super) folder: PathBuf,
     memory: Region,
-    bytes: u64,
+    pub(super) bytes: u64,
 }
 
 impl Drop for Place {
@@ -143,7 +143,7 @@ impl Drop for Place {
 }
 
 impl Place {
-    fn new(options: &StoreSpeed) -> Result<Self, Failure> {
+    pub(super) fn new(options: &StoreSpeed) -> Result<Self, Failure> {
         let agent = Agent::builder()
             .name("bench-store")
             .transports(Transports::only(TransportKind::TCP))
@@ -159,17 +159,17 @@ impl Place {
         Ok(Self { agent, folder, memory, bytes })
     }
 
-    fn calls(&self, case: Case) -> u64 {
+    pub(super) fn calls(&self, case: Case) -> u64 {
         (self.bytes / (case.block * case.in_call() as u64)).max(1)
     }
 
-    fn blocks(&self, case: Case) -> Vec<BlockMemory> {
+    pub(super) fn blocks(&self, case: Case) -> Vec<BlockMemory> {
         let blocks = 0..case.in_call() as u64;
         blocks.map(|at| BlockMemory::new(&self.memory, at * case.block, case.block)).collect()
     }
 
     /// What the blocks of a call begin with.
-    fn mark(&self, case: Case, call: u64) -> Result<(), Failure> {
+    pub(super) fn mark(&self, case: Case, call: u64) -> Result<(), Failure> {
         for at in 0..case.in_call() as u64 {
             let number = call * case.in_call() as u64 + at;
             let offset = usize::try_from(at * case.block).expect("in memory");
@@ -179,7 +179,12 @@ impl Place {
     }
 
     fn check(&self, case: Case, call: u64) -> Result<(), Failure> {
-        for at in 0..case.in_call() as u64 {
+        self.check_first(case, call, case.in_call())
+    }
+
+    /// Whether the first `blocks` of a call are those that [`Place::mark`] has made.
+    pub(super) fn check_first(&self, case: Case, call: u64, blocks: usize) -> Result<(), Failure> {
+        for at in 0..blocks as u64 {
             let number = call * case.in_call() as u64 + at;
             let offset = usize::try_from(at * case.block).expect("in memory");
             let mut bytes = [0; 8];
@@ -399,11 +404,11 @@ pub fn fill(folder: &Path, count: u64, is_killed: bool) -> Result<(), Failure> {
 
 const MARK: u64 = 0x9e37_79b9_7f4a_7c15;
 
-fn failed(error: kvferry_store::Error) -> Failure {
+pub(super) fn failed(error: kvferry_store::Error) -> Failure {
     Failure::Failed(error.to_string())
 }
 
-fn prompt(seed: u64, blocks: usize) -> Vec<Hash> {
+pub(super) fn prompt(seed: u64, blocks: usize) -> Vec<Hash> {
     let mut rng = fastrand::Rng::with_seed(seed);
     let hash = |_| {
         let mut hash = [0; 32];

@@ -27,7 +27,9 @@ impl Group {
         }
         let (key, victim) = self.primary_queue.peek()?;
         let priority = (key >> AGE_BITS) as u8;
-        let slot = match priority >= shared.offload_priority_min {
+        // A block that a reset has left is yet to die, and no prompt finds it.
+        let is_stale = self.tree.node(victim).file.resets != shared.resets;
+        let slot = match priority >= shared.offload_priority_min && !is_stale {
             true => self.take_slot(priority, shared),
             false => None,
         };
@@ -176,16 +178,17 @@ impl Group {
             return;
         }
         if let Some(directory) = node.file.directory.clone() {
-            let (key, mode, group) = (node.key, node.file.mode, self.index);
+            let (key, mode, group, resets) =
+                (node.key, node.file.mode, self.index, node.file.resets);
             // The block may have been computed and offloaded again since this node died.
+            let file = &self.tree.node(at).file;
             let other = self.tree.find(key).map(|other| self.tree.node(other));
-            let is_needed = other.is_some_and(|other| {
-                other.slot != NONE && other.file.directory.as_ref() == Some(&directory)
-            });
+            let is_needed = other.is_some_and(|other| other.slot != NONE && other.file == *file);
             if is_needed {
                 return self.free_slots.push(slot);
             }
-            shared.actions.push_back(Action::Discard(Discard { directory, mode, group, key }));
+            let discard = Discard { directory, mode, group, key, resets };
+            shared.actions.push_back(Action::Discard(discard));
         }
         self.free_slots.push(slot);
     }

@@ -58,7 +58,7 @@ impl BlockManager {
         self.advance(now_ms);
         let block = self.shared.tokens_per_block;
         check(request, block)?;
-        let (file, warning) = request.retention.effective();
+        let (file, warning) = request.retention.effective(self.shared.resets);
         let Request { prompt_tokens, salt, .. } = *request;
         let wish = Wish { retention: request.retention.clone(), file, prompt_tokens, salt };
         let at = self.sequences.open(wish);

@@ -147,12 +147,16 @@ impl BlockManager {
 impl BlockManager {
     /// Forgets all stored blocks: after new weights were loaded, no KV of the old ones may be reused. No sequence and no pin
     /// may be open. Copies in progress end as usual. Unlike other calls it takes time for each first block of a prompt.
+    ///
+    /// A block that is stored later has another name ([`Transfer::resets`](crate::Transfer::resets)) than one that was
+    /// stored before, where the keys are equal, too.
     pub fn reset(&mut self) -> Result<(), Error> {
         let sequences = self.sequences.iter().count();
         let pins = self.pins.iter().filter(|pin| pin.is_open).count();
         if sequences + pins > 0 {
             return Err(Error::InUse { sequences, pins });
         }
+        self.shared.resets = self.shared.resets.wrapping_add(1);
         for group in &mut self.groups {
             group.kill_all(&mut self.shared);
         }

@@ -101,8 +101,10 @@ impl Group {
             let parent = at.checked_sub(1).map_or(NONE, |before| row.nodes[before]);
             let first_token = at as u32 * block;
             let found = self.tree.find(key);
-            // A node whose prefix was removed is yet to die.
-            let is_orphan = found.is_some_and(|node| self.is_orphan(node));
+            // A node whose prefix was removed, or that a reset has left, is yet to die.
+            let is_orphan = found.is_some_and(|node| {
+                self.is_orphan(node) || self.tree.node(node).file.resets != shared.resets
+            });
             if let (Some(node), true) = (found, is_orphan) {
                 self.kill_one(node, shared);
             }

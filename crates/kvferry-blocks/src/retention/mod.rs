@@ -170,12 +170,13 @@ impl RetentionConfig {
     }
 
     /// The mode that can be carried out, with its directory.
-    pub(crate) fn effective(&self) -> (FilePlace, Option<Warning>) {
+    pub(crate) fn effective(&self, resets: u32) -> (FilePlace, Option<Warning>) {
+        let memory = FilePlace { resets, ..FilePlace::default() };
         match (self.mode, &self.directory) {
-            (TransferMode::Dram, _) => (FilePlace::default(), None),
-            (mode, None) => (FilePlace::default(), Some(Warning::DirectoryMissing { mode })),
+            (TransferMode::Dram, _) => (memory, None),
+            (mode, None) => (memory, Some(Warning::DirectoryMissing { mode })),
             (mode, Some(directory)) => {
-                (FilePlace { mode, directory: Some(directory.clone()) }, None)
+                (FilePlace { mode, directory: Some(directory.clone()), resets }, None)
             }
         }
     }
@@ -192,6 +193,8 @@ impl Default for RetentionConfig {
 pub(crate) struct FilePlace {
     pub(crate) mode: TransferMode,
     pub(crate) directory: Option<Arc<str>>,
+    /// Resets of the manager before the block was stored.
+    pub(crate) resets: u32,
 }
 
 fn check(retention: Retention) -> Result<(), RetentionError> {

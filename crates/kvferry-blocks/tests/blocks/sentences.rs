@@ -195,7 +195,7 @@ fn a_file_is_named_by_content_and_read_where_it_was_written() {
     world.allocate(&prompt(2, 8), 0, &to(TransferMode::PosixDebugFallback, "b")).unwrap();
     let key = keys_of(0, &prompt(1, 4), BLOCK as usize)[0];
     let offload = world.copies[0].0.clone();
-    assert_eq!(offload.file_name(), format!("{key}-0.kv"));
+    assert_eq!(offload.file_name(), format!("{key}-0-0.kv"));
     assert_eq!((offload.mode, offload.directory.as_deref()), (TransferMode::Gds, Some("a")));
     finish_all(&mut world, Outcome::Done);
     world.free(0, true);
@@ -318,12 +318,36 @@ fn a_file_is_discarded_when_no_block_uses_it_also_if_its_block_was_forgotten_and
     world.manager.reset().unwrap();
     again(&mut world);
     world.allocate(&prompt(3, 4), 0, &files).unwrap();
-    assert_eq!(world.copies.len(), 2, "both write the same file");
+    assert_eq!(world.copies.len(), 2, "each writes a file of its own");
     finish_all(&mut world, Outcome::Done);
-    assert!(world.discarded.is_empty());
+    let key = keys_of(0, &prompt(1, 4), BLOCK as usize)[0];
+    assert_eq!(world.discarded, [format!("{key}-0-0.kv")]);
     world.free(0, true);
     let longer = [&prompt(1, 4)[..], &[1]].concat();
     assert_eq!(serve(&mut world, &longer, &files), 4);
-    let key = keys_of(0, &prompt(1, 4), BLOCK as usize)[0];
-    assert_eq!(world.discarded, [format!("{key}-0.kv")]);
+    assert_eq!(world.discarded, [0, 1].map(|resets| format!("{key}-0-{resets}.kv")));
+}
+
+#[test]
+fn blocks_that_a_reset_has_left_are_not_offloaded() {
+    let mut config = config(4, 4);
+    // Nodes behind the first one die in later calls.
+    config.background_per_call = 0;
+    let mut world = World::new(&config);
+    let files = RetentionConfig::default().transfer(TransferMode::Gds, Some("a")).unwrap();
+    serve(&mut world, &prompt(1, 16), &files);
+    world.manager.reset().unwrap();
+    world.allocate(&prompt(1, 16), 0, &files).unwrap();
+    assert!(world.copies.is_empty(), "what no prompt can find is not copied");
+    world.check();
+    // What is stored again is copied.
+    assert!(world.compute(0));
+    world.free(0, false);
+    assert_eq!(cached(&world, &prompt(1, 16)).blocks, 4);
+    world.allocate(&prompt(2, 16), 0, &files).unwrap();
+    assert_eq!(world.copies.len(), 4);
+    finish_all(&mut world, Outcome::Done);
+    world.free(0, true);
+    assert_eq!(cached(&world, &prompt(1, 16)), Match { blocks: 4, secondary_blocks: 4 });
+    world.check();
 }

@@ -6,17 +6,23 @@
 //! callbacks, without the lock.
 
 use crate::guard::Failure;
-use kvferry::{Agent, Batch, Channel, MessageHandler, Options, Peer, Region};
-use kvferry::{RemoteRegion, Transfer, Watch};
+use kvferry::{
+    Agent, Batch, Channel, Message, MessageHandler, Options, Peer, Receipt, Region, RemoteRegion,
+    Transfer, Watch,
+};
 use kvferry_proto::Timestamp;
 use kvferry_tasks::{Action, Conn, Gauges, Offered, Outcome, RecvId, SendId, Tasks, Wanted};
 use std::collections::{HashMap, VecDeque};
+use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 /// Addresses of senders that are remembered.
 const PEERS_MAX: usize = 4096;
+/// Bytes of messages that wait for the endpoint's thread after the end of their sessions, at most. Those of live
+/// sessions are bounded by the peers' windows: a message is acknowledged when that thread has taken it.
+const LEFT_BYTES_MAX: usize = 64 * 1024 * 1024;
 /// How much longer than its task a read may take. The task stops it at the deadline, and the outcome is
 /// that of the task; a deadline of the read's own that comes first would be a failed read.
 const AFTER_DEADLINE: Duration = Duration::from_secs(5);
@@ -80,7 +86,7 @@ struct Receiving {
 }
 
 enum Event {
-    Message(Channel, Vec<u8>),
+    Message(Channel, Vec<u8>, Receipt),
     Lost(Channel, String),
     Opened(SendId, Result<Channel, String>),
     ReadEnded(RecvId, Result<(), String>),
@@ -90,6 +96,8 @@ enum Event {
 #[derive(Default)]
 struct Inbox {
     events: VecDeque<Event>,
+    /// Bytes of the messages among `events` whose sessions have ended.
+    left_bytes: usize,
     /// Timeouts may have changed.
     poked: bool,
     stops: bool,
@@ -113,6 +121,29 @@ struct State {
 struct Queue {
     inbox: Mutex<Inbox>,
     changed: Condvar,
+}
+
+impl Inbox {
+    /// A session has ended. Its messages that are still here are dropped if there are too many of such
+    /// sessions: what depends on them fails as the session does.
+    fn lose(&mut self, channel: &Channel, why: String) {
+        let len = |event: &Event| match event {
+            Event::Message(of, bytes, _) if of == channel => Some(bytes.len()),
+            _ => None,
+        };
+        let left = self.left_bytes + self.events.iter().filter_map(len).sum::<usize>();
+        if left > LEFT_BYTES_MAX {
+            self.events.retain(|event| len(event).is_none());
+        } else {
+            self.left_bytes = left;
+        }
+        self.events.push_back(Event::Lost(channel.clone(), why));
+    }
+
+    fn take(&mut self) -> VecDeque<Event> {
+        self.left_bytes = 0;
+        std::mem::take(&mut self.events)
+    }
 }
 
 impl Queue {
@@ -148,15 +179,17 @@ struct Handler(Weak<Queue>);
 impl MessageHandler for Handler {
     fn began(&self, _: &Channel) {}
 
-    fn received(&self, channel: &Channel, message: &[u8]) {
+    fn received(&self, channel: &Channel, message: Message<'_>) {
         if let Some(queue) = self.0.upgrade() {
-            queue.push(Event::Message(channel.clone(), message.to_vec()));
+            let (bytes, receipt) = message.take_later();
+            queue.push(Event::Message(channel.clone(), bytes, receipt));
         }
     }
 
     fn ended(&self, channel: &Channel, error: &kvferry::Error) {
         if let Some(queue) = self.0.upgrade() {
-            queue.push(Event::Lost(channel.clone(), error.to_string()));
+            lock(&queue.inbox).lose(channel, error.to_string());
+            queue.changed.notify_one();
         }
     }
 }
@@ -244,8 +277,28 @@ impl Endpoint {
         self.act(&mut state);
     }
 
-    /// Cancels a receive task and drops it when it has ended.
-    pub(crate) fn forget(&self, id: RecvId) {
+    /// Cancels a receive task, waits until nothing writes to its memory, and drops it.
+    ///
+    /// A callback runs on the endpoint's thread, which is the one that notices the end of the task's read. If a callback
+    /// calls this, that thread goes on with its work in here; callbacks that become due meanwhile come after this one.
+    pub(crate) fn free(&self, id: RecvId, end: &End) {
+        self.forget(id);
+        if !self.is_own_thread(std::thread::current().id()) {
+            end.wait(None);
+            return;
+        }
+        let mut due = Vec::new();
+        while end.wait(Some(Duration::ZERO)).is_none() {
+            // The endpoint does not stop before its receive tasks have ended.
+            due.extend(self.turn().unwrap_or_default());
+        }
+        let mut inbox = lock(&self.queue.inbox);
+        for (done, outcome) in due.into_iter().rev() {
+            inbox.events.push_front(Event::Ended(done, outcome));
+        }
+    }
+
+    fn forget(&self, id: RecvId) {
         let mut state = lock(&self.state);
         if let Some(receiving) = state.recvs.get_mut(&id) {
             receiving.freed = true;
@@ -299,40 +352,52 @@ impl Endpoint {
 
     /// The endpoint's thread.
     fn run(&self) {
-        loop {
-            let due = lock(&self.state).tasks.next_timeout();
-            let left = due.map(|due| due.saturating_since(now()));
-            let mut inbox = lock(&self.queue.inbox);
-            if inbox.events.is_empty() && !inbox.poked && !inbox.stops {
-                inbox = match left {
-                    Some(left) => {
-                        let waited = self.queue.changed.wait_timeout(inbox, left);
-                        waited.unwrap_or_else(PoisonError::into_inner).0
-                    }
-                    None => self.queue.changed.wait(inbox).unwrap_or_else(PoisonError::into_inner),
-                };
-            }
-            inbox.poked = false;
-            let events = std::mem::take(&mut inbox.events);
-            if events.is_empty() && inbox.stops {
-                return;
-            }
-            drop(inbox);
-            let mut ended = Vec::new();
-            let mut state = lock(&self.state);
-            for event in events {
-                match event {
-                    Event::Ended(done, outcome) => ended.push((done, outcome)),
-                    other => state.happened(other),
-                }
-            }
-            state.tasks.expire(now());
-            self.carry_out(&mut state);
-            drop(state);
+        while let Some(ended) = self.turn() {
             for (done, outcome) in ended {
                 done(&outcome);
             }
         }
+    }
+
+    /// Waits for events and handles them. Returns the callbacks that are due; `None` when the thread has to
+    /// stop.
+    fn turn(&self) -> Option<Vec<(Done, Outcome)>> {
+        let due = lock(&self.state).tasks.next_timeout();
+        let left = due.map(|due| due.saturating_since(now()));
+        let mut inbox = lock(&self.queue.inbox);
+        if inbox.events.is_empty() && !inbox.poked && !inbox.stops {
+            inbox = match left {
+                Some(left) => {
+                    let waited = self.queue.changed.wait_timeout(inbox, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => self.queue.changed.wait(inbox).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+        inbox.poked = false;
+        let events = inbox.take();
+        if events.is_empty() && inbox.stops {
+            return None;
+        }
+        drop(inbox);
+        let (mut ended, mut receipts) = (Vec::new(), Vec::new());
+        let mut state = lock(&self.state);
+        for event in events {
+            match event {
+                Event::Ended(done, outcome) => ended.push((done, outcome)),
+                Event::Message(channel, bytes, receipt) => {
+                    state.message(&channel, &bytes);
+                    receipts.push(receipt);
+                }
+                other => state.happened(other),
+            }
+        }
+        state.tasks.expire(now());
+        self.carry_out(&mut state);
+        drop(state);
+        // The senders' windows open again.
+        drop(receipts);
+        Some(ended)
     }
 
     /// Carries out what a call of the program caused; its deadline may be the next one.
@@ -345,6 +410,7 @@ impl Endpoint {
         while let Some(action) = state.tasks.poll() {
             match action {
                 Action::Connect { send, .. } => self.connect(state, send),
+                Action::Offer { to, send, bytes } => self.offer(state, to, send, bytes),
                 Action::Message { to, bytes } => self.say(state, to, bytes),
                 Action::Read { task, from, regions, copies, budget } => {
                     let started = state.batch(task, &regions, &copies).and_then(|batch| {
@@ -412,6 +478,20 @@ impl Endpoint {
         }));
     }
 
+    /// Sends an offer, if the peer takes its messages. Offers leave half of the queue to answers: if an answer
+    /// is lost, so is the session.
+    fn offer(&self, state: &mut State, to: Conn, send: SendId, bytes: Vec<u8>) {
+        let Some((channel, _)) = state.conns.get(&to) else { return };
+        let (messages, queued_bytes) = channel.queued();
+        let has_room = messages < Channel::QUEUE_MAX / 2
+            && queued_bytes + bytes.len() <= Channel::QUEUE_BYTES_MAX / 2;
+        if has_room {
+            return self.say(state, to, bytes);
+        }
+        let text = format!("{messages} messages wait until the receiver takes them");
+        state.tasks.unsent(send, text);
+    }
+
     fn say(&self, state: &State, to: Conn, bytes: Vec<u8>) {
         let Some((channel, _)) = state.conns.get(&to) else { return };
         if let Err(error) = channel.send(bytes) {
@@ -425,12 +505,6 @@ impl Endpoint {
 impl State {
     fn happened(&mut self, event: Event) {
         match event {
-            Event::Message(channel, bytes) => {
-                let conn = self.conn(&channel);
-                if let Err(text) = self.tasks.received(conn, &bytes, now()) {
-                    tracing::warn!(peer = channel.peer_name(), "dropped a {text}");
-                }
-            }
             Event::Lost(channel, why) => {
                 let known = self.conns.iter().find(|(_, (known, _))| *known == channel);
                 if let Some(conn) = known.map(|(conn, _)| *conn) {
@@ -447,7 +521,14 @@ impl State {
                 self.tasks.opened(send, opened, now());
             }
             Event::ReadEnded(task, result) => self.tasks.read_ended(task, result, now()),
-            Event::Ended(..) => {}
+            Event::Message(..) | Event::Ended(..) => {}
+        }
+    }
+
+    fn message(&mut self, channel: &Channel, bytes: &[u8]) {
+        let conn = self.conn(channel);
+        if let Err(text) = self.tasks.received(conn, bytes, now()) {
+            tracing::warn!(peer = channel.peer_name(), "dropped a {text}");
         }
     }
 
@@ -482,6 +563,13 @@ impl State {
         if address.is_empty() {
             return Err("the sender's agent accepts no connections".to_owned());
         }
+        if address.parse::<SocketAddr>().is_err() {
+            // Resolving a name may take seconds, under the lock that calls of the program wait for, and
+            // the peer chooses the name.
+            return Err(format!(
+                "the sender advertises the name {address}, not an address; set KVFERRY_ADVERTISE there"
+            ));
+        }
         if self.peers.len() >= PEERS_MAX {
             self.peers.clear();
         }
@@ -510,5 +598,150 @@ impl State {
             pushed.map_err(|error| error.to_string())?;
         }
         Ok(batch)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvferry::Access;
+    use kvferry_sys::map::Mapping;
+    use kvferry_tasks::{Code, Part};
+    use kvferry_testkit::slow::SlowMemory;
+    use kvferry_testkit::{PATIENCE, Watchdog, eventually};
+    use std::sync::mpsc;
+
+    /// An hour: nothing in these tests ends by a deadline.
+    const NEVER: Duration = Duration::from_secs(3600);
+
+    /// An agent of TCP, whose requests of its own would time out soon.
+    fn agent() -> Agent {
+        let builder =
+            Agent::builder().listen(([127, 0, 0, 1], 0)).timeout(Duration::from_millis(200));
+        builder
+            .transports(kvferry::Transports::parse("tcp").expect("a name"))
+            .start()
+            .expect("an agent")
+    }
+
+    fn endpoint(agent: &Agent) -> Arc<Endpoint> {
+        let endpoint = Endpoint::start(agent.clone()).map_err(|failure| failure.text);
+        endpoint.expect("an endpoint")
+    }
+
+    /// A send of one part of a region.
+    fn send(endpoint: &Endpoint, to: &Agent, key: &str, region: &Region) -> Arc<End> {
+        let peer = endpoint.agent().peer(to.advertised()).expect("an address");
+        let blocks = vec![Offered(1, vec![Part(0, 0, region.len() as u64)])];
+        let what = (vec![region.remote().to_bytes()], blocks);
+        endpoint.send(peer, key, what, NEVER, None).expect("there is room").1
+    }
+
+    /// A send that fails, whose callback runs on the endpoint's thread.
+    fn call_back(endpoint: &Endpoint, done: impl FnOnce() + Send + 'static) {
+        let closed = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = closed.local_addr().expect("bound").to_string();
+        drop(closed);
+        let peer = endpoint.agent().peer(&address).expect("an address");
+        let blocks = vec![Offered(1, vec![Part(0, 0, 1)])];
+        let done: Done = Box::new(move |_| done());
+        endpoint
+            .send(peer, "nobody", (Vec::new(), blocks), NEVER, Some(done))
+            .expect("there is room");
+    }
+
+    #[test]
+    fn a_sender_that_floods_a_slow_callback_waits_and_all_its_offers_arrive() {
+        const OFFERS: usize = 4000;
+        let _bound = Watchdog::new(PATIENCE);
+        let (sends, receives) = (agent(), agent());
+        let (sender, receiver) = (endpoint(&sends), endpoint(&receives));
+        let memory = sends.allocate(4096, Access::READ).expect("memory");
+        let (release, released) = mpsc::channel();
+        let (began, begins) = mpsc::channel();
+        call_back(&receiver, move || {
+            began.send(()).expect("the test waits");
+            let _ = released.recv();
+        });
+        begins.recv().expect("the callback is called");
+        let ends: Vec<_> = (0..OFFERS)
+            .map(|number| send(&sender, &receives, &format!("{number:01000}"), &memory))
+            .collect();
+        let held = || {
+            let inbox = lock(&receiver.queue.inbox);
+            let bytes = |event: &Event| match event {
+                Event::Message(_, bytes, _) => bytes.len(),
+                _ => 0,
+            };
+            inbox.events.iter().map(bytes).sum::<usize>()
+        };
+        eventually("the window is full", || held() > 200 * 1000);
+        // Longer than the time limit of the sender's requests.
+        std::thread::sleep(Duration::from_millis(600));
+        assert!(held() <= Channel::WINDOW_BYTES, "{} bytes wait", held());
+        assert_eq!(sends.stats().sessions, 1, "the session goes on");
+        release.send(()).expect("the callback waits");
+        eventually("all offers have arrived", || receiver.gauges().parked == OFFERS);
+        assert_eq!((sends.stats().sessions_opened, sends.stats().sessions), (1, 1));
+        assert!(ends.iter().all(|end| end.wait(Some(Duration::ZERO)).is_none()));
+        sender.close();
+        receiver.close();
+    }
+
+    #[test]
+    fn sends_to_a_receiver_that_takes_no_message_end_as_busy_and_its_session_goes_on() {
+        const OFFERS: usize = 40_000;
+        let _bound = Watchdog::new(PATIENCE);
+        let (sends, receives) = (agent(), agent());
+        let (sender, receiver) = (endpoint(&sends), endpoint(&receives));
+        let memory = sends.allocate(4096, Access::READ).expect("memory");
+        let held = lock(&receiver.state);
+        let ends: Vec<_> = (0..OFFERS)
+            .map(|number| send(&sender, &receives, &number.to_string(), &memory))
+            .collect();
+        eventually("some are refused", || sender.gauges().sends < OFFERS);
+        let busy = ends.iter().filter_map(|end| end.wait(Some(Duration::ZERO))).next();
+        assert_eq!(busy.map(|outcome| outcome.code), Some(Code::Busy));
+        assert_eq!(sends.stats().sessions, 1, "the session goes on");
+        drop(held);
+        eventually("the others arrive", || {
+            let (waiting, arrived) = (sender.gauges().sends, receiver.gauges().parked);
+            waiting == arrived && arrived >= Channel::QUEUE_MAX / 2
+        });
+        sender.close();
+        receiver.close();
+    }
+
+    #[test]
+    fn a_callback_may_free_a_task_whose_memory_is_being_written() {
+        const LEN: usize = 65_536;
+        let _bound = Watchdog::new(PATIENCE);
+        let (sends, receives) = (agent(), agent());
+        let (sender, receiver) = (endpoint(&sends), endpoint(&receives));
+        let mapping = Arc::new(Mapping::anonymous(LEN).expect("memory"));
+        let device = SlowMemory::new(mapping, 0, LEN, 1);
+        device.hold();
+        let from = sends.register_device(Arc::new(device.clone()), Access::READ).expect("a region");
+        let into = receives.allocate(LEN, Access::NONE).expect("memory");
+        let wanted = vec![Wanted { key: 1, lens: vec![LEN as u64] }];
+        let places = vec![Some((into, 0))];
+        let (task, end) = receiver.recv("k", wanted, places, NEVER, None).expect("there is room");
+        let _sent = send(&sender, &receives, "k", &from);
+        eventually("it is read", || receiver.gauges().reads == 1 && device.pending() > 0);
+        let (freed, frees) = mpsc::channel();
+        let (of, at) = (Arc::clone(&receiver), Arc::clone(&end));
+        call_back(&receiver, move || {
+            of.free(task, &at);
+            freed.send(at.wait(Some(Duration::ZERO)).is_some()).expect("the test waits");
+        });
+        assert!(frees.recv().expect("the callback returns"), "nothing writes to the memory");
+        assert_eq!(receiver.gauges().recvs, 0);
+        // Later callbacks come.
+        let (called, calls) = mpsc::channel();
+        call_back(&receiver, move || called.send(()).expect("the test waits"));
+        calls.recv().expect("it is called");
+        device.release();
+        sender.close();
+        receiver.close();
     }
 }

@@ -4,13 +4,10 @@ use crate::error::kvferry_error;
 use crate::guard;
 use crate::handles::{self, OwnedRecv};
 use crate::tasks::driver::{Endpoint, Places};
-use crate::tasks::endpoint::{
-    self, kvferry_task_options, kvferry_task_part, kvferry_tasks, not_from_callback,
-};
+use crate::tasks::endpoint::{self, kvferry_task_options, kvferry_task_part, kvferry_tasks};
 use ::kvferry_tasks::Wanted;
 use std::ffi::{c_char, c_int};
 use std::sync::Arc;
-use std::time::Duration;
 
 /// A receive task. A handle, not an address.
 #[derive(Debug)]
@@ -107,7 +104,7 @@ pub unsafe extern "C" fn kvferry_recv_task_cancel(
 /// Another task may have the key then. Until it has, senders that come to the key of a cancelled task are
 /// refused, as long as the task's time has not passed.
 ///
-/// Any thread; from a callback only if the task has ended. Blocks. After a fork: `KVFERRY_FORKED`.
+/// Any thread, callbacks included. Blocks. After a fork: `KVFERRY_FORKED`.
 ///
 /// # Safety
 /// `error` is null or a structure whose field `size` is right.
@@ -117,13 +114,8 @@ pub unsafe extern "C" fn kvferry_recv_task_free(
     error: *mut kvferry_error,
 ) -> c_int {
     guard::run(error, || {
-        let running = handles::look_up::<OwnedRecv, _>(task)?;
-        if running.end.wait(Some(Duration::ZERO)).is_none() {
-            not_from_callback(&running.owner)?;
-        }
         let recv = handles::take::<OwnedRecv, _>(task)?;
-        recv.owner.forget(recv.id);
-        recv.end.wait(None);
+        recv.owner.free(recv.id, &recv.end);
         Ok(0)
     })
 }

@@ -3,6 +3,7 @@
 
 #include <poll.h>
 #include <pthread.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 
 #include "check.h"
@@ -201,6 +202,8 @@ static void notifications_follow_the_data_with_their_bytes(void) {
     CHECK(kvferry_notify(two.peer, "alone", NULL, 0, 0, &error) == 0);
     CHECK(kvferry_notification_take(two.b, 10000, &note, &error) == 0 && note.message_len == 0);
     kvferry_notification_clear(&note);
+    note.size = sizeof note - 4;
+    CHECK(kvferry_notification_take(two.b, 0, &note, &error) == KVFERRY_INVALID_ARGUMENT);
     note.size = 8;
     CHECK(kvferry_notification_take(two.b, 0, &note, &error) == KVFERRY_INVALID_ARGUMENT);
     CHECK(kvferry_batch_free(batch, &error) == 0);
@@ -245,6 +248,14 @@ static void wrong_arguments_are_errors_that_say_so(void) {
     options.name = NULL;
     options.checksum = 9;
     CHECK(kvferry_agent_start(&options, &agent, &error) == KVFERRY_INVALID_ARGUMENT);
+    options.checksum = 0;
+    /* A key that could not be loaded is not the wish for an agent without a secret. */
+    options.secret_len = 32;
+    CHECK(kvferry_agent_start(&options, &agent, &error) == KVFERRY_INVALID_ARGUMENT && strstr(error.text, "secret"));
+    options.secret = (const uint8_t *)"";
+    options.secret_len = 0;
+    CHECK(kvferry_agent_start(&options, &agent, &error) == KVFERRY_INVALID_ARGUMENT && strstr(error.text, "secret"));
+    CHECK(agent == NULL);
 
     /* A program of a later version: what this library does not know must be zero. */
     struct {
@@ -274,6 +285,12 @@ static void wrong_arguments_are_errors_that_say_so(void) {
     kvferry_region *again = NULL;
     CHECK(kvferry_region_register(two.a, two.source + 1, 1, 0, NULL, &again, &error) == KVFERRY_OVERLAP);
     CHECK(kvferry_region_register(two.a, NULL, 4096, 0, NULL, &again, &error) == KVFERRY_INVALID_ARGUMENT);
+    /* As the addresses of a device are: reserved, and without access. */
+    void *reserved = mmap(NULL, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(reserved != MAP_FAILED);
+    CHECK(kvferry_region_register(two.a, reserved, 4096, 0, NULL, &again, &error) == KVFERRY_INVALID_ARGUMENT);
+    CHECK(strstr(error.text, "not host memory"));
+    CHECK(munmap(reserved, 4096) == 0);
     CHECK(kvferry_region_register(two.a, two.target, 1, 8, NULL, &again, &error) == KVFERRY_INVALID_ARGUMENT);
     CHECK(kvferry_region_register(two.a, two.target, 1, 0, "", &again, &error) == KVFERRY_INVALID_ARGUMENT);
     char tiny[4];

@@ -54,10 +54,9 @@ fn stand_in() -> &'static Path {
     FOLDER.get_or_init(|| {
         let folder = folder().join("mooncake");
         std::fs::create_dir_all(&folder).expect("a folder for the library");
-        let names = exported(&self::folder().join("libkvferry.so.0"));
-        let ours = |name: &&String| !name.starts_with("kvferry_") || *name == "kvferry_last_error";
-        let code: String =
-            names.iter().filter(ours).map(|name| format!("void {name}(void) {{}}\n")).collect();
+        let mut names = exported(&self::folder().join("libtransfer_engine.so"));
+        names.push("kvferry_last_error".to_owned());
+        let code: String = names.iter().map(|name| format!("void {name}(void) {{}}\n")).collect();
         let source = folder.join("functions.c");
         std::fs::write(&source, code).expect("the folder was made");
         let library = folder.join("libtransfer_engine.so");

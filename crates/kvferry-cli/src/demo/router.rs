@@ -238,7 +238,8 @@ impl<'a> Router<'a> {
             let submit = Submit { id: name(number), prompt, max_tokens: 1, params, flip };
             self.flights.insert(number, Flight::new(asked, tokens, prefill, decode));
             if concurrent {
-                let address = self.engines[prefill].address.clone();
+                let address =
+                    self.engines[prefill].address.parse().expect("the address of an agent");
                 let offered = ConsumerParams { transfer, address, engine: None, tokens: None };
                 self.give_to_decode(number, offered.to_params());
             }

@@ -175,6 +175,7 @@ mod tests {
             addresses: vec![InterfaceAddress {
                 interface: "eth0".into(),
                 address: "10.0.0.7".parse().expect("an address"),
+                prefix_len: 24,
             }],
             verbs: Library::Works {
                 file: "libibverbs.so.1.14.44.0".into(),

@@ -309,6 +309,7 @@ mod tests {
         vec![InterfaceAddress {
             interface: "eth0".into(),
             address: "10.0.0.7".parse().expect("an address"),
+            prefix_len: 24,
         }]
     }
 

@@ -1,7 +1,8 @@
 //! `kvferry store export`.
 
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io::{self, BufWriter, IsTerminal, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -49,11 +50,20 @@ pub(super) fn run(args: &StoreExportArgs) -> Result<(), Failure> {
         return report.outcome();
     }
     let failed = |error: io::Error| Failure::Failed(format!("{}: {error}", args.file.display()));
-    let mut file = File::create(&args.file).map_err(failed)?;
+    let mut file = create(&args.file).map_err(failed)?;
     let report = write(args, &files, &mut file)?;
     file.sync_all().map_err(failed)?;
     output::show(&report, args.json)?;
     report.outcome()
+}
+
+/// A file that its user alone may read: what users have asked is in it.
+fn create(path: &Path) -> io::Result<File> {
+    let open = File::options().write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    if open.metadata()?.is_file() {
+        open.set_permissions(Permissions::from_mode(0o600))?;
+    }
+    Ok(open)
 }
 
 fn write(args: &StoreExportArgs, files: &Files, to: &mut impl Write) -> Result<Report, Failure> {

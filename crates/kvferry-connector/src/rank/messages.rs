@@ -1,10 +1,10 @@
 //! Channels and their messages. All but `open` runs on the agent's control thread. That thread also
 //! does what the machines then ask for, so answering a message wakes no other thread.
 
-use super::peers::Numbers;
+use super::peers::{Met, Numbers};
 use super::state::{By, Shared};
 use crate::codes::{code_of, may_return};
-use kvferry::{Channel, Error, MessageHandler, Peer};
+use kvferry::{Channel, Error, Message, MessageHandler, Peer};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::EngineHandshakeMessage as HandshakeMessage;
 use kvferry_proto::handoff::HandoffMessage;
@@ -20,10 +20,10 @@ impl MessageHandler for Handler {
         shared.drive(By::Agent);
     }
 
-    fn received(&self, channel: &Channel, message: &[u8]) {
+    fn received(&self, channel: &Channel, message: Message<'_>) {
         let Some(shared) = self.0.upgrade() else { return };
         let peer = channel.peer_name();
-        match RankMessage::decode(message) {
+        match RankMessage::decode(&message) {
             Ok(RankMessage::Handoff(message)) => shared.received_handoff(channel, message),
             Ok(RankMessage::EngineHandshake(message)) => {
                 shared.received_handshake(channel, message);
@@ -79,8 +79,13 @@ impl Shared {
             _ => false,
         };
         if !is_for_producer {
+            let mut suppliers = suppliers.into_iter();
+            let last = suppliers.next_back();
             for supplier in suppliers {
                 state.consumer.receive(supplier, message.clone(), now);
+            }
+            if let Some(last) = last {
+                state.consumer.receive(last, message, now);
             }
         } else if let Some(reader) = reader {
             state.producer.receive(reader, message, now);
@@ -116,13 +121,20 @@ impl Shared {
         match opened {
             Ok(channel) => {
                 state.began(&channel, now);
-                if let Some((id, gone)) = state.peers.met_at(address, channel.incarnation()) {
-                    if let Some(gone) = gone {
-                        state.consumer.lost(gone, WireCode::StaleIncarnation, true, now);
-                        state.handshakes.moved(gone, id);
+                match state.peers.met_at(address, &channel) {
+                    Some(Met::At(id, gone)) => {
+                        if let Some(gone) = gone {
+                            state.consumer.lost(gone, WireCode::StaleIncarnation, true, now);
+                            state.handshakes.moved(gone, id);
+                        }
+                        state.consumer.met(id, now);
+                        state.handshakes.met(id);
                     }
-                    state.consumer.met(id, now);
-                    state.handshakes.met(id);
+                    Some(Met::Refused(id)) => {
+                        state.consumer.lost(id, WireCode::Busy, true, now);
+                        state.handshakes.lost(id, WireCode::Busy, true, now);
+                    }
+                    None => {}
                 }
             }
             Err(error) => match state.peers.not_met_at(address) {

@@ -27,15 +27,16 @@ mod wakeup;
 use crate::sync::{lock, wait_while};
 use kvferry::{Agent, Error, Peer, Region};
 use kvferry_proto::engine_handshake::OwnEngine;
-use kvferry_proto::handoff::{BlockTable, HandoffId, Limits, Progress, Refusal};
+use kvferry_proto::handoff::{BlockTable, HandoffId, Limits, Need, Progress, Refusal};
 use kvferry_proto::{Timestamp, WireCode};
 use messages::Handler;
+use rustc_hash::FxHashMap;
 use state::{Held, Notice, Shared, State};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
-pub(crate) use types::RankObserver;
 pub use types::{Event, RankError, ReadMapper, ReadPart, ReadRequest, SideData, Source};
+pub(crate) use types::{RankObserver, ReadFrom};
 
 /// One rank's handoffs. Dropping it ends them all.
 pub struct Rank {
@@ -140,6 +141,16 @@ impl Rank {
         self.change(|state, now| state.producer.withdraw(id, code, detail, now))
     }
 
+    /// Withdraws an offer that no consumer has asked for; [`Event::Produced`] says so.
+    pub(crate) fn reclaim(&self, id: &HandoffId, detail: &str) {
+        let reclaimed = self.change(|state, now| {
+            state.producer.reclaim(id, detail, now);
+            Ok(())
+        });
+        // A fork has no offers.
+        drop(reclaimed);
+    }
+
     /// Fetches a request's KV into allocated blocks, which must not be touched until
     /// [`Event::Consumed`]. Looks names up, which may block.
     ///
@@ -154,20 +165,22 @@ impl Rank {
         mapper: Box<dyn ReadMapper>,
     ) -> Result<(), RankError> {
         let readers = from.iter().map(|source| source.readers);
-        let from: Vec<_> = self.resolve(from)?.into_iter().zip(readers).collect();
+        let found = self.resolve(from)?.into_iter().zip(readers);
+        let found = found.map(|(peer, readers)| ReadFrom { peer, readers, need: Need::ALL });
+        let from: Vec<_> = found.collect();
         self.fetch_from(id, &from, budget, mapper)
     }
 
-    /// As [`Rank::fetch`], from producer ranks each with its number of readers. Never blocks.
+    /// As [`Rank::fetch`], from producer ranks that were found. Never blocks.
     pub(crate) fn fetch_from(
         &self,
         id: &HandoffId,
-        from: &[(Peer, u32)],
+        from: &[ReadFrom],
         budget: Duration,
         mapper: Box<dyn ReadMapper>,
     ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let ranks = state.producer_ranks(from);
+            let ranks = state.producer_ranks(from)?;
             state.consumer.want(id, &ranks, budget, now)?;
             state.mappers.insert(id.clone(), mapper);
             Ok(())
@@ -176,9 +189,9 @@ impl Rank {
 
     /// Asks for a request's KV that will be fetched or freed later: it waits in this engine's queue.
     /// Never blocks. There is no event of its end.
-    pub(crate) fn claim_from(&self, id: &HandoffId, from: &[(Peer, u32)]) -> Result<(), RankError> {
+    pub(crate) fn claim_from(&self, id: &HandoffId, from: &[ReadFrom]) -> Result<(), RankError> {
         self.change(|state, now| {
-            let ranks = state.producer_ranks(from);
+            let ranks = state.producer_ranks(from)?;
             state.consumer.claim(id, &ranks, now)
         })
     }
@@ -207,7 +220,8 @@ impl Rank {
         detail: &str,
     ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let peers: Vec<_> = from.iter().map(|peer| state.peers.place(peer).0).collect();
+            let peers = state.peers.places(from)?;
+            let peers: Vec<_> = peers.into_iter().map(|(peer, _)| peer).collect();
             state.consumer.free(id, &peers, code, detail, now)?;
             peers.into_iter().for_each(|peer| state.peers.connect_once(peer));
             Ok(())
@@ -220,6 +234,32 @@ impl Rank {
     /// [`Refusal::Unknown`] if it has ended already.
     pub fn cancel(&self, id: &HandoffId, code: WireCode, detail: &str) -> Result<(), RankError> {
         self.change(|state, now| state.consumer.cancel(id, code, detail, now))
+    }
+
+    /// Takes the claims and fetches out of `waiting` whose producers have said that they have, or will have,
+    /// the KV, and returns their requests. Forgets those that have ended. `new` are those that came since the last call.
+    pub(crate) fn take_answered(
+        &self,
+        waiting: &mut FxHashMap<HandoffId, String>,
+        new: Vec<HandoffId>,
+    ) -> Vec<String> {
+        if waiting.is_empty() || self.check_process().is_err() {
+            return Vec::new();
+        }
+        let mut state = self.shared.lock();
+        let mut ids = match state.consumer.take_changed() {
+            Some(ids) => ids,
+            None => waiting.keys().cloned().collect(),
+        };
+        ids.extend(new);
+        let mut answered = Vec::new();
+        for id in ids {
+            let is_answered = state.consumer.is_answered(&id);
+            if is_answered || !state.consumer.is_under_way(&id) {
+                answered.extend(waiting.remove(&id).filter(|_| is_answered));
+            }
+        }
+        answered
     }
 
     /// Sets the engine that this rank belongs to. Until then, peers that ask for it wait.
@@ -240,7 +280,7 @@ impl Rank {
         budget: Duration,
     ) -> Result<(), RankError> {
         self.change(|state, now| {
-            let (id, connected) = state.peers.place(peer);
+            let (id, connected) = state.peers.places([peer])?[0];
             state.handshakes.meet(ticket, id, connected, budget, now);
             Ok(())
         })
@@ -257,6 +297,18 @@ impl Rank {
             state.notices.push_back(Notice::Called);
         }
         self.shared.changed(state, actions);
+    }
+
+    /// Has [`RankObserver::called`] called at this time, or earlier if it was asked to be.
+    pub(crate) fn call_observer_at(&self, at: Timestamp) {
+        if self.check_process().is_err() {
+            return;
+        }
+        let mut state = self.shared.lock();
+        if state.observer_due.is_none_or(|due| at < due) {
+            state.observer_due = Some(at);
+            self.shared.changed(state, 1);
+        }
     }
 
     /// Collects the changes that follow until the guard is dropped: few are carried out by the thread
@@ -337,7 +389,7 @@ impl Rank {
 
     fn resolve(&self, from: &[Source]) -> Result<Vec<Peer>, RankError> {
         self.check_process()?;
-        let peers = from.iter().map(|source| self.shared.agent.peer(&source.address));
+        let peers = from.iter().map(|source| self.shared.agent.peer(source.address.as_str()));
         Ok(peers.collect::<Result<_, Error>>()?)
     }
 

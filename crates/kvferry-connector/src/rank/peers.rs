@@ -3,10 +3,13 @@
 //! The protocol knows lives of peers by numbers ([`PeerId`]). A life that was met has an incarnation;
 //! before that a consumer knows an address, which has a number already. Two lives at one address have
 //! two numbers; two sessions with one life have one.
+//!
+//! Clients name addresses, and any number of addresses may lead to one life. So addresses are bounded, in all
+//! and for each life, and those of one life share one session: see [`Peers::met_at`].
 
 use kvferry::{Channel, Incarnation, Peer, Watch};
 use kvferry_proto::Timestamp;
-use kvferry_proto::handoff::PeerId;
+use kvferry_proto::handoff::{PeerId, Refusal};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::time::Duration;
 
@@ -14,9 +17,18 @@ use std::time::Duration;
 const RETRY_FIRST: Duration = Duration::from_secs(1);
 const RETRY_LAST: Duration = Duration::from_secs(15);
 
+/// Addresses that are kept at most. If there are more, the sessions of those that nothing needs end, the least
+/// recently used first; if all are needed, more are refused.
+pub(super) const PLACES_MAX: usize = 1024;
+
+/// Addresses of one life that are kept at most: each of its messages is handled once for each of them. An
+/// engine has a name and an address, or a few of them.
+pub(super) const PLACES_OF_LIFE: usize = 8;
+
 /// An address that is consumed from.
 #[derive(Debug)]
 pub(super) struct Place {
+    /// The peer at this address, or at another one that leads to the same life and has a session with it.
     pub(super) peer: Peer,
     /// The number of the life that was, or will be, met there.
     id: PeerId,
@@ -30,6 +42,10 @@ pub(super) struct Place {
     watched_handshake: bool,
     /// When to connect again to deliver a message, and the delay that led there.
     retry: Option<(Timestamp, Duration)>,
+    /// The session that was opened for this address.
+    session: Option<Channel>,
+    /// The call that used it last.
+    used: u64,
 }
 
 impl Place {
@@ -41,6 +57,25 @@ impl Place {
         let life = self.life.and_then(|life| lives.get(&life));
         life.is_some_and(|life| !life.channels.is_empty())
     }
+
+    /// Whether a handoff, a handshake or the opening of a channel needs it. A message that waits for a
+    /// connection may be given up: peers end by timer what they are not told of.
+    const fn is_needed(&self) -> bool {
+        self.is_watched() || self.opening
+    }
+
+    fn live_session(&self) -> Option<&Channel> {
+        self.session.as_ref().filter(|session| session.end().is_none())
+    }
+}
+
+/// The outcome of opening a channel to an address.
+pub(super) enum Met {
+    /// The number that is valid from now on, and the number of the life that was there before if it was
+    /// another.
+    At(PeerId, Option<PeerId>),
+    /// The life has too many addresses already. The number of this one.
+    Refused(PeerId),
 }
 
 #[derive(Debug)]
@@ -71,6 +106,10 @@ pub(super) struct Peers {
     changed: bool,
     /// Whether any place has a `retry`.
     retrying: bool,
+    /// Calls that used places.
+    uses: u64,
+    /// Peers with sessions that nothing needs.
+    unneeded: Vec<Peer>,
     place_of: FxHashMap<PeerId, String>,
     life_of: FxHashMap<PeerId, Incarnation>,
 }
@@ -88,10 +127,24 @@ impl Peers {
         PeerId(self.numbers)
     }
 
-    /// The number of the life at a peer's address, and whether there is a channel to it.
-    pub(super) fn place(&mut self, peer: &Peer) -> (PeerId, bool) {
+    /// The numbers of the lives at the addresses of `peers`, each with whether there is a channel to it.
+    ///
+    /// # Errors
+    /// [`Refusal::Addresses`].
+    pub(super) fn places<'a>(
+        &mut self,
+        peers: impl IntoIterator<Item = &'a Peer>,
+    ) -> Result<Vec<(PeerId, bool)>, Refusal> {
+        self.uses += 1;
+        peers.into_iter().map(|peer| self.place(peer)).collect()
+    }
+
+    fn place(&mut self, peer: &Peer) -> Result<(PeerId, bool), Refusal> {
         let address = peer.address();
         if !self.places.contains_key(address) {
+            if self.places.len() >= PLACES_MAX && !self.make_room(|_| true) {
+                return Err(Refusal::Addresses { limit: PLACES_MAX });
+            }
             let id = self.number();
             let place = Place {
                 peer: peer.clone(),
@@ -102,11 +155,14 @@ impl Peers {
                 watched: false,
                 watched_handshake: false,
                 retry: None,
+                session: None,
+                used: self.uses,
             };
             self.places.insert(address.to_owned(), place);
             self.place_of.insert(id, address.to_owned());
         }
         let place = self.places.get_mut(address).expect("there now");
+        place.used = self.uses;
         let is_up = place.is_up(&self.lives);
         if !is_up {
             // The name may have been looked up again since.
@@ -116,7 +172,47 @@ impl Peers {
                 place.life = None;
             }
         }
-        (place.id, is_up)
+        Ok((place.id, is_up))
+    }
+
+    /// Forgets the least recently used address that nothing needs, of those that `may_go`. False if there
+    /// is none. Those of the current call stay.
+    fn make_room(&mut self, may_go: impl Fn(&Place) -> bool) -> bool {
+        let now = self.uses;
+        let is_idle = |place: &Place| !place.is_needed() && place.used < now && may_go(place);
+        let idle = self.places.iter().filter(|(_, place)| is_idle(place));
+        let oldest = idle.min_by_key(|(_, place)| place.used).map(|(address, _)| address.clone());
+        let Some(address) = oldest else { return false };
+        let place = self.places.remove(&address).expect("found above");
+        self.place_of.remove(&place.id);
+        let life = place.life.and_then(|life| self.lives.get_mut(&life));
+        let mut heirs = Vec::new();
+        if let Some(life) = life {
+            life.places.retain(|of_life| *of_life != address);
+            heirs.clone_from(&life.places);
+        }
+        if place.live_session().is_some() {
+            // Other addresses of this life share the session.
+            let heir = heirs.iter().find(|heir| {
+                let heir = self.places.get(*heir);
+                heir.is_some_and(|heir| heir.life == place.life)
+            });
+            match heir.and_then(|heir| self.places.get_mut(heir)) {
+                Some(heir) => (heir.peer, heir.session) = (place.peer, place.session),
+                None => self.end_session(place.peer),
+            }
+        }
+        true
+    }
+
+    fn end_session(&mut self, peer: Peer) {
+        self.unneeded.push(peer);
+        self.changed = true;
+    }
+
+    /// Peers whose sessions are to be ended.
+    pub(super) fn take_unneeded(&mut self) -> Vec<Peer> {
+        std::mem::take(&mut self.unneeded)
     }
 
     /// Has the peer connected to once, to get a message.
@@ -223,16 +319,41 @@ impl Peers {
         if is_first { self.numbers_of(channel) } else { Numbers::default() }
     }
 
-    /// A channel to an address opened: the number that is valid from now on, and the number of the life
-    /// that was there before if it was another.
-    pub(super) fn met_at(
-        &mut self,
-        address: &str,
-        incarnation: Incarnation,
-    ) -> Option<(PeerId, Option<PeerId>)> {
+    /// A channel to an address opened. If another address has led to the same life before, its session is
+    /// used, and the new one ends.
+    pub(super) fn met_at(&mut self, address: &str, channel: &Channel) -> Option<Met> {
         let fresh = self.number();
+        let incarnation = channel.incarnation();
         let place = self.places.get_mut(address)?;
         place.opening = false;
+        let (id, opened) = (place.id, place.peer.clone());
+        let others = self.lives.get(&incarnation).map_or(&[][..], |life| &life.places);
+        let others = others.iter().filter(|other| *other != address);
+        let others = others.filter_map(|other| self.places.get(other));
+        let others: Vec<_> = others.filter(|other| other.life == Some(incarnation)).collect();
+        let shared = others.iter().find_map(|other| {
+            let session = other.live_session()?;
+            Some((other.peer.clone(), session == channel))
+        });
+        let is_full = others.len() >= PLACES_OF_LIFE;
+        if is_full && !self.make_room(|place| place.life == Some(incarnation) && place.id != id) {
+            if shared.is_none_or(|(_, is_it)| !is_it) {
+                self.end_session(opened);
+            }
+            return Some(Met::Refused(id));
+        }
+        let place = self.places.get_mut(address)?;
+        place.session = None;
+        let spare = match shared {
+            Some((peer, is_it)) => {
+                place.peer = peer;
+                (!is_it).then_some(opened)
+            }
+            None => {
+                place.session = Some(channel.clone());
+                None
+            }
+        };
         let gone = match place.life.replace(incarnation) {
             Some(before) if before != incarnation => {
                 let gone = std::mem::replace(&mut place.id, fresh);
@@ -251,7 +372,10 @@ impl Peers {
             life.places.push(address.to_owned());
         }
         self.update_watch(incarnation);
-        Some((id, gone))
+        if let Some(spare) = spare {
+            self.end_session(spare);
+        }
+        Some(Met::At(id, gone))
     }
 
     /// The numbers of the peer of a channel.

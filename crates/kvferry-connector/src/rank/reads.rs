@@ -63,7 +63,8 @@ impl Shared {
         let mapper = state.mappers.remove(id);
         let place = state.peers.place_of(from);
         let place = place.map(|(address, place)| (address.to_owned(), place.peer.clone()));
-        let tables = state.consumer.table(id, from).map(<[_]>::to_vec);
+        let tables = state.consumer.table(id, from);
+        let tables: Option<Vec<_>> = tables.map(|tables| tables.cloned().collect());
         let channel = state.peers.channel(from).cloned();
         // The machine cancels the read at the handoff's deadline. This ends a read that can't be
         // cancelled.

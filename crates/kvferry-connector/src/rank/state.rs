@@ -2,23 +2,23 @@
 
 use super::peers::{Numbers, Peers};
 use super::thread::Action;
-use super::types::{Event, RankObserver, ReadMapper, ReadPart};
+use super::types::{Event, RankObserver, ReadFrom, ReadMapper, ReadPart};
 use super::wakeup::Wakeup;
 use crate::clock::now;
 use crate::sync::lock;
-use kvferry::{Agent, Channel, Peer, Transfer};
+use kvferry::{Agent, Channel, Transfer};
 use kvferry_proto::engine_handshake::{
     EngineHandshakeMessage as HandshakeMessage, EngineHandshakes as Handshakes, Failure, Pairing,
 };
 use kvferry_proto::handoff::{
-    Consumer, HandoffId, Limits, Outcome, PeerId, Producer, ProducerRank, ReadId,
+    Consumer, HandoffId, Limits, Outcome, PeerId, Producer, ProducerRank, ReadId, Refusal,
 };
 use kvferry_proto::{Incarnation, Timestamp};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::thread::ThreadId;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Messages of engine handshakes that wait at most. The rest is dropped: consumers ask again when
 /// their connection does.
@@ -87,6 +87,8 @@ pub(super) struct State {
     pub(super) is_awaited: bool,
     /// When the rank's thread wakes up by itself.
     pub(super) due: Option<Timestamp>,
+    /// When the observer is called by itself.
+    pub(super) observer_due: Option<Timestamp>,
     /// How many [`Held`] there are.
     held: usize,
     /// Changes meanwhile.
@@ -118,10 +120,12 @@ impl Shared {
         limits: &Limits,
         observer: Option<Weak<dyn RankObserver>>,
     ) -> Self {
+        let silence = Duration::from_millis(agent.config().silence_ms);
+        let limits = Limits { silence, ..limits.clone() };
         let state = State {
             producer: Producer::new(limits.clone()),
             consumer: Consumer::new(limits.clone()),
-            handshakes: Handshakes::new(limits.reconnect),
+            handshakes: Handshakes::new(limits.reconnect, silence),
             peers: Peers::default(),
             mappers: FxHashMap::default(),
             reads: FxHashMap::default(),
@@ -135,6 +139,7 @@ impl Shared {
             is_left_more: false,
             is_awaited: false,
             due: None,
+            observer_due: None,
             held: 0,
             changes: 0,
             closed: false,
@@ -218,13 +223,22 @@ impl State {
         }
     }
 
-    /// Producer ranks, each with its number of readers, as the machine knows them.
-    pub(super) fn producer_ranks(&mut self, from: &[(Peer, u32)]) -> Vec<ProducerRank> {
-        let rank = |&(ref peer, readers): &(Peer, u32)| {
-            let (peer, connected) = self.peers.place(peer);
-            ProducerRank { peer, readers, connected }
+    /// Producer ranks as the machine knows them.
+    ///
+    /// # Errors
+    /// The errors of [`Peers::places`].
+    pub(super) fn producer_ranks(
+        &mut self,
+        from: &[ReadFrom],
+    ) -> Result<Vec<ProducerRank>, Refusal> {
+        let places = self.peers.places(from.iter().map(|from| &from.peer))?;
+        let rank = |(from, (peer, connected)): (&ReadFrom, (PeerId, bool))| ProducerRank {
+            peer,
+            readers: from.readers,
+            connected,
+            need: from.need,
         };
-        from.iter().map(rank).collect()
+        Ok(from.iter().zip(places).map(rank).collect())
     }
 
     /// Whether to try a read again that lost its stream.
@@ -276,8 +290,8 @@ impl State {
     /// Whether an action is left to the rank's thread.
     pub(super) fn takes_long(&self, action: &Action) -> bool {
         let Action::Read { id, from, .. } = action else { return false };
-        let tables = self.consumer.table(id, *from).unwrap_or_default();
-        tables.iter().map(|table| table.blocks.len()).sum::<usize>() > BLOCKS_LONG
+        let tables = self.consumer.table(id, *from).into_iter().flatten();
+        tables.map(|table| table.blocks.len()).sum::<usize>() > BLOCKS_LONG
     }
 
     /// Whether the rank's thread has something to do before it wakes up by itself.
@@ -296,6 +310,7 @@ impl State {
             self.producer.next_timeout(),
             self.consumer.next_timeout(),
             self.handshakes.next_timeout(),
+            self.observer_due,
         ];
         machines.into_iter().flatten().min()
     }

@@ -1,7 +1,7 @@
 //! What needs the inside of a rank.
 
 use super::*;
-use kvferry::{Channel, Incarnation, MessageHandler};
+use kvferry::{Channel, Incarnation, Message, MessageHandler};
 use kvferry_models::engines::{own_engine, topology};
 use kvferry_proto::engine_handshake::{
     EngineHandshakeMessage, EngineHandshakes, Failure, Introduce, Model, Pairing,
@@ -16,7 +16,7 @@ struct NoMessages;
 
 impl MessageHandler for NoMessages {
     fn began(&self, _channel: &Channel) {}
-    fn received(&self, _channel: &Channel, _message: &[u8]) {}
+    fn received(&self, _channel: &Channel, _message: Message<'_>) {}
     fn ended(&self, _channel: &Channel, _error: &Error) {}
 }
 
@@ -40,7 +40,7 @@ fn the_rank_is_not_locked_while_an_engine_handshake_is_worked_out() {
     let (topology_of, model) = (topology(RANKS, RANKS).encode(), Model::default());
     let question = Introduce { topology: topology_of, model, ranks: vec![0] };
     let own = own_engine(1, 0, topology(RANKS, RANKS), 8);
-    let mut machine = EngineHandshakes::new(Duration::ZERO);
+    let mut machine = EngineHandshakes::new(Duration::ZERO, Duration::ZERO);
     machine.know(own);
     let began = Instant::now();
     machine.receive(PeerId(1), question.clone().into());

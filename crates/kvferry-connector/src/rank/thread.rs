@@ -3,7 +3,7 @@
 
 use super::state::{By, Notice, Shared, State};
 use super::types::Event;
-use kvferry::{Channel, ErrorKind, Transfer};
+use kvferry::{Channel, ErrorKind, Peer, Transfer};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::EngineHandshakeAction as HandshakeAction;
 use kvferry_proto::handoff::{ConsumerAction, HandoffId, PeerId, ProducerAction, ReadId, Slice};
@@ -36,6 +36,10 @@ impl Shared {
             state.producer.expire(now);
             state.consumer.expire(now);
             state.handshakes.expire(now);
+            if state.observer_due.is_some_and(|due| due <= now) {
+                state.observer_due = None;
+                state.notices.push_back(Notice::Called);
+            }
             self.work_out_handshake(state);
             // The machines name the peers that they need while a thread carries out their requests.
             // Another thread that is still doing so wakes this one at its end.
@@ -47,10 +51,12 @@ impl Shared {
             let retry = peers.retry(consumer.unheard(), now);
             let unmet = state.peers.take_unmet();
             state.peers.forget_idle();
+            let unneeded = state.peers.take_unneeded();
             state.due = state.next_timeout().into_iter().chain(retry).min();
             let left = state.due.map(|due| due.saturating_since(self.now()));
             let is_idle = unmet.is_empty() && state.inbox.is_empty();
             drop(state);
+            unneeded.iter().for_each(Peer::disconnect);
             for (address, peer) in unmet {
                 self.open(address, &peer);
             }

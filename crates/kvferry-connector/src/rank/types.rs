@@ -1,9 +1,10 @@
 //! Arguments, events, errors and observers of a rank.
 
-use kvferry::{Batch, Error, Incarnation};
+use crate::address::AgentAddress;
+use kvferry::{Batch, Error, Incarnation, Peer};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{Failure, Pairing};
-use kvferry_proto::handoff::{BlockTable, HandoffId, Outcome, Refusal, Slice};
+use kvferry_proto::handoff::{BlockTable, HandoffId, Need, Outcome, Refusal, Slice};
 use std::sync::Arc;
 use std::time::Instant;
 use thiserror::Error;
@@ -29,10 +30,18 @@ pub enum Event {
 /// A producer rank to fetch from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Source {
-    /// `host:port` of its agent.
-    pub address: String,
+    /// Where its agent listens.
+    pub address: AgentAddress,
     /// How many consumer ranks read this handoff from it, this one included.
     pub readers: u32,
+}
+
+/// A producer rank to fetch from, found.
+#[derive(Debug)]
+pub(crate) struct ReadFrom {
+    pub(crate) peer: Peer,
+    pub(crate) readers: u32,
+    pub(crate) need: Need,
 }
 
 /// A part of a handoff that became ready to read.

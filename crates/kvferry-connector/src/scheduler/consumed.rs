@@ -1,5 +1,6 @@
 //! Requests that fetch their KV from another engine.
 
+use super::idle::{ASKED_MAX, DEFERRED_MAX, IdleLimit, Waiting, WaitingLoad};
 use super::{Match, Stats};
 use crate::metadata::{Cancel, Claim, ConnectorMetadata, FetchRequest, Free, RequestOutcome};
 use crate::params::ConsumerParams;
@@ -18,6 +19,9 @@ pub(super) struct Consumed {
     claiming: Vec<String>,
     pub(super) quorum: Quorum,
     pub(super) fetching: usize,
+    pub(super) waiting: Waiting,
+    /// The number of requests that wait for room in `waiting`.
+    pub(super) deferred: usize,
     budget_ms: u32,
     pub(super) outcomes: Vec<(WireCode, u64)>,
     pub(super) stats: Stats,
@@ -26,10 +30,19 @@ pub(super) struct Consumed {
 #[derive(Debug)]
 pub(super) struct Request {
     from: ConsumerParams,
+    prompt_tokens: u32,
     stage: Stage,
     /// How many tokens are fetched.
     tokens: u32,
     ended: bool,
+    /// The request waits without blocks, for room among the loads that wait.
+    deferred: bool,
+    /// Its producer has said that it has, or will have, the KV.
+    answered: bool,
+    /// The engine's questions for the request while there was no room.
+    asked: u8,
+    /// The load, while the request is fetched and its producer has not answered.
+    waiting: Option<WaitingLoad>,
     side_data: Vec<Vec<u8>>,
 }
 
@@ -66,20 +79,22 @@ enum HandoffState {
 }
 
 impl Consumed {
-    pub(super) fn new(ranks: usize, budget_ms: u32) -> Self {
+    pub(super) fn new(ranks: usize, budget_ms: u32, limit: Option<IdleLimit>) -> Self {
         Self {
             requests: FxHashMap::default(),
             handoffs: FxHashMap::default(),
             claiming: Vec::new(),
             quorum: Quorum::new(ranks),
             fetching: 0,
+            waiting: Waiting::new(limit),
+            deferred: 0,
             budget_ms,
             outcomes: Vec::new(),
             stats: Stats::default(),
         }
     }
 
-    pub(super) fn add(&mut self, request: &str, from: ConsumerParams) {
+    pub(super) fn add(&mut self, request: &str, from: ConsumerParams, prompt_tokens: u32) {
         let new = Handoff { state: HandoffState::Open, open: 0, requests: Vec::new() };
         let handoff = self.handoffs.entry(from.transfer.clone()).or_insert(new);
         handoff.open += 1;
@@ -88,12 +103,28 @@ impl Consumed {
             self.claiming.push(request.to_owned());
         }
         let (stage, side_data) = (Stage::Open, Vec::new());
-        let new = Request { from, stage, tokens: 0, ended: false, side_data };
+        let new = Request {
+            from,
+            prompt_tokens,
+            stage,
+            tokens: 0,
+            ended: false,
+            deferred: false,
+            answered: false,
+            asked: 0,
+            waiting: None,
+            side_data,
+        };
         self.requests.insert(request.to_owned(), new);
     }
 
     pub(super) fn contains(&self, request: &str) -> bool {
         self.requests.contains_key(request)
+    }
+
+    /// True if the request has no blocks yet.
+    pub(super) fn is_open(&self, request: &str) -> bool {
+        self.requests.get(request).is_some_and(|request| request.stage == Stage::Open)
     }
 
     /// How much of a known request can be fetched, of `usable` tokens.
@@ -114,14 +145,34 @@ impl Consumed {
         }
     }
 
+    /// As [`Consumed::matched`], before the request gets blocks: while too many blocks wait for producers
+    /// that have not answered, it waits without any. `None` if too many requests do: it is not fetched.
+    pub(super) fn admit(&mut self, request: &str, found: Match) -> Option<Match> {
+        let Some(known) = self.requests.get_mut(request) else { return Some(found) };
+        let is_fetched = !matches!(found, Match::NONE | Match::Unknown);
+        if !is_fetched || known.answered || !self.waiting.is_full_for(known.from.address.as_str()) {
+            return Some(found);
+        }
+        known.asked = known.asked.saturating_add(1);
+        if !known.deferred && self.deferred >= DEFERRED_MAX {
+            // Its claim may be answered by the next time.
+            return (known.asked < ASKED_MAX).then_some(Match::Unknown);
+        }
+        self.deferred += usize::from(!std::mem::replace(&mut known.deferred, true));
+        Some(Match::Unknown)
+    }
+
     /// Adds the claims of requests that have arrived and wait.
     pub(super) fn claim(&mut self, metadata: &mut ConnectorMetadata) {
         for request in self.claiming.drain(..) {
-            let Some(Request { from, .. }) = self.requests.get(&request) else { continue };
+            let Some(Request { from, prompt_tokens, .. }) = self.requests.get(&request) else {
+                continue;
+            };
+            let tokens = *prompt_tokens;
             let ConsumerParams { transfer, address, engine, .. } = from.clone();
             let handoff = self.handoffs.get(&transfer);
             if handoff.is_some_and(|handoff| handoff.state == HandoffState::Open) {
-                metadata.claims.push(Claim { request, transfer, address, engine });
+                metadata.claims.push(Claim { request, transfer, address, engine, tokens });
             }
         }
     }
@@ -135,6 +186,7 @@ impl Consumed {
         request: &str,
         tokens: (u32, u32),
         blocks: Vec<BlockTable>,
+        new_blocks: u64,
         metadata: &mut ConnectorMetadata,
     ) {
         let Some(known) = self.requests.get_mut(request) else { return };
@@ -150,6 +202,9 @@ impl Consumed {
             handoff.open -= 1;
         }
         known.stage = Stage::Fetching { cancelled: false };
+        self.deferred -= usize::from(std::mem::take(&mut known.deferred));
+        known.waiting =
+            (!known.answered).then(|| self.waiting.begin(known.from.address.as_str(), new_blocks));
         known.tokens = tokens.1.saturating_sub(tokens.0);
         self.fetching += 1;
         self.quorum.open(request);
@@ -193,6 +248,9 @@ impl Consumed {
         metadata: &mut ConnectorMetadata,
     ) {
         let request = report.request.clone();
+        if report.code.is_ok() {
+            self.answered(&request);
+        }
         let counted = self.quorum.report(rank, report);
         let Some(known) = self.requests.get_mut(&request) else { return };
         match counted {
@@ -210,6 +268,14 @@ impl Consumed {
         }
     }
 
+    /// The producer of a request that is claimed or fetched has answered a rank.
+    pub(super) fn answered(&mut self, request: &str) {
+        let Some(known) = self.requests.get_mut(request) else { return };
+        known.answered = true;
+        self.waiting.answered(known.from.address.as_str());
+        self.waiting.end(known.waiting.take());
+    }
+
     /// The fetch of a request has ended on all ranks, whether their notes arrived or not.
     pub(super) fn received(&mut self, request: &str) {
         let Some(known) = self.requests.get_mut(request) else { return };
@@ -219,6 +285,7 @@ impl Consumed {
             handoff.state = HandoffState::Taken;
         }
         self.fetching -= 1;
+        self.waiting.end(known.waiting.take());
         self.quorum.forget(request);
         if known.ended {
             self.remove(request);
@@ -252,9 +319,15 @@ impl Consumed {
     }
 
     /// An open request will not be fetched. If no other one may be, the producer is told.
-    fn close(&mut self, request: &str, code: WireCode, metadata: &mut ConnectorMetadata) {
+    pub(super) fn close(
+        &mut self,
+        request: &str,
+        code: WireCode,
+        metadata: &mut ConnectorMetadata,
+    ) {
         let Some(known) = self.requests.get_mut(request) else { return };
         known.stage = Stage::Taken;
+        self.deferred -= usize::from(std::mem::take(&mut known.deferred));
         let ConsumerParams { transfer, address, engine, .. } = &known.from;
         let Some(handoff) = self.handoffs.get_mut(transfer) else { return };
         handoff.open -= 1;

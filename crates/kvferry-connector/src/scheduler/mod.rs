@@ -24,14 +24,18 @@
 //! A request whose parameters can't be served is computed as if it had none: see [`Refused`].
 
 mod consumed;
+mod idle;
 mod produced;
 mod refused;
 mod stats;
 
+use crate::address::AgentAddress;
 use crate::metadata::{ConnectorMetadata, EngineError, EngineMetadata, Notes};
 use crate::params::{ConsumerParams, Params, Role};
+use crate::producers::Producers;
 use crate::prompt::PromptId;
 use consumed::Consumed;
+pub use idle::IdleLimit;
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::EngineId;
 use kvferry_proto::handoff::{BlockTable, HandoffId, NULL_BLOCK};
@@ -42,6 +46,7 @@ use refused::{Refusal, Refusals};
 use serde_bytes::ByteBuf;
 use serde_json::json;
 pub use stats::Stats;
+use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
 
 /// Settings of a scheduler half.
@@ -64,6 +69,8 @@ pub struct SchedulerConfig {
     pub recomputed_tokens: u32,
     /// The number that stands for no block in the engine's tables, besides [`NULL_BLOCK`].
     pub null_block: Option<u32>,
+    /// How many blocks may be kept for other engines that do nothing with them; `None`: any number.
+    pub idle: Option<IdleLimit>,
 }
 
 /// A group of layers that share block tables.
@@ -150,12 +157,16 @@ pub struct Scheduler {
     config: SchedulerConfig,
     id: EngineId,
     /// `host:port` of the agent of rank 0, once it is known.
-    address: Option<String>,
+    address: Option<AgentAddress>,
+    /// The random keys with which ids of handoffs are drawn.
+    names: RandomState,
     /// How many ids of handoffs were drawn.
     drawn: u64,
     produced: Produced,
     consumed: Consumed,
     refused: Refusals,
+    /// The producers that the ranks allow; `None` before the ranks are known.
+    producers: Option<Producers>,
     metadata: ConnectorMetadata,
 }
 
@@ -166,10 +177,12 @@ impl Scheduler {
         Self {
             id,
             address: None,
+            names: RandomState::new(),
             drawn: 0,
-            produced: Produced::default(),
-            consumed: Consumed::new(config.ranks, budget_ms),
+            produced: Produced::new(config.idle),
+            consumed: Consumed::new(config.ranks, budget_ms, config.idle),
             refused: Refusals::default(),
+            producers: None,
             metadata: ConnectorMetadata::default(),
             config,
         }
@@ -193,13 +206,27 @@ impl Scheduler {
         Ok(())
     }
 
+    /// Sets the producers that requests may name. The ranks check each again, with what names resolve to;
+    /// here a request is refused before it gets blocks.
+    pub fn set_producers(&mut self, producers: Producers) {
+        self.producers = Some(producers);
+    }
+
+    /// A request that the adapter failed with, or that only it can tell to be unfit: it is computed as if it
+    /// had no parameters.
+    pub fn refuse(&mut self, request: &str, reason: Refused) {
+        if !self.is_known(request) {
+            self.refused.add(request, &Refusal::new(reason));
+        }
+    }
+
     /// A request has arrived. Optional: the other calls add a request that is not known yet.
     pub fn arrived(&mut self, request: &Request<'_>) {
         if self.is_known(request.id) {
             return;
         }
         let tokens = u32::try_from(self.prefill(request.prompt_tokens));
-        let refused = match (role(request), tokens) {
+        let refused = match (self.role(request), tokens) {
             (Ok(None), _) => return,
             (Err(refusal), _) => Some(refusal),
             (Ok(Some(_)), Err(_)) => Some(Refusal::new(Refused::LongPrompt)),
@@ -207,7 +234,8 @@ impl Scheduler {
                 self.produce(request, transfer, tokens)
             }
             (Ok(Some(Role::Consume(from))), Ok(_)) => {
-                self.consumed.add(request.id, from);
+                let prompt = u32::try_from(request.prompt_tokens).unwrap_or(u32::MAX);
+                self.consumed.add(request.id, from, prompt);
                 None
             }
         };
@@ -223,13 +251,23 @@ impl Scheduler {
         if let Some(tokens) = self.produced.tokens(request.id) {
             return u64::from(tokens);
         }
-        let produces =
-            !self.is_known(request.id) && matches!(role(request), Ok(Some(Role::Produce { .. })));
+        let produces = !self.is_known(request.id)
+            && matches!(self.role(request), Ok(Some(Role::Produce { .. })));
         if produces { self.prefill(request.prompt_tokens) } else { request.prompt_tokens }
     }
 
-    /// How much of a request can be fetched if `computed` of its tokens are cached. No side effects.
-    pub fn matched(&self, request: &Request<'_>, computed: u64) -> Match {
+    /// How much of a request can be fetched if `computed` of its tokens are cached.
+    pub fn matched(&mut self, request: &Request<'_>, computed: u64) -> Match {
+        let found = self.found(request, computed);
+        if let Some(found) = self.consumed.admit(request.id, found) {
+            return found;
+        }
+        self.consumed.close(request.id, WireCode::Busy, &mut self.metadata);
+        self.refused.count(request.id, &Refusal::new(Refused::Busy));
+        Match::NONE
+    }
+
+    fn found(&self, request: &Request<'_>, computed: u64) -> Match {
         let usable = request.prompt_tokens - self.recomputed(request.prompt_tokens);
         if let Some(known) = self.consumed.matched(request.id, computed, usable) {
             return known;
@@ -237,7 +275,7 @@ impl Scheduler {
         if self.is_known(request.id) || u32::try_from(usable).is_err() {
             return Match::NONE;
         }
-        match role(request) {
+        match self.role(request) {
             Ok(Some(Role::Consume(from))) => self.consumed.matched_open(&from, computed, usable),
             _ => Match::NONE,
         }
@@ -260,13 +298,21 @@ impl Scheduler {
                 let null = self.config.null_block;
                 let blocks = blocks.iter().map(|blocks| holes(blocks.clone(), null));
                 let tables = blocks.zip(&self.config.groups);
-                let blocks = tables.map(|(blocks, group)| group.table(blocks, tokens.1)).collect();
-                self.consumed.allocated(request.id, tokens, blocks, &mut self.metadata);
+                let tables: Vec<_> =
+                    tables.map(|(blocks, group)| group.table(blocks, tokens.1)).collect();
+                let new = tables.iter().zip(&self.config.groups);
+                let new = new.map(|(table, group)| group.blocks_from(table, tokens.0)).sum();
+                self.consumed.allocated(request.id, tokens, tables, new, &mut self.metadata);
             }
             Err(_) => {
                 tracing::warn!(request = ?request.id, computed, external, "too many tokens to fetch");
             }
         }
+    }
+
+    /// Whether [`Scheduler::allocated`] of this request would change anything.
+    pub fn waits_for_blocks(&self, request: &str) -> bool {
+        self.consumed.is_open(request)
     }
 
     /// Whether [`Scheduler::step`] must get the steps of this request. Others may be left out.
@@ -342,6 +388,9 @@ impl Scheduler {
         for fetched in notes.fetched {
             self.consumed.reported(rank, fetched, &mut self.metadata);
         }
+        for request in notes.answered {
+            self.consumed.answered(&request);
+        }
         for lost in notes.lost {
             self.produced.lost(&lost.request, lost.code, lost.detail);
         }
@@ -405,11 +454,23 @@ impl Scheduler {
         vec![
             ("produced", self.produced.requests.len()),
             ("held", self.produced.held),
+            ("held_blocks", self.produced.held_blocks.len()),
             ("consumed", self.consumed.requests.len()),
             ("fetching", self.consumed.fetching),
+            ("waiting_loads", self.consumed.waiting.loads()),
+            ("deferred", self.consumed.deferred),
             ("unreported", self.consumed.quorum.len()),
             ("refused", self.refused.len()),
         ]
+    }
+
+    /// What a request asks for, if its producer is accepted.
+    fn role(&self, request: &Request<'_>) -> Result<Option<Role>, Refusal> {
+        let role = role(request)?;
+        if let (Some(Role::Consume(from)), Some(producers)) = (&role, &self.producers) {
+            producers.check(from.address.as_str())?;
+        }
+        Ok(role)
     }
 
     fn is_known(&self, request: &str) -> bool {
@@ -444,17 +505,18 @@ impl Scheduler {
         (!added).then(|| Refusal::new(Refused::Duplicate))
     }
 
-    /// An id that no other handoff of any engine draws.
+    /// Draws the id of a handoff. It is unique among all engines, and can't be guessed: a peer that knows the id of a
+    /// handoff may ask for it.
     fn draw(&mut self, prompt: Option<PromptId>) -> HandoffId {
         self.drawn += 1;
-        let name = format!("{}-{}", self.id, self.drawn);
-        let id = HandoffId::new(&name).expect("at most 53 bytes");
+        let half = |number: u64| self.names.hash_one((self.drawn, number));
+        let id = HandoffId::new(&format!("{:016x}{:016x}", half(0), half(1))).expect("32 bytes");
         prompt.map_or(id.clone(), |prompt| prompt.identify(id).expect("short, without digits"))
     }
 
     /// The parameters for the consumer's request.
     fn offered(&self, transfer: HandoffId, tokens: u32) -> Option<Params> {
-        let (address, tokens) = (self.address.clone()?, Some(tokens.into()));
+        let (address, tokens) = (self.address.clone()?.into(), Some(tokens.into()));
         let from = ConsumerParams { transfer, address, engine: Some(self.id), tokens };
         let mut params = from.to_params();
         // Routers pass these on as they do NIXL's. The worker halves exchange what they stand for.
@@ -474,6 +536,13 @@ impl GroupRule {
             Some(&block) if self.kind == Kind::State => BlockTable::new(at, vec![block]),
             _ => BlockTable::new(0, blocks),
         }
+    }
+
+    /// How many blocks of a request's table hold tokens after the first `tokens`.
+    fn blocks_from(&self, table: &BlockTable, tokens: u32) -> u64 {
+        let from = tokens / self.block_tokens.max(1);
+        let left = from.saturating_sub(table.first) as usize;
+        table.blocks.iter().skip(left).filter(|block| **block != NULL_BLOCK).count() as u64
     }
 }
 

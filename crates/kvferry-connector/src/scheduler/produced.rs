@@ -1,5 +1,6 @@
 //! Requests whose KV this engine hands over.
 
+use super::idle::{HeldBlocks, HeldFor, IdleLimit};
 use super::{FinishReason, GroupRule, Scheduled, Stats};
 use crate::metadata::{Compute, ConnectorMetadata, Ending, EndingKind, Expect, Offer};
 use kvferry_proto::WireCode;
@@ -17,6 +18,7 @@ pub(super) struct Produced {
     arrived: Vec<String>,
     /// How many requests are held.
     pub(super) held: usize,
+    pub(super) held_blocks: HeldBlocks,
     pub(super) stats: Stats,
 }
 
@@ -35,8 +37,10 @@ pub(super) struct Request {
     blocks: Vec<Vec<u32>>,
     /// Tokens whose KV exists after the last step.
     until: u32,
-    /// How its handoff ended on a rank, if that was before the request's end.
+    /// How its handoff ended on a rank, if no consumer caused that.
     lost: Option<(WireCode, String)>,
+    /// What it keeps since its end.
+    held: HeldFor,
     stage: Stage,
 }
 
@@ -61,6 +65,10 @@ pub(super) enum End {
 }
 
 impl Produced {
+    pub(super) fn new(limit: Option<IdleLimit>) -> Self {
+        Self { held_blocks: HeldBlocks::new(limit), ..Self::default() }
+    }
+
     /// Adds a request. False if another live request has the handoff's id.
     pub(super) fn add(
         &mut self,
@@ -85,6 +93,7 @@ impl Produced {
             blocks: Vec::new(),
             until: 0,
             lost: None,
+            held: HeldFor::default(),
             stage: Stage::Open,
         };
         self.requests.insert(request.to_owned(), new);
@@ -151,10 +160,15 @@ impl Produced {
     /// A request's handoff has ended on a rank before the request did.
     pub(super) fn lost(&mut self, request: &str, code: WireCode, detail: String) {
         let Some(known) = self.requests.get_mut(request) else { return };
+        if known.stage == Stage::Held && known.lost.is_none() && !is_by_consumer(code) {
+            self.stats.count_withdrawal(code);
+            known.lost = Some((code, detail));
+            return;
+        }
         // A handoff that is done on this rank is still read on others.
         if known.stage == Stage::Open && known.lost.is_none() && !code.is_ok() {
             let why = "a handoff ended before its request";
-            if matches!(code, WireCode::NotNeeded | WireCode::Cancelled) {
+            if is_by_consumer(code) {
                 // The consumer's client may cause it with each request.
                 tracing::debug!(request, %code, detail, "{why}");
             } else {
@@ -187,7 +201,8 @@ impl Produced {
         let Some(known) = self.requests.get_mut(request) else { return End::Free };
         let side_data = side_data.filter(|_| !known.eager);
         let end = match (known.stage, known.verdict(how, blocks, groups)) {
-            (Stage::Held, _) => return End::Free,
+            // The caller has lost the answer, and asks again.
+            (Stage::Held, _) => return End::Withdrawn,
             (Stage::Open, None) => {
                 let transfer = known.transfer.clone();
                 let (request, how) = (request.to_owned(), EndingKind::Held { side_data });
@@ -201,6 +216,7 @@ impl Produced {
                 let held = known.offered;
                 self.stats.count_withdrawal(code);
                 known.withdraw(request, code, &detail, held, metadata);
+                known.lost = Some((code, detail));
                 if held { End::Withdrawn } else { End::Free }
             }
             // The worker halves may not know it yet: a reset withdraws between steps.
@@ -219,8 +235,22 @@ impl Produced {
         } else {
             known.stage = Stage::Held;
             self.held += 1;
+            let announced = std::mem::take(&mut known.blocks);
+            let blocks = blocks.unwrap_or(&announced);
+            let offered = matches!(end, End::Offered(..));
+            known.held = self.held_blocks.add(request, blocks, offered);
+            self.reclaim(metadata);
         }
         end
+    }
+
+    /// Has the oldest offers withdrawn that no consumer has asked for, if too many blocks are held.
+    fn reclaim(&mut self, metadata: &mut ConnectorMetadata) {
+        while let Some(request) = self.held_blocks.overdue().cloned() {
+            let known = self.requests.get_mut(&request).expect("it is held");
+            self.held_blocks.given_up(&mut known.held);
+            metadata.reclaims.push(request);
+        }
     }
 
     /// Withdraws every offer, complete or not. Held requests stay held until all ranks have done so.
@@ -232,6 +262,7 @@ impl Produced {
                 known.withdraw(request, WireCode::Revoked, detail, false, metadata);
             }
             if stage == Stage::Held {
+                known.lost = Some((WireCode::Revoked, detail.to_owned()));
                 known.stage = stage;
             }
         }
@@ -248,8 +279,14 @@ impl Produced {
     fn remove(&mut self, request: &str) {
         if let Some(request) = self.requests.remove(request) {
             self.transfers.remove(&request.transfer);
+            self.held_blocks.remove(request.held);
         }
     }
+}
+
+/// Whether a consumer's engine ended the handoff. Its client may cause that with each request.
+const fn is_by_consumer(code: WireCode) -> bool {
+    matches!(code, WireCode::Ok | WireCode::NotNeeded | WireCode::Cancelled)
 }
 
 impl Request {

@@ -2,6 +2,7 @@
 
 use super::Stats;
 use crate::params::ParamsError;
+use crate::producers::ForbiddenProducer;
 use crate::prompt::Unidentified;
 use rustc_hash::FxHashSet;
 use serde::{Deserialize, Serialize};
@@ -21,6 +22,35 @@ pub enum Refused {
     LongPrompt,
     /// Another live request of this producer has its `transfer_id`.
     Duplicate,
+    /// Its producer is not among those that this engine accepts.
+    ForbiddenProducer,
+    /// The engine's adapter failed with it.
+    Internal,
+    /// Too many requests wait for producers that have not answered.
+    Busy,
+    /// Its prompt may grow after it was computed, as in a session.
+    Resumable,
+    /// It asks for the logprobs of its prompt, of which this engine would leave out the last tokens.
+    PromptLogprobs,
+    /// The engine's weights may have changed, and have no name that the other side could compare.
+    ChangedWeights,
+}
+
+impl Refused {
+    /// All reasons.
+    pub const ALL: &[Self] = &[
+        Self::InvalidParams,
+        Self::ForeignProducer,
+        Self::OtherPrompt,
+        Self::LongPrompt,
+        Self::Duplicate,
+        Self::ForbiddenProducer,
+        Self::Internal,
+        Self::Busy,
+        Self::Resumable,
+        Self::PromptLogprobs,
+        Self::ChangedWeights,
+    ];
 }
 
 /// A reason, in words too.
@@ -35,6 +65,10 @@ impl Refusal {
         let detail = match reason {
             Refused::LongPrompt => "the prompt is too long",
             Refused::Duplicate => "another live request has this transfer_id",
+            Refused::Resumable => "its prompt may grow",
+            Refused::PromptLogprobs => "it asks for the logprobs of its whole prompt",
+            Refused::ChangedWeights => "the engine's weights may have changed",
+            Refused::Busy => "too many requests wait for producers that have not answered",
             _ => "",
         };
         Self { reason, detail: detail.to_owned() }
@@ -46,6 +80,12 @@ impl From<ParamsError> for Refusal {
         let foreign = error.is_foreign();
         let reason = if foreign { Refused::ForeignProducer } else { Refused::InvalidParams };
         Self { reason, detail: error.to_string() }
+    }
+}
+
+impl From<ForbiddenProducer> for Refusal {
+    fn from(error: ForbiddenProducer) -> Self {
+        Self { reason: Refused::ForbiddenProducer, detail: error.to_string() }
     }
 }
 
@@ -68,9 +108,15 @@ pub(super) struct Refusals {
 }
 
 impl Refusals {
+    /// Counts a request, and remembers it until it ends.
     pub(super) fn add(&mut self, request: &str, refusal: &Refusal) {
-        let Refusal { reason, detail } = refusal;
         self.live.insert(request.to_owned());
+        self.count(request, refusal);
+    }
+
+    /// Counts a request that is remembered elsewhere.
+    pub(super) fn count(&mut self, request: &str, refusal: &Refusal) {
+        let Refusal { reason, detail } = refusal;
         self.stats.count_refusal(*reason);
         let at = self.counts.iter().position(|(other, _)| other == reason);
         let at = at.unwrap_or_else(|| {

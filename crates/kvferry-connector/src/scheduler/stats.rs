@@ -34,6 +34,17 @@ impl Stats {
         *self == Self::default()
     }
 
+    /// All names that [`Stats::refused`] can have.
+    pub fn reasons() -> Vec<String> {
+        super::Refused::ALL.iter().map(|reason| reason_name(*reason)).collect()
+    }
+
+    /// All names that [`Stats::withdrawn`] can have.
+    pub fn failures() -> Vec<String> {
+        let known = WireCode::KNOWN.iter().filter(|code| !code.is_ok());
+        known.map(|code| code_name(*code)).chain(["other".to_owned()]).collect()
+    }
+
     /// Adds the counts of another interval or engine.
     pub fn add(&mut self, other: &Self) {
         for (ours, theirs) in [
@@ -52,25 +63,30 @@ impl Stats {
     }
 
     pub(super) fn count_fetch(&mut self, code: WireCode, tokens: u32) {
-        *self.fetched.entry(name(code)).or_default() += 1;
+        *self.fetched.entry(code_name(code)).or_default() += 1;
         self.fetched_tokens += if code.is_ok() { tokens.into() } else { 0 };
     }
 
     pub(super) fn count_withdrawal(&mut self, code: WireCode) {
-        *self.withdrawn.entry(name(code)).or_default() += 1;
+        *self.withdrawn.entry(code_name(code)).or_default() += 1;
     }
 
     pub(super) fn count_refusal(&mut self, reason: super::Refused) {
-        *self.refused.entry(snake_case(&format!("{reason:?}"))).or_default() += 1;
+        *self.refused.entry(reason_name(reason)).or_default() += 1;
     }
 }
 
-fn name(code: WireCode) -> String {
+/// The name of a code in [`Stats`].
+fn code_name(code: WireCode) -> String {
     match code {
         // There may be any number of them.
         WireCode::Other(_) => "other".to_owned(),
         code => snake_case(&format!("{code:?}")),
     }
+}
+
+fn reason_name(reason: super::Refused) -> String {
+    snake_case(&format!("{reason:?}"))
 }
 
 fn snake_case(name: &str) -> String {

@@ -1,12 +1,14 @@
 //! Bootstrap servers, which know where the engines of a prefill instance listen: Mooncake's
 //! `GET /query`, as plain HTTP/1.0. It blocks, for at most [`TIMEOUT`].
 
+use crate::address::{AgentAddress, ProducerAddress};
+use crate::producers::Producers;
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::EngineId;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 /// How long a query takes at most, not counting the lookup of the host's name.
@@ -15,7 +17,8 @@ const TIMEOUT: Duration = Duration::from_secs(3);
 /// The longest answer, in bytes.
 const ANSWER_MAX: usize = 1 << 20;
 
-const SCHEME: &str = "http://";
+/// The most engines of an answer.
+const ENGINES_MAX: usize = 1024;
 
 /// An answer: by data-parallel rank, with the addresses of its ranks.
 type Answer = BTreeMap<String, Entry>;
@@ -27,22 +30,29 @@ struct Entry {
     worker_addr: BTreeMap<String, BTreeMap<String, String>>,
 }
 
-/// The engines behind a bootstrap server, each with the address of an agent of it.
+/// The engines behind a bootstrap server, each with the address of an agent of it, or with what the server
+/// calls one.
+///
+/// An engine's address is an agent's, never a bootstrap server's: an action is led to an engine once, so a
+/// server can't lead it on to another server, or to itself, for ever.
 #[derive(Debug, Default)]
-pub(super) struct Engines(Vec<(EngineId, String)>);
+pub(super) struct Engines(Vec<(EngineId, Result<AgentAddress, String>)>);
 
-/// Whether an address is a bootstrap server's.
-pub(super) fn is_url(address: &str) -> bool {
-    address.starts_with(SCHEME)
-}
-
-/// Asks the bootstrap server at `url`, `http://host:port`, for its engines. Blocks.
+/// Asks the bootstrap server at `url` for its engines. Blocks.
 ///
 /// # Errors
 /// In words, with the address.
-pub(super) fn query(url: &str) -> Result<Engines, (WireCode, String)> {
+pub(super) fn query(
+    url: &ProducerAddress,
+    producers: &Producers,
+) -> Result<Engines, (WireCode, String)> {
     let at = |what: String| format!("bootstrap server {url}: {what}");
-    let answer = get(url).map_err(|e| (WireCode::Closed, at(e.to_string())))?;
+    let host = url.host_and_port();
+    let failed = |e: io::Error| (WireCode::Closed, at(e.to_string()));
+    let addresses: Vec<_> = host.to_socket_addrs().map_err(failed)?.collect();
+    let checked = producers.check_found(url.as_str(), &addresses);
+    checked.map_err(|error| (WireCode::ForbiddenProducer, error.to_string()))?;
+    let answer = get(host, &addresses).map_err(failed)?;
     let malformed = |what: String| (WireCode::Malformed, at(what));
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
     let status = head.lines().next().unwrap_or_default();
@@ -54,12 +64,22 @@ pub(super) fn query(url: &str) -> Result<Engines, (WireCode, String)> {
     // Entries with other ids are of other connectors.
     let engines = answer.into_values().filter_map(|entry| {
         let id = EngineId::parse(&entry.engine_id)?;
-        Some((id, entry.worker_addr.get("0")?.get("0")?.clone()))
+        let address = entry.worker_addr.get("0")?.get("0")?;
+        Some((id, address.parse().map_err(|_| format!("{address:.80?}"))))
     });
-    Ok(Engines(engines.collect()))
+    let engines: Vec<_> = engines.collect();
+    if engines.len() > ENGINES_MAX {
+        return Err(malformed(format!("{} engines, more than {ENGINES_MAX}", engines.len())));
+    }
+    Ok(Engines(engines))
 }
 
 impl Engines {
+    #[cfg(test)]
+    pub(super) fn of(engines: impl Iterator<Item = (EngineId, String)>) -> Self {
+        Self(engines.map(|(id, address)| (id, address.parse().map_err(|_| address))).collect())
+    }
+
     /// The engine that is meant, or else the only one: routers ask for ids when they start, and send
     /// that of an engine's earlier life as long as they run. A handoff's id is the same in both
     /// requests, so an engine that was not meant does not have it.
@@ -68,16 +88,16 @@ impl Engines {
     /// In words, with the server's address.
     pub(super) fn pick(
         &self,
-        url: &str,
+        url: &ProducerAddress,
         engine: Option<EngineId>,
-    ) -> Result<(EngineId, String), (WireCode, String)> {
-        let named = engine.and_then(|id| self.0.iter().find(|(of, _)| *of == id));
+    ) -> Result<(EngineId, AgentAddress), (WireCode, String)> {
+        let named = engine.and_then(|id| self.named(id));
         let found = named.or(match &self.0[..] {
             [only] => Some(only),
             _ => None,
         });
         let known = self.0.len();
-        found.cloned().ok_or_else(|| match engine {
+        let (id, address) = found.ok_or_else(|| match engine {
             Some(id) => (
                 WireCode::StaleIncarnation,
                 format!("bootstrap server {url}: none of its {known} engines has the id {id}"),
@@ -88,20 +108,36 @@ impl Engines {
                     "bootstrap server {url}: it has {known} engines, and the request names none"
                 ),
             ),
-        })
+        })?;
+        let agent = address.clone().map_err(|address| {
+            let what = format!("bootstrap server {url}: {address} is not host:port");
+            (WireCode::Malformed, what)
+        })?;
+        Ok((*id, agent))
+    }
+
+    fn named(&self, id: EngineId) -> Option<&(EngineId, Result<AgentAddress, String>)> {
+        self.0.iter().find(|(of, _)| *of == id)
+    }
+
+    pub(super) fn has(&self, id: EngineId) -> bool {
+        self.named(id).is_some()
+    }
+
+    /// True if an agent of an engine listens at `host:port`.
+    pub(super) fn lead_to(&self, agent: &str) -> bool {
+        self.0.iter().any(|(_, it)| it.as_ref().is_ok_and(|it| it.as_str() == agent))
     }
 }
 
-fn get(url: &str) -> io::Result<String> {
-    let host = url.trim_start_matches(SCHEME).trim_end_matches('/');
-    let addresses: Vec<_> = host.to_socket_addrs()?.collect();
+fn get(host: &str, addresses: &[SocketAddr]) -> io::Result<String> {
     let until = Instant::now() + TIMEOUT;
     let left = || match until.saturating_duration_since(Instant::now()) {
         Duration::ZERO => Err(io::Error::new(io::ErrorKind::TimedOut, "it takes too long")),
         left => Ok(left),
     };
     let mut tried = Err(io::Error::new(io::ErrorKind::NotFound, "the name has no address"));
-    for address in &addresses {
+    for address in addresses {
         tried = left().and_then(|left| TcpStream::connect_timeout(address, left));
         if tried.is_ok() {
             break;

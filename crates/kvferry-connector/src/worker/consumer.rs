@@ -1,14 +1,17 @@
 //! The worker half of a consumer.
 
 use super::bootstrap;
-use super::names::{Found, LOOKUPS_MAX, is_literal};
+use super::engines::Lookup;
+use super::names::{Found, LOOKUP_LIMIT};
 use super::producer_engine::{FetchMapper, ProducerEngine};
-use super::state::{Action, Inner, PendingAction, Stage, State};
+use super::state::{Action, FetchedFor, Inner, PendingAction, Stage, State};
+use crate::address::{AgentAddress, ProducerAddress, is_literal};
 use crate::clock::now;
 use crate::codes::code_of;
 use crate::metadata::{Cancel, Claim, FetchRequest, Free, RequestOutcome};
+use crate::producers::ForbiddenProducer;
 use crate::quorum::bounded;
-use crate::rank::{RankError, SideData};
+use crate::rank::{RankError, ReadFrom, SideData};
 use kvferry::Peer;
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{Failure, Pairing};
@@ -20,20 +23,38 @@ impl Inner {
     /// Runs an action at a producing engine. Learns the engine and looks its names up first, if it must.
     pub(super) fn run(&self, state: &mut State, mut pending: PendingAction) {
         let (address, id) = (pending.action.address(), pending.action.engine());
-        if bootstrap::is_url(address) {
-            let Some(behind) = state.names.engine(address, id) else {
-                let names = vec![address.to_owned()];
-                return self.look_up(state, pending, names);
-            };
-            pending.action.set_engine(behind.clone());
+        if let Err(error) = self.producers.check(address.as_str()) {
+            return self.fail(state, pending.action, &forbidden(&error));
         }
-        let address = pending.action.address();
-        let engine = state.engines.get(address, pending.action.engine());
+        if address.is_bootstrap() {
+            let can_look_up = state.names.has_room(&pending);
+            match state.names.engine(address, id, can_look_up, now()) {
+                Some(Ok(behind)) => pending.set_engine(behind),
+                Some(Err((code, detail))) => {
+                    return self.refuse(state, pending.action, &failure(code, detail));
+                }
+                None => {
+                    let names = vec![address.as_str().to_owned()];
+                    return self.look_up(state, pending, names);
+                }
+            }
+        }
+        let address = pending.action.address().as_str();
+        let engine = match state.engines.find(address, pending.action.engine(), now()) {
+            Lookup::Known(engine) => Some(engine),
+            Lookup::Another => return self.refuse(state, pending.action, &restarted()),
+            Lookup::Unknown => None,
+        };
         let mut names = match &engine {
             Some(engine) => engine.addresses().collect(),
             None => vec![address.to_owned()],
         };
-        names.retain(|name| !state.names.is_known(name));
+        // A producer names its other ranks itself.
+        if let Some(error) = names.iter().find_map(|name| self.producers.check(name).err()) {
+            return self.fail(state, pending.action, &forbidden(&error));
+        }
+        let can_look_up = state.names.has_room(&pending);
+        names.retain(|name| !state.names.is_known(name, can_look_up));
         if !names.is_empty() {
             return self.look_up(state, pending, names);
         }
@@ -43,6 +64,10 @@ impl Inner {
         state.tickets += 1;
         let ticket = state.tickets;
         let left = pending.deadline.saturating_since(now());
+        if left.is_zero() {
+            let detail = "the producing engine is not known in time".to_owned();
+            return self.fail(state, pending.action, &failure(WireCode::Deadline, detail));
+        }
         let peer = self.peer(state, address);
         match peer.and_then(|peer| self.rank().learn_engine(ticket, &peer, left)) {
             Ok(()) => drop(state.learning.insert(ticket, pending)),
@@ -52,7 +77,7 @@ impl Inner {
 
     /// The peer at an address that is known without a lookup.
     fn peer(&self, state: &State, address: &str) -> Result<Peer, RankError> {
-        match state.names.known.get(address) {
+        match state.names.peer(address) {
             Some(peer) => Ok(peer.clone()),
             None => {
                 debug_assert!(is_literal(address), "names are looked up without the lock");
@@ -63,33 +88,47 @@ impl Inner {
 
     /// Looks names up on a thread of its own, then runs what waits for them.
     fn look_up(&self, state: &mut State, pending: PendingAction, names: Vec<String>) {
-        let engine = pending.action.address().to_owned();
-        if !state.names.has_room(&engine) {
-            let detail = format!("{LOOKUPS_MAX} addresses are being looked up");
+        let engine = pending.action.address().clone();
+        let deadline = pending.deadline;
+        // What was led here by a lookup must not go on without end.
+        if deadline <= now() {
+            let detail = format!("looking up {engine} took too long");
+            return self.fail(state, pending.action, &failure(WireCode::Deadline, detail));
+        }
+        if !state.names.has_room(&pending) {
+            let detail = "too many addresses are being looked up".to_owned();
             return self.fail(state, pending.action, &failure(WireCode::Busy, detail));
         }
-        let deadline = pending.deadline;
-        if !state.names.wait(engine.clone(), pending) {
+        let until = now() + LOOKUP_LIMIT;
+        let begins = state.names.wait(pending, names.clone(), until);
+        self.rank().call_observer_at(until.min(deadline));
+        if !begins {
             return;
         }
         let (look_up, me) = (Arc::clone(&self.look_up), Weak::clone(&self.me));
+        let producers = self.producers.clone();
         let thread = {
             let engine = engine.clone();
             kvferry_sys::thread::spawn("kvferry-lookup".into(), move || {
-                let find_peer = |name: String| {
-                    if now() >= deadline {
+                let find_peer = |name: &str| {
+                    if now() >= until {
                         let detail = format!("looking up {name} took too long");
                         return Err(failure(WireCode::Deadline, detail));
                     }
-                    let peer = look_up(&name).map_err(|e| failure_of(&RankError::Agent(e)))?;
-                    Ok((name, peer))
+                    let peer = look_up(name).map_err(|e| failure_of(&RankError::Agent(e)))?;
+                    let checked = producers.check_found(name, peer.socket_addrs());
+                    checked.map_err(|error| forbidden(&error))?;
+                    Ok(peer)
                 };
-                let found = if bootstrap::is_url(&engine) {
-                    let found = bootstrap::query(&engine).map(Found::Engines);
-                    found.map_err(|(code, detail)| failure(code, detail))
+                let found = if engine.is_bootstrap() {
+                    let found = bootstrap::query(&engine, &producers);
+                    Found::Engines(found.map_err(|(code, detail)| failure(code, detail)))
                 } else {
-                    let found = names.into_iter().map(find_peer).collect();
-                    Result::map(found, Found::Peers)
+                    let find = |name: String| {
+                        let found = find_peer(&name);
+                        (name, found)
+                    };
+                    Found::Peers(names.into_iter().map(find).collect())
                 };
                 if let Some(inner) = me.upgrade() {
                     inner.looked_up(&engine, found);
@@ -98,72 +137,128 @@ impl Inner {
         };
         if let Err(error) = thread {
             let failure = failure_of(&RankError::Thread(error));
-            for pending in state.names.take(&engine) {
+            for pending in state.names.end(&engine) {
                 self.fail(state, pending.action, &failure);
             }
         }
     }
 
-    fn looked_up(&self, address: &str, found: Result<Found, Failure>) {
-        let mut state = self.lock();
-        let waiting = state.names.take(address);
-        let engines = match found {
-            Ok(Found::Peers(names)) => {
-                state.names.learn(names);
-                state.pending.extend(waiting);
-                drop(state);
-                return self.rank().call_observer(1);
-            }
-            Ok(Found::Engines(engines)) => Ok(engines),
-            Err(failure) => Err(failure),
-        };
-        for mut pending in waiting {
-            let id = pending.action.engine();
-            let pick = |engines: &bootstrap::Engines| {
-                engines.pick(address, id).map_err(|(code, detail)| failure(code, detail))
-            };
-            match engines.as_ref().map_err(Failure::clone).and_then(pick) {
-                Ok(found) => {
-                    if let Some(id) = id {
-                        state.names.learn_engine(address.to_owned(), id, found.clone());
-                    }
-                    pending.action.set_engine(found);
+    /// Frees the places of lookups that take too long. What waits for one fails, unless it was found before.
+    pub(super) fn expire_lookups(&self, state: &mut State) {
+        let now = now();
+        for (address, waiting) in state.names.expire(now) {
+            let is_found = state.names.is_found(&address);
+            for pending in waiting {
+                if is_found && pending.deadline > now {
                     state.pending.push(pending);
+                    continue;
                 }
-                Err(failure) => self.fail(&mut state, pending.action, &failure),
+                let detail = format!("looking up {address} took too long");
+                self.fail(state, pending.action, &failure(WireCode::Deadline, detail));
             }
+        }
+        if let Some(next) = state.names.next_limit() {
+            self.rank().call_observer_at(next);
+        }
+    }
+
+    fn looked_up(&self, address: &ProducerAddress, found: Found) {
+        let mut state = self.lock();
+        let waiting = state.names.end(address);
+        match found {
+            Found::Peers(names) => self.found_peers(&mut state, names, waiting),
+            Found::Engines(found) => self.found_engines(&mut state, address, found, waiting),
         }
         drop(state);
         self.rank().call_observer(1);
     }
 
-    pub(super) fn engine_learned(&self, ticket: u64, result: Result<Arc<Pairing>, Failure>) {
-        let (address, id, known) = {
-            let mut state = self.lock();
-            let Some(pending) = state.learning.get(&ticket) else { return };
-            let (address, id) = (pending.action.address().to_owned(), pending.action.engine());
-            let known = state.engines.get(&address, None);
-            (address, id, known)
-        };
-        let engine = result.and_then(|pairing| match known {
-            // Another action has learned the same engine.
-            Some(known) if known.id == pairing.engine => Ok(known),
-            _ => self.plan(&pairing),
-        });
-        let mut state = self.lock();
-        let Some(pending) = state.learning.remove(&ticket) else { return };
-        match engine {
-            Ok(engine) => {
-                state.engines.insert(address, &engine);
-                if id.is_some_and(|id| id != engine.id) {
-                    let detail = "the producing engine was restarted".to_owned();
-                    let failure = failure(WireCode::StaleIncarnation, detail);
-                    self.fail(&mut state, pending.action, &failure);
-                } else {
-                    self.run(&mut state, pending);
+    fn found_peers(
+        &self,
+        state: &mut State,
+        names: Vec<(String, Result<Peer, Failure>)>,
+        waiting: Vec<PendingAction>,
+    ) {
+        let (mut found, mut unknown) = (Vec::new(), None);
+        for (name, peer) in names {
+            match peer {
+                Ok(peer) => found.push((name, peer)),
+                Err(failure) if state.names.keep(&name, &failure) => {}
+                Err(failure) => unknown = unknown.or(Some(failure)),
+            }
+        }
+        state.names.learn(found);
+        match unknown {
+            None => state.pending.extend(waiting),
+            Some(failure) => {
+                for pending in waiting {
+                    self.fail(state, pending.action, &failure);
                 }
             }
-            Err(failure) => self.fail(&mut state, pending.action, &failure),
+        }
+    }
+
+    fn found_engines(
+        &self,
+        state: &mut State,
+        url: &ProducerAddress,
+        found: Result<bootstrap::Engines, Failure>,
+        waiting: Vec<PendingAction>,
+    ) {
+        let engines = match found {
+            Ok(engines) => engines,
+            Err(failure) => {
+                for pending in waiting {
+                    if state.names.keep_engines(url, pending.action.engine()) {
+                        state.pending.push(pending);
+                    } else {
+                        self.fail(state, pending.action, &failure);
+                    }
+                }
+                return;
+            }
+        };
+        let asked: Vec<_> = waiting.iter().filter_map(|it| it.action.engine()).collect();
+        for mut pending in waiting {
+            match engines.pick(url, pending.action.engine()) {
+                Ok(found) => {
+                    pending.set_engine(found);
+                    state.pending.push(pending);
+                }
+                Err((code, detail)) => {
+                    self.refuse(state, pending.action, &failure(code, detail));
+                }
+            }
+        }
+        state.names.learn_engines(url, engines, asked.into_iter(), now());
+    }
+
+    pub(super) fn engine_learned(&self, ticket: u64, result: Result<Arc<Pairing>, Failure>) {
+        let known = {
+            let state = self.lock();
+            if !state.learning.contains_key(&ticket) {
+                return;
+            }
+            // Another action has learned the same engine, perhaps at another address of it.
+            result.as_ref().ok().and_then(|it| state.engines.of(self.config.rank, it))
+        };
+        let engine = result.and_then(|pairing| known.map_or_else(|| self.plan(&pairing), Ok));
+        let mut state = self.lock();
+        let Some(pending) = state.learning.remove(&ticket) else { return };
+        let engine = match engine {
+            Ok(engine) => engine,
+            Err(failure) => return self.fail(&mut state, pending.action, &failure),
+        };
+        let address = pending.action.address().clone();
+        let before = state.engines.id(address.as_str());
+        state.engines.insert(address, &engine, now());
+        if pending.action.engine().is_none_or(|id| id == engine.id) {
+            self.run(&mut state, pending);
+        } else if before.is_some_and(|before| before != engine.id) {
+            self.fail(&mut state, pending.action, &restarted());
+        } else {
+            // The engine there has not changed: the id in the request is wrong.
+            self.refuse(&mut state, pending.action, &restarted());
         }
     }
 
@@ -180,17 +275,28 @@ impl Inner {
 
     /// Runs an action at a known engine, all of whose names are known.
     fn run_at(&self, state: &mut State, pending: PendingAction, engine: &Arc<ProducerEngine>) {
-        let sources = engine.sources().map(|it| Ok((self.peer(state, &it.address)?, it.readers)));
+        let tokens = match &pending.action {
+            Action::Fetch(fetch) => fetch.tokens.1,
+            Action::Claim(claim) => claim.tokens,
+            Action::Free(_) => 0,
+        };
+        let sources = engine.needs(tokens).map(|(source, need)| {
+            let peer = self.peer(state, source.address.as_str())?;
+            Ok(ReadFrom { peer, readers: source.readers, need })
+        });
         let sources: Vec<_> = match sources.collect::<Result<_, RankError>>() {
             Ok(sources) => sources,
             Err(error) => return self.fail(state, pending.action, &failure_of(&error)),
         };
-        let peers: Vec<_> = sources.iter().map(|(peer, _)| peer.clone()).collect();
+        let peers: Vec<_> = sources.iter().map(|from| from.peer.clone()).collect();
         let fetch = match pending.action {
             Action::Fetch(fetch) => fetch,
-            Action::Claim(Claim { transfer, .. }) => {
-                if let Err(error) = self.rank().claim_from(&transfer, &sources) {
-                    tracing::debug!(%transfer, %error, "a handoff can't be claimed");
+            Action::Claim(Claim { request, transfer, .. }) => {
+                match self.rank().claim_from(&transfer, &sources) {
+                    Ok(()) => state.wait_for_answer(request, transfer),
+                    Err(error) => {
+                        tracing::debug!(%transfer, %error, "a handoff can't be claimed");
+                    }
                 }
                 return;
             }
@@ -212,7 +318,9 @@ impl Inner {
         match self.rank().fetch_from(&transfer, &sources, budget, Box::new(mapper)) {
             Ok(()) => {
                 state.fetches.insert(request.clone(), Stage::Fetching(transfer.clone()));
-                state.fetched_for.insert(transfer, (request, address));
+                state.wait_for_answer(request.clone(), transfer.clone());
+                let bootstrap = pending.bootstrap;
+                state.fetched_for.insert(transfer, FetchedFor { request, address, bootstrap });
             }
             Err(error) => {
                 let failure = failure_of(&error);
@@ -226,15 +334,22 @@ impl Inner {
         }
     }
 
-    /// An action failed before the rank began it.
+    /// An action failed before the rank began it, perhaps because the engine has moved.
     fn fail(&self, state: &mut State, action: Action, failure: &Failure) {
+        if !matches!(action, Action::Free(_)) {
+            state.doubt_names_after(failure.code, action.address().as_str());
+        }
+        self.refuse(state, action, failure);
+    }
+
+    /// An action failed before the rank began it, for a reason that says nothing about the engine's address.
+    fn refuse(&self, state: &mut State, action: Action, failure: &Failure) {
         let Failure { code, detail, addresses } = failure;
         let fetch = match action {
             Action::Fetch(fetch) => fetch,
-            Action::Claim(Claim { transfer, address, .. }) => {
+            Action::Claim(Claim { transfer, .. }) => {
                 // The fetch that follows tries again, also where the engine may be by then.
                 tracing::debug!(%transfer, %code, detail, "a handoff can't be claimed");
-                state.forget_names(&address);
                 return;
             }
             Action::Free(Free { transfer, .. }) => {
@@ -244,13 +359,13 @@ impl Inner {
             }
         };
         let FetchRequest { request, transfer, address, .. } = fetch;
-        tracing::warn!(request, producer = address, %code, detail, "KV can't be fetched");
-        state.forget_names(&address);
+        state.log_failure(&request, address.as_str(), *code, detail);
         // The ranks of this engine share the ranks of the other. Those with a host name are not told:
         // the name would have to be looked up. Their offers end by their timers.
         let share = addresses.iter().skip(self.config.rank).step_by(state.ranks.unwrap_or(1));
-        let share = share.filter(|address| is_literal(address));
-        let peers: Vec<_> = share.filter_map(|it| self.peer(state, it).ok()).collect();
+        let share = share.filter_map(|it| it.parse::<AgentAddress>().ok());
+        let share = share.filter(|it| it.is_literal() && self.producers.check(it.as_str()).is_ok());
+        let peers: Vec<_> = share.filter_map(|it| self.peer(state, it.as_str()).ok()).collect();
         let told = match peers.is_empty() {
             // There may be a claim.
             true => self.rank().cancel(&transfer, *code, detail),
@@ -265,7 +380,11 @@ impl Inner {
 
     fn fetched(&self, state: &mut State, request: String, how: Failure, side_data: SideData) {
         let Failure { code, detail, .. } = how;
-        state.fetches.remove(&request);
+        match state.fetches.remove(&request) {
+            Some(Stage::Fetching(transfer)) => _ = state.unanswered.remove(&transfer),
+            // It may have been claimed.
+            _ => state.unanswered.retain(|_, of| *of != request),
+        }
         let side_data = bounded(side_data.into_iter().map(|(_, data)| data.into())).collect();
         self.observe(|observer| observer.received(&request, code, &detail));
         state.fetched.push(RequestOutcome { request, code, detail, side_data });
@@ -276,7 +395,7 @@ impl Inner {
     pub(super) fn end_fetches(&self, state: &mut State) {
         state.pending.clear();
         state.learning.clear();
-        state.names.waiting.clear();
+        state.names.forget_waiting();
         state.fetched_for.clear();
         let requests: Vec<_> = state.fetches.keys().cloned().collect();
         for request in requests {
@@ -294,7 +413,7 @@ impl Inner {
             Some(Stage::Pending) => {
                 let State { pending, learning, names, .. } = state;
                 let waiting = pending.iter_mut().chain(learning.values_mut());
-                for pending in waiting.chain(names.waiting.values_mut().flatten()) {
+                for pending in waiting.chain(names.waiting_actions()) {
                     pending.action.give_up(&request, code);
                 }
                 self.fetched(state, request, failure(code, detail), Vec::new());
@@ -304,20 +423,32 @@ impl Inner {
 
     pub(super) fn consumed(&self, id: &HandoffId, outcome: &Outcome, side_data: SideData) {
         let mut state = self.lock();
-        let Some((request, address)) = state.fetched_for.remove(id) else { return };
+        let Some(fetched) = state.fetched_for.remove(id) else { return };
+        let FetchedFor { request, address, bootstrap } = fetched;
         let (code, detail) = (outcome.code, outcome.detail.clone());
         if !matches!(code, WireCode::Ok | WireCode::Cancelled | WireCode::NotNeeded) {
-            tracing::warn!(request, producer = address, %code, detail, "KV can't be fetched");
+            state.log_failure(&request, address.as_str(), code, &detail);
         }
-        if !code.is_ok() {
-            state.forget_names(&address);
+        if code.is_ok() {
+            let from = [Some(&address), bootstrap.as_ref()];
+            from.into_iter().flatten().for_each(|it| state.names.prove(it));
         }
+        state.doubt_names_after(code, address.as_str());
         if matches!(code, WireCode::StaleIncarnation | WireCode::UnknownRegion) {
             // A rank of the engine is not the one that the engine described.
             state.engines.known.remove(&address);
         }
         self.fetched(&mut state, request, failure(code, detail), side_data);
     }
+}
+
+/// Another engine than the one that a request means is at its address.
+fn restarted() -> Failure {
+    failure(WireCode::StaleIncarnation, "the producing engine was restarted".to_owned())
+}
+
+fn forbidden(error: &ForbiddenProducer) -> Failure {
+    failure(WireCode::ForbiddenProducer, error.to_string())
 }
 
 const fn failure(code: WireCode, detail: String) -> Failure {

@@ -1,55 +1,94 @@
 //! Producing engines that this rank knows.
 
 use super::producer_engine::ProducerEngine;
+use crate::address::ProducerAddress;
 use kvferry::Incarnation;
-use kvferry_proto::engine_handshake::EngineId;
+use kvferry_proto::Timestamp;
+use kvferry_proto::engine_handshake::{EngineId, Pairing};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Engines that are kept at most. The least recently used one is dropped first.
 const ENGINES_MAX: usize = 1024;
 
-/// Engines by the address under which requests name them, each with the time of its last use.
+/// How long after an engine was learned a request for another one at its address fails without a handshake:
+/// a client can make ids up, and an engine does not restart sooner.
+pub(super) const FRESH: Duration = Duration::from_secs(1);
+
+/// Engines by the address under which requests name them.
 #[derive(Debug, Default)]
 pub(super) struct Engines {
-    pub(super) known: FxHashMap<String, (Arc<ProducerEngine>, u64)>,
+    pub(super) known: FxHashMap<ProducerAddress, Known>,
     uses: u64,
 }
 
+#[derive(Debug)]
+pub(super) struct Known {
+    engine: Arc<ProducerEngine>,
+    /// When its handshake ended.
+    learned: Timestamp,
+    used: u64,
+}
+
+/// The engine that a request means, as far as it is known.
+#[derive(Debug)]
+pub(super) enum Lookup {
+    Known(Arc<ProducerEngine>),
+    /// Another engine was found at the address a moment ago.
+    Another,
+    Unknown,
+}
+
 impl Engines {
-    /// The engine at an address, unless `id` names another life of it.
-    pub(super) fn get(
-        &mut self,
-        address: &str,
-        id: Option<EngineId>,
-    ) -> Option<Arc<ProducerEngine>> {
+    /// The engine at an address, if it is the one that a request means: `None` for any.
+    pub(super) fn find(&mut self, address: &str, id: Option<EngineId>, now: Timestamp) -> Lookup {
         self.uses += 1;
-        let (engine, used) = self.known.get_mut(address)?;
-        if id.is_some_and(|id| id != engine.id) {
-            return None;
+        let Some(known) = self.known.get_mut(address) else { return Lookup::Unknown };
+        if id.is_some_and(|id| id != known.engine.id) {
+            let is_fresh = now.saturating_since(known.learned) < FRESH;
+            return if is_fresh { Lookup::Another } else { Lookup::Unknown };
         }
-        *used = self.uses;
-        Some(Arc::clone(engine))
+        known.used = self.uses;
+        Lookup::Known(Arc::clone(&known.engine))
     }
 
-    pub(super) fn insert(&mut self, address: String, engine: &Arc<ProducerEngine>) {
+    /// The id of the engine at an address.
+    pub(super) fn id(&self, address: &str) -> Option<EngineId> {
+        self.known.get(address).map(|known| known.engine.id)
+    }
+
+    /// The engine that a handshake found, if it is known, under any address.
+    pub(super) fn of(&self, rank: usize, pairing: &Pairing) -> Option<Arc<ProducerEngine>> {
+        let mut engines = self.known.values().map(|known| &known.engine);
+        engines.find(|engine| engine.is_of(rank, pairing)).map(Arc::clone)
+    }
+
+    pub(super) fn insert(
+        &mut self,
+        address: ProducerAddress,
+        engine: &Arc<ProducerEngine>,
+        learned: Timestamp,
+    ) {
         self.uses += 1;
-        self.known.insert(address, (Arc::clone(engine), self.uses));
+        let known = Known { engine: Arc::clone(engine), learned, used: self.uses };
+        self.known.insert(address, known);
         if self.known.len() > ENGINES_MAX {
-            let oldest = self.known.iter().min_by_key(|(_, (_, used))| *used);
+            let oldest = self.known.iter().min_by_key(|(_, known)| known.used);
             let oldest = oldest.map(|(address, _)| address.clone()).expect("one was inserted");
             self.known.remove(&oldest);
         }
     }
 
     /// The addresses under which requests name engines that have this rank.
-    pub(super) fn with_rank(&self, life: Incarnation) -> Vec<String> {
-        let having = self.known.iter().filter(|(_, (engine, _))| engine.has_rank(life));
+    pub(super) fn with_rank(&self, life: Incarnation) -> Vec<ProducerAddress> {
+        let having = self.known.iter().filter(|(_, known)| known.engine.has_rank(life));
         having.map(|(address, _)| address.clone()).collect()
     }
 
     /// Addresses of the ranks that this rank reads from, if the engine is known.
     pub(super) fn addresses(&self, address: &str) -> Vec<String> {
-        self.known.get(address).map_or_else(Vec::new, |(engine, _)| engine.addresses().collect())
+        let known = self.known.get(address);
+        known.map_or_else(Vec::new, |known| known.engine.addresses().collect())
     }
 }

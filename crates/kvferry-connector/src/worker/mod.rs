@@ -29,11 +29,13 @@ mod types;
 
 use crate::clock::now;
 use crate::metadata::{ConnectorMetadata, EngineMetadata, Notes};
+use crate::producers::Producers;
 use crate::rank::{Event, Rank, RankError, RankObserver, ReadPart};
 use crate::rank_metadata::RankMetadata;
 use crate::sync::wait_while;
 use events::Job;
 use kvferry::{Agent, Incarnation, Region};
+use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{Failure, OwnEngine, Pairing};
 use kvferry_proto::handoff::HandoffId;
 use kvferry_proto::layout::Layout;
@@ -79,11 +81,14 @@ impl Worker {
         config: WorkerConfig,
         look_up: LookUp,
     ) -> Result<Self, WorkerError> {
-        let (address, model) = (agent.advertised().to_owned(), config.model.clone());
+        let (address, model) = (agent.advertised(), config.model.clone());
         let metadata = RankMetadata::new(address, model, layout.clone(), regions)?;
         let limits = config.limits.clone();
+        let producers = config.producers.clone();
+        let producers = producers.unwrap_or_else(|| Producers::of_agent(agent));
         let inner = Arc::new_cyclic(|me: &Weak<Inner>| Inner {
             me: Weak::clone(me),
+            producers,
             config,
             metadata: metadata.encode(),
             memory: Arc::new(Memory::new(layout, regions)),
@@ -110,6 +115,11 @@ impl Worker {
         &self.inner.metadata
     }
 
+    /// The producers that KV is fetched from.
+    pub fn producers(&self) -> &Producers {
+        &self.inner.producers
+    }
+
     /// Takes a step's metadata, before anything is computed or overwritten. When it returns, no
     /// consumer will accept what it still reads of requests that lost their blocks or are not held.
     ///
@@ -121,6 +131,7 @@ impl Worker {
             engine,
             restarts,
             endings,
+            reclaims,
             computes,
             expects,
             claims,
@@ -139,6 +150,11 @@ impl Worker {
         }
         for ending in endings {
             inner.end(&mut state, ending);
+        }
+        for request in &reclaims {
+            if let Some((_, produced)) = state.produced.get(request) {
+                produced.reclaim(inner.rank());
+            }
         }
         (state.step, state.announced) = (None, 0);
         state.parts.clear();
@@ -171,7 +187,7 @@ impl Worker {
                 debug_assert!(before.is_none(), "a request is fetched once");
             }
             let deadline = now() + action.budget(&inner.config.limits);
-            state.pending.push(PendingAction { deadline, action });
+            state.pending.push(PendingAction { deadline, action, bootstrap: None });
         }
         for cancel in std::mem::take(&mut state.cancels) {
             inner.cancel(&mut state, cancel);
@@ -218,11 +234,30 @@ impl Worker {
         }
     }
 
+    /// The step was given up before all of it was launched: withdraws the requests that it computes on
+    /// this rank, so that none of their blocks is taken for computed. Instead of
+    /// [`Worker::step_computed`]. `detail` says why, in words; their consumers get it.
+    pub fn step_failed(&self, detail: &str) {
+        let inner = &self.inner;
+        let _together = inner.rank().hold();
+        let mut state = inner.lock();
+        let Some(parts) = state.step() else { return };
+        state.step = None;
+        state.pieces.clear();
+        drop(state);
+        // Not after the events of earlier steps: what waits for one is dropped with the withdrawal.
+        for part in parts.iter() {
+            part.request().withdraw(inner.rank(), WireCode::Internal, detail);
+        }
+    }
+
     /// Takes what has ended on this rank since the last call.
     pub fn reports(&self) -> Reports {
         let mut state = self.inner.lock();
+        let asked = std::mem::take(&mut state.asked);
         let notes = Notes {
             fetched: std::mem::take(&mut state.fetched),
+            answered: self.inner.rank().take_answered(&mut state.unanswered, asked),
             lost: std::mem::take(&mut state.lost),
         };
         let failed = notes.fetched.iter().filter(|it| !it.code.is_ok());
@@ -276,7 +311,7 @@ impl Worker {
             ("fetches", state.fetches.len()),
             ("produced", state.produced.len()),
             ("metadata", state.requested.len() + state.cancels.len()),
-            ("lookups", state.names.waiting.len()),
+            ("lookups", state.names.lookups()),
             ("reports", state.sent.len() + state.fetched.len() + state.lost.len()),
             ("jobs", self.inner.queue.len()),
         ];
@@ -303,7 +338,7 @@ impl Inner {
             rank,
             topology: Arc::new(topology),
             model: ranks[0].model.clone(),
-            addresses: ranks.into_iter().map(|rank| rank.address).collect(),
+            addresses: ranks.into_iter().map(|rank| rank.address.into()).collect(),
             cards: engine.ranks.into_iter().map(serde_bytes::ByteBuf::into_vec).collect(),
         };
         Ok(self.rank().set_own_engine(own)?)
@@ -325,13 +360,14 @@ impl RankObserver for Inner {
     fn lost_peer(&self, incarnation: Incarnation) {
         let mut state = self.lock();
         for address in state.engines.with_rank(incarnation) {
-            state.forget_names(&address);
+            state.doubt_names(address.as_str());
             state.engines.known.remove(&address);
         }
     }
 
     fn called(&self) {
         let mut state = self.lock();
+        self.expire_lookups(&mut state);
         for pending in std::mem::take(&mut state.pending) {
             self.run(&mut state, pending);
         }
@@ -339,8 +375,8 @@ impl RankObserver for Inner {
 
     fn read(&self, id: &HandoffId, part: ReadPart) {
         self.observe(|observer| {
-            if let Some((request, _)) = self.lock().fetched_for.get(id) {
-                observer.read(request, part);
+            if let Some(fetched) = self.lock().fetched_for.get(id) {
+                observer.read(&fetched.request, part);
             }
         });
     }

@@ -108,6 +108,10 @@ impl Inner {
         let is_done = outcome.is_done();
         let (code, detail) = (outcome.code, outcome.detail.clone());
         if produced.ended(outcome) {
+            if !is_done {
+                let (request, side_data) = (request.clone(), Vec::new());
+                state.lost.push(RequestOutcome { request, code, detail, side_data });
+            }
             self.sent(&mut state, request);
         } else if !is_done {
             self.lost(&mut state, request, code, detail);

@@ -1,17 +1,21 @@
 //! A producing engine that this rank can read from, and the bytes that a request reads from it.
 
+use crate::address::AgentAddress;
 use crate::codes::code_of;
 use crate::rank::{ReadMapper, ReadRequest, Source};
 use crate::rank_metadata::RankMetadata;
 use kvferry::{Batch, Incarnation, Region, RegionId, RemoteRegion};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{EngineId, Pairing};
-use kvferry_proto::handoff::BlockTable;
+use kvferry_proto::handoff::{BlockTable, Need};
 use kvferry_proto::layout::{Group, Kind, Layer, Layout, Plane};
-use kvferry_proto::plan::{Ask, Blocks, Map, Plan};
+use kvferry_proto::plan::{Ask, Blocks, Map, Plan, Share};
 use rustc_hash::FxHashMap;
 use std::ops::Range;
 use std::sync::Arc;
+
+/// Blocks that an engine may have of a request beyond those of its tokens, for draft tokens and states.
+const LOOKAHEAD: u32 = 64;
 
 #[derive(Debug)]
 pub(super) struct Memory {
@@ -31,12 +35,20 @@ pub(super) struct ProducerEngine {
 /// A rank that this rank reads from, or only frees.
 #[derive(Debug)]
 struct ProducerRank {
+    /// Its number in its engine.
+    theirs: usize,
     source: Source,
+    /// Its encoded metadata, which the maps were made from.
+    card: Box<[u8]>,
+    share: Share,
     /// Maps everything but states.
     map: Arc<Map>,
     /// Maps states. They are valid only at the end: until then the producer changes them in place.
     states: Arc<Map>,
     layers: u32,
+    groups: u32,
+    /// Tokens of a block of the group with the smallest ones.
+    block_tokens: u32,
     regions: FxHashMap<RegionId, RemoteRegion>,
 }
 
@@ -87,8 +99,35 @@ impl ProducerEngine {
         self.ranks.iter().map(|rank| &rank.source)
     }
 
+    /// The ranks that this rank reads from, each with what it can use of the announcements of a request of
+    /// so many tokens.
+    pub(super) fn needs(&self, tokens: u32) -> impl Iterator<Item = (&Source, Need)> {
+        let need = move |rank: &ProducerRank| {
+            let blocks = tokens.div_ceil(rank.block_tokens).saturating_add(LOOKAHEAD);
+            Need { groups: rank.groups, blocks }
+        };
+        self.ranks.iter().map(move |rank| (&rank.source, need(rank)))
+    }
+
     pub(super) fn addresses(&self) -> impl Iterator<Item = String> {
-        self.sources().map(|source| source.address.clone())
+        self.sources().map(|source| source.address.as_str().to_owned())
+    }
+
+    /// Whether [`ProducerEngine::new`] would return the same for `pairing`: the engine was learned at
+    /// another of its addresses. Its id alone proves nothing, since an engine chooses it.
+    pub(super) fn is_of(&self, rank: usize, pairing: &Pairing) -> bool {
+        let is_rank = |(of, &theirs): (&ProducerRank, &usize)| {
+            let address = pairing.addresses[theirs].parse::<AgentAddress>();
+            of.theirs == theirs
+                && address.as_ref() == Ok(&of.source.address)
+                && pairing.cards.get(&theirs).is_some_and(|card| **card == *of.card)
+                && pairing.routing.readers_of(theirs).len() as u32 == of.source.readers
+                && pairing.routing.share(theirs, rank) == of.share
+        };
+        let sources = pairing.routing.sources_of(rank);
+        self.id == pairing.engine
+            && self.ranks.len() == sources.len()
+            && self.ranks.iter().zip(sources).all(is_rank)
     }
 
     pub(super) fn has_rank(&self, life: Incarnation) -> bool {
@@ -113,19 +152,32 @@ impl ProducerRank {
             .map_err(|why| (WireCode::Malformed, format!("producer rank {theirs}: {why}")))?;
         let share = pairing.routing.share(theirs, ours);
         let is_state = |layer: &str| memory.is_state(layer);
-        let map = |share| {
+        let map = |share: Share| {
             let map = Map::new(&layout, &memory.layout, &share);
             map.map(Arc::new).map_err(|error| (WireCode::LayoutMismatch, error.to_string()))
         };
         let (map, states) =
             (map(share.retain(|layer| !is_state(layer)))?, map(share.retain(is_state))?);
-        let address = pairing.addresses[theirs].clone();
+        let block_tokens = layout.groups().iter().map(|group| group.block_tokens).min();
+        let block_tokens = block_tokens.unwrap_or(1).max(1);
+        let address = &pairing.addresses[theirs];
+        let address = address.parse().map_err(|error| {
+            (
+                WireCode::Malformed,
+                format!("producer rank {theirs}: address {address:.80?}: {error}"),
+            )
+        })?;
         let readers = pairing.routing.readers_of(theirs).len() as u32;
         Ok(Self {
+            theirs,
             source: Source { address, readers },
+            card: pairing.cards[&theirs].as_slice().into(),
+            share,
             map,
             states,
             layers: layout.layers().len() as u32,
+            groups: layout.groups().len() as u32,
+            block_tokens,
             regions: regions.into_iter().map(|region| (region.id, region)).collect(),
         })
     }
@@ -144,7 +196,7 @@ pub(super) struct FetchMapper {
 impl ReadMapper for FetchMapper {
     fn map(&mut self, read: &ReadRequest<'_>) -> Result<Batch, (WireCode, String)> {
         let mismatch = |words: String| (WireCode::LayoutMismatch, words);
-        let from = self.engine.ranks.iter().find(|it| it.source.address == read.from);
+        let from = self.engine.ranks.iter().find(|it| it.source.address.as_str() == read.from);
         let from =
             from.ok_or_else(|| mismatch(format!("{} is no producer of this request", read.from)))?;
         let (given, wanted) = (read.slice.to, self.tokens.end);

@@ -131,6 +131,17 @@ impl ProducedRequest {
         }
     }
 
+    /// Withdraws it if no consumer has asked for it.
+    pub(super) fn reclaim(&self, rank: &Rank) {
+        let inner = self.lock();
+        if inner.offered && inner.ended.is_none() {
+            rank.reclaim(
+                &inner.transfer,
+                "no consumer had asked for it when its blocks were needed",
+            );
+        }
+    }
+
     /// The request has ended and keeps its blocks. Called in order with what was computed of it.
     pub(super) fn finish(&self, rank: &Rank, side_data: Option<Vec<u8>>) {
         let mut inner = self.lock();

@@ -7,7 +7,9 @@ use super::pieces::Pieces;
 use super::producer_engine::Memory;
 use super::request::{Part, ProducedRequest};
 use super::types::{ComputeEvent, WorkerConfig, WorkerObserver};
+use crate::address::{AgentAddress, ProducerAddress};
 use crate::metadata::{Cancel, Claim, FetchRequest, Free, RequestOutcome};
+use crate::producers::Producers;
 use crate::rank::Rank;
 use crate::sync::lock;
 use kvferry_proto::Timestamp;
@@ -18,12 +20,16 @@ use rustc_hash::FxHashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
 
+/// How often failed fetches with one code are logged.
+const FAILURE_LOG: Duration = Duration::from_secs(10);
+
 pub(super) struct Inner {
     pub(super) me: Weak<Inner>,
     pub(super) config: WorkerConfig,
     pub(super) metadata: Vec<u8>,
     pub(super) memory: Arc<Memory>,
     pub(super) look_up: LookUp,
+    pub(super) producers: Producers,
     pub(super) rank: OnceLock<Rank>,
     pub(super) queue: Arc<EventQueue>,
     pub(super) state: Mutex<State>,
@@ -41,8 +47,11 @@ pub(super) struct State {
     pub(super) learning: FxHashMap<u64, PendingAction>,
     pub(super) tickets: u64,
     pub(super) fetches: FxHashMap<String, Stage>,
-    /// The request of each handoff that is being fetched, and the producing engine's address.
-    pub(super) fetched_for: FxHashMap<HandoffId, (String, String)>,
+    pub(super) fetched_for: FxHashMap<HandoffId, FetchedFor>,
+    /// Claims and fetches whose producers have not answered as far as was reported.
+    pub(super) unanswered: FxHashMap<HandoffId, String>,
+    /// Those that came since the last report.
+    pub(super) asked: Vec<HandoffId>,
     pub(super) produced: FxHashMap<String, (HandoffId, Arc<ProducedRequest>)>,
     pub(super) produced_as: FxHashMap<HandoffId, String>,
     /// What [`super::Worker::apply`] was given for the next [`super::Worker::fetch`].
@@ -61,6 +70,8 @@ pub(super) struct State {
     pub(super) fetched: Vec<RequestOutcome>,
     pub(super) lost: Vec<RequestOutcome>,
     pub(super) closed: bool,
+    /// By the number of a code: until when failures with it are not logged, and how many were not.
+    failures_logged: FxHashMap<u16, (Timestamp, u64)>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,10 +82,21 @@ pub(super) enum Stage {
     Fetching(HandoffId),
 }
 
+/// What a handoff is fetched for.
+pub(super) struct FetchedFor {
+    pub(super) request: String,
+    /// The producing engine's address.
+    pub(super) address: ProducerAddress,
+    /// The bootstrap server that named the engine.
+    pub(super) bootstrap: Option<ProducerAddress>,
+}
+
 /// An action that waits for what it needs to know.
 pub(super) struct PendingAction {
     pub(super) deadline: Timestamp,
     pub(super) action: Action,
+    /// The bootstrap server that named the engine.
+    pub(super) bootstrap: Option<ProducerAddress>,
 }
 
 pub(super) enum Action {
@@ -109,12 +131,82 @@ impl State {
         !(self.sent.is_empty() && self.fetched.is_empty() && self.lost.is_empty())
     }
 
-    /// Has the names of a producing engine looked up again when they are needed next.
-    pub(super) fn forget_names(&mut self, address: &str) {
-        self.names.forget(address);
-        for source in self.engines.addresses(address) {
-            self.names.forget(&source);
+    /// The request's producer is asked, and has not answered.
+    pub(super) fn wait_for_answer(&mut self, request: String, transfer: HandoffId) {
+        self.asked.push(transfer.clone());
+        self.unanswered.insert(transfer, request);
+    }
+
+    /// Logs why a fetch failed: once for all that fail alike within [`FAILURE_LOG`], since a peer's death
+    /// or a client can fail any number.
+    pub(super) fn log_failure(
+        &mut self,
+        request: &str,
+        producer: &str,
+        code: WireCode,
+        detail: &str,
+    ) {
+        let now = crate::clock::now();
+        let (until, left_out) = self
+            .failures_logged
+            .entry(match code {
+                WireCode::Other(_) => u16::MAX,
+                code => code.to_u16(),
+            })
+            .or_default();
+        if *until > now {
+            *left_out += 1;
+            tracing::debug!(request, producer, %code, detail, "KV can't be fetched");
+            return;
         }
+        *until = now + FAILURE_LOG;
+        let more = std::mem::take(left_out);
+        tracing::warn!(request, producer, %code, detail, more, "KV can't be fetched");
+    }
+
+    /// Has the names of a producing engine looked up again when they are needed next.
+    pub(super) fn doubt_names(&mut self, address: &str) {
+        self.names.doubt(address);
+        for source in self.engines.addresses(address) {
+            self.names.doubt(&source);
+        }
+    }
+
+    /// As [`State::doubt_names`], after a failure by which the engine may have moved. A cancelled request,
+    /// which costs a client nothing, is none: each would have the names of a producer that works looked
+    /// up again. For the same reason a request that means another engine than the one that is found is
+    /// not passed on to here.
+    pub(super) fn doubt_names_after(&mut self, code: WireCode, address: &str) {
+        let may_have_moved = match code {
+            WireCode::Closed
+            | WireCode::Silent
+            | WireCode::Shutdown
+            | WireCode::StaleIncarnation
+            | WireCode::UnknownRegion
+            // Something else may listen at its old address.
+            | WireCode::Malformed
+            | WireCode::VersionMismatch
+            | WireCode::AuthRequired
+            | WireCode::AuthUnsupported
+            | WireCode::AuthFailed => true,
+            _ => false,
+        };
+        if may_have_moved {
+            self.doubt_names(address);
+        }
+    }
+}
+
+impl PendingAction {
+    /// Replaces the address of a bootstrap server by an engine behind it and an agent of that engine.
+    pub(super) fn set_engine(&mut self, (id, agent): (EngineId, AgentAddress)) {
+        let (engine, address) = match &mut self.action {
+            Action::Claim(claim) => (&mut claim.engine, &mut claim.address),
+            Action::Fetch(fetch) => (&mut fetch.engine, &mut fetch.address),
+            Action::Free(free) => (&mut free.engine, &mut free.address),
+        };
+        *engine = Some(id);
+        self.bootstrap = Some(std::mem::replace(address, agent.into()));
     }
 }
 
@@ -151,21 +243,11 @@ impl Action {
         })
     }
 
-    pub(super) fn address(&self) -> &str {
+    pub(super) const fn address(&self) -> &ProducerAddress {
         match self {
             Self::Claim(claim) => &claim.address,
             Self::Fetch(fetch) => &fetch.address,
             Self::Free(free) => &free.address,
         }
-    }
-
-    /// Replaces the address of a bootstrap server by an engine behind it and an agent of that engine.
-    pub(super) fn set_engine(&mut self, (id, agent): (EngineId, String)) {
-        let (engine, address) = match self {
-            Self::Claim(claim) => (&mut claim.engine, &mut claim.address),
-            Self::Fetch(fetch) => (&mut fetch.engine, &mut fetch.address),
-            Self::Free(free) => (&mut free.engine, &mut free.address),
-        };
-        (*engine, *address) = (Some(id), agent);
     }
 }

@@ -1,30 +1,39 @@
 //! What needs the inside of a worker half.
 
-use super::names::is_literal;
+use super::engines::{Engines, FRESH};
+use super::names::Names;
 use super::*;
-use crate::metadata::{Compute, FetchRequest, Offer};
+use crate::address::{ProducerAddress, is_literal};
+use crate::metadata::{Cancel, Compute, FetchRequest, Offer};
 use kvferry::{Access, Peer};
 use kvferry_models::engines::layout;
+use kvferry_proto::Timestamp;
 use kvferry_proto::engine_handshake::{EngineId, Model};
 use kvferry_proto::handoff::{BlockTable, Limits};
 use kvferry_proto::layout::{Heads, Packing, Shape};
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 const BLOCK_TOKENS: u32 = 4;
 const BUDGET_MS: u32 = 60_000;
 
 /// The only rank of an engine with one layer.
 fn start(engine: u128, look_up: impl FnOnce(&Agent) -> LookUp) -> (Worker, Agent) {
+    start_as("127.0.0.1", engine, look_up)
+}
+
+/// As [`start`], of an engine that tells its peers this host.
+fn start_as(host: &str, engine: u128, look_up: impl FnOnce(&Agent) -> LookUp) -> (Worker, Agent) {
     let any = SocketAddr::from(([127, 0, 0, 1], 0));
-    let agent = Agent::builder().listen(any).start().expect("an agent");
+    let agent = Agent::builder().listen(any).advertise(host).start().expect("an agent");
     let shape = Shape { layers: 1, blocks: 8, heads: 1, rows: 4, content: 8, kernel_blocks: 1 };
     let len = shape.bytes().expect("small");
     let memory = agent.allocate(len as usize, Access::READ).expect("memory");
     let heads = Heads::shard(1, 0, 1).expect("one head");
     let layout = layout(memory.id(), heads, &shape, Packing::Lbhnc);
     let (announce, limits) = (Announce::Chunks, Limits::default());
-    let config = WorkerConfig { rank: 0, model: Model::default(), announce, limits };
+    let config =
+        WorkerConfig { rank: 0, model: Model::default(), announce, limits, producers: None };
     let look_up = look_up(&agent);
     let worker =
         Worker::start_with(&agent, layout, &[memory], config, look_up).expect("a worker half");
@@ -32,6 +41,11 @@ fn start(engine: u128, look_up: impl FnOnce(&Agent) -> LookUp) -> (Worker, Agent
     let engine = Some(EngineMetadata { id: EngineId(engine), ranks });
     apply(&worker, ConnectorMetadata { engine, ..ConnectorMetadata::default() });
     (worker, agent)
+}
+
+fn agents_peer(agent: &Agent) -> LookUp {
+    let agent = agent.clone();
+    Arc::new(move |name| agent.peer(name))
 }
 
 fn apply(worker: &Worker, metadata: ConnectorMetadata) {
@@ -42,18 +56,258 @@ fn id(request: &str) -> HandoffId {
     HandoffId::new(request).expect("short")
 }
 
-fn fetch(worker: &Worker, request: &str, address: &str) {
-    let fetch = FetchRequest {
+fn fetch_request(request: &str, address: &str) -> FetchRequest {
+    FetchRequest {
         request: request.to_owned(),
         transfer: id(request),
-        address: address.to_owned(),
+        address: address.parse().expect("an address"),
         engine: None,
         tokens: (0, BLOCK_TOKENS),
         blocks: vec![BlockTable::new(0, vec![0])],
         budget_ms: BUDGET_MS,
-    };
+    }
+}
+
+fn fetch(worker: &Worker, request: &str, address: &str) {
+    begin(worker, fetch_request(request, address));
+}
+
+fn begin(worker: &Worker, fetch: FetchRequest) {
     apply(worker, ConnectorMetadata { fetches: vec![fetch], ..ConnectorMetadata::default() });
     worker.fetch();
+}
+
+fn cancel(worker: &Worker, request: &str) {
+    let (request, detail) = (request.to_owned(), String::new());
+    let cancel = Cancel { request, code: WireCode::Cancelled, detail };
+    apply(worker, ConnectorMetadata { cancels: vec![cancel], ..ConnectorMetadata::default() });
+    worker.fetch();
+}
+
+/// A producer whose ranks have a host name, its address, a consumer, and how many names that has looked up.
+fn with_host_name() -> (Worker, String, Arc<Worker>, Arc<AtomicU32>, [Agent; 2]) {
+    let counted = |agent: &Agent, lookups: &Arc<AtomicU32>| -> LookUp {
+        let (agent, lookups) = (agent.clone(), Arc::clone(lookups));
+        Arc::new(move |name: &str| -> kvferry::Result<Peer> {
+            lookups.fetch_add(u32::from(!is_literal(name)), Ordering::Relaxed);
+            agent.peer(name)
+        })
+    };
+    let lookups = Arc::default();
+    let (producer, p) = start_as("localhost", 1, |agent| counted(agent, &Arc::default()));
+    let (consumer, d) = start(2, |agent| counted(agent, &lookups));
+    let address = p.advertised().to_owned();
+    assert!(address.starts_with("localhost:"), "{address}");
+    (producer, address, Arc::new(consumer), lookups, [p, d])
+}
+
+fn hand_over(producer: &Worker, consumer: &Arc<Worker>, request: &str, address: &str) {
+    offer(producer, request);
+    fetch(consumer, request, address);
+    assert_eq!(outcome(consumer), (request.to_owned(), true));
+}
+
+/// Has a fetch fail because another engine than the named one listens at the address.
+fn name_another(consumer: &Arc<Worker>, request: &str, address: &str) {
+    let engine = Some(EngineId(99));
+    begin(consumer, FetchRequest { engine, ..fetch_request(request, address) });
+    assert_eq!(outcome(consumer), (request.to_owned(), false));
+}
+
+/// Has the names of a producer looked up again, as after the loss of a rank of it.
+fn doubt(consumer: &Worker, address: &str) {
+    consumer.inner.lock().doubt_names(address);
+}
+
+/// Takes all places that lookups of addresses get from which no handoff has come.
+fn fill_places(consumer: &Worker) {
+    let mut state = consumer.inner.lock();
+    let far = crate::clock::now() + Duration::from_secs(3600);
+    for taken in 0.. {
+        let action = Action::Fetch(fetch_request("hangs", &format!("name-{taken}:1")));
+        let action = PendingAction { deadline: far, action, bootstrap: None };
+        if !state.names.has_room(&action) {
+            assert_eq!(taken, names::LOOKUPS_MAX / 2);
+            return;
+        }
+        state.names.wait(action, Vec::new(), far);
+    }
+}
+
+#[test]
+fn a_cancelled_request_has_no_name_of_its_producer_looked_up_again() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (producer, address, consumer, lookups, _agents) = with_host_name();
+    hand_over(&producer, &consumer, "first", &address);
+    fetch(&consumer, "invented", &address);
+    let is_fetching = || consumer.inner.lock().fetched_for.contains_key(&id("invented"));
+    while !is_fetching() {
+        std::thread::yield_now();
+    }
+    cancel(&consumer, "invented");
+    assert_eq!(outcome(&consumer), ("invented".to_owned(), false));
+    hand_over(&producer, &consumer, "second", &address);
+    assert_eq!(lookups.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_producer_that_a_handoff_came_from_is_looked_up_while_other_lookups_fill_their_places() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (producer, address, consumer, lookups, _agents) = with_host_name();
+    hand_over(&producer, &consumer, "first", &address);
+    doubt(&consumer, &address);
+    fill_places(&consumer);
+    hand_over(&producer, &consumer, "second", &address);
+    assert_eq!(lookups.load(Ordering::Relaxed), 2);
+}
+
+#[test]
+fn a_name_that_was_found_before_is_used_while_no_lookup_has_a_place() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (producer, address, consumer, lookups, _agents) = with_host_name();
+    name_another(&consumer, "another-engine", &address);
+    doubt(&consumer, &address);
+    fill_places(&consumer);
+    hand_over(&producer, &consumer, "first", &address);
+    assert_eq!(lookups.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn an_invented_engine_id_has_no_name_of_a_producer_looked_up_again() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (producer, address, consumer, lookups, _agents) = with_host_name();
+    name_another(&consumer, "before", &address);
+    hand_over(&producer, &consumer, "first", &address);
+    for n in 0..3 {
+        name_another(&consumer, &format!("invented-{n}"), &address);
+    }
+    hand_over(&producer, &consumer, "second", &address);
+    assert_eq!(lookups.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_producer_is_reached_where_it_was_while_the_lookup_of_its_name_fails() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let is_out = Arc::new(AtomicBool::new(false));
+    let (producer, p) = start_as("localhost", 1, agents_peer);
+    let (consumer, _d) = start(2, |agent| {
+        let (agent, is_out) = (agent.clone(), Arc::clone(&is_out));
+        Arc::new(move |name: &str| {
+            let fails = !is_literal(name) && is_out.load(Ordering::Relaxed);
+            agent.peer(if fails { "no address" } else { name })
+        })
+    });
+    let consumer = Arc::new(consumer);
+    hand_over(&producer, &consumer, "first", p.advertised());
+    is_out.store(true, Ordering::Relaxed);
+    for request in ["second", "third"] {
+        doubt(&consumer, p.advertised());
+        hand_over(&producer, &consumer, request, p.advertised());
+    }
+    // A name that was never found is not reached.
+    let stranger = p.advertised().replace("localhost", "localhost.");
+    fetch(&consumer, "stranger", &stranger);
+    assert_eq!(outcome(&consumer), ("stranger".to_owned(), false));
+}
+
+#[test]
+fn a_name_whose_lookup_takes_too_long_is_used_as_it_was_found_before() {
+    let at = |seconds: u64| Timestamp::from_nanos(seconds * 1_000_000_000);
+    let (_worker, agent) = start(1, agents_peer);
+    let peer = agent.peer(agent.advertised()).expect("an address");
+    let mut names = Names::default();
+    names.learn(vec![("a:1".to_owned(), peer)]);
+    names.doubt("a:1");
+    let address: ProducerAddress = "a:1".parse().expect("an address");
+    for (lookup, is_found) in [(vec!["a:1", "b:1"], false), (vec!["a:1"], true)] {
+        let lookup: Vec<_> = lookup.into_iter().map(str::to_owned).collect();
+        let action = Action::Fetch(fetch_request("r", "a:1"));
+        names.wait(PendingAction { deadline: at(9), action, bootstrap: None }, lookup, at(5));
+        assert!(!names.is_found(&address));
+        names.expire(at(5));
+        assert_eq!(names.is_found(&address), is_found);
+        names.end(&address);
+        names.doubt("a:1");
+    }
+}
+
+#[test]
+fn a_request_for_another_engine_than_was_just_found_needs_no_handshake() {
+    let (producer, p) = start(1, agents_peer);
+    let (consumer, _d) = start(2, agents_peer);
+    let consumer = Arc::new(consumer);
+    hand_over(&producer, &consumer, "first", p.advertised());
+    let known = std::mem::take(&mut consumer.inner.lock().engines);
+    let then = crate::clock::now();
+    let engines::Lookup::Known(engine) = { known }.find(p.advertised(), None, then) else {
+        panic!("it was found");
+    };
+    let mut engines = Engines::default();
+    engines.insert(p.advertised().parse().expect("an address"), &engine, then);
+    let mut find = |id: u128, now| match engines.find(p.advertised(), Some(EngineId(id)), now) {
+        engines::Lookup::Known(_) => "known",
+        engines::Lookup::Another => "another",
+        engines::Lookup::Unknown => "unknown",
+    };
+    let almost = then + FRESH.saturating_sub(Duration::from_nanos(1));
+    assert_eq!([find(1, then), find(99, then), find(99, almost)], ["known", "another", "another"]);
+    assert_eq!([find(1, then + FRESH), find(99, then + FRESH)], ["known", "unknown"]);
+}
+
+#[test]
+fn a_bootstrap_server_is_asked_once_a_moment_however_many_ids_are_invented() {
+    let at = |millis: u64| Timestamp::from_nanos(millis * 1_000_000);
+    let id = |id: u128| Some(EngineId(id));
+    let url = ProducerAddress::bootstrap("prefill:8998").expect("an address");
+    let answer = |of: &[u128]| {
+        let agent = |id: &u128| (EngineId(*id), format!("10.0.0.{id}:7"));
+        bootstrap::Engines::of(of.iter().map(agent))
+    };
+    let mut names = Names::default();
+    names.learn_engines(&url, answer(&[1]), [EngineId(9)].into_iter(), at(0));
+    let mut found = |asked, now| {
+        let found = names.engine(&url, asked, true, at(now));
+        found.map(|it| it.expect("the only engine").0)
+    };
+    for n in 0..1000 {
+        assert_eq!(found(id(1000 + n), 999), id(1));
+    }
+    assert_eq!(found(None, 999), id(1));
+    // The id in the answer, and the one that a router has kept, need no further answer.
+    for asked in [1, 9] {
+        assert_eq!(found(id(asked), 3_600_000), id(1));
+    }
+    assert_eq!([found(id(1000), 1000), found(None, 1000)], [None, None]);
+    // Only what is asked for is kept, and not without end.
+    names.learn_engines(&url, answer(&[1, 2]), (100..200).map(EngineId), at(2000));
+    let mut pick = |asked| names.engine(&url, id(asked), true, at(9000)).map(|it| it.is_ok());
+    assert_eq!([pick(1), pick(2), pick(9), pick(199)], [Some(true), Some(true), None, Some(false)]);
+    // The engine has moved.
+    names.doubt("10.0.0.1:7");
+    assert!(names.engine(&url, id(1), true, at(2001)).is_none());
+    assert!(names.engine(&url, id(1), false, at(2001)).is_some());
+}
+
+#[test]
+fn an_action_waits_for_a_lookup_until_its_own_deadline_at_most() {
+    let at = |seconds: u64| Timestamp::from_nanos(seconds * 1_000_000_000);
+    let mut names = Names::default();
+    for (request, deadline) in [("short", 1), ("long", 9)] {
+        let action = Action::Fetch(fetch_request(request, "a:1"));
+        let action = PendingAction { deadline: at(deadline), action, bootstrap: None };
+        names.wait(action, Vec::new(), at(5));
+    }
+    let expired = |names: &mut Names, now| {
+        let expired = names.expire(at(now)).into_iter().flat_map(|(_, actions)| actions);
+        expired.map(|it| it.deadline).collect::<Vec<_>>()
+    };
+    assert_eq!(names.next_limit(), Some(at(1)));
+    assert_eq!(expired(&mut names, 0), []);
+    assert_eq!(expired(&mut names, 1), [at(1)]);
+    assert_eq!(names.next_limit(), Some(at(5)));
+    assert_eq!(expired(&mut names, 4), []);
+    assert_eq!(expired(&mut names, 5), [at(9)]);
+    assert_eq!(names.next_limit(), None);
 }
 
 fn offer(worker: &Worker, request: &str) {
@@ -83,10 +337,6 @@ fn outcome(worker: &Arc<Worker>) -> (String, bool) {
 #[test]
 fn a_name_lookup_that_hangs_holds_up_only_the_requests_that_wait_for_it() {
     let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
-    let agents_peer = |agent: &Agent| -> LookUp {
-        let agent = agent.clone();
-        Arc::new(move |name| agent.peer(name))
-    };
     let (producer, p) = start(1, agents_peer);
     let address = p.advertised().replace("127.0.0.1", "localhost");
     let released = Arc::new((Mutex::new(false), Condvar::new()));
@@ -117,4 +367,35 @@ fn a_name_lookup_that_hangs_holds_up_only_the_requests_that_wait_for_it() {
         assert_eq!(outcome(&consumer), ("hangs".to_owned(), false));
         *released.0.lock().expect("no panic") = false;
     }
+}
+
+#[test]
+fn lookups_that_hang_give_their_places_back_and_a_later_name_is_found() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (producer, p) = start(1, |agent| {
+        let agent = agent.clone();
+        Arc::new(move |name| agent.peer(name))
+    });
+    let address = p.advertised().replace("127.0.0.1", "localhost");
+    let (consumer, _d) = start(2, |agent| {
+        let agent = agent.clone();
+        Arc::new(move |name: &str| -> kvferry::Result<Peer> {
+            while name.ends_with(".invalid:1") {
+                std::thread::park_timeout(Duration::from_secs(100));
+            }
+            agent.peer(name)
+        })
+    });
+    let consumer = Arc::new(consumer);
+    for at in 0..names::LOOKUPS_MAX {
+        fetch(&consumer, &format!("hangs-{at}"), &format!("name-{at}.invalid:1"));
+    }
+    let mut failed = 0;
+    while failed < names::LOOKUPS_MAX {
+        assert!(consumer.wait(Duration::from_secs(60)), "a lookup never gives up");
+        failed += consumer.reports().failed.len();
+    }
+    offer(&producer, "later");
+    fetch(&consumer, "later", &address);
+    assert_eq!(outcome(&consumer), ("later".to_owned(), true));
 }

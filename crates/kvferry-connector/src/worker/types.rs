@@ -1,6 +1,7 @@
 //! Settings, reports, errors and observers of a worker half.
 
 use crate::metadata::{EngineError, MetadataError};
+use crate::producers::Producers;
 use crate::rank::{RankError, ReadPart};
 use crate::rank_metadata::RankMetadataError;
 use kvferry_proto::WireCode;
@@ -43,6 +44,8 @@ pub struct WorkerConfig {
     pub announce: Announce,
     /// Bounds of the protocol.
     pub limits: Limits,
+    /// The producers that KV is fetched from; `None` for [`Producers::of_agent`].
+    pub producers: Option<Producers>,
 }
 
 /// Tells when a launched computation is done: a CUDA event, for example.

@@ -28,6 +28,7 @@ fn config(groups: &[GroupRule], eager: bool) -> SchedulerConfig {
         eager,
         recomputed_tokens: 0,
         null_block: Some(0),
+        idle: None,
     }
 }
 
@@ -40,7 +41,7 @@ fn transfer(name: &str) -> HandoffId {
 }
 
 fn offered(name: &str, tokens: Option<u64>) -> ConsumerParams {
-    let address = "10.0.0.9:4711".to_owned();
+    let address = "10.0.0.9:4711".parse().expect("an address");
     ConsumerParams { transfer: transfer(name), address, engine: Some(PRODUCER), tokens }
 }
 
@@ -81,11 +82,11 @@ fn step<'a>(
 }
 
 fn fetched(request: &str, code: WireCode) -> Notes {
-    Notes { fetched: vec![outcome(request, code)], lost: vec![] }
+    Notes { fetched: vec![outcome(request, code)], ..Notes::default() }
 }
 
 fn lost(request: &str, code: WireCode) -> Notes {
-    Notes { fetched: vec![], lost: vec![outcome(request, code)] }
+    Notes { lost: vec![outcome(request, code)], ..Notes::default() }
 }
 
 fn outcome(request: &str, code: WireCode) -> RequestOutcome {

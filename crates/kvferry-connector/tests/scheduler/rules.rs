@@ -7,9 +7,9 @@ use super::{
 use kvferry::{Access, Incarnation, RemoteRegion};
 use kvferry_connector::{
     BlockTable, Cancel, Claim, ConnectorMetadata, ConsumerParams, EndingKind, EngineError, Expect,
-    FetchRequest, FinishReason, Finished, Free, GroupRule, Match, Model, NULL_BLOCK, Notes, Offer,
-    Params, PromptId, RankMetadata, Refused, Request, Role, Scheduler, SchedulerConfig, Stats,
-    producer_params,
+    FetchRequest, FinishReason, Finished, Free, GroupRule, IdleLimit, Match, Model, NULL_BLOCK,
+    Notes, Offer, Params, Producers, PromptId, RankMetadata, Refused, Request, Role, Scheduler,
+    SchedulerConfig, Stats, producer_params,
 };
 use kvferry_models::engines::layout_of_rank;
 use kvferry_proto::WireCode;
@@ -24,8 +24,8 @@ fn rank_metadata(rank: u32) -> Vec<u8> {
     let (incarnation, addr, access) = (Incarnation(7), 4096, Access::READ);
     let remote = |it: &Region| RemoteRegion { incarnation, id: it.id, addr, len: it.len, access };
     let regions = layout.regions().iter().map(remote).collect();
-    RankMetadata { address: format!("10.0.0.1:{rank}"), model: Model::default(), layout, regions }
-        .encode()
+    let address = format!("10.0.0.1:{rank}").parse().expect("an address");
+    RankMetadata { address, model: Model::default(), layout, regions }.encode()
 }
 
 fn metadata_of_ranks() -> Vec<Vec<u8>> {
@@ -152,14 +152,16 @@ fn a_prompt_of_more_than_u32_max_tokens_gets_no_handoff() {
 }
 
 #[test]
-fn a_handoff_without_an_id_gets_a_unique_one() {
-    let mut it = scheduler(&[FULL], true);
+fn a_handoff_without_an_id_gets_a_unique_one_that_nobody_can_guess() {
+    // Two engines with one id: what peers know of an engine does not tell its names.
+    let mut both = [(); 2].map(|()| scheduler(&[FULL], true));
     let params = producer_params(None);
     let mut names = vec![];
-    for id in ["a", "b", "a"] {
+    for (at, id) in [(0, "a"), (0, "b"), (0, "a"), (1, "a")] {
+        let it = &mut both[at];
         let request = request(id, 4, &params);
         it.arrived(&request);
-        let metadata = step(&mut it, [first(id, 4, &[&[7]])], &[]);
+        let metadata = step(it, [first(id, 4, &[&[7]])], &[]);
         names.push(metadata.computes[0].offer.clone().expect("the first time").transfer);
         if id == "a" {
             it.finished(&request, FinishReason::Abort, None, None);
@@ -168,8 +170,9 @@ fn a_handoff_without_an_id_gets_a_unique_one() {
     }
     names.sort();
     names.dedup();
-    assert_eq!(names.len(), 3);
-    assert!(names.iter().all(|name| name.as_str().starts_with(&ENGINE.to_string())));
+    assert_eq!(names.len(), 4);
+    let digits = |name: &str| name.len() == 32 && name.bytes().all(|it| it.is_ascii_hexdigit());
+    assert!(names.iter().all(|name| digits(name.as_str())), "{names:?}");
 }
 
 #[test]
@@ -315,6 +318,19 @@ fn a_producer_leaves_the_tokens_that_the_consumer_computes_again_to_it() {
 }
 
 #[test]
+fn a_request_whose_end_is_told_again_is_still_held() {
+    let mut it = scheduler(&[FULL], true);
+    let params = produces("x");
+    it.arrived(&request("a", 8, &params));
+    step(&mut it, [first("a", 8, &[&[1, 2]])], &[]);
+    assert!(it.finished(&request("a", 8, &params), FinishReason::Length, None, None).held);
+    assert!(it.finished(&request("a", 8, &params), FinishReason::Error, None, None).held);
+    empty_step(&mut it);
+    it.sent(["a"]);
+    assert!(!it.has_pending_work());
+}
+
+#[test]
 fn a_request_that_lost_its_blocks_is_restarted_and_offered_again_with_its_new_blocks() {
     let mut it = scheduler(&[FULL], true);
     it.arrived(&request("a", 8, &produces("x")));
@@ -360,7 +376,7 @@ fn a_request_that_ends_is_held_until_it_is_sent_and_its_response_has_the_address
         assert!(finished.held, "{how:?}");
         let expected = ConsumerParams {
             transfer: transfer("x"),
-            address: "10.0.0.1:0".to_owned(),
+            address: "10.0.0.1:0".parse().expect("an address"),
             engine: Some(ENGINE),
             tokens: Some(8),
         };
@@ -526,7 +542,7 @@ fn a_fetch_is_requested_once_with_all_blocks() {
     let fetch = FetchRequest {
         request: "b".to_owned(),
         transfer: transfer("x"),
-        address: "10.0.0.9:4711".to_owned(),
+        address: "10.0.0.9:4711".parse().expect("an address"),
         engine: Some(PRODUCER),
         tokens: (4, 10),
         blocks: vec![BlockTable::new(0, vec![1, 2, 3]), BlockTable::new(0, vec![NULL, 5])],
@@ -553,7 +569,7 @@ fn a_request_whose_tokens_are_all_cached_frees_its_handoff() {
     it.allocated(&request, 10, 0, &[vec![1, 2, 3]]);
     let free = Free {
         transfer: transfer("x"),
-        address: "10.0.0.9:4711".to_owned(),
+        address: "10.0.0.9:4711".parse().expect("an address"),
         engine: Some(PRODUCER),
         code: WireCode::NotNeeded,
         budget_ms: 7000,
@@ -679,8 +695,9 @@ fn requests_that_wait_are_announced_once_with_the_step_after_their_arrival() {
     let claim = Claim {
         request: "c".to_owned(),
         transfer: transfer("y"),
-        address: "10.0.0.9:4711".to_owned(),
+        address: "10.0.0.9:4711".parse().expect("an address"),
         engine: Some(PRODUCER),
+        tokens: 10,
     };
     let (expects, claims) = (vec![expect], vec![claim]);
     let expected = ConnectorMetadata { expects, claims, ..ConnectorMetadata::default() };
@@ -767,6 +784,26 @@ fn refusals_are_counted_by_reason() {
     let counts =
         [(Refused::ForeignProducer, 2), (Refused::InvalidParams, 1), (Refused::Duplicate, 1)];
     assert_eq!(it.refusals(), counts);
+}
+
+#[test]
+fn a_request_that_names_a_producer_outside_a_list_of_names_is_refused() {
+    let mut it = scheduler(&[FULL], true);
+    it.set_producers(Producers::parse(&["prefill-0", "*.prefill.svc"]).expect("names"));
+    let mut arrives = |id: &str, address: &str| {
+        let params =
+            json!({"do_remote_prefill": true, "transfer_id": id, "remote_address": address});
+        it.arrived(&request(id, 9, params.as_object().expect("an object")));
+        it.refusals().to_vec()
+    };
+    assert_eq!(arrives("a", "prefill-0:7"), []);
+    assert_eq!(arrives("b", "one.prefill.svc:7"), []);
+    let others =
+        ["prefill-00:7", "prefill.svc.example:7", "prefill.svc:7", "10.0.0.1:7", "[::1]:7"];
+    for (at, address) in (1..).zip(others) {
+        let refusals = arrives(address, address);
+        assert_eq!(refusals, [(Refused::ForbiddenProducer, at)], "{address}");
+    }
 }
 
 #[test]
@@ -963,4 +1000,188 @@ fn malformed_notes_and_notes_of_unknown_ranks_or_requests_change_nothing() {
         it.reported(0, &fetched("b", WireCode::Ok).encode());
     }
     assert!(it.outcomes().is_empty(), "only one rank has reported");
+}
+
+/// A pool of 100 blocks, 8 of which may be kept for engines that do nothing with them.
+fn limited(groups: &[GroupRule]) -> Scheduler {
+    let idle = Some(IdleLimit { pool_blocks: 100, idle_blocks: 8 });
+    Scheduler::new(SchedulerConfig { idle, ..config(groups, true) }, ENGINE)
+}
+
+fn gauge(scheduler: &Scheduler, name: &str) -> usize {
+    let found = scheduler.gauges().into_iter().find(|(is, _)| *is == name);
+    found.expect("there is such a gauge").1
+}
+
+/// A producer's request of 12 tokens computes and ends with these blocks.
+fn produce(it: &mut Scheduler, id: &str, blocks: [u32; 3]) -> ConnectorMetadata {
+    let params = produces(id);
+    it.arrived(&request(id, 12, &params));
+    step(it, [first(id, 12, &[&blocks])], &[]);
+    let blocks = vec![blocks.to_vec()];
+    let how = FinishReason::Length;
+    assert!(it.finished(&request(id, 12, &params), how, Some(&blocks), None).held);
+    empty_step(it)
+}
+
+#[test]
+fn the_oldest_offers_are_given_up_when_too_many_blocks_are_held() {
+    let mut it = limited(&[FULL]);
+    assert!(produce(&mut it, "a", [1, 2, 3]).reclaims.is_empty());
+    // Requests share the blocks of a common prefix.
+    assert!(produce(&mut it, "b", [1, 2, 4]).reclaims.is_empty());
+    assert!(produce(&mut it, "c", [1, 2, 5]).reclaims.is_empty());
+    assert_eq!(gauge(&it, "held_blocks"), 5);
+    assert!(produce(&mut it, "d", [6, 7, 8]).reclaims.is_empty());
+    // 9 blocks without those of one of the oldest.
+    assert_eq!(produce(&mut it, "e", [9, 10, 11]).reclaims, ["a", "b", "c"]);
+    assert_eq!(gauge(&it, "held_blocks"), 11, "a consumer may have asked for them");
+    it.sent(["a", "b"]);
+    assert_eq!(gauge(&it, "held_blocks"), 9);
+    // Each is given up once.
+    assert_eq!(produce(&mut it, "f", [12, 13, 14]).reclaims, ["d"]);
+    it.sent(["c", "d", "e", "f"]);
+    assert_idle(&it);
+}
+
+#[test]
+fn a_request_with_more_blocks_than_may_be_held_is_held_until_the_next_one_ends() {
+    let idle = Some(IdleLimit { pool_blocks: 100, idle_blocks: 2 });
+    let mut it = Scheduler::new(SchedulerConfig { idle, ..config(&[FULL], true) }, ENGINE);
+    assert!(produce(&mut it, "a", [1, 2, 3]).reclaims.is_empty());
+    assert_eq!(produce(&mut it, "b", [4, 5, 6]).reclaims, ["a"]);
+    it.sent(["a", "b"]);
+    assert_idle(&it);
+}
+
+#[test]
+fn an_offer_that_no_consumer_asked_for_is_counted_once_when_it_ends() {
+    let mut it = limited(&[FULL]);
+    for (id, code, counted) in [
+        ("a", WireCode::Expired, Some("expired")),
+        ("b", WireCode::Silent, Some("silent")),
+        ("c", WireCode::NotNeeded, None),
+        ("d", WireCode::Cancelled, None),
+    ] {
+        produce(&mut it, id, [1, 2, 3]);
+        for rank in 0..RANKS {
+            it.reported(rank, &lost(id, code).encode());
+        }
+        it.sent([id]);
+        let withdrawn = it.take_stats().withdrawn;
+        let expected = counted.map(|name| (name.to_owned(), 1));
+        assert_eq!(withdrawn.into_iter().collect::<Vec<_>>(), Vec::from_iter(expected));
+    }
+    assert_idle(&it);
+}
+
+/// Loads all 8 tokens of a request into two blocks, from this producer.
+fn load(it: &mut Scheduler, id: &str, producer: &str, allowed: Match) -> bool {
+    let address = format!("{producer}:4711").parse().expect("an address");
+    let params = ConsumerParams { address, ..offered(id, None) }.to_params();
+    let request = request(id, 8, &params);
+    it.arrived(&request);
+    assert_eq!(it.matched(&request, 0), allowed, "{id}");
+    let loads = allowed == Match::Tokens(8);
+    if loads {
+        it.allocated(&request, 0, 8, &[vec![1, 2]]);
+    }
+    loads
+}
+
+fn answered(request: &str) -> Vec<u8> {
+    Notes { answered: vec![request.to_owned()], ..Notes::default() }.encode()
+}
+
+#[test]
+fn loads_wait_without_blocks_while_too_many_blocks_wait_for_producers_that_have_not_answered() {
+    let mut it = limited(&[FULL]);
+    let all = Match::Tokens(8);
+    // A quarter is for producers that have never answered.
+    load(&mut it, "a", "10.0.0.9", all);
+    assert_eq!(gauge(&it, "waiting_loads"), 1);
+    load(&mut it, "b", "10.0.0.8", Match::Unknown);
+    it.reported(1, &answered("a"));
+    it.reported(0, &answered("a"));
+    assert_eq!(gauge(&it, "waiting_loads"), 0);
+    // All of it is for the others.
+    for id in ["c", "d", "e", "f"] {
+        load(&mut it, id, "10.0.0.9", all);
+    }
+    load(&mut it, "g", "10.0.0.9", Match::Unknown);
+    load(&mut it, "b", "10.0.0.8", Match::Unknown);
+    assert_eq!((gauge(&it, "waiting_loads"), gauge(&it, "deferred")), (4, 2));
+    // A load that ends makes room.
+    it.received(["c"]);
+    load(&mut it, "g", "10.0.0.9", all);
+    load(&mut it, "b", "10.0.0.8", Match::Unknown);
+    it.received(["a", "d", "e", "f", "g"]);
+    load(&mut it, "b", "10.0.0.8", all);
+    it.received(["b"]);
+    for id in ["a", "b", "c", "d", "e", "f", "g"] {
+        it.finished(&request(id, 8, &consumes(id)), FinishReason::Length, None, None);
+    }
+    empty_step(&mut it);
+    assert_idle(&it);
+}
+
+#[test]
+fn invented_producers_leave_room_for_loads_from_producers_that_have_answered() {
+    let mut it = limited(&[FULL]);
+    load(&mut it, "a", "10.0.0.9", Match::Tokens(8));
+    it.reported(0, &fetched("a", WireCode::Ok).encode());
+    load(&mut it, "b", "10.0.0.1", Match::Tokens(8));
+    for n in 2..9 {
+        load(&mut it, &format!("invented {n}"), &format!("10.0.0.{n}"), Match::Unknown);
+    }
+    load(&mut it, "c", "10.0.0.9", Match::Tokens(8));
+}
+
+#[test]
+fn a_request_whose_producer_has_answered_its_claim_needs_no_room_beside_made_up_ones() {
+    let mut it = limited(&[FULL]);
+    load(&mut it, "invented", "10.0.0.1", Match::Tokens(8));
+    for n in 0..300 {
+        load(&mut it, &format!("w{n}"), "10.0.0.1", Match::Unknown);
+    }
+    load(&mut it, "real", "10.0.0.9", Match::Unknown);
+    it.reported(0, &answered("real"));
+    load(&mut it, "real", "10.0.0.9", Match::Tokens(8));
+    assert_eq!(gauge(&it, "waiting_loads"), 1);
+}
+
+#[test]
+fn requests_beyond_those_that_may_wait_for_room_are_refused_counted_and_freed_at_their_producer() {
+    let mut it = limited(&[FULL]);
+    load(&mut it, "a", "10.0.0.9", Match::Tokens(8));
+    let mut waiting = 0;
+    let refused = loop {
+        let id = format!("w{waiting}");
+        let params = consumes(&id);
+        let request = request(&id, 8, &params);
+        it.arrived(&request);
+        assert_eq!(it.matched(&request, 0), Match::Unknown, "its claim may be answered soon");
+        if gauge(&it, "deferred") == waiting {
+            // The engine asks again in its next steps.
+            let found = (0..100).map(|_| it.matched(&request, 0)).find(|it| *it != Match::Unknown);
+            assert_eq!(found, Some(Match::NONE));
+            break id;
+        }
+        waiting += 1;
+    };
+    assert_eq!((waiting, gauge(&it, "deferred")), (256, 256));
+    assert_eq!(it.refusals(), [(Refused::Busy, 1)]);
+    assert_eq!(it.take_stats().refused, [("busy".to_owned(), 1)].into());
+    assert_eq!(freed(&empty_step(&mut it)), [(&refused[..], WireCode::Busy)]);
+    // Room does not bring it back: the engine computes it.
+    it.received(["a"]);
+    assert_eq!(it.matched(&request(&refused, 8, &consumes(&refused)), 0), Match::NONE);
+    assert_eq!(it.matched(&request("w0", 8, &consumes("w0")), 0), Match::Tokens(8));
+    for n in 0..=waiting {
+        let (id, params) = (format!("w{n}"), consumes("a"));
+        it.finished(&request(&id, 8, &params), FinishReason::Abort, None, None);
+    }
+    it.finished(&request("a", 8, &consumes("a")), FinishReason::Abort, None, None);
+    empty_step(&mut it);
+    assert_idle(&it);
 }

@@ -53,7 +53,7 @@ fn check(message: &EngineHandshakeMessage) {
 
 /// A rank that knows its engine answers a question, and nothing else.
 fn asked(message: &EngineHandshakeMessage) {
-    let mut machine = EngineHandshakes::new(Duration::ZERO);
+    let mut machine = EngineHandshakes::new(Duration::ZERO, Duration::ZERO);
     machine.know(own_engine(1, 0, topology(RANKS, RANKS), 8));
     machine.receive(STRANGER, message.clone());
     let actions: Vec<_> = std::iter::from_fn(|| machine.poll()).collect();
@@ -65,7 +65,7 @@ fn asked(message: &EngineHandshakeMessage) {
 
 /// A handshake ends once, whatever the peer sends, and however often.
 fn told(message: &EngineHandshakeMessage) {
-    let mut machine = EngineHandshakes::new(Duration::ZERO);
+    let mut machine = EngineHandshakes::new(Duration::ZERO, Duration::ZERO);
     let now = Timestamp::default();
     machine.know(own_engine(1, 0, topology(1, RANKS), 8));
     machine.meet(TICKET, STRANGER, true, BUDGET, now);

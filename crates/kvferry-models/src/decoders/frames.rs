@@ -2,7 +2,7 @@
 
 use kvferry_proto::code::WireCode;
 use kvferry_proto::frame::{head_crc, trailer_len, verify_head};
-use kvferry_proto::fuzzing::Script;
+use kvferry_proto::fuzzing::{KeyedHeads, Script};
 use kvferry_proto::{
     CHECKSUM_PIECE, Flags, FrameError, Limits, Notification, Op, PieceDigest, RegionId,
     RequestHeader, ResponseHeader, TransferId, WireDescriptor, crc32c, crc32c_append,
@@ -17,19 +17,36 @@ const LIMITS: [Limits; 3] = [
 
 /// A stream of requests, as it crosses the wire, behind one byte of options.
 ///
-/// A fuzzer does not guess checksums: an odd byte says that they are to be put right first.
+/// A fuzzer does not guess checksums and tags: an odd byte says that they are to be put right first. The highest
+/// bit says that the heads have keyed tags: they are of version 2.
 pub fn request(bytes: &[u8]) {
-    stream(bytes, one_request);
+    let mut keyed = KeyedHeads::default();
+    stream(bytes, one_request, |stream, limits, seal| {
+        one_keyed_request(stream, limits, seal, &mut keyed)
+    });
 }
 
-/// Reads one header after the other with what follows it, given as `one(bytes, limits, seal)`.
-fn stream(bytes: &[u8], one: fn(&mut [u8], &Limits, bool) -> Option<usize>) {
+/// The bit of the options that says that heads have keyed tags.
+const KEYED: u8 = 0x80;
+
+/// Reads one header after the other with what follows it, given as `one(bytes, limits, seal)`, or `keyed`.
+fn stream(
+    bytes: &[u8],
+    mut one: impl FnMut(&mut [u8], &Limits, bool) -> Option<usize>,
+    mut keyed: impl FnMut(&mut [u8], &Limits, bool) -> Option<usize>,
+) {
     let mut script = Script::new(bytes);
     let options = script.byte();
-    let limits = LIMITS[usize::from(options >> 1) % LIMITS.len()];
+    let limits = LIMITS[usize::from((options & !KEYED) >> 1) % LIMITS.len()];
     let mut stream = script.rest().to_vec();
     let mut at = 0;
-    while let Some(len) = one(&mut stream[at..], &limits, options & 1 == 1) {
+    loop {
+        let (stream, seal) = (&mut stream[at..], options & 1 == 1);
+        let len = match options & KEYED {
+            0 => one(stream, &limits, seal),
+            _ => keyed(stream, &limits, seal),
+        };
+        let Some(len) = len else { return };
         at += len;
     }
 }
@@ -73,6 +90,56 @@ fn one_request(stream: &mut [u8], limits: &Limits, seal: bool) -> Option<usize> 
     let trailer = rest.get(..trailer_len)?;
     check_trailer(payload, trailer, header.flags.contains(Flags::CHECKSUM));
     Some(RequestHeader::LEN + table.len() + notify.len() + payload_len + trailer_len)
+}
+
+/// As [`one_request`], of version 2.
+fn one_keyed_request(
+    stream: &mut [u8],
+    limits: &Limits,
+    seal: bool,
+    keyed: &mut KeyedHeads,
+) -> Option<usize> {
+    let raw = stream.first_chunk::<{ RequestHeader::LEN }>()?;
+    let header = match KeyedHeads::request(raw, limits) {
+        Ok(header) => header,
+        Err(e) => return refused(&e),
+    };
+    assert!(RequestHeader::decode(raw, limits).is_err(), "no head is of both versions");
+    let len = RequestHeader::LEN + header.table_len() + header.notify_len as usize;
+    let (head, rest) = stream.split_at_mut_checked(len)?;
+    // The tag of this place, whatever was there; all else is what it was.
+    let (before, mut again) = (head.to_vec(), head.to_vec());
+    keyed.seal_request(&header, &mut again);
+    let tag = KeyedHeads::REQUEST_TAG;
+    assert_eq!(
+        (&again[..tag.start], &again[tag.end..]),
+        (&before[..tag.start], &before[tag.end..])
+    );
+    if seal {
+        head.copy_from_slice(&again);
+    }
+    let bit = crc32c(head) as usize % (len * 8);
+    let mut damaged = again.clone();
+    damaged[bit / 8] ^= 1 << (bit % 8);
+    assert!(keyed.open_request(&mut damaged).is_err(), "bit {bit}");
+    let is_sealed = *head == again;
+    match keyed.open_request(head) {
+        Ok(()) => assert!(is_sealed),
+        Err(e) => {
+            assert!(!is_sealed);
+            return refused(&e);
+        }
+    }
+    assert!(keyed.open_request(&mut again).is_err(), "a head is good for one place");
+    let (table, notify) = head[RequestHeader::LEN..].split_at(header.table_len());
+    check_table(&header, table);
+    if let Ok(word) = Notification::decode(notify) {
+        same_again(&word, notify);
+    }
+    // Payload and trailer are those of version 1.
+    let follows = header.payload_follows().checked_add(header.trailer_follows())?;
+    let follows = usize::try_from(follows).ok().filter(|len| *len <= rest.len())?;
+    Some(len + follows)
 }
 
 fn refused<T>(error: &FrameError) -> Option<T> {
@@ -126,7 +193,40 @@ fn check_trailer(payload: &[u8], trailer: &[u8], checksummed: bool) {
 
 /// A stream of answers behind one byte of options, as for [`request`].
 pub fn response(bytes: &[u8]) {
-    stream(bytes, one_response);
+    let mut keyed = KeyedHeads::default();
+    stream(bytes, one_response, |stream, limits, seal| {
+        one_keyed_response(stream, limits, seal, &mut keyed)
+    });
+}
+
+/// As [`one_response`], of version 2.
+fn one_keyed_response(
+    stream: &mut [u8],
+    limits: &Limits,
+    seal: bool,
+    keyed: &mut KeyedHeads,
+) -> Option<usize> {
+    let (raw, rest) = stream.split_first_chunk_mut::<{ KeyedHeads::ANSWER_LEN }>()?;
+    let mut right = *raw;
+    keyed.put_right(&mut right);
+    if seal {
+        *raw = right;
+    }
+    let mut damaged = right;
+    let bit = crc32c(raw) as usize % (raw.len() * 8);
+    damaged[bit / 8] ^= 1 << (bit % 8);
+    assert!(keyed.open_answer(&mut damaged, limits).is_err(), "bit {bit}");
+    let is_sealed = *raw == right;
+    let header = match keyed.open_answer(raw, limits) {
+        Ok(header) => header,
+        Err(e) => return refused(&e),
+    };
+    assert!(is_sealed, "a tag that does not fit was taken");
+    assert!(header.payload_len <= limits.payload_max);
+    assert!(header.payload_len == 0 || header.code.is_ok(), "failures carry no payload");
+    let follows = header.payload_len.checked_add(header.trailer_follows())?;
+    let follows = usize::try_from(follows).ok().filter(|len| *len <= rest.len())?;
+    Some(KeyedHeads::ANSWER_LEN + follows)
 }
 
 fn one_response(stream: &mut [u8], limits: &Limits, seal: bool) -> Option<usize> {
@@ -218,7 +318,14 @@ fn same_again(word: &Notification, bytes: &[u8]) {
     assert_eq!((again.as_slice(), word.encoded_len()), (bytes, bytes.len()));
 }
 
-fn sealed(op: Op, lens: &[u32], word: &str, checksum: bool) -> Vec<u8> {
+/// A request with what follows it; with keyed tags, if they are given.
+fn sealed(
+    op: Op,
+    lens: &[u32],
+    word: &str,
+    checksum: bool,
+    keyed: Option<&mut KeyedHeads>,
+) -> Vec<u8> {
     let mut table = Vec::new();
     for (i, &len) in lens.iter().enumerate() {
         let region = RegionId(i as u32);
@@ -244,19 +351,33 @@ fn sealed(op: Op, lens: &[u32], word: &str, checksum: bool) -> Vec<u8> {
     let mut digest = PieceDigest::new();
     digest.update(&payload);
     let trailer = if checksum && op == Op::Write { digest.finish_trailer() } else { Vec::new() };
-    [&header.seal(&table, &notify)[..], &table, &notify, &payload, &trailer].concat()
+    let mut head = [&header.seal(&table, &notify)[..], &table, &notify].concat();
+    if let Some(keyed) = keyed {
+        keyed.seal_request(&header, &mut head);
+    }
+    [&head[..], &payload, &trailer].concat()
 }
 
 /// What honest initiators send.
 pub fn request_seeds() -> Vec<Vec<u8>> {
-    let write = sealed(Op::Write, &[16, 8], "block", true);
-    let read = sealed(Op::Read, &[4096, 1], "", false);
-    let notify = sealed(Op::Notify, &[], "done", false);
-    let plain = sealed(Op::Write, &[5], "", false);
+    let write = sealed(Op::Write, &[16, 8], "block", true, None);
+    let read = sealed(Op::Read, &[4096, 1], "", false, None);
+    let notify = sealed(Op::Notify, &[], "done", false, None);
+    let plain = sealed(Op::Write, &[5], "", false, None);
     let mut seeds: Vec<_> =
         [&write, &read, &notify, &plain].map(|one| [&[0][..], one].concat()).into();
     let mut stream = vec![1];
     [&plain, &read, &write, &notify].into_iter().for_each(|one| stream.extend_from_slice(one));
+    seeds.push(stream);
+    // The same with keyed tags, each head in its place.
+    let mut keyed = KeyedHeads::default();
+    let mut stream = vec![KEYED];
+    stream.extend(sealed(Op::Write, &[5], "", false, Some(&mut keyed)));
+    seeds.push(stream.clone());
+    stream.extend(sealed(Op::Read, &[4096, 1], "", false, Some(&mut keyed)));
+    stream.extend(sealed(Op::Write, &[16, 8], "block", true, Some(&mut keyed)));
+    stream.extend(sealed(Op::Notify, &[], "done", false, Some(&mut keyed)));
+    seeds.push([&[KEYED | 1], &stream[1..]].concat());
     seeds.push(stream);
     seeds
 }
@@ -276,7 +397,14 @@ pub fn response_seeds() -> Vec<Vec<u8>> {
     let data = ResponseHeader { payload_len: 5, flags: Flags::CHECKSUM, ..header };
     let data = [&data.encode()[..], b"bytes", &crc32c(b"bytes").to_le_bytes()].concat();
     let heads = [header.encode(), failed.encode(), later.encode()].concat();
-    vec![[&[0][..], &heads].concat(), [&[1][..], &data, &heads].concat()]
+    let mut keyed = KeyedHeads::default();
+    let tagged = [header, failed, later].map(|one| keyed.seal_answer(&one)).concat();
+    vec![
+        [&[0][..], &heads].concat(),
+        [&[1][..], &data, &heads].concat(),
+        [&[KEYED][..], &tagged].concat(),
+        [&[KEYED | 1][..], &tagged].concat(),
+    ]
 }
 
 /// Lengths around the borders of pieces.

@@ -29,7 +29,8 @@ fn check(message: &HandoffMessage) {
         | HandoffMessage::Ready(Ready { id: name, announced, .. }) => {
             id(name);
             assert!(announced.tables.len() <= GROUPS_MAX && announced.progress.is_sound());
-            assert!(announced.tables.iter().all(|table| table.blocks.len() <= BLOCKS_MAX));
+            assert!(announced.tables.iter().all(|table| table.blocks() <= BLOCKS_MAX
+                && table.unpack().blocks.len() == table.blocks()));
             assert!(announced.side_data.as_ref().is_none_or(|data| data.len() <= SIDE_DATA_MAX));
         }
         HandoffMessage::Expected(m) => id(&m.id),
@@ -50,8 +51,8 @@ pub fn message_seeds() -> Vec<Vec<u8>> {
     let announced = Announced {
         count: 3,
         tables: vec![
-            BlockTable::new(0, vec![5, 6, 7, 1000, NULL_BLOCK, NULL_BLOCK, 3]),
-            BlockTable::new(9, Vec::new()),
+            BlockTable::new(0, vec![5, 6, 7, 1000, NULL_BLOCK, NULL_BLOCK, 3]).into(),
+            BlockTable::new(9, Vec::new()).into(),
         ],
         progress: Progress::tokens(48).and(2, 64),
         last: true,

@@ -94,7 +94,7 @@ pub fn every_message() -> Vec<Message> {
     let incarnation = Incarnation(0xa1b2);
     vec![
         Hello {
-            versions: (1, 1),
+            versions: (1, 2),
             capabilities: 5,
             incarnation,
             name: "alice".into(),
@@ -116,7 +116,7 @@ pub fn every_message() -> Vec<Message> {
         .into(),
         Proof { mac }.into(),
         Ready { session: SessionId(9), mac, checksum: false, advertised: "b:1".into() }.into(),
-        Refused { code: WireCode::AuthFailed, detail: "no".into(), aux: 1 }.into(),
+        Refused { code: WireCode::AuthFailed, detail: "no".into(), aux: 1, mac: None }.into(),
         Ping { seq: 1, active: true }.into(),
         Pong { seq: 1 }.into(),
         Revoke { id: 3, streams: vec![StreamId(1), StreamId(70_000)] }.into(),
@@ -125,7 +125,7 @@ pub fn every_message() -> Vec<Message> {
         Response { id: 4, code: WireCode::Other(77), body: b"!".to_vec() }.into(),
         Close { code: WireCode::Shutdown, detail: "bye".into() }.into(),
         StreamHello { session: SessionId(9), stream: StreamId(1), incarnation, mac }.into(),
-        StreamReady {}.into(),
+        StreamReady { mac: Some(vec![7; 32]) }.into(),
         Message::Unknown { kind: "later".into() },
     ]
 }

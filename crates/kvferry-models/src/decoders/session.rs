@@ -3,6 +3,7 @@
 use crate::decoders::messages::message_seeds;
 use crate::pair::{A, B, Pair, SESSION, config, ms, with_secret};
 use kvferry_proto::fuzzing::Script;
+use kvferry_proto::keyed::TAG_LEN;
 use kvferry_proto::{
     CONTROL_MAX, Decoder, MAGIC, Message, Session, SessionEvent, StreamId, Timestamp, WireCode,
 };
@@ -13,7 +14,7 @@ const NOW: Timestamp = Timestamp::from_nanos(1_000_000_000_000);
 /// What a session said and told.
 #[derive(Debug, Default, PartialEq)]
 struct Story {
-    sent: Vec<u8>,
+    sent: Vec<Vec<u8>>,
     events: Vec<SessionEvent>,
     deadline: Option<Timestamp>,
 }
@@ -96,7 +97,7 @@ fn story(kind: u8, busy: bool, bytes: &[u8], chunk: usize) -> Story {
 
 fn drain(session: &mut Session, story: &mut Story) {
     while let Some(bytes) = session.poll_transmit() {
-        story.sent.extend(bytes);
+        story.sent.push(bytes);
     }
     while let Some(event) = session.poll_event() {
         story.events.push(event);
@@ -120,16 +121,18 @@ fn check(story: &Story, kind: u8) {
     answers.sort_unstable();
     assert!(answers.windows(2).all(|w| w[0] != w[1]), "answered twice");
 
-    let mut sent = story.sent.strip_prefix(&MAGIC).unwrap_or(&story.sent);
-    let mut decoder = Decoder::new(CONTROL_MAX);
     let (mut last_word, mut ready) = (false, false);
-    while let Some(message) = decoder.read(&mut sent).expect("sessions speak properly") {
+    let tag = if is_established(kind) && has_secret(kind) { TAG_LEN } else { 0 };
+    for frame in &story.sent {
+        let mut frame = frame.strip_prefix(&MAGIC).unwrap_or(frame);
+        let message = Decoder::new(CONTROL_MAX).read(&mut frame);
+        let message = message.expect("sessions speak properly").expect("whole frames");
+        assert_eq!(frame.len(), tag, "one frame at a time, and its tag");
         assert!(!last_word, "{message:?} after the last word");
         ready |= matches!(message, Message::Ready(_));
         last_word = matches!(message, Message::Close(_) | Message::Refused(_));
         assert!(!(ready && matches!(message, Message::Refused(_))), "established and refused");
     }
-    assert_eq!(decoder.buffered(), 0, "whole frames only");
 }
 
 /// Every message, to every kind of session.

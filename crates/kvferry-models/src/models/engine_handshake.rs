@@ -48,6 +48,7 @@ const ROWS: [&str; 11] = [MEET, STEP, TWICE, LATE, CUT, GONE, BACK, MOVE, KNOW_C
 const PRODUCERS: usize = 2;
 const HEADS: u32 = 4;
 const RECONNECT: Duration = Duration::from_secs(5);
+const SILENCE: Duration = Duration::from_secs(3);
 const CONSUMER: PeerId = PeerId(1000);
 
 /// A producer rank at its place.
@@ -97,7 +98,7 @@ impl<'a> World<'a> {
     fn new(bytes: &'a [u8]) -> Self {
         let place = |number: usize| Place {
             id: PeerId(number as u64),
-            machine: EngineHandshakes::new(RECONNECT),
+            machine: EngineHandshakes::new(RECONNECT, SILENCE),
             engine: None,
             up: true,
             wire: VecDeque::new(),
@@ -110,7 +111,7 @@ impl<'a> World<'a> {
             now: Timestamp::default(),
             numbers: PRODUCERS as u64,
             engines: 0,
-            consumer: EngineHandshakes::new(RECONNECT),
+            consumer: EngineHandshakes::new(RECONNECT, SILENCE),
             knows: false,
             places: (0..PRODUCERS).map(place).collect(),
             open: BTreeMap::new(),
@@ -224,7 +225,7 @@ impl<'a> World<'a> {
         let fresh = PeerId(self.numbers);
         let at = &mut self.places[place];
         let before = std::mem::replace(&mut at.id, fresh);
-        (at.machine, at.engine, at.last) = (EngineHandshakes::new(RECONNECT), None, None);
+        (at.machine, at.engine, at.last) = (EngineHandshakes::new(RECONNECT, SILENCE), None, None);
         at.wire.clear();
         at.halfway = false;
         self.consumer.moved(before, fresh);

@@ -18,8 +18,8 @@ use super::Model;
 use crate::pair::ms;
 use kvferry_proto::fuzzing::{Met, Script};
 use kvferry_proto::handoff::{
-    BlockTable, Consumer, ConsumerAction, HandoffId, HandoffMessage, Limits, NULL_BLOCK, Outcome,
-    PeerId, Producer, ProducerAction, ProducerRank, Progress, ReadId, Refusal, Slice,
+    BlockTable, Consumer, ConsumerAction, HandoffId, HandoffMessage, Limits, NULL_BLOCK, Need,
+    Outcome, PeerId, Producer, ProducerAction, ProducerRank, Progress, ReadId, Refusal, Slice,
 };
 use kvferry_proto::{Timestamp, WireCode};
 use std::collections::{BTreeMap, BTreeSet};
@@ -447,6 +447,7 @@ impl<'a, 'b> World<'a, 'b> {
             peer: rank.life,
             readers,
             connected: self.wires[&(p, d)].up,
+            need: Need::ALL,
         };
         self.producers.iter().enumerate().map(rank).collect()
     }
@@ -820,11 +821,12 @@ impl<'a, 'b> World<'a, 'b> {
 
     fn begin_read(&mut self, d: usize, read: ReadId, id: &HandoffId, from: PeerId, slice: Slice) {
         let request = request_of(id);
-        let table = self.consumers[d].machine.table(id, from).expect("it is under way");
+        let tables = self.consumers[d].machine.table(id, from).expect("it is under way");
+        let tables: Vec<_> = tables.collect();
         let mut places = Vec::new();
         for rectangle in slice.from.until(&slice.to, LAYERS) {
             for token in rectangle.tokens {
-                let block = table[0].block(token).expect("what is ready has a block");
+                let block = tables[0].block(token).expect("what is ready has a block");
                 assert_ne!(block, NULL_BLOCK);
                 places.extend(rectangle.layers.clone().map(|layer| (token, layer, block)));
             }

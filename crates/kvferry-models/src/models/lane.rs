@@ -27,10 +27,10 @@ const MEMORY: &str = "memory fails";
 
 const LEN: usize = 4096;
 
-/// A few requests of each kind, without and with checksums, undisturbed.
+/// A few requests of each kind, without and with checksums and keyed tags, undisturbed.
 pub fn seeds() -> Vec<Vec<u8>> {
     let mut seeds = super::random_seeds();
-    for checksum in 0..2 {
+    for checksum in 0..4 {
         for kind in 0..3 {
             seeds.push([[checksum, 0, 0, 1].as_slice(), &[kind, 1, 9, 7, 0, 0].repeat(3)].concat());
         }
@@ -68,12 +68,13 @@ fn orders(script: &mut Script<'_>) -> Vec<Order> {
 
 fn run(bytes: &[u8], met: Met<'_>) {
     let mut script = Script::new(bytes);
-    let checksum = script.flip();
+    let options = script.byte();
+    let (checksum, keyed) = (options & 1 == 1, options & 2 == 2);
     let busy = script.below(16) == 15;
     let early = usize::from(script.byte());
     let orders = orders(&mut script);
     let many = orders.len();
-    let mut pair = LanePair::new(LEN, checksum, orders);
+    let mut pair = LanePair::with_guard(LEN, checksum, keyed, orders);
     pair.busy = busy;
     if early > 200 {
         pair.open_with_early_bytes(early - 200);

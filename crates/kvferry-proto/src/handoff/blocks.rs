@@ -60,7 +60,7 @@ impl BlockTable {
         self.blocks.get(at).copied().filter(|block| *block != NULL_BLOCK)
     }
 
-    /// Adds blocks that a peer announced later. Known blocks may be repeated, or be missing by now.
+    /// Adds later blocks. Known blocks may be repeated, or be missing by now.
     ///
     /// # Errors
     /// There would be a gap or too many blocks, or a known block would change its number. Nothing
@@ -114,41 +114,240 @@ impl BlockTable {
         out
     }
 
-    fn decode(mut bytes: &[u8]) -> Result<Self, TableError> {
-        let first = take(&mut bytes).and_then(|n| u32::try_from(n).ok());
-        let first = first.ok_or(TableError::Malformed)?;
+    fn decode(bytes: &[u8]) -> Result<Self, TableError> {
+        let (first, mut runs) = Runs::of(bytes)?;
         // A run takes two bytes at least, and most runs are one block.
         let mut blocks = Vec::with_capacity(bytes.len() / 2);
-        let mut next = 0_i64;
-        while !bytes.is_empty() {
-            let head = take(&mut bytes).ok_or(TableError::Malformed)?;
-            let run = usize::try_from(head >> 1).unwrap_or(usize::MAX);
-            if run == 0 {
-                return Err(TableError::Malformed);
-            }
-            if run > BLOCKS_MAX - blocks.len() {
-                return Err(TableError::TooMany);
-            }
-            if head & 1 == 1 {
-                blocks.resize(blocks.len() + run, NULL_BLOCK);
-                continue;
-            }
-            let distance = unzigzag(take(&mut bytes).ok_or(TableError::Malformed)?);
-            let start = next.checked_add(distance).ok_or(TableError::Malformed)?;
-            let end = start.checked_add(run as i64).ok_or(TableError::Malformed)?;
-            if start < 0 || end > i64::from(NULL_BLOCK) {
-                return Err(TableError::Malformed);
-            }
-            blocks.extend(start as u32..end as u32);
-            next = end;
+        while let Some(run) = runs.next()? {
+            run.extend(&mut blocks, run.len);
         }
         Ok(Self { first, blocks })
+    }
+}
+
+/// A [`BlockTable`] as it crosses the wire: checked and counted, but not expanded. A few bytes can stand for a
+/// million blocks, and a peer sends tables that nothing here needs.
+#[derive(Clone, PartialEq, Eq)]
+pub struct PackedTable {
+    first: u32,
+    blocks: u32,
+    bytes: Vec<u8>,
+}
+
+impl PackedTable {
+    /// Index of the first block among the request's blocks of that group.
+    pub const fn first(&self) -> u32 {
+        self.first
+    }
+
+    /// How many blocks it stands for.
+    pub const fn blocks(&self) -> usize {
+        self.blocks as usize
+    }
+
+    /// The index behind the last block.
+    pub fn end(&self) -> u64 {
+        u64::from(self.first) + u64::from(self.blocks)
+    }
+
+    /// The table.
+    pub fn unpack(&self) -> BlockTable {
+        BlockTable::decode(&self.bytes).expect("it was checked")
+    }
+
+    fn decode(bytes: &[u8]) -> Result<Self, TableError> {
+        let (first, mut runs) = Runs::of(bytes)?;
+        while runs.next()?.is_some() {}
+        Ok(Self { first, blocks: runs.blocks as u32, bytes: bytes.to_vec() })
+    }
+
+    /// Calls `each` for each run with its index among the request's blocks, until it fails.
+    fn runs<E>(&self, mut each: impl FnMut(u64, Run) -> Result<(), E>) -> Result<(), E> {
+        let (_, mut runs) = Runs::of(&self.bytes).expect("it was checked");
+        loop {
+            let at = u64::from(self.first) + runs.blocks as u64;
+            match runs.next().expect("it was checked") {
+                Some(run) => each(at, run)?,
+                None => return Ok(()),
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for PackedTable {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "PackedTable({}..{})", self.first, self.end())
+    }
+}
+
+impl From<&BlockTable> for PackedTable {
+    fn from(table: &BlockTable) -> Self {
+        let blocks = u32::try_from(table.blocks.len()).unwrap_or(u32::MAX);
+        Self { first: table.first, blocks, bytes: table.encode() }
+    }
+}
+
+impl From<BlockTable> for PackedTable {
+    fn from(table: BlockTable) -> Self {
+        Self::from(&table)
+    }
+}
+
+/// The blocks of a group that were announced. Those beyond a bound are counted and not kept: nothing here
+/// needs them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct KnownTable {
+    /// Up to the bound.
+    pub(super) table: BlockTable,
+    /// How many blocks were announced, from the first on.
+    announced: usize,
+}
+
+impl KnownTable {
+    /// Whether `more` can follow. Known blocks may be repeated, or be missing by now.
+    ///
+    /// # Errors
+    /// There would be a gap or too many blocks, or a known block would change its number.
+    pub(super) fn check(&self, more: &PackedTable) -> Result<(), TableError> {
+        if self.announced == 0 || more.blocks == 0 {
+            return Ok(());
+        }
+        let (first, known) =
+            (self.table.first, u64::from(self.table.first) + self.announced as u64);
+        if u64::from(more.first) > known || more.first < first {
+            return Err(TableError::Gap { first: more.first, known });
+        }
+        if more.end() - u64::from(first) > BLOCKS_MAX as u64 {
+            return Err(TableError::TooMany);
+        }
+        more.runs(|index, run| {
+            let at = (index - u64::from(first)) as usize;
+            let known = self.table.blocks.get(at..).unwrap_or_default();
+            for (n, &before) in known.iter().take(run.len).enumerate() {
+                let now = run.block(n);
+                if before != now && before != NULL_BLOCK && now != NULL_BLOCK {
+                    return Err(TableError::Changed { index: index + n as u64, before, now });
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Adds blocks that [`KnownTable::check`] has passed, as far as their index is below `most`.
+    pub(super) fn add(&mut self, more: &PackedTable, most: u32) {
+        if self.announced == 0 {
+            self.table.first = more.first;
+        }
+        let first = self.table.first;
+        let most = most.saturating_sub(first) as usize;
+        let blocks = &mut self.table.blocks;
+        if more.blocks > 0 {
+            let end = (more.end() - u64::from(first)) as usize;
+            self.announced = self.announced.max(end);
+            blocks.reserve(end.min(most).saturating_sub(blocks.len()));
+        }
+        let added = more.runs::<std::convert::Infallible>(|index, run| {
+            let at = (index - u64::from(first)) as usize;
+            let kept = run.len.min(most.saturating_sub(at));
+            let known = blocks.len().saturating_sub(at).min(kept);
+            for (n, block) in blocks.iter_mut().skip(at).take(known).enumerate() {
+                *block = run.block(n);
+            }
+            run.skip(known).extend(blocks, kept - known);
+            Ok(())
+        });
+        let Ok(()) = added;
+    }
+}
+
+/// Consecutive numbers, or missing blocks.
+#[derive(Clone, Copy)]
+struct Run {
+    start: u32,
+    len: usize,
+}
+
+impl Run {
+    const fn block(&self, n: usize) -> u32 {
+        if self.start == NULL_BLOCK { NULL_BLOCK } else { self.start + n as u32 }
+    }
+
+    const fn skip(self, n: usize) -> Self {
+        if self.start == NULL_BLOCK {
+            return Self { len: self.len - n, ..self };
+        }
+        // Behind the last number this is the null block, and the length is zero.
+        Self { start: self.start + n as u32, len: self.len - n }
+    }
+
+    /// Appends the first `len` blocks of it.
+    fn extend(self, blocks: &mut Vec<u32>, len: usize) {
+        if self.start == NULL_BLOCK {
+            blocks.resize(blocks.len() + len, NULL_BLOCK);
+        } else {
+            blocks.extend(self.start..self.start + len as u32);
+        }
+    }
+}
+
+/// Reads the runs of a packed table.
+struct Runs<'a> {
+    bytes: &'a [u8],
+    next: i64,
+    /// Blocks of the runs so far.
+    blocks: usize,
+}
+
+impl<'a> Runs<'a> {
+    /// The index of the first block, and the runs.
+    fn of(mut bytes: &'a [u8]) -> Result<(u32, Self), TableError> {
+        let first = take(&mut bytes).and_then(|n| u32::try_from(n).ok());
+        Ok((first.ok_or(TableError::Malformed)?, Self { bytes, next: 0, blocks: 0 }))
+    }
+
+    fn next(&mut self) -> Result<Option<Run>, TableError> {
+        if self.bytes.is_empty() {
+            return Ok(None);
+        }
+        let head = take(&mut self.bytes).ok_or(TableError::Malformed)?;
+        let len = usize::try_from(head >> 1).unwrap_or(usize::MAX);
+        if len == 0 {
+            return Err(TableError::Malformed);
+        }
+        if len > BLOCKS_MAX - self.blocks {
+            return Err(TableError::TooMany);
+        }
+        self.blocks += len;
+        if head & 1 == 1 {
+            return Ok(Some(Run { start: NULL_BLOCK, len }));
+        }
+        let distance = unzigzag(take(&mut self.bytes).ok_or(TableError::Malformed)?);
+        let start = self.next.checked_add(distance).ok_or(TableError::Malformed)?;
+        let end = start.checked_add(len as i64).ok_or(TableError::Malformed)?;
+        if start < 0 || end > i64::from(NULL_BLOCK) {
+            return Err(TableError::Malformed);
+        }
+        self.next = end;
+        Ok(Some(Run { start: start as u32, len }))
     }
 }
 
 impl Serialize for BlockTable {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_bytes(&self.encode())
+    }
+}
+
+impl Serialize for PackedTable {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(&self.bytes)
+    }
+}
+
+impl<'de> Deserialize<'de> for PackedTable {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let bytes: Cow<'_, [u8]> = serde_bytes::deserialize(deserializer)?;
+        Self::decode(&bytes).map_err(D::Error::custom)
     }
 }
 
@@ -198,6 +397,17 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn known(table: &BlockTable) -> KnownTable {
+        let mut known = KnownTable::default();
+        merge(&mut known, table).expect("the first blocks");
+        known
+    }
+
+    fn merge(known: &mut KnownTable, more: &BlockTable) -> Result<(), TableError> {
+        let more = PackedTable::from(more);
+        known.check(&more).map(|()| known.add(&more, u32::MAX))
+    }
+
     proptest! {
         #[test]
         fn tables_announced_in_parts_that_overlap_add_up_to_the_whole(
@@ -205,13 +415,36 @@ mod tests {
         ) {
             let whole = BlockTable::new(7, blocks);
             let cut = cut.min(whole.blocks.len());
-            let mut known = BlockTable::new(7, whole.blocks[..cut].to_vec());
+            let mut known = known(&BlockTable::new(7, whole.blocks[..cut].to_vec()));
             let from = cut.saturating_sub(back);
             let more = BlockTable::new(7 + from as u32, whole.blocks[from..].to_vec());
             if cut > 0 || more.first == 7 {
-                prop_assert_eq!(known.merge(&more), Ok(()));
-                prop_assert_eq!(known, whole);
+                prop_assert_eq!(merge(&mut known, &more), Ok(()));
+                prop_assert_eq!(known.table, whole);
             }
+        }
+
+        #[test]
+        fn a_bound_cuts_what_is_kept_and_nothing_else(
+            blocks in prop::collection::vec(0..20_u32, 1..50), cut in 0..50_usize, most in 0..60_u32,
+        ) {
+            let whole = BlockTable::new(7, blocks);
+            let cut = cut.min(whole.blocks.len());
+            let (one, two) = whole.blocks.split_at(cut);
+            let parts = [
+                BlockTable::new(7, one.to_vec()),
+                BlockTable::new(7 + cut as u32, two.to_vec()),
+            ];
+            let mut known = KnownTable::default();
+            for part in parts.iter().filter(|part| !part.blocks.is_empty()) {
+                let part = PackedTable::from(part);
+                prop_assert_eq!(known.check(&part), Ok(()));
+                known.add(&part, most);
+            }
+            let kept = (most.saturating_sub(7) as usize).min(whole.blocks.len());
+            prop_assert_eq!(&known.table.blocks[..], &whole.blocks[..kept]);
+            prop_assert!(known.table.blocks.capacity() <= 2 * kept.max(4));
+            prop_assert_eq!(known.announced, whole.blocks.len());
         }
     }
 
@@ -232,20 +465,34 @@ mod tests {
         let mut bytes = vec![0];
         put(&mut bytes, u64::MAX);
         assert_eq!(BlockTable::decode(&bytes), Err(TableError::TooMany));
+        assert_eq!(PackedTable::decode(&bytes), Err(TableError::TooMany));
+    }
+
+    #[test]
+    fn a_table_that_arrives_takes_the_bytes_that_it_has_on_the_wire() {
+        let million = BlockTable::new(0, (0..BLOCKS_MAX as u32).collect());
+        let table = PackedTable::decode(&million.encode()).expect("a table");
+        assert_eq!((table.blocks(), table.end()), (BLOCKS_MAX, BLOCKS_MAX as u64));
+        assert!(table.bytes.capacity() < 16, "{}", table.bytes.capacity());
+        let mut known = KnownTable::default();
+        known.add(&table, 100);
+        assert_eq!(known.table.blocks, (0..100).collect::<Vec<_>>());
+        assert!(known.table.blocks.capacity() < 200);
+        assert_eq!(table.unpack(), million);
     }
 
     #[test]
     fn gaps_and_changes_are_named_and_holes_are_none() {
-        let mut known = BlockTable::new(2, vec![10, 11, 12]);
+        let mut known = known(&BlockTable::new(2, vec![10, 11, 12]));
         let gap = BlockTable::new(6, vec![1]);
-        assert_eq!(known.merge(&gap), Err(TableError::Gap { first: 6, known: 5 }));
+        assert_eq!(merge(&mut known, &gap), Err(TableError::Gap { first: 6, known: 5 }));
         let changed = BlockTable::new(4, vec![13]);
         let error = TableError::Changed { index: 4, before: 12, now: 13 };
-        assert_eq!(known.merge(&changed), Err(error));
-        assert_eq!(known.merge(&BlockTable::new(2, vec![NULL_BLOCK, 11, 12, 13])), Ok(()));
-        assert_eq!(known.blocks, [NULL_BLOCK, 11, 12, 13]);
+        assert_eq!(merge(&mut known, &changed), Err(error));
+        assert_eq!(merge(&mut known, &BlockTable::new(2, vec![NULL_BLOCK, 11, 12, 13])), Ok(()));
+        assert_eq!(known.table.blocks, [NULL_BLOCK, 11, 12, 13]);
         assert_eq!(
-            [1, 2, 3, 5, 6].map(|index| known.block(index)),
+            [1, 2, 3, 5, 6].map(|index| known.table.block(index)),
             [None, None, Some(11), Some(13), None]
         );
     }

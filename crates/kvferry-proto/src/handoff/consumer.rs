@@ -1,6 +1,6 @@
 //! The side that needs the KV, and reads it.
 
-use super::message::{Announced, Ask, Confirm, Stop};
+use super::message::{Announced, Ask, Confirm, GROUPS_MAX, Held, Stop};
 use super::schedule::Schedule;
 use super::tombstones::Tombstones;
 use super::watched::Watched;
@@ -64,11 +64,37 @@ pub struct Consumer {
     /// Producers that do not know yet that a handoff has ended.
     farewells: BTreeMap<(PeerId, HandoffId), Farewell>,
     farewells_by_age: VecDeque<(Timestamp, (PeerId, HandoffId))>,
+    /// Bytes of memory of all announcements.
+    announced_bytes: usize,
+    /// Those of each producer that has any.
+    bytes_of: HashMap<PeerId, usize>,
     actions: VecDeque<ConsumerAction>,
+    changed: Changed,
+}
+
+/// The most handoffs that [`Changed`] keeps between two calls.
+const CHANGED_MAX: usize = 4096;
+
+/// The handoffs that a producer has answered, or that have ended, since the last [`Consumer::take_changed`].
+#[derive(Debug, Default)]
+struct Changed {
+    ids: Vec<HandoffId>,
+    /// True if [`Consumer::take_changed`] was called, and `ids` has each handoff that has changed since.
+    is_kept: bool,
+}
+
+impl Changed {
+    fn note(&mut self, id: &HandoffId) {
+        if self.is_kept {
+            self.is_kept = self.ids.len() < CHANGED_MAX;
+            self.ids.push(id.clone());
+        }
+    }
 }
 
 #[derive(Debug)]
 struct Entry {
+    began: Timestamp,
     deadline: Timestamp,
     /// Until when each producer must offer or expect it. They say so themselves; this is for
     /// producers that do not.
@@ -87,8 +113,9 @@ struct Source {
     readers: u32,
     link: Link,
     stage: Stage,
+    need: Need,
     generation: Generation,
-    announced: Announced,
+    announced: Held,
     /// Reads of this generation, in the order of what they fetch. Those at the front that are done
     /// are removed and added to `fetched`.
     reads: VecDeque<Read>,
@@ -145,6 +172,26 @@ pub struct ProducerRank {
     pub readers: u32,
     /// Whether a connection to it is up.
     pub connected: bool,
+    /// What this rank can use of its announcements.
+    pub need: Need,
+}
+
+/// What a consumer can use of a producer rank's block tables. A claim's is that of the whole prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Need {
+    /// The groups that the producer rank has. An announcement with more is malformed.
+    pub groups: u32,
+    /// The index behind the last block of a group. Blocks from there on are not kept.
+    pub blocks: u32,
+}
+
+impl Need {
+    /// All that a producer may announce.
+    pub const ALL: Self = Self { groups: GROUPS_MAX as u32, blocks: u32::MAX };
+
+    const fn covers(self, other: Self) -> bool {
+        self.groups >= other.groups && self.blocks >= other.blocks
+    }
 }
 
 impl Consumer {
@@ -160,7 +207,10 @@ impl Consumer {
             reads_begun: 0,
             farewells: BTreeMap::new(),
             farewells_by_age: VecDeque::new(),
+            announced_bytes: 0,
+            bytes_of: HashMap::new(),
             actions: VecDeque::new(),
+            changed: Changed::default(),
         }
     }
 
@@ -199,7 +249,10 @@ impl Consumer {
         self.expire(now);
         if let Some(claim) = self.handoffs.get_mut(id).filter(|entry| entry.claimed) {
             let is_it = |it: &ProducerRank| {
-                claim.sources.get(&it.peer).is_some_and(|source| source.readers == it.readers)
+                let source = claim.sources.get(&it.peer);
+                source.is_some_and(|source| {
+                    source.readers == it.readers && source.need.covers(it.need)
+                })
             };
             if from.len() == claim.sources.len() && from.iter().all(is_it) {
                 claim.claimed = false;
@@ -208,7 +261,7 @@ impl Consumer {
                 self.look_again(id);
                 return Ok(());
             }
-            // A producer was restarted since.
+            // A producer was restarted since, or another request needs more of the handoff.
             self.forget_claim(id);
         }
         self.check_new(id)?;
@@ -229,7 +282,7 @@ impl Consumer {
         // Before the first connection, the driver reports a failure to connect by `lost`.
         let apart = Link::Down { until: deadline, code: WireCode::Deadline };
         let source = |rank: &ProducerRank| {
-            (rank.peer, Source::new(rank.readers, if rank.connected { Link::Up } else { apart }))
+            (rank.peer, Source::new(rank, if rank.connected { Link::Up } else { apart }))
         };
         let sources: BTreeMap<_, _> = from.iter().map(source).collect();
         if sources.is_empty() || sources.len() != from.len() {
@@ -240,7 +293,8 @@ impl Consumer {
         }
         // The producers' own answers come first.
         let rendezvous = now + self.limits.rendezvous + self.limits.grace;
-        let entry = Entry { deadline, rendezvous, claimed, sources, ending: None, due: None };
+        let entry =
+            Entry { began: now, deadline, rendezvous, claimed, sources, ending: None, due: None };
         self.handoffs.insert(id.clone(), entry);
         from.iter().for_each(|rank| self.watch(rank.peer, true));
         for rank in from.iter().filter(|rank| rank.connected) {
@@ -379,7 +433,9 @@ impl Consumer {
     }
 
     /// The connection to a peer was lost. `gone` means that it will not come back, because the
-    /// peer's process has ended or the silence window has passed.
+    /// peer's process has ended or the silence window has passed. The window of a handoff begins with
+    /// the handoff: a session that is found silent a moment later says little about a peer that may
+    /// have been stopped and runs again by now. The driver connects again meanwhile.
     pub fn lost(&mut self, peer: PeerId, code: WireCode, gone: bool, now: Timestamp) {
         let mut touched = Vec::new();
         for (id, entry) in &mut self.handoffs {
@@ -387,7 +443,11 @@ impl Consumer {
             if source.stage == Stage::Confirmed || entry.ending.is_some() {
                 continue;
             }
-            let until = if gone { now } else { now + self.limits.reconnect };
+            let until = match gone {
+                true if code == WireCode::Silent => now.max(entry.began + self.limits.silence),
+                true => now,
+                false => now + self.limits.reconnect,
+            };
             let until = match source.link {
                 Link::Down { until: before, .. } if !gone => until.min(before),
                 _ => until,
@@ -464,10 +524,14 @@ impl Consumer {
         self.actions.pop_front()
     }
 
-    /// The producer's blocks that were announced, group by group.
-    pub fn table(&self, id: &HandoffId, peer: PeerId) -> Option<&[BlockTable]> {
+    /// The producer's blocks that were announced and are needed, group by group.
+    pub fn table<'a>(
+        &'a self,
+        id: &HandoffId,
+        peer: PeerId,
+    ) -> Option<impl ExactSizeIterator<Item = &'a BlockTable> + use<'a>> {
         let source = self.handoffs.get(id)?.sources.get(&peer)?;
-        Some(&source.announced.tables)
+        Some(source.announced.tables.iter().map(|it| &it.table))
     }
 
     /// The deadline of a handoff that is under way. Reads need no deadline of their own.
@@ -489,9 +553,27 @@ impl Consumer {
         })
     }
 
+    /// Whether a handoff is claimed or wanted, and has not ended.
+    pub fn is_under_way(&self, id: &HandoffId) -> bool {
+        self.handoffs.contains_key(id)
+    }
+
+    /// Whether a producer of a handoff has said that it has, or will have, the KV.
+    pub fn is_answered(&self, id: &HandoffId) -> bool {
+        let sources = self.handoffs.get(id).map(|entry| &entry.sources);
+        sources.is_some_and(|it| it.values().any(|source| source.stage != Stage::Asking))
+    }
+
+    /// Handoffs of which [`Consumer::is_under_way`] or [`Consumer::is_answered`] may say something else than at the
+    /// last call. `None`: of any handoff.
+    pub fn take_changed(&mut self) -> Option<Vec<HandoffId>> {
+        let ids = std::mem::take(&mut self.changed.ids);
+        std::mem::replace(&mut self.changed.is_kept, true).then_some(ids)
+    }
+
     /// Sizes of the collections, by name. When no handoff is under way all are zero, except for the
     /// tombstones and for the farewells to peers without a connection.
-    pub fn gauges(&self) -> [(&'static str, usize); 7] {
+    pub fn gauges(&self) -> [(&'static str, usize); 8] {
         let claimed = self.handoffs.values().filter(|entry| entry.claimed).count();
         [
             ("claimed", claimed),
@@ -499,6 +581,7 @@ impl Consumer {
             ("reads", self.reads.len()),
             ("watched", self.watched.len()),
             ("actions", self.actions.len()),
+            ("announced_bytes", self.announced_bytes),
             ("farewells", self.farewells.len()),
             ("tombstones", self.tombstones.len()),
         ]
@@ -550,7 +633,10 @@ impl Consumer {
                 // An earlier announcement was lost.
                 return self.say(id, from, now);
             }
+            let before = source.announced.bytes();
             let reads = source.begin(generation);
+            self.changed.note(id);
+            self.release(from, before);
             self.cancel_reads(reads);
         }
         let entry = self.handoffs.get_mut(id).expect("as before");
@@ -567,8 +653,17 @@ impl Consumer {
             let detail = "it goes on after it said that it was complete";
             return self.fail(id, Outcome::of(from, WireCode::Malformed, detail), now);
         }
-        match source.announced.merge(news) {
-            Ok(()) => self.go_on(id, from, now),
+        let before = source.announced.bytes();
+        match source.announced.merge(news, source.need) {
+            Ok(()) => {
+                // Nothing that was announced becomes less.
+                let more = source.announced.bytes() - before;
+                if more == 0 || self.hold(from, more) {
+                    return self.go_on(id, from, now);
+                }
+                let detail = "the announcements of all handoffs take more memory than they may";
+                self.fail(id, Outcome::of(from, WireCode::Busy, detail), now);
+            }
             Err(error) => {
                 let outcome = Outcome::of(from, WireCode::Malformed, error.to_string());
                 self.fail(id, outcome, now);
@@ -584,6 +679,7 @@ impl Consumer {
                     && source.stage == Stage::Asking
                 {
                     source.stage = Stage::Expected;
+                    self.changed.note(id);
                     self.look_again(id);
                 }
             }
@@ -698,6 +794,8 @@ impl Consumer {
             return;
         }
         let entry = self.handoffs.remove(id).expect("it was there");
+        self.changed.note(id);
+        self.release_all(&entry);
         let outcome = entry.ending.expect("it is decided");
         let side_data = match outcome.is_done() {
             true => entry.sources.into_iter(),
@@ -716,10 +814,37 @@ impl Consumer {
             return Vec::new();
         }
         let mut claim = self.handoffs.remove(id).expect("it is there");
+        self.changed.note(id);
+        self.release_all(&claim);
         self.schedule.set(id, &mut claim.due, None);
         let peers: Vec<_> = claim.sources.into_keys().collect();
         peers.iter().for_each(|peer| self.watch(*peer, false));
         peers
+    }
+
+    /// Counts memory of a producer's announcements. False if they take more than they may: half of what
+    /// those of other producers leave.
+    fn hold(&mut self, peer: PeerId, bytes: usize) -> bool {
+        let of_peer = self.bytes_of.entry(peer).or_default();
+        *of_peer += bytes;
+        self.announced_bytes += bytes;
+        let others = self.announced_bytes - *of_peer;
+        *of_peer <= self.limits.announced_bytes.saturating_sub(others) / 2
+    }
+
+    fn release(&mut self, peer: PeerId, bytes: usize) {
+        let Some(of_peer) = self.bytes_of.get_mut(&peer) else { return };
+        *of_peer -= bytes;
+        self.announced_bytes -= bytes;
+        if *of_peer == 0 {
+            self.bytes_of.remove(&peer);
+        }
+    }
+
+    fn release_all(&mut self, entry: &Entry) {
+        for (peer, source) in &entry.sources {
+            self.release(*peer, source.announced.bytes());
+        }
     }
 
     fn watch(&mut self, peer: PeerId, on: bool) {
@@ -826,13 +951,14 @@ impl Entry {
 }
 
 impl Source {
-    fn new(readers: u32, link: Link) -> Self {
+    fn new(rank: &ProducerRank, link: Link) -> Self {
         Self {
-            readers,
+            readers: rank.readers,
+            need: rank.need,
             link,
             stage: Stage::Asking,
             generation: Generation::default(),
-            announced: Announced::default(),
+            announced: Held::default(),
             reads: VecDeque::new(),
             fetched: Progress::NONE,
             taken: Progress::NONE,
@@ -848,7 +974,7 @@ impl Source {
         self.last_fetched = false;
         let reads = self.forget_reads();
         self.generation = generation;
-        self.announced = Announced::default();
+        self.announced = Held::default();
         self.stage = Stage::Reading;
         reads
     }
@@ -872,7 +998,7 @@ impl Source {
     }
 
     fn next_slice(&self) -> Option<Slice> {
-        let Announced { progress, last, .. } = self.announced;
+        let Held { progress, last, .. } = self.announced;
         let is_more = progress > self.taken || (last && !self.last_taken);
         is_more.then_some(Slice { from: self.taken, to: progress, last })
     }

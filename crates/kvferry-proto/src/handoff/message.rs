@@ -1,6 +1,7 @@
 //! The messages of the handoff protocol: MessagePack maps, as in [`crate::message`].
 
-use super::{BLOCKS_MAX, BlockTable, Generation, HandoffId, Progress, TableError};
+use super::blocks::KnownTable;
+use super::{BLOCKS_MAX, Generation, HandoffId, Need, PackedTable, Progress, TableError};
 use crate::code::WireCode;
 use crate::message::{DETAIL_MAX, MessageError, at_most, bodies, messages, refused};
 use serde::de::{self, Error as _, SeqAccess, Visitor};
@@ -42,7 +43,7 @@ pub struct Announced {
     /// Blocks, group by group; at most [`GROUPS_MAX`] groups. In an [`Offer`] all blocks, in a
     /// [`Ready`] the added ones, or no groups.
     #[serde(default, deserialize_with = "tables", skip_serializing_if = "Vec::is_empty")]
-    pub tables: Vec<BlockTable>,
+    pub tables: Vec<PackedTable>,
     /// How far the blocks are ready.
     #[serde(rename = "p")]
     pub progress: Progress,
@@ -171,12 +172,12 @@ impl HandoffMessage {
 }
 
 /// At most [`GROUPS_MAX`] groups with at most [`BLOCKS_MAX`] blocks together: a few bytes can stand
-/// for a million blocks, which bounds the memory that they take.
-fn tables<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<BlockTable>, D::Error> {
+/// for a million blocks.
+fn tables<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<PackedTable>, D::Error> {
     struct Tables;
 
     impl<'de> Visitor<'de> for Tables {
-        type Value = Vec<BlockTable>;
+        type Value = Vec<PackedTable>;
 
         fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
             write!(f, "at most {GROUPS_MAX} block tables with {BLOCKS_MAX} blocks in all")
@@ -184,8 +185,8 @@ fn tables<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<BlockTable>,
 
         fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
             let (mut tables, mut blocks) = (Vec::new(), 0);
-            while let Some(table) = seq.next_element::<BlockTable>()? {
-                blocks += table.blocks.len();
+            while let Some(table) = seq.next_element::<PackedTable>()? {
+                blocks += table.blocks();
                 if tables.len() == GROUPS_MAX || blocks > BLOCKS_MAX {
                     return Err(A::Error::custom(format_args!(
                         "more than {}",
@@ -201,26 +202,53 @@ fn tables<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<BlockTable>,
     deserializer.deserialize_seq(Tables)
 }
 
-impl Announced {
-    /// Adds a later announcement.
+/// What was announced of a generation so far, as far as it is needed.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Held {
+    pub(super) count: u32,
+    pub(super) tables: Vec<KnownTable>,
+    pub(super) progress: Progress,
+    pub(super) last: bool,
+    pub(super) side_data: Option<Vec<u8>>,
+}
+
+impl Held {
+    /// Bytes of memory that the announcements take: a few bytes of a message can stand for many blocks.
+    pub(super) fn bytes(&self) -> usize {
+        let blocks: usize = self.tables.iter().map(|it| it.table.blocks.len()).sum();
+        size_of::<u32>() * blocks + self.side_data.as_ref().map_or(0, Vec::len)
+    }
+
+    /// All of it as one announcement.
+    pub(super) fn announced(&self) -> Announced {
+        Announced {
+            count: self.count,
+            tables: self.tables.iter().map(|it| PackedTable::from(&it.table)).collect(),
+            progress: self.progress,
+            last: self.last,
+            side_data: self.side_data.clone(),
+        }
+    }
+
+    /// Adds a later announcement, as far as it is needed.
     ///
     /// # Errors
     /// The tables contradict what is known. Nothing was added.
-    pub(super) fn merge(&mut self, news: &Self) -> Result<(), TableError> {
-        if self.tables.is_empty() {
-            self.tables.clone_from(&news.tables);
-        } else if !news.tables.is_empty() {
-            if self.tables.len() != news.tables.len() {
+    pub(super) fn merge(&mut self, news: &Announced, need: Need) -> Result<(), TableError> {
+        if !news.tables.is_empty() {
+            let groups = news.tables.len();
+            let is_first = self.tables.is_empty();
+            if groups > need.groups as usize || !(is_first || groups == self.tables.len()) {
                 return Err(TableError::Malformed);
             }
-            if let ([known], [more]) = (&mut self.tables[..], &news.tables[..]) {
-                known.merge(more)?;
-            } else {
-                let mut tables = self.tables.clone();
-                for (known, more) in tables.iter_mut().zip(&news.tables) {
-                    known.merge(more)?;
-                }
-                self.tables = tables;
+            for (known, more) in self.tables.iter().zip(&news.tables) {
+                known.check(more)?;
+            }
+            if is_first {
+                self.tables.resize_with(groups, KnownTable::default);
+            }
+            for (known, more) in self.tables.iter_mut().zip(&news.tables) {
+                known.add(more, need.blocks);
             }
         }
         self.count = news.count;

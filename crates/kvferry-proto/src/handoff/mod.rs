@@ -73,10 +73,19 @@
 //!
 //! # Bounds
 //!
-//! Everything that is kept has a cap and an end in time: [`Limits`].
+//! Everything that is kept has a cap and an end in time: [`Limits`]. Names that only peers speak of have caps of
+//! their own and a share for each peer: invented ones push out neither what this engine has nor what others ask for.
+//!
+//! # Names are capabilities
+//!
+//! A producer is not told which engine its consumer will be: routers choose it, and with some the consumer asks
+//! first. So whoever has a session and knows a name may ask for the handoff first, or end it before anyone has asked.
+//! A handoff is safe from other peers as long as they can't know its name: the connector draws one of 128 random bits where the
+//! router gives none, and routers draw UUIDs. A router that takes `transfer_id` from its clients gives that up.
 
 mod blocks;
 mod consumer;
+mod declined;
 mod message;
 mod producer;
 mod progress;
@@ -84,8 +93,8 @@ mod schedule;
 mod tombstones;
 mod watched;
 
-pub use blocks::{BLOCKS_MAX, BlockTable, NULL_BLOCK, TableError};
-pub use consumer::{Consumer, ConsumerAction, ProducerRank, ReadId, Slice};
+pub use blocks::{BLOCKS_MAX, BlockTable, NULL_BLOCK, PackedTable, TableError};
+pub use consumer::{Consumer, ConsumerAction, Need, ProducerRank, ReadId, Slice};
 pub use message::{
     Announced, Ask, Confirm, Confirmed, Expected, GROUPS_MAX, HandoffMessage, Offer, Ready,
     SIDE_DATA_MAX, Stop,
@@ -250,6 +259,9 @@ pub enum Refusal {
     /// The limit of handoffs is reached.
     #[error("{limit} handoffs are under way, which is the limit")]
     Full { limit: usize },
+    /// As many addresses of peers are in use as may be.
+    #[error("{limit} addresses of peers are in use, which is the limit")]
+    Addresses { limit: usize },
     /// The call contradicts earlier calls.
     #[error("{0}")]
     Misuse(&'static str),
@@ -264,7 +276,7 @@ impl Refusal {
             Self::Ended(WireCode::Ok) => WireCode::Duplicate,
             Self::Ended(code) => *code,
             Self::Unknown => WireCode::UnknownHandoff,
-            Self::Full { .. } => WireCode::Busy,
+            Self::Full { .. } | Self::Addresses { .. } => WireCode::Busy,
         }
     }
 }
@@ -273,9 +285,10 @@ impl Refusal {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Handoffs under way on one side of one rank. A producer keeps as many again that were asked
-    /// for, and neither expected nor offered yet.
+    /// for, and neither expected nor offered yet: for one peer half of what the others leave.
     pub handoffs: usize,
-    /// Ended handoffs that are remembered, so that late messages get the same answer.
+    /// Ended handoffs that are remembered, so that late messages get the same answer. A producer remembers as
+    /// many names again that peers have ended before it knew them, of one peer a sixteenth of them.
     pub tombstones: usize,
     /// How long they are remembered.
     pub tomb_ttl: Duration,
@@ -287,11 +300,17 @@ pub struct Limits {
     /// fetched, a producer for a consumer that has asked.
     pub cap: Duration,
     /// How long after the loss of a connection the handoffs that need it fail, unless it comes
-    /// back. They fail at once if the peer is known to be gone.
+    /// back. They fail at once if the peer is known to be gone, but see [`Limits::silence`].
     pub reconnect: Duration,
+    /// The silence limit of the sessions. A handoff that began less than this before its session ended
+    /// in silence waits for the rest of it, so that another session can take over.
+    pub silence: Duration,
     /// How long after the end of its budget a consumer waits for the answer to `Confirm`, and a
     /// producer keeps what the consumer may still read.
     pub grace: Duration,
+    /// Memory that the announcements of all handoffs take at a consumer, in bytes. Those of one producer
+    /// rank take at most half of what the others leave. The handoff that goes beyond it fails as `Busy`.
+    pub announced_bytes: usize,
     /// Concurrent reads of one handoff from one peer.
     pub reads: usize,
 }
@@ -306,7 +325,10 @@ impl Default for Limits {
             offer_ttl: Duration::from_secs(30),
             cap: Duration::from_secs(480),
             reconnect: Duration::from_millis(750),
+            silence: Duration::from_secs(3),
             grace: Duration::from_secs(3),
+            // 8 192 handoffs of 128 Ki tokens in blocks of 16 tokens, from one producer rank.
+            announced_bytes: 512 * 1024 * 1024,
             reads: 4,
         }
     }

@@ -1,12 +1,13 @@
 //! The side that has the KV.
 
-use super::message::{Announced, Ask, Confirm, Confirmed, Expected, Offer, Ready, Stop};
+use super::declined::Declined;
+use super::message::{Announced, Ask, Confirm, Confirmed, Expected, Held, Offer, Ready, Stop};
 use super::schedule::Schedule;
 use super::tombstones::Tombstones;
 use super::watched::Watched;
 use super::{
-    BlockTable, Generation, HandoffId, HandoffMessage, Limits, Outcome, PeerId, Progress, Refusal,
-    cut,
+    BlockTable, Generation, HandoffId, HandoffMessage, Limits, Need, Outcome, PackedTable, PeerId,
+    Progress, Refusal, cut,
 };
 use crate::code::WireCode;
 use crate::time::Timestamp;
@@ -40,6 +41,9 @@ pub struct Producer {
     /// Those that are expected or offered, in order: those of one transfer id are beside each other.
     own: BTreeSet<HandoffId>,
     tombstones: Tombstones<Tombstone>,
+    declined: Declined,
+    /// Entries that are neither expected nor offered, by the peer that asked first.
+    awaited: HashMap<PeerId, usize>,
     schedule: Schedule,
     watched: Watched,
     generations: u64,
@@ -59,8 +63,8 @@ struct Entry {
 #[derive(Debug)]
 enum Stage {
     /// A consumer has asked, and the request has not arrived at this engine. Until when the consumer
-    /// waits for that.
-    Awaited(Timestamp),
+    /// waits for that, and which one asked first.
+    Awaited(Timestamp, PeerId),
     /// The request has arrived. Until when it must be offered.
     Expected(Timestamp),
     Offered(Offered),
@@ -70,7 +74,7 @@ enum Stage {
 struct Offered {
     generation: Generation,
     /// Everything announced so far, side data included.
-    announced: Announced,
+    announced: Held,
     /// When the offer expires; only for a complete offer without a reader.
     expires: Option<Timestamp>,
 }
@@ -100,6 +104,8 @@ impl Producer {
             handoffs: HashMap::new(),
             own: BTreeSet::new(),
             tombstones: Tombstones::default(),
+            declined: Declined::default(),
+            awaited: HashMap::new(),
             schedule: Schedule::default(),
             watched: Watched::default(),
             generations: 0,
@@ -153,6 +159,7 @@ impl Producer {
         tables: Vec<BlockTable>,
         progress: Progress,
     ) -> Result<(), Refusal> {
+        let tables = tables.iter().map(PackedTable::from).collect();
         self.announce(id, Announced { tables, progress, ..Announced::default() })
     }
 
@@ -172,6 +179,7 @@ impl Producer {
         if side_data.as_ref().is_some_and(|data| data.len() > super::SIDE_DATA_MAX) {
             return Err(Refusal::Misuse("more side data than a message can carry"));
         }
+        let tables = tables.iter().map(PackedTable::from).collect();
         self.announce(id, Announced { count: 0, tables, progress, last: true, side_data })?;
         let expires = now + self.limits.offer_ttl;
         self.offered(id).expect("it was announced").expires = Some(expires);
@@ -207,8 +215,8 @@ impl Producer {
         now: Timestamp,
     ) -> Result<(), Refusal> {
         self.expire(now);
-        if let Some(tombstone) = self.tombstones.get(id) {
-            return Err(Refusal::Ended(tombstone.outcome.code));
+        if let Some(ended) = self.ended(id) {
+            return Err(Refusal::Ended(ended.code));
         }
         let outcome = Outcome::here(code, detail);
         if self.handoffs.contains_key(id) {
@@ -217,6 +225,16 @@ impl Producer {
             self.remember(id, outcome, now);
         }
         Ok(())
+    }
+
+    /// Withdraws an offer that no consumer has asked for, as if its time were up: the engine needs its
+    /// blocks. Others stay as they are.
+    pub fn reclaim(&mut self, id: &HandoffId, detail: &str, now: Timestamp) {
+        self.expire(now);
+        let entry = self.handoffs.get(id);
+        if entry.is_some_and(|entry| entry.offer().is_some() && entry.readers.is_empty()) {
+            self.end(id, Outcome::here(WireCode::Expired, detail), now);
+        }
     }
 
     /// Ends all handoffs, because this rank shuts down.
@@ -273,7 +291,8 @@ impl Producer {
 
     /// When [`Producer::expire`] is due.
     pub fn next_timeout(&self) -> Option<Timestamp> {
-        [self.schedule.next(), self.tombstones.next()].into_iter().flatten().min()
+        let tombs = [self.tombstones.next(), self.declined.next()];
+        tombs.into_iter().chain([self.schedule.next()]).flatten().min()
     }
 
     /// Ends the handoffs whose deadlines have passed.
@@ -289,6 +308,7 @@ impl Producer {
             }
         }
         self.tombstones.expire(now);
+        self.declined.expire(now);
     }
 
     /// The next action.
@@ -300,7 +320,7 @@ impl Producer {
     pub fn state(&self, id: &HandoffId) -> Option<&'static str> {
         let entry = self.handoffs.get(id)?;
         Some(match (&entry.stage, entry.readers.is_empty()) {
-            (Stage::Awaited(_), _) => "awaited",
+            (Stage::Awaited(..), _) => "awaited",
             (Stage::Expected(_), _) => "expected",
             (Stage::Offered(_), true) => "offered",
             (Stage::Offered(_), false) => "serving",
@@ -317,15 +337,15 @@ impl Producer {
             ("awaited", self.handoffs.len() - self.own.len()),
             ("watched", self.watched.len()),
             ("actions", self.actions.len()),
-            ("tombstones", self.tombstones.len()),
+            ("tombstones", self.tombstones.len() + self.declined.len()),
         ]
     }
 
     /// Whether the engine may expect or offer a handoff.
     fn check_new(&mut self, id: &HandoffId, now: Timestamp) -> Result<(), Refusal> {
         self.expire(now);
-        if let Some(tombstone) = self.tombstones.get(id) {
-            return Err(Refusal::Ended(tombstone.outcome.code));
+        if let Some(ended) = self.ended(id) {
+            return Err(Refusal::Ended(ended.code));
         }
         if !self.handoffs.contains_key(id) && self.own.len() >= self.limits.handoffs {
             return Err(Refusal::Full { limit: self.limits.handoffs });
@@ -333,13 +353,21 @@ impl Producer {
         Ok(())
     }
 
+    /// How a handoff has ended, if that is remembered.
+    fn ended(&self, id: &HandoffId) -> Option<&Outcome> {
+        self.tombstones.get(id).map(|it| &it.outcome).or_else(|| self.declined.get(id))
+    }
+
     /// Takes a handoff to a stage.
     fn enter(&mut self, id: &HandoffId, stage: Stage) {
-        if !matches!(stage, Stage::Awaited(_)) {
+        if let Stage::Awaited(_, by) = &stage {
+            *self.awaited.entry(*by).or_default() += 1;
+        } else {
             self.own.insert(id.clone());
         }
         if let Some(entry) = self.handoffs.get_mut(id) {
-            entry.stage = stage;
+            let before = std::mem::replace(&mut entry.stage, stage);
+            self.leave(&before);
         } else {
             let entry = Entry { stage, must_confirm: 0, readers: BTreeMap::new(), due: None };
             self.handoffs.insert(id.clone(), entry);
@@ -347,11 +375,22 @@ impl Producer {
         self.look_again(id);
     }
 
+    /// Something is not in this stage any more.
+    fn leave(&mut self, stage: &Stage) {
+        if let Stage::Awaited(_, by) = stage {
+            let of_peer = self.awaited.get_mut(by).expect("it was counted");
+            *of_peer -= 1;
+            if *of_peer == 0 {
+                self.awaited.remove(by);
+            }
+        }
+    }
+
     /// Begins a generation, and offers it to the readers that have asked.
     fn begin(&mut self, id: &HandoffId) {
         self.generations += 1;
         let generation = Generation(self.generations);
-        let announced = Announced::default();
+        let announced = Held::default();
         self.enter(id, Stage::Offered(Offered { generation, announced, expires: None }));
         let readers: Vec<_> = self.handoffs[id].readers.keys().copied().collect();
         readers.into_iter().for_each(|reader| self.answer(id, reader));
@@ -368,7 +407,8 @@ impl Producer {
         let offered = self.offered(id)?;
         news.count = offered.announced.count.wrapping_add(1);
         offered.announced.check_next(&news)?;
-        offered.announced.merge(&news).map_err(|_| Refusal::Misuse("blocks do not go on"))?;
+        let merged = offered.announced.merge(&news, Need::ALL);
+        merged.map_err(|_| Refusal::Misuse("blocks do not go on"))?;
         let generation = offered.generation;
         let readers = &self.handoffs[id].readers;
         let connected = readers.iter().filter(|(_, reader)| reader.lost.is_none());
@@ -381,23 +421,24 @@ impl Producer {
 
     fn asked(&mut self, from: PeerId, ask: &Ask, now: Timestamp) {
         let id = &ask.id;
-        if let Some(tombstone) = self.tombstones.get(id) {
+        if let Some(ended) = self.ended(id) {
             // Every reader has confirmed: this consumer was not among them.
-            let code = match tombstone.outcome.code {
+            let code = match ended.code {
                 WireCode::Ok => WireCode::Duplicate,
                 code => code,
             };
-            let stop = stop(id, code, &tombstone.outcome.detail);
+            let stop = stop(id, code, &ended.detail);
             return self.send(from, stop);
         }
-        // Whatever peers ask for, this side can offer what it has.
-        let full = self.handoffs.len() - self.own.len() >= self.limits.handoffs;
         if !self.handoffs.contains_key(id) {
-            if full {
-                let detail = format!("{} handoffs are under way", self.limits.handoffs);
+            // Whatever peers ask for, this side can offer what it has; whatever one asks for, others can ask.
+            let all = self.handoffs.len() - self.own.len();
+            let of_peer = self.awaited.get(&from).copied().unwrap_or(0);
+            if of_peer >= self.limits.handoffs.saturating_sub(all) {
+                let detail = format!("{all} handoffs are awaited, {of_peer} of them by this peer");
                 return self.send(from, stop(id, WireCode::Busy, &detail));
             }
-            self.enter(id, Stage::Awaited(now + self.limits.rendezvous));
+            self.enter(id, Stage::Awaited(now + self.limits.rendezvous, from));
         }
         let entry = self.handoffs.get_mut(id).expect("there now");
         let is_new = !entry.readers.contains_key(&from);
@@ -430,6 +471,10 @@ impl Producer {
             };
             return self.send(from, message);
         }
+        if let Some(declined) = self.declined.get(id) {
+            let message = stop(id, declined.code, &declined.detail);
+            return self.send(from, message);
+        }
         let Some(entry) = self.handoffs.get_mut(id) else {
             return self.send(from, stop(id, WireCode::UnknownHandoff, ""));
         };
@@ -455,7 +500,7 @@ impl Producer {
     fn stopped(&mut self, from: PeerId, Stop { id, code, detail, .. }: Stop, now: Timestamp) {
         // An answer, so that the consumer stops repeating it.
         self.send(from, stop(&id, code, ""));
-        if self.tombstones.get(&id).is_some() {
+        if self.ended(&id).is_some() {
             return;
         }
         let code = if code.is_ok() { WireCode::Malformed } else { code };
@@ -470,7 +515,7 @@ impl Producer {
                 self.end(&id, outcome, now);
             }
             Some(_) => {}
-            None => self.remember(&id, outcome, now),
+            None => self.declined.add(id, from, outcome, now, &self.limits),
         }
     }
 
@@ -487,8 +532,16 @@ impl Producer {
                 self.send(*reader, stop.clone());
             }
         }
-        let Stage::Offered(offered) = entry.stage else {
-            return self.remember(id, outcome, now);
+        self.leave(&entry.stage);
+        let offered = match (entry.stage, outcome.peer) {
+            (Stage::Offered(offered), _) => offered,
+            // Only peers have spoken of it.
+            (Stage::Awaited(..), Some(by)) => {
+                return self.declined.add(id.clone(), by, outcome, now, &self.limits);
+            }
+            (Stage::Awaited(..) | Stage::Expected(_), _) => {
+                return self.remember(id, outcome, now);
+            }
         };
         let confirmed = entry.readers.iter().filter(|(_, reader)| reader.confirmed);
         let tombstone = Tombstone {
@@ -504,6 +557,7 @@ impl Producer {
     /// they ask again, the handoff begins afresh.
     fn give_up_awaited(&mut self, id: &HandoffId) {
         let Some(entry) = self.handoffs.remove(id) else { return };
+        self.leave(&entry.stage);
         let detail = self.why_not_here(id);
         for (reader, state) in entry.readers {
             self.watch(reader, false);
@@ -551,10 +605,10 @@ impl Producer {
         }
         let id = id.clone();
         match &entry.stage {
-            Stage::Awaited(_) => {}
+            Stage::Awaited(..) => {}
             Stage::Expected(_) => self.send(to, Expected { id }.into()),
             Stage::Offered(Offered { generation, announced, .. }) => {
-                let (generation, announced) = (*generation, announced.clone());
+                let (generation, announced) = (*generation, announced.announced());
                 self.send(to, Offer { id, generation, announced }.into());
             }
         }
@@ -602,7 +656,7 @@ impl Entry {
         // A reader that has confirmed is not waited for.
         let open = self.readers.values().filter(|reader| !reader.confirmed).map(due).min();
         match &self.stage {
-            Stage::Awaited(until) | Stage::Expected(until) => {
+            Stage::Awaited(until, _) | Stage::Expected(until) => {
                 Some(open.map_or(*until, |open| open.min(*until)))
             }
             Stage::Offered(offered) if self.readers.is_empty() => offered.expires,
@@ -619,7 +673,7 @@ impl Entry {
             return None;
         }
         match &self.stage {
-            Stage::Awaited(until) if *until <= now => return Some(Overdue::Rendezvous),
+            Stage::Awaited(until, _) if *until <= now => return Some(Overdue::Rendezvous),
             Stage::Expected(until) if *until <= now => {
                 let detail = "the request waited too long in the producer's queue";
                 return Some(Overdue::Ends(Outcome::here(WireCode::Deadline, detail)));
@@ -650,9 +704,9 @@ impl Entry {
     }
 }
 
-impl Announced {
+impl Held {
     /// Whether `news` continues what was announced.
-    fn check_next(&self, news: &Self) -> Result<(), Refusal> {
+    fn check_next(&self, news: &Announced) -> Result<(), Refusal> {
         if self.last {
             return Err(Refusal::Misuse("it was complete"));
         }

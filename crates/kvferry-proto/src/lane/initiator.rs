@@ -6,6 +6,7 @@ use crate::frame::{
     Flags, FrameError, Limits, Op, PieceDigest, RequestHeader, ResponseHeader, WireDescriptor,
 };
 use crate::id::TransferId;
+use crate::keyed::{Forged, Guard};
 use thiserror::Error;
 
 /// Requests sent ahead of their answers on one lane.
@@ -87,6 +88,12 @@ pub enum LaneError {
     AfterRefusal,
 }
 
+impl From<Forged> for LaneError {
+    fn from(forged: Forged) -> Self {
+        Self::Malformed(forged.into())
+    }
+}
+
 /// A request that was begun and has not ended.
 #[derive(Debug)]
 struct Pending<T> {
@@ -99,13 +106,13 @@ struct Pending<T> {
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "one per lane; a box would allocate for each read")]
 enum Answer {
-    Head { bytes: [u8; ResponseHeader::LEN], at: usize },
+    Head { bytes: [u8; ResponseHeader::KEYED_LEN], at: usize },
     Payload(Receiving),
     Flush { damaged: Option<usize> },
 }
 
 impl Answer {
-    const START: Self = Self::Head { bytes: [0; ResponseHeader::LEN], at: 0 };
+    const START: Self = Self::Head { bytes: [0; ResponseHeader::KEYED_LEN], at: 0 };
 }
 
 /// The end of a lane that sends the requests of one transfer.
@@ -116,6 +123,7 @@ pub struct Initiator<T> {
     transfer: TransferId,
     flags: Flags,
     limits: Limits,
+    guard: Guard,
     sending: Option<Sending<Vec<u8>>>,
     /// Begun and not ended, oldest first. The last one may be still on its way out.
     pending: Pipeline<Pending<T>>,
@@ -123,13 +131,14 @@ pub struct Initiator<T> {
 }
 
 impl<T: Copy> Initiator<T> {
-    /// A lane that nothing was sent on. With `checksum`, payload of reads and writes carries
-    /// checksums.
-    pub const fn new(transfer: TransferId, checksum: bool, limits: Limits) -> Self {
+    /// A lane on which no request is under way. With `checksum`, payload of reads and writes carries
+    /// checksums. `guard` is the stream's, as the last transfer on it left it.
+    pub const fn new(transfer: TransferId, checksum: bool, limits: Limits, guard: Guard) -> Self {
         Self {
             transfer,
             flags: Flags::with_checksum(checksum),
             limits,
+            guard,
             sending: None,
             pending: Pipeline::new(),
             answer: Answer::START,
@@ -161,8 +170,13 @@ impl<T: Copy> Initiator<T> {
             budget_ms: begin.budget_ms,
             head_crc: 0,
         };
-        let sealed = header.seal(&head[RequestHeader::LEN..table_end], &head[table_end..]);
-        head[..RequestHeader::LEN].copy_from_slice(&sealed);
+        match self.guard.outgoing() {
+            Some(seal) => header.seal_keyed(&mut head, seal),
+            None => {
+                let sealed = header.seal(&head[RequestHeader::LEN..table_end], &head[table_end..]);
+                head[..RequestHeader::LEN].copy_from_slice(&sealed);
+            }
+        }
         let checksum = header.flags.contains(Flags::CHECKSUM);
         self.sending = Some(Sending::new(head, header.payload_follows(), checksum));
         let expects = if begin.op == Op::Read { begin.payload_len } else { 0 };
@@ -183,7 +197,7 @@ impl<T: Copy> Initiator<T> {
     /// If that is more than was offered.
     pub fn sent(&mut self, bytes: usize) -> Option<Vec<u8>> {
         let sending = self.sending.as_mut().expect("something was offered");
-        sending.sent(bytes);
+        sending.sent(bytes, self.guard.outgoing());
         self.sending.take_if(|sending| sending.is_done()).map(|sending| sending.head)
     }
 
@@ -194,13 +208,14 @@ impl<T: Copy> Initiator<T> {
         if self.outstanding() == 0 {
             return Receive::Nothing;
         }
+        let head_len = self.head_len();
         let pending = self.pending.first().expect("something is outstanding");
         match &mut self.answer {
             Answer::Head { bytes, at } => {
                 let alone = self.sending.is_none() && self.pending.len == 1;
                 let ahead = alone && !self.flags.contains(Flags::CHECKSUM);
                 let payload = if ahead { pending.expects } else { 0 };
-                Receive::Bytes { into: &mut bytes[*at..], payload }
+                Receive::Bytes { into: &mut bytes[*at..head_len], payload }
             }
             Answer::Payload(receiving) => {
                 if receiving.payload > 0 {
@@ -223,21 +238,23 @@ impl<T: Copy> Initiator<T> {
     /// # Panics
     /// If that is more than there was room for.
     pub fn received(&mut self, bytes: usize) -> Result<Option<Outcome<T>>, LaneError> {
+        let head_len = self.head_len();
         match &mut self.answer {
             Answer::Head { bytes: head, at } => {
-                let of_head = bytes.min(ResponseHeader::LEN - *at);
+                let of_head = bytes.min(head_len - *at);
                 *at += of_head;
-                if *at < ResponseHeader::LEN {
+                if *at < head_len {
                     return Ok(None);
                 }
                 let head = *head;
                 self.answer = Answer::START;
-                self.answered(&head, bytes - of_head)
+                self.answered(head, bytes - of_head)
             }
             Answer::Payload(receiving) => {
                 receiving.received(bytes);
                 if receiving.left() == 0 {
-                    self.answer = Answer::Flush { damaged: receiving.damaged() };
+                    let damaged = receiving.damaged(self.guard.incoming())?;
+                    self.answer = Answer::Flush { damaged };
                 }
                 Ok(None)
             }
@@ -261,6 +278,20 @@ impl<T: Copy> Initiator<T> {
         damaged.map_or(Outcome::Done(request), |piece| Outcome::Damaged { request, piece })
     }
 
+    /// Ends this use of the stream, between requests: the guard, for the next transfer on it.
+    ///
+    /// # Panics
+    /// If [`Initiator::is_between`] is false: nothing more can be said on the stream.
+    pub fn release(&mut self) -> Guard {
+        assert!(self.is_between(), "a stream is given back between two requests");
+        if self.sending.take().is_some()
+            && let Some(seal) = self.guard.outgoing()
+        {
+            seal.take_back();
+        }
+        std::mem::replace(&mut self.guard, Guard::Crc)
+    }
+
     // ---- queries ----
 
     /// The request whose answer is due: the oldest that has left completely and has not ended.
@@ -282,13 +313,24 @@ impl<T: Copy> Initiator<T> {
             && matches!(self.answer, Answer::Head { at: 0, .. })
     }
 
+    /// Bytes of an answer's header.
+    const fn head_len(&self) -> usize {
+        if self.guard.is_keyed() { ResponseHeader::KEYED_LEN } else { ResponseHeader::LEN }
+    }
+
     /// The head of an answer is complete; `ahead` bytes of payload came in the same call.
     fn answered(
         &mut self,
-        head: &[u8; ResponseHeader::LEN],
+        mut head: [u8; ResponseHeader::KEYED_LEN],
         ahead: usize,
     ) -> Result<Option<Outcome<T>>, LaneError> {
-        let header = ResponseHeader::decode(head, &self.limits)?;
+        let header = match self.guard.incoming() {
+            Some(seal) => ResponseHeader::decode_keyed(&mut head, &self.limits, seal)?,
+            None => {
+                let head = head.first_chunk().expect("longer than a header");
+                ResponseHeader::decode(head, &self.limits)?
+            }
+        };
         if header.transfer != self.transfer {
             let (got, expected) = (header.transfer, self.transfer);
             return Err(LaneError::Transfer { got, expected });
@@ -314,7 +356,7 @@ impl<T: Copy> Initiator<T> {
             self.pending.pop();
             return Ok(Some(Outcome::Done(request)));
         }
-        self.answer = Answer::Payload(Receiving::new(expects, checksum));
+        self.answer = Answer::Payload(Receiving::new(expects, checksum, &self.guard));
         if ahead > 0 { self.received(ahead) } else { Ok(None) }
     }
 }

@@ -53,6 +53,7 @@ pub use initiator::{Begin, Initiator, LaneError, Outcome, PIPELINE, Receive};
 pub use target::{Malformed, Next, Placed, Request, Target};
 
 use crate::frame::{PieceDigest, trailer_len};
+use crate::keyed::{Forged, Guard, Seal, TAG_LEN};
 
 /// What is to be sent next: `bytes`, and behind them, in the same call if the driver can,
 /// `payload` bytes of the request's memory.
@@ -91,7 +92,8 @@ impl<H: AsRef<[u8]>> Sending<H> {
         Transmit { bytes: &self.trailer[self.trailer_at..], payload: 0, digest: None }
     }
 
-    fn sent(&mut self, bytes: usize) {
+    /// `seal` tags the trailer.
+    fn sent(&mut self, bytes: usize, seal: Option<&mut Seal>) {
         let of_head = bytes.min(self.head.as_ref().len() - self.head_at);
         self.head_at += of_head;
         let rest = bytes - of_head;
@@ -106,6 +108,9 @@ impl<H: AsRef<[u8]>> Sending<H> {
             && let Some(digest) = self.digest.take()
         {
             self.trailer = digest.finish_trailer();
+            if let Some(seal) = seal {
+                seal.seal_end(&mut self.trailer);
+            }
         }
     }
 
@@ -129,9 +134,9 @@ struct Receiving {
 }
 
 impl Receiving {
-    fn new(payload: u64, checksum: bool) -> Self {
+    fn new(payload: u64, checksum: bool, guard: &Guard) -> Self {
         let checksum = checksum && payload > 0;
-        let trailer = if checksum { trailer_len(payload) } else { 0 };
+        let trailer = if checksum { whole_trailer_len(trailer_len(payload), guard) } else { 0 };
         Self {
             payload,
             digest: checksum.then(PieceDigest::new),
@@ -167,10 +172,23 @@ impl Receiving {
     }
 
     /// The first piece that differs from its checksum. Asked once, when nothing is left.
-    fn damaged(&mut self) -> Option<usize> {
-        let digest = self.digest.take()?;
-        digest.verify(&self.trailer).err()
+    ///
+    /// # Errors
+    /// The trailer's tag does not fit.
+    fn damaged(&mut self, seal: Option<&mut Seal>) -> Result<Option<usize>, Forged> {
+        let Some(digest) = self.digest.take() else { return Ok(None) };
+        if let Some(seal) = seal {
+            let at = self.trailer.len() - TAG_LEN;
+            seal.open(&mut self.trailer, at)?;
+            self.trailer.truncate(at);
+        }
+        Ok(digest.verify(&self.trailer).err())
     }
+}
+
+/// Bytes of a trailer with its tag; none if there is no trailer.
+const fn whole_trailer_len(trailer_len: u64, guard: &Guard) -> u64 {
+    if trailer_len > 0 && guard.is_keyed() { trailer_len + TAG_LEN as u64 } else { trailer_len }
 }
 
 fn take(left: u64, bytes: usize) -> u64 {

@@ -1,25 +1,46 @@
 //! The target's end of a lane.
 
-use super::{Receiving, Sending, Transmit, take};
+use super::{Receiving, Sending, Transmit, take, whole_trailer_len};
 use crate::code::WireCode;
 use crate::frame::{
-    Flags, FrameError, Limits, Notification, Op, PieceDigest, RequestHeader, ResponseHeader,
-    WireDescriptor, verify_head,
+    AnswerBytes, Flags, FrameError, Limits, Notification, Op, PieceDigest, RequestHeader,
+    ResponseHeader, WireDescriptor, verify_head,
 };
 use crate::id::TransferId;
+use crate::keyed::Guard;
+use crate::time::Timestamp;
+use std::time::Duration;
 use thiserror::Error;
 
 /// A header, and the one descriptor that most small requests have: received in one call.
 const OPENING: usize = RequestHeader::LEN + WireDescriptor::LEN;
 
-/// The largest buffer for heads that is kept from one request to the next, in bytes.
-const HEAD_KEPT: usize = 256 * 1024;
+/// Bytes of a head for which there is room before they arrive: the tables of most requests. A longer
+/// head gets room as it arrives, from the driver ([`Next::Grow`]): an announced length alone allocates no
+/// more than this.
+const HEAD_STEP: usize = 16 * 1024;
+
+/// The largest buffer for heads that is kept from one request to the next: the table of some 1 500
+/// descriptors.
+const HEAD_KEPT: usize = 24 * 1024;
+
+/// How long a request behind its head may go without a byte, whatever its initiator allows: the initiator's
+/// budget is a number that the peer chooses.
+const BUDGET_MAX: Duration = Duration::from_secs(600);
 
 /// What a target does next.
 #[derive(Debug)]
 pub enum Next<'a> {
     /// Receive the rest of a head or trailer. The slice is never empty.
     Receive(&'a mut [u8]),
+    /// The buffer for the head is full, and more of the head is to come. Call [`Target::grow`] with the
+    /// bytes that the buffer may have, or [`Target::exhausted`].
+    Grow {
+        /// Bytes of the head that have arrived.
+        have: usize,
+        /// Bytes of the whole head.
+        whole: usize,
+    },
     /// Decide about a request: [`Target::accept`] or [`Target::refuse`].
     Decide(Request<'a>),
     /// Receive payload into the memory of the request.
@@ -80,7 +101,7 @@ pub struct Malformed {
     /// What is wrong.
     pub error: FrameError,
     /// The encoded answer.
-    pub answer: [u8; ResponseHeader::LEN],
+    pub answer: AnswerBytes,
 }
 
 #[derive(Debug)]
@@ -100,7 +121,7 @@ enum State {
     /// Copies into memory may be under way; then `Ok` waits for the answer's code.
     Flush(Result<(), ResponseHeader>),
     Answer,
-    Sending(Sending<[u8; ResponseHeader::LEN]>),
+    Sending(Sending<AnswerBytes>),
     Nothing,
 }
 
@@ -111,6 +132,9 @@ enum State {
 #[derive(Debug)]
 pub struct Target {
     limits: Limits,
+    /// Payload must have checksums.
+    checksum: bool,
+    guard: Guard,
     state: State,
     /// Header, table and notification. Its length is what was ever needed and may be kept.
     head: Vec<u8>,
@@ -121,13 +145,23 @@ pub struct Target {
     transfer: TransferId,
     bytes: u64,
     notification: Option<Notification>,
+    /// How long the initiator waits for the request at hand.
+    budget: Duration,
+    /// Bytes that were ever received or sent, and how many of them [`Target::stalls_at`] has seen.
+    moved: u64,
+    seen: u64,
+    seen_at: Timestamp,
 }
 
 impl Target {
-    /// A lane on which nothing was received but `early`, which came with the stream's opening.
-    pub const fn new(limits: Limits, early: Vec<u8>) -> Self {
+    /// A lane on which nothing was received but `early`, which came with the stream's opening. With
+    /// `checksum`, payload without checksums is refused, as malformed: the session has agreed on
+    /// them.
+    pub const fn new(limits: Limits, checksum: bool, guard: Guard, early: Vec<u8>) -> Self {
         Self {
             limits,
+            checksum,
+            guard,
             state: State::Header,
             head: Vec::new(),
             head_at: 0,
@@ -135,6 +169,11 @@ impl Target {
             transfer: TransferId(0),
             bytes: 0,
             notification: None,
+            budget: Duration::ZERO,
+            moved: 0,
+            // So that the first look finds progress.
+            seen: u64::MAX,
+            seen_at: Timestamp::from_nanos(0),
         }
     }
 
@@ -146,7 +185,14 @@ impl Target {
         while self.advance()? {}
         Ok(match &mut self.state {
             State::Header => Next::Receive(&mut self.head[self.head_at..OPENING]),
-            State::Rest(header) => Next::Receive(&mut self.head[self.head_at..head_len(header)]),
+            State::Rest(header) => {
+                let whole = head_len(header);
+                let room = self.head.len().min(whole);
+                if self.head_at == room {
+                    return Ok(Next::Grow { have: room, whole });
+                }
+                Next::Receive(&mut self.head[self.head_at..room])
+            }
             State::Decide(header) => {
                 let table = &self.head[RequestHeader::LEN..][..header.table_len()];
                 Next::Decide(Request { header: *header, table })
@@ -175,6 +221,7 @@ impl Target {
     /// # Panics
     /// If that is more than there was room for.
     pub fn received(&mut self, bytes: usize) {
+        self.moved += bytes as u64;
         match &mut self.state {
             State::Header => {
                 self.head_at += bytes;
@@ -201,11 +248,36 @@ impl Target {
     /// If that is more than was offered.
     pub fn sent(&mut self, bytes: usize) {
         let State::Sending(sending) = &mut self.state else { panic!("nothing was offered") };
-        sending.sent(bytes);
+        sending.sent(bytes, self.guard.outgoing());
+        self.moved += bytes as u64;
         if sending.is_done() {
+            self.budget = Duration::ZERO;
             self.head_at = 0;
             self.state = State::Header;
         }
+    }
+
+    /// Gives the buffer for the head at hand `bytes`, more than it has; at most the whole head counts.
+    ///
+    /// # Panics
+    /// If [`Target::poll`] did not ask for it.
+    pub fn grow(&mut self, bytes: usize) {
+        let State::Rest(header) = &self.state else { panic!("no head is being received") };
+        let bytes = bytes.clamp(self.head.len() + 1, head_len(header));
+        self.head.reserve_exact(bytes - self.head.len());
+        self.head.resize(bytes, 0);
+    }
+
+    /// There is no memory for the head at hand. Returns the answer: send it, if that needs no waiting,
+    /// and close the stream.
+    ///
+    /// # Panics
+    /// If [`Target::poll`] did not ask for memory.
+    pub fn exhausted(&mut self) -> AnswerBytes {
+        let State::Rest(header) = &self.state else { panic!("no head is being received") };
+        let answer = answer(header.transfer, WireCode::Busy);
+        self.state = State::Nothing;
+        answer.encode_with(self.guard.outgoing())
     }
 
     /// Serves the request that [`Next::Decide`] showed. Its payload follows, in one direction or
@@ -217,12 +289,13 @@ impl Target {
         let header = self.decided();
         let checksum = header.flags.contains(Flags::CHECKSUM);
         self.state = match header.op {
-            Op::Write => State::Payload(Receiving::new(header.payload_len, checksum)),
+            Op::Write => State::Payload(Receiving::new(header.payload_len, checksum, &self.guard)),
             Op::Read => {
                 let mut ok = answer(header.transfer, WireCode::Ok);
                 ok.payload_len = header.payload_len;
                 ok.flags = Flags::with_checksum(checksum);
-                State::Sending(Sending::new(ok.encode(), header.payload_len, checksum))
+                let head = ok.encode_with(self.guard.outgoing());
+                State::Sending(Sending::new(head, header.payload_len, checksum))
             }
             Op::Notify => State::Flush(Ok(())),
         };
@@ -235,7 +308,11 @@ impl Target {
     /// If no request waits for a decision.
     pub fn refuse(&mut self, code: WireCode, index: u32) {
         let header = self.decided();
-        let left = header.payload_follows() + header.trailer_follows();
+        let trailer = whole_trailer_len(header.trailer_follows(), &self.guard);
+        let left = header.payload_follows() + trailer;
+        if trailer > 0 {
+            self.skip_trailer();
+        }
         let refusal = ResponseHeader { index, ..answer(header.transfer, code) };
         self.state = State::Discard { left, refusal, memory: false };
     }
@@ -249,8 +326,11 @@ impl Target {
         let refusal = ResponseHeader { index, ..answer(self.transfer, code) };
         match &mut self.state {
             State::Payload(receiving) => {
-                let left = receiving.left();
+                let (left, has_trailer) = (receiving.left(), receiving.digest.is_some());
                 self.state = State::Discard { left, refusal, memory: true };
+                if has_trailer {
+                    self.skip_trailer();
+                }
             }
             State::Flush(result) => *result = result.and(Err(refusal)),
             _ => panic!("no memory of a request is in use"),
@@ -304,6 +384,28 @@ impl Target {
         matches!(self.state, State::Header) && self.head_at == 0 && self.early.is_empty()
     }
 
+    /// Bytes of memory that this value holds for heads and for payload that came early.
+    pub const fn held_bytes(&self) -> usize {
+        self.head.capacity() + self.early.capacity()
+    }
+
+    // ---- time ----
+
+    /// When the request at hand ends because no byte of it has moved for `silence`; behind its head,
+    /// which takes memory, for as long as the initiator waits for it if that is longer, at most ten minutes. `None` between
+    /// requests. The driver calls this
+    /// before it waits for the socket, and closes the stream if the time has come.
+    pub fn stalls_at(&mut self, silence: Duration, now: Timestamp) -> Option<Timestamp> {
+        if self.is_between() {
+            return None;
+        }
+        if self.seen != self.moved {
+            (self.seen, self.seen_at) = (self.moved, now);
+        }
+        let is_head = matches!(self.state, State::Header | State::Rest(_));
+        Some(self.seen_at + if is_head { silence } else { self.budget.max(silence) })
+    }
+
     // ---- inside ----
 
     /// Does what needs neither socket nor memory; whether that changed what is next.
@@ -316,7 +418,12 @@ impl Target {
                 move_early(&mut self.early, &mut self.head[..OPENING], &mut self.head_at);
                 match self.head.first_chunk::<{ RequestHeader::LEN }>() {
                     Some(bytes) if self.head_at >= RequestHeader::LEN => {
-                        match RequestHeader::decode(bytes, &self.limits) {
+                        let decoded = if self.guard.is_keyed() {
+                            RequestHeader::decode_keyed(bytes, &self.limits)
+                        } else {
+                            RequestHeader::decode(bytes, &self.limits)
+                        };
+                        match decoded {
                             Ok(header) => self.header(header),
                             Err(error) => return Err(self.malformed(TransferId(0), error)),
                         }
@@ -327,7 +434,13 @@ impl Target {
             }
             State::Rest(header) => {
                 let (header, len) = (*header, head_len(header));
-                move_early(&mut self.early, &mut self.head[..len], &mut self.head_at);
+                let at_once = len.min(HEAD_STEP);
+                if self.head.len() < at_once {
+                    self.head.reserve_exact(at_once - self.head.len());
+                    self.head.resize(at_once, 0);
+                }
+                let room = self.head.len().min(len);
+                move_early(&mut self.early, &mut self.head[..room], &mut self.head_at);
                 if self.head_at < len {
                     return Ok(false);
                 }
@@ -347,10 +460,13 @@ impl Target {
                 if receiving.left() > 0 {
                     return Ok(false);
                 }
-                let damaged = receiving.damaged().map(|piece| ResponseHeader {
-                    aux: piece as u64,
-                    ..answer(self.transfer, WireCode::Checksum)
-                });
+                let damaged = match receiving.damaged(self.guard.incoming()) {
+                    Ok(damaged) => damaged.map(|piece| ResponseHeader {
+                        aux: piece as u64,
+                        ..answer(self.transfer, WireCode::Checksum)
+                    }),
+                    Err(forged) => return Err(self.malformed(self.transfer, forged.into())),
+                };
                 self.state = State::Flush(damaged.map_or(Ok(()), Err));
                 Ok(true)
             }
@@ -376,29 +492,35 @@ impl Target {
     /// A header is complete. What arrived behind a head that is shorter than an opening belongs to
     /// the next request.
     fn header(&mut self, header: RequestHeader) {
+        self.budget = Duration::from_millis(header.budget_ms.into()).min(BUDGET_MAX);
         let len = head_len(&header);
         if self.head_at > len {
             self.early.splice(0..0, self.head[len..self.head_at].iter().copied());
             self.head_at = len;
         }
-        if self.head.len() < len {
-            self.head.resize(len, 0);
-        }
         self.state = State::Rest(header);
     }
 
-    fn verified(&self, header: &RequestHeader) -> Result<Option<Notification>, FrameError> {
-        let (head, rest) = self.head[..head_len(header)]
-            .split_first_chunk()
-            .expect("the head is at least a header");
+    fn verified(&mut self, header: &RequestHeader) -> Result<Option<Notification>, FrameError> {
+        let whole = &mut self.head[..head_len(header)];
+        if let Some(seal) = self.guard.incoming() {
+            RequestHeader::open_keyed(whole, seal)?;
+        }
+        let (head, rest) = whole.split_first_chunk().expect("the head is at least a header");
         let (table, notify) = rest.split_at(header.table_len());
-        verify_head(head, table, notify)?;
+        if !self.guard.is_keyed() {
+            verify_head(head, table, notify)?;
+        }
+        if self.checksum && header.op != Op::Notify && !header.flags.contains(Flags::CHECKSUM) {
+            return Err(FrameError::Inconsistent("payload without the checksums agreed on"));
+        }
         (!notify.is_empty()).then(|| Notification::decode(notify)).transpose()
     }
 
     fn malformed(&mut self, transfer: TransferId, error: FrameError) -> Malformed {
         self.state = State::Nothing;
-        Malformed { error, answer: answer(transfer, error.code()).encode() }
+        let answer = answer(transfer, error.code()).encode_with(self.guard.outgoing());
+        Malformed { error, answer }
     }
 
     /// Takes the request that was decided about. Its table is not needed any more.
@@ -411,10 +533,18 @@ impl Target {
         header
     }
 
+    /// A trailer is discarded with what is left of its request; its tag still counts.
+    fn skip_trailer(&mut self) {
+        if let Some(seal) = self.guard.incoming() {
+            seal.skip();
+        }
+    }
+
     fn send(&mut self, answer: &ResponseHeader) {
         // Of a request that was refused.
         self.notification = None;
-        self.state = State::Sending(Sending::new(answer.encode(), 0, false));
+        let head = answer.encode_with(self.guard.outgoing());
+        self.state = State::Sending(Sending::new(head, 0, false));
     }
 }
 

@@ -1,16 +1,16 @@
 //! The handshake of a session: four messages, each valid in exactly one state.
 
-use super::{ChecksumPolicy, PeerInfo, Session, Side, State};
-use crate::auth::{HandshakeKeys, macs_equal};
+use super::{ChecksumPolicy, KEYED_VERSION, PeerInfo, Session, Side, State};
+use crate::auth::{HandshakeKeys, control_seals, macs_equal};
 use crate::code::WireCode;
 use crate::frame::MAGIC;
 use crate::id::{Incarnation, SessionId};
+use crate::keyed::Seals;
 use crate::message::{
     ADVERTISED_MAX, CONTROL_MAX, Challenge, FINGERPRINT_MAX, Hello, Message, NAME_MAX, Proof,
     Ready, encode,
 };
 use crate::text::{sanitized, truncated};
-use crate::time::Timestamp;
 
 /// The message that is awaited, and what is known so far.
 #[derive(Debug)]
@@ -18,7 +18,7 @@ pub(super) enum Awaiting {
     /// Initiator, after `Hello`.
     Challenge { hello: Vec<u8>, expected: Option<Incarnation> },
     /// Initiator, after `Proof`.
-    Ready { keys: HandshakeKeys, challenge: Challenge },
+    Ready { keys: HandshakeKeys, challenge: Challenge, proof: Vec<u8> },
     /// Acceptor, from the start.
     Hello { session: SessionId },
     /// Acceptor, after `Challenge`.
@@ -57,7 +57,7 @@ impl Session {
     /// Queues the initiator's first bytes, magic included.
     pub(super) fn say_hello(&mut self, nonce: [u8; 32]) -> Vec<u8> {
         let hello = encode(&Message::Hello(Hello {
-            versions: self.cfg.versions,
+            versions: self.versions(),
             capabilities: self.cfg.capabilities,
             incarnation: self.cfg.incarnation,
             name: truncated(&self.cfg.name, NAME_MAX).to_owned(),
@@ -72,13 +72,7 @@ impl Session {
     }
 
     /// Handles a message of the handshake, then awaits the next one or ends the handshake.
-    pub(super) fn shake(
-        &mut self,
-        handshake: Awaiting,
-        message: Message,
-        frame: &[u8],
-        now: Timestamp,
-    ) {
+    pub(super) fn shake(&mut self, handshake: Awaiting, message: Message, frame: &[u8]) {
         let next = match (handshake, message) {
             (Awaiting::Hello { session }, Message::Hello(hello)) => {
                 self.on_hello(session, hello, frame)
@@ -87,10 +81,10 @@ impl Session {
                 self.on_challenge(&hello, expected, challenge, frame)
             }
             (Awaiting::Proof { session, keys, hello, version }, Message::Proof(proof)) => {
-                self.on_proof(session, &keys, hello, version, &proof, now)
+                self.on_proof(session, &keys, hello, version, &proof, frame)
             }
-            (Awaiting::Ready { keys, challenge }, Message::Ready(ready)) => {
-                self.on_ready(&keys, challenge, &ready, now)
+            (Awaiting::Ready { keys, challenge, proof }, Message::Ready(ready)) => {
+                self.on_ready(&keys, challenge, &proof, &ready, frame)
             }
             (Awaiting::Challenge { .. } | Awaiting::Ready { .. }, Message::Refused(refused)) => {
                 // A refusal with the code for success is malformed, but still a refusal.
@@ -115,9 +109,9 @@ impl Session {
         hello: Hello,
         frame: &[u8],
     ) -> Result<State, Refusal> {
-        let ours = self.cfg.versions;
+        let ours = self.versions();
         let version = ours.1.min(hello.versions.1);
-        if version < ours.0.max(hello.versions.0) {
+        if version < ours.0.max(hello.versions.0).max(self.lowest()) {
             return Err(Refusal {
                 code: WireCode::VersionMismatch,
                 detail: format!(
@@ -148,8 +142,8 @@ impl Session {
         challenge: Challenge,
         frame: &[u8],
     ) -> Result<State, Refusal> {
-        let (lowest, highest) = self.cfg.versions;
-        if !(lowest..=highest).contains(&challenge.version) {
+        let (lowest, highest) = self.versions();
+        if challenge.version < self.lowest() || !(lowest..=highest).contains(&challenge.version) {
             return Err(Refusal::new(
                 WireCode::VersionMismatch,
                 format!(
@@ -167,8 +161,9 @@ impl Session {
         }
         agree_on_secrets(self.cfg.secret.is_some(), challenge.authenticate)?;
         let keys = HandshakeKeys::new(self.cfg.secret.as_ref(), hello, frame);
-        self.outbox.push_pinned(encode(&Message::Proof(Proof { mac: keys.initiator_mac() })));
-        Ok(State::Handshake(Awaiting::Ready { keys, challenge }))
+        let proof = encode(&Message::Proof(Proof { mac: keys.initiator_mac() }));
+        self.outbox.push_pinned(proof.clone());
+        Ok(State::Handshake(Awaiting::Ready { keys, challenge, proof }))
     }
 
     fn on_proof(
@@ -178,7 +173,7 @@ impl Session {
         hello: Hello,
         version: u16,
         proof: &Proof,
-        now: Timestamp,
+        frame: &[u8],
     ) -> Result<State, Refusal> {
         if !macs_equal(&keys.initiator_mac(), &proof.mac) {
             return Err(Refusal::new(WireCode::AuthFailed, "the two sides' secrets differ"));
@@ -195,13 +190,9 @@ impl Session {
         let checksum = hello.checksum || self.cfg.checksum == ChecksumPolicy::On;
         let advertised = self.advertised();
         let mac = keys.acceptor_mac(session, checksum, &advertised);
-        self.outbox.push_pinned(encode(&Message::Ready(Ready {
-            session,
-            mac,
-            checksum,
-            advertised,
-        })));
-        self.key = Some(keys.session_key(session));
+        let ready = encode(&Message::Ready(Ready { session, mac, checksum, advertised }));
+        self.key = Some(keys.session_key(session, frame, &ready));
+        self.outbox.push_pinned(ready);
         let peer = PeerInfo {
             incarnation: hello.incarnation,
             name: sanitized(&hello.name, NAME_MAX),
@@ -212,21 +203,22 @@ impl Session {
             advertised: sanitized(&hello.advertised, ADVERTISED_MAX),
             authenticated: self.cfg.secret.is_some(),
         };
-        Ok(self.establish(peer, now))
+        Ok(self.establish(peer))
     }
 
     fn on_ready(
         &mut self,
         keys: &HandshakeKeys,
         challenge: Challenge,
+        proof: &[u8],
         ready: &Ready,
-        now: Timestamp,
+        frame: &[u8],
     ) -> Result<State, Refusal> {
         let mac = keys.acceptor_mac(ready.session, ready.checksum, &ready.advertised);
         if !macs_equal(&mac, &ready.mac) {
             return Err(Refusal::new(WireCode::AuthFailed, "the two sides' secrets differ"));
         }
-        self.key = Some(keys.session_key(ready.session));
+        self.key = Some(keys.session_key(ready.session, proof, frame));
         let peer = PeerInfo {
             incarnation: challenge.incarnation,
             name: sanitized(&challenge.name, NAME_MAX),
@@ -237,14 +229,30 @@ impl Session {
             advertised: sanitized(&ready.advertised, ADVERTISED_MAX),
             authenticated: self.cfg.secret.is_some(),
         };
-        Ok(self.establish(peer, now))
+        Ok(self.establish(peer))
     }
 
-    fn establish(&mut self, peer: PeerInfo, now: Timestamp) -> State {
+    fn establish(&mut self, peer: PeerInfo) -> State {
         self.decoder.set_limit(CONTROL_MAX);
-        self.heartbeat.received(now);
+        if let (true, Some(key)) = (peer.authenticated, &self.key) {
+            let Seals { outgoing, incoming } = control_seals(key, peer.session, self.side);
+            self.outbox.seal(outgoing);
+            self.decoder.open_with(incoming);
+        }
+        self.heartbeat.received(self.now);
         self.announce(peer);
         State::Established
+    }
+
+    /// The lowest version that this side speaks. With a secret, frames must have keyed tags.
+    fn lowest(&self) -> u16 {
+        if self.cfg.secret.is_some() { KEYED_VERSION } else { 0 }
+    }
+
+    fn versions(&self) -> (u16, u16) {
+        let (lowest, highest) = self.cfg.versions;
+        // Never an empty range: a build without keyed tags is refused by its number.
+        (lowest.max(self.lowest()).min(highest), highest)
     }
 
     /// Empty if it is too long: half an address would be wrong.

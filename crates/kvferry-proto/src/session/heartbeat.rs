@@ -38,6 +38,10 @@ impl Heartbeat {
         self.last_receive = self.last_receive.max(now);
     }
 
+    pub(super) const fn last_receive(&self) -> Timestamp {
+        self.last_receive
+    }
+
     pub(super) fn next_timeout(&self) -> Option<Timestamp> {
         Some(self.watch?.next_ping.min(self.silent_at()?))
     }

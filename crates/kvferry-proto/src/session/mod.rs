@@ -31,26 +31,33 @@
 //! another owner after *any* time. A revoke ends with the peer's answer or with the session, and
 //! the heartbeat runs until then.
 //!
+//! A frame that has begun to arrive must arrive completely, within the silence window and the time that
+//! a link of [`FRAME_RATE_MIN`] takes for it: it takes memory, and nothing that follows it is heard.
+//!
 //! # Silence and sleep
 //!
 //! While something is in flight, a silence window without a byte from the peer ends the session as
-//! `Silent`. A timer that fires late by more than half a window means that this machine was
+//! `Silent`. Where frames have keyed tags, bytes count once their frame is verified, or while the frame
+//! can still be arriving: a relay can't speak for a peer that is gone. A timer that fires late by more than half a window means that this machine was
 //! suspended. The session then ends as `Slept`, before anything that arrived meanwhile is
 //! processed, because the peer has ended the session by then.
 
 mod handshake;
 mod heartbeat;
+mod idle;
 #[cfg(feature = "fuzzing")]
 pub(crate) mod models;
 mod queues;
 mod streams;
 
 use crate::auth::{
-    MAC_LEN, Secret, SessionKey, local_hello_mac, local_mac, macs_equal, stream_mac,
+    MAC_LEN, Secret, SessionKey, local_hello_mac, local_mac, macs_equal, stream_answer_mac,
+    stream_mac, stream_seals,
 };
 use crate::code::WireCode;
 use crate::frame::MAGIC;
 use crate::id::{Incarnation, SessionId, StreamId};
+use crate::keyed::Guard;
 use crate::message::{
     BODY_MAX, Close, DETAIL_MAX, Decoder, Message, PREAUTH_MAX, Ping, Pong, REVOKE_STREAMS_MAX,
     Refused, Request, Response, Revoke, Revoked, StreamHello, encode,
@@ -59,6 +66,8 @@ use crate::text::{sanitized, truncated};
 use crate::time::Timestamp;
 use handshake::Awaiting;
 use heartbeat::Heartbeat;
+pub use idle::IDLE_FRAMES_PER_SECOND;
+use idle::IdleFrames;
 pub use queues::{EVENT_BYTES_MAX, EVENTS_MAX, OUTBOX_BYTES_MAX, OUTBOX_MAX, WAITING_MAX};
 use queues::{Full, Inbox, Outbox};
 use std::collections::{BTreeMap, BTreeSet};
@@ -66,7 +75,11 @@ use std::time::Duration;
 use streams::StreamWindow;
 
 /// The protocol versions this build speaks.
-pub const VERSIONS: (u16, u16) = (1, 1);
+pub const VERSIONS: (u16, u16) = (1, KEYED_VERSION);
+
+/// The version from which on the frames of sessions with a secret have keyed tags. A side with a
+/// secret speaks no lower one.
+pub const KEYED_VERSION: u16 = 2;
 
 /// Capability bit: takes part in transfers within one host.
 pub const CAPABILITY_LOCAL: u64 = 1;
@@ -84,6 +97,9 @@ pub const REVOKES_MAX: usize = 1024;
 
 /// How long a close waits for the peer's answer, at most.
 pub const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The slowest link that a frame is waited for on, in bytes a second.
+pub const FRAME_RATE_MIN: usize = 64 * 1024;
 
 /// The shortest heartbeat interval; a configured zero would spin.
 const INTERVAL_MIN: Duration = Duration::from_millis(1);
@@ -226,10 +242,14 @@ pub struct Session {
     /// The latest time that was passed in. Earlier ones are ignored.
     now: Timestamp,
     decoder: Decoder,
+    /// When the frame that has not arrived completely began to arrive.
+    frame_since: Option<Timestamp>,
     outbox: Outbox,
     inbox: Inbox,
     heartbeat: Heartbeat,
     active: bool,
+    /// When the peer last said that something is in progress on its side.
+    peer_active_at: Option<Timestamp>,
     peer: Option<PeerInfo>,
     /// Set when the session has ended.
     ended: Option<CloseReason>,
@@ -247,6 +267,9 @@ pub struct Session {
     owed_revokes: BTreeSet<u64>,
     last_stream: u32,
     streams: StreamWindow,
+    idle: IdleFrames,
+    /// Requests of this side that ended without the peer's answer, which may still come.
+    late_answers: u64,
 }
 
 #[derive(Debug)]
@@ -292,13 +315,17 @@ impl Session {
         if !self.wake(now) {
             return;
         }
-        if !bytes.is_empty() {
+        if !bytes.is_empty() && !self.decoder.is_keyed() {
             self.heartbeat.received(self.now);
         }
         while !bytes.is_empty() && !self.is_closed() {
             match self.decoder.read_frame(&mut bytes) {
-                Ok(Some((message, frame))) => self.on_message(message, &frame),
-                Ok(None) => break,
+                Ok(Some((message, frame))) => {
+                    self.frame_since = None;
+                    self.heartbeat.received(self.now);
+                    self.on_message(message, &frame);
+                }
+                Ok(None) => self.frame_goes_on(),
                 Err(error) => self.abort(error.code(), &error.to_string()),
             }
         }
@@ -328,10 +355,20 @@ impl Session {
             self.abort(WireCode::Silent, "nothing arrived from the peer");
             return;
         }
+        if self.frame_until().is_some_and(|at| at <= now) {
+            if self.wants_read() {
+                self.outbox.clear();
+                self.abort(WireCode::Silent, "a frame of the peer did not arrive completely");
+                return;
+            }
+            // This side has not read meanwhile.
+            self.frame_since = Some(now);
+        }
         let expired: Vec<u64> =
             self.requests.iter().filter(|(_, at)| **at <= now).map(|(id, _)| *id).collect();
         for id in expired {
             self.requests.remove(&id);
+            self.late_answers += 1;
             self.answer_ourselves(id, WireCode::Deadline);
         }
         if self.waits_until.is_some_and(|at| at <= now) {
@@ -353,7 +390,9 @@ impl Session {
     fn next_deadline(&self) -> Option<Timestamp> {
         let own = match &self.state {
             State::Handshake(_) => Some(self.handshake_deadline),
-            State::Established => self.heartbeat.next_timeout(),
+            State::Established => {
+                [self.heartbeat.next_timeout(), self.frame_until()].into_iter().flatten().min()
+            }
             State::Closing { until, .. } => Some(*until),
             State::Closed => return None,
         };
@@ -567,6 +606,43 @@ impl Session {
         Some((stream, [&MAGIC[..], &hello].concat()))
     }
 
+    /// How the heads of a stream of this session are protected, for the lane at this end. Once for
+    /// each stream: a second guard would count the frames from the start again. `None` unless
+    /// established.
+    pub fn stream_guard(&self, stream: StreamId) -> Option<Guard> {
+        let (State::Established, Some(key), Some(peer)) = (&self.state, &self.key, &self.peer)
+        else {
+            return None;
+        };
+        Some(if peer.authenticated {
+            Guard::Keyed(Box::new(stream_seals(key, peer.session, stream, self.side)))
+        } else {
+            Guard::Crc
+        })
+    }
+
+    /// Acceptor: the proof in the answer to the opening of a stream, of a session with a secret. `code` is
+    /// [`WireCode::Ok`] if the stream is accepted.
+    pub fn stream_answer(&self, stream: StreamId, code: WireCode) -> Option<Vec<u8>> {
+        self.answer_mac(stream, code).map(Vec::from)
+    }
+
+    /// Initiator: whether the answer to the opening of a stream is the acceptor's. Always, where the
+    /// session has no secret.
+    pub fn is_stream_answer(&self, stream: StreamId, code: WireCode, mac: Option<&[u8]>) -> bool {
+        match self.answer_mac(stream, code) {
+            Some(ours) => {
+                mac.and_then(|it| it.try_into().ok()).is_some_and(|it| macs_equal(&ours, it))
+            }
+            None => self.peer.as_ref().is_none_or(|peer| !peer.authenticated),
+        }
+    }
+
+    fn answer_mac(&self, stream: StreamId, code: WireCode) -> Option<[u8; MAC_LEN]> {
+        let (key, peer) = (self.key.as_ref()?, self.peer.as_ref()?);
+        peer.authenticated.then(|| stream_answer_mac(key, peer.session, stream, code))
+    }
+
     /// The proof in the acceptor's answer to [`Session::local_hello`], for both sides. `None`
     /// unless established.
     pub fn local_mac(&self, stream: StreamId) -> Option<[u8; MAC_LEN]> {
@@ -584,6 +660,28 @@ impl Session {
         let until = self.now + CLOSE_TIMEOUT.min(self.cfg.silence);
         self.state = State::Closing { code, detail: detail.to_owned(), until };
         self.rewatch();
+    }
+
+    /// Bytes of memory that this value holds for the peer: what has arrived and was not handled, and what
+    /// the peer has not read.
+    pub const fn held_bytes(&self) -> usize {
+        self.decoder.buffered() + self.inbox.bytes() + self.outbox.bytes()
+    }
+
+    /// When the peer last sent something, if nothing is in progress at `now`: no request or revoke of
+    /// either side is open, no frame or event waits, and no heartbeat of the last silence window said that
+    /// the peer waits for something.
+    pub fn idle_since(&self, now: Timestamp) -> Option<Timestamp> {
+        let is_open = self.active
+            || !self.requests.is_empty()
+            || !self.revokes.is_empty()
+            || !self.owed_responses.is_empty()
+            || !self.owed_revokes.is_empty()
+            || !self.inbox.is_empty()
+            || !self.outbox.is_empty();
+        let peer_waits = self.peer_active_at.is_some_and(|at| now < at + self.cfg.silence);
+        let is_idle = self.is_established() && !is_open && !peer_waits;
+        is_idle.then(|| self.heartbeat.last_receive())
     }
 
     /// Which end this is.
@@ -634,9 +732,11 @@ impl Session {
             nonce,
             now,
             decoder: Decoder::new(PREAUTH_MAX),
+            frame_since: None,
             outbox: Outbox::default(),
             inbox: Inbox::default(),
             active: false,
+            peer_active_at: None,
             peer: None,
             ended: None,
             key: None,
@@ -648,6 +748,8 @@ impl Session {
             owed_revokes: BTreeSet::new(),
             last_stream: 0,
             streams: StreamWindow::new(),
+            idle: IdleFrames::new(now),
+            late_answers: 0,
         }
     }
 
@@ -674,12 +776,31 @@ impl Session {
         !self.is_closed()
     }
 
+    /// All bytes were taken, and a frame is not complete.
+    fn frame_goes_on(&mut self) {
+        let since = *self.frame_since.get_or_insert(self.now);
+        if self.now < since + self.frame_time() {
+            self.heartbeat.received(self.now);
+        }
+    }
+
+    /// How long the frame at hand may take on the slowest link.
+    fn frame_time(&self) -> Duration {
+        Duration::from_secs_f64(self.decoder.announced() as f64 / FRAME_RATE_MIN as f64)
+    }
+
+    /// Until when the frame at hand must be complete.
+    fn frame_until(&self) -> Option<Timestamp> {
+        let since = self.frame_since.filter(|_| self.is_established())?;
+        Some(since + self.frame_time() + self.cfg.silence)
+    }
+
     fn on_message(&mut self, message: Message, frame: &[u8]) {
         if let Message::Close(close) = message {
             return self.on_close(&close);
         }
         match &self.state {
-            State::Established => self.on_control(message),
+            State::Established => self.on_control(message, frame.len()),
             State::Closing { .. } => self.on_message_closing(message),
             State::Handshake(_) | State::Closed => self.on_handshake(message, frame),
         }
@@ -688,18 +809,28 @@ impl Session {
     fn on_handshake(&mut self, message: Message, frame: &[u8]) {
         // Each step consumes what was awaited; `shake` sets the next state or ends the session.
         if let State::Handshake(awaiting) = std::mem::replace(&mut self.state, State::Closed) {
-            self.shake(awaiting, message, frame, self.now);
+            self.shake(awaiting, message, frame);
         }
     }
 
-    fn on_control(&mut self, message: Message) {
-        match message {
-            Message::Ping(ping) => self.outbox.set_pong(Pong { seq: ping.seq }),
-            Message::Pong(_) | Message::Unknown { .. } => {}
-            Message::Revoke(revoke) => self.on_revoke(revoke),
-            Message::Revoked(revoked) => self.on_revoked(&revoked),
-            Message::Request(request) => self.on_request(request),
-            Message::Response(response) => self.on_response(response),
+    fn on_control(&mut self, message: Message, frame_bytes: usize) {
+        let asks_for_nothing = match message {
+            Message::Ping(ping) => {
+                self.peer_active_at = ping.active.then_some(self.now);
+                self.outbox.set_pong(Pong { seq: ping.seq });
+                true
+            }
+            Message::Pong(_) | Message::Unknown { .. } => true,
+            Message::Revoke(revoke) => {
+                self.on_revoke(revoke);
+                false
+            }
+            Message::Revoked(revoked) => !self.on_revoked(&revoked),
+            Message::Request(request) => {
+                self.on_request(request);
+                false
+            }
+            Message::Response(response) => !self.on_response(response),
             Message::Hello(_)
             | Message::Challenge(_)
             | Message::Proof(_)
@@ -709,16 +840,19 @@ impl Session {
             | Message::StreamReady(_)
             | Message::Close(_) => {
                 let detail = format!("unexpected {} message", message.kind());
-                self.abort(WireCode::Malformed, &detail);
+                return self.abort(WireCode::Malformed, &detail);
             }
+        };
+        if asks_for_nothing && !self.idle.count(frame_bytes, self.now) {
+            self.abort(WireCode::Busy, "too many messages that ask for nothing");
         }
     }
 
     /// This side has sent its close: only answers to earlier requests and revokes still count.
     fn on_message_closing(&mut self, message: Message) {
         match message {
-            Message::Response(response) => self.on_response(response),
-            Message::Revoked(revoked) => self.on_revoked(&revoked),
+            Message::Response(response) => drop(self.on_response(response)),
+            Message::Revoked(revoked) => drop(self.on_revoked(&revoked)),
             _ => {}
         }
     }
@@ -745,10 +879,13 @@ impl Session {
         self.tell(SessionEvent::RevokeRequested { id, streams });
     }
 
-    fn on_revoked(&mut self, revoked: &Revoked) {
-        if self.revokes.remove(&revoked.id) {
+    /// Whether this side waits for the confirmation.
+    fn on_revoked(&mut self, revoked: &Revoked) -> bool {
+        let is_awaited = self.revokes.remove(&revoked.id);
+        if is_awaited {
             self.tell(SessionEvent::Revoked { id: revoked.id });
         }
+        is_awaited
     }
 
     fn on_request(&mut self, request: Request) {
@@ -772,12 +909,17 @@ impl Session {
         self.tell(SessionEvent::Request { id, kind, body });
     }
 
-    fn on_response(&mut self, response: Response) {
+    /// Whether it answers a request of this side. An answer after `Deadline` is late, and no breach of
+    /// the protocol.
+    fn on_response(&mut self, response: Response) -> bool {
         let Response { id, code, body } = response;
-        // An answer after `Deadline` is late, and no breach of the protocol.
         if self.requests.remove(&id).is_some() {
             self.tell(SessionEvent::Response { id, code, body });
+            return true;
         }
+        let is_late = self.late_answers > 0;
+        self.late_answers = self.late_answers.saturating_sub(1);
+        is_late
     }
 
     fn fresh_id(&mut self) -> u64 {
@@ -819,7 +961,12 @@ impl Session {
 
     fn send_refused(&mut self, code: WireCode, detail: &str, aux: u64) {
         let detail = truncated(detail, DETAIL_MAX).to_owned();
-        self.outbox.push_unbounded(encode(&Message::Refused(Refused { code, detail, aux })));
+        self.outbox.push_unbounded(encode(&Message::Refused(Refused {
+            code,
+            detail,
+            aux,
+            mac: None,
+        })));
     }
 
     fn send_close(&mut self, code: WireCode, detail: &str) {

@@ -1,6 +1,7 @@
 //! The two bounded queues of a session: frames for the peer and events for the driver.
 
 use super::SessionEvent;
+use crate::keyed::Seal;
 use crate::message::{Message, Ping, Pong, encode};
 use std::collections::VecDeque;
 
@@ -35,9 +36,16 @@ pub(super) struct Outbox {
     waiting: Vec<Vec<u8>>,
     /// Bytes of popped frames, without heartbeats.
     said_bytes: u64,
+    /// Tags what leaves after the handshake, in the order in which it leaves.
+    seal: Option<Seal>,
 }
 
 impl Outbox {
+    /// Gives all frames but those of the handshake keyed tags.
+    pub(super) fn seal(&mut self, seal: Seal) {
+        self.seal = Some(seal);
+    }
+
     /// Queues a frame of the handshake, which no heartbeat overtakes.
     pub(super) fn push_pinned(&mut self, frame: Vec<u8>) {
         self.push_unbounded(frame);
@@ -101,7 +109,13 @@ impl Outbox {
 
     /// Drops everything. Popped frames are whole, so later frames stay in step.
     pub(super) fn clear(&mut self) {
-        *self = Self { said_bytes: self.said_bytes, ..Self::default() };
+        let seal = self.seal.take();
+        *self = Self { said_bytes: self.said_bytes, seal, ..Self::default() };
+    }
+
+    /// Bytes of frames that wait.
+    pub(super) const fn bytes(&self) -> usize {
+        self.bytes
     }
 
     pub(super) const fn said_bytes(&self) -> u64 {
@@ -109,11 +123,13 @@ impl Outbox {
     }
 
     pub(super) fn pop(&mut self) -> Option<Vec<u8>> {
-        let frame = self.pop_next();
-        if frame.is_some() {
-            self.release();
+        let is_pinned = self.pinned > 0;
+        let mut frame = self.pop_next()?;
+        self.release();
+        if let Some(seal) = self.seal.as_mut().filter(|_| !is_pinned) {
+            seal.seal_end(&mut frame);
         }
-        frame
+        Some(frame)
     }
 
     fn pop_next(&mut self) -> Option<Vec<u8>> {
@@ -177,6 +193,10 @@ impl Inbox {
 
     pub(super) fn is_empty(&self) -> bool {
         self.events.is_empty()
+    }
+
+    pub(super) const fn bytes(&self) -> usize {
+        self.bytes
     }
 
     pub(super) fn is_full(&self) -> bool {

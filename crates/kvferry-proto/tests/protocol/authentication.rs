@@ -106,7 +106,7 @@ fn an_impostor_that_skips_the_challenge_gets_nowhere() {
 fn a_challenge_that_does_not_fit_the_hello_ends_the_handshake() {
     let plain = || Session::initiator(config(A), None, [1; 32], NOW);
     for (mut initiator, version, authenticate, code) in [
-        (initiator(), 1, false, WireCode::AuthUnsupported),
+        (initiator(), 2, false, WireCode::AuthUnsupported),
         (plain(), 1, true, WireCode::AuthRequired),
         (initiator(), 9, true, WireCode::VersionMismatch),
     ] {
@@ -170,7 +170,7 @@ fn any_change_of_the_handshake_on_the_way_is_noticed() {
 
     for (mut alice, mut bob) in [
         hello(|m| m.capabilities ^= 1),
-        hello(|m| m.versions = (0, 1)),
+        hello(|m| m.versions = (2, 3)),
         hello(|m| m.name = "mallory".into()),
         hello(|m| m.incarnation = Incarnation(6)),
         hello(|m| m.checksum = true),

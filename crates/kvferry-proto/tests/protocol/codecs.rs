@@ -22,8 +22,8 @@ fn every_number_is_a_code_and_every_code_is_its_number() {
         assert_eq!(usize::from(code.to_u16()), number, "numbers never change: {code:?}");
         assert!(!matches!(code, WireCode::Other(_)));
     }
-    assert_eq!(WireCode::KNOWN.len(), 33);
-    assert_eq!(WireCode::from_u16(33), WireCode::Other(33));
+    assert_eq!(WireCode::KNOWN.len(), 35);
+    assert_eq!(WireCode::from_u16(35), WireCode::Other(35));
 }
 
 fn framed(body: &[u8]) -> Vec<u8> {
@@ -157,7 +157,10 @@ fn fields_have_limits_of_their_own() {
     refuses(Hello { fingerprint: Some(vec![0; 257]), ..hello.clone() }.into(), WireCode::TooLarge);
     refuses(Hello { versions: (2, 1), ..hello }.into(), WireCode::Malformed);
     refuses(Close { code: WireCode::Ok, detail: long(513) }.into(), WireCode::TooLarge);
-    refuses(Refused { code: WireCode::Busy, detail: long(513), aux: 0 }.into(), WireCode::TooLarge);
+    refuses(
+        Refused { code: WireCode::Busy, detail: long(513), aux: 0, mac: None }.into(),
+        WireCode::TooLarge,
+    );
     refuses(Revoke { id: 1, streams: vec![StreamId(0); 4097] }.into(), WireCode::TooLarge);
     let body = vec![0; CONTROL_MAX - 1023];
     refuses(Response { id: 1, code: WireCode::Ok, body }.into(), WireCode::TooLarge);

@@ -4,7 +4,9 @@ use crate::authentication::frame;
 use crate::pair::{A, B, Pair, SESSION, config, with_secret};
 use kvferry_models::decoders::messages::every_message;
 use kvferry_proto::message::{Message, Ping, Pong, Request, Response, Revoke, Revoked, encode};
-use kvferry_proto::session::{EVENT_BYTES_MAX, EVENTS_MAX, OUTBOX_BYTES_MAX, OUTBOX_MAX};
+use kvferry_proto::session::{
+    EVENT_BYTES_MAX, EVENTS_MAX, IDLE_FRAMES_PER_SECOND, OUTBOX_BYTES_MAX, OUTBOX_MAX,
+};
 use kvferry_proto::{
     CONTROL_MAX, CloseReason, PREAUTH_MAX, Session, SessionEvent, StreamId, Timestamp, WireCode,
 };
@@ -185,10 +187,11 @@ fn drain(session: &mut Session) -> (usize, usize, Vec<SessionEvent>) {
 
 #[test]
 fn a_flood_of_pings_is_answered_by_one_pong() {
-    let mut session = flood(|seq| Message::Ping(Ping { seq, active: true }), 100_000);
+    let pings = IDLE_FRAMES_PER_SECOND;
+    let mut session = flood(|seq| Message::Ping(Ping { seq, active: true }), pings);
     assert!(session.wants_read());
     let pong = session.poll_transmit().unwrap();
-    assert_eq!(pong, encode(&Message::Pong(Pong { seq: 99_999 })), "the latest");
+    assert_eq!(pong, encode(&Message::Pong(Pong { seq: pings - 1 })), "the latest");
     assert_eq!(session.poll_transmit(), None);
     assert_eq!(session.poll_event(), None);
 }
@@ -201,9 +204,58 @@ fn floods_without_a_meaning_leave_no_trace() {
         Message::Response(Response { id: 3, code: WireCode::Ok, body: vec![0; 1000] }),
         Message::Unknown { kind: "future".into() },
     ] {
-        let mut session = flood(|_| message.clone(), 20_000);
+        // A long frame counts like several.
+        let times = IDLE_FRAMES_PER_SECOND / encode(&message).len().div_ceil(256) as u64;
+        let mut session = flood(|_| message.clone(), times);
         assert!(session.is_established());
         assert_eq!((session.poll_transmit(), session.poll_event()), (None, None));
+        let mut session = flood(|_| message.clone(), times + 1);
+        let (.., events) = drain(&mut session);
+        assert!(
+            matches!(&events[..], [SessionEvent::Closed(r)] if r.code == WireCode::Busy && !r.by_peer),
+            "{message:?}: {events:?}"
+        );
+    }
+}
+
+#[test]
+fn a_peer_that_pings_at_line_rate_is_closed_as_busy_and_one_at_the_shortest_interval_is_not() {
+    for (every, ends) in [(Duration::from_millis(1), false), (Duration::from_micros(100), true)] {
+        let mut pair = Pair::established();
+        let (mut now, end) = (pair.now, pair.now + Duration::from_secs(60));
+        let session = pair.session(B);
+        while now < end && !session.is_closed() {
+            now = now + every;
+            for message in
+                [Message::Ping(Ping { seq: 1, active: true }), Message::Pong(Pong { seq: 1 })]
+            {
+                session.receive(&encode(&message), now);
+            }
+        }
+        assert_eq!(session.is_closed(), ends, "every {every:?}");
+        if ends {
+            assert_eq!(session.close_reason().unwrap().code, WireCode::Busy);
+        }
+    }
+}
+
+#[test]
+fn answers_that_come_after_the_deadline_of_their_requests_are_not_counted_as_a_flood() {
+    let mut pair = Pair::established();
+    for _ in 0..2 * IDLE_FRAMES_PER_SECOND / 1024 {
+        let ids: Vec<u64> = (0..1024)
+            .map(|_| pair.ends[A].session.request(1, vec![], Duration::from_millis(1), pair.now))
+            .collect();
+        pair.now = pair.now + Duration::from_millis(1);
+        let a = &mut pair.ends[A].session;
+        a.handle_timeout(pair.now);
+        while a.poll_event().is_some() {}
+        while a.poll_transmit().is_some() {}
+        for id in ids {
+            let late = Response { id, code: WireCode::Ok, body: vec![] };
+            a.receive(&encode(&Message::Response(late)), pair.now);
+        }
+        assert!(a.is_established());
     }
 }
 

@@ -1,8 +1,13 @@
 //! Both ends of a lane: every split, a reset at every byte, refusals and faults, in virtual time.
 
 use kvferry_models::lane_pair::{ANSWERS, Ended, LanePair, Order, REQUESTS};
+use kvferry_proto::frame::head_crc;
 use kvferry_proto::lane::{Begin, Initiator, LaneError, Outcome, PIPELINE, Receive};
-use kvferry_proto::{Flags, Limits, Op, RequestHeader, ResponseHeader, TransferId, WireCode};
+use kvferry_proto::lane::{Next, Target};
+use kvferry_proto::{
+    Flags, Guard, Limits, Op, RegionId, RequestHeader, ResponseHeader, Timestamp, TransferId,
+    WireCode, WireDescriptor,
+};
 use std::time::Duration;
 
 const MEMORY: usize = 1024;
@@ -237,7 +242,7 @@ const TRANSFER: TransferId = TransferId(9);
 
 /// An initiator whose read of 8 bytes has left, with or without checksums.
 fn reading(checksum: bool) -> Initiator<()> {
-    let mut initiator = Initiator::new(TRANSFER, checksum, Limits::default());
+    let mut initiator = Initiator::new(TRANSFER, checksum, Limits::default(), Guard::Crc);
     let begin = Begin { op: Op::Read, descriptors: 1, payload_len: 8, budget_ms: 0 };
     initiator.begin(begin, vec![0; RequestHeader::LEN + 16], ());
     assert_eq!(initiator.sent(RequestHeader::LEN + 16).map(|head| head.len()), Some(80));
@@ -289,7 +294,7 @@ fn payload_behind_a_refusal_breaks_the_lane() {
 
 #[test]
 fn nothing_is_received_before_a_request_has_left() {
-    let mut initiator = Initiator::new(TRANSFER, false, Limits::default());
+    let mut initiator = Initiator::new(TRANSFER, false, Limits::default(), Guard::Crc);
     assert!(matches!(initiator.receive(), Receive::Nothing));
     let begin = Begin { op: Op::Write, descriptors: 1, payload_len: 8, budget_ms: 0 };
     initiator.begin(begin, vec![0; RequestHeader::LEN + 16], ());
@@ -299,4 +304,125 @@ fn nothing_is_received_before_a_request_has_left() {
     assert!(!initiator.is_between() && initiator.answering().is_none());
     assert_eq!(initiator.sent(1).map(|head| head.len()), Some(80));
     assert_eq!((initiator.outstanding(), initiator.answering()), (1, Some(())));
+}
+
+/// Passes bytes to a target, as much as it asks for at a time.
+fn feed(target: &mut Target, mut bytes: &[u8]) {
+    while !bytes.is_empty() {
+        let into = match target.poll() {
+            Ok(Next::Receive(into)) => into,
+            Ok(Next::Grow { have, .. }) => {
+                target.grow(2 * have);
+                continue;
+            }
+            other => panic!("a head is received, not {other:?}"),
+        };
+        let n = into.len().min(bytes.len());
+        into[..n].copy_from_slice(&bytes[..n]);
+        target.received(n);
+        bytes = &bytes[n..];
+    }
+    assert!(target.poll().is_ok());
+}
+
+fn large_header() -> [u8; RequestHeader::LEN] {
+    header_fields().encode()
+}
+
+/// The header of the largest request, and of one that its initiator waits a minute for.
+fn header_fields() -> RequestHeader {
+    let limits = Limits::default();
+    RequestHeader {
+        op: Op::Write,
+        flags: Flags::NONE,
+        transfer: TransferId(1),
+        descriptors: limits.descriptors_max,
+        notify_len: limits.notify_max,
+        payload_len: u64::from(limits.descriptors_max),
+        budget_ms: 60_000,
+        head_crc: 0,
+    }
+}
+
+#[test]
+fn an_announced_length_alone_allocates_little() {
+    let mut target = Target::new(Limits::default(), false, Guard::Crc, Vec::new());
+    feed(&mut target, &large_header());
+    assert!(target.held_bytes() <= 16 * 1024, "{} bytes for a header", target.held_bytes());
+    let mut sent = RequestHeader::LEN;
+    for _ in 0..100 {
+        feed(&mut target, &[0; 4096]);
+        sent += 4096;
+        let held = target.held_bytes();
+        assert!(held <= (4 * sent).max(16 * 1024), "{held} bytes are held of {sent}");
+    }
+}
+
+#[test]
+fn a_request_ends_when_no_byte_moves_for_its_budget_and_for_the_silence_limit() {
+    let silence = Duration::from_secs(3);
+    let start = Timestamp::from_nanos(1_000_000_000);
+    let mut target = Target::new(Limits::default(), false, Guard::Crc, Vec::new());
+    assert!(target.poll().is_ok());
+    assert_eq!(target.stalls_at(silence, start), None, "nothing is asked for");
+    let header = large_header();
+    feed(&mut target, &header[..10]);
+    let now = start + Duration::from_secs(100);
+    assert_eq!(target.stalls_at(silence, now), Some(now + silence), "its budget is not known");
+    let later = now + Duration::from_secs(2);
+    assert_eq!(target.stalls_at(silence, later), Some(now + silence), "no byte has moved");
+    feed(&mut target, &header[10..]);
+    assert_eq!(target.stalls_at(silence, later), Some(later + silence), "its head takes memory");
+    feed(&mut target, &[0; 1]);
+    let last = later + Duration::from_secs(59);
+    assert_eq!(target.stalls_at(silence, last), Some(last + silence), "a byte has moved");
+    // Behind the head, the initiator's budget counts.
+    let mut target = Target::new(Limits::default(), false, Guard::Crc, Vec::new());
+    let header = RequestHeader { descriptors: 1, notify_len: 0, payload_len: 1, ..header_fields() };
+    let mut head = header.encode().to_vec();
+    let mut table = Vec::new();
+    WireDescriptor { offset: 0, len: 1, region: RegionId(1) }.write_to(&mut table);
+    let crc = head_crc(head.first_chunk().expect("a header"), &table, &[]);
+    head = RequestHeader { head_crc: crc, ..header }.encode().to_vec();
+    head.extend(table);
+    feed(&mut target, &head);
+    target.accept();
+    let minute = Duration::from_secs(60);
+    assert_eq!(target.stalls_at(silence, start), Some(start + minute));
+    // 49 days are no reason to keep a request for so long.
+    let header = RequestHeader { budget_ms: u32::MAX, ..header };
+    let crc = head_crc(
+        header.encode().first_chunk().expect("a header"),
+        &head[RequestHeader::LEN..],
+        &[],
+    );
+    let mut target = Target::new(Limits::default(), false, Guard::Crc, Vec::new());
+    feed(&mut target, &RequestHeader { head_crc: crc, ..header }.encode());
+    feed(&mut target, &head[RequestHeader::LEN..]);
+    target.accept();
+    assert_eq!(target.stalls_at(silence, start), Some(start + 10 * minute));
+}
+
+#[test]
+fn a_head_for_which_there_is_no_memory_is_answered_with_busy() {
+    let mut target = Target::new(Limits::default(), false, Guard::Crc, Vec::new());
+    feed(&mut target, &large_header());
+    loop {
+        match target.poll() {
+            Ok(Next::Receive(into)) => {
+                let n = into.len();
+                target.received(n);
+            }
+            Ok(Next::Grow { have, whole }) => {
+                assert!(have <= 16 * 1024 && whole > 1 << 20, "{have} of {whole}");
+                break;
+            }
+            other => panic!("a head is received, not {other:?}"),
+        }
+    }
+    let answer = target.exhausted();
+    let answer = answer.as_ref().first_chunk().expect("a header");
+    let answer = ResponseHeader::decode(answer, &Limits::default()).expect("well-formed");
+    assert_eq!((answer.code, answer.transfer), (WireCode::Busy, TransferId(1)));
+    assert!(matches!(target.poll(), Ok(Next::Nothing)));
 }

@@ -1,7 +1,8 @@
 //! Heartbeat, silence, cuts and sleep. Names I6, I10 and I12 of the design.
 
-use crate::pair::{A, B, INCARNATION, Pair, config, ms};
+use crate::pair::{A, B, INCARNATION, Pair, config, ms, with_secret};
 use kvferry_proto::message::{Decoder, Message};
+use kvferry_proto::session::FRAME_RATE_MIN;
 use kvferry_proto::{CONTROL_MAX, Incarnation, SessionConfig, SessionEvent, StreamId, WireCode};
 use std::time::Duration;
 
@@ -53,6 +54,40 @@ fn an_active_side_pings_at_its_interval_and_the_other_just_answers() {
 }
 
 #[test]
+fn a_session_is_idle_while_neither_side_waits_for_anything() {
+    let mut pair = Pair::established();
+    let established = pair.now;
+    pair.run_for(HOUR);
+    let now = pair.now;
+    let last = pair.session(B).idle_since(now).expect("nothing is in progress");
+    assert!(last <= established + ms(5), "nothing has arrived since");
+
+    pair.ends[A].session.set_active(true, pair.now);
+    pair.run_for(ms(600));
+    let now = pair.now;
+    assert_eq!(pair.session(A).idle_since(now), None);
+    assert_eq!(pair.session(B).idle_since(now), None, "the peer's heartbeat says that it waits");
+    pair.ends[A].session.set_active(false, pair.now);
+    pair.run_for(Duration::from_secs(3));
+    let now = pair.now;
+    assert!(pair.session(B).idle_since(now).is_some_and(|since| since > last));
+
+    let id = pair.ends[A].session.request(7, b"who".to_vec(), HOUR, now);
+    pair.run_for(ms(100));
+    let now = pair.now;
+    assert_eq!([A, B].map(|side| pair.session(side).idle_since(now)), [None, None]);
+    drop(pair.take_events(B));
+    assert_eq!(pair.session(B).idle_since(now), None, "the answer is owed");
+    pair.session(B).respond(id, WireCode::Ok, Vec::new());
+    pair.run_for(ms(100));
+    drop(pair.take_events(A));
+    let now = pair.now;
+    assert!([A, B].iter().all(|side| pair.session(*side).idle_since(now).is_some()));
+    pair.session(A).close(WireCode::Closed, "", now);
+    assert_eq!(pair.session(A).idle_since(now), None, "it ends");
+}
+
+#[test]
 fn i6_silence_is_noticed_after_exactly_three_seconds() {
     let mut pair = active(&[A]);
     // The peer answers for a while, then no more.
@@ -65,6 +100,45 @@ fn i6_silence_is_noticed_after_exactly_three_seconds() {
     pair.run_for(Duration::from_nanos(1));
     assert_eq!(pair.ended(A), (WireCode::Silent, false));
     assert!(pair.closed(B).is_none(), "the idle side does not watch");
+}
+
+#[test]
+fn a_frame_that_does_not_arrive_completely_ends_even_an_idle_session() {
+    let mut pair = Pair::established();
+    pair.inject(A, &(2 * FRAME_RATE_MIN as u32).to_le_bytes());
+    // The silence window, and two seconds for its length, whatever drips in meanwhile.
+    let until = pair.now + ms(1) + Duration::from_secs(5);
+    for _ in 0..4 {
+        pair.run_for(Duration::from_secs(1));
+        pair.inject(A, b"x");
+    }
+    pair.run_until(until - Duration::from_nanos(1));
+    assert!(pair.closed(B).is_none());
+    pair.run_until(until);
+    assert_eq!(pair.ended(B), (WireCode::Silent, false));
+}
+
+#[test]
+fn a_relay_that_drips_bytes_does_not_speak_for_a_peer_that_is_gone() {
+    let mut pair =
+        Pair::new(with_secret(A, "a secret of a test"), with_secret(B, "a secret of a test"));
+    pair.establish();
+    pair.ends[B].session.set_active(true, pair.now);
+    let began = pair.now;
+    pair.partition(true);
+    let announced = (FRAME_RATE_MIN as u32 / 2).to_le_bytes();
+    for bytes in std::iter::once(&announced[..]).chain(std::iter::repeat(&b"x"[..])) {
+        let now = pair.now;
+        pair.session(B).receive(bytes, now);
+        pair.run_for(ms(100));
+        if pair.closed(B).is_some() {
+            break;
+        }
+        assert!(pair.now < began + Duration::from_secs(60), "it is kept alive");
+    }
+    assert_eq!(pair.ended(B), (WireCode::Silent, false));
+    // Half a second for the length of the frame that was announced.
+    assert!(pair.now <= began + ms(3600), "{:?} after", pair.now.saturating_since(began));
 }
 
 #[test]
@@ -84,12 +158,10 @@ fn any_byte_is_a_sign_of_life() {
     let mut pair = active(&[A]);
     pair.latency(A, ms(0));
     pair.stall(A, true);
-    // Its pings do not get through, but a long message of the peer trickles in.
-    let mut message = kvferry_proto::message::encode(&Message::Unknown { kind: "x".repeat(20) });
-    message.pop();
-    for byte in message {
+    // Its pings do not get through, but the longest message of the peer trickles in.
+    for bytes in [&(CONTROL_MAX as u32).to_le_bytes()[..], b"x", b"x", b"x", b"x"] {
         pair.run_for(ms(2900));
-        pair.inject(B, &[byte]);
+        pair.inject(B, bytes);
     }
     assert!(pair.closed(A).is_none());
     pair.run_for(Duration::from_secs(4));

@@ -10,6 +10,7 @@ mod handshake;
 mod hostile;
 mod lane;
 mod liveness;
+mod relay;
 mod stream_proofs;
 
 use kvferry_models::pair;

@@ -106,3 +106,28 @@ fn a_stream_id_opens_one_stream_even_thousands_later() {
     }
     assert_eq!(pair.session(B).verify_stream(&first), Err(WireCode::StreamReplayed));
 }
+
+#[test]
+fn the_answer_to_a_stream_is_the_acceptors_and_for_this_stream_and_code() {
+    let mut pair = authenticated();
+    let [first, second] = [hello(&mut pair).stream, hello(&mut pair).stream];
+    let ok = pair.session(B).stream_answer(first, WireCode::Ok).expect("there is a secret");
+    let busy = pair.session(B).stream_answer(first, WireCode::Busy).expect("there is a secret");
+    let initiator = pair.session(A);
+    assert!(initiator.is_stream_answer(first, WireCode::Ok, Some(&ok)));
+    assert!(initiator.is_stream_answer(first, WireCode::Busy, Some(&busy)));
+    for (stream, code, mac) in [
+        (first, WireCode::Ok, None),
+        (first, WireCode::Ok, Some(&busy[..])),
+        (first, WireCode::StaleIncarnation, Some(&busy[..])),
+        (second, WireCode::Ok, Some(&ok[..])),
+        (first, WireCode::Ok, Some(&ok[1..])),
+    ] {
+        assert!(!initiator.is_stream_answer(stream, code, mac), "{stream:?} {code}");
+    }
+    // Without a secret there is no proof.
+    let mut pair = Pair::established();
+    let stream = hello(&mut pair).stream;
+    assert_eq!(pair.session(B).stream_answer(stream, WireCode::Ok), None);
+    assert!(pair.session(A).is_stream_answer(stream, WireCode::Ok, None));
+}

@@ -1,9 +1,11 @@
 //! The scheduler half.
 
+use super::ints::{self, Ids};
 use super::{Group, group_rule, refused, values};
 use crate::blocking::lock;
 use kvferry_connector::{
-    EngineId, FinishReason, Match, PromptId, Request, Scheduled, Scheduler, SchedulerConfig,
+    EngineId, FinishReason, IdleLimit, Match, Producers, PromptHasher, PromptId, Refused, Request,
+    Scheduled, Scheduler, SchedulerConfig, Stats, WireCode,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -14,7 +16,7 @@ use std::time::Duration;
 
 /// A request in a step: its id, tokens in the cache before the step, tokens that the step computes,
 /// whether the blocks are all it has, and the blocks per group.
-type Step = (PyBackedStr, u64, u64, bool, Vec<Vec<u32>>);
+type Step = (PyBackedStr, u64, u64, bool, Vec<Ids>);
 
 /// Decides, where requests are scheduled, what is handed over. One per engine.
 #[pyclass(frozen, module = "kvferry.connector")]
@@ -33,17 +35,30 @@ fn known(id: &str, prompt_tokens: u64) -> Request<'_> {
 #[pyo3(signature = (tokens, extra = Vec::new()))]
 pub(crate) fn prompt_id<'py>(
     py: Python<'py>,
-    tokens: Vec<u32>,
+    tokens: &Bound<'py, PyAny>,
     extra: Vec<PyBackedStr>,
-) -> Bound<'py, PyBytes> {
+) -> PyResult<Bound<'py, PyBytes>> {
     let extra: Vec<_> = extra.iter().map(|key| key.as_bytes()).collect();
-    PyBytes::new(py, &PromptId::new(&extra, &tokens).to_bytes())
+    let mut hasher = PromptHasher::new(&extra);
+    ints::read(tokens, |tokens| hasher.update(tokens.as_flattened()))?;
+    Ok(PyBytes::new(py, &hasher.finish().to_bytes()))
+}
+
+/// The reasons that counters can have, by the counter: so that each has a series before it counts.
+#[pyfunction]
+pub(crate) fn counted_reasons(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let reasons = PyDict::new(py);
+    reasons.set_item("refused_requests", Stats::reasons())?;
+    reasons.set_item("withdrawn_offers", Stats::failures())?;
+    let failures = WireCode::KNOWN.iter().filter(|code| !code.is_ok());
+    reasons.set_item("failed_loads", failures.map(ToString::to_string).collect::<Vec<_>>())?;
+    Ok(reasons)
 }
 
 #[pymethods]
 impl SchedulerHalf {
     #[new]
-    #[pyo3(signature = (groups, *, ranks, timeout, eager = true, recomputed_tokens = 0, null_block = None))]
+    #[pyo3(signature = (groups, *, ranks, timeout, eager = true, recomputed_tokens = 0, null_block = None, idle = None))]
     fn new(
         groups: Vec<Group>,
         ranks: usize,
@@ -51,11 +66,20 @@ impl SchedulerHalf {
         eager: bool,
         recomputed_tokens: u32,
         null_block: Option<u32>,
+        idle: Option<(u32, u32)>,
     ) -> PyResult<Self> {
         let groups = groups.into_iter().map(group_rule).collect::<PyResult<_>>()?;
         let timeout = Duration::try_from_secs_f64(timeout).map_err(refused)?;
-        let config =
-            SchedulerConfig { groups, ranks, timeout, eager, recomputed_tokens, null_block };
+        let limit = |(pool_blocks, idle_blocks)| IdleLimit { pool_blocks, idle_blocks };
+        let config = SchedulerConfig {
+            groups,
+            ranks,
+            timeout,
+            eager,
+            recomputed_tokens,
+            null_block,
+            idle: idle.map(limit),
+        };
         let id = EngineId(u128::from_le_bytes(kvferry_sys::random::bytes().map_err(refused)?));
         Ok(Self { half: Mutex::new(Scheduler::new(config, id)), id })
     }
@@ -68,6 +92,25 @@ impl SchedulerHalf {
 
     fn set_ranks(&self, cards: Vec<Vec<u8>>) -> PyResult<()> {
         lock(&self.half).set_ranks(cards).map_err(refused)
+    }
+
+    fn set_producers(&self, producers: Vec<String>) -> PyResult<()> {
+        let producers = Producers::parse(&producers).map_err(refused)?;
+        lock(&self.half).set_producers(producers);
+        Ok(())
+    }
+
+    #[pyo3(signature = (id, reason = "internal"))]
+    fn refuse(&self, id: &str, reason: &str) -> PyResult<()> {
+        let reason = match reason {
+            "internal" => Refused::Internal,
+            "resumable" => Refused::Resumable,
+            "prompt_logprobs" => Refused::PromptLogprobs,
+            "changed_weights" => Refused::ChangedWeights,
+            other => return Err(PyValueError::new_err(format!("no reason to refuse: {other:?}"))),
+        };
+        lock(&self.half).refuse(id, reason);
+        Ok(())
     }
 
     fn arrived(
@@ -101,9 +144,14 @@ impl SchedulerHalf {
         prompt_tokens: u64,
         computed: u64,
         external: u64,
-        blocks: Vec<Vec<u32>>,
+        blocks: Vec<Ids>,
     ) {
-        lock(&self.half).allocated(&known(id, prompt_tokens), computed, external, &blocks);
+        let (request, blocks) = (known(id, prompt_tokens), Ids::of(blocks));
+        lock(&self.half).allocated(&request, computed, external, &blocks);
+    }
+
+    fn waits_for_blocks(&self, id: &str) -> bool {
+        lock(&self.half).waits_for_blocks(id)
     }
 
     fn produces(&self, id: &str) -> bool {
@@ -116,13 +164,14 @@ impl SchedulerHalf {
         scheduled: Vec<Step>,
         preempted: Vec<PyBackedStr>,
     ) -> Bound<'py, PyBytes> {
+        let mut scheduled = scheduled;
         let scheduled =
-            scheduled.iter().map(|(request, computed, tokens, all, blocks)| Scheduled {
+            scheduled.iter_mut().map(|(request, computed, tokens, all, blocks)| Scheduled {
                 request,
                 computed: *computed,
                 tokens: *tokens,
                 all: *all,
-                blocks: blocks.clone(),
+                blocks: Ids::of(std::mem::take(blocks)),
             });
         let preempted = preempted.iter().map(|id| &**id);
         PyBytes::new(py, &lock(&self.half).step(scheduled, preempted).encode())
@@ -138,7 +187,7 @@ impl SchedulerHalf {
         params: Option<&Bound<'py, PyDict>>,
         prompt: Option<[u8; 16]>,
         reason: &str,
-        blocks: Option<Vec<Vec<u32>>>,
+        blocks: Option<Vec<Ids>>,
         side_data: Option<Vec<u8>>,
     ) -> PyResult<(bool, Option<Bound<'py, PyDict>>)> {
         let how = match reason {
@@ -153,6 +202,7 @@ impl SchedulerHalf {
         let (params, prompt) = (values::params(params), prompt.map(PromptId::from_bytes));
         let params = params.as_ref();
         let request = Request { id, prompt_tokens, max_tokens: 0, params, prompt };
+        let blocks = blocks.map(Ids::of);
         let finished = lock(&self.half).finished(&request, how, blocks.as_deref(), side_data);
         let params = finished.params.map(|params| values::dict(py, &params)).transpose()?;
         Ok((finished.held, params))

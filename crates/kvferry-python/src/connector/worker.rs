@@ -5,7 +5,8 @@ use crate::agent::Agent;
 use crate::blocking::{self, Stop, lock};
 use crate::memory::Region;
 use kvferry_connector::{
-    Announce, Layout, Limits, Model, ReadPart, WireCode, Worker, WorkerConfig, WorkerObserver,
+    Announce, Layout, Limits, Model, Producers, ReadPart, WireCode, Worker, WorkerConfig,
+    WorkerObserver,
 };
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -57,6 +58,14 @@ impl Loads {
     }
 }
 
+/// A label of a metric: a producer may send any number of codes.
+fn reason_of(code: WireCode) -> String {
+    match code {
+        WireCode::Other(_) => "other".to_owned(),
+        code => code.to_string(),
+    }
+}
+
 impl WorkerObserver for Loads {
     fn received(&self, request: &str, code: WireCode, detail: &str) {
         let mut state = self.lock();
@@ -67,7 +76,7 @@ impl WorkerObserver for Loads {
         if state.ended.len() == LOADS_MAX {
             state.ended.pop_front();
         }
-        let failure = (!code.is_ok()).then(|| (code.to_string(), detail.to_owned()));
+        let failure = (!code.is_ok()).then(|| (reason_of(code), detail.to_owned()));
         let end = (request.to_owned(), seconds, bytes, failure);
         state.ended.push_back(end);
     }
@@ -92,7 +101,7 @@ impl WorkerHalf {
 #[pymethods]
 impl WorkerHalf {
     #[new]
-    #[pyo3(signature = (agent, layout, regions, *, rank, timeout, wait = 30.0, model = BTreeMap::new(), announce = "layers", pieces = 2))]
+    #[pyo3(signature = (agent, layout, regions, *, rank, timeout, wait = 30.0, model = BTreeMap::new(), announce = "layers", pieces = 2, producers = None))]
     #[expect(clippy::too_many_arguments, reason = "they are the arguments of the Python call")]
     fn new(
         py: Python<'_>,
@@ -105,8 +114,10 @@ impl WorkerHalf {
         model: BTreeMap<String, String>,
         announce: &str,
         pieces: u32,
+        producers: Option<Vec<String>>,
     ) -> PyResult<Self> {
         let agent = agent.get().core(py)?;
+        let producers = producers.map(|it| Producers::parse(&it)).transpose().map_err(refused)?;
         let layout: Layout = serde_json::from_str(layout).map_err(refused)?;
         let regions: Vec<_> = regions.iter().map(|region| region.get().region.clone()).collect();
         let announce = match announce {
@@ -118,7 +129,7 @@ impl WorkerHalf {
         let cap = Duration::try_from_secs_f64(timeout).map_err(refused)?;
         let wait = Duration::try_from_secs_f64(wait).map_err(refused)?.min(cap);
         let limits = Limits { cap, rendezvous: wait, offer_ttl: wait, ..Limits::default() };
-        let config = WorkerConfig { rank, model: Model(model), announce, limits };
+        let config = WorkerConfig { rank, model: Model(model), announce, limits, producers };
         let worker =
             py.detach(|| Worker::start(agent, layout, &regions, config)).map_err(refused)?;
         let loads = Arc::new(Loads::default());
@@ -132,6 +143,11 @@ impl WorkerHalf {
     #[getter]
     fn card<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.0.card)
+    }
+
+    #[getter]
+    fn producers(&self) -> PyResult<Vec<String>> {
+        Ok(self.worker()?.producers().list())
     }
 
     fn apply(&self, metadata: &[u8]) -> PyResult<()> {
@@ -150,6 +166,11 @@ impl WorkerHalf {
 
     fn step_computed(&self) -> PyResult<()> {
         self.worker()?.step_computed(None);
+        Ok(())
+    }
+
+    fn step_failed(&self, detail: &str) -> PyResult<()> {
+        self.worker()?.step_failed(detail);
         Ok(())
     }
 

@@ -46,8 +46,8 @@ use crate::sync::lock;
 use crate::worker::LayerEvent;
 use kvferry::{Access, Agent, Region};
 use kvferry_connector::{
-    Announce, ComputeEvent, EngineId, GroupRule, Limits, Model, PromptId, Scheduler,
-    SchedulerConfig, Worker, WorkerConfig, WorkerObserver,
+    Announce, ComputeEvent, EngineId, GroupRule, IdleLimit, Limits, Model, PromptId, Scheduler,
+    SchedulerConfig, Stats, Worker, WorkerConfig, WorkerObserver,
 };
 use kvferry_proto::WireCode;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -68,6 +68,8 @@ pub struct KvferryAdapterConfig {
     /// Whether the engine calls the worker halves per layer. With full CUDA graphs it calls them per
     /// step only.
     pub layer_events: bool,
+    /// See [`SchedulerConfig::idle`].
+    pub idle: Option<IdleLimit>,
 }
 
 impl Default for KvferryAdapterConfig {
@@ -79,6 +81,7 @@ impl Default for KvferryAdapterConfig {
             announce: Announce::Layers { pieces: 2, least_bytes: 0 },
             limits: Limits::default(),
             layer_events: true,
+            idle: None,
         }
     }
 }
@@ -115,6 +118,7 @@ impl KvferryAdapter {
             eager: config.eager,
             recomputed_tokens: 0,
             null_block: Some(BlockId::NULL.0),
+            idle: config.idle,
         };
         let id = EngineId(agents[0].incarnation().0);
         Self {
@@ -153,7 +157,13 @@ impl KvferryAdapter {
         let KvferryAdapterConfig { announce, limits, layer_events, .. } = self.config.clone();
         RankHalf {
             agent: self.agents[rank].clone(),
-            config: WorkerConfig { rank, model: Model::default(), announce, limits },
+            config: WorkerConfig {
+                rank,
+                model: Model::default(),
+                announce,
+                limits,
+                producers: None,
+            },
             layer_events,
             regions: vec![],
             worker: self.workers[rank].clone(),
@@ -186,6 +196,11 @@ impl KvferryAdapter {
     /// See [`Scheduler::outcomes`].
     pub fn outcomes(&self) -> Vec<(WireCode, u64)> {
         lock(&self.scheduler).outcomes().to_vec()
+    }
+
+    /// See [`Scheduler::take_stats`].
+    pub fn take_stats(&self) -> Stats {
+        lock(&self.scheduler).take_stats()
     }
 
     /// Counts of what each half keeps, by its name and the gauge's.

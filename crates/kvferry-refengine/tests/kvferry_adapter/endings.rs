@@ -7,7 +7,6 @@ use crate::kit::{
 use kvferry_refengine::kvferry_adapter::KvferryAdapterConfig;
 use kvferry_refengine::{FinishReason, Launch, LoadFailurePolicy, Request, RequestStatus, Storage};
 use std::collections::HashSet;
-use std::time::Instant;
 
 #[test]
 fn an_abort_in_any_state_of_either_side_gives_everything_back() {
@@ -33,7 +32,6 @@ fn an_abort_in_any_state_of_either_side_gives_everything_back() {
                     }
                     let status = pair.status(!decode, "a");
                     states.insert((decode, status));
-                    let began = Instant::now();
                     let aborted = match decode {
                         true => pair.decode.engine.abort(&"a".into()),
                         false => pair.prefill.engine.abort(&there("a")),
@@ -47,7 +45,6 @@ fn an_abort_in_any_state_of_either_side_gives_everything_back() {
                         // Computed by the decode engine, if it was admitted.
                         _ => pair.assert_right("a"),
                     }
-                    assert!(began.elapsed() < kvferry_adapter().timeout / 2, "an engine waited");
                 }
             }
         }
@@ -89,11 +86,9 @@ fn a_consumer_does_not_wait_for_a_producer_request_that_was_never_scheduled() {
             let at = pair.later.iter().position(|(_, prefill, _)| *prefill).unwrap();
             let (_, _, request) = pair.later.remove(at);
             pair.ticks(ahead);
-            let began = Instant::now();
             end_unscheduled(&mut pair.prefill, request, reject);
             pair.finish(&["a"]);
             assert_eq!((pair.prefill.computed, pair.fetched().0), (0, 0));
-            assert!(began.elapsed() < kvferry_adapter().timeout / 2, "it was waited for");
         }
     }
 }
@@ -110,12 +105,10 @@ fn a_consumer_request_that_was_never_scheduled_frees_the_producer() {
             pair.ticks(20);
             assert!(pair.prefill.engine.check_empty().is_err(), "its blocks are held");
             let (_, _, request) = pair.later.pop().unwrap();
-            let began = Instant::now();
             end_unscheduled(&mut pair.decode, request, reject);
             pair.assert_empty();
             assert_eq!(pair.ended("a"), Some(FinishReason::Abort));
             assert_eq!(pair.fetched(), (0, 0));
-            assert!(began.elapsed() < kvferry_adapter().timeout / 2, "the producer was not told");
         }
     }
 }

@@ -8,15 +8,12 @@ use kvferry_refengine::{
     Connector, Engine, EngineConfig, FinishReason, Params, Request, RequestId, RequestStatus,
     continuation,
 };
-use kvferry_testkit::Watchdog;
+use kvferry_testkit::{PATIENCE, Watchdog};
 use std::collections::{BTreeMap, HashSet};
 use std::time::{Duration, Instant};
 
-/// How long a test may take on an idle machine.
-const LIMIT: Duration = Duration::from_secs(120);
-
 pub(crate) fn bounded() -> Watchdog {
-    Watchdog::new(LIMIT)
+    Watchdog::new(PATIENCE)
 }
 
 pub(crate) fn agent(transports: &str, secret: &str) -> Agent {
@@ -83,6 +80,13 @@ impl Node {
         works
     }
 
+    /// A gauge of the scheduler half.
+    pub(crate) fn gauge(&self, name: &str) -> usize {
+        let name = format!("scheduler: {name}");
+        let gauges = self.kvferry_adapter.gauges();
+        gauges.into_iter().find(|(is, _)| *is == name).expect("there is such a gauge").1
+    }
+
     /// What is kept beyond tombstones, connected peers and known engines.
     pub(crate) fn left(&self) -> Vec<(String, usize)> {
         let stays =
@@ -127,8 +131,9 @@ pub(crate) struct Pair {
     pub(crate) prefill_tokens: usize,
 }
 
+/// The timeout is longer than any test runs: a test that ends has waited for none.
 pub(crate) fn kvferry_adapter() -> KvferryAdapterConfig {
-    KvferryAdapterConfig::default()
+    KvferryAdapterConfig { timeout: Duration::from_secs(3600), ..KvferryAdapterConfig::default() }
 }
 
 /// The id of the prefill engine's request.
@@ -171,7 +176,7 @@ impl Pair {
     pub(crate) fn offered(&self, id: &str) -> Params {
         let ranks = self.prefill.engine.config().ranks().len();
         let (transfer, any) = (transfer(id), id.len() % ranks);
-        let address = self.prefill.kvferry_adapter.address(any).to_owned();
+        let address = self.prefill.kvferry_adapter.address(any).parse().unwrap();
         ConsumerParams { transfer, address, engine: None, tokens: None }.to_params()
     }
 
@@ -289,7 +294,7 @@ impl Pair {
             if left.iter().all(Vec::is_empty) {
                 return;
             }
-            assert!(began.elapsed() < Duration::from_secs(10), "{left:?} are left");
+            assert!(began.elapsed() < PATIENCE / 2, "{left:?} are left");
             std::thread::sleep(Duration::from_millis(1));
             self.run();
         }

@@ -7,6 +7,7 @@ mod basics;
 mod endings;
 mod failures;
 mod flows;
+mod invented;
 mod journal;
 mod kit;
 mod scenarios;

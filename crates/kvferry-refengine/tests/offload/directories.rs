@@ -1,6 +1,6 @@
 //! Directories that are used again, removed, replaced, read-only and full while an engine serves.
 
-use crate::kit::{BLOCK, Folder, Rig, config, dense, options, prompt, to_files};
+use crate::kit::{BLOCK, Folder, Rig, config, dense, options, paths_below, prompt, to_files};
 use kvferry_blocks::{RetentionConfig, TransferMode};
 use std::fs;
 use std::path::Path;
@@ -28,6 +28,10 @@ fn serve_around(rig: &mut Rig, retention: &RetentionConfig, harm: impl FnOnce())
     computed
 }
 
+fn files_below(folder: &Path) -> usize {
+    paths_below(folder).len()
+}
+
 #[test]
 fn an_engine_that_starts_on_the_directory_of_an_earlier_one_has_right_tokens_and_no_more_files() {
     for mode in FILE_MODES {
@@ -41,7 +45,7 @@ fn an_engine_that_starts_on_the_directory_of_an_earlier_one_has_right_tokens_and
             let mut rig = Rig::of(config(&model, BLOCK, 17), 32, options());
             serve_around(&mut rig, &retention, || {});
             drop(rig);
-            files.push(fs::read_dir(folder.path()).unwrap().count());
+            files.push(files_below(folder.path()));
         }
         assert!(files.iter().all(|count| *count <= 32 + 8), "{mode:?}: {files:?}");
         assert!(files.iter().all(|count| *count > 0), "{mode:?}: {files:?}");
@@ -54,7 +58,7 @@ fn the_block_store_of_an_earlier_engine_has_its_blocks_which_are_not_written_aga
     let retention = to_files(TransferMode::Gds, folder.path());
     let mut present = vec![];
     for _ in 0..2 {
-        let mut rig = Rig::new(16, 64);
+        let mut rig = Rig::of(config(&dense(), BLOCK, 17), 64, options().share_names());
         rig.serve("a", prompt(1, LEN), &retention);
         rig.push_out(100, &retention);
         present.push(rig.run().present);
@@ -162,11 +166,9 @@ fn a_file_system_that_is_full_costs_hits_only() {
         let stats = rig.engine.offload_stats();
         assert!(stats.failed > 0, "{mode:?}: the file system has never been full: {stats:?}");
         // Nothing that is unfinished takes space.
-        let left = fs::read_dir(disk.path().join("kv")).into_iter().flatten();
-        let unfinished = left.filter(|file| {
-            let path = file.as_ref().unwrap().path();
-            path.extension().is_some_and(|extension| extension == "tmp")
-        });
+        let unfinished = paths_below(&disk.path().join("kv"))
+            .into_iter()
+            .filter(|path| path.extension().is_some_and(|extension| extension == "tmp"));
         assert_eq!(unfinished.count(), 0);
     }
 }

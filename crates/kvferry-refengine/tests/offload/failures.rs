@@ -1,7 +1,9 @@
 //! Copies that fail, and requests that end in the middle of copies.
 
 use crate::faults::{Gate, failing, held_at, is_offload, is_onboard};
-use crate::kit::{BLOCK, Folder, LONG, MODES, Rig, config, dense, options, prompt, to_files};
+use crate::kit::{
+    BLOCK, Folder, LONG, MODES, Rig, config, dense, options, paths_below, prompt, to_files,
+};
 use kvferry_blocks::{RetentionConfig, TransferMode};
 use kvferry_refengine::{FinishReason, RequestId};
 use std::sync::Arc;
@@ -146,8 +148,8 @@ fn a_file_with_a_wrong_byte_is_not_used() {
     rig.serve("a", prompt(1, LEN), &retention);
     rig.push_out(100, &retention);
     let mut flipped = 0;
-    for (at, file) in std::fs::read_dir(folder.path()).unwrap().enumerate() {
-        let path = file.unwrap().path();
+    let blocks = paths_below(folder.path()).into_iter().filter(|it| it.extension().is_some());
+    for (at, path) in blocks.enumerate() {
         let mut bytes = std::fs::read(&path).unwrap();
         // In the header, in the bytes, or cut short.
         match at % 3 {

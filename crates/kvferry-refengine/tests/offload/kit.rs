@@ -40,6 +40,13 @@ impl Drop for Folder {
     }
 }
 
+/// Files of a folder and of the folders in it.
+pub(crate) fn paths_below(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let below = |path: PathBuf| if path.is_dir() { paths_below(&path) } else { vec![path] };
+    entries.flat_map(|entry| below(entry.path())).collect()
+}
+
 pub(crate) fn agent() -> Agent {
     Agent::builder().name("engine").start().unwrap()
 }

@@ -8,7 +8,7 @@ use kvferry_refengine::{
     Connector, Engine, EngineConfig, FinishReason, GroupSpec, LoadFailurePolicy, ModelSpec, Params,
     Request, RequestId,
 };
-use kvferry_testkit::stretched;
+use kvferry_testkit::PATIENCE;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
@@ -402,14 +402,14 @@ impl EngineProcess {
         }
     }
 
-    /// Waits for a request that must end; a handoff takes far less.
+    /// Waits for a request that must end.
     pub(crate) fn ends(&mut self, id: &str) -> Ended {
-        let ended = self.ended(id, stretched(Duration::from_secs(20)));
+        let ended = self.ended(id, PATIENCE / 2);
         ended.unwrap_or_else(|| panic!("{id} never ends"))
     }
 
-    pub(crate) fn assert_emptied(&mut self, time: Duration) {
-        self.emptied(stretched(time)).expect("all blocks are given back");
+    pub(crate) fn assert_emptied(&mut self) {
+        self.emptied(PATIENCE / 2).expect("all blocks are given back");
     }
 
     /// Waits until nothing is held. After the timeout, returns what still is.

@@ -6,7 +6,7 @@ use crate::relay::Relay;
 use kvferry_connector::{ConsumerParams, HandoffId, producer_params};
 use kvferry_refengine::continuation;
 use kvferry_testkit::process::Resources;
-use kvferry_testkit::{Watchdog, stretched};
+use kvferry_testkit::{PATIENCE, Watchdog};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -100,7 +100,7 @@ impl Soak {
         let (prompt, _) = &self.prompts[flight.prompt];
         let prefill = &mut self.prefill[flight.prefill];
         let rank = self.random.below(prefill.relays.len());
-        let address = prefill.relays[rank].address.clone();
+        let address = prefill.relays[rank].address.parse().expect("an address");
         let offered =
             ConsumerParams { transfer: transfer.clone(), address, engine: None, tokens: None };
         let params = Some(offered.to_params());
@@ -141,9 +141,8 @@ impl Soak {
                 }
             }
         }
-        let limit = stretched(Duration::from_secs(40));
         for (id, flight) in &self.flights {
-            assert!(flight.began.elapsed() < limit, "{id} never ends");
+            assert!(flight.began.elapsed() < PATIENCE, "{id} never ends");
         }
     }
 
@@ -264,7 +263,7 @@ impl Soak {
         let (prefill, decode) =
             (self.prefill.iter_mut().map(|it| &mut it.engine), &mut self.decode);
         for engine in prefill.chain(decode) {
-            let emptied = engine.emptied(stretched(Duration::from_secs(40)));
+            let emptied = engine.emptied(PATIENCE);
             emptied.expect("everything is given back");
         }
     }
@@ -279,7 +278,7 @@ fn resident_kib(soak: &Soak) -> u64 {
 fn thousands_of_handoffs_with_random_faults_end_right_and_leave_nothing() {
     let handoffs = std::env::var("KVFERRY_SOAK_HANDOFFS").ok();
     let handoffs = handoffs.and_then(|n| n.parse().ok()).unwrap_or(HANDOFFS);
-    let _bounded = Watchdog::new(Duration::from_secs(900));
+    let _bounded = Watchdog::new(5 * PATIENCE);
     let seed = u64::from(std::process::id());
     println!("seed {seed}");
     let mut soak = Soak::new(seed);

@@ -3,7 +3,6 @@
 use super::format::Record;
 use super::reader::{Found, Reader};
 use crate::error::{Error, Result};
-use crate::key::Key;
 use crate::log::Block;
 use crate::memory::BlockMemory;
 use crate::policy::{Retention, Then};
@@ -134,7 +133,7 @@ impl Run<'_> {
         if !follows || self.used + data.len() > self.memory.len() {
             self.flush()?;
         }
-        if self.store.has(&Key(block.key))? {
+        if self.store.has(&block)? {
             self.done.present += 1;
             return Ok(());
         }
@@ -163,7 +162,7 @@ impl Run<'_> {
             std::thread::sleep(SPACE_EVERY);
             refused = 0;
             for one in chain.chunks(1) {
-                if !self.store.has(&Key(one[0].block.key))? {
+                if !self.store.has(&one[0].block)? {
                     refused += self.put(one)?;
                 }
             }

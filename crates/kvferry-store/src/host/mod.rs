@@ -5,7 +5,8 @@
 //! free once the block has left and the last reference is dropped.
 //!
 //! What is put is copied here, and its caller goes on. It is *waiting* until it is on the disk, and does not
-//! leave before. At most half of the tier waits: what is put beyond that goes to the disk directly.
+//! leave before: the tier owns its bytes, and no other copy is ever written in their place. At most half of the tier
+//! waits: what is put beyond that goes to the disk directly. [`crate::behind`] writes what waits.
 
 mod arena;
 
@@ -13,12 +14,16 @@ pub(crate) use arena::Extent;
 
 use crate::error::Result;
 use crate::key::Key;
+use crate::log;
 use crate::memory::{BlockMemory, PAGE};
 use crate::policy::{Policy, Retention, Slot};
+use crate::store::NotStored;
 use crate::sync::lock;
 use arena::Arena;
 use kvferry::Agent;
 use rustc_hash::FxHashMap;
+use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 /// Bytes of a tier, at least.
@@ -41,7 +46,33 @@ struct State {
     slots: FxHashMap<Key, Slot>,
     blocks: Vec<Option<Arc<Block>>>,
     free: Vec<Slot>,
-    waiting: u64,
+    /// Blocks that wait, by a number that rises with each. Their slots are pinned.
+    waiting: BTreeMap<u64, Waiting>,
+    /// The number of each.
+    numbers: FxHashMap<Key, u64>,
+    waiting_bytes: u64,
+    next_number: u64,
+}
+
+/// A block that is not on the disk yet.
+#[derive(Clone, Debug)]
+pub(crate) struct Waiting {
+    /// Keeps the memory that is written.
+    pub(crate) block: Arc<Block>,
+    pub(crate) record: log::Block,
+    /// Why it could not be written when that was last tried.
+    pub(crate) left: Option<NotStored>,
+}
+
+/// What has become of a block that is to wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Taken {
+    /// It waits from now on.
+    Now,
+    /// It waited before.
+    Before(Option<NotStored>),
+    /// It is not here, or too much waits.
+    No,
 }
 
 /// A block in host memory. Its bytes do not change.
@@ -50,14 +81,16 @@ pub(crate) struct Block {
     pub(crate) key: Key,
     /// Of the whole name.
     pub(crate) check: u64,
+    /// Of its bytes alone.
+    pub(crate) sum: u64,
     pub(crate) len: u64,
     extent: Extent,
 }
 
 impl Block {
     /// `extent` has the block's bytes.
-    pub(crate) fn new(key: Key, check: u64, len: u64, extent: Extent) -> Self {
-        Self { key, check, len, extent }
+    pub(crate) fn new(key: Key, check: u64, sum: u64, len: u64, extent: Extent) -> Self {
+        Self { key, check, sum, len, extent }
     }
 
     pub(crate) fn memory(&self) -> BlockMemory {
@@ -82,14 +115,17 @@ impl Host {
             slots: FxHashMap::default(),
             blocks: Vec::new(),
             free: Vec::new(),
-            waiting: 0,
+            waiting: BTreeMap::new(),
+            numbers: FxHashMap::default(),
+            waiting_bytes: 0,
+            next_number: 0,
         };
         Ok(Self { arena: Arena::new(agent, bytes)?, bytes, state: Mutex::new(state) })
     }
 
     pub(crate) fn held(&self) -> Held {
         let state = lock(&self.state);
-        let (blocks, waiting) = (state.slots.len() as u64, state.waiting);
+        let (blocks, waiting) = (state.slots.len() as u64, state.waiting_bytes);
         Held { blocks, bytes: self.arena.used(), waiting }
     }
 
@@ -123,7 +159,7 @@ impl Host {
         let mut state = lock(&self.state);
         let most = self.bytes / WAITING_SHARE;
         // One that is as long would have all others leave.
-        if len > most || is_waiting && state.waiting + len > most {
+        if len > most || is_waiting && state.waiting_bytes + len > most {
             return None;
         }
         loop {
@@ -143,7 +179,6 @@ impl Host {
         parent: Option<Key>,
         blocks: &[Arc<Block>],
         retention: Retention,
-        is_waiting: bool,
     ) {
         let mut state = lock(&self.state);
         let state = &mut *state;
@@ -158,29 +193,102 @@ impl Host {
             }
             let Some(slot) = state.free_slot(now_ms) else { break };
             added.push((slot, block.key.0[0]));
-            state.waiting += if is_waiting { block.len } else { 0 };
             state.slots.insert(block.key, slot);
             state.blocks[slot as usize] = Some(Arc::clone(block));
         }
         state.policy.added(now_ms, parent, &added, retention);
-        if is_waiting {
-            for (slot, _) in added {
-                state.policy.pin(slot);
-            }
+    }
+
+    /// Has a block wait that is here, under this name. `record` says what is written with it.
+    pub(crate) fn wait(
+        &self,
+        key: Key,
+        check: u64,
+        record: impl FnOnce(&Block) -> log::Block,
+    ) -> Taken {
+        let mut state = lock(&self.state);
+        let state = &mut *state;
+        if let Some(number) = state.numbers.get(&key) {
+            return Taken::Before(state.waiting[number].left);
         }
+        let Some(slot) = state.slots.get(&key).copied() else { return Taken::No };
+        let block = state.blocks[slot as usize].as_ref().expect("of a slot in use");
+        let waiting_bytes = state.waiting_bytes + block.len;
+        if block.check != check || waiting_bytes > self.bytes / WAITING_SHARE {
+            return Taken::No;
+        }
+        let waiting = Waiting { block: Arc::clone(block), record: record(block), left: None };
+        state.policy.pin(slot);
+        state.waiting_bytes = waiting_bytes;
+        state.waiting.insert(state.next_number, waiting);
+        state.numbers.insert(key, state.next_number);
+        state.next_number += 1;
+        Taken::Now
+    }
+
+    /// Whether a block waits, and why it could not be written, if that was tried.
+    pub(crate) fn waits(&self, key: &Key) -> Option<Option<NotStored>> {
+        let state = lock(&self.state);
+        state.numbers.get(key).map(|number| state.waiting[number].left)
+    }
+
+    /// The number that the next block gets which waits.
+    pub(crate) fn next_number(&self) -> u64 {
+        lock(&self.state).next_number
+    }
+
+    /// Blocks that wait with these numbers and follow each other in a prompt: the first, and others while all are no
+    /// longer than `bytes_max`.
+    pub(crate) fn next_waiting(&self, numbers: Range<u64>, bytes_max: u64) -> Vec<(u64, Waiting)> {
+        let state = lock(&self.state);
+        let (mut chain, mut bytes): (Vec<(u64, Waiting)>, _) = (Vec::new(), 0);
+        for (number, waiting) in state.waiting.range(numbers) {
+            bytes += waiting.block.len;
+            if let Some((_, last)) = chain.last()
+                && (bytes > bytes_max || waiting.record.parent != Some(last.record.key))
+            {
+                break;
+            }
+            chain.push((*number, waiting.clone()));
+        }
+        chain
     }
 
     /// Blocks wait no more: they may leave.
-    pub(crate) fn written(&self, keys: impl Iterator<Item = Key>) {
+    pub(crate) fn written(&self, numbers: impl Iterator<Item = u64>) {
         let mut state = lock(&self.state);
         let state = &mut *state;
-        for key in keys {
-            let Some(slot) = state.slots.get(&key).copied() else { continue };
-            if state.policy.unpin(slot) {
-                let block = state.blocks[slot as usize].as_ref().expect("of a slot in use");
-                state.waiting -= block.len;
-            }
+        for number in numbers {
+            let Some(waiting) = state.waiting.remove(&number) else { continue };
+            let key = waiting.block.key;
+            state.numbers.remove(&key);
+            state.waiting_bytes -= waiting.block.len;
+            let slot = state.slots.get(&key).expect("it is pinned");
+            state.policy.unpin(*slot);
         }
+    }
+
+    /// Notes why blocks with these numbers could not be written, if they still wait.
+    pub(crate) fn leave(&self, numbers: Range<u64>, why: NotStored) {
+        for (_, waiting) in lock(&self.state).waiting.range_mut(numbers) {
+            waiting.left = Some(why);
+        }
+    }
+
+    /// How many blocks that wait, with numbers below this, could not be written when that was last tried.
+    pub(crate) fn left(&self, below: u64) -> usize {
+        lock(&self.state).waiting.range(..below).filter(|(_, it)| it.left.is_some()).count()
+    }
+
+    /// No block waits any more. Returns why those that did could not be written.
+    pub(crate) fn give_up(&self) -> Vec<NotStored> {
+        let waiting: Vec<_> = {
+            let state = lock(&self.state);
+            let why = |it: &Waiting| it.left.unwrap_or(NotStored::Failed);
+            state.waiting.iter().map(|(number, it)| (*number, why(it))).collect()
+        };
+        self.written(waiting.iter().map(|(number, _)| *number));
+        waiting.into_iter().map(|(_, why)| why).collect()
     }
 }
 

@@ -1,6 +1,7 @@
 //! Where each part of the index lies in the shared memory.
 
 use super::bitmap::Bitmap;
+use super::changes::CHANGES_LEN;
 use super::events::RING_LEN;
 use super::member::{MAX_MEMBERS, MEMBER_LEN};
 use super::pins::PINS_LEN;
@@ -20,7 +21,7 @@ pub const MAX_SEGMENTS: u32 = 1 << 20;
 pub(super) const PAGE: usize = 4096;
 
 /// `kvfidx` and the version of the layout.
-const MAGIC: u64 = u64::from_le_bytes(*b"kvfidx\x00\x03");
+const MAGIC: u64 = u64::from_le_bytes(*b"kvfidx\x00\x06");
 
 // Words of the header. Those that writers change have a cache line of their own.
 const AT_MAGIC: usize = 0;
@@ -32,6 +33,18 @@ pub(super) const LIVE: usize = 64;
 pub(super) const HIGH_WATER: usize = 128;
 pub(super) const NEXT_INCARNATION: usize = 192;
 pub(super) const PINS_CHANGED: usize = 256;
+/// Counts segments that became free; 32 bits, on which threads wait.
+pub(super) const FREED: usize = 320;
+/// Counts puts that found no free segment; 32 bits.
+pub(super) const NO_SPACE: usize = 384;
+/// Counts those that read the changes. Seldom written, and read by each writer.
+pub(super) const SUBSCRIBERS: usize = 448;
+/// On which they wait; 32 bits.
+pub(super) const BELL: usize = 512;
+/// The member that is the keeper; 0: none.
+pub(super) const KEEPER: usize = 576;
+/// Where the keeper listens: two words.
+pub(super) const SECRET: [usize; 2] = [584, 592];
 
 /// The sizes that an index is made with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +65,7 @@ pub(super) struct Layout {
     pub(super) members: usize,
     pub(super) stripes: usize,
     pub(super) rings: usize,
+    pub(super) changes: usize,
     pub(super) pins: usize,
     pub(super) segments: usize,
     pub(super) taken_segments: Bitmap,
@@ -83,6 +97,7 @@ impl Layout {
         let members = reserve(MAX_MEMBERS * MEMBER_LEN);
         let stripes = reserve(STRIPES as usize * STRIPE_LEN);
         let rings = reserve(MAX_MEMBERS * RING_LEN);
+        let changes = reserve(MAX_MEMBERS * CHANGES_LEN);
         let pins = reserve(PINS_LEN);
         let segment_table = reserve(segments as usize * SEGMENT_LEN);
         let taken_segments = Bitmap::new(segments, &mut reserve);
@@ -95,6 +110,7 @@ impl Layout {
             members,
             stripes,
             rings,
+            changes,
             pins,
             segments: segment_table,
             taken_segments,

@@ -4,9 +4,10 @@
 //! thread of its process holds a mark that the kernel sets when the process ends, so every other
 //! member sees a death with one load.
 
-use super::Index;
 use super::slot::SlotId;
+use super::{Index, layout};
 use kvferry_sys::alive::{self, AliveMark};
+use kvferry_sys::process::Process;
 use std::io;
 use std::ops::Deref;
 use std::sync::atomic::AtomicU64;
@@ -18,14 +19,23 @@ use std::thread::JoinHandle;
 /// Members at one time.
 pub const MAX_MEMBERS: usize = 64;
 
-/// A cache line each: the state; the mark; the event ring's head and what did not fit; its tail.
-pub(super) const MEMBER_LEN: usize = 256;
+/// A cache line each: the state and its subscriptions; the mark; the event ring's head and what did not fit; its tail;
+/// how far the ring of changes is written.
+pub(super) const MEMBER_LEN: usize = 320;
 const STATE: usize = 0;
+/// Subscriptions of the member.
+pub(super) const SUBSCRIBERS: usize = 8;
 const MARK: usize = 64;
 pub(super) const HEAD: usize = 128;
 pub(super) const LOST: usize = 136;
 pub(super) const REBUILD: usize = 144;
+/// The process: [`Process::to_words`].
+const PROCESS: [usize; 3] = [152, 160, 168];
 pub(super) const TAIL: usize = 192;
+/// Entries of the ring of changes, those that are being written included.
+pub(super) const BEGUN: usize = 256;
+/// Entries that may be read.
+pub(super) const PUBLISHED: usize = 264;
 
 /// A member, distinct from all earlier ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -81,7 +91,8 @@ impl Index {
         kvferry_sys::fd::install_fork_handlers()?;
         let (mark, id) = Mark::make(self)?;
         let (index, forks) = (Arc::clone(self), kvferry_sys::fd::forks());
-        Ok(Member { index, id, mark: Some(mark), events: Mutex::default(), forks })
+        let (events, changes) = (Mutex::default(), Mutex::default());
+        Ok(Member { index, id, mark: Some(mark), events, changes, forks })
     }
 
     /// Whether the process of a member still runs and has not left.
@@ -100,6 +111,31 @@ impl Index {
             && self.member_word(member.number, STATE).load(Acquire)
                 == Use::Joined.with(member.generation)
             && alive::has_ended(&self.shared, self.member_offset(member.number) + MARK)
+    }
+
+    /// The member that is the keeper. It may have died.
+    pub fn keeper(&self) -> Option<MemberId> {
+        let word = self.shared.word(layout::KEEPER).load(Acquire);
+        (word != 0).then(|| MemberId::from_word(word))
+    }
+
+    /// Where the keeper listens. While it changes, two words that are no name.
+    pub fn secret(&self) -> [u64; 2] {
+        layout::SECRET.map(|at| self.shared.word(at).load(Acquire))
+    }
+
+    /// Sets [`Index::secret`]; for the keeper.
+    pub fn set_secret(&self, secret: [u64; 2]) {
+        for (at, word) in layout::SECRET.into_iter().zip(secret) {
+            self.shared.word(at).store(word, Release);
+        }
+    }
+
+    /// Whether the process of a member that has died still has threads, as far as that can be seen: the mark is one
+    /// thread's, and others may be in the middle of a write that ends late.
+    pub fn has_threads(&self, dead: MemberId) -> bool {
+        let words = PROCESS.map(|at| self.member_word(dead.number, at).load(Relaxed));
+        Process::from_words(words).and_then(|it| it.runs()) == Some(true)
     }
 
     fn member(&self, number: u8) -> Option<MemberId> {
@@ -124,6 +160,10 @@ impl Index {
             taken.then_some(MemberId { number, generation })
         });
         let id = id.ok_or(io::ErrorKind::StorageFull)?;
+        let words = Process::this().map_or([0; 3], Process::to_words);
+        for (at, word) in PROCESS.into_iter().zip(words) {
+            self.member_word(id.number, at).store(word, Relaxed);
+        }
         let mark = AliveMark::new(Arc::clone(&self.shared), self.member_offset(id.number) + MARK);
         let used = if mark.is_ok() { Use::Joined } else { Use::Unused };
         self.member_word(id.number, STATE).store(used.with(id.generation), Release);
@@ -160,6 +200,8 @@ pub struct Member {
     mark: Option<Mark>,
     /// One thread writes events at a time. The words of one event, kept for their allocation.
     pub(super) events: Mutex<Vec<SlotId>>,
+    /// One thread writes changes at a time.
+    pub(super) changes: Mutex<()>,
     forks: u32,
 }
 
@@ -167,6 +209,47 @@ impl Member {
     /// This member.
     pub fn id(&self) -> MemberId {
         self.id
+    }
+
+    /// Becomes the keeper, unless another member that lives is. The index is the only place where this is decided, so
+    /// there is one keeper, whatever names other programs take and whichever directories can be read.
+    pub fn stand(&self) -> bool {
+        let (keeper, mine) = (self.shared.word(layout::KEEPER), self.id.to_word());
+        let now = keeper.load(Acquire);
+        let is_free = now == 0 || !self.is_alive(MemberId::from_word(now));
+        now == mine || is_free && keeper.compare_exchange(now, mine, AcqRel, Relaxed).is_ok()
+    }
+
+    /// Is the keeper no longer.
+    pub fn step_down(&self) {
+        let (keeper, mine) = (self.shared.word(layout::KEEPER), self.id.to_word());
+        // If this fails, it was not the keeper.
+        let _ = keeper.compare_exchange(mine, 0, AcqRel, Relaxed);
+    }
+
+    /// Leaves what a process leaves that is killed.
+    #[cfg(test)]
+    pub(crate) fn die(&self) {
+        self.forget_process();
+        self.die_in_part();
+    }
+
+    /// As if its process could not be seen.
+    #[cfg(test)]
+    pub(crate) fn forget_process(&self) {
+        for at in PROCESS {
+            self.member_word(self.id.number, at).store(0, Relaxed);
+        }
+    }
+
+    /// Leaves what a process leaves that is killed, while one of its threads has not ended.
+    #[cfg(test)]
+    pub(crate) fn die_in_part(&self) {
+        let mark = self.mark.as_ref().expect("it is not dropped");
+        mark.leave.send(()).expect("the thread waits");
+        while !self.has_died(self.id) {
+            std::thread::yield_now();
+        }
     }
 }
 
@@ -207,8 +290,10 @@ impl Mark {
             let joined = index.take_number();
             let _ = made.send(joined.as_ref().map(|&(_, id)| id).map_err(io::Error::kind));
             if let Ok((mark, id)) = joined {
-                // Returns when the member drops its end.
-                let _ = left.recv();
+                // Fails when the member drops its end. Only tests send: they have the process die.
+                if left.recv().is_ok() {
+                    return std::mem::forget(mark);
+                }
                 drop(mark);
                 index.forget(id);
             }

@@ -22,10 +22,11 @@
 //! # Memory
 //! | part | bytes | holds |
 //! |---|---|---|
-//! | header | 4 KiB | geometry, counters |
-//! | members | 64 × 256 | state, alive mark, ends of the event ring |
-//! | stripes | 4096 × 64 | the member that changes chains of the stripe |
+//! | header | 4 KiB | geometry, counters, which member is the keeper |
+//! | members | 64 × 320 | state, alive mark, ends of the rings |
+//! | stripes | 4096 × 64 | the member that changes chains of the stripe, and the key that it changes |
 //! | rings | 64 × 1 MiB | events for the keeper |
+//! | changes | 64 × 1 MiB | keys of blocks that came and went, for every subscriber: [`Changes`] |
 //! | pins | 4096 × 8 | leases: a slot, and until when |
 //! | segments | 32 each | state and owner, incarnation, live pages and blocks |
 //! | bitmaps | ⅛ for a slot or segment | which slots and segments are taken |
@@ -38,6 +39,7 @@
 
 mod bitmap;
 mod chain;
+mod changes;
 mod events;
 mod huge;
 mod layout;
@@ -51,6 +53,7 @@ mod stripe;
 mod tests;
 mod write;
 
+pub use changes::{Changes, Polled, RING_KEYS};
 pub use events::{Drained, Event, RING_LEN};
 pub use layout::{Geometry, MAX_SEGMENTS, MAX_SLOTS};
 pub use member::{MAX_MEMBERS, Member, MemberId};

@@ -5,18 +5,26 @@ use super::layout;
 use super::member::{Member, MemberId};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::time::{Duration, Instant};
 
 // A segment's words, of 64 bits.
 const STATE: usize = 0;
 const INCARNATION: usize = 8;
 /// Pages in the low half, blocks in the high half.
 const LIVE: usize = 16;
-/// Not zero if what was copied to it may not be on the disk.
-const UNSYNCED: usize = 24;
+/// What is known of its way to the disk: [`LOST`], [`OPEN`] and [`UNVERIFIED`].
+const DURABLE: usize = 24;
 pub(super) const SEGMENT_LEN: usize = 32;
 
 /// Bytes of a page of the disk.
 const PAGE: u32 = 4096;
+
+/// A sync of the segment failed.
+const LOST: u64 = 1;
+/// The process that wrote the segment has ended and has not sealed it.
+const OPEN: u64 = 2;
+/// So it was when the store was opened: blocks that the index has there may be torn.
+const UNVERIFIED: u64 = 4;
 
 /// What may be done with a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -90,7 +98,7 @@ impl Member {
             if self.set_segment(segment, SegmentState::Free, SegmentState::Active(self.id())) {
                 let incarnation = self.shared.word(layout::NEXT_INCARNATION).fetch_add(1, Relaxed);
                 self.segment_word(segment, LIVE).store(0, Relaxed);
-                self.segment_word(segment, UNSYNCED).store(0, Relaxed);
+                self.segment_word(segment, DURABLE).store(0, Relaxed);
                 self.segment_word(segment, INCARNATION).store(incarnation, Release);
                 return Some(segment);
             }
@@ -121,8 +129,45 @@ impl Index {
         let done = state.compare_exchange(from.to_word(), to.to_word(), AcqRel, Relaxed).is_ok();
         if done && to == SegmentState::Free {
             self.layout.taken_segments.give(&self.shared, segment);
+            // After it is free: a thread that read the count before, and found no segment, does not sleep.
+            self.shared.words32::<1>(layout::FREED)[0].fetch_add(1, Release);
+            self.shared.wake_all(layout::FREED);
         }
         done
+    }
+
+    /// Counts segments that became free. A thread reads it before it looks for a free segment, for
+    /// [`Index::wait_freed`].
+    pub fn freed(&self) -> u32 {
+        self.shared.words32::<1>(layout::FREED)[0].load(Acquire)
+    }
+
+    /// Waits until a segment has become free since [`Index::freed`] was `since`. False if `timeout` passed first.
+    pub fn wait_freed(&self, since: u32, timeout: Duration) -> bool {
+        let until = Instant::now().checked_add(timeout);
+        while self.freed() == since {
+            let left = until.map_or(timeout, |it| it.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                return false;
+            }
+            self.shared.wait_while(layout::FREED, since, left);
+        }
+        true
+    }
+
+    /// Notes that a put found no free segment.
+    pub fn note_no_space(&self) {
+        self.shared.words32::<1>(layout::NO_SPACE)[0].fetch_add(1, Relaxed);
+    }
+
+    /// Counts the calls of [`Index::note_no_space`] of all members.
+    pub fn no_space(&self) -> u32 {
+        self.shared.words32::<1>(layout::NO_SPACE)[0].load(Relaxed)
+    }
+
+    /// The incarnation that the next segment gets which is claimed.
+    pub fn next_incarnation(&self) -> u64 {
+        self.shared.word(layout::NEXT_INCARNATION).load(Relaxed)
     }
 
     /// Notes what a segment contains already, when the index is filled from the disk: a free segment
@@ -146,15 +191,52 @@ impl Index {
         }
     }
 
-    /// Notes that blocks of any member that were copied to a segment may not be on the disk.
+    /// Notes that a sync of a segment failed: a later one may succeed although blocks are lost.
     pub fn note_unsynced(&self, segment: u32) {
-        self.segment_word(segment, UNSYNCED).store(1, Release);
+        self.segment_word(segment, DURABLE).fetch_or(LOST, AcqRel);
+    }
+
+    /// Notes whether the process that wrote a segment has ended without sealing it. Such a segment is `Sealed`, as it
+    /// takes no more blocks, but its blocks may not be on the disk.
+    pub fn note_open(&self, segment: u32, is_open: bool) {
+        let word = self.segment_word(segment, DURABLE);
+        match is_open {
+            true => word.fetch_or(OPEN, AcqRel),
+            false => word.fetch_and(!(OPEN | UNVERIFIED), AcqRel),
+        };
+    }
+
+    /// Notes that a segment was not sealed when the index was filled from the disk: no process may be left that knows
+    /// which of its blocks were written whole. As [`Index::note_open`], which ends it.
+    pub fn note_unverified(&self, segment: u32) {
+        self.segment_word(segment, DURABLE).fetch_or(OPEN | UNVERIFIED, AcqRel);
+    }
+
+    /// Whether [`Index::note_unverified`] was called for a segment.
+    pub fn is_unverified(&self, segment: u32) -> bool {
+        self.segment_word(segment, DURABLE).load(Acquire) & UNVERIFIED != 0
+    }
+
+    /// Whether [`Index::note_open`] was called for a segment.
+    pub fn is_open(&self, segment: u32) -> bool {
+        self.segment_word(segment, DURABLE).load(Acquire) & OPEN != 0
+    }
+
+    /// Whether blocks of a segment may not be on the disk yet. In a sealed segment they are.
+    pub fn needs_sync(&self, segment: u32) -> bool {
+        let state = self.segment(segment).state;
+        matches!(state, SegmentState::Active(_)) || self.is_open(segment)
+    }
+
+    /// Whether [`Index::note_unsynced`] was called for a segment, in this use of it.
+    pub fn is_unsynced(&self, segment: u32) -> bool {
+        self.segment_word(segment, DURABLE).load(Acquire) & LOST != 0
     }
 
     /// A segment for which [`Index::note_unsynced`] was called, and which still has blocks.
     pub fn unsynced(&self) -> Option<u32> {
         let is_unsynced = |(number, segment): &(u32, Segment)| {
-            segment.live_blocks > 0 && self.segment_word(*number, UNSYNCED).load(Acquire) != 0
+            segment.live_blocks > 0 && self.is_unsynced(*number)
         };
         self.segments().find(is_unsynced).map(|(number, _)| number)
     }
@@ -162,6 +244,12 @@ impl Index {
     /// The segments that a member owns, alive or not.
     pub fn held_by(&self, member: MemberId) -> impl Iterator<Item = (u32, Segment)> + '_ {
         self.segments().filter(move |(_, segment)| segment.state.owner() == Some(member))
+    }
+
+    /// Leaves what a process leaves that dies after it has added the blocks of a segment, and before it counts them.
+    #[cfg(test)]
+    pub(crate) fn forget_live(&self, segment: u32) {
+        self.live_in(segment).store(0, Release);
     }
 
     /// All segments.

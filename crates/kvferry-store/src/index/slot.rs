@@ -201,6 +201,19 @@ impl Slot<'_> {
         read(version).or_else(|| read(self.version()))
     }
 
+    /// As [`Slot::entry`], also while the block is moved again and again.
+    pub(super) fn settled(&self) -> Option<Entry> {
+        loop {
+            let version = self.version();
+            if version.state() != State::Live {
+                return None;
+            }
+            if let Some(entry) = self.read(version) {
+                return Some(entry);
+            }
+        }
+    }
+
     /// Consistent only if the version did not change.
     #[inline]
     pub(super) fn key(&self) -> Key {

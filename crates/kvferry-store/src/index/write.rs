@@ -50,7 +50,7 @@ impl Member {
     /// Adds a block, unless the key is there.
     pub fn insert(&self, key: Key, new: New) -> Inserted {
         let bucket = self.bucket_of(&key);
-        let Some(_locked) = self.lock(self.id(), bucket) else { return Inserted::Contended };
+        let Some(locked) = self.lock(bucket) else { return Inserted::Contended };
         let is_it = |slot: &Slot| slot.version().state() == State::Live && slot.key() == key;
         match self.search(bucket, is_it) {
             Err(Unavailable) => return Inserted::Contended,
@@ -59,6 +59,7 @@ impl Member {
         }
         let Some(slot) = self.hold_free() else { return Inserted::Full };
         reached("insert: held");
+        locked.note(key);
         let head = self.bucket(bucket);
         slot.fill(key, &new, Link::from_bucket(head.load(Acquire), bucket));
         reached("insert: filled");
@@ -68,13 +69,14 @@ impl Member {
         reached("insert: live");
         self.credit(new.page, new.len);
         self.shared.word(layout::LIVE).fetch_add(1, Relaxed);
+        self.publish(key);
         Inserted::New(slot.id)
     }
 
     /// Sets a block's place, if it still is `entry`'s.
     pub fn relocate(&self, entry: &Entry, page: u32) -> bool {
         let bucket = self.bucket_of(&entry.key);
-        let Some(_locked) = self.lock(self.id(), bucket) else { return false };
+        let Some(_locked) = self.lock(bucket) else { return false };
         let slot = self.slot(entry.slot);
         if !slot.is(entry) {
             return false;
@@ -89,13 +91,14 @@ impl Member {
     /// Removes a block, if it still is where `entry` says.
     pub fn remove(&self, entry: &Entry) -> bool {
         let bucket = self.bucket_of(&entry.key);
-        let Some(_locked) = self.lock(self.id(), bucket) else { return false };
+        let Some(locked) = self.lock(bucket) else { return false };
         let Ok(Some((place, slot))) = self.search(bucket, |slot| slot.id == entry.slot) else {
             return false;
         };
         if !slot.is(entry) {
             return false;
         }
+        locked.note(entry.key);
         slot.hold(self.id());
         reached("remove: held");
         self.unlink(bucket, place, &slot);
@@ -103,6 +106,7 @@ impl Member {
         self.free(&slot);
         self.debit(entry.page, entry.len);
         let _ = self.shared.word(layout::LIVE).fetch_update(Relaxed, Relaxed, |n| n.checked_sub(1));
+        self.publish(entry.key);
         true
     }
 
@@ -126,7 +130,7 @@ impl Member {
     /// Frees a slot that a dead member held, if it still does.
     pub(super) fn free_held_by(&self, number: u8, slot: &Slot<'_>) -> Result<(), Unavailable> {
         let bucket = self.bucket_of(&slot.key());
-        let _locked = self.lock(self.id(), bucket).ok_or(Unavailable)?;
+        let _locked = self.lock(bucket).ok_or(Unavailable)?;
         let place = self.search(bucket, |other| other.id == slot.id)?;
         if slot.version().state() != State::Held(number) {
             return Ok(());

@@ -12,7 +12,7 @@
 //! | `kvferry.store`    | the superblock, replaced only by an atomic rename                 |
 //! | `segment-00000000` | segment 0 (eight decimal digits), of the superblock's segment size |
 //!
-//! Segment *n* is in the directory whose number is *n* modulo the count of directories. Directory 0 also has the
+//! Segment *n* is in the directory whose number is *n* modulo the count of directories. Each directory also has the
 //! files `join` and `members`, which are empty and locked by processes.
 //!
 //! # Superblock

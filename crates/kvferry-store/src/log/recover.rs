@@ -1,14 +1,15 @@
 //! Finds the blocks of a segment again.
 //!
 //! [`scan`] reads the footer of a sealed segment, and looks for extent headers in any other, in up to
-//! all of its pages, those excepted that can't be read. It does not read data: the reader of a block compares the sum. [`verify`] compares
-//! the sums of all blocks of a segment.
+//! all of its pages. Pages that can't be read may list more blocks: [`Scanned::unreadable`] says so. It does not read
+//! data: the reader of a block compares the sum. [`verify`] compares the sums of all blocks of a segment.
 
 use super::appender::write_footer;
 use super::format::{PAGE_BYTES, Record, SegmentHeader, Trailer, bytes_of, footer_pages, pages_of};
 use super::{Disk, Error, Geometry, OnSegment, Result, Superblock};
 use crc_fast::{CrcAlgorithm, Digest};
 use std::io;
+use std::sync::Arc;
 
 /// The end of a segment that is read at once: trailer and, mostly, the whole footer.
 const TAIL_PAGES: u32 = 32;
@@ -33,6 +34,8 @@ pub struct Scanned {
     pub records: Vec<Record>,
     /// The page behind the last block.
     pub end: u32,
+    /// Why pages could not be read that may list more blocks.
+    pub unreadable: Option<Arc<io::Error>>,
 }
 
 /// Scans all segments of a disk. A segment that cannot be read costs its own blocks.
@@ -65,9 +68,16 @@ pub fn scan<D: Disk>(disk: &D, store: &Superblock, segment: u32) -> Result<Optio
 
 /// Seals a segment that its appender did not seal, so that the next start reads only its footer. The
 /// appender is gone: its process has ended.
+///
+/// # Errors
+/// The device's; `Damaged` if there is no room for the footer; and if pages could not be read: blocks that the footer
+/// does not list would be gone for good.
 pub fn seal<D: Disk>(disk: &D, store: &Superblock, scanned: &mut Scanned) -> Result<()> {
     if scanned.is_sealed {
         return Ok(());
+    }
+    if let Some(error) = &scanned.unreadable {
+        return Err(repeat(error)).on(scanned.header.segment, "read the extent headers");
     }
     let footer = footer_pages(scanned.records.len() as u32);
     if u64::from(scanned.end) + u64::from(footer) > store.geometry.pages().into() {
@@ -93,8 +103,8 @@ pub fn verify<D: Disk>(disk: &D, scanned: &Scanned) -> Vec<(Record, Fault)> {
     let mut buffer = vec![0; lens.max().unwrap_or(0).min(VERIFY_BYTES) as usize];
     let mut faults = Vec::new();
     for record in &scanned.records {
-        match read_sum(disk, scanned.header.segment, record, &mut buffer) {
-            Ok(sum) if sum == record.block.sum => (),
+        match read_sum(disk, scanned.header.segment, record.page, record.block.len, &mut buffer) {
+            Ok(sum) if sum ^ record.block.check == record.block.sum => (),
             Ok(_) => faults.push((*record, Fault::Sum)),
             Err(error) => faults.push((*record, Fault::Unreadable(error))),
         }
@@ -102,15 +112,22 @@ pub fn verify<D: Disk>(disk: &D, scanned: &Scanned) -> Vec<(Record, Fault)> {
     faults
 }
 
+/// The sum of the bytes of a block.
+pub(crate) fn sum_of<D: Disk>(disk: &D, segment: u32, page: u32, len: u32) -> io::Result<u64> {
+    let mut buffer = vec![0; bytes_of(pages_of(len)).min(VERIFY_BYTES) as usize];
+    read_sum(disk, segment, page, len, &mut buffer)
+}
+
 fn read_sum<D: Disk>(
     disk: &D,
     segment: u32,
-    record: &Record,
+    page: u32,
+    len: u32,
     buffer: &mut [u8],
 ) -> io::Result<u64> {
     let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
-    let mut at = bytes_of(record.page);
-    let mut left = bytes_of(pages_of(record.block.len));
+    let mut at = bytes_of(page);
+    let mut left = bytes_of(pages_of(len));
     while left > 0 {
         let len = left.min(buffer.len() as u64) as usize;
         disk.read_at(segment, at, &mut buffer[..len])?;
@@ -118,7 +135,7 @@ fn read_sum<D: Disk>(
         at += len as u64;
         left -= len as u64;
     }
-    Ok(digest.finalize() ^ record.block.check)
+    Ok(digest.finalize())
 }
 
 fn read_footer<D: Disk>(
@@ -148,11 +165,11 @@ fn read_footer<D: Disk>(
     };
     let records: Vec<_> = records.filter(|record| is_between(record, 1, first)).collect();
     let end = end_of(&records).max(1);
-    Ok(Some(Scanned { header: *header, is_sealed: true, records, end }))
+    Ok(Some(Scanned { header: *header, is_sealed: true, records, end, unreadable: None }))
 }
 
 fn walk<D: Disk>(disk: &D, geometry: Geometry, header: &SegmentHeader) -> io::Result<Scanned> {
-    let mut window = Window { first: 0, bytes: Vec::new(), unreadable: 0 };
+    let mut window = Window { first: 0, bytes: Vec::new(), unreadable: 0, error: None };
     let mut records = Vec::new();
     let mut page = 1;
     let mut end = 1;
@@ -161,7 +178,10 @@ fn walk<D: Disk>(disk: &D, geometry: Geometry, header: &SegmentHeader) -> io::Re
             Ok(bytes) => bytes,
             Err(error) if records.is_empty() => return Err(error),
             // Such as: the file is cut. What was found is as good as before.
-            Err(_) => break,
+            Err(error) => {
+                window.error = Some(error);
+                break;
+            }
         };
         if let Some(extent) = header.decode_extent(page, bytes) {
             let before = records.len();
@@ -173,7 +193,8 @@ fn walk<D: Disk>(disk: &D, geometry: Geometry, header: &SegmentHeader) -> io::Re
             page += 1;
         }
     }
-    Ok(Scanned { header: *header, is_sealed: false, records, end })
+    let unreadable = window.error.map(Arc::new);
+    Ok(Scanned { header: *header, is_sealed: false, records, end, unreadable })
 }
 
 /// Whether a record's data lies in pages `from..to`.
@@ -190,8 +211,9 @@ fn end_of(records: &[Record]) -> u32 {
 struct Window {
     first: u32,
     bytes: Vec<u8>,
-    /// Pages that were asked for and can't be read.
+    /// Pages that were asked for and can't be read, and the last error.
     unreadable: u32,
+    error: Option<io::Error>,
 }
 
 impl Window {
@@ -229,7 +251,13 @@ impl Window {
         if self.unreadable > UNREADABLE_MAX {
             return Err(error);
         }
+        self.error = Some(error);
         self.bytes.fill(0);
         Ok(())
     }
+}
+
+/// The same error once more.
+fn repeat(error: &io::Error) -> io::Error {
+    error.raw_os_error().map_or_else(|| error.kind().into(), io::Error::from_raw_os_error)
 }

@@ -8,6 +8,7 @@ use super::{Error, Result};
 use crate::steps::{Op, step, sync_directory};
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 /// The superblock's file.
@@ -65,7 +66,15 @@ impl Superblock {
         let (new, to) = (directory.join(NEW_FILE), directory.join(FILE));
         let bytes = self.encode();
         reached()?;
-        let mut file = step(|| Op::Create { path: new.clone(), len: 0 }, || File::create(&new))?;
+        // A new file: a link in its place is not followed, and nothing of another user is written to.
+        let create = || {
+            match fs::remove_file(&new) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+                _ => {}
+            }
+            File::options().write(true).create_new(true).mode(0o600).open(&new)
+        };
+        let mut file = step(|| Op::Create { path: new.clone(), len: 0 }, create)?;
         reached()?;
         step(|| Op::write(new.clone(), 0, &bytes), || file.write_all(&bytes))?;
         reached()?;
@@ -236,6 +245,20 @@ mod tests {
         store().write(&directory).unwrap();
         assert_eq!(Superblock::read(&directory).unwrap(), Some((store(), VERSION)));
         assert!(!directory.join(NEW_FILE).exists());
+        fs::remove_dir_all(directory).unwrap();
+    }
+
+    #[test]
+    fn a_superblock_is_for_its_user_alone_and_no_link_is_followed_when_it_is_written() {
+        use std::os::unix::fs::PermissionsExt;
+        let directory = directory("link");
+        let victim = directory.join("victim");
+        fs::write(&victim, "of another user").unwrap();
+        std::os::unix::fs::symlink(&victim, directory.join(NEW_FILE)).unwrap();
+        store().write(&directory).unwrap();
+        assert_eq!(fs::read(&victim).unwrap(), b"of another user");
+        let mode = fs::metadata(directory.join(FILE)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
         fs::remove_dir_all(directory).unwrap();
     }
 

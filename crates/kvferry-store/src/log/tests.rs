@@ -527,6 +527,27 @@ fn a_footer_that_cannot_be_read_costs_no_block() {
 }
 
 #[test]
+fn a_segment_whose_headers_could_not_all_be_read_says_so_and_is_not_sealed_without_their_blocks() {
+    let (store, disk, data) = small_segment(false);
+    let calls = disk.calls();
+    // The segment header and the footer can be read, the first pages behind the header can't.
+    let disk = disk.with_faults(calls + 2..calls + 4, EIO);
+    let mut scanned = scan(&disk, &store, 0).unwrap().unwrap();
+    let error = scanned.unreadable.as_ref().expect("a page could not be read");
+    assert_eq!(error.raw_os_error(), Some(EIO));
+    assert!(scanned.records.len() < data.len());
+    let before = disk.now();
+    match recover::seal(&disk, &store, &mut scanned) {
+        Err(Error::Segment { source, .. }) => assert_eq!(source.raw_os_error(), Some(EIO)),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!((disk.now(), scanned.is_sealed), (before, false));
+    let mut scanned = scan(&disk, &store, 0).unwrap().unwrap();
+    assert_eq!((scanned.unreadable.is_none(), scanned.records.len()), (true, data.len()));
+    recover::seal(&disk, &store, &mut scanned).unwrap();
+}
+
+#[test]
 fn a_segment_that_cannot_be_read_costs_only_its_own_blocks() {
     let mut workload = Workload::new(40);
     let disk = workload.disk();

@@ -14,6 +14,7 @@ use super::{Done, Got, Outcome, Shared};
 use crate::key::Key;
 use crate::log::Block;
 use crate::log::format::{bytes_of, pages_of};
+use crate::memory::BLOCK_LEN_MAX;
 use crate::pending::Promise;
 use crate::policy::Retention;
 use crate::stats::Counters;
@@ -22,6 +23,7 @@ use crate::sync::lock;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -32,6 +34,8 @@ const WINDOW_MAX: usize = 64;
 const WINDOW_GROWTH: usize = 4;
 /// Bytes of a window at most, as far as the length of blocks is known. They are in memory.
 const WINDOW_BYTES: u64 = 32 << 20;
+/// Namespaces whose length of blocks is remembered at most.
+const LENGTHS_MAX: usize = 1024;
 /// Prefetches under way at most, and those that wait. Further ones fetch nothing.
 const ACTIVE_MAX: usize = 16;
 const WAITING_MAX: usize = 1024;
@@ -99,9 +103,8 @@ impl Prefetch {
                 refused += run.len();
                 continue;
             }
-            let parent = run[0].0.checked_sub(1).map(|before| self.blocks[before].key);
             let fetched: Vec<_> = run.iter().map(|(_, fetched)| fetched.as_ref()).collect();
-            let put = self.space.write_fetched(parent, &fetched)?;
+            let put = self.space.write_fetched(&fetched)?;
             refused += put.refused;
             failed += put.failed;
         }
@@ -188,20 +191,28 @@ enum Event {
 #[derive(Debug)]
 pub(super) struct Handle {
     events: Sender<Event>,
+    /// Prefetches that the thread has not seen yet.
+    unseen: Arc<AtomicUsize>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Handle {
     pub(super) fn start(shared: &Arc<Shared>) -> io::Result<Self> {
         let (events, received) = channel();
-        let fetcher = Fetcher::new(Arc::clone(shared), events.clone());
+        let unseen = Arc::new(AtomicUsize::new(0));
+        let fetcher = Fetcher::new(Arc::clone(shared), events.clone(), Arc::clone(&unseen));
         let run = move || fetcher.serve(&received);
         let thread = kvferry_sys::thread::spawn("kvferry-store-down".into(), run)?;
-        Ok(Self { events, thread: Mutex::new(Some(thread)) })
+        Ok(Self { events, unseen, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Begins a prefetch. After [`Handle::stop`] it ends with `Closed`.
+    /// Begins a prefetch. After [`Handle::stop`] it ends with `Closed`. While the thread is busy with a slow disk, only
+    /// so many wait for it.
     pub(super) fn begin(&self, prefetch: Box<Prefetch>) {
+        if self.unseen.fetch_add(1, Relaxed) >= WAITING_MAX {
+            self.unseen.fetch_sub(1, Relaxed);
+            return prefetch.finish();
+        }
         let _ = self.events.send(Event::Begin(prefetch));
     }
 
@@ -220,6 +231,7 @@ struct Fetcher {
     shared: Arc<Shared>,
     /// For the ends of requests. They hold nothing else of the store.
     events: Sender<Event>,
+    unseen: Arc<AtomicUsize>,
     active: FxHashMap<u64, Prefetch>,
     /// They count as active, too.
     stalled: Vec<Stalled>,
@@ -231,17 +243,17 @@ struct Fetcher {
     unsent: VecDeque<Key>,
     in_flight: usize,
     absent: Remembered,
-    /// Of the block that arrived last.
-    block_bytes: u64,
+    lengths: Lengths,
     quiet_until_ms: u64,
 }
 
 impl Fetcher {
-    fn new(shared: Arc<Shared>, events: Sender<Event>) -> Self {
+    fn new(shared: Arc<Shared>, events: Sender<Event>, unseen: Arc<AtomicUsize>) -> Self {
         let absent_ms = u64::try_from(shared.settings.absent_for.as_millis()).unwrap_or(u64::MAX);
         Self {
             shared,
             events,
+            unseen,
             active: FxHashMap::default(),
             stalled: Vec::new(),
             waiting: VecDeque::new(),
@@ -250,7 +262,7 @@ impl Fetcher {
             unsent: VecDeque::new(),
             in_flight: 0,
             absent: Remembered::new(ABSENT_MAX, absent_ms),
-            block_bytes: 1,
+            lengths: Lengths::default(),
             quiet_until_ms: 0,
         }
     }
@@ -262,7 +274,10 @@ impl Fetcher {
                 false => events.recv_timeout(NO_ROOM_AGAIN),
             };
             match event {
-                Ok(Event::Begin(prefetch)) => self.begin(prefetch),
+                Ok(Event::Begin(prefetch)) => {
+                    self.unseen.fetch_sub(1, Relaxed);
+                    self.begin(prefetch);
+                }
                 Ok(Event::Ended { key, permit, outcome }) => {
                     self.in_flight -= 1;
                     let answer = self.judge(key, permit, outcome);
@@ -323,7 +338,9 @@ impl Fetcher {
                     if now_ms.saturating_sub(since_ms) < NO_ROOM_MS {
                         return self.stalled.push(Stalled { number, prefetch, since_ms });
                     }
-                    Counters::add(&self.shared.core.counters.refused, refused);
+                    let counters = &self.shared.core.counters;
+                    Counters::add(&counters.refused, refused);
+                    Counters::add(&counters.refused_no_space, refused);
                 }
                 for key in keys {
                     if self.flights.get(&key).is_some_and(|flight| flight.answer.is_some()) {
@@ -350,8 +367,8 @@ impl Fetcher {
     /// Asks for the next missing blocks: those behind them that are here are passed over.
     fn ask(&mut self, number: u64, prefetch: &mut Prefetch) {
         let now_ms = self.shared.now_ms();
-        let by_bytes = usize::try_from(WINDOW_BYTES / self.block_bytes).unwrap_or(usize::MAX);
-        let window = prefetch.window.min(by_bytes.max(1));
+        let Some(namespace) = prefetch.blocks.first().map(|it| it.namespace) else { return };
+        let window = prefetch.window.min(self.lengths.window(namespace));
         for at in prefetch.here..prefetch.blocks.len() {
             let wanted = prefetch.blocks[at];
             if prefetch.asked.len() >= window {
@@ -400,7 +417,8 @@ impl Fetcher {
                 continue;
             };
             let geometry = self.shared.core.superblock.geometry;
-            let len_max = u64::from(geometry.max_block_bytes()) + HEADER_BYTES as u64;
+            let len_max = u64::from(geometry.max_block_bytes()).min(BLOCK_LEN_MAX);
+            let len_max = len_max + HEADER_BYTES as u64;
             let events = self.events.clone();
             let done = Done::new(move |outcome| {
                 let _ = events.send(Event::Ended { key, permit, outcome });
@@ -435,7 +453,7 @@ impl Fetcher {
         match verified {
             Ok((block, content)) => {
                 self.count(|counters| &counters.fetched);
-                self.block_bytes = block.len.into();
+                self.lengths.note(wanted.namespace, block.len);
                 Answer::Block(Arc::new(pad(block, content)))
             }
             Err(why) => {
@@ -481,8 +499,48 @@ impl Fetcher {
     }
 }
 
+/// How long the blocks of namespaces are: those of one namespace are equally long, mostly.
+#[derive(Debug, Default)]
+struct Lengths(FxHashMap<u64, u32>);
+
+impl Lengths {
+    fn note(&mut self, namespace: u64, len: u32) {
+        if self.0.len() >= LENGTHS_MAX && !self.0.contains_key(&namespace) {
+            self.0.clear();
+        }
+        let longest = self.0.entry(namespace).or_default();
+        *longest = len.max(*longest);
+    }
+
+    /// Blocks of a window at most: one, until the length is known.
+    fn window(&self, namespace: u64) -> usize {
+        let Some(len) = self.0.get(&namespace) else { return 1 };
+        usize::try_from(WINDOW_BYTES / u64::from(*len).max(1)).unwrap_or(usize::MAX).max(1)
+    }
+}
+
 fn pad(block: Block, mut content: Vec<u8>) -> Fetched {
     let data_bytes = usize::try_from(bytes_of(pages_of(block.len))).expect("at most a segment");
     content.resize(HEADER_BYTES + data_bytes, 0);
     Fetched { block, content }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_is_cut_by_the_length_of_its_own_namespace_and_is_one_block_until_that_is_known() {
+        let mut lengths = Lengths::default();
+        assert_eq!(lengths.window(1), 1);
+        lengths.note(1, 16 << 20);
+        lengths.note(2, 32 << 10);
+        assert_eq!((lengths.window(1), lengths.window(2), lengths.window(3)), (2, 1024, 1));
+        lengths.note(2, 64 << 20);
+        assert_eq!(lengths.window(2), 1);
+        for namespace in 0..10 * LENGTHS_MAX as u64 {
+            lengths.note(namespace, 1);
+        }
+        assert!(lengths.0.len() <= LENGTHS_MAX);
+    }
 }

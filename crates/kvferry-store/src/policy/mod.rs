@@ -83,6 +83,29 @@ struct Known {
     used_at: u64,
 }
 
+/// What [`Policy::standing`] says of a block. One that is not known is worth nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Standing {
+    /// Blocks are behind it, which are of no use without it.
+    is_needed: bool,
+    level: u8,
+    worth: f64,
+    used_at: u64,
+}
+
+impl Standing {
+    /// Expected uses per millisecond kept.
+    pub(crate) fn worth(&self) -> f64 {
+        self.worth
+    }
+
+    /// What leaves first is less.
+    pub(crate) fn total_cmp(&self, other: &Self) -> std::cmp::Ordering {
+        let first = (self.level, self.is_needed).cmp(&(other.level, other.is_needed));
+        first.then(self.worth.total_cmp(&other.worth)).then(self.used_at.cmp(&other.used_at))
+    }
+}
+
 /// Consecutive blocks of a request of which the same is known.
 #[derive(Clone, Copy, Debug)]
 struct Part {
@@ -271,6 +294,43 @@ impl Policy {
     pub fn evict_due(&mut self, now_ms: u64, key_of: impl FnOnce(Slot) -> Key) -> Option<Slot> {
         let (id, is_due) = self.least_worth(now_ms)?;
         is_due.then(|| self.take_last(id, key_of))
+    }
+
+    /// Blocks that can't leave now: they, or blocks behind them, are pinned, or have a higher priority than others that
+    /// can.
+    pub(crate) fn held(&self) -> FxHashSet<Slot> {
+        self.with_those_before(self.pins.keys().copied().chain(self.runs.ends_above_lowest()))
+    }
+
+    /// Blocks that are pinned, and those before them.
+    pub(crate) fn pinned(&self) -> FxHashSet<Slot> {
+        self.with_those_before(self.pins.keys().copied())
+    }
+
+    fn with_those_before(&self, slots: impl Iterator<Item = Slot>) -> FxHashSet<Slot> {
+        let mut held = FxHashSet::default();
+        for last in slots {
+            let chain = std::iter::successors(Some(last), |slot| self.blocks.before(*slot));
+            for slot in chain {
+                if !held.insert(slot) {
+                    break;
+                }
+            }
+        }
+        held
+    }
+
+    /// What a block is worth beside others, without those behind it.
+    pub(crate) fn standing(&self, now_ms: u64, slot: Slot) -> Standing {
+        let id = self.blocks.run(slot).filter(|id| *id != PENDING);
+        let Some(run) = id.map(|id| self.runs.get(id)) else { return Standing::default() };
+        let age = self.now.max(now_ms).saturating_sub(run.used_at);
+        Standing {
+            is_needed: self.blocks.children(slot) > 0,
+            level: run.level(),
+            worth: self.reuse.worth(run.class, age),
+            used_at: run.used_at,
+        }
     }
 
     /// Memory that is reserved, in bytes. Of the slots, only that is touched which was used.

@@ -52,6 +52,11 @@ impl Run {
         Retention::from_bits(self.retention)
     }
 
+    /// The order of levels is that of leaving.
+    pub(super) fn level(&self) -> u8 {
+        self.level
+    }
+
     pub(super) fn is_candidate(&self) -> bool {
         self.place != NOWHERE
     }
@@ -252,6 +257,15 @@ impl Runs {
     pub(super) fn lowest(&self) -> Option<(&[u32], bool)> {
         let lowest = self.levels.trailing_zeros() as usize;
         self.candidates.get(lowest).map(|candidates| (&candidates[..], lowest == usize::from(DUE)))
+    }
+
+    /// The last blocks of runs whose level is above the lowest of the candidates, not counting what is due.
+    pub(super) fn ends_above_lowest(&self) -> impl Iterator<Item = Slot> + '_ {
+        let lowest = (self.levels & !(1 << DUE)).trailing_zeros();
+        self.runs
+            .iter()
+            .filter(move |it| it.len > 0 && u32::from(it.level) > lowest)
+            .map(|it| it.last)
     }
 
     /// The pool is empty as soon as it is not of the lowest level.

@@ -5,6 +5,7 @@
 
 mod cuts;
 mod errors;
+mod keeper;
 mod oracle;
 pub(crate) mod recorder;
 mod world;
@@ -162,7 +163,8 @@ impl<'a> Process<'a> {
         loop {
             let began = recording.now();
             let put = self.engine.put(&self.kv, thread, blocks).expect("memory is registered");
-            if put.stored == blocks.len() {
+            // A block that is present is promised as one that is stored.
+            if put.stored + put.present == blocks.len() {
                 for block in blocks {
                     let process = self.number;
                     recording.note(Note::Stored { process, block: *block, began });

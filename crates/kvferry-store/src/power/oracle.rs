@@ -6,7 +6,7 @@ use crate::log::PAGE_BYTES;
 use crate::steps::Op;
 use crate::{Key, Namespace};
 use rustc_hash::FxHashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 #[derive(Debug, Default)]
 pub(super) struct Oracle {
@@ -111,6 +111,21 @@ impl Oracle {
                 }
             }
             Event::Begin(..) => {}
+        }
+    }
+
+    /// All processes are killed, and the files are in a copy of their folder from now on.
+    pub(super) fn end_processes(&mut self, copy: &Path) {
+        self.writing.clear();
+        self.syncing.clear();
+        let above = |path: &Path| match path.components().rev().nth(2) {
+            Some(it) if it.as_os_str() == "disk" => 3,
+            _ => 2,
+        };
+        for written in &mut self.written {
+            let below: Vec<_> =
+                written.path.components().rev().take(above(&written.path)).collect();
+            written.path = copy.join(below.into_iter().rev().collect::<PathBuf>());
         }
     }
 

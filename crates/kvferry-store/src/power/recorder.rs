@@ -27,6 +27,14 @@ pub(crate) enum Note {
 }
 
 impl Event {
+    /// Without bytes.
+    pub(crate) fn in_short(&self) -> String {
+        match self {
+            Self::Begin(step, op) => format!("step {step}: {}", op.name()),
+            other => format!("{other:?}"),
+        }
+    }
+
     /// The same, with so many events before the first.
     pub(crate) fn later(self, events: usize) -> Self {
         match self {
@@ -47,8 +55,14 @@ pub(crate) struct Fault {
     pub(crate) at: usize,
     pub(crate) stays: bool,
     pub(crate) errno: i32,
-    /// Only syncs of files fail.
+    /// Only syncs of files fail: the first one from this number on, or all.
     pub(crate) is_of_syncs: bool,
+}
+
+impl Fault {
+    fn is_first(&self, injected: &[String]) -> bool {
+        self.is_of_syncs && injected.is_empty()
+    }
 }
 
 #[derive(Debug)]
@@ -66,7 +80,12 @@ struct State {
     operations: usize,
     /// Those that were made to fail.
     injected: Vec<String>,
+    /// Steps after which the thread that takes the next one ends.
+    kill_after: Option<usize>,
 }
+
+/// What a thread unwinds with that [`Recording::kill_after`] ends.
+pub(crate) struct Killed;
 
 /// A recorder of a folder, until it is dropped.
 #[derive(Debug)]
@@ -104,6 +123,11 @@ impl Recording {
 
     pub(crate) fn fail(&self, fault: Option<Fault>) {
         lock(&self.0.state).fault = fault;
+    }
+
+    /// The thread that takes the step behind so many further ones unwinds with [`Killed`] instead, once.
+    pub(crate) fn kill_after(&self, steps: Option<usize>) {
+        lock(&self.0.state).kill_after = steps;
     }
 
     /// How many operations on files there were, and which of them were made to fail.
@@ -175,7 +199,8 @@ impl State {
             let number = self.operations;
             self.operations += 1;
             if let Some(fault) = self.fault
-                && (number == fault.at || fault.stays && number > fault.at)
+                && (number == fault.at
+                    || number > fault.at && (fault.stays || fault.is_first(&self.injected)))
                 && op.can_fail_with(fault.errno)
                 && (!fault.is_of_syncs || matches!(op, Op::Sync(_)))
             {
@@ -207,7 +232,15 @@ impl Step {
         let recorder = recorders.iter().find(|it| op.path().starts_with(&it.root)).cloned();
         drop(recorders);
         let Some(recorder) = recorder else { return Ok(Self(None)) };
-        let step = lock(&recorder.state).begin(op)?;
+        let mut state = lock(&recorder.state);
+        let is_killed = state.kill_after == Some(0);
+        state.kill_after = state.kill_after.and_then(|left| left.checked_sub(1));
+        if is_killed {
+            drop(state);
+            std::panic::resume_unwind(Box::new(Killed));
+        }
+        let step = state.begin(op)?;
+        drop(state);
         Ok(Self(step.map(|step| (recorder, step))))
     }
 

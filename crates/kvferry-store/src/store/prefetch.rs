@@ -1,6 +1,6 @@
 //! What a store does with its object tier.
 
-use super::{Inner, Put, Space, Store};
+use super::{Inner, Put, Refusal, Space, Store};
 use crate::error::Result;
 use crate::key::Key;
 use crate::log::format::bytes_of;
@@ -82,14 +82,13 @@ impl Space {
         self.store.core.member.find(key).is_some()
     }
 
-    /// Puts blocks on the disk that were fetched, one behind another in a prompt, the first one behind `parent`.
+    /// Puts blocks on the disk that were fetched, one behind another in a prompt.
     /// What is refused may be tried again once the keeper has freed space.
-    pub(crate) fn write_fetched(&self, parent: Option<Key>, fetched: &[&Fetched]) -> Result<Put> {
+    pub(crate) fn write_fetched(&self, fetched: &[&Fetched]) -> Result<Put> {
         let _call = self.store.enter()?;
         let Inner { core, worker, .. } = &*self.store;
         let now_s = core.clock.now_s();
         let blocks: Vec<_> = fetched.iter().map(|it| it.block(now_s)).collect();
-        let mut parent = parent.and_then(|key| core.member.find(&key)).map(|entry| entry.slot);
         let (mut put, mut done) = (Put::default(), 0);
         while done < blocks.len() {
             let write = |extent: &Extent| -> std::io::Result<()> {
@@ -100,14 +99,15 @@ impl Space {
                 })
             };
             let publish = |segment: u32, records: &[log::Record]| {
-                parent = self.publish(segment, records, parent, &mut put);
+                self.publish(segment, records, &mut put);
             };
             let (count, written) = worker.writer.write_with(core, &blocks[done..], write, publish);
             let left = if count == 0 { blocks.len() - done } else { count };
             match written {
                 Ok(()) => {}
                 Err(NotWritten::Full) => {
-                    put.refused += left;
+                    core.member.note_no_space();
+                    put.refuse(Refusal::NoSpace, left);
                     self.store.wake_keeper();
                 }
                 Err(NotWritten::Failed) => put.failed += left,

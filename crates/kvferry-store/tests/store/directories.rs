@@ -276,3 +276,59 @@ fn a_directory_that_fails_while_in_use_costs_its_own_blocks_until_it_is_back() {
     put_until_found(&engine);
     assert_eq!(engine.store.stats().corrupt, 0);
 }
+
+#[test]
+fn a_process_joins_where_the_first_directory_was_lost_after_others_had_opened_the_store() {
+    for lost in ["a", "b", "c"] {
+        let folder = Folder::new("lost-later");
+        let with = directories(&folder, &["a", "b", "c"]);
+        made(&with);
+        let engine = Engine::open(&with, LEN);
+        let (path, away) = (folder.path().join(lost), folder.path().join("away"));
+        std::fs::rename(&path, &away).expect("it exists");
+        let other = Engine::open(&with, LEN);
+        assert_eq!(other.store.stats().processes, 2, "{lost}");
+        assert!(found(&other) >= BLOCKS, "{lost}");
+        drop((engine, other));
+    }
+}
+
+#[test]
+fn a_directory_that_comes_back_gives_neither_a_second_keeper_nor_a_way_to_clean_a_store_in_use() {
+    let folder = Folder::new("back");
+    let with = directories(&folder, &["a", "b", "c"]);
+    made(&with);
+    let (path, away) = (folder.path().join("a"), folder.path().join("away"));
+    std::fs::rename(&path, &away).expect("it exists");
+    let engine = Engine::open(&with, LEN);
+    std::fs::rename(&away, &path).expect("it exists");
+    let paths = ["a", "b", "c"].map(|name| folder.path().join(name));
+    let cleaned = kvferry_store::clean::Cleaner::open(&paths);
+    assert!(matches!(cleaned, Err(Error::InUse { .. })), "{cleaned:?}");
+    // Of another network namespace, this process could not ask the keeper; its locks say that there is one.
+    let members = ["a", "b", "c"].map(|name| {
+        let path = folder.path().join(name).join("members");
+        kvferry_sys::lock::LockFile::open(&path).expect("a file")
+    });
+    let free = members.each_ref().map(|it| it.try_exclusive().expect("locks"));
+    assert!(free.contains(&false), "{free:?}");
+    drop(members);
+    let other = Engine::open(&with, LEN);
+    assert_eq!((other.store.stats().processes, other.store.stats().is_keeper), (2, 0));
+    drop((engine, other));
+}
+
+#[test]
+fn a_directory_that_the_store_makes_and_the_files_in_it_are_for_their_user_alone() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = Folder::new("modes");
+    made(&directories(&folder, &["a/b", "c"]));
+    let mode = |path: &Path| path.metadata().expect("it exists").permissions().mode() & 0o777;
+    for name in ["a/b", "c"] {
+        let path = folder.path().join(name);
+        assert_eq!(mode(&path), 0o700, "{name}");
+        for file in files(&path).into_keys() {
+            assert_eq!(mode(&file), 0o600, "{}", file.display());
+        }
+    }
+}

@@ -1,8 +1,11 @@
 //! The store as its users have it: real files, real processes.
 
 mod directories;
+mod events;
 mod faults;
+mod hanging;
 mod host;
+mod names;
 mod objects;
 mod processes;
 mod sentences;

@@ -13,14 +13,14 @@ const SMALL: u64 = 24 * MIB;
 const BLOCKS: usize = 6;
 
 /// A process with the store open, which puts prompts and says the seed of each when it is stored.
-struct Other {
+pub(crate) struct Other {
     child: Child,
     said: BufReader<ChildStdout>,
 }
 
 impl Other {
     /// Puts the prompts of seeds from `first` on: `count` of them, and then waits.
-    fn start(folder: &Path, capacity: u64, first: u64, count: u64) -> Self {
+    pub(crate) fn start(folder: &Path, capacity: u64, first: u64, count: u64) -> Self {
         let this = std::env::current_exe().expect("the path of this program");
         let mut child = Command::new(this)
             .args(["--exact", "processes::other", "--ignored", "--nocapture"])
@@ -35,7 +35,7 @@ impl Other {
     }
 
     /// The next seed that it says; `None` once it is dead.
-    fn next(&mut self) -> Option<u64> {
+    pub(crate) fn next(&mut self) -> Option<u64> {
         loop {
             let mut line = String::new();
             if self.said.read_line(&mut line).expect("reads") == 0 {
@@ -47,7 +47,7 @@ impl Other {
         }
     }
 
-    fn signal(&self, signal: &str) {
+    pub(crate) fn signal(&self, signal: &str) {
         let pid = self.child.id().to_string();
         let sent = Command::new("kill").args([signal, &pid]).status().expect("kill runs");
         assert!(sent.success());

@@ -198,3 +198,52 @@ fn pinned_blocks_stay_until_their_lease_ends() {
     let absent = engine.kv.pin(&prompt(1000, 3), hour).expect("pins");
     assert_eq!(absent.blocks(), 0);
 }
+
+#[test]
+fn a_put_that_may_wait_is_not_refused_by_a_full_store() {
+    let folder = Folder::new("put-wait");
+    let options = options(folder.path(), 24 * MIB).put_wait(Duration::from_secs(30));
+    let engine = Engine::open(&options, LEN);
+    for seed in 0..200 {
+        let put = engine.put(&prompt(seed, 16), 0);
+        assert_eq!((put.stored, put.refused, put.failed), (16, 0, 0), "{put:?}");
+    }
+    let stats = engine.store.stats();
+    assert_eq!((stats.refused, stats.corrupt), (0, 0), "{stats:?}");
+    assert!(stats.blocks * LEN > 12 * MIB, "most of the disk is used: {stats:?}");
+}
+
+#[test]
+fn blocks_behind_host_memory_are_not_refused_by_a_full_store_and_are_on_the_disk_after_a_sync() {
+    let folder = Folder::new("behind-full");
+    let engine = Engine::open(&options(folder.path(), 24 * MIB).host_bytes(4 * MIB), LEN);
+    for seed in 0..200 {
+        let put = engine.put(&prompt(seed, 16), 0);
+        assert_eq!((put.stored, put.refused, put.failed), (16, 0, 0), "{put:?}");
+    }
+    engine.store.sync().expect("all were written");
+    let stats = engine.store.stats();
+    assert_eq!(
+        (stats.refused, stats.unwritten_blocks, stats.waiting_bytes),
+        (0, 0, 0),
+        "{stats:?}"
+    );
+}
+
+#[test]
+fn pinned_blocks_stay_while_puts_find_no_space() {
+    let folder = Folder::new("pins-pressed");
+    let engine = Engine::open(&options(folder.path(), 24 * MIB), LEN);
+    let kept = prompt(1, 32);
+    engine.put(&kept, 0);
+    let pin = engine.kv.pin(&kept, Duration::from_secs(3600)).expect("pins");
+    assert_eq!(pin.blocks(), 32);
+    let began = std::time::Instant::now();
+    let (mut seed, mut refused) = (10, 0);
+    while began.elapsed() < Duration::from_secs(3) {
+        refused += engine.put(&prompt(seed, 16), 0).refused_no_space;
+        seed += 1;
+    }
+    assert!(refused > 0, "there was no pressure");
+    assert_eq!(engine.get(&kept, 0), 32, "{:?}", engine.store.stats());
+}

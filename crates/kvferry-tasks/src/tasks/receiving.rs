@@ -14,10 +14,43 @@ pub(super) struct Parked {
     pub(super) from: Conn,
     pub(super) id: u64,
     pub(super) until: Timestamp,
-    /// The length of the message.
+    /// Bytes of memory that it takes: a block without parts has 3 bytes in a message, and 32 here.
     pub(super) len: usize,
     pub(super) regions: Vec<ByteBuf>,
     pub(super) blocks: Vec<Offered>,
+}
+
+/// Offers that wait: how many, and their bytes of memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Share {
+    pub(super) offers: usize,
+    pub(super) bytes: usize,
+}
+
+impl Share {
+    const fn and(self, len: usize) -> Self {
+        Self { offers: self.offers + 1, bytes: self.bytes + len }
+    }
+
+    const fn without(self, len: usize) -> Self {
+        Self { offers: self.offers - 1, bytes: self.bytes - len }
+    }
+
+    /// Whether a connection may have this much where all have `in_all`: no more than it leaves to the
+    /// others. One connection alone gets half; there is room for the next one however many came before.
+    const fn leaves_as_much(self, in_all: Self) -> bool {
+        in_all.offers + self.offers <= super::COUNT_MAX
+            && in_all.bytes + self.bytes <= super::PARKED_BYTES_MAX
+    }
+}
+
+/// Bytes of memory that an offer takes.
+pub(super) fn memory_of(key: &str, regions: &[ByteBuf], blocks: &[Offered]) -> usize {
+    let regions: usize = regions.iter().map(|region| size_of::<ByteBuf>() + region.len()).sum();
+    let blocks: usize =
+        blocks.iter().map(|block| size_of::<Offered>() + size_of_val(&*block.1)).sum();
+    // The key is in two maps and a timer.
+    regions + blocks + 2 * key.len() + size_of::<Parked>()
 }
 
 #[derive(Debug)]
@@ -99,10 +132,13 @@ impl Tasks {
             // The number of another send: the peer is wrong, and its first offer stands.
             return;
         }
-        let busy = check_count(self.parked.len(), "offers without a task").err().or_else(|| {
-            let bytes = self.parked_bytes + offer.len;
-            let text = format!("{bytes} bytes of offers would wait for tasks; wait for their ends");
-            (bytes > super::PARKED_BYTES_MAX).then(|| Outcome::new(Code::Busy, text))
+        let by = self.parked_by.get(&offer.from).copied().unwrap_or_default().and(offer.len);
+        let busy = (!by.leaves_as_much(self.parked_in_all.and(offer.len))).then(|| {
+            let Share { offers, bytes } = by;
+            let text = format!(
+                "{offers} offers of this sender, {bytes} bytes, would wait for tasks; wait for their ends"
+            );
+            Outcome::new(Code::Busy, text)
         });
         let refusal = match self.by_key.get(&key).and_then(|id| Some((*id, self.recvs.get(id)?))) {
             Some((id, Recv { state: State::Pending, .. })) => return self.begin(id, offer, now),
@@ -126,7 +162,8 @@ impl Tasks {
         }
         self.use_conn(offer.from);
         self.timers.insert((offer.until, Timer::Parked(key.clone())));
-        self.parked_bytes += offer.len;
+        self.parked_in_all = self.parked_in_all.and(offer.len);
+        self.parked_by.insert(offer.from, by);
         self.parked.insert(key, offer);
     }
 
@@ -134,7 +171,13 @@ impl Tasks {
         let offer = self.parked.remove(key)?;
         self.timers.remove(&(offer.until, Timer::Parked(key.to_owned())));
         self.free_conn(offer.from);
-        self.parked_bytes -= offer.len;
+        self.parked_in_all = self.parked_in_all.without(offer.len);
+        if let Some(by) = self.parked_by.get_mut(&offer.from) {
+            *by = by.without(offer.len);
+            if by.offers == 0 {
+                self.parked_by.remove(&offer.from);
+            }
+        }
         Some(offer)
     }
 

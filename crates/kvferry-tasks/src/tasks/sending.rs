@@ -73,7 +73,12 @@ impl Tasks {
             );
             return self.end_send(id, Outcome::new(Code::TooLarge, text));
         }
-        self.actions.push_back(Action::Message { to: conn, bytes });
+        self.actions.push_back(Action::Offer { to: conn, send: id, bytes });
+    }
+
+    /// There was no room for the offer of a send, for the reason in `text`.
+    pub fn unsent(&mut self, id: SendId, text: String) {
+        self.end_send(id, Outcome::new(Code::Busy, text));
     }
 
     /// Ends a send. The receiver is told to stop; it does not use what it has read.

@@ -62,10 +62,10 @@ impl World {
             let (conn, process) = (self.conn, &mut self.both[who]);
             match action {
                 Action::Connect { send, .. } => process.connecting.push(send),
-                Action::Message { to, bytes } if to == conn => {
+                Action::Offer { to, bytes, .. } | Action::Message { to, bytes } if to == conn => {
                     self.both[1 - who].inbox.push_back(bytes);
                 }
-                Action::Message { .. } => {}
+                Action::Offer { .. } | Action::Message { .. } => {}
                 Action::Read { task, copies, .. } => {
                     assert_eq!(process.recvs[&task], None, "a task that has ended is read");
                     let known = process.sources.insert(task, copies[0].from.1);

@@ -537,6 +537,11 @@ impl Wire {
                 }
                 if self.has(Fault::HastyUnregister) {
                     thread::sleep(Duration::from_micros(300));
+                    if !target.alive.load(SeqCst) {
+                        // The owner has the time to write all of the memory anew, so that the
+                        // piece lands on it and not under it.
+                        thread::sleep(Duration::from_millis(20));
+                    }
                 }
                 let place = at(target, to.wrapping_add(offset));
                 target.memory.transport_copy(Direction::In, place, span)

@@ -19,7 +19,7 @@ mod transfers;
 use super::mesh::Mesh;
 use super::{CHILD, REPLY};
 use command::Command;
-use kvferry::{Agent, Channel, Config, MessageHandler, Peer, Transfer};
+use kvferry::{Agent, Channel, Config, Message, MessageHandler, Peer, Transfer};
 use kvferry_sys::map::Mapping;
 use regions::Held;
 use serde_json::{Value, json};
@@ -173,7 +173,7 @@ struct Echo;
 impl MessageHandler for Echo {
     fn began(&self, _: &Channel) {}
 
-    fn received(&self, channel: &Channel, message: &[u8]) {
+    fn received(&self, channel: &Channel, message: Message<'_>) {
         drop(channel.send(message.to_vec()));
     }
 

@@ -2,11 +2,8 @@
 
 use super::*;
 
-/// The longest that a healthy write may take right after a refusal.
-const HEALTHY_WITHIN: Duration = Duration::from_millis(600);
-
-/// However loaded the machine is: the fault that this finds pauses for one second.
-const PENALTY: Duration = Duration::from_millis(950);
+/// As long as a transport may be expected to pause that pauses after a refusal.
+const PENALTY: Duration = Duration::from_millis(900);
 
 const REFUSED: [&str; 3] = ["out_of_bounds", "not_registered", "invalid_argument"];
 
@@ -47,13 +44,12 @@ fn beyond(near: &Region, far: &Region) -> Vec<(String, Move)> {
     cases
 }
 
-fn healthy(rig: &Rig<'_>, near: &Region, far: &Region, after: &str) -> Result {
+/// Makes a write that must succeed; returns how long it took.
+fn healthy(rig: &Rig<'_>, near: &Region, far: &Region, after: &str) -> Result<Duration> {
     let began = Instant::now();
     let what = format!("a healthy write after {after}");
     rig.moved(Write, &[Move::new(near, 0, far, 0, 4096)], &what)?;
-    let (took, allowed) = (began.elapsed(), stretched(HEALTHY_WITHIN).min(PENALTY));
-    ensure!(took < allowed, "{what} took {took:?}");
-    Ok(())
+    Ok(began.elapsed())
 }
 
 fn beyond_is_refused(rig: &Rig<'_>, way: Way) -> Result<(Region, Region)> {
@@ -67,11 +63,14 @@ fn beyond_is_refused(rig: &Rig<'_>, way: Way) -> Result<(Region, Region)> {
         MemoryKind::Slow => rig.area(Side::Far, 64 * KIB, Access::READ_WRITE)?,
     };
     healthy(rig, &near, &far, "nothing")?;
+    let mut fastest = Duration::MAX;
     for (what, m) in beyond(&near, &far) {
         let what = format!("a refused {way} {what}");
         rig.refused(way, &[m], &REFUSED, &what)?;
-        healthy(rig, &near, &far, &what)?;
+        fastest = fastest.min(healthy(rig, &near, &far, &what)?);
     }
+    // The fastest of all, so that load alone does not explain it.
+    ensure!(fastest < PENALTY, "each write after a refusal takes {fastest:?} or more");
     Ok((near, far))
 }
 
@@ -132,7 +131,7 @@ pub(super) fn neighbouring_regions_are_not_one(rig: &Rig<'_>) -> Result {
     }
     let by_address = Move::new(&near, 0, &left, 64 * KIB, 4096).aimed(Aim::Address);
     rig.lands(Write, &[by_address], "an address in the right neighbour")?;
-    healthy(rig, &near, &right, "refusals across two regions")
+    healthy(rig, &near, &right, "refusals across two regions").map(drop)
 }
 
 pub(super) fn a_region_allows_only_what_its_owner_said(rig: &Rig<'_>) -> Result {

@@ -25,7 +25,6 @@ use crate::fabric::Way::{self, Read, Write};
 use crate::fabric::{Aim, Fabric, Handle, Move, Outcome, Region};
 use crate::memory::{Memory, MemoryKind};
 use crate::violation::{Violation, ensure};
-use crate::watchdog::stretched;
 use kvferry::{Access, Notification, Options};
 use rig::{Rig, Side, done, failed, needs_device, pieces, watch, within};
 use std::fmt;

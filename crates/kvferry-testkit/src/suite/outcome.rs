@@ -4,10 +4,10 @@ use super::*;
 use crate::slow::SlowMemory;
 use kvferry_sys::poll::{Interest, wait_one};
 
-/// How late a deadline may be: a transfer waits for a live peer's confirmation until the silence
-/// window has passed, and the machine may be loaded.
+/// How late a deadline may be. A transfer waits for a live peer's confirmation until the silence window
+/// has passed.
 fn slack(rig: &Rig<'_>) -> Duration {
-    stretched(rig.patience().mul_f32(0.4)).min(rig.patience())
+    rig.patience()
 }
 
 /// Reads the outcome again and again until `time` after the end, and expects it not to change.
@@ -142,7 +142,7 @@ pub(super) fn a_wait_ends_with_its_transfer(rig: &Rig<'_>) -> Result {
     let (near, far) = rig.both(len)?;
     let healthy = [Move::new(&near, 0, &far, 0, len)];
     let outside = [Move::new(&near, 0, &far, len, 1).aimed(Aim::Forged)];
-    let allowed = stretched(Duration::from_millis(500));
+    let allowed = rig.patience();
     // Longer than anything that may be waited for here.
     let timeout = rig.patience() + Duration::from_secs(3600);
     for (moves, cancel) in [(&healthy, false), (&outside, false), (&healthy, true)] {
@@ -153,10 +153,10 @@ pub(super) fn a_wait_ends_with_its_transfer(rig: &Rig<'_>) -> Result {
                 let (tell, handle) = (tell.clone(), &handle);
                 scope.spawn(move || {
                     // In pieces, so that the scenario ends although a wait oversleeps; each is
-                    // longer than allowed, so that oversleeping is noticed on a loaded machine.
+                    // longer than allowed, so that oversleeping is noticed.
                     let mut left = timeout;
                     while left > Duration::ZERO && handle.poll().is_none() {
-                        let piece = left.min(rig.patience().max(2 * allowed));
+                        let piece = left.min(2 * allowed);
                         drop(handle.wait(piece));
                         left -= piece;
                     }

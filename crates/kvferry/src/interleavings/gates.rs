@@ -9,7 +9,7 @@ use crate::memory::gate::{Gate, Gates, Touches};
 use crate::memory::region::Backing;
 use crate::sync::Mutant;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use kvferry_proto::{Incarnation, RegionId};
+use kvferry_proto::{Incarnation, RegionId, Timestamp};
 use loom::cell::UnsafeCell;
 use loom::thread;
 use std::sync::Arc;
@@ -44,6 +44,8 @@ unsafe impl Sync for Memory {}
 unsafe impl Send for Memory {}
 
 /// Touches the memory inside the gate, if it is alive.
+const NEVER: Timestamp = Timestamp::from_nanos(u64::MAX);
+
 fn touch_if_alive(gate: &Gate, touches: Touches, alive: &AtomicBool, memory: &Memory) {
     let inside = gate.enter_to(touches).expect("never shut here");
     if alive.load(Ordering::SeqCst) {
@@ -65,7 +67,8 @@ fn unregister_against_two_copies() {
         })
     };
     alive.store(false, Ordering::SeqCst);
-    gates.quiesce();
+    let stuck = gates.quiesce(None, NEVER);
+    assert!(stuck.is_empty());
     memory.give_back();
     drop(copier.join().expect("the copier ends"));
 }
@@ -105,7 +108,8 @@ fn loom_i2_the_real_table_of_regions_quiesces_its_copiers() {
             })
         };
         core.memory.regions.remove(&region).expect("registered");
-        core.memory.gates.quiesce();
+        let stuck = core.memory.gates.quiesce(None, NEVER);
+        assert!(stuck.is_empty());
         memory.give_back();
         drop(copier.join().expect("the copier ends"));
     });
@@ -126,7 +130,8 @@ fn loom_i2_a_copier_that_comes_while_others_are_waited_for_finds_the_memory_gone
             })
         };
         alive.store(false, Ordering::SeqCst);
-        gates.quiesce();
+        let stuck = gates.quiesce(None, NEVER);
+        assert!(stuck.is_empty());
         memory.give_back();
         drop(copier.join().expect("the copier ends"));
     });
@@ -146,7 +151,8 @@ fn unregister_against_a_copier_that_names_its_region() {
         })
     };
     alive.store(false, Ordering::SeqCst);
-    gates.quiesce_regions(&[ours]);
+    let stuck = gates.quiesce(Some(&[ours]), NEVER);
+    assert!(stuck.is_empty());
     memory.give_back();
     drop(copier.join().expect("the copier ends"));
 }

@@ -14,7 +14,7 @@ use crate::transfer::kind::{Capabilities, Fence, Transport, TransportKind};
 use crate::transfer::lanes::Lane;
 use crate::transfer::link::{Backend, Link};
 use crate::transfer::slot::Slot;
-use kvferry_proto::{Limits, StreamId, Timestamp};
+use kvferry_proto::{Guard, Limits, StreamId, Timestamp};
 use kvferry_sys::socket::Socket;
 use loom::thread;
 use std::net::SocketAddr;
@@ -104,7 +104,7 @@ pub(super) fn link(core: &Arc<Core>) -> Arc<Link> {
 /// A lane on which nothing is sent.
 pub(super) fn lane(core: &Arc<Core>) -> Arc<Lane> {
     let socket = Socket::listen(SocketAddr::from(([127, 0, 0, 1], 0))).expect("a port");
-    Lane::new(StreamId(1), socket, core.memory.gates.gate())
+    Lane::new(StreamId(1), socket, core.memory.gates.gate(), Guard::Crc)
 }
 
 fn two_users_of_one_lane() {

@@ -13,6 +13,7 @@ use crate::config::Config;
 use crate::core::Core;
 use crate::reactor::{Remote, Threads, now};
 use crate::suspend::SuspendDetector;
+use crate::users::Users;
 use kvferry_proto::Incarnation;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -40,5 +41,12 @@ fn bare() -> Arc<Core> {
     let threads =
         Threads::new(Remote::without_thread(), vec![Remote::without_thread()], Vec::new());
     let suspend = SuspendDetector::new(config.silence(), now());
-    Arc::new(Core::new(Incarnation(7), config.settings(), config.sizing(), threads, suspend))
+    Arc::new(Core::new(
+        Incarnation(7),
+        config.settings(),
+        config.sizing(),
+        threads,
+        suspend,
+        Users::default(),
+    ))
 }

@@ -5,7 +5,7 @@
 //! for longer than a revoker waits (see [`gate`](super::gate)).
 
 use crate::callback::contain;
-use crate::memory::device::{Copy, CopyDone, Wake};
+use crate::memory::device::{Copy, Stage, Wake};
 use crate::memory::gate::{Gate, Touches};
 use crate::memory::region::{Backing, RegionInner};
 use kvferry_proto::WireCode;
@@ -422,12 +422,11 @@ impl Staging {
             return Err(Fault::Memory { code: WireCode::Revoked, index: index_of(at.piece) });
         }
         let copy = Copy::start(buffer, region, gate, &self.wake);
-        let (offset, span) = (piece.offset + at.within, copy.span(0, len));
-        let done = CopyDone::new(&copy);
-        // If the call panics, the copy fails once the device drops or completes `done`.
+        let (offset, stage) = (piece.offset + at.within, Stage::new(&copy, len));
+        // If the call panics, the copy fails once the device drops or completes the stage.
         contain("a device's copy", || match direction {
-            Direction::Out => device.copy_out(offset, span, done),
-            Direction::In => device.copy_in(offset, span, done),
+            Direction::Out => device.copy_out(offset, stage),
+            Direction::In => device.copy_in(offset, stage),
         });
         Ok(Staged { copy, piece: at.piece, len, taken: 0 })
     }

@@ -1,8 +1,7 @@
 //! Device memory that the CPU can't address, copied through bounded staging buffers.
 //!
 //! Ownership: a staging buffer belongs to the copy that uses it. A copy is in progress from its
-//! start until its [`CopyDone`] is completed or dropped; the cursor that started it only observes
-//! it. So a cursor may be dropped at any time, and the device still writes into live memory.
+//! start until its [`Stage`] is completed or dropped; the cursor that started it only observes it. So a cursor may be dropped at any time, and the device still writes into live memory.
 //!
 //! Wake-up: a cursor that finds no ready bytes returns `NotReady`; the completion of any of its
 //! copies calls the waker afterwards. A completion before that check is seen by the check, because
@@ -29,13 +28,12 @@ pub trait DeviceMemory: Send + Sync + 'static {
         self.len() == 0
     }
 
-    /// Starts to copy `to.len()` bytes at `offset` of the device to `to`, which stays valid until
-    /// `done` is completed or dropped.
-    fn copy_out(&self, offset: u64, to: HostSpan, done: CopyDone);
+    /// Starts to copy `to.len()` bytes at `offset` of the device to `to`, and completes it when they
+    /// are there.
+    fn copy_out(&self, offset: u64, to: Stage);
 
-    /// Starts to copy `from` to `offset` of the device; `from` stays valid until `done` is
-    /// completed or dropped.
-    fn copy_in(&self, offset: u64, from: HostSpan, done: CopyDone);
+    /// Starts to copy `from` to `offset` of the device, and completes it when the bytes are there.
+    fn copy_in(&self, offset: u64, from: Stage);
 }
 
 /// Called when memory that was not ready may be ready.
@@ -103,20 +101,75 @@ impl Copy {
     }
 }
 
-/// Ends a device's copy, and keeps the staging buffer alive until then.
+/// The staging buffer of one device's copy, which ends with it.
 ///
-/// Dropping it without [`CopyDone::complete`] fails the copy.
+/// A device that holds the stage owns its bytes; one that has completed or dropped it can't name them any
+/// more. Dropping it without [`Stage::complete`] fails the copy.
+///
+/// A copy by [`Stage::as_ptr`], such as a GPU's, must have ended before the stage is completed or dropped:
+/// a device that loses track of it must leak the stage (`std::mem::forget`), which leaves the region in
+/// quarantine.
+///
+/// The bytes can't outlive the stage:
+/// ```compile_fail
+/// fn keep(stage: kvferry::Stage) -> impl Fn(&[u8]) {
+///     let kept = &stage;
+///     stage.complete(Ok(()));
+///     move |bytes| kept.copy_from(0, bytes)
+/// }
+/// ```
 #[derive(Debug)]
-pub struct CopyDone(Option<Arc<Copy>>);
+pub struct Stage {
+    /// `None` only while it is dropped.
+    copy: Option<Arc<Copy>>,
+    len: usize,
+}
 
-impl CopyDone {
-    pub(crate) fn new(copy: &Arc<Copy>) -> Self {
-        Self(Some(Arc::clone(copy)))
+impl Stage {
+    pub(crate) fn new(copy: &Arc<Copy>, len: usize) -> Self {
+        Self { copy: Some(Arc::clone(copy)), len }
     }
 
-    /// Ends the copy. The device must not touch the span any more.
+    fn span(&self, at: usize, len: usize) -> HostSpan {
+        let is_inside = at.checked_add(len).is_some_and(|end| end <= self.len);
+        assert!(is_inside, "the range is outside the stage");
+        self.copy.as_ref().expect("there until it is dropped").span(at, len)
+    }
+
+    /// Bytes to be copied.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no bytes to be copied.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Where the bytes are in this process, for the calls of a device's driver.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.span(0, self.len).as_ptr()
+    }
+
+    /// Copies `bytes` to the stage's bytes from `at` on.
+    ///
+    /// # Panics
+    /// If they do not fit.
+    pub fn copy_from(&self, at: usize, bytes: &[u8]) {
+        self.span(at, bytes.len()).copy_from(bytes);
+    }
+
+    /// Copies the stage's bytes from `at` on to all of `bytes`.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn copy_to(&self, at: usize, bytes: &mut [u8]) {
+        self.span(at, bytes.len()).copy_to(bytes);
+    }
+
+    /// Ends the copy.
     pub fn complete(mut self, result: io::Result<()>) {
-        if let Some(copy) = self.0.take() {
+        if let Some(copy) = self.copy.take() {
             match result {
                 Ok(()) => copy.end(DONE),
                 Err(e) => {
@@ -128,9 +181,9 @@ impl CopyDone {
     }
 }
 
-impl Drop for CopyDone {
+impl Drop for Stage {
     fn drop(&mut self) {
-        if let Some(copy) = self.0.take() {
+        if let Some(copy) = self.copy.take() {
             copy.end(FAILED);
         }
     }

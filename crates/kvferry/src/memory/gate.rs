@@ -14,9 +14,10 @@
 //! another region then need not wait for it. The revoker loads this word after it found the copier
 //! inside, so the word is that of this entry or of a later one.
 
+use crate::reactor::now;
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 use crate::sync::{Arc, Mutex, Weak, hint, lock, thread};
-use kvferry_proto::RegionId;
+use kvferry_proto::{RegionId, Timestamp};
 
 const SHUT: u64 = 1 << 63;
 
@@ -126,8 +127,8 @@ impl Gate {
         self.pending.load(Ordering::SeqCst) > 0
     }
 
-    /// Shuts the gate and waits until it is quiet. What runs inside is one non-blocking system call
-    /// of bounded size or a device's copy, so the wait is short.
+    /// Shuts the gate and waits until it is quiet, as those do who look at it from time to time.
+    #[cfg(test)]
     pub(crate) fn shut_and_wait(&self) {
         self.shut();
         let mut waits = 0;
@@ -149,8 +150,39 @@ fn back_off(waits: &mut u32) {
     *waits += 1;
     match *waits {
         0..50 => hint::spin_loop(),
-        50..100 => thread::yield_now(),
+        50..SPINS => thread::yield_now(),
         _ => thread::sleep(std::time::Duration::from_micros(50)),
+    }
+}
+
+/// Waits before a waiting thread sleeps, and looks at the time.
+const SPINS: u32 = 100;
+
+/// A copier that was inside its gate, and may still be: what it copies to or from hangs, such as a mapped
+/// file whose device does not answer.
+#[derive(Clone, Debug)]
+pub(crate) struct Stuck {
+    gate: Arc<Gate>,
+    seen: u64,
+}
+
+impl Stuck {
+    /// Waits until the copier has left, at most until `until`. Looks at least once.
+    pub(crate) fn wait(&self, until: Timestamp) -> bool {
+        let mut waits = 0;
+        while !self.is_left() {
+            if waits >= SPINS && now() >= until {
+                return false;
+            }
+            back_off(&mut waits);
+        }
+        true
+    }
+
+    /// Whether the copier has left the gate since.
+    pub(crate) fn is_left(&self) -> bool {
+        // Only the sequence counts: the shut bit may be set meanwhile, and is no progress.
+        self.gate.state.load(Ordering::SeqCst) & !SHUT != self.seen & !SHUT
     }
 }
 
@@ -170,18 +202,10 @@ impl Gates {
         gate
     }
 
-    /// Waits until every copier that may have been inside when this was called has left once. Every
-    /// later entry sees stores made before the call.
-    pub(crate) fn quiesce(&self) {
-        self.quiesce_for(|_| true);
-    }
-
-    /// As [`Gates::quiesce`], for copiers that may touch one of these regions only.
-    pub(crate) fn quiesce_regions(&self, regions: &[RegionId]) {
-        self.quiesce_for(|touches| Touches::may_be(touches, regions));
-    }
-
-    fn quiesce_for(&self, concerns: impl Fn(u64) -> bool) {
+    /// The copiers that may be inside a gate now, to touch one of these regions (`None`: any region).
+    /// Every later entry sees stores made before the call. Wait for each of them with [`Stuck::wait`].
+    #[must_use]
+    pub(crate) fn inside(&self, regions: Option<&[RegionId]>) -> Vec<Stuck> {
         fence(Ordering::SeqCst);
         let live: Vec<Arc<Gate>> = {
             let gates = lock(&self.0);
@@ -190,17 +214,21 @@ impl Gates {
         // A gate that is gone was left before it was dropped, and what was done inside happened
         // before that.
         fence(Ordering::Acquire);
-        for gate in live {
+        let copier = |gate: Arc<Gate>| {
             let seen = gate.state.load(Ordering::SeqCst);
-            if seen & 1 == 0 || !concerns(gate.touches.load(Ordering::Acquire)) {
-                continue;
-            }
-            let mut waits = 0;
-            // Only the sequence counts: the shut bit may be set meanwhile, and is no progress.
-            while gate.state.load(Ordering::SeqCst) & !SHUT == seen & !SHUT {
-                back_off(&mut waits);
-            }
-        }
+            let concerns = |them| Touches::may_be(gate.touches.load(Ordering::Acquire), them);
+            let is_inside = seen & 1 == 1 && regions.is_none_or(concerns);
+            is_inside.then_some(Stuck { gate, seen })
+        };
+        live.into_iter().filter_map(copier).collect()
+    }
+
+    /// Waits for the copiers that may be inside now; returns those that have not left by `until`.
+    #[cfg(test)]
+    pub(crate) fn quiesce(&self, regions: Option<&[RegionId]>, until: Timestamp) -> Vec<Stuck> {
+        let mut stuck = self.inside(regions);
+        stuck.retain(|copier| !copier.wait(until));
+        stuck
     }
 
     /// Gates in use. For leak tests.
@@ -221,5 +249,35 @@ mod tests {
         gate.shut_and_wait();
         assert_eq!(gate.enter().expect_err("shut"), Shut);
         assert!(gate.is_quiet(), "a refused entry leaves the gate quiet");
+    }
+
+    #[test]
+    fn a_copier_that_does_not_leave_is_reported_when_the_time_is_over() {
+        let gates = Gates::default();
+        let [hangs, other] = [gates.gate(), gates.gate()];
+        let inside = hangs.enter_to(Touches::Only(RegionId(7))).expect("open");
+        let beside = other.enter_to(Touches::Only(RegionId(8))).expect("open");
+        let stuck = gates.quiesce(Some(&[RegionId(7)]), now());
+        assert!(stuck.len() == 1 && !stuck[0].is_left());
+        hangs.shut();
+        assert!(!stuck[0].is_left(), "a gate that is shut was not left");
+        assert_eq!(gates.quiesce(None, now()).len(), 2);
+        drop((inside, beside));
+        assert!(stuck[0].is_left() && gates.inside(None).is_empty());
+    }
+
+    #[test]
+    fn a_copier_that_has_left_is_not_reported_because_another_one_hangs() {
+        let gates = Gates::default();
+        let [hangs, other] = [gates.gate(), gates.gate()];
+        let _inside = hangs.enter().expect("open");
+        let beside = other.enter().expect("open");
+        let mut seen = gates.inside(None);
+        assert_eq!(seen.len(), 2);
+        // It is inside again, with stores to the table seen, when its turn to be looked at comes.
+        drop(beside);
+        let _again = other.enter().expect("open");
+        seen.retain(|copier| !copier.wait(now()));
+        assert!(seen.len() == 1 && Arc::ptr_eq(&seen[0].gate, &hangs));
     }
 }

@@ -25,8 +25,22 @@ pub(crate) mod registry;
 pub(crate) mod remote;
 pub(crate) mod writers;
 
-pub use device::{CopyDone, DeviceMemory};
+pub use device::{DeviceMemory, Stage};
 pub use region::{Access, Region, RemoteRegion};
+
+use kvferry_proto::{RegionId, Timestamp};
+use smallvec::SmallVec;
+
+/// What may still touch memory that was unregistered.
+#[derive(Debug)]
+pub(crate) struct Unquiet {
+    /// Copiers of this process that hang.
+    pub(crate) stuck: Vec<gate::Stuck>,
+    /// A region that a device or a file operation still copies.
+    pub(crate) copied: Option<RegionId>,
+    /// Gates of other processes.
+    pub(crate) occupied: Vec<writers::Occupied>,
+}
 
 /// An agent's memory: its regions, and their copiers.
 #[derive(Debug, Default)]
@@ -36,4 +50,29 @@ pub(crate) struct Memory {
     pub(crate) gates: gate::Gates,
     /// Processes of this host that copy to and from this agent's memory directly.
     pub(crate) writers: writers::Writers,
+}
+
+impl Memory {
+    /// Waits until nothing touches these regions, which were removed from the table, at most until `until`.
+    /// Copiers and processes of other regions count as well if `are_all`.
+    ///
+    /// All that may be inside is noted first, so that one copier that hangs has no other one that has left
+    /// since be reported.
+    pub(crate) fn quiesce<'a>(
+        &self,
+        removed: impl IntoIterator<Item = &'a Region, IntoIter: Clone>,
+        are_all: bool,
+        until: Timestamp,
+    ) -> Unquiet {
+        let removed = removed.into_iter();
+        let ids: SmallVec<[RegionId; 16]> = removed.clone().map(Region::id).collect();
+        let concerned = (!are_all).then_some(&ids[..]);
+        let mut stuck = self.gates.inside(concerned);
+        let mut occupied = self.writers.inside(concerned);
+        stuck.retain(|copier| !copier.wait(until));
+        // Copies of devices and files that were started before the removal end on their own, or hang.
+        let copied = region::RegionTable::wait_for_copies(removed, until);
+        occupied.retain(|gate| !gate.wait(until));
+        Unquiet { stuck, copied, occupied }
+    }
 }

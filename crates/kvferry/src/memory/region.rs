@@ -2,6 +2,7 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::device::DeviceMemory;
+use crate::memory::gate::Stuck;
 use crate::memory::registry::Registry;
 use crate::memory::writers::Occupied;
 use crate::reactor::now;
@@ -91,13 +92,13 @@ pub(crate) struct RegionInner {
     quarantine: Mutex<Quarantine>,
 }
 
-/// Whether an unresponsive process may still be writing.
+/// Whether an unresponsive process, or a copier of this one that hangs, may still be writing.
 #[derive(Debug, Default)]
 enum Quarantine {
     #[default]
     Never,
-    /// The gates in which the process was seen and that it has not left.
-    Inside(Vec<Occupied>),
+    /// The gates in which processes and copiers of this process were seen and that they have not left.
+    Inside(Vec<Occupied>, Vec<Stuck>),
     Lifted,
 }
 
@@ -108,18 +109,21 @@ impl RegionInner {
 
     fn quarantine(&self) -> MutexGuard<'_, Quarantine> {
         let mut quarantine = lock(&self.quarantine);
-        if let Quarantine::Inside(gates) = &mut *quarantine {
+        if let Quarantine::Inside(gates, own) = &mut *quarantine {
             gates.retain(|gate| !gate.is_left());
-            if gates.is_empty() {
+            own.retain(|gate| !gate.is_left());
+            if gates.is_empty() && own.is_empty() && self.copies.load(Ordering::SeqCst) == 0 {
+                // A registration with the kernel is made while a copy is counted, so none follows.
+                self.pins.close();
                 *quarantine = Quarantine::Lifted;
             }
         }
         quarantine
     }
 
-    /// Whether an unresponsive process may still write to the region.
+    /// Whether an unresponsive process may still write to the region, or a copy still uses it.
     pub(crate) fn is_quarantined(&self) -> bool {
-        matches!(*self.quarantine(), Quarantine::Inside(_))
+        matches!(*self.quarantine(), Quarantine::Inside(..))
     }
 
     /// The memory, if peers may map it: writable with [`Access::write`], otherwise read-only.
@@ -557,11 +561,11 @@ impl RegionTable {
     /// of their memory with the kernel. Returns one that a device still copies if `until` passes first.
     pub(crate) fn wait_for_copies<'a>(
         regions: impl IntoIterator<Item = &'a Region>,
-        until: Option<Timestamp>,
+        until: Timestamp,
     ) -> Option<RegionId> {
         for region in regions {
             while region.0.copies.load(Ordering::SeqCst) > 0 {
-                if until.is_some_and(|until| now() >= until) {
+                if now() >= until {
                     return Some(region.id());
                 }
                 thread::sleep(LOOK_EVERY);
@@ -659,10 +663,11 @@ impl RegionTable {
         &self,
         regions: impl IntoIterator<Item = &'a Region>,
         occupied: &[Occupied],
+        stuck: &[Stuck],
     ) {
         let mut tables = self.write();
         for region in regions {
-            *region.0.quarantine() = Quarantine::Inside(occupied.to_vec());
+            *region.0.quarantine() = Quarantine::Inside(occupied.to_vec(), stuck.to_vec());
             tables.quarantined.push(Arc::clone(&region.0));
         }
     }

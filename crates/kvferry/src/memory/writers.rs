@@ -223,7 +223,8 @@ impl Occupied {
         self.writer.state(self.gate) != self.state || self.writer.is_gone()
     }
 
-    fn wait(&self, until: Timestamp) -> bool {
+    /// Waits until the process has left the gate, at most until `until`. Looks at least once.
+    pub(crate) fn wait(&self, until: Timestamp) -> bool {
         for attempt in 0u32.. {
             if self.is_left() {
                 return true;
@@ -297,11 +298,11 @@ impl Writers {
         sum
     }
 
-    /// Waits until every process that may have been inside a gate when this was called, to touch
-    /// one of these regions (`None`: any region), has left it once, at most until `until`. Every
-    /// later entry sees stores to the table made before the call. Returns the gates that were not
-    /// left.
-    pub(crate) fn quiesce(&self, regions: Option<&[RegionId]>, until: Timestamp) -> Vec<Occupied> {
+    /// The gates that a process may be inside now, to touch one of these regions (`None`: any region).
+    /// Every later entry sees stores to the table made before the call. Wait for each of them with
+    /// [`Occupied::wait`].
+    #[must_use]
+    pub(crate) fn inside(&self, regions: Option<&[RegionId]>) -> Vec<Occupied> {
         fence(Ordering::SeqCst);
         let mut occupied = Vec::new();
         for writer in lock(&self.live).iter() {
@@ -313,6 +314,13 @@ impl Writers {
                 }
             }
         }
+        occupied
+    }
+
+    /// Waits for the gates that a process may be inside now; returns those not left by `until`.
+    #[cfg(test)]
+    pub(crate) fn quiesce(&self, regions: Option<&[RegionId]>, until: Timestamp) -> Vec<Occupied> {
+        let mut occupied = self.inside(regions);
         occupied.retain(|gate| !gate.wait(until));
         occupied
     }
@@ -353,6 +361,17 @@ mod tests {
         drop(inside);
         assert!(occupied[0].is_left());
         assert!(writers.quiesce(None, soon(1)).is_empty());
+    }
+
+    #[test]
+    fn a_writer_that_has_left_since_is_not_reported_when_the_time_is_over() {
+        let (page, _there, _writer, writers) = writer();
+        let gate = page.gate().expect("a free one");
+        let inside = gate.enter(Touches::Any);
+        let occupied = writers.inside(None);
+        drop(inside);
+        let _again = gate.enter(Touches::Any);
+        assert!(occupied.len() == 1 && occupied[0].wait(now()));
     }
 
     #[test]

@@ -1,13 +1,14 @@
 //! The listener: accepts connections and detects their protocol.
 //!
 //! A connection that is not authenticated yet holds one of 256 places, for at most the handshake
-//! timeout. While all places are held, the listener leaves new connections in the kernel's queue,
-//! until a handshake ends or a connection has held its place long enough to lose it
-//! ([`Handshakes::room_at`]). Each connection has its own handler and never blocks, so a slow
+//! timeout. While all places are held, new connections wait ([`WaitingRoom`]), until a handshake ends or a
+//! connection has held its place long enough to lose it ([`Handshakes::room_at`]). Networks take turns, so
+//! that a host that keeps connecting does not keep others out. Each connection has its own handler and never blocks, so a slow
 //! connection does not delay others.
 
 use crate::core::Core;
 use crate::host::{keep_alive, keep_control_alive, prepare};
+use crate::quota;
 use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next, Remote, now};
 use crate::session::control::Control;
 use crate::session::native::{Full, InboundLane, Native};
@@ -18,18 +19,19 @@ use crate::transport::tcp::{InboundStream, Tcp};
 use kvferry_proto::message::{Refused, StreamReady, encode};
 use kvferry_proto::{
     Handshakes, Message, Opener, Opening, PENDING_MAX, Session, Sniff, Sniffer, StreamHello,
-    Timestamp, WireCode,
+    Timestamp, WAITING_ROOM_MAX, WaitingRoom, WireCode,
 };
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 
 pub(crate) struct Listener {
     sessions: Weak<Sessions>,
     socket: Socket,
     places: Arc<Places>,
+    waiting: WaitingRoom<(Socket, Option<SocketAddr>)>,
 }
 
 impl Listener {
@@ -42,7 +44,47 @@ impl Listener {
             listener: token,
             state: Mutex::new(PlacesState { pending, is_awaited: false }),
         };
-        Self { sessions: Arc::downgrade(sessions), socket, places: Arc::new(places) }
+        let room = WAITING_ROOM_MAX.min(quota::quarter() / 2);
+        Self {
+            sessions: Arc::downgrade(sessions),
+            socket,
+            places: Arc::new(places),
+            waiting: WaitingRoom::new(room, core.settings.handshake_timeout()),
+        }
+    }
+
+    /// Gives a connection a place. There is one.
+    fn admit(&self, sessions: &Sessions, socket: Socket, from: Option<SocketAddr>, cx: &Cx<'_>) {
+        let token = cx.remote.token();
+        let evicted = self.places.state().pending.admit(token, cx.now);
+        if let Some(evicted) = evicted {
+            // Its handler closes it: it does not hold a place any more.
+            cx.remote.wake(evicted);
+        }
+        sessions.core.counters.handshakes_pending.one();
+        let connection = NewConnection {
+            sessions: Weak::clone(&self.sessions),
+            socket: Some(socket),
+            from,
+            places: Arc::clone(&self.places),
+            token,
+            state: State::Sniffing(Sniffer::new()),
+            counted: true,
+        };
+        cx.remote.add(token, Box::new(connection));
+    }
+
+    /// Gives the connections that wait the places that are free. Returns when there is a place for the
+    /// next one.
+    fn admit_waiting(&mut self, sessions: &Sessions, cx: &Cx<'_>) -> Option<Timestamp> {
+        while !self.waiting.is_empty() {
+            if let Some(until) = self.places.wait_until(cx.now) {
+                return Some(until);
+            }
+            let (socket, from) = self.waiting.pop(cx.now)?;
+            self.admit(sessions, socket, from, cx);
+        }
+        None
     }
 }
 
@@ -93,40 +135,28 @@ impl Handler for Listener {
 
     fn handle(&mut self, _cause: Cause, cx: &Cx<'_>) -> Next {
         let Some(sessions) = self.sessions.upgrade() else { return Next::Close };
+        let mut next_place = self.admit_waiting(&sessions, cx);
         for _ in 0..ACCEPTS_PER_CALL {
-            if let Some(until) = self.places.wait_until(cx.now) {
-                return Next::Wait { interest: Interest::None, deadline: Some(until) };
-            }
             match self.socket.accept() {
                 Ok((socket, from)) => {
-                    let token = cx.remote.token();
-                    let evicted = self.places.state().pending.admit(token, cx.now);
-                    if let Some(evicted) = evicted {
-                        // Its handler closes it: it does not hold a place any more.
-                        cx.remote.wake(evicted);
+                    let address = from.map_or(Ipv4Addr::UNSPECIFIED.into(), |from| from.ip());
+                    if let Some((refused, _)) = self.waiting.push(address, (socket, from), cx.now) {
+                        refuse(&refused, WireCode::Busy, "");
+                        sessions.core.counters.handshakes_failed.one();
                     }
-                    sessions.core.counters.handshakes_pending.one();
-                    let connection = NewConnection {
-                        sessions: Weak::clone(&self.sessions),
-                        socket: Some(socket),
-                        from,
-                        places: Arc::clone(&self.places),
-                        token,
-                        state: State::Sniffing(Sniffer::new()),
-                        counted: true,
-                    };
-                    cx.remote.add(token, Box::new(connection));
+                    next_place = self.admit_waiting(&sessions, cx);
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
                 Err(e) => {
                     // The process has no descriptor left, or the peer closed the connection.
-                    tracing::warn!(error = %e, "can't accept a connection; trying again in 50 ms");
+                    warn_limited!(error = %e, "can't accept a connection; trying again in 50 ms");
                     let later = cx.now + std::time::Duration::from_millis(50);
-                    return Next::Wait { interest: Interest::None, deadline: Some(later) };
+                    let deadline = Some(next_place.map_or(later, |at| at.min(later)));
+                    return Next::Wait { interest: Interest::None, deadline };
                 }
             }
         }
-        Next::Wait { interest: Interest::Read, deadline: None }
+        Next::Wait { interest: Interest::Read, deadline: next_place }
     }
 }
 
@@ -208,7 +238,12 @@ impl NewConnection {
 }
 
 pub(super) fn refuse(socket: &Socket, code: WireCode, detail: &str) {
-    let refused = Refused { code, detail: detail.to_owned(), aux: 0 };
+    refuse_with(socket, code, detail, None);
+}
+
+/// `mac` is the proof that the session of a stream refuses it.
+fn refuse_with(socket: &Socket, code: WireCode, detail: &str, mac: Option<Vec<u8>>) {
+    let refused = Refused { code, detail: detail.to_owned(), aux: 0, mac };
     // The first bytes that we send on this connection fit the socket's buffer.
     let _ = socket.send(&encode(&Message::Refused(refused)));
 }
@@ -256,6 +291,19 @@ impl Handler for NewConnection {
         let socket = self.socket.take().expect("taken only here");
         prepare(&socket);
         let state = std::mem::replace(&mut self.state, State::HandedOver);
+        let is_stream = matches!(state, State::Native(Opening::Stream { .. }));
+        if !is_stream && !sessions.core.users.admits(&socket) {
+            warn_limited!(peer = %self.name(), "refused a connection of another user of this host; set a secret");
+            sessions.core.counters.handshakes_failed.one();
+            if matches!(state, State::Native(_)) {
+                refuse(
+                    &socket,
+                    WireCode::AccessDenied,
+                    "the agent has no secret, and belongs to another user",
+                );
+            }
+            return;
+        }
         if let State::Native(Opening::Session { bytes }) = state {
             // The session keeps the place, under the same token, until its handshake ends.
             let Some(until) = self.places.state().pending.spoke(&self.token) else {
@@ -340,9 +388,11 @@ fn accept_session(
 ) {
     let Some(from) = from else { return };
     keep_control_alive(&socket, sessions.core.settings.silence);
-    let Some(permit) = sessions.core.quota.session() else {
-        return refuse_full(&sessions.core, &socket, from, "sessions");
-    };
+    let permit = sessions.core.quota.session();
+    // Only a peer that has proved the secret gets the place of another one: when its handshake is complete.
+    if permit.is_none() && !sessions.has_idle() {
+        return refuse_full(&sessions.core, &socket, from, "sessions", None);
+    }
     let here = socket.local_addr().ok();
     let left = admission.until.saturating_since(now());
     let session = match sessions.new_session_acceptor(from, here, left) {
@@ -355,46 +405,63 @@ fn accept_session(
     let token = admission.token;
     let socket = Arc::new(socket);
     let native = Native::new(session, &socket, token);
+    if let Some(permit) = permit {
+        native.keep_permit(permit);
+    }
     native.session().receive(bytes, now());
     let (core, backend) = (&sessions.core, Arc::clone(&native) as _);
     let permits_max = core.sizing.permits_max(from);
     let link = Link::new(Arc::clone(core), from.to_string(), from, backend, permits_max);
-    let control = Control::acceptor(sessions, link, native, socket, admission, permit);
+    let control = Control::acceptor(sessions, link, native, socket, admission);
     core.threads.control.add(token, Box::new(control));
 }
 
 /// Refuses a connection because the process may use no more descriptors for connections of this kind.
-fn refuse_full(core: &Core, socket: &Socket, peer: SocketAddr, what: &str) {
+fn refuse_full(core: &Core, socket: &Socket, peer: SocketAddr, what: &str, mac: Option<Vec<u8>>) {
+    refuse_with(socket, WireCode::Busy, &is_full(core, peer, what), mac);
+}
+
+/// Counts a connection that is refused because the process may use no more descriptors for connections of
+/// this kind. Returns the reason in words.
+pub(super) fn is_full(core: &Core, peer: SocketAddr, what: &str) -> String {
     core.counters.connections_refused.one();
     tracing::debug!(%peer, "refused a connection: too many {what} for the descriptor limit of the process");
-    let why = format!("too many {what} for the descriptor limit of the process (RLIMIT_NOFILE)");
-    refuse(socket, WireCode::Busy, &why);
+    format!("too many {what} for the descriptor limit of the process (RLIMIT_NOFILE)")
 }
 
 fn accept_stream(sessions: &Sessions, socket: Socket, hello: &StreamHello, rest: Vec<u8>) {
-    if !sessions.services().allow(Tcp::KIND) {
-        return refuse(&socket, WireCode::Unsupported, "");
-    }
     let (link, native) = match sessions.session_of(hello, Session::verify_stream) {
         Ok(session) => session,
         Err(code) => return refuse(&socket, code, ""),
     };
+    let answer = |code| native.session().stream_answer(hello.stream, code);
+    if !sessions.services().allow(Tcp::KIND) {
+        let code = WireCode::Unsupported;
+        return refuse_with(&socket, code, "", answer(code));
+    }
     let core = &sessions.core;
+    let Some(guard) = native.session().stream_guard(hello.stream) else {
+        return refuse(&socket, WireCode::UnknownSession, "");
+    };
     keep_alive(&socket, core.settings.silence);
     let gate = core.memory.gates.gate();
     let socket = Arc::new(socket);
     let lane = InboundLane { socket: Some(Arc::clone(&socket)), gate: Arc::clone(&gate) };
     let permit = match native.add_inbound(hello.stream, lane, &sessions.core.quota) {
         Some(Ok(permit)) => permit,
-        Some(Err(Full)) => return refuse_full(core, &socket, link.peer_addr, "streams"),
+        Some(Err(Full)) => {
+            let mac = answer(WireCode::Busy);
+            return refuse_full(core, &socket, link.peer_addr, "streams", mac);
+        }
         None => return,
     };
-    if socket.send(&encode(&Message::StreamReady(StreamReady {}))).is_err() {
+    let ready = StreamReady { mac: answer(WireCode::Ok) };
+    if socket.send(&encode(&Message::StreamReady(ready))).is_err() {
         gate.shut();
         native.inbound_ended(hello.stream);
         return;
     }
-    let stream = InboundStream::new(link, hello.stream, socket, gate, rest, permit);
+    let stream = InboundStream::new(link, hello.stream, socket, gate, guard, rest, permit);
     let remote = core.threads.io();
     remote.add(remote.token(), Box::new(stream));
 }

@@ -1,13 +1,13 @@
 //! The control connection: drives one `kvferry_proto::Session` on the control thread.
 
 use crate::callback::contain;
-use crate::channel::Channel;
+use crate::channel::{Channel, Message};
 use crate::error::{Error, ErrorKind};
 use crate::host::keep_control_alive;
 use crate::memory::gate::Gate;
-use crate::quota::Permit;
+use crate::peer_memory::Account;
 use crate::reactor::{Cause, Cx, Handler, Next, now};
-use crate::session::accept::{Admission, refuse};
+use crate::session::accept::{Admission, is_full, refuse};
 use crate::session::connect::Attempt;
 use crate::session::native::{Native, Wrote};
 use crate::session::service;
@@ -25,11 +25,26 @@ use std::time::Duration;
 
 /// Bytes read from a control connection at a time.
 const READ: usize = 16 * 1024;
+/// Bytes read from a control connection in one call; the rest waits until other handlers had their
+/// turn. Thousands of heartbeats fit in them, which take a millisecond.
+const READ_PER_CALL: usize = 4 * READ;
+/// Events handled in one call. Some call the user's code.
+const EVENTS_PER_CALL: usize = 64;
 /// How often a revoke whose streams are not quiet yet is checked again.
 const REVOKE_CHECK: Duration = Duration::from_millis(1);
 
 /// Called exactly once, when the handshake has ended.
 pub(crate) type Established = Box<dyn FnOnce(&Arc<Link>, Result<(), Error>) + Send>;
+
+/// What is left after [`Control::events`].
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Events {
+    None,
+    /// More than one call handles.
+    Left,
+    /// The session's end was the last one.
+    Over,
+}
 
 pub(crate) struct Control {
     sessions: Weak<Sessions>,
@@ -56,7 +71,8 @@ pub(crate) struct Control {
     accepted: Option<SessionId>,
     /// The place of an accepted connection, until the peer is authenticated.
     admission: Option<Admission>,
-    _permit: Option<Permit>,
+    /// Memory of messages in either direction.
+    account: Account,
 }
 
 impl Control {
@@ -82,11 +98,9 @@ impl Control {
         native: Arc<Native>,
         socket: Arc<Socket>,
         admission: Admission,
-        permit: Permit,
     ) -> Self {
         let mut control = Self::new(sessions, link, native, socket);
         control.admission = Some(admission);
-        control._permit = Some(permit);
         control
     }
 
@@ -96,7 +110,9 @@ impl Control {
         native: Arc<Native>,
         socket: Arc<Socket>,
     ) -> Self {
+        let account = link.core.peer_memory.account(link.peer_addr.ip());
         Self {
+            account,
             sessions: Arc::downgrade(sessions),
             link,
             native,
@@ -112,7 +128,6 @@ impl Control {
             counted: false,
             accepted: None,
             admission: None,
-            _permit: None,
         }
     }
 
@@ -120,9 +135,10 @@ impl Control {
         self.native.session()
     }
 
+    /// Reads a bounded number of bytes. What is left keeps the descriptor ready.
     fn receive(&mut self, now: Timestamp) {
         let mut buffer = [0u8; READ];
-        loop {
+        for _ in 0..READ_PER_CALL / READ {
             if !self.session().wants_read() {
                 return;
             }
@@ -147,12 +163,27 @@ impl Control {
         }
     }
 
-    /// Handles the session's events. Returns true after the last one, the session's end.
-    fn events(&mut self) -> bool {
+    /// Counts the memory that the peer makes this side hold; ends the session if that is too much.
+    fn check_memory(&mut self, now: Timestamp) {
+        let held_bytes = self.native.held_bytes() + self.link.messages.untaken().1;
+        if self.account.hold(held_bytes) || !self.session().is_established() {
+            return;
+        }
+        self.link.core.counters.peer_memory_refused.one();
+        warn_limited!(peer = %self.link.address, "ended a session: peers hold as much memory as they may");
+        self.session().close(WireCode::Busy, "peers hold as much memory as they may", now);
+    }
+
+    /// Handles the session's events, as many as `budget` permits.
+    fn events(&mut self, budget: &mut usize) -> Events {
         loop {
+            if *budget == 0 && self.session().has_events() {
+                return Events::Left;
+            }
+            *budget = budget.saturating_sub(1);
             let event = self.session().poll_event();
             match event {
-                None => return false,
+                None => return Events::None,
                 Some(SessionEvent::Established(info)) => self.established(info),
                 Some(SessionEvent::RevokeRequested { id, streams }) => {
                     let gates = self.native.shut_inbound(&streams);
@@ -163,18 +194,13 @@ impl Control {
                         done(true);
                     }
                 }
+                Some(SessionEvent::Request { id, kind: MESSAGE, body }) => self.message(id, body),
                 Some(SessionEvent::Request { id, kind, body }) => {
                     let (code, body) = match self.sessions.upgrade() {
-                        Some(sessions) => service::answer(&sessions, &self.link, kind, &body),
+                        Some(_) => service::answer(&self.link, kind, &body),
                         None => (WireCode::Shutdown, Vec::new()),
                     };
-                    let mut session = self.session();
-                    if kind == MESSAGE && code.is_ok() {
-                        // The sender goes on without the answer.
-                        session.acknowledge(id, now());
-                    } else {
-                        session.respond(id, code, body);
-                    }
+                    self.session().respond(id, code, body);
                 }
                 Some(SessionEvent::Response { id, code, body }) => {
                     match self.native.take_request(id) {
@@ -188,9 +214,34 @@ impl Control {
                 }
                 Some(SessionEvent::Closed(reason)) => {
                     self.closed(&reason);
-                    return true;
+                    return Events::Over;
                 }
             }
+        }
+    }
+
+    fn message(&self, id: u64, body: Vec<u8>) {
+        let Some(sessions) = self.sessions.upgrade() else {
+            return self.session().respond(id, WireCode::Shutdown, Vec::new());
+        };
+        let Some(handler) = sessions.message_handler() else {
+            return self.session().respond(id, WireCode::Unsupported, Vec::new());
+        };
+        let (channel, mut is_later) = (Channel::new(&self.link), false);
+        let message = Message::new(&self.link, id, body, &mut is_later);
+        if contain("a message handler", || handler.received(&channel, message)).is_none() {
+            return channel.close(service::panicked());
+        }
+        if !is_later {
+            // The sender goes on without the answer.
+            return self.session().acknowledge(id, now());
+        }
+        let (messages, bytes) = self.link.messages.untaken();
+        if messages > Channel::WINDOW_MESSAGES || bytes > Channel::WINDOW_BYTES {
+            let what = "the peer sends more messages than are taken";
+            let error = Error::new(ErrorKind::Busy, what).with("peer", &self.link.address);
+            self.session().close(WireCode::Busy, what, now());
+            self.link.terminate(error);
         }
     }
 
@@ -202,8 +253,22 @@ impl Control {
             version = info.version, authenticated = info.authenticated, checksum = info.checksum,
             side = ?side, "session established"
         );
+        let dialled = &self.link.address;
+        if side == Side::Initiator && !info.advertised.is_empty() && info.advertised != *dialled {
+            // A name, a NAT or a relay. With a secret a relay can read, and not write.
+            tracing::info!(%dialled, advertised = %info.advertised, "the peer names another address");
+        }
         let Some(sessions) = self.sessions.upgrade() else { return };
         let id = info.session;
+        if side == Side::Acceptor && !self.native.has_permit() {
+            match core.quota.session().or_else(|| sessions.displace_idle()) {
+                Some(permit) => self.native.keep_permit(permit),
+                None => {
+                    let why = is_full(core, self.link.peer_addr, "sessions");
+                    return self.session().close(WireCode::Busy, &why, now());
+                }
+            }
+        }
         self.native.set_info(info);
         core.counters.sessions.one();
         self.counted = true;
@@ -243,9 +308,16 @@ impl Control {
             }
         } else {
             core.counters.handshakes_failed.one();
-            tracing::warn!(peer = %self.link.address, reason = %error, "handshake failed");
+            warn_limited!(peer = %self.link.address, reason = %error, "handshake failed");
         }
         self.end(error);
+    }
+
+    /// The connection fails before anything is sent on it.
+    fn never_began(&mut self, error: Error) -> Next {
+        self.link.core.counters.handshakes_failed.one();
+        self.end(error);
+        Next::Close
     }
 
     fn end(&mut self, error: Error) {
@@ -340,26 +412,30 @@ impl Handler for Control {
             ));
             return Next::Close;
         }
+        let mut budget = EVENTS_PER_CALL;
         if self.connecting {
             if cause.ready.any()
                 && let Err(e) = self.socket.error()
             {
-                self.link.core.counters.handshakes_failed.one();
                 let error = Error::new(ErrorKind::Unreachable, "can't connect to the peer")
                     .with("peer", &self.link.address)
                     .caused_by(e);
-                self.end(error);
-                return Next::Close;
+                return self.never_began(error);
             }
             if cause.ready.write {
                 self.connecting = false;
+                if let Err(e) = self.link.core.users.check_target(&self.socket) {
+                    return self.never_began(e.with("peer", &self.link.address));
+                }
                 let _ = self.socket.set_nodelay();
                 keep_control_alive(&self.socket, self.link.core.settings.silence);
             } else {
                 // The handshake timeout includes the time to connect.
                 self.session().handle_timeout(cx.now);
-                if self.events() {
-                    return Next::Close;
+                match self.events(&mut budget) {
+                    Events::Over => return Next::Close,
+                    Events::Left => return Next::Again,
+                    Events::None => {}
                 }
                 let deadline = self.session().next_timeout();
                 return Next::Wait { interest: Interest::Write, deadline };
@@ -374,24 +450,34 @@ impl Handler for Control {
         // What this call queues leaves at its end, together.
         let mut writes = self.native.begin_writing();
         self.session().handle_timeout(cx.now);
-        if cause.ready.read || cause.ready.closed || cause.ready.peer_closed {
+        let is_ready = cause.ready.read || cause.ready.closed || cause.ready.peer_closed;
+        // Events of an earlier call come first, so that their queue stays short.
+        if is_ready && !self.session().has_events() {
             self.receive(cx.now);
         }
         self.link.expire(cx.now);
         // Handling an event may produce bytes and further events.
         let mut full;
         loop {
-            let is_over = self.events();
+            let events = self.events(&mut budget);
+            let is_over = events == Events::Over;
             if !is_over {
                 self.confirm_revokes();
                 self.update_heartbeat(cx.now);
+                self.check_memory(cx.now);
             }
             // Of a session that is over, the last messages if the socket takes them without waiting.
             writes = writes || self.native.begin_writing();
             full = writes && self.native.write(&self.link.core, cx.now) == Wrote::Full;
             writes = false;
-            if is_over {
-                return Next::Close;
+            match events {
+                Events::Over => return Next::Close,
+                Events::Left => return Next::Again,
+                Events::None => {}
+            }
+            if self.native.is_displaced() {
+                // The newer session has its descriptor: the peer's answer is not waited for.
+                self.session().transport_closed(cx.now);
             }
             if !self.session().is_closed() {
                 break;

@@ -102,6 +102,11 @@ impl Dial {
         self.retry(error, LOST_MAX, now)
     }
 
+    /// Whether an answer is the peer's, as far as the session can tell.
+    fn is_peers(&self, code: WireCode, mac: Option<&[u8]>) -> bool {
+        self.native.session().is_stream_answer(self.id, code, mac)
+    }
+
     fn lost_error(&self, e: io::Error) -> Error {
         self.link.end().cloned().unwrap_or_else(|| {
             Error::new(ErrorKind::PeerReset, "the peer closed a stream while it was opened")
@@ -158,6 +163,19 @@ impl Handler for Dial {
                 }
                 Ok(_) => match self.decoder.read(&mut &buffer[..]) {
                     Ok(None) => {}
+                    Ok(Some(Message::StreamReady(ready)))
+                        if !self.is_peers(WireCode::Ok, ready.mac.as_deref()) =>
+                    {
+                        let what = "the answer to the opening of a stream is not the peer's";
+                        return self.fail(Error::new(ErrorKind::from_wire(WireCode::Forged), what));
+                    }
+                    Ok(Some(Message::Refused(refused)))
+                        if !self.is_peers(refused.code, refused.mac.as_deref()) =>
+                    {
+                        // Anybody can say that. It is worth no more than a reset.
+                        let what = io::ErrorKind::ConnectionReset.into();
+                        return self.closed_unanswered(what, cx.now);
+                    }
                     Ok(Some(Message::StreamReady(_))) => {
                         self.done = true;
                         return Next::Detach;
@@ -188,7 +206,13 @@ impl Handler for Dial {
     fn detached(mut self: Box<Self>, _cx: &Cx<'_>) {
         let socket = self.socket.take().expect("taken only here");
         let gate = self.link.core.memory.gates.gate();
-        self.link.lane_opened(Lane::new(self.id, socket, gate));
+        let Some(guard) = self.native.session().stream_guard(self.id) else {
+            let ended = self.link.session_end().unwrap_or_else(|| {
+                Error::new(ErrorKind::PeerClosed, "the session ended while a stream was opened")
+            });
+            return self.link.lanes.failed(&ended);
+        };
+        self.link.lane_opened(Lane::new(self.id, socket, gate, guard));
     }
 }
 

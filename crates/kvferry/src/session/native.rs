@@ -84,6 +84,10 @@ pub(crate) struct Native {
     /// Revokes that the peer has not confirmed, each with its deadline.
     revokes: Mutex<FxHashMap<u64, (Timestamp, RevokeDone)>>,
     requests: Mutex<FxHashMap<u64, Answered>>,
+    /// The descriptor of an accepted session. None is left to one that gave its place to another session.
+    permit: Mutex<Option<Permit>>,
+    /// The session ends without waiting for the peer's answer.
+    is_displaced: AtomicBool,
     /// Set when the session is over: later requests fail at once.
     ended: OnceLock<()>,
 }
@@ -101,6 +105,8 @@ impl Native {
             inbound: Mutex::default(),
             revokes: Mutex::default(),
             requests: Mutex::default(),
+            permit: Mutex::default(),
+            is_displaced: AtomicBool::new(false),
             ended: OnceLock::new(),
         })
     }
@@ -163,9 +169,44 @@ impl Native {
         }
     }
 
-    /// Nothing is written any more.
+    /// Bytes of messages that this side holds for the peer.
+    pub(crate) fn held_bytes(&self) -> usize {
+        let unwritten = {
+            let wire = lock(&self.wire);
+            wire.out.len() - wire.at
+        };
+        unwritten + self.session().held_bytes()
+    }
+
+    /// Nothing is written any more, and the descriptor is given back.
     pub(crate) fn hang_up(&self) {
         *lock(&self.wire) = Wire::default();
+        *lock(&self.permit) = None;
+    }
+
+    /// Keeps the session's permit until the connection ends or another session gets it.
+    pub(crate) fn keep_permit(&self, permit: Permit) {
+        *lock(&self.permit) = Some(permit);
+    }
+
+    pub(crate) fn has_permit(&self) -> bool {
+        lock(&self.permit).is_some()
+    }
+
+    /// Ends the session and takes its permit for another one. The control thread says goodbye to the peer
+    /// and closes the connection at its next turn.
+    pub(crate) fn displace(&self, link: &Link) -> Option<Permit> {
+        let permit = lock(&self.permit).take()?;
+        self.is_displaced.store(true, Ordering::SeqCst);
+        let what = "closed, idle, for a newer session: connect again";
+        self.session().close(WireCode::Busy, what, now());
+        link.terminate(Error::new(ErrorKind::Busy, what).with("peer", &link.address));
+        self.wake(&link.core);
+        Some(permit)
+    }
+
+    pub(crate) fn is_displaced(&self) -> bool {
+        self.is_displaced.load(Ordering::SeqCst)
     }
 
     /// Registers a stream that the peer opened, if the quota has room for it. `None` if the session
@@ -304,6 +345,19 @@ impl Backend for Native {
         link.watch();
     }
 
+    fn acknowledge(&self, link: &Link, id: u64) {
+        let is_written = {
+            let mut session = self.session();
+            session.acknowledge(id, now());
+            session.has_frames()
+        };
+        if is_written && self.begin_writing() && self.write(&link.core, now()) == Wrote::All {
+            return;
+        }
+        // The control thread writes what is left, when it is due.
+        self.wake(&link.core);
+    }
+
     fn regions(&self, link: &Arc<Link>, timeout: Duration) -> Result<Vec<RemoteRegion>> {
         let until = now() + timeout;
         let mut all: Vec<RemoteRegion> = Vec::new();
@@ -378,7 +432,7 @@ impl Backend for Native {
         let late: Vec<_> = lock(&self.revokes).extract_if(|_, (until, _)| *until <= now).collect();
         for (id, (_, done)) in late {
             // The peer answers heartbeats, but a copy on its side does not end: a device is stuck.
-            tracing::warn!(peer = %link.address, revoke = id, "the peer did not confirm a revoke in time");
+            warn_limited!(peer = %link.address, revoke = id, "the peer did not confirm a revoke in time");
             done(false);
         }
     }

@@ -13,7 +13,8 @@
 //!
 //! **Silence.** A peer that answers at no address, or has stopped answering, is silent. A call to it
 //! starts an attempt and waits for the answer, 200 ms at most. Within 500 ms after a refused call,
-//! calls are refused at once. In the background, at most one attempt every 500 ms probes the peer,
+//! calls are refused at once. A caller that blocks no thread may wait for longer: the peer may have been
+//! stopped and run again by now. In the background, at most one attempt every 500 ms probes the peer,
 //! until 30 s after the last call.
 
 use crate::error::{Error, ErrorKind};
@@ -87,6 +88,8 @@ pub(super) struct Search<W> {
     retry_until: Timestamp,
     addresses: usize,
     waiting: Vec<W>,
+    /// Callers that wait for a silent peer until a time of their own.
+    patient: Vec<(Timestamp, W)>,
     /// Oldest first.
     running: VecDeque<Attempt>,
     dropped: Vec<u64>,
@@ -122,6 +125,7 @@ impl<W> Search<W> {
             retry_until: now + patience,
             addresses,
             waiting,
+            patient: Vec::new(),
             running: VecDeque::new(),
             dropped: Vec::new(),
             queue: (0..addresses).collect(),
@@ -161,19 +165,34 @@ impl<W> Search<W> {
         self.next_at = now;
     }
 
-    /// A caller asks for the peer. Returns the caller with an error if it must not wait.
-    pub(super) fn ask(&mut self, waiter: W, now: Timestamp) -> Option<(W, Error)> {
-        if let Some(silence) = &mut self.silence {
-            silence.asked = now;
-            let was_refused = silence.refused.is_some_and(|at| now < at + PROBE_EVERY);
-            if was_refused && self.answered.is_none() {
-                let error = silence.error(now);
-                return Some((waiter, error));
-            }
-            if silence.refuse_at.is_none() {
-                silence.refuse_at = Some(now + ANSWER_WAIT);
+    /// A caller asks for the peer, and waits for `patience` if the peer is silent; without patience, for
+    /// [`ANSWER_WAIT`]. Returns the caller with an error if it must not wait.
+    pub(super) fn ask(
+        &mut self,
+        waiter: W,
+        patience: Duration,
+        now: Timestamp,
+    ) -> Option<(W, Error)> {
+        let Some(silence) = &mut self.silence else {
+            self.waiting.push(waiter);
+            return None;
+        };
+        silence.asked = now;
+        if !patience.is_zero() {
+            if self.patient.is_empty() && silence.refuse_at.is_none() {
                 self.next_at = now;
             }
+            self.patient.push((now + patience, waiter));
+            return None;
+        }
+        let was_refused = silence.refused.is_some_and(|at| now < at + PROBE_EVERY);
+        if was_refused && self.answered.is_none() {
+            let error = silence.error(now);
+            return Some((waiter, error));
+        }
+        if silence.refuse_at.is_none() {
+            silence.refuse_at = Some(now + ANSWER_WAIT);
+            self.next_at = now;
         }
         self.waiting.push(waiter);
         None
@@ -203,7 +222,9 @@ impl<W> Search<W> {
     }
 
     pub(super) fn take_waiting(&mut self) -> Vec<W> {
-        std::mem::take(&mut self.waiting)
+        let mut waiting = std::mem::take(&mut self.waiting);
+        waiting.extend(self.patient.drain(..).map(|(_, waiter)| waiter));
+        waiting
     }
 
     /// An attempt has failed. A refusal by the peer ends the search.
@@ -295,15 +316,21 @@ impl<W> Search<W> {
         if silence.refuse_at.take_if(|at| *at <= now).is_some() {
             silence.refused = Some(now);
             let error = silence.error(now);
-            return Step::Refuse(self.take_waiting(), error);
+            return Step::Refuse(std::mem::take(&mut self.waiting), error);
+        }
+        let tired: Vec<W> =
+            self.patient.extract_if(.., |(until, _)| *until <= now).map(|(_, it)| it).collect();
+        if !tired.is_empty() {
+            return Step::Refuse(tired, silence.error(now));
         }
         let stop_at = silence.asked + PROBE_FOR;
-        if stop_at <= now && self.waiting.is_empty() {
+        if stop_at <= now && self.waiting.is_empty() && self.patient.is_empty() {
             let error = silence.error(now);
             return Step::GiveUp(Vec::new(), error);
         }
         if now < self.next_at {
-            let deadline = silence.refuse_at.map_or(self.next_at, |at| at.min(self.next_at));
+            let tired = self.patient.iter().map(|(until, _)| *until);
+            let deadline = tired.chain(silence.refuse_at).fold(self.next_at, Timestamp::min);
             return Step::Wait(Some(deadline));
         }
         let address = silence.probes % self.addresses;
@@ -476,7 +503,7 @@ mod tests {
         assert!(matches!(rig.poll(at(3000)), Step::Refuse(waiting, _) if waiting == ["first"]));
         let (starts, refused) = rig.run(at(3000), at(13_000));
         assert!((20..=41).contains(&starts) && refused.is_empty(), "{starts} {refused:?}");
-        assert!(rig.0.ask("later", at(13_000)).is_none());
+        assert!(rig.0.ask("later", Duration::ZERO, at(13_000)).is_none());
         rig.run(at(13_000), at(42_900));
         assert!(matches!(rig.poll(at(42_990)), Step::Wait(Some(_)) | Step::Start { .. }));
         rig.run(at(42_990), at(42_999));
@@ -486,16 +513,16 @@ mod tests {
     #[test]
     fn a_call_to_a_silent_peer_fails_after_200_ms_and_the_next_calls_at_once() {
         let mut search = Search::silent(1, at(0), at(3000));
-        assert!(search.ask("first", at(4000)).is_none());
+        assert!(search.ask("first", Duration::ZERO, at(4000)).is_none());
         let mut rig = Rig(search, 0);
         rig.assert_starts(4000, 0);
-        assert!(rig.0.ask("beside", at(4100)).is_none());
+        assert!(rig.0.ask("beside", Duration::ZERO, at(4100)).is_none());
         let (_, refused) = rig.run(at(4001), at(4200));
         assert_eq!(refused, ["first", "beside"]);
-        let (_, e) = rig.0.ask("at once", at(4300)).expect("refused");
+        let (_, e) = rig.0.ask("at once", Duration::ZERO, at(4300)).expect("refused");
         assert_eq!((e.kind(), e.context("since")), (ErrorKind::PeerSilent, Some("4.3 s ago")));
         // A later call waits again, and goes on once the peer answers.
-        assert!(rig.0.ask("later", at(4700)).is_none());
+        assert!(rig.0.ask("later", Duration::ZERO, at(4700)).is_none());
         rig.run(at(4700), at(4710));
         let probe = rig.1;
         assert!(rig.0.answered(probe));
@@ -505,13 +532,41 @@ mod tests {
     }
 
     #[test]
+    fn a_patient_caller_of_a_silent_peer_gets_the_session_of_a_later_attempt() {
+        let mut rig = Rig(Search::silent(1, at(0), at(3000)), 0);
+        let patience = Duration::from_secs(3);
+        // A call that was refused a moment ago does not refuse it.
+        assert!(rig.0.ask("refused", Duration::ZERO, at(4000)).is_none());
+        let (_, refused) = rig.run(at(4000), at(4200));
+        assert_eq!(refused, ["refused"]);
+        assert!(rig.0.ask("patient", patience, at(4210)).is_none());
+        let (starts, refused) = rig.run(at(4210), at(6500));
+        assert!(starts >= 4 && refused.is_empty(), "{starts} {refused:?}");
+        let probe = rig.1;
+        assert!(rig.0.answered(probe));
+        assert_eq!(rig.0.connected(probe), Some(vec!["patient"]));
+    }
+
+    #[test]
+    fn a_patient_caller_is_refused_when_its_patience_ends() {
+        let mut rig = Rig(Search::silent(1, at(0), at(3000)), 0);
+        let patience = Duration::from_secs(3);
+        assert!(rig.0.ask("patient", patience, at(4000)).is_none());
+        assert!(rig.0.ask("later", patience, at(5000)).is_none());
+        let (_, refused) = rig.run(at(4000), at(6999));
+        assert!(refused.is_empty(), "{refused:?}");
+        assert_eq!(rig.run(at(6999), at(7000)).1, ["patient"]);
+        assert_eq!(rig.run(at(7000), at(8000)).1, ["later"]);
+    }
+
+    #[test]
     fn a_call_that_joins_an_answered_attempt_to_a_silent_peer_is_refused_when_the_attempt_fails() {
         for kind in [ErrorKind::PeerSilent, ErrorKind::PeerReset] {
             let mut rig = Rig(Search::silent(1, at(0), at(3000)), 0);
             rig.run(at(3000), at(3300));
             let probe = rig.1;
             assert!(rig.0.answered(probe));
-            assert!(rig.0.ask("joins", at(3400)).is_none());
+            assert!(rig.0.ask("joins", Duration::ZERO, at(3400)).is_none());
             let (_, refused) = rig.run(at(3400), at(6000));
             assert!(refused.is_empty(), "{refused:?}");
             rig.0.failed(probe, error(kind), at(6000));

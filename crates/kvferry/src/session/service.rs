@@ -1,16 +1,13 @@
 //! Answers the requests that peers send over the control connection.
 
-use crate::callback::contain;
-use crate::channel::Channel;
 use crate::error::{Error, ErrorKind};
 use crate::memory::region::Region;
 use crate::notify::Notification;
-use crate::session::sessions::Sessions;
 use crate::sync::Arc;
 use crate::transfer::lanes::StreamFault;
 use crate::transfer::link::Link;
 use crate::transfer::requests::{
-    MESSAGE, NOTIFY, Note, PAGE, PROBE, REGION, REGIONS, RegionsPage, RegionsQuery, STREAM_FAULT,
+    NOTIFY, Note, PAGE, PROBE, REGION, REGIONS, RegionsPage, RegionsQuery, STREAM_FAULT,
     StreamFaultNote, encode,
 };
 use kvferry_proto::{StreamId, WireCode, pack};
@@ -23,34 +20,17 @@ pub(crate) fn panicked() -> Error {
 }
 
 /// Answers one request. Runs on the control thread.
-pub(crate) fn answer(
-    sessions: &Sessions,
-    link: &Arc<Link>,
-    kind: u16,
-    body: &[u8],
-) -> (WireCode, Vec<u8>) {
-    match serve(sessions, link, kind, body) {
+pub(crate) fn answer(link: &Arc<Link>, kind: u16, body: &[u8]) -> (WireCode, Vec<u8>) {
+    match serve(link, kind, body) {
         Ok(body) => (WireCode::Ok, body),
         Err(code) => (code, Vec::new()),
     }
 }
 
-fn serve(
-    sessions: &Sessions,
-    link: &Arc<Link>,
-    kind: u16,
-    body: &[u8],
-) -> Result<Vec<u8>, WireCode> {
+fn serve(link: &Arc<Link>, kind: u16, body: &[u8]) -> Result<Vec<u8>, WireCode> {
     let core = &link.core;
     match kind {
         PROBE => {}
-        MESSAGE => {
-            let handler = sessions.message_handler().ok_or(WireCode::Unsupported)?;
-            let channel = Channel::new(link);
-            if contain("a message handler", || handler.received(&channel, body)).is_none() {
-                channel.close(panicked());
-            }
-        }
         STREAM_FAULT => {
             let note: StreamFaultNote = parse(body)?;
             let fault = StreamFault { code: WireCode::from_u16(note.code), index: note.index };

@@ -6,6 +6,7 @@ use crate::config::Checksum;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::host::is_same_host;
+use crate::quota::Permit;
 use crate::reactor::{self, Cause, Cx, Handler, Next, now};
 use crate::session::connect::PeerState;
 use crate::session::native::Native;
@@ -15,13 +16,15 @@ use crate::transfer::link::Link;
 use crate::transport::Services;
 use crate::transport::service::Directory;
 use kvferry_proto::{
-    ChecksumPolicy, Secret, Session, SessionConfig, SessionId, StreamHello, WireCode,
+    ChecksumPolicy, Secret, Session, SessionConfig, SessionId, StreamHello, Timestamp, WireCode,
+    network_of,
 };
 use kvferry_sys::poll::Interest;
 use kvferry_sys::random;
 use rustc_hash::FxHashMap;
+use std::cmp::Reverse;
 use std::collections::HashMap;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 /// The number of peers above which unused ones are removed.
@@ -157,6 +160,38 @@ impl Sessions {
         lock(&self.accepted).remove(&id);
     }
 
+    /// Whether a session can give its place to a new one.
+    pub(crate) fn has_idle(&self) -> bool {
+        let at = now();
+        lock(&self.accepted).values().any(|session| idle_since(session, at).is_some())
+    }
+
+    /// Ends a session in which nothing is in progress, and returns its permit: of the network that has most
+    /// such sessions, the one that was idle for longest. So idle sessions keep nobody out, and a host that
+    /// opens many displaces its own first.
+    pub(crate) fn displace_idle(&self) -> Option<Permit> {
+        let at = now();
+        let (link, native) = {
+            let accepted = lock(&self.accepted);
+            let mut idle_of: FxHashMap<IpAddr, (usize, Reverse<(Timestamp, SessionId)>)> =
+                FxHashMap::default();
+            for (id, session) in accepted.iter() {
+                let Some(since) = idle_since(session, at) else { continue };
+                let longest = Reverse((since, *id));
+                let network = network_of(session.0.peer_addr.ip());
+                let (count, oldest) = idle_of.entry(network).or_insert((0, longest));
+                *count += 1;
+                *oldest = longest.max(*oldest);
+            }
+            let (_, Reverse((_, id))) = idle_of.into_values().max()?;
+            accepted.get(&id)?.clone()
+        };
+        let permit = native.displace(&link)?;
+        self.core.counters.sessions_displaced.one();
+        tracing::debug!(peer = %link.address, "ended an idle session for a newer one");
+        Some(permit)
+    }
+
     /// The session that a new connection names and whose key it proves. `verify` is
     /// `Session::verify_stream` or `Session::verify_local`.
     pub(crate) fn session_of(
@@ -171,7 +206,7 @@ impl Sessions {
         });
         verdict.inspect_err(|code| {
             self.core.counters.handshakes_failed.one();
-            tracing::warn!(session = %hello.session, %code, "refused a stream");
+            warn_limited!(session = %hello.session, %code, "refused a stream");
         })
     }
 
@@ -238,6 +273,12 @@ impl Directory for Sessions {
     fn verify_local(&self, hello: &StreamHello) -> Result<Arc<Link>, WireCode> {
         self.session_of(hello, Session::verify_local).map(|(link, _)| link)
     }
+}
+
+/// Since when nothing is in progress in an accepted session, if it can give its place to another one.
+fn idle_since((link, native): &Accepted, at: Timestamp) -> Option<Timestamp> {
+    let since = native.session().idle_since(at)?;
+    (native.has_permit() && !link.is_in_use()).then_some(since)
 }
 
 fn no_random(e: std::io::Error) -> Error {

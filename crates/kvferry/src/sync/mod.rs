@@ -23,6 +23,10 @@ pub(crate) use std::{
 pub(crate) mod thread {
     pub(crate) use kvferry_sys::thread::spawn;
     pub(crate) use std::thread::{JoinHandle, ThreadId, current, sleep, yield_now};
+
+    pub(crate) fn is_finished<T>(thread: &JoinHandle<T>) -> bool {
+        thread.is_finished()
+    }
 }
 
 #[cfg(not(all(loom, test)))]

@@ -189,6 +189,12 @@ impl<T: OnLanes> Route for LaneRoute<T> {
     }
 }
 
+/// The interval at which a share is polled that was stopped and could not end at once: a part of the time
+/// since then, so that a device that hangs costs little.
+const STOPPED_POLLS: u32 = 16;
+const STOPPED_POLL_MIN: Duration = Duration::from_millis(1);
+const STOPPED_POLL_MAX: Duration = Duration::from_millis(100);
+
 /// Drives the shares of a job until they have ended; true if the last of them yielded.
 pub(crate) fn drive<S: Drive>(
     job: &Arc<Job>,
@@ -219,6 +225,7 @@ pub(crate) fn drive<S: Drive>(
     let mut permit_until = (!lanes.is_empty()).then(|| at + PERMIT_TIME);
     let mut yielded = false;
     let mut lingering: Option<Timestamp> = None;
+    let mut stopped_at: Option<Timestamp> = None;
     loop {
         if at >= job.deadline && !job.is_stopped() {
             job.stop(deadline_passed());
@@ -250,7 +257,21 @@ pub(crate) fn drive<S: Drive>(
             std::thread::yield_now();
         } else {
             lingering = None;
-            wait(job, &mut shares, wakeup.as_deref(), permit_until, interrupt.is_some());
+            if job.is_stopped() {
+                stopped_at.get_or_insert(at);
+            }
+            let poll_after = stopped_at.map(|since| {
+                (at.saturating_since(since) / STOPPED_POLLS)
+                    .clamp(STOPPED_POLL_MIN, STOPPED_POLL_MAX)
+            });
+            wait(
+                job,
+                &mut shares,
+                wakeup.as_deref(),
+                permit_until,
+                poll_after,
+                interrupt.is_some(),
+            );
         }
         at = now();
     }
@@ -279,14 +300,15 @@ fn wait<S: Drive>(
     shares: &mut [Share<S>],
     wakeup: Option<&EventFd>,
     until: Option<Timestamp>,
+    poll_after: Option<Duration>,
     ask: bool,
 ) {
     let at = now();
     let until = until.map_or(job.deadline, |until| until.min(job.deadline));
     let mut timeout = until.saturating_since(at);
-    if job.is_stopped() {
-        // A stopped share that could not end at once is polled.
-        timeout = Duration::from_millis(1);
+    if let Some(poll_after) = poll_after {
+        // A stopped share that could not end at once is polled. Its deadline may have passed.
+        timeout = poll_after;
     }
     if ask {
         timeout = timeout.min(INTERRUPT_EVERY);
@@ -482,7 +504,7 @@ mod tests {
     use crate::transfer::link::tests::NoPeer;
     use crate::transport::tcp::Tcp;
     use crate::{Access, Agent, Batch};
-    use kvferry_proto::StreamId;
+    use kvferry_proto::{Guard, StreamId};
     use kvferry_sys::socket::Socket;
 
     #[derive(Clone)]
@@ -513,7 +535,7 @@ mod tests {
         let link = Link::new(Arc::clone(core), "peer".into(), at, Arc::new(NoPeer::default()), 1);
         link.add_route(Arc::new(LaneRoute(Panics)));
         let socket = Socket::connect(at).expect("the agent listens");
-        link.lane_opened(Lane::new(StreamId(1), socket, core.memory.gates.gate()));
+        link.lane_opened(Lane::new(StreamId(1), socket, core.memory.gates.gate(), Guard::Crc));
         let region = agent.allocate_private(4096, Access::READ_WRITE).expect("memory");
         let mut batch = Batch::new();
         batch.push(&region, 0, &region.remote(), 0, 4096).expect("inside");

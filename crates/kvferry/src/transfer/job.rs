@@ -12,7 +12,7 @@ use crate::callback::contain;
 use crate::core::Core;
 use crate::error::{Error, ErrorKind, Result};
 use crate::notify::Notification;
-use crate::reactor::{Remote, now};
+use crate::reactor::{Cause, Cx, Handler, Next, Remote, now};
 use crate::stats::Counters;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, lock, wait_timeout};
@@ -21,6 +21,8 @@ use crate::transfer::kind::TransportKind;
 use crate::transfer::link::Link;
 use kvferry_proto::{Limits, StreamId, Timestamp, TransferId};
 use kvferry_sys::poll::EventFd;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::task::Waker;
 use std::time::Duration;
@@ -36,9 +38,58 @@ pub(crate) type RevokeDone = Box<dyn FnOnce(bool) + Send>;
 /// Called once with a job's outcome; see [`Job::on_end`].
 pub(crate) struct Callback(pub(crate) Box<dyn FnOnce(Result<TransferStats>) + Send>);
 
+thread_local! {
+    /// This thread is inside the callback of a transfer.
+    static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
+    /// Callbacks that wait until the one that this thread is inside has returned.
+    static POSTPONED: RefCell<VecDeque<Postponed>> = const { RefCell::new(VecDeque::new()) };
+}
+
 impl Callback {
-    fn call(self, outcome: Result<TransferStats>) {
+    /// Calls it now. From within another callback, it is called later, by an I/O thread: a callback that
+    /// tries again after each error would otherwise nest until the stack is full.
+    fn call(self, core: &Core, outcome: Result<TransferStats>) {
+        let postponed = Postponed(Some((self, outcome)));
+        if IN_CALLBACK.get() {
+            let io = core.threads.io();
+            io.add(io.token(), Box::new(postponed));
+        } else {
+            drop(postponed);
+        }
+    }
+
+    /// As the outermost callback of this thread.
+    fn call_now(self, outcome: Result<TransferStats>) {
+        IN_CALLBACK.set(true);
         contain("the callback of a transfer", || (self.0)(outcome));
+        IN_CALLBACK.set(false);
+    }
+}
+
+/// A callback and its outcome. Dropped, it calls the callback, or leaves that to the callback that this
+/// thread is inside: so it is called once also if the I/O thread has ended.
+struct Postponed(Option<(Callback, Result<TransferStats>)>);
+
+impl Handler for Postponed {
+    fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+        Next::Close
+    }
+}
+
+impl Drop for Postponed {
+    fn drop(&mut self) {
+        let Some((callback, outcome)) = self.0.take() else { return };
+        if IN_CALLBACK.get() {
+            let again = Self(Some((callback, outcome)));
+            POSTPONED.with_borrow_mut(|waiting| waiting.push_back(again));
+            return;
+        }
+        callback.call_now(outcome);
+        while let Some(mut next) = POSTPONED.with_borrow_mut(VecDeque::pop_front) {
+            if let Some((callback, outcome)) = next.0.take() {
+                callback.call_now(outcome);
+            }
+        }
     }
 }
 
@@ -349,19 +400,21 @@ impl Job {
             contain("the waker of a transfer", || waker.wake());
         }
         if let Some(outcome) = told {
-            callbacks.into_iter().for_each(|callback| callback.call(outcome.clone()));
+            for callback in callbacks {
+                callback.call(&self.core, outcome.clone());
+            }
         }
     }
 
     /// Has the callback called with the outcome: by the thread that ends the job, or at once if the
-    /// job has ended.
+    /// job has ended. Within the callback of a transfer, by an I/O thread.
     pub(crate) fn on_end(&self, callback: Callback) {
         let mut state = lock(&self.state);
         match state.outcome.clone() {
             None => state.callbacks.push(callback),
             Some(outcome) => {
                 drop(state);
-                callback.call(outcome);
+                callback.call(&self.core, outcome);
             }
         }
     }

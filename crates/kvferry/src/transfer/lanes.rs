@@ -16,7 +16,7 @@ use crate::memory::gate::Gate;
 use crate::reactor::now;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Mutex, MutexGuard, OnceLock, lock};
-use kvferry_proto::{StreamId, Timestamp, WireCode};
+use kvferry_proto::{Guard, StreamId, Timestamp, WireCode};
 use kvferry_sys::socket::Socket;
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
@@ -46,14 +46,38 @@ pub(crate) struct Lane {
     /// The transfer that uses the lane holds a permit.
     has_permit: AtomicBool,
     head_buffer: Mutex<Vec<u8>>,
+    is_keyed: bool,
+    /// The keyed tags of heads; `None` while a transfer uses the lane, and if there are none.
+    guard: Mutex<Option<Guard>>,
     /// When its last transfer ended, on the agent's clock.
     used_ns: AtomicU64,
 }
 
 impl Lane {
-    pub(crate) fn new(id: StreamId, socket: Socket, gate: Arc<Gate>) -> Arc<Self> {
+    pub(crate) fn new(id: StreamId, socket: Socket, gate: Arc<Gate>, guard: Guard) -> Arc<Self> {
         let (has_permit, head_buffer) = (AtomicBool::new(false), Mutex::default());
-        Arc::new(Self { id, socket, gate, has_permit, head_buffer, used_ns: AtomicU64::new(0) })
+        let (is_keyed, used_ns) = (guard.is_keyed(), AtomicU64::new(0));
+        let guard = Mutex::new(is_keyed.then_some(guard));
+        Arc::new(Self { id, socket, gate, has_permit, head_buffer, is_keyed, guard, used_ns })
+    }
+
+    /// The guard, for the transfer that uses the lane from now on.
+    ///
+    /// # Panics
+    /// If another transfer has it: a lane is used by one at a time, and one that ended in the middle
+    /// of a request is not used again.
+    pub(crate) fn take_guard(&self) -> Guard {
+        if !self.is_keyed {
+            return Guard::Crc;
+        }
+        lock(&self.guard).take().expect("the last transfer gave the guard back with the lane")
+    }
+
+    pub(crate) fn put_guard(&self, guard: Guard) {
+        if !self.is_keyed {
+            return;
+        }
+        *lock(&self.guard) = Some(guard);
     }
 
     /// A buffer for the head of a request; it may hold bytes of an earlier request.

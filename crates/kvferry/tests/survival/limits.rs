@@ -1,48 +1,96 @@
 //! More connections than the process has file descriptors for.
 
+use super::unauthenticated::{RawPeer, config};
 use super::*;
+use kvferry_proto::{Secret, SessionConfig, WireCode};
 
-/// A target with a limit of `descriptors` file descriptors.
+/// A target with a limit of `descriptors` file descriptors. One heartbeat that says that its sender waits is good for
+/// the whole test.
 fn target(transports: &str, descriptors: usize) -> (Child, String, ChildRegion) {
-    let (mut child, address) = Child::with_agent(peer_config_over(transports));
+    let mut config = peer_config_over(transports);
+    config["silence_ms"] = json!(NEVER.as_millis() as u64);
+    let (mut child, address) = Child::with_agent(config);
     let region = child.allocate(64 * MIB, "w", 2);
     child.call(json!({"op": "limit_descriptors", "limit": descriptors}));
     (child, address, region)
 }
 
+/// A peer that has a session, and nothing else.
+fn raw_peer(address: &str) -> RawPeer {
+    RawPeer::call(address, config()).expect("a session")
+}
+
+fn small_agent() -> Agent {
+    Agent::builder().io_threads(1).transports(tcp()).start().expect("an agent")
+}
+
+/// Writes once, over a new session if necessary.
+fn write_once(agent: &Agent, address: &str, region: &ChildRegion) {
+    let from = source(agent, 64 * KIB, 1);
+    let peer = agent.peer(address).expect("an address");
+    peer.write(&batch(&from, &region.remote, 4096), &within(within_ten())).expect("a session");
+}
+
 #[test]
-fn sessions_beyond_a_quarter_of_the_descriptors_are_refused_as_busy_until_one_ends() {
+fn sessions_in_use_beyond_a_quarter_of_the_descriptors_are_refused_as_busy_until_one_ends() {
     let _bound = bounded();
     let (mut child, address, region) = target("tcp", 160);
-    let outcomes: Vec<_> = (0..60)
-        .map(|_| {
-            let agent = Agent::builder().io_threads(1).transports(tcp()).start().expect("an agent");
-            let outcome = agent.peer(&address).expect("an address").connect(within_ten());
-            (agent, outcome)
-        })
-        .collect();
-    let (inside, outside): (Vec<_>, Vec<_>) =
-        outcomes.into_iter().partition(|(_, outcome)| outcome.is_ok());
-    assert_eq!(inside.len(), 40);
-    for (agent, refused) in &outside {
-        let error = refused.as_ref().expect_err("the error outcomes");
+    let mut inside: Vec<_> = (0..40).map(|_| raw_peer(&address)).collect();
+    inside.iter_mut().for_each(RawPeer::waits_for_something);
+    let outside = small_agent();
+    let waiting = outside.peer(&address).expect("an address");
+    for _ in 0..3 {
+        let error = waiting.connect(within_ten()).expect_err("there is no place");
         assert_eq!(error.kind(), ErrorKind::Busy, "{error:?}");
         assert!(error.to_string().contains("descriptor limit"), "{error}");
-        assert_eq!(agent.stats().sessions_opened, 0);
+    }
+    assert_eq!(outside.stats().sessions_opened, 0);
+    let stats = child.stats();
+    assert_eq!((&stats["sessions"], &stats["connections_refused"]), (&json!(40), &json!(3)));
+    assert_eq!(stats["sessions_displaced"], json!(0));
+    drop(inside.pop());
+    eventually("a released place is used again", || waiting.connect(within_ten()).is_ok());
+    write_once(&outside, &address, &region);
+}
+
+#[test]
+fn idle_sessions_give_their_places_to_new_ones_and_their_peers_connect_again() {
+    let _bound = bounded();
+    let (mut child, address, region) = target("tcp", 160);
+    let honest = small_agent();
+    write_once(&honest, &address, &region);
+    let mut in_use = raw_peer(&address);
+    in_use.waits_for_something();
+    // One more than fit beside these two: the first session has been idle for longest.
+    let mut idle: Vec<_> = (0..39).map(|_| raw_peer(&address)).collect();
+    let newcomer = small_agent();
+    write_once(&newcomer, &address, &region);
+    eventually("the displaced agent knows", || honest.stats().sessions == 0);
+    write_once(&honest, &address, &region);
+    let first = idle[0].ended();
+    assert_eq!((first.code, first.by_peer), (WireCode::Busy, true));
+    assert!(first.detail.contains("idle"), "{first:?}");
+    in_use.waits_for_something();
+    let stats = child.stats();
+    assert_eq!(stats["connections_refused"], json!(0), "{stats}");
+    assert_eq!(stats["sessions_displaced"], json!(3), "{stats}");
+}
+
+#[test]
+fn a_stranger_without_the_secret_displaces_no_session() {
+    let _bound = bounded();
+    let settings = json!({"name": "peer", "transports": "tcp", "secret": "the secret of a test"});
+    let (mut child, address) = Child::with_agent(settings);
+    child.call(json!({"op": "limit_descriptors", "limit": 160}));
+    let knows = SessionConfig { secret: Secret::new(*b"the secret of a test"), ..config() };
+    let inside = |_| RawPeer::call(&address, knows.clone()).expect("the right secret");
+    let _inside: Vec<_> = (0..40).map(inside).collect();
+    let guesses = SessionConfig { secret: Secret::new(*b"another secret here"), ..config() };
+    for config in [config(), guesses] {
+        RawPeer::call(&address, config).err().expect("a stranger");
     }
     let stats = child.stats();
-    assert_eq!((&stats["sessions"], &stats["connections_refused"]), (&json!(40), &json!(20)));
-    // The accepted sessions work.
-    for (number, (agent, _)) in inside.iter().enumerate().step_by(10) {
-        let from = source(agent, 64 * KIB, number as u64);
-        let peer = agent.peer(&address).expect("an address");
-        peer.write(&batch(&from, &region.remote, 4096), &within(within_ten())).expect("a session");
-    }
-    inside[0].0.shutdown();
-    let waiting = outside[0].0.peer(&address).expect("an address");
-    eventually(Duration::from_secs(5), "a released place is used again", || {
-        waiting.connect(within_ten()).is_ok()
-    });
+    assert_eq!((&stats["sessions"], &stats["sessions_displaced"]), (&json!(40), &json!(0)));
 }
 
 #[test]

@@ -1,10 +1,15 @@
 //! The transport `local`: peers of the same host, whose memory is copied directly.
 
 use super::*;
+use crate::unauthenticated::RawPeer;
 use kvferry::TransportKind;
+use kvferry_proto::{Incarnation, Session, SessionConfig, Timestamp};
 use kvferry_sys::map::Mapping;
 use kvferry_testkit::network::Network;
 use kvferry_testkit::process::Resources;
+use kvferry_testkit::user::as_another_user;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 
 const LOCAL: &str = "local,tcp";
 
@@ -105,11 +110,8 @@ fn i2_memory_that_a_stopped_process_may_write_is_quarantined_until_it_is_seen_to
         let error = loop {
             tries += 1;
             assert!(tries < 50, "never stopped during a copy");
-            eventually(Duration::from_secs(10), "something arrives", || {
-                agent.stats().bytes_received > 0
-            });
+            eventually("something arrives", || agent.stats().bytes_received > 0);
             child.stop();
-            let began = Instant::now();
             match agent.unregister(&to.region) {
                 Ok(()) => {
                     child.resume();
@@ -117,7 +119,6 @@ fn i2_memory_that_a_stopped_process_may_write_is_quarantined_until_it_is_seen_to
                     child.call(writing(&to));
                 }
                 Err(error) => {
-                    assert_within(began, 3 * SILENCE, "an unregister while the writer is stopped");
                     break error;
                 }
             }
@@ -135,7 +136,7 @@ fn i2_memory_that_a_stopped_process_may_write_is_quarantined_until_it_is_seen_to
         } else {
             child.resume();
         }
-        eventually(HEARD, "the quarantine ends", || agent.stats().regions_quarantined == 0);
+        eventually("the quarantine ends", || agent.stats().regions_quarantined == 0);
         assert!(!to.region.is_quarantined());
         agent.unregister(&to.region).expect("the quarantine has ended");
         // No byte lands afterwards.
@@ -176,9 +177,7 @@ fn i2_nothing_lands_after_unregister_returned_while_two_processes_write_and_read
                     .clone()
             })
             .collect();
-        eventually(Duration::from_secs(10), "something arrives", || {
-            agent.stats().bytes_received > before
-        });
+        eventually("something arrives", || agent.stats().bytes_received > before);
         agent.unregister(&to.region).expect("no process is stopped");
         to.map.span(0, 4 * MIB).copy_from(&vec![0x5a; 4 * MIB]);
         thread::sleep(Duration::from_millis(3));
@@ -200,21 +199,18 @@ fn a_killed_peer_fails_writes_at_once_and_a_restarted_peer_is_reconnected() {
         let peer = agent.peer(&address).expect("an address");
         let moves = batch(&from, &region.remote, 64 * KIB);
         peer.write(&moves, &Options::default()).expect("a healthy write");
-        let (error, took) = thread::scope(|scope| {
+        let error = thread::scope(|scope| {
             let writer = scope.spawn(|| {
                 loop {
                     if let Err(error) = peer.write(&moves, &Options::default()) {
-                        return (error, Instant::now());
+                        return error;
                     }
                 }
             });
             thread::sleep(Duration::from_millis(30));
-            let killed = Instant::now();
             child.kill();
-            let (error, at) = writer.join().expect("writers don't panic");
-            (error, at.saturating_duration_since(killed))
+            writer.join().expect("writers don't panic")
         });
-        assert!(took <= stretched(NOTICED), "noticed after {took:?}");
         let gone = [ErrorKind::PeerReset, ErrorKind::PeerClosed, ErrorKind::Unreachable];
         assert!(gone.contains(&error.kind()), "{error:?}");
         assert_ne!(error.quiesced(), Some(false), "the copier is ours: {error:?}");
@@ -245,9 +241,7 @@ fn writes_to_a_stopped_peer_succeed_and_it_finds_the_bytes_when_it_resumes() {
     // A notification needs an answer of the peer.
     let note = kvferry::Notification::new("n", "m");
     let options = Options { notify: Some(note), ..within(Duration::from_secs(20)) };
-    let began = Instant::now();
     let error = peer.write(&moves, &options).expect_err("it does not answer");
-    assert_within(began, HEARD, "a notification to a stopped peer");
     assert_eq!(error.kind(), ErrorKind::PeerSilent, "{error:?}");
     thread::sleep(SILENCE);
     child.resume();
@@ -323,12 +317,12 @@ fn mapped_memory_is_unmapped_when_its_owner_unregisters_it() {
     let peer = agent.peer(&address).expect("an address");
     let before = mapped();
     let region = child.allocate(2 * MIB, "rw", 2);
-    eventually(Duration::from_secs(5), "the child's memory is mapped here", || {
+    eventually("the child's memory is mapped here", || {
         peer.write(&batch(&from, &region.remote, MIB), &Options::default()).expect("done");
         mapped().len() > before.len()
     });
     child.call(json!({"op": "release", "region": region.id}));
-    eventually(Duration::from_secs(5), "the mapping is gone", || mapped() == before);
+    eventually("the mapping is gone", || mapped() == before);
     let error = peer
         .write(&batch(&from, &region.remote, MIB), &Options::default())
         .expect_err("unregistered");
@@ -345,7 +339,7 @@ fn read_only_memory_is_mapped_read_only() {
     assert_eq!(mapped(), Vec::<String>::new());
     let region = child.allocate(2 * MIB, "r", 2);
     let read = || peer.read(&batch(&to.region, &region.remote, MIB), &Options::default());
-    eventually(Duration::from_secs(5), "the child's memory is mapped here", || {
+    eventually("the child's memory is mapped here", || {
         read().expect("done");
         !mapped().is_empty()
     });
@@ -380,18 +374,23 @@ fn ended_local_sessions_leak_no_descriptor() {
         peer.disconnect();
     }
     settle();
-    eventually(Duration::from_secs(5), "descriptors are closed", || {
-        (fds(mine), fds(child.pid())) == before
-    });
+    eventually("descriptors are closed", || (fds(mine), fds(child.pid())) == before);
 }
+
+const SECRET: &str = "a secret of both agents";
 
 /// Starts a child after `prepare`; asserts that transfers fall back to tcp in at least one direction
 /// and that the reason contains each of `words`.
 fn falls_back(what: &str, prepare: impl Fn(&mut Child), words: &[&str]) {
-    let agent = near();
+    // Without a secret, an agent refuses another user's connections.
+    let transports = Transports::parse(LOCAL).expect("names");
+    let builder = Agent::builder().silence(SILENCE).transports(transports);
+    let agent = builder.secret(SECRET.as_bytes()).start().expect("an agent starts");
     let mut child = Child::spawn();
     prepare(&mut child);
-    let address = child.start(peer_config_over(LOCAL));
+    let mut config = peer_config_over(LOCAL);
+    config["secret"] = json!(SECRET);
+    let address = child.start(config);
     let region = child.allocate_private(MIB, "rw", 2);
     let from = child.allocate_private(MIB, "", 3);
     let peer = agent.peer(&address).expect("an address");
@@ -443,6 +442,66 @@ fn another_user_falls_back_to_tcp_and_is_named() {
     falls_back("another user", become_another_user, &["another user"]);
 }
 
+#[test]
+fn i11_an_agent_on_loopback_without_a_secret_refuses_another_user_of_the_host() {
+    let _bound = bounded();
+    if as_another_user("another user that connects", || ()).is_none() {
+        return;
+    }
+    // The agent's process is another user's, and this one the superuser's, which may come in anyway.
+    let mut child = Child::spawn();
+    assert_eq!(child.call(json!({"op": "become_user", "uid": 65_534}))["done"], true);
+    let address = child.start(peer_config());
+    let root = SessionConfig::new(Incarnation(0x57), "root");
+    assert!(RawPeer::call(&address, root).is_ok());
+    let ours = agent();
+    // The child's own check would have it send nothing.
+    let hello = || {
+        let mut stream = TcpStream::connect(ours.local_addr()).expect("the agent listens");
+        let config = SessionConfig::new(Incarnation(0x58), "another user");
+        let mut session = Session::initiator(config, None, [7; 32], Timestamp::from_nanos(1));
+        let hello = session.poll_transmit().expect("a hello");
+        stream.write_all(&hello).expect("a fresh connection");
+        stream.set_read_timeout(Some(PATIENCE / 2)).expect("a socket");
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).expect("the agent ends the connection");
+        answer
+    };
+    let answer = as_another_user("another user that connects", hello).expect("as before");
+    let text = String::from_utf8_lossy(&answer);
+    assert!(text.contains("refused") && text.contains("another user"), "{text:?}");
+    assert_eq!((ours.stats().sessions_accepted, ours.stats().handshakes_failed), (0, 1));
+}
+
+#[test]
+fn i11_an_agent_on_loopback_without_a_secret_sends_nothing_to_another_user_of_the_host() {
+    let _bound = bounded();
+    let listen = || TcpListener::bind("127.0.0.1:0").expect("a port");
+    let Some(listener) = as_another_user("another user that listens", listen) else { return };
+    let address = listener.local_addr().expect("bound").to_string();
+    let near = agent();
+    let peer = near.peer(&address).expect("an address");
+    let refusal = peer.connect(Duration::from_secs(5)).expect_err("it is another user's");
+    assert_eq!(refusal.kind(), ErrorKind::AccessDenied, "{refusal}");
+    let mut sent = Vec::new();
+    let (mut accepted, _) = listener.accept().expect("it was called");
+    accepted.set_read_timeout(Some(PATIENCE / 2)).expect("a socket");
+    // The end of the connection, or its reset.
+    let _ = accepted.read_to_end(&mut sent);
+    assert!(sent.is_empty(), "{sent:x?}");
+    assert_eq!((near.stats().sessions_opened, near.stats().handshakes_failed), (0, 1));
+    // The secret decides where there is one.
+    let mut child = Child::spawn();
+    assert_eq!(child.call(json!({"op": "become_user", "uid": 65_534}))["done"], true);
+    let mut config = peer_config();
+    config["secret"] = json!(SECRET);
+    let address = child.start(config);
+    let transports = Transports::parse("tcp").expect("a name");
+    let builder = Agent::builder().silence(SILENCE).transports(transports);
+    let proven = builder.secret(SECRET.as_bytes()).start().expect("an agent starts");
+    proven.peer(&address).expect("an address").connect(PATIENCE / 2).expect("the same secret");
+}
+
 /// Whether Yama lets only parents attach here, and this process is subject to it.
 fn is_under_yama(what: &str) -> bool {
     let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
@@ -491,9 +550,7 @@ fn shared_memory_is_reached_even_where_copying_by_number_is_refused() {
     child.start(peer_config_over("local"));
     let from = child.allocate(MIB, "", 5);
     let write = command("write", agent.advertised(), &from, &to.remote(), 4096);
-    eventually(Duration::from_secs(5), "the memory is mapped in the child", || {
-        child.try_call(write.clone()).is_ok()
-    });
+    eventually("the memory is mapped in the child", || child.try_call(write.clone()).is_ok());
     assert!(content(&to) == Pattern::new(5).bytes(MIB));
     // `local` alone can't reach private memory here; the error says so.
     let own = private(&agent, MIB, Access::READ_WRITE, 1);

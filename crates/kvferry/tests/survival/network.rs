@@ -71,21 +71,17 @@ impl Hosts {
         let writer = self.writer.call(writing)["writer"].clone();
         thread::sleep(Duration::from_millis(100));
         cut(&self.network);
-        let began = Instant::now();
         thread::sleep(Duration::from_millis(50));
         let errors = self.writer.stop_writing(&writer);
-        assert_within(began, HEARD + UNDELAYED, "a call to a host that is cut off");
         println!("{block} bytes a block: {} errors, {:?}", errors.len(), errors.first());
-        eventually(HEARD, "requests in flight end at the target", || {
+        eventually("requests in flight end at the target", || {
             self.target.stats()["requests_in_flight"] == 0
         });
         let digest = self.target.digest(&self.to);
         // A call meanwhile ends at its deadline.
         let mut late = self.command("write", Network::FAR, block);
         late["timeout_ms"] = json!(700);
-        let began = Instant::now();
         let refusal = self.writer.try_call(late).expect_err("the host is cut off");
-        assert_within(began, Duration::from_millis(3 * 700), "a call with a deadline");
         let kinds = ["deadline", "unreachable", "peer_silent"];
         assert!(kinds.contains(&refusal.kind.as_str()), "{refusal:?}");
         (errors, digest)
@@ -98,9 +94,7 @@ impl Hosts {
         let changed = self.target.changes(&self.to, &digest, Duration::from_millis(700));
         assert!(!changed, "late bytes landed after the network healed");
         let write = self.command("write", Network::FAR, block);
-        let began = Instant::now();
         self.writer.call(write);
-        assert_within(began, 2 * UNDELAYED, "the first call after the network healed");
         self.round(seed, block);
     }
 }
@@ -170,18 +164,14 @@ fn a_host_is_reached_at_its_new_address_and_no_byte_lands_late() {
     assert!(!changed, "bytes landed from the old address");
     hosts.writer.fill(&hosts.from, 7);
     let write = hosts.command("write", MOVED, 64 * KIB);
-    let began = Instant::now();
     hosts.writer.call(write);
-    assert_within(began, 2 * UNDELAYED, "the first call to the new address");
     assert!(hosts.target.matches(&hosts.to, 7));
     hosts.network.readdress(MOVED, Network::FAR);
     let write = hosts.command("write", Network::FAR, 64 * KIB);
-    eventually(Duration::from_secs(1), "a probe reaches the address that came back", || {
+    eventually("a probe reaches the address that came back", || {
         hosts.writer.try_call(write.clone()).is_ok()
     });
-    let began = Instant::now();
     hosts.round(8, 64 * KIB);
-    assert_within(began, 5 * UNDELAYED, "calls to the address that came back");
 }
 
 #[test]
@@ -203,9 +193,8 @@ fn connections_to_a_host_that_vanished_while_idle_are_closed() {
         assert!(sessions == Some(1) && streams >= Some(1), "{sessions:?} {streams:?}");
     }
     hosts.network.cut();
-    let gone = Duration::from_secs(3) + 2 * 20 * silence;
     for (child, side) in [(&mut hosts.writer, "initiator"), (&mut hosts.target, "acceptor")] {
-        eventually(3 * gone, &format!("the {side} closes its connections"), || {
+        eventually(&format!("the {side} closes its connections"), || {
             open(child) == (Some(0), Some(0))
         });
     }

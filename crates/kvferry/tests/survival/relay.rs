@@ -3,6 +3,8 @@
 use super::*;
 use fastrand::Rng;
 use kvferry::Checksum;
+use kvferry_proto::RequestHeader;
+use kvferry_proto::frame::head_crc;
 use kvferry_sys::map::Mapping;
 use kvferry_testkit::slow::SlowMemory;
 use std::io::{Read, Write};
@@ -31,6 +33,10 @@ struct Plan {
     forgotten_from: AtomicUsize,
     forgotten_to: AtomicUsize,
     connections: AtomicUsize,
+    /// Moves the first descriptor of each request on a data stream up by so many bytes, and puts the
+    /// CRC right where there is one.
+    moves_by: AtomicUsize,
+    moved: AtomicBool,
     ended: AtomicBool,
 }
 
@@ -86,6 +92,24 @@ impl Plan {
         (from..self.forgotten_to.load(Ordering::SeqCst)).contains(&number)
     }
 
+    fn move_descriptors(&self, bytes: &mut [u8]) {
+        let by = self.moves_by.load(Ordering::SeqCst) as u64;
+        // Small requests without a notification: header, one descriptor.
+        let head = RequestHeader::LEN + 16;
+        let is_request = bytes.len() >= head && bytes.starts_with(b"KVFq");
+        if by == 0 || !is_request {
+            return;
+        }
+        let (header, table) = bytes[..head].split_first_chunk_mut().expect("a head");
+        let offset = u64::from_le_bytes(table[..8].try_into().expect("eight bytes")) + by;
+        table[..8].copy_from_slice(&offset.to_le_bytes());
+        if header[4] == 1 {
+            let crc = head_crc(header, table, &[]);
+            RequestHeader::set_head_crc(header, crc);
+        }
+        self.moved.store(true, Ordering::SeqCst);
+    }
+
     fn pump(&self, mut from: TcpStream, mut to: TcpStream, number: usize, towards_target: bool) {
         let mut buffer = vec![0; 64 * KIB];
         let mut passed = 0;
@@ -106,6 +130,9 @@ impl Plan {
             {
                 buffer[flip.at - passed] ^= 0x10;
                 self.flipped.store(true, Ordering::SeqCst);
+            }
+            if number > 0 && towards_target {
+                self.move_descriptors(&mut buffer[..n]);
             }
             passed += n;
             if to.write_all(&buffer[..n]).is_err() {
@@ -201,6 +228,50 @@ fn a_flipped_byte_never_ends_a_transfer_as_done() {
 }
 
 #[test]
+fn a_descriptor_that_a_relay_rewrote_between_two_agents_of_one_secret_lands_nowhere() {
+    let _bound = bounded();
+    let started = |name: &str, secret: Option<&[u8]>| {
+        let builder = Agent::builder()
+            .name(name)
+            .silence(SILENCE)
+            .checksum(Checksum::Off)
+            .transports(Transports::parse("tcp").expect("a name"));
+        let builder = match secret {
+            Some(secret) => builder.secret(secret),
+            None => builder,
+        };
+        builder.start().expect("an agent")
+    };
+    let len = 64 * KIB;
+    for secret in [None, Some(&b"a secret that both agents have"[..])] {
+        let (near, far) = (started("near", secret), started("far", secret));
+        let to = far.allocate(len, Access::READ_WRITE).expect("memory");
+        let from = source(&near, len, 1);
+        let relay = Relay::to(far.advertised(), None);
+        let peer = near.peer(&relay.address).expect("an address");
+        let mut moves = Batch::new();
+        moves.push(&from, 0, &to.remote(), 0, 4096).expect("inside");
+        let options = within(Duration::from_secs(5));
+        peer.write(&moves, &options).expect("a relay that changes nothing");
+        refill(&to, 2);
+        relay.plan.moves_by.store(8 * KIB, Ordering::SeqCst);
+        let outcome = peer.write(&moves, &options);
+        assert!(relay.plan.moved.load(Ordering::SeqCst), "the relay had its chance");
+        let is_untouched = content(&to) == Pattern::new(2).bytes(len);
+        if secret.is_none() {
+            assert!(outcome.is_ok() && !is_untouched, "nothing keeps a relay from that");
+            continue;
+        }
+        assert!(is_untouched, "bytes landed where the relay sent them");
+        let error = outcome.expect_err("the target refused it");
+        assert_eq!(error.kind(), ErrorKind::Protocol, "{error:?}");
+        // The session has ended; past the relay there is another one.
+        let direct = near.peer(far.advertised()).expect("an address");
+        direct.write(&moves, &options).expect("past the relay");
+    }
+}
+
+#[test]
 fn bytes_that_the_network_held_back_do_not_land_after_a_confirmed_cancel() {
     let _bound = bounded();
     let (near, far) = (agent(), agent());
@@ -216,12 +287,10 @@ fn bytes_that_the_network_held_back_do_not_land_after_a_confirmed_cancel() {
         // Heartbeats pass, so the peer is not silent.
         let transfer = peer.write_async(&moves, &within(Duration::from_millis(900)));
         thread::sleep(Duration::from_millis(100 + 40 * round as u64));
-        let began = Instant::now();
         if cancel {
             transfer.cancel();
         }
         let outcome = transfer.wait(Duration::from_secs(10)).expect("it ends");
-        assert_within(began, Duration::from_secs(3), "ending a transfer whose bytes are held back");
         let error = outcome.expect_err("its bytes are held back");
         let kind = if cancel { ErrorKind::Cancelled } else { ErrorKind::Deadline };
         assert_eq!(error.kind(), kind, "{error:?}");
@@ -287,7 +356,7 @@ fn a_damaged_transfer_ends_only_after_the_copies_to_its_device() {
             true => peer.write_async(&batch(&other, &held.remote(), len), &within(SILENCE * 20)),
             false => peer.read_async(&batch(&held, &other.remote(), len), &within(SILENCE * 20)),
         };
-        eventually(Duration::from_secs(5), "the device is asked to copy", || device.pending() > 0);
+        eventually("the device is asked to copy", || device.pending() > 0);
         let early = transfer.wait(Duration::from_millis(100));
         device.release();
         assert!(early.is_none(), "write {write}: the device was still copying: {early:?}");
@@ -318,9 +387,7 @@ fn the_first_transfer_after_a_nat_forgot_idle_connections_goes_over_new_ones() {
         peer.write(&moves, &Options::default()).expect("a healthy write");
         thread::sleep(11 * silence);
         relay.plan.forget(kept);
-        let began = Instant::now();
         peer.write(&moves, &within(Duration::from_secs(10)))
             .unwrap_or_else(|e| panic!("{kept} connections kept: {e:?}"));
-        assert_within(began, UNDELAYED, "the first write after a long idle time");
     }
 }

@@ -51,7 +51,7 @@ fn connected_and_disconnected_peers_leak_nothing(transport: &str) {
         asked["times"] = json!(times);
         let near = child.call(asked);
         let mut far = json!({});
-        eventually(Duration::from_secs(5), "the target ends the sessions", || {
+        eventually("the target ends the sessions", || {
             far = target.stats();
             (&far["sessions"], &far["streams"]) == (&json!(0), &json!(0))
         });
@@ -98,9 +98,7 @@ fn calls_in_a_forked_child_fail_and_the_parent_goes_on() {
     for _ in 0..3 {
         let reply = child.call(command("fork", agent.advertised(), &from, &to.remote(), 4096));
         assert_eq!(reply["forked"], 3, "all three calls in the forked child fail");
-        let began = Instant::now();
         child.call(command("write", agent.advertised(), &from, &to.remote(), 4096));
-        assert_within(began, UNDELAYED, "a write after a fork");
     }
     assert!(content(&to) == Pattern::new(1).bytes(to.len()));
 }
@@ -150,7 +148,7 @@ fn sixty_four_agents_write_to_and_read_from_each_other() {
     for (other, _) in &others {
         other.shutdown();
     }
-    eventually(Duration::from_secs(5), "the hub forgets agents that said goodbye", || {
+    eventually("the hub forgets agents that said goodbye", || {
         let stats = hub.stats();
         (stats.sessions, stats.streams) == (0, 0)
     });
@@ -210,7 +208,7 @@ fn an_agent_prints_nothing_and_its_threads_block_all_signals() {
     child.start(peer_config());
     // A thread sets its name after its start.
     let mut masks = Vec::new();
-    eventually(Duration::from_secs(2), "native threads run", || {
+    eventually("native threads run", || {
         masks = masks_of_native_threads(child.pid());
         masks.len() >= 2
     });

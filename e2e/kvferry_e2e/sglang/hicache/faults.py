@@ -131,6 +131,14 @@ def _settings(kit: Kit, folder: Path) -> None:
             ensure(expected in str(error), f"{extra}: {error}")
         else:
             ensure(False, f"{extra} is taken")
+    for name in ("s3://bucket/model", "no/where"):
+        try:
+            kit.storage(folder, pools.mha(), model_name=name)
+        except ValueError as error:
+            ensure("set model" in str(error), f"{name}: {error}")
+        else:
+            ensure(False, f"weights without a name are taken: {name}")
+        kit.storage(folder, pools.mha(), model_name=name, extra={"model": "named"}).close()
     folder.parent.joinpath("file").write_text("")
     kit.logged.clear()
     pool, hashes = pools.mha(), keys(2)

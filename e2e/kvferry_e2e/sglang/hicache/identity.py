@@ -40,8 +40,8 @@ def _others(kit: Kit, folder: Path) -> None:
     pool, hashes = pools.mha(), keys(4)
     first = kit.storage(folder, pool)
     expected = store_pages(first, pool, hashes)
-    copied = folder.parent / "renamed"
-    shutil.copytree(kit.models / "llama", copied)
+    renamed = folder.parent / "renamed"
+    shutil.copytree(kit.models / "llama", renamed)
     changed = folder.parent / "changed"
     shutil.copytree(kit.models / "llama", changed)
     weights = changed / "model.safetensors"
@@ -59,7 +59,7 @@ def _others(kit: Kit, folder: Path) -> None:
         _Other("another page size", {"page_size": 32, "heads": 2}),
         _Other("other heads", {"heads": 8, "head_dim": 32}),
         _Other("another model", config={"model_name": str(kit.models / "other")}),
-        _Other("another name of a model", config={"model_name": "llama"}),
+        _Other("another name of a model", config={"model_name": str(renamed)}),
         _Other("weights changed under a name", config={"model_name": str(changed)}),
         _Other("a setting model", config={"extra": {"model": "llama@2"}}),
         _Other("TP 2", config={"tp_size": 2}),

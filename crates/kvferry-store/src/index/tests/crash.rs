@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 
 /// All points, in the order in which changes reach them.
-pub(super) const POINTS: [&str; 8] = [
+pub(super) const POINTS: [&str; 11] = [
     "insert: held",
     "insert: filled",
     "insert: linked",
@@ -14,6 +14,9 @@ pub(super) const POINTS: [&str; 8] = [
     "remove: held",
     "remove: unlinked",
     "remove: free",
+    "publish: begun",
+    "publish: written",
+    "publish: published",
 ];
 /// The point where this process ends when it reaches it for the 50th time.
 pub(super) const DIE_AT: &str = "KVFERRY_INDEX_DIE_AT";

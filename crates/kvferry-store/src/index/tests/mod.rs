@@ -1,5 +1,6 @@
 //! Tests of the index in one process, between threads, and between processes that die.
 
+mod changes;
 pub(super) mod crash;
 mod events;
 mod model;

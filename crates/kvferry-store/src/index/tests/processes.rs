@@ -16,7 +16,7 @@ const ROLE: &str = "KVFERRY_INDEX_ROLE";
 const MEMORY: &str = "KVFERRY_INDEX_MEMORY";
 const RACED: u64 = 3000;
 
-fn spawn(index: &Index, role: &str, die_at: Option<&str>) -> Child {
+pub(super) fn spawn(index: &Index, role: &str, die_at: Option<&str>) -> Child {
     let fd = index.memory().as_fd().as_raw_fd();
     let mut child = Command::new(std::env::current_exe().expect("this program"));
     let test = "index::tests::processes::a_child_of_other_tests";
@@ -44,9 +44,15 @@ fn a_child_of_other_tests() {
             }
         }),
         "hold a lock" => {
-            let _locked = member.lock(member.id(), member.bucket_of(&key(0)));
+            let _locked = member.lock(member.bucket_of(&key(0)));
             // The parent waits for an event.
             member.note_removed(0);
+            loop {
+                thread::park();
+            }
+        }
+        "subscribe" => {
+            let _subscriptions = [(); 3].map(|()| member.subscribe());
             loop {
                 thread::park();
             }
@@ -65,7 +71,7 @@ fn race(member: &Member) -> usize {
     (0..RACED).filter(|&n| matches!(insert(member, n, 0), Inserted::New(_))).count()
 }
 
-fn wait_for(what: &str, holds: impl Fn() -> bool) {
+pub(super) fn wait_for(what: &str, holds: impl Fn() -> bool) {
     let began = Instant::now();
     while !holds() {
         assert!(began.elapsed() < Duration::from_secs(10), "{what}");
@@ -81,14 +87,19 @@ fn sent_event(index: &Index, by: MemberId) -> bool {
 }
 
 /// The other member of an index that two processes join.
-fn joined(index: &Index, ours: &Member) -> MemberId {
+pub(super) fn joined(index: &Index, ours: &Member) -> MemberId {
     let other = || index.members().find(|&id| id != ours.id());
     wait_for("the other joins", || other().is_some());
     other().expect("it has joined")
 }
 
-fn signal(child: &Child, signal: Signal) {
+pub(super) fn signal(child: &Child, signal: Signal) {
     kill_process(Pid::from_child(child), signal).expect("our child");
+}
+
+/// Waits for the end of a process that was killed.
+pub(super) fn killed(mut child: Child) {
+    child.wait().expect("our child");
 }
 
 /// Sweeps a member whose process has ended, and checks that nothing is left of it.
@@ -105,6 +116,8 @@ fn a_member_may_die_at_any_point_of_a_change() {
     for point in POINTS {
         let index = index(16);
         let keeper = index.join().expect("a member");
+        // Without it, no change is published.
+        let _subscription = keeper.subscribe();
         let child = spawn(&index, "churn", Some(point));
         let dead = joined(&index, &keeper);
         wait_for(point, || index.has_died(dead));

@@ -32,6 +32,9 @@ const IN_FLIGHT_BYTES_MAX: usize = 32 << 20;
 const SORTED_PAIRS: usize = 4096;
 /// How long a stopped transfer whose deadline has passed waits for the device.
 const DEVICE_GRACE: Duration = Duration::from_millis(20);
+/// How often a caller's thread that waits for the device looks whether the agent was shut down: nothing
+/// wakes it then.
+const CLOSED_CHECK: Duration = Duration::from_millis(100);
 /// When operations that the kernel did not take are given to it again.
 const RESUBMIT_AFTER: Duration = Duration::from_millis(10);
 
@@ -291,11 +294,14 @@ impl FileShare {
             return self.end();
         }
         let stopped_at = *self.stopped_at.get_or_insert(now);
+        // A caller without a deadline gets its memory back, however long that takes; but not from an agent
+        // that is shut down, which nothing else could end.
+        let is_without_end = self.job.deadline == now + Duration::MAX && !self.job.core.is_closed();
         let grace = match now >= self.job.deadline {
             true => DEVICE_GRACE,
             false => self.job.core.settings.silence,
         };
-        if now.saturating_since(stopped_at) >= grace {
+        if now.saturating_since(stopped_at) >= grace && !is_without_end {
             // The operations keep their memory until the device answers.
             self.has_ended = true;
             self.job.abandon();
@@ -356,9 +362,12 @@ impl Drive for FileShare {
     }
 
     fn check_at(&self) -> Option<Timestamp> {
-        // The kernel took no more; perhaps nothing that is under way will wake the share.
         let queue = self.queue.as_ref()?;
-        (!queue.is_submitted() && !self.is_callers).then(|| crate::reactor::now() + RESUBMIT_AFTER)
+        if self.is_callers {
+            return Some(crate::reactor::now() + CLOSED_CHECK);
+        }
+        // The kernel took no more; perhaps nothing that is under way will wake the share.
+        (!queue.is_submitted()).then(|| crate::reactor::now() + RESUBMIT_AFTER)
     }
 }
 
@@ -509,6 +518,24 @@ mod tests {
         while rig.queue.end_one(|operation| Ok(operation.span.len())) {}
         unregistering.join().expect("no panic").expect("registered");
         assert_eq!(rig.agent.stats().transfers_unconfirmed, 1);
+        rig.agent.shutdown();
+    }
+
+    #[test]
+    fn a_transfer_without_a_deadline_ends_when_the_device_has_answered_also_if_it_is_cancelled() {
+        let rig = rig("without-end");
+        let transfer = rig.agent.files().read_async(&rig.batch, &within(Duration::MAX));
+        let give_up = Instant::now() + Duration::from_secs(60);
+        while rig.queue.in_flight() == 0 {
+            assert!(Instant::now() < give_up, "it begins");
+            thread::sleep(Duration::from_micros(100));
+        }
+        transfer.cancel();
+        // Longer than the agent's limit of silence.
+        assert!(transfer.wait(Duration::from_millis(600)).is_none(), "the device may still write");
+        while rig.queue.end_one(|operation| Ok(operation.span.len())) {}
+        let outcome = transfer.wait(Duration::from_secs(60)).expect("it ends");
+        assert!(outcome.as_ref().is_ok_and(|it| it.bytes == 100_000), "{outcome:?}");
         rig.agent.shutdown();
     }
 

@@ -8,7 +8,7 @@
 use super::copier::lost;
 use super::maps::Maps;
 use super::route::LocalRoute;
-use super::{LocalPeer, name_of};
+use super::{LocalPeer, PACKETS_PER_CALL, name_of};
 use crate::host::is_on_this_host;
 use crate::memory::registry::{RegistryView, Seen};
 use crate::memory::writers::WriterPage;
@@ -23,7 +23,7 @@ use kvferry_proto::local::{PACKET_LEN, PROBE_LEN};
 use kvferry_proto::{CAPABILITY_LOCAL, LocalPacket, RegionId, StreamId, Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::shared::Shared;
-use kvferry_sys::unix::{self, Channel, Packet};
+use kvferry_sys::unix::{Channel, Packet};
 use kvferry_sys::{fd::Fd, process_vm};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -69,7 +69,7 @@ pub(super) fn attach(link: &Arc<Link>, attached: Attached) {
 
 fn failed(link: &Link, obstacle: String, attached: Attached) {
     if link.end().is_none() && is_on_this_host(link.peer_addr) {
-        tracing::warn!(
+        warn_limited!(
             peer = %link.address, reason = %obstacle,
             "the peer is on this host, but its memory is out of reach"
         );
@@ -103,7 +103,7 @@ fn begin(link: &Arc<Link>) -> Result<Begun, String> {
     })?;
     let listener =
         channel.credentials().map_err(|e| format!("the peer's process is not known: {e}"))?;
-    if listener.uid != unix::user() {
+    if !listener.is_own_user() {
         return Err("the process that listens on the peer's local name runs as another user".into());
     }
     let failed = |e: io::Error| format!("the page of gates can't be made: {e}");
@@ -341,7 +341,9 @@ impl Handler for Attach {
         if self.link.end().is_some() {
             return self.fail("the session ended".into());
         }
-        loop {
+        // After the last of them the descriptor stays ready, and other handlers have their turn.
+        let mut is_drained = false;
+        for _ in 0..PACKETS_PER_CALL {
             let mut buffer = [0; PACKET_LEN];
             match self.channel.recv(&mut buffer) {
                 Ok(Packet { len: 0, .. }) => {
@@ -352,7 +354,10 @@ impl Handler for Attach {
                         return self.fail(obstacle);
                     }
                 }
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    is_drained = true;
+                    break;
+                }
                 // Sent once, before the peer closed its socket.
                 Err(e) if e.kind() == io::ErrorKind::ConnectionReset && !self.was_reset => {
                     self.was_reset = true;
@@ -360,7 +365,7 @@ impl Handler for Attach {
                 Err(e) => return self.fail(format!("the peer's local socket failed: {e}")),
             }
         }
-        if cause.ready.closed {
+        if is_drained && cause.ready.closed {
             return self.fail("the peer closed its local socket".into());
         }
         if matches!(self.stage, Stage::Live(_)) {

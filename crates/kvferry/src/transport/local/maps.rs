@@ -28,8 +28,10 @@ impl Maps {
             return map.clone();
         }
         drop(maps);
+        // Dropped after the lock: unmapping takes time.
+        let _gone: Vec<_>;
         let mut maps = write(&self.0);
-        maps.retain(|&id, _| is_live(RegionId(id)));
+        _gone = maps.extract_if(|&id, _| !is_live(RegionId(id))).collect();
         match maps.entry(region.0) {
             // Another thread has requested it meanwhile.
             Entry::Occupied(entry) => entry.get().clone(),
@@ -45,15 +47,18 @@ impl Maps {
 
     /// Stores the memory that the peer sent for a region, if it was requested.
     pub(super) fn fill(&self, region: RegionId, map: Shared) {
-        let mut maps = write(&self.0);
-        if let Some(asked) = maps.get_mut(&region.0) {
-            *asked = Some(Arc::new(map));
+        let mut map = Some(Arc::new(map));
+        // After this, `map` is what the entry held, or a mapping without an entry; it is dropped
+        // without the lock.
+        if let Some(asked) = write(&self.0).get_mut(&region.0) {
+            std::mem::swap(asked, &mut map);
         }
     }
 
     /// The peer has unregistered a region.
     pub(super) fn forget(&self, region: RegionId) {
-        write(&self.0).remove(&region.0);
+        let gone = write(&self.0).remove(&region.0);
+        drop(gone);
     }
 }
 

@@ -54,6 +54,10 @@ use std::time::Duration;
 /// a millisecond. Larger pieces are no faster.
 pub(crate) const CHUNK: usize = 512 * 1024;
 
+/// Packets that a handler takes in one call, so that other handlers go on: each may cost several system
+/// calls.
+const PACKETS_PER_CALL: usize = 64;
+
 const ENDED: &str = "the peer's process is gone, or runs another program";
 
 /// How often the connection to the peer is checked while bytes are copied.

@@ -1,6 +1,6 @@
 //! The target's side: lets processes of the same user on this host reach this agent's memory.
 
-use super::name_of;
+use super::{PACKETS_PER_CALL, name_of};
 use crate::core::Core;
 use crate::error::{Error, Result};
 use crate::memory::region::RegionInner;
@@ -9,6 +9,7 @@ use crate::memory::writers::Writer;
 use crate::quota::Permit;
 use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next};
 use crate::sync::{Arc, Weak, lock};
+use crate::transfer::link::Copying;
 use crate::transport::service::Directory;
 use kvferry_proto::auth::MAC_LEN;
 use kvferry_proto::local::PROBE_LEN;
@@ -20,7 +21,7 @@ use kvferry_sys::alive::AliveMark;
 use kvferry_sys::map::Mapping;
 use kvferry_sys::poll::Interest;
 use kvferry_sys::random;
-use kvferry_sys::unix::{self, Channel, Packet};
+use kvferry_sys::unix::{Channel, Packet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -70,7 +71,7 @@ impl Handler for LocalListener {
                 Ok(channel) => {
                     // Any process of this host may connect. One of another user gets a refusal and
                     // no handler.
-                    let ours = channel.credentials().is_ok_and(|who| who.uid == unix::user());
+                    let ours = channel.credentials().is_ok_and(|who| who.is_own_user());
                     if !ours {
                         refuse(&channel, WireCode::AccessDenied);
                         continue;
@@ -86,13 +87,14 @@ impl Handler for LocalListener {
                         channel: Arc::new(channel),
                         stage: Stage::Hello,
                         deadline: cx.now + core.settings.handshake_timeout(),
+                        copying: None,
                         _permit: permit,
                     };
                     cx.remote.add(cx.remote.token(), Box::new(conn));
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
                 Err(e) => {
-                    tracing::warn!(error = %e, "a local connection can't be accepted");
+                    warn_limited!(error = %e, "a local connection can't be accepted");
                     let later = cx.now + std::time::Duration::from_millis(50);
                     return Next::Wait { interest: Interest::None, deadline: Some(later) };
                 }
@@ -122,6 +124,8 @@ struct HandshakeConn {
     channel: Arc<Channel>,
     stage: Stage,
     deadline: Timestamp,
+    /// From the hello on.
+    copying: Option<Copying>,
     _permit: Permit,
 }
 
@@ -163,7 +167,7 @@ impl HandshakeConn {
         let link = directory.verify_local(&hello)?;
         let mac = link.backend().local_mac(hello.stream).ok_or(WireCode::Closed)?;
         let internal = |e: io::Error| {
-            tracing::warn!(peer = %link.address, error = %e, "a process can't be attached");
+            warn_limited!(peer = %link.address, error = %e, "a process can't be attached");
             WireCode::Internal
         };
         let bytes: [u8; PROBE_LEN] = random::bytes().map_err(internal)?;
@@ -174,6 +178,7 @@ impl HandshakeConn {
         let name = link.info().map_or_else(|| link.address.clone(), |info| info.name.clone());
         let writer = Writer::open(page, Arc::clone(&self.channel), name).map_err(internal)?;
         self.stage = Stage::Probe { writer: Arc::new(writer), _probe: probe, bytes };
+        self.copying = Some(Copying::new(link));
         self.channel.send(&offer.encode(), &[registry.as_fd()]).map_err(|_| WireCode::Closed)
     }
 }
@@ -216,7 +221,9 @@ impl Handler for HandshakeConn {
 
     fn handle(&mut self, cause: Cause, cx: &Cx<'_>) -> Next {
         let Some(core) = self.core.upgrade() else { return Next::Close };
-        loop {
+        // After the last of them the descriptor stays ready, and other handlers have their turn.
+        let mut is_drained = false;
+        for _ in 0..PACKETS_PER_CALL {
             let mut buffer = [0; PREAUTH_MAX];
             match self.channel.recv(&mut buffer) {
                 Ok(Packet { len: 0, .. }) => return Next::Close,
@@ -232,11 +239,14 @@ impl Handler for HandshakeConn {
                         return Next::Close;
                     }
                 }
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    is_drained = true;
+                    break;
+                }
                 Err(_) => return Next::Close,
             }
         }
-        if cause.ready.closed {
+        if is_drained && cause.ready.closed {
             return Next::Close;
         }
         if matches!(self.stage, Stage::Attached(_)) {

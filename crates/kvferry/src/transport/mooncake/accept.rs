@@ -11,13 +11,14 @@ use super::wire::{
 };
 use crate::memory::region::Backing;
 use crate::notify::Notification;
+use crate::peer_memory::Account;
 use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use kvferry_proto::{Handshakes, Timestamp, WireCode};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
 use std::io;
-use std::net::{IpAddr, Shutdown, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
@@ -63,6 +64,9 @@ pub(super) fn accept(server: &Arc<MooncakeServer>, socket: Socket, len: u64, cx:
         token,
         deadline: cx.now + DEADLINE,
         state: State::Reading { len, bytes: Vec::new() },
+        account: core
+            .peer_memory
+            .account(from.map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |from| from.ip())),
     };
     cx.remote.add(token, Box::new(conn));
 }
@@ -88,6 +92,7 @@ struct HandshakeConn {
     token: u64,
     deadline: Timestamp,
     state: State,
+    account: Account,
 }
 
 impl HandshakeConn {
@@ -100,7 +105,13 @@ impl HandshakeConn {
                         let want = (*len - bytes.len()).min(READ);
                         match self.socket.recv(&mut buffer[..want]) {
                             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                            Ok(n) => bytes.extend_from_slice(&buffer[..n]),
+                            Ok(n) => {
+                                bytes.extend_from_slice(&buffer[..n]);
+                                if !self.account.hold(bytes.capacity()) {
+                                    self.server.core.counters.peer_memory_refused.one();
+                                    return Err(io::ErrorKind::OutOfMemory.into());
+                                }
+                            }
                             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                                 return Ok(Interest::Read);
                             }

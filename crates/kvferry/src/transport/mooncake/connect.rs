@@ -61,7 +61,7 @@ fn answered(
         Ok(link) => Dialed::Link(link),
         Err(e) => {
             server.core.counters.handshakes_failed.one();
-            tracing::warn!(peer = %address, reason = %e, "a Mooncake handshake failed");
+            warn_limited!(peer = %address, reason = %e, "a Mooncake handshake failed");
             Dialed::Failed(e)
         }
     }

@@ -123,11 +123,15 @@ impl Exchange {
         self.fail(error)
     }
 
-    /// Whether the socket is connected; an error if it will never be.
-    fn connect(&mut self, cause: Cause) -> io::Result<bool> {
+    /// Whether the socket is connected; an error if it will never be, or not to a process that may be
+    /// talked to.
+    fn connect(&mut self, cause: Cause) -> Result<bool, Error> {
         if !self.connected && cause.ready.any() {
-            self.socket.error()?;
+            self.socket.error().map_err(unreachable_peer)?;
             self.connected = cause.ready.write;
+            if self.connected {
+                self.core.users.check_target(&self.socket)?;
+            }
             let _ = self.socket.set_nodelay();
         }
         Ok(self.connected)
@@ -182,7 +186,7 @@ impl Handler for Exchange {
 
     fn handle(&mut self, cause: Cause, cx: &Cx<'_>) -> Next {
         match self.connect(cause) {
-            Err(e) => return self.fail(unreachable_peer(e)),
+            Err(e) => return self.fail(e),
             Ok(_) if cx.now >= self.deadline => return self.late(),
             Ok(true) => {}
             Ok(false) => {

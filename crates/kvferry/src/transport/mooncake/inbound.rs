@@ -22,17 +22,20 @@ use crate::memory::region::Access;
 use crate::memory::region::RemoteRegion;
 use crate::quota;
 use crate::reactor::{ACCEPTS_PER_CALL, Cause, Cx, Handler, Next, Remote, now};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex, MutexGuard, Weak, lock};
 use crate::transfer::drive::{RECEIVE_CHUNK, SEND_CHUNK, STEP_BYTES};
 use crate::transfer::link::{Backend, Link};
-use kvferry_proto::{RegionId, Timestamp, WireCode};
+use kvferry_proto::{RegionId, Timestamp, WireCode, network_of};
 use kvferry_sys::HostSpan;
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
 use kvferry_sys::vectors::RecvVector;
-use std::collections::VecDeque;
+use rustc_hash::FxHashMap;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::io;
-use std::net::{Shutdown, SocketAddr};
+use std::net::{IpAddr, Shutdown, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
@@ -96,50 +99,91 @@ pub(super) struct Connections(Mutex<Taken>);
 
 #[derive(Debug, Default)]
 struct Taken {
-    open: usize,
     last: u64,
-    /// Connections that have not sent a request yet, oldest first.
-    unproven: VecDeque<(u64, Weak<Link>, Remote, u64)>,
+    /// In the order in which they were opened.
+    seats: BTreeMap<u64, Arc<Seat>>,
 }
+
+/// The place of a connection.
+#[derive(Debug)]
+struct Seat {
+    link: Weak<Link>,
+    network: IpAddr,
+    remote: Remote,
+    token: u64,
+    /// Nanoseconds since when no request is in progress; [`BUSY`] while one is.
+    idle_since: AtomicU64,
+    /// The peer has sent a request.
+    is_proven: AtomicBool,
+}
+
+const BUSY: u64 = u64::MAX;
 
 impl Connections {
     fn lock(&self) -> MutexGuard<'_, Taken> {
         lock(&self.0)
     }
 
-    /// Admits a connection. When the limit is reached, closes the oldest one that never sent a
-    /// request; `None` if there is no such connection.
-    fn admit(&self, link: &Arc<Link>, remote: &Remote, token: u64) -> Option<u64> {
+    /// Admits a connection. When the limit is reached, closes another one: the oldest that never sent a
+    /// request, else, of the network that has most connections without a request in progress, the one
+    /// that has been idle for longest. `None` if there is none.
+    fn admit(&self, link: &Arc<Link>, remote: &Remote, token: u64) -> Option<(u64, Arc<Seat>)> {
+        let seat = Arc::new(Seat {
+            link: Arc::downgrade(link),
+            network: network_of(link.peer_addr.ip()),
+            remote: remote.clone(),
+            token,
+            idle_since: AtomicU64::new(now().as_nanos()),
+            is_proven: AtomicBool::new(false),
+        });
         let (number, evicted) = {
             let mut taken = self.lock();
             let max = CONNECTIONS_MAX.min(quota::quarter());
-            let evicted = if taken.open < max { None } else { Some(taken.unproven.pop_front()?) };
-            taken.open += 1;
+            let evicted = match taken.seats.len() < max {
+                true => None,
+                false => {
+                    let number = taken.dispensable()?;
+                    taken.seats.remove(&number)
+                }
+            };
             taken.last += 1;
             let number = taken.last;
-            taken.unproven.push_back((number, Arc::downgrade(link), remote.clone(), token));
+            taken.seats.insert(number, Arc::clone(&seat));
             (number, evicted)
         };
-        if let Some((_, link, remote, token)) = evicted {
-            if let Some(link) = link.upgrade() {
+        if let Some(evicted) = evicted {
+            if let Some(link) = evicted.link.upgrade() {
                 link.terminate(Error::new(
                     ErrorKind::Busy,
                     "closed, unused, for a newer connection",
                 ));
             }
-            remote.wake(token);
+            evicted.remote.wake(evicted.token);
         }
-        Some(number)
-    }
-
-    fn proven(&self, number: u64) {
-        self.lock().unproven.retain(|(n, ..)| *n != number);
+        Some((number, seat))
     }
 
     fn leave(&self, number: u64) {
-        let mut taken = self.lock();
-        taken.open -= 1;
-        taken.unproven.retain(|(n, ..)| *n != number);
+        self.lock().seats.remove(&number);
+    }
+}
+
+impl Taken {
+    /// The connection to close for another one.
+    fn dispensable(&self) -> Option<u64> {
+        let unproven = self.seats.iter().find(|(_, seat)| !seat.is_proven.load(Ordering::Relaxed));
+        if let Some((number, _)) = unproven {
+            return Some(*number);
+        }
+        let idle = |seat: &Seat| seat.idle_since.load(Ordering::Relaxed);
+        let mut idle_of: FxHashMap<IpAddr, (usize, Reverse<(u64, u64)>)> = FxHashMap::default();
+        for (number, seat) in self.seats.iter().filter(|(_, seat)| idle(seat) != BUSY) {
+            let longest = Reverse((idle(seat), *number));
+            let (count, oldest) = idle_of.entry(seat.network).or_insert((0, longest));
+            *count += 1;
+            *oldest = longest.max(*oldest);
+        }
+        idle_of.into_values().max().map(|(_, Reverse((_, number)))| number)
     }
 }
 
@@ -162,7 +206,7 @@ impl Handler for Acceptor {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
                 Err(e) => {
                     // The process has no free descriptor, or the connection is gone already.
-                    tracing::warn!(error = %e, "a Mooncake connection can't be accepted");
+                    warn_limited!(error = %e, "a Mooncake connection can't be accepted");
                     let later = cx.now + Duration::from_millis(50);
                     return Next::Wait { interest: Interest::None, deadline: Some(later) };
                 }
@@ -175,11 +219,16 @@ impl Handler for Acceptor {
 fn admit(server: &Arc<MooncakeServer>, socket: Socket, from: SocketAddr) {
     let core = &server.core;
     let Some(directory) = server.directory.upgrade() else { return };
+    if !core.users.admits(&socket) {
+        core.counters.handshakes_failed.one();
+        warn_limited!(%from, "refused a Mooncake connection of another user of this host");
+        return;
+    }
     let link = Link::new(Arc::clone(core), from.to_string(), from, Arc::new(Caller), 0);
     let remote = core.threads.io();
     let token = remote.token();
-    let Some(number) = server.connections.admit(&link, &remote, token) else {
-        tracing::warn!(%from, "a Mooncake connection was refused: too many are open");
+    let Some((number, seat)) = server.connections.admit(&link, &remote, token) else {
+        warn_limited!(%from, "a Mooncake connection was refused: too many are open");
         return;
     };
     crate::host::prepare(&socket);
@@ -191,6 +240,7 @@ fn admit(server: &Arc<MooncakeServer>, socket: Socket, from: SocketAddr) {
         gate: core.memory.gates.gate(),
         link,
         number,
+        seat,
         socket,
         state: State::start(),
         statuses: Vec::new(),
@@ -265,6 +315,7 @@ struct Connection {
     server: Arc<MooncakeServer>,
     link: Arc<Link>,
     number: u64,
+    seat: Arc<Seat>,
     socket: Socket,
     gate: Arc<Gate>,
     state: State,
@@ -375,7 +426,7 @@ impl Connection {
         }
         if !self.proven {
             self.proven = true;
-            self.server.connections.proven(self.number);
+            self.seat.is_proven.store(true, Ordering::Relaxed);
         }
         let pieces = match resolve(self.core(), &request) {
             Ok(pieces) => Arc::new(pieces),
@@ -609,6 +660,9 @@ impl Handler for Connection {
         }
         if cause.ready.read || cause.ready.write {
             self.moved_at = cx.now;
+            // Until it is known whether a request is in progress: a peer whose request was just answered has not
+            // been idle.
+            self.seat.idle_since.store(BUSY, Ordering::Relaxed);
         }
         if self.deadline().is_some_and(|at| at <= cx.now) {
             return Next::Close;
@@ -630,7 +684,10 @@ impl Handler for Connection {
                 Step::Over => return Next::Close,
             }
         };
-        self.set_busy(!self.is_between());
+        let is_between = self.is_between();
+        let idle_since = if is_between { cx.now.as_nanos() } else { BUSY };
+        self.seat.idle_since.store(idle_since, Ordering::Relaxed);
+        self.set_busy(!is_between);
         Next::Wait { interest, deadline: self.deadline() }
     }
 }

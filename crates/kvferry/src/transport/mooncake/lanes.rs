@@ -13,7 +13,7 @@ use crate::reactor::{Cause, Cx, Handler, Next};
 use crate::sync::{Arc, Mutex, MutexGuard, lock};
 use crate::transfer::lanes::Lane;
 use crate::transfer::link::{Link, unreachable_peer};
-use kvferry_proto::{StreamId, Timestamp};
+use kvferry_proto::{Guard, StreamId, Timestamp};
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
 use rustc_hash::FxHashMap;
@@ -129,13 +129,16 @@ impl LaneKeeper {
         if !cause.ready.write {
             return Next::Wait { interest: Interest::Write, deadline: Some(deadline) };
         }
+        if let Err(e) = self.link.core.users.check_target(socket) {
+            return self.fail(&e);
+        }
         let Stage::Connecting(socket) = std::mem::replace(&mut self.stage, Stage::Gone) else {
             unreachable!("checked above")
         };
         crate::host::prepare(&socket);
         let _ = socket.set_keepalive(KEEPALIVE);
         let gate = self.link.core.memory.gates.gate();
-        let lane = Lane::new(self.id, socket, gate);
+        let lane = Lane::new(self.id, socket, gate, Guard::Crc);
         self.stage = Stage::Open(Arc::clone(&lane));
         self.link.lane_opened(lane);
         Next::Wait { interest: Interest::Hangup, deadline: None }

@@ -96,7 +96,17 @@ pub(super) struct Share {
     /// A notification to send once everything before it is answered.
     notification: Option<Notification>,
     yielding: Yielding,
+    /// The lane is gone. The share ends when no device copies for it any more.
+    dying: Option<Dying>,
     ended: bool,
+}
+
+/// What is known of a share whose lane is gone.
+enum Dying {
+    /// `dirty` if the peer may still have requests in progress.
+    Broken { dirty: bool },
+    /// The connection was lost; why has to be found out.
+    Lost(Diagnosis),
 }
 
 /// A frame, and the progress of making its requests.
@@ -116,7 +126,7 @@ enum Step {
     /// The socket is not ready.
     Blocked,
     Memory,
-    /// The share has ended and reported to the job.
+    /// The lane is gone: [`Share::finish`] ends the share.
     Over,
 }
 
@@ -152,6 +162,7 @@ impl Share {
             flushing: None,
             unsendable: None,
             yielding: Yielding::default(),
+            dying: None,
             ended: false,
         }
     }
@@ -521,16 +532,14 @@ impl Share {
             .with("peer", &self.link.address)
             .caused_by(e);
         drop_lane(&self.peer, &self.link, &self.lane);
-        self.ended = true;
-        let diagnose = Diagnosis {
+        self.dying = Some(Dying::Lost(Diagnosis {
             peer: Arc::clone(&self.peer),
             link: Arc::clone(&self.link),
             job: Arc::clone(&self.job),
             lane: self.lane.id,
             pairs: self.under_way(),
             error,
-        };
-        diagnose.hold();
+        }));
         Step::Over
     }
 
@@ -577,9 +586,25 @@ impl Share {
 
     /// Ends a broken lane. `dirty` if the peer may still have requests of it in progress.
     fn over(&mut self, dirty: bool) -> Step {
-        self.ended = true;
-        self.job.share_ended(&self.link, dirty.then_some(self.lane.id));
+        self.dying = Some(Dying::Broken { dirty });
         Step::Over
+    }
+
+    /// Ends a share whose lane is gone, once no device copies for it: after the outcome, no byte arrives
+    /// any more.
+    fn finish(&mut self) -> Progress {
+        if self.lane.gate.has_copies() {
+            return Progress::Memory;
+        }
+        self.ended = true;
+        match self.dying.take() {
+            Some(Dying::Broken { dirty }) => {
+                self.job.share_ended(&self.link, dirty.then_some(self.lane.id));
+            }
+            Some(Dying::Lost(diagnosis)) => diagnosis.hold(),
+            None => {}
+        }
+        Progress::Done
     }
 
     // ---- the end ----
@@ -594,7 +619,10 @@ impl Share {
         if !self.is_clean() || self.making.as_ref().is_some_and(|m| m.unfenced.0 > 0) {
             drop_lane(&self.peer, &self.link, &self.lane);
             self.over(true);
-            return Progress::Done;
+            return self.finish();
+        }
+        if self.lane.gate.has_copies() {
+            return Progress::Memory;
         }
         self.ended = true;
         self.link.put(Arc::clone(&self.lane));
@@ -646,12 +674,16 @@ impl Drive for Share {
     }
 
     fn check_at(&self) -> Option<Timestamp> {
-        if self.ended { None } else { self.stall_detector.next() }
+        let is_over = self.ended || self.dying.is_some();
+        if is_over { None } else { self.stall_detector.next() }
     }
 
     fn progress(&mut self, now: Timestamp) -> Progress {
         if self.ended {
             return Progress::Done;
+        }
+        if self.dying.is_some() {
+            return self.finish();
         }
         let mut budget = STEP_BYTES;
         // Sending first: answers can't arrive before their requests were sent.
@@ -663,7 +695,7 @@ impl Drive for Share {
             self.make();
             let sent = self.send(&mut budget);
             if matches!(sent, Step::Over) {
-                return Progress::Done;
+                return self.finish();
             }
             if matches!(sent, Step::On) && answers_may_wait && budget > 0 {
                 continue;
@@ -674,7 +706,7 @@ impl Drive for Share {
             answers_may_wait = false;
             let received = self.receive(&mut budget);
             if matches!(received, Step::Over) {
-                return Progress::Done;
+                return self.finish();
             }
             if self.is_clean() && self.making.is_none() && !self.more() {
                 return self.end();
@@ -705,7 +737,7 @@ impl Share {
         }
         if self.stall_detector.is_over(&self.lane.socket, now) {
             self.silent();
-            return Progress::Done;
+            return self.finish();
         }
         match (matches!(sent, Step::Blocked), self.awaited.is_empty()) {
             (true, true) => Progress::Wait(Interest::Write),

@@ -3,13 +3,14 @@
 //! [`Target`] decides which bytes come next in either direction; this module moves them between the
 //! socket and the memory that the request's descriptors name.
 
-use super::{digest_spans, transmit_once};
+use super::{digest_spans, forged, transmit_once};
 use crate::core::Core;
 use crate::memory::cursor::{Cursor, Direction, Fault, Lent, Piece, Pieces, Position};
 use crate::memory::device::Wake;
 use crate::memory::gate::Gate;
 use crate::memory::region::Access;
 use crate::notify::Notification;
+use crate::peer_memory::Account;
 use crate::quota::Permit;
 use crate::reactor::{Cause, Cx, Handler, Next, now};
 use crate::transfer::drive::{RECEIVE_CHUNK, STEP_BYTES};
@@ -17,7 +18,8 @@ use crate::transfer::link::Link;
 use crate::transfer::requests::{STREAM_FAULT, StreamFaultNote, encode};
 use kvferry_proto::lane::{self, Malformed, Placed, Target};
 use kvferry_proto::{
-    Limits, Op, PieceDigest, RequestHeader, StreamId, WireCode, WireDescriptor, frame,
+    Guard, Limits, Op, PieceDigest, RequestHeader, StreamId, Timestamp, WireCode, WireDescriptor,
+    frame,
 };
 use kvferry_sys::poll::Interest;
 use kvferry_sys::socket::Socket;
@@ -41,11 +43,21 @@ pub(crate) struct InboundStream {
     wake: Option<Wake>,
     /// The link counts a request in progress.
     busy: bool,
+    /// When the reactor calls again to see whether the peer left its request unfinished. It is left
+    /// as it is while requests move on, and so set once per silence limit at most.
+    stall_check: Option<Timestamp>,
+    /// Memory of heads and pieces.
+    account: Account,
     _permit: Permit,
 }
 
-/// Bytes of `pieces` that a stream keeps allocated for its next request.
-const PIECES_KEPT: usize = 256 * 1024;
+/// Bytes of `pieces` that a stream keeps allocated for its next request: with the kept buffer of heads
+/// no more than what is free for a connection.
+const PIECES_KEPT: usize = 40 * 1024;
+
+/// The bytes that a step counts for in addition to those it moves, so that many small requests do
+/// not delay other streams for longer than a large one.
+const STEP_COST: usize = 1024;
 
 enum Step {
     /// Continue at once.
@@ -65,21 +77,26 @@ impl InboundStream {
         id: StreamId,
         socket: Arc<Socket>,
         gate: Arc<Gate>,
+        guard: Guard,
         early: Vec<u8>,
         permit: Permit,
     ) -> Self {
         link.core.counters.streams.one();
+        let account = link.core.peer_memory.account(link.peer_addr.ip());
+        let lane = Target::new(Limits::default(), link.checksum(), guard, early);
         Self {
             link,
             id,
             socket,
             gate,
-            lane: Target::new(Limits::default(), early),
+            lane,
             sink: None,
             source: None,
             pieces: Arc::default(),
             wake: None,
             busy: false,
+            stall_check: None,
+            account,
             _permit: permit,
         }
     }
@@ -102,11 +119,31 @@ impl InboundStream {
                 }
                 Err(e) => blocked(&e, Step::Read),
             },
+            lane::Next::Grow { have, whole } => {
+                // Doubling, or all that the kernel has: a large table takes few calls.
+                let arrived = self.socket.readable().unwrap_or(0);
+                let bytes = have.saturating_add(arrived.max(have)).min(whole);
+                if self.account.hold(bytes) {
+                    self.lane.grow(bytes);
+                    return Step::On;
+                }
+                self.is_short_of_memory();
+                let _ = self.socket.send(self.lane.exhausted().as_ref());
+                Step::Over
+            }
             lane::Next::Decide(request) => {
                 let header = request.header;
                 let is_fresh = header.op != Op::Notify || is_fresh(&self.link.core);
                 if self.gate.is_shut() || !is_fresh {
                     return Step::Over;
+                }
+                let pieces = header.descriptors as usize * size_of::<Piece>();
+                // The notification is kept until the payload is complete.
+                let kept = request.table.len() + pieces + header.notify_len as usize;
+                if !self.account.hold(RequestHeader::LEN + kept) {
+                    self.lane.refuse(WireCode::Busy, 0);
+                    self.is_short_of_memory();
+                    return Step::On;
                 }
                 match look_up(&self.link.core, &request, &mut self.pieces) {
                     Ok(()) => self.accept(&header),
@@ -175,9 +212,12 @@ impl InboundStream {
 
     /// The head is malformed: answers with the error, then ends the stream.
     fn malformed(&self, malformed: &Malformed) -> Step {
-        tracing::warn!(peer = %self.link.address, error = %malformed.error, "malformed request");
+        warn_limited!(peer = %self.link.address, error = %malformed.error, "malformed request");
         self.core().counters.requests_refused.one();
-        let _ = self.socket.send(&malformed.answer);
+        let _ = self.socket.send(malformed.answer.as_ref());
+        if self.link.is_keyed() {
+            self.link.close(WireCode::Forged, forged(&self.link));
+        }
         Step::Over
     }
 
@@ -240,6 +280,13 @@ impl InboundStream {
             counters.requests_refused.one();
         }
         self.lane.answer(code);
+    }
+
+    fn is_short_of_memory(&self) {
+        let counters = &self.core().counters;
+        counters.requests_refused.one();
+        counters.peer_memory_refused.one();
+        warn_limited!(peer = %self.link.address, "refused a request: peers hold as much memory as they may");
     }
 
     fn refused(&self, code: WireCode, index: u32) {
@@ -401,7 +448,7 @@ impl Handler for InboundStream {
                     self.set_busy(!self.lane.is_between());
                     return Next::Again;
                 }
-                Step::On => {}
+                Step::On => budget = budget.saturating_sub(STEP_COST),
                 Step::Read => break Interest::Read,
                 // Initiators never half-close, so this one will not read the answer.
                 Step::Write if cause.ready.peer_closed => return Next::Close,
@@ -418,8 +465,23 @@ impl Handler for InboundStream {
             if pieces.pieces.capacity() * size_of::<Piece>() > PIECES_KEPT {
                 *pieces = Pieces::default();
             }
+            // Less than before.
+            let _ = self.account.hold(self.lane.held_bytes());
         }
-        Next::Wait { interest, deadline: None }
+        if interest == Interest::None {
+            // The memory of this side is awaited, however long that takes.
+            return Next::Wait { interest, deadline: None };
+        }
+        let stalls_at = self.lane.stalls_at(self.core().settings.silence, cx.now);
+        if stalls_at.is_some_and(|at| at <= cx.now) {
+            warn_limited!(peer = %self.link.address, "closed a stream: the peer left a request unfinished");
+            self.core().counters.requests_refused.one();
+            return Next::Close;
+        }
+        if self.stall_check.is_none_or(|at| at <= cx.now) {
+            self.stall_check = stalls_at;
+        }
+        Next::Wait { interest, deadline: self.stall_check }
     }
 }
 

@@ -18,7 +18,7 @@ mod outbound;
 
 pub(crate) use inbound::InboundStream;
 
-use crate::error;
+use crate::error::{self, Error, ErrorKind};
 use crate::memory::cursor::{Cursor, Fault, Lent, lent};
 use crate::memory::device::Wake;
 use crate::transfer::drive::{LaneRoute, OnLanes, SEND_CHUNK};
@@ -85,6 +85,12 @@ impl OnLanes for Tcp {
     fn share(&self, link: &Arc<Link>, lane: Arc<Lane>, job: &Arc<Job>, wake: Wake) -> Self::Share {
         outbound::Share::new(Arc::clone(link), lane, Arc::clone(job), wake)
     }
+}
+
+/// The end of a session whose frames were changed on their way.
+fn forged(link: &Link) -> Error {
+    let what = "a frame was changed, replayed or lost between the two agents; the session ends";
+    Error::new(ErrorKind::Protocol, what).with("peer", &link.address)
 }
 
 /// Sends what [`Transmit`] lists in one call: its bytes, then payload of `source`. Returns how many

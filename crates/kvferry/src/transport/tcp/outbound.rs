@@ -3,7 +3,7 @@
 //! [`Initiator`] decides which bytes come next in either direction; this module moves them between
 //! the socket and the memory of the transfer.
 
-use super::{digest_spans, transmit_once};
+use super::{digest_spans, forged, transmit_once};
 use crate::error::{Error, ErrorKind};
 use crate::memory::cursor::{Cursor, Direction, Fault, Lent, lent};
 use crate::memory::device::Wake;
@@ -54,7 +54,7 @@ enum Step {
 impl Share {
     pub(super) fn new(link: Arc<Link>, lane: Arc<Lane>, job: Arc<Job>, wake: Wake) -> Self {
         let limits = Limits::default();
-        let requests = Initiator::new(job.id, link.checksum(), limits);
+        let requests = Initiator::new(job.id, link.checksum(), limits, lane.take_guard());
         let notification = job.bare_notification();
         Self {
             link,
@@ -291,6 +291,11 @@ impl Share {
     }
 
     fn protocol(&self, error: &LaneError) -> Step {
+        if self.link.is_keyed() {
+            self.job.fail(forged(&self.link).with("detail", error));
+            self.link.close(WireCode::Forged, forged(&self.link));
+            return Step::Broken;
+        }
         self.job.fail(
             Error::new(ErrorKind::Protocol, format!("the peer sent {error}"))
                 .with("peer", &self.link.address),
@@ -318,6 +323,7 @@ impl Share {
             return Progress::Memory;
         }
         self.ended = true;
+        self.lane.put_guard(self.requests.release());
         self.link.put(Arc::clone(&self.lane));
         if self.yielding.yields() && !self.job.is_stopped() {
             return if self.job.share_yielded() { Progress::Yielded } else { Progress::Done };

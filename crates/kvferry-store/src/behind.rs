@@ -1,0 +1,224 @@
+//! Writes blocks to the disk that a put has left in host memory.
+//!
+//! A block waits in the tier in host memory ([`crate::host`]), which owns its bytes, until it is on the disk. One thread
+//! writes what waits, in the order in which it was put, in *passes*: from the oldest block to the newest one there was
+//! at the beginning. Where no segment is free, a pass waits as long as segments are freed; after [`NO_SPACE_MAX`] in
+//! which none was, or at an error of a device, it ends, and all that waits is *left*: it says why it could not be
+//! written. Blocks that are left wait as before.
+//!
+//! A pass begins when a put or a sync asks for it, when a segment was freed since a pass that left blocks, and each
+//! [`RETRY_EVERY`] while blocks wait. The last one begins when the store is closed. A pass that begins with a block that
+//! was left tries this one alone first.
+//!
+//! So what others may say of a block is one question to the tier: one that waits is present, one that is left was not
+//! stored, and a sync succeeds if a pass that began behind it has left none of the blocks before it.
+
+use crate::host::{Host, Waiting};
+use crate::put::{Patience, WRITE_BEHIND};
+use crate::stats::Counters;
+use crate::store::{CHUNK_BYTES, Inner, NotStored, Put, Refusal, Space};
+use crate::sync::lock;
+use crate::writer::Candidate;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How long a pass waits while no segment at all is freed.
+pub(crate) const NO_SPACE_MAX: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
+/// How often blocks that are left are tried again where no segment is freed.
+const RETRY_EVERY: Duration = Duration::from_secs(1);
+/// How often the thread looks whether one was.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// The thread that writes, and what it is asked for.
+#[derive(Debug, Default)]
+pub(crate) struct Behind {
+    work: Mutex<Work>,
+    changed: Condvar,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Debug, Default)]
+struct Work {
+    /// Passes that were asked for, and those of them that have ended: one pass answers all who asked before it.
+    asked: u64,
+    done: u64,
+    /// Callers wait no longer: the store is being closed.
+    is_hurried: bool,
+    /// The last pass ends the thread.
+    is_closing: bool,
+    #[cfg(test)]
+    passes: u64,
+}
+
+impl Behind {
+    /// Asks for a pass. Returns its number.
+    pub(crate) fn ask(&self, space: &Space) -> u64 {
+        let asked = {
+            let mut work = lock(&self.work);
+            work.asked += 1;
+            work.asked
+        };
+        self.changed.notify_all();
+        let mut thread = lock(&self.thread);
+        if thread.is_none() {
+            let own = space.for_task();
+            let serve = move || own.store.behind.serve(&own);
+            match kvferry_sys::thread::spawn("kvferry-store-io".into(), serve) {
+                Ok(new) => *thread = Some(new),
+                // By this thread, then, while the lock keeps others from doing the same.
+                Err(_) => self.pass_for(asked, space, Patience::behind(None)),
+            }
+        }
+        asked
+    }
+
+    /// Waits until a pass has ended that was asked for, until `until`, or until the store is closed.
+    pub(crate) fn wait(&self, asked: u64, until: Option<Instant>) {
+        let mut work = lock(&self.work);
+        while work.done < asked && !(work.is_hurried && until.is_some()) {
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            work = match left {
+                Some(Duration::ZERO) => return,
+                Some(left) => {
+                    let waited = self.changed.wait_timeout(work, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => self.changed.wait(work).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+    }
+
+    /// Returns how many of the blocks that were put before can't be written; the others are.
+    pub(crate) fn drain(&self, space: &Space, host: &Host) -> usize {
+        let end = host.next_number();
+        if host.next_waiting(0..end, 0).is_empty() {
+            return 0;
+        }
+        let asked = self.ask(space);
+        self.wait(asked, None);
+        host.left(end)
+    }
+
+    /// Callers that wait for space, and have something else to say, wait no longer.
+    pub(crate) fn hurry(&self) {
+        lock(&self.work).is_hurried = true;
+        self.changed.notify_all();
+    }
+
+    /// Ends the thread, after one more pass. Nothing asks any more.
+    pub(crate) fn close(&self) {
+        lock(&self.work).is_closing = true;
+        self.changed.notify_all();
+        if let Some(thread) = lock(&self.thread).take() {
+            let _ = thread.join();
+        }
+    }
+
+    fn serve(&self, space: &Space) {
+        let Some(host) = &space.store.host else { return };
+        let member = &space.store.core.member;
+        // Of the last pass: when it ended, and how many segments had been freed when it began.
+        let mut last = None;
+        loop {
+            let mut work = lock(&self.work);
+            while work.asked == work.done && !work.is_closing {
+                let has_left = !host.next_waiting(0..u64::MAX, 0).is_empty();
+                work = match last.filter(|_| has_left) {
+                    None => self.changed.wait(work).unwrap_or_else(PoisonError::into_inner),
+                    Some((at, freed)) if is_due(at, freed, member.freed()) => break,
+                    Some(_) => {
+                        let waited = self.changed.wait_timeout(work, LOOK_EVERY);
+                        waited.unwrap_or_else(PoisonError::into_inner).0
+                    }
+                };
+            }
+            let (asked, is_closing) = (work.asked, work.is_closing);
+            drop(work);
+            let freed = member.freed();
+            // A store that is closed has the keeper free space once more.
+            let at_least = is_closing.then(|| Instant::now() + RETRY_EVERY);
+            self.pass_for(asked, space, Patience::behind(at_least));
+            last = Some((Instant::now(), freed));
+            if is_closing {
+                return;
+            }
+        }
+    }
+
+    fn pass_for(&self, asked: u64, space: &Space, patience: Patience) {
+        let Some(host) = &space.store.host else { return };
+        let end = host.next_number();
+        if catch_unwind(AssertUnwindSafe(|| pass(space, host, end, patience))).is_err() {
+            host.leave(0..end, NotStored::Failed);
+        }
+        let mut work = lock(&self.work);
+        work.done = work.done.max(asked);
+        #[cfg(test)]
+        {
+            work.passes += 1;
+        }
+        self.changed.notify_all();
+    }
+
+    #[cfg(test)]
+    pub(crate) fn passes(&self) -> u64 {
+        lock(&self.work).passes
+    }
+}
+
+fn is_due(at: Instant, freed: u32, freed_now: u32) -> bool {
+    freed != freed_now || at.elapsed() >= RETRY_EVERY
+}
+
+/// Writes the blocks that wait with numbers below `end`.
+fn pass(space: &Space, host: &Host, end: u64, patience: Patience) {
+    let Inner { core, .. } = &*space.store;
+    let (mut next, mut is_tried) = (0, false);
+    loop {
+        let mut chain = host.next_waiting(next..end, WRITE_BEHIND as u64 * CHUNK_BYTES);
+        if !is_tried && chain.first().is_some_and(|(_, first)| first.left.is_some()) {
+            chain.truncate(1);
+        }
+        let Some((last, _)) = chain.last() else { return };
+        next = last + 1;
+        let candidate = |it: &Waiting| Candidate { block: it.record, memory: it.block.memory() };
+        let candidates: Vec<_> = chain.iter().map(|(_, it)| candidate(it)).collect();
+        let mut put = Put::default();
+        space.write_all(&candidates, patience, &mut put);
+        Counters::add(&core.counters.stored, put.stored);
+        Counters::add(&core.counters.present, put.present);
+        let is_written = |(_, it): &&(u64, Waiting)| {
+            if put.refused + put.failed == 0 {
+                return true;
+            }
+            // Another process may have written it, and not synced it.
+            let found = core.find_whole(&it.block.key, || it.record.check);
+            space.store.worker.writer.note_present(core, found.iter());
+            found.is_some()
+        };
+        host.written(chain.iter().filter(is_written).map(|(number, _)| *number));
+        match not_stored(&put) {
+            None => is_tried = true,
+            // A process that is stopped holds the lock of these blocks. It has nothing to do with others.
+            Some(why @ NotStored::Refused(Refusal::Contended)) => {
+                for (number, _) in &chain {
+                    host.leave(*number..number + 1, why);
+                }
+            }
+            Some(why) => return host.leave(0..end, why),
+        }
+    }
+}
+
+/// Why not all blocks of a put were stored.
+fn not_stored(put: &Put) -> Option<NotStored> {
+    match put {
+        Put { failed: 1.., .. } => Some(NotStored::Failed),
+        Put { refused_no_space: 1.., .. } => Some(NotStored::Refused(Refusal::NoSpace)),
+        Put { refused_index_full: 1.., .. } => Some(NotStored::Refused(Refusal::IndexFull)),
+        Put { refused: 1.., .. } => Some(NotStored::Refused(Refusal::Contended)),
+        _ => None,
+    }
+}

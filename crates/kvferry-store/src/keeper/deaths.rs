@@ -1,0 +1,338 @@
+//! What the keeper does with what a death has left, and with pins.
+
+use super::*;
+use crate::index::New;
+use crate::log::Block;
+use crate::memory::BlockMemory;
+use crate::opening::Opening;
+use crate::options::StoreOptions;
+use crate::power::recorder::{Event as Recorded, Fault, Recording};
+use crate::recover;
+use crate::steps::Op;
+use crate::writer::{Candidate, Which, Writer};
+use kvferry::{Access, Agent, Region};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+const LEN: u32 = 60_000;
+const HOUR: u32 = 3600;
+
+struct Bench {
+    folder: PathBuf,
+    agent: Agent,
+    pool: Region,
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        self.agent.shutdown();
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+impl Bench {
+    fn new(name: &str) -> Self {
+        let name = format!("kvferry-deaths-{name}-{}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
+        let _ = std::fs::remove_dir_all(&folder);
+        let agent = Agent::builder().start().expect("an agent");
+        let pool = agent.allocate(LEN as usize, Access::NONE).expect("memory");
+        Self { folder, agent, pool }
+    }
+
+    /// Processes without threads, that open the store of the folder after all others have ended.
+    fn open<const N: usize>(&self) -> [Arc<Core>; N] {
+        let options = StoreOptions::new(&self.folder, 12 << 20).segment_bytes(1 << 20);
+        let opening = Opening::new(&self.agent, &options).expect("directories");
+        let superblock = opening.open_superblock().expect("a superblock");
+        let disk = || opening.disk(&superblock, true).expect("files");
+        let segment_bytes = superblock.geometry.segment_bytes();
+        let geometry = options.geometry(Some(segment_bytes)).expect("in bounds");
+        let index = recover::fill(&disk(), &superblock, geometry).expect("an index");
+        let core = || Core::new(disk(), superblock, index.join().expect("a member"));
+        [(); N].map(|()| Arc::new(core()))
+    }
+
+    /// Puts a block with bytes of its own. Returns its segment.
+    fn put(&self, core: &Core, writer: &Writer, key: u64) -> u32 {
+        let mut bytes = vec![0; LEN as usize];
+        fastrand::Rng::with_seed(key).fill(&mut bytes);
+        self.pool.write_at(0, &bytes).expect("inside");
+        let memory = BlockMemory::new(&self.pool, 0, LEN.into());
+        let sum = memory.sum().expect("registered");
+        let (parent, check, namespace, retention, time) = (None, 0, 7, 0, 0);
+        let key = [key, key];
+        let block = Block { key, parent, sum, check, namespace, len: LEN, retention, time };
+        let writing = writer.begin(core, &[Candidate { block, memory }]).expect("room");
+        let mut to = 0;
+        let written = writing.end(core, |segment, records| {
+            let page = core.superblock.geometry.place(segment, records[0].page);
+            let new = New { sum, parent: None, page, len: LEN, retention, now: 0 };
+            core.member.insert(Key(key), new);
+            to = segment;
+        });
+        written.expect("no device fails");
+        to
+    }
+}
+
+fn find(core: &Core, key: u64) -> Option<Entry> {
+    core.member.find(&Key([key, key]))
+}
+
+/// As a loss of power while the block was written.
+fn tear(core: &Core, key: u64) {
+    let (segment, page) = core.superblock.geometry.locate(find(core, key).expect("put").page);
+    let file = std::fs::File::options().write(true).open(core.disk.path_of(segment));
+    file.expect("it exists").write_all_at(&[0; 9000], bytes_of(page)).expect("written");
+}
+
+#[test]
+fn a_torn_block_of_a_segment_that_nobody_sealed_is_not_present_and_is_not_sealed_as_a_whole_one() {
+    let bench = Bench::new("torn");
+    let [core] = bench.open();
+    let writer = Writer::default();
+    let segments = [1, 2, 3].map(|key| bench.put(&core, &writer, key));
+    assert!(segments.iter().all(|it| *it == segments[0]));
+    tear(&core, 2);
+    drop((writer, core));
+    // A put that comes before the keeper has looked.
+    let [core] = bench.open();
+    assert!(find(&core, 2).is_some());
+    let is_whole = [1, 2, 3].map(|key| core.find_whole(&Key([key, key]), || 0).is_some());
+    assert_eq!(is_whole, [true, false, true]);
+    let stats = core.counters.read();
+    assert_eq!((stats.corrupt, stats.failed), (0, 0), "no device did that");
+    drop(core);
+    let [core] = bench.open();
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    keeper.look(&AtomicBool::new(false));
+    assert!(!core.member.is_open(segments[0]));
+    assert_eq!([1, 2, 3].map(|key| find(&core, key).is_some()), [true, false, true]);
+    let scanned = log::recover::scan(&core.disk, &core.superblock, segments[0]);
+    let scanned = scanned.expect("it can be read").expect("it is in use");
+    let keys: Vec<_> = scanned.records.iter().map(|it| it.block.key[0]).collect();
+    assert_eq!((scanned.is_sealed, keys), (true, vec![1, 3]));
+}
+
+#[test]
+fn a_block_that_is_put_again_after_a_crash_has_torn_it_survives_the_next_crash() {
+    let bench = Bench::new("torn-twice");
+    let [core] = bench.open();
+    bench.put(&core, &Writer::default(), 2);
+    tear(&core, 2);
+    drop(core);
+    let [core] = bench.open();
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    keeper.look(&AtomicBool::new(false));
+    assert!(core.find_whole(&Key([2, 2]), || 0).is_none(), "it is put again");
+    let writer = Writer::default();
+    bench.put(&core, &writer, 2);
+    writer.sync(&core).expect("no device fails");
+    drop((keeper, writer, core));
+    let [core] = bench.open();
+    let entry = core.find_whole(&Key([2, 2]), || 0).expect("it was put and synced");
+    let (segment, page) = core.superblock.geometry.locate(entry.page);
+    let sum = log::recover::sum_of(&core.disk, segment, page, LEN).expect("it can be read");
+    assert_eq!(sum, entry.sum);
+}
+
+#[test]
+fn a_segment_in_which_a_block_lives_is_not_freed_because_a_death_has_left_its_counter_at_zero() {
+    let bench = Bench::new("counter");
+    let [dies, keeps] = bench.open();
+    let segment = bench.put(&dies, &Writer::default(), 1);
+    dies.member.forget_live(segment);
+    dies.member.die();
+    let keeper = Keeper::new(Arc::clone(&keeps));
+    let segment = keeper.core.member.segment(segment);
+    assert_eq!((segment.state, segment.live_blocks), (SegmentState::Sealed, 1));
+    let sum = find(&keeps, 1).expect("it lives").sum;
+    let (segment, page) = keeps.superblock.geometry.locate(find(&keeps, 1).expect("it lives").page);
+    let there = log::recover::sum_of(&keeps.disk, segment, page, LEN);
+    assert_eq!(there.expect("it can be read"), sum);
+}
+
+#[test]
+fn where_the_copies_of_a_dead_keeper_can_not_be_synced_their_old_places_are_not_free() {
+    let bench = Bench::new("unsynced-copies");
+    let [dies, keeps] = bench.open();
+    let writer = Writer::default();
+    let old = bench.put(&dies, &writer, 1);
+    writer.seal(&dies, Which::All);
+    let collecting = SegmentState::Collecting(dies.member.id());
+    assert!(dies.member.set_segment(old, SegmentState::Sealed, collecting));
+    let own = bench.put(&dies, &writer, 2);
+    assert_ne!(own, old);
+    // As if the block had been moved.
+    let (from, to) = (find(&dies, 1).expect("put"), find(&dies, 2).expect("put"));
+    assert!(dies.member.remove(&to) && dies.member.relocate(&from, to.page));
+    // A file that is gone can't be synced.
+    std::fs::remove_file(keeps.disk.path_of(own)).expect("it exists");
+    dies.member.die();
+    let _keeper = Keeper::new(Arc::clone(&keeps));
+    assert_eq!(keeps.member.unsynced(), Some(own));
+    assert_eq!(keeps.member.segment(old).state, SegmentState::Withheld);
+}
+
+#[test]
+fn a_pin_that_is_taken_while_the_keeper_looks_keeps_its_block_at_any_pressure() {
+    for is_room in [true, false] {
+        let bench = Bench::new(&format!("pins-{is_room}"));
+        let [core] = bench.open();
+        let writer = Writer::default();
+        let segments = [1, 2, 3].map(|key| bench.put(&core, &writer, key));
+        writer.seal(&core, Which::All);
+        let mut keeper = Keeper::new(Arc::clone(&core));
+        let slot = find(&core, 2).expect("put").slot;
+        let now = core.clock.now_s();
+        let _pin = core.member.pin(slot, now, now + HOUR).expect("room for a lease");
+        if is_room {
+            assert!(keeper.collect_one(segments[0], Some(0.0)));
+            assert_eq!([1, 2, 3].map(|key| find(&core, key).is_some()), [false, true, false]);
+        } else {
+            while core.member.claim().is_some() {}
+            assert!(!keeper.collect_one(segments[0], None));
+            assert_eq!(core.member.segment(segments[0]).state, SegmentState::Sealed);
+            assert!(find(&core, 2).is_some());
+        }
+    }
+}
+
+/// What is put from a key on until the segment changes. Returns the first key behind it.
+fn fill(bench: &Bench, core: &Core, writer: &Writer, from: u64, count: u64) -> (u32, u64) {
+    let segments: FxHashSet<_> =
+        (from..from + count).map(|key| bench.put(core, writer, key)).collect();
+    writer.seal(core, Which::All);
+    assert_eq!(segments.len(), 1, "{count} blocks fit");
+    (*segments.iter().next().expect("one"), from + count)
+}
+
+/// The disk fails syncs from now on: once, or until it is told otherwise.
+fn fail_syncs(recording: &Recording, stays: bool) {
+    let (at, _) = recording.injected();
+    recording.fail(Some(Fault { at, stays, errno: 5, is_of_syncs: true }));
+}
+
+#[test]
+fn a_segment_that_cannot_be_freed_is_not_the_only_one_that_is_tried() {
+    // Blocks that are pinned where nothing can be copied to, and a block that a stopped process holds.
+    for is_pinned in [true, false] {
+        let bench = Bench::new(&format!("tried-{is_pinned}"));
+        let [core, other] = bench.open();
+        let writer = Writer::default();
+        let (stays, next) = fill(&bench, &core, &writer, 1, 3);
+        let (leaves, _) = fill(&bench, &core, &writer, next, 6);
+        let slot = find(&core, 2).expect("put").slot;
+        let now = core.clock.now_s();
+        let mut keeper = Keeper::new(Arc::clone(&core));
+        let pin = is_pinned.then(|| core.member.pin(slot, now, now + HOUR).expect("room"));
+        let key = Key([2, 2]);
+        let held = (!is_pinned).then(|| other.member.hold_stripe(&key));
+        // No segment is free: what can't be copied must leave.
+        while core.member.claim().is_some() {}
+        keeper.look(&AtomicBool::new(false));
+        let state = |segment| core.member.segment(segment).state;
+        assert_eq!(state(stays), SegmentState::Sealed, "pinned: {is_pinned}");
+        assert_ne!(state(leaves), SegmentState::Sealed, "pinned: {is_pinned}");
+        assert!(find(&core, 2).is_some());
+        drop((pin, held));
+    }
+}
+
+#[test]
+fn a_segment_is_not_freed_whose_copies_were_lost_when_the_keeper_s_own_segment_was_full() {
+    // Without room for a second own segment, the blocks that are not copied leave.
+    for is_room in [true, false] {
+        let bench = Bench::new(&format!("own-unsynced-{is_room}"));
+        let [core] = bench.open();
+        let writer = Writer::default();
+        let (first, next) = fill(&bench, &core, &writer, 1, 12);
+        let (second, _) = fill(&bench, &core, &writer, next, 12);
+        let mut keeper = Keeper::new(Arc::clone(&core));
+        assert!(keeper.collect_one(first, None));
+        let own = keeper.own.as_ref().expect("it copied to it").segment();
+        if !is_room {
+            while core.member.claim().is_some() {}
+        }
+        let recording = Recording::start(&bench.folder);
+        fail_syncs(&recording, false);
+        let is_freed = keeper.collect_one(second, None);
+        let (_, injected) = recording.injected();
+        assert_eq!(injected.len(), 1, "the own segment was sealed on the way: {injected:?}");
+        assert_eq!(core.member.unsynced(), Some(own));
+        let state = core.member.segment(second).state;
+        assert!(
+            !matches!(state, SegmentState::Free),
+            "{is_freed}: its blocks are on the disk in it alone"
+        );
+        assert_eq!(state, SegmentState::Withheld);
+        keeper.retried_at = None;
+        keeper.retry_withheld();
+        let state = core.member.segment(second).state;
+        assert_eq!(state, SegmentState::Withheld, "until they have left");
+    }
+}
+
+#[test]
+fn a_segment_of_a_dead_process_whose_sync_has_failed_is_not_sealed_by_a_later_one() {
+    let bench = Bench::new("left-unsynced");
+    let [core] = bench.open();
+    let segment = bench.put(&core, &Writer::default(), 1);
+    drop(core);
+    let [core] = bench.open();
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    let recording = Recording::start(&bench.folder);
+    fail_syncs(&recording, true);
+    keeper.look(&AtomicBool::new(false));
+    recording.fail(None);
+    assert_eq!(core.member.unsynced(), Some(segment));
+    keeper.sealed_at = None;
+    keeper.look(&AtomicBool::new(false));
+    assert!(core.member.is_open(segment), "syncs of a put that finds the block go on failing");
+    let scanned = log::recover::scan(&core.disk, &core.superblock, segment);
+    assert!(!scanned.expect("it can be read").expect("it is in use").is_sealed);
+    assert!(find(&core, 1).is_some());
+}
+
+#[test]
+fn a_segment_of_a_killed_process_is_given_to_no_other_while_one_of_its_threads_may_write() {
+    let bench = Bench::new("threads");
+    let [dies, keeps] = bench.open();
+    // It has taken a segment, and what it writes there is under way.
+    let segment = dies.member.claim().expect("one is free");
+    let held = SegmentState::Active(dies.member.id());
+    dies.member.die_in_part();
+    let mut keeper = Keeper::new(Arc::clone(&keeps));
+    let state = || keeps.member.segment(segment).state;
+    assert!(keeper.awaits_end() && state() == held, "its process, this one, runs");
+    keeps.connected(dies.member.id());
+    dies.member.forget_process();
+    keeper.repair();
+    assert!(keeper.awaits_end() && state() == held, "it is connected");
+    keeps.hung_up(dies.member.id());
+    keeper.repair();
+    assert!(!keeper.awaits_end());
+    assert_eq!(state(), SegmentState::Free);
+}
+
+#[test]
+fn what_an_earlier_try_has_copied_is_on_the_disk_before_its_segment_is_freed() {
+    let bench = Bench::new("copied-before");
+    let [core, other] = bench.open();
+    let writer = Writer::default();
+    let (segment, _) = fill(&bench, &core, &writer, 1, 3);
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    let held = other.member.hold_stripe(&Key([3, 3]));
+    assert!(!keeper.collect_one(segment, None));
+    drop(held);
+    let (to, _) = core.superblock.geometry.locate(find(&core, 1).expect("put").page);
+    assert_ne!(to, segment, "it was copied");
+    // Nothing is left that would have to be copied.
+    assert!(core.member.remove(&find(&core, 3).expect("put")));
+    let recording = Recording::start(&bench.folder);
+    assert!(keeper.collect_one(segment, None));
+    let path = core.disk.path_of(to);
+    let is_sync = |it: &Recorded| matches!(it, Recorded::Begin(_, Op::Sync(of)) if *of == path);
+    assert!(recording.take().iter().any(is_sync), "{} was not synced", path.display());
+}

@@ -1,0 +1,349 @@
+//! Puts into a store that is full, with and without a tier in host memory.
+
+use super::*;
+use crate::power::recorder::{Event, Recording};
+use crate::steps::Op;
+use crate::{Namespace, Retain, Store, StoreOptions};
+use kvferry::{Access, Agent, Region};
+use std::path::PathBuf;
+use std::sync::Barrier;
+
+const LEN: u64 = 60_000;
+const HOUR: Duration = Duration::from_secs(3600);
+/// What must happen has happened by then.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn prompt(first: u64, blocks: u64) -> Vec<[u8; 32]> {
+    (first..first + blocks).map(|it| *blake3::hash(&it.to_le_bytes()).as_bytes()).collect()
+}
+
+/// Stores in one folder, and memory for blocks.
+struct Bench {
+    folder: PathBuf,
+    agent: Agent,
+    pool: Region,
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        self.agent.shutdown();
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+impl Bench {
+    fn new(name: &str) -> Self {
+        let name = format!("kvferry-put-{name}-{}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
+        let _ = std::fs::remove_dir_all(&folder);
+        let agent = Agent::builder().start().expect("an agent");
+        let pool = agent.allocate(64 * LEN as usize, Access::NONE).expect("memory");
+        Self { folder, agent, pool }
+    }
+
+    fn options(&self) -> StoreOptions {
+        StoreOptions::new(&self.folder, 12 << 20).segment_bytes(1 << 20)
+    }
+
+    fn open(&self, options: &StoreOptions) -> (Store, Space) {
+        let store = Store::open(&self.agent, options).expect("a store");
+        let kv = store.space(&Namespace::new("model"));
+        (store, kv)
+    }
+
+    fn with_host(&self) -> (Store, Space) {
+        self.open(&self.options().host_bytes(4 << 20))
+    }
+
+    /// Memory of blocks, from this place on.
+    fn memory(&self, place: u64, blocks: usize) -> Vec<BlockMemory> {
+        let at = |block| BlockMemory::new(&self.pool, (place + block as u64) % 64 * LEN, LEN);
+        (0..blocks).map(at).collect()
+    }
+
+    /// Puts blocks, each with bytes of its own.
+    fn put(&self, kv: &Space, place: u64, prompt: &[[u8; 32]]) -> Put {
+        for (block, hash) in (place..).zip(prompt) {
+            let mut bytes = vec![0; LEN as usize];
+            let seed = u64::from_le_bytes(hash[..8].try_into().expect("8 bytes"));
+            fastrand::Rng::with_seed(seed).fill(&mut bytes);
+            self.pool.write_at((block % 64 * LEN) as usize, &bytes).expect("inside");
+        }
+        let memory = self.memory(place, prompt.len());
+        kv.put(prompt, 0, &memory, Retain::default()).expect("a put")
+    }
+
+    /// Puts blocks that can't leave, until there is no room. Returns the pins, and how many blocks there are: the last
+    /// eight have no place on the disk.
+    fn fill(&self, store: &Store, kv: &Space) -> (Vec<crate::Pin>, u64) {
+        let (mut pins, mut count) = (Vec::new(), 0);
+        while store.sync().is_ok() {
+            let kept = prompt(count, 8);
+            let put = self.put(kv, 0, &kept);
+            assert_eq!((put.stored, put.failed), (8, 0), "{put:?}");
+            let _ = store.sync();
+            pins.push(kv.pin(&kept, HOUR).expect("a pin"));
+            count += 8;
+            assert!(count < 400, "{:?}", store.stats());
+        }
+        (pins, count)
+    }
+}
+
+/// Those of these blocks that are on the disk.
+fn on_disk(kv: &Space, prompt: &[[u8; 32]]) -> usize {
+    let keys = kv.keys(prompt).expect("hashes");
+    keys.iter().filter(|key| kv.store.core.member.find(key).is_some()).count()
+}
+
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !holds() {
+        assert!(began.elapsed() < PATIENCE, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn sync_fails_while_a_block_in_host_memory_has_no_place_on_the_disk_and_its_put_is_not_present() {
+    let bench = Bench::new("unwritten");
+    let (store, kv) = bench.with_host();
+    let (pins, count) = bench.fill(&store, &kv);
+    let stats = store.stats();
+    assert!(stats.unwritten_blocks > 0 && stats.waiting_bytes > 0, "{stats:?}");
+    assert!(store.sync().is_err(), "it is not said once only");
+    let lost = prompt(count - 8, 8);
+    let again = bench.put(&kv, 0, &lost);
+    assert!(again.refused_no_space > 0, "{again:?}");
+    assert_eq!(again.present + again.refused, 8, "{again:?}");
+    // Once there is room, they are written.
+    drop(pins);
+    until("a sync", || store.sync().is_ok());
+    assert_eq!((store.stats().unwritten_blocks, store.stats().waiting_bytes), (0, 0));
+    let again = bench.put(&kv, 0, &lost);
+    assert_eq!(again.present, 8, "{again:?}");
+    store.close();
+}
+
+#[test]
+fn a_sync_beside_other_puts_succeeds_only_once_all_that_was_put_before_is_on_the_disk() {
+    let bench = Bench::new("sync-beside-puts");
+    let (store, kv) = bench.with_host();
+    let (_pins, count) = bench.fill(&store, &kv);
+    let lost = prompt(count - 8, 8);
+    assert!(on_disk(&kv, &lost) < 8);
+    let has_ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !has_ended.load(Relaxed) {
+                bench.put(&kv, 8, &lost);
+            }
+        });
+        for _ in 0..500 {
+            if store.sync().is_ok() && on_disk(&kv, &lost) < 8 {
+                has_ended.store(true, Relaxed);
+                panic!("a sync has succeeded, and the blocks are on no disk");
+            }
+            assert!(bench.put(&kv, 0, &lost).present < 8, "they are called present");
+        }
+        has_ended.store(true, Relaxed);
+    });
+}
+
+#[test]
+fn a_sync_covers_a_block_that_another_process_has_written_while_it_waited_here() {
+    let bench = Bench::new("written-elsewhere");
+    let (other, its) = bench.open(&bench.options());
+    // It has a segment with room.
+    assert_eq!(bench.put(&its, 0, &prompt(1 << 40, 1)).stored, 1);
+    let (store, kv) = bench.with_host();
+    let (_pins, count) = bench.fill(&store, &kv);
+    let waits = prompt(count - 8, 8);
+    let keys = kv.keys(&waits).expect("hashes");
+    let core = &kv.store.core;
+    let missing = keys.iter().position(|key| core.member.find(key).is_none()).expect("it waits");
+    let put = bench.put(&its, 0, &waits);
+    assert_eq!(put.stored + put.present, 8, "{put:?}");
+    let entry = core.member.find(&keys[missing]).expect("the other process has put it");
+    let path = core.disk.path_of(core.superblock.geometry.locate(entry.page).0);
+    let recording = Recording::start(&bench.folder);
+    until("a sync", || store.sync().is_ok());
+    let is_sync = |it: &Event| matches!(it, Event::Begin(_, Op::Sync(of)) if *of == path);
+    assert!(recording.take().iter().any(is_sync), "nothing has synced {}", path.display());
+    store.close();
+    other.close();
+}
+
+#[test]
+fn of_two_puts_of_a_block_at_the_same_time_the_copy_that_stays_in_memory_is_written() {
+    let bench = Bench::new("twice");
+    let (store, kv) = bench.with_host();
+    let (pins, count) = bench.fill(&store, &kv);
+    for round in 0..12 {
+        let both = Barrier::new(2);
+        let put = |place| {
+            both.wait();
+            bench.put(&kv, place, &prompt(1_000 + round * 2, 2));
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| put(0));
+            put(16);
+        });
+        // Takes memory that was given back.
+        bench.put(&kv, 32, &prompt(2_000 + round, 1));
+    }
+    drop(pins);
+    until("a sync", || store.sync().is_ok());
+    let (_other, reads) = bench.open(&bench.options());
+    let memory = bench.memory(0, 1);
+    for block in (count - 8..count).chain(1_000..1_024).chain(2_000..2_012) {
+        let _ = reads.get(&prompt(block, 1), 0, &memory);
+    }
+    assert_eq!(reads.store.core.counters.read().corrupt, 0);
+}
+
+#[test]
+fn a_block_that_has_left_the_disk_is_written_again_where_host_memory_still_has_it() {
+    let bench = Bench::new("left-the-disk");
+    let (store, kv) = bench.with_host();
+    let blocks = prompt(1, 4);
+    assert_eq!(bench.put(&kv, 0, &blocks).stored, 4);
+    store.sync().expect("on the disk");
+    let member = &kv.store.core.member;
+    for key in kv.keys(&blocks).expect("hashes") {
+        assert!(member.remove(&member.find(&key).expect("it was synced")));
+    }
+    let again = bench.put(&kv, 0, &blocks);
+    assert_eq!((again.stored, again.present), (4, 0), "{again:?}");
+    store.sync().expect("on the disk");
+    let (_other, reads) = bench.open(&bench.options());
+    assert_eq!(reads.get(&blocks, 0, &bench.memory(8, 4)).expect("a get"), 4);
+}
+
+#[test]
+fn blocks_that_found_no_space_are_written_once_there_is_some_without_another_call() {
+    let bench = Bench::new("space-comes");
+    let (store, kv) = bench.with_host();
+    let (pins, count) = bench.fill(&store, &kv);
+    assert!(store.stats().unwritten_blocks > 0);
+    drop(pins);
+    until("they are written", || store.stats().waiting_bytes == 0);
+    assert_eq!(store.stats().unwritten_blocks, 0);
+    assert_eq!(on_disk(&kv, &prompt(count - 8, 8)), 8);
+}
+
+#[test]
+fn closing_the_store_writes_blocks_that_found_no_space_before() {
+    let bench = Bench::new("space-at-close");
+    let (store, kv) = bench.with_host();
+    let (other, _) = bench.open(&bench.options());
+    let (pins, count) = bench.fill(&store, &kv);
+    assert!(store.stats().unwritten_blocks > 0);
+    drop(pins);
+    store.close();
+    let there = other.space(&Namespace::new("model"));
+    assert_eq!(on_disk(&there, &prompt(count - 8, 8)), 8);
+}
+
+#[test]
+fn a_load_in_the_background_does_not_wait_for_puts_that_wait_for_space() {
+    let bench = Bench::new("loads");
+    // Its leases keep all blocks.
+    let (keeps, kv) = bench.with_host();
+    let (_pins, _) = bench.fill(&keeps, &kv);
+    let is_first = |round: u64| {
+        // A process that does not know yet that nothing is freed.
+        let (_store, kv) = bench.with_host();
+        let puts = [0, 1, 2, 3].map(|put| {
+            let new = prompt(10_000 + round * 1_000 + put * 100, 40);
+            kv.put_async(&new, 0, &bench.memory(0, 40), Retain::default()).expect("a put")
+        });
+        let got = kv.get_async(&prompt(0, 8), 0, &bench.memory(48, 8)).expect("a get");
+        let got = got.wait(Some(PATIENCE)).expect("it ends");
+        assert!(matches!(*got, Ok(8)), "{got:?}");
+        puts.iter().all(|put| put.outcome().is_none())
+    };
+    assert!((0..10).any(is_first), "each load has ended after a put");
+}
+
+#[test]
+fn blocks_count_as_stored_once_they_are_on_the_disk_and_as_refused_if_they_never_are() {
+    let bench = Bench::new("counts");
+    let (store, kv) = bench.with_host();
+    let (_pins, count) = bench.fill(&store, &kv);
+    let stats = store.stats();
+    assert!(stats.unwritten_blocks > 0);
+    assert_eq!(stats.stored + stats.unwritten_blocks, count, "{stats:?}");
+    store.close();
+    let closed = store.stats();
+    assert_eq!((closed.stored, closed.refused), (stats.stored, count - stats.stored), "{closed:?}");
+    assert_eq!(closed.refused_no_space, closed.refused, "{closed:?}");
+}
+
+#[test]
+fn puts_of_a_store_in_which_nothing_is_freed_wait_once_and_not_once_each() {
+    let bench = Bench::new("wait-once");
+    let (keeps, kv) = bench.with_host();
+    let (_pins, _) = bench.fill(&keeps, &kv);
+    let (_store, kv) = bench.open(&bench.options().put_wait(Duration::from_secs(1)));
+    for block in 0..20 {
+        let put = bench.put(&kv, 0, &prompt(1_000 + block, 1));
+        assert_eq!(put.refused_no_space, 1, "{put:?}");
+    }
+    let waits = kv.store.waits.count();
+    assert!((1..=3).contains(&waits), "{waits} waits of 20 puts");
+}
+
+#[test]
+fn closing_the_store_ends_the_waits_for_space() {
+    let bench = Bench::new("close-waits");
+    let (keeps, kv) = bench.with_host();
+    let (_pins, _) = bench.fill(&keeps, &kv);
+    let (store, kv) = bench.open(&bench.options().put_wait(Duration::MAX));
+    let put = |block| {
+        let new = prompt(1_000 + block, 1);
+        kv.put_async(&new, 0, &bench.memory(block, 1), Retain::default()).expect("a put")
+    };
+    let puts: Vec<_> = (0..40).map(put).collect();
+    until("a put waits", || kv.store.waits.count() > 0);
+    let (done, is_done) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        store.close();
+        let _ = done.send(());
+    });
+    is_done.recv_timeout(PATIENCE).expect("it is closed");
+    for put in puts {
+        let outcome = put.outcome().expect("carried out before the close");
+        assert!(matches!(*outcome, Ok(Put { refused_no_space: 1, .. })), "{outcome:?}");
+    }
+}
+
+#[test]
+fn puts_of_blocks_that_can_not_be_written_do_not_have_all_of_them_tried_each_time() {
+    let bench = Bench::new("passes");
+    let (store, kv) = bench.with_host();
+    let (_pins, count) = bench.fill(&store, &kv);
+    let before = kv.store.behind.passes();
+    for _ in 0..300 {
+        assert!(bench.put(&kv, 0, &prompt(count - 8, 8)).refused_no_space > 0);
+    }
+    let passes = kv.store.behind.passes() - before;
+    assert!(passes < 100, "{passes} passes for 300 puts");
+}
+
+#[test]
+fn a_block_that_is_put_behind_one_that_was_present_is_behind_that_one_in_the_index() {
+    let bench = Bench::new("present");
+    let (store, kv) = bench.open(&bench.options());
+    let whole = prompt(0, 6);
+    assert_eq!(bench.put(&kv, 0, &whole).stored, 6);
+    let keys = kv.keys(&whole).expect("hashes");
+    let member = &store.inner().core.member;
+    let entry = |block: usize| member.find(&keys[block]).expect("it was put");
+    assert!([1, 4].into_iter().all(|block| member.remove(&entry(block))));
+    let put = bench.put(&kv, 0, &whole);
+    assert_eq!((put.stored, put.present), (2, 4));
+    assert_eq!(entry(1).parent, Some(entry(0).slot));
+    assert_eq!(entry(4).parent, Some(entry(3).slot));
+    store.close();
+}

@@ -1,0 +1,502 @@
+//! A disk whose device can stop answering: a file system in memory, behind FUSE.
+//!
+//! [`HangingDisk::hold`] is what a device does that neither completes an operation nor fails it. Processes wait for
+//! it in the kernel, and memory that a read was given is written once the device answers.
+//!
+//! The thread that serves the file system has file descriptors of its own. So the file system ends with the process,
+//! also with one whose other threads wait for it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ffi::CString;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, mpsc};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// Bytes of the longest write.
+const WRITE_MAX: usize = 256 << 10;
+/// How often the thread looks whether the device answers again.
+const LOOK_EVERY: Duration = Duration::from_millis(2);
+const ROOT: u64 = 1;
+
+/// A mounted file system. Dropping it ends all operations, with an error, and unmounts it.
+#[derive(Debug)]
+pub struct HangingDisk {
+    at: PathBuf,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    is_held: AtomicBool,
+    /// The device is asked for something while it is held.
+    is_asked: AtomicBool,
+    /// Reads that are to be lost.
+    to_lose: AtomicUsize,
+    /// Reads that are lost until the device is released.
+    lost: AtomicUsize,
+}
+
+impl HangingDisk {
+    /// Mounts an empty file system at a folder. `None`, with a line that says so, if this process may not.
+    pub fn mount(at: &Path) -> Option<Self> {
+        match Self::try_mount(at) {
+            Ok(disk) => Some(disk),
+            Err(e) => {
+                println!("SKIPPED: this process can't mount a FUSE file system: {e}");
+                None
+            }
+        }
+    }
+
+    fn try_mount(at: &Path) -> io::Result<Self> {
+        let fuse = File::options().read(true).write(true).open("/dev/fuse")?;
+        let fd = fuse.as_raw_fd();
+        let target = CString::new(at.as_os_str().as_bytes())?;
+        let data = format!("fd={fd},rootmode=40000,user_id=0,group_id=0,default_permissions");
+        let data = CString::new(data)?;
+        let (source, kind) = (c"kvferry-test", c"fuse");
+        // SAFETY: all pointers are strings that outlive the call.
+        let done = unsafe {
+            libc::mount(
+                source.as_ptr(),
+                target.as_ptr(),
+                kind.as_ptr(),
+                libc::MS_NOSUID | libc::MS_NODEV,
+                data.as_ptr().cast(),
+            )
+        };
+        if done != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let shared = Arc::new(Shared::default());
+        let (tell, told) = mpsc::channel();
+        let of_thread = Arc::clone(&shared);
+        let thread = thread::Builder::new().name("fuse".into()).spawn(move || {
+            let is_alone = keep_alone(fd);
+            let is_ok = is_alone.is_ok();
+            let _ = tell.send(is_alone);
+            if is_ok {
+                Server { fd, shared: of_thread, nodes: Nodes::new(), lost: VecDeque::new() }
+                    .serve();
+            }
+        })?;
+        let disk = Self { at: at.to_path_buf(), shared, thread: Some(thread) };
+        told.recv().map_err(io::Error::other)??;
+        // From here on the thread's descriptor is the only one.
+        drop(fuse);
+        Ok(disk)
+    }
+
+    /// From now on no operation is begun, until [`HangingDisk::release`].
+    pub fn hold(&self) {
+        self.shared.is_asked.store(false, SeqCst);
+        self.shared.is_held.store(true, SeqCst);
+    }
+
+    /// Loses the next `count` reads: they are answered after [`HangingDisk::release`]. All other operations are
+    /// answered at once.
+    pub fn lose_reads(&self, count: usize) {
+        self.shared.to_lose.store(count, SeqCst);
+    }
+
+    /// Has the device answer everything, in the order in which it was asked.
+    pub fn release(&self) {
+        self.shared.to_lose.store(0, SeqCst);
+        self.shared.is_held.store(false, SeqCst);
+    }
+
+    /// Whether an operation waits for the device that is held.
+    pub fn is_asked(&self) -> bool {
+        self.shared.is_asked.load(SeqCst)
+    }
+
+    /// Reads that were lost and are not answered.
+    pub fn lost(&self) -> usize {
+        self.shared.lost.load(SeqCst)
+    }
+}
+
+impl Drop for HangingDisk {
+    fn drop(&mut self) {
+        self.release();
+        let target = CString::new(self.at.as_os_str().as_bytes()).expect("it was mounted");
+        // SAFETY: the pointer is a string that outlives the call.
+        unsafe { libc::umount2(target.as_ptr(), libc::MNT_FORCE | libc::MNT_DETACH) };
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Gives this thread a table of descriptors of its own, with the standard ones and `fd`.
+fn keep_alone(fd: RawFd) -> io::Result<()> {
+    let number = u32::try_from(fd).expect("open");
+    // SAFETY: the calls change the calling thread's table only, in which nothing else is used.
+    let done = unsafe {
+        libc::unshare(libc::CLONE_FILES) == 0
+            && (number == 3 || libc::syscall(libc::SYS_close_range, 3, number - 1, 0) == 0)
+            && libc::syscall(libc::SYS_close_range, number + 1, u32::MAX, 0) == 0
+    };
+    if done { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[derive(Default)]
+struct Node {
+    /// `None`: a file.
+    names: Option<BTreeMap<Vec<u8>, u64>>,
+    bytes: Vec<u8>,
+    mode: u32,
+}
+
+/// The node of number `n` is at `n - 1`.
+struct Nodes(Vec<Node>);
+
+type Answer = Result<Vec<u8>, i32>;
+
+impl Nodes {
+    fn new() -> Self {
+        Self(vec![Node { names: Some(BTreeMap::new()), mode: 0o755, ..Node::default() }])
+    }
+
+    fn get(&mut self, number: u64) -> Result<&mut Node, i32> {
+        let at = usize::try_from(number).ok().and_then(|number| number.checked_sub(1));
+        at.and_then(|at| self.0.get_mut(at)).ok_or(libc::ENOENT)
+    }
+
+    fn names(&mut self, number: u64) -> Result<&mut BTreeMap<Vec<u8>, u64>, i32> {
+        self.get(number)?.names.as_mut().ok_or(libc::ENOTDIR)
+    }
+
+    fn find(&mut self, parent: u64, name: &[u8]) -> Result<u64, i32> {
+        self.names(parent)?.get(name).copied().ok_or(libc::ENOENT)
+    }
+
+    fn add(&mut self, parent: u64, name: &[u8], node: Node) -> Result<u64, i32> {
+        let number = self.0.len() as u64 + 1;
+        self.names(parent)?.insert(name.to_vec(), number);
+        self.0.push(node);
+        Ok(number)
+    }
+
+    fn attributes(&mut self, number: u64) -> Answer {
+        let node = self.get(number)?;
+        let len = node.bytes.len() as u64;
+        let kind = if node.names.is_some() { libc::S_IFDIR } else { libc::S_IFREG };
+        let mut out = Vec::with_capacity(88);
+        for word in [number, len, len.div_ceil(512), 0, 0, 0] {
+            out.extend(word.to_le_bytes());
+        }
+        for word in [0, 0, 0, kind | node.mode & 0o7777, 1, 0, 0, 0, 4096, 0] {
+            out.extend(word.to_le_bytes());
+        }
+        Ok(out)
+    }
+
+    fn entry(&mut self, number: u64) -> Answer {
+        let mut out = Vec::with_capacity(128);
+        for word in [number, 0, 0, 0, 0] {
+            out.extend(word.to_le_bytes());
+        }
+        out.extend(self.attributes(number)?);
+        Ok(out)
+    }
+
+    fn attr_out(&mut self, number: u64) -> Answer {
+        let mut out = vec![0; 16];
+        out.extend(self.attributes(number)?);
+        Ok(out)
+    }
+
+    fn list(&mut self, number: u64, from: u64, size: usize) -> Answer {
+        let entries: Vec<_> =
+            self.names(number)?.iter().map(|(name, number)| (name.clone(), *number)).collect();
+        let mut out = Vec::new();
+        for (at, (name, number)) in (1u64..).zip(entries).filter(|(at, _)| *at > from) {
+            let kind = if self.get(number)?.names.is_some() { 4u32 } else { 8 };
+            let len = (24 + name.len()).next_multiple_of(8);
+            if out.len() + len > size {
+                break;
+            }
+            let end = out.len() + len;
+            out.extend(number.to_le_bytes());
+            out.extend(at.to_le_bytes());
+            out.extend((name.len() as u32).to_le_bytes());
+            out.extend(kind.to_le_bytes());
+            out.extend(name);
+            out.resize(end, 0);
+        }
+        Ok(out)
+    }
+
+    /// Carries out an operation. The numbers are those of the kernel's `fuse.h`.
+    fn carry_out(&mut self, opcode: u32, node: u64, body: &[u8]) -> Answer {
+        let word = |at| u64_at(body, at);
+        match opcode {
+            // LOOKUP
+            1 => {
+                let found = self.find(node, name_at(body, 0))?;
+                self.entry(found)
+            }
+            // GETATTR
+            3 => self.attr_out(node),
+            // SETATTR
+            4 => {
+                let valid = u32_at(body, 0);
+                let (size, mode) = (word(16)?, u32_at(body, 68)?);
+                let it = self.get(node)?;
+                if valid? & 8 != 0 {
+                    it.bytes.resize(usize::try_from(size).map_err(|_| libc::EFBIG)?, 0);
+                }
+                if valid? & 1 != 0 {
+                    it.mode = mode;
+                }
+                self.attr_out(node)
+            }
+            // MKDIR
+            9 => {
+                let mode = u32_at(body, 0)?;
+                let new = Node { names: Some(BTreeMap::new()), mode, ..Node::default() };
+                let new = self.add(node, name_at(body, 8), new)?;
+                self.entry(new)
+            }
+            // UNLINK and RMDIR
+            10 | 11 => {
+                self.names(node)?.remove(name_at(body, 0)).ok_or(libc::ENOENT)?;
+                Ok(Vec::new())
+            }
+            // RENAME and RENAME2
+            12 | 45 => {
+                let names = if opcode == 12 { 8 } else { 16 };
+                let from = name_at(body, names).to_vec();
+                let to = name_at(body, names + from.len() + 1).to_vec();
+                let moved = self.names(node)?.remove(&from).ok_or(libc::ENOENT)?;
+                self.names(word(0)?)?.insert(to, moved);
+                Ok(Vec::new())
+            }
+            // OPEN and OPENDIR
+            14 | 27 => Ok(vec![0; 16]),
+            // READ
+            15 => {
+                let (at, size) = (word(8)? as usize, u32_at(body, 16)? as usize);
+                let bytes = &self.get(node)?.bytes;
+                let end = bytes.len().min(at + size);
+                Ok(bytes.get(at..end).unwrap_or_default().to_vec())
+            }
+            // WRITE
+            16 => {
+                let (at, size) = (word(8)? as usize, u32_at(body, 16)? as usize);
+                let new = body.get(40..40 + size).ok_or(libc::EINVAL)?;
+                let bytes = &mut self.get(node)?.bytes;
+                if bytes.len() < at + size {
+                    bytes.resize(at + size, 0);
+                }
+                bytes[at..at + size].copy_from_slice(new);
+                Ok((size as u64).to_le_bytes().to_vec())
+            }
+            // STATFS
+            17 => {
+                let mut out = Vec::with_capacity(80);
+                for word in [1u64 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 20] {
+                    out.extend(word.to_le_bytes());
+                }
+                for word in [4096u32, 255, 4096, 0] {
+                    out.extend(word.to_le_bytes());
+                }
+                out.resize(80, 0);
+                Ok(out)
+            }
+            // RELEASE, FSYNC, RELEASEDIR, FSYNCDIR, DESTROY
+            18 | 20 | 29 | 30 | 38 => Ok(Vec::new()),
+            // INIT
+            26 => {
+                let mut out = Vec::with_capacity(64);
+                // ASYNC_READ, BIG_WRITES, ASYNC_DIO, PARALLEL_DIROPS, MAX_PAGES
+                let flags = 1 | 1 << 5 | 1 << 15 | 1 << 18 | 1 << 22;
+                for word in [7u32, 31, 128 << 10, flags] {
+                    out.extend(word.to_le_bytes());
+                }
+                out.extend([64u16, 48].map(u16::to_le_bytes).concat());
+                out.extend((WRITE_MAX as u32).to_le_bytes());
+                out.extend(1u32.to_le_bytes());
+                out.extend(((WRITE_MAX / 4096) as u16).to_le_bytes());
+                out.resize(64, 0);
+                Ok(out)
+            }
+            // READDIR
+            28 => self.list(node, word(8)?, u32_at(body, 16)? as usize),
+            // CREATE
+            35 => {
+                let mode = u32_at(body, 4)?;
+                let new = self.add(node, name_at(body, 16), Node { mode, ..Node::default() })?;
+                let mut out = self.entry(new)?;
+                out.extend([0; 16]);
+                Ok(out)
+            }
+            // FALLOCATE
+            43 => {
+                let end = usize::try_from(word(8)? + word(16)?).map_err(|_| libc::EFBIG)?;
+                let bytes = &mut self.get(node)?.bytes;
+                if bytes.len() < end {
+                    bytes.resize(end, 0);
+                }
+                Ok(Vec::new())
+            }
+            _ => Err(libc::ENOSYS),
+        }
+    }
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> Result<u64, i32> {
+    let word = bytes.get(at..at + 8).and_then(|it| it.try_into().ok());
+    word.map(u64::from_le_bytes).ok_or(libc::EINVAL)
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> Result<u32, i32> {
+    let word = bytes.get(at..at + 4).and_then(|it| it.try_into().ok());
+    word.map(u32::from_le_bytes).ok_or(libc::EINVAL)
+}
+
+/// A name that ends with a zero.
+fn name_at(bytes: &[u8], at: usize) -> &[u8] {
+    let rest = bytes.get(at..).unwrap_or_default();
+    rest.split(|byte| *byte == 0).next().unwrap_or_default()
+}
+
+struct Server {
+    fd: RawFd,
+    shared: Arc<Shared>,
+    nodes: Nodes,
+    lost: VecDeque<Vec<u8>>,
+}
+
+impl Server {
+    fn serve(&mut self) {
+        let mut buffer = vec![0; WRITE_MAX + (64 << 10)];
+        loop {
+            let is_asked = self.is_asked();
+            if self.shared.is_held.load(SeqCst) {
+                // Not even read: what is written is not copied before the device answers.
+                self.shared.is_asked.store(is_asked, SeqCst);
+                thread::sleep(LOOK_EVERY);
+                continue;
+            }
+            if self.shared.to_lose.load(SeqCst) == 0 {
+                while let Some(request) = self.lost.pop_front() {
+                    self.answer(&request);
+                    self.shared.lost.store(self.lost.len(), SeqCst);
+                }
+            }
+            if !is_asked {
+                continue;
+            }
+            // SAFETY: the buffer outlives the call, and its length is given.
+            let len = unsafe { libc::read(self.fd, buffer.as_mut_ptr().cast(), buffer.len()) };
+            let Ok(len) = usize::try_from(len) else {
+                match io::Error::last_os_error().raw_os_error() {
+                    Some(libc::EINTR | libc::EAGAIN | libc::ENOENT) => continue,
+                    // ENODEV: it was unmounted.
+                    _ => break,
+                }
+            };
+            let request = &buffer[..len];
+            match u32_at(request, 4) {
+                // FORGET, INTERRUPT and BATCH_FORGET have no answer.
+                Ok(2 | 36 | 42) | Err(_) => {}
+                Ok(15) if self.loses() => {
+                    self.lost.push_back(request.to_vec());
+                    self.shared.lost.store(self.lost.len(), SeqCst);
+                }
+                Ok(_) => {
+                    let request = request.to_vec();
+                    self.answer(&request);
+                }
+            }
+        }
+        // SAFETY: the thread's own descriptor, which nothing uses any more.
+        unsafe { libc::close(self.fd) };
+    }
+
+    /// Whether a read is to be lost.
+    fn loses(&self) -> bool {
+        let to_lose = self.shared.to_lose.load(SeqCst);
+        self.lost.len() < to_lose
+    }
+
+    /// Waits a moment for a request. True if there is one, or the file system was unmounted.
+    fn is_asked(&self) -> bool {
+        let mut ready = libc::pollfd { fd: self.fd, events: libc::POLLIN, revents: 0 };
+        let timeout = i32::try_from(LOOK_EVERY.as_millis()).expect("short");
+        // SAFETY: one entry, which outlives the call.
+        unsafe { libc::poll(&raw mut ready, 1, timeout) != 0 }
+    }
+
+    fn answer(&mut self, request: &[u8]) {
+        let (Ok(opcode), Ok(unique), Ok(node)) =
+            (u32_at(request, 4), u64_at(request, 8), u64_at(request, 16))
+        else {
+            return;
+        };
+        let node = if opcode == 26 { ROOT } else { node };
+        let answer = self.nodes.carry_out(opcode, node, &request[40..]);
+        let (error, body) = match answer {
+            Ok(body) => (0, body),
+            Err(errno) => (-errno, Vec::new()),
+        };
+        let mut out = Vec::with_capacity(16 + body.len());
+        out.extend((16 + body.len() as u32).to_le_bytes());
+        out.extend(error.to_le_bytes());
+        out.extend(unique.to_le_bytes());
+        out.extend(body);
+        // Fails if who asked was killed meanwhile.
+        // SAFETY: the buffer outlives the call, and its length is given.
+        unsafe { libc::write(self.fd, out.as_ptr().cast(), out.len()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::os::unix::fs::FileExt;
+    use std::time::Instant;
+
+    #[test]
+    fn files_are_kept_and_a_held_disk_answers_once_it_is_released() {
+        let at = std::env::temp_dir().join(format!("kvferry-hanging-{}", std::process::id()));
+        std::fs::create_dir_all(&at).expect("a folder");
+        let Some(disk) = HangingDisk::mount(&at) else { return };
+        let path = at.join("folder").join("file");
+        std::fs::create_dir(at.join("folder")).expect("a folder");
+        let mut file =
+            File::options().read(true).write(true).create_new(true).open(&path).expect("new");
+        file.write_all(&[7; 300_000]).expect("written");
+        file.sync_all().expect("synced");
+        std::fs::rename(&path, at.join("other")).expect("renamed");
+        assert_eq!(std::fs::read(at.join("other")).expect("it is there"), [7; 300_000]);
+        let names: Vec<_> = std::fs::read_dir(&at)
+            .expect("listed")
+            .map(|it| it.expect("one").file_name())
+            .collect();
+        assert_eq!(names, ["folder", "other"]);
+        disk.hold();
+        let writing = thread::spawn(move || file.write_at(&[8; 4096], 4096));
+        let began = Instant::now();
+        while !disk.is_asked() {
+            assert!(began.elapsed() < Duration::from_secs(60), "it is asked");
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert!(!writing.is_finished());
+        disk.release();
+        assert_eq!(writing.join().expect("no panic").expect("written"), 4096);
+        assert_eq!(std::fs::read(at.join("other")).expect("it is there")[4095..4097], [7, 8]);
+        drop(disk);
+        std::fs::remove_dir(&at).expect("it is empty");
+    }
+}

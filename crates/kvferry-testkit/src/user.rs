@@ -1,0 +1,26 @@
+//! Another user of this host.
+
+use std::net::Ipv4Addr;
+use std::thread;
+
+/// Runs `make` on a thread of another user of this host, whose sockets the kernel takes for that user's; also
+/// those of the threads that it starts. `None`, with a line that says so, where there is no other user or the
+/// kernel does not tell whose a connection is.
+///
+/// # Panics
+/// If `make` panics.
+pub fn as_another_user<T: Send>(what: &str, make: impl FnOnce() -> T + Send) -> Option<T> {
+    let told = kvferry_sys::owner::Owners::new(Ipv4Addr::LOCALHOST.into());
+    if kvferry_sys::unix::user() != 0 || told.is_err() {
+        println!("SKIPPED: {what}: needs root, and a kernel with INET_DIAG");
+        return None;
+    }
+    let becoming = move || {
+        let keep = -1;
+        // SAFETY: changes the user of this thread alone.
+        let rc = unsafe { libc::syscall(libc::SYS_setresuid, keep, 65_534, keep) };
+        assert_eq!(rc, 0, "root becomes another user");
+        make()
+    };
+    thread::scope(|scope| Some(scope.spawn(becoming).join().expect("no panic")))
+}

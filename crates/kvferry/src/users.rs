@@ -1,0 +1,107 @@
+//! The users of this host that an agent without a secret talks to.
+//!
+//! Where only processes of this host reach an agent, the user of a process stands in for the secret: those of the
+//! agent's own user and of the superuser may connect, and only they are connected to. Every place that
+//! accepts a connection or opens one asks here, unless the connection proves the key of a session.
+
+use crate::error::{Error, ErrorKind, Result};
+use kvferry_sys::owner::Owners;
+use kvferry_sys::socket::Socket;
+use std::io;
+use std::net::SocketAddr;
+
+/// Decided once, when the agent starts: later errors of the kernel refuse a connection.
+#[derive(Debug, Default)]
+pub(crate) struct Users(Option<Owners>);
+
+impl Users {
+    /// The check of an agent that listens at `listening`. There is none with a secret, on a port that other
+    /// hosts reach, or if the kernel does not tell the users of connections.
+    pub(crate) fn new(listening: SocketAddr, has_secret: bool) -> Self {
+        let ip = listening.ip();
+        if has_secret || !ip.to_canonical().is_loopback() {
+            return Self(None);
+        }
+        let owners = Owners::new(ip);
+        if let Err(e) = &owners {
+            tracing::debug!(error = %e, "the kernel does not tell the users of connections");
+        }
+        Self(owners.ok())
+    }
+
+    /// Whether users are told apart.
+    pub(crate) const fn is_on(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Whether a connection that proves no secret may come in.
+    pub(crate) fn admits(&self, socket: &Socket) -> bool {
+        let Some(owners) = &self.0 else { return true };
+        let of = |(here, there)| owners.is_caller_trusted(here, there);
+        // An error refuses, too: no place was left in the kernel, or the peer has closed its socket.
+        ends(socket).and_then(of).unwrap_or_else(|e| {
+            tracing::debug!(error = %e, "the user of a connection is not known");
+            false
+        })
+    }
+
+    /// Checks the process that this agent has connected to, before anything is sent to it.
+    ///
+    /// # Errors
+    /// `AccessDenied` if it is another user's, `PeerReset` if its user can't be known any more.
+    pub(crate) fn check_target(&self, socket: &Socket) -> Result<()> {
+        let Some(owners) = &self.0 else { return Ok(()) };
+        let of = |(here, there): (SocketAddr, SocketAddr)| {
+            // What lies beyond loopback is another host's, or reached by way of one.
+            let is_here = there.ip().to_canonical().is_loopback();
+            if is_here { owners.is_target_trusted(here, there) } else { Ok(true) }
+        };
+        match ends(socket).and_then(of) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(Error::new(
+                ErrorKind::AccessDenied,
+                "the process that listens there belongs to another user of this host; set a secret",
+            )),
+            Err(e) => {
+                let what = "the connection was lost before its user was known";
+                Err(Error::new(ErrorKind::PeerReset, what).caused_by(e))
+            }
+        }
+    }
+}
+
+/// The addresses at this end of a connection and at the other.
+fn ends(socket: &Socket) -> io::Result<(SocketAddr, SocketAddr)> {
+    Ok((socket.local_addr()?, socket.peer_addr()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    fn at(addr: &str) -> SocketAddr {
+        addr.parse().expect("an address")
+    }
+
+    #[test]
+    fn users_are_told_apart_on_loopback_without_a_secret_only() {
+        assert!(!Users::new(at("127.0.0.1:1"), true).is_on());
+        assert!(!Users::new(at("0.0.0.0:1"), false).is_on());
+        let users = Users::new(at("127.0.0.1:1"), false);
+        if !users.is_on() {
+            println!("SKIPPED: this kernel does not tell the users of connections");
+            return;
+        }
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let socket = Socket::connect(listener.local_addr().expect("bound")).expect("it listens");
+        users.check_target(&socket).expect("this process listens there");
+        assert!(users.admits(&socket) || listener.accept().is_ok_and(|_| users.admits(&socket)));
+        // The question fails: the connection has no other end any more.
+        drop(listener);
+        socket.shutdown(std::net::Shutdown::Both);
+        assert!(!users.admits(&socket));
+        let lost = users.check_target(&socket).expect_err("nobody is there");
+        assert_eq!(lost.kind(), ErrorKind::PeerReset, "{lost}");
+    }
+}

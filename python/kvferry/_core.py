@@ -1,0 +1,110 @@
+"""What an engine core of vLLM does with its weights, as its own calls say it: the version that it is given, and LoRA
+adapters that it loads before a request has them.
+
+vLLM tells neither its connectors nor its stores. The core is found among the callers of the object that asks, and two
+of its methods are wrapped in the instance. Engine cores run these calls between steps, on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+# The version of its weights that an engine of vLLM has until it is given one.
+_FIRST_VERSION = "default"
+
+Named = Callable[[], object]
+"""Called after a version was given, also the one that the engine had."""
+Loads = Callable[[Any], Callable[[bool], object]]
+"""Called with the adapter before it is loaded. What it returns is called after it, with whether that succeeded."""
+
+
+class Core:
+    """Of one engine, or of none: where no caller is an engine core, there is no version, and nothing is told."""
+
+    def __init__(self, engine: Any | None) -> None:
+        self._engine: Callable[[], Any | None] = weakref.ref(engine) if engine is not None else lambda: None
+        # How often the engine was given a version.
+        self.times_named = 0
+        self._on_named: list[Named] = []
+        self._on_load: list[Loads] = []
+        if engine is not None:
+            _wrap(engine, "set_weight_version", self._name)
+            _wrap(engine, "add_lora", self._load)
+
+    def version(self) -> str | None:
+        """The version of the weights; None: that of the engine's start. Trainers give it with
+        `POST /finish_weight_update` and `POST /update_weight_version`.
+        """
+        engine = self._engine()
+        given = engine.get_weight_version() if engine is not None else None
+        return None if given in (None, _FIRST_VERSION) else str(given)
+
+    def on_named(self, call: Named) -> None:
+        self._on_named.append(call)
+
+    def on_load(self, call: Loads) -> None:
+        self._on_load.append(call)
+
+    def _name(self, original: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        result = original(*given, **more)
+        self.times_named += 1
+        for call in self._on_named:
+            call()
+        return result
+
+    def _load(self, original: Callable[..., Any], lora: Any) -> Any:
+        ends = [call(lora) for call in self._on_load]
+        has_loaded = False
+        try:
+            result = original(lora)
+            has_loaded = True
+        finally:
+            with ExitStack() as stack:
+                for end in ends:
+                    stack.callback(end, has_loaded)
+        return result
+
+
+def core_of_callers() -> Core:
+    """Of the engine core that makes the caller."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        engine = frame.f_locals.get("self")
+        if callable(getattr(type(engine), "get_weight_version", None)):
+            found = _cores.get(engine)
+            if found is None:
+                found = _cores[engine] = Core(engine)
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return Core(None)
+
+
+# An engine has several of kvferry's objects, and one is enough to wrap its methods.
+_cores: weakref.WeakKeyDictionary[Any, Core] = weakref.WeakKeyDictionary()
+
+
+def _wrap(engine: Any, name: str, around: Callable[..., Any]) -> None:
+    """Has `around` called with the method and its arguments instead of the method."""
+    bound = getattr(engine, name, None)
+    if bound is None:
+        return
+    function = getattr(bound, "__func__", None)
+    # A bound method would keep its engine alive.
+    found = weakref.ref(engine)
+
+    def call(*given: Any, **more: Any) -> Any:
+        original = bound if function is None else functools.partial(function, found())
+        return around(original, *given, **more)
+
+    # vLLM converts the arguments of a call from another process by its signature.
+    call.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
+    call.__name__ = name
+    if function is not None:
+        bound = None
+    setattr(engine, name, call)

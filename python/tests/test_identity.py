@@ -1,0 +1,973 @@
+"""What names KV: each field alone gives another name, in the store and in a handoff."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import kvferry
+import pytest
+from kvferry import _adapters, _identity, _weights
+from kvferry._adapters import Adapters
+from kvferry._core import core_of_callers
+from kvferry._identity import Identity, PromptIdentity
+from kvferry.connector import prompt_id
+from vllm_stand_in import EngineCore
+
+IDENTITY = Identity(
+    model="m",
+    revision="r",
+    weights="w",
+    quantization="q",
+    dtype="d",
+    loading="l",
+    rope="o",
+    overrides="v",
+    cache="c",
+    draft="s",
+    adapters="a",
+    media="i",
+)
+PROMPT = PromptIdentity(adapter=("lora", "w"), media=(("image", 3),), embeddings="e", tenant="t", version="v")
+
+
+@pytest.mark.parametrize("name", [it.name for it in dataclasses.fields(Identity)])
+@pytest.mark.parametrize("other", ["x", None, ""])
+def test_each_field_of_an_engine_alone_changes_the_stores_name_and_a_property_that_both_give(
+    name: str, other: str | None
+) -> None:
+    changed = dataclasses.replace(IDENTITY, **{name: other})  # type: ignore[arg-type]
+    assert changed.text() != IDENTITY.text()
+    differ = {key for key, value in IDENTITY.properties().items() if changed.properties()[key] != value}
+    assert differ == {name}
+
+
+def test_properties_keep_the_bounds_of_a_handshake() -> None:
+    long = dataclasses.replace(IDENTITY, overrides="x" * 5000)
+    longer = dataclasses.replace(IDENTITY, overrides="x" * 5001)
+    assert max(map(len, long.properties().values())) <= 1024
+    assert long.text() != longer.text()
+    assert len(dataclasses.fields(Identity)) <= 16
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"adapter": None},
+        {"adapter": ("other", "w")},
+        {"adapter": ("lora", "x")},
+        {"media": ()},
+        {"media": (("other", 3),)},
+        {"media": (("image", 4),)},
+        {"media": (("image", 3), ("image", 9))},
+        {"embeddings": "x"},
+        {"embeddings": None},
+        {"tenant": "x"},
+        {"tenant": None},
+        {"version": "x"},
+        {"version": None},
+    ],
+)
+def test_each_field_of_a_prompt_alone_changes_its_identity(change: dict[str, Any]) -> None:
+    changed = dataclasses.replace(PROMPT, **change)
+    assert prompt_id([1, 2], changed.extra()) != prompt_id([1, 2], PROMPT.extra())
+
+
+def folder(at: Path, weights: bytes = b"one", configuration: str = "{}") -> Path:
+    at.mkdir(parents=True, exist_ok=True)
+    (at / "model.safetensors").write_bytes(weights * 1000)
+    (at / "config.json").write_text(configuration)
+    return at
+
+
+def engine(path: Path | str) -> Any:
+    """The parts of vLLM's configuration that are read."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096, "factor": 32.0}
+    text = SimpleNamespace(rope_parameters=rope, max_position_embeddings=131072)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=str(path),
+            revision=None,
+            quantization=None,
+            dtype="torch.bfloat16",
+            code_revision=None,
+            model_impl="auto",
+            hf_overrides={},
+            hf_config_path=None,
+            hf_text_config=text,
+            max_model_len=4096,
+            multimodal_config=None,
+        ),
+        load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}, download_dir=None),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", mamba_cache_dtype="auto", mamba_ssm_cache_dtype="auto", enable_prefix_caching=True
+        ),
+        speculative_config=None,
+        kv_transfer_config=SimpleNamespace(engine_id="engine"),
+    )
+
+
+def _set(part: str, name: str, value: Any) -> Callable[[Any], None]:
+    return lambda config: setattr(getattr(config, part), name, value)
+
+
+def _theta(config: Any) -> None:
+    config.model_config.hf_text_config.rope_parameters["rope_theta"] = 5.0
+
+
+def _draft(config: Any) -> None:
+    config.speculative_config = SimpleNamespace(draft_model_config=SimpleNamespace(model="drafter"))
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("model", _set("model_config", "model", "another")),
+        ("quantization", _set("model_config", "quantization", "fp8")),
+        ("dtype", _set("model_config", "dtype", "torch.float16")),
+        ("loading", _set("load_config", "load_format", "dummy")),
+        ("loading", _set("load_config", "model_loader_extra_config", {"qlora_adapter_name_or_path": "x"})),
+        ("loading", _set("model_config", "code_revision", "abc")),
+        ("loading", _set("model_config", "model_impl", "transformers")),
+        ("rope", _theta),
+        ("rope", _set("model_config", "max_model_len", 131072)),
+        ("overrides", _set("model_config", "hf_overrides", {"rope_parameters": {"factor": 2}})),
+        ("overrides", _set("model_config", "hf_overrides", lambda config: config)),
+        ("cache", _set("cache_config", "cache_dtype", "fp8_e5m2")),
+        ("cache", _set("cache_config", "mamba_cache_dtype", "float32")),
+        ("cache", _set("cache_config", "calculate_kv_scales", True)),
+        ("draft", _draft),
+    ],
+)
+@pytest.mark.parametrize("named", [None, "named"])
+def test_each_setting_of_vllm_that_changes_kv_is_in_its_field(
+    tmp_path: Path, field: str, change: Callable[[Any], None], named: str | None
+) -> None:
+    before, after = engine(folder(tmp_path / "model")), engine(tmp_path / "model")
+    change(after)
+    old, new = (_identity.of_vllm(config, named).properties() for config in (before, after))
+    differ = {name for name in old if old[name] != new[name]}
+    # The operator's name stands for the model's.
+    expected = set() if named and field == "model" else {field, "weights"} if field == "model" else {field}
+    assert differ == expected
+
+
+def multimodal(path: Path, **changes: Any) -> Any:
+    """An engine of a multimodal model."""
+    config = engine(path)
+    media = {
+        "language_model_only": False,
+        "mm_processor_cache_gb": 4,
+        "mm_processor_kwargs": None,
+        "mm_device_do_normalize": True,
+        "mm_encoder_attn_dtype": None,
+        "mm_encoder_fp8_scale_path": None,
+        "video_pruning_rate": None,
+        "video_pruning_method": "evs",
+    }
+    config.model_config.multimodal_config = SimpleNamespace(**{**media, **changes})
+    return config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mm_processor_kwargs": {"do_normalize": False}},
+        {"mm_processor_kwargs": {"images_kwargs": {"resample": 2}}},
+        {"mm_device_do_normalize": False},
+        {"video_pruning_rate": 0.5},
+        {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+        {"video_pruning_rate": 0.4},
+        {"mm_encoder_attn_dtype": "fp8"},
+        {"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": "one"},
+        {"mm_encoder_attn_dtype": "fp8", "mm_encoder_fp8_scale_path": "other"},
+    ],
+)
+@pytest.mark.parametrize("named", [None, "named"])
+def test_how_an_engine_prepares_images_is_in_its_names(
+    tmp_path: Path, changes: dict[str, Any], named: str | None
+) -> None:
+    path = folder(tmp_path / "model")
+    scales = changes.get("mm_encoder_fp8_scale_path")
+    if scales:
+        (tmp_path / scales).write_text(scales)
+        changes = {**changes, "mm_encoder_fp8_scale_path": str(tmp_path / scales)}
+    names = [_identity.of_vllm(multimodal(path, **it), named) for it in ({}, changes)]
+    old, new = (it.properties() for it in names)
+    assert {name for name in old if old[name] != new[name]} == {"media"}
+    others = [{"video_pruning_rate": 0.5}, {"mm_encoder_attn_dtype": "fp8"}, {"video_pruning_rate": 0.3}]
+    found = {_identity.of_vllm(multimodal(path, **it), named).media for it in others if it != changes}
+    assert names[1].media not in found
+
+
+def test_a_default_that_is_given_is_no_other_way_to_prepare_images() -> None:
+    given = {"mm_processor_kwargs": {}, "video_pruning_rate": 0.0, "video_pruning_method": "vidcom2"}
+    plain, with_defaults = multimodal(Path("no/where")), multimodal(Path("no/where"), **given)
+    assert _identity.of_vllm(plain, "named") == _identity.of_vllm(with_defaults, "named")
+
+
+@pytest.mark.parametrize(
+    "file", ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"]
+)
+def test_another_configuration_of_an_image_processor_is_another_name_for_multimodal_models_alone(
+    tmp_path: Path, file: str
+) -> None:
+    path = folder(tmp_path / "model")
+    names, plain = set(), set()
+    for content in (None, '{"do_normalize": true}', '{"do_normalize": false}'):
+        if content is not None:
+            (path / file).write_text(content)
+        names.add(_identity.of_vllm(multimodal(path), None).text())
+        plain.add(_identity.of_vllm(engine(path), None).text())
+        plain.add(_identity.of_vllm(multimodal(path, language_model_only=True), None).text())
+    assert (len(names), len(plain)) == (3, 1)
+
+
+def test_the_stores_names_of_models_without_images_are_those_of_before() -> None:
+    plain = dataclasses.replace(IDENTITY, media=None)
+    assert "media" not in json.loads(plain.text())
+    assert plain.properties()["media"] == "-"
+
+
+def test_drafts_without_weights_of_their_own_are_no_other_engine(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model")
+    drafts = engine(path)
+    drafts.speculative_config = SimpleNamespace(draft_model_config=drafts.model_config)
+    assert _identity.of_vllm(drafts, None) == _identity.of_vllm(engine(path), None)
+
+
+def test_a_prompts_length_within_one_branch_of_longrope_is_no_other_engine(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model")
+    short, longer = engine(path), engine(path)
+    longer.model_config.max_model_len = 2048
+    assert _identity.of_vllm(short, None) == _identity.of_vllm(longer, None)
+
+
+def test_new_weights_under_the_same_path_are_another_model(tmp_path: Path) -> None:
+    path = folder(tmp_path / "prod")
+    first = _identity.of_vllm(engine(path), None)
+    assert _identity.of_vllm(engine(path), None) == first
+    folder(path, b"two")
+    assert _identity.of_vllm(engine(path), None).text() != first.text()
+    folder(path, b"one", '{"rope_theta": 2}')
+    assert _identity.of_vllm(engine(path), None).text() != first.text()
+
+
+def tensors(at: Path, count: int = 200, each: int = 64 << 10, changed: int | None = None) -> Path:
+    """A model of many tensors, of which one has other bytes."""
+    names = [f"layers.{it}.weight" for it in range(count)]
+    places = {it: [at * each, (at + 1) * each] for at, it in enumerate(names)}
+    header = {it: {"dtype": "U8", "shape": [each], "data_offsets": place} for it, place in places.items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    chance = random.Random(1)
+    data = [chance.randbytes(each) for _ in names]
+    if changed is not None:
+        data[changed] = chance.randbytes(each)
+    at.mkdir(parents=True, exist_ok=True)
+    (at / "config.json").write_text("{}")
+    (at / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
+    return at
+
+
+def weights(path: Path) -> str | None:
+    return _identity.of_vllm(engine(path), None).weights
+
+
+@pytest.mark.parametrize("changed", [0, 1, 77, 198, 199])
+def test_a_model_of_which_one_tensor_has_changed_is_another(tmp_path: Path, changed: int) -> None:
+    first = weights(tensors(tmp_path / "model"))
+    assert weights(tensors(tmp_path / "model")) == first
+    assert weights(tensors(tmp_path / "model", changed=changed)) != first
+
+
+def test_a_part_of_a_large_tensor_is_seen(tmp_path: Path) -> None:
+    each = 40 << 20
+    path = tensors(tmp_path / "model", 1, each) / "model.safetensors"
+    first = weights(path.parent)
+    for begin in (0, 9 << 20, each - (21 << 20)):
+        with open(path, "r+b") as file:
+            file.seek(path.stat().st_size - each + begin)
+            before = file.read(21 << 20)
+            file.seek(path.stat().st_size - each + begin)
+            file.write(bytes(len(before)))
+            file.flush()
+            assert weights(path.parent) != first, begin
+            file.seek(path.stat().st_size - each + begin)
+            file.write(before)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"a":1}',
+        b'{"a":{"data_offsets":[0,99999999]}}',
+        b'{"a":{"data_offsets":["0",5]}}',
+        b'{"a":{"data_offsets":[0.0,5.0]}}',
+        b'{"a":{"data_offsets":[0,1,2]}}',
+        b"[" * 100_000,
+        b"\xff\xff",
+    ],
+)
+def test_a_file_whose_list_of_tensors_is_wrong_is_sampled_like_others(tmp_path: Path, header: bytes) -> None:
+    def write(fill: bytes) -> str | None:
+        data = len(header).to_bytes(8, "little") + header + fill * 100_000
+        (tmp_path / "model.safetensors").write_bytes(data)
+        return weights(tmp_path)
+
+    assert write(b"a") == write(b"a") != write(b"b")
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8)
+    assert weights(tmp_path) is not None
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    first = weights(folder(tmp_path / "model"))
+    os.mkfifo(tmp_path / "model" / "more.bin")
+    os.mkfifo(tmp_path / "model" / "adapter_config.json")
+    assert weights(tmp_path / "model") == first
+
+
+def test_a_configuration_of_any_length_is_read_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_weights, "_CONFIGURATION_MAX", 100)
+    monkeypatch.setattr(_weights, "_FILE_PIECES", 2)
+    monkeypatch.setattr(_weights, "_FILE_PIECE_BYTES", 10)
+    read: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *asked: read.append(asked[1]) or pread(*asked))
+    weights(folder(tmp_path / "model", configuration="{}" * 1000))
+    assert max(read) <= 100
+
+
+def test_python_files_of_a_model_count_where_they_are_run(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model")
+
+    def of(code: str, *, trusted: bool) -> str | None:
+        (path / "modeling.py").write_text(code)
+        config = engine(path)
+        config.model_config.trust_remote_code = trusted
+        return _identity.of_vllm(config, None).weights
+
+    assert of("1", trusted=True) != of("2", trusted=True)
+    assert of("1", trusted=False) == of("2", trusted=False)
+
+
+def test_weights_in_folders_of_a_models_folder_count_if_it_has_none_itself(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    tensors(path / "transformer")
+    first = weights(path)
+    tensors(path / "transformer", changed=3)
+    assert weights(path) != first
+    folder(path)
+    first = weights(path)
+    tensors(path / "transformer", changed=4)
+    assert weights(path) == first
+
+
+def streamed(path: Path) -> Any:
+    """An engine whose weights vLLM streams from an object store: only configurations are in the folder."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text("{}")
+    config = engine(path)
+    config.model_config.model_weights = "s3://bucket/model"
+    return config
+
+
+def test_weights_that_are_streamed_are_named_by_their_url_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = _identity.of_vllm(streamed(tmp_path / "one"), None)
+    assert one.model == "s3://bucket/model"
+    assert "the weights of s3://bucket/model are in no folder" in caplog.text
+    # The folder is another on each host.
+    assert _identity.of_vllm(streamed(tmp_path / "two"), None) == one
+    (tmp_path / "two/config.json").write_text('{"rope_theta": 2}')
+    second = streamed(tmp_path / "three")
+    (tmp_path / "three/config.json").write_text('{"rope_theta": 2}')
+    assert _identity.of_vllm(second, None).weights != one.weights
+
+
+def test_a_folder_without_weights_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = folder(tmp_path / "model")
+    _identity.of_vllm(engine(path), None)
+    assert caplog.text == ""
+    (path / "model.safetensors").unlink()
+    _identity.of_vllm(engine(path), None)
+    assert "set model to another name when they change" in caplog.text
+
+
+def test_a_store_needs_a_name_for_weights_that_are_not_seen(tmp_path: Path) -> None:
+    def check(config: Any, named: str | None = None) -> None:
+        _identity.check_weights_are_named(config, named, "KVFerryTier")
+
+    check(engine(folder(tmp_path / "model")))
+    for config in (streamed(tmp_path / "streamed"), engine(tmp_path / "streamed"), engine("no/where")):
+        with pytest.raises(ValueError, match=r"KVFerryTier: the weights of .* set model to a name"):
+            check(config)
+        check(config, "named")
+        # Its weights come from a seed.
+        config.load_config.load_format = "dummy"
+        check(config)
+    loaded = engine(folder(tmp_path / "model"))
+    loaded.load_config.load_format = "tensorizer"
+    loaded.load_config.model_loader_extra_config = {"tensorizer_config": {"tensorizer_uri": "s3://bucket/a.tensors"}}
+    with pytest.raises(ValueError, match="set model"):
+        check(loaded)
+    (tmp_path / "a.tensors").write_bytes(b"a")
+    loaded.load_config.model_loader_extra_config = {"tensorizer_uri": str(tmp_path / "a.tensors")}
+    check(loaded)
+    first = _identity.of_vllm(loaded, None)
+    (tmp_path / "a.tensors").write_bytes(b"b")
+    assert _identity.of_vllm(loaded, None).weights != first.weights
+
+
+@pytest.mark.parametrize("of", ["SGLang", "TensorRT-LLM"])
+def test_stores_of_other_engines_need_a_name_for_weights_that_are_not_seen(tmp_path: Path, of: str) -> None:
+    def check(path: Path | str, named: str | None = None, load_format: str = "auto") -> None:
+        arguments = SimpleNamespace(model=str(path), model_path=str(path), load_format=load_format)
+        if of == "SGLang":
+            _identity.check_sglang_weights_are_named(SimpleNamespace(model_name="m"), arguments, named, "it")
+        else:
+            _identity.check_trtllm_weights_are_named(arguments, named, "it")
+
+    check(folder(tmp_path / "model"))
+    for path in (tmp_path / "empty", "s3://bucket/model", "a/b"):
+        with pytest.raises(ValueError, match=r"it: the weights of .* set model to a name"):
+            check(path)
+        check(path, named="named")
+        check(path, load_format="dummy")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/config.json").write_text("{}")
+    with pytest.raises(ValueError, match="set model"):
+        check(tmp_path / "empty")
+
+
+def test_a_name_of_the_hub_is_named_by_its_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder(tmp_path / "models--a--b" / "snapshots" / "0123abc")
+    hub = SimpleNamespace(try_to_load_from_cache=lambda *_, **__: str(path / "config.json"))
+    monkeypatch.setitem(_identity.sys.modules, "huggingface_hub", hub)
+    found = _identity.of_vllm(engine("a/b"), None)
+    assert found.revision == "0123abc"
+    assert found.weights is not None
+
+
+def test_weights_that_can_not_be_sampled_are_named_by_revision_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = _identity.of_vllm(engine("no/where"), None)
+    assert (found.weights, found.revision) == (None, None)
+    assert "set model to another name when they change" in caplog.text
+
+
+def request(**given: Any) -> Any:
+    parts = {"lora_request": None, "mm_features": None, "prompt_embeds": None, "cache_salt": None}
+    return SimpleNamespace(**{**parts, **given})
+
+
+def extra(adapters: Adapters | None = None, **given: Any) -> list[str]:
+    return _identity.of_vllm_prompt(request(**given), adapters or Adapters(), None).extra()
+
+
+def test_a_prompt_of_tokens_alone_has_nothing_else_in_its_name() -> None:
+    assert extra() == []
+
+
+def lora(path: Path | str, number: int = 1, *, load_inplace: bool = False) -> Any:
+    """vLLM's request for an adapter."""
+    return SimpleNamespace(lora_name="l", lora_int_id=number, lora_path=str(path), load_inplace=load_inplace)
+
+
+def soon(adapters: Adapters) -> None:
+    """As if a second had passed since the adapters' files were looked at."""
+    for it in adapters._known.values():
+        assert it.look is None or it.look.ended.wait(60)
+        it.look, it.now_at = None, -100.0
+
+
+def test_an_adapter_is_named_by_its_weights_whatever_its_path(tmp_path: Path) -> None:
+    path = folder(tmp_path / "lora")
+    first = extra(lora_request=lora(path))
+    adapters = Adapters()
+    assert extra(adapters, lora_request=lora(path)) == extra(adapters, lora_request=lora(path)) == first
+    assert extra(adapters, lora_request=lora(folder(tmp_path / "there"), 2)) == first
+    folder(path, b"two")
+    assert extra(lora_request=lora(path)) != first
+
+
+def test_an_adapter_is_named_by_what_the_engine_has_loaded_not_by_what_its_files_became(tmp_path: Path) -> None:
+    path = folder(tmp_path / "lora", b"one")
+    adapters = Adapters()
+    old = extra(adapters, lora_request=lora(path))
+    folder(path, b"two")
+    new = extra(lora_request=lora(path))
+    soon(adapters)
+    # The engine has the old ones, or has read the new ones again: it does not say which.
+    unknown = [extra(adapters, lora_request=lora(path)) for _ in range(2)]
+    assert len({tuple(it) for it in (old, new, *unknown)}) == 4
+    assert extra(adapters, lora_request=lora(path, load_inplace=True)) == new
+    assert extra(adapters, lora_request=lora(path)) == new
+    # By another number the engine loads it anew.
+    assert extra(adapters, lora_request=lora(path, 2)) == new
+
+
+def test_a_reload_in_place_without_new_weights_is_no_other_adapter(tmp_path: Path) -> None:
+    path = folder(tmp_path / "lora")
+    adapters = Adapters()
+    first = extra(adapters, lora_request=lora(path))
+    assert extra(adapters, lora_request=lora(path, load_inplace=True)) == first
+    assert extra(adapters, lora_request=lora(folder(tmp_path / "moved"), load_inplace=True)) == first
+
+
+def test_the_weights_of_an_adapter_are_those_at_its_first_request_even_without_a_handoff(tmp_path: Path) -> None:
+    path = folder(tmp_path / "lora", b"one")
+    adapters = Adapters()
+    adapters.saw(lora(path))
+    assert extra(adapters, lora_request=lora(path)) == extra(lora_request=lora(path))
+    folder(path, b"two")
+    adapters.saw(lora(path))
+    soon(adapters)
+    assert extra(adapters, lora_request=lora(path)) != extra(lora_request=lora(path))
+
+
+def test_an_adapter_on_a_file_system_that_hangs_equals_nothing_and_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, answers = folder(tmp_path / "lora"), threading.Event()
+    state_of = _adapters._state_of
+
+    def hangs(*asked: Any) -> Any:
+        assert answers.wait(60)
+        return state_of(*asked)
+
+    monkeypatch.setattr(_adapters, "_state_of", hangs)
+    monkeypatch.setattr(_adapters, "_WAIT_S", 0.01)
+    adapters, looks = Adapters(), threading.active_count()
+    names = {tuple(extra(adapters, lora_request=lora(path))) for _ in range(3)}
+    assert len(names) == 3
+    assert threading.active_count() == looks + 1
+    answers.set()
+    assert adapters._known[1].look.ended.wait(60)
+    monkeypatch.undo()
+    assert extra(adapters, lora_request=lora(path)) == extra(lora_request=lora(path))
+
+
+class Clock:
+    """Virtual time, in which each look takes a while."""
+
+    def __init__(self, looks_take: float) -> None:
+        self.now, self._looks_take = 0.0, looks_take
+        self._waiting: list[tuple[float, Callable[[], None]]] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def until(self, end: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        while not is_over() and self._waiting and self._waiting[0][0] <= end:
+            self.now, run = self._waiting.pop(0)
+            run()
+        self.now = self.now if is_over() else max(self.now, end)
+
+    def thread(self, target: Callable[[], None], **_: Any) -> Any:
+        return SimpleNamespace(start=lambda: self._waiting.append((self.now + self._looks_take, target)))
+
+    def event(self) -> Any:
+        class Event(threading.Event):
+            def wait(_, most: float | None = None) -> bool:  # noqa: N805 - `self` is the clock
+                assert most is not None
+                self.until(self.now + most, _.is_set)
+                return _.is_set()
+
+        return Event()
+
+
+@pytest.mark.parametrize("looks_take", [0.01, 0.9, 1.8])
+def test_a_slow_file_system_holds_up_a_scheduler_for_an_adapters_first_look_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks_take: float
+) -> None:
+    path = folder(tmp_path / "lora")
+    right = extra(lora_request=lora(path))
+    clock, waited = Clock(looks_take), 0.0
+    monkeypatch.setattr(_adapters, "time", clock)
+    threads = SimpleNamespace(Thread=clock.thread, Event=clock.event, Lock=threading.Lock)
+    monkeypatch.setattr(_adapters, "threading", threads)
+    adapters = Adapters()
+    while clock.now < 30:
+        before = clock.now
+        found = extra(adapters, lora_request=lora(path))
+        waited += clock.now - before
+        assert found == right or before < looks_take
+        clock.until(clock.now + 0.01)
+    assert waited <= min(looks_take, 1.0) + 0.001
+
+
+def test_a_scheduler_waits_for_file_systems_a_tenth_of_its_time_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, waited = Clock(0.5), 0.0
+    monkeypatch.setattr(_adapters, "time", clock)
+    threads = SimpleNamespace(Thread=clock.thread, Event=clock.event, Lock=threading.Lock)
+    monkeypatch.setattr(_adapters, "threading", threads)
+    adapters = Adapters()
+    for number in range(2000):
+        before = clock.now
+        # Each is new, or is read in each step.
+        of = lora(folder(tmp_path / "lora"), 1 + number % 1500, load_inplace=bool(number % 2))
+        extra(adapters, lora_request=of)
+        waited += clock.now - before
+        clock.until(clock.now + 0.05)
+    assert waited <= 2 + clock.now / 10
+
+
+def test_no_more_threads_wait_for_adapters_on_a_file_system_that_hangs_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(_adapters, "_state_of", lambda *_: answers.wait(60))
+    monkeypatch.setattr(_adapters, "_WAIT_S", 0.0)
+    before = threading.active_count()
+    adapters = Adapters()
+    for number in range(1, 2100):
+        adapters.weights(lora(folder(tmp_path / "lora") if number == 1 else tmp_path / "lora", number))
+    assert threading.active_count() <= before + 16
+    answers.set()
+    for look in adapters._looks:
+        assert look.ended.wait(60)
+
+
+def test_an_adapter_is_looked_at_again_when_there_were_no_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder(tmp_path / "lora")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    adapters = Adapters()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        assert extra(adapters, lora_request=lora(path)) != extra(adapters, lora_request=lora(path))
+    assert extra(adapters, lora_request=lora(path)) == extra(lora_request=lora(path))
+
+
+def test_a_look_at_an_adapters_old_files_does_not_name_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = folder(tmp_path / "old", b"one"), folder(tmp_path / "new", b"two")
+    asked, sample_of = threading.Event(), _adapters.sample_of
+    answers = {path: threading.Event() for path in (old, new)}
+
+    def hangs(path: Any) -> Any:
+        asked.set()
+        assert answers[path].wait(60)
+        return sample_of(path)
+
+    monkeypatch.setattr(_adapters, "_WAIT_S", 0.01)
+    monkeypatch.setattr(_adapters, "sample_of", hangs)
+    adapters = Adapters()
+    adapters.saw(lora(old))
+    assert asked.wait(60)
+    first = adapters._known[1].look
+    names = {adapters.weights(lora(new, load_inplace=True)) for _ in range(2)}
+    assert len(names) == 2
+    second = adapters._known[1].look
+    for path, look in ((new, second), (old, first)):
+        answers[path].set()
+        assert look is not None and look.ended.wait(60)
+    monkeypatch.undo()
+    assert extra(adapters, lora_request=lora(new)) == extra(lora_request=lora(new)) != extra(lora_request=lora(old))
+
+
+class Array:
+    """Content as an array has it."""
+
+    dtype, shape = "float32", (4,)
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def tobytes(self) -> bytes:
+        return self._content
+
+
+def feature(name: str, content: bytes | None) -> Any:
+    data = None if content is None else {"pixel_values": SimpleNamespace(data=Array(content))}
+    return SimpleNamespace(identifier=name, data=data, mm_position=SimpleNamespace(offset=2))
+
+
+def test_images_that_vllm_names_by_a_counter_are_named_by_their_content() -> None:
+    first = extra(mm_features=[feature("renderer0-mm-7-image-0", b"cat")])
+    # Another engine has counted otherwise.
+    assert extra(mm_features=[feature("renderer1-mm-90-image-0", b"cat")]) == first
+    # The same number of another life.
+    assert extra(mm_features=[feature("renderer0-mm-7-image-0", b"dog")]) != first
+
+
+def test_an_image_without_a_name_or_content_equals_nothing() -> None:
+    counted = feature("renderer0-mm-7-image-0", None)
+    assert extra(mm_features=[counted]) != extra(mm_features=[counted])
+    tower = feature("adapter:renderer0-mm-7-image-0", b"cat")
+    assert extra(mm_features=[tower]) != extra(mm_features=[feature("adapter:renderer0-mm-7-image-0", b"dog")])
+    assert extra(mm_features=[tower]) == extra(mm_features=[feature("adapter:renderer1-mm-90-image-0", b"cat")])
+    for digits in (64, 128):
+        hashed = feature("a" * digits, None)
+        assert extra(mm_features=[hashed]) == extra(mm_features=[hashed])
+        assert extra(mm_features=[hashed]) != extra(mm_features=[feature("l:" + "a" * digits, None)])
+
+
+@pytest.mark.parametrize("uuid", ["img1", "l:img1", "A" * 64, "a" * 63, "a" * 64 + "\n"])
+def test_an_image_that_a_client_names_is_named_by_its_content(uuid: str) -> None:
+    cat = extra(mm_features=[feature(uuid, b"cat")])
+    assert cat == extra(mm_features=[feature(uuid, b"cat")]) == extra(mm_features=[feature("img2", b"cat")])
+    assert cat != extra(mm_features=[feature(uuid, b"dog")])
+    assert extra(mm_features=[feature(uuid, None)]) != extra(mm_features=[feature(uuid, None)])
+
+
+def test_prompt_embeddings_are_named_by_their_bytes() -> None:
+    first = extra(prompt_embeds=Array(b"one"))
+    assert first == extra(prompt_embeds=Array(b"one"))
+    assert first != extra(prompt_embeds=Array(b"two"))
+
+
+def test_more_content_than_a_scheduler_has_time_to_hash_equals_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_identity, "_CONTENT_MAX", 100)
+    long = Array(bytes(100))
+    assert extra(prompt_embeds=long) != extra(prompt_embeds=long)
+    assert extra(prompt_embeds=Array(bytes(10))) == extra(prompt_embeds=Array(bytes(10)))
+
+
+def test_the_version_of_the_weights_is_that_of_the_engine_that_makes_the_connector() -> None:
+    engine = EngineCore(lambda: [core_of_callers() for _ in range(2)])
+    found, same = engine.made
+    assert found is same
+    assert found.version() is None
+    named: list[str | None] = []
+    found.on_named(lambda: named.append(found.version()))
+    engine.set_weight_version("7")
+    engine.set_weight_version("7")
+    assert (named, found.times_named) == (["7", "7"], 2)
+    del engine
+    gc.collect()
+    assert found.version() is None
+    assert core_of_callers().version() is None
+
+
+def test_images_named_by_a_counter_are_refused_where_blocks_outlive_the_process(tmp_path: Path) -> None:
+    config = engine(tmp_path)
+    config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=0)
+    _identity.check_media_are_named(config, "KVFerryTier")
+    config.cache_config.enable_prefix_caching = False
+    with pytest.raises(ValueError, match=r"KVFerryTier.*no-enable-prefix-caching.*mm-processor-cache-gb 0"):
+        _identity.check_media_are_named(config, "KVFerryTier")
+    config.model_config.multimodal_config.mm_processor_cache_gb = 4
+    _identity.check_media_are_named(config, "KVFerryTier")
+
+
+def test_the_configuration_of_the_engine_is_found_where_a_part_of_it_is_given(tmp_path: Path) -> None:
+    def tier() -> Any:
+        return _identity.vllm_config_of_callers()
+
+    def connector(vllm_config: Any) -> Any:
+        return tier()
+
+    config = engine(tmp_path)
+    assert connector(config) is config
+    assert connector("something else") is None
+    assert tier() is None
+
+
+class Server:
+    """A model server, as far as names of KV go: its KV is a function of the weights that it has loaded and of the tokens."""
+
+    PROMPTS, BLOCKS, BLOCK = 3, 4, 4096
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        self.loaded = hashlib.sha256((model / "model.safetensors").read_bytes()).digest()
+        self.agent = kvferry.Agent("server", listen="127.0.0.1:0")
+        self.store = kvferry.Store(self.agent, directory, 64 << 20)
+        self.name = _identity.of_vllm(engine(model), None).text()
+        self.memory = bytearray(self.BLOCKS * self.BLOCK)
+        self.region = self.agent.register(self.memory, "none")
+
+    def kv(self, prompt: int) -> bytes:
+        each = (hashlib.shake_256(self.loaded + bytes([prompt, block])) for block in range(self.BLOCKS))
+        return b"".join(it.digest(self.BLOCK) for it in each)
+
+    def serve(self, name: str | None = None) -> tuple[int, int]:
+        """Blocks that were found in the store, and how many of them are not those of the server's own weights."""
+        space = self.store.space(name or self.name)
+        hits = wrong = 0
+        for prompt in range(self.PROMPTS):
+            hashes = [hashlib.sha256(bytes([prompt, block])).digest() for block in range(self.BLOCKS)]
+            blocks = kvferry.Blocks(self.region, range(0, len(self.memory), self.BLOCK), self.BLOCK)
+            found, own = space.get(hashes, blocks), self.kv(prompt)
+            read = bytes(self.memory[: found * self.BLOCK])
+            hits += found
+            wrong += sum(
+                read[at : at + self.BLOCK] != own[at : at + self.BLOCK] for at in range(0, len(read), self.BLOCK)
+            )
+            self.memory[:] = own
+            space.put(hashes, blocks)
+        return hits, wrong
+
+    def stop(self) -> None:
+        self.store.close()
+        self.agent.shutdown()
+
+
+def _replaced_by_rename(model: Path, weights: Path) -> None:
+    shutil.copyfile(weights, model / "partial")
+    (model / "partial").rename(model / "model.safetensors")
+
+
+def _overwritten(model: Path, weights: Path) -> None:
+    with open(model / "model.safetensors", "r+b") as file:
+        file.write(weights.read_bytes())
+
+
+def _overwritten_with_the_old_times(model: Path, weights: Path) -> None:
+    status = (model / "model.safetensors").stat()
+    _overwritten(model, weights)
+    os.utime(model / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _linked(model: Path, weights: Path) -> None:
+    (model / "link").symlink_to(weights)
+    (model / "link").rename(model / "model.safetensors")
+
+
+def test_two_servers_of_different_weights_under_one_path_restarted_in_turns_find_only_their_own_blocks(
+    tmp_path: Path,
+) -> None:
+    """Fifty rounds. The weights have one shape, and one tensor of many differs."""
+    sources = [tensors(tmp_path / name, 20, changed=changed) for name, changed in (("a", None), ("b", 13))]
+    model, directory = tensors(tmp_path / "prod", 20), tmp_path / "kv"
+    ways = [_replaced_by_rename, _overwritten, _overwritten_with_the_old_times, _linked]
+    chance = random.Random(50)
+    live: list[Server | None] = [None, None]
+    hits = 0
+    for number in range(50):
+        at = number % 2
+        before = live[at]
+        if before is not None:
+            before.stop()
+        if (model / "model.safetensors").is_symlink():
+            _replaced_by_rename(model, sources[at] / "model.safetensors")
+        else:
+            chance.choice(ways)(model, sources[at] / "model.safetensors")
+        server = live[at] = Server(model, directory)
+        for it in live:
+            if it is not None:
+                found, wrong = it.serve()
+                assert wrong == 0, number
+                hits += found
+    everything = Server.PROMPTS * Server.BLOCKS
+    # All but the first time of each of the two.
+    assert hits == (2 * 50 - 1 - 2) * everything
+    # A name that does not tell the weights apart would have been seen.
+    assert server.serve("prod") == (0, 0)
+    other = live[0]
+    assert other is not None
+    assert other.serve("prod") == (everything, everything)
+    for it in (server, other):
+        it.stop()
+
+
+def _rename_of_a_file(model: Path, other: Path) -> None:
+    (other / "model.safetensors").rename(model / "model.safetensors")
+
+
+def _rename_of_the_folder(model: Path, other: Path) -> None:
+    model.rename(model.with_name("before"))
+    other.rename(model)
+
+
+def _old_times(model: Path, other: Path) -> None:
+    _overwritten_with_the_old_times(model, other / "model.safetensors")
+
+
+@pytest.mark.parametrize("change", [_rename_of_a_file, _rename_of_the_folder, _old_times])
+def test_weights_that_changed_since_the_process_began_name_nothing_that_another_engine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Path], None]
+) -> None:
+    """The engine has loaded what was there before: it may not be named by what is there now."""
+    model, other = tensors(tmp_path / "prod", 20), tensors(tmp_path / "new", 20, changed=13)
+    began = _began_now(tmp_path)
+    monkeypatch.setattr(_identity, "process_began", lambda: began)
+    before = weights(model)
+    assert before == weights(model)
+    change(model, other)
+    restarted = engine(model)
+    restarted.kv_transfer_config.engine_id = "another"
+    late = [_identity.of_vllm(it, None).weights for it in (engine(model), engine(model), restarted)]
+    # The ranks of one engine have one name.
+    assert late[0] == late[1] != late[2]
+    began = _began_now(tmp_path)
+    after = weights(model)
+    assert after == _identity.of_vllm(restarted, None).weights
+    assert len({before, after, *late}) == 4
+
+
+def test_a_link_that_leads_to_other_weights_since_the_process_began_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, changed in (("v1", None), ("v2", 13)):
+        tensors(tmp_path / name / "model", 20, changed=changed)
+    current = tmp_path / "current"
+    current.symlink_to(tmp_path / "v1")
+    began = _began_now(tmp_path)
+    monkeypatch.setattr(_identity, "process_began", lambda: began)
+    before = weights(current / "model")
+    (tmp_path / "link").symlink_to(tmp_path / "v2")
+    (tmp_path / "link").rename(current)
+    assert weights(current / "model") not in (before, weights(tmp_path / "v2" / "model"))
+
+
+def _began_now(folder: Path) -> float:
+    """A moment after all changes in a folder and before those that follow. A file's times lag behind the clock."""
+    tick = folder / "tick"
+    tick.touch()
+    now = tick.stat().st_ctime
+    while tick.stat().st_ctime <= now:
+        tick.touch()
+    began = tick.stat().st_ctime
+    while tick.stat().st_ctime <= began:
+        tick.touch()
+    return began
+
+
+def test_a_process_began_before_now_and_after_the_process_that_started_it() -> None:
+    asked = time.time()
+    code = "import time; from kvferry import _identity; print(_identity.process_began(), time.time())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    began, now = map(float, ran.stdout.split())
+    # The kernel counts the ages of processes in hundredths of a second.
+    assert asked - 0.02 <= began <= now
+
+
+def test_the_page_has_a_row_for_each_field() -> None:
+    page = (Path(__file__).parents[2] / "docs/storage.md").read_text()
+    for of in (Identity, PromptIdentity):
+        for it in dataclasses.fields(of):
+            assert f"| `{it.name}` |" in page, it.name
+
+
+def test_a_hash_of_plain_data_does_not_depend_on_the_order_of_its_mappings() -> None:
+    assert _identity.hash_of({"a": 1, "b": [2]}) == _identity.hash_of({"b": [2], "a": 1})
+    assert _identity.hash_of({"a": 1}) != _identity.hash_of({"a": 2})
+    assert len(_identity.hash_of(None)) == len(hashlib.sha256().hexdigest()) // 2

@@ -1,0 +1,222 @@
+"""The scheduler's side of `KVFerryConnector`, with stand-ins of vLLM's classes."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm_stand_in as vllm
+from kvferry.vllm._settings import Settings
+from vllm_stand_in import FullAttentionSpec, MambaSpec, Request
+
+PREFILL = {"do_remote_decode": True, "transfer_id": "x"}
+DECODE = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": 1}
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    vllm.install(monkeypatch)
+    return importlib.import_module("kvferry.vllm._connector")
+
+
+def scheduler(module: Any, *specs: Any, **settings: Any) -> Any:
+    specs = specs or (FullAttentionSpec(),)
+    return module._Scheduler(vllm.config(), vllm.caches(*specs), Settings.of(settings))
+
+
+def connector(module: Any, side: Any) -> Any:
+    made = module.KVFerryConnector.__new__(module.KVFerryConnector)
+    made._scheduler = made._side = side
+    return made
+
+
+def refused(side: Any) -> dict[str, int]:
+    stats = side.stats()
+    return dict(stats.data["refused_requests"]) if stats is not None else {}
+
+
+def blocks(numbers: list[int]) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (numbers,))
+
+
+@pytest.mark.parametrize("params", [PREFILL, DECODE])
+@pytest.mark.parametrize("token", [-1, 1 << 32])
+def test_a_request_whose_token_ids_are_none_goes_on_without_parameters_and_is_counted(
+    module: Any, params: dict[str, Any], token: int
+) -> None:
+    """With --skip-tokenizer-init vLLM checks no token id."""
+    side = scheduler(module)
+    made = connector(module, side)
+    request = Request("a", dict(params), [1, token, 3])
+    made.on_new_request(request)
+    assert made.get_num_new_matched_tokens(request, 0) == (0, False)
+    made.update_state_after_alloc(request, blocks([1]), 0)
+    assert made.request_finished(request, [1]) == (False, None)
+    assert refused(side) == {"internal": 1}
+    assert not any(side.half.gauges().values())
+
+
+@pytest.mark.parametrize("params", [PREFILL, DECODE])
+def test_a_request_of_a_session_whose_prompt_may_grow_gets_no_handoff(module: Any, params: dict[str, Any]) -> None:
+    side = scheduler(module)
+    request = Request("a", dict(params), [1, 2, 3], resumable=True)
+    side.arrived(request)
+    assert side.matched(request, 0) == (0, False)
+    assert side.finished(request, ([1],)) == (False, None)
+    assert refused(side) == {"resumable": 1}
+    assert not any(side.half.gauges().values())
+
+
+def test_a_prompt_whose_logprobs_are_asked_for_is_not_cut(module: Any) -> None:
+    side = scheduler(module, FullAttentionSpec(), MambaSpec())
+    request = Request("a", dict(PREFILL), [1, 2, 3], max_tokens=4, skip_reading_prefix_cache=True)
+    side.arrived(request)
+    assert (request.prompt_token_ids, request.num_prompt_tokens, request.max_tokens) == ([1, 2, 3], 3, 4)
+    assert side.finished(request, ([1], [2])) == (False, None)
+    assert refused(side) == {"prompt_logprobs": 1}
+    other = Request("b", dict(PREFILL), [1, 2, 3])
+    side.arrived(other)
+    assert other.prompt_token_ids == [1, 2]
+
+
+def test_a_request_that_names_a_producer_outside_the_list_is_refused_before_it_gets_blocks(module: Any) -> None:
+    side = scheduler(module)
+    side.half.set_producers(["10.0.0.0/8"])
+    request = Request("a", dict(DECODE), [1, 2, 3])
+    side.arrived(request)
+    assert side.matched(request, 0) == (0, False)
+    assert refused(side) == {"forbidden_producer": 1}
+    allowed = Request("b", {**DECODE, "remote_host": "10.1.2.3"}, [1, 2, 3])
+    side.arrived(allowed)
+    assert side.matched(allowed, 0) == (3, True)
+    assert refused(side) == {}
+
+
+@pytest.mark.parametrize(
+    ("address", "host"), [("10.1.2.3:5600", "10.1.2.3"), ("[fe80::1]:5600", "fe80::1"), ("127.0.0.1:1", "127.0.0.1")]
+)
+def test_the_bootstrap_server_listens_where_peers_reach_the_agent_whatever_named_the_address(
+    module: Any, monkeypatch: pytest.MonkeyPatch, address: str, host: str
+) -> None:
+    served: list[Any] = []
+
+    class Server:
+        def __init__(self, *args: Any) -> None:
+            served.append(args)
+
+        def register(self, *args: Any) -> None:
+            served.append(args)
+
+    monkeypatch.setattr(module, "BootstrapServer", Server)
+    monkeypatch.setenv("KVFERRY_LISTEN", address)
+    monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", "7")
+    side = scheduler(module)
+    side._serve_bootstrap({(0, 0): SimpleNamespace(address=address)})
+    assert served[0][:2] == (host, 7)
+    assert served[1] == (0, side.half.engine_id, {0: {0: address}})
+
+
+def test_registering_caches_again_is_refused_and_says_what_to_do(module: Any) -> None:
+    worker = module._Worker(vllm.config(), vllm.caches(FullAttentionSpec()), Settings.of({}))
+    worker._agent = object()
+    with pytest.raises(module.UnsupportedCacheError, match=r"registered before.*start the engine anew"):
+        worker.register({})
+
+
+def test_an_agent_whose_caches_do_not_fit_is_shut_down(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = module._Worker(vllm.config(), vllm.caches(FullAttentionSpec()), Settings.of({}))
+    agents = []
+
+    class Agent:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            agents.append(self)
+            self.is_up = True
+
+        def register_batch(self, *_: Any) -> list[Any]:
+            raise ValueError("no memory")
+
+        def shutdown(self) -> None:
+            self.is_up = False
+
+    monkeypatch.setattr(module, "Agent", Agent)
+    monkeypatch.setattr(module, "_place", lambda config: (module.Place(), 0))
+    with pytest.raises(ValueError, match="no memory"):
+        worker.register({})
+    assert [agent.is_up for agent in agents] == [False]
+    assert worker.handshake() is None
+
+
+def test_the_death_of_a_prefill_is_one_warning_for_all_loads_from_it(
+    module: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = module._Worker(vllm.config(), vllm.caches(FullAttentionSpec()), Settings.of({}))
+    loads = [(f"r{at}", 0.0, 0, ("closed", "the peer has ended")) for at in range(500)]
+    worker._half = SimpleNamespace(take_loads=lambda: loads)
+    stats = worker.stats()
+    assert stats.data["failed_loads"] == {"closed": 500}
+    assert len([it for it in caplog.records if it.levelname == "WARNING"]) == 1
+
+
+def test_block_lists_of_a_consumer_are_read_once_and_only_while_it_waits_for_blocks(module: Any) -> None:
+    side = scheduler(module)
+    request = Request("a", dict(DECODE), [1, 2, 3])
+    side.arrived(request)
+    asked = []
+
+    def get_block_ids() -> tuple[list[int]]:
+        asked.append(1)
+        return ([1],)
+
+    assert side.matched(request, 0) == (3, True)
+    for external in (3, 0):
+        # vLLM calls it again when the load has ended.
+        side.allocated(request, SimpleNamespace(get_block_ids=get_block_ids), external)
+    assert len(asked) == 1
+
+
+def test_gauges_are_sent_when_they_change_and_counters_have_a_series_before_they_count(module: Any) -> None:
+    side = scheduler(module)
+    metrics = module.KVFerryPromMetrics(None, None, ["model"], {0: ["m"]})
+    made = vllm.Metric.made
+    for name in ("failed_loads", "refused_requests", "withdrawn_offers"):
+        series = made[f"vllm:kvferry_{name}"].series
+        assert len(series) > 5 and not any(series.values())
+    assert ("m", "peer is silent") in made["vllm:kvferry_failed_loads"].series
+    assert ("m", "expired") in made["vllm:kvferry_withdrawn_offers"].series
+
+    def observe() -> dict[str, float]:
+        stats = side.stats()
+        if stats is not None:
+            # As vLLM adds those of the workers, whose gauges are unknown.
+            metrics.observe(module.KVFerryStats().aggregate(stats).aggregate(module.KVFerryStats()).data)
+        names = ("held_blocks", "waiting_loads")
+        return {name: made[f"vllm:kvferry_{name}"].series[("m",)] for name in names}
+
+    assert observe() == {"held_blocks": 0, "waiting_loads": 0}
+    request = Request("a", dict(DECODE), [1, 2, 3])
+    side.arrived(request)
+    side.matched(request, 0)
+    side.allocated(request, blocks([1]), 3)
+    assert observe() == {"held_blocks": 0, "waiting_loads": 1}
+    assert side.stats() is None, "nothing has changed"
+    side.half.received(["a"])
+    assert observe() == {"held_blocks": 0, "waiting_loads": 0}
+    # What may be a reason is one, of those that are counted.
+    reasons = set(made["vllm:kvferry_refused_requests"].series)
+    assert {("m", "internal"), ("m", "busy"), ("m", "resumable"), ("m", "prompt_logprobs")} <= reasons
+
+
+def test_the_share_of_the_cache_that_may_be_idle_is_a_setting(module: Any) -> None:
+    side = scheduler(module, idle_share=0.02)
+    for at in range(3):
+        request = Request(f"r{at}", {**DECODE, "transfer_id": f"x{at}"}, [1, 2, 3])
+        side.arrived(request)
+        tokens = side.matched(request, 0)
+        if at == 0:
+            assert tokens == (3, True)
+            side.allocated(request, blocks([1]), 3)
+        else:
+            # Half of the two blocks is for producers that have never answered.
+            assert tokens == (None, False)
