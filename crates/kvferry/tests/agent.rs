@@ -8,7 +8,7 @@ use kvferry_sys::map::Mapping;
 use kvferry_testkit::pattern::Pattern;
 use kvferry_testkit::region::{batch, content, filled};
 use kvferry_testkit::slow::SlowMemory;
-use kvferry_testkit::{PATIENCE, Watchdog};
+use kvferry_testkit::{PATIENCE, Watchdog, eventually};
 use std::future::poll_fn;
 use std::os::fd::BorrowedFd;
 use std::pin::{Pin, pin};
@@ -337,7 +337,7 @@ fn calls_after_a_shutdown_fail_and_no_transfer_is_left() {
     near.shutdown();
     near.shutdown();
     for transfer in running {
-        let outcome = transfer.wait(Duration::from_secs(5)).expect("every transfer ends");
+        let outcome = transfer.wait(PATIENCE).expect("every transfer ends");
         if let Err(error) = outcome {
             assert_eq!(error.kind(), ErrorKind::Shutdown, "{error:?}");
         }
@@ -347,16 +347,15 @@ fn calls_after_a_shutdown_fail_and_no_transfer_is_left() {
     }
     assert_eq!(kind(peer.write(&moves, &Options::default())), ErrorKind::Shutdown);
     let late = peer.write_async(&moves, &Options::default());
-    assert_eq!(kind(late.wait(Duration::from_secs(1)).expect("at once")), ErrorKind::Shutdown);
+    assert_eq!(kind(late.wait(PATIENCE).expect("at once")), ErrorKind::Shutdown);
     assert_eq!(kind(near.allocate(64, Access::NONE)), ErrorKind::Shutdown);
     assert_eq!(kind(peer.connect(Duration::from_secs(1))), ErrorKind::Shutdown);
     assert_eq!(near.stats().transfers_in_flight, 0);
     // The peer notices the shutdown and ends the session.
-    let give_up = Instant::now() + Duration::from_secs(3);
-    while far.stats().sessions > 0 || far.stats().requests_in_flight > 0 {
-        assert!(Instant::now() < give_up, "{:?}", far.stats());
-        thread::sleep(Duration::from_millis(2));
-    }
+    eventually("the peer ends the session", || {
+        let stats = far.stats();
+        stats.sessions == 0 && stats.requests_in_flight == 0
+    });
     far.unregister(&to).expect("registered");
 }
 
@@ -542,7 +541,12 @@ fn ended_late<T: Send>(device: &SlowMemory, calls: &[&(dyn Fn() -> T + Sync)]) -
         let running: Vec<_> = calls
             .iter()
             .map(|call| {
-                let running = scope.spawn(|| (call(), device.pending() > 0));
+                let (begins, begun) = mpsc::channel();
+                let running = scope.spawn(move || {
+                    begins.send(()).expect("it is waited for");
+                    (call(), device.pending() > 0)
+                });
+                begun.recv().expect("it begins");
                 // The order matters: the next call must find this one running.
                 thread::sleep(Duration::from_millis(50));
                 running

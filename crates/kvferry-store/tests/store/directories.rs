@@ -3,11 +3,12 @@
 use crate::faults::Warnings;
 use crate::{Engine, Folder, MIB, options, prompt};
 use kvferry_store::{Error, StoreOptions};
+use kvferry_testkit::PATIENCE;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 const LEN: u64 = 64 << 10;
 const PROMPTS: u64 = 24;
@@ -204,7 +205,7 @@ fn put_until_found(engine: &Engine) {
         for seed in 0..PROMPTS {
             engine.put(&prompt(seed, BLOCKS), 0);
         }
-        assert!(began.elapsed() < Duration::from_secs(60), "{:?}", engine.store.stats());
+        assert!(began.elapsed() < PATIENCE / 2, "{:?}", engine.store.stats());
     }
 }
 
@@ -271,7 +272,7 @@ fn a_directory_that_fails_while_in_use_costs_its_own_blocks_until_it_is_back() {
     while segments() == before && engine.store.stats().disk_bytes < 22 * MIB {
         engine.put(&prompt(seed, BLOCKS), 0);
         seed += 1;
-        assert!(began.elapsed() < Duration::from_secs(60), "{:?}", engine.store.stats());
+        assert!(began.elapsed() < PATIENCE / 2, "{:?}", engine.store.stats());
     }
     put_until_found(&engine);
     assert_eq!(engine.store.stats().corrupt, 0);

@@ -13,7 +13,7 @@ const LEN: u64 = 64 << 10;
 const SMALL: u64 = 24 * MIB;
 const BLOCKS: usize = 6;
 /// A test that waits for longer has failed.
-const WATCHDOG: Duration = Duration::from_secs(60);
+const WATCHDOG: Duration = Duration::from_secs(150);
 
 /// A set that follows a store by its events alone.
 struct Shadow {

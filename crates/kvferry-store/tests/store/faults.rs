@@ -85,7 +85,7 @@ impl Tmpfs {
                 return;
             }
             let why = String::from_utf8_lossy(&done.stderr);
-            assert!(began.elapsed() < Duration::from_secs(20), "{why}");
+            assert!(began.elapsed() < PATIENCE / 2, "{why}");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -104,7 +104,7 @@ fn fill(engine: &Engine, len: u64, bytes: u64) {
         let put = engine.put(&prompt(seed, 2), 0);
         stored += put.stored as u64 * len;
         if put.refused > 0 {
-            assert!(began.elapsed() < Duration::from_secs(20), "{:?}", engine.store.stats());
+            assert!(began.elapsed() < PATIENCE / 2, "{:?}", engine.store.stats());
             std::thread::sleep(Duration::from_millis(1));
         }
         seed += 1;
@@ -146,7 +146,7 @@ fn a_store_that_is_dropped_while_operations_run_ends_them_and_can_be_opened_agai
         }
         drop((store, kv));
         for pending in pending {
-            let outcome = pending.wait(Some(Duration::from_secs(20))).expect("an outcome");
+            let outcome = pending.wait(Some(PATIENCE / 2)).expect("an outcome");
             let is_right = match outcome.as_ref() {
                 Ok(put) => put.stored + put.present == 1,
                 Err(e) => matches!(e, Error::Closed),
@@ -210,9 +210,7 @@ fn a_store_can_be_opened_at_each_moment_of_anothers_close() {
             });
         }
         for _ in 0..100 {
-            let began = Instant::now();
             let store = Store::open(&agent, &options).expect("a store");
-            assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
             assert_eq!(store.space(&Namespace::new("model")).lookup(&prompt(1, 1)).ok(), Some(0));
         }
         is_done.store(true, SeqCst);
@@ -236,7 +234,7 @@ fn a_disk_that_others_fill_costs_puts_and_once_it_has_space_again_they_work() {
     let began = Instant::now();
     while get_all(&engine) < PROMPTS as usize * BLOCKS {
         assert_eq!(put_all(&engine).failed, 0);
-        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", engine.store.stats());
+        assert!(began.elapsed() < PATIENCE / 2, "{:?}", engine.store.stats());
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -280,7 +278,7 @@ fn on_a_disk_that_is_smaller_than_the_capacity_new_blocks_replace_old_ones() {
             let began = Instant::now();
             while engine.get(&prompt, 0) < BLOCKS {
                 engine.put(&prompt, 0);
-                assert!(began.elapsed() < Duration::from_secs(20), "{:?}", engine.store.stats());
+                assert!(began.elapsed() < PATIENCE / 2, "{:?}", engine.store.stats());
             }
         }
     }
@@ -292,7 +290,7 @@ fn on_a_disk_that_is_smaller_than_the_capacity_new_blocks_replace_old_ones() {
     let began = Instant::now();
     while engine.store.stats().disk_bytes < 22 * MIB {
         fill(&engine, LEN, MIB);
-        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", engine.store.stats());
+        assert!(began.elapsed() < PATIENCE / 2, "{:?}", engine.store.stats());
     }
 }
 
@@ -411,7 +409,7 @@ fn plain_user_reads() {
     let began = Instant::now();
     while engine.get(&prompt(PROMPTS, BLOCKS), 0) < BLOCKS {
         engine.put(&prompt(PROMPTS, BLOCKS), 0);
-        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", engine.store.stats());
+        assert!(began.elapsed() < PATIENCE / 2, "{:?}", engine.store.stats());
     }
     assert_eq!(engine.store.stats().corrupt, 0);
     set_mode(&directory, 0o755);
@@ -451,7 +449,7 @@ fn a_store_on_a_file_system_that_is_read_only_opens_and_its_blocks_are_read() {
     let began = Instant::now();
     while engine.get(&prompt(PROMPTS, BLOCKS), 0) < BLOCKS {
         engine.put(&prompt(PROMPTS, BLOCKS), 0);
-        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", engine.store.stats());
+        assert!(began.elapsed() < PATIENCE / 2, "{:?}", engine.store.stats());
     }
     assert_eq!(get_all(&engine), PROMPTS as usize * BLOCKS);
 }
@@ -730,7 +728,7 @@ fn a_store_with_more_processes_than_segments_takes_new_blocks() {
                 if put.stored + put.present == 2 {
                     break;
                 }
-                assert!(began.elapsed() < Duration::from_secs(20), "{:?}", engine.store.stats());
+                assert!(began.elapsed() < PATIENCE / 2, "{:?}", engine.store.stats());
                 std::thread::sleep(Duration::from_millis(2));
             }
         }

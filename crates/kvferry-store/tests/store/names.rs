@@ -6,6 +6,7 @@ use kvferry_store::Error;
 use kvferry_sys::lock::LockFile;
 use kvferry_sys::shared::Shared;
 use kvferry_sys::unix::{Channel, user};
+use kvferry_testkit::eventually;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
@@ -41,7 +42,7 @@ fn takers(name: &[u8]) -> impl Iterator<Item = Taker> + use<> {
             let socket = socket.expect("a socket");
             let name = SocketAddrUnix::new_abstract_name(&name).expect("a short name");
             // A child of another test has it until it runs its program.
-            while rustix::net::bind(&socket, &name).is_err() {}
+            eventually("the name is free", || rustix::net::bind(&socket, &name).is_ok());
             return Some(Taker::Silent(socket));
         }
         if user() != 0 {
@@ -86,9 +87,10 @@ fn while_another_program_has_the_name_of_the_store_a_keepers_death_ends_in_a_new
         let engine = Engine::open(&options(folder.path(), CAPACITY), LEN);
         assert_eq!(engine.store.stats().is_keeper, 0);
         keeper.signal("-KILL");
-        while engine.store.stats().is_keeper == 0 || engine.store.stats().processes > 1 {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        eventually("this process is the keeper, alone", || {
+            let stats = engine.store.stats();
+            stats.is_keeper == 1 && stats.processes == 1
+        });
         let mut third = Other::start(folder.path(), CAPACITY, 1, 1);
         assert_eq!(third.next(), Some(1), "it finds the new keeper");
     }

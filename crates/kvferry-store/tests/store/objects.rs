@@ -14,7 +14,7 @@ use std::time::Duration;
 const LEN: u64 = 64 << 10;
 const CAPACITY: u64 = 24 * MIB;
 /// Bounds a wait for what happens at once.
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_secs(150);
 
 /// An object store in memory.
 #[derive(Default)]

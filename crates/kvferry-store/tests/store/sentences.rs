@@ -3,7 +3,7 @@
 use crate::{Engine, Folder, MIB, POOL, content, options, prompt};
 use kvferry::Access;
 use kvferry_store::{BlockMemory, Error, Namespace, Retain};
-use kvferry_testkit::eventually;
+use kvferry_testkit::{PATIENCE, eventually};
 use std::time::Duration;
 
 const LEN: u64 = 64 << 10;
@@ -93,7 +93,7 @@ fn the_bound_holds_while_much_more_is_put_than_fits() {
         // A put is refused while the keeper frees space.
         let mut at = 0;
         let began = std::time::Instant::now();
-        while at < prompt.len() && began.elapsed() < Duration::from_secs(20) {
+        while at < prompt.len() && began.elapsed() < PATIENCE / 2 {
             let put = engine.put(&prompt, at);
             at += put.stored + put.present;
             stored += put.stored;
@@ -151,7 +151,7 @@ fn what_is_in_the_background_ends_once_and_before_a_close() {
     }
     let memory: Vec<_> = (0..8).map(|block| engine.memory(block)).collect();
     let put = engine.kv.put_async(&prompt, 0, &memory, Retain::default()).expect("a put");
-    let outcome = put.wait(Some(Duration::from_secs(20))).expect("an outcome");
+    let outcome = put.wait(Some(PATIENCE / 2)).expect("an outcome");
     assert_eq!(outcome.as_ref().as_ref().expect("no error").stored, 8);
     let memory: Vec<_> = (8..16).map(|block| engine.memory(block)).collect();
     let get = engine.kv.get_async(&prompt, 0, &memory).expect("a get");
@@ -186,9 +186,7 @@ fn pinned_blocks_stay_until_their_lease_ends() {
     let mut churn = || {
         for seed in seeds.by_ref().take(20) {
             let prompt = prompt(seed, POOL / 2);
-            while engine.put(&prompt, 0).refused > 0 {
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            eventually("the keeper frees space", || engine.put(&prompt, 0).refused == 0);
         }
     };
     // What was put later is worth more, in the end. A look-up is no use of a block.
@@ -243,12 +241,17 @@ fn pinned_blocks_stay_while_puts_find_no_space() {
     engine.put(&kept, 0);
     let pin = engine.kv.pin(&kept, Duration::from_secs(3600)).expect("pins");
     assert_eq!(pin.blocks(), 32);
-    let began = std::time::Instant::now();
+    // From the first refusal on there is pressure.
     let (mut seed, mut refused) = (10, 0);
-    while began.elapsed() < Duration::from_secs(3) {
+    let mut press = || {
         refused += engine.put(&prompt(seed, 16), 0).refused_no_space;
         seed += 1;
+        refused
+    };
+    eventually("puts find no space", || press() > 0);
+    let began = std::time::Instant::now();
+    while began.elapsed() < Duration::from_secs(3) {
+        press();
     }
-    assert!(refused > 0, "there was no pressure");
     assert_eq!(engine.get(&kept, 0), 32, "{:?}", engine.store.stats());
 }

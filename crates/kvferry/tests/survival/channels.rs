@@ -71,7 +71,7 @@ fn echo() -> (Child, String) {
 
 fn channel_to(agent: &Agent, address: &str) -> Channel {
     let peer = agent.peer(address).expect("an address");
-    peer.channel(Duration::from_secs(5)).expect("it is there")
+    peer.channel(PATIENCE).expect("it is there")
 }
 
 #[test]

@@ -20,7 +20,7 @@ fn a_killed_peer_fails_calls_at_once() {
         let (mut child, address) = Child::with_agent(peer_config());
         let region = child.allocate(48 * MIB, "w", 2);
         let peer = agent.peer(&address).expect("an address");
-        peer.connect(Duration::from_secs(5)).expect("the peer is there");
+        peer.connect(PATIENCE).expect("the peer is there");
         // Stop the peer, so that the batch is still in flight when the peer is killed.
         child.stop();
         let batch = batch(&from, &region.remote, block);

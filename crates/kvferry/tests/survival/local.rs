@@ -234,7 +234,7 @@ fn a_killed_peer_fails_writes_at_once_and_a_restarted_peer_is_reconnected() {
 fn writes_to_a_stopped_peer_succeed_and_it_finds_the_bytes_when_it_resumes() {
     let _bound = bounded();
     let Pair { agent: _agent, from, mut child, region, peer, .. } = local_pair(MIB);
-    peer.connect(Duration::from_secs(5)).expect("it is there");
+    peer.connect(PATIENCE).expect("it is there");
     child.stop();
     let moves = batch(&from, &region.remote, 4096);
     peer.write(&moves, &Options::default()).expect("its memory is there");
@@ -261,7 +261,7 @@ fn writes_to_a_stopped_peer_succeed_and_it_finds_the_bytes_when_it_resumes() {
 fn a_cancelled_write_is_quiesced_at_once() {
     let _bound = bounded();
     let Pair { agent: _agent, from, mut child, region, peer, .. } = local_pair(64 * MIB);
-    peer.connect(Duration::from_secs(5)).expect("it is there");
+    peer.connect(PATIENCE).expect("it is there");
     let mut cancelled = 0;
     for delay_us in [0, 200, 1_000, 4_000, 8_000] {
         refill(&from, 1);
@@ -269,7 +269,7 @@ fn a_cancelled_write_is_quiesced_at_once() {
             peer.write_async(&batch(&from, &region.remote, 16 * KIB), &Options::default());
         thread::sleep(Duration::from_micros(delay_us));
         transfer.cancel();
-        let outcome = transfer.wait(Duration::from_secs(5)).expect("it ends");
+        let outcome = transfer.wait(PATIENCE).expect("it ends");
         from.write_at(0, &vec![MARKER; from.len()]).expect("owned");
         if let Err(error) = outcome {
             assert_eq!(error.kind(), ErrorKind::Cancelled, "{error:?}");
@@ -360,7 +360,7 @@ fn ended_local_sessions_leak_no_descriptor() {
     let (child, address) = far();
     let peer = agent.peer(&address).expect("an address");
     for _ in 0..3 {
-        let summary = peer.connect(Duration::from_secs(5)).expect("there");
+        let summary = peer.connect(PATIENCE).expect("there");
         assert_eq!(summary.transport, TransportKind::LOCAL);
         peer.disconnect();
     }
@@ -370,7 +370,7 @@ fn ended_local_sessions_leak_no_descriptor() {
     settle();
     let before = (fds(mine), fds(child.pid()));
     for _ in 0..50 {
-        peer.connect(Duration::from_secs(5)).expect("there");
+        peer.connect(PATIENCE).expect("there");
         peer.disconnect();
     }
     settle();
@@ -395,7 +395,7 @@ fn falls_back(what: &str, prepare: impl Fn(&mut Child), words: &[&str]) {
     let from = child.allocate_private(MIB, "", 3);
     let peer = agent.peer(&address).expect("an address");
     // From this process to the child, and back: at least one direction is refused.
-    let summary = peer.connect(Duration::from_secs(5)).expect("there is tcp");
+    let summary = peer.connect(PATIENCE).expect("there is tcp");
     let back = child.call(json!({
         "op": "connect", "peer": agent.advertised(), "timeout_ms": 5_000,
     }));
@@ -481,7 +481,7 @@ fn i11_an_agent_on_loopback_without_a_secret_sends_nothing_to_another_user_of_th
     let address = listener.local_addr().expect("bound").to_string();
     let near = agent();
     let peer = near.peer(&address).expect("an address");
-    let refusal = peer.connect(Duration::from_secs(5)).expect_err("it is another user's");
+    let refusal = peer.connect(PATIENCE).expect_err("it is another user's");
     assert_eq!(refusal.kind(), ErrorKind::AccessDenied, "{refusal}");
     let mut sent = Vec::new();
     let (mut accepted, _) = listener.accept().expect("it was called");

@@ -45,8 +45,9 @@ pub(crate) use over;
 const KIB: usize = 1024;
 const MIB: usize = 1024 * KIB;
 
-/// The silence limit that these tests set: the default of 3 s would make them slow.
-const SILENCE: Duration = Duration::from_secs(1);
+/// The silence limit that these tests set: the default of 3 s would make them slow. A machine that runs nothing of a
+/// process for three quarters of it ends that process's sessions.
+const SILENCE: Duration = Duration::from_secs(2);
 
 /// The longest silence that may be set, longer than any test runs: what ends before is not ended by it.
 const NEVER: Duration = Duration::from_secs(600);

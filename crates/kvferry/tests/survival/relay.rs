@@ -290,7 +290,7 @@ fn bytes_that_the_network_held_back_do_not_land_after_a_confirmed_cancel() {
         if cancel {
             transfer.cancel();
         }
-        let outcome = transfer.wait(Duration::from_secs(10)).expect("it ends");
+        let outcome = transfer.wait(PATIENCE).expect("it ends");
         let error = outcome.expect_err("its bytes are held back");
         let kind = if cancel { ErrorKind::Cancelled } else { ErrorKind::Deadline };
         assert_eq!(error.kind(), kind, "{error:?}");
@@ -328,7 +328,7 @@ fn a_peer_that_half_closes_and_never_reads_uses_no_cpu() {
     // An I/O thread that spins would use a whole core.
     assert!(used < time / 5, "the target used {used:?} of {time:?}");
     transfer.cancel();
-    transfer.wait(Duration::from_secs(10)).expect("it ends").expect_err("nothing was answered");
+    transfer.wait(PATIENCE).expect("it ends").expect_err("nothing was answered");
 }
 
 /// Device memory whose copies wait until it is released.
@@ -360,7 +360,7 @@ fn a_damaged_transfer_ends_only_after_the_copies_to_its_device() {
         let early = transfer.wait(Duration::from_millis(100));
         device.release();
         assert!(early.is_none(), "write {write}: the device was still copying: {early:?}");
-        let outcome = transfer.wait(Duration::from_secs(20)).expect("it ends");
+        let outcome = transfer.wait(PATIENCE).expect("it ends");
         let error = outcome.expect_err("a byte was flipped");
         assert_eq!((error.kind(), error.quiesced()), (ErrorKind::Checksum, Some(true)));
         assert_eq!(device.pending(), 0);

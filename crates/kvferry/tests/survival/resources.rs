@@ -124,7 +124,7 @@ fn sixty_four_agents_write_to_and_read_from_each_other() {
             })
             .collect();
         for transfer in running {
-            let outcome = transfer.wait(Duration::from_secs(20)).expect("it ends");
+            let outcome = transfer.wait(PATIENCE).expect("it ends");
             outcome.expect("a healthy peer");
         }
     }
@@ -259,10 +259,8 @@ fn six_hundred_peers_that_connect_at_once_all_succeed() {
         .collect();
     thread::sleep(Duration::from_millis(300));
     child.resume();
-    let outcomes: Vec<_> = running
-        .iter()
-        .map(|transfer| transfer.wait(Duration::from_secs(40)).expect("ends"))
-        .collect();
+    let outcomes: Vec<_> =
+        running.iter().map(|transfer| transfer.wait(PATIENCE).expect("ends")).collect();
     let failed: Vec<_> = outcomes.iter().filter_map(|outcome| outcome.as_ref().err()).collect();
     assert!(failed.is_empty(), "{} of 600 failed: {:?}", failed.len(), failed[0]);
     let stats = child.stats();

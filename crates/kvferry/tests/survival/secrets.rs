@@ -40,7 +40,7 @@ fn a_wrong_or_missing_secret_is_a_clear_error_on_both_sides() {
         let what = format!("caller has {}, called has {}", ours.is_some(), theirs.is_some());
         let Some(kind) = refused else {
             peer.write(&moves, &Options::default()).unwrap_or_else(|e| panic!("{what}: {e:?}"));
-            let summary = peer.connect(Duration::from_secs(5)).expect("connected");
+            let summary = peer.connect(PATIENCE).expect("connected");
             assert_eq!(summary.authenticated, ours.is_some(), "{what}");
             continue;
         };
@@ -49,8 +49,8 @@ fn a_wrong_or_missing_secret_is_a_clear_error_on_both_sides() {
             for outcome in [
                 peer.write(&moves, &Options::default()).map(drop),
                 peer.read(&moves, &Options::default()).map(drop),
-                peer.connect(Duration::from_secs(5)).map(drop),
-                peer.regions(Duration::from_secs(5)).map(drop),
+                peer.connect(PATIENCE).map(drop),
+                peer.regions(PATIENCE).map(drop),
             ] {
                 let error = outcome.expect_err(&what);
                 assert_eq!(error.kind(), kind, "{what}: {error:?}");

@@ -29,7 +29,7 @@ fn nonce() -> [u8; 32] {
 
 /// Sends a session's messages and reads answers until the session has an event.
 fn drive(session: &mut Session, socket: &mut TcpStream) -> SessionEvent {
-    let give_up = Instant::now() + Duration::from_secs(10);
+    let give_up = Instant::now() + PATIENCE / 2;
     let mut buffer = [0; 4096];
     loop {
         while let Some(bytes) = session.poll_transmit() {
@@ -94,7 +94,7 @@ impl RawPeer {
         while let Some(bytes) = self.session.poll_transmit() {
             self.control.write_all(&bytes).expect("a session");
         }
-        assert!(!answer(&mut self.control).is_empty(), "no answer to a heartbeat");
+        assert!(!answered(&mut self.control).is_empty(), "no answer to a heartbeat");
     }
 
     /// Why the agent has ended the session.
@@ -113,8 +113,8 @@ impl RawPeer {
     /// A data stream that the agent has accepted.
     fn stream(&mut self) -> TcpStream {
         let hello = self.stream_hello();
-        let (stream, answer) = offer(&self.address, &hello);
-        assert!(!answer.is_empty(), "a proper stream was not accepted");
+        let mut stream = call(&self.address, &hello);
+        assert!(!answered(&mut stream).is_empty(), "a proper stream was not accepted");
         stream
     }
 }
@@ -125,16 +125,31 @@ pub(super) fn config() -> SessionConfig {
 
 /// Opens a connection with these bytes. Returns it and the answer.
 fn offer(address: &str, bytes: &[u8]) -> (TcpStream, Vec<u8>) {
-    let mut stream = TcpStream::connect(address).expect("the agent listens");
-    stream.write_all(bytes).expect("a fresh connection");
+    let mut stream = call(address, bytes);
     let answer = answer(&mut stream);
     (stream, answer)
 }
 
-/// The bytes that arrive within 300 ms, or until the end of the stream.
+/// Opens a connection with these bytes.
+fn call(address: &str, bytes: &[u8]) -> TcpStream {
+    let mut stream = TcpStream::connect(address).expect("the agent listens");
+    stream.write_all(bytes).expect("a fresh connection");
+    stream
+}
+
+/// The answer that has to come. It is empty if the stream ends.
+fn answered(stream: &mut TcpStream) -> Vec<u8> {
+    answer_within(PATIENCE / 2, stream)
+}
+
+/// The bytes that arrive within 300 ms, or until the end of the stream: for where no answer may come.
 fn answer(stream: &mut TcpStream) -> Vec<u8> {
+    answer_within(Duration::from_millis(300), stream)
+}
+
+fn answer_within(limit: Duration, stream: &mut TcpStream) -> Vec<u8> {
     let mut answer = Vec::new();
-    stream.set_read_timeout(Some(Duration::from_millis(300))).expect("a socket");
+    stream.set_read_timeout(Some(limit)).expect("a socket");
     let mut buffer = [0; 4096];
     while let Ok(n) = stream.read(&mut buffer) {
         if n == 0 {
@@ -169,7 +184,7 @@ fn disjoint_version_ranges_are_a_clear_error_on_both_sides() {
         drive(&mut session, &mut socket)
     });
     let peer = agent.peer(&address).expect("an address");
-    let error = peer.connect(Duration::from_secs(5)).expect_err("no version in common");
+    let error = peer.connect(PATIENCE).expect_err("no version in common");
     assert_eq!(error.kind(), ErrorKind::VersionMismatch, "{error:?}");
     drop(answering.join());
 }
@@ -238,7 +253,7 @@ fn connect_beside(
     let elsewhere = ElsewherePeer::start(incarnation);
     let agent = agent_over("local,tcp");
     let peer = agent.peer(&elsewhere.address).expect("an address");
-    let summary = peer.connect(Duration::from_secs(5)).expect("over tcp");
+    let summary = peer.connect(PATIENCE).expect("over tcp");
     let fallback = summary.fallback.expect("a reason");
     assert!(fallback.contains(reason), "{fallback}");
     (agent, elsewhere, impostor.accept().expect("the agent called"))
@@ -370,7 +385,8 @@ fn six_hundred_handshakes_do_not_push_each_other_out() {
         .map(|number| {
             let mut socket = TcpStream::connect(agent.advertised()).expect("the agent listens");
             socket.set_read_timeout(Some(Duration::from_millis(50))).expect("a socket");
-            let config = SessionConfig::new(Incarnation(1 + number), "one of many");
+            let mut config = SessionConfig::new(Incarnation(1 + number), "one of many");
+            config.handshake_timeout = PATIENCE;
             let mut session = Session::initiator(config, None, nonce(), clock());
             while let Some(bytes) = session.poll_transmit() {
                 socket.write_all(&bytes).expect("a fresh connection");
@@ -408,7 +424,7 @@ fn connections_that_a_peer_refuses_as_busy_or_closes_are_retried() {
         socket
     });
     let peer = agent.peer(&address).expect("an address");
-    peer.connect(Duration::from_secs(5)).expect("the seventh call is served");
+    peer.connect(PATIENCE).expect("the seventh call is served");
     drop(serving.join().expect("served"));
 }
 

@@ -412,6 +412,7 @@ mod tests {
     use super::*;
     use crate::{Access, Agent, FileOptions, Options};
     use kvferry_sys::poll::EventFd;
+    use kvferry_testkit::{PATIENCE, eventually};
     use std::collections::VecDeque;
     use std::sync::Mutex;
     use std::thread;
@@ -485,7 +486,10 @@ mod tests {
 
     /// A batch of 100 000 bytes that the scripted queue moves.
     fn rig(name: &str) -> Rig {
-        let silence = Duration::from_millis(200);
+        rig_with(name, Duration::from_millis(200))
+    }
+
+    fn rig_with(name: &str, silence: Duration) -> Rig {
         let agent = Agent::builder().name(name).silence(silence).start().expect("an agent");
         let path = std::env::temp_dir().join(format!("kvferry-{}-{name}", std::process::id()));
         let file = agent.open_file(&path, &FileOptions::create(100_000)).expect("a file");
@@ -504,7 +508,8 @@ mod tests {
 
     #[test]
     fn a_device_that_does_not_answer_ends_the_transfer_in_time_and_keeps_the_memory() {
-        let rig = rig("silent");
+        // `unregister` waits that long for the device.
+        let rig = rig_with("silent", PATIENCE);
         let timeout = Duration::from_millis(100);
         let began = Instant::now();
         let transfer = rig.agent.files().read_async(&rig.batch, &within(timeout));
@@ -525,11 +530,7 @@ mod tests {
     fn a_transfer_without_a_deadline_ends_when_the_device_has_answered_also_if_it_is_cancelled() {
         let rig = rig("without-end");
         let transfer = rig.agent.files().read_async(&rig.batch, &within(Duration::MAX));
-        let give_up = Instant::now() + Duration::from_secs(60);
-        while rig.queue.in_flight() == 0 {
-            assert!(Instant::now() < give_up, "it begins");
-            thread::sleep(Duration::from_micros(100));
-        }
+        eventually("it begins", || rig.queue.in_flight() > 0);
         transfer.cancel();
         // Longer than the agent's limit of silence.
         assert!(transfer.wait(Duration::from_millis(600)).is_none(), "the device may still write");
@@ -543,7 +544,7 @@ mod tests {
     fn a_cancelled_transfer_waits_for_a_silent_device_as_long_as_for_a_silent_peer() {
         let rig = rig("cancelled");
         let transfer = rig.agent.files().read_async(&rig.batch, &within(Duration::from_secs(600)));
-        thread::sleep(Duration::from_millis(20));
+        eventually("it begins", || rig.queue.in_flight() > 0);
         let began = Instant::now();
         transfer.cancel();
         let e = transfer.wait(Duration::from_secs(30)).expect("it ends").expect_err("no answer");
