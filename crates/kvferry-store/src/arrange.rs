@@ -14,8 +14,10 @@
 use crate::error::{Error, Result};
 use crate::log::format::VERSION;
 use crate::log::{self, PAGE_BYTES, SegmentHeader, Superblock, superblock};
+use crate::own::FileUser;
+use kvferry_sys::private;
 use std::collections::BTreeSet;
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -67,14 +69,22 @@ struct Segments {
     stores: BTreeSet<[u8; 16]>,
 }
 
+/// Whose stores are looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Whose {
+    /// This process's user's. Another one's is refused.
+    Own,
+    Any,
+}
+
 /// Reads what the directories are.
 ///
 /// # Errors
 /// `Format`, with the directory that is not as it must be; `Directory` if there is no store and one of
 /// the directories can't be read.
-pub(crate) fn arrange(paths: &[PathBuf]) -> Result<Arranged> {
+pub(crate) fn arrange(paths: &[PathBuf], whose: Whose) -> Result<Arranged> {
     refuse_repeated(paths)?;
-    let found = paths.iter().map(|path| look(path)).collect::<Result<Vec<_>>>()?;
+    let found = paths.iter().map(|path| look(path, whose)).collect::<Result<Vec<_>>>()?;
     let stores = paths.iter().zip(&found).filter_map(|(path, found)| match found {
         Found::Store(superblock, version) => Some((path, *superblock, *version)),
         _ => None,
@@ -157,8 +167,12 @@ impl Arranged {
 }
 
 /// Reads what a directory is.
-fn look(path: &Path) -> Result<Found> {
-    match Superblock::read(path) {
+fn look(path: &Path, whose: Whose) -> Result<Found> {
+    let read = match whose {
+        Whose::Own => Superblock::read_own(path, &FileUser::default()),
+        Whose::Any => Superblock::read(path),
+    };
+    match read {
         Ok(Some((superblock, version))) => Ok(match list(path) {
             Ok(()) => Found::Store(superblock, version),
             Err(error) => Found::Lost(error),
@@ -182,7 +196,8 @@ fn look_at_segments(path: &Path) -> io::Result<Segments> {
         let Some(number) = name.to_str().and_then(superblock::segment_of) else { continue };
         segments.numbers.insert(number);
         let mut page = [0; PAGE_BYTES];
-        let read = File::open(entry.path()).and_then(|file| file.read_exact_at(&mut page, 0));
+        let read =
+            private::open(&entry.path(), false).and_then(|file| file.read_exact_at(&mut page, 0));
         segments.stores.extend(read.ok().and_then(|()| SegmentHeader::store_of(&page)));
     }
     Ok(segments)
@@ -457,7 +472,8 @@ mod tests {
         assert_eq!(folder.with_store(true), BLOCKS as usize);
         for steps in 0.. {
             folder.downgrade();
-            let mut arranged = arrange(&folder.directories()).expect("a store of format 1");
+            let mut arranged =
+                arrange(&folder.directories(), Whose::Own).expect("a store of format 1");
             assert_eq!(arranged.format, 1);
             cut::after(Some(steps));
             arranged.mark();
@@ -470,7 +486,7 @@ mod tests {
             }
             let is_whole = arranged.directories.iter().all(|it| matches!(it.state, State::Marked));
             assert_eq!(folder.with_store(false), BLOCKS as usize, "after {steps} steps");
-            let again = arrange(&folder.directories()).expect("a store");
+            let again = arrange(&folder.directories(), Whose::Own).expect("a store");
             assert_eq!(again.format, VERSION);
             assert!(again.directories.iter().all(|it| matches!(it.state, State::Marked)));
             if is_whole {
@@ -485,7 +501,7 @@ mod tests {
         for steps in 0..=15 {
             let folder = Folder::new("make");
             folder.directories().iter().for_each(|it| fs::create_dir_all(it).expect("a folder"));
-            let mut arranged = arrange(&folder.directories()).expect("no store yet");
+            let mut arranged = arrange(&folder.directories(), Whose::Own).expect("no store yet");
             let geometry = log::Geometry::new(1 << 20).expect("in bounds");
             let (directory, directories) = (0, 1);
             let store = [7; 16];

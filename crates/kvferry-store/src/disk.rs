@@ -7,9 +7,11 @@ use crate::arrange::{Directory, State};
 use crate::error::Result;
 use crate::log::{self, Superblock};
 use crate::memory::{BlockMemory, PAGE, PAGE_OF_ZEROS, padding};
+use crate::own::{self, FileUser};
 use crate::steps::{Op, Step, step, sync_directory};
 use crate::sync::lock;
 use kvferry::{Access, Agent, Batch, DirectIo, FileOptions, FileRegion, Options, Region, Transfer};
+use kvferry_sys::private;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::fs::File;
 use std::io;
@@ -40,6 +42,7 @@ pub(crate) struct Directories {
     lost: Vec<bool>,
     /// Directories that have a superblock, so that another file system in their place is noticed.
     marked: Vec<bool>,
+    users: Vec<FileUser>,
     store: [u8; 16],
     segment_bytes: u64,
     direct: DirectIo,
@@ -205,6 +208,7 @@ impl Directories {
             agent: agent.clone(),
             paths: directories.iter().map(|it| it.path.clone()).collect(),
             marked: directories.iter().map(|it| matches!(it.state, State::Marked)).collect(),
+            users: directories.iter().map(|_| FileUser::default()).collect(),
             store: superblock.store,
             lost: directories.iter().map(|it| matches!(it.state, State::Lost(_))).collect(),
             segment_bytes: superblock.geometry.segment_bytes(),
@@ -260,10 +264,8 @@ impl Directories {
             *used = now;
             return Ok(Arc::clone(known));
         }
-        let new = match self.open_segment(segment, FileOptions::read_write(), true) {
-            Err(e) if is_read_only(&e) && !is_writable => {
-                self.open_segment(segment, FileOptions::read_only(), false)?
-            }
+        let new = match self.open_segment(segment, true) {
+            Err(e) if is_read_only(&e) && !is_writable => self.open_segment(segment, false)?,
             new => new?,
         };
         if open.files.len() >= OPEN_MAX
@@ -276,19 +278,26 @@ impl Directories {
         Ok(new)
     }
 
-    fn open_segment(
+    fn open_segment(&self, segment: u32, is_writable: bool) -> io::Result<Arc<Segment>> {
+        let path = self.path_of(segment);
+        step(|| Op::Open { path: path.clone(), to_write: is_writable }, || Ok(()))?;
+        let file = own::open(&path, is_writable, &self.users[self.number_of(segment)])?;
+        let options =
+            if is_writable { FileOptions::read_write() } else { FileOptions::read_only() };
+        self.register(path, file, options, is_writable)
+    }
+
+    /// The agent gets the file that was looked at, whatever its name leads to by then.
+    fn register(
         &self,
-        segment: u32,
+        path: PathBuf,
+        file: File,
         options: FileOptions,
         is_writable: bool,
     ) -> io::Result<Arc<Segment>> {
-        let path = self.path_of(segment);
-        step(|| Op::Open { path: path.clone(), to_write: is_writable }, || Ok(()))?;
-        let options = options.direct(self.direct);
-        let region = self.agent.open_file(&path, &options).map_err(system_error)?;
-        let file = File::options().read(true).write(is_writable).open(&path).inspect_err(|_| {
-            let _ = self.agent.close_file(&region);
-        })?;
+        let options = options.direct(self.direct).name(path);
+        let region =
+            self.agent.register_file(file.try_clone()?.into(), &options).map_err(system_error)?;
         Ok(Arc::new(Segment { agent: self.agent.clone(), file, region, is_writable }))
     }
 
@@ -380,10 +389,10 @@ impl Directories {
         }))
     }
 
-    /// Makes the segment's file unless it exists. One of another length is made anew.
+    /// Makes the segment's file unless it exists. One of another length is made anew, and so is a link.
     pub(crate) fn ensure(&self, segment: u32) -> io::Result<()> {
-        match std::fs::metadata(self.path_of(segment)) {
-            Ok(file) if file.len() == self.segment_bytes => {
+        match std::fs::symlink_metadata(self.path_of(segment)) {
+            Ok(file) if !file.is_symlink() && file.len() == self.segment_bytes => {
                 return self.segment_to_write(segment).map(|_| ());
             }
             Ok(_) => log::Disk::remove(self, segment)?,
@@ -402,11 +411,14 @@ impl Directories {
             return Ok(());
         }
         let path = &self.paths[number];
-        match Superblock::read(path) {
+        match Superblock::read_own(path, &self.users[number]) {
             Ok(Some((it, _))) if it.store == self.store && it.directory as usize == number => {
                 Ok(())
             }
             Err(log::Error::Directory { source, .. }) => Err(source),
+            Err(refused @ log::Error::Refused(_)) => {
+                Err(io::Error::new(io::ErrorKind::PermissionDenied, refused))
+            }
             _ => {
                 let what = format!("{} is not a directory of the store any more", path.display());
                 Err(io::Error::new(io::ErrorKind::NotFound, what))
@@ -424,7 +436,7 @@ impl Directories {
         }
         let is_writable = |path: &PathBuf| {
             let superblock = path.join(log::superblock::FILE);
-            let open = || File::options().write(true).open(&superblock);
+            let open = || private::open(&superblock, true);
             match step(|| Op::Open { path: superblock.clone(), to_write: true }, open) {
                 Ok(_) => true,
                 // Of format 1.
@@ -463,7 +475,7 @@ impl Directories {
         let path = self.path_of(segment);
         let read = step(
             || Op::Read(path.clone()),
-            || File::open(&path).and_then(|file| file.read_exact_at(&mut bytes, offset)),
+            || private::open(&path, false).and_then(|file| file.read_exact_at(&mut bytes, offset)),
         );
         let is_gone = |e: io::Error| {
             matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
@@ -534,8 +546,11 @@ impl Directories {
 pub(crate) fn is_of_device(error: &io::Error) -> bool {
     match error.raw_os_error() {
         Some(code) => !PASSING.contains(&code),
-        // A file that is gone, or cut.
-        None => matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof),
+        // A file that is gone, or cut, or another user's.
+        None => {
+            matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
+                || own::is_refused(error)
+        }
     }
 }
 
@@ -575,11 +590,13 @@ impl log::Disk for Directories {
     }
 
     fn create(&self, segment: u32) -> io::Result<()> {
-        let options = FileOptions::create(self.segment_bytes);
-        step(
-            || Op::Create { path: self.path_of(segment), len: self.segment_bytes },
-            || self.open_segment(segment, options, true),
-        )?;
+        let path = self.path_of(segment);
+        let create = || {
+            // A file that is there, or a link, was not made by this process: it is not used.
+            let file = private::create(&path)?;
+            self.register(path.clone(), file, FileOptions::create(self.segment_bytes), true)
+        };
+        step(|| Op::Create { path: path.clone(), len: self.segment_bytes }, create)?;
         self.named().remove(&segment);
         Ok(())
     }

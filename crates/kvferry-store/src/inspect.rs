@@ -22,12 +22,14 @@
 //! # }
 //! ```
 
-use crate::arrange::{self, Arranged, Directory, arrange};
+use crate::arrange::{self, Arranged, Directory, Whose, arrange};
 use crate::error::{Error, Result};
 use crate::log::recover::{self, Fault, Scanned};
 use crate::log::{self, Disk, PAGE_BYTES, Record, SegmentHeader, Superblock, superblock};
 use crate::options::StoreOptions;
+use crate::own::{self, FileUser};
 use crate::sync::lock;
+use kvferry_sys::private;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fs::File;
@@ -100,7 +102,8 @@ impl Files {
         let Some(first) = directories.first() else {
             return Err(Error::InvalidArgument("no directory was given".into()));
         };
-        let Arranged { superblock, format, directories } = arrange(directories)?;
+        let whose = if is_writable { Whose::Own } else { Whose::Any };
+        let Arranged { superblock, format, directories } = arrange(directories, whose)?;
         let mut paths = Vec::new();
         for Directory { path, state } in directories {
             match state {
@@ -159,7 +162,7 @@ impl Files {
     /// `Directory` if a directory can't be listed. A segment that can't be read is [`State::Unreadable`].
     pub fn segments(&self) -> Result<Vec<Segment>> {
         let files = self.disk.list()?;
-        let scan = |(number, path): (u32, PathBuf)| match std::fs::metadata(&path) {
+        let scan = |(number, path): (u32, PathBuf)| match std::fs::symlink_metadata(&path) {
             Ok(metadata) => {
                 let disk_bytes = metadata.blocks() * 512;
                 let state = self.scan(number, metadata.len());
@@ -268,7 +271,10 @@ impl FileDisk {
         }
         let files = lock(&self.files);
         let path = files.get(&segment).ok_or(io::ErrorKind::NotFound)?;
-        let file = Arc::new(File::options().read(true).write(self.is_writable).open(path)?);
+        let file = Arc::new(match self.is_writable {
+            true => own::open(path, true, &FileUser::default())?,
+            false => private::open(path, false)?,
+        });
         *last = Some((segment, Arc::clone(&file)));
         Ok(file)
     }

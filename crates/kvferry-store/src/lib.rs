@@ -48,6 +48,7 @@ mod memory;
 pub mod objects;
 mod opening;
 mod options;
+mod own;
 mod pending;
 pub mod policy;
 #[cfg(test)]

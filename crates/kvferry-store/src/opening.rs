@@ -1,12 +1,13 @@
 //! How a process opens the directories of a store: it finds out what they are, and the first process marks them.
 
-use crate::arrange::{Arranged, State, arrange};
+use crate::arrange::{Arranged, State, Whose, arrange};
 use crate::clock::Clock;
 use crate::disk::Directories;
 use crate::error::{Error, Result};
 use crate::log::{self, Superblock};
 use crate::membership::{JOIN_TIMEOUT, wait_until};
 use crate::options::StoreOptions;
+use crate::own;
 use crate::steps::{Op, step, sync_directory};
 use crate::sync::lock;
 use kvferry::Agent;
@@ -30,7 +31,7 @@ pub(crate) struct Opening<'a> {
 impl<'a> Opening<'a> {
     /// Looks at the directories. Where there is no store yet, they are made if they do not exist.
     pub(crate) fn new(agent: &'a Agent, options: &'a StoreOptions) -> Result<Self> {
-        let arranged = arrange(&options.directories)?;
+        let arranged = arrange(&options.directories, Whose::Own)?;
         if arranged.superblock.is_none() {
             // Before anything is made.
             options.geometry(None)?;
@@ -64,7 +65,7 @@ impl<'a> Opening<'a> {
             None => lock_all(&self.options.directories)?,
             Some(_) => Vec::new(),
         };
-        let mut now = arrange(&self.options.directories)?;
+        let mut now = arrange(&self.options.directories, Whose::Own)?;
         let first = self.first();
         // Their order may be another one, as another process may have made the store.
         let sorted = |mut paths: Vec<PathBuf>| {
@@ -97,15 +98,17 @@ impl<'a> Opening<'a> {
     }
 
     /// The files. The first process that opens the store marks the directories that are not, and says which ones
-    /// are lost.
+    /// are lost, and in which ones other users can replace files.
     pub(crate) fn disk(&self, superblock: &Superblock, is_first: bool) -> Result<Directories> {
         let mut arranged = lock(&self.arranged);
         if is_first {
             arranged.mark();
             for directory in &arranged.directories {
+                let path = directory.path.display();
                 if let State::Lost(error) = &directory.state {
-                    let path = directory.path.display();
                     tracing::warn!(%error, "the store has lost {path}; its blocks are missed");
+                } else if let Some(way) = own::way_in(&directory.path) {
+                    tracing::warn!("the store in {path} is not safe from other users: {way}");
                 }
             }
         }

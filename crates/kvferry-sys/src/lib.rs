@@ -18,6 +18,7 @@ pub mod net;
 pub mod owner;
 pub mod pins;
 pub mod poll;
+pub mod private;
 pub mod probe;
 pub mod process;
 pub mod process_vm;

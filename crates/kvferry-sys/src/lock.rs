@@ -18,10 +18,11 @@ impl LockFile {
     /// Opens the file, made with mode 0600 if it does not exist. A file that may only be read can be locked, too.
     ///
     /// # Errors
-    /// The kernel's error.
+    /// The kernel's error; `ELOOP` if the name is a link, which is not followed.
     pub fn open(path: &Path) -> io::Result<Self> {
         let open = |flags: OFlags| {
-            let open = || Ok(rustix::fs::open(path, flags | OFlags::CLOEXEC, MODE)?);
+            let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            let open = || Ok(rustix::fs::open(path, flags, MODE)?);
             retry_on_intr(open).map(|fd| Self(Fd::new(fd)))
         };
         open(OFlags::RDWR | OFlags::CREATE).or_else(|error| match Errno::from_io_error(&error) {
@@ -75,6 +76,17 @@ mod tests {
         // A lock that was not made stronger may be lost: `flock` gives it up first.
         drop(other);
         assert!(one.try_exclusive().expect("locks"));
+        std::fs::remove_file(&path).expect("made above");
+    }
+
+    #[test]
+    fn a_link_is_not_followed_and_nothing_is_made_behind_it() {
+        let path = std::env::temp_dir().join(format!("kvferry-lock-link-{}", std::process::id()));
+        let behind = path.with_extension("behind");
+        std::os::unix::fs::symlink(&behind, &path).expect("a link");
+        let error = LockFile::open(&path).expect_err("a link");
+        assert_eq!(Errno::from_io_error(&error), Some(Errno::LOOP), "{error}");
+        assert!(!behind.exists());
         std::fs::remove_file(&path).expect("made above");
     }
 }

@@ -419,7 +419,12 @@ fn a_descriptor_is_a_region(rig: &Rig) {
     assert_eq!(e.kind(), ErrorKind::AccessDenied, "{e}");
     let both = fs::OpenOptions::new().read(true).write(true).open(&path).expect("made above");
     fs::remove_file(&path).expect("made above");
+    let again = both.try_clone().expect("a descriptor");
+    let named = FileOptions::read_write().name(&path);
+    let named = rig.agent.register_file(again.into(), &named).expect("open");
+    assert_eq!(named.path(), path, "errors name the file");
     let file = rig.agent.register_file(both.into(), &FileOptions::read_write()).expect("open");
+    assert!(file.path().to_string_lossy().starts_with("descriptor "), "{}", file.path().display());
     let (from, to) = (rig.memory(8192), rig.memory(8192));
     let source = fill(&from, 12);
     rig.write(&one(&from, &file, 8192)).expect("space");

@@ -60,6 +60,9 @@ pub enum Error {
     /// The store's own bytes are torn or have changed.
     #[error("{0} is damaged")]
     Damaged(&'static str),
+    /// The file is a link, another user's, or not for its user alone. The text says what to do.
+    #[error("{0}")]
+    Refused(String),
     /// A segment cannot be sealed while extents are being written.
     #[error("segment {segment} has {extents} extents in flight")]
     InFlight {

@@ -5,10 +5,11 @@
 
 use super::format::{Geometry, VERSION, array_at, u32_at, u64_at};
 use super::{Error, Result};
+use crate::own::{self, FileUser};
 use crate::steps::{Op, step, sync_directory};
+use kvferry_sys::private;
 use std::fs::{self, File};
-use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io::{self, Read, Write};
 use std::path::Path;
 
 /// The superblock's file.
@@ -20,6 +21,8 @@ const MAGIC: [u8; 8] = *b"kvfstore";
 /// The magic and the version, which each format has here.
 const PREFIX_BYTES: usize = 16;
 const BYTES: usize = 64;
+/// More than any format has. What is longer is damaged.
+const BYTES_MAX: u64 = 1 << 16;
 
 /// What a directory says of itself: its store, and which of the store's directories it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,13 +50,14 @@ const UPGRADES: &[Upgrade] = &[Upgrade { from: 1, decode: decode_v1 }];
 
 impl Superblock {
     /// The superblock of a store's directory and the format that it has there, which may be older than
-    /// this release's. `None` if there is no store in the directory.
+    /// this release's. `None` if there is no store in the directory. Any user's.
     pub fn read(directory: &Path) -> Result<Option<(Self, u32)>> {
-        match fs::read(directory.join(FILE)) {
-            Ok(bytes) => decode(&bytes, UPGRADES).map(Some),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(source) => Err(Error::Directory { doing: "read kvferry.store", source }),
-        }
+        read(private::open(&directory.join(FILE), false))
+    }
+
+    /// As [`Superblock::read`], and `Refused` if the file is not this user's alone.
+    pub(crate) fn read_own(directory: &Path, user: &FileUser) -> Result<Option<(Self, u32)>> {
+        read(own::open(&directory.join(FILE), false, user))
     }
 
     /// Makes `directory`, which exists, a store's. The superblock that it may have is replaced.
@@ -72,7 +76,7 @@ impl Superblock {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
                 _ => {}
             }
-            File::options().write(true).create_new(true).mode(0o600).open(&new)
+            private::create(&new)
         };
         let mut file = step(|| Op::Create { path: new.clone(), len: 0 }, create)?;
         reached()?;
@@ -160,6 +164,19 @@ pub(crate) mod cut {
                 Ok(())
             }
         }
+    }
+}
+
+fn read(opened: io::Result<File>) -> Result<Option<(Superblock, u32)>> {
+    let bytes = opened.and_then(|file| {
+        let mut bytes = Vec::new();
+        file.take(BYTES_MAX).read_to_end(&mut bytes).map(|_| bytes)
+    });
+    match bytes {
+        Ok(bytes) => decode(&bytes, UPGRADES).map(Some),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) if own::is_refused(&error) => Err(Error::Refused(error.to_string())),
+        Err(source) => Err(Error::Directory { doing: "read kvferry.store", source }),
     }
 }
 

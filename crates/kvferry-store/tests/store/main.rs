@@ -7,6 +7,7 @@ mod hanging;
 mod host;
 mod names;
 mod objects;
+mod owners;
 mod processes;
 mod sentences;
 

@@ -32,12 +32,14 @@ pub struct FileOptions {
     offset: u64,
     len: Option<u64>,
     direct: DirectIo,
+    name: Option<PathBuf>,
 }
 
 impl FileOptions {
     /// An existing file, to be read.
     pub fn read_only() -> Self {
-        Self { write: false, create: false, offset: 0, len: None, direct: DirectIo::default() }
+        let direct = DirectIo::default();
+        Self { write: false, create: false, offset: 0, len: None, direct, name: None }
     }
 
     /// An existing file, to be read and written.
@@ -61,6 +63,13 @@ impl FileOptions {
     #[must_use]
     pub fn direct(self, direct: DirectIo) -> Self {
         Self { direct, ..self }
+    }
+
+    /// What [`FileRegion::path`] and errors call a file that is given as a descriptor. A file that is opened by its
+    /// path has that name.
+    #[must_use]
+    pub fn name(self, name: impl Into<PathBuf>) -> Self {
+        Self { name: Some(name.into()), ..self }
     }
 }
 
@@ -141,7 +150,7 @@ impl FileRegion {
         self.0.id
     }
 
-    /// The file's path; for a region made from a descriptor, the descriptor's number.
+    /// The file's path; for a region made from a descriptor, its [name](FileOptions::name) or number.
     pub fn path(&self) -> &Path {
         &self.0.path
     }
@@ -212,7 +221,8 @@ impl Table {
         options: &FileOptions,
     ) -> Result<FileRegion> {
         use std::os::fd::AsRawFd;
-        let path = PathBuf::from(format!("descriptor {}", fd.as_raw_fd()));
+        let number = || PathBuf::from(format!("descriptor {}", fd.as_raw_fd()));
+        let path = options.name.clone().unwrap_or_else(number);
         let file = File::from_fd(fd);
         let access = file.access().map_err(|e| failed("the descriptor can't be used", e, &path))?;
         if !access.0 || (options.write && !access.1) {
