@@ -12,15 +12,17 @@
 //! A directory that can't be read is lost: the store goes on without its segments.
 
 use crate::error::{Error, Result};
+use crate::gate::unanswered;
 use crate::log::format::VERSION;
 use crate::log::{self, PAGE_BYTES, SegmentHeader, Superblock, superblock};
 use crate::own::FileUser;
 use kvferry_sys::private;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Fewer segments than these do not show that a store of format 1 has more directories than were given.
 const TELLING_SEGMENTS: usize = 4;
@@ -83,8 +85,30 @@ pub(crate) enum Whose {
 /// `Format`, with the directory that is not as it must be; `Directory` if there is no store and one of
 /// the directories can't be read.
 pub(crate) fn arrange(paths: &[PathBuf], whose: Whose) -> Result<Arranged> {
-    refuse_repeated(paths)?;
-    let found = paths.iter().map(|path| look(path, whose)).collect::<Result<Vec<_>>>()?;
+    arrange_without(paths, whose, BTreeMap::new())
+}
+
+/// As [`arrange`], of this process's user. Of several directories, one that does not answer within `limit` is lost.
+pub(crate) fn arrange_within(paths: &[PathBuf], limit: Duration) -> Result<Arranged> {
+    let hanging = match paths {
+        [_] => BTreeMap::new(),
+        several => unanswered(several, limit),
+    };
+    arrange_without(paths, Whose::Own, hanging)
+}
+
+/// As [`arrange`], where the directories of `lost` can't be read.
+fn arrange_without(
+    paths: &[PathBuf],
+    whose: Whose,
+    mut lost: BTreeMap<PathBuf, io::Error>,
+) -> Result<Arranged> {
+    refuse_repeated(paths.iter().filter(|path| !lost.contains_key(*path)))?;
+    let look = |path: &PathBuf| match lost.remove(path) {
+        Some(error) => Ok(Found::Lost(error)),
+        None => look(path, whose),
+    };
+    let found = paths.iter().map(look).collect::<Result<Vec<_>>>()?;
     let stores = paths.iter().zip(&found).filter_map(|(path, found)| match found {
         Found::Store(superblock, version) => Some((path, *superblock, *version)),
         _ => None,
@@ -203,7 +227,7 @@ fn look_at_segments(path: &Path) -> io::Result<Segments> {
     Ok(segments)
 }
 
-fn refuse_repeated(paths: &[PathBuf]) -> Result<()> {
+fn refuse_repeated<'a>(paths: impl Iterator<Item = &'a PathBuf>) -> Result<()> {
     let mut seen = BTreeSet::new();
     for path in paths {
         // The same directory under two names, such as by a link or a bind mount, has the same number.

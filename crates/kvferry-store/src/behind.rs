@@ -14,6 +14,7 @@
 //! stored, and a sync succeeds if a pass that began behind it has left none of the blocks before it.
 
 use crate::host::{Host, Waiting};
+use crate::pending::join_unless;
 use crate::put::{Patience, WRITE_BEHIND};
 use crate::stats::Counters;
 use crate::store::{CHUNK_BYTES, Inner, NotStored, Put, Refusal, Space};
@@ -30,6 +31,8 @@ pub(crate) const NO_SPACE_MAX: Duration = Duration::from_secs(if cfg!(test) { 1 
 const RETRY_EVERY: Duration = Duration::from_secs(1);
 /// How often the thread looks whether one was.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How often a thread that waits for a pass looks whether a directory hangs.
+const HANG_EVERY: Duration = Duration::from_millis(100);
 
 /// The thread that writes, and what it is asked for.
 #[derive(Debug, Default)]
@@ -74,19 +77,19 @@ impl Behind {
         asked
     }
 
-    /// Waits until a pass has ended that was asked for, until `until`, or until the store is closed.
-    pub(crate) fn wait(&self, asked: u64, until: Option<Instant>) {
+    /// Waits until a pass has ended that was asked for, until `until`, or until the store is closed. Not while a
+    /// directory hangs and there are others.
+    pub(crate) fn wait(&self, space: &Space, asked: u64, until: Option<Instant>) {
+        let gives_up = || space.store.core.disk.is_any_given_up();
         let mut work = lock(&self.work);
-        while work.done < asked && !(work.is_hurried && until.is_some()) {
+        while work.done < asked && !(work.is_hurried && until.is_some()) && !gives_up() {
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-            work = match left {
-                Some(Duration::ZERO) => return,
-                Some(left) => {
-                    let waited = self.changed.wait_timeout(work, left);
-                    waited.unwrap_or_else(PoisonError::into_inner).0
-                }
-                None => self.changed.wait(work).unwrap_or_else(PoisonError::into_inner),
-            };
+            if left == Some(Duration::ZERO) {
+                return;
+            }
+            let waited =
+                self.changed.wait_timeout(work, left.unwrap_or(HANG_EVERY).min(HANG_EVERY));
+            work = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -97,7 +100,11 @@ impl Behind {
             return 0;
         }
         let asked = self.ask(space);
-        self.wait(asked, None);
+        self.wait(space, asked, None);
+        if lock(&self.work).done < asked {
+            // A directory hangs.
+            return host.next_waiting(0..end, u64::MAX).len();
+        }
         host.left(end)
     }
 
@@ -108,11 +115,13 @@ impl Behind {
     }
 
     /// Ends the thread, after one more pass. Nothing asks any more.
-    pub(crate) fn close(&self) {
+    /// If it is at work when `gives_up` says so, it ends later.
+    pub(crate) fn close_unless(&self, gives_up: impl Fn() -> bool) {
         lock(&self.work).is_closing = true;
         self.changed.notify_all();
-        if let Some(thread) = lock(&self.thread).take() {
-            let _ = thread.join();
+        let thread = lock(&self.thread).take();
+        if let Some(thread) = thread {
+            join_unless(thread, gives_up);
         }
     }
 

@@ -2,17 +2,19 @@
 
 use crate::clock::Clock;
 use crate::disk::Directories;
+use crate::gate::is_hang;
 use crate::index::{Entry, Member, MemberId, Segment, SegmentState};
 use crate::keeper::free_wanted;
 use crate::key::Key;
-use crate::log::{self, Superblock};
+use crate::log::{self, Appender, Superblock};
+use crate::pending::LOOK_EVERY;
 use crate::stats::Counters;
 use crate::sync::lock;
 use rustc_hash::FxHashSet;
 use std::fmt::Display;
 use std::io::{self, ErrorKind};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError, RwLock};
 
 /// Milliseconds between two log lines about faults of the disks.
 const FAULTS_EVERY_MS: u64 = 10_000;
@@ -32,6 +34,14 @@ pub(crate) struct Core {
     pub(crate) counters: Counters,
     /// What the keeper knows of the processes that were connected to it.
     connections: Mutex<Connections>,
+    /// Segments on which an operation that was given up is in progress, with the state that they have meanwhile, and the
+    /// one that they are to have then.
+    late: Mutex<Vec<(u32, SegmentState, SegmentState)>>,
+    /// Segments of the keeper's own that could not be sealed as their directory hangs.
+    unsealed: Mutex<Vec<Appender>>,
+    /// Held, shared, by each call that reads or writes, and alone by the store's `close`: what such a call wrote after
+    /// another process had opened the store again could be in that process's way.
+    pub(crate) calls: RwLock<()>,
     /// When a fault may be logged again.
     quiet_until_ms: AtomicU64,
 }
@@ -41,8 +51,19 @@ impl Core {
         let clock = Clock::from_word(member.clock());
         let (counters, quiet_until_ms) = (Counters::default(), AtomicU64::new(0));
         Counters::add(&counters.lost_directories, disk.lost());
-        let connections = Mutex::default();
-        Self { disk, superblock, member, clock, counters, connections, quiet_until_ms }
+        let (connections, late, unsealed) = Default::default();
+        Self {
+            disk,
+            superblock,
+            member,
+            clock,
+            counters,
+            connections,
+            late,
+            unsealed,
+            calls: RwLock::new(()),
+            quiet_until_ms,
+        }
     }
 
     /// A member has connected to this process.
@@ -80,6 +101,10 @@ impl Core {
             }
             let sum = log::recover::sum_of(&self.disk, segment, page, entry.len);
             if sum.as_ref().is_ok_and(|sum| sum ^ check() == entry.sum) {
+                return Some(entry);
+            }
+            if sum.as_ref().is_err_and(is_hang) {
+                // It is there, for all that is known.
                 return Some(entry);
             }
             // Not, if the keeper has moved it meanwhile: then it was whole.
@@ -134,6 +159,78 @@ impl Core {
                 self.fault("free", segment, &e);
                 SegmentState::Withheld
             }
+        }
+    }
+
+    /// Changes the state of a segment that this process holds, once no operation on it is in progress that was given up:
+    /// what is written late must not land in what another process has put there.
+    pub(crate) fn settle(&self, segment: u32, from: SegmentState, to: SegmentState) -> bool {
+        if !self.disk.is_held(segment) {
+            return self.member.set_segment(segment, from, to);
+        }
+        // Also of a process that has ended, whose number is given to another one.
+        let mine = SegmentState::Collecting(self.member.id());
+        let is_mine = from.owner() == Some(self.member.id());
+        if !is_mine && !self.member.set_segment(segment, from, mine) {
+            return false;
+        }
+        lock(&self.late).push((segment, if is_mine { from } else { mine }, to));
+        true
+    }
+
+    /// Does what waits for operations that were given up. Returns whether more of it waits.
+    pub(crate) fn settle_late(&self) -> bool {
+        let late = std::mem::take(&mut *lock(&self.late));
+        let (held, ended): (Vec<_>, Vec<_>) =
+            late.into_iter().partition(|(segment, ..)| self.disk.is_held(*segment));
+        for (segment, from, to) in ended {
+            self.member.set_segment(segment, from, to);
+        }
+        let mut late = lock(&self.late);
+        late.extend(held);
+        let unsealed = lock(&self.unsealed).len();
+        !late.is_empty() || unsealed > 0
+    }
+
+    /// Keeps a segment of the keeper's own that can't be sealed now.
+    pub(crate) fn keep_unsealed(&self, own: Appender) {
+        lock(&self.unsealed).push(own);
+    }
+
+    /// Seals what [`Core::keep_unsealed`] was given, where the directories do not hang any more.
+    pub(crate) fn seal_kept(&self) {
+        for mut own in std::mem::take(&mut *lock(&self.unsealed)) {
+            if self.disk.hangs(own.segment()) || !crate::writer::seal(self, &mut own) {
+                self.keep_unsealed(own);
+            }
+        }
+    }
+
+    /// Returns when no call is in progress, or `gives_up` says so. To be called once none begins.
+    pub(crate) fn wait_for_calls(&self, gives_up: impl Fn() -> bool) {
+        while self.calls.try_write().is_err() {
+            if gives_up() {
+                return;
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// Returns when no call and no operation on a file is in progress, also one that was given up. The segments that
+    /// this process holds are given back then.
+    pub(crate) fn wait_quiet(&self) {
+        drop(self.calls.write().unwrap_or_else(PoisonError::into_inner));
+        self.disk.wait_quiet();
+        self.leave_segments();
+    }
+
+    /// Gives back the segments that this process holds, which is about to leave: the keeper seals them. No operation on
+    /// them is in progress.
+    fn leave_segments(&self) {
+        self.settle_late();
+        for (segment, it) in self.member.held_by(self.member.id()) {
+            self.member.note_open(segment, true);
+            self.member.set_segment(segment, it.state, SegmentState::Sealed);
         }
     }
 

@@ -3,25 +3,25 @@
 //! Segment `n` is in directory `n % directories`. Blocks are moved by the agent's file transport; headers and
 //! footers, and what the collector copies, by plain reads and writes.
 
+mod device;
+
 use crate::arrange::{Directory, State};
 use crate::error::Result;
+use crate::gate::{Entered, Gate, Pace, is_hang};
+use crate::helpers::Helpers;
 use crate::log::{self, Superblock};
 use crate::memory::{BlockMemory, PAGE, PAGE_OF_ZEROS, padding};
 use crate::own::{self, FileUser};
-use crate::steps::{Op, Step, step, sync_directory};
+use crate::steps::{Op, Step, step};
 use crate::sync::lock;
-use kvferry::{Access, Agent, Batch, DirectIo, FileOptions, FileRegion, Options, Region, Transfer};
-use kvferry_sys::private;
-use rustc_hash::{FxHashMap, FxHashSet};
-use std::fs::File;
+use device::{Device, Segment};
+use kvferry::{Access, Agent, Batch, DirectIo, Options, Region, Transfer};
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
-
-/// Segments whose files are kept open. Each takes up to three descriptors.
-const OPEN_MAX: usize = 96;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 /// Headers of extents that are written at once, beside their blocks.
 const HEADERS: usize = 64;
@@ -30,37 +30,23 @@ const HEADERS: usize = 64;
 pub(crate) const EIO: i32 = 5;
 /// What the system says when it is short of descriptors or memory: no fault of a device.
 const PASSING: [i32; 5] = [4, 11, 12, 23, 24];
-/// How long it is known whether a directory can be written to.
-const KNOWN_FOR: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(crate) struct Directories {
     agent: Agent,
     /// In the order of their numbers.
-    paths: Vec<PathBuf>,
-    /// Directories that could not be read when the store was opened.
-    lost: Vec<bool>,
-    /// Directories that have a superblock, so that another file system in their place is noticed.
-    marked: Vec<bool>,
-    users: Vec<FileUser>,
-    store: [u8; 16],
-    segment_bytes: u64,
+    all: Vec<Arc<Device>>,
     direct: DirectIo,
     /// What the padding of blocks is written from.
     zeros: Region,
     headers: Arc<Headers>,
-    open: Mutex<Open>,
-    /// Files whose names this process has synced. Another process may have made a file and been killed.
-    named: Mutex<FxHashSet<u32>>,
-    /// Which directories could be written to, and when that was found out.
-    writable: Mutex<Option<(Instant, Arc<[bool]>)>>,
+    helpers: Arc<Helpers>,
 }
 
-#[derive(Debug, Default)]
-struct Open {
-    files: FxHashMap<u32, (Arc<Segment>, u64)>,
-    /// Counts uses, to find the file that was not used for longest.
-    uses: u64,
+impl Drop for Directories {
+    fn drop(&mut self) {
+        self.helpers.close();
+    }
 }
 
 /// Memory for the headers of extents that are being written. A header is written in one transfer with its blocks: a
@@ -106,23 +92,6 @@ impl Drop for Header {
     }
 }
 
-/// An open segment. Closes its region when the last operation on it has ended.
-#[derive(Debug)]
-struct Segment {
-    agent: Agent,
-    file: File,
-    region: FileRegion,
-    /// False if the file system is read-only, or this user may only read.
-    is_writable: bool,
-}
-
-impl Drop for Segment {
-    fn drop(&mut self) {
-        // Fails if the agent was shut down, which closed the region.
-        let _ = self.agent.close_file(&self.region);
-    }
-}
-
 /// Blocks that are being read or written. Dropping it waits until that has ended: their memory is the caller's
 /// again after that.
 #[derive(Debug)]
@@ -136,13 +105,16 @@ pub(crate) struct UnderWay {
 /// What a transfer uses beside the memory of blocks.
 #[derive(Debug, Default)]
 struct Uses {
+    /// Of each directory, until the device has answered.
+    entered: Vec<Entered>,
     _files: Vec<Arc<Segment>>,
     _header: Option<Header>,
 }
 
 impl Uses {
     /// The transfer has ended. If the agent was shut down, a device may use all that for as long as it takes.
-    fn end<T>(self, outcome: kvferry::Result<T>) -> io::Result<()> {
+    fn end<T>(mut self, outcome: kvferry::Result<T>) -> io::Result<()> {
+        self.entered.clear();
         if outcome.as_ref().is_err_and(|e| e.quiesced() == Some(false)) {
             std::mem::forget(self);
         }
@@ -202,22 +174,34 @@ impl Directories {
         directories: &[Directory],
         superblock: &Superblock,
         direct: DirectIo,
+        hang_after: Duration,
     ) -> Result<Self> {
         let zeros = agent.allocate(PAGE_OF_ZEROS.len(), Access::NONE)?;
+        let helpers: Arc<Helpers> = Arc::default();
+        let device = |(number, it): (usize, &Directory)| {
+            Arc::new(Device {
+                agent: agent.clone(),
+                path: it.path.clone(),
+                number,
+                directories: directories.len(),
+                is_lost: AtomicBool::new(matches!(it.state, State::Lost(_))),
+                is_marked: matches!(it.state, State::Marked),
+                user: FileUser::default(),
+                store: superblock.store,
+                segment_bytes: superblock.geometry.segment_bytes(),
+                direct,
+                gate: Arc::new(Gate::new(&it.path, hang_after)),
+                helpers: Arc::clone(&helpers),
+                state: device::State::default(),
+            })
+        };
         Ok(Self {
             agent: agent.clone(),
-            paths: directories.iter().map(|it| it.path.clone()).collect(),
-            marked: directories.iter().map(|it| matches!(it.state, State::Marked)).collect(),
-            users: directories.iter().map(|_| FileUser::default()).collect(),
-            store: superblock.store,
-            lost: directories.iter().map(|it| matches!(it.state, State::Lost(_))).collect(),
-            segment_bytes: superblock.geometry.segment_bytes(),
+            all: directories.iter().enumerate().map(device).collect(),
             direct,
             zeros,
             headers: Arc::new(Headers::new(agent)?),
-            open: Mutex::default(),
-            named: Mutex::default(),
-            writable: Mutex::default(),
+            helpers,
         })
     }
 
@@ -226,79 +210,19 @@ impl Directories {
         self.direct != DirectIo::Off
     }
 
+    /// The directory of a segment.
+    fn of(&self, segment: u32) -> &Arc<Device> {
+        &self.all[self.number_of(segment)]
+    }
+
     pub(crate) fn path_of(&self, segment: u32) -> PathBuf {
-        self.paths[segment as usize % self.paths.len()].join(log::superblock::segment_file(segment))
+        self.of(segment).path_of(segment)
     }
 
-    fn open_files(&self) -> MutexGuard<'_, Open> {
-        lock(&self.open)
-    }
-
-    /// While this is held, the making of a segment does not end.
+    /// While this is held, the making of a segment of the first directory does not end.
     #[cfg(test)]
-    pub(crate) fn hold_creates(&self) -> MutexGuard<'_, FxHashSet<u32>> {
-        self.named()
-    }
-
-    fn named(&self) -> MutexGuard<'_, FxHashSet<u32>> {
-        lock(&self.named)
-    }
-
-    /// An open segment, to be read.
-    fn segment(&self, segment: u32) -> io::Result<Arc<Segment>> {
-        self.opened(segment, false)
-    }
-
-    /// An open segment, to be written.
-    fn segment_to_write(&self, segment: u32) -> io::Result<Arc<Segment>> {
-        self.opened(segment, true)
-    }
-
-    fn opened(&self, segment: u32, is_writable: bool) -> io::Result<Arc<Segment>> {
-        let mut open = self.open_files();
-        open.uses += 1;
-        let now = open.uses;
-        if let Some((known, used)) = open.files.get_mut(&segment)
-            && (known.is_writable || !is_writable)
-        {
-            *used = now;
-            return Ok(Arc::clone(known));
-        }
-        let new = match self.open_segment(segment, true) {
-            Err(e) if is_read_only(&e) && !is_writable => self.open_segment(segment, false)?,
-            new => new?,
-        };
-        if open.files.len() >= OPEN_MAX
-            && let Some(oldest) = open.files.iter().min_by_key(|(_, (_, used))| *used)
-        {
-            let oldest = *oldest.0;
-            open.files.remove(&oldest);
-        }
-        open.files.insert(segment, (Arc::clone(&new), now));
-        Ok(new)
-    }
-
-    fn open_segment(&self, segment: u32, is_writable: bool) -> io::Result<Arc<Segment>> {
-        let path = self.path_of(segment);
-        step(|| Op::Open { path: path.clone(), to_write: is_writable }, || Ok(()))?;
-        let file = own::open(&path, is_writable, &self.users[self.number_of(segment)])?;
-        let options =
-            if is_writable { FileOptions::read_write() } else { FileOptions::read_only() };
-        self.register(path, file, options, is_writable)
-    }
-
-    /// The agent gets the file that was looked at, whatever its name leads to by then.
-    fn register(
-        &self,
-        path: PathBuf,
-        file: File,
-        options: FileOptions,
-        is_writable: bool,
-    ) -> io::Result<Arc<Segment>> {
-        let options = options.direct(self.direct).name(path);
-        let region =
-            self.agent.register_file(file.try_clone()?.into(), &options).map_err(system_error)?;
-        Ok(Arc::new(Segment { agent: self.agent.clone(), file, region, is_writable }))
+    pub(crate) fn hold_creates(&self) -> std::sync::MutexGuard<'_, rustc_hash::FxHashSet<u32>> {
+        self.all[0].named()
     }
 
     /// Adds a block, and what fills its last page if `pad`, to a batch.
@@ -326,8 +250,9 @@ impl Directories {
         (header_at, header): (u64, &[u8]),
         blocks: &[(u64, BlockMemory)],
     ) -> io::Result<(Batch, Uses)> {
-        let number = segment;
-        let segment = self.segment_to_write(number)?;
+        let (number, device) = (segment, self.of(segment));
+        let segment = device.find_open(number, true)?;
+        let entered = device.enter(Pace::Quick)?;
         let mut batch = Batch::with_capacity(1 + blocks.len());
         let copy = self.headers.copy(header);
         if let Some(copy) = &copy {
@@ -344,7 +269,7 @@ impl Directories {
             None => segment.file.write_all_at(header, header_at),
         };
         step(|| Op::write(self.path_of(number), header_at, header), write)?;
-        Ok((batch, Uses { _files: vec![segment], _header: copy }))
+        Ok((batch, Uses { entered: vec![entered], _files: vec![segment], _header: copy }))
     }
 
     /// The batch reads blocks. The files stay open as long as they are held.
@@ -354,13 +279,19 @@ impl Directories {
         let mut last = None;
         for (segment, at, block) in blocks {
             if last != Some(segment) {
-                files.push(self.segment(*segment)?);
+                files.push(self.of(*segment).find_open(*segment, false)?);
                 last = Some(segment);
             }
             let file = files.last().expect("pushed with the first block");
             self.push(&mut batch, file, *at, block, false).map_err(io::Error::other)?;
         }
-        Ok((batch, Uses { _files: files, _header: None }))
+        // Once all are open: to open one may have waited for another directory.
+        let mut entered = Vec::with_capacity(1);
+        let of_run = blocks.chunk_by(|(one, ..), (next, ..)| one == next).map(|run| run[0].0);
+        for segment in of_run {
+            entered.push(self.of(segment).enter(Pace::Quick)?);
+        }
+        Ok((batch, Uses { entered, _files: files, _header: None }))
     }
 
     /// As [`log::Disk::write_blocks`], but returns at once where the device is what takes its time. Into the page cache
@@ -389,63 +320,14 @@ impl Directories {
         }))
     }
 
-    /// Makes the segment's file unless it exists. One of another length is made anew, and so is a link.
+    /// Makes the segment's file unless it exists. One of another length is made anew.
     pub(crate) fn ensure(&self, segment: u32) -> io::Result<()> {
-        match std::fs::symlink_metadata(self.path_of(segment)) {
-            Ok(file) if !file.is_symlink() && file.len() == self.segment_bytes => {
-                return self.segment_to_write(segment).map(|_| ());
-            }
-            Ok(_) => log::Disk::remove(self, segment)?,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => self.close(segment),
-            Err(e) => return Err(e),
-        }
-        self.check_directory(self.number_of(segment))?;
-        log::Disk::create(self, segment).inspect_err(|_| {
-            let _ = log::Disk::remove(self, segment);
-        })
-    }
-
-    /// Fails if the directory is not the store's any more, such as the empty folder that a device was mounted at.
-    fn check_directory(&self, number: usize) -> io::Result<()> {
-        if !self.marked[number] && !self.lost[number] {
-            return Ok(());
-        }
-        let path = &self.paths[number];
-        match Superblock::read_own(path, &self.users[number]) {
-            Ok(Some((it, _))) if it.store == self.store && it.directory as usize == number => {
-                Ok(())
-            }
-            Err(log::Error::Directory { source, .. }) => Err(source),
-            Err(refused @ log::Error::Refused(_)) => {
-                Err(io::Error::new(io::ErrorKind::PermissionDenied, refused))
-            }
-            _ => {
-                let what = format!("{} is not a directory of the store any more", path.display());
-                Err(io::Error::new(io::ErrorKind::NotFound, what))
-            }
-        }
+        self.of(segment).ensure(segment)
     }
 
     /// Whether segments of each directory, by its number, can be written to.
-    pub(crate) fn writable(&self) -> Arc<[bool]> {
-        let mut known = lock(&self.writable);
-        if let Some((at, writable)) = &*known
-            && at.elapsed() < KNOWN_FOR
-        {
-            return Arc::clone(writable);
-        }
-        let is_writable = |path: &PathBuf| {
-            let superblock = path.join(log::superblock::FILE);
-            let open = || private::open(&superblock, true);
-            match step(|| Op::Open { path: superblock.clone(), to_write: true }, open) {
-                Ok(_) => true,
-                // Of format 1.
-                Err(e) => e.kind() == io::ErrorKind::NotFound && path.exists(),
-            }
-        };
-        let writable: Arc<[bool]> = self.paths.iter().map(is_writable).collect();
-        *known = Some((Instant::now(), Arc::clone(&writable)));
-        writable
+    pub(crate) fn writable(&self) -> Vec<bool> {
+        self.all.iter().map(Device::is_writable).collect()
     }
 
     /// Whether segments of any directory can be written to.
@@ -455,38 +337,58 @@ impl Directories {
 
     /// The number of a segment's directory.
     pub(crate) fn number_of(&self, segment: u32) -> usize {
-        segment as usize % self.paths.len()
+        segment as usize % self.all.len()
+    }
+
+    /// Whether a segment's directory hangs.
+    pub(crate) fn hangs(&self, segment: u32) -> bool {
+        self.of(segment).gate.hangs().is_some()
+    }
+
+    /// How many directories hang.
+    pub(crate) fn hanging(&self) -> usize {
+        self.all.iter().filter(|it| it.gate.hangs().is_some()).count()
+    }
+
+    /// Whether a directory hangs and there are others, for which a caller is not to wait.
+    pub(crate) fn is_any_given_up(&self) -> bool {
+        self.all.len() > 1 && self.hanging() > 0
+    }
+
+    /// Whether an operation on a segment that was given up is in progress.
+    pub(crate) fn is_held(&self, segment: u32) -> bool {
+        self.of(segment).is_held(segment)
+    }
+
+    /// Lets no operation begin from now on.
+    pub(crate) fn close_gates(&self) {
+        self.all.iter().for_each(|it| it.gate.close());
+    }
+
+    /// Returns when no operation is in progress. To be called once none begins.
+    pub(crate) fn wait_quiet(&self) {
+        self.all.iter().for_each(|it| it.gate.wait_quiet());
     }
 
     /// How many directories could not be read when the store was opened.
     pub(crate) fn lost(&self) -> usize {
-        self.lost.iter().filter(|it| **it).count()
+        self.all.iter().filter(|it| it.is_lost.load(Relaxed)).count()
     }
 
     /// Whether a segment's directory could not be read when the store was opened.
     pub(crate) fn is_in_lost_directory(&self, segment: u32) -> bool {
-        self.lost[self.number_of(segment)]
+        self.of(segment).is_lost.load(Relaxed)
     }
 
     /// Whether bytes of a segment are gone for every process: the file is gone or too short, or the device can't
     /// read them.
     pub(crate) fn is_lost(&self, segment: u32, offset: u64, len: u32) -> bool {
-        let mut bytes = vec![0; usize::try_from(len).expect("at most a segment")];
-        let path = self.path_of(segment);
-        let read = step(
-            || Op::Read(path.clone()),
-            || private::open(&path, false).and_then(|file| file.read_exact_at(&mut bytes, offset)),
-        );
-        let is_gone = |e: io::Error| {
-            matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
-                || e.raw_os_error() == Some(EIO)
-        };
-        read.is_err_and(is_gone)
+        self.of(segment).is_lost(segment, offset, len)
     }
 
     /// Closes a segment's file once nothing reads it.
     pub(crate) fn close(&self, segment: u32) {
-        self.open_files().files.remove(&segment);
+        self.of(segment).close(segment);
     }
 
     /// Tells tests that the keeper has removed a block.
@@ -496,62 +398,53 @@ impl Directories {
 
     /// Bytes of all segments' files.
     pub(crate) fn bytes(&self) -> u64 {
-        let mut bytes = 0;
-        for path in &self.paths {
-            let Ok(entries) = std::fs::read_dir(path) else { continue };
-            for entry in entries.flatten() {
-                let is_segment = entry.file_name().to_str().and_then(log::superblock::segment_of);
-                bytes += is_segment.and(entry.metadata().ok()).map_or(0, |it| it.len());
-            }
-        }
-        bytes
+        self.all.iter().map(Device::bytes).sum()
     }
 
     /// Removes files of segments that the store, as it is opened, does not have: they are beyond its
     /// capacity, of another length, or in the wrong directory. For the first process that opens it.
     pub(crate) fn discard_others(&self, segments: u32) -> io::Result<()> {
-        for (number, path) in self.readable() {
-            for entry in std::fs::read_dir(path)? {
-                let entry = entry?;
-                let name = entry.file_name();
-                let Some(segment) = name.to_str().and_then(log::superblock::segment_of) else {
-                    continue;
-                };
-                let is_here = segment as usize % self.paths.len() == number;
-                let is_whole = entry.metadata()?.len() == self.segment_bytes;
-                if segment < segments && is_here && is_whole {
-                    continue;
+        self.of_readable(|it| it.discard_others(segments)).map(drop)
+    }
+
+    /// Asks each directory that is not lost. One that hangs is lost from now on, where there are others.
+    fn of_readable<T>(&self, ask: impl Fn(&Arc<Device>) -> io::Result<T>) -> io::Result<Vec<T>> {
+        let mut answers = Vec::new();
+        for device in self.readable() {
+            match ask(device) {
+                Err(error) if is_hang(&error) && self.all.len() > 1 => {
+                    let path = device.path.display();
+                    tracing::warn!(%error, "the store has lost {path}; its blocks are missed");
+                    device.is_lost.store(true, Relaxed);
                 }
-                let path = entry.path();
-                match step(|| Op::Remove(path.clone()), || std::fs::remove_file(&path)) {
-                    Err(e) if !is_read_only(&e) => return Err(e),
-                    _ => {}
-                }
+                answer => answers.push(answer?),
             }
         }
-        Ok(())
+        Ok(answers)
     }
 
-    /// The directories that are not lost, with their numbers.
-    fn readable(&self) -> impl Iterator<Item = (usize, &PathBuf)> {
-        self.paths.iter().enumerate().filter(|(number, _)| !self.lost[*number])
-    }
-
-    fn directory_of(&self, segment: u32) -> &Path {
-        &self.paths[segment as usize % self.paths.len()]
+    fn readable(&self) -> impl Iterator<Item = &Arc<Device>> {
+        self.all.iter().filter(|it| !it.is_lost.load(Relaxed))
     }
 }
 
-/// Whether a device or a file system failed, and not this process.
+/// Whether a device or a file system failed, or hangs, and not this process.
 pub(crate) fn is_of_device(error: &io::Error) -> bool {
     match error.raw_os_error() {
         Some(code) => !PASSING.contains(&code),
         // A file that is gone, or cut, or another user's.
         None => {
-            matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
+            is_hang(error)
                 || own::is_refused(error)
+                || matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
         }
     }
+}
+
+/// Whether bytes are gone for every process.
+fn is_gone(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
+        || error.raw_os_error() == Some(EIO)
 }
 
 /// Whether a file may only be read.
@@ -577,47 +470,25 @@ impl log::Disk for Directories {
     type Memory = BlockMemory;
 
     fn segments(&self) -> io::Result<Vec<u32>> {
-        let mut segments = Vec::new();
-        for (number, path) in self.readable() {
-            for entry in std::fs::read_dir(path)? {
-                let name = entry?.file_name();
-                let segment = name.to_str().and_then(log::superblock::segment_of);
-                segments.extend(segment.filter(|it| *it as usize % self.paths.len() == number));
-            }
-        }
+        let mut segments = self.of_readable(Device::segments)?.concat();
         segments.sort_unstable();
         Ok(segments)
     }
 
     fn create(&self, segment: u32) -> io::Result<()> {
-        let path = self.path_of(segment);
-        let create = || {
-            // A file that is there, or a link, was not made by this process: it is not used.
-            let file = private::create(&path)?;
-            self.register(path.clone(), file, FileOptions::create(self.segment_bytes), true)
-        };
-        step(|| Op::Create { path: path.clone(), len: self.segment_bytes }, create)?;
-        self.named().remove(&segment);
-        Ok(())
+        self.of(segment).create(segment)
     }
 
     fn remove(&self, segment: u32) -> io::Result<()> {
-        self.open_files().files.remove(&segment);
-        let path = self.path_of(segment);
-        step(|| Op::Remove(path.clone()), || std::fs::remove_file(&path))
+        self.of(segment).remove(segment)
     }
 
     fn read_at(&self, segment: u32, offset: u64, into: &mut [u8]) -> io::Result<()> {
-        let file = self.segment(segment)?;
-        step(|| Op::Read(self.path_of(segment)), || file.file.read_exact_at(into, offset))
+        self.of(segment).read_at(segment, offset, into)
     }
 
     fn write_at(&self, segment: u32, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        let file = self.segment_to_write(segment)?;
-        step(
-            || Op::write(self.path_of(segment), offset, bytes),
-            || file.file.write_all_at(bytes, offset),
-        )
+        self.of(segment).write_at(segment, offset, bytes)
     }
 
     fn write_blocks(
@@ -638,17 +509,9 @@ impl log::Disk for Directories {
     }
 
     fn sync(&self, segment: u32) -> io::Result<()> {
-        step(
-            || Op::SyncSegment(self.path_of(segment)),
-            || {
-                let file = self.segment(segment)?;
-                step(|| Op::Sync(self.path_of(segment)), || file.file.sync_data())?;
-                if !self.named().contains(&segment) {
-                    sync_directory(self.directory_of(segment))?;
-                    self.named().insert(segment);
-                }
-                Ok(())
-            },
-        )
+        self.of(segment).sync(segment)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -12,6 +12,10 @@ use crate::sync::lock;
 use rustc_hash::FxHashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// How often a call that follows another looks whether it is to go on by itself.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 #[derive(Debug, Default)]
 pub(crate) struct Flights(Mutex<FxHashMap<Key, Vec<Follower>>>);
@@ -64,6 +68,22 @@ impl Flights {
             .unzip();
         Joined { flights: Arc::clone(self), keys, roles }
     }
+
+    /// Has a call that leads a block not copy it to one of those that follow. That call's wait ends without a block,
+    /// or with it, if it is being copied.
+    fn leave(&self, key: &Key, follower: &Pending<bool>) {
+        let left = {
+            let mut flights = lock(&self.0);
+            let led = flights.get_mut(key).map(|it| {
+                let at = it.iter().position(|it| it.promise.is_of(follower));
+                at.map(|at| it.swap_remove(at))
+            });
+            led.flatten()
+        };
+        if let Some(left) = left {
+            left.promise.finish(Ok(false));
+        }
+    }
 }
 
 impl Joined {
@@ -88,11 +108,19 @@ impl Joined {
         }
     }
 
-    /// Waits for a block that another call leads. True if it is there. False for others.
-    pub(crate) fn wait(&mut self, block: usize) -> bool {
+    /// Waits for a block that another call leads, or until `gives_up`, as the device hangs that the other call waits for.
+    /// True if it is there. False for others.
+    pub(crate) fn wait(&mut self, block: usize, gives_up: impl Fn() -> bool) -> bool {
         match std::mem::replace(&mut self.roles[block], Role::Ended) {
             Role::Follow(pending) => {
-                pending.wait(None).is_some_and(|outcome| matches!(*outcome, Ok(true)))
+                let mut outcome = pending.wait(Some(LOOK_EVERY));
+                while outcome.is_none() {
+                    if gives_up() {
+                        self.flights.leave(&self.keys[block], &pending);
+                    }
+                    outcome = pending.wait(Some(LOOK_EVERY));
+                }
+                outcome.is_some_and(|outcome| matches!(*outcome, Ok(true)))
             }
             role => {
                 self.roles[block] = role;
@@ -106,7 +134,8 @@ impl Drop for Joined {
     fn drop(&mut self) {
         (0..self.roles.len()).for_each(|block| self.land(block, None));
         for block in 0..self.roles.len() {
-            self.wait(block);
+            // Nothing is copied to this call's memory any more, unless that has begun.
+            self.wait(block, || true);
         }
     }
 }
@@ -157,7 +186,7 @@ mod tests {
         place.region.write_at(0, &[42; LEN as usize]).expect("inside");
         joined[0].land(0, Some((&memory[0], CHECK)));
         for (block, joined) in (0..1000).zip(&mut joined).skip(1) {
-            assert!(joined.wait(0));
+            assert!(joined.wait(0, || false));
             assert_eq!(place.byte(block), 42);
         }
         // It is over: the next load is a new one.
@@ -178,8 +207,22 @@ mod tests {
                 "is given up" => drop(leader),
                 _ => leader.land(0, Some((&ours, CHECK))),
             }
-            assert!(!follower.wait(0), "{how}");
+            assert!(!follower.wait(0, || false), "{how}");
             assert_eq!(place.byte(1), 0, "{how}");
         }
+    }
+
+    #[test]
+    fn who_follows_a_load_that_waits_for_a_device_that_hangs_goes_on_and_its_memory_stays() {
+        let (place, flights) = (Place::new(2), Arc::<Flights>::default());
+        let [ours, theirs] = [0, 1].map(|block| place.memory(block));
+        place.region.write_at(0, &[42; LEN as usize]).expect("inside");
+        let mut leader = flights.join([(KEY, CHECK, &ours)].into_iter());
+        let mut follower = flights.join([(KEY, CHECK, &theirs)].into_iter());
+        assert!(!follower.wait(0, || true));
+        // Dropping one that waits does not wait either.
+        drop(flights.join([(KEY, CHECK, &theirs)].into_iter()));
+        leader.land(0, Some((&ours, CHECK)));
+        assert_eq!(place.byte(1), 0);
     }
 }

@@ -109,7 +109,12 @@ impl Space {
                 sum.is_ok_and(|sum| sum ^ wanted.checks[block] == entry.sum)
             };
             // Compared once more: the memory that it was copied from is another caller's.
-            if joined.wait(block) && place.as_ref().is_none_or(is_right) {
+            let hangs = || {
+                let hangs =
+                    |it: &Entry| core.disk.hangs(core.superblock.geometry.locate(it.page).0);
+                place.as_ref().is_some_and(hangs)
+            };
+            if joined.wait(block, hangs) && place.as_ref().is_none_or(is_right) {
                 is_there[block] = true;
                 Counters::add(&core.counters.shared_hits, 1);
             } else if let Some(entry) = place

@@ -23,6 +23,7 @@ mod condemned;
 
 use crate::core::Core;
 use crate::disk::{EIO, is_of_device};
+use crate::gate::is_hang;
 use crate::index::{Entry, Event, MemberId, Segment, SegmentState, SlotId};
 use crate::key::Key;
 use crate::log::format::{EXTENT_RECORDS, bytes_of, pages_of};
@@ -210,6 +211,11 @@ impl Keeper {
         let living = self.living();
         let is_kept = dead.iter().map(|it| self.keep_left(*it, &living)).collect::<Vec<_>>();
         for (dead, is_kept) in dead.into_iter().zip(is_kept) {
+            // Nothing of it is freed before, nor given to another one.
+            let Some(is_kept) = is_kept else {
+                self.awaits_end = true;
+                continue;
+            };
             if self.drain(dead.number) {
                 self.begin_anew();
             }
@@ -221,7 +227,7 @@ impl Keeper {
                     SegmentState::Collecting(_) if !is_kept => SegmentState::Withheld,
                     _ => self.core.freed(number),
                 };
-                self.core.member.set_segment(number, segment.state, to);
+                self.core.settle(number, segment.state, to);
             }
             // If it fails, the next process that leaves has it tried again.
             self.core.member.sweep(dead);
@@ -234,7 +240,7 @@ impl Keeper {
         self.is_stuck
     }
 
-    /// Whether a process was killed that has threads left.
+    /// Whether a process was killed that has threads left, or something on a device that hangs.
     pub(crate) fn awaits_end(&self) -> bool {
         self.awaits_end
     }
@@ -245,8 +251,8 @@ impl Keeper {
         self.core.member.iter().map(segment).collect()
     }
 
-    /// Syncs what a dead process was writing. False if that failed.
-    fn keep_left(&self, dead: MemberId, living: &FxHashSet<u32>) -> bool {
+    /// Syncs what a dead process was writing. False if that failed, `None` if a device hangs.
+    fn keep_left(&self, dead: MemberId, living: &FxHashSet<u32>) -> Option<bool> {
         let (core, mut is_kept) = (&self.core, true);
         for (number, segment) in core.member.held_by(dead) {
             if !matches!(segment.state, SegmentState::Active(_)) || !living.contains(&number) {
@@ -255,11 +261,14 @@ impl Keeper {
             core.member.note_open(number, true);
             if let Err(e) = core.disk.sync(number) {
                 core.fault("sync", number, &e);
+                if is_hang(&e) {
+                    return None;
+                }
                 core.member.note_unsynced(number);
                 is_kept = false;
             }
         }
-        is_kept
+        Some(is_kept)
     }
 
     /// Seals what dead processes have not sealed.
@@ -520,7 +529,11 @@ impl Keeper {
     /// Whether this process has full segments that this thread has not sealed, and so can't collect.
     fn waits_for_seal(&self) -> bool {
         let held = self.core.member.held_by(self.core.member.id());
-        let active = held.filter(|(_, it)| matches!(it.state, SegmentState::Active(_))).count();
+        // Those that can't be sealed, as their directory hangs, are not waited for.
+        let is_active = |(number, it): &(u32, Segment)| {
+            matches!(it.state, SegmentState::Active(_)) && !self.core.disk.hangs(*number)
+        };
+        let active = held.filter(is_active).count();
         active > 1 + self.own.iter().chain(&self.other).count()
     }
 
@@ -545,7 +558,7 @@ impl Keeper {
             {
                 continue;
             }
-            let free = || log::free(&core.disk, number).map_err(io::Error::other);
+            let free = || log::free(&core.disk, number).map_err(log::Error::into_io);
             let to = match core.disk.ensure(number).and_then(|()| free()) {
                 Ok(()) => {
                     self.copied_to.remove(&number);
@@ -556,7 +569,7 @@ impl Keeper {
                     SegmentState::Withheld
                 }
             };
-            core.member.set_segment(number, mine, to);
+            core.settle(number, mine, to);
         }
     }
 
@@ -565,7 +578,9 @@ impl Keeper {
     fn victim(&self, may_be: impl Fn(u32, &Segment) -> bool) -> Option<(u32, Segment)> {
         let writable = self.core.disk.writable();
         let is_usable = |(number, segment): &(u32, Segment)| {
-            segment.state == SegmentState::Sealed && writable[self.core.disk.number_of(*number)]
+            segment.state == SegmentState::Sealed
+                && writable[self.core.disk.number_of(*number)]
+                && !self.core.disk.is_held(*number)
         };
         let pages = f64::from(self.core.member.geometry().pages_per_segment);
         let next = self.core.member.next_incarnation();
@@ -615,8 +630,8 @@ impl Keeper {
                 true => SegmentState::Free,
                 false => SegmentState::Sealed,
             },
-            // This process is short of descriptors or memory.
-            Err(e) if !is_of_device(&e) => {
+            // This process is short of descriptors or memory, or the blocks are there again later.
+            Err(e) if !is_of_device(&e) || is_hang(&e) => {
                 self.core.fault("collect", number, &e);
                 SegmentState::Sealed
             }
@@ -636,7 +651,10 @@ impl Keeper {
                 }
                 Err(e) => {
                     self.core.fault("keep the copies of", number, &e);
-                    if is_of_device(&e) { SegmentState::Withheld } else { SegmentState::Sealed }
+                    match is_of_device(&e) && !is_hang(&e) {
+                        true => SegmentState::Withheld,
+                        false => SegmentState::Sealed,
+                    }
                 }
             },
             to => to,
@@ -646,7 +664,7 @@ impl Keeper {
             self.core.disk.close(number);
         }
         self.collecting = None;
-        self.core.member.set_segment(number, mine, to) && to != SegmentState::Sealed
+        self.core.settle(number, mine, to) && to != SegmentState::Sealed
     }
 
     /// Returns when all blocks that were copied from a segment are on the disk elsewhere.
@@ -656,8 +674,15 @@ impl Keeper {
         };
         let owns = self.own.iter().chain(&self.other);
         for own in owns.filter(|it| copied_to.contains(&it.segment())) {
-            let synced = core.disk.sync(own.segment());
-            synced.inspect_err(|_| core.member.note_unsynced(own.segment()))?;
+            sync(core, own.segment())?;
+        }
+        let is_own = |it: &u32| self.own.iter().chain(&self.other).any(|own| own.segment() == *it);
+        let mine = SegmentState::Active(core.member.id());
+        for kept in copied_to.iter().filter(|it| !is_own(it)) {
+            // It could not be sealed, as its directory hangs.
+            if core.member.segment(*kept).state == mine {
+                sync(core, *kept)?;
+            }
         }
         // The others were synced when they were sealed.
         match copied_to.iter().any(|it| core.member.is_unsynced(*it)) {
@@ -861,7 +886,7 @@ impl Keeper {
                 };
                 if let Err(e) = read {
                     self.unreadable += 1;
-                    if !is_of_device(&e) || self.unreadable > UNREADABLE_MAX {
+                    if !is_of_device(&e) || is_hang(&e) || self.unreadable > UNREADABLE_MAX {
                         return Err(e);
                     }
                     core.fault("read a block of", from, &e);
@@ -991,9 +1016,20 @@ impl Keeper {
 }
 
 fn seal_own(core: &Core, own: &mut Option<Appender>) {
-    if let Some(mut own) = own.take() {
-        seal(core, &mut own);
+    if let Some(mut own) = own.take()
+        && !seal(core, &mut own)
+    {
+        core.keep_unsealed(own);
     }
+}
+
+/// Syncs a segment of the keeper's own.
+fn sync(core: &Core, own: u32) -> io::Result<()> {
+    core.disk.sync(own).inspect_err(|e| {
+        if !is_hang(e) {
+            core.member.note_unsynced(own);
+        }
+    })
 }
 
 /// What blocks were worth that were copied lately.
@@ -1205,7 +1241,9 @@ fn seal_left(core: &Core, segment: u32, is_stopping: &AtomicBool) -> io::Result<
             }
             match log::recover::sum_of(&core.disk, segment, record.page, record.block.len) {
                 Ok(sum) if sum ^ record.block.check == entry.sum => {}
-                Err(e) if !is_of_device(&e) || unreadable == UNREADABLE_MAX => return Err(e),
+                Err(e) if !is_of_device(&e) || is_hang(&e) || unreadable == UNREADABLE_MAX => {
+                    return Err(e);
+                }
                 torn => {
                     unreadable += u32::from(torn.is_err());
                     if core.member.remove(&entry) {
@@ -1223,7 +1261,7 @@ fn seal_left(core: &Core, segment: u32, is_stopping: &AtomicBool) -> io::Result<
     scanned.records = whole;
     let sealed = log::recover::seal(&core.disk, &core.superblock, &mut scanned);
     sealed.map_err(log::Error::into_io).inspect_err(|e| {
-        if is_of_device(e) {
+        if is_of_device(e) && !is_hang(e) {
             core.member.note_unsynced(segment);
         }
     })?;

@@ -17,6 +17,7 @@ use crate::elect::{self, Beacon, Secret, Taken, check_user};
 use crate::error::{Error, Result};
 use crate::index::{Index, Member, MemberId};
 use crate::log::Superblock;
+use crate::pending::join_unless;
 use crate::sync::lock;
 use kvferry_sys::fd::Fd;
 use kvferry_sys::lock::LockFile;
@@ -74,6 +75,8 @@ pub(crate) trait Keep: Send + Sync {
     fn asks_to_seal(&self) -> &EventFd;
     /// The keeper asks for that.
     fn asked_to_seal(&self);
+    /// Returns when nothing of this process touches the store's files any more. The store was closed.
+    fn wait_quiet(&self);
 }
 
 /// The index, and this process's place among those that share it.
@@ -313,12 +316,16 @@ impl Membership {
             is_keeper: AtomicBool::new(is_keeper),
         });
         let memory = Fd::new(index.memory().as_fd().try_clone_to_owned()?);
+        let quiet = Arc::clone(&keep);
         let mut run = Run { shared: Arc::clone(&shared), place, keeper: None, names, memory, keep };
         let body = move || {
             run.serve();
             run.keep.member().step_down();
             // The names are free before the store is.
             drop(run);
+            // Another process that was alone would read the files, and write to them.
+            quiet.wait_quiet();
+            drop(quiet);
             drop(members);
         };
         let thread = kvferry_sys::thread::spawn("kvferry-store".into(), body)?;
@@ -338,12 +345,14 @@ impl Membership {
         }
     }
 
-    /// Leaves. Idempotent. Not to be called on the thread itself.
-    pub(crate) fn stop(&self) {
+    /// Leaves. Idempotent. Not to be called on the thread itself. If a device that hangs is touched when `gives_up` says
+    /// so, the store stays locked until it has answered.
+    pub(crate) fn stop(&self, gives_up: impl Fn() -> bool) {
         self.shared.is_stopped.store(true, Ordering::Release);
         self.shared.stop.signal();
-        if let Some(thread) = lock(&self.thread).take() {
-            let _ = thread.join();
+        let thread = lock(&self.thread).take();
+        if let Some(thread) = thread {
+            join_unless(thread, gives_up);
         }
     }
 }

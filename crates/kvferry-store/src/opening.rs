@@ -1,6 +1,6 @@
 //! How a process opens the directories of a store: it finds out what they are, and the first process marks them.
 
-use crate::arrange::{Arranged, State, Whose, arrange};
+use crate::arrange::{Arranged, State, arrange_within};
 use crate::clock::Clock;
 use crate::disk::Directories;
 use crate::error::{Error, Result};
@@ -31,7 +31,7 @@ pub(crate) struct Opening<'a> {
 impl<'a> Opening<'a> {
     /// Looks at the directories. Where there is no store yet, they are made if they do not exist.
     pub(crate) fn new(agent: &'a Agent, options: &'a StoreOptions) -> Result<Self> {
-        let arranged = arrange(&options.directories, Whose::Own)?;
+        let arranged = arrange_within(&options.directories, options.hang_after)?;
         if arranged.superblock.is_none() {
             // Before anything is made.
             options.geometry(None)?;
@@ -65,7 +65,7 @@ impl<'a> Opening<'a> {
             None => lock_all(&self.options.directories)?,
             Some(_) => Vec::new(),
         };
-        let mut now = arrange(&self.options.directories, Whose::Own)?;
+        let mut now = arrange_within(&self.options.directories, self.options.hang_after)?;
         let first = self.first();
         // Their order may be another one, as another process may have made the store.
         let sorted = |mut paths: Vec<PathBuf>| {
@@ -112,7 +112,8 @@ impl<'a> Opening<'a> {
                 }
             }
         }
-        Directories::new(self.agent, &arranged.directories, superblock, self.options.direct)
+        let StoreOptions { direct, hang_after, .. } = *self.options;
+        Directories::new(self.agent, &arranged.directories, superblock, direct, hang_after)
     }
 }
 

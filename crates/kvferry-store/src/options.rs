@@ -14,6 +14,8 @@ pub(crate) const SEGMENTS: u64 = 256;
 /// Segments of a store, at least: one is written, one is free, one is collected into, and one or more hold
 /// what is kept.
 const SEGMENTS_MIN: u64 = 8;
+/// How long an operation may take until its directory hangs, if the caller does not say.
+const HANG_AFTER: Duration = Duration::from_secs(10);
 /// What else is in the directories: the files that say what they are.
 const OTHER_BYTES: u64 = 1 << 16;
 /// Bytes of disk per block, if the caller does not say how many blocks there may be.
@@ -35,6 +37,7 @@ pub struct StoreOptions {
     pub(crate) direct: DirectIo,
     pub(crate) host_bytes: u64,
     pub(crate) put_wait: Duration,
+    pub(crate) hang_after: Duration,
     pub(crate) objects: Option<ObjectTier>,
 }
 
@@ -54,6 +57,7 @@ impl StoreOptions {
             direct: DirectIo::Off,
             host_bytes: 0,
             put_wait: Duration::ZERO,
+            hang_after: HANG_AFTER,
             objects: None,
         }
     }
@@ -111,6 +115,17 @@ impl StoreOptions {
     #[must_use]
     pub fn put_wait(self, longest: Duration) -> Self {
         Self { put_wait: longest, ..self }
+    }
+
+    /// How long an operation on a directory may take until the directory *hangs*: 10 s by default. Syncing, making and
+    /// removing a file may take six times as long.
+    ///
+    /// A directory hangs until the operation has ended. Meanwhile its blocks are missed, and nothing is put there; they
+    /// are there again afterwards. With several directories, the threads of the store do not wait for one that hangs.
+    /// A `get` or `put` whose memory the device may still touch waits until it has answered.
+    #[must_use]
+    pub fn hang_after(self, longest: Duration) -> Self {
+        Self { hang_after: longest, ..self }
     }
 
     /// An object store, to which this process uploads the blocks that it puts, and from which

@@ -148,6 +148,11 @@ impl<T> Future for Pending<T> {
 pub(crate) struct Promise<T>(Option<Pending<T>>);
 
 impl<T> Promise<T> {
+    /// Whether it is to end this operation.
+    pub(crate) fn is_of(&self, pending: &Pending<T>) -> bool {
+        self.0.as_ref().is_some_and(|it| Arc::ptr_eq(&it.0, &pending.0))
+    }
+
     pub(crate) fn finish(mut self, outcome: Result<T>) {
         if let Some(pending) = self.0.take() {
             pending.finish(outcome);
@@ -163,21 +168,31 @@ impl<T> Drop for Promise<T> {
     }
 }
 
+/// How often it is looked whether a thread has ended, or a directory hangs.
+pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(1);
+
 type Task = Box<dyn FnOnce() + Send>;
 
 /// Threads that carry out operations in the background. They are started with the first one.
+///
+/// A device that hangs holds the threads whose operations it does not answer. Others take their place where nothing
+/// else was carried out for some time: as many at most, as nothing more is given to such a device.
 pub(crate) struct Pool {
     threads_max: usize,
     /// Bytes that may wait, unless nothing does.
     bytes_max: u64,
+    /// While nothing is carried out for so long, another thread takes part.
+    patience: Option<Duration>,
     queue: Arc<Queue>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    substitutes: Mutex<Vec<JoinHandle<()>>>,
 }
 
 #[derive(Default)]
 struct Queue {
     tasks: Mutex<Tasks>,
     changed: Condvar,
+    closed: Condvar,
 }
 
 #[derive(Default)]
@@ -185,12 +200,23 @@ struct Tasks {
     waiting: VecDeque<(u64, Task)>,
     bytes: u64,
     idle: usize,
+    /// Counts the tasks that were begun.
+    begun: u64,
+    /// A thread waits to take the place of one that is held.
+    has_substitute: bool,
     is_closed: bool,
 }
 
 impl Pool {
     pub(crate) fn new(threads_max: usize, bytes_max: u64) -> Self {
-        Self { threads_max, bytes_max, queue: Arc::default(), threads: Mutex::default() }
+        let (queue, threads, substitutes) = Default::default();
+        Self { threads_max, bytes_max, patience: None, queue, threads, substitutes }
+    }
+
+    /// Has another thread take part while nothing was carried out for so long.
+    #[must_use]
+    pub(crate) fn patience(self, longest: Duration) -> Self {
+        Self { patience: Some(longest), ..self }
     }
 
     /// Has a task of `bytes` carried out. False if too many bytes wait and `may_refuse`: the task is dropped.
@@ -219,7 +245,7 @@ impl Pool {
     fn start_one(&self) {
         let mut threads = lock(&self.threads);
         if threads.len() >= self.threads_max {
-            return;
+            return self.start_substitute();
         }
         let queue = Arc::clone(&self.queue);
         // If no thread can be started, the tasks wait for those that run, or for `close`.
@@ -227,18 +253,52 @@ impl Pool {
         threads.extend(new);
     }
 
-    /// Carries out what waits, and ends the threads. Idempotent. A thread of the pool that calls it ends later.
-    pub(crate) fn close(&self) {
+    fn start_substitute(&self) {
+        let mut substitutes = lock(&self.substitutes);
+        let Some(patience) = self.patience else { return };
+        if substitutes.len() >= self.threads_max {
+            substitutes.retain(|it| !it.is_finished());
+        }
+        if substitutes.len() >= self.threads_max
+            || std::mem::replace(&mut lock(&self.queue.tasks).has_substitute, true)
+        {
+            return;
+        }
+        let queue = Arc::clone(&self.queue);
+        let serve = move || queue.substitute(patience);
+        match kvferry_sys::thread::spawn("kvferry-store-io".into(), serve) {
+            Ok(new) => substitutes.push(new),
+            Err(_) => lock(&self.queue.tasks).has_substitute = false,
+        }
+    }
+
+    /// Carries out what waits, and ends the threads. Idempotent. A thread of the pool that calls it ends later, and so do
+    /// those that are at work when `gives_up` says so.
+    pub(crate) fn close_unless(&self, gives_up: impl Fn() -> bool) {
         lock(&self.queue.tasks).is_closed = true;
         self.queue.changed.notify_all();
+        self.queue.closed.notify_all();
         let this = std::thread::current().id();
-        for thread in std::mem::take(&mut *lock(&self.threads)) {
+        let mut threads = std::mem::take(&mut *lock(&self.threads));
+        threads.append(&mut lock(&self.substitutes));
+        for thread in threads {
             if thread.thread().id() != this {
-                let _ = thread.join();
+                join_unless(thread, &gives_up);
             }
         }
         self.queue.serve();
     }
+}
+
+/// Waits until a thread has ended, or `gives_up` says so.
+pub(crate) fn join_unless(thread: JoinHandle<()>, gives_up: impl Fn() -> bool) {
+    while !thread.is_finished() {
+        if gives_up() {
+            return;
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+    let _ = thread.join();
 }
 
 impl Queue {
@@ -248,6 +308,7 @@ impl Queue {
         loop {
             if let Some((bytes, task)) = tasks.waiting.pop_front() {
                 tasks.bytes -= bytes;
+                tasks.begun += 1;
                 drop(tasks);
                 // A panic ends the task, whose promise says so, and not the thread.
                 let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(task));
@@ -260,6 +321,30 @@ impl Queue {
                 tasks.idle -= 1;
             }
         }
+    }
+}
+
+impl Queue {
+    /// Waits until nothing was carried out for so long although tasks wait, and carries out tasks then. Ends if none
+    /// waits.
+    fn substitute(&self, patience: Duration) {
+        let mut tasks = lock(&self.tasks);
+        loop {
+            let begun = tasks.begun;
+            let open = |tasks: &mut Tasks| !tasks.is_closed;
+            let waited = self.closed.wait_timeout_while(tasks, patience, open);
+            tasks = waited.unwrap_or_else(PoisonError::into_inner).0;
+            if tasks.waiting.is_empty() || tasks.is_closed {
+                tasks.has_substitute = false;
+                return;
+            }
+            if tasks.begun == begun {
+                break;
+            }
+        }
+        tasks.has_substitute = false;
+        drop(tasks);
+        self.serve();
     }
 }
 
@@ -298,12 +383,37 @@ mod tests {
     }
 
     #[test]
+    fn tasks_are_carried_out_while_a_device_holds_all_threads() {
+        let pool = Pool::new(2, 100).patience(Duration::from_millis(1));
+        let (release, held) = std::sync::mpsc::channel::<()>();
+        let held = Arc::new(Mutex::new(held));
+        for _ in 0..2 {
+            let held = Arc::clone(&held);
+            let task = move || {
+                let _ = lock(&held).recv();
+            };
+            pool.submit(0, false, Box::new(task)).expect("it is open");
+        }
+        let (pendings, promises): (Vec<_>, Vec<_>) = (0..9).map(|_| Pending::new()).unzip();
+        for promise in promises {
+            pool.submit(0, false, Box::new(move || promise.finish(Ok(())))).expect("it is open");
+        }
+        for pending in pendings {
+            let outcome = pending.wait(Some(Duration::from_secs(20))).expect("an outcome");
+            assert!(outcome.is_ok(), "{outcome:?}");
+        }
+        pool.close_unless(|| true);
+        assert!(pool.submit(0, false, Box::new(|| ())).is_err());
+        drop(release);
+    }
+
+    #[test]
     fn a_task_may_close_its_pool() {
         let pool = Arc::new(Pool::new(2, 100));
         let (pending, promise) = Pending::new();
         let closes = Arc::clone(&pool);
         let task = move || {
-            closes.close();
+            closes.close_unless(|| false);
             promise.finish(Ok(()));
         };
         pool.submit(0, false, Box::new(task)).expect("it is open");

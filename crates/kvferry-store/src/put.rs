@@ -237,7 +237,7 @@ impl Space {
             let asked = self.store.behind.ask(self);
             if !rest.is_empty() && outcome.is_ok() {
                 // The blocks before them are on the disk first, mostly.
-                self.store.behind.wait(asked, patience.until);
+                self.store.behind.wait(self, asked, patience.until);
                 outcome = self.put_now(rest, retention, patience, put);
             }
         }

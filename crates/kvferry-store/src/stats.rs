@@ -19,6 +19,8 @@ macro_rules! counters {
             pub blocks: u64,
             /// Bytes of all segments that exist, garbage included.
             pub disk_bytes: u64,
+            /// Directories that hang now: their bytes are left out, and their blocks are missed.
+            pub hanging_directories: u64,
             /// Bytes that the store may take.
             pub capacity_bytes: u64,
             /// Blocks in this process's tier in host memory.

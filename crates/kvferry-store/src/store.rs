@@ -28,7 +28,7 @@ use crate::writer::Candidate;
 use kvferry::Agent;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 /// Threads that read and write in the background, and bytes of puts that may wait for them.
@@ -107,9 +107,6 @@ pub(crate) struct Inner {
     pub(crate) team: Team,
     capacity: u64,
     is_closed: AtomicBool,
-    /// Held, shared, by each call that reads or writes, and alone by `close`: what such a call wrote after another
-    /// process had opened the store again could be in that process's way.
-    calls: RwLock<()>,
     forks: u32,
 }
 
@@ -127,6 +124,10 @@ impl Store {
                 "a tier in host memory has {HOST_BYTES_MIN} bytes or more, got {}",
                 options.host_bytes
             )));
+        }
+        if options.hang_after.is_zero() {
+            let what = "hang_after is the time that an operation may take: give more than 0";
+            return Err(Error::InvalidArgument(what.into()));
         }
         let join = |opening: &Opening<'_>| {
             join(
@@ -176,7 +177,7 @@ impl Store {
         let objects = started
             .inspect_err(|_| {
                 worker.stop();
-                membership.stop();
+                membership.stop(|| false);
             })
             .map_err(failed)?;
         let inner = Inner {
@@ -184,18 +185,17 @@ impl Store {
             worker,
             membership,
             objects,
-            pool: Pool::new(IO_THREADS, WAITING_BYTES),
+            pool: Pool::new(IO_THREADS, WAITING_BYTES).patience(options.hang_after),
             in_order: Mutex::default(),
             host,
             behind: Behind::default(),
             waits: Waits::default(),
             put_wait: options.put_wait,
-            puts: Pool::new(IO_THREADS, WAITING_BYTES),
-            team: Team::new(cores.min(IO_THREADS)),
+            puts: Pool::new(IO_THREADS, WAITING_BYTES).patience(options.hang_after),
+            team: Team::new(cores.min(IO_THREADS)).patience(options.hang_after),
             flights: Arc::default(),
             capacity: options.capacity.min(StoreOptions::capacity_max(segment_bytes)),
             is_closed: AtomicBool::new(false),
-            calls: RwLock::new(()),
             forks: kvferry_sys::fd::forks(),
         };
         let inner = Arc::new(inner);
@@ -219,7 +219,7 @@ impl Store {
     ///
     /// # Errors
     /// `Closed`; `Directory` with the error of a device, also if it came earlier, and until the blocks that it
-    /// concerns have left the store.
+    /// concerns have left the store; of several directories, one that hangs ([`StoreOptions::hang_after`]).
     pub fn sync(&self) -> Result<()> {
         let _call = self.0.enter()?;
         let core = &self.0.core;
@@ -271,6 +271,7 @@ impl Store {
         Stats {
             blocks: core.member.live(),
             disk_bytes: core.disk.bytes(),
+            hanging_directories: core.disk.hanging() as u64,
             capacity_bytes: self.0.capacity,
             host_blocks: held.blocks,
             host_bytes: held.bytes,
@@ -287,6 +288,9 @@ impl Store {
     /// Carries out what waits in the background, uploads blocks for a bounded time
     /// ([`ObjectTier::close_timeout`](crate::objects::ObjectTier::close_timeout)), seals what this process has
     /// written, and syncs what its puts have found. Later calls fail with `Closed`. Idempotent; the last clone that is dropped closes the store, too.
+    ///
+    /// Of several directories, one that hangs is waited for until it counts as hanging. Calls that wait for its device
+    /// go on to wait; processes that open the store later can join it once they have ended.
     pub fn close(&self) {
         self.0.close();
     }
@@ -309,7 +313,7 @@ impl Inner {
     /// Begins a call, during which the store is not closed.
     fn enter(&self) -> Result<RwLockReadGuard<'_, ()>> {
         self.check()?;
-        let call = self.calls.read().unwrap_or_else(PoisonError::into_inner);
+        let call = self.core.calls.read().unwrap_or_else(PoisonError::into_inner);
         self.check()?;
         Ok(call)
     }
@@ -321,15 +325,16 @@ impl Inner {
         // Puts wait for space no longer. First, so that what waits is carried out, and does not find the store closed.
         self.waits.end();
         self.behind.hurry();
-        self.pool.close();
-        self.puts.close();
+        let gives_up = || self.core.disk.is_any_given_up();
+        self.pool.close_unless(gives_up);
+        self.puts.close_unless(gives_up);
         if self.is_closed.swap(true, Ordering::AcqRel) {
             return;
         }
         self.core.member.wake_subscribers();
         // Calls that began before end; none begins.
-        drop(self.calls.write());
-        self.behind.close();
+        self.core.wait_for_calls(gives_up);
+        self.behind.close_unless(gives_up);
         let given_up = self.host.as_ref().map_or(Vec::new(), |host| host.give_up());
         if !given_up.is_empty() {
             let count = given_up.len();
@@ -338,7 +343,7 @@ impl Inner {
         let mut lost = Put::default();
         given_up.into_iter().for_each(|why| lost.note_not_stored(why, 1));
         self.core.counters.add_not_stored(&lost);
-        self.team.close();
+        self.team.close_unless(gives_up);
         if let Some(objects) = &self.objects {
             objects.close();
         }
@@ -347,7 +352,8 @@ impl Inner {
         if let Err((segment, error)) = self.worker.writer.sync(&self.core) {
             self.core.fault("sync", segment, &error);
         }
-        self.membership.stop();
+        self.core.disk.close_gates();
+        self.membership.stop(gives_up);
     }
 
     /// Why blocks in host memory could not be written, when that was last tried.

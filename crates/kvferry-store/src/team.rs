@@ -33,6 +33,12 @@ impl Team {
         Self { beside: Pool::new(threads - 1, u64::MAX), threads }
     }
 
+    /// As [`Pool::patience`].
+    #[must_use]
+    pub(crate) fn patience(self, longest: std::time::Duration) -> Self {
+        Self { beside: self.beside.patience(longest), ..self }
+    }
+
     /// Calls `work` with the number of each part, in any order, until one call says that it was the last. Returns
     /// the results by part; `None` for those that were not computed.
     pub(crate) fn share<T, F>(&self, parts: usize, work: F) -> Vec<Option<T>>
@@ -59,8 +65,9 @@ impl Team {
         std::mem::take(&mut done.unwrap_or_else(PoisonError::into_inner).of_part)
     }
 
-    pub(crate) fn close(&self) {
-        self.beside.close();
+    /// As [`Pool::close_unless`].
+    pub(crate) fn close_unless(&self, gives_up: impl Fn() -> bool) {
+        self.beside.close_unless(gives_up);
     }
 }
 
@@ -130,7 +137,7 @@ mod tests {
                 results.into_iter().enumerate().all(|(part, result)| result == Some(part * part))
             );
         }
-        team.close();
+        team.close_unless(|| false);
         assert_eq!(team.share(2, |part| (part, IsLast::No)), [Some(0), Some(1)]);
     }
 

@@ -92,8 +92,11 @@ impl Worker {
         let mut begun = 0;
         // How long until a keeper that can't free space looks again.
         let mut stuck: Option<Duration> = None;
+        // Operations that were given up, as a device hangs, are in progress.
+        let mut awaits_device = false;
         loop {
-            let mut tasks = self.next_tasks(stuck);
+            let at_most = stuck.or(awaits_device.then_some(PAUSE));
+            let mut tasks = self.next_tasks(at_most);
             tasks.look |= stuck.is_some() && tasks.is_pause();
             let is_quiet = self.writer.begun() == begun;
             begun = self.writer.begun();
@@ -106,6 +109,9 @@ impl Worker {
             }
             let waited = stuck;
             let work = || {
+                // What waits for a directory that hangs.
+                self.core.seal_kept();
+                awaits_device = self.core.settle_late();
                 // First: the keeper frees sealed segments only, and would evict more than it must.
                 let which = if is_quiet || self.is_short() { Which::Full } else { Which::Excess };
                 self.writer.seal(&self.core, which);
@@ -203,5 +209,9 @@ impl Keep for Worker {
 
     fn asked_to_seal(&self) {
         self.ask(|tasks| tasks.seal = true);
+    }
+
+    fn wait_quiet(&self) {
+        self.core.wait_quiet();
     }
 }

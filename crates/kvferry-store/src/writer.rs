@@ -2,6 +2,7 @@
 
 use crate::core::Core;
 use crate::disk::{UnderWay, is_of_device};
+use crate::gate::is_hang;
 use crate::index::{Entry, SegmentState};
 use crate::log::{self, Appender, Disk, Extent, SegmentHeader};
 use crate::memory::BlockMemory;
@@ -190,13 +191,13 @@ impl Writer {
         blocks: &[log::Block],
     ) -> Result<(Arc<Mutex<Appender>>, Extent), NotWritten> {
         self.begun.fetch_add(1, Relaxed);
-        if let Some(planned) = self.plan_in_active(blocks) {
+        if let Some(planned) = self.plan_in_active(core, blocks) {
             return Ok(planned);
         }
         // One thread begins a segment, which waits for the device. Others that need one wait for it; those whose
         // blocks fit into the active one do not.
         let mut beginning = lock(&self.beginning);
-        if let Some(planned) = self.plan_in_active(blocks) {
+        if let Some(planned) = self.plan_in_active(core, blocks) {
             return Ok(planned);
         }
         if let Some(until) = beginning.paused_until
@@ -244,11 +245,24 @@ impl Writer {
         }
     }
 
-    fn plan_in_active(&self, blocks: &[log::Block]) -> Option<(Arc<Mutex<Appender>>, Extent)> {
-        let state = lock(&self.state);
-        let active = state.active.as_ref()?;
-        let extent = lock(active).plan(blocks)?;
-        Some((Arc::clone(active), extent))
+    fn plan_in_active(
+        &self,
+        core: &Core,
+        blocks: &[log::Block],
+    ) -> Option<(Arc<Mutex<Appender>>, Extent)> {
+        let mut state = lock(&self.state);
+        let active = Arc::clone(state.active.as_ref()?);
+        let mut locked = lock(&active);
+        if core.disk.hangs(locked.segment()) {
+            // It is sealed when its directory answers. Others go on in another one.
+            let full = state.active.take();
+            state.full.extend(full);
+            self.is_awaited.store(true, Relaxed);
+            return None;
+        }
+        let extent = locked.plan(blocks)?;
+        drop(locked);
+        Some((active, extent))
     }
 
     /// Seals segments. Slow: it waits for the disk.
@@ -259,9 +273,12 @@ impl Writer {
                 let active = state.active.take();
                 state.full.extend(active);
             }
-            let excess = state.full.len().saturating_sub(unsealed_max(core));
-            let count = if which == Which::Excess { excess } else { state.full.len() };
-            state.full[..count].to_vec()
+            let answers = |it: &&Arc<Mutex<Appender>>| !core.disk.hangs(lock(it).segment());
+            let mut full: Vec<_> = state.full.iter().filter(answers).cloned().collect();
+            if which == Which::Excess {
+                full.truncate(full.len().saturating_sub(unsealed_max(core)));
+            }
+            full
         };
         for appender in full {
             let mut locked = lock(&appender);
@@ -269,7 +286,9 @@ impl Writer {
                 self.is_awaited.store(true, Relaxed);
                 continue;
             }
-            seal(core, &mut locked);
+            if !seal(core, &mut locked) {
+                continue;
+            }
             drop(locked);
             // Not before: a call of `sync` waits for it.
             lock(&self.state).full.retain(|it| !Arc::ptr_eq(it, &appender));
@@ -331,7 +350,9 @@ impl Writer {
         let mut outcome = Ok(());
         for segment in own.chain(others) {
             if let Err(error) = core.disk.sync(segment) {
-                core.member.note_unsynced(segment);
+                if !is_hang(&error) {
+                    core.member.note_unsynced(segment);
+                }
                 outcome = outcome.and(Err((segment, error)));
             }
         }
@@ -378,7 +399,7 @@ pub(crate) fn begin_segment(core: &Core, left: usize) -> io::Result<Option<Appen
             return Err(error);
         }
         core.withheld(segment, &error);
-        core.member.set_segment(segment, mine, SegmentState::Withheld);
+        core.settle(segment, mine, SegmentState::Withheld);
     }
     Ok(None)
 }
@@ -396,12 +417,16 @@ fn begin(core: &Core, segment: u32) -> io::Result<Appender> {
 }
 
 /// Seals a segment. One that can't be sealed is as good while there is power, and slower to open after a restart.
-/// That is noted for all processes.
-pub(crate) fn seal(core: &Core, appender: &mut Appender) {
+/// That is noted for all processes. False if its directory hangs: it is as it was, and to be sealed later.
+pub(crate) fn seal(core: &Core, appender: &mut Appender) -> bool {
     if let Err(e) = appender.seal(&core.disk) {
         core.fault("seal", appender.segment(), &e);
+        if matches!(&e, log::Error::Segment { source, .. } if is_hang(source)) {
+            return false;
+        }
         core.member.note_unsynced(appender.segment());
     }
     let mine = SegmentState::Active(core.member.id());
     core.member.set_segment(appender.segment(), mine, SegmentState::Sealed);
+    true
 }

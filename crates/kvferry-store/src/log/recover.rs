@@ -7,6 +7,7 @@
 use super::appender::write_footer;
 use super::format::{PAGE_BYTES, Record, SegmentHeader, Trailer, bytes_of, footer_pages, pages_of};
 use super::{Disk, Error, Geometry, OnSegment, Result, Superblock};
+use crate::gate::is_hang;
 use crc_fast::{CrcAlgorithm, Digest};
 use std::io;
 use std::sync::Arc;
@@ -59,6 +60,7 @@ pub fn scan<D: Disk>(disk: &D, store: &Superblock, segment: u32) -> Result<Optio
     // A footer that cannot be read is as good as a damaged one: the extent headers say the same.
     let scanned = match read_footer(disk, store.geometry, &header) {
         Ok(Some(scanned)) => scanned,
+        Err(error) if is_hang(&error) => return Err(error).on(segment, "read the footer"),
         Ok(None) | Err(_) => {
             walk(disk, store.geometry, &header).on(segment, "read the extent headers")?
         }
@@ -176,7 +178,7 @@ fn walk<D: Disk>(disk: &D, geometry: Geometry, header: &SegmentHeader) -> io::Re
     while page < geometry.pages() {
         let bytes = match window.page(disk, geometry, header.segment, page) {
             Ok(bytes) => bytes,
-            Err(error) if records.is_empty() => return Err(error),
+            Err(error) if records.is_empty() || is_hang(&error) => return Err(error),
             // Such as: the file is cut. What was found is as good as before.
             Err(error) => {
                 window.error = Some(error);
@@ -248,7 +250,8 @@ impl Window {
             return Ok(());
         };
         self.unreadable += 1;
-        if self.unreadable > UNREADABLE_MAX {
+        // What is on a device that hangs can be read later.
+        if self.unreadable > UNREADABLE_MAX || is_hang(&error) {
             return Err(error);
         }
         self.error = Some(error);

@@ -2,9 +2,13 @@
 
 use crate::{Folder, MIB, content, options, prompt};
 use kvferry::{Access, Agent, DirectIo, Region};
-use kvferry_store::{BlockMemory, Namespace, Put, Retain, Space, Store};
+use kvferry_store::inspect::{Files, State};
+use kvferry_store::{BlockMemory, Error, Namespace, Put, Retain, Space, Store, StoreOptions};
 use kvferry_testkit::hanging::HangingDisk;
-use std::thread;
+use kvferry_testkit::{Watchdog, eventually};
+use std::ops::Range;
+use std::path::PathBuf;
+use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 const LEN: u64 = 256 << 10;
@@ -110,4 +114,217 @@ fn a_put_returns_once_a_device_that_hangs_does_not_read_its_memory_any_more() {
         assert_eq!(rig.store.stats().corrupt, 0);
         rig.close();
     }
+}
+
+/// How long an operation may take: long enough for a machine that is busy with other tests.
+const HANG_AFTER: Duration = Duration::from_secs(2);
+const SHORT: u64 = 64 << 10;
+/// Each test of these ends in a fraction of it.
+const LIMIT: Duration = Duration::from_secs(180);
+
+/// A store in four directories, of which the third is on a disk that can hang.
+struct Four {
+    /// First, so that its operations end before the store waits for them.
+    disk: HangingDisk,
+    agent: Agent,
+    pool: Region,
+    with: StoreOptions,
+    folder: Folder,
+}
+
+/// The store of [`Four`], open, with blocks of one prompt each. The last one is in a segment of the third directory,
+/// to which this process writes.
+struct Filled {
+    store: Store,
+    kv: Space,
+    seeds: Range<u64>,
+    /// Blocks in the third directory.
+    in_third: usize,
+    /// Segments in the other directories.
+    others: usize,
+}
+
+/// Has the disk answer also where a test fails: threads wait for it.
+struct Release<'a>(&'a HangingDisk);
+
+impl Drop for Release<'_> {
+    fn drop(&mut self) {
+        self.0.release();
+    }
+}
+
+impl Four {
+    /// `None` if this process can't mount file systems.
+    fn new(name: &str) -> Option<Self> {
+        let folder = Folder::new(name);
+        let paths = ["a", "b", "c", "d"].map(|it| folder.path().join(it));
+        paths.iter().for_each(|it| std::fs::create_dir(it).expect("a folder"));
+        let disk = HangingDisk::mount(&paths[2])?;
+        let agent = Agent::builder().name("engine").start().expect("an agent");
+        let pool = agent.allocate(4 * SHORT as usize, Access::NONE).expect("memory");
+        let [first, others @ ..] = paths;
+        // Past the page cache: it would answer for the device.
+        let first =
+            options(&first, 24 * MIB).direct(DirectIo::Auto).put_wait(LIMIT).hang_after(HANG_AFTER);
+        let with = others.into_iter().fold(first, StoreOptions::and_directory);
+        Some(Self { disk, agent, pool, with, folder })
+    }
+
+    fn third(&self) -> PathBuf {
+        self.folder.path().join("c")
+    }
+
+    fn open(&self) -> (Store, Space) {
+        let store = Store::open(&self.agent, &self.with).expect("a store");
+        let kv = store.space(&Namespace::new("model"));
+        (store, kv)
+    }
+
+    /// One of four places in memory.
+    fn memory(&self, place: u64) -> [BlockMemory; 1] {
+        [BlockMemory::new(&self.pool, place * SHORT, SHORT)]
+    }
+
+    fn put(&self, kv: &Space, seed: u64) -> Put {
+        let hash = prompt(seed, 1);
+        self.pool.write_at(0, &content(&hash[0], SHORT)).expect("inside");
+        kv.put(&hash, 0, &self.memory(0), Retain::default()).expect("a put")
+    }
+
+    /// Whether a block is there. Its bytes are right then.
+    fn get(&self, kv: &Space, seed: u64) -> bool {
+        self.get_to(kv, 1, seed).expect("a get")
+    }
+
+    fn get_to(&self, kv: &Space, place: u64, seed: u64) -> kvferry_store::Result<bool> {
+        let hash = prompt(seed, 1);
+        let got = kv.get(&hash, 0, &self.memory(place))?;
+        let mut bytes = vec![0; SHORT as usize];
+        self.pool.read_at((place * SHORT) as usize, &mut bytes).expect("inside");
+        assert!(got == 0 || bytes == content(&hash[0], SHORT), "block {seed} is not what was put");
+        Ok(got == 1)
+    }
+
+    /// The numbers of the segments that have a file.
+    fn segments(&self) -> Vec<usize> {
+        let names = ["a", "b", "c", "d"].map(|it| self.folder.path().join(it));
+        let files = names.iter().flat_map(|it| std::fs::read_dir(it).expect("a folder"));
+        let number = |it: std::io::Result<std::fs::DirEntry>| {
+            let name = it.expect("a file").file_name();
+            name.to_str().and_then(|it| it.strip_prefix("segment-")?.parse().ok())
+        };
+        files.filter_map(number).collect()
+    }
+
+    fn filled(&self) -> Filled {
+        let (store, kv) = self.open();
+        let mut seeds = 0..0;
+        while seeds.end < 100 || self.segments().iter().max().is_none_or(|it| it % 4 != 2) {
+            assert_eq!(self.put(&kv, seeds.end).stored, 1);
+            seeds.end += 1;
+        }
+        let paths = ["a", "b", "c", "d"].map(|it| self.folder.path().join(it));
+        let files = Files::open(&paths).expect("a store");
+        let in_third = |it: &kvferry_store::inspect::Segment| match &it.state {
+            State::Used(scanned) if it.number % 4 == 2 => scanned.records.len(),
+            _ => 0,
+        };
+        let in_third = files.segments().expect("segments").iter().map(in_third).sum();
+        assert!((1..100).contains(&in_third), "{in_third}");
+        let others = self.segments().iter().filter(|it| *it % 4 != 2).count();
+        Filled { store, kv, seeds, in_third, others }
+    }
+
+    /// Holds the third disk, and gets blocks on a thread until one is there that it waits for. Returns when the directory
+    /// hangs.
+    fn hang<'a>(
+        &'a self,
+        scope: &'a Scope<'a, '_>,
+        filled: &'a Filled,
+    ) -> ScopedJoinHandle<'a, ()> {
+        self.disk.hold();
+        let waits = scope.spawn(|| {
+            // Until the store is closed.
+            let _ =
+                filled.seeds.clone().try_for_each(|it| self.get_to(&filled.kv, 3, it).map(drop));
+        });
+        eventually("the directory hangs", || filled.store.stats().hanging_directories == 1);
+        assert!(!waits.is_finished(), "it waits for the device, which may write to its memory");
+        waits
+    }
+}
+
+#[test]
+fn a_directory_that_hangs_is_missed_while_the_others_serve_and_serves_again_once_it_answers() {
+    let _watchdog = Watchdog::new(LIMIT);
+    let Some(four) = Four::new("four") else { return };
+    let filled = four.filled();
+    let (store, kv) = (&filled.store, &filled.kv);
+    thread::scope(|scope| {
+        let _release = Release(&four.disk);
+        let waits = four.hang(scope, &filled);
+        assert_eq!(store.stats().disk_bytes, filled.others as u64 * MIB);
+        let missed: Vec<u64> = filled.seeds.clone().filter(|seed| !four.get(kv, *seed)).collect();
+        assert_eq!(missed.len(), filled.in_third);
+        let pins = missed.iter().map(|it| kv.pin(&prompt(*it, 1), LIMIT).expect("a pin"));
+        let pins: Vec<_> = pins.collect();
+        assert!(pins.iter().all(|it| it.blocks() == 1), "they are in the store");
+        // Three times what the store holds: segments of the others are freed.
+        for seed in 1000..2000 {
+            let put = four.put(kv, seed);
+            assert_eq!((put.stored, put.failed), (1, 0), "{seed}: {:?}", store.stats());
+        }
+        let synced = store.sync().expect_err("blocks are on the disk that hangs");
+        assert!(synced.to_string().contains(&*four.third().to_string_lossy()), "{synced}");
+        assert!(synced.to_string().contains("hangs"), "{synced}");
+        assert_eq!(store.stats().hanging_directories, 1);
+        assert!(!waits.is_finished());
+        four.disk.release();
+        waits.join().expect("no panic");
+        eventually("it is well again", || store.stats().hanging_directories == 0);
+        assert!(missed.iter().all(|seed| four.get(kv, *seed)), "{:?}", store.stats());
+    });
+    eventually("what was put there is synced", || store.sync().is_ok());
+    assert_eq!(store.stats().corrupt, 0);
+    store.close();
+    four.agent.shutdown();
+}
+
+#[test]
+fn a_store_closes_while_a_directory_hangs_and_opens_again_once_it_answers() {
+    let _watchdog = Watchdog::new(LIMIT);
+    let Some(four) = Four::new("closes") else { return };
+    let filled = four.filled();
+    thread::scope(|scope| {
+        let _release = Release(&four.disk);
+        let waits = four.hang(scope, &filled);
+        filled.store.close();
+        assert!(!waits.is_finished());
+        assert!(matches!(filled.store.sync(), Err(Error::Closed)));
+        four.disk.release();
+        waits.join().expect("no panic");
+    });
+    let (store, kv) = four.open();
+    let found = filled.seeds.clone().filter(|seed| four.get(&kv, *seed)).count();
+    assert_eq!(found, filled.seeds.clone().count());
+    assert_eq!(store.stats().corrupt, 0);
+    store.close();
+    four.agent.shutdown();
+}
+
+#[test]
+fn a_directory_that_hangs_when_a_store_is_opened_is_lost() {
+    let _watchdog = Watchdog::new(LIMIT);
+    let Some(four) = Four::new("opens") else { return };
+    let filled = four.filled();
+    filled.store.close();
+    four.disk.hold();
+    let (store, kv) = four.open();
+    assert_eq!(store.stats().lost_directories, 1);
+    let found = filled.seeds.clone().filter(|seed| four.get(&kv, *seed)).count();
+    assert_eq!(found, filled.seeds.clone().count() - filled.in_third);
+    assert_eq!(four.put(&kv, 5000).stored, 1);
+    four.disk.release();
+    store.close();
+    four.agent.shutdown();
 }

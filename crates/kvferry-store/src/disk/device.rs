@@ -1,0 +1,581 @@
+//! One directory of a store: its files, which of them are open, and what is in progress there.
+//!
+//! What needs no memory of a caller is carried out by another thread where the store has several directories
+//! ([`Device::patiently`]): the caller waits only until the directory hangs. An operation that was given up goes on,
+//! with memory of its own. Until it ends its segment is *held*: nothing else is done to the segment, and its owner must
+//! not give it away, as a late write would land in what another process has put there.
+
+use super::{EIO, is_gone, is_read_only, system_error};
+use crate::gate::{Entered, Gate, Pace};
+use crate::helpers::Helpers;
+use crate::log::{self, Superblock};
+use crate::own::{self, FileUser};
+use crate::steps::{Op, step, sync_directory};
+use crate::sync::lock;
+use kvferry::{Agent, DirectIo, FileOptions, FileRegion};
+use kvferry_sys::private;
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The part of the process's descriptors that the open segments of a store take, at most.
+const DESCRIPTORS_SHARE: usize = 4;
+/// Segments of a directory whose files are kept open, however few descriptors the process may have.
+const OPEN_MIN: usize = 4;
+/// How long it is known whether a directory can be written to.
+const KNOWN_FOR: Duration = Duration::from_secs(1);
+
+/// A directory. No lock of it is held during an operation on a file.
+#[derive(Debug)]
+pub(super) struct Device {
+    pub(super) agent: Agent,
+    pub(super) path: PathBuf,
+    pub(super) number: usize,
+    /// How many directories the store has.
+    pub(super) directories: usize,
+    /// It could not be read when the store was opened.
+    pub(super) is_lost: AtomicBool,
+    /// It has a superblock, so that another file system in its place is noticed.
+    pub(super) is_marked: bool,
+    pub(super) user: FileUser,
+    pub(super) store: [u8; 16],
+    pub(super) segment_bytes: u64,
+    pub(super) direct: DirectIo,
+    pub(super) gate: Arc<Gate>,
+    pub(super) helpers: Arc<Helpers>,
+    pub(super) state: State,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct State {
+    open: Mutex<Open>,
+    /// Files whose names this process has synced. Another process may have made a file and been killed.
+    named: Mutex<FxHashSet<u32>>,
+    /// Whether the directory could be written to, and when that was found out.
+    writable: Mutex<Option<(Instant, bool)>>,
+    late: Mutex<Late>,
+    /// Memory of the last operation that was carried out by another thread.
+    spare: Mutex<Vec<u8>>,
+}
+
+/// Operations that were given up.
+#[derive(Debug, Default)]
+struct Late {
+    /// By segment, how many are in progress.
+    held: FxHashMap<u32, usize>,
+    /// Segments of which a sync has failed after it was given up: a later one would succeed although blocks are lost.
+    unsynced: FxHashSet<u32>,
+}
+
+/// What becomes of an operation that another thread carries out.
+enum Outcome<T> {
+    Running,
+    Ended(std::thread::Result<io::Result<T>>),
+    GivenUp,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum What {
+    Sync,
+    Other,
+}
+
+#[derive(Debug, Default)]
+struct Open {
+    files: FxHashMap<u32, (Arc<Segment>, u64)>,
+    /// Counts uses, to find the file that was not used for longest.
+    uses: u64,
+    /// Counts the closings. A file that was opened before one may have been removed.
+    closed: u64,
+}
+
+/// An open segment. Closes its region when the last operation on it has ended.
+#[derive(Debug)]
+pub(super) struct Segment {
+    agent: Agent,
+    pub(super) file: File,
+    pub(super) region: FileRegion,
+    /// False if the file system is read-only, or this user may only read.
+    is_writable: bool,
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // Fails if the agent was shut down, which closed the region.
+        let _ = self.agent.close_file(&self.region);
+    }
+}
+
+impl Device {
+    /// Begins an operation that this thread carries out.
+    pub(super) fn enter(&self, pace: Pace) -> io::Result<Entered> {
+        self.gate.enter(pace)
+    }
+
+    /// Carries out an operation, on a segment if one is given, which uses no memory of a caller. Where there are other
+    /// directories, it is given up once this one hangs.
+    pub(super) fn patiently<T: Send + 'static>(
+        self: &Arc<Self>,
+        pace: Pace,
+        segment: Option<u32>,
+        run: impl FnOnce(&Self) -> io::Result<T> + Send + 'static,
+    ) -> io::Result<T> {
+        self.carry_out(pace, What::Other, segment, run)
+    }
+
+    /// As [`Device::patiently`].
+    pub(super) fn carry_out<T: Send + 'static>(
+        self: &Arc<Self>,
+        pace: Pace,
+        what: What,
+        segment: Option<u32>,
+        run: impl FnOnce(&Self) -> io::Result<T> + Send + 'static,
+    ) -> io::Result<T> {
+        let entered = self.enter(pace)?;
+        if self.directories == 1 {
+            return run(self);
+        }
+        if segment.is_some_and(|it| self.is_held(it)) {
+            return Err(self.gate.busy());
+        }
+        let shared = Arc::new((Mutex::new(Outcome::Running), Condvar::new()));
+        let (of_job, device) = (Arc::clone(&shared), Arc::clone(self));
+        let job = move || {
+            if matches!(*lock(&of_job.0), Outcome::GivenUp) {
+                return device.ended_late(segment, false);
+            }
+            let outcome = catch_unwind(AssertUnwindSafe(|| run(&device)));
+            let (state, changed) = &*of_job;
+            let mut state = lock(state);
+            if matches!(*state, Outcome::GivenUp) {
+                let is_lost = what == What::Sync && !matches!(outcome, Ok(Ok(_)));
+                device.ended_late(segment, is_lost);
+            } else {
+                *state = Outcome::Ended(outcome);
+                changed.notify_one();
+            }
+            drop(state);
+            // Not before: who waits until nothing is in progress finds the segment as it is left.
+            drop(entered);
+        };
+        self.helpers.submit(Box::new(job))?;
+        let (state, changed) = &*shared;
+        let mut state = lock(state);
+        loop {
+            if let Outcome::Ended(_) = &*state {
+                return match std::mem::replace(&mut *state, Outcome::Running) {
+                    Outcome::Ended(Ok(outcome)) => outcome,
+                    Outcome::Ended(Err(panic)) => resume_unwind(panic),
+                    _ => unreachable!("it was just looked at"),
+                };
+            }
+            if let Some(hangs) = self.gate.hangs() {
+                *state = Outcome::GivenUp;
+                if let Some(segment) = segment {
+                    *lock(&self.state.late).held.entry(segment).or_default() += 1;
+                }
+                return Err(hangs);
+            }
+            let waited = changed.wait_timeout(state, self.gate.left());
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// An operation that was given up has ended.
+    fn ended_late(&self, segment: Option<u32>, is_lost: bool) {
+        let Some(segment) = segment else { return };
+        let mut late = lock(&self.state.late);
+        if is_lost {
+            late.unsynced.insert(segment);
+        }
+        if let Some(count) = late.held.get_mut(&segment) {
+            *count -= 1;
+            if *count == 0 {
+                late.held.remove(&segment);
+            }
+        }
+    }
+
+    /// Whether an operation on a segment that was given up is in progress.
+    pub(super) fn is_held(&self, segment: u32) -> bool {
+        lock(&self.state.late).held.contains_key(&segment)
+    }
+
+    pub(super) fn path_of(&self, segment: u32) -> PathBuf {
+        self.path.join(log::superblock::segment_file(segment))
+    }
+
+    pub(super) fn named(&self) -> MutexGuard<'_, FxHashSet<u32>> {
+        lock(&self.state.named)
+    }
+
+    /// An open segment, for an operation that the caller's thread carries out.
+    pub(super) fn find_open(
+        self: &Arc<Self>,
+        segment: u32,
+        to_write: bool,
+    ) -> io::Result<Arc<Segment>> {
+        let known = lock(&self.state.open).find(segment, to_write);
+        match known {
+            Some(known) => Ok(known),
+            None => self.patiently(Pace::Quick, None, move |it| it.opened(segment, to_write)),
+        }
+    }
+
+    fn opened(&self, segment: u32, to_write: bool) -> io::Result<Arc<Segment>> {
+        let closed = {
+            let mut open = lock(&self.state.open);
+            if let Some(known) = open.find(segment, to_write) {
+                return Ok(known);
+            }
+            open.closed
+        };
+        let new = match self.open_segment(segment, true) {
+            Err(e) if is_read_only(&e) && !to_write => self.open_segment(segment, false)?,
+            new => new?,
+        };
+        let most = self.open_max();
+        let mut open = lock(&self.state.open);
+        if let Some(known) = open.find(segment, to_write) {
+            // Another thread was faster.
+            return Ok(known);
+        }
+        if open.closed != closed {
+            return Ok(new);
+        }
+        let oldest = open.add(segment, &new, most);
+        drop(open);
+        // Not under the lock: to close a file may wait for the device.
+        drop(oldest);
+        Ok(new)
+    }
+
+    /// Segments whose files are kept open at most.
+    fn open_max(&self) -> usize {
+        // A file for the agent, one past the page cache, and one for what is not moved by the agent.
+        let descriptors = if self.direct == DirectIo::Off { 2 } else { 3 };
+        let all = kvferry_sys::fd::limit() / DESCRIPTORS_SHARE / descriptors;
+        (all / self.directories).max(OPEN_MIN)
+    }
+
+    fn open_segment(&self, segment: u32, is_writable: bool) -> io::Result<Arc<Segment>> {
+        let path = self.path_of(segment);
+        step(|| Op::Open { path: path.clone(), to_write: is_writable }, || Ok(()))?;
+        let file = own::open(&path, is_writable, &self.user)?;
+        let options =
+            if is_writable { FileOptions::read_write() } else { FileOptions::read_only() };
+        self.register(path, file, options, is_writable)
+    }
+
+    /// The agent gets the file that was looked at, whatever its name leads to by then.
+    fn register(
+        &self,
+        path: PathBuf,
+        file: File,
+        options: FileOptions,
+        is_writable: bool,
+    ) -> io::Result<Arc<Segment>> {
+        let options = options.direct(self.direct).name(path);
+        let region =
+            self.agent.register_file(file.try_clone()?.into(), &options).map_err(system_error)?;
+        Ok(Arc::new(Segment { agent: self.agent.clone(), file, region, is_writable }))
+    }
+
+    /// Closes a segment's file once nothing reads it.
+    pub(super) fn close(&self, segment: u32) {
+        let Some(closed) = lock(&self.state.open).close(segment) else { return };
+        if self.directories > 1 {
+            // Its last user waits for the device, if it hangs.
+            let _ = self.helpers.submit(Box::new(move || drop(closed)));
+        }
+    }
+
+    /// As [`super::Directories::ensure`].
+    pub(super) fn ensure(self: &Arc<Self>, segment: u32) -> io::Result<()> {
+        // It is used anew.
+        lock(&self.state.late).unsynced.remove(&segment);
+        // First: it takes less time to find out that the device hangs.
+        let exists = self.patiently(Pace::Quick, Some(segment), move |it| {
+            Ok(std::fs::symlink_metadata(it.path_of(segment)).is_ok())
+        });
+        exists?;
+        self.patiently(Pace::Slow, Some(segment), move |it| it.ensure_now(segment))
+    }
+
+    fn ensure_now(&self, segment: u32) -> io::Result<()> {
+        match std::fs::symlink_metadata(self.path_of(segment)) {
+            Ok(file) if !file.is_symlink() && file.len() == self.segment_bytes => {
+                return self.opened(segment, true).map(|_| ());
+            }
+            Ok(_) => self.remove_now(segment)?,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => self.close(segment),
+            Err(e) => return Err(e),
+        }
+        self.check()?;
+        self.create_now(segment).inspect_err(|_| {
+            let _ = self.remove_now(segment);
+        })
+    }
+
+    /// Fails if the directory is not the store's any more, such as the empty folder that a device was mounted at.
+    fn check(&self) -> io::Result<()> {
+        if !self.is_marked && !self.is_lost.load(Relaxed) {
+            return Ok(());
+        }
+        let path = &self.path;
+        match Superblock::read_own(path, &self.user) {
+            Ok(Some((it, _))) if it.store == self.store && it.directory as usize == self.number => {
+                Ok(())
+            }
+            Err(log::Error::Directory { source, .. }) => Err(source),
+            Err(refused @ log::Error::Refused(_)) => {
+                Err(io::Error::new(io::ErrorKind::PermissionDenied, refused))
+            }
+            _ => {
+                let what = format!("{} is not a directory of the store any more", path.display());
+                Err(io::Error::new(io::ErrorKind::NotFound, what))
+            }
+        }
+    }
+
+    pub(super) fn create(self: &Arc<Self>, segment: u32) -> io::Result<()> {
+        self.patiently(Pace::Slow, Some(segment), move |it| it.create_now(segment))
+    }
+
+    fn create_now(&self, segment: u32) -> io::Result<()> {
+        let path = self.path_of(segment);
+        let create = || {
+            // A file that is there, or a link, was not made by this process: it is not used.
+            let file = private::create(&path)?;
+            self.register(path.clone(), file, FileOptions::create(self.segment_bytes), true)
+        };
+        step(|| Op::Create { path: path.clone(), len: self.segment_bytes }, create)?;
+        self.named().remove(&segment);
+        Ok(())
+    }
+
+    pub(super) fn remove(self: &Arc<Self>, segment: u32) -> io::Result<()> {
+        self.patiently(Pace::Slow, Some(segment), move |it| it.remove_now(segment))
+    }
+
+    fn remove_now(&self, segment: u32) -> io::Result<()> {
+        self.close(segment);
+        let path = self.path_of(segment);
+        let removed = step(|| Op::Remove(path.clone()), || std::fs::remove_file(&path));
+        // Once more: it may have been opened before it was removed.
+        self.close(segment);
+        removed
+    }
+
+    pub(super) fn read_at(
+        self: &Arc<Self>,
+        segment: u32,
+        offset: u64,
+        into: &mut [u8],
+    ) -> io::Result<()> {
+        let read = move |it: &Self, into: &mut [u8]| {
+            let file = it.opened(segment, false)?;
+            step(|| Op::Read(it.path_of(segment)), || file.file.read_exact_at(into, offset))
+        };
+        if self.directories == 1 {
+            let _entered = self.enter(Pace::Quick)?;
+            return read(self, into);
+        }
+        let (mut buffer, len) = (self.spare(), into.len());
+        let bytes = self.patiently(Pace::Quick, Some(segment), move |it| {
+            buffer.resize(len, 0);
+            read(it, &mut buffer).map(|()| buffer)
+        })?;
+        into.copy_from_slice(&bytes);
+        self.keep(bytes);
+        Ok(())
+    }
+
+    pub(super) fn write_at(
+        self: &Arc<Self>,
+        segment: u32,
+        offset: u64,
+        bytes: &[u8],
+    ) -> io::Result<()> {
+        let write = move |it: &Self, bytes: &[u8]| {
+            let file = it.opened(segment, true)?;
+            let op = || Op::write(it.path_of(segment), offset, bytes);
+            step(op, || file.file.write_all_at(bytes, offset))
+        };
+        if self.directories == 1 {
+            let _entered = self.enter(Pace::Quick)?;
+            return write(self, bytes);
+        }
+        let mut buffer = self.spare();
+        buffer.clear();
+        buffer.extend_from_slice(bytes);
+        let buffer = self
+            .patiently(Pace::Quick, Some(segment), move |it| write(it, &buffer).map(|()| buffer))?;
+        self.keep(buffer);
+        Ok(())
+    }
+
+    fn spare(&self) -> Vec<u8> {
+        std::mem::take(&mut *lock(&self.state.spare))
+    }
+
+    fn keep(&self, buffer: Vec<u8>) {
+        *lock(&self.state.spare) = buffer;
+    }
+
+    pub(super) fn sync(self: &Arc<Self>, segment: u32) -> io::Result<()> {
+        if lock(&self.state.late).unsynced.remove(&segment) {
+            return Err(io::Error::from_raw_os_error(EIO));
+        }
+        self.carry_out(Pace::Slow, What::Sync, Some(segment), move |it| it.sync_now(segment))
+    }
+
+    fn sync_now(&self, segment: u32) -> io::Result<()> {
+        step(
+            || Op::SyncSegment(self.path_of(segment)),
+            || {
+                let file = self.opened(segment, false)?;
+                step(|| Op::Sync(self.path_of(segment)), || file.file.sync_data())?;
+                let is_named = self.named().contains(&segment);
+                if !is_named {
+                    sync_directory(&self.path)?;
+                    self.named().insert(segment);
+                }
+                Ok(())
+            },
+        )
+    }
+
+    /// Whether segments can be written to. It is known for a moment.
+    pub(super) fn is_writable(self: &Arc<Self>) -> bool {
+        let known = *lock(&self.state.writable);
+        match known {
+            _ if self.gate.hangs().is_some() => false,
+            Some((at, is_writable)) if at.elapsed() < KNOWN_FOR => is_writable,
+            _ => self.patiently(Pace::Quick, None, |it| Ok(it.find_writable())).unwrap_or(false),
+        }
+    }
+
+    fn find_writable(&self) -> bool {
+        let superblock = self.path.join(log::superblock::FILE);
+        let open = || private::open(&superblock, true);
+        let is_writable = match step(|| Op::Open { path: superblock.clone(), to_write: true }, open)
+        {
+            Ok(_) => true,
+            // Of format 1.
+            Err(e) => e.kind() == io::ErrorKind::NotFound && self.path.exists(),
+        };
+        *lock(&self.state.writable) = Some((Instant::now(), is_writable));
+        is_writable
+    }
+
+    /// As [`super::Directories::is_lost`].
+    pub(super) fn is_lost(self: &Arc<Self>, segment: u32, offset: u64, len: u32) -> bool {
+        let read = self.patiently(Pace::Quick, None, move |it| {
+            let mut bytes = vec![0; usize::try_from(len).expect("at most a segment")];
+            let path = it.path_of(segment);
+            let read = || {
+                private::open(&path, false).and_then(|file| file.read_exact_at(&mut bytes, offset))
+            };
+            step(|| Op::Read(path.clone()), read)
+        });
+        read.is_err_and(|e| is_gone(&e))
+    }
+
+    /// Bytes of all segments' files; 0 of a directory that can't be listed.
+    pub(super) fn bytes(self: &Arc<Self>) -> u64 {
+        let bytes = self.patiently(Pace::Quick, None, |it| {
+            let of = |entry: std::fs::DirEntry| {
+                let is_segment = entry.file_name().to_str().and_then(log::superblock::segment_of);
+                is_segment.and(entry.metadata().ok()).map_or(0, |it| it.len())
+            };
+            Ok(std::fs::read_dir(&it.path)?.flatten().map(of).sum())
+        });
+        bytes.unwrap_or(0)
+    }
+
+    /// The numbers of the segments that belong into this directory and are there.
+    pub(super) fn segments(self: &Arc<Self>) -> io::Result<Vec<u32>> {
+        self.patiently(Pace::Quick, None, |it| {
+            let mut segments = Vec::new();
+            for entry in std::fs::read_dir(&it.path)? {
+                let name = entry?.file_name();
+                let segment = name.to_str().and_then(log::superblock::segment_of);
+                segments.extend(segment.filter(|number| it.has(*number)));
+            }
+            Ok(segments)
+        })
+    }
+
+    fn has(&self, segment: u32) -> bool {
+        segment as usize % self.directories == self.number
+    }
+
+    /// As [`super::Directories::discard_others`].
+    pub(super) fn discard_others(self: &Arc<Self>, segments: u32) -> io::Result<()> {
+        let others = self.patiently(Pace::Quick, None, move |it| it.others(segments))?;
+        // One by one: an operation that was given up must not go on to remove what was made since.
+        for path in others {
+            let remove = move || step(|| Op::Remove(path.clone()), || std::fs::remove_file(&path));
+            match self.patiently(Pace::Slow, None, move |_| remove()) {
+                Err(e) if !is_read_only(&e) => return Err(e),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Files of segments that the store does not have.
+    fn others(&self, segments: u32) -> io::Result<Vec<PathBuf>> {
+        let mut others = Vec::new();
+        for entry in std::fs::read_dir(&self.path)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            let Some(segment) = name.to_str().and_then(log::superblock::segment_of) else {
+                continue;
+            };
+            let is_whole = entry.metadata()?.len() == self.segment_bytes;
+            if segment >= segments || !self.has(segment) || !is_whole {
+                others.push(entry.path());
+            }
+        }
+        Ok(others)
+    }
+}
+
+impl Open {
+    fn find(&mut self, segment: u32, to_write: bool) -> Option<Arc<Segment>> {
+        self.uses += 1;
+        let now = self.uses;
+        let (known, used) = self.files.get_mut(&segment)?;
+        if to_write && !known.is_writable {
+            return None;
+        }
+        *used = now;
+        Some(Arc::clone(known))
+    }
+
+    /// Adds a file. Returns those that have to be closed for it, so that no more than `most` are open.
+    fn add(&mut self, segment: u32, new: &Arc<Segment>, most: usize) -> Vec<Arc<Segment>> {
+        let mut oldest = Vec::new();
+        let before = self.files.insert(segment, (Arc::clone(new), self.uses));
+        oldest.extend(before.map(|(file, _)| file));
+        while self.files.len() > most {
+            let used = |(number, (_, used)): (&u32, &(Arc<Segment>, u64))| (*used, *number);
+            let Some((_, number)) = self.files.iter().map(used).min() else { break };
+            oldest.extend(self.files.remove(&number).map(|(file, _)| file));
+        }
+        oldest
+    }
+
+    fn close(&mut self, segment: u32) -> Option<Arc<Segment>> {
+        self.closed += 1;
+        self.files.remove(&segment).map(|(file, _)| file)
+    }
+}

@@ -1,0 +1,132 @@
+//! What becomes of segments of a directory that hangs.
+
+use super::*;
+use crate::core::Core;
+use crate::index::SegmentState;
+use crate::log::Disk;
+use crate::opening::Opening;
+use crate::options::StoreOptions;
+use crate::recover;
+use crate::writer::begin_segment;
+use kvferry_testkit::eventually;
+use std::sync::mpsc;
+
+/// Long enough that no other operation takes as long.
+const HANG_AFTER: Duration = Duration::from_millis(500);
+
+struct Bench {
+    folder: PathBuf,
+    agent: Agent,
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        self.agent.shutdown();
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+impl Bench {
+    fn new(name: &str) -> Self {
+        let name = format!("kvferry-disk-{name}-{}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
+        let _ = std::fs::remove_dir_all(&folder);
+        Self { folder, agent: Agent::builder().start().expect("an agent") }
+    }
+
+    /// A store in two directories, without threads that free space.
+    fn open(&self) -> Core {
+        let options = StoreOptions::new(self.folder.join("a"), 12 << 20)
+            .and_directory(self.folder.join("b"))
+            .segment_bytes(1 << 20)
+            .hang_after(HANG_AFTER);
+        let opening = Opening::new(&self.agent, &options).expect("directories");
+        let superblock = opening.open_superblock().expect("a superblock");
+        let disk = opening.disk(&superblock, true).expect("files");
+        let geometry = options.geometry(None).expect("in bounds");
+        let index = recover::fill(&disk, &superblock, geometry).expect("an index");
+        Core::new(disk, superblock, index.join().expect("a member"))
+    }
+}
+
+/// An operation on a segment that hangs until the sender is dropped or used. It was given up.
+fn hang(disk: &Directories, segment: u32) -> mpsc::Sender<()> {
+    let (release, held) = mpsc::channel();
+    let run = move |_: &Device| held.recv().map_err(io::Error::other);
+    let given_up = disk.of(segment).patiently(Pace::Quick, Some(segment), run);
+    assert!(is_hang(&given_up.expect_err("it does not end")));
+    release
+}
+
+#[test]
+fn a_segment_is_neither_used_nor_given_away_until_what_was_given_up_on_it_has_ended() {
+    let bench = Bench::new("held");
+    let core = bench.open();
+    let mine = SegmentState::Active(core.member.id());
+    let segments = [(); 2].map(|()| core.member.claim().expect("one is free"));
+    assert_eq!(segments, [0, 1]);
+    segments.iter().for_each(|it| core.disk.ensure(*it).expect("no device fails"));
+    let release = hang(&core.disk, 1);
+    assert!(core.disk.is_held(1) && core.disk.hangs(1) && !core.disk.hangs(0));
+    assert_eq!((core.disk.hanging(), core.disk.writable()), (1, vec![true, false]));
+    let refused = core.disk.write_at(1, 0, &[0; 4096]).expect_err("it hangs");
+    assert!(is_hang(&refused) && is_of_device(&refused), "{refused}");
+    core.disk.write_at(0, 0, &[0; 4096]).expect("the other directory works");
+    assert!(core.settle(1, mine, SegmentState::Withheld));
+    assert!(core.settle(0, mine, SegmentState::Withheld));
+    assert!(core.settle_late(), "more is to be done");
+    assert_eq!(core.member.segment(0).state, SegmentState::Withheld);
+    assert_eq!(core.member.segment(1).state, mine);
+    release.send(()).expect("it waits");
+    eventually("it has ended", || !core.settle_late());
+    assert_eq!(core.member.segment(1).state, SegmentState::Withheld);
+    eventually("it is well again", || !core.disk.hangs(1));
+    core.disk.write_at(1, 0, &[0; 4096]).expect("the directory answers");
+}
+
+#[test]
+fn segments_are_begun_in_other_directories_than_one_that_hangs() {
+    let bench = Bench::new("begun");
+    let core = bench.open();
+    let release = hang(&core.disk, 1);
+    for _ in 0..3 {
+        let begun = begin_segment(&core, 0).expect("no fault of this process");
+        assert_eq!(begun.expect("one is free").segment() % 2, 0);
+    }
+    assert_eq!(core.member.segment(3).state, SegmentState::Withheld);
+    drop(release);
+}
+
+#[test]
+fn a_sync_that_fails_after_it_was_given_up_is_not_followed_by_one_that_succeeds() {
+    let bench = Bench::new("late-sync");
+    let core = bench.open();
+    core.disk.ensure(1).expect("no device fails");
+    let (release, held) = mpsc::channel::<()>();
+    let device = core.disk.of(1);
+    let fails = move |_: &Device| {
+        let _ = held.recv();
+        Err::<(), _>(io::Error::from_raw_os_error(EIO))
+    };
+    let given_up = device.carry_out(Pace::Quick, device::What::Sync, Some(1), fails);
+    assert!(is_hang(&given_up.expect_err("it does not end")));
+    drop(release);
+    eventually("it has ended", || !core.disk.is_held(1) && !core.disk.hangs(1));
+    let late = core.disk.sync(1).expect_err("blocks may be lost");
+    assert_eq!(late.raw_os_error(), Some(EIO));
+    core.disk.sync(1).expect("it was told");
+}
+
+#[test]
+fn a_panic_of_an_operation_is_that_of_its_caller() {
+    let bench = Bench::new("panic");
+    let core = bench.open();
+    let run = |_: &Device| -> io::Result<()> { std::panic::resume_unwind(Box::new("here")) };
+    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        core.disk.of(1).patiently(Pace::Quick, None, run)
+    }));
+    let panic = caught.expect_err("it panics");
+    assert_eq!(panic.downcast_ref::<&str>(), Some(&"here"));
+    assert_eq!(core.disk.hanging(), 0);
+    core.disk.wait_quiet();
+}

@@ -1,0 +1,222 @@
+//! Which operations on the files of a directory are in progress, and whether its device hangs.
+//!
+//! A device that hangs neither completes an operation nor fails it, so a thread that waits for it may wait for ever.
+//! Each operation holds its directory's [`Gate`]. A directory hangs while an operation is in progress for longer than
+//! such an operation may take; nothing enters then. That is computed when it is asked, and over once the operation has
+//! ended.
+
+use crate::log::superblock;
+use crate::sync::lock;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How many times as long an operation may take that works on a whole file, such as to sync it.
+const SLOW: u32 = 6;
+
+/// How long an operation may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pace {
+    /// It reads or writes bytes, opens a file, or lists a directory.
+    Quick,
+    /// It syncs, makes or removes files.
+    Slow,
+}
+
+/// The error of an operation on a directory that hangs. No block is lost by that.
+#[derive(Debug)]
+pub(crate) struct Hangs {
+    path: PathBuf,
+    since: Duration,
+}
+
+impl fmt::Display for Hangs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} hangs: its device has not answered for {:.1} s; its blocks are missed until it does",
+            self.path.display(),
+            self.since.as_secs_f64()
+        )
+    }
+}
+
+impl std::error::Error for Hangs {}
+
+/// Whether an operation failed, or was given up, because a device hangs.
+pub(crate) fn is_hang(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|it| it.is::<Hangs>())
+}
+
+/// The directories that can't be looked at within `limit`, with the error of each. The threads that wait for them end
+/// once they answer.
+pub(crate) fn unanswered(paths: &[PathBuf], limit: Duration) -> BTreeMap<PathBuf, io::Error> {
+    let (answers, answered) = mpsc::channel();
+    let mut waiting: BTreeMap<PathBuf, io::Error> = BTreeMap::new();
+    for path in paths {
+        let (asked, answers) = (path.clone(), answers.clone());
+        let look = move || {
+            // What the device says is found out by who asks next.
+            let _ = fs::metadata(&asked);
+            let _ = fs::read_dir(&asked).map(|entries| entries.map(drop).count());
+            let _ = fs::read(asked.join(superblock::FILE));
+            let _ = answers.send(asked);
+        };
+        if kvferry_sys::thread::spawn("kvferry-store-io".into(), look).is_ok() {
+            let hangs = Hangs { path: path.clone(), since: limit };
+            waiting.insert(path.clone(), io::Error::new(io::ErrorKind::TimedOut, hangs));
+        }
+    }
+    let began = Instant::now();
+    while !waiting.is_empty()
+        && let Ok(path) = answered.recv_timeout(limit.saturating_sub(began.elapsed()))
+    {
+        waiting.remove(&path);
+    }
+    waiting
+}
+
+#[derive(Debug)]
+pub(crate) struct Gate {
+    path: PathBuf,
+    limit: Duration,
+    doing: Mutex<Doing>,
+    /// An operation has ended.
+    ended: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Doing {
+    /// When operations in progress have begun, by the time from which on the directory hangs.
+    begun: BTreeMap<(Instant, u64), Instant>,
+    /// Counts operations.
+    count: u64,
+    is_closed: bool,
+}
+
+/// An operation in progress.
+#[derive(Debug)]
+pub(crate) struct Entered {
+    gate: Arc<Gate>,
+    key: (Instant, u64),
+}
+
+impl Gate {
+    pub(crate) fn new(path: &Path, limit: Duration) -> Self {
+        let (doing, ended) = (Mutex::default(), Condvar::new());
+        Self { path: path.to_path_buf(), limit, doing, ended }
+    }
+
+    /// Begins an operation.
+    ///
+    /// # Errors
+    /// The directory hangs ([`is_hang`]), or the store was closed.
+    pub(crate) fn enter(self: &Arc<Self>, pace: Pace) -> io::Result<Entered> {
+        let now = Instant::now();
+        let limit = if pace == Pace::Slow { self.limit.saturating_mul(SLOW) } else { self.limit };
+        // Longer than any clock: never.
+        let hangs_at = now.checked_add(limit).unwrap_or(now + Duration::from_secs(u32::MAX.into()));
+        let mut doing = lock(&self.doing);
+        if doing.is_closed {
+            return Err(io::Error::other("the store was closed"));
+        }
+        if let Some(hangs) = self.hangs_at(&doing, now) {
+            return Err(hangs);
+        }
+        doing.count += 1;
+        let key = (hangs_at, doing.count);
+        doing.begun.insert(key, now);
+        Ok(Entered { gate: Arc::clone(self), key })
+    }
+
+    fn hangs_at(&self, doing: &Doing, now: Instant) -> Option<io::Error> {
+        let ((hangs_at, _), begun) = doing.begun.first_key_value()?;
+        (now >= *hangs_at).then(|| self.error(now.saturating_duration_since(*begun)))
+    }
+
+    fn error(&self, since: Duration) -> io::Error {
+        io::Error::new(io::ErrorKind::TimedOut, Hangs { path: self.path.clone(), since })
+    }
+
+    /// The error of operations, while the directory hangs.
+    pub(crate) fn hangs(&self) -> Option<io::Error> {
+        self.hangs_at(&lock(&self.doing), Instant::now())
+    }
+
+    /// The error of an operation on a file on which another one that was given up is in progress.
+    pub(crate) fn busy(&self) -> io::Error {
+        let doing = lock(&self.doing);
+        let begun = doing.begun.values().min().map_or(Duration::ZERO, Instant::elapsed);
+        self.error(begun)
+    }
+
+    /// How long until the directory hangs, if no operation ends.
+    pub(crate) fn left(&self) -> Duration {
+        let doing = lock(&self.doing);
+        let first = doing.begun.first_key_value();
+        first.map_or(self.limit, |((at, _), _)| at.saturating_duration_since(Instant::now()))
+    }
+
+    /// Nothing enters from now on.
+    pub(crate) fn close(&self) {
+        lock(&self.doing).is_closed = true;
+    }
+
+    /// Returns when no operation is in progress.
+    pub(crate) fn wait_quiet(&self) {
+        let busy = |doing: &mut Doing| !doing.begun.is_empty();
+        let waited = self.ended.wait_while(lock(&self.doing), busy);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        let mut doing = lock(&self.gate.doing);
+        doing.begun.remove(&self.key);
+        if doing.begun.is_empty() {
+            self.gate.ended.notify_all();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_hangs_while_an_operation_takes_longer_than_it_may() {
+        let gate = Arc::new(Gate::new(Path::new("/mnt/kv"), Duration::from_millis(1)));
+        let slow = gate.enter(Pace::Slow).expect("it does not hang");
+        let quick = gate.enter(Pace::Quick).expect("it does not hang");
+        while gate.hangs().is_none() {
+            std::thread::yield_now();
+        }
+        let refused = gate.enter(Pace::Quick).expect_err("it hangs");
+        assert!(is_hang(&refused) && refused.to_string().starts_with("/mnt/kv hangs"), "{refused}");
+        drop(quick);
+        drop(slow);
+        assert!(gate.hangs().is_none());
+        drop(gate.enter(Pace::Quick).expect("it is well again"));
+        gate.wait_quiet();
+        gate.close();
+        let refused = gate.enter(Pace::Quick).expect_err("it is closed");
+        assert!(!is_hang(&refused));
+    }
+
+    #[test]
+    fn an_operation_on_a_whole_file_may_take_longer() {
+        let gate = Arc::new(Gate::new(Path::new("/mnt/kv"), Duration::from_secs(3600)));
+        let slow = gate.enter(Pace::Slow).expect("it does not hang");
+        assert!(gate.left() > Duration::from_secs(5 * 3600));
+        drop(slow);
+        let forever = Arc::new(Gate::new(Path::new("/mnt/kv"), Duration::MAX));
+        let _quick = forever.enter(Pace::Quick).expect("it does not hang");
+        assert!(forever.hangs().is_none());
+    }
+}
