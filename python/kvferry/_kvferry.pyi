@@ -432,6 +432,10 @@ class Store:
     closing the store ends all waits. With `host_bytes`, blocks in that memory are written once there is space, and a put
     of more than it has room for waits for 10 s, or for `put_wait` if that is longer.
 
+    `hang_after`: seconds that an operation on a directory may take until the directory hangs; six times as many for syncing,
+    making and removing a file. Its blocks are missed then, and nothing is put there, until the device has answered; other
+    directories work.
+
     `objects`: the URL of an object store, ``s3://bucket/prefix``, ``gs://…``, ``az://…`` or ``file:///directory``. Blocks that
     this process puts are uploaded to it in the background, and `Space.prefetch` brings blocks from it. `object_options`
     override the environment's AWS_*, GOOGLE_* and AZURE_* (such as ``aws_endpoint_url``), or say how it is used:
@@ -452,6 +456,7 @@ class Store:
         direct: _Direct = "off",
         host_bytes: int = 0,
         put_wait: float = 0.0,
+        hang_after: float = 10.0,
         objects: str | None = None,
         object_options: Mapping[str, str | float] | None = None,
     ) -> Store: ...

@@ -281,6 +281,7 @@ def test_the_counters_have_names(agent: kvferry.Agent, store: kvferry.Store) -> 
         "fetch_failed": 0,
         "fetch_corrupt": 0,
         "lost_directories": 0,
+        "hanging_directories": 0,
         "blocks": 4,
         "capacity_bytes": CAPACITY,
         "processes": 1,

@@ -100,7 +100,7 @@ fn text_items(mapping: &Bound<'_, PyMapping>) -> PyResult<Vec<(String, String)>>
 impl Store {
     #[new]
     #[pyo3(
-        signature = (agent, directory, capacity, *, segment_bytes = None, blocks_max = None, direct = "off", host_bytes = 0, put_wait = 0.0, objects = None, object_options = None)
+        signature = (agent, directory, capacity, *, segment_bytes = None, blocks_max = None, direct = "off", host_bytes = 0, put_wait = 0.0, hang_after = 10.0, objects = None, object_options = None)
     )]
     #[expect(clippy::too_many_arguments, reason = "they are the keywords of the Python call")]
     fn new(
@@ -112,6 +112,7 @@ impl Store {
         direct: &str,
         host_bytes: u64,
         put_wait: f64,
+        hang_after: f64,
         objects: Option<String>,
         object_options: Option<&Bound<'_, PyMapping>>,
     ) -> PyResult<Self> {
@@ -125,7 +126,8 @@ impl Store {
             .fold(StoreOptions::new(&first, capacity), StoreOptions::and_directory)
             .direct(parse_direct(py, direct)?)
             .host_bytes(host_bytes)
-            .put_wait(seconds(py, put_wait)?);
+            .put_wait(seconds(py, put_wait)?)
+            .hang_after(seconds(py, hang_after)?);
         if let Some(bytes) = segment_bytes {
             options = options.segment_bytes(bytes);
         }
@@ -221,10 +223,11 @@ impl Store {
         let stats = py.detach(|| self.open.store.stats());
         let Stats { blocks, disk_bytes, capacity_bytes, processes, is_keeper, .. } = stats;
         let Stats { host_blocks, host_bytes, waiting_bytes, uploads_waiting, is_away, .. } = stats;
-        let Stats { unwritten_blocks, .. } = stats;
+        let Stats { unwritten_blocks, hanging_directories, .. } = stats;
         let now = [
             ("blocks", blocks),
             ("disk_bytes", disk_bytes),
+            ("hanging_directories", hanging_directories),
             ("capacity_bytes", capacity_bytes),
             ("host_blocks", host_blocks),
             ("host_bytes", host_bytes),
