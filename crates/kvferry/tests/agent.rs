@@ -13,7 +13,7 @@ use std::future::poll_fn;
 use std::os::fd::BorrowedFd;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
@@ -648,6 +648,64 @@ fn a_device_that_panics_fails_its_transfers_and_no_others() {
     }
     near.unregister(&ours).expect("no copy is under way");
     far.unregister(&theirs).expect("no copy is under way");
+}
+
+/// Takes longer for each message of a flood than the control thread may stay with a session.
+struct SlowHandler {
+    order: Mutex<Vec<Vec<u8>>>,
+    /// Told when the first message is being handled, which takes until `go` is told.
+    first: mpsc::Sender<()>,
+    go: Mutex<mpsc::Receiver<()>>,
+}
+
+impl MessageHandler for SlowHandler {
+    fn began(&self, _: &Channel) {}
+
+    fn received(&self, _: &Channel, message: Message<'_>) {
+        let is_alone = {
+            let mut order = self.order.lock().expect("no panic");
+            order.push(message.to_vec());
+            !order.iter().any(|message| message == b"other")
+        };
+        match &*message {
+            b"first" => {
+                self.first.send(()).expect("the test waits");
+                let go = self.go.lock().expect("no panic");
+                go.recv_timeout(PATIENCE).expect("the test goes on");
+            }
+            b"flood" if is_alone => thread::sleep(Duration::from_millis(20)),
+            _ => {}
+        }
+    }
+
+    fn ended(&self, _: &Channel, _: &Error) {}
+}
+
+#[test]
+fn a_session_whose_messages_are_slow_to_handle_does_not_hold_the_other_sessions_up() {
+    const FLOOD: usize = 60;
+    let _bound = bounded();
+    let (flooding, other, far) = (one_thread_agent(), one_thread_agent(), one_thread_agent());
+    let ((first, is_first), (tell, go)) = (mpsc::channel(), mpsc::channel());
+    let handler = Arc::new(SlowHandler { order: Mutex::default(), first, go: Mutex::new(go) });
+    far.set_message_handler(Arc::clone(&handler) as Arc<dyn MessageHandler>).expect("the first");
+    let channel_of = |agent: &Agent| {
+        let peer = agent.peer(far.advertised()).expect("an address");
+        peer.channel(PATIENCE).expect("it is there")
+    };
+    let (flood, others) = (channel_of(&flooding), channel_of(&other));
+    flood.send(b"first".to_vec()).expect("queued");
+    is_first.recv_timeout(PATIENCE).expect("it is being handled");
+    // While the control thread is busy, all of these reach its sockets, the flood first.
+    for _ in 0..FLOOD {
+        flood.send(b"flood".to_vec()).expect("queued");
+    }
+    others.send(b"other".to_vec()).expect("queued");
+    tell.send(()).expect("the handler waits");
+    let order = || handler.order.lock().expect("no panic").clone();
+    eventually("all messages are handled", || order().len() == FLOOD + 2);
+    let before = order().iter().take_while(|message| *message != b"other").count();
+    assert!(before <= FLOOD, "{before} messages of the other session came first");
 }
 
 /// Panics at each message.
