@@ -45,6 +45,11 @@ impl Pins {
         drop(registrations);
     }
 
+    /// Whether later registrations are refused. For tests.
+    pub fn is_closed(&self) -> bool {
+        lock(&self.registrations).is_none()
+    }
+
     /// How many rings have a registration. For tests.
     pub fn count(&self) -> usize {
         let is_alive = |registration: &&Registration| registration.ring.strong_count() > 0;

@@ -558,22 +558,26 @@ impl RegionTable {
     }
 
     /// Waits until no device copies to or from these unregistered regions, then ends the registrations
-    /// of their memory with the kernel. Returns one that a device still copies if `until` passes first.
+    /// of their memory with the kernel. Returns the first one that a device still copies when `until` passes;
+    /// it has no effect on the others.
     pub(crate) fn wait_for_copies<'a>(
         regions: impl IntoIterator<Item = &'a Region>,
         until: Timestamp,
     ) -> Option<RegionId> {
+        let mut copied = None;
         for region in regions {
-            while region.0.copies.load(Ordering::SeqCst) > 0 {
-                if now() >= until {
-                    return Some(region.id());
-                }
+            let is_copied = || region.0.copies.load(Ordering::SeqCst) > 0;
+            while is_copied() && now() < until {
                 thread::sleep(LOOK_EVERY);
+            }
+            if is_copied() {
+                copied = copied.or(Some(region.id()));
+                continue;
             }
             // A registration is made while a copy is counted, so none follows.
             region.0.pins.close();
         }
-        None
+        copied
     }
 
     pub(crate) fn starting_at(&self, addr: usize) -> Option<Region> {
@@ -713,6 +717,19 @@ mod tests {
             let e = host(&table, base, len).expect_err("refused");
             assert_eq!(e.kind(), kind, "{base:#x}+{len:#x}");
         }
+    }
+
+    #[test]
+    fn the_wait_for_copies_looks_at_each_region_though_one_is_still_copied() {
+        let table = RegionTable::default();
+        let [copied, quiet] = [0x1000, 0x2000].map(|base| host(&table, base, 16).expect("free"));
+        copied.0.copies.fetch_add(1, Ordering::SeqCst);
+        let still = RegionTable::wait_for_copies([&copied, &quiet], now());
+        assert_eq!(still, Some(copied.id()));
+        assert!(!copied.0.pins.is_closed() && quiet.0.pins.is_closed());
+        copied.0.copies.fetch_sub(1, Ordering::SeqCst);
+        assert_eq!(RegionTable::wait_for_copies([&copied, &quiet], now()), None);
+        assert!(copied.0.pins.is_closed());
     }
 
     #[test]
