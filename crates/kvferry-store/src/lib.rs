@@ -28,6 +28,8 @@
 pub mod archive;
 mod arrange;
 mod behind;
+#[cfg(test)]
+mod bench;
 pub mod clean;
 mod clock;
 mod core;

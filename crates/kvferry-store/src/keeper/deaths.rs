@@ -1,6 +1,7 @@
 //! What the keeper does with what a death has left, and with pins.
 
 use super::*;
+use crate::bench;
 use crate::index::New;
 use crate::log::Block;
 use crate::memory::BlockMemory;
@@ -10,34 +11,25 @@ use crate::power::recorder::{Event as Recorded, Fault, Recording};
 use crate::recover;
 use crate::steps::Op;
 use crate::writer::{Candidate, Which, Writer};
-use kvferry::{Access, Agent, Region};
+use std::ops::Deref;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
 
 const LEN: u32 = 60_000;
 const HOUR: u32 = 3600;
 
-struct Bench {
-    folder: PathBuf,
-    agent: Agent,
-    pool: Region,
-}
+struct Bench(bench::Bench);
 
-impl Drop for Bench {
-    fn drop(&mut self) {
-        self.agent.shutdown();
-        let _ = std::fs::remove_dir_all(&self.folder);
+impl Deref for Bench {
+    type Target = bench::Bench;
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
     }
 }
 
 impl Bench {
     fn new(name: &str) -> Self {
-        let name = format!("kvferry-deaths-{name}-{}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
-        let _ = std::fs::remove_dir_all(&folder);
-        let agent = Agent::builder().start().expect("an agent");
-        let pool = agent.allocate(LEN as usize, Access::NONE).expect("memory");
-        Self { folder, agent, pool }
+        Self(bench::Bench::new(&format!("deaths-{name}"), LEN as usize))
     }
 
     /// Processes without threads, that open the store of the folder after all others have ended.

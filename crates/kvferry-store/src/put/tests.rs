@@ -1,12 +1,13 @@
 //! Puts into a store that is full, with and without a tier in host memory.
 
 use super::*;
+use crate::bench;
 use crate::power::recorder::{Event, Recording};
 use crate::steps::Op;
 use crate::{Namespace, Retain, Store, StoreOptions};
-use kvferry::{Access, Agent, Region};
-use std::path::PathBuf;
+use std::ops::Deref;
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 const LEN: u64 = 60_000;
 const HOUR: Duration = Duration::from_secs(3600);
@@ -18,27 +19,19 @@ fn prompt(first: u64, blocks: u64) -> Vec<[u8; 32]> {
 }
 
 /// Stores in one folder, and memory for blocks.
-struct Bench {
-    folder: PathBuf,
-    agent: Agent,
-    pool: Region,
-}
+struct Bench(bench::Bench);
 
-impl Drop for Bench {
-    fn drop(&mut self) {
-        self.agent.shutdown();
-        let _ = std::fs::remove_dir_all(&self.folder);
+impl Deref for Bench {
+    type Target = bench::Bench;
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
     }
 }
 
 impl Bench {
     fn new(name: &str) -> Self {
-        let name = format!("kvferry-put-{name}-{}", std::process::id());
-        let folder = std::env::temp_dir().join(name);
-        let _ = std::fs::remove_dir_all(&folder);
-        let agent = Agent::builder().start().expect("an agent");
-        let pool = agent.allocate(64 * LEN as usize, Access::NONE).expect("memory");
-        Self { folder, agent, pool }
+        Self(bench::Bench::new(&format!("put-{name}"), 64 * LEN as usize))
     }
 
     fn options(&self) -> StoreOptions {
