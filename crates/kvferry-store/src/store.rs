@@ -107,6 +107,8 @@ pub(crate) struct Inner {
     pub(crate) team: Team,
     capacity: u64,
     is_closed: AtomicBool,
+    /// Held by the call that closes the store, until it is closed.
+    closing: Mutex<()>,
     forks: u32,
 }
 
@@ -196,6 +198,7 @@ impl Store {
             flights: Arc::default(),
             capacity: options.capacity.min(StoreOptions::capacity_max(segment_bytes)),
             is_closed: AtomicBool::new(false),
+            closing: Mutex::default(),
             forks: kvferry_sys::fd::forks(),
         };
         let inner = Arc::new(inner);
@@ -264,8 +267,12 @@ impl Store {
         (self.0.core.superblock.created_ms, self.0.core.clock.now_s())
     }
 
-    /// What this process has done, and what the store holds.
+    /// What this process has done, and what the store holds. All zero in a forked child.
     pub fn stats(&self) -> Stats {
+        if self.0.is_forked() {
+            // A thread of the parent may have held one of the locks at the fork.
+            return Stats::default();
+        }
         let core = &self.0.core;
         let held = self.0.host.as_ref().map(|host| host.held()).unwrap_or_default();
         Stats {
@@ -287,7 +294,8 @@ impl Store {
 
     /// Carries out what waits in the background, uploads blocks for a bounded time
     /// ([`ObjectTier::close_timeout`](crate::objects::ObjectTier::close_timeout)), seals what this process has
-    /// written, and syncs what its puts have found. Later calls fail with `Closed`. Idempotent; the last clone that is dropped closes the store, too.
+    /// written, and syncs what its puts have found. Later calls fail with `Closed`. Idempotent: every call returns when
+    /// the store is closed. The last clone that is dropped closes the store, too.
     ///
     /// Of several directories, one that hangs is waited for until it counts as hanging. Calls that wait for its device
     /// go on to wait; processes that open the store later can join it once they have ended.
@@ -311,7 +319,7 @@ impl Inner {
     }
 
     /// Begins a call, during which the store is not closed.
-    fn enter(&self) -> Result<RwLockReadGuard<'_, ()>> {
+    pub(crate) fn enter(&self) -> Result<RwLockReadGuard<'_, ()>> {
         self.check()?;
         let call = self.core.calls.read().unwrap_or_else(PoisonError::into_inner);
         self.check()?;
@@ -328,6 +336,9 @@ impl Inner {
         let gives_up = || self.core.disk.is_any_given_up();
         self.pool.close_unless(gives_up);
         self.puts.close_unless(gives_up);
+        // Only here: a task that a pool has just carried out may have closed the store, too. A second call waits here
+        // until the first one has closed it.
+        let _closing = lock(&self.closing);
         if self.is_closed.swap(true, Ordering::AcqRel) {
             return;
         }

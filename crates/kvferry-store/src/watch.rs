@@ -160,6 +160,7 @@ impl Watch {
     /// # Errors
     /// `Closed`, also when the store is closed meanwhile.
     pub fn gather(&self, timeout: Duration) -> Result<usize> {
+        self.store.check()?;
         let until = Instant::now().checked_add(timeout);
         let reader = &mut *lock(&self.reader);
         loop {
@@ -179,8 +180,12 @@ impl Watch {
     }
 
     /// Takes reports in their order, the oldest first: of removed blocks `budget` at most, of stored ones an eighth of
-    /// it.
+    /// it. None in a forked child.
     pub fn take(&self, budget: usize) -> Vec<Report> {
+        if self.store.is_forked() {
+            // A thread of the parent may have held the lock at the fork.
+            return Vec::new();
+        }
         let names = &mut *lock(&self.names);
         let (mut taken, mut left): (Vec<Report>, _) = (Vec::new(), budget);
         while let Some((_, is_removed, _)) = names.reports.front() {
@@ -200,8 +205,11 @@ impl Watch {
         taken
     }
 
-    /// Reports that wait to be taken.
+    /// Reports that wait to be taken. 0 in a forked child.
     pub fn reports(&self) -> usize {
+        if self.store.is_forked() {
+            return 0;
+        }
         lock(&self.names).reports.len()
     }
 

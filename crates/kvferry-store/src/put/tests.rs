@@ -340,3 +340,24 @@ fn a_block_that_is_put_behind_one_that_was_present_is_behind_that_one_in_the_ind
     assert_eq!(entry(4).parent, Some(entry(3).slot));
     store.close();
 }
+
+#[test]
+fn each_of_two_calls_that_close_a_store_returns_when_it_is_closed() {
+    let bench = Bench::new("closing");
+    let (store, kv) = bench.with_host();
+    bench.put(&kv, 0, &prompt(0, 8));
+    let may_close = AtomicBool::new(false);
+    std::thread::scope(|threads| {
+        // A call that goes on keeps the first call of `close` in its middle.
+        let call = kv.store.enter().expect("open");
+        for _ in 0..2 {
+            threads.spawn(|| {
+                store.close();
+                assert!(may_close.load(SeqCst), "closed while a call goes on");
+            });
+        }
+        until("one of them closes the store", || kv.store.check().is_err());
+        may_close.store(true, SeqCst);
+        drop(call);
+    });
+}

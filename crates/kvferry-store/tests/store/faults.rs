@@ -591,6 +591,9 @@ fn calls_in_a_forked_process_fail_and_the_parent_goes_on() {
     let prompt = prompt(1, 4);
     engine.put(&prompt, 0);
     let memory = [engine.memory(0)];
+    let watch = engine.store.watch(&[vec![engine.kv.clone()]]).expect("a watch");
+    watch.add(0, &prompt).expect("a group");
+    assert!(watch.reports() > 0 && engine.store.stats().stored > 0);
     let refused = in_forked_process(|| {
         let calls = [
             engine.kv.lookup(&prompt).err(),
@@ -599,12 +602,21 @@ fn calls_in_a_forked_process_fail_and_the_parent_goes_on() {
             engine.kv.get_async(&prompt, 0, &memory).err(),
             engine.kv.put_async(&prompt, 0, &memory, Retain::default()).err(),
             engine.store.sync().err(),
+            watch.add(0, &prompt).err(),
+            watch.gather(Duration::MAX).err(),
+            watch.reset(&[]).err(),
         ];
+        let is_empty = watch.take(100).is_empty() && watch.reports() == 0;
+        let has_stats = engine.store.stats() != kvferry_store::Stats::default();
+        if has_stats || !is_empty {
+            return 0;
+        }
         engine.store.close();
         calls.iter().flatten().filter(|e| matches!(e, Error::Closed)).count() as u8
     });
-    assert_eq!(refused, Some(6));
+    assert_eq!(refused, Some(9));
     assert_eq!(engine.get(&prompt, 0), 4);
+    drop(watch);
     assert_eq!(put_all(&engine).stored, PROMPTS as usize * BLOCKS - 4);
     // The forked process did not keep the store.
     drop(engine);
