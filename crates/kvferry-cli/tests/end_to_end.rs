@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use kvferry_testkit::ports::ClosedPort;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -326,12 +327,8 @@ fn serve(secret: &str) -> (Child, String) {
 
 #[test]
 fn an_unreachable_target_and_a_bad_command_line_have_different_exit_codes() {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port is free");
-    let address = listener.local_addr().expect("bound");
-    // A connection that stays open uses the port: no process listens at it, and the kernel gives it to no other socket.
-    let taken = std::net::TcpStream::connect(address).expect("it listens");
-    let unused = taken.local_addr().expect("connected").to_string();
-    assert_eq!(code(&run(&["bench", "--target", &unused])), Some(3));
+    let unused = ClosedPort::new();
+    assert_eq!(code(&run(&["bench", "--target", unused.address()])), Some(3));
     assert_eq!(code(&run(&["bench", "--target", "nobody.invalid:1"])), Some(3));
     assert_eq!(code(&run(&["bench", "--model", "gpt-5"])), Some(2));
     assert_eq!(code(&run(&["demo", "--decode-tp", "3"])), Some(2));

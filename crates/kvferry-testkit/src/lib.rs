@@ -12,6 +12,7 @@
 //! | [`user`] | another user of the host |
 //! | [`hanging`] | a disk whose device can stop answering |
 //! | [`network`], [`netem`] | two hosts that can be cut off from each other; delay, reordering and loss |
+//! | [`ports`] | a port at which no process listens |
 //! | [`watchdog`] | abort of tests that hang, and waiting for what another thread does |
 //! | [`broken`] | a small transport in memory, and the faults in it that the suite must notice |
 
@@ -24,6 +25,7 @@ pub mod memory;
 pub mod netem;
 pub mod network;
 pub mod pattern;
+pub mod ports;
 pub mod process;
 pub mod region;
 pub mod slow;

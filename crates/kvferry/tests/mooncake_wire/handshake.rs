@@ -2,6 +2,7 @@
 
 use crate::{LONG, frame, settles};
 use kvferry::{Access, Agent, Batch, ErrorKind, Options, TransportKind, Transports};
+use kvferry_testkit::ports::ClosedPort;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -145,15 +146,11 @@ fn agents_with_a_secret_or_without_compatibility_refuse_mooncake_peers() {
 
 #[test]
 fn a_closed_port_is_unreachable() {
-    // A connection that stays open uses the port: no process listens at it, and the kernel gives it to no other socket.
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-    let address = listener.local_addr().expect("an address");
-    let taken = std::net::TcpStream::connect(address).expect("it listens");
-    let closed = taken.local_addr().expect("an address").to_string();
+    let closed = ClosedPort::new();
     let mooncake = Transports::only(TransportKind::MOONCAKE);
     let only = Agent::builder().mooncake(true).transports(mooncake).start().expect("a port");
     for agent in [agent(true), only] {
-        let peer = agent.peer(&closed).expect("an address");
+        let peer = agent.peer(closed.address()).expect("an address");
         let e = peer.connect(LONG).expect_err("no process listens");
         assert_eq!(e.kind(), ErrorKind::Unreachable);
     }
