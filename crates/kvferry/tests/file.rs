@@ -5,6 +5,7 @@ use kvferry::{
     Options, Region, TransportKind,
 };
 use kvferry_sys::map::Mapping;
+use kvferry_testkit::eventually;
 use kvferry_testkit::hanging::HangingDisk;
 use std::fs;
 use std::os::fd::OwnedFd;
@@ -589,15 +590,6 @@ fn drop_ipc_lock() {
         assert_eq!(libc::syscall(libc::SYS_capget, header.as_ptr(), sets.as_mut_ptr()), 0);
         sets[..3].iter_mut().for_each(|set| *set &= !(1 << CAP_IPC_LOCK));
         assert_eq!(libc::syscall(libc::SYS_capset, header.as_ptr(), sets.as_ptr()), 0);
-    }
-}
-
-/// Waits for what another thread does.
-fn eventually(what: &str, is_so: impl Fn() -> bool) {
-    let give_up = Instant::now() + Duration::from_secs(60);
-    while !is_so() {
-        assert!(Instant::now() < give_up, "{what}");
-        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
