@@ -607,6 +607,7 @@ mod tests {
     use kvferry::Access;
     use kvferry_sys::map::Mapping;
     use kvferry_tasks::{Code, Part};
+    use kvferry_testkit::ports::ClosedPort;
     use kvferry_testkit::slow::SlowMemory;
     use kvferry_testkit::{PATIENCE, Watchdog, eventually};
     use std::sync::mpsc;
@@ -639,12 +640,13 @@ mod tests {
 
     /// A send that fails, whose callback runs on the endpoint's thread.
     fn call_back(endpoint: &Endpoint, done: impl FnOnce() + Send + 'static) {
-        let closed = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-        let address = closed.local_addr().expect("bound").to_string();
-        drop(closed);
-        let peer = endpoint.agent().peer(&address).expect("an address");
+        let closed = ClosedPort::new();
+        let peer = endpoint.agent().peer(closed.address()).expect("an address");
         let blocks = vec![Offered(1, vec![Part(0, 0, 1)])];
-        let done: Done = Box::new(move |_| done());
+        let done: Done = Box::new(move |_| {
+            drop(closed);
+            done();
+        });
         endpoint
             .send(peer, "nobody", (Vec::new(), blocks), NEVER, Some(done))
             .expect("there is room");
