@@ -37,6 +37,8 @@ _CONTENT_MAX = 64 << 20
 # the process or a client's `uuid`.
 _HASHED = re.compile(r"(.*:)?([0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 
+_COMMIT = re.compile("[0-9a-f]{40}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
@@ -182,7 +184,10 @@ def process_began() -> float:
 
 
 def _commit(folder: Path | None) -> str | None:
-    return folder.name if folder is not None and folder.parent.name == "snapshots" else None
+    """None for a folder that has not its place in the cache of Hugging Face's hub: its files may change."""
+    if folder is None or _COMMIT.fullmatch(folder.name) is None or folder.parent.name != "snapshots":
+        return None
+    return folder.name if folder.parent.parent.name.startswith("models--") else None
 
 
 # The processor.

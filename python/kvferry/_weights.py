@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import operator
 import os
 import stat
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -24,6 +26,8 @@ _HEADER_MAX = 100_000_000
 _CONFIGURATION_MAX = 16 << 20
 # Files of folders within a model's folder that are looked at.
 _NESTED_MAX = 10_000
+# The kernel follows no more links for one path.
+_LINKS_MAX = 40
 # Devices answer many reads at once; each thread reads several pieces at a time.
 _READERS, _BATCH = 16, 64
 
@@ -44,7 +48,7 @@ class Sample(NamedTuple):
     digest: str
     # If not, `digest` says nothing of the weights.
     has_weights: bool
-    # When the path, or one of the files, was changed or put there last, in seconds since the epoch.
+    # When the path, one of the files, or what leads to them was changed or put there last, in seconds since the epoch.
     changed: float
 
 
@@ -56,22 +60,59 @@ def sample_of(path: str | Path | None, *, code: bool = False) -> Sample | None:
     """
     if path is None or not Path(path).exists():
         return None
+    path = Path(path)
     found = hashlib.sha256()
-    changed = _placed(Path(path))
-    named, weights = _files(Path(path), code=code)
+    named, weights = _files(path, code=code)
+    changed = 0.0
     with ThreadPoolExecutor(_READERS, thread_name_prefix="kvferry-weights") as readers:
         for files, are_weights in ((named, False), (weights, True)):
             for name, file in sorted(files):
-                of_file = _add(found, name, file, readers, is_weights=are_weights)
-                changed = max(changed, of_file, file.lstat().st_ctime)
-    return Sample(found.hexdigest()[:32], bool(weights), changed)
+                changed = max(changed, _add(found, name, file, readers, is_weights=are_weights))
+    # After the files were read, so that a change meanwhile is seen.
+    of_files = [file for _, file in named + weights]
+    # An entry that was taken out of a folder changes the folder.
+    folders = {file.parent for file in of_files} if path.is_dir() else set()
+    for it in {path, *of_files, *folders}:
+        changed = max(changed, it.lstat().st_ctime, it.stat().st_ctime)
+    return Sample(found.hexdigest()[:32], bool(weights), max(changed, _led([path, *of_files])))
 
 
-def _placed(path: Path) -> float:
-    """When the path was made to lead where it leads: by a rename, which changes what is renamed, or by a link."""
-    path = Path(os.path.abspath(path))
-    links = [it for it in path.parents if it.is_symlink()]
-    return max(it.lstat().st_ctime for it in [path, *links])
+def _led(paths: Iterable[Path]) -> float:
+    """When the paths were made to lead where they lead, at the latest: by a rename or a new link somewhere on the way.
+
+    Either changes both the entry and the folder that has it. A folder alone changes also with each entry that is made
+    in it, of another model for example.
+    """
+    led = 0.0
+    seen: set[str] = set()
+    for path in paths:
+        for folder, entry in _way(path):
+            if entry not in seen:
+                seen.add(entry)
+                led = max(led, min(os.lstat(folder).st_ctime, os.lstat(entry).st_ctime))
+    return led
+
+
+def _way(path: Path) -> Iterator[tuple[str, str]]:
+    """The entries that the kernel looks up for a path, each after the folder that has it: links lead to others."""
+    folder, names = "/", deque(Path.cwd().joinpath(path).parts)
+    links = 0
+    while names:
+        name = names.popleft()
+        if name == "/":
+            folder = "/"
+        elif name == "..":
+            folder = os.path.dirname(folder)
+        else:
+            entry = os.path.join(folder, name)
+            yield folder, entry
+            if not os.path.islink(entry):
+                folder = entry
+                continue
+            links += 1
+            if links > _LINKS_MAX:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+            names.extendleft(reversed(Path(os.readlink(entry)).parts))
 
 
 def processors_of(path: str | Path | None) -> str | None:

@@ -417,7 +417,8 @@ def test_a_store_needs_a_name_for_weights_that_are_not_seen(tmp_path: Path) -> N
         _identity.check_weights_are_named(config, named, "KVFerryTier")
 
     check(engine(folder(tmp_path / "model")))
-    for config in (streamed(tmp_path / "streamed"), engine(tmp_path / "streamed"), engine("no/where")):
+    no_commit = streamed(tmp_path / "snapshots" / "latest")
+    for config in (streamed(tmp_path / "streamed"), no_commit, engine(tmp_path / "streamed"), engine("no/where")):
         with pytest.raises(ValueError, match=r"KVFerryTier: the weights of .* set model to a name"):
             check(config)
         check(config, "named")
@@ -458,12 +459,15 @@ def test_stores_of_other_engines_need_a_name_for_weights_that_are_not_seen(tmp_p
         check(tmp_path / "empty")
 
 
+COMMIT = "0123abcdef" * 4
+
+
 def test_a_name_of_the_hub_is_named_by_its_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = folder(tmp_path / "models--a--b" / "snapshots" / "0123abc")
+    path = folder(tmp_path / "models--a--b" / "snapshots" / COMMIT)
     hub = SimpleNamespace(try_to_load_from_cache=lambda *_, **__: str(path / "config.json"))
     monkeypatch.setitem(_identity.sys.modules, "huggingface_hub", hub)
     found = _identity.of_vllm(engine("a/b"), None)
-    assert found.revision == "0123abc"
+    assert found.revision == COMMIT
     assert found.weights is not None
 
 
@@ -901,12 +905,25 @@ def _old_times(model: Path, other: Path) -> None:
     _overwritten_with_the_old_times(model, other / "model.safetensors")
 
 
-@pytest.mark.parametrize("change", [_rename_of_a_file, _rename_of_the_folder, _old_times])
+def _rename_of_a_folder_above(model: Path, other: Path) -> None:
+    model.parent.rename(model.parent.with_name("before"))
+    other.parent.rename(model.parent)
+    # It hides the rename from those who compare the times of one folder.
+    (model.parent / "log").touch()
+
+
+# Trainers name folders so, too.
+PLACES = ["prod/model", "snapshots/latest", f"snapshots/{COMMIT}", "models--a--b/snapshots/latest"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("change", [_rename_of_a_file, _rename_of_the_folder, _rename_of_a_folder_above, _old_times])
 def test_weights_that_changed_since_the_process_began_name_nothing_that_another_engine_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Path], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Path], None], place: str
 ) -> None:
     """The engine has loaded what was there before: it may not be named by what is there now."""
-    model, other = tensors(tmp_path / "prod", 20), tensors(tmp_path / "new", 20, changed=13)
+    model = tensors(tmp_path / place, 20)
+    other = tensors(tmp_path / "new" / model.name, 20, changed=13)
     began = _began_now(tmp_path)
     monkeypatch.setattr(_identity, "process_began", lambda: began)
     before = weights(model)
@@ -936,6 +953,43 @@ def test_a_link_that_leads_to_other_weights_since_the_process_began_is_seen(
     (tmp_path / "link").symlink_to(tmp_path / "v2")
     (tmp_path / "link").rename(current)
     assert weights(current / "model") not in (before, weights(tmp_path / "v2" / "model"))
+
+
+def _link_to_the_folder(tmp_path: Path) -> Path:
+    (tmp_path / "link").symlink_to("v/model")
+    return tmp_path / "link"
+
+
+def _links_to_the_files(tmp_path: Path) -> Path:
+    (tmp_path / "links").mkdir()
+    for it in ("config.json", "model.safetensors"):
+        (tmp_path / "links" / it).symlink_to(f"../v/../v/model/{it}")
+    return tmp_path / "links"
+
+
+@pytest.mark.parametrize("link", [_link_to_the_folder, _links_to_the_files])
+def test_a_rename_of_a_folder_that_a_link_leads_through_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: Callable[[Path], Path]
+) -> None:
+    tensors(tmp_path / "v" / "model", 20)
+    new = weights(tensors(tmp_path / "new" / "model", 20, changed=13))
+    path = link(tmp_path)
+    began = _began_now(tmp_path)
+    monkeypatch.setattr(_identity, "process_began", lambda: began)
+    before = weights(path)
+    (tmp_path / "v").rename(tmp_path / "old")
+    (tmp_path / "new").rename(tmp_path / "v")
+    assert weights(path) not in (before, new)
+
+
+def test_another_model_beside_one_is_no_change_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tensors(tmp_path / "models" / "a", 20)
+    began = _began_now(tmp_path)
+    monkeypatch.setattr(_identity, "process_began", lambda: began)
+    before = weights(model)
+    tensors(tmp_path / "models" / "b", 20)
+    (tmp_path / "models" / "b").rename(tmp_path / "models" / "c")
+    assert weights(model) == before
 
 
 def _began_now(folder: Path) -> float:
