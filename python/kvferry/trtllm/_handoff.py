@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -35,15 +35,28 @@ from kvferry.trtllm._staging import Arena, Extents
 logger = logging.getLogger("kvferry.trtllm")
 
 # Names of notifications.
-_FOLLOW, _OFFER, _GONE = "kvferry.trtllm.follow", "kvferry.trtllm.offer", "kvferry.trtllm.gone"
+_FOLLOW, _FOLLOWED = "kvferry.trtllm.follow", "kvferry.trtllm.followed"
+_OFFER, _GONE = "kvferry.trtllm.offer", "kvferry.trtllm.gone"
 # A decode engine says that it follows every so many seconds, and is forgotten after so many without.
 _FOLLOW_S, _FORGET_S = 1.0, 10.0
 # Between looks at what is under way: with copies or loads, with prompts on offer, with nothing.
 _BUSY_S, _HELD_S, _IDLE_S = 0.001, 0.02, 0.1
 _NOTIFY_S = 1.0
-# An engine that could not be told something is not told anything for so many seconds.
+# An engine that could not be told something is not told anything for so many seconds. So many are remembered.
 _RETRY_S = 5.0
-_HEARD_MAX = 1 << 16
+_DEAF_MAX = 1 << 10
+# Decode engines that are told of prompts, in all and of one host.
+_FOLLOWERS_MAX, _FOLLOWERS_OF_HOST_MAX = 256, 64
+# Addresses of which it is not known whether a decode engine is there: so many wait for a thread that connects to them,
+# in all and of one host, and there are so many threads.
+_MET_MAX, _MET_OF_HOST_MAX, _MET_AT_ONCE = 64, 16, 4
+# Messages that wait for one engine. One that has more is too slow to be of use.
+_LINE_MAX = 1 << 12
+# Offers that a decode engine remembers, in all and of one prompt.
+_HEARD_MAX, _HEARD_OF_PROMPT_MAX = 1 << 16, 256
+# A longer message of a prefill engine is none.
+_MESSAGE_MAX = 1 << 10
+_KEY = re.compile("[0-9a-f]{64}")
 _ENGINE = re.compile("[0-9a-f]{32}")
 _TRANSFER = re.compile("[0-9a-f]{1,64}")
 _ADDRESS = re.compile("[^\\s/]{1,255}:[0-9]{1,5}")
@@ -118,9 +131,6 @@ class _Line:
     """To another engine's control agent."""
 
     messages: deque[tuple[str, bytes]] = field(default_factory=deque)
-    is_busy: bool = False
-    # It did not answer; 0: it did.
-    deaf_until: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,58 @@ class _Heard:
     address: str
     engine: str
     until: float
+
+
+class _HeardOffers:
+    """Offers of prefill engines, by the prompt's key: bounded, whatever peers say."""
+
+    def __init__(self) -> None:
+        # Keys in the order of their last offers. No list is empty.
+        self._of: OrderedDict[str, deque[_Heard]] = OrderedDict()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, key: str, offer: _Heard) -> None:
+        offers = self._of.setdefault(key, deque())
+        offers.append(offer)
+        self._count += 1
+        self._of.move_to_end(key)
+        if len(offers) > _HEARD_OF_PROMPT_MAX:
+            offers.popleft()
+            self._count -= 1
+        while self._count > _HEARD_MAX:
+            self._pop_oldest()
+
+    def remove(self, key: str, transfer: str) -> None:
+        self._keep(key, [it for it in self._of.get(key, ()) if it.transfer != transfer])
+
+    def take(self, key: str, now: float) -> _Heard | None:
+        """The newest: earlier ones may be other engines'."""
+        offers = [it for it in self._of.get(key, ()) if it.until > now]
+        found = offers.pop() if offers else None
+        self._keep(key, offers)
+        return found
+
+    def _keep(self, key: str, offers: list[_Heard]) -> None:
+        self._count += len(offers) - len(self._of.get(key, ()))
+        if offers:
+            self._of[key] = deque(offers)
+        else:
+            self._of.pop(key, None)
+
+    def expire(self, now: float) -> None:
+        """Forgets offers whose time is over, and later ones of the same prompts when it is over for these, too."""
+        while self._of and next(iter(self._of.values()))[-1].until <= now:
+            self._pop_oldest()
+
+    def clear(self) -> None:
+        self._of.clear()
+        self._count = 0
+
+    def _pop_oldest(self) -> None:
+        self._count -= len(self._of.popitem(last=False)[1])
 
 
 class Handoff:
@@ -172,9 +234,16 @@ class Handoff:
         self._ids = 0
         # Decode engines, by the addresses of their control agents, with the time at which they are forgotten.
         self._followers: dict[str, float] = {}
+        # Addresses that may be those of decode engines: each is connected to before it is one of the followers.
+        self._met: set[str] = set()
+        self._meeters = ThreadPoolExecutor(_MET_AT_ONCE, thread_name_prefix="kvferry-handoff-meet")
+        # Engines that messages are on their way to: one that takes its time holds no other's thread.
         self._lines: dict[str, _Line] = {}
-        self._talkers = ThreadPoolExecutor(8, thread_name_prefix="kvferry-handoff-talk")
-        self._heard: OrderedDict[str, list[_Heard]] = OrderedDict()
+        talkers = _FOLLOWERS_MAX + len(settings.prefill)
+        self._talkers = ThreadPoolExecutor(talkers, thread_name_prefix="kvferry-handoff-talk")
+        # Addresses that did not answer, with the time at which they are tried again, the first one first.
+        self._deaf: OrderedDict[str, float] = OrderedDict()
+        self._heard = _HeardOffers()
         self._followed_at = -_FOLLOW_S
         self._is_closed = False
         self._pid = os.getpid()
@@ -289,9 +358,8 @@ class Handoff:
         return json.dumps(told | {"engine": self._scheduler.engine_id}).encode()
 
     def _tell(self, name: str, offer: Offer) -> None:
-        now = time.monotonic()
-        self._followers = {address: until for address, until in self._followers.items() if until > now}
-        for address in self._followers:
+        self._forget(time.monotonic())
+        for address in list(self._followers):
             self._say_to(address, name, self._message(offer))
 
     def _gone(self, offer: Offer) -> None:
@@ -358,7 +426,7 @@ class Handoff:
                 if self._is_closed:
                     return None
                 self._hear()
-                heard = self._take_heard(prompt.key)
+                heard = self._heard.take(prompt.key, time.monotonic())
                 begun = self._begin_fetch(prompt, first, heard) if heard is not None else None
             if heard is None:
                 return None
@@ -425,17 +493,6 @@ class Handoff:
         """Slots that `fetch` has returned, once their blocks are in the cache."""
         with self._lock:
             self._free.give(slots)
-
-    def _take_heard(self, key: str) -> _Heard | None:
-        offers = self._heard.get(key)
-        found = None
-        while offers and found is None:
-            # The newest: earlier ones may be other engines'.
-            heard = offers.pop()
-            found = heard if heard.until > time.monotonic() else None
-        if not offers:
-            self._heard.pop(key, None)
-        return found
 
     # Both.
 
@@ -550,36 +607,90 @@ class Handoff:
 
     def _hear(self) -> None:
         now = time.monotonic()
+        self._forget(now)
         for notification in self._control.notifications():
             if notification.name == _FOLLOW and self._settings.prefills:
-                address = notification.message.decode(errors="replace")
-                if _ADDRESS.fullmatch(address) and address != self.address and not self._is_deaf(address, now):
-                    self._followers[address] = now + _FORGET_S
+                self._hear_follower(notification.message.decode(errors="replace"), now)
             elif notification.name in (_OFFER, _GONE) and self._settings.decodes:
                 until = now + self._settings.timeout
                 self._hear_offer(notification.message, until, is_gone=notification.name == _GONE)
 
+    def _forget(self, now: float) -> None:
+        """What is over by now."""
+        self._followers = {address: until for address, until in self._followers.items() if until > now}
+        while self._deaf and next(iter(self._deaf.values())) <= now:
+            self._deaf.popitem(last=False)
+        self._heard.expire(now)
+
+    def _hear_follower(self, address: str, now: float) -> None:
+        """A peer may say any address, so it is one of a decode engine only if there is an agent that can be told."""
+        if not _ADDRESS.fullmatch(address) or address == self.address:
+            return
+        if address in self._followers:
+            self._followers[address] = now + _FORGET_S
+            return
+        of_host = _of_host(self._met, address)
+        if address in self._deaf or address in self._met or of_host >= _MET_OF_HOST_MAX or len(self._met) >= _MET_MAX:
+            return
+        if self._has_room_for(address):
+            self._met.add(address)
+            with contextlib.suppress(RuntimeError):
+                # At exit there are no new threads.
+                self._meeters.submit(self._meet, address)
+
+    def _has_room_for(self, address: str) -> bool:
+        has = len(self._followers) < _FOLLOWERS_MAX and _of_host(self._followers, address) < _FOLLOWERS_OF_HOST_MAX
+        if not has:
+            self._say(
+                "the decode engine at %s is not told of prompts: there are %d at most, and %d of one host",
+                address,
+                _FOLLOWERS_MAX,
+                _FOLLOWERS_OF_HOST_MAX,
+            )
+        return has
+
+    def _meet(self, address: str) -> None:
+        try:
+            self._control.peer(address).notify((_FOLLOWED, b""), timeout=_NOTIFY_S)
+        except kvferry.Error as error:
+            with self._lock:
+                self._met.discard(address)
+                self._is_out_of_reach(address, error)
+        else:
+            with self._lock:
+                self._met.discard(address)
+                if self._has_room_for(address):
+                    self._followers[address] = time.monotonic() + _FORGET_S
+
+    def _is_out_of_reach(self, address: str, why: object) -> None:
+        self._followers.pop(address, None)
+        self._deaf[address] = time.monotonic() + _RETRY_S
+        self._deaf.move_to_end(address)
+        if len(self._deaf) > _DEAF_MAX:
+            self._deaf.popitem(last=False)
+        if not self._is_closed:
+            self._say("%s can't be reached: %s", address, why)
+
     def _hear_offer(self, message: bytes, until: float, *, is_gone: bool) -> None:
+        if len(message) > _MESSAGE_MAX:
+            self._say("a prefill engine's message has %d bytes, and %d at most are read", len(message), _MESSAGE_MAX)
+            return
         try:
             told = json.loads(message)
             key, transfer, address, engine = (str(told[name]) for name in ("key", "transfer", "address", "engine"))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             self._say("a prefill engine's message can't be read: %s: %s", type(error).__name__, error)
             return
-        if not (_TRANSFER.fullmatch(transfer) and _ADDRESS.fullmatch(address) and _ENGINE.fullmatch(engine)):
+        forms = ((_KEY, key), (_TRANSFER, transfer), (_ADDRESS, address), (_ENGINE, engine))
+        if not all(form.fullmatch(it) for form, it in forms):
             self._say("a prefill engine's message has no handoff: %.200r", message)
             return
         if engine == self._scheduler.engine_id:
             return
         if is_gone:
-            self._heard[key] = [it for it in self._heard.get(key, ()) if it.transfer != transfer]
-            if not self._heard[key]:
-                del self._heard[key]
-            return
-        self._heard.setdefault(key, []).append(_Heard(transfer, address, engine, until))
-        self._heard.move_to_end(key)
-        while len(self._heard) > _HEARD_MAX:
-            self._heard.popitem(last=False)
+            self._heard.remove(key, transfer)
+        else:
+            self._heard.add(key, _Heard(transfer, address, engine, until))
 
     def _follow(self) -> None:
         now = time.monotonic()
@@ -587,30 +698,29 @@ class Handoff:
             return
         self._followed_at = now
         for address in self._settings.prefill:
-            if not self._is_deaf(address, now):
+            if address not in self._deaf:
                 self._say_to(address, _FOLLOW, self.address.encode())
-
-    def _is_deaf(self, address: str, now: float) -> bool:
-        line = self._lines.get(address)
-        return line is not None and now < line.deaf_until
 
     def _say_to(self, address: str, name: str, message: bytes) -> None:
         """On a thread of its own for each engine, in order: one that does not answer does not delay the others."""
-        line = self._lines.setdefault(address, _Line())
-        line.messages.append((name, message))
-        if not line.is_busy:
-            line.is_busy = True
-            with contextlib.suppress(RuntimeError):
-                # At exit there are no new threads.
-                self._talkers.submit(self._talk, address, line)
+        line = self._lines.get(address)
+        if line is not None and len(line.messages) >= _LINE_MAX:
+            line.messages.clear()
+            self._is_out_of_reach(address, f"{_LINE_MAX} messages wait for it")
+            return
+        if line is not None:
+            line.messages.append((name, message))
+            return
+        line = self._lines[address] = _Line(deque([(name, message)]))
+        with contextlib.suppress(RuntimeError):
+            # At exit there are no new threads.
+            self._talkers.submit(self._talk, address, line)
 
     def _talk(self, address: str, line: _Line) -> None:
         while True:
             with self._lock:
                 if not line.messages or self._is_closed:
-                    line.is_busy = False
-                    if not line.deaf_until:
-                        self._lines.pop(address, None)
+                    del self._lines[address]
                     return
                 name, message = line.messages.popleft()
             try:
@@ -618,18 +728,13 @@ class Handoff:
             except kvferry.Error as error:
                 with self._lock:
                     line.messages.clear()
-                    line.deaf_until = time.monotonic() + _RETRY_S
-                    self._followers.pop(address, None)
-                    if not self._is_closed:
-                        self._say("%s can't be reached: %s", address, error)
-            else:
-                line.deaf_until = 0.0
+                    self._is_out_of_reach(address, error)
 
     def gauges(self) -> dict[str, int]:
         """Counts of what is under way, by name: all zero when nothing is."""
         with self._lock:
             own = {"events": len(self._events), "held": len(self._held), "fetches": len(self._fetches)}
-            own |= {"slots": self.slots - self._free.free_bytes, "heard": sum(map(len, self._heard.values()))}
+            own |= {"slots": self.slots - self._free.free_bytes, "heard": len(self._heard)}
             return own | {"scheduler_" + name: value for name, value in self._scheduler.gauges().items()}
 
     def close(self) -> None:
@@ -643,10 +748,17 @@ class Handoff:
             self._is_closed = True
         atexit.unregister(self.close)
         self._wake.set()
-        self._talkers.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._talkers, self._meeters):
+            threads.shutdown(wait=False, cancel_futures=True)
         if self._thread is not threading.current_thread():
             self._thread.join(10 * _NOTIFY_S)
         _close(self._halves, self._agents)
+
+
+def _of_host(addresses: Iterable[str], address: str) -> int:
+    """How many are of the same host."""
+    host = address.rpartition(":")[0]
+    return sum(it.rpartition(":")[0] == host for it in addresses)
 
 
 def _close(halves: Sequence[Any], agents: Sequence[Any]) -> None:

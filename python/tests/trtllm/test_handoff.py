@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -15,6 +17,7 @@ from typing import Any
 
 import kvferry
 import pytest
+from kvferry.trtllm import _handoff
 from kvferry.trtllm._handoff import Prompt
 from kvferry.trtllm._keys import chain
 from kvferry.trtllm.reference import Ranks, Request, Shape
@@ -71,10 +74,13 @@ class Pair:
 
 
 @pytest.fixture
-def unused_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def closed() -> Iterator[list[str]]:
+    """Addresses that refuse connections, of ports that nobody else gets."""
+    with contextlib.ExitStack() as sockets:
+        found = [sockets.enter_context(socket.socket()) for _ in range(5)]
+        for it in found:
+            it.bind(("127.0.0.1", 0))
+        yield [f"127.0.0.1:{it.getsockname()[1]}" for it in found]
 
 
 @pytest.fixture
@@ -417,12 +423,16 @@ def test_a_fetch_that_takes_longer_than_load_wait_is_given_up(pair: Pair) -> Non
         {"address": 5},
         {"address": "host:port"},
         {"key": []},
+        {"key": "a" * 65},
+        {"key": "G" * 64},
+        {"key": "a" * 64, "more": "a" * 2000},
     ],
 )
 def test_a_message_of_another_form_costs_nothing(pair: Pair, changes: dict[str, Any]) -> None:
     prefill, decode = pair.prefill(), pair.decode()
     forge(prefill, decode, prompt(41), **changes)
-    time.sleep(0.05)
+    # A later message is heard later.
+    hears(decode, prefill.engine.run([Request(2, prompt(41, 2), 1)]))
     (ended,) = decode.engine.run([Request(1, prompt(41))])
     assert ended.computed_tokens == 41
     until(lambda: bool(handoff(decode).gauges()["slots"] == 0))
@@ -455,11 +465,17 @@ def test_a_second_engine_is_asked_where_the_first_has_gone(pair: Pair) -> None:
     settled(first)
 
 
-def test_an_engine_does_not_follow_itself(pair: Pair, unused_port: int) -> None:
-    own = f"127.0.0.1:{unused_port}"
-    both = pair._make("both", None, 0, 1, handoff="both", listen=own, prefill=own)
-    time.sleep(0.3)
-    assert handoff(both).followers == 0
+def test_an_engine_does_not_follow_itself(pair: Pair, closed: list[str]) -> None:
+    both = pair._make("both", None, 0, 1, handoff="both", listen="127.0.0.1:0", prefill=closed[0])
+    own = handoff(both)
+    heard: list[str] = []
+    with own._lock:
+        hear = own._hear_follower
+        own._hear_follower = lambda address, now: (hear(address, now), heard.append(address))
+        # As if its settings had named it.
+        own._settings = dataclasses.replace(own._settings, prefill=(own.address,))
+    until(lambda: own.address in heard)
+    assert own.followers == 0 and not own._met
     ended = both.engine.run(requests())
     assert [it.computed_tokens for it in ended] == list(LENGTHS)
     settled(both)
@@ -469,12 +485,139 @@ def test_an_engine_that_does_not_answer_delays_no_other(pair: Pair) -> None:
     prefill, decode = pair.prefill(), pair.decode()
     # The engine that does not answer is waited for until its socket is closed.
     pair.bench.monkeypatch.setattr(sys.modules[type(handoff(prefill)).__module__], "_NOTIFY_S", 600.0)
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen(1)
-        handoff(prefill)._followers[f"127.0.0.1:{silent.getsockname()[1]}"] = time.monotonic() + 60
+    with contextlib.ExitStack() as sockets:
+        silent = [sockets.enter_context(socket.socket()) for _ in range(12)]
+        for it in silent:
+            it.bind(("127.0.0.1", 0))
+            it.listen(1)
+        with handoff(prefill)._lock:
+            own, later = handoff(prefill), time.monotonic() + 600
+            # They are told first.
+            own._followers = {f"127.0.0.1:{it.getsockname()[1]}": later for it in silent} | own._followers
         hears(decode, prefill.engine.run([Request(1, prompt(41), 1)]))
     until(lambda: bool(handoff(prefill).followers == 1))
+
+
+def module_of(served: Served) -> Any:
+    return sys.modules[type(handoff(served)).__module__]
+
+
+def test_an_address_at_which_there_is_no_engine_is_no_follower(pair: Pair, closed: list[str]) -> None:
+    prefill, decode = pair.prefill(), pair.decode()
+    pair.bench.monkeypatch.setattr(module_of(prefill), "_RETRY_S", 600.0)
+    with kvferry.Agent("peer", listen="127.0.0.1:0") as peer:
+        for address in closed:
+            peer.peer(handoff(prefill).address).notify(("kvferry.trtllm.follow", address))
+    until(lambda: set(handoff(prefill)._deaf) == set(closed))
+    assert handoff(prefill).followers == 1
+    hears(decode, prefill.engine.run([Request(1, prompt(41), 1)]))
+    # They are not tried again before their time, and leave nothing else behind.
+    assert not handoff(prefill)._met
+    until(lambda: not handoff(prefill)._lines)
+
+
+def test_followers_are_bounded_in_all_and_of_one_host(pair: Pair) -> None:
+    prefill = pair.prefill()
+    own, module = handoff(prefill), module_of(prefill)
+    asked: list[str] = []
+    pair.bench.monkeypatch.setattr(own._meeters, "submit", lambda _, address: asked.append(address))
+
+    def hear(*addresses: str) -> list[str]:
+        asked.clear()
+        with own._lock:
+            for it in addresses:
+                own._hear_follower(it, time.monotonic())
+            own._met.clear()
+        return list(asked)
+
+    def hosts(count: int) -> list[str]:
+        return [f"10.0.{at // 250}.{at % 250}:7600" for at in range(count)]
+
+    def ports(count: int) -> list[str]:
+        return [f"10.1.1.1:{7600 + at}" for at in range(count)]
+
+    # Those that wait for an answer.
+    assert hear(*hosts(1000)) == hosts(module._MET_MAX)
+    assert hear(*ports(1000)) == ports(module._MET_OF_HOST_MAX)
+    # Those that have answered.
+    with own._lock:
+        later = time.monotonic() + 600
+        own._followers = dict.fromkeys(ports(module._FOLLOWERS_OF_HOST_MAX), later)
+    assert hear("10.1.1.1:1", "10.1.1.2:1") == ["10.1.1.2:1"]
+    with own._lock:
+        own._followers = dict.fromkeys(hosts(module._FOLLOWERS_MAX), later)
+    assert hear("10.1.1.2:1") == []
+    # One of those that are known is heard all the same.
+    with own._lock:
+        own._followers[hosts(1)[0]] = 0.0
+        own._hear_follower(hosts(1)[0], time.monotonic())
+        assert own._followers[hosts(1)[0]] > 0
+        own._followers.clear()
+
+
+def test_an_engine_that_is_slower_than_what_it_is_told_is_forgotten(pair: Pair) -> None:
+    prefill = pair.prefill()
+    own, module = handoff(prefill), module_of(prefill)
+    pair.bench.monkeypatch.setattr(module, "_LINE_MAX", 3)
+    pair.bench.monkeypatch.setattr(own._talkers, "submit", lambda *_: None)
+    with own._lock:
+        own._followers["10.1.1.1:1"] = time.monotonic() + 600
+        for _ in range(10):
+            own._say_to("10.1.1.1:1", "name", b"message")
+            assert len(own._lines["10.1.1.1:1"].messages) <= 3
+        assert not own._followers and "10.1.1.1:1" in own._deaf
+        own._lines.clear()
+
+
+def test_addresses_that_did_not_answer_are_remembered_for_a_time_and_within_a_bound(pair: Pair) -> None:
+    prefill = pair.prefill()
+    own, module = handoff(prefill), module_of(prefill)
+    with own._lock:
+        for at in range(2 * module._DEAF_MAX):
+            own._is_out_of_reach(f"10.1.1.1:{at}", "a test")
+        assert len(own._deaf) == module._DEAF_MAX
+        own._forget(time.monotonic() + module._RETRY_S)
+        assert not own._deaf
+
+
+def test_offers_are_bounded_in_all_and_of_one_prompt_and_end_with_their_time() -> None:
+    offers = _handoff._HeardOffers()
+
+    def offer(number: int, until: float = 100) -> _handoff._Heard:
+        return _handoff._Heard(f"{number:x}", "10.1.1.1:1", "0" * 32, until)
+
+    for at in range(1000):
+        offers.add("one", offer(at))
+    assert len(offers) == _handoff._HEARD_OF_PROMPT_MAX
+    # The newest are kept.
+    assert offers.take("one", 0) == offer(999)
+    offers.remove("one", offer(998).transfer)
+    assert offers.take("one", 0) == offer(997)
+    for at in range(_handoff._HEARD_MAX + 1000):
+        offers.add(f"key {at}", offer(at))
+    assert len(offers) == _handoff._HEARD_MAX
+    assert offers.take("one", 0) is None
+    offers.clear()
+    offers.add("one", offer(1, until=1))
+    offers.add("two", offer(2, until=2))
+    offers.add("one", offer(3, until=3))
+    offers.expire(2)
+    assert len(offers) == 2
+    assert offers.take("two", 2) is None
+    assert offers.take("one", 2) == offer(3, until=3)
+    assert offers.take("one", 2) is None
+    assert len(offers) == 0
+    offers.add("one", offer(4, until=4))
+    offers.expire(4)
+    assert len(offers) == 0
+
+
+def test_an_offer_that_no_request_comes_for_ends_with_its_time(pair: Pair) -> None:
+    decode = (pair.prefill(), pair.decode())[1]
+    with handoff(decode)._lock:
+        heard = _handoff._Heard("0" * 32, "127.0.0.1:1", "0" * 32, time.monotonic())
+        handoff(decode)._heard.add("0" * 64, heard)
+    until(lambda: bool(handoff(decode).gauges()["heard"] == 0))
 
 
 def test_an_error_of_the_store_takes_no_slots(pair: Pair) -> None:
