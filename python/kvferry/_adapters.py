@@ -143,7 +143,7 @@ class Adapters:
         """Whether blocks that the engine has cached under this adapter's name and path may be of other weights."""
         return self._cached.is_mixed((lora.lora_name, lora.lora_path))
 
-    def cache_was_reset(self) -> None:
+    def cache_was_emptied(self) -> None:
         self._cached.clear()
 
     def loads(self, lora: Any) -> Callable[[bool], object]:

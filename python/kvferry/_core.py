@@ -1,7 +1,7 @@
-"""What an engine core of vLLM does with its weights, as its own calls say it: the version that it is given, and LoRA
-adapters that it loads before a request has them.
+"""What an engine core of vLLM does with its weights, as its own calls say it: the version that it is given, LoRA
+adapters that it loads before a request has them, and whether its cache has no blocks of earlier weights.
 
-vLLM tells neither its connectors nor its stores. The core is found among the callers of the object that asks, and two
+vLLM tells neither its connectors nor its stores. The core is found among the callers of the object that asks, and three
 of its methods are wrapped in the instance. Engine cores run these calls between steps, on the scheduler's thread.
 """
 
@@ -20,6 +20,9 @@ _FIRST_VERSION = "default"
 
 Named = Callable[[], object]
 """Called after a version was given, also the one that the engine had."""
+Emptied = Callable[[], object]
+"""Called after the prefix cache was emptied. A reset that vLLM says has failed empties nothing, whatever the connector
+was told of it."""
 Loads = Callable[[Any], Callable[[bool], object]]
 """Called with the adapter before it is loaded. What it returns is called after it, with whether that succeeded."""
 
@@ -31,11 +34,15 @@ class Core:
         self._engine: Callable[[], Any | None] = weakref.ref(engine) if engine is not None else lambda: None
         # How often the engine was given a version.
         self.times_named = 0
+        # How often its prefix cache was emptied.
+        self.times_emptied = 0
+        self._on_emptied: list[Emptied] = []
         self._on_named: list[Named] = []
         self._on_load: list[Loads] = []
         if engine is not None:
             _wrap(engine, "set_weight_version", self._name)
             _wrap(engine, "add_lora", self._load)
+            _wrap(engine, "reset_prefix_cache", self._reset)
 
     def version(self) -> str | None:
         """The version of the weights; None: that of the engine's start. Trainers give it with
@@ -48,6 +55,9 @@ class Core:
     def on_named(self, call: Named) -> None:
         self._on_named.append(call)
 
+    def on_emptied(self, call: Emptied) -> None:
+        self._on_emptied.append(call)
+
     def on_load(self, call: Loads) -> None:
         self._on_load.append(call)
 
@@ -56,6 +66,14 @@ class Core:
         self.times_named += 1
         for call in self._on_named:
             call()
+        return result
+
+    def _reset(self, original: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        result = original(*given, **more)
+        if result:
+            self.times_emptied += 1
+            for call in self._on_emptied:
+                call()
         return result
 
     def _load(self, original: Callable[..., Any], lora: Any) -> Any:

@@ -241,6 +241,73 @@ def test_what_arrived_before_the_weights_changed_is_not_handed_over(connector: A
     assert is_handed_over(connector, "c")
 
 
+def reset(connector: Any, *, of_connector: bool = True, can_reset: bool = True) -> bool:
+    """As vLLM does it. The blocks of its cache stay if it can't."""
+    connector.core.can_reset = can_reset
+    emptied: bool = connector.core.reset_prefix_cache(reset_connector=of_connector)
+    return emptied
+
+
+def begins_with_cached_tokens(connector: Any, name: str, *, resumes: bool = False) -> bool:
+    """Whether a prompt is handed over of which vLLM has found 16 tokens in its cache."""
+    request = prefill(name, list(TOKENS))
+    connector.on_new_request(request)
+    if resumes:
+        connector.build_connector_meta(step({name: ([1], 8)}))
+        connector.build_connector_meta(step(preempted=[name]))
+        last = step(more={name: ([1, 2], 16, 16)})
+        last.scheduled_cached_reqs.resumed_req_ids = {name}
+    else:
+        last = step({name: ([1, 2], 16)})
+        last.scheduled_new_reqs[0].num_computed_tokens = 16
+    connector.build_connector_meta(last)
+    held: bool = connector.request_finished(request, [1, 2])[0]
+    return held
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_blocks_of_weights_of_an_earlier_version_are_not_handed_over(
+    connector: Any, caplog: pytest.LogCaptureFixture, *, resumes: bool
+) -> None:
+    assert begins_with_cached_tokens(connector, "a") and is_handed_over(connector, "b")
+    version(connector, "2")
+    # vLLM's cache has blocks of the first weights.
+    assert not begins_with_cached_tokens(connector, "c", resumes=resumes)
+    assert is_handed_over(connector, "d")
+    assert "/reset_prefix_cache" in caplog.text
+    assert not reset(connector, of_connector=False, can_reset=False)
+    assert not begins_with_cached_tokens(connector, "e", resumes=resumes)
+    assert reset(connector, of_connector=False)
+    assert begins_with_cached_tokens(connector, "f")
+
+
+def test_blocks_since_a_reset_of_the_connector_are_of_the_weights_that_are_named_after_it(connector: Any) -> None:
+    assert is_handed_over(connector, "a")
+    assert reset(connector)
+    # vLLM goes on with the new weights before they are given their version.
+    assert not is_handed_over(connector, "b")
+    version(connector, "2")
+    assert begins_with_cached_tokens(connector, "c")
+    # It only slept: the blocks since are of the same version.
+    assert reset(connector)
+    version(connector, "2")
+    assert begins_with_cached_tokens(connector, "d")
+    version(connector, "3")
+    assert not begins_with_cached_tokens(connector, "e")
+
+
+def test_a_reset_that_leaves_blocks_in_the_cache_is_none(connector: Any) -> None:
+    assert is_handed_over(connector, "a")
+    assert not reset(connector, can_reset=False)
+    version(connector, "2")
+    assert not begins_with_cached_tokens(connector, "b")
+
+
+def test_the_first_version_before_the_first_step_is_that_of_all_blocks(connector: Any) -> None:
+    version(connector, "1")
+    assert begins_with_cached_tokens(connector, "a")
+
+
 def test_a_prompt_has_another_name_with_another_version_of_the_weights(connector: Any) -> None:
     scheduler, request = connector._scheduler, prefill("a", list(TOKENS))
     scheduler._follow_weights()
@@ -360,6 +427,10 @@ def test_blocks_that_may_be_of_an_adapters_earlier_weights_are_not_offered(conne
     connector.core.add_lora(of)
     # vLLM's cache has blocks of the first weights under the adapter's name and path.
     assert offers("c", 0) and not offers("d", 16)
-    connector.reset_cache()
+    # Requests hold blocks, so that vLLM keeps them, and all others.
+    assert not reset(connector, can_reset=False)
     version(connector, "default")
-    assert offers("e", 16)
+    assert offers("e", 0) and not offers("f", 16)
+    assert reset(connector)
+    version(connector, "default")
+    assert offers("g", 16)

@@ -86,6 +86,8 @@ class EngineCore:
     def __init__(self, make: Any) -> None:
         self.version = "default"
         self.loaded: list[Any] = []
+        # Whether no request holds blocks.
+        self.can_reset = True
         self.made = make()
 
     def get_weight_version(self) -> str:
@@ -93,6 +95,11 @@ class EngineCore:
 
     def set_weight_version(self, weight_version: str) -> None:
         self.version = weight_version
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        if reset_connector:
+            self.made.reset()
+        return self.can_reset
 
     def add_lora(self, lora_request: SimpleNamespace) -> bool:
         self.loaded.append(lora_request)

@@ -245,6 +245,35 @@ _REASONS: dict[Any, _Reason] = {
 }
 
 
+class _Cached:
+    """Whether vLLM's prefix cache may have blocks of weights of an earlier version: it names blocks by tokens alone."""
+
+    def __init__(self) -> None:
+        self.are_mixed = False
+        # Blocks of weights that have a version, and of those that have none since a reset of the connector.
+        self._has_named = self._has_unnamed = False
+        self._times_emptied = 0
+
+    def add(self, *, was_reset: bool) -> None:
+        """A step or a load may have blocks cached."""
+        if was_reset:
+            self._has_unnamed = True
+        else:
+            self._has_named = True
+
+    def follow(self, times_emptied: int) -> None:
+        """How often the cache was emptied: there is no step between that and this call."""
+        if times_emptied != self._times_emptied:
+            self._times_emptied = times_emptied
+            self.are_mixed = self._has_named = self._has_unnamed = False
+
+    def were_named(self, *, is_new: bool) -> None:
+        """The weights were given a version, which is also that of blocks since a reset of the connector."""
+        self.are_mixed |= is_new and self._has_named
+        self._has_named |= self._has_unnamed
+        self._has_unnamed = False
+
+
 class _Scheduler:
     """The scheduler's side."""
 
@@ -283,11 +312,13 @@ class _Scheduler:
         self._adapters = Adapters()
         self._core = core_of_callers()
         self._core.on_load(self._adapters.loads)
+        self._core.on_emptied(self._adapters.cache_was_emptied)
         self._version: str | None = None
         # Resets of the cache and new versions.
         self._changes = 0
         # After a reset the weights may be others than those that were named before, until they are named anew.
         self._was_reset, self._times_named = False, 0
+        self._cached = _Cached()
         self._bootstrap: BootstrapServer | Registration | None = None
         self._gauges: dict[str, int] = {}
 
@@ -375,7 +406,6 @@ class _Scheduler:
         """The weights may have changed. What arrived before is named by the old ones, so it is not handed over."""
         self._follow_weights()
         self._was_reset = True
-        self._adapters.cache_was_reset()
         self._forget()
 
     def _forget(self) -> None:
@@ -385,12 +415,20 @@ class _Scheduler:
 
     def _follow_weights(self) -> None:
         """A version may come after requests that arrived while the engine was paused."""
-        if self._core.times_named != self._times_named:
-            self._times_named, self._was_reset = self._core.times_named, False
+        self._cached.follow(self._core.times_emptied)
         version = self._core.version()
-        if version != self._version:
-            self._version = version
+        is_new, self._version = version != self._version, version
+        if is_new or self._core.times_named != self._times_named:
+            self._cached.were_named(is_new=is_new)
+            self._times_named, self._was_reset = self._core.times_named, False
+        if is_new:
             self._forget()
+            if self._cached.are_mixed:
+                logger.warning_once(
+                    "KVFerryConnector: the weights have another version, and vLLM's cache has blocks of the weights "
+                    "before: prompts of which something is cached are not handed over until the cache is reset (pause "
+                    "with clear_cache, or POST /reset_prefix_cache)"
+                )
 
     def _identity(self, request: Any) -> PromptIdentity | None:
         """None if the request was rejected, or has neither token ids nor embeddings.
@@ -427,16 +465,19 @@ class _Scheduler:
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         live = self._live.get(request.request_id)
         if live is not None and not live.produces and self.half.waits_for_blocks(request.request_id):
+            self._cached.add(was_reset=self._was_reset)
             table = self._selected(blocks.get_block_ids())
             self.half.allocated(request.request_id, live.prompt_tokens, live.computed, external, table)
 
     def step(self, output: Any) -> KVFerryMetadata:
         self._follow_weights()
+        if output.num_scheduled_tokens:
+            self._cached.add(was_reset=self._was_reset)
         scheduled: list[tuple[str, int, int, bool, Sequence[list[int]]]] = []
         lost: list[str] = []
         produced, tokens = self._produced, output.num_scheduled_tokens
         if not produced.isdisjoint(tokens):
-            if self._adapters.are_mixed:
+            if self._cached.are_mixed or self._adapters.are_mixed:
                 lost += self._mixed(output)
                 produced.difference_update(lost)
             for new in output.scheduled_new_reqs:
@@ -456,8 +497,8 @@ class _Scheduler:
         return KVFerryMetadata(self.half.step(scheduled, lost), bool(scheduled))
 
     def _mixed(self, output: Any) -> set[str]:
-        """Requests of the step whose cached blocks may be of an adapter's earlier weights: vLLM names them by the
-        adapter's name and path.
+        """Requests of the step whose cached blocks may be of earlier weights, of the model or of an adapter, which vLLM
+        names by the adapter's name and path.
         """
         cached = output.scheduled_cached_reqs
         begin = [(it.req_id, it.num_computed_tokens) for it in output.scheduled_new_reqs]
@@ -469,7 +510,9 @@ class _Scheduler:
         found = set()
         for request_id, computed in begin:
             live = self._live.get(request_id) if computed and request_id in self._produced else None
-            if live is not None and live.lora is not None and self._adapters.may_be_mixed(live.lora):
+            if live is None:
+                continue
+            if self._cached.are_mixed or (live.lora is not None and self._adapters.may_be_mixed(live.lora)):
                 found.add(request_id)
         return found
 
@@ -477,6 +520,7 @@ class _Scheduler:
         """Of a step that `step` failed with: what the half does not know it may not hand over, and what lost its blocks
         it may not offer any more.
         """
+        self._cached.add(was_reset=self._was_reset)
         named = tried(lambda: {*output.num_scheduled_tokens, *(output.preempted_req_ids or ())})
         lost = set(self._produced) if named is None else self._produced & named
         self._produced -= lost

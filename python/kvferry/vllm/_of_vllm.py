@@ -60,6 +60,7 @@ _READ = {
         "EngineCore.get_weight_version",
         "EngineCore.set_weight_version",
         "EngineCore.add_lora",
+        "EngineCore.reset_prefix_cache",
     ),
     "vllm.v1.core.kv_cache_manager": ("KVCacheBlocks.get_block_ids",),
     "vllm.v1.kv_cache_interface": (

@@ -320,7 +320,8 @@ impl Inner {
                 state.fetches.insert(request.clone(), Stage::Fetching(transfer.clone()));
                 state.wait_for_answer(request.clone(), transfer.clone());
                 let bootstrap = pending.bootstrap;
-                state.fetched_for.insert(transfer, FetchedFor { request, address, bootstrap });
+                let fetched = FetchedFor { request, address, bootstrap, cancelled: None };
+                state.fetched_for.insert(transfer, fetched);
             }
             Err(error) => {
                 let failure = failure_of(&error);
@@ -404,12 +405,24 @@ impl Inner {
         }
     }
 
+    /// A fetch that succeeds all the same, or has succeeded and was not reported, is reported as cancelled: the engine may
+    /// have got other weights since.
     pub(super) fn cancel(&self, state: &mut State, cancel: Cancel) {
         let Cancel { request, code, detail } = cancel;
         match state.fetches.get(&request) {
-            None => {}
-            // A fetch that has just ended is reported as it ended.
-            Some(Stage::Fetching(id)) => drop(self.rank().cancel(id, code, &detail)),
+            None => {
+                let mut succeeded = state.fetched.iter_mut().filter(|it| it.code.is_ok());
+                if let Some(it) = succeeded.find(|it| it.request == request) {
+                    (it.code, it.detail) = (code, detail);
+                    it.side_data.clear();
+                }
+            }
+            Some(Stage::Fetching(id)) => {
+                if let Some(it) = state.fetched_for.get_mut(id) {
+                    it.cancelled.get_or_insert_with(|| failure(code, detail.clone()));
+                }
+                drop(self.rank().cancel(id, code, &detail));
+            }
             Some(Stage::Pending) => {
                 let State { pending, learning, names, .. } = state;
                 let waiting = pending.iter_mut().chain(learning.values_mut());
@@ -424,7 +437,7 @@ impl Inner {
     pub(super) fn consumed(&self, id: &HandoffId, outcome: &Outcome, side_data: SideData) {
         let mut state = self.lock();
         let Some(fetched) = state.fetched_for.remove(id) else { return };
-        let FetchedFor { request, address, bootstrap } = fetched;
+        let FetchedFor { request, address, bootstrap, cancelled } = fetched;
         let (code, detail) = (outcome.code, outcome.detail.clone());
         if !matches!(code, WireCode::Ok | WireCode::Cancelled | WireCode::NotNeeded) {
             state.log_failure(&request, address.as_str(), code, &detail);
@@ -438,7 +451,11 @@ impl Inner {
             // A rank of the engine is not the one that the engine described.
             state.engines.known.remove(&address);
         }
-        self.fetched(&mut state, request, failure(code, detail), side_data);
+        let (how, side_data) = match cancelled {
+            Some(cancelled) if code.is_ok() => (cancelled, Vec::new()),
+            _ => (failure(code, detail), side_data),
+        };
+        self.fetched(&mut state, request, how, side_data);
     }
 }
 

@@ -14,7 +14,7 @@ use crate::rank::Rank;
 use crate::sync::lock;
 use kvferry_proto::Timestamp;
 use kvferry_proto::WireCode;
-use kvferry_proto::engine_handshake::EngineId;
+use kvferry_proto::engine_handshake::{EngineId, Failure};
 use kvferry_proto::handoff::{HandoffId, Limits};
 use rustc_hash::FxHashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
@@ -89,6 +89,8 @@ pub(super) struct FetchedFor {
     pub(super) address: ProducerAddress,
     /// The bootstrap server that named the engine.
     pub(super) bootstrap: Option<ProducerAddress>,
+    /// Why the scheduler half has cancelled it. It may have succeeded by then.
+    pub(super) cancelled: Option<Failure>,
 }
 
 /// An action that waits for what it needs to know.

@@ -8,7 +8,7 @@ use crate::metadata::{Cancel, Compute, FetchRequest, Offer};
 use kvferry::{Access, Peer};
 use kvferry_models::engines::layout;
 use kvferry_proto::Timestamp;
-use kvferry_proto::engine_handshake::{EngineId, Model};
+use kvferry_proto::engine_handshake::{EngineId, Failure, Model};
 use kvferry_proto::handoff::{BlockTable, Limits};
 use kvferry_proto::layout::{Heads, Packing, Shape};
 use std::net::SocketAddr;
@@ -398,4 +398,28 @@ fn lookups_that_hang_give_their_places_back_and_a_later_name_is_found() {
     offer(&producer, "later");
     fetch(&consumer, "later", &address);
     assert_eq!(outcome(&consumer), ("later".to_owned(), true));
+}
+
+#[test]
+fn a_fetch_that_is_cancelled_before_its_success_is_reported_is_reported_as_failed() {
+    let _bound = kvferry_testkit::Watchdog::new(Duration::from_secs(120));
+    let (producer, address, consumer, _lookups, _agents) = with_host_name();
+    let is_fetching = |request: &str| consumer.inner.lock().fetched_for.contains_key(&id(request));
+    offer(&producer, "ended");
+    fetch(&consumer, "ended", &address);
+    while consumer.inner.lock().fetched.is_empty() {
+        std::thread::yield_now();
+    }
+    cancel(&consumer, "ended");
+    assert_eq!(outcome(&consumer), ("ended".to_owned(), false));
+    // The cancel comes too late for the rank.
+    fetch(&consumer, "ending", &address);
+    while !is_fetching("ending") {
+        std::thread::yield_now();
+    }
+    let why = Failure { code: WireCode::Cancelled, detail: String::new(), addresses: Vec::new() };
+    consumer.inner.lock().fetched_for.get_mut(&id("ending")).expect("a fetch").cancelled =
+        Some(why);
+    offer(&producer, "ending");
+    assert_eq!(outcome(&consumer), ("ending".to_owned(), false));
 }
