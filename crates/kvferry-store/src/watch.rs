@@ -17,7 +17,7 @@ use crate::key::{Identity, Key, stem};
 use crate::store::{Inner, Space, Store};
 use crate::sync::lock;
 use rustc_hash::FxHashMap;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -63,8 +63,8 @@ struct Reader {
 struct Names {
     groups: Vec<Group>,
     reports: VecDeque<(u32, bool, Box<[u8]>)>,
-    /// Names whose blocks had not come when they were added, and the number of that call's name.
-    expected: VecDeque<(u32, Stem, u64)>,
+    /// Names whose blocks have not come, by [`Name::number`].
+    expected: BTreeMap<u64, (u32, Stem)>,
     added: u64,
     /// Names that are to be looked up, as changes were lost.
     unsure: VecDeque<(u32, Stem)>,
@@ -143,13 +143,13 @@ impl Watch {
         for (stem, number) in new {
             names.judge(&self.store, group, stem);
             if names.groups[group as usize].names.get(&stem).is_some_and(|name| !name.is_here) {
-                names.expected.push_back((group, stem, number));
+                names.expected.insert(number, (group, stem));
             }
         }
         while names.expected.len() > EXPECTED_MAX
-            && let Some((group, stem, number)) = names.expected.pop_front()
+            && let Some((_, (group, stem))) = names.expected.pop_first()
         {
-            names.forget_absent(group, stem, number);
+            names.groups[group as usize].names.remove(&stem);
         }
         Ok(())
     }
@@ -268,6 +268,7 @@ impl Names {
         let is_here = !known.parts.is_empty() && known.parts.iter().all(is_here);
         if is_here && !name.is_here {
             name.is_here = true;
+            self.expected.remove(&name.number);
             self.reports.push_back((group, false, name.hash.clone()));
         } else if !is_here && name.is_here {
             let name = known.names.remove(&stem).expect("found above");
@@ -291,15 +292,6 @@ impl Names {
         self.unsure.clear();
         for (number, group) in (0..).zip(&self.groups) {
             self.unsure.extend(group.names.keys().map(|stem| (number, *stem)));
-        }
-    }
-
-    /// Forgets a block that has not come.
-    fn forget_absent(&mut self, group: u32, stem: Stem, number: u64) {
-        let Some(known) = self.groups.get_mut(group as usize) else { return };
-        let is_it = |name: &Name| name.number == number && !name.is_here;
-        if known.names.get(&stem).is_some_and(is_it) {
-            known.names.remove(&stem);
         }
     }
 }

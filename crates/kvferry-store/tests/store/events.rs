@@ -325,6 +325,27 @@ impl Names for Vec<[u8; 32]> {
 }
 
 #[test]
+fn a_name_whose_block_has_not_come_waits_however_many_blocks_of_later_names_come() {
+    let folder = Folder::new("watch-waits");
+    let engine = Engine::open(&options(folder.path(), SMALL), LEN);
+    // Names are of a group each: a few blocks have many.
+    let groups = 1024;
+    let watch = engine.store.watch(&vec![vec![engine.kv.clone()]; groups + 1]).expect("it is open");
+    let (last, mut told) = (prompt(1, 1), Told::default());
+    watch.add(0, &last).expect("it is open");
+    for seed in 2..5 {
+        let prompt = prompt(seed, 32);
+        for group in 1..=groups {
+            watch.add(group.try_into().expect("few"), &prompt).expect("it is open");
+        }
+        assert_eq!(engine.put(&prompt, 0).stored, 32);
+        told.settle(&watch, |told| told.contains(&(groups as u32, prompt[31].to_vec())));
+    }
+    assert_eq!(engine.put(&last, 0).stored, 1);
+    told.settle(&watch, |told| told.contains(&(0, last[0].to_vec())));
+}
+
+#[test]
 fn a_block_in_parts_has_come_with_its_last_part_and_left_with_the_first() {
     let folder = Folder::new("watch-parts");
     let engine = Engine::open(&options(folder.path(), SMALL), LEN);
