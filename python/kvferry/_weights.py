@@ -8,9 +8,10 @@ import json
 import operator
 import os
 import stat
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,10 +65,9 @@ def sample_of(path: str | Path | None, *, code: bool = False) -> Sample | None:
     found = hashlib.sha256()
     named, weights = _files(path, code=code)
     changed = 0.0
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="kvferry-weights") as readers:
-        for files, are_weights in ((named, False), (weights, True)):
-            for name, file in sorted(files):
-                changed = max(changed, _add(found, name, file, readers, is_weights=are_weights))
+    for files, are_weights in ((named, False), (weights, True)):
+        for name, file in sorted(files):
+            changed = max(changed, _add(found, name, file, is_weights=are_weights))
     # After the files were read, so that a change meanwhile is seen.
     of_files = [file for _, file in named + weights]
     # An entry that was taken out of a folder changes the folder.
@@ -95,7 +95,7 @@ def _led(paths: Iterable[Path]) -> float:
 
 def _way(path: Path) -> Iterator[tuple[str, str]]:
     """The entries that the kernel looks up for a path, each after the folder that has it: links lead to others."""
-    folder, names = "/", deque(Path.cwd().joinpath(path).parts)
+    folder, names = "/", deque((path if path.is_absolute() else Path.cwd() / path).parts)
     links = 0
     while names:
         name = names.popleft()
@@ -120,9 +120,8 @@ def processors_of(path: str | Path | None) -> str | None:
     found = hashlib.sha256()
     files = [Path(path) / name for name in _PROCESSORS] if path is not None else []
     files = [file for file in files if file.is_file()]
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="kvferry-weights") as readers:
-        for file in files:
-            _add(found, file.name, file, readers, is_weights=False)
+    for file in files:
+        _add(found, file.name, file, is_weights=False)
     return found.hexdigest()[:32] if files else None
 
 
@@ -131,6 +130,8 @@ def has_weights(path: str | Path | None) -> bool:
 
 
 _Named = list[tuple[str, Path]]
+# Where a file is read, and how many bytes there.
+_Batch = list[tuple[int, int]]
 
 
 def _files(path: Path, *, code: bool) -> tuple[_Named, _Named]:
@@ -157,7 +158,7 @@ def _nested(path: Path) -> Iterator[Path]:
                 yield Path(folder) / name
 
 
-def _add(found: Any, name: str, path: Path, readers: ThreadPoolExecutor, *, is_weights: bool) -> float:
+def _add(found: Any, name: str, path: Path, *, is_weights: bool) -> float:
     """When the file was changed last."""
     # The open of a pipe would wait for its writer.
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -172,7 +173,7 @@ def _add(found: Any, name: str, path: Path, readers: ThreadPoolExecutor, *, is_w
             return os.fstat(number).st_ctime
         header = _header(number, nbytes) if path.suffix == ".safetensors" else None
         if header is None:
-            _add_pieces(found, number, _pieces(0, nbytes, _FILE_PIECES, _FILE_PIECE_BYTES), readers)
+            _add_pieces(found, number, _pieces(0, nbytes, _FILE_PIECES, _FILE_PIECE_BYTES))
             return os.fstat(number).st_ctime
         found.update(header[0])
         begin = 8 + len(header[0])
@@ -181,7 +182,7 @@ def _add(found: Any, name: str, path: Path, readers: ThreadPoolExecutor, *, is_w
             for first, end in header[1]
             for piece in _pieces(begin + first, end - first, _TENSOR_PIECES, _TENSOR_PIECE_BYTES)
         )
-        _add_pieces(found, number, tensors, readers)
+        _add_pieces(found, number, tensors)
         # After it was read, so that a change meanwhile is seen.
         return os.fstat(number).st_ctime
     finally:
@@ -214,14 +215,48 @@ def _pieces(begin: int, nbytes: int, least: int, size: int) -> Iterator[tuple[in
         yield begin + (nbytes - size) * piece // (count - 1), size
 
 
-def _add_pieces(found: Any, number: int, pieces: Iterator[tuple[int, int]], readers: ThreadPoolExecutor) -> None:
-    def read(batch: list[tuple[int, int]]) -> bytes:
+def _add_pieces(found: Any, number: int, pieces: Iterator[tuple[int, int]]) -> None:
+    def read(batch: _Batch) -> bytes:
         return b"".join(os.pread(number, size, at) for at, size in batch)
 
     while True:
         # No more than these are in memory at once.
         batches = [list(islice(pieces, _BATCH)) for _ in range(2 * _READERS)]
-        for data in readers.map(read, [batch for batch in batches if batch]):
+        for data in _map(read, [batch for batch in batches if batch]):
             found.update(data)
         if not batches[-1]:
             return
+
+
+def _map(read: Callable[[_Batch], bytes], batches: list[_Batch]) -> list[bytes]:
+    """Reads on several threads, in order. The interpreter waits at its exit for a pool's threads, but not for these: a
+    file system that does not answer keeps no process from ending.
+    """
+    found = [b""] * len(batches)
+    failed: list[BaseException] = []
+    left, lock = iter(range(len(batches))), threading.Lock()
+
+    def run() -> None:
+        while not failed:
+            with lock:
+                at = next(left, None)
+            if at is None:
+                return
+            try:
+                found[at] = read(batches[at])
+            except BaseException as error:
+                failed.append(error)
+
+    threads = []
+    for _ in range(min(len(batches), _READERS) - 1):
+        thread = threading.Thread(target=run, name="kvferry-weights", daemon=True)
+        # Without another thread, this one reads more.
+        with suppress(RuntimeError):
+            thread.start()
+            threads.append(thread)
+    run()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return found

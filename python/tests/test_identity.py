@@ -479,6 +479,13 @@ def test_weights_that_can_not_be_sampled_are_named_by_revision_with_a_warning(
     assert "set model to another name when they change" in caplog.text
 
 
+@pytest.fixture(autouse=True)
+def _schedulers_wait_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is: an adapter that was not looked at in time has a name that equals nothing."""
+    for name in ("_WAIT_S", "_WAIT_BURST_S", "_ANSWERS_S"):
+        monkeypatch.setattr(_adapters, name, 60.0)
+
+
 def request(**given: Any) -> Any:
     parts = {"lora_request": None, "mm_features": None, "prompt_embeds": None, "cache_salt": None}
     return SimpleNamespace(**{**parts, **given})
@@ -567,8 +574,17 @@ def test_an_adapter_on_a_file_system_that_hangs_equals_nothing_and_is_waited_for
     assert threading.active_count() == looks + 1
     answers.set()
     assert adapters._known[1].look.ended.wait(60)
-    monkeypatch.undo()
+    monkeypatch.setattr(_adapters, "_state_of", state_of)
+    monkeypatch.setattr(_adapters, "_WAIT_S", 60.0)
     assert extra(adapters, lora_request=lora(path)) == extra(lora_request=lora(path))
+
+
+_LIMITS = {name: getattr(_adapters, name) for name in ("_WAIT_S", "_WAIT_BURST_S", "_ANSWERS_S")}
+
+
+def _as_in_production(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, limit in _LIMITS.items():
+        monkeypatch.setattr(_adapters, name, limit)
 
 
 class Clock:
@@ -606,6 +622,7 @@ def test_a_slow_file_system_holds_up_a_scheduler_for_an_adapters_first_look_only
 ) -> None:
     path = folder(tmp_path / "lora")
     right = extra(lora_request=lora(path))
+    _as_in_production(monkeypatch)
     clock, waited = Clock(looks_take), 0.0
     monkeypatch.setattr(_adapters, "time", clock)
     threads = SimpleNamespace(Thread=clock.thread, Event=clock.event, Lock=threading.Lock)
@@ -623,6 +640,7 @@ def test_a_slow_file_system_holds_up_a_scheduler_for_an_adapters_first_look_only
 def test_a_scheduler_waits_for_file_systems_a_tenth_of_its_time_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _as_in_production(monkeypatch)
     clock, waited = Clock(0.5), 0.0
     monkeypatch.setattr(_adapters, "time", clock)
     threads = SimpleNamespace(Thread=clock.thread, Event=clock.event, Lock=threading.Lock)
@@ -693,8 +711,31 @@ def test_a_look_at_an_adapters_old_files_does_not_name_the_new_ones(
     for path, look in ((new, second), (old, first)):
         answers[path].set()
         assert look is not None and look.ended.wait(60)
-    monkeypatch.undo()
+    monkeypatch.setattr(_adapters, "sample_of", sample_of)
+    monkeypatch.setattr(_adapters, "_WAIT_S", 60.0)
     assert extra(adapters, lora_request=lora(new)) == extra(lora_request=lora(new)) != extra(lora_request=lora(old))
+
+
+def test_an_adapter_on_a_file_system_that_hangs_keeps_no_process_from_ending(tmp_path: Path) -> None:
+    """The system calls of its files are never done."""
+    (tmp_path / "adapter_model.bin").write_bytes(bytes(100))
+    code = f"""
+import os, threading
+from types import SimpleNamespace
+from kvferry._adapters import Adapters
+reads = threading.Event()
+def pread(*_):
+    reads.set()
+    threading.Event().wait()
+os.pread = pread
+lora = SimpleNamespace(lora_name="l", lora_int_id=1, lora_path={str(tmp_path)!r}, load_inplace=False)
+adapters = Adapters()
+adapters.saw(lora)
+assert reads.wait(60)
+print("ends")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stdout == "ends\n"
 
 
 class Array:
