@@ -3,7 +3,7 @@
 ``GET /query`` answers ``{"<dp_rank>": {"engine_id": "...", "worker_addr": {"<tp>": {"<pp>": "host:port"}}}}``.
 The process of data-parallel rank 0 serves it and calls `BootstrapServer.register` for itself; the other
 data-parallel ranks call `register_at`, where there are others. With a secret they prove it; without one the first host
-that registers a rank keeps it.
+that registers a rank keeps it, and on this host only processes of this user and of the superuser register.
 Threads of their own do all of it, and no failure reaches the engine.
 """
 
@@ -14,10 +14,13 @@ import hashlib
 import hmac
 import http.client
 import io
+import ipaddress
 import json
 import logging
+import os
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Mapping
@@ -203,7 +206,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(403, "this engine has no other data-parallel ranks")
         text = self._body()
         number = None
-        if secret is not None:
+        if secret is None:
+            self._check_user()
+        else:
             challenge = self.headers.get(CHALLENGE, "")
             proof = _proof(secret, challenge, text)
             if not hmac.compare_digest(proof, self.headers.get(PROOF, "").encode()):
@@ -221,6 +226,12 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(403, f"dp_rank must be one of the other {ranks - 1} ranks, from 1 on")
         self.server.registry.add(dp_rank, _text(body, "engine_id"), workers, self.client_address[0], number)
         return {"status": "ok"}
+
+    def _check_user(self) -> None:
+        """Of a process of this host. Where the kernel does not tell users, those of agents are not checked either."""
+        user = user_of(self.connection.getpeername(), self.connection.getsockname())
+        if user is not None and user not in (0, os.getuid()):
+            raise _RefusedError(403, "without a secret, only processes of this server's user register from its host")
 
     def _body(self) -> bytes:
         text = self.headers.get("Content-Length", "")
@@ -303,6 +314,33 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         _log.debug("connection from %s failed", client_address, exc_info=True)
+
+
+def user_of(client: tuple[Any, ...], server: tuple[Any, ...]) -> int | None:
+    """Whose socket of this host is connected from `client` to `server`; -1 if its process has closed it. None for one
+    of another host, or where the kernel does not tell.
+    """
+    ends = [(ipaddress.ip_address(host.partition("%")[0]), port) for host, port, *_ in (client, server)]
+    for family, name in ((4, "tcp"), (6, "tcp6")):
+        wanted = [_as_kernel_writes(host, port, family) for host, port in ends]
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/net/{name}") as lines:
+            for line in lines:
+                found = line.split()
+                if found[1:3] == wanted:
+                    # A socket that was closed has no inode, and the superuser for its user.
+                    return int(found[7]) if found[9] != "0" else -1
+    return None
+
+
+def _as_kernel_writes(host: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int, family: int) -> str | None:
+    """An address in a file of ``/proc/net``: in words of the processor's byte order. None if it has none there."""
+    mapped = getattr(host, "ipv4_mapped", None) or host
+    if mapped.version == 6:
+        packed = host.packed if family == 6 else b""
+    else:
+        packed = mapped.packed if family == 4 else bytes(10) + b"\xff\xff" + mapped.packed
+    words = struct.unpack(f">{len(packed) // 4}I", packed)
+    return f"{struct.pack(f'={len(words)}I', *words).hex().upper()}:{port:04X}" if packed else None
 
 
 def place(parallel: Any, own_host: str) -> tuple[int, str | None]:
