@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from kit import Child, Memory, eventually, run_python
 from kvferry.nixl import _bindings as bind
-from kvferry.nixl import _listener, _memory, nixl_agent, nixl_agent_config
-from kvferry.nixl._metadata import Metadata
+from kvferry.nixl import _errors as nixl_errors
+from kvferry.nixl import _exchange, _listener, _memory, nixl_agent, nixl_agent_config
+from kvferry.nixl._metadata import Metadata, RemoteMemory
 
 MIB = 1 << 20
 NBYTES = 64 * MIB
@@ -127,6 +128,51 @@ def test_a_strangers_request_to_the_listener_makes_no_agent_forgotten(here: Here
                 assert connection.recv(1) == b""
     assert child.run("agent.check_remote_metadata('here')") is True
     stranger.shutdown()
+
+
+def test_the_listener_takes_a_bounded_number_of_agents_and_regions(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_exchange, "_REMOTES_MAX", 2)
+    monkeypatch.setattr(_exchange, "_REGIONS_MAX", 3)
+
+    def send(name: str, regions: int = 0) -> None:
+        region = Metadata.from_bytes(here.agent.get_agent_metadata()).regions[0]
+        made = [RemoteMemory((1 << 30) * (at + 1), 4096, 0, region.token) for at in range(regions)]
+        here.agent._answer(_listener.SEND, Metadata(name, "0" * 32, None, made).to_bytes())
+
+    send("one", 2)
+    with pytest.raises(nixl_errors.nixlNotAllowedError, match="at most"):
+        send("two", 2)
+    send("two")
+    send("two", 1)
+    with pytest.raises(nixl_errors.nixlNotAllowedError, match="remove agents"):
+        send("three")
+    here.agent.remove_remote_agent("one")
+    send("three", 2)
+
+
+def test_bad_requests_to_the_listener_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    handled = threading.Semaphore(0)
+
+    def refuse(_operation: int, _body: bytes) -> bytes:
+        handled.release()
+        raise ValueError("a test")
+
+    listener = _listener.Listener("127.0.0.1", 0, refuse)
+    for _ in range(20):
+        with contextlib.suppress(ConnectionError):
+            _listener.request("127.0.0.1", listener.port, _listener.FETCH, b"")
+        assert handled.acquire(timeout=60)
+    eventually(lambda: "a test" in caplog.text, 60)
+    assert caplog.text.count("a test") < 10
+    listener.close()
+
+
+@pytest.mark.parametrize(("backends", "host"), [(["POSIX"], "127.0.0.1"), (["UCX"], "0.0.0.0"), ([], "0.0.0.0")])
+def test_the_listener_is_where_the_agent_listens(backends: list[str], host: str) -> None:
+    agent = nixl_agent("files", nixl_agent_config(True, True, 0, backends=backends))
+    assert agent._listener is not None
+    assert agent._listener._socket.getsockname()[0] == host
+    agent.shutdown()
 
 
 def test_partial_metadata_adds_memory_to_a_known_agent(here: Here, start: Callable[..., Child]) -> None:

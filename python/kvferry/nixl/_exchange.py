@@ -28,6 +28,8 @@ from kvferry.nixl._transfers import CANCEL_S
 
 _log = logging.getLogger("kvferry.nixl")
 _Name: TypeAlias = str | bytes
+# Remote agents, and their regions, beyond which the listener takes no more. The caller's own `add_remote_agent` does.
+_REMOTES_MAX, _REGIONS_MAX = 1 << 12, 1 << 18
 
 
 class Exchange(AgentCore):
@@ -37,7 +39,11 @@ class Exchange(AgentCore):
         self._listener: _listener.Listener | None = None
         super().__init__(name, wanted)
         if listen_port is not None:
-            host = (os.environ.get("KVFERRY_LISTEN") or "").rpartition(":")[0].strip("[]")
+            # Without a backend that reaches other hosts' memory, the agent itself is on loopback. A backend may come
+            # later where there is none yet.
+            is_local = bool(self.backends) and "UCX" not in self.backends
+            listen = os.environ.get("KVFERRY_LISTEN") or ("127.0.0.1:0" if is_local else "")
+            host = listen.rpartition(":")[0].strip("[]")
             # The listener's thread does not keep the agent alive.
             weak = weakref.WeakMethod(self._answer)
 
@@ -198,6 +204,7 @@ class Exchange(AgentCore):
         if operation == _listener.FETCH:
             return self.get_agent_metadata()
         if operation == _listener.SEND:
+            self._check_room(Metadata.from_bytes(body))
             self.add_remote_agent(body)
         elif operation == _listener.INVALIDATE:
             gone = Metadata.from_bytes(body)
@@ -207,6 +214,17 @@ class Exchange(AgentCore):
             if known is not None and known.incarnation == gone.incarnation:
                 self.remove_remote_agent(gone.name)
         return b""
+
+    def _check_room(self, found: Metadata) -> None:
+        """The listener takes metadata from all who reach it, and the names in it may be made up."""
+        with self._lock:
+            known = {name: len(remote.areas.list) for name, remote in self._remotes.items()}
+        regions = sum(known.values()) + len(found.regions)
+        if len(known.keys() | {found.name}) > _REMOTES_MAX or regions > _REGIONS_MAX:
+            raise nixlNotAllowedError(
+                f"metadata of agent {found.name!r} was refused: {len(known)} agents are known, and the listener takes "
+                f"{_REMOTES_MAX} with {_REGIONS_MAX} regions at most; remove agents"
+            )
 
     def get_serialized_descs(self, descs: nixlXferDList | nixlRegDList) -> bytes:
         """A descriptor list as bytes, which `deserialize_descs` reads without running anything."""

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from kvferry._seldom import Seldom
+
 _log = logging.getLogger("kvferry.nixl")
 
 # The sender's metadata; the receiver's metadata is asked for; the sender's metadata is no longer valid.
@@ -68,6 +70,8 @@ class Listener:
     def __init__(self, host: str, port: int, answer: Answer) -> None:
         self._answer = answer
         self._closed = False
+        # What strangers send may fail at any rate.
+        self._say = Seldom(_log, "").say
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._socket = socket.create_server((host, port))
         self.port: int = self._socket.getsockname()[1]
@@ -80,7 +84,7 @@ class Listener:
             except OSError as error:
                 if not self._closed:
                     # Too many open files, for example: do not spin.
-                    _log.warning("metadata listener at port %d: %s", self.port, error)
+                    self._say("metadata listener at port %d: %s", self.port, error)
                     time.sleep(0.1)
                 continue
             if not self._slots.acquire(timeout=IO_TIMEOUT_S):
@@ -96,7 +100,7 @@ class Listener:
                 connection.settimeout(IO_TIMEOUT_S)
                 connection.sendall(_HEAD.pack(operation, len(answer)) + answer)
         except Exception as error:
-            _log.warning("a request to the metadata listener at port %d failed: %s", self.port, error)
+            self._say("a request to the metadata listener at port %d failed: %s", self.port, error)
         finally:
             self._slots.release()
 
