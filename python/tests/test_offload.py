@@ -466,6 +466,11 @@ def test_the_scheduler_reads_what_a_rank_wrote_and_nobody_elses(
     path.write_text("{")
     assert layout.read_card("engine", 1) is None
     layout.write_card("engine", 1, "model@2", layouts)
+    path.unlink()
+    # Its open would wait for a writer.
+    os.mkfifo(path)
+    assert layout.read_card("engine", 1) is None
+    layout.write_card("engine", 1, "model@3", layouts)
     # Another user made a file of this name.
     owner = path.stat().st_uid
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)

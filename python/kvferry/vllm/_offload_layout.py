@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -304,9 +305,11 @@ def read_card(engine_id: str, rank: int) -> dict[str, Any] | None:
     """None if the worker has not written it, or it is not this user's."""
     path = _card_path(engine_id, rank)
     with suppress(OSError, ValueError):
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # The open of another user's pipe would wait for its writer.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(handle, encoding="utf-8") as file:
-            if os.fstat(handle).st_uid == os.getuid():
+            status = os.fstat(handle)
+            if status.st_uid == os.getuid() and stat.S_ISREG(status.st_mode):
                 card = json.load(file)
                 if isinstance(card, dict) and card.get("v") == _VERSION:
                     return card
