@@ -34,7 +34,9 @@ _VALUE_MAX = 512
 _CONTENT_MAX = 64 << 20
 # The names that vLLM 0.32 gives images for their content: digits of BLAKE3, SHA-256 or SHA-512. Before them, an
 # adapter's name and a colon where the adapter changes what the encoder makes of an image. Other names are a counter of
-# the process or a client's `uuid`.
+# the process or a client's `uuid`. A `uuid` may have this form, too, and vLLM makes this form of it where settings of
+# the processor or of media's input are given. Both count as hashes, as in vLLM's own cache: a hash of all content would
+# cost the scheduler more than the rest of its step.
 _HASHED = re.compile(r"(.*:)?([0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
 
 _COMMIT = re.compile("[0-9a-f]{40}")
