@@ -134,8 +134,12 @@ def pair(request: pytest.FixtureRequest, server: MetadataServer, children: Calla
         serving = children(**options)
         url = serving.run(
             """
-            import ctypes, signal, socket, subprocess, sys, time
-            with socket.socket() as s: s.bind(("127.0.0.1", 0)); port = s.getsockname()[1]
+            import ctypes, random, signal, socket, subprocess, sys, time
+            # Below the ports that the kernel gives to clients: nobody else gets it meanwhile.
+            while True:
+                port = random.randrange(20_000, 32_000)
+                try: socket.create_server(("127.0.0.1", port)).close(); break
+                except OSError: pass
             command = [sys.executable, "-m", "mooncake.http_metadata_server", "--host", "127.0.0.1", "--port", str(port)]
             # Ends with this process, even if that is killed.
             end = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
