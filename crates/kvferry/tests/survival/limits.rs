@@ -20,8 +20,11 @@ fn raw_peer(address: &str) -> RawPeer {
     RawPeer::call(address, config()).expect("a session")
 }
 
+/// An agent that sends no heartbeat during the test. One that is sent a moment after a transfer says that the
+/// agent waits for something, and `target` believes it for the whole test.
 fn small_agent() -> Agent {
-    Agent::builder().io_threads(1).transports(tcp()).start().expect("an agent")
+    let builder = Agent::builder().io_threads(1).transports(tcp()).silence(NEVER);
+    builder.start().expect("an agent")
 }
 
 /// Writes once, over a new session if necessary.
