@@ -6,7 +6,46 @@
 
 use crate::engine_handshake::EngineHandshakeMessage;
 use crate::handoff::HandoffMessage;
-use crate::message::{MessageError, check_body_len, kind_of};
+use crate::message::{MessageError, bodies, check_body_len, kind_of, messages};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// A random number that a consumer rank draws for a producer rank, and tells that one alone.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct ReaderKey(#[serde(with = "serde_bytes")] pub [u8; 16]);
+
+impl fmt::Debug for ReaderKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ReaderKey(..)")
+    }
+}
+
+/// Consumer rank to producer rank, as the first message of a session: sessions with one key are one reader's. Without
+/// it each session is another reader, which can't go on in the next session.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reader {
+    /// The same in each session with one life of the producer rank at one of its addresses.
+    pub key: ReaderKey,
+}
+
+messages! {
+    /// A message about who reads.
+    ReaderMessage, "reader":
+    "reader" => /** See [`Reader`]. */ Reader;
+}
+
+bodies!(ReaderMessage);
+
+impl ReaderMessage {
+    #[allow(
+        clippy::unnecessary_wraps,
+        reason = "the protocols of ranks check their messages alike"
+    )]
+    const fn check(&self) -> Result<(), MessageError> {
+        Ok(())
+    }
+}
 
 /// A message from another rank, of one of the protocols that ranks speak.
 ///
@@ -17,6 +56,8 @@ pub enum RankMessage {
     Handoff(HandoffMessage),
     /// For the handshake with that rank's engine.
     EngineHandshake(EngineHandshakeMessage),
+    /// Says which reader speaks.
+    Reader(ReaderMessage),
     /// A kind that belongs to no protocol of this build: a later version's. To be skipped.
     Unknown {
         /// The kind, cut to 32 bytes.
@@ -37,6 +78,8 @@ impl RankMessage {
             HandoffMessage::parse_as(kind, bytes).map(Self::Handoff)
         } else if EngineHandshakeMessage::KINDS.contains(&kind.as_str()) {
             EngineHandshakeMessage::parse_as(kind, bytes).map(Self::EngineHandshake)
+        } else if ReaderMessage::KINDS.contains(&kind.as_str()) {
+            ReaderMessage::parse_as(kind, bytes).map(Self::Reader)
         } else {
             Ok(Self::Unknown { kind })
         }
@@ -49,9 +92,10 @@ mod tests {
 
     #[test]
     fn no_kind_of_message_belongs_to_two_protocols() {
-        for kind in HandoffMessage::KINDS {
-            assert!(!EngineHandshakeMessage::KINDS.contains(kind), "{kind} is in both");
-        }
+        let all =
+            [HandoffMessage::KINDS, EngineHandshakeMessage::KINDS, ReaderMessage::KINDS].concat();
+        let distinct: std::collections::BTreeSet<_> = all.iter().collect();
+        assert_eq!(distinct.len(), all.len(), "{all:?}");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use crate::transfer::messages;
 use crate::transfer::requests::MESSAGE;
 use kvferry_proto::message::BODY_MAX;
 use kvferry_proto::{Incarnation, WireCode};
+use std::hash::{Hash, Hasher};
 use std::ops::Deref;
 use std::time::Duration;
 
@@ -226,6 +227,12 @@ impl PartialEq for Channel {
 }
 
 impl Eq for Channel {}
+
+impl Hash for Channel {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        Arc::as_ptr(&self.0).hash(state);
+    }
+}
 
 /// The heartbeat to a peer runs while this value lives. See [`Channel::watch`].
 #[derive(Debug)]

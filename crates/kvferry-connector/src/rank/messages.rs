@@ -1,24 +1,22 @@
 //! Channels and their messages. All but `open` runs on the agent's control thread. That thread also
 //! does what the machines then ask for, so answering a message wakes no other thread.
 
-use super::peers::{Met, Numbers};
+use super::peers::{Ended, EndedReader, Met};
 use super::state::{By, Shared};
+use super::thread::Outgoing;
 use crate::codes::{code_of, may_return};
 use kvferry::{Channel, Error, Message, MessageHandler, Peer};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::EngineHandshakeMessage as HandshakeMessage;
 use kvferry_proto::handoff::HandoffMessage;
-use kvferry_proto::rank_message::RankMessage;
+use kvferry_proto::rank_message::{RankMessage, ReaderMessage};
 use std::sync::{Arc, Weak};
 
 pub(super) struct Handler(pub(super) Weak<Shared>);
 
 impl MessageHandler for Handler {
-    fn began(&self, channel: &Channel) {
-        let Some(shared) = self.0.upgrade() else { return };
-        shared.lock().began(channel, shared.now());
-        shared.drive(By::Agent);
-    }
+    /// A session means nothing before the peer has sent a message over it, or this rank has opened it.
+    fn began(&self, _channel: &Channel) {}
 
     fn received(&self, channel: &Channel, message: Message<'_>) {
         let Some(shared) = self.0.upgrade() else { return };
@@ -28,7 +26,16 @@ impl MessageHandler for Handler {
             Ok(RankMessage::EngineHandshake(message)) => {
                 shared.received_handshake(channel, message);
             }
-            Ok(RankMessage::Unknown { kind }) => {
+            Ok(RankMessage::Reader(ReaderMessage::Reader(reader))) => {
+                let mut state = shared.lock();
+                if let Some(id) = state.peers.came(channel, &reader.key) {
+                    state.producer.met(id);
+                }
+            }
+            Ok(
+                RankMessage::Reader(ReaderMessage::Unknown { kind })
+                | RankMessage::Unknown { kind },
+            ) => {
                 tracing::warn!(peer, kind, "skipped a message of an unknown kind");
             }
             Err(error) => tracing::warn!(peer, %error, "skipped a malformed message"),
@@ -41,25 +48,19 @@ impl MessageHandler for Handler {
         let mut state = shared.lock();
         let now = shared.now();
         let (code, gone) = (code_of(error.kind()), !may_return(error.kind()));
-        let (Numbers { reader, suppliers }, is_up) = state.peers.ended(channel);
-        // Messages under way are lost even if there is another channel. Both sides repeat them there.
-        let gone = gone && !is_up;
-        if let Some(reader) = reader {
-            state.producer.lost(reader, code, gone, now);
-            state.handshakes.lost(reader, code, gone, now);
+        let Ended { reader, supplier } = state.peers.ended(channel);
+        if let Some(EndedReader { id, is_up, may_return }) = reader {
+            // Messages under way are lost even if there is another channel. Both sides repeat them there.
+            let gone = (gone || !may_return) && !is_up;
+            state.producer.lost(id, code, gone, now);
+            state.handshakes.lost(id, code, gone, now);
             if is_up {
-                state.producer.met(reader);
+                state.producer.met(id);
             }
         }
-        for supplier in suppliers {
+        if let Some(supplier) = supplier {
             state.consumer.lost(supplier, code, gone, now);
             state.handshakes.lost(supplier, code, gone, now);
-            if is_up {
-                state.met(supplier, now);
-            }
-        }
-        if shared.observer.is_some() && !is_up {
-            state.lost.push(channel.incarnation());
         }
         drop(state);
         // The rank's thread connects again at once to a peer that is still needed: it may live.
@@ -70,36 +71,28 @@ impl MessageHandler for Handler {
 impl Shared {
     fn received_handoff(&self, channel: &Channel, message: HandoffMessage) {
         let (mut state, now) = (self.lock(), self.now());
-        // The channel may have begun before there was a message handler.
-        state.began(channel, now);
-        let Numbers { reader, suppliers } = state.peers.numbers_of(channel);
         let is_for_producer = match &message {
             HandoffMessage::Ask(_) | HandoffMessage::Confirm(_) => true,
             HandoffMessage::Stop(stop) => stop.by_consumer,
             _ => false,
         };
-        if !is_for_producer {
-            let mut suppliers = suppliers.into_iter();
-            let last = suppliers.next_back();
-            for supplier in suppliers {
-                state.consumer.receive(supplier, message.clone(), now);
-            }
-            if let Some(last) = last {
-                state.consumer.receive(last, message, now);
-            }
-        } else if let Some(reader) = reader {
+        if is_for_producer {
+            let reader = state.peers.reader(channel);
             state.producer.receive(reader, message, now);
+        } else if let Some(supplier) = state.peers.supplier(channel) {
+            state.consumer.receive(supplier, message, now);
         }
     }
 
     fn received_handshake(&self, channel: &Channel, message: HandshakeMessage) {
         let mut state = self.lock();
-        state.began(channel, self.now());
-        let Numbers { reader, suppliers } = state.peers.numbers_of(channel);
         let is_question = matches!(message, HandshakeMessage::Introduce(_));
-        let to = if is_question { reader.into_iter().collect() } else { suppliers };
-        for peer in to {
-            state.queue_handshake(peer, message.clone());
+        let from = match is_question {
+            true => Some(state.peers.reader(channel)),
+            false => state.peers.supplier(channel),
+        };
+        if let Some(from) = from {
+            state.queue_handshake(from, message);
         }
     }
 
@@ -119,33 +112,34 @@ impl Shared {
         // The end of a channel that has ended by now would not be reported again.
         let opened = opened.and_then(|channel| channel.end().cloned().map_or(Ok(channel), Err));
         match opened {
-            Ok(channel) => {
-                state.began(&channel, now);
-                match state.peers.met_at(address, &channel) {
-                    Some(Met::At(id, gone)) => {
-                        if let Some(gone) = gone {
-                            state.consumer.lost(gone, WireCode::StaleIncarnation, true, now);
-                            state.handshakes.moved(gone, id);
-                        }
-                        state.consumer.met(id, now);
-                        state.handshakes.met(id);
+            Ok(channel) => match state.peers.met_at(address, &channel) {
+                Some(Met::At { id, gone, is_replaced, key }) => {
+                    if let Some(key) = key {
+                        state.greetings.push(Outgoing::greeting(channel, key));
                     }
-                    Some(Met::Refused(id)) => {
-                        state.consumer.lost(id, WireCode::Busy, true, now);
-                        state.handshakes.lost(id, WireCode::Busy, true, now);
+                    if is_replaced {
+                        state.consumer.lost(id, WireCode::Closed, false, now);
+                        state.handshakes.lost(id, WireCode::Closed, false, now);
                     }
-                    None => {}
+                    if let Some(gone) = gone {
+                        state.consumer.lost(gone, WireCode::StaleIncarnation, true, now);
+                        state.handshakes.moved(gone, id);
+                    }
+                    state.consumer.met(id, now);
+                    state.handshakes.met(id);
                 }
-            }
-            Err(error) => match state.peers.not_met_at(address) {
-                Some((id, false)) => {
+                Some(Met::Refused(id)) => {
+                    state.consumer.lost(id, WireCode::Busy, true, now);
+                    state.handshakes.lost(id, WireCode::Busy, true, now);
+                }
+                None => {}
+            },
+            Err(error) => {
+                if let Some(id) = state.peers.not_met_at(address) {
                     state.consumer.lost(id, code_of(error.kind()), true, now);
                     state.handshakes.lost(id, code_of(error.kind()), true, now);
                 }
-                // The peer has connected to us meanwhile.
-                Some((id, true)) => state.met(id, now),
-                None => {}
-            },
+            }
         }
         drop(state);
         self.drive(By::Agent);

@@ -1,16 +1,23 @@
 //! Numbers of peers.
 //!
-//! The protocol knows lives of peers by numbers ([`PeerId`]). A life that was met has an incarnation;
-//! before that a consumer knows an address, which has a number already. Two lives at one address have
-//! two numbers; two sessions with one life have one.
+//! The protocol knows lives of peers by numbers ([`PeerId`]). An incarnation is what a peer says of itself: any
+//! peer can say that of another one. So a number depends on the session, too.
 //!
-//! Clients name addresses, and any number of addresses may lead to one life. So addresses are bounded, in all
-//! and for each life, and those of one life share one session: see [`Peers::met_at`].
+//! * A *supplier* is an address that is consumed from. It is spoken to over the session that was opened to that
+//!   address, and what arrives over another session is not the supplier's. Two lives at one address have two numbers.
+//! * A *reader* is a session that asks for what is produced here. If the session has named a [`ReaderKey`], the reader
+//!   is whoever knows the key: it may come back in another session. Each rank draws a key for each of its suppliers,
+//!   and tells that one alone.
+//!
+//! Clients name addresses, and any number of addresses may lead to one life. So addresses are bounded, in all and for
+//! each life.
 
 use kvferry::{Channel, Incarnation, Peer, Watch};
 use kvferry_proto::Timestamp;
 use kvferry_proto::handoff::{PeerId, Refusal};
+use kvferry_proto::rank_message::ReaderKey;
 use rustc_hash::{FxHashMap, FxHashSet};
+use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
 
 /// How long to wait before connecting again to a peer that must get a message, at first and at most.
@@ -21,19 +28,20 @@ const RETRY_LAST: Duration = Duration::from_secs(15);
 /// recently used first; if all are needed, more are refused.
 pub(super) const PLACES_MAX: usize = 1024;
 
-/// Addresses of one life that are kept at most: each of its messages is handled once for each of them. An
-/// engine has a name and an address, or a few of them.
+/// Addresses of one life that are kept at most, each with a session. An engine has a name and an address, or a few of
+/// them.
 pub(super) const PLACES_OF_LIFE: usize = 8;
 
 /// An address that is consumed from.
 #[derive(Debug)]
 pub(super) struct Place {
-    /// The peer at this address, or at another one that leads to the same life and has a session with it.
     pub(super) peer: Peer,
     /// The number of the life that was, or will be, met there.
     id: PeerId,
     life: Option<Incarnation>,
-    pub(super) opening: bool,
+    /// By what the life that it was drawn for knows this rank.
+    key: Option<(Incarnation, ReaderKey)>,
+    opening: bool,
     /// Connect once, although no handoff needs it: a message is waiting.
     connect_once: bool,
     /// Handoffs need it.
@@ -42,8 +50,9 @@ pub(super) struct Place {
     watched_handshake: bool,
     /// When to connect again to deliver a message, and the delay that led there.
     retry: Option<(Timestamp, Duration)>,
-    /// The session that was opened for this address.
+    /// The session that was opened for this address, until its end was reported.
     session: Option<Channel>,
+    watch: Option<Watch>,
     /// The call that used it last.
     used: u64,
 }
@@ -53,9 +62,8 @@ impl Place {
         self.watched || self.watched_handshake
     }
 
-    fn is_up(&self, lives: &FxHashMap<Incarnation, Life>) -> bool {
-        let life = self.life.and_then(|life| lives.get(&life));
-        life.is_some_and(|life| !life.channels.is_empty())
+    const fn is_up(&self) -> bool {
+        self.session.is_some()
     }
 
     /// Whether a handoff, a handshake or the opening of a channel needs it. A message that waits for a
@@ -64,44 +72,74 @@ impl Place {
         self.is_watched() || self.opening
     }
 
-    fn live_session(&self) -> Option<&Channel> {
-        self.session.as_ref().filter(|session| session.end().is_none())
+    fn update_watch(&mut self) {
+        let session = self.session.as_ref().filter(|_| self.is_watched());
+        self.watch = session.map(Channel::watch);
     }
 }
 
 /// The outcome of opening a channel to an address.
 pub(super) enum Met {
-    /// The number that is valid from now on, and the number of the life that was there before if it was
-    /// another.
-    At(PeerId, Option<PeerId>),
+    At {
+        /// The number that is valid from now on.
+        id: PeerId,
+        /// The number of the life that was there before, if it was another.
+        gone: Option<PeerId>,
+        /// The end of the session before this one has not been reported yet, and will not be.
+        is_replaced: bool,
+        /// What the peer is told first.
+        key: Option<ReaderKey>,
+    },
     /// The life has too many addresses already. The number of this one.
     Refused(PeerId),
 }
 
-#[derive(Debug)]
-struct Life {
-    /// Its number as a consumer of ours.
-    reader: PeerId,
-    /// The addresses it is consumed from: more than one if it has several names.
-    places: Vec<String>,
+/// A consumer of what is produced here.
+#[derive(Debug, Default)]
+struct Reader {
+    /// It is recognised in another session.
+    has_key: bool,
     channels: Vec<Channel>,
     watched: bool,
     watch: Option<Watch>,
 }
 
+impl Reader {
+    fn update_watch(&mut self) {
+        // Over the channel that messages go over.
+        let channel = self.channels.last().filter(|_| self.watched);
+        self.watch = channel.map(Channel::watch);
+    }
+}
+
+/// What a session was whose end was reported.
 #[derive(Debug, Default)]
-pub(super) struct Numbers {
-    /// As a consumer of ours.
-    pub(super) reader: Option<PeerId>,
-    /// As a producer of ours, one for each of its addresses.
-    pub(super) suppliers: Vec<PeerId>,
+pub(super) struct Ended {
+    pub(super) reader: Option<EndedReader>,
+    /// The number of the address that it was opened to.
+    pub(super) supplier: Option<PeerId>,
+}
+
+#[derive(Debug)]
+pub(super) struct EndedReader {
+    pub(super) id: PeerId,
+    /// It has another session.
+    pub(super) is_up: bool,
+    pub(super) may_return: bool,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Peers {
     numbers: u64,
     places: FxHashMap<String, Place>,
-    lives: FxHashMap<Incarnation, Life>,
+    place_of: FxHashMap<PeerId, String>,
+    readers: FxHashMap<PeerId, Reader>,
+    /// The readers of sessions that have asked for something or have named a key.
+    reader_of: FxHashMap<Channel, PeerId>,
+    /// The suppliers of sessions that were opened to them.
+    supplier_of: FxHashMap<Channel, PeerId>,
+    /// Numbers of readers with keys.
+    hasher: RandomState,
     /// [`Peers::take_unmet`], [`Peers::retry`] and [`Peers::forget_idle`] may find something.
     changed: bool,
     /// Whether any place has a `retry`.
@@ -110,15 +148,8 @@ pub(super) struct Peers {
     uses: u64,
     /// Peers with sessions that nothing needs.
     unneeded: Vec<Peer>,
-    place_of: FxHashMap<PeerId, String>,
-    life_of: FxHashMap<PeerId, Incarnation>,
-}
-
-/// The number of a life as a consumer of ours. It stays the same when the life comes back: what the
-/// life confirmed is remembered for longer than its connection.
-fn reader_of(Incarnation(life): Incarnation) -> PeerId {
-    // An incarnation is random, so half of it is unique enough. Other numbers count up from 1.
-    PeerId(life as u64 | 1 << 63)
+    /// Addresses whose sessions have ended.
+    lost: Vec<String>,
 }
 
 impl Peers {
@@ -150,12 +181,14 @@ impl Peers {
                 peer: peer.clone(),
                 id,
                 life: None,
+                key: None,
                 opening: false,
                 connect_once: false,
                 watched: false,
                 watched_handshake: false,
                 retry: None,
                 session: None,
+                watch: None,
                 used: self.uses,
             };
             self.places.insert(address.to_owned(), place);
@@ -163,7 +196,7 @@ impl Peers {
         }
         let place = self.places.get_mut(address).expect("there now");
         place.used = self.uses;
-        let is_up = place.is_up(&self.lives);
+        let is_up = place.is_up();
         if !is_up {
             // The name may have been looked up again since.
             place.peer = peer.clone();
@@ -185,22 +218,10 @@ impl Peers {
         let Some(address) = oldest else { return false };
         let place = self.places.remove(&address).expect("found above");
         self.place_of.remove(&place.id);
-        let life = place.life.and_then(|life| self.lives.get_mut(&life));
-        let mut heirs = Vec::new();
-        if let Some(life) = life {
-            life.places.retain(|of_life| *of_life != address);
-            heirs.clone_from(&life.places);
-        }
-        if place.live_session().is_some() {
-            // Other addresses of this life share the session.
-            let heir = heirs.iter().find(|heir| {
-                let heir = self.places.get(*heir);
-                heir.is_some_and(|heir| heir.life == place.life)
-            });
-            match heir.and_then(|heir| self.places.get_mut(heir)) {
-                Some(heir) => (heir.peer, heir.session) = (place.peer, place.session),
-                None => self.end_session(place.peer),
-            }
+        if let Some(session) = &place.session {
+            self.supplier_of.remove(session);
+            self.lost.push(address);
+            self.end_session(place.peer);
         }
         true
     }
@@ -213,6 +234,11 @@ impl Peers {
     /// Peers whose sessions are to be ended.
     pub(super) fn take_unneeded(&mut self) -> Vec<Peer> {
         std::mem::take(&mut self.unneeded)
+    }
+
+    /// Addresses whose sessions have ended since the last call.
+    pub(super) fn take_lost(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.lost)
     }
 
     /// Has the peer connected to once, to get a message.
@@ -229,7 +255,7 @@ impl Peers {
         let mut unmet = Vec::new();
         for (address, place) in &mut self.places {
             let is_needed = place.is_watched() || place.connect_once;
-            if is_needed && !place.opening && !place.is_up(&self.lives) {
+            if is_needed && !place.opening && !place.is_up() {
                 place.opening = true;
                 unmet.push((address.clone(), place.peer.clone()));
             }
@@ -252,7 +278,7 @@ impl Peers {
         self.retrying = false;
         let mut next = None;
         for place in self.places.values_mut() {
-            if !unheard.contains(&place.id) || place.is_up(&self.lives) || place.opening {
+            if !unheard.contains(&place.id) || place.is_up() || place.opening {
                 place.retry = place.retry.filter(|_| place.opening);
                 self.retrying |= place.retry.is_some();
                 continue;
@@ -273,13 +299,12 @@ impl Peers {
         next
     }
 
-    /// The channel to an address did not open: the number there, and whether the peer connected to us
-    /// meanwhile.
-    pub(super) fn not_met_at(&mut self, address: &str) -> Option<(PeerId, bool)> {
+    /// The channel to an address did not open: the number there.
+    pub(super) fn not_met_at(&mut self, address: &str) -> Option<PeerId> {
         self.changed = true;
         let place = self.places.get_mut(address)?;
         place.opening = false;
-        Some((place.id, place.is_up(&self.lives)))
+        Some(place.id)
     }
 
     /// The address of a number, and what is there.
@@ -289,71 +314,32 @@ impl Peers {
         (place.id == id).then_some((address.as_str(), place))
     }
 
-    /// A channel to a peer, by either of its numbers.
+    /// The channel to a reader or a supplier.
     pub(super) fn channel(&self, id: PeerId) -> Option<&Channel> {
-        let life = match self.life_of.get(&id) {
-            Some(life) => *life,
-            None => self.places.get(self.place_of.get(&id)?).filter(|place| place.id == id)?.life?,
-        };
-        self.lives.get(&life)?.channels.last()
+        if let Some(reader) = self.readers.get(&id) {
+            return reader.channels.last();
+        }
+        let place = self.places.get(self.place_of.get(&id)?)?;
+        place.session.as_ref().filter(|_| place.id == id)
     }
 
-    /// A channel began: the numbers of its life if this is the life's only channel.
-    pub(super) fn began(&mut self, channel: &Channel) -> Numbers {
-        let incarnation = channel.incarnation();
-        if !self.lives.contains_key(&incarnation) {
-            let reader = reader_of(incarnation);
-            let is_here = |(_, place): &(&String, &Place)| place.life == Some(incarnation);
-            let places = self.places.iter().filter(is_here).map(|(name, _)| name.clone()).collect();
-            let life = Life { reader, places, channels: Vec::new(), watched: false, watch: None };
-            self.lives.insert(incarnation, life);
-            self.life_of.insert(reader, incarnation);
-        }
-        let life = self.lives.get_mut(&incarnation).expect("there now");
-        if life.channels.contains(channel) {
-            return Numbers::default();
-        }
-        life.channels.push(channel.clone());
-        let is_first = life.channels.len() == 1;
-        self.update_watch(incarnation);
-        if is_first { self.numbers_of(channel) } else { Numbers::default() }
-    }
-
-    /// A channel to an address opened. If another address has led to the same life before, its session is
-    /// used, and the new one ends.
+    /// A channel to an address opened.
     pub(super) fn met_at(&mut self, address: &str, channel: &Channel) -> Option<Met> {
         let fresh = self.number();
         let incarnation = channel.incarnation();
         let place = self.places.get_mut(address)?;
         place.opening = false;
-        let (id, opened) = (place.id, place.peer.clone());
-        let others = self.lives.get(&incarnation).map_or(&[][..], |life| &life.places);
-        let others = others.iter().filter(|other| *other != address);
-        let others = others.filter_map(|other| self.places.get(other));
-        let others: Vec<_> = others.filter(|other| other.life == Some(incarnation)).collect();
-        let shared = others.iter().find_map(|other| {
-            let session = other.live_session()?;
-            Some((other.peer.clone(), session == channel))
-        });
-        let is_full = others.len() >= PLACES_OF_LIFE;
-        if is_full && !self.make_room(|place| place.life == Some(incarnation) && place.id != id) {
-            if shared.is_none_or(|(_, is_it)| !is_it) {
-                self.end_session(opened);
-            }
+        let id = place.id;
+        let is_other = |place: &&Place| place.life == Some(incarnation) && place.id != id;
+        let others = self.places.values().filter(is_other).count();
+        if others >= PLACES_OF_LIFE && !self.make_room(|place| is_other(&place)) {
+            let place = self.places.get(address)?;
+            self.end_session(place.peer.clone());
             return Some(Met::Refused(id));
         }
         let place = self.places.get_mut(address)?;
-        place.session = None;
-        let spare = match shared {
-            Some((peer, is_it)) => {
-                place.peer = peer;
-                (!is_it).then_some(opened)
-            }
-            None => {
-                place.session = Some(channel.clone());
-                None
-            }
-        };
+        let before = place.session.replace(channel.clone());
+        let is_replaced = before.as_ref().is_some_and(|before| before != channel);
         let gone = match place.life.replace(incarnation) {
             Some(before) if before != incarnation => {
                 let gone = std::mem::replace(&mut place.id, fresh);
@@ -365,52 +351,81 @@ impl Peers {
             }
             _ => None,
         };
+        if place.key.is_none_or(|(of, _)| of != incarnation) {
+            // Without random bytes, the peer takes each session of this rank for another reader.
+            let key = kvferry_sys::random::bytes().ok().map(ReaderKey);
+            place.key = key.map(|key| (incarnation, key));
+        }
+        let key = place.key.map(|(_, key)| key).filter(|_| before.as_ref() != Some(channel));
+        place.update_watch();
         let id = place.id;
-        if let Some(life) = self.lives.get_mut(&incarnation)
-            && !life.places.iter().any(|place| place == address)
-        {
-            life.places.push(address.to_owned());
+        if let Some(before) = before {
+            self.supplier_of.remove(&before);
         }
-        self.update_watch(incarnation);
-        if let Some(spare) = spare {
-            self.end_session(spare);
-        }
-        Some(Met::At(id, gone))
+        self.supplier_of.insert(channel.clone(), id);
+        Some(Met::At { id, gone, is_replaced, key })
     }
 
-    /// The numbers of the peer of a channel.
-    pub(super) fn numbers_of(&self, channel: &Channel) -> Numbers {
-        let incarnation = channel.incarnation();
-        let Some(life) = self.lives.get(&incarnation) else { return Numbers::default() };
-        let places = life.places.iter().filter_map(|address| self.places.get(address));
-        let places = places.filter(|place| place.life == Some(incarnation));
-        Numbers { reader: Some(life.reader), suppliers: places.map(|place| place.id).collect() }
+    /// The number of the address that a channel was opened to.
+    pub(super) fn supplier(&self, channel: &Channel) -> Option<PeerId> {
+        self.supplier_of.get(channel).copied()
     }
 
-    /// A channel ended: the numbers of its life, and whether there is another channel to it.
-    pub(super) fn ended(&mut self, channel: &Channel) -> (Numbers, bool) {
-        let numbers = self.numbers_of(channel);
-        let incarnation = channel.incarnation();
+    /// The number of a channel's peer as a reader. A peer that has named no key is another reader in each session.
+    pub(super) fn reader(&mut self, channel: &Channel) -> PeerId {
+        if let Some(reader) = self.reader_of.get(channel) {
+            return *reader;
+        }
+        let id = self.number();
+        self.enter_reader(id, channel, false);
+        id
+    }
+
+    /// The peer of a channel has named its key: its number, unless the channel has a reader already.
+    pub(super) fn came(&mut self, channel: &Channel, key: &ReaderKey) -> Option<PeerId> {
+        if self.reader_of.contains_key(channel) {
+            return None;
+        }
+        // The same for as long as this rank lives: what the reader confirmed is remembered for longer than its
+        // session. Other numbers count up from 1.
+        let id = PeerId(self.hasher.hash_one(key) | 1 << 63);
+        self.enter_reader(id, channel, true);
+        Some(id)
+    }
+
+    fn enter_reader(&mut self, id: PeerId, channel: &Channel, has_key: bool) {
+        self.reader_of.insert(channel.clone(), id);
+        let reader = self.readers.entry(id).or_default();
+        reader.has_key = has_key;
+        reader.channels.push(channel.clone());
+        reader.update_watch();
+    }
+
+    /// A channel ended.
+    pub(super) fn ended(&mut self, channel: &Channel) -> Ended {
         self.changed = true;
-        let Some(life) = self.lives.get_mut(&incarnation) else { return (numbers, false) };
-        life.channels.retain(|other| other != channel);
-        let is_up = !life.channels.is_empty();
-        if is_up {
-            self.update_watch(incarnation);
-        } else {
-            life.watch = None;
+        let supplier = self.supplier_of.remove(channel);
+        if let Some((address, place)) = supplier.and_then(|id| self.place_of(id)) {
+            (place.session, place.watch) = (None, None);
+            let address = address.to_owned();
+            self.lost.push(address);
         }
-        (numbers, is_up)
+        let reader = self.reader_of.remove(channel).and_then(|id| {
+            let reader = self.readers.get_mut(&id)?;
+            reader.channels.retain(|other| other != channel);
+            reader.update_watch();
+            let is_up = !reader.channels.is_empty();
+            Some(EndedReader { id, is_up, may_return: reader.has_key })
+        });
+        Ended { reader, supplier }
     }
 
     /// Starts or stops the heartbeat to a peer for its handoffs.
     pub(super) fn watch(&mut self, id: PeerId, on: bool) {
-        self.changed |= self.channel(id).is_none();
-        if let Some(incarnation) = self.life_of.get(&id).copied() {
-            if let Some(life) = self.lives.get_mut(&incarnation) {
-                life.watched = on;
-            }
-            self.update_watch(incarnation);
+        if let Some(reader) = self.readers.get_mut(&id) {
+            self.changed |= reader.channels.is_empty();
+            reader.watched = on;
+            reader.update_watch();
         } else {
             self.watch_place(id, |place| place.watched = on);
         }
@@ -425,37 +440,16 @@ impl Peers {
         self.changed |= self.channel(id).is_none();
         let Some((_, place)) = self.place_of(id) else { return };
         change(place);
-        if let Some(incarnation) = place.life {
-            self.update_watch(incarnation);
-        }
+        place.update_watch();
     }
 
-    fn update_watch(&mut self, incarnation: Incarnation) {
-        let Some(life) = self.lives.get_mut(&incarnation) else { return };
-        let mut places = life.places.iter().filter_map(|address| self.places.get(address));
-        let is_consumed = places.any(|place| place.is_watched() && place.life == Some(incarnation));
-        if !(life.watched || is_consumed) {
-            life.watch = None;
-        } else if let Some(channel) = life.channels.last() {
-            // The channel that messages go over.
-            life.watch = Some(channel.watch());
-        }
-    }
-
-    /// Forgets addresses and lives that nothing needs and that have no channel.
+    /// Forgets addresses and readers that nothing needs and that have no channel.
     pub(super) fn forget_idle(&mut self) {
-        let Self { lives, life_of, places, place_of, .. } = self;
-        lives.retain(|_, life| {
-            let keep = life.watched || life.watch.is_some() || !life.channels.is_empty();
-            if !keep {
-                life_of.remove(&life.reader);
-            }
-            keep
-        });
+        let Self { readers, places, place_of, .. } = self;
+        readers.retain(|_, reader| reader.watched || !reader.channels.is_empty());
         places.retain(|_, place| {
-            let is_met = place.life.is_some_and(|life| lives.contains_key(&life));
             let is_needed = place.is_watched() || place.connect_once || place.retry.is_some();
-            let keep = is_needed || place.opening || is_met;
+            let keep = is_needed || place.opening || place.is_up();
             if !keep {
                 place_of.remove(&place.id);
             }
@@ -469,6 +463,6 @@ impl Peers {
     }
 
     pub(super) fn len(&self) -> usize {
-        self.places.len() + self.lives.len()
+        self.places.len() + self.readers.len()
     }
 }

@@ -1,19 +1,19 @@
 //! What is behind a rank's lock: the state machines, the peers, the reads under way.
 
-use super::peers::{Numbers, Peers};
-use super::thread::Action;
+use super::peers::Peers;
+use super::thread::{Action, Outgoing};
 use super::types::{Event, RankObserver, ReadFrom, ReadMapper, ReadPart};
 use super::wakeup::Wakeup;
 use crate::clock::now;
 use crate::sync::lock;
 use kvferry::{Agent, Channel, Transfer};
+use kvferry_proto::Timestamp;
 use kvferry_proto::engine_handshake::{
     EngineHandshakeMessage as HandshakeMessage, EngineHandshakes as Handshakes, Failure, Pairing,
 };
 use kvferry_proto::handoff::{
     Consumer, HandoffId, Limits, Outcome, PeerId, Producer, ProducerRank, ReadId, Refusal,
 };
-use kvferry_proto::{Incarnation, Timestamp};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
@@ -71,8 +71,8 @@ pub(super) struct State {
     pub(super) retried: FxHashMap<HandoffId, u32>,
     pub(super) events: VecDeque<Event>,
     pub(super) notices: VecDeque<Notice>,
-    /// Lives of peers without a channel. The observer gets them after all earlier notices.
-    pub(super) lost: Vec<Incarnation>,
+    /// First messages of new sessions, which leave before all others.
+    pub(super) greetings: Vec<Outgoing>,
     /// Messages of engine handshakes, by the peer they came from. The rank's thread takes them one by
     /// one and works them out without the lock: the agent's control thread, which takes the lock
     /// for each message, must not wait for that.
@@ -109,7 +109,7 @@ pub(super) struct Running {
 pub(super) enum Notice {
     Ended(Event),
     LearnedEngine(u64, Result<Arc<Pairing>, Failure>),
-    LostPeer(Incarnation),
+    LostPeer(String),
     Called,
     Read(HandoffId, ReadPart),
 }
@@ -132,7 +132,7 @@ impl Shared {
             retried: FxHashMap::default(),
             events: VecDeque::new(),
             notices: VecDeque::new(),
-            lost: Vec::new(),
+            greetings: Vec::new(),
             inbox: VecDeque::new(),
             left: Vec::new(),
             driver: None,
@@ -205,24 +205,6 @@ impl Drop for Held<'_> {
 }
 
 impl State {
-    /// A channel began, perhaps before there was a message handler.
-    pub(super) fn began(&mut self, channel: &Channel, now: Timestamp) {
-        let Numbers { reader, suppliers } = self.peers.began(channel);
-        if let Some(reader) = reader {
-            self.producer.met(reader);
-        }
-        suppliers.into_iter().for_each(|supplier| self.met(supplier, now));
-    }
-
-    /// There is a channel to a peer that is consumed from. While the peer is still being connected to,
-    /// that is not over: whether it is on this host is not known yet.
-    pub(super) fn met(&mut self, supplier: PeerId, now: Timestamp) {
-        if self.peers.place_of(supplier).is_some_and(|(_, place)| !place.opening) {
-            self.consumer.met(supplier, now);
-            self.handshakes.met(supplier);
-        }
-    }
-
     /// Producer ranks as the machine knows them.
     ///
     /// # Errors
@@ -260,7 +242,8 @@ impl State {
         if self.inbox.len() < HANDSHAKES_MAX {
             self.inbox.push_back((from, message));
         } else {
-            tracing::warn!(max = HANDSHAKES_MAX, "too many engine handshakes wait: one is dropped");
+            let max = HANDSHAKES_MAX;
+            tracing::warn!(max, "too many engine handshakes wait: one is dropped");
         }
     }
 

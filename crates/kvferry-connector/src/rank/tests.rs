@@ -1,7 +1,7 @@
 //! What needs the inside of a rank.
 
 use super::*;
-use kvferry::{Channel, Incarnation, Message, MessageHandler};
+use kvferry::{Channel, Message, MessageHandler};
 use kvferry_models::engines::{own_engine, topology};
 use kvferry_proto::engine_handshake::{
     EngineHandshakeMessage, EngineHandshakes, Failure, Introduce, Model, Pairing,
@@ -79,7 +79,7 @@ struct Called(std::sync::mpsc::Sender<ThreadId>);
 impl RankObserver for Called {
     fn ended(&self, _event: Event) {}
     fn learned_engine(&self, _ticket: u64, _result: Result<Arc<Pairing>, Failure>) {}
-    fn lost_peer(&self, _incarnation: Incarnation) {}
+    fn lost_peer(&self, _address: &str) {}
     fn read(&self, _id: &HandoffId, _part: ReadPart) {}
     fn called(&self) {
         self.0.send(std::thread::current().id()).ok();

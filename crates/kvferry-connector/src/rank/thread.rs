@@ -7,6 +7,7 @@ use kvferry::{Channel, ErrorKind, Peer, Transfer};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::EngineHandshakeAction as HandshakeAction;
 use kvferry_proto::handoff::{ConsumerAction, HandoffId, PeerId, ProducerAction, ReadId, Slice};
+use kvferry_proto::rank_message::{Reader, ReaderKey, ReaderMessage};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, MutexGuard, Weak};
 use std::time::Duration;
@@ -18,7 +19,7 @@ pub(super) enum Action {
 }
 
 /// A message, and the handoff that it is of.
-struct Outgoing {
+pub(super) struct Outgoing {
     channel: Channel,
     bytes: Vec<u8>,
     id: Option<HandoffId>,
@@ -103,8 +104,11 @@ impl Shared {
                 actions = short;
                 state.left.extend::<Vec<_>>(long);
             }
-            let lost = std::mem::take(&mut state.lost);
-            state.notices.extend(lost.into_iter().map(Notice::LostPeer));
+            let lost = state.peers.take_lost();
+            if self.observer.is_some() {
+                // The observer gets them after all earlier notices.
+                state.notices.extend(lost.into_iter().map(Notice::LostPeer));
+            }
             // Copies are planned when an engine was learned, which takes milliseconds.
             let is_long = |notice: &Notice| matches!(notice, Notice::LearnedEngine(..));
             let until = state.notices.iter().position(|it| !is_thread && is_long(it));
@@ -145,7 +149,7 @@ impl Shared {
             let notified = catch_unwind(AssertUnwindSafe(|| match notice {
                 Notice::Ended(event) => observer.ended(event),
                 Notice::LearnedEngine(ticket, result) => observer.learned_engine(ticket, result),
-                Notice::LostPeer(incarnation) => observer.lost_peer(incarnation),
+                Notice::LostPeer(address) => observer.lost_peer(&address),
                 Notice::Called => observer.called(),
                 Notice::Read(id, part) => observer.read(&id, part),
             }));
@@ -174,7 +178,7 @@ impl Shared {
 
     /// What the machines ask for: messages, which are sent first, and what follows.
     fn take_actions(&self, state: &mut State) -> (Vec<Outgoing>, Vec<Action>) {
-        let (mut messages, mut actions) = (Vec::new(), Vec::new());
+        let (mut messages, mut actions) = (std::mem::take(&mut state.greetings), Vec::new());
         while let Some(action) = state.producer.poll() {
             match action {
                 ProducerAction::Send { to, message } => {
@@ -303,6 +307,12 @@ impl Drop for Driving<'_> {
 }
 
 impl Outgoing {
+    /// What a supplier is told first.
+    pub(super) fn greeting(channel: Channel, key: ReaderKey) -> Self {
+        let bytes = ReaderMessage::from(Reader { key }).encode();
+        Self { channel, bytes, id: None }
+    }
+
     /// `None` if there is no channel to the peer.
     fn new(
         state: &State,

@@ -1,7 +1,7 @@
 //! Arguments, events, errors and observers of a rank.
 
 use crate::address::AgentAddress;
-use kvferry::{Batch, Error, Incarnation, Peer};
+use kvferry::{Batch, Error, Peer};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{Failure, Pairing};
 use kvferry_proto::handoff::{BlockTable, HandoffId, Need, Outcome, Refusal, Slice};
@@ -115,8 +115,8 @@ pub(crate) trait RankObserver: Send + Sync {
     /// The engine handshake that [`super::Rank::learn_engine`] began with `ticket` has ended.
     fn learned_engine(&self, ticket: u64, result: Result<Arc<Pairing>, Failure>);
 
-    /// There is no channel to this life of a peer any more.
-    fn lost_peer(&self, incarnation: Incarnation);
+    /// The session with the supplier at this address has ended.
+    fn lost_peer(&self, address: &str);
 
     /// [`super::Rank::call_observer`] was called since the last time.
     fn called(&self);

@@ -2,7 +2,6 @@
 
 use super::producer_engine::ProducerEngine;
 use crate::address::ProducerAddress;
-use kvferry::Incarnation;
 use kvferry_proto::Timestamp;
 use kvferry_proto::engine_handshake::{EngineId, Pairing};
 use rustc_hash::FxHashMap;
@@ -80,10 +79,12 @@ impl Engines {
         }
     }
 
-    /// The addresses under which requests name engines that have this rank.
-    pub(super) fn with_rank(&self, life: Incarnation) -> Vec<ProducerAddress> {
-        let having = self.known.iter().filter(|(_, known)| known.engine.has_rank(life));
-        having.map(|(address, _)| address.clone()).collect()
+    /// The addresses under which requests name engines that were found at this address or have a rank there.
+    pub(super) fn reached_at(&self, address: &str) -> Vec<ProducerAddress> {
+        let reached = self.known.iter().filter(|(named, known)| {
+            named.as_str() == address || known.engine.has_rank_at(address)
+        });
+        reached.map(|(named, _)| named.clone()).collect()
     }
 
     /// Addresses of the ranks that this rank reads from, if the engine is known.

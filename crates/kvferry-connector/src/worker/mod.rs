@@ -34,7 +34,7 @@ use crate::rank::{Event, Rank, RankError, RankObserver, ReadPart};
 use crate::rank_metadata::RankMetadata;
 use crate::sync::wait_while;
 use events::Job;
-use kvferry::{Agent, Incarnation, Region};
+use kvferry::{Agent, Region};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{Failure, OwnEngine, Pairing};
 use kvferry_proto::handoff::HandoffId;
@@ -357,9 +357,9 @@ impl RankObserver for Inner {
         self.engine_learned(ticket, result);
     }
 
-    fn lost_peer(&self, incarnation: Incarnation) {
+    fn lost_peer(&self, address: &str) {
         let mut state = self.lock();
-        for address in state.engines.with_rank(incarnation) {
+        for address in state.engines.reached_at(address) {
             state.doubt_names(address.as_str());
             state.engines.known.remove(&address);
         }

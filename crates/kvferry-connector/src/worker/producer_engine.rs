@@ -4,7 +4,7 @@ use crate::address::AgentAddress;
 use crate::codes::code_of;
 use crate::rank::{ReadMapper, ReadRequest, Source};
 use crate::rank_metadata::RankMetadata;
-use kvferry::{Batch, Incarnation, Region, RegionId, RemoteRegion};
+use kvferry::{Batch, Region, RegionId, RemoteRegion};
 use kvferry_proto::WireCode;
 use kvferry_proto::engine_handshake::{EngineId, Pairing};
 use kvferry_proto::handoff::{BlockTable, Need};
@@ -130,9 +130,8 @@ impl ProducerEngine {
             && self.ranks.iter().zip(sources).all(is_rank)
     }
 
-    pub(super) fn has_rank(&self, life: Incarnation) -> bool {
-        let mut regions = self.ranks.iter().filter_map(|rank| rank.regions.values().next());
-        regions.any(|region| region.incarnation == life)
+    pub(super) fn has_rank_at(&self, address: &str) -> bool {
+        self.sources().any(|source| source.address.as_str() == address)
     }
 }
 

@@ -1,6 +1,9 @@
 //! Handoffs between real agents. What killed and stopped processes do to them is tested with whole
 //! engines, in `kvferry-refengine`.
 
+mod claimant;
+mod claims;
+
 use kvferry::{Access, Agent, Batch, Region, RemoteRegion, Transports};
 use kvferry_connector::{
     BlockTable, Event, HandoffId, Limits, Outcome, Progress, Rank, RankError, ReadRequest, Refusal,
