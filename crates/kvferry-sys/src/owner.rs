@@ -7,10 +7,9 @@
 use crate::fd::Fd;
 use crate::unix::Credentials;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 const HEADER: usize = 16;
@@ -23,32 +22,27 @@ const AT_INODE: usize = AT_UID + 4;
 const ESTABLISHED: u8 = 1;
 const SYN_RECEIVED: u8 = 3;
 const LISTEN: u8 = 10;
-/// How long a connection to a port of this process may take.
-const CONNECT_MAX: Duration = Duration::from_secs(1);
 
 /// Tells the users of connections within this host. Its socket stays open: a question needs no descriptor.
 #[derive(Debug)]
 pub struct Owners(Mutex<Diag>);
 
 impl Owners {
-    /// Asks about a connection of this process at `ip` first.
+    /// Asks about the socket of this process that listens at `listening` first.
     ///
     /// # Errors
-    /// If the kernel does not tell that the connection is this process's: it has no `INET_DIAG`, or this
-    /// process's user has no number of its own in its user namespace.
-    pub fn new(ip: IpAddr) -> io::Result<Self> {
+    /// `Unsupported` if the kernel does not tell that it is this process's: it has no `INET_DIAG`, or this process's user
+    /// has no number of its own in its user namespace. Other errors pass, such as that of a process without a
+    /// descriptor left.
+    pub fn new(listening: SocketAddr) -> io::Result<Self> {
         let owners = Self(Mutex::new(Diag { netlink: open()?, questions: 0 }));
-        let listener = TcpListener::bind((ip, 0))?;
-        let there = listener.local_addr()?;
-        let calling = TcpStream::connect_timeout(&there, CONNECT_MAX)?;
-        let here = calling.local_addr()?;
-        if owners.is_caller_trusted(there, here)? && owners.is_target_trusted(here, there)? {
-            return Ok(owners);
+        let what = "the own port is reported as another user's";
+        match owners.listener(listening) {
+            Ok(found) if found.inode != 0 && found.is_trusted()? => Ok(owners),
+            Ok(_) => Err(io::Error::new(io::ErrorKind::Unsupported, what)),
+            // The port is open: the kernel has no answers for sockets of this kind.
+            Err(e) => Err(unsupported(e, &[libc::ENOENT, libc::EOPNOTSUPP])),
         }
-        Err(io::Error::new(
-            io::ErrorKind::Unsupported,
-            "an own connection is reported as another user's",
-        ))
     }
 
     /// Whether the process that opened a connection from `peer`, which this process accepted at `local`,
@@ -73,18 +67,31 @@ impl Owners {
     pub fn is_target_trusted(&self, local: SocketAddr, peer: SocketAddr) -> io::Result<bool> {
         match self.lookup(peer, local)? {
             Found { inode: 0, state: ESTABLISHED | SYN_RECEIVED, .. } => {
-                let nobody: IpAddr = match peer.ip().to_canonical() {
-                    IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-                    IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
-                };
-                self.lookup(peer, SocketAddr::new(nobody, 0))?.is_trusted()
+                self.listener(peer)?.is_trusted()
             }
             found => found.is_trusted(),
         }
     }
 
+    /// The socket that listens at an address.
+    fn listener(&self, at: SocketAddr) -> io::Result<Found> {
+        let nobody: IpAddr = match at.ip().to_canonical() {
+            IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        self.lookup(at, SocketAddr::new(nobody, 0))
+    }
+
     fn lookup(&self, from: SocketAddr, to: SocketAddr) -> io::Result<Found> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).ask(from, to)
+    }
+}
+
+/// As `Unsupported` if it is one of these errors.
+fn unsupported(e: io::Error, these: &[i32]) -> io::Error {
+    match e.raw_os_error() {
+        Some(errno) if these.contains(&errno) => io::Error::new(io::ErrorKind::Unsupported, e),
+        _ => e,
     }
 }
 
@@ -158,7 +165,8 @@ fn open() -> io::Result<Fd> {
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
     // SAFETY: the call takes numbers and returns a descriptor.
     let fd = unsafe { libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_SOCK_DIAG) };
-    crate::check(fd as libc::ssize_t)?;
+    crate::check(fd as libc::ssize_t)
+        .map_err(|e| unsupported(e, &[libc::EPROTONOSUPPORT, libc::EAFNOSUPPORT]))?;
     // SAFETY: the descriptor is new, and nothing else closes it.
     Ok(Fd::new(unsafe { OwnedFd::from_raw_fd(fd) }))
 }
@@ -213,12 +221,22 @@ fn parse(answer: &[u8]) -> io::Result<Found> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::net::{TcpListener, TcpStream};
+
+    #[test]
+    fn only_a_kernel_that_does_not_tell_users_is_unsupported() {
+        let of = |errno| unsupported(io::Error::from_raw_os_error(errno), &[libc::ENOENT]).kind();
+        assert_eq!(of(libc::ENOENT), io::ErrorKind::Unsupported);
+        for passes in [libc::EMFILE, libc::ENOBUFS, libc::EADDRINUSE, libc::EPERM] {
+            assert_ne!(of(passes), io::ErrorKind::Unsupported, "{passes}");
+        }
+    }
 
     /// At an address of each family that this host has, with the accepted end of a connection.
     fn for_each_family(check: impl Fn(&Owners, TcpListener, TcpStream)) {
         for ip in [IpAddr::from([127, 0, 0, 1]), Ipv6Addr::LOCALHOST.into()] {
             let Ok(listener) = TcpListener::bind((ip, 0)) else { continue };
-            let Ok(owners) = Owners::new(ip) else {
+            let Ok(owners) = Owners::new(listener.local_addr().expect("bound")) else {
                 println!("SKIPPED: users at {ip}: this kernel does not tell them");
                 continue;
             };

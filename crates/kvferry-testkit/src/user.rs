@@ -1,6 +1,6 @@
 //! Another user of this host.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, TcpListener};
 use std::thread;
 
 /// Runs `make` on a thread of another user of this host, whose sockets the kernel takes for that user's; also
@@ -10,7 +10,8 @@ use std::thread;
 /// # Panics
 /// If `make` panics.
 pub fn as_another_user<T: Send>(what: &str, make: impl FnOnce() -> T + Send) -> Option<T> {
-    let told = kvferry_sys::owner::Owners::new(Ipv4Addr::LOCALHOST.into());
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+    let told = kvferry_sys::owner::Owners::new(listener.local_addr().expect("bound"));
     if kvferry_sys::unix::user() != 0 || told.is_err() {
         println!("SKIPPED: {what}: needs root, and a kernel with INET_DIAG");
         return None;

@@ -210,7 +210,8 @@ impl Agent {
     ///
     /// # Errors
     /// `InvalidArgument` if a setting is out of range, or there is no secret and the environment variable
-    /// `KVFERRY_REQUIRE_SECRET` demands one; `Io` if the port can't be opened or a thread can't be started.
+    /// `KVFERRY_REQUIRE_SECRET` demands one; `Io` if the port can't be opened, a thread can't be started, or, on loopback
+    /// without a secret, the kernel tells the users of connections and fails to.
     pub fn start(config: Config) -> Result<Self> {
         config.check()?;
         must_have_secret(std::env::var_os(REQUIRE_SECRET), config.secret.is_some())?;
@@ -222,7 +223,7 @@ impl Agent {
             .local_addr()
             .map_err(|e| Error::io("the local address of the port can't be read", e))?;
         let (advertised, _) = address::advertised(config.advertise.as_deref(), local_addr)?;
-        let users = Users::new(local_addr, config.secret.is_some());
+        let users = Users::new(local_addr, config.secret.is_some())?;
         let is_open = config.secret.is_none() && !users.is_on();
         let warning = is_open.then(|| warn_once_that_open(local_addr)).flatten();
         let warning = Mutex::new(warning.or_else(|| warn_if_short(config.secret.as_ref())));

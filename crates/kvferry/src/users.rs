@@ -15,18 +15,32 @@ use std::net::SocketAddr;
 pub(crate) struct Users(Option<Owners>);
 
 impl Users {
-    /// The check of an agent that listens at `listening`. There is none with a secret, on a port that other
+    /// The check of an agent whose port is open at `listening`. There is none with a secret, on a port that other
     /// hosts reach, or if the kernel does not tell the users of connections.
-    pub(crate) fn new(listening: SocketAddr, has_secret: bool) -> Self {
-        let ip = listening.ip();
-        if has_secret || !ip.to_canonical().is_loopback() {
-            return Self(None);
+    ///
+    /// # Errors
+    /// `Io` if something else is in the way: another user of the host may have caused it, and must not switch the
+    /// check off.
+    pub(crate) fn new(listening: SocketAddr, has_secret: bool) -> Result<Self> {
+        if has_secret || !listening.ip().to_canonical().is_loopback() {
+            return Ok(Self(None));
         }
-        let owners = Owners::new(ip);
-        if let Err(e) = &owners {
-            tracing::debug!(error = %e, "the kernel does not tell the users of connections");
+        Self::with(Owners::new(listening))
+    }
+
+    fn with(owners: io::Result<Owners>) -> Result<Self> {
+        match owners {
+            Ok(owners) => Ok(Self(Some(owners))),
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => {
+                tracing::debug!(error = %e, "the kernel does not tell the users of connections");
+                Ok(Self(None))
+            }
+            Err(e) => {
+                let what =
+                    "can't tell the users of connections apart; set a secret, or start again";
+                Err(Error::io(what, e))
+            }
         }
-        Self(owners.ok())
     }
 
     /// Whether users are told apart.
@@ -86,14 +100,15 @@ mod tests {
 
     #[test]
     fn users_are_told_apart_on_loopback_without_a_secret_only() {
-        assert!(!Users::new(at("127.0.0.1:1"), true).is_on());
-        assert!(!Users::new(at("0.0.0.0:1"), false).is_on());
-        let users = Users::new(at("127.0.0.1:1"), false);
+        let new = |at, has_secret| Users::new(at, has_secret).expect("nothing is in the way");
+        assert!(!new(at("127.0.0.1:1"), true).is_on());
+        assert!(!new(at("0.0.0.0:1"), false).is_on());
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let users = new(listener.local_addr().expect("bound"), false);
         if !users.is_on() {
             println!("SKIPPED: this kernel does not tell the users of connections");
             return;
         }
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let socket = Socket::connect(listener.local_addr().expect("bound")).expect("it listens");
         users.check_target(&socket).expect("this process listens there");
         assert!(users.admits(&socket) || listener.accept().is_ok_and(|_| users.admits(&socket)));
@@ -103,5 +118,16 @@ mod tests {
         assert!(!users.admits(&socket));
         let lost = users.check_target(&socket).expect_err("nobody is there");
         assert_eq!(lost.kind(), ErrorKind::PeerReset, "{lost}");
+    }
+
+    #[test]
+    fn the_check_of_users_is_off_only_where_the_kernel_does_not_tell_them() {
+        let with = |kind: io::ErrorKind| Users::with(Err(kind.into()));
+        assert!(!with(io::ErrorKind::Unsupported).expect("an open port is warned about").is_on());
+        for passes in [io::ErrorKind::AddrInUse, io::ErrorKind::NotConnected, io::ErrorKind::Other]
+        {
+            let refused = with(passes).expect_err("it may pass, or be another user's doing");
+            assert!(refused.to_string().contains("secret"), "{refused}");
+        }
     }
 }
