@@ -262,7 +262,7 @@ pub enum EngineHandshakeAction {
     /// A handshake has ended, with the engine or with the reason for its failure. Exactly once for
     /// every [`EngineHandshakes::meet`], with its ticket.
     Met { ticket: u64, result: Result<Arc<Pairing>, Failure> },
-    /// This rank refused an engine, a rank of which asked for this one. For the log.
+    /// This rank refused an engine, a rank of which asked for this one. For the log: at most 4 KiB.
     Refused { peer: PeerId, detail: String },
 }
 
@@ -277,6 +277,9 @@ pub struct Examination {
     is_known: bool,
     finding: Finding,
 }
+
+/// The longest reason for the log, in bytes.
+const LOGGED_MAX: usize = 4 * 1024;
 
 /// The result of an examination.
 #[derive(Debug)]
@@ -637,7 +640,7 @@ impl OwnEngine {
         let said = truncated(&detail, DETAIL_MAX).to_owned();
         let addresses = self.addresses.clone();
         let turned = Turned { code, detail: said, addresses };
-        Finding::Answer(turned.into(), Some(detail))
+        Finding::Answer(turned.into(), Some(truncated(&detail, LOGGED_MAX).to_owned()))
     }
 
     /// This engine's description with the cards of `ranks`, or with as many as fit.

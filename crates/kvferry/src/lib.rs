@@ -34,7 +34,8 @@ mod host;
 #[cfg(all(loom, test))]
 mod interleavings;
 #[macro_use]
-mod log_limit;
+#[doc(hidden)]
+pub mod log_limit;
 mod memory;
 mod notify;
 mod peer;

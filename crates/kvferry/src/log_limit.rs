@@ -14,7 +14,7 @@ const REFILL: Duration = Duration::from_secs(1);
 
 /// The budget of one kind of line, for all agents of the process.
 #[derive(Debug)]
-pub(crate) struct LogLimit {
+pub struct LogLimit {
     /// When the budget is whole again, in nanoseconds.
     whole_at: AtomicU64,
     /// Lines that were left out since the last one.
@@ -22,13 +22,15 @@ pub(crate) struct LogLimit {
 }
 
 impl LogLimit {
-    pub(crate) const fn new() -> Self {
+    /// A whole budget.
+    #[allow(clippy::new_without_default, reason = "for statics")]
+    pub const fn new() -> Self {
         Self { whole_at: AtomicU64::new(0), left_out: AtomicU64::new(0) }
     }
 
     /// Takes a line from the budget. Returns how many lines were left out before it; `None` if this one
     /// is to be left out.
-    pub(crate) fn take(&self, now: Timestamp) -> Option<u64> {
+    pub fn take(&self, now: Timestamp) -> Option<u64> {
         let (now, each) = (now.as_nanos(), REFILL.as_nanos() as u64);
         let taken = self.whole_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |whole_at| {
             let after = whole_at.max(now).saturating_add(each);
@@ -42,12 +44,22 @@ impl LogLimit {
     }
 }
 
+/// The clock of budgets.
+#[doc(hidden)]
+pub fn now() -> Timestamp {
+    crate::reactor::now()
+}
+
 /// As `tracing::warn!`, for a line that a peer can cause. What is beyond the budget is a line for
 /// debugging, and the next warning has the number of lines left out as `more`.
+///
+/// For this crate and the layers above it, which have `tracing` as a dependency.
+#[doc(hidden)]
+#[macro_export]
 macro_rules! warn_limited {
     ($($line:tt)+) => {{
-        static LIMIT: crate::log_limit::LogLimit = crate::log_limit::LogLimit::new();
-        match LIMIT.take(crate::reactor::now()) {
+        static LIMIT: $crate::log_limit::LogLimit = $crate::log_limit::LogLimit::new();
+        match LIMIT.take($crate::log_limit::now()) {
             Some(0) => tracing::warn!($($line)+),
             Some(more) => tracing::warn!(more, $($line)+),
             None => tracing::debug!($($line)+),

@@ -528,7 +528,7 @@ impl State {
     fn message(&mut self, channel: &Channel, bytes: &[u8]) {
         let conn = self.conn(channel);
         if let Err(text) = self.tasks.received(conn, bytes, now()) {
-            tracing::warn!(peer = channel.peer_name(), "dropped a {text}");
+            kvferry::warn_limited!(peer = channel.peer_name(), "dropped a {text}");
         }
     }
 

@@ -36,9 +36,9 @@ impl MessageHandler for Handler {
                 RankMessage::Reader(ReaderMessage::Unknown { kind })
                 | RankMessage::Unknown { kind },
             ) => {
-                tracing::warn!(peer, kind, "skipped a message of an unknown kind");
+                kvferry::warn_limited!(peer, kind, "skipped a message of an unknown kind");
             }
-            Err(error) => tracing::warn!(peer, %error, "skipped a malformed message"),
+            Err(error) => kvferry::warn_limited!(peer, %error, "skipped a malformed message"),
         }
         shared.drive(By::Agent);
     }

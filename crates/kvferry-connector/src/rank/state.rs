@@ -243,7 +243,7 @@ impl State {
             self.inbox.push_back((from, message));
         } else {
             let max = HANDSHAKES_MAX;
-            tracing::warn!(max, "too many engine handshakes wait: one is dropped");
+            kvferry::warn_limited!(max, "too many engine handshakes wait: one is dropped");
         }
     }
 

@@ -236,7 +236,7 @@ impl Shared {
                 }
                 HandshakeAction::Refused { peer, detail } => {
                     let peer = state.peers.channel(peer).map_or("", Channel::peer_name);
-                    tracing::warn!(peer, detail, "an engine was refused as a consumer");
+                    kvferry::warn_limited!(peer, detail, "an engine was refused as a consumer");
                 }
             }
         }
@@ -265,7 +265,7 @@ impl Shared {
                 // The machines repeat what matters over the next session.
                 continue;
             }
-            tracing::warn!(peer = channel.peer_name(), %error, "a rank's message can't be sent");
+            kvferry::warn_limited!(peer = channel.peer_name(), %error, "a rank's message can't be sent");
             match (error.kind(), id) {
                 (ErrorKind::TooLarge, Some(id)) => {
                     let why = "its blocks and side data are too much for a message";
