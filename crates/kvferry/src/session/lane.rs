@@ -143,6 +143,11 @@ impl Handler for Dial {
             if let Err(e) = socket.error() {
                 return self.lost(e);
             }
+            if let Err(e) = self.link.core.users.check_target(socket) {
+                // The session says the same of its own end. A connection that was lost may be opened again.
+                let retries = if e.kind() == ErrorKind::PeerReset { LOST_MAX } else { 0 };
+                return self.retry(e, retries, cx.now);
+            }
             self.connected = true;
             prepare(socket);
             keep_alive(socket, self.link.core.settings.silence);

@@ -10,6 +10,7 @@ use kvferry_proto::{
 };
 use kvferry_sys::shared::Shared;
 use kvferry_sys::unix::Channel;
+use kvferry_testkit::user::as_another_user;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -301,6 +302,53 @@ fn a_process_of_another_user_that_listens_on_a_peers_local_name_is_sent_nothing(
         "{packet:?}"
     );
     drop(elsewhere.end());
+}
+
+#[test]
+fn i11_a_data_stream_sends_nothing_to_another_user_who_has_taken_the_peers_port() {
+    let _bound = bounded();
+    let (listener, address) = listen();
+    let config = SessionConfig::new(Incarnation(0x59), "leaves its port");
+    let (closed, is_closed) = std::sync::mpsc::channel();
+    let (end, is_over) = std::sync::mpsc::channel::<()>();
+    let serving = thread::spawn(move || {
+        let mut socket = accept(&listener);
+        let mut session = Session::acceptor(config, SessionId(1), nonce(), clock());
+        let event = drive(&mut session, &mut socket);
+        assert!(matches!(event, SessionEvent::Established(_)), "{event:?}");
+        drop(listener);
+        closed.send(()).expect("the test waits");
+        let mut buffer = [0; 4096];
+        while is_over.try_recv().is_err() {
+            while let Some(bytes) = session.poll_transmit() {
+                drop(socket.write_all(&bytes));
+            }
+            if let Ok(n @ 1..) = socket.read(&mut buffer) {
+                session.receive(&buffer[..n], clock());
+            }
+        }
+    });
+    let agent = agent();
+    let peer = agent.peer(&address).expect("an address");
+    peer.connect(PATIENCE / 2).expect("an honest peer");
+    is_closed.recv().expect("the peer has closed its port");
+    let take = || TcpListener::bind(&address).expect("the port is free");
+    if let Some(taken) = as_another_user("another user that takes a port", take) {
+        let (from, len) = (source(&agent, 4096, 1), 4096);
+        let (incarnation, id) = (Incarnation(0x59), RegionId(1));
+        let remote = RemoteRegion { incarnation, id, addr: 4096, len, access: Access::WRITE };
+        let write = batch(&from, &remote, 4096);
+        let refused = peer.write(&write, &within(PATIENCE / 4)).expect_err("it is another user's");
+        assert_eq!(refused.kind(), ErrorKind::AccessDenied, "{refused}");
+        let (mut accepted, _) = taken.accept().expect("it was called");
+        accepted.set_read_timeout(Some(PATIENCE / 2)).expect("a socket");
+        let mut sent = Vec::new();
+        // The end of the connection, or its reset.
+        let _ = accepted.read_to_end(&mut sent);
+        assert!(sent.is_empty(), "{sent:x?}");
+    }
+    end.send(()).expect("it serves");
+    serving.join().expect("it served");
 }
 
 /// The next packet of an agent's local socket.
