@@ -12,7 +12,7 @@ use kvferry::{
 };
 use kvferry_proto::Timestamp;
 use kvferry_tasks::{Action, Conn, Gauges, Offered, Outcome, RecvId, SendId, Tasks, Wanted};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::{JoinHandle, ThreadId};
@@ -20,9 +20,12 @@ use std::time::{Duration, Instant};
 
 /// Addresses of senders that are remembered.
 const PEERS_MAX: usize = 4096;
-/// Bytes of messages that wait for the endpoint's thread after the end of their sessions, at most. Those of live
-/// sessions are bounded by the peers' windows: a message is acknowledged when that thread has taken it.
+/// Bytes that ended sessions leave for the endpoint's thread, at most. Those of live sessions are bounded by the
+/// peers' windows: a message is acknowledged when that thread has taken it.
 const LEFT_BYTES_MAX: usize = 64 * 1024 * 1024;
+/// What a message that was left counts beside its bytes, and what an ended session counts: more than they take.
+const LEFT_MESSAGE: usize = 512;
+const LEFT_SESSION: usize = 16 * 1024;
 /// How much longer than its task a read may take. The task stops it at the deadline, and the outcome is
 /// that of the task; a deadline of the read's own that comes first would be a failed read.
 const AFTER_DEADLINE: Duration = Duration::from_secs(5);
@@ -96,8 +99,10 @@ enum Event {
 #[derive(Default)]
 struct Inbox {
     events: VecDeque<Event>,
-    /// Bytes of the messages among `events` whose sessions have ended.
+    /// What sessions that have ended left among `events`.
     left_bytes: usize,
+    /// Live sessions of which the endpoint's thread has taken an event.
+    known: HashSet<Channel>,
     /// Timeouts may have changed.
     poked: bool,
     stops: bool,
@@ -124,24 +129,44 @@ struct Queue {
 }
 
 impl Inbox {
-    /// A session has ended. Its messages that are still here are dropped if there are too many of such
+    /// A session has ended. Its messages that are still here are dropped if there is too much of such
     /// sessions: what depends on them fails as the session does.
     fn lose(&mut self, channel: &Channel, why: String) {
-        let len = |event: &Event| match event {
-            Event::Message(of, bytes, _) if of == channel => Some(bytes.len()),
+        let is_known = self.known.remove(channel);
+        let counts = |event: &Event| match event {
+            Event::Message(of, bytes, _) if of == channel => Some(bytes.len() + LEFT_MESSAGE),
             _ => None,
         };
-        let left = self.left_bytes + self.events.iter().filter_map(len).sum::<usize>();
-        if left > LEFT_BYTES_MAX {
-            self.events.retain(|event| len(event).is_none());
+        let of_session = self.events.iter().filter_map(counts).sum::<usize>() + LEFT_SESSION;
+        if self.left_bytes + of_session <= LEFT_BYTES_MAX {
+            self.left_bytes += of_session;
         } else {
-            self.left_bytes = left;
+            self.events.retain(|event| counts(event).is_none());
+            let is_opened =
+                |event: &Event| matches!(event, Event::Opened(_, Ok(of)) if of == channel);
+            if !is_known && !self.events.iter().any(is_opened) {
+                // Nothing depends on a session that the thread has heard nothing of.
+                return;
+            }
         }
         self.events.push_back(Event::Lost(channel.clone(), why));
     }
 
     fn take(&mut self) -> VecDeque<Event> {
         self.left_bytes = 0;
+        for event in &self.events {
+            match event {
+                // The end of a session that has ended by now was told already, and is seen when its opening is taken.
+                Event::Opened(_, Ok(of)) if of.end().is_some() => {}
+                Event::Message(of, ..) | Event::Opened(_, Ok(of)) => {
+                    self.known.insert(of.clone());
+                }
+                Event::Lost(of, _) => {
+                    self.known.remove(of);
+                }
+                _ => {}
+            }
+        }
         std::mem::take(&mut self.events)
     }
 }
