@@ -106,6 +106,8 @@ pub(crate) struct Inner {
     flights: Arc<Flights>,
     pub(crate) team: Team,
     capacity: u64,
+    /// [`StoreOptions::hang_after`].
+    hang_after: Duration,
     is_closed: AtomicBool,
     /// Held by the call that closes the store, until it is closed.
     closing: Mutex<()>,
@@ -197,6 +199,7 @@ impl Store {
             team: Team::new(cores.min(IO_THREADS)).patience(options.hang_after),
             flights: Arc::default(),
             capacity: options.capacity.min(StoreOptions::capacity_max(segment_bytes)),
+            hang_after: options.hang_after,
             is_closed: AtomicBool::new(false),
             closing: Mutex::default(),
             forks: kvferry_sys::fd::forks(),
@@ -297,8 +300,9 @@ impl Store {
     /// written, and syncs what its puts have found. Later calls fail with `Closed`. Idempotent: every call returns when
     /// the store is closed. The last clone that is dropped closes the store, too.
     ///
-    /// Of several directories, one that hangs is waited for until it counts as hanging. Calls that wait for its device
-    /// go on to wait; processes that open the store later can join it once they have ended.
+    /// Where one of several directories hangs, what is under way is waited for during
+    /// [`StoreOptions::hang_after`]. Calls that wait for that directory's device go on to wait; processes that open the
+    /// store later can join it once they have ended.
     pub fn close(&self) {
         self.0.close();
     }
@@ -333,7 +337,9 @@ impl Inner {
         // Puts wait for space no longer. First, so that what waits is carried out, and does not find the store closed.
         self.waits.end();
         self.behind.hurry();
-        let gives_up = || self.core.disk.is_any_given_up();
+        // What is under way in other directories gets as long as a device may take.
+        let began = Instant::now();
+        let gives_up = || began.elapsed() >= self.hang_after && self.core.disk.is_any_given_up();
         self.pool.close_unless(gives_up);
         self.puts.close_unless(gives_up);
         // Only here: a task that a pool has just carried out may have closed the store, too. A second call waits here

@@ -37,11 +37,15 @@ struct Rig {
 impl Rig {
     /// The first block of the prompt is in the store. `None` if this process can't mount file systems.
     fn new(name: &str, direct: DirectIo) -> Option<Self> {
-        let folder = Folder::new(&format!("{name}-{direct:?}"));
+        Self::with(&format!("{name}-{direct:?}"), |it| it.direct(direct))
+    }
+
+    fn with(name: &str, change: impl FnOnce(StoreOptions) -> StoreOptions) -> Option<Self> {
+        let folder = Folder::new(name);
         let disk = HangingDisk::mount(folder.path())?;
         let agent = Agent::builder().name("engine").timeout(TIMEOUT).start().expect("an agent");
         let pool = agent.allocate(2 * LEN as usize, Access::NONE).expect("memory");
-        let with = options(folder.path(), 24 * MIB).direct(direct);
+        let with = change(options(folder.path(), 24 * MIB));
         let store = Store::open(&agent, &with).expect("a store");
         let kv = store.space(&Namespace::new("model"));
         let rig = Self { disk, agent, pool, store, kv, prompt: prompt(1, 2), _folder: folder };
@@ -114,6 +118,36 @@ fn a_put_returns_once_a_device_that_hangs_does_not_read_its_memory_any_more() {
         assert_eq!(rig.store.stats().corrupt, 0);
         rig.close();
     }
+}
+
+#[test]
+fn a_store_on_one_disk_that_hangs_waits_for_no_further_operation_and_serves_again_once_it_answers()
+{
+    let _watchdog = Watchdog::new(LIMIT);
+    let with = |it: StoreOptions| it.direct(DirectIo::Auto).hang_after(HANG_AFTER);
+    let Some(rig) = Rig::with("one", with) else { return };
+    let other = [BlockMemory::new(&rig.pool, LEN, LEN)];
+    let get = || rig.kv.get(&rig.prompt[..1], 0, &other).expect("a get");
+    rig.disk.hold();
+    thread::scope(|scope| {
+        let _release = Release(&rig.disk);
+        let waits = scope.spawn(|| rig.kv.get(&rig.prompt[..1], 0, &rig.memory()));
+        wait_until("the device is asked", || rig.disk.is_asked());
+        // The operation takes longer than it may.
+        thread::sleep(HANG_AFTER * 2);
+        assert_eq!(get(), 0, "it is missed");
+        assert_eq!(rig.put(1).failed, 1);
+        assert!(!waits.is_finished(), "the device may write to its memory");
+        rig.disk.release();
+        assert_eq!(waits.join().expect("no panic").expect("a get"), 1);
+    });
+    eventually("it is well again", || get() == 1);
+    eventually("blocks are put again", || {
+        let put = rig.put(1);
+        put.stored + put.present == 1
+    });
+    assert_eq!(rig.store.stats().corrupt, 0);
+    rig.close();
 }
 
 /// How long an operation may take: long enough for a machine that is busy with other tests.
