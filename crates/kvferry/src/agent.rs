@@ -97,7 +97,10 @@ impl Inner {
         self.control.remote().add(self.control.remote().token(), Box::new(marker));
         let _ = written.wait(now() + CLOSE_MESSAGES_MAX, None);
         let until = now() + self.core.settings.silence;
-        for thread in std::iter::once(&self.control).chain(&self.io) {
+        let threads = || std::iter::once(&self.control).chain(&self.io);
+        // All at once: one that hangs takes nothing of the time in which the others end.
+        threads().for_each(Reactor::tell_to_stop);
+        for thread in threads() {
             if !thread.stop_by(until) {
                 tracing::error!("a thread of the agent hangs in a copy; it is left behind");
             }
@@ -481,6 +484,8 @@ fn warn_once_that_open(addr: SocketAddr) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvferry_sys::poll::Interest;
+    use std::sync::mpsc;
 
     #[test]
     fn an_agent_without_a_secret_is_refused_where_the_environment_demands_one() {
@@ -511,6 +516,46 @@ mod tests {
             "{first}"
         );
         assert_eq!(warn_once_that_open(at("0.0.0.0:2")), None);
+    }
+
+    /// Holds its thread until the other end of the channel is dropped.
+    struct Hangs(Option<mpsc::Sender<()>>, mpsc::Receiver<()>);
+
+    impl Handler for Hangs {
+        fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+            drop(self.0.take());
+            let _ = self.1.recv();
+            Next::Close
+        }
+    }
+
+    /// Says when it is called, and stays.
+    struct Stays(mpsc::Sender<()>);
+
+    impl Handler for Stays {
+        fn handle(&mut self, _cause: Cause, _cx: &Cx<'_>) -> Next {
+            let _ = self.0.send(());
+            Next::Wait { interest: Interest::None, deadline: None }
+        }
+    }
+
+    #[test]
+    fn a_thread_that_hangs_takes_no_time_of_the_others_when_the_agent_is_shut_down() {
+        let silence = Duration::from_secs(1);
+        let agent = Agent::builder().silence(silence).start().expect("an agent");
+        let threads = &agent.core().threads;
+        let io = threads.io();
+        let (stays, is_called) = mpsc::channel();
+        io.add(io.token(), Box::new(Stays(stays)));
+        is_called.recv().expect("the thread runs");
+        let ((hangs, is_held), (release, is_released)) = (mpsc::channel(), mpsc::channel());
+        let control = &threads.control;
+        control.add(control.token(), Box::new(Hangs(Some(hangs), is_released)));
+        assert!(is_held.recv().is_err(), "it has dropped its end");
+        agent.shutdown();
+        // The thread has ended: its handlers are dropped.
+        assert_eq!(is_called.try_recv(), Err(mpsc::TryRecvError::Disconnected));
+        drop(release);
     }
 
     #[test]

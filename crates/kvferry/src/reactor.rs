@@ -271,14 +271,19 @@ impl Reactor {
         assert!(self.stop_by(Timestamp::from_nanos(u64::MAX)), "it ends");
     }
 
-    /// As [`Reactor::stop`], but leaves a thread behind that has not ended by `until`: it hangs in a copy.
-    /// Returns whether the thread has ended, or is this one.
-    pub(crate) fn stop_by(&self, until: Timestamp) -> bool {
+    /// Has the thread end soon. Does not wait for it.
+    pub(crate) fn tell_to_stop(&self) {
         {
             let _commands = lock(&self.remote.0.commands);
             self.remote.0.stopping.store(true, Ordering::SeqCst);
         }
         self.remote.0.wakeup.signal();
+    }
+
+    /// As [`Reactor::stop`], but leaves a thread behind that has not ended by `until`: it hangs in a copy.
+    /// Returns whether the thread has ended, or is this one.
+    pub(crate) fn stop_by(&self, until: Timestamp) -> bool {
+        self.tell_to_stop();
         let thread = lock(&self.thread).take();
         // If a handler of this thread dropped the last handle of the agent, the thread ends when
         // that handler returns.
