@@ -252,8 +252,11 @@ impl Core {
         }
     }
 
-    /// Logs that no space can be freed.
-    pub(crate) fn stuck(&self) {
+    /// Logs that no space can be freed. False, and it does not, if a fault was just logged.
+    pub(crate) fn stuck(&self) -> bool {
+        if !self.may_log() {
+            return false;
+        }
         let is_held = |segment: &Segment| segment.state.owner().is_some();
         let held = self.member.segments().filter(|(_, segment)| is_held(segment)).count();
         let (all, file) = (self.member.geometry().segments, self.disk.path_of(0));
@@ -263,6 +266,7 @@ impl Core {
              written; it needs more segments than processes that put blocks: give it a larger \
              capacity, or make it anew with shorter segments"
         );
+        true
     }
 
     /// Whether a fault may be logged now.

@@ -125,8 +125,10 @@ pub(crate) struct Keeper {
     is_stuck: bool,
     /// [`Keeper::awaits_end`].
     awaits_end: bool,
-    /// When a segment that a dead process has left could not be sealed.
-    sealed_at: Option<Instant>,
+    /// [`Keeper::goes_on`].
+    goes_on: bool,
+    fruitless: Fruitless,
+    left: Left,
     pressure: Pressure,
     pace: Pace,
     /// What is being copied.
@@ -166,7 +168,9 @@ impl Keeper {
             retried_at: None,
             is_stuck: false,
             awaits_end: false,
-            sealed_at: None,
+            goes_on: false,
+            fruitless: Fruitless::default(),
+            left: Left::default(),
             pressure,
             pace,
             buffer: Vec::new(),
@@ -206,6 +210,7 @@ impl Keeper {
         if dead.is_empty() {
             return;
         }
+        self.left.next = 0;
         // Before anything is freed: what a dead keeper had copied may live in its own segment only, and not be on the
         // disk, while what it was copied from is.
         let living = self.living();
@@ -240,6 +245,11 @@ impl Keeper {
         self.is_stuck
     }
 
+    /// Whether the last look has left work to the next one, which is to begin at once.
+    pub(crate) fn goes_on(&self) -> bool {
+        self.goes_on
+    }
+
     /// Whether a process was killed that has threads left, or something on a device that hangs.
     pub(crate) fn awaits_end(&self) -> bool {
         self.awaits_end
@@ -271,18 +281,18 @@ impl Keeper {
         Some(is_kept)
     }
 
-    /// Seals what dead processes have not sealed.
-    fn seal_left(&mut self, is_stopping: &AtomicBool) {
-        if self.sealed_at.is_some_and(|at| at.elapsed() < RETRY_EVERY) {
-            return;
+    /// Seals a segment that a dead process has not sealed. Returns whether there may be more: to read one takes its time.
+    fn seal_left(&mut self, is_stopping: &AtomicBool) -> bool {
+        if self.left.failed_at.is_some_and(|at| at.elapsed() < RETRY_EVERY) {
+            return false;
         }
-        self.sealed_at = None;
         let core = Arc::clone(&self.core);
-        for (number, segment) in core.member.segments() {
+        for number in std::mem::take(&mut self.left.next)..core.member.geometry().segments {
             if is_stopping.load(Relaxed) {
-                return;
+                return false;
             }
-            if segment.state != SegmentState::Sealed || !core.member.is_open(number) {
+            let is_sealed = core.member.segment(number).state == SegmentState::Sealed;
+            if !is_sealed || !core.member.is_open(number) {
                 continue;
             }
             if core.member.is_unsynced(number) {
@@ -292,28 +302,39 @@ impl Keeper {
             match seal_left(&core, number, is_stopping) {
                 Ok(true) => core.member.note_open(number, false),
                 // It is being stopped.
-                Ok(false) => return,
+                Ok(false) => return false,
                 Err(e) => {
                     core.fault("seal", number, &e);
-                    self.sealed_at = Some(Instant::now());
+                    self.left.has_failed = true;
                 }
             }
-            if core.free_segments() < core.wanted_segments() {
-                // To read a segment takes its time.
-                self.hear();
-                self.keep_segments(is_stopping);
-            }
+            self.left.next = number + 1;
+            return true;
         }
+        let has_failed = std::mem::take(&mut self.left.has_failed);
+        self.left.failed_at = has_failed.then(Instant::now);
+        false
     }
 
-    /// Takes the events, and frees space if there is too little.
+    /// Takes the events, and frees a segment if there are too few. What else is to be done is left to the next look
+    /// ([`Keeper::goes_on`]): puts that take each segment at once must not keep this thread from its other work.
     pub(crate) fn look(&mut self, is_stopping: &AtomicBool) {
         self.hear();
         self.evict_due();
         self.keep_slots();
-        self.keep_segments(is_stopping);
-        self.seal_left(is_stopping);
+        let frees_more = self.keep_segments(is_stopping);
+        let seals_more = self.seal_left(is_stopping);
+        self.goes_on = frees_more || seals_more;
         self.core.member.collapse(HUGE_PAGES);
+    }
+
+    /// Looks until nothing is left to do.
+    pub(crate) fn look_at_all(&mut self) {
+        let is_stopping = AtomicBool::new(false);
+        self.look(&is_stopping);
+        while self.goes_on {
+            self.look(&is_stopping);
+        }
     }
 
     /// Takes the events of all processes.
@@ -414,7 +435,17 @@ impl Keeper {
         segment.live_pages.saturating_sub(self.condemned.pages(number))
     }
 
-    fn keep_segments(&mut self, is_stopping: &AtomicBool) {
+    /// Frees a segment, if there are too few. Returns whether there still are.
+    fn keep_segments(&mut self, is_stopping: &AtomicBool) -> bool {
+        let is_freed = self.free_segment(is_stopping);
+        if !is_freed {
+            self.fruitless = Fruitless::default();
+        }
+        is_freed
+    }
+
+    /// Frees a segment. False if there are enough, or if none can be freed now.
+    fn free_segment(&mut self, is_stopping: &AtomicBool) -> bool {
         let geometry = self.core.member.geometry();
         let wanted = self.wanted();
         self.is_stuck = false;
@@ -428,22 +459,21 @@ impl Keeper {
         let usable = geometry.segments as usize - self.core.withheld_segments();
         if self.core.withheld_segments() > 0 && usable <= self.core.wanted_segments() {
             // The file system is full. If all blocks left, puts would still find no segment.
-            return;
+            return false;
         }
-        let (mut limit, mut fruitless) = (geometry.pages_per_segment, 0);
         // A segment that can't be freed, as its blocks are pinned or a stopped process holds their locks, would be the
         // best victim again.
         self.kept.retain(|_, since| since.elapsed() < RETRY_EVERY);
         let most_kept = self.kept.len() + KEPT_MAX;
-        // Pages that may still be condemned for the next segment, while puts wait for it.
+        // Pages that may still be condemned for the segment, while puts wait for it.
         let mut budget = geometry.pages_per_segment * CONDEMNED_MAX;
         loop {
             if self.core.free_segments() >= self.wanted() {
                 self.pressure.relax();
-                return;
+                return false;
             }
             if is_stopping.load(Relaxed) {
-                return;
+                return false;
             }
             // What was put or used since then may change what leaves.
             self.hear();
@@ -455,16 +485,17 @@ impl Keeper {
                 self.core.fault("begin", 0, &e);
             }
             if self.kept.len() >= most_kept {
-                return;
+                return false;
             }
             if self.victim(|_, _| true).is_none() {
                 self.is_stuck = self.core.disk.is_any_writable();
-                return;
+                return false;
             }
             let share = pressed.unwrap_or(LIVE_SHARE);
+            let limit = self.fruitless.limit.unwrap_or(geometry.pages_per_segment);
             let is_worth = |number, it: &Segment| {
                 let most = worth(geometry.pages_per_segment, it, share);
-                self.worthy(number, it) <= limit.min(most) && !self.kept.contains_key(&number)
+                self.worthy(number, it) <= most.min(limit) && !self.kept.contains_key(&number)
             };
             if let Some((number, segment)) = self.victim(is_worth) {
                 let begun = self.begun;
@@ -472,22 +503,22 @@ impl Keeper {
                     self.kept.insert(number, Instant::now());
                     continue;
                 }
-                budget = geometry.pages_per_segment * CONDEMNED_MAX;
                 if pressed.is_some() {
                     self.pressure.fall();
-                    continue;
+                    return true;
                 }
-                fruitless = if self.begun == begun { 0 } else { fruitless + 1 };
-                if fruitless > FRUITLESS_MAX {
+                let count = &mut self.fruitless.count;
+                *count = if self.begun == begun { 0 } else { *count + 1 };
+                if *count > FRUITLESS_MAX {
                     let worthy = self.worthy(number, &segment);
-                    limit = worthy.saturating_sub(worthy.div_ceil(EVICTED_SHARE));
-                    fruitless = 0;
+                    let limit = worthy.saturating_sub(worthy.div_ceil(EVICTED_SHARE));
+                    self.fruitless = Fruitless { count: 0, limit: Some(limit) };
                 }
-                continue;
+                return true;
             }
             if pressed.is_none() && self.waits_for_seal() {
                 // Nothing in them can leave before. The write that ends wakes this thread.
-                return;
+                return false;
             }
             let mut excess = geometry.pages_per_segment / EVICTED_SHARE;
             if pressed.is_some() {
@@ -502,16 +533,14 @@ impl Keeper {
                 continue;
             }
             // No more blocks may leave, or puts have waited long enough.
-            let Some(share) = pressed else { return };
+            let Some(share) = pressed else { return false };
             let may_be = |number, _: &Segment| !self.kept.contains_key(&number);
-            let Some((number, _)) = self.victim(may_be) else { return };
-            match self.collect_one(number, Some(share)) {
-                true => {
-                    self.pressure.fall();
-                    budget = geometry.pages_per_segment * CONDEMNED_MAX;
-                }
-                false => _ = self.kept.insert(number, Instant::now()),
+            let Some((number, _)) = self.victim(may_be) else { return false };
+            if self.collect_one(number, Some(share)) {
+                self.pressure.fall();
+                return true;
             }
+            self.kept.insert(number, Instant::now());
         }
     }
 
@@ -1050,6 +1079,25 @@ impl Worths {
     }
 }
 
+/// Segments that were collected one after another, each of which needed another segment for what it held.
+#[derive(Debug, Default)]
+struct Fruitless {
+    count: u32,
+    /// Pages worth keeping of the next segment that is collected, at most. `None`: as many as of any.
+    limit: Option<u32>,
+}
+
+/// How far the segments of dead processes are sealed.
+#[derive(Debug, Default)]
+struct Left {
+    /// The next segment to look at.
+    next: u32,
+    /// One of those before it could not be sealed.
+    has_failed: bool,
+    /// When all had been looked at, and one could not be sealed.
+    failed_at: Option<Instant>,
+}
+
 /// How much of a segment is copied while puts find no free segment.
 #[derive(Debug)]
 struct Pressure {
@@ -1337,6 +1385,8 @@ fn rebuild(core: &Core) -> Policy {
 
 #[cfg(test)]
 mod deaths;
+#[cfg(test)]
+mod pressure;
 
 #[cfg(test)]
 mod tests {
@@ -1650,7 +1700,7 @@ mod tests {
         drop(keeper);
         let mut keeper = Keeper::new(Arc::clone(&core));
         assert!(!keeper.waits_for_seal());
-        keeper.look(&AtomicBool::new(false));
+        keeper.look_at_all();
         for segment in [own, next] {
             assert_eq!(core.member.segment(segment).state, SegmentState::Sealed);
             assert!(!core.member.is_open(segment));

@@ -19,7 +19,7 @@ use crate::writer::{Candidate, NotWritten, Which, Writer};
 use kvferry::{Access, Agent};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 
 /// Bytes of a block: long enough that the pages which the log adds are few.
 const BLOCK_BYTES: u32 = 16 << 10;
@@ -135,7 +135,7 @@ impl Replay {
                 Ok(begun) => return Some(begun),
                 Err(NotWritten::Full) => {
                     self.writer.seal(&self.core, Which::Full);
-                    self.keeper.look(&AtomicBool::new(false));
+                    self.keeper.look_at_all();
                 }
                 Err(NotWritten::Failed) => return None,
             }

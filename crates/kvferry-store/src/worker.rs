@@ -12,11 +12,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// No put for so long is a pause.
 const PAUSE: Duration = Duration::from_millis(100);
-/// The longest time until a keeper that can free no segment looks again.
+/// The longest time until a keeper that can free no segment looks again. After so long without one, it is logged.
 const LOOK_MAX: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
@@ -47,6 +47,46 @@ struct Tasks {
 impl Tasks {
     fn is_pause(&self) -> bool {
         !(self.look || self.begin || self.repair || self.seal || self.stop)
+    }
+}
+
+/// When a keeper looks again that can free no segment, or that waits for the end of a process.
+#[derive(Debug, Default)]
+struct Retries {
+    /// The time between two looks, and when the next one is due. `None`: none is.
+    next: Option<(Duration, Instant)>,
+    /// Since when each look has found no segment that could be freed.
+    stuck_since: Option<Instant>,
+    /// It was logged.
+    is_told: bool,
+}
+
+impl Retries {
+    fn left(&self, now: Instant) -> Option<Duration> {
+        self.next.map(|(_, at)| at.saturating_duration_since(now))
+    }
+
+    fn is_due(&self, now: Instant) -> bool {
+        self.left(now).is_some_and(|left| left.is_zero())
+    }
+
+    /// Notes how a look has ended. Looks that others ask for do not change when the next one is due.
+    fn looked(&mut self, now: Instant, is_stuck: bool, awaits_end: bool) {
+        let is_due = self.is_due(now);
+        let after = |every| Some((every, now + every));
+        self.next = match self.next {
+            _ if !is_stuck && !awaits_end => None,
+            None => after(PAUSE),
+            Some((every, _)) if is_due => after((every * 2).min(LOOK_MAX)),
+            waits => waits,
+        };
+        self.stuck_since = is_stuck.then(|| self.stuck_since.unwrap_or(now));
+        self.is_told &= is_stuck;
+    }
+
+    /// Whether no segment could be freed for so long that it is to be logged.
+    fn is_stuck_for_long(&self, now: Instant) -> bool {
+        !self.is_told && self.stuck_since.is_some_and(|since| now - since >= LOOK_MAX)
     }
 }
 
@@ -90,15 +130,20 @@ impl Worker {
         let mut is_keeper = false;
         let mut keeper: Option<Keeper> = None;
         let mut begun = 0;
-        // How long until a keeper that can't free space looks again.
-        let mut stuck: Option<Duration> = None;
+        let mut retries = Retries::default();
         // Operations that were given up, as a device hangs, are in progress.
         let mut awaits_device = false;
+        // The last look has left work.
+        let mut goes_on = false;
         loop {
-            let at_most = stuck.or(awaits_device.then_some(PAUSE));
+            let at_most = match goes_on {
+                true => Some(Duration::ZERO),
+                false => retries.left(Instant::now()).or(awaits_device.then_some(PAUSE)),
+            };
             let mut tasks = self.next_tasks(at_most);
-            tasks.look |= stuck.is_some() && tasks.is_pause();
-            let is_quiet = self.writer.begun() == begun;
+            tasks.look |= goes_on || retries.is_due(Instant::now());
+            // The time since the last look is no pause.
+            let is_quiet = !goes_on && self.writer.begun() == begun;
             begun = self.writer.begun();
             if tasks.stop {
                 break;
@@ -107,7 +152,7 @@ impl Worker {
             if tasks.begin {
                 keeper = None;
             }
-            let waited = stuck;
+            goes_on = false;
             let work = || {
                 // What waits for a directory that hangs.
                 self.core.seal_kept();
@@ -122,7 +167,6 @@ impl Worker {
                 if tasks.is_pause() {
                     return;
                 }
-                stuck = None;
                 if is_keeper {
                     let new = || Keeper::new(Arc::clone(&self.core));
                     let keeper = keeper.get_or_insert_with(new);
@@ -130,17 +174,15 @@ impl Worker {
                         keeper.repair();
                     }
                     keeper.look(&self.is_stopping);
+                    goes_on = keeper.goes_on();
+                    let now = Instant::now();
+                    retries.looked(now, keeper.is_stuck(), keeper.awaits_end());
                     if keeper.is_stuck() {
-                        stuck = Some(waited.map_or(PAUSE, |it| (it * 2).min(LOOK_MAX)));
-                        if stuck == Some(LOOK_MAX) && waited != stuck {
-                            self.core.stuck();
-                        }
+                        retries.is_told |= retries.is_stuck_for_long(now) && self.core.stuck();
                         if is_quiet {
                             self.writer.seal(&self.core, Which::All);
                         }
                         self.asks_to_seal.signal();
-                    } else if keeper.awaits_end() {
-                        stuck = Some(waited.map_or(PAUSE, |it| (it * 2).min(LOOK_MAX)));
                     }
                 }
             };
@@ -169,7 +211,10 @@ impl Worker {
     fn next_tasks(&self, at_most: Option<Duration>) -> Tasks {
         let idle = |tasks: &mut Tasks| tasks.is_pause();
         let tasks = lock(&self.tasks);
-        let at_most = if self.writer.has_full() { Some(PAUSE) } else { at_most };
+        let at_most = match self.writer.has_full() {
+            true => Some(at_most.unwrap_or(PAUSE).min(PAUSE)),
+            false => at_most,
+        };
         let mut tasks = if let Some(at_most) = at_most {
             let waited = self.changed.wait_timeout_while(tasks, at_most, idle);
             waited.unwrap_or_else(PoisonError::into_inner).0
@@ -213,5 +258,54 @@ impl Keep for Worker {
 
     fn wait_quiet(&self) {
         self.core.wait_quiet();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LITTLE: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn that_no_space_can_be_freed_is_logged_once_after_seconds_however_often_puts_ask() {
+        let mut now = Instant::now();
+        let (began, mut retries) = (now, Retries::default());
+        while now - began < LOOK_MAX {
+            assert!(!retries.is_stuck_for_long(now), "after {:?}", now - began);
+            retries.looked(now, true, false);
+            now += LITTLE;
+        }
+        retries.looked(now, true, false);
+        assert!(retries.is_stuck_for_long(now));
+        retries.is_told = true;
+        retries.looked(now + LOOK_MAX, true, false);
+        assert!(!retries.is_stuck_for_long(now + 2 * LOOK_MAX));
+        // It has been freed, and is not any more.
+        retries.looked(now, false, false);
+        retries.looked(now, true, false);
+        assert!(!retries.is_stuck_for_long(now + LOOK_MAX - LITTLE));
+        assert!(retries.is_stuck_for_long(now + LOOK_MAX));
+    }
+
+    #[test]
+    fn the_time_between_two_looks_grows_only_with_looks_that_were_due() {
+        let mut now = Instant::now();
+        let mut retries = Retries::default();
+        assert_eq!(retries.left(now), None);
+        for _ in 0..20 {
+            retries.looked(now, true, false);
+        }
+        assert_eq!(retries.left(now), Some(PAUSE));
+        now += PAUSE;
+        retries.looked(now, false, true);
+        assert_eq!(retries.left(now), Some(2 * PAUSE));
+        for _ in 0..20 {
+            now += LOOK_MAX;
+            retries.looked(now, false, true);
+        }
+        assert_eq!(retries.left(now), Some(LOOK_MAX));
+        retries.looked(now, false, false);
+        assert_eq!(retries.left(now), None);
     }
 }

@@ -51,7 +51,7 @@ pub(crate) enum Which {
 const UNSEALED_BYTES: u64 = 1 << 30;
 
 /// Full segments that wait until the puts pause, at most.
-fn unsealed_max(core: &Core) -> usize {
+pub(crate) fn unsealed_max(core: &Core) -> usize {
     let geometry = core.superblock.geometry;
     let bytes = UNSEALED_BYTES
         .min(geometry.segment_bytes() * u64::from(core.member.geometry().segments) / 8);
@@ -324,6 +324,12 @@ impl Writer {
     /// Whether the thread that seals is to be woken, now that a write has ended. Says so once.
     pub(crate) fn is_awaited(&self) -> bool {
         self.is_awaited.load(Relaxed) && self.is_awaited.swap(false, Relaxed)
+    }
+
+    /// Segments that wait to be sealed.
+    #[cfg(test)]
+    pub(crate) fn full(&self) -> usize {
+        lock(&self.state).full.len()
     }
 
     /// Whether a segment waits to be sealed.

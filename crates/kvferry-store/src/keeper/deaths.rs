@@ -98,7 +98,7 @@ fn a_torn_block_of_a_segment_that_nobody_sealed_is_not_present_and_is_not_sealed
     drop(core);
     let [core] = bench.open();
     let mut keeper = Keeper::new(Arc::clone(&core));
-    keeper.look(&AtomicBool::new(false));
+    keeper.look_at_all();
     assert!(!core.member.is_open(segments[0]));
     assert_eq!([1, 2, 3].map(|key| find(&core, key).is_some()), [true, false, true]);
     let scanned = log::recover::scan(&core.disk, &core.superblock, segments[0]);
@@ -116,7 +116,7 @@ fn a_block_that_is_put_again_after_a_crash_has_torn_it_survives_the_next_crash()
     drop(core);
     let [core] = bench.open();
     let mut keeper = Keeper::new(Arc::clone(&core));
-    keeper.look(&AtomicBool::new(false));
+    keeper.look_at_all();
     assert!(core.find_whole(&Key([2, 2]), || 0).is_none(), "it is put again");
     let writer = Writer::default();
     bench.put(&core, &writer, 2);
@@ -223,7 +223,7 @@ fn a_segment_that_cannot_be_freed_is_not_the_only_one_that_is_tried() {
         let held = (!is_pinned).then(|| other.member.hold_stripe(&key));
         // No segment is free: what can't be copied must leave.
         while core.member.claim().is_some() {}
-        keeper.look(&AtomicBool::new(false));
+        keeper.look_at_all();
         let state = |segment| core.member.segment(segment).state;
         assert_eq!(state(stays), SegmentState::Sealed, "pinned: {is_pinned}");
         assert_ne!(state(leaves), SegmentState::Sealed, "pinned: {is_pinned}");
@@ -276,11 +276,11 @@ fn a_segment_of_a_dead_process_whose_sync_has_failed_is_not_sealed_by_a_later_on
     let mut keeper = Keeper::new(Arc::clone(&core));
     let recording = Recording::start(&bench.folder);
     fail_syncs(&recording, true);
-    keeper.look(&AtomicBool::new(false));
+    keeper.look_at_all();
     recording.fail(None);
     assert_eq!(core.member.unsynced(), Some(segment));
-    keeper.sealed_at = None;
-    keeper.look(&AtomicBool::new(false));
+    keeper.left.failed_at = None;
+    keeper.look_at_all();
     assert!(core.member.is_open(segment), "syncs of a put that finds the block go on failing");
     let scanned = log::recover::scan(&core.disk, &core.superblock, segment);
     assert!(!scanned.expect("it can be read").expect("it is in use").is_sealed);

@@ -19,7 +19,7 @@ use fastrand::Rng;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+
 use std::time::{Duration, Instant};
 
 const BLOCKS: std::ops::Range<u64> = 1..70;
@@ -116,7 +116,7 @@ fn record(
     writer.sync(&two.other).expect("no device fails");
     recording.note(Note::Synced { process: 0, began });
     collect_all(&mut keeper, &two.other);
-    keeper.look(&AtomicBool::new(false));
+    keeper.look_at_all();
     Some((recording.take(), killed_at))
 }
 
