@@ -697,13 +697,21 @@ impl Keeper {
     }
 
     /// Returns when all blocks that were copied from a segment are on the disk elsewhere.
-    fn sync_copies(&self, from: u32) -> io::Result<()> {
+    fn sync_copies(&mut self, from: u32) -> io::Result<()> {
         let (core, Some(copied_to)) = (&self.core, self.copied_to.get(&from)) else {
             return Ok(());
         };
-        let owns = self.own.iter().chain(&self.other);
-        for own in owns.filter(|it| copied_to.contains(&it.segment())) {
-            sync(core, own.segment())?;
+        for own in [&mut self.own, &mut self.other] {
+            let Some(segment) = own.as_ref().map(Appender::segment) else { continue };
+            if copied_to.contains(&segment)
+                && let Err(e) = sync(core, segment)
+            {
+                if core.member.is_unsynced(segment) {
+                    // No later sync of it counts: what is copied next goes to another one.
+                    seal_own(core, own);
+                }
+                return Err(e);
+            }
         }
         let is_own = |it: &u32| self.own.iter().chain(&self.other).any(|own| own.segment() == *it);
         let mine = SegmentState::Active(core.member.id());

@@ -233,6 +233,25 @@ fn a_segment_that_cannot_be_freed_is_not_the_only_one_that_is_tried() {
 }
 
 #[test]
+fn a_sync_of_its_own_segment_that_failed_costs_the_keeper_one_segment() {
+    let bench = Bench::new("own-sync");
+    let [core] = bench.open();
+    let writer = Writer::default();
+    let (first, next) = fill(&bench, &core, &writer, 1, 3);
+    let (second, next) = fill(&bench, &core, &writer, next, 3);
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    let recording = Recording::start(&bench.folder);
+    fail_syncs(&recording, false);
+    keeper.collect_one(first, None);
+    assert_eq!(recording.injected().1.len(), 1);
+    assert_eq!(core.member.segment(first).state, SegmentState::Withheld);
+    assert!(keeper.collect_one(second, None));
+    assert_eq!(core.member.segment(second).state, SegmentState::Free);
+    assert!((1..next).all(|key| find(&core, key).is_some()));
+    keeper.stop();
+}
+
+#[test]
 fn a_segment_is_not_freed_whose_copies_were_lost_when_the_keeper_s_own_segment_was_full() {
     // Without room for a second own segment, the blocks that are not copied leave.
     for is_room in [true, false] {
