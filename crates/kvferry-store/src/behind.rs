@@ -14,6 +14,7 @@
 //! stored, and a sync succeeds if a pass that began behind it has left none of the blocks before it.
 
 use crate::host::{Host, Waiting};
+use crate::index::Member;
 use crate::pending::join_unless;
 use crate::put::{Patience, WRITE_BEHIND};
 use crate::stats::Counters;
@@ -28,9 +29,9 @@ use std::time::{Duration, Instant};
 /// How long a pass waits while no segment at all is freed.
 pub(crate) const NO_SPACE_MAX: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 /// How often blocks that are left are tried again where no segment is freed.
-const RETRY_EVERY: Duration = Duration::from_secs(1);
-/// How often the thread looks whether one was.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+pub(crate) const RETRY_EVERY: Duration = Duration::from_secs(1);
+/// The least time between two passes that nothing has asked for.
+const PASS_EVERY: Duration = Duration::from_millis(20);
 /// How often a thread that waits for a pass looks whether a directory hangs.
 const HANG_EVERY: Duration = Duration::from_millis(100);
 
@@ -51,19 +52,28 @@ struct Work {
     is_hurried: bool,
     /// The last pass ends the thread.
     is_closing: bool,
+    /// The thread waits in [`crate::index::Index::wait_freed`], and not for [`Behind::changed`].
+    waits_for_space: bool,
     #[cfg(test)]
     passes: u64,
+    /// How often the thread has waited or looked whether it is to begin a pass.
+    #[cfg(test)]
+    looks: u64,
+}
+
+impl Work {
+    fn is_due(&self) -> bool {
+        self.asked != self.done || self.is_closing
+    }
 }
 
 impl Behind {
     /// Asks for a pass. Returns its number.
     pub(crate) fn ask(&self, space: &Space) -> u64 {
-        let asked = {
-            let mut work = lock(&self.work);
+        let asked = self.change(&space.store.core.member, |work| {
             work.asked += 1;
             work.asked
-        };
-        self.changed.notify_all();
+        });
         let mut thread = lock(&self.thread);
         if thread.is_none() {
             let own = space.for_task();
@@ -71,7 +81,7 @@ impl Behind {
             match kvferry_sys::thread::spawn("kvferry-store-io".into(), serve) {
                 Ok(new) => *thread = Some(new),
                 // By this thread, then, while the lock keeps others from doing the same.
-                Err(_) => self.pass_for(asked, space, Patience::behind(None)),
+                Err(_) => self.pass_for(asked, space, Patience::behind()),
             }
         }
         asked
@@ -116,39 +126,66 @@ impl Behind {
 
     /// Ends the thread, after one more pass. Nothing asks any more.
     /// If it is at work when `gives_up` says so, it ends later.
-    pub(crate) fn close_unless(&self, gives_up: impl Fn() -> bool) {
-        lock(&self.work).is_closing = true;
-        self.changed.notify_all();
+    pub(crate) fn close_unless(&self, member: &Member, gives_up: impl Fn() -> bool) {
+        self.change(member, |work| work.is_closing = true);
         let thread = lock(&self.thread).take();
         if let Some(thread) = thread {
             join_unless(thread, gives_up);
         }
     }
 
+    /// Changes what the thread is asked for, and wakes it.
+    fn change<T>(&self, member: &Member, change: impl FnOnce(&mut Work) -> T) -> T {
+        let mut work = lock(&self.work);
+        let changed = change(&mut work);
+        let waits_for_space = work.waits_for_space;
+        drop(work);
+        self.changed.notify_all();
+        if waits_for_space {
+            member.wake_waiting();
+        }
+        changed
+    }
+
     fn serve(&self, space: &Space) {
         let Some(host) = &space.store.host else { return };
         let member = &space.store.core.member;
         // Of the last pass: when it ended, and how many segments had been freed when it began.
-        let mut last = None;
+        let mut last: Option<(Instant, u32)> = None;
         loop {
             let mut work = lock(&self.work);
-            while work.asked == work.done && !work.is_closing {
+            while !work.is_due() {
+                #[cfg(test)]
+                {
+                    work.looks += 1;
+                }
                 let has_left = !host.next_waiting(0..u64::MAX, 0).is_empty();
-                work = match last.filter(|_| has_left) {
-                    None => self.changed.wait(work).unwrap_or_else(PoisonError::into_inner),
-                    Some((at, freed)) if is_due(at, freed, member.freed()) => break,
-                    Some(_) => {
-                        let waited = self.changed.wait_timeout(work, LOOK_EVERY);
-                        waited.unwrap_or_else(PoisonError::into_inner).0
-                    }
+                let Some((at, freed)) = last.filter(|_| has_left) else {
+                    work = self.changed.wait(work).unwrap_or_else(PoisonError::into_inner);
+                    continue;
                 };
+                let is_freed = member.freed() != freed;
+                let after = if is_freed { PASS_EVERY } else { RETRY_EVERY };
+                let left = after.saturating_sub(at.elapsed());
+                if left.is_zero() {
+                    break;
+                }
+                if is_freed {
+                    let waited = self.changed.wait_timeout(work, left);
+                    work = waited.unwrap_or_else(PoisonError::into_inner).0;
+                    continue;
+                }
+                work.waits_for_space = true;
+                drop(work);
+                member.wait_freed(freed, left, || lock(&self.work).is_due());
+                work = lock(&self.work);
+                work.waits_for_space = false;
             }
             let (asked, is_closing) = (work.asked, work.is_closing);
             drop(work);
             let freed = member.freed();
-            // A store that is closed has the keeper free space once more.
-            let at_least = is_closing.then(|| Instant::now() + RETRY_EVERY);
-            self.pass_for(asked, space, Patience::behind(at_least));
+            let patience = if is_closing { Patience::last(member) } else { Patience::behind() };
+            self.pass_for(asked, space, patience);
             last = Some((Instant::now(), freed));
             if is_closing {
                 return;
@@ -175,10 +212,11 @@ impl Behind {
     pub(crate) fn passes(&self) -> u64 {
         lock(&self.work).passes
     }
-}
 
-fn is_due(at: Instant, freed: u32, freed_now: u32) -> bool {
-    freed != freed_now || at.elapsed() >= RETRY_EVERY
+    #[cfg(test)]
+    pub(crate) fn looks(&self) -> u64 {
+        lock(&self.work).looks
+    }
 }
 
 /// Writes the blocks that wait with numbers below `end`.

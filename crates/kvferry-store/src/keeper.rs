@@ -115,7 +115,8 @@ pub(crate) struct Keeper {
     /// By segment that is not free: the segments to which its blocks were copied. Until they are synced, the blocks may
     /// be on the disk in it alone.
     copied_to: FxHashMap<u32, FxHashSet<u32>>,
-    /// Segments that could not be freed, and when.
+    /// Segments that could not be freed, and when. They are tried again after [`RETRY_EVERY`], and when a lease of a
+    /// block in them has ended.
     kept: FxHashMap<u32, Instant>,
     /// Blocks of the segment that is collected that can't be read.
     unreadable: u32,
@@ -348,7 +349,15 @@ impl Keeper {
         if lost || is_behind {
             self.begin_anew();
         }
-        self.pins.follow(&self.core, &mut self.policy, &mut self.condemned);
+        let freed = self.pins.follow(&self.core, &mut self.policy, &mut self.condemned);
+        for slot in freed {
+            if self.kept.is_empty() {
+                break;
+            }
+            if let Some(entry) = self.core.member.entry(slot) {
+                self.kept.remove(&self.core.superblock.geometry.locate(entry.page).0);
+            }
+        }
     }
 
     /// Reads from the index which blocks there are.
@@ -356,6 +365,7 @@ impl Keeper {
         self.policy = rebuild(&self.core);
         self.condemned = Condemned::new(self.core.member.geometry());
         self.pins = Pins::default();
+        self.kept.clear();
     }
 
     /// Takes the events of a process. Returns whether the policy must be made anew.
@@ -440,6 +450,9 @@ impl Keeper {
         let is_freed = self.free_segment(is_stopping);
         if !is_freed {
             self.fruitless = Fruitless::default();
+            if self.core.free_segments() < self.wanted() {
+                self.core.member.note_vain_look();
+            }
         }
         is_freed
     }
@@ -1196,18 +1209,25 @@ struct Pins {
 }
 
 impl Pins {
-    /// Pins what is leased, and unpins what is not any more.
-    fn follow(&mut self, core: &Core, policy: &mut Policy, condemned: &mut Condemned) {
+    /// Pins what is leased, and unpins what is not any more. Returns the blocks that a lease has kept which has ended.
+    fn follow(
+        &mut self,
+        core: &Core,
+        policy: &mut Policy,
+        condemned: &mut Condemned,
+    ) -> FxHashSet<SlotId> {
         let (now, changed) = (core.clock.now_s(), core.member.pins_changed());
         if changed == self.changed && now < self.ends_s {
-            return;
+            return FxHashSet::default();
         }
         let leased: Vec<_> = core.member.pins(now).collect();
         let slots: FxHashSet<_> = leased.iter().map(|(slot, _)| *slot).collect();
+        let mut ended = Vec::new();
         self.slots.retain(|slot| {
             let is_leased = slots.contains(slot);
             if !is_leased {
                 policy.unpin(*slot);
+                ended.push(*slot);
             }
             is_leased
         });
@@ -1225,6 +1245,7 @@ impl Pins {
         self.changed = changed;
         let ends = leased.iter().map(|(_, until_s)| *until_s).min().unwrap_or(u32::MAX);
         self.ends_s = if all_known { ends } else { 0 };
+        policy.with_those_before(ended.into_iter())
     }
 }
 

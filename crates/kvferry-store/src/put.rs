@@ -1,9 +1,9 @@
 //! Stores blocks: to the disk, or to host memory first.
 
-use crate::behind::NO_SPACE_MAX;
+use crate::behind::{NO_SPACE_MAX, RETRY_EVERY};
 use crate::error::Result;
 use crate::host::{self, Host, Taken};
-use crate::index::Entry;
+use crate::index::{Entry, Member};
 use crate::key::Key;
 use crate::log;
 use crate::memory::BlockMemory;
@@ -22,6 +22,8 @@ pub(crate) const WRITE_BEHIND: usize = 16;
 /// While it waits, a thread says so often that it needs space: what it said before may have come when nothing could
 /// be freed.
 const ASK_EVERY: Duration = Duration::from_millis(20);
+/// How long the last blocks of a store that is closed wait for a keeper that says nothing.
+const ANSWER_MAX: Duration = Duration::from_secs(if cfg!(test) { 60 } else { 10 });
 /// How long it is remembered that no segment was freed, if nothing asks for space.
 const DRY_FOR: Duration = Duration::from_secs(10);
 
@@ -43,14 +45,37 @@ pub(crate) struct Patience {
     until: Option<Instant>,
     /// While no segment at all is freed. What others have waited in vain counts.
     dry: Duration,
-    /// But not less than until then.
-    at_least: Option<Instant>,
+    /// But not less than this.
+    last: Option<LastTry>,
+}
+
+/// What is left to a store that is being closed: the keeper looks once more for a segment that it can free.
+#[derive(Clone, Copy, Debug)]
+struct LastTry {
+    since: Instant,
+    /// [`crate::index::Index::vain_looks`] at that time.
+    vain_looks: u32,
+}
+
+impl LastTry {
+    fn left(&self, member: &Member) -> Duration {
+        // A look that had begun before may have seen less than the next one.
+        let has_looked = member.vain_looks().wrapping_sub(self.vain_looks) > 1;
+        let in_all = if has_looked { RETRY_EVERY } else { ANSWER_MAX };
+        in_all.saturating_sub(self.since.elapsed())
+    }
 }
 
 impl Patience {
     /// Of blocks that wait in host memory.
-    pub(crate) fn behind(at_least: Option<Instant>) -> Self {
-        Self { until: None, dry: NO_SPACE_MAX, at_least }
+    pub(crate) fn behind() -> Self {
+        Self { until: None, dry: NO_SPACE_MAX, last: None }
+    }
+
+    /// Of blocks that wait there when the store is closed.
+    pub(crate) fn last(member: &Member) -> Self {
+        let last = LastTry { since: Instant::now(), vain_looks: member.vain_looks() };
+        Self { last: Some(last), ..Self::behind() }
     }
 
     /// Of a call that began at `called`.
@@ -62,7 +87,7 @@ impl Patience {
         // Longer than any clock: until the store is closed.
         let ever = || called + Duration::from_secs(u32::MAX.into());
         let until = Some(called.checked_add(dry).unwrap_or_else(ever));
-        Self { until, dry, at_least: None }
+        Self { until, dry, last: None }
     }
 }
 
@@ -108,17 +133,13 @@ impl Waits {
     }
 
     /// What is left of the time to wait.
-    fn left(&self, freed: u32, patience: Patience) -> Duration {
+    fn left(&self, member: &Member, freed: u32, patience: Patience) -> Duration {
         let waited = self.dry_since(freed).elapsed();
         let left = patience.dry.saturating_sub(waited);
         match patience.until {
             Some(_) if self.is_closing.load(Relaxed) => Duration::ZERO,
             Some(until) => left.min(until.saturating_duration_since(Instant::now())),
-            None => {
-                let at_least =
-                    patience.at_least.map(|it| it.saturating_duration_since(Instant::now()));
-                left.max(at_least.unwrap_or_default())
-            }
+            None => left.max(patience.last.map_or(Duration::ZERO, |it| it.left(member))),
         }
     }
 }
@@ -362,7 +383,7 @@ impl<'a> Writing<'a> {
         let store = &self.space.store;
         let member = &store.core.member;
         member.note_no_space();
-        if !store.waits.left(freed, self.patience).is_zero() {
+        if !store.waits.left(member, freed, self.patience).is_zero() {
             #[cfg(test)]
             store.waits.count.fetch_add(1, Relaxed);
             // A segment can't be sealed, and so not be freed, while a write into it has not ended.
@@ -374,8 +395,8 @@ impl<'a> Writing<'a> {
             // Its own full segments may be what is to be freed.
             store.worker.wake();
             store.wake_keeper();
-            let left = store.waits.left(freed, self.patience);
-            if member.wait_freed(freed, left.min(ASK_EVERY)) {
+            let left = store.waits.left(member, freed, self.patience);
+            if member.wait_freed(freed, left.min(ASK_EVERY), || false) {
                 return !left.is_zero();
             }
             if left.is_zero() {

@@ -351,7 +351,7 @@ impl Inner {
         self.core.member.wake_subscribers();
         // Calls that began before end; none begins.
         self.core.wait_for_calls(gives_up);
-        self.behind.close_unless(gives_up);
+        self.behind.close_unless(&self.core.member, gives_up);
         let given_up = self.host.as_ref().map_or(Vec::new(), |host| host.give_up());
         if !given_up.is_empty() {
             let count = given_up.len();

@@ -21,7 +21,7 @@ pub const MAX_SEGMENTS: u32 = 1 << 20;
 pub(super) const PAGE: usize = 4096;
 
 /// `kvfidx` and the version of the layout.
-const MAGIC: u64 = u64::from_le_bytes(*b"kvfidx\x00\x06");
+const MAGIC: u64 = u64::from_le_bytes(*b"kvfidx\x00\x07");
 
 // Words of the header. Those that writers change have a cache line of their own.
 const AT_MAGIC: usize = 0;
@@ -33,10 +33,14 @@ pub(super) const LIVE: usize = 64;
 pub(super) const HIGH_WATER: usize = 128;
 pub(super) const NEXT_INCARNATION: usize = 192;
 pub(super) const PINS_CHANGED: usize = 256;
-/// Counts segments that became free; 32 bits, on which threads wait.
+/// Counts segments that became free; 32 bits.
 pub(super) const FREED: usize = 320;
+/// On which threads wait for that; 32 bits. Beside the count, so that a thread can be woken for another reason.
+pub(super) const FREED_BELL: usize = 324;
 /// Counts puts that found no free segment; 32 bits.
 pub(super) const NO_SPACE: usize = 384;
+/// Counts looks of the keeper that have freed no segment though too few are free; 32 bits.
+pub(super) const VAIN_LOOKS: usize = 388;
 /// Counts those that read the changes. Seldom written, and read by each writer.
 pub(super) const SUBSCRIBERS: usize = 448;
 /// On which they wait; 32 bits.

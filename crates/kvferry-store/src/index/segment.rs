@@ -3,8 +3,8 @@
 use super::Index;
 use super::layout;
 use super::member::{Member, MemberId};
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::time::{Duration, Instant};
 
 // A segment's words, of 64 bits.
@@ -131,7 +131,7 @@ impl Index {
             self.layout.taken_segments.give(&self.shared, segment);
             // After it is free: a thread that read the count before, and found no segment, does not sleep.
             self.shared.words32::<1>(layout::FREED)[0].fetch_add(1, Release);
-            self.shared.wake_all(layout::FREED);
+            self.wake_waiting();
         }
         done
     }
@@ -142,17 +142,32 @@ impl Index {
         self.shared.words32::<1>(layout::FREED)[0].load(Acquire)
     }
 
-    /// Waits until a segment has become free since [`Index::freed`] was `since`. False if `timeout` passed first.
-    pub fn wait_freed(&self, since: u32, timeout: Duration) -> bool {
+    /// Waits until a segment has become free since [`Index::freed`] was `since`. False if `timeout` passed first, or if
+    /// `is_over` says so: it is asked after each [`Index::wake_waiting`].
+    pub fn wait_freed(&self, since: u32, timeout: Duration, is_over: impl Fn() -> bool) -> bool {
         let until = Instant::now().checked_add(timeout);
-        while self.freed() == since {
+        loop {
+            // First: what is rung for after this ends the wait.
+            let rung = self.freed_bell().load(Acquire);
+            if self.freed() != since {
+                return true;
+            }
             let left = until.map_or(timeout, |it| it.saturating_duration_since(Instant::now()));
-            if left.is_zero() {
+            if left.is_zero() || is_over() {
                 return false;
             }
-            self.shared.wait_while(layout::FREED, since, left);
+            self.shared.wait_while(layout::FREED_BELL, rung, left);
         }
-        true
+    }
+
+    /// Wakes all threads that wait for a free segment. They look again, and wait again if there is none.
+    pub fn wake_waiting(&self) {
+        self.freed_bell().fetch_add(1, Release);
+        self.shared.wake_all(layout::FREED_BELL);
+    }
+
+    fn freed_bell(&self) -> &AtomicU32 {
+        &self.shared.words32::<1>(layout::FREED_BELL)[0]
     }
 
     /// Notes that a put found no free segment.
@@ -163,6 +178,16 @@ impl Index {
     /// Counts the calls of [`Index::note_no_space`] of all members.
     pub fn no_space(&self) -> u32 {
         self.shared.words32::<1>(layout::NO_SPACE)[0].load(Relaxed)
+    }
+
+    /// Notes that the keeper could free no segment though too few are free.
+    pub fn note_vain_look(&self) {
+        self.shared.words32::<1>(layout::VAIN_LOOKS)[0].fetch_add(1, Release);
+    }
+
+    /// Counts the calls of [`Index::note_vain_look`].
+    pub fn vain_looks(&self) -> u32 {
+        self.shared.words32::<1>(layout::VAIN_LOOKS)[0].load(Acquire)
     }
 
     /// The incarnation that the next segment gets which is claimed.

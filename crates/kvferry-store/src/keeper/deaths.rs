@@ -252,6 +252,28 @@ fn a_sync_of_its_own_segment_that_failed_costs_the_keeper_one_segment() {
 }
 
 #[test]
+fn a_segment_that_leases_have_kept_is_tried_again_when_they_have_ended() {
+    let bench = Bench::new("kept");
+    let [core] = bench.open();
+    let writer = Writer::default();
+    let (segment, _) = fill(&bench, &core, &writer, 1, 3);
+    let slot = find(&core, 2).expect("put").slot;
+    let now = core.clock.now_s();
+    let mut keeper = Keeper::new(Arc::clone(&core));
+    let pin = core.member.pin(slot, now, now + HOUR).expect("room");
+    // No segment is free: what can't be copied must leave.
+    while core.member.claim().is_some() {}
+    keeper.look_at_all();
+    assert!(keeper.kept.contains_key(&segment));
+    keeper.kept.insert(segment, Instant::now() + Duration::from_secs(HOUR.into()));
+    keeper.look_at_all();
+    assert_eq!(core.member.segment(segment).state, SegmentState::Sealed);
+    core.member.unpin(&pin);
+    keeper.look_at_all();
+    assert_ne!(core.member.segment(segment).state, SegmentState::Sealed);
+}
+
+#[test]
 fn a_segment_is_not_freed_whose_copies_were_lost_when_the_keeper_s_own_segment_was_full() {
     // Without room for a second own segment, the blocks that are not copied leave.
     for is_room in [true, false] {

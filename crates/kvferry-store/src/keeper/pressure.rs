@@ -137,7 +137,7 @@ fn while_puts_press_full_segments_are_sealed() {
             }
             core.member.note_no_space();
             worker.wake();
-            core.member.wait_freed(freed, Duration::from_millis(20));
+            core.member.wait_freed(freed, Duration::from_millis(20), || false);
         }
         let full = worker.writer.full();
         assert!(full <= most, "{full} segments wait for their seal");

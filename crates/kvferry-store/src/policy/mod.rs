@@ -307,7 +307,8 @@ impl Policy {
         self.with_those_before(self.pins.keys().copied())
     }
 
-    fn with_those_before(&self, slots: impl Iterator<Item = Slot>) -> FxHashSet<Slot> {
+    /// These blocks, and those before them.
+    pub(crate) fn with_those_before(&self, slots: impl Iterator<Item = Slot>) -> FxHashSet<Slot> {
         let mut held = FxHashSet::default();
         for last in slots {
             let chain = std::iter::successors(Some(last), |slot| self.blocks.before(*slot));

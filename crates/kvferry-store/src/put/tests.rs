@@ -325,6 +325,19 @@ fn puts_of_blocks_that_can_not_be_written_do_not_have_all_of_them_tried_each_tim
 }
 
 #[test]
+fn a_process_with_blocks_that_can_not_be_written_looks_once_for_each_time_that_it_tries_them() {
+    let bench = Bench::new("looks");
+    let (store, kv) = bench.with_host();
+    let (_pins, _) = bench.fill(&store, &kv);
+    let behind = &kv.store.behind;
+    let (looks, passes) = (behind.looks(), behind.passes());
+    until("it tries again", || behind.passes() >= passes + 3);
+    let (looks, passes) = (behind.looks() - looks, behind.passes() - passes);
+    // A look that ends early is repeated.
+    assert!(looks <= 4 * passes, "{looks} looks for {passes} passes");
+}
+
+#[test]
 fn a_block_that_is_put_behind_one_that_was_present_is_behind_that_one_in_the_index() {
     let bench = Bench::new("present");
     let (store, kv) = bench.open(&bench.options());
